@@ -84,15 +84,15 @@ setup(
     ext_modules=[
         Extension(
             "mlstate._core",
-            sources=files("csrc/core/*.c", "csrc/python/*.c"),
-            depends=files("csrc/core/*.h", "csrc/python/*.h"),
-            include_dirs=["csrc/core"],
+            sources=files("csrc/core/**/*.c", "csrc/python/**/*.c"),
+            depends=files("csrc/core/**/*.h", "csrc/python/**/*.h"),
+            include_dirs=["csrc/core", "csrc/python"],
             define_macros=[
                 ("_GNU_SOURCE", None),
                 ("_DARWIN_C_SOURCE", None),
                 ("NPY_NO_DEPRECATED_API", "NPY_2_0_API_VERSION"),
                 ("NPY_TARGET_VERSION", "NPY_2_0_API_VERSION"),
-                ("PY_ARRAY_UNIQUE_SYMBOL", "mlsp_array_api"),
+                ("PY_ARRAY_UNIQUE_SYMBOL", "mlspy_array_api"),
             ],
             extra_compile_args=compile_args,
             extra_link_args=link_args,

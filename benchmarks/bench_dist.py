@@ -34,7 +34,6 @@ PAIRS = 6  # rounds of the guard's steps, for each round of other parts
 
 LIMIT = "limit: C add, memory that is shared"
 HOOK = "mlstate LocalGroup: hook"
-SHARED = "mlstate LocalGroup: hook, group.empty"
 GLOO = "gloo: 25 MB buckets"
 MPICH = "MPICH: 25 MB buckets"
 
@@ -180,7 +179,6 @@ def reducing(run: Run, dtype: str) -> None:
     """Compare reduce-scatters of gradients that are there."""
     turns = [
         Turn(LIMIT, "local", "limit", limit=True),
-        Turn(SHARED, "local", "ours hook shared"),
         Turn(HOOK, "local", "ours hook"),
         Turn("mlstate LocalGroup: scatter_multiple", "local", "ours"),
         Turn("mlstate LocalGroup: a bucket each", "local", "ours each"),
@@ -196,12 +194,8 @@ def reducing(run: Run, dtype: str) -> None:
     ]
     if dtype == "f32":
         turns.insert(1, Turn("NumPy add, memory that is shared", "local", "limit numpy"))
-    aims = [Aim(way, LIMIT, 1.3, limit=True) for way in (SHARED, HOOK)]
-    aims += [Aim(way, GLOO, 8) for way in (SHARED, HOOK)] + [Aim(HOOK, MPICH, 2)]
-    note = (
-        "group.empty: gradients in memory that ranks share, as the limit's are; bits: against "
-        "float32 sums in the order of ranks; extra MiB: first call, a rank"
-    )
+    aims = [Aim(HOOK, LIMIT, 1.3, limit=True), Aim(HOOK, GLOO, 8), Aim(HOOK, MPICH, 2)]
+    note = "bits: against float32 sums in the order of ranks; extra MiB: first call, a rank"
     run.show(f"reduce-scatter: {run.size(dtype)}", run.measure(dtype, turns), aims, note=note)
 
 

@@ -22,22 +22,22 @@ from turns import take_turns
 from mlstate import _core
 
 CORE = Path(__file__).resolve().parent.parent / "csrc" / "core"
-SETS = ("scalar", "avx2", "avx512", "neon")  # in the order of csrc/core/cpu.h
+SETS = ("scalar", "avx2", "avx512", "neon")  # in the order of csrc/core/runtime/cpu_features.h
 COMPILER_OPTIONS = ("-O2", "-std=c11", "-ffp-contract=off", "-D_GNU_SOURCE", "-fPIC", "-shared")
 COPY, CHECKSUM = "memcpy, 1 thread", "core: CRC32C"
 FUSED, TWO_PASSES = "core: copy with CRC32C", "memcpy, then core: CRC32C"
-STORES = ("plain", "stream1")  # in the order of csrc/core/store_choice.h
+STORES = ("plain", "stream1")  # in the order of csrc/core/runtime/store_choice.h
 AIM_GBS, AIM_SHARE = 15.0, 0.9
 
 
 class Destination(ctypes.Structure):
-    """The destination of csrc/core/store_choice.h."""
+    """The destination of csrc/core/runtime/store_choice.h."""
 
     _fields_ = (("bytes", ctypes.c_size_t), ("is_fresh", ctypes.c_bool))
 
 
 class Kernels(ctypes.Structure):
-    """The table of csrc/core/crc32c.h."""
+    """The table of csrc/core/crc32c/crc32c.h."""
 
     _fields_ = (
         (

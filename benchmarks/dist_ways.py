@@ -204,20 +204,6 @@ class OursHook(Ours):
         self.hook.close()
 
 
-class OursHookShared(OursHook):
-    """The same with gradients in memory that all ranks share, as those of the limit are."""
-
-    def __init__(self, rank: Rank, group: Any) -> None:
-        super().__init__(rank, group)
-        self.order = [(name, moved(group, gradient)) for name, gradient in self.order]
-
-
-def moved(group: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor into memory of the group."""
-    found: torch.Tensor = group.empty(tensor.shape, tensor.dtype)
-    return found.copy_(tensor)
-
-
 class OursOneByOne(Ours):
     """A call for each parameter, which ends with a message of its own."""
 
@@ -313,7 +299,7 @@ class Messages(Way):
         }
 
     def call(self) -> None:
-        from mlstate._guard import ENDED, Head, all_agree, digest_of, settings_text
+        from mlstate.fsdp._consistency_check import ENDED, Head, all_agree, digest_of, settings_text
 
         for _ in range(self.inner):
             digest = digest_of(self.first, settings_text(self.settings))
@@ -551,7 +537,6 @@ def ours(rank: Rank, group: Any) -> dict[str, Callable[[], Way]]:
         "ours": partial(Ours, rank, group),
         "ours each": partial(OursEach, rank, group),
         "ours hook": partial(OursHook, rank, group),
-        "ours hook shared": partial(OursHookShared, rank, group),
         "ours one by one": partial(OursOneByOne, rank, group),
         "ours silent": partial(Ours, rank, Silent(group)),
         "ours hook silent": partial(OursHook, rank, Silent(group)),

@@ -15,7 +15,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 import mlstate  # noqa: E402
-from mlstate._set_module import set_module  # noqa: E402
+from mlstate._common.set_module import set_module  # noqa: E402
 
 project = "mlstate"
 copyright = "the mlstate authors, Apache-2.0"
@@ -87,7 +87,7 @@ def entry(name, thing):
     if inspect.isclass(thing):
         kind = "exception" if issubclass(thing, BaseException) else "class"
         options = "   :members:\n"
-        if any(base.__module__ == "mlstate._engine" for base in thing.__mro__[1:]):
+        if any(base.__module__ == "mlstate.collectives._group_base" for base in thing.__mro__[1:]):
             options += "   :inherited-members:\n"  # the operations of all engines
         if issubclass(thing, tuple):  # count and index are no news
             options += "   :exclude-members: count, index, __new__\n"

@@ -2,9 +2,9 @@
  * is walked whole, so that a wrong length or link shows.
  *
  *   clang -g -O1 -fsanitize=fuzzer,address,undefined -Icsrc/core fuzz/fuzz_json.c \
- *       csrc/core/json.c csrc/core/mem.c csrc/core/status.c csrc/core/text.c
+ *       csrc/core/io/json_reader.c csrc/core/base/memory.c csrc/core/base/status.c csrc/core/base/string_view.c
  */
-#include "json.h"
+#include "io/json_reader.h"
 
 #include <stdlib.h>
 

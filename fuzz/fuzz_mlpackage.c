@@ -4,8 +4,8 @@
  * accepted must keep the promises of mlpackage.h, and be read the same from an exact
  * copy.
  */
-#include "mem.h"
-#include "mlpackage.h"
+#include "base/memory.h"
+#include "coreml/mlpackage.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -5,9 +5,9 @@
  *       fuzz/fuzz_safetensors.c csrc/core/{safetensors_read,json,fsio,mem,status}.c \
  *       csrc/core/{dtype,cpu}.c csrc/core/crc32c*.c
  */
-#include "safetensors.h"
+#include "safetensors/safetensors.h"
 
-#include "size.h"
+#include "base/size.h"
 
 #include <stdlib.h>
 

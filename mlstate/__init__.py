@@ -89,7 +89,7 @@ _MODULES = (
 )
 _NAMES = {
     "_info": ("info",),
-    "_plain_file": ("load_file", "save_file"),  # 2 ms with torch; all of checkpoint 65
+    "_safetensors": ("load_file", "save_file"),  # 2 ms with torch; all of checkpoint 65
     "checkpoint": ("TieredState", "load", "save", "verify"),
     "errors": (
         "CapacityError",
@@ -129,7 +129,9 @@ def _meet_torch() -> None:
     import sys
 
     if sys.modules.get("torch") is not None:
-        from .integrations import torch  # noqa: F401
+        from ._common.backend import backend_named
+
+        backend_named("torch")
 
 
 _meet_torch()

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from . import _core
-from ._copy_choices import Choices, choice_lines, read_choices
-from ._set_module import set_module
-from ._text import bytes_text, table_html
+from ._common.copy_choices import Choices, choice_lines, read_choices
+from ._common.set_module import set_module
+from ._common.text import bytes_text, table_html
 from ._version import __version__
 
 __all__ = ["SystemInfo", "info"]

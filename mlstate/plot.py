@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING
 
-from ._text import bytes_text, shorten
+from ._common.text import bytes_text, shorten
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
     from matplotlib.figure import Figure
 
-    from ._checkpoint_groups import Group
     from ._types import NDArray
     from .activation import CheckpointStrategy, Pareto, Plan
     from .checkpoint import Checkpoint, SaveHandle, SaveTimes
+    from .checkpoint._table import Group
     from .fsdp import BackwardReport, FSDPShardingUnit
 
 __all__ = [
@@ -192,7 +192,7 @@ def plot_checkpoint(checkpoint: Checkpoint) -> Figure:
     >>> len(plot_checkpoint(checkpoint).axes)
     2
     """
-    from ._checkpoint_groups import Group, column_of, columns_of, groups_of
+    from .checkpoint._table import Group, column_of, columns_of, groups_of
 
     records = checkpoint.tensors()
     columns = columns_of(records)
@@ -255,7 +255,7 @@ def plot_saves(
     >>> len(plot_saves([handle]).axes)
     1
     """
-    from ._save_times import SaveTimes
+    from .checkpoint._save_times import SaveTimes
 
     if not saves:
         raise ValueError("there are no saves to draw")
@@ -416,7 +416,7 @@ def plot_shards(sharding_units: Mapping[str, FSDPShardingUnit]) -> Figure:
     >>> len(plot_shards({"w": unit}).axes)
     1
     """
-    from ._checkpoint_groups import Group
+    from .checkpoint._table import Group
 
     units = sorted(sharding_units.values(), key=lambda unit: -unit.full_bytes)
     columns = [unit.parameter_name for unit in units[: len(_STATES) - 1]]
@@ -470,7 +470,7 @@ def _draw_memory(axes: Any, plan: Plan, plain: Plan, unit: float) -> None:
     """Draw the peak of every step over time, with and without the plan, and the budget."""
     import numpy as np
 
-    from ._plan import _DROP
+    from .activation._plan import _DROP
 
     colours = ((plain, "#a0aec0", "without a plan", 0.0), (plan, _USED, "with the plan", 0.35))
     for each, colour, label, alpha in colours:
@@ -596,7 +596,7 @@ def plot_plan(plan: Plan) -> Figure:
 
 def _points(chain: Any, strategies: Any) -> dict[tuple[int, float], tuple[str, Plan]]:
     """Make plans of strategies; those at the same point share it, and their names are joined."""
-    from ._plan import Plan
+    from .activation._plan import Plan
 
     named = strategies.items() if hasattr(strategies, "items") else ((None, s) for s in strategies)
     found: dict[tuple[int, float], tuple[str, Plan]] = {}

@@ -81,17 +81,18 @@ build_module() { # the core as tools/core.mk compiles it, and the binding
         CC=aarch64-linux-gnu-gcc AR=aarch64-linux-gnu-ar lib
     local flags=(-std=c11 -O2 -fPIC -ffp-contract=off -fvisibility=hidden -D_GNU_SOURCE
         -DNPY_NO_DEPRECATED_API=NPY_2_0_API_VERSION -DNPY_TARGET_VERSION=NPY_2_0_API_VERSION
-        -DPY_ARRAY_UNIQUE_SYMBOL=mlsp_array_api -Icsrc/core
+        -DPY_ARRAY_UNIQUE_SYMBOL=mlsp_array_api -Icsrc/core -Icsrc/python
         -isystem "$here/site/numpy/_core/include" -isystem "$include"
         -isystem "$root/usr/include")
-    rm -rf "$here/work"
-    mkdir -p "$here/binding" "$here/work"
-    find csrc/python -name '*.c' -printf '%f\n' | xargs -P 2 -I FILE \
+    rm -rf "$here/work" "$here/binding"
+    mkdir -p "$here/work"
+    find csrc/python -type d -printf "$here/binding/%P\0" | xargs -0 mkdir -p
+    find csrc/python -name '*.c' -printf '%P\n' | xargs -P 2 -I FILE \
         aarch64-linux-gnu-gcc "${flags[@]}" -c csrc/python/FILE -o "$here/binding/FILE.o"
     tar -c --exclude='*.so' --exclude=__pycache__ mlstate tests pyproject.toml README.md docs |
         tar -x -C "$here/work"
-    aarch64-linux-gnu-gcc -shared "$here"/binding/*.o "$here/core/libmlstate.a" -lpthread -lm \
-        -o "$here/work/mlstate/_core$suffix"
+    find "$here/binding" -name '*.o' | sort | xargs sh -c 'exec aarch64-linux-gnu-gcc -shared "$@"' \
+        sh -o "$here/work/mlstate/_core$suffix" "$here/core/libmlstate.a" -lpthread -lm
 }
 
 stamp=$here/.ready-$(cksum tools/arm64.sh requirements/demo.txt | cksum | cut -d' ' -f1)
@@ -104,8 +105,8 @@ build_module
 echo "ok  arm64: the extension is compiled"
 
 if [ $# = 0 ]; then
-    set -- tests/test_kv.py tests/test_kv_state.py tests/test_state.py tests/test_state_diff.py \
-        tests/test_load_into.py tests/test_checkpoint.py tests/test_overwrite.py
+    set -- tests/kv/test_transition.py tests/kv/test_kv_state.py tests/state/test_state.py tests/state/test_diff.py \
+        tests/state/test_load_into.py tests/checkpoint/test_checkpoint.py tests/checkpoint/files/test_overwrite.py
 fi
 cd "$here/work"
 export PYTHONPATH=$here/work:$here/site HOME=$here/work

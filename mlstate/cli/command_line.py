@@ -12,20 +12,16 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-from .._text import names_hint
+from .._common.text import names_hint
 from .._version import __version__
 from ..errors import MLStateError
-from . import (
-    checkpoint_convert,
-    checkpoint_diff,
-    checkpoint_inspect,
-    checkpoint_prune,
-    checkpoint_reshard,
-    checkpoint_verify,
-    coreml,
-    demo,
-    info,
-)
+from . import convert as checkpoint_convert
+from . import coreml, demo, info
+from . import diff as checkpoint_diff
+from . import inspect as checkpoint_inspect
+from . import prune as checkpoint_prune
+from . import reshard as checkpoint_reshard
+from . import verify as checkpoint_verify
 from .completion import PrintCompletion
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from .._coreml_specs import read_functions, shape_text, warn_of_shapes
-from .._text import bytes_text
+from .._common.text import bytes_text
 from ..coreml import StateSpecs, plan_transition
+from ..coreml._specs import read_functions, shape_text, warn_of_shapes
 
 if TYPE_CHECKING:
     import argparse

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .._folder import refuse_existing
+from ..checkpoint._store.folder import refuse_existing
 
 if TYPE_CHECKING:
     import argparse

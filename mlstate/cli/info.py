@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from .checkpoint_common import add_command
+from ._common import add_command
 
 if TYPE_CHECKING:
     import argparse

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .._atomic import replacing
-from .._path import local_path
+from .._common.atomic_file import replacing
+from .._common.local_path import local_path
 from ..checkpoint import load_file, load_metadata
 from ..coreml import FakeMLState, StateSpecs, plan_transition, state_specs
 from ..errors import CapacityError

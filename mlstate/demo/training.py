@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .._text import bytes_text
+from .._common.text import bytes_text
 from ..checkpoint import CheckpointManager, TieredState
 from ..state import ModelStateDict, OptimizerStateDict
 

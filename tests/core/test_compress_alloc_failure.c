@@ -1,12 +1,12 @@
 /* Every allocation fails once, as in test_alloc_failure.c, in coding shards, in laying
  * coded rows over coded ones, and in reading them. */
-#include "catalog.h"
-#include "failing_alloc.h"
-#include "index.h"
-#include "runner.h"
-#include "shard_read.h"
-#include "shards.h"
-#include "toy_codec.h"
+#include "checkpoint/ranks/merged_index.h"
+#include "support/failing_alloc.h"
+#include "checkpoint/index/index.h"
+#include "support/runner.h"
+#include "checkpoint/read/shard_read.h"
+#include "support/shards.h"
+#include "support/toy_codec.h"
 
 #include <unistd.h>
 
@@ -69,7 +69,11 @@ static mls_code read_coded(mls_status *st)
         code = mls_catalog_pieces(&catalog, &catalog.tensors[0], &part, got,
                                   &(mls_piece_room){stored, parts, pieces}, &count, st);
         if (code == MLS_OK) {
-            code = mls_shards_read(pool_fd, pieces, count, crc, &codec.codecs, NULL, NULL,
+            code = mls_shards_read(&(mls_read_request){.folder = pool_fd,
+                                                       .pieces = pieces,
+                                                       .count = count,
+                                                       .crc = crc,
+                                                       .codecs = &codec.codecs},
                                    &failed, st);
         }
         CHECK(code != MLS_OK || memcmp(got, bytes, sizeof got) == 0);

@@ -130,10 +130,10 @@ def strings_of(value):
 
 def named_by(folder, root):
     """Paths in the checkpoint `folder` that the manifest `root` and its indexes name."""
-    texts = set(strings_of(json.loads((folder / root).read_bytes())))
-    for name in [text for text in texts if re.fullmatch(r"index/[\w.]+\.json", text)]:
-        texts.update(strings_of(json.loads((folder / name).read_bytes())))
-    return {text for text in texts if re.fullmatch(r"\w+/.+\.(json|safetensors)", text)}
+    found = json.loads((folder / root).read_bytes())
+    indexes = {f"index/{found['generation']}.{n}.json" for n in range(found["world_size"])}
+    texts = {t for name in indexes for t in strings_of(json.loads((folder / name).read_bytes()))}
+    return indexes | {text for text in texts if re.fullmatch(r"\w+/.+\.safetensors", text)}
 
 
 def lacking(folder, root):

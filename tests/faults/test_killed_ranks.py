@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from mlstate import CollectiveError
-from mlstate._local_meet import _address
 from mlstate.collectives import LocalGroup
+from mlstate.collectives._local_rendezvous import _address
 
 pytestmark = [
     pytest.mark.slow,

@@ -62,7 +62,9 @@ def commands(engine, places, names):
     library, variables = ENGINES[engine]
     world = len(places)
     if library == "gloo":
-        paths = [str(HERE.parents[1]), str(HERE.parent), str(HERE.parent / "integration")]
+        tests = HERE.parent
+        helpers = (tests / "support", tests / "integration" / "collectives")
+        paths = [str(HERE.parents[1]), *map(str, helpers)]
         common = {
             **variables,
             "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]),
@@ -78,7 +80,7 @@ def commands(engine, places, names):
     slots = ",".join(f"{host}:{places.count(host)}" for host in dict.fromkeys(places))
     command = mpi_jobs.command(library, world, RANKS, "mpi", *names)
     environment = mpi_jobs.environment(library)
-    environment["PYTHONPATH"] += os.pathsep + str(HERE.parent / "integration")
+    environment["PYTHONPATH"] += os.pathsep + str(HERE.parent / "integration" / "collectives")
     if library == "mpich":
         command[1:1] = ["-launcher", "ssh", "-launcher-exec", ENTER, "-hosts", slots]
     else:

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "mlstate"
 TESTS = ROOT / "tests"
 
 # One file per instruction set: its base name's test runs every variant.
-VARIANT = re.compile(r"_(scalar|sse\w*|avx\w*|neon|sve|x86|arm)$")
+VARIANT = re.compile(r"_(scalar|sse\w*|avx\w*|neon|sve|x86|armv8|arm)$")
 
 
 def base_name(stem):
@@ -23,7 +23,7 @@ def base_name(stem):
 
 def c_files(*folders):
     """All sources and headers of `folders`, sorted."""
-    return sorted(p for folder in folders for p in folder.glob("*.[ch]"))
+    return sorted(p for folder in folders for p in folder.rglob("*.[ch]"))
 
 
 def python_files():

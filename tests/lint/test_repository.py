@@ -40,15 +40,6 @@ def test_no_large_or_built_file_is_kept():
         assert path.stat().st_size < 2 << 20, house.relative(path)
 
 
-def test_no_two_test_files_share_a_name():
-    """pytest collects one module of a name, and stops at the second."""
-    found: dict[str, str] = {}
-    for path in house.tracked_files():
-        if path.name.startswith("test_") and path.suffix == ".py":
-            assert path.name not in found, (found[path.name], house.relative(path))
-            found[path.name] = house.relative(path)
-
-
 @pytest.mark.parametrize("path", house.python_files(), ids=house.relative)
 def test_each_module_has_a_docstring_and_lists_what_is_public(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -68,18 +59,30 @@ def test_each_module_has_a_docstring_and_lists_what_is_public(path):
 
 
 def imported_by(path):
-    """Stems of the package's modules that a module imports from."""
-    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    return {
-        node.module.rsplit(".", 1)[-1]
-        for node in nodes
-        if isinstance(node, ast.ImportFrom) and node.level and node.module
-    }
+    """Stems of the package's modules that a module imports from, at once or on first use."""
+    stems = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            names = [node.module or "", *(alias.name for alias in node.names)]
+            stems.update(name.rsplit(".", 1)[-1] for name in names)
+        elif (
+            isinstance(node, ast.Assign)
+            and ast.unparse(node.targets[0]) == "_NAMES"
+            and isinstance(node.value, ast.Dict)
+        ):
+            keys = [ast.unparse(key).strip("'") for key in node.value.keys]
+            stems.update(key.rsplit(".", 1)[-1] for key in keys)
+    return stems
+
+
+def is_private(path):
+    return any(part.startswith("_") for part in path.relative_to(house.PACKAGE).parts)
 
 
 def test_each_module_has_a_test():
     """`x.py` has a test_x.py; `_y.py` has one, or serves a module that has one."""
-    tests = {path.stem for path in house.TESTS.rglob("test_*.py")}
+    files = list(house.TESTS.rglob("test_*.py"))
+    tests, folders = {path.stem for path in files}, {path.parent.name for path in files}
     tested = set()
     missing = {}
     for path in house.python_files():
@@ -88,7 +91,8 @@ def test_each_module_has_a_test():
         if path.stem in UNTESTED and path.parent == house.PACKAGE:
             continue
         stem = path.parent.name if path.stem == "__init__" else path.stem
-        if tests.intersection((f"test_{name}", f"test_{parts[0]}", f"test_{stem}")):
+        own = (f"test_{name}", f"test_{parts[0]}", f"test_{stem.lstrip('_')}")
+        if tests.intersection(own) or (path.stem == "__init__" and stem in folders):
             tested.add(path)
         elif path.stem == "__init__" and "__all__" not in path.read_text(encoding="utf-8"):
             continue
@@ -97,7 +101,7 @@ def test_each_module_has_a_test():
     grew = True
     while grew:  # what a tested module imports from is tested through it, if private
         served = set().union(*(imported_by(path) for path in tested))
-        grew = {path for path in missing if path.stem.startswith("_") and path.stem in served}
+        grew = {path for path in missing if is_private(path) and path.stem in served}
         tested |= grew
         for path in grew:
             del missing[path]

@@ -32,8 +32,8 @@ def test_the_core_has_no_writable_data():
     if core_build.missing():
         pytest.skip(core_build.missing())
     folder, log = core_build.make("objects")
-    sources = (house.ROOT / "csrc" / "core").glob("*.c")
-    objects = [folder / "core" / f"{path.stem}.o" for path in sources]
+    sources = (house.ROOT / "csrc" / "core").rglob("*.c")
+    objects = [folder / path.relative_to(house.ROOT / "csrc").with_suffix(".o") for path in sources]
     assert objects and all(path.exists() for path in objects), log
     bad = []
     for path in objects:

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..._arrays import is_torch
-from ..._collective_args import dtype_name, failed
-from ..._dtypes import as_numbers
+from ..._common.arrays import is_torch
+from ..._common.dtypes import as_numbers
+from ...collectives._arguments import dtype_name, failed
 from ._memory import bytes_of, reals_of, wide_like
 
 if TYPE_CHECKING:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..._collective_algorithms import ExchangeEngine
-from ..._collective_args import check_timeout, failed
-from ..._set_module import set_module
-from ..._turns import Turns
-from ..._work import Work
+from ..._common.set_module import set_module
+from ...collectives._algorithms import ExchangeEngine
+from ...collectives._arguments import check_timeout, failed
+from ...collectives._operation_queue import Turns
+from ...collectives._work import Work
 from ...errors import CollectiveError
 from ._exchange import Channel, wait_for
 from ._memory import flat_of, put, target_for
@@ -16,7 +16,7 @@ from ._memory import flat_of, put, target_for
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ..._engine import Call
+    from ...collectives._group_base import Call
 
 # What torch.distributed allows an operation, too.
 _DEFAULT_SECONDS = 1800.0

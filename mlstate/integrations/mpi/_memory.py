@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ..._arrays import is_torch
-from ..._collective_args import check_plain
+from ..._common.arrays import is_torch
+from ...collectives._arguments import check_plain
 
 
 def flat_of(operation: str, array: Any, *, native: bool = False) -> Any:
@@ -45,7 +45,9 @@ def put(flat: Any, place: Any) -> None:
         if flat.data_ptr() != place.data_ptr() or not place.is_contiguous():
             place.copy_(flat.view(place.shape))
         elif not place.is_inference():
-            from ..torch._memory import note_written  # MPI wrote to it, which torch cannot know
+            from ..torch._tensors.memory import (
+                note_written,  # MPI wrote to it, which torch cannot know
+            )
 
             note_written([place])
     elif not np.shares_memory(flat, place):

@@ -6,20 +6,22 @@ it meets a tensor; a fresh process that does neither before ``torch.load`` impor
 Each file here imports torch inside its functions.
 """
 
-from ._activation_manager import apply_strategy, cuda_memory
-from ._apply import PlannedModel, apply_plan
-from ._chain import profile_chain
-from ._ddp import all_reduce_with
-from ._fsdp2 import reduce_scatter_with
-from ._group import TorchGroup
-from ._operators import OperatorProfile, operator_contexts, profile_operators
-from ._optimizer import optimizer_dict, optimizer_state
-from ._peak import MemoryUse, measure_peak
-from ._pickle import register as _register
-from ._pickle import restore_state  # noqa: F401  # torch files name it by this package
-from ._recompute_check import check_recompute
-from ._state import arrays_of, tensors_of
-from ._steps import PlanUse, StepUse, measure_plan
+from ..._common.backend import register as _register_backend
+from . import _backend
+from ._activation.apply_plan import PlannedModel, apply_plan
+from ._activation.operators import OperatorProfile, operator_contexts, profile_operators
+from ._activation.peak_memory import MemoryUse, measure_peak
+from ._activation.profile_chain import profile_chain
+from ._activation.recompute_check import check_recompute
+from ._activation.step_memory import PlanUse, StepUse, measure_plan
+from ._activation.strategies import apply_strategy, cuda_memory
+from ._checkpoint.optimizer import optimizer_dict, optimizer_state
+from ._collectives.group import TorchGroup
+from ._gradients.ddp import all_reduce_with
+from ._gradients.fsdp2 import reduce_scatter_with
+from ._tensors.pickle import register as _register
+from ._tensors.pickle import restore_state  # noqa: F401  # torch files name it by this package
+from ._tensors.state import arrays_of, tensors_of
 
 __all__ = [
     "MemoryUse",
@@ -46,3 +48,4 @@ __all__ = [
 ]
 
 _register()
+_register_backend("torch", _backend)

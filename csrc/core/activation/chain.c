@@ -1,0 +1,431 @@
+/* chain: checks of a chain, and its schedules run on paper.
+ *
+ * The simulator knows nothing of how schedules are found: it keeps one byte for each
+ * activation and each saved, and looks at every rule at every step.
+ */
+#include "activation/chain.h"
+
+#include "base/memory.h"
+
+#include <inttypes.h>
+#include <math.h>
+#include <string.h>
+
+/* As schedules are printed, and as users write them. */
+static const char *const names[MLS_STEP_KINDS] = {
+    [MLS_STEP_FORWARD] = "forward",   [MLS_STEP_SAVE] = "save",
+    [MLS_STEP_BACKWARD] = "backward", [MLS_STEP_DROP] = "drop",
+    [MLS_STEP_OFFLOAD] = "offload",   [MLS_STEP_LOAD] = "load",
+};
+
+/* Kinds come from arrays of anybody: what is none has a name too. */
+const char *mls_step_name(int kind)
+{
+    return kind >= 0 && kind < MLS_STEP_KINDS ? names[kind] : "?";
+}
+
+/* ---- checks ---- */
+
+/* Seconds of every block; their sum is added to `*sum`.  NaN is not at least 0, which is
+ * why the comparison is written that way round. */
+static mls_code check_seconds(const char *name, const double *seconds, size_t count,
+                              double *sum, mls_status *st)
+{
+    for (size_t i = 0; i < count; i++) {
+        if (!(seconds[i] >= 0) || !isfinite(seconds[i])) {
+            mls_fail(st, MLS_E_VALUE, "%s[%zu] is %g: choose a finite number, at least 0",
+                     name, i, seconds[i]);
+            mls_status_name(st, name, strlen(name));
+            mls_status_got(st, "%g", seconds[i]);
+            return st->code;
+        }
+        *sum += seconds[i];
+    }
+    return MLS_OK;
+}
+
+/* Bytes of every item; their sum is added to `*sum`, which stays within 62 bits:
+ * planners add a little to it.  Items may be below 0 by as much as `below` has there;
+ * NULL: not at all. */
+static mls_code check_bytes(const char *name, const int64_t *bytes, size_t count,
+                            const int64_t *below, int64_t *sum, mls_status *st)
+{
+    for (size_t i = 0; i < count; i++) {
+        const int64_t least = below == NULL ? 0 : -below[i];
+        if (bytes[i] < least) {
+            mls_fail(st, MLS_E_VALUE,
+                     "%s[%zu] is %" PRId64 ": bytes are at least %" PRId64, name, i,
+                     bytes[i], least);
+            mls_status_name(st, name, strlen(name));
+            mls_status_got(st, "%" PRId64, bytes[i]);
+            return st->code;
+        }
+        if (__builtin_add_overflow(*sum, bytes[i], sum) || *sum > INT64_MAX / 2) {
+            return mls_fail(st, MLS_E_SIZE,
+                            "all bytes of the chain together exceed 62 bits at %s[%zu]",
+                            name, i);
+        }
+    }
+    return MLS_OK;
+}
+
+/* All arrays of bytes, each by its name in Python, and what must hold between them. */
+static mls_code check_all_bytes(const mls_chain *c, mls_status *st)
+{
+    const size_t n = c->blocks;
+    const struct {
+        const char *name;
+        const int64_t *bytes;
+        size_t count;
+        const int64_t *below;
+    } arrays[] = {
+        {"activation_bytes", c->activation_bytes, n + 1, NULL},
+        {"gradient_bytes", c->gradient_bytes, n + 1, NULL},
+        {"saved_bytes", c->saved_bytes, n, NULL},
+        {"forward_temporary_bytes", c->forward_temporary_bytes, n, NULL},
+        {"saving_temporary_bytes", c->saving_temporary_bytes, n, NULL},
+        {"backward_temporary_bytes", c->backward_temporary_bytes, n, c->gradient_bytes},
+    };
+    int64_t sum = 0;
+    for (size_t i = 0; i < sizeof arrays / sizeof arrays[0]; i++) {
+        const mls_code code = check_bytes(arrays[i].name, arrays[i].bytes,
+                                          arrays[i].count, arrays[i].below, &sum, st);
+        if (code != MLS_OK) {
+            return code;
+        }
+    }
+    for (size_t i = 0; i < n; i++) {
+        if (c->saved_bytes[i] < c->activation_bytes[i + 1]) {
+            return mls_fail(st, MLS_E_VALUE,
+                            "saved_bytes[%zu] is %" PRId64
+                            ", less than activation_bytes[%zu], %" PRId64
+                            ": what a block saves contains its output",
+                            i, c->saved_bytes[i], i + 1, c->activation_bytes[i + 1]);
+        }
+        /* a step that ends with more memory than its peak contradicts itself */
+        const int64_t freed = c->saved_bytes[i] + c->gradient_bytes[i + 1];
+        if (c->backward_temporary_bytes[i] < -freed) {
+            return mls_fail(
+                st, MLS_E_VALUE,
+                "backward_temporary_bytes[%zu] is %" PRId64 ": the step frees %" PRId64
+                " bytes (saved_bytes[%zu] and gradient_bytes[%zu]), so its "
+                "peak would be below the memory held after it; give %" PRId64 " or more",
+                i, c->backward_temporary_bytes[i], freed, i, i + 1, -freed);
+        }
+    }
+    return MLS_OK;
+}
+
+/* Both ways to the host, or none: what cannot come back must not go. */
+static mls_code check_rates(const mls_chain *c, mls_status *st)
+{
+    const bool none = c->offload_rate == 0 && c->load_rate == 0;
+    const bool both = c->offload_rate > 0 && c->load_rate > 0 &&
+                      isfinite(c->offload_rate) && isfinite(c->load_rate);
+    if (none || both) {
+        return MLS_OK;
+    }
+    return mls_fail(st, MLS_E_VALUE,
+                    "the offload rate is %g and the load rate %g bytes per second: give "
+                    "both, finite and above 0, or neither",
+                    c->offload_rate, c->load_rate);
+}
+
+/* No schedule that a planner makes runs a block more often than there are blocks: within
+ * that, times stay finite. */
+mls_code mls_chain_check(const mls_chain *c, mls_status *st)
+{
+    if (c->blocks == 0 || c->blocks > MLS_CHAIN_MAX_BLOCKS) {
+        return mls_fail(st, MLS_E_VALUE, "a chain of %zu blocks: choose 1 to %d",
+                        c->blocks, (int)MLS_CHAIN_MAX_BLOCKS);
+    }
+    double seconds = 0;
+    mls_code code =
+        check_seconds("forward_seconds", c->forward_seconds, c->blocks, &seconds, st);
+    if (code == MLS_OK) {
+        code = check_seconds("backward_seconds", c->backward_seconds, c->blocks, &seconds,
+                             st);
+    }
+    if (code == MLS_OK) {
+        code = check_all_bytes(c, st);
+    }
+    if (code == MLS_OK) {
+        code = check_rates(c, st);
+    }
+    if (code == MLS_OK && !isfinite(seconds * ((double)c->blocks + 1))) {
+        code = mls_fail(st, MLS_E_SIZE,
+                        "the seconds of the chain exceed the range of a double");
+    }
+    return code;
+}
+
+/* ---- schedules ---- */
+
+/* Doubled when it is full: a schedule may have as many steps as blocks squared. */
+mls_code mls_schedule_push(mls_schedule *s, mls_step_kind kind, size_t index,
+                           mls_status *st)
+{
+    if (s->count == s->room) {
+        const size_t room = s->room == 0 ? 64 : 2 * s->room;
+        mls_step *steps = mls_realloc(s->steps, room, sizeof *steps);
+        if (steps == NULL) {
+            return mls_fail(st, MLS_E_MEMORY, "no memory for %zu steps", room);
+        }
+        s->steps = steps;
+        s->room = room;
+    }
+    s->steps[s->count++] = (mls_step){.kind = (int32_t)kind, .index = (int32_t)index};
+    return MLS_OK;
+}
+
+/* A schedule that failed half way is freed like any other. */
+void mls_schedule_fini(mls_schedule *s)
+{
+    mls_free(s->steps);
+    *s = (mls_schedule){0};
+}
+
+/* ---- simulation ---- */
+
+/* Where saved i is.  On the host it takes no memory that anybody counts. */
+enum { NOWHERE, ON_DEVICE, ON_HOST };
+
+/* What is held at a moment.  Gradients need no marks: there is one at a time. */
+typedef struct machine {
+    const mls_chain *chain;
+    unsigned char *alone; /* n + 1: activation k lies by itself */
+    unsigned char *saved; /* n: NOWHERE, ON_DEVICE or ON_HOST */
+    size_t left; /* backward passes to come: this is the gradient that is there */
+    int64_t held;
+    double seconds;
+} machine;
+
+/* What a step does to what is held.  What it frees it frees at its end: the peak is that
+ * of everything together. */
+typedef struct effect {
+    int64_t makes, temporary, frees;
+    double seconds;
+} effect;
+
+/* What is missing where a step is refused; `index` is that of `what`. */
+typedef struct refusal {
+    const char *what, *how;
+    size_t index;
+} refusal;
+
+/* By itself, or inside what the block before it saved. */
+static bool activation_is_held(const machine *m, size_t k)
+{
+    return m->alone[k] != 0 || (k > 0 && m->saved[k - 1] == ON_DEVICE);
+}
+
+/* The rules that forward and save share: the input is there, the output is not, in any
+ * form. */
+static bool can_run(const machine *m, size_t i, refusal *why)
+{
+    if (!activation_is_held(m, i)) {
+        *why = (refusal){"activation", "is not there", i};
+        return false;
+    }
+    if (activation_is_held(m, i + 1)) {
+        *why = (refusal){"activation", "is there already", i + 1};
+        return false;
+    }
+    return true;
+}
+
+/* The output is memory of its own; nothing else is kept. */
+static bool run_forward(machine *m, size_t i, effect *e, refusal *why)
+{
+    if (!can_run(m, i, why)) {
+        return false;
+    }
+    m->alone[i + 1] = 1;
+    *e = (effect){.makes = m->chain->activation_bytes[i + 1],
+                  .temporary = m->chain->forward_temporary_bytes[i],
+                  .seconds = m->chain->forward_seconds[i]};
+    return true;
+}
+
+/* What is saved contains the output. */
+static bool run_save(machine *m, size_t i, effect *e, refusal *why)
+{
+    if (m->saved[i] != NOWHERE) {
+        *why = (refusal){"saved", "is there already", i};
+        return false;
+    }
+    if (!can_run(m, i, why)) {
+        return false;
+    }
+    m->saved[i] = ON_DEVICE;
+    *e = (effect){.makes = m->chain->saved_bytes[i],
+                  .temporary = m->chain->saving_temporary_bytes[i],
+                  .seconds = m->chain->forward_seconds[i]};
+    return true;
+}
+
+/* Only one gradient is ever there, so the order follows. */
+static bool run_backward(machine *m, size_t i, effect *e, refusal *why)
+{
+    const mls_chain *c = m->chain;
+    const bool first = i + 1 == c->blocks;
+    if (m->left != i + 1) {
+        *why = (refusal){"gradient", "is not there", i + 1};
+        return false;
+    }
+    if (m->saved[i] != ON_DEVICE) {
+        const char *how = m->saved[i] == ON_HOST ? "is on the host" : "is not there";
+        *why = (refusal){"saved", how, i};
+        return false;
+    }
+    if (!activation_is_held(m, i)) {
+        *why = (refusal){"activation", "is not there", i};
+        return false;
+    }
+    m->left = i;
+    m->saved[i] = NOWHERE;
+    *e = (effect){.makes = c->gradient_bytes[i] + (first ? c->gradient_bytes[i + 1] : 0),
+                  .temporary = c->backward_temporary_bytes[i],
+                  .frees = c->saved_bytes[i] + c->gradient_bytes[i + 1],
+                  .seconds = c->backward_seconds[i]};
+    return true;
+}
+
+/* What lies inside something else goes with that, not by a drop. */
+static bool run_drop(machine *m, size_t k, effect *e, refusal *why)
+{
+    if (k == 0) {
+        *why = (refusal){"activation", "is the input and stays", k};
+        return false;
+    }
+    if (m->alone[k] == 0) {
+        *why = (refusal){"activation", "does not lie by itself", k};
+        return false;
+    }
+    m->alone[k] = 0;
+    *e = (effect){.frees = m->chain->activation_bytes[k]};
+    return true;
+}
+
+/* Saved i contains activation i + 1, which becomes memory of its own: nothing is made,
+ * only less is freed. */
+static bool run_offload(machine *m, size_t i, effect *e, refusal *why)
+{
+    const mls_chain *c = m->chain;
+    if (c->offload_rate <= 0) {
+        *why = (refusal){"saved", "cannot be offloaded: the chain has no rates", i};
+        return false;
+    }
+    if (m->saved[i] != ON_DEVICE) {
+        *why = (refusal){"saved", "is not on the device", i};
+        return false;
+    }
+    m->saved[i] = ON_HOST;
+    m->alone[i + 1] = 1;
+    *e = (effect){.frees = c->saved_bytes[i] - c->activation_bytes[i + 1],
+                  .seconds = (double)c->saved_bytes[i] / c->offload_rate};
+    return true;
+}
+
+/* The activation that stayed behind must be dropped first: it comes back inside. */
+static bool run_load(machine *m, size_t i, effect *e, refusal *why)
+{
+    const mls_chain *c = m->chain;
+    if (m->saved[i] != ON_HOST) {
+        *why = (refusal){"saved", "is not on the host", i};
+        return false;
+    }
+    if (activation_is_held(m, i + 1)) {
+        *why = (refusal){"activation", "is there already", i + 1};
+        return false;
+    }
+    m->saved[i] = ON_DEVICE;
+    *e = (effect){.makes = c->saved_bytes[i],
+                  .seconds = (double)c->saved_bytes[i] / c->load_rate};
+    return true;
+}
+
+/* Do a step: change the machine and say what that takes, or say what is missing. */
+typedef bool (*runner)(machine *m, size_t index, effect *e, refusal *why);
+
+/* By kind. */
+static const runner runners[MLS_STEP_KINDS] = {
+    [MLS_STEP_FORWARD] = run_forward,   [MLS_STEP_SAVE] = run_save,
+    [MLS_STEP_BACKWARD] = run_backward, [MLS_STEP_DROP] = run_drop,
+    [MLS_STEP_OFFLOAD] = run_offload,   [MLS_STEP_LOAD] = run_load,
+};
+
+/* One step, with all its rules.  Kind and index are checked here, before they choose a
+ * function and entries of arrays. */
+static mls_code run_step(machine *m, size_t number, mls_step step,
+                         mls_step_record *record, mls_status *st)
+{
+    const size_t most = m->chain->blocks - (step.kind == MLS_STEP_DROP ? 0 : 1);
+    if (step.kind < 0 || step.kind >= MLS_STEP_KINDS || step.index < 0 ||
+        (size_t)step.index > most) {
+        return mls_fail(st, MLS_E_VALUE,
+                        "step %zu, %s %" PRId32 ": there is no such step "
+                        "in a chain of %zu blocks",
+                        number, mls_step_name(step.kind), step.index, m->chain->blocks);
+    }
+    effect e = {0};
+    refusal why = {"", "", 0};
+    if (!runners[step.kind](m, (size_t)step.index, &e, &why)) {
+        return mls_fail(st, MLS_E_VALUE, "step %zu, %s %" PRId32 ": %s %zu %s", number,
+                        mls_step_name(step.kind), step.index, why.what, why.index,
+                        why.how);
+    }
+    record->before = m->held;
+    record->peak = m->held + e.makes + e.temporary;
+    m->held += e.makes - e.frees;
+    m->seconds += e.seconds;
+    record->after = m->held;
+    record->seconds = e.seconds;
+    return MLS_OK;
+}
+
+/* All bytes together fit into 62 bits, and nothing is held twice: no sum overflows. */
+static mls_code run_all(machine *m, const mls_step *steps, size_t count,
+                        mls_step_record *records, mls_totals *out, mls_status *st)
+{
+    int64_t peak = m->held;
+    for (size_t i = 0; i < count; i++) {
+        mls_step_record record;
+        const mls_code code = run_step(m, i, steps[i], &record, st);
+        if (code != MLS_OK) {
+            return code;
+        }
+        peak = record.peak > peak ? record.peak : peak;
+        if (records != NULL) {
+            records[i] = record;
+        }
+    }
+    if (m->left != 0) {
+        return mls_fail(
+            st, MLS_E_VALUE,
+            "the schedule ends after %zu steps with %zu backward passes to go", count,
+            m->left);
+    }
+    *out = (mls_totals){.seconds = m->seconds, .peak_bytes = peak};
+    return MLS_OK;
+}
+
+/* One block of memory for both rows of marks. */
+mls_code mls_chain_simulate(const mls_chain *chain, const mls_step *steps, size_t count,
+                            mls_step_record *records, mls_totals *out, mls_status *st)
+{
+    const size_t n = chain->blocks;
+    unsigned char *flags = mls_alloc(n + 1, 2);
+    if (flags == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory to simulate %zu blocks", n);
+    }
+    machine m = {.chain = chain,
+                 .alone = flags,
+                 .saved = flags + (n + 1),
+                 .left = n,
+                 .held = chain->activation_bytes[0]};
+    m.alone[0] = 1;
+    const mls_code code = run_all(&m, steps, count, records, out, st);
+    mls_free(flags);
+    return code;
+}

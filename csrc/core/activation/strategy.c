@@ -1,0 +1,250 @@
+/* strategy: which layers of a model to checkpoint, decided layer by layer.
+ *
+ * The rules are those of the specification of checkpoint strategies, with its literals:
+ * `index > 10`, `1.5 * average`, `0.7 * count`, 10 and 30 seconds.  Two things differ,
+ * and no decision does: the sum of sizes runs along, where the source adds all of them up
+ * each time, and memory is read when an adjustment is due, where the source reads it each
+ * time.
+ */
+#include "activation/strategy.h"
+
+#include "base/size.h"
+
+#include <inttypes.h>
+#include <math.h>
+#include <time.h>
+
+/* Whether `index` is a multiple of `interval`.  Dividing 64 bits takes some processors
+ * several times as long as 32 bits. */
+static inline bool is_multiple(int64_t index, int64_t interval)
+{
+    const uint64_t a = (uint64_t)index, b = (uint64_t)interval;
+    return ((a | b) >> 32) == 0 ? (uint32_t)a % (uint32_t)b == 0 : a % b == 0;
+}
+
+enum { FIRST_INTERVAL = 2, LARGEST_INTERVAL = 10 };
+
+/* ---- decisions ---- */
+
+/* Index 0 is a multiple of everything: the first layer is always checkpointed. */
+int mls_decide_interval(mls_strategy *s, const mls_layer_question *q, mls_status *st)
+{
+    (void)st;
+    const bool chosen = is_multiple(q->index, s->number);
+    s->checkpointed += chosen;
+    return chosen;
+}
+
+/* No layer has two marks, so the one that excludes need not be asked for first. */
+int mls_decide_selective(mls_strategy *s, const mls_layer_question *q, mls_status *st)
+{
+    (void)st;
+    return mls_layer_mark_of(&s->named, &q->layer) == MLS_LAYER_CHECKPOINT;
+}
+
+/* What has exactly the limit is large. */
+int mls_decide_size_based(mls_strategy *s, const mls_layer_question *q, mls_status *st)
+{
+    (void)st;
+    const bool chosen = q->bytes >= (size_t)s->number;
+    s->checkpointed += chosen;
+    return chosen;
+}
+
+int mls_decide_memory_aware(mls_strategy *s, const mls_layer_question *q, mls_status *st)
+{
+    (void)st;
+    return is_multiple(q->index, s->interval);
+}
+
+/* A layer that is seen for the first time, or was before.  The sum is checked first, so
+ * that a layer without its bytes in the sum never exists. */
+static mls_code meet(mls_strategy *s, const mls_layer_key *key, size_t bytes,
+                     mls_table_layer **out, mls_status *st)
+{
+    size_t total;
+    *out = mls_layer_find(&s->seen, key);
+    if (*out != NULL) {
+        return MLS_OK;
+    }
+    if (!mls_size_add(s->total_bytes, bytes, &total)) {
+        return mls_fail(st, MLS_E_SIZE,
+                        "the activations of all layers have more bytes than memory can");
+    }
+    const mls_code code = mls_layer_add(&s->seen, key, out, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    (*out)->mark = mls_layer_mark_of(&s->named, key);
+    (*out)->bytes = bytes;
+    s->total_bytes = total;
+    return MLS_OK;
+}
+
+/* The three heuristics, in the source's types: a long is compared with a double. */
+static bool is_worth_it(const mls_strategy *s, const mls_table_layer *layer,
+                        int64_t layer_index)
+{
+    const double count = (double)s->seen.count;
+    const double average = (double)s->total_bytes / count;
+    return (double)layer->bytes > average * 1.5 || layer->calls < 2 ||
+           (double)layer_index > count * 0.7;
+}
+
+/* Nothing is checkpointed up to and with the first layer beyond index 10.  Layers are
+ * counted before all else, those excluded too: they are part of the average. */
+int mls_decide_smart(mls_strategy *s, const mls_layer_question *q, mls_status *st)
+{
+    mls_table_layer *known = NULL;
+    if (meet(s, &q->layer, q->bytes, &known, st) != MLS_OK) {
+        return -1;
+    }
+    known->calls++;
+    if (s->collecting) {
+        /* the layer that ends the collecting is not checkpointed either */
+        s->collecting = q->index <= 10;
+        return 0;
+    }
+    return known->mark != MLS_LAYER_EXCLUDE && is_worth_it(s, known, q->index);
+}
+
+/* ---- settings and state ---- */
+
+mls_code mls_strategy_init(mls_strategy *out, const int64_t *number,
+                           const char *number_name, double max_share,
+                           const char *share_name, int64_t now, mls_status *st)
+{
+    if (number != NULL && *number <= 0) {
+        return mls_fail(st, MLS_E_VALUE, "%s must be greater than 0, got %" PRId64,
+                        number_name, *number);
+    }
+    /* the comparison fails for NaN too */
+    const float share = (float)max_share;
+    if (!(share > 0.0F && share <= 1.0F)) {
+        return mls_fail(st, MLS_E_VALUE, "%s must be above 0 and at most 1, got %g",
+                        share_name, max_share);
+    }
+    *out = (mls_strategy){.max_share = share};
+    out->number = number == NULL ? 0 : *number;
+    mls_strategy_reset(out, now);
+    return MLS_OK;
+}
+
+void mls_strategy_reset(mls_strategy *s, int64_t now)
+{
+    mls_layer_table_fini(&s->seen);
+    s->total_bytes = 0;
+    s->collecting = true;
+    s->checkpointed = 0;
+    s->interval = FIRST_INTERVAL;
+    s->adjusted_at = now;
+    s->high = 0;
+}
+
+/* A pickle may have been written by another program: what no decision can lead to is
+ * refused. */
+mls_code mls_strategy_restore(mls_strategy *s, int64_t checkpointed, int64_t interval,
+                              int64_t adjusted_at, int64_t high, mls_status *st)
+{
+    if (checkpointed < 0 || interval < 1 || interval > LARGEST_INTERVAL || high < 0 ||
+        adjusted_at < -3 * MLS_MAX_TICKS || adjusted_at > 3 * MLS_MAX_TICKS) {
+        return mls_fail(st, MLS_E_VALUE,
+                        "no state of a strategy: %" PRId64 " layers, interval %" PRId64
+                        ", %" PRId64 " times high pressure",
+                        checkpointed, interval, high);
+    }
+    s->checkpointed = checkpointed;
+    s->interval = interval;
+    s->adjusted_at = adjusted_at;
+    s->high = high;
+    return MLS_OK;
+}
+
+/* Calls are at least one, since a layer is known by being asked about. */
+mls_code mls_strategy_restore_layer(mls_strategy *s, const mls_layer_key *layer,
+                                    size_t bytes, uint64_t calls, mls_status *st)
+{
+    if (calls == 0 || mls_layer_find(&s->seen, layer) != NULL) {
+        mls_fail(st, MLS_E_VALUE, "the state of a strategy has a layer %s",
+                 calls == 0 ? "that was never called" : "twice");
+        mls_status_name(st, layer->name.data, layer->name.length);
+        return MLS_E_VALUE;
+    }
+    mls_table_layer *known = NULL;
+    const mls_code code = meet(s, layer, bytes, &known, st);
+    if (code == MLS_OK) {
+        known->calls = calls;
+    }
+    return code;
+}
+
+void mls_strategy_fini(mls_strategy *s)
+{
+    mls_layer_table_fini(&s->seen);
+    mls_layer_table_fini(&s->named);
+    *s = (mls_strategy){0};
+}
+
+/* ---- memory and time ---- */
+
+/* Seconds as the source has them, a double: both limits are compared with it. */
+static double seconds_since(const mls_strategy *s, int64_t now)
+{
+    return (double)(now - s->adjusted_at) / (double)MLS_TICKS_PER_SECOND;
+}
+
+/* The same as `seconds_since(s, now) >= 10` without the division. */
+bool mls_strategy_is_due(const mls_strategy *s, int64_t now)
+{
+    return now - s->adjusted_at >= 10 * MLS_TICKS_PER_SECOND;
+}
+
+/* Between 80 and 100 % of the share the interval stays: it would swing to and fro
+ * otherwise. */
+void mls_strategy_adjust(mls_strategy *s, int64_t now, uint64_t used, uint64_t total)
+{
+    if (!mls_strategy_is_due(s, now)) {
+        return;
+    }
+    const float pressure = (float)used / (float)total;
+    if (pressure > s->max_share) {
+        s->interval = s->interval > 1 ? s->interval - 1 : 1;
+        s->high++;
+    } else if (pressure < s->max_share * 0.8F) {
+        /* low pressure leaves `high` as it is: only what lies between takes it back */
+        if (s->high == 0 || seconds_since(s, now) > 30) {
+            s->interval =
+                s->interval < LARGEST_INTERVAL ? s->interval + 1 : LARGEST_INTERVAL;
+        }
+    } else {
+        s->high = 0;
+    }
+    s->adjusted_at = now;
+}
+
+/* Linux's coarse clock is a few nanoseconds of reading memory; the fine one would take
+ * longer than the rest of a decision. */
+int64_t mls_ticks_now(void)
+{
+#if defined(CLOCK_MONOTONIC_COARSE)
+    const clockid_t clock = CLOCK_MONOTONIC_COARSE;
+#elif defined(CLOCK_MONOTONIC_RAW_APPROX)
+    const clockid_t clock = CLOCK_MONOTONIC_RAW_APPROX;
+#else
+    const clockid_t clock = CLOCK_MONOTONIC;
+#endif
+    struct timespec now = {0};
+    (void)clock_gettime(clock, &now); /* cannot fail for a clock that exists */
+    return (int64_t)now.tv_sec * MLS_TICKS_PER_SECOND + now.tv_nsec / 100;
+}
+
+/* The comparison fails for NaN too. */
+mls_code mls_ticks_from_seconds(double seconds, int64_t *out, mls_status *st)
+{
+    const double ticks = seconds * (double)MLS_TICKS_PER_SECOND;
+    if (!(fabs(ticks) < (double)MLS_MAX_TICKS)) {
+        return mls_fail(st, MLS_E_VALUE, "the clock shows %g seconds", seconds);
+    }
+    *out = llround(ticks);
+    return MLS_OK;
+}

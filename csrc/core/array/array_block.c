@@ -1,0 +1,20 @@
+/* array_block: a block has room for exactly its arrays. */
+#include "array/array_block.h"
+
+size_t mls_block_lines(size_t bytes)
+{
+    return (bytes + MLS_BLOCK_LINE - 1) / MLS_BLOCK_LINE * MLS_BLOCK_LINE;
+}
+
+/* One line more, since memory need not begin with a line. */
+size_t mls_block_plan(mls_block_bytes_of *bytes_of, const void *context, size_t from,
+                      size_t count, size_t *until)
+{
+    size_t bytes = MLS_BLOCK_LINE;
+    for (; from < count && bytes < MLS_BLOCK_BYTES; from++) {
+        const size_t more = bytes_of(context, from);
+        bytes += mls_block_takes(more) ? mls_block_lines(more) : 0;
+    }
+    *until = from;
+    return bytes < MLS_BLOCK_LARGE ? 0 : bytes;
+}

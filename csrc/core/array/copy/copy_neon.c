@@ -1,0 +1,172 @@
+/* copy_neon: convert with NEON, 16 bytes of destination at a time.
+ *
+ * Every arm64 processor has these instructions, so nothing is asked of it first.  They
+ * convert float16 by themselves; bfloat16 is made by integer arithmetic, as in float_convert.h,
+ * since its own instructions are an extension that not all have.
+ *
+ * Plain copies are left to the C library, which knows each core's best stores.  The table
+ * has no variant that stores past the cache.
+ */
+#include "array/copy/copy_kernels.h"
+
+#if defined(__aarch64__)
+
+#    include <arm_neon.h>
+#    include <string.h>
+
+enum { WIDTH = 16 }; /* bytes of a vector */
+
+/* Reads the source of one vector of destination elements and converts it. */
+typedef uint8x16_t (*vector_function)(const unsigned char *src);
+
+/* 8 items of 2 bytes, or 4 of 4 bytes, from any address. */
+static inline uint16x8_t load_u16(const unsigned char *src)
+{
+    return vreinterpretq_u16_u8(vld1q_u8(src));
+}
+
+static inline uint32x4_t load_u32(const unsigned char *src)
+{
+    return vreinterpretq_u32_u8(vld1q_u8(src));
+}
+
+/* 4 floats as 4 bfloat16, rounded to nearest even; NaN stays a quiet NaN.  Adding just
+ * less than half a unit, and one more where the result would be odd, carries into the
+ * upper half exactly when rounding goes up. */
+static inline uint16x4_t to_brains(uint32x4_t bits)
+{
+    const uint32x4_t magnitude = vandq_u32(bits, vdupq_n_u32(0x7FFFFFFFU));
+    const uint32x4_t nan = vcgtq_u32(magnitude, vdupq_n_u32(0x7F800000U));
+    const uint32x4_t upper = vshrq_n_u32(bits, 16);
+    const uint32x4_t odd = vandq_u32(upper, vdupq_n_u32(1));
+    const uint32x4_t bias = vaddq_u32(odd, vdupq_n_u32(0x7FFFU));
+    const uint32x4_t rounded = vshrq_n_u32(vaddq_u32(bits, bias), 16);
+    const uint32x4_t quiet = vorrq_u32(upper, vdupq_n_u32(0x40U));
+    return vmovn_u32(vbslq_u32(nan, quiet, rounded));
+}
+
+/* 4 floats as 4 float16, in the rounding mode of the thread: to nearest, unless changed.
+ */
+static inline uint16x4_t to_halves(uint32x4_t bits)
+{
+    return vreinterpret_u16_f16(vcvt_f16_f32(vreinterpretq_f32_u32(bits)));
+}
+
+/* 4 float16 as the bits of 4 floats; always exact. */
+static inline uint32x4_t from_halves(uint16x4_t halves)
+{
+    return vreinterpretq_u32_f32(vcvt_f32_f16(vreinterpret_f16_u16(halves)));
+}
+
+/* 4 bfloat16 as the bits of 4 floats: each is the upper half of one. */
+static inline uint32x4_t from_brains(uint16x4_t brains)
+{
+    return vshll_n_u16(brains, 16);
+}
+
+/* The two halves of a register. */
+static inline uint8x16_t join(uint16x4_t low, uint16x4_t high)
+{
+    return vreinterpretq_u8_u16(vcombine_u16(low, high));
+}
+
+/* vector_A_B reads what fills one register with B and converts it: 4 items where 2 bytes
+ * become 4, else 8. */
+static inline uint8x16_t vector_f32_f16(const unsigned char *src)
+{
+    return join(to_halves(load_u32(src)), to_halves(load_u32(src + 16)));
+}
+
+static inline uint8x16_t vector_f32_bf16(const unsigned char *src)
+{
+    return join(to_brains(load_u32(src)), to_brains(load_u32(src + 16)));
+}
+
+static inline uint8x16_t vector_f16_f32(const unsigned char *src)
+{
+    return vreinterpretq_u8_u32(from_halves(vreinterpret_u16_u8(vld1_u8(src))));
+}
+
+static inline uint8x16_t vector_bf16_f32(const unsigned char *src)
+{
+    return vreinterpretq_u8_u32(from_brains(vreinterpret_u16_u8(vld1_u8(src))));
+}
+
+static inline uint8x16_t vector_f16_bf16(const unsigned char *src)
+{
+    const uint16x8_t halves = load_u16(src);
+    return join(to_brains(from_halves(vget_low_u16(halves))),
+                to_brains(from_halves(vget_high_u16(halves))));
+}
+
+static inline uint8x16_t vector_bf16_f16(const unsigned char *src)
+{
+    const uint16x8_t brains = load_u16(src);
+    return join(to_halves(from_brains(vget_low_u16(brains))),
+                to_halves(from_brains(vget_high_u16(brains))));
+}
+
+/* A run of any conversion: whole vectors, then the oracle for the rest.  Inlined into
+ * each conversion, so that `vector` is no call. */
+static inline __attribute__((always_inline)) void
+convert_run(unsigned char *dst, const unsigned char *src, size_t count, size_t from_bytes,
+            size_t to_bytes, vector_function vector, mls_convert_run scalar)
+{
+    const size_t lanes = WIDTH / to_bytes;
+    for (; count >= lanes; count -= lanes) {
+        vst1q_u8(dst, vector(src));
+        dst += WIDTH, src += lanes * from_bytes;
+    }
+    scalar(dst, src, count, MLS_STORE_PLAIN);
+}
+
+/* The run from one format to the other, whose items have the given sizes. */
+#    define DEFINE_RUN(from, to, from_bytes, to_bytes)                                   \
+        static void from##_##to(void *dst, const void *src, size_t count,                \
+                                mls_store store)                                         \
+        {                                                                                \
+            (void)store;                                                                 \
+            convert_run(dst, src, count, from_bytes, to_bytes, vector_##from##_##to,     \
+                        mls_run_##from##_##to);                                          \
+        }
+
+DEFINE_RUN(f16, bf16, 2, 2)
+DEFINE_RUN(f16, f32, 2, 4)
+DEFINE_RUN(bf16, f16, 2, 2)
+DEFINE_RUN(bf16, f32, 2, 4)
+DEFINE_RUN(f32, f16, 4, 2)
+DEFINE_RUN(f32, bf16, 4, 2)
+
+/* The C library's copy. */
+static void copy_run(void *dst, const void *src, size_t bytes, mls_store store)
+{
+    (void)store;
+    memcpy(dst, src, bytes);
+}
+
+/* Any alignment: the pattern starts over with each register, whose size it divides. */
+static void fill_run(void *dst, uint64_t pattern, size_t bytes, mls_store store)
+{
+    unsigned char *to = dst;
+    if (mls_pattern_is_byte(pattern)) {
+        memset(dst, (int)(pattern & 0xFFU), bytes);
+        return;
+    }
+    const uint8x16_t vector = vreinterpretq_u8_u64(vdupq_n_u64(pattern));
+    for (; bytes >= WIDTH; bytes -= WIDTH, to += WIDTH) {
+        vst1q_u8(to, vector);
+    }
+    mls_kernels_scalar.fill(to, pattern, bytes, store);
+}
+
+/* For every arm64 machine. */
+const mls_kernels mls_kernels_neon = {
+    .cpu = MLS_CPU_NEON,
+    .copy_variants = 1,
+    .variants = 1,
+    .copy = copy_run,
+    .fill = fill_run,
+    .convert = MLS_CONVERT_TABLE,
+};
+
+#endif

@@ -1,0 +1,142 @@
+/* tensor: what a strided view covers.
+ *
+ * Sizes are multiplied through size.h, since shapes come from files and from callers. One
+ * rule runs through all of them: an axis of length 0 makes the view empty, whatever the
+ * other axes say, so that it has no elements, is contiguous and overlaps nothing. Strides
+ * are in bytes and may be anything at all; only mls_tensor_init makes them itself.
+ */
+#include "array/tensor.h"
+
+#include "base/size.h"
+
+#include <stdint.h>
+#include <stdio.h>
+
+/* Strides from the last axis outwards, each the bytes of everything inside it.  What is
+ * counted must fit a ptrdiff_t, since strides are signed and pointers are subtracted. */
+mls_code mls_tensor_init(mls_tensor *out, void *data, mls_dtype dtype, int rank,
+                         const size_t *shape, mls_status *st)
+{
+    if (rank < 0 || rank > MLS_MAX_RANK) {
+        return mls_fail(st, MLS_E_SHAPE, "%d dimensions: at most %d are supported", rank,
+                        (int)MLS_MAX_RANK);
+    }
+    mls_tensor t = {.data = data, .dtype = dtype, .rank = rank};
+    size_t stride = mls_dtype_of(dtype)->item_bytes;
+    for (int axis = rank - 1; axis >= 0; axis--) {
+        t.shape[axis] = shape[axis];
+        t.strides[axis] = (ptrdiff_t)stride;
+        /* an empty axis makes the whole view empty: its stride does not matter */
+        if (!mls_size_mul(stride, shape[axis] == 0 ? 1 : shape[axis], &stride) ||
+            stride > PTRDIFF_MAX) {
+            char text[MLS_FACT_BYTES];
+            return mls_fail(st, MLS_E_SIZE, "shape %s of %s is larger than memory",
+                            mls_shape_text(text, sizeof text, rank, shape),
+                            mls_dtype_of(dtype)->name);
+        }
+    }
+    *out = t;
+    return MLS_OK;
+}
+
+/* The dtype's, whatever the strides say: items may lie further apart. */
+size_t mls_tensor_item_bytes(const mls_tensor *t)
+{
+    return mls_dtype_of(t->dtype)->item_bytes;
+}
+
+/* All axes are looked at before an overflow counts: one that is empty undoes it. */
+bool mls_tensor_count(const mls_tensor *t, size_t *out)
+{
+    size_t count = 1;
+    bool fits = true;
+    for (int axis = 0; axis < t->rank; axis++) {
+        if (t->shape[axis] == 0) {
+            *out = 0;
+            return true;
+        }
+        fits = fits && mls_size_mul(count, t->shape[axis], &count);
+    }
+    if (fits) {
+        *out = count;
+    }
+    return fits;
+}
+
+/* As if packed, whatever the strides: what a copy of the view would take. */
+bool mls_tensor_bytes(const mls_tensor *t, size_t *out)
+{
+    size_t count;
+    return mls_tensor_count(t, &count) &&
+           mls_size_mul(count, mls_tensor_item_bytes(t), out);
+}
+
+/* Axes of length 1 are never stepped along, so their strides say nothing. */
+bool mls_tensor_is_contiguous(const mls_tensor *t)
+{
+    ptrdiff_t expected = (ptrdiff_t)mls_tensor_item_bytes(t);
+    bool packed = true;
+    for (int axis = t->rank - 1; axis >= 0; axis--) {
+        if (t->shape[axis] == 0) {
+            return true;
+        }
+        packed = packed && (t->shape[axis] == 1 || t->strides[axis] == expected);
+        expected = (ptrdiff_t)((size_t)expected * t->shape[axis]);
+    }
+    return packed;
+}
+
+/* A slice of no length may start at the very end: its address is never read.  An empty
+ * view may have no memory at all, and nothing may be added to a null pointer. */
+mls_tensor mls_tensor_slice(const mls_tensor *t, int axis, size_t start, size_t length)
+{
+    mls_tensor part = *t;
+    if (part.data != NULL) {
+        part.data += (ptrdiff_t)start * t->strides[axis];
+    }
+    part.shape[axis] = length;
+    return part;
+}
+
+/* The owner's memory holds all of the addresses, so the sums cannot wrap. */
+bool mls_tensor_range(const mls_tensor *t, uintptr_t *low, uintptr_t *high)
+{
+    *low = (uintptr_t)t->data;
+    *high = (uintptr_t)t->data + mls_tensor_item_bytes(t);
+    for (int axis = 0; axis < t->rank; axis++) {
+        if (t->shape[axis] == 0) {
+            return false;
+        }
+        const ptrdiff_t reach = (ptrdiff_t)(t->shape[axis] - 1) * t->strides[axis];
+        if (reach < 0) {
+            *low -= (uintptr_t)(-reach);
+        } else {
+            *high += (uintptr_t)reach;
+        }
+    }
+    return true;
+}
+
+/* Ranges, not elements: whether two strided views share an element is a hard question,
+ * and refusing two that only interleave costs little. */
+bool mls_tensor_overlap(const mls_tensor *a, const mls_tensor *b)
+{
+    uintptr_t low_a, high_a, low_b, high_b;
+    return mls_tensor_range(a, &low_a, &high_a) && mls_tensor_range(b, &low_b, &high_b) &&
+           low_a < high_b && low_b < high_a;
+}
+
+/* snprintf says what it would have written, so `used` may pass the room: printing then
+ * ends.  A single dimension gets Python's comma, "(3,)". */
+char *mls_shape_text(char *text, size_t room, int rank, const size_t *shape)
+{
+    size_t used = (size_t)snprintf(text, room, "(");
+    for (int axis = 0; axis < rank && used < room; axis++) {
+        used += (size_t)snprintf(text + used, room - used, axis == 0 ? "%zu" : ", %zu",
+                                 shape[axis]);
+    }
+    if (used < room) {
+        snprintf(text + used, room - used, rank == 1 ? ",)" : ")");
+    }
+    return text;
+}

@@ -1,0 +1,175 @@
+/* status: filling in a failure.
+ *
+ * Text goes into the caller's fixed arrays, and what does not fit is cut.  A cut never
+ * leaves half a UTF-8 character, since the bindings decode these texts and names come
+ * from files.  Nothing here allocates or has state of its own: reporting that memory ran
+ * out must not need memory, and threads report at the same time.
+ */
+#include "base/status.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+
+/* Zeros everywhere: MLS_OK is 0, and every string becomes empty. */
+void mls_status_clear(mls_status *st)
+{
+    memset(st, 0, sizeof *st);
+}
+
+/* Cut `text`, which may have filled its `room`, back to the last whole UTF-8 character.
+ * Text that left room was not cut and is left alone.  Only the last character is looked
+ * at: its first byte says how many should follow. */
+static void cut_at_character(char *text, size_t room)
+{
+    size_t end = strlen(text);
+    if (end + 1 < room) {
+        return;
+    }
+    size_t start = end;
+    while (start > 0 && ((unsigned char)text[start - 1] & 0xC0U) == 0x80U) {
+        start--;
+    }
+    if (start == 0) {
+        return;
+    }
+    const unsigned char lead = (unsigned char)text[start - 1];
+    const size_t want = lead >= 0xF0U ? 4 : lead >= 0xE0U ? 3 : lead >= 0xC0U ? 2 : 1;
+    if (end - (start - 1) < want) {
+        text[start - 1] = '\0';
+    }
+}
+
+/* snprintf into one of the status's arrays; "" where the format itself cannot be printed.
+ */
+MLS_PRINTF(3, 0)
+static void print_into(char *text, size_t room, const char *format, va_list args)
+{
+    if (vsnprintf(text, room, format, args) < 0) {
+        text[0] = '\0';
+    }
+    cut_at_character(text, room);
+}
+
+/* Facts of an earlier failure must not stay beside the text of this one: all is cleared.
+ */
+mls_code mls_fail(mls_status *st, mls_code code, const char *format, ...)
+{
+    mls_status_clear(st);
+    st->code = code;
+    va_list args;
+    va_start(args, format);
+    print_into(st->text, sizeof st->text, format, args);
+    va_end(args);
+    return code;
+}
+
+/* strerror without its shared static buffer.  The XSI and GNU variants of strerror_r
+ * differ in what they return: the text is taken from whichever place holds it. */
+#if defined(_WIN32)
+static const char *error_text(int os_error, char *buffer, size_t room)
+{
+    return strerror_s(buffer, room, os_error) == 0 ? buffer : "unknown error";
+}
+#else
+/* The XSI variant fills the buffer and returns 0, or an error number. */
+static const char *take_xsi(int result, const char *buffer)
+{
+    return result == 0 ? buffer : "unknown error";
+}
+
+/* The GNU variant returns the text, which may lie in the buffer or elsewhere. */
+static const char *take_gnu(const char *result, const char *buffer)
+{
+    (void)buffer;
+    return result;
+}
+
+/* The type of the result picks the variant at compile time. */
+static const char *error_text(int os_error, char *buffer, size_t room)
+{
+    return _Generic(strerror_r(os_error, buffer, room), int: take_xsi, char *: take_gnu)(
+        strerror_r(os_error, buffer, room), buffer);
+}
+#endif
+
+/* The reason is appended as far as the room goes: what was tried comes first. */
+mls_code mls_fail_os(mls_status *st, int os_error, const char *format, ...)
+{
+    mls_status_clear(st);
+    st->code = MLS_E_IO;
+    st->os_error = os_error;
+    va_list args;
+    va_start(args, format);
+    print_into(st->text, sizeof st->text, format, args);
+    va_end(args);
+    char buffer[96] = "";
+    const char *reason = error_text(os_error, buffer, sizeof buffer);
+    const size_t used = strlen(st->text);
+    snprintf(st->text + used, sizeof st->text - used, ": %s", reason);
+    cut_at_character(st->text, sizeof st->text);
+    return MLS_E_IO;
+}
+
+/* The offset is kept as a number; callers that want it in the text print it themselves.
+ */
+mls_code mls_fail_at(mls_status *st, uint64_t offset, const char *format, ...)
+{
+    mls_status_clear(st);
+    st->code = MLS_E_FORMAT;
+    st->has_offset = true;
+    st->offset = offset;
+    va_list args;
+    va_start(args, format);
+    print_into(st->text, sizeof st->text, format, args);
+    va_end(args);
+    return MLS_E_FORMAT;
+}
+
+/* Names may hold a NUL, as text from files may: what follows it is not shown. */
+void mls_status_name(mls_status *st, const char *name, size_t length)
+{
+    const size_t kept = length < sizeof st->name - 1 ? length : sizeof st->name - 1;
+    memcpy(st->name, name, kept);
+    st->name[kept] = '\0';
+    cut_at_character(st->name, kept + 1);
+}
+
+/* A short fact, in the words of the message: "at least 4", not a sentence. */
+void mls_status_expected(mls_status *st, const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    print_into(st->expected, sizeof st->expected, format, args);
+    va_end(args);
+}
+
+void mls_status_got(mls_status *st, const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    print_into(st->got, sizeof st->got, format, args);
+    va_end(args);
+}
+
+/* The cast makes a negative code, which only a bug can give, a large one. */
+const char *mls_code_name(mls_code code)
+{
+    static const char *const names[MLS_E_COUNT] = {
+        [MLS_OK] = "ok",
+        [MLS_E_MEMORY] = "memory",
+        [MLS_E_VALUE] = "value",
+        [MLS_E_SHAPE] = "shape",
+        [MLS_E_DTYPE] = "dtype",
+        [MLS_E_CAPACITY] = "capacity",
+        [MLS_E_OVERLAP] = "overlap",
+        [MLS_E_SIZE] = "size",
+        [MLS_E_FORMAT] = "format",
+        [MLS_E_CHECKSUM] = "checksum",
+        [MLS_E_IO] = "io",
+        [MLS_E_BUSY] = "busy",
+        [MLS_E_STOPPED] = "stopped",
+        [MLS_E_PEER] = "peer",
+    };
+    return (unsigned)code < MLS_E_COUNT ? names[code] : "?";
+}

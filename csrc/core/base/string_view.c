@@ -1,0 +1,172 @@
+/* text: UTF-8 checked, texts compared.
+ *
+ * Everything is a matter of bytes: two texts are the same where their bytes are, and no
+ * form of a character is taken for another one.
+ */
+#include "base/string_view.h"
+
+#include <string.h>
+
+/* The table of well-formed sequences of the Unicode standard: the lead byte fixes the
+ * length, and for four lead bytes the range of the second byte is narrower. */
+size_t mls_utf8_length(const unsigned char *bytes, size_t room)
+{
+    if (room == 0) {
+        return 0;
+    }
+    const unsigned lead = bytes[0];
+    if (lead < 0x80U) {
+        return 1;
+    }
+    const size_t length = lead >= 0xF0U ? 4 : lead >= 0xE0U ? 3 : 2;
+    if (lead < 0xC2U || lead > 0xF4U || length > room) {
+        return 0;
+    }
+    for (size_t i = 1; i < length; i++) {
+        if ((bytes[i] & 0xC0U) != 0x80U) {
+            return 0;
+        }
+    }
+    /* overlong forms, surrogates, beyond U+10FFFF */
+    const bool bad =
+        (lead == 0xE0U && bytes[1] < 0xA0U) || (lead == 0xEDU && bytes[1] >= 0xA0U) ||
+        (lead == 0xF0U && bytes[1] < 0x90U) || (lead == 0xF4U && bytes[1] >= 0x90U);
+    return bad ? 0 : length;
+}
+
+/* One character after the other; a NUL character is a character like any other. */
+bool mls_utf8_valid(const char *text, size_t length)
+{
+    size_t at = 0;
+    while (at < length) {
+        const size_t step =
+            mls_utf8_length((const unsigned char *)text + at, length - at);
+        if (step == 0) {
+            return false;
+        }
+        at += step;
+    }
+    return true;
+}
+
+/* The reverse of mls_utf8_length: whoever calls knows that the code point is good. */
+size_t mls_utf8_put(char *out, unsigned long code)
+{
+    if (code < 0x80) {
+        out[0] = (char)code;
+        return 1;
+    }
+    if (code < 0x800) {
+        out[0] = (char)(0xC0 | (code >> 6));
+        out[1] = (char)(0x80 | (code & 0x3F));
+        return 2;
+    }
+    if (code < 0x10000) {
+        out[0] = (char)(0xE0 | (code >> 12));
+        out[1] = (char)(0x80 | ((code >> 6) & 0x3F));
+        out[2] = (char)(0x80 | (code & 0x3F));
+        return 3;
+    }
+    out[0] = (char)(0xF0 | (code >> 18));
+    out[1] = (char)(0x80 | ((code >> 12) & 0x3F));
+    out[2] = (char)(0x80 | ((code >> 6) & 0x3F));
+    out[3] = (char)(0x80 | (code & 0x3F));
+    return 4;
+}
+
+/* Byte by byte: the keys and words that are looked for are short, and most others differ
+ * in the first byte. */
+bool mls_text_is(mls_text text, const char *expected)
+{
+    size_t same = 0;
+    while (same < text.length && expected[same] != '\0' &&
+           text.data[same] == expected[same]) {
+        same++;
+    }
+    return same == text.length && expected[same] == '\0';
+}
+
+/* The same memory is the same text: names are often shared. */
+bool mls_text_equal(mls_text a, mls_text b)
+{
+    return a.length == b.length &&
+           (a.data == b.data || a.length == 0 || memcmp(a.data, b.data, a.length) == 0);
+}
+
+/* Of two that agree as far as they go, the shorter comes first. */
+int mls_text_compare(mls_text a, mls_text b)
+{
+    const size_t common = a.length < b.length ? a.length : b.length;
+    const int order = common == 0 ? 0 : memcmp(a.data, b.data, common);
+    return order != 0 ? order : (a.length > b.length) - (a.length < b.length);
+}
+
+/* memcmp wants no NULL, not even for no bytes. */
+bool mls_text_starts(mls_text text, mls_text prefix)
+{
+    return text.length >= prefix.length &&
+           (prefix.length == 0 || memcmp(text.data, prefix.data, prefix.length) == 0);
+}
+
+/* One way to write each number, so that one list is one text. */
+bool mls_text_next_number(const char **at, const char *end, uint64_t *out)
+{
+    const char *p = *at;
+    uint64_t value = 0;
+    while (p < end && *p >= '0' && *p <= '9') {
+        const unsigned digit = (unsigned)(*p - '0');
+        if (value > UINT64_MAX / 10 || value * 10 > UINT64_MAX - digit ||
+            (value == 0 && p > *at)) {
+            return false;
+        }
+        value = value * 10 + digit;
+        p++;
+    }
+    if (p == *at || (p < end && (*p != ',' || p + 1 == end))) {
+        return false;
+    }
+    *at = p < end ? p + 1 : end;
+    *out = value;
+    return true;
+}
+
+/* One round of mixing: each bit of `word` reaches the upper half of the product, and the
+ * shift brings that back down. */
+static uint64_t mix(uint64_t hash, uint64_t word)
+{
+    hash = (hash ^ word) * UINT64_C(0x9E3779B97F4A7C15);
+    return hash ^ (hash >> 32);
+}
+
+/* The 0 to 8 last bytes of a text as a number.  Shorter ones are put together from
+ * reads that overlap: the length, which is mixed in elsewhere, tells them apart. */
+static uint64_t tail_word(const char *data, size_t length)
+{
+    if (length >= 4) {
+        uint32_t low, high;
+        memcpy(&low, data, sizeof low);
+        memcpy(&high, data + length - sizeof high, sizeof high);
+        return ((uint64_t)high << 32) | low;
+    }
+    if (length == 0) {
+        return 0;
+    }
+    const unsigned char *bytes = (const unsigned char *)data;
+    return bytes[0] | ((unsigned)bytes[length / 2] << 8) |
+           ((unsigned)bytes[length - 1] << 16);
+}
+
+/* Byte order does not matter: no hash leaves the process. */
+uint64_t mls_text_hash(uint64_t seed, mls_text text)
+{
+    uint64_t hash = mix(seed, text.length);
+    const char *data = text.data;
+    size_t length = text.length;
+    for (; length > 8; length -= 8, data += 8) {
+        uint64_t word;
+        memcpy(&word, data, sizeof word);
+        hash = mix(hash, word);
+    }
+    hash = mix(hash, tail_word(data, length));
+    return mix(hash, length);
+}

@@ -1,0 +1,238 @@
+/* index_values: reading; messages, single values, columns. */
+#include "checkpoint/index/index_values.h"
+
+#include "io/json_checksum.h"
+
+enum {
+    SHOWN_NAME = 100, /* bytes of a name or value in a message */
+    SHOWN_VALUE = 24, /* bytes of a number or checksum there */
+    SURE_DIGITS = 19  /* of a number that is below 2**64 */
+};
+
+static const char out_of_range[] = "is no whole number in its range";
+
+/* ---- messages ---- */
+
+/* "shard of 'x': "key" what", at an offset of the text. */
+mls_code mls_index_fail_at(const mls_index_source *in, size_t at, const char *key,
+                           const char *what)
+{
+    if (in->name.data == NULL) {
+        return mls_fail_at(in->st, at, "\"%s\" %s", key, what);
+    }
+    const int shown = (int)(in->name.length < SHOWN_NAME ? in->name.length : SHOWN_NAME);
+    mls_fail_at(in->st, at, "shard of '%.*s': \"%s\" %s", shown, in->name.data, key,
+                what);
+    mls_status_name(in->st, in->name.data, in->name.length);
+    return MLS_E_FORMAT;
+}
+
+/* The same at a value, which is reported as what was got. */
+mls_code mls_index_fail_value(const mls_index_source *in, mls_json_node node,
+                              const char *key, const char *what)
+{
+    static const char *const words[] = {[MLS_JSON_NULL] = "null",
+                                        [MLS_JSON_FALSE] = "false",
+                                        [MLS_JSON_TRUE] = "true",
+                                        [MLS_JSON_ARRAY] = "an array",
+                                        [MLS_JSON_OBJECT] = "an object"};
+    const mls_json_type type = mls_json_type_of(in->json, node);
+    const mls_text text = mls_json_text(in->json, node);
+    const int shown = (int)(text.length < SHOWN_NAME ? text.length : SHOWN_NAME);
+    mls_index_fail_at(in, mls_json_offset(in->json, node), key, what);
+    if (type == MLS_JSON_STRING || type == MLS_JSON_NUMBER) {
+        mls_status_got(in->st, type == MLS_JSON_STRING ? "\"%.*s\"" : "%.*s", shown,
+                       text.data);
+    } else {
+        mls_status_got(in->st, "%s", words[type]);
+    }
+    return MLS_E_FORMAT;
+}
+
+/* Add the range to a message; returns MLS_E_FORMAT. */
+static mls_code expect_range(const mls_index_source *in, uint64_t least, uint64_t most)
+{
+    mls_status_expected(in->st, "%llu to %llu", (unsigned long long)least,
+                        (unsigned long long)most);
+    return MLS_E_FORMAT;
+}
+
+/* A value of another type than the format has there. */
+static mls_code fail_type(const mls_index_source *in, mls_json_node node, const char *key,
+                          mls_json_type type)
+{
+    return mls_index_fail_value(in, node, key,
+                                type == MLS_JSON_STRING   ? "is not a string"
+                                : type == MLS_JSON_ARRAY  ? "is not an array"
+                                : type == MLS_JSON_OBJECT ? "is not an object"
+                                                          : "is not a number");
+}
+
+/* ---- values ---- */
+
+/* Find the members of an object and check their types.  Members that are not in the table
+ * are passed over. */
+mls_code mls_index_find_members(const mls_index_source *in, mls_json_node object,
+                                mls_json_member *table, size_t count)
+{
+    const size_t bad = mls_json_members(in->json, object, table, count);
+    if (bad == count) {
+        return MLS_OK;
+    }
+    const mls_json_member *m = &table[bad];
+    return m->node == MLS_JSON_NONE
+               ? mls_index_fail_at(in, mls_json_offset(in->json, object), m->key,
+                                   "is missing")
+               : fail_type(in, m->node, m->key, m->type);
+}
+
+/* A number that is a member by itself. */
+mls_code mls_index_read_number(const mls_index_source *in, const mls_json_member *m,
+                               uint64_t least, uint64_t most, uint64_t *out)
+{
+    uint64_t value;
+    if (!mls_json_u64(in->json, m->node, &value) || value < least || value > most) {
+        mls_index_fail_value(in, m->node, m->key, out_of_range);
+        return expect_range(in, least, most);
+    }
+    *out = value;
+    return MLS_OK;
+}
+
+/* A string; its bytes belong to the document. */
+mls_code mls_index_read_text(const mls_index_source *in, mls_json_node node,
+                             const char *key, mls_text *out)
+{
+    if (mls_json_type_of(in->json, node) != MLS_JSON_STRING) {
+        return fail_type(in, node, key, MLS_JSON_STRING);
+    }
+    *out = mls_json_text(in->json, node);
+    return MLS_OK;
+}
+
+/* One of `count` names. */
+mls_code mls_index_read_word(const mls_index_source *in, mls_json_node node,
+                             const char *key, const char *(*name_of)(int), int count,
+                             const char *what, int *out)
+{
+    mls_text text;
+    const mls_code code = mls_index_read_text(in, node, key, &text);
+    int i = 0;
+    while (code == MLS_OK && i < count && !mls_text_is(text, name_of(i))) {
+        i++;
+    }
+    *out = i;
+    return code == MLS_OK && i == count ? mls_index_fail_value(in, node, key, what)
+                                        : code;
+}
+
+/* ---- columns ---- */
+
+/* A string starts behind its quote. */
+mls_index_column mls_index_open_column(const mls_index_source *in,
+                                       const mls_json_member *m)
+{
+    return m->node == MLS_JSON_NONE
+               ? (mls_index_column){.key = m->key}
+               : (mls_index_column){.key = m->key,
+                                    .offset = mls_json_offset(in->json, m->node) + 1,
+                                    .rest = mls_json_text(in->json, m->node)};
+}
+
+/* An empty table has no first value. */
+mls_code mls_index_open_array(const mls_index_source *in, const mls_json_member *m,
+                              size_t rows, mls_json_node *out)
+{
+    *out = MLS_JSON_NONE;
+    if (m->node == MLS_JSON_NONE) {
+        return MLS_OK;
+    }
+    const size_t count = mls_json_size(in->json, m->node);
+    if (count != rows) {
+        mls_index_fail_at(in, mls_json_offset(in->json, m->node), m->key,
+                          "has not one value for each row of its table");
+        mls_status_expected(in->st, "%zu", rows);
+        mls_status_got(in->st, "%zu", count);
+        return MLS_E_FORMAT;
+    }
+    *out = mls_json_first(in->json, m->node);
+    return MLS_OK;
+}
+
+/* The value ends at a comma, or for checksums after their digits. */
+mls_code mls_index_fail_column(const mls_index_source *in, const mls_index_column *column,
+                               const char *what)
+{
+    const mls_text rest = column->rest;
+    size_t length = 0;
+    while (length < rest.length && length < SHOWN_VALUE && rest.data[length] != ',') {
+        length++;
+    }
+    mls_index_fail_at(in, column->offset, column->key, what);
+    mls_status_got(in->st, "%.*s", (int)length, length > 0 ? rest.data : "");
+    return MLS_E_FORMAT;
+}
+
+/* Step over what was read. */
+static void advance(mls_index_column *column, size_t length)
+{
+    column->offset += length;
+    column->rest.data += length;
+    column->rest.length -= length;
+}
+
+/* The cursor stays at a value that is wrong, for the message. */
+mls_code mls_index_next_number(const mls_index_source *in, mls_index_column *column,
+                               uint64_t least, uint64_t most, uint64_t *out)
+{
+    const char *digits = column->rest.data;
+    const size_t length = column->rest.length;
+    size_t at = 0;
+    uint64_t value = 0;
+    while (at < length && at <= SURE_DIGITS && digits[at] >= '0' && digits[at] <= '9') {
+        value = 10 * value + (uint64_t)(digits[at++] - '0');
+    }
+    if (at == 0 && length == 0) {
+        return mls_index_fail_column(in, column,
+                                     "has not one value for each row of its table");
+    }
+    if (at == 0 || at > SURE_DIGITS || (digits[0] == '0' && at > 1) ||
+        (at < length && digits[at] != ',') || value < least || value > most) {
+        mls_index_fail_column(in, column, out_of_range);
+        return expect_range(in, least, most);
+    }
+    /* a comma behind the last number is left, and found to be too much */
+    advance(column, at + (at + 1 < length ? 1 : 0));
+    *out = value;
+    return MLS_OK;
+}
+
+/* Eight digits, in the writer's own form. */
+mls_code mls_index_next_crc(const mls_index_source *in, mls_index_column *column,
+                            uint32_t *out)
+{
+    if (column->rest.length < MLS_CRC_DIGITS) {
+        return mls_index_fail_column(in, column,
+                                     "has not 8 digits for each of its values");
+    }
+    if (!mls_crc_from_digits(column->rest.data, out)) {
+        mls_index_fail_column(in, column, "are not 8 hexadecimal digits each");
+        mls_status_got(in->st, "%.*s", (int)MLS_CRC_DIGITS, column->rest.data);
+        return MLS_E_FORMAT;
+    }
+    advance(column, MLS_CRC_DIGITS);
+    return MLS_OK;
+}
+
+/* In their order, so that of several faults always the same one is reported. */
+mls_code mls_index_end_columns(const mls_index_source *in,
+                               const mls_index_column *columns, size_t count)
+{
+    for (size_t i = 0; i < count; i++) {
+        if (columns[i].rest.length > 0) {
+            return mls_index_fail_column(in, &columns[i],
+                                         "has more values than its table has rows");
+        }
+    }
+    return MLS_OK;
+}

@@ -1,0 +1,425 @@
+/* index_write: indexes as text.
+ *
+ * Members come in one order and numbers in one form, so that the same index has the same
+ * bytes on every machine.
+ *
+ * Nothing is checked here: index.h lists the caller's duties.
+ */
+#include "checkpoint/index/index.h"
+
+#include "base/memory.h"
+#include "safetensors/safetensors.h"
+#include "io/json_checksum.h"
+
+#include <string.h>
+
+/* The longest text that the JSON reader takes: what we write, we can read. */
+#define TEXT_MOST (((size_t)512 << 20) - 1)
+
+/* A member whose value is any text.  Keys bring their comma, quotes and colon along, so
+ * that a member is two appends and no format is parsed. */
+static void put_string(mls_buffer *b, const char *key, mls_text text)
+{
+    mls_buffer_text(b, key);
+    mls_buffer_json(b, text);
+}
+
+/* A member whose value is a count. */
+static void put_number(mls_buffer *b, const char *key, uint64_t number)
+{
+    mls_buffer_text(b, key);
+    mls_buffer_number(b, number);
+}
+
+/* A member whose value is one of our own words. */
+static void put_plain(mls_buffer *b, const char *key, const char *text)
+{
+    put_string(b, key, (mls_text){text, strlen(text)});
+}
+
+/* The digits of checksums, inside one string for all of a column. */
+static void put_crcs(mls_buffer *b, const uint32_t *crcs, size_t count)
+{
+    for (size_t i = 0; i < count; i++) {
+        char digits[MLS_CRC_DIGITS];
+        mls_crc_to_digits(crcs[i], digits);
+        mls_buffer_put(b, digits, sizeof digits);
+    }
+}
+
+/* 4,6 */
+static void put_shape(mls_buffer *b, const mls_index_shard *s)
+{
+    for (int i = 0; i < s->rank; i++) {
+        put_number(b, i == 0 ? "" : ",", s->shape[i]);
+    }
+}
+
+/* [[0,4],["flat",2]] */
+static void put_layout(mls_buffer *b, const mls_layout *layout)
+{
+    mls_buffer_text(b, ",\"layout\":[");
+    for (int i = 0; i < layout->count; i++) {
+        mls_buffer_text(b, i == 0 ? "[" : ",[");
+        if (layout->steps[i].axis == MLS_LAYOUT_FLAT) {
+            mls_buffer_text(b, "\"flat\"");
+        } else {
+            mls_buffer_number(b, (uint64_t)layout->steps[i].axis);
+        }
+        put_number(b, ",", layout->steps[i].parts);
+        mls_buffer_text(b, "]");
+    }
+    mls_buffer_text(b, "]");
+}
+
+/* The members of a shard, or those of its kind.  Defaults (no state, the parameter's
+ * axes, no tier) are left out, so that there is one way to write them. */
+static void put_members(mls_buffer *b, const mls_index_shard *s, bool whole)
+{
+    put_plain(b, "{\"section\":", mls_section_name(s->id.section));
+    if (whole) {
+        put_string(b, ",\"name\":", s->id.name);
+    }
+    if (s->id.has_state) {
+        put_string(b, ",\"state\":", s->id.state);
+    }
+    put_plain(b, ",\"dtype\":", mls_dtype_of(s->dtype)->file_name);
+    if (whole) {
+        mls_buffer_text(b, ",\"shape\":[");
+        put_shape(b, s);
+        mls_buffer_text(b, "]");
+    }
+    put_layout(b, &s->layout);
+    if (whole) {
+        put_number(b, ",\"part\":", s->part);
+    }
+    for (int i = 0; s->axes != NULL && i < s->rank; i++) {
+        mls_buffer_text(b, i == 0 ? ",\"axes\":[" : ",");
+        if (s->axes[i] == MLS_NO_AXIS) {
+            mls_buffer_text(b, "null");
+        } else {
+            mls_buffer_number(b, (uint64_t)s->axes[i]);
+        }
+        mls_buffer_text(b, i == s->rank - 1 ? "]" : "");
+    }
+    if (s->tier != MLS_TIER_NONE) {
+        put_plain(b, ",\"tier\":", mls_tier_name(s->tier));
+    }
+}
+
+/* Without its layers: they may change while the shard does not. */
+void mls_index_put_shard(mls_buffer *b, const mls_index_shard *s)
+{
+    put_members(b, s, true);
+    put_number(b, ",\"version\":", s->version);
+}
+
+/* "61044,59812" */
+static void put_frames(mls_buffer *b, const mls_frames *frames)
+{
+    const size_t count = mls_frames_count(frames->bytes);
+    for (size_t i = 0; i < count; i++) {
+        put_number(b, i == 0 ? "\"" : ",", frames->ends[i] - mls_frame_begin(frames, i));
+    }
+    mls_buffer_text(b, "\"");
+}
+
+/* "0,2,17,1": how many rows are passed over, how many follow that are held, and so on.
+ * Rows behind the last run are left out.  One string has all numbers: there may be
+ * thousands, and as many values are slow to read. */
+static void put_rows(mls_buffer *b, const mls_layer *layer)
+{
+    size_t end = 0; /* of the run before */
+    for (size_t i = 0; i < layer->run_count; i++) {
+        const mls_extent *run = &layer->runs[i];
+        /* the shard's last row may be short, and only a last run has it */
+        const size_t rows =
+            run->count / layer->row + (run->count % layer->row != 0 ? 1 : 0);
+        put_number(b, i == 0 ? "\"" : ",", (run->begin - end) / layer->row);
+        put_number(b, ",", rows);
+        end = run->begin + run->count;
+    }
+    mls_buffer_text(b, "\"");
+}
+
+/* A full layer has no rows, one that is not compressed no frames. */
+void mls_index_put_layer(mls_buffer *b, const mls_layer *layer)
+{
+    if (layer->row != 0) {
+        put_number(b, ",\"row\":", layer->row);
+        mls_buffer_text(b, ",\"rows\":");
+        put_rows(b, layer);
+    }
+    if (layer->frames != NULL) {
+        put_plain(b, ",\"codec\":", mls_codec_name(layer->frames->codec));
+        mls_buffer_text(b, ",\"frames\":");
+        put_frames(b, layer->frames);
+    }
+}
+
+/* ---- kinds ---- */
+
+/* How many of the last kinds are compared with a shard before it gets a new one: so the
+ * time is in proportion to the shards, however many kinds they have. */
+enum { KINDS_COMPARED = 32 };
+
+/* The first shard of each kind, and each shard's kind. */
+typedef struct kind_table {
+    size_t *firsts, count;
+    size_t *of_shards;
+} kind_table;
+
+/* Whether put_members writes the same kind for both. */
+static bool same_kind(const mls_index_shard *a, const mls_index_shard *b)
+{
+    const bool axes = a->axes != NULL && a->rank > 0;
+    bool same =
+        a->id.section == b->id.section && a->id.has_state == b->id.has_state &&
+        (!a->id.has_state || mls_text_compare(a->id.state, b->id.state) == 0) &&
+        a->dtype == b->dtype && a->tier == b->tier &&
+        a->layout.count == b->layout.count && axes == (b->axes != NULL && b->rank > 0) &&
+        (!axes || (a->rank == b->rank && memcmp(a->axes, b->axes, (size_t)a->rank) == 0));
+    for (int i = 0; same && i < a->layout.count; i++) {
+        same = a->layout.steps[i].axis == b->layout.steps[i].axis &&
+               a->layout.steps[i].parts == b->layout.steps[i].parts;
+    }
+    return same;
+}
+
+/* Number the kinds, in the order of their first shards.  Both lists are one block, at
+ * `firsts`; NULL: no memory. */
+static kind_table number_kinds(const mls_index *index)
+{
+    kind_table t = {.firsts = mls_alloc(index->shard_count, 2 * sizeof *t.firsts)};
+    if (t.firsts == NULL) {
+        return t;
+    }
+    t.of_shards = t.firsts + index->shard_count;
+    for (size_t i = 0; i < index->shard_count; i++) {
+        const size_t least = t.count < KINDS_COMPARED ? 0 : t.count - KINDS_COMPARED;
+        size_t kind = t.count;
+        while (kind > least &&
+               !same_kind(&index->shards[t.firsts[kind - 1]], &index->shards[i])) {
+            kind--;
+        }
+        if (kind == least) {
+            t.firsts[t.count++] = i;
+            kind = t.count;
+        }
+        t.of_shards[i] = kind - 1;
+    }
+    return t;
+}
+
+/* One line each. */
+static void put_kinds(mls_buffer *b, const mls_index *index, const kind_table *kinds)
+{
+    mls_buffer_text(b, ",\n\"kinds\":[");
+    for (size_t i = 0; i < kinds->count; i++) {
+        mls_buffer_text(b, i == 0 ? "\n" : ",\n");
+        put_members(b, &index->shards[kinds->firsts[i]], false);
+        mls_buffer_text(b, "}");
+    }
+    mls_buffer_text(b, "]");
+}
+
+/* ---- tables: one line each column ---- */
+
+/* The shards' columns, then the layers'. */
+typedef enum table_column {
+    NAME,
+    KIND,
+    SHAPE,
+    PART,
+    VERSION,
+    LAYER_COUNT,
+    FILE_NUMBER,
+    OFFSET,
+    BYTES,
+    CRC,
+    BLOCKS,
+    ROW,
+    ROWS,
+    CODEC,
+    FRAMES,
+    TABLE_COLUMNS
+} table_column;
+
+/* In front of a column's values, between two, behind them. */
+static const char *const column_marks[TABLE_COLUMNS][3] = {
+    [NAME] = {",\n\"shards\":{\n\"name\":[", ",", "]"},
+    [KIND] = {",\n\"kind\":\"", ",", "\""},
+    [SHAPE] = {",\n\"shape\":\"", "", "\""},
+    [PART] = {",\n\"part\":\"", ",", "\""},
+    [VERSION] = {",\n\"version\":\"", ",", "\""},
+    [LAYER_COUNT] = {",\n\"layer_count\":\"", ",", "\""},
+    [FILE_NUMBER] = {"},\n\"layers\":{\n\"file\":\"", ",", "\""},
+    [OFFSET] = {",\n\"offset\":\"", ",", "\""},
+    [BYTES] = {",\n\"bytes\":\"", ",", "\""},
+    [CRC] = {",\n\"crc32c\":\"", "", "\""},
+    [BLOCKS] = {",\n\"blocks\":\"", "", "\""},
+    [ROW] = {",\n\"row\":\"", ",", "\""},
+    [ROWS] = {",\n\"rows\":[", ",", "]"},
+    [CODEC] = {",\n\"codec\":[", ",", "]"},
+    [FRAMES] = {",\n\"frames\":[", ",", "]"}};
+
+/* Whether a shard or layer needs an optional column. */
+static bool needs_column(table_column column, const mls_index_shard *s,
+                         const mls_layer *layer)
+{
+    switch (column) {
+    case LAYER_COUNT:
+        return mls_index_place_count(s) != 1;
+    case BLOCKS:
+        return mls_safetensors_blocks(layer->bytes) > 1;
+    case ROW:
+    case ROWS:
+        return layer->row != 0;
+    case CODEC:
+    case FRAMES:
+        return layer->frames != NULL;
+    default:
+        return true;
+    }
+}
+
+/* The value of a shard or layer. */
+static void put_value(mls_buffer *b, table_column column, const mls_index_shard *s,
+                      size_t kind, const mls_layer *layer)
+{
+    switch (column) {
+    case NAME:
+        mls_buffer_json(b, s->id.name);
+        break;
+    case SHAPE:
+        put_shape(b, s);
+        mls_buffer_text(b, ";");
+        break;
+    case CRC:
+        put_crcs(b, &layer->crc, 1);
+        break;
+    case BLOCKS:
+        put_crcs(b, layer->crcs,
+                 needs_column(column, s, layer) ? mls_safetensors_blocks(layer->bytes)
+                                                : 0);
+        break;
+    case ROWS:
+        put_rows(b, layer);
+        break;
+    case CODEC:
+        put_plain(b, "", mls_codec_name(layer->frames->codec));
+        break;
+    case FRAMES:
+        put_frames(b, layer->frames);
+        break;
+    default:
+        mls_buffer_number(b, column == KIND          ? kind
+                             : column == PART        ? s->part
+                             : column == VERSION     ? s->version
+                             : column == LAYER_COUNT ? mls_index_place_count(s)
+                             : column == FILE_NUMBER ? layer->file
+                             : column == OFFSET      ? layer->offset
+                             : column == BYTES       ? layer->bytes
+                                                     : layer->row);
+    }
+}
+
+/* Rows that a shard has in the table of a column. */
+static size_t row_count(table_column column, const mls_index_shard *s)
+{
+    return column < FILE_NUMBER ? 1 : mls_index_place_count(s);
+}
+
+/* The layer in a row; an empty one in the table of shards. */
+static mls_layer layer_of(table_column column, const mls_index_shard *s, size_t number)
+{
+    return column < FILE_NUMBER ? (mls_layer){0} : mls_index_place(s, number);
+}
+
+/* Whether any shard or layer needs a column. */
+static bool is_needed(table_column column, const mls_index *index)
+{
+    bool needed = column != LAYER_COUNT && column < BLOCKS;
+    for (size_t i = 0; !needed && i < index->shard_count; i++) {
+        const mls_index_shard *s = &index->shards[i];
+        for (size_t j = 0; !needed && j < row_count(column, s); j++) {
+            const mls_layer layer = layer_of(column, s, j);
+            needed = needs_column(column, s, &layer);
+        }
+    }
+    return needed;
+}
+
+/* A column of all shards or layers.  Arrays have null for a layer without a value. */
+static void put_column(mls_buffer *b, table_column column, const mls_index *index,
+                       const size_t *kinds)
+{
+    const char *const *marks = column_marks[column];
+    const bool nulls = column >= ROWS;
+    mls_buffer_text(b, marks[0]);
+    for (size_t i = 0, row = 0; i < index->shard_count; i++) {
+        const mls_index_shard *s = &index->shards[i];
+        for (size_t j = 0; j < row_count(column, s); j++, row++) {
+            const mls_layer layer = layer_of(column, s, j);
+            mls_buffer_text(b, row == 0 ? "" : marks[1]);
+            if (nulls && !needs_column(column, s, &layer)) {
+                mls_buffer_text(b, "null");
+            } else {
+                put_value(b, column, s, kinds[i], &layer);
+            }
+        }
+    }
+    mls_buffer_text(b, marks[2]);
+}
+
+/* The files, which have a table of their own. */
+static void put_files(mls_buffer *b, const mls_index *index)
+{
+    const mls_index_file *files = index->files;
+    mls_buffer_text(b, ",\n\"files\":{\n\"path\":[");
+    for (size_t i = 0; i < index->file_count; i++) {
+        put_plain(b, i == 0 ? "" : ",", files[i].path);
+    }
+    mls_buffer_text(b, "],\n\"bytes\":\"");
+    for (size_t i = 0; i < index->file_count; i++) {
+        put_number(b, i == 0 ? "" : ",", files[i].bytes);
+    }
+    mls_buffer_text(b, "\",\n\"header_crc32c\":\"");
+    for (size_t i = 0; i < index->file_count; i++) {
+        put_crcs(b, &files[i].header_crc, 1);
+    }
+    mls_buffer_text(b, "\"}");
+}
+
+/* A buffer that failed takes no more, so its code is checked once, at the end.  The seal
+ * comes last, over all that was written; the checksum of the whole, with the digits of
+ * the seal, is what a manifest records of its indexes. */
+mls_code mls_index_build(const mls_index *index, const mls_crc_kernels *crc,
+                         mls_buffer *out, uint32_t *crc_out, mls_status *st)
+{
+    mls_buffer *b = out;
+    kind_table kinds = number_kinds(index);
+    b->code = kinds.firsts == NULL ? MLS_E_MEMORY : b->code;
+    b->most = TEXT_MOST;
+    put_number(b, MLS_SEAL_START ",\n\"format\":\"mlstate.index\",\"format_version\":",
+               MLS_INDEX_VERSION);
+    put_plain(b, ",\n\"generation\":", index->generation);
+    put_number(b, ",\"rank\":", index->rank);
+    put_number(b, ",\"world_size\":", index->world_size);
+    put_files(b, index);
+    put_kinds(b, index, &kinds);
+    for (table_column column = 0; b->code == MLS_OK && column < TABLE_COLUMNS; column++) {
+        if (is_needed(column, index)) {
+            put_column(b, column, index, kinds.of_shards);
+        }
+    }
+    mls_buffer_text(b, "}}\n");
+    mls_free(kinds.firsts);
+    if (b->code != MLS_OK) {
+        return mls_fail(st, b->code, "no room for an index of %zu shards",
+                        index->shard_count);
+    }
+    mls_seal(b->data, b->length, crc);
+    *crc_out = crc->update(0, b->data, b->length);
+    return MLS_OK;
+}

@@ -1,0 +1,204 @@
+/* shard_header: the same steps as for a new file, with places and checksums of the index.
+ */
+#include "checkpoint/index/shard_header.h"
+
+#include "base/memory.h"
+#include "safetensors/safetensors_header.h"
+
+#include <string.h>
+
+/* The one that a state dict has, so that any reader of safetensors shows it. */
+size_t mls_shard_key_length(const mls_tensor_id *id)
+{
+    return id->name.length + (id->has_state ? 1 + id->state.length : 0);
+}
+
+void mls_shard_write_key(const mls_tensor_id *id, char *to)
+{
+    memcpy(to, id->name.data == NULL ? "" : id->name.data, id->name.length);
+    if (id->has_state) {
+        to[id->name.length] = '.';
+        memcpy(to + id->name.length + 1, id->state.data == NULL ? "" : id->state.data,
+               id->state.length);
+    }
+}
+
+/* A tensor of the file: which place of which shard it is.  `shape` is that of the part.
+ */
+typedef struct member {
+    const mls_index_shard *shard;
+    mls_layer place;
+    size_t shape[MLS_LAYOUT_RANK];
+    char *key;
+} member;
+
+typedef struct rebuild {
+    member *members; /* in the order of the index */
+    mls_header_tensor *tensors;
+    size_t count;
+    char *keys;
+} rebuild;
+
+static mls_code no_memory(mls_status *st)
+{
+    return mls_fail(st, MLS_E_MEMORY, "no memory for the file's header");
+}
+
+/* Whether a place is stored as an array of the part's shape; others are rows of bytes. */
+static bool is_tensor(const mls_layer *place)
+{
+    return place->row == 0 && place->frames == NULL;
+}
+
+/* Allocate room for all places in a file. */
+static mls_code allocate(rebuild *r, const mls_index *index, size_t file, mls_status *st)
+{
+    size_t count = 0, keys = 0;
+    for (size_t i = 0; i < index->shard_count; i++) {
+        const mls_index_shard *shard = &index->shards[i];
+        for (size_t j = 0; j < mls_index_place_count(shard); j++) {
+            if (mls_index_place(shard, j).file == file) {
+                count++;
+                keys += mls_shard_key_length(&shard->id);
+            }
+        }
+    }
+    r->members = mls_alloc(count, sizeof *r->members);
+    r->tensors = mls_alloc(count, sizeof *r->tensors);
+    r->keys = mls_alloc(keys, 1);
+    return r->members == NULL || r->tensors == NULL || r->keys == NULL ? no_memory(st)
+                                                                       : MLS_OK;
+}
+
+/* Fill in the tensor of a member.  The shape of a flat part is its length. */
+static void describe_tensor(member *m, size_t number, mls_header_tensor *out)
+{
+    const mls_index_shard *shard = m->shard;
+    const mls_part part = mls_index_part(shard);
+    *out = (mls_header_tensor){.name = {m->key, mls_shard_key_length(&shard->id)},
+                               .shape = m->shape,
+                               .rank = 1,
+                               .dtype = MLS_U8,
+                               .bytes = m->place.bytes,
+                               .number = number};
+    m->shape[0] = m->place.bytes;
+    if (is_tensor(&m->place)) {
+        out->dtype = shard->dtype;
+        out->rank = part.flat ? 1 : part.rank;
+        for (int i = 0; i < out->rank; i++) {
+            m->shape[i] = part.flat ? mls_part_count(&part) : part.length[i];
+        }
+    }
+}
+
+/* Collect the places in a file, in the order in which a save lists them. */
+static void collect(rebuild *r, const mls_index *index, size_t file)
+{
+    char *key = r->keys;
+    for (size_t i = 0; i < index->shard_count; i++) {
+        const mls_index_shard *shard = &index->shards[i];
+        for (size_t j = 0; j < mls_index_place_count(shard); j++) {
+            const mls_layer place = mls_index_place(shard, j);
+            if (place.file != file) {
+                continue;
+            }
+            member *m = &r->members[r->count];
+            *m = (member){.shard = shard, .place = place, .key = key};
+            mls_shard_write_key(&shard->id, key);
+            key += mls_shard_key_length(&shard->id);
+            describe_tensor(m, r->count, &r->tensors[r->count]);
+            r->count++;
+        }
+    }
+}
+
+/* The text that says of each tensor which shard it is, as a save writes it. */
+static void describe_shards(const rebuild *r, mls_buffer *text)
+{
+    mls_buffer_text(text, "{");
+    for (size_t i = 0; i < r->count; i++) {
+        const member *m = &r->members[i];
+        mls_buffer_text(text, i == 0 ? "" : ",");
+        mls_buffer_json(text, (mls_text){m->key, mls_shard_key_length(&m->shard->id)});
+        mls_buffer_text(text, ":");
+        mls_index_put_shard(text, m->shard);
+        mls_index_put_layer(text, &m->place);
+        mls_buffer_text(text, "}");
+    }
+    mls_buffer_text(text, "}");
+}
+
+/* Lay out the header, with the checksums that the index has.  Gives: mls_header_fini. */
+static mls_code lay_out(const rebuild *r, mls_header *header, mls_status *st)
+{
+    static const char key[] = MLS_SAFETENSORS_PREFIX "shards";
+    mls_buffer text = {.most = MLS_SAFETENSORS_MAX_HEADER};
+    describe_shards(r, &text);
+    const mls_text_pair pair = {.key = {key, sizeof key - 1},
+                                .value = {text.data, text.length}};
+    const mls_code code =
+        text.code != MLS_OK
+            ? mls_fail(st, text.code, "no room to describe %zu shards", r->count)
+            : mls_header_init(header, r->tensors, r->count, &pair, 1, MLS_SHARD_ALIGNMENT,
+                              st);
+    mls_buffer_fini(&text);
+    for (size_t i = 0; code == MLS_OK && i < r->count; i++) {
+        const mls_header_tensor *tensor = &r->tensors[i];
+        const size_t blocks = mls_safetensors_blocks(tensor->bytes);
+        if (blocks > 0) {
+            memcpy(tensor->crcs, r->members[tensor->number].place.crcs,
+                   blocks * sizeof *tensor->crcs);
+        }
+    }
+    return code;
+}
+
+/* Append the header if its checksum is the recorded one: then it is what was written. */
+static mls_code append_header(mls_header *header, const mls_index_file *record,
+                              const mls_crc_kernels *crc, mls_buffer *out, mls_status *st)
+{
+    if (mls_header_finish(header, crc) != record->header_crc ||
+        header->file_bytes != record->bytes) {
+        return mls_fail(st, MLS_E_VALUE, "the index does not list all of the file");
+    }
+    mls_buffer_put(out, header->text.data, header->text.length);
+    return out->code == MLS_OK ? MLS_OK : no_memory(st);
+}
+
+mls_code mls_shard_header(const mls_index *index, size_t file, const mls_crc_kernels *crc,
+                          mls_buffer *out, mls_status *st)
+{
+    rebuild r = {0};
+    mls_header header = {0};
+    mls_code code = allocate(&r, index, file, st);
+    if (code == MLS_OK) {
+        collect(&r, index, file);
+        code = lay_out(&r, &header, st);
+    }
+    if (code == MLS_OK) {
+        code = append_header(&header, &index->files[file], crc, out, st);
+        mls_header_fini(&header);
+    }
+    mls_free(r.members);
+    mls_free(r.tensors);
+    mls_free(r.keys);
+    return code;
+}
+
+/* Ranks may share a file: an index that lists only a part of it is passed over. */
+mls_code mls_shard_header_find(const mls_index *indexes, size_t count, const char *path,
+                               const mls_crc_kernels *crc, mls_buffer *out,
+                               mls_status *st)
+{
+    for (size_t i = 0; i < count; i++) {
+        for (size_t file = 0; file < indexes[i].file_count; file++) {
+            if (strcmp(indexes[i].files[file].path, path) == 0) {
+                const mls_code code = mls_shard_header(&indexes[i], file, crc, out, st);
+                if (code == MLS_OK || code == MLS_E_MEMORY) {
+                    return code;
+                }
+            }
+        }
+    }
+    return mls_fail(st, MLS_E_VALUE, "no index lists all of the file");
+}

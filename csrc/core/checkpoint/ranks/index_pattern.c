@@ -1,0 +1,132 @@
+/* pattern: group the shards of an index by layout and part.
+ *
+ * A rank has few groups: one for each way in which tensors are cut, and one for whole
+ * tensors.  So each shard is compared with all groups, the previous shard's group first.
+ */
+#include "checkpoint/ranks/index_pattern.h"
+
+#include "base/memory.h"
+
+/* Whether two shards have the same layout and part.  Shapes may differ, so tensors of all
+ * sizes that are cut alike form one group. */
+static bool same_group(const mls_index_shard *shard, const mls_index_shard *other)
+{
+    bool same = shard->part == other->part && shard->layout.count == other->layout.count;
+    for (int i = 0; same && i < shard->layout.count; i++) {
+        same = shard->layout.steps[i].axis == other->layout.steps[i].axis &&
+               shard->layout.steps[i].parts == other->layout.steps[i].parts;
+    }
+    return same;
+}
+
+/* The group of a shard, or the number of groups if it has none yet. */
+static size_t find_group(const mls_index_shard *shard,
+                         const mls_index_shard *const *firsts, size_t count, size_t hint)
+{
+    if (hint < count && same_group(shard, firsts[hint])) {
+        return hint;
+    }
+    size_t group = 0;
+    while (group < count && !same_group(shard, firsts[group])) {
+        group++;
+    }
+    return group;
+}
+
+/* Give up at the first group that is one too many. */
+mls_code mls_pattern_init(const mls_index *index, mls_pattern *out, mls_status *st)
+{
+    const mls_index_shard *firsts[MLS_PATTERN_GROUPS];
+    mls_pattern made = {.known = true};
+    size_t group = 0;
+    made.groups = mls_alloc(index->shard_count, 1);
+    if (made.groups == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for the pattern of %zu shards",
+                        index->shard_count);
+    }
+    for (size_t i = 0; i < index->shard_count; i++) {
+        const mls_index_shard *shard = &index->shards[i];
+        group = find_group(shard, firsts, made.group_count, group);
+        if (group == MLS_PATTERN_GROUPS) {
+            mls_pattern_fini(&made);
+            break;
+        }
+        if (group == made.group_count) {
+            firsts[group] = shard;
+            made.parts[made.group_count++] = shard->part;
+        }
+        made.groups[i] = (unsigned char)group;
+    }
+    *out = made;
+    return MLS_OK;
+}
+
+/* Nothing else is allocated. */
+void mls_pattern_fini(mls_pattern *pattern)
+{
+    mls_free(pattern->groups);
+    *pattern = (mls_pattern){0};
+}
+
+static void put_numbers(mls_buffer *b, const size_t *numbers, size_t count)
+{
+    mls_buffer_put(b, (const char *)numbers, count * sizeof *numbers);
+}
+
+/* Lengths come first, so that no two lists of shards have the same bytes. */
+void mls_pattern_bytes(const mls_index *index, const mls_pattern *pattern,
+                       mls_buffer *out)
+{
+    for (size_t i = 0; i < index->shard_count; i++) {
+        const mls_index_shard *s = &index->shards[i];
+        const size_t head[] = {
+            s->id.section,           s->id.name.length, s->id.has_state,
+            s->id.state.length,      s->dtype,          (size_t)s->rank,
+            (size_t)s->layout.count, s->axes != NULL,   pattern->groups[i]};
+        put_numbers(out, head, sizeof head / sizeof head[0]);
+        mls_buffer_put(out, s->id.name.data, s->id.name.length);
+        mls_buffer_put(out, s->id.state.data, s->id.state.length);
+        put_numbers(out, s->shape, (size_t)s->rank);
+        for (int j = 0; j < s->layout.count; j++) {
+            const size_t step[] = {(size_t)s->layout.steps[j].axis,
+                                   s->layout.steps[j].parts};
+            put_numbers(out, step, 2);
+        }
+        if (s->axes != NULL) {
+            mls_buffer_put(out, (const char *)s->axes, (size_t)s->rank);
+        }
+    }
+}
+
+/* The first shard of a tensor, or of the first tensor after it. */
+static size_t find_shard(const mls_index *index, const mls_tensor_id *id)
+{
+    size_t low = 0, high = index->shard_count;
+    while (low < high) {
+        const size_t middle = low + (high - low) / 2;
+        if (mls_tensor_id_compare(&index->shards[middle].id, id) < 0) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
+}
+
+/* Shards of one tensor are neighbours in an index, and each is of another group. */
+void mls_pattern_places(const mls_index *indexes, const mls_pattern *patterns,
+                        size_t count, const mls_tensor_id *id, mls_buffer *out)
+{
+    for (size_t i = 0; i < count; i++) {
+        const mls_index *index = &indexes[i];
+        size_t j = patterns[i].known ? find_shard(index, id) : index->shard_count;
+        for (; j < index->shard_count; j++) {
+            if (mls_tensor_id_compare(&index->shards[j].id, id) != 0) {
+                break;
+            }
+            /* no more indexes are in memory than a number of 32 bits can count */
+            const mls_pattern_place place = {(uint32_t)i, patterns[i].groups[j]};
+            mls_buffer_put(out, (const char *)&place, sizeof place);
+        }
+    }
+}

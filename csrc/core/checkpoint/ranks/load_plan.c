@@ -1,0 +1,317 @@
+/* load_plan: parts of tensors chosen, looked up in the catalog, and placed. */
+#include "checkpoint/ranks/load_plan.h"
+
+#include "io/file.h"
+#include "base/memory.h"
+
+#include <string.h>
+
+/* ---- what is wanted ---- */
+
+/* A part takes hundreds of bytes, most of which are never touched: so the table is not
+ * cleared, here and in mls_load_plan_find. */
+mls_code mls_load_plan_init(mls_load_plan *plan, const mls_catalog *catalog, size_t most,
+                            mls_status *st)
+{
+    *plan = (mls_load_plan){0};
+    plan->wanted = mls_realloc(NULL, most, sizeof *plan->wanted);
+    if (plan->wanted == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory to load %zu tensors", most);
+    }
+    plan->catalog = catalog;
+    plan->last = SIZE_MAX; /* the first one is at 0 */
+    return MLS_OK;
+}
+
+void mls_load_plan_fini(mls_load_plan *plan)
+{
+    mls_free(plan->wanted);
+    mls_free(plan->stored);
+    mls_free(plan->parts);
+    mls_free(plan->pieces);
+    *plan = (mls_load_plan){0};
+}
+
+/* Callers that want all tensors add them in the catalog's order: then each follows the
+ * one before, and no search is needed. */
+mls_wanted *mls_load_plan_add(mls_load_plan *plan, const mls_tensor_id *id)
+{
+    const mls_catalog *catalog = plan->catalog;
+    const size_t next = plan->last + 1;
+    const size_t at =
+        next < catalog->tensor_count &&
+                mls_tensor_id_compare(&catalog->tensors[next].facts->id, id) == 0
+            ? next
+            : mls_catalog_find(catalog, id);
+    if (at == SIZE_MAX) {
+        return NULL;
+    }
+    plan->last = at;
+    mls_wanted *w = &plan->wanted[plan->count++];
+    w->tensor = &catalog->tensors[at];
+    w->first = w->count = 0;
+    w->long_zeros = false;
+    plan->piece_count += w->tensor->places;
+    return w;
+}
+
+/* Name the tensor of a failure. */
+static mls_code name_tensor(const mls_wanted *w, mls_status *st)
+{
+    const mls_text name = w->tensor->facts->id.name;
+    mls_status_name(st, name.data, name.length);
+    return st->code;
+}
+
+/* One number of ranks says how to cut one axis; two cannot be made of it. */
+mls_code mls_wanted_cut(mls_wanted *w, const mls_cutting *how, mls_status *st)
+{
+    const mls_index_shard *facts = w->tensor->facts;
+    mls_layout layout = {0};
+    size_t index = 0;
+    if (how->has_layout) {
+        mls_layout_project(&how->layout, how->index, facts->rank, facts->axes, &layout,
+                           &index);
+    } else if (how->world > 0 && facts->layout.count > 1) {
+        mls_fail(st, MLS_E_VALUE,
+                 "it was cut in %d steps: give the layout by which %zu ranks cut it",
+                 facts->layout.count, how->world);
+        return name_tensor(w, st);
+    } else if (how->world > 0 && facts->layout.count == 1) {
+        layout = facts->layout;
+        layout.steps[0].parts = how->world;
+        index = how->index;
+    }
+    return mls_layout_part(&layout, facts->rank, facts->shape, index, &w->part, st);
+}
+
+/* Put both shapes into the fields of a failure. */
+static mls_code set_shapes(const mls_wanted *w, const char *have, const char *want,
+                           mls_status *st)
+{
+    mls_status_expected(st, "%s", want);
+    mls_status_got(st, "%s", have);
+    return name_tensor(w, st);
+}
+
+mls_code mls_wanted_check_whole(const mls_wanted *w, int rank, const size_t *shape,
+                                mls_status *st)
+{
+    const mls_index_shard *facts = w->tensor->facts;
+    char have[64], want[64];
+    if (rank == facts->rank &&
+        memcmp(shape, facts->shape, (size_t)rank * sizeof *shape) == 0) {
+        return MLS_OK;
+    }
+    mls_shape_text(have, sizeof have, facts->rank, facts->shape);
+    mls_shape_text(want, sizeof want, rank, shape);
+    mls_fail(st, MLS_E_SHAPE, "the checkpoint has shape %s, the target %s", have, want);
+    return set_shapes(w, have, want, st);
+}
+
+mls_code mls_wanted_part(mls_wanted *w, const mls_layout *layout, size_t index,
+                         mls_status *st)
+{
+    const mls_index_shard *facts = w->tensor->facts;
+    return mls_layout_part(layout, facts->rank, facts->shape, index, &w->part, st);
+}
+
+/* A flat part of the whole tensor, which no layout describes: several tensors one behind
+ * the other may be cut anywhere. */
+mls_code mls_wanted_run(mls_wanted *w, int64_t begin, int64_t end, mls_status *st)
+{
+    const mls_index_shard *facts = w->tensor->facts;
+    mls_part part = {.rank = facts->rank, .flat = true};
+    size_t count = 1; /* cannot overflow: the index was checked */
+    for (int i = 0; i < facts->rank; i++) {
+        part.length[i] = facts->shape[i];
+        count *= facts->shape[i];
+    }
+    if (begin < 0 || end < begin || (uint64_t)end > count) {
+        return mls_fail(st, MLS_E_VALUE, "no elements %lld to %lld of %zu",
+                        (long long)begin, (long long)end, count);
+    }
+    part.begin = (size_t)begin;
+    part.end = (size_t)end;
+    w->part = part;
+    return MLS_OK;
+}
+
+mls_code mls_wanted_check_target(const mls_wanted *w, const mls_tensor *target,
+                                 mls_status *st)
+{
+    const mls_index_shard *facts = w->tensor->facts;
+    size_t dims[MLS_LAYOUT_RANK];
+    char have[64], want[64];
+    const int rank = mls_part_dims(&w->part, dims);
+    bool same = target->rank == rank && target->dtype == facts->dtype;
+    for (int i = 0; same && i < rank; i++) {
+        same = target->shape[i] == dims[i];
+    }
+    if (same) {
+        return MLS_OK;
+    }
+    mls_shape_text(have, sizeof have, rank, dims);
+    mls_shape_text(want, sizeof want, target->rank, target->shape);
+    mls_fail(st, MLS_E_SHAPE, "the checkpoint has %s of %s, the target is %s of %s",
+             mls_dtype_of(facts->dtype)->name, have, mls_dtype_of(target->dtype)->name,
+             want);
+    return set_shapes(w, have, want, st);
+}
+
+/* ---- what must be read ---- */
+
+/* Whether ranges that were never stored span many pages on average.  Pages of zeroed
+ * memory in long ranges are never touched; between short ranges every page is, and
+ * zeroing them first would be wasted. */
+static bool has_long_zeros(const mls_stored_shard *stored, size_t count)
+{
+    enum { LONG = 64 << 10 };
+    size_t bytes = 0, ranges = 0;
+    for (size_t j = 0; j < count; j++) {
+        for (size_t i = 0; stored[j].file == NULL && i < stored[j].visible_count; i++) {
+            bytes += stored[j].visible[i].count * stored[j].item_bytes;
+            ranges++;
+        }
+    }
+    return ranges > 0 && bytes / ranges >= LONG;
+}
+
+/* Compare the files of some pieces with their records; neighbours mostly share one, which
+ * is looked at once. */
+static mls_code check_files(const mls_stored_shard *stored, size_t count, int folder,
+                            const char **file, mls_status *st)
+{
+    for (size_t j = 0; j < count; j++) {
+        if (stored[j].file != NULL && stored[j].file != *file) {
+            *file = stored[j].file;
+            if (mls_file_expect(folder, *file, stored[j].file_bytes, st) != MLS_OK) {
+                return st->code;
+            }
+        }
+    }
+    return MLS_OK;
+}
+
+mls_code mls_load_plan_find(mls_load_plan *plan, int folder, const char **file,
+                            mls_status *st)
+{
+    size_t used = 0;
+    const char *seen = NULL;
+    *file = NULL;
+    plan->stored = mls_realloc(NULL, plan->piece_count, sizeof *plan->stored);
+    plan->parts = mls_realloc(NULL, plan->piece_count, sizeof *plan->parts);
+    plan->pieces = mls_realloc(NULL, plan->piece_count, sizeof *plan->pieces);
+    if (plan->stored == NULL || plan->parts == NULL || plan->pieces == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory to load %zu tensors", plan->count);
+    }
+    for (size_t i = 0; i < plan->count; i++) {
+        mls_wanted *w = &plan->wanted[i];
+        const mls_piece_room room = {plan->stored + used, plan->parts + used,
+                                     plan->pieces + used};
+        if (mls_catalog_pieces(plan->catalog, w->tensor, &w->part, NULL, &room, &w->count,
+                               st) != MLS_OK) {
+            *file = seen;
+            return st->code;
+        }
+        w->first = used;
+        w->long_zeros = has_long_zeros(plan->stored + used, w->count);
+        if (check_files(plan->stored + used, w->count, folder, &seen, st) != MLS_OK) {
+            *file = seen;
+            return st->code;
+        }
+        used += w->count;
+    }
+    plan->piece_count = used;
+    return MLS_OK;
+}
+
+/* The bytes of a part fit: mls_index_fits. */
+size_t mls_wanted_bytes(const mls_wanted *w)
+{
+    return mls_part_count(&w->part) * mls_dtype_of(w->tensor->facts->dtype)->item_bytes;
+}
+
+/* ---- where it goes ---- */
+
+void mls_load_plan_place(mls_load_plan *plan, size_t i, unsigned char *data, bool zeroed)
+{
+    const mls_wanted *w = &plan->wanted[i];
+    for (size_t j = w->first; j < w->first + w->count; j++) {
+        const bool is_zero = plan->stored[j].file == NULL;
+        plan->pieces[j].data = zeroed && w->long_zeros && is_zero ? NULL : data;
+    }
+}
+
+/* The reader's plan only compares addresses (mls_maker). */
+void mls_load_plan_foresee(mls_load_plan *plan)
+{
+    for (size_t i = 0; i < plan->count; i++) {
+        mls_load_plan_place(plan, i, (unsigned char *)(uintptr_t)&plan->wanted[i], true);
+    }
+}
+
+void mls_load_plan_keep(mls_load_plan *plan, size_t i, size_t *used)
+{
+    const mls_wanted *w = &plan->wanted[i];
+    if (*used != w->first) {
+        memmove(plan->pieces + *used, plan->pieces + w->first,
+                w->count * sizeof *plan->pieces);
+    }
+    *used += w->count;
+}
+
+mls_code mls_load_target_init(mls_load_target *target, const mls_tensor *view,
+                              mls_status *st)
+{
+    *target = (mls_load_target){0};
+    if (!view->swapped && mls_tensor_is_contiguous(view)) {
+        target->data = view->data;
+        return MLS_OK;
+    }
+    target->strided = mls_alloc(1, sizeof *target->strided);
+    if (target->strided == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for a view");
+    }
+    *target->strided = *view;
+    return MLS_OK;
+}
+
+void mls_load_target_fini(mls_load_target *target)
+{
+    mls_free(target->strided);
+    mls_free(target->block);
+    *target = (mls_load_target){0};
+}
+
+mls_code mls_load_plan_place_all(mls_load_plan *plan, mls_load_target *targets,
+                                 mls_status *st)
+{
+    for (size_t i = 0; i < plan->count; i++) {
+        mls_load_target *t = &targets[i];
+        size_t bytes = 0;
+        if (t->strided != NULL) {
+            (void)mls_tensor_bytes(t->strided, &bytes); /* fits: it is in memory */
+            t->block = mls_alloc(bytes, 1);
+            if (t->block == NULL) {
+                return mls_fail(st, MLS_E_MEMORY, "no memory to read %zu bytes", bytes);
+            }
+        }
+        mls_load_plan_place(plan, i, t->strided == NULL ? t->data : t->block, false);
+    }
+    return MLS_OK;
+}
+
+void mls_load_plan_scatter(const mls_load_plan *plan, const mls_load_target *targets,
+                           const mls_kernels *kernels)
+{
+    for (size_t i = 0; i < plan->count; i++) {
+        const mls_tensor *t = targets[i].strided;
+        mls_tensor packed;
+        mls_status ignored;
+        if (t != NULL && mls_tensor_init(&packed, targets[i].block, t->dtype, t->rank,
+                                         t->shape, &ignored) == MLS_OK) {
+            mls_copy(kernels, t, &packed, mls_cached());
+        }
+    }
+}

@@ -1,0 +1,48 @@
+/* catalog_summary: sums cannot overflow, since an index is refused if its bytes exceed
+ * what an integer of a manifest can hold.
+ */
+#include "checkpoint/ranks/merged_index_summary.h"
+
+mls_tensor_summary mls_tensor_summarize(const mls_catalog *catalog,
+                                        const mls_catalog_tensor *tensor)
+{
+    mls_tensor_summary sum = {0};
+    for (size_t i = 0; i < tensor->count; i++) {
+        const mls_index_shard *shard = catalog->shards[tensor->from + i].shard;
+        sum.bytes += shard->bytes;
+        sum.stored_bytes += mls_index_stored_bytes(shard);
+        sum.sparse += mls_index_is_sparse(shard) ? 1 : 0;
+        sum.version = shard->version > sum.version ? shard->version : sum.version;
+        for (size_t j = 0; j < mls_index_place_count(shard); j++) {
+            const mls_layer place = mls_index_place(shard, j);
+            if (place.frames != NULL) {
+                sum.codec = mls_codec_name(place.frames->codec);
+            }
+        }
+    }
+    return sum;
+}
+
+mls_index_summary mls_index_summarize(const mls_index *index)
+{
+    mls_index_summary sum = {0};
+    for (size_t i = 0; i < index->shard_count; i++) {
+        sum.bytes += index->shards[i].bytes;
+        sum.stored_bytes += mls_index_stored_bytes(&index->shards[i]);
+    }
+    return sum;
+}
+
+uint64_t mls_layer_element_bytes(const mls_layer *layer)
+{
+    return layer->frames == NULL ? layer->bytes : layer->frames->bytes;
+}
+
+uint64_t mls_layer_visible_bytes(const mls_layer *layer, size_t item_bytes)
+{
+    uint64_t elements = 0;
+    for (size_t i = 0; i < layer->visible_count; i++) {
+        elements += layer->visible[i].count;
+    }
+    return elements * item_bytes;
+}

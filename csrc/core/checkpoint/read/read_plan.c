@@ -1,0 +1,294 @@
+/* The plan of reading: spans, their order, tasks.
+ *
+ * All costs are in bytes that could be read meanwhile, so that small tensors and what has
+ * to be decoded weigh what they take.
+ */
+#include "checkpoint/read/read_plan.h"
+
+#include "base/memory.h"
+#include "safetensors/safetensors.h"
+
+#include <stdbool.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+    SPAN = 4 * MLS_SAFETENSORS_BLOCK, /* enough to be worth handing out */
+    STRETCH = 16 * SPAN,              /* long enough to read ahead of it */
+    SPAN_COST = 16 << 10,             /* what a span costs besides its bytes */
+    CODED_COST = 8                    /* what a coded byte costs more than a plain one */
+};
+
+/* What a span costs, in bytes: what it takes besides them, what it reads, zeros. */
+static uint64_t cost_of(const mls_read_span *s)
+{
+    const uint64_t bytes = s->piece->data == NULL ? 0 : s->end - s->from;
+    const uint64_t all = s->zeros_end - s->zeros_from; /* zeros, and what is read */
+    return SPAN_COST + (s->piece->shard->frames != NULL ? CODED_COST * bytes
+                        : all > bytes                   ? all
+                                                        : bytes);
+}
+
+/* A span more, at the end of those that there are. */
+static mls_code add_span(mls_read_plan *plan, mls_read_span s, mls_status *st)
+{
+    if (plan->count == plan->room) {
+        const size_t room = plan->room < 64 ? 64 : 2 * plan->room;
+        mls_read_span *grown = mls_realloc(plan->spans, room, sizeof *grown);
+        if (grown == NULL) {
+            return mls_fail(st, MLS_E_MEMORY, "no memory for a plan of %zu parts", room);
+        }
+        plan->spans = grown;
+        plan->room = room;
+    }
+    s.cost = cost_of(&s);
+    plan->spans[plan->count++] = s;
+    plan->cost += s.cost;
+    return MLS_OK;
+}
+
+/* Where byte `from` of a place's elements is among the stored ones; of coded bytes, where
+ * its frame begins.  It is inside the file. */
+static size_t place_of(const mls_stored_shard *shard, size_t from)
+{
+    return shard->frames == NULL ? from
+                                 : mls_frame_begin(shard->frames, from / MLS_FRAME_BYTES);
+}
+
+/* What a piece shows of its shard, and the zeros that are the rest of it: bytes `from` ..
+ * `end` of what is wanted, where these lie together. */
+typedef struct filling {
+    size_t from, end; /* the same: there are no zeros to be filled in */
+    size_t first;     /* element of the shard that is byte `from` */
+} filling;
+
+/* Elements of extents. */
+static size_t elements_of(const mls_stored_shard *shard)
+{
+    size_t count = 0;
+    for (size_t i = 0; i < shard->visible_count; i++) {
+        count += shard->visible[i].count;
+    }
+    return count;
+}
+
+/* Whether the piece behind `piece` is of the zeros between its runs, and both go to one
+ * run of bytes: then these are written in one pass, while they are in the cache. */
+static filling zeros_between(const mls_piece *piece, const mls_piece *next)
+{
+    const filling none = {0};
+    const mls_stored_shard *shard = piece->shard;
+    const size_t item = shard->item_bytes;
+    mls_overlap overlap;
+    mls_run first, more;
+    mls_stored_range range;
+    if (shard->visible == NULL || shard->file == NULL || next->shard->file != NULL ||
+        piece->data == NULL || next->data != piece->data || next->to != piece->to ||
+        shard->name.data != next->shard->name.data ||
+        !mls_part_equal(shard->part, next->shard->part) ||
+        elements_of(shard) + elements_of(next->shard) != mls_part_count(shard->part)) {
+        return none;
+    }
+    mls_overlap_init(&overlap, shard->part, piece->to);
+    if (!mls_overlap_next(&overlap, &first) || mls_overlap_next(&overlap, &more) ||
+        !mls_stored_range_of(shard, piece->to, &range)) {
+        return none;
+    }
+    return (filling){first.b * item, (first.b + first.count) * item, first.a};
+}
+
+/* Where byte `at` of a piece's place goes among what is wanted; of what goes nowhere, as
+ * it lies behind all that does, the end. */
+static size_t goes_to(const mls_stored_shard *shard, const filling *f, size_t at)
+{
+    const size_t element = mls_stored_element(shard, at / shard->item_bytes);
+    const size_t to = f->from + (element - f->first) * shard->item_bytes;
+    return to < f->end ? to : f->end;
+}
+
+/* Cut what a piece needs into spans, at multiples of a span from the place's first byte,
+ * so that no block is in two of them.  Zeros that are there already need no cutting. What
+ * is filled with zeros belongs to the span behind it, and to the last one. */
+static mls_code plan_piece(mls_read_plan *plan, const mls_piece *piece,
+                           const filling *zeros, mls_status *st)
+{
+    const mls_stored_shard *shard = piece->shard;
+    size_t bytes;
+    mls_stored_range range;
+    if (!mls_stored_bytes(shard, &bytes)) {
+        mls_fail_at(st, shard->offset, "its records place bytes of it beyond the file");
+        mls_status_expected(st, "at most %llu bytes",
+                            (unsigned long long)shard->file_bytes);
+        return mls_stored_blame(shard, st);
+    }
+    if (!mls_stored_range_of(shard, piece->to, &range)) {
+        return MLS_OK;
+    }
+    size_t from = range.from;
+    for (size_t filled = zeros->from; from < range.end;) {
+        const bool fills = zeros->end > 0;
+        const size_t most = fills ? MLS_SAFETENSORS_BLOCK : SPAN; /* more is written */
+        const size_t left = range.end - from, room = most - from % most;
+        const size_t length = left < room || piece->data == NULL ? left : room;
+        const size_t until = !fills           ? 0
+                             : length == left ? zeros->end
+                                              : goes_to(shard, zeros, from + length);
+        const mls_read_span next = {.piece = piece,
+                                    .from = from,
+                                    .end = from + length,
+                                    .to = range.together ? range.to + (from - range.from)
+                                                         : SIZE_MAX,
+                                    .zeros_from = filled,
+                                    .zeros_end = until,
+                                    .file = shard->file == NULL ? "" : shard->file,
+                                    .at = shard->offset + place_of(shard, from)};
+        const mls_code code = add_span(plan, next, st);
+        if (code != MLS_OK) {
+            return mls_stored_blame(shard, st);
+        }
+        from += length;
+        filled = until;
+    }
+    return MLS_OK;
+}
+
+/* By file alone; most are not only equal but the same. */
+static int compare_names(const mls_read_span *x, const mls_read_span *y)
+{
+    return x->file == y->file ? 0 : strcmp(x->file, y->file);
+}
+
+/* By file, then by place; the address breaks ties, so that the order is the same with
+ * every qsort. */
+static int compare_places(const void *a, const void *b)
+{
+    const mls_read_span *x = *(const mls_read_span *const *)a;
+    const mls_read_span *y = *(const mls_read_span *const *)b;
+    const int names = compare_names(x, y);
+    if (names != 0) {
+        return names;
+    }
+    if (x->at != y->at) {
+        return x->at < y->at ? -1 : 1;
+    }
+    return x < y ? -1 : x > y;
+}
+
+/* The same for qsort. */
+static int compare_files(const void *a, const void *b)
+{
+    return compare_names(*(const mls_read_span *const *)a,
+                         *(const mls_read_span *const *)b);
+}
+
+/* Whether all spans of each file follow one another, in the order of their places; then
+ * the order of the files does not matter, and that of the pieces is the best: places are
+ * made in it.  The first span of each file is noted where the order will be. */
+static bool lie_together(mls_read_plan *plan)
+{
+    size_t files = 0;
+    for (size_t i = 0; i < plan->count; i++) {
+        const mls_read_span *s = &plan->spans[i];
+        if (i == 0 || compare_names(s - 1, s) != 0) {
+            plan->order[files++] = s;
+        } else if (s[-1].at > s->at) {
+            return false;
+        }
+    }
+    qsort(plan->order, files, sizeof *plan->order, compare_files);
+    for (size_t i = 1; i < files; i++) {
+        if (compare_names(plan->order[i - 1], plan->order[i]) == 0) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* Put the spans in the order of the files.  They mostly are, and then need no sorting. */
+static void sort_spans(mls_read_plan *plan)
+{
+    const bool sorted = lie_together(plan);
+    for (size_t i = 0; i < plan->count; i++) {
+        plan->order[i] = &plan->spans[i];
+    }
+    if (!sorted) {
+        qsort(plan->order, plan->count, sizeof *plan->order, compare_places);
+    }
+}
+
+/* Group neighbours until they cost as much as a whole span. */
+static void cut_tasks(mls_read_plan *plan)
+{
+    uint64_t cost = 0;
+    for (size_t i = 0; i < plan->count; i++) {
+        const mls_read_span *s = plan->order[i];
+        if (i == 0 || cost + s->cost > SPAN + SPAN_COST) {
+            plan->tasks[plan->task_count++] = i;
+            cost = 0;
+        }
+        cost += s->cost;
+    }
+    plan->tasks[plan->task_count] = plan->count;
+}
+
+/* Group tasks that go on in the file of the one before them, as long as a stretch is not
+ * so long that threads would have to wait for places or for each other. */
+static void cut_stretches(mls_read_plan *plan)
+{
+    uint64_t cost = 0;
+    for (size_t i = 0; i < plan->task_count; i++) {
+        const size_t first = plan->tasks[i];
+        if (i == 0 || cost >= STRETCH ||
+            compare_names(plan->order[first - 1], plan->order[first]) != 0) {
+            plan->stretches[plan->stretch_count++] = i;
+            cost = 0;
+        }
+        for (size_t j = first; j < plan->tasks[i + 1]; j++) {
+            cost += plan->order[j]->cost;
+        }
+    }
+    plan->stretches[plan->stretch_count] = plan->task_count;
+}
+
+/* Nothing is cut and sorted that could not be planned for want of memory. */
+mls_code mls_read_plan_make(mls_read_plan *plan, const mls_piece *pieces, size_t count,
+                            size_t *planned, mls_status *st)
+{
+    mls_code code = MLS_OK;
+    *planned = 0;
+    while (*planned < count) {
+        const mls_piece *piece = &pieces[*planned];
+        filling zeros = {0};
+        if (*planned + 1 < count) {
+            zeros = zeros_between(piece, piece + 1);
+        }
+        code = plan_piece(plan, piece, &zeros, st);
+        if (code != MLS_OK) {
+            break;
+        }
+        *planned += zeros.end > 0 ? 2 : 1;
+    }
+    if (code == MLS_E_MEMORY) {
+        return code;
+    }
+    plan->order = mls_alloc(plan->count, sizeof *plan->order);
+    plan->tasks = mls_alloc(plan->count + 1, sizeof *plan->tasks);
+    plan->stretches = mls_alloc(plan->count + 1, sizeof *plan->stretches);
+    if (plan->order == NULL || plan->tasks == NULL || plan->stretches == NULL) {
+        *planned = 0;
+        return mls_fail(st, MLS_E_MEMORY, "no memory to read %zu parts", plan->count);
+    }
+    sort_spans(plan);
+    cut_tasks(plan);
+    cut_stretches(plan);
+    return code;
+}
+
+/* The pieces are the caller's. */
+void mls_read_plan_fini(mls_read_plan *plan)
+{
+    mls_free(plan->spans);
+    mls_free(plan->order);
+    mls_free(plan->tasks);
+    mls_free(plan->stretches);
+}

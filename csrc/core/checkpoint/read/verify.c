@@ -1,0 +1,597 @@
+/* verify: files one beside the other, large shards in parts.
+ *
+ * A task either looks at a file's header, or reads a part of a shard.  Parts of a file
+ * that is missing or has another length are passed over: that was said once, of the file.
+ */
+#include "checkpoint/read/verify.h"
+
+#include "io/file.h"
+#include "base/memory.h"
+#include "safetensors/safetensors.h"
+#include "base/size.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if !defined(_WIN32)
+#    include <unistd.h>
+#endif
+
+/* Words that scripts may rely on. */
+const char *mls_problem_name(mls_problem_kind kind)
+{
+    static const char *const names[MLS_PROBLEM_COUNT] = {
+        [MLS_PROBLEM_MISSING] = "missing", [MLS_PROBLEM_UNREADABLE] = "unreadable",
+        [MLS_PROBLEM_LENGTH] = "length",   [MLS_PROBLEM_FOREIGN] = "foreign",
+        [MLS_PROBLEM_HEADER] = "header",   [MLS_PROBLEM_ALTERED] = "altered"};
+    return names[kind];
+}
+
+/* Texts lie in the problems themselves. */
+void mls_problems_fini(mls_problems *problems)
+{
+    mls_free(problems->list);
+    *problems = (mls_problems){0};
+}
+
+#if !defined(_WIN32)
+
+enum {
+    STEP = 256 << 10, /* stays in the cache between reading and checksum */
+    PART = 8 << 20,   /* of whole blocks, for one task */
+    LENGTH_BYTES = 8, /* in front of a header */
+    FIRST_ROOM = 16   /* of the list */
+};
+
+/* A place that a shard's bytes lie in: a plain shard's only one, or one of its layers. */
+typedef struct spot {
+    size_t shard, layer;
+} spot;
+
+/* Places `first` .. `first + count` in the order of files; of a single one the bytes from
+ * `start` on, at most PART.  No places: the file of place `first`. */
+typedef struct task {
+    size_t first, count, start;
+} task;
+
+typedef struct verifier {
+    int folder;
+    const mls_index *index;
+    const mls_crc_kernels *crc;
+    const mls_progress *progress;
+    const spot *order; /* places by file and offset */
+    size_t spots;
+    const task *tasks;
+    pthread_mutex_t lock; /* round everything below */
+    mls_problems found;
+    size_t room;
+    mls_code code; /* the first failure of our own */
+} verifier;
+
+/* A place by its number in the order. */
+static mls_layer place_of(const verifier *v, size_t number)
+{
+    const spot *s = &v->order[number];
+    return mls_index_place(&v->index->shards[s->shard], s->layer);
+}
+
+/* ---- the list ---- */
+
+/* Note that this cannot go on: memory ran out, or somebody wants to stop. */
+static void give_up(verifier *v, mls_code code)
+{
+    pthread_mutex_lock(&v->lock);
+    v->code = v->code == MLS_OK ? code : v->code;
+    pthread_mutex_unlock(&v->lock);
+}
+
+/* Asked between blocks, so that stopping takes no longer than reading one. */
+static bool gave_up(verifier *v)
+{
+    pthread_mutex_lock(&v->lock);
+    const bool result = v->code != MLS_OK;
+    pthread_mutex_unlock(&v->lock);
+    return result;
+}
+
+/* Add a copy of `problem`; needs the lock.  The list ends somewhere: a pool that was
+ * emptied would else have one problem for each of a million files. */
+static void append(verifier *v, const mls_problem *problem)
+{
+    mls_problems *found = &v->found;
+    if (found->count == MLS_PROBLEMS_MOST) {
+        return;
+    }
+    if (found->count == v->room) {
+        const size_t room = v->room == 0 ? FIRST_ROOM : 2 * v->room;
+        mls_problem *list = mls_realloc(found->list, room, sizeof *list);
+        if (list == NULL) {
+            v->code = MLS_E_MEMORY;
+            return;
+        }
+        found->list = list;
+        v->room = room;
+    }
+    found->list[found->count++] = *problem;
+}
+
+/* One more for the list. */
+static void add(verifier *v, mls_problem_kind kind, size_t file, size_t shard,
+                uint64_t offset, uint64_t bytes, const char *text)
+{
+    mls_problem problem = {
+        .kind = kind, .file = file, .shard = shard, .offset = offset, .bytes = bytes};
+    snprintf(problem.text, sizeof problem.text, "%s", text);
+    pthread_mutex_lock(&v->lock);
+    append(v, &problem);
+    pthread_mutex_unlock(&v->lock);
+}
+
+/* For qsort: by file and offset, since tasks end in any order. */
+static int compare_problems(const void *a, const void *b)
+{
+    const mls_problem *x = a, *y = b;
+    return x->file != y->file      ? (x->file < y->file ? -1 : 1)
+           : x->offset < y->offset ? -1
+                                   : x->offset > y->offset;
+}
+
+/* Tell whoever waits, and count: what was read is part of the report. */
+static void report(verifier *v, uint64_t bytes)
+{
+    pthread_mutex_lock(&v->lock);
+    v->found.bytes_read += bytes;
+    pthread_mutex_unlock(&v->lock);
+    if (v->progress != NULL && !v->progress->report(v->progress->context, bytes)) {
+        give_up(v, MLS_E_STOPPED);
+    }
+}
+
+/* ---- a file ---- */
+
+/* A file that is not there, or is another one, is a problem of the file.  False then.
+ * Told by the task that looks at the file, and by none of those that read its shards. */
+static bool open_file(verifier *v, size_t file, bool tell, int *fd)
+{
+    const mls_index_file *record = &v->index->files[file];
+    mls_status st;
+    uint64_t length;
+    const mls_code code = mls_file_open_at(v->folder, record->path, fd, &length, &st);
+    if (code == MLS_OK && length == record->bytes) {
+        return true;
+    }
+    if (code == MLS_OK) {
+        (void)close(*fd);
+    }
+    if (tell && code == MLS_OK) {
+        const bool cut = length < record->bytes;
+        add(v, MLS_PROBLEM_LENGTH, file, SIZE_MAX, cut ? length : record->bytes,
+            cut ? record->bytes - length : length - record->bytes,
+            cut ? "the file is cut off" : "the file is longer than it was");
+    } else if (tell) {
+        add(v,
+            st.code == MLS_E_FORMAT || st.os_error == EISDIR ? MLS_PROBLEM_FOREIGN
+            : st.os_error == ENOENT                          ? MLS_PROBLEM_MISSING
+                                                             : MLS_PROBLEM_UNREADABLE,
+            file, SIZE_MAX, 0, record->bytes, st.text);
+    }
+    return false;
+}
+
+/* Whether the header has all places of its file, of which `first` is one in `order`, as
+ * recorded.  To a file a layer of rows, or one that is coded, is a row of bytes; another
+ * full one was a plain shard when it was written, and its file does not change. */
+static bool header_agrees(const verifier *v, const mls_safetensors *header, size_t first)
+{
+    const size_t file = place_of(v, first).file;
+    for (size_t i = first; i < v->spots; i++) {
+        const mls_index_shard *shard = &v->index->shards[v->order[i].shard];
+        const mls_layer place = place_of(v, i);
+        const bool is_tensor = place.row == 0 && place.frames == NULL;
+        const mls_dtype dtype = is_tensor ? shard->dtype : MLS_U8;
+        if (place.file != file) {
+            break;
+        }
+        size_t low = 0, high = header->count; /* tensors lie by offset */
+        while (low < high) {
+            const size_t middle = low + (high - low) / 2;
+            if (header->tensors[middle].offset < place.offset) {
+                low = middle + 1;
+            } else {
+                high = middle;
+            }
+        }
+        /* empty tensors lie where the next one begins, so several may have the offset */
+        while (low < header->count && header->tensors[low].offset == place.offset &&
+               (header->tensors[low].bytes != place.bytes ||
+                header->tensors[low].dtype != dtype)) {
+            low++;
+        }
+        if (low == header->count || header->tensors[low].offset != place.offset) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* Read the header of an open file, which ends before `end`.  Gives. */
+static mls_code read_head(int fd, uint64_t end, unsigned char **out, size_t *length,
+                          mls_status *st)
+{
+    unsigned char start[LENGTH_BYTES];
+    mls_code code = mls_file_read_at(fd, start, sizeof start, 0, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    /* the length itself may be what changed: nothing is allocated by it unasked */
+    const uint64_t said = mls_load_le64(start);
+    if (said > MLS_SAFETENSORS_MAX_HEADER || said + LENGTH_BYTES > end) {
+        return mls_fail_at(st, 0, "its header's length changed");
+    }
+    unsigned char *head = mls_alloc((size_t)said + LENGTH_BYTES, 1);
+    if (head == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for a header");
+    }
+    code = mls_file_read_at(fd, head, (size_t)said + LENGTH_BYTES, 0, st);
+    if (code != MLS_OK) {
+        mls_free(head);
+        return code;
+    }
+    *out = head;
+    *length = (size_t)said + LENGTH_BYTES;
+    return MLS_OK;
+}
+
+/* The header's own checksum tells whether it changed; the recorded one whether it is this
+ * file's.  A good header with another checksum is a file of another time: some copy went
+ * wrong, but no disk did.  Gives both outputs, after a failure too. */
+static mls_code read_header(int fd, uint64_t end, const mls_index_file *record,
+                            const mls_crc_kernels *crc, unsigned char **head,
+                            mls_safetensors *header, mls_status *st)
+{
+    size_t length = 0;
+    mls_code code = read_head(fd, end, head, &length, st);
+    if (code == MLS_OK) {
+        code = mls_safetensors_parse(*head, length, record->bytes, crc, true, header, st);
+    }
+    if (code == MLS_OK &&
+        (!header->has_crc || header->header_crc != record->header_crc)) {
+        code = mls_fail(st, MLS_E_VALUE, "it is another file than was written");
+    }
+    return code;
+}
+
+/* For those who keep a file without reading all of it. */
+mls_code mls_index_check_header(int fd, uint64_t end, const mls_index_file *record,
+                                const mls_crc_kernels *crc, mls_status *st)
+{
+    unsigned char *head = NULL;
+    mls_safetensors header = {0};
+    const mls_code code = read_header(fd, end, record, crc, &head, &header, st);
+    mls_safetensors_fini(&header);
+    mls_free(head);
+    return code;
+}
+
+/* The header of a file, and whether it has what the index says. */
+static mls_code check_header(verifier *v, int fd, size_t first, mls_status *st)
+{
+    const mls_layer place = place_of(v, first);
+    const mls_index_file *record = &v->index->files[place.file];
+    unsigned char *head = NULL;
+    mls_safetensors header = {0};
+    mls_code code = read_header(fd, place.offset, record, v->crc, &head, &header, st);
+    if (code == MLS_OK && !header_agrees(v, &header, first)) {
+        code = mls_fail(st, MLS_E_VALUE, "it is another file than was written");
+    }
+    mls_safetensors_fini(&header);
+    mls_free(head);
+    return code;
+}
+
+/* The task of a file: everything about it but its tensors' bytes.  Shards that nobody
+ * needs any more may lie in front of the first that counts; they are passed over. */
+static void verify_file(verifier *v, size_t first)
+{
+    const mls_layer place = place_of(v, first);
+    mls_status st;
+    int fd;
+    if (!open_file(v, place.file, true, &fd)) {
+        return;
+    }
+    const mls_code code = check_header(v, fd, first, &st);
+    (void)close(fd);
+    if (code == MLS_E_MEMORY) {
+        give_up(v, code);
+    } else if (code != MLS_OK) {
+        add(v,
+            code == MLS_E_VALUE ? MLS_PROBLEM_FOREIGN
+            : code == MLS_E_IO  ? MLS_PROBLEM_UNREADABLE
+                                : MLS_PROBLEM_HEADER,
+            place.file, SIZE_MAX, 0, place.offset, st.text);
+    }
+    report(v, place.offset);
+}
+
+/* ---- bytes ---- */
+
+/* What altered bytes are of.  Of a shard with layers the file says which one it is; how
+ * old the layer is, this. */
+static void add_altered(verifier *v, const spot *s, size_t file, uint64_t at,
+                        uint64_t length)
+{
+    static const char what[] = "these bytes are not those that were written";
+    const mls_layers *layers = v->index->shards[s->shard].layers;
+    char text[120];
+    if (layers == NULL) {
+        add(v, MLS_PROBLEM_ALTERED, file, s->shard, at, length, what);
+        return;
+    }
+    snprintf(text, sizeof text, "%s, in layer %zu of %zu", what, s->layer + 1,
+             layers->count);
+    add(v, MLS_PROBLEM_ALTERED, file, s->shard, at, length, text);
+}
+
+/* One block of a place: the smallest range that damage is narrowed down to, since a
+ * checksum says only that some byte of it changed. */
+static void verify_block(verifier *v, int fd, size_t number, size_t start,
+                         unsigned char *buffer)
+{
+    const mls_layer place = place_of(v, number);
+    const size_t left = place.bytes - start;
+    const size_t length = left < MLS_SAFETENSORS_BLOCK ? left : MLS_SAFETENSORS_BLOCK;
+    const uint64_t at = place.offset + start;
+    uint32_t crc = 0;
+    mls_status st;
+    for (size_t done = 0; done < length;) {
+        const size_t step = length - done < STEP ? length - done : STEP;
+        if (mls_file_read_at(fd, buffer, step, at + done, &st) != MLS_OK) {
+            add(v, st.code == MLS_E_IO ? MLS_PROBLEM_UNREADABLE : MLS_PROBLEM_LENGTH,
+                place.file, v->order[number].shard, at + done, length - done, st.text);
+            return;
+        }
+        crc = v->crc->update(crc, buffer, step);
+        done += step;
+    }
+    /* the index has the checksum too: the file's own copy of it may be what changed */
+    if (crc != place.crcs[start / MLS_SAFETENSORS_BLOCK]) {
+        add_altered(v, &v->order[number], place.file, at, length);
+    }
+    report(v, length);
+}
+
+/* How many of at most `most` places, from `first` on, lie one behind the other and fit
+ * the buffer; `*bytes` is what they have together. */
+static size_t adjacent(const verifier *v, size_t first, size_t most, size_t *bytes)
+{
+    const uint64_t start = place_of(v, first).offset;
+    size_t count = 0;
+    for (*bytes = 0; count < most; count++) {
+        const mls_layer place = place_of(v, first + count);
+        if (place.offset != start + *bytes || place.bytes > STEP - *bytes) {
+            break;
+        }
+        *bytes += place.bytes;
+    }
+    return count;
+}
+
+/* Such places, none longer than a block, read with one call.  False where they cannot be
+ * read: then it is for each of them to say so. */
+static bool verify_adjacent(verifier *v, int fd, size_t first, size_t count, size_t bytes,
+                            unsigned char *buffer)
+{
+    mls_status ignored;
+    const unsigned char *data = buffer;
+    if (mls_file_read_at(fd, buffer, bytes, place_of(v, first).offset, &ignored) !=
+        MLS_OK) {
+        return false;
+    }
+    /* each still has its own checksum, so damage is told as if it had been read alone;
+     * an empty place has none */
+    for (size_t i = first; i < first + count; i++) {
+        const mls_layer place = place_of(v, i);
+        if (place.bytes > 0 && v->crc->update(0, data, place.bytes) != place.crcs[0]) {
+            add_altered(v, &v->order[i], place.file, place.offset, place.bytes);
+        }
+        data += place.bytes;
+    }
+    report(v, bytes);
+    return true;
+}
+
+/* One place, from `start` on: all of it, or a PART. */
+static void verify_place(verifier *v, int fd, size_t number, size_t start,
+                         unsigned char *buffer)
+{
+    const size_t bytes = place_of(v, number).bytes;
+    const size_t end = bytes - start > PART ? start + PART : bytes;
+    for (size_t at = start; at < end && !gave_up(v); at += MLS_SAFETENSORS_BLOCK) {
+        verify_block(v, fd, number, at, buffer);
+    }
+}
+
+/* The task of some places in one file, in the order in which they lie there. */
+static void verify_places(verifier *v, const task *t)
+{
+    int fd;
+    unsigned char *buffer = mls_alloc(STEP, 1);
+    if (buffer == NULL) {
+        give_up(v, MLS_E_MEMORY);
+        return;
+    }
+    if (open_file(v, place_of(v, t->first).file, false, &fd)) {
+        for (size_t i = 0; i < t->count && !gave_up(v);) {
+            size_t bytes = 0;
+            const size_t first = t->first + i;
+            const size_t count = adjacent(v, first, t->count - i, &bytes);
+            if (count < 2 || !verify_adjacent(v, fd, first, count, bytes, buffer)) {
+                verify_place(v, fd, first, t->start, buffer);
+                i += 1;
+            } else {
+                i += count;
+            }
+        }
+        (void)close(fd);
+    }
+    mls_free(buffer);
+}
+
+/* Which of the two kinds a task is, its count says. */
+static void verify_task(void *context, size_t index)
+{
+    verifier *v = context;
+    const task *t = &v->tasks[index];
+    if (gave_up(v)) {
+        return;
+    }
+    if (t->count == 0) {
+        verify_file(v, t->first);
+    } else {
+        verify_places(v, t);
+    }
+}
+
+/* ---- the whole ---- */
+
+/* A place and where it is, for sorting. */
+typedef struct located {
+    size_t file;
+    uint64_t offset;
+    spot spot;
+} located;
+
+/* For qsort. */
+static int compare_places(const void *a, const void *b)
+{
+    const located *x = a, *y = b;
+    return x->file != y->file              ? (x->file < y->file ? -1 : 1)
+           : x->offset != y->offset        ? (x->offset < y->offset ? -1 : 1)
+           : x->spot.shard < y->spot.shard ? -1
+                                           : x->spot.shard > y->spot.shard;
+}
+
+/* All places by file and offset: the order in which disks like to be read, and in which
+ * the places in one file are neighbours.  Gives. */
+static mls_code sort_places(const mls_index *index, spot **out, size_t *count,
+                            mls_status *st)
+{
+    size_t all = 0;
+    for (size_t i = 0; i < index->shard_count; i++) {
+        all += mls_index_place_count(&index->shards[i]);
+    }
+    located *places = mls_alloc(all, sizeof *places);
+    spot *order = mls_alloc(all, sizeof *order);
+    if (places == NULL || order == NULL) {
+        mls_free(places);
+        mls_free(order);
+        return mls_fail(st, MLS_E_MEMORY, "no memory to verify %zu shards",
+                        index->shard_count);
+    }
+    all = 0;
+    for (size_t i = 0; i < index->shard_count; i++) {
+        const size_t layers = mls_index_place_count(&index->shards[i]);
+        for (size_t j = 0; j < layers; j++) {
+            const mls_layer place = mls_index_place(&index->shards[i], j);
+            places[all++] = (located){place.file, place.offset, {i, j}};
+        }
+    }
+    qsort(places, all, sizeof *places, compare_places);
+    for (size_t i = 0; i < all; i++) {
+        order[i] = places[i].spot;
+    }
+    mls_free(places);
+    *out = order;
+    *count = all;
+    return MLS_OK;
+}
+
+/* One task for each file, which comes first, and for every PART or so of its bytes. */
+static size_t make_tasks(const verifier *v, task *tasks)
+{
+    size_t count = 0, bytes = 0, file = SIZE_MAX;
+    bool open = false; /* whether the last task takes more places */
+    for (size_t i = 0; i < v->spots; i++) {
+        const mls_layer place = place_of(v, i);
+        if (i == 0 || file != place.file) {
+            tasks[count++] = (task){.first = i};
+            file = place.file;
+            open = false;
+        }
+        /* a large place is shared by several tasks, several small ones share one */
+        if (place.bytes > PART) {
+            for (size_t start = 0; start < place.bytes; start += PART) {
+                tasks[count++] = (task){.first = i, .count = 1, .start = start};
+            }
+            open = false;
+            continue;
+        }
+        if (!open || bytes + place.bytes > PART) {
+            tasks[count++] = (task){.first = i};
+            bytes = 0;
+            open = true;
+        }
+        tasks[count - 1].count++;
+        bytes += place.bytes;
+    }
+    return count;
+}
+
+/* At most so many tasks; the files are only claimed, so they are not trusted to be small,
+ * but bounded by what can be counted. */
+static bool count_tasks(const verifier *v, size_t *out)
+{
+    /* one for its file, one that it shares or opens, and one for each PART begun */
+    uint64_t most = 0;
+    for (size_t i = 0; i < v->spots; i++) {
+        most += 3 + place_of(v, i).bytes / PART;
+    }
+    *out = (size_t)most;
+    return most < SIZE_MAX / sizeof(task);
+}
+
+/* Problems are gathered by all threads and sorted at the end, so that the same damage
+ * gives the same list. */
+mls_code mls_index_verify(int folder, const mls_index *index, const mls_crc_kernels *crc,
+                          mls_pool *pool, const mls_progress *progress, mls_problems *out,
+                          mls_status *st)
+{
+    verifier v = {.folder = folder, .index = index, .crc = crc, .progress = progress};
+    spot *order = NULL;
+    size_t most;
+    task *tasks = NULL;
+    mls_code code = sort_places(index, &order, &v.spots, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    v.order = order;
+    if (!count_tasks(&v, &most) || (tasks = mls_alloc(most, sizeof *tasks)) == NULL) {
+        mls_free(order);
+        return mls_fail(st, MLS_E_MEMORY, "no memory to verify %zu shards",
+                        index->shard_count);
+    }
+    /* the lock is only for what tasks find; what they look for does not change */
+    v.tasks = tasks;
+    pthread_mutex_init(&v.lock, NULL);
+    mls_pool_run(pool, verify_task, &v, make_tasks(&v, tasks));
+    pthread_mutex_destroy(&v.lock);
+    mls_free(order);
+    mls_free(tasks);
+    if (v.code != MLS_OK) {
+        mls_problems_fini(&v.found);
+        return mls_fail(st, v.code,
+                        v.code == MLS_E_STOPPED ? "stopped"
+                                                : "no memory to "
+                                                  "go on");
+    }
+    if (v.found.count > 0) {
+        qsort(v.found.list, v.found.count, sizeof *v.found.list, compare_problems);
+    }
+    *out = v.found;
+    return MLS_OK;
+}
+
+#endif

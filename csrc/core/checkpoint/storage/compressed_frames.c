@@ -1,0 +1,285 @@
+/* frames: bytes put apart, coded, and read again.
+ *
+ * Coded frames do not begin where checksummed blocks of the file do.  Who verifies reads
+ * the one or two blocks that a frame lies in, and keeps the second one: it is mostly the
+ * first of the next frame.
+ */
+#include "checkpoint/storage/compressed_frames.h"
+
+#include "io/file.h"
+#include "base/memory.h"
+#include "safetensors/safetensors.h"
+
+#include <string.h>
+
+/* What an index calls them, and the package that brings them along. */
+const char *mls_codec_name(mls_codec codec)
+{
+    static const char *const names[MLS_CODEC_COUNT] = {
+        [MLS_ZLIB] = "zlib", [MLS_ZSTD] = "zstd"};
+    return names[codec];
+}
+
+/* The last one is short. */
+size_t mls_frame_bytes(const mls_frames *frames, size_t number)
+{
+    const size_t left = frames->bytes - number * MLS_FRAME_BYTES;
+    return left < MLS_FRAME_BYTES ? left : MLS_FRAME_BYTES;
+}
+
+/* ---- lengths as text ---- */
+
+/* One comma less than numbers. */
+size_t mls_frames_text_count(mls_text text)
+{
+    size_t commas = 0;
+    for (size_t i = 0; i < text.length; i++) {
+        commas += text.data[i] == ',';
+    }
+    return commas + 1;
+}
+
+/* A frame is never longer than what it codes, so that sums stay below those of bytes in
+ * memory. */
+bool mls_frames_read(mls_frames *frames, mls_text text)
+{
+    const char *at = text.data, *end = at + text.length;
+    const size_t count = mls_frames_count(frames->bytes);
+    size_t sum = 0;
+    for (size_t i = 0; i < count; i++) {
+        uint64_t length;
+        if (at == end || !mls_text_next_number(&at, end, &length) || length == 0 ||
+            length > mls_frame_bytes(frames, i)) {
+            return false;
+        }
+        sum += (size_t)length;
+        frames->ends[i] = sum;
+    }
+    return at == end;
+}
+
+/* ---- bytes put apart ---- */
+
+/* Clang does such loops with vectors at -O2, gcc at -O3 only: ten times as fast. */
+#if defined(__GNUC__) && !defined(__clang__)
+#    pragma GCC push_options
+#    pragma GCC optimize("O3")
+#endif
+
+/* Byte b of every element goes to plane b.  `item` is a constant where it is called. */
+static inline void apart(const unsigned char *restrict from, size_t count, size_t item,
+                         unsigned char *restrict to)
+{
+    for (size_t i = 0; i < count; i++) {
+        for (size_t b = 0; b < item; b++) {
+            to[b * count + i] = from[i * item + b];
+        }
+    }
+}
+
+/* For each size that elements have, one loop of its own. */
+static void put_apart(const unsigned char *from, size_t bytes, size_t item,
+                      unsigned char *to)
+{
+    if (item == 2) {
+        apart(from, bytes / 2, 2, to);
+    } else if (item == 4) {
+        apart(from, bytes / 4, 4, to);
+    } else {
+        apart(from, bytes / 8, 8, to);
+    }
+}
+
+#if !defined(_WIN32)
+
+/* The way back. */
+static inline void together(const unsigned char *restrict from, size_t count, size_t item,
+                            unsigned char *restrict to)
+{
+    for (size_t i = 0; i < count; i++) {
+        for (size_t b = 0; b < item; b++) {
+            to[i * item + b] = from[b * count + i];
+        }
+    }
+}
+
+/* The same the other way round: what was decoded becomes elements again, where whoever
+ * asked for the frame looks. */
+static void put_together(const unsigned char *from, size_t bytes, size_t item,
+                         unsigned char *to)
+{
+    if (item == 2) {
+        together(from, bytes / 2, 2, to);
+    } else if (item == 4) {
+        together(from, bytes / 4, 4, to);
+    } else {
+        together(from, bytes / 8, 8, to);
+    }
+}
+
+#endif
+
+#if defined(__GNUC__) && !defined(__clang__)
+#    pragma GCC pop_options
+#endif
+
+/* Elements of one byte are apart already.  They are copied all the same: a codec may read
+ * its input twice, and must find the same bytes even if the array changes meanwhile. */
+mls_code mls_frame_encode(const mls_codecs *codecs, mls_codec codec, size_t item,
+                          const unsigned char *from, size_t bytes, unsigned char *apart,
+                          unsigned char *to, size_t *out, mls_status *st)
+{
+    size_t coded = 0;
+    if (item > 1) {
+        put_apart(from, bytes, item, apart);
+    } else {
+        memcpy(apart, from, bytes);
+    }
+    /* the room is one byte too small for what would not be shorter */
+    const mls_code code =
+        codecs->encode(codecs->context, codec, apart, bytes, to, bytes - 1, &coded, st);
+    if (code == MLS_OK && coded == 0) {
+        memcpy(to, from, bytes);
+        coded = bytes;
+    }
+    if (code == MLS_OK) {
+        *out = coded;
+    }
+    return code;
+}
+
+/* ---- reading ---- */
+
+#if !defined(_WIN32)
+
+/* Where everything is in the room: two blocks, what was decoded, the elements. */
+enum {
+    BLOCK = MLS_SAFETENSORS_BLOCK,
+    APART = 2 * BLOCK,
+    DATA = 3 * BLOCK,
+    ROOM = 4 * BLOCK
+};
+
+_Static_assert((int)MLS_FRAME_BYTES == (int)BLOCK, "a frame lies in two blocks at most");
+
+/* Its digits are those of the index, for people to find. */
+mls_code mls_block_changed(uint64_t offset, size_t start, size_t length, uint32_t found,
+                           uint32_t expected, mls_status *st)
+{
+    mls_fail(st, MLS_E_CHECKSUM,
+             "its bytes are not those that were written (checksum %08lx, expected %08lx, "
+             "over %zu bytes from %zu on): the file is damaged",
+             (unsigned long)found, (unsigned long)expected, length, start);
+    st->has_offset = true;
+    st->offset = offset + start;
+    mls_status_expected(st, "%08lx", (unsigned long)expected);
+    mls_status_got(st, "%08lx", (unsigned long)found);
+    return MLS_E_CHECKSUM;
+}
+
+/* Read one block of the coded bytes to the room's place `slot`, and verify it. */
+static mls_code read_block(const mls_frame_room *room, const mls_coded *coded,
+                           size_t block, size_t slot, mls_status *st)
+{
+    const size_t start = block * BLOCK, left = coded->bytes - start;
+    const size_t length = left < BLOCK ? left : BLOCK;
+    unsigned char *to = room->room + slot * BLOCK;
+    const mls_code code =
+        mls_file_read_at(coded->fd, to, length, coded->offset + start, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    const uint32_t found = coded->crc->update(0, to, length);
+    return found == coded->crcs[block] ? MLS_OK
+                                       : mls_block_changed(coded->offset, start, length,
+                                                           found, coded->crcs[block], st);
+}
+
+/* Have the blocks from `first` to `last` in the room, which are one or two. */
+static mls_code need_blocks(mls_frame_room *room, const mls_coded *coded, size_t first,
+                            size_t last, mls_status *st)
+{
+    size_t have = 0; /* of them */
+    if (room->crcs == coded->crcs && room->count > 0) {
+        if (first == room->first) {
+            have = room->count;
+        } else if (room->count == 2 && first == room->first + 1) {
+            memcpy(room->room, room->room + BLOCK, BLOCK);
+            have = 1;
+        }
+    }
+    room->count = 0; /* should reading fail */
+    for (size_t i = have; i <= last - first; i++) {
+        const mls_code code = read_block(room, coded, first + i, i, st);
+        if (code != MLS_OK) {
+            return code;
+        }
+        have = i + 1;
+    }
+    room->crcs = coded->crcs;
+    room->first = first;
+    room->count = have;
+    return MLS_OK;
+}
+
+/* The coded bytes of a frame, in the room. */
+static mls_code read_coded(mls_frame_room *room, const mls_coded *coded, size_t begin,
+                           size_t end, const unsigned char **out, mls_status *st)
+{
+    mls_code code;
+    if (coded->crc == NULL) {
+        room->count = 0;
+        *out = room->room;
+        return mls_file_read_at(coded->fd, room->room, end - begin, coded->offset + begin,
+                                st);
+    }
+    code = need_blocks(room, coded, begin / BLOCK, (end - 1) / BLOCK, st);
+    *out = room->room + begin % BLOCK;
+    return code;
+}
+
+/* A frame as long as what it codes is not coded. */
+mls_code mls_frame_read(mls_frame_room *room, const mls_coded *coded, size_t number,
+                        const unsigned char **data, mls_status *st)
+{
+    const mls_frames *frames = coded->frames;
+    const mls_codecs *codecs = coded->codecs;
+    const size_t begin = mls_frame_begin(frames, number), end = frames->ends[number];
+    const size_t bytes = mls_frame_bytes(frames, number);
+    const unsigned char *from;
+    if (room->room == NULL && (room->room = mls_realloc(NULL, ROOM, 1)) == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for a buffer of %d MiB", ROOM >> 20);
+    }
+    mls_code code = read_coded(room, coded, begin, end, &from, st);
+    if (code != MLS_OK || end - begin == bytes) {
+        *data = from;
+        return code;
+    }
+    if (codecs == NULL) {
+        return mls_fail(st, MLS_E_VALUE, "nothing here decodes %s",
+                        mls_codec_name(frames->codec));
+    }
+    /* what is to be put together goes aside first; the codec's bytes stay in the blocks,
+     * of which the last may be the first of the next frame */
+    unsigned char *to = room->room + (frames->item > 1 ? APART : DATA);
+    code =
+        codecs->decode(codecs->context, frames->codec, from, end - begin, to, bytes, st);
+    if (code == MLS_E_FORMAT) {
+        st->has_offset = true;
+        st->offset = coded->offset + begin;
+    }
+    if (code == MLS_OK && frames->item > 1) {
+        put_together(to, bytes, frames->item, room->room + DATA);
+    }
+    *data = room->room + DATA;
+    return code;
+}
+
+/* What it was of does not matter any more. */
+void mls_frame_room_fini(mls_frame_room *room)
+{
+    mls_free(room->room);
+    *room = (mls_frame_room){0};
+}
+
+#endif

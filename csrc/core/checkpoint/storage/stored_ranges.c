@@ -1,0 +1,297 @@
+/* stored: runs of stored bytes.
+ *
+ * Where a place holds the whole shard, a run is what shard and part have in common. Where
+ * it is a layer, these runs and the layer's extents are walked side by side, and each
+ * skips ahead where the other does: extents by halves, runs by starting the walk anew.
+ */
+#include "checkpoint/storage/stored_ranges.h"
+
+#include "safetensors/safetensors.h"
+#include "base/size.h"
+
+enum {
+    SHOWN_NAME = 80, /* bytes of a name in a message */
+    SHOWN_FILE = 90  /* and of a file's path */
+};
+
+/* All that is stored of coded bytes. */
+static size_t coded_bytes(const mls_frames *frames)
+{
+    return frames->ends[mls_frames_count(frames->bytes) - 1];
+}
+
+/* What is not in a file cannot lie behind its end. */
+bool mls_stored_bytes(const mls_stored_shard *shard, size_t *out)
+{
+    uint64_t end;
+    size_t stored;
+    /* a layer has as many as its elements make, which is more than are visible */
+    if (shard->visible != NULL) {
+        *out = shard->bytes;
+    } else if (!mls_size_mul(mls_part_count(shard->part), shard->item_bytes, out)) {
+        return false;
+    }
+    stored = shard->frames == NULL ? *out : coded_bytes(shard->frames);
+    return shard->file == NULL ||
+           (mls_u64_add(shard->offset, stored, &end) && end <= shard->file_bytes &&
+            end <= INT64_MAX); /* what the system takes as an offset */
+}
+
+/* Walk what is wanted of the shard's elements from `first` on, and of no more than those
+ * in front of `end`. */
+static void walk_from(mls_stored_runs *r, size_t first, size_t end)
+{
+    mls_part part;
+    mls_part_copy(&part, r->shard->part);
+    part.end = part.begin + end;
+    part.begin += first;
+    r->first = first;
+    r->run.count = 0;
+    mls_overlap_init(&r->overlap, &part, r->to);
+}
+
+/* The first extent that ends behind element `at` of the layer, or the number of them. */
+static size_t find_stored(const mls_stored_shard *shard, size_t at)
+{
+    size_t low = 0, high = shard->visible_count;
+    while (low < high) {
+        const size_t middle = low + (high - low) / 2;
+        if (shard->visible[middle].at + shard->visible[middle].count <= at) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
+}
+
+/* Elements that are only in part between `from` and `end` count; what is too much of
+ * their bytes is cut off later. */
+void mls_stored_runs_init(mls_stored_runs *runs, const mls_stored_shard *shard,
+                          const mls_part *to, size_t from, size_t end)
+{
+    const size_t item = shard->item_bytes;
+    size_t first = from / item, behind = end / item + (end % item != 0 ? 1 : 0);
+    runs->shard = shard;
+    runs->to = to;
+    runs->from = from;
+    runs->end = end;
+    runs->missed = false;
+    if (shard->visible != NULL) {
+        /* the extents that have some of these elements: by halves, as there may be
+         * thousands of them in front */
+        runs->extent = find_stored(shard, first);
+        runs->last = behind == 0 ? 0 : find_stored(shard, behind - 1);
+        if (runs->last < shard->visible_count && shard->visible[runs->last].at < behind) {
+            runs->last++;
+        }
+        if (runs->extent >= runs->last) {
+            /* what lies there is hidden by later layers, all of it */
+            runs->run.count = 0;
+            runs->overlap.done = true;
+            return;
+        }
+        /* elements of the layer become elements of the shard */
+        const mls_extent *a = &shard->visible[runs->extent];
+        const mls_extent *b = &shard->visible[runs->last - 1];
+        first = a->begin + (first > a->at ? first - a->at : 0);
+        behind = b->begin + (behind - b->at < b->count ? behind - b->at : b->count);
+    }
+    walk_from(runs, first, behind);
+}
+
+/* The next run of the walk, in elements of the shard. */
+static bool next_run(mls_stored_runs *r)
+{
+    if (!mls_overlap_next(&r->overlap, &r->run)) {
+        return false;
+    }
+    r->run.a += r->first;
+    return true;
+}
+
+/* The extent that ends behind the present run's start; false behind the last. */
+static bool next_extent(mls_stored_runs *r)
+{
+    const mls_extent *list = r->shard->visible;
+    /* mostly the very next one; where much is skipped the list is searched */
+    size_t at = r->extent + 1;
+    if (at < r->last && list[at].begin + list[at].count <= r->run.a) {
+        at += mls_extents_find(list + at, r->last - at, r->run.a);
+    }
+    r->extent = at;
+    return at < r->last;
+}
+
+/* The present run ends in front of the extent.  The next one may do; where it does not
+ * either, those between are not walked one by one. */
+static void skip_run(mls_stored_runs *r, const mls_extent *extent)
+{
+    r->run.count = 0;
+    if (r->missed) {
+        const size_t end = r->first + (r->overlap.a_end - r->overlap.a_begin);
+        if (extent->begin >= end) {
+            r->overlap.done = true; /* nothing is wanted from there on */
+        } else {
+            walk_from(r, extent->begin, end);
+        }
+    }
+    r->missed = !r->missed;
+}
+
+/* What the present run and the present extent have in common, next; as an element of the
+ * layer, of what is wanted, and how many. */
+static bool next_common(mls_stored_runs *r, mls_run *out)
+{
+    while (r->run.count > 0 || next_run(r)) {
+        const mls_extent *e = &r->shard->visible[r->extent];
+        const size_t run_end = r->run.a + r->run.count, end = e->begin + e->count;
+        if (end <= r->run.a) {
+            if (!next_extent(r)) {
+                return false;
+            }
+        } else if (run_end <= e->begin) {
+            skip_run(r, e);
+        } else {
+            /* what both have; the rest of the run waits for the next extent */
+            const size_t from = r->run.a > e->begin ? r->run.a : e->begin;
+            const size_t until = run_end < end ? run_end : end;
+            *out = (mls_run){e->at + (from - e->begin), r->run.b + (from - r->run.a),
+                             until - from};
+            r->run.b += until - r->run.a;
+            r->run.count = run_end - until;
+            r->run.a = until;
+            r->missed = false;
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Runs are of whole elements; what is outside the range of bytes is cut off. */
+bool mls_stored_runs_next(mls_stored_runs *runs, mls_stored_run *out)
+{
+    const size_t item = runs->shard->item_bytes;
+    mls_run next;
+    for (;;) {
+        if (runs->shard->visible == NULL) {
+            if (!mls_overlap_next(&runs->overlap, &next)) {
+                return false;
+            }
+            next.a += runs->first;
+        } else if (!next_common(runs, &next)) {
+            return false;
+        }
+        /* an element may lie across the end of a span: each reads its own bytes of it */
+        const size_t at = next.a * item, end = at + next.count * item;
+        const size_t from = at < runs->from ? runs->from : at;
+        const size_t until = end < runs->end ? end : runs->end;
+        if (from < until) {
+            *out = (mls_stored_run){from, until - from, next.b * item + (from - at)};
+            return true;
+        }
+    }
+}
+
+/* In the place of a whole shard they are the same. */
+size_t mls_stored_element(const mls_stored_shard *shard, size_t at)
+{
+    if (shard->visible == NULL) {
+        return at;
+    }
+    const mls_extent *extent = &shard->visible[find_stored(shard, at)];
+    return extent->begin + (at - extent->at);
+}
+
+/* The end is that of the last element that may be wanted; there may be none so far. */
+bool mls_stored_range_of(const mls_stored_shard *shard, const mls_part *to,
+                         mls_stored_range *out)
+{
+    mls_stored_runs runs;
+    mls_stored_run first;
+    size_t bytes;
+    if (!mls_stored_bytes(shard, &bytes) || bytes == 0) {
+        return false;
+    }
+    mls_stored_runs_init(&runs, shard, to, 0, bytes);
+    if (!mls_stored_runs_next(&runs, &first)) {
+        return false;
+    }
+    /* no element behind this one is wanted, by what shard and part have in common */
+    size_t last = runs.first + (runs.overlap.a_end - runs.overlap.a_begin);
+    if (shard->visible != NULL) {
+        /* the extent of the last element, or the one in front of it */
+        const mls_extent *list = shard->visible;
+        const size_t at = mls_extents_find(list, shard->visible_count, last - 1);
+        const bool inside = at < shard->visible_count && list[at].begin < last;
+        last = inside ? list[at].at + (last - list[at].begin)
+                      : list[at - 1].at + list[at - 1].count;
+    }
+    last *= shard->item_bytes;
+    *out = (mls_stored_range){first.at, last, first.to, first.at + first.count == last};
+    return true;
+}
+
+/* Of coded bytes whole frames are read. */
+static void to_coded(const mls_frames *frames, size_t *begin, size_t *end)
+{
+    *begin = mls_frame_begin(frames, *begin / MLS_FRAME_BYTES);
+    *end = frames->ends[(*end - 1) / MLS_FRAME_BYTES];
+}
+
+/* Runs come in the order of the bytes, so that one walk finds both ends, and a block or a
+ * frame that two runs share is counted once. */
+mls_stored_reads mls_stored_reads_of(const mls_stored_shard *shard, const mls_part *to,
+                                     bool verify)
+{
+    const size_t block = MLS_SAFETENSORS_BLOCK;
+    size_t all = 0, first = SIZE_MAX, last = 0;
+    mls_stored_reads reads = {0};
+    mls_stored_runs runs;
+    mls_stored_run run;
+    if (!mls_stored_bytes(shard, &all)) {
+        return reads;
+    }
+    mls_stored_runs_init(&runs, shard, to, 0, all);
+    all = shard->frames == NULL ? all : coded_bytes(shard->frames);
+    while (mls_stored_runs_next(&runs, &run)) {
+        size_t begin = run.at, end = run.at + run.count;
+        if (shard->frames != NULL) {
+            to_coded(shard->frames, &begin, &end);
+        }
+        if (verify) {
+            /* as far as the ends of its blocks, of which the last may be short */
+            const size_t rest = end % block == 0 ? 0 : block - end % block;
+            begin -= begin % block;
+            end += rest < all - end ? rest : all - end;
+        }
+        if (verify || shard->frames != NULL) {
+            begin = begin > last ? begin : last; /* runs rise, and may share a block */
+        }
+        first = first == SIZE_MAX ? begin : first;
+        reads.bytes += end > begin ? end - begin : 0;
+        last = end > last ? end : last;
+    }
+    if (first != SIZE_MAX) {
+        reads.begin = shard->offset + first;
+        reads.end = shard->offset + last;
+    }
+    return reads;
+}
+
+/* Of thousands of files in a folder, this one. */
+mls_code mls_stored_blame(const mls_stored_shard *shard, mls_status *st)
+{
+    const mls_status why = *st;
+    const int shown =
+        (int)(shard->name.length < SHOWN_NAME ? shard->name.length : SHOWN_NAME);
+    mls_fail(st, why.code, "tensor '%.*s', file '%.*s': %s", shown, shard->name.data,
+             (int)SHOWN_FILE, shard->file == NULL ? "" : shard->file, why.text);
+    st->os_error = why.os_error;
+    st->has_offset = why.has_offset;
+    st->offset = why.offset;
+    mls_status_name(st, shard->name.data, shard->name.length);
+    mls_status_expected(st, "%s", why.expected);
+    mls_status_got(st, "%s", why.got);
+    return why.code;
+}

@@ -1,0 +1,530 @@
+/* The bookkeeping is an array of units by number, with sums for each tier that every
+ * change keeps right; a decision sorts a copy of what it needs and changes nothing, so
+ * that an owner may carry it out, or not, and ask again.
+ */
+#include "checkpoint/tiers/tier_policy.h"
+
+#include "base/memory.h"
+#include "base/size.h"
+
+#include <inttypes.h>
+#include <stdlib.h>
+
+enum { FIRST_ROOM = 16 };
+
+/* Far below what overflows when a quarter is added twice. */
+#define MOST_SCORE (UINT64_C(1) << 60)
+
+/* Lists are given with the room of all units: what is left of it goes with them. */
+void mls_tier_moves_fini(mls_tier_moves *moves)
+{
+    mls_free(moves->list);
+    *moves = (mls_tier_moves){0};
+}
+
+/* ---- units ---- */
+
+/* Cold is a tier like the others, whose budget is never asked for: so one function
+ * serves all three. */
+void mls_tiers_init(mls_tiers *out, uint64_t hot_budget, uint64_t warm_budget)
+{
+    *out = (mls_tiers){0};
+    for (int i = 0; i < MLS_TIER_COUNT; i++) {
+        out->budgets[i] = MLS_TIERS_UNLIMITED;
+    }
+    out->budgets[MLS_TIER_HOT] = hot_budget;
+    out->budgets[MLS_TIER_WARM] = warm_budget;
+}
+
+/* Units hold nothing but numbers. */
+void mls_tiers_fini(mls_tiers *t)
+{
+    mls_free(t->units);
+    *t = (mls_tiers){0};
+}
+
+/* A free number has no tier. */
+bool mls_tiers_has(const mls_tiers *t, size_t unit)
+{
+    return unit < t->count && t->units[unit].tier != MLS_TIER_NONE;
+}
+
+/* A number for a new unit: one that is free again, or the next.  SIZE_MAX: no memory.
+ * Free ones are looked for from the start, since units are seldom removed; the count of
+ * them says when there is nothing to look for. */
+static size_t free_number(mls_tiers *t)
+{
+    if (t->vacant > 0) {
+        size_t i = 0;
+        while (t->units[i].tier != MLS_TIER_NONE) {
+            i++;
+        }
+        return i;
+    }
+    if (t->count == t->room) {
+        size_t room = FIRST_ROOM;
+        if (t->room > 0 && !mls_size_mul(t->room, 2, &room)) {
+            return SIZE_MAX;
+        }
+        mls_tier_unit *units = mls_realloc(t->units, room, sizeof *units);
+        if (units == NULL) {
+            return SIZE_MAX;
+        }
+        t->units = units;
+        t->room = room;
+    }
+    return t->count;
+}
+
+/* Bytes of memory never come near this; those of a file that lies may. */
+static mls_code fail_sum(mls_status *st)
+{
+    return mls_fail(st, MLS_E_SIZE, "more bytes in a tier than 64 bits count");
+}
+
+/* The sum is tried first: after it nothing but the allocation can fail, and both leave
+ * everything as it was. */
+mls_code mls_tiers_add(mls_tiers *t, uint64_t bytes, mls_tier tier, size_t *out,
+                       mls_status *st)
+{
+    uint64_t sum;
+    if (!mls_u64_add(t->bytes[tier], bytes, &sum)) {
+        return fail_sum(st);
+    }
+    const size_t i = free_number(t);
+    if (i == SIZE_MAX) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for one more unit");
+    }
+    if (i == t->count) {
+        t->count++;
+    } else {
+        t->vacant--;
+    }
+    t->units[i] = (mls_tier_unit){.bytes = bytes, .tier = tier};
+    t->bytes[tier] = sum;
+    *out = i;
+    return MLS_OK;
+}
+
+/* What it was used for is forgotten too: a unit of the same name begins anew. */
+void mls_tiers_remove(mls_tiers *t, size_t unit)
+{
+    t->bytes[t->units[unit].tier] -= t->units[unit].bytes;
+    t->units[unit] = (mls_tier_unit){.tier = MLS_TIER_NONE};
+    t->vacant++;
+}
+
+/* The budget is not looked at: the bytes are there already, and the owner makes room. */
+mls_code mls_tiers_resize(mls_tiers *t, size_t unit, uint64_t bytes, mls_status *st)
+{
+    mls_tier_unit *u = &t->units[unit];
+    uint64_t sum;
+    if (!mls_u64_add(t->bytes[u->tier] - u->bytes, bytes, &sum)) {
+        return fail_sum(st);
+    }
+    t->bytes[u->tier] = sum;
+    u->bytes = bytes;
+    return MLS_OK;
+}
+
+/* A score that has reached its limit stays there until it ages. */
+void mls_tiers_touch(mls_tiers *t, size_t unit)
+{
+    mls_tier_unit *u = &t->units[unit];
+    u->score =
+        u->score > MOST_SCORE - MLS_TIERS_USE ? MOST_SCORE : u->score + MLS_TIERS_USE;
+    u->used_at = ++t->clock;
+    u->uses++;
+}
+
+/* Pins are counted, since several users may have a unit at once, and a move is one more.
+ */
+void mls_tiers_pin(mls_tiers *t, size_t unit)
+{
+    t->units[unit].pins++;
+}
+
+void mls_tiers_unpin(mls_tiers *t, size_t unit)
+{
+    t->units[unit].pins--;
+}
+
+/* ---- one move ---- */
+
+/* What is left of a budget; 0 where it is exceeded. */
+static uint64_t left_of(uint64_t budget, uint64_t used)
+{
+    return used > budget ? 0 : budget - used;
+}
+
+/* The one refusal that no other unit's leaving would help. */
+static mls_code fail_alone(const mls_tiers *t, size_t unit, mls_tier tier, mls_status *st)
+{
+    return mls_fail(st, MLS_E_CAPACITY,
+                    "a unit of %" PRIu64
+                    " bytes is more than the whole %s budget of %" PRIu64 " bytes",
+                    t->units[unit].bytes, mls_tier_name(tier), t->budgets[tier]);
+}
+
+/* A unit fits where it is, whatever the sums: it is there.  The two refusals are told
+ * apart because only the second one can be mended by moving others. */
+mls_code mls_tiers_fits(const mls_tiers *t, size_t unit, mls_tier tier, mls_status *st)
+{
+    const mls_tier_unit *u = &t->units[unit];
+    const uint64_t budget = t->budgets[tier];
+    if (u->tier == tier) {
+        return MLS_OK;
+    }
+    if (u->bytes > budget) {
+        return fail_alone(t, unit, tier, st);
+    }
+    const uint64_t left = left_of(budget, t->bytes[tier]);
+    if (budget != MLS_TIERS_UNLIMITED && u->bytes > left) {
+        return mls_fail(st, MLS_E_CAPACITY,
+                        "a unit of %" PRIu64
+                        " bytes does not fit: of the %s budget of %" PRIu64
+                        " bytes %" PRIu64 " are left",
+                        u->bytes, mls_tier_name(tier), budget, left);
+    }
+    return MLS_OK;
+}
+
+/* Counted in the new tier from the beginning, since memory is taken before bytes come;
+ * the old one gives up its bytes at the end. */
+mls_code mls_tiers_begin(mls_tiers *t, size_t unit, mls_tier to, mls_status *st)
+{
+    uint64_t sum;
+    if (!mls_u64_add(t->bytes[to], t->units[unit].bytes, &sum)) {
+        return fail_sum(st);
+    }
+    t->bytes[to] = sum;
+    t->units[unit].pins++;
+    return MLS_OK;
+}
+
+/* One of the two tiers gives up the bytes: the old one, or after a failure the new one.
+ */
+void mls_tiers_end(mls_tiers *t, size_t unit, mls_tier to, bool moved)
+{
+    mls_tier_unit *u = &t->units[unit];
+    t->bytes[moved ? u->tier : to] -= u->bytes;
+    u->tier = moved ? to : u->tier;
+    u->pins--;
+}
+
+/* ---- the order of units ---- */
+
+/* A unit with what it is sorted by, and where it goes. */
+typedef struct ranked {
+    uint64_t weight, used_at, bytes;
+    size_t unit;
+    mls_tier from, to;
+} ranked;
+
+/* The most used first; of equals the one that is nearer, then the one used last.  The
+ * number decides last, so that no two are equal and every machine sorts alike. */
+static int compare_best(const void *left, const void *right)
+{
+    const ranked *a = left, *b = right;
+    if (a->weight != b->weight) {
+        return a->weight > b->weight ? -1 : 1;
+    }
+    if (a->from != b->from) {
+        return a->from < b->from ? -1 : 1;
+    }
+    if (a->used_at != b->used_at) {
+        return a->used_at > b->used_at ? -1 : 1;
+    }
+    return a->unit < b->unit ? -1 : 1;
+}
+
+/* A unit has to be used a quarter more often to take a place one tier nearer. */
+static uint64_t weight_of(const mls_tier_unit *u)
+{
+    return u->score + u->score / 4 * (uint64_t)(MLS_TIER_COLD - u->tier);
+}
+
+/* With all that the comparison needs: qsort passes nothing else on. */
+static ranked rank_of(const mls_tiers *t, size_t unit, uint64_t weight)
+{
+    const mls_tier_unit *u = &t->units[unit];
+    return (ranked){.weight = weight,
+                    .used_at = u->used_at,
+                    .bytes = u->bytes,
+                    .unit = unit,
+                    .from = u->tier,
+                    .to = u->tier};
+}
+
+/* The list has room: no unit moves twice. */
+static void push(mls_tier_moves *moves, const ranked *r, mls_tier to)
+{
+    moves->list[moves->count++] = (mls_tier_move){.unit = r->unit, .to = to};
+}
+
+/* ---- making room ---- */
+
+/* Units that are to leave a tier, and their bytes. */
+typedef struct victims {
+    ranked *list; /* has room for all units */
+    size_t count;
+    uint64_t bytes;
+} victims;
+
+/* Take what the larger ones have made needless off again, the most used first.  Units
+ * were taken in order of use until there was enough, so a large one at the end may do
+ * for all the small ones in front of it. */
+static void spare(victims *v, uint64_t need)
+{
+    size_t kept = 0;
+    for (size_t i = v->count; i-- > 0;) {
+        if (v->bytes - v->list[i].bytes >= need) {
+            v->bytes -= v->list[i].bytes;
+            v->list[i].to = MLS_TIER_NONE;
+        }
+    }
+    for (size_t i = 0; i < v->count; i++) {
+        if (v->list[i].to != MLS_TIER_NONE) {
+            v->list[kept++] = v->list[i];
+        }
+    }
+    v->count = kept;
+}
+
+/* Choose the least used units of a tier, for at least `need` bytes; false: there are not
+ * enough that may move.  `besides` is not chosen. */
+static bool choose(const mls_tiers *t, mls_tier tier, size_t besides, uint64_t need,
+                   victims *v)
+{
+    size_t found = 0;
+    v->count = 0;
+    v->bytes = 0;
+    for (size_t i = 0; need > 0 && i < t->count; i++) {
+        const mls_tier_unit *u = &t->units[i];
+        if (u->tier == tier && u->pins == 0 && i != besides && u->bytes > 0) {
+            v->list[found++] = rank_of(t, i, u->score);
+        }
+    }
+    qsort(v->list, found, sizeof *v->list, compare_best);
+    for (size_t i = 0; i < found / 2; i++) { /* the least used first */
+        const ranked other = v->list[i];
+        v->list[i] = v->list[found - 1 - i];
+        v->list[found - 1 - i] = other;
+    }
+    while (v->count < found && v->bytes < need) {
+        v->bytes += v->list[v->count++].bytes;
+    }
+    const bool enough = v->bytes >= need;
+    spare(v, need);
+    return enough;
+}
+
+/* How much of a tier must go so that `bytes` more fit into it. */
+static uint64_t excess(const mls_tiers *t, mls_tier tier, uint64_t leaving,
+                       uint64_t bytes)
+{
+    const uint64_t left = left_of(t->budgets[tier], t->bytes[tier] - leaving);
+    if (t->budgets[tier] == MLS_TIERS_UNLIMITED || bytes <= left) {
+        return 0;
+    }
+    /* what exceeds the budget already goes too */
+    return t->bytes[tier] - leaving + bytes - t->budgets[tier];
+}
+
+/* Where what leaves hot goes: to warm, after others went cold for it, or cold itself.
+ * `second` has room for all units. */
+static void cascade(const mls_tiers *t, size_t unit, const victims *first,
+                    victims *second, mls_tier_moves *out)
+{
+    const mls_tier_unit *u = &t->units[unit];
+    const uint64_t leaving = u->tier == MLS_TIER_WARM ? u->bytes : 0;
+    const uint64_t need = excess(t, MLS_TIER_WARM, leaving, first->bytes);
+    const bool fits = choose(t, MLS_TIER_WARM, unit, need, second);
+    for (size_t i = 0; fits && i < second->count; i++) {
+        push(out, &second->list[i], MLS_TIER_COLD);
+    }
+    for (size_t i = 0; i < first->count; i++) {
+        push(out, &first->list[i], fits ? MLS_TIER_WARM : MLS_TIER_COLD);
+    }
+}
+
+/* All that may move would not be enough. */
+static mls_code fail_pinned(const mls_tiers *t, size_t unit, mls_tier tier,
+                            mls_status *st)
+{
+    return mls_fail(st, MLS_E_CAPACITY,
+                    "no room for a unit of %" PRIu64
+                    " bytes: what is in use or moving takes "
+                    "too much of the %s budget of %" PRIu64 " bytes",
+                    t->units[unit].bytes, mls_tier_name(tier), t->budgets[tier]);
+}
+
+/* Nothing is changed, here or in the units: what is given is a plan, which is good as
+ * long as the caller keeps his lock, and may be asked for again when it is not. */
+mls_code mls_tiers_make_room(const mls_tiers *t, size_t unit, mls_tier tier,
+                             mls_tier_moves *out, mls_status *st)
+{
+    const mls_tier_unit *u = &t->units[unit];
+    mls_tier_moves moves = {0};
+    victims first = {0}, second = {0};
+    mls_code code = MLS_OK;
+    if (u->bytes > t->budgets[tier]) {
+        return fail_alone(t, unit, tier, st);
+    }
+    first.list = mls_alloc(t->count, sizeof *first.list);
+    second.list = mls_alloc(t->count, sizeof *second.list);
+    moves.list = mls_alloc(t->count, sizeof *moves.list);
+    if (first.list == NULL || second.list == NULL || moves.list == NULL) {
+        code = mls_fail(st, MLS_E_MEMORY, "no memory to choose what goes");
+        goto done;
+    }
+    /* a unit that is there already and grew: its bytes are in the sum */
+    const uint64_t mine = u->tier == tier ? u->bytes : 0;
+    if (!choose(t, tier, unit, excess(t, tier, mine, u->bytes), &first)) {
+        code = fail_pinned(t, unit, tier, st);
+        goto done;
+    }
+    if (tier == MLS_TIER_HOT) {
+        cascade(t, unit, &first, &second, &moves);
+    } else {
+        for (size_t i = 0; i < first.count; i++) {
+            push(&moves, &first.list[i], MLS_TIER_COLD);
+        }
+    }
+    *out = moves;
+    moves = (mls_tier_moves){0}; /* given */
+done:
+    mls_free(first.list);
+    mls_free(second.list);
+    mls_tier_moves_fini(&moves);
+    return code;
+}
+
+/* ---- all at once ---- */
+
+/* Units that may move, the best first; what pinned ones leave of the budgets. */
+static size_t rank_all(const mls_tiers *t, ranked *list, uint64_t left[MLS_TIER_COUNT])
+{
+    size_t found = 0;
+    uint64_t used[MLS_TIER_COUNT];
+    for (int i = 0; i < MLS_TIER_COUNT; i++) {
+        used[i] = t->bytes[i];
+    }
+    for (size_t i = 0; i < t->count; i++) {
+        const mls_tier_unit *u = &t->units[i];
+        if (u->tier != MLS_TIER_NONE && u->pins == 0) {
+            list[found++] = rank_of(t, i, weight_of(u));
+            used[u->tier] -= u->bytes;
+        }
+    }
+    for (int i = 0; i < MLS_TIER_COUNT; i++) {
+        left[i] = left_of(t->budgets[i], used[i]);
+    }
+    qsort(list, found, sizeof *list, compare_best);
+    return found;
+}
+
+/* The nearest tier with room for it; what was never used is brought no nearer. */
+static mls_tier place_of(const ranked *r, const uint64_t left[MLS_TIER_COUNT])
+{
+    const mls_tier nearest = r->weight > 0 ? MLS_TIER_HOT : r->from;
+    for (mls_tier tier = nearest; tier < MLS_TIER_COLD; tier++) {
+        if (r->bytes <= left[tier]) {
+            return tier;
+        }
+    }
+    return MLS_TIER_COLD;
+}
+
+/* Where all go: each takes of what the better ones left. */
+static void place_all(ranked *list, size_t count, uint64_t left[MLS_TIER_COUNT])
+{
+    for (size_t i = 0; i < count; i++) {
+        list[i].to = place_of(&list[i], left);
+        if (list[i].to != MLS_TIER_COLD) {
+            left[list[i].to] -= list[i].bytes;
+        }
+    }
+}
+
+/* The next unit at or behind `at` that goes to hot, or from hot to warm. */
+static size_t next_of(const ranked *list, size_t count, size_t at, bool to_hot)
+{
+    for (; at < count; at++) {
+        const ranked *r = &list[at];
+        if (to_hot ? r->to == MLS_TIER_HOT && r->from != MLS_TIER_HOT
+                   : r->from == MLS_TIER_HOT && r->to == MLS_TIER_WARM) {
+            break;
+        }
+    }
+    return at;
+}
+
+/* Exchange hot and warm: whatever fits into hot goes there, else one unit leaves it.  So
+ * hot never exceeds its budget, and warm by no more than what is on its way through.
+ * It ends, since all that goes to hot fits once all that leaves it has left. */
+static void exchange(const mls_tiers *t, const ranked *list, size_t count,
+                     mls_tier_moves *out)
+{
+    uint64_t used = t->bytes[MLS_TIER_HOT];
+    for (size_t i = 0; i < count; i++) { /* those went cold before */
+        used -= list[i].from == MLS_TIER_HOT && list[i].to == MLS_TIER_COLD
+                    ? list[i].bytes
+                    : 0;
+    }
+    size_t up = next_of(list, count, 0, true);
+    size_t down = next_of(list, count, 0, false);
+    while (up < count || down < count) {
+        const uint64_t left = left_of(t->budgets[MLS_TIER_HOT], used);
+        if (up < count && (list[up].bytes <= left || down == count)) {
+            push(out, &list[up], MLS_TIER_HOT);
+            used += list[up].bytes;
+            up = next_of(list, count, up + 1, true);
+        } else {
+            push(out, &list[down], MLS_TIER_WARM);
+            used -= list[down].bytes;
+            down = next_of(list, count, down + 1, false);
+        }
+    }
+}
+
+/* What goes cold first, the least used before all; what comes from there last, when all
+ * that makes room for it has gone. */
+static void order_moves(const mls_tiers *t, const ranked *list, size_t count,
+                        mls_tier_moves *out)
+{
+    for (size_t i = count; i-- > 0;) {
+        if (list[i].to == MLS_TIER_COLD && list[i].from != MLS_TIER_COLD) {
+            push(out, &list[i], MLS_TIER_COLD);
+        }
+    }
+    exchange(t, list, count, out);
+    for (size_t i = 0; i < count; i++) {
+        if (list[i].to == MLS_TIER_WARM && list[i].from == MLS_TIER_COLD) {
+            push(out, &list[i], MLS_TIER_WARM);
+        }
+    }
+}
+
+/* Scores age after the decision, and only where there is one: a failure changes nothing.
+ * Pinned units age as all others do. */
+mls_code mls_tiers_rebalance(mls_tiers *t, mls_tier_moves *out, mls_status *st)
+{
+    uint64_t left[MLS_TIER_COUNT];
+    mls_tier_moves moves = {.list = mls_alloc(t->count, sizeof *moves.list)};
+    ranked *list = mls_alloc(t->count, sizeof *list);
+    if (moves.list == NULL || list == NULL) {
+        mls_free(list);
+        mls_tier_moves_fini(&moves);
+        return mls_fail(st, MLS_E_MEMORY, "no memory to place %zu units", t->count);
+    }
+    const size_t count = rank_all(t, list, left);
+    place_all(list, count, left);
+    order_moves(t, list, count, &moves);
+    for (size_t i = 0; i < t->count; i++) {
+        t->units[i].score /= 2;
+    }
+    mls_free(list);
+    *out = moves;
+    return MLS_OK;
+}

@@ -1,0 +1,608 @@
+/* shard_same: what did not change since it was committed.
+ *
+ * Bytes are compared with bytes: two states of one checksum would be taken for one, once
+ * in four thousand million times.  Reading stops at the first difference, which in a
+ * state that was trained on is the first block.  A file that would not verify is as good
+ * as different, even if its bytes are those in memory: its shards are written again.  So
+ * the header and the checksums of all bytes read are checked, too.
+ *
+ * Where rows that changed are to become one more layer, reading goes on up to the end, or
+ * until too many of them did.
+ */
+#if !defined(_WIN32)
+
+#    include "checkpoint/write/write_plan.h"
+
+#    include "io/file.h"
+#    include "base/memory.h"
+#    include "safetensors/safetensors.h"
+#    include "base/size.h"
+#    include "checkpoint/read/verify.h"
+
+#    include <stdatomic.h>
+#    include <string.h>
+#    include <unistd.h>
+
+enum {
+    FIRST_STEP = 16 << 10, /* what changed, mostly changed here */
+    STEP = 256 << 10,      /* stays in the cache between reading and comparing */
+    PIECE = 8 << 20, /* bytes of a large shard that one task compares: whole blocks */
+    BATCH = 4 << 20, /* bytes of small shards that one task compares, at least */
+    LAYERS_MOST = 8  /* of a shard, after which it is written as a whole */
+};
+
+/* A shard that is compared. */
+typedef struct compared {
+    size_t shard;
+    mls_row_cut rows;
+    size_t most; /* rows that may have changed, for these to become a layer */
+    unsigned char
+        *bits; /* of those that did; NULL: that any did is all there is to know */
+    atomic_size_t changed; /* how many these are; LOST: what was stored is not good */
+    atomic_size_t left;    /* pieces that are still to be compared */
+} compared;
+
+#    define LOST (SIZE_MAX / 2)
+
+/* A part of one: bytes `from` .. `to` of a place, or of what is in none. */
+typedef struct piece {
+    size_t shard; /* the number of the compared one */
+    size_t place; /* of before; ZEROS: elements that are not stored */
+    size_t from, to;
+} piece;
+
+#    define ZEROS SIZE_MAX
+
+/* Some pieces that are compared one after the other. */
+typedef struct batch {
+    size_t from, to;
+} batch;
+
+/* Whether a file's header was checked. */
+enum header_state { UNKNOWN, GOOD, BAD };
+
+typedef struct comparing {
+    mls_shard_plan *plan;
+    compared *shards;
+    piece *pieces;
+    batch *batches;
+    unsigned char *bits;   /* of all of them */
+    atomic_uchar *headers; /* of each file of before: header_state */
+    size_t count, piece_count, batch_count;
+    size_t buffer; /* bytes that a task reads at a time, at most */
+    atomic_bool no_memory, stopped;
+} comparing;
+
+/* What a task has at hand: the file that it read last stays open for the next shard,
+ * since neighbours in an index mostly share a segment. */
+typedef struct reading {
+    int fd;
+    size_t file;                  /* of the index of before */
+    unsigned char *read, *packed; /* as long as a buffer, each */
+    mls_frame_room frames;        /* for what is coded */
+} reading;
+
+/* ---- bytes ---- */
+
+/* Whether the header of an open file, of which a place is at `end`, is as recorded.  The
+ * first task that opens a file reads it. */
+static bool header_is_good(comparing *c, int fd, size_t number, uint64_t end)
+{
+    mls_status ignored;
+    const mls_shard_job *job = c->plan->job;
+    unsigned char state = atomic_load(&c->headers[number]);
+    if (state == UNKNOWN) {
+        const mls_code code = mls_index_check_header(fd, end, &job->before->files[number],
+                                                     job->crc, &ignored);
+        if (code == MLS_E_MEMORY) {
+            atomic_store(&c->no_memory, true);
+        }
+        state = code == MLS_OK ? GOOD : BAD;
+        atomic_store(&c->headers[number], state);
+    }
+    return state == GOOD;
+}
+
+/* Open the file of a place, or go on with it; false if it is not what was recorded. */
+static bool open_file(comparing *c, reading *r, const mls_layer *place)
+{
+    uint64_t length;
+    mls_status ignored;
+    const mls_shard_job *job = c->plan->job;
+    const mls_index_file *file = &job->before->files[place->file];
+    if (r->fd >= 0 && r->file == place->file) {
+        return true;
+    }
+    if (r->fd >= 0) {
+        (void)close(r->fd);
+        r->fd = -1;
+    }
+    if (mls_file_open_at(job->folder, file->path, &r->fd, &length, &ignored) != MLS_OK) {
+        return false;
+    }
+    r->file = place->file;
+    /* cut off, another file, or one that no reader takes: nothing in it is worth reading
+     */
+    if (length != file->bytes || !header_is_good(c, r->fd, place->file, place->offset)) {
+        (void)close(r->fd);
+        r->fd = -1;
+        return false;
+    }
+    return true;
+}
+
+/* Compare elements `first` .. `first + count` with what was stored of them. */
+static void compare_elements(const comparing *c, compared *one, size_t first,
+                             size_t count, const unsigned char *before, reading *r)
+{
+    const mls_planned *planned = &c->plan->planned[one->shard];
+    /* neither side is copied where the memory lies packed */
+    const unsigned char *now =
+        mls_planned_elements(c->plan->job, planned->item, first, count, r->packed);
+    if (one->bits != NULL) {
+        atomic_fetch_add(&one->changed, mls_rows_mark_changed(&one->rows, one->bits,
+                                                              first, count, now, before));
+    } else if (memcmp(now, before, count * one->rows.item) != 0) {
+        atomic_fetch_add(&one->changed, 1);
+    }
+}
+
+/* Compare what is visible of `bytes` bytes of a place's elements, which are those from
+ * `start` on and lie in `data`. */
+static void compare_read(const comparing *c, compared *one, const mls_layer *place,
+                         size_t start, size_t bytes, const unsigned char *data,
+                         reading *r)
+{
+    const size_t item = one->rows.item, from = start / item, to = from + bytes / item;
+    size_t low = 0, high = place->visible_count;
+    while (low < high) { /* the first extent that ends behind `from` */
+        const size_t middle = low + (high - low) / 2;
+        const mls_extent *extent = &place->visible[middle];
+        if (extent->at + extent->count > from) {
+            high = middle;
+        } else {
+            low = middle + 1;
+        }
+    }
+    for (; low < place->visible_count && place->visible[low].at < to; low++) {
+        const mls_extent *extent = &place->visible[low];
+        const size_t end = extent->at + extent->count;
+        const size_t a = extent->at > from ? extent->at : from, b = end < to ? end : to;
+        compare_elements(c, one, extent->begin + (a - extent->at), b - a,
+                         data + (a - from) * item, r);
+    }
+}
+
+/* Whether a block that ends before byte `end` of a place has the checksum recorded. */
+static bool is_good(const mls_layer *place, size_t end, uint32_t crc)
+{
+    return crc == (place->bytes <= MLS_SAFETENSORS_BLOCK
+                       ? place->crc
+                       : place->crcs[(end - 1) / MLS_SAFETENSORS_BLOCK]);
+}
+
+/* Bytes to read next of a piece, within one block: a small step first, since the block
+ * that differs is mostly the first. */
+static size_t next_step(const compared *one, const piece *p, size_t done)
+{
+    const size_t most = one->bits != NULL ? (size_t)MLS_SAFETENSORS_BLOCK
+                        : done == p->from ? (size_t)FIRST_STEP
+                                          : (size_t)STEP;
+    const size_t block = MLS_SAFETENSORS_BLOCK - done % MLS_SAFETENSORS_BLOCK;
+    const size_t left = p->to - done < block ? p->to - done : block;
+    return left < most ? left : most;
+}
+
+/* A piece of a place, read up to where there is nothing more to know.  Also of bytes that
+ * are those in memory the checksum counts: the damaged file may be where these are from.
+ */
+static void compare_stored(comparing *c, compared *one, const mls_layer *place,
+                           const piece *p, reading *r)
+{
+    mls_status ignored;
+    uint32_t crc = 0; /* of the block so far; a piece starts with a block */
+    if (!open_file(c, r, place)) {
+        atomic_store(&one->changed, LOST);
+        return;
+    }
+    for (size_t done = p->from;
+         done < p->to && atomic_load(&one->changed) <= one->most;) {
+        const size_t step = next_step(one, p, done);
+        if (mls_file_read_at(r->fd, r->read, step, place->offset + done, &ignored) !=
+            MLS_OK) {
+            atomic_store(&one->changed, LOST);
+            return;
+        }
+        crc = c->plan->job->crc->update(crc, r->read, step);
+        compare_read(c, one, place, done, step, r->read, r);
+        done += step;
+        if (done % MLS_SAFETENSORS_BLOCK == 0 || done == p->to) {
+            if (!is_good(place, done, crc)) {
+                atomic_store(&one->changed, LOST);
+                return;
+            }
+            crc = 0;
+        }
+    }
+}
+
+/* The same of a place whose bytes are coded: frame by frame. */
+static void compare_coded(comparing *c, compared *one, const mls_layer *place,
+                          const piece *p, reading *r)
+{
+    mls_status st;
+    const unsigned char *data;
+    if (!open_file(c, r, place)) {
+        atomic_store(&one->changed, LOST);
+        return;
+    }
+    const mls_coded coded = {.fd = r->fd,
+                             .offset = place->offset,
+                             .bytes = place->bytes,
+                             .crcs = place->crcs,
+                             .frames = place->frames,
+                             .crc = c->plan->job->crc,
+                             .codecs = c->plan->job->codecs};
+    for (size_t start = p->from; start < p->to; start += MLS_FRAME_BYTES) {
+        const size_t number = start / MLS_FRAME_BYTES;
+        const size_t bytes = mls_frame_bytes(place->frames, number);
+        const mls_code code = mls_frame_read(&r->frames, &coded, number, &data, &st);
+        if (code != MLS_OK) {
+            /* what a codec says of files is one thing, what stops everybody another */
+            atomic_store(&one->changed, LOST);
+            if (code == MLS_E_STOPPED) {
+                atomic_store(&c->stopped, true);
+            } else if (code == MLS_E_MEMORY) {
+                atomic_store(&c->no_memory, true);
+            }
+            return;
+        }
+        for (size_t done = 0; done < bytes;) {
+            const size_t step = bytes - done < c->buffer ? bytes - done : c->buffer;
+            if (atomic_load(&one->changed) > one->most) {
+                return;
+            }
+            compare_read(c, one, place, start + done, step, data + done, r);
+            done += step;
+        }
+    }
+}
+
+/* A piece of what was in no layer: whether it is zero still. */
+static void compare_zeros(const comparing *c, compared *one, const mls_layers *layers,
+                          const piece *p, reading *r)
+{
+    /* the piece is of the shard's own bytes here: nothing is read, zeros are at hand */
+    const size_t item = one->rows.item, from = p->from / item, to = p->to / item;
+    memset(r->read, 0, c->buffer);
+    for (size_t i = mls_extents_find(layers->zeros, layers->zero_count, from);
+         i < layers->zero_count && layers->zeros[i].begin < to; i++) {
+        const mls_extent *extent = &layers->zeros[i];
+        const size_t last = extent->begin + extent->count;
+        const size_t end = last < to ? last : to, most = c->buffer / item;
+        for (size_t at = extent->begin > from ? extent->begin : from; at < end;) {
+            const size_t step = end - at < most ? end - at : most;
+            if (atomic_load(&one->changed) > one->most) {
+                return;
+            }
+            compare_elements(c, one, at, step, r->read, r);
+            at += step;
+        }
+    }
+}
+
+/* One piece.  What is visible of a plain shard's place is all of it. */
+static void compare_piece(comparing *c, const piece *p, reading *r)
+{
+    compared *one = &c->shards[p->shard];
+    const mls_index_shard *before = c->plan->planned[one->shard].before;
+    const mls_extent all = {.count = one->rows.elements};
+    if (p->place == ZEROS) {
+        compare_zeros(c, one, before->layers, p, r);
+        return;
+    }
+    mls_layer place = mls_index_place(before, p->place);
+    if (before->layers == NULL) {
+        place.visible = &all;
+        place.visible_count = 1;
+    }
+    if (place.frames != NULL) {
+        compare_coded(c, one, &place, p, r);
+    } else {
+        compare_stored(c, one, &place, p, r);
+    }
+}
+
+/* Whether nothing more is to be begun. */
+static bool is_over(const comparing *c)
+{
+    return atomic_load(&c->stopped) || atomic_load(&c->no_memory);
+}
+
+/* One batch.  What is the same is done with, and reported by who compares the last piece
+ * of it; what is not is reported when it is written. */
+static void compare_task(void *context, size_t index)
+{
+    comparing *c = context;
+    const mls_progress *progress = c->plan->job->progress;
+    reading r = {.fd = -1};
+    if (is_over(c)) {
+        return;
+    }
+    /* one block for both, so that there is one failure to think of */
+    r.read = mls_alloc(2, c->buffer);
+    if (r.read == NULL) {
+        atomic_store(&c->no_memory, true);
+        return;
+    }
+    r.packed = r.read + c->buffer;
+    for (size_t i = c->batches[index].from; i < c->batches[index].to && !is_over(c);
+         i++) {
+        compared *one = &c->shards[c->pieces[i].shard];
+        compare_piece(c, &c->pieces[i], &r);
+        if (atomic_fetch_sub(&one->left, 1) == 1 && atomic_load(&one->changed) == 0 &&
+            progress != NULL &&
+            !progress->report(progress->context,
+                              c->plan->planned[one->shard].before->bytes)) {
+            atomic_store(&c->stopped, true);
+        }
+    }
+    if (r.fd >= 0) {
+        (void)close(r.fd);
+    }
+    mls_frame_room_fini(&r.frames);
+    mls_free(r.read);
+}
+
+/* ---- what is compared ---- */
+
+/* How many rows of a shard may have changed for these to become a layer: half of it, and
+ * no more than what keeps all layers together below two times the shard. */
+static size_t rows_most(const mls_shard_plan *plan, const mls_planned *planned,
+                        const mls_row_cut *rows)
+{
+    const mls_index_shard *before = planned->before;
+    size_t places = 0, stored = 0;
+    if (!plan->job->incremental || before->bytes < plan->job->pack_below) {
+        return 0;
+    }
+    for (size_t i = 0; i < mls_index_place_count(before); i++) {
+        const mls_layer place = mls_index_place(before, i);
+        if (before->layers == NULL || place.visible_count > 0) {
+            places++;
+            if (!mls_size_add(stored, place.bytes, &stored)) {
+                return 0;
+            }
+        }
+    }
+    /* one more would make reading slower, or the files larger than two plain ones */
+    if (places + 1 > LAYERS_MOST || stored / 2 >= before->bytes) {
+        return 0;
+    }
+    const size_t room = 2 * before->bytes - stored, half = before->bytes / 2;
+    return (room < half ? room : half) / (rows->row * rows->item);
+}
+
+/* How a shard is cut into rows, and how many of them may have changed. */
+static size_t look_at(const mls_shard_plan *plan, size_t number, mls_row_cut *rows)
+{
+    const mls_index_shard *shard = &plan->index.shards[number];
+    const mls_planned *planned = &plan->planned[number];
+    *rows = (mls_row_cut){.row = 1, .item = mls_dtype_of(shard->dtype)->item_bytes};
+    if (shard->bytes == 0) {
+        return 0; /* no rows at all */
+    }
+    const mls_part part = mls_index_part(shard);
+    *rows = mls_rows_of(&part, rows->item);
+    return planned->same ? 0 : rows_most(plan, planned, rows);
+}
+
+/* Whether it is compared at all: of one whose version says that it changed only rows are
+ * of interest. */
+static bool is_candidate(const mls_shard_plan *plan, size_t number)
+{
+    const mls_planned *planned = &plan->planned[number];
+    mls_row_cut ignored;
+    return planned->before != NULL &&
+           (planned->item->version == 0 || planned->same ||
+            (plan->job->incremental && look_at(plan, number, &ignored) > 0));
+}
+
+/* Pieces of a shard, of whole frames, counted where `out` is NULL.  One that has nothing
+ * to be read has one for each place all the same: somebody must look whether its file is
+ * there. */
+static size_t cut(const comparing *c, size_t number, piece *out)
+{
+    const mls_planned *planned = &c->plan->planned[number];
+    const mls_index_shard *before = planned->before;
+    size_t count = 0;
+    for (size_t i = 0; i < mls_index_place_count(before); i++) {
+        const mls_layer place = mls_index_place(before, i);
+        if (before->layers != NULL && place.visible_count == 0) {
+            continue; /* hidden: it goes, whatever is in it */
+        }
+        /* the caller knows his bytes, but not whether the file is still there */
+        const size_t bytes = planned->same          ? 0
+                             : place.frames == NULL ? place.bytes
+                                                    : place.frames->bytes;
+        size_t from = 0;
+        do {
+            const size_t to = bytes - from < PIECE ? bytes : from + PIECE;
+            if (out != NULL) {
+                out[count] = (piece){c->count, i, from, to};
+            }
+            count++;
+            from = to;
+        } while (from < bytes);
+    }
+    const bool zeros =
+        before->layers != NULL && before->layers->zero_count > 0 && !planned->same;
+    for (size_t from = 0; zeros && from < before->bytes; count++) {
+        const size_t to = before->bytes - from < PIECE ? before->bytes : from + PIECE;
+        if (out != NULL) {
+            out[count] = (piece){c->count, ZEROS, from, to};
+        }
+        from = to;
+    }
+    if (count == 0) { /* nothing is stored of it, and that is to be reported */
+        if (out != NULL) {
+            out[0] = (piece){.shard = c->count, .place = ZEROS};
+        }
+        count = 1;
+    }
+    return count;
+}
+
+/* Room for everything.  A buffer takes a block where any shard is compared by row, since
+ * blocks are what has checksums; else less, which stays in the cache. */
+static mls_code allocate(comparing *c, mls_status *st)
+{
+    const mls_shard_plan *plan = c->plan;
+    size_t shards = 0, pieces = 0, bits = 0;
+    for (size_t i = 0; i < plan->index.shard_count; i++) {
+        if (is_candidate(plan, i)) {
+            mls_row_cut rows;
+            const bool by_row = look_at(plan, i, &rows) > 0;
+            shards++;
+            pieces += cut(c, i, NULL);
+            bits += by_row ? mls_rows_bits(&rows) : 0;
+        }
+    }
+    c->shards = mls_alloc(shards, sizeof *c->shards);
+    c->pieces = mls_alloc(pieces, sizeof *c->pieces);
+    c->batches = mls_alloc(pieces, sizeof *c->batches);
+    c->bits = mls_alloc(bits, 1);
+    c->headers = mls_alloc(plan->job->before->file_count, sizeof *c->headers);
+    c->buffer = bits > 0 ? MLS_SAFETENSORS_BLOCK : STEP;
+    return c->shards == NULL || c->pieces == NULL || c->batches == NULL ||
+                   c->bits == NULL || c->headers == NULL
+               ? mls_fail(st, MLS_E_MEMORY, "no memory to compare %zu shards", shards)
+               : MLS_OK;
+}
+
+/* All candidates and their pieces, in the order of the index: so neighbours of a segment
+ * are read one after the other. */
+static void list_pieces(comparing *c)
+{
+    unsigned char *bits = c->bits;
+    for (size_t i = 0; i < c->plan->index.shard_count; i++) {
+        if (!is_candidate(c->plan, i)) {
+            continue;
+        }
+        compared *one = &c->shards[c->count];
+        const size_t pieces = cut(c, i, c->pieces + c->piece_count);
+        one->shard = i;
+        one->most = look_at(c->plan, i, &one->rows);
+        if (one->most > 0) {
+            one->bits = bits;
+            bits += mls_rows_bits(&one->rows);
+        }
+        atomic_init(&one->changed, 0);
+        atomic_init(&one->left, pieces);
+        c->piece_count += pieces;
+        c->count++;
+    }
+}
+
+/* Put pieces into batches: one of a few bytes is not worth a task. */
+static void make_batches(comparing *c)
+{
+    size_t bytes = 0;
+    for (size_t i = 0; i < c->piece_count; i++) {
+        if (c->batch_count == 0 || bytes >= BATCH) {
+            c->batches[c->batch_count++] = (batch){.from = i};
+            bytes = 0;
+        }
+        bytes += c->pieces[i].to - c->pieces[i].from;
+        c->batches[c->batch_count - 1].to = i + 1;
+    }
+}
+
+/* ---- what came of it ---- */
+
+/* What stays of a shard that gets a layer counts as done. */
+static mls_code report_kept(const comparing *c, const compared *one, mls_status *st)
+{
+    const mls_progress *progress = c->plan->job->progress;
+    const mls_planned *planned = &c->plan->planned[one->shard];
+    return progress == NULL ||
+                   progress->report(progress->context,
+                                    planned->before->bytes - planned->fresh->bytes)
+               ? MLS_OK
+               : mls_fail(st, MLS_E_STOPPED, "stopped");
+}
+
+/* The same, changed in a few rows, or to be written as a whole. */
+static mls_code settle(const comparing *c, mls_status *st)
+{
+    mls_code code = MLS_OK;
+    for (size_t i = 0; code == MLS_OK && i < c->count; i++) {
+        compared *one = &c->shards[i];
+        mls_planned *planned = &c->plan->planned[one->shard];
+        const size_t changed = atomic_load(&one->changed);
+        /* also of one whose version went up for nothing */
+        planned->same = changed == 0;
+        if (changed > 0 && changed <= one->most) {
+            code = mls_planned_set_layers(planned, true, &one->rows, one->bits, st);
+            code = code == MLS_OK ? report_kept(c, one, st) : code;
+        }
+    }
+    return code;
+}
+
+/* Whoever counts versions himself is believed, as long as he does not count back. */
+static mls_code check_versions(mls_shard_plan *plan, mls_status *st)
+{
+    for (size_t i = 0; i < plan->index.shard_count; i++) {
+        mls_planned *planned = &plan->planned[i];
+        const uint64_t version = planned->item->version;
+        const uint64_t old = planned->before == NULL ? 0 : planned->before->version;
+        if (version > INT64_MAX || (version != 0 && version < old)) {
+            mls_fail(st, MLS_E_VALUE, "version %llu of a shard whose version is %llu",
+                     (unsigned long long)version, (unsigned long long)old);
+            mls_status_name(st, planned->key.data, planned->key.length);
+            if (version > INT64_MAX) { /* no index can hold it */
+                mls_status_expected(st, "at most %llu", (unsigned long long)INT64_MAX);
+            } else {
+                mls_status_expected(st, "%llu or more", (unsigned long long)old);
+            }
+            mls_status_got(st, "%llu", (unsigned long long)version);
+            return MLS_E_VALUE;
+        }
+        planned->same = version != 0 && version == old;
+    }
+    return MLS_OK;
+}
+
+/* Versions first: they refuse before anything is read.  Without a record of before there
+ * is nothing to compare with, and everything is new. */
+mls_code mls_shard_plan_compare(mls_shard_plan *plan, mls_status *st)
+{
+    mls_code code = check_versions(plan, st);
+    if (code != MLS_OK || plan->job->before == NULL) {
+        return code;
+    }
+    comparing c = {.plan = plan};
+    /* each task looks at both, and begins nothing once either is set */
+    atomic_init(&c.no_memory, false);
+    atomic_init(&c.stopped, false);
+    code = allocate(&c, st);
+    if (code == MLS_OK) {
+        list_pieces(&c);
+        make_batches(&c);
+        mls_pool_run(plan->job->pool, compare_task, &c, c.batch_count);
+        code = atomic_load(&c.no_memory)
+                   ? mls_fail(st, MLS_E_MEMORY, "no memory for a buffer of %zu KiB",
+                              2 * c.buffer >> 10)
+               : atomic_load(&c.stopped) ? mls_fail(st, MLS_E_STOPPED, "stopped")
+                                         : settle(&c, st);
+    }
+    mls_free(c.shards);
+    mls_free(c.pieces);
+    mls_free(c.batches);
+    mls_free(c.bits);
+    mls_free(c.headers);
+    return code;
+}
+
+#endif

@@ -1,0 +1,805 @@
+/* mlpackage: the states that a Core ML model declares, read from its package.
+ *
+ * What is walked, by field number (Core ML's Model.proto and its siblings):
+ *
+ *   Model             2 description
+ *   description      13 state*, 20 function*, 21 name of the default function
+ *   function          1 name, 6 state*
+ *   state             1 name, 3 type -> 8 state type -> 1 array type
+ *   array type        1 shape* (packed or one by one), 2 data type
+ *
+ * Everything else is stepped over unread, the program (field 502) and all inputs and
+ * outputs included: a converter newer than this file may add fields as it likes.
+ *
+ * From the inside out: array type -> state -> function -> description -> specification
+ * (in memory or in a file) -> package.  A reader of each level takes the message of that
+ * level, so that depth is the depth of these calls and nothing in a file adds to it.
+ *
+ * Where protobuf merges a second message of one field into the first, or lets a second
+ * name win, this reader refuses the file: no converter writes such.
+ */
+#include "coreml/mlpackage.h"
+
+#include "io/json_reader.h"
+#include "base/memory.h"
+#include "coreml/protobuf_reader.h"
+#include "base/size.h"
+
+#include <string.h>
+
+/* FIELD_X_Y is the number of field Y in message X. */
+enum {
+    FIELD_MODEL_DESCRIPTION = 2,
+    FIELD_DESCRIPTION_STATE = 13,
+    FIELD_DESCRIPTION_FUNCTION = 20,
+    FIELD_DESCRIPTION_DEFAULT = 21,
+    FIELD_FUNCTION_NAME = 1,
+    FIELD_FUNCTION_STATE = 6,
+    FIELD_FEATURE_NAME = 1,
+    FIELD_FEATURE_TYPE = 3,
+    FIELD_TYPE_STATE = 8,
+    FIELD_STATE_ARRAY = 1,
+    FIELD_ARRAY_SHAPE = 1,
+    FIELD_ARRAY_DTYPE = 2
+};
+
+/* Numbers of ArrayFeatureType.ArrayDataType: a kind in the high half, the bits of an item
+ * in the low one.  Converters make float16 states only; the others are what the format
+ * allows, and reading them is no promise that Core ML runs them. */
+static const struct {
+    uint64_t number;
+    mls_dtype dtype;
+} data_types[] = {
+    {65552, MLS_F16},  {65568, MLS_F32}, {65600, MLS_F64},
+    {131104, MLS_I32}, {131080, MLS_I8},
+};
+
+/* ---- names ---- */
+
+/* A name of 1 to MLS_ML_MAX_NAME_BYTES bytes; `what` says whose. */
+static mls_code read_name(mls_pb bytes, const char *what, mls_text *out, mls_status *st)
+{
+    const char *text = (const char *)bytes.data;
+    if (bytes.length == 0 || bytes.length > MLS_ML_MAX_NAME_BYTES) {
+        return mls_pb_fail(st, mls_pb_offset(&bytes),
+                           "%s has %zu bytes, where 1 to %d are allowed", what,
+                           bytes.length, MLS_ML_MAX_NAME_BYTES);
+    }
+    /* a NUL would cut the name short wherever C strings are used */
+    if (!mls_utf8_valid(text, bytes.length) || memchr(text, 0, bytes.length) != NULL) {
+        return mls_pb_fail(st, mls_pb_offset(&bytes), "%s is not UTF-8 text", what);
+    }
+    *out = (mls_text){text, bytes.length};
+    return MLS_OK;
+}
+
+/* The one name that every function and state has, in field `number` of its message;
+ * `what` says whose.  A missing name is a failure as well: nothing could refer to its
+ * owner. */
+static mls_code find_name(mls_pb message, uint32_t number, const char *what,
+                          mls_text *out, mls_status *st)
+{
+    mls_pb bytes = {0};
+    bool found;
+    const mls_code code = mls_pb_only(message, number, what, &bytes, &found, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    return found ? read_name(bytes, what, out, st)
+                 : mls_pb_fail(st, mls_pb_offset(&message), "%s is missing", what);
+}
+
+/* Names are compared by their bytes, as protobuf does: no Unicode normalisation. */
+static bool same_name(mls_text a, mls_text b)
+{
+    return a.length == b.length && memcmp(a.data, b.data, a.length) == 0;
+}
+
+/* A name as printf takes it with %.*s, cut to what a message has room for.  It was
+ * checked to be UTF-8; a character that is cut in half is shown escaped. */
+#define NAME_ARGS(name) (int)((name).length < 80 ? (name).length : 80), (name).data
+
+/* ---- a state ---- */
+
+/* Put the state's name into a failure that was filled in before; the caller returns it.
+ */
+static mls_code blame_state(mls_status *st, mls_text name)
+{
+    mls_status_name(st, name.data, name.length);
+    return st->code;
+}
+
+/* Append a dimension.  It is signed in the format, so that -1, which elsewhere means
+ * "any", arrives as a number of 64 bits. */
+static mls_code add_dimension(mls_ml_state *state, uint64_t value, uint64_t offset,
+                              mls_status *st)
+{
+    const unsigned long long at = offset;
+    if (state->rank == MLS_ML_MAX_RANK) {
+        return mls_pb_fail(st, at, "state %.*s has more than %d dimensions",
+                           NAME_ARGS(state->name), MLS_ML_MAX_RANK);
+    }
+    size_t dimension = 0;
+    if (value == 0 || value > INT64_MAX || !mls_size_from_u64(value, &dimension)) {
+        mls_pb_fail(st, at,
+                    "state %.*s: dimension %d is %lld; a state's dimensions are fixed "
+                    "and positive",
+                    NAME_ARGS(state->name), state->rank, (long long)value);
+        mls_status_expected(st, "a positive dimension");
+        mls_status_got(st, "%lld", (long long)value);
+        return st->code;
+    }
+    state->shape[state->rank++] = dimension;
+    return MLS_OK;
+}
+
+/* A repeated number: packed into one field or not, as the writer liked.  Both forms may
+ * even alternate; the dimensions are those of all of them, in order. */
+static mls_code read_shape(mls_pb_field field, mls_ml_state *state, mls_status *st)
+{
+    if (field.wire == MLS_PB_VARINT) {
+        return add_dimension(state, field.value, field.offset, st);
+    }
+    mls_pb packed = field.bytes;
+    if (field.wire != MLS_PB_BYTES) {
+        return mls_pb_fail(st, field.offset, "state %.*s: its shape has wire type %d",
+                           NAME_ARGS(state->name), (int)field.wire);
+    }
+    while (!mls_pb_done(&packed)) {
+        const uint64_t offset = mls_pb_offset(&packed);
+        uint64_t value;
+        mls_code code = mls_pb_varint(&packed, &value, st);
+        if (code == MLS_OK) {
+            code = add_dimension(state, value, offset, st);
+        }
+        if (code != MLS_OK) {
+            return code;
+        }
+    }
+    return MLS_OK;
+}
+
+/* ArrayDataType -> dtype; 0, which is also what a missing field means, is none. */
+static mls_code read_dtype(uint64_t number, uint64_t offset, mls_ml_state *state,
+                           mls_status *st)
+{
+    for (size_t i = 0; i < sizeof data_types / sizeof data_types[0]; i++) {
+        if (data_types[i].number == number) {
+            state->dtype = data_types[i].dtype;
+            return MLS_OK;
+        }
+    }
+    mls_pb_fail(st, offset,
+                "state %.*s has the data type %llu, which is unknown; known are float16 "
+                "65552, float32 65568, float64 65600, int32 131104, int8 131080",
+                NAME_ARGS(state->name), (unsigned long long)number);
+    mls_status_expected(st, "a known data type");
+    mls_status_got(st, "data type %llu", (unsigned long long)number);
+    return st->code;
+}
+
+/* The bytes of a state are computed by everyone who allocates one: see that they fit,
+ * even in a signed size, which is what array libraries count in. */
+static mls_code check_array(const mls_ml_state *state, uint64_t offset, mls_status *st)
+{
+    size_t bytes = mls_dtype_of(state->dtype)->item_bytes;
+    bool fits = state->rank > 0;
+    for (int i = 0; fits && i < state->rank; i++) {
+        fits = mls_size_mul(bytes, state->shape[i], &bytes) && bytes <= PTRDIFF_MAX;
+    }
+    if (fits) {
+        return MLS_OK;
+    }
+    return mls_pb_fail(st, offset, "state %.*s has %s", NAME_ARGS(state->name),
+                       state->rank == 0 ? "no shape"
+                                        : "a shape whose bytes exceed the address space");
+}
+
+/* ArrayFeatureType -> dtype and shape.  Its flexible shapes (ranges, enumerations) are
+ * not read: Core ML does not allow them for states. */
+static mls_code read_array(mls_pb array, mls_ml_state *state, mls_status *st)
+{
+    const uint64_t start = mls_pb_offset(&array);
+    uint64_t number = 0;
+    uint64_t offset = start;
+    while (!mls_pb_done(&array)) {
+        mls_pb_field field;
+        mls_code code = mls_pb_next(&array, &field, st);
+        if (code == MLS_OK && field.number == FIELD_ARRAY_SHAPE) {
+            code = read_shape(field, state, st);
+        }
+        if (code != MLS_OK) {
+            return code;
+        }
+        if (field.number == FIELD_ARRAY_DTYPE) {
+            number = field.wire == MLS_PB_VARINT ? field.value : 0;
+            offset = field.offset;
+        }
+    }
+    const mls_code code = read_dtype(number, offset, state, st);
+    return code != MLS_OK ? code : check_array(state, start, st);
+}
+
+/* Open the message two levels down: FeatureType.stateType.arrayType. */
+static mls_code open_array(mls_pb type, mls_pb *out, bool *found, mls_status *st)
+{
+    mls_pb state_type;
+    mls_code code =
+        mls_pb_only(type, FIELD_TYPE_STATE, "a state type", &state_type, found, st);
+    if (code == MLS_OK && *found) {
+        code =
+            mls_pb_only(state_type, FIELD_STATE_ARRAY, "an array type", out, found, st);
+    }
+    return code;
+}
+
+/* FeatureDescription -> a state.  The name is read first, wherever it stands, so that
+ * whatever is wrong afterwards can be told by name.  `out` is untouched on failure. */
+static mls_code read_state(mls_pb feature, mls_ml_state *out, mls_status *st)
+{
+    mls_ml_state state = {.rank = 0};
+    mls_pb bytes = {0};
+    bool found;
+    mls_code code =
+        find_name(feature, FIELD_FEATURE_NAME, "the name of a state", &state.name, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    code = mls_pb_only(feature, FIELD_FEATURE_TYPE, "a type", &bytes, &found, st);
+    if (code == MLS_OK && found) {
+        code = open_array(bytes, &bytes, &found, st);
+    }
+    if (code == MLS_OK) {
+        code = found ? read_array(bytes, &state, st)
+                     : mls_pb_fail(st, mls_pb_offset(&feature),
+                                   "state %.*s has no array type", NAME_ARGS(state.name));
+    }
+    if (code != MLS_OK) {
+        return blame_state(st, state.name);
+    }
+    *out = state;
+    return MLS_OK;
+}
+
+/* ---- lists that grow, up to a limit ---- */
+
+/* Make room for one more of `size` bytes in `*items`, which holds `count`.  Grows when
+ * the count is a power of two: so the block is never over twice what the file filled. */
+static mls_code make_room(void **items, size_t count, size_t size, mls_status *st)
+{
+    if ((count & (count - 1)) != 0) {
+        return MLS_OK;
+    }
+    void *grown = mls_realloc(*items, count == 0 ? 1 : 2 * count, size);
+    if (grown == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for the model's states");
+    }
+    *items = grown;
+    return MLS_OK;
+}
+
+/* Append the state in `feature` to the last function of the package.  Looking for its
+ * name among the earlier ones is quadratic, but the limits keep the worst file to some 16
+ * million comparisons of lengths. */
+static mls_code add_state(mls_mlpackage *package, mls_pb feature, mls_status *st)
+{
+    mls_ml_function *function = &package->functions[package->function_count - 1];
+    const unsigned long long at = mls_pb_offset(&feature);
+    if (function->states == MLS_ML_MAX_STATES ||
+        package->state_count == MLS_ML_MAX_ALL_STATES) {
+        return mls_pb_fail(st, at, "more than %zu states", package->state_count);
+    }
+    mls_ml_state state;
+    mls_code code = read_state(feature, &state, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    for (size_t i = 0; i < function->states; i++) {
+        if (same_name(package->states[function->first + i].name, state.name)) {
+            mls_pb_fail(st, at, "two states are called %.*s", NAME_ARGS(state.name));
+            return blame_state(st, state.name);
+        }
+    }
+    void *states = package->states;
+    code = make_room(&states, package->state_count, sizeof state, st);
+    if (code == MLS_OK) {
+        package->states = states;
+        package->states[package->state_count++] = state;
+        function->states++;
+    }
+    return code;
+}
+
+/* Append a function that has no states yet; its states will be the next ones added.
+ * `offset` is where errors point. */
+static mls_code add_function(mls_mlpackage *package, mls_text name, uint64_t offset,
+                             mls_status *st)
+{
+    const unsigned long long at = offset;
+    if (package->function_count == MLS_ML_MAX_FUNCTIONS) {
+        return mls_pb_fail(st, at, "more than %d functions", MLS_ML_MAX_FUNCTIONS);
+    }
+    for (size_t i = 0; i < package->function_count; i++) {
+        if (same_name(package->functions[i].name, name)) {
+            return mls_pb_fail(st, at, "two functions are called %.*s", NAME_ARGS(name));
+        }
+    }
+    void *functions = package->functions;
+    const mls_code code =
+        make_room(&functions, package->function_count, sizeof *package->functions, st);
+    if (code == MLS_OK) {
+        package->functions = functions;
+        package->functions[package->function_count++] =
+            (mls_ml_function){.name = name, .first = package->state_count};
+    }
+    return code;
+}
+
+/* ---- the description ---- */
+
+/* What to do with one sub-message.  A visitor may add to the package, and nothing else.
+ */
+typedef mls_code (*visitor)(mls_mlpackage *package, mls_pb message, mls_status *st);
+
+/* Visit every field `number` of a message in order; `what` names one in errors.  The
+ * fields of other numbers are checked for their bounds and passed by. */
+static mls_code visit_each(mls_mlpackage *package, mls_pb message, uint32_t number,
+                           const char *what, visitor visit, mls_status *st)
+{
+    while (!mls_pb_done(&message)) {
+        mls_pb_field field;
+        mls_code code = mls_pb_next(&message, &field, st);
+        if (code == MLS_OK && field.number == number) {
+            code = field.wire == MLS_PB_BYTES
+                       ? visit(package, field.bytes, st)
+                       : mls_pb_fail(st, field.offset, "%s is not of its type", what);
+        }
+        if (code != MLS_OK) {
+            return code;
+        }
+    }
+    return MLS_OK;
+}
+
+/* FunctionDescription: the name first, wherever it stands, since the states are added to
+ * a function that exists. */
+static mls_code read_function(mls_mlpackage *package, mls_pb function, mls_status *st)
+{
+    mls_text name = {0};
+    mls_code code =
+        find_name(function, FIELD_FUNCTION_NAME, "the name of a function", &name, st);
+    if (code == MLS_OK) {
+        code = add_function(package, name, mls_pb_offset(&function), st);
+    }
+    return code != MLS_OK ? code
+                          : visit_each(package, function, FIELD_FUNCTION_STATE, "a state",
+                                       add_state, st);
+}
+
+/* Choose the function that Core ML runs when none is asked for.  An only function needs
+ * no word about it; several without a default are a model that can still be read. */
+static mls_code choose_default(mls_mlpackage *package, mls_pb description, mls_status *st)
+{
+    package->default_function = package->function_count;
+    mls_pb bytes = {0};
+    bool found;
+    const mls_code code = mls_pb_only(description, FIELD_DESCRIPTION_DEFAULT,
+                                      "the default function's name", &bytes, &found, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    if (!found || bytes.length == 0) {
+        package->default_function =
+            package->function_count == 1 ? 0 : package->function_count;
+        return MLS_OK;
+    }
+    const mls_text wanted = {(const char *)bytes.data, bytes.length};
+    for (size_t i = 0; i < package->function_count; i++) {
+        if (same_name(package->functions[i].name, wanted)) {
+            package->default_function = i;
+            return MLS_OK;
+        }
+    }
+    return mls_pb_fail(st, mls_pb_offset(&bytes),
+                       "the default function is none of the model's functions");
+}
+
+/* The visitor of states where none may be. */
+static mls_code refuse_state(mls_mlpackage *package, mls_pb feature, mls_status *st)
+{
+    (void)package;
+    return mls_pb_fail(st, mls_pb_offset(&feature),
+                       "a state that belongs to no function, in a model with functions");
+}
+
+/* ModelDescription: functions in a first pass, since their absence decides whether the
+ * states of the description itself count.  They then belong to the one function, which
+ * Core ML and its converters call "main". */
+static mls_code read_description(mls_mlpackage *package, mls_pb description,
+                                 mls_status *st)
+{
+    static const mls_text main_name = {"main", 4};
+    /* states outside of functions are an error until it is known that there are no
+     * functions */
+    visitor visit = refuse_state;
+    mls_code code = visit_each(package, description, FIELD_DESCRIPTION_FUNCTION,
+                               "a function", read_function, st);
+    if (code == MLS_OK && package->function_count == 0) {
+        code = add_function(package, main_name, mls_pb_offset(&description), st);
+        visit = add_state;
+    }
+    if (code == MLS_OK) {
+        code = visit_each(package, description, FIELD_DESCRIPTION_STATE, "a state", visit,
+                          st);
+    }
+    return code != MLS_OK ? code : choose_default(package, description, st);
+}
+
+/* The names lie in `text`: all views of them end here. */
+void mls_mlpackage_fini(mls_mlpackage *package)
+{
+    mls_free(package->functions);
+    mls_free(package->states);
+    mls_free(package->text);
+    *package = (mls_mlpackage){0};
+}
+
+/* ---- the specification, in memory or in a file ---- */
+
+/* Where the bytes of a specification are.  Reads exactly `bytes` from `offset`, which
+ * lie inside its `size`. */
+typedef struct source {
+    mls_code (*read)(const struct source *from, uint64_t offset, unsigned char *out,
+                     size_t bytes, mls_status *st);
+    const unsigned char *data; /* in memory, or NULL */
+    int file;                  /* a descriptor, or -1 */
+    uint64_t size;
+} source;
+
+/* The source reads of a specification that is in memory already. */
+static mls_code read_memory(const source *from, uint64_t offset, unsigned char *out,
+                            size_t bytes, mls_status *st)
+{
+    (void)st;
+    memcpy(out, from->data + offset, bytes);
+    return MLS_OK;
+}
+
+/* The field whose tag lies at `offset`: reads its header alone, checks that its payload
+ * lies inside the source, and gives the offset of the payload. */
+static mls_code peek_field(const source *from, uint64_t offset, mls_pb_field *field,
+                           uint64_t *payload, mls_status *st)
+{
+    unsigned char header[MLS_PB_HEADER_BYTES];
+    const uint64_t left = from->size - offset;
+    const size_t bytes = left < sizeof header ? (size_t)left : sizeof header;
+    mls_code code = from->read(from, offset, header, bytes, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    mls_pb message = mls_pb_init(header, bytes, offset);
+    code = mls_pb_header(&message, field, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    *payload = mls_pb_offset(&message);
+    if (field->wire == MLS_PB_BYTES && field->value > from->size - *payload) {
+        const unsigned long long rest = from->size - *payload;
+        mls_pb_fail(st, offset,
+                    "field %u claims %llu bytes, but the file has %llu more; it is "
+                    "damaged or not a Core ML specification",
+                    (unsigned)field->number, (unsigned long long)field->value, rest);
+        mls_status_expected(st, "at most %llu bytes", rest);
+        mls_status_got(st, "%llu bytes", (unsigned long long)field->value);
+        return st->code;
+    }
+    return MLS_OK;
+}
+
+/* Find the one description among the fields at the top: `*start` and `*length` of it.
+ * Goes on to the end, so that a file that was cut off in its program is refused here and
+ * not by Core ML later.  One small read for each field: their number is capped. */
+static mls_code find_description(const source *from, uint64_t *start, uint64_t *length,
+                                 mls_status *st)
+{
+    bool found = false;
+    uint64_t offset = 0;
+    for (int i = 0; offset < from->size; i++) {
+        mls_pb_field field;
+        uint64_t payload;
+        if (i == MLS_ML_MAX_FIELDS) {
+            return mls_pb_fail(st, offset,
+                               "more than %d fields: not a Core ML specification", i);
+        }
+        const mls_code code = peek_field(from, offset, &field, &payload, st);
+        if (code != MLS_OK) {
+            return code;
+        }
+        const bool bytes = field.wire == MLS_PB_BYTES;
+        if (field.number == FIELD_MODEL_DESCRIPTION) {
+            if (found || !bytes) {
+                return mls_pb_fail(st, offset, "the model's description %s",
+                                   found ? "appears twice" : "is not of its type");
+            }
+            found = true;
+            *start = payload;
+            *length = field.value;
+        }
+        offset = payload + (bytes ? field.value : 0);
+    }
+    return found ? MLS_OK
+                 : mls_pb_fail(st, from->size,
+                               "the file ends without a model's description; it is not a "
+                               "Core ML specification");
+}
+
+/* Fetch the description alone and read it.  Its bytes are kept: the names lie in them. */
+static mls_code parse_source(const source *from, mls_mlpackage *out, mls_status *st)
+{
+    mls_mlpackage package = {0};
+    uint64_t start = 0;
+    uint64_t length = 0;
+    mls_code code = find_description(from, &start, &length, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    /* the file is at least this long, but a sparse one costs its maker nothing */
+    if (length > MLS_ML_MAX_DESCRIPTION) {
+        return mls_pb_fail(st, start, "a description of %llu bytes, where %d are allowed",
+                           (unsigned long long)length, MLS_ML_MAX_DESCRIPTION);
+    }
+    /* from here on the package owns it: mls_mlpackage_fini releases all on failure */
+    package.text = mls_alloc((size_t)length, 1);
+    if (package.text == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for a description of %llu bytes",
+                        (unsigned long long)length);
+    }
+    code = from->read(from, start, package.text, (size_t)length, st);
+    if (code == MLS_OK) {
+        const mls_pb description = mls_pb_init(package.text, (size_t)length, start);
+        code = read_description(&package, description, st);
+    }
+    if (code != MLS_OK) {
+        mls_mlpackage_fini(&package);
+        return code;
+    }
+    *out = package;
+    return MLS_OK;
+}
+
+/* The description is copied as from a file, so that the two ways differ in reading only.
+ */
+mls_code mls_mlpackage_parse(const unsigned char *spec, size_t length, mls_mlpackage *out,
+                             mls_status *st)
+{
+    const source from = {.read = read_memory, .data = spec, .file = -1, .size = length};
+    return parse_source(&from, out, st);
+}
+
+/* ---- files ---- */
+
+#if !defined(_WIN32)
+
+#    include "io/file.h"
+
+#    include <errno.h>
+#    include <stdio.h>
+#    include <sys/stat.h>
+#    include <unistd.h>
+
+/* A manifest names a handful of items: these limits are far above any real one. */
+enum { MANIFEST_BYTES = 1 << 20, MANIFEST_DEPTH = 16, MANIFEST_NODES = 1 << 16 };
+
+/* The same for an open file: pread, since nothing else shares its position. */
+static mls_code read_descriptor(const source *from, uint64_t offset, unsigned char *out,
+                                size_t bytes, mls_status *st)
+{
+    return mls_file_read_at(from->file, out, bytes, offset, st);
+}
+
+/* Put the name of the file concerned, or its end, before the text of a failure.  The two
+ * share the room: a long path must not push out the reason. */
+static mls_code blame_file(mls_status *st, const char *name)
+{
+    enum { NAME_ROOM = 96 };
+    char text[MLS_TEXT_BYTES];
+    memcpy(text, st->text, sizeof text);
+    const size_t length = strlen(name);
+    const bool cut = length > NAME_ROOM;
+    snprintf(st->text, sizeof st->text, "%s%s: %.*s", cut ? "..." : "",
+             cut ? name + (length - NAME_ROOM) : name, (int)sizeof text - NAME_ROOM - 8,
+             text);
+    return st->code;
+}
+
+/* The specification in the regular file `path`, which is closed again whatever happens.
+ */
+static mls_code read_spec_file(const char *path, mls_mlpackage *out, mls_status *st)
+{
+    source from = {.read = read_descriptor, .file = -1};
+    mls_code code = mls_file_open(path, &from.file, &from.size, st);
+    if (code == MLS_OK) {
+        code = parse_source(&from, out, st);
+        (void)close(from.file);
+    }
+    return code;
+}
+
+/* Whether `part` may be one component of a path inside a package: not empty, not "." or
+ * "..", without a backslash (a separator elsewhere) and without a NUL (an end for C). */
+static bool part_is_plain(const char *part, size_t length)
+{
+    return length > 0 && !(length == 1 && part[0] == '.') &&
+           !(length == 2 && part[0] == '.' && part[1] == '.') &&
+           memchr(part, '\\', length) == NULL && memchr(part, '\0', length) == NULL;
+}
+
+/* Whether a manifest's path stays inside its package: relative, of plain components. */
+static bool path_is_safe(mls_text path)
+{
+    if (path.length > MLS_ML_MAX_NAME_BYTES) {
+        return false;
+    }
+    size_t start = 0;
+    for (size_t i = 0; i <= path.length; i++) {
+        /* each slash, and the end, completes a component; a leading slash an empty one */
+        if (i == path.length || path.data[i] == '/') {
+            if (!part_is_plain(path.data + start, i - start)) {
+                return false;
+            }
+            start = i + 1;
+        }
+    }
+    return true;
+}
+
+/* Member `key` of an object, where it is of the wanted type; else MLS_JSON_NONE. */
+static mls_json_node member(const mls_json *doc, mls_json_node object, const char *key,
+                            mls_json_type type)
+{
+    const mls_json_node node =
+        object == MLS_JSON_NONE ? MLS_JSON_NONE : mls_json_find(doc, object, key);
+    return node != MLS_JSON_NONE && mls_json_type_of(doc, node) == type ? node
+                                                                        : MLS_JSON_NONE;
+}
+
+/* The member of `items` whose key is the text of `root`, or MLS_JSON_NONE. */
+static mls_json_node find_item(const mls_json *doc, mls_json_node items,
+                               mls_json_node root)
+{
+    mls_json_node item = mls_json_first(doc, items);
+    while (item != MLS_JSON_NONE &&
+           !same_name(mls_json_key(doc, item), mls_json_text(doc, root))) {
+        item = mls_json_next(doc, item);
+    }
+    return item;
+}
+
+/* rootModelIdentifier -> itemInfoEntries[that].path; shares the document's memory. */
+static mls_code find_root(const mls_json *doc, mls_text *out, mls_status *st)
+{
+    const mls_json_node root = member(doc, 0, "rootModelIdentifier", MLS_JSON_STRING);
+    const mls_json_node items = member(doc, 0, "itemInfoEntries", MLS_JSON_OBJECT);
+    if (root == MLS_JSON_NONE || items == MLS_JSON_NONE) {
+        return mls_pb_fail(st, 0,
+                           "no rootModelIdentifier or no itemInfoEntries: not the "
+                           "manifest of a Core ML package");
+    }
+    const mls_json_node path =
+        member(doc, find_item(doc, items, root), "path", MLS_JSON_STRING);
+    if (path == MLS_JSON_NONE) {
+        return mls_pb_fail(st, mls_json_offset(doc, root),
+                           "the root model has no entry with a path");
+    }
+    const mls_text text = mls_json_text(doc, path);
+    if (!path_is_safe(text)) {
+        mls_pb_fail(st, mls_json_offset(doc, path),
+                    "the root model's path is not inside the package");
+        mls_status_expected(st, "a relative path without . or ..");
+        mls_status_got(st, "%.*s", NAME_ARGS(text));
+        return st->code;
+    }
+    *out = text;
+    return MLS_OK;
+}
+
+/* "folder/middle" + the text, as a string.  Gives: free with mls_free.  A folder given
+ * with a slash at its end gets a second one, which means nothing. */
+static char *join(const char *folder, const char *middle, mls_text last)
+{
+    const size_t head = strlen(folder);
+    const size_t body = strlen(middle);
+    size_t bytes;
+    if (!mls_size_add(head, body, &bytes) || !mls_size_add(bytes, last.length, &bytes) ||
+        !mls_size_add(bytes, 2, &bytes)) {
+        return NULL;
+    }
+    char *path = mls_alloc(bytes, 1);
+    if (path != NULL) {
+        memcpy(path, folder, head);
+        path[head] = '/';
+        memcpy(path + head + 1, middle, body);
+        if (last.length > 0) {
+            memcpy(path + head + 1 + body, last.data, last.length);
+        }
+    }
+    return path;
+}
+
+/* Read the manifest of a package and give the path of its specification; `*inner` is
+ * where, in that path, the part inside the package starts.  Every package has a manifest:
+ * a folder without one is most likely a compiled model. */
+static mls_code find_spec(const char *folder, char **spec, size_t *inner, mls_status *st)
+{
+    mls_code code = MLS_OK;
+    unsigned char *data = NULL;
+    size_t length = 0;
+    mls_json *doc = NULL;
+    const mls_json_limits limits = {.depth = MANIFEST_DEPTH, .nodes = MANIFEST_NODES};
+    mls_text root = {0};
+    char *found = NULL;
+    char *manifest = join(folder, "Manifest.json", (mls_text){0});
+    if (manifest == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for a path");
+    }
+    code = mls_file_read(manifest, MANIFEST_BYTES, &data, &length, st);
+    if (code == MLS_E_IO && st->os_error == ENOENT) {
+        code = mls_fail(st, MLS_E_FORMAT,
+                        "missing: this folder is not a .mlpackage (a compiled .mlmodelc "
+                        "cannot be read without its metadata.json; use the package that "
+                        "it was made from)");
+    }
+    if (code == MLS_OK) {
+        code = mls_json_parse((const char *)data, length, limits, &doc, st);
+    }
+    if (code == MLS_OK) {
+        code = find_root(doc, &root, st);
+    }
+    if (code != MLS_OK) {
+        blame_file(st, "Manifest.json");
+        goto done;
+    }
+    found = join(folder, "Data/", root);
+    if (found == NULL) {
+        code = mls_fail(st, MLS_E_MEMORY, "no memory for a path");
+        goto done;
+    }
+    *spec = found;
+    *inner = strlen(folder) + 1;
+done:
+    mls_json_free(doc);
+    mls_free(data);
+    mls_free(manifest);
+    return code;
+}
+
+/* A folder is a package, anything else a specification: names and endings are not looked
+ * at. */
+mls_code mls_mlpackage_read(const char *path, mls_mlpackage *out, mls_status *st)
+{
+    struct stat facts;
+    if (stat(path, &facts) != 0) {
+        mls_fail_os(st, errno, "cannot open");
+        return blame_file(st, path);
+    }
+    if (!S_ISDIR(facts.st_mode)) {
+        const mls_code code = read_spec_file(path, out, st);
+        return code == MLS_OK ? code : blame_file(st, path);
+    }
+    /* a package: its manifest leads to the specification, whose errors name it from
+     * `inner` on */
+    char *spec = NULL;
+    size_t inner = 0;
+    mls_code code = find_spec(path, &spec, &inner, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    code = read_spec_file(spec, out, st);
+    if (code != MLS_OK) {
+        blame_file(st, spec + inner);
+    }
+    mls_free(spec);
+    return code;
+}
+
+#endif

@@ -1,0 +1,74 @@
+/* ARMv8 CRC: lanes (crc32c_interleave.h) are joined by a plain multiplication, which needs no
+ * further extension and, with long lanes only, is rare enough not to matter.
+ */
+#include "crc32c/crc32c.h"
+
+#include "crc32c/crc32c_constants.h"
+
+#if defined(__aarch64__)
+
+#    include <stdbool.h>
+#    include <string.h>
+
+#    if defined(__linux__)
+#        include <sys/auxv.h>
+#    endif
+
+#    if defined(__clang__)
+#        define CRC "crc" /* clang knows "+crc" from its 16th version on only */
+#    else
+#        define CRC "+crc"
+#    endif
+#    define TARGET        __attribute__((target(CRC)))
+#    define TARGET_INLINE static inline __attribute__((always_inline, target(CRC)))
+
+typedef uint32_t crc_word;
+
+/* A lane of `bytes` bytes, x**(8 * bytes) and x**(16 * bytes). */
+typedef struct lane_size {
+    size_t bytes;
+    uint32_t past_one, past_two;
+} lane_size;
+
+static const lane_size sizes[] = {{8192, 0x28461564U, 0xbf455269U}};
+
+/* Asks the system: user code may not read the registers that say so. */
+bool mls_crc_arm_offered(void)
+{
+#    if defined(__linux__)
+    enum { CRC_BIT = 1 << 7 }; /* HWCAP_CRC32; optional in the first ARMv8 */
+    return (getauxval(AT_HWCAP) & CRC_BIT) != 0;
+#    else
+    return true; /* every Mac has it */
+#    endif
+}
+
+/* Written as assembly because compilers name the intrinsics and the header differently;
+ * the function's target lets the assembler accept it. */
+TARGET_INLINE crc_word take8(crc_word crc, uint64_t word)
+{
+    uint32_t result;
+    __asm__("crc32cx %w0, %w1, %x2" : "=r"(result) : "r"(crc), "r"(word));
+    return result;
+}
+
+/* One byte. */
+TARGET_INLINE crc_word take1(crc_word crc, unsigned char byte)
+{
+    uint32_t result;
+    __asm__("crc32cb %w0, %w1, %w2" : "=r"(result) : "r"(crc), "r"((uint32_t)byte));
+    return result;
+}
+
+/* `crc` moved past the bytes that `power` stands for. */
+TARGET_INLINE crc_word shifted(crc_word crc, uint32_t power)
+{
+    return mls_crc_multiply(crc, power);
+}
+
+#    include "crc32c/crc32c_interleave.h"
+
+const mls_crc_kernels mls_crc_arm = {
+    .update = update_run, .copy = copy_run, .copy_variants = 1};
+
+#endif

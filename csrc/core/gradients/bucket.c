@@ -1,0 +1,190 @@
+/* bucket: parts of many arrays in one message for each rank.
+ *
+ * There is no table of offsets: the place of a part follows from the counts before it,
+ * and all loops here visit segments in the same order.
+ */
+#include "gradients/bucket.h"
+
+#include "base/size.h"
+
+#include <string.h>
+
+/* Parts of a complex64 alone would need 4 bytes of alignment. */
+bool mls_bucket_takes(const mls_tensor *t)
+{
+    const size_t item = mls_tensor_item_bytes(t);
+    return mls_tensor_is_contiguous(t) && !t->swapped &&
+           (uintptr_t)t->data % (item < 8 ? item : 8) == 0;
+}
+
+mls_code mls_segment_check(const mls_tensor *data, const mls_tensor *out,
+                           const size_t *counts, size_t world, size_t rank,
+                           mls_status *st)
+{
+    size_t total = 0, start = 0, have = 0, mine = 0;
+    for (size_t r = 0; r < world; r++) {
+        start = r == rank ? total : start;
+        if (!mls_size_add(total, counts[r], &total)) {
+            return mls_fail(st, MLS_E_VALUE,
+                            "the parts of an array have more elements than memory");
+        }
+    }
+    if (!mls_tensor_count(data, &have) || !mls_tensor_count(out, &mine) ||
+        have != total || mine != counts[rank]) {
+        return mls_fail(st, MLS_E_VALUE,
+                        "an array of %zu elements and an output of %zu do not fit counts "
+                        "that add up to %zu, with %zu for this rank",
+                        have, mine, total, counts[rank]);
+    }
+    const unsigned char *part = data->data + start * mls_tensor_item_bytes(data);
+    if (mls_tensor_overlap(data, out) &&
+        (data->dtype != out->dtype || part != out->data)) {
+        return mls_fail(st, MLS_E_OVERLAP,
+                        "the output shares memory with the array, and is not this rank's "
+                        "part of it in the same dtype");
+    }
+    return MLS_OK;
+}
+
+size_t mls_segment_elements(const mls_segment *segment, size_t world)
+{
+    size_t total = 0;
+    for (size_t rank = 0; rank < world; rank++) {
+        total += segment->counts[rank];
+    }
+    return total;
+}
+
+/* Bytes that a part takes in a message, padding included; false where they overflow. */
+static bool padded_bytes(const mls_segment *s, size_t of, size_t *out)
+{
+    size_t bytes;
+    const size_t item = mls_dtype_of(s->reduction.dtype)->item_bytes;
+    if (!mls_size_mul(s->counts[of], item, &bytes) ||
+        !mls_size_add(bytes, MLS_BUCKET_ALIGN - 1, &bytes)) {
+        return false;
+    }
+    *out = bytes / MLS_BUCKET_ALIGN * MLS_BUCKET_ALIGN;
+    return true;
+}
+
+/* Every product and sum is checked here: part_bytes and the copies below rely on it. */
+mls_code mls_bucket_bytes(const mls_bucket *b, size_t of, size_t *out, mls_status *st)
+{
+    size_t total = 0;
+    for (size_t i = 0; i < b->count; i++) {
+        size_t bytes;
+        if (!padded_bytes(&b->segments[i], of, &bytes) ||
+            !mls_size_add(total, bytes, &total)) {
+            return mls_fail(st, MLS_E_SIZE,
+                            "the parts of rank %zu in a bucket of %zu arrays have more "
+                            "bytes than memory can",
+                            of, b->count);
+        }
+    }
+    *out = total;
+    return MLS_OK;
+}
+
+/* Bytes of one message for each other rank; `sent`: to it, else as long as this rank's.
+ */
+static mls_code message_bytes(const mls_bucket *b, bool sent, size_t *out, mls_status *st)
+{
+    size_t total = 0;
+    for (size_t rank = 0; rank < b->world; rank++) {
+        size_t bytes;
+        if (mls_bucket_bytes(b, sent ? rank : b->rank, &bytes, st) != MLS_OK) {
+            return st->code;
+        }
+        if (rank != b->rank && !mls_size_add(total, bytes, &total)) {
+            return mls_fail(st, MLS_E_SIZE,
+                            "the messages of a bucket of %zu arrays have more bytes than "
+                            "memory can",
+                            b->count);
+        }
+    }
+    *out = total;
+    return MLS_OK;
+}
+
+mls_code mls_bucket_sent_bytes(const mls_bucket *b, size_t *out, mls_status *st)
+{
+    return message_bytes(b, true, out, st);
+}
+
+mls_code mls_bucket_received_bytes(const mls_bucket *b, size_t *out, mls_status *st)
+{
+    return message_bytes(b, false, out, st);
+}
+
+/* What mls_bucket_bytes found to fit. */
+static size_t part_bytes(const mls_segment *s, size_t of)
+{
+    size_t bytes = 0;
+    (void)padded_bytes(s, of, &bytes);
+    return bytes;
+}
+
+/* The first element of a rank's part in the array itself. */
+static const unsigned char *part_of(const mls_segment *s, size_t of)
+{
+    size_t start = 0;
+    for (size_t rank = 0; rank < of; rank++) {
+        start += s->counts[rank];
+    }
+    return s->data + start * mls_dtype_of(s->reduction.dtype)->item_bytes;
+}
+
+/* Padding is zeroed: what lies in a message does not depend on what the memory held, and
+ * no bytes of another array leave the process. */
+void mls_bucket_pack(const mls_bucket *b, unsigned char *send)
+{
+    for (size_t to = 0; to < b->world; to++) {
+        for (size_t i = 0; to != b->rank && i < b->count; i++) {
+            const mls_segment *s = &b->segments[i];
+            const size_t item = mls_dtype_of(s->reduction.dtype)->item_bytes;
+            const size_t bytes = s->counts[to] * item, room = part_bytes(s, to);
+            if (bytes != 0) {
+                memcpy(send, part_of(s, to), bytes);
+                memset(send + bytes, 0, room - bytes);
+            }
+            send += room;
+        }
+    }
+}
+
+/* Where the part of this rank lies that rank `of` has: in its message, `at` bytes from
+ * the start, or in the array itself. */
+static const unsigned char *source_of(const mls_bucket *b, size_t i, size_t of,
+                                      const unsigned char *received, size_t message,
+                                      size_t at)
+{
+    if (of == b->rank) {
+        return part_of(&b->segments[i], b->rank);
+    }
+    const size_t before = of < b->rank ? of : of - 1; /* none comes from this rank */
+    return received + before * message + at;
+}
+
+/* All messages for this rank have one length, since all senders have the same counts.
+ * `out` may be the rank's own part of `data`: the kernels have read an element from all
+ * sources before they write it. */
+void mls_bucket_reduce(const mls_bucket *b, const mls_kernels *kernels,
+                       const unsigned char *received, const void **sources)
+{
+    size_t at = 0, message = 0;
+    for (size_t i = 0; i < b->count; i++) {
+        message += part_bytes(&b->segments[i], b->rank);
+    }
+    const mls_destination destination = {.bytes = message};
+    for (size_t i = 0; i < b->count; i++) {
+        mls_segment *s = &b->segments[i];
+        s->tally = (mls_tally){0};
+        for (size_t of = 0; of < b->world; of++) {
+            sources[of] = source_of(b, i, of, received, message, at);
+        }
+        mls_reduce_run(kernels, &s->reduction, sources, b->world, s->out,
+                       s->counts[b->rank], destination, &s->tally);
+        at += part_bytes(s, b->rank);
+    }
+}

@@ -1,0 +1,776 @@
+/* reduce: what may be reduced, and how an array is cut into blocks, and shared out.
+ *
+ * All work is a job: a step that computes a stretch of the output, and what is needed to
+ * tally it while it is still in the innermost cache.  A job is cut into blocks, each of
+ * which has a sum of squares of its own; the blocks' sums are added up in order at the
+ * end, so that no bit depends on which thread did what.
+ *
+ * A complex number is two float32 here: jobs count items, and a block has twice as many.
+ */
+#include "gradients/reduce/reduce_kernels.h"
+
+#include "array/strided_iter.h"
+
+#include <math.h>
+
+enum {
+    PART_BLOCKS = 16,         /* what a thread takes at a time: 64 Ki items */
+    ROUND_BLOCKS = 2048,      /* whose sums are kept, on the stack, until all are there */
+    SHARED_BYTES = 512 << 10, /* below this, waking a thread costs more than it brings */
+    CHUNK = 256               /* strided elements that pass through the stack at a time */
+};
+
+/* Sets of another architecture get the scalar table, which works everywhere. */
+static const mls_reduce_kernels *kernels_of(mls_cpu cpu)
+{
+    switch (cpu) {
+#if defined(__x86_64__)
+    case MLS_CPU_AVX2:
+        return &mls_reduce_avx2;
+    case MLS_CPU_AVX512:
+        return &mls_reduce_avx512;
+#endif
+#if defined(__aarch64__)
+    case MLS_CPU_NEON:
+        return &mls_reduce_neon;
+#endif
+    default:
+        return &mls_reduce_scalar;
+    }
+}
+
+/* ---- the kernels of a dtype ---- */
+
+/* What a dtype is to the kernels, and how many items an element is. */
+static mls_dtype part_of(mls_dtype dtype)
+{
+    return dtype == MLS_C64 ? MLS_F32 : dtype;
+}
+
+/* Two for complex numbers. */
+static size_t parts_of(mls_dtype dtype)
+{
+    return dtype == MLS_C64 ? 2 : 1;
+}
+
+/* Whether an array can hold float sums: all that mls_accumulate may add to, or scale. */
+static bool is_summed(mls_dtype dtype)
+{
+    return (int)part_of(dtype) < MLS_CONVERTIBLE;
+}
+
+/* A float of any size, or a complex number. */
+static bool is_float(mls_dtype dtype)
+{
+    return is_summed(dtype) || dtype >= MLS_F8_E4M3;
+}
+
+/* NULL where there is no such reduction. */
+static mls_reduce_kernel reduce_kernel(const mls_reduce_kernels *k,
+                                       const mls_reduction *r)
+{
+    const mls_dtype dtype = part_of(r->dtype);
+    if (r->dtype == MLS_C64 && r->op != MLS_REDUCE_SUM) {
+        return NULL;
+    }
+    if (r->out_dtype == r->dtype) {
+        return k->same[r->op][dtype] != NULL ? k->same[r->op][dtype]
+                                             : mls_reduce_scalar.same[r->op][dtype];
+    }
+    if (r->out_dtype != MLS_F32) {
+        return NULL;
+    }
+    return k->wide[r->op][dtype] != NULL ? k->wide[r->op][dtype]
+                                         : mls_reduce_scalar.wide[r->op][dtype];
+}
+
+/* Floats of any two dtypes; NULL for the rest. */
+static mls_add_kernel add_kernel(const mls_reduce_kernels *k, mls_dtype dst,
+                                 mls_dtype src)
+{
+    return k->add[dst][src] != NULL ? k->add[dst][src] : mls_reduce_scalar.add[dst][src];
+}
+
+/* Never NULL. */
+static mls_squares_kernel squares_kernel(const mls_reduce_kernels *k, mls_dtype dtype)
+{
+    return k->squares[dtype] != NULL ? k->squares[dtype]
+                                     : mls_reduce_scalar.squares[dtype];
+}
+
+/* Sums of some floats; NULL for the rest. */
+static mls_sum_squares_kernel sum_squares_kernel(const mls_reduce_kernels *k,
+                                                 const mls_reduction *r)
+{
+    const mls_dtype part = part_of(r->dtype);
+    const bool offered = r->op == MLS_REDUCE_SUM && r->out_dtype == r->dtype;
+    return offered && is_summed(part) ? k->sum_squares[part] : NULL;
+}
+
+/* ---- jobs ---- */
+
+typedef struct job job;
+
+/* Compute items start .. start + n - 1 of the output. */
+typedef void (*job_step)(const job *j, size_t start, size_t n);
+
+struct job {
+    job_step step;   /* NULL: the output is there, and only tallied */
+    size_t count;    /* items of the output */
+    size_t block;    /* items of a block */
+    mls_dtype dtype; /* of the output, elements */
+    size_t item;     /* bytes of one of its items */
+    unsigned char *out;
+    mls_squares_kernel squares;         /* NULL: no tally is wanted */
+    mls_sum_squares_kernel sum_squares; /* NULL: the step, and then squares */
+    /* what the step needs */
+    mls_reduce_kernel reduce;
+    const void *const *sources;
+    size_t source_count;
+    mls_add_kernel add;
+    const unsigned char *src;
+    size_t src_item;
+    mls_scale_kernel scale;
+    double number; /* divisor, scale or factor */
+};
+
+/* A job without a step, over `count` elements at `out`. */
+static job job_over(const mls_reduce_kernels *k, mls_dtype dtype, void *out, size_t count,
+                    bool tally)
+{
+    const size_t parts = parts_of(dtype);
+    return (job){.count = count * parts,
+                 .block = MLS_TALLY_BLOCK * parts,
+                 .dtype = dtype,
+                 .item = mls_dtype_of(dtype)->item_bytes / parts,
+                 .out = out,
+                 .squares = tally ? squares_kernel(k, part_of(dtype)) : NULL};
+}
+
+/* The part of a job whose blocks' sums are kept at a time. */
+typedef struct job_round {
+    const job *j;
+    size_t first, blocks; /* of the round */
+    double squares[ROUND_BLOCKS];
+    uint64_t nonfinite[ROUND_BLOCKS / PART_BLOCKS]; /* of each part */
+} job_round;
+
+/* Elements that are no numbers: where there are any, the squares are not finite either.
+ * Float64 may exceed its range without; then none are found. */
+static uint64_t nonfinite_in(const job *j, double squares, const unsigned char *at,
+                             size_t n)
+{
+    return isfinite(squares) ? 0
+                             : mls_reduce_nonfinite(j->dtype, at, n / parts_of(j->dtype));
+}
+
+/* Compute a block, and its sum of squares. */
+static double block_squares(const job *j, size_t start, size_t n)
+{
+    if (j->sum_squares != NULL) {
+        return j->sum_squares(j->out, j->sources, j->source_count, start, n, j->number);
+    }
+    if (j->step != NULL) {
+        j->step(j, start, n);
+    }
+    return j->squares(j->out + start * j->item, n);
+}
+
+/* PART_BLOCKS blocks, as a task: each is tallied as soon as it is computed. */
+static void tally_task(void *context, size_t index)
+{
+    job_round *r = context;
+    const job *j = r->j;
+    const size_t from = index * PART_BLOCKS, to = from + PART_BLOCKS;
+    uint64_t nonfinite = 0;
+    for (size_t b = from; b < to && b < r->blocks; b++) {
+        const size_t start = (r->first + b) * j->block, rest = j->count - start;
+        const size_t n = rest < j->block ? rest : j->block;
+        const double squares = block_squares(j, start, n);
+        nonfinite += nonfinite_in(j, squares, j->out + start * j->item, n);
+        r->squares[b] = squares;
+    }
+    r->nonfinite[index] = nonfinite;
+}
+
+/* As many blocks without a tally. */
+static void plain_task(void *context, size_t index)
+{
+    const job *j = context;
+    const size_t part = PART_BLOCKS * j->block, start = index * part;
+    const size_t rest = j->count - start;
+    j->step(j, start, rest < part ? rest : part);
+}
+
+/* a / b, rounded up. */
+static size_t quotient(size_t a, size_t b)
+{
+    return a / b + (a % b != 0);
+}
+
+/* Add a block's sum.  All NaNs become one, so that the bits are the same everywhere. */
+static void add_squares(mls_tally *tally, double squares)
+{
+    const double sum = tally->squares + squares;
+    tally->squares = isnan(sum) ? mls_f64_nan() : sum;
+}
+
+/* Round after round, each shared out: blocks are added in order once all are there. */
+static void job_tally(const job *j, mls_pool *pool, mls_tally *tally)
+{
+    const size_t blocks = quotient(j->count, j->block);
+    job_round r; /* large: only the sums that were written are read */
+    r.j = j;
+    for (r.first = 0; r.first < blocks; r.first += ROUND_BLOCKS) {
+        const size_t rest = blocks - r.first;
+        r.blocks = rest < ROUND_BLOCKS ? rest : ROUND_BLOCKS;
+        const size_t parts = quotient(r.blocks, PART_BLOCKS);
+        mls_pool_run(pool, tally_task, &r, parts);
+        for (size_t b = 0; b < r.blocks; b++) {
+            add_squares(tally, r.squares[b]);
+        }
+        for (size_t p = 0; p < parts; p++) {
+            tally->nonfinite += r.nonfinite[p];
+        }
+    }
+}
+
+/* Do all of a job.  Small ones are not worth a second thread. */
+static void job_run(job *j, mls_pool *pool, mls_tally *tally)
+{
+    mls_pool *shared = j->count >= SHARED_BYTES / j->item ? pool : NULL;
+    if (tally != NULL) {
+        job_tally(j, shared, tally);
+    } else if (j->count > 0) {
+        mls_pool_run(shared, plain_task, j, quotient(j->count, PART_BLOCKS * j->block));
+    }
+}
+
+/* ---- reducing ---- */
+
+/* The names of the operations, for messages. */
+static const char *op_name(mls_reduce_op op)
+{
+    return op == MLS_REDUCE_SUM ? "sum" : op == MLS_REDUCE_MIN ? "minimum" : "maximum";
+}
+
+/* Whether a number is a number in what is computed with it: float32 unless `wide`. */
+static bool is_number(double value, bool wide)
+{
+    return isfinite(wide ? value : (double)(float)value);
+}
+
+/* Not 1, by value: floats are not compared for equality here. */
+static bool is_not_one(double value)
+{
+    return !(value >= 1 && value <= 1);
+}
+
+/* 0 is what a divisor too small for float32 becomes, too. */
+static mls_code check_divisor(const mls_reduction *r, mls_status *st)
+{
+    const bool wide = r->dtype == MLS_F64;
+    const double used = wide ? r->divisor : (double)(float)r->divisor;
+    if (is_not_one(r->divisor) && (r->op != MLS_REDUCE_SUM || !is_float(r->dtype))) {
+        return mls_fail(st, MLS_E_VALUE,
+                        "the %s of %s cannot be divided by %g: only sums of floats can",
+                        op_name(r->op), mls_dtype_of(r->dtype)->name, r->divisor);
+    }
+    if (!is_number(r->divisor, wide) || !(fabs(used) > 0)) {
+        return mls_fail(st, MLS_E_VALUE,
+                        "a sum computed in %s cannot be divided by %g: choose a finite "
+                        "number other than 0",
+                        wide ? "float64" : "float32", r->divisor);
+    }
+    return MLS_OK;
+}
+
+/* The scalar table says what there is. */
+mls_code mls_reduce_check(const mls_reduction *r, mls_status *st)
+{
+    const char *name = mls_dtype_of(r->dtype)->name;
+    const mls_reduction into_itself = {
+        .dtype = r->dtype, .out_dtype = r->dtype, .op = r->op};
+    if (reduce_kernel(&mls_reduce_scalar, r) != NULL) {
+        return check_divisor(r, st);
+    }
+    if (r->dtype >= MLS_F8_E4M3) {
+        mls_fail(st, MLS_E_DTYPE, "the %s of %s can only be had as float32, not as %s",
+                 op_name(r->op), name, mls_dtype_of(r->out_dtype)->name);
+        mls_status_expected(st, "float32");
+    } else if (reduce_kernel(&mls_reduce_scalar, &into_itself) == NULL) {
+        return mls_fail(st, MLS_E_DTYPE, "%s has no %s", name, op_name(r->op));
+    } else {
+        mls_fail(st, MLS_E_DTYPE, "the %s of %s cannot be had as %s", op_name(r->op),
+                 name, mls_dtype_of(r->out_dtype)->name);
+        mls_status_expected(st, "%s", name);
+    }
+    mls_status_got(st, "%s", mls_dtype_of(r->out_dtype)->name);
+    return MLS_E_DTYPE;
+}
+
+/* A stretch of all sources. */
+static void reduce_step(const job *j, size_t start, size_t n)
+{
+    j->reduce(j->out, j->sources, j->source_count, start, n, j->number);
+}
+
+/* Only this many sources are read part by part: their addresses are on the stack. */
+enum { MOST_CUT = 64 };
+
+/* Reduce into `out` through the cache. */
+static void reduce_plain(const mls_reduce_kernels *k, const mls_reduction *r,
+                         const void *const *sources, size_t count, void *out, size_t n,
+                         mls_tally *tally)
+{
+    job j = job_over(k, r->out_dtype, out, n, tally != NULL);
+    j.step = reduce_step;
+    j.reduce = reduce_kernel(k, r);
+    j.sum_squares = sum_squares_kernel(k, r);
+    j.sources = sources;
+    j.source_count = count;
+    j.number = r->divisor;
+    job_run(&j, NULL, tally);
+}
+
+/* Reduce block by block into a buffer that stays in the first level of the cache, and
+ * store each block past the cache. */
+static void reduce_past_cache(const mls_kernels *kernels, const mls_reduction *r,
+                              const void *const *sources, size_t count,
+                              unsigned char *out, size_t n, mls_store store,
+                              mls_tally *tally)
+{
+    _Alignas(64) unsigned char block[MLS_TALLY_BLOCK * 8];
+    const mls_reduce_kernels *k = kernels_of(kernels->cpu);
+    const size_t from = mls_dtype_of(r->dtype)->item_bytes;
+    const size_t to = mls_dtype_of(r->out_dtype)->item_bytes;
+    const void *at[MOST_CUT];
+    for (size_t start = 0; start < n; start += MLS_TALLY_BLOCK) {
+        const size_t rest = n - start;
+        const size_t length = rest < MLS_TALLY_BLOCK ? rest : MLS_TALLY_BLOCK;
+        for (size_t i = 0; i < count; i++) {
+            at[i] = (const unsigned char *)sources[i] + start * from;
+        }
+        reduce_plain(k, r, at, count, block, length, tally);
+        kernels->copy(out + start * to, block, length * to, store);
+    }
+}
+
+/* Parts of a trial are whole blocks of the tally, so its bits do not depend on them. */
+void mls_reduce_run(const mls_kernels *kernels, const mls_reduction *r,
+                    const void *const *sources, size_t count, void *out, size_t n,
+                    mls_destination destination, mls_tally *tally)
+{
+    const size_t from = mls_dtype_of(r->dtype)->item_bytes;
+    const size_t to = mls_dtype_of(r->out_dtype)->item_bytes;
+    const void *at[MOST_CUT];
+    const unsigned variants =
+        kernels->copy_variants > MLS_STORE_STREAM1 ? MLS_STORE_STREAM1 + 1 : 1;
+    mls_store_trial trial = mls_store_begin(kernels->choices, MLS_STORING_REDUCE,
+                                            variants, destination, n * to);
+    if (count > MOST_CUT) {
+        reduce_plain(kernels_of(kernels->cpu), r, sources, count, out, n, tally);
+        return;
+    }
+    for (size_t start = 0, length; start < n; start += length) {
+        const size_t rest = n - start, most = trial.left / to;
+        unsigned char *const target = (unsigned char *)out + start * to;
+        length = rest < most ? rest : most;
+        for (size_t i = 0; i < count; i++) {
+            at[i] = (const unsigned char *)sources[i] + start * from;
+        }
+        if (trial.store == MLS_STORE_PLAIN) {
+            reduce_plain(kernels_of(kernels->cpu), r, at, count, target, length, tally);
+        } else {
+            reduce_past_cache(kernels, r, at, count, target, length, trial.store, tally);
+        }
+        mls_store_advance(&trial, length * to);
+    }
+    mls_store_end(&trial);
+}
+
+/* ---- checks of dst += scale * src ---- */
+
+/* Whether two views have the same rank and lengths. */
+static bool same_shape(const mls_tensor *a, const mls_tensor *b)
+{
+    bool same = a->rank == b->rank;
+    for (int axis = 0; same && axis < a->rank; axis++) {
+        same = a->shape[axis] == b->shape[axis];
+    }
+    return same;
+}
+
+/* The target is what was expected, the source what was found. */
+static mls_code check_shapes(const mls_tensor *dst, const mls_tensor *src, mls_status *st)
+{
+    char wanted[MLS_FACT_BYTES], found[MLS_FACT_BYTES];
+    size_t count;
+    if (!same_shape(dst, src)) {
+        mls_shape_text(wanted, sizeof wanted, dst->rank, dst->shape);
+        mls_shape_text(found, sizeof found, src->rank, src->shape);
+        mls_fail(st, MLS_E_SHAPE, "an array of shape %s cannot be added to one of %s",
+                 found, wanted);
+        mls_status_expected(st, "%s", wanted);
+        mls_status_got(st, "%s", found);
+        return MLS_E_SHAPE;
+    }
+    if (!mls_tensor_count(dst, &count)) {
+        return mls_fail(st, MLS_E_SIZE, "an array of more elements than memory has");
+    }
+    return MLS_OK;
+}
+
+/* Two floats, the first of which can be rounded to, or two equal dtypes with a sum. */
+static bool dtypes_add(mls_dtype dst, mls_dtype src)
+{
+    if (dst == src) {
+        return mls_reduce_scalar.same[MLS_REDUCE_SUM][part_of(dst)] != NULL;
+    }
+    return dst != MLS_C64 && src != MLS_C64 && is_summed(dst) && is_float(src);
+}
+
+/* A NaN for a scale would ruin everything and is a mistake for certain. */
+static mls_code check_scale(mls_dtype dst, mls_dtype src, double scale, mls_status *st)
+{
+    const bool wide = dst == MLS_F64 || src == MLS_F64;
+    if (!is_summed(dst) && is_not_one(scale)) {
+        return mls_fail(st, MLS_E_VALUE, "%s cannot be scaled by %g: only floats can",
+                        mls_dtype_of(dst)->name, scale);
+    }
+    if (!is_number(scale, wide)) {
+        return mls_fail(st, MLS_E_VALUE,
+                        "a scale of %g is no number in %s, in which the sum is computed",
+                        scale, wide ? "float64" : "float32");
+    }
+    return MLS_OK;
+}
+
+/* Whether two views are the same elements at the same places. */
+static bool same_view(const mls_tensor *a, const mls_tensor *b)
+{
+    bool same = a->data == b->data && a->dtype == b->dtype;
+    for (int axis = 0; same && axis < a->rank; axis++) {
+        same = a->shape[axis] <= 1 || a->strides[axis] == b->strides[axis];
+    }
+    return same;
+}
+
+/* Whether an axis of a view stands still: one element has several places then. */
+static bool repeats(const mls_tensor *t)
+{
+    bool found = false, empty = false;
+    for (int axis = 0; axis < t->rank; axis++) {
+        found = found || (t->shape[axis] > 1 && t->strides[axis] == 0);
+        empty = empty || t->shape[axis] == 0;
+    }
+    return found && !empty;
+}
+
+/* Cheap questions first. */
+mls_code mls_accumulate_check(const mls_tensor *dst, const mls_tensor *src, double scale,
+                              mls_status *st)
+{
+    if (check_shapes(dst, src, st) != MLS_OK) {
+        return st->code;
+    }
+    if (!dtypes_add(dst->dtype, src->dtype)) {
+        mls_fail(st, MLS_E_DTYPE, "%s cannot be added to %s",
+                 mls_dtype_of(src->dtype)->name, mls_dtype_of(dst->dtype)->name);
+        mls_status_expected(st, "%s", mls_dtype_of(dst->dtype)->name);
+        mls_status_got(st, "%s", mls_dtype_of(src->dtype)->name);
+        return MLS_E_DTYPE;
+    }
+    if (check_scale(dst->dtype, src->dtype, scale, st) != MLS_OK) {
+        return st->code;
+    }
+    if (repeats(dst)) {
+        return mls_fail(st, MLS_E_OVERLAP,
+                        "nothing can be added to an array that repeats its elements");
+    }
+    if (mls_tensor_overlap(dst, src) && !same_view(dst, src)) {
+        return mls_fail(st, MLS_E_OVERLAP,
+                        "an array cannot be added to one that it shares memory with, "
+                        "unless they are the same: copy it first");
+    }
+    return MLS_OK;
+}
+
+/* ---- strided views ---- */
+
+/* Spread `count` packed items out, `stride` apart. */
+static void scatter(unsigned char *to, ptrdiff_t stride, const unsigned char *packed,
+                    size_t item, size_t count)
+{
+    for (size_t i = 0; i < count; i++, to += stride) {
+        memcpy(to, packed + i * item, item);
+    }
+}
+
+/* Whether a run of such elements is plain memory. */
+static bool is_plain(const mls_tensor *t, ptrdiff_t step)
+{
+    const size_t item = mls_tensor_item_bytes(t);
+    return step == (ptrdiff_t)item && (!t->swapped || item == 1);
+}
+
+/* Collect elements, in this machine's byte order. */
+static void fetch(unsigned char *packed, const mls_tensor *t, const unsigned char *at,
+                  ptrdiff_t step, size_t count)
+{
+    const size_t item = mls_tensor_item_bytes(t);
+    mls_gather(packed, at, step, item, count);
+    if (t->swapped && item > 1) {
+        mls_swap_items(packed, count * item, mls_swap_unit(t->dtype));
+    }
+}
+
+/* The other way; `packed` is of no use afterwards. */
+static void put_back(const mls_tensor *t, unsigned char *at, ptrdiff_t step,
+                     unsigned char *packed, size_t count)
+{
+    const size_t item = mls_tensor_item_bytes(t);
+    if (t->swapped && item > 1) {
+        mls_swap_items(packed, count * item, mls_swap_unit(t->dtype));
+    }
+    scatter(at, step, packed, item, count);
+}
+
+/* A job over memory that is packed, at other places: its elements and their sources. */
+static void run_at(const job *like, unsigned char *out, const unsigned char *src,
+                   size_t count)
+{
+    const void *const sources[] = {out, src};
+    job j = *like;
+    j.out = out;
+    j.src = src;
+    if (j.sources != NULL) {
+        j.sources = sources;
+    }
+    j.step(&j, 0, count * parts_of(j.dtype));
+}
+
+/* One run of both views, CHUNK elements at a time.  Without a source there is just `t`.
+ */
+static void step_chunks(const job *j, const mls_tensor *t, const mls_tensor *src,
+                        const mls_walk *w, unsigned char *at, const unsigned char *other)
+{
+    unsigned char packed[CHUNK * 8], added[CHUNK * 8];
+    for (size_t done = 0; done < w->length; done += CHUNK) {
+        const size_t rest = w->length - done, count = rest < CHUNK ? rest : CHUNK;
+        fetch(packed, t, at, w->a_step, count);
+        if (src != NULL) {
+            fetch(added, src, other, w->b_step, count);
+            other += w->b_step * (ptrdiff_t)count;
+        }
+        run_at(j, packed, added, count);
+        put_back(t, at, w->a_step, packed, count);
+        at += w->a_step * (ptrdiff_t)count;
+    }
+}
+
+/* The step of a job for all elements of views that are not packed, in any order. */
+static void walk_step(const job *j, const mls_tensor *t, const mls_tensor *src)
+{
+    mls_walk w;
+    ptrdiff_t at = 0, other = 0;
+    if (!mls_walk_init(&w, t, src)) {
+        return;
+    }
+    const bool plain = is_plain(t, w.a_step) && (src == NULL || is_plain(src, w.b_step));
+    do {
+        const unsigned char *from = src == NULL ? t->data + at : src->data + other;
+        if (plain) {
+            run_at(j, t->data + at, from, w.length);
+        } else {
+            step_chunks(j, t, src, &w, t->data + at, from);
+        }
+    } while (mls_walk_next(&w, &at, &other));
+}
+
+/* Both in C order, packed, and in this machine's byte order. */
+static bool is_packed(const mls_tensor *t)
+{
+    return mls_tensor_is_contiguous(t) && (!t->swapped || mls_tensor_item_bytes(t) == 1);
+}
+
+/* Rows of the innermost axis in C order: unlike mls_walk_init, which may reorder. */
+static bool rows_of(mls_walk *w, const mls_tensor *t)
+{
+    *w = (mls_walk){.length = 1,
+                    .a_step = (ptrdiff_t)mls_tensor_item_bytes(t),
+                    .rank = t->rank > 0 ? t->rank - 1 : 0};
+    for (int axis = 0; axis < t->rank; axis++) {
+        if (t->shape[axis] == 0) {
+            return false;
+        }
+        w->shape[axis] = t->shape[axis];
+        w->a_strides[axis] = w->b_strides[axis] = t->strides[axis];
+    }
+    if (t->rank > 0) {
+        w->length = t->shape[w->rank];
+        w->a_step = t->strides[w->rank];
+    }
+    return true;
+}
+
+/* A block that is being filled, and what it is tallied with. */
+typedef struct gathered {
+    job j;
+    size_t filled; /* elements */
+    unsigned char items[MLS_TALLY_BLOCK * 8];
+} gathered;
+
+/* The block is full, or all there is. */
+static void gathered_tally(gathered *g, mls_tally *tally)
+{
+    g->j.out = g->items;
+    g->j.count = g->filled * parts_of(g->j.dtype);
+    job_run(&g->j, NULL, tally);
+    g->filled = 0;
+}
+
+/* Elements in C order, collected block by block. */
+static void tally_strided(const mls_reduce_kernels *k, const mls_tensor *t,
+                          mls_tally *tally)
+{
+    mls_walk w;
+    gathered g; /* large: only what is filled is read */
+    const size_t item = mls_tensor_item_bytes(t);
+    ptrdiff_t at = 0, unused = 0;
+    g.j = job_over(k, t->dtype, NULL, 0, true);
+    g.filled = 0;
+    if (!rows_of(&w, t)) {
+        return;
+    }
+    do {
+        const unsigned char *from = t->data + at;
+        for (size_t done = 0; done < w.length;) {
+            const size_t room = MLS_TALLY_BLOCK - g.filled, rest = w.length - done;
+            const size_t count = rest < room ? rest : room;
+            fetch(g.items + g.filled * item, t, from, w.a_step, count);
+            from += w.a_step * (ptrdiff_t)count;
+            done += count;
+            g.filled += count;
+            if (g.filled == MLS_TALLY_BLOCK) {
+                gathered_tally(&g, tally);
+            }
+        }
+    } while (mls_walk_next(&w, &at, &unused));
+    gathered_tally(&g, tally);
+}
+
+/* A job whose step works in place on `t`, with `src` or without. */
+static void run_on(mls_cpu cpu, mls_pool *pool, job *j, const mls_tensor *t,
+                   const mls_tensor *src, mls_tally *tally)
+{
+    if (is_packed(t) && (src == NULL || is_packed(src))) {
+        job_run(j, pool, tally);
+        return;
+    }
+    walk_step(j, t, src);
+    if (tally != NULL) {
+        mls_tally_of(cpu, pool, t, tally);
+    }
+}
+
+/* ---- dst += scale * src, t *= factor, and figures alone ---- */
+
+/* A stretch of both. */
+static void add_step(const job *j, size_t start, size_t n)
+{
+    j->add(j->out + start * j->item, j->src + start * j->src_item, n, j->number);
+}
+
+/* As above. */
+static void scale_step(const job *j, size_t start, size_t n)
+{
+    j->scale(j->out + start * j->item, n, j->number);
+}
+
+/* Integers have no scale: theirs is a sum of two sources, the first of which is `dst`. */
+mls_code mls_accumulate(mls_cpu cpu, mls_pool *pool, const mls_tensor *dst,
+                        const mls_tensor *src, double scale, mls_tally *tally,
+                        mls_status *st)
+{
+    const mls_reduce_kernels *k = kernels_of(cpu);
+    const void *const sources[] = {dst->data, src->data};
+    size_t count = 0;
+    if (mls_accumulate_check(dst, src, scale, st) != MLS_OK) {
+        return st->code;
+    }
+    (void)mls_tensor_count(dst, &count); /* checked to fit */
+    job j = job_over(k, dst->dtype, dst->data, count, tally != NULL);
+    j.number = scale;
+    if (is_summed(dst->dtype)) {
+        j.step = add_step;
+        j.add = add_kernel(k, part_of(dst->dtype), part_of(src->dtype));
+        j.src = src->data;
+        j.src_item = mls_tensor_item_bytes(src) / parts_of(src->dtype);
+    } else {
+        const mls_reduction r = {.dtype = dst->dtype, .out_dtype = dst->dtype};
+        j.step = reduce_step;
+        j.reduce = reduce_kernel(k, &r);
+        j.sources = sources;
+        j.source_count = 2;
+    }
+    run_on(cpu, pool, &j, dst, src, tally);
+    return MLS_OK;
+}
+
+/* As mls_accumulate_check. */
+mls_code mls_scale_check(const mls_tensor *t, double factor, mls_status *st)
+{
+    const char *name = mls_dtype_of(t->dtype)->name;
+    size_t count;
+    if (!is_summed(t->dtype)) {
+        mls_fail(st, MLS_E_DTYPE,
+                 "%s cannot be scaled: only float16, bfloat16, float32, float64 and "
+                 "complex64 can",
+                 name);
+        mls_status_got(st, "%s", name);
+        return MLS_E_DTYPE;
+    }
+    if (!is_number(factor, t->dtype == MLS_F64)) {
+        return mls_fail(st, MLS_E_VALUE, "%s cannot be scaled by %g", name, factor);
+    }
+    if (repeats(t)) {
+        return mls_fail(st, MLS_E_OVERLAP,
+                        "an array that repeats its elements cannot be scaled");
+    }
+    return mls_tensor_count(t, &count)
+               ? MLS_OK
+               : mls_fail(st, MLS_E_SIZE, "an array of more elements than memory has");
+}
+
+mls_code mls_scale(mls_cpu cpu, mls_pool *pool, const mls_tensor *t, double factor,
+                   mls_status *st)
+{
+    const mls_reduce_kernels *k = kernels_of(cpu);
+    size_t count = 0;
+    if (mls_scale_check(t, factor, st) != MLS_OK) {
+        return st->code;
+    }
+    (void)mls_tensor_count(t, &count); /* checked to fit */
+    job j = job_over(k, t->dtype, t->data, count, false);
+    const mls_dtype part = part_of(t->dtype);
+    j.step = scale_step;
+    j.scale = k->scale[part] != NULL ? k->scale[part] : mls_reduce_scalar.scale[part];
+    j.number = factor;
+    run_on(cpu, pool, &j, t, NULL, NULL);
+    return MLS_OK;
+}
+
+/* An array of more elements than a size_t counts can only be one of strides of 0; it is
+ * taken row by row like every other that is not packed. */
+void mls_tally_of(mls_cpu cpu, mls_pool *pool, const mls_tensor *t, mls_tally *tally)
+{
+    const mls_reduce_kernels *k = kernels_of(cpu);
+    size_t count = 0;
+    if (is_packed(t) && mls_tensor_count(t, &count)) {
+        job j = job_over(k, t->dtype, t->data, count, true);
+        job_run(&j, pool, tally);
+    } else {
+        tally_strided(k, t, tally);
+    }
+}

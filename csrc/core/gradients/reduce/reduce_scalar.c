@@ -1,0 +1,374 @@
+/* reduce_scalar: the oracle.  Plain C, one element at a time, for every dtype.
+ *
+ * These kernels are what every vector kernel is compared with, bit for bit, and what it
+ * calls for the ends of a run that fill no vector.  They are written to be read: each is
+ * a loop round get, one operation and put, and the rules of rounding are in float_convert.h.
+ *
+ * The compiler never contracts a product and a sum into one rounding here: the build
+ * says -ffp-contract=off.
+ */
+#include "gradients/reduce/reduce_kernels.h"
+
+#include <math.h>
+
+/* ---- one element from memory, and to it ---- */
+
+/* An item as `type`, from any address, then decoded: exact in all cases. */
+#define DEFINE_GET(name, stored, type, expression)                                       \
+    static inline type get_##name(const unsigned char *at)                               \
+    {                                                                                    \
+        stored x;                                                                        \
+        memcpy(&x, at, sizeof x);                                                        \
+        return (expression);                                                             \
+    }
+
+DEFINE_GET(f16, uint16_t, float, mls_f32_from_f16(x))
+DEFINE_GET(bf16, uint16_t, float, mls_f32_from_bf16(x))
+DEFINE_GET(f32, float, float, x)
+DEFINE_GET(f64, double, double, x)
+DEFINE_GET(e4m3, uint8_t, float, (float)mls_f64_from_e4m3(x))
+DEFINE_GET(e5m2, uint8_t, float, (float)mls_f64_from_e5m2(x))
+DEFINE_GET(e8m0, uint8_t, float, (float)mls_f64_from_e8m0(x))
+DEFINE_GET(e4m3fnuz, uint8_t, float, (float)mls_f64_from_e4m3fnuz(x))
+DEFINE_GET(e5m2fnuz, uint8_t, float, (float)mls_f64_from_e5m2fnuz(x))
+DEFINE_GET(i8, int8_t, int8_t, x)
+DEFINE_GET(i16, int16_t, int16_t, x)
+DEFINE_GET(i32, int32_t, int32_t, x)
+DEFINE_GET(i64, int64_t, int64_t, x)
+DEFINE_GET(u8, uint8_t, uint8_t, x)
+DEFINE_GET(u16, uint16_t, uint16_t, x)
+DEFINE_GET(u32, uint32_t, uint32_t, x)
+DEFINE_GET(u64, uint64_t, uint64_t, x)
+
+/* Round `value`, which has the given type, to an item and store it: nothing is rounded
+ * to 16 bits anywhere else.  8-bit floats are only read, and have no put. */
+#define DEFINE_PUT(name, stored, type, expression)                                       \
+    static inline void put_##name(unsigned char *at, type value)                         \
+    {                                                                                    \
+        const stored y = (expression);                                                   \
+        memcpy(at, &y, sizeof y);                                                        \
+    }
+
+DEFINE_PUT(f16, uint16_t, float, mls_f16_from_f32(value))
+DEFINE_PUT(bf16, uint16_t, float, mls_bf16_from_f32(value))
+DEFINE_PUT(f32, float, float, value)
+DEFINE_PUT(f64, double, double, value)
+DEFINE_PUT(i8, int8_t, int8_t, value)
+DEFINE_PUT(i16, int16_t, int16_t, value)
+DEFINE_PUT(i32, int32_t, int32_t, value)
+DEFINE_PUT(i64, int64_t, int64_t, value)
+DEFINE_PUT(u8, uint8_t, uint8_t, value)
+DEFINE_PUT(u16, uint16_t, uint16_t, value)
+DEFINE_PUT(u32, uint32_t, uint32_t, value)
+DEFINE_PUT(u64, uint64_t, uint64_t, value)
+/* what was computed in float64, as the conversions of copy.h round it */
+DEFINE_PUT(f16_f64, uint16_t, double, mls_f16_from_f64(value))
+DEFINE_PUT(bf16_f64, uint16_t, double, mls_bf16_from_f32((float)value))
+DEFINE_PUT(f32_f64, float, double, (float)value)
+
+/* ---- sums, minima, maxima ---- */
+
+/* The next value y joins what x is so far.  Integers are added without a sign, where
+ * wrapping is defined. */
+#define ADD(x, y)              ((x) + (y))
+#define WRAP(type, wide, x, y) ((type)((wide)(x) + (wide)(y)))
+/* y's NaN is taken; x's stays, since y is not below it; so does x where they are equal,
+ * as the two zeros are */
+#define LEAST(x, y)            ((y) < (x) || isnan(y) ? (y) : (x))
+#define MOST(x, y)             ((y) > (x) || isnan(y) ? (y) : (x))
+#define LEAST_INTEGER(x, y)    ((y) < (x) ? (y) : (x))
+#define MOST_INTEGER(x, y)     ((y) > (x) ? (y) : (x))
+
+/* A kernel over items that are read as `type`; `join` has x, so far, and y, the next;
+ * `finish` is what becomes of x in the end.  Sources are joined in their order, which is
+ * what fixes the bits of a sum.  An element is read from all of them before it is stored,
+ * so that `out` may be one of them where items are equally large. */
+#define DEFINE_REDUCE(name, from, to, type, join, finish, from_bytes, to_bytes)          \
+    static void name(void *out, const void *const *sources, size_t count, size_t start,  \
+                     size_t n, double divisor)                                           \
+    {                                                                                    \
+        (void)divisor;                                                                   \
+        for (size_t i = start; i < start + n; i++) {                                     \
+            type x = get_##from((const unsigned char *)sources[0] + i * (from_bytes));   \
+            for (size_t s = 1; s < count; s++) {                                         \
+                const type y =                                                           \
+                    get_##from((const unsigned char *)sources[s] + i * (from_bytes));    \
+                x = (join);                                                              \
+            }                                                                            \
+            put_##to((unsigned char *)out + i * (to_bytes), (finish));                   \
+        }                                                                                \
+    }
+
+/* The sum and both extremes of a float, into `to`.  Dividing by 1 changes nothing.  The
+ * sum is divided before it is rounded to 16 bits, in the type that it was computed in. */
+#define DEFINE_FLOAT_SUM(name, from, to, type, from_bytes, to_bytes)                     \
+    DEFINE_REDUCE(name, from, to, type, ADD(x, y), x / (type)divisor, from_bytes,        \
+                  to_bytes)
+#define DEFINE_FLOAT_EXTREMES(name, from, to, type, from_bytes, to_bytes)                \
+    DEFINE_REDUCE(min_##name, from, to, type, LEAST(x, y), x, from_bytes, to_bytes)      \
+    DEFINE_REDUCE(max_##name, from, to, type, MOST(x, y), x, from_bytes, to_bytes)
+
+/* "wide" ends in float32.  The 8-bit floats have that alone: a sum of theirs is seldom an
+ * 8-bit float itself. */
+DEFINE_FLOAT_SUM(sum_f16, f16, f16, float, 2, 2)
+DEFINE_FLOAT_SUM(sum_bf16, bf16, bf16, float, 2, 2)
+DEFINE_FLOAT_SUM(sum_f32, f32, f32, float, 4, 4)
+DEFINE_FLOAT_SUM(sum_f64, f64, f64, double, 8, 8)
+DEFINE_FLOAT_SUM(sum_wide_f16, f16, f32, float, 2, 4)
+DEFINE_FLOAT_SUM(sum_wide_bf16, bf16, f32, float, 2, 4)
+DEFINE_FLOAT_SUM(sum_wide_e4m3, e4m3, f32, float, 1, 4)
+DEFINE_FLOAT_SUM(sum_wide_e5m2, e5m2, f32, float, 1, 4)
+DEFINE_FLOAT_SUM(sum_wide_e8m0, e8m0, f32, float, 1, 4)
+DEFINE_FLOAT_SUM(sum_wide_e4m3fnuz, e4m3fnuz, f32, float, 1, 4)
+DEFINE_FLOAT_SUM(sum_wide_e5m2fnuz, e5m2fnuz, f32, float, 1, 4)
+DEFINE_FLOAT_EXTREMES(f16, f16, f16, float, 2, 2)
+DEFINE_FLOAT_EXTREMES(bf16, bf16, bf16, float, 2, 2)
+DEFINE_FLOAT_EXTREMES(f32, f32, f32, float, 4, 4)
+DEFINE_FLOAT_EXTREMES(f64, f64, f64, double, 8, 8)
+DEFINE_FLOAT_EXTREMES(wide_f16, f16, f32, float, 2, 4)
+DEFINE_FLOAT_EXTREMES(wide_bf16, bf16, f32, float, 2, 4)
+DEFINE_FLOAT_EXTREMES(wide_e4m3, e4m3, f32, float, 1, 4)
+DEFINE_FLOAT_EXTREMES(wide_e5m2, e5m2, f32, float, 1, 4)
+DEFINE_FLOAT_EXTREMES(wide_e8m0, e8m0, f32, float, 1, 4)
+DEFINE_FLOAT_EXTREMES(wide_e4m3fnuz, e4m3fnuz, f32, float, 1, 4)
+DEFINE_FLOAT_EXTREMES(wide_e5m2fnuz, e5m2fnuz, f32, float, 1, 4)
+
+/* Signed types are summed by the kernel of the unsigned one: the bits are the same. */
+#define DEFINE_INTEGER_SUM(name, type, wide)                                             \
+    DEFINE_REDUCE(sum_##name, name, name, type, WRAP(type, wide, x, y), x, sizeof(type), \
+                  sizeof(type))
+#define DEFINE_INTEGER_EXTREMES(name, type)                                              \
+    DEFINE_REDUCE(min_##name, name, name, type, LEAST_INTEGER(x, y), x, sizeof(type),    \
+                  sizeof(type))                                                          \
+    DEFINE_REDUCE(max_##name, name, name, type, MOST_INTEGER(x, y), x, sizeof(type),     \
+                  sizeof(type))
+
+DEFINE_INTEGER_SUM(u8, uint8_t, uint32_t)
+DEFINE_INTEGER_SUM(u16, uint16_t, uint32_t)
+DEFINE_INTEGER_SUM(u32, uint32_t, uint32_t)
+DEFINE_INTEGER_SUM(u64, uint64_t, uint64_t)
+DEFINE_INTEGER_EXTREMES(i8, int8_t)
+DEFINE_INTEGER_EXTREMES(i16, int16_t)
+DEFINE_INTEGER_EXTREMES(i32, int32_t)
+DEFINE_INTEGER_EXTREMES(i64, int64_t)
+DEFINE_INTEGER_EXTREMES(u8, uint8_t)
+DEFINE_INTEGER_EXTREMES(u16, uint16_t)
+DEFINE_INTEGER_EXTREMES(u32, uint32_t)
+DEFINE_INTEGER_EXTREMES(u64, uint64_t)
+
+/* ---- dst += scale * src ---- */
+
+/* Product and sum are rounded each: two statements, so that no reader takes them for
+ * one.  `scale` is rounded to the type first; the caller made sure that it stays finite.
+ * dst and src may be the same items, as each is read before it is written. */
+#define DEFINE_ADD(to, from, put, type, to_bytes, from_bytes)                            \
+    static void add_##to##_##from(void *dst, const void *src, size_t n, double scale)    \
+    {                                                                                    \
+        unsigned char *at = dst;                                                         \
+        const unsigned char *other = src;                                                \
+        for (size_t i = 0; i < n; i++) {                                                 \
+            const type product = (type)scale * (type)get_##from(other);                  \
+            put(at, (type)get_##to(at) + product);                                       \
+            at += (to_bytes), other += (from_bytes);                                     \
+        }                                                                                \
+    }
+
+/* One source into each float.  Any float64 in it makes it a sum of float64. */
+#define DEFINE_ADDS(from, from_bytes)                                                    \
+    DEFINE_ADD(f16, from, put_f16, float, 2, from_bytes)                                 \
+    DEFINE_ADD(bf16, from, put_bf16, float, 2, from_bytes)                               \
+    DEFINE_ADD(f32, from, put_f32, float, 4, from_bytes)                                 \
+    DEFINE_ADD(f64, from, put_f64, double, 8, from_bytes)
+
+DEFINE_ADDS(f16, 2)
+DEFINE_ADDS(bf16, 2)
+DEFINE_ADDS(f32, 4)
+DEFINE_ADD(f16, f64, put_f16_f64, double, 2, 8)
+DEFINE_ADD(bf16, f64, put_bf16_f64, double, 2, 8)
+DEFINE_ADD(f32, f64, put_f32_f64, double, 4, 8)
+DEFINE_ADD(f64, f64, put_f64, double, 8, 8)
+DEFINE_ADDS(e4m3, 1)
+DEFINE_ADDS(e5m2, 1)
+DEFINE_ADDS(e8m0, 1)
+DEFINE_ADDS(e4m3fnuz, 1)
+DEFINE_ADDS(e5m2fnuz, 1)
+
+/* ---- items *= factor ---- */
+
+/* As above: the factor is rounded to the type that the product is computed in. */
+#define DEFINE_SCALE(name, type, bytes)                                                  \
+    static void scale_##name(void *items, size_t n, double factor)                       \
+    {                                                                                    \
+        unsigned char *at = items;                                                       \
+        for (size_t i = 0; i < n; i++, at += (bytes)) {                                  \
+            put_##name(at, get_##name(at) * (type)factor);                               \
+        }                                                                                \
+    }
+
+DEFINE_SCALE(f16, float, 2)
+DEFINE_SCALE(bf16, float, 2)
+DEFINE_SCALE(f32, float, 4)
+DEFINE_SCALE(f64, double, 8)
+
+/* ---- tallies ---- */
+
+/* Every value as a double first, so that only the squares of integers and of float64
+ * beyond 26 bits are rounded before they are added.  There are as many lanes as the
+ * widest registers have places, several times over; narrower kernels keep the same lanes
+ * in more of them, and so all find the same bits. */
+#define DEFINE_SQUARES(name, bytes)                                                      \
+    static double squares_##name(const void *items, size_t n)                            \
+    {                                                                                    \
+        const unsigned char *at = items;                                                 \
+        double lanes[MLS_SQUARE_LANES] = {0};                                            \
+        for (size_t i = 0; i < n; i++, at += (bytes)) {                                  \
+            const double x = (double)get_##name(at);                                     \
+            const double square = x * x;                                                 \
+            lanes[i % MLS_SQUARE_LANES] += square;                                       \
+        }                                                                                \
+        return mls_fold_squares(lanes);                                                  \
+    }
+
+DEFINE_SQUARES(f16, 2)
+DEFINE_SQUARES(bf16, 2)
+DEFINE_SQUARES(f32, 4)
+DEFINE_SQUARES(f64, 8)
+DEFINE_SQUARES(e4m3, 1)
+DEFINE_SQUARES(e5m2, 1)
+DEFINE_SQUARES(e8m0, 1)
+DEFINE_SQUARES(e4m3fnuz, 1)
+DEFINE_SQUARES(e5m2fnuz, 1)
+DEFINE_SQUARES(i8, 1)
+DEFINE_SQUARES(i16, 2)
+DEFINE_SQUARES(i32, 4)
+DEFINE_SQUARES(i64, 8)
+DEFINE_SQUARES(u8, 1)
+DEFINE_SQUARES(u16, 2)
+DEFINE_SQUARES(u32, 4)
+DEFINE_SQUARES(u64, 8)
+
+/* One item as a double; integers are not looked at, being finite. */
+static double value_at(mls_dtype dtype, const unsigned char *at)
+{
+    switch (dtype) {
+    case MLS_F16:
+        return (double)get_f16(at);
+    case MLS_BF16:
+        return (double)get_bf16(at);
+    case MLS_F32:
+        return (double)get_f32(at);
+    case MLS_F64:
+        return get_f64(at);
+    case MLS_F8_E4M3:
+        return (double)get_e4m3(at);
+    case MLS_F8_E5M2:
+        return (double)get_e5m2(at);
+    case MLS_F8_E8M0:
+        return (double)get_e8m0(at);
+    case MLS_F8_E4M3FNUZ:
+        return (double)get_e4m3fnuz(at);
+    case MLS_F8_E5M2FNUZ:
+        return (double)get_e5m2fnuz(at);
+    default:
+        return 0;
+    }
+}
+
+/* A complex number counts once, however many of its parts are not finite. */
+uint64_t mls_reduce_nonfinite(mls_dtype dtype, const void *items, size_t n)
+{
+    const bool complex = dtype == MLS_C64;
+    const mls_dtype part = complex ? MLS_F32 : dtype;
+    const size_t item = mls_dtype_of(dtype)->item_bytes;
+    uint64_t found = 0;
+    for (size_t i = 0; i < n; i++) {
+        const unsigned char *at = (const unsigned char *)items + i * item;
+        found += !isfinite(value_at(part, at)) ||
+                 (complex && !isfinite(value_at(part, at + 4)));
+    }
+    return found;
+}
+
+/* ---- the table ---- */
+
+/* The floats that there are no kernels to store have entries of their own in `wide`.  A
+ * bool is a byte of 0 or 1 here; it has extremes, which are "and" and "or", but no sum.
+ */
+#define EXTREMES_SAME(op)                                                                \
+    {                                                                                    \
+        [MLS_F16] = op##_f16, [MLS_BF16] = op##_bf16, [MLS_F32] = op##_f32,              \
+        [MLS_F64] = op##_f64, [MLS_I8] = op##_i8,     [MLS_I16] = op##_i16,              \
+        [MLS_I32] = op##_i32, [MLS_I64] = op##_i64,   [MLS_U8] = op##_u8,                \
+        [MLS_U16] = op##_u16, [MLS_U32] = op##_u32,   [MLS_U64] = op##_u64,              \
+        [MLS_BOOL] = op##_u8,                                                            \
+    }
+#define WIDE(op)                                                                         \
+    {                                                                                    \
+        [MLS_F16] = op##_wide_f16,                                                       \
+        [MLS_BF16] = op##_wide_bf16,                                                     \
+        [MLS_F8_E4M3] = op##_wide_e4m3,                                                  \
+        [MLS_F8_E5M2] = op##_wide_e5m2,                                                  \
+        [MLS_F8_E8M0] = op##_wide_e8m0,                                                  \
+        [MLS_F8_E4M3FNUZ] = op##_wide_e4m3fnuz,                                          \
+        [MLS_F8_E5M2FNUZ] = op##_wide_e5m2fnuz,                                          \
+    }
+#define ADD_TO(dst)                                                                      \
+    {                                                                                    \
+        [MLS_F16] = add_##dst##_f16,                                                     \
+        [MLS_BF16] = add_##dst##_bf16,                                                   \
+        [MLS_F32] = add_##dst##_f32,                                                     \
+        [MLS_F64] = add_##dst##_f64,                                                     \
+        [MLS_F8_E4M3] = add_##dst##_e4m3,                                                \
+        [MLS_F8_E5M2] = add_##dst##_e5m2,                                                \
+        [MLS_F8_E8M0] = add_##dst##_e8m0,                                                \
+        [MLS_F8_E4M3FNUZ] = add_##dst##_e4m3fnuz,                                        \
+        [MLS_F8_E5M2FNUZ] = add_##dst##_e5m2fnuz,                                        \
+    }
+
+/* Complete by itself: what is NULL here no dtype check lets through.  Integers are not in
+ * `add` and `scale`, which are for floats: reduce.c adds them by the kernels of sums. */
+const mls_reduce_kernels mls_reduce_scalar = {
+    .same = {[MLS_REDUCE_SUM] = {[MLS_F16] = sum_f16,
+                                 [MLS_BF16] = sum_bf16,
+                                 [MLS_F32] = sum_f32,
+                                 [MLS_F64] = sum_f64,
+                                 [MLS_I8] = sum_u8,
+                                 [MLS_I16] = sum_u16,
+                                 [MLS_I32] = sum_u32,
+                                 [MLS_I64] = sum_u64,
+                                 [MLS_U8] = sum_u8,
+                                 [MLS_U16] = sum_u16,
+                                 [MLS_U32] = sum_u32,
+                                 [MLS_U64] = sum_u64},
+             [MLS_REDUCE_MIN] = EXTREMES_SAME(min),
+             [MLS_REDUCE_MAX] = EXTREMES_SAME(max)},
+    .wide = {[MLS_REDUCE_SUM] = WIDE(sum),
+             [MLS_REDUCE_MIN] = WIDE(min),
+             [MLS_REDUCE_MAX] = WIDE(max)},
+    .add = {[MLS_F16] = ADD_TO(f16),
+            [MLS_BF16] = ADD_TO(bf16),
+            [MLS_F32] = ADD_TO(f32),
+            [MLS_F64] = ADD_TO(f64)},
+    .scale = {[MLS_F16] = scale_f16,
+              [MLS_BF16] = scale_bf16,
+              [MLS_F32] = scale_f32,
+              [MLS_F64] = scale_f64},
+    .squares = {[MLS_F16] = squares_f16,
+                [MLS_BF16] = squares_bf16,
+                [MLS_F32] = squares_f32,
+                [MLS_F64] = squares_f64,
+                [MLS_I8] = squares_i8,
+                [MLS_I16] = squares_i16,
+                [MLS_I32] = squares_i32,
+                [MLS_I64] = squares_i64,
+                [MLS_U8] = squares_u8,
+                [MLS_U16] = squares_u16,
+                [MLS_U32] = squares_u32,
+                [MLS_U64] = squares_u64,
+                [MLS_BOOL] = squares_u8,
+                [MLS_F8_E4M3] = squares_e4m3,
+                [MLS_F8_E5M2] = squares_e5m2,
+                [MLS_F8_E8M0] = squares_e8m0,
+                [MLS_F8_E4M3FNUZ] = squares_e4m3fnuz,
+                [MLS_F8_E5M2FNUZ] = squares_e5m2fnuz},
+};

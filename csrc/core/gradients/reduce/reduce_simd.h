@@ -1,0 +1,599 @@
+/* reduce_lanes: the kernels of a vector table, written once for any width.
+ *
+ * Private to reduce_avx2.c, reduce_avx512.c and reduce_neon.c, which include it after
+ * they have defined:
+ *   TARGET             the attribute that lets a function use the instruction set
+ *   WIDTH              bytes of a register
+ *   floats, doubles    a register of each; + * / on them are the compiler's own
+ *   floats_X           WIDTH / 4 items of dtype X from memory as floats, exactly
+ *   store_X            the other way, rounded to nearest even
+ *   kept_X             floats as they are once store_X has rounded them (not for bf16)
+ *   lower_half, upper_half    half of the floats of a register as doubles, exactly
+ *   doubles_X          WIDTH / 8 items of dtype X from memory as doubles, exactly
+ *   store_f64, repeat, repeat_f64    one register to memory; one number in all lanes
+ *   even_bf16, odd_bf16    every other item of a register full of bfloat16, as floats
+ *   join_bf16          the other way, rounded to nearest even
+ *
+ * Addresses may be any.  What fills no register at the end of a run is the oracle's.
+ */
+#ifndef MLS_REDUCE_LANES_H
+#define MLS_REDUCE_LANES_H
+
+#include <string.h>
+
+#define MLS_INLINED static inline __attribute__((always_inline))
+
+/* Loops over the registers of an array of them must go, or the array is kept in memory.
+ */
+#if defined(__clang__)
+#    define MLS_UNROLLED /* does it anyway */
+#else
+#    define MLS_UNROLLED _Pragma("GCC unroll 16")
+#endif
+
+enum {
+    FLOATS = WIDTH / 4,
+    DOUBLES = WIDTH / 8,
+    AHEAD = 2048, /* bytes asked for in advance: bfloat16 gains a quarter */
+    PAGE = 4096,  /* where processors that follow a run stop following it */
+    TOGETHER = 4, /* registers in flight, so that none waits for another's sum */
+    SQUARES = MLS_SQUARE_LANES / DOUBLES /* registers that hold the lanes of a tally */
+};
+
+/* Any of floats_X, store_X and doubles_X.  Always constants where they are passed, and
+ * inlined with their caller: no pointer is left in the machine code. */
+typedef floats (*floats_function)(const unsigned char *items);
+typedef void (*store_function)(unsigned char *items, floats values);
+typedef floats (*kept_function)(floats values);
+typedef doubles (*doubles_function)(const unsigned char *items);
+
+/* Ask for the cache lines of `bytes` bytes; a wish, which may reach past the end: a
+ * prefetch of memory that is not there does nothing. */
+MLS_INLINED void ask_for(const void *address, size_t bytes)
+{
+    MLS_UNROLLED
+    for (size_t line = 0; line < bytes; line += 64) {
+        __builtin_prefetch((const void *)((uintptr_t)address + line));
+    }
+}
+
+/* Ask for what comes after a step of `bytes` bytes in a run: line by line, or, by
+ * `pages`, for the first line of the next page alone, once in a page. */
+MLS_INLINED void ask_ahead(const void *address, size_t bytes, bool pages)
+{
+    if (!pages) {
+        ask_for((const void *)((uintptr_t)address + AHEAD), bytes);
+    } else if ((uintptr_t)address % PAGE < bytes) {
+        ask_for((const void *)((uintptr_t)address + PAGE), 1);
+    }
+}
+
+/* ---- sums ---- */
+
+/* The sum of a few registers' items of all sources, from byte `at` on, in their order. */
+TARGET MLS_INLINED void sum_lanes(floats *sum, const void *const *sources, size_t count,
+                                  size_t at, size_t bytes, bool pages,
+                                  floats_function load)
+{
+    const unsigned char *first = sources[0];
+    ask_ahead(first + at, (size_t)TOGETHER * FLOATS * bytes, pages);
+    MLS_UNROLLED
+    for (size_t k = 0; k < TOGETHER; k++) {
+        sum[k] = load(first + at + k * FLOATS * bytes);
+    }
+    for (size_t s = 1; s < count; s++) {
+        const unsigned char *next = sources[s];
+        ask_ahead(next + at, (size_t)TOGETHER * FLOATS * bytes, pages);
+        MLS_UNROLLED
+        for (size_t k = 0; k < TOGETHER; k++) {
+            sum[k] = sum[k] + load(next + at + k * FLOATS * bytes);
+        }
+    }
+}
+
+/* Whole steps of a sum; where it stopped.  `count` and `divides` are constants. */
+TARGET MLS_INLINED size_t sum_steps(unsigned char *out, const void *const *sources,
+                                    size_t count, size_t start, size_t end, float divisor,
+                                    bool divides, size_t from_bytes, size_t to_bytes,
+                                    floats_function load, store_function store)
+{
+    const floats by = repeat(divisor);
+    const bool pages = mls_cpu_follows_runs();
+    size_t i = start;
+    for (; end - i >= (size_t)TOGETHER * FLOATS; i += (size_t)TOGETHER * FLOATS) {
+        floats sum[TOGETHER];
+        sum_lanes(sum, sources, count, i * from_bytes, from_bytes, pages, load);
+        MLS_UNROLLED
+        for (size_t k = 0; k < TOGETHER; k++) {
+            if (divides) {
+                sum[k] = sum[k] / by;
+            }
+            store(out + (i + k * FLOATS) * to_bytes, sum[k]);
+        }
+    }
+    return i;
+}
+
+/* A sum of any number of sources; two, as most are, get a loop of their own. */
+TARGET MLS_INLINED void sum_run(void *out, const void *const *sources, size_t count,
+                                size_t start, size_t n, double divisor, size_t from_bytes,
+                                size_t to_bytes, floats_function load,
+                                store_function store, mls_reduce_kernel scalar)
+{
+    const float by = (float)divisor;
+    const size_t end = start + n;
+    size_t done;
+    if (by < 1 || by > 1) {
+        done = sum_steps(out, sources, count, start, end, by, true, from_bytes, to_bytes,
+                         load, store);
+    } else if (count == 2) {
+        done = sum_steps(out, sources, 2, start, end, by, false, from_bytes, to_bytes,
+                         load, store);
+    } else {
+        done = sum_steps(out, sources, count, start, end, by, false, from_bytes, to_bytes,
+                         load, store);
+    }
+    scalar(out, sources, count, done, end - done, divisor);
+}
+
+/* The sum of A as B. */
+#define MLS_DEFINE_SUM(name, A, B, from_bytes, to_bytes, table)                          \
+    TARGET static void name(void *out, const void *const *sources, size_t count,         \
+                            size_t start, size_t n, double divisor)                      \
+    {                                                                                    \
+        sum_run(out, sources, count, start, n, divisor, from_bytes, to_bytes,            \
+                floats_##A, store_##B, mls_reduce_scalar.table);                         \
+    }
+
+MLS_DEFINE_SUM(sum_f16, f16, f16, 2, 2, same[MLS_REDUCE_SUM][MLS_F16])
+MLS_DEFINE_SUM(sum_bf16, bf16, bf16, 2, 2, same[MLS_REDUCE_SUM][MLS_BF16])
+#if !defined(MLS_SUM_F32) /* the table of another width has it */
+MLS_DEFINE_SUM(sum_f32, f32, f32, 4, 4, same[MLS_REDUCE_SUM][MLS_F32])
+#    define MLS_SUM_F32 sum_f32
+#endif
+MLS_DEFINE_SUM(sum_wide_f16, f16, f32, 2, 4, wide[MLS_REDUCE_SUM][MLS_F16])
+MLS_DEFINE_SUM(sum_wide_bf16, bf16, f32, 2, 4, wide[MLS_REDUCE_SUM][MLS_BF16])
+
+/* The sum of float64, one register at a time: memory is slower anyway. */
+TARGET static void sum_f64(void *out, const void *const *sources, size_t count,
+                           size_t start, size_t n, double divisor)
+{
+    const size_t end = start + n;
+    const doubles by = repeat_f64(divisor);
+    size_t i = start;
+    for (; end - i >= DOUBLES; i += DOUBLES) {
+        doubles sum = doubles_f64((const unsigned char *)sources[0] + i * 8);
+        for (size_t s = 1; s < count; s++) {
+            sum = sum + doubles_f64((const unsigned char *)sources[s] + i * 8);
+        }
+        store_f64((unsigned char *)out + i * 8, sum / by);
+    }
+    mls_reduce_scalar.same[MLS_REDUCE_SUM][MLS_F64](out, sources, count, i, end - i,
+                                                    divisor);
+}
+
+/* ---- dst += scale * src ---- */
+
+/* Whole steps.  Product and sum are rounded each: the build forbids their contraction. */
+TARGET MLS_INLINED size_t add_steps(unsigned char *dst, const unsigned char *src,
+                                    size_t n, float scale, size_t to_bytes,
+                                    size_t from_bytes, floats_function load_dst,
+                                    floats_function load_src, store_function store)
+{
+    const floats times = repeat(scale);
+    const bool pages = mls_cpu_follows_runs();
+    size_t i = 0;
+    for (; n - i >= (size_t)TOGETHER * FLOATS; i += (size_t)TOGETHER * FLOATS) {
+        floats sum[TOGETHER];
+        ask_ahead(dst + i * to_bytes, (size_t)TOGETHER * FLOATS * to_bytes, pages);
+        ask_ahead(src + i * from_bytes, (size_t)TOGETHER * FLOATS * from_bytes, pages);
+        MLS_UNROLLED
+        for (size_t k = 0; k < TOGETHER; k++) {
+            const size_t at = i + k * FLOATS;
+            const floats product = times * load_src(src + at * from_bytes);
+            sum[k] = load_dst(dst + at * to_bytes) + product;
+        }
+        MLS_UNROLLED
+        for (size_t k = 0; k < TOGETHER; k++) {
+            store(dst + (i + k * FLOATS) * to_bytes, sum[k]);
+        }
+    }
+    return i;
+}
+
+/* The same for bfloat16 on both sides, a register full of items at a time: each half of a
+ * pair is a float after one shift or mask, and nothing needs to be widened. */
+TARGET MLS_INLINED size_t add_pairs(unsigned char *dst, const unsigned char *src,
+                                    size_t n, float scale)
+{
+    const floats times = repeat(scale);
+    const bool pages = mls_cpu_follows_runs();
+    const size_t step = (size_t)TOGETHER * FLOATS;
+    size_t i = 0;
+    for (; n - i >= step; i += step) {
+        floats sum[TOGETHER / 2];
+        ask_ahead(dst + i * 2, step * 2, pages);
+        ask_ahead(src + i * 2, step * 2, pages);
+        MLS_UNROLLED
+        for (size_t k = 0; k < TOGETHER / 2; k++) {
+            const floats to = floats_f32(dst + i * 2 + k * WIDTH);
+            const floats from = floats_f32(src + i * 2 + k * WIDTH);
+            const floats even = times * even_bf16(from), odd = times * odd_bf16(from);
+            sum[k] = join_bf16(even_bf16(to) + even, odd_bf16(to) + odd);
+        }
+        MLS_UNROLLED
+        for (size_t k = 0; k < TOGETHER / 2; k++) {
+            store_f32(dst + i * 2 + k * WIDTH, sum[k]);
+        }
+    }
+    return i;
+}
+
+/* bfloat16 is added to bfloat16. */
+TARGET static void add_bf16_bf16(void *dst, const void *src, size_t n, double scale)
+{
+    const size_t done = add_pairs(dst, src, n, (float)scale);
+    mls_reduce_scalar.add[MLS_BF16][MLS_BF16]((unsigned char *)dst + done * 2,
+                                              (const unsigned char *)src + done * 2,
+                                              n - done, scale);
+}
+
+/* B is added to A. */
+#define MLS_DEFINE_ADD(A, B, to_bytes, from_bytes, dst_dtype, src_dtype)                 \
+    TARGET static void add_##A##_##B(void *dst, const void *src, size_t n, double scale) \
+    {                                                                                    \
+        const size_t done = add_steps(dst, src, n, (float)scale, to_bytes, from_bytes,   \
+                                      floats_##A, floats_##B, store_##A);                \
+        mls_reduce_scalar.add[dst_dtype][src_dtype](                                     \
+            (unsigned char *)dst + done * (to_bytes),                                    \
+            (const unsigned char *)src + done * (from_bytes), n - done, scale);          \
+    }
+
+MLS_DEFINE_ADD(f16, f16, 2, 2, MLS_F16, MLS_F16)
+MLS_DEFINE_ADD(f16, bf16, 2, 2, MLS_F16, MLS_BF16)
+MLS_DEFINE_ADD(f16, f32, 2, 4, MLS_F16, MLS_F32)
+MLS_DEFINE_ADD(bf16, f16, 2, 2, MLS_BF16, MLS_F16)
+MLS_DEFINE_ADD(bf16, f32, 2, 4, MLS_BF16, MLS_F32)
+MLS_DEFINE_ADD(f32, f16, 4, 2, MLS_F32, MLS_F16)
+MLS_DEFINE_ADD(f32, bf16, 4, 2, MLS_F32, MLS_BF16)
+MLS_DEFINE_ADD(f32, f32, 4, 4, MLS_F32, MLS_F32)
+
+/* As in sum_f64. */
+TARGET static void add_f64_f64(void *dst, const void *src, size_t n, double scale)
+{
+    unsigned char *to = dst;
+    const unsigned char *from = src;
+    const doubles times = repeat_f64(scale);
+    for (; n >= DOUBLES; n -= DOUBLES) {
+        const doubles product = times * doubles_f64(from);
+        store_f64(to, doubles_f64(to) + product);
+        to += WIDTH, from += WIDTH;
+    }
+    mls_reduce_scalar.add[MLS_F64][MLS_F64](to, from, n, scale);
+}
+
+/* ---- items *= factor ---- */
+
+/* One register at a time. */
+#define MLS_DEFINE_SCALE(A, bytes, dtype)                                                \
+    TARGET static void scale_##A(void *items, size_t n, double factor)                   \
+    {                                                                                    \
+        unsigned char *at = items;                                                       \
+        const floats times = repeat((float)factor);                                      \
+        for (; n >= FLOATS; n -= FLOATS, at += FLOATS * (bytes)) {                       \
+            store_##A(at, floats_##A(at) * times);                                       \
+        }                                                                                \
+        mls_reduce_scalar.scale[dtype](at, n, factor);                                   \
+    }
+
+MLS_DEFINE_SCALE(f16, 2, MLS_F16)
+MLS_DEFINE_SCALE(bf16, 2, MLS_BF16)
+MLS_DEFINE_SCALE(f32, 4, MLS_F32)
+
+/* As above, in float64. */
+TARGET static void scale_f64(void *items, size_t n, double factor)
+{
+    unsigned char *at = items;
+    const doubles times = repeat_f64(factor);
+    for (; n >= DOUBLES; n -= DOUBLES, at += WIDTH) {
+        store_f64(at, doubles_f64(at) * times);
+    }
+    mls_reduce_scalar.scale[MLS_F64](at, n, factor);
+}
+
+/* ---- tallies ---- */
+
+/* Add the squares of MLS_SQUARE_LANES items, each to its own lane. */
+TARGET MLS_INLINED void square_lanes(doubles *lanes, const unsigned char *items,
+                                     size_t bytes, doubles_function load)
+{
+    MLS_UNROLLED
+    for (size_t k = 0; k < SQUARES; k++) {
+        const doubles x = load(items + k * DOUBLES * bytes);
+        lanes[k] = lanes[k] + x * x;
+    }
+}
+
+/* The squares of n items.  What fills no step is made one with zeros, which change no
+ * lane. */
+TARGET MLS_INLINED void square_items(doubles *lanes, const unsigned char *items, size_t n,
+                                     size_t bytes, doubles_function load)
+{
+    unsigned char rest[MLS_SQUARE_LANES * 8] = {0};
+    for (; n >= MLS_SQUARE_LANES; n -= MLS_SQUARE_LANES) {
+        ask_for(items + MLS_TALLY_BLOCK * bytes, MLS_SQUARE_LANES * bytes);
+        square_lanes(lanes, items, bytes, load);
+        items += MLS_SQUARE_LANES * bytes;
+    }
+    memcpy(rest, items, n * bytes);
+    square_lanes(lanes, rest, bytes, load);
+}
+
+/* No squares yet. */
+TARGET MLS_INLINED void clear_lanes(doubles *lanes)
+{
+    MLS_UNROLLED
+    for (size_t k = 0; k < SQUARES; k++) {
+        lanes[k] = repeat_f64(0);
+    }
+}
+
+/* All of them. */
+TARGET MLS_INLINED double fold_lanes(const doubles *lanes)
+{
+    double sums[MLS_SQUARE_LANES];
+    MLS_UNROLLED
+    for (size_t k = 0; k < SQUARES; k++) {
+        store_f64((unsigned char *)(sums + k * DOUBLES), lanes[k]);
+    }
+    return mls_fold_squares(sums);
+}
+
+/* A block that is there.  The next one is asked for meanwhile: memory would have nothing
+ * to do. */
+TARGET MLS_INLINED double squares_run(const unsigned char *items, size_t n, size_t bytes,
+                                      doubles_function load)
+{
+    doubles lanes[SQUARES];
+    clear_lanes(lanes);
+    square_items(lanes, items, n, bytes, load);
+    return fold_lanes(lanes);
+}
+
+/* The squares of A. */
+#define MLS_DEFINE_SQUARES(A, bytes)                                                     \
+    TARGET static double squares_##A(const void *items, size_t n)                        \
+    {                                                                                    \
+        return squares_run(items, n, bytes, doubles_##A);                                \
+    }
+
+MLS_DEFINE_SQUARES(f16, 2)
+MLS_DEFINE_SQUARES(bf16, 2)
+MLS_DEFINE_SQUARES(f32, 4)
+MLS_DEFINE_SQUARES(f64, 8)
+
+/* ---- sums with their squares ---- */
+
+enum { PAIR = 2 * MLS_SQUARE_LANES }; /* items that are summed and then squared at once */
+
+/* A few registers of a sum, and the squares of what is stored of them, which are not read
+ * back: loads of a part of what was just stored are slow.  `first` is the place of the
+ * first item among the lanes, a constant. */
+TARGET MLS_INLINED void sum_and_square(doubles *lanes, size_t first, unsigned char *out,
+                                       const void *const *sources, size_t count,
+                                       size_t at, floats by, bool divides,
+                                       size_t from_bytes, size_t to_bytes,
+                                       floats_function load, store_function store,
+                                       kept_function kept)
+{
+    floats sum[TOGETHER];
+    sum_lanes(sum, sources, count, at * from_bytes, from_bytes, false, load);
+    MLS_UNROLLED
+    for (size_t k = 0; k < TOGETHER; k++) {
+        if (divides) {
+            sum[k] = sum[k] / by;
+        }
+        store(out + (at + k * FLOATS) * to_bytes, sum[k]);
+        const floats value = kept(sum[k]);
+        const doubles low = lower_half(value), high = upper_half(value);
+        const size_t lane = (first + k * FLOATS) % MLS_SQUARE_LANES / DOUBLES;
+        lanes[lane] = lanes[lane] + low * low;
+        lanes[lane + 1] = lanes[lane + 1] + high * high;
+    }
+}
+
+/* Whole pairs; how many items that were.  `count` and `divides` are constants. */
+TARGET MLS_INLINED size_t sum_pairs(doubles *lanes, unsigned char *out,
+                                    const void *const *sources, size_t count,
+                                    size_t start, size_t n, float divisor, bool divides,
+                                    size_t from_bytes, size_t to_bytes,
+                                    floats_function load, store_function store,
+                                    kept_function kept)
+{
+    const floats by = repeat(divisor);
+    size_t done = 0;
+    for (; n - done >= PAIR; done += PAIR) {
+        MLS_UNROLLED
+        for (size_t first = 0; first < PAIR; first += (size_t)TOGETHER * FLOATS) {
+            sum_and_square(lanes, first, out, sources, count, start + done + first, by,
+                           divides, from_bytes, to_bytes, load, store, kept);
+        }
+    }
+    return done;
+}
+
+/* A block of a sum, and the sum of its squares: the bits are those of one after the
+ * other. */
+TARGET MLS_INLINED double sum_squares_run(void *out, const void *const *sources,
+                                          size_t count, size_t start, size_t n,
+                                          double divisor, size_t from_bytes,
+                                          size_t to_bytes, floats_function load,
+                                          store_function store, kept_function kept,
+                                          doubles_function back, mls_reduce_kernel scalar)
+{
+    const float by = (float)divisor;
+    const bool divides = by < 1 || by > 1;
+    doubles lanes[SQUARES];
+    size_t done;
+    clear_lanes(lanes);
+    if (divides) {
+        done = sum_pairs(lanes, out, sources, count, start, n, by, true, from_bytes,
+                         to_bytes, load, store, kept);
+    } else if (count == 2) {
+        done = sum_pairs(lanes, out, sources, 2, start, n, by, false, from_bytes,
+                         to_bytes, load, store, kept);
+    } else {
+        done = sum_pairs(lanes, out, sources, count, start, n, by, false, from_bytes,
+                         to_bytes, load, store, kept);
+    }
+    scalar(out, sources, count, start + done, n - done, divisor);
+    square_items(lanes, (const unsigned char *)out + (start + done) * to_bytes, n - done,
+                 to_bytes, back);
+    return fold_lanes(lanes);
+}
+
+/* The sum of A as B, and its squares. */
+#define MLS_DEFINE_SUM_SQUARES(name, A, B, from_bytes, to_bytes, table)                  \
+    TARGET static double name(void *out, const void *const *sources, size_t count,       \
+                              size_t start, size_t n, double divisor)                    \
+    {                                                                                    \
+        return sum_squares_run(out, sources, count, start, n, divisor, from_bytes,       \
+                               to_bytes, floats_##A, store_##B, kept_##B, doubles_##B,   \
+                               mls_reduce_scalar.table);                                 \
+    }
+
+MLS_DEFINE_SUM_SQUARES(sum_squares_f16, f16, f16, 2, 2, same[MLS_REDUCE_SUM][MLS_F16])
+MLS_DEFINE_SUM_SQUARES(sum_squares_f32, f32, f32, 4, 4, same[MLS_REDUCE_SUM][MLS_F32])
+
+/* ---- bfloat16 sums with their squares ---- */
+
+enum {
+    FULL = 2 * FLOATS,
+    QUARTERS = 4
+}; /* items of a register, and registers of them
+    * as doubles: even low, even high, odd ... */
+
+/* Store a register full of sums, and add their squares to four registers of lanes. */
+TARGET MLS_INLINED void sum_full(doubles *lanes, unsigned char *out,
+                                 const void *const *sources, size_t count, size_t at,
+                                 floats by, bool divides)
+{
+    const floats first = floats_f32((const unsigned char *)sources[0] + at);
+    floats even = even_bf16(first), odd = odd_bf16(first);
+    for (size_t s = 1; s < count; s++) {
+        const floats next = floats_f32((const unsigned char *)sources[s] + at);
+        even = even + even_bf16(next);
+        odd = odd + odd_bf16(next);
+    }
+    if (divides) {
+        even = even / by;
+        odd = odd / by;
+    }
+    const floats kept = join_bf16(even, odd);
+    store_f32(out + at, kept);
+    even = even_bf16(kept);
+    odd = odd_bf16(kept);
+    const doubles parts[QUARTERS] = {lower_half(even), upper_half(even), lower_half(odd),
+                                     upper_half(odd)};
+    MLS_UNROLLED
+    for (size_t k = 0; k < QUARTERS; k++) {
+        lanes[k] = lanes[k] + parts[k] * parts[k];
+    }
+}
+
+/* As sum_pairs.  `count` and `divides` are constants. */
+TARGET MLS_INLINED size_t sum_full_pairs(doubles *lanes, unsigned char *out,
+                                         const void *const *sources, size_t count,
+                                         size_t start, size_t n, float divisor,
+                                         bool divides)
+{
+    const floats by = repeat(divisor);
+    size_t done = 0;
+    for (; n - done >= PAIR; done += PAIR) {
+        const size_t at = (start + done) * 2;
+        for (size_t s = 0; s < count; s++) {
+            ask_ahead((const unsigned char *)sources[s] + at, (size_t)PAIR * 2, false);
+        }
+        MLS_UNROLLED
+        for (size_t k = 0; k < PAIR; k += FULL) {
+            sum_full(lanes + k % MLS_SQUARE_LANES / DOUBLES, out, sources, count,
+                     at + k * 2, by, divides);
+        }
+    }
+    return done;
+}
+
+/* Bring lanes from the order of sum_full into the order of items. */
+TARGET MLS_INLINED void order_lanes(doubles *lanes)
+{
+    double ordered[MLS_SQUARE_LANES], some[DOUBLES];
+    for (size_t k = 0; k < SQUARES; k++) {
+        store_f64((unsigned char *)some, lanes[k]);
+        const size_t half = k % 2, odd = k % QUARTERS / 2;
+        for (size_t j = 0; j < DOUBLES; j++) {
+            ordered[k / QUARTERS * FULL + 2 * (half * DOUBLES + j) + odd] = some[j];
+        }
+    }
+    for (size_t k = 0; k < SQUARES; k++) {
+        lanes[k] = doubles_f64((const unsigned char *)(ordered + k * DOUBLES));
+    }
+}
+
+/* The sum of bfloat16 as bfloat16, and its squares: the bits of sum_squares_run, from a
+ * register full of items at a time. */
+TARGET static double sum_squares_bf16(void *out, const void *const *sources, size_t count,
+                                      size_t start, size_t n, double divisor)
+{
+    const float by = (float)divisor;
+    const bool divides = by < 1 || by > 1;
+    doubles lanes[SQUARES];
+    size_t done;
+    clear_lanes(lanes);
+    if (divides) {
+        done = sum_full_pairs(lanes, out, sources, count, start, n, by, true);
+    } else if (count == 2) {
+        done = sum_full_pairs(lanes, out, sources, 2, start, n, by, false);
+    } else {
+        done = sum_full_pairs(lanes, out, sources, count, start, n, by, false);
+    }
+    order_lanes(lanes);
+    const size_t rest = start + done;
+    mls_reduce_scalar.same[MLS_REDUCE_SUM][MLS_BF16](out, sources, count, rest, n - done,
+                                                     divisor);
+    square_items(lanes, (const unsigned char *)out + rest * 2, n - done, 2, doubles_bf16);
+    return fold_lanes(lanes);
+}
+
+/* The table that each of the files defines; what is not in it is the oracle's. */
+#define MLS_REDUCE_TABLE                                                                 \
+    {                                                                                    \
+        .same = {[MLS_REDUCE_SUM] = {[MLS_F16] = sum_f16,                                \
+                                     [MLS_BF16] = sum_bf16,                              \
+                                     [MLS_F32] = MLS_SUM_F32,                            \
+                                     [MLS_F64] = sum_f64}},                              \
+        .wide =                                                                          \
+            {[MLS_REDUCE_SUM] = {[MLS_F16] = sum_wide_f16, [MLS_BF16] = sum_wide_bf16}}, \
+        .add = {[MLS_F16] = {[MLS_F16] = add_f16_f16,                                    \
+                             [MLS_BF16] = add_f16_bf16,                                  \
+                             [MLS_F32] = add_f16_f32},                                   \
+                [MLS_BF16] = {[MLS_F16] = add_bf16_f16,                                  \
+                              [MLS_BF16] = add_bf16_bf16,                                \
+                              [MLS_F32] = add_bf16_f32},                                 \
+                [MLS_F32] = {[MLS_F16] = add_f32_f16,                                    \
+                             [MLS_BF16] = add_f32_bf16,                                  \
+                             [MLS_F32] = add_f32_f32},                                   \
+                [MLS_F64] = {[MLS_F64] = add_f64_f64}},                                  \
+        .scale = {[MLS_F16] = scale_f16,                                                 \
+                  [MLS_BF16] = scale_bf16,                                               \
+                  [MLS_F32] = scale_f32,                                                 \
+                  [MLS_F64] = scale_f64},                                                \
+        .squares = {[MLS_F16] = squares_f16,                                             \
+                    [MLS_BF16] = squares_bf16,                                           \
+                    [MLS_F32] = squares_f32,                                             \
+                    [MLS_F64] = squares_f64},                                            \
+        .sum_squares = {[MLS_F16] = sum_squares_f16,                                     \
+                        [MLS_BF16] = sum_squares_bf16,                                   \
+                        [MLS_F32] = sum_squares_f32},                                    \
+    }
+
+#endif

@@ -1,0 +1,92 @@
+/* seal: the checksum of a text, in the text.
+ *
+ * The digits have their place at the start, so neither side has to look for them, and
+ * nothing of the text is believed before it was compared.  Writer and reader compute over
+ * the same bytes: a start with zeros for digits, then the text behind it as it is.
+ */
+#include "io/json_checksum.h"
+
+#include "base/size.h"
+
+#include <string.h>
+
+/* Where the digits start: the closing quote is the last character of the start. */
+enum { DIGITS_AT = sizeof MLS_SEAL_START - 1 - 1 - MLS_CRC_DIGITS };
+
+/* The highest digit first, always all eight: whoever leaves room for them knows how much.
+ */
+void mls_crc_to_digits(uint32_t crc, char *digits)
+{
+    static const char hexadecimal[] = "0123456789abcdef";
+    for (int i = 0; i < MLS_CRC_DIGITS; i++) {
+        digits[i] = hexadecimal[crc >> (28 - 4 * i) & 15];
+    }
+}
+
+/* Exactly what mls_crc_to_digits writes.  Capitals are refused, so that a flipped bit
+ * that makes one of a small letter is noticed.
+ *
+ * All eight at once, since an index has one for each shard: a sum lifts the top bit of
+ * each byte that is at least some character, and no sum of a byte of ASCII and less than
+ * 0x80 reaches the byte above. */
+bool mls_crc_from_digits(const char *digits, uint32_t *out)
+{
+    const uint64_t ones = 0x0101010101010101U, tops = ones * 0x80U;
+    unsigned char bytes[MLS_CRC_DIGITS];
+    memcpy(bytes, digits, sizeof bytes);
+    const uint64_t x = mls_load_le64(bytes);
+    const uint64_t digit = (x + ones * (0x80U - '0')) & ~(x + ones * (0x7FU - '9'));
+    const uint64_t letter = (x + ones * (0x80U - 'a')) & ~(x + ones * (0x7FU - 'f'));
+    if ((x & tops) != 0 || ((digit | letter) & tops) != tops) {
+        return false;
+    }
+    /* letters alone have the bit of 0x40, and 'a' ends in 1; the first is the lowest */
+    uint64_t value = (x & ones * 0x0FU) + (x >> 6 & ones) * 9;
+    value = (value << 4 | value >> 8) & 0x00FF00FF00FF00FFU;
+    value = (value << 8 | value >> 16) & 0x0000FFFF0000FFFFU;
+    *out = (uint32_t)((value << 16 | value >> 32) & UINT32_MAX);
+    return true;
+}
+
+/* Of a text whose start is MLS_SEAL_START but for the digits. */
+static uint32_t checksum(const char *text, size_t length, const mls_crc_kernels *crc)
+{
+    const size_t start = sizeof MLS_SEAL_START - 1;
+    const uint32_t first = crc->update(0, MLS_SEAL_START, start);
+    return crc->update(first, text + start, length - start);
+}
+
+/* The digits are not part of what is summed: the constant start stands in for them. */
+uint32_t mls_seal(char *text, size_t length, const mls_crc_kernels *crc)
+{
+    const uint32_t found = checksum(text, length, crc);
+    mls_crc_to_digits(found, text + DIGITS_AT);
+    return found;
+}
+
+/* A byte of the start that changed is not a sealed text any more, which says the same.
+ * It has to be compared: the checksum is computed over what the start should be. */
+mls_code mls_seal_check(const char *text, size_t length, const mls_crc_kernels *crc,
+                        mls_status *st)
+{
+    uint32_t expected;
+    if (length < sizeof MLS_SEAL_START - 1 ||
+        memcmp(text, MLS_SEAL_START, DIGITS_AT) != 0 ||
+        !mls_crc_from_digits(text + DIGITS_AT, &expected) ||
+        text[DIGITS_AT + MLS_CRC_DIGITS] != '"') {
+        mls_fail_at(st, 0, "the text does not start with its checksum");
+        mls_status_expected(st, "{\"checksum\":\"xxxxxxxx\"");
+        return MLS_E_FORMAT;
+    }
+    const uint32_t found = checksum(text, length, crc);
+    if (found == expected) {
+        return MLS_OK;
+    }
+    mls_fail(st, MLS_E_CHECKSUM,
+             "the text is not what was written (checksum %08lx, expected %08lx, over "
+             "%zu bytes): the file is damaged",
+             (unsigned long)found, (unsigned long)expected, length);
+    mls_status_expected(st, "%08lx", (unsigned long)expected);
+    mls_status_got(st, "%08lx", (unsigned long)found);
+    return MLS_E_CHECKSUM;
+}

@@ -1,0 +1,876 @@
+/* The document is copied once, strings are unescaped inside that copy, and a node takes
+ * 20 bytes.  Nodes lie in file order, so the first member of a container is the node
+ * right after it.  While a container is open its `next` holds its parent: that is the
+ * whole stack, so depth costs no memory.
+ *
+ * The parser is a loop over three states (json_state).  Each function below reads one
+ * thing at p->at, leaves p->at behind it, and returns a code; the first failure ends the
+ * loop with the status filled.  Nothing is given to the caller before the whole text was
+ * seen to be good.
+ *
+ * What is refused beyond the grammar, and why: duplicate keys, because readers disagree
+ * on which of the two counts; half surrogates and bad UTF-8, because no name can be made
+ * of them; numbers are only checked, because what they mean is the accessors' business.
+ */
+#include "io/json_reader.h"
+
+#include "base/memory.h"
+#include "base/size.h"
+
+#include <stdbool.h>
+#include <string.h>
+
+/* 20 bytes, so that a hostile text of short values costs ten times its length and no
+ * more.  Type and length share a word. */
+typedef struct json_node {
+    uint32_t type : 3;
+    uint32_t length : 29; /* bytes of text, or number of members */
+    uint32_t at;          /* offset of the value's first byte */
+    uint32_t key;         /* offset of the key's text, unescaped */
+    uint32_t key_length;
+    mls_json_node next; /* the next member; the parent while a container is open */
+} json_node;
+
+/* What the 29 bits of a length can hold. */
+#define MAX_TEXT ((size_t)0x1FFFFFFF)
+
+enum { SAFE_DIGITS = 19 }; /* of a number that surely is below 2**64 */
+
+/* The text is unescaped in place while it is parsed: keys and strings are parts of it. */
+struct mls_json {
+    char *text;
+    json_node *nodes;
+    size_t count, room;
+};
+
+/* Where the parser is.  Everything that grows belongs to `doc`, except the scratch, and
+ * is freed in one place at the end of mls_json_parse. */
+typedef struct json_parser {
+    mls_json *doc;
+    const mls_json_limits *limits;
+    mls_status *st;
+    size_t at, end;
+    size_t depth;
+    mls_json_node open;  /* innermost open container, or MLS_JSON_NONE */
+    bool object;         /* it is one, not an array: what comes next is a key */
+    mls_json_node last;  /* its last member so far, or MLS_JSON_NONE */
+    mls_text key;        /* of the member to come */
+    mls_json_node seen;  /* the last object without a duplicate key, or MLS_JSON_NONE */
+    mls_json_node guess; /* its member whose key may come next, or MLS_JSON_NONE */
+    bool alike;   /* each key so far of the open object is that of `seen` at its place */
+    bool escaped; /* a key was spelled with an escape: nothing is guessed any more */
+    uint32_t *scratch; /* room to sort members in */
+    size_t scratch_room;
+} json_parser;
+
+/* What the parser waits for, white space aside. */
+typedef enum json_state {
+    JSON_WANTS_VALUE,
+    JSON_WANTS_MEMBER, /* right after an opening bracket */
+    JSON_HAS_VALUE
+} json_state;
+
+/* ---- characters ----
+ *
+ * Bytes are compared as int, with -1 for the end of the text: so no check of a character
+ * needs a check of the length beside it, and nothing is read beyond the end.
+ */
+
+/* The four characters that may stand between tokens; form feeds and the like may not.
+ * Mostly there are none. */
+static inline void skip_space(json_parser *p)
+{
+    while (p->at < p->end && (unsigned char)p->doc->text[p->at] <= ' ') {
+        const char c = p->doc->text[p->at];
+        if (c != ' ' && c != '\n' && c != '\t' && c != '\r') {
+            return;
+        }
+        p->at++;
+    }
+}
+
+/* Whether two keys of one length are the same.  Most have 4 to 16 bytes: their first and
+ * their last few, which may overlap, are all of them, and no function is called. */
+static inline bool same_bytes(const char *a, const char *b, size_t length)
+{
+    uint64_t first[2], last[2];
+    uint32_t start[2], end[2];
+    if (length >= sizeof *first && length <= 2 * sizeof *first) {
+        memcpy(&first[0], a, sizeof *first);
+        memcpy(&first[1], b, sizeof *first);
+        memcpy(&last[0], a + length - sizeof *last, sizeof *last);
+        memcpy(&last[1], b + length - sizeof *last, sizeof *last);
+        return first[0] == first[1] && last[0] == last[1];
+    }
+    if (length >= sizeof *start && length < sizeof *first) {
+        memcpy(&start[0], a, sizeof *start);
+        memcpy(&start[1], b, sizeof *start);
+        memcpy(&end[0], a + length - sizeof *end, sizeof *end);
+        memcpy(&end[1], b + length - sizeof *end, sizeof *end);
+        return start[0] == start[1] && end[0] == end[1];
+    }
+    return memcmp(a, b, length) == 0;
+}
+
+/* The byte at `at`, or -1 at the end. */
+static int byte_at(const json_parser *p, size_t at)
+{
+    return at < p->end ? (unsigned char)p->doc->text[at] : -1;
+}
+
+/* Say what stands at p->at and what should.  Printable characters are shown as they
+ * are, everything else by its number, so that a message never carries a stray control
+ * character or half of a UTF-8 one. */
+static mls_code unexpected(json_parser *p, const char *expected)
+{
+    const int c = byte_at(p, p->at);
+    if (c < 0) {
+        mls_fail_at(p->st, p->at, "JSON ends where %s is expected", expected);
+        mls_status_got(p->st, "end of text");
+    } else if (c > ' ' && c < 0x7F) {
+        mls_fail_at(p->st, p->at, "JSON has '%c' where %s is expected", c, expected);
+        mls_status_got(p->st, "%c", c);
+    } else {
+        mls_fail_at(p->st, p->at, "JSON has byte 0x%02x where %s is expected",
+                    (unsigned)c, expected);
+        mls_status_got(p->st, "0x%02x", (unsigned)c);
+    }
+    mls_status_expected(p->st, "%s", expected);
+    return MLS_E_FORMAT;
+}
+
+/* ---- strings ---- */
+
+/* The four hexadecimal digits at p->at; steps over them. */
+static mls_code read_hex4(json_parser *p, unsigned long *out)
+{
+    unsigned long value = 0;
+    for (int i = 0; i < 4; i++, p->at++) {
+        const int c = byte_at(p, p->at);
+        int digit = -1;
+        if (c >= '0' && c <= '9') {
+            digit = c - '0';
+        } else if (c >= 'a' && c <= 'f') {
+            digit = c - 'a' + 10;
+        } else if (c >= 'A' && c <= 'F') {
+            digit = c - 'A' + 10;
+        }
+        if (digit < 0) {
+            return unexpected(p, "a hexadecimal digit");
+        }
+        value = value * 16 + (unsigned long)digit;
+    }
+    *out = value;
+    return MLS_OK;
+}
+
+/* A \u escape, p->at being after the 'u'.  A high surrogate takes its low half along;
+ * either half alone has no UTF-8 form and is refused, where other readers would put a
+ * replacement character, and two different names could become one. */
+static mls_code read_unicode(json_parser *p, unsigned long *out)
+{
+    const size_t start = p->at - 2;
+    unsigned long code = 0, low = 0;
+    if (read_hex4(p, &code) != MLS_OK) {
+        return MLS_E_FORMAT;
+    }
+    if (code >= 0xD800 && code < 0xDC00 && byte_at(p, p->at) == '\\' &&
+        byte_at(p, p->at + 1) == 'u') {
+        p->at += 2;
+        if (read_hex4(p, &low) != MLS_OK) {
+            return MLS_E_FORMAT;
+        }
+        if (low >= 0xDC00 && low < 0xE000) {
+            *out = 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00);
+            return MLS_OK;
+        }
+    }
+    if (code >= 0xD800 && code < 0xE000) {
+        return mls_fail_at(p->st, start,
+                           "JSON string has half of a surrogate pair (\\u%04lx)", code);
+    }
+    *out = code;
+    return MLS_OK;
+}
+
+/* An escape, p->at being on the backslash.  Writes its character over text that was
+ * read already: no escape is shorter than what it stands for. */
+static mls_code read_escape(json_parser *p, size_t *write)
+{
+    static const char letters[] = "\"\\/bfnrt";
+    static const char meanings[] = "\"\\/\b\f\n\r\t";
+    p->at++;
+    const int c = byte_at(p, p->at);
+    const char *letter = c > 0 ? strchr(letters, c) : NULL;
+    if (letter != NULL) {
+        p->doc->text[(*write)++] = meanings[letter - letters];
+        p->at++;
+        return MLS_OK;
+    }
+    if (c != 'u') {
+        return unexpected(p, "an escape (one of \"\\/bfnrtu)");
+    }
+    p->at++;
+    unsigned long code = 0;
+    if (read_unicode(p, &code) != MLS_OK) {
+        return MLS_E_FORMAT;
+    }
+    /* an escape takes at least six bytes, so the four of the longest form fit there */
+    *write += mls_utf8_put(p->doc->text + *write, code);
+    return MLS_OK;
+}
+
+/* Take the characters up to the next one that needs a look: most texts are plain ASCII.
+ */
+static inline void take_plain(json_parser *p, size_t *write)
+{
+    char *text = p->doc->text;
+    const size_t start = p->at;
+    size_t at = start, plain = 8;
+    while (plain == 8 && p->end - at >= 8) {
+        plain = mls_text_eight_plain(text + at);
+        at += plain;
+    }
+    /* the last few of the text, which are less than eight */
+    while (plain == 8 && at < p->end && text[at] >= ' ' && text[at] < 0x7F &&
+           text[at] != '"' && text[at] != '\\') {
+        at++;
+    }
+    if (*write != start) {
+        memmove(text + *write, text + start, at - start);
+    }
+    *write += at - start;
+    p->at = at;
+}
+
+/* A string, p->at being on the opening quote; unescapes it in place.  `write` never
+ * overtakes p->at.  The text up to it is final, and what lies between the two is never
+ * looked at again. */
+static mls_code read_string(json_parser *p, mls_text *out)
+{
+    char *text = p->doc->text;
+    const size_t start = ++p->at;
+    size_t write = start;
+    for (;;) {
+        take_plain(p, &write);
+        const int c = byte_at(p, p->at);
+        if (c == '"') {
+            p->at++;
+            *out = (mls_text){.data = text + start, .length = write - start};
+            return MLS_OK;
+        }
+        if (c < ' ') {
+            return unexpected(p, c < 0 ? "'\"'" : "a string without control characters");
+        }
+        if (c == '\\') {
+            if (read_escape(p, &write) != MLS_OK) {
+                return MLS_E_FORMAT;
+            }
+            continue;
+        }
+        const size_t step =
+            mls_utf8_length((const unsigned char *)text + p->at, p->end - p->at);
+        if (step == 0) {
+            return unexpected(p, "UTF-8");
+        }
+        for (size_t i = 0; i < step; i++) {
+            text[write++] = text[p->at++];
+        }
+    }
+}
+
+/* ---- nodes ----
+ *
+ * Nodes are known by index, since the array moves when it grows; no pointer to one is
+ * kept across add_node.
+ */
+
+/* What the parser was doing when an allocation failed. */
+static mls_code no_memory(json_parser *p)
+{
+    return mls_fail(p->st, MLS_E_MEMORY, "no memory for %zu JSON values", p->doc->count);
+}
+
+/* Make room for more values, the next of which is at offset `at`: by half, so that what
+ * is held in vain stays below half of what is used. */
+static mls_code add_room(json_parser *p, size_t at)
+{
+    mls_json *doc = p->doc;
+    if (doc->count >= p->limits->nodes) {
+        mls_fail_at(p->st, at, "JSON has more than %zu values", p->limits->nodes);
+        return MLS_E_FORMAT;
+    }
+    size_t room = doc->room + doc->room / 2 + 16;
+    room = room < p->limits->nodes ? room : p->limits->nodes;
+    json_node *nodes = mls_realloc(doc->nodes, room, sizeof *nodes);
+    if (nodes == NULL) {
+        return no_memory(p);
+    }
+    doc->nodes = nodes;
+    doc->room = room;
+    return MLS_OK;
+}
+
+/* Add a value at offset `at` to the open container: after its last member, with the key
+ * that was read before.  The key is used up.  Offsets fit 32 bits, since MAX_TEXT does.
+ */
+static inline mls_code add_node(json_parser *p, mls_json_type type, size_t at)
+{
+    mls_json *doc = p->doc;
+    if (doc->count == doc->room) {
+        const mls_code code = add_room(p, at);
+        if (code != MLS_OK) {
+            return code;
+        }
+    }
+    const mls_json_node added = (mls_json_node)doc->count++;
+    json_node *node = &doc->nodes[added];
+    *node = (json_node){.type = (uint32_t)type & 7U,
+                        .at = (uint32_t)at,
+                        .key_length = (uint32_t)p->key.length,
+                        .next = MLS_JSON_NONE};
+    if (p->key.data != NULL) {
+        node->key = (uint32_t)(p->key.data - doc->text);
+    }
+    if (p->last != MLS_JSON_NONE) {
+        doc->nodes[p->last].next = added;
+    }
+    if (p->open != MLS_JSON_NONE) {
+        json_node *parent = &doc->nodes[p->open];
+        parent->length = (parent->length + 1U) & (uint32_t)MAX_TEXT;
+    }
+    p->last = added;
+    p->key = (mls_text){0};
+    return MLS_OK;
+}
+
+/* Add a container and make it the open one.  From now on its `next` is its parent,
+ * until close_container takes that back. */
+static mls_code open_container(json_parser *p, mls_json_type type)
+{
+    if (p->depth >= p->limits->depth) {
+        return mls_fail_at(p->st, p->at, "JSON is nested more than %zu levels deep",
+                           p->limits->depth);
+    }
+    const mls_code code = add_node(p, type, p->at);
+    if (code != MLS_OK) {
+        return code;
+    }
+    if (type == MLS_JSON_OBJECT) {
+        p->guess = p->seen != MLS_JSON_NONE && !p->escaped
+                       ? mls_json_first(p->doc, p->seen)
+                       : MLS_JSON_NONE;
+        p->alike = p->guess != MLS_JSON_NONE;
+    }
+    p->doc->nodes[p->last].next = p->open;
+    p->open = p->last;
+    p->object = type == MLS_JSON_OBJECT;
+    p->last = MLS_JSON_NONE;
+    p->depth++;
+    p->at++;
+    return MLS_OK;
+}
+
+/* ---- duplicate keys: members sorted by key, so that a hostile file cannot make the
+ * search quadratic ---- */
+
+/* Any total order will do, so the cheap one: by length first, then by bytes.  Only
+ * equal keys must compare equal. */
+static int compare_keys(const mls_json *doc, uint32_t a, uint32_t b)
+{
+    const json_node *x = &doc->nodes[a], *y = &doc->nodes[b];
+    if (x->key_length != y->key_length) {
+        return x->key_length < y->key_length ? -1 : 1;
+    }
+    return memcmp(doc->text + x->key, doc->text + y->key, x->key_length);
+}
+
+/* Merge two sorted runs [0, half) and [half, count) of `from` into `to`, stable. */
+static void merge_runs(const mls_json *doc, const uint32_t *from, size_t half,
+                       size_t count, uint32_t *to)
+{
+    size_t left = 0, right = half;
+    for (size_t i = 0; i < count; i++) {
+        const bool take_left =
+            left < half &&
+            (right >= count || compare_keys(doc, from[left], from[right]) <= 0);
+        to[i] = take_left ? from[left++] : from[right++];
+    }
+}
+
+/* Sort `count` members; `spare` is as long.  Returns whichever holds the result.
+ * Bottom-up merge sort: no recursion, n log n at worst, and stable, so that of two
+ * equal keys the later one in the file comes second. */
+static uint32_t *sort_members(const mls_json *doc, uint32_t *members, uint32_t *spare,
+                              size_t count)
+{
+    for (size_t width = 1; width < count; width *= 2) {
+        for (size_t start = 0; start < count; start += 2 * width) {
+            const size_t left = count - start;
+            const size_t both = left < 2 * width ? left : 2 * width;
+            merge_runs(doc, members + start, width < both ? width : both, both,
+                       spare + start);
+        }
+        uint32_t *swap = members;
+        members = spare;
+        spare = swap;
+    }
+    return members;
+}
+
+/* Whether two objects have the same keys in the same order. */
+static bool same_keys(const mls_json *doc, mls_json_node a, mls_json_node b)
+{
+    bool same = doc->nodes[a].length == doc->nodes[b].length;
+    a++, b++; /* their first members */
+    for (; same && a != MLS_JSON_NONE; a = doc->nodes[a].next, b = doc->nodes[b].next) {
+        same = compare_keys(doc, a, b) == 0;
+    }
+    return same;
+}
+
+/* Refuse an object that says a key twice: readers disagree on which of the two counts,
+ * which is how files are made that look harmless to one program and not to another. Lists
+ * are of objects that say the same of one thing after the other: one with the keys of the
+ * object before it needs no sorting. */
+static mls_code check_duplicates(json_parser *p, mls_json_node object)
+{
+    const mls_json *doc = p->doc;
+    const size_t count = doc->nodes[object].length;
+    if (count < 2 || (p->alike && count == doc->nodes[p->seen].length) ||
+        (p->seen != MLS_JSON_NONE && same_keys(doc, p->seen, object))) {
+        return MLS_OK;
+    }
+    if (p->scratch_room < 2 * count) {
+        uint32_t *scratch = mls_realloc(p->scratch, 2 * count, sizeof *scratch);
+        if (scratch == NULL) {
+            return no_memory(p);
+        }
+        p->scratch = scratch;
+        p->scratch_room = 2 * count;
+    }
+    size_t filled = 0;
+    for (mls_json_node m = object + 1; m != MLS_JSON_NONE; m = doc->nodes[m].next) {
+        p->scratch[filled++] = m;
+    }
+    const uint32_t *sorted = sort_members(doc, p->scratch, p->scratch + count, count);
+    mls_json_node found = MLS_JSON_NONE; /* the earliest in the file */
+    for (size_t i = 1; i < count; i++) {
+        if (sorted[i] < found && compare_keys(doc, sorted[i - 1], sorted[i]) == 0) {
+            found = sorted[i];
+        }
+    }
+    if (found == MLS_JSON_NONE) {
+        p->seen = object;
+        return MLS_OK;
+    }
+    const mls_text key = mls_json_key(doc, found);
+    const int shown = (int)(key.length < 80 ? key.length : 80);
+    mls_fail_at(p->st, doc->nodes[found].key - 1U,
+                "JSON has the key '%.*s' twice in one object", shown, key.data);
+    mls_status_name(p->st, key.data, key.length);
+    return MLS_E_FORMAT;
+}
+
+/* Close the open container, p->at being on its closing bracket.  Its `next` gave the
+ * parent, and becomes a link to a sibling again. */
+static mls_code close_container(json_parser *p)
+{
+    const mls_json_node closed = p->open;
+    json_node *node = &p->doc->nodes[closed];
+    const mls_json_node parent = node->next;
+    node->next = MLS_JSON_NONE;
+    if (node->type == MLS_JSON_OBJECT) {
+        const mls_code code = check_duplicates(p, closed);
+        p->guess = MLS_JSON_NONE; /* of the object around it nothing is known any more */
+        p->alike = false;
+        if (code != MLS_OK) {
+            return code;
+        }
+    }
+    p->open = parent;
+    p->object = parent != MLS_JSON_NONE && p->doc->nodes[parent].type == MLS_JSON_OBJECT;
+    p->last = closed;
+    p->depth--;
+    p->at++;
+    return MLS_OK;
+}
+
+/* ---- values: each function adds one node, or opens a container ---- */
+
+/* Step over digits, at least one. */
+static mls_code read_digits(json_parser *p)
+{
+    const size_t start = p->at;
+    while (byte_at(p, p->at) >= '0' && byte_at(p, p->at) <= '9') {
+        p->at++;
+    }
+    return p->at > start ? MLS_OK : unexpected(p, "a digit");
+}
+
+/* The grammar of RFC 8259, stricter than strtod: no leading zeros or plus, no bare
+ * point, no hexadecimal, no NaN.  The text is kept; nothing is rounded. */
+static mls_code read_number(json_parser *p)
+{
+    const size_t start = p->at;
+    if (byte_at(p, p->at) == '-') {
+        p->at++;
+    }
+    if (byte_at(p, p->at) == '0') {
+        p->at++;
+    } else if (read_digits(p) != MLS_OK) {
+        return MLS_E_FORMAT;
+    }
+    if (byte_at(p, p->at) == '.') {
+        p->at++;
+        if (read_digits(p) != MLS_OK) {
+            return MLS_E_FORMAT;
+        }
+    }
+    if (byte_at(p, p->at) == 'e' || byte_at(p, p->at) == 'E') {
+        p->at++;
+        if (byte_at(p, p->at) == '+' || byte_at(p, p->at) == '-') {
+            p->at++;
+        }
+        if (read_digits(p) != MLS_OK) {
+            return MLS_E_FORMAT;
+        }
+    }
+    const mls_code code = add_node(p, MLS_JSON_NUMBER, start);
+    if (code == MLS_OK) {
+        p->doc->nodes[p->last].length = (uint32_t)(p->at - start) & (uint32_t)MAX_TEXT;
+    }
+    return code;
+}
+
+/* true, false or null, to the letter.  What follows it is the business of read_between.
+ */
+static mls_code read_literal(json_parser *p, const char *word, mls_json_type type)
+{
+    const size_t start = p->at;
+    for (size_t i = 0; word[i] != '\0'; i++, p->at++) {
+        if (byte_at(p, p->at) != word[i]) {
+            return unexpected(p, word);
+        }
+    }
+    return add_node(p, type, start);
+}
+
+/* A string that is a value.  The key that was read before it stays in p->key until
+ * add_node takes it. */
+static mls_code read_text_value(json_parser *p)
+{
+    const size_t start = p->at;
+    mls_text text;
+    if (read_string(p, &text) != MLS_OK) {
+        return MLS_E_FORMAT;
+    }
+    const mls_code code = add_node(p, MLS_JSON_STRING, start);
+    if (code == MLS_OK) {
+        p->doc->nodes[p->last].length = (uint32_t)text.length & (uint32_t)MAX_TEXT;
+    }
+    return code;
+}
+
+/* The value at p->at, known by its first character.  `*state` becomes what may come
+ * next: the members of a container, or whatever follows a whole value. */
+static mls_code read_value(json_parser *p, json_state *state)
+{
+    const int c = byte_at(p, p->at);
+    *state = c == '{' || c == '[' ? JSON_WANTS_MEMBER : JSON_HAS_VALUE;
+    switch (c) {
+    case '{':
+        return open_container(p, MLS_JSON_OBJECT);
+    case '[':
+        return open_container(p, MLS_JSON_ARRAY);
+    case '"':
+        return read_text_value(p);
+    case 't':
+        return read_literal(p, "true", MLS_JSON_TRUE);
+    case 'f':
+        return read_literal(p, "false", MLS_JSON_FALSE);
+    case 'n':
+        return read_literal(p, "null", MLS_JSON_NULL);
+    default:
+        return c == '-' || (c >= '0' && c <= '9') ? read_number(p)
+                                                  : unexpected(p, "a value");
+    }
+}
+
+/* Whether the next key and its colon are, byte for byte, those of the same member of the
+ * object before; then they are behind us.  Lists are of objects that say the same of one
+ * thing after the other. */
+static bool guess_key(json_parser *p)
+{
+    const mls_json *doc = p->doc;
+    if (p->guess == MLS_JSON_NONE) {
+        p->alike = false; /* it has more members than the other one */
+        return false;
+    }
+    const json_node *node = &doc->nodes[p->guess];
+    const char *text = doc->text + p->at;
+    const size_t length = node->key_length;
+    if (p->end - p->at < length + 3 || text[0] != '"' || text[length + 1] != '"' ||
+        text[length + 2] != ':' || !same_bytes(text + 1, doc->text + node->key, length)) {
+        p->guess = MLS_JSON_NONE;
+        p->alike = false;
+        return false;
+    }
+    p->key = (mls_text){text + 1, length};
+    p->at += length + 3;
+    p->guess = node->next;
+    return true;
+}
+
+/* The key of an object's next member and its colon; nothing inside an array. */
+static mls_code read_key(json_parser *p)
+{
+    if (!p->object || guess_key(p)) {
+        return MLS_OK;
+    }
+    const size_t start = p->at;
+    if (byte_at(p, p->at) != '"') {
+        return unexpected(p, "a key in quotes");
+    }
+    if (read_string(p, &p->key) != MLS_OK) {
+        return MLS_E_FORMAT;
+    }
+    p->escaped = p->escaped || p->at - start != p->key.length + 2;
+    skip_space(p);
+    if (byte_at(p, p->at) != ':') {
+        return unexpected(p, "':'");
+    }
+    p->at++;
+    return MLS_OK;
+}
+
+/* What may follow a value, or an opening bracket where `first`. */
+static mls_code read_between(json_parser *p, bool first, json_state *state)
+{
+    const int closer = p->object ? '}' : ']';
+    const int c = byte_at(p, p->at);
+    if (c == closer) {
+        *state = JSON_HAS_VALUE;
+        return close_container(p);
+    }
+    if (!first) {
+        if (c != ',') {
+            return unexpected(p, p->object ? "',' or '}'" : "',' or ']'");
+        }
+        p->at++;
+        skip_space(p);
+    }
+    *state = JSON_WANTS_VALUE;
+    return read_key(p);
+}
+
+/* The state machine: between any two tokens it knows which of three things it waits
+ * for, and the innermost open container; nothing else.  So depth costs no stack. */
+static mls_code parse_document(json_parser *p)
+{
+    json_state state = JSON_WANTS_VALUE;
+    for (;;) {
+        mls_code code;
+        skip_space(p);
+        if (state == JSON_WANTS_VALUE) {
+            code = read_value(p, &state);
+        } else if (p->open == MLS_JSON_NONE) {
+            return p->at == p->end ? MLS_OK : unexpected(p, "the end of the text");
+        } else {
+            code = read_between(p, state == JSON_WANTS_MEMBER, &state);
+        }
+        if (code != MLS_OK) {
+            return code;
+        }
+    }
+}
+
+/* The nodes grow as they are needed, and the scratch to the largest object: a text of n
+ * bytes costs n bytes for the copy, at most 30 for each of its values, and 8 for each
+ * member of its largest object. */
+mls_code mls_json_parse(const char *text, size_t length, mls_json_limits limits,
+                        mls_json **out, mls_status *st)
+{
+    if (length > MAX_TEXT) {
+        return mls_fail_at(st, MAX_TEXT, "JSON is %zu bytes long: at most %zu are read",
+                           length, MAX_TEXT);
+    }
+    json_parser p = {.limits = &limits,
+                     .st = st,
+                     .end = length,
+                     .open = MLS_JSON_NONE,
+                     .last = MLS_JSON_NONE,
+                     .seen = MLS_JSON_NONE,
+                     .guess = MLS_JSON_NONE};
+    mls_code code = MLS_E_MEMORY;
+    mls_json *doc = mls_alloc(1, sizeof *doc);
+    if (doc == NULL || (doc->text = mls_alloc(length, 1)) == NULL) {
+        mls_fail(st, MLS_E_MEMORY, "no memory for %zu bytes of JSON", length);
+        goto done;
+    }
+    if (length > 0) {
+        memcpy(doc->text, text, length);
+    }
+    p.doc = doc;
+    code = parse_document(&p);
+done:
+    mls_free(p.scratch);
+    if (code == MLS_OK) {
+        *out = doc;
+    } else {
+        mls_json_free(doc);
+    }
+    return code;
+}
+
+void mls_json_forget(mls_json *doc)
+{
+    mls_free(doc->nodes);
+    doc->nodes = NULL;
+    doc->count = doc->room = 0;
+}
+
+/* A document is three blocks, however many values it has. */
+void mls_json_free(mls_json *doc)
+{
+    if (doc != NULL) {
+        mls_free(doc->text);
+        mls_free(doc->nodes);
+        mls_free(doc);
+    }
+}
+
+/* ---- access ----
+ *
+ * A document never changes once it was given out, so threads may share it. */
+
+/* None of these checks a node: whoever asks has it from the document itself. */
+mls_json_type mls_json_type_of(const mls_json *doc, mls_json_node node)
+{
+    return (mls_json_type)doc->nodes[node].type;
+}
+
+/* Whether `length` counts members and not bytes. */
+static bool is_container(const json_node *node)
+{
+    return node->type == MLS_JSON_OBJECT || node->type == MLS_JSON_ARRAY;
+}
+
+/* Of the value, behind its key: where a message points. */
+size_t mls_json_offset(const mls_json *doc, mls_json_node node)
+{
+    return doc->nodes[node].at;
+}
+
+/* Nodes lie in file order, so the first member is the next node. */
+mls_json_node mls_json_first(const mls_json *doc, mls_json_node parent)
+{
+    return mls_json_size(doc, parent) > 0 ? parent + 1 : MLS_JSON_NONE;
+}
+
+/* Over everything inside the node, to its parent's next member. */
+mls_json_node mls_json_next(const mls_json *doc, mls_json_node node)
+{
+    return doc->nodes[node].next;
+}
+
+/* 0 for what has no members. */
+size_t mls_json_size(const mls_json *doc, mls_json_node parent)
+{
+    const json_node *node = &doc->nodes[parent];
+    return is_container(node) ? node->length : 0;
+}
+
+/* Keys are compared as they read after unescaping.  A key that holds a NUL character
+ * equals no C string. */
+mls_json_node mls_json_find(const mls_json *doc, mls_json_node object, const char *key)
+{
+    if (mls_json_type_of(doc, object) != MLS_JSON_OBJECT) {
+        return MLS_JSON_NONE;
+    }
+    mls_json_node member = mls_json_first(doc, object);
+    while (member != MLS_JSON_NONE && !mls_text_is(mls_json_key(doc, member), key)) {
+        member = mls_json_next(doc, member);
+    }
+    return member;
+}
+
+/* The number of the member with that key, looked for from `next` on; `count`: none. */
+static size_t which_member(mls_text key, const mls_json_member *table, size_t count,
+                           size_t next)
+{
+    for (size_t tries = 0; tries < count; tries++) {
+        const size_t i = next + tries < count ? next + tries : next + tries - count;
+        if (key.length == table[i].length &&
+            same_bytes(key.data, table[i].key, key.length)) {
+            return i;
+        }
+    }
+    return count;
+}
+
+/* Members mostly come in the order of the table, so that each is compared about once. */
+size_t mls_json_members(const mls_json *doc, mls_json_node object, mls_json_member *table,
+                        size_t count)
+{
+    size_t next = 0, bad = 0;
+    for (size_t i = 0; i < count; i++) {
+        table[i].node = MLS_JSON_NONE;
+    }
+    for (mls_json_node found = mls_json_first(doc, object); found != MLS_JSON_NONE;
+         found = doc->nodes[found].next) {
+        const json_node *node = &doc->nodes[found];
+        const mls_text key = {doc->text + node->key, node->key_length};
+        const size_t i = which_member(key, table, count, next);
+        if (i < count) {
+            table[i].node = found;
+            next = i + 1 < count ? i + 1 : 0;
+        }
+    }
+    while (bad < count && (table[bad].node == MLS_JSON_NONE
+                               ? !table[bad].needed
+                               : doc->nodes[table[bad].node].type == table[bad].type)) {
+        bad++;
+    }
+    return bad;
+}
+
+/* Members of arrays, and the root, have the empty text. */
+mls_text mls_json_key(const mls_json *doc, mls_json_node node)
+{
+    const json_node *n = &doc->nodes[node];
+    return (mls_text){.data = doc->text + n->key, .length = n->key_length};
+}
+
+/* A string starts after its quote, and was unescaped from there; a number starts where
+ * it was found. */
+mls_text mls_json_text(const mls_json *doc, mls_json_node node)
+{
+    const json_node *n = &doc->nodes[node];
+    if (n->type == MLS_JSON_STRING) {
+        return (mls_text){.data = doc->text + n->at + 1, .length = n->length};
+    }
+    const bool number = n->type == MLS_JSON_NUMBER;
+    return (mls_text){.data = doc->text + n->at, .length = number ? n->length : 0};
+}
+
+/* Digits only: a sign, a fraction or an exponent makes it something else than a count
+ * or an offset, whatever its value. */
+bool mls_json_u64(const mls_json *doc, mls_json_node node, uint64_t *out)
+{
+    const mls_text text = mls_json_text(doc, node);
+    if (mls_json_type_of(doc, node) != MLS_JSON_NUMBER) {
+        return false;
+    }
+    uint64_t value = 0;
+    for (size_t i = 0; i < text.length; i++) {
+        const unsigned digit = (unsigned)(text.data[i] - '0');
+        if (digit > 9 || (i >= SAFE_DIGITS && (!mls_u64_mul(value, 10, &value) ||
+                                               !mls_u64_add(value, digit, &value)))) {
+            return false;
+        }
+        value = i >= SAFE_DIGITS ? value : 10 * value + digit;
+    }
+    *out = value;
+    return true;
+}

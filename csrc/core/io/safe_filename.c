@@ -1,0 +1,92 @@
+/* filename: bytes kept or escaped, one after the other.
+ *
+ * Each byte is encoded by itself, but for what stands before it; so the result can be
+ * read back byte by byte, which is why no two names share one.
+ */
+#include "io/safe_filename.h"
+
+#include <inttypes.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <string.h>
+
+enum {
+    ESCAPE_BYTES = 3,   /* of one escaped byte */
+    MARK_BYTES = 2 + 16 /* "=~" and a number in hexadecimal */
+};
+
+/* Whether `name` up to its first dot is a device on Windows, in lower case: other letters
+ * are escaped anyway. */
+static bool is_device(mls_text name)
+{
+    static const char *const devices[] = {"con", "prn", "aux", "nul"};
+    size_t length = 0;
+    while (length < name.length && name.data[length] != '.') {
+        length++;
+    }
+    if (length == 4 &&
+        (memcmp(name.data, "com", 3) == 0 || memcmp(name.data, "lpt", 3) == 0)) {
+        return name.data[3] >= '0' && name.data[3] <= '9';
+    }
+    for (size_t i = 0; length == 3 && i < sizeof devices / sizeof devices[0]; i++) {
+        if (memcmp(name.data, devices[i], 3) == 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Whether byte `at` of `name` stands for itself. */
+static bool is_plain(mls_text name, size_t at, bool device)
+{
+    const char c = name.data[at];
+    if (at == 0 && (device || c == '.' || c == '-')) {
+        return false;
+    }
+    if (c == '.') {
+        return name.data[at - 1] != '.';
+    }
+    return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '_' || c == '-';
+}
+
+/* Encode as much of `name` as fits into `room` bytes, never half an escape.  Returns the
+ * bytes written; `*taken` says how much of the name they stand for. */
+static size_t encode(mls_text name, char *out, size_t room, size_t *taken)
+{
+    static const char digits[] = "0123456789abcdef";
+    const bool device = is_device(name);
+    size_t length = 0, at = 0;
+    for (; at < name.length; at++) {
+        const unsigned char c = (unsigned char)name.data[at];
+        const bool plain = is_plain(name, at, device);
+        if (length + (plain ? 1 : ESCAPE_BYTES) > room) {
+            break;
+        }
+        if (plain) {
+            out[length++] = (char)c;
+        } else {
+            out[length++] = '=';
+            out[length++] = digits[c >> 4];
+            out[length++] = digits[c & 15];
+        }
+    }
+    *taken = at;
+    return length;
+}
+
+/* A cut name is encoded again with less room: what was written before may end where the
+ * mark has to go. */
+size_t mls_filename_encode(mls_text name, uint64_t number,
+                           char out[MLS_FILENAME_BYTES + 1])
+{
+    size_t taken;
+    size_t length = encode(name, out, MLS_FILENAME_BYTES, &taken);
+    if (name.length == 0) {
+        out[length++] = '=';
+    } else if (taken < name.length) {
+        length = encode(name, out, MLS_FILENAME_BYTES - MARK_BYTES, &taken);
+        length += (size_t)snprintf(out + length, MARK_BYTES + 1, "=~%" PRIx64, number);
+    }
+    out[length] = '\0';
+    return length;
+}

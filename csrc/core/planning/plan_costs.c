@@ -1,0 +1,425 @@
+/* plan_costs: sizes as a solver counts them, the least budget, and the way back from
+ * values to steps.
+ *
+ * Sums of sizes are rounded to slots as sums: two peaks that go together are rounded once
+ * and not twice.  What is added later by solvers (a gradient that is held, an activation
+ * below a segment) is rounded by itself, and a sum of numbers rounded up is at least the
+ * true one: what fits in slots fits in bytes.
+ *
+ * The trace keeps no choices of the solver: it tries all of a segment's choices again,
+ * with the values that the solver left, and takes the best.  That costs little, since a
+ * schedule has few segments next to those that were solved, and it spares a solver a
+ * second table as large as the first.
+ */
+#include "planning/plan_costs.h"
+
+#include "base/memory.h"
+
+#include <inttypes.h>
+#include <math.h>
+
+enum { ARRAYS = 10 };
+
+/* How bytes become units.  A budget of 0 bytes has slots of none: what has bytes then
+ * exceeds it. */
+typedef struct unit_scale {
+    int64_t bytes; /* of the whole budget above activation 0 */
+    int64_t slots; /* 0: units are bytes */
+} unit_scale;
+
+/* Round up; what exceeds the budget is cut to one slot more than there are. */
+static int64_t units_of(unit_scale s, int64_t bytes)
+{
+    if (s.slots == 0) {
+        return bytes;
+    }
+    if (bytes > s.bytes) {
+        return s.slots + 1;
+    }
+    if (bytes == 0) {
+        return 0;
+    }
+    int64_t product;
+    if (!__builtin_mul_overflow(bytes, s.slots, &product)) {
+        return (product - 1) / s.bytes + 1;
+    }
+    /* too large for 64 bits: whole slots of `each` bytes are a little smaller than the
+     * true ones, which rounds up a little more */
+    const int64_t each = s.bytes / s.slots;
+    const int64_t units = (bytes - 1) / each + 1;
+    return units > s.slots ? s.slots + 1 : units;
+}
+
+/* Sizes of one block.  A saved block and what runs above it form one peak each. */
+static void fill_block(mls_plan_costs *c, const mls_chain *chain, size_t i,
+                       unit_scale scale)
+{
+    const int64_t *activation = chain->activation_bytes;
+    const int64_t *gradient = chain->gradient_bytes;
+    const int64_t saved = chain->saved_bytes[i];
+    const int64_t made = activation[i + 1] + chain->forward_temporary_bytes[i];
+    c->saved[i] = units_of(scale, saved);
+    c->hold[i] = i + 1 == c->blocks ? 0 : units_of(scale, gradient[i + 1]);
+    c->save_first[i] = units_of(scale, saved + chain->saving_temporary_bytes[i]);
+    c->save_last[i] = units_of(scale, saved + gradient[i + 1] + gradient[i] +
+                                          chain->backward_temporary_bytes[i]);
+    c->sweep_first[i] = units_of(scale, made);
+    c->sweep[i] = units_of(scale, activation[i] + made);
+}
+
+/* Times of one block.  The way to the host and back is paid in full: nothing else runs
+ * meanwhile. */
+static void fill_seconds(mls_plan_costs *c, const mls_chain *chain, size_t i,
+                         bool offload)
+{
+    const double bytes = (double)chain->saved_bytes[i];
+    c->forward[i] = chain->forward_seconds[i];
+    c->before[i + 1] = c->before[i] + c->forward[i];
+    c->away[i] = offload && chain->offload_rate > 0
+                     ? bytes / chain->offload_rate + bytes / chain->load_rate
+                     : (double)INFINITY;
+}
+
+/* One block of memory for all arrays, 8 bytes an entry: sizes first, then seconds. */
+static bool make_arrays(mls_plan_costs *c, size_t n)
+{
+    int64_t *memory = mls_alloc(n + 1, ARRAYS * sizeof *memory);
+    if (memory == NULL) {
+        return false;
+    }
+    c->memory = memory;
+    int64_t **const sizes[] = {&c->activation, &c->saved,       &c->hold, &c->save_first,
+                               &c->save_last,  &c->sweep_first, &c->sweep};
+    enum { SIZES = sizeof sizes / sizeof sizes[0] };
+    for (size_t i = 0; i < SIZES; i++) {
+        *sizes[i] = memory + i * (n + 1);
+    }
+    void *const rest = memory + SIZES * (n + 1); /* doubles from here on */
+    c->forward = rest;
+    c->before = c->forward + (n + 1);
+    c->away = c->before + (n + 1);
+    return true;
+}
+
+/* What is asked for, before anything is allocated: limits of numbers come before those of
+ * memory, which are for the solvers to say. */
+static mls_code check_request(const mls_chain *chain, int64_t budget, size_t slots,
+                              mls_status *st)
+{
+    if (chain->blocks > MLS_PLAN_MAX_BLOCKS) {
+        return mls_fail(st, MLS_E_VALUE,
+                        "a chain of %zu blocks: plans are made for at most %d; take "
+                        "several blocks as one",
+                        chain->blocks, (int)MLS_PLAN_MAX_BLOCKS);
+    }
+    if (slots > MLS_PLAN_MAX_SLOTS) {
+        return mls_fail(st, MLS_E_VALUE, "%zu slots: choose 1 to %d", slots,
+                        (int)MLS_PLAN_MAX_SLOTS);
+    }
+    if (budget < 0) {
+        return mls_fail(st, MLS_E_VALUE, "a budget of %" PRId64 " bytes is negative",
+                        budget);
+    }
+    if (budget < chain->activation_bytes[0]) {
+        return mls_fail(st, MLS_E_CAPACITY,
+                        "a budget of %" PRId64
+                        " bytes does not hold the input of %" PRId64,
+                        budget, chain->activation_bytes[0]);
+    }
+    return MLS_OK;
+}
+
+/* Everything that depends on one block or one activation is computed once here: solvers
+ * look at it for every pair and triple of blocks. */
+mls_code mls_plan_costs_init(mls_plan_costs *out, const mls_chain *chain,
+                             int64_t budget_bytes, size_t slots, bool offload,
+                             mls_status *st)
+{
+    const mls_code code = check_request(chain, budget_bytes, slots, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    const size_t n = chain->blocks;
+    const unit_scale scale = {budget_bytes - chain->activation_bytes[0], (int64_t)slots};
+    mls_plan_costs c = {.blocks = n, .budget = slots == 0 ? scale.bytes : scale.slots};
+    if (!make_arrays(&c, n)) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for the sizes of %zu blocks", n);
+    }
+    for (size_t i = 0; i < n; i++) {
+        fill_block(&c, chain, i, scale);
+        fill_seconds(&c, chain, i, offload);
+        c.activation[i] = units_of(scale, chain->activation_bytes[i]);
+    }
+    c.activation[n] = units_of(scale, chain->activation_bytes[n]);
+    *out = c;
+    return MLS_OK;
+}
+
+/* All arrays lie in one block. */
+void mls_plan_costs_fini(mls_plan_costs *c)
+{
+    mls_free(c->memory);
+    *c = (mls_plan_costs){0};
+}
+
+/* ---- the least budget ---- */
+
+/* The larger one of two sizes, */
+static int64_t largest(int64_t a, int64_t b)
+{
+    return a > b ? a : b;
+}
+
+/* and the smaller one. */
+static int64_t least(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+/* The least memory for s .. t.  `row` has that of s .. s, s .. s + 1, ..., `column` that
+ * of k .. t for k > s. */
+static int64_t least_of(const mls_plan_costs *c, size_t s, size_t t, const int64_t *row,
+                        const int64_t *column)
+{
+    const int64_t save = mls_plan_save_need(c, s, t);
+    if (s == t) {
+        return save;
+    }
+    int64_t best = largest(save, c->saved[s] + column[s + 1]);
+    if (isfinite(c->away[s])) {
+        best = least(best, largest(save, c->activation[s + 1] + column[s + 1]));
+    }
+    int64_t sweep = 0;
+    for (size_t k = s + 1; k <= t; k++) {
+        sweep = mls_plan_sweep(c, s, k, sweep);
+        const int64_t sides = largest(c->activation[k] + column[k], row[k - 1 - s]);
+        best = least(best, largest(sides, sweep + c->hold[t]));
+    }
+    return best;
+}
+
+/* Column by column, each from the diagonal up: what lies below in a column and to the
+ * left in a row is then known. */
+static bool fill_least(const mls_plan_costs *c, mls_poll poll, int64_t *table,
+                       int64_t *column)
+{
+    const size_t n = c->blocks;
+    for (size_t t = 0; t < n; t++) {
+        if (poll.go_on != NULL && !poll.go_on(poll.context)) {
+            return false;
+        }
+        for (size_t s = t + 1; s-- > 0;) {
+            column[s] = least_of(c, s, t, table + mls_plan_cell(n, s, s), column);
+            table[mls_plan_cell(n, s, t)] = column[s];
+        }
+    }
+    return true;
+}
+
+/* The same recursion as the solvers', with peaks in place of times: it has no memory to
+ * try, so that a cell is one number. */
+mls_code mls_plan_least(const mls_plan_costs *c, mls_poll poll, mls_plan_needs *out,
+                        mls_status *st)
+{
+    const size_t n = c->blocks, cells = n * (n + 1) / 2;
+    *out = (mls_plan_needs){.blocks = n};
+    out->memory = mls_alloc(cells + n, sizeof *out->memory); /* the last n: a column */
+    if (out->memory == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for a table of %zu blocks", n);
+    }
+    if (!fill_least(c, poll, out->memory, out->memory + cells)) {
+        mls_plan_needs_fini(out);
+        return mls_fail(st, MLS_E_STOPPED, "planning was stopped");
+    }
+    return MLS_OK;
+}
+
+/* The table is one block. */
+void mls_plan_needs_fini(mls_plan_needs *needs)
+{
+    mls_free(needs->memory);
+    *needs = (mls_plan_needs){0};
+}
+
+/* All that fits is worth the same, so that a trace takes the first choice that does. */
+double mls_plan_fits(const void *context, size_t s, size_t t, int64_t memory)
+{
+    const mls_plan_needs *needs = context;
+    const bool fits = memory >= needs->memory[mls_plan_cell(needs->blocks, s, t)];
+    return fits ? 0 : (double)INFINITY;
+}
+
+/* From the last block back: what is saved lies below the peaks of what follows. */
+int64_t mls_plan_enough(const mls_plan_costs *c)
+{
+    const size_t last = c->blocks - 1;
+    int64_t enough = 0;
+    for (size_t s = c->blocks; s-- > 0;) {
+        const int64_t need = mls_plan_save_need(c, s, last);
+        enough = largest(need, s == last ? 0 : c->saved[s] + enough);
+    }
+    return enough;
+}
+
+/* ---- from values to steps ---- */
+
+/* What is still to be written: a step, or the schedule of a segment with the memory that
+ * it may take above its input. */
+typedef struct item {
+    int32_t kind; /* of a step; MLS_STEP_KINDS: a segment */
+    uint32_t s, t;
+    int64_t memory;
+} item;
+
+/* Items, the next one on top. */
+typedef struct tracer {
+    const mls_plan_costs *costs;
+    mls_plan_value value;
+    const void *context;
+    mls_schedule *out;
+    item *items;
+    size_t count, room;
+} tracer;
+
+enum { KEEP, AWAY }; /* what is done with s; above that it is the k to restart from */
+
+/* The best choice for s .. t: KEEP, AWAY, or AWAY + k - s.  Its value is INFINITY where
+ * nothing fits.  Of equal ones the first: no recomputation, if possible. */
+static size_t choose(const tracer *r, size_t s, size_t t, int64_t memory, double *best)
+{
+    const mls_plan_costs *c = r->costs;
+    size_t choice = KEEP;
+    *best = (double)INFINITY;
+    if (mls_plan_save_need(c, s, t) <= memory) {
+        *best = s == t ? 0 : r->value(r->context, s + 1, t, memory - c->saved[s]);
+        if (s < t && isfinite(c->away[s])) {
+            const double away = c->away[s] + r->value(r->context, s + 1, t,
+                                                      memory - c->activation[s + 1]);
+            choice = away < *best ? AWAY : KEEP;
+            *best = away < *best ? away : *best;
+        }
+    }
+    int64_t sweep = 0;
+    for (size_t k = s + 1; k <= t; k++) {
+        sweep = mls_plan_sweep(c, s, k, sweep);
+        if (sweep + c->hold[t] > memory) {
+            break;
+        }
+        const double again = c->before[k] - c->before[s];
+        if (again >= *best) {
+            break; /* later ones repeat even more */
+        }
+        const double seconds = again + r->value(r->context, s, k - 1, memory) +
+                               r->value(r->context, k, t, memory - c->activation[k]);
+        if (seconds < *best) {
+            *best = seconds;
+            choice = AWAY + k - s;
+        }
+    }
+    return choice;
+}
+
+/* Put an item on top. */
+static mls_code push_item(tracer *r, item added, mls_status *st)
+{
+    if (r->count == r->room) {
+        const size_t room = r->room == 0 ? 64 : 2 * r->room;
+        item *items = mls_realloc(r->items, room, sizeof *items);
+        if (items == NULL) {
+            return mls_fail(st, MLS_E_MEMORY, "no memory for a schedule");
+        }
+        r->items = items;
+        r->room = room;
+    }
+    r->items[r->count++] = added;
+    return MLS_OK;
+}
+
+/* Several at once, given in the order in which they come: the last is put down first. */
+static mls_code push_items(tracer *r, const item *items, size_t count, mls_status *st)
+{
+    mls_code code = MLS_OK;
+    while (code == MLS_OK && count-- > 0) {
+        code = push_item(r, items[count], st);
+    }
+    return code;
+}
+
+/* "forward s .. k - 1" keeping activations s and k only, and the two segments. */
+static mls_code restart(tracer *r, item seg, size_t k, mls_status *st)
+{
+    mls_code code = mls_schedule_push(r->out, MLS_STEP_FORWARD, seg.s, st);
+    for (size_t j = seg.s + 1; code == MLS_OK && j < k; j++) {
+        code = mls_schedule_push(r->out, MLS_STEP_FORWARD, j, st);
+        if (code == MLS_OK) {
+            code = mls_schedule_push(r->out, MLS_STEP_DROP, j, st);
+        }
+    }
+    const uint32_t at = (uint32_t)k;
+    const item rest[] = {
+        {MLS_STEP_KINDS, at, seg.t, seg.memory - r->costs->activation[k]},
+        {MLS_STEP_DROP, at, 0, 0},
+        {MLS_STEP_KINDS, seg.s, at - 1, seg.memory},
+    };
+    return code == MLS_OK ? push_items(r, rest, 3, st) : code;
+}
+
+/* Replace a segment by what its best choice does.  Where nothing fits although the whole
+ * did, the solver's values contradict each other; that is refused like a small budget. */
+static mls_code expand(tracer *r, item seg, mls_status *st)
+{
+    const mls_plan_costs *c = r->costs;
+    const uint32_t s = seg.s;
+    double best;
+    const size_t choice = choose(r, s, seg.t, seg.memory, &best);
+    if (!isfinite(best)) {
+        return mls_fail(st, MLS_E_CAPACITY, "blocks %u to %u do not fit into the budget",
+                        (unsigned)s, (unsigned)seg.t);
+    }
+    if (choice > AWAY) {
+        return restart(r, seg, s + (choice - AWAY), st);
+    }
+    const item saved[] = {{MLS_STEP_SAVE, s, 0, 0},
+                          {MLS_STEP_KINDS, s + 1, seg.t, seg.memory - c->saved[s]},
+                          {MLS_STEP_BACKWARD, s, 0, 0}};
+    const item alone[] = {saved[0], saved[2]};
+    const item moved[] = {
+        saved[0],
+        {MLS_STEP_OFFLOAD, s, 0, 0},
+        {MLS_STEP_KINDS, s + 1, seg.t, seg.memory - c->activation[s + 1]},
+        {MLS_STEP_DROP, s + 1, 0, 0},
+        {MLS_STEP_LOAD, s, 0, 0},
+        saved[2]};
+    if (s == seg.t) {
+        return push_items(r, alone, 2, st);
+    }
+    return choice == KEEP ? push_items(r, saved, 3, st) : push_items(r, moved, 6, st);
+}
+
+/* With a stack of its own: segments nest as deep as there are blocks. */
+mls_code mls_plan_trace(const mls_plan_costs *costs, mls_plan_value value,
+                        const void *context, mls_poll poll, mls_schedule *out,
+                        mls_status *st)
+{
+    mls_schedule schedule = {0};
+    tracer r = {.costs = costs, .value = value, .context = context, .out = &schedule};
+    const uint32_t last = (uint32_t)(costs->blocks - 1);
+    mls_code code = push_item(&r, (item){MLS_STEP_KINDS, 0, last, costs->budget}, st);
+    while (code == MLS_OK && r.count > 0) {
+        const item next = r.items[--r.count];
+        if (next.kind != MLS_STEP_KINDS) {
+            code = mls_schedule_push(&schedule, (mls_step_kind)next.kind, next.s, st);
+        } else if (poll.go_on != NULL && !poll.go_on(poll.context)) {
+            code = mls_fail(st, MLS_E_STOPPED, "planning was stopped");
+        } else {
+            code = expand(&r, next, st);
+        }
+    }
+    mls_free(r.items);
+    if (code != MLS_OK) {
+        mls_schedule_fini(&schedule);
+        return code;
+    }
+    *out = schedule;
+    return MLS_OK;
+}

@@ -1,0 +1,523 @@
+/* plan_exact: fronts of all segments, diagonal by diagonal.
+ *
+ * Segments of one length depend on shorter ones alone, so threads share them out.  The
+ * value of a choice at some memory is a constant, and the value of one front at that
+ * memory less a shift, and for a restart that of a second front.
+ *
+ * On the grid, entry g is the value at memory g * step.  Within interval g (from g * step
+ * to the next entry) a choice is worth no less than what the entries above it give, and
+ * the best choice at the interval's beginning is worth no more from there on.  So a
+ * choice is looked at only where the first is below the second.
+ */
+#include "planning/plan_exact.h"
+
+#include "base/memory.h"
+
+#include <math.h>
+#include <stdatomic.h>
+#include <string.h>
+
+enum { GRID = MLS_PLAN_GRID, ROW = GRID + 1 };
+
+/* One way to solve a segment. */
+typedef struct option {
+    const mls_plan_front *right, *left; /* `left` NULL: there is one front only */
+    const double *right_grid, *left_grid;
+    int64_t shift, start; /* added to the memory of `right`; least memory of all */
+    size_t low, high;     /* the shift in steps of the grid, rounded down and up */
+    double seconds;
+} option;
+
+/* Points that grow. */
+typedef struct points {
+    mls_plan_point *items;
+    size_t count, room;
+} points;
+
+/* What one thread needs for itself. */
+typedef struct scratch {
+    atomic_bool taken;
+    option *options;
+    size_t option_count;
+    uint16_t *lists; /* for each interval, the options that matter in it */
+    size_t counts[GRID];
+    double upper[GRID]; /* value of `best` at the interval's beginning */
+    size_t best[GRID];
+    points front, found, added, merged;
+} scratch;
+
+/* All fronts in the making. */
+typedef struct solver {
+    const mls_plan_costs *costs;
+    mls_plan_fronts *out;
+    mls_poll poll;
+    size_t most_points, length; /* of the segments at hand, less one */
+    double noise;               /* seconds that are rounding and nothing else */
+    scratch *scratches;
+    size_t tasks;
+    atomic_size_t points;
+    atomic_int failed; /* an mls_code */
+} solver;
+
+static const double zeros[ROW]; /* the grid of no front */
+
+/* ---- points ---- */
+
+/* Room for so many points; what is there stays. */
+static bool reserve(points *p, size_t room)
+{
+    if (room <= p->room) {
+        return true;
+    }
+    mls_plan_point *items = mls_realloc(p->items, 2 * room, sizeof *items);
+    if (items == NULL) {
+        return false;
+    }
+    p->items = items;
+    p->room = 2 * room;
+    return true;
+}
+
+/* The last point with at most that much memory; the front has one. */
+static size_t find(const mls_plan_front *f, int64_t memory)
+{
+    size_t low = 0, high = f->count;
+    while (high - low > 1) {
+        const size_t middle = low + (high - low) / 2;
+        if (f->points[middle].memory <= memory) {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
+}
+
+/* Less memory than the first point has is not enough. */
+double mls_plan_exact_value(const void *context, size_t s, size_t t, int64_t memory)
+{
+    const mls_plan_fronts *f = context;
+    const mls_plan_front *front = &f->fronts[mls_plan_cell(f->blocks, s, t)];
+    if (front->count == 0 || memory < front->points[0].memory) {
+        return (double)INFINITY;
+    }
+    return front->points[find(front, memory)].seconds;
+}
+
+/* ---- options of a segment ---- */
+
+/* Add a choice unless it never fits.  `threshold` is the least memory that it needs apart
+ * from its fronts. */
+static void add_option(solver *v, scratch *w, option o, int64_t threshold, int64_t limit)
+{
+    if (o.right->count == 0 || (o.left != NULL && o.left->count == 0)) {
+        return;
+    }
+    const int64_t right = o.right->points[0].memory + o.shift;
+    const int64_t left = o.left == NULL ? 0 : o.left->points[0].memory;
+    o.start = right > left ? right : left;
+    o.start = threshold > o.start ? threshold : o.start;
+    if (o.start > limit) {
+        return;
+    }
+    const int64_t step = v->out->step;
+    o.low = (size_t)(o.shift / step);
+    o.high = o.low + (o.shift % step != 0 ? 1 : 0);
+    w->options[w->option_count++] = o;
+}
+
+/* All choices of s .. t that fit somewhere: save, offload, and every restart. */
+static void list_options(solver *v, scratch *w, size_t s, size_t t, int64_t limit)
+{
+    const mls_plan_costs *c = v->costs;
+    const mls_plan_fronts *f = v->out;
+    const size_t n = c->blocks, below = mls_plan_cell(n, s + 1, t);
+    const int64_t save = mls_plan_save_need(c, s, t);
+    option kept = {.right = &f->fronts[below],
+                   .right_grid = f->grid + below * ROW,
+                   .left_grid = zeros,
+                   .shift = c->saved[s]};
+    w->option_count = 0;
+    add_option(v, w, kept, save, limit);
+    if (isfinite(c->away[s])) {
+        kept.shift = c->activation[s + 1];
+        kept.seconds = c->away[s];
+        add_option(v, w, kept, save, limit);
+    }
+    int64_t sweep = 0;
+    for (size_t k = s + 1; k <= t; k++) {
+        const size_t right = mls_plan_cell(n, k, t), left = mls_plan_cell(n, s, k - 1);
+        sweep = mls_plan_sweep(c, s, k, sweep);
+        const option again = {.right = &f->fronts[right],
+                              .left = &f->fronts[left],
+                              .right_grid = f->grid + right * ROW,
+                              .left_grid = f->grid + left * ROW,
+                              .shift = c->activation[k],
+                              .seconds = c->before[k] - c->before[s]};
+        add_option(v, w, again, sweep + c->hold[t], limit);
+    }
+}
+
+/* ---- the grid ---- */
+
+/* The best choice at the beginning of each interval.  Entries of shifted fronts are taken
+ * where the memory is less than it is, so that values are too large if they are wrong. */
+static void bound_above(const solver *v, scratch *w)
+{
+    const int64_t step = v->out->step;
+    for (size_t g = 0; g < GRID; g++) {
+        w->upper[g] = (double)INFINITY;
+        w->best[g] = SIZE_MAX;
+        w->counts[g] = 0;
+    }
+    for (size_t i = 0; i < w->option_count; i++) {
+        const option *o = &w->options[i];
+        const size_t begin = (size_t)((o->start + step - 1) / step);
+        for (size_t g = begin > o->high ? begin : o->high; g < GRID; g++) {
+            const double value =
+                o->seconds + o->right_grid[g - o->high] + o->left_grid[g];
+            if (value < w->upper[g]) {
+                w->upper[g] = value;
+                w->best[g] = i;
+            }
+        }
+    }
+}
+
+/* Which choices may matter in which interval.  Here entries are those of more memory: the
+ * values are too small if they are wrong.  The best of above always matters. */
+static void list_by_interval(const solver *v, scratch *w)
+{
+    const size_t stride = v->costs->blocks + 2;
+    for (size_t i = 0; i < w->option_count; i++) {
+        const option *o = &w->options[i];
+        for (size_t g = (size_t)(o->start / v->out->step); g < GRID; g++) {
+            const double value =
+                o->seconds + o->right_grid[g + 1 - o->low] + o->left_grid[g + 1];
+            if (value < w->upper[g] - v->noise || w->best[g] == i) {
+                w->lists[g * stride + w->counts[g]++] = (uint16_t)i;
+            }
+        }
+    }
+}
+
+/* The front's row of the grid: what each entry's memory buys, infinity where that is
+ * nothing. */
+static void fill_grid(const mls_plan_front *f, int64_t step, double *row)
+{
+    size_t i = 0;
+    for (size_t g = 0; g < ROW; g++) {
+        const int64_t memory = (int64_t)g * step;
+        while (i < f->count && f->points[i].memory <= memory) {
+            i++;
+        }
+        row[g] = i == 0 ? (double)INFINITY : f->points[i - 1].seconds;
+    }
+}
+
+/* ---- envelopes ---- */
+
+/* Where a front changes next, seen through a shift. */
+static int64_t next_memory(const mls_plan_front *f, size_t i, int64_t shift)
+{
+    return i + 1 < f->count ? f->points[i + 1].memory + shift : INT64_MAX;
+}
+
+/* The points of a choice from `from` to below `to`: both of its fronts side by side, a
+ * point wherever one of them changes. */
+static bool unroll(const option *o, int64_t from, int64_t to, points *out)
+{
+    const mls_plan_front *r = o->right, *l = o->left;
+    out->count = 0;
+    if (!reserve(out, r->count + (l == NULL ? 0 : l->count) + 1)) {
+        return false;
+    }
+    int64_t memory = from > o->start ? from : o->start;
+    size_t i = find(r, memory - o->shift);
+    size_t j = l == NULL ? 0 : find(l, memory);
+    while (memory < to) {
+        const double left = l == NULL ? 0 : l->points[j].seconds;
+        out->items[out->count++] =
+            (mls_plan_point){memory, o->seconds + r->points[i].seconds + left};
+        const int64_t right_at = next_memory(r, i, o->shift);
+        const int64_t left_at = l == NULL ? INT64_MAX : next_memory(l, j, 0);
+        memory = right_at < left_at ? right_at : left_at;
+        i += right_at == memory ? 1 : 0;
+        j += left_at == memory ? 1 : 0;
+        if (memory == INT64_MAX) {
+            break;
+        }
+    }
+    return true;
+}
+
+/* The lower envelope of two lists of points: by memory, and only what is quicker than all
+ * before it. */
+static bool merge(const points *a, const points *b, points *out)
+{
+    size_t i = 0, j = 0;
+    double best = (double)INFINITY;
+    out->count = 0;
+    if (!reserve(out, a->count + b->count)) {
+        return false;
+    }
+    while (i < a->count || j < b->count) {
+        const bool first =
+            j == b->count || (i < a->count && a->items[i].memory <= b->items[j].memory);
+        const mls_plan_point p = first ? a->items[i++] : b->items[j++];
+        if (p.seconds < best) {
+            best = p.seconds;
+            out->items[out->count++] = p;
+        }
+    }
+    return true;
+}
+
+/* Append what is better than the front's last point; of points with the same memory, the
+ * last one is the best. */
+static bool append(const solver *v, points *front, const points *found)
+{
+    if (!reserve(front, front->count + found->count)) {
+        return false;
+    }
+    for (size_t i = 0; i < found->count; i++) {
+        const mls_plan_point p = found->items[i];
+        mls_plan_point *last = front->items + front->count - 1;
+        if (front->count > 0 && p.seconds >= last->seconds - v->noise) {
+            continue;
+        }
+        if (front->count > 0 && p.memory == last->memory) {
+            *last = p;
+        } else {
+            front->items[front->count++] = p;
+        }
+    }
+    return true;
+}
+
+/* All intervals, one after the other, into `front`.  Lists change places instead of being
+ * copied. */
+static bool sweep_intervals(const solver *v, scratch *w, int64_t limit)
+{
+    const size_t stride = v->costs->blocks + 2;
+    w->front.count = 0;
+    for (size_t g = 0; g < GRID; g++) {
+        const int64_t from = (int64_t)g * v->out->step;
+        const int64_t end = from + v->out->step;
+        const int64_t to = end > limit ? limit + 1 : end;
+        w->found.count = 0;
+        for (size_t i = 0; i < w->counts[g]; i++) {
+            const option *o = &w->options[w->lists[g * stride + i]];
+            if (!unroll(o, from, to, &w->added) ||
+                !merge(&w->found, &w->added, &w->merged)) {
+                return false;
+            }
+            const points swapped = w->found;
+            w->found = w->merged;
+            w->merged = swapped;
+        }
+        if (!append(v, &w->front, &w->found)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* ---- segments ---- */
+
+/* Keep the front of a segment.  The count of all points is shared by threads; who goes
+ * beyond the cap stops all of them. */
+static mls_code keep(solver *v, const points *front, size_t cell)
+{
+    mls_plan_front *f = &v->out->fronts[cell];
+    const size_t before = atomic_fetch_add(&v->points, front->count);
+    if (front->count >
+        v->most_points - (before < v->most_points ? before : v->most_points)) {
+        return MLS_E_SIZE;
+    }
+    if (front->count > 0) {
+        f->points = mls_alloc(front->count, sizeof *f->points);
+        if (f->points == NULL) {
+            return MLS_E_MEMORY;
+        }
+        memcpy(f->points, front->items, front->count * sizeof *f->points);
+        f->count = front->count;
+    }
+    fill_grid(f, v->out->step, v->out->grid + cell * ROW);
+    return MLS_OK;
+}
+
+/* Nobody asks for more memory than is left beside activation s. */
+static mls_code solve(solver *v, scratch *w, size_t s, size_t t)
+{
+    const mls_plan_costs *c = v->costs;
+    const int64_t limit = c->budget - (s == 0 ? 0 : c->activation[s]);
+    if (s == t) {
+        const mls_plan_point only = {mls_plan_save_need(c, s, t), 0};
+        w->front.count = 0;
+        if (only.memory <= limit) {
+            if (!reserve(&w->front, 1)) {
+                return MLS_E_MEMORY;
+            }
+            w->front.items[w->front.count++] = only;
+        }
+    } else {
+        list_options(v, w, s, t, limit);
+        bound_above(v, w);
+        list_by_interval(v, w);
+        if (!sweep_intervals(v, w, limit)) {
+            return MLS_E_MEMORY;
+        }
+    }
+    return keep(v, &w->front, mls_plan_cell(c->blocks, s, t));
+}
+
+/* What nobody works with; there are as many as there are threads.  Should there be more
+ * threads by now, the last of them waits here for another's segment. */
+static scratch *take_scratch(solver *v)
+{
+    for (size_t i = 0;; i = (i + 1) % v->tasks) {
+        if (!atomic_exchange(&v->scratches[i].taken, true)) {
+            return &v->scratches[i];
+        }
+    }
+}
+
+/* One segment of a diagonal.  It is short work next to what a person notices: to ask
+ * between segments is often enough. */
+static void work(void *context, size_t s)
+{
+    solver *v = context;
+    if (atomic_load(&v->failed) != MLS_OK) {
+        return;
+    }
+    if (v->poll.go_on != NULL && !v->poll.go_on(v->poll.context)) {
+        atomic_store(&v->failed, MLS_E_STOPPED);
+        return;
+    }
+    scratch *w = take_scratch(v);
+    const mls_code code = solve(v, w, s, s + v->length);
+    atomic_store(&w->taken, false);
+    if (code != MLS_OK) {
+        atomic_store(&v->failed, (int)code);
+    }
+}
+
+/* Segments of one length after those of the length below it. */
+static void run_diagonals(solver *v, mls_pool *pool)
+{
+    enum { WORTH = 24 }; /* blocks from which on helpers are worth waking */
+    const size_t n = v->costs->blocks;
+    for (v->length = 0; v->length < n; v->length++) {
+        const bool alone = n < WORTH || v->length == 0;
+        mls_pool_run(alone ? NULL : pool, work, v, n - v->length);
+        if (atomic_load(&v->failed) != MLS_OK) {
+            return;
+        }
+    }
+}
+
+/* ---- all of it ---- */
+
+/* Accepts what new_scratches left half done. */
+static void free_scratches(scratch *all, size_t count)
+{
+    for (size_t i = 0; all != NULL && i < count; i++) {
+        mls_free(all[i].options);
+        mls_free(all[i].lists);
+        mls_free(all[i].front.items);
+        mls_free(all[i].found.items);
+        mls_free(all[i].added.items);
+        mls_free(all[i].merged.items);
+    }
+    mls_free(all);
+}
+
+/* One for each thread; lists of points grow when they are used. */
+static scratch *new_scratches(size_t count, size_t blocks)
+{
+    scratch *all = mls_alloc(count, sizeof *all);
+    for (size_t i = 0; all != NULL && i < count; i++) {
+        all[i].options = mls_alloc(blocks + 2, sizeof *all[i].options);
+        all[i].lists = mls_alloc(blocks + 2, GRID * sizeof *all[i].lists);
+        if (all[i].options == NULL || all[i].lists == NULL) {
+            free_scratches(all, count);
+            return NULL;
+        }
+    }
+    return all;
+}
+
+/* The tables, one entry for each segment, and rows of the grid.  A step of the grid is
+ * such that its last entry lies above the budget. */
+static bool make_fronts(const mls_plan_costs *c, mls_plan_fronts *out)
+{
+    const size_t cells = c->blocks * (c->blocks + 1) / 2;
+    *out = (mls_plan_fronts){.blocks = c->blocks, .step = c->budget / GRID + 1};
+    out->fronts = mls_alloc(cells, sizeof *out->fronts);
+    out->grid = mls_alloc(cells, ROW * sizeof *out->grid);
+    if (out->fronts == NULL || out->grid == NULL) {
+        mls_plan_fronts_fini(out);
+        return false;
+    }
+    return true;
+}
+
+/* Each front is a block of its own: their lengths are known one by one. */
+void mls_plan_fronts_fini(mls_plan_fronts *f)
+{
+    const size_t cells = f->fronts == NULL ? 0 : f->blocks * (f->blocks + 1) / 2;
+    for (size_t i = 0; i < cells; i++) {
+        mls_free(f->fronts[i].points);
+    }
+    mls_free(f->fronts);
+    mls_free(f->grid);
+    *f = (mls_plan_fronts){0};
+}
+
+/* What a failure means, in words.  Threads leave a code and no more: a status has one
+ * writer. */
+static mls_code explain(mls_code code, const mls_plan_costs *c, size_t most,
+                        mls_status *st)
+{
+    switch (code) {
+    case MLS_E_STOPPED:
+        return mls_fail(st, code, "planning was stopped");
+    case MLS_E_SIZE:
+        return mls_fail(st, code,
+                        "a plan of %zu blocks to the byte needs more than %zu points: "
+                        "choose a number of slots",
+                        c->blocks, most);
+    default:
+        return mls_fail(st, MLS_E_MEMORY, "no memory for a plan of %zu blocks",
+                        c->blocks);
+    }
+}
+
+/* Times that differ by less than sums of doubles are sure of are the same time. */
+mls_code mls_plan_exact(const mls_plan_costs *costs, size_t most_points, mls_pool *pool,
+                        mls_poll poll, mls_plan_fronts *out, mls_status *st)
+{
+    const size_t tasks = pool == NULL ? 1 : mls_pool_threads(pool);
+    solver v = {.costs = costs,
+                .out = out,
+                .poll = poll,
+                .most_points = most_points,
+                .noise = 1e-13 * costs->before[costs->blocks],
+                .tasks = tasks};
+    *out = (mls_plan_fronts){0};
+    v.scratches = new_scratches(tasks, costs->blocks);
+    if (v.scratches == NULL || !make_fronts(costs, out)) {
+        free_scratches(v.scratches, tasks);
+        return explain(MLS_E_MEMORY, costs, most_points, st);
+    }
+    run_diagonals(&v, pool);
+    free_scratches(v.scratches, tasks);
+    const mls_code code = (mls_code)atomic_load(&v.failed);
+    if (code != MLS_OK) {
+        mls_plan_fronts_fini(out);
+        return explain(code, costs, most_points, st);
+    }
+    out->points = atomic_load(&v.points);
+    return MLS_OK;
+}

@@ -1,0 +1,240 @@
+/* cpu: what the processor, the operating system and the build offer together.
+ *
+ * A set counts as offered only where all three agree: the processor has the instructions,
+ * the system saves their registers on a context switch, and the compiler targeted the
+ * architecture.  Each set promises whatever its kernels use: the x86 ones stand for the
+ * CRC and carry-less multiplication instructions of crc32c_sse42.c too.
+ */
+#include "runtime/cpu_features.h"
+
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#    include <cpuid.h>
+#endif
+#if defined(__linux__)
+#    include <sched.h>
+#    include <unistd.h>
+#elif !defined(_WIN32)
+#    include <unistd.h>
+#endif
+#if defined(__APPLE__)
+#    include <sys/sysctl.h>
+#endif
+
+/* As users write them in MLSTATE_CPU. */
+static const char *const names[MLS_CPU_COUNT] = {
+    [MLS_CPU_SCALAR] = "scalar",
+    [MLS_CPU_AVX2] = "avx2",
+    [MLS_CPU_AVX512] = "avx512",
+    [MLS_CPU_NEON] = "neon",
+};
+
+const char *mls_cpu_name(mls_cpu cpu)
+{
+    return names[cpu];
+}
+
+#if defined(__x86_64__)
+
+/* Which register sets the operating system saves on a context switch (XCR0). */
+static unsigned saved_registers(void)
+{
+    unsigned low, high;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    (void)high;
+    return low;
+}
+
+enum {
+    YMM_STATE = 0x6,  /* XMM and the upper halves of YMM */
+    ZMM_STATE = 0xE6, /* those, the mask registers and all of ZMM */
+    LEAF1_WANTED = bit_FMA | bit_F16C | bit_AVX | bit_POPCNT | bit_SSE4_2 | bit_PCLMUL,
+    LEAF7_AVX512 = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW
+};
+
+/* Instructions by CPUID, registers by XCR0; xgetbv exists only where OSXSAVE is set, so
+ * that is asked first. */
+bool mls_cpu_offers(mls_cpu cpu)
+{
+    unsigned a, b, c, d;
+    if (cpu == MLS_CPU_SCALAR) {
+        return true;
+    }
+    if (!__get_cpuid(1, &a, &b, &c, &d) || (c & bit_OSXSAVE) == 0 ||
+        (c & (unsigned)LEAF1_WANTED) != (unsigned)LEAF1_WANTED) {
+        return false;
+    }
+    const unsigned saved = saved_registers();
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (b & bit_AVX2) == 0) {
+        return false;
+    }
+    if (cpu == MLS_CPU_AVX2) {
+        return (saved & YMM_STATE) == YMM_STATE;
+    }
+    return cpu == MLS_CPU_AVX512 && (saved & ZMM_STATE) == ZMM_STATE &&
+           (b & (unsigned)LEAF7_AVX512) == (unsigned)LEAF7_AVX512 &&
+           (b & bit_AVX512VL) != 0;
+}
+
+#elif defined(__aarch64__)
+
+/* NEON is part of the architecture. */
+bool mls_cpu_offers(mls_cpu cpu)
+{
+    return cpu == MLS_CPU_SCALAR || cpu == MLS_CPU_NEON;
+}
+
+#else
+
+bool mls_cpu_offers(mls_cpu cpu)
+{
+    return cpu == MLS_CPU_SCALAR;
+}
+
+#endif
+
+/* What the compiler's own library noted when the program was loaded: CPUID itself takes
+ * microseconds under a hypervisor, and this is asked in every kernel. */
+bool mls_cpu_follows_runs(void)
+{
+#if defined(__x86_64__)
+    return __builtin_cpu_is("amd") != 0;
+#else
+    return false;
+#endif
+}
+
+/* "scalar, avx2": what this machine offers. */
+static void list_offered(char *text, size_t room)
+{
+    size_t used = 0;
+    for (int i = 0; i < MLS_CPU_COUNT; i++) {
+        if (mls_cpu_offers((mls_cpu)i) && used < room) {
+            used += (size_t)snprintf(text + used, room - used, "%s%s",
+                                     used == 0 ? "" : ", ", names[i]);
+        }
+    }
+}
+
+/* From the back of the enum, where the best sets are. */
+mls_code mls_cpu_choose(const char *wanted, mls_cpu *out, mls_status *st)
+{
+    const bool any = wanted == NULL || wanted[0] == '\0';
+    for (int i = MLS_CPU_COUNT - 1; i >= 0; i--) {
+        if ((any || strcmp(wanted, names[i]) == 0) && mls_cpu_offers((mls_cpu)i)) {
+            *out = (mls_cpu)i;
+            return MLS_OK;
+        }
+    }
+    char offered[64];
+    list_offered(offered, sizeof offered);
+    return mls_fail(st, MLS_E_VALUE,
+                    "instruction set '%.32s' is not offered here; choose one of: %s",
+                    wanted, offered);
+}
+
+#if defined(__linux__)
+
+/* The first line of a file in the folder of cache `index`; false if it does not exist. */
+static bool read_cache_file(int index, const char *name, char *text, int room)
+{
+    char path[80];
+    (void)snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu0/cache/index%d/%s",
+                   index, name);
+    FILE *file = fopen(path, "re");
+    const bool good = file != NULL && fgets(text, room, file) != NULL;
+    if (file != NULL) {
+        (void)fclose(file);
+    }
+    return good;
+}
+
+/* The size of a level that Linux gives in /sys, such as "32768K", or 0. */
+static size_t size_in_sys(int level)
+{
+    enum { CACHES = 8 };
+    char text[32];
+    for (int index = 0; index < CACHES; index++) {
+        const bool wanted = read_cache_file(index, "level", text, sizeof text) &&
+                            text[0] == (char)('0' + level) &&
+                            read_cache_file(index, "type", text, sizeof text) &&
+                            text[0] != 'I'; /* not for instructions */
+        if (wanted && read_cache_file(index, "size", text, sizeof text)) {
+            return (size_t)strtoul(text, NULL, 10) << 10;
+        }
+    }
+    return 0;
+}
+
+/* Sandboxes may hide /sys.  The C library comes second: glibc reports the sum of all
+ * level 3 caches of an AMD chip, 256 MiB where one processor reaches 32. */
+static size_t reported_cache_bytes(int level)
+{
+    const size_t bytes = size_in_sys(level);
+#    if defined(_SC_LEVEL1_DCACHE_SIZE)
+    static const int levels[] = {_SC_LEVEL1_DCACHE_SIZE, _SC_LEVEL2_CACHE_SIZE,
+                                 _SC_LEVEL3_CACHE_SIZE};
+    if (bytes == 0) {
+        const long known = sysconf(levels[level - 1]);
+        return known > 0 ? (size_t)known : 0;
+    }
+#    endif
+    return bytes;
+}
+
+#elif defined(__APPLE__)
+
+static size_t reported_cache_bytes(int level)
+{
+    static const char *const levels[][2] = {
+        {"hw.perflevel0.l1dcachesize", "hw.l1dcachesize"},
+        {"hw.perflevel0.l2cachesize", "hw.l2cachesize"},
+        {"hw.perflevel0.l3cachesize", "hw.l3cachesize"}};
+    uint64_t bytes = 0;
+    for (int i = 0; i < 2 && bytes == 0; i++) {
+        size_t room = sizeof bytes;
+        if (sysctlbyname(levels[level - 1][i], &bytes, &room, NULL, 0) != 0) {
+            bytes = 0;
+        }
+    }
+    return (size_t)bytes;
+}
+
+#else
+
+static size_t reported_cache_bytes(int level)
+{
+    (void)level;
+    return 0;
+}
+
+#endif
+
+size_t mls_cpu_cache_bytes(int level)
+{
+    static const size_t usual[] = {32 << 10, 1 << 20, 32 << 20};
+    size_t bytes = reported_cache_bytes(level);
+    if (bytes == 0 && level == 3) {
+        bytes = reported_cache_bytes(2);
+    }
+    return bytes != 0 ? bytes : usual[level - 1];
+}
+
+/* The processors that this process was given, which may be fewer than the machine has:
+ * containers and batch systems hand out some of them. */
+size_t mls_cpu_count(void)
+{
+    long count = 1;
+#if defined(__linux__)
+    cpu_set_t allowed; /* fails where a machine has more processors than it holds */
+    count = sched_getaffinity(0, sizeof allowed, &allowed) == 0 ? CPU_COUNT(&allowed)
+                                                                : CPU_SETSIZE;
+#elif !defined(_WIN32)
+    count = sysconf(_SC_NPROCESSORS_ONLN);
+#endif
+    return count < 1 ? 1 : (size_t)count;
+}

@@ -1,0 +1,287 @@
+/* store_choice: trials of the ways to store, counted and compared. */
+#include "runtime/store_choice.h"
+
+#include "runtime/cpu_features.h"
+
+#include <string.h>
+#include <time.h>
+
+enum { UNDECIDED = -1 };
+
+static const char *const store_names[MLS_STORES] = {"plain", "stream1", "stream4"};
+static const char *const size_names[MLS_STORE_SIZES] = {"within", "within_4x",
+                                                        "within_16x", "past"};
+static const char *const operation_names[MLS_STORE_OPERATIONS] = {
+    "copy", "fill", "narrow", "widen", "checksum", "reduce"};
+
+const char *mls_store_name(mls_store store)
+{
+    return store_names[store];
+}
+
+const char *mls_store_size_name(mls_store_size size)
+{
+    return size_names[size];
+}
+
+const char *mls_store_operation_name(mls_store_operation operation)
+{
+    return operation_names[operation];
+}
+
+/* Parse MLSTATE_COPY. */
+static mls_code parse_forced(const char *text, int *out, mls_status *st)
+{
+    *out = UNDECIDED;
+    if (text == NULL || text[0] == '\0' || strcmp(text, "auto") == 0) {
+        return MLS_OK;
+    }
+    for (int store = 0; store < MLS_STORES; store++) {
+        if (strcmp(text, store_names[store]) == 0) {
+            *out = store;
+            return MLS_OK;
+        }
+    }
+    return mls_fail(
+        st, MLS_E_VALUE,
+        "copy strategy '%.32s' does not exist; choose one of: plain, stream1, "
+        "stream4, auto",
+        text);
+}
+
+/* A source of the same size shares the last level.  A forced variant also shows what it
+ * costs below the classes. */
+static void limit_sizes(mls_store_choices *choices)
+{
+    enum { FORCED_LEAST = 1 << 20 };
+    const size_t past = choices->cache_bytes / 2, within = 4 * mls_cpu_cache_bytes(2);
+    size_t least = choices->forced != UNDECIDED ? FORCED_LEAST : within;
+    for (int size = 0; size < MLS_STORING_PAST; size++) {
+        choices->least[size] = least < past ? least : past;
+        least *= 4;
+    }
+    choices->least[MLS_STORING_PAST] = past;
+}
+
+/* The class of a result that is not too small for any. */
+static mls_store_size size_of(const mls_store_choices *choices, size_t bytes)
+{
+    int size = MLS_STORING_PAST;
+    while (size > MLS_STORING_WITHIN && bytes < choices->least[size]) {
+        size--;
+    }
+    return (mls_store_size)size;
+}
+
+mls_code mls_store_choices_init(mls_store_choices *out, const char *forced,
+                                mls_status *st)
+{
+    int store;
+    const mls_code code = parse_forced(forced, &store, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    memset(out, 0, sizeof *out);
+    out->forced = store;
+    out->cache_bytes = mls_cpu_cache_bytes(3);
+    limit_sizes(out);
+    for (int operation = 0; operation < MLS_STORE_OPERATIONS; operation++) {
+        for (int size = 0; size < MLS_STORE_SIZES; size++) {
+            for (int fresh = 0; fresh < 2; fresh++) {
+                mls_store_choice *choice = &out->choice[operation][size][fresh];
+                choice->size = (mls_store_size)size;
+                atomic_init(&choice->chosen, UNDECIDED);
+            }
+        }
+    }
+    return MLS_OK;
+}
+
+/* Nanoseconds of a clock that nobody sets. */
+static uint64_t now(void)
+{
+    struct timespec t = {0};
+#if defined(_WIN32)
+    (void)timespec_get(&t, TIME_UTC);
+#else
+    (void)clock_gettime(CLOCK_MONOTONIC, &t); /* cannot fail for a clock that exists */
+#endif
+    return (uint64_t)t.tv_sec * 1000000000U + (uint64_t)t.tv_nsec;
+}
+
+/* Whether a variant was measured often enough, or lost already. */
+static bool is_measured(mls_store_choice *choice, unsigned store, uint64_t best)
+{
+    const unsigned count = atomic_load(&choice->counted[store]);
+    const uint64_t rate = atomic_load(&choice->rate[store]);
+    return count >= MLS_STORE_TRIALS || (count >= 2 && rate < best / 2);
+}
+
+/* The best rate of all variants. */
+static uint64_t best_rate(mls_store_choice *choice, unsigned variants)
+{
+    uint64_t best = 0;
+    for (unsigned store = 0; store < variants; store++) {
+        const uint64_t rate = atomic_load(&choice->rate[store]);
+        best = rate > best ? rate : best;
+    }
+    return best;
+}
+
+/* Variants take turns; one that is measured is passed over. */
+mls_store mls_store_next(mls_store_choice *choice, unsigned variants)
+{
+    const uint64_t best = best_rate(choice, variants);
+    const unsigned turn = atomic_fetch_add(&choice->begun, 1);
+    for (unsigned i = 0; i < variants; i++) {
+        const unsigned store = (turn + i) % variants;
+        if (!is_measured(choice, store, best)) {
+            return (mls_store)store;
+        }
+    }
+    return MLS_STORE_PLAIN;
+}
+
+mls_store mls_store_turn(uint64_t at, size_t all, unsigned variants, bool *counts)
+{
+    const uint64_t result = at / (all == 0 ? 1 : all);
+    *counts = result % 2 != 0;
+    return (mls_store)(result / 2 % variants);
+}
+
+/* Raise a rate to `rate`, if that is higher. */
+static void raise_rate(atomic_uint_fast64_t *known, uint64_t rate)
+{
+    uint_fast64_t before = atomic_load(known);
+    while (rate > before && !atomic_compare_exchange_weak(known, &before, rate)) {
+    }
+}
+
+/* Choose the simplest of the fast variants, for some time. */
+static void decide(mls_store_choice *choice, unsigned variants, uint64_t best)
+{
+    const bool first = atomic_load(&choice->chosen) == UNDECIDED;
+    const bool within = choice->size != MLS_STORING_PAST;
+    const uint64_t enough = best - best / (within ? 5 : 16); /* a quarter more is best */
+    for (unsigned store = 0; store < variants; store++) {
+        if (atomic_load(&choice->rate[store]) >= enough) {
+            atomic_store(&choice->chosen, (int)store);
+            break;
+        }
+    }
+    const uint64_t later = within ? MLS_STORE_LASTS_WITHIN : MLS_STORE_LASTS;
+    const uint64_t lasts = first ? MLS_STORE_FIRST_LASTS : later;
+    atomic_store(&choice->lasts_until, atomic_load(&choice->stored) + lasts);
+    atomic_store(&choice->is_decided, true);
+}
+
+/* Two threads may both decide; the later one has seen more, and both answers are good. */
+void mls_store_count(mls_store_choice *choice, unsigned variants, mls_store store,
+                     size_t bytes, uint64_t nanoseconds)
+{
+    const double seconds = (double)(nanoseconds == 0 ? 1 : nanoseconds) * 1e-9;
+    raise_rate(&choice->rate[store], (uint64_t)((double)bytes / seconds));
+    atomic_fetch_add(&choice->counted[store], 1);
+    const uint64_t best = best_rate(choice, variants);
+    for (unsigned i = 0; i < variants; i++) {
+        if (!is_measured(choice, i, best)) {
+            return;
+        }
+    }
+    decide(choice, variants, best);
+}
+
+/* Note that `bytes` will be stored, and begin the trials again when it is time: one
+ * thread does, and what others count meanwhile is lost or counts, either of which is
+ * good.  Returns how many bytes were stored before. */
+static uint64_t note_stored(mls_store_choice *choice, size_t bytes)
+{
+    const uint64_t before = atomic_fetch_add(&choice->stored, bytes);
+    const uint64_t limit = atomic_load(&choice->lasts_until);
+    if (before < limit || !atomic_load(&choice->is_decided)) {
+        return before;
+    }
+    bool decided = true;
+    if (atomic_compare_exchange_strong(&choice->is_decided, &decided, false)) {
+        atomic_store(&choice->tried_since, before);
+        for (int store = 0; store < MLS_STORES; store++) {
+            atomic_store(&choice->counted[store], 0);
+            atomic_store(&choice->rate[store], 0);
+        }
+    }
+    return before;
+}
+
+/* Begin the next trial, or go on without if the decision was made meanwhile. */
+static void begin_trial(mls_store_trial *trial)
+{
+    if (atomic_load(&trial->choice->is_decided)) {
+        trial->store = (mls_store)atomic_load(&trial->choice->chosen);
+        trial->left = SIZE_MAX;
+        trial->choice = NULL;
+        return;
+    }
+    trial->store = trial->fixed >= 0 ? (mls_store)trial->fixed
+                                     : mls_store_next(trial->choice, trial->variants);
+    trial->left = MLS_STORE_TRIAL_BYTES;
+    trial->stored = 0;
+    trial->started = now();
+}
+
+mls_store_trial mls_store_begin(mls_store_choices *choices, mls_store_operation operation,
+                                unsigned variants, mls_destination destination,
+                                size_t bytes)
+{
+    mls_store_trial trial = {
+        .store = MLS_STORE_PLAIN, .left = SIZE_MAX, .fixed = UNDECIDED, .counts = true};
+    if (choices == NULL || variants < 2 ||
+        destination.bytes < choices->least[MLS_STORING_WITHIN]) {
+        return trial;
+    }
+    if (choices->forced != UNDECIDED) {
+        const unsigned forced = (unsigned)choices->forced;
+        trial.store = (mls_store)(forced < variants ? forced : variants - 1);
+        return trial;
+    }
+    const mls_store_size size = size_of(choices, destination.bytes);
+    mls_store_choice *choice = &choices->choice[operation][size][destination.is_fresh];
+    const uint64_t before = note_stored(choice, bytes);
+    if (bytes >= MLS_STORE_TRIAL_LEAST) {
+        trial.choice = choice;
+        trial.variants = variants;
+        if (size != MLS_STORING_PAST) {
+            const uint64_t since = atomic_load(&choice->tried_since);
+            trial.variants = MLS_STORE_STREAM1 + 1;
+            trial.fixed =
+                (int)mls_store_turn(before < since ? 0 : before - since,
+                                    destination.bytes, trial.variants, &trial.counts);
+        }
+        begin_trial(&trial);
+    } else if (atomic_load(&choice->chosen) != UNDECIDED) {
+        trial.store = (mls_store)atomic_load(&choice->chosen);
+    }
+    return trial;
+}
+
+void mls_store_advance(mls_store_trial *trial, size_t bytes)
+{
+    if (trial->choice == NULL) {
+        return;
+    }
+    trial->stored += bytes;
+    trial->left -= bytes;
+    if (trial->left == 0) {
+        mls_store_end(trial);
+        begin_trial(trial);
+    }
+}
+
+/* What is too short to be timed does not count. */
+void mls_store_end(mls_store_trial *trial)
+{
+    if (trial->choice != NULL && trial->counts &&
+        trial->stored >= MLS_STORE_TRIAL_LEAST) {
+        mls_store_count(trial->choice, trial->variants, trial->store, trial->stored,
+                        now() - trial->started);
+    }
+}

@@ -1,0 +1,297 @@
+/* pool: a few threads that run the same function on many indices.
+ *
+ * Work is handed out by one atomic counter: each thread takes the next index until none
+ * is left, so a slow thread never holds up the others' share.  The caller works too, and
+ * the helpers are only needed where they are quicker to wake than the work is long.
+ *
+ * What could fail is only ever a missing helper, and then those who are there do the
+ * work: this is why mls_pool_run has no status.  Two locks, always taken in this order:
+ * `busy` (one run at a time) and inside it the crew's `lock` (who joins and who leaves).
+ */
+#include "runtime/thread_pool.h"
+
+#include "base/memory.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <unistd.h>
+
+/* What one process's threads share.  A forked child leaves its parent's crew alone (its
+ * locks may be held by threads that do not exist here) and makes its own. */
+typedef struct crew {
+    pthread_mutex_t lock;
+    pthread_cond_t wake;     /* a new round, or the end */
+    pthread_cond_t finished; /* the last helper left the round */
+    uint64_t round;          /* counts runs; a helper joins each round once */
+    bool closing;
+    size_t inside; /* helpers that joined the round and have not left it */
+    size_t wanted; /* helpers that may still join the round */
+    mls_task task;
+    void *context;
+    size_t count;
+    atomic_size_t next; /* the next index that nobody has taken */
+    size_t started;
+    pthread_t helpers[MLS_POOL_MAX_THREADS];
+} crew;
+
+/* The crew is made late and can be left behind, so that what a fork does not copy
+ * (threads) is kept apart from what it does. */
+struct mls_pool {
+    pthread_mutex_t busy; /* held for the length of a run or a resize */
+    atomic_size_t threads;
+    _Atomic(pid_t) owner; /* the process that `crew` and `busy` belong to; negative while
+                             that process takes over from its parent */
+    crew *crew;           /* NULL until a run wants helpers */
+};
+
+/* Work until the indices run out.  The order of memory is settled by the crew's lock,
+ * which every helper takes before and after; the counter itself needs none. */
+static void take_indices(crew *c)
+{
+    for (;;) {
+        const size_t i = atomic_fetch_add_explicit(&c->next, 1, memory_order_relaxed);
+        if (i >= c->count) {
+            return;
+        }
+        c->task(c->context, i);
+    }
+}
+
+/* A helper's life: sleep until there is a round that it has not seen and that still takes
+ * helpers, work, and tell the caller when the last one leaves.  Holds the lock except
+ * while it works. */
+static void *helper_main(void *argument)
+{
+    crew *c = argument;
+    uint64_t seen = 0;
+    pthread_mutex_lock(&c->lock);
+    while (!c->closing) {
+        if (c->round == seen || c->wanted == 0) {
+            pthread_cond_wait(&c->wake, &c->lock);
+            continue;
+        }
+        seen = c->round;
+        c->wanted--;
+        c->inside++;
+        pthread_mutex_unlock(&c->lock);
+        take_indices(c);
+        pthread_mutex_lock(&c->lock);
+        c->inside--;
+        if (c->inside == 0) {
+            pthread_cond_signal(&c->finished);
+        }
+    }
+    pthread_mutex_unlock(&c->lock);
+    return NULL;
+}
+
+/* A crew without helpers yet, or NULL where there is no memory. */
+static crew *crew_new(void)
+{
+    crew *c = mls_alloc(1, sizeof *c);
+    if (c == NULL) {
+        return NULL;
+    }
+    pthread_mutex_init(&c->lock, NULL);
+    pthread_cond_init(&c->wake, NULL);
+    pthread_cond_init(&c->finished, NULL);
+    return c;
+}
+
+/* Wake all helpers for the last time and wait for each.  Accepts NULL. */
+static void crew_free(crew *c)
+{
+    if (c == NULL) {
+        return;
+    }
+    pthread_mutex_lock(&c->lock);
+    c->closing = true;
+    pthread_cond_broadcast(&c->wake);
+    pthread_mutex_unlock(&c->lock);
+    for (size_t i = 0; i < c->started; i++) {
+        pthread_join(c->helpers[i], NULL);
+    }
+    pthread_cond_destroy(&c->finished);
+    pthread_cond_destroy(&c->wake);
+    pthread_mutex_destroy(&c->lock);
+    mls_free(c);
+}
+
+/* Start helpers up to `wanted`; fewer where the system refuses. */
+static void crew_staff(crew *c, size_t wanted)
+{
+    while (c->started < wanted &&
+           pthread_create(&c->helpers[c->started], NULL, helper_main, c) == 0) {
+        c->started++;
+    }
+}
+
+/* What a run is made of. */
+typedef struct work {
+    void (*own)(void *context); /* of the calling thread, or NULL */
+    mls_task task;
+    void *context;
+    size_t count;
+} work;
+
+/* The caller's own part, if it has one. */
+static void begin(const work *w)
+{
+    if (w->own != NULL) {
+        w->own(w->context);
+    }
+}
+
+/* One round: publish the task, work along, and return when no helper is inside any more,
+ * so that the context may die. */
+static void crew_run(crew *c, const work *w, size_t helpers)
+{
+    pthread_mutex_lock(&c->lock);
+    c->task = w->task;
+    c->context = w->context;
+    c->count = w->count;
+    atomic_store_explicit(&c->next, 0, memory_order_relaxed);
+    c->wanted = helpers;
+    c->round++;
+    pthread_cond_broadcast(&c->wake);
+    pthread_mutex_unlock(&c->lock);
+
+    begin(w);
+    take_indices(c);
+
+    pthread_mutex_lock(&c->lock);
+    c->wanted = 0; /* who has not joined by now would find nothing to do */
+    while (c->inside > 0) {
+        pthread_cond_wait(&c->finished, &c->lock);
+    }
+    pthread_mutex_unlock(&c->lock);
+}
+
+/* The calling thread counts, so that there is always one. */
+static bool threads_valid(size_t threads)
+{
+    return threads >= 1 && threads <= MLS_POOL_MAX_THREADS;
+}
+
+/* The one message for a number of threads that cannot be. */
+static mls_code bad_threads(size_t threads, mls_status *st)
+{
+    return mls_fail(st, MLS_E_VALUE, "%zu threads: choose 1 to %d", threads,
+                    (int)MLS_POOL_MAX_THREADS);
+}
+
+/* No thread is started yet: most pools of small programs never need one. */
+mls_code mls_pool_new(size_t threads, mls_pool **out, mls_status *st)
+{
+    if (!threads_valid(threads)) {
+        return bad_threads(threads, st);
+    }
+    mls_pool *pool = mls_alloc(1, sizeof *pool);
+    if (pool == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for a thread pool");
+    }
+    pthread_mutex_init(&pool->busy, NULL);
+    atomic_store(&pool->threads, threads);
+    atomic_store(&pool->owner, getpid());
+    *out = pool;
+    return MLS_OK;
+}
+
+/* In a forked child: forget the parent's crew and start over with a fresh lock.  One
+ * thread does it; others of the same child wait for it. */
+static void adopt_after_fork(mls_pool *pool)
+{
+    const pid_t me = getpid();
+    pid_t owner = atomic_load(&pool->owner);
+    while (owner != me) {
+        if (owner != -me && atomic_compare_exchange_weak(&pool->owner, &owner, -me)) {
+            pthread_mutex_init(&pool->busy, NULL);
+            pool->crew = NULL;
+            atomic_store(&pool->owner, me);
+        }
+        owner = atomic_load(&pool->owner);
+    }
+}
+
+/* A forked child adopts the pool first: its parent's threads cannot be joined here. */
+void mls_pool_free(mls_pool *pool)
+{
+    if (pool == NULL) {
+        return;
+    }
+    adopt_after_fork(pool);
+    crew_free(pool->crew);
+    pthread_mutex_destroy(&pool->busy);
+    mls_free(pool);
+}
+
+/* What was asked for; how many run is seen in a run. */
+size_t mls_pool_threads(const mls_pool *pool)
+{
+    return atomic_load(&pool->threads);
+}
+
+/* Fewer threads end the whole crew, and the next run starts what it needs; more threads
+ * are only noted, and started when a run wants them. */
+mls_code mls_pool_resize(mls_pool *pool, size_t threads, mls_status *st)
+{
+    if (!threads_valid(threads)) {
+        return bad_threads(threads, st);
+    }
+    adopt_after_fork(pool);
+    pthread_mutex_lock(&pool->busy);
+    if (threads - 1 < (pool->crew == NULL ? 0 : pool->crew->started)) {
+        crew_free(pool->crew);
+        pool->crew = NULL;
+    }
+    atomic_store(&pool->threads, threads);
+    pthread_mutex_unlock(&pool->busy);
+    return MLS_OK;
+}
+
+/* Try to run with helpers, `busy` being held; false where there are none. */
+static bool run_with_helpers(mls_pool *pool, const work *w)
+{
+    const size_t threads = atomic_load(&pool->threads);
+    const size_t helpers = (threads < w->count ? threads : w->count) - 1;
+    if (pool->crew == NULL) {
+        pool->crew = crew_new();
+    }
+    if (pool->crew == NULL) {
+        return false;
+    }
+    crew_staff(pool->crew, helpers);
+    if (pool->crew->started == 0) {
+        return false;
+    }
+    crew_run(pool->crew, w, helpers);
+    return true;
+}
+
+/* A pool that is at work already is not waited for: each caller then does its own
+ * work, and nobody sleeps. */
+void mls_pool_run_beside(mls_pool *pool, void (*own)(void *context), mls_task task,
+                         void *context, size_t count)
+{
+    const work w = {own, task, context, count};
+    if (pool != NULL && count > 1 && atomic_load(&pool->threads) > 1) {
+        adopt_after_fork(pool);
+        if (pthread_mutex_trylock(&pool->busy) == 0) {
+            const bool done = run_with_helpers(pool, &w);
+            pthread_mutex_unlock(&pool->busy);
+            if (done) {
+                return;
+            }
+        }
+    }
+    begin(&w);
+    for (size_t i = 0; i < count; i++) {
+        task(context, i);
+    }
+}
+
+/* Nothing of its own. */
+void mls_pool_run(mls_pool *pool, mls_task task, void *context, size_t count)
+{
+    mls_pool_run_beside(pool, NULL, task, context, count);
+}

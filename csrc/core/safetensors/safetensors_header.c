@@ -1,0 +1,302 @@
+/* safetensors_header: laid out with zeros for length and checksums, which are filled in
+ * when all else is written.
+ *
+ * Everything has its place by rule: metadata by key, tensors by item size and name,
+ * members as the package writes them.  So the same content gives the same bytes.
+ */
+#include "safetensors/safetensors_header.h"
+
+#include "base/memory.h"
+#include "io/json_checksum.h"
+#include "base/size.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum {
+    LENGTH_BYTES = 8,
+    SHOWN_NAME = 100 /* bytes of a name in a message */
+};
+
+static const char header_key[] = MLS_SAFETENSORS_PREFIX "header.crc32c";
+static const char blocks_key[] = MLS_SAFETENSORS_PREFIX "blocks.crc32c";
+
+/* ---- order ---- */
+
+/* For qsort: by name, bytes compared as numbers. */
+static int compare_names(const void *a, const void *b)
+{
+    return mls_text_compare(((const mls_header_tensor *)a)->name,
+                            ((const mls_header_tensor *)b)->name);
+}
+
+/* By falling item size, then by name.  Every tensor's size is a multiple of its item
+ * size, which is a power of two, so each starts aligned without any padding between
+ * them. */
+static int compare_places(const void *a, const void *b)
+{
+    const size_t x = mls_dtype_of(((const mls_header_tensor *)a)->dtype)->item_bytes;
+    const size_t y = mls_dtype_of(((const mls_header_tensor *)b)->dtype)->item_bytes;
+    return x != y ? (x < y ? 1 : -1) : compare_names(a, b);
+}
+
+/* For qsort: metadata by key, in the same order. */
+static int compare_pairs(const void *a, const void *b)
+{
+    return mls_text_compare(((const mls_text_pair *)a)->key,
+                            ((const mls_text_pair *)b)->key);
+}
+
+/* "what 'name' why", the name cut to a length that leaves room for the reason. */
+static mls_code fail_name(const char *what, mls_text name, const char *why,
+                          mls_status *st)
+{
+    const int shown = (int)(name.length < SHOWN_NAME ? name.length : SHOWN_NAME);
+    mls_fail(st, MLS_E_VALUE, "%s '%.*s' %s", what, shown, name.data, why);
+    mls_status_name(st, name.data, name.length);
+    return MLS_E_VALUE;
+}
+
+/* For the tables of metadata and checksums too: they are what becomes the header. */
+static mls_code no_memory(mls_status *st)
+{
+    return mls_fail(st, MLS_E_MEMORY, "no memory for the file's header");
+}
+
+/* Check names, and bring the tensors into the file's order.  Sorted by name first,
+ * duplicates are neighbours. */
+static mls_code sort_tensors(mls_header *h, mls_status *st)
+{
+    for (size_t i = 0; i < h->count; i++) {
+        const mls_text name = h->tensors[i].name;
+        if (mls_text_is(name, "__metadata__")) {
+            return fail_name("tensor name", name, "is reserved by the format", st);
+        }
+        if (!mls_utf8_valid(name.data, name.length)) {
+            return fail_name("tensor name", name, "is not valid UTF-8", st);
+        }
+    }
+    qsort(h->tensors, h->count, sizeof *h->tensors, compare_names);
+    for (size_t i = 1; i < h->count; i++) {
+        if (compare_names(&h->tensors[i - 1], &h->tensors[i]) == 0) {
+            return fail_name("tensor name", h->tensors[i].name, "appears twice", st);
+        }
+    }
+    /* by name once more among equals: no order of the caller's shows in the file */
+    qsort(h->tensors, h->count, sizeof *h->tensors, compare_places);
+    return MLS_OK;
+}
+
+/* Room for the checksums of all blocks, now that the order is known.  One run for all
+ * tensors, as in the text; they start at zero, where a running checksum does. */
+static mls_code place_checksums(mls_header *h, mls_status *st)
+{
+    for (size_t i = 0; i < h->count; i++) {
+        /* no more blocks than bytes of memory */
+        h->block_count += mls_safetensors_blocks(h->tensors[i].bytes);
+    }
+    h->crcs = mls_alloc(h->block_count, sizeof *h->crcs);
+    if (h->crcs == NULL) {
+        return no_memory(st);
+    }
+    uint32_t *next = h->crcs;
+    for (size_t i = 0; i < h->count; i++) {
+        h->tensors[i].crcs = next;
+        next += mls_safetensors_blocks(h->tensors[i].bytes);
+    }
+    return MLS_OK;
+}
+
+/* A copy of the metadata with our two entries, by key.  Gives.  The caller's own entries
+ * may be ours too, but never these two: that is a duplicate. */
+static mls_code sort_metadata(const mls_text_pair *metadata, size_t count,
+                              mls_text_pair **out, mls_status *st)
+{
+    size_t room;
+    mls_text_pair *sorted = NULL;
+    if (!mls_size_add(count, 2, &room) ||
+        (sorted = mls_alloc(room, sizeof *sorted)) == NULL) {
+        return no_memory(st);
+    }
+    for (size_t i = 0; i < count; i++) {
+        sorted[i] = metadata[i];
+    }
+    /* ours have no value yet; sorted among the others, they keep the order that the same
+     * content always gives */
+    sorted[count].key = (mls_text){header_key, sizeof header_key - 1};
+    sorted[count + 1].key = (mls_text){blocks_key, sizeof blocks_key - 1};
+    qsort(sorted, room, sizeof *sorted, compare_pairs);
+    for (size_t i = 0; i < room; i++) {
+        const mls_text_pair pair = sorted[i];
+        const char *why =
+            !mls_utf8_valid(pair.key.data, pair.key.length)       ? "is not valid UTF-8"
+            : !mls_utf8_valid(pair.value.data, pair.value.length) ? "has a value that is "
+                                                                    "not valid UTF-8"
+            : i > 0 && compare_pairs(&sorted[i - 1], &pair) == 0  ? "appears twice"
+                                                                  : NULL;
+        if (why != NULL) {
+            const mls_code code = fail_name("metadata key", pair.key, why, st);
+            mls_free(sorted);
+            return code;
+        }
+    }
+    *out = sorted;
+    return MLS_OK;
+}
+
+/* ---- the text, with zeros for checksums ---- */
+
+/* `count` checksums to be; remembers where their digits start.  As a place, not as an
+ * address: the text moves while it grows. */
+static void put_digits(mls_buffer *b, size_t count, size_t *at)
+{
+    mls_buffer_text(b, "\"");
+    *at = b->length;
+    for (size_t i = 0; i < count; i++) {
+        mls_buffer_text(b, "00000000");
+    }
+    mls_buffer_text(b, "\"");
+}
+
+/* The first member of the header's object: other readers look for it by its key.  Our
+ * keys are known by their address, since the user's may not be the same. */
+static void put_metadata(mls_header *h, const mls_text_pair *metadata, size_t count)
+{
+    mls_buffer *b = &h->text;
+    mls_buffer_text(b, "{\"__metadata__\":{");
+    for (size_t i = 0; i < count; i++) {
+        mls_buffer_text(b, i == 0 ? "" : ",");
+        mls_buffer_json(b, metadata[i].key);
+        mls_buffer_text(b, ":");
+        if (metadata[i].key.data == header_key) {
+            put_digits(b, 1, &h->header_crc);
+        } else if (metadata[i].key.data == blocks_key) {
+            put_digits(b, h->block_count, &h->block_crcs);
+        } else {
+            mls_buffer_json(b, metadata[i].value);
+        }
+    }
+    mls_buffer_text(b, "}");
+}
+
+/* One tensor's entry; its members in the order in which the package writes them.  Offsets
+ * count from the first tensor. */
+static void put_tensor(mls_buffer *b, const mls_header_tensor *t)
+{
+    mls_buffer_text(b, ",");
+    mls_buffer_json(b, t->name);
+    mls_buffer_text(b, ":{\"dtype\":\"");
+    mls_buffer_text(b, mls_dtype_of(t->dtype)->file_name);
+    mls_buffer_text(b, "\",\"shape\":[");
+    for (int axis = 0; axis < t->rank; axis++) {
+        mls_buffer_text(b, axis == 0 ? "" : ",");
+        mls_buffer_number(b, t->shape[axis]);
+    }
+    mls_buffer_text(b, "],\"data_offsets\":[");
+    mls_buffer_number(b, t->offset);
+    mls_buffer_text(b, ",");
+    mls_buffer_number(b, t->offset + t->bytes);
+    mls_buffer_text(b, "]}");
+}
+
+/* Spaces up to the next multiple, which the format allows behind the object.  They are
+ * part of the header, so its checksum covers every byte up to the first tensor. */
+static void pad(mls_buffer *b, size_t alignment)
+{
+    while (b->code == MLS_OK && b->length % alignment != 0) {
+        mls_buffer_text(b, " ");
+    }
+}
+
+/* Why the text could not be made: too long for the format, or for memory. */
+static mls_code fail_text(const mls_buffer *b, mls_status *st)
+{
+    return b->code == MLS_E_MEMORY
+               ? no_memory(st)
+               : mls_fail(st, b->code,
+                          "names and metadata take more than %zu bytes, the most that "
+                          "the format allows: split the state over several files",
+                          MLS_SAFETENSORS_MAX_HEADER);
+}
+
+/* Offsets count from the first tensor in the text, and from the file's start in the end,
+ * which is only known when the text is. */
+static mls_code build_text(mls_header *h, const mls_text_pair *metadata, size_t count,
+                           size_t alignment, mls_status *st)
+{
+    uint64_t place = 0;
+    mls_buffer_put(&h->text, "\0\0\0\0\0\0\0\0", LENGTH_BYTES);
+    put_metadata(h, metadata, count);
+    for (size_t i = 0; i < h->count; i++) {
+        h->tensors[i].offset = place;
+        if (!mls_u64_add(place, h->tensors[i].bytes, &place) || place > INT64_MAX / 2) {
+            return mls_fail(st, MLS_E_SIZE, "the tensors are larger than any file");
+        }
+        put_tensor(&h->text, &h->tensors[i]);
+    }
+    mls_buffer_text(&h->text, "}");
+    pad(&h->text, alignment);
+    if (h->text.code != MLS_OK) {
+        return fail_text(&h->text, st);
+    }
+    h->file_bytes = h->text.length + place;
+    /* the payload starts where the text ends: from here on places are the file's */
+    for (size_t i = 0; i < h->count; i++) {
+        h->tensors[i].offset += h->text.length;
+    }
+    return MLS_OK;
+}
+
+/* Nothing of the caller's is changed but the order of the tensors, and what is given.
+ * In this order: names decide the order of the file, the order decides whose checksums
+ * are where, and the number of all decides how long the text is. */
+mls_code mls_header_init(mls_header *out, mls_header_tensor *tensors, size_t count,
+                         const mls_text_pair *metadata, size_t metadata_count,
+                         size_t alignment, mls_status *st)
+{
+    mls_header h = {
+        .tensors = tensors, .count = count, .text = {.most = MLS_SAFETENSORS_MAX_HEADER}};
+    mls_text_pair *sorted = NULL;
+    mls_code code = sort_tensors(&h, st);
+    if (code == MLS_OK) {
+        code = place_checksums(&h, st);
+    }
+    if (code == MLS_OK) {
+        code = sort_metadata(metadata, metadata_count, &sorted, st);
+    }
+    if (code == MLS_OK) {
+        code = build_text(&h, sorted, metadata_count + 2, alignment, st);
+    }
+    mls_free(sorted);
+    if (code != MLS_OK) {
+        mls_header_fini(&h);
+        return code;
+    }
+    *out = h;
+    return MLS_OK;
+}
+
+/* The header's own checksum comes last: over all of it, while its own digits are still
+ * zeros. */
+uint32_t mls_header_finish(mls_header *header, const mls_crc_kernels *crc)
+{
+    char *text = header->text.data;
+    const size_t length = header->text.length;
+    mls_store_le64((unsigned char *)text, length - LENGTH_BYTES);
+    for (size_t i = 0; i < header->block_count; i++) {
+        mls_crc_to_digits(header->crcs[i],
+                          text + header->block_crcs + i * MLS_CRC_DIGITS);
+    }
+    /* length and all other digits are in by now, so it covers them too */
+    const uint32_t own = crc->update(0, text, length);
+    mls_crc_to_digits(own, text + header->header_crc);
+    return own;
+}
+
+/* The tensors are the caller's. */
+void mls_header_fini(mls_header *header)
+{
+    mls_free(header->crcs);
+    mls_buffer_fini(&header->text);
+    *header = (mls_header){0};
+}

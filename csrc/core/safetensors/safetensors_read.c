@@ -1,0 +1,766 @@
+/* Reading: the header is checked whole before anything is believed.
+ *
+ * What a file can lie about, and where that is caught:
+ *   its header's length     header_length, before a byte is allocated
+ *   its grammar and names   json_reader.c: one pass, no recursion, no name twice
+ *   a tensor's own facts    read_dtype, read_shape, read_offsets
+ *   all tensors together    check_coverage: no overlap, no gap, nothing left over
+ *   its age                 read_checksums; mls_safetensors_read for the contents
+ *
+ * Memory: the header, its parsed form, one mls_stored for each tensor and one size_t for
+ * each dimension.  Each of them takes several bytes of header to ask for, so all of it
+ * stays within a constant factor of the header, which the file really holds.
+ */
+#include "safetensors/safetensors.h"
+
+#include "io/file.h"
+#include "base/memory.h"
+#include "io/json_checksum.h"
+#include "base/size.h"
+
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if !defined(_WIN32)
+#    include <unistd.h>
+#endif
+
+enum {
+    LENGTH_BYTES = 8,     /* in front of the header */
+    HEADER_DEPTH = 16,    /* the format needs 3; other writers may say more */
+    SHOWN_NAME = 100,     /* bytes of a name in a message */
+    READ_STEP = 256 << 10 /* stays in the cache between reading and checksum */
+};
+
+/* A header while it is read.  What is found goes straight into `file`, which is given to
+ * the caller whole or released whole. */
+typedef struct header_reader {
+    const char *text; /* the JSON as it is in the file */
+    size_t length;
+    uint64_t payload, file_bytes; /* where the tensors start and end */
+    mls_safetensors file;
+    size_t dims_used;                     /* of file.dims; shapes are parts of it */
+    mls_json_node header_crc, block_crcs; /* our entries, or MLS_JSON_NONE */
+    mls_status *st;
+} header_reader;
+
+/* ---- messages ----
+ *
+ * Offsets in messages are those in the file, so that a hex dump shows the place: JSON
+ * offsets are moved by the 8 bytes in front of the header.
+ */
+
+/* "tensor 'x': what", at the place of `node` in the file.  The name is cut: a hostile
+ * file may give one of megabytes. */
+static mls_code fail_tensor(header_reader *r, mls_json_node node, mls_text name,
+                            const char *what)
+{
+    const int shown = (int)(name.length < SHOWN_NAME ? name.length : SHOWN_NAME);
+    mls_fail_at(r->st, LENGTH_BYTES + mls_json_offset(r->file.json, node),
+                "tensor '%.*s': %s", shown, name.data, what);
+    mls_status_name(r->st, name.data, name.length);
+    return MLS_E_FORMAT;
+}
+
+/* As fail_tensor, for what belongs to no tensor. */
+static mls_code fail_node(header_reader *r, mls_json_node node, const char *what)
+{
+    return mls_fail_at(r->st, LENGTH_BYTES + mls_json_offset(r->file.json, node),
+                       "safetensors header: %s", what);
+}
+
+/* All that is allocated is in proportion to the header, so that is what the text names.
+ */
+static mls_code no_memory(header_reader *r)
+{
+    return mls_fail(r->st, MLS_E_MEMORY, "no memory for a header of %zu bytes",
+                    r->length);
+}
+
+/* ---- one tensor ----
+ *
+ * dtype, shape, offsets: in this order, since each is checked against what came before.
+ */
+
+/* The member `key` of a tensor's entry, which must be of `type`.  Members that the
+ * format does not know are passed over, as the package does: a later version may add
+ * some. */
+static mls_code find_member(header_reader *r, mls_json_node entry, mls_text name,
+                            const char *key, mls_json_type type, mls_json_node *out)
+{
+    char text[80];
+    const mls_json_node found = mls_json_find(r->file.json, entry, key);
+    if (found == MLS_JSON_NONE) {
+        snprintf(text, sizeof text, "the header does not give its \"%s\"", key);
+        return fail_tensor(r, entry, name, text);
+    }
+    if (mls_json_type_of(r->file.json, found) != type) {
+        snprintf(text, sizeof text, "\"%s\" is not %s", key,
+                 type == MLS_JSON_STRING ? "a string" : "a list");
+        return fail_tensor(r, found, name, text);
+    }
+    *out = found;
+    return MLS_OK;
+}
+
+/* Names are compared to the letter.  The package knows types of less than a byte, which
+ * this library cannot hold: those are refused by name, not misread. */
+static mls_code read_dtype(header_reader *r, mls_json_node entry, mls_stored *t)
+{
+    mls_json_node node;
+    if (find_member(r, entry, t->name, "dtype", MLS_JSON_STRING, &node) != MLS_OK) {
+        return MLS_E_FORMAT;
+    }
+    const mls_text text = mls_json_text(r->file.json, node);
+    if (!mls_dtype_from_file_name(text.data, text.length, &t->dtype)) {
+        char message[96];
+        const int shown = (int)(text.length < 32 ? text.length : 32);
+        snprintf(message, sizeof message, "element type '%.*s' is not supported", shown,
+                 text.data);
+        fail_tensor(r, node, t->name, message);
+        mls_status_got(r->st, "%.*s", shown, text.data);
+        return MLS_E_FORMAT;
+    }
+    return MLS_OK;
+}
+
+/* The product is formed without the empty axes, as in mls_tensor_init, so that an array
+ * can be made of every shape that passes here.  Any product that fits PTRDIFF_MAX fits
+ * a size_t. */
+static mls_code read_shape(header_reader *r, mls_json_node entry, mls_stored *t)
+{
+    const mls_json *json = r->file.json;
+    mls_json_node node;
+    if (find_member(r, entry, t->name, "shape", MLS_JSON_ARRAY, &node) != MLS_OK) {
+        return MLS_E_FORMAT;
+    }
+    if (mls_json_size(json, node) > MLS_MAX_RANK) {
+        return fail_tensor(r, node, t->name, "has more than 64 dimensions");
+    }
+    /* as mls_tensor_init: the product without empty axes must fit memory as well */
+    size_t bytes = mls_dtype_of(t->dtype)->item_bytes;
+    bool is_empty = false;
+    size_t *shape = r->file.dims + r->dims_used;
+    t->rank = (int)mls_json_size(json, node);
+    t->shape = shape;
+    for (mls_json_node dim = mls_json_first(json, node); dim != MLS_JSON_NONE;
+         dim = mls_json_next(json, dim)) {
+        uint64_t value;
+        if (!mls_json_u64(json, dim, &value)) {
+            return fail_tensor(r, dim, t->name, "a dimension is not a whole number");
+        }
+        is_empty = is_empty || value == 0;
+        if (!mls_size_from_u64(value, shape) ||
+            !mls_size_mul(bytes, value == 0 ? 1 : *shape, &bytes) ||
+            bytes > PTRDIFF_MAX) {
+            return fail_tensor(r, dim, t->name, "its shape is larger than memory");
+        }
+        shape++;
+        r->dims_used++;
+    }
+    t->bytes = is_empty ? 0 : bytes;
+    return MLS_OK;
+}
+
+/* Offsets count from the end of the header.  They are compared with the file's length
+ * before anything is added to them, so no sum can wrap. */
+static mls_code read_offsets(header_reader *r, mls_json_node entry, mls_stored *t)
+{
+    const mls_json *json = r->file.json;
+    mls_json_node node;
+    uint64_t begin, end;
+    char text[120];
+    if (find_member(r, entry, t->name, "data_offsets", MLS_JSON_ARRAY, &node) != MLS_OK) {
+        return MLS_E_FORMAT;
+    }
+    const mls_json_node first = mls_json_first(json, node);
+    if (mls_json_size(json, node) != 2 || !mls_json_u64(json, first, &begin) ||
+        !mls_json_u64(json, mls_json_next(json, first), &end) || begin > end) {
+        return fail_tensor(r, node, t->name,
+                           "\"data_offsets\" is not a pair [begin, end] of offsets");
+    }
+    if (end > r->file_bytes - r->payload) {
+        snprintf(text, sizeof text,
+                 "its bytes end at %llu of %llu: the file is cut off, or the header lies",
+                 (unsigned long long)end,
+                 (unsigned long long)(r->file_bytes - r->payload));
+        return fail_tensor(r, node, t->name, text);
+    }
+    if (end - begin != t->bytes) {
+        snprintf(text, sizeof text, "its shape takes %zu bytes, its offsets span %llu",
+                 t->bytes, (unsigned long long)(end - begin));
+        fail_tensor(r, node, t->name, text);
+        mls_status_expected(r->st, "%zu bytes", t->bytes);
+        mls_status_got(r->st, "%llu bytes", (unsigned long long)(end - begin));
+        return MLS_E_FORMAT;
+    }
+    t->offset = r->payload + begin;
+    return MLS_OK;
+}
+
+/* One member of the header's object other than "__metadata__". */
+static mls_code read_tensor(header_reader *r, mls_json_node entry)
+{
+    mls_stored *t = &r->file.tensors[r->file.count];
+    t->name = mls_json_key(r->file.json, entry);
+    if (mls_json_type_of(r->file.json, entry) != MLS_JSON_OBJECT) {
+        return fail_tensor(r, entry, t->name, "its entry is not a JSON object");
+    }
+    mls_code code = read_dtype(r, entry, t);
+    if (code == MLS_OK) {
+        code = read_shape(r, entry, t);
+    }
+    if (code == MLS_OK) {
+        code = read_offsets(r, entry, t);
+    }
+    r->file.count += code == MLS_OK ? 1 : 0;
+    return code;
+}
+
+/* ---- metadata and checksums ----
+ *
+ * The header's checksum guards everything the header says, the tensors' checksums
+ * included; those guard the payload.  So a file is whole when all of them match.
+ */
+
+/* A map of strings to strings.  Our own two entries are set aside: they are no text of
+ * the user's. */
+static mls_code read_metadata(header_reader *r, mls_json_node node)
+{
+    const mls_json *json = r->file.json;
+    if (mls_json_type_of(json, node) != MLS_JSON_OBJECT) {
+        return fail_node(r, node, "\"__metadata__\" is not a JSON object");
+    }
+    r->file.metadata = mls_alloc(mls_json_size(json, node), sizeof *r->file.metadata);
+    if (r->file.metadata == NULL) {
+        return no_memory(r);
+    }
+    for (mls_json_node pair = mls_json_first(json, node); pair != MLS_JSON_NONE;
+         pair = mls_json_next(json, pair)) {
+        const mls_text key = mls_json_key(json, pair);
+        if (mls_json_type_of(json, pair) != MLS_JSON_STRING) {
+            return fail_node(r, pair, "\"__metadata__\" has a value that is no string");
+        }
+        if (mls_text_is(key, MLS_SAFETENSORS_PREFIX "header.crc32c")) {
+            r->header_crc = pair;
+        } else if (mls_text_is(key, MLS_SAFETENSORS_PREFIX "blocks.crc32c")) {
+            r->block_crcs = pair;
+        } else {
+            r->file.metadata[r->file.metadata_count++] =
+                (mls_text_pair){.key = key, .value = mls_json_text(json, pair)};
+        }
+    }
+    return MLS_OK;
+}
+
+/* The last block of a tensor may be shorter; a tensor without bytes has none. */
+size_t mls_safetensors_blocks(size_t bytes)
+{
+    return bytes / MLS_SAFETENSORS_BLOCK + (bytes % MLS_SAFETENSORS_BLOCK != 0 ? 1 : 0);
+}
+
+/* Besides damage there is an innocent cause: programs that copy a file's metadata into
+ * another file carry our checksums along, where they cannot match. */
+static mls_code fail_checksum(header_reader *r, const char *what)
+{
+    mls_fail(r->st, MLS_E_CHECKSUM,
+             "safetensors header: %s: the file is damaged, or another program kept the "
+             "\"" MLS_SAFETENSORS_PREFIX "*\" metadata of a file that it changed",
+             what);
+    return MLS_E_CHECKSUM;
+}
+
+/* Compare the header with its own checksum: over the bytes as they lie in the file, its
+ * own digits taken as zeros.  An escape within the digits would move the bytes behind
+ * them, hence the comparison of the length and the characters first. */
+static mls_code verify_header(header_reader *r, const mls_crc_kernels *crc)
+{
+    static const char zeros[] = "00000000";
+    unsigned char length[LENGTH_BYTES];
+    uint32_t expected;
+    const size_t at = mls_json_offset(r->file.json, r->header_crc) + 1;
+    if (mls_json_text(r->file.json, r->header_crc).length != MLS_CRC_DIGITS ||
+        !mls_crc_from_digits(r->text + at, &expected)) {
+        return fail_checksum(r, "its checksum is not 8 digits");
+    }
+    const size_t behind = at + MLS_CRC_DIGITS;
+    mls_store_le64(length, r->length);
+    uint32_t found = crc->update(0, length, sizeof length);
+    found = crc->update(found, r->text, at);
+    found = crc->update(found, zeros, MLS_CRC_DIGITS);
+    found = crc->update(found, r->text + behind, r->length - behind);
+    if (found != expected) {
+        fail_checksum(r, "its checksum does not match");
+        mls_status_expected(r->st, "%08lx", (unsigned long)expected);
+        mls_status_got(r->st, "%08lx", (unsigned long)found);
+        return MLS_E_CHECKSUM;
+    }
+    r->file.header_crc = expected;
+    return MLS_OK;
+}
+
+/* The digits in the order of the tensors, each of which keeps where its own start.  False
+ * where they are not as many as there are blocks, or no digits. */
+static bool share_blocks(header_reader *r, mls_text digits)
+{
+    size_t left = digits.length / MLS_CRC_DIGITS;
+    const char *next = digits.data;
+    uint32_t ignored;
+    for (size_t i = 0; i < r->file.count; i++) {
+        const size_t blocks = mls_safetensors_blocks(r->file.tensors[i].bytes);
+        if (blocks > left) {
+            return false;
+        }
+        r->file.tensors[i].blocks = next;
+        for (size_t block = 0; block < blocks; block++, next += MLS_CRC_DIGITS) {
+            if (!mls_crc_from_digits(next, &ignored)) {
+                return false;
+            }
+        }
+        left -= blocks;
+    }
+    return left == 0 && digits.length % MLS_CRC_DIGITS == 0;
+}
+
+/* Both entries or none: damage to one of the two keys would otherwise turn the check
+ * off. */
+static mls_code read_checksums(header_reader *r, const mls_crc_kernels *crc, bool verify)
+{
+    if (!verify || (r->header_crc == MLS_JSON_NONE && r->block_crcs == MLS_JSON_NONE)) {
+        return MLS_OK;
+    }
+    if (r->header_crc == MLS_JSON_NONE || r->block_crcs == MLS_JSON_NONE) {
+        return fail_checksum(r, "it has one of our two checksum entries only");
+    }
+    const mls_code code = verify_header(r, crc);
+    if (code != MLS_OK) {
+        return code;
+    }
+    if (!share_blocks(r, mls_json_text(r->file.json, r->block_crcs))) {
+        return fail_checksum(r, "its tensors' checksums are not 8 digits for each MiB");
+    }
+    r->file.has_crc = true;
+    return MLS_OK;
+}
+
+/* ---- the whole ----
+ *
+ * Facts about all tensors together, and the two ways in: from memory and from a path.
+ */
+
+/* By place in the file.  An empty tensor lies in front of the one that starts where it
+ * does; the address breaks ties, so that the order is the same with every qsort. */
+static int compare_places(const void *a, const void *b)
+{
+    const mls_stored *x = *(const mls_stored *const *)a;
+    const mls_stored *y = *(const mls_stored *const *)b;
+    if (x->offset != y->offset) {
+        return x->offset < y->offset ? -1 : 1;
+    }
+    /* an empty tensor lies in front of the one that starts where it does */
+    if (x->bytes != y->bytes) {
+        return x->bytes < y->bytes ? -1 : 1;
+    }
+    return x < y ? -1 : x > y;
+}
+
+/* Walk `tensors`, sorted by place: each must start where the one before ended, and the
+ * last must end with the file.  So no byte belongs to two tensors, or to none. */
+static mls_code check_places(header_reader *r, const mls_stored *const *tensors)
+{
+    uint64_t end = r->payload;
+    for (size_t i = 0; i < r->file.count; i++) {
+        const mls_stored *t = tensors[i];
+        if (t->offset != end) {
+            const int shown =
+                (int)(t->name.length < SHOWN_NAME ? t->name.length : SHOWN_NAME);
+            mls_fail_at(r->st, t->offset < end ? t->offset : end,
+                        t->offset < end ? "tensor '%.*s' overlaps the one before it"
+                                        : "there is a gap in front of tensor '%.*s'",
+                        shown, t->name.data);
+            mls_status_name(r->st, t->name.data, t->name.length);
+            return MLS_E_FORMAT;
+        }
+        end += t->bytes; /* lies inside the file: checked with the offsets */
+    }
+    if (end != r->file_bytes) {
+        return mls_fail_at(r->st, end, "%llu bytes behind the last tensor belong to none",
+                           (unsigned long long)(r->file_bytes - end));
+    }
+    return MLS_OK;
+}
+
+/* Writers list tensors in file order, so sorting is rarely needed. */
+static mls_code check_coverage(header_reader *r)
+{
+    bool sorted = true;
+    const mls_stored **order = mls_alloc(r->file.count, sizeof *order);
+    if (order == NULL) {
+        return no_memory(r);
+    }
+    for (size_t i = 0; i < r->file.count; i++) {
+        order[i] = &r->file.tensors[i];
+        sorted = sorted && (i == 0 || compare_places(&order[i - 1], &order[i]) < 0);
+    }
+    if (!sorted) {
+        qsort(order, r->file.count, sizeof *order, compare_places);
+    }
+    const mls_code code = check_places(r, order);
+    mls_free(order);
+    return code;
+}
+
+/* Number of dimensions of all tensors together: their shapes share one block.  An upper
+ * bound, since entries are not checked yet; no larger than the header. */
+static size_t count_dims(const mls_json *json)
+{
+    size_t count = 0;
+    for (mls_json_node entry = mls_json_first(json, 0); entry != MLS_JSON_NONE;
+         entry = mls_json_next(json, entry)) {
+        const mls_json_node shape = mls_json_find(json, entry, "shape");
+        count += shape == MLS_JSON_NONE ? 0 : mls_json_size(json, shape);
+    }
+    return count;
+}
+
+/* Room for all entries at once: the parsed JSON says how many there are. */
+static mls_code read_entries(header_reader *r)
+{
+    const mls_json *json = r->file.json;
+    r->file.tensors = mls_alloc(mls_json_size(json, 0), sizeof *r->file.tensors);
+    r->file.dims = mls_alloc(count_dims(json), sizeof *r->file.dims);
+    if (r->file.tensors == NULL || r->file.dims == NULL) {
+        return no_memory(r);
+    }
+    for (mls_json_node entry = mls_json_first(json, 0); entry != MLS_JSON_NONE;
+         entry = mls_json_next(json, entry)) {
+        const bool is_metadata = mls_text_is(mls_json_key(json, entry), "__metadata__");
+        const mls_code code =
+            is_metadata ? read_metadata(r, entry) : read_tensor(r, entry);
+        if (code != MLS_OK) {
+            return code;
+        }
+    }
+    return MLS_OK;
+}
+
+/* Parse the header's text.  The format wants '{' as its first byte, not even a space
+ * before it. */
+static mls_code read_json(header_reader *r)
+{
+    /* no value is shorter than a byte and the comma behind it */
+    const mls_json_limits limits = {.depth = HEADER_DEPTH, .nodes = r->length / 2 + 1};
+    if (r->length == 0 || r->text[0] != '{') {
+        return mls_fail_at(r->st, LENGTH_BYTES,
+                           "not a safetensors file: its header does "
+                           "not start with '{'");
+    }
+    const mls_code code =
+        mls_json_parse(r->text, r->length, limits, &r->file.json, r->st);
+    if (code == MLS_E_FORMAT) {
+        char text[MLS_TEXT_BYTES];
+        snprintf(text, sizeof text, "safetensors header: %.280s", r->st->text);
+        memcpy(r->st->text, text, sizeof text);
+        r->st->offset += LENGTH_BYTES;
+    }
+    return code;
+}
+
+/* The header's length from the first 8 bytes of a file, believed only as far as the
+ * file reaches.  Compared before anything is allocated. */
+static mls_code header_length(const unsigned char *head, uint64_t file_bytes, size_t *out,
+                              mls_status *st)
+{
+    const uint64_t length = mls_load_le64(head);
+    if (length > MLS_SAFETENSORS_MAX_HEADER) {
+        return mls_fail_at(
+            st, 0,
+            "not a safetensors file: a header of %llu bytes is longer than "
+            "the format allows",
+            (unsigned long long)length);
+    }
+    if (length > file_bytes - LENGTH_BYTES) {
+        return mls_fail_at(
+            st, 0,
+            "the file is cut off: its header should be %llu bytes long and "
+            "%llu are there",
+            (unsigned long long)length, (unsigned long long)(file_bytes - LENGTH_BYTES));
+    }
+    *out = (size_t)length;
+    return MLS_OK;
+}
+
+/* Too few bytes even for the length: also what an empty file is told. */
+static mls_code too_short(uint64_t file_bytes, mls_status *st)
+{
+    return mls_fail_at(st, file_bytes,
+                       "not a safetensors file: %llu bytes are too few for one",
+                       (unsigned long long)file_bytes);
+}
+
+/* In this order: grammar, each entry by itself, all entries together, checksums.  What
+ * fails first is nearest to the cause. */
+mls_code mls_safetensors_parse(const unsigned char *head, size_t head_bytes,
+                               uint64_t file_bytes, const mls_crc_kernels *crc,
+                               bool verify, mls_safetensors *out, mls_status *st)
+{
+    size_t length;
+    if (head_bytes < LENGTH_BYTES || file_bytes < head_bytes) {
+        return too_short(file_bytes, st);
+    }
+    mls_code code = header_length(head, file_bytes, &length, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    if (length > head_bytes - LENGTH_BYTES) {
+        return mls_fail(st, MLS_E_VALUE, "%zu bytes of the header were handed over",
+                        head_bytes);
+    }
+    header_reader r = {.text = (const char *)head + LENGTH_BYTES,
+                       .length = length,
+                       .payload = LENGTH_BYTES + length,
+                       .file_bytes = file_bytes,
+                       .header_crc = MLS_JSON_NONE,
+                       .block_crcs = MLS_JSON_NONE,
+                       .st = st};
+    code = read_json(&r);
+    if (code == MLS_OK) {
+        code = read_entries(&r);
+    }
+    if (code == MLS_OK) {
+        code = check_coverage(&r);
+    }
+    if (code == MLS_OK) {
+        code = read_checksums(&r, crc, verify);
+    }
+    if (code != MLS_OK) {
+        mls_safetensors_fini(&r.file);
+        return code;
+    }
+    *out = r.file;
+    return MLS_OK;
+}
+
+/* Tensors are in the header's order, which need not be that of their offsets. */
+uint64_t mls_safetensors_end(const mls_safetensors *file)
+{
+    uint64_t last = 0;
+    for (size_t i = 0; i < file->count; i++) {
+        const uint64_t end = file->tensors[i].offset + file->tensors[i].bytes;
+        last = end > last ? end : last;
+    }
+    return last;
+}
+
+/* The names and the metadata lie in the JSON document, which goes last. */
+void mls_safetensors_fini(mls_safetensors *file)
+{
+    mls_free(file->tensors);
+    mls_free(file->metadata);
+    mls_free(file->dims);
+    mls_json_free(file->json);
+    *file = (mls_safetensors){0};
+}
+
+#if !defined(_WIN32)
+
+/* The header is read in two steps: its length, then as much as the file really has. */
+mls_code mls_safetensors_open(const char *path, const mls_crc_kernels *crc, bool verify,
+                              int *fd, mls_safetensors *out, mls_status *st)
+{
+    unsigned char start[LENGTH_BYTES];
+    unsigned char *head = NULL;
+    int opened = -1;
+    uint64_t file_bytes;
+    size_t length = 0;
+    mls_code code = mls_file_open(path, &opened, &file_bytes, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    code = file_bytes < LENGTH_BYTES
+               ? too_short(file_bytes, st)
+               : mls_file_read_at(opened, start, LENGTH_BYTES, 0, st);
+    if (code == MLS_OK) {
+        code = header_length(start, file_bytes, &length, st);
+    }
+    if (code != MLS_OK) {
+        goto done;
+    }
+    head = mls_alloc(LENGTH_BYTES + length, 1);
+    if (head == NULL) {
+        code = mls_fail(st, MLS_E_MEMORY, "no memory for a header of %zu bytes", length);
+        goto done;
+    }
+    memcpy(head, start, LENGTH_BYTES);
+    code = mls_file_read_at(opened, head + LENGTH_BYTES, length, LENGTH_BYTES, st);
+    if (code == MLS_OK) {
+        code = mls_safetensors_parse(head, LENGTH_BYTES + length, file_bytes, crc, verify,
+                                     out, st);
+    }
+done:
+    mls_free(head);
+    if (code != MLS_OK) {
+        (void)close(opened);
+        return code;
+    }
+    *fd = opened;
+    return MLS_OK;
+}
+
+/* Say which block of which tensor is not what was written. */
+static mls_code block_changed(const mls_stored *tensor, size_t start, uint32_t found,
+                              uint32_t expected, mls_status *st)
+{
+    const size_t left = tensor->bytes - start;
+    const size_t length = left < MLS_SAFETENSORS_BLOCK ? left : MLS_SAFETENSORS_BLOCK;
+    const int shown =
+        (int)(tensor->name.length < SHOWN_NAME ? tensor->name.length : SHOWN_NAME);
+    mls_fail(st, MLS_E_CHECKSUM,
+             "tensor '%.*s': its bytes are not those that were written (checksum %08lx, "
+             "expected %08lx, over %zu bytes from %zu on): the file is damaged",
+             shown, tensor->name.data, (unsigned long)found, (unsigned long)expected,
+             length, start);
+    st->has_offset = true;
+    st->offset = tensor->offset + start;
+    mls_status_name(st, tensor->name.data, tensor->name.length);
+    mls_status_expected(st, "%08lx", (unsigned long)expected);
+    mls_status_got(st, "%08lx", (unsigned long)found);
+    return MLS_E_CHECKSUM;
+}
+
+/* Read one block, from `start` of the tensor on, and compare it with its checksum.  In
+ * steps that stay in the cache between the system's copy and the checksum, so memory is
+ * passed over once. */
+static mls_code read_block(int fd, const mls_stored *tensor, size_t start,
+                           const mls_crc_kernels *crc, unsigned char *to, mls_status *st)
+{
+    const size_t left = tensor->bytes - start;
+    const size_t length = left < MLS_SAFETENSORS_BLOCK ? left : MLS_SAFETENSORS_BLOCK;
+    uint32_t found = 0, expected = 0;
+    for (size_t done = 0; done < length;) {
+        const size_t step = length - done < READ_STEP ? length - done : READ_STEP;
+        const mls_code code =
+            mls_file_read_at(fd, to + done, step, tensor->offset + start + done, st);
+        if (code != MLS_OK) {
+            return code;
+        }
+        found = crc->update(found, to + done, step);
+        done += step;
+    }
+    /* the digits were looked at when the header was read */
+    (void)mls_crc_from_digits(
+        tensor->blocks + start / MLS_SAFETENSORS_BLOCK * MLS_CRC_DIGITS, &expected);
+    return found == expected ? MLS_OK : block_changed(tensor, start, found, expected, st);
+}
+
+/* ---- all tensors ----
+ *
+ * Cut into parts, which threads take in order.  The first part that fails is what the
+ * caller hears of, however many threads there are: it is done again, alone, to say why.
+ */
+
+enum {
+    PART = 4 << 20,        /* of whole blocks: enough to be worth handing out */
+    SHARED_BYTES = 8 << 20 /* less is read by the calling thread */
+};
+
+/* Bytes `start` .. `start + length` of a tensor. */
+typedef struct part {
+    const mls_stored *tensor;
+    unsigned char *to; /* of byte `start` */
+    size_t start, length;
+} part;
+
+/* What the tasks share. */
+typedef struct reading {
+    int fd;
+    const mls_crc_kernels *crc; /* NULL: nothing to compare */
+    const part *parts;
+    atomic_size_t failed; /* the first part that failed so far, else SIZE_MAX */
+} reading;
+
+/* Without checksums to compare, in one piece. */
+static mls_code read_part(const reading *r, const part *p, mls_status *st)
+{
+    mls_code code = MLS_OK;
+    if (r->crc == NULL) {
+        code =
+            mls_file_read_at(r->fd, p->to, p->length, p->tensor->offset + p->start, st);
+    }
+    for (size_t done = 0; r->crc != NULL && code == MLS_OK && done < p->length;
+         done += MLS_SAFETENSORS_BLOCK) {
+        code = read_block(r->fd, p->tensor, p->start + done, r->crc, p->to + done, st);
+    }
+    if (code != MLS_OK) {
+        mls_status_name(st, p->tensor->name.data, p->tensor->name.length);
+    }
+    return code;
+}
+
+/* Parts behind one that failed are not read any more. */
+static void read_task(void *context, size_t index)
+{
+    reading *r = context;
+    mls_status ignored;
+    size_t first = atomic_load_explicit(&r->failed, memory_order_relaxed);
+    if (index > first || read_part(r, &r->parts[index], &ignored) == MLS_OK) {
+        return;
+    }
+    while (index < first && !atomic_compare_exchange_weak(&r->failed, &first, index)) {
+    }
+}
+
+/* How many parts the tensors make; no more than bytes and tensors, so it fits. */
+static size_t count_parts(const mls_safetensors *file)
+{
+    size_t count = 0;
+    for (size_t i = 0; i < file->count; i++) {
+        count += file->tensors[i].bytes / PART + 1;
+    }
+    return count;
+}
+
+/* Fill in the parts; returns how many there are, and the bytes of all of them. */
+static size_t cut_parts(const mls_safetensors *file, void *const *places, part *parts,
+                        uint64_t *bytes)
+{
+    size_t count = 0;
+    *bytes = 0;
+    for (size_t i = 0; i < file->count; i++) {
+        const mls_stored *tensor = &file->tensors[i];
+        for (size_t start = 0; start < tensor->bytes; start += PART) {
+            const size_t left = tensor->bytes - start;
+            parts[count++] = (part){.tensor = tensor,
+                                    .to = (unsigned char *)places[i] + start,
+                                    .start = start,
+                                    .length = left < PART ? left : PART};
+        }
+        *bytes += tensor->bytes;
+    }
+    return count;
+}
+
+/* What failed once may succeed when it is done again: then all behind it is done too. */
+mls_code mls_safetensors_read(int fd, const mls_safetensors *file, void *const *places,
+                              const mls_crc_kernels *crc, mls_pool *pool, mls_status *st)
+{
+    uint64_t bytes;
+    part *parts = mls_alloc(count_parts(file), sizeof *parts);
+    if (parts == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory to read %zu tensors", file->count);
+    }
+    reading r = {.fd = fd, .crc = file->has_crc ? crc : NULL, .parts = parts};
+    atomic_init(&r.failed, SIZE_MAX);
+    const size_t count = cut_parts(file, places, parts, &bytes);
+    mls_pool_run(bytes >= SHARED_BYTES ? pool : NULL, read_task, &r, count);
+    mls_code code = MLS_OK;
+    for (size_t i = atomic_load(&r.failed); code == MLS_OK && i < count; i++) {
+        code = read_part(&r, &parts[i], st);
+    }
+    mls_free(parts);
+    return code;
+}
+
+#endif

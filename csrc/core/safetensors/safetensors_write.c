@@ -1,0 +1,312 @@
+/* Writing: the header's length is known before its checksums are, since those have a
+ * fixed width.  So the tensors are written first, each byte being touched once, and the
+ * header last.
+ *
+ * All bytes pass through the buffer: what is checksummed is then what is written, even if
+ * another thread changes the tensor meanwhile.  Contiguous ones are checksummed while
+ * they are copied, strided or swapped ones after they were packed, in the largest pieces
+ * that fit.  The buffer is the only memory that does not depend on the number of tensors.
+ */
+#if !defined(_WIN32)
+
+#    include "safetensors/safetensors.h"
+
+#    include "io/file.h"
+#    include "base/memory.h"
+#    include "safetensors/safetensors_header.h"
+
+#    include <string.h>
+
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
+               "files are little-endian, and so must the machine be");
+
+enum {
+    PAYLOAD_ALIGNMENT = 64, /* a cache line, and enough for every vector */
+    BUFFER_BYTES = 1 << 20, /* packs strided tensors */
+    STEP_BYTES = 256 << 10, /* of contiguous tensors, gathered for one system call */
+    SHOWN_NAME = 100        /* bytes of a name in a message */
+};
+
+/* A tensor in its place. */
+typedef struct placed {
+    const mls_tensor *tensor;
+    const mls_header_tensor *at;
+    size_t done; /* bytes that were checksummed */
+} placed;
+
+/* One file in the making; all of it is released at the end of mls_safetensors_write. */
+typedef struct writer {
+    const mls_kernels *kernels;
+    const mls_crc_kernels *crc;
+    mls_status *st;
+    mls_header header;
+    mls_atomic_file file;
+    unsigned char *buffer; /* BUFFER_BYTES */
+    size_t buffered;
+    uint64_t written; /* offset of what is in the buffer */
+} writer;
+
+/* Keys that could be taken for ours when they are read. */
+static mls_code check_keys(const mls_safetensors_content *content, mls_status *st)
+{
+    const mls_text prefix = {.data = MLS_SAFETENSORS_PREFIX,
+                             .length = sizeof MLS_SAFETENSORS_PREFIX - 1};
+    for (size_t i = 0; i < content->metadata_count; i++) {
+        const mls_text key = content->metadata[i].key;
+        if (mls_text_starts(key, prefix) && !mls_text_is(key, MLS_SAFETENSORS_STATE)) {
+            const int shown = (int)(key.length < SHOWN_NAME ? key.length : SHOWN_NAME);
+            mls_fail(st, MLS_E_VALUE,
+                     "metadata key '%.*s' is reserved: choose one that does not start "
+                     "with \"" MLS_SAFETENSORS_PREFIX "\"",
+                     shown, key.data);
+            mls_status_name(st, key.data, key.length);
+            return MLS_E_VALUE;
+        }
+    }
+    return MLS_OK;
+}
+
+/* What the header says of each tensor.  Gives `*out`, which the header points to. */
+static mls_code describe(const mls_safetensors_content *content, mls_header_tensor **out,
+                         mls_status *st)
+{
+    mls_header_tensor *tensors = mls_alloc(content->count, sizeof *tensors);
+    if (tensors == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for the file's header");
+    }
+    for (size_t i = 0; i < content->count; i++) {
+        const mls_tensor *t = content->tensors[i].tensor;
+        const mls_text name = content->tensors[i].name;
+        tensors[i] = (mls_header_tensor){.name = name,
+                                         .shape = t->shape,
+                                         .rank = t->rank,
+                                         .dtype = t->dtype,
+                                         .number = i};
+        if (!mls_tensor_bytes(t, &tensors[i].bytes)) {
+            mls_free(tensors);
+            mls_fail(st, MLS_E_SIZE, "a tensor is larger than memory");
+            mls_status_name(st, name.data, name.length);
+            return MLS_E_SIZE;
+        }
+    }
+    *out = tensors;
+    return MLS_OK;
+}
+
+/* ---- tensors ---- */
+
+/* Send on what was gathered.  `written` is then where the next byte goes. */
+static mls_code flush(writer *w)
+{
+    const mls_code code =
+        mls_atomic_write(&w->file, w->buffer, w->buffered, w->written, w->st);
+    if (code == MLS_OK) {
+        w->written += w->buffered;
+        w->buffered = 0;
+    }
+    return code;
+}
+
+/* Take the next bytes of a tensor into the checksums of its blocks. */
+static void checksum(writer *w, placed *p, const unsigned char *data, size_t bytes)
+{
+    while (bytes > 0) {
+        uint32_t *crc = &p->at->crcs[p->done / MLS_SAFETENSORS_BLOCK];
+        const size_t left = MLS_SAFETENSORS_BLOCK - p->done % MLS_SAFETENSORS_BLOCK;
+        const size_t step = bytes < left ? bytes : left;
+        *crc = w->crc->update(*crc, data, step);
+        p->done += step;
+        data += step;
+        bytes -= step;
+    }
+}
+
+/* Contiguous: copied and checksummed in one pass, in steps that stay in the cache up to
+ * the system call. */
+static mls_code write_contiguous(writer *w, placed *p)
+{
+    /* packed tensors may have filled more of the buffer than a step */
+    mls_code code = w->buffered >= STEP_BYTES ? flush(w) : MLS_OK;
+    while (code == MLS_OK && p->done < p->at->bytes) {
+        uint32_t *crc = &p->at->crcs[p->done / MLS_SAFETENSORS_BLOCK];
+        const size_t left = p->at->bytes - p->done, room = STEP_BYTES - w->buffered;
+        const size_t block = MLS_SAFETENSORS_BLOCK - p->done % MLS_SAFETENSORS_BLOCK;
+        size_t step = left < room ? left : room;
+        step = step < block ? step : block;
+        *crc = w->crc->copy(*crc, w->buffer + w->buffered, p->tensor->data + p->done,
+                            step, MLS_STORE_PLAIN);
+        w->buffered += step;
+        p->done += step;
+        code = w->buffered == STEP_BYTES ? flush(w) : MLS_OK;
+    }
+    return code;
+}
+
+/* How a strided tensor is cut: along `axis`, `step` indices at a time, for each index of
+ * the axes in front of it. */
+typedef struct packing {
+    int axis;
+    size_t step;
+    size_t inner; /* bytes of one index along `axis`, packed */
+} packing;
+
+/* The largest pieces that fit the buffer: an axis of one index at least always does,
+ * since an item is no longer than 8 bytes. */
+static packing choose_packing(const mls_tensor *t)
+{
+    packing p = {.axis = t->rank - 1, .inner = mls_tensor_item_bytes(t)};
+    while (p.axis > 0 && p.inner * t->shape[p.axis] <= BUFFER_BYTES) {
+        p.inner *= t->shape[p.axis];
+        p.axis--;
+    }
+    p.step = BUFFER_BYTES / p.inner;
+    return p;
+}
+
+/* Pack `view` into the buffer and send it on.  It fits: see choose_packing. */
+static mls_code write_piece(writer *w, placed *p, const mls_tensor *view, size_t bytes)
+{
+    if (bytes > BUFFER_BYTES - w->buffered) {
+        const mls_code code = flush(w);
+        if (code != MLS_OK) {
+            return code;
+        }
+    }
+    mls_tensor packed;
+    unsigned char *to = w->buffer + w->buffered;
+    const mls_code code =
+        mls_tensor_init(&packed, to, view->dtype, view->rank, view->shape, w->st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    mls_copy(w->kernels, &packed, view, mls_cached());
+    checksum(w, p, to, bytes);
+    w->buffered += bytes;
+    return MLS_OK;
+}
+
+/* All pieces along `how.axis` for one index of the axes in front. */
+static mls_code write_row(writer *w, placed *p, const mls_tensor *row, packing how)
+{
+    for (size_t start = 0; start < row->shape[how.axis]; start += how.step) {
+        const size_t left = row->shape[how.axis] - start;
+        const size_t length = left < how.step ? left : how.step;
+        const mls_tensor piece = mls_tensor_slice(row, how.axis, start, length);
+        const mls_code code = write_piece(w, p, &piece, length * how.inner);
+        if (code != MLS_OK) {
+            return code;
+        }
+    }
+    return MLS_OK;
+}
+
+/* Step `index` over the axes in front of `axis`, the last of them fastest, as C order
+ * wants it; false after the last. */
+static bool next_index(const mls_tensor *t, int axis, size_t *index)
+{
+    for (int i = axis - 1; i >= 0; i--) {
+        if (++index[i] < t->shape[i]) {
+            return true;
+        }
+        index[i] = 0;
+    }
+    return false;
+}
+
+/* Not contiguous, or in the other byte order; not empty.  A tensor of no dimensions is
+ * written as one of a single index. */
+static mls_code write_packed(writer *w, placed *p)
+{
+    mls_tensor t = *p->tensor;
+    size_t index[MLS_MAX_RANK] = {0};
+    if (t.rank == 0) {
+        t.rank = 1;
+        t.shape[0] = 1;
+        t.strides[0] = 0;
+    }
+    const packing how = choose_packing(&t);
+    do {
+        mls_tensor row = t;
+        for (int i = 0; i < how.axis; i++) {
+            row = mls_tensor_slice(&row, i, index[i], 1);
+        }
+        const mls_code code = write_row(w, p, &row, how);
+        if (code != MLS_OK) {
+            return code;
+        }
+    } while (next_index(&t, how.axis, index));
+    return MLS_OK;
+}
+
+/* Two ways, by shape; both read every byte of the tensor once. */
+static mls_code write_tensor(writer *w, placed *p)
+{
+    const mls_tensor *t = p->tensor;
+    if (p->at->bytes > 0 && (t->swapped || !mls_tensor_is_contiguous(t))) {
+        return write_packed(w, p);
+    }
+    return write_contiguous(w, p);
+}
+
+/* Tensors first, header last.  Should the process die in between, the temporary has no
+ * valid header, and nobody takes it for a file. */
+static mls_code write_content(writer *w, const mls_safetensors_content *content)
+{
+    w->written = w->header.text.length;
+    for (size_t i = 0; i < w->header.count; i++) {
+        const mls_header_tensor *at = &w->header.tensors[i];
+        placed p = {.tensor = content->tensors[at->number].tensor, .at = at};
+        const mls_code code = write_tensor(w, &p);
+        if (code != MLS_OK) {
+            mls_status_name(w->st, at->name.data, at->name.length);
+            return code;
+        }
+    }
+    const mls_code code = flush(w);
+    if (code != MLS_OK) {
+        return code;
+    }
+    mls_header_finish(&w->header, w->crc);
+    return mls_atomic_write(&w->file, w->header.text.data, w->header.text.length, 0,
+                            w->st);
+}
+
+/* Everything about the content is checked before the file system is touched; from begin
+ * on, every way out goes through commit or abort. */
+mls_code mls_safetensors_write(const char *path, const mls_safetensors_content *content,
+                               const mls_kernels *kernels, const mls_crc_kernels *crc,
+                               mls_status *st)
+{
+    writer w = {.kernels = kernels, .crc = crc, .st = st};
+    mls_header_tensor *tensors = NULL;
+    bool is_open = false;
+    mls_code code = check_keys(content, st);
+    if (code == MLS_OK) {
+        code = describe(content, &tensors, st);
+    }
+    if (code == MLS_OK) {
+        code = mls_header_init(&w.header, tensors, content->count, content->metadata,
+                               content->metadata_count, PAYLOAD_ALIGNMENT, st);
+    }
+    if (code == MLS_OK && (w.buffer = mls_alloc(BUFFER_BYTES, 1)) == NULL) {
+        code = mls_fail(st, MLS_E_MEMORY, "no memory for a buffer of 1 MiB");
+    }
+    if (code == MLS_OK) {
+        code = mls_atomic_begin(path, 0666, &w.file, st);
+        is_open = code == MLS_OK;
+    }
+    if (code == MLS_OK) {
+        code = write_content(&w, content);
+    }
+    if (code == MLS_OK) {
+        code = mls_atomic_commit(&w.file, st);
+    } else if (is_open) {
+        mls_atomic_abort(&w.file);
+    }
+    mls_free(w.buffer);
+    mls_header_fini(&w.header);
+    mls_free(tensors);
+    return code;
+}
+
+#endif

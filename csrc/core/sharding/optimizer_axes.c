@@ -1,0 +1,118 @@
+/* align: the axes of a state, found by its shape and its name.
+ *
+ * Nothing in a state dict says how a state lies beside its parameter, so it is guessed
+ * from what does not lie: shapes.  Names are asked where a square matrix leaves it open.
+ */
+#include "sharding/optimizer_axes.h"
+
+#include <string.h>
+
+/* Whether `text` holds `word`. */
+static bool holds(mls_text text, const char *word)
+{
+    const size_t length = strlen(word);
+    for (size_t i = 0; i + length <= text.length; i++) {
+        if (memcmp(text.data + i, word, length) == 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Whether the shape is the parameter's without its axis `without`. */
+static bool lacks(const size_t *shape, int parameter_rank, const size_t *parameter_shape,
+                  int without)
+{
+    for (int i = 0, j = 0; j < parameter_rank; j++) {
+        if (j != without && shape[i++] != parameter_shape[j]) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* Which axis of the parameter the state lacks, or MLS_NO_AXIS.  Sums over rows leave the
+ * rows: "row" states lack the last axis, "col" states the one before it. */
+static int lacking(mls_text state, const size_t *shape, int parameter_rank,
+                   const size_t *parameter_shape)
+{
+    /* Adafactor of transformers says "exp_avg_sq_row", torch's own "row_var": the word is
+     * what they have in common */
+    const int hint = holds(state, "row")   ? parameter_rank - 1
+                     : holds(state, "col") ? parameter_rank - 2
+                                           : MLS_NO_AXIS;
+    if (hint >= 0 && lacks(shape, parameter_rank, parameter_shape, hint)) {
+        return hint;
+    }
+    for (int without = parameter_rank - 1; without >= 0; without--) {
+        if (lacks(shape, parameter_rank, parameter_shape, without)) {
+            return without;
+        }
+    }
+    return MLS_NO_AXIS;
+}
+
+/* Three cases, from the plain to the odd: the same shape; the same number of axes, some
+ * of them of one index only; one axis less.  Whatever else a state may be, none of its
+ * axes goes with the parameter's. */
+bool mls_align(mls_text state, int rank, const size_t *shape, int parameter_rank,
+               const size_t *parameter_shape, signed char *axes)
+{
+    bool same = rank == parameter_rank, broadcast = same;
+    for (int i = 0; broadcast && i < rank; i++) {
+        same = same && shape[i] == parameter_shape[i];
+        broadcast = shape[i] == parameter_shape[i] || shape[i] == 1;
+    }
+    if (same || rank == 0) {
+        return false;
+    }
+    /* an axis that is lacking is looked for first: the shapes that allow both readings
+     * are those of sums, and a broadcast axis has length 1 in the state */
+    const int without = rank == parameter_rank - 1
+                            ? lacking(state, shape, parameter_rank, parameter_shape)
+                            : MLS_NO_AXIS;
+    for (int i = 0; i < rank; i++) {
+        const int axis = without != MLS_NO_AXIS ? i + (i >= without)
+                         : broadcast && shape[i] == parameter_shape[i] ? i
+                                                                       : MLS_NO_AXIS;
+        axes[i] = (signed char)axis;
+    }
+    return true;
+}
+
+/* The tensor's axis for an axis of its parameter, or MLS_NO_AXIS. */
+static int axis_of(int parameter_axis, int rank, const signed char *axes)
+{
+    for (int i = 0; i < rank; i++) {
+        if ((axes == NULL ? i : axes[i]) == parameter_axis) {
+            return i;
+        }
+    }
+    return MLS_NO_AXIS;
+}
+
+/* The parts are numbered like digits: those of the steps that stay make the new number.
+ */
+void mls_layout_project(const mls_layout *layout, size_t index, int rank,
+                        const signed char *axes, mls_layout *out, size_t *out_index)
+{
+    size_t after = 1; /* parts of the later steps */
+    /* none of the steps may stay: that is the whole tensor, whose only part is 0 */
+    *out = (mls_layout){0};
+    *out_index = 0;
+    for (int i = 0; i < layout->count; i++) {
+        after *= layout->steps[i].parts;
+    }
+    for (int i = 0; i < layout->count; i++) {
+        const mls_layout_step step = layout->steps[i];
+        after /= step.parts;
+        const size_t here = index / after % step.parts;
+        const bool flat = step.axis == MLS_LAYOUT_FLAT;
+        const int axis = flat ? step.axis : axis_of(step.axis, rank, axes);
+        if (flat ? axes == NULL && rank > 0 : axis != MLS_NO_AXIS) {
+            out->steps[out->count++] =
+                (mls_layout_step){.axis = axis, .parts = step.parts};
+            *out_index = *out_index * step.parts + here;
+        }
+    }
+}

@@ -1,0 +1,75 @@
+/* compat: pairs of facts compared one by one.
+ *
+ * Most dtypes are named by the same constant of dtype.c on both sides, so that a look at
+ * the pointers is enough; the text decides where they come from different places.
+ */
+#include "state/metadata_compare.h"
+
+#include "base/size.h"
+
+#include <string.h>
+
+/* Dimensions only count where there are as many on both sides. */
+bool mls_facts_same_shape(const mls_facts *a, const mls_facts *b)
+{
+    if (a->rank != b->rank) {
+        return false;
+    }
+    for (int axis = 0; axis < a->rank; axis++) {
+        if (a->shape[axis] != b->shape[axis]) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* Names are mostly the core's own constants, whose addresses tell already. */
+bool mls_facts_same_dtype(const mls_facts *a, const mls_facts *b)
+{
+    return a->dtype == b->dtype || strcmp(a->dtype, b->dtype) == 0;
+}
+
+size_t mls_facts_head(mls_text name, const mls_facts *facts, unsigned char *out)
+{
+    const size_t rank = (size_t)facts->rank;
+    mls_store_le64(out, name.length);
+    mls_store_le64(out + 8, strlen(facts->dtype));
+    mls_store_le64(out + 16, rank);
+    for (size_t axis = 0; axis < rank; axis++) {
+        mls_store_le64(out + 24 + 8 * axis, facts->shape[axis]);
+    }
+    return 24 + 8 * rank;
+}
+
+/* Shape and dtype are only looked at where both sides have the tensor. */
+static unsigned char bits_of(const mls_fact_pair *pair)
+{
+    if (!pair->has_target) {
+        return MLS_MISSING;
+    }
+    if (!pair->has_source) {
+        return MLS_UNEXPECTED;
+    }
+    const int shape =
+        mls_facts_same_shape(&pair->source, &pair->target) ? 0 : MLS_SHAPE_DIFFERS;
+    const int dtype =
+        mls_facts_same_dtype(&pair->source, &pair->target) ? 0 : MLS_DTYPE_DIFFERS;
+    return (unsigned char)(shape | dtype);
+}
+
+/* Bits and counts in one walk: most often the counts are zeros, and nobody asks further.
+ */
+mls_compat_counts mls_compat_compare(const mls_fact_pair *pairs, size_t count,
+                                     unsigned char *out)
+{
+    mls_compat_counts counts = {0};
+    for (size_t i = 0; i < count; i++) {
+        out[i] = bits_of(&pairs[i]);
+        counts.missing += (out[i] & MLS_MISSING) != 0;
+        counts.unexpected += (out[i] & MLS_UNEXPECTED) != 0;
+        counts.shapes += (out[i] & MLS_SHAPE_DIFFERS) != 0;
+        counts.dtypes += (out[i] & MLS_DTYPE_DIFFERS) != 0;
+        counts.same += out[i] == MLS_SAME;
+    }
+    return counts;
+}

@@ -1,0 +1,270 @@
+/* py_activation: the size of an activation, and the memory that this process uses.
+ *
+ * An activation is asked for its shape and dtype and for nothing else: it may be on a
+ * device, on torch's meta device, or a description that has no elements at all.  A torch
+ * tensor of one of torch's own classes is asked for its bytes instead, once.
+ */
+#include "activation/activation_bindings.h"
+#include "common/errors.h"
+#include "common/gil.h"
+#include "common/module_state.h"
+#include "activation/strategy_args.h"
+
+#include "runtime/process_memory.h"
+
+/* Raise TypeError for what has no shape or no dtype; what else went wrong stays. */
+static int refuse_activation(PyObject *activation)
+{
+    if (PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        PyErr_Format(PyExc_TypeError,
+                     "activation must be a NumPy array, a torch tensor or anything with "
+                     "a shape and a dtype, got %.100s",
+                     Py_TYPE(activation)->tp_name);
+    }
+    return -1;
+}
+
+/* Multiply the sizes of a tuple into `*bytes`; 0 if all of them are sizes, 1 where the
+ * product is too large, -1 with an exception set. */
+static int multiply_sizes(PyObject *sizes, size_t *bytes)
+{
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(sizes); i++) {
+        PyObject *number = PyNumber_Index(PyTuple_GET_ITEM(sizes, i));
+        const Py_ssize_t size = number == NULL ? -1 : PyLong_AsSsize_t(number);
+        Py_XDECREF(number);
+        /* a size may be negative, no number at all, or an int of many digits */
+        if (size < 0) {
+            if (!PyErr_Occurred() || PyErr_ExceptionMatches(PyExc_TypeError)) {
+                PyErr_Format(PyExc_ValueError, "activation has the shape %.200R", sizes);
+            }
+            return PyErr_ExceptionMatches(PyExc_OverflowError) ? (PyErr_Clear(), 1) : -1;
+        }
+        if (!mls_size_mul(*bytes, (size_t)size, bytes)) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* Bytes of one element: what the dtype says itself, or what NumPy or the core make of its
+ * name.  -1 with an exception set. */
+static int item_bytes(const mlspy_state *state, PyObject *dtype, size_t *out)
+{
+    /* NumPy's own first, then names, then whoever says a size */
+    if (PyArray_DescrCheck(dtype)) {
+        *out = (size_t)PyDataType_ELSIZE((PyArray_Descr *)dtype);
+        return 0;
+    }
+    mls_dtype known;
+    Py_ssize_t length = 0;
+    const char *name =
+        PyUnicode_Check(dtype) ? PyUnicode_AsUTF8AndSize(dtype, &length) : NULL;
+    if (name != NULL && mls_dtype_from_name(name, (size_t)length, &known)) {
+        *out = mls_dtype_of(known)->item_bytes;
+        return 0;
+    }
+    PyErr_Clear(); /* a str that is no UTF-8 is no dtype either */
+    /* torch's dtypes have the attribute; NumPy's scalar types have one that is no int */
+    PyObject *said = PyObject_GetAttr(dtype, state->itemsize_name);
+    const Py_ssize_t bytes =
+        said != NULL && PyLong_Check(said) ? PyLong_AsSsize_t(said) : -1;
+    Py_XDECREF(said);
+    PyErr_Clear();
+    if (bytes >= 0) {
+        *out = (size_t)bytes;
+        return 0;
+    }
+    PyArray_Descr *descr = NULL;
+    if (dtype == Py_None || PyArray_DescrConverter(dtype, &descr) != NPY_SUCCEED) {
+        PyErr_Format(PyExc_TypeError, "activation has a dtype without a size: %.200R",
+                     dtype);
+        return -1;
+    }
+    *out = (size_t)PyDataType_ELSIZE(descr);
+    Py_DECREF(descr);
+    return 0;
+}
+
+/* As mlspy_activation_bytes with the two attributes at hand; 1 for too many bytes. */
+static int bytes_of(const mlspy_state *state, PyObject *shape, PyObject *dtype,
+                    size_t *out)
+{
+    size_t bytes;
+    /* torch.Size is a tuple, and need not be copied into one */
+    PyObject *sizes = PyTuple_Check(shape) ? Py_NewRef(shape) : PySequence_Tuple(shape);
+    if (sizes == NULL) {
+        if (PyErr_ExceptionMatches(PyExc_TypeError)) {
+            PyErr_Format(PyExc_TypeError, "activation has the shape %.200R", shape);
+        }
+        return -1;
+    }
+    int failed = item_bytes(state, dtype, &bytes);
+    if (failed == 0) {
+        failed = multiply_sizes(sizes, &bytes);
+    }
+    Py_DECREF(sizes);
+    if (failed == 0 && bytes > PTRDIFF_MAX) {
+        failed = 1;
+    }
+    if (failed == 0) {
+        *out = bytes;
+    }
+    return failed;
+}
+
+/* ---- torch tensors ---- */
+
+/* `nbytes` is the cheapest question a tensor answers: shape and dtype cost three times as
+ * much, and the DLPack exchange function raises for tensors on the meta device, which
+ * takes a millisecond.  Half of the cost of PyObject_GetAttr is finding the descriptor,
+ * so the C function behind it is kept for the exact classes Tensor and Parameter. */
+static PyObject *tensor_nbytes(const mlspy_state *state, PyObject *tensor)
+{
+    for (int i = 0; i < MLSPY_TENSOR_CLASSES; i++) {
+        const mlspy_bytes_getter *kept = &state->bytes_getters[i];
+        if (atomic_load_explicit(&kept->type, memory_order_acquire) == Py_TYPE(tensor)) {
+            return kept->get(tensor, kept->closure);
+        }
+    }
+    return NULL;
+}
+
+/* Store the getter in the first free place; each class is stored once.  The caller holds
+ * the module's lock. */
+static void keep_getter(mlspy_state *state, PyTypeObject *type, const PyGetSetDef *found)
+{
+    for (int i = 0; i < MLSPY_TENSOR_CLASSES; i++) {
+        mlspy_bytes_getter *kept = &state->bytes_getters[i];
+        PyTypeObject *taken = atomic_load_explicit(&kept->type, memory_order_relaxed);
+        if (taken == type) {
+            return;
+        }
+        if (taken == NULL) {
+            kept->get = found->get;
+            kept->closure = found->closure;
+            Py_INCREF(type);
+            atomic_store_explicit(&kept->type, type, memory_order_release);
+            return;
+        }
+    }
+}
+
+/* Keep the getter of a class if reading the attribute does nothing but call it: the class
+ * has no __getattribute__ of its own, and `nbytes` is a C property of one of its bases.
+ * Never fails, and leaves no exception. */
+static void keep_tensor_class(PyObject *module, PyTypeObject *type)
+{
+    mlspy_state *state = mlspy_state_of(module);
+    PyObject *found = PyObject_GetAttr((PyObject *)type, state->nbytes_name);
+    if (found != NULL && type->tp_getattro == PyObject_GenericGetAttr &&
+        Py_IS_TYPE(found, &PyGetSetDescr_Type) &&
+        PyType_IsSubtype(type, PyDescr_TYPE(found))) {
+        const PyGetSetDef *property = ((PyGetSetDescrObject *)found)->d_getset;
+        MLSPY_BEGIN_LOCKED(module)
+        keep_getter(state, type, property);
+        MLSPY_END_LOCKED()
+    }
+    PyErr_Clear();
+    Py_XDECREF(found);
+}
+
+/* Bytes by the attribute `nbytes`, for a class named as torch names its own: subclasses
+ * may define it otherwise, and sparse tensors raise.  False, without an exception, if
+ * shape and dtype have to be asked. */
+static bool tensor_bytes(PyObject *module, PyObject *activation, size_t *out)
+{
+    const mlspy_state *state = mlspy_state_of(module);
+    PyObject *answer = tensor_nbytes(state, activation);
+    if (answer == NULL && !PyErr_Occurred()) {
+        const char *name = Py_TYPE(activation)->tp_name;
+        if (strcmp(name, "Tensor") != 0 && strcmp(name, "Parameter") != 0) {
+            return false;
+        }
+        keep_tensor_class(module, Py_TYPE(activation));
+        answer = PyObject_GetAttr(activation, state->nbytes_name);
+    }
+    const Py_ssize_t bytes =
+        answer != NULL && PyLong_CheckExact(answer) ? PyLong_AsSsize_t(answer) : -1;
+    Py_XDECREF(answer);
+    if (bytes < 0) {
+        PyErr_Clear();
+        return false;
+    }
+    *out = (size_t)bytes;
+    return true;
+}
+
+/* Bytes by the attributes `shape` and `dtype`; 1 for too many bytes, -1 with an exception
+ * set. */
+static int described_bytes(const mlspy_state *state, PyObject *activation, size_t *out)
+{
+    PyObject *shape = PyObject_GetAttr(activation, state->shape_name);
+    PyObject *dtype =
+        shape == NULL ? NULL : PyObject_GetAttr(activation, state->dtype_name);
+    const int failed = dtype == NULL ? refuse_activation(activation)
+                                     : bytes_of(state, shape, dtype, out);
+    /* both attributes may be made for this call alone */
+    Py_XDECREF(shape);
+    Py_XDECREF(dtype);
+    return failed;
+}
+
+int mlspy_activation_bytes(PyObject *module, PyObject *activation, size_t *out)
+{
+    const mlspy_state *state = mlspy_state_of(module);
+    int failed;
+    if (tensor_bytes(module, activation, out)) {
+        return 0;
+    }
+    if (PyArray_Check(activation)) {
+        failed = !mlspy_ndarray_bytes((PyArrayObject *)activation, out);
+    } else {
+        failed = described_bytes(state, activation, out);
+    }
+    /* the one failure that has no exception yet */
+    if (failed > 0) {
+        mls_status st;
+        mls_fail(&st, MLS_E_SIZE, "activation has more bytes than memory can have");
+        mlspy_raise(state, &st, NULL);
+    }
+    return failed == 0 ? 0 : -1;
+}
+
+/* What mlstate.activation._manager counts. */
+static PyObject *activation_bytes(PyObject *module, PyObject *activation)
+{
+    size_t bytes;
+    if (mlspy_activation_bytes(module, activation, &bytes) < 0) {
+        return NULL;
+    }
+    return PyLong_FromSize_t(bytes);
+}
+
+/* Read files of the system with the GIL released: they are short, but a system may be
+ * slow to write them. */
+static PyObject *memory_footprint(PyObject *module, PyObject *unused)
+{
+    (void)unused;
+    mls_footprint found;
+    mls_status st;
+    mls_code code;
+    Py_BEGIN_ALLOW_THREADS
+        code = mls_footprint_read(&found, &st);
+    Py_END_ALLOW_THREADS
+    if (code != MLS_OK) {
+        return mlspy_raise(mlspy_state_of(module), &st, NULL);
+    }
+    return Py_BuildValue("KKK", (unsigned long long)found.used,
+                         (unsigned long long)found.peak, (unsigned long long)found.total);
+}
+
+/* Used by mlstate/activation/_memory_tracker.py and mlstate/activation/_manager.py. */
+PyMethodDef mlspy_activation_methods[] = {
+    {"activation_bytes", activation_bytes, METH_O,
+     "activation_bytes(activation, /)\n--\n\nBytes of an activation by its shape and "
+     "dtype."},
+    {"memory_footprint", memory_footprint, METH_NOARGS,
+     "memory_footprint()\n--\n\n(bytes in use, most bytes in use ever, bytes that there "
+     "are) for this process."},
+    {NULL, NULL, 0, NULL},
+};

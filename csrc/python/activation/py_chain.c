@@ -1,0 +1,256 @@
+/* py_chain: chains checked, schedules simulated.  The public names and their docstrings
+ * are in mlstate/activation/_chain.py and mlstate/activation/_plan.py; these take positional arguments only.
+ */
+#include "activation/chain_args.h"
+
+#include "activation/activation_bindings.h"
+#include "common/args.h"
+#include "common/errors.h"
+#include "common/module_state.h"
+
+#include "base/memory.h"
+
+enum { ARRAYS = 8, ITEMS = 10 }; /* of the tuple that a Chain keeps */
+
+/* Which arrays have n + 1 entries, and which hold seconds. */
+static bool is_long(size_t i)
+{
+    return i == 2 || i == 3;
+}
+
+/* Seconds are doubles, bytes are integers. */
+static int type_of(size_t i)
+{
+    return i < 2 ? NPY_FLOAT64 : NPY_INT64;
+}
+
+/* An entry of the tuple as a packed array of the right type and length.  NULL with
+ * TypeError set. */
+static PyArrayObject *array_at(PyObject *tuple, size_t i, npy_intp count)
+{
+    PyObject *item = PyTuple_GET_ITEM(tuple, (Py_ssize_t)i);
+    PyArrayObject *array = (PyArrayObject *)item;
+    if (!PyArray_Check(item) || PyArray_TYPE(array) != type_of(i) ||
+        PyArray_NDIM(array) != 1 || !PyArray_ISCARRAY_RO(array) ||
+        (count >= 0 && PyArray_DIM(array, 0) != count)) {
+        PyErr_Format(PyExc_TypeError, "array %zu of the chain is not what a Chain keeps",
+                     i);
+        return NULL;
+    }
+    return array;
+}
+
+/* Copy all arrays into `memory`, one after the other, 8 bytes an entry: float64 and int64
+ * alike. */
+static int copy_arrays(PyObject *tuple, npy_intp n, unsigned char *memory,
+                       const void *places[ARRAYS])
+{
+    for (size_t i = 0; i < ARRAYS; i++) {
+        const npy_intp count = n + (is_long(i) ? 1 : 0);
+        PyArrayObject *array = array_at(tuple, i, count);
+        if (array == NULL) {
+            return -1;
+        }
+        memcpy(memory, PyArray_DATA(array), (size_t)count * 8);
+        places[i] = memory;
+        memory += (size_t)count * 8;
+    }
+    return 0;
+}
+
+/* Once the memory is there: copy, point into the copies, and check what they hold.  -1
+ * with an exception set. */
+static int fill_chain(const mlspy_state *state, PyObject *tuple, npy_intp n,
+                      mlspy_chain *out)
+{
+    const void *p[ARRAYS];
+    mls_status st;
+    mls_chain *c = &out->chain;
+    if (copy_arrays(tuple, n, out->memory, p) < 0 ||
+        mlspy_take_double(PyTuple_GET_ITEM(tuple, ARRAYS), "rate", &c->offload_rate) <
+            0 ||
+        mlspy_take_double(PyTuple_GET_ITEM(tuple, ARRAYS + 1), "rate", &c->load_rate) <
+            0) {
+        return -1;
+    }
+    c->blocks = (size_t)n;
+    c->forward_seconds = p[0];
+    c->backward_seconds = p[1];
+    c->activation_bytes = p[2];
+    c->gradient_bytes = p[3];
+    c->saved_bytes = p[4];
+    c->forward_temporary_bytes = p[5];
+    c->saving_temporary_bytes = p[6];
+    c->backward_temporary_bytes = p[7];
+    if (mls_chain_check(c, &st) != MLS_OK) {
+        mlspy_raise(state, &st, NULL);
+        return -1;
+    }
+    return 0;
+}
+
+/* The first array says how many blocks there are, all others must agree. */
+int mlspy_take_chain(const mlspy_state *state, PyObject *tuple, mlspy_chain *out)
+{
+    *out = (mlspy_chain){0};
+    if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != ITEMS) {
+        PyErr_SetString(PyExc_TypeError, "a chain is the tuple that a Chain keeps");
+        return -1;
+    }
+    PyArrayObject *first = array_at(tuple, 0, -1);
+    if (first == NULL) {
+        return -1;
+    }
+    const npy_intp n = PyArray_DIM(first, 0);
+    out->memory = mls_alloc((size_t)n + 1, ARRAYS * 8);
+    if (out->memory == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    if (fill_chain(state, tuple, n, out) < 0) {
+        mlspy_chain_release(out);
+        return -1;
+    }
+    return 0;
+}
+
+/* The chain's pointers lead into the one block. */
+void mlspy_chain_release(mlspy_chain *chain)
+{
+    mls_free(chain->memory);
+    *chain = (mlspy_chain){0};
+}
+
+/* A copy, 8 bytes a step: the schedule is freed by who made it. */
+PyObject *mlspy_steps_array(const mls_schedule *schedule)
+{
+    const npy_intp shape[2] = {(npy_intp)schedule->count, 2};
+    PyObject *array = PyArray_SimpleNew(2, shape, NPY_INT32);
+    if (array != NULL && schedule->count > 0) {
+        memcpy(PyArray_DATA((PyArrayObject *)array), schedule->steps,
+               schedule->count * sizeof *schedule->steps);
+    }
+    if (array != NULL) { /* a plan keeps it as it is */
+        PyArray_CLEARFLAGS((PyArrayObject *)array, NPY_ARRAY_WRITEABLE);
+    }
+    return array;
+}
+
+/* ---- functions ---- */
+
+/* The check itself is part of taking a chain: this is for the constructor, which wants to
+ * know at once. */
+static PyObject *chain_check(PyObject *module, PyObject *tuple)
+{
+    mlspy_chain chain;
+    if (mlspy_take_chain(mlspy_state_of(module), tuple, &chain) < 0) {
+        return NULL;
+    }
+    mlspy_chain_release(&chain);
+    Py_RETURN_NONE;
+}
+
+/* Four new arrays out of the records: bytes before, at the peak and after, and seconds.
+ */
+static PyObject *arrays_of(const mls_step_record *records, npy_intp count,
+                           const mls_totals *totals)
+{
+    PyObject *arrays[4] = {NULL, NULL, NULL, NULL};
+    PyObject *result = NULL;
+    for (size_t i = 0; i < 4; i++) {
+        arrays[i] = PyArray_SimpleNew(1, &count, i == 3 ? NPY_FLOAT64 : NPY_INT64);
+        if (arrays[i] == NULL) {
+            goto done;
+        }
+    }
+    int64_t *before = PyArray_DATA((PyArrayObject *)arrays[0]);
+    int64_t *peak = PyArray_DATA((PyArrayObject *)arrays[1]);
+    int64_t *after = PyArray_DATA((PyArrayObject *)arrays[2]);
+    double *seconds = PyArray_DATA((PyArrayObject *)arrays[3]);
+    for (npy_intp i = 0; i < count; i++) {
+        before[i] = records[i].before;
+        peak[i] = records[i].peak;
+        after[i] = records[i].after;
+        seconds[i] = records[i].seconds;
+    }
+    result = Py_BuildValue("(dLOOOO)", totals->seconds, (long long)totals->peak_bytes,
+                           arrays[0], arrays[1], arrays[2], arrays[3]);
+done:
+    for (size_t i = 0; i < 4; i++) {
+        Py_XDECREF(arrays[i]);
+    }
+    return result;
+}
+
+const mls_step *mlspy_take_steps(PyObject *object, npy_intp *count)
+{
+    PyArrayObject *array = (PyArrayObject *)object;
+    if (!PyArray_Check(object) || PyArray_TYPE(array) != NPY_INT32 ||
+        PyArray_NDIM(array) != 2 || PyArray_DIM(array, 1) != 2 ||
+        !PyArray_ISCARRAY_RO(array)) {
+        PyErr_SetString(PyExc_TypeError, "steps are a packed array of int32, (count, 2)");
+        return NULL;
+    }
+    *count = PyArray_DIM(array, 0);
+    return PyArray_DATA(array);
+}
+
+/* With the chain taken: totals, and all records where they are wanted.  The GIL is kept:
+ * a step takes some nanoseconds. */
+static PyObject *simulate(const mlspy_state *state, const mls_chain *chain,
+                          PyObject *steps_object, bool detailed)
+{
+    npy_intp count;
+    mls_step_record *records = NULL;
+    mls_totals totals;
+    mls_status st;
+    const mls_step *steps = mlspy_take_steps(steps_object, &count);
+    if (steps == NULL) {
+        return NULL;
+    }
+    if (detailed) {
+        records = mls_alloc((size_t)count, sizeof *records);
+        if (records == NULL) {
+            return PyErr_NoMemory();
+        }
+    }
+    PyObject *result = NULL;
+    if (mls_chain_simulate(chain, steps, (size_t)count, records, &totals, &st) !=
+        MLS_OK) {
+        mlspy_raise(state, &st, NULL);
+    } else if (detailed) {
+        result = arrays_of(records, count, &totals);
+    } else {
+        result = Py_BuildValue("(dL)", totals.seconds, (long long)totals.peak_bytes);
+    }
+    mls_free(records);
+    return result;
+}
+
+/* chain_simulate(chain, steps, detailed) -> (seconds, peak[, before, peaks, after,
+ * times])
+ */
+static PyObject *chain_simulate(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const mlspy_state *state = mlspy_state_of(module);
+    mlspy_chain chain;
+    if (mlspy_take_count("chain_simulate", 3, count) < 0) {
+        return NULL;
+    }
+    const int detailed = PyObject_IsTrue(args[2]);
+    if (detailed < 0 || mlspy_take_chain(state, args[0], &chain) < 0) {
+        return NULL;
+    }
+    PyObject *result = simulate(state, &chain.chain, args[1], detailed != 0);
+    mlspy_chain_release(&chain);
+    return result;
+}
+
+/* Known to module.c. */
+PyMethodDef mlspy_chain_methods[] = {
+    {"chain_check", chain_check, METH_O,
+     "chain_check(chain, /)\n--\n\nRefuse costs that make no sense."},
+    {"chain_simulate", MLSPY_FASTCALL(chain_simulate),
+     "chain_simulate(chain, steps, detailed, /)\n--\n\nSeconds and peak of a schedule."},
+    {NULL, NULL, 0, NULL},
+};

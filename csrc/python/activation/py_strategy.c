@@ -1,0 +1,550 @@
+/* py_strategy: the type behind the strategies of mlstate.activation, and a thin subclass
+ * of it for each kind of the core's.
+ *
+ * A decision is asked for once for each layer of each step, so the way in is short: three
+ * positional arguments, a str whose hash Python keeps, a small int, an ndarray.  All else
+ * takes a second look.  The Python classes derive from these and add names, settings
+ * as users write them, and operators; only a clock or a tracker of the user's is called
+ * in a decision.
+ *
+ * The lock of each object is Python's own (MLSPY_BEGIN_LOCKED).  A clock or tracker may
+ * do what it likes, so it is called outside of the lock, and the core asks again whether
+ * an adjustment is still due.
+ */
+#include "activation/activation_bindings.h"
+#include "common/args.h"
+#include "common/gil.h"
+#include "activation/strategy_args.h"
+
+#include "activation/strategy.h"
+
+#include <stddef.h>
+#include <structmember.h>
+
+typedef struct strategy_object {
+    PyObject_HEAD mls_strategy s;
+    unsigned flags;     /* of the kind */
+    double given_share; /* as the user wrote it, before it became a float32 */
+    PyObject *clock;    /* gives seconds when called, or None: the core's */
+} strategy_object;
+
+/* Ticks of the strategy's clock, or 0 if its kind needs none.  -1 with an exception set.
+ * A clock of the user's gives seconds as a float, such as time.monotonic and time.time
+ * do; rounding to ticks makes ten seconds ten whatever the float's last digits. */
+static int read_clock(strategy_object *self, int64_t *out)
+{
+    mls_status st;
+    double seconds;
+    if (self->clock == Py_None) {
+        *out = (self->flags & MLS_NEEDS_MEMORY) != 0 ? mls_ticks_now() : 0;
+        return 0;
+    }
+    PyObject *said = PyObject_CallNoArgs(self->clock);
+    const int failed =
+        said == NULL ? -1 : mlspy_take_double(said, "what the clock says", &seconds);
+    Py_XDECREF(said);
+    if (failed < 0) {
+        return -1;
+    }
+    if (mls_ticks_from_seconds(seconds, out, &st) != MLS_OK) {
+        mlspy_strategy_fail((PyObject *)self, &st);
+        return -1;
+    }
+    return 0;
+}
+
+/* ---- decisions ---- */
+
+/* One figure of the tracker's; `least` is the smallest that makes sense.  -1 with an
+ * exception set. */
+static int take_figure(strategy_object *self, PyObject *said, const char *name,
+                       int64_t least, uint64_t *out)
+{
+    int64_t bytes;
+    if (mlspy_strategy_number((PyObject *)self, said, name, &bytes) < 0) {
+        return -1;
+    }
+    if (bytes < least) {
+        PyErr_Format(PyExc_ValueError, "the memory tracker says that %s is %lld", name,
+                     (long long)bytes);
+        return -1;
+    }
+    *out = (uint64_t)bytes;
+    return 0;
+}
+
+/* Read the memory and adjust the interval to it.  -1 with an exception set, and nothing
+ * adjusted. */
+static int adjust(strategy_object *self, int64_t now)
+{
+    PyObject *in_use, *there_are;
+    uint64_t used, total;
+    PyObject *said = PyObject_CallMethod((PyObject *)self, "_measure", NULL);
+    const int failed =
+        said == NULL ||
+        mlspy_take_tuple(said, "a measurement", "OO:_measure", &in_use, &there_are) < 0 ||
+        take_figure(self, in_use, "current_memory_used", 0, &used) < 0 ||
+        take_figure(self, there_are, "total_memory", 1, &total) < 0;
+    Py_XDECREF(said);
+    if (failed) {
+        return -1;
+    }
+    MLSPY_BEGIN_LOCKED(self)
+    mls_strategy_adjust(&self->s, now, used, total);
+    MLSPY_END_LOCKED()
+    return 0;
+}
+
+/* The time first: the memory is read once in ten seconds. */
+static int adjust_if_due(strategy_object *self)
+{
+    int64_t now;
+    bool due;
+    if (read_clock(self, &now) < 0) {
+        return -1;
+    }
+    MLSPY_BEGIN_LOCKED(self)
+    due = mls_strategy_is_due(&self->s, now);
+    MLSPY_END_LOCKED()
+    return due ? adjust(self, now) : 0;
+}
+
+/* Fill in what the kind needs: 1 if there is a question, 0 if the answer is no, -1 with
+ * an exception set.  A size is asked for outside of the lock: that may run code of the
+ * user's.  What the user named never changes: it is read without a lock. */
+static inline int fill_question(strategy_object *self, const mlspy_question *q,
+                                unsigned flags, mls_layer_question *out)
+{
+    const bool skips = (flags & MLS_SKIPS_EXCLUDED) != 0 && self->s.named.count > 0;
+    if ((skips || (flags & MLS_NEEDS_NAME) != 0) &&
+        mlspy_take_key(q->layer_id, &out->layer) < 0) {
+        return -1;
+    }
+    if (skips && mls_layer_mark_of(&self->s.named, &out->layer) == MLS_LAYER_EXCLUDE) {
+        return 0;
+    }
+    if (((flags & MLS_NEEDS_BYTES) != 0 &&
+         mlspy_take_bytes((PyObject *)self, q->activation, &out->bytes) < 0) ||
+        ((flags & MLS_NEEDS_MEMORY) != 0 && adjust_if_due(self) < 0)) {
+        return -1;
+    }
+    out->index = q->index;
+    return 1;
+}
+
+/* Flags and function are constants: each kind gets a copy that does what it needs. */
+static inline __attribute__((always_inline)) PyObject *
+ask(strategy_object *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names,
+    unsigned flags, mls_decide *decide)
+{
+    mlspy_question q;
+    mls_layer_question filled;
+    mls_status failure, *st = (flags & MLS_CAN_FAIL) != 0 ? &failure : NULL;
+    if (mlspy_take_question((PyObject *)self, args, nargs, names, &q) < 0) {
+        return NULL;
+    }
+    int chosen = fill_question(self, &q, flags, &filled);
+    if (chosen <= 0) {
+        return chosen < 0 ? NULL : Py_NewRef(Py_False);
+    }
+    if ((flags & MLS_IS_CONSTANT) != 0) {
+        chosen = decide(&self->s, &filled, st);
+    } else {
+        MLSPY_BEGIN_LOCKED(self)
+        chosen = decide(&self->s, &filled, st);
+        MLSPY_END_LOCKED()
+    }
+    if (st != NULL && chosen < 0) {
+        return mlspy_strategy_fail((PyObject *)self, st);
+    }
+    return Py_NewRef(chosen != 0 ? Py_True : Py_False);
+}
+
+/* What FirstMatch asks: None for a layer that the user did not name. */
+static PyObject *opinion(strategy_object *self, PyObject *const *args, Py_ssize_t nargs,
+                         PyObject *names)
+{
+    mlspy_question q;
+    mls_layer_key key;
+    if (mlspy_take_question((PyObject *)self, args, nargs, names, &q) < 0 ||
+        mlspy_take_key(q.layer_id, &key) < 0) {
+        return NULL;
+    }
+    const mls_layer_mark mark = mls_layer_mark_of(&self->s.named, &key);
+    return Py_NewRef(mark == MLS_LAYER_PLAIN        ? Py_None
+                     : mark == MLS_LAYER_CHECKPOINT ? Py_True
+                                                    : Py_False);
+}
+
+/* ---- the constructor and the end ---- */
+
+/* Begin with a number, or None.  -1 with an exception set. */
+static int begin(strategy_object *self, const char *what, PyObject *object)
+{
+    int64_t now, number;
+    mls_status st;
+    const bool given =
+        what != NULL && (object != Py_None || (self->flags & MLS_MAY_LACK_NUMBER) == 0);
+    if ((given && mlspy_strategy_number((PyObject *)self, object, what, &number) < 0) ||
+        read_clock(self, &now) < 0) {
+        return -1;
+    }
+    if (mls_strategy_init(&self->s, given ? &number : NULL, what, self->given_share,
+                          "max_memory_percentage", now, &st) != MLS_OK) {
+        mlspy_strategy_fail((PyObject *)self, &st);
+        return -1;
+    }
+    return 0;
+}
+
+/* Strategy(number, checkpoint_layers, exclude_layers, share, clock), all optional. Layers
+ * are tuples of str, each name once: users' lists are made such by
+ * mlstate/activation/_strategies.py, which also names all layers that are in both; here the first of
+ * them is refused.  The clock is read once: the first adjustment is due ten seconds after
+ * the constructor. */
+static PyObject *new_strategy(PyTypeObject *type, PyObject *args, const char *what,
+                              unsigned flags)
+{
+    PyObject *number = Py_None, *chosen = NULL, *excluded = NULL, *share = NULL;
+    PyObject *clock = Py_None;
+    double given = 1;
+    if (!PyArg_ParseTuple(args, "|OO!O!OO:Strategy", &number, &PyTuple_Type, &chosen,
+                          &PyTuple_Type, &excluded, &share, &clock) ||
+        (share != NULL &&
+         mlspy_take_double(share, "max_memory_percentage", &given) < 0)) {
+        return NULL;
+    }
+    /* the object comes first, since errors are raised by the module of its type */
+    strategy_object *self = (strategy_object *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->flags = flags;
+    self->clock = Py_NewRef(clock);
+    self->given_share = given;
+    if (begin(self, what, number) < 0 ||
+        mlspy_mark_layers((PyObject *)self, chosen, MLS_LAYER_CHECKPOINT,
+                          &self->s.named) < 0 ||
+        mlspy_mark_layers((PyObject *)self, excluded, MLS_LAYER_EXCLUDE, &self->s.named) <
+            0) {
+        Py_CLEAR(self);
+    }
+    return (PyObject *)self;
+}
+
+/* A clock may hold on to the strategy. */
+static int strategy_traverse(strategy_object *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+    Py_VISIT(self->clock);
+    return 0;
+}
+
+/* Part of breaking a cycle: never NULL, since a method may still be running. */
+static int strategy_clear(strategy_object *self)
+{
+    PyObject *clock = self->clock;
+    self->clock = Py_NewRef(Py_None);
+    Py_XDECREF(clock);
+    return 0;
+}
+
+/* Whatever the constructor has got to: a zeroed strategy holds nothing. */
+static void strategy_dealloc(strategy_object *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    Py_XDECREF(self->clock);
+    mls_strategy_fini(&self->s);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+/* ---- state ---- */
+
+/* Ten seconds from now nothing is adjusted: the source has it so. */
+static PyObject *reset(strategy_object *self, PyObject *unused)
+{
+    int64_t now;
+    (void)unused;
+    if (read_clock(self, &now) < 0) {
+        return NULL;
+    }
+    MLSPY_BEGIN_LOCKED(self)
+    mls_strategy_reset(&self->s, now);
+    MLSPY_END_LOCKED()
+    Py_RETURN_NONE;
+}
+
+/* New reference to a tuple (name, bytes, calls) of layer `i`. */
+static PyObject *layer_facts(const mls_layer_table *table, size_t i)
+{
+    const mls_table_layer layer = table->layers[i];
+    PyObject *name = mlspy_str_of(mls_layer_name(table, &layer));
+    return name == NULL ? NULL
+                        : Py_BuildValue("NnK", name, (Py_ssize_t)layer.bytes,
+                                        (unsigned long long)layer.calls);
+}
+
+/* New reference to a list of all layers' facts; the lock is held.  Making objects may run
+ * a collection, and that other code, which may reset the strategy: asked anew each time.
+ */
+static PyObject *all_facts(const mls_layer_table *table)
+{
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list != NULL && i < table->count; i++) {
+        PyObject *facts = layer_facts(table, i);
+        if (facts == NULL || PyList_Append(list, facts) < 0) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(facts);
+    }
+    return list;
+}
+
+/* (checkpointed, interval, ticks since the last adjustment, times of high pressure,
+ * collecting, [(name, bytes, calls), ...]).  The time since the adjustment and not when
+ * that was: another process has another clock.  The order in which layers were met is
+ * part of nothing that is decided, but copies of copies are equal by it. */
+static PyObject *get_state(strategy_object *self, PyObject *unused)
+{
+    int64_t now;
+    mls_strategy s;
+    PyObject *facts;
+    (void)unused;
+    if (read_clock(self, &now) < 0) {
+        return NULL;
+    }
+    MLSPY_BEGIN_LOCKED(self)
+    s = self->s;
+    facts = all_facts(&self->s.seen);
+    MLSPY_END_LOCKED()
+    return facts == NULL
+               ? NULL
+               : Py_BuildValue("(LLLLNN)", (long long)s.checkpointed,
+                               (long long)s.interval, (long long)(now - s.adjusted_at),
+                               (long long)s.high, PyBool_FromLong(s.collecting), facts);
+}
+
+/* Take one layer out of a state.  -1 with an exception set.  The hash is computed anew:
+ * Python's are other ones in each process. */
+static int restore_layer(PyObject *self, mls_strategy *s, PyObject *facts)
+{
+    PyObject *name;
+    Py_ssize_t bytes;
+    long long calls;
+    mls_layer_key key;
+    mls_status st;
+    if (mlspy_take_tuple(facts, "a layer", "UnL", &name, &bytes, &calls) < 0) {
+        return -1;
+    }
+    /* the core counts without a sign */
+    if (bytes < 0 || calls < 0) {
+        PyErr_Format(PyExc_ValueError, "layer %R has %zd bytes and %lld calls", name,
+                     bytes, calls);
+        return -1;
+    }
+    if (mlspy_take_key(name, &key) < 0) {
+        return -1;
+    }
+    if (mls_strategy_restore_layer(s, &key, (size_t)bytes, (uint64_t)calls, &st) !=
+        MLS_OK) {
+        mlspy_strategy_fail(self, &st);
+        return -1;
+    }
+    return 0;
+}
+
+/* Fill a strategy that was just reset.  -1 with an exception set. */
+static int take_state(strategy_object *self, PyObject *state, mls_strategy *fresh)
+{
+    long long checkpointed, interval, since, high;
+    int collecting;
+    int64_t now;
+    PyObject *layers;
+    mls_status st;
+    if (mlspy_take_tuple(state, "the state of a strategy", "LLLLpO!:_restore",
+                         &checkpointed, &interval, &since, &high, &collecting,
+                         &PyList_Type, &layers) < 0 ||
+        read_clock(self, &now) < 0) {
+        return -1;
+    }
+    if (since < -2 * MLS_MAX_TICKS || since > 2 * MLS_MAX_TICKS) {
+        since = MLS_MAX_TICKS; /* only that it is long ago */
+    }
+    /* as far back from this process's now as it was from the other's */
+    if (mls_strategy_restore(fresh, checkpointed, interval, now - since, high, &st) !=
+        MLS_OK) {
+        mlspy_strategy_fail((PyObject *)self, &st);
+        return -1;
+    }
+    fresh->collecting = collecting != 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(layers); i++) {
+        PyObject *facts = Py_NewRef(PyList_GET_ITEM(layers, i));
+        const int failed = restore_layer((PyObject *)self, fresh, facts);
+        Py_DECREF(facts);
+        if (failed < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Collected on the side, and put in place of the old state when all of it is good. */
+static PyObject *restore(strategy_object *self, PyObject *state)
+{
+    const mls_strategy *s = &self->s; /* its settings are constant once made */
+    mls_strategy fresh = {.number = s->number,
+                          .named = s->named, /* borrowed */
+                          .max_share = s->max_share};
+    if (take_state(self, state, &fresh) < 0) {
+        mls_layer_table_fini(&fresh.seen);
+        return NULL;
+    }
+    mls_layer_table old;
+    MLSPY_BEGIN_LOCKED(self)
+    old = self->s.seen;
+    self->s = fresh;
+    MLSPY_END_LOCKED()
+    mls_layer_table_fini(&old);
+    Py_RETURN_NONE;
+}
+
+/* ---- the type ---- */
+
+/* Names lie in the core's table: each time a new tuple of them. */
+static PyObject *named_layers(strategy_object *self, void *mark)
+{
+    return mlspy_marked_layers(&self->s.named, (mls_layer_mark)(intptr_t)mark);
+}
+
+static PyMethodDef strategy_methods[] = {
+    {"_opinion", (PyCFunction)(void (*)(void))opinion, METH_FASTCALL | METH_KEYWORDS,
+     "_opinion($self, /, layer_id, activation, layer_index)\n--\n\nDecide as "
+     "should_checkpoint does, but return None for a layer in neither list."},
+    {"reset", (PyCFunction)(void (*)(void))reset, METH_NOARGS,
+     "reset($self, /)\n--\n\nForget what was counted; settings stay."},
+    {"_state", (PyCFunction)(void (*)(void))get_state, METH_NOARGS,
+     "_state($self, /)\n--\n\nWhat changed since the constructor, as a tuple."},
+    {"_restore", (PyCFunction)(void (*)(void))restore, METH_O,
+     "_restore($self, state, /)\n--\n\nPut back what _state returned."},
+    {NULL, NULL, 0, NULL},
+};
+
+/* Words that a decision changes under the lock, read here without it: one at a time. */
+static PyMemberDef strategy_members[] = {
+    {"_number", T_LONGLONG, offsetof(strategy_object, s.number), READONLY,
+     "The kind's number, as given; 0: none."},
+    {"_checkpointed", T_LONGLONG, offsetof(strategy_object, s.checkpointed), READONLY,
+     "Layers checkpointed so far."},
+    {"_share", T_DOUBLE, offsetof(strategy_object, given_share), READONLY,
+     "Share of the memory, above 0 and at most 1."},
+    {"_threshold", T_FLOAT, offsetof(strategy_object, s.max_share), READONLY,
+     "The same as a float32, which decides."},
+    {"_interval", T_LONGLONG, offsetof(strategy_object, s.interval), READONLY,
+     "Layers from one checkpoint to the next, now."},
+    {"_clock", T_OBJECT_EX, offsetof(strategy_object, clock), READONLY,
+     "What gives seconds; None: the clock of the system."},
+    {"_collecting", T_BOOL, offsetof(strategy_object, s.collecting), READONLY,
+     "Whether it still collects, and checkpoints nothing."},
+    {"_layer_count", T_PYSSIZET, offsetof(strategy_object, s.seen.count), READONLY,
+     "Layers seen so far."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyGetSetDef strategy_properties[] = {
+    {"_chosen", (getter)(void (*)(void))named_layers, NULL,
+     "Layers to checkpoint, in the order given.", (void *)MLS_LAYER_CHECKPOINT},
+    {"_excluded", (getter)(void (*)(void))named_layers, NULL,
+     "Layers never to checkpoint, in the order given.", (void *)MLS_LAYER_EXCLUDE},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+/* No tp_init: settings are those of the constructor, for ever. */
+static PyType_Slot strategy_slots[] = {
+    {Py_tp_dealloc, (void *)strategy_dealloc},
+    {Py_tp_traverse, (void *)strategy_traverse},
+    {Py_tp_clear, (void *)strategy_clear},
+    {Py_tp_methods, strategy_methods},
+    {Py_tp_members, strategy_members},
+    {Py_tp_getset, strategy_properties},
+    {Py_tp_doc, (void *)"What the strategies of mlstate.activation are made of."},
+    {0, NULL},
+};
+
+static PyType_Spec strategy_spec = {
+    .name = "mlstate._core.Strategy",
+    .basicsize = sizeof(strategy_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_IMMUTABLETYPE |
+             Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = strategy_slots,
+};
+
+/* ---- the kinds ---- */
+
+#define SHOULD_CHECKPOINT(function)                                                      \
+    {"should_checkpoint", (PyCFunction)(void (*)(void))(function),                       \
+     METH_FASTCALL | METH_KEYWORDS,                                                      \
+     "should_checkpoint($self, /, layer_id, activation, layer_index)\n--\n\n"            \
+     "Decide whether to drop the activation of a layer and compute it again.\n\n"        \
+     "Parameters\n----------\n"                                                          \
+     "layer_id : str\n    Name of the layer.\n"                                          \
+     "activation : ndarray, torch.Tensor or anything with a shape and a dtype\n"         \
+     "    Its elements are not read. Strategies that know no sizes take None too.\n"     \
+     "layer_index : int\n    Place of the layer in the network, from 0.\n\n"             \
+     "Returns\n-------\n"                                                                \
+     "bool\n    True: the layer is to be checkpointed.\n\n"                              \
+     "Raises\n------\n"                                                                  \
+     "TypeError\n    A wrong type; the text names what was given.\n"                     \
+     "ValueError\n    A negative index, or a shape that is none.\n"                      \
+     "CapacityError\n    A number beyond 64 bits."}
+
+/* A constructor and a should_checkpoint that know their kind at compile time: to look for
+ * it in each decision would take some percent of its time. */
+#define DEFINE_KIND(kind, class, number, flags)                                          \
+    static PyObject *new_##kind(PyTypeObject *type, PyObject *args, PyObject *kwargs)    \
+    {                                                                                    \
+        (void)kwargs;                                                                    \
+        return new_strategy(type, args, (number), (flags));                              \
+    }                                                                                    \
+    static PyObject *ask_##kind(strategy_object *self, PyObject *const *args,            \
+                                Py_ssize_t nargs, PyObject *names)                       \
+    {                                                                                    \
+        return ask(self, args, nargs, names, (flags), mls_decide_##kind);                \
+    }                                                                                    \
+    static PyMethodDef methods_##kind[] = {SHOULD_CHECKPOINT(ask_##kind),                \
+                                           {NULL, NULL, 0, NULL}};                       \
+    static PyType_Slot slots_##kind[] = {                                                \
+        {Py_tp_new, (void *)new_##kind}, {Py_tp_methods, methods_##kind}, {0, NULL}};
+MLS_STRATEGY_KINDS(DEFINE_KIND)
+
+#define KIND_SPEC(kind, class, number, flag_bits)                                        \
+    {.name = "mlstate._core." #class,                                                    \
+     .basicsize = sizeof(strategy_object),                                               \
+     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_IMMUTABLETYPE,       \
+     .slots = slots_##kind},
+static PyType_Spec kind_specs[] = {MLS_STRATEGY_KINDS(KIND_SPEC)};
+
+/* New reference to a type that was added to the module, or NULL. */
+static PyObject *add_type(PyObject *module, PyType_Spec *spec, PyObject *base)
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, spec, base);
+    if (type != NULL && PyModule_AddType(module, (PyTypeObject *)type) < 0) {
+        Py_CLEAR(type);
+    }
+    return type;
+}
+
+/* The module's state need not know them: methods find the state by their own type. */
+int mlspy_strategy_add(PyObject *module)
+{
+    PyObject *base = add_type(module, &strategy_spec, NULL);
+    PyObject *type = base;
+    for (size_t i = 0; type != NULL && i < sizeof kind_specs / sizeof kind_specs[0];
+         i++) {
+        type = add_type(module, &kind_specs[i], base);
+        Py_XDECREF(type); /* the module has it */
+    }
+    Py_XDECREF(base);
+    return type == NULL ? -1 : 0;
+}

@@ -1,0 +1,22 @@
+/* catalog_methods: the methods of a Catalog that have files of their own. */
+#ifndef MLSPY_CATALOG_METHODS_H
+#define MLSPY_CATALOG_METHODS_H
+
+#include "common/python_api.h"
+
+/* ---- py_shard_load.c ---- */
+
+PyObject *mlspy_catalog_load(PyObject *object, PyObject *const *args, Py_ssize_t count);
+PyObject *mlspy_catalog_load_into(PyObject *object, PyObject *const *args,
+                                  Py_ssize_t count);
+PyObject *mlspy_catalog_fits(PyObject *object, PyObject *const *args, Py_ssize_t count);
+
+/* ---- py_shard_owners.c ---- */
+
+PyObject *mlspy_catalog_patterns(PyObject *object, PyObject *unused);
+PyObject *mlspy_catalog_places(PyObject *object, PyObject *unused);
+PyObject *mlspy_catalog_wanted_parts(PyObject *object, PyObject *const *args,
+                                     Py_ssize_t count);
+PyObject *mlspy_catalog_reads(PyObject *object, PyObject *const *args, Py_ssize_t count);
+
+#endif

@@ -1,0 +1,208 @@
+/* py_layout: layouts of parts, as tuples of pairs.
+ *
+ * mlstate.checkpoint.Layout is a thin class round such a tuple: a pair is an axis, or -1
+ * for what is flattened, and a number of parts.  What the parts are is the core's to say.
+ */
+#include "checkpoint/py_layout.h"
+
+#include "common/args.h"
+#include "checkpoint/checkpoint_bindings.h"
+#include "common/errors.h"
+#include "common/module_state.h"
+
+#include "sharding/optimizer_axes.h"
+
+/* Checked pair by pair, in the user's terms; the core has the last word, on what the
+ * steps are together. */
+int mlspy_take_layout(const mlspy_state *state, PyObject *object, mls_layout *out)
+{
+    mls_layout layout = {0};
+    mls_status st;
+    size_t ignored;
+    if (!PyTuple_Check(object) || PyTuple_GET_SIZE(object) > MLS_LAYOUT_STEPS) {
+        PyErr_Format(PyExc_TypeError, "a layout is a tuple of at most %d pairs",
+                     (int)MLS_LAYOUT_STEPS);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(object); i++) {
+        PyObject *pair = PyTuple_GET_ITEM(object, i);
+        int64_t axis, parts;
+        if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) {
+            PyErr_SetString(PyExc_TypeError, "a layout is a tuple of pairs");
+            return -1;
+        }
+        if (mlspy_take_int64(state, PyTuple_GET_ITEM(pair, 0), "axis", &axis) < 0 ||
+            mlspy_take_int64(state, PyTuple_GET_ITEM(pair, 1), "parts", &parts) < 0) {
+            return -1;
+        }
+        /* before they become smaller types, in which they might look good */
+        if (axis < MLS_LAYOUT_FLAT || axis >= MLS_LAYOUT_RANK || parts < 1) {
+            PyErr_Format(PyExc_ValueError,
+                         "a layout cuts an axis from 0 to %d into 1 part or more, not "
+                         "axis %lld into %lld",
+                         MLS_LAYOUT_RANK - 1, (long long)axis, (long long)parts);
+            return -1;
+        }
+        layout.steps[layout.count++] =
+            (mls_layout_step){.axis = (int)axis, .parts = (size_t)parts};
+    }
+    if (mls_layout_parts(&layout, &ignored, &st) != MLS_OK) {
+        mlspy_raise(state, &st, NULL);
+        return -1;
+    }
+    *out = layout;
+    return 0;
+}
+
+/* The other way round; what the core has is a layout already. */
+PyObject *mlspy_layout_tuple(const mls_layout *layout)
+{
+    PyObject *tuple = PyTuple_New(layout->count);
+    for (int i = 0; tuple != NULL && i < layout->count; i++) {
+        PyObject *pair = Py_BuildValue("(in)", layout->steps[i].axis,
+                                       (Py_ssize_t)layout->steps[i].parts);
+        if (pair == NULL) {
+            Py_CLEAR(tuple);
+        } else {
+            PyTuple_SET_ITEM(tuple, i, pair);
+        }
+    }
+    return tuple;
+}
+
+/* A shape from a tuple of ints; returns its rank, or -1 with an exception set.  The tuple
+ * is one that Python code made: what it holds was not looked at yet. */
+int mlspy_take_shape(const mlspy_state *state, PyObject *object, size_t *shape)
+{
+    mls_status st;
+    if (!PyTuple_Check(object)) {
+        PyErr_SetString(PyExc_TypeError, "a shape is a tuple of ints");
+        return -1;
+    }
+    /* the caller's array has room for so many */
+    const Py_ssize_t rank = PyTuple_GET_SIZE(object);
+    if (rank > MLS_LAYOUT_RANK) {
+        mls_fail(&st, MLS_E_SHAPE, "%zd dimensions: at most %d can be stored", rank,
+                 (int)MLS_LAYOUT_RANK);
+        mlspy_raise(state, &st, NULL);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < rank; i++) {
+        int64_t size;
+        if (mlspy_take_int64(state, PyTuple_GET_ITEM(object, i), "dimension", &size) <
+            0) {
+            return -1;
+        }
+        if (size < 0) {
+            PyErr_SetString(PyExc_ValueError, "a dimension is negative");
+            return -1;
+        }
+        shape[i] = (size_t)size;
+    }
+    return (int)rank;
+}
+
+/* layout_part(layout, shape, index) -> ((start, ...), (length, ...), begin, end, flat)
+ *
+ * The box that a part is of its tensor, and the range of the box's elements: what slices
+ * and a reshape make of an array. */
+static PyObject *layout_part(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const mlspy_state *state = mlspy_state_of(module);
+    mls_layout layout;
+    size_t shape[MLS_LAYOUT_RANK];
+    int64_t index;
+    mls_part part;
+    mls_status st;
+    if (mlspy_take_count("layout_part", 3, count) < 0 ||
+        mlspy_take_layout(state, args[0], &layout) < 0 ||
+        mlspy_take_int64(state, args[2], "index", &index) < 0) {
+        return NULL;
+    }
+    const int rank = mlspy_take_shape(state, args[1], shape);
+    if (rank < 0) {
+        return NULL;
+    }
+    /* a negative index is no part either; the core says so with the number of parts */
+    if (mls_layout_part(&layout, rank, shape, index < 0 ? SIZE_MAX : (size_t)index, &part,
+                        &st) != MLS_OK) {
+        return mlspy_raise(state, &st, NULL);
+    }
+    PyObject *starts = PyTuple_New(rank), *lengths = PyTuple_New(rank);
+    bool good = starts != NULL && lengths != NULL;
+    for (int i = 0; good && i < rank; i++) {
+        PyObject *start = PyLong_FromSize_t(part.start[i]);
+        PyObject *length = PyLong_FromSize_t(part.length[i]);
+        /* a NULL may go into the tuple: it is dropped with it */
+        good = start != NULL && length != NULL;
+        PyTuple_SET_ITEM(starts, i, start);
+        PyTuple_SET_ITEM(lengths, i, length);
+    }
+    if (!good) {
+        Py_XDECREF(starts);
+        Py_XDECREF(lengths);
+        return NULL;
+    }
+    return Py_BuildValue("(NNnnO)", starts, lengths, (Py_ssize_t)part.begin,
+                         (Py_ssize_t)part.end, part.flat ? Py_True : Py_False);
+}
+
+/* The axes of a state from a tuple of ints and None, which stands for an axis that its
+ * parameter lacks.  False with an exception set. */
+static bool take_axes(const mlspy_state *state, PyObject *object, int64_t rank,
+                      signed char *axes)
+{
+    if (!PyTuple_Check(object) || PyTuple_GET_SIZE(object) != rank) {
+        PyErr_SetString(PyExc_TypeError,
+                        "axes must be a tuple of one for each dimension");
+        return false;
+    }
+    for (Py_ssize_t i = 0; i < rank; i++) {
+        PyObject *item = PyTuple_GET_ITEM(object, i);
+        int64_t axis = MLS_NO_AXIS;
+        if (item != Py_None && mlspy_take_int64(state, item, "axis", &axis) < 0) {
+            return false;
+        }
+        axes[i] = (signed char)(axis < MLS_LAYOUT_RANK ? axis : MLS_NO_AXIS);
+    }
+    return true;
+}
+
+/* layout_project(layout, index, rank, axes or None) -> (layout, index) of a tensor of
+ * that rank */
+static PyObject *layout_project(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const mlspy_state *state = mlspy_state_of(module);
+    mls_layout layout, projected;
+    signed char axes[MLS_LAYOUT_RANK];
+    int64_t index, rank;
+    size_t part, parts;
+    mls_status st;
+    if (mlspy_take_count("layout_project", 4, count) < 0 ||
+        mlspy_take_layout(state, args[0], &layout) < 0 ||
+        mlspy_take_int64(state, args[1], "index", &index) < 0 ||
+        mlspy_take_int64(state, args[2], "rank", &rank) < 0) {
+        return NULL;
+    }
+    /* cannot fail, as the layout was taken: only the number of parts is wanted */
+    (void)mls_layout_parts(&layout, &parts, &st);
+    if (index < 0 || (size_t)index >= parts || rank < 0 || rank > MLS_LAYOUT_RANK) {
+        return PyErr_Format(PyExc_ValueError, "part %lld of %zu does not exist",
+                            (long long)index, parts);
+    }
+    if (args[3] != Py_None && !take_axes(state, args[3], rank, axes)) {
+        return NULL;
+    }
+    mls_layout_project(&layout, (size_t)index, (int)rank,
+                       args[3] == Py_None ? NULL : axes, &projected, &part);
+    PyObject *tuple = mlspy_layout_tuple(&projected);
+    return tuple == NULL ? NULL : Py_BuildValue("(Nn)", tuple, (Py_ssize_t)part);
+}
+
+PyMethodDef mlspy_layout_methods[] = {
+    {"layout_part", MLSPY_FASTCALL(layout_part),
+     "layout_part(layout, shape, index, /)\n--\n\nBox and range of a part."},
+    {"layout_project", MLSPY_FASTCALL(layout_project),
+     "layout_project(layout, index, rank, axes, /)\n--\n\nLayout of one tensor."},
+    {NULL, NULL, 0, NULL},
+};

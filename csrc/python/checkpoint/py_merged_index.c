@@ -1,0 +1,521 @@
+/* py_catalog: what a checkpoint holds, read from its indexes, and how it is loaded.
+ *
+ * A Catalog is immutable once it exists, so any number of threads may use it.  Loading
+ * goes: choose tensors and parts, see that all of it is stored and that the files are
+ * there, make or view the arrays (with the GIL), read (without).
+ */
+#include "common/args.h"
+#include "checkpoint/merged_index_methods.h"
+#include "checkpoint/merged_index_object.h"
+#include "checkpoint/checkpoint_bindings.h"
+#include "checkpoint/checkpoint_folder.h"
+#include "common/errors.h"
+#include "common/dict_items.h"
+#include "common/module_state.h"
+#include "common/progress.h"
+#include "checkpoint/py_layout.h"
+
+#include "checkpoint/ranks/merged_index_summary.h"
+#include "base/memory.h"
+#include "safetensors/safetensors.h"
+#include "io/json_checksum.h"
+#include "checkpoint/index/shard_header.h"
+#include "checkpoint/read/verify.h"
+
+#include <unistd.h>
+
+/* ---- life ---- */
+
+/* The catalog points into the indexes and goes before them.  It holds nothing of
+ * Python's, so that no collection has to look into it.  Half-filled ones end here too. */
+static void catalog_dealloc(PyObject *object)
+{
+    mlspy_catalog *self = (mlspy_catalog *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    mls_catalog_fini(&self->catalog);
+    for (size_t i = 0; i < self->index_count; i++) {
+        mls_index_fini(&self->indexes[i]);
+    }
+    mls_free(self->indexes);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+/* Say in which file of the checkpoint an index is that is none. */
+static void fail_index(const mlspy_state *state, const mls_status *st, PyObject *path)
+{
+    mls_status named = *st;
+    const char *text = PyUnicode_Check(path) ? PyUnicode_AsUTF8(path) : NULL;
+    if (text == NULL) {
+        PyErr_Clear(); /* a path that is no UTF-8 is told by the error's own field */
+    } else {
+        const char *file = strrchr(text, '/');
+        PyOS_snprintf(named.text, sizeof named.text, "index/%.60s: %.230s",
+                      file == NULL ? text : file + 1, st->text);
+    }
+    mlspy_raise(state, &named, path);
+}
+
+/* Parse one index; `name` (borrowed) is that of its file, for errors.  A text of
+ * megabytes is parsed without the GIL: the bytes object cannot change, and its caller
+ * holds it. */
+static int add_index(const mlspy_state *state, mlspy_catalog *self, PyObject *text,
+                     PyObject *name)
+{
+    char *bytes;
+    Py_ssize_t length;
+    mls_status st;
+    mls_code code;
+    const mls_crc_kernels *crc = mls_crc_of(state->kernels->cpu);
+    mls_index *index = &self->indexes[self->index_count];
+    if (PyBytes_AsStringAndSize(text, &bytes, &length) < 0) {
+        return -1;
+    }
+    Py_BEGIN_ALLOW_THREADS
+        code = mls_index_parse(bytes, (size_t)length, crc, index, &st);
+    Py_END_ALLOW_THREADS
+    if (code != MLS_OK) {
+        fail_index(state, &st, name);
+        return -1;
+    }
+    self->index_count++;
+    return 0;
+}
+
+/* All indexes, and the catalog over them.  Whatever fails leaves a Catalog that can be
+ * freed: `index_count` says how many indexes there are. */
+static int fill(const mlspy_state *state, mlspy_catalog *self, PyObject *texts,
+                PyObject *names)
+{
+    const size_t count = (size_t)PyTuple_GET_SIZE(texts);
+    mls_status st;
+    mls_code code;
+    self->indexes = mls_alloc(count, sizeof *self->indexes);
+    const mls_index **pointers = mls_alloc(count, sizeof *pointers);
+    int failed = -1;
+    if (self->indexes == NULL || pointers == NULL) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    for (size_t i = 0; i < count; i++) {
+        if (add_index(state, self, PyTuple_GET_ITEM(texts, (Py_ssize_t)i),
+                      PyTuple_GET_ITEM(names, (Py_ssize_t)i)) < 0) {
+            goto done;
+        }
+        pointers[i] = &self->indexes[i];
+    }
+    Py_BEGIN_ALLOW_THREADS
+        code = mls_catalog_init(&self->catalog, pointers, count, &st);
+    Py_END_ALLOW_THREADS
+    failed = code == MLS_OK ? 0 : -1;
+    if (failed < 0) {
+        mlspy_raise_under(state, &st, count > 0 ? PyTuple_GET_ITEM(names, 0) : Py_None,
+                          NULL);
+    }
+done:
+    mls_free(pointers);
+    return failed;
+}
+
+/* Catalog((text, ...), (file, ...))
+ *
+ * In __new__ and not in __init__, which could be called again on one that is in use. */
+static PyObject *catalog_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    PyObject *texts, *names, *module = mlspy_module_of(type);
+    if (module == NULL ||
+        !PyArg_ParseTuple(args, "O!O!", &PyTuple_Type, &texts, &PyTuple_Type, &names)) {
+        return NULL;
+    }
+    if (kwargs != NULL && PyDict_GET_SIZE(kwargs) > 0) {
+        PyErr_SetString(PyExc_TypeError, "Catalog takes positional arguments only");
+        return NULL;
+    }
+    if (PyTuple_GET_SIZE(texts) != PyTuple_GET_SIZE(names)) {
+        PyErr_SetString(PyExc_ValueError, "a name is wanted for each text");
+        return NULL;
+    }
+    PyObject *self = type->tp_alloc(type, 0);
+    if (self != NULL &&
+        fill(mlspy_state_of(module), (mlspy_catalog *)self, texts, names) < 0) {
+        Py_CLEAR(self);
+    }
+    return self;
+}
+
+/* ---- what it holds ---- */
+
+/* keys(section) -> [key, ...], in the order of their bytes */
+static PyObject *catalog_keys(PyObject *object, PyObject *argument)
+{
+    const mlspy_catalog *self = (mlspy_catalog *)object;
+    mls_section section;
+    if (mlspy_take_section(mlspy_catalog_state(object), argument, &section) < 0) {
+        return NULL;
+    }
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list != NULL && i < self->catalog.tensor_count; i++) {
+        const mls_tensor_id *id = &self->catalog.tensors[i].facts->id;
+        if (id->section == section) {
+            PyObject *key = mlspy_catalog_key(id);
+            if (key == NULL || PyList_Append(list, key) < 0) {
+                Py_CLEAR(list);
+            }
+            Py_XDECREF(key);
+        }
+    }
+    return list;
+}
+
+/* New reference to a tuple of sizes, by the one function that makes shapes. */
+static PyObject *sizes_tuple(const size_t *sizes, int count)
+{
+    const mls_facts facts = {.rank = count, .shape = sizes};
+    return mlspy_shape_tuple(&facts);
+}
+
+/* New reference to None, or to a tuple of the axes of a state's parameter.  None is the
+ * common case: the state has the axes of its parameter. */
+static PyObject *axes_tuple(const mls_index_shard *shard)
+{
+    PyObject *tuple = shard->axes == NULL ? Py_NewRef(Py_None) : PyTuple_New(shard->rank);
+    for (int i = 0; tuple != NULL && shard->axes != NULL && i < shard->rank; i++) {
+        PyObject *axis = shard->axes[i] == MLS_NO_AXIS ? Py_NewRef(Py_None)
+                                                       : PyLong_FromLong(shard->axes[i]);
+        if (axis == NULL) {
+            Py_CLEAR(tuple);
+        } else {
+            PyTuple_SET_ITEM(tuple, i, axis);
+        }
+    }
+    return tuple;
+}
+
+/* What people ask of a tensor, over all of its shards.  The dtype has NumPy's name here:
+ * that of the file is nobody's business.
+ *
+ * A tensor as a tuple: section, key, parameter, state or None, dtype, shape, layout, axes
+ * or None, shards that are there, their bytes, the highest version, tier or None, bytes
+ * that are stored of them, how many of them are sparse, the codec of one that is coded or
+ * None.
+ *
+ * Each N takes its reference, or passes a NULL on as the exception that is set. */
+static PyObject *tensor_tuple(const mlspy_catalog *self, const mls_catalog_tensor *t)
+{
+    const mls_index_shard *facts = t->facts;
+    const mls_tensor_summary sum = mls_tensor_summarize(&self->catalog, t);
+    const char *tier = facts->tier == MLS_TIER_NONE ? NULL : mls_tier_name(facts->tier);
+    PyObject *state =
+        facts->id.has_state ? mlspy_str_of(facts->id.state) : Py_NewRef(Py_None);
+    return Py_BuildValue(
+        "(sNNNsNNNnKKzKnz)", mls_section_name(facts->id.section),
+        mlspy_catalog_key(&facts->id), mlspy_str_of(facts->id.name), state,
+        mls_dtype_of(facts->dtype)->name, sizes_tuple(facts->shape, facts->rank),
+        mlspy_layout_tuple(&facts->layout), axes_tuple(facts), (Py_ssize_t)t->count,
+        (unsigned long long)sum.bytes, (unsigned long long)sum.version, tier,
+        (unsigned long long)sum.stored_bytes, (Py_ssize_t)sum.sparse, sum.codec);
+}
+
+/* tensors() -> [tuple, ...] */
+static PyObject *catalog_tensors(PyObject *object, PyObject *unused)
+{
+    const mlspy_catalog *self = (mlspy_catalog *)object;
+    (void)unused;
+    PyObject *list = PyList_New((Py_ssize_t)self->catalog.tensor_count);
+    for (size_t i = 0; list != NULL && i < self->catalog.tensor_count; i++) {
+        PyObject *tuple = tensor_tuple(self, &self->catalog.tensors[i]);
+        if (tuple == NULL) {
+            Py_CLEAR(list);
+        } else {
+            PyList_SET_ITEM(list, (Py_ssize_t)i, tuple);
+        }
+    }
+    return list;
+}
+
+/* New reference to None, or to a tuple of the layers of a sparse shard, each as a tuple:
+ * file, offset, bytes, CRC32C, bytes of the shard that it holds, those of them that
+ * count, codec or None. */
+static PyObject *layers_tuple(const mls_index *index, const mls_index_shard *shard)
+{
+    if (shard->layers == NULL) {
+        return Py_NewRef(Py_None);
+    }
+    PyObject *tuple = PyTuple_New((Py_ssize_t)shard->layers->count);
+    for (size_t i = 0; tuple != NULL && i < shard->layers->count; i++) {
+        const mls_layer *layer = &shard->layers->list[i];
+        char crc[MLS_CRC_DIGITS];
+        mls_crc_to_digits(layer->crc, crc);
+        const mls_frames *frames = layer->frames;
+        PyObject *one = Py_BuildValue(
+            "(sKKs#KKz)", index->files[layer->file].path,
+            (unsigned long long)layer->offset, (unsigned long long)layer->bytes, crc,
+            (Py_ssize_t)MLS_CRC_DIGITS,
+            (unsigned long long)mls_layer_element_bytes(layer),
+            (unsigned long long)mls_layer_visible_bytes(
+                layer, mls_dtype_of(shard->dtype)->item_bytes),
+            frames == NULL ? NULL : mls_codec_name(frames->codec));
+        if (one == NULL) {
+            Py_CLEAR(tuple);
+        } else {
+            PyTuple_SET_ITEM(tuple, (Py_ssize_t)i, one);
+        }
+    }
+    return tuple;
+}
+
+/* A shard as a tuple: section, key, part, shape of the part, rank, file, offset, bytes,
+ * CRC32C, version, layers or None.  One with layers has None for file, offset and CRC32C.
+ */
+static PyObject *shard_tuple(const mls_index *index, const mls_index_shard *shard)
+{
+    size_t dims[MLS_LAYOUT_RANK];
+    char crc[MLS_CRC_DIGITS];
+    const mls_part part = mls_index_part(shard);
+    const int rank = mls_part_dims(&part, dims);
+    /* None rather than 0 of a sparse one: there is no such place */
+    const bool plain = shard->layers == NULL;
+    PyObject *offset =
+        plain ? PyLong_FromUnsignedLongLong(shard->offset) : Py_NewRef(Py_None);
+    mls_crc_to_digits(shard->crc, crc);
+    return Py_BuildValue(
+        "(sNnNKzNnz#KN)", mls_section_name(shard->id.section),
+        mlspy_catalog_key(&shard->id), (Py_ssize_t)shard->part, sizes_tuple(dims, rank),
+        (unsigned long long)index->rank, plain ? index->files[shard->file].path : NULL,
+        offset, (Py_ssize_t)shard->bytes, plain ? crc : NULL, (Py_ssize_t)MLS_CRC_DIGITS,
+        (unsigned long long)shard->version, layers_tuple(index, shard));
+}
+
+/* shards() -> [tuple, ...], of all ranks */
+static PyObject *catalog_shards(PyObject *object, PyObject *unused)
+{
+    const mlspy_catalog *self = (mlspy_catalog *)object;
+    (void)unused;
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list != NULL && i < self->index_count; i++) {
+        const mls_index *index = &self->indexes[i];
+        for (size_t j = 0; list != NULL && j < index->shard_count; j++) {
+            PyObject *tuple = shard_tuple(index, &index->shards[j]);
+            if (tuple == NULL || PyList_Append(list, tuple) < 0) {
+                Py_CLEAR(list);
+            }
+            Py_XDECREF(tuple);
+        }
+    }
+    return list;
+}
+
+/* files() -> {path: bytes}, of all ranks
+ *
+ * A file that several indexes name is in it once. */
+static PyObject *catalog_files(PyObject *object, PyObject *unused)
+{
+    const mlspy_catalog *self = (mlspy_catalog *)object;
+    (void)unused;
+    PyObject *dict = PyDict_New();
+    for (size_t i = 0; dict != NULL && i < self->index_count; i++) {
+        const mls_index *index = &self->indexes[i];
+        for (size_t j = 0; dict != NULL && j < index->file_count; j++) {
+            PyObject *bytes = PyLong_FromUnsignedLongLong(index->files[j].bytes);
+            if (bytes == NULL || mlspy_dict_set(dict, index->files[j].path, bytes) < 0) {
+                Py_CLEAR(dict);
+            }
+            Py_XDECREF(bytes);
+        }
+    }
+    return dict;
+}
+
+/* header(path) -> bytes or None
+ *
+ * That of the first index that lists all of the file. */
+static PyObject *catalog_header(PyObject *object, PyObject *argument)
+{
+    const mlspy_catalog *self = (mlspy_catalog *)object;
+    const mlspy_state *state = mlspy_catalog_state(object);
+    const char *path = PyUnicode_AsUTF8(argument);
+    if (path == NULL) {
+        return NULL;
+    }
+    mls_buffer text = {.most = MLS_SAFETENSORS_MAX_HEADER + 8};
+    mls_status st;
+    const mls_code code =
+        mls_shard_header_find(self->indexes, self->index_count, path,
+                              mls_crc_of(state->kernels->cpu), &text, &st);
+    PyObject *result = NULL;
+    if (code == MLS_OK) {
+        result = PyBytes_FromStringAndSize(text.data, (Py_ssize_t)text.length);
+    } else if (code == MLS_E_MEMORY) {
+        mlspy_raise(state, &st, Py_None);
+    } else {
+        result = Py_NewRef(Py_None);
+    }
+    mls_buffer_fini(&text);
+    return result;
+}
+
+/* heads() -> [(generation, rank, world_size, shards, their bytes, stored bytes), ...] */
+static PyObject *catalog_heads(PyObject *object, PyObject *unused)
+{
+    const mlspy_catalog *self = (mlspy_catalog *)object;
+    (void)unused;
+    PyObject *list = PyList_New((Py_ssize_t)self->index_count);
+    for (size_t i = 0; list != NULL && i < self->index_count; i++) {
+        const mls_index *index = &self->indexes[i];
+        const mls_index_summary sum = mls_index_summarize(index);
+        PyObject *tuple = Py_BuildValue(
+            "(sKKnKK)", index->generation, (unsigned long long)index->rank,
+            (unsigned long long)index->world_size, (Py_ssize_t)index->shard_count,
+            (unsigned long long)sum.bytes, (unsigned long long)sum.stored_bytes);
+        if (tuple == NULL) {
+            Py_CLEAR(list);
+        } else {
+            PyList_SET_ITEM(list, (Py_ssize_t)i, tuple);
+        }
+    }
+    return list;
+}
+
+/* ---- verifying ---- */
+
+/* A problem as a tuple: kind, file, key or None, part or None, rank, offset, bytes, text.
+ * One of a whole file has neither key nor part.  The text may quote the system, in
+ * whatever encoding that has. */
+static PyObject *problem_tuple(const mls_index *index, const mls_problem *problem)
+{
+    const bool whole = problem->shard == SIZE_MAX;
+    const mls_index_shard *shard = whole ? NULL : &index->shards[problem->shard];
+    PyObject *key = whole ? Py_NewRef(Py_None) : mlspy_catalog_key(&shard->id);
+    PyObject *part = whole ? Py_NewRef(Py_None) : PyLong_FromSize_t(shard->part);
+    PyObject *text = PyUnicode_DecodeUTF8(
+        problem->text, (Py_ssize_t)strlen(problem->text), "backslashreplace");
+    return Py_BuildValue(
+        "(ssNNKKKN)", mls_problem_name(problem->kind), index->files[problem->file].path,
+        key, part, (unsigned long long)index->rank, (unsigned long long)problem->offset,
+        (unsigned long long)problem->bytes, text);
+}
+
+/* Add the problems of one index to a list; they come by file and offset. */
+static int add_problems(const mls_index *index, const mls_problems *problems,
+                        PyObject *list)
+{
+    for (size_t i = 0; i < problems->count; i++) {
+        PyObject *tuple = problem_tuple(index, &problems->list[i]);
+        if (tuple == NULL || PyList_Append(list, tuple) < 0) {
+            Py_XDECREF(tuple);
+            return -1;
+        }
+        Py_DECREF(tuple);
+    }
+    return 0;
+}
+
+/* verify(folder, progress) -> (bytes read, [problem, ...])
+ *
+ * Index by index, so that no more is listed at once than one rank's problems.  A problem
+ * is a finding and no error: raised is only what keeps the work from going on.  The
+ * folder is closed whatever happens. */
+static PyObject *catalog_verify(PyObject *object, PyObject *const *args, Py_ssize_t count)
+{
+    const mlspy_catalog *self = (mlspy_catalog *)object;
+    const mlspy_state *state = mlspy_catalog_state(object);
+    mlspy_progress progress;
+    int folder;
+    unsigned long long bytes = 0;
+    bool good = true;
+    if (mlspy_take_count("verify", 2, count) < 0 ||
+        mlspy_progress_init(&progress, args[1]) < 0 ||
+        mlspy_open_folder(state, args[0], &folder) < 0) {
+        return NULL;
+    }
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; good && list != NULL && i < self->index_count; i++) {
+        const mls_crc_kernels *crc = mls_crc_of(state->kernels->cpu);
+        mls_problems problems = {0};
+        mls_status st;
+        mlspy_progress_begin(&progress);
+        const mls_code code = mls_index_verify(
+            folder, &self->indexes[i], crc, state->pool, &progress.core, &problems, &st);
+        mlspy_progress_end(&progress);
+        if (code != MLS_OK) {
+            mlspy_raise_under(state, &st, args[0], NULL);
+            good = false;
+        } else {
+            bytes += problems.bytes_read;
+            good = add_problems(&self->indexes[i], &problems, list) == 0 &&
+                   mlspy_progress_finish(&progress) == 0;
+        }
+        mls_problems_fini(&problems);
+    }
+    (void)close(folder);
+    if (!good || list == NULL) {
+        Py_XDECREF(list);
+        return NULL;
+    }
+    return Py_BuildValue("(KN)", bytes, list);
+}
+
+/* ---- the type ---- */
+
+static PyMethodDef catalog_methods[] = {
+    {"keys", catalog_keys, METH_O, "keys($self, section, /)\n--\n\nKeys of a section."},
+    {"tensors", catalog_tensors, METH_NOARGS,
+     "tensors($self, /)\n--\n\nFacts of all tensors."},
+    {"shards", catalog_shards, METH_NOARGS,
+     "shards($self, /)\n--\n\nFacts of all shards."},
+    {"files", catalog_files, METH_NOARGS,
+     "files($self, /)\n--\n\nFiles and their sizes."},
+    {"header", catalog_header, METH_O,
+     "header($self, path, /)\n--\n\nThe header of a file as it was written, or None."},
+    {"heads", catalog_heads, METH_NOARGS,
+     "heads($self, /)\n--\n\nWhat each index says of "
+     "itself."},
+    {"load", MLSPY_FASTCALL(mlspy_catalog_load),
+     "load($self, folder, section, keys, cutting, verify, mmap, progress, "
+     "/)\n--\n\nArrays."},
+    {"load_into", MLSPY_FASTCALL(mlspy_catalog_load_into),
+     "load_into($self, folder, section, keys, cutting, targets, verify, progress, "
+     "/)\n--\n\nRead into arrays that exist."},
+    {"fits", MLSPY_FASTCALL(mlspy_catalog_fits),
+     "fits($self, folder, section, keys, cutting, targets, /)\n--\n\nRefuse what "
+     "load_into would."},
+    {"patterns", mlspy_catalog_patterns, METH_NOARGS,
+     "patterns($self, /)\n--\n\nWhat each index lists, apart from its own parts."},
+    {"places", mlspy_catalog_places, METH_NOARGS,
+     "places($self, /)\n--\n\nOf each tensor, the indexes and groups that list it."},
+    {"wanted_parts", MLSPY_FASTCALL(mlspy_catalog_wanted_parts),
+     "wanted_parts($self, folder, section, keys, cutting, most, /)\n--\n\nParts that a "
+     "load needs, by their tensors' places."},
+    {"reads", MLSPY_FASTCALL(mlspy_catalog_reads),
+     "reads($self, folder, section, keys, cutting, verify, /)\n--\n\nBytes of files "
+     "that loading reads."},
+    {"verify", MLSPY_FASTCALL(catalog_verify),
+     "verify($self, folder, progress, /)\n--\n\nEverything that is wrong with the "
+     "files."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot catalog_slots[] = {
+    {Py_tp_new, catalog_new},
+    {Py_tp_dealloc, catalog_dealloc},
+    {Py_tp_methods, catalog_methods},
+    {Py_tp_doc, "Catalog(texts, files, /)\n--\n\nWhat the indexes of a checkpoint list."},
+    {0, NULL},
+};
+
+static PyType_Spec catalog_spec = {
+    .name = "mlstate._core.Catalog",
+    .basicsize = sizeof(mlspy_catalog),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = catalog_slots,
+};
+
+/* Immutable, so that nobody replaces a method that others rely on. */
+int mlspy_catalog_add(PyObject *module)
+{
+    mlspy_state *state = mlspy_state_of(module);
+    state->catalog_type =
+        (PyTypeObject *)PyType_FromModuleAndSpec(module, &catalog_spec, NULL);
+    return state->catalog_type == NULL ? -1
+                                       : PyModule_AddType(module, state->catalog_type);
+}

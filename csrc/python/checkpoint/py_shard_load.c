@@ -1,0 +1,552 @@
+/* py_catalog_load: tensors of a Catalog, or parts of them, as arrays.
+ *
+ * Both ways of loading go alike: choose tensors and parts; see that all of it is stored,
+ * and that the files are there; make the arrays or view the caller's; read, without the
+ * GIL.  Nothing that was found out about a file is believed when it is opened later.
+ */
+#include "checkpoint/load_job.h"
+
+#include "common/args.h"
+#include "common/array_view.h"
+#include "checkpoint/merged_index_methods.h"
+#include "checkpoint/merged_index_object.h"
+#include "checkpoint/checkpoint_folder.h"
+#include "checkpoint/codecs.h"
+#include "common/errors.h"
+#include "common/dict_items.h"
+#include "common/module_state.h"
+#include "common/array_alloc.h"
+#include "common/progress.h"
+#include "checkpoint/py_safetensors.h"
+#include "checkpoint/py_layout.h"
+
+#include "base/memory.h"
+
+#include <unistd.h>
+
+/* ---- loading: what is wanted ---- */
+
+/* Needs the GIL: arrays may die here.  Accepts a job that was left half done at any
+ * point. */
+void mlspy_load_fini(mlspy_load_job *job)
+{
+    for (size_t i = 0; i < job->plan.count; i++) {
+        Py_XDECREF(job->wanted[i].key);
+        Py_XDECREF(job->wanted[i].array);
+        if (job->targets != NULL) {
+            mls_load_target_fini(&job->targets[i]);
+        }
+    }
+    if (job->folder >= 0) {
+        (void)close(job->folder);
+    }
+    mls_free(job->wanted);
+    mls_free(job->targets);
+    mls_load_plan_fini(&job->plan);
+}
+
+/* (layout or None, index, world)
+ *
+ * Without a layout the world counts: 0 is everybody's whole state. */
+static int take_cutting(const mlspy_state *state, PyObject *object, mls_cutting *out)
+{
+    PyObject *layout;
+    int64_t index, world;
+    size_t parts;
+    mls_status st;
+    if (mlspy_take_tuple(object, "cuts", "OLL", &layout, &index, &world) < 0) {
+        return -1;
+    }
+    *out = (mls_cutting){.has_layout = layout != Py_None};
+    if (out->has_layout && mlspy_take_layout(state, layout, &out->layout) < 0) {
+        return -1;
+    }
+    (void)mls_layout_parts(&out->layout, &parts, &st);
+    const int64_t most = out->has_layout ? (int64_t)parts : world > 0 ? world : 1;
+    if (index < 0 || index >= most || world < 0) {
+        PyErr_Format(PyExc_ValueError, "part %lld of %lld does not exist",
+                     (long long)index, (long long)most);
+        return -1;
+    }
+    out->index = (size_t)index;
+    out->world = (size_t)world;
+    return 0;
+}
+
+/* Raise what the core refuses, under the path of the checkpoint.  -1, always. */
+static int raise_of(const mlspy_load_job *job, const mls_status *st)
+{
+    mlspy_raise_under(job->state, st, job->path, NULL);
+    return -1;
+}
+
+/* The wanted part of one tensor whose place says what it is: (shape of the whole, layout,
+ * index) or (shape of the whole, begin, end).
+ *
+ * The layout is the tensor's own, and is taken as it is: whoever has a state cut along
+ * the axes of its parameter has done so already.  How the tensor was cut when it was
+ * stored plays no part here. */
+static int take_place(const mlspy_load_job *job, PyObject *place, mls_wanted *w)
+{
+    size_t shape[MLS_LAYOUT_RANK];
+    mls_layout layout;
+    int64_t begin, end;
+    mls_status st;
+    if (!PyTuple_Check(place) || PyTuple_GET_SIZE(place) != 3) {
+        PyErr_SetString(PyExc_TypeError, "a place is a tuple of three");
+        return -1;
+    }
+    PyObject *how = PyTuple_GET_ITEM(place, 1), *last = PyTuple_GET_ITEM(place, 2);
+    const int rank = mlspy_take_shape(job->state, PyTuple_GET_ITEM(place, 0), shape);
+    if (rank < 0 || mlspy_take_int64(job->state, last, "index or end", &end) < 0) {
+        return -1;
+    }
+    if (mls_wanted_check_whole(w, rank, shape, &st) != MLS_OK) {
+        return raise_of(job, &st);
+    }
+    if (!PyTuple_Check(how)) {
+        if (mlspy_take_int64(job->state, how, "begin", &begin) < 0) {
+            return -1;
+        }
+        return mls_wanted_run(w, begin, end, &st) == MLS_OK ? 0 : raise_of(job, &st);
+    }
+    if (mlspy_take_layout(job->state, how, &layout) < 0) {
+        return -1;
+    }
+    /* a negative index is a large one, of which there is no part either */
+    return mls_wanted_part(w, &layout, (size_t)end, &st) == MLS_OK ? 0
+                                                                   : raise_of(job, &st);
+}
+
+/* Look up all keys of a list, in its order, which becomes that of the result.  `places`
+ * has one for each, or is NULL: then all are cut alike. */
+static int choose(mlspy_load_job *job, mls_section section, PyObject *keys,
+                  const mls_cutting *how, PyObject *places)
+{
+    const Py_ssize_t count = PyList_GET_SIZE(keys);
+    mls_status st;
+    if (mls_load_plan_init(&job->plan, &job->catalog->catalog, (size_t)count, &st) !=
+        MLS_OK) {
+        return raise_of(job, &st);
+    }
+    job->wanted = mls_realloc(NULL, (size_t)count, sizeof *job->wanted);
+    if (job->wanted == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        mls_text text;
+        PyObject *key = PyList_GET_ITEM(keys, i);
+        if (mlspy_take_text(key, "tensor name", &text) < 0) {
+            return -1;
+        }
+        const mls_tensor_id id = mls_tensor_id_of(section, text);
+        mls_wanted *w = mls_load_plan_add(&job->plan, &id);
+        if (w == NULL) {
+            PyErr_Format(job->state->errors[MLSPY_ERROR_NOT_FOUND],
+                         "Tensor '%.200U' not found in checkpoint", key);
+            return -1;
+        }
+        job->wanted[i] = (mlspy_wanted){.key = Py_NewRef(key)};
+        if (places != NULL) {
+            if (take_place(job, PyList_GET_ITEM(places, i), w) < 0) {
+                return -1;
+            }
+        } else if (mls_wanted_cut(w, how, &st) != MLS_OK) {
+            return raise_of(job, &st);
+        }
+    }
+    return 0;
+}
+
+/* ---- loading: what must be read ---- */
+
+/* Find the pieces without the GIL, before any memory for the result is asked for. */
+static int plan(mlspy_load_job *job)
+{
+    mls_status st;
+    mls_code code;
+    const char *file;
+    Py_BEGIN_ALLOW_THREADS
+        code = mls_load_plan_find(&job->plan, job->folder, &file, &st);
+    Py_END_ALLOW_THREADS
+    if (code != MLS_OK) {
+        mlspy_raise_under(job->state, &st, job->path, file);
+        return -1;
+    }
+    return 0;
+}
+
+/* ---- loading: new arrays ---- */
+
+/* Bytes of a new array; none where one of zeros pays. */
+static size_t new_bytes(const void *context, size_t index)
+{
+    const mls_wanted *w = &((const mlspy_load_job *)context)->plan.wanted[index];
+    return w->long_zeros ? 0 : mls_wanted_bytes(w);
+}
+
+/* A new array for a part, in the room for all of them or, where `alone`, by itself. */
+static PyObject *new_array(const mlspy_load_job *job, size_t index, mlspy_room *room,
+                           bool alone)
+{
+    const mls_wanted *w = &job->plan.wanted[index];
+    const mls_dtype dtype = w->tensor->facts->dtype;
+    size_t dims[MLS_LAYOUT_RANK];
+    const int rank = mls_part_dims(&w->part, dims);
+    return alone || w->long_zeros
+               ? mlspy_array_new(room, dtype, rank, dims, w->long_zeros)
+               : mlspy_room_array(room, index, dtype, rank, dims);
+}
+
+/* The whole of a file, mapped once for all tensors in it; borrowed from the dict.  The
+ * arrays keep the capsules, and these the mappings, when the dict is gone. */
+static PyObject *map_file(mlspy_load_job *job, PyObject *capsules,
+                          const mls_index_file *file)
+{
+    mls_status st;
+    mls_mapping mapping;
+    int fd;
+    uint64_t length;
+    PyObject *capsule = PyDict_GetItemString(capsules, file->path);
+    if (capsule != NULL) {
+        return capsule;
+    }
+    mls_code code = mls_file_open_at(job->folder, file->path, &fd, &length, &st);
+    if (code == MLS_OK) {
+        code = length == file->bytes
+                   ? mls_mapping_init(&mapping, fd, length, &st)
+                   : mls_fail_at(&st, length, "the file's length changed meanwhile");
+        (void)close(fd);
+    }
+    if (code != MLS_OK) {
+        return mlspy_raise_under(job->state, &st, job->path, file->path);
+    }
+    capsule = mlspy_mapping_capsule(&mapping);
+    if (capsule == NULL || mlspy_dict_set(capsules, file->path, capsule) < 0) {
+        Py_XDECREF(capsule);
+        return NULL;
+    }
+    Py_DECREF(capsule); /* the dict has it */
+    return capsule;
+}
+
+/* The part as a view of its file, where it lies there in one run; None where it does
+ * not.  A new reference. */
+static PyObject *mapped_array(mlspy_load_job *job, const mls_wanted *w,
+                              PyObject *capsules, mlspy_room *room)
+{
+    uint64_t offset;
+    const mls_catalog_shard *run =
+        mls_catalog_run(&job->catalog->catalog, w->tensor, &w->part, &offset);
+    if (run == NULL) {
+        return Py_NewRef(Py_None);
+    }
+    PyObject *capsule = map_file(job, capsules, &run->index->files[run->shard->file]);
+    if (capsule == NULL) {
+        return NULL;
+    }
+    size_t dims[MLS_LAYOUT_RANK];
+    const int rank = mls_part_dims(&w->part, dims);
+    return mlspy_array_over(room, w->tensor->facts->dtype, rank, dims,
+                            mlspy_mapping_data(capsule) + offset, capsule);
+}
+
+/* Arrays for all that is wanted, as {key: array}; what is mapped needs no reading, so its
+ * pieces are left out and those of the others move up.
+ *
+ * Each goes into the dict at once, while both of them are in the cache.  The job keeps
+ * the arrays as well: their memory must last while it is read to, whoever may get hold of
+ * the dict meanwhile, and also where one of them cannot be made.  `made` is told how many
+ * pieces have their places; NULL: nobody waits. */
+static PyObject *make_arrays(mlspy_load_job *job, bool maps, mls_gate *made)
+{
+    size_t used = 0;
+    PyObject *result = PyDict_New(), *capsules = maps ? PyDict_New() : NULL;
+    mlspy_room room = {new_bytes, job, job->plan.count, NULL, 0, 0, {NULL}};
+    bool good = result != NULL && (!maps || capsules != NULL);
+    enum { TOGETHER = 64 }; /* told of by one call */
+    for (size_t i = 0; good && i < job->plan.count; i++) {
+        mlspy_wanted *w = &job->wanted[i];
+        PyObject *array = maps ? mapped_array(job, &job->plan.wanted[i], capsules, &room)
+                               : Py_NewRef(Py_None);
+        const bool read = array == Py_None;
+        if (read) {
+            Py_DECREF(array);
+            array = new_array(job, i, &room, maps);
+        }
+        w->array = array;
+        if (array != NULL && read) {
+            mls_load_plan_place(&job->plan, i, PyArray_DATA((PyArrayObject *)array),
+                                true);
+            mls_load_plan_keep(&job->plan, i, &used);
+        }
+        good = array != NULL && PyDict_SetItem(result, w->key, array) == 0;
+        if (made != NULL && i % TOGETHER == 0) {
+            mls_gate_open(made, used);
+        }
+    }
+    job->plan.piece_count = used;
+    mlspy_room_fini(&room);
+    Py_XDECREF(capsules);
+    if (!good) {
+        Py_CLEAR(result);
+    }
+    return result;
+}
+
+/* ---- loading: reading ---- */
+
+/* Arrays that are made while the first of them are read to. */
+typedef struct making {
+    mlspy_load_job *job;
+    mlspy_progress *progress;
+    PyObject *result; /* NULL with an exception set, or not called yet */
+} making;
+
+/* In the calling thread, which takes the GIL back for it. */
+static bool make_meanwhile(void *context, mls_gate *made)
+{
+    making *m = context;
+    mlspy_progress_end(m->progress);
+    m->result = make_arrays(m->job, false, made);
+    mlspy_progress_begin(m->progress);
+    return m->result != NULL;
+}
+
+/* Read all pieces, checksummed while they are in the cache; `*result` is made meanwhile,
+ * where that is not NULL.  Which file a failure concerns is known for all but those of
+ * our own. */
+static int read_all(mlspy_load_job *job, bool verify, PyObject *callback,
+                    PyObject **result)
+{
+    mlspy_progress progress;
+    mls_status st;
+    size_t failed = 0;
+    making m = {job, &progress, NULL};
+    const mls_maker maker = {make_meanwhile, &m};
+    if (mlspy_progress_init(&progress, callback) < 0) {
+        return -1;
+    }
+    const mls_read_request request = {
+        .folder = job->folder,
+        .pieces = job->plan.pieces,
+        .count = job->plan.piece_count,
+        .crc = verify ? mls_crc_of(job->state->kernels->cpu) : NULL,
+        .codecs = mlspy_codecs(),
+        .pool = job->state->pool,
+        .progress = &progress.core,
+        .maker = result == NULL ? NULL : &maker,
+    };
+    mlspy_progress_begin(&progress);
+    const mls_code code = mls_shards_read(&request, &failed, &st);
+    mlspy_progress_end(&progress);
+    if (result != NULL) {
+        *result = m.result;
+    }
+    if (code != MLS_OK) {
+        const bool about = code != MLS_E_MEMORY && code != MLS_E_STOPPED;
+        mlspy_raise_under(job->state, &st, job->path,
+                          about ? job->plan.pieces[failed].shard->file : NULL);
+        return -1;
+    }
+    return mlspy_progress_finish(&progress);
+}
+
+/* Arrays first: what is mapped is not read. */
+static PyObject *map_and_read(mlspy_load_job *job, bool verify, PyObject *callback)
+{
+    PyObject *result = make_arrays(job, true, NULL);
+    if (result != NULL && read_all(job, verify, callback, NULL) < 0) {
+        Py_CLEAR(result);
+    }
+    return result;
+}
+
+/* Arrays while the first of them are read to: their memory must be had for each, and that
+ * takes a while where there are many. */
+static PyObject *make_and_read(mlspy_load_job *job, bool verify, PyObject *callback)
+{
+    PyObject *result = NULL;
+    mls_load_plan_foresee(&job->plan);
+    if (read_all(job, verify, callback, &result) < 0) {
+        Py_CLEAR(result);
+    }
+    return result;
+}
+
+/* The arguments that all ways of loading begin with, and what is wrong with them before
+ * any file is looked at.  `cuts` is one for all tensors, or a list of places. */
+int mlspy_load_begin(mlspy_load_job *job, PyObject *object, PyObject *path,
+                     PyObject *section, PyObject *keys, PyObject *cuts)
+{
+    mls_section which;
+    mls_cutting how;
+    PyObject *places = PyList_Check(cuts) ? cuts : NULL;
+    *job = (mlspy_load_job){.object = object,
+                            .catalog = (mlspy_catalog *)object,
+                            .state = mlspy_catalog_state(object),
+                            .path = path,
+                            .folder = -1};
+    if (!PyList_Check(keys)) {
+        PyErr_SetString(PyExc_TypeError, "keys must be a list");
+        return -1;
+    }
+    if (places != NULL && PyList_GET_SIZE(places) != PyList_GET_SIZE(keys)) {
+        PyErr_SetString(PyExc_ValueError, "a place is wanted for each key");
+        return -1;
+    }
+    return mlspy_take_section(job->state, section, &which) < 0 ||
+                   (places == NULL && take_cutting(job->state, cuts, &how) < 0) ||
+                   choose(job, which, keys, &how, places) < 0
+               ? -1
+               : 0;
+}
+
+/* The same, and all else that can be found wrong before there is anything to undo. */
+static int load_init(mlspy_load_job *job, PyObject *object, PyObject *path,
+                     PyObject *section, PyObject *keys, PyObject *cuts)
+{
+    return mlspy_load_begin(job, object, path, section, keys, cuts) < 0 ||
+                   mlspy_open_folder(job->state, path, &job->folder) < 0 || plan(job) < 0
+               ? -1
+               : 0;
+}
+
+/* load(folder, section, keys, (layout, index, world), verify, mmap, progress)
+ *     -> {key: array} */
+PyObject *mlspy_catalog_load(PyObject *object, PyObject *const *args, Py_ssize_t count)
+{
+    mlspy_load_job job = {.folder = -1};
+    PyObject *result = NULL;
+    if (mlspy_take_count("load", 7, count) < 0) {
+        return NULL;
+    }
+    const int verify = PyObject_IsTrue(args[4]), maps = PyObject_IsTrue(args[5]);
+    if (verify >= 0 && maps >= 0 &&
+        load_init(&job, object, args[0], args[1], args[2], args[3]) == 0) {
+        result = maps ? map_and_read(&job, verify != 0, args[6])
+                      : make_and_read(&job, verify != 0, args[6]);
+    }
+    mlspy_load_fini(&job);
+    return result;
+}
+
+/* ---- loading: into arrays that exist ---- */
+
+/* Keep what is needed of a view: the memory of a packed target, and a copy of the view of
+ * any other.  Takes the view's reference. */
+static int keep_target(const mlspy_load_job *job, size_t i, mlspy_view *view)
+{
+    mls_status st;
+    if (mls_wanted_check_target(&job->plan.wanted[i], &view->tensor, &st) != MLS_OK ||
+        mls_load_target_init(&job->targets[i], &view->tensor, &st) != MLS_OK) {
+        return raise_of(job, &st);
+    }
+    job->wanted[i].array = view->owner;
+    view->owner = NULL;
+    return 0;
+}
+
+/* View a target; what is to be said of one that is none is only made up for that. */
+static int view_array(const mlspy_load_job *job, const mls_wanted *w, PyObject *array,
+                      mlspy_view *out)
+{
+    char what[MLS_NAME_BYTES];
+    const mls_text name = w->tensor->facts->id.name;
+    if (mlspy_view_quickly(job->state, array, true, out)) {
+        return 0;
+    }
+    PyOS_snprintf(what, sizeof what, "target '%.*s'",
+                  (int)(name.length < 120 ? name.length : 120),
+                  name.data == NULL ? "" : name.data);
+    return mlspy_view_writable(job->state, array, what, out);
+}
+
+/* View the target of one tensor, and see that it is what its part is.  The array is held
+ * by its owner's reference from then on. */
+static int view_target(const mlspy_load_job *job, size_t i, PyObject *targets)
+{
+    mlspy_view view;
+    PyObject *array = NULL, *key = job->wanted[i].key;
+    if (mlspy_dict_get(targets, key, &array) != 1) {
+        if (!PyErr_Occurred()) {
+            PyErr_SetObject(PyExc_KeyError, key);
+        }
+        return -1;
+    }
+    int failed = view_array(job, &job->plan.wanted[i], array, &view);
+    Py_DECREF(array);
+    if (failed == 0) {
+        failed = keep_target(job, i, &view);
+        mlspy_view_release(&view);
+    }
+    return failed;
+}
+
+/* View all targets, each of which then is what goes there.  Nothing is read before all of
+ * them were looked at. */
+static int view_targets(mlspy_load_job *job, PyObject *targets)
+{
+    if (!PyDict_Check(targets)) {
+        PyErr_SetString(PyExc_TypeError, "targets must be a dict");
+        return -1;
+    }
+    job->targets = mls_alloc(job->plan.count, sizeof *job->targets);
+    if (job->targets == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (size_t i = 0; i < job->plan.count; i++) {
+        if (view_target(job, i, targets) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* fits(folder, section, keys, cutting, targets)
+ *
+ * What load_into would refuse for the targets' sake, without a look at files: whoever
+ * fills several sections, or goes on together with other ranks, asks for all of them
+ * before the first is changed.  The folder is for the text of errors. */
+PyObject *mlspy_catalog_fits(PyObject *object, PyObject *const *args, Py_ssize_t count)
+{
+    mlspy_load_job job = {.folder = -1};
+    if (mlspy_take_count("fits", 5, count) < 0) {
+        return NULL;
+    }
+    const bool good =
+        mlspy_load_begin(&job, object, args[0], args[1], args[2], args[3]) == 0 &&
+        view_targets(&job, args[4]) == 0;
+    mlspy_load_fini(&job);
+    return good ? Py_NewRef(Py_None) : NULL;
+}
+
+/* load_into(folder, section, keys, cutting, targets, verify, progress)
+ *
+ * `cutting` is (layout, index, world) for all tensors, or a list with a place for each.
+ * `targets` are writable arrays or tensors by key; where they are not packed, bytes go by
+ * way of new memory. */
+PyObject *mlspy_catalog_load_into(PyObject *object, PyObject *const *args,
+                                  Py_ssize_t count)
+{
+    mlspy_load_job job = {.folder = -1};
+    mls_status st;
+    bool good = false;
+    if (mlspy_take_count("load_into", 7, count) < 0) {
+        return NULL;
+    }
+    const int verify = PyObject_IsTrue(args[5]);
+    if (verify >= 0 && load_init(&job, object, args[0], args[1], args[2], args[3]) == 0 &&
+        view_targets(&job, args[4]) == 0) {
+        if (mls_load_plan_place_all(&job.plan, job.targets, &st) != MLS_OK) {
+            raise_of(&job, &st);
+        } else if (read_all(&job, verify != 0, args[6], NULL) == 0) {
+            mls_load_plan_scatter(&job.plan, job.targets, job.state->kernels);
+            good = true;
+        }
+    }
+    mlspy_load_fini(&job);
+    return good ? Py_NewRef(Py_None) : NULL;
+}

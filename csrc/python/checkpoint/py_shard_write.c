@@ -1,0 +1,419 @@
+/* py_shards: one rank's shards written, and small things that checkpoints need.  The
+ * public names and their docstrings are in mlstate/checkpoint/__init__.py; these take positional
+ * arguments only.
+ *
+ *   shards_gather, shards_stage (py_staging.c): what is to be stored
+ *   shards_write: without the GIL, mls_shards_write
+ */
+#include "common/args.h"
+#include "checkpoint/merged_index_object.h"
+#include "checkpoint/checkpoint_bindings.h"
+#include "checkpoint/checkpoint_folder.h"
+#include "checkpoint/codecs.h"
+#include "common/errors.h"
+#include "checkpoint/shard_items.h"
+#include "common/module_state.h"
+#include "common/progress.h"
+
+#include "io/file.h"
+#include "io/json_checksum.h"
+#include "checkpoint/write/write_plan.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <unistd.h>
+
+enum { MANIFEST_NODES = 64 << 20 };
+
+/* {"path": ..., "bytes": ..., ...} */
+static PyObject *written_dict(const mls_shards_written *w)
+{
+    char crc[MLS_CRC_DIGITS];
+    mls_crc_to_digits(w->crc, crc);
+    return Py_BuildValue(
+        "{s:s,s:K,s:s#,s:K,s:K,s:K,s:K,s:K}", "path", w->path, "bytes",
+        (unsigned long long)w->bytes, "crc32c", crc, (Py_ssize_t)MLS_CRC_DIGITS, "shards",
+        (unsigned long long)w->shard_count, "data_bytes",
+        (unsigned long long)w->data_bytes, "new_shards",
+        (unsigned long long)w->new_shards, "new_bytes", (unsigned long long)w->new_bytes,
+        "new_files", (unsigned long long)w->new_files);
+}
+
+/* Somebody waits for his arrays: a save that goes on while they are changed. */
+typedef struct waiting {
+    mlspy_gathering *gathering;
+    mlspy_progress *progress; /* keeps the thread state while the GIL is released */
+    PyObject *call;           /* borrowed */
+} waiting;
+
+/* The core does not read them any more.  What the call raises is shown and forgotten: it
+ * is ours, and the save goes on. */
+static void arrays_are_free(void *context)
+{
+    const waiting *w = context;
+    PyEval_RestoreThread(w->progress->saved);
+    mlspy_gathering_let_go(w->gathering, true);
+    PyObject *result = PyObject_CallNoArgs(w->call);
+    if (result == NULL) {
+        PyErr_WriteUnraisable(w->call);
+    }
+    Py_XDECREF(result);
+    w->progress->saved = PyEval_SaveThread();
+}
+
+/* What is written while others work has threads of its own: the module's pool serves one
+ * call at a time, and would be taken for as long as the disk takes. */
+static mls_code write_aside(mls_shard_job *job, mls_shards_written *out, mls_status *st)
+{
+    mls_pool *pool = NULL;
+    mls_code code = mls_pool_new(mlspy_threads_aside(job->pool), &pool, st);
+    if (code == MLS_OK) {
+        job->pool = pool;
+        code = mls_shards_write(job, out, st);
+        mls_pool_free(pool);
+    }
+    return code;
+}
+
+/* With everything gathered: write it.  The folder is opened once, and everything happens
+ * in that very folder, even if somebody moves it meanwhile. */
+static PyObject *write_gathered(mlspy_gathering *g, PyObject *path, mls_shard_job *job,
+                                PyObject *callback, PyObject *freed)
+{
+    mlspy_progress progress;
+    mls_shards_written written;
+    mls_status st;
+    mls_code code;
+    waiting who = {.gathering = g, .progress = &progress, .call = freed};
+    if (mlspy_progress_init(&progress, callback) < 0 ||
+        mlspy_open_folder(g->state, path, &job->folder) < 0) {
+        return NULL;
+    }
+    job->rank = g->rank;
+    job->world_size = g->world_size;
+    job->items = g->list.items;
+    job->count = g->list.count;
+    job->kernels = g->state->kernels;
+    job->crc = mls_crc_of(g->state->kernels->cpu);
+    job->pool = g->state->pool;
+    job->progress = &progress.core;
+    /* the thread that calls back is this one: progress keeps its state meanwhile */
+    job->freed = freed == Py_None ? NULL : arrays_are_free;
+    job->freed_context = &who;
+    mlspy_progress_begin(&progress);
+    code = freed == Py_None ? mls_shards_write(job, &written, &st)
+                            : write_aside(job, &written, &st);
+    (void)close(job->folder);
+    mlspy_progress_end(&progress);
+    if (code != MLS_OK) {
+        return mlspy_raise_under(g->state, &st, path, NULL);
+    }
+    return mlspy_progress_finish(&progress) < 0 ? NULL : written_dict(&written);
+}
+
+/* Permission bits of new files. */
+static int take_mode(const mlspy_state *state, PyObject *object, unsigned *out)
+{
+    int64_t mode;
+    if (mlspy_take_int64(state, object, "mode", &mode) < 0) {
+        return -1;
+    }
+    if (mode < 0 || mode > 0777) {
+        PyErr_Format(PyExc_ValueError, "mode %lld has bits that are not permissions",
+                     (long long)mode);
+        return -1;
+    }
+    *out = (unsigned)mode;
+    return 0;
+}
+
+/* The codec of a name, which the package has looked at; None is none. */
+static int take_codec(PyObject *name, mls_shard_job *job)
+{
+    mls_text text;
+    if (name == Py_None) {
+        return 0;
+    }
+    if (mlspy_take_text(name, "compress", &text) < 0) {
+        return -1;
+    }
+    for (int i = 0; i < MLS_CODEC_COUNT; i++) {
+        if (mls_text_is(text, mls_codec_name((mls_codec)i))) {
+            job->compress = true;
+            job->codec = (mls_codec)i;
+            return 0;
+        }
+    }
+    PyErr_Format(PyExc_ValueError, "no codec is called '%.80U'", name);
+    return -1;
+}
+
+/* How it is stored: (pack_below, sparse, incremental, compress).  The package has looked
+ * at the two flags, so whatever is not True is False here; the number is the user's. */
+static int take_how(const mlspy_state *state, PyObject *how, mls_shard_job *job)
+{
+    int64_t pack_below;
+    if (!PyTuple_Check(how) || PyTuple_GET_SIZE(how) != 4) {
+        PyErr_SetString(PyExc_TypeError,
+                        "not (pack_below, sparse, incremental, compress)");
+        return -1;
+    }
+    if (mlspy_take_int64(state, PyTuple_GET_ITEM(how, 0), "pack_below_bytes",
+                         &pack_below) < 0) {
+        return -1;
+    }
+    if (pack_below < 0) {
+        PyErr_SetString(PyExc_ValueError, "pack_below_bytes is negative");
+        return -1;
+    }
+    job->pack_below = (uint64_t)pack_below;
+    job->sparse = PyTuple_GET_ITEM(how, 1) == Py_True;
+    job->incremental = PyTuple_GET_ITEM(how, 2) == Py_True;
+    job->codecs = mlspy_codecs();
+    return take_codec(PyTuple_GET_ITEM(how, 3), job);
+}
+
+/* shards_write(folder, generation, gathering, before, how, progress, freed, mode) -> dict
+ *
+ * `before` is a Catalog of what is committed, or None: all is written.  `progress` is
+ * called with bytes, `freed` once, without arguments, when the arrays of the gathering
+ * are not read any more; with it the work has threads of its own. */
+static PyObject *shards_write(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const mlspy_state *state = mlspy_state_of(module);
+    mls_shard_job job = {0};
+    mls_text generation;
+    if (mlspy_take_count("shards_write", 8, count) < 0 ||
+        take_mode(state, args[7], &job.mode) < 0 ||
+        mlspy_take_text(args[1], "generation", &generation) < 0 ||
+        take_how(state, args[4], &job) < 0) {
+        return NULL;
+    }
+    mlspy_gathering *g = mlspy_gathering_of(args[2]);
+    if (g == NULL) {
+        return NULL;
+    }
+    if (generation.length != MLS_GENERATION_DIGITS) {
+        PyErr_SetString(PyExc_ValueError, "no such generation");
+        return NULL;
+    }
+    job.generation = generation.data;
+    if (args[3] != Py_None &&
+        mlspy_catalog_index(state, args[3], (int64_t)g->rank, &job.before) < 0) {
+        return NULL;
+    }
+    return write_gathered(g, args[0], &job, args[5], args[6]);
+}
+
+/* shards_plan(generation, gathering, pack_below) -> bytes: the index that shards_write
+ * would make, without its checksums */
+static PyObject *shards_plan(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const mlspy_state *state = mlspy_state_of(module);
+    mls_shard_job job = {.crc = mls_crc_of(state->kernels->cpu)};
+    mls_buffer text = {0};
+    mls_text generation;
+    mls_status st;
+    mls_code code;
+    int64_t pack_below;
+    PyObject *result = NULL;
+    if (mlspy_take_count("shards_plan", 3, count) < 0 ||
+        mlspy_take_text(args[0], "generation", &generation) < 0 ||
+        mlspy_take_int64(state, args[2], "pack_below_bytes", &pack_below) < 0) {
+        return NULL;
+    }
+    const mlspy_gathering *g = mlspy_gathering_of(args[1]);
+    if (g == NULL) {
+        return NULL;
+    }
+    if (generation.length != MLS_GENERATION_DIGITS || pack_below < 0) {
+        PyErr_SetString(PyExc_ValueError, pack_below < 0 ? "pack_below_bytes is negative"
+                                                         : "no such generation");
+        return NULL;
+    }
+    job.generation = generation.data;
+    job.pack_below = (uint64_t)pack_below;
+    job.items = g->list.items;
+    job.count = g->list.count;
+    job.rank = g->rank;
+    job.world_size = g->world_size;
+    Py_BEGIN_ALLOW_THREADS
+        code = mls_shard_plan_index(&job, &text, &st);
+    Py_END_ALLOW_THREADS
+    if (code != MLS_OK) {
+        mlspy_raise(state, &st, NULL);
+    } else {
+        result = PyBytes_FromStringAndSize(text.data, (Py_ssize_t)text.length);
+    }
+    mls_buffer_fini(&text);
+    return result;
+}
+
+/* ---- sealed texts and small files ---- */
+
+/* seal(text) -> bytes: a text that starts with the seal, with its checksum filled in */
+static PyObject *seal(PyObject *module, PyObject *text)
+{
+    char *bytes;
+    Py_ssize_t length;
+    const size_t start = sizeof MLS_SEAL_START - 1;
+    if (PyBytes_AsStringAndSize(text, &bytes, &length) < 0) {
+        return NULL;
+    }
+    if ((size_t)length < start || memcmp(bytes, MLS_SEAL_START, start) != 0) {
+        PyErr_SetString(PyExc_ValueError, "the text must start with " MLS_SEAL_START);
+        return NULL;
+    }
+    PyObject *sealed = PyBytes_FromStringAndSize(bytes, length);
+    if (sealed != NULL) {
+        mls_seal(PyBytes_AS_STRING(sealed), (size_t)length,
+                 mls_crc_of(mlspy_state_of(module)->kernels->cpu));
+    }
+    return sealed;
+}
+
+/* seal_check(data, path): raise unless `data` is what was sealed */
+static PyObject *seal_check(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    char *bytes;
+    Py_ssize_t length;
+    mls_status st;
+    if (mlspy_take_count("seal_check", 2, count) < 0 ||
+        PyBytes_AsStringAndSize(args[0], &bytes, &length) < 0) {
+        return NULL;
+    }
+    const mlspy_state *state = mlspy_state_of(module);
+    return mls_seal_check(bytes, (size_t)length, mls_crc_of(state->kernels->cpu), &st) ==
+                   MLS_OK
+               ? Py_NewRef(Py_None)
+               : mlspy_raise(state, &st, args[1]);
+}
+
+/* json_check(data, depth, path): raise unless `data` is JSON as docs/format.md wants it
+ */
+static PyObject *json_check(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    char *bytes;
+    Py_ssize_t length;
+    mls_status st;
+    mls_json *json = NULL;
+    mls_code code;
+    if (mlspy_take_count("json_check", 3, count) < 0 ||
+        PyBytes_AsStringAndSize(args[0], &bytes, &length) < 0) {
+        return NULL;
+    }
+    const size_t depth = PyLong_AsSize_t(args[1]);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+        code = mls_json_parse(bytes, (size_t)length,
+                              (mls_json_limits){depth, MANIFEST_NODES}, &json, &st);
+    Py_END_ALLOW_THREADS
+    mls_json_free(json);
+    return code == MLS_OK ? Py_NewRef(Py_None)
+                          : mlspy_raise(mlspy_state_of(module), &st, args[2]);
+}
+
+/* crc32c(data) -> int: of any buffer, without the GIL, however small: indexes are what it
+ * is called with, and they are not */
+static PyObject *crc32c(PyObject *module, PyObject *data)
+{
+    Py_buffer view;
+    if (PyObject_GetBuffer(data, &view, PyBUF_SIMPLE) < 0) {
+        return NULL;
+    }
+    const mls_crc_kernels *crc = mls_crc_of(mlspy_state_of(module)->kernels->cpu);
+    uint32_t found;
+    Py_BEGIN_ALLOW_THREADS
+        found = crc->update(0, view.buf, (size_t)view.len);
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&view);
+    return PyLong_FromUnsignedLong(found);
+}
+
+/* Write all of `data` in the place of `path`, durably: roots of checkpoints, which decide
+ * what is there. */
+static mls_code replace(const char *path, unsigned mode, const char *data, size_t length,
+                        mls_status *st)
+{
+    mls_atomic_file file;
+    mls_code code = mls_atomic_begin(path, mode, &file, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    code = mls_atomic_write(&file, data, length, 0, st);
+    if (code != MLS_OK) {
+        mls_atomic_abort(&file);
+        return code;
+    }
+    return mls_atomic_commit(&file, st);
+}
+
+/* file_replace(path, data, mode): afterwards the file holds all of `data`, on the disk,
+ * or what it held before; `mode`, less the umask, is that of a new file */
+static PyObject *file_replace(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    char *bytes;
+    Py_ssize_t length;
+    PyObject *encoded = NULL;
+    mls_status st;
+    mls_code code;
+    unsigned mode;
+    if (mlspy_take_count("file_replace", 3, count) < 0 ||
+        take_mode(mlspy_state_of(module), args[2], &mode) < 0 ||
+        PyBytes_AsStringAndSize(args[1], &bytes, &length) < 0 ||
+        !PyUnicode_FSConverter(args[0], &encoded)) {
+        return NULL;
+    }
+    const char *to = PyBytes_AS_STRING(encoded);
+    Py_BEGIN_ALLOW_THREADS
+        code = replace(to, mode, bytes, (size_t)length, &st);
+    Py_END_ALLOW_THREADS
+    Py_DECREF(encoded);
+    return code == MLS_OK ? Py_NewRef(Py_None)
+                          : mlspy_raise(mlspy_state_of(module), &st, args[0]);
+}
+
+/* folder_sync(path): make the names in a folder durable; what is in the files is another
+ * matter, and was brought to the disk before */
+static PyObject *folder_sync(PyObject *module, PyObject *path)
+{
+    const mlspy_state *state = mlspy_state_of(module);
+    mls_status st;
+    int fd, reason;
+    if (mlspy_open_folder(state, path, &fd) < 0) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+        reason = mls_folder_sync(fd);
+        (void)close(fd);
+    Py_END_ALLOW_THREADS
+    if (reason != 0) {
+        mls_fail_os(&st, reason, "cannot bring the folder to the disk");
+        return mlspy_raise(state, &st, path);
+    }
+    return Py_NewRef(Py_None);
+}
+
+PyMethodDef mlspy_shards_methods[] = {
+    {"shards_write", MLSPY_FASTCALL(shards_write),
+     "shards_write(folder, generation, gathering, before, how, progress, freed, mode, "
+     "/)\n--\n\nStore one rank's shards, durably."},
+    {"shards_plan", MLSPY_FASTCALL(shards_plan),
+     "shards_plan(generation, gathering, pack_below, /)\n--\n\nThe index that "
+     "shards_write would make."},
+    {"seal", seal, METH_O, "seal(text, /)\n--\n\nFill in a text's own checksum."},
+    {"seal_check", MLSPY_FASTCALL(seal_check),
+     "seal_check(data, path, /)\n--\n\nRaise unless a text is what was sealed."},
+    {"json_check", MLSPY_FASTCALL(json_check),
+     "json_check(data, depth, path, /)\n--\n\nRaise unless a text is JSON, nested at "
+     "most "
+     "`depth` deep."},
+    {"crc32c", crc32c, METH_O, "crc32c(data, /)\n--\n\nCRC32C of a buffer."},
+    {"file_replace", MLSPY_FASTCALL(file_replace),
+     "file_replace(path, data, mode, /)\n--\n\nReplace a file, atomically and durably."},
+    {"folder_sync", folder_sync, METH_O,
+     "folder_sync(path, /)\n--\n\nMake the names in a folder durable."},
+    {NULL, NULL, 0, NULL},
+};

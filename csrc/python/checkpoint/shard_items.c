@@ -1,0 +1,334 @@
+/* gathering: the arrays of a state as the core's items, held for as long as it needs
+ * them.
+ *
+ * Whole states come as dicts, so that no loop over names runs in Python: each value is an
+ * array that the rank has whole, or a Shard, whose attributes are read here.
+ *
+ *   mlspy_gather         snapshots of both dicts, an item for each shard
+ *     -> add_whole      an array: its parts that are ours
+ *     -> add_shard      a Shard: that part
+ *   mlspy_gathering_fini references given back
+ */
+#include "checkpoint/shard_items.h"
+
+#include "common/args.h"
+#include "common/array_view.h"
+#include "common/errors.h"
+#include "common/dict_items.h"
+#include "checkpoint/py_layout.h"
+
+#include "base/memory.h"
+
+#include <string.h>
+
+/* ---- arrays held ---- */
+
+/* Copies do not need the arrays that they were made of. */
+void mlspy_gathering_let_go(mlspy_gathering *g, bool all)
+{
+    for (size_t i = 0; i < g->owner_count; i++) {
+        if (all || g->list.items[i].staged) {
+            Py_CLEAR(g->owners[i]);
+        }
+    }
+    /* each array that is still needed has an owner of its own above */
+    for (int s = 0; s < MLS_SECTION_COUNT; s++) {
+        for (size_t i = 0; i < g->sections[s].count; i++) {
+            Py_CLEAR(g->sections[s].items[i].value);
+        }
+    }
+}
+
+/* The copies' memory goes last: items point into it. */
+void mlspy_gathering_fini(mlspy_gathering *g)
+{
+    for (size_t i = 0; i < g->owner_count; i++) {
+        Py_XDECREF(g->owners[i]);
+    }
+    for (int s = 0; s < MLS_SECTION_COUNT; s++) {
+        mlspy_items_release(&g->sections[s]);
+    }
+    mls_shard_list_fini(&g->list);
+    mls_free(g->owners);
+    mls_free(g->axes);
+    if (g->staging.obj != NULL) {
+        PyBuffer_Release(&g->staging);
+    }
+}
+
+/* Raise a failure of the core.  -1, always. */
+static int raise_of(const mlspy_gathering *g, const mls_status *st)
+{
+    mlspy_raise(g->state, st, NULL);
+    return -1;
+}
+
+/* Hold `owner` for every item that was added last. */
+static int hold(mlspy_gathering *g, PyObject *owner)
+{
+    if (g->owner_room < g->list.item_room) {
+        PyObject **larger = mls_realloc(g->owners, g->list.item_room, sizeof *g->owners);
+        if (larger == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        g->owners = larger;
+        g->owner_room = g->list.item_room;
+    }
+    while (g->owner_count < g->list.count) {
+        g->owners[g->owner_count++] = Py_NewRef(owner);
+    }
+    return 0;
+}
+
+/* "params 'x'", for errors about an array.  Cut, and never in a file. */
+static void describe(const mls_tensor_id *id, const char *key, char what[MLS_NAME_BYTES])
+{
+    PyOS_snprintf(what, MLS_NAME_BYTES, "%s '%.130s'", mls_section_name(id->section),
+                  key);
+}
+
+/* Too many axes for a shard. */
+static int check_rank(const mlspy_gathering *g, const mls_tensor *t, const char *what)
+{
+    mls_status st;
+    if (t->rank <= MLS_LAYOUT_RANK) {
+        return 0;
+    }
+    mls_fail(&st, MLS_E_SHAPE, "%s has %d dimensions: at most %d can be stored", what,
+             t->rank, (int)MLS_LAYOUT_RANK);
+    mlspy_raise(g->state, &st, NULL);
+    return -1;
+}
+
+/* The shape that a value says it has; its rank, or -1 without an exception where it says
+ * nothing of use. */
+static int said_shape(const mlspy_gathering *g, PyObject *value, size_t *shape)
+{
+    PyObject *said = PyObject_GetAttr(value, g->state->shape_name);
+    PyObject *tuple = said == NULL ? NULL : PySequence_Tuple(said);
+    const int rank = tuple == NULL ? -1 : mlspy_take_shape(g->state, tuple, shape);
+    Py_XDECREF(said);
+    Py_XDECREF(tuple);
+    PyErr_Clear();
+    return rank;
+}
+
+/* Where a state's axes are not its parameter's own, fill in `axes` and return them. Asked
+ * where arrays are cut, and where another rank may store the parameter: else the core
+ * finds out by itself what it writes down.  A parameter that cannot say its shape is as
+ * good as one that is not there. */
+static const signed char *axes_of(const mlspy_gathering *g, PyObject *model,
+                                  const mls_tensor_id *id, int rank, const size_t *dims,
+                                  signed char *axes)
+{
+    size_t shape[MLS_LAYOUT_RANK];
+    PyObject *parameter = NULL, *name = NULL;
+    bool differ = false;
+    if (id->has_state && model != Py_None && (name = mlspy_str_of(id->name)) != NULL &&
+        mlspy_dict_get(model, name, &parameter) == 1) {
+        const int said = said_shape(g, parameter, shape);
+        differ = said >= 0 && mls_align(id->state, rank, dims, said, shape, axes);
+    }
+    PyErr_Clear();
+    Py_XDECREF(name);
+    Py_XDECREF(parameter);
+    return differ ? axes : NULL;
+}
+
+/* An array that this rank has whole: all of it, or the parts that are this rank's. */
+static int add_whole(mlspy_gathering *g, PyObject *model, const mls_tensor_id *id,
+                     const mlspy_view *view)
+{
+    signed char room[MLS_LAYOUT_RANK];
+    const mls_tensor *t = &view->tensor;
+    mls_status st;
+    const signed char *axes =
+        g->parts > 1 ? axes_of(g, model, id, t->rank, t->shape, room) : NULL;
+    if (mls_shard_list_add_whole(&g->list, id, t, &g->layout, axes, g->rank,
+                                 g->world_size, &st) != MLS_OK) {
+        return raise_of(g, &st);
+    }
+    return hold(g, view->owner);
+}
+
+/* ---- Shard objects ---- */
+
+/* An attribute of a Shard that is an int. */
+static int shard_number(const mlspy_gathering *g, PyObject *shard, const char *name,
+                        int64_t *out)
+{
+    PyObject *value = PyObject_GetAttrString(shard, name);
+    const int failed = value == NULL ? -1 : mlspy_take_int64(g->state, value, name, out);
+    Py_XDECREF(value);
+    return failed;
+}
+
+/* Where the shard says it is kept; the class has checked the name. */
+static int shard_tier(PyObject *shard, mls_tier *out)
+{
+    mls_text text;
+    PyObject *value = PyObject_GetAttrString(shard, "tier");
+    int failed = value == NULL ? -1 : 0;
+    if (failed == 0 && value != Py_None) {
+        failed = mlspy_take_text(value, "tier", &text);
+        for (int i = 1; failed == 0 && i < MLS_TIER_COUNT; i++) {
+            *out = mls_text_is(text, mls_tier_name((mls_tier)i)) ? (mls_tier)i : *out;
+        }
+    }
+    Py_XDECREF(value);
+    return failed;
+}
+
+/* The layout and shape of a Shard, which describe the whole tensor and not the memory
+ * that the part lies in; returns the rank, or -1 with an exception set. */
+static int shard_shape(const mlspy_gathering *g, PyObject *shard, mls_layout *layout,
+                       size_t *shape)
+{
+    PyObject *steps = PyObject_GetAttrString(shard, "_steps");
+    PyObject *tuple = steps == NULL ? NULL : PyObject_GetAttrString(shard, "shape");
+    const int rank = tuple == NULL || mlspy_take_layout(g->state, steps, layout) < 0
+                         ? -1
+                         : mlspy_take_shape(g->state, tuple, shape);
+    Py_XDECREF(steps);
+    Py_XDECREF(tuple);
+    return rank;
+}
+
+/* Add the part that the array of a Shard is.  The class has checked the array when the
+ * Shard was made, but arrays can be given another shape. */
+static int add_part(mlspy_gathering *g, const mls_tensor_id *id, const char *what,
+                    const mls_shard_item *facts, const size_t *shape,
+                    const mlspy_view *view)
+{
+    mls_status st;
+    const mls_tensor *t = &view->tensor;
+    if (mls_shard_item_check(facts, shape, t, what, &st) != MLS_OK) {
+        return raise_of(g, &st);
+    }
+    mls_shard_item *item =
+        mls_shard_list_add(&g->list, id, t->dtype, facts->rank, shape, &st);
+    if (item == NULL) {
+        return raise_of(g, &st);
+    }
+    item->layout = facts->layout;
+    item->part = facts->part;
+    item->version = facts->version;
+    item->tier = facts->tier;
+    if (mls_shard_list_set_memory(&g->list, t, 0, &st) != MLS_OK) {
+        return raise_of(g, &st);
+    }
+    return hold(g, view->owner);
+}
+
+/* A Shard, which is this rank's unless it is a copy of another's.  Its attributes may be
+ * anything by now, so each is taken as any argument is. */
+static int add_shard(mlspy_gathering *g, const mls_tensor_id *id, const char *what,
+                     PyObject *shard)
+{
+    int64_t index, version, replica;
+    size_t shape[MLS_LAYOUT_RANK];
+    mls_layout layout;
+    mlspy_view view;
+    mls_tier tier = MLS_TIER_NONE;
+    if (shard_number(g, shard, "index", &index) < 0 ||
+        shard_number(g, shard, "_version", &version) < 0 ||
+        shard_number(g, shard, "replica", &replica) < 0 || shard_tier(shard, &tier) < 0) {
+        return -1;
+    }
+    /* alone there is nobody who could have it; of many, rank 0 looks when it commits */
+    if (replica > 0 && g->world_size == 1) {
+        PyErr_Format(PyExc_ValueError,
+                     "%s is a Shard with replica=%lld, and nobody else saves: no rank "
+                     "gives replica 0, which is what would be stored",
+                     what, (long long)replica);
+        return -1;
+    }
+    const int rank = replica > 0 ? 0 : shard_shape(g, shard, &layout, shape);
+    PyObject *array =
+        rank < 0 || replica > 0 ? NULL : PyObject_GetAttrString(shard, "array");
+    if (replica > 0 || rank < 0 || array == NULL) {
+        return replica > 0 ? 0 : -1;
+    }
+    int failed = mlspy_view_of(g->state, array, what, &view);
+    if (failed == 0) {
+        const mls_shard_item facts = {.rank = rank,
+                                      .layout = layout,
+                                      .part = (size_t)index,
+                                      .version = (uint64_t)version,
+                                      .tier = tier};
+        failed = add_part(g, id, what, &facts, shape, &view);
+        mlspy_view_release(&view);
+    }
+    Py_DECREF(array);
+    return failed;
+}
+
+/* ---- all of a state ---- */
+
+/* One entry of a dict: a Shard says itself which part it is, an array is looked at only
+ * where it is ours to store.  Most are plain arrays, which have a short way. */
+static int add_value(mlspy_gathering *g, PyObject *model, mls_section section,
+                     const mlspy_item *entry)
+{
+    char what[MLS_NAME_BYTES];
+    mlspy_view view;
+    const mls_tensor_id id = mls_tensor_id_of(section, entry->name);
+    describe(&id, entry->name.data, what);
+    const int is_shard = PyObject_IsInstance(entry->value, g->shard_type);
+    if (is_shard != 0) {
+        return is_shard < 0 ? -1 : add_shard(g, &id, what, entry->value);
+    }
+    if (g->mine[section] != NULL) {
+        const int ours = PySet_Contains(g->mine[section], entry->key);
+        if (ours <= 0) {
+            return ours;
+        }
+    }
+    if (!mlspy_view_quickly(g->state, entry->value, false, &view) &&
+        mlspy_view_of(g->state, entry->value, what, &view) < 0) {
+        return -1;
+    }
+    const int failed =
+        check_rank(g, &view.tensor, what) < 0 ? -1 : add_whole(g, model, &id, &view);
+    mlspy_view_release(&view);
+    return failed;
+}
+
+/* Say which axes states have.  A rank that stores a state knows the parameter even where
+ * it is another rank's to store, and the core sees only what this one stores. */
+static int align_states(mlspy_gathering *g, PyObject *model)
+{
+    g->axes = mls_alloc(g->list.dims_used, 1);
+    if (g->axes == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (size_t i = 0; i < g->list.count; i++) {
+        mls_shard_item *item = &g->list.items[i];
+        item->axes = axes_of(g, model, &item->id, item->rank, item->shape,
+                             g->axes + (item->shape - g->list.dims));
+    }
+    return 0;
+}
+
+/* Section by section, so that a state finds its parameter in the model's dict. */
+int mlspy_gather(mlspy_gathering *g, PyObject *const *dicts)
+{
+    for (int s = 0; s < MLS_SECTION_COUNT; s++) {
+        if (dicts[s] == Py_None) {
+            continue;
+        }
+        if (mlspy_items_of(dicts[s], mls_section_name((mls_section)s), &g->sections[s]) <
+            0) {
+            return -1;
+        }
+        for (size_t i = 0; i < g->sections[s].count; i++) {
+            if (add_value(g, dicts[0], (mls_section)s, &g->sections[s].items[i]) < 0) {
+                return -1;
+            }
+        }
+    }
+    mls_shard_list_seal(&g->list);
+    return g->world_size > 1 ? align_states(g, dicts[0]) : 0;
+}

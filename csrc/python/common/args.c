@@ -1,0 +1,124 @@
+/* args: what the bindings take from positional arguments, each with one clear error.
+ *
+ * The public functions in Python name their parameters; these are the last line behind
+ * them.  Numbers are taken as Python means them: anything with __index__ counts as an
+ * integer, a float never does.
+ */
+#include "common/args.h"
+
+#include "common/errors.h"
+#include "common/module_state.h"
+
+/* METH_FASTCALL hands over whatever came: `args` may be read only after this. */
+int mlspy_take_count(const char *name, Py_ssize_t wanted, Py_ssize_t got)
+{
+    if (wanted == got) {
+        return 0;
+    }
+    PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, got %zd", name, wanted, got);
+    return -1;
+}
+
+int mlspy_take_tuple(PyObject *object, const char *what, const char *format, ...)
+{
+    va_list places;
+    if (!PyTuple_Check(object)) {
+        PyErr_Format(PyExc_TypeError, "%s must be a tuple, got %.100s", what,
+                     Py_TYPE(object)->tp_name);
+        return -1;
+    }
+    va_start(places, format);
+    const int good = PyArg_VaParse(object, format, places);
+    va_end(places);
+    return good ? 0 : -1;
+}
+
+/* By __index__ and not by __int__, which would cut a float down without a word. */
+int mlspy_take_int64(const mlspy_state *state, PyObject *object, const char *what,
+                     int64_t *out)
+{
+    PyObject *number = PyNumber_Index(object);
+    if (number == NULL) {
+        /* __index__ itself may raise something else, which is the caller's to see */
+        if (PyErr_ExceptionMatches(PyExc_TypeError)) {
+            PyErr_Format(PyExc_TypeError, "%s must be an integer, got %.100s", what,
+                         Py_TYPE(object)->tp_name);
+        }
+        return -1;
+    }
+    /* an int of any size is understood; beyond 64 bits it is no position of anything */
+    int overflow;
+    const long long value = PyLong_AsLongLongAndOverflow(number, &overflow);
+    Py_DECREF(number);
+    if (overflow != 0) {
+        mls_status st;
+        mls_fail(&st, MLS_E_CAPACITY, "%s does not fit into 64 bits", what);
+        mlspy_raise(state, &st, NULL);
+        return -1;
+    }
+    if (value == -1 && PyErr_Occurred()) {
+        return -1;
+    }
+    *out = value;
+    return 0;
+}
+
+/* NaN and infinities pass: whether a dtype has them is the core's to say. */
+int mlspy_take_double(PyObject *object, const char *what, double *out)
+{
+    const double value = PyFloat_AsDouble(object);
+    if (value == -1.0 && PyErr_Occurred()) {
+        /* an int too large for a double is a value that fits no dtype, not a new kind of
+         * error */
+        if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
+            PyErr_Format(PyExc_ValueError, "%s is beyond the range of every dtype", what);
+        } else if (PyErr_ExceptionMatches(PyExc_TypeError)) {
+            PyErr_Format(PyExc_TypeError, "%s must be a number, got %.100s", what,
+                         Py_TYPE(object)->tp_name);
+        }
+        return -1;
+    }
+    *out = value;
+    return 0;
+}
+
+/* No copy: a str keeps its UTF-8 once it was asked for it, as long as it lives. */
+int mlspy_take_text(PyObject *object, const char *what, mls_text *out)
+{
+    if (!PyUnicode_Check(object)) {
+        PyErr_Format(PyExc_TypeError, "%s must be a str, got %.100s: %.200R", what,
+                     Py_TYPE(object)->tp_name, object);
+        return -1;
+    }
+    Py_ssize_t length;
+    const char *data = PyUnicode_AsUTF8AndSize(object, &length);
+    if (data == NULL) {
+        /* memory may be short as well, which is to be said as it is */
+        if (PyErr_ExceptionMatches(PyExc_UnicodeEncodeError)) {
+            PyErr_Format(PyExc_ValueError,
+                         "%s %.200R has half of a surrogate pair, which no file can hold",
+                         what, object);
+        }
+        return -1;
+    }
+    *out = (mls_text){.data = data, .length = (size_t)length};
+    return 0;
+}
+
+/* The same text as mlspy_items_of. */
+int mlspy_take_dict(PyObject *object, const char *what)
+{
+    if (PyDict_Check(object)) {
+        return 0;
+    }
+    PyErr_Format(PyExc_TypeError, "%s must be a dict of arrays, got %.100s", what,
+                 Py_TYPE(object)->tp_name);
+    return -1;
+}
+
+/* Strict all the same: text that is not UTF-8 is a mistake of ours, and must not pass as
+ * some other name. */
+PyObject *mlspy_str_of(mls_text text)
+{
+    return PyUnicode_DecodeUTF8(text.data, (Py_ssize_t)text.length, "strict");
+}

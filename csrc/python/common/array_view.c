@@ -1,0 +1,715 @@
+/* convert: NumPy arrays and DLPack exporters to views, dtypes both ways.
+ *
+ * A view says where the elements lie and keeps one reference to whatever owns them;
+ * nothing is copied here.  NumPy arrays are read through NumPy's own API, which is the
+ * fastest way and the only one for the types of ml_dtypes, since those have no buffer
+ * protocol.  All others come through DLPack, which has names for every type of the core,
+ * or through NumPy's own __array_interface__ where they have nothing better.
+ *
+ * A type of the core is known to NumPy by its number where NumPy has it, and else by the
+ * name under which ml_dtypes registered it.  Without ml_dtypes, files are read as
+ * unsigned integers of the same size, whose descriptor has the name in its metadata.
+ */
+#include "common/array_view.h"
+
+#include "common/dlpack.h"
+#include "common/errors.h"
+#include "common/gil.h"
+#include "common/module_state.h"
+
+#include "base/size.h"
+
+/* ---- dtypes ---- */
+
+/* A builtin integer of either kind by its size; long and long long differ only in name.
+ */
+static bool integer_of(bool is_signed, npy_intp bytes, mls_dtype *out)
+{
+    switch (bytes) {
+    case 1:
+        *out = is_signed ? MLS_I8 : MLS_U8;
+        return true;
+    case 2:
+        *out = is_signed ? MLS_I16 : MLS_U16;
+        return true;
+    case 4:
+        *out = is_signed ? MLS_I32 : MLS_U32;
+        return true;
+    case 8:
+        *out = is_signed ? MLS_I64 : MLS_U64;
+        return true;
+    default:
+        return false;
+    }
+}
+
+/* A type that another package registered, by the name of its scalar type. */
+static bool registered_of(PyArray_Descr *descr, mls_dtype *out)
+{
+    const char *name = descr->typeobj->tp_name;
+    const char *dot = strrchr(name, '.');
+    /* tp_name may or may not have the module in front */
+    name = dot == NULL ? name : dot + 1;
+    return mls_dtype_from_name(name, strlen(name), out) &&
+           mls_dtype_of(*out)->item_bytes == (size_t)PyDataType_ELSIZE(descr);
+}
+
+/* NumPy's type number, or NPY_NOTYPE where ml_dtypes has the type. */
+static int type_number(mls_dtype dtype)
+{
+    /* the 8-bit floats lie behind the end of this table, and are ml_dtypes' as well */
+    static const int numbers[] = {
+        [MLS_F16] = NPY_HALF,   [MLS_BF16] = NPY_NOTYPE, [MLS_F32] = NPY_FLOAT,
+        [MLS_F64] = NPY_DOUBLE, [MLS_I8] = NPY_INT8,     [MLS_I16] = NPY_INT16,
+        [MLS_I32] = NPY_INT32,  [MLS_I64] = NPY_INT64,   [MLS_U8] = NPY_UINT8,
+        [MLS_U16] = NPY_UINT16, [MLS_U32] = NPY_UINT32,  [MLS_U64] = NPY_UINT64,
+        [MLS_BOOL] = NPY_BOOL,  [MLS_C64] = NPY_CFLOAT,
+    };
+    return (size_t)dtype < sizeof numbers / sizeof numbers[0] ? numbers[dtype]
+                                                              : NPY_NOTYPE;
+}
+
+/* The key under which the metadata of integers name the dtype of their bits. */
+static const char label_key[] = "mlstate.dtype";
+
+/* The dtype that unsigned integers are labelled with: one that NumPy lacks, of their
+ * size.  Any other label is ignored. */
+static bool labelled_of(PyArray_Descr *descr, mls_dtype *out)
+{
+    PyObject *metadata = PyDataType_METADATA(descr);
+    if (metadata == NULL || !PyTypeNum_ISUNSIGNED(descr->type_num)) {
+        return false;
+    }
+    PyObject *label = PyDict_GetItemString(metadata, label_key);
+    Py_ssize_t length = 0;
+    const char *name = label != NULL && PyUnicode_Check(label)
+                           ? PyUnicode_AsUTF8AndSize(label, &length)
+                           : NULL;
+    mls_dtype named;
+    if (name == NULL) {
+        PyErr_Clear(); /* a label that is no text of UTF-8 */
+        return false;
+    }
+    const bool known =
+        mls_dtype_from_name(name, (size_t)length, &named) &&
+        type_number(named) == NPY_NOTYPE &&
+        mls_dtype_of(named)->item_bytes == (size_t)PyDataType_ELSIZE(descr);
+    if (known) {
+        *out = named;
+    }
+    return known;
+}
+
+/* Registered types have numbers that differ from run to run: they go by name. */
+bool mlspy_dtype_of_descr(PyArray_Descr *descr, mls_dtype *out)
+{
+    const int number = descr->type_num;
+    if (number >= NPY_USERDEF || number < 0) {
+        return registered_of(descr, out);
+    }
+    if (PyTypeNum_ISINTEGER(number)) {
+        return labelled_of(descr, out) ||
+               integer_of(PyTypeNum_ISSIGNED(number) != 0, PyDataType_ELSIZE(descr), out);
+    }
+    switch (number) {
+    case NPY_BOOL:
+        *out = MLS_BOOL;
+        return true;
+    case NPY_HALF:
+        *out = MLS_F16;
+        return true;
+    case NPY_FLOAT:
+        *out = MLS_F32;
+        return true;
+    case NPY_DOUBLE:
+        *out = MLS_F64;
+        return true;
+    case NPY_CFLOAT:
+        *out = MLS_C64;
+        return true;
+    default:
+        return false;
+    }
+}
+
+/* New reference to a dtype that ml_dtypes registers; NULL with what its import raised. */
+static PyArray_Descr *registered_descr(mls_dtype dtype)
+{
+    PyObject *package = PyImport_ImportModule("ml_dtypes");
+    if (package == NULL) {
+        return NULL;
+    }
+    PyObject *scalar = PyObject_GetAttrString(package, mls_dtype_of(dtype)->name);
+    Py_DECREF(package);
+    PyArray_Descr *descr = NULL;
+    if (scalar != NULL && PyArray_DescrConverter(scalar, &descr) != NPY_SUCCEED) {
+        descr = NULL;
+    }
+    Py_XDECREF(scalar);
+    return descr;
+}
+
+/* New reference to unsigned integers of a dtype's size, labelled with its name. */
+static PyArray_Descr *labelled_descr(mls_dtype dtype)
+{
+    const mls_dtype_info *info = mls_dtype_of(dtype);
+    PyObject *args = Py_BuildValue("(s)", info->item_bytes == 1 ? "u1" : "u2");
+    PyObject *options = Py_BuildValue("{s{ss}}", "metadata", label_key, info->name);
+    PyObject *descr = args == NULL || options == NULL
+                          ? NULL
+                          : PyObject_Call((PyObject *)&PyArrayDescr_Type, args, options);
+    Py_XDECREF(args);
+    Py_XDECREF(options);
+    return (PyArray_Descr *)descr;
+}
+
+/* ml_dtypes is imported only when one of its types is wanted. */
+PyArray_Descr *mlspy_descr_of_dtype(mls_dtype dtype)
+{
+    const int number = type_number(dtype);
+    if (number != NPY_NOTYPE) {
+        return PyArray_DescrFromType(number);
+    }
+    PyArray_Descr *descr = registered_descr(dtype);
+    /* one that is installed and broken is an error */
+    if (descr == NULL && PyErr_ExceptionMatches(PyExc_ModuleNotFoundError)) {
+        PyErr_Clear();
+        descr = labelled_descr(dtype);
+    }
+    return descr;
+}
+
+/* The same for a dtype that a user asks for, who may compute with it: no integers. */
+static PyArray_Descr *asked_descr(mls_dtype dtype)
+{
+    const int number = type_number(dtype);
+    PyArray_Descr *descr =
+        number == NPY_NOTYPE ? registered_descr(dtype) : PyArray_DescrFromType(number);
+    if (descr == NULL && PyErr_ExceptionMatches(PyExc_ImportError)) {
+        PyErr_Format(PyExc_ImportError,
+                     "NumPy has no %s of its own: pip install 'mlstate[dtypes]' for the "
+                     "package ml_dtypes, which adds it",
+                     mls_dtype_of(dtype)->name);
+    }
+    return descr;
+}
+
+/* The core's own names first: NumPy knows "bfloat16" only once ml_dtypes was imported. */
+PyArray_Descr *mlspy_descr_of_object(const mlspy_state *state, PyObject *object,
+                                     mls_dtype *out)
+{
+    PyArray_Descr *descr = NULL;
+    mls_dtype named;
+    Py_ssize_t length = 0;
+    const char *name =
+        PyUnicode_Check(object) ? PyUnicode_AsUTF8AndSize(object, &length) : NULL;
+    if (name != NULL && mls_dtype_from_name(name, (size_t)length, &named)) {
+        descr = asked_descr(named);
+    } else if (PyErr_Occurred() ||
+               PyArray_DescrConverter(object, &descr) != NPY_SUCCEED) {
+        return NULL;
+    }
+    /* NumPy has types that the core does not: text, dates, objects, long double */
+    if (descr != NULL && !mlspy_dtype_of_descr(descr, out)) {
+        mls_status st;
+        mls_fail(&st, MLS_E_DTYPE, "dtype %.60s is not supported",
+                 descr->typeobj->tp_name);
+        Py_CLEAR(descr);
+        mlspy_raise(state, &st, NULL);
+    }
+    return descr;
+}
+
+/* ---- ndarrays ---- */
+
+/* Only what the array has is written: most of a view is room for dimensions. */
+static void fill_view(PyArrayObject *array, mls_dtype dtype, mlspy_view *out)
+{
+    mls_tensor *t = &out->tensor;
+    t->data = PyArray_DATA(array);
+    t->dtype = dtype;
+    t->swapped = PyArray_ISBYTESWAPPED(array);
+    t->rank = PyArray_NDIM(array);
+    for (int axis = 0; axis < t->rank; axis++) {
+        t->shape[axis] = (size_t)PyArray_DIM(array, axis);
+        t->strides[axis] = PyArray_STRIDE(array, axis);
+    }
+    out->readonly = !PyArray_ISWRITEABLE(array);
+    out->owner = Py_NewRef((PyObject *)array);
+}
+
+/* The array itself is the owner.  Only its dtype can be refused: shape and strides may be
+ * whatever NumPy allows. */
+static int view_of_ndarray(const mlspy_state *state, PyArrayObject *array,
+                           const char *what, mlspy_view *out)
+{
+    mls_dtype dtype;
+    PyArray_Descr *descr = PyArray_DESCR(array);
+    if (!mlspy_dtype_of_descr(descr, &dtype)) {
+        mls_status st;
+        mls_fail(&st, MLS_E_DTYPE, "%s: dtype %.60s is not supported", what,
+                 descr->typeobj->tp_name);
+        mlspy_raise(state, &st, NULL);
+        return -1;
+    }
+    fill_view(array, dtype, out);
+    return 0;
+}
+
+/* ---- DLPack ---- */
+
+/* The core's dtype of a DLPack element; false where there is none, or where several lanes
+ * make up one element.  Code and bits are looked up as one number; integers, which come
+ * in all sizes, by their size. */
+static bool dlpack_dtype_of(dlpack_dtype kind, mls_dtype *out)
+{
+    if (kind.lanes != 1) {
+        return false;
+    }
+    switch (kind.code * 256 + kind.bits) {
+    case DLPACK_FLOAT * 256 + 16:
+        *out = MLS_F16;
+        return true;
+    case DLPACK_FLOAT * 256 + 32:
+        *out = MLS_F32;
+        return true;
+    case DLPACK_FLOAT * 256 + 64:
+        *out = MLS_F64;
+        return true;
+    case DLPACK_BFLOAT * 256 + 16:
+        *out = MLS_BF16;
+        return true;
+    case DLPACK_COMPLEX * 256 + 64:
+        *out = MLS_C64;
+        return true;
+    case DLPACK_BOOL * 256 + 8:
+        *out = MLS_BOOL;
+        return true;
+    case DLPACK_F8_E4M3FN * 256 + 8:
+        *out = MLS_F8_E4M3;
+        return true;
+    case DLPACK_F8_E4M3FNUZ * 256 + 8:
+        *out = MLS_F8_E4M3FNUZ;
+        return true;
+    case DLPACK_F8_E5M2 * 256 + 8:
+        *out = MLS_F8_E5M2;
+        return true;
+    case DLPACK_F8_E5M2FNUZ * 256 + 8:
+        *out = MLS_F8_E5M2FNUZ;
+        return true;
+    case DLPACK_F8_E8M0FNU * 256 + 8:
+        *out = MLS_F8_E8M0;
+        return true;
+    default:
+        return (kind.code == DLPACK_INT || kind.code == DLPACK_UINT) &&
+               kind.bits % 8 == 0 &&
+               integer_of(kind.code == DLPACK_INT, kind.bits / 8, out);
+    }
+}
+
+/* New reference to `array`, or to what its detach() gives where it requires a gradient:
+ * torch exports no tensor that is part of a graph, and the memory is the same. */
+static PyObject *without_graph(PyObject *array)
+{
+    PyObject *flag = PyObject_GetAttrString(array, "requires_grad");
+    if (flag == NULL) { /* most exporters know of no gradients */
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            return NULL;
+        }
+        PyErr_Clear();
+        return Py_NewRef(array);
+    }
+    const int required = PyObject_IsTrue(flag);
+    Py_DECREF(flag);
+    if (required <= 0) {
+        return required < 0 ? NULL : Py_NewRef(array);
+    }
+    return PyObject_CallMethod(array, "detach", NULL);
+}
+
+/* Whether the elements of a tensor are what its memory has with another sign: torch
+ * exports such a view as if it were not one.  -1 with an exception set. */
+static int is_negated(const mlspy_state *state, PyObject *array)
+{
+    PyObject *method = PyObject_GetAttr(array, state->negative_name);
+    if (method == NULL) { /* others have no such views */
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            return -1;
+        }
+        PyErr_Clear();
+        return 0;
+    }
+    PyObject *negative = PyObject_CallNoArgs(method);
+    const int negated = negative == NULL ? -1 : negative == Py_True;
+    Py_DECREF(method);
+    Py_XDECREF(negative);
+    return negated;
+}
+
+/* Put in front of an exporter's exception which array it is about: of a state of
+ * thousands, what torch says alone leads nowhere.  Only of those types that are made of a
+ * text alone; others go on as they are. */
+static void name_error(const char *what)
+{
+    PyObject *const types[] = {PyExc_BufferError, PyExc_RuntimeError, PyExc_TypeError,
+                               PyExc_ValueError};
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
+        if (type == types[i]) {
+            PyErr_Format(type, "%s: %S", what, error == NULL ? Py_None : error);
+            Py_DECREF(type);
+            Py_XDECREF(error);
+            Py_XDECREF(trace);
+            return;
+        }
+    }
+    PyErr_Restore(type, error, trace);
+}
+
+/* New reference to the capsule that `array` exports.  Read-only memory is only declared
+ * by the versioned form, which older exporters do not know. */
+static PyObject *export_capsule(PyObject *array)
+{
+    /* max_version=(1, 1); the stream argument is left out, since only devices have
+     * streams */
+    PyObject *plain = without_graph(array);
+    PyObject *method = plain == NULL ? NULL : PyObject_GetAttrString(plain, "__dlpack__");
+    PyObject *options =
+        method == NULL ? NULL : Py_BuildValue("{s(ii)}", "max_version", 1, 1);
+    PyObject *nothing = options == NULL ? NULL : PyTuple_New(0);
+    PyObject *capsule = NULL;
+    if (nothing != NULL) {
+        /* the capsule holds what it was made from: `plain` may go */
+        capsule = PyObject_Call(method, nothing, options);
+        /* an exporter from before the protocol had versions */
+        if (capsule == NULL && PyErr_ExceptionMatches(PyExc_TypeError)) {
+            PyErr_Clear();
+            capsule = PyObject_CallNoArgs(method);
+        }
+    }
+    Py_XDECREF(nothing);
+    Py_XDECREF(options);
+    Py_XDECREF(method);
+    Py_XDECREF(plain);
+    return capsule;
+}
+
+/* The tensor inside a capsule (borrowed), or NULL with TypeError set. */
+static const dlpack_tensor *capsule_tensor(PyObject *capsule, bool *readonly)
+{
+    *readonly = false;
+    if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
+        const dlpack_managed_versioned *m =
+            PyCapsule_GetPointer(capsule, "dltensor_versioned");
+        /* a higher major version may lay the structure out in another way */
+        if (m->major == 1) {
+            *readonly = (m->flags & DLPACK_READ_ONLY) != 0;
+            return &m->tensor;
+        }
+    } else if (PyCapsule_IsValid(capsule, "dltensor")) {
+        const dlpack_managed *m = PyCapsule_GetPointer(capsule, "dltensor");
+        return &m->tensor;
+    }
+    PyErr_SetString(PyExc_TypeError, "__dlpack__ gave a capsule of unknown version");
+    return NULL;
+}
+
+/* Whether all elements have an address, going from that of the first one. */
+static bool steps_fit(const mls_tensor *t)
+{
+    ptrdiff_t forth = 0, back = 0;
+    for (int axis = 0; axis < t->rank; axis++) {
+        if (t->shape[axis] == 0) {
+            return true; /* there are no elements */
+        }
+    }
+    for (int axis = 0; axis < t->rank; axis++) {
+        ptrdiff_t *sum = t->strides[axis] < 0 ? &back : &forth;
+        ptrdiff_t way;
+        if (__builtin_mul_overflow(t->strides[axis], t->shape[axis] - 1, &way) ||
+            __builtin_add_overflow(*sum, way, sum)) {
+            return false;
+        }
+    }
+    uintptr_t last;
+    return !__builtin_add_overflow((uintptr_t)t->data, forth, &last) &&
+           !__builtin_add_overflow((uintptr_t)t->data, back, &last);
+}
+
+/* Fill the shape and strides of `t`, which has its address; false where they do not fit.
+ */
+static bool take_dlpack_shape(const dlpack_tensor *from, mls_tensor *t)
+{
+    /* `packed` grows to the stride that C order gives the axis, should there be none */
+    size_t packed = mls_tensor_item_bytes(t);
+    const ptrdiff_t item = (ptrdiff_t)packed;
+    if (from->rank < 0 || from->rank > MLS_MAX_RANK ||
+        (from->rank > 0 && from->shape == NULL)) {
+        return false;
+    }
+    t->rank = from->rank;
+    for (int axis = t->rank - 1; axis >= 0; axis--) {
+        t->shape[axis] = (size_t)from->shape[axis];
+        t->strides[axis] = (ptrdiff_t)packed;
+        if (from->shape[axis] < 0 ||
+            (from->strides != NULL &&
+             __builtin_mul_overflow(from->strides[axis], item, &t->strides[axis])) ||
+            !mls_size_mul(packed, t->shape[axis] == 0 ? 1 : t->shape[axis], &packed) ||
+            packed > PTRDIFF_MAX) {
+            return false;
+        }
+    }
+    return steps_fit(t);
+}
+
+/* The two kinds of owners: what a tensor came in tells which deleter it has. */
+static const char plain_owner[] = "mlstate.dltensor";
+static const char versioned_owner[] = "mlstate.dltensor_versioned";
+
+/* Call the deleter of the tensor that an owner has; it may run Python, and the owner may
+ * go while an exception is on its way. */
+static void owner_end(PyObject *owner)
+{
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    if (PyCapsule_IsValid(owner, versioned_owner)) {
+        dlpack_managed_versioned *m = PyCapsule_GetPointer(owner, versioned_owner);
+        if (m->deleter != NULL) {
+            m->deleter(m);
+        }
+    } else {
+        dlpack_managed *m = PyCapsule_GetPointer(owner, plain_owner);
+        if (m->deleter != NULL) {
+            m->deleter(m);
+        }
+    }
+    PyErr_Restore(type, error, trace);
+}
+
+/* New reference to an owner of the tensor in `capsule`, which is marked as used, as the
+ * protocol wants it: an exporter that gives the same capsule to others must not free the
+ * memory under us.  NULL with an exception set, and the capsule as it was. */
+static PyObject *take_capsule(PyObject *capsule)
+{
+    PyObject *owner = NULL;
+    MLSPY_BEGIN_LOCKED(capsule)
+    const bool versioned = PyCapsule_IsValid(capsule, "dltensor_versioned") != 0;
+    void *managed =
+        PyCapsule_GetPointer(capsule, versioned ? "dltensor_versioned" : "dltensor");
+    if (managed != NULL) {
+        owner =
+            PyCapsule_New(managed, versioned ? versioned_owner : plain_owner, owner_end);
+    }
+    if (owner != NULL) { /* cannot fail: it is a capsule, and the name is given */
+        (void)PyCapsule_SetName(capsule,
+                                versioned ? "used_dltensor_versioned" : "used_dltensor");
+    }
+    MLSPY_END_LOCKED()
+    return owner;
+}
+
+/* Look at what a capsule has: device, type, shape and address. */
+static mls_code check_dlpack(const dlpack_tensor *from, const char *what, mls_tensor *out,
+                             mls_status *st)
+{
+    size_t elements = 0;
+    if (from->device_type != DLPACK_CPU && from->device_type != DLPACK_CUDA_HOST) {
+        return mls_fail(st, MLS_E_VALUE, "%s is not in this machine's main memory", what);
+    }
+    if (!dlpack_dtype_of(from->dtype, &out->dtype)) {
+        return mls_fail(st, MLS_E_DTYPE,
+                        "%s: DLPack type code %d with %d bits is not supported", what,
+                        from->dtype.code, from->dtype.bits);
+    }
+    /* an offset from nowhere, or past the last address, leads nowhere */
+    uintptr_t address;
+    const bool wraps =
+        __builtin_add_overflow((uintptr_t)from->data, from->byte_offset, &address);
+    out->data = from->data == NULL || wraps ? NULL : (unsigned char *)address;
+    if (!take_dlpack_shape(from, out)) {
+        return mls_fail(st, MLS_E_SHAPE, "%s: DLPack gives an impossible shape", what);
+    }
+    /* where there are no elements there may be no memory either */
+    if (out->data == NULL && mls_tensor_count(out, &elements) && elements > 0) {
+        return mls_fail(st, MLS_E_VALUE, "%s: DLPack gives elements without memory",
+                        what);
+    }
+    return MLS_OK;
+}
+
+/* As mlspy_view_of, for an object with __dlpack__. */
+static int view_of_dlpack(const mlspy_state *state, PyObject *array, const char *what,
+                          mlspy_view *out)
+{
+    mls_status st;
+    bool readonly;
+    mls_tensor t = {0};
+    PyObject *owner = NULL;
+    const int negated = is_negated(state, array);
+    if (negated > 0) {
+        PyErr_Format(PyExc_TypeError,
+                     "%s is a view that is negated when read: store its resolve_neg()",
+                     what);
+    }
+    PyObject *capsule = negated != 0 ? NULL : export_capsule(array);
+    if (capsule == NULL && negated == 0) {
+        name_error(what);
+    }
+    const dlpack_tensor *from =
+        capsule == NULL ? NULL : capsule_tensor(capsule, &readonly);
+    if (from != NULL && check_dlpack(from, what, &t, &st) != MLS_OK) {
+        mlspy_raise(state, &st, NULL);
+    } else if (from != NULL) {
+        owner = take_capsule(capsule);
+    }
+    Py_XDECREF(capsule); /* where it is not used it frees its tensor */
+    if (owner == NULL) {
+        return -1;
+    }
+    *out = (mlspy_view){.tensor = t, .readonly = readonly, .owner = owner};
+    return 0;
+}
+
+/* ---- __array_interface__ ---- */
+
+/* New reference to an ndarray over the memory that `object` offers, which it keeps alive;
+ * NULL without an exception where it offers none.  NumPy's scalars are copied: they have
+ * the interface too, but for the types of ml_dtypes it gives plain bytes. */
+static PyObject *array_over(PyObject *object)
+{
+    if (PyArray_IsScalar(object, Generic)) {
+        return PyArray_FromScalar(object, NULL);
+    }
+    PyObject *array = PyArray_FromInterface(object);
+    return array == Py_NotImplemented ? NULL : array; /* that one comes borrowed */
+}
+
+/* A write to the copy of a scalar would be lost, so that is read-only. */
+static int view_of_interface(const mlspy_state *state, PyObject *object, const char *what,
+                             mlspy_view *out)
+{
+    PyObject *array = array_over(object);
+    if (array == NULL) {
+        /* the last kind that is tried: what is not this either is no array */
+        if (!PyErr_Occurred()) {
+            PyErr_Format(PyExc_TypeError,
+                         "%s must be a NumPy array or a torch tensor, got %.100s", what,
+                         Py_TYPE(object)->tp_name);
+        }
+        return -1;
+    }
+    const int failed = view_of_ndarray(state, (PyArrayObject *)array, what, out);
+    if (failed == 0 && PyArray_IsScalar(object, Generic)) {
+        out->readonly = true;
+    }
+    Py_DECREF(array); /* the view has a reference of its own */
+    return failed;
+}
+
+/* ---- views ---- */
+
+/* Subclasses of ndarray are taken as arrays, whatever else they offer.  DLPack comes
+ * before the interface: it has every type of the core, and says where memory is on a
+ * device. */
+int mlspy_view_of(const mlspy_state *state, PyObject *array, const char *what,
+                  mlspy_view *out)
+{
+    out->owner = NULL;
+    if (PyArray_Check(array)) {
+        return view_of_ndarray(state, (PyArrayObject *)array, what, out);
+    }
+    if (PyObject_HasAttrString(array, "__dlpack__")) {
+        return view_of_dlpack(state, array, what, out);
+    }
+    return view_of_interface(state, array, what, out);
+}
+
+/* The exchange functions of an object's own type; NULL without an exception where it has
+ * none.  They are for objects of just that type: a subclass, which inherits them, may be
+ * more than its memory. */
+static const dlpack_exchange *exchange_of(const mlspy_state *state, PyObject *array)
+{
+    const PyTypeObject *type = Py_TYPE(array);
+    if (!PyType_HasFeature(Py_TYPE(array), Py_TPFLAGS_HEAPTYPE) ||
+        type->tp_dict == NULL) {
+        return NULL;
+    }
+    PyObject *capsule = PyDict_GetItemWithError(type->tp_dict, state->exchange_name);
+    const dlpack_exchange *found = NULL;
+    if (capsule != NULL && PyCapsule_IsValid(capsule, "dlpack_exchange_api")) {
+        found = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    }
+    return found != NULL && found->major == 1 && found->tensor_of != NULL ? found : NULL;
+}
+
+/* Whether a tensor is no part of a graph, and its elements are those in memory: torch
+ * has tensors whose negation is to come.  False with an exception where it cannot be
+ * asked. */
+static bool is_plain_tensor(const mlspy_state *state, PyObject *array)
+{
+    PyObject *graph = PyObject_GetAttr(array, state->graph_name);
+    PyObject *negative =
+        graph == Py_False ? PyObject_CallMethodNoArgs(array, state->negative_name) : NULL;
+    const bool plain = negative == Py_False;
+    Py_XDECREF(graph);
+    Py_XDECREF(negative);
+    return plain;
+}
+
+/* A tensor through its type's exchange functions, which take a tenth of the time of
+ * __dlpack__.  The owner is the tensor itself.  What torch raises for a tensor without
+ * memory of its own is dropped: the long way finds out again. */
+static bool view_by_exchange(const mlspy_state *state, PyObject *array, mlspy_view *out)
+{
+    const dlpack_exchange *exchange = exchange_of(state, array);
+    dlpack_tensor from = {0};
+    mls_status st;
+    if (exchange == NULL || !is_plain_tensor(state, array) ||
+        exchange->tensor_of(array, &from) != 0 ||
+        check_dlpack(&from, "an array", &out->tensor, &st) != MLS_OK ||
+        out->tensor.dtype == MLS_C64) { /* a conjugate may be to come */
+        PyErr_Clear();
+        return false;
+    }
+    out->tensor.swapped = false;
+    out->readonly = false;
+    out->owner = Py_NewRef(array);
+    return true;
+}
+
+bool mlspy_view_quickly(const mlspy_state *state, PyObject *array, bool writable,
+                        mlspy_view *out)
+{
+    mls_dtype dtype;
+    if (!PyArray_Check(array)) {
+        return view_by_exchange(state, array, out);
+    }
+    if (!mlspy_dtype_of_descr(PyArray_DESCR((PyArrayObject *)array), &dtype) ||
+        (writable && !PyArray_ISWRITEABLE((PyArrayObject *)array))) {
+        return false;
+    }
+    fill_view((PyArrayObject *)array, dtype, out);
+    return true;
+}
+
+/* A view of a read-only array is released again. */
+int mlspy_view_writable(const mlspy_state *state, PyObject *array, const char *what,
+                        mlspy_view *out)
+{
+    if (mlspy_view_of(state, array, what, out) < 0) {
+        return -1;
+    }
+    if (out->readonly) {
+        mlspy_view_release(out);
+        PyErr_Format(PyExc_ValueError, "%s is read-only: pass a writable array", what);
+        return -1;
+    }
+    return 0;
+}
+
+/* Needs the GIL: the owner may die here. */
+void mlspy_view_release(mlspy_view *view)
+{
+    Py_CLEAR(view->owner);
+}

@@ -1,0 +1,444 @@
+/* items: what a dict of arrays holds, held fast while it is worked on.
+ *
+ * A dict may change under whoever walks it: another thread assigns, or an array's own
+ * code runs.  So its entries are taken at one moment, with references of their own, and
+ * everything else works on those.
+ */
+#include "common/dict_items.h"
+
+#include "common/args.h"
+#include "common/array_view.h"
+#include "common/errors.h"
+#include "common/gil.h"
+#include "common/module_state.h"
+
+#include "base/memory.h"
+
+/* ---- keys and values ---- */
+
+/* Whether a value that is no ndarray can be used as one.  A class is not an array, though
+ * NumPy's scalar classes have the attribute; text is not, though NumPy's is a scalar. */
+static bool is_array_like(PyObject *value)
+{
+    if (PyType_Check(value) || PyUnicode_Check(value) || PyBytes_Check(value)) {
+        return false;
+    }
+    return PyObject_HasAttrString(value, "__dlpack__") ||
+           PyObject_HasAttrString(value, "__array_interface__");
+}
+
+/* Say why `value` is no tensor of a state. */
+static void refuse_value(PyObject *key, PyObject *value)
+{
+    if (PyDict_Check(value)) {
+        PyErr_Format(
+            PyExc_TypeError,
+            "%.200R is a %.100s: a state dict is flat; join the names with dots, "
+            "as in 'layer.weight'",
+            key, Py_TYPE(value)->tp_name);
+    } else if (PyArray_Check(value)) {
+        PyErr_Format(PyExc_TypeError,
+                     "%.200R is an array of Python objects: a state dict holds arrays of "
+                     "numbers",
+                     key);
+    } else {
+        PyErr_Format(PyExc_TypeError,
+                     "%.200R is a %.100s: a state dict holds arrays; wrap it in "
+                     "numpy.asarray with a dtype",
+                     key, Py_TYPE(value)->tp_name);
+    }
+}
+
+/* Anything else takes a second look. */
+bool mlspy_entry_is_plain(PyObject *key, PyObject *value)
+{
+    return PyUnicode_CheckExact(key) && PyUnicode_IS_COMPACT_ASCII(key) &&
+           PyArray_CheckExact(value) &&
+           !PyDataType_REFCHK(PyArray_DESCR((PyArrayObject *)value));
+}
+
+/* A subclass of str becomes a plain one. */
+PyObject *mlspy_check_entry(PyObject *key, PyObject *value)
+{
+    mls_text name;
+    if (mlspy_entry_is_plain(key, value)) {
+        return Py_NewRef(key);
+    }
+    if (!PyUnicode_CheckExact(key) || !PyUnicode_IS_COMPACT_ASCII(key)) {
+        if (mlspy_take_text(key, "tensor name", &name) < 0) {
+            return NULL;
+        }
+    }
+    const bool good = PyArray_Check(value)
+                          ? !PyDataType_REFCHK(PyArray_DESCR((PyArrayObject *)value))
+                          : is_array_like(value);
+    if (!good) {
+        refuse_value(key, value);
+        return NULL;
+    }
+    return PyUnicode_FromObject(key);
+}
+
+/* ---- taking the entries ---- */
+
+/* New references to all keys and values.  No code of others runs in between. */
+static int take_all(PyObject *dict, mlspy_items *out)
+{
+    bool failed = false;
+    MLSPY_BEGIN_LOCKED(dict)
+    PyObject *key, *value;
+    Py_ssize_t at = 0;
+    out->items = mls_alloc((size_t)PyDict_GET_SIZE(dict), sizeof *out->items);
+    failed = out->items == NULL;
+    while (!failed && PyDict_Next(dict, &at, &key, &value)) {
+        out->items[out->count].key = Py_NewRef(key);
+        out->items[out->count++].value = Py_NewRef(value);
+    }
+    MLSPY_END_LOCKED()
+    if (failed) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    return 0;
+}
+
+/* After this the dict may become what it likes. */
+int mlspy_items_of(PyObject *dict, const char *what, mlspy_items *out)
+{
+    *out = (mlspy_items){0};
+    if (!PyDict_Check(dict)) {
+        PyErr_Format(PyExc_TypeError, "%s must be a dict of arrays, got %.100s", what,
+                     Py_TYPE(dict)->tp_name);
+        return -1;
+    }
+    if (take_all(dict, out) < 0) {
+        return -1;
+    }
+    /* names after entries: encoding one allocates, which may run a collection */
+    for (size_t i = 0; i < out->count; i++) {
+        mlspy_item *item = &out->items[i];
+        if (PyUnicode_CheckExact(item->key) && PyUnicode_IS_COMPACT_ASCII(item->key)) {
+            item->name.data = (const char *)PyUnicode_1BYTE_DATA(item->key);
+            item->name.length = (size_t)PyUnicode_GET_LENGTH(item->key);
+        } else if (mlspy_take_text(item->key, "tensor name", &item->name) < 0) {
+            mlspy_items_release(out);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* The facts alone: key and value stay, to be asked again. */
+void mlspy_item_forget(mlspy_item *item)
+{
+    Py_CLEAR(item->text);
+    mls_free(item->owned_shape);
+    item->owned_shape = NULL;
+}
+
+/* Needs the GIL: arrays may die here. */
+void mlspy_items_release(mlspy_items *items)
+{
+    for (size_t i = 0; i < items->count; i++) {
+        Py_XDECREF(items->items[i].key);
+        Py_XDECREF(items->items[i].value);
+        mlspy_item_forget(&items->items[i]);
+    }
+    mls_free(items->items);
+    *items = (mlspy_items){0};
+}
+
+/* A new reference in any version: a borrowed one may die in a free-threaded Python. */
+int mlspy_dict_get(PyObject *dict, PyObject *key, PyObject **out)
+{
+#if PY_VERSION_HEX >= 0x030D0000
+    return PyDict_GetItemRef(dict, key, out);
+#else
+    PyObject *found = PyDict_GetItemWithError(dict, key); /* borrowed */
+    *out = Py_XNewRef(found);
+    return found != NULL ? 1 : PyErr_Occurred() ? -1 : 0;
+#endif
+}
+
+/* The dict keeps the key. */
+int mlspy_dict_set(PyObject *dict, const char *key, PyObject *value)
+{
+    PyObject *text = PyUnicode_FromString(key);
+    const int failed = text == NULL ? -1 : PyDict_SetItem(dict, text, value);
+    Py_XDECREF(text);
+    return failed;
+}
+
+#if !defined(Py_GIL_DISABLED)
+/* Whether two keys are the same str; a key that is none is looked up. */
+static bool same_key(PyObject *a, PyObject *b)
+{
+    return a == b || (PyUnicode_CheckExact(a) && PyUnicode_CheckExact(b) &&
+                      PyUnicode_GET_LENGTH(a) == PyUnicode_GET_LENGTH(b) &&
+                      PyUnicode_Compare(a, b) == 0);
+}
+#endif
+
+/* The next entry of the dict, where it is the one looked for; hashing starts with the
+ * first that is not. */
+static bool next_is(mlspy_finder *finder, PyObject *key, PyObject **out)
+{
+#if defined(Py_GIL_DISABLED)
+    (void)finder, (void)key, (void)out;
+    return false;
+#else
+    PyObject *next, *value;
+    if (!finder->in_step || !PyDict_Next(finder->dict, &finder->at, &next, &value) ||
+        !same_key(next, key)) {
+        finder->in_step = false;
+        return false;
+    }
+    *out = Py_NewRef(value);
+    return true;
+#endif
+}
+
+/* Equal state dicts have equal order: then each name is found without its hash. */
+int mlspy_find(mlspy_finder *finder, PyObject *key, PyObject **out)
+{
+    return next_is(finder, key, out) ? 1 : mlspy_dict_get(finder->dict, key, out);
+}
+
+/* ---- shapes and dtypes ---- */
+
+/* The name of a dtype: the core's, or as its package prints it, "torch." left out, which
+ * the item keeps. */
+static int take_dtype_text(PyObject *dtype, mlspy_item *item)
+{
+    mls_dtype known;
+    if (PyArray_DescrCheck(dtype) &&
+        mlspy_dtype_of_descr((PyArray_Descr *)dtype, &known)) {
+        item->facts.dtype = mls_dtype_of(known)->name;
+        return 0;
+    }
+    PyObject *text = PyObject_Str(dtype);
+    const char *name = text == NULL ? NULL : PyUnicode_AsUTF8(text);
+    if (name == NULL) {
+        Py_XDECREF(text);
+        return -1;
+    }
+    /* torch.float32 is what NumPy calls float32, and all names of the core are NumPy's */
+    const size_t skipped = strncmp(name, "torch.", 6) == 0 ? 6 : 0;
+    item->text = text;
+    item->facts.dtype = name + skipped;
+    return 0;
+}
+
+/* Room in the item for its shape; NULL with MemoryError set. */
+static size_t *make_shape(mlspy_item *item, int rank)
+{
+    size_t *sizes = item->few;
+    if (rank > MLSPY_FEW_AXES) {
+        sizes = item->owned_shape = mls_alloc((size_t)rank, sizeof *sizes);
+    }
+    if (sizes == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    item->facts.shape = sizes;
+    item->facts.rank = rank;
+    return sizes;
+}
+
+/* Copied, since the array's own are gone when somebody assigns to its .shape meanwhile:
+ * another item's code, or another thread's. */
+static int facts_of_ndarray(mlspy_item *item)
+{
+    PyArrayObject *array = (PyArrayObject *)item->value;
+    mls_dtype dtype;
+    const int rank = PyArray_NDIM(array);
+    size_t *sizes = make_shape(item, rank);
+    if (sizes == NULL) {
+        return -1;
+    }
+    for (int axis = 0; axis < rank; axis++) {
+        sizes[axis] = (size_t)PyArray_DIM(array, axis);
+    }
+    if (mlspy_dtype_of_descr(PyArray_DESCR(array), &dtype)) {
+        item->facts.dtype = mls_dtype_of(dtype)->name;
+        return 0;
+    }
+    /* the byte order is no part of a dtype's name here, as it is none for our own dtypes
+     */
+    PyArray_Descr *native = PyArray_DescrNewByteorder(PyArray_DESCR(array), NPY_NATIVE);
+    const int failed = native == NULL ? -1 : take_dtype_text((PyObject *)native, item);
+    Py_XDECREF(native);
+    return failed;
+}
+
+/* A dimension as its array says it, of any kind of int; false with an exception set. */
+static bool take_size(PyObject *object, size_t *out)
+{
+    PyObject *number = PyNumber_Index(object);
+    const Py_ssize_t size = number == NULL ? -1 : PyLong_AsSsize_t(number);
+    Py_XDECREF(number);
+    if (size < 0) {
+        if (!PyErr_Occurred()) {
+            PyErr_SetString(PyExc_OverflowError, "negative");
+        }
+        return false;
+    }
+    *out = (size_t)size;
+    return true;
+}
+
+/* Dimensions out of a tuple of anybody's: it may be longer than any array's, or hold no
+ * numbers.  False with or without an exception. */
+static bool take_sizes(PyObject *tuple, mlspy_item *item)
+{
+    const Py_ssize_t rank = PyTuple_GET_SIZE(tuple);
+    size_t *sizes = rank > MLS_MAX_RANK ? NULL : make_shape(item, (int)rank);
+    bool good = sizes != NULL;
+    for (Py_ssize_t i = 0; good && i < rank; i++) {
+        good = take_size(PyTuple_GET_ITEM(tuple, i), &sizes[i]);
+    }
+    return good;
+}
+
+/* -1 with an exception set: CompatibilityError for what is no shape. */
+static int take_shape(const mlspy_state *state, PyObject *shape, mlspy_item *item)
+{
+    mls_status st;
+    PyObject *tuple = PySequence_Tuple(shape);
+    const bool good = tuple != NULL && take_sizes(tuple, item);
+    Py_XDECREF(tuple);
+    if (good) {
+        return 0;
+    }
+    /* what the object itself raised is its own affair */
+    if (!PyErr_Occurred() || PyErr_ExceptionMatches(PyExc_TypeError) ||
+        PyErr_ExceptionMatches(PyExc_OverflowError)) {
+        PyErr_Clear();
+        mls_fail(&st, MLS_E_SHAPE, "'%.140s': its shape is no tuple of at most %d sizes",
+                 item->name.data, (int)MLS_MAX_RANK);
+        mls_status_name(&st, item->name.data, item->name.length);
+        mlspy_raise(state, &st, NULL);
+    }
+    return -1;
+}
+
+/* An array that says its shape and dtype is asked for them, whatever memory it is in: a
+ * tensor on a device, or on torch's meta device, has facts too. */
+static int facts_of_attributes(const mlspy_state *state, PyObject *shape, PyObject *dtype,
+                               mlspy_item *item)
+{
+    return take_shape(state, shape, item) < 0 || take_dtype_text(dtype, item) < 0 ? -1
+                                                                                  : 0;
+}
+
+/* What offers nothing but its memory is viewed. */
+static int facts_of_view(const mlspy_state *state, mlspy_item *item)
+{
+    char what[MLS_NAME_BYTES];
+    PyOS_snprintf(what, sizeof what, "'%.140s'", item->name.data);
+    mlspy_view view;
+    if (mlspy_view_of(state, item->value, what, &view) < 0) {
+        return -1;
+    }
+    /* the view goes, its shape must stay */
+    size_t *sizes = make_shape(item, view.tensor.rank);
+    if (sizes != NULL) {
+        memcpy(sizes, view.tensor.shape, (size_t)view.tensor.rank * sizeof *sizes);
+        item->facts.dtype = mls_dtype_of(view.tensor.dtype)->name;
+    }
+    mlspy_view_release(&view);
+    return sizes == NULL ? -1 : 0;
+}
+
+/* Asked when they are needed, not for every array: a property may cost a lot. */
+int mlspy_item_facts(const mlspy_state *state, mlspy_item *item)
+{
+    /* the quick way first: nearly all arrays are NumPy's */
+    if (PyArray_Check(item->value)) {
+        return facts_of_ndarray(item);
+    }
+    /* both may be properties that run code of others: everything is held meanwhile */
+    PyObject *shape = PyObject_GetAttr(item->value, state->shape_name);
+    PyObject *dtype =
+        shape == NULL ? NULL : PyObject_GetAttr(item->value, state->dtype_name);
+    int failed = -1;
+    if (dtype != NULL) {
+        failed = facts_of_attributes(state, shape, dtype, item);
+    } else if (PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        PyErr_Clear();
+        failed = facts_of_view(state, item);
+    }
+    Py_XDECREF(shape);
+    Py_XDECREF(dtype);
+    return failed;
+}
+
+/* Of all; the first that fails ends it, and the release forgets the others. */
+int mlspy_items_facts(const mlspy_state *state, mlspy_items *items)
+{
+    for (size_t i = 0; i < items->count; i++) {
+        if (mlspy_item_facts(state, &items->items[i]) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* What an array says of its bytes: 1, 0 where it says nothing of use, -1 with an
+ * exception set. */
+static int said_bytes(PyObject *array, uint64_t *out)
+{
+    PyObject *said = PyObject_GetAttrString(array, "nbytes");
+    PyObject *number = said == NULL ? NULL : PyNumber_Index(said);
+    const unsigned long long bytes =
+        number == NULL ? 0 : PyLong_AsUnsignedLongLong(number);
+    Py_XDECREF(number);
+    Py_XDECREF(said);
+    if (!PyErr_Occurred()) {
+        *out = bytes;
+        return 1;
+    }
+    if (!PyErr_ExceptionMatches(said == NULL ? PyExc_AttributeError : PyExc_TypeError) &&
+        !PyErr_ExceptionMatches(PyExc_OverflowError)) {
+        return -1;
+    }
+    PyErr_Clear();
+    return 0;
+}
+
+/* An array that says how many bytes it has is believed; others are viewed. */
+int mlspy_array_bytes(const mlspy_state *state, PyObject *array, uint64_t *out)
+{
+    if (PyArray_Check(array)) {
+        *out = (uint64_t)PyArray_NBYTES((PyArrayObject *)array);
+        return 0;
+    }
+    const int said = said_bytes(array, out);
+    if (said != 0) {
+        return said < 0 ? -1 : 0;
+    }
+    mlspy_view view;
+    size_t bytes = 0;
+    if (mlspy_view_of(state, array, "tensor", &view) < 0) {
+        return -1;
+    }
+    (void)mls_tensor_bytes(&view.tensor, &bytes); /* it lies in memory, so it fits */
+    *out = bytes;
+    mlspy_view_release(&view);
+    return 0;
+}
+
+/* As NumPy and torch say shapes, so that the two can be compared in Python. */
+PyObject *mlspy_shape_tuple(const mls_facts *facts)
+{
+    PyObject *tuple = PyTuple_New(facts->rank);
+    for (int axis = 0; tuple != NULL && axis < facts->rank; axis++) {
+        PyObject *size = PyLong_FromSize_t(facts->shape[axis]);
+        if (size == NULL) {
+            Py_CLEAR(tuple);
+        } else {
+            PyTuple_SET_ITEM(tuple, axis, size);
+        }
+    }
+    return tuple;
+}

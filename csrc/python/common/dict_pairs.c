@@ -1,0 +1,313 @@
+/* pairs: two dicts side by side, what differs as lists, and views of both sides.
+ *
+ * Source and target are each taken at one moment; the core pairs their names up.  The
+ * arrays of every pair are held, whatever happens to the dicts.
+ */
+#include "common/dict_pairs.h"
+
+#include "common/args.h"
+#include "common/array_view.h"
+#include "common/errors.h"
+#include "common/dict_items.h"
+#include "common/module_state.h"
+
+#include "base/memory.h"
+#include "state/name_match.h"
+
+/* Accepts pairs that mlspy_pairs_init left half done. */
+void mlspy_pairs_fini(mlspy_pairs *p)
+{
+    mlspy_items_release(&p->source);
+    mlspy_items_release(&p->target);
+    mls_free(p->pairs);
+    mls_free(p->bits);
+    *p = (mlspy_pairs){0};
+}
+
+/* Texts of the names of some items; NULL with MemoryError set. */
+static mls_text *texts_of(const mlspy_items *items)
+{
+    mls_text *texts = mls_realloc(NULL, items->count, sizeof *texts);
+    if (texts == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    for (size_t i = 0; i < items->count; i++) {
+        texts[i] = items->items[i].name;
+    }
+    return texts;
+}
+
+/* Arrange the target's items in the order of the pairs: the partner of each source item,
+ * or an item without key, then the rest.  `all` is emptied. */
+static int arrange(mlspy_pairs *p, mlspy_items *all, const size_t *partners,
+                   const size_t *rest, size_t rest_count)
+{
+    p->count = p->source.count + rest_count; /* no more than both dicts have in memory */
+    size_t in_step = 0;
+    while (in_step < p->source.count && partners[in_step] == in_step) {
+        in_step++;
+    }
+    if (in_step == p->count) { /* nothing needs to move */
+        p->target = *all;
+        *all = (mlspy_items){0};
+        return 0;
+    }
+    p->target.items = mls_alloc(p->count, sizeof *p->target.items);
+    if (p->target.items == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    p->target.count = p->count;
+    for (size_t i = 0; i < p->count; i++) {
+        const size_t from = i < p->source.count ? partners[i] : rest[i - p->source.count];
+        if (from != MLS_NO_PARTNER) {
+            p->target.items[i] = all->items[from];
+        }
+    }
+    mls_free(all->items); /* its references moved */
+    *all = (mlspy_items){0};
+    return 0;
+}
+
+/* Pair the names of both dicts up. */
+static int match_items(const mlspy_state *state, mlspy_pairs *p, mlspy_items *all)
+{
+    mls_status st;
+    size_t rest_count;
+    mls_text *source = texts_of(&p->source);
+    mls_text *target = source == NULL ? NULL : texts_of(all);
+    size_t *partners = mls_realloc(NULL, p->source.count, sizeof *partners);
+    size_t *rest = mls_realloc(NULL, all->count, sizeof *rest);
+    int failed = -1;
+    if (target == NULL || partners == NULL || rest == NULL) {
+        PyErr_NoMemory();
+    } else if (mls_names_match(source, p->source.count, target, all->count, partners,
+                               rest, &rest_count, &st) != MLS_OK) {
+        mlspy_raise(state, &st, NULL);
+    } else {
+        failed = arrange(p, all, partners, rest, rest_count);
+    }
+    mls_free(rest);
+    mls_free(partners);
+    mls_free(target);
+    mls_free(source);
+    return failed;
+}
+
+/* Fill in the pairs from the items.  After this no item may move: facts of few axes point
+ * into the item that has them. */
+static int make_pairs(const mlspy_state *state, mlspy_pairs *p)
+{
+    p->pairs = mls_alloc(p->count, sizeof *p->pairs);
+    p->bits = mls_alloc(p->count, sizeof *p->bits);
+    if (p->pairs == NULL || p->bits == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (size_t i = 0; i < p->count; i++) {
+        mlspy_item *from = i < p->source.count ? &p->source.items[i] : NULL;
+        mlspy_item *to = &p->target.items[i];
+        mls_fact_pair *pair = &p->pairs[i];
+        pair->has_source = from != NULL;
+        pair->has_target = to->key != NULL;
+        pair->name = from != NULL ? from->name : to->name;
+        /* shapes and dtypes are only asked for where there is something to compare */
+        if (from == NULL || to->key == NULL) {
+            continue;
+        }
+        if (mlspy_item_facts(state, from) < 0 || mlspy_item_facts(state, to) < 0) {
+            return -1;
+        }
+        pair->source = from->facts;
+        pair->target = to->facts;
+    }
+    p->counts = mls_compat_compare(p->pairs, p->count, p->bits);
+    return 0;
+}
+
+/* The target's type is looked at first, before the source's entries are taken in
+ * vain. */
+int mlspy_pairs_init(const mlspy_state *state, PyObject *source, PyObject *target,
+                     mlspy_pairs *p)
+{
+    mlspy_items all = {0};
+    *p = (mlspy_pairs){0};
+    const bool good = mlspy_take_dict(target, "target") == 0 &&
+                      mlspy_items_of(source, "source", &p->source) == 0 &&
+                      mlspy_items_of(target, "target", &all) == 0 &&
+                      match_items(state, p, &all) == 0 && make_pairs(state, p) == 0;
+    mlspy_items_release(&all);
+    if (!good) {
+        mlspy_pairs_fini(p);
+    }
+    return good ? 0 : -1;
+}
+
+/* ---- what differs, as lists ---- */
+
+/* The key of a pair (borrowed). */
+PyObject *mlspy_pair_key(const mlspy_pairs *p, size_t i)
+{
+    return i < p->source.count ? p->source.items[i].key : p->target.items[i].key;
+}
+
+/* New list of the names that have a bit. */
+static PyObject *names_with(const mlspy_pairs *p, unsigned bit)
+{
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list != NULL && i < p->count; i++) {
+        if ((p->bits[i] & bit) != 0 && PyList_Append(list, mlspy_pair_key(p, i)) < 0) {
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
+/* (name, shape of the source, shape of the target) */
+static PyObject *shape_entry(PyObject *key, const mls_fact_pair *pair)
+{
+    PyObject *source = mlspy_shape_tuple(&pair->source);
+    PyObject *target = source == NULL ? NULL : mlspy_shape_tuple(&pair->target);
+    PyObject *entry = target == NULL ? NULL : PyTuple_Pack(3, key, source, target);
+    Py_XDECREF(source);
+    Py_XDECREF(target);
+    return entry;
+}
+
+/* (name, dtype of the source, dtype of the target) */
+static PyObject *dtype_entry(PyObject *key, const mls_fact_pair *pair)
+{
+    return Py_BuildValue("(Oss)", key, pair->source.dtype, pair->target.dtype);
+}
+
+/* New list of what `entry` makes of the pairs that have a bit. */
+static PyObject *entries_with(const mlspy_pairs *p, unsigned bit,
+                              PyObject *(*entry)(PyObject *, const mls_fact_pair *))
+{
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list != NULL && i < p->count; i++) {
+        if ((p->bits[i] & bit) != 0) {
+            PyObject *made = entry(mlspy_pair_key(p, i), &p->pairs[i]);
+            if (made == NULL || PyList_Append(list, made) < 0) {
+                Py_CLEAR(list);
+            }
+            Py_XDECREF(made);
+        }
+    }
+    return list;
+}
+
+/* (missing, unexpected, shapes, dtypes), seen from the source or from the target. */
+PyObject *mlspy_pairs_report(const mlspy_pairs *p, bool from_target)
+{
+    const unsigned missing = from_target ? MLS_UNEXPECTED : MLS_MISSING;
+    const unsigned unexpected = from_target ? MLS_MISSING : MLS_UNEXPECTED;
+    /* Py_BuildValue passes a NULL on as an error and drops the others */
+    return Py_BuildValue("(NNNN)", names_with(p, missing), names_with(p, unexpected),
+                         entries_with(p, MLS_SHAPE_DIFFERS, shape_entry),
+                         entries_with(p, MLS_DTYPE_DIFFERS, dtype_entry));
+}
+
+/* ---- views, and work without the GIL ---- */
+
+/* New reference to what lends the memory of an array: tensors that are part of a graph,
+ * parameters above all, only lend it detached. */
+static PyObject *lender_of(PyObject *array)
+{
+    PyObject *needs =
+        PyArray_Check(array) ? NULL : PyObject_GetAttrString(array, "requires_grad");
+    if (needs == NULL) {
+        if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            return NULL;
+        }
+        PyErr_Clear();
+        return Py_NewRef(array);
+    }
+    const int detach = PyObject_IsTrue(needs);
+    Py_DECREF(needs);
+    if (detach < 0) {
+        return NULL;
+    }
+    return detach ? PyObject_CallMethod(array, "detach", NULL) : Py_NewRef(array);
+}
+
+/* Turn the BufferError of a tensor without memory here into our own, with its name. */
+static void name_buffer_error(const mlspy_state *state, const char *what)
+{
+    PyObject *reason;
+#if PY_VERSION_HEX >= 0x030C0000
+    reason = PyErr_GetRaisedException();
+#else
+    PyObject *type, *trace;
+    PyErr_Fetch(&type, &reason, &trace);
+    PyErr_NormalizeException(&type, &reason, &trace);
+    Py_XDECREF(type);
+    Py_XDECREF(trace);
+#endif
+    PyErr_Format(state->errors[MLSPY_ERROR_COMPATIBILITY],
+                 "%s: its memory cannot be read: %S", what, reason);
+    Py_XDECREF(reason);
+}
+
+/* View one array; errors name it.  The view has an owner of its own, so that a lender
+ * made for the occasion may go. */
+int mlspy_view_item(const mlspy_state *state, const mlspy_item *item, const char *side,
+                    bool writable, mlspy_view *out)
+{
+    if (mlspy_view_quickly(state, item->value, writable, out)) {
+        return 0;
+    }
+    char what[MLS_NAME_BYTES];
+    PyOS_snprintf(what, sizeof what, "%s'%.140s'", side, item->name.data);
+    *out = (mlspy_view){0};
+    PyObject *lender = lender_of(item->value);
+    if (lender == NULL) {
+        return -1;
+    }
+    const int failed = writable ? mlspy_view_writable(state, lender, what, out)
+                                : mlspy_view_of(state, lender, what, out);
+    Py_DECREF(lender);
+    if (failed < 0 && PyErr_ExceptionMatches(PyExc_BufferError)) {
+        name_buffer_error(state, what);
+    }
+    return failed;
+}
+
+/* What array.tobytes() gives.  Not all arrays have it, and none of torch has. */
+static PyObject *bytes_of(const mlspy_state *state, const mlspy_item *item)
+{
+    PyObject *raw = PyObject_CallMethod(item->value, "tobytes", NULL);
+    if (raw == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        PyErr_Format(state->errors[MLSPY_ERROR_COMPATIBILITY],
+                     "%.200R: the elements of dtype %.60s of a %.100s cannot be read",
+                     item->key, item->facts.dtype, Py_TYPE(item->value)->tp_name);
+    }
+    return raw;
+}
+
+/* New reference to the bytes of an array of a dtype that only its package knows, packed
+ * and in this machine's byte order: so that byte order alone makes no difference. */
+PyObject *mlspy_raw_bytes(const mlspy_state *state, const mlspy_item *item)
+{
+    PyObject *array = item->value;
+    if (!PyArray_Check(array) || PyArray_ISNOTSWAPPED((PyArrayObject *)array)) {
+        return bytes_of(state, item);
+    }
+    PyArray_Descr *native =
+        PyArray_DescrNewByteorder(PyArray_DESCR((PyArrayObject *)array), NPY_NATIVE);
+    PyObject *turned =
+        native == NULL ? NULL : PyArray_FromAny(array, native, 0, 0, 0, NULL);
+    PyObject *raw = turned == NULL ? NULL : PyObject_CallMethod(turned, "tobytes", NULL);
+    Py_XDECREF(turned);
+    return raw;
+}
+
+/* Whether the core knows the dtype of an array: others are compared as bytes. */
+bool mlspy_is_known(const mlspy_item *item)
+{
+    mls_dtype dtype;
+    /* a name without a text of its own is a constant of the core */
+    return item->text == NULL ||
+           mls_dtype_from_name(item->facts.dtype, strlen(item->facts.dtype), &dtype);
+}

@@ -1,0 +1,85 @@
+/* dlpack: the structures of the DLPack exchange protocol, as its specification lays them
+ * out (version 1.1, https://dmlc.github.io/dlpack/latest/c_api.html).
+ *
+ * An exporter's __dlpack__ gives a capsule around one of the two managed structures.  Who
+ * consumes a capsule renames it and calls the deleter in the end; who does not leaves
+ * that to the capsule itself, which is what array_view.c relies on.  Field order and widths
+ * are an interface between binaries: nothing here may be changed.
+ */
+#ifndef MLSPY_DLPACK_H
+#define MLSPY_DLPACK_H
+
+#include <stdint.h>
+
+enum { DLPACK_CPU = 1, DLPACK_CUDA_HOST = 3 }; /* device types whose memory we can read */
+
+/* Element kinds that the core knows; the kinds from 8 on are 8-bit floats. */
+enum {
+    DLPACK_INT = 0,
+    DLPACK_UINT = 1,
+    DLPACK_FLOAT = 2,
+    DLPACK_BFLOAT = 4,
+    DLPACK_COMPLEX = 5,
+    DLPACK_BOOL = 6,
+    DLPACK_F8_E4M3FN = 10,
+    DLPACK_F8_E4M3FNUZ = 11,
+    DLPACK_F8_E5M2 = 12,
+    DLPACK_F8_E5M2FNUZ = 13,
+    DLPACK_F8_E8M0FNU = 14
+};
+
+enum { DLPACK_READ_ONLY = 1 }; /* bit of dlpack_managed_versioned.flags */
+
+/* `bits` of one lane; vectors have several lanes, and the core takes none of them. */
+typedef struct dlpack_dtype {
+    uint8_t code; /* element kind */
+    uint8_t bits;
+    uint16_t lanes;
+} dlpack_dtype;
+
+/* The first element lies at `data` + `byte_offset`. */
+typedef struct dlpack_tensor {
+    void *data;
+    int32_t device_type;
+    int32_t device_id;
+    int32_t rank;
+    dlpack_dtype dtype;
+    int64_t *shape;
+    int64_t *strides; /* in elements; NULL means C order */
+    uint64_t byte_offset;
+} dlpack_tensor;
+
+/* What a capsule named "dltensor" points to. */
+typedef struct dlpack_managed {
+    dlpack_tensor tensor;
+    void *context;
+    void (*deleter)(struct dlpack_managed *self);
+} dlpack_managed;
+
+/* What a capsule named "dltensor_versioned" points to. */
+typedef struct dlpack_managed_versioned {
+    uint32_t major;
+    uint32_t minor;
+    void *context;
+    void (*deleter)(struct dlpack_managed_versioned *self);
+    uint64_t flags;
+    dlpack_tensor tensor;
+} dlpack_managed_versioned;
+
+/* What the capsule "dlpack_exchange_api" points to, which a type may have as
+ * __dlpack_c_exchange_api__ (version 1.2 of the specification).  It lives as long as the
+ * process.  A function that we do not call has a type that fits none of its calls. */
+typedef struct dlpack_exchange {
+    uint32_t major; /* another one has other functions */
+    uint32_t minor;
+    const void *earlier;
+    void (*allocate)(void);
+    void (*managed_of)(void);
+    void (*object_of)(void);
+    /* Fill `out`, which borrows everything from `object`; 0, or -1 with an exception set.
+     * NULL where the exporter has none. */
+    int (*tensor_of)(void *object, dlpack_tensor *out);
+    void (*stream)(void);
+} dlpack_exchange;
+
+#endif

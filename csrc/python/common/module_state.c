@@ -1,0 +1,168 @@
+/* module_state: the state of the extension module, from its creation to its end. */
+#include "common/module_state.h"
+
+#include "runtime/cpu_features.h"
+#include "base/memory.h"
+#include "base/status.h"
+
+#include <stdlib.h>
+
+/* ---- finding it ---- */
+
+/* Never NULL for a module made from mlspy_module_def; `m_size` asks for the memory. */
+mlspy_state *mlspy_state_of(PyObject *module)
+{
+    return PyModule_GetState(module);
+}
+
+/* Searches the bases, so that a Python subclass finds us too. */
+PyObject *mlspy_module_of(PyTypeObject *type)
+{
+    return PyType_GetModuleByDef(type, &mlspy_module_def);
+}
+
+/* ---- filling it ---- */
+
+/* Threads to begin with: a few, since memory and not arithmetic is the limit. */
+static size_t default_threads(void)
+{
+    enum { ENOUGH = 4 };
+    const size_t cpus = mls_cpu_count();
+    return cpus < ENOUGH ? cpus : ENOUGH;
+}
+
+/* Choose kernels and make the pool, which starts no thread yet.  A wrong MLSTATE_CPU
+ * fails the import. */
+static int start_core(mlspy_state *state)
+{
+    mls_status st;
+    mls_cpu cpu;
+    if (mls_cpu_choose(getenv("MLSTATE_CPU"), &cpu, &st) != MLS_OK) {
+        PyErr_Format(PyExc_ImportError, "MLSTATE_CPU: %s", st.text);
+        return -1;
+    }
+    if (mls_store_choices_init(&state->choices, getenv("MLSTATE_COPY"), &st) != MLS_OK) {
+        PyErr_Format(PyExc_ImportError, "MLSTATE_COPY: %s", st.text);
+        return -1;
+    }
+    state->own_kernels = *mls_kernels_of(cpu);
+    state->own_kernels.choices = &state->choices;
+    state->kernels = &state->own_kernels;
+    if (mls_pool_new(default_threads(), &state->pool, &st) != MLS_OK) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    return 0;
+}
+
+/* Names of attributes that are asked of every tensor. */
+static int intern_names(mlspy_state *state)
+{
+    state->shape_name = PyUnicode_InternFromString("shape");
+    state->dtype_name = PyUnicode_InternFromString("dtype");
+    state->itemsize_name = PyUnicode_InternFromString("itemsize");
+    state->nbytes_name = PyUnicode_InternFromString("nbytes");
+    state->exchange_name = PyUnicode_InternFromString("__dlpack_c_exchange_api__");
+    state->graph_name = PyUnicode_InternFromString("requires_grad");
+    state->negative_name = PyUnicode_InternFromString("is_neg");
+    return state->shape_name == NULL || state->dtype_name == NULL ||
+                   state->itemsize_name == NULL || state->nbytes_name == NULL ||
+                   state->exchange_name == NULL || state->graph_name == NULL ||
+                   state->negative_name == NULL
+               ? -1
+               : 0;
+}
+
+/* Kernels first: a wrong environment variable is the likeliest failure. */
+int mlspy_state_init(mlspy_state *state)
+{
+    return start_core(state) < 0 || intern_names(state) < 0 ? -1 : 0;
+}
+
+/* ---- traverse, clear, free ---- */
+
+/* For tp_traverse. */
+static int visit_bytes_getters(mlspy_state *state, visitproc visit, void *arg)
+{
+    for (int i = 0; i < MLSPY_TENSOR_CLASSES; i++) {
+        Py_VISIT(
+            atomic_load_explicit(&state->bytes_getters[i].type, memory_order_relaxed));
+    }
+    return 0;
+}
+
+/* For tp_clear; the places are free afterwards. */
+static void clear_bytes_getters(mlspy_state *state)
+{
+    for (int i = 0; i < MLSPY_TENSOR_CLASSES; i++) {
+        PyTypeObject *type = atomic_exchange(&state->bytes_getters[i].type, NULL);
+        Py_XDECREF(type);
+    }
+}
+
+/* Every Python object of the state; kernels and pool hold none. */
+static int core_traverse(PyObject *module, visitproc visit, void *arg)
+{
+    mlspy_state *state = mlspy_state_of(module);
+    for (int i = 0; i < MLSPY_ERROR_COUNT; i++) {
+        Py_VISIT(state->errors[i]);
+    }
+    Py_VISIT(state->kv_buffer_type);
+    Py_VISIT(state->kv_lease_type);
+    Py_VISIT(state->statedict_type);
+    Py_VISIT(state->catalog_type);
+    Py_VISIT(state->local_link_type);
+    Py_VISIT(state->shape_name);
+    Py_VISIT(state->dtype_name);
+    Py_VISIT(state->itemsize_name);
+    Py_VISIT(state->nbytes_name);
+    Py_VISIT(state->exchange_name);
+    Py_VISIT(state->graph_name);
+    Py_VISIT(state->negative_name);
+    return visit_bytes_getters(state, visit, arg);
+}
+
+/* May run more than once, and while functions of the module are still referred to. */
+static int core_clear(PyObject *module)
+{
+    mlspy_state *state = mlspy_state_of(module);
+    for (int i = 0; i < MLSPY_ERROR_COUNT; i++) {
+        Py_CLEAR(state->errors[i]);
+    }
+    Py_CLEAR(state->kv_buffer_type);
+    Py_CLEAR(state->kv_lease_type);
+    Py_CLEAR(state->statedict_type);
+    Py_CLEAR(state->catalog_type);
+    Py_CLEAR(state->local_link_type);
+    Py_CLEAR(state->shape_name);
+    Py_CLEAR(state->dtype_name);
+    Py_CLEAR(state->itemsize_name);
+    Py_CLEAR(state->nbytes_name);
+    Py_CLEAR(state->exchange_name);
+    Py_CLEAR(state->graph_name);
+    Py_CLEAR(state->negative_name);
+    clear_bytes_getters(state);
+    return 0;
+}
+
+/* The pool's threads hold no Python objects, and take the GIL within a run only, where a
+ * codec is called: none goes on here, and joining them is safe. */
+static void core_free(void *module)
+{
+    mlspy_state *state = mlspy_state_of(module);
+    (void)core_clear(module);
+    mls_pool_free(state->pool);
+    state->pool = NULL;
+}
+
+/* `m_size` above zero and no static objects: every module object has a state of its own.
+ */
+struct PyModuleDef mlspy_module_def = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "mlstate._core",
+    .m_doc = "The C core of mlstate, as Python sees it.  Private.",
+    .m_size = sizeof(mlspy_state),
+    .m_traverse = core_traverse,
+    .m_clear = core_clear,
+    .m_free = core_free,
+};

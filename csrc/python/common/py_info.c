@@ -1,0 +1,155 @@
+/* py_info: how the core decided to copy, for mlstate.info(). */
+#include "common/common_bindings.h"
+#include "common/errors.h"
+#include "common/dict_items.h"
+#include "common/module_state.h"
+
+#include "crc32c/crc32c.h"
+#include "base/memory.h"
+
+/* The variant of a decision, or None. */
+static PyObject *chosen_name(mls_store_choice *choice)
+{
+    const int chosen = atomic_load(&choice->chosen);
+    if (chosen < 0) {
+        Py_RETURN_NONE;
+    }
+    return PyUnicode_FromString(mls_store_name((mls_store)chosen));
+}
+
+/* {"plain": GB/s or None, ...}: the best trial of each variant. */
+static PyObject *rates_dict(mls_store_choice *choice)
+{
+    PyObject *rates = PyDict_New();
+    for (int store = 0; rates != NULL && store < MLS_STORES; store++) {
+        const uint64_t rate = atomic_load(&choice->rate[store]);
+        PyObject *value =
+            rate == 0 ? Py_NewRef(Py_None) : PyFloat_FromDouble((double)rate * 1e-9);
+        if (value == NULL ||
+            mlspy_dict_set(rates, mls_store_name((mls_store)store), value) < 0) {
+            Py_CLEAR(rates);
+        }
+        Py_XDECREF(value);
+    }
+    return rates;
+}
+
+/* One decision as a dict. */
+static PyObject *choice_dict(mls_store_operation operation, bool is_fresh,
+                             mls_store_choice *choice)
+{
+    return Py_BuildValue("{s:s,s:s,s:s,s:N,s:N}", "operation",
+                         mls_store_operation_name(operation), "cache",
+                         mls_store_size_name(choice->size), "destination",
+                         is_fresh ? "fresh" : "touched", "chosen", chosen_name(choice),
+                         "gigabytes_per_second", rates_dict(choice));
+}
+
+/* The smallest result of each size class, by the class's name. */
+static PyObject *least_dict(const mls_store_choices *choices)
+{
+    PyObject *dict = PyDict_New();
+    for (int size = 0; dict != NULL && size < MLS_STORE_SIZES; size++) {
+        PyObject *bytes = PyLong_FromSize_t(choices->least[size]);
+        if (bytes == NULL ||
+            mlspy_dict_set(dict, mls_store_size_name((mls_store_size)size), bytes) < 0) {
+            Py_CLEAR(dict);
+        }
+        Py_XDECREF(bytes);
+    }
+    return dict;
+}
+
+/* copy_choices() -> {"forced", "variants", "cache_bytes", "least_bytes", "choices"};
+ * least_bytes: {"within", "within_4x", "within_16x", "past"} */
+static PyObject *copy_choices(PyObject *module, PyObject *unused)
+{
+    (void)unused;
+    mlspy_state *state = mlspy_state_of(module);
+    PyObject *list = PyList_New(0);
+    for (int i = 0; list != NULL && i < 2 * MLS_STORE_SIZES * MLS_STORE_OPERATIONS; i++) {
+        const mls_store_operation operation =
+            (mls_store_operation)(i / (2 * MLS_STORE_SIZES));
+        PyObject *entry =
+            choice_dict(operation, i % 2 != 0, &state->choices.choice[0][0][0] + i);
+        if (entry == NULL || PyList_Append(list, entry) < 0) {
+            Py_CLEAR(list);
+        }
+        Py_XDECREF(entry);
+    }
+    if (list == NULL) {
+        return NULL;
+    }
+    const int forced = state->choices.forced;
+    return Py_BuildValue("{s:s,s:I,s:n,s:N,s:N}", "forced",
+                         forced < 0 ? "auto" : mls_store_name((mls_store)forced),
+                         "variants", state->kernels->copy_variants, "cache_bytes",
+                         (Py_ssize_t)state->choices.cache_bytes, "least_bytes",
+                         least_dict(&state->choices), "choices", list);
+}
+
+/* Copy, convert, fill and checksum large ranges of our own, as long as it takes to
+ * decide: each operation is decided by its first 3 MiB or so. */
+static void run_trials(const mlspy_state *state, unsigned char *to,
+                       const unsigned char *from, size_t bytes, mls_destination large)
+{
+    const mls_element one = {.bytes = {1}, .size = 2};
+    const mls_dtype pairs[][2] = {
+        {MLS_F32, MLS_F32}, {MLS_F32, MLS_F16}, {MLS_F16, MLS_F32}};
+    mls_status st;
+    for (size_t i = 0; i < sizeof pairs / sizeof pairs[0]; i++) {
+        const size_t count = bytes / 4; /* of the larger items */
+        mls_tensor a, b;
+        if (mls_tensor_init(&a, to, pairs[i][1], 1, &count, &st) == MLS_OK &&
+            mls_tensor_init(&b, (void *)(uintptr_t)from, pairs[i][0], 1, &count, &st) ==
+                MLS_OK) {
+            mls_copy(state->kernels, &a, &b, large);
+        }
+    }
+    const size_t halves = bytes / 2;
+    mls_tensor filled;
+    if (mls_tensor_init(&filled, to, MLS_U16, 1, &halves, &st) == MLS_OK) {
+        mls_fill(state->kernels, &filled, one, large);
+    }
+    (void)mls_crc_copy(mls_crc_of(state->kernels->cpu), state->kernels->choices, 0, to,
+                       from, bytes, large);
+}
+
+/* measure_copies(): decide what is not decided yet of copies of 16 MiB, over memory that
+ * is freed again */
+static PyObject *measure_copies(PyObject *module, PyObject *unused)
+{
+    (void)unused;
+    enum { BYTES = 16 << 20 }; /* of each side */
+    enum { RESULTS = 4 };      /* two of each variant: see mls_store_turn */
+    const mlspy_state *state = mlspy_state_of(module);
+    mls_pages pages;
+    mls_status st;
+    mls_code code;
+    Py_BEGIN_ALLOW_THREADS
+        code = mls_pages_init(&pages, (size_t)2 * BYTES, &st);
+        if (code == MLS_OK) {
+            memset(pages.data, 1, (size_t)2 * BYTES);
+            const size_t least = state->choices.least[MLS_STORING_WITHIN];
+            const mls_destination large = {.bytes = BYTES > least ? BYTES : least};
+            for (int result = 0; result < RESULTS; result++) {
+                run_trials(state, pages.data, pages.data + BYTES, BYTES, large);
+            }
+            mls_pages_fini(&pages);
+        }
+    Py_END_ALLOW_THREADS
+    if (code != MLS_OK) {
+        return mlspy_raise(state, &st, NULL);
+    }
+    Py_RETURN_NONE;
+}
+
+/* Private to mlstate/_info.py. */
+PyMethodDef mlspy_info_methods[] = {
+    {"copy_choices", copy_choices, METH_NOARGS,
+     "copy_choices()\n--\n\nHow large copies store their result, and how fast each way "
+     "was."},
+    {"measure_copies", measure_copies, METH_NOARGS,
+     "measure_copies()\n--\n\nDecide now what the first large copies would decide."},
+    {NULL, NULL, 0, NULL},
+};

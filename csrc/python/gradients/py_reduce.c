@@ -1,0 +1,504 @@
+/* py_reduce: arrays added up, scaled, cleared and tallied.  The public names and their
+ * docstrings are in mlstate/fsdp/__init__.py; these take positional arguments only.
+ *
+ * Work on many arrays is all or nothing: every one is viewed and checked before the first
+ * is changed, and the views hold the arrays while the GIL is let go.  What other threads
+ * write meanwhile changes numbers and nothing else.
+ */
+#include "common/args.h"
+#include "common/array_view.h"
+#include "gradients/bucket_capsule.h"
+#include "common/errors.h"
+#include "common/gil.h"
+#include "gradients/gradients_bindings.h"
+#include "common/dict_items.h"
+#include "common/module_state.h"
+#include "common/dict_pairs.h"
+
+#include "base/memory.h"
+
+/* ---- many arrays under names ---- */
+
+/* Views of the arrays of one argument; zero it, fill it, release it.  The tuples are
+ * copies: what becomes of the caller's lists does not matter. */
+typedef struct named_views {
+    PyObject *names, *arrays; /* strong: tuples of one length */
+    mlspy_view *views;        /* of each array */
+    Py_ssize_t count;
+    uint64_t bytes;
+} named_views;
+
+/* Accepts views that named_views_of left half done. */
+static void named_views_release(named_views *v)
+{
+    for (Py_ssize_t i = 0; i < v->count; i++) {
+        mlspy_view_release(&v->views[i]);
+    }
+    mls_free(v->views);
+    Py_CLEAR(v->arrays);
+    Py_CLEAR(v->names);
+    *v = (named_views){0};
+}
+
+/* The name of an array, for errors and for whoever reads them, borrowed from its str.
+ * -1 with an exception set. */
+static int name_at(const named_views *v, Py_ssize_t i, mls_text *out)
+{
+    return mlspy_take_text(PyTuple_GET_ITEM(v->names, i), "parameter name", out);
+}
+
+/* View one array more.  -1 with an exception set, and nothing to release for it.  The
+ * item has no facts, and borrows: it does not outlive the call.  Where the quick way
+ * declines, the long one finds out what the object is, or raises what fits. */
+static int view_next(const mlspy_state *state, named_views *v, bool writable)
+{
+    size_t bytes = 0;
+    mlspy_item item = {.key = PyTuple_GET_ITEM(v->names, v->count),
+                       .value = PyTuple_GET_ITEM(v->arrays, v->count)};
+    mlspy_view *view = &v->views[v->count];
+    if (name_at(v, v->count, &item.name) < 0) {
+        return -1;
+    }
+    if (!mlspy_view_quickly(state, item.value, writable, view) &&
+        mlspy_view_item(state, &item, "", writable, view) < 0) {
+        return -1;
+    }
+    v->count++;
+    /* strides of 0 may make more bytes than there are: then it is large in any case */
+    v->bytes += mls_tensor_bytes(&view->tensor, &bytes) ? bytes : MLSPY_RELEASE_BYTES;
+    return 0;
+}
+
+/* View every array of two sequences of one length.  -1 with an exception set, and `*v`
+ * zeroed. */
+static int named_views_of(const mlspy_state *state, PyObject *names, PyObject *arrays,
+                          bool writable, named_views *v)
+{
+    *v = (named_views){0};
+    v->names = PySequence_Tuple(names);
+    v->arrays = v->names == NULL ? NULL : PySequence_Tuple(arrays);
+    if (v->arrays == NULL) {
+        named_views_release(v);
+        return -1;
+    }
+    const Py_ssize_t count = PyTuple_GET_SIZE(v->names);
+    if (PyTuple_GET_SIZE(v->arrays) != count) {
+        PyErr_Format(PyExc_ValueError, "%zd names for %zd arrays", count,
+                     PyTuple_GET_SIZE(v->arrays));
+        named_views_release(v);
+        return -1;
+    }
+    v->views = mls_alloc((size_t)count, sizeof *v->views);
+    if (v->views == NULL) {
+        PyErr_NoMemory();
+        named_views_release(v);
+        return -1;
+    }
+    while (v->count < count) {
+        if (view_next(state, v, writable) < 0) {
+            named_views_release(v);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Raise what `st` says of array `i`, which it names.  The core knows no names: they are
+ * put in front of its text, and into the exception's field. */
+static void raise_of(const mlspy_state *state, const named_views *v, Py_ssize_t i,
+                     const mls_status *st)
+{
+    mls_status named;
+    mls_text name;
+    if (name_at(v, i, &name) < 0) {
+        return;
+    }
+    mls_fail(&named, st->code, "'%.140s': %s", name.data, st->text);
+    mls_status_name(&named, name.data, name.length);
+    mls_status_expected(&named, "%s", st->expected);
+    mls_status_got(&named, "%s", st->got);
+    mlspy_raise(state, &named, NULL);
+}
+
+/* The instruction set that the module chose. */
+static mls_cpu cpu_of(const mlspy_state *state)
+{
+    return state->kernels->cpu;
+}
+
+/* New list of (squares, nonfinite). */
+static PyObject *list_of(const mls_tally *tallies, Py_ssize_t count)
+{
+    PyObject *list = PyList_New(count);
+    for (Py_ssize_t i = 0; list != NULL && i < count; i++) {
+        PyObject *pair = Py_BuildValue("(dK)", tallies[i].squares,
+                                       (unsigned long long)tallies[i].nonfinite);
+        if (pair == NULL) {
+            Py_CLEAR(list);
+        } else {
+            PyList_SET_ITEM(list, i, pair);
+        }
+    }
+    return list;
+}
+
+/* Tallies for `count` arrays, zeroed; NULL with MemoryError set. */
+static mls_tally *new_tallies(Py_ssize_t count)
+{
+    mls_tally *tallies = mls_alloc((size_t)count, sizeof *tallies);
+    if (tallies == NULL) {
+        PyErr_NoMemory();
+    }
+    return tallies;
+}
+
+/* ---- targets += scale * sources ---- */
+
+/* Check every pair before the first is changed.  -1 with an exception set.  Pairs are
+ * seen one by one: a target that is there twice is no error, and gets both sums. */
+static int check_pairs(const mlspy_state *state, const named_views *targets,
+                       const named_views *sources, double scale)
+{
+    mls_status st;
+    for (Py_ssize_t i = 0; i < targets->count; i++) {
+        if (mls_accumulate_check(&targets->views[i].tensor, &sources->views[i].tensor,
+                                 scale, &st) != MLS_OK) {
+            raise_of(state, targets, i, &st);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* Add all pairs, which were checked: nothing can fail any more.  `tallies`, NULL for
+ * none, are zeroed.  The pool shares one array at a time. */
+static void add_pairs(const mlspy_state *state, const named_views *targets,
+                      const named_views *sources, double scale, mls_tally *tallies)
+{
+    mls_status st;
+    PyThreadState *saved = mlspy_leave_python(targets->bytes);
+    for (Py_ssize_t i = 0; i < targets->count; i++) {
+        (void)mls_accumulate(cpu_of(state), state->pool, &targets->views[i].tensor,
+                             &sources->views[i].tensor, scale,
+                             tallies == NULL ? NULL : &tallies[i], &st);
+    }
+    mlspy_resume_python(saved);
+}
+
+/* The result of `accumulate`, once both sides are viewed; NULL with an exception set.
+ * Room for the tallies is found before the first array is changed. */
+static PyObject *accumulate_views(const mlspy_state *state, const named_views *targets,
+                                  const named_views *sources, double scale, bool tally)
+{
+    if (check_pairs(state, targets, sources, scale) < 0) {
+        return NULL;
+    }
+    if (!tally) {
+        add_pairs(state, targets, sources, scale, NULL);
+        Py_RETURN_NONE;
+    }
+    mls_tally *tallies = new_tallies(targets->count);
+    if (tallies == NULL) {
+        return NULL;
+    }
+    add_pairs(state, targets, sources, scale, tallies);
+    PyObject *list = list_of(tallies, targets->count);
+    mls_free(tallies);
+    return list;
+}
+
+/* accumulate(names, targets, sources, scale, tally) -> [(squares, nonfinite)] or None
+ *
+ * The names are read once for each side.  Viewing an array may run code of its own, which
+ * may change the list between the two. */
+static PyObject *accumulate(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const mlspy_state *state = mlspy_state_of(module);
+    named_views targets = {0}, sources = {0};
+    PyObject *result = NULL;
+    double scale;
+    if (mlspy_take_count("accumulate", 5, count) < 0 ||
+        mlspy_take_double(args[3], "scale", &scale) < 0) {
+        return NULL;
+    }
+    const int tally = PyObject_IsTrue(args[4]);
+    if (tally >= 0 && named_views_of(state, args[0], args[1], true, &targets) == 0 &&
+        named_views_of(state, args[0], args[2], false, &sources) == 0) {
+        if (targets.count == sources.count) {
+            result = accumulate_views(state, &targets, &sources, scale, tally == 1);
+        } else {
+            PyErr_SetString(PyExc_RuntimeError, "the names changed while they were read");
+        }
+    }
+    named_views_release(&sources);
+    named_views_release(&targets);
+    return result;
+}
+
+/* ---- arrays by themselves ---- */
+
+/* Whether all may be scaled; -1 with an exception set. */
+static int check_scaling(const mlspy_state *state, const named_views *v, double factor)
+{
+    mls_status st;
+    for (Py_ssize_t i = 0; i < v->count; i++) {
+        if (mls_scale_check(&v->views[i].tensor, factor, &st) != MLS_OK) {
+            raise_of(state, v, i, &st);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* scale(names, arrays, factor): all or nothing */
+static PyObject *scale(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const mlspy_state *state = mlspy_state_of(module);
+    named_views v;
+    mls_status st;
+    double factor;
+    if (mlspy_take_count("scale", 3, count) < 0 ||
+        mlspy_take_double(args[2], "factor", &factor) < 0 ||
+        named_views_of(state, args[0], args[1], true, &v) < 0) {
+        return NULL;
+    }
+    const int failed = check_scaling(state, &v, factor);
+    if (failed == 0) {
+        PyThreadState *saved = mlspy_leave_python(v.bytes);
+        for (Py_ssize_t i = 0; i < v.count; i++) {
+            (void)mls_scale(cpu_of(state), state->pool, &v.views[i].tensor, factor, &st);
+        }
+        mlspy_resume_python(saved);
+    }
+    named_views_release(&v);
+    return failed < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* tally(names, arrays) -> [(squares, nonfinite)]
+ *
+ * Any dtype has figures: once the arrays are viewed only the lack of memory is an error.
+ */
+static PyObject *tally(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const mlspy_state *state = mlspy_state_of(module);
+    named_views v;
+    PyObject *list = NULL;
+    if (mlspy_take_count("tally", 2, count) < 0 ||
+        named_views_of(state, args[0], args[1], false, &v) < 0) {
+        return NULL;
+    }
+    mls_tally *tallies = new_tallies(v.count);
+    if (tallies != NULL) {
+        PyThreadState *saved = mlspy_leave_python(v.bytes);
+        for (Py_ssize_t i = 0; i < v.count; i++) {
+            mls_tally_of(cpu_of(state), state->pool, &v.views[i].tensor, &tallies[i]);
+        }
+        mlspy_resume_python(saved);
+        list = list_of(tallies, v.count);
+    }
+    mls_free(tallies);
+    named_views_release(&v);
+    return list;
+}
+
+/* clear(names, arrays): zeros everywhere */
+static PyObject *clear(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const mlspy_state *state = mlspy_state_of(module);
+    named_views v;
+    if (mlspy_take_count("clear", 2, count) < 0 ||
+        named_views_of(state, args[0], args[1], true, &v) < 0) {
+        return NULL;
+    }
+    PyThreadState *saved = mlspy_leave_python(v.bytes);
+    for (Py_ssize_t i = 0; i < v.count; i++) {
+        const mls_tensor *t = &v.views[i].tensor;
+        size_t bytes = 0;
+        (void)mls_tensor_bytes(t, &bytes);
+        /* 0 is the one number that all dtypes take, as bytes that are all 0 */
+        const mls_element zero = {.size = mls_tensor_item_bytes(t)};
+        mls_fill(state->kernels, t, zero, (mls_destination){.bytes = bytes});
+    }
+    mlspy_resume_python(saved);
+    named_views_release(&v);
+    Py_RETURN_NONE;
+}
+
+/* ---- one reduction ---- */
+
+/* Views of the sources, and of the output at the end. */
+typedef struct reduction {
+    PyObject *sources; /* strong: a tuple */
+    mlspy_view *views;
+    const void **data;
+    size_t count; /* views that are there */
+    mls_reduction what;
+    size_t n;
+} reduction;
+
+/* Accepts one that is half done: `count` says how many views there are. */
+static void reduction_fini(reduction *r)
+{
+    for (size_t i = 0; i < r->count; i++) {
+        mlspy_view_release(&r->views[i]);
+    }
+    mls_free(r->views);
+    mls_free(r->data);
+    Py_CLEAR(r->sources);
+}
+
+/* The core reads plain memory only.  -1 with an exception set.  The two floats of a
+ * complex number are read one by one, so that the alignment of one is enough. */
+static int check_plain(const mlspy_state *state, const mls_tensor *t, const char *what)
+{
+    mls_status st;
+    const size_t item = mls_tensor_item_bytes(t);
+    const size_t unit = t->dtype == MLS_C64 ? item / 2 : item;
+    if (mls_tensor_is_contiguous(t) && !t->swapped && (uintptr_t)t->data % unit == 0) {
+        return 0;
+    }
+    mls_fail(&st, MLS_E_SHAPE,
+             "%s must be C-contiguous, aligned and in this machine's byte order: pass a "
+             "copy",
+             what);
+    mlspy_raise(state, &st, NULL);
+    return -1;
+}
+
+/* View one array more, which must have the first one's length, and for a source its
+ * dtype.  The output may be a source, but not lie half over one: see check_output.  -1
+ * with an exception set.  Lengths are compared, shapes are not. */
+static int reduction_add(const mlspy_state *state, reduction *r, PyObject *array,
+                         const char *what, bool output)
+{
+    mlspy_view *view = &r->views[r->count];
+    const mls_tensor *first = &r->views[0].tensor;
+    size_t n = 0;
+    if ((output ? mlspy_view_writable(state, array, what, view)
+                : mlspy_view_of(state, array, what, view)) < 0) {
+        return -1;
+    }
+    r->count++;
+    if (check_plain(state, &view->tensor, what) < 0) {
+        return -1;
+    }
+    (void)mls_tensor_count(&view->tensor, &n); /* it lies in memory, so it fits */
+    if (r->count == 1) {
+        r->n = n;
+    }
+    mls_status st;
+    if (n != r->n) {
+        mls_fail(&st, MLS_E_SHAPE, "%s has %zu elements, sources[0] has %zu", what, n,
+                 r->n);
+    } else if (!output && view->tensor.dtype != first->dtype) {
+        mls_fail(&st, MLS_E_DTYPE, "%s is %s, sources[0] is %s", what,
+                 mls_dtype_of(view->tensor.dtype)->name,
+                 mls_dtype_of(first->dtype)->name);
+    } else {
+        return 0;
+    }
+    mlspy_raise(state, &st, NULL);
+    return -1;
+}
+
+/* No source may overlap the output unless it is the output.  All have one length and lie
+ * packed, so that the same address and dtype means the same elements, each of which is
+ * read before it is written.  In a wider dtype the output would run over elements that
+ * are still to be read. */
+static int check_output(const mlspy_state *state, const reduction *r)
+{
+    const mls_tensor *out = &r->views[r->count - 1].tensor;
+    mls_status st;
+    if (mls_reduce_check(&r->what, &st) != MLS_OK) {
+        mlspy_raise(state, &st, NULL);
+        return -1;
+    }
+    for (size_t i = 0; i + 1 < r->count; i++) {
+        const mls_tensor *source = &r->views[i].tensor;
+        if (mls_tensor_overlap(out, source) &&
+            (out->data != source->data || out->dtype != source->dtype)) {
+            mls_fail(&st, MLS_E_OVERLAP, "out and sources[%zu] share memory", i);
+            mlspy_raise(state, &st, NULL);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* View everything.  The reduction is zeroed before, and ended by the caller. */
+static int reduction_init(const mlspy_state *state, PyObject *sources, PyObject *out,
+                          reduction *r)
+{
+    r->sources = PySequence_Tuple(sources);
+    if (r->sources == NULL) {
+        return -1;
+    }
+    const size_t count = (size_t)PyTuple_GET_SIZE(r->sources);
+    if (count == 0) {
+        PyErr_SetString(PyExc_ValueError, "reduce needs at least one source");
+        return -1;
+    }
+    r->views = mls_alloc(count + 1, sizeof *r->views);
+    r->data = mls_alloc(count, sizeof *r->data);
+    if (r->views == NULL || r->data == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (size_t i = 0; i < count; i++) {
+        char what[32];
+        PyOS_snprintf(what, sizeof what, "sources[%zu]", i);
+        PyObject *source = PyTuple_GET_ITEM(r->sources, (Py_ssize_t)i);
+        if (reduction_add(state, r, source, what, false) < 0) {
+            return -1;
+        }
+        r->data[i] = r->views[i].tensor.data;
+    }
+    if (reduction_add(state, r, out, "out", true) < 0) {
+        return -1;
+    }
+    r->what.dtype = r->views[0].tensor.dtype;
+    r->what.out_dtype = r->views[count].tensor.dtype;
+    return check_output(state, r);
+}
+
+/* reduce(sources, out, op, divisor) -> (squares, nonfinite) of out
+ *
+ * The GIL is let go by the number of elements: of bytes there are at least as many. */
+static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const mlspy_state *state = mlspy_state_of(module);
+    reduction r = {0};
+    mls_tally figures = {0};
+    PyObject *result = NULL;
+    if (mlspy_take_count("reduce", 4, count) < 0 ||
+        mlspy_take_op(args[2], &r.what.op) < 0 ||
+        mlspy_take_double(args[3], "divisor", &r.what.divisor) < 0) {
+        return NULL;
+    }
+    if (reduction_init(state, args[0], args[1], &r) == 0) {
+        PyThreadState *saved = mlspy_leave_python(r.n * r.count);
+        const mls_tensor *out = &r.views[r.count - 1].tensor;
+        const mls_destination destination = {.bytes = r.n * mls_tensor_item_bytes(out)};
+        mls_reduce_run(state->kernels, &r.what, r.data, r.count - 1, out->data, r.n,
+                       destination, &figures);
+        mlspy_resume_python(saved);
+        result =
+            Py_BuildValue("(dK)", figures.squares, (unsigned long long)figures.nonfinite);
+    }
+    reduction_fini(&r);
+    return result;
+}
+
+PyMethodDef mlspy_reduce_methods[] = {
+    {"reduce", MLSPY_FASTCALL(reduce),
+     "reduce(sources, out, op, divisor, /)\n--\n\nSeveral arrays become one."},
+    {"accumulate", MLSPY_FASTCALL(accumulate),
+     "accumulate(names, targets, sources, scale, tally, /)\n--\n\nAdd to many arrays."},
+    {"scale", MLSPY_FASTCALL(scale),
+     "scale(names, arrays, factor, /)\n--\n\nMultiply many arrays."},
+    {"tally", MLSPY_FASTCALL(tally),
+     "tally(names, arrays, /)\n--\n\nSquares, and elements that are not finite."},
+    {"clear", MLSPY_FASTCALL(clear),
+     "clear(names, arrays, /)\n--\n\nZeros in many arrays."},
+    {NULL, NULL, 0, NULL},
+};

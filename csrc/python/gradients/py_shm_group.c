@@ -1,0 +1,707 @@
+/* py_local: one rank's place in a group of this host, for mlstate.collectives.LocalGroup.
+ *
+ * Operations wait for other ranks, so each of them lets go of the GIL, and takes it back
+ * now and then to let Python look for signals.  A link does one operation at a time; it
+ * may be aborted and closed meanwhile from another thread.  Closing waits for nobody: the
+ * place is given up when the operation has ended.
+ */
+#include "common/args.h"
+#include "common/array_view.h"
+#include "gradients/bucket_capsule.h"
+#include "common/errors.h"
+#include "common/gil.h"
+#include "gradients/gradients_bindings.h"
+#include "common/module_state.h"
+
+#include "collectives/shm_group.h"
+#include "base/size.h"
+
+#include <pthread.h>
+
+/* A place, and whether it is in use. */
+typedef struct link_object {
+    PyObject_HEAD pthread_mutex_t lock; /* guards what follows; held for moments only */
+    mls_local *place;                   /* NULL when closed */
+    bool busy, closing;
+    size_t rank, world;
+} link_object;
+
+/* An operation that is under way.  It lives on the caller's stack; the core has a pointer
+ * to it, for its questions, until the operation returns. */
+typedef struct session {
+    link_object *link;
+    mls_local *place;
+    PyThreadState *saved; /* of this thread, while it is without the GIL */
+    mls_local_call call;
+    mls_text text;
+    mls_status st;
+} session;
+
+/* The module's state from a link (borrowed). */
+static const mlspy_state *state_of_link(link_object *self)
+{
+    PyObject *module = mlspy_module_of(Py_TYPE(self));
+    return module == NULL ? NULL : mlspy_state_of(module);
+}
+
+/* The place, for the caller to free, if it was closed and nobody is in it; else NULL.
+ * Called with the lock held, so that of all threads that leave just one gets it.  It is
+ * freed outside the lock: that rings for other ranks and unmaps memory. */
+static mls_local *take_unused(link_object *self)
+{
+    mls_local *unused = NULL;
+    if (self->closing && !self->busy) {
+        unused = self->place;
+        self->place = NULL;
+    }
+    return unused;
+}
+
+/* ---- one operation ---- */
+
+/* The core's question, asked without the GIL: shall it go on waiting?  The exception of a
+ * handler stays set in this thread; the core returns MLS_E_STOPPED, and finish() finds
+ * it.  Handlers run in the main thread alone: in others the answer is always yes. */
+static bool look_for_signals(void *context)
+{
+    session *s = context;
+    PyEval_RestoreThread(s->saved);
+    const bool good = PyErr_CheckSignals() == 0;
+    s->saved = PyEval_SaveThread();
+    return good;
+}
+
+/* Take the link for an operation.  -1 with RuntimeError set.  It is taken with the GIL
+ * held, and nobody waits for the GIL while he has the lock: the two cannot block each
+ * other. */
+static int occupy(link_object *self)
+{
+    const char *trouble = NULL;
+    pthread_mutex_lock(&self->lock);
+    if (self->place == NULL || self->closing) {
+        trouble = "the link is closed";
+    } else if (self->busy) {
+        trouble = "an operation is under way";
+    } else {
+        self->busy = true;
+    }
+    pthread_mutex_unlock(&self->lock);
+    if (trouble != NULL) {
+        PyErr_SetString(PyExc_RuntimeError, trouble);
+        return -1;
+    }
+    return 0;
+}
+
+/* `timeout` in seconds and `text`, which all ranks say alike, end the arguments of every
+ * operation.  -1 with an exception set, and the link not taken; after 0 finish() must
+ * follow.  The text is borrowed from its str, which the arguments of the call hold. */
+static int begin(session *s, PyObject *self, PyObject *timeout, PyObject *text)
+{
+    s->link = (link_object *)self;
+    s->call = (mls_local_call){.poll = look_for_signals, .context = s};
+    if (mlspy_take_double(timeout, "timeout", &s->call.timeout) < 0 ||
+        mlspy_take_text(text, "text", &s->text) < 0 || occupy(s->link) < 0) {
+        return -1;
+    }
+    s->call.text = s->text.data; /* a str's UTF-8 ends with a NUL */
+    /* read without the lock: while the link is busy nobody takes its place away */
+    s->place = s->link->place;
+    return 0;
+}
+
+/* Give the link back; what was closed meanwhile is freed. */
+static void leave(session *s)
+{
+    pthread_mutex_lock(&s->link->lock);
+    s->link->busy = false;
+    mls_local *unused = take_unused(s->link);
+    pthread_mutex_unlock(&s->link->lock);
+    mls_local_free(unused);
+}
+
+/* Give the link back after an operation.  NULL with an exception set, or `result`, which
+ * is let go in case of failure. */
+static PyObject *finish(session *s, mls_code code, PyObject *result)
+{
+    leave(s);
+    if (code == MLS_OK) {
+        return result;
+    }
+    Py_XDECREF(result);
+    /* what a signal raised, or the lack of memory in a callback, is set already */
+    const mlspy_state *state = PyErr_Occurred() ? NULL : state_of_link(s->link);
+    return state == NULL ? NULL : mlspy_raise(state, &s->st, NULL);
+}
+
+/* ---- arguments ---- */
+
+/* A view of packed elements in this machine's byte order, each aligned to its size.  -1
+ * with an exception set, and no owner.  An array without elements may be anywhere:
+ * nothing of it is read. */
+static int take_packed(const mlspy_state *state, PyObject *array, const char *what,
+                       bool writable, mlspy_view *view)
+{
+    if ((writable ? mlspy_view_writable(state, array, what, view)
+                  : mlspy_view_of(state, array, what, view)) < 0) {
+        return -1;
+    }
+    const size_t item = mls_tensor_item_bytes(&view->tensor);
+    size_t count;
+    if (!mls_tensor_count(&view->tensor, &count) || view->tensor.swapped ||
+        !mls_tensor_is_contiguous(&view->tensor) ||
+        (count > 0 && (uintptr_t)view->tensor.data % item != 0)) {
+        mlspy_view_release(view);
+        PyErr_Format(PyExc_ValueError, "%s is not packed, aligned and native", what);
+        return -1;
+    }
+    return 0;
+}
+
+/* Numbers of bytes or elements from a list, one for each rank. -1 with an exception set.
+ * Only ints are taken, not what has __index__: no code of others runs that could change
+ * the list meanwhile. */
+static int take_counts(PyObject *list, size_t world, size_t *out)
+{
+    if (!PyList_Check(list) || PyList_GET_SIZE(list) != (Py_ssize_t)world) {
+        PyErr_SetString(PyExc_TypeError, "counts must be a list, one for each rank");
+        return -1;
+    }
+    for (size_t rank = 0; rank < world; rank++) {
+        out[rank] = PyLong_AsSize_t(PyList_GET_ITEM(list, (Py_ssize_t)rank));
+        if (out[rank] == (size_t)-1 && PyErr_Occurred()) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+/* The sum of counts; false where it overflows, as numbers of a user's own choice may. */
+static bool sum_of(const size_t *counts, size_t world, size_t *out)
+{
+    size_t sum = 0;
+    for (size_t rank = 0; rank < world; rank++) {
+        if (!mls_size_add(sum, counts[rank], &sum)) {
+            return false;
+        }
+    }
+    *out = sum;
+    return true;
+}
+
+/* -1 with ValueError set unless a view has as many elements as the counts of all ranks
+ * together, or as that of one.  This is what keeps the core within the array: where it
+ * counts in bytes, an array of wider elements has only more room than it uses. */
+static int check_length(const mlspy_view *view, const char *what, const size_t *counts,
+                        size_t world)
+{
+    size_t count, wanted;
+    if (!mls_tensor_count(&view->tensor, &count) || !sum_of(counts, world, &wanted) ||
+        count != wanted) {
+        PyErr_Format(PyExc_ValueError, "%s has not as many elements as the counts say",
+                     what);
+        return -1;
+    }
+    return 0;
+}
+
+/* ---- operations ----
+ *
+ * Each views its arrays before it begins, and lets them go after it has ended, since both
+ * need the GIL.  Between begin() and finish() there is no early return.  A result is made
+ * before finish(), which lets it go if the operation failed.
+ */
+
+/* barrier(timeout, text) */
+static PyObject *link_barrier(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    session s;
+    if (mlspy_take_count("barrier", 2, count) < 0 ||
+        begin(&s, self, args[0], args[1]) < 0) {
+        return NULL;
+    }
+    s.saved = PyEval_SaveThread();
+    const mls_code code = mls_local_barrier(s.place, &s.call, &s.st);
+    PyEval_RestoreThread(s.saved);
+    return finish(&s, code, Py_NewRef(Py_None));
+}
+
+/* broadcast(array, root, timeout, text): bytes that the root reads and others write.  The
+ * root's array may be read-only. */
+static PyObject *link_broadcast(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    link_object *link = (link_object *)self;
+    const mlspy_state *state = state_of_link(link);
+    PyObject *result = NULL;
+    int64_t root;
+    mlspy_view view;
+    session s;
+    size_t bytes = 0;
+    if (state == NULL || mlspy_take_count("broadcast", 4, count) < 0 ||
+        mlspy_take_int64(state, args[1], "root", &root) < 0) {
+        return NULL;
+    }
+    if (root < 0 || (size_t)root >= link->world) {
+        PyErr_SetString(PyExc_ValueError, "root is no rank");
+        return NULL;
+    }
+    if (take_packed(state, args[0], "array", (size_t)root != link->rank, &view) < 0) {
+        return NULL;
+    }
+    (void)mls_tensor_bytes(&view.tensor, &bytes);
+    if (begin(&s, self, args[2], args[3]) == 0) {
+        s.saved = PyEval_SaveThread();
+        const mls_code code = mls_local_broadcast(s.place, &s.call, view.tensor.data,
+                                                  bytes, (size_t)root, &s.st);
+        PyEval_RestoreThread(s.saved);
+        result = finish(&s, code, Py_NewRef(Py_None));
+    }
+    mlspy_view_release(&view);
+    return result;
+}
+
+/* all_gather(array, out, sizes, timeout, text): all of them in bytes.  The sizes fit the
+ * stack, since no group has more than MLS_LOCAL_MAX_RANKS. */
+static PyObject *link_all_gather(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    link_object *link = (link_object *)self;
+    const mlspy_state *state = state_of_link(link);
+    size_t sizes[MLS_LOCAL_MAX_RANKS];
+    mlspy_view data = {.owner = NULL}, out = {.owner = NULL};
+    PyObject *result = NULL;
+    session s;
+    if (state == NULL || mlspy_take_count("all_gather", 5, count) < 0 ||
+        take_counts(args[2], link->world, sizes) < 0) {
+        return NULL;
+    }
+    if (take_packed(state, args[0], "array", false, &data) == 0 &&
+        take_packed(state, args[1], "out", true, &out) == 0 &&
+        check_length(&data, "array", &sizes[link->rank], 1) == 0 &&
+        check_length(&out, "out", sizes, link->world) == 0 &&
+        begin(&s, self, args[3], args[4]) == 0) {
+        s.saved = PyEval_SaveThread();
+        const mls_code code = mls_local_all_gather(s.place, &s.call, data.tensor.data,
+                                                   sizes, out.tensor.data, &s.st);
+        PyEval_RestoreThread(s.saved);
+        result = finish(&s, code, Py_NewRef(Py_None));
+    }
+    mlspy_view_release(&data);
+    mlspy_view_release(&out);
+    return result;
+}
+
+/* all_to_all(array, sent, out, wanted, timeout, text): all of them in bytes */
+static PyObject *link_all_to_all(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    link_object *link = (link_object *)self;
+    const mlspy_state *state = state_of_link(link);
+    size_t sent[MLS_LOCAL_MAX_RANKS], wanted[MLS_LOCAL_MAX_RANKS];
+    mlspy_view data = {.owner = NULL}, out = {.owner = NULL};
+    PyObject *result = NULL;
+    session s;
+    if (state == NULL || mlspy_take_count("all_to_all", 6, count) < 0 ||
+        take_counts(args[1], link->world, sent) < 0 ||
+        take_counts(args[3], link->world, wanted) < 0) {
+        return NULL;
+    }
+    if (take_packed(state, args[0], "array", false, &data) == 0 &&
+        take_packed(state, args[2], "out", true, &out) == 0 &&
+        check_length(&data, "array", sent, link->world) == 0 &&
+        check_length(&out, "out", wanted, link->world) == 0 &&
+        begin(&s, self, args[4], args[5]) == 0) {
+        s.saved = PyEval_SaveThread();
+        const mls_code code = mls_local_all_to_all(s.place, &s.call, data.tensor.data,
+                                                   sent, out.tensor.data, wanted, &s.st);
+        PyEval_RestoreThread(s.saved);
+        result = finish(&s, code, Py_NewRef(Py_None));
+    }
+    mlspy_view_release(&data);
+    mlspy_view_release(&out);
+    return result;
+}
+
+/* all_reduce(array, out, op, divisor, timeout, text).  Whether the dtype has such an op
+ * is the core's to say, before anything is sent. */
+static PyObject *link_all_reduce(PyObject *self, PyObject *const *args, Py_ssize_t count)
+{
+    const mlspy_state *state = state_of_link((link_object *)self);
+    mlspy_view data = {.owner = NULL}, out = {.owner = NULL};
+    PyObject *result = NULL;
+    mls_reduction r = {.divisor = 1};
+    size_t n = 0;
+    session s;
+    if (state == NULL || mlspy_take_count("all_reduce", 6, count) < 0 ||
+        mlspy_take_op(args[2], &r.op) < 0 ||
+        mlspy_take_double(args[3], "divisor", &r.divisor) < 0) {
+        return NULL;
+    }
+    if (take_packed(state, args[0], "array", false, &data) == 0 &&
+        take_packed(state, args[1], "out", true, &out) == 0) {
+        r.dtype = data.tensor.dtype;
+        r.out_dtype = out.tensor.dtype;
+        (void)mls_tensor_count(&data.tensor, &n);
+        if (check_length(&out, "out", &n, 1) < 0) {
+        } else if (r.dtype != r.out_dtype) {
+            PyErr_SetString(PyExc_ValueError, "out has another dtype than the array");
+        } else if (begin(&s, self, args[4], args[5]) == 0) {
+            s.saved = PyEval_SaveThread();
+            const mls_code code = mls_local_all_reduce(s.place, &s.call, data.tensor.data,
+                                                       out.tensor.data, n, &r, &s.st);
+            PyEval_RestoreThread(s.saved);
+            result = finish(&s, code, Py_NewRef(Py_None));
+        }
+    }
+    mlspy_view_release(&data);
+    mlspy_view_release(&out);
+    return result;
+}
+
+/* ---- reduce_scatter ---- */
+
+/* reduce_scatter(bucket, tallied, timeout, text) -> [(squares, nonfinite), ...]; empty
+ * unless tallied
+ *
+ * If there is no memory for the list, the sums are there all the same, and the exception
+ * passes through finish(), which has no failure of its own to report. */
+static PyObject *link_reduce_scatter(PyObject *self, PyObject *const *args,
+                                     Py_ssize_t count)
+{
+    link_object *link = (link_object *)self;
+    mlspy_bucket *held;
+    PyObject *found = NULL;
+    session s;
+    if (mlspy_take_count("reduce_scatter", 4, count) < 0 ||
+        (held = mlspy_bucket_of(args[0])) == NULL) {
+        return NULL;
+    }
+    const int is_tallied = PyObject_IsTrue(args[1]);
+    if (is_tallied < 0) {
+        return NULL;
+    }
+    mls_bucket *b = &held->bucket;
+    if (b->world != link->world || b->rank != link->rank) {
+        PyErr_SetString(PyExc_ValueError, "the bucket is that of another rank or group");
+        return NULL;
+    }
+    if (begin(&s, self, args[2], args[3]) < 0) {
+        return NULL;
+    }
+    s.saved = PyEval_SaveThread();
+    const mls_code code = mls_local_reduce_scatter(s.place, &s.call, b->segments,
+                                                   b->count, is_tallied != 0, &s.st);
+    PyEval_RestoreThread(s.saved);
+    if (code == MLS_OK) {
+        found = is_tallied ? mlspy_bucket_tallies(b) : PyList_New(0);
+    }
+    return finish(&s, code, found);
+}
+
+/* ---- gather_bytes ---- */
+
+/* Where the bytes of all ranks go. */
+typedef struct parcel {
+    session *session;
+    PyObject *list; /* strong, or NULL */
+} parcel;
+
+/* The core's request for memory: with the GIL, for a moment.  False with an exception set
+ * in this thread.  A bytes object may be written to as long as nobody else has seen it.
+ * A size that comes from another rank may be anything: what no bytes object can have
+ * counts as a lack of memory. */
+static bool make_places(void *context, const size_t *sizes, unsigned char **out)
+{
+    parcel *p = context;
+    const size_t world = p->session->link->world;
+    PyEval_RestoreThread(p->session->saved);
+    p->list = PyList_New((Py_ssize_t)world);
+    for (size_t rank = 0; p->list != NULL && rank < world; rank++) {
+        PyObject *bytes = sizes[rank] > PY_SSIZE_T_MAX - 64
+                              ? PyErr_NoMemory()
+                              : PyBytes_FromStringAndSize(NULL, (Py_ssize_t)sizes[rank]);
+        if (bytes == NULL) {
+            Py_CLEAR(p->list);
+        } else {
+            out[rank] = (unsigned char *)PyBytes_AS_STRING(bytes);
+            PyList_SET_ITEM(p->list, (Py_ssize_t)rank, bytes);
+        }
+    }
+    p->session->saved = PyEval_SaveThread();
+    return p->list != NULL;
+}
+
+/* gather_bytes(data, root or -1, timeout, text) -> list of bytes, or None
+ *
+ * None where this rank is not the root.  In case of failure the list, whose bytes may be
+ * filled in part, is let go and never seen. */
+static PyObject *link_gather_bytes(PyObject *self, PyObject *const *args,
+                                   Py_ssize_t count)
+{
+    session s;
+    parcel p = {.session = &s};
+    const mls_local_places places = {.place = make_places, .context = &p};
+    const mlspy_state *state = state_of_link((link_object *)self);
+    int64_t root;
+    if (state == NULL || mlspy_take_count("gather_bytes", 4, count) < 0 ||
+        mlspy_take_int64(state, args[1], "root", &root) < 0) {
+        return NULL;
+    }
+    if (!PyBytes_Check(args[0]) || root < -1 ||
+        root >= (int64_t)((link_object *)self)->world) {
+        PyErr_SetString(PyExc_TypeError, "gather_bytes takes bytes, and a rank or -1");
+        return NULL;
+    }
+    if (begin(&s, self, args[2], args[3]) < 0) {
+        return NULL;
+    }
+    s.saved = PyEval_SaveThread();
+    const mls_code code = mls_local_gather_bytes(
+        s.place, &s.call, PyBytes_AS_STRING(args[0]), (size_t)PyBytes_GET_SIZE(args[0]),
+        (int)root, &places, &s.st);
+    PyEval_RestoreThread(s.saved);
+    return finish(&s, code, p.list == NULL ? Py_NewRef(Py_None) : p.list);
+}
+
+/* ---- the end ---- */
+
+/* abort(): from any thread, during an operation too.  The lock is held: it sets a word
+ * and rings, and waits for no thread. */
+static PyObject *link_abort(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    link_object *link = (link_object *)self;
+    pthread_mutex_lock(&link->lock);
+    if (link->place != NULL) {
+        mls_local_abort(link->place);
+    }
+    pthread_mutex_unlock(&link->lock);
+    Py_RETURN_NONE;
+}
+
+/* close(): now, or when the operation that is under way has ended.  May be called again.
+ */
+static PyObject *link_close(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    link_object *link = (link_object *)self;
+    pthread_mutex_lock(&link->lock);
+    link->closing = true;
+    mls_local *place = take_unused(link);
+    pthread_mutex_unlock(&link->lock);
+    mls_local_free(place);
+    Py_RETURN_NONE;
+}
+
+/* ended() -> why the group is of no use any more, or "".  The lock is held for the look:
+ * it reads a word and prints, and waits for nobody. */
+static PyObject *link_ended(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    link_object *link = (link_object *)self;
+    char text[MLS_TEXT_BYTES] = "";
+    pthread_mutex_lock(&link->lock);
+    if (link->place == NULL || link->closing) {
+        snprintf(text, sizeof text, "closed");
+    } else {
+        (void)mls_local_ended(link->place, text, sizeof text);
+    }
+    pthread_mutex_unlock(&link->lock);
+    return PyUnicode_FromString(text);
+}
+
+/* Nobody can be in it: an operation holds a reference.  The type is on the heap, and
+ * every link has a reference to it. */
+static void link_dealloc(link_object *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    mls_local_free(self->place);
+    pthread_mutex_destroy(&self->lock);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyMethodDef link_methods[] = {
+    {"barrier", MLSPY_FASTCALL(link_barrier),
+     "barrier($self, timeout, text, /)\n--\n\nWait for all ranks."},
+    {"broadcast", MLSPY_FASTCALL(link_broadcast),
+     "broadcast($self, array, root, timeout, text, /)\n--\n\nBytes of one rank for all."},
+    {"all_gather", MLSPY_FASTCALL(link_all_gather),
+     "all_gather($self, array, out, sizes, timeout, text, /)\n--\n\nBytes of all ranks."},
+    {"all_to_all", MLSPY_FASTCALL(link_all_to_all),
+     "all_to_all($self, array, sent, out, wanted, timeout, text, /)\n--\n\nBytes for "
+     "each rank."},
+    {"all_reduce", MLSPY_FASTCALL(link_all_reduce),
+     "all_reduce($self, array, out, op, divisor, timeout, text, /)\n--\n\nThe same sum "
+     "on all ranks."},
+    {"reduce_scatter", MLSPY_FASTCALL(link_reduce_scatter),
+     "reduce_scatter($self, bucket, tallied, timeout, text, /)\n--\n\nSums of "
+     "which each rank gets a part."},
+    {"gather_bytes", MLSPY_FASTCALL(link_gather_bytes),
+     "gather_bytes($self, data, root, timeout, text, /)\n--\n\nBytes of any lengths."},
+    {"abort", link_abort, METH_NOARGS,
+     "abort($self, /)\n--\n\nEnd the group for all ranks."},
+    {"close", link_close, METH_NOARGS,
+     "close($self, /)\n--\n\nLeave, when no operation is under way any more."},
+    {"ended", link_ended, METH_NOARGS,
+     "ended($self, /)\n--\n\nWhy the group is of no use any more, or nothing."},
+    {NULL, NULL, 0, NULL},
+};
+
+/* Refers to no object of Python's: it is in no cycle. */
+static PyType_Slot link_slots[] = {
+    {Py_tp_dealloc, (void *)link_dealloc},
+    {Py_tp_methods, link_methods},
+    {Py_tp_doc, (void *)"A rank's place in a group of one host."},
+    {0, NULL},
+};
+
+/* Made by the functions below only. */
+static PyType_Spec link_spec = {
+    .name = "mlstate._core.LocalLink",
+    .basicsize = sizeof(link_object),
+    .flags =
+        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = link_slots,
+};
+
+/* ---- making links ---- */
+
+/* New reference to a link, which takes the place; NULL with MemoryError set, and the
+ * place freed. */
+static PyObject *link_of(const mlspy_state *state, mls_local *place, size_t rank,
+                         size_t world)
+{
+    link_object *link =
+        (link_object *)state->local_link_type->tp_alloc(state->local_link_type, 0);
+    if (link == NULL) {
+        mls_local_free(place);
+        return NULL;
+    }
+    pthread_mutex_init(&link->lock, NULL);
+    link->place = place;
+    link->rank = rank;
+    link->world = world;
+    return (PyObject *)link;
+}
+
+/* A shape from three arguments: ranks, bytes of a slot, slots.  -1 with an exception set.
+ */
+static int take_shape(const mlspy_state *state, PyObject *const *args,
+                      mls_local_shape *out, size_t *bytes)
+{
+    int64_t numbers[3];
+    mls_status st;
+    for (int i = 0; i < 3; i++) {
+        if (mlspy_take_int64(state, args[i], "ranks and slots", &numbers[i]) < 0) {
+            return -1;
+        }
+        if (numbers[i] < 0) {
+            PyErr_SetString(PyExc_ValueError, "ranks and slots are not negative");
+            return -1;
+        }
+    }
+    *out = (mls_local_shape){.world = (size_t)numbers[0],
+                             .slot_bytes = (size_t)numbers[1],
+                             .depth = (size_t)numbers[2]};
+    if (mls_local_measure(out, bytes, &st) != MLS_OK) {
+        mlspy_raise(state, &st, NULL);
+        return -1;
+    }
+    return 0;
+}
+
+/* local_measure(world, slot_bytes, depth) -> bytes of memory */
+static PyObject *local_measure(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    mls_local_shape shape;
+    size_t bytes;
+    if (mlspy_take_count("local_measure", 3, count) < 0 ||
+        take_shape(mlspy_state_of(module), args, &shape, &bytes) < 0) {
+        return NULL;
+    }
+    return PyLong_FromSize_t(bytes);
+}
+
+/* local_join(world, slot_bytes, depth, rank, fd) -> LocalLink, which has the descriptor
+ *
+ * From mls_local_join on the descriptor is the core's, which closes it after a failure
+ * too.  An argument that is refused before leaves it to the caller. */
+static PyObject *local_join(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const mlspy_state *state = mlspy_state_of(module);
+    mls_local_shape shape;
+    mls_local *place = NULL;
+    mls_status st;
+    int64_t rank, fd;
+    size_t bytes;
+    if (mlspy_take_count("local_join", 5, count) < 0 ||
+        take_shape(state, args, &shape, &bytes) < 0 ||
+        mlspy_take_int64(state, args[3], "rank", &rank) < 0 ||
+        mlspy_take_int64(state, args[4], "descriptor", &fd) < 0) {
+        return NULL;
+    }
+    if (fd < 0 || fd > INT_MAX || rank < 0) {
+        PyErr_SetString(PyExc_ValueError, "a rank or a descriptor that cannot be");
+        return NULL;
+    }
+    const mls_code code =
+        mls_local_join(&shape, (size_t)rank, (int)fd, state->kernels, &place, &st);
+    if (code != MLS_OK) {
+        return mlspy_raise(state, &st, NULL);
+    }
+    return link_of(state, place, (size_t)rank, shape.world);
+}
+
+/* local_threads(world, slot_bytes, depth) -> a LocalLink for each rank
+ *
+ * Each place goes into a link, or is freed.  After a failure the list frees those that it
+ * has, link_of has freed its own, and the loop goes on to free the rest. */
+static PyObject *local_threads(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const mlspy_state *state = mlspy_state_of(module);
+    mls_local_shape shape;
+    mls_local *places[MLS_LOCAL_MAX_RANKS];
+    mls_status st;
+    size_t bytes;
+    if (mlspy_take_count("local_threads", 3, count) < 0 ||
+        take_shape(state, args, &shape, &bytes) < 0) {
+        return NULL;
+    }
+    if (mls_local_threads(&shape, state->kernels, places, &st) != MLS_OK) {
+        return mlspy_raise(state, &st, NULL);
+    }
+    PyObject *list = PyList_New((Py_ssize_t)shape.world);
+    for (size_t rank = 0; rank < shape.world; rank++) {
+        PyObject *link =
+            list == NULL ? NULL : link_of(state, places[rank], rank, shape.world);
+        if (link != NULL) {
+            PyList_SET_ITEM(list, (Py_ssize_t)rank, link);
+        } else if (list == NULL) {
+            mls_local_free(places[rank]);
+        } else {
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
+PyMethodDef mlspy_local_methods[] = {
+    {"local_measure", MLSPY_FASTCALL(local_measure),
+     "local_measure(world, slot_bytes, depth, /)\n--\n\nBytes of a group's memory."},
+    {"local_join", MLSPY_FASTCALL(local_join),
+     "local_join(world, slot_bytes, depth, rank, fd, /)\n--\n\nA place in the memory "
+     "behind a file."},
+    {"local_threads", MLSPY_FASTCALL(local_threads),
+     "local_threads(world, slot_bytes, depth, /)\n--\n\nPlaces for threads."},
+    {NULL, NULL, 0, NULL},
+};
+
+/* Functions make links; the type has a name for isinstance alone. */
+int mlspy_local_add(PyObject *module)
+{
+    mlspy_state *state = mlspy_state_of(module);
+    state->local_link_type =
+        (PyTypeObject *)PyType_FromModuleAndSpec(module, &link_spec, NULL);
+    return state->local_link_type == NULL
+               ? -1
+               : PyModule_AddType(module, state->local_link_type);
+}

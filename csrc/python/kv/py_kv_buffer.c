@@ -1,0 +1,374 @@
+/* py_kv_buffer: the memory behind mlstate.kv.KVState.
+ *
+ * A view is an ndarray whose base is a lease: the lease holds the buffer alive and
+ * counts, so that memory never moves under an array that somebody still has.  Changing
+ * the length moves nothing and is always allowed; reserving more may move everything and
+ * is refused while a lease is out.
+ *
+ * One lock guards each buffer.  Whoever waits for it has let go of the GIL first, so that
+ * its holder can always go on, even where that means waiting for the GIL.
+ */
+#include "common/args.h"
+#include "common/array_view.h"
+#include "common/errors.h"
+#include "kv/kv_bindings.h"
+#include "common/module_state.h"
+
+#include "kv/kv_transition.h"
+#include "kv/kv_buffer.h"
+
+#include <inttypes.h>
+#include <pthread.h>
+
+/* The memory, what its elements are, and how many arrays look at it. */
+typedef struct buffer_object {
+    PyObject_HEAD pthread_mutex_t
+        lock; /* guards `buffer` and `leases`; taken without the GIL */
+    mls_kv_buffer buffer;
+    PyArray_Descr *descr;
+    size_t leases;
+} buffer_object;
+
+/* What an ndarray holds on to: the base of every view. */
+typedef struct lease_object {
+    PyObject_HEAD buffer_object *owner;
+} lease_object;
+
+/* Take the lock with the GIL released: its holder may be at work for a while. */
+static void lock_buffer(buffer_object *self)
+{
+    Py_BEGIN_ALLOW_THREADS
+        pthread_mutex_lock(&self->lock);
+    Py_END_ALLOW_THREADS
+}
+
+/* The other half of lock_buffer; never waits, so the GIL stays as it is. */
+static void unlock_buffer(buffer_object *self)
+{
+    pthread_mutex_unlock(&self->lock);
+}
+
+/* The module's state from one of our types (borrowed); NULL with TypeError set. */
+static const mlspy_state *state_of_type(PyTypeObject *type)
+{
+    PyObject *module = mlspy_module_of(type);
+    return module == NULL ? NULL : mlspy_state_of(module);
+}
+
+/* A length that is not negative.  -1 with TypeError or CapacityError set. */
+static int take_length(const mlspy_state *state, PyObject *object, const char *what,
+                       size_t *out)
+{
+    mls_status st;
+    int64_t length;
+    if (mlspy_take_int64(state, object, what, &length) < 0) {
+        return -1;
+    }
+    /* sizes have no sign in the core: what is negative is refused here, in its words */
+    if (length < 0) {
+        mls_fail(&st, MLS_E_CAPACITY, "%s %" PRId64 " is negative", what, length);
+        mlspy_raise(state, &st, NULL);
+        return -1;
+    }
+    *out = (size_t)length;
+    return 0;
+}
+
+/* KVBuffer(layers, heads, length, head_dim, capacity, dtype) */
+static PyObject *buffer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    const mlspy_state *state = state_of_type(type);
+    size_t shape[MLS_KV_RANK], capacity;
+    PyObject *numbers[5], *dtype;
+    mls_dtype wanted;
+    mls_status st;
+    if (state == NULL ||
+        (kwargs != NULL && PyDict_GET_SIZE(kwargs) > 0 &&
+         (PyErr_SetString(PyExc_TypeError, "KVBuffer takes no keywords"), true)) ||
+        !PyArg_ParseTuple(args, "OOOOOO", &numbers[0], &numbers[1], &numbers[2],
+                          &numbers[3], &numbers[4], &dtype)) {
+        return NULL;
+    }
+    /* order of the arguments: layers, heads, length, head_dim, capacity */
+    for (int i = 0; i < MLS_KV_RANK; i++) {
+        if (take_length(state, numbers[i], "a dimension of the shape", &shape[i]) < 0) {
+            return NULL;
+        }
+    }
+    if (take_length(state, numbers[4], "capacity", &capacity) < 0) {
+        return NULL;
+    }
+    PyArray_Descr *descr = mlspy_descr_of_object(state, dtype, &wanted);
+    if (descr == NULL) {
+        return NULL;
+    }
+    buffer_object *self = (buffer_object *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        Py_DECREF(descr);
+        return NULL;
+    }
+    /* the lock first: from here on buffer_dealloc may run, and it destroys the lock */
+    pthread_mutex_init(&self->lock, NULL);
+    self->descr = descr;
+    if (mls_kv_buffer_init(&self->buffer, shape, capacity, wanted, &st) != MLS_OK) {
+        mlspy_raise(state, &st, NULL);
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+/* Nobody has a lease any more, since each holds a reference; so no lock is needed. */
+static void buffer_dealloc(buffer_object *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    mls_kv_buffer_fini(&self->buffer);
+    pthread_mutex_destroy(&self->lock);
+    Py_XDECREF(self->descr);
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+/* Give the lease back, then the buffer, which may die with it. */
+static void lease_dealloc(lease_object *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    if (self->owner != NULL) {
+        lock_buffer(self->owner);
+        self->owner->leases--;
+        unlock_buffer(self->owner);
+        Py_DECREF(self->owner);
+    }
+    type->tp_free(self);
+    Py_DECREF(type);
+}
+
+/* New reference to a lease on `self`, counted; `*now` is what it holds still. */
+static PyObject *take_lease(const mlspy_state *state, buffer_object *self,
+                            mls_tensor *now)
+{
+    lease_object *lease =
+        (lease_object *)state->kv_lease_type->tp_alloc(state->kv_lease_type, 0);
+    if (lease == NULL) {
+        return NULL;
+    }
+    lock_buffer(self);
+    self->leases++;
+    *now = mls_kv_buffer_view(&self->buffer);
+    unlock_buffer(self);
+    lease->owner = (buffer_object *)Py_NewRef((PyObject *)self);
+    return (PyObject *)lease;
+}
+
+/* view() -> a writable ndarray of the present length, over the buffer's own memory */
+static PyObject *buffer_view(buffer_object *self, PyObject *unused)
+{
+    (void)unused;
+    const mlspy_state *state = state_of_type(Py_TYPE(self));
+    mls_tensor now;
+    PyObject *lease = state == NULL ? NULL : take_lease(state, self, &now);
+    if (lease == NULL) {
+        return NULL;
+    }
+    npy_intp shape[MLS_KV_RANK], strides[MLS_KV_RANK];
+    for (int axis = 0; axis < MLS_KV_RANK; axis++) {
+        shape[axis] = (npy_intp)now.shape[axis];
+        strides[axis] = (npy_intp)now.strides[axis];
+    }
+    Py_INCREF(self->descr); /* stolen */
+    /* the strides are the buffer's: rows lie `capacity` positions apart, not `length` */
+    PyObject *array = PyArray_NewFromDescr(&PyArray_Type, self->descr, MLS_KV_RANK, shape,
+                                           strides, now.data, NPY_ARRAY_WRITEABLE, NULL);
+    if (array == NULL) {
+        Py_DECREF(lease);
+        return NULL;
+    }
+    if (PyArray_SetBaseObject((PyArrayObject *)array, lease) < 0) { /* steals the lease */
+        Py_CLEAR(array);
+    }
+    return array;
+}
+
+/* fill(array): copy an array into a buffer that was made with its shape and dtype */
+static PyObject *buffer_fill(buffer_object *self, PyObject *array)
+{
+    const mlspy_state *state = state_of_type(Py_TYPE(self));
+    mlspy_view source = {0};
+    mls_status st;
+    if (state == NULL || mlspy_view_of(state, array, "array", &source) < 0) {
+        return NULL;
+    }
+    source.tensor.swapped = false; /* both have one byte order: bytes are copied */
+    mls_code code;
+    Py_BEGIN_ALLOW_THREADS
+        pthread_mutex_lock(&self->lock);
+        const mls_tensor now = mls_kv_buffer_view(&self->buffer);
+        code = mls_copy_check(&now, &source.tensor, "array", &st);
+        if (code == MLS_OK) {
+            mls_kv_buffer_fill(&self->buffer, state->kernels, state->pool,
+                               &source.tensor);
+        }
+        pthread_mutex_unlock(&self->lock);
+    Py_END_ALLOW_THREADS
+    mlspy_view_release(&source);
+    if (code != MLS_OK) {
+        return mlspy_raise(state, &st, NULL);
+    }
+    Py_RETURN_NONE;
+}
+
+/* resize(length, position | None): keep `position` positions, by default as many as both
+ * lengths have, and zero the rest */
+static PyObject *buffer_resize(buffer_object *self, PyObject *args)
+{
+    const mlspy_state *state = state_of_type(Py_TYPE(self));
+    PyObject *numbers[2];
+    size_t length, position = 0;
+    mls_status st;
+    mls_code code;
+    if (state == NULL || !PyArg_ParseTuple(args, "OO", &numbers[0], &numbers[1]) ||
+        take_length(state, numbers[0], "seq_length", &length) < 0) {
+        return NULL;
+    }
+    const bool keeps_all = numbers[1] == Py_None;
+    if (!keeps_all && take_length(state, numbers[1], "current_position", &position) < 0) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+        pthread_mutex_lock(&self->lock);
+        /* decided under the lock: another thread may have changed the length just now */
+        if (keeps_all) {
+            position = length < self->buffer.length ? length : self->buffer.length;
+        }
+        code = mls_kv_buffer_resize(&self->buffer, state->kernels, length, position,
+                                    "current_position", &st);
+        pthread_mutex_unlock(&self->lock);
+    Py_END_ALLOW_THREADS
+    if (code != MLS_OK) {
+        return mlspy_raise(state, &st, NULL);
+    }
+    Py_RETURN_NONE;
+}
+
+/* reserve(capacity): the rows move apart; refused while a view is alive */
+static PyObject *buffer_reserve(buffer_object *self, PyObject *args)
+{
+    const mlspy_state *state = state_of_type(Py_TYPE(self));
+    PyObject *number;
+    size_t capacity;
+    mls_status st;
+    mls_code code;
+    if (state == NULL || !PyArg_ParseTuple(args, "O", &number) ||
+        take_length(state, number, "capacity", &capacity) < 0) {
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+        pthread_mutex_lock(&self->lock);
+        /* asked under the lock: no lease can be taken between this and the move */
+        if (self->leases > 0) {
+            code =
+                mls_fail(&st, MLS_E_BUSY,
+                         "%zu arrays still view this cache, and its memory is about to "
+                         "move: delete them first",
+                         self->leases);
+        } else {
+            code = mls_kv_buffer_reserve(&self->buffer, capacity, &st);
+        }
+        pthread_mutex_unlock(&self->lock);
+    Py_END_ALLOW_THREADS
+    if (code != MLS_OK) {
+        return mlspy_raise(state, &st, NULL);
+    }
+    Py_RETURN_NONE;
+}
+
+/* (layers, heads, length, head_dim, capacity), all of one moment */
+static PyObject *buffer_extent(buffer_object *self, PyObject *unused)
+{
+    (void)unused;
+    lock_buffer(self);
+    const mls_kv_buffer now = self->buffer;
+    unlock_buffer(self);
+    return Py_BuildValue("nnnnn", (Py_ssize_t)now.layers, (Py_ssize_t)now.heads,
+                         (Py_ssize_t)now.length, (Py_ssize_t)now.head_dim,
+                         (Py_ssize_t)now.capacity);
+}
+
+/* The descriptor that the buffer was made with, and that its views have. */
+static PyObject *buffer_dtype(buffer_object *self, void *unused)
+{
+    (void)unused;
+    return Py_NewRef((PyObject *)self->descr);
+}
+
+/* mlstate/kv/__init__.py is the only caller; it holds the public names and their checks. */
+static PyMethodDef buffer_methods[] = {
+    {"view", (PyCFunction)(void (*)(void))buffer_view, METH_NOARGS,
+     "view($self, /)\n--\n\nThe cache as it is now, as an ndarray."},
+    {"fill", (PyCFunction)(void (*)(void))buffer_fill, METH_O,
+     "fill($self, array, /)\n--\n\nCopy an array of the view's shape."},
+    {"resize", (PyCFunction)(void (*)(void))buffer_resize, METH_VARARGS,
+     "resize($self, length, position, /)\n--\n\nKeep `position` positions and zero the "
+     "others in view."},
+    {"reserve", (PyCFunction)(void (*)(void))buffer_reserve, METH_VARARGS,
+     "reserve($self, capacity, /)\n--\n\nRaise the capacity."},
+    {"extent", (PyCFunction)(void (*)(void))buffer_extent, METH_NOARGS,
+     "extent($self, /)\n--\n\n(layers, heads, length, head_dim, capacity)"},
+    {NULL, NULL, 0, NULL},
+};
+
+/* Read-only: the dtype of a buffer never changes. */
+static PyGetSetDef buffer_properties[] = {
+    {"dtype", (getter)(void (*)(void))buffer_dtype, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+/* No traverse and no clear: see buffer_spec. */
+static PyType_Slot buffer_slots[] = {
+    {Py_tp_new, (void *)buffer_new},
+    {Py_tp_dealloc, (void *)buffer_dealloc},
+    {Py_tp_methods, buffer_methods},
+    {Py_tp_getset, buffer_properties},
+    {Py_tp_doc,
+     (void *)"KVBuffer(layers, heads, length, head_dim, capacity, dtype, /)\n--\n\n"
+             "The memory behind a KVState."},
+    {0, NULL},
+};
+
+/* No subclasses, and no garbage collection: a buffer refers to a descriptor and nothing
+ * else, so it can be in no cycle. */
+static PyType_Spec buffer_spec = {
+    .name = "mlstate._core.KVBuffer",
+    .basicsize = sizeof(buffer_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = buffer_slots,
+};
+
+/* Nothing but a life: a lease has neither methods nor a constructor. */
+static PyType_Slot lease_slots[] = {
+    {Py_tp_dealloc, (void *)lease_dealloc},
+    {0, NULL},
+};
+
+/* Made by take_lease only; it refers to a buffer, so it is in no cycle either. */
+static PyType_Spec lease_spec = {
+    .name = "mlstate._core.KVLease",
+    .basicsize = sizeof(lease_object),
+    .flags =
+        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = lease_slots,
+};
+
+/* The lease's type is not added to the module: it has no name for users. */
+int mlspy_kv_buffer_add(PyObject *module)
+{
+    mlspy_state *state = mlspy_state_of(module);
+    state->kv_buffer_type =
+        (PyTypeObject *)PyType_FromModuleAndSpec(module, &buffer_spec, NULL);
+    state->kv_lease_type =
+        (PyTypeObject *)PyType_FromModuleAndSpec(module, &lease_spec, NULL);
+    if (state->kv_buffer_type == NULL || state->kv_lease_type == NULL) {
+        return -1;
+    }
+    return PyModule_AddType(module, state->kv_buffer_type);
+}

@@ -1,0 +1,517 @@
+/* py_kv: KV-cache transitions and masks.  The public names and their docstrings are in
+ * mlstate/kv/__init__.py; these take positional arguments only.
+ *
+ * A transition goes through fixed steps: view the source, take the numbers and check
+ * them, find or make the target, encode the padding, move.  Nothing is allocated before
+ * the request was checked, and nothing can fail once the target is written to, so that a
+ * caller who passed `out` keeps it untouched on every error.
+ */
+#include "common/args.h"
+#include "common/array_view.h"
+#include "common/errors.h"
+#include "common/gil.h"
+#include "kv/kv_bindings.h"
+#include "common/module_state.h"
+
+#include "kv/kv_transition.h"
+#include "kv/attention_mask.h"
+#include "base/memory.h"
+
+#include <inttypes.h>
+
+/* Fresh zeroed memory of this size comes as untouched pages of its own, so padding with
+ * zeros is a matter of not touching them; below, the allocator may have to clear it. */
+enum { UNTOUCHED_BYTES = 32 << 20 };
+
+/* ---- transitions ---- */
+
+/* Everything one transition needs; released by transition_fini. */
+typedef struct transition {
+    mls_kv_request request;
+    mlspy_view source, target;
+    double pad_value; /* of the positions behind the tokens */
+    bool low_memory;
+    bool is_zeroed;       /* it reads as zeros already */
+    mls_kv_memory memory; /* the target's */
+    PyObject *result;
+} transition;
+
+/* Release what a transition holds, at whatever step it stopped: it starts zeroed, and
+ * what was not reached has no owner. */
+static void transition_fini(transition *t)
+{
+    mlspy_view_release(&t->source);
+    mlspy_view_release(&t->target);
+    Py_CLEAR(t->result);
+}
+
+/* What users pass, for the core's messages. */
+static const mls_kv_names parameter_names = {
+    .source = "source_state",
+    .target = "out",
+    .target_length = "target_seq_length",
+    .position = "current_position",
+    .if_shorter = "use compact_kv_state to move to a shorter cache",
+    .if_shared = "pass another buffer, or use KVState to change a cache in place"};
+static const mls_mask_names mask_parameter_names = {.seq_length = "seq_length",
+                                                    .attention_size = "attention_size",
+                                                    .position = "current_position"};
+
+/* View the source, take the numbers, check both.  No position means a full source; of
+ * another rank none is taken, since the check refuses that anyway. */
+static int take_request(const mlspy_state *state, PyObject *const *args, transition *t)
+{
+    mls_status st;
+    t->request.names = &parameter_names;
+    if ((!mlspy_view_quickly(state, args[0], false, &t->source) &&
+         mlspy_view_of(state, args[0], "source_state", &t->source) < 0) ||
+        mlspy_take_int64(state, args[1], "target_seq_length", &t->request.target_length) <
+            0) {
+        return -1;
+    }
+    const mls_tensor *source = &t->source.tensor;
+    if (args[2] != Py_None) {
+        if (mlspy_take_int64(state, args[2], "current_position", &t->request.position) <
+            0) {
+            return -1;
+        }
+    } else if (source->rank == MLS_KV_RANK) {
+        t->request.position = (int64_t)source->shape[MLS_KV_AXIS];
+    }
+    if (mls_kv_check(source->rank, source->shape, t->request, &st) != MLS_OK) {
+        mlspy_raise(state, &st, NULL);
+        return -1;
+    }
+    return mlspy_take_double(args[3], "pad_value", &t->pad_value);
+}
+
+/* What the result of a transition shall be: its dtype in the core, and the descriptor to
+ * allocate it with.  The result for a foreign source, which NumPy may have no dtype for,
+ * is unsigned integers that hold its bits; the integration gives them their name. */
+typedef struct result_kind {
+    mls_dtype dtype;
+    PyArray_Descr *descr; /* strong reference */
+} result_kind;
+
+/* A new ndarray of the target's shape.  Zeroed ones above UNTOUCHED_BYTES stay untouched
+ * where nothing is written. */
+static int allocate_target(const mlspy_state *state, const result_kind *kind,
+                           transition *t)
+{
+    npy_intp shape[MLS_KV_RANK];
+    size_t bytes = 0;
+    mls_tensor wanted = t->source.tensor;
+    mls_status st;
+    wanted.shape[MLS_KV_AXIS] = (size_t)t->request.target_length;
+    /* NumPy would refuse what memory cannot hold too, but not in these words */
+    if (mls_tensor_init(&wanted, NULL, kind->dtype, MLS_KV_RANK, wanted.shape, &st) !=
+        MLS_OK) {
+        mlspy_raise(state, &st, NULL);
+        return -1;
+    }
+    (void)mls_tensor_bytes(&wanted, &bytes);
+    for (int axis = 0; axis < MLS_KV_RANK; axis++) {
+        shape[axis] = (npy_intp)wanted.shape[axis];
+    }
+    t->memory = MLS_KV_FRESH;
+    /* a zero pad without a sign is stored as bits 0 in every dtype; -0.0 is not */
+    t->is_zeroed =
+        t->pad_value == 0.0 && !signbit(t->pad_value) && bytes >= UNTOUCHED_BYTES;
+    Py_INCREF(kind->descr); /* both calls steal it */
+    t->result = t->is_zeroed ? PyArray_Zeros(MLS_KV_RANK, shape, kind->descr, 0)
+                             : PyArray_Empty(MLS_KV_RANK, shape, kind->descr, 0);
+    if (t->result == NULL) {
+        return -1;
+    }
+    if (t->is_zeroed && t->low_memory) {
+        t->memory = MLS_KV_SPARSE;
+        mls_advise_pages(PyArray_DATA((PyArrayObject *)t->result), bytes, false);
+    }
+    return mlspy_view_writable(state, t->result, "the new state", &t->target);
+}
+
+/* Decide `out` for a source that is no ndarray, from a dtype's name or None.  Names only:
+ * NumPy may have no descriptor to hand over. */
+static int foreign_kind(const mlspy_state *state, PyObject *dtype, result_kind *out)
+{
+    /* by item size; every type of the core has one of these */
+    static const int unsigned_of[] = {
+        [1] = NPY_UINT8, [2] = NPY_UINT16, [4] = NPY_UINT32, [8] = NPY_UINT64};
+    Py_ssize_t length = 0;
+    const char *name = dtype == Py_None ? NULL : PyUnicode_AsUTF8AndSize(dtype, &length);
+    if (name == NULL && dtype != Py_None) {
+        return -1;
+    }
+    if (name != NULL && !mls_dtype_from_name(name, (size_t)length, &out->dtype)) {
+        mls_status st;
+        mls_fail(&st, MLS_E_DTYPE, "dtype %.60s is not supported", name);
+        mlspy_raise(state, &st, NULL);
+        return -1;
+    }
+    out->descr = PyArray_DescrFromType(unsigned_of[mls_dtype_of(out->dtype)->item_bytes]);
+    return out->descr == NULL ? -1 : 0;
+}
+
+/* Decide `out`, whose dtype is the source's to begin with, from the caller's `dtype`. */
+static int take_kind(const mlspy_state *state, PyObject *source, PyObject *dtype,
+                     const transition *t, result_kind *out)
+{
+    mls_status st;
+    *out = (result_kind){.dtype = t->source.tensor.dtype};
+    if (!PyArray_Check(source)) {
+        if (foreign_kind(state, dtype, out) < 0) {
+            return -1;
+        }
+    } else if (dtype == Py_None) {
+        out->descr = PyArray_DESCR((PyArrayObject *)source);
+        Py_INCREF(out->descr);
+    } else {
+        out->descr = mlspy_descr_of_object(state, dtype, &out->dtype);
+        if (out->descr == NULL) {
+            return -1;
+        }
+    }
+    /* only the dtypes can differ between these two: the shapes are the source's */
+    mls_tensor target = t->source.tensor;
+    target.dtype = out->dtype;
+    if (mls_copy_check(&target, &t->source.tensor, "dtype", &st) != MLS_OK) {
+        mlspy_raise(state, &st, NULL);
+        Py_CLEAR(out->descr);
+        return -1;
+    }
+    return 0;
+}
+
+/* The dtype of the core that a user means.  Its own names are taken as they are: no
+ * descriptor is needed here, and NumPy may have none. */
+static int take_dtype(const mlspy_state *state, PyObject *object, mls_dtype *out)
+{
+    Py_ssize_t length = 0;
+    const char *name =
+        PyUnicode_Check(object) ? PyUnicode_AsUTF8AndSize(object, &length) : NULL;
+    if (name != NULL && mls_dtype_from_name(name, (size_t)length, out)) {
+        return 0;
+    }
+    if (PyErr_Occurred()) {
+        return -1;
+    }
+    PyArray_Descr *descr = mlspy_descr_of_object(state, object, out);
+    Py_XDECREF(descr);
+    return descr == NULL ? -1 : 0;
+}
+
+/* Point the transition at the caller's `out`, or at a new array.  Everything that can be
+ * wrong with `out` is found here, before anything is written to it. */
+static int take_target(const mlspy_state *state, PyObject *source, PyObject *dtype,
+                       PyObject *out, transition *t)
+{
+    if (out == Py_None) {
+        result_kind kind;
+        if (take_kind(state, source, dtype, t, &kind) < 0) {
+            return -1;
+        }
+        const int failed = allocate_target(state, &kind, t);
+        Py_DECREF(kind.descr);
+        t->target.tensor.dtype = kind.dtype;
+        return failed;
+    }
+    if (!mlspy_view_quickly(state, out, true, &t->target) &&
+        mlspy_view_writable(state, out, "out", &t->target) < 0) {
+        return -1;
+    }
+    t->result = Py_NewRef(out);
+    mls_status st;
+    mls_dtype wanted = t->target.tensor.dtype;
+    if (dtype != Py_None && take_dtype(state, dtype, &wanted) < 0) {
+        return -1;
+    }
+    if (wanted != t->target.tensor.dtype) {
+        mls_fail(&st, MLS_E_DTYPE, "out is %s, but dtype asks for %s: pass one of them",
+                 mls_dtype_of(t->target.tensor.dtype)->name, mls_dtype_of(wanted)->name);
+    } else if (mls_kv_check_target(&t->target.tensor, &t->source.tensor, t->request,
+                                   &st) == MLS_OK) {
+        return 0;
+    }
+    mlspy_raise(state, &st, NULL);
+    return -1;
+}
+
+/* Encode the padding and move.  The views hold references, so that the memory stays where
+ * it is while other threads run. */
+static int run_transition(const mlspy_state *state, transition *t)
+{
+    mls_status st;
+    mls_element pad;
+    size_t bytes = 0;
+    if (mls_element_encode(t->pad_value, &t->target.tensor, &pad, &st) != MLS_OK) {
+        mlspy_raise(state, &st, NULL);
+        return -1;
+    }
+    (void)mls_tensor_bytes(&t->target.tensor, &bytes);
+    /* short moves are over before another thread could take the GIL */
+    PyThreadState *released = bytes >= MLSPY_RELEASE_BYTES ? PyEval_SaveThread() : NULL;
+    mls_kv_move(state->kernels, state->pool, &t->target.tensor, &t->source.tensor,
+                (size_t)t->request.position, t->is_zeroed ? NULL : &pad, t->memory);
+    if (released != NULL) {
+        PyEval_RestoreThread(released);
+    }
+    return 0;
+}
+
+/* Nothing to do: same length, every position in use, nothing else asked for.  The source
+ * is the result then: a caller who wants a copy says so with `out`. */
+static bool is_identity(const transition *t, PyObject *dtype, PyObject *out)
+{
+    /* compacting never gives the source itself, nor does any `out` or dtype */
+    const int64_t length = (int64_t)t->source.tensor.shape[MLS_KV_AXIS];
+    return t->request.kind == MLS_KV_EXPAND && dtype == Py_None && out == Py_None &&
+           t->request.target_length == length && t->request.position == length;
+}
+
+/* kv_move(source, target_length, position | None, pad_value, dtype | None, out | None,
+ *         low_memory, compact) -> ndarray, `out`, or the source itself; for a source that
+ * is no ndarray, `dtype` is a name and the result unsigned integers */
+static PyObject *kv_move(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const mlspy_state *state = mlspy_state_of(module);
+    if (mlspy_take_count("kv_move", 8, count) < 0) {
+        return NULL;
+    }
+    PyObject *dtype = args[4], *out = args[5];
+    transition t = {.low_memory = args[6] == Py_True,
+                    .request.kind = args[7] == Py_True ? MLS_KV_COMPACT : MLS_KV_EXPAND};
+    PyObject *result = NULL;
+    if (take_request(state, args, &t) == 0) {
+        if (is_identity(&t, dtype, out)) {
+            result = Py_NewRef(args[0]);
+        } else if (take_target(state, args[0], dtype, out, &t) == 0 &&
+                   run_transition(state, &t) == 0) {
+            result = Py_NewRef(t.result);
+        }
+    }
+    transition_fini(&t);
+    return result;
+}
+
+/* The dimensions in a sequence of non-negative integers.  -1 with an exception set.  More
+ * than four are refused in time, fewer by the check of the request. */
+static int take_shape(const mlspy_state *state, PyObject *object, const char *what,
+                      int *rank, size_t *shape)
+{
+    mls_status st;
+    /* a tuple of our own: an item's __index__ may change the caller's list */
+    PyObject *items = PySequence_Tuple(object);
+    if (items == NULL) {
+        return -1;
+    }
+    const Py_ssize_t count = PyTuple_GET_SIZE(items);
+    mls_code code = MLS_OK;
+    int failed = 0;
+    if (count > MLS_MAX_RANK) {
+        code = mls_fail(&st, MLS_E_SHAPE, "%s has %zd dimensions, not 4", what, count);
+    }
+    for (Py_ssize_t i = 0; i < count && code == MLS_OK && !failed; i++) {
+        int64_t length = 0;
+        failed = mlspy_take_int64(state, PyTuple_GET_ITEM(items, i), what, &length);
+        if (length < 0) {
+            code = mls_fail(&st, MLS_E_SHAPE, "%s has the negative dimension %" PRId64,
+                            what, length);
+        }
+        shape[i] = (size_t)length;
+    }
+    Py_DECREF(items);
+    *rank = (int)count;
+    if (code != MLS_OK) {
+        mlspy_raise(state, &st, NULL);
+        return -1;
+    }
+    return failed;
+}
+
+/* kv_check(shape, target_length, position, compact) -> None, or the error of kv_move
+ *
+ * For callers that must know before they have an array, or whose array is elsewhere. */
+static PyObject *kv_check(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const mlspy_state *state = mlspy_state_of(module);
+    mls_kv_request request = {.names = &parameter_names};
+    mls_status st;
+    int rank;
+    size_t shape[MLS_MAX_RANK];
+    if (mlspy_take_count("kv_check", 4, count) < 0) {
+        return NULL;
+    }
+    request.kind = args[3] == Py_True ? MLS_KV_COMPACT : MLS_KV_EXPAND;
+    if (take_shape(state, args[0], "the state's shape", &rank, shape) < 0 ||
+        mlspy_take_int64(state, args[1], "target_seq_length", &request.target_length) <
+            0 ||
+        mlspy_take_int64(state, args[2], "current_position", &request.position) < 0) {
+        return NULL;
+    }
+    if (mls_kv_check(rank, shape, request, &st) != MLS_OK) {
+        return mlspy_raise(state, &st, NULL);
+    }
+    Py_RETURN_NONE;
+}
+
+/* kv_check_shapes(source_shape, target_shape, compact) -> None
+ *
+ * Without a position: what the shapes alone rule out. */
+static PyObject *kv_check_shapes(PyObject *module, PyObject *const *args,
+                                 Py_ssize_t count)
+{
+    const mlspy_state *state = mlspy_state_of(module);
+    mls_status st;
+    int source_rank, target_rank;
+    size_t source[MLS_MAX_RANK], target[MLS_MAX_RANK];
+    if (mlspy_take_count("kv_check_shapes", 3, count) < 0) {
+        return NULL;
+    }
+    if (take_shape(state, args[0], "the source state's shape", &source_rank, source) <
+            0 ||
+        take_shape(state, args[1], "the target state's shape", &target_rank, target) <
+            0) {
+        return NULL;
+    }
+    const mls_kv_kind kind = args[2] == Py_True ? MLS_KV_COMPACT : MLS_KV_EXPAND;
+    if (mls_kv_check_shapes(source_rank, source, target_rank, target, kind, &st) !=
+        MLS_OK) {
+        return mlspy_raise(state, &st, NULL);
+    }
+    Py_RETURN_NONE;
+}
+
+/* ---- masks ---- */
+
+/* What a mask call asks for. */
+typedef struct mask_request {
+    int64_t seq_length, attention_size, position;
+    size_t rows, first_row; /* written: all of them, or only that of `position` */
+    double fill;            /* at masked positions */
+} mask_request;
+
+/* Take and check the numbers of a mask; `decode` asks for the row `position` alone. */
+static int take_mask(const mlspy_state *state, PyObject *const *args, mask_request *m)
+{
+    mls_status st;
+    const bool decode = args[6] == Py_True;
+    if (mlspy_take_int64(state, args[0], "seq_length", &m->seq_length) < 0 ||
+        mlspy_take_int64(state, args[1], "attention_size", &m->attention_size) < 0 ||
+        mlspy_take_int64(state, args[2], "current_position", &m->position) < 0) {
+        return -1;
+    }
+    if (mls_mask_check(m->seq_length, m->attention_size, m->position,
+                       &mask_parameter_names, &st) != MLS_OK) {
+        mlspy_raise(state, &st, NULL);
+        return -1;
+    }
+    /* decoding makes one token at a time and needs its row alone */
+    m->rows = decode ? 1 : (size_t)m->seq_length;
+    m->first_row = decode ? (size_t)m->position : 0;
+    return mlspy_take_double(args[4], "fill", &m->fill);
+}
+
+/* New reference to an array for a mask, refused where memory could not hold it.  The two
+ * leading dimensions are 1 and do not count. */
+static PyObject *new_mask(const mlspy_state *state, PyObject *dtype, npy_intp *shape)
+{
+    mls_dtype wanted;
+    mls_tensor whole;
+    mls_status st;
+    const size_t lengths[] = {(size_t)shape[2], (size_t)shape[3]};
+    PyArray_Descr *descr = mlspy_descr_of_object(state, dtype, &wanted);
+    if (descr == NULL) {
+        return NULL;
+    }
+    if (mls_tensor_init(&whole, NULL, wanted, 2, lengths, &st) != MLS_OK) {
+        Py_DECREF(descr);
+        return mlspy_raise(state, &st, NULL);
+    }
+    return PyArray_Empty(4, shape, descr, 0); /* steals the descriptor */
+}
+
+/* New reference to the mask to write: `out` once it is known to fit, or a new array.  On
+ * failure there is no view either. */
+static PyObject *mask_target(const mlspy_state *state, PyObject *dtype, PyObject *out,
+                             const mask_request *m, mlspy_view *view)
+{
+    npy_intp shape[4] = {1, 1, (npy_intp)m->rows, (npy_intp)m->seq_length};
+    PyObject *result;
+    if (out == Py_None) {
+        result = new_mask(state, dtype, shape);
+    } else {
+        result = Py_NewRef(out);
+    }
+    if (result == NULL || mlspy_view_writable(state, result, "out", view) < 0) {
+        Py_XDECREF(result);
+        return NULL;
+    }
+    mls_status st;
+    /* an `out` must have this shape exactly; a new array passes by construction */
+    mls_tensor wanted = view->tensor;
+    wanted.rank = 4;
+    for (int axis = 0; axis < 4; axis++) {
+        wanted.shape[axis] = (size_t)shape[axis];
+    }
+    mls_code code = mls_copy_check(&view->tensor, &wanted, "out", &st);
+    if (code == MLS_OK && (int)view->tensor.dtype >= MLS_CONVERTIBLE) {
+        code = mls_fail(&st, MLS_E_DTYPE, "a mask is made of floats, not %s",
+                        mls_dtype_of(view->tensor.dtype)->name);
+    }
+    if (code != MLS_OK) {
+        mlspy_raise(state, &st, NULL);
+        mlspy_view_release(view);
+        Py_CLEAR(result);
+    }
+    return result;
+}
+
+/* kv_mask(seq_length, attention_size, position, dtype, fill, out | None, decode)
+ *
+ * The fill is encoded once, before the first element is written: one that the dtype
+ * cannot hold leaves `out` as it was. */
+static PyObject *kv_mask(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const mlspy_state *state = mlspy_state_of(module);
+    mask_request m = {0};
+    mlspy_view view = {0};
+    mls_element fill;
+    mls_status st;
+    if (mlspy_take_count("kv_mask", 7, count) < 0) {
+        return NULL;
+    }
+    if (take_mask(state, args, &m) < 0) {
+        return NULL;
+    }
+    PyObject *result = mask_target(state, args[3], args[5], &m, &view);
+    if (result == NULL) {
+        return NULL;
+    }
+    if (mls_element_encode(m.fill, &view.tensor, &fill, &st) != MLS_OK) {
+        mlspy_raise(state, &st, NULL);
+        Py_CLEAR(result);
+    } else {
+        Py_BEGIN_ALLOW_THREADS
+            mls_mask_rows(state->kernels, &view.tensor, m.first_row,
+                          (size_t)m.attention_size, fill);
+        Py_END_ALLOW_THREADS
+    }
+    mlspy_view_release(&view);
+    return result;
+}
+
+PyMethodDef mlspy_kv_methods[] = {
+    {"kv_move", MLSPY_FASTCALL(kv_move),
+     "kv_move(source, target_length, position, pad_value, dtype, out, low_memory, "
+     "compact, /)\n--\n\nExpand or compact a KV cache; see mlstate.kv."},
+    {"kv_check", MLSPY_FASTCALL(kv_check),
+     "kv_check(shape, target_length, position, compact, /)\n--\n\nRaise what kv_move "
+     "would raise for a source of this shape."},
+    {"kv_check_shapes", MLSPY_FASTCALL(kv_check_shapes),
+     "kv_check_shapes(source, target, compact, /)\n--\n\nRaise unless a state of one "
+     "shape can become one of the other."},
+    {"kv_mask", MLSPY_FASTCALL(kv_mask),
+     "kv_mask(seq_length, attention_size, position, dtype, fill, out, decode, "
+     "/)\n--\n\nAn attention mask, or its row `position`."},
+    {NULL, NULL, 0, NULL},
+};

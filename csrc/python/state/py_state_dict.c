@@ -1,0 +1,699 @@
+/* py_statedict: StateDict, a dict whose keys are names and whose values are arrays.
+ *
+ * The arrays are the ones that were put in: nothing is copied or wrapped.  dict's own
+ * methods would go round the check in `__setitem__`, so every one that adds entries is
+ * here again: the constructor, update, setdefault, |, |=, copy and fromkeys.  Each takes
+ * all it is given into a dict of its own first, checks that, and merges it in one step,
+ * so that an error changes nothing.  What cannot be stopped is dict.__setitem__ called on
+ * a state dict by name: whoever reads one in C checks again.
+ */
+#include "state/py_state_dict.h"
+
+#include "common/errors.h"
+#include "common/gil.h"
+#include "common/dict_items.h"
+#include "common/module_state.h"
+#include "state/py_state_compare.h"
+#include "state/state_bindings.h"
+
+#include <stdatomic.h>
+
+/* The dict, and what was last said about its names.  `changes` counts whatever may have
+ * changed them: what is said of count n holds while the count is n and the length is the
+ * same, which notices pop, popitem and clear of dict's own. */
+typedef struct statedict_object {
+    PyDictObject dict;
+    PyObject *description;    /* strong, or NULL */
+    uint64_t described;       /* `changes` when it was made */
+    Py_ssize_t described_len; /* the length then */
+    _Atomic uint64_t changes;
+} statedict_object;
+
+/* The module's state from a StateDict or a subclass of it; NULL with TypeError set.
+ * Asked by type: slots get no module, and no state of ours is static. */
+static const mlspy_state *state_of(PyObject *self)
+{
+    PyObject *module = mlspy_module_of(Py_TYPE(self));
+    return module == NULL ? NULL : mlspy_state_of(module);
+}
+
+/* Raise TensorNotFoundError; its text is the same for every way to miss a tensor.  If
+ * anything fails on the way, that is the exception instead. */
+static void raise_missing(PyObject *self, PyObject *key)
+{
+    const mlspy_state *state = state_of(self);
+    PyObject *name = state == NULL ? NULL : PyObject_Str(key);
+    PyObject *text =
+        name == NULL ? NULL
+                     : PyUnicode_FromFormat("Tensor '%U' not found in state dict", name);
+    PyObject *class = text == NULL ? NULL : state->errors[MLSPY_ERROR_NOT_FOUND];
+    PyObject *error = class == NULL ? NULL : PyObject_CallOneArg(class, text);
+    if (error != NULL && PyObject_SetAttrString(error, "name", name) == 0) {
+        PyErr_SetObject(class, error);
+    }
+    Py_XDECREF(error);
+    Py_XDECREF(text);
+    Py_XDECREF(name);
+}
+
+/* Whether an object is a StateDict, or of a subclass. */
+static bool is_statedict(PyObject *object)
+{
+    if (!PyDict_Check(object) || PyDict_CheckExact(object)) {
+        return false;
+    }
+    PyObject *module = mlspy_module_of(Py_TYPE(object));
+    PyErr_Clear();
+    return module != NULL;
+}
+
+/* ---- what is known of the names ---- */
+
+/* Note that the names may have changed.  Called after the change, so that whoever looked
+ * at the names before it has an older count. */
+static void note_change(PyObject *self)
+{
+    statedict_object *state = (statedict_object *)self;
+#if defined(Py_GIL_DISABLED) /* a count that goes back would make an old description new \
+                              */
+    atomic_fetch_add_explicit(&state->changes, 1, memory_order_release);
+#else
+    const uint64_t count =
+        atomic_load_explicit(&state->changes, memory_order_relaxed) + 1;
+    atomic_store_explicit(&state->changes, count, memory_order_relaxed);
+#endif
+}
+
+/* The same after entries were set, with the length from before: assigning to names that
+ * are there makes none, and where nobody can come in between, the length tells. */
+static void note_entries(PyObject *self, Py_ssize_t before)
+{
+#if defined(Py_GIL_DISABLED)
+    const bool changed = true;
+    (void)before;
+#else
+    const bool changed = PyDict_GET_SIZE(self) != before;
+#endif
+    if (changed) {
+        note_change(self);
+    }
+}
+
+/* New reference to the description that still holds, or NULL without an exception.  On
+ * free-threaded builds under a lock: else it could be freed between look and count. */
+static PyObject *known_description(statedict_object *state)
+{
+    PyObject *known = NULL;
+    MLSPY_BEGIN_LOCKED(state)
+    if (state->description != NULL &&
+        state->described_len == PyDict_GET_SIZE((PyObject *)state) &&
+        state->described == atomic_load_explicit(&state->changes, memory_order_relaxed)) {
+        known = Py_NewRef(state->description);
+    }
+    MLSPY_END_LOCKED()
+    return known;
+}
+
+/* The count and length are read before the names: a change in between makes the new
+ * description an old one.  The one that is replaced is let go outside of the lock, as its
+ * end may take time. */
+PyObject *mlspy_describe_names(PyObject *dict, PyObject *(*make)(PyObject *dict))
+{
+    if (!is_statedict(dict)) {
+        return make(dict);
+    }
+    statedict_object *state = (statedict_object *)dict;
+    PyObject *known = known_description(state);
+    if (known != NULL) {
+        return known;
+    }
+    const uint64_t changes = atomic_load_explicit(&state->changes, memory_order_relaxed);
+    const Py_ssize_t length = PyDict_GET_SIZE(dict);
+    PyObject *made = make(dict);
+    PyObject *old = NULL;
+    if (made != NULL) {
+        MLSPY_BEGIN_LOCKED(state)
+        old = state->description;
+        state->description = Py_NewRef(made);
+        state->described = changes;
+        state->described_len = length;
+        MLSPY_END_LOCKED()
+    }
+    Py_XDECREF(old);
+    return made;
+}
+
+/* ---- one entry ---- */
+
+/* A subclass may define __missing__, as with any dict. */
+static PyObject *missing_value(PyObject *self, PyObject *key)
+{
+    PyObject *method = PyObject_GetAttrString((PyObject *)Py_TYPE(self), "__missing__");
+    if (method == NULL) {
+        if (PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            PyErr_Clear();
+            raise_missing(self, key);
+        }
+        return NULL;
+    }
+    PyObject *value = PyObject_CallFunctionObjArgs(method, self, key, NULL);
+    Py_DECREF(method);
+    return value;
+}
+
+/* self[key] */
+static PyObject *statedict_subscript(PyObject *self, PyObject *key)
+{
+    PyObject *value;
+    const int found = mlspy_dict_get(self, key, &value);
+    if (found != 0) {
+        return found < 0 ? NULL : value;
+    }
+    return missing_value(self, key);
+}
+
+/* Set one entry after a look at it.  Noted on failure too: a count that is too high only
+ * costs a description. */
+static int set_entry(PyObject *self, PyObject *key, PyObject *value)
+{
+    PyObject *name = mlspy_check_entry(key, value);
+    if (name == NULL) {
+        return -1;
+    }
+    const Py_ssize_t before = PyDict_GET_SIZE(self);
+    const int failed = PyDict_SetItem(self, name, value);
+    note_entries(self, before);
+    Py_DECREF(name);
+    return failed;
+}
+
+/* self[key] = value and del self[key]
+ *
+ * Deleting raises the same error as looking up, and asks no __missing__, as with dict. */
+static int statedict_assign(PyObject *self, PyObject *key, PyObject *value)
+{
+    if (value != NULL) {
+        return set_entry(self, key, value);
+    }
+    const int failed = PyDict_DelItem(self, key);
+    note_change(self);
+    if (failed < 0) {
+        if (PyErr_ExceptionMatches(PyExc_KeyError)) {
+            PyErr_Clear();
+            raise_missing(self, key);
+        }
+        return -1;
+    }
+    return 0;
+}
+
+/* setdefault(key, default)
+ *
+ * Only what is going to be put in is checked: without a default that is None, an error,
+ * unless the name is there. */
+static PyObject *statedict_setdefault(PyObject *self, PyObject *const *args,
+                                      Py_ssize_t count)
+{
+    if (count < 1 || count > 2) {
+        PyErr_Format(PyExc_TypeError, "setdefault takes a name and an array, got %zd",
+                     count);
+        return NULL;
+    }
+    PyObject *value;
+    const int found = mlspy_dict_get(self, args[0], &value);
+    if (found != 0) {
+        return found < 0 ? NULL : value;
+    }
+    PyObject *wanted = count == 2 ? args[1] : Py_None;
+    PyObject *name = mlspy_check_entry(args[0], wanted);
+    if (name == NULL) {
+        return NULL;
+    }
+    /* looked up once more, since another thread may have been here in between */
+#if PY_VERSION_HEX >= 0x030D0000
+    (void)PyDict_SetDefaultRef(self, name, wanted, &value);
+#else
+    value = Py_XNewRef(PyDict_SetDefault(self, name, wanted));
+#endif
+    note_change(self);
+    Py_DECREF(name);
+    return value;
+}
+
+/* ---- many entries at once ---- */
+
+/* The one dict among the arguments, if that is all there is and it is walked as a dict is
+ * (borrowed); else NULL. */
+static PyObject *only_dict(PyObject *args, PyObject *kwargs)
+{
+    PyObject *only = PyTuple_GET_SIZE(args) == 1 ? PyTuple_GET_ITEM(args, 0) : NULL;
+    const bool good = only != NULL && (kwargs == NULL || PyDict_GET_SIZE(kwargs) == 0) &&
+                      PyDict_Check(only) && Py_TYPE(only)->tp_iter == PyDict_Type.tp_iter;
+    return good ? only : NULL;
+}
+
+#if !defined(Py_GIL_DISABLED)
+/* Whether every entry of a dict passes without a second look.  No code of others runs, so
+ * that with one lock for everything the dict is still the same afterwards. */
+static bool all_plain(PyObject *dict)
+{
+    PyObject *key, *value;
+    Py_ssize_t at = 0;
+    /* most arrays share a few descriptors: each is looked into when it comes up */
+    const PyArray_Descr *known = NULL;
+    while (PyDict_Next(dict, &at, &key, &value)) {
+        const bool same = PyUnicode_CheckExact(key) && PyUnicode_IS_COMPACT_ASCII(key) &&
+                          PyArray_CheckExact(value) && known != NULL &&
+                          PyArray_DESCR((PyArrayObject *)value) == known;
+        if (!same) {
+            if (!mlspy_entry_is_plain(key, value)) {
+                return false;
+            }
+            known = PyArray_DESCR((PyArrayObject *)value);
+        }
+    }
+    return true;
+}
+#endif
+
+/* New reference to a dict, of nobody else's, of what dict(*args, **kwargs) would hold; or
+ * to the dict among the arguments where nobody can change it before it is merged.
+ * `*checked` says that all entries are known to be good; NULL with an exception set. */
+static PyObject *stage(PyObject *args, PyObject *kwargs, bool *checked)
+{
+    PyObject *only = only_dict(args, kwargs);
+    *checked = false;
+    if (only == NULL) {
+        return PyObject_Call((PyObject *)&PyDict_Type, args, kwargs);
+    }
+#if !defined(Py_GIL_DISABLED)
+    *checked = all_plain(only);
+#endif
+    return *checked ? Py_NewRef(only) : PyDict_Copy(only);
+}
+
+/* Replace the one key at fault by the exact str `name`; the order of entries is kept by
+ * making the dict anew.  Consumes `staged`. */
+static PyObject *with_plain_names(PyObject *staged)
+{
+    PyObject *result = PyDict_New();
+    PyObject *key, *value;
+    Py_ssize_t at = 0;
+    while (result != NULL && PyDict_Next(staged, &at, &key, &value)) {
+        PyObject *name = PyUnicode_FromObject(key);
+        if (name == NULL || PyDict_SetItem(result, name, value) < 0) {
+            Py_CLEAR(result);
+        }
+        Py_XDECREF(name);
+    }
+    Py_DECREF(staged);
+    return result;
+}
+
+/* Check all entries of a dict that nobody else has; consumes it, gives one to merge. */
+static PyObject *check_staged(PyObject *staged)
+{
+    PyObject *key, *value;
+    Py_ssize_t at = 0;
+    bool plain = true;
+    while (staged != NULL && PyDict_Next(staged, &at, &key, &value)) {
+        PyObject *name = mlspy_check_entry(key, value);
+        if (name == NULL) {
+            Py_CLEAR(staged);
+        } else {
+            plain = plain && name == key;
+            Py_DECREF(name);
+        }
+    }
+    return staged == NULL || plain ? staged : with_plain_names(staged);
+}
+
+/* Undo a merge that failed: the entries of `old`, if there is one, as they were, and out
+ * with whatever comes after the first `kept`.  Allocates nothing; the exception that is
+ * set stays set. */
+static void undo_merge(PyObject *self, PyObject *old, Py_ssize_t kept)
+{
+    PyObject *type, *error, *trace;
+    PyObject *key, *value;
+    Py_ssize_t at = 0;
+    PyErr_Fetch(&type, &error, &trace);
+    if (old != NULL && PyDict_Update(self, old) < 0) {
+        PyErr_Clear();
+    }
+    for (Py_ssize_t i = 0; PyDict_Next(self, &at, &key, &value); i++) {
+        if (i >= kept) { /* taking an entry out moves no other one */
+            Py_INCREF(key);
+            if (PyDict_DelItem(self, key) < 0) {
+                PyErr_Clear();
+            }
+            Py_DECREF(key);
+        }
+    }
+    PyErr_Restore(type, error, trace);
+}
+
+/* Merge a few entries into many.  Memory can only be short for names that are new, so
+ * these go first: the values that others have are still there. */
+static int merge_few(PyObject *self, PyObject *staged)
+{
+    const Py_ssize_t before = PyDict_GET_SIZE(self);
+    if (PyDict_Merge(self, staged, 0) < 0) {
+        undo_merge(self, NULL, before);
+        return -1;
+    }
+    const bool all_new = PyDict_GET_SIZE(self) == before + PyDict_GET_SIZE(staged);
+    return all_new ? 0 : PyDict_Update(self, staged);
+}
+
+/* Merge many entries.  A copy of the whole is quicker then than to look all names up
+ * twice. */
+static int merge_many(PyObject *self, PyObject *staged)
+{
+    const Py_ssize_t before = PyDict_GET_SIZE(self);
+    PyObject *old = before == 0 ? NULL : PyDict_Copy(self);
+    if (before > 0 && old == NULL) {
+        return -1;
+    }
+    const int failed = PyDict_Update(self, staged);
+    if (failed < 0) {
+        undo_merge(self, old, before);
+    }
+    Py_XDECREF(old);
+    return failed;
+}
+
+/* Merge what was checked, all or nothing: dict's own way stops where memory runs out. */
+static int merge_checked(PyObject *self, PyObject *staged)
+{
+    const Py_ssize_t added = PyDict_GET_SIZE(staged);
+    if (added <= 1) {
+        return PyDict_Update(self, staged);
+    }
+    /* a subclass that walks in its own way would be copied in that way */
+    const bool copies = Py_TYPE(self)->tp_iter == PyDict_Type.tp_iter;
+    return !copies || added < PyDict_GET_SIZE(self) / 4 ? merge_few(self, staged)
+                                                        : merge_many(self, staged);
+}
+
+/* Refuse a torch module or optimizer.  Some modules are iterable, but hold no pairs. */
+static int refuse_torch_object(PyObject *given)
+{
+    if (PyDict_Check(given) || !PyObject_HasAttrString(given, "state_dict")) {
+        return 0;
+    }
+    const char *remedy = PyObject_HasAttrString(given, "param_groups")
+                             ? "OptimizerStateDict.from_torch(optimizer, module)"
+                             : "StateDict.from_torch(module)";
+    PyErr_Format(PyExc_TypeError, "'%.100s' object is not a mapping of arrays: use %s",
+                 Py_TYPE(given)->tp_name, remedy);
+    return -1;
+}
+
+/* Add everything that dict(*args, **kwargs) would hold, or nothing.  `name` is what the
+ * user called, for errors. */
+static int merge(PyObject *self, const char *name, PyObject *args, PyObject *kwargs)
+{
+    if (PyTuple_GET_SIZE(args) > 1) {
+        PyErr_Format(PyExc_TypeError, "%s expected at most 1 argument, got %zd", name,
+                     PyTuple_GET_SIZE(args));
+        return -1;
+    }
+    if (PyTuple_GET_SIZE(args) == 1 &&
+        refuse_torch_object(PyTuple_GET_ITEM(args, 0)) < 0) {
+        return -1;
+    }
+    bool checked;
+    PyObject *staged = stage(args, kwargs, &checked);
+    if (!checked) {
+        staged = check_staged(staged);
+    }
+    if (staged == NULL) {
+        return -1;
+    }
+    const Py_ssize_t before = PyDict_GET_SIZE(self);
+    const int failed = merge_checked(self, staged);
+    note_entries(self, before);
+    Py_DECREF(staged);
+    return failed;
+}
+
+/* The same for one mapping or iterable of pairs. */
+static int merge_one(PyObject *self, PyObject *other)
+{
+    PyObject *args = PyTuple_Pack(1, other);
+    const int failed = args == NULL ? -1 : merge(self, "update", args, NULL);
+    Py_XDECREF(args);
+    return failed;
+}
+
+/* StateDict(mapping_or_pairs, **arrays) */
+static int statedict_init(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    return merge(self, "StateDict", args, kwargs);
+}
+
+/* update(mapping_or_pairs, **arrays) */
+static PyObject *statedict_update(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+    return merge(self, "update", args, kwargs) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* ---- new ones made of old ones ---- */
+
+/* Give `copy` the attributes of `self`: what pickle would carry over, by reference. */
+static int copy_attributes(PyObject *self, PyObject *copy)
+{
+    PyObject *state = PyObject_CallMethod(self, "__getstate__", NULL);
+    if (state == NULL || state == Py_None) {
+        Py_XDECREF(state);
+        return state == NULL ? -1 : 0;
+    }
+    PyObject *restore = PyObject_GetAttrString(copy, "__setstate__");
+    PyObject *done = NULL;
+    if (restore != NULL) {
+        done = PyObject_CallOneArg(restore, state);
+        Py_DECREF(restore);
+    }
+    Py_XDECREF(done);
+    Py_DECREF(state);
+    return done == NULL ? -1 : 0;
+}
+
+/* Set every attribute that a dict names; `names` may be None.  What is walked is a copy,
+ * since the dict may be another object's own, and setting attributes runs others' code.
+ */
+static int set_attributes(PyObject *self, PyObject *names)
+{
+    if (!PyDict_Check(names)) {
+        return 0;
+    }
+    PyObject *name, *value;
+    Py_ssize_t at = 0;
+    PyObject *copy = PyDict_Copy(names);
+    int failed = copy == NULL ? -1 : 0;
+    while (failed == 0 && PyDict_Next(copy, &at, &name, &value)) {
+        failed = PyObject_SetAttr(self, name, value);
+    }
+    Py_XDECREF(copy);
+    return failed;
+}
+
+/* __setstate__(state): what __getstate__ gave, a dict or (dict or None, slots).  Entries
+ * are no part of it: pickle sets those one by one, through the check. */
+static PyObject *statedict_setstate(PyObject *self, PyObject *state)
+{
+    int failed;
+    if (PyTuple_Check(state) && PyTuple_GET_SIZE(state) == 2) {
+        failed = set_attributes(self, PyTuple_GET_ITEM(state, 0)) < 0 ||
+                 set_attributes(self, PyTuple_GET_ITEM(state, 1)) < 0;
+    } else {
+        failed = set_attributes(self, state) < 0;
+    }
+    return failed ? NULL : Py_NewRef(Py_None);
+}
+
+/* New reference to an empty one of the same class and attributes; its __init__ does not
+ * run. */
+static PyObject *empty_like(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject *nothing = PyTuple_New(0);
+    PyObject *empty = nothing == NULL ? NULL : type->tp_new(type, nothing, NULL);
+    Py_XDECREF(nothing);
+    /* a subclass may make anything in its __new__: what follows writes to a state dict */
+    if (empty != NULL && (!is_statedict(empty) || PyDict_GET_SIZE(empty) != 0)) {
+        PyErr_Format(PyExc_TypeError,
+                     "%.100s.__new__ must give an empty state dict, got %.100s",
+                     type->tp_name, Py_TYPE(empty)->tp_name);
+        Py_CLEAR(empty);
+    }
+    if (empty != NULL && copy_attributes(self, empty) < 0) {
+        Py_CLEAR(empty);
+    }
+    return empty;
+}
+
+/* copy(), __copy__()
+ *
+ * Of the same class, with the same attributes, and with the arrays themselves. */
+static PyObject *statedict_copy(PyObject *self, PyObject *unused)
+{
+    (void)unused;
+    PyObject *copy = empty_like(self);
+    if (copy != NULL && merge_one(copy, self) < 0) {
+        Py_CLEAR(copy);
+    }
+    return copy;
+}
+
+/* a | b, where either may be the state dict and the other any dict: the class is that of
+ * the left state dict, the order that of dict. */
+static PyObject *statedict_or(PyObject *left, PyObject *right)
+{
+    if (!PyDict_Check(left) || !PyDict_Check(right)) {
+        Py_RETURN_NOTIMPLEMENTED;
+    }
+    PyObject *result = empty_like(is_statedict(left) ? left : right);
+    if (result != NULL && (merge_one(result, left) < 0 || merge_one(result, right) < 0)) {
+        Py_CLEAR(result);
+    }
+    return result;
+}
+
+/* self |= mapping_or_pairs */
+static PyObject *statedict_ior(PyObject *self, PyObject *other)
+{
+    return merge_one(self, other) < 0 ? NULL : Py_NewRef(self);
+}
+
+/* fromkeys(names, array): one array under many names
+ *
+ * By way of a plain dict, so that the class sees all entries at once in its __init__. */
+static PyObject *statedict_fromkeys(PyObject *class, PyObject *args)
+{
+    PyObject *plain = PyObject_GetAttrString((PyObject *)&PyDict_Type, "fromkeys");
+    PyObject *staged = plain == NULL ? NULL : PyObject_CallObject(plain, args);
+    PyObject *result = staged == NULL ? NULL : PyObject_CallOneArg(class, staged);
+    Py_XDECREF(staged);
+    Py_XDECREF(plain);
+    return result;
+}
+
+/* ---- type ---- */
+
+/* Bytes of all arrays: an array under two names counts twice.  Sizes are what the arrays
+ * say, who may say anything, so the sum is guarded. */
+static PyObject *statedict_nbytes(PyObject *self, void *unused)
+{
+    (void)unused;
+    const mlspy_state *state = state_of(self);
+    mlspy_items items;
+    if (state == NULL || mlspy_items_of(self, "state dict", &items) < 0) {
+        return NULL;
+    }
+    uint64_t sum = 0, bytes = 0;
+    int failed = 0;
+    for (size_t i = 0; failed == 0 && i < items.count; i++) {
+        failed = mlspy_array_bytes(state, items.items[i].value, &bytes);
+        if (failed == 0 && __builtin_add_overflow(sum, bytes, &sum)) {
+            PyErr_SetString(
+                state->errors[MLSPY_ERROR_COMPATIBILITY],
+                "the bytes that the arrays claim to have do not fit into 64 bits");
+            failed = -1;
+        }
+    }
+    mlspy_items_release(&items);
+    return failed < 0 ? NULL : PyLong_FromUnsignedLongLong(sum);
+}
+
+/* == and !=: the order of entries does not count, everything else does. */
+static PyObject *statedict_compare(PyObject *self, PyObject *other, int how)
+{
+    if ((how != Py_EQ && how != Py_NE) || !PyDict_Check(other)) {
+        Py_RETURN_NOTIMPLEMENTED;
+    }
+    const mlspy_state *state = state_of(self);
+    const int same = state == NULL ? -1 : mlspy_states_equal(state, self, other);
+    if (same < 0) {
+        return NULL;
+    }
+    return PyBool_FromLong((same != 0) == (how == Py_EQ));
+}
+
+/* The description holds only texts, which lead nowhere. */
+static int statedict_traverse(PyObject *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(self));
+    return PyDict_Type.tp_traverse(self, visit, arg);
+}
+
+/* dict's own part frees the memory; it knows nothing of a type that is counted. */
+static void statedict_dealloc(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    Py_CLEAR(((statedict_object *)self)->description);
+    PyDict_Type.tp_dealloc(self);
+    Py_DECREF(type);
+}
+
+static PyMethodDef statedict_methods[] = {
+    {"update", (PyCFunction)(void (*)(void))statedict_update,
+     METH_VARARGS | METH_KEYWORDS,
+     "Add all entries of a mapping, of pairs, and of keywords; all or none."},
+    {"setdefault", MLSPY_FASTCALL(statedict_setdefault),
+     "setdefault($self, name, array=None, /)\n--\n\nThe array under a name, put there if "
+     "absent."},
+    {"copy", statedict_copy, METH_NOARGS,
+     "copy($self, /)\n--\n\nAnother one of the same class, with the same arrays."},
+    {"__copy__", statedict_copy, METH_NOARGS, "__copy__($self, /)\n--\n\nAs copy()."},
+    {"__setstate__", statedict_setstate, METH_O,
+     "__setstate__($self, state, /)\n--\n\nSet attributes, as unpickling does."},
+    {"fromkeys", statedict_fromkeys, METH_VARARGS | METH_CLASS,
+     "One array under many names."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyGetSetDef statedict_getset[] = {
+    {"nbytes", statedict_nbytes, NULL, "Bytes of all arrays.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot statedict_slots[] = {
+    {Py_tp_doc, "A dict whose keys are names and whose values are arrays."},
+    {Py_tp_init, statedict_init},
+    {Py_tp_dealloc, statedict_dealloc},
+    {Py_tp_traverse, statedict_traverse},
+    {Py_tp_richcompare, statedict_compare},
+    {Py_tp_hash, PyObject_HashNotImplemented},
+    {Py_tp_methods, statedict_methods},
+    {Py_tp_getset, statedict_getset},
+    {Py_mp_subscript, statedict_subscript},
+    {Py_mp_ass_subscript, statedict_assign},
+    {Py_nb_or, statedict_or},
+    {Py_nb_inplace_or, statedict_ior},
+    {0, NULL},
+};
+
+static PyType_Spec statedict_spec = {
+    .name = "mlstate._core.StateDict",
+    .basicsize = sizeof(statedict_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
+    .slots = statedict_slots,
+};
+
+/* Made with the module, so that every instance finds the module's state by its type. */
+int mlspy_statedict_add(PyObject *module)
+{
+    mlspy_state *state = mlspy_state_of(module);
+    PyObject *bases = PyTuple_Pack(1, (PyObject *)&PyDict_Type);
+    if (bases == NULL) {
+        return -1;
+    }
+    state->statedict_type =
+        (PyTypeObject *)PyType_FromModuleAndSpec(module, &statedict_spec, bases);
+    Py_DECREF(bases);
+    return state->statedict_type == NULL
+               ? -1
+               : PyModule_AddType(module, state->statedict_type);
+}

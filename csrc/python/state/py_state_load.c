@@ -1,0 +1,409 @@
+/* py_load: one state dict read as a whole: loaded into another one, looked through for
+ * arrays that share memory, or digested.  The
+ * public names and their docstrings are in mlstate/state/__init__.py; these take positional
+ * arguments only.
+ */
+#include "common/args.h"
+#include "common/array_view.h"
+#include "common/errors.h"
+#include "common/gil.h"
+#include "common/dict_items.h"
+#include "common/module_state.h"
+#include "common/dict_pairs.h"
+#include "state/state_bindings.h"
+
+#include "state/load_into.h"
+#include "base/memory.h"
+#include "base/address_ranges.h"
+
+/* ---- loading ---- */
+
+/* What a load holds on to while the GIL is released. */
+typedef struct load_job {
+    mlspy_view *views; /* destination and source of each pair */
+    mls_load_pair *pairs;
+    size_t count;
+    mls_load *load;
+} load_job;
+
+/* Accepts a job that job_init left half done. */
+static void job_fini(load_job *job)
+{
+    for (size_t i = 0; job->views != NULL && i < 2 * job->count; i++) {
+        mlspy_view_release(&job->views[i]);
+    }
+    mls_load_free(job->load);
+    mls_free(job->views);
+    mls_free(job->pairs);
+}
+
+/* View both arrays of pair `i`, the target to be written. */
+static int job_add(const mlspy_state *state, const mlspy_pairs *p, size_t i,
+                   load_job *job)
+{
+    mlspy_view *views = &job->views[2 * job->count];
+    if (mlspy_view_item(state, &p->target.items[i], "target ", true, &views[0]) < 0) {
+        return -1;
+    }
+    if (mlspy_view_item(state, &p->source.items[i], "source ", false, &views[1]) < 0) {
+        mlspy_view_release(&views[0]);
+        return -1;
+    }
+    job->pairs[job->count++] = (mls_load_pair){
+        .name = p->pairs[i].name, .dst = &views[0].tensor, .src = &views[1].tensor};
+    return 0;
+}
+
+/* Views of all pairs that both sides have, and the checks of the core. */
+static int job_init(const mlspy_state *state, const mlspy_pairs *p, bool cast,
+                    load_job *job)
+{
+    mls_status st;
+    job->views = mls_alloc(p->source.count, 2 * sizeof *job->views);
+    job->pairs = mls_alloc(p->source.count, sizeof *job->pairs);
+    if (job->views == NULL || job->pairs == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (size_t i = 0; i < p->source.count; i++) {
+        if (p->pairs[i].has_target && job_add(state, p, i, job) < 0) {
+            return -1;
+        }
+    }
+    if (mls_load_new(job->pairs, job->count, cast, &job->load, &st) != MLS_OK) {
+        if (st.code == MLS_E_DTYPE && !cast) {
+            mlspy_status_hint(&st, "pass cast=True to convert");
+        }
+        mlspy_raise(state, &st, NULL);
+        return -1;
+    }
+    return 0;
+}
+
+/* Copy all pairs, or raise before the first byte is written. */
+static int load_pairs(const mlspy_state *state, const mlspy_pairs *p, bool cast)
+{
+    load_job job = {0};
+    if (job_init(state, p, cast, &job) < 0) {
+        job_fini(&job);
+        return -1;
+    }
+    PyThreadState *saved = mlspy_leave_python(mls_load_bytes(job.load));
+    mls_load_run(job.load, state->kernels, state->pool);
+    mlspy_resume_python(saved);
+    job_fini(&job);
+    return 0;
+}
+
+/* New list of the targets that were written and are no ndarrays. */
+static PyObject *written_tensors(const mlspy_pairs *p)
+{
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list != NULL && i < p->source.count; i++) {
+        PyObject *target = p->pairs[i].has_target ? p->target.items[i].value : NULL;
+        if (target != NULL && !PyArray_Check(target) && PyList_Append(list, target) < 0) {
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
+/* state_load(target, source, strict, cast) -> list when done: the targets that are no
+ * ndarrays; else a tuple of what stands in the way, seen from the target: (missing,
+ * unexpected, shapes, dtypes) */
+static PyObject *state_load(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const mlspy_state *state = mlspy_state_of(module);
+    mlspy_pairs p;
+    if (mlspy_take_count("state_load", 4, count) < 0) {
+        return NULL;
+    }
+    const int strict = PyObject_IsTrue(args[2]);
+    const int cast = PyObject_IsTrue(args[3]);
+    if (strict < 0 || cast < 0 || mlspy_pairs_init(state, args[1], args[0], &p) < 0) {
+        return NULL;
+    }
+    PyObject *result;
+    const bool refused = p.counts.shapes > 0 || (p.counts.dtypes > 0 && cast == 0) ||
+                         (strict != 0 && p.counts.missing + p.counts.unexpected > 0);
+    if (refused) {
+        result = mlspy_pairs_report(&p, true);
+    } else {
+        result = written_tensors(&p); /* before, since nothing may fail afterwards */
+        if (result != NULL && load_pairs(state, &p, cast != 0) < 0) {
+            Py_CLEAR(result);
+        }
+    }
+    mlspy_pairs_fini(&p);
+    return result;
+}
+
+/* ---- targets that share memory ---- */
+
+/* One array that is to be filled. */
+typedef struct tied_target {
+    PyObject *key; /* borrowed from the list of keys */
+    Py_ssize_t section;
+} tied_target;
+
+/* All targets of all sections, and where those lie that are packed. */
+typedef struct tied_job {
+    tied_target *targets;
+    size_t *kinds; /* of each: two of one section and dtype are of one kind */
+    bool *tied;    /* of each: a later target is the same array */
+    mls_span *spans, *spare;
+    size_t count, dense;
+} tied_job;
+
+/* Add one target.  Views with gaps get no span: their elements need not meet those that
+ * lie between them, and they are filled one after the other, when all else is read. */
+static int tied_add(const mlspy_state *state, tied_job *job, Py_ssize_t section,
+                    PyObject *key, PyObject *targets)
+{
+    PyObject *array = NULL;
+    mlspy_view view = {0};
+    mls_span span = {.owner = job->count, .written = true};
+    size_t bytes;
+    if (mlspy_dict_get(targets, key, &array) != 1) {
+        if (!PyErr_Occurred()) {
+            PyErr_SetObject(PyExc_KeyError, key);
+        }
+        return -1;
+    }
+    const int failed = mlspy_view_of(state, array, "target", &view);
+    Py_DECREF(array);
+    if (failed < 0) {
+        return -1;
+    }
+    job->kinds[job->count] =
+        (size_t)section * MLS_DTYPE_COUNT + (size_t)view.tensor.dtype;
+    job->targets[job->count++] = (tied_target){.key = key, .section = section};
+    if (mls_tensor_range(&view.tensor, &span.low, &span.high) &&
+        mls_tensor_bytes(&view.tensor, &bytes) && bytes == span.high - span.low) {
+        job->spans[job->dense++] = span;
+    }
+    mlspy_view_release(&view);
+    return 0;
+}
+
+/* Sections as (keys, targets), and room for all of their targets. */
+static int tied_init(PyObject *sections, tied_job *job)
+{
+    size_t count = 0;
+    if (!PyList_Check(sections)) {
+        PyErr_SetString(PyExc_TypeError, "sections must be a list");
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(sections); i++) {
+        PyObject *keys, *targets;
+        if (mlspy_take_tuple(PyList_GET_ITEM(sections, i), "a section", "O!O!",
+                             &PyList_Type, &keys, &PyDict_Type, &targets) < 0) {
+            return -1;
+        }
+        count += (size_t)PyList_GET_SIZE(keys);
+    }
+    job->targets = mls_alloc(count, sizeof *job->targets);
+    job->kinds = mls_alloc(count, sizeof *job->kinds);
+    job->tied = mls_alloc(count, sizeof *job->tied);
+    job->spans = mls_alloc(count, sizeof *job->spans);
+    job->spare = mls_alloc(count, sizeof *job->spare);
+    if (job->targets == NULL || job->kinds == NULL || job->tied == NULL ||
+        job->spans == NULL || job->spare == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    return 0;
+}
+
+/* View all targets. */
+static int tied_view(const mlspy_state *state, PyObject *sections, tied_job *job)
+{
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(sections); i++) {
+        PyObject *keys = PyTuple_GET_ITEM(PyList_GET_ITEM(sections, i), 0);
+        PyObject *targets = PyTuple_GET_ITEM(PyList_GET_ITEM(sections, i), 1);
+        for (Py_ssize_t j = 0; j < PyList_GET_SIZE(keys); j++) {
+            if (tied_add(state, job, i, PyList_GET_ITEM(keys, j), targets) < 0) {
+                return -1;
+            }
+        }
+    }
+    return 0;
+}
+
+/* The same memory under another name of a section is filled for the last of its names;
+ * all else that overlaps is an error. */
+static int tied_find(tied_job *job)
+{
+    size_t pair[2];
+    const mls_span *sorted = mls_spans_sort(job->spans, job->spare, job->dense);
+    if (mls_spans_tied(sorted, job->dense, job->kinds, job->tied, pair)) {
+        return 0;
+    }
+    PyErr_Format(PyExc_ValueError,
+                 "the targets %R and %R share memory, but are not one and the same "
+                 "tensor: load into a copy of one of them",
+                 job->targets[pair[0]].key, job->targets[pair[1]].key);
+    return -1;
+}
+
+/* [[key, ...], ...]: of each section those that are left out. */
+static PyObject *tied_result(const tied_job *job, Py_ssize_t sections)
+{
+    PyObject *result = PyList_New(sections);
+    for (Py_ssize_t i = 0; result != NULL && i < sections; i++) {
+        PyObject *keys = PyList_New(0);
+        if (keys == NULL) {
+            Py_CLEAR(result);
+        } else {
+            PyList_SET_ITEM(result, i, keys);
+        }
+    }
+    for (size_t i = 0; result != NULL && i < job->count; i++) {
+        const tied_target *t = &job->targets[i];
+        if (job->tied[i] &&
+            PyList_Append(PyList_GET_ITEM(result, t->section), t->key) < 0) {
+            Py_CLEAR(result);
+        }
+    }
+    return result;
+}
+
+/* targets_tied([(keys, targets), ...]) -> [[key, ...], ...]
+ *
+ * Keys whose array is that of a later key too, so that nothing need be read into it.
+ * ValueError where arrays share memory in any other way: they are filled at the same
+ * time, and each would hold a part of the other. */
+static PyObject *targets_tied(PyObject *module, PyObject *sections)
+{
+    tied_job job = {0};
+    PyObject *result = NULL;
+    if (tied_init(sections, &job) == 0 &&
+        tied_view(mlspy_state_of(module), sections, &job) == 0 && tied_find(&job) == 0) {
+        result = tied_result(&job, PyList_GET_SIZE(sections));
+    }
+    mls_free(job.targets);
+    mls_free(job.kinds);
+    mls_free(job.tied);
+    mls_free(job.spans);
+    mls_free(job.spare);
+    return result;
+}
+
+/* ---- digest ----
+ *
+ * The stream that is hashed, for each tensor in the order of the names' bytes: as 64-bit
+ * little-endian numbers the length of the name, of the dtype's name, the rank and the
+ * dimensions, then the name, the dtype's name, and the elements in C order.
+ */
+
+/* By the bytes of the names, which sorts as their code points do. */
+static int by_name(const void *a, const void *b)
+{
+    return mls_text_compare(((const mlspy_item *)a)->name, ((const mlspy_item *)b)->name);
+}
+
+/* Call update(bytes) with memory that stays as it is during the call. */
+static int feed(PyObject *update, const void *data, size_t bytes)
+{
+    if (bytes == 0) {
+        return 0;
+    }
+    /* read-only, though the interface wants a plain pointer */
+    PyObject *memory =
+        PyMemoryView_FromMemory((char *)(uintptr_t)data, (Py_ssize_t)bytes, PyBUF_READ);
+    PyObject *done = memory == NULL ? NULL : PyObject_CallOneArg(update, memory);
+    Py_XDECREF(done);
+    Py_XDECREF(memory);
+    return done == NULL ? -1 : 0;
+}
+
+/* The part of the stream in front of the elements. */
+static int feed_facts(PyObject *update, const mlspy_item *item)
+{
+    unsigned char head[MLS_FACTS_HEAD_MOST];
+    const size_t dtype_length = strlen(item->facts.dtype);
+    const size_t bytes = mls_facts_head(item->name, &item->facts, head);
+    return feed(update, head, bytes) < 0 ||
+                   feed(update, item->name.data, item->name.length) < 0 ||
+                   feed(update, item->facts.dtype, dtype_length) < 0
+               ? -1
+               : 0;
+}
+
+/* Elements that lie scattered, or in the other byte order, are packed first. */
+static int feed_packed(const mlspy_state *state, PyObject *update, const mls_tensor *t,
+                       size_t bytes)
+{
+    mls_status st;
+    mls_tensor packed;
+    void *data = mls_alloc(bytes, 1);
+    if (data == NULL ||
+        mls_tensor_init(&packed, data, t->dtype, t->rank, t->shape, &st) != MLS_OK) {
+        mls_free(data);
+        PyErr_NoMemory();
+        return -1;
+    }
+    Py_BEGIN_ALLOW_THREADS
+        mls_copy(state->kernels, &packed, t, mls_cached());
+    Py_END_ALLOW_THREADS
+    const int failed = feed(update, data, bytes);
+    mls_free(data);
+    return failed;
+}
+
+/* The elements of one tensor. */
+static int feed_elements(const mlspy_state *state, PyObject *update,
+                         const mlspy_item *item)
+{
+    mlspy_view view;
+    size_t bytes = 0;
+    if (!mlspy_is_known(item)) { /* only NumPy knows how its elements lie */
+        PyObject *raw = mlspy_raw_bytes(state, item);
+        PyObject *done = raw == NULL ? NULL : PyObject_CallOneArg(update, raw);
+        Py_XDECREF(raw);
+        Py_XDECREF(done);
+        return done == NULL ? -1 : 0;
+    }
+    if (mlspy_view_item(state, item, "", false, &view) < 0) {
+        return -1;
+    }
+    (void)mls_tensor_bytes(&view.tensor, &bytes); /* it lies in memory, so it fits */
+    const bool plain = mls_tensor_is_contiguous(&view.tensor) && !view.tensor.swapped;
+    const int failed = plain ? feed(update, view.tensor.data, bytes)
+                             : feed_packed(state, update, &view.tensor, bytes);
+    mlspy_view_release(&view);
+    return failed;
+}
+
+/* state_digest(state, update): feed the stream to update() in pieces */
+static PyObject *state_digest(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const mlspy_state *state = mlspy_state_of(module);
+    mlspy_items items;
+    if (mlspy_take_count("state_digest", 2, count) < 0 ||
+        mlspy_items_of(args[0], "state", &items) < 0) {
+        return NULL;
+    }
+    /* sorted before there are facts, which point into their items */
+    qsort(items.items, items.count, sizeof *items.items, by_name);
+    int failed = mlspy_items_facts(state, &items);
+    for (size_t i = 0; failed == 0 && i < items.count; i++) {
+        failed = feed_facts(args[1], &items.items[i]) < 0 ||
+                         feed_elements(state, args[1], &items.items[i]) < 0
+                     ? -1
+                     : 0;
+    }
+    mlspy_items_release(&items);
+    return failed < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+PyMethodDef mlspy_load_methods[] = {
+    {"state_load", MLSPY_FASTCALL(state_load),
+     "state_load(target, source, strict, cast, /)\n--\n\nCopy all tensors, or none."},
+    {"targets_tied", targets_tied, METH_O,
+     "targets_tied(sections, /)\n--\n\nKeys of arrays that have a later key too; other "
+     "overlaps are refused."},
+    {"state_digest", MLSPY_FASTCALL(state_digest),
+     "state_digest(state, update, /)\n--\n\nFeed names, facts and elements to a hash."},
+    {NULL, NULL, 0, NULL},
+};

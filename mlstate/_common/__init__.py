@@ -1,0 +1,1 @@
+"""Modules that several subsystems of the package use."""

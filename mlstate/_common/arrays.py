@@ -1,0 +1,45 @@
+"""Arrays of either kind, told apart without importing torch."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .backend import backend_of, registered
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+
+def is_torch(candidate: object) -> bool:
+    """Whether this is a torch tensor; who has one has imported torch."""
+    if type(candidate) is np.ndarray:
+        return False
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(candidate, torch.Tensor)
+
+
+def refuse_given_away(state: Mapping[str, Any]) -> None:
+    """Refuse torch tensors whose elements a `TieredState` has in a file: they look empty."""
+    if not any(backend.has_given_away() for backend in registered()):
+        return
+    for name, value in state.items():
+        if is_torch(value) and backend_of(value).is_given_away(value):
+            raise ValueError(
+                f"{name!r} is cold: its elements are in a file of a TieredState; promote it, or "
+                "take what state_dicts() of that TieredState returns"
+            )
+
+
+def write_into(out: Any, write: Callable[[Any], Any]) -> Any:
+    """Let `write` fill `out`, and return it.
+
+    A torch tensor takes part in autograd and counts its versions: its integration sees to
+    that, and gives `write` what it may write to.
+    """
+    if is_torch(out):
+        return backend_of(out).write_into_tensor(out, write)
+    write(out)
+    return out

@@ -1,0 +1,361 @@
+"""Frameworks whose tensors the package takes: what it needs of one, and a registry.
+
+The package calls a framework through a `Backend` and imports no integration by name. An
+integration registers its backend when it is imported. The registry imports it on the first
+use of a framework.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
+    from types import TracebackType
+
+    from ..activation._chain import Chain
+    from ..activation._recompute_check import RecomputeReport
+    from ..checkpoint._files.convert import Parts
+
+# Frameworks by the module that users import, with the integration that registers each.
+_INTEGRATIONS = {"torch": "mlstate.integrations.torch"}
+_registered: dict[str, Backend] = {}
+
+
+class OptimizerRecord(NamedTuple):
+    """What a checkpoint knows of an optimizer state."""
+
+    parameter: str
+    state: str | None
+    shape: tuple[int, ...]
+    dtype: str
+    axes: tuple[int | None, ...] | None
+
+
+class AppliedStrategy(Protocol):
+    """Blocks of a model that ask an `ActivationManager`, until this is removed."""
+
+    blocks: tuple[str, ...]
+
+    def remove(self) -> None:
+        """Let the blocks run as they did before; doing it again does nothing."""
+
+    def __enter__(self) -> AppliedStrategy: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+class ModuleHooks(Protocol):
+    """Hooks on the parameters of a module, until they are removed."""
+
+    parameters: dict[str, Any]
+    is_full: bool
+    unsent: set[str]
+
+    def take(self, name: str, token: Any) -> tuple[Any, Callable[[], None] | None]:
+        """Remove a parameter's gradient and return it, with a function that puts it back."""
+
+    def take_missing(self, name: str, token: Any) -> tuple[Any, Callable[[], None] | None]:
+        """Return what `take` does, for a parameter without a gradient in this pass."""
+
+    def gather_full(self, buckets: Iterable[Any], group: Any, timeout: float | None) -> None:
+        """Add the reduced full gradients to ``parameter.grad``."""
+
+    def drop_full(self) -> None:
+        """Leave no gradient, since not all are reduced."""
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+
+
+class Backend(Protocol):
+    """Operations on one framework's tensors, modules and optimizers."""
+
+    # ---- recognition ----
+
+    def is_module(self, value: object) -> bool:
+        """Return whether a value is a module of the framework."""
+
+    def is_optimizer(self, value: object) -> bool:
+        """Return whether a value is an optimizer of the framework."""
+
+    def is_mine(self, value: object) -> bool:
+        """Return whether a value is a tensor, module or optimizer of the framework."""
+
+    # ---- tensors ----
+
+    def arrays_of(self, state: Any) -> dict[str, Any]:
+        """Return NumPy arrays that share the memory of tensors."""
+
+    def tensors_of(self, state: Mapping[str, Any], *, copy: bool = False) -> dict[str, Any]:
+        """Return tensors that share the memory of arrays."""
+
+    def why_not_plain(self, tensor: Any) -> str:
+        """Return why a tensor is more than its memory, or an empty string."""
+
+    def write_into_tensor(self, out: Any, write: Callable[[Any], Any]) -> Any:
+        """Let `write` fill a tensor, and record the write for automatic differentiation."""
+
+    def note_written(self, tensors: Iterable[Any]) -> None:
+        """Record that tensors were written to, for automatic differentiation."""
+
+    def move_kv(
+        self,
+        source: Any,
+        target_seq_length: int,
+        position: int | None,
+        pad_value: float,
+        dtype: Any,
+        out: Any,
+        low_memory: bool,
+        compact: bool,
+    ) -> Any:
+        """Move a KV cache to another length; see `mlstate.kv.transition_kv_state`."""
+
+    # ---- states of modules and optimizers ----
+
+    def saved_module(self, module: Any, ranks: int) -> dict[str, Any]:
+        """Return what this rank stores of a module."""
+
+    def saved_optimizer(
+        self, optimizer: Any, module: Any, ranks: int
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what this rank stores of an optimizer: states, and attributes."""
+
+    def fill_module(self, module: Any) -> Any:
+        """Return this rank's memory for a module's parameters and buffers."""
+
+    def fill_optimizer(
+        self,
+        optimizer: Any,
+        module: Any,
+        records: dict[str, OptimizerRecord],
+        saved: Any,
+        read: Callable[[list[str]], dict[str, Any]],
+        names: Any,
+        meant: Callable[[list[str]], list[str]],
+    ) -> Any:
+        """Return this rank's memory for an optimizer's states."""
+
+    def optimizer_state(self, optimizer: Any, names: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return an optimizer's states, and the attributes of an `OptimizerStateDict`."""
+
+    def optimizer_dict(
+        self, osd: Any, optimizer: Any, names: Any, *, copy: bool = False
+    ) -> dict[str, Any]:
+        """Return the argument of ``optimizer.load_state_dict``."""
+
+    def reduce_state(self, state: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Return the pickled form of a state dict in the framework's own files."""
+
+    def part_of(self, name: str, value: Any, replica: int = 0) -> Any:
+        """Return this rank's part of a value of a state."""
+
+    def module_state(self, module: Any) -> tuple[dict[str, Any], Callable[[], None] | None]:
+        """Return this rank's parts of a module's state, and a function that stores them."""
+
+    def optimizer_parts(
+        self, optimizer: Any, module: Any, *, fill: bool = False
+    ) -> tuple[dict[str, Any], dict[str, Any], Callable[[], None] | None]:
+        """Return this rank's parts of an optimizer's states, attributes, and a store function."""
+
+    def needs_all_ranks(self, source: Any, module: Any) -> str:
+        """Return why all ranks must collect a state together, or an empty string."""
+
+    # ---- files ----
+
+    def read_pt(self, path: Path) -> Parts:
+        """Read a file of ``torch.save``."""
+
+    def write_pt(self, path: Path, model: Any, optimizer: Any, metadata: Mapping[str, Any]) -> None:
+        """Write a file for ``torch.load``."""
+
+    def read_dcp(self, path: Path) -> Parts:
+        """Read a checkpoint of torch.distributed.checkpoint."""
+
+    def write_dcp(
+        self,
+        path: Path,
+        model: Any,
+        optimizer: Any,
+        metadata: Mapping[str, Any],
+        overwrite: bool = False,
+    ) -> None:
+        """Write a checkpoint of torch.distributed.checkpoint."""
+
+    # ---- tiers ----
+
+    def accelerator(self, values: Iterable[Any], device: Any) -> Any:
+        """Return the device of the hot tier, or None for main memory."""
+
+    def on_device(self, array: Any, device: Any) -> Any:
+        """Copy an array or a tensor to new memory of a device."""
+
+    def in_memory(self, tensor: Any) -> Any:
+        """Copy a tensor to new main memory."""
+
+    def give_memory(self, tensor: Any, source: Any) -> None:
+        """Replace a tensor's memory by another one's; None: by no elements."""
+
+    def has_given_away(self) -> bool:
+        """Return whether `give_memory` left any tensor of this process without elements."""
+
+    def is_given_away(self, tensor: Any) -> bool:
+        """Return whether `give_memory` left a tensor without elements."""
+
+    def tensors_of_optimizer(self, optimizer: Any, module: Any) -> dict[str, Any]:
+        """Return an optimizer's state tensors, by ``"<parameter>.<state>"``."""
+
+    # ---- gradients ----
+
+    def readable(self, tensor: Any) -> Any:
+        """Return a gradient as plain main memory, or None if only the framework can add it."""
+
+    def copy_of(self, tensor: Any, dtype: str | None) -> Any:
+        """Return a copy of a gradient to add to."""
+
+    def item_bytes(self, dtype: str, like: Any) -> int:
+        """Return the size of an element of a dtype."""
+
+    def tensor_in(self, memory: Any, dtype: str, like: Any) -> Any:
+        """Return a tensor of another one's shape over the bytes of an array."""
+
+    def add_gradient(self, total: Any, tensor: Any) -> None:
+        """Add a gradient to a sum, in place."""
+
+    def norm_partial(self, tensor: Any) -> tuple[float, int]:
+        """Return the sum of squares, and the number of elements that are infinite or NaN."""
+
+    def why_not_reduced(self, tensor: Any) -> str:
+        """Return why a parameter or gradient cannot be reduced, or an empty string."""
+
+    def parameters_of(self, module: Any) -> Mapping[str, Any]:
+        """Return the parameters of a module by name; shared ones have one name."""
+
+    def reduce_on_device(
+        self, group: Any, entry: Any, terms: Any, timeout: float | None
+    ) -> tuple[float, int]:
+        """Reduce a gradient that is not in main memory; return what `norm_partial` does."""
+
+    def hook_module(
+        self,
+        module: Any,
+        units: Mapping[str, Any],
+        receive: Callable[[str, Any], None],
+        *,
+        is_full: bool,
+        keep: bool,
+    ) -> ModuleHooks:
+        """Call `receive` with the name and parameter of each gradient that is complete."""
+
+    def begin_pass(self, on_end: Callable[[], None], rank: int) -> Any:
+        """Call `on_end` at the end of the running backward pass; return a reference to it."""
+
+    # ---- activations ----
+
+    def profile_chain(
+        self,
+        module: Any,
+        sample: Any,
+        *,
+        blocks: Any = None,
+        repeats: int = 5,
+        offload: bool | str | os.PathLike[str] = False,
+    ) -> Chain:
+        """Measure the blocks of a model."""
+
+    def apply_plan(
+        self,
+        plan: Any,
+        module: Any = None,
+        *,
+        blocks: Any = None,
+        offload_to: str | os.PathLike[str] | None = None,
+        observe: Callable[[str, int], None] | None = None,
+    ) -> Any:
+        """Run the blocks of a model by a plan's steps."""
+
+    def apply_strategy(self, manager: Any, module: Any, blocks: Any) -> AppliedStrategy:
+        """Let a manager decide for blocks of a model."""
+
+    def check_recompute(
+        self, module: Any, plan: Any, sample: Any, *, blocks: Any = None
+    ) -> RecomputeReport:
+        """Run blocks again and compare the results."""
+
+    def operator_contexts(self, saved: Iterable[str]) -> tuple[Any, Any]:
+        """Return the contexts of a checkpointed call that keeps some operators' outputs."""
+
+    def cuda_memory(self, source: str) -> tuple[int, int, int, str]:
+        """Read the memory of a CUDA device, for `MemoryTracker`."""
+
+
+def register(name: str, backend: Backend) -> None:
+    """Register the backend of a framework.
+
+    Parameters
+    ----------
+    name : str
+        Module of the framework, such as ``"torch"``.
+    backend : Backend
+        Object or module with the operations.
+    """
+    _registered[name] = backend
+
+
+def registered() -> list[Backend]:
+    """Return the backends of frameworks that this process has used."""
+    return list(_registered.values())
+
+
+def backend_named(name: str) -> Backend:
+    """Return the backend of a framework, which need not be imported yet."""
+    found = _registered.get(name)
+    if found is None:
+        import_module(_INTEGRATIONS[name])
+        found = _registered[name]
+    return found
+
+
+def backend_of(value: object) -> Backend:
+    """Return the backend of a tensor, module or optimizer.
+
+    Only frameworks that the process has imported are asked: no other has made the value.
+
+    Raises
+    ------
+    TypeError
+        The value belongs to no known framework.
+    """
+    for name in _INTEGRATIONS:
+        if sys.modules.get(name) is not None:
+            found = backend_named(name)
+            if found.is_mine(value):
+                return found
+    raise TypeError(f"{type(value).__name__} is not a tensor, module or optimizer of a framework")
+
+
+def is_module(value: object) -> bool:
+    """Return whether a value is a module of an imported framework."""
+    return any(backend.is_module(value) for backend in _backends_for(value))
+
+
+def is_optimizer(value: object) -> bool:
+    """Return whether a value is an optimizer of an imported framework."""
+    return any(backend.is_optimizer(value) for backend in _backends_for(value))
+
+
+def _backends_for(value: object) -> list[Backend]:
+    """Return the backends that may know a value; for a dict, no integration is imported."""
+    if value is None or isinstance(value, dict):
+        return []
+    return [backend_named(name) for name in _INTEGRATIONS if sys.modules.get(name) is not None]

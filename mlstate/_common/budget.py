@@ -1,0 +1,147 @@
+"""Budgets of memory, as users write them: bytes, a size with a unit, or a fraction."""
+
+from __future__ import annotations
+
+import math
+import re
+from contextlib import contextmanager
+from numbers import Real
+from operator import index
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from .. import _core
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MemorySize: TypeAlias = int | float | str
+
+_UNITS = {"B": 1}
+for _power, _letter in enumerate("KMGT", 1):
+    _UNITS[f"{_letter}iB"] = 1024**_power
+    _UNITS[f"{_letter}B"] = 1000**_power
+_NAMES = {unit.lower(): unit for unit in _UNITS}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
+_BYTES = re.compile(r"\b(budget of|is) ([0-9]+)(?: bytes)?")
+_DIGITS = 4
+
+
+class Budget(NamedTuple):
+    """A number of bytes, and the unit in which messages name it.
+
+    Attributes
+    ----------
+    nbytes : int
+        Rounded down.
+    unit_bytes : int
+        Bytes of the unit; 0: plain bytes.
+    unit_name : str
+        Follows a number in messages.
+    given : str
+        The number that the caller gave.
+    """
+
+    nbytes: int
+    unit_bytes: int
+    unit_name: str
+    given: str
+
+    def text(self, nbytes: int) -> str:
+        """Write a number of bytes in the unit, rounded up to four digits."""
+        size = self.unit_bytes
+        if not size:
+            return f"{nbytes} bytes"
+        return f"{self._number(nbytes)} {self.unit_name} ({nbytes} bytes)"
+
+    def _number(self, nbytes: int) -> str:
+        size = self.unit_bytes
+        if nbytes == self.nbytes:
+            return self.given
+        if nbytes >= size:
+            places = max(0, _DIGITS - len(str(nbytes // size)))
+        else:
+            places = _DIGITS - 1 + len(str(size // max(nbytes, 1)))
+        whole, part = divmod(-(-nbytes * 10**places // size), 10**places)
+        decimals = f"{part:0{places}d}".rstrip("0") if places else ""
+        return f"{whole}.{decimals}" if decimals else str(whole)
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Name this budget, and the least one that is enough, in the unit of the caller."""
+        try:
+            yield
+        except _core.CapacityError as error:
+            error.args = (self.in_unit(str(error)),)
+            raise
+
+    def in_unit(self, message: str) -> str:
+        """Write the budgets that a message names in bytes in the unit of the caller."""
+        if not self.unit_bytes:
+            return message
+        return _BYTES.sub(lambda m: f"{m[1]} {self.text(int(m[2]))}", message)
+
+
+def parse_budget(name: str, value: Any, whole: int | None = None, of: str = "") -> Budget:
+    """Read a budget of memory.
+
+    Parameters
+    ----------
+    name : str
+        Of the parameter, for messages.
+    value : int, float or str
+        Bytes as an int, or as a float above 1; a size such as ``"6GiB"`` or ``"1.5 GB"``; a
+        float up to 1: that part of `whole`.
+    whole : int, optional
+        The bytes of which a fraction is taken. Default: fractions are refused.
+    of : str
+        What `whole` is, for messages.
+
+    Returns
+    -------
+    Budget
+        A fraction of a byte is dropped.
+
+    Raises
+    ------
+    ValueError
+        The text is not a size, the number is not finite, or a fraction means nothing here.
+    TypeError
+        `value` is not a number or text.
+    """
+    if isinstance(value, str):
+        return _parse_text(name, value)
+    if hasattr(value, "__index__"):
+        return Budget(index(value), 0, "", "")
+    if not isinstance(value, Real):
+        raise TypeError(
+            f"{name} must be a number of bytes or a size such as '6GiB', got {type(value).__name__}"
+        )
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{name} is {number}: give a finite number of bytes")
+    if not 0 < number <= 1:
+        return Budget(math.floor(number), 0, "", "")
+    if whole is None:
+        raise ValueError(
+            f"{name} is {number:g}: a fraction means nothing here; give bytes or a size such as "
+            "'6GiB'"
+        )
+    return Budget(_multiply(f"{number:.15f}", whole), whole, f"of {of}", f"{number:g}")
+
+
+def _parse_text(name: str, value: str) -> Budget:
+    found = _SIZE.fullmatch(value)
+    unit = _NAMES.get((found[2] or "B").lower()) if found else None
+    if found is None or unit is None:
+        raise ValueError(
+            f"{name} is {value!r}: expected a number and a unit, such as '6GiB' or '1.5 GB' "
+            f"(units: {', '.join(_UNITS)})"
+        )
+    size = _UNITS[unit]
+    return Budget(_multiply(found[1], size), size if size > 1 else 0, unit, found[1])
+
+
+def _multiply(decimal: str, size: int) -> int:
+    """Multiply a decimal number with `size` and round down."""
+    whole, _, part = decimal.partition(".")
+    return int(whole + part) * size // int("1" + "0" * len(part))

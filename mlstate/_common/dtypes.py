@@ -1,0 +1,83 @@
+"""Names of dtypes, and what stands for bfloat16 and the 8-bit floats without ml_dtypes.
+
+NumPy has these dtypes only with ml_dtypes. Without it, their arrays are unsigned integers of
+the same size, and the metadata of the integers' dtype name the true one.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from .._types import NumpyDType
+
+LABEL = "mlstate.dtype"  # the key in the metadata; the core reads and writes it too
+_ITEM_BYTES = {
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float8_e8m0fnu": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2fnuz": 1,
+}
+
+
+def label_of(dtype: Any) -> str:
+    """Return the true dtype that the metadata of unsigned integers name; mostly "".
+
+    Labels that the core ignores are ignored here too.
+    """
+    metadata = getattr(dtype, "metadata", None)
+    if not metadata or dtype.kind != "u":
+        return ""
+    label = metadata.get(LABEL)
+    known = isinstance(label, str) and _ITEM_BYTES.get(label) == dtype.itemsize
+    return label if known else ""
+
+
+@lru_cache(maxsize=128)  # NumPy makes the name anew each time
+def _plain_name(dtype: Any) -> str:
+    return str(getattr(dtype, "name", dtype)).removeprefix("torch.")
+
+
+def name_of(dtype: Any) -> str:
+    """Return the name that NumPy, ml_dtypes, torch and the core have for a dtype."""
+    return label_of(dtype) or _plain_name(dtype)  # the cache takes no notice of metadata
+
+
+def text_of(dtype: NumpyDType) -> str:
+    """Return a text that tells dtypes of NumPy apart, the same for either byte order."""
+    return label_of(dtype) or str(dtype.newbyteorder("="))
+
+
+def ml_dtype(name: str) -> NumpyDType:
+    """Return a dtype of ml_dtypes; ImportError names the extra that has it."""
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise ImportError(
+            f"NumPy has no {name} of its own: pip install 'mlstate[dtypes]' for ml_dtypes",
+            name="ml_dtypes",
+        ) from None
+    dtype: NumpyDType = np.dtype(getattr(ml_dtypes, name))
+    return dtype
+
+
+def stored_dtype(name: str) -> NumpyDType:
+    """Return a dtype to move elements by: of ml_dtypes, or labelled unsigned integers."""
+    try:
+        return ml_dtype(name)
+    except ImportError as error:
+        if name not in _ITEM_BYTES or not isinstance(error.__context__, ModuleNotFoundError):
+            raise  # ml_dtypes is installed, and broken
+    dtype: NumpyDType = np.dtype(f"u{_ITEM_BYTES[name]}", metadata={LABEL: name})
+    return dtype
+
+
+def as_numbers(array: Any) -> Any:
+    """Return an array to compute with: labelled integers by their true dtype, or ImportError."""
+    label = label_of(array.dtype)
+    return array.view(ml_dtype(label)) if label else array

@@ -1,0 +1,88 @@
+"""Values that JSON can represent and returns unchanged, except that tuples become lists."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+DEEPEST = 100  # a manifest, which has it a few levels down, is nested 128 deep at most
+
+
+def check_json_values(value: Any, where: str, *, finite: bool = True) -> None:
+    """
+    Refuse a value that JSON cannot represent, or would return as another value.
+
+    Parameters
+    ----------
+    value : object
+        The value.
+    where : str
+        The name of the value, such as ``metadata``: errors give the path from there.
+    finite : bool, default True
+        Refuse NaN and infinities, which JSON does not have.
+
+    Raises
+    ------
+    TypeError
+        A value is not a str, number, list or dict, or a key of a dict is not a str.
+    ValueError
+        A number is not finite, a str is not valid UTF-8, or the value is nested more than
+        ``DEEPEST`` deep.
+    """
+    try:
+        _check(value, where, finite, DEEPEST)
+    except _TooDeepError:
+        raise ValueError(
+            f"{where} is nested too deeply, or holds itself: {DEEPEST} deep is the most"
+        ) from None
+
+
+class _TooDeepError(Exception):
+    """The value has too many levels."""
+
+
+def _check(value: Any, where: str, finite: bool, levels: int) -> None:
+    if levels == 0 and isinstance(value, dict | list | tuple):
+        raise _TooDeepError
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise TypeError(
+                    f"{where} has the key {key!r}, and keys must be str: they would be texts "
+                    "when they come back; [[key, value], ...] keeps others"
+                )
+            _check(key, where, finite, levels)
+            _check(inner, f"{where}[{key!r}]", finite, levels - 1)
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            if type(inner) is not int:  # long lists, such as a generator's state, are of these
+                _check(inner, f"{where}[{number}]", finite, levels - 1)
+    elif isinstance(value, str):
+        if not value.isascii():
+            try:
+                value.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"{where}: {error}") from None
+    elif isinstance(value, float):
+        if finite and not math.isfinite(value):
+            raise ValueError(
+                f"{where} is {value}, and JSON has finite numbers only: give None or a text "
+                "in its place"
+            )
+    elif value is not None and not isinstance(value, int):
+        cls = type(value)
+        name = cls.__name__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__name__}"
+        hint = _hint(value)
+        raise TypeError(f"{where} is a {name}{hint and f': give {hint}'}")
+
+
+def _hint(value: Any) -> str:
+    """Return an expression that converts a value to one that JSON has; "" if unknown."""
+    if isinstance(value, set | frozenset):
+        return "sorted(...)"
+    kind = getattr(getattr(value, "dtype", None), "kind", "")  # NumPy's numbers and arrays
+    if getattr(value, "shape", None) != ():
+        return "its tolist()" if hasattr(value, "tolist") else ""
+    return {"f": "float(...)", "i": "int(...)", "u": "int(...)", "b": "bool(...)"}.get(
+        kind, "its item()" if hasattr(value, "item") else ""
+    )

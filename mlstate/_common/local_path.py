@@ -1,0 +1,81 @@
+"""The paths that callers give: local ones only, in one form."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import overload
+
+from ..errors import StoreNotFoundError
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+# pathlib makes one slash of two; one letter before the colon is a drive of Windows
+_URL_OF_PATHLIB = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+
+
+@overload
+def local_path(path: str | os.PathLike[str]) -> str: ...
+@overload
+def local_path(path: bytes | os.PathLike[bytes]) -> bytes: ...
+@overload
+def local_path(
+    path: str | bytes | os.PathLike[str] | os.PathLike[bytes],
+) -> str | bytes: ...
+
+
+def local_path(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str | bytes:
+    """Return the text of a path; every path of a caller goes through here or `local_folder`.
+
+    Raises
+    ------
+    ValueError
+        The path is a URL.
+    TypeError
+        `path` is not a path.
+    StoreNotFoundError
+        The path is relative, and the working folder was deleted.
+
+    Examples
+    --------
+    >>> from mlstate._common.local_path import local_path
+    >>> local_path("run/a")
+    'run/a'
+    """
+    plain = os.fspath(path)
+    pattern = _URL if isinstance(path, str | bytes) else _URL_OF_PATHLIB
+    text = os.fsdecode(plain)
+    if pattern.match(text):
+        raise ValueError(
+            f"{text}: remote stores are not supported yet, and a URL is not a local path; "
+            "use a local or mounted folder, and copy it with the store's own tools"
+        )
+    if not os.path.isabs(text):
+        _check_working_folder(text)
+    return plain
+
+
+def _check_working_folder(path: str) -> None:
+    """Raise StoreNotFoundError if the folder that a relative path starts in was deleted."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        made = StoreNotFoundError(
+            error.errno,
+            "cannot use a relative path, since the working folder no longer exists: pass an "
+            "absolute path, or change to a folder that exists",
+            path,
+        )
+        made.path = path
+        raise made from None
+
+
+def local_folder(path: str | os.PathLike[str]) -> str:
+    """Return a path as an absolute one; see `local_path`.
+
+    Examples
+    --------
+    >>> from mlstate._common.local_path import local_folder
+    >>> local_folder("/run/../a")
+    '/a'
+    """
+    return os.path.abspath(local_path(path))

@@ -1,0 +1,419 @@
+"""Which part of a tensor a rank has; public through `mlstate.checkpoint`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from operator import index
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from .. import _core
+from .._common.arrays import is_torch
+from .._common.set_module import set_module
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+Steps: TypeAlias = "tuple[tuple[int, int], ...]"
+
+_FLAT = -1  # in place of an axis
+
+
+@set_module("mlstate.checkpoint")
+class Tier(StrEnum):
+    """Where a part of a state is kept; each member is the str of its value.
+
+    Examples
+    --------
+    >>> from mlstate.checkpoint import Tier
+    >>> Tier("cold"), Tier.HOT == "hot"
+    (<Tier.COLD: 'cold'>, True)
+    """
+
+    HOT = "hot"  # the memory of an accelerator
+    WARM = "warm"  # main memory
+    COLD = "cold"  # a file
+
+
+TIERS = tuple(Tier)
+
+
+def _step(step: Any) -> tuple[int, int]:
+    axis, parts = step
+    if axis == "flat":
+        return _FLAT, parts
+    if index(axis) < 0:
+        raise ValueError(f"a layout counts axes from 0, not axis {axis}")
+    return axis, parts
+
+
+@set_module("mlstate.checkpoint")
+class Layout:
+    """How a tensor is cut into parts, one for each rank or more.
+
+    Each step cuts along one axis, or cuts what is left in C order (``"flat"``, which can only
+    be the last step). Parts have ``ceil(n / parts)`` of ``n`` indices as long as there are any,
+    as `torch.chunk` gives them, so the last ones may have fewer or none. With several steps the
+    parts are numbered row-major: the last step counts fastest.
+
+    Parameters
+    ----------
+    steps : iterable of (int or "flat", int)
+        Axis and number of parts of each step, at most four. None at all: the whole tensor.
+
+    Raises
+    ------
+    ValueError
+        An axis is negative, a step has no parts, or a flat step is not the last.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate.checkpoint import Layout
+    >>> rows = Layout.rows(4)
+    >>> [rows.take(np.arange(5), i).tolist() for i in range(4)]
+    [[0, 1], [2, 3], [4], []]
+    >>> Layout.axis(1, 2) * Layout.rows(3)
+    Layout([(1, 2), (0, 3)])
+    """
+
+    __slots__ = ("_parts", "_steps")
+
+    def __init__(self, steps: Iterable[tuple[int | str, int]] = ()) -> None:
+        plain = tuple(_step(step) for step in steps)
+        _core.layout_project(plain, 0, 0, None)  # refuses what is none
+        self._steps: Steps = plain
+        self._parts = 1
+        for _, parts in plain:
+            self._parts *= parts
+
+    @classmethod
+    def _of(cls, steps: Steps) -> Layout:
+        """Steps as the core has them."""
+        return cls([("flat" if axis == _FLAT else axis, parts) for axis, parts in steps])
+
+    @classmethod
+    def whole(cls) -> Layout:
+        """Return the layout of one part, which is the tensor.
+
+        Examples
+        --------
+        >>> from mlstate.checkpoint import Layout
+        >>> Layout.whole().parts
+        1
+        """
+        return cls()
+
+    @classmethod
+    def rows(cls, parts: int) -> Layout:
+        """Return the layout that cuts the first axis, as FSDP2 does.
+
+        Parameters
+        ----------
+        parts : int
+            Number of parts.
+
+        Examples
+        --------
+        >>> from mlstate.checkpoint import Layout
+        >>> Layout.rows(2)
+        Layout([(0, 2)])
+        """
+        return cls([(0, parts)])
+
+    @classmethod
+    def axis(cls, axis: int, parts: int) -> Layout:
+        """Return the layout that cuts one axis, as tensor parallelism does.
+
+        Parameters
+        ----------
+        axis : int
+            Which one, from 0.
+        parts : int
+            Number of parts.
+
+        Examples
+        --------
+        >>> from mlstate.checkpoint import Layout
+        >>> Layout.axis(1, 2)
+        Layout([(1, 2)])
+        """
+        return cls([(axis, parts)])
+
+    @classmethod
+    def flat(cls, parts: int) -> Layout:
+        """Return the layout that cuts the flattened tensor, as FSDP1 does.
+
+        Parameters
+        ----------
+        parts : int
+            Number of parts.
+
+        Examples
+        --------
+        >>> from mlstate.checkpoint import Layout
+        >>> Layout.flat(2)
+        Layout([('flat', 2)])
+        """
+        return cls([("flat", parts)])
+
+    @property
+    def steps(self) -> tuple[tuple[int | str, int], ...]:
+        """The steps, as the constructor takes them."""
+        return tuple(("flat" if axis == _FLAT else axis, parts) for axis, parts in self._steps)
+
+    @property
+    def parts(self) -> int:
+        """Number of parts."""
+        return self._parts
+
+    def __mul__(self, other: Layout) -> Layout:
+        if not isinstance(other, Layout):
+            return NotImplemented
+        return Layout([*self.steps, *other.steps])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and self._steps == other._steps
+
+    def __hash__(self) -> int:
+        return hash(self._steps)
+
+    def __repr__(self) -> str:
+        return f"Layout({list(self.steps)!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Layout, (self.steps,)
+
+    def shape(self, shape: tuple[int, ...], index: int) -> tuple[int, ...]:
+        """Return the shape of a part.
+
+        Parameters
+        ----------
+        shape : tuple of int
+            Of the whole tensor.
+        index : int
+            Which part.
+
+        Returns
+        -------
+        tuple of int
+            One-dimensional for layouts that end flat.
+
+        Raises
+        ------
+        ValueError
+            There is no such part.
+        CompatibilityError
+            The tensor lacks an axis that is cut.
+
+        Examples
+        --------
+        >>> from mlstate.checkpoint import Layout
+        >>> Layout.rows(4).shape((5, 3), 3), Layout.flat(4).shape((5, 3), 3)
+        ((0, 3), (3,))
+        """
+        _, lengths, begin, end, flat = _core.layout_part(self._steps, tuple(shape), index)
+        return (end - begin,) if flat else lengths
+
+    def take(self, array: Any, index: int) -> Any:
+        """Return a part of an array or tensor, as a view wherever there can be one.
+
+        Parameters
+        ----------
+        array : array or torch.Tensor
+            The whole tensor.
+        index : int
+            Which part.
+
+        Returns
+        -------
+        array or torch.Tensor
+            A view; flat parts of what is not contiguous are copies.
+
+        Raises
+        ------
+        ValueError, CompatibilityError
+            As `shape`.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate.checkpoint import Layout
+        >>> Layout.axis(1, 2).take(np.arange(6).reshape(2, 3), 1)
+        array([[2],
+               [5]])
+        """
+        starts, lengths, begin, end, flat = _core.layout_part(
+            self._steps, tuple(array.shape), index
+        )
+        box = array[tuple(slice(a, a + n) for a, n in zip(starts, lengths, strict=True))]
+        return box.reshape(-1)[begin:end] if flat else box
+
+    def shard(self, array: Any, index: int, **keywords: Any) -> Shard:
+        """Return a part of an array as a `Shard`.
+
+        Parameters
+        ----------
+        array : array or torch.Tensor
+            The whole tensor.
+        index : int
+            Which part.
+        **keywords
+            ``version``, ``tier``, ``replica`` of the `Shard`.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate.checkpoint import Layout
+        >>> Layout.rows(2).shard(np.arange(6).reshape(3, 2), 1)
+        Shard(1 of 2 of (3, 2), Layout([(0, 2)]))
+        """
+        shape = tuple(array.shape)
+        return Shard(self.take(array, index), self, index, shape=shape, **keywords)
+
+
+@set_module("mlstate.checkpoint")
+class Shard:
+    """The part of a tensor that this rank has, and which part that is.
+
+    A value of a state dict, in the place of an array: `mlstate.save` stores it as what it is.
+
+    Parameters
+    ----------
+    array : array
+        The part's elements in C order; its shape need not be that of the part. Used where it
+        lies.
+    layout : Layout, optional
+        How the tensor is cut. Default: not at all.
+    index : int, default 0
+        Which part this is.
+    shape : tuple of int, optional
+        Of the whole tensor. Needed where there is more than one part, since parts may be
+        uneven.
+    version : int, optional
+        Counts changes of this shard, from 1. A shard whose version is that of the last save
+        is not written again, and not looked at. Default: bytes are compared.
+    tier : {"hot", "warm", "cold"}, optional
+        Where the shard is kept; noted in the checkpoint.
+    replica : int, default 0
+        Above 0: another rank has the same part as replica 0, which is the one that is stored.
+
+    Raises
+    ------
+    TypeError
+        `shape` is missing, or `layout` is none.
+    ValueError
+        There is no such part, or version, tier or replica.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate.checkpoint import Layout, Shard
+    >>> shard = Shard(np.zeros((2, 8)), Layout.rows(4), 1, shape=(7, 8))
+    >>> shard.shape, shard.array.shape
+    ((7, 8), (2, 8))
+    """
+
+    __slots__ = ("_version", "array", "index", "layout", "replica", "shape", "tier")
+
+    def __init__(
+        self,
+        array: Any,
+        layout: Layout | None = None,
+        index: int = 0,
+        *,
+        shape: Iterable[int] | None = None,
+        version: int | None = None,
+        tier: str | None = None,
+        replica: int = 0,
+    ) -> None:
+        layout = Layout() if layout is None else layout
+        if not isinstance(layout, Layout):
+            raise TypeError(f"layout must be a Layout, got {type(layout).__name__}")
+        if shape is None:
+            if layout.parts > 1:
+                raise TypeError(
+                    "shape= of the whole tensor is needed: parts may be uneven, so one of them "
+                    "does not tell"
+                )
+            shape = array.shape
+        if version is not None and version < 1:
+            raise ValueError(f"versions count from 1, got {version}")
+        if tier is not None and tier not in TIERS:
+            raise ValueError(f"tier must be one of {', '.join(TIERS)}, got {tier!r}")
+        if replica < 0:
+            raise ValueError(f"replica must not be negative, got {replica}")
+        self.array = array
+        self.layout = layout
+        self.index = index
+        self.shape = tuple(int(size) for size in shape)
+        self.tier = tier
+        self.replica = replica
+        self._version = version or 0
+        wanted, have = layout.shape(self.shape, index), tuple(array.shape)
+        if _count(wanted) != _count(have):
+            raise ValueError(
+                f"part {index} of {layout.parts} of a tensor of shape {self.shape} has the shape "
+                f"{wanted}, which is not what an array of shape {have} can hold"
+            )
+
+    @property
+    def version(self) -> int | None:
+        """How often the shard changed, as the caller counts; None: not stated."""
+        return self._version or None
+
+    @property
+    def dtype(self) -> Any:
+        """Of the array."""
+        return self.array.dtype
+
+    @property
+    def _steps(self) -> Steps:
+        return self.layout._steps
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return int(self.array.nbytes)
+
+    @property
+    def __array_interface__(self) -> Any:
+        """Makes a shard a value of state dicts: those see the array."""
+        import numpy as np
+
+        return np.asarray(self.array).__array_interface__
+
+    @property
+    def __dlpack__(self) -> Any:
+        """The same for tensors, whose dtype or device may be none of NumPy's."""
+        if not is_torch(self.array):
+            raise AttributeError("a shard of an array has __array_interface__")
+        if self.array.is_neg():
+            raise BufferError("a view that is negated when read: store its resolve_neg()")
+        return self.array.detach().__dlpack__
+
+    @property
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__
+
+    def __repr__(self) -> str:
+        part = f"{self.index} of {self.layout.parts} of {self.shape}"
+        return f"Shard({part}, {self.layout!r})"
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def steps_of(layout: Layout | str | None, world_size: int) -> Steps | None:
+    """Steps of a layout argument: a Layout, "rows", "flat", "whole" or None."""
+    if layout is None:
+        return None
+    if isinstance(layout, Layout):
+        return layout._steps
+    known = {"rows": ((0, world_size),), "flat": ((_FLAT, world_size),), "whole": ()}
+    if isinstance(layout, str) and layout in known:
+        return known[layout]
+    raise ValueError(f"layout must be a Layout, 'rows', 'flat' or 'whole', got {layout!r}")

@@ -1,0 +1,438 @@
+"""What a chain of blocks costs in time and memory; public through `mlstate.activation`."""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import _core
+from .._common.backend import backend_named
+from .._common.budget import Budget, parse_budget
+from .._common.set_module import set_module
+from .._common.text import bytes_text, table_html, table_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from .._common.budget import MemorySize
+    from .._types import NDArray
+
+_ROWS = 40
+_FORMAT = "mlstate.chain"
+_SECONDS = ("forward_seconds", "backward_seconds")
+_BYTES = (
+    "activation_bytes",
+    "gradient_bytes",
+    "saved_bytes",
+    "forward_temporary_bytes",
+    "saving_temporary_bytes",
+    "backward_temporary_bytes",
+)
+_RATES = ("offload_bytes_per_second", "load_bytes_per_second")
+_HEADERS = ["block", "forward", "backward", "input", "saved", "gradient", "temporary"]
+
+
+def _frozen(name: str, values: Any, dtype: str, count: int | None) -> NDArray:
+    """Copy numbers into a read-only array of `dtype`, refusing what would not stay the same."""
+    given = np.asarray(values)
+    if given.ndim != 1:
+        raise ValueError(f"{name} has shape {given.shape}: give one number per entry")
+    if count is not None and len(given) != count:
+        raise ValueError(f"{name} has {len(given)} entries: this chain needs {count}")
+    kinds = "iu" if dtype == "int64" else "iuf"
+    if given.size and given.dtype.kind not in kinds:
+        raise TypeError(f"{name} holds {given.dtype}: {'integers' if kinds == 'iu' else 'numbers'}")
+    if given.dtype == np.uint64 and dtype == "int64" and given.size and given.max() >> 63:
+        raise ValueError(f"{name} holds {given.max()}: bytes fit into 63 bits")
+    frozen = np.array(given, dtype, order="C")
+    frozen.flags.writeable = False
+    return frozen
+
+
+@set_module("mlstate.activation")
+class Chain:
+    """Costs of n blocks that run one after the other, forward and then backward.
+
+    A chain never changes; its arrays are read-only copies.
+
+    Parameters
+    ----------
+    forward_seconds, backward_seconds : sequence of float, (n,)
+        Of each block.
+    activation_bytes : sequence of int, (n + 1,)
+        Entry k enters block k; the last one leaves the chain.
+    saved_bytes : sequence of int, (n,)
+        All that exists after a block ran in saving mode and did not before: what autograd
+        keeps and the block's output. The block's input is not in it.
+    gradient_bytes : sequence of int, (n + 1,), optional
+        Gradients of the activations. Default: `activation_bytes`. 0 where no gradient is
+        wanted, as for token ids.
+    forward_temporary_bytes : sequence of int, (n,), optional
+        Peak of a plain forward run beyond input and output. Default: 0.
+    saving_temporary_bytes : sequence of int, (n,), optional
+        Peak of a saving forward run beyond input and saved. Default: 0.
+    backward_temporary_bytes : sequence of int, (n,), optional
+        Peak of a backward run beyond input, saved and both gradients. Default: 0. It may be
+        negative, down to ``-gradient_bytes[i]``, if much of what was saved is free again
+        before the block's gradient is there; but not below
+        ``-(saved_bytes[i] + gradient_bytes[i + 1])``, which the step frees: more memory would
+        be held after the step than at its peak.
+    seconds_spread : sequence of float, (n,), optional
+        How uncertain the measured time of each block is: the interquartile range of its
+        measurements, forward and backward together, as a part of their median. For reports.
+        Default: unknown.
+    names : sequence of str, (n,), optional
+        For reports. Default: the numbers of the blocks.
+    offload_bytes_per_second, load_bytes_per_second : float, optional
+        Speed of copies to the host and back, during which nothing else runs. Default: the
+        chain has no host.
+
+    Raises
+    ------
+    ValueError
+        If an array has another length, seconds are negative or not finite, bytes are
+        negative, ``backward_temporary_bytes[i]`` is below its limits,
+        ``saved_bytes[i] < activation_bytes[i + 1]``, there is no block, or one
+        rate is given without the other.
+    CapacityError
+        If all bytes together exceed 62 bits, or the seconds the range of a float.
+    TypeError
+        If bytes are not integers.
+
+    References
+    ----------
+    O. Beaumont, L. Eyraud-Dubois, J. Herrmann, A. Joly, A. Shilova: "Optimal checkpointing
+    for heterogeneous chains: how to train deep neural networks with limited memory", 2019.
+
+    Examples
+    --------
+    >>> from mlstate.activation import Chain
+    >>> chain = Chain([1, 2], [2, 4], [10, 20, 5], [50, 30])
+    >>> chain
+    <Chain: 2 blocks, 9 s, 115 B at most without a plan>
+    >>> chain == Chain.from_json(chain.to_json())
+    True
+    """
+
+    __slots__ = ("__dict__", "_arrays", "_names", "_numbers", "_spread")
+
+    def __init__(
+        self,
+        forward_seconds: Sequence[float] | NDArray,
+        backward_seconds: Sequence[float] | NDArray,
+        activation_bytes: Sequence[int] | NDArray,
+        saved_bytes: Sequence[int] | NDArray,
+        *,
+        gradient_bytes: Sequence[int] | NDArray | None = None,
+        forward_temporary_bytes: Sequence[int] | NDArray | None = None,
+        saving_temporary_bytes: Sequence[int] | NDArray | None = None,
+        backward_temporary_bytes: Sequence[int] | NDArray | None = None,
+        seconds_spread: Sequence[float] | NDArray | None = None,
+        names: Iterable[str] | None = None,
+        offload_bytes_per_second: float | None = None,
+        load_bytes_per_second: float | None = None,
+    ) -> None:
+        forward = _frozen("forward_seconds", forward_seconds, "float64", None)
+        n = len(forward)
+        if gradient_bytes is None:
+            gradient_bytes = activation_bytes
+        given = (
+            (saved_bytes, n),
+            (forward_temporary_bytes, n),
+            (saving_temporary_bytes, n),
+            (backward_temporary_bytes, n),
+        )
+        activations = _frozen("activation_bytes", activation_bytes, "int64", n + 1)
+        gradients = _frozen("gradient_bytes", gradient_bytes, "int64", n + 1)
+        others = (
+            _frozen(name, np.zeros(n, np.int64) if values is None else values, "int64", count)
+            for name, (values, count) in zip(_BYTES[2:], given, strict=True)
+        )
+        backward = _frozen("backward_seconds", backward_seconds, "float64", n)
+        rates = (
+            0.0 if offload_bytes_per_second is None else _rate(_RATES[0], offload_bytes_per_second),
+            0.0 if load_bytes_per_second is None else _rate(_RATES[1], load_bytes_per_second),
+        )
+        self._numbers = (forward, backward, activations, gradients, *others)
+        self._arrays: tuple[Any, ...] = (*self._numbers, *rates)
+        self._spread = _spread(seconds_spread, n)
+        self._names = None if names is None else tuple(names)
+        if self._names is not None:
+            if len(self._names) != n:
+                raise ValueError(f"{len(self._names)} names for {n} blocks")
+            if not all(isinstance(name, str) for name in self._names):
+                raise TypeError("names of blocks are str")
+        _core.chain_check(self._arrays)
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks there are."""
+        return len(self._arrays[0])
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Name of each block; its number where none was given."""
+        return self._names or tuple(str(i) for i in range(self.blocks))
+
+    @property
+    def forward_seconds(self) -> NDArray:
+        """Time of each block's forward run, float64."""
+        return self._numbers[0]
+
+    @property
+    def backward_seconds(self) -> NDArray:
+        """Time of each block's backward run, float64."""
+        return self._numbers[1]
+
+    @property
+    def activation_bytes(self) -> NDArray:
+        """Size of each activation, int64."""
+        return self._numbers[2]
+
+    @property
+    def gradient_bytes(self) -> NDArray:
+        """Size of each activation's gradient, int64."""
+        return self._numbers[3]
+
+    @property
+    def saved_bytes(self) -> NDArray:
+        """What each block leaves behind in saving mode, its output included, int64."""
+        return self._numbers[4]
+
+    @property
+    def forward_temporary_bytes(self) -> NDArray:
+        """Peak of each plain forward run beyond input and output, int64."""
+        return self._numbers[5]
+
+    @property
+    def saving_temporary_bytes(self) -> NDArray:
+        """Peak of each saving forward run beyond input and saved, int64."""
+        return self._numbers[6]
+
+    @property
+    def backward_temporary_bytes(self) -> NDArray:
+        """Peak of each backward run beyond input, saved and both gradients, int64."""
+        return self._numbers[7]
+
+    @property
+    def seconds_spread(self) -> NDArray | None:
+        """Interquartile range of each block's time as a part of it, float64; None: unknown."""
+        return self._spread
+
+    @property
+    def offload_bytes_per_second(self) -> float | None:
+        """Speed of copies to the host."""
+        return self._arrays[8] or None
+
+    @property
+    def load_bytes_per_second(self) -> float | None:
+        """Speed of copies from the host."""
+        return self._arrays[9] or None
+
+    @property
+    def plain_seconds(self) -> float:
+        """Time of forward and backward pass when everything is kept."""
+        return self._plain[0]
+
+    @property
+    def plain_peak_bytes(self) -> int:
+        """Peak memory when everything is kept: a budget as large as this needs no plan."""
+        return self._plain[1]
+
+    def _budget(self, value: MemorySize) -> Budget:
+        """Read a budget for this chain; a fraction is one of the peak without a plan."""
+        peak = self.plain_peak_bytes
+        return parse_budget("budget_bytes", value, peak, "the peak without a plan")
+
+    @cached_property
+    def least_budget_bytes(self) -> int:
+        """The least budget that a persistent schedule without offloading fits."""
+        return _core.plan_least(self._arrays, False)
+
+    @cached_property
+    def _plain(self) -> tuple[float, int]:
+        n = self.blocks
+        steps = np.empty((2 * n, 2), np.int32)
+        steps[:n, 0], steps[:n, 1] = 1, np.arange(n)  # save
+        steps[n:, 0], steps[n:, 1] = 2, np.arange(n)[::-1]  # backward
+        seconds, peak = _core.chain_simulate(self._arrays, steps, False)[:2]
+        return seconds, peak
+
+    def to_json(self) -> str:
+        """Write the chain as JSON.
+
+        Returns
+        -------
+        str
+            An object with the constructor's parameters, as `from_json` reads it.
+
+        Examples
+        --------
+        >>> from mlstate.activation import Chain
+        >>> Chain([1], [2], [3, 4], [5]).to_json()[:40]
+        '{"format": "mlstate.chain", "version": 1'
+        """
+        return json.dumps(self._as_dict())
+
+    def _as_dict(self) -> dict[str, Any]:
+        document: dict[str, Any] = {"format": _FORMAT, "version": 1}
+        for name, array in zip(_SECONDS + _BYTES, self._arrays, strict=False):
+            document[name] = array.tolist()
+        document["seconds_spread"] = None if self._spread is None else self._spread.tolist()
+        document["names"] = None if self._names is None else list(self._names)
+        for name in _RATES:
+            document[name] = getattr(self, name)
+        return document
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Chain:
+        """Read a chain that `to_json` wrote, or that was written by hand.
+
+        Parameters
+        ----------
+        text : str or bytes
+            A JSON object with the constructor's parameters; what is missing takes its
+            default.
+
+        Returns
+        -------
+        Chain
+            A new one.
+
+        Raises
+        ------
+        ValueError
+            If the text is no such object, or holds what the constructor refuses.
+
+        Examples
+        --------
+        >>> from mlstate.activation import Chain
+        >>> text = '''{"forward_seconds": [1, 1], "backward_seconds": [2, 2],
+        ...     "activation_bytes": [8, 8, 8], "saved_bytes": [20, 20]}'''
+        >>> Chain.from_json(text).blocks
+        2
+        """
+        return cls._from_dict(json.loads(text))
+
+    @classmethod
+    def _from_dict(cls, document: Any) -> Chain:
+        if not isinstance(document, dict):
+            raise ValueError(f"a chain is a JSON object, got {type(document).__name__}")
+        if document.get("format", _FORMAT) != _FORMAT or document.get("version", 1) != 1:
+            raise ValueError(
+                f"this is {document.get('format')!r}, version {document.get('version')!r}: "
+                f"expected {_FORMAT!r}, version 1"
+            )
+        known = {"format", "version", "names", "seconds_spread", *_SECONDS, *_BYTES, *_RATES}
+        unknown = sorted(set(document) - known)
+        missing = [
+            name
+            for name in (*_SECONDS, "activation_bytes", "saved_bytes")
+            if document.get(name) is None
+        ]
+        if unknown or missing:
+            raise ValueError(f"a chain in JSON: missing {missing}, unknown {unknown}")
+        options = {k: v for k, v in document.items() if k not in ("format", "version")}
+        return cls(**options)
+
+    @classmethod
+    def from_torch(cls, module: Any, sample: Any, **options: Any) -> Chain:
+        """Measure the blocks of a torch model; see `mlstate.integrations.torch`.
+
+        Parameters
+        ----------
+        module : torch.nn.Sequential or sequence of torch.nn.Module
+            The blocks, in the order in which they run.
+        sample : torch.Tensor
+            An input of the first block, as large as in training.
+        **options
+            As `mlstate.integrations.torch.profile_chain` describes them.
+
+        Returns
+        -------
+        Chain
+            What was measured.
+
+        Raises
+        ------
+        ImportError
+            If torch is not installed.
+
+        Examples
+        --------
+        >>> import pytest
+        >>> torch = pytest.importorskip("torch")
+        >>> from mlstate.activation import Chain
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU())
+        >>> Chain.from_torch(model, torch.ones(2, 8)).activation_bytes.tolist()
+        [64, 32, 32]
+        """
+        return backend_named("torch").profile_chain(module, sample, **options)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Chain):
+            return NotImplemented
+        same = all(map(np.array_equal, self._arrays, other._arrays))
+        return same and self._names == other._names
+
+    def __hash__(self) -> int:
+        return hash((self._arrays[0].tobytes(), self._arrays[4].tobytes()))
+
+    def __reduce__(self) -> tuple[Any, tuple[Any]]:
+        return Chain._from_dict, (self._as_dict(),)
+
+    def _title(self) -> str:
+        blocks = f"{self.blocks:,} block{'' if self.blocks == 1 else 's'}"
+        peak = bytes_text(self.plain_peak_bytes)
+        title = f"{blocks}, {self.plain_seconds:.4g} s, {peak} at most without a plan"
+        if self._spread is None:
+            return title
+        return f"{title}; measured times vary by up to {self._spread.max():.0%}"
+
+    def _headers(self) -> list[str]:
+        return _HEADERS if self._spread is None else [*_HEADERS, "spread of time"]
+
+    def _rows(self) -> list[list[str]]:
+        forward, backward, activations, gradients, saved, *temporary = self._arrays[:8]
+        return [
+            [
+                name,
+                f"{forward[i]:.4g} s",
+                f"{backward[i]:.4g} s",
+                bytes_text(int(activations[i])),
+                bytes_text(int(saved[i])),
+                bytes_text(int(gradients[i])),
+                bytes_text(int(max(array[i] for array in temporary))),
+                *([] if self._spread is None else [f"{self._spread[i]:.0%}"]),
+            ]
+            for i, name in enumerate(self.names)
+        ]
+
+    def __repr__(self) -> str:
+        return f"<Chain: {self._title()}>"
+
+    def __str__(self) -> str:
+        return f"{self._title()}\n{table_text(self._headers(), self._rows(), _ROWS)}"
+
+    def _repr_html_(self) -> str:
+        return table_html(self._title(), self._headers(), self._rows(), collapse=True)
+
+
+def _spread(given: Any, count: int) -> NDArray | None:
+    if given is None:
+        return None
+    spread = _frozen("seconds_spread", given, "float64", count)
+    if not (np.isfinite(spread) & (spread >= 0)).all():
+        raise ValueError(f"seconds_spread holds {spread.tolist()}: give finite numbers from 0 on")
+    return spread
+
+
+def _rate(name: str, value: float) -> float:
+    """Check a rate that was given: 0 would read as none."""
+    rate = float(value)
+    if not rate > 0 or rate == float("inf"):
+        raise ValueError(f"{name} is {rate:g}: give a finite number above 0, or None")
+    return rate

@@ -1,0 +1,342 @@
+"""Strategies made of strategies; public through `mlstate.activation`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from .._common.set_module import set_module
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@set_module("mlstate.activation")
+@runtime_checkable
+class CheckpointStrategy(Protocol):
+    """What mlstate needs of a strategy; a class of your own need not derive from it.
+
+    ``should_checkpoint`` is called once for each layer of each forward pass, in any thread. A
+    strategy may have a method ``opinion`` with the same arguments too, which returns None where
+    it leaves the decision to others: `FirstMatch` asks that.
+
+    Attributes
+    ----------
+    name : str
+        What reports call it.
+
+    Examples
+    --------
+    >>> from mlstate.activation import CheckpointStrategy, FirstMatch, IntervalStrategy
+    >>> class Attention:
+    ...     name = "Attention"
+    ...
+    ...     def should_checkpoint(self, layer_id, activation, layer_index):
+    ...         return "attention" in layer_id
+    ...
+    ...     def reset(self):
+    ...         pass
+    >>> isinstance(Attention(), CheckpointStrategy)
+    True
+    >>> either = IntervalStrategy(2) | Attention()
+    >>> either.name, either.should_checkpoint("layers.1.attention", None, 1)
+    ('(Interval(2) | Attention)', True)
+    """
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+        ...
+
+    def should_checkpoint(self, layer_id: str, activation: Any, layer_index: int) -> bool:
+        """Decide whether to drop the activation of a layer and compute it again."""
+        ...
+
+    def reset(self) -> None:
+        """Forget what was counted; settings stay."""
+        ...
+
+
+def is_strategy(candidate: object) -> bool:
+    """Whether this is an object that decides, and not the class of one."""
+    return callable(getattr(candidate, "should_checkpoint", None)) and not isinstance(
+        candidate, type
+    )
+
+
+def check_strategy(candidate: Any, what: str = "a strategy") -> Any:
+    """Return `candidate`, or raise TypeError that says what it is."""
+    if is_strategy(candidate):
+        return candidate
+    if isinstance(candidate, type):
+        raise TypeError(f"{what} must be an object, got the class {candidate.__name__}")
+    raise TypeError(f"{what} needs a method should_checkpoint, got {type(candidate).__name__}")
+
+
+def name_of(strategy: Any) -> str:
+    """Return the name of a strategy, or of its class."""
+    return str(getattr(strategy, "name", type(strategy).__name__))
+
+
+class Operators:
+    """``a & b``, ``a | b`` and ``~a`` for strategies; operands may be of users' own classes."""
+
+    __slots__ = ()
+
+    def __and__(self: Any, other: Any) -> AllOf:
+        return AllOf(self, other) if is_strategy(other) else NotImplemented
+
+    def __rand__(self: Any, other: Any) -> AllOf:
+        return AllOf(other, self) if is_strategy(other) else NotImplemented
+
+    def __or__(self: Any, other: Any) -> AnyOf:
+        return AnyOf(self, other) if is_strategy(other) else NotImplemented
+
+    def __ror__(self: Any, other: Any) -> AnyOf:
+        return AnyOf(other, self) if is_strategy(other) else NotImplemented
+
+    def __invert__(self: Any) -> Not:
+        return Not(self)
+
+
+class Composite(Operators):
+    """Members that see every call, and one answer made of theirs."""
+
+    def __init__(self, *members: CheckpointStrategy) -> None:
+        if not members:
+            raise TypeError(f"{type(self).__name__} needs at least one strategy")
+        self._members = tuple(check_strategy(member) for member in members)
+        self._asks: list[Callable[..., Any]] = [m.should_checkpoint for m in self._members]
+        self._opinions = [getattr(m, "opinion", m.should_checkpoint) for m in self._members]
+
+    @property
+    def members(self) -> tuple[CheckpointStrategy, ...]:
+        """The strategies that this one is made of, in their order."""
+        return self._members
+
+    @property
+    def name(self) -> str:
+        """The members' names, put together as the members are."""
+        return f"{type(self).__name__}({', '.join(map(name_of, self._members))})"
+
+    def reset(self) -> None:
+        """Reset every member."""
+        for member in self._members:
+            member.reset()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self._members))})"
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        return self._settings() == other._settings()
+
+    def __hash__(self) -> int:
+        return hash((type(self).__name__, self.name))
+
+    # members' methods are bound to them: a copy has members of its own
+    def __getstate__(self) -> dict[str, Any]:
+        return self._settings()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Composite.__init__(self, *state.pop("_members"))
+        vars(self).update(state)
+
+    def _settings(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self).items() if k not in ("_asks", "_opinions")}
+
+
+@set_module("mlstate.activation")
+class AllOf(Composite):
+    """Checkpoint what all members checkpoint: ``a & b``.
+
+    Every member sees every call, whatever the others say: strategies have state.
+
+    Parameters
+    ----------
+    *members : CheckpointStrategy
+        One or more.
+
+    Raises
+    ------
+    TypeError
+        No members, or one that is no strategy.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate.activation import IntervalStrategy, SizeBasedStrategy
+    >>> both = IntervalStrategy(2) & SizeBasedStrategy(1024)
+    >>> both.name
+    '(Interval(2) & SizeBased(1KB))'
+    >>> large = np.zeros((16, 16), np.float32)
+    >>> [both.should_checkpoint(f"layers.{i}", large, i) for i in range(4)]
+    [True, False, True, False]
+    >>> both.members[1].checkpointed_count  # it saw every call
+    4
+    """
+
+    @property
+    def name(self) -> str:
+        """The members' names with ``&`` between them."""
+        return f"({' & '.join(map(name_of, self._members))})"
+
+    def should_checkpoint(self, layer_id: str, activation: Any, layer_index: int) -> bool:
+        """Whether all members checkpoint the layer."""
+        chosen = True
+        for ask in self._asks:
+            if not ask(layer_id, activation, layer_index):
+                chosen = False
+        return chosen
+
+    def opinion(self, layer_id: str, activation: Any, layer_index: int) -> bool | None:
+        """As `should_checkpoint`, but None where a member has none and the others agree."""
+        said = [ask(layer_id, activation, layer_index) for ask in self._opinions]
+        if any(answer is not None and not answer for answer in said):
+            return False
+        return None if None in said else True
+
+
+@set_module("mlstate.activation")
+class AnyOf(Composite):
+    """Checkpoint what any member checkpoints: ``a | b``.
+
+    Every member sees every call, whatever the others say: strategies have state.
+
+    Parameters
+    ----------
+    *members : CheckpointStrategy
+        One or more.
+
+    Raises
+    ------
+    TypeError
+        No members, or one that is no strategy.
+
+    Examples
+    --------
+    >>> from mlstate.activation import IntervalStrategy, SelectiveStrategy
+    >>> either = IntervalStrategy(4) | SelectiveStrategy(["layers.1"])
+    >>> either.name
+    '(Interval(4) | Selective)'
+    >>> [either.should_checkpoint(f"layers.{i}", None, i) for i in range(5)]
+    [True, True, False, False, True]
+    """
+
+    @property
+    def name(self) -> str:
+        """The members' names with ``|`` between them."""
+        return f"({' | '.join(map(name_of, self._members))})"
+
+    def should_checkpoint(self, layer_id: str, activation: Any, layer_index: int) -> bool:
+        """Whether any member checkpoints the layer."""
+        chosen = False
+        for ask in self._asks:
+            if ask(layer_id, activation, layer_index):
+                chosen = True
+        return chosen
+
+    def opinion(self, layer_id: str, activation: Any, layer_index: int) -> bool | None:
+        """As `should_checkpoint`, but None where a member has none and no other says yes."""
+        said = [ask(layer_id, activation, layer_index) for ask in self._opinions]
+        if any(said):
+            return True
+        return None if None in said else False
+
+
+@set_module("mlstate.activation")
+class Not(Composite):
+    """Checkpoint what the member does not: ``~a``.
+
+    Parameters
+    ----------
+    member : CheckpointStrategy
+        A strategy.
+
+    Raises
+    ------
+    TypeError
+        The member is no strategy.
+
+    Examples
+    --------
+    >>> from mlstate.activation import SelectiveStrategy
+    >>> others = ~SelectiveStrategy(["embedding", "head"])
+    >>> others.name, others.should_checkpoint("layers.3", None, 4)
+    ('~Selective', True)
+    """
+
+    def __init__(self, member: CheckpointStrategy) -> None:
+        super().__init__(member)
+
+    @property
+    def name(self) -> str:
+        """The member's name after ``~``."""
+        return f"~{name_of(self._members[0])}"
+
+    def should_checkpoint(self, layer_id: str, activation: Any, layer_index: int) -> bool:
+        """Whether the member does not checkpoint the layer."""
+        return not self._asks[0](layer_id, activation, layer_index)
+
+    def opinion(self, layer_id: str, activation: Any, layer_index: int) -> bool | None:
+        """As `should_checkpoint`, but None where the member has none."""
+        said = self._opinions[0](layer_id, activation, layer_index)
+        return None if said is None else not said
+
+
+@set_module("mlstate.activation")
+class FirstMatch(Composite):
+    """Decide as the first member does that has an opinion of the layer.
+
+    `SelectiveStrategy` has one of the layers in its lists only; a strategy of your own says None
+    where it has none. All others always have one, so they come last. Every member sees every
+    call, those behind the one that decides too.
+
+    Parameters
+    ----------
+    *members : CheckpointStrategy
+        One or more, the most special first.
+    default : bool, default False
+        The decision where no member has an opinion.
+
+    Raises
+    ------
+    TypeError
+        No members, or one that is no strategy.
+
+    Examples
+    --------
+    >>> from mlstate.activation import FirstMatch, IntervalStrategy, SelectiveStrategy
+    >>> named = SelectiveStrategy(["layers.1"], exclude_layers=["layers.4"])
+    >>> strategy = FirstMatch(named, IntervalStrategy(2))
+    >>> strategy.name
+    'FirstMatch(Selective, Interval(2))'
+    >>> [strategy.should_checkpoint(f"layers.{i}", None, i) for i in range(5)]
+    [True, True, True, False, False]
+    """
+
+    def __init__(self, *members: CheckpointStrategy, default: bool = False) -> None:
+        super().__init__(*members)
+        self.default = bool(default)
+
+    def should_checkpoint(self, layer_id: str, activation: Any, layer_index: int) -> bool:
+        """Decide as the first member that has an opinion, or as `default` says."""
+        chosen = None
+        for ask in self._opinions:
+            said = ask(layer_id, activation, layer_index)
+            if chosen is None:
+                chosen = said
+        return self.default if chosen is None else bool(chosen)
+
+    def opinion(self, layer_id: str, activation: Any, layer_index: int) -> bool | None:
+        """As `should_checkpoint`, but None where no member has an opinion."""
+        chosen = None
+        for ask in self._opinions:
+            said = ask(layer_id, activation, layer_index)
+            if chosen is None:
+                chosen = said
+        return None if chosen is None else bool(chosen)
+
+    def __repr__(self) -> str:
+        members = ", ".join(map(repr, self._members))
+        return f"FirstMatch({members}{', default=True' if self.default else ''})"

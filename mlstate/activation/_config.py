@@ -1,0 +1,432 @@
+"""Strategies by name, and the settings they have; public through `mlstate.activation`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from math import isnan
+from operator import index
+from typing import Any, Self, TypeAlias
+
+from .._common.set_module import set_module
+from ._combinators import CheckpointStrategy, check_strategy
+from ._strategies import (
+    MEBIBYTE,
+    IntervalStrategy,
+    MemoryAwareStrategy,
+    SelectiveStrategy,
+    SizeBasedStrategy,
+    SmartStrategy,
+    check_overlap,
+    layer_names,
+)
+
+ENTRY_POINTS = "mlstate.strategies"
+
+
+@set_module("mlstate.activation")
+class StrategyKind(StrEnum):
+    """The strategies that mlstate has; each is equal to its name as a str.
+
+    Examples
+    --------
+    >>> from mlstate.activation import StrategyKind
+    >>> StrategyKind("size_based") is StrategyKind.SIZE_BASED, StrategyKind.SMART == "smart"
+    (True, True)
+    """
+
+    INTERVAL = "interval"
+    SELECTIVE = "selective"
+    SIZE_BASED = "size_based"
+    MEMORY_AWARE = "memory_aware"
+    SMART = "smart"
+
+
+@set_module("mlstate.activation")
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Which strategy to use, and its settings; `create_strategy` makes it.
+
+    A configuration is checked when it is made and cannot change; `dataclasses.replace` makes
+    another. Settings of other strategies than the one chosen are kept and checked too.
+
+    Parameters
+    ----------
+    strategy : StrategyKind or str, default "interval"
+        One of mlstate's, or the name that a strategy was registered by.
+    interval : int, default 2
+        For ``interval``: layers from one checkpoint to the next.
+    checkpoint_layers : iterable of str
+        For ``selective``: layers to checkpoint.
+    exclude_layers : iterable of str
+        For ``selective``, ``size_based`` and ``smart``: layers never to checkpoint.
+    min_activation_size_bytes : int, default 1 MiB
+        For ``size_based``: the least size of an activation.
+    max_memory_percentage : float, default 0.8
+        For ``memory_aware``: share of the memory, above 0 and at most 1.
+    options : mapping
+        For strategies of your own: whatever their factories understand.
+
+    Raises
+    ------
+    ValueError
+        A setting out of range, named with its value; layers both chosen and excluded.
+    TypeError
+        A wrong type.
+
+    Examples
+    --------
+    >>> from mlstate.activation import CheckpointConfig, create_strategy
+    >>> config = CheckpointConfig(strategy="size_based", min_activation_size_bytes=4096)
+    >>> create_strategy(config).name
+    'SizeBased(4KB)'
+    >>> CheckpointConfig.from_dict(config.to_dict()) == config
+    True
+    >>> CheckpointConfig(interval=0)
+    Traceback (most recent call last):
+    ValueError: interval must be greater than 0, got 0
+    """
+
+    strategy: StrategyKind | str = StrategyKind.INTERVAL
+    interval: int = 2
+    checkpoint_layers: Iterable[str] = ()
+    exclude_layers: Iterable[str] = ()
+    min_activation_size_bytes: int = MEBIBYTE
+    max_memory_percentage: float = 0.8
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        chosen = layer_names("checkpoint_layers", self.checkpoint_layers)
+        excluded = layer_names("exclude_layers", self.exclude_layers)
+        check_overlap(chosen, excluded)
+        self._set("strategy", _kind(self.strategy))
+        self._set("checkpoint_layers", chosen)
+        self._set("exclude_layers", excluded)
+        self._set("interval", _positive("interval", self.interval))
+        size = _positive("min_activation_size_bytes", self.min_activation_size_bytes)
+        self._set("min_activation_size_bytes", size)
+        self._set("max_memory_percentage", _share(self.max_memory_percentage))
+        if not isinstance(self.options, Mapping):
+            raise TypeError(f"options must be a mapping, got {type(self.options).__name__}")
+        self._set("options", dict(self.options))
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as what JSON knows, if the options are.
+
+        Examples
+        --------
+        >>> from mlstate.activation import CheckpointConfig
+        >>> CheckpointConfig("selective", checkpoint_layers=["a"]).to_dict()["checkpoint_layers"]
+        ['a']
+        """
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        return found | {
+            "strategy": str(self.strategy),
+            "checkpoint_layers": list(self.checkpoint_layers),
+            "exclude_layers": list(self.exclude_layers),
+            "options": dict(self.options),
+        }
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> Self:
+        """Make a configuration of what `to_dict` returned; what is missing has its default.
+
+        Parameters
+        ----------
+        settings : mapping of str
+            Names and values of settings.
+
+        Returns
+        -------
+        CheckpointConfig
+            Checked.
+
+        Raises
+        ------
+        ValueError
+            A name that is no setting, and what the constructor refuses.
+        TypeError
+            No mapping, and what the constructor refuses.
+
+        Examples
+        --------
+        >>> from mlstate.activation import CheckpointConfig
+        >>> CheckpointConfig.from_dict({"interval": 4}).interval
+        4
+        >>> CheckpointConfig.from_dict({"intervall": 4})
+        Traceback (most recent call last):
+        ValueError: no such setting: intervall
+        """
+        if not isinstance(settings, Mapping):
+            raise TypeError(f"settings must be a mapping, got {type(settings).__name__}")
+        known = {f.name for f in fields(cls)}
+        unknown = [str(name) for name in settings if name not in known]
+        if unknown:
+            raise ValueError(f"no such setting: {', '.join(unknown)}")
+        return cls(**settings)
+
+
+def _kind(strategy: Any) -> StrategyKind | str:
+    """Return the kind that a name stands for, or the name of somebody's own."""
+    if not isinstance(strategy, str):
+        raise TypeError(f"strategy must be a StrategyKind or a str, got {strategy!r}")
+    try:
+        return StrategyKind(strategy)
+    except ValueError:
+        return str(strategy)
+
+
+def _positive(name: str, value: Any) -> int:
+    try:
+        number = index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+    if number <= 0:
+        raise ValueError(f"{name} must be greater than 0, got {number}")
+    if number >= 1 << 63:
+        raise ValueError(f"{name} does not fit into 64 bits: {number}")
+    return number
+
+
+def _share(value: Any) -> float:
+    if isinstance(value, str):
+        raise TypeError(f"max_memory_percentage must be a number, got {value!r}")
+    share = float(value)
+    if isnan(share) or not 0 < share <= 1:
+        raise ValueError(f"max_memory_percentage must be above 0 and at most 1, got {value}")
+    return share
+
+
+# ---- factories ----
+
+Factory: TypeAlias = Callable[[CheckpointConfig], CheckpointStrategy]
+
+_BUILT_IN: dict[str, Factory] = {
+    "interval": lambda c: IntervalStrategy(c.interval),
+    "selective": lambda c: SelectiveStrategy(c.checkpoint_layers, c.exclude_layers),
+    "size_based": lambda c: SizeBasedStrategy(c.min_activation_size_bytes, c.exclude_layers),
+    "memory_aware": lambda c: MemoryAwareStrategy(c.max_memory_percentage),
+    "smart": lambda c: SmartStrategy(c.exclude_layers),
+}
+_REGISTERED: dict[str, Factory] = {}
+
+
+@set_module("mlstate.activation")
+def register_strategy(name: str, factory: Factory) -> None:
+    """Give a strategy of your own a name for configurations.
+
+    Packages need not call this: an entry point of the group ``mlstate.strategies`` is found by
+    its name, and loads the factory.
+
+    Parameters
+    ----------
+    name : str
+        Not one of mlstate's own. What was registered under the name before is replaced.
+    factory : callable
+        Called with a `CheckpointConfig`, returns a new strategy.
+
+    Raises
+    ------
+    ValueError
+        The name is empty, or one of mlstate's.
+    TypeError
+        The name is no str, or the factory cannot be called.
+
+    Examples
+    --------
+    >>> from mlstate.activation import CheckpointConfig, IntervalStrategy
+    >>> from mlstate.activation import create_strategy, register_strategy
+    >>> register_strategy("doctest_twice", lambda config: IntervalStrategy(2 * config.interval))
+    >>> create_strategy(CheckpointConfig(strategy="doctest_twice", interval=3)).name
+    'Interval(6)'
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a str, got {name!r}")
+    name = str(name)
+    if not name or name in _BUILT_IN:
+        raise ValueError(f"name must not be {name!r}: mlstate's own stay what they are")
+    if not callable(factory):
+        raise TypeError(f"factory of {name!r} must be callable, got {type(factory).__name__}")
+    _REGISTERED[name] = factory
+
+
+@set_module("mlstate.activation")
+def create_strategy(config: CheckpointConfig) -> CheckpointStrategy:
+    """Make the strategy that a configuration describes.
+
+    Parameters
+    ----------
+    config : CheckpointConfig
+        Its `strategy` is one of mlstate's, registered, or an entry point of an installed package.
+
+    Returns
+    -------
+    CheckpointStrategy
+        New, with its state at the beginning.
+
+    Raises
+    ------
+    ValueError
+        No strategy of that name; the text lists those known. Two packages that have the name.
+    TypeError
+        `config` is none, or a factory made what is no strategy.
+
+    Examples
+    --------
+    >>> from mlstate.activation import CheckpointConfig, create_strategy
+    >>> create_strategy(CheckpointConfig(strategy="memory_aware", max_memory_percentage=0.5)).name
+    'MemoryAware(50%)'
+    >>> create_strategy(CheckpointConfig(strategy="best"))
+    Traceback (most recent call last):
+    ValueError: unknown strategy 'best'; known are: interval, selective, ...
+    """
+    if not isinstance(config, CheckpointConfig):
+        raise TypeError(f"config must be a CheckpointConfig, got {type(config).__name__}")
+    name = str(config.strategy)
+    factory = _BUILT_IN.get(name) or _REGISTERED.get(name) or _from_packages(name)
+    made: CheckpointStrategy = check_strategy(factory(config), f"what the factory of {name!r} made")
+    return made
+
+
+def _from_packages(name: str) -> Factory:
+    """Load the factory that an installed package has under this name, and register it."""
+    from importlib.metadata import entry_points  # takes tens of milliseconds to import
+
+    found = {point.value: point for point in entry_points(group=ENTRY_POINTS, name=name)}
+    if len(found) > 1:
+        raise ValueError(f"more than one package has a strategy {name!r}: {', '.join(found)}")
+    if not found:
+        others = {point.name for point in entry_points(group=ENTRY_POINTS)} | set(_REGISTERED)
+        known = ", ".join([*_BUILT_IN, *sorted(others - set(_BUILT_IN))])
+        raise ValueError(f"unknown strategy {name!r}; known are: {known}")
+    register_strategy(name, next(iter(found.values())).load())
+    return _REGISTERED[name]
+
+
+@set_module("mlstate.activation")
+def create_interval(interval: int = 2) -> IntervalStrategy:
+    """Make an `IntervalStrategy`.
+
+    Parameters
+    ----------
+    interval : int, default 2
+        As for the class.
+
+    Returns
+    -------
+    IntervalStrategy
+        New.
+
+    Examples
+    --------
+    >>> from mlstate.activation import create_interval
+    >>> create_interval(4).name
+    'Interval(4)'
+    """
+    return IntervalStrategy(interval)
+
+
+@set_module("mlstate.activation")
+def create_selective(
+    checkpoint_layers: Iterable[str] | None = None, exclude_layers: Iterable[str] | None = None
+) -> SelectiveStrategy:
+    """Make a `SelectiveStrategy`.
+
+    Parameters
+    ----------
+    checkpoint_layers, exclude_layers : iterable of str, optional
+        As for the class.
+
+    Returns
+    -------
+    SelectiveStrategy
+        New.
+
+    Examples
+    --------
+    >>> from mlstate.activation import create_selective
+    >>> create_selective(["layers.3"]).should_checkpoint("layers.3", None, 3)
+    True
+    """
+    return SelectiveStrategy(checkpoint_layers, exclude_layers)
+
+
+@set_module("mlstate.activation")
+def create_size_based(
+    min_activation_size_bytes: int = MEBIBYTE, exclude_layers: Iterable[str] | None = None
+) -> SizeBasedStrategy:
+    """Make a `SizeBasedStrategy`.
+
+    Parameters
+    ----------
+    min_activation_size_bytes : int, default 1 MiB
+        The class's `min_size_bytes`.
+    exclude_layers : iterable of str, optional
+        As for the class.
+
+    Returns
+    -------
+    SizeBasedStrategy
+        New.
+
+    Examples
+    --------
+    >>> from mlstate.activation import create_size_based
+    >>> create_size_based(512).name
+    'SizeBased(512B)'
+    """
+    return SizeBasedStrategy(min_activation_size_bytes, exclude_layers)
+
+
+@set_module("mlstate.activation")
+def create_memory_aware(
+    max_memory_percentage: float = 0.8, memory_tracker: Any = None
+) -> MemoryAwareStrategy:
+    """Make a `MemoryAwareStrategy`.
+
+    Parameters
+    ----------
+    max_memory_percentage : float, default 0.8
+        As for the class.
+    memory_tracker : MemoryTracker, optional
+        The class's `tracker`.
+
+    Returns
+    -------
+    MemoryAwareStrategy
+        New.
+
+    Examples
+    --------
+    >>> from mlstate.activation import create_memory_aware
+    >>> create_memory_aware(0.9).name
+    'MemoryAware(90%)'
+    """
+    return MemoryAwareStrategy(max_memory_percentage, memory_tracker)
+
+
+@set_module("mlstate.activation")
+def create_smart(exclude_layers: Iterable[str] | None = None) -> SmartStrategy:
+    """Make a `SmartStrategy`.
+
+    Parameters
+    ----------
+    exclude_layers : iterable of str, optional
+        As for the class.
+
+    Returns
+    -------
+    SmartStrategy
+        New.
+
+    Examples
+    --------
+    >>> from mlstate.activation import create_smart
+    >>> create_smart(["head"]).exclude_layers
+    ('head',)
+    """
+    return SmartStrategy(exclude_layers)

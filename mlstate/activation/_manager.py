@@ -1,0 +1,319 @@
+"""A strategy at work on a model: decisions, counts, bytes; public through `mlstate.activation`."""
+
+from __future__ import annotations
+
+import threading
+from operator import index
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .. import _core
+from .._common.backend import backend_named
+from .._common.set_module import set_module
+from .._common.text import bytes_text, table_html, table_text
+from ._combinators import check_strategy, name_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from .._common.backend import AppliedStrategy
+    from ._combinators import CheckpointStrategy
+
+_ROWS = 40
+_HEADERS = ["layer", "index", "decisions", "checkpointed", "activation", "dropped in all"]
+
+
+@set_module("mlstate.activation")
+class LayerDecisions(NamedTuple):
+    """What was decided about one layer.
+
+    Attributes
+    ----------
+    layer_id : str
+        The layer.
+    layer_index : int
+        Its index in the last decision.
+    decisions : int
+        How often it was asked about.
+    checkpointed : int
+        How often the answer was to checkpoint it.
+    is_checkpointed : bool
+        The last answer.
+    activation_bytes : int
+        Size of the activation in the last decision.
+    dropped_bytes : int
+        Sum of the sizes of all activations that were to be dropped.
+
+    Examples
+    --------
+    >>> from mlstate.activation import ActivationManager, IntervalStrategy
+    >>> manager = ActivationManager(IntervalStrategy(2))
+    >>> manager.decide("layers.0", None)
+    True
+    >>> manager.layers()[0].checkpointed
+    1
+    """
+
+    layer_id: str
+    layer_index: int
+    decisions: int
+    checkpointed: int
+    is_checkpointed: bool
+    activation_bytes: int
+    dropped_bytes: int
+
+
+class _Layer:
+    """The same while it is being counted."""
+
+    __slots__ = LayerDecisions._fields
+
+    def __init__(self, layer_id: str, layer_index: int) -> None:
+        self.layer_id, self.layer_index = layer_id, layer_index
+        self.decisions = self.checkpointed = self.activation_bytes = self.dropped_bytes = 0
+        self.is_checkpointed = False
+
+
+@set_module("mlstate.activation")
+class ActivationManager:
+    """Ask a strategy about the layers of a model, and keep account of its answers.
+
+    Call `decide` in a loop of your own, or `apply` for a torch module.
+
+    Parameters
+    ----------
+    strategy : CheckpointStrategy
+        Decides.
+
+    Attributes
+    ----------
+    strategy : CheckpointStrategy
+        As given.
+
+    Raises
+    ------
+    TypeError
+        `strategy` is none.
+
+    Notes
+    -----
+    Bytes are those of the activations that the strategy was asked about, by shape and dtype:
+    what is saved in a real model is measured by its profile, not here. Threads may share a
+    manager whose strategy may be shared, as all of mlstate's may.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate.activation import ActivationManager, IntervalStrategy
+    >>> manager = ActivationManager(IntervalStrategy(2))
+    >>> x, kept = np.ones((4, 256), np.float32), {}
+    >>> for i in range(3):
+    ...     if not manager.decide(f"layers.{i}", x, i):
+    ...         kept[i] = x  # the others are computed again from the last one that is kept
+    ...     x = np.tanh(x)
+    >>> sorted(kept), manager.dropped_bytes
+    ([1], 8192)
+    >>> print(manager.report())
+    Interval(2): 2 of 3 layers checkpointed, 8.00 KiB of 12.00 KiB of activations dropped
+    layer     index  decisions  checkpointed  activation  dropped in all
+    layers.0  0      1          1             4.00 KiB    4.00 KiB
+    layers.1  1      1          0             4.00 KiB    0 B
+    layers.2  2      1          1             4.00 KiB    4.00 KiB
+    """
+
+    def __init__(self, strategy: CheckpointStrategy) -> None:
+        self.strategy: CheckpointStrategy = check_strategy(strategy, "strategy")
+        self._lock = threading.Lock()
+        self._layers: dict[str, _Layer] = {}
+
+    def decide(self, layer_id: str, activation: Any, layer_index: int | None = None) -> bool:
+        """Ask the strategy about a layer, and count the answer.
+
+        Parameters
+        ----------
+        layer_id : str
+            Name of the layer.
+        activation : ndarray, torch.Tensor or anything with a shape and a dtype
+            Its elements are not read. None counts as no bytes, for strategies that need no
+            activation.
+        layer_index : int, optional
+            Place of the layer in the network. Default: how many other layers this manager met
+            before it met this one.
+
+        Returns
+        -------
+        bool
+            True: checkpoint the layer, which means to drop its activation.
+
+        Raises
+        ------
+        TypeError, ValueError, CapacityError
+            What the strategy refuses; nothing is counted then.
+
+        Examples
+        --------
+        >>> from mlstate.activation import ActivationManager, IntervalStrategy
+        >>> manager = ActivationManager(IntervalStrategy(2))
+        >>> [manager.decide(name, None) for name in ("a", "b", "c", "a")]
+        [True, False, True, True]
+        """
+        if not isinstance(layer_id, str):
+            raise TypeError(f"layer_id must be a str, got {type(layer_id).__name__}")
+        nbytes = 0 if activation is None else _core.activation_bytes(activation)
+        place = self._place_of(layer_id) if layer_index is None else index(layer_index)
+        chosen = bool(self.strategy.should_checkpoint(layer_id, activation, place))
+        with self._lock:
+            layer = self._layers.setdefault(layer_id, _Layer(layer_id, place))
+            layer.layer_index = place
+            layer.decisions += 1
+            layer.checkpointed += chosen
+            layer.is_checkpointed = chosen
+            layer.activation_bytes = nbytes
+            layer.dropped_bytes += nbytes * chosen
+        return chosen
+
+    def _place_of(self, layer_id: str) -> int:
+        """How many layers came before this one; the same for the same layer ever after."""
+        with self._lock:
+            layer = self._layers.get(layer_id)
+            if layer is None:
+                layer = self._layers[layer_id] = _Layer(layer_id, len(self._layers))
+            return layer.layer_index
+
+    def apply(self, module: Any, blocks: str | Iterable[str] | None = None) -> AppliedStrategy:
+        """Let the strategy decide for blocks of a torch module, in each forward pass.
+
+        A block that is to be checkpointed runs under ``torch.utils.checkpoint``: what it would
+        save for the backward pass is dropped, and computed again from its inputs. The activation
+        that the strategy sees is the block's first tensor argument. Nothing is decided while
+        gradients are off.
+
+        Parameters
+        ----------
+        module : torch.nn.Module
+            Changed in place, its parameters and state dict stay as they are.
+        blocks : str or iterable of str, optional
+            Names of modules below `module`, with ``*`` and ``?`` for parts of one name:
+            ``"layers.*"`` are the children of ``layers``. Default: the children of `module`.
+
+        Returns
+        -------
+        AppliedStrategy
+            ``remove()`` undoes all; it is a context manager too.
+
+        Raises
+        ------
+        ValueError
+            A name without a module, a block inside another one, or one that has a manager.
+        TypeError
+            `module` is no torch module.
+
+        Notes
+        -----
+        Gradients have the bits that they have without it, dropout included. A block that
+        updates buffers in its forward pass, such as running statistics, does so once more
+        when it is computed again. ``torch.compile`` stops at each decision (a graph break):
+        compile the blocks, not the whole model.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from mlstate.activation import ActivationManager, IntervalStrategy
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+        >>> manager = ActivationManager(IntervalStrategy(2))
+        >>> with manager.apply(model):
+        ...     model(torch.ones(2, 8, requires_grad=True)).sum().backward()
+        >>> [layer.layer_id for layer in manager.layers() if layer.is_checkpointed]
+        ['0', '2']
+        """
+        return backend_named("torch").apply_strategy(self, module, blocks)
+
+    def layers(self) -> list[LayerDecisions]:
+        """Return what was decided, by layer in the order in which they came.
+
+        Examples
+        --------
+        >>> from mlstate.activation import ActivationManager, IntervalStrategy
+        >>> ActivationManager(IntervalStrategy()).layers()
+        []
+        """
+        with self._lock:
+            counted = [layer for layer in self._layers.values() if layer.decisions]
+            return [
+                LayerDecisions(*(getattr(layer, name) for name in LayerDecisions._fields))
+                for layer in counted
+            ]
+
+    @property
+    def decisions(self) -> int:
+        """How often the strategy was asked."""
+        return sum(layer.decisions for layer in self.layers())
+
+    @property
+    def checkpointed(self) -> int:
+        """How often the answer was to checkpoint."""
+        return sum(layer.checkpointed for layer in self.layers())
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Sum of the sizes of all activations that were to be dropped."""
+        return sum(layer.dropped_bytes for layer in self.layers())
+
+    def reset(self) -> None:
+        """Reset the strategy, and forget all layers.
+
+        Examples
+        --------
+        >>> from mlstate.activation import ActivationManager, IntervalStrategy
+        >>> manager = ActivationManager(IntervalStrategy())
+        >>> manager.decide("a", None)
+        True
+        >>> manager.reset()
+        >>> manager.decisions, manager.strategy.checkpointed_count
+        (0, 0)
+        """
+        self.strategy.reset()
+        with self._lock:
+            self._layers.clear()
+
+    def _title(self, layers: list[LayerDecisions]) -> str:
+        chosen = [layer for layer in layers if layer.is_checkpointed]
+        dropped, total = (
+            bytes_text(sum(layer.activation_bytes for layer in some)) for some in (chosen, layers)
+        )
+        return (
+            f"{name_of(self.strategy)}: {len(chosen):,} of {len(layers):,} layers checkpointed, "
+            f"{dropped} of {total} of activations dropped"
+        )
+
+    def _rows(self, layers: list[LayerDecisions]) -> list[list[str]]:
+        return [
+            [
+                layer.layer_id,
+                f"{layer.layer_index:,}",
+                f"{layer.decisions:,}",
+                f"{layer.checkpointed:,}",
+                bytes_text(layer.activation_bytes),
+                bytes_text(layer.dropped_bytes),
+            ]
+            for layer in layers
+        ]
+
+    def report(self) -> str:
+        """Return a table of the layers; its title counts the last decision about each.
+
+        Examples
+        --------
+        >>> from mlstate.activation import ActivationManager, SmartStrategy
+        >>> print(ActivationManager(SmartStrategy()).report())
+        Smart: 0 of 0 layers checkpointed, 0 B of 0 B of activations dropped
+        """
+        layers = self.layers()
+        table = f"\n{table_text(_HEADERS, self._rows(layers), _ROWS)}" if layers else ""
+        return self._title(layers) + table
+
+    def __repr__(self) -> str:
+        return f"<ActivationManager: {self._title(self.layers())}>"
+
+    def _repr_html_(self) -> str:
+        layers = self.layers()
+        return table_html(self._title(layers), _HEADERS, self._rows(layers))

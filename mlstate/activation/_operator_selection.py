@@ -1,0 +1,265 @@
+"""Which operators' outputs to keep, within a budget; public through `mlstate.activation`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import _core
+from .._common.backend import backend_named
+from .._common.budget import parse_budget
+from .._common.set_module import set_module
+from .._common.text import bytes_text, table_html, table_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .._common.budget import MemorySize
+    from .._types import NDArray
+
+_ROWS = 40
+_HEADERS = ["operator", "seconds", "bytes", ""]
+
+
+def _numbers(name: str, values: Any, dtype: str, kinds: str) -> NDArray:
+    """Copy what was given, so that nobody changes it while it is looked at."""
+    given = np.asarray(values)
+    if given.ndim != 1:
+        raise ValueError(f"{name} has shape {given.shape}: give one number per operator")
+    if given.size and given.dtype.kind not in kinds:
+        what = "integers" if kinds == "iu" else "numbers"
+        raise TypeError(f"{name} holds {given.dtype}: expected {what}")
+    if given.size and given.dtype == np.uint64 and dtype == "int64" and given.max() >> 63:
+        raise ValueError(f"{name} holds {given.max()}: bytes fit into 63 bits")
+    frozen = np.array(given, dtype, order="C")
+    frozen.flags.writeable = False
+    return frozen
+
+
+@set_module("mlstate.activation")
+class OperatorSelection:
+    """Operators whose outputs are kept, and those that are run again in backward.
+
+    `select_operators` makes these; one never changes.
+
+    Parameters
+    ----------
+    operator_seconds, operator_bytes : ndarray of float64 and of int64, (operators,)
+        What each operator costs to run, and to keep.
+    budget_bytes : int
+        For what is kept.
+    names : sequence of str, (operators,), optional
+        Default: the numbers of the operators.
+    states : int, optional
+        How many choices to look at before being content with a bound.
+
+    Attributes
+    ----------
+    saved, recomputed : tuple
+        Names, or numbers where there are no names, in the order given.
+    is_saved : ndarray of bool, (operators,)
+        The same as a mask. Read-only.
+    seconds : float
+        Of all that is recomputed.
+    bytes : int
+        Of all that is saved.
+    least_seconds : float
+        No choice within the budget takes less. Equal to `seconds` where `exact`.
+    exact : bool
+        Whether no choice is better, but for rounding: one part in 10^12 of all seconds.
+
+    Examples
+    --------
+    >>> from mlstate.activation import select_operators
+    >>> chosen = select_operators([5, 1, 4], [60, 10, 50], 60, names=["mm", "gelu", "norm"])
+    >>> chosen.saved, chosen.recomputed
+    (('mm',), ('gelu', 'norm'))
+    >>> chosen
+    <OperatorSelection: 1 of 3 saved, 60 B of 60 B; 5 s recomputed, the least possible>
+    """
+
+    def __init__(
+        self,
+        operator_seconds: NDArray,
+        operator_bytes: NDArray,
+        budget_bytes: int,
+        names: tuple[str, ...] | None = None,
+        states: int = 0,
+    ) -> None:
+        chosen = _core.choose_operators(operator_seconds, operator_bytes, budget_bytes, states)
+        self.is_saved, self.bytes, self.seconds, self.least_seconds, self.exact, _ = chosen
+        self.is_saved.flags.writeable = False
+        self.budget_bytes = budget_bytes
+        self.operator_seconds = operator_seconds
+        self.operator_bytes = operator_bytes
+        self._names = names
+
+    def _named(self, wanted: NDArray) -> tuple[Any, ...]:
+        numbers = np.flatnonzero(wanted).tolist()
+        return tuple(numbers if self._names is None else (self._names[i] for i in numbers))
+
+    @property
+    def saved(self) -> tuple[Any, ...]:
+        """Operators whose outputs are kept."""
+        return self._named(self.is_saved)
+
+    @property
+    def recomputed(self) -> tuple[Any, ...]:
+        """Operators that run again in backward."""
+        return self._named(~self.is_saved)
+
+    def contexts(self) -> tuple[Any, Any]:
+        """Make the two contexts of one checkpointed call in torch.
+
+        Hand the method itself over: ``torch.utils.checkpoint.checkpoint(block, x,
+        use_reentrant=False, context_fn=selection.contexts)``. Names are those of operator
+        overloads, as `profile_operators` has them: ``"aten.addmm.default"`` means every call,
+        ``"aten.addmm.default 2"`` the third one of the checkpointed function.
+
+        Returns
+        -------
+        tuple of context managers
+            For the forward run and for the run again; new ones for each call.
+
+        Raises
+        ------
+        ImportError
+            If torch is not installed.
+        ValueError
+            If the operators have no names.
+
+        Examples
+        --------
+        >>> import pytest
+        >>> torch = pytest.importorskip("torch")
+        >>> from torch.utils.checkpoint import checkpoint
+        >>> from mlstate.activation import select_operators
+        >>> chosen = select_operators([2.0], [64], 64, names=["aten.addmm.default"])
+        >>> layer, x = torch.nn.Linear(4, 4), torch.ones(4, 4, requires_grad=True)
+        >>> out = checkpoint(layer, x, use_reentrant=False, context_fn=chosen.contexts)
+        >>> out.sum().backward()
+        """
+        if self._names is None:
+            raise ValueError("operators without names cannot be told apart: give names")
+        return backend_named("torch").operator_contexts(self.saved)
+
+    def _title(self) -> str:
+        found = (
+            "the least possible"
+            if self.exact
+            else f"of which at least {self.least_seconds:.4g} s are unavoidable"
+        )
+        return (
+            f"{int(self.is_saved.sum()):,} of {len(self.is_saved):,} saved, "
+            f"{bytes_text(self.bytes)} of {bytes_text(self.budget_bytes)}; "
+            f"{self.seconds:.4g} s recomputed, {found}"
+        )
+
+    def _rows(self) -> list[list[str]]:
+        order = np.argsort(-self.operator_seconds, kind="stable").tolist()
+        return [
+            [
+                str(i) if self._names is None else self._names[i],
+                f"{self.operator_seconds[i]:.4g}",
+                bytes_text(int(self.operator_bytes[i])),
+                "saved" if self.is_saved[i] else "recomputed",
+            ]
+            for i in order
+        ]
+
+    def report(self) -> str:
+        """Describe the choice for a person.
+
+        Returns
+        -------
+        str
+            One line, then a table of the 40 slowest operators.
+
+        Examples
+        --------
+        >>> from mlstate.activation import select_operators
+        >>> print(select_operators([5, 1], [60, 10], 60, names=["mm", "gelu"]).report())
+        1 of 2 saved, 60 B of 60 B; 1 s recomputed, the least possible
+        operator  seconds  bytes
+        mm        5        60 B   saved
+        gelu      1        10 B   recomputed
+        """
+        return f"{self._title()}\n{table_text(_HEADERS, self._rows(), _ROWS)}"
+
+    def __repr__(self) -> str:
+        return f"<OperatorSelection: {self._title()}>"
+
+    def _repr_html_(self) -> str:
+        return table_html(self._title(), _HEADERS, self._rows())
+
+
+@set_module("mlstate.activation")
+def select_operators(
+    seconds: Sequence[float] | NDArray,
+    bytes: Sequence[int] | NDArray,
+    budget_bytes: MemorySize,
+    names: Sequence[str] | None = None,
+) -> OperatorSelection:
+    """Choose operators whose outputs to keep, so that running the others again is quickest.
+
+    The 0/1 knapsack: exact, by lists of (bytes, seconds) cut with Dantzig's bound. Where that
+    asks for more than 2,097,152 choices, the best choice so far comes with a bound on how much
+    better another one might be.
+
+    Parameters
+    ----------
+    seconds : sequence of float, (operators,)
+        What it takes to run each operator again.
+    bytes : sequence of int, (operators,)
+        What it takes to keep its output. What has none is always kept.
+    budget_bytes : int, float or str
+        For all that is kept: bytes, a size such as ``"6GiB"``, or a float up to 1: that part
+        of all `bytes`.
+    names : sequence of str, (operators,), optional
+        For reports and for torch, see `OperatorSelection.contexts`.
+
+    Returns
+    -------
+    OperatorSelection
+        New.
+
+    Raises
+    ------
+    ValueError
+        If there are not as many seconds as bytes or names, seconds are negative or not finite,
+        bytes or the budget are negative: naming the entry.
+    CapacityError
+        If all bytes together exceed 62 bits, or the seconds the range of a float.
+    TypeError
+        If bytes are not integers.
+
+    Notes
+    -----
+    Memory is bounded by 100 MiB whatever the numbers. The GIL is released; Ctrl-C ends a long
+    search.
+
+    References
+    ----------
+    G. Nemhauser, Z. Ullmann: "Discrete dynamic programming and capital allocation", 1969.
+    G. Dantzig: "Discrete-variable extremum problems", 1957.
+
+    Examples
+    --------
+    >>> from mlstate.activation import select_operators
+    >>> chosen = select_operators([5, 4, 3], [60, 50, 40], 100)
+    >>> chosen.saved, chosen.bytes, chosen.seconds, chosen.exact
+    ((0, 2), 100, 4.0, True)
+    """
+    times = _numbers("seconds", seconds, "float64", "iuf")
+    sizes = _numbers("bytes", bytes, "int64", "iu")
+    if len(times) != len(sizes):
+        raise ValueError(f"{len(times)} operators have seconds, {len(sizes)} have bytes")
+    if names is not None:
+        names = tuple(names)
+        if len(names) != len(times):
+            raise ValueError(f"{len(names)} names for {len(times)} operators")
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError("names of operators are str")
+    budget = parse_budget("budget_bytes", budget_bytes, int(sizes.sum()), "all outputs")
+    return OperatorSelection(times, sizes, budget.nbytes, names)

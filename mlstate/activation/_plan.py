@@ -1,0 +1,559 @@
+"""Schedules that fit a memory budget; public through `mlstate.activation`."""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from operator import index
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from .. import _core
+from .._common.backend import backend_named
+from .._common.set_module import set_module
+from .._common.text import bytes_text, table_text
+from ._chain import Chain
+from ._combinators import name_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from .._common.budget import MemorySize
+    from .._types import NDArray
+    from ._combinators import CheckpointStrategy
+
+_ROWS = 60
+_FORMAT = "mlstate.plan"
+KINDS = ("forward", "save", "backward", "drop", "offload", "load")  # as the core numbers them
+_FORWARD, _SAVE, _BACKWARD, _DROP, _OFFLOAD, _LOAD = range(len(KINDS))
+_HEADERS = ["step", "", "before", "peak", "after", "time"]
+
+
+@set_module("mlstate.activation")
+class Step(NamedTuple):
+    """One step of a schedule.
+
+    Attributes
+    ----------
+    kind : str
+        ``"forward"`` (run block `index` and keep its output only), ``"save"`` (run it and
+        keep what its backward run needs), ``"backward"``, ``"drop"`` (free activation
+        `index`), ``"offload"`` and ``"load"`` (move what block `index` saved to the host
+        and back).
+    index : int
+        Of the block; of the activation for ``"drop"``.
+
+    Examples
+    --------
+    >>> from mlstate.activation import Step
+    >>> Step("drop", 3)
+    Step(kind='drop', index=3)
+    """
+
+    kind: str
+    index: int  # type: ignore[assignment]  # hides tuple.index
+
+
+@set_module("mlstate.activation")
+class Simulation(NamedTuple):
+    """What each step of a plan does; `Plan.simulate` makes these.
+
+    Attributes
+    ----------
+    before_bytes, peak_bytes, after_bytes : ndarray of int64, (steps,)
+        What is held before a step, at its worst moment, and after it.
+    seconds : ndarray of float64, (steps,)
+        Its time.
+
+    Examples
+    --------
+    >>> from mlstate.activation import Chain, plan
+    >>> chain = Chain([1, 1], [2, 2], [10, 10, 10], [30, 30])
+    >>> plan(chain, 100).simulate().peak_bytes.tolist()
+    [40, 70, 90, 60]
+    """
+
+    before_bytes: NDArray
+    peak_bytes: NDArray
+    after_bytes: NDArray
+    seconds: NDArray
+
+
+def _steps_array(steps: Any) -> NDArray:
+    """Take steps as the core has them, or as pairs of a kind and an index."""
+    if isinstance(steps, np.ndarray):
+        flags = steps.flags
+        frozen = flags.owndata and not flags.writeable  # as the core makes them
+        array = (np.asarray if frozen else np.array)(steps, np.int32, order="C")
+    else:
+        pairs: list[tuple[int, int]] = []
+        for step in steps:
+            kind, index = step
+            if kind not in KINDS:
+                raise ValueError(f"step {len(pairs)}: {kind!r} is no kind of step: {KINDS}")
+            if not -1 < index < 1 << 31:
+                raise ValueError(f"step {len(pairs)}, {kind} {index}: no such block")
+            pairs.append((KINDS.index(kind), index))
+        array = np.array(pairs, np.int32).reshape(-1, 2)
+    if array.ndim != 2 or array.shape[1] != 2:
+        raise ValueError(f"steps have shape {array.shape}: expected (steps, 2)")
+    if array.flags.writeable:
+        array.flags.writeable = False
+    return array
+
+
+@set_module("mlstate.activation")
+class Plan:
+    """A schedule of a chain: valid, and with its time and its peak of memory.
+
+    `plan` and `pareto` make these. A plan never changes.
+
+    Parameters
+    ----------
+    chain : Chain
+        What is run.
+    steps : iterable of Step, or ndarray of int32, (steps, 2)
+        The schedule: pairs of a kind and an index, or their numbers.
+    budget_bytes : int, float or str, optional
+        What the peak must not exceed, as for `plan`. Default: no limit.
+    schedules : str, optional
+        The class of schedules in which this one was looked for.
+    method : str, optional
+        How it was found.
+    exact : bool, optional
+        Whether nothing of its class is faster within the budget, to the byte.
+
+    Attributes
+    ----------
+    predicted_seconds : float
+        Time of all steps.
+    predicted_peak_bytes : int
+        The largest peak of all steps.
+    budget_bytes : int or None
+        The budget in bytes.
+
+    Raises
+    ------
+    ValueError
+        If the schedule is not valid, naming the step and what it lacks.
+    CapacityError
+        If its peak exceeds the budget.
+
+    Examples
+    --------
+    >>> from mlstate.activation import Chain, Plan
+    >>> chain = Chain([1, 1], [2, 2], [10, 10, 10], [30, 30])
+    >>> made = Plan(chain, [("save", 0), ("save", 1), ("backward", 1), ("backward", 0)])
+    >>> made.predicted_seconds, made.predicted_peak_bytes
+    (6.0, 90)
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        steps: Iterable[tuple[str, int]] | NDArray,
+        *,
+        budget_bytes: MemorySize | None = None,
+        schedules: str = "any",
+        method: str = "given",
+        exact: bool = False,
+    ) -> None:
+        self.chain = chain
+        budget = None if budget_bytes is None else chain._budget(budget_bytes)
+        self.budget_bytes = None if budget is None else budget.nbytes
+        self.schedules = schedules
+        self.method = method
+        self.exact = exact
+        self._steps = _steps_array(steps)
+        self.predicted_seconds, self.predicted_peak_bytes = _core.chain_simulate(
+            chain._arrays, self._steps, False
+        )[:2]
+        if budget is not None and self.predicted_peak_bytes > budget.nbytes:
+            raise _core.CapacityError(
+                f"the schedule's peak of {budget.text(self.predicted_peak_bytes)} exceeds the "
+                f"budget of {budget.text(budget.nbytes)}"
+            )
+
+    def steps(self) -> list[Step]:
+        """List the steps, for whoever runs them.
+
+        Returns
+        -------
+        list of Step
+            New.
+
+        Examples
+        --------
+        >>> from mlstate.activation import Chain, plan
+        >>> chain = Chain([1, 1], [2, 2], [10, 10, 10], [30, 30])
+        >>> for kind, index in plan(chain, 80).steps():
+        ...     print(kind, index)
+        forward 0
+        save 1
+        backward 1
+        drop 1
+        save 0
+        backward 0
+        """
+        return [Step(KINDS[kind], index) for kind, index in self._steps.tolist()]
+
+    def simulate(self) -> Simulation:
+        """Run the schedule on paper.
+
+        Returns
+        -------
+        Simulation
+            Bytes held before and after each step, its peak and its time.
+
+        Examples
+        --------
+        >>> from mlstate.activation import Chain, plan
+        >>> chain = Chain([1, 1], [2, 2], [10, 10, 10], [30, 30])
+        >>> plan(chain, 80).simulate().after_bytes.tolist()
+        [20, 50, 30, 20, 50, 20]
+        """
+        return Simulation(*_core.chain_simulate(self.chain._arrays, self._steps, True)[2:])
+
+    @cached_property
+    def _runs(self) -> NDArray:
+        """How often each block runs forward."""
+        forward = self._steps[:, 0] <= _SAVE
+        return np.bincount(self._steps[forward, 1], minlength=self.chain.blocks)
+
+    @property
+    def kept(self) -> list[int]:
+        """Blocks that run forward once, and whose saved memory stays on the device."""
+        away = set(self.offloaded)
+        return [i for i, runs in enumerate(self._runs.tolist()) if runs == 1 and i not in away]
+
+    @property
+    def recomputed(self) -> list[int]:
+        """Blocks that run forward more than once."""
+        return [i for i, runs in enumerate(self._runs.tolist()) if runs > 1]
+
+    @property
+    def offloaded(self) -> list[int]:
+        """Blocks whose saved memory goes to the host."""
+        blocks = np.unique(self._steps[self._steps[:, 0] == _OFFLOAD, 1])
+        return [int(i) for i in blocks]
+
+    @property
+    def overhead(self) -> float:
+        """Time over that of the plain run, less one: 0.2 is a fifth more."""
+        plain = self.chain.plain_seconds
+        return self.predicted_seconds / plain - 1 if plain else 0.0
+
+    def apply(self, module: Any = None, **options: Any) -> Any:
+        """Run the blocks of a torch model by this plan's steps.
+
+        Parameters
+        ----------
+        module : torch.nn.Module or sequence of blocks, optional
+            A model in which the blocks are that the chain describes.
+        **options
+            ``blocks=`` says which modules these are (``"layers.*"``, or a list),
+            ``offload_to=`` names a folder, ``observe=`` a function that hears of each step: see
+            `mlstate.integrations.torch.apply_plan`.
+
+        Returns
+        -------
+        PlannedModel
+            Calls the model. The model itself runs by the plan too, until ``remove()`` or the
+            end of a ``with`` block.
+
+        Raises
+        ------
+        ImportError
+            If torch is not installed.
+        ValueError
+            If the module has another number of blocks.
+
+        Examples
+        --------
+        >>> import pytest
+        >>> torch = pytest.importorskip("torch")
+        >>> from mlstate.activation import Chain, plan
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+        >>> chain = Chain([1, 1], [2, 2], [64, 64, 64], [64, 128])
+        >>> planned = plan(chain, 10_000).apply(model)
+        >>> planned(torch.ones(4, 4)).shape
+        torch.Size([4, 4])
+        """
+        return backend_named("torch").apply_plan(self, module, **options)
+
+    def to_json(self) -> str:
+        """Write plan and chain as JSON.
+
+        Returns
+        -------
+        str
+            As `from_json` reads it.
+
+        Examples
+        --------
+        >>> from mlstate.activation import Chain, Plan, plan
+        >>> made = plan(Chain([1, 1], [2, 2], [10, 10, 10], [30, 30]), 80)
+        >>> Plan.from_json(made.to_json()) == made
+        True
+        """
+        document = {
+            "format": _FORMAT,
+            "version": 1,
+            "chain": self.chain._as_dict(),
+            "budget_bytes": self.budget_bytes,
+            "schedules": self.schedules,
+            "method": self.method,
+            "exact": self.exact,
+            "steps": [list(step) for step in self.steps()],
+        }
+        return json.dumps(document)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Plan:
+        """Read a plan that `to_json` wrote, and simulate it anew.
+
+        Parameters
+        ----------
+        text : str or bytes
+            JSON.
+
+        Returns
+        -------
+        Plan
+            A new one.
+
+        Raises
+        ------
+        ValueError
+            If the text is no plan, or its schedule is not valid.
+
+        Examples
+        --------
+        >>> from mlstate.activation import Plan
+        >>> Plan.from_json("[]")
+        Traceback (most recent call last):
+        ValueError: a plan is a JSON object, got list
+        """
+        document = json.loads(text)
+        if not isinstance(document, dict):
+            raise ValueError(f"a plan is a JSON object, got {type(document).__name__}")
+        if document.get("format") != _FORMAT or document.get("version") != 1:
+            raise ValueError(
+                f"this is {document.get('format')!r}, version {document.get('version')!r}: "
+                f"expected {_FORMAT!r}, version 1"
+            )
+        known = ("budget_bytes", "schedules", "method", "exact")
+        options = {name: document[name] for name in known if name in document}
+        return cls(Chain._from_dict(document.get("chain")), document.get("steps", ()), **options)
+
+    @classmethod
+    def from_recomputed(
+        cls,
+        chain: Chain,
+        blocks: Iterable[int],
+        *,
+        budget_bytes: MemorySize | None = None,
+        method: str = "given blocks",
+    ) -> Plan:
+        """Make the schedule that computes some blocks again, each from its own input.
+
+        What ``torch.utils.checkpoint`` does with each of these blocks: it runs forward and
+        keeps nothing but its output, and once more before its backward run.
+
+        Parameters
+        ----------
+        chain : Chain
+            What is run.
+        blocks : iterable of int
+            Numbers of the blocks, in any order.
+        budget_bytes : int, float or str, optional
+            What the peak must not exceed, as for `plan`. Default: no limit.
+        method : str, optional
+            Who chose the blocks, for reports.
+
+        Returns
+        -------
+        Plan
+            Not searched for: `plan` finds one that is as fast or faster at this one's peak.
+
+        Raises
+        ------
+        IndexError
+            There is no such block.
+        TypeError
+            A mask: ``np.flatnonzero(mask)`` has its numbers.
+        CapacityError
+            If the peak exceeds the budget.
+
+        Examples
+        --------
+        >>> from mlstate.activation import Chain, Plan
+        >>> chain = Chain([1, 1], [2, 2], [10, 10, 10], [30, 30])
+        >>> Plan.from_recomputed(chain, [0])
+        <Plan of 2 blocks: 7 s (+16.7%), peak 70 B; 1 kept, 1 recomputed, 0 offloaded>
+        """
+        n = chain.blocks
+        again = np.zeros(n, bool)
+        for block in blocks:
+            if isinstance(block, bool | np.bool_):
+                raise TypeError(f"{block} is no number of a block: np.flatnonzero(mask) has them")
+            if not 0 <= index(block) < n:
+                raise IndexError(f"block {block}: this chain has {n}, counted from 0")
+            again[block] = True
+        every = np.arange(n, dtype=np.int32)
+        forward = np.stack([np.where(again, _FORWARD, _SAVE).astype(np.int32), every], 1)
+        # backward: drop i + 1 and save i where block i is computed again, then backward i
+        kinds = np.broadcast_to(np.array([_DROP, _SAVE, _BACKWARD], np.int32), (n, 3))
+        numbers = every[:, None] + np.array([1, 0, 0], np.int32)
+        wanted = again[:, None] | np.array([False, False, True])
+        backward = np.stack([kinds, numbers], 2)[::-1][wanted[::-1]]
+        return cls(
+            chain,
+            np.concatenate([forward, backward]),
+            budget_bytes=budget_bytes,
+            schedules="given",
+            method=method,
+        )
+
+    @classmethod
+    def from_strategy(
+        cls,
+        chain: Chain,
+        strategy: CheckpointStrategy,
+        *,
+        budget_bytes: MemorySize | None = None,
+        passes: int = 2,
+    ) -> Plan:
+        """Make the schedule that a strategy's decisions amount to.
+
+        Parameters
+        ----------
+        chain : Chain
+            What is run. The strategy gets each block's name, its input as an array of as
+            many bytes, and its number, in the order of the blocks.
+        strategy : CheckpointStrategy
+            Decides; what it counts, it counts here too.
+        budget_bytes : int, float or str, optional
+            What the peak must not exceed, as for `plan`. Default: no limit.
+        passes : int, default 2
+            Forward passes in which it is asked. The decisions of the last one count:
+            `SmartStrategy` does little but collect in the first.
+
+        Returns
+        -------
+        Plan
+            As `from_recomputed` makes it.
+
+        Raises
+        ------
+        ValueError
+            If `passes` is below 1.
+        CapacityError
+            If the peak exceeds the budget.
+
+        Examples
+        --------
+        >>> from mlstate.activation import Chain, IntervalStrategy, Plan
+        >>> chain = Chain([1] * 4, [2] * 4, [10] * 5, [40] * 4)
+        >>> Plan.from_strategy(chain, IntervalStrategy(2)).recomputed
+        [0, 2]
+        """
+        if passes < 1:
+            raise ValueError(f"{passes} passes: choose at least 1")
+        names, sizes = chain.names, chain.activation_bytes.tolist()
+        blocks: list[int] = []
+        for _ in range(passes):
+            blocks = [
+                i
+                for i, name in enumerate(names)
+                if strategy.should_checkpoint(name, np.broadcast_to(np.uint8(0), (sizes[i],)), i)
+            ]
+        return cls.from_recomputed(
+            chain, blocks, budget_bytes=budget_bytes, method=name_of(strategy)
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Plan):
+            return NotImplemented
+        return (
+            self.budget_bytes == other.budget_bytes
+            and np.array_equal(self._steps, other._steps)
+            and self.chain == other.chain
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.budget_bytes, self._steps.tobytes()))
+
+    def _title(self) -> str:
+        budget = "" if self.budget_bytes is None else f" of {bytes_text(self.budget_bytes)}"
+        return (
+            f"{self.chain.blocks:,} blocks: {self.predicted_seconds:.4g} s "
+            f"({self.overhead:+.1%}), peak {bytes_text(self.predicted_peak_bytes)}"
+            f"{budget}; {len(self.kept)} kept, {len(self.recomputed)} recomputed, "
+            f"{len(self.offloaded)} offloaded"
+        )
+
+    def _rows(self) -> list[list[str]]:
+        run = self.simulate()
+        names = self.chain.names
+        return [
+            [
+                f"{kind} {index}",
+                names[index] if kind != "drop" and names[index] != str(index) else "",
+                bytes_text(int(run.before_bytes[i])),
+                bytes_text(int(run.peak_bytes[i])),
+                bytes_text(int(run.after_bytes[i])),
+                f"{run.seconds[i]:.4g} s",
+            ]
+            for i, (kind, index) in enumerate(self.steps())
+        ]
+
+    def report(self) -> str:
+        """Describe the plan and its steps for a person.
+
+        Returns
+        -------
+        str
+            A few lines, then a table with at most 60 steps.
+
+        Examples
+        --------
+        >>> from mlstate.activation import Chain, plan
+        >>> chain = Chain([1, 1], [2, 2], [10, 10, 10], [30, 30])
+        >>> print(plan(chain, 80).report().partition("step")[0])
+        2 blocks: 7 s (+16.7%), peak 70 B of 80 B; 1 kept, 1 recomputed, 0 offloaded
+        without a plan: 6 s, peak 90 B
+        recomputed: 0
+        the fastest of all persistent schedules within the budget, to the byte
+        <BLANKLINE>
+        """
+        plain = bytes_text(self.chain.plain_peak_bytes)
+        names = self.chain.names
+        lines = [self._title(), f"without a plan: {self.chain.plain_seconds:.4g} s, peak {plain}"]
+        for what in ("recomputed", "offloaded"):
+            blocks = getattr(self, what)
+            if blocks:
+                shown = ", ".join(names[i] for i in blocks[:20])
+                lines.append(f"{what}: {shown}{', …' if len(blocks) > 20 else ''}")
+        lines.append(self._found())
+        return "\n".join([*lines, table_text(_HEADERS, self._rows(), _ROWS)])
+
+    def _found(self) -> str:
+        if self.schedules == "given":
+            return f"not searched for: the choice of {self.method}"
+        if self.exact:
+            of = "all" if self.schedules == "any" else f"all {self.schedules}"
+            return f"the fastest of {of} schedules within the budget, to the byte"
+        return f"found by: {self.method}, {self.schedules} schedules"
+
+    def __repr__(self) -> str:
+        return f"<Plan of {self._title()}>"
+
+    def _repr_html_(self) -> str:
+        from ._plan_html import plan_html
+
+        run = self.simulate()
+        bytes_ = (run.before_bytes, run.peak_bytes, run.after_bytes)
+        title = f"{self._title()}; {self._found()}"
+        return plan_html(title, self.steps(), self.chain.names, bytes_, run.seconds)

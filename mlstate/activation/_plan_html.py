@@ -1,0 +1,88 @@
+"""A plan as a page shows it: phases of the schedule, which unfold to their steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from .._common.text import bytes_text, table_html
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from .._types import NDArray
+
+_HEADERS = ["steps", "blocks", "before", "peak", "after", "time"]
+
+
+class Phase(NamedTuple):
+    """Steps that do the same for one block after the other."""
+
+    kinds: tuple[str, ...]  # of each block, such as forward and drop
+    first_block: int
+    last_block: int
+    first_step: int
+    last_step: int
+
+
+def find_phases(steps: Iterable[tuple[str, int]]) -> list[Phase]:
+    """Join the steps of one block, then neighbouring blocks that have the same kinds of steps."""
+    blocks: list[Phase] = []
+    for place, (kind, block) in enumerate(steps):
+        last = blocks[-1] if blocks else None
+        ends_saves = len(blocks) > 1 and blocks[-2].kinds == ("save",) and kind == "backward"
+        if last and last.first_block == block and not ends_saves:
+            blocks[-1] = last._replace(kinds=(*last.kinds, kind), last_step=place)
+        else:
+            blocks.append(Phase((kind,), block, block, place, place))
+    phases: list[Phase] = []
+    for one in blocks:
+        last = phases[-1] if phases else None
+        if last and last.kinds == one.kinds and _continues(last, one.first_block):
+            phases[-1] = last._replace(last_block=one.last_block, last_step=one.last_step)
+        else:
+            phases.append(one)
+    return phases
+
+
+def _continues(phase: Phase, block: int) -> bool:
+    """Whether `block` is the next one in the direction of the phase."""
+    step = block - phase.last_block
+    if abs(step) != 1:
+        return False
+    return phase.first_block == phase.last_block or (step > 0) == (
+        phase.last_block > phase.first_block
+    )
+
+
+def plan_html(
+    title: str,
+    steps: Sequence[tuple[str, int]],
+    names: Sequence[str],
+    nbytes: tuple[NDArray, NDArray, NDArray],
+    seconds: NDArray,
+) -> str:
+    """Write the phases of a plan, with bytes before, at the peak and after, and seconds."""
+    before, peak, after = nbytes
+    names = [*names, "output"]  # a drop names the block whose input it frees, or the output
+
+    def row(phase: Phase) -> list[str]:
+        part = slice(phase.first_step, phase.last_step + 1)
+        ends = [names[phase.first_block]]
+        if phase.last_block != phase.first_block:
+            ends.append(names[phase.last_block])
+        return [
+            ", ".join(phase.kinds),
+            " … ".join(ends),
+            bytes_text(int(before[phase.first_step])),
+            bytes_text(int(peak[part].max())),
+            bytes_text(int(after[phase.last_step])),
+            f"{seconds[part].sum():.4g} s",
+        ]
+
+    phases = find_phases(steps)
+    table = table_html(title, _HEADERS, [row(phase) for phase in phases])
+    if len(phases) == len(steps):
+        return table
+    single = [row(Phase((k,), b, b, place, place)) for place, (k, b) in enumerate(steps)]
+    every = table_html("", _HEADERS, single, style=False)
+    return f"{table}<details><summary>all {len(steps):,} steps</summary>{every}</details>"

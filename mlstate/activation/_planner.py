@@ -1,0 +1,304 @@
+"""The fastest schedule within a budget, and all budgets at once; `mlstate.activation`."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from operator import index
+from typing import TYPE_CHECKING, Literal
+
+from .. import _core
+from .._common.set_module import set_module
+from .._common.text import bytes_text, table_html, table_text
+from ._plan import Plan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from .._common.budget import MemorySize
+    from .._types import NDArray
+    from ._chain import Chain
+
+_ROWS = 40
+_HEADERS = ["budget", "of plain peak", "time", "over plain time"]
+_CLASSES = ("persistent", "any")
+_METHODS = {
+    "bytes": "to the byte",
+    "slots": "{} slots of memory",
+    "fits": "the first schedule that fits: too tight a budget for {} slots",
+}
+
+
+def _check(chain: Chain, slots: int | None, offload: bool) -> int:
+    """Look at what `plan` and `pareto` are both told; the number of slots, 0 for none."""
+    if offload and chain.offload_bytes_per_second is None:
+        raise ValueError(
+            "offload: the chain has no rates; give it offload_bytes_per_second and "
+            "load_bytes_per_second"
+        )
+    if slots is None:
+        return 0
+    if index(slots) < 1:
+        raise ValueError(f"{slots} slots: choose at least 1, or None to plan to the byte")
+    return index(slots)
+
+
+@set_module("mlstate.activation")
+def plan(
+    chain: Chain,
+    budget_bytes: MemorySize,
+    *,
+    schedules: Literal["persistent", "any"] = "persistent",
+    slots: int | None = None,
+    offload: bool = False,
+) -> Plan:
+    """Find the fastest schedule whose peak of memory fits a budget.
+
+    Parameters
+    ----------
+    chain : Chain
+        What is to be run.
+    budget_bytes : int, float or str
+        Peak of memory at any moment, everything included that the chain knows of: its
+        input, activations, gradients, temporaries. Bytes, a size such as ``"6GiB"`` or
+        ``"6 GB"``, or a float up to 1: that part of `Chain.plain_peak_bytes`.
+    schedules : {"persistent", "any"}
+        ``"persistent"``: once a block's memory is saved or its input is kept as a restart
+        point, it stays until its backward run. ``"any"``: every valid schedule, searched
+        exhaustively if the chain has at most 19 blocks and the search at most 1,048,576
+        states. Longer chains get the fastest persistent schedule, and `Plan.exact` is False.
+    slots : int, optional
+        Round every size up to this many parts of the budget: quicker, and a little slower a
+        plan. Default: plan to the byte, or by 500 slots where that would take too much
+        memory (`Plan.method` and `Plan.exact` tell).
+    offload : bool
+        Whether saved memory may go to the host and back; the chain has the speeds.
+
+    Returns
+    -------
+    Plan
+        With its predicted time and peak.
+
+    Raises
+    ------
+    CapacityError
+        If no schedule fits; `expected` is the least budget that is enough, in bytes; the
+        message names it in the unit of `budget_bytes`, too. Also if the table for so many
+        blocks and slots would be larger than 2 GiB.
+    ValueError
+        If the budget is negative, there are more than 8,192 blocks or 1,048,576 slots, or
+        `offload` is wanted of a chain without rates.
+    KeyboardInterrupt
+        Within 100 ms.
+
+    Notes
+    -----
+    For n blocks and S slots the time grows with n³S, the memory is 4n²S bytes. To the byte
+    both depend on how many different sums the sizes have: see the benchmarks. The GIL is
+    released, and long chains are shared out to the threads of `mlstate.set_num_threads`.
+
+    References
+    ----------
+    O. Beaumont, L. Eyraud-Dubois, J. Herrmann, A. Joly, A. Shilova: "Optimal checkpointing
+    for heterogeneous chains: how to train deep neural networks with limited memory", 2019.
+
+    Examples
+    --------
+    >>> from mlstate.activation import Chain, plan
+    >>> chain = Chain([1] * 4, [2] * 4, [10] * 5, [40] * 4)
+    >>> chain.plain_seconds, chain.plain_peak_bytes
+    (12.0, 190)
+    >>> plan(chain, 120)
+    <Plan of 4 blocks: 14 s (+16.7%), peak 120 B of 120 B; 2 kept, 2 recomputed, 0 offloaded>
+    >>> plan(chain, 60)
+    Traceback (most recent call last):
+    mlstate.errors.CapacityError: no persistent schedule of 4 blocks fits a budget of 60 ...
+    """
+    number = _check(chain, slots, offload)
+    if schedules not in _CLASSES:
+        raise ValueError(f"schedules is {schedules!r}: choose one of {', '.join(_CLASSES)}")
+    given = chain._budget(budget_bytes)
+    budget = given.nbytes
+    with given.errors():
+        if schedules == "any":
+            return _plan_any(chain, budget, number, offload)
+        steps, method, used = _core.plan_make(chain._arrays, budget, number, offload)
+    return Plan(
+        chain,
+        steps,
+        budget_bytes=budget,
+        schedules=schedules,
+        method=_METHODS[method].format(used or number),
+        exact=method == "bytes",
+    )
+
+
+def _plan_any(chain: Chain, budget: int, slots: int, offload: bool) -> Plan:
+    """Search all schedules for one that is faster than the best persistent one."""
+    start, how, used = None, "bytes", 0
+    with suppress(_core.CapacityError):  # other schedules may need less memory
+        start, how, used = _core.plan_make(chain._arrays, budget, slots, offload)
+    steps, optimal, states = _core.search_schedules(chain._arrays, budget, offload, start, 0)
+    persistent = f"the fastest persistent schedule, {_METHODS[how].format(used or slots)}"
+    return Plan(
+        chain,
+        steps,
+        budget_bytes=budget,
+        schedules="any",
+        method=f"a search of {states:,} states" if optimal else persistent,
+        exact=bool(optimal),
+    )
+
+
+@set_module("mlstate.activation")
+class Pareto:
+    """What each amount of memory buys: the curve of budgets and times.
+
+    `pareto` makes these; `len`, iteration and indexing give (budget, seconds) pairs.
+
+    Parameters
+    ----------
+    chain : Chain
+        What is run.
+    slots : int, optional
+        As for `plan`.
+    offload : bool
+        As for `plan`.
+
+    Attributes
+    ----------
+    budget_bytes : ndarray of int64, (points,)
+        Each the least budget for its time, rising.
+    seconds : ndarray of float64, (points,)
+        Falling.
+    exact : bool
+        Whether the points are exact to the byte.
+
+    Examples
+    --------
+    >>> from mlstate.activation import Chain, pareto
+    >>> curve = pareto(Chain([1] * 3, [2] * 3, [10] * 4, [40] * 3))
+    >>> list(curve)
+    [(80, 12.0), (90, 11.0), (120, 10.0), (150, 9.0)]
+    >>> curve.plan(2).predicted_peak_bytes
+    120
+    """
+
+    def __init__(self, chain: Chain, slots: int | None = None, offload: bool = False) -> None:
+        number = _check(chain, slots, offload)
+        self.chain = chain
+        self.slots = slots
+        self.offload = offload
+        found: tuple[NDArray, NDArray, str, int]
+        found = _core.plan_pareto(chain._arrays, number, offload)
+        self.budget_bytes, self.seconds, method, used = found
+        self.budget_bytes.flags.writeable = self.seconds.flags.writeable = False
+        self.method = _METHODS[method].format(used)
+        self.exact = method == "bytes"
+        self._slots = used
+
+    def __len__(self) -> int:
+        return len(self.budget_bytes)
+
+    def __getitem__(self, i: int) -> tuple[int, float]:
+        return int(self.budget_bytes[i]), float(self.seconds[i])
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        return iter(zip(self.budget_bytes.tolist(), self.seconds.tolist(), strict=True))
+
+    def plan(self, i: int) -> Plan:
+        """Make the plan of one point.
+
+        Parameters
+        ----------
+        i : int
+            Number of the point; negative ones count from the end.
+
+        Returns
+        -------
+        Plan
+            As `plan` makes it for the point's budget.
+
+        Raises
+        ------
+        IndexError
+            If there is no such point.
+
+        Examples
+        --------
+        >>> from mlstate.activation import Chain, pareto
+        >>> curve = pareto(Chain([1] * 3, [2] * 3, [10] * 4, [40] * 3))
+        >>> curve.plan(0)
+        <Plan of 3 blocks: 12 s (+33.3%), peak 80 B of 80 B; 1 kept, 2 recomputed, 0 offloaded>
+        """
+        budget = self[i][0]
+        return plan(self.chain, budget, slots=self._slots or None, offload=self.offload)
+
+    def _title(self) -> str:
+        low, high = self[0][0], self[-1][0]
+        points = f"{len(self):,} point{'' if len(self) == 1 else 's'}"
+        return (
+            f"{self.chain.blocks:,} blocks: {points} from {bytes_text(low)} to "
+            f"{bytes_text(high)}, found {self.method}"
+        )
+
+    def _rows(self) -> list[list[str]]:
+        count = len(self)
+        shown = list(range(count))
+        if count > _ROWS:
+            shown = sorted({round(i * (count - 1) / (_ROWS - 1)) for i in range(_ROWS)})
+        peak, plain = self.chain.plain_peak_bytes, self.chain.plain_seconds
+        rows = []
+        for budget, seconds in (self[i] for i in shown):
+            share = f"{budget / peak:.1%}" if peak else ""
+            over = f"{seconds / plain - 1:+.1%}" if plain else ""
+            rows.append([bytes_text(budget), share, f"{seconds:.4g} s", over])
+        return rows
+
+    def __repr__(self) -> str:
+        return f"<Pareto of {self._title()}>"
+
+    def __str__(self) -> str:
+        return f"{self._title()}\n{table_text(_HEADERS, self._rows(), _ROWS)}"
+
+    def _repr_html_(self) -> str:
+        return table_html(self._title(), _HEADERS, self._rows())
+
+
+@set_module("mlstate.activation")
+def pareto(chain: Chain, *, slots: int | None = None, offload: bool = False) -> Pareto:
+    """Compute what each budget costs in time, for all budgets in one go.
+
+    Parameters
+    ----------
+    chain : Chain
+        What is to be run.
+    slots : int, optional
+        As for `plan`; the points are whole slots of the plain run's peak.
+    offload : bool
+        Whether saved memory may go to the host and back.
+
+    Returns
+    -------
+    Pareto
+        From the least budget that is enough to that with which nothing is recomputed. All
+        schedules are persistent ones.
+
+    Raises
+    ------
+    CapacityError
+        If the table for so many blocks and slots would be larger than 2 GiB.
+    ValueError
+        As for `plan`.
+
+    Examples
+    --------
+    >>> from mlstate.activation import Chain, pareto
+    >>> print(pareto(Chain([1] * 3, [2] * 3, [10] * 4, [40] * 3)))
+    3 blocks: 4 points from 80 B to 150 B, found to the byte
+    budget  of plain peak  time  over plain time
+    80 B    53.3%          12 s  +33.3%
+    90 B    60.0%          11 s  +22.2%
+    120 B   80.0%          10 s  +11.1%
+    150 B   100.0%         9 s   +0.0%
+    """
+    return Pareto(chain, slots, offload)

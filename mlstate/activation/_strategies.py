@@ -1,0 +1,455 @@
+"""The strategies of checkpointing activations; public through `mlstate.activation`.
+
+Decisions are made by the core. Here are the names, the settings as users write them, and what
+makes strategies values: equality, copies, pickles, operators.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from .. import _core
+from .._common.set_module import set_module
+from .._common.text import shorten
+from ._combinators import Operators
+from ._memory_tracker import MemoryTracker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+MEBIBYTE = 1 << 20
+
+
+def layer_names(what: str, layers: Iterable[str] | None) -> tuple[str, ...]:
+    """Return the names of layers as a tuple, each once, in their order."""
+    if layers is None:
+        return ()
+    if isinstance(layers, str | bytes):
+        raise TypeError(f"{what} must be an iterable of layer ids, got {layers!r}: use a list")
+    names = tuple(dict.fromkeys(layers))
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"{what} must hold layer ids, which are str; got {name!r}")
+    return names
+
+
+def check_overlap(chosen: Iterable[str], excluded: Iterable[str]) -> None:
+    """Raise ValueError where a layer is in both lists, naming all of these."""
+    out = set(excluded)
+    both = [name for name in chosen if name in out]
+    if both:
+        raise ValueError(f"Layers cannot be both checkpointed and excluded: {', '.join(both)}")
+
+
+def format_bytes(count: int) -> str:
+    """Write a number of bytes in whole units, rounded down, as names of strategies have it."""
+    for unit, size in (("GB", 1 << 30), ("MB", 1 << 20), ("KB", 1 << 10)):
+        if count >= size:
+            return f"{count // size}{unit}"
+    return f"{count}B"
+
+
+class _Strategy(Operators):
+    """What the five have in common; `_fields` are the settings, which are attributes too."""
+
+    __slots__ = ()
+    _fields: ClassVar[tuple[str, ...]]
+
+    def _settings(self) -> dict[str, Any]:
+        return {field: getattr(self, field) for field in self._fields}
+
+    def __repr__(self) -> str:
+        settings = self._settings().items()
+        text = ", ".join(
+            f"{k}={shorten(repr(list(v) if isinstance(v, tuple) else v), 80)}"
+            for k, v in settings
+            if v is not None and v != ()
+        )
+        return f"{type(self).__name__}({text})"
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        return self._settings() == other._settings()
+
+    def __hash__(self) -> int:
+        return hash((type(self).__name__, self.name))  # type: ignore[attr-defined]
+
+    # copies and pickles: settings through the constructor, then the state
+    def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, Any]]:
+        return (), self._settings()
+
+    def __getstate__(self) -> tuple[Any, dict[str, Any]]:
+        return self._state(), dict(getattr(self, "__dict__", ()))  # type: ignore[attr-defined]
+
+    def __setstate__(self, state: tuple[Any, dict[str, Any]]) -> None:
+        counted, attributes = state
+        self._restore(counted)  # type: ignore[attr-defined]
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+@set_module("mlstate.activation")
+class IntervalStrategy(_Strategy, _core.IntervalStrategy):
+    """Checkpoint every `interval`-th layer, beginning with index 0.
+
+    Needs no activation. Good for models of equal blocks; blind to layers that differ.
+
+    Parameters
+    ----------
+    interval : int, default 2
+        1 checkpoints every layer.
+
+    Attributes
+    ----------
+    interval : int
+        As given.
+    checkpointed_count : int
+        Layers checkpointed so far.
+    name : str
+        Such as ``"Interval(2)"``.
+
+    Raises
+    ------
+    ValueError
+        `interval` is not above 0.
+    TypeError
+        `interval` is no int.
+
+    Notes
+    -----
+    A decision takes constant time, some tens of nanoseconds. Threads may share a strategy.
+    Strategies are equal when their settings are, whatever they counted.
+
+    Examples
+    --------
+    >>> from mlstate.activation import IntervalStrategy
+    >>> strategy = IntervalStrategy(3)
+    >>> [strategy.should_checkpoint(f"layers.{i}", None, i) for i in range(7)]
+    [True, False, False, True, False, False, True]
+    >>> strategy.name, strategy.checkpointed_count
+    ('Interval(3)', 3)
+    """
+
+    __slots__ = ()
+    _fields = ("interval",)
+    interval = _core.Strategy._number
+    checkpointed_count = _core.Strategy._checkpointed
+
+    def __new__(cls, interval: int = 2) -> Self:
+        """See the class."""
+        return super().__new__(cls, interval)
+
+    @property
+    def name(self) -> str:
+        """``Interval(n)``."""
+        return f"Interval({self.interval})"
+
+
+@set_module("mlstate.activation")
+class SelectiveStrategy(_Strategy, _core.SelectiveStrategy):
+    """Checkpoint the layers that are named, and no others.
+
+    Needs no activation. Good where a profile told which layers are worth it; names have to
+    follow the model.
+
+    Parameters
+    ----------
+    checkpoint_layers : iterable of str, optional
+        Layers to checkpoint.
+    exclude_layers : iterable of str, optional
+        Layers never to checkpoint. The same as not to name them, but for `FirstMatch`, where
+        they are decided, and layers in neither list are left to the next strategy.
+
+    Attributes
+    ----------
+    checkpoint_layers, exclude_layers : tuple of str
+        In the order given, each once.
+    name : str
+        ``"Selective"``.
+
+    Raises
+    ------
+    ValueError
+        A layer is in both lists; the text names all that are.
+    TypeError
+        A list that is a single str, or a name that is none.
+
+    Examples
+    --------
+    >>> from mlstate.activation import SelectiveStrategy
+    >>> strategy = SelectiveStrategy(["encoder.0", "encoder.1"])
+    >>> strategy.should_checkpoint("encoder.1", None, 1)
+    True
+    >>> strategy.should_checkpoint("decoder.1", None, 9)
+    False
+    >>> SelectiveStrategy(["a", "b", "c"], ["c", "b"])
+    Traceback (most recent call last):
+    ValueError: Layers cannot be both checkpointed and excluded: b, c
+    """
+
+    __slots__ = ()
+    _fields = ("checkpoint_layers", "exclude_layers")
+    checkpoint_layers = _core.Strategy._chosen
+    exclude_layers = _core.Strategy._excluded
+    opinion = _core.Strategy._opinion
+
+    def __new__(
+        cls,
+        checkpoint_layers: Iterable[str] | None = None,
+        exclude_layers: Iterable[str] | None = None,
+    ) -> Self:
+        """See the class."""
+        chosen = layer_names("checkpoint_layers", checkpoint_layers)
+        excluded = layer_names("exclude_layers", exclude_layers)
+        check_overlap(chosen, excluded)
+        return super().__new__(cls, None, chosen, excluded)
+
+    @property
+    def name(self) -> str:
+        """``Selective``."""
+        return "Selective"
+
+
+@set_module("mlstate.activation")
+class SizeBasedStrategy(_Strategy, _core.SizeBasedStrategy):
+    """Checkpoint layers whose activations have at least `min_size_bytes`.
+
+    Good for models whose layers differ; what is large need not be cheap to compute again.
+
+    Parameters
+    ----------
+    min_size_bytes : int, default 1 MiB
+        The least size: number of elements times bytes of one.
+    exclude_layers : iterable of str, optional
+        Layers never to checkpoint; their activations are not looked at.
+
+    Attributes
+    ----------
+    min_size_bytes : int
+        As given.
+    exclude_layers : tuple of str
+        In the order given, each once.
+    checkpointed_count : int
+        Layers checkpointed so far.
+    name : str
+        Such as ``"SizeBased(1MB)"``: whole units, rounded down.
+
+    Raises
+    ------
+    ValueError
+        `min_size_bytes` is not above 0.
+    TypeError
+        A wrong type.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate.activation import SizeBasedStrategy
+    >>> strategy = SizeBasedStrategy(4096, exclude_layers=["head"])
+    >>> strategy.should_checkpoint("layers.0", np.zeros((32, 32), np.float32), 0)
+    True
+    >>> strategy.should_checkpoint("layers.1", np.zeros((32, 31), np.float32), 1)
+    False
+    >>> strategy.name, strategy.checkpointed_count
+    ('SizeBased(4KB)', 1)
+    """
+
+    __slots__ = ()
+    _fields = ("min_size_bytes", "exclude_layers")
+    min_size_bytes = _core.Strategy._number
+    exclude_layers = _core.Strategy._excluded
+    checkpointed_count = _core.Strategy._checkpointed
+
+    def __new__(
+        cls, min_size_bytes: int = MEBIBYTE, exclude_layers: Iterable[str] | None = None
+    ) -> Self:
+        """See the class."""
+        excluded = layer_names("exclude_layers", exclude_layers)
+        return super().__new__(cls, min_size_bytes, (), excluded)
+
+    @property
+    def name(self) -> str:
+        """``SizeBased(size)``."""
+        return f"SizeBased({format_bytes(self.min_size_bytes)})"
+
+
+@set_module("mlstate.activation")
+class MemoryAwareStrategy(_Strategy, _core.MemoryAwareStrategy):
+    """Checkpoint every n-th layer, where n follows the memory in use.
+
+    n begins with 2. Every ten seconds the memory is read: above `max_memory_percentage` n
+    becomes one less (at least 1); below four fifths of that it becomes one more (at most 10),
+    unless pressure was high since it was last between the two and less than thirty seconds
+    have passed since the last adjustment. Needs no activation. Good for runs whose memory
+    changes; it reacts slowly, and never to one step's peak.
+
+    Parameters
+    ----------
+    max_memory_percentage : float, default 0.8
+        Share of the memory, above 0 and at most 1; used as a float32.
+    tracker : MemoryTracker, optional
+        Anything whose ``get_stats()`` has ``current_memory_used``. Default: a new
+        `MemoryTracker`, of the CUDA device if torch uses one, else of this process.
+    total_memory : int, optional
+        Bytes that there are. Default: the tracker's ``total_memory`` whenever it is read, or
+        the memory of the system if it has none.
+    clock : callable, optional
+        Returns seconds. Default: a monotonic clock of the system.
+
+    Attributes
+    ----------
+    max_memory_percentage, tracker, total_memory, clock
+        As given.
+    current_interval : int
+        n, from 1 to 10.
+    name : str
+        Such as ``"MemoryAware(80%)"``: whole percent, halves rounded up.
+
+    Raises
+    ------
+    ValueError
+        `max_memory_percentage` is not above 0 and at most 1, or `total_memory` not above 0.
+        From decisions: the clock or tracker says what cannot be.
+    TypeError
+        A wrong type.
+
+    Notes
+    -----
+    The memory is read only when ten seconds have passed, so other decisions cost what reading
+    a clock costs. A copy or pickle keeps the time since the last adjustment.
+
+    Examples
+    --------
+    >>> from mlstate.activation import MemoryAwareStrategy, MemoryTracker
+    >>> seconds, used = [0.0], [95]
+    >>> strategy = MemoryAwareStrategy(
+    ...     tracker=MemoryTracker(lambda: used[0]), total_memory=100, clock=lambda: seconds[0]
+    ... )
+    >>> strategy.name, strategy.current_interval
+    ('MemoryAware(80%)', 2)
+    >>> seconds[0] = 10.0
+    >>> strategy.should_checkpoint("layers.1", None, 1), strategy.current_interval
+    (True, 1)
+    """
+
+    __slots__ = ("_tracker",)
+    _tracker: Any
+    _fields = ("max_memory_percentage", "tracker", "total_memory", "clock")
+    max_memory_percentage = _core.Strategy._share
+    current_interval = _core.Strategy._interval
+    clock = _core.Strategy._clock
+
+    def __new__(
+        cls,
+        max_memory_percentage: float = 0.8,
+        tracker: Any = None,
+        total_memory: int | None = None,
+        *,
+        clock: Callable[[], float] | None = None,
+    ) -> Self:
+        """See the class."""
+        if tracker is None:
+            tracker = MemoryTracker()
+        elif not callable(getattr(tracker, "get_stats", None)):
+            raise TypeError(f"tracker needs a method get_stats, got {type(tracker).__name__}")
+        if clock is not None and not callable(clock):
+            raise TypeError(f"clock must be callable, got {type(clock).__name__}")
+        share = max_memory_percentage
+        self = super().__new__(cls, total_memory, (), (), share, clock)
+        self._tracker = tracker
+        return self
+
+    @property
+    def tracker(self) -> Any:
+        """As given."""
+        return self._tracker
+
+    @property
+    def total_memory(self) -> int | None:
+        """As given."""
+        return self._number or None
+
+    def _measure(self) -> tuple[int, int]:
+        """Bytes in use, and bytes that there are; called when an adjustment is due."""
+        stats = self._tracker.get_stats()
+        used = stats.current_memory_used
+        try:
+            return used, self._number or stats.total_memory
+        except AttributeError:  # a tracker that does not know
+            return used, _core.memory_footprint()[2]
+
+    @property
+    def name(self) -> str:
+        """``MemoryAware(percent)``."""
+        return f"MemoryAware({int(self._threshold * 100 + 0.5)}%)"
+
+
+@set_module("mlstate.activation")
+class SmartStrategy(_Strategy, _core.SmartStrategy):
+    """Checkpoint by heuristics over the sizes and counts that it collects itself.
+
+    Nothing is checkpointed up to and with the first layer whose index is above 10. After that
+    it checkpoints a layer whose first activation is above 1.5 times the average of all layers
+    seen, a layer that it meets for the first time, and a layer whose index is above 0.7 times
+    the number of layers seen. Good where nothing is known of a model; models of at most 11
+    layers are never checkpointed, and it knows nothing of the time that layers take.
+
+    Parameters
+    ----------
+    exclude_layers : iterable of str, optional
+        Layers never to checkpoint; they are counted all the same.
+
+    Attributes
+    ----------
+    exclude_layers : tuple of str
+        In the order given, each once.
+    is_collecting : bool
+        Whether it still collects.
+    layer_count : int
+        Layers seen so far.
+    name : str
+        ``"Smart"``.
+
+    Raises
+    ------
+    TypeError
+        A wrong type.
+
+    Notes
+    -----
+    A decision takes constant time, whatever the number of layers: the sum of sizes runs along.
+    Some 100 bytes are kept for each layer, and its name.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate.activation import SmartStrategy
+    >>> strategy = SmartStrategy()
+    >>> small, large = np.zeros(100), np.zeros(1000)
+    >>> def one_pass():
+    ...     return [
+    ...         strategy.should_checkpoint(f"layers.{i}", large if i == 3 else small, i)
+    ...         for i in range(16)
+    ...     ]
+    >>> sum(one_pass()), strategy.is_collecting, strategy.layer_count
+    (4, False, 16)
+    >>> [i for i, chosen in enumerate(one_pass()) if chosen]
+    [3, 12, 13, 14, 15]
+    """
+
+    __slots__ = ()
+    _fields = ("exclude_layers",)
+    exclude_layers = _core.Strategy._excluded
+    is_collecting = _core.Strategy._collecting
+    layer_count = _core.Strategy._layer_count
+
+    def __new__(cls, exclude_layers: Iterable[str] | None = None) -> Self:
+        """See the class."""
+        excluded = layer_names("exclude_layers", exclude_layers)
+        return super().__new__(cls, None, (), excluded)
+
+    @property
+    def name(self) -> str:
+        """``Smart``."""
+        return "Smart"

@@ -1,0 +1,77 @@
+"""State in files.
+
+`save` writes the state of a model and its optimizer to a folder: one checked, versioned file
+for each shard of each tensor, small ones together, committed in one step. `load` reads all of
+it or any part, into any layout; `verify` finds every byte that changed. `CheckpointManager`
+keeps the steps of a run. `save_file` and `load_file` are for one plain safetensors file.
+
+Examples
+--------
+>>> import tempfile, numpy as np, mlstate
+>>> folder = tempfile.mkdtemp()
+>>> weights = {"layer.weight": np.ones((4, 2), np.float32)}
+>>> checkpoint = mlstate.save(folder + "/ckpt", model=weights, metadata={"run": "a"})
+>>> mlstate.load(folder + "/ckpt").model["layer.weight"].shape
+(4, 2)
+>>> mlstate.save_file(weights, folder + "/weights.safetensors")
+>>> sorted(mlstate.load_file(folder + "/weights.safetensors"))
+['layer.weight']
+"""
+
+from __future__ import annotations
+
+from .._safetensors import load_file, load_metadata, save_file
+from .._sharding.layout import Layout, Shard, Tier
+from ._checkpoint import Checkpoint, LayerRecord, ShardRecord, TensorRecord, inspect
+from ._dry_run import FileRead, LoadPlan, SavePlan, plan_load, plan_save
+from ._load import LoadedState, load
+from ._manager import CheckpointManager
+from ._prune import PruneReport, prune
+from ._reshard import reshard
+from ._save import save
+from ._save_async import SaveHandle, save_async
+from ._save_times import SaveTimes
+from ._staging import Staging
+from ._tiers.report import TierRecord, TierReport, Traffic
+from ._tiers.tiered_state import StateDicts, TieredState
+from ._tiers.unit_handle import TieredUnit
+from ._verify import Problem, VerifyReport, verify
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointManager",
+    "FileRead",
+    "LayerRecord",
+    "Layout",
+    "LoadPlan",
+    "LoadedState",
+    "Problem",
+    "PruneReport",
+    "SaveHandle",
+    "SavePlan",
+    "SaveTimes",
+    "Shard",
+    "ShardRecord",
+    "Staging",
+    "StateDicts",
+    "TensorRecord",
+    "Tier",
+    "TierRecord",
+    "TierReport",
+    "TieredState",
+    "TieredUnit",
+    "Traffic",
+    "VerifyReport",
+    "inspect",
+    "load",
+    "load_file",
+    "load_metadata",
+    "plan_load",
+    "plan_save",
+    "prune",
+    "reshard",
+    "save",
+    "save_async",
+    "save_file",
+    "verify",
+]

@@ -1,0 +1,581 @@
+"""Writing the shards of a save, and committing them.
+
+    write_and_commit -> _begin            rank 0 locks the folder and chooses the generation
+                     -> _write_shards     every rank writes its own files
+                     -> _conclude         rank 0 replaces the manifest if every rank succeeded
+                     -> delete_replaced   files that no root needs any more are deleted
+
+Each step takes what the step before returned. No file that a root names is ever changed: a
+save writes new files under a new generation, and becomes the checkpoint when
+``manifest.json`` is replaced.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .. import _core
+from .._common.log import log
+from ..errors import CollectiveError, FormatError, MLStateError, StoreError
+from ._replica_assignment import check_copies
+from ._store import folder as _folder
+from ._store.garbage import Generation, delete_own_files, generations_to_delete, read_all_roots
+from ._store.index_patterns import pattern_of, with_patterns
+from ._store.manifest import IndexRecord, Manifest, build, parse
+from ._store.writer_lock import WriterLock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ..collectives import ProcessGroup
+    from ._checkpoint import Checkpoint
+    from ._save import GatheredShards, SaveTarget
+
+_MESSAGE_BYTES = 1024  # of a short message between ranks
+
+
+class Start(NamedTuple):
+    """A save that has begun.
+
+    Attributes
+    ----------
+    generation : str
+        Name of the save, a part of its files' names.
+    sequence : int
+        Number of the save. On rank 0 only.
+    before : Manifest or None
+        The checkpoint that is replaced; None if there is none that can be read. On rank 0 only.
+    """
+
+    generation: str
+    sequence: int = 0
+    before: Manifest | None = None
+
+
+class Committed(NamedTuple):
+    """A manifest that was committed.
+
+    Attributes
+    ----------
+    manifest : Manifest
+        As it was read back before the commit.
+    catalogs : dict
+        By generation: the index that was read back, if there is a single rank.
+    """
+
+    manifest: Manifest
+    catalogs: dict[str, Any]
+
+
+# ---- messages between ranks; a process alone sends none ----
+
+
+def _gather(group: ProcessGroup | None, data: bytes, root: int | None = None) -> list[bytes]:
+    return [data] if group is None else list(group.gather_bytes(data, root=root) or [])
+
+
+def _broadcast(group: ProcessGroup | None, text: bytes) -> bytes:
+    """Return the text of rank 0 on every rank."""
+    if group is None:
+        return text
+    import numpy as np
+
+    array = np.zeros(_MESSAGE_BYTES, np.uint8)
+    if group.rank == 0:
+        array[: len(text)] = np.frombuffer(text, np.uint8)
+    return bytes(group.broadcast(array, root=0)).rstrip(b"\0")
+
+
+def _pack(content: dict[str, Any]) -> bytes:
+    """Return a short JSON text; the text of an error is cut to fit."""
+    import json
+
+    text = json.dumps(content).encode()
+    while len(text) > _MESSAGE_BYTES:
+        content["error"] = content["error"][: len(content["error"]) // 2] + "…"
+        text = json.dumps(content).encode()
+    return text
+
+
+def _unpack(text: bytes) -> dict[str, Any]:
+    import json
+
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def _error_text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+# ---- the beginning: rank 0 locks and chooses the generation ----
+
+
+def refuse_manager_folder(target: SaveTarget) -> None:
+    """Raise StoreError (EEXIST) if the folder has a manager's steps, unless they are meant."""
+    if not (target.keep_root or target.replace_steps) and _folder.holds_steps(target.folder):
+        raise _folder.store_error(
+            FileExistsError(
+                errno.EEXIST,
+                "the folder holds the steps of a CheckpointManager: save with "
+                "CheckpointManager(path).save(step, ...), or into another folder",
+            ),
+            "cannot save the checkpoint",
+            target.folder,
+        )
+
+
+def _read_replaced(folder: str) -> Manifest | None:
+    """Return the checkpoint that a save replaces; None if there is none or it is damaged.
+
+    A damaged one is reported by a warning. An intact manifest of a newer format raises
+    FormatError.
+    """
+    try:
+        return _folder.read_manifest(folder)
+    except FileNotFoundError:
+        return None
+    except FormatError as error:
+        data = _folder.read_bytes(folder, _folder.MANIFEST)
+        try:
+            _core.seal_check(data, folder)
+        except FormatError:
+            import warnings
+
+            log("WARNING", "%s: the checkpoint is damaged and replaced: %s", folder, error)
+            warnings.warn(
+                f"what is there is damaged, and replaced: {error}",
+                stacklevel=7,  # the caller of save
+            )
+            return None
+        raise
+
+
+def _delete_unfinished(folder: str, generation: str, before: Manifest | None) -> None:
+    """Delete the files of a writer that died before its commit."""
+    kept = {root.generation for root in _folder.list_roots(folder)}
+    if before is not None:
+        kept.add(before.generation)
+    _folder.discard_temporaries(folder)
+    if generation in kept:
+        with suppress(MLStateError):  # a root is damaged: nothing is deleted
+            _folder.prune(folder)
+    else:
+        _folder.discard(folder, generation)
+
+
+def open_folder(target: SaveTarget, lock: WriterLock) -> Start:
+    """Take the lock and choose a generation, which the lock's file names from now on.
+
+    Raises
+    ------
+    StoreError
+        Another process writes (EBUSY), the folder holds a manager's steps (EEXIST), or the
+        system refused. The caller releases the lock.
+    FormatError
+        The manifest is of a newer format.
+    """
+    folder = target.folder
+    _folder.create(folder)
+    lock.acquire()
+    refuse_manager_folder(target)
+    before = _read_replaced(folder)
+    # roots/ may hold a newer root that did not become the manifest
+    sequence = _folder.next_sequence(folder, before)
+    if lock.unfinished is not None:
+        _delete_unfinished(folder, lock.unfinished, before)
+    start = Start(os.urandom(8).hex(), sequence, before)
+    lock.note(start.generation)
+    return start
+
+
+def close_folder(lock: WriterLock | None, *, is_clean: bool) -> None:
+    """Release the lock; without `is_clean` its file still names the unfinished generation."""
+    if lock is None:
+        return
+    try:
+        if is_clean:
+            lock.note(None)
+    finally:
+        lock.release()
+
+
+def _begin(target: SaveTarget, lock: WriterLock | None) -> Start:
+    """Agree on a generation: return it on every rank, or raise on every rank."""
+    start: Start | None = None
+    error: BaseException | None = None
+    message = b""
+    try:
+        if lock is not None:  # on rank 0
+            try:
+                start = open_folder(target, lock)
+                message = _pack({"generation": start.generation})
+            except BaseException as caught:
+                error = caught
+                message = _pack({"error": _error_text(caught)})
+        found = _unpack(_broadcast(target.group, message))
+        if error is not None:
+            raise error
+        if "error" in found:
+            refused = StoreError(f"rank 0 cannot begin to save: {found['error']}")
+            refused.rank = 0
+            raise refused
+        return start or Start(found["generation"])
+    finally:
+        del error  # its traceback refers to this frame
+
+
+# ---- every rank's own files ----
+
+
+def record_of(written: dict[str, Any]) -> IndexRecord:
+    """Return the manifest's record of an index that was written."""
+    return IndexRecord(*(written[name] for name in IndexRecord._fields))
+
+
+def _previous_catalog(target: SaveTarget, start: Start) -> Any:
+    """Return this rank's committed index, whose unchanged shards are kept; None if unreadable."""
+    try:
+        before = start.before
+        if target.rank > 0:
+            before = _folder.read_manifest(target.folder)
+        if before is None or target.rank >= before.world_size:
+            return None
+        record = before.indexes[target.rank]
+        data = _folder.read_bytes(target.folder, record.path)
+        return _core.Catalog((data,), (record.path,))
+    except MLStateError:
+        return None  # damaged, or none: every shard is written
+
+
+class WriteResult(NamedTuple):
+    """What one rank wrote.
+
+    Attributes
+    ----------
+    written : dict or None
+        As `_core.shards_write` returns it; None after an error.
+    pattern : dict
+        Of the rank's index, if several ranks save.
+    error : BaseException or None
+        Why the rank cannot be saved.
+    """
+
+    written: dict[str, Any] | None
+    pattern: dict[str, Any]
+    error: BaseException | None
+
+    def message(self) -> bytes:
+        """Return the text by which a rank reports it to rank 0."""
+        if self.error is not None:
+            return _pack({"error": _error_text(self.error)})
+        return _pack({"written": {**(self.written or {}), **self.pattern}})
+
+
+def _write_shards(
+    target: SaveTarget,
+    start: Start,
+    gathered: GatheredShards,
+    progress: Callable[[int], object] | None,
+    freed: Callable[[], object] | None,
+) -> WriteResult:
+    """Write this rank's shards durably; `freed` is called when the arrays may change."""
+    if gathered.error is not None:
+        return WriteResult(None, {}, gathered.error)
+    try:
+        shards, gathered.shards = gathered.shards, None
+        written = _core.shards_write(
+            target.folder,
+            start.generation,
+            shards,
+            _previous_catalog(target, start),
+            target.how,
+            progress,
+            freed,
+            _folder.new_file_mode(target.folder),
+        )
+        pattern: dict[str, Any] = {}
+        if target.group is not None:
+            pattern = pattern_of(_folder.load_index(target.folder, record_of(written)))
+    except CollectiveError:
+        raise
+    except BaseException as error:
+        return WriteResult(None, {}, error)
+    return WriteResult(written, pattern, None)
+
+
+# ---- the commit: rank 0 replaces the manifest if every rank succeeded ----
+
+
+def commit_manifest(folder: str, manifest: Manifest, *, keep_root: bool = False) -> Committed:
+    """Replace the manifest, after its text and the index of a single rank were read back.
+
+    The indexes of several ranks were read before.
+
+    Raises
+    ------
+    FormatError, ChecksumError
+        A reader would refuse them. The old checkpoint is unchanged.
+    """
+    data = build(manifest)
+    path = os.path.join(folder, _folder.MANIFEST)
+    parsed = parse(data, path)
+    catalogs = {}
+    if manifest.world_size == 1:
+        catalogs[manifest.generation] = _folder.load_catalog(folder, parsed)
+    mode = _folder.new_file_mode(folder)
+    if keep_root:
+        _core.file_replace(os.path.join(folder, _folder.root_path(manifest)), data, mode)
+    _core.file_replace(path, data, mode)
+    return Committed(parsed, catalogs)
+
+
+def is_committed(folder: str, generation: str) -> bool:
+    """Whether a root names a generation, or cannot be read, after a commit that failed."""
+    try:
+        for name in [*(root.path for root in _folder.list_roots(folder)), _folder.MANIFEST]:
+            with suppress(FileNotFoundError):  # there was none before, and still is not
+                if _folder.read_manifest(folder, name).generation == generation:
+                    return True
+    except MLStateError:
+        return True
+    return False
+
+
+def creation_time() -> str:
+    """Return the time now, as a manifest has it."""
+    import datetime
+
+    now = datetime.datetime.now(datetime.UTC)
+    return now.isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def _commit_ranks(
+    target: SaveTarget, start: Start, header: dict[str, Any], reports: list[tuple[Any, bytes]]
+) -> Committed:
+    """Commit what all ranks wrote, once it is known to be one complete checkpoint."""
+    written = [report["written"] for report, _ in reports]
+    manifest = Manifest(
+        generation=start.generation,
+        sequence=start.sequence,
+        created=creation_time(),
+        indexes=tuple(map(record_of, written)),
+        **header,
+    )
+    if target.world_size > 1:
+        manifest, catalog = with_patterns(target.folder, manifest, written)
+        check_copies(catalog, (copies for _, copies in reports))
+    return commit_manifest(target.folder, manifest, keep_root=target.keep_root)
+
+
+def _refusal(reports: list[tuple[Any, bytes]]) -> dict[str, Any] | None:
+    """Return the outcome that the first failed rank decides; None if every rank succeeded."""
+    for rank, (report, _) in enumerate(reports):
+        if "error" in report:
+            text = f"rank {rank}: {report['error']}"
+            return {"committed": False, "unsure": False, "error": text, "rank": rank}
+    return None
+
+
+def _take_back(target: SaveTarget, start: Start, *, is_unsure: bool) -> bool:
+    """Delete this rank's files of a save that failed; return whether nothing of it is left."""
+    if is_unsure:
+        return False
+    try:
+        _folder.discard(target.folder, start.generation, target.rank)
+    except MLStateError:  # the next save tries again; the first error is the one to raise
+        return False
+    return True
+
+
+class Outcome(NamedTuple):
+    """How a save ended.
+
+    Attributes
+    ----------
+    committed : Committed or None
+        What was committed; None on ranks above 0, and after an error.
+    error : BaseException or None
+        Why nothing was committed: this rank's error, or one that names another rank.
+    is_clean : bool
+        After an error: whether this rank left no files.
+    """
+
+    committed: Committed | None
+    error: BaseException | None = None
+    is_clean: bool = False
+
+
+def _conclude(
+    target: SaveTarget, start: Start, gathered: GatheredShards, result: WriteResult
+) -> Outcome:
+    """Commit if every rank wrote its shards, else delete this rank's files."""
+    committed: Committed | None = None
+    error = result.error
+    decided: dict[str, Any] | None = None
+    messages = _gather(target.group, result.message() + b"\n" + gathered.copies, root=0)
+    if target.rank == 0:
+        parted = [message.partition(b"\n") for message in messages]
+        reports = [(_unpack(report), copies) for report, _, copies in parted]
+        decided = _refusal(reports)
+        try:
+            if decided is None:
+                committed = _commit_ranks(target, start, gathered.header, reports)
+        except BaseException as caught:
+            error = caught
+            unsure = is_committed(target.folder, start.generation)
+            text = _error_text(caught)
+            decided = {"committed": False, "unsure": unsure, "error": text, "rank": 0}
+    decided = _unpack(_broadcast(target.group, _pack(decided or {"committed": True})))
+    if decided["committed"]:
+        return Outcome(committed)
+    is_clean = _take_back(target, start, is_unsure=decided["unsure"])
+    if error is None:
+        error = CollectiveError(f"not saved: {decided['error']}")
+        error.rank = decided["rank"]
+    return Outcome(None, error, is_clean)
+
+
+# ---- afterwards: files that no root needs ----
+
+
+def delete_replaced(
+    target: SaveTarget, committed: Committed, before: Manifest | None
+) -> str | None:
+    """Delete the files that no root needs after a commit; return the text of a warning.
+
+    A failure here costs disk space only. The warning may be made an exception, so the caller
+    gives it once all else is done.
+    """
+    try:
+        roots: Mapping[str, Manifest] = {_folder.MANIFEST: committed.manifest}
+        if target.retain is not None:
+            roots = {**target.retain(committed.manifest), **roots}
+        if before is not None or target.replace_steps:
+            _folder.prune(target.folder, catalogs=committed.catalogs, roots=roots)
+    except (MLStateError, MemoryError) as error:
+        return f"old files of the checkpoint were not deleted: {error}"
+    return None
+
+
+def _plan_deletions(
+    target: SaveTarget, committed: Committed, before: Manifest | None
+) -> dict[str, list[Generation]]:
+    """Give up old roots; return which generations are gone and kept, nothing if unknown."""
+    if before is None and target.retain is None:
+        return {}
+    with suppress(MLStateError, MemoryError):
+        old = read_all_roots(target.folder)
+        old += [] if before is None else [before]
+        if target.retain is not None:
+            target.retain(committed.manifest)
+        return generations_to_delete(old, read_all_roots(target.folder))
+    return {}
+
+
+def _delete_own_replaced(target: SaveTarget, plan: dict[str, Any]) -> str:
+    """Delete this rank's files of generations that are gone; return the text of an error."""
+    if not plan:
+        return ""
+    gone, kept = ([Generation(*one) for one in plan[name]] for name in ("gone", "kept"))
+    try:
+        delete_own_files(target.folder, target.rank, target.world_size, gone, kept)
+    except (MLStateError, MemoryError) as error:
+        return f"rank {target.rank}: {error}"
+    return ""
+
+
+def _delete_replaced_together(
+    target: SaveTarget, committed: Committed | None, before: Manifest | None
+) -> str | None:
+    """Delete the files that no root needs: each rank its own; return the text of a warning.
+
+    If a rank fails, rank 0 tries for all of them.
+    """
+    import json
+
+    own_plan = {} if committed is None else _plan_deletions(target, committed, before)
+    [text, *_] = _gather(target.group, json.dumps(own_plan).encode())
+    plan = json.loads(text)
+    trouble = _delete_own_replaced(target, plan)
+    troubles = [trouble, *map(bytes.decode, _gather(target.group, trouble.encode(), root=0))]
+    first = next(filter(None, troubles), None)
+    warning = None
+    if committed is not None and (first or not plan):
+        warning = delete_replaced(target, committed, before)
+    if warning is None and first:
+        warning = f"deleting old files of the checkpoint met an error: {first}"
+    return warning
+
+
+# ---- all of it ----
+
+
+def write_and_commit(
+    target: SaveTarget,
+    gathered: GatheredShards,
+    progress: Callable[[int], object] | None,
+    freed: Callable[[], object] | None = None,
+) -> Checkpoint:
+    """Write the gathered shards, and commit them; every rank calls it, also after a failure.
+
+    Parameters
+    ----------
+    target, gathered
+        Results of `check_target` and `gather_shards`.
+    progress : callable or None
+        As for `mlstate.save`.
+    freed : callable, optional
+        Called when the arrays may be changed.
+
+    Returns
+    -------
+    Checkpoint
+        The new checkpoint.
+
+    Raises
+    ------
+    StoreError, CollectiveError, ...
+        As `mlstate.save`. The old checkpoint is unchanged.
+    """
+    from ._checkpoint import Checkpoint
+
+    lock = WriterLock(target.folder, timeout=target.lock_timeout) if target.rank == 0 else None
+    is_clean = False
+    warning: str | None = None
+    result: WriteResult | None = None
+    outcome: Outcome | None = None
+    try:
+        start = _begin(target, lock)
+        result = _write_shards(target, start, gathered, progress, freed)
+        outcome = _conclude(target, start, gathered, result)
+        if outcome.error is not None:
+            # of several ranks another one may have left files: the next save looks for them
+            is_clean = outcome.is_clean and target.group is None
+            raise outcome.error
+        committed, written = outcome.committed, result.written
+        if target.group is not None:
+            warning = _delete_replaced_together(target, committed, start.before)
+        elif committed is not None:
+            warning = delete_replaced(target, committed, start.before)
+        is_clean = warning is None  # else the next save looks for what is left
+    finally:
+        result = outcome = gathered.error = None  # tracebacks of errors refer to this frame
+        close_folder(lock, is_clean=is_clean)
+    if target.group is not None:
+        target.group.barrier()
+    warn_of_files(warning, 5)
+    checkpoint = Checkpoint(target.folder, _manifest=committed and committed.manifest)
+    checkpoint.written = written
+    return checkpoint
+
+
+def warn_of_files(text: str | None, level: int) -> None:
+    """Warn of old files that were not deleted, if there are any."""
+    if text is not None:
+        import warnings
+
+        warnings.warn(text, stacklevel=level)

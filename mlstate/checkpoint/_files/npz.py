@@ -1,0 +1,194 @@
+"""Arrays in ``.npz`` files, of any name and of the dtypes that NumPy itself cannot name.
+
+``numpy.load`` reads what is written here. Names that a zip archive would not give back as they
+are, and bfloat16 and the other dtypes of ml_dtypes, which ``numpy.savez`` loses, are stored as
+something else: the entry ``mlstate.json``, a text, says what.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zipfile
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..._common.atomic_file import replacing
+from ..._common.dtypes import label_of, name_of, stored_dtype
+from ...errors import FormatError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ..._types import NDArray, NumpyDType
+
+RECORD = "mlstate.json"
+_SUFFIX = ".npy"
+# What deflate can make of one byte, and a margin.
+_MOST_PER_BYTE = 1100
+# Zip archives hold 16-bit lengths of names; NumPy's reader cuts its suffix off once.
+_LONGEST_NAME = 60_000
+
+
+def _is_plain(name: str) -> bool:
+    """Whether every reader of zip archives gives a name back as it is."""
+    parts = name.split("/")
+    return (
+        name.isprintable()
+        and name.isascii()
+        and "\\" not in name
+        and ":" not in name
+        and all(part not in ("", ".", "..") for part in parts)
+        and not name.endswith(_SUFFIX)
+        and name not in (RECORD, "file")
+        and len(name) < _LONGEST_NAME
+    )
+
+
+def _member_names(names: list[str]) -> dict[str, str]:
+    """Return what each entry is called in the archive: its name, or a number."""
+    taken = set(names)
+    numbered = (name for i in range(2 * len(names) + 1) if (name := f"array_{i}") not in taken)
+    return {name: name if _is_plain(name) else next(numbered) for name in names}
+
+
+def _is_ml_dtype(dtype: NumpyDType) -> bool:
+    return bool(label_of(dtype)) or dtype.type.__module__.startswith("ml_dtypes")
+
+
+def write_npz(
+    path: str | os.PathLike[str], arrays: Mapping[str, NDArray], record: Mapping[str, Any]
+) -> None:
+    """Write arrays, and what else is to be known of them, atomically.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        File to write.
+    arrays : mapping of str to ndarray
+        No dtype that holds references.
+    record : mapping
+        Values for JSON; without the keys ``names`` and ``dtypes``.
+    """
+    members = _member_names(list(arrays))
+    dtypes = {name: name_of(a.dtype) for name, a in arrays.items() if _is_ml_dtype(a.dtype)}
+    names = {member: name for name, member in members.items() if member != name}
+    text = json.dumps({**record, "names": names, "dtypes": dtypes}, sort_keys=True)
+    with replacing(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        _write_member(archive, RECORD, np.array(text))
+        for name, array in arrays.items():
+            plain = array.view(f"u{array.dtype.itemsize}") if name in dtypes else array
+            _write_member(archive, members[name], plain)
+
+
+def _write_member(archive: zipfile.ZipFile, name: str, array: NDArray) -> None:
+    info = zipfile.ZipInfo(name + _SUFFIX)  # of 1980: the same state gives the same bytes
+    info.external_attr = 0o600 << 16
+    with archive.open(info, "w", force_zip64=True) as member:
+        np.lib.format.write_array(member, np.asanyarray(array), allow_pickle=False)
+
+
+def read_npz(path: str | os.PathLike[str]) -> tuple[dict[str, NDArray], dict[str, Any]]:
+    """Read arrays, and what `write_npz` noted; of files of others, nothing.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        File to read, of any writer. Objects are refused: they would be pickles.
+
+    Returns
+    -------
+    dict of str to ndarray, dict
+
+    Raises
+    ------
+    FormatError
+        No such file, or a damaged one; ``name`` says which array.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            arrays = _read_members(archive, path)
+    except (zipfile.BadZipFile, NotImplementedError) as error:
+        raise _damaged(path, None, error) from None
+    record: dict[str, Any] = {}
+    if RECORD in arrays:
+        record = _parsed(path, arrays.pop(RECORD))
+    return _renamed(path, arrays, record), record
+
+
+def _damaged(path: Any, name: str | None, reason: object) -> FormatError:
+    where = "" if name is None else f"array {name!r}: "
+    error = FormatError(f"{path}: {where}{reason or 'the file ends too early'}")
+    error.path, error.name = os.fspath(path), name
+    return error
+
+
+def _read_members(archive: zipfile.ZipFile, path: Any) -> dict[str, NDArray]:
+    import zlib
+
+    arrays: dict[str, NDArray] = {}
+    for info in archive.infolist():
+        name = info.filename.removesuffix(_SUFFIX)
+        if name == info.filename:
+            raise _damaged(path, name, "is no .npy entry, as all of an .npz file are")
+        if name in arrays:
+            raise _damaged(path, name, "is there twice")
+        if info.file_size > info.compress_size * _MOST_PER_BYTE + 1024:
+            raise _damaged(path, name, "claims more bytes than it can hold")
+        try:
+            with archive.open(info) as member:
+                arrays[name] = _read_array(member, info.file_size)
+        except (ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+            raise _damaged(path, name, error) from None
+    return arrays
+
+
+def _read_array(member: IO[bytes], size: int) -> NDArray:
+    """Read one array, after its shape was seen to fit the bytes that are there."""
+    version = np.lib.format.read_magic(member)
+    readers = {(1, 0): "read_array_header_1_0", (2, 0): "read_array_header_2_0"}
+    if version not in readers:
+        raise ValueError(f"version {version} of .npy is not known")
+    shape, _, dtype = getattr(np.lib.format, readers[version])(member)
+    if dtype.hasobject:
+        raise ValueError("holds Python objects, which only a pickle can bring back")
+    if math.prod(shape) * dtype.itemsize > size - member.tell():
+        raise ValueError(f"shape {shape} of {dtype} does not fit {size} bytes")
+    member.seek(0)
+    array: NDArray = np.lib.format.read_array(member, allow_pickle=False)
+    if member.read(1):
+        raise ValueError("has bytes behind its elements")
+    return array
+
+
+def _parsed(path: Any, array: NDArray) -> dict[str, Any]:
+    try:
+        found = json.loads(str(array[()]))
+        if not isinstance(found, dict):
+            raise ValueError("is no object")
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, RECORD, f"does not describe the others: {error}") from None
+    return found
+
+
+def _renamed(path: Any, arrays: dict[str, NDArray], record: dict[str, Any]) -> dict[str, NDArray]:
+    """Give arrays the names and dtypes that the record says they had."""
+    names, dtypes = record.pop("names", {}), record.pop("dtypes", {})
+    if not isinstance(names, dict) or not isinstance(dtypes, dict):
+        raise _damaged(path, RECORD, "does not describe the others")
+    renamed: dict[str, NDArray] = {}
+    for member, array in arrays.items():
+        name = names.get(member, member)
+        if not isinstance(name, str) or name in renamed:
+            raise _damaged(path, RECORD, f"gives a wrong name to {member!r}")
+        renamed[name] = _retyped(path, name, array, dtypes[name]) if name in dtypes else array
+    return renamed
+
+
+def _retyped(path: Any, name: str, array: NDArray, dtype: Any) -> NDArray:
+    try:
+        return array.view(stored_dtype(dtype))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise _damaged(path, name, f"{array.dtype} does not hold {dtype!r}") from None

@@ -1,0 +1,191 @@
+"""What is in one plain safetensors file, and what is wrong with it, without loading it."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ... import _core
+from ..._common.local_path import local_folder
+from ...errors import FormatError
+from .._store.folder import store_error
+from .._verify import Problem, VerifyReport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+BLOCK = 1 << 20  # bytes that one checksum of `save_file` is of
+CHECKSUMS = "mlstate.blocks.crc32c"
+_DIGITS = 8
+# Names that differ from NumPy's by more than their case and length.
+_DTYPES = {
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "BOOL": "bool",
+}
+_LETTERS = {"F": "float", "I": "int", "U": "uint", "C": "complex"}
+
+
+class FileTensor(NamedTuple):
+    """What a file's header says of one tensor; the bytes are counted from the file's start."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class FileHeader(NamedTuple):
+    """A header: its tensors in their order, its texts, and the file's size."""
+
+    tensors: list[FileTensor]
+    texts: dict[str, str]
+    nbytes: int
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether `save_file` wrote the file."""
+        return CHECKSUMS in self.texts
+
+
+def _dtype_name(name: str) -> str:
+    """NumPy's name of an element type of safetensors."""
+    bits = name[1:]
+    plain = _LETTERS[name[0]] + bits if name[0] in _LETTERS and bits.isdigit() else name
+    return _DTYPES.get(name, plain)
+
+
+def read_header(path: str) -> FileHeader:
+    """Read the header of a file, after the core found that it can be believed.
+
+    Raises
+    ------
+    FormatError, ChecksumError, StoreError
+        As `mlstate.load_file`.
+    """
+    import json
+
+    _core.file_metadata(path, True)
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            text = file.read(length)
+            size = os.fstat(file.fileno()).st_size
+        entries: dict[str, Any] = json.loads(text)
+    except OSError as error:
+        raise store_error(error, "cannot read the file", path) from None
+    except ValueError:  # another file than a moment ago
+        changed = FormatError(f"{path}: replaced while it was read; try again")
+        changed.path = path
+        raise changed from None
+    texts = entries.pop("__metadata__", {})
+    start = 8 + length
+    tensors = [
+        FileTensor(
+            key,
+            _dtype_name(entry["dtype"]),
+            tuple(entry["shape"]),
+            start + entry["data_offsets"][0],
+            entry["data_offsets"][1] - entry["data_offsets"][0],
+        )
+        for key, entry in entries.items()
+    ]
+    return FileHeader(tensors, texts, size)
+
+
+def _altered(
+    file: Any, tensor: FileTensor, digits: str, progress: Callable[[int], object] | None
+) -> Iterator[tuple[int, int]]:
+    """Ranges of bytes, block by block, that do not have the checksum that was stored."""
+    buffer = memoryview(bytearray(min(BLOCK, tensor.nbytes)))
+    file.seek(tensor.offset)
+    for index, begin in enumerate(range(0, tensor.nbytes, BLOCK)):
+        wanted = min(BLOCK, tensor.nbytes - begin)
+        count = file.readinto(buffer[:wanted])
+        found = f"{_core.crc32c(buffer[:count]):08x}"
+        if count != wanted or found != digits[index * _DIGITS : (index + 1) * _DIGITS]:
+            yield tensor.offset + begin, wanted
+        if progress is not None:
+            progress(wanted)
+
+
+def _joined(ranges: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges that touch, as one."""
+    joined: list[tuple[int, int]] = []
+    for offset, length in ranges:
+        if joined and sum(joined[-1]) == offset:
+            offset, length = joined[-1][0], joined.pop()[1] + length
+        joined.append((offset, length))
+    return joined
+
+
+def verify_file(
+    path: str | os.PathLike[str], progress: Callable[[int], object] | None = None
+) -> tuple[VerifyReport, bool]:
+    """
+    Read every byte of a plain file, and say what is not as `save_file` wrote it.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        The file.
+    progress : callable, optional
+        Called with the number of bytes read since the last call.
+
+    Returns
+    -------
+    report : VerifyReport
+        True if nothing is wrong; every tensor with other bytes is a problem of its own.
+    has_checksums : bool
+        False: the file is of another program, and only its structure was looked at.
+
+    Raises
+    ------
+    StoreError
+        The system refused; a `FileNotFoundError` too where there is no file.
+
+    Notes
+    -----
+    Extra memory: 1 MiB.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np, mlstate
+    >>> from mlstate.checkpoint._files.safetensors_verify import verify_file
+    >>> path = tempfile.mkdtemp() + "/w.safetensors"
+    >>> mlstate.save_file({"w": np.arange(3.0)}, path)
+    >>> report, has_checksums = verify_file(path)
+    >>> bool(report), has_checksums
+    (True, True)
+    """
+    place = local_folder(path)
+    report = VerifyReport(place)
+    name = os.path.basename(place)
+    try:
+        header = read_header(place)
+    except FormatError as error:
+        report.problems.append(
+            Problem("header", name, error.name, None, 0, error.offset or 0, 0, str(error))
+        )
+        return report, False
+    if not header.has_checksums:
+        return report, False
+    digits = header.texts[CHECKSUMS]
+    try:
+        with open(place, "rb") as file:
+            for tensor in header.tensors:
+                blocks = -(-tensor.nbytes // BLOCK)
+                mine, digits = digits[: blocks * _DIGITS], digits[blocks * _DIGITS :]
+                for offset, length in _joined(_altered(file, tensor, mine, progress)):
+                    text = "the bytes are not those that were written"
+                    problem = Problem("altered", name, tensor.key, None, 0, offset, length, text)
+                    report.problems.append(problem)
+                report.bytes += tensor.nbytes
+    except OSError as error:
+        raise store_error(error, "cannot read the file", place) from None
+    return report, True

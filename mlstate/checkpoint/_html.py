@@ -1,0 +1,283 @@
+"""Checkpoints, saves under way and reports of `verify` as a page shows them."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+from .._common.text import bytes_text, shorten, table_html
+from ._table import columns_of, groups_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any
+
+    from ._checkpoint import TensorRecord
+    from ._load import LoadedState
+    from ._save_times import SaveTimes
+    from ._store.manifest import Manifest
+    from ._table import Group, Parameter
+    from ._verify import VerifyReport
+
+MOST_BYTES = 30_000
+ROWS = 160  # of parameters, in all
+GROUPS = (48, 4)  # shown from the start and from the end
+_LIST = 20  # files that are named
+_STEPS = 50  # of a run
+
+# Text has the colours around it; bars and marks are seen on light and on dark.
+_COLOURS = ("#3b82c4", "#e08a2e", "#3fa66b", "#a06cc9", "#d0576b", "#8a8f98", "#5aa9a9")
+_STYLE = (
+    ".mlstate-ckpt{font:13px/1.5 system-ui,sans-serif}"
+    ".mlstate-ckpt p{margin:0 0 .3em}"
+    ".mlstate-ckpt .mlstate{margin-left:1.2em}"
+    ".mlstate-ckpt summary{cursor:pointer;white-space:nowrap}"
+    ".mlstate-ckpt code{background:none;color:inherit;font:12px ui-monospace,monospace}"
+    ".mlstate-ckpt em{font-style:normal;opacity:.7;margin-left:1em}"
+    ".mlstate-ckpt s{display:inline-block;height:.75em;text-decoration:none}"
+    ".mlstate-ckpt u{display:inline-block;width:160px;margin-right:.8em;text-decoration:none;"
+    "line-height:1;font-size:13px;background:#8882}"
+    ".mlstate-ckpt table{margin:.2em 0 .6em 1.2em;border-collapse:collapse;font:inherit}"
+    ".mlstate-ckpt :is(td,th){text-align:left!important;vertical-align:top;padding:1px 1em 1px 0;"
+    "font-weight:normal;border:0}"
+    ".mlstate-ckpt th{opacity:.7}"
+    ".mlstate-ckpt .r{text-align:right!important;white-space:nowrap}"
+    ".mlstate-ckpt .good{color:#2f9e5b}.mlstate-ckpt .bad{color:#d64550}"
+    + "".join(f".mlstate-ckpt .c{i}{{background:{c}}}" for i, c in enumerate(_COLOURS))
+)
+
+
+def _page(content: str) -> str:
+    return f"<div class=mlstate-ckpt><style>{_STYLE}</style>{content}</div>"
+
+
+def _fitting(make: Callable[[int], str], rows: int) -> str:
+    """Write a page with as many rows as fit into the limit."""
+    while True:
+        page = _page(make(rows))
+        if rows == 0 or len(page.encode("utf-8", "replace")) < MOST_BYTES:
+            return page
+        rows //= 2
+
+
+def _name(text: str, limit: int = 80) -> str:
+    return f"<code>{escape(shorten(text, limit))}</code>"
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+# ---- a checkpoint ----
+
+
+def _bar(nbytes: dict[str, int], columns: list[str], largest: int) -> str:
+    """A bar whose full length is the largest layer; one colour for each state."""
+    parts = [
+        f'<s class=c{place} style="width:{100 * nbytes[column] / largest:.1f}%"></s>'
+        for place, column in enumerate(columns)
+        if nbytes.get(column)
+    ]
+    return f"<u>{''.join(parts)}</u>"
+
+
+def _row(parameter: Parameter, layer: str, columns: list[str]) -> str:
+    name = parameter.name[len(layer) + 1 :] if layer else parameter.name
+    shape = "" if parameter.shape is None else str(parameter.shape)
+    sizes = "".join(
+        f"<td class=r>{bytes_text(parameter.nbytes[c]) if c in parameter.nbytes else ''}"
+        for c in columns
+    )
+    return (
+        f"<tr><td>{_name(name, 60)}<td>{escape(parameter.dtype)}<td>{shape}{sizes}"
+        f"<td class=r>{parameter.shards:,}<td class=r>{parameter.version:,}"
+    )
+
+
+def _layer(group: Group, columns: list[str], largest: int, rows: int, unfolded: bool) -> str:
+    label = _name(group.name) if group.name else "<em>without a layer</em>"
+    count = _count(len(group.parameters), "parameter")
+    summary = (
+        f"<summary>{_bar(group.nbytes, columns, largest)}{label}"
+        f"<em>{bytes_text(group.total)}, {count}</em></summary>"
+    )
+    shown = list(group.parameters.values())[:rows]
+    hidden = len(group.parameters) - len(shown)
+    heads = "".join(f"<th class=r>{escape(shorten(column, 20))}" for column in columns)
+    body = "".join(_row(parameter, group.name, columns) for parameter in shown)
+    table = (
+        f"<table><tr><th>parameter<th>dtype<th>shape{heads}<th class=r>shards"
+        f"<th class=r>version{body}</table>"
+        if shown
+        else ""
+    )
+    more = f"<p>… {hidden:,} more</p>" if hidden else ""
+    return f"<details{' open' if unfolded else ''}>{summary}{table}{more}</details>"
+
+
+def _between(groups: Sequence[Group]) -> str:
+    size = bytes_text(sum(group.total for group in groups))
+    count = sum(len(group.parameters) for group in groups)
+    return f"<p>… {_count(len(groups), 'layer')} more<em>{size}, {_count(count, 'parameter')}</em>"
+
+
+def checkpoint_html(title: str, records: Sequence[TensorRecord]) -> str:
+    """Write the layers of a checkpoint with a bar of bytes each; they unfold to parameters."""
+    columns = columns_of(records)
+    groups = groups_of(records, columns)
+    largest = max((group.total for group in groups), default=0) or 1
+    legend = "".join(
+        f"<s class=c{i} style='width:.75em;margin:0 .4em 0 0'></s>{escape(shorten(column, 20))}"
+        "&ensp;"
+        for i, column in enumerate(columns)
+    )
+    head = f"<p>{escape(title)}</p><p>{legend}</p>"
+
+    def make(rows: int) -> str:
+        first, last = GROUPS if rows else (8, 0)
+        if len(groups) <= first + last + 1:
+            first = len(groups)
+        hidden = groups[first : len(groups) - last] if first < len(groups) else []
+        shown = groups[:first], groups[len(groups) - last :] if hidden and last else []
+        each = max(3, rows // max(1, len(shown[0]) + len(shown[1]))) if rows else 0
+        unfold = len(groups) == 1
+        layers = [
+            "".join(_layer(group, columns, largest, each, unfold) for group in part)
+            for part in shown
+        ]
+        return head + layers[0] + (_between(hidden) if hidden else "") + layers[1]
+
+    return _fitting(make, ROWS)
+
+
+# ---- what is wrong with one ----
+
+
+def _files(label: str, names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    listed = "<br>".join(_name(name, 120) for name in names[:_LIST])
+    hidden = len(names) - _LIST
+    more = f"<br>… {hidden:,} more" if hidden > 0 else ""
+    return (
+        f"<details><summary>{_count(len(names), 'file')} {label}</summary>"
+        f"<p>{listed}{more}</p></details>"
+    )
+
+
+def report_html(title: str, report: VerifyReport) -> str:
+    """Write whether a checkpoint is good, and what is wrong, by file."""
+    state = "<b class=good>✓</b>" if report else "<b class=bad>✗</b>"
+    head = f"<p>{state} {escape(shorten(title, 600))}</p>"
+    problems = report.problems
+
+    def make(rows: int) -> str:
+        body = "".join(
+            f"<tr><td class=bad>{escape(p.kind)}<td>{_name(p.name or '')}<td>"
+            f"{_name(p.path, 120)}<td class=r>{p.offset:,} to {p.offset + p.length:,}"
+            f"<td>{escape(shorten(p.text, 240))}"
+            for p in problems[:rows]
+        )
+        heads = "<tr><th>problem<th>tensor<th>file<th class=r>bytes<th>what"
+        table = f"<table>{heads}{body}</table>" if body else ""
+        hidden = len(problems) - min(rows, len(problems))
+        more = f"<p>… {hidden:,} more</p>" if hidden else ""
+        files = _files("left over", report.leftover) + _files(
+            "that mlstate did not write", report.strange
+        )
+        return head + table + more + (files if rows else "")
+
+    return _fitting(make, 50)
+
+
+# ---- one under way ----
+
+
+def _seconds(seconds: float) -> str:
+    """Write a duration in a unit that keeps it short."""
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _durations(times: SaveTimes, now: float, failed: bool) -> Sequence[str]:
+    """What took how long, so far."""
+    since = now - times.began
+    if times.staged is None:
+        return [f"staging for {_seconds(since)}"]
+    if failed and times.ended is not None:
+        return [f"failed after {_seconds(times.ended - times.began)}"]
+    facts = [f"state free after {_seconds(times.staged - times.began)}"]
+    if times.ended is None:
+        facts.append(f"writing since, {_seconds(since)} in all")
+    else:
+        facts.append(f"on the disk after {_seconds(times.ended - times.began)}")
+    return [*facts, f"the caller waited {_seconds(times.blocked_seconds)}"]
+
+
+def save_html(
+    path: str,
+    state: str,
+    progress: tuple[int, int],
+    times: SaveTimes,
+    now: float,
+    error: BaseException | None,
+) -> str:
+    """Write how far a save is: its state, a bar, bytes, seconds, and the error if there is one."""
+    done, total = progress
+    saved = times.ended is not None and error is None
+    share = done / total if total else float(saved)
+    mark, colour, why = "<b class=good>✓</b> " if saved else "", 0, ""
+    if error is not None:
+        mark, colour = "<b class=bad>✗</b> ", 4
+        why = f"<p class=bad>{type(error).__name__}: {escape(shorten(str(error), 600))}</p>"
+    return _page(
+        f"<p>{mark}{state}: {_name(path, 120)}</p>"
+        f'<p><u><s class=c{colour} style="width:{100 * share:.1f}%"></s></u>'
+        f"{bytes_text(done)} of {bytes_text(total)}"
+        f"<em>{', '.join(_durations(times, now, error is not None))}</em></p>{why}"
+    )
+
+
+# ---- several, and one that was loaded ----
+
+
+def _metadata(metadata: Mapping[str, Any], limit: int) -> str:
+    """The first entries of metadata as one line."""
+    entries = [f"{key}: {value!r}" for key, value in list(metadata.items())[:20]]
+    more = len(metadata) - len(entries)
+    return shorten(", ".join(entries), limit) + (f", … {more:,} more" if more > 0 else "")
+
+
+def manager_html(title: str, manifests: Sequence[Manifest]) -> str:
+    """Write the steps of a run, the newest first."""
+    headers = ("step", "saved", "ranks", "bytes", "metadata")
+    rows = [
+        (
+            "?" if manifest.step is None else f"{manifest.step:,}",
+            manifest.created,
+            f"{manifest.world_size:,}",
+            bytes_text(sum(record.data_bytes for record in manifest.indexes)),
+            _metadata(manifest.metadata, 200),
+        )
+        for manifest in manifests[: -_STEPS - 1 : -1]
+    ]
+    older = len(manifests) - len(rows)
+    count = _count(len(manifests), "step") + (f", the newest {_STEPS}" if older else "")
+    return table_html(f"{title}: {count}", headers, rows)
+
+
+def loaded_html(loaded: LoadedState) -> str:
+    """Write step and metadata, and the trees of the states that were loaded."""
+    step = "no step" if loaded.step is None else f"step {loaded.step:,}"
+    parts = [f"<p>LoadedState: {step}</p>"]
+    if loaded.metadata:
+        parts.append(f"<p>metadata<em>{escape(_metadata(loaded.metadata, 600))}</em></p>")
+    for name in ("model", "optimizer"):
+        state = getattr(loaded, name)
+        if state is None:
+            parts.append(f"<p>{name}<em>not saved</em></p>")
+            continue
+        write = getattr(state, "_repr_html_", None)
+        kind = escape(shorten(type(state).__name__, 80))
+        inner = write() if write else f"<p>{kind}, filled</p>"
+        parts.append(f"<details open><summary>{name}<em>{kind}</em></summary>{inner}</details>")
+    return _page("".join(parts))

@@ -1,0 +1,748 @@
+"""Loading a sharded checkpoint; public through `mlstate.checkpoint`."""
+
+from __future__ import annotations
+
+import os
+import re
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from .. import _core
+from .._common.arrays import is_torch
+from .._common.backend import OptimizerRecord, backend_of, is_module, is_optimizer
+from .._common.local_path import local_folder
+from .._common.set_module import set_module
+from .._common.text import names_hint
+from .._sharding.layout import Layout, Steps, steps_of
+from ..collectives._arguments import check_group
+from ..collectives._consensus import agree
+from ..errors import CompatibilityError, MLStateError, StoreError, TensorNotFoundError
+from ..state._compatibility import SHOWN, join, rename_hint
+from ..state._kind import restore_kind
+from ..state._optimizer_state import OptimizerStateDict
+from ._store import folder as _folder
+from ._store.name_selection import Names, listed_names
+from ._store.rank_indexes import Indexes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from ..collectives import ProcessGroup
+    from ..state._state_dict import StateDict
+    from ._store.manifest import Manifest
+
+    _Ready: TypeAlias = tuple[int, Any, list[str], Any]  # section, filling, keys, cuts
+
+_NUMBERED = re.compile(r"param_\d+\.", re.ASCII)  # of an optimizer that was saved by itself
+MISSING = ("skip", "zeros", "error")
+_ALL_NAMES = Names(None)
+
+
+@set_module("mlstate.checkpoint")
+class LoadedState:
+    """What a checkpoint gave.
+
+    Attributes
+    ----------
+    model : ModelStateDict, StateDict or None
+        The model's arrays; None where none were saved. What was given as ``into["model"]``
+        where there was that.
+    optimizer : OptimizerStateDict, StateDict or None
+        The same for the optimizer.
+    metadata : dict
+        What was saved, as JSON has it: tuples are lists there, and keys of dicts texts.
+    step : int or None
+        As it was saved.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np, mlstate
+    >>> path = tempfile.mkdtemp() + "/ckpt"
+    >>> _ = mlstate.save(path, {"w": np.arange(3.0)}, metadata={"run": "a"})
+    >>> mlstate.load(path).metadata
+    {'run': 'a'}
+    """
+
+    __slots__ = ("metadata", "model", "optimizer", "step")
+
+    def __init__(
+        self, model: Any, optimizer: Any, metadata: dict[str, Any], step: int | None = None
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.metadata = metadata
+        self.step = step
+
+    def __repr__(self) -> str:
+        def shown(state: Any) -> str:
+            if state is None:
+                return "None"
+            if not hasattr(state, "keys") or not hasattr(state, "__len__"):
+                return f"<{type(state).__name__}: filled>"  # a module's length counts modules
+            count = len(state)
+            return f"<{type(state).__name__}: {count} tensor{'s' if count != 1 else ''}>"
+
+        return (
+            f"LoadedState(model={shown(self.model)}, optimizer={shown(self.optimizer)}, "
+            f"metadata={self.metadata!r}, step={self.step})"
+        )
+
+    def _repr_html_(self) -> str:
+        from ._html import loaded_html
+
+        return loaded_html(self)
+
+
+# ---- which tensors ----
+
+
+def chosen_keys(
+    catalog: Any, listed: list[str] | None, folder: str
+) -> tuple[Names, list[list[str]]]:
+    """Return how names are matched, and the keys of both sections that they match."""
+    sections = [catalog.keys(section) for section in (0, 1)]
+    if listed is None:
+        return _ALL_NAMES, sections
+    names = Names(listed, *sections)
+    chosen = []
+    used: set[str] = set()
+    for section, every in enumerate(sections):
+        keys, meant = names.select(every, section)
+        chosen.append(keys)
+        used |= meant
+    unused = [name for name in listed if name not in used]
+    if unused:
+        hint = names_hint(unused[0], chain.from_iterable(sections))
+        error = TensorNotFoundError(f"Tensor {unused[0]!r} not found in checkpoint{hint}")
+        error.name, error.path = unused[0], folder
+        raise error
+    return names, chosen
+
+
+# ---- where to ----
+
+
+def _target(into: Any, name: str) -> Any:
+    """The part of `into` that one section goes to."""
+    return into.get(name) if hasattr(into, "get") else getattr(into, name, None)
+
+
+def _check_into(into: Any) -> None:
+    if hasattr(into, "get"):
+        unknown = [key for key in into if key not in ("model", "optimizer")]
+        if unknown:
+            raise TypeError(
+                f"into= takes {{'model': ..., 'optimizer': ...}}, got the key {unknown[0]!r}"
+            )
+    elif not (hasattr(into, "model") and hasattr(into, "optimizer")):
+        raise TypeError(
+            "into= takes {'model': ..., 'optimizer': ...} or something with these attributes, "
+            f"got {type(into).__name__}"
+        )
+
+
+class _Filling:
+    """Arrays of the caller that one section is read into."""
+
+    optional: frozenset[str] = frozenset()  # names that a checkpoint need not have
+
+    def __init__(self, target: Any) -> None:
+        arrays = dict(target)
+        self.tensors = [value for value in arrays.values() if is_torch(value)]
+        if self.tensors:
+            arrays = backend_of(self.tensors[0]).arrays_of(arrays)
+        self.arrays = arrays
+        self.known = arrays.keys()
+        self.zeros: list[str] = []
+
+    def zero(self, name: str) -> None:
+        self.zeros.append(name)
+
+    def done(self) -> None:
+        for name in self.zeros:
+            self.arrays[name][...] = 0
+        if self.tensors:
+            backend_of(self.tensors[0]).note_written(self.tensors)
+
+
+def _refuse(
+    missing: list[str], unexpected: list[str], unfilled: list[str], path: str
+) -> CompatibilityError:
+    """Say in torch's words which names do not go together, and what may have been meant."""
+    lines = [f"Error(s) in loading {path}:"]
+    for words, names in (("Missing", missing), ("Unexpected", unexpected)):
+        if names:
+            quoted = join([f'"{name}"' for name in names[:SHOWN]])
+            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            lines.append(f"{words} key(s) in checkpoint: {quoted}{more}.")
+    hint = rename_hint(dict.fromkeys(unexpected), dict.fromkeys(unfilled), unexpected, unfilled)[1]
+    lines += [f"{hint}."] if hint else []
+    error = CompatibilityError("\n    ".join(lines))
+    error.name = (missing or unexpected)[0]
+    error.path = path
+    return error
+
+
+# ---- loading ----
+
+
+class LoadRequest(NamedTuple):
+    """The arguments of a load, checked.
+
+    Attributes
+    ----------
+    folder, root : str
+        The checkpoint, and the path of its root in the folder.
+    names : list of str or None
+        As for `load`.
+    rank : int or None
+        Whose index is preferred if several list the same tensors.
+    cutting : tuple
+        Which part is wanted: steps, index, world (0: all of everything).
+    into : object or None
+        As for `load`.
+    own : bool
+        Whether torch objects say which part they have.
+    mmap, verify, missing, progress
+        As for `load`.
+    """
+
+    folder: str
+    root: str
+    names: list[str] | None
+    rank: int | None
+    cutting: tuple[Steps | None, int, int]
+    into: Any
+    own: bool
+    mmap: bool
+    verify: bool | str
+    missing: str
+    progress: Callable[[int], object] | None
+
+
+class Loader:
+    """The load of one root.
+
+    Parameters
+    ----------
+    request : LoadRequest
+        What to load.
+    manifest : Manifest
+        Of the root.
+
+    Raises
+    ------
+    FormatError, ChecksumError, StoreError
+        An index cannot be read; or, with ``verify="first"``, any file.
+    """
+
+    def __init__(self, request: LoadRequest, manifest: Manifest) -> None:
+        self.request = request
+        self.manifest = manifest
+        self.folder = request.folder
+        self.verify = bool(request.verify)
+        self.indexes = Indexes(request.folder, manifest, request.rank)
+        if request.verify == "first":
+            self.indexes.read_all()
+            _verify_all(request.folder, self.catalog)
+            self.verify = False
+
+    @property
+    def catalog(self) -> Any:
+        """What was read of the indexes; `Indexes.need` comes before anything is loaded."""
+        return self.indexes.catalog
+
+    def load_new(self, section: int, keys: list[str], cutting: Any) -> dict[str, Any]:
+        """Return new arrays, or views of the files."""
+        mmap = self.request.mmap
+        return self.catalog.load(  # type: ignore[no-any-return]
+            self.folder,
+            section,
+            keys,
+            cutting,
+            self.verify and not mmap,
+            mmap,
+            self.request.progress,
+        )
+
+    def names_fit(self, section: int, keys: list[str], filling: Any, names: Names) -> list[str]:
+        """Return the keys to read into a filling; refuse other names.
+
+        Names that were asked for are meant on both sides: each must arrive, and be filled.
+        """
+        have = set(keys)
+        known = filling.known
+        unfilled = [name for name in known if name not in have and name not in filling.optional]
+        lacking, _ = names.select(unfilled, section)
+        unexpected = [name for name in keys if name not in known]
+        lenient = section == 1 and self.request.missing != "error"
+        if unexpected or (lacking and not lenient):
+            raise _refuse([] if lenient else lacking, unexpected, unfilled, self.folder)
+        if self.request.missing == "zeros":
+            for name in lacking:
+                filling.zero(name)
+        return [name for name in keys if name in filling.arrays]
+
+    def shape_of(
+        self, shape: tuple[int, ...], layout: Steps, axes: tuple[int | None, ...] | None
+    ) -> tuple[int, ...]:
+        """Return the shape of what goes into memory that does not say which part it is."""
+        steps, index, world = self.request.cutting
+        if self.request.own or (steps is None and (world == 0 or len(layout) != 1)):
+            return shape
+        if steps is None:
+            steps = ((layout[0][0], world),)
+        else:
+            steps, index = _core.layout_project(steps, index, len(shape), axes)
+        return Layout._of(steps).shape(shape, index)
+
+    def cuts(self, filling: Any, keys: list[str]) -> Any:
+        """What the core is to know of how tensors are cut: all alike, or each for itself."""
+        if isinstance(filling, _Filling):
+            return self.request.cutting
+        if self.request.own:
+            return filling.cuts(keys)
+        filling.whole()
+        return self.request.cutting
+
+    def check(self, section: int, filling: Any, keys: list[str], cuts: Any) -> None:
+        """Refuse what `fill` would, before anything is changed."""
+        self.catalog.fits(self.folder, section, keys, cuts, filling.arrays)
+
+    def fill(self, section: int, filling: Any, keys: list[str], cuts: Any) -> None:
+        """Read into arrays; shapes and dtypes are checked before the first byte is written."""
+        self.catalog.load_into(
+            self.folder, section, keys, cuts, filling.arrays, self.verify, self.request.progress
+        )
+        filling.done()
+
+    def lacking(self, keys: list[list[str]]) -> dict[str, tuple[str, str]]:
+        """States of their parameter's shape that others have: that parameter, and such a one.
+
+        `keys` are those of both sections that are loaded. Of a torch optimizer, what it does
+        not train needs no states.
+        """
+        saved = _restore(self.manifest.optimizer, {}, self.folder)
+        groups = getattr(saved, "param_groups", ())
+        trained = {str(name) for group in groups for name in group.get("params", ())}
+        chosen = set(keys[1])
+        shapes: dict[str, tuple[int, ...]] = {}
+        states: dict[str, str] = {}
+        for section, key, parameter, state, _, shape, _, axes, *_ in self.catalog.tensors():
+            if section == "params":
+                shapes[key] = shape
+            elif state and axes is None and shapes.get(parameter) == shape and key in chosen:
+                states.setdefault(state, key)
+        parameters = [name for name in keys[0] if shapes[name]]
+        parameters = [name for name in parameters if name in trained] or parameters
+        return {
+            f"{name}.{state}": (name, like)
+            for name in parameters
+            for state, like in states.items()
+            if f"{name}.{state}" not in chosen
+        }
+
+    def refuse_lacking(self, keys: list[list[str]]) -> None:
+        """With ``missing="error"``, say which states the checkpoint lacks."""
+        lacking = list(self.lacking(keys)) if self.request.missing == "error" else []
+        if lacking:
+            raise _refuse(lacking, [], [], self.folder)
+
+    def add_zeros(self, keys: list[list[str]], parameters: Any, arrays: dict[str, Any]) -> None:
+        """Give parameters the states that they lack, as zeros."""
+        import numpy as np
+
+        for key, (name, like) in self.lacking(keys).items():
+            arrays[key] = np.zeros(parameters[name].shape, arrays[like].dtype)
+
+
+def _restore(kind: dict[str, Any] | None, arrays: dict[str, Any], path: str) -> StateDict | None:
+    return None if kind is None else restore_kind(arrays, kind, path)
+
+
+def _numbered(loader: Loader, keys: list[str], optimizer: Any, module: Any) -> bool:
+    """Whether an optimizer's states go by the order of its parameters, and not by names."""
+    every = loader.catalog.keys(1)
+    if every and all(map(_NUMBERED.match, every)):
+        # then that order is what torch goes by too
+        return module is not None or any("param_names" in g for g in optimizer.param_groups)
+    if keys and module is None and not all("param_names" in g for g in optimizer.param_groups):
+        raise CompatibilityError(
+            f"{loader.folder} has the optimizer's states by names of parameters, such as "
+            f"{keys[0]!r}: give the module too, "
+            "into={'model': module, 'optimizer': optimizer}"
+        )
+    return False
+
+
+def _optimizer_filling(
+    loader: Loader, keys: list[str], optimizer: Any, module: Any, chosen_names: Names
+) -> Any:
+    """Where a torch optimizer has its states; those that it has not yet are made."""
+    chosen = set(keys)
+    found = loader.catalog.tensors()
+    records = {
+        key: OptimizerRecord(parameter, state, loader.shape_of(shape, layout, axes), dtype, axes)
+        for section, key, parameter, state, dtype, shape, layout, axes, *_ in found
+        if section == "optim_state" and key in chosen
+    }
+    names = module
+    if _numbered(loader, keys, optimizer, module):
+        names = [f"param_{i}" for i in range(sum(len(g["params"]) for g in optimizer.param_groups))]
+
+    def read(wanted: list[str]) -> dict[str, Any]:
+        whole = (None, 0, 0)
+        loader.indexes.need([(1, wanted, whole)])
+        return loader.load_new(1, wanted, whole)
+
+    saved: Any = _restore(loader.manifest.optimizer, {}, loader.folder)
+    if not hasattr(saved, "param_groups"):  # it was saved as a plain dict
+        saved = OptimizerStateDict()
+
+    def meant(others: list[str]) -> list[str]:
+        return chosen_names.select(others, 1)[0]
+
+    fill = backend_of(optimizer).fill_optimizer
+    return fill(optimizer, module, records, saved, read, names, meant)
+
+
+def _fillings(loader: Loader, targets: list[Any]) -> list[_Ready]:
+    """Return section, filling, keys and cuts of each target; raise if one does not fit."""
+    ready: list[_Ready] = []
+    names, keys = chosen_keys(loader.catalog, loader.request.names, loader.folder)
+    module = targets[0] if is_module(targets[0]) else None
+    for section, target in enumerate(targets):
+        if target is None:
+            continue
+        filling: Any
+        if module is not None and target is module:
+            filling = backend_of(module).fill_module(module)
+        elif is_optimizer(target):
+            filling = _optimizer_filling(loader, keys[section], target, module, names)
+        else:
+            filling = _Filling(target)
+        chosen = loader.names_fit(section, keys[section], filling, names)
+        ready.append((section, filling, chosen, loader.cuts(filling, chosen)))
+    if targets[1] is not None:
+        loader.refuse_lacking(keys)
+    loader.indexes.need((section, chosen, cuts) for section, _, chosen, cuts in ready)
+    for section, filling, chosen, cuts in ready:
+        loader.check(section, filling, chosen, cuts)
+    return _drop_tied_keys(ready)
+
+
+def _drop_tied_keys(ready: list[_Ready]) -> list[_Ready]:
+    """Drop keys whose array shares its memory with a later key: all are filled together."""
+    tied = _core.targets_tied([(keys, filling.arrays) for _, filling, keys, _ in ready])
+    found = []
+    for (section, filling, keys, cuts), others in zip(ready, tied, strict=True):
+        left_out = set(others)
+        kept = [i for i, key in enumerate(keys) if key not in left_out]
+        if isinstance(cuts, list):  # one for each key
+            cuts = [cuts[i] for i in kept]
+        found.append((section, filling, [keys[i] for i in kept], cuts))
+    return found
+
+
+def _targets(manifest: Manifest, into: Any, folder: str) -> list[Any]:
+    """Where the two sections go; an error for one that was not saved."""
+    found: list[Any] = []
+    for name, kind in (("model", manifest.model), ("optimizer", manifest.optimizer)):
+        found.append(_target(into, name))
+        if found[-1] is not None and kind is None:
+            lacking = CompatibilityError(f"{folder} holds no {name}")
+            lacking.path = folder
+            raise lacking
+    return found
+
+
+def _load_into_targets(loader: Loader) -> LoadedState:
+    """Fill the arrays of ``into``, after all of them were checked."""
+    manifest = loader.manifest
+    targets = _targets(manifest, loader.request.into, loader.folder)
+    for one in _fillings(loader, targets):
+        loader.fill(*one)
+    return LoadedState(targets[0], targets[1], manifest.metadata, manifest.step)
+
+
+def _load_new_state(loader: Loader) -> LoadedState:
+    """Load new arrays, or views of the files."""
+    manifest = loader.manifest
+    _, chosen = chosen_keys(loader.catalog, loader.request.names, loader.folder)
+    loader.refuse_lacking(chosen)
+    results: list[Any] = [None, None]
+    kinds = (manifest.model, manifest.optimizer)
+    loader.indexes.need(
+        (section, chosen[section], loader.request.cutting)
+        for section, kind in enumerate(kinds)
+        if kind is not None
+    )
+    for section, kind in enumerate(kinds):
+        if kind is None:
+            continue
+        arrays = loader.load_new(section, chosen[section], loader.request.cutting)
+        if section == 1 and loader.request.missing == "zeros" and results[0] is not None:
+            loader.add_zeros(chosen, results[0], arrays)
+        results[section] = _restore(kind, arrays, loader.folder)
+    return LoadedState(results[0], results[1], manifest.metadata, manifest.step)
+
+
+def _has_torch(into: Any) -> bool:
+    return into is not None and any(
+        is_module(target) or is_optimizer(target)
+        for target in (_target(into, "model"), _target(into, "optimizer"))
+    )
+
+
+def _load_together(group: ProcessGroup, request: LoadRequest) -> LoadedState:
+    """Fill the torch objects of all ranks from one checkpoint, or raise on all ranks.
+
+    No rank changes anything before all ranks have checked that everything fits.
+    """
+
+    def agree_on(manifest: Manifest | None, error: BaseException | None, attempt: int) -> bool:
+        generation = "" if manifest is None else manifest.generation
+        again = False
+        can_retry = manifest is not None and attempt < _folder.TRIES - 1
+        if can_retry and isinstance(error, FileNotFoundError):
+            try:
+                again = _folder.is_replaced(request.folder, request.root, generation)
+            except MLStateError as other:
+                error = other
+        return agree(group, generation, error, again=again)
+
+    for attempt in range(_folder.TRIES):
+        loader = manifest = None
+        error: BaseException | None = None
+        targets: list[Any] = []
+        ready: list[_Ready] = []
+        try:
+            manifest = _folder.read_manifest(request.folder, request.root)
+            loader = Loader(request, manifest)
+            targets = _targets(manifest, request.into, request.folder)
+            ready = _fillings(loader, targets)
+        except BaseException as caught:
+            error = caught
+        if not agree_on(manifest, error, attempt):
+            continue
+        assert loader is not None
+        assert manifest is not None
+        try:
+            for one in ready:
+                loader.fill(*one)
+        except BaseException as caught:
+            error = caught
+        if agree_on(manifest, error, attempt):
+            return LoadedState(targets[0], targets[1], manifest.metadata, manifest.step)
+    raise StoreError(f"the checkpoint was replaced at each of {_folder.TRIES} attempts to load it")
+
+
+def ranks_of(
+    rank: int | None,
+    world_size: int | None,
+    layout: Layout | str | None,
+    group: ProcessGroup | None,
+) -> tuple[Steps | None, int, int]:
+    """Return which part is wanted: steps, index, world (0: all of everything)."""
+    if group is not None:
+        check_group(group)
+        if rank is not None or world_size is not None:
+            raise TypeError("give group= or rank= and world_size=, not both")
+        rank, world_size = group.rank, group.world_size
+    if (rank is None) != (world_size is None) and not isinstance(layout, Layout):
+        raise TypeError("rank= and world_size= go together")
+    if rank is None:
+        if layout is None or layout == "whole":
+            return None, 0, 0
+        raise TypeError("layout= says how to cut: say by rank= which part is wanted")
+    if world_size is None:
+        assert isinstance(layout, Layout)
+        world_size = layout.parts
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} of {world_size} does not exist")
+    steps = steps_of(layout, world_size)
+    if steps == ():
+        return steps, 0, 0
+    if isinstance(layout, Layout) and layout.parts != world_size:
+        raise ValueError(f"{layout!r} has {layout.parts} parts for {world_size} ranks")
+    return steps, rank, world_size
+
+
+def _verify_all(folder: str, catalog: Any) -> None:
+    """Read and compare all files; raise the first problem."""
+    from ._verify import Problem
+
+    _, problems = catalog.verify(folder, None)
+    if problems:
+        raise Problem(*problems[0]).as_error(folder)
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    root: str = _folder.MANIFEST,
+    _manifest: Manifest | None = None,
+    names: str | Iterable[str] | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    layout: Layout | str | None = None,
+    group: ProcessGroup | None = None,
+    into: Any = None,
+    mmap: bool = False,
+    verify: bool | str = True,
+    missing: str = "skip",
+    progress: Callable[[int], object] | None = None,
+) -> LoadedState:
+    """Load one root; see `mlstate.load`. `_manifest` is the root, if it was read."""
+    folder = local_folder(path)
+    cutting = ranks_of(rank, world_size, layout, group)
+    listed = None if names is None else listed_names(names)
+    if verify not in (True, False, "first"):
+        raise ValueError(f"verify must be True, False or 'first', got {verify!r}")
+    if missing not in MISSING:
+        raise ValueError(f"missing must be one of {', '.join(MISSING)}, got {missing!r}")
+    if into is not None:
+        _check_into(into)
+        if mmap:
+            raise ValueError("mmap=True makes views of the files: it cannot fill into=")
+    request = LoadRequest(
+        folder,
+        root,
+        listed,
+        rank if group is None else group.rank,
+        cutting,
+        into,
+        layout is None and rank is None and world_size is None,
+        mmap,
+        verify,
+        missing,
+        progress,
+    )
+    if group is not None and group.world_size > 1 and _has_torch(into):
+        return _load_together(group, request)
+    load_root = _load_new_state if into is None else _load_into_targets
+
+    def read(found: Manifest) -> LoadedState:
+        return load_root(Loader(request, found))
+
+    return _folder.read_root(folder, root, read, _manifest)
+
+
+@set_module("mlstate.checkpoint")
+def load(
+    path: str | os.PathLike[str],
+    *,
+    names: str | Iterable[str] | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    layout: Layout | str | None = None,
+    group: ProcessGroup | None = None,
+    into: Any = None,
+    mmap: bool = False,
+    verify: bool | str = True,
+    missing: str = "skip",
+    progress: Callable[[int], object] | None = None,
+) -> LoadedState:
+    """
+    Load a checkpoint, all of it or any part.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        Its folder.
+    names : str or iterable of str, optional
+        Which tensors: the name of a parameter (with its optimizer states), of a layer (all
+        below it), of one tensor, or a glob (``"layers.*.weight"``) where nothing has that very
+        name.
+    rank, world_size : int, optional
+        Load the part of one rank only. Without `layout`, tensors are cut in the way in which
+        they were saved, for `world_size` ranks; those that were saved whole are loaded whole.
+    layout : Layout, "rows", "flat" or "whole", optional
+        How to cut, whatever they were saved as. Optimizer states are cut along the same axes as
+        their parameter, in so far as they have them.
+    group : ProcessGroup, optional
+        In place of `rank` and `world_size`. The ranks need not wait for each other, but for
+        torch modules and optimizers in `into`: there all ranks call this, and hear of each
+        other, before anything is changed, whether all fits and is of one checkpoint.
+    into : mapping or object, optional
+        ``{"model": state, "optimizer": state}``, or something with these attributes: arrays
+        that exist, of the right shape and dtype, are filled; no new ones are made. Torch
+        modules and optimizers are filled in place, of DDP, FSDP2 and FSDP1 too: they know
+        which part of a tensor they have, so `group`, `rank` and `layout` do not cut for them
+        (a `rank` or `layout` that is given cuts for modules that are not sharded). States
+        that an optimizer has not made yet are made; its groups get the values that were
+        saved. Nothing is loaded for one that is absent. With `names`, what they mean must be
+        on both sides; all else in `into` stays as it is.
+    mmap : bool, default False
+        Return read-only arrays over the mapped files: nothing is read before it is touched.
+        Tensors whose part lies in several shards, or in a sparse one, are put together in new
+        memory.
+    verify : bool or "first", default True
+        Compare checksums while reading. Of a mapping, and with False, nothing is compared.
+        ``"first"``: read and compare the whole checkpoint before anything else is done.
+    missing : {"skip", "zeros", "error"}, default "skip"
+        What to do about optimizer states that were not saved, such as those of parameters that
+        have none: leave them out, make them zeros, or refuse. They are those that other
+        parameters have, in their own shape; where the saved optimizer says which parameters it
+        trains, of these. With `into`, also those that are there: ``"skip"`` leaves arrays as
+        they are, and lets a torch optimizer forget such states: it makes them anew.
+    progress : callable, optional
+        As for `save`.
+
+    Returns
+    -------
+    LoadedState
+        ``model``, ``optimizer``, ``metadata``, ``step``. Each state is of the class that was
+        saved. Many arrays below 4 MiB are views of blocks that they share, of 4 to 20 MiB; a
+        block lives as long as any of its arrays. bfloat16 and 8-bit floats are what
+        `load_file` returns for them.
+
+    Raises
+    ------
+    StoreError
+        The system refused; a `FileNotFoundError` too where there is no checkpoint.
+    FormatError
+        The manifest, an index or a file is not what it should be, or not all of a tensor was
+        stored.
+    ChecksumError
+        Bytes changed since they were written. (A `FormatError`.)
+    TensorNotFoundError
+        One of `names` means nothing. (A `KeyError`.)
+    CompatibilityError
+        `into` has other names, shapes or dtypes. Nothing was changed.
+    TypeError, ValueError
+        As `save`, of the torch objects in `into`; arrays of `into` are read-only, or share
+        memory and are not the same array. Nothing was changed.
+
+    Notes
+    -----
+    Only the byte ranges that are wanted are read; where they are verified, the checksummed
+    blocks of 1 MiB that hold them. Memory is asked for once the files were seen to be there. A
+    checksum that does not match is found while reading: ``into`` then holds anything, unless
+    ``verify="first"``. An array that is in `into` under several names of a section, as tied
+    weights are, is filled for the last of them. Views with gaps are filled when all else is
+    read, in their order. A file that is cut short while a mapping of it is in use ends the
+    process (SIGBUS), as with every mapping; mlstate never does that to its files.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np, mlstate
+    >>> path = tempfile.mkdtemp() + "/ckpt"
+    >>> _ = mlstate.save(path, {"w": np.arange(8.0).reshape(4, 2)})
+    >>> mlstate.load(path, rank=1, world_size=2, layout="rows").model["w"]
+    array([[4., 5.],
+           [6., 7.]])
+    """
+    return load_checkpoint(
+        path,
+        names=names,
+        rank=rank,
+        world_size=world_size,
+        layout=layout,
+        group=group,
+        into=into,
+        mmap=mmap,
+        verify=verify,
+        missing=missing,
+        progress=progress,
+    )

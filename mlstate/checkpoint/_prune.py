@@ -1,0 +1,166 @@
+"""What a checkpoint's folder holds that nobody needs; public through `mlstate.checkpoint`."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext, suppress
+from typing import TYPE_CHECKING, NamedTuple
+
+from .._common.local_path import local_folder
+from .._common.set_module import set_module
+from .._common.text import bytes_text
+from ..errors import FormatError, MLStateError
+from ._manager import CheckpointManager
+from ._store import folder as _folder
+from ._store.writer_lock import WriterLock, check_timeout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+@set_module("mlstate.checkpoint")
+class PruneReport(NamedTuple):
+    """What `prune` deleted, or would delete.
+
+    Attributes
+    ----------
+    path : str
+        The folder.
+    dry_run : bool
+        Nothing was deleted.
+    steps : list of int or None
+        Steps that were given up, the oldest first; None: one that cannot be read.
+    kept : list of int or None
+        Steps that stay.
+    files : dict of str to int
+        Deleted files by their paths in the folder, with their sizes in bytes.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np, mlstate
+    >>> from mlstate.checkpoint import prune
+    >>> path = tempfile.mkdtemp() + "/ckpt"
+    >>> _ = mlstate.save(path, {"w": np.ones(3)})
+    >>> prune(path).files
+    {}
+    """
+
+    path: str
+    dry_run: bool
+    steps: list[int | None]
+    kept: list[int | None]
+    files: dict[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files that were deleted."""
+        return sum(self.files.values())
+
+    def _title(self) -> str:
+        done = "would delete" if self.dry_run else "deleted"
+        count = len(self.files)
+        what = f"{count:,} file{'' if count == 1 else 's'}, {bytes_text(self.nbytes)}"
+        return f"{done} {what if count else 'nothing'}"
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self._title()}"
+
+
+def _sizes(folder: str, names: Iterable[str]) -> dict[str, int]:
+    """Sizes of files, those that are gone excepted."""
+    sizes = {}
+    for name in sorted(names):
+        with suppress(FileNotFoundError):
+            sizes[name] = os.lstat(os.path.join(folder, name)).st_size
+    return sizes
+
+
+def _sort_out(
+    folder: str, keep: int | None
+) -> tuple[list[_folder.Root], list[int | None], list[int | None]]:
+    """Roots to give up, their steps, and the steps that stay."""
+    manager = CheckpointManager(folder, keep=keep)
+    newest = _folder.read_manifest(folder).generation
+    old = [] if keep is None else manager._superseded(newest, manager._roots(FormatError))[0]
+    steps: dict[_folder.Root, int | None] = {}
+    for root in _folder.list_roots(folder):
+        steps[root] = None
+        with suppress(MLStateError):
+            steps[root] = _folder.read_manifest(folder, root.path).step
+    kept = [step for root, step in steps.items() if root not in old]
+    return old, [steps[root] for root in old], kept
+
+
+@set_module("mlstate.checkpoint")
+def prune(
+    path: str | os.PathLike[str],
+    *,
+    keep: int | None = None,
+    dry_run: bool = False,
+    lock_timeout: float = 0,
+) -> PruneReport:
+    """
+    Delete what a checkpoint's folder holds that no checkpoint needs.
+
+    Every save does so for what it replaced; this is for what writers that were killed left
+    behind, and for keeping fewer steps than before.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        Folder of the checkpoint, or of a `CheckpointManager`.
+    keep : int, optional
+        How many of the newest steps are kept; older ones are given up, and so are those that
+        are damaged so that their step cannot be told. Steps with files that are missing or have
+        another length do not count. Default: all are kept.
+    dry_run : bool, default False
+        Delete nothing, and say what would be deleted.
+    lock_timeout : float, default 0
+        Seconds to wait while another process writes.
+
+    Returns
+    -------
+    PruneReport
+        What was deleted.
+
+    Raises
+    ------
+    ValueError
+        `keep` is below 1.
+    StoreError
+        There is no checkpoint, another process is writing it (EBUSY), or the system refused.
+    FormatError, ChecksumError
+        A manifest or an index that stays is damaged: then nobody knows what it needs, and
+        nothing is deleted.
+
+    Notes
+    -----
+    Files of other programs stay; `verify` lists them. The lock of writers is held, but not for
+    a dry run: that takes the files of a save at work for left over.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np
+    >>> from mlstate.checkpoint import CheckpointManager, prune
+    >>> manager = CheckpointManager(tempfile.mkdtemp() + "/run", keep=None)
+    >>> for step in (1, 2, 3):
+    ...     _ = manager.save(step, model={"w": np.full(3, step)})
+    >>> report = prune(manager.directory, keep=1)
+    >>> report.steps, report.kept, manager.steps()
+    ([1, 2], [3], [3])
+    """
+    folder = local_folder(path)
+    timeout = check_timeout(lock_timeout)
+    _folder.read_manifest(folder)  # there is one: else nothing would be needed
+    lock = None if dry_run else WriterLock(folder, timeout=timeout)
+    with nullcontext() if lock is None else lock.acquire():
+        old, steps, kept = _sort_out(folder, keep)
+        temporary = _folder.temporary_files(folder)
+        dead = _folder.known_files(folder) - _folder.needed_files(folder, old)
+        sizes = _sizes(folder, [*dead, *temporary, *(root.path for root in old)])
+        if lock is not None:
+            _folder.delete_roots(folder, old)
+            _folder.discard_temporaries(folder)
+            _folder.prune(folder)
+            lock.note(None)  # what a writer left unfinished is gone
+    return PruneReport(folder, dry_run, steps, kept, sizes)

@@ -1,0 +1,281 @@
+"""Replica assignment: which rank writes an array that several ranks have.
+
+Ranks exchange a digest of what they save. If digests differ, the first rank of each digest
+sends its summary to all. So the bytes that are sent do not grow with the ranks that are alike.
+"""
+
+from __future__ import annotations
+
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from .._common.dtypes import label_of, name_of
+from .._sharding.layout import Layout, Shard, Steps
+from ..errors import CollectiveError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from ..collectives import ProcessGroup
+
+    _Dict: TypeAlias = "dict[str, Any] | None"
+    _Summary: TypeAlias = dict[str, Any]
+
+_DIGEST_BYTES = 32
+_SECTIONS = ("params", "optim_state")
+
+
+class Assignment(NamedTuple):
+    """What a rank has to write.
+
+    Attributes
+    ----------
+    mine : two frozensets of str, or None
+        The names of whole arrays that this rank writes, by section; None: all of them.
+    copies : bytes
+        Names of shards that another rank must write, if this rank has to report them.
+    error : BaseException, optional
+        Why the ranks cannot save: this rank's error, or one that names another rank.
+    """
+
+    mine: tuple[frozenset[str], frozenset[str]] | None = None
+    copies: bytes = b""
+    error: BaseException | None = None
+
+
+# ---- names ----
+
+
+def _entries(model: _Dict, optimizer: _Dict) -> Iterator[tuple[str, Any]]:
+    """Iterate over all arrays by their names with section, such as ``0/w``."""
+    for section, state in ((0, model), (1, optimizer)):
+        for name, value in () if state is None else state.items():
+            yield f"{section}/{name}", value
+
+
+def whole_names(model: _Dict, optimizer: _Dict) -> list[str]:
+    """Return the sorted names with section of all arrays that are not a `Shard`."""
+    return sorted(name for name, v in _entries(model, optimizer) if not isinstance(v, Shard))
+
+
+def _replica_names(model: _Dict, optimizer: _Dict) -> list[str]:
+    """Return the sorted names with section of all shards that another rank writes."""
+    entries = _entries(model, optimizer)
+    return sorted(name for name, v in entries if isinstance(v, Shard) and v.replica > 0)
+
+
+def by_section(names: Iterable[str]) -> tuple[frozenset[str], frozenset[str]]:
+    """Divide names with section into those of the two sections."""
+    names = list(names)
+    return (
+        frozenset(name[2:] for name in names if name[0] == "0"),
+        frozenset(name[2:] for name in names if name[0] == "1"),
+    )
+
+
+def _quote_name(name: str) -> str:
+    """Return a name with section as errors show it."""
+    return f"{_SECTIONS[int(name[0])]} {name[2:]!r}"
+
+
+# ---- summaries: what must be the same on all ranks ----
+
+
+def _array_facts(value: Any, known: dict[Any, str]) -> str:
+    """Return dtype and shape as a text, whichever library made the array; "" if it has none.
+
+    `known` has the texts of earlier arrays: many arrays of a model are alike.
+    """
+    try:
+        facts = value.dtype, label_of(value.dtype), tuple(value.shape)
+    except AttributeError:
+        return ""
+    text = known.get(facts)
+    if text is None:
+        text = known[facts] = f"{name_of(value.dtype)} {facts[-1]}"
+    return text
+
+
+def _summarize(model: _Dict, optimizer: _Dict, steps: Steps) -> _Summary:
+    """Return what other ranks have to know of the states that this rank saves."""
+    known: dict[Any, str] = {}
+    entries = sorted(_entries(model, optimizer), key=itemgetter(0))
+    whole = {name: _array_facts(v, known) for name, v in entries if not isinstance(v, Shard)}
+    return {
+        "model": model is not None,
+        "optimizer": optimizer is not None,
+        "layout": None if not steps else repr(Layout._of(steps)),
+        "whole": whole,
+    }
+
+
+def _compare_sections(rank: int, first: _Summary, other: int, found: _Summary) -> None:
+    """Refuse two ranks that give other arguments."""
+    both = f"ranks {rank} and {other} do not save the same:"
+    for what in ("model", "optimizer"):
+        if found[what] != first[what]:
+            has, lacks = (rank, other) if first[what] else (other, rank)
+            raise ValueError(f"{both} rank {has} gives {what}=, and rank {lacks} does not")
+    if found["layout"] != first["layout"]:
+        raise ValueError(
+            f"{both} layout= cuts by {first['layout']} on rank {rank}, and by "
+            f"{found['layout']} on rank {other}"
+        )
+
+
+def _compare_names(rank: int, first: _Summary, other: int, found: _Summary) -> None:
+    """Refuse two ranks that lack arrays which a layout cuts."""
+    lacking = found["whole"].keys() ^ first["whole"].keys()
+    if lacking:
+        raise ValueError(
+            f"layout= cuts arrays that every rank has whole, but ranks {rank} and {other} "
+            f"do not both have {min(lacking)[2:]!r}"
+        )
+
+
+def _compare_arrays(summaries: dict[int, _Summary]) -> None:
+    """Refuse arrays of one name that have other dtypes or shapes."""
+    seen: dict[str, tuple[int, str]] = {}
+    for other, summary in summaries.items():
+        for name, facts in summary["whole"].items():
+            rank, before = seen.setdefault(name, (other, facts))
+            if facts != before and facts and before:
+                raise ValueError(
+                    f"{_quote_name(name)} is {before} on rank {rank}, and {facts} on rank "
+                    f"{other}: an array that is no Shard is taken as whole and the same on "
+                    "every rank; give the parts of a tensor as Shard"
+                )
+
+
+def _compare(summaries: dict[int, _Summary], *, has_layout: bool) -> None:
+    """Refuse ranks that save different states: each of them raises the same error."""
+    (rank, first), *others = summaries.items()
+    for other, found in others:
+        _compare_sections(rank, first, other, found)
+        if has_layout:
+            _compare_names(rank, first, other, found)
+    _compare_arrays(summaries)
+
+
+# ---- messages ----
+
+
+def _pack_local(
+    model: _Dict, optimizer: _Dict, steps: Steps, error: BaseException | None
+) -> tuple[_Summary, bytes, BaseException | None]:
+    """Return this rank's summary, the names of its replicas as a message, and its error."""
+    replicas: list[str] = []
+    summary: _Summary = {}
+    if error is None:
+        try:
+            summary = _summarize(model, optimizer, steps)
+            replicas = _replica_names(model, optimizer)
+        except Exception as caught:  # other ranks wait for a message
+            error = caught
+    if error is not None:
+        summary = {"error": f"{type(error).__name__}: {error}"}
+        replicas = []
+    return summary, "\0".join(replicas).encode("utf-8", "surrogatepass"), error
+
+
+def _exchange_digests(
+    group: ProcessGroup, summary: bytes, replicas: bytes
+) -> tuple[list[int], bool]:
+    """Return each rank's first rank with the same summary, and whether to report replicas.
+
+    The first rank of several with the same replicas reports them.
+    """
+    import hashlib
+
+    own = hashlib.sha256(summary, usedforsecurity=False).digest()
+    if replicas:
+        own += hashlib.sha256(replicas, usedforsecurity=False).digest()
+    digests = list(group.gather_bytes(own) or [])
+    kinds = [each[:_DIGEST_BYTES] for each in digests]
+    first = {kind: kinds.index(kind) for kind in set(kinds)}
+    same = [each[_DIGEST_BYTES:] for each in digests]
+    is_reporter = bool(replicas) and same.index(own[_DIGEST_BYTES:]) == group.rank
+    return [first[kind] for kind in kinds], is_reporter
+
+
+def _exchange_summaries(group: ProcessGroup, text: bytes) -> dict[int, _Summary]:
+    """Return the summaries that ranks send; a rank without one sends an empty text."""
+    import json
+
+    gathered = list(group.gather_bytes(text) or [])
+    return {rank: json.loads(found) for rank, found in enumerate(gathered) if found}
+
+
+def _peer_error(summaries: dict[int, _Summary]) -> CollectiveError | None:
+    """Return the error of the first rank that reports one."""
+    for rank, summary in summaries.items():
+        if "error" in summary:
+            error = CollectiveError(f"not saved: rank {rank}: {summary['error']}")
+            error.rank = rank
+            return error
+    return None
+
+
+# ---- the assignment ----
+
+
+def _names_of_first_owner(rank: int, own: _Summary, summaries: dict[int, _Summary]) -> list[str]:
+    """Return the names that no earlier rank has."""
+    earlier = {
+        name for other, found in summaries.items() if other < rank for name in found["whole"]
+    }
+    return [name for name in own["whole"] if name not in earlier]
+
+
+def assign_replicas(
+    group: ProcessGroup,
+    model: _Dict,
+    optimizer: _Dict,
+    steps: Steps,
+    error: BaseException | None,
+) -> Assignment:
+    """Agree on which rank writes what; every rank calls it, with an earlier `error` if any.
+
+    If all ranks have the same whole arrays, these are divided round-robin. Else the first rank
+    that has an array writes it.
+
+    Raises
+    ------
+    ValueError
+        The ranks save different states. Every rank raises it.
+    """
+    import json
+
+    summary, replicas, error = _pack_local(model, optimizer, steps, error)
+    text = json.dumps(summary).encode()
+    first, is_reporter = _exchange_digests(group, text, replicas)
+    copies = replicas if is_reporter else b""
+    rank = group.rank
+    if len(set(first)) == 1:
+        if error is not None or steps:
+            return Assignment(None, copies, error)
+        return Assignment(by_section([*summary["whole"]][rank :: group.world_size]), copies)
+    summaries = _exchange_summaries(group, text if first[rank] == rank else b"")
+    failed = _peer_error(summaries) if error is None else error
+    if failed is not None:
+        return Assignment(error=failed)
+    _compare(summaries, has_layout=bool(steps))
+    if steps:
+        return Assignment(None, copies)
+    return Assignment(by_section(_names_of_first_owner(rank, summary, summaries)), copies)
+
+
+def check_copies(catalog: Any, reports: Iterable[bytes]) -> None:
+    """Refuse replicas of shards that no rank wrote; `reports` are all ranks' `copies`."""
+    stored: set[str] | None = None
+    for rank, text in enumerate(reports):
+        if not text:
+            continue
+        if stored is None:
+            stored = {f"{section}/{key}" for section in (0, 1) for key in catalog.keys(section)}
+        for name in text.decode("utf-8", "surrogatepass").split("\0"):
+            if name not in stored:
+                raise ValueError(
+                    f"{_quote_name(name)} on rank {rank} is a Shard with replica= above 0, and no "
+                    "rank gives replica 0 of it, which is what would be stored"
+                )

@@ -1,0 +1,250 @@
+"""A checkpoint cut anew, by one process; public through `mlstate.checkpoint`."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from .. import _core
+from .._common.local_path import local_folder
+from .._common.set_module import set_module
+from .._sharding.layout import Layout, Shard, steps_of
+from ._checkpoint import Checkpoint, TensorRecord
+from ._commit import (
+    close_folder,
+    commit_manifest,
+    creation_time,
+    delete_replaced,
+    is_committed,
+    open_folder,
+    record_of,
+    warn_of_files,
+)
+from ._manager import find_root
+from ._save import PACK_BELOW, WRITER, SaveTarget, check_target
+from ._store import folder as _folder
+from ._store.index_patterns import pattern_of, with_patterns
+from ._store.writer_lock import WriterLock
+from ._verify import Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ._commit import Committed, Start
+    from ._store.manifest import Manifest
+
+
+class _Cut:
+    """What each rank of the new world gets; a part that several have is stored by the first."""
+
+    def __init__(self, catalog: Any, steps: Any) -> None:
+        self._facts = {
+            (section, key): (shape, axes, version, tier)
+            for section, key, _, _, _, shape, _, axes, _, _, version, tier, *_ in catalog.tensors()
+        }
+        self._steps = steps
+        self._stored: set[tuple[str, str, int]] = set()
+
+    def shards(self, section: str, arrays: dict[str, Any], rank: int) -> dict[str, Shard]:
+        """The arrays of one rank as shards."""
+        made = {}
+        for key, array in arrays.items():
+            shape, axes, _, tier = self._facts[section, key]
+            steps, index = _core.layout_project(self._steps, rank, len(shape), axes)
+            place = (section, key, index)
+            replica = int(place in self._stored)
+            self._stored.add(place)
+            layout = Layout._of(steps)
+            made[key] = Shard(array, layout, index, shape=shape, tier=tier, replica=replica)
+        return made
+
+
+def _write_rank(
+    target: SaveTarget,
+    generation: str,
+    ranks: tuple[int, int],
+    states: tuple[Any, Any],
+    progress: Callable[[int], object] | None,
+) -> dict[str, Any]:
+    """Write the shards of one rank; return what `shards_write` returns, and its pattern."""
+    gathered, _ = _core.shards_gather(ranks, states, Shard, None, ())
+    mode = _folder.new_file_mode(target.folder)
+    written = _core.shards_write(
+        target.folder, generation, gathered, None, target.how, progress, None, mode
+    )
+    index = _folder.load_index(target.folder, record_of(written))
+    return {**written, **pattern_of(index)}
+
+
+def _commit_all_ranks(
+    target: SaveTarget, start: Start, like: Manifest, written: list[dict[str, Any]]
+) -> Committed:
+    """Commit what was written for each rank, with the state's description of `like`."""
+    manifest = like._replace(
+        generation=start.generation,
+        sequence=start.sequence,
+        created=creation_time(),
+        writer=WRITER,
+        world_size=len(written),
+        indexes=tuple(map(record_of, written)),
+        patterns=None,
+    )
+    if len(written) > 1:
+        manifest = with_patterns(target.folder, manifest, written)[0]
+    return commit_manifest(target.folder, manifest)
+
+
+def _write_all_ranks(
+    target: SaveTarget,
+    world_size: int,
+    states: Callable[[int], tuple[Any, Any]],
+    like: Manifest,
+    progress: Callable[[int], object] | None,
+) -> Checkpoint:
+    """Save for all ranks of a world, one after the other; `states` returns their dicts."""
+    lock = WriterLock(target.folder, timeout=target.lock_timeout)
+    start: Start | None = None
+    is_clean = False
+    try:
+        start = open_folder(target, lock)
+        written = [
+            _write_rank(target, start.generation, (rank, world_size), states(rank), progress)
+            for rank in range(world_size)
+        ]
+        committed = _commit_all_ranks(target, start, like, written)
+        is_clean = True
+        warning = delete_replaced(target, committed, start.before)
+    except BaseException:
+        if start is not None and not is_committed(target.folder, start.generation):
+            _folder.discard(target.folder, start.generation)
+            is_clean = True
+        raise
+    finally:
+        close_folder(lock, is_clean=is_clean)
+    warn_of_files(warning, 5)
+    return Checkpoint(target.folder, _manifest=committed.manifest)
+
+
+@set_module("mlstate.checkpoint")
+def reshard(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    layout: Layout | str,
+    world_size: int | None = None,
+    step: int | None = None,
+    pack_below_bytes: int = PACK_BELOW,
+    overwrite: bool = False,
+    progress: Callable[[int], object] | None = None,
+    lock_timeout: float = 0,
+) -> Checkpoint:
+    """
+    Write a checkpoint anew, cut in another way.
+
+    Nobody has to do this before loading: `load` cuts as it is asked to. It pays where many
+    processes are going to load their parts, or where the parts go to different disks.
+
+    Parameters
+    ----------
+    source : str or os.PathLike
+        Folder of the checkpoint.
+    target : str or os.PathLike
+        Folder of the new one. It must not be `source`, and must not exist or must be empty,
+        unless `overwrite` is true.
+    layout : Layout, "rows", "flat" or "whole"
+        How tensors are cut. Tensors that lack an axis of it are not cut along that.
+    world_size : int, optional
+        Number of ranks. Default: as many as `layout` has parts.
+    step : int, optional
+        Which step of a `CheckpointManager`'s folder. Default: the newest.
+    pack_below_bytes : int, default 262144
+        As for `save`.
+    overwrite : bool, default False
+        Replace a checkpoint in `target`, all steps of a `CheckpointManager` included. Files of
+        other programs stay.
+    progress : callable, optional
+        Called with the number of bytes written since the last call.
+    lock_timeout : float, default 0
+        Seconds to wait while another process writes.
+
+    Returns
+    -------
+    Checkpoint
+        The new one.
+
+    Raises
+    ------
+    FormatError, ChecksumError
+        `source` is not what was saved: everything is verified before anything is written.
+    ValueError
+        `layout` does not go with `world_size`, or `target` is `source`.
+    StoreError
+        The system refused, there is no such step, or `target` exists (EEXIST).
+
+    Notes
+    -----
+    Tensors are read through mappings of their files; those parts that lie in several places
+    are put together in memory, for one rank at a time. Where anything in the source is sparse,
+    zeros are left out of the target, too; what compresses the source compresses the target.
+
+    With `overwrite`, the new checkpoint replaces the newest one of `target` in one step, and then
+    the older steps are deleted. If the process is killed between the two, the older steps stay
+    until the same call is repeated.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np, mlstate
+    >>> path = tempfile.mkdtemp()
+    >>> _ = mlstate.save(path + "/a", {"w": np.arange(6.0)})
+    >>> mlstate.checkpoint.reshard(path + "/a", path + "/b", layout="rows", world_size=3)
+    Checkpoint: 1 tensor, 48 B, 3 files, 3 ranks, ...
+    >>> mlstate.load(path + "/b").model["w"]
+    array([0., 1., 2., 3., 4., 5.])
+    """
+    if world_size is None:
+        if not isinstance(layout, Layout):
+            raise TypeError("world_size= is needed unless layout is a Layout")
+        world_size = layout.parts
+    steps = steps_of(layout, world_size)
+    if steps and isinstance(layout, Layout) and layout.parts != world_size:
+        raise ValueError(f"{layout!r} has {layout.parts} parts for {world_size} ranks")
+    assert steps is not None
+    source, target = local_folder(source), local_folder(target)
+    if os.path.exists(target) and os.path.samefile(source, target):
+        raise ValueError("the target must be another folder than the source")
+    _folder.refuse_existing(target, overwrite)
+    root = _folder.MANIFEST if step is None else find_root(source, step)
+
+    def write(manifest: Manifest) -> Checkpoint:
+        catalog = _folder.load_catalog(source, manifest)
+        _, problems = catalog.verify(source, None)
+        if problems:
+            raise Problem(*problems[0]).as_error(source)
+        cut = _Cut(catalog, steps)
+
+        def states(rank: int) -> tuple[Any, Any]:
+            cutting = (steps, rank, world_size) if steps else (None, 0, 0)
+
+            def shards(section: int, kind: Any) -> Any:
+                if kind is None:
+                    return None
+                keys = catalog.keys(section)  # of this root, even if the folder has a newer one
+                arrays = catalog.load(source, section, keys, cutting, False, True, None)
+                return cut.shards(_folder.SECTIONS[section], arrays, rank)
+
+            return shards(0, manifest.model), shards(1, manifest.optimizer)
+
+        records = [TensorRecord(*record) for record in catalog.tensors()]
+        sparse = any(record.sparse_shards for record in records)
+        compress = next((record.codec for record in records if record.codec), None)
+        saved = check_target(
+            target,
+            pack_below=pack_below_bytes,
+            sparse=sparse,
+            compress=compress,
+            replace_steps=overwrite,
+            lock_timeout=lock_timeout,
+        )
+        return _write_all_ranks(saved, world_size, states, manifest, progress)
+
+    return _folder.read_root(source, root, write)

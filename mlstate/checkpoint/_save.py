@@ -1,0 +1,605 @@
+"""Saving a sharded checkpoint, by one rank or by many; public through `mlstate.checkpoint`.
+
+    save -> check_target       the arguments -> SaveTarget
+         -> take_content       the states, checked but not copied -> SaveContent
+         -> gather_shards      this rank's shards -> GatheredShards
+         -> write_and_commit   see _commit.py -> Checkpoint
+
+Each step takes what the step before returned. An error of one rank of several is carried along
+to the next exchange of messages, where the other ranks wait.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from .. import _core
+from .._common.arrays import refuse_given_away
+from .._common.backend import backend_of, is_module, is_optimizer
+from .._common.json_values import check_json_values
+from .._common.local_path import local_folder
+from .._common.set_module import set_module
+from .._sharding.layout import Layout, Shard, Steps, steps_of
+from .._version import __version__
+from ..collectives._arguments import check_group
+from ..errors import CollectiveError, StoreError
+from ..state._kind import kind_of
+from ..state._optimizer_state import OptimizerStateDict
+from ..state._state_dict import StateDict
+from ._commit import refuse_manager_folder, write_and_commit
+from ._replica_assignment import Assignment, assign_replicas
+from ._store import codecs as _codecs
+from ._store import folder as _folder
+from ._store.writer_lock import check_timeout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ..collectives import ProcessGroup
+    from ._checkpoint import Checkpoint
+    from ._store.manifest import Manifest
+
+    _Dicts: TypeAlias = tuple[dict[str, Any] | None, dict[str, Any] | None]
+
+PACK_BELOW = 262144
+WRITER = f"mlstate {__version__}"
+_NO_ARRAYS = (dict, list, tuple, str, bytes, int, float, complex)  # common mistakes
+
+
+# ---- where, and how ----
+
+
+class SaveTarget(NamedTuple):
+    """Where and how a rank saves: the arguments of `save`, checked.
+
+    Attributes
+    ----------
+    folder : str
+        Absolute path of the checkpoint.
+    group : ProcessGroup or None
+        None: this process saves alone.
+    rank, world_size : int
+        Of the group.
+    layout : Layout, str or None
+        How arrays that are not a `Shard` are cut.
+    how : tuple
+        Options of `_core.shards_write`.
+    keep_root : bool
+        Keep the root under ``roots/``, as a manager does.
+    replace_steps : bool
+        Replace a manager's steps by this checkpoint: `retain` deletes all of them.
+    retain : callable or None
+        Called after the commit with the new manifest. It gives up old roots, and returns the
+        manifests of the others by their paths in the folder.
+    lock_timeout : float
+        Seconds.
+    """
+
+    folder: str
+    group: ProcessGroup | None
+    rank: int
+    world_size: int
+    layout: Layout | str | None
+    how: tuple[int, bool, bool, str | None]
+    keep_root: bool
+    replace_steps: bool
+    retain: Callable[[Manifest], Mapping[str, Manifest]] | None
+    lock_timeout: float
+
+
+def delete_all_roots(folder: str, newest: Manifest) -> dict[str, Manifest]:
+    """Delete every step of a manager's folder, which `newest` has replaced."""
+    _folder.delete_roots(folder, _folder.list_roots(folder))
+    return {}
+
+
+def check_target(
+    path: str | os.PathLike[str],
+    *,
+    group: ProcessGroup | None = None,
+    layout: Layout | str | None = None,
+    pack_below: int = PACK_BELOW,
+    sparse: bool = False,
+    incremental: bool = False,
+    compress: str | None = None,
+    keep_root: bool = False,
+    replace_steps: bool = False,
+    retain: Callable[[Manifest], Mapping[str, Manifest]] | None = None,
+    lock_timeout: float = 0.0,
+) -> SaveTarget:
+    """Check the arguments that say where and how to save.
+
+    Raises
+    ------
+    TypeError, ValueError, ImportError
+        An argument is wrong, or the package of the codec is not installed.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            "the path of a checkpoint must be a str or os.PathLike, got "
+            f"{type(path).__name__}; it comes first: save(path, model, optimizer)"
+        )
+    folder = local_folder(path)
+    if not isinstance(folder, str):
+        raise TypeError("the path of a checkpoint must be a str")
+    for name, value in (("sparse", sparse), ("incremental", incremental)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
+    if compress is not None:
+        _codecs.check(compress)
+    if replace_steps:
+        retain = partial(delete_all_roots, folder)
+    rank, world_size = 0, 1
+    if group is not None:
+        check_group(group)
+        rank, world_size = group.rank, group.world_size
+    return SaveTarget(
+        folder,
+        None if world_size == 1 else group,
+        rank,
+        world_size,
+        layout,
+        (pack_below, sparse, incremental, compress),
+        keep_root,
+        replace_steps,
+        retain,
+        check_timeout(lock_timeout),
+    )
+
+
+# ---- what is saved ----
+
+
+def _array_of(value: Any) -> Any:
+    return value.array if isinstance(value, Shard) else value
+
+
+def is_on_device(value: Any) -> bool:
+    """Whether a value is a torch tensor, or a Shard of one, that is not in main memory."""
+    return getattr(getattr(_array_of(value), "device", None), "type", "cpu") != "cpu"
+
+
+def _on_host(name: str, value: Any, copy: Callable[[Any], Any] | None) -> Any:
+    """A value in main memory, copied there by `copy`, or to memory of its own."""
+    array = _array_of(value)
+    if array.device.type == "meta":
+        raise BufferError(f"{name!r} is a tensor on torch's meta device: it has no elements")
+    copied = array.detach().cpu() if copy is None else copy(array.detach())
+    if not isinstance(value, Shard):
+        return copied
+    return Shard(
+        copied,
+        value.layout,
+        value.index,
+        shape=value.shape,
+        version=value.version,
+        tier=value.tier or "hot",
+        replica=value.replica,
+    )
+
+
+def _torch_states(model: Any, optimizer: Any, ranks: int) -> tuple[Any, Any]:
+    """Replace a torch module and a torch optimizer by their states."""
+    module = model if is_module(model) else None
+    if is_optimizer(optimizer):
+        states, keywords = backend_of(optimizer).saved_optimizer(optimizer, module, ranks)
+        optimizer = OptimizerStateDict(**keywords)
+        optimizer.update(states)
+    if module is not None:
+        model = StateDict(backend_of(module).saved_module(module, ranks))
+    return model, optimizer
+
+
+def _mapping_of(name: str, state: Any) -> Any:
+    """Return the mapping behind an argument; TypeError if there is none."""
+    if hasattr(state, "get_state_dict"):
+        state = state.get_state_dict()
+    if state is not None and not hasattr(state, "keys"):
+        raise TypeError(
+            f"{name} must be a mapping of str to arrays, a torch "
+            f"{'module' if name == 'model' else 'optimizer'} or something with "
+            f"get_state_dict(), got {type(state).__name__}"
+        )
+    return state
+
+
+def states_of(model: Any, optimizer: Any, ranks: int = 1) -> tuple[Any, Any]:
+    """Return the states behind the arguments: mappings as they are, and those of torch objects.
+
+    `ranks` save together; a module that torch sharded over more ranks is refused.
+    """
+    model, optimizer = _torch_states(model, optimizer, ranks)
+    model, optimizer = _mapping_of("model", model), _mapping_of("optimizer", optimizer)
+    if model is None and optimizer is None:
+        raise ValueError("nothing to save: give a model, an optimizer or both")
+    return model, optimizer
+
+
+def _refuse_value(section: str, state: dict[str, Any], name: Any) -> TypeError:
+    """The error for a value that is no array: what it is, and where it belongs."""
+    value = state[name]
+    if isinstance(value, dict) and "param_groups" in state:
+        hint = "this is a torch optimizer's state_dict(): pass the optimizer itself"
+    elif isinstance(value, dict):
+        hint = "states are flat: pass the dict in it as model= or optimizer=, or join the names"
+    elif isinstance(value, list | tuple):
+        hint = "make an array of it, or keep it in metadata="
+    else:
+        hint = "what is no array goes into metadata="
+    return TypeError(
+        f"{section} {name!r} must be a NumPy array or a torch tensor, got "
+        f"{type(value).__name__}; {hint}"
+    )
+
+
+def _as_dict(state: Any, section: str) -> dict[str, Any] | None:
+    """Return the state as a new dict; TypeError for a value that cannot be an array."""
+    if state is None:
+        return None
+    plain = dict(state)
+    refuse_given_away(plain)
+    for name, value in plain.items():  # NumPy's numbers have a dtype, and are arrays
+        if value is None or (isinstance(value, _NO_ARRAYS) and not hasattr(value, "dtype")):
+            raise _refuse_value(section, plain, name)
+    return plain
+
+
+def _step_of(step: int | None, optimizer: Any) -> int | None:
+    if step is None and isinstance(optimizer, OptimizerStateDict):
+        return optimizer.step
+    if step is None:
+        return None
+    import operator
+
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise TypeError(f"step must be an int or None, got {type(step).__name__}") from None
+    if not 0 <= number < 1 << 63:
+        raise ValueError(f"step must be from 0 to 2**63 - 1, got {step}")
+    return number
+
+
+def _checked_metadata(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    import json
+
+    if given is not None and not hasattr(given, "keys"):
+        raise TypeError(f"metadata must be a mapping such as a dict, got {type(given).__name__}")
+    metadata = {} if given is None else dict(given)
+    if not metadata:
+        return metadata
+    try:
+        check_json_values(metadata, "metadata")
+        json.dumps(metadata, allow_nan=False)  # numbers of other classes, of too many digits
+    except (TypeError, ValueError) as error:
+        cls = TypeError if isinstance(error, TypeError) else ValueError
+        raise cls(
+            f"metadata must be what JSON can say (texts, numbers, lists, dicts): {error}"
+        ) from None
+    return metadata
+
+
+class SaveContent:
+    """What one rank saves; its arrays are not copied.
+
+    Attributes
+    ----------
+    dicts : tuple of two dicts or None
+        The arrays of model and optimizer, until `gather_shards` has taken them.
+    header : dict
+        What the manifest says of the state.
+    error : BaseException or None
+        Why this rank of several cannot save.
+    """
+
+    __slots__ = ("dicts", "error", "header")
+
+    def __init__(
+        self, dicts: _Dicts, header: dict[str, Any], error: BaseException | None = None
+    ) -> None:
+        self.dicts = dicts
+        self.header = header
+        self.error = error
+
+
+def _refuse_manager_folder_early(target: SaveTarget) -> None:
+    """Refuse a manager's folder before a thread begins; other errors come with the commit."""
+    try:
+        refuse_manager_folder(target)
+    except StoreError as error:
+        if error.errno == errno.EEXIST:
+            raise
+
+
+def take_content(
+    target: SaveTarget,
+    model: Any,
+    optimizer: Any,
+    metadata: Mapping[str, Any] | None,
+    step: int | None,
+    *,
+    in_thread: bool = False,
+) -> SaveContent:
+    """Look at the states, without copying any array.
+
+    `in_thread`: a thread does the rest, so a manager's folder is refused here already. Errors
+    are raised if this process saves alone, and else carried along.
+    """
+    try:
+        if in_thread and target.rank == 0:
+            _refuse_manager_folder_early(target)
+        states = states_of(model, optimizer, target.world_size)
+        dicts = (_as_dict(states[0], "params"), _as_dict(states[1], "optim_state"))
+        header = {
+            "writer": WRITER,
+            "step": _step_of(step, states[1]),
+            "world_size": target.world_size,
+            "model": kind_of(states[0]),
+            "optimizer": kind_of(states[1]),
+            "metadata": _checked_metadata(metadata),
+        }
+        if target.layout is not None:
+            steps_of(target.layout, 1)
+    except BaseException as error:
+        if target.group is None:
+            raise
+        return SaveContent((None, None), {}, error)
+    return SaveContent(dicts, header)
+
+
+# ---- the shards that this rank stores ----
+
+
+class GatheredShards:
+    """The shards that one rank stores, not written yet.
+
+    Attributes
+    ----------
+    shards : object
+        As `_core.shards_gather` returns them; `write_and_commit` takes them.
+    nbytes : int
+        Of all shards.
+    header : dict
+        What the manifest says of the state.
+    copies : bytes
+        Names of shards that another rank must store, if this rank has to report them.
+    error : BaseException or None
+        Why this rank of several cannot save.
+    """
+
+    __slots__ = ("copies", "error", "header", "nbytes", "shards")
+
+    def __init__(self, header: dict[str, Any], copies: bytes = b"") -> None:
+        self.header = header
+        self.copies = copies
+        self.shards: Any = None
+        self.nbytes = 0
+        self.error: BaseException | None = None
+
+    def fail(self, error: BaseException) -> None:
+        """Drop the shards; the other ranks are waiting, and hear of the error later."""
+        self.shards = None
+        self.error = error
+
+
+def _layout_steps(target: SaveTarget, content: SaveContent) -> Steps:
+    """Return how arrays that are not a `Shard` are cut; () if they are not."""
+    if target.layout is None or content.error is not None:
+        return ()
+    return steps_of(target.layout, target.world_size) or ()
+
+
+def gather_shards(
+    target: SaveTarget, content: SaveContent, copy: Callable[[Any], Any] | None = None
+) -> GatheredShards:
+    """Gather the shards that this rank stores; every rank calls it, also after a failure.
+
+    Tensors on a device are copied to main memory by `copy`. Errors are raised if this process
+    saves alone, and else carried along.
+    """
+    gathered = GatheredShards(content.header)
+    try:
+        steps = _layout_steps(target, content)
+        assigned = Assignment()
+        if target.group is not None:
+            assigned = assign_replicas(target.group, *content.dicts, steps, content.error)
+        gathered.copies, gathered.error = assigned.copies, assigned.error
+        if gathered.error is None:
+            dicts, mine = content.dicts, assigned.mine
+            _copy_to_host(dicts, mine or (None, None), copy)
+            ranks = (target.rank, target.world_size)
+            gathered.shards, gathered.nbytes = _core.shards_gather(ranks, dicts, Shard, mine, steps)
+    except CollectiveError:
+        raise
+    except BaseException as error:
+        if target.group is None:
+            raise
+        gathered.fail(error)
+    finally:
+        # references to arrays, also those of the error's traceback
+        content.dicts, content.error = (None, None), None
+    return gathered
+
+
+def _copy_to_host(
+    dicts: _Dicts,
+    mine: tuple[frozenset[str] | None, frozenset[str] | None],
+    copy: Callable[[Any], Any] | None,
+) -> None:
+    """Replace tensors on devices that this rank stores by copies in main memory."""
+    if sys.modules.get("torch") is None:
+        return
+    for state, names in zip(dicts, mine, strict=True):
+        for name, value in () if state is None else state.items():
+            whole = not isinstance(value, Shard)
+            ours = (names is None or name in names) if whole else value.replica == 0
+            if ours and is_on_device(value):
+                state[name] = _on_host(name, value, copy)  # type: ignore[index]
+
+
+# ---- all of it ----
+
+
+def write_checkpoint(
+    path: str | os.PathLike[str],
+    model: Any,
+    optimizer: Any,
+    *,
+    metadata: Mapping[str, Any] | None,
+    step: int | None,
+    progress: Callable[[int], object] | None,
+    **options: Any,
+) -> Checkpoint:
+    """Save one generation; see `mlstate.save`. `options` are those of `check_target`."""
+    target = check_target(path, **options)
+    content = take_content(target, model, optimizer, metadata, step)
+    return write_and_commit(target, gather_shards(target, content), progress)
+
+
+@set_module("mlstate.checkpoint")
+def save(
+    path: str | os.PathLike[str],
+    model: Any = None,
+    optimizer: Any = None,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    step: int | None = None,
+    group: ProcessGroup | None = None,
+    layout: Layout | str | None = None,
+    pack_below_bytes: int = PACK_BELOW,
+    sparse: bool = False,
+    incremental: bool = False,
+    compress: str | None = None,
+    progress: Callable[[int], object] | None = None,
+    lock_timeout: float = 0,
+) -> Checkpoint:
+    """
+    Save the state of a model, of its optimizer, or both.
+
+    When this returns, the new checkpoint is on the disk. Until then the old checkpoint in the
+    folder stays complete, whatever happens.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        Folder of the checkpoint; created if it does not exist. A checkpoint in it is replaced;
+        unchanged shards are not written again.
+    model : mapping of str to array or Shard, or torch.nn.Module, optional
+        A `ModelStateDict`, a plain dict, a module (its ``state_dict()``), or an object with
+        ``get_state_dict()``. Arrays are those of NumPy or ml_dtypes, or torch tensors; they are
+        not copied, except tensors on a device: all of these are first copied to main memory. A
+        module may be wrapped by DDP, compiled, or sharded by FSDP2, FSDP1 or tensor
+        parallelism: names are those without the wrappers, and each rank stores its shards.
+    optimizer : mapping of str to array or Shard, or torch.optim.Optimizer, optional
+        An `OptimizerStateDict`, or a dict with keys ``"<parameter>.<state name>"``, or a torch
+        optimizer, whose parameters' names come from the module given as `model`.
+    metadata : mapping, optional
+        JSON values: str, finite numbers, lists, dicts with str keys, at most 100 levels deep.
+    step : int, optional
+        Default: that of an `OptimizerStateDict`.
+    group : ProcessGroup, optional
+        The ranks that save together, all of which call this; see `mlstate.collectives`. Each
+        writes its own shards. An array that is not a `Shard` is treated as replicated: every
+        rank holds all of it, and the writes are divided round-robin. Default: this process
+        alone.
+    layout : Layout, "rows", "flat" or "whole", optional
+        How arrays that are not a `Shard` are cut into shards. Default: not at all.
+    pack_below_bytes : int, default 262144
+        Shards of fewer bytes share files; 0: every shard has its own file.
+    sparse : bool, default False
+        Do not store rows whose bytes are all zero, nor tensors of such rows, such as the
+        optimizer states of parameters that were not trained. The search is one pass over the
+        memory.
+    incremental : bool, default False
+        If at most half of the rows of a shard changed since the last save in this folder, write
+        these rows only. The old shard is read to find them.
+    compress : {"zlib", "zstd"}, optional
+        Compress tensors that shrink by a quarter or more, as samples of each tensor show:
+        rounded numbers, counts, masks; trained float32 mostly does not. ``zlib`` is always
+        available; ``zstd`` is faster both ways and needs ``mlstate[zstd]`` to save and to load.
+    progress : callable, optional
+        Called repeatedly with the number of bytes done since the last call. An exception that
+        it raises stops the save.
+    lock_timeout : float, default 0
+        Seconds to wait while another process writes.
+
+    Returns
+    -------
+    Checkpoint
+        The new checkpoint; its ``written`` reports what this call wrote.
+
+    Raises
+    ------
+    ImportError
+        The package that `compress` needs is not installed.
+    TypeError, ValueError
+        An argument is wrong, ranks save different states, the ranks lack a part of a tensor, or
+        a shard's version decreases. Nothing is replaced then.
+    CompatibilityError
+        A dtype without a name in the file format, or a shape that its layout cannot cut.
+    TypeError, ValueError
+        A sharded module without the `group` of its ranks; an optimizer whose parameters are
+        not the module's; a DTensor whose placement no `Layout` describes. The message names it.
+    BufferError
+        A tensor has no memory to export, such as one on torch's ``meta`` device.
+    StoreError
+        The system refused: an `OSError` with its ``errno`` (EBUSY: another process is
+        writing this checkpoint; EEXIST: the folder holds the steps of a `CheckpointManager`).
+    CollectiveError
+        Another rank failed; the message names the rank and the reason.
+
+    Notes
+    -----
+    `mlstate.checkpoint.save_async` and `CheckpointManager` take the same arguments.
+
+    Every file is written under a temporary name, and all of them are on the disk before
+    ``manifest.json`` is replaced. A process that is killed leaves files behind that the next
+    save deletes. Arrays must not change during the save. The GIL is released. Extra memory:
+    about 400 bytes a shard, and 2 MiB for each thread.
+
+    A shard with a version (see `Shard`) is unchanged if its version is. Other shards are compared
+    with their bytes on the disk.
+
+    With `sparse` or `incremental` every function of mlstate returns the same arrays as without.
+    A row is the part behind one index of the first axis, but at least 256 bytes and at most
+    64 KiB. Shards of less than `pack_below_bytes` are written whole, or not at all if they are
+    zero. A shard of which more than 3/4 is not zero is written whole. A shard has at most 8
+    layers, which hold at most twice its bytes together; then it is written anew. Extra memory:
+    a bit for each row.
+
+    With `compress`, shards of less than `pack_below_bytes`, and of less than 16 KiB, are not
+    compressed. Each thread compresses one shard at a time. Extra memory: the compressed shard,
+    at most 3/4 of the shard if it is kept.
+
+    On a network file system one host writes at a time: the lock between hosts is not safe.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np, mlstate
+    >>> path = tempfile.mkdtemp() + "/ckpt"
+    >>> state = {"a": np.zeros(3), "b": np.ones(3)}
+    >>> mlstate.save(path, state).written["new_shards"]
+    2
+    >>> state["a"][0] = 5
+    >>> [t.version for t in mlstate.save(path, state).tensors()]
+    [2, 1]
+    """
+    return write_checkpoint(
+        path,
+        model,
+        optimizer,
+        metadata=metadata,
+        step=step,
+        group=group,
+        layout=layout,
+        pack_below=pack_below_bytes,
+        sparse=sparse,
+        incremental=incremental,
+        compress=compress,
+        progress=progress,
+        lock_timeout=lock_timeout,
+    )

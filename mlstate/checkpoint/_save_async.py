@@ -1,0 +1,815 @@
+"""Saving while the state changes; public through `mlstate.checkpoint`.
+
+    save_async -> check_target, take_content   see _save.py
+               -> _Job.work, in a thread
+                    -> gather_shards     this rank's shards (ranks exchange names)
+                    -> shards_stage      copies, within the budget: small shards first
+                    -> write_and_commit  see _commit.py
+
+Shards that were not copied are written first, from the caller's memory. The job is *staged* when
+none of that is read any more: then the state may change, and references to it are dropped. The
+thread is not a daemon: the interpreter waits for it at exit.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import time
+from collections import deque
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from .. import _core
+from .._common.budget import parse_budget
+from .._common.set_module import set_module
+from .._sharding.layout import Shard
+from ..errors import StoreError
+from ._commit import write_and_commit
+from ._save import (
+    PACK_BELOW,
+    check_target,
+    gather_shards,
+    is_on_device,
+    take_content,
+)
+from ._save_times import SaveTimes, add_wait
+from ._staging import OwnStaging, Staging
+from ._store import folder as _folder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from .._common.budget import Budget, MemorySize
+    from .._sharding.layout import Layout
+    from ..collectives import ProcessGroup
+    from ._checkpoint import Checkpoint
+    from ._save import GatheredShards, SaveContent, SaveTarget
+
+_groups: dict[int, _Job] = {}  # the saves under way of several ranks, by the id of their group
+
+
+class _Job:
+    """A save under way: what its thread and its handle share."""
+
+    def __init__(
+        self,
+        target: SaveTarget,
+        content: SaveContent,
+        staging: Staging,
+        budget: Budget | None,
+        progress: Callable[[int], object] | None,
+        began: float,
+    ) -> None:
+        import threading
+
+        self.began = began
+        self.staged_at: float | None = None
+        self.ended_at: float | None = None
+        self.waits: list[tuple[float, float]] = []  # see SaveTimes
+        self.target = target
+        self.content = content
+        self.gathered: GatheredShards | None = None  # refers to the staging memory
+        self.path = target.folder
+        self.staging = staging
+        self.budget = budget
+        self.callback = progress
+        self.pid = os.getpid()
+        self.thread: Any = None
+        self.watch: Any = None  # calls `abandon` when nobody has the handle any more
+        self.ready: list[Any] = []  # events of devices: then their tensors are what was meant
+        # Guards the fields below. The same thread may take it again, since a handle can be
+        # collected at any moment. It is a lock of C: an interrupt cannot split `with`, as it
+        # can the methods of a Condition, which leaves that locked.
+        self.guard = threading.RLock()
+        self.bells: deque[Any] = deque()  # locks of threads that wait; released on a change
+        self.begun = self.staged = self.ended = False
+        self.cancelled = self.asked = self.abandoned = False
+        self.bytes_done = 0
+        self.bytes_total = 0
+        self.result: Checkpoint | None = None
+        self.error: BaseException | None = None
+
+    # -- the beginning
+
+    def start(self) -> None:
+        """Begin in a thread; if the system has no thread, run the save in this one.
+
+        An interrupt of `Thread.start` can leave its Condition locked, and the new thread waits
+        for that for ever. Interrupts are raised in the main thread only: another one calls it.
+        """
+        import _thread
+        import threading
+
+        name = f"mlstate save {os.path.basename(self.path)}"
+        self.thread = threading.Thread(target=self.run, name=name, daemon=False)
+        bell = threading.Lock()
+        bell.acquire()
+        try:
+            _thread.start_new_thread(self.start_thread, (bell,))
+            bell.acquire()
+        except (RuntimeError, MemoryError):
+            pass
+        if self.thread.ident is None:
+            self.run()
+
+    def start_thread(self, bell: Any) -> None:
+        """Start the thread, if the system has one, and release the bell."""
+        try:
+            self.thread.start()
+        except (RuntimeError, MemoryError):
+            pass
+        finally:
+            bell.release()
+
+    def give_up(self) -> None:
+        """Stop a save whose handle the caller will never have."""
+        self.cancelled = self.asked = True
+        with self.guard:
+            begun, self.begun = self.begun, True
+        if not begun:
+            self.end(None, self.cancellation())
+        elif self.target.group is None:  # else it waits for other ranks
+            self.reached("ended")
+            self.join()
+
+    # -- this rank's shards
+
+    def gather(self, copy: Callable[[Any], Any] | None = None) -> GatheredShards:
+        """Gather the shards, once."""
+        if self.gathered is None:
+            self.gathered = gather_shards(self.target, self.content, copy)
+            self.bytes_total = self.gathered.nbytes
+        return self.gathered
+
+    def fail(self, error: BaseException) -> None:
+        """Raise an error if this process saves alone; else carry it to the other ranks."""
+        if self.target.group is None:
+            raise error
+        if self.gathered is None:
+            self.content.error = error
+        else:
+            self.gathered.fail(error)
+
+    # -- in the thread
+
+    def run(self) -> None:
+        """All of it, once."""
+        with self.guard:
+            if self.begun:
+                return
+            self.begun = True
+        result: Checkpoint | None = None
+        failed: BaseException | None = None
+        try:
+            result = self.work()
+        except BaseException as error:
+            failed = error
+            failed.__traceback__ = None  # its frames hold arrays, and lead back here
+        finally:
+            self.end(result, failed)
+
+    def end(self, result: Checkpoint | None, error: BaseException | None) -> None:
+        """Let go of everything, and tell whoever waits."""
+        if _groups.get(id(self.target.group)) is self:
+            del _groups[id(self.target.group)]
+        self.gathered = None  # before the staging memory is free for another save
+        self.staging._end(self)
+        with self.guard:
+            self.result, self.error = result, error
+            self.bytes_done = self.bytes_total if error is None else self.bytes_done
+            self.ended_at = time.perf_counter()
+            self.staged_at = self.staged_at or self.ended_at
+            self.staged = self.ended = True
+            report = error is not None and self.abandoned and not self.asked
+        self.ring()
+        if report:
+            self.report()
+
+    def work(self) -> Checkpoint:
+        """Stage, write, commit."""
+        freed: Callable[[], object] | None = None
+        copies = _Copies(self)
+        try:
+            self.check()
+        except StoreError as error:
+            self.fail(error)
+        gathered = self.gather(copies.take)
+        try:
+            if gathered.error is None:
+                if self.stage(gathered, copies):
+                    freed = self.set_staged
+                else:
+                    self.set_staged()
+        except BaseException as error:
+            self.fail(error)
+        return write_and_commit(self.target, gathered, self.advance, freed)
+
+    def memory(self, wanted: int, overhead: int = 0) -> Any:
+        """Return memory of `wanted` bytes, or of fewer if the budget less `overhead` is smaller."""
+        if self.budget is not None:
+            most = self.budget.nbytes
+            # a quarter of a budget that barely covers the writer is still for copies
+            wanted = min(wanted, max(most - overhead, most // 4))
+        return self.staging._take(wanted)
+
+    def stage(self, gathered: GatheredShards, copies: _Copies) -> bool:
+        """Copy the shards that fit, after earlier copies; return whether any did not fit."""
+        memory = copies.memory
+        if memory is None:
+            compresses = self.target.how[3] is not None
+            overhead = _core.shards_besides(gathered.shards, compresses)
+            memory = self.memory(gathered.nbytes, overhead)
+        _, lent = _core.shards_stage(gathered.shards, memory, copies.used)
+        return lent > 0
+
+    def set_staged(self) -> None:
+        """The state may be changed."""
+        self.staged_at = time.perf_counter()
+        self.staged = True
+        self.ring()
+
+    def ring(self) -> None:
+        """Wake the threads that wait."""
+        while self.bells:
+            self.bells.pop().release()
+
+    def cancellation(self) -> StoreError:
+        """The error of a save that was cancelled."""
+        reason = OSError(errno.ECANCELED, "the save was cancelled")
+        return _folder.store_error(reason, "not saved", self.path)
+
+    def check(self) -> None:
+        """Raise if the save was cancelled."""
+        if self.cancelled:
+            raise self.cancellation()
+
+    def advance(self, count: int) -> None:
+        """Called by the core now and then."""
+        self.bytes_done = min(self.bytes_done + count, self.bytes_total)
+        self.check()
+        if self.callback is not None:
+            self.callback(count)
+            self.check()
+
+    # -- for who waits
+
+    def belongs_here(self) -> None:
+        """Refuse a forked child, which has none of the threads."""
+        if self.pid != os.getpid():
+            raise RuntimeError(
+                f"the save of {self.path} belongs to process {self.pid}, which began it; this "
+                "is a fork of it"
+            )
+
+    def refuse_own_thread(self) -> None:
+        """Raise RuntimeError in the thread of this save, which would wait for itself."""
+        import threading
+
+        if threading.current_thread() is self.thread and not self.ended:
+            raise RuntimeError(f"the save of {self.path} cannot wait for itself, in its progress=")
+
+    def reached(self, what: str, timeout: float | None = None) -> bool:
+        """Wait until the job is "staged" or "ended", and note how long; return whether it is."""
+        if getattr(self, what):
+            return True
+        self.refuse_own_thread()
+        start = time.perf_counter()
+        try:
+            return self.wait_until(what, timeout)
+        finally:
+            now = time.perf_counter()
+            with self.guard:
+                add_wait(self.waits, start, now)
+
+    def wait_until(self, what: str, timeout: float | None) -> bool:
+        """Wait with a lock of this thread's own: an interrupt leaves no other thread waiting."""
+        import threading
+
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:
+            bell = threading.Lock()
+            bell.acquire()
+            self.bells.append(bell)  # before the look: every change from now on releases it
+            if getattr(self, what):
+                return True
+            left = -1.0 if end is None else max(0.0, end - time.monotonic())
+            if not bell.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
+                with suppress(ValueError, IndexError):  # it has been released, or is about to be
+                    self.bells.remove(bell)
+                return bool(getattr(self, what))
+
+    def wait_for(self, what: str, timeout: float | None) -> None:
+        """Wait until the job is "staged" or "ended", and raise what went wrong."""
+        self.belongs_here()
+        if not self.reached(what, timeout):
+            raise TimeoutError(f"the save of {self.path} is not {what} after {timeout} seconds")
+        with self.guard:
+            if self.error is not None:
+                self.tell_nobody()
+                raise self.error.with_traceback(None)
+        if self.ended:
+            self.join()
+
+    def tell_nobody(self) -> None:
+        """Somebody knows the error.
+
+        Its traceback will lead to the handle, which must not be what the watch keeps alive.
+        """
+        self.asked = True
+        self.watch.detach()
+
+    def join(self) -> None:
+        """The thread has nothing to do any more: let it be gone, too."""
+        import threading
+
+        if self.thread.ident is not None and self.thread is not threading.current_thread():
+            self.thread.join()
+
+    def abandon(self) -> None:
+        """Nobody can ask any more: the handle is gone, or the interpreter ends."""
+        if self.pid != os.getpid():
+            return
+        with self.guard:
+            self.abandoned = True
+            report = self.ended and self.error is not None and not self.asked
+        if report:
+            self.report()
+
+    def report(self) -> None:
+        """Show an error that nobody asked for."""
+        import threading
+
+        error = self.error
+        assert error is not None
+        error.add_note(f"The asynchronous save of {self.path} failed, and nobody waited for it.")
+        threading.excepthook(threading.ExceptHookArgs((type(error), error, None, self.thread)))
+
+
+class _Copies:
+    """Tensors on devices, copied to the beginning of the staging memory."""
+
+    def __init__(self, job: _Job) -> None:
+        self._job = job
+        self.memory: Any = None
+        self.used = 0
+
+    def take(self, tensor: Any) -> Any:
+        """A copy of a tensor; what does not fit the budget is refused."""
+        import torch
+
+        if self.memory is None:
+            for event in self._job.ready:
+                event.synchronize()
+            # an upper bound: ranks that share arrays store only some of them
+            states = [state for state in self._job.content.dicts if state is not None]
+            sizes = (_bytes_of(value) for state in states for value in state.values())
+            self.memory = self._job.memory(sum(sizes))
+        end = self.used + tensor.nbytes
+        if end > self.memory.nbytes:
+            budget, allowed = self._job.budget, self.memory.nbytes
+            text = budget.text(allowed) if budget else f"{allowed} bytes"
+            raise ValueError(
+                "tensors on a device are staged, all of them: they need more than the "
+                f"{text} that max_staging_bytes= or staging= allow"
+            )
+        place = self.memory[self.used : end]
+        self.used = end
+        # any dtype at any address is a tensor of bytes; the core takes it as it is
+        flat = torch.from_numpy(place)
+        flat.copy_(tensor.contiguous().reshape(-1).view(torch.uint8))
+        return flat.view(tensor.dtype).reshape(tensor.shape)
+
+
+def _bytes_of(value: Any) -> int:
+    found = getattr(value, "nbytes", None)
+    return found if isinstance(found, int) else 0
+
+
+@set_module("mlstate.checkpoint")
+class SaveHandle:
+    """A save under way; `save_async` returns it.
+
+    Notes
+    -----
+    An error is raised by `staged`, `wait` or the manager's next save, whichever comes first
+    after it. If none of them is called, it is shown when the handle is collected or the
+    interpreter ends. Any thread may call the methods. In a forked child they raise
+    `RuntimeError`: the save is the parent's, which the fork does not disturb.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np
+    >>> from mlstate.checkpoint import save_async
+    >>> state = {"w": np.zeros(3)}
+    >>> handle = save_async(tempfile.mkdtemp() + "/ckpt", state)
+    >>> handle.staged()
+    >>> state["w"] += 1  # the save holds the zeros
+    >>> handle.wait().load().model["w"]
+    array([0., 0., 0.])
+    >>> handle.done(), handle.progress()
+    (True, (24, 24))
+    """
+
+    def __init__(self, job: _Job) -> None:
+        import weakref
+
+        if not isinstance(job, _Job):
+            raise TypeError("a SaveHandle is made by save_async, not by calling it")
+        self._job = job
+        job.watch = weakref.finalize(self, job.abandon)
+
+    def staged(self, timeout: float | None = None) -> None:
+        """Wait until the state may be changed.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds. Default: as long as it takes.
+
+        Raises
+        ------
+        TimeoutError
+            Not yet; the save goes on.
+        StoreError, CollectiveError, ...
+            The save failed, as `save` does. The state may be changed.
+
+        Examples
+        --------
+        >>> import tempfile, numpy as np
+        >>> from mlstate.checkpoint import save_async
+        >>> handle = save_async(tempfile.mkdtemp() + "/ckpt", {"w": np.zeros(3)})
+        >>> handle.staged(timeout=60)
+        """
+        self._job.wait_for("staged", timeout)
+
+    def wait(self, timeout: float | None = None) -> Checkpoint:
+        """Wait until the checkpoint is on the disk, and return it.
+
+        Ctrl-C ends the waiting and not the save.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds. Default: as long as it takes.
+
+        Returns
+        -------
+        Checkpoint
+            As `save` returns it; the same one for every call.
+
+        Raises
+        ------
+        TimeoutError
+            Not yet; the save goes on.
+        StoreError, CollectiveError, ...
+            The save failed, as `save` does; the old checkpoint is there. A `StoreError` with
+            ``errno.ECANCELED``: it was cancelled.
+
+        Examples
+        --------
+        >>> import tempfile, numpy as np
+        >>> from mlstate.checkpoint import save_async
+        >>> handle = save_async(tempfile.mkdtemp() + "/ckpt", {"w": np.zeros(3)}, step=7)
+        >>> handle.wait().step
+        7
+        """
+        self._job.wait_for("ended", timeout)
+        assert self._job.result is not None
+        return self._job.result
+
+    def done(self) -> bool:
+        """Return whether the save has ended, well or not; `wait` says which.
+
+        Examples
+        --------
+        >>> import tempfile, numpy as np
+        >>> from mlstate.checkpoint import save_async
+        >>> handle = save_async(tempfile.mkdtemp() + "/ckpt", {"w": np.zeros(3)})
+        >>> _ = handle.wait()
+        >>> handle.done()
+        True
+        """
+        self._job.belongs_here()
+        return self._job.ended
+
+    def progress(self) -> tuple[int, int]:
+        """Return how many bytes of how many are done: written, or found unchanged.
+
+        Bytes are those of this rank's shards, counted in steps of 50 milliseconds. The second
+        number is 0 until it is known: where ranks save together, they agree on it first.
+
+        Examples
+        --------
+        >>> import tempfile, numpy as np
+        >>> from mlstate.checkpoint import save_async
+        >>> handle = save_async(tempfile.mkdtemp() + "/ckpt", {"w": np.zeros(3)})
+        >>> _ = handle.wait()
+        >>> handle.progress()
+        (24, 24)
+        """
+        self._job.belongs_here()
+        return self._job.bytes_done, self._job.bytes_total
+
+    def cancel(self, timeout: float | None = None) -> bool:
+        """Give the save up, and wait until it has ended.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds to wait. Default: as long as it takes, which is some 50 milliseconds and
+            what the disk needs to finish a write.
+
+        Returns
+        -------
+        bool
+            True: it was given up, or failed; what was in the folder before is there, and
+            `wait` raises. False: it was too late, the new checkpoint is there.
+
+        Raises
+        ------
+        TimeoutError
+            It has not ended yet, and will.
+
+        Notes
+        -----
+        Where ranks save together, one that cancels makes the save fail on all of them.
+
+        Examples
+        --------
+        >>> import tempfile, numpy as np
+        >>> from mlstate.checkpoint import save_async
+        >>> handle = save_async(tempfile.mkdtemp() + "/ckpt", {"w": np.zeros(3)})
+        >>> _ = handle.wait()
+        >>> handle.cancel()
+        False
+        """
+        job = self._job
+        job.belongs_here()
+        job.cancelled = True
+        if not job.reached("ended", timeout):
+            raise TimeoutError(f"the save of {job.path} has not ended after {timeout} seconds")
+        with job.guard:
+            if getattr(job.error, "errno", None) == errno.ECANCELED:
+                job.tell_nobody()
+        job.join()
+        return job.error is not None
+
+    def _settle(self) -> None:
+        """Wait; raise what went wrong unless somebody was told already."""
+        job = self._job
+        if job.pid != os.getpid():
+            return
+        job.reached("ended")
+        if not job.asked:
+            job.wait_for("ended", None)
+
+    def times(self) -> SaveTimes:
+        """Return when the save began, was staged and ended, and when the caller was held up.
+
+        Returns
+        -------
+        SaveTimes
+            `mlstate.plot.plot_saves` draws it.
+
+        Examples
+        --------
+        >>> import tempfile, numpy as np
+        >>> from mlstate.checkpoint import save_async
+        >>> handle = save_async(tempfile.mkdtemp() + "/ckpt", {"w": np.zeros(3)})
+        >>> _ = handle.wait()
+        >>> len(handle.times().waits) >= 1
+        True
+        """
+        self._job.belongs_here()
+        with self._job.guard:
+            return self._times()
+
+    def _times(self) -> SaveTimes:
+        job = self._job
+        return SaveTimes(job.began, job.staged_at, job.ended_at, list(job.waits))
+
+    def _state(self) -> str:
+        job = self._job
+        if job.ended:
+            return "saved" if job.error is None else "failed"
+        return "writing" if job.staged else "staging"
+
+    def __repr__(self) -> str:
+        job, state = self._job, self._state()
+        if not job.ended:
+            state += f", {job.bytes_done:,} of {job.bytes_total:,} bytes"
+        elif job.error is not None:
+            state += f": {job.error}"
+        return f"<SaveHandle of {job.path!r}: {state}>"
+
+    def _repr_html_(self) -> str:
+        from ._html import save_html
+
+        job = self._job
+        done = job.bytes_done, job.bytes_total
+        now = time.perf_counter()
+        return save_html(job.path, self._state(), done, self._times(), now, job.error)
+
+
+# ---- the beginning ----
+
+
+def _reserve_group(job: _Job) -> None:
+    """Reserve the group for a save: messages of another one would mix with its own."""
+    group = job.target.group
+    if group is not None and _groups.setdefault(id(group), job) is not job:
+        raise ValueError("another save uses this group: wait for that one, or give this its own")
+
+
+def _refuse_default_group(group: ProcessGroup | None) -> None:
+    """Refuse torch's default group, which training uses meanwhile."""
+    if group is not None and getattr(group, "is_default", False):
+        raise ValueError(
+            "this is torch's default group, which training uses while the save is under way: "
+            "give the save one of its own, TorchGroup(torch.distributed.new_group("
+            "backend='gloo'))"
+        )
+
+
+def _staging_budget(most: MemorySize | None) -> Budget | None:
+    if most is None:
+        return None
+    budget = parse_budget("max_staging_bytes", most)
+    if budget.nbytes < 0:
+        raise ValueError(f"max_staging_bytes must be 0 or more, got {most}")
+    return budget
+
+
+def _devices(content: SaveContent) -> list[Any]:
+    """Return the devices of the state's tensors, other than the CPU."""
+    values = [v for state in content.dicts if state is not None for v in state.values()]
+    arrays = (v.array if isinstance(v, Shard) else v for v in values if is_on_device(v))
+    return list(dict.fromkeys(array.device for array in arrays))
+
+
+def _event(device: Any) -> Any:
+    """What tells when all that was asked of a device so far has been done."""
+    module = getattr(sys.modules["torch"], device.type, None)
+    if module is None or not hasattr(module, "current_stream"):
+        return None
+    return module.current_stream(device).record_event()
+
+
+def _check_arguments(staging: object, progress: object) -> None:
+    if staging is not None and not isinstance(staging, Staging):
+        raise TypeError(f"staging must be a Staging, got {type(staging).__name__}")
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress must be callable, got {type(progress).__name__}")
+
+
+def begin_save(
+    path: str | os.PathLike[str],
+    model: Any,
+    optimizer: Any,
+    *,
+    metadata: Mapping[str, Any] | None,
+    step: int | None,
+    max_staging_bytes: MemorySize | None,
+    staging: Staging | None,
+    progress: Callable[[int], object] | None,
+    keep: Callable[[SaveHandle], object] | None = None,
+    **options: Any,
+) -> SaveHandle:
+    """Begin to save; see `mlstate.checkpoint.save_async`. `options` are those of `check_target`.
+
+    `keep` is called with the handle before the save begins.
+    """
+    began = time.perf_counter()
+    _check_arguments(staging, progress)
+    budget = _staging_budget(max_staging_bytes)
+    memory = OwnStaging(kept=False) if staging is None else staging
+    target = check_target(path, **options)
+    _refuse_default_group(target.group)
+    content = take_content(target, model, optimizer, metadata, step, in_thread=True)
+    devices = _devices(content)
+    job = _Job(target, content, memory, budget, progress, began)
+    if target.group is None and not devices:
+        job.gather()  # raises the errors of arrays now
+    try:
+        _reserve_group(job)
+        memory._begin(job)
+        job.ready = [event for event in map(_event, devices) if event is not None]
+        handle = SaveHandle(job)
+        if keep is not None:
+            keep(handle)
+        job.start()
+        now = time.perf_counter()
+        with job.guard:
+            add_wait(job.waits, began, now)
+        return handle
+    except BaseException:
+        job.give_up()
+        raise
+
+
+@set_module("mlstate.checkpoint")
+def save_async(
+    path: str | os.PathLike[str],
+    model: Any = None,
+    optimizer: Any = None,
+    *,
+    max_staging_bytes: MemorySize | None = None,
+    staging: Staging | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    step: int | None = None,
+    group: ProcessGroup | None = None,
+    layout: Layout | str | None = None,
+    pack_below_bytes: int = PACK_BELOW,
+    sparse: bool = False,
+    incremental: bool = False,
+    compress: str | None = None,
+    progress: Callable[[int], object] | None = None,
+    lock_timeout: float = 0,
+) -> SaveHandle:
+    """
+    Begin to save, and return while the checkpoint is written.
+
+    The state must not change before the handle's `staged` returns: then every array was copied
+    or written, and the rest is written while training continues. When the handle's `wait`
+    returns, the new checkpoint is on the disk; until then the old one stays.
+
+    Parameters
+    ----------
+    path, model, optimizer, metadata, step, layout, pack_below_bytes, sparse, incremental, compress
+        As for `save`. Tensors on a device are always copied.
+    max_staging_bytes : int, float or str, optional
+        Bytes, or a size such as ``"6GiB"``, that the save may take in all, with 2 MiB for each
+        of its threads and about 500 bytes a shard; 0: no copies. Shards that do not fit are
+        written from the caller's memory before `staged` returns. Default: copies of the whole
+        state, and the writer's memory.
+    staging : Staging, optional
+        Memory for the copies, allocated and touched beforehand. Default: allocated now and
+        freed at the end.
+    group : ProcessGroup, optional
+        As for `save`, but nothing else may use it until the save has ended: a thread sends
+        messages through it. `staged` waits for the slowest rank to begin.
+    progress, lock_timeout
+        As for `save`; `progress` is called in the thread.
+
+    Returns
+    -------
+    SaveHandle
+        See `SaveHandle.staged`, `SaveHandle.wait`.
+
+    Raises
+    ------
+    TypeError, ValueError, CompatibilityError, BufferError
+        As `save`, about the arguments; the handle raises later errors. ValueError also if
+        `group` or `staging` is in use by another save, if `group` is torch's default group, or
+        if tensors on a device do not fit `max_staging_bytes`.
+    StoreError
+        The folder holds the steps of a `CheckpointManager` (EEXIST).
+
+    Notes
+    -----
+    Extra memory: `max_staging_bytes`; by default the state's and at most 16 MiB for the
+    writer with about 400 bytes a shard. If `max_staging_bytes` barely covers the writer (below
+    some 7 MiB), a quarter of it is still used for copies. References to arrays are dropped when
+    they are staged, so that the memory of arrays that training replaces is free. Copies are made
+    by the threads of `mlstate.set_num_threads` without the GIL; the writer has up to four
+    threads of its own.
+
+    A thread does the work; the interpreter waits for it at exit. If the save fails and neither
+    `staged` nor `wait` is called, the exception is printed. In a forked child the handle cannot
+    be used, and the save is not disturbed. The idea of staging in memory and writing during
+    training is that of CheckFreq (Mohan et al., FAST 2021).
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np
+    >>> from mlstate.checkpoint import Staging, save_async
+    >>> state = {"w": np.zeros((1000, 8), np.float32)}  # 32,000 bytes
+    >>> memory = Staging(32_000)
+    >>> path = tempfile.mkdtemp() + "/ckpt"
+    >>> for step in range(3):
+    ...     handle = save_async(path, state, step=step, staging=memory)
+    ...     handle.staged()
+    ...     state["w"] += 1  # while it is written
+    ...     checkpoint = handle.wait()
+    >>> checkpoint.step, checkpoint.load().model["w"][0, 0].item()
+    (2, 2.0)
+    """
+    return begin_save(
+        path,
+        model,
+        optimizer,
+        metadata=metadata,
+        step=step,
+        max_staging_bytes=max_staging_bytes,
+        staging=staging,
+        progress=progress,
+        lock_timeout=lock_timeout,
+        group=group,
+        layout=layout,
+        pack_below=pack_below_bytes,
+        sparse=sparse,
+        incremental=incremental,
+        compress=compress,
+    )

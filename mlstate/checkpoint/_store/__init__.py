@@ -1,0 +1,1 @@
+"""The folder of a checkpoint: manifest, indexes, lock and garbage collection."""

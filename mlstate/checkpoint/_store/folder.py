@@ -1,0 +1,644 @@
+"""The folder of a checkpoint: its roots, its files by name, and files that no root needs."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ... import _core
+from ..._common.log import is_logged, log
+from ...errors import FormatError, MLStateError, StoreError
+from .manifest import MOST_SEQUENCE, IndexRecord, Manifest, parse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping
+    from typing import TypeVar
+
+    _Result = TypeVar("_Result")
+
+MANIFEST = "manifest.json"
+_NONE: Mapping[str, Any] = {}
+_MOST_BYTES = 512 << 20  # of a manifest or an index
+SECTIONS = ("params", "optim_state")
+FOLDERS = (*SECTIONS, "index", "roots")
+TRIES = 20  # to read a checkpoint that is replaced meanwhile
+_ROOT = re.compile(r"(\d{8}|[1-9]\d{8,18})\.([0-9a-f]{16})\.json\Z", re.ASCII)
+_SHARDS = re.compile(r".+\.[0-9a-f]{16}-\d+\.safetensors(\.tmp)?\Z", re.ASCII)
+_INDEX = re.compile(r"[0-9a-f]{16}\.\d+\.json(\.tmp)?\Z", re.ASCII)
+_PATTERNS = {**dict.fromkeys(SECTIONS, _SHARDS), "index": _INDEX}
+_TEMPORARY = re.compile(r"\.mlstate-[0-9a-f]{16}\.tmp\Z", re.ASCII)
+
+
+class Root(NamedTuple):
+    """A root that is kept under ``roots/``."""
+
+    sequence: int
+    generation: str
+    path: str  # in the folder
+
+
+def store_error(error: OSError, what: str, path: Any) -> StoreError:
+    """Return the error of the system as one of ours, of the class that goes with its number."""
+    cls: Any = StoreError
+    if isinstance(error, FileNotFoundError):
+        cls = _core.StoreNotFoundError
+    elif isinstance(error, PermissionError):
+        cls = _core.StorePermissionError
+    made = cls(error.errno, f"{what}: {error.strerror}", path)
+    made.path = path
+    return made  # type: ignore[no-any-return]
+
+
+def _read_descriptor(descriptor: int, path: str) -> bytes:
+    """Read an open file whole; it must be a regular one and not too long."""
+    import stat
+
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
+        what = "too long" if stat.S_ISREG(found.st_mode) else "not a regular file"
+        error = FormatError(f"{path}: {what}")
+        error.path = path
+        raise error
+    data = os.read(descriptor, found.st_size + 1)
+    if len(data) == found.st_size:
+        return data
+    with open(descriptor, "rb", buffering=0, closefd=False) as file:  # it grows, or is very long
+        return data + file.read()
+
+
+def read_bytes(folder: str, name: str) -> bytes:
+    """Read a small file of the folder, which must be a regular one."""
+    path = os.path.join(folder, name)
+    try:
+        with _core.Descriptor(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW) as descriptor:
+            return _read_descriptor(descriptor.fileno(), path)
+    except OSError as error:
+        if error.errno == errno.ELOOP or isinstance(error, IsADirectoryError):
+            wrong = FormatError(f"{path}: not a regular file")
+            wrong.path = path
+            raise wrong from None
+        raise store_error(error, "cannot read the file", path) from None
+
+
+def read_manifest(folder: str, name: str = MANIFEST) -> Manifest:
+    """Read a root; a FormatError if a file under ``roots/`` holds another root than it names."""
+    try:
+        data = read_bytes(folder, name)
+    except StoreError as error:
+        if name != MANIFEST or error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise
+        raise _no_checkpoint(folder, error.errno) from None
+    manifest = parse(data, os.path.join(folder, name))
+    if name not in (MANIFEST, root_path(manifest)):
+        path = os.path.join(folder, name)
+        wrong = FormatError(
+            f"{path}: another root than the file's name says: it holds step {manifest.step}, "
+            f"and its own name is {root_path(manifest)}"
+        )
+        wrong.path = path
+        raise wrong
+    return manifest
+
+
+def is_replaced(folder: str, root: str, generation: str) -> bool:
+    """Whether a writer replaced a root since it was read, and may have deleted its files."""
+    return read_manifest(folder, root).generation != generation
+
+
+def read_root(
+    folder: str,
+    root: str,
+    read: Callable[[Manifest], _Result],
+    manifest: Manifest | None = None,
+) -> _Result:
+    """Call `read` with a root, and return its result.
+
+    If `read` misses a file and a writer has replaced the root meanwhile, begin again: files are
+    deleted only after every root that names them. `manifest` is the root, if it was read.
+
+    Raises
+    ------
+    StoreNotFoundError
+        A file that the root names is missing.
+    """
+    for _ in range(TRIES - 1):
+        found = read_manifest(folder, root) if manifest is None else manifest
+        manifest = None
+        try:
+            return read(found)
+        except FileNotFoundError:
+            if not is_replaced(folder, root, found.generation):
+                raise
+    return read(read_manifest(folder, root))
+
+
+def _no_checkpoint(folder: str, number: int) -> StoreError:
+    """Say what is there in the place of a checkpoint."""
+    reason = OSError(number, "there is no such folder")  # of the class that its number has
+    if os.path.isfile(folder):
+        reason.strerror = (
+            "it is a file, and a checkpoint is a folder; load_file reads .safetensors, "
+            "mlstate convert others too"
+        )
+    elif list_roots(folder):
+        reason.strerror = "manifest.json is gone; older steps are there for verify(repair=True)"
+    elif os.path.isdir(folder):
+        reason.strerror = "the folder holds none: there is no manifest.json"
+    return store_error(reason, "cannot read the checkpoint", folder)
+
+
+def _opened(folder: str, part: str) -> _core.Descriptor:
+    """Open one of the folder's folders, or with "" the folder; only that may be a link.
+
+    Raises
+    ------
+    StoreError
+        It is a symbolic link (ELOOP): the files behind it may be another checkpoint's.
+    """
+    path = os.path.join(folder, part)
+    try:
+        return _core.Descriptor(path, os.O_RDONLY | os.O_DIRECTORY | (os.O_NOFOLLOW if part else 0))
+    except OSError:
+        if part:
+            _refuse_link(path)
+        raise
+
+
+def _refuse_link(path: str) -> None:
+    """Raise StoreError if a path is a symbolic link."""
+    if os.path.islink(path):
+        reason = OSError(
+            errno.ELOOP,
+            "it is a symbolic link, and the files behind it may be another checkpoint's: "
+            "replace it by the folder itself",
+        )
+        raise store_error(reason, "cannot use the folder", path)
+
+
+def list_names(folder: str, part: str) -> list[str]:
+    """Names in one of the folder's folders; none if it does not exist."""
+    try:
+        with _opened(folder, part) as descriptor:
+            return os.listdir(descriptor.fileno())
+    except FileNotFoundError:
+        return []
+    except StoreError:
+        raise
+    except OSError as error:
+        raise store_error(error, "cannot list the folder", os.path.join(folder, part)) from None
+
+
+def _root_of(name: str) -> Root | None:
+    """Return the root that a name under ``roots/`` stands for; None if no save writes it."""
+    match = _ROOT.match(name)
+    if match is None or not 1 <= int(match[1]) <= MOST_SEQUENCE:
+        return None
+    return Root(int(match[1]), match[2], f"roots/{name}")
+
+
+def list_roots(folder: str) -> list[Root]:
+    """Return the roots under ``roots/``, the oldest first."""
+    return sorted(filter(None, map(_root_of, list_names(folder, "roots"))))
+
+
+def next_sequence(folder: str, newest: Manifest | None) -> int:
+    """Return the number of the next save: one more than the newest root that can be read.
+
+    A file name alone proves nothing: a stray file would decide every later number.
+
+    Raises
+    ------
+    FormatError
+        The newest root has the largest number that a manifest can hold.
+    """
+    found = 0 if newest is None else newest.sequence
+    for root in reversed(list_roots(folder)):
+        if root.sequence <= found:
+            break
+        with suppress(MLStateError):
+            found = read_manifest(folder, root.path).sequence
+    if found >= MOST_SEQUENCE:
+        error = FormatError(f"{folder}: sequence {found} is the last that a manifest can hold")
+        error.path = folder
+        raise error
+    return found + 1
+
+
+def holds_steps(folder: str) -> bool:
+    """Whether a `CheckpointManager` saved steps there.
+
+    A file that only has the name of a root does not count: its content must be a root's.
+    """
+    roots = list_roots(folder)
+    for root in reversed(roots):
+        with suppress(FileNotFoundError, FormatError):
+            _core.seal_check(read_bytes(folder, root.path), root.path)
+            return True
+    with suppress(FileNotFoundError, FormatError):  # every root is damaged
+        generation = read_manifest(folder).generation if roots else ""
+        return any(root.generation == generation for root in roots)
+    return False
+
+
+def refuse_existing(path: str | os.PathLike[str], overwrite: bool) -> None:
+    """Raise StoreError (EEXIST) if a path exists, is not an empty folder, and must stay."""
+    if overwrite or not os.path.lexists(path):
+        return
+    try:
+        is_empty = os.path.isdir(path) and not os.listdir(path)
+    except OSError as error:
+        raise store_error(error, "cannot list the folder", os.fspath(path)) from None
+    if not is_empty:
+        raise store_error(
+            FileExistsError(
+                errno.EEXIST,
+                "it exists already; overwrite=True (--force on the command line) replaces all of "
+                "it, the steps of a CheckpointManager included",
+            ),
+            "cannot write the target",
+            os.fspath(path),
+        )
+
+
+def root_path(manifest: Manifest) -> str:
+    """Where a root is kept."""
+    return f"roots/{manifest.sequence:08d}.{manifest.generation}.json"
+
+
+def _is_folder(path: str) -> bool:
+    """Whether a folder is there; unlike os.path.isdir this does not take errors for no."""
+    import stat
+
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def _make(path: str, mode: int = 0o777) -> None:
+    """Make one folder; another process that begins to save may be quicker."""
+    try:
+        os.mkdir(path, mode)
+    except FileExistsError:
+        if not _is_folder(path):
+            raise
+
+
+def make_path(folder: str) -> None:
+    """Make a folder, and those above it, durably; errors are the system's own."""
+    missing = []
+    path = os.path.abspath(folder)
+    while not _is_folder(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for path in reversed(missing):
+        _make(path)
+        _core.folder_sync(os.path.dirname(path))
+
+
+def new_file_mode(folder: str) -> int:
+    """Return the mode of new files: others get what the folder and its manifest let them do."""
+    mode = 0o666
+    for path in (folder, os.path.join(folder, MANIFEST)):
+        try:
+            mode &= os.stat(path).st_mode | 0o600
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise store_error(error, "cannot read the permissions", path) from None
+    return mode
+
+
+def create(folder: str) -> None:
+    """Make the folder and what belongs in it, durably; inner folders are as private as it."""
+    try:
+        make_path(folder)
+        made = False
+        for part in FOLDERS:
+            path = os.path.join(folder, part)
+            _refuse_link(path)
+            if not _is_folder(path):
+                _make(path, os.stat(folder).st_mode & 0o777)
+                made = True
+        if made:
+            _core.folder_sync(folder)
+    except StoreError:
+        raise
+    except FileExistsError:
+        text = "a file has this name, and is not replaced by a folder: delete it first"
+        error = FileExistsError(errno.EEXIST, text)
+        raise store_error(error, "cannot create the checkpoint's folder", folder) from None
+    except OSError as error:
+        raise store_error(error, "cannot create the checkpoint's folder", folder) from None
+
+
+def _belongs(part: str, name: str) -> bool:
+    """Whether a file in one of the folder's folders has a name that a save gives."""
+    if part == "":  # manifests, temporary files, units of tiers
+        return name not in {"", ".", "..", "lock"}
+    if part == "roots":
+        return _root_of(name) is not None or _TEMPORARY.match(name) is not None
+    return part in _PATTERNS and _PATTERNS[part].match(name) is not None
+
+
+def remove_files(folder: str, names: list[str]) -> list[str]:
+    """Delete files by their paths in the folder, and return the paths of those that existed.
+
+    Raises
+    ------
+    StoreError
+        A path leaves the folder, is not that of a file that a save writes, or is behind a
+        symbolic link (nothing was deleted in that folder); or the system refuses.
+    """
+    removed = []
+    by_part: dict[str, list[str]] = {}
+    for path in names:
+        part, name = os.path.split(path)
+        if not _belongs(part, name):
+            reason = OSError(errno.EINVAL, "it is not a file of this checkpoint")
+            raise store_error(reason, "cannot delete the file", os.path.join(folder, path))
+        by_part.setdefault(part, []).append(name)
+    for part, inside in by_part.items():
+        removed += _remove_from(folder, part, inside)
+    return removed
+
+
+def _remove_from(folder: str, part: str, names: list[str]) -> list[str]:
+    """Delete files of one of the folder's folders; a folder that is gone has none."""
+    removed: list[str] = []
+    path = os.path.join(folder, part)
+    try:
+        with _opened(folder, part) as descriptor:
+            for name in names:
+                path = os.path.join(folder, part, name)
+                with suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=descriptor.fileno())
+                    removed.append(os.path.join(part, name))
+    except FileNotFoundError:
+        return []
+    except StoreError:
+        raise
+    except OSError as error:
+        raise store_error(error, "cannot delete the file", path) from None
+    finally:
+        if is_logged("DEBUG"):
+            for name in removed:
+                log("DEBUG", "%s: deleted the file %s", folder, name)
+    return removed
+
+
+def overwrite_start(folder: str, path: str, data: bytes) -> None:
+    """Write the first bytes of a file of the folder again, durably; the rest stays."""
+    _refuse_link(os.path.join(folder, os.path.dirname(path)))
+    name = os.path.join(folder, path)
+    try:
+        with _core.Descriptor(name, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW) as descriptor:
+            done = 0
+            while done < len(data):
+                done += os.pwrite(descriptor.fileno(), data[done:], done)
+            os.fsync(descriptor.fileno())
+    except OSError as error:
+        raise store_error(error, "cannot write the file", name) from None
+
+
+def discard(folder: str, generation: str, rank: int | None = None) -> list[str]:
+    """Delete what a save left behind that was not committed, of one rank or of all."""
+    shards = f".{generation}-" if rank is None else f".{generation}-{rank}.safetensors"
+    index = f"{generation}." if rank is None else f"{generation}.{rank}.json"
+    names = [
+        f"{part}/{name}"
+        for part in SECTIONS
+        for name in list_names(folder, part)
+        if shards in name and _SHARDS.match(name)
+    ]
+    names += [
+        f"index/{name}"
+        for name in list_names(folder, "index")
+        if name.startswith(index) and _INDEX.match(name)
+    ]
+    return remove_files(folder, names)
+
+
+def temporary_files(folder: str) -> list[str]:
+    """Paths of what a killed writer left of small files, unless one is at work."""
+    return [
+        os.path.join(part, name)
+        for part in ("", "roots")
+        for name in list_names(folder, part)
+        if _TEMPORARY.match(name)
+    ]
+
+
+def discard_temporaries(folder: str) -> list[str]:
+    """Delete what a killed writer left of small files; no other writer may be at work."""
+    return remove_files(folder, temporary_files(folder))
+
+
+def known_files(folder: str) -> set[str]:
+    """Paths of all files that look like files of ours, roots and the like excepted."""
+    found = {
+        f"{part}/{name}"
+        for part in SECTIONS
+        for name in filter(_SHARDS.match, list_names(folder, part))
+    }
+    return found | {f"index/{name}" for name in filter(_INDEX.match, list_names(folder, "index"))}
+
+
+def foreign_files(folder: str) -> list[str]:
+    """Return the paths of files that mlstate did not write, and of linked folders."""
+    linked = [part for part in FOLDERS if os.path.islink(os.path.join(folder, part))]
+    foreign = [
+        f"{part}/{name}"
+        for part in FOLDERS
+        if part not in linked
+        for name in list_names(folder, part)
+        if not _belongs(part, name) or (part == "roots" and _TEMPORARY.match(name))
+    ]
+    foreign += [
+        name
+        for name in list_names(folder, "")
+        if name not in {MANIFEST, "lock", *FOLDERS} and not _TEMPORARY.match(name)
+    ]
+    return sorted(foreign + linked)
+
+
+class ManifestSummary(NamedTuple):
+    """A digest of an index's pattern, and the part of each of its groups."""
+
+    pattern: str
+    parts: tuple[int, ...]
+
+
+def patterns_of(catalog: Any) -> list[ManifestSummary | None]:
+    """Return the pattern of each index of a catalog; None if it has too many groups."""
+    import hashlib
+
+    return [
+        None
+        if found is None
+        else ManifestSummary(hashlib.sha256(found[0], usedforsecurity=False).hexdigest(), found[1])
+        for found in catalog.patterns()
+    ]
+
+
+def load_index(folder: str, record: IndexRecord) -> bytes:
+    """Read one rank's index; a ChecksumError where it is not what was written."""
+    data = read_bytes(folder, record.path)
+    crc = f"{_core.crc32c(data):08x}"
+    if len(data) != record.bytes or crc != record.crc32c:
+        path = os.path.join(folder, record.path)
+        error = _core.ChecksumError(
+            f"{path}: not the index that was committed: {len(data)} bytes with checksum "
+            f"{crc}, expected {record.bytes} bytes with {record.crc32c}"
+        )
+        error.path = path
+        error.expected, error.got = record.crc32c, crc
+        raise error
+    return data
+
+
+def _check_patterns(
+    folder: str, manifest: Manifest, summaries: dict[int, ManifestSummary | None]
+) -> None:
+    """Refuse indexes whose pattern or parts are not those that the manifest has."""
+    for pattern in manifest.patterns or ():
+        first = None
+        for place, rank in enumerate(pattern.ranks):
+            if rank not in summaries:
+                continue
+            found = summaries[rank]
+            first = first or found
+            parts = tuple(each[place] for each in pattern.parts)
+            if first is None or found != ManifestSummary(first.pattern, parts):
+                path = manifest.indexes[rank].path
+                other = FormatError(f"{path}: the manifest has another pattern or other parts")
+                other.path = os.path.join(folder, path)
+                raise other
+
+
+def load_catalog(
+    folder: str,
+    manifest: Manifest,
+    ranks: Iterable[int] | None = None,
+    texts: dict[int, bytes] | None = None,
+) -> Any:
+    """Read the indexes of a root, of all ranks or some; a FormatError names a wrong one.
+
+    `texts` are those that were read before, and become those that are read now.
+    """
+    chosen = list(range(len(manifest.indexes)) if ranks is None else ranks)
+    records = [manifest.indexes[rank] for rank in chosen]
+    before = {} if texts is None else dict(texts)
+    data = tuple(
+        before[rank] if rank in before else load_index(folder, record)
+        for rank, record in zip(chosen, records, strict=True)
+    )
+    if texts is not None:
+        texts.clear()
+        texts.update(zip(chosen, data, strict=True))
+    paths = tuple(os.path.join(folder, record.path) for record in records)
+    catalog = _core.Catalog(data, paths)
+    for record, head in zip(records, catalog.heads(), strict=True):
+        generation, rank, world_size, *held, _ = head
+        if (generation, world_size, held) != (
+            manifest.generation,
+            manifest.world_size,
+            [record.shards, record.data_bytes],
+        ) or record.path != f"index/{generation}.{rank}.json":
+            other = FormatError(f"{record.path}: the index of another checkpoint")
+            other.path = os.path.join(folder, record.path)
+            raise other
+    _check_patterns(folder, manifest, dict(zip(chosen, patterns_of(catalog), strict=True)))
+    return catalog
+
+
+def has_files(folder: str, sizes: Mapping[str, int]) -> bool:
+    """Whether files of the folder exist and have these sizes; nothing of them is read."""
+    import stat
+
+    for path, size in sizes.items():
+        try:
+            found = os.lstat(os.path.join(folder, path))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            raise store_error(error, "cannot find the file", os.path.join(folder, path)) from None
+        if not stat.S_ISREG(found.st_mode) or found.st_size != size:
+            return False
+    return True
+
+
+def needed_files(
+    folder: str,
+    without: Collection[Root] = (),
+    catalogs: Mapping[str, Any] = _NONE,
+    roots: Mapping[str, Manifest] = _NONE,
+) -> set[str]:
+    """Return the paths of all shard files and indexes that any root needs.
+
+    Roots in `without` do not count. `catalogs` by generation and `roots` by path were read
+    already; of roots, only a process that holds the lock can know that.
+
+    Raises
+    ------
+    FormatError, StoreError
+        A root or an index cannot be read: the needed files are unknown.
+    """
+    needed: set[str] = set()
+    names = [root.path for root in list_roots(folder) if root not in without]
+    seen = set()
+
+    def add_files(manifest: Manifest) -> None:
+        if manifest.generation not in seen:
+            catalog = catalogs.get(manifest.generation)
+            catalog = load_catalog(folder, manifest) if catalog is None else catalog
+            seen.add(manifest.generation)
+            needed.update(catalog.files())
+            needed.update(record.path for record in manifest.indexes)
+
+    for name in (*names, MANIFEST):
+        try:
+            if name in roots:
+                add_files(roots[name])
+            else:
+                read_root(folder, name, add_files)
+        except FileNotFoundError:
+            if os.path.lexists(os.path.join(folder, name)):
+                raise
+    return needed
+
+
+def prune(
+    folder: str,
+    *,
+    dry_run: bool = False,
+    catalogs: Mapping[str, Any] = _NONE,
+    roots: Mapping[str, Manifest] = _NONE,
+) -> list[str]:
+    """Delete the shard files and indexes that no root needs; the caller holds the lock.
+
+    `catalogs` and `roots` as for `needed_files`. Returns the paths.
+    """
+    dead = sorted(known_files(folder) - needed_files(folder, (), catalogs, roots))
+    return dead if dry_run else remove_files(folder, dead)
+
+
+def delete_roots(folder: str, roots: list[Root]) -> None:
+    """Give up kept roots, durably; only then may a `prune` delete what they needed."""
+    steps = _steps_of_roots(folder, roots) if is_logged("INFO") else []
+    if remove_files(folder, [root.path for root in roots]):
+        _core.folder_sync(os.path.join(folder, "roots"))
+    for step, root in zip(steps, roots, strict=False):
+        log("INFO", "%s: deleted step %s (%s)", folder, step, root.path)
+
+
+def _steps_of_roots(folder: str, roots: list[Root]) -> list[str]:
+    """The steps of roots as texts, ``?`` for a damaged root."""
+    steps = ["?"] * len(roots)
+    for number, root in enumerate(roots):
+        with suppress(FormatError, StoreError):
+            steps[number] = str(read_manifest(folder, root.path).step)
+    return steps

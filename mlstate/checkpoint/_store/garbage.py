@@ -1,0 +1,106 @@
+"""Garbage collection after a commit of many ranks: each rank deletes its own files.
+
+A rank's index names files of that rank only, and only the rank's index of a later root may name
+the same files. So a rank finds its garbage in its own indexes, and reads no other rank's.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
+
+from ... import _core
+from ...errors import FormatError
+from . import folder as _folder
+from .manifest import Manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_OURS = "mlstate "  # start of `writer` if files are named as above
+
+
+class Generation(NamedTuple):
+    """A save that a root names, or named."""
+
+    generation: str
+    world_size: int
+
+
+def read_all_roots(folder: str) -> list[Manifest]:
+    """Return all roots of a folder, each generation once.
+
+    Raises
+    ------
+    FormatError, StoreError
+        A root cannot be read, or another program wrote it: the needed files are unknown.
+    """
+    found: dict[str, Manifest] = {}
+    for name in (*(root.path for root in _folder.list_roots(folder)), _folder.MANIFEST):
+        with suppress(FileNotFoundError):
+            manifest = _folder.read_manifest(folder, name)
+            if not manifest.writer.startswith(_OURS):
+                raise FormatError(f"{folder}/{name}: written by {manifest.writer[:80]!r}")
+            found[manifest.generation] = manifest
+    return list(found.values())
+
+
+def generations_to_delete(
+    before: Iterable[Manifest], now: Iterable[Manifest]
+) -> dict[str, list[Generation]]:
+    """Return which generations are gone and which are kept, as a message to all ranks."""
+    worlds = {m.generation: m.world_size for m in before}
+    kept = {m.generation: m.world_size for m in now}
+    gone = {name: world for name, world in worlds.items() if name not in kept}
+    return {
+        "gone": [Generation(*one) for one in gone.items()],
+        "kept": [Generation(*one) for one in kept.items()],
+    }
+
+
+def _index_files(folder: str, which: Generation, rank: int) -> tuple[str, set[str]]:
+    """Return the path of one rank's index, and the files that it names."""
+    path = f"index/{which.generation}.{rank}.json"
+    data = _folder.read_bytes(folder, path)
+    catalog = _core.Catalog((data,), (os.path.join(folder, path),))
+    [(generation, said, world_size, *_)] = catalog.heads()
+    if (generation, said, world_size) != (which.generation, rank, which.world_size):
+        error = FormatError(f"{path}: the index of another checkpoint")
+        error.path = os.path.join(folder, path)
+        raise error
+    return path, set(catalog.files())
+
+
+def delete_own_files(
+    folder: str, rank: int, world_size: int, gone: list[Generation], kept: list[Generation]
+) -> list[str]:
+    """Delete a rank's files of generations that are gone, and those of ranks beyond the group.
+
+    The folders are synced: no deleted file comes back after a power failure.
+
+    Raises
+    ------
+    FormatError, StoreError
+        An index cannot be read. No file of that rank was deleted.
+    """
+    deleted = []
+    worlds = [which.world_size for which in gone]
+    for mine in range(rank, max(worlds, default=0), world_size):
+        needed: set[str] = set()
+        for which in kept:
+            if mine < which.world_size:
+                needed |= _index_files(folder, which, mine)[1]
+        dead: list[str] = []
+        for which in gone:
+            if mine < which.world_size:
+                path, files = _index_files(folder, which, mine)
+                dead += sorted(files - needed)
+                dead.append(path)
+        own = f"-{mine}.safetensors"
+        dead = [name for name in dict.fromkeys(dead) if name.endswith((own, ".json"))]
+        deleted += _folder.remove_files(folder, dead)
+    # no later save looks for files that come back after a power failure
+    for part in sorted({os.path.dirname(name) for name in deleted}):
+        _core.folder_sync(os.path.join(folder, part))
+    return deleted

@@ -1,0 +1,108 @@
+"""Index patterns: which rank stores which part, from one index of each pattern.
+
+Most ranks of a job store the same tensors, cut alike. Their indexes have the same pattern and
+differ in the parts that they list. The manifest has the ranks of each pattern, and of each rank
+the part of each group of shards (csrc/core/checkpoint/ranks/index_pattern.h).
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import lru_cache, partial
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ... import _core
+from ...errors import FormatError
+from . import folder as _folder
+from .manifest import Manifest, Pattern
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_WHOLE = (None, 0, 0)  # a cutting: all of each tensor
+
+
+def pattern_of(text: bytes) -> dict[str, Any]:
+    """Return what a rank reports of its index: digest of its pattern, or None, and parts."""
+    [told] = _folder.patterns_of(_core.Catalog((text,), ("index",)))
+    return {"pattern": None, "parts": ()} if told is None else told._asdict()
+
+
+def owners_of(places: bytes, patterns: Sequence[Pattern]) -> dict[int, list[int]]:
+    """Return the ranks that store each part of a tensor.
+
+    `places` are those of the tensor in a catalog of one index for each of `patterns`.
+    """
+    owners: dict[int, list[int]] = {}
+    for index, group in struct.iter_unpack("=II", places):
+        pattern = patterns[index]
+        for part, rank in zip(pattern.parts[group], pattern.ranks, strict=True):
+            owners.setdefault(part, []).append(rank)
+    return owners
+
+
+def _all_owners(catalog: Any, patterns: Sequence[Pattern] | None) -> list[dict[int, list[int]]]:
+    """Return the owners of each tensor; without patterns the catalog has every rank's index."""
+    if patterns is not None:
+        owners = lru_cache(None)(partial(owners_of, patterns=patterns))
+        return [owners(places) for places in catalog.places()]
+    stored: dict[tuple[str, str], dict[int, list[int]]] = {}
+    for section, key, part, _, rank, *_ in catalog.shards():
+        stored.setdefault((section, key), {}).setdefault(part, []).append(rank)
+    return [stored[section, key] for section, key, *_ in catalog.tensors()]
+
+
+def check_complete(catalog: Any, patterns: Sequence[Pattern] | None) -> None:
+    """Raise FormatError if no rank stores some part of a tensor that has elements."""
+    every = zip(catalog.tensors(), _all_owners(catalog, patterns), strict=True)
+    for (section, key, name, state, _, _, layout, *_), owners in every:
+        parts = prod(count for _, count in layout)
+        if len(owners) == parts:
+            continue
+        # one part more than there are owners: if all of those exist, none is missing
+        ask = (_folder.SECTIONS.index(section), [key], _WHOLE, len(owners) + 1)
+        [wanted] = catalog.wanted_parts("", *ask).values()
+        if missing := wanted - owners.keys():
+            of = f"state '{state}': " if state is not None else ""
+            text = f"{of}part {min(missing)} of {parts} is missing: no rank gives it as replica 0"
+            for part, ranks in sorted(owners.items()):
+                if len(ranks) > 1:
+                    first, second, *_ = sorted(ranks)
+                    text += f"; ranks {first} and {second} both give part {part}"
+                    break
+            error = FormatError(f"'{name}': {text}")
+            error.name = name
+            raise error
+
+
+def with_patterns(
+    folder: str, manifest: Manifest, told: Sequence[dict[str, Any]]
+) -> tuple[Manifest, Any]:
+    """Add to a manifest the patterns that ranks reported; also return a catalog.
+
+    The catalog has one index of each pattern, and so all tensors. If some index has no pattern,
+    the manifest has none, and the catalog has all indexes.
+
+    Raises
+    ------
+    FormatError
+        The ranks' indexes do not make one checkpoint, or lack a part of a tensor.
+    """
+    ranks_of: dict[str | None, list[int]] = {}
+    for rank, one in enumerate(told):
+        ranks_of.setdefault(one["pattern"], []).append(rank)
+    patterns, first = None, None
+    if None not in ranks_of:
+        first = [ranks[0] for ranks in ranks_of.values()]
+        patterns = tuple(
+            Pattern(
+                ranks,
+                [list(each) for each in zip(*(told[rank]["parts"] for rank in ranks), strict=True)],
+            )
+            for ranks in ranks_of.values()
+        )
+    manifest = manifest._replace(patterns=patterns)
+    catalog = _folder.load_catalog(folder, manifest, first)
+    check_complete(catalog, patterns)
+    return manifest, catalog

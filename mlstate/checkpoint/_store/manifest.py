@@ -1,0 +1,212 @@
+"""The root of a checkpoint: ``manifest.json``, written sealed and read with suspicion."""
+
+from __future__ import annotations
+
+import re
+from itertools import chain
+from typing import Any, NamedTuple
+
+from ... import _core
+from ...errors import FormatError
+
+FORMAT = "mlstate.manifest"
+VERSION = 2
+_START = b'{"checksum":"00000000"'
+_MOST_BYTES = 256 << 20
+_MOST_RANKS = 1 << 24
+_INT64 = (1 << 63) - 1
+MOST_SEQUENCE = _INT64  # of a save
+_GENERATION = re.compile(r"[0-9a-f]{16}\Z", re.ASCII)
+_CRCS = re.compile(r"(?:[0-9a-f]{8})*\Z", re.ASCII)
+_MOST_DEPTH = 128  # nested arrays and objects, so that readers may recurse
+_MOST_GROUPS = 32  # MLS_PATTERN_GROUPS
+
+
+class IndexRecord(NamedTuple):
+    """What the manifest says of one rank's index."""
+
+    path: str
+    bytes: int
+    crc32c: str
+    shards: int
+    data_bytes: int
+
+
+class Pattern(NamedTuple):
+    """Ranks whose indexes list the same tensors in the same groups."""
+
+    ranks: list[int]
+    parts: list[list[int]]  # of each group, the part that each of the ranks stores
+
+
+class Manifest(NamedTuple):
+    """A root: what there is besides the indexes, and which they are."""
+
+    generation: str
+    sequence: int
+    created: str
+    writer: str
+    step: int | None
+    world_size: int
+    model: dict[str, Any] | None
+    optimizer: dict[str, Any] | None
+    metadata: dict[str, Any]
+    indexes: tuple[IndexRecord, ...]
+    patterns: tuple[Pattern, ...] | None = None
+
+
+def build(manifest: Manifest) -> bytes:
+    """Write a manifest as sealed text; TypeError or ValueError for what JSON cannot say."""
+    import json
+
+    indexes = manifest.indexes
+    content = {"format": FORMAT, "format_version": VERSION, **manifest._asdict()}
+    content["indexes"] = {
+        "bytes": [record.bytes for record in indexes],
+        "crc32c": "".join(record.crc32c for record in indexes),
+        "shards": [record.shards for record in indexes],
+        "data_bytes": [record.data_bytes for record in indexes],
+    }
+    if manifest.patterns is None:
+        del content["patterns"]
+    else:
+        content["patterns"] = [pattern._asdict() for pattern in manifest.patterns]
+    members = (
+        f'"{name}": {json.dumps(value, allow_nan=False, ensure_ascii=False)}'
+        for name, value in content.items()
+    )
+    return _core.seal(_START + b",\n" + ",\n".join(members).encode() + b"\n}\n")
+
+
+class _WrongError(Exception):
+    """What is wrong, in words."""
+
+
+def _member(found: dict[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
+    if name not in found:
+        raise _WrongError(f'"{name}" is missing')
+    value = found[name]
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise _WrongError(f'"{name}" is of the wrong type')
+    return value
+
+
+def _number(found: dict[str, Any], name: str, least: int, most: int = _INT64) -> int:
+    value = _member(found, name, int)
+    if not least <= value <= most:
+        raise _WrongError(f'"{name}" is {value}, not from {least} to {most}')
+    return int(value)
+
+
+def _matching(found: dict[str, Any], name: str, pattern: re.Pattern[str]) -> str:
+    value = _member(found, name, str)
+    if not pattern.match(value):
+        raise _WrongError(f'"{name}" is {value[:80]!r}')
+    return str(value)
+
+
+def _kind(found: dict[str, Any], name: str, kinds: tuple[str, ...]) -> dict[str, Any] | None:
+    value = _member(found, name, (dict, type(None)))
+    if value is not None and _member(value, "kind", str) not in kinds:
+        raise _WrongError(f'"{name}" is of a kind that is not known: {value["kind"]!r}')
+    return value  # type: ignore[no-any-return]
+
+
+def _numbers(found: dict[str, Any], name: str, count: int, least: int = 0) -> list[int]:
+    return _checked(_member(found, name, list), name, count, least)
+
+
+def _checked(values: Any, name: str, count: int, least: int = 0) -> list[int]:
+    """Return the values if they are a list of `count` integers."""
+    if not isinstance(values, list) or len(values) != count:
+        raise _WrongError(f'"{name}" must be a list of {count} numbers')
+    if not {int}.issuperset(map(type, values)):
+        raise _WrongError(f'"{name}" must have integers only')
+    if values and not least <= min(values) <= max(values) <= _INT64:
+        raise _WrongError(f'"{name}" must be from {least} to {_INT64}')
+    return values
+
+
+def _indexes(found: dict[str, Any], generation: str, world_size: int) -> tuple[IndexRecord, ...]:
+    listed = _member(found, "indexes", dict)
+    crcs = _matching(listed, "crc32c", _CRCS)
+    if len(crcs) != 8 * world_size:
+        raise _WrongError(f'"crc32c" has {len(crcs)} digits for {world_size} ranks')
+    return tuple(
+        map(
+            IndexRecord,
+            [f"index/{generation}.{rank}.json" for rank in range(world_size)],
+            _numbers(listed, "bytes", world_size, 1),
+            [crcs[at : at + 8] for at in range(0, len(crcs), 8)],
+            _numbers(listed, "shards", world_size),
+            _numbers(listed, "data_bytes", world_size),
+        )
+    )
+
+
+def _patterns(found: dict[str, Any], world_size: int) -> tuple[Pattern, ...] | None:
+    if "patterns" not in found:
+        return None
+    patterns = []
+    for value in _member(found, "patterns", list):
+        if not isinstance(value, dict):
+            raise _WrongError('"patterns" must have objects only')
+        ranks, parts = _member(value, "ranks", list), _member(value, "parts", list)
+        if len(parts) > _MOST_GROUPS:
+            raise _WrongError(f'"parts" has {len(parts)} groups, more than {_MOST_GROUPS}')
+        ranks = _checked(ranks, "ranks", len(ranks))
+        patterns.append(Pattern(ranks, [_checked(each, "parts", len(ranks)) for each in parts]))
+    ranks = sorted(chain.from_iterable(pattern.ranks for pattern in patterns))
+    if ranks != list(range(world_size)):
+        raise _WrongError(f'"patterns" must have each of {world_size} ranks once')
+    return tuple(patterns)
+
+
+def _read(found: Any) -> Manifest:
+    """Check the text's object, member by member."""
+    if not isinstance(found, dict):
+        raise _WrongError("the text is no object")
+    if _member(found, "format", str) != FORMAT:
+        raise _WrongError(f'"format" is not "{FORMAT}"')
+    version = _number(found, "format_version", 1)
+    if version != VERSION:
+        raise _WrongError(f"its format version is {version}, and this mlstate reads {VERSION}")
+    generation = _matching(found, "generation", _GENERATION)
+    world_size = _number(found, "world_size", 1, _MOST_RANKS)
+    step = _member(found, "step", (int, type(None)))
+    return Manifest(
+        generation=generation,
+        sequence=_number(found, "sequence", 1),
+        created=_member(found, "created", str),
+        writer=_member(found, "writer", str),
+        step=None if step is None else _number(found, "step", 0),
+        world_size=world_size,
+        model=_kind(found, "model", ("state", "model")),
+        optimizer=_kind(found, "optimizer", ("state", "optimizer")),
+        metadata=_member(found, "metadata", dict),
+        indexes=_indexes(found, generation, world_size),
+        patterns=_patterns(found, world_size),
+    )
+
+
+def parse(data: bytes, path: Any = "manifest.json") -> Manifest:
+    """Read a manifest; FormatError or ChecksumError, naming `path`, for what is none.
+
+    RecursionError says nothing of the manifest, but that the caller's stack is nearly full.
+    """
+    import json
+
+    try:
+        if len(data) > _MOST_BYTES:
+            raise _WrongError(f"it is {len(data)} bytes long, and {_MOST_BYTES} are the most")
+        _core.seal_check(data, path)
+        _core.json_check(data, _MOST_DEPTH, path)
+        return _read(json.loads(data))
+    except FormatError as broken:  # of the core, which knows no files
+        place = "" if broken.offset is None else f"byte {broken.offset}: "
+        broken.args = (f"{path}: {place}{broken}",)
+        raise
+    except (_WrongError, ValueError) as reason:
+        error = FormatError(f"{path}: no manifest of a checkpoint: {reason}")
+        error.path = path
+        raise error from None

@@ -1,0 +1,1 @@
+"""Units of a state that move between device, main memory and files."""

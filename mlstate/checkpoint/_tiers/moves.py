@@ -1,0 +1,394 @@
+"""How the units of a tiered state are taken in, moved and kept within budgets.
+
+One lock guards the bookkeeping and is never held while bytes move: a unit that moves is
+marked, and whoever wants it waits. Which unit goes where is decided in the core.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import threading
+import time
+import weakref
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from ... import _core
+from ..._common.arrays import refuse_given_away
+from ..._common.backend import backend_named, backend_of, is_module, is_optimizer
+from ..._common.budget import parse_budget
+from ..._common.local_path import local_folder
+from ..._common.text import names_hint
+from ..._sharding.layout import Shard, Tier
+from ...distributed._byte_ranges import place_key
+from ...distributed._merge import like
+from ...errors import CapacityError, FormatError, StoreError, TensorNotFoundError
+from ...state._optimizer_state import OptimizerStateDict
+from ...state._state_dict import ModelStateDict, StateDict
+from .._store import folder as _folder
+from .._store.writer_lock import WriterLock
+from .report import Traffic
+from .unit import SUFFIX, arrays_in, is_unit_file, open_unit, units_of
+from .unit_handle import take_back
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ..._common.budget import MemorySize
+    from .unit import Unit
+    from .unit_handle import TieredUnit
+
+NEARER = {Tier.COLD: Tier.WARM, Tier.WARM: Tier.HOT, Tier.HOT: Tier.HOT}
+FARTHER = {Tier.HOT: Tier.WARM, Tier.WARM: Tier.COLD, Tier.COLD: Tier.COLD}
+_ORDER = tuple(Tier)
+_TRIES = 16  # to make room that other threads take
+
+
+def given_states(model: Any, optimizer: Any) -> tuple[Any, Any, Any]:
+    """Return both states as mappings, of torch objects their own tensors, and a torch optimizer."""
+    module = None
+    if is_module(model):
+        module, model = model, model.state_dict(keep_vars=True)
+    if is_optimizer(optimizer):
+        if module is None:
+            raise TypeError("a torch optimizer needs its module as model: names come from there")
+        return model, backend_of(optimizer).tensors_of_optimizer(optimizer, module), optimizer
+    for what, state in (("model", model), ("optimizer", optimizer)):
+        if state is not None and not hasattr(state, "keys"):
+            raise TypeError(
+                f"{what} must be a mapping of str to arrays or a torch "
+                f"{'module' if what == 'model' else 'optimizer'}, got {type(state).__name__}"
+            )
+    return model, optimizer, None
+
+
+class TierMoves:
+    """The units of a `TieredState`, without what users see."""
+
+    def _start(self, directory: Any, hot: MemorySize | None, warm: MemorySize | None) -> None:
+        """Set what every instance has; nothing is touched."""
+        self._budgets = {
+            tier: parse_budget(f"{tier}_budget_bytes", given)
+            for tier, given in ((Tier.HOT, hot), (Tier.WARM, warm))
+            if given is not None
+        }
+        most = {tier: budget.nbytes for tier, budget in self._budgets.items()}
+        self._table = _core.Tiers(most.get(Tier.HOT), most.get(Tier.WARM))
+        self._directory: str = local_folder(directory)
+        self._changed = threading.Condition()  # guards what follows; told when a move ends
+        self._making_room = threading.Lock()
+        self._units: dict[str, Unit] = {}
+        self._by_number: dict[int, Unit] = {}
+        self._traffic: dict[tuple[Tier, Tier], Traffic] = {}
+        self._device: Any = None
+        self._optimizer: Any = None  # of torch, which makes states as it goes
+        self._templates: tuple[StateDict, OptimizerStateDict] = (
+            ModelStateDict(),
+            OptimizerStateDict(),
+        )
+
+    def _take(self, model: Any, optimizer: Any, device: Any) -> tuple[Any, Any, Any]:
+        """Look at what was given: the states, of which class they are, and the hot device."""
+        given = given_states(model, optimizer)
+        if given[2] is not None:
+            optimizer = OptimizerStateDict.from_torch(optimizer, model)
+        if isinstance(given[0], StateDict):
+            self._templates = like(given[0]), self._templates[1]
+        if isinstance(optimizer, OptimizerStateDict):
+            attributes = like(optimizer)
+            assert isinstance(attributes, OptimizerStateDict)
+            self._templates = self._templates[0], attributes
+        self._choose_device(
+            [v for state in given[:2] if state is not None for v in state.values()], device
+        )
+        return given
+
+    def _choose_device(self, values: list[Any], device: Any = None) -> None:
+        if self._device is None and (device is not None or "torch" in sys.modules):
+            arrays = [v.array if isinstance(v, Shard) else v for v in values]
+            self._device = backend_named("torch").accelerator(arrays, device)
+
+    def _checked(self, model: Any, optimizer: Any) -> list[Unit]:
+        """Make units, and refuse what could not be kept, before anything is changed."""
+        plain = [None if state is None else StateDict(state) for state in (model, optimizer)]
+        for state in plain:
+            refuse_given_away(state or {})
+        units = units_of(*plain)
+        seen: dict[Any, str] = {}
+        for unit in units:
+            if unit.name in self._units:
+                raise ValueError(f"there is a unit {unit.name!r} already; remove it before")
+            if any(self._is_on_device(part.array) for part in unit.parts):
+                unit.tier = Tier.HOT
+            for part in unit.parts:
+                other = seen.setdefault(place_key(part.elements), part.key)
+                if other != part.key and part.nbytes:
+                    raise ValueError(
+                        f"{other!r} and {part.key!r} are one array: tied parameters are one "
+                        "unit; give it under one of its names"
+                    )
+            self._check_alone(unit)
+        return units
+
+    def _is_on_device(self, array: Any) -> bool:
+        kind = getattr(getattr(array, "device", None), "type", "cpu")
+        return self._device is not None and kind == self._device.type != "cpu"
+
+    def _check_alone(self, unit: Unit) -> None:
+        """Refuse a unit that could be nowhere but in a file."""
+        budgets = self._budgets
+        if len(budgets) == 2 and all(unit.nbytes > one.nbytes for one in budgets.values()):
+            hot, warm = (one.text(one.nbytes) for one in budgets.values())
+            error = CapacityError(
+                f"unit {unit.name!r} has {unit.nbytes} bytes, more than the whole hot budget of "
+                f"{hot} and the whole warm budget of {warm}: it could never be used"
+            )
+            error.name = unit.name
+            raise error
+
+    def _open_directory(self) -> None:
+        try:
+            _folder.make_path(self._directory)
+        except OSError as error:
+            if isinstance(error, StoreError):
+                raise
+            raise _folder.store_error(
+                error, "cannot create the folder of tiers", self._directory
+            ) from None
+        self._lock_directory()
+
+    def _lock_directory(self) -> None:
+        lock = WriterLock(self._directory, "folder of tiers")
+        self._close = weakref.finalize(self, lock.release)  # first: an interrupt finds it
+        lock.acquire()
+
+    def _files(self) -> list[str]:
+        names = _folder.list_names(self._directory, "")
+        return sorted(name for name in names if name.endswith(SUFFIX))
+
+    def _refuse_or_discard(self, discard: bool) -> None:
+        _folder.discard_temporaries(self._directory)
+        units = [f for f in self._files() if is_unit_file(os.path.join(self._directory, f))]
+        if discard:
+            _folder.remove_files(self._directory, units)
+        elif units:
+            raise _folder.store_error(
+                OSError(
+                    errno.EEXIST,
+                    f"it holds {len(units)} units of an earlier process: TieredState.open takes "
+                    "them over, discard=True deletes them",
+                ),
+                "cannot use the folder of tiers",
+                self._directory,
+            )
+
+    def _refuse_others(self, units: list[Unit]) -> None:
+        """Refuse names of units whose files are there: they are somebody else's."""
+        there = set(self._files())
+        for unit in units:
+            if unit.file in there:
+                raise _folder.store_error(
+                    OSError(errno.EEXIST, f"unit {unit.name!r} would replace a file of others"),
+                    "cannot use the folder of tiers",
+                    self._path(unit),
+                )
+
+    def _path(self, unit: Unit) -> str:
+        return os.path.join(self._directory, unit.file)
+
+    def _take_over(self) -> None:
+        import warnings
+
+        _folder.discard_temporaries(self._directory)
+        for file in self._files():
+            try:
+                self._insert(open_unit(os.path.join(self._directory, file)))
+            except FormatError as error:
+                warnings.warn(f"a unit is left out: {error}", stacklevel=3)
+        units = self._units.values()
+        self._choose_device([part.array for unit in units for part in unit.parts])
+
+    def _undo(self) -> None:
+        """A constructor failed: tensors get their memory back, and files of ours go."""
+        written = [unit for unit in self._units.values() if unit.tier == Tier.COLD]
+        with suppress(Exception):  # the first error is the one to tell; files stay then
+            for unit in written:
+                self._move(unit, Tier.WARM)
+                _folder.remove_files(self._directory, [unit.file])
+        self._close()
+
+    def _insert(self, unit: Unit) -> None:
+        unit.number = self._table.add(unit.nbytes, unit.tier)
+        self._units[unit.name] = unit
+        self._by_number[unit.number] = unit
+
+    def _add(self, units: list[Unit]) -> None:
+        for unit in units:
+            with self._changed:
+                self._insert(unit)
+        for unit in units:
+            wanted = next((p.marked for p in unit.parts if p.marked is not None), unit.tier)
+            if wanted == Tier.COLD:
+                self._move(unit, wanted)
+            elif wanted == Tier.HOT != unit.tier:
+                with suppress(CapacityError):
+                    self._move(unit, wanted, checks=True)
+        for unit in reversed(units):  # nothing is known of them: what is there stays
+            while self._is_over(unit):
+                try:
+                    self._move(unit, FARTHER[unit.tier], checks=True)
+                except CapacityError:
+                    self._move(unit, Tier.COLD)
+
+    def _is_over(self, unit: Unit) -> bool:
+        """Whether the tier that a unit is in holds more than it may."""
+        with self._changed:
+            used, budget = self._table.totals()[_ORDER.index(unit.tier)]
+            return budget is not None and used > budget
+
+    def _keep_budget(self, unit: Unit) -> None:
+        """Make others go, or this one, where it has grown beyond what its tier may hold."""
+        while self._is_over(unit):
+            try:
+                self._make_room(unit, unit.tier)
+                return
+            except CapacityError:
+                self._move(unit, FARTHER[unit.tier])
+
+    def _unit(self, name: str) -> Unit:
+        """Find a unit, under the lock."""
+        if not self._close.alive:
+            raise ValueError("this TieredState is closed")
+        try:
+            return self._units[name]
+        except KeyError:
+            pass
+        hint = names_hint(str(name), self._units)
+        error = TensorNotFoundError(f"there is no unit {name!r}{hint}")
+        error.name = name
+        raise error
+
+    def _still(self, name: str) -> Unit:
+        """Find a unit, under the lock, once no move of it is under way."""
+        unit = self._unit(name)
+        while unit.is_moving:
+            self._changed.wait()
+            unit = self._unit(name)
+        return unit
+
+    def _refuse_used(self, unit: Unit) -> None:
+        if self._table.unit(unit.number)[4]:
+            raise BufferError(f"unit {unit.name!r} is in use: it moves once that has ended")
+
+    def _refusal(self, error: CapacityError, unit: Unit, to: Tier) -> CapacityError:
+        """Return an error of the core that names the unit, and the budget as the user gave it."""
+        made = CapacityError(f"unit {unit.name!r}: {self._budgets[to].in_unit(str(error))}")
+        made.name = unit.name
+        return made
+
+    def _fits(self, unit: Unit, to: Tier) -> None:
+        try:
+            self._table.fits(unit.number, to)
+        except CapacityError as error:
+            raise self._refusal(error, unit, to) from None
+
+    def _move(self, unit: Unit, to: Tier, *, checks: bool = False) -> bool:
+        """Move a unit; False: it is there already. `checks`: only where there is room."""
+        with self._changed:
+            self._still(unit.name)
+            source = unit.tier
+            if source == to:
+                return False
+            self._refuse_used(unit)
+            if checks:
+                self._fits(unit, to)
+            self._table.begin(unit.number, to)
+            unit.is_moving = True
+        moved = False
+        began = time.perf_counter()
+        try:
+            arrays = arrays_in(unit, to, self._path(unit), self._device)
+            for part, array in zip(unit.parts, arrays or (), strict=arrays is not None):
+                part.put(array)
+            moved = True
+        finally:
+            seconds = time.perf_counter() - began
+            with self._changed:
+                self._table.end(unit.number, to, moved)
+                unit.is_moving = False
+                if moved:
+                    unit.tier = to
+                    before = self._traffic.get((source, to), Traffic(source, to, 0, 0, 0.0))
+                    self._traffic[source, to] = before._replace(
+                        moves=before.moves + 1,
+                        nbytes=before.nbytes + unit.nbytes,
+                        seconds=before.seconds + seconds,
+                    )
+                self._changed.notify_all()
+        return True
+
+    def _make_room(self, unit: Unit, to: Tier) -> None:
+        """Move the least used units away until this one fits."""
+        with self._making_room:
+            for _ in range(_TRIES):
+                with self._changed:
+                    try:
+                        moves = self._table.make_room(unit.number, to)
+                    except CapacityError as error:
+                        raise self._refusal(error, unit, to) from None
+                    others = [(self._by_number[number], Tier(tier)) for number, tier in moves]
+                if not others:
+                    return
+                with suppress(BufferError):  # somebody began to use it: others are chosen
+                    for other, tier in others:
+                        self._move(other, tier)
+        with self._changed:
+            self._fits(unit, to)
+
+    def _towards(self, name: str, to: Any, steps: Mapping[Tier, Tier], what: str) -> Tier:
+        with self._changed:
+            unit = self._still(name)
+            target = steps[unit.tier] if to is None else Tier(to)
+            ahead = _ORDER.index(target) - _ORDER.index(unit.tier)
+            if ahead and (ahead < 0) != (steps is NEARER):
+                raise ValueError(
+                    f"unit {name!r} is {unit.tier}: {target} is not where {what} leads"
+                )
+        self._move(unit, target, checks=True)
+        return target
+
+    def _hold(self, name: str, to: Tier | None) -> Unit:
+        """Bring a unit to where it can be used, and keep it there."""
+        for _ in range(_TRIES):
+            with self._changed:
+                unit = self._still(name)
+                target = to or self._usable(unit)
+                if unit.tier == target:
+                    self._table.hold(unit.number)
+                    return unit
+                self._refuse_used(unit)
+            self._make_room(unit, target)
+            with suppress(CapacityError):  # another thread was quicker
+                self._move(unit, target, checks=True)
+        with self._changed:
+            self._fits(unit, target)
+        raise BufferError(f"unit {name!r} is moved away as often as it is brought here")
+
+    def _usable(self, unit: Unit) -> Tier:
+        """Where a unit is to be used: where it is, or the tier that can hold it."""
+        if unit.tier != Tier.COLD:
+            return unit.tier
+        (_, hot), (_, warm), _ = self._table.totals()
+        too_large = warm is not None and unit.nbytes > warm
+        return Tier.HOT if too_large and (hot is None or unit.nbytes <= hot) else Tier.WARM
+
+    def _accept(self, unit: Unit, used: TieredUnit) -> None:
+        """Take over what the user put in the place of arrays."""
+        with self._changed:
+            states = {}
+            if self._optimizer is not None and unit.parts[0].is_tensor:
+                states = self._optimizer.state.get(unit.parts[0].array, {})
+            take_back(unit, used, states)
+            self._table.resize(unit.number, unit.nbytes)

@@ -1,0 +1,363 @@
+"""Units of a tiered state: a parameter's shard and its optimizer states, and their files.
+
+A unit's file is a safetensors file of its own, with a tensor for each part under the name
+``params/<key>`` or ``optim_state/<key>``, and, as the metadata entry ``tiers.unit``, a JSON
+text: the unit's name, and of each part what its array alone does not tell.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ... import _core
+from ..._common.arrays import is_torch
+from ..._common.backend import backend_named, backend_of
+from ..._common.dtypes import label_of, text_of
+from ..._sharding.layout import Layout, Shard, Tier
+from ...distributed._byte_ranges import dtype_of, plain_of
+from ...errors import FormatError, MLStateError, StoreError
+from ...state._state_dict import StateDict
+from .._files.safetensors_verify import verify_file
+from .._store.folder import SECTIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+KEY = "tiers.unit"
+SUFFIX = ".safetensors"
+_CUT = "=~"  # in a file's name that did not fit whole
+_FACTS = ("layout", "index", "shape", "replica")  # of a Shard, besides its array
+
+
+def file_of(name: str) -> str:
+    """Return the name of a unit's file: safe on any system, and of no other unit."""
+    encoded = _core.file_name(name, 0)
+    if _CUT in encoded:
+        import hashlib
+
+        digest = hashlib.sha256(name.encode(), usedforsecurity=False).digest()
+        encoded = _core.file_name(name, int.from_bytes(digest[:8], "little") >> 1)
+    return encoded + SUFFIX
+
+
+def unit_of(section: int, key: str) -> str:
+    """Return the name of the unit that an entry of the model or the optimizer belongs to."""
+    return key.rpartition(".")[0] or key if section else key
+
+
+class Part:
+    """One array of a unit: the parameter, or one of its states.
+
+    A torch tensor stays the object that a module or an optimizer knows, and is given other
+    memory; a NumPy array cannot be, so there is another one after a move, and none in a file.
+    """
+
+    __slots__ = ("array", "dtype", "facts", "is_tensor", "key", "marked", "section", "shape")
+
+    def __init__(self, section: int, key: str, value: Any) -> None:
+        self.section = section
+        self.key = key
+        self.facts: dict[str, Any] | None = None
+        self.marked: Tier | None = None  # where a Shard says it was
+        if isinstance(value, Shard):
+            self.marked = None if value.tier is None else Tier(value.tier)
+            self.facts = {name: getattr(value, name) for name in _FACTS}
+            value = value.array
+        self.is_tensor = is_torch(value)
+        self.array: Any = value if self.is_tensor else plain_of(value)
+        self.shape = tuple(self.array.shape)
+        self.dtype = self.array.dtype
+
+    @property
+    def state(self) -> str:
+        """Name of the optimizer's state."""
+        return self.key.rpartition(".")[2]
+
+    @property
+    def stored(self) -> str:
+        """Its name in the unit's file."""
+        return f"{SECTIONS[self.section]}/{self.key}"
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype's name, the same for NumPy and torch and either byte order."""
+        if self.is_tensor:
+            return str(self.dtype).removeprefix("torch.")
+        return text_of(self.dtype)
+
+    @property
+    def stays(self) -> bool:
+        """Whether it is never taken to a device: optimizers keep their counters in memory."""
+        return self.section == 1 and not self.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array, wherever it is."""
+        return int(math.prod(self.shape) * self.dtype.itemsize)
+
+    @property
+    def elements(self) -> Any:
+        """The array without autograd's record; None: it is in the file."""
+        return self.array.detach() if self.is_tensor else self.array
+
+    def put(self, array: Any) -> None:
+        """Take an array's memory in place of what was there; None: nothing but the file."""
+        if self.is_tensor:
+            backend_of(self.array).give_memory(self.array, array)
+        else:
+            self.array = array
+
+    def shard(self, array: Any, tier: Tier) -> Shard:
+        """Return an array as what a checkpoint stores of this part."""
+        return Shard(array, tier=tier, **(self.facts or {}))
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the file's own header does not say, for JSON."""
+        about: dict[str, Any] = {"name": self.stored}
+        if self.is_tensor:
+            about["torch"] = True
+        if self.facts is not None:
+            about |= {**self.facts, "layout": self.facts["layout"].steps}
+        return about
+
+
+class Unit:
+    """What moves together, and where it is."""
+
+    __slots__ = ("file", "is_durable", "is_moving", "name", "number", "parts", "tier")
+
+    def __init__(self, name: str, tier: Tier) -> None:
+        self.name = name
+        self.tier = tier
+        self.parts: list[Part] = []
+        self.number = -1
+        self.file = file_of(name)
+        self.is_moving = False
+        self.is_durable = False  # whether the file is known to be whole and on the disk
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self.parts)
+
+
+# ---- units of states ----
+
+
+def units_of(model: Mapping[str, Any] | None, optimizer: Mapping[str, Any] | None) -> list[Unit]:
+    """Put the entries of both states together by parameter, in the model's order."""
+    units: dict[str, Unit] = {}
+    for section, state in enumerate((model, optimizer)):
+        for key, value in (state or {}).items():
+            name = unit_of(section, key)
+            unit = units.get(name)
+            if unit is None:
+                unit = units[name] = Unit(name, Tier.WARM)
+            unit.parts.append(Part(section, key, value))
+    return list(units.values())
+
+
+# ---- files ----
+
+
+def write_unit(path: str, unit: Unit, arrays: list[Any]) -> None:
+    """Write a unit's file, whole and durably, unless those very bytes are there."""
+    import json
+
+    text = json.dumps({"unit": unit.name, "parts": [part.describe() for part in unit.parts]})
+    stored = tuple((p.stored, a) for p, a in zip(unit.parts, arrays, strict=True))
+    if unit.is_durable and _is_there(path, stored, text):
+        return
+    unit.is_durable = False
+    try:
+        _core.file_save(path, stored, ((KEY, text),))
+    except MLStateError as error:
+        error.name = unit.name
+        raise
+    unit.is_durable = True
+
+
+def _bytes_of(array: Any) -> Any:
+    """View an array as bytes, so that comparing it means its bits; None: it is no one piece."""
+    if is_torch(array):
+        array = StateDict.from_torch({"": array})[""]
+    if not array.flags.c_contiguous or not array.dtype.isnative:
+        return None
+    return array.reshape(-1).view(np.uint8)
+
+
+def _is_there(path: str, stored: Iterable[tuple[str, Any]], text: str) -> bool:
+    """Whether a file has these bytes already; anything odd about it means no."""
+    with suppress(MLStateError, ImportError):
+        arrays, texts = _core.file_load(path, True, True)
+        wanted = {name: _bytes_of(array) for name, array in stored}
+        if texts.get(KEY) == text and all(array is not None for array in wanted.values()):
+            found = {name: _bytes_of(array) for name, array in arrays.items()}
+            return bool(StateDict(wanted) == StateDict(found))
+    return False
+
+
+def damaged(name: str, error: MLStateError) -> MLStateError:
+    """Return an error of the same class that names the unit too."""
+    made = type(error)(f"unit {name!r}: {error}")
+    for field in ("expected", "got", "path", "offset"):
+        setattr(made, field, getattr(error, field))
+    made.name = name
+    return made
+
+
+def read_unit(path: str, unit: Unit, *, mmap: bool = False) -> list[Any]:
+    """Read a unit's arrays, compared with their checksums, in the order of its parts.
+
+    Raises
+    ------
+    FormatError, ChecksumError
+        The file is damaged, or of something else. The text names unit and file.
+    StoreError
+        It cannot be read.
+    """
+    try:
+        if mmap:
+            _verify(path)
+        arrays, texts = _core.file_load(path, mmap, True)
+        if _described(texts, path)["unit"] != unit.name:
+            raise _wrong(path, "is the file of another unit")
+    except FormatError as error:
+        raise damaged(unit.name, error) from None
+    except StoreError as error:
+        error.name = unit.name
+        raise
+    found = []
+    for part in unit.parts:
+        array = arrays.get(part.stored)
+        if array is None or array.shape != part.shape or dtype_of(array) != part.dtype_name:
+            what = "nothing" if array is None else f"{array.dtype} {array.shape}"
+            wanted = f"{part.dtype_name} {part.shape}"
+            raise damaged(unit.name, _wrong(path, f"holds {what} as {part.stored!r}, not {wanted}"))
+        found.append(array)
+    return found
+
+
+def _verify(path: str) -> None:
+    """Compare a whole file with its checksums, block by block."""
+    report, _ = verify_file(path)
+    for problem in report.problems:
+        error = _core.ChecksumError(
+            f"{os.path.basename(path)}: {problem.name!r} at byte {problem.offset}: {problem.text}"
+        )
+        error.path, error.offset = path, problem.offset
+        raise error
+
+
+def _wrong(path: str, text: str) -> FormatError:
+    error = FormatError(f"{os.path.basename(path)}: {text}")
+    error.path = path
+    return error
+
+
+def _described(texts: Mapping[str, str], path: str) -> dict[str, Any]:
+    """Return what a file says of its unit, of the form that is relied on."""
+    import json
+
+    try:
+        found = json.loads(texts[KEY])
+        if not isinstance(found["unit"], str) or not isinstance(found["parts"], list):
+            raise TypeError("no unit")
+        return dict(found)
+    except (KeyError, TypeError, ValueError, RecursionError):
+        raise _wrong(path, "is not the file of a unit") from None
+
+
+def _value_of(about: Mapping[str, Any], array: Any) -> Any:
+    """Return what was stored: an array, a tensor where there is torch, or a part of either."""
+    if about.get("torch") is True:
+        with suppress(ImportError):
+            array = backend_named("torch").tensors_of({"": array})[""]
+    if "layout" not in about:
+        return array
+    layout = Layout([(axis, parts) for axis, parts in about["layout"]])
+    facts = {name: about[name] for name in _FACTS}
+    return Shard(array, **{**facts, "layout": layout})
+
+
+def is_unit_file(path: str) -> bool:
+    """Whether a file is that of a unit, as far as its header can be read."""
+    with suppress(MLStateError):
+        return KEY in _core.file_metadata(path, False)
+    return False
+
+
+def open_unit(path: str) -> Unit:
+    """Return the cold unit of a file, of which only the header is read.
+
+    Raises
+    ------
+    FormatError, ChecksumError, StoreError
+        The file is damaged, is that of something else, or cannot be read.
+    """
+    arrays, texts = _core.file_load(path, True, True)
+    found = _described(texts, path)
+    try:
+        unit = Unit(found["unit"], Tier.COLD)
+        for about in found["parts"]:
+            section, _, key = about["name"].partition("/")
+            value = _value_of(about, arrays.pop(about["name"]))
+            unit.parts.append(Part(SECTIONS.index(section), key, value))
+            unit.parts[-1].put(None)  # it was over the mapped file
+    except (AttributeError, KeyError, TypeError, ValueError) as reason:
+        raise _wrong(path, f"does not describe its unit: {reason}") from None
+    if arrays or unit.file != os.path.basename(path):
+        raise _wrong(path, "is not the file of its unit")
+    unit.is_durable = True
+    return unit
+
+
+# ---- moves ----
+
+
+def arrays_in(unit: Unit, to: Tier, path: str, device: Any) -> list[Any] | None:
+    """Return a unit's arrays as another tier has them; nothing changes in the unit.
+
+    `device` is that of the hot tier, None: main memory, between which and warm nothing is
+    moved. None for the result: the arrays stay as they are.
+    """
+    if device is None and Tier.COLD not in (unit.tier, to):
+        return None
+    if unit.tier == Tier.COLD:
+        arrays = [_of_kind(p, a) for p, a in zip(unit.parts, read_unit(path, unit), strict=True)]
+    else:
+        arrays = [part.elements for part in unit.parts]
+    if device is not None and to == Tier.HOT:
+        on_device = backend_named("torch").on_device
+        pairs = zip(unit.parts, arrays, strict=True)
+        return [array if part.stays else on_device(array, device) for part, array in pairs]
+    if device is not None and unit.tier == Tier.HOT:
+        pairs = zip(unit.parts, arrays, strict=True)
+        arrays = [array if part.stays else _from_device(part, array) for part, array in pairs]
+    if to == Tier.COLD:
+        write_unit(path, unit, arrays)
+        return [None] * len(arrays)
+    return arrays
+
+
+def _of_kind(part: Part, array: Any) -> Any:
+    """Make of an array that was read what the part is: a tensor, or of the other byte order."""
+    if not part.is_tensor:
+        if label_of(part.dtype):  # of a process without ml_dtypes, which this one may have
+            array = array.view(part.dtype.newbyteorder("="))
+        return array.astype(part.dtype, copy=False)
+    return backend_named("torch").tensors_of({"": array})[""]
+
+
+def _from_device(part: Part, tensor: Any) -> Any:
+    """Copy a tensor to main memory, as what the part is there."""
+    backend = backend_of(tensor)
+    copied = backend.in_memory(tensor)
+    if part.is_tensor:
+        return copied
+    return backend.arrays_of({"": copied})[""].astype(part.dtype, copy=False)

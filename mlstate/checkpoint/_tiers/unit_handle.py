@@ -1,0 +1,117 @@
+"""What a user has of a unit while he uses it, and what is taken over from him afterwards."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..._common.arrays import is_torch
+from ..._common.dtypes import name_of
+from ..._common.set_module import set_module
+from ...distributed._byte_ranges import plain_of
+from ...errors import CompatibilityError
+from .unit import Part
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ..._sharding.layout import Tier
+    from .unit import Unit
+
+
+@set_module("mlstate.checkpoint")
+class TieredUnit:
+    """A parameter and its optimizer states, as `TieredState.use` gives them.
+
+    Attributes
+    ----------
+    name : str
+        The parameter's.
+    tier : Tier
+        Hot or warm.
+    parameter : array or None
+        The parameter, or the shard of it that is kept here; None: there are states only.
+        Torch tensors are the module's own.
+    states : dict of str to array
+        Optimizer states by name.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np
+    >>> from mlstate.checkpoint import TieredState
+    >>> folder = tempfile.mkdtemp() + "/tiers"
+    >>> with TieredState({"w": np.ones(2)}, {"w.m": np.zeros(2)}, folder) as tiers:
+    ...     with tiers.use("w") as unit:
+    ...         unit.name, unit.parameter, unit.states["m"]
+    ('w', array([1., 1.]), array([0., 0.]))
+    """
+
+    __slots__ = ("_given", "name", "parameter", "states", "tier")
+
+    def __init__(self, unit: Unit) -> None:
+        self.name: str = unit.name
+        self.tier: Tier = unit.tier
+        self.parameter: Any = None
+        self.states: dict[str, Any] = {}
+        self._given: dict[int, Any] = {}
+        for part in unit.parts:
+            if part.section == 0:
+                self.parameter = part.array
+            else:
+                self.states[part.state] = part.array
+
+    def __repr__(self) -> str:
+        arrays = {"parameter": self.parameter, **self.states}
+        shown = [
+            f"{name} {tuple(array.shape)} {name_of(array.dtype)}"
+            for name, array in arrays.items()
+            if array is not None
+        ]
+        return ", ".join([f"TieredUnit: {self.name}", str(self.tier), *shown])
+
+
+def _check(unit: Unit, part: Part, array: Any) -> Part:
+    """Refuse an array that is not like the one whose place it takes."""
+    made = Part(part.section, part.key, array)
+    facts = [(p.shape, p.dtype, p.dtype_name, p.is_tensor) for p in (made, part)]
+    if facts[0] != facts[1]:
+        kind = "tensor" if part.is_tensor else "array"
+        error = CompatibilityError(
+            f"{part.key!r} is a {kind} of {part.dtype_name} {part.shape}, and was replaced by one "
+            f"of {made.dtype_name} {made.shape}: it keeps the old one"
+        )
+        error.name, error.expected, error.got = part.key, str(part.shape), str(made.shape)
+        raise error
+    return made
+
+
+def take_back(unit: Unit, used: TieredUnit, states: Mapping[str, Any]) -> None:
+    """Take over arrays that a user put in the place of others, and states that he added.
+
+    `states` are those that a torch optimizer has of the parameter now. All is checked before
+    anything is changed.
+    """
+    added = {name: value for name, value in states.items() if is_torch(value)}
+    wanted = {**added, **used.states}
+    parts: list[Part] = []
+    replaced: list[tuple[Part, Any]] = []
+    for part in unit.parts:
+        if part.section == 0:
+            array = used.parameter
+            if array is None:
+                raise CompatibilityError(f"the parameter of unit {unit.name!r} was removed")
+        elif part.state not in wanted:
+            continue  # was removed
+        else:
+            array = wanted.pop(part.state)
+        if array is not part.array:
+            replaced.append((part, _check(unit, part, array).elements))
+        parts.append(part)
+    for name, array in wanted.items():
+        if not isinstance(name, str) or not name or "." in name:
+            raise ValueError(f"{name!r} is no name of a state: it must have no dot, and be there")
+        if not is_torch(array):
+            array = plain_of(array)
+        parts.append(Part(1, f"{unit.name}.{name}", array))
+    for part, array in replaced:
+        part.put(array)
+    unit.parts = parts

@@ -1,0 +1,202 @@
+"""What the commands for checkpoints share: which one is meant, tables, progress."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .._common.local_path import local_path
+from .._common.text import steps_text, table_text
+from ..checkpoint import Checkpoint
+from ..checkpoint._files.convert import FORMATS
+from ..checkpoint._load import LoadedState, load_checkpoint
+from ..checkpoint._manager import find_root
+from ..checkpoint._store import folder as _folder
+from ..errors import MLStateError
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Iterator, Sequence
+
+__all__ = [
+    "EPILOG",
+    "FORCE_HELP",
+    "Folder",
+    "add_command",
+    "check_is_safetensors",
+    "count_text",
+    "find",
+    "path_text",
+    "print_table",
+    "progress_of",
+    "steps_text",
+]
+
+EPILOG = "exit status: 0 good, {no}2 wrong usage or an error"
+FORCE_HELP = "replace an existing target, all steps of a run included"
+_WIDTH = 120  # of a cell
+
+
+def add_command(
+    commands: argparse._SubParsersAction[Any], name: str, help_text: str, no: str | None = None
+) -> argparse.ArgumentParser:
+    """Add a parser that takes ``--json``; `no` says when the exit status is 1."""
+    epilog = EPILOG.format(no="" if no is None else f"1 {no}, ")
+    parser = commands.add_parser(name, help=help_text, description=help_text, epilog=epilog)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser  # type: ignore[no-any-return]
+
+
+def add_lock_timeout(parser: argparse.ArgumentParser) -> None:
+    """Add the option that waits for another writer."""
+    parser.add_argument(
+        "--lock-timeout",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="wait while another process writes (default: 0, fail at once)",
+    )
+
+
+# ---- which checkpoint ----
+
+
+class Folder(NamedTuple):
+    """One checkpoint in a folder."""
+
+    path: str
+    root: str
+
+    def checkpoint(self) -> Checkpoint:
+        """Open it, and read its indexes."""
+        return Checkpoint._opened(self.path, self.root)
+
+    def load(self, **keywords: Any) -> LoadedState:
+        """Load it."""
+        return load_checkpoint(self.path, root=self.root, **keywords)
+
+
+def find(path: str, step: int | None) -> Folder | None:
+    """Return the checkpoint that is meant; None where `path` is a plain file."""
+    place = Path(local_path(path))
+    if not place.is_dir():
+        place.stat()  # its error is the best text about a missing file
+        if step is not None:
+            raise ValueError(f"{path} is one file: it has no steps; leave the step out")
+        return None
+    folder = str(place.absolute())
+    if not any((place / name).exists() for name in (_folder.MANIFEST, *_folder.FOLDERS)):
+        hint = _reader_hint(place)
+        text = "no checkpoint of mlstate in this folder" + (f"; {hint}" if hint else "")
+        raise _folder.store_error(FileNotFoundError(2, text), "cannot read", path)
+    return Folder(folder, _folder.MANIFEST if step is None else find_root(folder, step))
+
+
+# ---- files and folders of other programs ----
+
+
+def _reader_hint(place: Path) -> str | None:
+    """Name the command that reads a file or folder of another program; None if none does."""
+    suffix = place.suffix.lower()
+    if suffix in (".mlpackage", ".mlmodel"):
+        return f"mlstate coreml states reads a {suffix}"
+    if place.is_dir():
+        is_dcp = (place / ".metadata").exists()
+        return "mlstate convert reads a torch distributed checkpoint" if is_dcp else None
+    for name, one in FORMATS.items():
+        if suffix in one.suffixes:
+            return f"mlstate convert reads a {suffix} file (format {name})"
+    return None
+
+
+def _has_safetensors_header(place: Path) -> bool:
+    """Whether a file begins with the length of a header and the header's brace."""
+    with place.open("rb") as file:
+        start = file.read(9)
+        size = file.seek(0, 2)
+    return len(start) == 9 and start[8:] == b"{" and int.from_bytes(start[:8], "little") <= size - 8
+
+
+def check_is_safetensors(path: str) -> None:
+    """Raise ValueError for a file of another kind, and name the command that reads it.
+
+    A damaged ``.safetensors`` file passes: the caller says what is wrong with it.
+    """
+    place = Path(path)
+    if place.suffix.lower() == ".safetensors" or not place.is_file():
+        return
+    if not _has_safetensors_header(place):
+        known = " ".join(suffix for one in FORMATS.values() for suffix in one.suffixes)
+        hint = f"mlstate convert reads {known}, and with --from any suffix"
+        raise ValueError(f"{path} is not a .safetensors file: {_reader_hint(place) or hint}")
+
+
+# ---- text ----
+
+
+def count_text(count: int, what: str) -> str:
+    """Write a number of things, which are regular words."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def path_text(path: str) -> str:
+    """Write a path in one line, whatever is in it."""
+    return path if path.isprintable() else repr(path)[1:-1]
+
+
+def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print all rows; nothing where there are none."""
+    if rows:
+        print(table_text(headers, rows, len(rows), _WIDTH))
+
+
+# ---- progress ----
+
+
+class _Line:
+    """A line on the terminal that says how much is done, written anew for each per cent."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self._what, self._total, self._done = what, total, 0
+        self._shown = ""
+
+    def add(self, count: int) -> None:
+        self._done += count
+        percent = min(100, 100 * self._done // self._total)
+        text = f"{self._what} {percent:3d} %"
+        if text != self._shown:
+            self._shown = text
+            print(f"\r{text}", end="", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._shown:
+            print("\r" + " " * len(self._shown), end="\r", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress_of(what: str, count: Callable[[], int]) -> Iterator[Callable[[int], object] | None]:
+    """Give what is to be called with numbers of bytes; None unless a person looks on.
+
+    `count` says how many there will be; 0 where nobody knows, and then there is no progress.
+    """
+    total = 0
+    if sys.stderr is not None and sys.stderr.isatty():
+        with suppress(MLStateError):
+            total = count()
+    if not total:
+        yield None
+        return
+    try:
+        from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
+    except ImportError:
+        line = _Line(what, total)
+        try:
+            yield line.add
+        finally:
+            line.close()
+        return
+    unit = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
+    with tqdm(desc=what, total=total, leave=False, file=sys.stderr, **unit) as bar:
+        yield bar.update

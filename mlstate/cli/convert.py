@@ -1,0 +1,79 @@
+"""``mlstate convert``: state from and to the files of other programs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .._common.local_path import local_path
+from .._common.text import bytes_text
+from ..checkpoint._files.convert import FORMATS, format_of, parts_of, read_any, write_any
+from ..checkpoint._store.folder import refuse_existing
+from ._common import FORCE_HELP, add_command, count_text, find, path_text
+
+if TYPE_CHECKING:
+    import argparse
+
+    from ..state import StateDict
+
+__all__ = ["add"]
+
+
+def add(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add the parser of ``convert``."""
+    suffixes = " ".join(suffix for one in FORMATS.values() for suffix in one.suffixes)
+    help_text = "convert between checkpoints, .safetensors, .npz, and torch's files and folders"
+    parser = add_command(commands, "convert", help_text)
+    parser.add_argument("source", help=f"a folder, or a file: {suffixes}")
+    parser.add_argument("target", help="what to write; its suffix says what: none is a checkpoint")
+    names = tuple(FORMATS)
+    parser.add_argument("--from", dest="source_format", choices=names, help="whatever the suffix")
+    parser.add_argument("--to", dest="target_format", choices=names, help="whatever the suffix")
+    parser.add_argument("--step", type=int, metavar="N", help="of a run (default: the newest)")
+    parser.add_argument("--force", action="store_true", help=FORCE_HELP)
+    parser.set_defaults(run=run_convert)
+
+
+def _read(path: str, name: str, step: int | None) -> Any:
+    if step is None:
+        return read_any(path, format=name)
+    where = find(path, step) if name == "mlstate" else None
+    if where is None:
+        raise ValueError(f"{path} is no checkpoint of mlstate: it has no steps")
+    return parts_of(where.load())
+
+
+def _part_data(state: StateDict | None) -> dict[str, int] | None:
+    return None if state is None else {"tensors": len(state), "bytes": state.nbytes}
+
+
+def run_convert(arguments: argparse.Namespace) -> int:
+    """Read, write, and say what was written."""
+    source, target = Path(local_path(arguments.source)), Path(local_path(arguments.target))
+    source.stat()
+    if target.exists() and source.samefile(target):
+        raise ValueError("the target must be another path than the source")
+    refuse_existing(target, arguments.force)
+    read = arguments.source_format or format_of(source)
+    write = arguments.target_format or format_of(target)
+    model, optimizer, metadata = _read(arguments.source, read, arguments.step)
+    write_any(target, model, optimizer, metadata, format=write, overwrite=arguments.force)
+    parts = {"model": _part_data(model), "optimizer": _part_data(optimizer)}
+    if arguments.json:
+        data = {
+            "source": str(source.absolute()),
+            "source_format": read,
+            "target": str(target.absolute()),
+            "target_format": write,
+            **parts,
+        }
+        print(json.dumps(data, indent=2))
+        return 0
+    written = [
+        f"{name} of {count_text(part['tensors'], 'tensor')}, {bytes_text(part['bytes'])}"
+        for name, part in parts.items()
+        if part is not None
+    ]
+    print(f"{path_text(arguments.target)} ({write}): {'; '.join(written)}")
+    return 0

@@ -1,0 +1,218 @@
+"""``mlstate diff``: in what two checkpoints or files differ, tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..checkpoint._checkpoint import TensorRecord
+from ..checkpoint._files.convert import read_file
+from ..checkpoint._store import folder as _folder
+from ..state import diff
+from ..state._diff import StateDiff, table_of
+from ._common import add_command, check_is_safetensors, find, print_table, progress_of
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Iterator
+
+    from .._types import NDArray
+    from ._common import Folder
+
+__all__ = ["add"]
+
+_SECTIONS = ("model", "optimizer")
+_BATCH_BYTES = 64 << 20  # of tensors that lie in several places, which are put together
+_BATCH_TENSORS = 1024
+
+
+def add(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add the parser of ``diff``."""
+    help_text = "say in what two checkpoints or .safetensors files differ, tensor by tensor"
+    parser = add_command(commands, "diff", help_text, no="they differ")
+    parser.add_argument("first", help="a checkpoint, the folder of a run, or a .safetensors file")
+    parser.add_argument("second", help="the same; may be the same run, for two of its steps")
+    for name in ("first", "second"):
+        text = f"of the {name} (default: the newest)"
+        parser.add_argument(f"--{name}-step", type=int, metavar="N", help=text)
+    parser.set_defaults(run=run_diff)
+
+
+# ---- two sides ----
+
+
+class _CheckpointSide:
+    """A checkpoint, whose tensors are mapped; others than whole plain ones take memory."""
+
+    def __init__(self, where: Folder) -> None:
+        self.path, self._root = where
+        manifest, self._catalog = _folder.read_root(
+            *where, lambda manifest: (manifest, _folder.load_catalog(where.path, manifest))
+        )
+        self.step, self._generation = manifest.step, manifest.generation
+        self._sizes: dict[tuple[str, str], tuple[int, int]] = {}
+        for record in map(TensorRecord._make, self._catalog.tensors()):
+            in_memory = record.shards > 1 or record.sparse_shards or record.codec
+            self._sizes[record.section, record.key] = record.nbytes, record.nbytes * bool(in_memory)
+
+    def is_replaced(self) -> bool:
+        """Whether a writer replaced it since."""
+        return _folder.is_replaced(self.path, self._root, self._generation)
+
+    def keys(self, section: int) -> list[str]:
+        """Names of the tensors of the model (0) or the optimizer (1)."""
+        return self._catalog.keys(section)  # type: ignore[no-any-return]
+
+    def size(self, section: int, key: str) -> tuple[int, int]:
+        """Bytes of a tensor, and how many of them take memory; nothing if it is not there."""
+        return self._sizes.get((_folder.SECTIONS[section], key), (0, 0))
+
+    def arrays(self, section: int, keys: list[str]) -> dict[str, NDArray]:
+        """Those of the tensors that there are."""
+        have = [key for key in keys if (_folder.SECTIONS[section], key) in self._sizes]
+        whole = (None, 0, 0)
+        return self._catalog.load(  # type: ignore[no-any-return]
+            self.path, section, have, whole, False, True, None
+        )
+
+
+class _FileSide:
+    """A plain file, which is mapped."""
+
+    step = None
+
+    def __init__(self, path: str) -> None:
+        self.path = str(Path(path).absolute())
+        model, optimizer, _ = read_file(Path(path), mmap=True)
+        self._parts: tuple[dict[str, Any], ...] = (dict(model or {}), dict(optimizer or {}))
+
+    def is_replaced(self) -> bool:
+        """Never: it is mapped."""
+        return False
+
+    def keys(self, section: int) -> list[str]:
+        """As for a checkpoint."""
+        return list(self._parts[section])
+
+    def size(self, section: int, key: str) -> tuple[int, int]:
+        """As for a checkpoint."""
+        array = self._parts[section].get(key)
+        return (0 if array is None else array.nbytes), 0
+
+    def arrays(self, section: int, keys: list[str]) -> dict[str, NDArray]:
+        """As for a checkpoint."""
+        part = self._parts[section]
+        return {key: part[key] for key in keys if key in part}
+
+
+def _side(path: str, step: int | None) -> _CheckpointSide | _FileSide:
+    where = find(path, step)
+    if where is None:
+        check_is_safetensors(path)
+        return _FileSide(path)
+    return _CheckpointSide(where)
+
+
+# ---- comparing ----
+
+
+def _batches(section: int, sides: list[Any]) -> Iterator[list[str]]:
+    """Names that either side has, in portions that take little memory."""
+    batch: list[str] = []
+    held = 0
+    for key in dict.fromkeys([*sides[0].keys(section), *sides[1].keys(section)]):
+        more = sum(side.size(section, key)[1] for side in sides)
+        if batch and (held + more > _BATCH_BYTES or len(batch) == _BATCH_TENSORS):
+            yield batch
+            batch, held = [], 0
+        batch.append(key)
+        held += more
+    if batch:
+        yield batch
+
+
+def _compare(section: int, sides: list[Any], progress: Callable[[int], object] | None) -> StateDiff:
+    whole = StateDiff([], [], [], [], [], 0)
+    for batch in _batches(section, sides):
+        part = diff(sides[0].arrays(section, batch), sides[1].arrays(section, batch))
+        for name in ("missing", "unexpected", "shapes", "dtypes", "changes"):
+            getattr(whole, name).extend(getattr(part, name))
+        whole = whole._replace(unchanged=whole.unchanged + part.unchanged)
+        if progress is not None:
+            progress(sum(sides[0].size(section, key)[0] for key in batch))
+    return whole
+
+
+# ---- saying ----
+
+
+def _number(value: float) -> float | None:
+    """A number as JSON can say it; None for infinity."""
+    return value if math.isfinite(value) else None
+
+
+def _diff_data(found: StateDiff) -> dict[str, Any]:
+    def pairs(differing: list[Any]) -> list[dict[str, Any]]:
+        return [{"name": name, "first": a, "second": b} for name, a, b in differing]
+
+    changes = [
+        {**c._asdict(), "max_abs": _number(c.max_abs), "max_rel": _number(c.max_rel)}
+        for c in found.changes
+    ]
+    return {
+        "identical": found.identical,
+        "missing": found.missing,
+        "unexpected": found.unexpected,
+        "shapes": pairs(found.shapes),
+        "dtypes": pairs(found.dtypes),
+        "changes": changes,
+        "unchanged": found.unchanged,
+    }
+
+
+def _compare_all(sides: list[Any]) -> list[StateDiff]:
+    """Compare models, then optimizers."""
+
+    def size() -> int:
+        return sum(sides[0].size(s, key)[0] for s in (0, 1) for key in sides[0].keys(s))
+
+    with progress_of("compare", size) as progress:
+        return [_compare(section, sides, progress) for section in (0, 1)]
+
+
+def _diff_paths(arguments: argparse.Namespace) -> tuple[list[Any], list[StateDiff]]:
+    """Open both sides and compare them; begin again if a writer replaces one meanwhile."""
+    first = arguments.first, arguments.first_step
+    second = arguments.second, arguments.second_step
+    for _ in range(_folder.TRIES - 1):
+        sides: list[Any] = [_side(*first), _side(*second)]
+        try:
+            return sides, _compare_all(sides)
+        except FileNotFoundError:
+            if not any(side.is_replaced() for side in sides):
+                raise
+    sides = [_side(*first), _side(*second)]
+    return sides, _compare_all(sides)
+
+
+def run_diff(arguments: argparse.Namespace) -> int:
+    """Print what differs; 1 if anything does."""
+    sides, found = _diff_paths(arguments)
+    identical = all(one.identical for one in found)
+    if arguments.json:
+        ends = ({"path": side.path, "step": side.step} for side in sides)
+        data = {
+            "identical": identical,
+            **dict(zip(("first", "second"), ends, strict=True)),
+            **dict(zip(_SECTIONS, map(_diff_data, found), strict=True)),
+        }
+        print(json.dumps(data, indent=2))
+        return 0 if identical else 1
+    for section, (what, one) in enumerate(zip(_SECTIONS, found, strict=True)):
+        if sides[0].keys(section) or sides[1].keys(section):
+            title, headers, rows = table_of(one)
+            print(f"{what}: {title}")
+            print_table(headers, rows)
+    return 0 if identical else 1

@@ -1,0 +1,188 @@
+"""``mlstate inspect``: what is in a checkpoint or a file of state."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .._common.text import bytes_text, shorten
+from ..checkpoint import CheckpointManager, load_metadata
+from ..checkpoint._checkpoint import stored_text
+from ..checkpoint._files.safetensors_verify import read_header
+from ._common import (
+    add_command,
+    check_is_safetensors,
+    count_text,
+    find,
+    path_text,
+    print_table,
+    steps_text,
+)
+
+if TYPE_CHECKING:
+    import argparse
+
+    from ..checkpoint import Checkpoint, ShardRecord, TensorRecord
+
+__all__ = ["add"]
+
+_TENSORS = ("tensor", "state", "dtype", "shape", "shards", "bytes", "version")
+_SHARDS = ("shard", "rank", "shape", "bytes", "version", "file", "offset")
+_TEXT = 200  # of what was saved besides tensors
+
+
+def add(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add the parser of ``inspect``."""
+    parser = add_command(commands, "inspect", "list what a checkpoint or a .safetensors file holds")
+    parser.add_argument("path", help="a checkpoint, the folder of a run, or a .safetensors file")
+    parser.add_argument("--step", type=int, metavar="N", help="of a run (default: the newest)")
+    parser.add_argument("--shards", action="store_true", help="list shards too")
+    parser.set_defaults(run=run_inspect)
+
+
+def _tensor_data(record: TensorRecord) -> dict[str, Any]:
+    data = record._asdict()
+    data["bytes"] = data.pop("nbytes")
+    data["stored_bytes"] = data.pop("stored_nbytes")
+    return {**data, "layout": record.layout.steps}
+
+
+def _shard_data(record: ShardRecord) -> dict[str, Any]:
+    data = record._asdict()
+    data["bytes"] = data.pop("nbytes")
+    if record.layers is None:
+        del data["layers"]
+        return data
+    data["layers"] = [layer._asdict() for layer in record.layers]
+    for layer in data["layers"]:
+        layer["bytes"] = layer.pop("nbytes")
+        layer["held_bytes"] = layer.pop("held_nbytes")
+        layer["visible_bytes"] = layer.pop("visible_nbytes")
+    return data
+
+
+def _shard_rows(record: ShardRecord) -> list[list[str]]:
+    """A row for the shard, and one for each layer of a sparse or compressed one."""
+    row = [
+        f"{record.key} [{record.part}]",
+        str(record.rank),
+        str(record.shape),
+        bytes_text(record.nbytes),
+        str(record.version),
+    ]
+    if record.layers is None:
+        return [[*row, str(record.path), str(record.offset)]]
+    what = count_text(len(record.layers), "layer") if record.layers else "all zeros"
+    rows = [[*row, what, ""]]
+    for layer in record.layers:
+        hidden = layer.held_nbytes - layer.visible_nbytes
+        size = bytes_text(layer.nbytes) + (f" {layer.codec}" if layer.codec else "")
+        size += f", {bytes_text(hidden)} hidden" if hidden else ""
+        rows.append(["", "", "", size, "", layer.path, str(layer.offset)])
+    return rows
+
+
+def _checkpoint_data(found: Checkpoint, shards: bool) -> dict[str, Any]:
+    data = {
+        "path": found.path,
+        "format": "checkpoint",
+        "bytes": found.nbytes,
+        "stored_bytes": found.stored_nbytes,
+        "generation": found.generation,
+        "sequence": found.sequence,
+        "step": found.step,
+        "steps": sorted(CheckpointManager(found.path).steps()),
+        "created": found.created,
+        "writer": found.writer,
+        "world_size": found.world_size,
+        "files": found.files(),
+        "model": found.model,
+        "optimizer": found.optimizer,
+        "metadata": found.metadata,
+        "tensors": [_tensor_data(record) for record in found.tensors()],
+    }
+    if shards:
+        data["shards"] = [_shard_data(record) for record in found.shards()]
+    return data
+
+
+def _say(what: str, value: Any) -> None:
+    """One line about what was saved besides tensors; none where there is nothing."""
+    if value:
+        print(f"{what}: {shorten(json.dumps(value, ensure_ascii=False), _TEXT)}")
+
+
+def _print_checkpoint(found: Checkpoint, shown: str, shards: bool) -> None:
+    tensors = found.tensors()
+    parts = [
+        "checkpoint" if found.step is None else f"step {found.step}",
+        count_text(len(tensors), "tensor"),
+        f"{stored_text(found.nbytes, found.stored_nbytes)} in "
+        f"{count_text(len(found.files()), 'file')}",
+        count_text(found.world_size, "rank"),
+    ]
+    print(f"{path_text(shown)}: {', '.join(parts)}")
+    print(f"saved {found.created} by {found.writer}, generation {found.generation}")
+    for what, kind in (("model", found.model), ("optimizer", found.optimizer)):
+        _say(what, kind if kind != {"kind": "state"} else None)
+    _say("metadata", found.metadata)
+    steps = CheckpointManager(found.path).steps()
+    if steps:
+        print(f"steps: {steps_text(steps)}")
+    rows = [
+        [t.parameter, t.state or "", t.dtype, str(t.shape), str(t.shards),
+         stored_text(t.nbytes, t.stored_nbytes), str(t.version)]
+        for t in tensors
+    ]  # fmt: skip
+    print_table(_TENSORS, rows)
+    if shards:
+        print_table(_SHARDS, [row for shard in found.shards() for row in _shard_rows(shard)])
+
+
+def _inspect_file(path: str, as_json: bool) -> None:
+    place = str(Path(path).absolute())
+    header = read_header(place)
+    metadata = load_metadata(place)
+    if as_json:
+        tensors = [
+            {
+                "key": t.key,
+                "dtype": t.dtype,
+                "shape": t.shape,
+                "offset": t.offset,
+                "bytes": t.nbytes,
+            }
+            for t in header.tensors
+        ]
+        data = {
+            "path": place,
+            "format": "safetensors",
+            "bytes": header.nbytes,
+            "checksums": header.has_checksums,
+            "metadata": metadata,
+            "tensors": tensors,
+        }
+        print(json.dumps(data, indent=2))
+        return
+    checksums = "with checksums" if header.has_checksums else "no checksums"
+    tensors_text = count_text(len(header.tensors), "tensor")
+    print(f"{path_text(path)}: file, {tensors_text}, {bytes_text(header.nbytes)}, {checksums}")
+    _say("metadata", metadata)
+    rows = [[t.key, t.dtype, str(t.shape), bytes_text(t.nbytes)] for t in header.tensors]
+    print_table(("tensor", "dtype", "shape", "bytes"), rows)
+
+
+def run_inspect(arguments: argparse.Namespace) -> int:
+    """Print what there is."""
+    folder = find(arguments.path, arguments.step)
+    if folder is None:
+        check_is_safetensors(arguments.path)
+        _inspect_file(arguments.path, arguments.json)
+        return 0
+    found = folder.checkpoint()
+    if arguments.json:
+        print(json.dumps(_checkpoint_data(found, arguments.shards), indent=2))
+    else:
+        _print_checkpoint(found, arguments.path, arguments.shards)
+    return 0

@@ -1,0 +1,68 @@
+"""``mlstate prune``: delete what no checkpoint in a folder needs."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from .._common.text import bytes_text, sort_steps
+from ..checkpoint import prune
+from ._common import (
+    add_command,
+    add_lock_timeout,
+    count_text,
+    find,
+    path_text,
+    print_table,
+    steps_text,
+)
+
+if TYPE_CHECKING:
+    import argparse
+
+__all__ = ["add"]
+
+
+def add(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add the parser of ``prune``."""
+    help_text = "delete old steps, and files that killed writers left behind"
+    parser = add_command(commands, "prune", help_text)
+    parser.add_argument("path", help="a checkpoint, or the folder of a run")
+    parser.add_argument("--keep", type=int, metavar="N", help="newest steps to keep (default: all)")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    add_lock_timeout(parser)
+    parser.set_defaults(run=run_prune)
+
+
+def run_prune(arguments: argparse.Namespace) -> int:
+    """Print what was deleted."""
+    if find(arguments.path, None) is None:
+        raise ValueError(f"{arguments.path} is a file: there is nothing to prune")
+    if arguments.keep is not None and arguments.keep < 1:
+        raise ValueError(f"--keep must be 1 or more, got {arguments.keep}")
+    report = prune(
+        arguments.path,
+        keep=arguments.keep,
+        dry_run=arguments.dry_run,
+        lock_timeout=arguments.lock_timeout,
+    )
+    if arguments.json:
+        data = {
+            "path": report.path,
+            "dry_run": report.dry_run,
+            "steps": sort_steps(report.steps),
+            "kept": sort_steps(report.kept),
+            "files": report.files,
+            "bytes": report.nbytes,
+        }
+        print(json.dumps(data, indent=2))
+        return 0
+    print(f"{path_text(arguments.path)}: {report._title()}")
+    if report.steps:
+        gone = "would go" if report.dry_run else "gone"
+        kept = steps_text(report.kept)
+        print(f"{count_text(len(report.steps), 'step')} {gone}: {steps_text(report.steps)}")
+        print(f"kept: {kept}")
+    rows = [[name, bytes_text(size)] for name, size in report.files.items()]
+    print_table(("file", "bytes"), rows)
+    return 0

@@ -1,0 +1,107 @@
+"""``mlstate reshard``: a checkpoint cut anew."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+from .._common.text import bytes_text, names_hint
+from ..checkpoint import Layout, reshard
+from ._common import (
+    FORCE_HELP,
+    add_command,
+    add_lock_timeout,
+    count_text,
+    find,
+    path_text,
+    progress_of,
+)
+
+if TYPE_CHECKING:
+    import argparse
+
+__all__ = ["add"]
+
+_STEP = re.compile(r"(?:(?P<word>rows|flat)|axis:(?P<axis>\d{1,9}))(?:=(?P<parts>\d{1,9}))?\Z")
+
+
+def add(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add the parser of ``reshard``."""
+    help_text = "write a checkpoint anew, cut in another way"
+    parser = add_command(commands, "reshard", help_text)
+    parser.add_argument("source", help="a checkpoint, or the folder of a run")
+    parser.add_argument("target", help="the folder to write")
+    parser.add_argument(
+        "--layout",
+        required=True,
+        help="whole, rows, flat or axis:K; several cuts as axis:1=2,rows=4, with their parts",
+    )
+    parser.add_argument("--world-size", type=int, metavar="N", help="number of ranks")
+    parser.add_argument("--step", type=int, metavar="N", help="of a run (default: the newest)")
+    parser.add_argument("--force", action="store_true", help=FORCE_HELP)
+    add_lock_timeout(parser)
+    parser.set_defaults(run=run_reshard)
+
+
+def _layout(text: str, world_size: int | None) -> Layout:
+    """The layout that a text means; a single cut without a number is for the whole world."""
+    if text == "whole":
+        return Layout.whole()
+    words = text.split(",")
+    steps: list[tuple[int | str, int]] = []
+    for word in words:
+        match = _STEP.match(word)
+        if match is None:
+            raise ValueError(
+                f"--layout {text}: {word!r} is none of whole, rows, flat and axis:K, or one of "
+                "these with a number of parts, such as rows=4"
+                + names_hint(
+                    re.split("[:=]", word)[0], ("whole", "rows", "flat", "axis"), listed=False
+                )
+            )
+        parts = match["parts"] or (world_size if len(words) == 1 else None)
+        if parts is None:
+            how = f"{word}=N" if len(words) > 1 else "--world-size N"
+            raise ValueError(f"--layout {text}: into how many parts? say so by {how}")
+        flat = match["word"] == "flat"
+        steps.append(("flat" if flat else int(match["axis"] or 0), int(parts)))
+    return Layout(steps)
+
+
+def run_reshard(arguments: argparse.Namespace) -> int:
+    """Write it, and say what was written."""
+    if arguments.world_size is not None and arguments.world_size < 1:
+        raise ValueError(f"--world-size must be 1 or more, got {arguments.world_size}")
+    layout = _layout(arguments.layout, arguments.world_size)
+    where = find(arguments.source, arguments.step)
+    if where is None:
+        raise ValueError(f"{arguments.source} is a file: mlstate convert makes a checkpoint of it")
+    with progress_of("reshard", lambda: where.checkpoint().nbytes) as progress:
+        made = reshard(
+            where.path,
+            arguments.target,
+            layout=layout,
+            world_size=arguments.world_size or layout.parts,
+            step=arguments.step,
+            overwrite=arguments.force,
+            progress=progress,
+            lock_timeout=arguments.lock_timeout,
+        )
+    files = made.files()
+    if arguments.json:
+        data = {
+            "source": where.path,
+            "target": made.path,
+            "step": made.step,
+            "layout": layout.steps,
+            "world_size": made.world_size,
+            "bytes": made.nbytes,
+            "files": len(files),
+        }
+        print(json.dumps(data, indent=2))
+    else:
+        ranks = count_text(made.world_size, "rank")
+        amount = f"{bytes_text(made.nbytes)} in {count_text(len(files), 'file')}"
+        print(f"{path_text(arguments.target)}: {amount}, for {ranks}")
+    return 0

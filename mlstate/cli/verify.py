@@ -1,0 +1,244 @@
+"""``mlstate verify``: whether every byte is what was written, and what to fall back to."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .._common.text import bytes_text, shorten
+from ..checkpoint._files.safetensors_verify import read_header, verify_file
+from ..checkpoint._store import folder as _folder
+from ..checkpoint._verify import VerifyReport, verify_checkpoint, verify_root
+from ..errors import MLStateError
+from ._common import (
+    Folder,
+    add_command,
+    check_is_safetensors,
+    count_text,
+    find,
+    path_text,
+    print_table,
+    progress_of,
+)
+
+if TYPE_CHECKING:
+    import argparse
+
+    from ..checkpoint import Problem
+
+__all__ = ["add"]
+
+_HEADERS = ("problem", "file", "tensor", "bytes", "what")
+_STEP_HEADERS = ("step", "result", "read", "manifest")
+_WIDTH = 300  # of a file's name
+
+
+class _Verified(NamedTuple):
+    """What was found of one checkpoint; `root` is None for a plain file."""
+
+    root: str | None
+    report: VerifyReport
+
+
+def add(commands: argparse._SubParsersAction[Any]) -> None:
+    """Add the parser of ``verify``."""
+    help_text = "read every byte of a checkpoint, and say what is not as it was written"
+    parser = add_command(commands, "verify", help_text, no="damaged")
+    parser.add_argument("path", help="a checkpoint, the folder of a run, or a .safetensors file")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, metavar="N", help="of a run (default: the newest)")
+    which.add_argument("--all-steps", action="store_true", help="verify every step of a run")
+    which.add_argument(
+        "--repair",
+        action="store_true",
+        help="put the newest good step in the place of a damaged newest one; good if there is one",
+    )
+    parser.set_defaults(run=run_verify)
+
+
+# ---- looking ----
+
+
+def _size(folder: str, roots: list[str]) -> int:
+    """Bytes that will be read."""
+    total = 0
+    for root in roots:
+        with suppress(MLStateError):  # of what cannot be read, nothing will be
+            catalog = _folder.load_catalog(folder, _folder.read_manifest(folder, root))
+            total += sum(catalog.files().values())
+    return total
+
+
+def _roots(folder: str) -> list[str]:
+    """Every root, the oldest first; the manifest too unless it is one of them, and good."""
+    roots = _folder.list_roots(folder)
+    names = [root.path for root in roots]
+    try:
+        newest = _folder.read_manifest(folder).generation
+        there = any(root.generation == newest for root in roots)
+    except MLStateError:
+        there = False
+    return names if there else [*names, _folder.MANIFEST]
+
+
+def _verify_all(folder: str) -> tuple[list[_Verified], VerifyReport]:
+    """Every step, and what lies about."""
+    rest = VerifyReport(folder)
+    found = []
+    names = _roots(folder)
+    with progress_of("verify", lambda: _size(folder, names)) as progress:
+        while names:
+            name = names.pop(0)
+            report = VerifyReport(folder)
+            verify_root(folder, name, report, progress, {})
+            if name == _folder.MANIFEST or Path(folder, name).exists():
+                found.append(_Verified(name, report))
+            elif not names and not found:  # a writer has given up all of them for newer ones
+                names = [_folder.MANIFEST]
+    found.sort(key=lambda one: (one.report.step is None, one.report.step or 0))
+    with suppress(MLStateError):  # what is needed is not known: the problems say why
+        rest.leftover = _folder.prune(folder, dry_run=True)
+    rest.strange = _folder.foreign_files(folder)
+    return found, rest
+
+
+def _verify_one(where: Folder, repair: bool) -> tuple[list[_Verified], VerifyReport]:
+    with progress_of("verify", lambda: _size(where.path, [where.root])) as progress:
+        report = verify_checkpoint(where.path, root=where.root, repair=repair, progress=progress)
+    return [_Verified(where.root, report)], report
+
+
+def _verify_plain(path: str) -> tuple[_Verified, bool]:
+    def size() -> int:
+        return sum(tensor.nbytes for tensor in read_header(path).tensors)
+
+    with progress_of("verify", size) as progress:
+        report, has_checksums = verify_file(path, progress)
+    return _Verified(None, report), has_checksums
+
+
+# ---- saying ----
+
+
+def _problem_data(problem: Problem) -> dict[str, Any]:
+    return problem._asdict()
+
+
+def _data(
+    found: list[_Verified], rest: VerifyReport, checksums: bool, good: bool
+) -> dict[str, Any]:
+    return {
+        "path": rest.path,
+        "format": "safetensors" if found[0].root is None else "checkpoint",
+        "good": good,
+        "checksums": checksums,
+        "bytes": sum(verified.report.bytes for verified in found),
+        "repaired": rest.repaired,
+        "checkpoints": [
+            {
+                "root": root,
+                "step": report.step,
+                "good": bool(report),
+                "bytes": report.bytes,
+                "problems": [_problem_data(problem) for problem in report.problems],
+            }
+            for root, report in found
+        ],
+        "leftover": rest.leftover,
+        "strange": rest.strange,
+    }
+
+
+def _result_text(report: VerifyReport) -> str:
+    return count_text(len(report.problems), "problem") if report.problems else "good"
+
+
+def _step_text(report: VerifyReport) -> str:
+    return "?" if report.step is None else str(report.step)
+
+
+def _problem_row(problem: Problem, folder: str) -> list[str]:
+    """One row of the table; the text does not repeat the folder and the file."""
+    place = f"{folder}/{problem.path}"
+    text = problem.text.replace(place, problem.path).removeprefix(f"{problem.path}: ")
+    span = f"{problem.offset}-{problem.offset + problem.length}" if problem.length else ""
+    return [problem.kind, problem.path, problem.name or "", span, text]
+
+
+def _print_one(path: str, verified: _Verified, checksums: bool) -> None:
+    root, report = verified
+    problems = report.problems
+    parts = [_result_text(report)]
+    if report.step is not None and not report.repaired:
+        parts.append(f"step {report.step}")
+    parts.append(f"{bytes_text(report.bytes)} read")
+    if root is None and not problems and not checksums:
+        parts[-1] = "no checksums: only its structure was looked at"
+    print(f"{path_text(path)}: {', '.join(parts)}")
+    print_table(_HEADERS, [_problem_row(problem, report.path) for problem in problems])
+
+
+def _print_all(path: str, found: list[_Verified]) -> None:
+    """A title, a row for each step, then a row for each problem."""
+    damaged = sum(1 for one in found if one.report.problems)
+    total = count_text(len(found), "checkpoint")
+    result = f"{damaged:,} of {total} damaged" if damaged else f"{total} good"
+    read = bytes_text(sum(one.report.bytes for one in found))
+    print(f"{path_text(path)}: {result}, {read} read")
+    print_table(_STEP_HEADERS, [
+        [_step_text(report), _result_text(report), bytes_text(report.bytes), root or ""]
+        for root, report in found
+    ])  # fmt: skip
+    print_table(("step", *_HEADERS), [
+        [_step_text(report), *_problem_row(problem, report.path)]
+        for _, report in found
+        for problem in report.problems
+    ])  # fmt: skip
+
+
+def _print_files(what: str, names: list[str]) -> None:
+    if names:
+        print(f"{count_text(len(names), 'file')} {what}:")
+        for name in names:
+            print(f"  {shorten(name, _WIDTH)}")
+
+
+def _reason(report: VerifyReport) -> str:
+    """Say why nothing was repaired."""
+    if {problem.kind for problem in report.problems} == {"header"}:
+        return "every tensor loads, and the next save writes files with damaged headers again"
+    return "there is no older step that is good"
+
+
+def run_verify(arguments: argparse.Namespace) -> int:
+    """Print what is wrong; 1 if anything is, and was not repaired."""
+    where = find(arguments.path, arguments.step)
+    checksums = True
+    if where is None:
+        if arguments.repair or arguments.all_steps:
+            raise ValueError(f"{arguments.path} is one file: there are no steps, and no older one")
+        check_is_safetensors(arguments.path)
+        one, checksums = _verify_plain(arguments.path)
+        found, rest = [one], one.report
+    elif arguments.all_steps:
+        found, rest = _verify_all(where.path)
+    else:
+        found, rest = _verify_one(where, arguments.repair)
+    good = all(verified.report for verified in found) or rest.repaired is not None
+    if arguments.json:
+        print(json.dumps(_data(found, rest, checksums, good), indent=2))
+        return 0 if good else 1
+    if arguments.all_steps:
+        _print_all(arguments.path, found)
+    else:
+        _print_one(arguments.path, found[0], checksums)
+    _print_files("left over, which mlstate prune deletes", rest.leftover)
+    _print_files("of another program", rest.strange)
+    if rest.repaired is not None:
+        step = "" if rest.step is None else f"step {rest.step}, "
+        print(f"repaired: {step}generation {rest.repaired}, is the newest good one, and in place")
+    elif arguments.repair and not good:
+        print(f"not repaired: {_reason(rest)}")
+    return 0 if good else 1

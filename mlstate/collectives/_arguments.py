@@ -1,0 +1,322 @@
+"""What every process group checks before it sends anything, the same way on all engines.
+
+A wrong argument must fail on the rank that passes it, before the others wait for it.
+Plain misuse is a TypeError or ValueError, what does not go together a `CompatibilityError`.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from operator import index
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .._common.arrays import is_torch
+from .._common.backend import backend_of
+from .._common.dtypes import label_of, name_of
+from .._common.set_module import set_module
+from ..errors import CollectiveError, CompatibilityError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@set_module("mlstate.collectives")
+class ReduceOp(StrEnum):
+    """How the elements of several ranks become one; each member is the str of its value.
+
+    ``SUM`` takes numbers, ``MEAN`` floating-point and complex ones, ``MIN`` and ``MAX`` real
+    numbers and bool (where they mean *all* and *any*). NaN wins.
+
+    Examples
+    --------
+    >>> from mlstate.collectives import ReduceOp
+    >>> ReduceOp("mean"), ReduceOp.SUM == "sum"
+    (<ReduceOp.MEAN: 'mean'>, True)
+    """
+
+    SUM = "sum"
+    MEAN = "mean"
+    MIN = "min"
+    MAX = "max"
+
+
+# What each operation can reduce; names begin as the dtypes do, in NumPy as in torch.
+_FLOATS = ("float", "bfloat")
+_INTEGERS = ("int", "uint")
+_REDUCIBLE = {
+    "sum": (*_FLOATS, *_INTEGERS, "complex"),
+    "mean": (*_FLOATS, "complex"),
+    "min": (*_FLOATS, *_INTEGERS, "bool"),
+    "max": (*_FLOATS, *_INTEGERS, "bool"),
+}
+
+
+# ---- groups ----
+
+
+def check_group(group: object) -> None:
+    """Refuse what is no process group, torch's own above all, before anything is sent."""
+    if not hasattr(group, "gather_bytes") or not hasattr(group, "world_size"):
+        raise TypeError(
+            "group must have the methods of mlstate.collectives.ProcessGroup, got "
+            f"{type(group).__module__}.{type(group).__qualname__}; for torch.distributed there is "
+            "mlstate.integrations.torch.TorchGroup"
+        )
+
+
+# ---- errors ----
+
+
+def failed(operation: str, rank: int, what: str) -> CollectiveError:
+    """Make the error for an operation that failed; `what` says how, and what to do."""
+    error = CollectiveError(f"{operation} on rank {rank}: {what}")
+    error.name, error.rank = operation, rank
+    return error
+
+
+def _misfit(
+    operation: str, what: str, got: Any, expected: Any, do: str, *, rank: int | None = None
+) -> CompatibilityError:
+    error = CompatibilityError(f"{operation}: {what} {got}, expected {expected}; {do}")
+    error.name, error.got, error.expected = operation, str(got), str(expected)
+    error.rank = rank
+    return error
+
+
+# ---- plain arguments ----
+
+
+def check_timeout(timeout: Any) -> float | None:
+    """Return a timeout in seconds, None for the engine's own."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float | np.number):
+        raise TypeError(f"timeout must be a number of seconds or None, got {timeout!r}")
+    seconds = float(timeout)
+    if not 0 < seconds < 1e9:
+        raise ValueError(f"timeout must be above 0 and below 1e9 seconds, got {timeout!r}")
+    return seconds
+
+
+def check_root(operation: str, root: Any, world_size: int) -> int:
+    """Return the rank that an operation starts from or ends at."""
+    try:
+        rank = int(index(root))
+    except TypeError:
+        raise TypeError(f"{operation}: root must be an int, got {type(root).__name__}") from None
+    if not 0 <= rank < world_size:
+        raise ValueError(
+            f"{operation}: root {rank} is no rank of this group; pass 0 to {world_size - 1}"
+        )
+    return rank
+
+
+def check_bytes(operation: str, data: Any) -> bytes:
+    """Return what another rank gets, which must not change any more."""
+    try:
+        return data if type(data) is bytes else memoryview(data).tobytes()
+    except TypeError:
+        raise TypeError(
+            f"{operation} takes bytes, got {type(data).__name__}; encode texts, and give arrays "
+            "to all_gather"
+        ) from None
+
+
+# ---- arrays ----
+
+
+def dtype_name(array: Any) -> str:
+    """Return the name that a dtype has in NumPy and in torch."""
+    return name_of(array.dtype)
+
+
+def kind_of(array: Any) -> str:
+    """Say what rows are made of."""
+    kind = dtype_name(array) if is_torch(array) else label_of(array.dtype) or str(array.dtype)
+    return f"{kind} {tuple(array.shape[1:])}"
+
+
+def check_array(operation: str, array: Any) -> Any:
+    """Return the array that an operation reads, without autograd's record."""
+    if is_torch(array):
+        return array.detach()
+    if not isinstance(array, np.ndarray | np.generic):
+        raise TypeError(
+            f"{operation} takes a NumPy array or a torch tensor, got {type(array).__name__}"
+        )
+    plain = np.asarray(array)
+    if plain.dtype.hasobject:
+        raise TypeError(
+            f"{operation} moves bytes, and an array of dtype {plain.dtype} holds references to "
+            "objects of this process: use gather_bytes with an encoding of yours"
+        )
+    return plain
+
+
+def check_plain(operation: str, array: Any) -> None:
+    """Refuse a tensor that is more than its memory."""
+    if is_torch(array):
+        reason = backend_of(array).why_not_plain(array)
+        if reason:
+            raise TypeError(f"{operation}: the tensor is {reason}")
+
+
+def check_writable(operation: str, array: Any, rank: int) -> None:
+    """Refuse an array that is to be overwritten and cannot be."""
+    if is_torch(array) or (isinstance(array, np.ndarray) and array.flags.writeable):
+        return
+    raise ValueError(f"{operation}: the array of rank {rank} is read-only")
+
+
+def check_op(operation: str, op: Any, array: Any) -> str:
+    """Return an operation's name, if it is defined for the array's dtype."""
+    try:
+        name = str(op.value if hasattr(op, "value") else op)
+        kinds = _REDUCIBLE[name]
+    except KeyError:
+        raise ValueError(f"{operation}: op {op!r} is none of {', '.join(_REDUCIBLE)}") from None
+    dtype = dtype_name(array)
+    if not dtype.startswith(kinds):
+        raise _misfit(
+            operation,
+            f"op {name!r} is not defined for dtype",
+            dtype,
+            " or ".join(f"{kind}*" for kind in kinds),
+            "convert the array first",
+        )
+    return name
+
+
+def check_counts(operation: str, name: str, counts: Any, rows: int, world_size: int) -> list[int]:
+    """Return how many of `rows` rows belong to each rank: `counts`, or equal parts."""
+    if counts is None:
+        if rows % world_size:
+            raise _misfit(
+                operation,
+                "the first dimension is",
+                rows,
+                f"a multiple of the {world_size} ranks",
+                f"pass {name}= with the rows of each rank, or pad the array",
+            )
+        return [rows // world_size] * world_size
+    listed = counts_of(operation, name, counts, world_size)
+    if sum(listed) != rows:
+        raise _misfit(
+            operation,
+            "the first dimension is",
+            rows,
+            f"{sum(listed)}, the sum of {name}",
+            "pass the array that they divide",
+        )
+    return listed
+
+
+def counts_of(operation: str, name: str, counts: Sequence[Any], world_size: int) -> list[int]:
+    """Return rows for each rank as a list of int, of the right length and never negative."""
+    try:
+        listed = [int(index(count)) for count in counts]
+    except TypeError:
+        raise TypeError(
+            f"{operation}: {name} must be a sequence of int, one for each rank, got {counts!r}"
+        ) from None
+    if len(listed) != world_size:
+        raise ValueError(
+            f"{operation}: {name} has {len(listed)} entries for {world_size} ranks; give one for "
+            "each, 0 where a rank has no rows"
+        )
+    if any(count < 0 for count in listed):
+        raise ValueError(f"{operation}: {name} has a negative entry: {listed}")
+    return listed
+
+
+def check_rows(operation: str, array: Any) -> int:
+    """Return the length of the first dimension, which ranks divide."""
+    if not array.ndim:
+        raise _misfit(
+            operation,
+            "the array has",
+            "no dimensions",
+            "a first one that ranks can divide",
+            "pass array.reshape(1)",
+        )
+    return int(array.shape[0])
+
+
+def check_own_rows(operation: str, array: Any, counts: Sequence[int], rank: int) -> None:
+    """Refuse an array that is not as long as this rank's count."""
+    rows = check_rows(operation, array)
+    if rows != counts[rank]:
+        raise _misfit(
+            operation,
+            "the first dimension is",
+            rows,
+            f"{counts[rank]}, the count of rank {rank}",
+            "pass counts= alike on every rank",
+            rank=rank,
+        )
+
+
+# ---- results ----
+
+
+def _extent(tensor: Any) -> tuple[int, int]:
+    """Return the addresses of a tensor's first byte and of the byte after its last one."""
+    if tensor.device.type != "cpu" or not tensor.numel():
+        return 0, 0
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def _same_place(out: Any, array: Any) -> bool:
+    """Return whether both are one array: the same elements in the same order."""
+    if out is array:
+        return True
+    if is_torch(out):
+        same_steps = out.stride() == array.stride()
+        return bool(same_steps and out.data_ptr() == array.data_ptr() and out.numel())
+    same_start = out.__array_interface__["data"][0] == array.__array_interface__["data"][0]
+    return bool(same_start and out.strides == array.strides)
+
+
+def _overlap(out: Any, array: Any) -> bool:
+    """Return whether the memory from first to last byte of both has bytes in common."""
+    if not is_torch(out):
+        return np.may_share_memory(out, array)
+    low, high = _extent(out)
+    start, end = _extent(array)
+    return low < end and start < high
+
+
+def result_of(operation: str, out: Any, shape: tuple[int, ...], array: Any) -> Any:
+    """Return where a result of this shape goes: `out` if it fits, else a new array.
+
+    An `out` that shares memory with `array` must be the same elements, in the same order.
+    """
+    if out is None:
+        return array.new_empty(shape) if is_torch(array) else np.empty(shape, array.dtype)
+    if is_torch(out) != is_torch(array) or not (is_torch(out) or isinstance(out, np.ndarray)):
+        kind = "a torch tensor" if is_torch(array) else "a NumPy array"
+        raise TypeError(f"{operation}: out must be {kind} as the input is, got {type(out)}")
+    plain = out.detach() if is_torch(out) else out
+    for what, got, expected in (
+        ("shape", tuple(plain.shape), tuple(shape)),
+        ("dtype", plain.dtype, array.dtype),
+        ("dtype", dtype_name(plain), dtype_name(array)),  # NumPy compares no metadata
+        *([("device", plain.device, array.device)] if is_torch(array) else []),
+    ):
+        if got != expected:
+            raise _misfit(
+                operation, f"out has {what}", got, expected, "or leave it out for a new array"
+            )
+    if not is_torch(plain) and not plain.flags.writeable:
+        raise ValueError(f"{operation}: out is read-only")
+    in_place = plain.shape == array.shape and _same_place(plain, array)
+    if not in_place and _overlap(plain, array):
+        raise ValueError(
+            f"{operation}: out shares memory with the input; pass the input itself where the "
+            "shapes are equal, or an array of its own"
+        )
+    return plain

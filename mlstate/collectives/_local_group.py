@@ -1,0 +1,609 @@
+"""A group of the processes, or threads, of one host: mlstate's own engine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from math import prod
+from operator import index
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import _core
+from .._common.arrays import is_torch
+from .._common.set_module import set_module
+from ..errors import CollectiveError, CompatibilityError
+from ._arguments import check_plain, check_timeout, dtype_name, failed
+from ._group_base import Call, Engine, shares
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+DEFAULT_SECONDS = 300.0
+
+# Variables that launchers set: torchrun, Open MPI, MPICH's hydra, Slurm.
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+    ("SLURM_PROCID", "SLURM_NTASKS", ""),  # srun says it in a way that is not one number
+)
+_JOBS = (
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "MASTER_PORT",
+    "PMIX_NAMESPACE",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+)
+
+
+# ---- arrays as packed memory ----
+
+
+def _is_packed(array: Any) -> bool:
+    """Whether the core can use an array where it lies."""
+    if is_torch(array):
+        return bool(array.device.type == "cpu" and array.is_contiguous())
+    flags = array.flags
+    return bool(flags.c_contiguous and flags.aligned and array.dtype.isnative)
+
+
+def _packed(array: Any) -> Any:
+    """Return the array, or a copy that the core can use."""
+    if is_torch(array):
+        return array.cpu().contiguous()
+    if _is_packed(array):
+        return array
+    plain = np.require(array, requirements=["C", "A"])
+    return plain.astype(plain.dtype.newbyteorder("="), copy=False)
+
+
+def _empty_like(array: Any) -> Any:
+    """Return new packed memory for what goes into `array` later."""
+    if is_torch(array):
+        import torch
+
+        return torch.empty(array.shape, dtype=array.dtype)
+    return np.empty(array.shape, array.dtype.newbyteorder("="))
+
+
+def _bytes_of(array: Any) -> Any:
+    """View a packed array as bytes."""
+    if is_torch(array):
+        import torch
+
+        return array.reshape(-1).view(torch.uint8).numpy()
+    if not array.nbytes:
+        return np.empty(0, np.uint8)
+    return array.reshape(-1).view(np.uint8)
+
+
+def _check_numbers(operation: str, array: Any) -> None:
+    """Refuse elements that the core cannot compute with."""
+    name = dtype_name(array)
+    wide = not is_torch(array) and array.itemsize > 8 and name != "complex128"
+    if wide or name in ("longdouble", "clongdouble"):
+        raise _no_arithmetic(operation, name)
+
+
+def _no_arithmetic(operation: str, dtype: str) -> CompatibilityError:
+    error = CompatibilityError(
+        f"{operation}: there is no arithmetic for dtype {dtype}; convert the array first"
+    )
+    error.name, error.got = operation, dtype
+    return error
+
+
+def _numbers_of(array: Any) -> Any:
+    """View a packed array as flat numbers: sums of complex ones are those of their parts."""
+    flat = array.reshape(-1)
+    if dtype_name(array) != "complex128":
+        return flat
+    if is_torch(array):
+        import torch
+
+        return torch.view_as_real(flat).reshape(-1)
+    return flat.view(np.float64)
+
+
+def _segment(array: Any, rows: Sequence[int], out: Any) -> tuple[Any, tuple[int, ...], Any]:
+    """Return what the core reduces into `out`: flat numbers, and how many are each rank's."""
+    numbers = _numbers_of(array)
+    return numbers, tuple(shares(len(numbers), rows)), _numbers_of(out)
+
+
+def _lengths_of(shape: int | Sequence[int]) -> tuple[int, ...]:
+    """Return a shape as NumPy takes it."""
+    axes: Sequence[int]
+    try:
+        axes = (index(shape),)  # type: ignore[arg-type]
+    except TypeError:
+        axes = [index(n) for n in shape]  # type: ignore[union-attr]
+    if any(n < 0 for n in axes):
+        raise ValueError(f"empty: the shape {tuple(axes)} has a negative length")
+    return tuple(axes)
+
+
+def _operator(kind: str, world_size: int) -> tuple[str, float]:
+    """Return the core's name of a reduction, and what its result is divided by."""
+    return ("sum", float(world_size)) if kind == "mean" else (kind, 1.0)
+
+
+@set_module("mlstate.collectives")
+class LocalGroup(Engine):
+    """A group of processes of one host, or of threads, over shared memory.
+
+    Make one by `threads`, `run`, `from_env` or `join`; the class itself is not to be called.
+
+    Notes
+    -----
+    Methods are those of `mlstate.collectives.ProcessGroup`. Arrays that are C-contiguous,
+    aligned and in this machine's byte order are used where they lie, NumPy's and torch's;
+    others are copied once, and tensors on a device go over main memory. Every dtype travels;
+    sums are made of those that the core computes with, in the order of ranks: the same bits
+    at every run, however arrays are divided.
+
+    The memory that ranks share is a few slots for each, about 1 MB, whatever the size of the
+    arrays. It has no name in any file system: nothing is left of it when the processes end.
+
+    Calls that do not go together raise `CollectiveError` on every rank, naming what each
+    called, and the group lives on. After a timeout, an interruption (Ctrl-C), `abort`, or the
+    death of a rank the group is of no use any more; every rank learns at once who is to
+    blame. Death is seen by the system's file locks, without heartbeats: in some hundredths of
+    a second.
+
+    One operation takes place at a time; ``async_op=True`` hands it to a thread. A process
+    forked later is no member. Where there are more ranks than processors, waiting ranks sleep
+    at once; they spin for some 40 microseconds before otherwise.
+
+    Examples
+    --------
+    Two threads, each a rank:
+
+    >>> import threading
+    >>> import numpy as np
+    >>> from mlstate.collectives import LocalGroup
+    >>> first, second = LocalGroup.threads(2)
+    >>> helper = threading.Thread(target=second.all_reduce, args=(np.ones(3),))
+    >>> helper.start()
+    >>> first.all_reduce(np.arange(3.0))
+    array([1., 2., 3.])
+    >>> helper.join()
+    >>> first.close(), second.close()
+    (None, None)
+    """
+
+    def __init__(self, link: Any, rank: int, world_size: int, timeout: float) -> None:
+        if not isinstance(link, _core.LocalLink):
+            raise TypeError(
+                "LocalGroup is made by LocalGroup.threads, run, from_env or join, not by calling it"
+            )
+        from ._operation_queue import Turns  # needs threading, which `import mlstate` does not load
+
+        self._link = link
+        self._rank = rank
+        self._world_size = world_size
+        self._timeout = timeout
+        self._closed = False
+        self._process = os.getpid()
+        self._turns = Turns("mlstate-local-group", rank)
+
+    # ---- making groups ----
+
+    @classmethod
+    def threads(cls, world_size: int, *, timeout: float = DEFAULT_SECONDS) -> list[LocalGroup]:
+        """Make a group whose ranks are threads of this process.
+
+        Parameters
+        ----------
+        world_size : int
+            Number of ranks, 1 to 64.
+        timeout : float, default 300
+            Seconds that an operation may take which is given no ``timeout``.
+
+        Returns
+        -------
+        list of LocalGroup
+            One for each rank; each is used by one thread, and closed.
+
+        Raises
+        ------
+        ValueError
+            The number of ranks, or the timeout, is out of range.
+
+        Examples
+        --------
+        >>> from mlstate.collectives import LocalGroup
+        >>> LocalGroup.threads(3)
+        [LocalGroup(rank 0 of 3), LocalGroup(rank 1 of 3), LocalGroup(rank 2 of 3)]
+        """
+        seconds = check_timeout(timeout) or DEFAULT_SECONDS
+        links = _core.local_threads(world_size, 0, 0)
+        return [cls(link, rank, len(links), seconds) for rank, link in enumerate(links)]
+
+    @classmethod
+    def join(
+        cls,
+        name: str,
+        rank: int,
+        world_size: int,
+        *,
+        timeout: float = 60.0,
+        operation_timeout: float = DEFAULT_SECONDS,
+    ) -> LocalGroup:
+        """Meet the other processes of a job on this host.
+
+        Parameters
+        ----------
+        name : str
+            Of the job: the same on all ranks, and no other job's of this user.
+        rank, world_size : int
+            Number of this process, from 0, and of all.
+        timeout : float, default 60
+            Seconds to wait for the others.
+        operation_timeout : float, default 300
+            Seconds that an operation may take which is given no ``timeout``.
+
+        Returns
+        -------
+        LocalGroup
+
+        Raises
+        ------
+        CollectiveError
+            Not all came in time, two have the same rank, or another number of ranks.
+        ValueError
+            A number is out of range.
+
+        Notes
+        -----
+        Processes meet at an abstract socket on Linux (so within one network namespace), at a
+        file in the folder for temporary files elsewhere, which is removed when all are there.
+        Only processes of the same user are let in.
+
+        Examples
+        --------
+        >>> from mlstate.collectives import LocalGroup
+        >>> with LocalGroup.join("a job of one", 0, 1) as group:
+        ...     group.gather_bytes(b"here")
+        [b'here']
+        """
+        if not isinstance(name, str):
+            raise TypeError(f"LocalGroup.join: name must be a str, got {type(name).__name__}")
+        meeting = check_timeout(timeout) or 60.0
+        seconds = check_timeout(operation_timeout) or DEFAULT_SECONDS
+        _core.local_measure(world_size, 0, 0)  # refuses a number of ranks that cannot be
+        if not 0 <= rank < world_size:
+            raise ValueError(
+                f"LocalGroup.join: rank {rank} is none of 0 to {world_size - 1}; ranks count from 0"
+            )
+        from ._local_rendezvous import meet
+
+        return cls(meet(name, int(rank), int(world_size), meeting), rank, world_size, seconds)
+
+    @classmethod
+    def from_env(
+        cls, *, timeout: float = 60.0, operation_timeout: float = DEFAULT_SECONDS
+    ) -> LocalGroup:
+        """Join the group that a launcher's environment variables describe.
+
+        ``RANK`` and ``WORLD_SIZE`` (torchrun), or those of mpirun or srun, say which rank this
+        is. The job is named by ``MLSTATE_JOB``, or else by what the launcher tells its
+        processes alike: ``TORCHELASTIC_RUN_ID``, ``MASTER_PORT`` and the like.
+
+        Parameters
+        ----------
+        timeout, operation_timeout : float
+            As for `join`.
+
+        Returns
+        -------
+        LocalGroup
+
+        Raises
+        ------
+        CollectiveError
+            A variable is missing, or makes no sense; or as `join`.
+
+        Examples
+        --------
+        >>> import os
+        >>> from mlstate.collectives import LocalGroup
+        >>> os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MLSTATE_JOB": "example"}
+        >>> with LocalGroup.from_env() as group:
+        ...     group
+        LocalGroup(rank 0 of 1)
+        >>> for name in ("RANK", "WORLD_SIZE", "MLSTATE_JOB"):
+        ...     del os.environ[name]
+        """
+        name, rank, world_size = _from_variables(os.environ)
+        return cls.join(
+            name, rank, world_size, timeout=timeout, operation_timeout=operation_timeout
+        )
+
+    @staticmethod
+    def run(
+        function: Callable[..., Any],
+        world_size: int,
+        *args: Any,
+        start_method: str | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """Call a function in several processes that are a group, and wait for them.
+
+        Parameters
+        ----------
+        function : callable
+            Called as ``function(group, *args)`` in each process. With the start methods
+            ``spawn`` and ``forkserver`` it must be importable.
+        world_size : int
+            Number of processes.
+        *args
+            Further arguments, the same for all.
+        start_method : {"fork", "spawn", "forkserver"}, optional
+            As for `multiprocessing.get_context`; default: Python's own.
+        timeout : float, optional
+            Seconds after which the processes are ended. Default: none.
+
+        Returns
+        -------
+        list
+            What the function returned, in the order of ranks.
+
+        Raises
+        ------
+        Exception
+            That of the rank which failed first, with its traceback as a note.
+        CollectiveError
+            A process died, named with its signal; or was not done in time.
+
+        Notes
+        -----
+        No process is left when this returns or raises, Ctrl-C included.
+
+        Examples
+        --------
+        >>> from mlstate.collectives import LocalGroup
+        >>> def rank_of(group, base):
+        ...     return base + group.rank
+        >>> LocalGroup.run(rank_of, 2, 10, start_method="fork")
+        [10, 11]
+        """
+        from ._local_launch import run
+
+        _core.local_measure(world_size, 0, 0)
+        return run(function, world_size, args, start_method, timeout)
+
+    # ---- what it is ----
+
+    def __repr__(self) -> str:
+        ended = "closed" if self._closed else self._link.ended()
+        return f"LocalGroup(rank {self._rank} of {self._world_size}{', ' if ended else ''}{ended})"
+
+    # ---- arrays ----
+
+    def empty(self, shape: int | Sequence[int], dtype: Any = np.float64) -> Any:
+        """Return a new array or tensor in main memory, with arbitrary contents.
+
+        It is an ordinary array: the operations of the group accept it as they accept any
+        other, and the other ranks cannot see it.
+
+        Parameters
+        ----------
+        shape : int or sequence of int
+            Of the array.
+        dtype : numpy.dtype or torch.dtype, default float64
+            Of its elements. One of torch makes a tensor.
+
+        Returns
+        -------
+        numpy.ndarray or torch.Tensor
+            New and C-contiguous. It may outlive the group.
+
+        Raises
+        ------
+        MemoryError
+            There is not enough memory.
+        TypeError
+            Elements of `dtype` are Python objects.
+        ValueError
+            A length is negative.
+        CollectiveError
+            The group was closed.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate.collectives import LocalGroup
+        >>> def work(group):
+        ...     gradient = group.empty((2, 3), np.float32)
+        ...     gradient[...] = group.rank + 1
+        ...     return group.reduce_scatter(gradient)
+        >>> LocalGroup.run(work, 2, start_method="fork")[1]
+        array([[3., 3., 3.]], dtype=float32)
+        """
+        self._check_open("empty")
+        lengths = _lengths_of(shape)
+        tensor = type(dtype).__module__ == "torch"
+        kind = dtype if tensor else np.dtype(dtype)
+        size = prod(lengths) * kind.itemsize
+        if size > sys.maxsize:
+            raise MemoryError(f"empty: {size} bytes for the shape {lengths} of {kind}")
+        if tensor:
+            import torch
+
+            try:
+                return torch.empty(lengths, dtype=kind)
+            except RuntimeError as error:  # torch has no type for a lack of memory
+                raise MemoryError(f"empty: {size} bytes for the shape {lengths}: {error}") from None
+        if kind.hasobject:
+            raise TypeError(f"empty: elements of dtype {kind} are objects, expected numbers")
+        return np.empty(lengths, kind)
+
+    # ---- one operation after the other ----
+
+    def _check_open(self, operation: str) -> None:
+        if self._process != os.getpid():
+            raise failed(
+                operation,
+                self._rank,
+                "this process was forked from the one that joined the group; join a group of "
+                "its own",
+            )
+        if self._closed:
+            raise failed(operation, self._rank, "this group was closed; make a new one")
+
+    def _perform(self, call: Call, perform: Callable[[Any], Any]) -> Any:
+        """Perform an operation; its link is what ends the arguments of all of the core's."""
+        try:
+            return perform((self._timeout if call.seconds is None else call.seconds, call.text))
+        except CollectiveError as error:
+            error.rank = self._rank
+            raise
+
+    def _reduce_bucket(
+        self, bucket: Any, text: str, timeout: float | None
+    ) -> list[tuple[float, int]]:
+        """Reduce a bucket of the core as one operation: arrays where they lie.
+
+        Returns the sum of squares and the number of elements that are infinite or NaN for each
+        output. `text` is compared between ranks.
+        """
+
+        def perform(link: tuple[float, str]) -> list[tuple[float, int]]:
+            return self._link.reduce_scatter(bucket, True, *link)
+
+        call = Call("reduce_scatter", check_timeout(timeout), False, text)
+        found: list[tuple[float, int]] = self._submit(call, perform)
+        return found
+
+    # ---- memory ----
+
+    def _source(self, operation: str, array: Any, *, reduced: bool) -> Any:
+        check_plain(operation, array)
+        if reduced:
+            _check_numbers(operation, array)
+        return _packed(array)
+
+    def _target(self, operation: str, place: Any, *, reduced: bool) -> Any:
+        check_plain(operation, place)
+        return place if _is_packed(place) else _empty_like(place)
+
+    def _put(self, target: Any, place: Any) -> None:
+        if target is place:
+            return
+        if is_torch(place):
+            place.copy_(target)
+        else:
+            place[...] = target
+
+    # ---- how bytes travel ----
+
+    def _reduce_rows(self, link: Any, source: Any, rows: list[int], op: str, target: Any) -> None:
+        segments = [_segment(source, rows, target)]
+        kind, divisor = _operator(op, self._world_size)
+        bucket = _core.bucket(segments, self._world_size, self._rank, kind, divisor)
+        self._link.reduce_scatter(bucket, False, *link)
+
+    def _reduce_all(self, link: Any, source: Any, op: str, target: Any) -> None:
+        numbers = _numbers_of(source), _numbers_of(target)
+        self._link.all_reduce(*numbers, *_operator(op, self._world_size), *link)
+
+    def _spread(self, link: Any, source: Any, rows: list[int], target: Any) -> None:
+        into = _bytes_of(target)
+        self._link.all_gather(_bytes_of(source), into, shares(into.size, rows), *link)
+
+    def _trade(
+        self, link: Any, source: Any, sent: list[int], target: Any, wanted: list[int]
+    ) -> None:
+        mine, into = _bytes_of(source), _bytes_of(target)
+        here = mine.copy() if np.may_share_memory(mine, into) else mine
+        sizes = shares(mine.size, sent), shares(into.size, wanted)
+        self._link.all_to_all(here, sizes[0], into, sizes[1], *link)
+
+    def _broadcast(self, link: Any, memory: Any, root: int) -> None:
+        self._link.broadcast(_bytes_of(memory), root, *link)
+
+    def _barrier(self, link: Any) -> None:
+        self._link.barrier(*link)
+
+    def _gather(self, link: Any, data: bytes, root: int | None) -> list[bytes] | None:
+        return self._link.gather_bytes(data, -1 if root is None else root, *link)
+
+    # ---- the end ----
+
+    def abort(self) -> None:
+        """Make the operations of all ranks fail, those that are under way too.
+
+        Examples
+        --------
+        >>> from mlstate.collectives import LocalGroup
+        >>> (group,) = LocalGroup.threads(1)
+        >>> group.abort()
+        >>> group
+        LocalGroup(rank 0 of 1, rank 0 aborted the group)
+        """
+        self._link.abort()
+
+    def close(self) -> None:
+        """Wait for operations that are under way, and leave; closing again does nothing.
+
+        Ranks that still need this one fail, at once.
+
+        Examples
+        --------
+        >>> from mlstate.collectives import LocalGroup
+        >>> (group,) = LocalGroup.threads(1)
+        >>> group.close()
+        >>> group
+        LocalGroup(rank 0 of 1, closed)
+        """
+        if not self._closed and self._process == os.getpid():
+            self._turns.join()
+        self._closed = True
+        self._link.close()
+
+
+# ---- launchers ----
+
+
+def _from_variables(variables: Mapping[str, str]) -> tuple[str, int, int]:
+    """Return the job's name, this rank and the number of ranks."""
+    for names in _LAUNCHERS:
+        first, second, local = names
+        if first in variables and second in variables:
+            break
+    else:
+        missing = [name for name in _LAUNCHERS[0][:2] if name not in variables]
+        raise CollectiveError(
+            f"LocalGroup.from_env: {' and '.join(missing)} not set; start the processes by "
+            "torchrun or mpirun, or use LocalGroup.run or LocalGroup.join"
+        )
+    try:
+        rank, world_size = int(variables[first]), int(variables[second])
+    except ValueError:
+        raise CollectiveError(
+            f"LocalGroup.from_env: {first}={variables[first]!r} and "
+            f"{second}={variables[second]!r} must be numbers"
+        ) from None
+    here = variables.get(local, str(world_size))
+    if here != str(world_size):
+        raise CollectiveError(
+            f"LocalGroup.from_env: {world_size} ranks, of which {here} on this host; LocalGroup "
+            "connects those of one host, use TorchGroup or MPIGroup"
+        )
+    if not 0 <= rank < world_size:
+        raise CollectiveError(
+            f"LocalGroup.from_env: {first}={rank} is no rank of {second}={world_size}"
+        )
+    job = variables.get("MLSTATE_JOB") or " ".join(
+        f"{name}={variables[name]}" for name in _JOBS if name in variables
+    )
+    if not job:
+        raise CollectiveError(
+            "LocalGroup.from_env: nothing names the job; set MLSTATE_JOB, the same for all ranks "
+            "and no other job's, or TORCHELASTIC_RUN_ID or MASTER_PORT"
+        )
+    return f"from_env {job}", rank, world_size

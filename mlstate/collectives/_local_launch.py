@@ -1,0 +1,244 @@
+"""`LocalGroup.run`: one function in several processes, and what became of each."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CollectiveError
+from ._arguments import check_timeout, failed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from multiprocessing.connection import Connection
+    from multiprocessing.process import BaseProcess
+
+GRACE_SECONDS = 3.0  # for ranks to end by themselves once one has failed
+MEET_SECONDS = 120.0  # for spawned processes to import what they need
+
+
+# ---- in a rank ----
+
+
+def _end_with_parent() -> None:
+    """Have this process ended, as `terminate` does, when the one that started it is gone."""
+    import signal
+    import sys
+
+    if sys.platform == "linux":  # without a thread, which a rank that forks had better not have
+        import ctypes
+
+        death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(death_signal, int(signal.SIGTERM), 0, 0, 0)
+        return
+
+    import threading
+    from multiprocessing import parent_process
+    from multiprocessing.connection import wait
+
+    def watch(sentinel: int) -> None:
+        wait([sentinel])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    parent = parent_process()
+    assert parent is not None  # ranks are started by `run`
+    threading.Thread(target=watch, args=[parent.sentinel], daemon=True).start()
+
+
+def _work(
+    name: str,
+    rank: int,
+    world_size: int,
+    pipe: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    """Join, call the function, and tell the parent what came of it."""
+    from ._local_group import LocalGroup
+
+    group = None
+    _end_with_parent()
+    try:
+        group = LocalGroup.join(name, rank, world_size, timeout=MEET_SECONDS)
+        message = ("result", function(group, *args), "")
+    except KeyboardInterrupt:
+        message = ("interrupted", None, "")
+    except BaseException as error:
+        import traceback
+
+        message = ("error", error, "".join(traceback.format_exception(error)))
+    if group is not None:
+        if message[0] != "result":
+            group.abort()  # nobody shall wait for this rank
+        group.close()
+    with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
+        _tell(pipe, message)
+    pipe.close()
+
+
+def _tell(pipe: Connection, message: tuple[str, Any, str]) -> None:
+    """Send a message; what cannot be pickled travels as its text."""
+    import pickle
+
+    kind, value, text = message
+    try:
+        data = pickle.dumps(message)
+        if kind == "error":
+            pickle.loads(data)  # some exceptions can be pickled and not unpickled
+    except Exception as error:
+        if kind == "result":
+            text = f"the result, of type {type(value).__qualname__}, cannot be sent: {error!r}"
+        data = pickle.dumps(("text", None, text))
+    pipe.send_bytes(data)
+
+
+# ---- in the parent ----
+
+
+class _Rank:
+    """A process and what is known of it."""
+
+    def __init__(self, rank: int, process: BaseProcess, pipe: Connection) -> None:
+        self.rank = rank
+        self.process = process
+        self.pipe = pipe
+        self.message: tuple[str, Any, str] | None = None
+        self.order = 0  # of the messages
+        self.done = False
+
+    def listen(self, order: int) -> None:
+        """Take its message, or learn that it ended without one."""
+        import pickle
+
+        try:
+            self.message = pickle.loads(self.pipe.recv_bytes())
+        except (EOFError, OSError):
+            self.process.join(GRACE_SECONDS)
+        except Exception as error:
+            self.message = ("text", None, f"what it sent cannot be read here: {error!r}")
+        self.order = order
+        self.done = True
+
+    def good(self) -> bool:
+        return self.message is not None and self.message[0] == "result"
+
+    def weight(self) -> tuple[int, int]:
+        """How likely it is that this rank failed first: the least one did."""
+        if self.message is None:
+            return 0, self.order
+        consequence = isinstance(self.message[1], CollectiveError)
+        return 2 if consequence or self.message[0] == "interrupted" else 1, self.order
+
+    def error(self) -> BaseException:
+        """Return the exception for a rank that failed."""
+        if self.message is None:
+            return failed("LocalGroup.run", self.rank, _ending(self.process))
+        kind, value, text = self.message
+        if kind == "interrupted":
+            return KeyboardInterrupt()
+        if kind == "error" and isinstance(value, Exception):
+            value.add_note(f"in rank {self.rank}:\n{text}")
+            return value
+        return failed("LocalGroup.run", self.rank, text)
+
+
+def _ending(process: BaseProcess) -> str:
+    """Say how a process ended that told nothing."""
+    import signal
+
+    code = process.exitcode
+    if code is None:
+        return f"its process {process.pid} neither answers nor ends"
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            return f"its process was killed by {signal.Signals(-code).name} (signal {-code})"
+        return f"its process was killed by signal {-code}"
+    return f"its process ended with exit status {code} before the function returned"
+
+
+def _collect(ranks: list[_Rank], deadline: float | None) -> None:
+    """Wait until all have ended, or for a while after one failed, or until the deadline."""
+    from multiprocessing.connection import wait
+
+    order = 0
+    while waiting := {rank.pipe: rank for rank in ranks if not rank.done}:
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            return
+        for pipe in wait(list(waiting), left):
+            order += 1
+            waiting[pipe].listen(order)  # type: ignore[index]
+            if not waiting[pipe].good():  # type: ignore[index]
+                end = time.monotonic() + GRACE_SECONDS
+                deadline = end if deadline is None else min(deadline, end)
+
+
+def _end(processes: Iterable[BaseProcess]) -> None:
+    """See to it that no process is left, whatever it does."""
+    alive = [process for process in processes if process.pid is not None]
+    end = time.monotonic() + GRACE_SECONDS
+    for stop in ("", "terminate", "kill"):
+        for process in alive:
+            if stop and process.exitcode is None:
+                getattr(process, stop)()
+        for process in alive:
+            process.join(max(end - time.monotonic(), 0.1) if stop != "kill" else None)
+        end = time.monotonic() + 1.0
+    for process in alive:
+        process.close()
+
+
+def run(
+    function: Callable[..., Any],
+    world_size: int,
+    args: tuple[Any, ...],
+    start_method: str | None,
+    timeout: float | None,
+) -> list[Any]:
+    """Do what `LocalGroup.run` says."""
+    import multiprocessing
+    import secrets
+
+    limit = check_timeout(timeout)
+    deadline = None if limit is None else time.monotonic() + limit
+    context: Any = multiprocessing.get_context(start_method)
+    name = f"run-{os.getpid()}-{secrets.token_hex(8)}"
+    ranks: list[_Rank] = []
+    good = False
+    try:
+        for rank in range(world_size):
+            here, there = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_work,
+                args=(name, rank, world_size, there, function, args),
+                name=f"mlstate-rank-{rank}",
+            )
+            ranks.append(_Rank(rank, process, here))
+            process.start()
+            there.close()  # so that its end is heard of
+        _collect(ranks, deadline)
+        good = all(rank.good() for rank in ranks)
+        if not good:
+            raise _verdict(ranks, timeout)
+        return [rank.message[1] for rank in ranks if rank.message is not None]
+    finally:
+        if not good:
+            for one in ranks:
+                if one.process.pid is not None and one.process.exitcode is None:
+                    one.process.terminate()
+        _end(rank.process for rank in ranks)
+        for one in ranks:
+            one.pipe.close()
+
+
+def _verdict(ranks: list[_Rank], timeout: float | None) -> BaseException:
+    """Return the error of the rank that failed first, or of those that are late."""
+    ended = [rank for rank in ranks if rank.done and not rank.good()]
+    if ended:
+        return min(ended, key=_Rank.weight).error()
+    late = [rank.rank for rank in ranks if not rank.done]
+    return failed(
+        "LocalGroup.run", late[0], f"not done after {timeout:g} s: ranks {late} were at work still"
+    )

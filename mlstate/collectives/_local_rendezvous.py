@@ -1,0 +1,442 @@
+"""How the processes of one host find each other: a socket to meet at, and shared memory.
+
+Rank 0 listens; the others come and say who they are. When all are there, the listener is
+closed and each gets a descriptor of the memory that rank 0 made. It has no name on any
+file system, so that nothing is left behind, whoever is killed and when.
+
+Each side speaks in lines of JSON. A line with "error" ends the meeting for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from .. import _core
+from ._arguments import failed
+
+if TYPE_CHECKING:
+    import socket
+
+    from ..errors import CollectiveError
+
+LINUX = sys.platform == "linux"
+VERSION = 1
+LINE_BYTES = 4096
+RETRY_SECONDS = 0.01
+GRACE_SECONDS = 1.0  # in which those who come late are told why there is no meeting
+
+
+class _GoneError(Exception):
+    """The other side closed its socket."""
+
+
+def _failed(rank: int, what: str) -> CollectiveError:
+    return failed("LocalGroup.join", rank, what)
+
+
+# ---- where to meet ----
+
+
+def _address(name: str) -> str:
+    """Return the socket's address: one for each user and job."""
+    import hashlib
+
+    digest = hashlib.sha256(name.encode()).hexdigest()[:24]
+    label = f"mlstate-{os.getuid()}-{digest}"
+    if LINUX:
+        return f"\0{label}"  # in no file system; it goes with the last socket
+    import tempfile
+
+    return os.path.join(tempfile.gettempdir(), f"{label}.sock")
+
+
+def _credentials(peer: socket.socket) -> tuple[int, int]:
+    """Return the process at the other end, 0 where it cannot be told, and its user."""
+    import socket
+    import struct
+
+    if not LINUX:
+        return 0, os.getuid()  # the socket's file has mode 0600
+    form = struct.Struct("3i")
+    data = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, form.size)
+    process, user, _ = form.unpack(data)
+    return process, user
+
+
+def _stranger(peer: socket.socket) -> bool:
+    """Whether the process at the other end is another user's."""
+    return _credentials(peer)[1] != os.getuid()
+
+
+def _listen(address: str) -> socket.socket | None:
+    """Open the meeting, or return None where somebody else has."""
+    import socket
+
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if address.startswith("\0"):
+            listener.bind(address)
+        else:
+            _remove_stale(address)
+            listener.bind(address)
+            os.chmod(address, 0o600)
+        listener.listen(128)
+    except OSError:
+        listener.close()
+        return None
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _remove_stale(path: str) -> None:
+    """Remove the socket file of a process that was killed while it listened."""
+    import socket
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+        except OSError:
+            pass
+
+
+# ---- lines ----
+
+
+def _send(peer: socket.socket, message: dict[str, Any]) -> None:
+    """Send a line; who is gone learns nothing."""
+    with contextlib.suppress(OSError):
+        peer.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _receive(peer: socket.socket, deadline: float) -> tuple[dict[str, Any], int]:
+    """Return a line and the descriptor that came with it, or -1.
+
+    Raises `_GoneError` where the other side is gone, TimeoutError where there is no time left.
+    """
+    import socket
+
+    data, descriptors = b"", [-1]
+    try:
+        while not data.endswith(b"\n"):
+            peer.settimeout(max(deadline - time.monotonic(), 1e-3))
+            try:
+                more, found, _, _ = socket.recv_fds(peer, LINE_BYTES, 1)
+            except TimeoutError:
+                raise
+            except OSError:
+                more, found = b"", []
+            descriptors += found
+            if not more or len(data) > LINE_BYTES:
+                raise _GoneError
+            data += more
+        return _parse(data), descriptors.pop()
+    finally:
+        for unused in descriptors[1:]:
+            os.close(unused)
+
+
+def _hello(peer: socket.socket, deadline: float) -> dict[str, Any]:
+    """Return the first line of a process; it needs no descriptor."""
+    message, descriptor = _receive(peer, deadline)
+    if descriptor >= 0:
+        os.close(descriptor)
+    return message
+
+
+def _no_rank(rank: Any, world_size: int) -> str:
+    """Return the error of a process that says it is this rank."""
+    return (
+        f"rank {json.dumps(rank)[:40]} is not a rank of a group with world_size={world_size}; "
+        f"pass an int from 0 to {world_size - 1}"
+    )
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    """Return what a line says; one that says nothing is a stranger's."""
+    try:
+        message = json.loads(data)
+    except (ValueError, RecursionError):
+        raise _GoneError from None
+    if not isinstance(message, dict):
+        raise _GoneError
+    return message
+
+
+# ---- memory ----
+
+
+def make_memory(size: int) -> int:
+    """Return a descriptor of `size` bytes of zeros that have no name."""
+    if LINUX:
+        import fcntl
+
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        descriptor = os.memfd_create("mlstate-group", flags)
+        try:
+            os.posix_fallocate(descriptor, 0, size)  # refused now, or never
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+    import tempfile
+
+    descriptor, path = tempfile.mkstemp(prefix="mlstate-group-")
+    try:
+        os.unlink(path)
+        os.ftruncate(descriptor, size)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+# ---- rank 0 ----
+
+
+class _Host:
+    """Rank 0 while it waits for the others.
+
+    Parameters
+    ----------
+    name : str
+        The job, for errors.
+    world_size : int
+        Ranks, this one included.
+    listener : socket
+        Borrowed.
+    """
+
+    def __init__(self, name: str, world_size: int, listener: socket.socket) -> None:
+        self._name = name
+        self._world_size = world_size
+        self._listener = listener
+        self.ranks: dict[int, socket.socket] = {}
+        self._silent: list[socket.socket] = []  # have not said who they are
+
+    def close(self) -> None:
+        """Hang up on everybody."""
+        for peer in (*self._silent, *self.ranks.values()):
+            peer.close()
+
+    def refuse(self, what: str) -> CollectiveError:
+        """Tell everybody, those too who come a little late, and return the error."""
+        told = len(self.ranks) + len(self._silent)
+        for peer in (*self.ranks.values(), *self._silent):
+            _send(peer, {"error": what})
+        end = time.monotonic() + GRACE_SECONDS
+        while told < self._world_size - 1 and time.monotonic() < end:
+            self._listener.settimeout(max(end - time.monotonic(), 1e-3))
+            with contextlib.suppress(OSError):
+                peer, _ = self._listener.accept()
+                self._silent.append(peer)
+                _send(peer, {"error": what})
+                told += 1
+        return _failed(0, what)
+
+    def gather(self, deadline: float, seconds: float) -> None:
+        """Wait until all ranks have come."""
+        import select
+
+        while len(self.ranks) < self._world_size - 1:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                missing = [r for r in range(1, self._world_size) if r not in self.ranks]
+                raise self.refuse(
+                    f"ranks {missing} of job {self._name!r} did not come within {seconds:g} s; "
+                    "start them, with this name and on this host"
+                )
+            waiting = [self._listener, *self._silent, *self.ranks.values()]
+            poll = select.poll()  # select() refuses large descriptors
+            for one in waiting:
+                poll.register(one, select.POLLIN)
+            ready = {descriptor for descriptor, _ in poll.poll(min(left, 1.0) * 1000)}
+            self._attend([one for one in waiting if one.fileno() in ready], deadline)
+
+    def _attend(self, ready: list[socket.socket], deadline: float) -> None:
+        for peer in ready:
+            if peer is self._listener:
+                self._welcome()
+            elif peer in self._silent:
+                self._silent.remove(peer)
+                try:
+                    self._introduce(peer, _hello(peer, min(deadline, time.monotonic() + 1)))
+                except (_GoneError, TimeoutError):
+                    peer.close()
+            else:  # nobody has more to say: this one is gone, and may come again
+                rank = next(rank for rank, known in self.ranks.items() if known is peer)
+                self.ranks.pop(rank).close()
+
+    def _welcome(self) -> None:
+        try:
+            peer, _ = self._listener.accept()
+        except OSError:
+            return
+        if _stranger(peer):
+            peer.close()
+        else:
+            self._silent.append(peer)
+
+    def _introduce(self, peer: socket.socket, hello: dict[str, Any]) -> None:
+        """Take a rank in, or end the meeting: what it says must fit.
+
+        A process whose numbers are not those of any rank gets an error, and the meeting goes on.
+        """
+        rank, world_size, version = map(hello.get, ("rank", "world_size", "version"))
+        if type(version) is not int or type(world_size) is not int:
+            raise _GoneError
+        if type(rank) is not int or not 0 <= rank < world_size:
+            _send(peer, {"error": _no_rank(rank, world_size)})
+            raise _GoneError
+        self._silent.append(peer)  # to be told of what is wrong
+        if version != VERSION:
+            raise self.refuse(
+                f"rank {rank} has another version of mlstate; install the same everywhere"
+            )
+        if world_size != self._world_size:
+            raise self.refuse(
+                f"rank {rank} says that there are {world_size} ranks, rank 0 that there are "
+                f"{self._world_size}; pass the same world_size to all"
+            )
+        if rank == 0 or rank in self.ranks:
+            raise self.refuse(
+                f"two processes of job {self._name!r} say that they are rank {rank}; give each "
+                "a rank of its own, and each job a name of its own"
+            )
+        processes = {_credentials(known)[0]: r for r, known in self.ranks.items()}
+        twin = {**processes, os.getpid(): 0}.get(_credentials(peer)[0])
+        if twin is not None:  # a process holds the locks of all its ranks, or of none
+            raise self.refuse(
+                f"ranks {twin} and {rank} are one process; LocalGroup.threads makes a group of "
+                "threads"
+            )
+        self._silent.remove(peer)
+        self.ranks[rank] = peer
+
+
+def _host(
+    name: str, world_size: int, listener: socket.socket, deadline: float, seconds: float
+) -> Any:
+    """Meet as rank 0, and return its link."""
+    import socket
+
+    host = _Host(name, world_size, listener)
+    try:
+        host.gather(deadline, seconds)
+        listener.close()
+        link = _make_group(host, world_size)
+        for rank, peer in host.ranks.items():
+            try:
+                answer, _ = _receive(peer, deadline)
+            except (_GoneError, TimeoutError):
+                answer = {"error": f"rank {rank} went away while the group was made; start anew"}
+            if "error" in answer:
+                for other in host.ranks.values():
+                    _send(other, answer)
+                raise _failed(0, answer["error"])
+        for peer in host.ranks.values():
+            peer.settimeout(None)
+            _send(peer, {"go": True})
+            with contextlib.suppress(OSError):
+                peer.shutdown(socket.SHUT_WR)
+        return link
+    finally:
+        host.close()
+
+
+def _make_group(host: _Host, world_size: int) -> Any:
+    """Make the memory, take rank 0's place, and hand it on."""
+    import socket
+
+    try:
+        descriptor = make_memory(_core.local_measure(world_size, 0, 0))
+    except OSError as error:
+        what = f"there is no shared memory for {world_size} ranks ({error})"
+        for peer in host.ranks.values():
+            _send(peer, {"error": what})
+        raise _failed(0, what) from error
+    # Sent first: no other descriptor of the file may be closed once the lock is held.
+    for peer in host.ranks.values():
+        with contextlib.suppress(OSError):
+            socket.send_fds(peer, [b'{"memory": true}\n'], [descriptor])
+    return _core.local_join(world_size, 0, 0, 0, descriptor)
+
+
+# ---- the others ----
+
+
+def _guest(name: str, rank: int, world_size: int, address: str, deadline: float) -> Any:
+    """Come to the meeting, and return this rank's link; None where it is not open."""
+    import socket
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as host:
+        try:
+            host.settimeout(max(deadline - time.monotonic(), 1e-3))
+            host.connect(address)
+        except OSError:
+            return None
+        if _stranger(host):
+            raise _failed(rank, f"another user of this host meets as job {name!r}; choose a name")
+        _send(host, {"version": VERSION, "rank": rank, "world_size": world_size})
+        try:
+            answer, descriptor = _receive(host, deadline)
+        except _GoneError:
+            return None  # that meeting was over, or rank 0 was killed: wait for the next
+        if "error" in answer or descriptor < 0:
+            raise _failed(rank, str(answer.get("error", "rank 0 sent no memory")))
+        try:
+            link = _core.local_join(world_size, 0, 0, rank, descriptor)
+        except Exception as error:
+            _send(host, {"error": f"rank {rank} cannot join: {error}"})
+            raise
+        _send(host, {"joined": True})
+        try:
+            answer, _ = _receive(host, deadline)
+        except _GoneError:
+            answer = {"error": "rank 0 went away while the group was made; start anew"}
+        if "error" in answer:
+            link.close()
+            raise _failed(rank, str(answer["error"]))
+        return link
+
+
+def meet(name: str, rank: int, world_size: int, seconds: float) -> Any:
+    """Meet the other ranks of a job, and return this one's link when all are there."""
+    address = _address(name)
+    deadline = time.monotonic() + seconds
+    while True:
+        if rank == 0:
+            listener = _listen(address)
+            if listener is not None:
+                with listener:
+                    try:
+                        return _host(name, world_size, listener, deadline, seconds)
+                    finally:
+                        if not address.startswith("\0"):
+                            with contextlib.suppress(FileNotFoundError):
+                                os.unlink(address)
+        try:
+            link = _guest(name, rank, world_size, address, deadline)
+        except TimeoutError:
+            raise _failed(
+                rank, f"not all ranks of job {name!r} came within {seconds:g} s; see rank 0"
+            ) from None
+        if link is not None:
+            return link
+        if time.monotonic() >= deadline:
+            raise _failed(
+                rank,
+                f"rank 0 of job {name!r} was not there within {seconds:g} s; start it, with this "
+                "name, on this host and as this user",
+            )
+        time.sleep(RETRY_SECONDS)

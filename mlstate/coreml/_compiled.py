@@ -1,0 +1,105 @@
+"""The states that a compiled Core ML model (``.mlmodelc``) lists in its metadata.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from typing import TYPE_CHECKING, Any
+
+from ..errors import FormatError, StoreError
+
+if TYPE_CHECKING:
+    from typing import NoReturn, TypeAlias
+
+    _State: TypeAlias = tuple[str, str, tuple[int, ...]]
+
+_FILE = "metadata.json"
+_MOST_BYTES = 64 << 20
+_SHAPE = re.compile(r"\[\s*\d{1,18}(\s*,\s*\d{1,18}){0,15}\s*\]", re.ASCII)
+_DTYPES = {
+    "Float16": "float16",
+    "Float32": "float32",
+    "Float64": "float64",
+    "Double": "float64",
+    "Int8": "int8",
+    "Int16": "int16",
+    "Int32": "int32",
+}
+
+
+def metadata_path(source: Any) -> str | None:
+    """Return the metadata file of a compiled model; None if the path is not one."""
+    file = os.path.join(source, _FILE)
+    is_package = os.path.exists(os.path.join(source, "Manifest.json"))
+    return file if os.path.isfile(file) and not is_package else None
+
+
+def read_compiled(file: str) -> list[_State]:
+    """Read the states of a model that has one function.
+
+    Raises
+    ------
+    FormatError
+        The file is not JSON, does not list states as Core ML's compiler does, or lists several
+        functions.
+    StoreError
+        The file cannot be read.
+    """
+    try:
+        with open(file, "rb") as opened:
+            text = opened.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise StoreError(error.errno, error.strerror, file) from error
+    if len(text) > _MOST_BYTES:
+        _refuse(file, f"more than {_MOST_BYTES} bytes")
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        _refuse(file, f"not JSON: {error}")
+    if not isinstance(document, list) or len(document) != 1 or not isinstance(document[0], dict):
+        _refuse(file, "expected a list of one object")
+    (model,) = document
+    functions = _listed(file, model, "functions")
+    if len(functions) > 1 or (functions and "stateSchema" not in model):
+        _refuse(
+            file,
+            f"lists {len(functions)} functions apart, which cannot be read: read the states from "
+            "the .mlpackage that the model was compiled from",
+        )
+    states = [_state(file, entry) for entry in _listed(file, model, "stateSchema")]
+    names = [name for name, _, _ in states]
+    if len(set(names)) < len(names):
+        _refuse(file, f"states of one name: {names}")
+    return states
+
+
+def _state(file: str, entry: dict[str, Any]) -> _State:
+    name = _text(file, entry, "name")
+    dtype = _DTYPES.get(_text(file, entry, "dataType"))
+    if dtype is None:
+        _refuse(file, f"state {name!r}: unknown dataType {entry['dataType']!r}")
+    shape = _text(file, entry, "shape")
+    if not _SHAPE.fullmatch(shape):
+        _refuse(file, f"state {name!r}: expected a shape such as '[2, 1, 256, 32]', got {shape!r}")
+    return name, dtype, tuple(json.loads(shape))
+
+
+def _listed(file: str, owner: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    entries = owner.get(key, [])
+    if not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
+        _refuse(file, f"{key!r} is not a list of objects")
+    return entries
+
+
+def _text(file: str, entry: dict[str, Any], key: str) -> str:
+    text = entry.get(key)
+    if not isinstance(text, str):
+        _refuse(file, f"expected text for {key!r}, got {type(text).__name__}")
+    return text
+
+
+def _refuse(file: str, what: str) -> NoReturn:
+    error = FormatError(f"{file}: {what}")
+    error.path = file
+    raise error

@@ -1,0 +1,334 @@
+"""What states a Core ML model declares; public through `mlstate.coreml`."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from operator import index
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from .. import _core
+from .._common.local_path import local_path
+from .._common.set_module import set_module
+from .._common.text import names_hint, shorten
+from ..errors import CapacityError, CompatibilityError
+from ._compiled import metadata_path, read_compiled
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from .._types import NumpyDType
+
+    _Read: TypeAlias = tuple[int | None, list[tuple[str, list[tuple[str, str, tuple[int, ...]]]]]]
+    Source: TypeAlias = "str | os.PathLike[str] | bytes | StateSpecs | Any"
+
+# Core ML wants the two innermost dimensions of a state in multiples of this on the
+# Neural Engine.
+_ENGINE_MULTIPLE = 32
+
+AXES = ("layers", "heads", "sequence", "head dimension")
+SEQUENCE = 2
+
+
+@set_module("mlstate.coreml")
+class StateShapeWarning(UserWarning):
+    """A state has a dimension with which the Neural Engine is known to fail."""
+
+
+@set_module("mlstate.coreml")
+class StateSpec(NamedTuple):
+    """What a model declares of one state.
+
+    Attributes
+    ----------
+    name : str
+        As `MLState.read_state` wants it.
+    shape : tuple of int
+        For a KV cache (layers, heads, seq, head_dim).
+    dtype : numpy.dtype
+        In practice float16, the only one that coremltools 9 converts.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: NumpyDType
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state inside Core ML."""
+        size = self.dtype.itemsize
+        for length in self.shape:
+            size *= length
+        return size
+
+    @property
+    def seq_length(self) -> int | None:
+        """Positions of a KV cache, axis 2 of 4; None for any other state."""
+        return self.shape[SEQUENCE] if len(self.shape) == len(AXES) else None
+
+
+@set_module("mlstate.coreml")
+class StateSpecs(dict[str, StateSpec]):
+    """The states of one function of a model: name -> `StateSpec`, in declared order.
+
+    Attributes
+    ----------
+    functions : dict
+        Name -> states of every function of the model; a model that declares none has one,
+        ``main``.
+    function : str
+        The function whose states these are.
+    default_function : str or None
+        The one that Core ML runs when none is asked for.
+    """
+
+    functions: dict[str, dict[str, StateSpec]]
+    function: str
+    default_function: str | None
+
+    def __init__(
+        self,
+        functions: Mapping[str, Mapping[str, StateSpec]],
+        function: str,
+        *,
+        default_function: str | None = None,
+    ) -> None:
+        super().__init__(functions[function])
+        self.functions = {name: dict(states) for name, states in functions.items()}
+        self.function = function
+        self.default_function = default_function
+
+    def _repr_html_(self) -> str:
+        from .._common.text import bytes_text, table_html
+
+        count = f"{len(self):,} state{'' if len(self) == 1 else 's'}"
+        title = f"StateSpecs: {count} of function {shorten(self.function, 100)!r}"
+        others = [name for name in self.functions if name != self.function]
+        if others:
+            title += f"; other functions: {quoted(others)}"
+        rows = [
+            (name, shape_text(spec.shape), str(spec.dtype), bytes_text(spec.nbytes))
+            for name, spec in self.items()
+        ]
+        return table_html(title, ("state", "shape", "dtype", "bytes"), rows)
+
+
+def as_spec(name: str, given: Any) -> StateSpec:
+    """Return a state's spec; a shape stands for one of float16."""
+    if isinstance(given, StateSpec):
+        return given
+    try:
+        shape = tuple(map(index, given))
+    except TypeError:
+        raise TypeError(
+            f"state {name!r}: expected a StateSpec or a shape such as (2, 1, 256, 32), got "
+            f"{type(given).__name__} {shorten(repr(given), 60)}"
+        ) from None
+    return StateSpec(name, shape, np.dtype(np.float16))
+
+
+# ---- reading ----
+
+
+def _varint(number: int) -> bytes:
+    """Encode a length as protobuf does."""
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)
+
+
+def _serialized(source: Any) -> bytes | None:
+    """Specification bytes of a coremltools model or spec, its program left out."""
+    spec = getattr(source, "_spec", None)  # get_spec() copies the whole program
+    if spec is None and callable(getattr(source, "get_spec", None)):
+        spec = source.get_spec()
+    if spec is None:
+        spec = source
+    description = getattr(spec, "description", None)
+    serialize = getattr(description, "SerializeToString", None)
+    if serialize is None:
+        return None
+    body: bytes = serialize()
+    return b"\x12" + _varint(len(body)) + body  # field 2 of a model
+
+
+def _read(source: Source) -> _Read:
+    if isinstance(source, (str, os.PathLike)):
+        path = local_path(source)
+        compiled = metadata_path(path)
+        if compiled is not None:
+            return 0, [("main", read_compiled(compiled))]
+        return _core.read_mlpackage(path)
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        return _core.parse_mlspec(source)
+    serialized = _serialized(source)
+    if serialized is None:
+        raise TypeError(
+            "source must be a path to a .mlpackage, .mlmodel or .mlmodelc, a coremltools MLModel, "
+            f"a model specification, or a mapping of names to shapes, got {type(source).__name__}"
+        )
+    return _core.parse_mlspec(serialized)
+
+
+def quoted(names: Iterable[str], limit: int = 8) -> str:
+    """Write names for a message, the first few of them."""
+    listed = list(names)
+    text = ", ".join(map(repr, listed[:limit])) or "none"
+    return text if len(listed) <= limit else f"{text} and {len(listed) - limit} more"
+
+
+def shape_text(shape: tuple[int, ...] | None) -> str:
+    """Write a shape as 2x1x256x32."""
+    return "-" if shape is None else "x".join(map(str, shape))
+
+
+def incompatible(message: str, name: str, expected: object, got: object) -> CompatibilityError:
+    """Make the exception for things that do not go together."""
+    error = CompatibilityError(message)
+    error.name, error.expected, error.got = name, str(expected), str(got)
+    return error
+
+
+def too_small(message: str, name: str | None, expected: object, got: object) -> CapacityError:
+    """Make the exception for what does not fit."""
+    error = CapacityError(message)
+    error.name, error.expected, error.got = name, str(expected), str(got)
+    return error
+
+
+def read_functions(source: Source) -> tuple[dict[str, dict[str, StateSpec]], str | None]:
+    """Every function's states, and the default function's name."""
+    if isinstance(source, Mapping):
+        states = {name: as_spec(name, given) for name, given in source.items()}
+        return {"main": states}, "main"
+    default, read = _read(source)
+    functions = {
+        name: {state: StateSpec(state, shape, np.dtype(dtype)) for state, dtype, shape in found}
+        for name, found in read
+    }
+    return functions, None if default is None else read[default][0]
+
+
+def choose(source: Source, function: str | None) -> StateSpecs:
+    """Pick the function asked for; `source` is read unless it is `StateSpecs`."""
+    if isinstance(source, StateSpecs):
+        functions, default_function = source.functions, source.default_function
+        wanted: str | None = function or source.function
+    else:
+        functions, default_function = read_functions(source)
+        wanted = function or getattr(source, "function_name", None) or default_function
+    if not isinstance(wanted, str):
+        raise incompatible(
+            f"the model has {len(functions)} functions and names no default: "
+            f"choose one with function= ({quoted(functions)})",
+            "function",
+            "a function's name",
+            None,
+        )
+    if wanted not in functions:
+        raise incompatible(
+            f"the model has no function {wanted!r}{names_hint(wanted, functions)}",
+            wanted,
+            quoted(functions),
+            wanted,
+        )
+    return StateSpecs(functions, wanted, default_function=default_function)
+
+
+# The innermost axis was seen to fail; the one before it, a KV cache's sequence, is held to
+# the rule too unless it is 1.
+def _engine_faults(shape: tuple[int, ...]) -> Iterator[int]:
+    """Axes whose length is not a multiple of 32 though it should be."""
+    rank = len(shape)
+    for axis in range(max(rank - 2, 0), rank):
+        inner = axis == rank - 1
+        if shape[axis] % _ENGINE_MULTIPLE and (inner or (rank > 2 and shape[axis] > 1)):
+            yield axis
+
+
+def warn_of_shapes(specs: StateSpecs, stacklevel: int) -> None:
+    for spec in specs.values():
+        for axis in _engine_faults(spec.shape):
+            label = f" ({AXES[axis]})" if len(spec.shape) == len(AXES) else ""
+            length = spec.shape[axis]
+            warnings.warn(
+                f"state {spec.name!r} has the shape {spec.shape}: axis {axis}{label} is {length}, "
+                f"not a multiple of {_ENGINE_MULTIPLE}, and such a state may fail on the Neural "
+                f"Engine; convert the model with {_next_multiple(length)}, or keep it on CPU and "
+                "GPU",
+                StateShapeWarning,
+                stacklevel=stacklevel + 1,
+            )
+
+
+def _next_multiple(length: int) -> int:
+    return -(-length // _ENGINE_MULTIPLE) * _ENGINE_MULTIPLE
+
+
+@set_module("mlstate.coreml")
+def state_specs(source: Source, *, function: str | None = None) -> StateSpecs:
+    """Read the states that a Core ML model declares.
+
+    Parameters
+    ----------
+    source : str or path-like, MLModel, specification, bytes, or mapping
+        A ``.mlpackage`` folder, ``.mlmodel`` file or compiled ``.mlmodelc`` folder, a coremltools
+        ``MLModel``, its ``get_spec()``, or the bytes of a serialized one. coremltools is needed
+        only to make the latter three. Or a mapping of names to `StateSpec` or to shapes (then
+        float16).
+    function : str, optional
+        Of a multi-function model; default: the one that an `MLModel` was loaded for, else
+        the model's default function.
+
+    Returns
+    -------
+    StateSpecs
+        Name -> `StateSpec` of that function, with those of the others in ``functions``.
+
+    Raises
+    ------
+    FormatError
+        The package or specification is damaged, lies about its lengths, or is no model at
+        all. Says which file of the package, and the byte offset.
+    StoreError
+        A file cannot be opened or read; a `FileNotFoundError` where it is missing.
+    CompatibilityError
+        No function of that name, or several and no default.
+    TypeError
+        `source` is none of the above.
+
+    Warns
+    -----
+    StateShapeWarning
+        One of the two innermost dimensions of a state is not a multiple of 32.
+
+    Notes
+    -----
+    Cost: a few small reads whatever the size of the model, since only its description is
+    fetched. Of a compiled model (``.mlmodelc``) its ``metadata.json`` is read. Links
+    inside a package are followed, as download caches need it; the manifest cannot lead out of
+    the package.
+
+    The rule of 32 is an open defect of Core ML (coremltools issue 2631): it was observed
+    with the innermost dimension. The one before, which for a KV cache is the sequence, is
+    held to it too unless it is 1; layers and heads are not.
+
+    Examples
+    --------
+    >>> from importlib.resources import files
+    >>> from mlstate.coreml import state_specs
+    >>> specs = state_specs(str(files("mlstate") / "demo/data/model_multi.mlpackage"))
+    >>> specs["kv_cache"].shape, specs["kv_cache"].dtype.name
+    ((8, 2, 256, 32), 'float16')
+    >>> specs.default_function, list(specs.functions)
+    ('decode_256', ['decode_256', 'prefill_512'])
+    """
+    specs = choose(source, function)
+    warn_of_shapes(specs, stacklevel=2)
+    return specs

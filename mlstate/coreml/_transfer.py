@@ -1,0 +1,355 @@
+"""Carrying a state between Core ML state objects; public through `mlstate.coreml`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .._common.dtypes import label_of, name_of
+from .._common.set_module import set_module
+from .._common.text import names_hint
+from ..kv._transition import compact_kv_state, transition_kv_state
+from ._plan import Fault, as_position, position_fault, shape_fault
+from ._specs import AXES, SEQUENCE, StateSpec, as_spec, incompatible, quoted
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Protocol
+
+    from .._types import NDArray
+
+    class MLStateLike(Protocol):
+        """What coremltools' ``MLState`` offers, and all that is used of it."""
+
+        def read_state(self, name: str) -> NDArray:
+            """Return the state called `name`."""
+
+        def write_state(self, name: str, value: NDArray) -> None:
+            """Replace the state called `name`."""
+
+
+_WRITABLE_DTYPES = ("float32", "float64", "int32")  # that `write_state` takes
+
+
+# ---- carrying a state over ----
+
+
+def _target_shape(
+    target: MLStateLike, name: str, specs: Mapping[str, StateSpec | Sequence[int]] | None
+) -> tuple[int, ...]:
+    """Shape of the target's state: from its specs, or by reading it."""
+    if specs is None:
+        return tuple(target.read_state(name=name).shape)
+    if not isinstance(specs, Mapping):
+        raise TypeError(
+            "specs must be the target model's state_specs(...) or a mapping of names to shapes, "
+            f"got {type(specs).__name__}"
+        )
+    if name not in specs:
+        raise incompatible(
+            f"{name}: the target model has no state of this name{names_hint(name, specs)}",
+            name,
+            quoted(specs),
+            name,
+        )
+    return as_spec(name, specs[name]).shape
+
+
+def _raise_if(fault: Fault | None, name: str) -> None:
+    if fault is not None:
+        raise fault.error(name)
+
+
+def _too_short(name: str, source: int, target: int) -> Fault | None:
+    """What is wrong with expanding into `target` positions, if anything."""
+    if target >= source:
+        return None
+    return Fault(
+        f"{name}: the target state has {target} positions, fewer than the source's {source}; "
+        "use compact_coreml_state to compact",
+        f"at least {source}",
+        target,
+        capacity=True,
+    )
+
+
+def _written_dtype(name: str, found: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype that `write_state` takes and that holds every value of `found`."""
+    native = found.newbyteorder("=")
+    if name_of(native) in ("float16", "bfloat16"):
+        return np.dtype(np.float32)
+    if native.name not in _WRITABLE_DTYPES:
+        shown = label_of(found) or found
+        raise incompatible(
+            f"{name}: read_state gave {shown}, and Core ML takes {', '.join(_WRITABLE_DTYPES)}",
+            name,
+            ", ".join(_WRITABLE_DTYPES),
+            shown,
+        )
+    return native
+
+
+def _carry(
+    source: MLStateLike,
+    target: MLStateLike,
+    name: str,
+    position: int,
+    pad_value: float,
+    specs: Mapping[str, StateSpec | Sequence[int]] | None,
+    compact: bool,
+) -> None:
+    """Read, check everything, move, write: the target is touched last or not at all."""
+    number = as_position(position)
+    shape = _target_shape(target, name, specs)
+    if len(shape) == len(AXES):
+        _raise_if(position_fault(name, None, shape[SEQUENCE], number), name)
+    value = np.asarray(source.read_state(name=name))
+    _raise_if(shape_fault(name, value.shape, shape), name)
+    length = shape[SEQUENCE]
+    if not compact:
+        _raise_if(_too_short(name, value.shape[SEQUENCE], length), name)
+    _raise_if(position_fault(name, value.shape[SEQUENCE], length, number), name)
+    dtype = _written_dtype(name, value.dtype)
+    if compact:
+        moved = compact_kv_state(value, length, number, dtype)
+    else:
+        moved = transition_kv_state(value, length, number, pad_value, dtype)
+    target.write_state(name=name, value=np.require(moved, dtype, ["C", "W"]))
+
+
+@set_module("mlstate.coreml")
+def transition_coreml_state(
+    source_mlstate: MLStateLike,
+    target_mlstate: MLStateLike,
+    state_name: str,
+    current_position: int,
+    pad_value: float = 0.0,
+    *,
+    specs: Mapping[str, StateSpec | Sequence[int]] | None = None,
+) -> None:
+    """Carry a KV state over to a model with at least as many positions.
+
+    Parameters
+    ----------
+    source_mlstate, target_mlstate : MLState
+        What ``MLModel.make_state()`` gives in coremltools 9, or anything with its
+        ``read_state(name)`` and ``write_state(name, value)``, such as `FakeMLState`.
+    state_name : str
+        The same in both models.
+    current_position : int
+        Tokens in the cache; what lies beyond them is dropped.
+    pad_value : float
+        What positions without a token hold.
+    specs : mapping, optional
+        The **target** model's `state_specs`, or name -> shape: then the source is read
+        once and the target written once. Without it, the target is read once more, for its shape.
+
+    Raises
+    ------
+    CompatibilityError
+        `specs` has no such state, a state does not have 4 dimensions, layers, heads or
+        head dimension differ, or `read_state` gave a dtype that Core ML does not take.
+    CapacityError
+        `current_position` is negative or beyond either state, or the target is shorter
+        than the source.
+    RuntimeError
+        From Core ML, for a name that a model does not have.
+
+    Notes
+    -----
+    Everything is checked before the write: after an error the target is as it was. On a
+    Mac a float16 state is read as float32 and must be written as float32, which loses no
+    bit on the way. The array handed over is contiguous and writeable, as Core ML wants it:
+    float32 for float16, bfloat16 and float32; float64 and int32 for themselves, so that no
+    value changes. Other dtypes are refused. Memory: the source as read plus one array of the
+    target's size.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate.coreml import FakeMLState, transition_coreml_state
+    >>> small = FakeMLState({"kv_cache": (2, 1, 256, 32)})
+    >>> large = FakeMLState({"kv_cache": (2, 1, 512, 32)})
+    >>> small.write_state("kv_cache", np.ones((2, 1, 256, 32), np.float32))
+    >>> transition_coreml_state(small, large, "kv_cache", 200)
+    >>> large.read_state("kv_cache").sum(axis=(0, 1, 3))[[0, 199, 200, 511]].tolist()
+    [64.0, 64.0, 0.0, 0.0]
+    """
+    _carry(source_mlstate, target_mlstate, state_name, current_position, pad_value, specs, False)
+
+
+@set_module("mlstate.coreml")
+def compact_coreml_state(
+    source_mlstate: MLStateLike,
+    target_mlstate: MLStateLike,
+    state_name: str,
+    current_position: int,
+    *,
+    specs: Mapping[str, StateSpec | Sequence[int]] | None = None,
+) -> None:
+    """Carry a KV state over to a model with fewer positions that its tokens fit into.
+
+    Parameters
+    ----------
+    source_mlstate, target_mlstate, state_name, current_position, specs
+        As for `transition_coreml_state`.
+
+    Raises
+    ------
+    CompatibilityError, CapacityError, RuntimeError
+        As for `transition_coreml_state`, but a shorter target is an error only where the
+        tokens do not fit.
+
+    Notes
+    -----
+    As for `transition_coreml_state`.
+
+    Examples
+    --------
+    >>> from mlstate.coreml import FakeMLState, compact_coreml_state
+    >>> small = FakeMLState({"kv_cache": (2, 1, 256, 32)})
+    >>> large = FakeMLState({"kv_cache": (2, 1, 512, 32)})
+    >>> compact_coreml_state(large, small, "kv_cache", 180)
+    >>> compact_coreml_state(large, small, "kv_cache", 300)
+    Traceback (most recent call last):
+        ...
+    mlstate.errors.CapacityError: kv_cache: 300 tokens do not fit the target state's 256 \
+positions; choose a model with at least 300
+    """
+    _carry(source_mlstate, target_mlstate, state_name, current_position, 0.0, specs, True)
+
+
+# ---- the double ----
+
+_FAKE_DTYPES = ("float16", "float32", "int32")
+
+
+@set_module("mlstate.coreml")
+class FakeMLState:
+    """A stand-in for coremltools' ``MLState``, for tests on any machine.
+
+    It behaves as Core ML does on a Mac: `read_state` gives a fresh float32 copy of a float16
+    state, `write_state` takes only what Core ML takes, and what was written is rounded to
+    the state's dtype.
+
+    Parameters
+    ----------
+    states : mapping
+        Name -> `StateSpec` (what `state_specs` returns) or shape (then float16). The states
+        start as zeros.
+
+    Attributes
+    ----------
+    reads, writes : int
+        Calls of `read_state` and `write_state` that succeeded.
+
+    Raises
+    ------
+    CompatibilityError
+        A state of another dtype than float16, float32 or int32.
+
+    Notes
+    -----
+    Not thread-safe, as little as the real one.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate.coreml import FakeMLState
+    >>> state = FakeMLState({"kv_cache": (2, 1, 4, 8)})
+    >>> state.read_state("kv_cache").dtype
+    dtype('float32')
+    >>> state.write_state("kv_cache", np.zeros((2, 1, 4, 8), np.float16))
+    Traceback (most recent call last):
+        ...
+    RuntimeError: state 'kv_cache': value type not convertible: float16; write float32, \
+float64 or int32
+    """
+
+    def __init__(self, states: Mapping[str, StateSpec | Sequence[int]]) -> None:
+        self._states: dict[str, NDArray] = {}
+        self.reads = 0
+        self.writes = 0
+        for name, given in states.items():
+            spec = as_spec(name, given)
+            if spec.dtype.name not in _FAKE_DTYPES:
+                raise incompatible(
+                    f"state {name!r}: Core ML has no states of {spec.dtype}; it has "
+                    f"{', '.join(_FAKE_DTYPES)}",
+                    name,
+                    ", ".join(_FAKE_DTYPES),
+                    spec.dtype,
+                )
+            self._states[name] = np.zeros(spec.shape, spec.dtype)
+
+    def _find(self, name: str) -> NDArray:
+        state = self._states.get(name) if isinstance(name, str) else None
+        if state is None:
+            raise RuntimeError(f"no state is called {name!r}; the model has {quoted(self._states)}")
+        return state
+
+    def read_state(self, name: str) -> NDArray:
+        """Return a fresh copy of a state: float32 for a float16 state, else its own dtype.
+
+        Parameters
+        ----------
+        name : str
+
+        Returns
+        -------
+        ndarray
+            New, contiguous and writeable.
+
+        Raises
+        ------
+        RuntimeError
+            No state has that name.
+        """
+        state = self._find(name)
+        self.reads += 1
+        return state.astype(np.float32 if state.dtype == np.float16 else state.dtype)
+
+    def write_state(self, name: str, value: NDArray) -> None:
+        """Replace a state as a whole.
+
+        Parameters
+        ----------
+        name : str
+        value : ndarray of float32, float64 or int32
+            C-contiguous, writeable, of the state's shape.
+
+        Raises
+        ------
+        RuntimeError
+            No state has that name, or `value` is not of that kind. The state is unchanged.
+        """
+        state = self._find(name)
+        reason = _refusal(state, value)
+        if reason is not None:
+            raise RuntimeError(f"state {name!r}: {reason}")
+        with np.errstate(over="ignore", invalid="ignore"):  # too large becomes infinity
+            state[...] = value
+        self.writes += 1
+
+    def __repr__(self) -> str:
+        states = ", ".join(
+            f"{name!r}: {state.dtype}{state.shape}" for name, state in self._states.items()
+        )
+        return f"FakeMLState({{{states}}})"
+
+
+def _refusal(state: NDArray, value: object) -> str | None:
+    """Why Core ML would not take `value` for `state`, or None."""
+    if not isinstance(value, np.ndarray):
+        return f"value type not convertible: {type(value).__name__}; write a NumPy array"
+    if value.dtype.name not in _WRITABLE_DTYPES or not value.dtype.isnative:
+        return f"value type not convertible: {value.dtype}; write float32, float64 or int32"
+    if value.shape != state.shape:
+        return f"the value has the shape {value.shape}, the state {state.shape}"
+    if not value.flags.c_contiguous:
+        return "the value is not contiguous; write np.ascontiguousarray(value)"
+    if not value.flags.writeable:
+        return "the value is read-only; write a copy"
+    return None

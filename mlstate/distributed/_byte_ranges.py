@@ -1,0 +1,237 @@
+"""Ranges of an array's elements, in C order, as bytes and back: what travels between ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import _core
+from .._common.arrays import is_torch
+from .._common.dtypes import text_of
+from .._sharding.layout import Shard
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from .._sharding.layout import Steps
+    from .._types import NDArray
+
+PACKED = 1 << 20  # bytes that are packed at a time, of an array that is not contiguous
+
+
+# ---- arrays of either kind ----
+
+
+def plain_of(value: Any) -> Any:
+    """Return what has the elements: an ndarray, or a torch tensor without autograd's record."""
+    if isinstance(value, Shard):
+        value = value.array
+    if is_torch(value):
+        return value.detach()
+    if isinstance(value, np.ndarray) or not hasattr(value, "__dlpack__"):
+        return np.asarray(value)
+    return np.from_dlpack(value)
+
+
+def dtype_of(array: Any) -> str:
+    """Return a dtype's name, the same for NumPy and torch and either byte order."""
+    if is_torch(array):
+        return str(array.dtype).removeprefix("torch.")
+    return text_of(array.dtype)
+
+
+def item_bytes(array: Any) -> int:
+    """Bytes of one element."""
+    return int(array.element_size() if is_torch(array) else array.dtype.itemsize)
+
+
+def place_key(array: Any) -> tuple[Any, ...]:
+    """Return what is the same for arrays over the same elements in the same memory."""
+    if 0 in array.shape:
+        return (id(array),)  # nothing lies anywhere
+    if is_torch(array):
+        return array.device, array.data_ptr(), array.dtype, tuple(array.shape), array.stride()
+    address = array.__array_interface__["data"][0]
+    return address, array.dtype, array.shape, array.strides
+
+
+def new_like(array: Any, shape: tuple[int, ...]) -> Any:
+    """Return new memory of an array's kind and dtype, in main memory and native byte order."""
+    if is_torch(array):
+        return array.new_empty(shape, device="cpu")
+    return np.empty(shape, array.dtype.newbyteorder("="))
+
+
+# ---- parts ----
+
+
+class Part:
+    """A box of a tensor and, of its elements in C order, those from `begin` to before `end`."""
+
+    __slots__ = ("begin", "end", "lengths", "starts")
+
+    def __init__(self, steps: Steps | None, shape: tuple[int, ...], index: int) -> None:
+        found = _core.layout_part(steps or (), shape, index)
+        self.starts, self.lengths, self.begin, self.end, _ = found
+
+    @property
+    def count(self) -> int:
+        """Elements of the part."""
+        return self.end - self.begin
+
+    def box_of(self, array: Any) -> Any:
+        """View the box in an array of the tensor's shape."""
+        pairs = zip(self.starts, self.lengths, strict=True)
+        return array[(*(slice(a, a + n) for a, n in pairs), ...)]
+
+
+# ---- ranges of elements ----
+
+
+def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[Any, ...]]:
+    """Cut a range of elements in C order into boxes: at most two for each axis, and one.
+
+    Examples
+    --------
+    >>> list(boxes((3, 4), 2, 9))
+    [(0, slice(2, 4, None)), (slice(1, 2, None),), (2, slice(0, 1, None))]
+    """
+    if begin >= end:
+        return
+    if not shape:
+        yield ()
+        return
+    inner = math.prod(shape[1:])
+    first, head = divmod(begin, inner)
+    last, tail = divmod(end, inner)
+    if head:
+        upto = inner if first < last else tail
+        yield from ((first, *rest) for rest in boxes(shape[1:], head, upto))
+        first += 1
+    if first < last:
+        yield (slice(first, last),)
+    if tail and first <= last:
+        yield from ((last, *rest) for rest in boxes(shape[1:], 0, tail))
+
+
+def _memory(array: Any) -> NDArray | None:
+    """Return an array's memory as bytes, if its elements lie there in C order."""
+    if is_torch(array):
+        import torch
+
+        if array.device.type != "cpu" or not array.is_contiguous():
+            return None
+        if array.is_conj() or array.is_neg():
+            return None
+        if not array.numel():
+            return np.empty(0, np.uint8)
+        flat: NDArray = array.as_strided((array.numel(),), (1,)).view(torch.uint8).numpy()
+        return flat
+    if not array.flags.c_contiguous or not array.dtype.isnative:
+        return None
+    return np.asarray(array).reshape(-1).view(np.uint8)
+
+
+def _elements(array: Any, data: NDArray) -> Any:
+    """See bytes as elements of an array's dtype."""
+    if is_torch(array):
+        import torch
+
+        return torch.from_numpy(data).view(array.dtype)
+    return data.view(array.dtype.newbyteorder("="))
+
+
+def _runs(array: Any, begin: int, end: int, data: NDArray) -> Iterator[tuple[Any, Any]]:
+    """Give the boxes of a range, each with its elements in `data`."""
+    if begin >= end:
+        return
+    elements = _elements(array, data)
+    at = 0
+    for box in boxes(tuple(array.shape), begin, end):
+        view = array[(*box, ...)]
+        count = math.prod(view.shape)
+        yield view, elements[at : at + count].reshape(view.shape)
+        at += count
+
+
+def bytes_of(array: Any, begin: int, end: int) -> NDArray:
+    """Return the bytes of a range of elements: a view of the array, or packed."""
+    size = item_bytes(array)
+    memory = _memory(array)
+    if memory is not None:
+        return memory[begin * size : end * size]
+    data = np.empty((end - begin) * size, np.uint8)
+    take(array, begin, end, data)
+    return data
+
+
+def take(array: Any, begin: int, end: int, data: NDArray) -> None:
+    """Copy a range of elements into bytes."""
+    size = item_bytes(array)
+    memory = _memory(array)
+    if memory is not None:
+        data[:] = memory[begin * size : end * size]
+        return
+    for view, elements in _runs(array, begin, end, data):
+        if is_torch(elements):
+            elements.copy_(view)
+        else:
+            elements[...] = view
+
+
+def put(array: Any, begin: int, end: int, data: NDArray) -> None:
+    """Copy bytes into a range of elements."""
+    size = item_bytes(array)
+    memory = _memory(array)
+    if memory is not None:
+        memory[begin * size : end * size] = data
+        return
+    for view, elements in _runs(array, begin, end, data):
+        if is_torch(view):
+            view.copy_(elements)
+        else:
+            view[...] = elements
+
+
+def place_of(array: Any, begin: int, end: int) -> NDArray | None:
+    """Return where a range's bytes lie, for an engine to fill, if they lie in one piece."""
+    memory = _memory(array)
+    size = item_bytes(array)
+    return None if memory is None else memory[begin * size : end * size]
+
+
+def steps_of(array: Any, count: int, most: int) -> Iterator[tuple[int, int]]:
+    """Cut elements into ranges of at most so many bytes, or of one element."""
+    step = max(1, most // max(1, item_bytes(array)))
+    for begin in range(0, count, step):
+        yield begin, min(count, begin + step)
+
+
+def copy_part(part: Part, source: Any, whole: Any) -> None:
+    """Copy a part's elements, which `source` has in C order, to their place in the tensor."""
+    box = part.box_of(whole)
+    memory = _memory(source)
+    if memory is not None:
+        put(box, part.begin, part.end, memory)
+    elif part.count == math.prod(part.lengths):
+        taken = source.reshape(part.lengths)  # a view where there can be one
+        if is_torch(whole):
+            box.copy_(taken)
+        else:
+            box[...] = taken
+    else:
+        for begin, end in steps_of(source, part.count, PACKED):
+            data = bytes_of(source, begin, end)
+            put(box, part.begin + begin, part.begin + end, data)
+
+
+def digest(array: Any) -> str:
+    """Return a SHA-256 of the elements in C order, in hexadecimal digits."""
+    import hashlib
+
+    hashed = hashlib.sha256(usedforsecurity=False)
+    for begin, end in steps_of(array, math.prod(array.shape), PACKED):
+        hashed.update(bytes_of(array, begin, end).data)
+    return hashed.hexdigest()

@@ -1,0 +1,561 @@
+"""States of all ranks brought to one of them, or from one to all, piece by piece.
+
+Every rank learns what all ranks have, and finds the same errors in it, before the first
+element moves: so either all of them go on, or none does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from .._common.arrays import is_torch
+from .._common.budget import parse_budget
+from .._common.text import shorten
+from .._sharding.layout import Shard
+from ..collectives._arguments import failed
+from ..errors import CollectiveError
+from ..state._compatibility import LONGEST
+from ._byte_ranges import (
+    bytes_of,
+    copy_part,
+    digest,
+    item_bytes,
+    new_like,
+    place_of,
+    plain_of,
+    put,
+    steps_of,
+    take,
+)
+from ._merge import Entry, RankDifference, Tensor, agree, entry_of, like, refusal, unlike_digests
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from .._types import NDArray
+    from ..collectives import ProcessGroup
+    from ..state._state_dict import StateDict
+
+MAX_BYTES = 64 << 20
+_ALIGNMENT = 16  # of each piece in a message, for elements of any size
+_LONGEST_ERROR = 2000
+
+
+# ---- one word from everybody ----
+
+
+def exchange(
+    group: ProcessGroup, operation: str, timeout: float | None, prepare: Callable[[], Any]
+) -> list[Any]:
+    """Return what `prepare` gives on each rank, as JSON; or raise, on every rank.
+
+    A rank on which it fails raises that error; the others, one that names the rank.
+    """
+    import json
+
+    own: Exception | None = None
+    try:
+        message = json.dumps({"value": prepare()})
+    except Exception as error:
+        own = error
+        text = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
+        message = json.dumps({"error": text})
+    everyone = [json.loads(data) for data in group.gather_bytes(message.encode(), timeout=timeout)]
+    if own is not None:
+        try:
+            raise own
+        finally:
+            del own  # the traceback must not hold what holds the error
+    for rank, said in enumerate(everyone):
+        if "error" in said:
+            heard = failed(operation, group.rank, f"rank {rank} failed: {said['error']}")
+            heard.rank = rank
+            raise heard
+    return [said["value"] for said in everyone]
+
+
+def _same_options(operation: str, rank: int, everyone: list[Any]) -> None:
+    """Refuse arguments that ranks did not pass alike."""
+    for other, options in enumerate(everyone):
+        for name, value in options.items():
+            if value != everyone[0][name]:
+                error = CollectiveError(
+                    f"{operation} on rank {rank}: {name} is {everyone[0][name]} on rank 0 and "
+                    f"{value} on rank {other}; pass the same on every rank"
+                )
+                error.name, error.rank = operation, other
+                error.expected, error.got = str(everyone[0][name]), str(value)
+                raise error
+
+
+def check_max_bytes(operation: str, max_bytes: Any) -> int:
+    """Return the largest message, in bytes."""
+    count = parse_budget(f"{operation}: max_bytes", max_bytes).nbytes
+    if count < 1:
+        raise ValueError(f"{operation}: max_bytes must be at least 1, got {count}")
+    return count
+
+
+# ---- messages ----
+
+
+class Piece(NamedTuple):
+    """A range of elements in a message."""
+
+    job: int  # number of what is moved
+    begin: int  # of the job's elements
+    end: int
+    at: int  # in bytes, from the start of its rank's share of the message
+
+
+class Job(NamedTuple):
+    """So many elements of a tensor's part, between this rank and another one or all."""
+
+    tensor: Tensor
+    part: int
+    peer: int
+    length: int  # in elements
+    size: int  # bytes of an element
+
+
+def _aligned(count: int) -> int:
+    return -(-count // _ALIGNMENT) * _ALIGNMENT
+
+
+def _fill(queue: deque[list[int]], jobs: list[Job], room: int) -> tuple[list[Piece], int]:
+    """Take pieces off a queue of [job, elements done]; at least one element."""
+    pieces: list[Piece] = []
+    at = 0
+    while queue:
+        number, begin = queue[0]
+        job = jobs[number]
+        fits = max((room - at) // job.size if job.size else job.length, 0 if pieces else 1)
+        if not fits:
+            break
+        end = min(job.length, begin + fits)
+        pieces.append(Piece(number, begin, end, at))
+        at = _aligned(at + (end - begin) * job.size)
+        if end == job.length:
+            queue.popleft()
+        else:
+            queue[0][1] = end
+    last = pieces[-1]
+    return pieces, last.at + (last.end - last.begin) * jobs[last.job].size
+
+
+def rounds(jobs: list[Job], max_bytes: int) -> Iterator[dict[int, tuple[list[Piece], int]]]:
+    """Cut jobs into messages of at most so many bytes in all: by peer, pieces and bytes.
+
+    Every rank finds the same ones. Peers share a message equally.
+    """
+    queues: dict[int, deque[list[int]]] = {}
+    for number, job in enumerate(jobs):
+        queues.setdefault(job.peer, deque()).append([number, 0])
+    while queues:
+        room = max_bytes // len(queues)
+        yield {peer: _fill(queue, jobs, room) for peer, queue in queues.items()}
+        queues = {peer: queue for peer, queue in queues.items() if queue}
+
+
+class Room:
+    """Memory for one message, used again for the next."""
+
+    def __init__(self) -> None:
+        self._data = np.empty(0, np.uint8)
+
+    def of(self, count: int) -> NDArray:
+        """Return so many bytes, with anything in them."""
+        if len(self._data) < count:
+            self._data = np.empty(0, np.uint8)  # before there are two
+            self._data = np.empty(count, np.uint8)
+        return self._data[:count]
+
+
+# ---- gathering ----
+
+
+def _shared(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, int, list[int]]]:
+    """Give what several ranks have: tensor, part, ranks."""
+    for tensor in tensors:
+        for index, ranks in sorted(tensor.holders.items()):
+            if len(ranks) > 1 and tensor.tied is None:
+                yield tensor, index, ranks
+
+
+def _digests(state: Mapping[str, Any], tensors: list[Tensor], rank: int) -> list[str]:
+    """Hash what this rank has and others have too."""
+    return [
+        digest(plain_of(state[tensor.name]))
+        for tensor, _, ranks in _shared(tensors)
+        if rank in ranks
+    ]
+
+
+def _unlike(tensors: list[Tensor], everyone: list[list[str]]) -> list[RankDifference]:
+    """Compare the digests of all ranks."""
+    lists = [iter(digests) for digests in everyone]
+    differences = []
+    for tensor, index, ranks in _shared(tensors):
+        found = {rank: next(lists[rank]) for rank in ranks}
+        differences += unlike_digests(tensor, index, found)
+    return differences
+
+
+class Gathering:
+    """The state of all ranks on its way to one of them."""
+
+    operation = "gather_full_state"
+
+    def __init__(self, group: ProcessGroup, root: int, max_bytes: int, timeout: float | None):
+        self.group = group
+        self.root = root
+        self.max_bytes = max_bytes
+        self.timeout = timeout
+        self.wholes: dict[str, Any] = {}  # on the root, the tensors that are assembled
+
+    def _prepare(self, state: Mapping[str, Any], tensors: list[Tensor], verify: bool) -> Any:
+        """Do all that may fail: hash replicas, and get memory on the root."""
+        digests = _digests(state, tensors, self.group.rank) if verify else []
+        if self.group.rank == self.root:
+            for tensor in tensors:
+                if tensor.steps is not None and tensor.tied is None:
+                    mine = plain_of(state[tensor.name])
+                    self.wholes[tensor.name] = new_like(mine, tensor.shape)
+        return digests
+
+    def _jobs(self, state: Mapping[str, Any], tensors: list[Tensor]) -> list[Job]:
+        """List what must travel, in the same order on every rank; the rest is copied here."""
+        jobs = []
+        for tensor in tensors:
+            if tensor.steps is None or tensor.tied is not None:
+                continue
+            for index, ranks in sorted(tensor.holders.items()):
+                part = tensor.part(index)
+                if not part.count:
+                    continue
+                array = plain_of(state[tensor.name])
+                if self.root not in ranks:
+                    jobs.append(Job(tensor, index, ranks[0], part.count, item_bytes(array)))
+                elif self.root == self.group.rank:
+                    copy_part(part, array, self.wholes[tensor.name])
+        return jobs
+
+    def _packed(
+        self, state: Mapping[str, Any], jobs: list[Job], pieces: list[Piece], count: int, room: Room
+    ) -> NDArray:
+        """Return this rank's message: a view of the array where it is one piece."""
+
+        def array_of(piece: Piece) -> Any:
+            return plain_of(state[jobs[piece.job].tensor.name])
+
+        if len(pieces) == 1:
+            whole = place_of(array_of(pieces[0]), pieces[0].begin, pieces[0].end)
+            if whole is not None:
+                return whole
+        return packed(pieces, jobs, array_of, room.of(count))
+
+    def _move(self, state: Mapping[str, Any], jobs: list[Job]) -> None:
+        me, world = self.group.rank, self.group.world_size
+        room = Room()
+        for message in rounds(jobs, self.max_bytes):
+            pieces, count = message.get(me, ([], 0))
+            data = self._packed(state, jobs, pieces, count, room) if pieces else _nothing()
+            counts = [count if rank == self.root else 0 for rank in range(world)]
+            sizes = [message.get(rank, ([], 0))[1] for rank in range(world)]
+            if me != self.root:
+                sizes = [0] * world
+            received = room.of(sum(sizes)) if me == self.root else _nothing()
+            self.group.all_to_all(
+                data, counts=counts, out_counts=sizes, out=received, timeout=self.timeout
+            )
+            if me == self.root:
+                self._store(message, jobs, sizes, received)
+
+    def _store(
+        self,
+        message: Mapping[int, tuple[list[Piece], int]],
+        jobs: list[Job],
+        sizes: list[int],
+        received: NDArray,
+    ) -> None:
+        starts = np.cumsum([0, *sizes]).tolist()
+        for peer, (pieces, _) in message.items():
+            for piece in pieces:
+                job = jobs[piece.job]
+                part = job.tensor.part(job.part)
+                box = part.box_of(self.wholes[job.tensor.name])
+                at = starts[peer] + piece.at
+                data = received[at : at + (piece.end - piece.begin) * job.size]
+                put(box, part.begin + piece.begin, part.begin + piece.end, data)
+
+    def run(self, state: Mapping[str, Any], entries: list[list[Entry]], verify: bool) -> Any:
+        """Return the state on the root, None elsewhere."""
+        tensors, differences = agree(entries)
+        if differences:
+            raise refusal(self.operation, differences)
+        everyone = exchange(
+            self.group,
+            self.operation,
+            self.timeout,
+            lambda: self._prepare(state, tensors, verify),
+        )
+        differences = _unlike(tensors, everyone) if verify else []
+        if differences:
+            raise refusal(
+                self.operation,
+                differences,
+                f"verify_replicas=False takes those of rank {self.root} where it has them; "
+                "running statistics of batch normalisation differ between replicas in training",
+            )
+        self._move(state, self._jobs(state, tensors))
+        return self._result(state, tensors) if self.group.rank == self.root else None
+
+    def _result(self, state: Mapping[str, Any], tensors: list[Tensor]) -> StateDict:
+        gathered = like(state)
+        for tensor in tensors:
+            if tensor.steps is not None:
+                gathered[tensor.name] = self.wholes[tensor.tied or tensor.name]
+                continue
+            value = state[tensor.name]
+            gathered[tensor.name] = value.cpu() if is_torch(value) else value
+        return gathered
+
+
+def packed(
+    pieces: Iterable[Piece], jobs: list[Job], array_of: Callable[[Piece], Any], data: NDArray
+) -> NDArray:
+    """Copy pieces to their places in a message."""
+    for piece in pieces:
+        count = (piece.end - piece.begin) * jobs[piece.job].size
+        place = data[piece.at : piece.at + count]
+        take(array_of(piece), piece.begin, piece.end, place)
+    return data
+
+
+def _nothing() -> NDArray:
+    return np.empty(0, np.uint8)
+
+
+# ---- broadcasting ----
+
+
+def _why_not_filled(raw: Any) -> str:
+    """Say why an array cannot be filled; empty if it can."""
+    if is_torch(raw):
+        array = raw.detach()
+        steps = array.stride()
+        if array.is_conj() or array.is_neg():
+            return "a view that is conjugated or negated when read; pass a copy"
+    elif isinstance(raw, np.ndarray):
+        array, steps = raw, raw.strides
+        if not array.flags.writeable:
+            return "read-only; pass a copy"
+    else:
+        return f"a {type(raw).__name__}; only NumPy arrays and torch tensors can be filled"
+    pairs = list(zip(array.shape, steps, strict=True))
+    if all(size for size, _ in pairs) and any(size > 1 and not step for size, step in pairs):
+        return "an array whose elements share memory; pass a copy"
+    return ""
+
+
+def check_writable(state: Mapping[str, Any]) -> None:
+    """Refuse arrays that cannot be filled, before anything is."""
+    for name, value in state.items():
+        why = _why_not_filled(value.array if isinstance(value, Shard) else value)
+        if why:
+            raise ValueError(f"broadcast_state: {name!r} is {why}")
+
+
+class Broadcasting:
+    """The state of one rank on its way into the arrays of all of them."""
+
+    operation = "broadcast_state"
+
+    def __init__(self, group: ProcessGroup, root: int, max_bytes: int, timeout: float | None):
+        self.group = group
+        self.root = root
+        self.max_bytes = max_bytes
+        self.timeout = timeout
+
+    def _differences(self, sent: list[Entry], entries: list[list[Entry]]) -> list[RankDifference]:
+        """Compare what every rank has with what the root sends."""
+        source = {entry.name: entry for entry in sent}
+        found: list[RankDifference] = []
+
+        def note(kind: str, name: str, rank: int, text: str) -> None:
+            found.append(RankDifference(kind, name, (rank,), f"{shorten(name, LONGEST)}: {text}"))
+
+        for rank, mine in enumerate(entries):
+            names = {entry.name for entry in mine}
+            for name in source:
+                if name not in names:
+                    note("missing", name, rank, f"sent by rank {self.root}, not on rank {rank}")
+            for entry in mine:
+                have = source.get(entry.name)
+                if have is None:
+                    note(
+                        "missing", entry.name, rank,
+                        f"on rank {rank}, not sent by rank {self.root}",
+                    )  # fmt: skip
+                    continue
+                for kind in ("dtype", "shape"):
+                    got, want = getattr(entry, kind), getattr(have, kind)
+                    if got != want:
+                        note(
+                            kind, entry.name, rank,
+                            f"{kind} {want} sent by rank {self.root}, {got} on rank {rank}",
+                        )  # fmt: skip
+                if have.steps is not None and entry[3:5] != have[3:5]:
+                    note(
+                        "layout", entry.name, rank,
+                        f"rank {self.root} has part {have.part} of it alone, which rank {rank} "
+                        f"does not have; pass the full state as source= on rank {self.root}",
+                    )  # fmt: skip
+        return found
+
+    def run(
+        self,
+        state: Mapping[str, Any],
+        source: Mapping[str, Any] | None,
+        sent: list[Entry],
+        entries: list[list[Entry]],
+    ) -> None:
+        """Fill the arrays of `state`; `source` is what the root sends, None for its state."""
+        differences = self._differences(sent, entries)
+        if differences:
+            raise refusal(self.operation, differences)
+        held = [{entry.name: entry for entry in mine} for mine in entries]
+        alike: list[Job] = []  # every rank gets all of what is sent
+        apart: list[Job] = []  # some get parts
+        for entry in sent:
+            array = plain_of(state[entry.name])
+            size = item_bytes(array)
+            parts = {(mine[entry.name].steps, mine[entry.name].part) for mine in held}
+            tensor = _tensor_of(entry)
+            if parts == {(entry.steps, entry.part)}:
+                count = tensor.part(entry.part).count
+                alike += [Job(tensor, entry.part, self.root, count, size)] if count else []
+                continue
+            for rank, mine in enumerate(held):
+                cut = _tensor_of(mine[entry.name])
+                count = cut.part(mine[entry.name].part).count
+                if count:
+                    apart.append(Job(cut, mine[entry.name].part, rank, count, size))
+        self._to_all(state, source, alike)
+        self._to_each(state, source, [job for job in apart if job.peer != self.root])
+        if self.group.rank == self.root and source is not None:
+            for job in alike:
+                name = job.tensor.name
+                self._copy(job, plain_of(source[name]), 0, plain_of(state[name]))
+            for job in apart:
+                if job.peer == self.root:
+                    part = job.tensor.part(job.part)
+                    box = part.box_of(plain_of(source[job.tensor.name]))
+                    self._copy(job, box, part.begin, plain_of(state[job.tensor.name]))
+
+    def _copy(self, job: Job, source: Any, first: int, target: Any) -> None:
+        """Copy the root's own elements, from the one numbered `first`."""
+        for begin, end in steps_of(target, job.length, self.max_bytes):
+            place = place_of(target, begin, end)
+            if place is not None:
+                take(source, first + begin, first + end, place)
+            else:
+                put(target, begin, end, bytes_of(source, first + begin, first + end))
+
+    def _to_all(
+        self, state: Mapping[str, Any], source: Mapping[str, Any] | None, jobs: list[Job]
+    ) -> None:
+        """Broadcast pieces, from and to the arrays themselves where these lie in one piece."""
+        if self.group.world_size == 1:
+            return
+        sends = self.group.rank == self.root
+        mine = source if sends and source is not None else state
+        room = Room()
+
+        def array_of(piece: Piece) -> Any:
+            return plain_of(mine[jobs[piece.job].tensor.name])
+
+        for message in rounds(jobs, self.max_bytes):
+            pieces, count = message[self.root]
+            data = None
+            if len(pieces) == 1:
+                data = place_of(array_of(pieces[0]), pieces[0].begin, pieces[0].end)
+            direct = data is not None
+            if data is None:
+                data = room.of(count)
+                if sends:
+                    packed(pieces, jobs, array_of, data)
+            self.group.broadcast(data, root=self.root, timeout=self.timeout)
+            for piece in () if sends or direct else pieces:
+                size = (piece.end - piece.begin) * jobs[piece.job].size
+                place = data[piece.at : piece.at + size]
+                put(array_of(piece), piece.begin, piece.end, place)
+
+    def _to_each(
+        self, state: Mapping[str, Any], source: Mapping[str, Any] | None, jobs: list[Job]
+    ) -> None:
+        """Send every rank its parts of what the root has whole."""
+        me, world = self.group.rank, self.group.world_size
+        room, own = Room(), Room()
+        for message in rounds(jobs, self.max_bytes):
+            sizes = [message.get(rank, ([], 0))[1] for rank in range(world)]
+            sends = sizes if me == self.root else [0] * world
+            data = _nothing()
+            if me == self.root:
+                assert source is not None
+                data = self._parts(source, jobs, message, sizes, room)
+            gets = [sizes[me] if rank == self.root else 0 for rank in range(world)]
+            received = own.of(sizes[me])
+            self.group.all_to_all(
+                data, counts=sends, out_counts=gets, out=received, timeout=self.timeout
+            )
+            for piece in message.get(me, ([], 0))[0]:
+                job = jobs[piece.job]
+                place = received[piece.at : piece.at + (piece.end - piece.begin) * job.size]
+                put(plain_of(state[job.tensor.name]), piece.begin, piece.end, place)
+
+    @staticmethod
+    def _parts(
+        source: Mapping[str, Any],
+        jobs: list[Job],
+        message: Mapping[int, tuple[list[Piece], int]],
+        sizes: list[int],
+        room: Room,
+    ) -> NDArray:
+        """Pack the pieces for all ranks, one rank behind the other."""
+        data = room.of(sum(sizes))
+        starts = np.cumsum([0, *sizes]).tolist()
+        for rank, (pieces, _) in message.items():
+            for piece in pieces:
+                job = jobs[piece.job]
+                part = job.tensor.part(job.part)
+                box = part.box_of(plain_of(source[job.tensor.name]))
+                at = starts[rank] + piece.at
+                place = data[at : at + (piece.end - piece.begin) * job.size]
+                take(box, part.begin + piece.begin, part.begin + piece.end, place)
+        return data
+
+
+def _tensor_of(entry: Entry) -> Tensor:
+    return Tensor(entry.name, entry.shape, entry.steps, {})
+
+
+def opening(
+    group: ProcessGroup,
+    operation: str,
+    timeout: float | None,
+    options: Callable[[], dict[str, Any]],
+    prepare: Callable[[], tuple[list[Entry], list[Entry]]],
+) -> tuple[list[list[Entry]], list[list[Entry]]]:
+    """Compare options, then tell all ranks this rank's entries and what it sends.
+
+    Returns everyone's. Options come first: what `prepare` does may need all ranks.
+    """
+    _same_options(operation, group.rank, exchange(group, operation, timeout, options))
+    everyone = exchange(group, operation, timeout, prepare)
+    entries = [[entry_of(entry) for entry in mine] for mine, _ in everyone]
+    sent = [[entry_of(entry) for entry in mine] for _, mine in everyone]
+    return entries, sent

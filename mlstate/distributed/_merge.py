@@ -1,0 +1,341 @@
+"""What the states of several ranks are together: one tensor of each name, and who has it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .. import _core
+from .._common.set_module import set_module
+from .._common.text import shorten
+from .._sharding.layout import Layout, Shard
+from ..errors import CompatibilityError
+from ..state._compatibility import LONGEST, SHOWN
+from ..state._diff import TensorChange
+from ..state._state_dict import StateDict
+from ._byte_ranges import Part, copy_part, digest, dtype_of, new_like, place_key, plain_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from .._sharding.layout import Steps
+
+
+@set_module("mlstate.distributed")
+class RankDifference(NamedTuple):
+    """One thing that keeps the states of several ranks from being one.
+
+    Attributes
+    ----------
+    kind : str
+        ``"missing"``: ranks lack the tensor. ``"kind"``: some have it whole, some a `Shard`.
+        ``"dtype"``, ``"shape"``, ``"layout"``: it is not the same. ``"gap"``: nobody has a
+        part. ``"elements"``: replicas differ.
+    name : str
+        The tensor.
+    ranks : tuple of int
+        Those that differ from most; empty for a gap.
+    text : str
+        All of it in one line.
+    change : TensorChange or None
+        By how much elements differ, where both replicas were at hand.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate.collectives import SingleGroup
+    >>> from mlstate.distributed import DistributedStateCollector
+    >>> collector = DistributedStateCollector(SingleGroup())
+    >>> states = [{"w": np.zeros(3)}, {"w": np.array([0.0, 0.0, 2.0])}]
+    >>> collector.compare_states(states)[0].text
+    'w: rank 1 differs from rank 0 in 1 of 3 elements, by at most 2'
+    """
+
+    kind: str
+    name: str
+    ranks: tuple[int, ...]
+    text: str
+    change: TensorChange | None = None
+
+
+class Entry(NamedTuple):
+    """What a rank has of a tensor; `steps` is None for a whole array."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    steps: Steps | None
+    part: int
+    replica: int
+    tied: str | None  # an earlier tensor that has the same memory here
+
+
+class Tensor(NamedTuple):
+    """A tensor of the state that ranks have together; part 0 is all of a whole array."""
+
+    name: str
+    shape: tuple[int, ...]
+    steps: Steps | None
+    holders: dict[int, list[int]]  # of each part, the ranks that have it
+    tied: str | None = None  # an earlier tensor that is this one, on every rank
+
+    def part(self, index: int) -> Part:
+        """Say where a part lies."""
+        return Part(self.steps, self.shape, index)
+
+
+# ---- describing ----
+
+
+def describe(state: Mapping[str, Any]) -> list[Entry]:
+    """Say what a state has, without its elements."""
+    entries = []
+    seen: dict[Any, str] = {}
+    for name, value in state.items():
+        array = plain_of(value)
+        if getattr(array.dtype, "hasobject", False):
+            raise TypeError(f"{name!r} holds references to objects of this process")
+        shard = value if isinstance(value, Shard) else None
+        shape = tuple(array.shape) if shard is None else shard.shape
+        steps = None if shard is None else shard.layout._steps
+        part = 0 if shard is None else shard.index
+        first = seen.setdefault((place_key(array), shape, steps, part), name)
+        tied = None if first == name else first
+        replica = 0 if shard is None else shard.replica
+        entries.append(Entry(name, dtype_of(array), shape, steps, part, replica, tied))
+    return entries
+
+
+def entry_of(plain: Iterable[Any]) -> Entry:
+    """Make the entry again that travelled as JSON."""
+    name, dtype, shape, steps, *rest = plain
+    pairs = None if steps is None else tuple((axis, parts) for axis, parts in steps)
+    return Entry(name, dtype, tuple(shape), pairs, *rest)
+
+
+# ---- agreeing ----
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Name ranks: ``rank 1``, ``ranks 0, 2 and 5 more``."""
+    shown = ", ".join(str(rank) for rank in ranks[:8])
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'' if len(ranks) == 1 else 's'} {shown}{more}"
+
+
+def groups_of(values: Mapping[int, Any]) -> list[tuple[Any, list[int]]]:
+    """Put ranks with the same value together: most of them first, then the lowest rank."""
+    groups: dict[Any, list[int]] = {}
+    for rank, value in values.items():
+        groups.setdefault(value, []).append(rank)
+    return sorted(groups.items(), key=lambda group: (-len(group[1]), group[1][0]))
+
+
+def _unlike(kind: str, name: str, values: Mapping[int, Any]) -> list[RankDifference]:
+    """Say which ranks have something else than most."""
+    (usual, most), *others = groups_of(values)
+    return [
+        RankDifference(
+            kind,
+            name,
+            tuple(ranks),
+            f"{shorten(name, LONGEST)}: {kind} {value} on {ranks_text(ranks)}, {usual} on "
+            f"{ranks_text(most)}",
+        )
+        for value, ranks in others
+    ]
+
+
+_KINDS = {True: "a whole array", False: "a Shard"}
+
+
+def _facts(name: str, held: Mapping[int, Entry]) -> list[RankDifference]:
+    """Say in what ranks differ about a tensor besides its elements."""
+    whole = {rank: _KINDS[entry.steps is None] for rank, entry in held.items()}
+    found = _unlike("kind", name, whole)
+    found += _unlike("dtype", name, {rank: entry.dtype for rank, entry in held.items()})
+    found += _unlike("shape", name, {rank: entry.shape for rank, entry in held.items()})
+    cut = {rank: entry.steps for rank, entry in held.items() if entry.steps is not None}
+    if not found and cut:
+        found += _unlike("layout", name, {rank: Layout._of(steps) for rank, steps in cut.items()})
+    return found
+
+
+def _gaps(tensor: Tensor) -> list[RankDifference]:
+    """Say which parts nobody has; parts without elements need not be there."""
+    layout = Layout._of(tensor.steps or ())
+    lost = [
+        index
+        for index in range(layout.parts)
+        if index not in tensor.holders and tensor.part(index).count
+    ]
+    if not lost:
+        return []
+    shown = ", ".join(str(index) for index in lost[:8]) + (", …" if len(lost) > 8 else "")
+    text = (
+        f"{shorten(tensor.name, LONGEST)}: no rank has part{'' if len(lost) == 1 else 's'} {shown} "
+        f"of {layout.parts} of shape {tensor.shape}"
+    )
+    return [RankDifference("gap", tensor.name, (), text)]
+
+
+def _tied(tensor: Tensor, held: Mapping[str, Mapping[int, Entry]]) -> str | None:
+    """Return the earlier tensor that is this one on all ranks that have elements of it."""
+    mine = held[tensor.name]
+    names = {entry.tied for entry in mine.values() if tensor.part(entry.part).count}
+    name = names.pop() if len(names) == 1 else None
+    return name if name is not None and held[name].keys() == mine.keys() else None
+
+
+def agree(
+    everyone: Sequence[Sequence[Entry]], *, partial: bool = False
+) -> tuple[list[Tensor], list[RankDifference]]:
+    """Find the tensors that ranks have together, and what keeps them from being ones.
+
+    `partial`: a tensor need not be on every rank. A tensor with differences is described as
+    the first rank has it.
+    """
+    held: dict[str, dict[int, Entry]] = {}
+    for rank, entries in enumerate(everyone):
+        for entry in entries:
+            held.setdefault(entry.name, {})[rank] = entry
+    tensors: list[Tensor] = []
+    differences: list[RankDifference] = []
+    for name, by_rank in held.items():
+        lacking = tuple(rank for rank in range(len(everyone)) if rank not in by_rank)
+        if lacking and not partial:
+            have = ranks_text(list(by_rank))
+            text = f"{shorten(name, LONGEST)}: not on {ranks_text(lacking)}, but on {have}"
+            differences.append(RankDifference("missing", name, lacking, text))
+        found = _facts(name, by_rank)
+        first = next(iter(by_rank.values()))
+        holders: dict[int, list[int]] = {}
+        for rank, entry in sorted(by_rank.items(), key=lambda item: (item[1].replica, item[0])):
+            holders.setdefault(entry.part, []).append(rank)
+        tensor = Tensor(name, first.shape, first.steps, holders)
+        differences += (found := found or _gaps(tensor))
+        tensors.append(tensor if found else tensor._replace(tied=_tied(tensor, held)))
+    return tensors, differences
+
+
+def refusal(what: str, differences: Sequence[RankDifference], hint: str = "") -> CompatibilityError:
+    """Make one error of all differences."""
+    lines = [f"{what}: the states of the ranks do not go together:"]
+    lines += [found.text for found in differences[:SHOWN]]
+    if len(differences) > SHOWN:
+        lines.append(f"... and {len(differences) - SHOWN:,} more.")
+    lines += [hint] if hint else []
+    error = CompatibilityError("\n    ".join(lines))
+    error.name = differences[0].name
+    error.rank = differences[0].ranks[0] if differences[0].ranks else None
+    error.differences = tuple(differences)
+    return error
+
+
+# ---- replicas ----
+
+
+def _change(name: str, mine: Any, other: Any) -> TensorChange | bool:
+    """Measure in what two replicas differ; False: in nothing, True: in what has no measure."""
+    try:
+        *_, changes, _ = _core.state_diff({name: mine}, {name: other})
+    except CompatibilityError:  # texts, dates, records
+        return digest(mine) != digest(other)
+    return TensorChange(*changes[0]) if changes else False
+
+
+def _measure(change: TensorChange | bool) -> str:
+    """Say by how much two replicas differ."""
+    if isinstance(change, bool):
+        return ""
+    text = f" in {change.changed:,} of {change.size:,} elements"
+    if change.nan < change.changed:
+        text += f", by at most {change.max_abs:.3g}"
+    return text + (f", {change.nan:,} of them NaN on one side" if change.nan else "")
+
+
+def _on_host(array: Any) -> Any:
+    return array.cpu() if hasattr(array, "is_cuda") else array
+
+
+def replicas(
+    tensors: Iterable[Tensor], states: Sequence[Mapping[str, Any]]
+) -> list[RankDifference]:
+    """Compare all that several ranks have, with the first of them, element by element."""
+    differences = []
+    for tensor in tensors:
+        for index, ranks in sorted(tensor.holders.items()) if tensor.tied is None else ():
+            part = tensor.part(index)
+            first = _on_host(plain_of(states[ranks[0]][tensor.name]))
+            for rank in ranks[1:]:
+                other = _on_host(plain_of(states[rank][tensor.name]))
+                if other is first:
+                    continue
+                if other.shape != first.shape:  # of shards, any with the part's elements
+                    first, other = first.reshape(part.count), other.reshape(part.count)
+                change = _change(tensor.name, first, other)
+                if change is False:
+                    continue
+                text = (
+                    f"{shorten(tensor.name, LONGEST)}: rank {rank} differs from rank {ranks[0]}"
+                    f"{_measure(change)}"
+                )
+                measured = change if isinstance(change, TensorChange) else None
+                found = RankDifference("elements", tensor.name, (rank,), text, measured)
+                differences.append(found)
+    return differences
+
+
+def unlike_digests(tensor: Tensor, index: int, digests: Mapping[int, str]) -> list[RankDifference]:
+    """Say which ranks have another replica of a part than most."""
+    (_, most), *others = groups_of(digests)
+    where = "" if tensor.steps is None else f" of part {index}"
+    return [
+        RankDifference(
+            "elements",
+            tensor.name,
+            tuple(ranks),
+            f"{shorten(tensor.name, LONGEST)}: the elements{where} on {ranks_text(ranks)} differ "
+            f"from those on {ranks_text(most)}",
+        )
+        for _, ranks in others
+    ]
+
+
+# ---- merging ----
+
+
+def like(state: Mapping[str, Any]) -> StateDict:
+    """Return an empty state dict of a state's class, with its attributes."""
+    if not isinstance(state, StateDict):
+        return StateDict()
+    made = state.copy()
+    made.clear()
+    return made
+
+
+def compare(states: Sequence[Mapping[str, Any]]) -> tuple[list[Tensor], list[RankDifference]]:
+    """Find the tensors of several states, and everything in which they differ."""
+    tensors, differences = agree([describe(state) for state in states], partial=True)
+    unlike = {found.name for found in differences}
+    good = [tensor for tensor in tensors if tensor.name not in unlike]
+    return tensors, differences + replicas(good, states)
+
+
+def merge(states: Sequence[Mapping[str, Any]], tensors: Iterable[Tensor]) -> StateDict:
+    """Make one state: whole arrays as the first rank has them, shards assembled."""
+    merged = like(states[0])
+    for tensor in tensors:
+        ranks = tensor.holders
+        if tensor.steps is None:
+            merged[tensor.name] = states[min(ranks[0])][tensor.name]
+            continue
+        if tensor.tied is not None:
+            merged[tensor.name] = merged[tensor.tied]
+            continue
+        whole = new_like(plain_of(states[next(iter(ranks.values()))[0]][tensor.name]), tensor.shape)
+        for index, holders in ranks.items():
+            part = tensor.part(index)
+            if part.count:
+                copy_part(part, plain_of(states[holders[0]][tensor.name]), whole)
+        merged[tensor.name] = whole
+    return merged

@@ -1,0 +1,194 @@
+"""Gradients of models that are sharded over ranks: scatter, accumulate, clip, verify.
+
+`FSDPBackwardHook` reduces the gradients of a torch module, or of a loop of your own, while the
+backward pass runs, and leaves each rank its part. The sums are made in the order of ranks: the
+same bits on every engine, whatever the buckets, threads and calls.
+
+Examples
+--------
+>>> import torch
+>>> from mlstate.collectives import SingleGroup
+>>> from mlstate.fsdp import FSDP, FSDPBackwardHook, sharding_units
+>>> model = torch.nn.Linear(3, 2)
+>>> hook = FSDPBackwardHook(FSDP(SingleGroup(), op="mean"))
+>>> units = sharding_units(model, SingleGroup())
+>>> hook.register_hooks(model, units)
+>>> model(torch.ones(4, 3)).sum().backward()
+>>> units["bias"].local_gradient
+tensor([4., 4.])
+"""
+
+from __future__ import annotations
+
+from math import isfinite, sqrt
+from typing import TYPE_CHECKING, Any
+
+from .._common.backend import backend_named
+from ..collectives._arguments import check_group
+from ..errors import CollectiveError
+from ._accumulator import GradientAccumulator
+from ._backward_hook import FSDPBackwardHook
+from ._config import FSDP
+from ._gradient_ops import scale, squares_in_order, tallies
+from ._reduce_scatter import ReduceScatterOperation
+from ._report import BackwardReport, Bucket
+from ._unit import FSDPShardingUnit
+from ._verify import GradientReport, Mismatch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = [
+    "FSDP",
+    "BackwardReport",
+    "Bucket",
+    "FSDPBackwardHook",
+    "FSDPShardingUnit",
+    "GradientAccumulator",
+    "GradientReport",
+    "Mismatch",
+    "ReduceScatterOperation",
+    "clip_grad_norm",
+    "sharding_units",
+]
+
+
+def sharding_units(model: Any, group: Any, *, layout: str = "flat") -> dict[str, FSDPShardingUnit]:
+    """Make a unit for each parameter of a torch module that has gradients.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The module.
+    group : ProcessGroup
+        The ranks.
+    layout : {"flat", "rows"}, default "flat"
+        As for `FSDPShardingUnit`.
+
+    Returns
+    -------
+    dict of str to FSDPShardingUnit
+        By the parameter's name, in the module's order.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from mlstate.collectives import SingleGroup
+    >>> from mlstate.fsdp import sharding_units
+    >>> sharding_units(torch.nn.Linear(3, 2, bias=False), SingleGroup(), layout="rows")
+    {'weight': FSDPShardingUnit('weight' float32 (2, 3) rows, shard 0 of 1)}
+    """
+    return {
+        name: FSDPShardingUnit(
+            name,
+            parameter.shape,
+            parameter.dtype,
+            group.rank,
+            world_size=group.world_size,
+            layout=layout if parameter.dim() else "flat",
+        )
+        for name, parameter in backend_named("torch").parameters_of(model).items()
+        if parameter.requires_grad
+    }
+
+
+def clip_grad_norm(
+    sharding_units: Mapping[str, FSDPShardingUnit],
+    max_norm: float,
+    group: Any,
+    *,
+    timeout: float | None = None,
+) -> float:
+    """Scale the local gradients of all ranks so that their norm together is at most `max_norm`.
+
+    Parameters
+    ----------
+    sharding_units : dict of str to FSDPShardingUnit
+        The same parameters on all ranks. Those without a gradient count as zero.
+    max_norm : float
+        The largest L2 norm; infinity scales nothing.
+    group : ProcessGroup
+        The ranks.
+    timeout : float, optional
+        Seconds. Default: the group's own.
+
+    Returns
+    -------
+    float
+        The norm before, the same bits on every rank: squares are added in float64, by
+        parameter in the order of their names, and then by rank.
+
+    Raises
+    ------
+    ValueError
+        `max_norm` is negative or NaN.
+    CollectiveError
+        On every rank: the norm is not finite, or a rank passed another `max_norm`; nothing was
+        changed.
+
+    Notes
+    -----
+    Gradients are multiplied by ``max_norm / (norm + 1e-6)``, as by
+    ``torch.nn.utils.clip_grad_norm_``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate.collectives import SingleGroup
+    >>> from mlstate.fsdp import FSDPShardingUnit, clip_grad_norm
+    >>> unit = FSDPShardingUnit("w", (2,), "float64", 0, world_size=1)
+    >>> unit.local_gradient = np.array([3.0, 4.0])
+    >>> clip_grad_norm({"w": unit}, 1.0, SingleGroup())
+    5.0
+    >>> unit.local_gradient.round(3)
+    array([0.6, 0.8])
+    """
+    check_group(group)
+    if not hasattr(sharding_units, "items"):
+        raise TypeError(
+            "sharding_units must be a dict of FSDPShardingUnit, got "
+            f"{type(sharding_units).__name__}"
+        )
+    limit = float(max_norm)
+    if not limit >= 0:
+        raise ValueError(f"max_norm must be 0 or more, got {max_norm}")
+    gradients = {
+        name: sharding_units[name].local_gradient
+        for name in sorted(sharding_units)
+        if sharding_units[name].local_gradient is not None
+    }
+    found = tallies(gradients)
+    mine = squares_in_order(found.values())
+    texts = group.gather_bytes(f"clip {limit!r} {mine!r}".encode(), timeout=timeout)
+    told = _squares_told(group.rank, limit, texts)
+    norm = sqrt(squares_in_order((squares, 0) for squares in told))
+    if not isfinite(norm):
+        bad = [rank for rank, squares in enumerate(told) if not isfinite(squares)]
+        here = [name for name, (_, count) in found.items() if count]
+        where = f"; on this rank: {', '.join(here[:5])}" if here else ""
+        what = f"gradients of rank {', '.join(map(str, bad))} are not finite{where}"
+        raise _not_clipped(group.rank, bad[0] if bad else None, what)
+    factor = limit / (norm + 1e-6)
+    if factor < 1:
+        scale(gradients, factor)
+    return norm
+
+
+def _squares_told(rank: int, limit: float, texts: Sequence[bytes]) -> list[float]:
+    """Return the sum of squares of each rank, if all do the same here."""
+    found = []
+    for other, text in enumerate(texts):
+        what, _, rest = text.partition(b" ")
+        theirs, _, squares = rest.partition(b" ")
+        if what == b"clip" and float(theirs) == limit:
+            found.append(float(squares))
+            continue
+        does = f"has max_norm={theirs.decode()}" if what == b"clip" else "does something else here"
+        raise _not_clipped(rank, other, f"max_norm is {limit!r}, and rank {other} {does}")
+    return found
+
+
+def _not_clipped(rank: int, bad: int | None, what: str) -> CollectiveError:
+    error = CollectiveError(f"clip_grad_norm on rank {rank}: {what}; nothing was changed")
+    error.name, error.rank = "clip_grad_norm", bad
+    return error

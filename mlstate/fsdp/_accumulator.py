@@ -1,0 +1,478 @@
+"""Gradients of several micro-batches added up; public through `mlstate.fsdp`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod, sqrt
+from operator import index
+from sys import getrefcount
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import _core
+from .._common.arrays import is_torch
+from .._common.backend import backend_of
+from .._common.dtypes import as_numbers, name_of
+from .._common.set_module import set_module
+from ..collectives._arguments import dtype_name
+from ..errors import CompatibilityError
+from ._gradient_ops import place
+
+if TYPE_CHECKING:
+    from .._types import Array, DType
+
+# What the core adds up, and what it adds up as float32 when asked to.
+_NARROW = (
+    "float16",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e8m0fnu",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+)
+_ADDED = frozenset(
+    ["float16", "bfloat16", "float32", "float64", "complex64"]
+    + [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+)
+
+
+# What the core converts into each other while it copies.
+_CONVERTED = ("float16", "bfloat16", "float32", "float64")
+
+
+class _Sum:
+    """One parameter's running sum; `array` is None between two rounds."""
+
+    __slots__ = (
+        "array",
+        "count",
+        "figures",
+        "given",
+        "in_core",
+        "kind",
+        "memory",
+        "native",
+        "shape",
+    )
+
+    def __init__(self, array: Any, given: str, memory: Any = None) -> None:
+        self.array = array
+        self.given = given  # dtype of the gradients, which `array` need not have
+        self.memory = memory  # the bytes of `array`, or None where they are torch's own
+        self.in_core = memory is not None  # whether the core adds to it, or torch itself
+        self.kind = type(array) if self.in_core else None  # of gradients that the core reads
+        self.count = 1
+        self.figures: tuple[float, int] | None = None  # known, or to be found out
+        self.shape = () if array is None else tuple(array.shape)
+        # dtype of a NumPy sum that the core can begin with a copy, or None
+        self.native = array.dtype if self.kind is np.ndarray and _copies(array, given) else None
+
+    def new_array(self) -> Any:
+        """Return an array for the next round in the memory of the last; None if it is in use."""
+        if self.native is None or _holders(self) != _NOBODY_ELSE:
+            return None
+        return np.ndarray(self.shape, self.native, self.memory)
+
+    def begin(self, array: Any) -> None:
+        """Take an array that holds the first gradient of a round."""
+        self.array, self.count, self.figures = array, 1, None
+
+
+def _copies(array: Any, given: str) -> bool:
+    """Whether the core copies a gradient of dtype `given` into the array of its sum."""
+    name = dtype_name(array)
+    return name == given or (name in _CONVERTED and given in _CONVERTED)
+
+
+def _holders(total: _Sum) -> int:
+    """Count who refers to a sum's memory, this call included."""
+    return getrefcount(total.memory)
+
+
+_NOBODY_ELSE = _holders(_Sum(None, "", np.empty(0, np.uint8)))
+
+
+def _memory(size: int, before: _Sum | None) -> Any:
+    """Return bytes: those of the round before, if its result is in nobody's hands any more."""
+    if (
+        before is not None
+        and before.memory is not None
+        and before.memory.nbytes == size
+        and _holders(before) == _NOBODY_ELSE
+    ):
+        return before.memory
+    return np.empty(size, np.uint8)
+
+
+def _fill(arrays: dict[str, Any], gradients: dict[str, Any]) -> None:
+    """Copy first gradients into the arrays of their sums: those that the core copies."""
+    report = _core.state_load(arrays, gradients, True, True)
+    assert isinstance(report, list), report
+
+
+def _fill_others(started: dict[str, _Sum], batch: dict[str, Any]) -> None:
+    """Copy first gradients into sums that were made for them."""
+    targets, sources = {}, {}
+    for name, total in started.items():
+        gradient = batch[name]
+        if not total.in_core:
+            continue
+        if _copies(total.array, total.given):
+            targets[name], sources[name] = total.array, _readable(gradient)
+        elif is_torch(gradient):
+            total.array.copy_(gradient)
+        else:
+            total.array[...] = as_numbers(gradient)
+    _fill(targets, sources)
+
+
+def _misfit(name: str, what: str, got: Any, expected: Any) -> CompatibilityError:
+    error = CompatibilityError(
+        f"'{name}': the gradient's {what} is {got}, expected {expected} as of the micro-batch "
+        "before; nothing was added: look for a parameter of another name, or call reset()"
+    )
+    error.name, error.got, error.expected = name, str(got), str(expected)
+    return error
+
+
+def _gradient_of(name: object, gradient: Any) -> Any:
+    """Return a gradient without autograd's record, if it is one."""
+    if not isinstance(name, str):
+        raise TypeError(f"a parameter's name must be a str, got {type(name).__name__}: {name!r}")
+    if gradient is None:
+        raise ValueError(
+            f"'{name}': the gradient is None; leave the parameter out of the dict, or give zeros "
+            "if the micro-batch did not use it"
+        )
+    if is_torch(gradient):
+        return gradient.detach()
+    if isinstance(gradient, np.ndarray | np.generic):
+        return np.asarray(gradient)
+    raise TypeError(
+        f"'{name}': a gradient must be a NumPy array or a torch tensor, got "
+        f"{type(gradient).__name__}"
+    )
+
+
+def _check_same(name: str, total: _Sum, gradient: Any) -> None:
+    """Refuse a gradient that is not of the kind that is being added up."""
+    for what, got, expected in (
+        ("kind", place(gradient), place(total.array)),
+        ("shape", tuple(gradient.shape), tuple(total.array.shape)),
+        ("dtype", dtype_name(gradient), total.given),
+    ):
+        if got != expected:
+            raise _misfit(name, what, got, expected)
+
+
+def _readable(gradient: Any) -> Any:
+    """Return what the core can add, or None."""
+    if not is_torch(gradient):
+        return gradient
+    return backend_of(gradient).readable(gradient)
+
+
+def _wanted_dtype(dtype: DType | None) -> str | None:
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    if name != "float32":
+        name = name_of(np.dtype(dtype))  # type: ignore[arg-type]
+    if name != "float32":
+        raise ValueError(
+            f"dtype is {name}: gradients add up in their own dtype (None) or in 'float32'"
+        )
+    return name
+
+
+@set_module("mlstate.fsdp")
+class GradientAccumulator:
+    """Add up the gradients of several micro-batches, one running sum for each parameter.
+
+    Parameters
+    ----------
+    accumulation_steps : int, optional
+        Micro-batches that make a whole. Default: 1.
+    dtype : dtype, optional
+        ``"float32"`` adds up 8- and 16-bit floats in float32. Default: every gradient in
+        its own dtype, as adding one to the other does.
+
+    Raises
+    ------
+    ValueError
+        If `accumulation_steps` is not above 0, or `dtype` is anything else.
+    TypeError
+        If `accumulation_steps` is no int.
+
+    Notes
+    -----
+    The first gradient of a parameter is copied; each further one is added to that copy
+    in the order in which they come, so the bits are those of cloning all and adding up at
+    the end. Memory is one gradient per parameter, however many micro-batches there are; that
+    of sums which the caller has let go of is used again in the next round.
+    NumPy arrays and torch tensors on the CPU are added by the C core, which also finds the
+    norm and what is not finite in the same pass over memory; tensors elsewhere by torch.
+    Thread-safe: each call is one step for all others.
+
+    References
+    ----------
+    Specification "FSDP Backward Hook", section 2.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate.fsdp import GradientAccumulator
+    >>> accumulator = GradientAccumulator(accumulation_steps=2)
+    >>> accumulator.add_gradients({"weight": np.array([1.0, 2.0], np.float32)})
+    >>> accumulator.is_complete
+    False
+    >>> accumulator.add_gradients({"weight": np.array([2.0, 2.0], np.float32)})
+    >>> accumulator.is_complete, accumulator.norm, accumulator.nonfinite
+    (True, 5.0, {})
+    >>> accumulator.get_and_clear_gradients()["weight"].tolist()
+    [3.0, 4.0]
+    """
+
+    __slots__ = ("__weakref__", "_dtype", "_lock", "_steps", "_sums")
+
+    def __init__(self, accumulation_steps: int = 1, *, dtype: DType | None = None) -> None:
+        try:
+            if isinstance(accumulation_steps, bool):
+                raise TypeError
+            steps = int(index(accumulation_steps))
+        except TypeError:
+            raise TypeError(
+                f"accumulation_steps must be an int, got {type(accumulation_steps).__name__}"
+            ) from None
+        if steps <= 0:
+            raise ValueError(f"accumulation_steps must be above 0, got {steps}")
+        self._steps = steps
+        self._dtype = _wanted_dtype(dtype)
+        self._lock = Lock()
+        self._sums: dict[str, _Sum] = {}
+
+    def add_gradients(self, gradients: Mapping[str, Array] | None) -> None:
+        """Add the gradients of one micro-batch: all of them, or none if it raises.
+
+        Parameters
+        ----------
+        gradients : mapping of str to array, or None
+            Gradients by parameter name; they are read and never kept. None or an empty
+            one changes nothing. Parameters may come and go from call to call.
+
+        Raises
+        ------
+        CompatibilityError
+            If a gradient's shape, dtype, device or kind is not that of the sum that it
+            would be added to, or if its dtype has no sum. A ValueError.
+        ValueError
+            If a gradient is None.
+        TypeError
+            If `gradients` is no mapping, a name no str, or a gradient no array.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate.fsdp import GradientAccumulator
+        >>> accumulator = GradientAccumulator()
+        >>> accumulator.add_gradients({"bias": np.ones(3, np.float32)})
+        >>> accumulator.counts
+        {'bias': 1}
+        """
+        if gradients is None:
+            return
+        if not isinstance(gradients, Mapping):
+            raise TypeError(
+                "gradients must be a mapping of parameter names to arrays, got "
+                f"{type(gradients).__name__}"
+            )
+        given = list(gradients.items())  # a mapping of the caller's may ask this object
+        with self._lock:
+            plain, others, arrays, first = {}, {}, {}, {}
+            for name, value in given:
+                total = self._sums.get(name)
+                if (
+                    total is None
+                    or type(value) is not total.kind
+                    or not _core.bucket_fits(value, total.given, total.shape, False)
+                ):
+                    others[name] = _gradient_of(name, value)
+                elif total.array is not None:
+                    plain[name] = value
+                elif (array := total.new_array()) is not None:
+                    arrays[name], first[name] = array, value
+                else:
+                    others[name] = _gradient_of(name, value)
+            started = self._start_others(others) if others else {}
+            if started:
+                _fill_others(started, others)
+            if arrays:
+                _fill(arrays, first)
+            self._add(plain, {name: others[name] for name in others if name not in started})
+            for name, array in arrays.items():
+                self._sums[name].begin(array)
+            self._sums.update(started)
+
+    def _start_others(self, others: dict[str, Any]) -> dict[str, _Sum]:
+        """Check the gradients that have a sum, and find memory for the sums of the others."""
+        started = {}
+        for name, gradient in others.items():
+            total = self._sums.get(name)
+            if total is not None and total.array is not None:
+                _check_same(name, total, gradient)
+            else:
+                started[name] = self._start(name, gradient)
+        return started
+
+    def _start(self, name: str, gradient: Any) -> _Sum:
+        """Find memory for a sum, which begins with a copy of the first gradient."""
+        given = dtype_name(gradient)
+        dtype = (self._dtype if given in _NARROW else None) or given
+        in_core = dtype in _ADDED and _readable(gradient) is not None
+        if not in_core and is_torch(gradient):
+            return _Sum(backend_of(gradient).copy_of(gradient, dtype), given)
+        if not in_core:
+            error = CompatibilityError(
+                f"'{name}': gradients of dtype {given} cannot be added up"
+                + ("; pass dtype='float32'" if given in _NARROW else "")
+            )
+            error.name, error.got = name, given
+            raise error
+        count, before = prod(gradient.shape), self._sums.get(name)
+        if is_torch(gradient):
+            backend = backend_of(gradient)
+            memory = _memory(count * backend.item_bytes(dtype, gradient), before)
+            return _Sum(backend.tensor_in(memory, dtype, gradient), given, memory)
+        native = gradient.dtype.newbyteorder("=") if dtype == given else np.dtype(dtype)
+        memory = _memory(count * native.itemsize, before)
+        return _Sum(memory.view(native).reshape(gradient.shape), given, memory)
+
+    def _add(self, plain: dict[str, Any], others: dict[str, Any]) -> None:
+        """Add gradients that were checked; the core reads the plain ones as they are."""
+        rest = []
+        for name, gradient in others.items():
+            total = self._sums[name]
+            found = _readable(gradient) if total.in_core else None
+            if found is None:
+                rest.append((total, gradient))
+            else:
+                plain[name] = found
+        totals = [self._sums[name] for name in plain]
+        if totals:
+            targets = [total.array for total in totals]
+            found = _core.accumulate(list(plain), targets, list(plain.values()), 1.0, True)
+            for total, figures in zip(totals, found, strict=True):
+                total.count += 1
+                total.figures = figures
+        for total, gradient in rest:
+            backend_of(gradient).add_gradient(total.array, gradient)
+            total.count += 1
+            total.figures = None
+
+    def get_and_clear_gradients(self) -> dict[str, Array]:
+        """Return the sums, and begin anew.
+
+        Returns
+        -------
+        dict of str to array
+            The sum for each parameter that had a gradient, in the order in which they
+            first came: NumPy arrays or torch tensors, as they were given. They are the
+            caller's, for as long as anything refers to them; nothing is copied.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate.fsdp import GradientAccumulator
+        >>> accumulator = GradientAccumulator()
+        >>> accumulator.add_gradients({"bias": np.ones(2, np.float16)})
+        >>> accumulator.get_and_clear_gradients()
+        {'bias': array([1., 1.], dtype=float16)}
+        >>> accumulator.get_and_clear_gradients()
+        {}
+        """
+        with self._lock:
+            result = {}
+            for name, total in self._sums.items():
+                if total.array is not None:
+                    result[name] = total.array
+                    total.array, total.figures, total.count = None, None, 0
+            return result
+
+    def reset(self) -> None:
+        """Forget all sums, which parameters there were, and their memory.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate.fsdp import GradientAccumulator
+        >>> accumulator = GradientAccumulator()
+        >>> accumulator.add_gradients({"bias": np.ones(2, np.float32)})
+        >>> accumulator.reset()
+        >>> accumulator.counts
+        {}
+        """
+        with self._lock:
+            self._sums.clear()
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro-batches that make a whole."""
+        return self._steps
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every parameter seen since `reset` has gradients of enough micro-batches.
+
+        False where there are none.
+        """
+        with self._lock:
+            return self._complete()
+
+    def _complete(self) -> bool:
+        counts = [total.count for total in self._sums.values()]
+        return bool(counts) and min(counts) >= self._steps
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Gradients in each parameter's sum."""
+        with self._lock:
+            return {name: total.count for name, total in self._sums.items()}
+
+    @property
+    def norm(self) -> float:
+        """The global L2 norm: the root of the sum of all sums' squares, in float64.
+
+        Known from the last addition where there was one; NaN or infinite where a sum is.
+        """
+        total = 0.0
+        for squares, _ in self._figures().values():  # sum() differs between Pythons
+            total += squares
+        return sqrt(total)
+
+    @property
+    def nonfinite(self) -> dict[str, int]:
+        """How many elements of each sum are infinite or NaN: names with none are left out."""
+        return {name: count for name, (_, count) in self._figures().items() if count}
+
+    def _figures(self) -> dict[str, tuple[float, int]]:
+        """Sum of squares and number of non-finite elements for each sum."""
+        with self._lock:
+            live = {name: t for name, t in self._sums.items() if t.array is not None}
+            unknown = [name for name, t in live.items() if t.figures is None and t.in_core]
+            arrays = [live[name].array for name in unknown]
+            for name, figures in zip(unknown, _core.tally(unknown, arrays), strict=True):
+                live[name].figures = figures
+            for total in live.values():
+                if total.figures is None:
+                    total.figures = backend_of(total.array).norm_partial(total.array)
+            return {name: t.figures for name, t in live.items() if t.figures is not None}
+
+    def __repr__(self) -> str:
+        """Show how far the accumulation is."""
+        with self._lock:
+            some = [total.count for total in self._sums.values()]
+            done = f"{min(some)} of {self._steps}" if some else f"0 of {self._steps}"
+            return f"GradientAccumulator({done} micro-batches, {len(some)} parameters)"

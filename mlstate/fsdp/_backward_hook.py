@@ -1,0 +1,708 @@
+"""Gradients that are scattered as the backward pass makes them; public through `mlstate.fsdp`."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .._common.arrays import is_torch
+from .._common.backend import backend_named
+from .._common.set_module import set_module
+from ..collectives._arguments import dtype_name
+from ..collectives._operation_queue import Turns
+from ..errors import CompatibilityError
+from ._config import FSDP
+from ._gradient_ops import LocalSums, add, clear, copied
+from ._hook_checks import ModelHooks, check_gradients
+from ._reduction_session import BackwardPass, BucketPlan
+from ._report import BackwardReport
+from ._unit import FSDPShardingUnit, bind_unit, bind_units, check_units
+from ._verify import GradientReport, compare, compare_sums
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from .._common.backend import ModuleHooks
+
+
+@set_module("mlstate.fsdp")
+class FSDPBackwardHook:
+    """Scatters the gradients of a model while its backward pass runs.
+
+    Parameters
+    ----------
+    fsdp : FSDP
+        The ranks, and how they reduce.
+
+    Raises
+    ------
+    TypeError
+        `fsdp` is none.
+
+    Notes
+    -----
+    ``FSDPBackwardHook`` of the specification (FSDP backward hook). Gradients go in buckets
+    of `FSDP.bucket_bytes`, in the reverse order of the parameters, from a thread of their own:
+    the backward pass goes on meanwhile. Full gradients are kept until ranks agree on the next
+    buckets, those of four at most. A last bucket of less than 1 MiB is reduced when the
+    pass ends, without that thread. Where one gradient fails, all others are scattered, and
+    then every rank raises the same `CollectiveError`, which names rank and parameter.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate.collectives import SingleGroup
+    >>> from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
+    >>> fsdp = FSDP(SingleGroup())
+    >>> units = {"w": FSDPShardingUnit("w", (2, 2), "float64", 0)}
+    >>> with FSDPBackwardHook(fsdp) as hook:
+    ...     hook.scatter_multiple(units, {"w": np.eye(2)})
+    >>> units["w"].local_gradient
+    array([1., 0., 0., 1.])
+    """
+
+    def __init__(self, fsdp: FSDP) -> None:
+        if not isinstance(fsdp, FSDP):
+            raise TypeError(
+                f"fsdp must be an FSDP, got {type(fsdp).__name__}; make one of your group: "
+                "FSDP(group)"
+            )
+        self._fsdp = fsdp
+        self._reductions = fsdp._reductions
+        self._plan = BucketPlan({}, self._reductions, accumulate=False)
+        self._pass: BackwardPass | None = None
+        self._module_hooks: ModuleHooks | None = None  # of a torch module
+        self._model_hooks: ModelHooks | None = None  # of another model
+        self._sync = True
+        self._sums = LocalSums()  # of passes in `no_sync`, except those in parameter.grad
+        self._lock = threading.Lock()  # of `_pass`
+        self._calls = Turns("mlstate-fsdp-calls", fsdp.rank)
+        self._report: BackwardReport | None = None
+
+    def __enter__(self) -> FSDPBackwardHook:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"FSDPBackwardHook({self._fsdp!r}, {len(self._plan.units)} parameters)"
+
+    # ---- hooks ----
+
+    def register_hooks(
+        self,
+        model: Any,
+        sharding_units: Mapping[str, FSDPShardingUnit],
+        *,
+        gradients: str = "shard",
+        keep_full_gradient: bool = False,
+        accumulate: bool = False,
+    ) -> None:
+        """Scatter the gradients of these parameters in each backward pass from now on.
+
+        Parameters
+        ----------
+        model : torch.nn.Module, or object with ``register_backward_hook(name, function)``
+            Hooks of the latter get the gradient and return the local part; they scatter one
+            gradient after the other. For a module, all gradients are scattered when
+            ``backward`` returns.
+        sharding_units : dict of str to FSDPShardingUnit
+            By the parameter's name. None at all: nothing to do.
+        gradients : {"shard", "full"}, default "shard"
+            ``"full"`` leaves the reduced full gradient in ``parameter.grad``, so that an
+            optimizer of the module's parameters works as after DDP. ``"shard"`` leaves
+            this rank's part in ``unit.local_gradient``, and None in ``parameter.grad``; a
+            `RuntimeWarning` says so when an optimizer steps over such a parameter.
+        keep_full_gradient : bool, default False
+            Leave this rank's own full gradients, not reduced, in ``parameter.grad``.
+            Default: they are freed when ranks agree on the next buckets.
+        accumulate : bool, default False
+            Add the parts to the local gradients that are there. Default: replace them.
+
+        Raises
+        ------
+        ValueError
+            `model` is None, a unit does not belong to this rank, or a parameter is unknown,
+            frozen, on the meta device, a DTensor, or of another shape or dtype than its unit.
+            Another object has hooks on one of the parameters. ``gradients="full"`` was passed
+            for an object that is not a module, or with `accumulate` or `keep_full_gradient`.
+
+        Notes
+        -----
+        ``backward`` raises what `finish` does. A pass that another error cuts short is
+        dropped: its local gradients are None once the next one starts.
+
+        ``gradients="full"`` gathers the parts when the pass ends. Reduced gradients add up in
+        ``parameter.grad`` until ``zero_grad``; after an error it is None on every rank.
+
+        Activation checkpointing goes with ``use_reentrant=False``. With ``use_reentrant=True``
+        each checkpoint runs a backward pass of its own; where the first gradient comes from
+        one of these, it raises `CollectiveError`, and nothing is reduced.
+
+        Of a module that ``torch.compile`` returned, name the parameters as that does
+        (``_orig_mod.``), or pass the module it was made of: they share their parameters.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from mlstate.collectives import SingleGroup
+        >>> from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> unit = FSDPShardingUnit("weight", (1, 2), "float32", 0)
+        >>> with FSDPBackwardHook(FSDP(SingleGroup())) as hook:
+        ...     hook.register_hooks(model, {"weight": unit})
+        ...     model(torch.tensor([[1.0, 2.0]])).sum().backward()
+        >>> unit.local_gradient, model.weight.grad
+        (tensor([1., 2.]), None)
+        >>> with FSDPBackwardHook(FSDP(SingleGroup())) as hook:
+        ...     hook.register_hooks(model, {"weight": unit}, gradients="full")
+        ...     model(torch.tensor([[1.0, 2.0]])).sum().backward()
+        >>> model.weight.grad
+        tensor([[1., 2.]])
+        """
+        if model is None:
+            raise ValueError("model must not be None")
+        named = getattr(model, "named_parameters", None)
+        check_gradients(gradients, named is not None, keep_full_gradient or accumulate)
+        if sharding_units is None or not len(sharding_units):
+            return
+        self._bind(sharding_units)
+        units = dict(sharding_units)
+        if named is not None:
+            is_full = gradients == "full"
+            self._module_hooks = backend_named("torch").hook_module(
+                model, units, self._receive, is_full=is_full, keep=keep_full_gradient
+            )
+            units = {name: units[name] for name in self._module_hooks.parameters}
+        elif hasattr(model, "register_backward_hook"):
+            self._model_hooks = ModelHooks(model, units, self._scatter_in_hook)
+        else:
+            raise TypeError(
+                "model must be a torch module, or have register_backward_hook(name, function); "
+                f"got {type(model).__name__}. For a loop of your own: use_units and add_gradient"
+            )
+        self._plan = BucketPlan(units, self._reductions, accumulate=accumulate)
+
+    def _bind(self, units: Mapping[str, FSDPShardingUnit]) -> None:
+        """Check units, and that this object has none yet."""
+        bind_units(units, self._reductions.rank, self._reductions.world_size)
+        if self._plan.units:
+            raise ValueError("this object has hooks already; close it, or make another one")
+
+    def _receive(self, name: str, _: Any) -> None:
+        """Take the gradient that torch has just made of a parameter."""
+        hooks = self._module_hooks
+        assert hooks is not None
+        if not self._sync:
+            hooks.unsent.add(name)
+            return
+        with self._lock:
+            self._abandon_aborted()
+            token = None if self._pass is None else self._pass.token
+            if token is None:
+                token = backend_named("torch").begin_pass(self.finish, self._reductions.rank)
+            gradient, on_failure = hooks.take(name, token)
+            if self._pass is None:
+                self._pass = BackwardPass(self._plan, self._reductions)
+            self._pass.token = token
+            self._pass.add(name, gradient, on_failure)
+
+    def _abandon_aborted(self) -> None:
+        """Abandon a pass of torch that an error ended before all gradients had arrived."""
+        current = self._pass
+        if current is not None and current.token is not None and current.token() is None:
+            self._pass = None
+            current.abandon()
+
+    def _scatter_in_hook(self, name: str, gradient: Any) -> Any:
+        """Scatter a gradient of a model that is not a torch module."""
+        if not self._sync:
+            self._sums.add(name, gradient)
+            return gradient
+        unit = self._plan.units.get(name)
+        if unit is None:  # this object is closed, and the model cannot remove hooks
+            return gradient
+        gradient, problem = self._sums.take(name, gradient)
+        accumulate = self._plan.accumulate
+        return self._reductions.scatter_one(unit, gradient, problem, accumulate=accumulate)
+
+    def use_units(
+        self, sharding_units: Mapping[str, FSDPShardingUnit], *, accumulate: bool = False
+    ) -> None:
+        """Prepare for a backward pass of your own, which calls `add_gradient` and `finish`.
+
+        Parameters
+        ----------
+        sharding_units : dict of str to FSDPShardingUnit
+            In the order of the forward pass, the same on all ranks.
+        accumulate : bool, default False
+            As for `register_hooks`.
+
+        Raises
+        ------
+        ValueError
+            As `register_hooks`.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate.collectives import SingleGroup
+        >>> from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
+        >>> units = {n: FSDPShardingUnit(n, (2,), "float64", 0) for n in ("a", "b")}
+        >>> hook = FSDPBackwardHook(FSDP(SingleGroup()))
+        >>> hook.use_units(units)
+        >>> hook.add_gradient("b", np.ones(2))
+        >>> hook.add_gradient("a", np.zeros(2))
+        >>> hook.finish()
+        >>> units["b"].local_gradient
+        array([1., 1.])
+        """
+        self._bind(sharding_units)
+        self._plan = BucketPlan(sharding_units, self._reductions, accumulate=accumulate)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward passes inside add up on each rank, and reduce nothing.
+
+        The first backward pass outside reduces the sums. Until then full gradients take their
+        memory: those of a module stay in ``parameter.grad``.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate.collectives import SingleGroup
+        >>> from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
+        >>> unit = FSDPShardingUnit("w", (2,), "float64", 0)
+        >>> hook = FSDPBackwardHook(FSDP(SingleGroup()))
+        >>> hook.use_units({"w": unit})
+        >>> with hook.no_sync():
+        ...     hook.add_gradient("w", np.ones(2))
+        >>> hook.add_gradient("w", np.ones(2))
+        >>> hook.finish()
+        >>> unit.local_gradient
+        array([2., 2.])
+        """
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    # ---- one backward pass ----
+
+    def add_gradient(self, name: str, gradient: Any) -> None:
+        """Say that a gradient is there; it is reduced as soon as its bucket is full.
+
+        Parameters
+        ----------
+        name : str
+            Of a parameter that `use_units` or `register_hooks` was told of.
+        gradient : array or torch.Tensor
+            The full one, used where it lies: leave it alone until `finish`.
+
+        Raises
+        ------
+        ValueError
+            The parameter is unknown, or has a gradient already.
+
+        Examples
+        --------
+        See `use_units`.
+        """
+        if name not in self._plan.units:
+            raise ValueError(f"{name!r} has no sharding unit here")
+        if not self._sync:
+            self._sums.add(name, gradient)
+            return
+        problem = ""
+        if self._sums:
+            gradient, problem = self._sums.take(name, gradient)
+        with self._lock:
+            if self._pass is None:
+                self._pass = BackwardPass(self._plan, self._reductions)
+            self._pass.add(name, gradient, None, problem)
+
+    def finish(self) -> None:
+        """End a backward pass: wait until all gradients are scattered.
+
+        Hooks of a torch module do this when ``backward`` ends. Inside `no_sync` there is no
+        pass to end, and nothing is done.
+
+        Raises
+        ------
+        CollectiveError
+            On every rank: gradients that could not be reduced, with their parameters and
+            ranks; all others are stored. After a timeout, or where a rank is gone, the group
+            is of no use any more.
+
+        Examples
+        --------
+        See `use_units`.
+        """
+        with self._lock:
+            self._abandon_aborted()
+            if self._pass is None:
+                if not self._sync:
+                    return
+                self._pass = BackwardPass(self._plan, self._reductions)
+            current, hooks = self._pass, self._module_hooks
+            ended = perf_counter()
+            try:
+                self._add_missing(current)
+                current.finish()
+                if hooks is not None and hooks.is_full:
+                    fsdp = self._fsdp
+                    hooks.gather_full(self._plan.buckets, fsdp.process_group, fsdp.timeout)
+            except BaseException:
+                if hooks is not None and hooks.is_full:
+                    hooks.drop_full()
+                raise
+            finally:
+                self._pass = None
+                current.session.close()
+                if current.session.events is not None:
+                    self._report = BackwardReport(current.times, ended, current.session.events)
+
+    def _add_missing(self, current: BackwardPass) -> None:
+        """Add what earlier passes in `no_sync` left of gradients that this pass did not make."""
+        hooks = self._module_hooks
+        for name in [name for name in self._plan.units if name not in current.arrived]:
+            gradient, on_failure = None, None
+            if hooks is not None:
+                gradient, on_failure = hooks.take_missing(name, current.token)
+            gradient, problem = self._sums.take(name, gradient)
+            current.add_missing(name, gradient, on_failure, problem)
+        if hooks is not None:
+            hooks.unsent.clear()
+
+    def report(self) -> BackwardReport:
+        """Tell when the gradients of the last backward pass came and were reduced.
+
+        Returns
+        -------
+        BackwardReport
+            A table, for people and notebooks.
+
+        Raises
+        ------
+        ValueError
+            Nothing was recorded: pass ``record=True`` to `FSDP`, and run a backward pass.
+
+        Examples
+        --------
+        See `BackwardReport`.
+        """
+        if self._report is None:
+            raise ValueError(
+                "no backward pass was recorded: make the group's FSDP with record=True, and run one"
+            )
+        return self._report
+
+    # ---- without a backward pass ----
+
+    def scatter_gradient(self, unit: FSDPShardingUnit, full_gradient: Any) -> Any:
+        """Reduce one gradient, store this rank's part in its unit, and return it.
+
+        Parameters
+        ----------
+        unit : FSDPShardingUnit
+            Of the parameter.
+        full_gradient : array or torch.Tensor
+            Of the parameter's shape and dtype.
+
+        Returns
+        -------
+        array or torch.Tensor
+            ``unit.local_gradient``.
+
+        Raises
+        ------
+        CollectiveError
+            On every rank, where one has no gradient or one that does not fit.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate.collectives import SingleGroup
+        >>> from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
+        >>> hook = FSDPBackwardHook(FSDP(SingleGroup()))
+        >>> hook.scatter_gradient(FSDPShardingUnit("w", (2,), "float64", 0), np.ones(2))
+        array([1., 1.])
+        """
+        self._abandon_aborted()
+        bind_unit(unit, self._reductions.rank, self._reductions.world_size)
+        return self._reductions.scatter_one(unit, full_gradient)
+
+    def scatter_multiple(
+        self,
+        sharding_units: Mapping[str, FSDPShardingUnit],
+        full_gradients: Mapping[str, Any],
+    ) -> None:
+        """Reduce gradients together, and store this rank's parts in their units.
+
+        Parameters
+        ----------
+        sharding_units : dict of str to FSDPShardingUnit
+            By parameter.
+        full_gradients : dict of str to array or torch.Tensor
+            By parameter, in any order. Nothing is done where either dict is empty or None.
+
+        Raises
+        ------
+        CollectiveError
+            On every rank: a gradient is missing, has no unit, does not fit its unit, differs
+            between ranks, or is not finite. All others are stored.
+        GradientNamesError
+            The names of the two dicts differ on this rank; a `CollectiveError` and a
+            `ValueError`. A group of one rank stores nothing. With several ranks the other
+            gradients are stored, since those ranks wait for them.
+
+        Examples
+        --------
+        See `FSDPBackwardHook`.
+        """
+        if not sharding_units or _is_empty("full_gradients", full_gradients):
+            return
+        self._abandon_aborted()
+        bind_units(sharding_units, self._reductions.rank, self._reductions.world_size)
+        self._reductions.scatter(sharding_units, full_gradients)
+
+    async def scatter_multiple_async(
+        self,
+        sharding_units: Mapping[str, FSDPShardingUnit],
+        full_gradients: Mapping[str, Any],
+    ) -> None:
+        """Do the work of `scatter_multiple` in a thread, while the event loop goes on.
+
+        Parameters
+        ----------
+        sharding_units, full_gradients
+            As for `scatter_multiple`.
+
+        Raises
+        ------
+        CollectiveError
+            As `scatter_multiple`.
+
+        Notes
+        -----
+        Calls that overlap take place one after the other, in the order in which they were
+        awaited first; that must be the same on all ranks. One that is cancelled takes place all
+        the same, since the other ranks wait for it.
+
+        Examples
+        --------
+        >>> import asyncio, numpy as np
+        >>> from mlstate.collectives import SingleGroup
+        >>> from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
+        >>> hook = FSDPBackwardHook(FSDP(SingleGroup()))
+        >>> unit = FSDPShardingUnit("w", (2,), "float64", 0)
+        >>> asyncio.run(hook.scatter_multiple_async({"w": unit}, {"w": np.ones(2)}))
+        >>> unit.local_gradient
+        array([1., 1.])
+        """
+        import asyncio
+
+        work = self._calls.run(
+            "scatter_multiple",
+            lambda: self.scatter_multiple(sharding_units, full_gradients),
+            async_op=True,
+        )
+        await asyncio.get_running_loop().run_in_executor(None, work.wait)
+
+    # ---- local gradients ----
+
+    def accumulate_gradients(
+        self,
+        sharding_units: Mapping[str, FSDPShardingUnit],
+        new_gradients: Mapping[str, Any],
+    ) -> None:
+        """Add local gradients to those that are there; the first one is copied.
+
+        Parameters
+        ----------
+        sharding_units : dict of str to FSDPShardingUnit
+            By parameter.
+        new_gradients : dict of str to array or torch.Tensor
+            Of the shape and dtype of the local gradients; units without one are left alone.
+
+        Raises
+        ------
+        CompatibilityError
+            A shape or dtype differs from what is there: nothing was changed.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate.collectives import SingleGroup
+        >>> from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
+        >>> units = {"w": FSDPShardingUnit("w", (2,), "float64", 0)}
+        >>> hook = FSDPBackwardHook(FSDP(SingleGroup()))
+        >>> hook.accumulate_gradients(units, {"w": np.ones(2)})
+        >>> hook.accumulate_gradients(units, {"w": np.ones(2)})
+        >>> units["w"].local_gradient
+        array([2., 2.])
+        """
+        if not sharding_units or _is_empty("new_gradients", new_gradients):
+            return
+        check_units(sharding_units)
+        names = [name for name in sharding_units if new_gradients.get(name) is not None]
+        for name in names:
+            bind_unit(sharding_units[name], self._reductions.rank, self._reductions.world_size)
+            _check_local(sharding_units[name], new_gradients[name])
+        there = {name: sharding_units[name].local_gradient for name in names}
+        add({name: sum_ for name, sum_ in there.items() if sum_ is not None}, new_gradients)
+        for name in names:
+            if sharding_units[name].local_gradient is None:
+                sharding_units[name].local_gradient = copied(new_gradients[name])
+
+    def clear_gradients(self, sharding_units: Mapping[str, FSDPShardingUnit]) -> None:
+        """Fill the local gradients that are there with zeros.
+
+        Parameters
+        ----------
+        sharding_units : dict of str to FSDPShardingUnit
+            By parameter.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate.collectives import SingleGroup
+        >>> from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
+        >>> unit = FSDPShardingUnit("w", (2,), "float64", 0)
+        >>> unit.local_gradient = np.ones(2)
+        >>> FSDPBackwardHook(FSDP(SingleGroup())).clear_gradients({"w": unit})
+        >>> unit.local_gradient
+        array([0., 0.])
+        """
+        if not sharding_units:
+            return
+        check_units(sharding_units)
+        found = {n: u.local_gradient for n, u in sharding_units.items()}
+        clear({name: array for name, array in found.items() if array is not None})
+
+    def verify_gradients(
+        self,
+        sharding_units: Mapping[str, FSDPShardingUnit],
+        full_gradients: Mapping[str, Any] | None = None,
+        *,
+        unreduced: Mapping[str, Any] | None = None,
+        atol: float = 1e-5,
+    ) -> GradientReport:
+        """Compare the local gradients with what they should be.
+
+        Parameters
+        ----------
+        sharding_units : dict of str to FSDPShardingUnit
+            By parameter.
+        full_gradients : dict of str to array or torch.Tensor, optional
+            The reduced full gradients, as far as they are to be compared. No other rank is
+            asked.
+        unreduced : dict of str to array or torch.Tensor, optional
+            This rank's own full gradients, before they were reduced, in the place of
+            `full_gradients`: then all ranks must call this, and no rank needs a reduced one.
+            Each compares the sum of its part with what the ranks had for it, every element
+            with a sign that a hash of its place gives. Sums and means only.
+        atol : float, default 1e-5
+            How much an element may differ. Pass more where gradients are compressed.
+
+        Returns
+        -------
+        GradientReport
+            True where all is well. NaN never is.
+
+        Raises
+        ------
+        ValueError
+            Both dicts of gradients were passed, `atol` is negative or NaN, or there is nothing
+            to compare minima and maxima by. Neither dict, or one that is empty, is well, as
+            the specification has it.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate.collectives import SingleGroup
+        >>> from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
+        >>> unit = FSDPShardingUnit("w", (2,), "float64", 0)
+        >>> unit.local_gradient = np.ones(2)
+        >>> hook = FSDPBackwardHook(FSDP(SingleGroup()))
+        >>> bool(hook.verify_gradients({"w": unit}, {"w": np.ones(2)}))
+        True
+        >>> print(hook.verify_gradients({"w": unit}, {"w": np.array([1.0, 2.0])}))
+        1 of 1 gradients differs by more than 1e-05
+        parameter  rank  element  expected  actual
+        w          0     1        2.0       1.0
+        """
+        if not atol >= 0:
+            raise ValueError(f"atol must be 0 or more, got {atol}")
+        if unreduced is not None and full_gradients is not None:
+            raise ValueError("pass full_gradients or unreduced, not both")
+        if sharding_units:
+            bind_units(sharding_units, self._reductions.rank, self._reductions.world_size)
+        if unreduced is None:
+            if _is_empty("full_gradients", full_gradients):
+                full_gradients = {}
+            return compare(sharding_units or {}, full_gradients or {}, atol)
+        _is_empty("unreduced", unreduced)
+        return compare_sums(self._fsdp, sharding_units or {}, unreduced, atol)
+
+    def close(self) -> None:
+        """Take the hooks off the model; closing again does nothing.
+
+        A backward pass that has not ended is given up, and leaves no local gradients. Ranks
+        that go on with it hear so as soon as this one reduces something else.
+
+        Examples
+        --------
+        >>> from mlstate.collectives import SingleGroup
+        >>> from mlstate.fsdp import FSDP, FSDPBackwardHook
+        >>> FSDPBackwardHook(FSDP(SingleGroup())).close()
+        """
+        for hooks in (self._module_hooks, self._model_hooks):
+            if hooks is not None:
+                hooks.remove()
+        with self._lock:
+            if self._pass is not None:
+                self._pass.abandon()
+            self._pass = None
+        self._module_hooks = self._model_hooks = None
+        self._plan = BucketPlan({}, self._reductions, accumulate=False)
+        self._sums.clear()
+
+
+def _is_empty(name: str, gradients: Any) -> bool:
+    """Return whether there are no gradients; raise TypeError if this is not a dict."""
+    if gradients is None:
+        return True
+    if not hasattr(gradients, "items"):
+        raise TypeError(f"{name} must be a dict of gradients, got {type(gradients).__name__}")
+    return not gradients
+
+
+def _check_local(unit: FSDPShardingUnit, gradient: Any) -> None:
+    """Raise an error unless a part fits the local gradient of a unit."""
+    local = unit.local_gradient
+    if not is_torch(gradient) and not isinstance(gradient, np.ndarray | np.generic):
+        raise TypeError(
+            f"{unit.parameter_name}: the new gradient is a {type(gradient).__name__}, not an "
+            "array or tensor"
+        )
+    shape = unit.local_shape if local is None else tuple(local.shape)
+    dtype = dtype_name(gradient) if local is None else dtype_name(local)
+    for what, got, expected in (
+        ("shape", str(tuple(gradient.shape)), str(shape)),
+        ("dtype", dtype_name(gradient), dtype),
+    ):
+        if got != expected:
+            raise _misfit(unit.parameter_name, what, got, expected)
+
+
+def _misfit(name: str, what: str, got: str, expected: str) -> CompatibilityError:
+    error = CompatibilityError(f"{name}: the new gradient has {what} {got}, expected {expected}")
+    error.name, error.got, error.expected = name, got, expected
+    return error

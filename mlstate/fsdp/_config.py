@@ -1,0 +1,173 @@
+"""Who reduces gradients with whom, and how; public through `mlstate.fsdp`."""
+
+from __future__ import annotations
+
+from math import isfinite
+from operator import index
+from typing import Any
+
+from .._common.set_module import set_module
+from ..collectives import ReduceOp
+from ..collectives._arguments import check_group, check_timeout
+from ._reducer import Terms
+from ._reduction_session import Reductions
+from ._unit import dtype_text
+
+
+@set_module("mlstate.fsdp")
+class FSDP:
+    """The ranks that share the gradients of a model, and how they reduce them.
+
+    Parameters
+    ----------
+    process_group : ProcessGroup
+        The ranks; `mlstate.collectives` and `mlstate.integrations` have engines.
+    op : {"sum", "mean", "min", "max"}, default "sum"
+        How gradients of the ranks become one.
+    gradient_divide_factor : float, optional
+        What sums are divided by, in float32 or wider and before they are rounded. Default: 1,
+        and the number of ranks for ``"mean"``.
+    reduce_dtype : {"float32"}, optional
+        Keep sums of 16- and 8-bit floats in float32, in which they are made. Default: round
+        them once, to the parameter's dtype.
+    bucket_bytes : int, default 25 MiB
+        Gradients are reduced together until there are so many bytes of them; 0 reduces each by
+        itself. Sums have the same bits whatever it is.
+    nonfinite : {"error", "allow"}, default "error"
+        Whether NaN and infinity in a sum are an error, on every rank. Allow them where a
+        gradient scaler looks for them.
+    allow_unused : bool, default False
+        Take parameters without gradients as if these were zero.
+    compression : {"float16", "bfloat16", "int8"}, optional
+        Let float32 gradients travel as these, ``"int8"`` with a scale for each 256 elements.
+        What is lost of an element is added to it in the next step (error feedback), for
+        which each unit keeps a full array of float32 (`FSDPShardingUnit.residual`). For
+        connections that are slower than memory; sums of float32 only.
+    timeout : float, optional
+        Seconds for each operation. Default: the group's own.
+    record : bool, default False
+        Note when each gradient and each bucket came and went, for
+        `FSDPBackwardHook.report`.
+
+    Raises
+    ------
+    TypeError
+        `process_group` is none, or `bucket_bytes` no int.
+    ValueError
+        An argument makes no sense.
+
+    Notes
+    -----
+    All ranks must pass the same; before each bucket, or before several that all have ready, they
+    compare 64 bytes that stand for what they are about to reduce and how, so that another shape,
+    dtype, order or setting on one rank is an error on all, which names it.
+
+    Examples
+    --------
+    >>> from mlstate.collectives import SingleGroup
+    >>> from mlstate.fsdp import FSDP
+    >>> FSDP(SingleGroup(), op="mean")
+    FSDP(rank 0 of 1, op='mean')
+    """
+
+    def __init__(
+        self,
+        process_group: Any,
+        *,
+        op: ReduceOp | str = ReduceOp.SUM,
+        gradient_divide_factor: float | None = None,
+        reduce_dtype: Any = None,
+        bucket_bytes: int = 25 << 20,
+        nonfinite: str = "error",
+        allow_unused: bool = False,
+        compression: str | None = None,
+        timeout: float | None = None,
+        record: bool = False,
+    ) -> None:
+        check_group(process_group)
+        self._group = process_group
+        self._op = str(ReduceOp(op))
+        try:
+            self.bucket_bytes = index(bucket_bytes)
+        except TypeError:
+            raise TypeError(f"bucket_bytes must be an int, got {bucket_bytes!r}") from None
+        if self.bucket_bytes < 0:
+            raise ValueError(f"bucket_bytes must be 0 or more, got {bucket_bytes}")
+        if nonfinite not in ("error", "allow"):
+            raise ValueError(f"nonfinite must be 'error' or 'allow', got {nonfinite!r}")
+        if compression not in (None, "float16", "bfloat16", "int8"):
+            raise ValueError(
+                f"compression must be 'float16', 'bfloat16', 'int8' or None, got {compression!r}"
+            )
+        if compression and self._op not in ("sum", "mean"):
+            raise ValueError(f"compression goes with sums and means, not with op={self._op!r}")
+        self.allow_unused = bool(allow_unused)
+        self._terms = Terms(
+            op="sum" if self._op == "mean" else self._op,
+            divisor=self._divisor(gradient_divide_factor),
+            reduce_dtype=_reduce_dtype(reduce_dtype),
+            nonfinite=nonfinite,
+            compression=compression or "",
+        )
+        settings = {
+            "op": self._op,
+            "reduce_dtype": self._terms.reduce_dtype or None,
+            "bucket_bytes": self.bucket_bytes,
+            "nonfinite": nonfinite,
+            "allow_unused": self.allow_unused,
+            "compression": compression,
+        }
+        self._timeout = check_timeout(timeout)
+        self._reductions = Reductions(
+            process_group, self._terms, settings, timeout=self._timeout, record=record
+        )
+
+    def _divisor(self, factor: float | None) -> float:
+        if factor is None:
+            return float(self.world_size) if self._op == "mean" else 1.0
+        divisor = float(factor)
+        if self._op != "sum":
+            raise ValueError(f"gradient_divide_factor goes with op='sum', not with {self._op!r}")
+        if not isfinite(divisor) or divisor == 0:
+            raise ValueError(f"gradient_divide_factor must be finite and not 0, got {factor}")
+        return divisor
+
+    @property
+    def process_group(self) -> Any:
+        """The ranks."""
+        return self._group
+
+    @property
+    def op(self) -> str:
+        """How gradients become one: sum, mean, min or max."""
+        return self._op
+
+    @property
+    def divisor(self) -> float:
+        """What sums are divided by."""
+        return self._terms.divisor
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds for each operation; None for the group's own."""
+        return self._timeout
+
+    @property
+    def rank(self) -> int:
+        """Number of this process in the group."""
+        return int(self._group.rank)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return int(self._group.world_size)
+
+    def __repr__(self) -> str:
+        return f"FSDP(rank {self.rank} of {self.world_size}, op={self._op!r})"
+
+
+def _reduce_dtype(dtype: Any) -> str:
+    name = "" if dtype is None else dtype_text(dtype)
+    if name not in ("", "float32"):
+        raise ValueError(f"reduce_dtype must be float32 or None, got {name}")
+    return name

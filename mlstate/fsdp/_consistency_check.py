@@ -1,0 +1,258 @@
+"""The consistency check: ranks compare what they are about to reduce before they reduce it.
+
+Each rank sends a header of 64 bytes: a digest of its next bucket, how many buckets it has ready,
+and whether the sums since the last header are finite. All ranks see all headers, so all decide
+alike. If the headers differ, a second and longer exchange finds the rank and the parameter.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..collectives._arguments import failed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+_MAGIC = b"mlsg"
+_HEADER = struct.Struct("<4sHQ16sQdH16s")  # 64 bytes
+_MAX_READY = 0xFFFF  # of the header's 16 bits
+
+REFUSED = 1  # this rank cannot take part with all of its gradients
+ENDED = 2  # this rank has nothing more to reduce
+
+
+class Header(NamedTuple):
+    """What a rank is about to reduce, and the result of its last buckets.
+
+    Attributes
+    ----------
+    flags : int
+        REFUSED, ENDED.
+    sequence : int
+        Number of the bucket.
+    digest : bytes
+        Of the parameters with their shapes and dtypes, and of the settings.
+    nonfinite : int
+        Infinite or NaN elements of the sums on this rank since its last header.
+    waited : float
+        Seconds that this rank waited for the others with its last header.
+    ready : int
+        Number of buckets that this rank has ready.
+    plan : bytes
+        Digest of all buckets of the session; empty if the later ones are not known.
+    """
+
+    flags: int
+    sequence: int
+    digest: bytes
+    nonfinite: int
+    waited: float
+    ready: int = 1
+    plan: bytes = b""
+
+    def pack(self) -> bytes:
+        """Return the header as bytes."""
+        return _HEADER.pack(_MAGIC, *self[:5], min(self.ready, _MAX_READY), self.plan)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Header | None:
+        """Return the header in some bytes, or None if they are not a header."""
+        if len(data) != _HEADER.size or data[:4] != _MAGIC:
+            return None
+        return cls(*_HEADER.unpack(data)[1:])
+
+
+def digest_of(facts: Iterable[str], settings: str) -> bytes:
+    """Return a digest of 16 bytes of parameters and of how they are reduced."""
+    from hashlib import blake2b
+
+    return blake2b("\n".join([settings, *facts]).encode(), digest_size=16).digest()
+
+
+def settings_text(settings: Mapping[str, Any]) -> str:
+    """Write settings as they are passed: ``op=sum, bucket_bytes=0``."""
+    return ", ".join([f"{name}={value}" for name, value in settings.items()])
+
+
+class ConsistencyCheck:
+    """The headers of one reduction session.
+
+    `settings` are those that must be equal on all ranks, by their names in an error.
+    """
+
+    def __init__(self, group: Any, timeout: float | None, settings: Mapping[str, Any]) -> None:
+        self._group = group
+        self._timeout = timeout
+        self._settings = settings
+        self._waited = 0.0
+        self.sequence = 0  # number of buckets that this rank has reduced
+
+    def exchange_buckets(
+        self,
+        facts: Iterable[str],
+        settings: Mapping[str, Any],
+        nonfinite: int,
+        *,
+        is_refused: bool,
+        ready: int = 1,
+        plan: bytes = b"",
+        pack: Callable[[], Any] | None = None,
+    ) -> tuple[list[Header], int]:
+        """Exchange headers before a bucket with these `facts` of its parameters.
+
+        Also return how many buckets all ranks reduce now: 0 if they disagree on the first one,
+        more than one if all have these ready and the same plan. If the group can send without
+        this thread, it calls `pack` meanwhile.
+        """
+        digest = digest_of(facts, settings_text({**self._settings, **settings}))
+        flags = REFUSED if is_refused else 0
+        header = Header(flags, self.sequence, digest, nonfinite, self._waited, ready, plan)
+        headers = self._exchange(header, pack)
+        same = {other[:3] for other in headers}
+        if len(same) > 1 or any(other.flags & REFUSED for other in headers):
+            return headers, 0
+        if any(other.plan != headers[0].plan for other in headers):
+            return headers, 1
+        return headers, min([other.ready for other in headers])
+
+    def exchange_end(self, nonfinite: int) -> tuple[list[Header], bool]:
+        """Exchange headers after the last bucket; also return whether all ranks have ended."""
+        header = Header(ENDED, self.sequence, b"", nonfinite, self._waited)
+        headers = self._exchange(header, None)
+        return headers, all(other.flags & ENDED for other in headers)
+
+    def find_failures(
+        self, entries: Sequence[Sequence[str]], settings: Mapping[str, Any], *, has_ended: bool
+    ) -> Result:
+        """Find with all ranks where they differ.
+
+        `entries` are what this rank is about to reduce: (name, fact, problem) of each parameter.
+        """
+        settings = {} if has_ended else {**self._settings, **settings}
+        text = json.dumps([self.sequence, settings, has_ended, entries])
+        return _compare(self._group.gather_bytes(text.encode(), timeout=self._timeout))
+
+    def _exchange(self, header: Header, pack: Callable[[], Any] | None) -> list[Header]:
+        began = perf_counter()
+        packing = 0.0
+        gather = getattr(self._group, "_gather_meanwhile", None)
+        if pack is None or gather is None:
+            texts = self._group.gather_bytes(header.pack(), timeout=self._timeout)
+        else:
+
+            def pack_timed() -> None:
+                nonlocal packing
+                start = perf_counter()
+                pack()
+                packing = perf_counter() - start
+
+            texts = gather(header.pack(), pack_timed, self._timeout)
+        self._waited = perf_counter() - began - packing
+        headers = []
+        for rank, text in enumerate(texts):
+            found = Header.unpack(text)
+            if found is None:
+                error = failed(
+                    "reduce_scatter",
+                    self._group.rank,
+                    f"rank {rank} gathers bytes of its own at this place; all ranks must reduce "
+                    "the same gradients",
+                )
+                error.rank = rank
+                raise error
+            headers.append(found)
+        return headers
+
+
+# ---- if the headers differ ----
+
+
+class Result(NamedTuple):
+    """What follows from the descriptions of all ranks: the same on each.
+
+    Attributes
+    ----------
+    good : list of str
+        Parameters that every rank has and describes alike, in the order of the first rank.
+    failures : dict of str to tuple of (int or None, str)
+        The rank to blame, and what is wrong, by parameter.
+    """
+
+    good: list[str]
+    failures: dict[str, tuple[int | None, str]]
+
+
+def _differing(facts: dict[int, str], what: str) -> tuple[int | None, str]:
+    """Return the rank to blame, if only one rank differs, and what each rank has."""
+    groups: dict[str, list[int]] = {}
+    for rank, fact in facts.items():
+        groups.setdefault(fact, []).append(rank)
+    usual, *others = sorted(groups.values(), key=lambda ranks: (-len(ranks), ranks))
+    said = "; ".join(f"{ranks_text(ranks)}: {fact}" for fact, ranks in groups.items())
+    alone = others[0][0] if len(others) == 1 and len(others[0]) < len(usual) else None
+    return alone, f"{what} ({said})"
+
+
+def _common_failure(described: Sequence[Any]) -> tuple[int | None, str] | None:
+    """Return what makes every gradient fail: the ranks' settings or places differ."""
+    places = {rank: f"bucket {of[0]}" for rank, of in enumerate(described)}
+    if len(set(places.values())) > 1:
+        return _differing(places, "ranks are at different places of a run")
+    given = {rank: of[1] for rank, of in enumerate(described) if not of[2]}
+    names = {name for settings in given.values() for name in settings}
+    equal = {name for name in names if len({str(of.get(name)) for of in given.values()}) == 1}
+    if equal == names:
+        return None
+    texts = {
+        rank: settings_text({name: of[name] for name in of if name not in equal})
+        for rank, of in given.items()
+    }
+    return _differing(texts, "ranks have other settings of FSDP")
+
+
+def _compare(texts: Sequence[bytes]) -> Result:
+    """Compare the descriptions of all ranks, and return which parameters can be reduced."""
+    described: list[Any] = [json.loads(text) for text in texts]
+    ranks = range(len(described))
+    in_all = _common_failure(described)
+    names: dict[str, None] = {}
+    entries: list[dict[str, list[str]]] = []
+    for _, _, _, listed in described:
+        entries.append({entry[0]: entry for entry in listed})
+        names.update(dict.fromkeys(entry[0] for entry in listed))
+    failures: dict[str, tuple[int | None, str]] = {}
+    for name in names:
+        absent = [rank for rank in ranks if name not in entries[rank]]
+        wrong = [(rank, e[name][2]) for rank, e in enumerate(entries) if name in e and e[name][2]]
+        facts = {rank: e[name][1] for rank, e in enumerate(entries) if name in e}
+        if in_all is not None:
+            failures[name] = in_all
+        elif wrong:
+            failures[name] = (
+                wrong[0][0],
+                "; ".join(f"rank {rank}: {what}" for rank, what in wrong),
+            )
+        elif absent:
+            doing = "; ".join(_other_work(rank, described[rank]) for rank in absent)
+            failures[name] = (absent[0], f"missing on {ranks_text(absent)} ({doing})")
+        elif len(set(facts.values())) > 1:
+            failures[name] = _differing(facts, "ranks do not reduce the same")
+    return Result([name for name in names if name not in failures], failures)
+
+
+def _other_work(rank: int, described: Any) -> str:
+    """Write what a rank does that lacks a parameter."""
+    sequence, _, has_ended, listed = described
+    if has_ended:
+        return f"rank {rank} has ended after {sequence} buckets"
+    names = ", ".join(repr(entry[0]) for entry in listed[:3])
+    return f"rank {rank} reduces {names}{', …' if len(listed) > 3 else ''}"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Write ranks: ``rank 1``, ``ranks 0, 2``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

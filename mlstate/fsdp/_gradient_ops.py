@@ -1,0 +1,162 @@
+"""What is done to gradients in place, of either kind: in C for those in main memory."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import _core
+from .._common.arrays import is_torch
+from ..collectives._arguments import dtype_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+
+def on_host(gradient: Any) -> bool:
+    """Whether the core reaches a gradient."""
+    return bool(gradient.is_cpu) if is_torch(gradient) else True
+
+
+def place(gradient: Any) -> str:
+    """Say whose memory a gradient lies in."""
+    return f"torch, {gradient.device}" if is_torch(gradient) else "NumPy"
+
+
+def plain(gradient: Any) -> Any:
+    """Return a gradient without autograd's record, and a scalar of NumPy as an array."""
+    if is_torch(gradient):
+        return gradient.detach()
+    return np.asarray(gradient) if isinstance(gradient, np.generic) else gradient
+
+
+def packed(gradient: Any) -> Any:
+    """Return the gradient itself if it lies packed, else a packed copy."""
+    if is_torch(gradient):
+        alone = gradient.detach() if gradient.requires_grad else gradient
+        return alone if alone.is_contiguous() else alone.contiguous()
+    found = np.require(gradient, requirements=["C", "A"])
+    return found if found.dtype.isnative else found.astype(found.dtype.newbyteorder("="))
+
+
+def memory_of(gradient: Any) -> Any:
+    """Return a tensor's memory as an array where NumPy has its dtype: the core takes it sooner.
+
+    The tensor has no record of autograd's.
+    """
+    if not is_torch(gradient):
+        return gradient
+    try:
+        if dtype_name(gradient) != "bfloat16":
+            return gradient.numpy()
+        kind = _bfloat16()
+        if kind is None:
+            return gradient
+        return gradient.view(sys.modules["torch"].int16).numpy().view(kind)
+    except (TypeError, RuntimeError):  # another dtype, or a view that is negated or conjugated
+        return gradient
+
+
+@cache
+def _bfloat16() -> Any:
+    """Return NumPy's dtype for bfloat16, None where ml_dtypes is not installed."""
+    try:
+        import ml_dtypes
+    except ImportError:
+        return None
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def copied(gradient: Any) -> Any:
+    """Return a copy that is nobody else's."""
+    return gradient.detach().clone() if is_torch(gradient) else np.array(gradient)
+
+
+def _divide(gradients: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return those that the core reaches, and the others."""
+    near = {name: plain(array) for name, array in gradients.items() if on_host(array)}
+    far = {name: plain(array) for name, array in gradients.items() if name not in near}
+    return near, far
+
+
+def add(targets: Mapping[str, Any], gradients: Mapping[str, Any]) -> None:
+    """Add gradients to targets of the same names, shapes and dtypes."""
+    near, far = _divide(targets)
+    if near:
+        _core.accumulate(
+            list(near), list(near.values()), [plain(gradients[name]) for name in near], 1.0, False
+        )
+    for name, target in far.items():
+        target += gradients[name]
+
+
+class LocalSums:
+    """Gradients that this rank adds up before they are reduced, by parameter."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Any] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._sums)
+
+    def add(self, name: str, gradient: Any) -> None:
+        """Add a gradient; the first one is copied, None adds nothing."""
+        if gradient is not None and name in self._sums:
+            add({name: self._sums[name]}, {name: gradient})
+        elif gradient is not None:
+            self._sums[name] = copied(gradient)
+
+    def take(self, name: str, gradient: Any) -> tuple[Any, str]:
+        """Remove a sum; return it with the last gradient added, and an error's text or ""."""
+        total = self._sums.pop(name, None)
+        if total is None or gradient is None:
+            return gradient if total is None else total, ""
+        try:
+            add({name: total}, {name: gradient})
+        except Exception as error:  # all ranks, which wait for this gradient, raise it
+            return None, f"{type(error).__name__}: {error}"
+        return total, ""
+
+    def clear(self) -> None:
+        """Remove all sums."""
+        self._sums.clear()
+
+
+def clear(gradients: Mapping[str, Any]) -> None:
+    """Fill gradients with zeros."""
+    near, far = _divide(gradients)
+    if near:
+        _core.clear(list(near), list(near.values()))
+    for target in far.values():
+        target.zero_()
+
+
+def scale(gradients: Mapping[str, Any], factor: float) -> None:
+    """Multiply gradients."""
+    near, far = _divide(gradients)
+    if near:
+        _core.scale(list(near), list(near.values()), factor)
+    for target in far.values():
+        target *= factor
+
+
+def tallies(gradients: Mapping[str, Any]) -> dict[str, tuple[float, int]]:
+    """Return the sum of squares of each gradient, and how many elements are not finite."""
+    near, far = _divide(gradients)
+    found = (
+        dict(zip(near, _core.tally(list(near), list(near.values())), strict=True)) if near else {}
+    )
+    for name, array in far.items():
+        found[name] = float(array.double().square().sum()), int((~array.isfinite()).sum())
+    return {name: found[name] for name in gradients}
+
+
+def squares_in_order(found: Iterable[tuple[float, int]]) -> float:
+    """Add up sums of squares in their order: the same bits wherever that is done."""
+    total = 0.0
+    for squares, _ in found:
+        total += squares
+    return total

@@ -1,0 +1,82 @@
+"""Which parameters have hooks, and the hooks on a model that is not a torch module."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterable, Mapping
+
+_lock = threading.Lock()  # of `_live`
+_live: weakref.WeakSet[Hooks] = weakref.WeakSet()
+
+
+class Hooks:
+    """The hooks of one `FSDPBackwardHook` on a model.
+
+    Raises ValueError if another object has a hook on one of the parameters. `names` has their
+    names by a key that is the same for all objects.
+    """
+
+    def __init__(self, names: Mapping[Hashable, str]) -> None:
+        self._names = names
+        self._handles: list[Any] = []
+        for other in live_hooks():
+            for name in [name for key, name in names.items() if key in other._names]:
+                raise ValueError(
+                    f"{name}: another FSDPBackwardHook has a hook on this parameter, so its "
+                    "gradient would be reduced twice; close() that object first"
+                )
+
+    def _make_live(self) -> None:
+        with _lock:
+            _live.add(self)
+
+    def remove(self) -> None:
+        """Take the hooks off the model, as far as it can."""
+        for handle in self._handles:
+            handle.remove()
+        with _lock:
+            _live.discard(self)
+
+
+def live_hooks() -> list[Hooks]:
+    """Return the hooks of all models."""
+    with _lock:
+        return list(_live)
+
+
+class ModelHooks(Hooks):
+    """Hooks on an object with ``register_backward_hook``.
+
+    They call `scatter` with a parameter's name and its gradient, and return this rank's part.
+    """
+
+    def __init__(
+        self, model: Any, names: Iterable[str], scatter: Callable[[str, Any], Any]
+    ) -> None:
+        super().__init__({(id(model), name): name for name in names})
+        self._model = model  # so that no other object gets its id
+        for name in names:
+            handle = model.register_backward_hook(name, partial(scatter, name))
+            if hasattr(handle, "remove"):
+                self._handles.append(handle)
+        self._make_live()
+
+
+def check_gradients(gradients: str, is_module: bool, keeps_others: bool) -> None:
+    """Raise ValueError if `gradients` is unknown, or contradicts the other arguments."""
+    if gradients not in ("shard", "full"):
+        raise ValueError(f"gradients must be 'shard' or 'full', got {gradients!r}")
+    if gradients == "shard":
+        return
+    if not is_module:
+        raise ValueError("gradients='full' needs a torch module, whose parameters have .grad")
+    if keeps_others:
+        raise ValueError(
+            "gradients='full' leaves reduced gradients in parameter.grad, where they add up: "
+            "leave out keep_full_gradient and accumulate"
+        )

@@ -1,0 +1,118 @@
+"""The reduce-scatter of one gradient; public through `mlstate.fsdp`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .._common.set_module import set_module
+from ..collectives import ReduceOp
+from ._config import FSDP
+from ._reducer import Entry
+from ._unit import FSDPShardingUnit, bind_unit
+
+
+@set_module("mlstate.fsdp")
+class ReduceScatterOperation:
+    """The reduce-scatter of one gradient.
+
+    Parameters
+    ----------
+    group : ProcessGroup
+        The ranks.
+    shape : iterable of int
+        Of the full gradient.
+    dtype : dtype or str
+        Of the gradient.
+    shard_index : int
+        Which part this rank keeps: its rank.
+    op : {"sum", "mean", "min", "max"}, default "sum"
+        How gradients become one.
+    layout : {"flat", "rows"}, default "flat"
+        As for `FSDPShardingUnit`.
+
+    Raises
+    ------
+    ValueError
+        The shard is not that of this rank, or an argument makes no sense.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate.collectives import SingleGroup
+    >>> from mlstate.fsdp import ReduceScatterOperation
+    >>> operation = ReduceScatterOperation(SingleGroup(), (2, 2), "float32", 0)
+    >>> operation.reduce_scatter(np.ones((2, 2), "float32"))
+    array([1., 1., 1., 1.], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        shape: Any,
+        dtype: Any,
+        shard_index: int,
+        op: ReduceOp | str = ReduceOp.SUM,
+        *,
+        layout: str = "flat",
+    ) -> None:
+        self._reductions = FSDP(group, op=op)._reductions
+        self._unit = FSDPShardingUnit("gradient", shape, dtype, shard_index, layout=layout)
+        bind_unit(self._unit, self._reductions.rank, self._reductions.world_size)
+        self._is_closed = False
+
+    def __enter__(self) -> ReduceScatterOperation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the operation's buffers; the group stays open. Closing again does nothing.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate.collectives import SingleGroup
+        >>> from mlstate.fsdp import ReduceScatterOperation
+        >>> with ReduceScatterOperation(SingleGroup(), (2,), "float32", 0) as operation:
+        ...     operation.reduce_scatter(np.ones(2, "float32"))
+        array([1., 1.], dtype=float32)
+        """
+        self._is_closed = True
+        self._reductions.reducer.drop_buffers()
+
+    def reduce_scatter(self, full_gradient: Any) -> Any:
+        """Reduce the gradients of all ranks, and return this rank's part.
+
+        Parameters
+        ----------
+        full_gradient : array or torch.Tensor
+            Of the operation's shape and dtype. One that is not contiguous is copied.
+
+        Returns
+        -------
+        array or torch.Tensor
+            New, of the kind of the gradient.
+
+        Raises
+        ------
+        CollectiveError
+            On every rank, where one of them passes what does not fit, or what is not finite.
+        ValueError
+            The operation is closed.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate.collectives import SingleGroup
+        >>> from mlstate.fsdp import ReduceScatterOperation
+        >>> operation = ReduceScatterOperation(SingleGroup(), (2,), "int64", 0, "max")
+        >>> operation.reduce_scatter(np.array([1, 2]))
+        array([1, 2])
+        """
+        if self._is_closed:
+            raise ValueError("this ReduceScatterOperation is closed; make another one")
+        self._unit.local_gradient = None
+        self._reductions.reduce_now("reduce_scatter", [Entry(self._unit, full_gradient)])
+        part, self._unit.local_gradient = self._unit.local_gradient, None
+        return part

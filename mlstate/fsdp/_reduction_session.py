@@ -1,0 +1,540 @@
+"""Reduction sessions: buckets that all ranks reduce in the same order, and a common end.
+
+Before each bucket, or before all that every rank has ready, the ranks compare headers (see
+`_guard`). After the last one they do so once more. So all ranks know what failed on one of them,
+and a bad gradient does not keep the others from being reduced.
+"""
+
+from __future__ import annotations
+
+import json
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from ..collectives._arguments import failed
+from ..collectives._operation_queue import Turns
+from ..errors import CollectiveError, GradientNamesError
+from ._consistency_check import ConsistencyCheck, digest_of
+from ._gradient_ops import tallies
+from ._reducer import Entry, FullBucket, Reducer, Terms
+from ._report import Bucket
+from ._unit import FSDPShardingUnit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from ..collectives._work import Work
+    from ._consistency_check import Header
+
+_SHOWN = 5  # failures that an error lists
+# Full gradients are kept until the next header says whether all sums are finite, so one header
+# stands for this many buckets at most.
+_BUCKETS_PER_HEADER = 4
+_THREAD_BYTES = 1 << 20  # a smaller last bucket is reduced at the end, without the thread
+
+
+class ReductionSession:
+    """The buckets of one backward pass, or of one call with several gradients.
+
+    A reducer has one open session at a time: opening raises CollectiveError if there is
+    another, and `close` must follow in any case. `settings` are those that must be equal on all
+    ranks, by their names in an error. `record` keeps the times of buckets in `events`.
+    """
+
+    def __init__(
+        self, reducer: Reducer, settings: Mapping[str, Any], *, record: bool = False
+    ) -> None:
+        if not reducer.lock.acquire(blocking=False):
+            raise failed(
+                "reduce_scatter",
+                reducer.group.rank,
+                "another reduction of this FSDP is under way; wait for it, or let its backward "
+                "pass end",
+            )
+        self._reducer = reducer
+        self._check = ConsistencyCheck(reducer.group, reducer.timeout, settings)
+        self._pending: list[Entry] = []  # sums that may not be finite on another rank
+        self._pending_terms = Terms()
+        self._failures: dict[str, tuple[int | None, str]] = {}
+        self._error: BaseException | None = None  # after it, ranks may be out of step
+        self.events: list[Bucket] | None = [] if record else None
+
+    def close(self) -> None:
+        """Release the reducer; sums that no header has confirmed are lost."""
+        for entry in self._pending:
+            entry.fail()
+        self._pending = []
+        self._reducer.lock.release()
+
+    # ---- buckets ----
+
+    def reduce(
+        self, buckets: Sequence[FullBucket], entries: Sequence[Entry], plan: bytes = b""
+    ) -> tuple[int, list[Entry] | None]:
+        """Reduce the first bucket, and those after it that all ranks have ready too.
+
+        Returns their number, and None; `finish` raises what fails. If ranks do not agree on
+        the first bucket, nothing is reduced. Then the second value is those of `entries` on
+        which all ranks agree, in the same order on all, to be divided into buckets again.
+
+        Ranks with equal first buckets and equal plans must have equal later buckets. An empty
+        plan says nothing of those.
+        """
+        started = perf_counter()
+        try:
+            if self._error is not None:
+                raise self._error
+            return self._reduce(buckets, entries, plan, started)
+        except BaseException as error:
+            self._error = error
+            given = [entry for bucket in buckets for entry in bucket.entries]
+            for entry in [*self._pending, *given, *entries]:
+                entry.fail()
+            self._pending = []
+            raise
+
+    def _reduce(
+        self, buckets: Sequence[FullBucket], entries: Sequence[Entry], plan: bytes, started: float
+    ) -> tuple[int, list[Entry] | None]:
+        first, terms, _ = buckets[0]
+        handles = self._reducer.prepare(buckets)
+        can_pack = handles[0] is not None and not terms.compression
+        settings = {"gradient_divide_factor": terms.divisor, "accumulate": terms.accumulate}
+        headers, count = self._check.exchange_buckets(
+            [entry.unit.fact for entry in first],
+            settings,
+            self._count_nonfinite(),
+            is_refused=any(entry.problem for entry in first),
+            ready=len(handles),
+            plan=plan,
+            pack=(lambda: self._reducer.pack(handles[0])) if can_pack else None,
+        )
+        agreed = perf_counter()
+        self._store_pending(headers)
+        if not count:
+            return 1, self._agreed_entries(entries, settings)
+        for bucket, handle in zip(buckets[:count], handles, strict=False):
+            self._check.sequence += 1
+            self._reducer.sum_bucket(bucket, handle)
+            self._pending = [*self._pending, *bucket.entries]
+            self._pending_terms = bucket.terms
+            self._record_event(bucket.entries, bucket.since or started, started, agreed, headers)
+            started = agreed = perf_counter()
+            headers = []
+        return count, None
+
+    def _agreed_entries(self, entries: Sequence[Entry], settings: dict[str, Any]) -> list[Entry]:
+        """Return the entries on which all ranks agree; the others fail."""
+        listed = [(e.unit.parameter_name, e.unit.fact, e.problem) for e in entries]
+        found = self._check.find_failures(listed, settings, has_ended=False)
+        self._add_failures(found.failures)
+        by_name = {entry.unit.parameter_name: entry for entry in entries}
+        for name, entry in by_name.items():
+            if name in found.failures:
+                entry.fail()
+        return [by_name[name] for name in found.good]
+
+    def _count_nonfinite(self) -> int:
+        if self._pending_terms.nonfinite != "error":
+            return 0
+        return sum([entry.nonfinite for entry in self._pending])
+
+    def _add_failures(self, failures: Mapping[str, tuple[int | None, str]]) -> None:
+        """Keep the first failure of each gradient: later ones follow from it."""
+        for name, failure in failures.items():
+            self._failures.setdefault(name, failure)
+
+    def _record_event(
+        self,
+        entries: Sequence[Entry],
+        ready: float,
+        started: float,
+        agreed: float,
+        headers: Sequence[Header],
+    ) -> None:
+        """Record a reduced bucket, or the end of the session, which has no entries."""
+        if self.events is not None:
+            size = sum(entry.bytes for entry in entries)
+            names = tuple(entry.unit.parameter_name for entry in entries)
+            waits = tuple(header.waited for header in headers)
+            self.events.append(Bucket(names, size, ready, started, agreed, perf_counter(), waits))
+
+    # ---- results ----
+
+    def _store_pending(self, headers: Sequence[Header]) -> None:
+        """Store the sums since the last header, except those that are not finite."""
+        pending, self._pending = self._pending, []
+        bad: dict[str, tuple[int | None, str]] = {}
+        if any(header.nonfinite for header in headers):
+            bad = self._find_nonfinite(pending)
+            self._add_failures(bad)
+        for entry in pending:
+            if bad and entry.unit.parameter_name in bad:
+                entry.fail()
+            else:
+                entry.store(accumulate=self._pending_terms.accumulate)
+
+    def _find_nonfinite(self, entries: Sequence[Entry]) -> dict[str, tuple[int | None, str]]:
+        """Find with all ranks which gradients and sums have elements that are not finite."""
+        mine = {}
+        for entry in entries:
+            name = entry.unit.parameter_name
+            mine[name] = tallies({name: entry.source})[name][1], entry.nonfinite
+        texts = self._reducer.group.gather_bytes(
+            json.dumps(mine).encode(), timeout=self._reducer.timeout
+        )
+        ranks: list[dict[str, list[int]]] = [json.loads(text) for text in texts]
+        bad: dict[str, tuple[int | None, str]] = {}
+        for name in mine:
+            each = [counts.get(name, (0, 0)) for counts in ranks]  # absent after an abandoned pass
+            given = [(rank, full) for rank, (full, _) in enumerate(each) if full]
+            sums = [(rank, part) for rank, (_, part) in enumerate(each) if part]
+            if given and sums:  # a minimum of such elements can be finite
+                what = "; ".join(f"rank {rank}: {count:,}" for rank, count in given)
+                bad[name] = given[0][0], f"NaN or infinite elements ({what})"
+            elif sums:
+                what = "; ".join(f"shard of rank {rank}: {count:,}" for rank, count in sums)
+                bad[name] = sums[0][0], f"the sum is not finite, all gradients are ({what})"
+        return bad
+
+    def finish(self, operation: str, unmatched: Sequence[str] = ()) -> None:
+        """End when all ranks do, and raise what failed.
+
+        `unmatched` are names that this rank's dicts of units and gradients do not share.
+        """
+        has_ended = False
+        while not has_ended:
+            started = perf_counter()
+            headers, has_ended = self._check.exchange_end(self._count_nonfinite())
+            self._record_event((), started, started, perf_counter(), headers)
+            self._store_pending(headers)
+            if not has_ended:
+                self._add_failures(self._check.find_failures((), {}, has_ended=True).failures)
+        if self._failures:
+            rank = self._reducer.group.rank
+            raise _failed_gradients(operation, rank, self._failures, unmatched)
+
+
+class Reductions:
+    """How one `FSDP` reduces gradients: buckets, settings and memory of all its sessions.
+
+    `terms` are those of a gradient of any dtype. `settings` must be equal on all ranks; of
+    these ``bucket_bytes`` and ``allow_unused`` are used here.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        terms: Terms,
+        settings: Mapping[str, Any],
+        *,
+        timeout: float | None,
+        record: bool,
+    ) -> None:
+        self.rank, self.world_size = int(group.rank), int(group.world_size)
+        self.reducer = Reducer(group, timeout)
+        self.queue = Turns("mlstate-fsdp", group.rank)  # its thread reduces during a pass
+        self._settings = dict(settings)
+        self._record = record
+        self._terms = terms
+        self._terms_of: dict[tuple[str, bool], Terms] = {}  # by dtype, and accumulate
+
+    def open(self) -> ReductionSession:
+        """Open a session."""
+        return ReductionSession(self.reducer, self._settings, record=self._record)
+
+    def terms(self, unit: FSDPShardingUnit, *, accumulate: bool = False) -> Terms:
+        """Return how the gradient of a unit is reduced."""
+        known = self._terms_of.get((unit.dtype, accumulate))
+        if known is None:
+            known = self._terms_of[unit.dtype, accumulate] = self._terms._replace(
+                accumulate=accumulate,
+                reduce_dtype=self._terms.reduce_dtype if _is_narrow(unit.dtype) else "",
+                compression=self._terms.compression if unit.dtype == "float32" else "",
+            )
+        return known
+
+    def divide(self, units: Iterable[FSDPShardingUnit]) -> Iterator[list[FSDPShardingUnit]]:
+        """Divide units, in their order, into buckets."""
+        bucket: list[FSDPShardingUnit] = []
+        size = 0
+        for unit in units:
+            if bucket:
+                size += bucket[-1].full_bytes
+                has_other_terms = unit.dtype != bucket[0].dtype and self.terms(unit) != self.terms(
+                    bucket[0]
+                )
+                if size >= self._settings["bucket_bytes"] or has_other_terms:
+                    yield bucket
+                    bucket, size = [], 0
+            bucket.append(unit)
+        if bucket:
+            yield bucket
+
+    def unused_gradient(self, unit: FSDPShardingUnit) -> Any:
+        """Return zeros for a gradient that is missing if `FSDP` allows that, else None."""
+        return unit.zeros() if self._settings["allow_unused"] else None
+
+    def scatter(self, units: Mapping[str, FSDPShardingUnit], gradients: Mapping[str, Any]) -> None:
+        """Reduce the gradients of units that are bound.
+
+        Raises
+        ------
+        GradientNamesError
+            Only one of the dicts has some names. A group of one rank reduces nothing; several
+            ranks reduce the other gradients, for which the other ranks wait.
+        """
+        entries, unmatched = [], []
+        for name, unit in units.items():
+            gradient, problem = gradients.get(name), ""
+            if gradient is None:
+                gradient = self.unused_gradient(unit)
+                if gradient is None and name not in gradients:
+                    problem = "no gradient was passed"
+            entries.append(Entry(unit, gradient, problem))
+            if problem:
+                unmatched.append(name)
+        for name in gradients:
+            if name not in units:
+                unit = FSDPShardingUnit(name, (), "float32", self.rank, world_size=self.world_size)
+                entries.append(Entry(unit, None, "there is no sharding unit for this gradient"))
+                unmatched.append(name)
+        if unmatched and self.world_size == 1:
+            wrong = [entry for entry in entries if entry.unit.parameter_name in unmatched]
+            reasons = {e.unit.parameter_name: (0, f"rank 0: {e.problem}") for e in wrong}
+            raise _failed_gradients(
+                "scatter_multiple", 0, reasons, unmatched, ", nothing was stored"
+            )
+        self.reduce_now("scatter_multiple", entries, unmatched=unmatched)
+
+    def scatter_one(
+        self, unit: FSDPShardingUnit, gradient: Any, problem: str = "", *, accumulate: bool = False
+    ) -> Any:
+        """Reduce one gradient, unless it has a problem; return this rank's part."""
+        if gradient is None and not problem:
+            gradient = self.unused_gradient(unit)
+        entry = Entry(unit, gradient, problem)
+        self.reduce_now("scatter_gradient", [entry], accumulate=accumulate)
+        return unit.local_gradient
+
+    def reduce_now(
+        self,
+        operation: str,
+        entries: list[Entry],
+        *,
+        accumulate: bool = False,
+        unmatched: Sequence[str] = (),
+    ) -> None:
+        """Reduce gradients in the order of their names in one session, and raise what fails."""
+        session = self.open()
+        try:
+            entries = sorted(entries, key=lambda entry: entry.unit.parameter_name)
+            self.reduce_entries(session, entries, accumulate=accumulate)
+            session.finish(operation, unmatched)
+        finally:
+            session.close()
+
+    def reduce_entries(
+        self, session: ReductionSession, entries: list[Entry], *, accumulate: bool
+    ) -> None:
+        """Divide entries into buckets and reduce them, again if ranks do not agree."""
+        while entries:
+            buckets, start = [], 0
+            for units in self.divide([entry.unit for entry in entries]):
+                terms = self.terms(units[0], accumulate=accumulate)
+                buckets.append(FullBucket(entries[start : start + len(units)], terms))
+                start += len(units)
+            plan = _plan_digest(entry.unit for entry in entries) if len(buckets) > 1 else b""
+            count, agreed = session.reduce(buckets, entries, plan)
+            done = sum([len(bucket.entries) for bucket in buckets[:count]])
+            entries = entries[done:] if agreed is None else agreed
+
+
+class BucketPlan:
+    """The buckets of some units, for all backward passes.
+
+    Attributes
+    ----------
+    buckets : list of list of FSDPShardingUnit
+        In the reverse order of the units.
+    terms : list of Terms
+        By bucket.
+    digest : bytes
+        Digest of all buckets.
+    bucket_of : dict of str to int
+        Number of the bucket, by parameter.
+    early : int
+        Number of buckets that are reduced before the pass ends.
+    """
+
+    def __init__(
+        self, units: Mapping[str, FSDPShardingUnit], reductions: Reductions, *, accumulate: bool
+    ) -> None:
+        self.units = dict(units)
+        self.accumulate = accumulate
+        self.buckets = list(reductions.divide(reversed(self.units.values())))
+        self.digest = _plan_digest(self.units.values()) if self.units else b""
+        self.terms = [reductions.terms(b[0], accumulate=accumulate) for b in self.buckets]
+        self.bucket_of = {
+            unit.parameter_name: number
+            for number, bucket in enumerate(self.buckets)
+            for unit in bucket
+        }
+        last = self.buckets[-1] if self.buckets else []
+        is_small = sum(unit.full_bytes for unit in last) < _THREAD_BYTES
+        self.early = len(self.buckets) - int(is_small)
+
+
+class BackwardPass:
+    """One backward pass, from its first gradient until `abandon`, or `finish` and then `close`.
+
+    The caller holds a lock for each call. A thread reduces full buckets meanwhile.
+
+    Attributes
+    ----------
+    arrived : dict of str to Entry
+        By parameter.
+    token : weakref or None
+        Dead once the pass of torch that makes the gradients has ended.
+    times : list of (str, float)
+        Arrivals of gradients by `time.perf_counter`, if they are recorded.
+    """
+
+    def __init__(self, plan: BucketPlan, reductions: Reductions) -> None:
+        self.session = reductions.open()
+        self.arrived: dict[str, Entry] = {}
+        self.token: Callable[[], Any] | None = None
+        self.times: list[tuple[str, float]] = []
+        self._plan = plan
+        self._reductions = reductions
+        self._lacking = [len(bucket) for bucket in plan.buckets]
+        self._full_at = [0.0] * len(plan.buckets)
+        self._submitted = 0  # buckets
+        self._reduced = 0  # of these
+        self._works: list[Work] = []
+
+    def add(
+        self,
+        name: str,
+        gradient: Any,
+        on_failure: Callable[[], None] | None = None,
+        problem: str = "",
+    ) -> None:
+        """Add a gradient, and submit the buckets that are now full, in their order."""
+        if name in self.arrived:
+            if on_failure is not None:
+                on_failure()
+            raise ValueError(f"{name!r} has a gradient already in this backward pass")
+        plan = self._plan
+        unit = plan.units[name]
+        if gradient is None and not problem:
+            gradient = self._reductions.unused_gradient(unit)
+        self.arrived[name] = Entry(unit, gradient, problem, on_failure)
+        number = plan.bucket_of[name]
+        self._lacking[number] -= 1
+        if self.session.events is not None:
+            self._full_at[number] = perf_counter()
+            self.times.append((name, self._full_at[number]))
+        while self._submitted < plan.early and self._lacking[self._submitted] == 0:
+            self._submitted += 1
+            queue = self._reductions.queue
+            self._works.append(queue.run("reduce_scatter", self._reduce_submitted, async_op=True))
+
+    def add_missing(
+        self, name: str, gradient: Any, on_failure: Callable[[], None] | None, problem: str
+    ) -> None:
+        """Add what this rank has of a gradient that the pass did not make; None is an error."""
+        unit = self._plan.units[name]
+        if gradient is None and not problem:
+            gradient = self._reductions.unused_gradient(unit)
+            problem = "the backward pass gave no gradient" if gradient is None else ""
+        self.arrived[name] = Entry(unit, gradient, problem, on_failure)
+        self._full_at[self._plan.bucket_of[name]] = perf_counter()
+
+    def finish(self) -> None:
+        """Reduce the other buckets, end the session, and raise what failed."""
+        try:
+            error = self._wait()
+            if error is not None:
+                self._reductions.queue.join()  # the thread goes on if the wait was interrupted
+                raise error
+            while self._submitted < len(self._plan.buckets):
+                self._submitted += 1
+                self._reduce_submitted()
+            self.session.finish("backward pass")
+        except BaseException:
+            self._fail_others()
+            raise
+
+    def abandon(self) -> None:
+        """End without the other gradients; all local gradients are lost."""
+        self._wait()
+        self._fail_others()
+        for unit in self._plan.units.values():
+            unit.local_gradient = None
+        self.session.close()
+
+    def _fail_others(self) -> None:
+        """Fail the gradients of buckets that have not been submitted."""
+        for bucket in self._plan.buckets[self._submitted :]:
+            for unit in bucket:
+                if unit.parameter_name in self.arrived:
+                    self.arrived[unit.parameter_name].fail()
+
+    def _wait(self) -> BaseException | None:
+        """Wait until the thread has reduced all submitted buckets; return the first error."""
+        error: BaseException | None = None
+        for work in self._works:
+            try:
+                work.wait()
+            except BaseException as caught:
+                error = error or caught
+        return error
+
+    def _reduce_submitted(self) -> None:
+        """Reduce submitted buckets, if earlier calls have not: there is a call for each bucket."""
+        first, end = self._reduced, min(self._submitted, self._reduced + _BUCKETS_PER_HEADER)
+        if first == end:
+            return
+        buckets = [self._full_bucket(number) for number in range(first, end)]
+        self._reduced = end  # if an error ends this
+        count, agreed = self.session.reduce(buckets, buckets[0].entries, self._plan.digest)
+        self._reduced = first + count
+        if agreed:
+            accumulate = self._plan.accumulate
+            self._reductions.reduce_entries(self.session, agreed, accumulate=accumulate)
+
+    def _full_bucket(self, number: int) -> FullBucket:
+        entries = [self.arrived[unit.parameter_name] for unit in self._plan.buckets[number]]
+        return FullBucket(entries, self._plan.terms[number], self._full_at[number])
+
+
+# ---- helpers ----
+
+
+def _plan_digest(units: Iterable[FSDPShardingUnit]) -> bytes:
+    """Return a digest of all buckets of some units, for ranks that agree on the first one."""
+    return digest_of((unit.fact for unit in units), "plan")
+
+
+def _is_narrow(dtype: str) -> bool:
+    return dtype in ("float16", "bfloat16") or dtype.startswith("float8")
+
+
+def _failed_gradients(
+    operation: str,
+    rank: int,
+    failures: Mapping[str, tuple[int | None, str]],
+    unmatched: Sequence[str] = (),
+    others: str = ", all others were",
+) -> CollectiveError:
+    """Make the error that every rank raises: a ValueError too if its own names are `unmatched`."""
+    lines = [f"{name!r}: {what}" for name, (_, what) in failures.items()]
+    more = f"\n  … {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+    listed = "\n  ".join(lines[:_SHOWN]) if len(lines) > 1 else lines[0]
+    gap = "\n  " if len(lines) > 1 else " "
+    count = f"{len(lines)} gradients were" if len(lines) > 1 else "a gradient was"
+    cls = GradientNamesError if any(name in failures for name in unmatched) else CollectiveError
+    error = cls(f"{operation} on rank {rank}: {count} not reduced{others}:{gap}{listed}{more}")
+    error.name, (error.rank, _) = next(iter(failures.items()))
+    return error

@@ -1,0 +1,179 @@
+"""What became of the gradients of one backward pass, and when; public through `mlstate.fsdp`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from .._common.set_module import set_module
+from .._common.text import bytes_text, table_html, table_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_ROWS = 40
+_HEADERS = ["bucket", "parameters", "bytes", "full", "agreed after", "reduced in", "GB/s"]
+
+
+@set_module("mlstate.fsdp")
+class Bucket(NamedTuple):
+    """A bucket of a backward pass; times are seconds since its first gradient.
+
+    Attributes
+    ----------
+    names : tuple of str
+        Its parameters.
+    bytes : int
+        Of their full gradients.
+    ready : float
+        When its last gradient was there.
+    started : float
+        When its turn came.
+    agreed : float
+        When all ranks had told what they reduce: from `started` to here this rank waits for
+        others, over torch.distributed while it packs what it is about to send.
+    ended : float
+        When the sums were there.
+    waits : tuple of float
+        Seconds that each rank waited before this bucket; 0 where ranks had agreed on it
+        together with one before.
+    """
+
+    names: tuple[str, ...]
+    bytes: int
+    ready: float
+    started: float
+    agreed: float
+    ended: float
+    waits: tuple[float, ...]
+
+
+@set_module("mlstate.fsdp")
+class BackwardReport:
+    """When gradients came, and when they were reduced.
+
+    `FSDPBackwardHook.report` makes these; ``print`` and notebooks show them as a table, and
+    `mlstate.plot.plot_backward` draws them.
+
+    Parameters
+    ----------
+    gradients : sequence of (str, float)
+        Parameters and the times of their gradients, on the clock of `time.perf_counter`.
+    ended : float
+        When the backward pass had made its last gradient.
+    events : sequence of Bucket
+        The buckets and the end of the pass, on the same clock. Each has the `waits` of the
+        bucket before it; empty for one that the ranks had agreed on together with that.
+
+    Attributes
+    ----------
+    gradients : list of (str, float)
+        Parameters, and seconds since the first gradient.
+    buckets : list of Bucket
+        In the order in which they were reduced.
+    backward : float
+        Seconds from the first gradient to the end of the backward pass.
+    total : float
+        Seconds until the last sum was there.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate.collectives import SingleGroup
+    >>> from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
+    >>> hook = FSDPBackwardHook(FSDP(SingleGroup(), record=True))
+    >>> hook.use_units({"w": FSDPShardingUnit("w", (4,), "float64", 0)})
+    >>> hook.add_gradient("w", np.ones(4))
+    >>> hook.finish()
+    >>> report = hook.report()
+    >>> [bucket.names for bucket in report.buckets], report.overlap
+    ([('w',)], 0.0)
+    """
+
+    def __init__(
+        self, gradients: Sequence[tuple[str, float]], ended: float, events: Sequence[Bucket]
+    ) -> None:
+        began = gradients[0][1] if gradients else ended
+        self.gradients = [(name, at - began) for name, at in gradients]
+        self.backward = ended - began
+        # ranks tell with the next message how long they waited for the one before
+        told = iter([event.waits for event in events if event.waits][1:])
+        nothing = (0.0,) * len(events[0].waits if events else ())
+        self.buckets = [
+            event._replace(
+                ready=event.ready - began,
+                started=event.started - began,
+                agreed=event.agreed - began,
+                ended=event.ended - began,
+                waits=next(told, nothing) if event.waits else nothing,
+            )
+            for event in events[:-1]
+        ]
+        self.total = max([self.backward, *(bucket.ended for bucket in self.buckets)])
+
+    @property
+    def overlap(self) -> float:
+        """Share of the time for reducing that lies inside the backward pass, from 0 to 1."""
+        spent = sum(bucket.ended - bucket.started for bucket in self.buckets)
+        inside = sum(
+            max(0.0, min(bucket.ended, self.backward) - bucket.started) for bucket in self.buckets
+        )
+        return inside / spent if spent else 0.0
+
+    @property
+    def waited(self) -> list[float]:
+        """Seconds that each rank waited for the others, by rank."""
+        waits = [bucket.waits for bucket in self.buckets]
+        return [sum(column) for column in zip(*waits, strict=True)]
+
+    @property
+    def straggler(self) -> tuple[int, float] | None:
+        """The rank that the others waited for, and how long each of them did.
+
+        None where nobody waited for more than a tenth of the time.
+        """
+        waited = self.waited
+        if len(waited) < 2:
+            return None
+        last = min(range(len(waited)), key=waited.__getitem__)
+        others = [seconds for rank, seconds in enumerate(waited) if rank != last]
+        lost = sum(others) / len(others) - waited[last]
+        return (last, lost) if lost > 0.1 * self.total else None
+
+    def _title(self) -> str:
+        size = bytes_text(sum(bucket.bytes for bucket in self.buckets))
+        text = (
+            f"{size} of gradients in {len(self.buckets)} buckets: backward pass "
+            f"{self.backward * 1e3:.1f} ms, all reduced after {self.total * 1e3:.1f} ms, "
+            f"{self.overlap:.0%} of the reducing inside the backward pass"
+        )
+        late = self.straggler
+        if late is not None:
+            text += f"; each of the others waited {late[1] * 1e3:.1f} ms for rank {late[0]}"
+        return text
+
+    def _rows(self) -> list[list[str]]:
+        rows = []
+        for number, b in enumerate(self.buckets):
+            last = f" … {b.names[-1]}" if len(b.names) > 1 else ""
+            speed = b.bytes / max(b.ended - b.agreed, 1e-9) / 1e9
+            rows.append(
+                [
+                    str(number),
+                    f"{len(b.names)}: {b.names[0]}{last}",
+                    bytes_text(b.bytes),
+                    f"{b.ready * 1e3:.2f} ms",
+                    f"{(b.agreed - b.ready) * 1e3:.2f} ms",
+                    f"{(b.ended - b.agreed) * 1e3:.2f} ms",
+                    f"{speed:.2f}",
+                ]
+            )
+        return rows
+
+    def __str__(self) -> str:
+        return f"{self._title()}\n{table_text(_HEADERS, self._rows(), _ROWS)}"
+
+    def __repr__(self) -> str:
+        return f"<BackwardReport: {self._title()}>"
+
+    def _repr_html_(self) -> str:
+        return table_html(self._title(), _HEADERS, self._rows())

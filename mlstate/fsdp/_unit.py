@@ -1,0 +1,323 @@
+"""A parameter whose gradient is divided among ranks; public through `mlstate.fsdp`."""
+
+from __future__ import annotations
+
+from functools import cache
+from math import prod
+from operator import index
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .._common.dtypes import name_of, stored_dtype
+from .._common.set_module import set_module
+from .._sharding.layout import Layout, Shard
+from ..errors import CompatibilityError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+_LAYOUTS = {"flat": Layout.flat, "rows": Layout.rows}
+
+
+def dtype_text(dtype: Any) -> str:
+    """Return the name that NumPy, ml_dtypes and torch have for a dtype."""
+    if dtype is None:  # float64 to NumPy
+        raise TypeError("dtype must be a dtype or its name, got None")
+    text = str(dtype)
+    if text.startswith("torch.") or text == "bfloat16" or text.startswith("float8"):
+        return text.removeprefix("torch.")
+    return name_of(np.dtype(dtype))
+
+
+@cache
+def _item_bytes(dtype: str) -> int:
+    """Return the size of an element of NumPy's dtypes, bfloat16 and the 8-bit floats."""
+    if dtype == "bfloat16":
+        return 2
+    return 1 if dtype.startswith("float8") else int(np.dtype(dtype).itemsize)
+
+
+def _numpy_dtype(dtype: str) -> Any:
+    try:
+        return np.dtype(dtype)
+    except TypeError:  # what NumPy itself lacks
+        return stored_dtype(dtype)
+
+
+@set_module("mlstate.fsdp")
+class FSDPShardingUnit:
+    """A parameter, and the part of its gradient that this rank keeps.
+
+    Parameters
+    ----------
+    parameter_name : str
+        As the model calls it.
+    shape : iterable of int
+        Of the full parameter.
+    dtype : dtype or str
+        Of the parameter, NumPy's, torch's or a name such as ``"bfloat16"``.
+    shard_index : int
+        Which part this rank keeps: its rank in the group.
+    world_size : int, optional
+        Number of ranks. Default: that of the group, as soon as the unit is used with one.
+    layout : {"flat", "rows"}, default "flat"
+        ``"flat"`` cuts the flattened parameter into chunks of ``ceil(n / world_size)``
+        elements, as FSDP1 does; ``"rows"`` cuts the first axis, as FSDP2 does.
+
+    Attributes
+    ----------
+    local_gradient : array or torch.Tensor or None
+        The reduced part: one-dimensional for ``"flat"``, rows for ``"rows"``, never padded,
+        empty where the rank owns nothing. The next backward pass writes into the same
+        memory: copy what is to be kept.
+
+    Raises
+    ------
+    TypeError
+        A number is no int, or the dtype is None.
+    ValueError
+        The name is empty, the layout is unknown, or there is no such part.
+    CompatibilityError
+        ``"rows"`` of a parameter without dimensions.
+
+    Notes
+    -----
+    ``FSDPShardingUnit`` of the specification (FSDP backward hook), where parts of
+    parameters with fewer elements than ranks had negative sizes: here they are empty.
+
+    Examples
+    --------
+    >>> from mlstate.fsdp import FSDPShardingUnit
+    >>> unit = FSDPShardingUnit("fc.weight", (5, 3), "float32", 1, world_size=2)
+    >>> unit.counts, unit.local_shape
+    ((8, 7), (7,))
+    >>> FSDPShardingUnit("fc.weight", (5, 3), "float32", 1, world_size=2, layout="rows").local_shape
+    (2, 3)
+    """
+
+    __slots__ = (
+        "_counts",
+        "_layout",
+        "_local_shape",
+        "_residual",
+        "_world_size",
+        "dtype",
+        "fact",
+        "like",
+        "local_gradient",
+        "parameter_name",
+        "shape",
+        "shard_index",
+    )
+
+    def __init__(
+        self,
+        parameter_name: str,
+        shape: Iterable[int],
+        dtype: Any,
+        shard_index: int,
+        *,
+        world_size: int | None = None,
+        layout: str = "flat",
+    ) -> None:
+        if not isinstance(parameter_name, str) or not parameter_name:
+            raise ValueError(
+                f"parameter_name must be a str that is not empty, got {parameter_name!r}"
+            )
+        if layout not in _LAYOUTS:
+            raise ValueError(f"layout must be 'flat' or 'rows', got {layout!r}")
+        self.shard_index = index(shard_index)
+        if self.shard_index < 0:
+            raise ValueError(f"shard_index must be 0 or more, got {shard_index}")
+        self.parameter_name = parameter_name
+        self.shape = tuple(index(n) for n in shape)
+        if any(n < 0 for n in self.shape):
+            raise ValueError(f"{parameter_name}: shape {self.shape} has a negative dimension")
+        if layout == "rows" and not self.shape:
+            raise CompatibilityError(
+                f"{parameter_name}: a parameter without dimensions has no rows; pass layout='flat'"
+            )
+        self.dtype = dtype_text(dtype)
+        self.local_gradient: Any = None
+        self._residual: Any = None
+        self.like: Any = None  # the parameter itself, where it is a tensor of torch
+        self._layout = layout
+        self._world_size: int | None = None
+        self._counts: tuple[int, ...] = ()
+        self._local_shape: tuple[int, ...] = ()
+        # what all ranks must agree on
+        self.fact = f"{parameter_name!r} {self.dtype} {self.shape} {layout}"
+        if world_size is not None:
+            self.bind(world_size)
+
+    def __repr__(self) -> str:
+        of = "" if self._world_size is None else f" of {self._world_size}"
+        return f"FSDPShardingUnit({self.fact}, shard {self.shard_index}{of})"
+
+    def bind(self, world_size: int) -> None:
+        """Say how many ranks there are; groups do that for units that were not told.
+
+        Parameters
+        ----------
+        world_size : int
+            Number of ranks.
+
+        Raises
+        ------
+        ValueError
+            The unit was made for another number, or its part does not exist.
+
+        Examples
+        --------
+        >>> from mlstate.fsdp import FSDPShardingUnit
+        >>> unit = FSDPShardingUnit("bias", (3,), "float32", 3)
+        >>> unit.bind(4)
+        >>> unit.counts
+        (1, 1, 1, 0)
+        """
+        if self._world_size == world_size:
+            return
+        if index(world_size) < 1:
+            raise ValueError(f"{self.parameter_name}: world_size must be 1 or more")
+        if self._world_size is not None:
+            raise ValueError(
+                f"{self.parameter_name}: this unit divides by {self._world_size} ranks, and the "
+                f"group has {world_size}"
+            )
+        if self.shard_index >= world_size:
+            raise ValueError(
+                f"{self.parameter_name}: shard_index {self.shard_index} is out of range: "
+                f"{world_size} ranks have shards 0 to {world_size - 1}"
+            )
+        layout = _LAYOUTS[self._layout](world_size)
+        self._counts = tuple(prod(layout.shape(self.shape, i)) for i in range(world_size))
+        self._local_shape = layout.shape(self.shape, self.shard_index)
+        self._world_size = world_size
+
+    def _unbound(self) -> ValueError:
+        return ValueError(
+            f"{self.parameter_name}: pass world_size=, or use the unit with a group first"
+        )
+
+    @property
+    def layout(self) -> Layout:
+        """How the parameter is cut, as `mlstate.checkpoint.Layout`."""
+        if self._world_size is None:
+            raise self._unbound()
+        return _LAYOUTS[self._layout](self._world_size)
+
+    @property
+    def world_size(self) -> int | None:
+        """Number of ranks; None before the unit has met a group."""
+        return self._world_size
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Elements of the part of each rank."""
+        if self._world_size is None:
+            raise self._unbound()
+        return self._counts
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of `local_gradient`."""
+        if self._world_size is None:
+            raise self._unbound()
+        return self._local_shape
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the full gradient."""
+        return prod(self.shape) * self.item_bytes
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of an element."""
+        return _item_bytes(self.dtype)
+
+    def residual(self) -> Any:
+        """Return what compression has lost of this rank's gradients so far.
+
+        Returns
+        -------
+        ndarray
+            One-dimensional, float32, of all elements of the full gradient; zeros before the
+            first step. Save it with the optimizer to resume to the same bits.
+
+        Examples
+        --------
+        >>> from mlstate.fsdp import FSDPShardingUnit
+        >>> FSDPShardingUnit("w", (2, 2), "float32", 0).residual()
+        array([0., 0., 0., 0.], dtype=float32)
+        """
+        if self._residual is None:
+            self._residual = np.zeros(prod(self.shape), np.float32)
+        return self._residual
+
+    def zeros(self) -> Any:
+        """Return a full gradient of zeros, in the place of one that is missing."""
+        if self.like is not None:
+            return self.like.new_zeros(self.shape)
+        return np.zeros(self.shape, _numpy_dtype(self.dtype))
+
+    def shard(self) -> Shard:
+        """Return the local gradient as what `mlstate.save` stores.
+
+        Returns
+        -------
+        Shard
+            Round the same array.
+
+        Raises
+        ------
+        ValueError
+            There is no gradient.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate.fsdp import FSDPShardingUnit
+        >>> unit = FSDPShardingUnit("bias", (3,), "float32", 0, world_size=2)
+        >>> unit.local_gradient = np.ones(2, "float32")
+        >>> unit.shard()
+        Shard(0 of 2 of (3,), Layout([('flat', 2)]))
+        """
+        if self.local_gradient is None:
+            raise ValueError(f"{self.parameter_name} has no local gradient")
+        return Shard(self.local_gradient, self.layout, self.shard_index, shape=self.shape)
+
+
+def bind_unit(unit: FSDPShardingUnit, rank: int, world_size: int) -> None:
+    """Bind a unit to a group; raise TypeError or ValueError if it is not one of this rank."""
+    if not isinstance(unit, FSDPShardingUnit):
+        raise TypeError(f"a unit must be an FSDPShardingUnit, got {type(unit).__name__}")
+    unit.bind(world_size)
+    if unit.shard_index != rank:
+        raise ValueError(
+            f"{unit.parameter_name}: rank {rank} keeps shard {rank} of this group, and the unit "
+            f"says {unit.shard_index}"
+        )
+
+
+def check_units(units: Any) -> None:
+    """Raise TypeError or ValueError unless this is a dict of units by their names."""
+    if not hasattr(units, "items"):
+        raise TypeError(
+            f"sharding_units must be a dict of FSDPShardingUnit, got {type(units).__name__}"
+        )
+    for name, unit in units.items():
+        if not isinstance(unit, FSDPShardingUnit):
+            raise TypeError(f"sharding_units[{name!r}] is a {type(unit).__name__}")
+        if unit.parameter_name != name:
+            raise ValueError(
+                f"sharding_units[{name!r}] is the unit of {unit.parameter_name!r}: gradients are "
+                "paired by name"
+            )
+
+
+def bind_units(units: Mapping[str, FSDPShardingUnit], rank: int, world_size: int) -> None:
+    """Check units by their names, and bind them to a group."""
+    check_units(units)
+    for unit in units.values():
+        bind_unit(unit, rank, world_size)

@@ -1,0 +1,253 @@
+"""Whether scattered gradients are what they should be; public through `mlstate.fsdp`."""
+
+from __future__ import annotations
+
+import json
+from itertools import accumulate, pairwise
+from math import isfinite, sqrt
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from .. import _core
+from .._common.arrays import is_torch
+from .._common.dtypes import as_numbers
+from .._common.set_module import set_module
+from .._common.text import table_html, table_text
+from ._gradient_ops import packed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from ._config import FSDP
+    from ._unit import FSDPShardingUnit
+
+_BLOCK = 1 << 20  # elements that are compared at a time
+_SHOWN = 20
+# What rounding may change an element by, relative to it.
+_ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
+
+
+@set_module("mlstate.fsdp")
+class Mismatch(NamedTuple):
+    """A gradient that is not what it should be.
+
+    Attributes
+    ----------
+    parameter : str
+        Whose gradient.
+    rank : int
+        Whose part.
+    element : int or None
+        Its place in the part, from 0; None where the part is absent, or only its sum is known.
+    expected, actual : number or str
+        What should be there, and what is.
+    """
+
+    parameter: str
+    rank: int
+    element: int | None
+    expected: complex | str
+    actual: complex | str
+
+
+@set_module("mlstate.fsdp")
+class GradientReport:
+    """What a verification found: true where all is well.
+
+    Attributes
+    ----------
+    mismatches : list of Mismatch
+        The first differing element of each gradient that is wrong.
+    compared : int
+        How many gradients were compared.
+    atol : float
+        How much elements may differ.
+
+    Examples
+    --------
+    >>> from mlstate.fsdp import GradientReport
+    >>> bool(GradientReport([], 2, 1e-5))
+    True
+    """
+
+    def __init__(self, mismatches: list[Mismatch], compared: int, atol: float) -> None:
+        self.mismatches = mismatches
+        self.compared = compared
+        self.atol = atol
+
+    def __bool__(self) -> bool:
+        return not self.mismatches
+
+    def _title(self) -> str:
+        wrong = len(self.mismatches)
+        if not wrong:
+            return f"{self.compared} gradients are well, to {self.atol:g}"
+        verb = "differs" if wrong == 1 else "differ"
+        return f"{wrong} of {self.compared} gradients {verb} by more than {self.atol:g}"
+
+    def _rows(self) -> tuple[list[str], list[list[str]]]:
+        headers = ["parameter", "rank", "element", "expected", "actual"]
+        rows = [
+            [m.parameter, str(m.rank), f"{m.element:,}" if m.element is not None else ""]
+            for m in self.mismatches
+        ]
+        for row, m in zip(rows, self.mismatches, strict=True):
+            row += [str(m.expected), str(m.actual)]
+        return headers, rows
+
+    def __repr__(self) -> str:
+        headers, rows = self._rows()
+        return f"{self._title()}\n{table_text(headers, rows, _SHOWN)}" if rows else self._title()
+
+    def _repr_html_(self) -> str:
+        return table_html(self._title(), *self._rows())
+
+
+def _blocks(array: Any) -> Iterator[Any]:
+    """Give the elements, block by block: floats as float64, integers as they are."""
+    flat = packed(array).reshape(-1)
+    for start in range(0, len(flat), _BLOCK):
+        block = flat[start : start + _BLOCK]
+        if is_torch(block):
+            near = block.cpu()
+            yield (near.double() if near.dtype.is_floating_point else near).numpy()
+        elif (block := as_numbers(block)).dtype.kind in "biuc":
+            yield block
+        else:
+            yield block.astype(np.float64)
+
+
+def _differ(expected: Any, actual: Any, atol: float) -> Any:
+    """Say which elements differ by more than `atol`; NaN always does."""
+    different = ~(expected == actual)  # infinities that are equal differ by NaN
+    wide = np.complex128 if "c" in (expected.dtype.kind, actual.dtype.kind) else np.float64
+    there = different.nonzero()[0]
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(expected[there].astype(wide) - actual[there].astype(wide))
+    exact = expected.dtype.kind in "biu" and atol < 1  # float64 has no 2**53 + 1
+    different[there] = True if exact else ~(apart <= atol)
+    return different
+
+
+def _part(unit: FSDPShardingUnit, full: Any) -> Any:
+    return unit.layout.take(full.detach() if is_torch(full) else full, unit.shard_index)
+
+
+def _first_difference(unit: FSDPShardingUnit, full: Any, atol: float) -> Mismatch | None:
+    name, rank, local = unit.parameter_name, unit.shard_index, unit.local_gradient
+    if local is None:
+        return Mismatch(name, rank, None, "a gradient", "none")
+    for what, array in (("local", local), ("full", full)):
+        if not hasattr(array, "shape"):
+            raise TypeError(f"{name}: the {what} gradient is a {type(array).__name__}, no array")
+    if tuple(full.shape) != unit.shape:
+        return Mismatch(name, rank, None, str(unit.shape), f"full gradient of {tuple(full.shape)}")
+    part = _part(unit, full)
+    if tuple(local.shape) != tuple(part.shape):
+        return Mismatch(name, rank, None, str(tuple(part.shape)), str(tuple(local.shape)))
+    at = 0
+    for expected, actual in zip(_blocks(part), _blocks(local), strict=True):
+        wrong = _differ(expected, actual, atol)
+        if wrong.any():
+            i = int(wrong.argmax())
+            return Mismatch(name, rank, at + i, expected[i].item(), actual[i].item())
+        at += len(expected)
+    return None
+
+
+def compare(
+    units: Mapping[str, FSDPShardingUnit], gradients: Mapping[str, Any], atol: float
+) -> GradientReport:
+    """Compare local gradients with the parts of reduced full ones."""
+    names = [name for name in units if gradients.get(name) is not None]
+    found = (_first_difference(units[name], gradients[name], atol) for name in names)
+    return GradientReport([m for m in found if m is not None], len(names), atol)
+
+
+# ---- without any full gradient that is reduced ----
+
+
+def _sketch(array: Any, start: int) -> tuple[float, float]:
+    """Return the sum of packed elements with signs by their places, and their norm."""
+    near = array.cpu() if is_torch(array) else array
+    ((squares, _),) = _core.tally(["gradient"], [near])
+    return _core.sketch(near, start, 0)[0], sqrt(squares)
+
+
+def _told(unit: FSDPShardingUnit, full: Any) -> dict[str, Any]:
+    """Say what a rank knows of one parameter: of its part, and of what it had for each."""
+    starts = list(accumulate(unit.counts, initial=0))
+    wrong = ""
+    told: dict[str, Any] = {"fact": unit.fact, "dtype": unit.dtype, "counts": unit.counts}
+    try:
+        wrong = _not_comparable(unit, full)
+        if not wrong:
+            flat = packed(full).reshape(-1)
+            told["parts"] = [_sketch(flat[a:b], a) for a, b in pairwise(starts)]
+            local = packed(unit.local_gradient).reshape(-1)
+            told["local"] = _sketch(local, starts[unit.shard_index])
+    except Exception as error:  # the other ranks wait for this
+        wrong = f"{type(error).__name__}: {error}"
+    return told | {"wrong": wrong}
+
+
+def _not_comparable(unit: FSDPShardingUnit, full: Any) -> str:
+    """Say what is wrong with a gradient, or nothing."""
+    for what, array, shape in (
+        ("local", unit.local_gradient, unit.local_shape),
+        ("full", full, unit.shape),
+    ):
+        if array is None:
+            return f"no {what} gradient"
+        if tuple(array.shape) != shape:
+            return f"a {what} gradient of {tuple(array.shape)}"
+    return ""
+
+
+def _slack(world: int, dtype: str, count: int, norms: float, atol: float) -> float:
+    """Return what a sum with signs may be off by where all is well.
+
+    Errors of elements have signs of their own: together they grow as the root of their
+    number does, and are within a few times that.
+    """
+    wide = 2.0**-24 if dtype in _ROUNDING else 2.0**-53
+    rounding = _ROUNDING.get(dtype, 0.0) + world * wide
+    return 10 * rounding * norms + atol * min(count, 6 * sqrt(count))
+
+
+def compare_sums(
+    fsdp: FSDP, units: Mapping[str, FSDPShardingUnit], gradients: Mapping[str, Any], atol: float
+) -> GradientReport:
+    """Compare sums of the parts with sums of what all ranks had for them."""
+    if fsdp.op not in ("sum", "mean"):
+        raise ValueError(f"unreduced= goes with sums and means, not with op={fsdp.op!r}")
+    text = json.dumps({name: _told(units[name], gradients.get(name)) for name in units})
+    ranks = fsdp.process_group.gather_bytes(text.encode(), timeout=fsdp.timeout)
+    told = [json.loads(t) for t in ranks]
+    names = sorted({name for of in told for name in of})
+    divisor = fsdp.divisor
+    found = (_wrong_sum(name, [of.get(name) for of in told], divisor, atol) for name in names)
+    return GradientReport([m for m in found if m is not None], len(names), atol)
+
+
+def _wrong_sum(name: str, told: list[Any], divisor: float, atol: float) -> Mismatch | None:
+    """Compare the parts of one parameter with what all ranks had for them."""
+    for rank, known in enumerate(told):
+        if known is None:
+            return Mismatch(name, rank, None, "a sharding unit", "none")
+        if known["fact"] != told[0]["fact"]:
+            return Mismatch(name, rank, None, told[0]["fact"], known["fact"])
+    for rank, known in enumerate(told):
+        if known["wrong"]:
+            return Mismatch(name, rank, None, "gradients that can be compared", known["wrong"])
+    for rank, known in enumerate(told):
+        parts = [of["parts"][rank] for of in told]
+        expected = sum(signed for signed, _ in parts) / divisor
+        actual, norm = known["local"]
+        norms = norm + sum(of for _, of in parts) / abs(divisor)
+        difference = abs(expected - actual)
+        slack = _slack(len(told), known["dtype"], known["counts"][rank], norms, atol)
+        if not (isfinite(difference) and difference <= slack):
+            return Mismatch(name, rank, None, f"sum {expected:g}", f"sum {actual:g}")
+    return None

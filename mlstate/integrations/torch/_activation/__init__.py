@@ -1,0 +1,1 @@
+"""Blocks of torch modules that run by a plan or a strategy."""

@@ -1,0 +1,380 @@
+"""Plans on torch models: which modules are the blocks, and how their calls come to the plan."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ...._common.local_path import local_path
+from ...._common.set_module import set_module
+from .module_patterns import modules_named, refuse_overlap
+from .schedule import Block, Program, Run, flatten
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_HOOK = "_compiled_call_impl"  # what torch.nn.Module.__call__ looks at before all hooks
+
+
+def find_blocks(module: Any, blocks: Any, count: int | None) -> list[tuple[str, Any]]:
+    """Find the blocks of a model, in their order, with their names.
+
+    Parameters
+    ----------
+    module : torch.nn.Module, sequence of blocks, or None
+        The model.
+    blocks : str, sequence or None
+        A pattern of names, or the blocks themselves. Default: the children of a Sequential or
+        ModuleList, or the only one of these in the model that has `count` of them.
+    count : int, optional
+        How many there must be.
+
+    Returns
+    -------
+    list of (str, module)
+        Names and blocks.
+
+    Raises
+    ------
+    ValueError
+        If there are not as many, or it is not clear which they are.
+    """
+    import torch
+
+    if blocks is None and isinstance(module, list | tuple):
+        blocks = module
+    if blocks is None:
+        found = _children(module, count)
+    elif isinstance(blocks, str):
+        found = modules_named(module, blocks)
+    else:
+        names = {} if not isinstance(module, torch.nn.Module) else _names_of(module)
+        found = [(names.get(id(b), f"block {i}"), b) for i, b in enumerate(blocks)]
+    bad = next((block for _, block in found if not callable(block)), None)
+    if bad is not None:
+        raise TypeError(f"a block must be callable, got {type(bad).__name__}")
+    if not found:
+        raise ValueError(f"no blocks: {blocks!r} names nothing in {type(module).__name__}")
+    if count is not None and len(found) != count:
+        shown = ", ".join(name for name, _ in found[:6]) + (", …" if len(found) > 6 else "")
+        raise ValueError(f"the plan is for {count} blocks, found {len(found)}: {shown}")
+    return found
+
+
+def _names_of(module: Any) -> dict[int, str]:
+    return {id(m): name for name, m in module.named_modules()}
+
+
+def _children(module: Any, count: int | None) -> list[tuple[str, Any]]:
+    import torch
+
+    lists = (torch.nn.Sequential, torch.nn.ModuleList)
+    if isinstance(module, lists):
+        return list(module._modules.items())
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"expected a torch.nn.Module or a list of blocks, got {module!r:.80}")
+    found = [(name, m) for name, m in module.named_modules() if isinstance(m, lists)]
+    fitting = [(name, m) for name, m in found if count is None or len(m) == count]
+    if len(fitting) != 1:
+        shown = ", ".join(f"{name} ({len(m)})" for name, m in found[:8]) or "none"
+        wanted = "" if count is None else f" of {count}"
+        raise ValueError(
+            f"which modules are the blocks? {type(module).__name__} has {len(fitting)} "
+            f"Sequential or ModuleList{wanted}, of all: {shown}; pass blocks='layers.*' or a list"
+        )
+    name, chosen = fitting[0]
+    return [(f"{name}.{key}", block) for key, block in chosen._modules.items()]
+
+
+class _Entry(partial[Any]):
+    """What stands in the place of a module's call."""
+
+
+class Interceptor:
+    """Takes over the calls of modules, before their hooks, and lets them go again.
+
+    Parameters
+    ----------
+    found : sequence of (str, module)
+        The blocks; a module may be there more than once.
+    enter : callable
+        Gets the positions of the called block, how it is called without this, and the
+        arguments.
+    """
+
+    def __init__(self, found: Sequence[tuple[str, Any]], enter: Callable[..., Any]) -> None:
+        self.calls: list[Callable[..., Any]] = []
+        self._undo: list[tuple[Any, Any, Any, Any]] = []
+        self._positions: dict[int, list[int]] = {}
+        for position, (_, block) in enumerate(found):
+            self._positions.setdefault(id(block), []).append(position)
+        made: dict[int, Callable[..., Any]] = {}
+        for name, block in found:
+            if id(block) not in made:
+                made[id(block)] = self._take(name, block, enter)
+            self.calls.append(made[id(block)])
+
+    def _take(self, name: str, block: Any, enter: Callable[..., Any]) -> Callable[..., Any]:
+        import torch
+
+        if not isinstance(block, torch.nn.Module):
+            call: Callable[..., Any] = block
+            return call
+        before = block.__dict__.get(_HOOK)
+        if isinstance(before, _Entry):
+            raise ValueError(f"{name} follows a plan already: remove() that first")
+        original: Callable[..., Any] = before or block._call_impl
+        mine = _Entry(enter, tuple(self._positions[id(block)]), original)
+        block.__dict__[_HOOK] = mine
+        handle = None if before else block.register_forward_pre_hook(_break_graph, prepend=True)
+        self._undo.append((block, before, mine, handle))
+        return original
+
+    def remove(self) -> None:
+        """Let the modules be as they were."""
+        for block, before, mine, handle in reversed(self._undo):
+            if block.__dict__.get(_HOOK) is mine:
+                del block.__dict__[_HOOK]
+                if before is not None:
+                    block.__dict__[_HOOK] = before
+            if handle is not None:
+                handle.remove()
+        self._undo = []
+
+
+def _break_graph(module: Any, args: Any) -> None:
+    """Keep torch.compile from tracing through a block, past the plan that stands before it."""
+    import torch
+
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break()
+
+
+def run_blocks(
+    modules: Sequence[Any], enter: Callable[..., Any] | None, args: Any, kwargs: Any
+) -> Any:
+    """Run blocks one after the other; those that are no modules through `enter`."""
+    import torch
+
+    out, *others = args
+    for position, block in enumerate(modules):
+        taken = (*out, *others) if isinstance(out, tuple | list) else (out, *others)
+        if isinstance(block, torch.nn.Module) or enter is None:
+            out = block(*taken, **kwargs)
+        else:
+            out = enter((position,), block, *taken, **kwargs)
+    return out
+
+
+@set_module("mlstate.integrations.torch")
+class PlannedModel:
+    """A model whose blocks run by a plan; `Plan.apply` makes these.
+
+    The model itself is what it was: its parameters, the names in its state dict, its class.
+    Calling this calls the model.
+
+    Attributes
+    ----------
+    plan : Plan
+        The plan.
+    module : torch.nn.Module or None
+        The model; None where blocks came as a list.
+    names : list of str
+        The blocks.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from mlstate.activation import Chain, plan
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+    >>> chain = Chain([1, 1], [2, 2], [64, 64, 64], [64, 128])
+    >>> with plan(chain, 10_000).apply(model) as planned:
+    ...     planned(torch.ones(4, 4)).sum().backward()
+    >>> model[0].weight.grad.shape
+    torch.Size([4, 4])
+    """
+
+    def __init__(
+        self,
+        plan: Any,
+        module: Any,
+        found: Sequence[tuple[str, Any]],
+        folder: str | None,
+        observe: Callable[[str, int], None] | None,
+    ) -> None:
+        self.plan = plan
+        self.module = module
+        self.names = [name for name, _ in found]
+        self._modules = [block for _, block in found]
+        self._program = Program(plan.steps())
+        self._options = (folder, observe)
+        self._is_plain = self._program.is_plain and observe is None  # then torch does all
+        self._local = threading.local()
+        self._compiled: Callable[..., Any] | None = None
+        refuse_overlap(found)
+        self._interceptor: Interceptor | None = Interceptor(found, self._enter)
+        self._blocks = [
+            Block(name, call, block)
+            for (name, block), call in zip(found, self._interceptor.calls, strict=True)
+        ]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model, or the blocks one after the other.
+
+        A list of blocks gets the first argument, a tensor or a tuple of what a block takes;
+        what a block returns goes to the next one. The other arguments go to every block.
+        """
+        if self.module is not None:
+            return self.module(*args, **kwargs)
+        enter = None if self._interceptor is None else self._enter
+        return run_blocks(self._modules, enter, args, kwargs)
+
+    def _enter(
+        self, positions: tuple[int, ...], original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run a block that is called: by the plan where gradients are wanted."""
+        if "torch._dynamo" not in sys.modules:
+            return self._run(positions, original, args, kwargs)
+        if self._compiled is None:
+            import torch
+
+            disable: Any = torch.compiler.disable  # recomputation would not be compiled either
+            self._compiled = disable(self._run)
+        assert self._compiled is not None
+        return self._compiled(positions, original, args, kwargs)
+
+    def _run(
+        self, positions: tuple[int, ...], original: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        import torch
+
+        if not torch.is_grad_enabled() or self._is_plain:
+            return original(*args, **kwargs)
+        leaves, spec = flatten(args, kwargs)
+        run = getattr(self._local, "run", None)
+        self._local.run = None  # an error ends the pass
+        if run is None or run.next not in positions or not run.matches(leaves):
+            if 0 not in positions:
+                raise self._astray(run, positions)
+            run = Run(self._program, self._blocks, *self._options)
+        out = run.first(args, kwargs, leaves, spec)
+        if run.next < self._program.blocks:
+            self._local.run = run
+        return out
+
+    def _astray(self, run: Run | None, positions: tuple[int, ...]) -> ValueError:
+        name = self.names[positions[0]]
+        if run is None or run.next not in positions:
+            turn = self.names[0 if run is None else run.next]
+            return ValueError(
+                f"{name} was called, and it is the turn of {turn}: a plan runs all "
+                "blocks in their order, under torch.no_grad() any"
+            )
+        before = self.names[run.next - 1]
+        return ValueError(
+            f"what enters {name} is not what {before} returned: something stands between the two; "
+            "make it part of a block"
+        )
+
+    def remove(self) -> None:
+        """Let the model run without the plan again; graphs that exist stay good."""
+        if self._interceptor is not None:
+            self._interceptor.remove()
+            self._interceptor = None
+
+    def __enter__(self) -> PlannedModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        name = "blocks" if self.module is None else type(self.module).__name__
+        removed = ", removed" if self._interceptor is None else ""
+        return f"<PlannedModel: {name}, {self.plan!r}{removed}>"
+
+
+@set_module("mlstate.integrations.torch")
+def apply_plan(
+    plan: Any,
+    module: Any = None,
+    *,
+    blocks: Any = None,
+    offload_to: str | os.PathLike[str] | None = None,
+    observe: Callable[[str, int], None] | None = None,
+) -> PlannedModel:
+    """Run the blocks of a torch model by a plan's steps; public as `Plan.apply`.
+
+    Parameters
+    ----------
+    plan : Plan
+        For as many blocks as there are.
+    module : torch.nn.Module or sequence of blocks, optional
+        The model. Its class and its names stay, and it is called as before.
+    blocks : str or sequence of callables, optional
+        Which of its modules are the blocks: a pattern of names (``"layers.*"``, where a star
+        stands for one part of a name), or the blocks in their order, without `module` too.
+        Default: the children of a Sequential or ModuleList, or of the only one in the model
+        that has as many.
+    offload_to : path, optional
+        A folder for what the plan offloads: files without names, of the size of what is
+        saved. Default: main memory, pinned where the model is on an accelerator.
+    observe : callable, optional
+        Gets the kind and the index of each step before it is taken; a block's backward pass
+        itself follows on its step.
+
+    Returns
+    -------
+    PlannedModel
+        Calls the model; its ``remove()``, or the end of a ``with`` block, ends the plan.
+
+    Raises
+    ------
+    ValueError
+        The number of blocks is another one, it is not clear which modules are the blocks, or
+        they follow a plan already. While the model runs: a block is called out of turn, or
+        what enters it is not what the block before returned.
+    MLStateError
+        While the model runs: a block changes its input in place, recomputing gives other
+        tensors than the first run, a second backward pass, or ``create_graph=True``.
+
+    Notes
+    -----
+    Gradients have the bits of a run without the plan, hooks of parameters fire at the same
+    places and once, and what the blocks draw from torch's generators is the same. Arguments
+    that are not what the block before returned (masks, tables, flags) go to each run as they
+    are; of objects that a block may change, such as a KV cache, each run gets a copy. Buffers
+    that a block changes, such as BatchNorm's statistics, change once: for recomputation their
+    earlier values are kept. Without gradients (``torch.no_grad()``)
+    blocks run as if there was no plan.
+
+    Copies that autocast makes of parameters live as long as its ``with`` block, planned or
+    not. Recomputation ends as soon as the last saved tensor is there.
+
+    ``torch.compile``: compile the blocks before the plan is applied. In a model that is
+    compiled whole the blocks run by the plan, but not compiled; ``fullgraph=True`` fails.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from mlstate.activation import Chain, Plan
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+    >>> steps = [("forward", 0), ("save", 1), ("backward", 1), ("drop", 1), ("save", 0)]
+    >>> chain = Chain([1, 1], [2, 2], [64, 64, 64], [64, 64])
+    >>> made = Plan(chain, [*steps, ("backward", 0)])
+    >>> seen = []
+    >>> planned = made.apply(model, observe=lambda kind, block: seen.append(f"{kind} {block}"))
+    >>> model(torch.ones(4, 4)).sum().backward()
+    >>> seen
+    ['forward 0', 'save 1', 'backward 1', 'drop 1', 'save 0', 'backward 0']
+    """
+    if module is None and blocks is None:
+        raise TypeError("apply needs a module or blocks")
+    found = find_blocks(module, blocks, plan.chain.blocks)
+    if isinstance(module, list | tuple):
+        module = None
+    folder = None if offload_to is None else local_path(offload_to)
+    return PlannedModel(plan, module, found, folder, observe)

@@ -1,0 +1,375 @@
+"""Operators of a torch module: measured one by one, and kept or run again by choice."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ...._common.set_module import set_module
+from ...._common.text import bytes_text, table_html, table_text
+from ....activation._operator_selection import OperatorSelection, select_operators
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ...._common.budget import MemorySize
+    from ...._types import NDArray
+
+_ROWS = 40
+_HEADERS = ["operator", "calls", "seconds", "bytes", "can be kept"]
+
+
+class _Call(NamedTuple):
+    """One call of an operator: its name with the number of the call, and what it did."""
+
+    name: str
+    seconds: float
+    bytes: int
+    can_keep: bool
+
+
+def _storages(values: Any) -> dict[int, int]:
+    """Map each piece of memory under the tensors of nested values to its bytes."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    found = {}
+    for value in tree_leaves(values):
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+            storage = value.untyped_storage()
+            found[storage._cdata] = storage.nbytes()
+    return found
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """List the arguments that an operator changes in place."""
+    places = enumerate(func._schema.arguments)
+    return [
+        args[i] if i < len(args) else kwargs.get(place.name)
+        for i, place in places
+        if place.alias_info is not None and place.alias_info.is_write
+    ]
+
+
+def _random_states(device: Any) -> list[Any]:
+    import torch
+
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states
+
+
+def _recorder(device: Any, look: bool) -> Any:
+    """Make a mode that notes each call; `look` also finds out which may be kept."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.checkpoint import SAC_IGNORED_OPS
+
+    def wait() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __init__(self) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+            self.calls: list[_Call] = []
+            self._numbers: Counter[str] = Counter()
+            self._makers: dict[int, int] = {}  # of a piece of memory: the number of its call
+
+        def _look(self, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, bool]:
+            """Return bytes of new memory, and whether it is that and nothing else."""
+            given = _storages((args, kwargs))
+            fresh = {k: n for k, n in _storages(out).items() if k not in given}
+            for changed in _storages(_written(func, args, kwargs)):
+                maker = self._makers.get(changed)
+                if maker is not None:  # what changes later is not what was made
+                    self.calls[maker] = self.calls[maker]._replace(can_keep=False)
+            self._makers.update(dict.fromkeys(fresh, len(self.calls)))
+            return sum(fresh.values()), bool(fresh) and not func._schema.is_mutable
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            kwargs = kwargs or {}
+            if func in SAC_IGNORED_OPS:
+                return func(*args, **kwargs)
+            before = _random_states(device) if look else []
+            began = wait()
+            out = func(*args, **kwargs)
+            seconds = wait() - began
+            made, can_keep = 0, False
+            if look:
+                made, can_keep = self._look(func, args, kwargs, out)
+                after = _random_states(device)  # what draws has to draw again
+                can_keep &= all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+            name = str(func)
+            self.calls.append(_Call(f"{name} {self._numbers[name]}", seconds, made, can_keep))
+            self._numbers[name] += 1
+            return out
+
+    return Recorder()
+
+
+@set_module("mlstate.integrations.torch")
+class OperatorProfile:
+    """Time and memory of every call of an operator in a module's forward run.
+
+    `profile_operators` makes these.
+
+    Parameters
+    ----------
+    names : sequence of str, (calls,)
+        The operator's overload and the number of the call: ``"aten.addmm.default 0"``.
+    seconds : sequence of float, (calls,)
+        Of each call.
+    bytes : sequence of int, (calls,)
+        Of the memory that the call made for its output.
+    can_keep : sequence of bool, (calls,)
+        Whether the output can be kept: it is memory of its own that nobody changes in place,
+        and no random numbers are drawn, which a run again has to draw as well.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from mlstate.integrations.torch import profile_operators
+    >>> profile = profile_operators(torch.nn.Linear(4, 8), torch.ones(2, 4))
+    >>> profile.names[-1], profile.bytes[-1].item()
+    ('aten.addmm.default 0', 64)
+    """
+
+    def __init__(self, names: Any, seconds: Any, bytes: Any, can_keep: Any) -> None:
+        self.names = tuple(names)
+        self.seconds: NDArray = np.array(seconds, np.float64)
+        self.bytes: NDArray = np.array(bytes, np.int64)
+        self.can_keep: NDArray = np.array(can_keep, np.bool_)
+
+    def select(self, budget_bytes: MemorySize, *, by: str = "call") -> OperatorSelection:
+        """Choose which outputs to keep within a budget.
+
+        Parameters
+        ----------
+        budget_bytes : int, float or str
+            For all that one run of the module keeps, as for `select_operators`; a fraction is
+            one of the outputs that can be kept.
+        by : {"call", "operator"}
+            Choose call by call, or all calls of an operator together: coarser, and the same
+            for a module that calls its operators another number of times.
+
+        Returns
+        -------
+        OperatorSelection
+            Of those that can be kept; hand its `contexts` to ``torch.utils.checkpoint``.
+
+        Raises
+        ------
+        ValueError
+            If the budget is negative, or `by` is neither.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from mlstate.integrations.torch import profile_operators
+        >>> profile = profile_operators(torch.nn.Linear(4, 8), torch.ones(2, 4))
+        >>> profile.select(64).saved
+        ('aten.addmm.default 0',)
+        """
+        if by not in ("call", "operator"):
+            raise ValueError(f"by is {by!r}: choose call or operator")
+        numbers = np.flatnonzero(self.can_keep).tolist()
+        names = [self.names[i] for i in numbers]
+        seconds, sizes = self.seconds[numbers], self.bytes[numbers]
+        if by == "call":
+            return select_operators(seconds, sizes, budget_bytes, names)
+        operators = [name.rpartition(" ")[0] for name in names]
+        fixed = {n.rpartition(" ")[0] for n, can in zip(self.names, self.can_keep, strict=True)
+                 if not can}  # fmt: skip
+        chosen = [name for name in dict.fromkeys(operators) if name not in fixed]
+        which = {name: [i for i, n in enumerate(operators) if n == name] for name in chosen}
+        return select_operators(
+            [float(seconds[which[name]].sum()) for name in chosen],
+            np.array([sizes[which[name]].sum() for name in chosen], np.int64),
+            budget_bytes,
+            chosen,
+        )
+
+    def _rows(self) -> list[list[str]]:
+        operators = [name.rpartition(" ")[0] for name in self.names]
+        rows = []
+        for name in dict.fromkeys(operators):
+            which = [i for i, n in enumerate(operators) if n == name]
+            kept = int(self.can_keep[which].sum())
+            seconds, size = self.seconds[which].sum(), int(self.bytes[which].sum())
+            share = "yes" if kept == len(which) else f"{kept} of them" if kept else "no"
+            cells = [name, str(len(which)), f"{seconds:.4g}", bytes_text(size), share]
+            rows.append((seconds, cells))
+        return [cells for _, cells in sorted(rows, key=lambda row: -row[0])]
+
+    def _title(self) -> str:
+        return (
+            f"{len(self.names):,} calls of operators: {self.seconds.sum():.4g} s, "
+            f"{bytes_text(int(self.bytes.sum()))} of outputs"
+        )
+
+    def report(self) -> str:
+        """Describe the operators for a person.
+
+        Returns
+        -------
+        str
+            One line, then a table by operator, the slowest first.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from mlstate.integrations.torch import profile_operators
+        >>> profile = profile_operators(torch.nn.Linear(4, 8), torch.ones(2, 4))
+        >>> "aten.addmm.default" in profile.report()
+        True
+        """
+        return f"{self._title()}\n{table_text(_HEADERS, self._rows(), _ROWS)}"
+
+    def __repr__(self) -> str:
+        return f"<OperatorProfile: {self._title()}>"
+
+    def _repr_html_(self) -> str:
+        return table_html(self._title(), _HEADERS, self._rows())
+
+
+@set_module("mlstate.integrations.torch")
+def profile_operators(module: Any, sample: Any, *, repeats: int = 5) -> OperatorProfile:
+    """Measure every operator of a module's forward run.
+
+    Parameters
+    ----------
+    module : torch.nn.Module or callable
+        What is to be checkpointed, as a whole.
+    sample : torch.Tensor or tuple
+        Its input; a tuple holds several arguments.
+    repeats : int
+        Runs of which the median counts, after one that finds out what each call does.
+
+    Returns
+    -------
+    OperatorProfile
+        One entry per call, in order. Operators that torch's selective checkpointing leaves
+        alone are not among them.
+
+    Raises
+    ------
+    ValueError
+        If `repeats` is not positive, or the module calls other operators from run to run.
+    ImportError
+        If torch has no selective checkpointing: before 2.4.
+
+    Notes
+    -----
+    The module runs ``repeats + 1`` times: buffers that it changes are changed. Random numbers
+    are afterwards where they were. Time is the wall clock's, with the accelerator in step.
+    What is done with the module's result is not seen: where it is changed in place, torch
+    refuses to run the module again with its last operator kept.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from mlstate.integrations.torch import profile_operators
+    >>> profile = profile_operators(torch.nn.GELU(), torch.ones(8, requires_grad=True))
+    >>> profile.names, profile.bytes.tolist(), profile.can_keep.tolist()
+    (('aten.gelu.default 0',), [32], [True])
+    """
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    if repeats < 1:
+        raise ValueError(f"repeats is {repeats}: choose at least 1")
+    arguments = sample if isinstance(sample, tuple) else (sample,)
+    device = next(
+        (t.device for t in tree_leaves(arguments) if isinstance(t, torch.Tensor)),
+        torch.device("cpu"),
+    )
+    runs = []
+    devices = [device] if device.type == "cuda" else []
+    for number in range(repeats + 1):
+        with torch.random.fork_rng(devices), torch.enable_grad():
+            recorder = _recorder(device, look=number == 0)
+            with recorder:
+                module(*arguments)
+        runs.append(recorder.calls)
+    first = runs[0]
+    for calls in runs[1:]:
+        if [call.name for call in calls] != [call.name for call in first]:
+            raise ValueError("the module calls other operators from run to run")
+    seconds = [median(run[i].seconds for run in runs[1:]) for i in range(len(first))]
+    return OperatorProfile(
+        [call.name for call in first],
+        seconds,
+        [call.bytes for call in first],
+        [call.can_keep for call in first],
+    )
+
+
+def _take_names(names: Iterable[str]) -> tuple[set[str], set[str]]:
+    """Split names into operators of which all calls are meant, and single calls."""
+    whole, single = set(), set()
+    for name in names:
+        operator, space, number = name.rpartition(" ")
+        if space and number.isdecimal() and operator:
+            single.add(name)
+        else:
+            whole.add(name)
+    return whole, single
+
+
+@set_module("mlstate.integrations.torch")
+def operator_contexts(saved: Iterable[str]) -> tuple[Any, Any]:
+    """Make the contexts in which one checkpointed call keeps the outputs of some operators.
+
+    Parameters
+    ----------
+    saved : iterable of str
+        Overloads of operators, all calls of which are kept, or single calls of them:
+        ``"aten.mm.default"``, ``"aten.mm.default 3"``.
+
+    Returns
+    -------
+    tuple of context managers
+        What ``context_fn`` of ``torch.utils.checkpoint.checkpoint`` returns.
+
+    Raises
+    ------
+    ImportError
+        If torch has no selective checkpointing: before 2.4.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch.utils.checkpoint import checkpoint
+    >>> from mlstate.integrations.torch import operator_contexts
+    >>> layer, x = torch.nn.Linear(4, 4), torch.ones(4, 4, requires_grad=True)
+    >>> def contexts():
+    ...     return operator_contexts(["aten.addmm.default"])
+    >>> checkpoint(layer, x, use_reentrant=False, context_fn=contexts).shape
+    torch.Size([4, 4])
+    """
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    whole, single = _take_names(saved)
+    counts: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+
+    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = str(func)
+        count = counts[bool(context.is_recompute)]  # some versions ask again in backward
+        number = count[name]
+        count[name] += 1
+        kept = name in whole or f"{name} {number}" in single
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(  # type: ignore[no-untyped-call]
+        policy
+    )
+    return contexts

@@ -1,0 +1,281 @@
+"""Blocks of a torch model, measured: time and memory of their forward and backward runs."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...._common.set_module import set_module
+from ....activation._chain import Chain
+from .apply_plan import find_blocks
+from .block_calls import BlockCall, Pass, arguments, seed_of, tensors_in, untouched
+from .offload import Host
+from .peak_memory import Allocations
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+
+    import torch
+
+    from ...._types import NDArray
+
+_RATE_BYTES = 64 << 20
+
+
+def _storage_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    """Return the bytes of the memory in which tensors lie, each piece once."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def _call_key(call: BlockCall) -> tuple[Any, ...]:
+    """Return what the arguments of equal calls have in common."""
+    return tuple((t.shape, t.stride(), t.dtype, t.device, flag) for t, flag in call.tensors())
+
+
+def _block_key(block: Any) -> Any:
+    """Return what equal blocks have in common: their modules, and shapes of parameters."""
+    import torch
+
+    if not isinstance(block, torch.nn.Module):
+        return id(block)
+    tensors = [*block.named_parameters(), *block.named_buffers()]
+    shapes = tuple((name, t.shape, t.dtype, t.device, t.requires_grad) for name, t in tensors)
+    return type(block), repr(block), block.training, shapes
+
+
+class _Times:
+    """Measures the time of blocks."""
+
+    def __init__(self, repeats: int, device: torch.device) -> None:
+        self._repeats = repeats
+        self._device = device
+        self._runs: list[list[tuple[float, float]]] = []  # by block: forward, backward
+        self._keys: list[tuple[Any, ...]] = []
+
+    def _now(self) -> float:
+        import torch
+
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def __call__(self, call: BlockCall) -> None:
+        runs = []
+        for _ in range(self._repeats + 1):
+            run = call.bind()
+            began = self._now()
+            out = run()
+            ran = self._now()
+            loss = seed_of(out)
+            del out
+            again = self._now()
+            if loss is not None:
+                loss.backward()  # type: ignore[no-untyped-call]
+            runs.append((ran - began, self._now() - again))
+        self._runs.append(runs[1:])  # the first one is to warm up
+        self._keys.append(_call_key(call))
+
+    def of_blocks(self, keys: list[Any]) -> tuple[list[float], list[float], list[float]]:
+        """Return times forward and backward, and their spread; equal blocks have equal ones.
+
+        `keys` says, with the shapes of arguments, which blocks are equal.
+        """
+        equal: dict[Any, list[tuple[float, float]]] = {}
+        whole = list(zip(keys, self._keys, strict=True))
+        for key, runs in zip(whole, self._runs, strict=True):
+            equal.setdefault(key, []).extend(runs)
+        found = {key: _median_and_spread(np.array(runs)) for key, runs in equal.items()}
+        forward, backward, spread = zip(*(found[key] for key in whole), strict=True)
+        return list(forward), list(backward), list(spread)
+
+
+def _median_and_spread(runs: NDArray) -> tuple[float, float, float]:
+    low, middle, high = np.quantile(runs.sum(1), [0.25, 0.5, 0.75])
+    forward, backward = np.median(runs, 0).tolist()
+    return forward, backward, float((high - low) / middle) if middle else 0.0
+
+
+class _Bytes:
+    """Measures the memory of blocks; what it measured is read when the watching is over."""
+
+    def __init__(self, watched: Allocations) -> None:
+        self._watched = watched
+        self.activations: list[int] = []
+        self.gradients: list[int] = []
+
+    def __call__(self, call: BlockCall) -> None:
+        import torch
+
+        if not self.activations:
+            entering = call.tensors()
+            self.activations.append(_storage_bytes([tensor for tensor, _ in entering]))
+            self.gradients.append(sum(t.nbytes for t, flag in entering if flag))
+        mark = self._watched.mark
+        torch.clear_autocast_cache()
+        mark()
+        with torch.autograd.graph.saved_tensors_hooks(lambda _: None, _refuse):
+            out = call()
+        tensors = [tensor.detach() for tensor in tensors_in(out)]
+        del out
+        mark()
+        self.activations.append(_storage_bytes(tensors))
+        del tensors
+        torch.clear_autocast_cache()
+        mark()
+        run = call.bind()
+        out = run()
+        mark()
+        self.gradients.append(sum(t.nbytes for t in tensors_in(out) if t.requires_grad))
+        loss = seed_of(out)
+        del out
+        mark()
+        if loss is not None:
+            loss.backward()  # type: ignore[no-untyped-call]
+        del loss, run  # a cache among the arguments keeps what the block put into it
+        mark()
+
+    def of_blocks(self) -> tuple[list[int], list[int], list[int], list[int]]:
+        """Return what blocks save, and their temporary peaks: forward, saving, backward."""
+        spans = self._watched.spans()
+        made: tuple[list[int], ...] = ([], [], [], [])
+        for i, out in enumerate(self.activations[1:]):
+            forward, _, save, _, back = spans[6 * i : 6 * i + 5]
+            saved = max(save.after - save.before, out)
+            gradients = self.gradients[i] + self.gradients[i + 1]
+            made[0].append(saved)
+            made[1].append(max(0, forward.peak - forward.before - out))
+            made[2].append(max(0, save.peak - save.before - saved))
+            least = -min(self.gradients[i], saved + self.gradients[i + 1])
+            made[3].append(max(least, back.peak - save.before - saved - gradients))
+        return made  # type: ignore[return-value]
+
+
+def _refuse(_: Any) -> Any:
+    raise RuntimeError("a block takes gradients inside its own forward: it cannot be recomputed")
+
+
+def _rates(offload: Any, device: torch.device) -> dict[str, float]:
+    """Measure copies to the host and back."""
+    import torch
+
+    folder = None if offload is True else offload
+    tensor = torch.zeros(_RATE_BYTES, dtype=torch.uint8, device=device)
+    seconds: list[tuple[float, float]] = []
+    for _ in range(4):
+        host = Host(folder)
+        began = time.perf_counter()
+        away = host.put(tensor)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        gone = time.perf_counter()
+        host.get(away)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append((gone - began, time.perf_counter() - gone))
+    out, back = (median(column) for column in zip(*seconds[1:], strict=True))
+    return {
+        "offload_bytes_per_second": _RATE_BYTES / out,
+        "load_bytes_per_second": _RATE_BYTES / back,
+    }
+
+
+@set_module("mlstate.integrations.torch")
+def profile_chain(
+    module: Any,
+    sample: Any,
+    *,
+    blocks: Any = None,
+    repeats: int = 5,
+    offload: bool | str | os.PathLike[str] = False,
+) -> Chain:
+    """Measure the blocks of a torch model; public as `Chain.from_torch`.
+
+    Parameters
+    ----------
+    module : torch.nn.Module or sequence of blocks
+        The model, on the CPU or a CUDA device, in the mode in which it is trained.
+    sample : torch.Tensor, tuple or dict
+        What the model is called with: its only argument, its arguments, or its arguments by
+        name. As large as in training. Let it require a gradient only if it does in training.
+    blocks : str or sequence of callables, optional
+        Which of its modules are the blocks, as for `Plan.apply`.
+    repeats : int, default 5
+        Runs of each block, after one to warm up. Its times are medians over all runs of the
+        blocks that are equal to it, and `Chain.seconds_spread` says how far these are apart.
+    offload : bool or path, default False
+        Whether to measure copies to the host and back too, or to files in a folder.
+
+    Returns
+    -------
+    Chain
+        Times in seconds and memory in bytes, with the names of the blocks.
+
+    Raises
+    ------
+    ValueError
+        It is not clear which modules are the blocks, or the model does not call each once,
+        in their order; `repeats` is below 1.
+    TypeError
+        There is no tensor in `sample`.
+    RuntimeError
+        A profiler of torch runs already.
+
+    Notes
+    -----
+    Memory is what torch's allocator says, see `measure_peak`: what exists after a block ran
+    and did not before, and the peaks of its runs. Parameters and their gradients are not
+    counted: the gradients exist while it measures. Where autograd frees saved tensors before
+    the block's gradient is there, ``backward_temporary_bytes`` is negative.
+
+    Call it under ``torch.autocast`` if training is. Half-precision copies of parameters count
+    as memory of the block. Generators, buffers and gradients are as before afterwards. The
+    model runs twice, each block ``repeats + 6`` times.
+
+    Each run of a block gets a copy of the objects among its arguments, such as a KV cache that
+    it adds to. A cache keeps tensors of every block until the model's output is freed, also of
+    blocks that a plan recomputes: train with ``use_cache=False``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from mlstate.activation import Chain
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Tanh())
+    >>> chain = Chain.from_torch(model, torch.ones(2, 8))
+    >>> chain.activation_bytes.tolist(), chain.saved_bytes.tolist(), chain.names
+    ([64, 32, 32], [32, 32], ('0', '1'))
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats must be 1 or more, got {repeats}")
+    args, kwargs = arguments(sample)
+    device = tensors_in((args, kwargs))[0].device
+    found = find_blocks(module, blocks, None)
+    names = [name for name, _ in found]
+    modules = [block for _, block in found]
+    times = _Times(repeats, device)
+    with untouched([module, *modules], args, kwargs):
+        Pass(names, times).run(module, modules, found, args, kwargs)
+        with Allocations(device) as watched:
+            memory = _Bytes(watched)
+            Pass(names, memory).run(module, modules, found, args, kwargs)
+    saved, forward, saving, backward = memory.of_blocks()
+    measured = zip(saved, forward, saving, backward, strict=True)
+    keys = [(_block_key(b), *bytes_) for b, bytes_ in zip(modules, measured, strict=True)]
+    forward_seconds, backward_seconds, spread = times.of_blocks(keys)
+    return Chain(
+        forward_seconds,
+        backward_seconds,
+        memory.activations,
+        saved,
+        gradient_bytes=memory.gradients,
+        forward_temporary_bytes=forward,
+        saving_temporary_bytes=saving,
+        backward_temporary_bytes=backward,
+        seconds_spread=spread,
+        names=names,
+        **(_rates(offload, device) if offload else {}),
+    )

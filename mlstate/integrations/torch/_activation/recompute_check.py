@@ -1,0 +1,424 @@
+"""Blocks of a torch model, run again and compared bit by bit with their first run."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...._common.set_module import set_module
+from ....activation._recompute_check import Finding, RecomputeReport
+from ....errors import MLStateError
+from .apply_plan import apply_plan, find_blocks, run_blocks
+from .block_calls import BlockCall, Pass, arguments, seed_of, tensors_in, untouched
+from .rng_and_buffers import Buffers, Surroundings, copy_objects
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+_INDICES = ("topk", "argmax", "argmin", "sort", "argsort", "multinomial", "nonzero", "max", "min")
+_NO_VALUES = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
+
+
+def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors have the same bits."""
+    import torch
+
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    if first.layout != torch.strided or first.device.type == "meta":
+        return True
+    return torch.equal(_bits(first), _bits(second))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return whole.reshape(-1).view(torch.uint8)
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _difference(first: torch.Tensor, second: torch.Tensor) -> str:
+    """Say how much two tensors differ that do not have the same bits."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return f"{_describe(first)}, then {_describe(second)}"
+    different = first.detach() != second.detach()
+    count = int(different.sum())
+    text = f"{count:,} of {first.numel():,} elements differ"
+    if first.dtype.is_floating_point and count:
+        most = (first.detach().double() - second.detach().double()).abs().max()
+        text += f", by up to {float(most):.3g}"
+    return text
+
+
+class _Where:
+    """Follows which module inside a block runs."""
+
+    def __init__(self, block: Any) -> None:
+        self._stack: list[str] = []
+        self._handles: list[Any] = []
+        if hasattr(block, "named_modules"):
+            for name, module in block.named_modules():
+                if name:
+                    self._watch(name, module)
+
+    def _watch(self, name: str, module: Any) -> None:
+        def enter(*_: Any) -> None:
+            self._stack.append(name)
+
+        def leave(*_: Any) -> None:
+            self._stack.pop()
+
+        self._handles.append(module.register_forward_pre_hook(enter))
+        self._handles.append(module.register_forward_hook(leave, always_call=True))
+
+    def now(self) -> str:
+        return self._stack[-1] if self._stack else ""
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+class _Run:
+    """What one run of a block saved and returned."""
+
+    def __init__(self, call: BlockCall, where: _Where) -> None:
+        import torch
+
+        self.saved: list[torch.Tensor] = []
+        self.places: list[str] = []
+        versions = []
+
+        def pack(tensor: torch.Tensor) -> None:
+            self.saved.append(tensor.detach())
+            self.places.append(where.now())
+            versions.append(_version(tensor))
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, _refuse):
+            self.out = [tensor.detach() for tensor in tensors_in(call())]
+        self.written = [k for k, tensor in enumerate(self.saved) if _version(tensor) != versions[k]]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _refuse(_: Any) -> Any:
+    raise MLStateError("it takes gradients inside its own forward, so it cannot be recomputed")
+
+
+class _Checker:
+    """Runs each block twice when it is called, and notes what differs."""
+
+    def __init__(self, names: Sequence[str], modules: Sequence[Any], wanted: set[int]) -> None:
+        self.findings: list[Finding] = []
+        self._names = names
+        self._modules = modules
+        self._wanted = wanted
+        self._next = 0
+
+    def __call__(self, call: BlockCall) -> None:
+        i = self._next
+        self._next += 1
+        if i not in self._wanted:
+            return
+        name, module = self._names[i], self._modules[i]
+        where = _Where(module)
+        try:
+            self._check(name, module, call, where)
+        except MLStateError as error:
+            self.findings.append(Finding(name, "", "error", str(error)))
+        finally:
+            where.remove()
+
+    def _check(self, name: str, module: Any, call: BlockCall, where: _Where) -> None:
+        entering = [tensor for tensor, _ in call.tensors()]
+        before = [tensor.clone() for tensor in entering]
+        outside = _outside_states()
+        surroundings = Surroundings(module, Buffers(module), entering)
+        first = _Run(call, where)
+        surroundings.settle()
+        self._random(name, outside)
+        changed = False
+        for k, (tensor, copy) in enumerate(zip(entering, before, strict=True)):
+            if not _same(tensor, copy):
+                changed = True
+                text = "the block changes its input in place; let its operations make new tensors"
+                self.findings.append(
+                    Finding(name, f"argument {k}, {_describe(copy)}", "in place", text)
+                )
+                tensor.detach().copy_(copy)
+        for k in first.written:
+            place = _place(first.places[k], f"saved tensor {k}, {_describe(first.saved[k])}")
+            text = "written to after it was saved for the backward pass"
+            self.findings.append(Finding(name, place, "in place", text))
+        with surroundings.restored(name, module):
+            second = _Run(call, where)
+        if changed:
+            for tensor, copy in zip(entering, before, strict=True):
+                tensor.detach().copy_(copy)
+        found = _compare(first, second)
+        if found is None:
+            return
+        place, kind, text = found
+        if kind in ("values", "saved"):
+            trace = self._traced(name, module, call, where, surroundings)
+            if trace.found is not None:
+                text = f"{place}: {text}; the runs part at {trace.found[0]}: {trace.found[1]}"
+                place = trace.found[0]
+            if trace.routing is not None:
+                kind, place = "routing", trace.routing[0]
+                text = f"{trace.routing[0]} chooses otherwise: {trace.routing[1]}; {text}"
+        self.findings.append(Finding(name, place, kind, text))
+
+    def _random(self, name: str, before: tuple[Any, ...]) -> None:
+        for source, then, now in zip(
+            ("random", "numpy.random"), before, _outside_states(), strict=True
+        ):
+            if then != now:
+                text = (
+                    f"numbers from {source}, which is not restored when the block is run again: "
+                    "draw them from torch, or outside of the block"
+                )
+                self.findings.append(Finding(name, source, "random", text))
+
+    def _traced(
+        self,
+        name: str,
+        module: Any,
+        call: BlockCall,
+        where: _Where,
+        surroundings: Surroundings,
+    ) -> _Trace:
+        """Run the block twice more, and find the operator from which on the runs differ."""
+        trace = _Trace(where)
+        with surroundings.restored(name, module), trace:
+            call()
+        again = _Trace(where, trace.made)
+        with surroundings.restored(name, module), again:
+            call()
+        count, other = len(trace.made), len(again.made)
+        if again.found is None and count != other:
+            place, operator, _ = max(trace.made, again.made, key=len)[min(count, other)]
+            again.found = _place(place, operator), "one of the runs has it, the other ends before"
+        return again
+
+
+def _outside_states() -> tuple[Any, ...]:
+    """Return the states of generators that are not torch's, as what compares."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), (kind, np.asarray(keys).tobytes(), *rest)
+
+
+def _place(module: str, what: str) -> str:
+    return f"{module}: {what}" if module else what
+
+
+def _compare(first: _Run, second: _Run) -> tuple[str, str, str] | None:
+    """Return where two runs part, the kind of difference, and what differs."""
+    for k, (one, two) in enumerate(zip(first.saved, second.saved, strict=False)):
+        place = _place(first.places[k], f"saved tensor {k}, {_describe(one)}")
+        if one.shape != two.shape or one.dtype != two.dtype:
+            return place, "saved", f"{_describe(one)} first, {_describe(two)} when run again"
+        if not _same(one, two):
+            return place, "values", _difference(one, two)
+    if len(first.saved) != len(second.saved):
+        longer = max(first, second, key=lambda run: len(run.saved))
+        k = min(len(first.saved), len(second.saved))
+        text = f"{len(first.saved)} saved tensors first, {len(second.saved)} when run again"
+        return _place(longer.places[k], f"saved tensor {k}"), "saved", text
+    if len(first.out) != len(second.out):
+        return "outputs", "saved", f"{len(first.out)} first, {len(second.out)} when run again"
+    for k, (one, two) in enumerate(zip(first.out, second.out, strict=True)):
+        if not _same(one, two):
+            return f"output {k}, {_describe(one)}", "values", _difference(one, two)
+    return None
+
+
+def _trace_mode() -> Any:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    return TorchDispatchMode
+
+
+class _Trace:
+    """Records the results of operators, or compares them with a record."""
+
+    def __init__(
+        self, where: _Where, record: list[tuple[str, str, list[torch.Tensor]]] | None = None
+    ) -> None:
+        self.made: list[tuple[str, str, list[torch.Tensor]]] = []
+        self.found: tuple[str, str] | None = None  # the first operator that differs, and how
+        self.routing: tuple[str, str] | None = None  # the first that gives other indices
+        self._parted = False
+        self._where = where
+        self._record = record
+        self._mode: Any = None
+
+    def __enter__(self) -> _Trace:
+        trace = self
+
+        class Mode(_trace_mode()):  # type: ignore[misc]
+            def __torch_dispatch__(
+                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                out = func(*args, **(kwargs or {}))
+                trace.note(func, out)
+                return out
+
+        self._mode = Mode()
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._mode.__exit__(*error)
+
+    def note(self, func: Any, out: Any) -> None:
+        """Keep, or compare, what an operator made."""
+        if self._parted or func.__name__.split(".")[0] in _NO_VALUES:
+            return
+        k, operator = len(self.made), f"aten.{func.__name__}"
+        tensors = tensors_in(out)
+        if self._record is None:
+            self.made.append((self._where.now(), operator, [t.detach().clone() for t in tensors]))
+            return
+        self.made.append((self._where.now(), operator, []))
+        if k >= len(self._record):
+            return
+        place, before, results = self._record[k]
+        if before != operator:
+            self._parted = True
+            text = f"{before} in the first run, {operator} in the second"
+            self.found = self.found or (_place(place, before), text)
+            return
+        for one, two in zip(results, tensors, strict=False):
+            if not _same(one, two):
+                self._differs(_place(place, operator), one, two)
+
+    def _differs(self, place: str, one: torch.Tensor, two: torch.Tensor) -> None:
+        operator = place.rpartition("aten.")[2].split(".")[0]
+        text = _difference(one, two)
+        self.found = self.found or (place, text)
+        if operator in _INDICES and not one.dtype.is_floating_point:
+            self.routing = self.routing or (place, text)
+
+
+@set_module("mlstate.integrations.torch")
+def check_recompute(module: Any, plan: Any, sample: Any, *, blocks: Any = None) -> RecomputeReport:
+    """Run blocks again and compare; public as `mlstate.activation.check`.
+
+    Parameters
+    ----------
+    module : torch.nn.Module or sequence of blocks
+        The model.
+    plan : Plan or None
+        Whose recomputed blocks are checked; None: all.
+    sample : torch.Tensor, tuple or dict
+        What the model is called with.
+    blocks : str or sequence of callables, optional
+        Which of its modules are the blocks.
+
+    Returns
+    -------
+    RecomputeReport
+        What was found.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from mlstate.integrations.torch import check_recompute
+    >>> bool(check_recompute(torch.nn.Sequential(torch.nn.Tanh()), None, torch.ones(2)))
+    True
+    """
+    args, kwargs = arguments(sample)
+    found = find_blocks(module, blocks, None if plan is None else plan.chain.blocks)
+    names = [name for name, _ in found]
+    modules = [block for _, block in found]
+    wanted = set(range(len(found)) if plan is None else plan.recomputed)
+    checker = _Checker(names, modules, wanted)
+    with untouched([module, *modules], args, kwargs):
+        Pass(names, checker).run(module, modules, found, args, kwargs)
+    findings = checker.findings
+    if plan is not None:
+        with untouched([module, *modules], args, kwargs):
+            findings = [*findings, *_gradients_differ(module, plan, found, args, kwargs)]
+    return RecomputeReport(findings, [names[i] for i in sorted(wanted)])
+
+
+def _gradients_of(
+    module: Any, found: Sequence[tuple[str, Any]], args: Any, kwargs: Any, planned: Any = None
+) -> dict[str, torch.Tensor]:
+    """Run the model forward and backward, and return what parameters and inputs get."""
+    import torch
+    from torch.utils import _pytree
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.detach().requires_grad_(value.requires_grad)
+
+    args, kwargs = _pytree.tree_map(leaf, copy_objects((args, kwargs)))
+    with torch.enable_grad():
+        if isinstance(module, torch.nn.Module):
+            out = module(*args, **kwargs)
+        else:
+            enter = None if planned is None else planned._enter
+            out = run_blocks([block for _, block in found], enter, args, kwargs)
+    loss = seed_of(out)
+    if loss is not None:
+        loss.backward()  # type: ignore[no-untyped-call]
+    inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.grad is not None]
+    made = {f"input {k}": tensor.grad for k, tensor in enumerate(inputs)}
+    made.update({f"output {k}": tensor.detach() for k, tensor in enumerate(tensors_in(out))})
+    for name, parameter in _parameters(module, found).items():
+        if parameter.grad is not None:
+            made[name] = parameter.grad
+            parameter.grad = None
+    return made  # type: ignore[return-value]
+
+
+def _parameters(module: Any, found: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    if hasattr(module, "named_parameters"):
+        return dict(module.named_parameters())
+    return {
+        f"{name}.{key}": parameter
+        for name, block in found
+        if hasattr(block, "named_parameters")
+        for key, parameter in block.named_parameters()
+    }
+
+
+def _gradients_differ(
+    module: Any, plan: Any, found: Sequence[tuple[str, Any]], args: Any, kwargs: Any
+) -> list[Finding]:
+    """Compare the gradients of a run by the plan with those of a plain run."""
+    modules = [module, *(block for _, block in found)]
+
+    def run(planned: Any = None) -> dict[str, torch.Tensor]:
+        with untouched(modules, args, kwargs):
+            return _gradients_of(module, found, args, kwargs, planned)
+
+    first, second = run(), run()
+    other = [name for name in first if not _same(first[name], second[name])]
+    if other:
+        text = f"two plain runs differ: {_difference(first[other[0]], second[other[0]])}"
+        return [Finding("model", other[0], "gradients", text)]
+    blocks = [block for _, block in found]
+    try:
+        with apply_plan(plan, module if hasattr(module, "modules") else None, blocks=blocks) as on:
+            planned = run(on)
+    except (MLStateError, ValueError, RuntimeError) as error:
+        return [Finding("model", "with the plan", "error", str(error))]
+    return [
+        Finding("model", name, "gradients", _difference(first[name], planned[name]))
+        for name in first
+        if not _same(first[name], planned[name])
+    ]

@@ -1,0 +1,266 @@
+"""What a run of a block depends on besides its arguments, so that it can be run again."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ....errors import MLStateError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    import torch
+
+_Place = tuple[Any, str]  # a module, and the name of a buffer in it
+
+
+def refusal(
+    name: str, text: str, expected: str | None = None, got: str | None = None
+) -> MLStateError:
+    """Make an error; whoever raises it keeps no reference to it, which would be a cycle."""
+    error = MLStateError(text)
+    error.name, error.expected, error.got = name, expected, got
+    return error
+
+
+def devices_of(leaves: Iterable[Any]) -> set[torch.device]:
+    """Return the devices, beside the CPU, on which tensors lie."""
+    import torch
+
+    return {
+        leaf.device
+        for leaf in leaves
+        if isinstance(leaf, torch.Tensor) and leaf.device.type not in ("cpu", "meta")
+    }
+
+
+def generator_states(devices: Iterable[torch.device]) -> dict[Any, torch.Tensor]:
+    """Return the states of torch's generators: the CPU's, and those of devices."""
+    import torch
+
+    states: dict[Any, torch.Tensor] = {"cpu": torch.get_rng_state()}
+    for device in devices:
+        of_device = getattr(torch, device.type)  # torch.mps has one device, and no name for it
+        states[device] = of_device.get_rng_state(*_named(device))
+    return states
+
+
+def _named(device: torch.device) -> tuple[torch.device, ...]:
+    return () if device.type == "mps" else (device,)
+
+
+def set_generator_states(states: dict[Any, torch.Tensor]) -> None:
+    """Set generators to states that `generator_states` returned."""
+    import torch
+
+    for device, state in states.items():
+        if device == "cpu":
+            torch.set_rng_state(state)
+        else:
+            getattr(torch, device.type).set_rng_state(state, *_named(device))
+
+
+def enter_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that wants a gradient and is not a leaf, so that it may be written to."""
+    import torch
+
+    class Enter(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+            return leaf.detach()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+            return gradients
+
+    apply: Any = Enter.apply
+    entered: torch.Tensor = apply(tensor.requires_grad_())
+    return entered
+
+
+def copy_objects(values: Any) -> Any:
+    """Copy nested arguments and the objects in them, such as KV caches.
+
+    A block may change an object that it is given. Each further run gets a copy, so that it
+    sees the object as the first run did. Tensors in objects share their memory with the
+    original and lose their history; modules, functions and arrays are not copied.
+    """
+    return _copied(values, {})
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    import torch
+
+    if id(value) in memo:
+        return memo[id(value)]
+    made: Any
+    if isinstance(value, torch.Tensor):
+        made = _without_history(value)
+    elif type(value) is tuple:
+        made = tuple(_copied(item, memo) for item in value)
+    elif callable(value) or isinstance(value, str | bytes | np.ndarray | ModuleType):
+        return value
+    else:
+        made = _copied_object(value, memo)
+    memo[id(value)] = made
+    return made
+
+
+def _without_history(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    if isinstance(tensor, torch.nn.Parameter):
+        return tensor
+    return enter_graph(tensor.detach()) if tensor.requires_grad else tensor.detach()
+
+
+def _copied_object(value: Any, memo: dict[int, Any]) -> Any:
+    try:
+        made = copy.copy(value)
+    except Exception:  # locks, generators, handles of devices: all runs share them
+        return value
+    if made is value:
+        return value
+    memo[id(value)] = made  # an object may contain itself
+    if isinstance(made, list | deque):
+        items = [_copied(item, memo) for item in made]
+        made.clear()
+        made.extend(items)
+    elif isinstance(made, dict):
+        for key, item in made.items():
+            dict.__setitem__(made, key, _copied(item, memo))
+    for name, item in getattr(made, "__dict__", {}).items():
+        made.__dict__[name] = _copied(item, memo)
+    return made
+
+
+class Buffers:
+    """The buffers of a block that its own runs change, such as BatchNorm's statistics.
+
+    The first run tells which these are: all are copied before it and compared after it. From
+    then on only those that changed are copied.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._modules = list(module.modules()) if hasattr(module, "modules") else []
+        self._known: set[_Place] | None = None
+
+    def _places(self) -> Iterator[_Place]:
+        for module in self._modules:
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield module, name
+
+    def copy(self) -> tuple[dict[_Place, Any], dict[_Place, Any]]:
+        """Copy the buffers that may change; note the versions of the others."""
+        copies, versions = {}, {}
+        for place in self._places():
+            module, name = place
+            buffer = module._buffers[name]
+            if self._known is None or place in self._known:
+                copies[place] = buffer.detach().clone()
+            else:
+                versions[place] = (buffer, buffer._version)
+        return copies, versions
+
+    def changed(
+        self, copies: dict[_Place, Any], versions: dict[_Place, Any]
+    ) -> dict[_Place, torch.Tensor]:
+        """Return those copies that differ from the buffers now."""
+        import torch
+
+        different = {}
+        for place, before in copies.items():
+            module, name = place
+            now = module._buffers[name]
+            if now is None or now.shape != before.shape or not torch.equal(now, before):
+                different[place] = before
+        self._known = (self._known or set()) | set(different)
+        for place, (buffer, version) in versions.items():
+            module, name = place
+            if module._buffers[name] is not buffer or buffer._version != version:
+                self._known.add(place)  # too late for this pass: its runs start from now
+                different[place] = module._buffers[name].detach().clone()
+        return different
+
+
+def _packed(states: dict[Any, torch.Tensor]) -> dict[Any, bytes]:
+    """Return states as bytes: a plan keeps one for each recomputed block."""
+    return {device: state.numpy().tobytes() for device, state in states.items()}
+
+
+def _unpacked(states: dict[Any, bytes]) -> dict[Any, torch.Tensor]:
+    import torch
+
+    return {
+        device: torch.frombuffer(bytearray(state), dtype=torch.uint8)
+        for device, state in states.items()
+    }
+
+
+class Surroundings:
+    """Generators, autocast and buffers as they were before a block's first run.
+
+    States of generators are kept as bytes, in the host's memory: 5 kB for the CPU's, 16 B for
+    a GPU's.
+    """
+
+    def __init__(self, module: Any, buffers: Buffers, leaves: Sequence[Any]) -> None:
+        import torch
+
+        self._training = getattr(module, "training", None)
+        self._buffers = buffers
+        self._devices = devices_of(leaves)
+        self._states = _packed(generator_states(self._devices))
+        self._copies: dict[_Place, torch.Tensor] = {}
+        self._before = buffers.copy()
+        kinds = {"cpu", *(device.type for device in self._devices)}
+        cached = torch.is_autocast_cache_enabled()
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cached)
+            for kind in sorted(kinds)
+        ]
+
+    def settle(self) -> None:
+        """Forget what the first run neither used nor changed."""
+        now = _packed(generator_states(self._devices))
+        self._states = {
+            device: state for device, state in self._states.items() if state != now[device]
+        }
+        self._copies = self._buffers.changed(*self._before)
+        self._before = ({}, {})
+
+    @contextmanager
+    def restored(self, name: str, module: Any) -> Iterator[None]:
+        """Run a block once more as it ran first; afterwards all is as it was."""
+        import torch
+
+        if getattr(module, "training", None) != self._training:
+            words = {True: "train", False: "eval"}
+            raise refusal(
+                name,
+                f"{name} ran in {words[bool(self._training)]} mode and is in "
+                f"{words[not self._training]} mode now: recomputation would not give the same; "
+                "change the mode after the backward pass",
+            )
+        places = [(m, buffer, m._buffers[buffer]) for m, buffer in self._copies]
+        states = _packed(generator_states(self._devices)) if self._states else {}
+        with ExitStack() as stack:
+            for kind, enabled, dtype, cached in self._autocast:
+                if enabled or torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, dtype, enabled, cached))
+            try:
+                for (owner, buffer), copy in self._copies.items():
+                    owner._buffers[buffer] = copy.clone()  # the buffer itself stays untouched
+                set_generator_states(_unpacked(self._states))
+                yield
+            finally:
+                for owner, buffer, value in places:
+                    owner._buffers[buffer] = value
+                set_generator_states(_unpacked({one: states[one] for one in self._states}))

@@ -1,0 +1,687 @@
+"""Any valid schedule of a chain of blocks, run by torch's own backward pass.
+
+The forward pass runs every block once and builds one graph. Where the schedule says ``forward``
+the graph keeps no tensor, only marks; before the backward pass comes to a block, the steps that
+the schedule has there run, and fill the marks of that block. So gradients flow where they would
+without a plan: nodes, their order and hooks of parameters are the same.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ....errors import MLStateError
+from .offload import Away, Host
+from .rng_and_buffers import Buffers, Surroundings, copy_objects, refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    import torch
+
+_KINDS = ("forward", "save", "backward", "drop", "offload", "load")
+
+
+class Program:
+    """A schedule, and what follows from it for every step.
+
+    Parameters
+    ----------
+    steps : sequence of (str, int)
+        A valid schedule.
+    """
+
+    def __init__(self, steps: Sequence[tuple[str, int]]) -> None:
+        self.steps = [(str(kind), int(index)) for kind, index in steps]
+        unknown = next((kind for kind, _ in self.steps if kind not in _KINDS), None)
+        if unknown is not None:
+            raise ValueError(f"{unknown!r} is no kind of step that torch can run: {_KINDS}")
+        n = self.blocks = 1 + max(i for kind, i in self.steps if kind == "backward")
+        self.runs = [0] * n
+        self.first = [-1] * n  # the step that runs a block for the first time
+        self.backward_at = [-1] * n
+        self.offloads = [False] * n
+        self.input_leaves = [False] * n  # the block's input is dropped while it is saved
+        self._read()
+        self.keeps = [False] * len(self.steps)  # a later step runs a block on the output
+        self.free_after: list[list[int]] = [[] for _ in self.steps]  # activations, by step
+        self.keeps_input = self._look_back()
+        self.acts_before = self._between()
+        self.is_plain = not any(self.hooked(i) or self.runs[i] > 1 for i in range(n))
+
+    def _read(self) -> None:
+        saved: set[int] = set()
+        for at, (kind, i) in enumerate(self.steps):
+            if kind in ("forward", "save"):
+                self.runs[i] += 1
+                if self.first[i] < 0:
+                    self.first[i] = at
+                if kind == "save":
+                    saved.add(i)
+            elif kind == "backward":
+                self.backward_at[i] = at
+                saved.discard(i)
+            elif kind == "offload":
+                self.offloads[i] = True
+            elif kind == "drop" and i in saved:
+                self.input_leaves[i] = True
+
+    def _look_back(self) -> bool:
+        """Find the last use of each activation; say whether the first one has any."""
+        wanted = [False] * (self.blocks + 1)
+        loads = [False] * self.blocks  # the next load of a block brings its output
+        for at in range(len(self.steps) - 1, -1, -1):
+            kind, i = self.steps[at]
+            uses: list[int] = []
+            if kind in ("forward", "save"):
+                self.keeps[at] = wanted[i + 1]
+                wanted[i + 1] = False
+                if at != self.first[i]:  # a first run takes what the model gives it
+                    uses = [i]
+            elif kind == "load":
+                self.keeps[at] = loads[i] = wanted[i + 1]
+                wanted[i + 1] = False
+            elif kind == "offload" and loads[i]:
+                self.keeps[at] = True
+                uses = [i + 1]
+            elif kind == "backward" and self.input_leaves[i]:
+                uses = [i]
+            for k in uses:
+                if not wanted[k]:
+                    self.free_after[at].append(k)
+                    wanted[k] = True
+        return wanted[0]
+
+    def _between(self) -> list[bool]:
+        """Say before which backward runs there is something to do."""
+        acts = [True] * self.blocks
+        for i in range(self.blocks - 1):
+            before, at = self.backward_at[i + 1], self.backward_at[i]
+            acts[i] = at > before + 1 or bool(self.free_after[before]) or self.hooked(i + 1)
+        return acts
+
+    def hooked(self, i: int) -> bool:
+        """Whether the first run's saved tensors are held here, not by the graph."""
+        first = self.steps[self.first[i]][0]
+        return first == "forward" or self.offloads[i] or self.input_leaves[i]
+
+
+class Block:
+    """One block of a chain: how it is called, and what to call it in messages."""
+
+    def __init__(self, name: str, call: Callable[..., Any], module: Any) -> None:
+        self.name = name
+        self.call = call
+        self.module = module
+        self.buffers = Buffers(module)
+
+
+class _Slot:
+    """What the graph has in the place of a saved tensor."""
+
+    __slots__ = ("__weakref__", "block", "looks", "run", "value")
+
+    def __init__(self, run: Run, block: int, looks: tuple[Any, ...]) -> None:
+        self.run = run
+        self.block = block
+        self.looks = looks
+        self.value: Any = None  # _Held, _OfInput, Away, or None
+
+
+class _OfInput:
+    """A saved tensor that lies in the memory of the block's input."""
+
+    __slots__ = ("geometry", "leaf")
+
+    def __init__(self, leaf: int, geometry: tuple[Any, ...]) -> None:
+        self.leaf = leaf
+        self.geometry = geometry
+
+
+class _Enough(Exception):  # noqa: N818 (no error: it ends a run whose rest nobody needs)
+    """All saved tensors were recomputed."""
+
+
+class _Call:
+    """What it takes to run a block again as it was run first."""
+
+    def __init__(self) -> None:
+        self.slots: list[weakref.ref[_Slot]] = []
+        self.spec: Any = None
+        self.leaves: list[_Link | _Held | None] = []  # of its arguments; None: an object
+        self.objects: dict[int, Any] = {}  # as they were before the first run
+        self.flags: list[bool] = []
+        self.surroundings: Surroundings | None = None
+        self.made: list[tuple[Any, ...]] = []
+        self.host: Host | None = None
+        self.complete = False
+
+
+def _looks(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tuple(tensor.shape), tensor.device
+
+
+def _text(looks: tuple[Any, ...]) -> str:
+    dtype, shape, device = looks
+    return f"{str(dtype).removeprefix('torch.')} {shape} on {device}"
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """Return the leaves of arguments, and what puts them together again; None: they are all."""
+    import torch
+    from torch.utils import _pytree
+
+    if not kwargs and all(isinstance(arg, torch.Tensor) for arg in args):
+        return list(args), None
+    return _pytree.tree_flatten((args, kwargs))
+
+
+def _unflatten(leaves: list[Any], spec: Any) -> tuple[Any, Any]:
+    from torch.utils import _pytree
+
+    if spec is None:
+        return tuple(leaves), {}
+    args, kwargs = _pytree.tree_unflatten(leaves, spec)
+    return args, kwargs
+
+
+def _outputs(out: Any) -> list[torch.Tensor]:
+    """Return the tensors that a block returned."""
+    import torch
+    from torch.utils import _pytree
+
+    if isinstance(out, torch.Tensor):
+        return [out]
+    return [leaf for leaf in _pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+
+
+class Run:
+    """One forward pass through the chain, and its backward pass.
+
+    Parameters
+    ----------
+    program : Program
+        The schedule.
+    blocks : sequence of Block
+        In their order.
+    folder : str, optional
+        For saved tensors that are offloaded.
+    observe : callable, optional
+        Gets the kind and index of each step just before it is taken.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        blocks: Sequence[Block],
+        folder: str | None = None,
+        observe: Callable[[str, int], None] | None = None,
+    ) -> None:
+        self.next = 0  # the block whose turn it is in the forward pass
+        self._program = program
+        self._blocks = blocks
+        self._folder = folder
+        self._observe = observe
+        self._calls: list[_Call | None] = [None] * program.blocks
+        self._held: list[list[_Held] | None] = [None] * (program.blocks + 1)
+        self._came_out: list[tuple[weakref.ref[Any], int]] = []  # tensors and their versions
+        self._position = 0
+        self._under_way = program.blocks  # the block whose backward pass is: none
+        self._free_later: list[int] = []
+        self._watching = False
+        self._spent = False
+
+    # The forward pass
+
+    def matches(self, leaves: list[Any]) -> bool:
+        """Whether arguments have in them what the block before returned."""
+        came = [tensor for tensor in (ref() for ref, _ in self._came_out) if tensor is not None]
+        return any(leaf is tensor for leaf in leaves for tensor in came)
+
+    def first(self, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Any:
+        """Run the block whose turn it is for the first time, and the steps around it."""
+        i, program = self.next, self._program
+        block = self._blocks[i]
+        self._take_steps_until(program.first[i])
+        call = self._calls[i] = _Call()
+        again = program.runs[i] > 1
+        links = self._link(i, leaves) if again or program.input_leaves[i] or not i else []
+        if again:
+            self._remember(call, block, leaves, spec, links)
+        versions = [_version(leaf) for leaf in self._tensors(leaves)] if again else []
+        out = self._run_first(i, call, leaves, args, kwargs)
+        if call.surroundings is not None:
+            call.surroundings.settle()
+            self._refuse_changes(block, leaves, versions)
+        self._hand_on(i, out, call)
+        call.complete = True
+        self._position += 1
+        self.next += 1
+        end = program.first[self.next] if self.next < program.blocks else program.backward_at[-1]
+        while self._position < end and program.steps[self._position][0] not in ("forward", "save"):
+            self._take_step()
+        return out
+
+    def _tensors(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
+        import torch
+
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    def _link(self, i: int, leaves: Sequence[Any]) -> list[int | None]:
+        """Say which arguments are the activation, by the number of its tensors."""
+        import torch
+
+        if i:
+            came = {}
+            for k, (ref, version) in enumerate(self._came_out):
+                tensor = ref()
+                if tensor is not None:
+                    self._refuse_between(i, tensor, version)
+                    came[id(tensor)] = k
+            return [came.get(id(leaf)) for leaf in leaves]
+        tensors = self._tensors(leaves)
+        if self._program.keeps_input:
+            self._held[0] = [_Held(tensor) for tensor in tensors]
+        count = iter(range(len(tensors)))
+        return [next(count) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+
+    def _refuse_between(self, i: int, tensor: torch.Tensor, version: int) -> None:
+        """Refuse an activation that was changed on its way to the next block."""
+        if _version(tensor) != version and self._program.runs[i - 1] > 1:
+            name, before = self._blocks[i].name, self._blocks[i - 1].name
+            raise refusal(
+                name,
+                f"what {before} returned was changed in place before it entered {name}; the plan "
+                "recomputes it without that change: use an operation that is not in place, "
+                "inside a block",
+            )
+
+    def _remember(
+        self, call: _Call, block: Block, leaves: list[Any], spec: Any, links: list[int | None]
+    ) -> None:
+        import torch
+
+        call.spec = spec
+        objects = {}
+        for k, (leaf, link) in enumerate(zip(leaves, links, strict=True)):
+            is_tensor = isinstance(leaf, torch.Tensor)
+            call.flags.append(is_tensor and leaf.requires_grad)
+            if link is not None:
+                call.leaves.append(_Link(link))
+            else:
+                call.leaves.append(_Held(leaf) if is_tensor else None)
+                if not is_tensor:
+                    objects[k] = leaf
+        call.objects = copy_objects(objects)
+        call.surroundings = Surroundings(block.module, block.buffers, leaves)
+
+    def _run_first(self, i: int, call: _Call, leaves: list[Any], args: Any, kwargs: Any) -> Any:
+        import torch
+
+        kind = self._program.steps[self._position][0]
+        if self._observe is not None:
+            self._observe(kind, i)
+        if not self._program.hooked(i):
+            return self._blocks[i].call(*args, **kwargs)
+        places = {}
+        if self._program.input_leaves[i]:
+            places = _places(zip(leaves, self._link(i, leaves), strict=True))
+
+        def pack(tensor: torch.Tensor) -> _Slot:
+            slot = _Slot(self, i, _looks(tensor))
+            call.slots.append(weakref.ref(slot))
+            if kind == "save":
+                slot.value = _kept(tensor, places)
+            return slot
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+            return self._blocks[i].call(*args, **kwargs)
+
+    def _refuse_changes(self, block: Block, leaves: list[Any], versions: list[int]) -> None:
+        """Refuse a block that changed its arguments, if it has to run on them again."""
+        changed = [
+            k
+            for k, (tensor, version) in enumerate(zip(self._tensors(leaves), versions, strict=True))
+            if _version(tensor) != version
+        ]
+        if changed:
+            raise refusal(
+                block.name,
+                f"{block.name} changes its input in place (tensor {changed[0]} of its "
+                "arguments), and the plan runs it again on that input: use operations that "
+                "are not in place, or make it one block with what stands before it",
+            )
+
+    def _hand_on(self, i: int, out: Any, call: _Call) -> None:
+        """Keep what a block returned as far as the schedule needs it, and watch its gradient."""
+        tensors = _outputs(out)
+        if not tensors:
+            raise TypeError(f"{self._blocks[i].name} returned no tensor: {type(out).__name__}")
+        self._came_out = [(weakref.ref(tensor), _version(tensor)) for tensor in tensors]
+        if self._program.runs[i] > 1:
+            call.made = [_looks(tensor) for tensor in tensors]
+        watched = self._program.acts_before[i] or self._observe is not None
+        for tensor in tensors:
+            if watched and tensor.grad_fn is not None:
+                watch: Any = tensor.register_hook
+                watch(partial(self._gradient_came, i))
+        if self._program.keeps[self._position]:
+            self._held[i + 1] = [_Held(tensor) for tensor in tensors]
+        for k in self._program.free_after[self._position]:
+            self._held[k] = None
+
+    # Steps
+
+    def _take_steps_until(self, position: int) -> None:
+        while self._position < position:
+            self._take_step()
+
+    def _take_step(self) -> None:
+        at = self._position
+        kind, i = self._program.steps[at]
+        if self._observe is not None:
+            self._observe(kind, i)
+        if kind in ("forward", "save"):
+            self._run_again(i, kind == "save", self._program.keeps[at])
+        elif kind == "drop":
+            self._held[i] = None
+        elif kind == "offload":
+            self._offload(i, self._program.keeps[at])
+        elif kind == "load":
+            self._load(i, self._program.keeps[at])
+        if kind == "backward":
+            self._free_later += self._program.free_after[at]
+        else:
+            for k in self._program.free_after[at]:
+                self._held[k] = None
+        self._position = at + 1
+
+    def _run_again(self, i: int, save: bool, keep: bool) -> None:
+        """Recompute a block: its output, and its saved tensors if wanted."""
+        import torch
+
+        call, block = self._calls[i], self._blocks[i]
+        assert call is not None and call.surroundings is not None
+        if not call.slots and not keep:
+            return
+        leaves = self._arguments(i, call)
+        places = {}
+        if save and self._program.input_leaves[i]:
+            links = (one.number if isinstance(one, _Link) else None for one in call.leaves)
+            places = _places(zip(leaves, links, strict=True))
+        packer = _Packer(block.name, call.slots if save else None, keep, places)
+        hooks = torch.autograd.graph.saved_tensors_hooks(packer, partial(_refuse_inner, block.name))
+        args, kwargs = _unflatten(leaves, call.spec)
+        del leaves
+        out = None
+        try:
+            with call.surroundings.restored(block.name, block.module), torch.enable_grad(), hooks:
+                out = block.call(*args, **kwargs)
+        except _Enough:
+            return
+        finally:
+            del args, kwargs
+        packer.finish()
+        tensors = _outputs(out)
+        made = [_looks(tensor) for tensor in tensors]
+        if made != call.made:
+            equal = [a == b for a, b in zip(made, call.made, strict=False)]
+            k = equal.index(False) if False in equal else len(equal)
+            raise _differs(block.name, f"output {k}", call.made[k:], made[k:])
+        if keep:
+            self._held[i + 1] = [_Held(tensor) for tensor in tensors]
+
+    def _arguments(self, i: int, call: _Call) -> list[Any]:
+        held = self._held[i]
+        objects = copy_objects(call.objects)
+        made = []
+        for k, (leaf, flag) in enumerate(zip(call.leaves, call.flags, strict=True)):
+            value = objects.get(k)
+            if isinstance(leaf, _Link):
+                assert held is not None
+                value = held[leaf.number].tensor(self._blocks[i].name).requires_grad_(flag)
+            elif isinstance(leaf, _Held):
+                value = leaf.tensor(self._blocks[i].name).requires_grad_(flag)
+            made.append(value)
+        return made
+
+    def _offload(self, i: int, output: bool) -> None:
+        call = self._calls[i]
+        assert call is not None
+        host = call.host = Host(self._folder)
+        ours = _lasting(self._blocks[i].module)
+        inputs = {held.value.untyped_storage()._cdata for held in self._held[i] or ()}
+        for ref in call.slots:
+            slot = ref()
+            if slot is None or slot.value is None or isinstance(slot.value, _OfInput):
+                continue
+            storage = slot.value.value.untyped_storage()
+            if storage._cdata in ours or storage._cdata in inputs or not storage.nbytes():
+                continue  # nbytes: FSDP frees its parameters after a forward pass
+            slot.value = host.put(slot.value.tensor(self._blocks[i].name))
+        if output:
+            outputs = self._held[i + 1]
+            assert outputs is not None
+            host.outputs = [host.put(held.value) for held in outputs]
+
+    def _load(self, i: int, output: bool) -> None:
+        call = self._calls[i]
+        assert call is not None and call.host is not None
+        host = call.host
+        for ref in call.slots:
+            slot = ref()
+            if slot is not None and isinstance(slot.value, Away):
+                slot.value = _Held(host.get(slot.value))
+        if output:
+            self._held[i + 1] = [_Held(host.get(away)) for away in host.outputs]
+        call.host = None
+
+    # The backward pass
+
+    def _gradient_came(self, i: int, _: torch.Tensor) -> None:
+        """Prepare a block's backward pass: the gradient of its output is there."""
+        import torch
+
+        if torch.is_grad_enabled():
+            raise _double(self._blocks[i].name)
+        self.prepare(i)
+
+    def prepare(self, i: int) -> None:
+        """Take the steps before a block's backward pass."""
+        import torch
+
+        at = self._program.backward_at[i]
+        if self._spent or self._position > at:
+            return
+        if not self._watching:
+            self._watching = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        self._end(i)
+        while self._position <= at:
+            self._take_step()
+
+    def _end(self, i: int) -> None:
+        """Free what blocks behind this one had saved: their backward passes are over."""
+        for k in self._free_later:
+            self._held[k] = None
+        self._free_later = []
+        while self._under_way > i + 1:
+            self._under_way -= 1
+            _empty(self._calls[self._under_way])
+            self._calls[self._under_way] = None
+
+    def _finish(self) -> None:
+        """Free all: the backward pass has ended."""
+        self._spent = True
+        for call in self._calls:
+            _empty(call)
+        self._calls = []
+        self._held = []
+
+    def tensor_of(self, slot: _Slot) -> torch.Tensor:
+        """Return a saved tensor when the backward pass asks for it."""
+        import torch
+
+        name = self._blocks[slot.block].name
+        if torch._C._current_graph_task_id() < 0:
+            raise MLStateError(f"{name}: its saved tensors are there in a backward pass only")
+        if torch.is_grad_enabled():
+            raise _double(name)
+        if slot.value is None and not self._spent:
+            call = self._calls[slot.block]
+            if call is not None and not call.complete:
+                raise _inner(name)
+            self.prepare(slot.block)
+        value = slot.value
+        if isinstance(value, _OfInput):
+            held = self._held[slot.block]
+            assert held is not None
+            return held[value.leaf].tensor(name).as_strided(*value.geometry)
+        if not isinstance(value, _Held):
+            raise refusal(
+                name,
+                f"{name}: what it had saved was used and freed. A second backward pass through "
+                "a planned model needs a second forward pass; add losses and call backward once",
+            )
+        return value.tensor(name)
+
+
+class _Held:
+    """A tensor that is needed again as it is, without its history."""
+
+    __slots__ = ("value", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.value = tensor.detach()
+        self.version = _version(tensor)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return it for a block, unless it was written to since."""
+        if _version(self.value) != self.version:
+            raise refusal(
+                name,
+                f"{name}: a tensor that its recomputation or its backward pass needs, "
+                f"{_text(_looks(self.value))}, was changed in place meanwhile: use an operation "
+                "that is not in place",
+            )
+        return self.value.detach()
+
+
+def _places(linked: Iterable[tuple[Any, int | None]]) -> dict[int, int]:
+    """Say where the tensors of an activation lie: their numbers, by their memory."""
+    return {leaf.untyped_storage()._cdata: k for leaf, k in linked if k is not None}
+
+
+def _kept(tensor: torch.Tensor, places: dict[int, int]) -> _Held | _OfInput:
+    """Hold a saved tensor, or say where it is in an input that will be dropped and come back."""
+    leaf = places.get(tensor.untyped_storage()._cdata) if places else None
+    if leaf is None:
+        return _Held(tensor)
+    return _OfInput(leaf, (tensor.shape, tensor.stride(), tensor.storage_offset()))
+
+
+class _Link:
+    """An argument that is a tensor of the activation."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class _Packer:
+    """Gives recomputed tensors to the marks of the first run, in their order, or to nobody."""
+
+    def __init__(
+        self,
+        name: str,
+        slots: list[weakref.ref[_Slot]] | None,
+        keep: bool,
+        places: dict[int, int],
+    ) -> None:
+        self._name = name
+        self._slots = slots
+        self._keep = keep
+        self._places = places
+        self._count = 0
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        k = self._count
+        self._count += 1
+        if self._slots is None or k >= len(self._slots):
+            return  # finish() tells how many there are too many
+        slot = self._slots[k]()
+        if slot is not None:
+            looks = _looks(tensor)
+            if looks != slot.looks:
+                raise _differs(self._name, f"saved tensor {k}", [slot.looks], [looks])
+            slot.value = _kept(tensor, self._places)
+        if k + 1 == len(self._slots) and not self._keep:
+            raise _Enough
+
+    def finish(self) -> None:
+        """Refuse a run that saved another number of tensors than the first one."""
+        if self._slots is not None and self._count != len(self._slots):
+            raise refusal(
+                self._name,
+                f"{self._name} saved {len(self._slots)} tensors for backward when it ran first, "
+                f"and {self._count} when it was recomputed; mlstate.activation.check says where "
+                "the two runs part",
+                str(len(self._slots)),
+                str(self._count),
+            )
+
+
+def _unpack(slot: _Slot) -> torch.Tensor:
+    return slot.run.tensor_of(slot)
+
+
+def _refuse_inner(name: str, _: Any) -> Any:
+    raise _inner(name)
+
+
+def _empty(call: _Call | None) -> None:
+    for ref in call.slots if call is not None else ():
+        slot = ref()
+        if slot is not None:
+            slot.value = None
+
+
+def _lasting(module: Any) -> set[int]:
+    """Return the memory of parameters and buffers, which a plan leaves where it is."""
+    if not hasattr(module, "parameters"):
+        return set()
+    tensors = [*module.parameters(), *module.buffers()]
+    return {t.untyped_storage()._cdata for t in tensors if not hasattr(t, "placements")}
+
+
+def _differs(name: str, what: str, first: list[Any], now: list[Any]) -> MLStateError:
+    texts = [_text(looks[0]) if looks else "none" for looks in (first, now)]
+    return refusal(
+        name,
+        f"{name}, {what}: {texts[0]} when the block ran first, {texts[1]} when it was recomputed; "
+        "mlstate.activation.check says where the two runs part",
+        *texts,
+    )
+
+
+def _double(name: str) -> MLStateError:
+    return refusal(
+        name,
+        f"{name}: create_graph=True does not work through a planned model: recomputed tensors "
+        "have no history; remove() the plan for a second derivative",
+    )
+
+
+def _inner(name: str) -> MLStateError:
+    return refusal(
+        name,
+        f"{name} takes gradients inside its own forward; such a block cannot be recomputed: "
+        "let the plan keep it",
+    )

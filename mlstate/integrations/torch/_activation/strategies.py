@@ -1,0 +1,194 @@
+"""Strategies for torch modules: blocks that run under torch.utils.checkpoint when told to."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ...._common.set_module import set_module
+from .module_patterns import modules_named, refuse_overlap
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from types import TracebackType
+
+    import torch
+
+    from ....activation._manager import ActivationManager
+
+
+class AppliedStrategy:
+    """Blocks whose forward pass asks a manager, until this is removed.
+
+    Attributes
+    ----------
+    blocks : tuple of str
+        Their names, in the order of their indexes.
+    """
+
+    def __init__(self, manager: ActivationManager, blocks: dict[str, torch.nn.Module]) -> None:
+        self.blocks = tuple(blocks)
+        self._modules = list(blocks.values())
+        # torch's hooks cannot run a block another way, its own forward can
+        self._before = [vars(block).get("forward") for block in self._modules]
+        for number, (name, block) in enumerate(blocks.items()):
+            block.forward = _Forward(manager, name, number, block.forward)
+
+    def remove(self) -> None:
+        """Let the blocks run as they did before; doing it again does nothing."""
+        for block, before in zip(self._modules, self._before, strict=True):
+            if before is None:
+                del block.forward
+            else:
+                block.forward = before
+        self._modules, self._before = [], []
+
+    def __enter__(self) -> AppliedStrategy:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+
+class _Forward:
+    """Stands in for a block's forward: plain, or checkpointed if the manager says so."""
+
+    def __init__(self, manager: ActivationManager, name: str, number: int, plain: Any) -> None:
+        self.manager, self.name, self.number, self.plain = manager, name, number, plain
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        import torch
+        from torch.utils.checkpoint import checkpoint
+
+        if not torch.is_grad_enabled():
+            return self.plain(*args, **kwargs)
+        activation = next(_tensors((args, kwargs)), None)
+        if not self.manager.decide(self.name, activation, self.number):
+            return self.plain(*args, **kwargs)
+        # the block's own keywords may have names that checkpoint takes for its own
+        return checkpoint(partial(self.plain, **kwargs), *args, use_reentrant=False)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors among arguments, in tuples, lists and dicts too."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
+
+
+def _blocks_of(module: torch.nn.Module, blocks: Any) -> dict[str, torch.nn.Module]:
+    """Modules by name, in the module's order."""
+    if blocks is None:
+        return dict(module.named_children())
+    patterns = [blocks] if isinstance(blocks, str) else list(blocks)
+    chosen: set[int] = set()
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(f"blocks must be names, got {type(pattern).__name__}")
+        found = modules_named(module, pattern)
+        if not found:
+            raise ValueError(f"no module is called {pattern!r}")
+        chosen.update(id(block) for _, block in found)
+    return {name: block for name, block in module.named_modules() if id(block) in chosen}
+
+
+@set_module("mlstate.integrations.torch")
+def apply_strategy(
+    manager: ActivationManager, module: Any, blocks: str | Iterable[str] | None
+) -> AppliedStrategy:
+    """Let a manager decide for blocks of a module; see `ActivationManager.apply`.
+
+    Parameters
+    ----------
+    manager : ActivationManager
+        Decides.
+    module : torch.nn.Module
+        Changed in place.
+    blocks : str or iterable of str, optional
+        Patterns of names. Default: the children of `module`.
+
+    Returns
+    -------
+    AppliedStrategy
+        ``remove()`` undoes all.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from mlstate.activation import ActivationManager, IntervalStrategy
+    >>> from mlstate.integrations.torch import apply_strategy
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
+    >>> apply_strategy(ActivationManager(IntervalStrategy()), model, None).blocks
+    ('0', '1')
+    """
+    import torch
+
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
+    chosen = _blocks_of(module, blocks)
+    if not chosen:
+        raise ValueError(f"{type(module).__name__} has no blocks below it")
+    refuse_overlap(list(chosen.items()))
+    for name, block in chosen.items():
+        if isinstance(vars(block).get("forward"), _Forward):
+            raise ValueError(f"block {name!r} has a manager already: remove that first")
+        if isinstance(block, torch.nn.ModuleList | torch.nn.ModuleDict):
+            raise ValueError(
+                f"block {name!r} is a {type(block).__name__}, which has no forward: {name}.* names "
+                "what is in it"
+            )
+    return AppliedStrategy(manager, chosen)
+
+
+@set_module("mlstate.integrations.torch")
+def cuda_memory(source: str) -> tuple[int, int, int, str]:
+    """Read the memory of a CUDA device, for `MemoryTracker`.
+
+    Parameters
+    ----------
+    source : str
+        ``"cuda"``, the current device, or ``"cuda:N"``.
+
+    Returns
+    -------
+    tuple of (int, int, int, str)
+        Bytes allocated now, at most ever, in all; the device's name.
+
+    Raises
+    ------
+    RuntimeError
+        torch has no such device.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from mlstate.integrations.torch import cuda_memory
+    >>> device = cuda_memory("cuda")[3] if torch.cuda.is_available() else "none"
+    >>> device.startswith("cuda:") is torch.cuda.is_available()
+    True
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise RuntimeError(f"source {source!r}: torch has no CUDA device here")
+    device = torch.device(source)
+    number = torch.cuda.current_device() if device.index is None else device.index
+    if number >= torch.cuda.device_count():
+        raise RuntimeError(f"source {source!r}: torch has {torch.cuda.device_count()} CUDA devices")
+    return (
+        torch.cuda.memory_allocated(number),
+        torch.cuda.max_memory_allocated(number),
+        torch.cuda.get_device_properties(number).total_memory,
+        f"cuda:{number}",
+    )

@@ -1,0 +1,111 @@
+"""torch's backend: the operations of `mlstate._common.backend.Backend`, as this module's names.
+
+Each comes from a file here that is imported on its first use: most of them load subsystems of
+the package that a program may not need.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+# ruff: noqa: F401
+# mypy: implicit-reexport
+if TYPE_CHECKING:  # so that mypy compares these names with the protocol
+    from ._activation.apply_plan import apply_plan
+    from ._activation.operators import operator_contexts
+    from ._activation.profile_chain import profile_chain
+    from ._activation.recompute_check import check_recompute
+    from ._activation.strategies import apply_strategy, cuda_memory
+    from ._checkpoint.files import read_dcp, read_pt, write_dcp, write_pt
+    from ._checkpoint.load_targets import fill_module, fill_optimizer, saved_module, saved_optimizer
+    from ._checkpoint.optimizer import optimizer_dict, optimizer_state
+    from ._checkpoint.sharded import module_state, needs_all_ranks, optimizer_parts, part_of
+    from ._checkpoint.tiers import (
+        accelerator,
+        give_memory,
+        has_given_away,
+        in_memory,
+        is_given_away,
+        on_device,
+        tensors_of_optimizer,
+    )
+    from ._gradients.backward import (
+        begin_pass,
+        hook_module,
+        parameters_of,
+        reduce_on_device,
+        why_not_reduced,
+    )
+    from ._gradients.reduce import (
+        add_gradient,
+        copy_of,
+        item_bytes,
+        norm_partial,
+        readable,
+        tensor_in,
+    )
+    from ._tensors.kv import move_kv
+    from ._tensors.memory import note_written, write_into_tensor
+    from ._tensors.pickle import reduce_state
+    from ._tensors.state import arrays_of, tensors_of, why_not_plain
+
+# fmt: off
+_NAMES = {
+    "_activation.strategies": ("apply_strategy", "cuda_memory"),
+    "_activation.apply_plan": ("apply_plan",),
+    "_gradients.backward": (
+        "begin_pass", "hook_module", "parameters_of", "reduce_on_device", "why_not_reduced",
+    ),
+    "_activation.profile_chain": ("profile_chain",),
+    "_checkpoint.files": ("read_dcp", "read_pt", "write_dcp", "write_pt"),
+    "_tensors.kv": ("move_kv",),
+    "_tensors.memory": ("note_written", "write_into_tensor"),
+    "_activation.operators": ("operator_contexts",),
+    "_checkpoint.optimizer": ("optimizer_dict", "optimizer_state"),
+    "_tensors.pickle": ("reduce_state",),
+    "_activation.recompute_check": ("check_recompute",),
+    "_gradients.reduce": (
+        "add_gradient", "copy_of", "item_bytes", "norm_partial", "readable", "tensor_in",
+    ),
+    "_checkpoint.sharded": ("module_state", "needs_all_ranks", "optimizer_parts", "part_of"),
+    "_tensors.state": ("arrays_of", "tensors_of", "why_not_plain"),
+    "_checkpoint.tiers": (
+        "accelerator", "give_memory", "has_given_away", "in_memory", "is_given_away",
+        "on_device", "tensors_of_optimizer",
+    ),
+    "_checkpoint.load_targets": (
+        "fill_module", "fill_optimizer", "saved_module", "saved_optimizer",
+    ),
+}
+# fmt: on
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f".{_HOMES[name]}", __package__), name)
+    globals()[name] = found
+    return found
+
+
+def is_module(value: object) -> bool:
+    """Return whether a value is a torch module."""
+    import torch
+
+    return isinstance(value, torch.nn.Module)
+
+
+def is_optimizer(value: object) -> bool:
+    """Return whether a value is a torch optimizer."""
+    import torch
+
+    return isinstance(value, torch.optim.Optimizer)
+
+
+def is_mine(value: object) -> bool:
+    """Return whether a value is a torch tensor, module or optimizer."""
+    import torch
+
+    return isinstance(value, (torch.Tensor, torch.nn.Module, torch.optim.Optimizer))

@@ -1,0 +1,1 @@
+"""States of torch modules and optimizers, and their files."""

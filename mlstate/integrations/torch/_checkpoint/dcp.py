@@ -1,0 +1,133 @@
+"""torch's own reader of its distributed checkpoints, kept from running what they name.
+
+torch reads ``.metadata`` and every plain value by pickle. Here both bring back nothing but the
+classes that such checkpoints are made of.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
+
+from ....errors import FormatError
+
+if TYPE_CHECKING:
+    import os
+
+_CHECKPOINT = "torch.distributed.checkpoint"
+# Classes of `.metadata`, besides all of torch.distributed.checkpoint.metadata.
+_ALLOWED = {
+    (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("collections", "OrderedDict"),
+    *(("pathlib", name) for name in ("Path", "PosixPath", "PurePath", "PurePosixPath")),
+    *(("pathlib._local", name) for name in ("Path", "PosixPath")),
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Brings back what describes a checkpoint, and nothing that could run."""
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        """Return what the file names, if it is one of those."""
+        import torch
+        from torch.distributed.checkpoint import metadata
+
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        known = getattr(metadata, name, None)
+        if module == metadata.__name__ and isinstance(known, type):
+            if known.__module__ == module:
+                return known
+        elif (module, name) in _ALLOWED:
+            if module.startswith("pathlib"):
+                return PurePath  # one of another system cannot be made here
+            return super().find_class(module, name)
+        raise FormatError(
+            f".metadata names {module}.{name}, which describes no checkpoint: it was not written "
+            "by torch.distributed.checkpoint, or by a planner of its own"
+        )
+
+
+def _read_metadata(file: Any) -> Any:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    try:
+        found = _Unpickler(file).load()
+    except FormatError:
+        raise
+    except Exception as error:
+        raise FormatError(f".metadata cannot be read: {error}") from None
+    if not isinstance(found, Metadata):
+        raise FormatError(f".metadata holds a {type(found).__name__}")
+    return found
+
+
+def _check(metadata: Any, available: int) -> None:
+    """Refuse to look outside the directory, or to allocate what its files cannot hold."""
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    transformed = False
+    for info in (metadata.storage_data or {}).values():
+        place = PurePath(info.relative_path)
+        if place.is_absolute() or ".." in place.parts:
+            raise FormatError(f".metadata names the file {info.relative_path!r} outside of it")
+        transformed |= bool(getattr(info, "transform_descriptors", None))
+    claimed = sum(
+        entry.size.numel() * entry.properties.dtype.itemsize
+        for entry in metadata.state_dict_metadata.values()
+        if isinstance(entry, TensorStorageMetadata)
+    )
+    if claimed > available and not transformed:
+        raise FormatError(
+            f".metadata describes {claimed:,} bytes of tensors; the files have {available:,}"
+        )
+
+
+def Reader(path: str | os.PathLike[str]) -> Any:  # noqa: N802
+    """Return torch's reader of a directory, with the pickles that it may read."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import StorageMeta
+
+    class Careful(FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("rank") is not None:
+                raise FormatError("a checkpoint whose metadata are by rank cannot be read whole")
+            with self.fs.create_stream(self._get_metadata_path(), "rb") as file:
+                metadata = _read_metadata(file)
+            files = [entry for entry in Path(path).rglob("*") if entry.is_file()]
+            _check(metadata, sum(entry.stat().st_size for entry in files))
+            if getattr(metadata, "storage_meta", None) is None:
+                metadata.storage_meta = StorageMeta()
+            metadata.storage_meta.load_id = self.load_id
+            return metadata
+
+    return Careful(path)
+
+
+def planner() -> Any:
+    """Return a plan to load all of a checkpoint, whose plain values must be plain."""
+    import torch
+    from torch.distributed.checkpoint._traverse import set_element
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+
+    class Careful(_EmptyStateDictLoadPlanner):
+        def load_bytes(self, read_item: Any, value: Any) -> None:
+            name = read_item.dest_index.fqn
+            try:
+                plain = torch.load(value, map_location="cpu", weights_only=True)
+            except pickle.UnpicklingError as error:
+                found = FormatError(
+                    f"{name!r} is neither a tensor nor a plain value: "
+                    f"{str(error).splitlines()[0][:200]}"
+                )
+                found.name = name
+                raise found from None
+            if self.flatten_state_dict:
+                set_element(self.original_state_dict, self.mappings[name], plain)
+            else:
+                self.state_dict[name] = plain
+
+    return Careful()  # type: ignore[no-untyped-call]

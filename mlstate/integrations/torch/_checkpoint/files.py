@@ -1,0 +1,557 @@
+"""Files of torch: what ``torch.save`` writes, and directories of torch.distributed.checkpoint.
+
+Both hold one tree of dicts: a plain state dict, or one dict with a model, an optimizer in the
+form of ``optimizer.state_dict()``, and plain values beside them. What is written here is made
+of tensors and plain values, so that torch reads it without mlstate.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...._common.atomic_file import replacing, sync_folder, temporary_name
+from ...._common.local_path import local_path
+from ....errors import CompatibilityError, FormatError
+from ....state._compatibility import join
+from ....state._kind import describe, restore
+from ....state._optimizer_state import OptimizerStateDict
+from ....state._state_dict import StateDict
+from .._tensors.state import arrays_of, tensors_of
+from .optimizer import NUMBERS, as_array, groups_from, is_number
+
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    import torch
+
+    Parts: TypeAlias = tuple[StateDict | None, OptimizerStateDict | None, dict[str, Any]]
+
+# What programs call the parts of a tree.
+_MODEL_KEYS = ("model", "state_dict", "model_state_dict")
+_OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
+# What `tree_of` notes besides: of which class the state dicts were.
+_RECORD = "mlstate"
+# Deeper trees are no state dicts, but dicts that hold themselves.
+_DEEPEST = 64
+
+
+def _unfit(path: Path, what: str) -> FormatError:
+    error = FormatError(f"{path}: {what}")
+    error.path = str(path)
+    return error
+
+
+# ---- trees to states ----
+
+
+def _leaves(tree: Any, prefix: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Give what lies in a tree, by its keys joined with dots, as torch's checkpoints do."""
+    if depth > _DEEPEST:
+        raise ValueError(f"{prefix[:60]!r} lies more than {_DEEPEST} levels deep")
+    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+    for key, value in items:
+        name = f"{prefix}.{key}" if prefix else str(key)
+        if isinstance(value, Mapping | list | tuple):
+            yield from _leaves(value, name, depth + 1)
+        else:
+            yield name, value
+
+
+def _state_from(tree: Mapping[Any, Any], path: Path) -> StateDict:
+    """Return tensors and numbers as arrays, under flat names."""
+    import torch
+
+    taken: dict[str, Any] = {}
+    strange: list[str] = []
+    try:
+        for name, value in _leaves(tree, ""):
+            if name in taken:
+                raise _unfit(path, f"two entries have the name {name!r} once levels are joined")
+            taken[name] = as_array(value) if is_number(value) else value
+            if not isinstance(taken[name], torch.Tensor | np.ndarray | np.generic):
+                strange.append(f"{name!r} (a {type(value).__name__})")
+    except ValueError as error:
+        raise error if isinstance(error, FormatError) else _unfit(path, str(error)) from None
+    if strange:
+        raise _unfit(
+            path,
+            f"no state can hold {join(strange)}: take what is neither tensor nor number out of "
+            "the file, and keep it elsewhere",
+        )
+    return StateDict(arrays_of(taken))
+
+
+def _names_of(groups: list[Any], path: Path) -> dict[Any, str]:
+    """Return the parameters of an optimizer's groups by what its state calls them."""
+    names: dict[Any, str] = {}
+    for group in groups:
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), list | tuple):
+            raise _unfit(path, "a group of the optimizer has no list of 'params'")
+        members = group["params"]
+        given = group.get("param_names")
+        if not (isinstance(given, list | tuple) and len(given) == len(members)):
+            given = None
+        for number, member in enumerate(members):
+            if not isinstance(member, int | str) or member in names:
+                raise _unfit(path, f"the optimizer's parameter {member!r} is no number, or twice")
+            default = member if isinstance(member, str) else f"param_{len(names)}"
+            names[member] = str(given[number]) if given else default
+    if len(set(names.values())) != len(names):
+        raise _unfit(path, "two parameters of the optimizer have one name")
+    return names
+
+
+def _optimizer_from(tree: Mapping[str, Any], path: Path) -> OptimizerStateDict:
+    """Return what ``optimizer.state_dict()`` holds, parameters by name."""
+    import torch
+
+    groups = tree["param_groups"]
+    held = tree.get("state", {})
+    if not isinstance(groups, list) or not isinstance(held, Mapping):
+        raise _unfit(path, "the optimizer has no list of groups, or no dict of states")
+    names = _names_of(groups, path)
+    states: dict[str, Any] = {}
+    for key, entries in held.items():
+        # torch's checkpoints write numbers as texts
+        member = int(key) if key not in names and str(key).isdecimal() else key
+        if member not in names or not isinstance(entries, Mapping):
+            raise _unfit(path, f"the optimizer has a state for {key!r}, which no group lists")
+        for state, value in entries.items():
+            name = f"{names[member]}.{state}"
+            if value is None:  # SGD without momentum
+                continue
+            if not isinstance(state, str) or not state or "." in state:
+                raise _unfit(path, f"the optimizer's {names[member]!r} has a state named {state!r}")
+            if not is_number(value) and not isinstance(value, torch.Tensor):
+                raise _unfit(
+                    path,
+                    f"the optimizer's {name!r} is a {type(value).__name__}: only tensors and "
+                    "numbers by parameter can be converted",
+                )
+            states[name] = value
+    named = dict.fromkeys(names.values())
+    plain = groups_from(SimpleNamespace(param_groups=groups), named, states)  # type: ignore[arg-type]
+    steps = [int(value) for key, value in states.items() if key.endswith(".step")]
+    rate = plain[0].get("lr", 0.0) if plain else 0.0
+    return OptimizerStateDict(
+        arrays_of({k: as_array(v) if is_number(v) else v for k, v in states.items()}),
+        step=max(steps, default=0),
+        learning_rate=float(rate),
+        param_groups=plain,
+    )
+
+
+def _plain_values(value: Any, depth: int = 0) -> Any:
+    """Return what JSON can hold, NotImplemented for the rest."""
+    import torch
+
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, torch.Tensor) and value.dim() == 0 and not value.is_complex():
+        return value.item()
+    if depth > _DEEPEST:
+        return NotImplemented
+    if isinstance(value, list | tuple):
+        items = [_plain_values(item, depth + 1) for item in value]
+        return NotImplemented if any(item is NotImplemented for item in items) else items
+    if isinstance(value, Mapping) and all(isinstance(key, str | int) for key in value):
+        pairs = {str(key): _plain_values(item, depth + 1) for key, item in value.items()}
+        return NotImplemented if any(v is NotImplemented for v in pairs.values()) else pairs
+    return NotImplemented
+
+
+def _metadata_from(rest: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return what lies beside model and optimizer, if it is plain."""
+    plain = {str(key): _plain_values(value) for key, value in rest.items()}
+    strange = [
+        f"{key!r} (a {type(rest[key]).__name__})" for key, v in plain.items() if v is NotImplemented
+    ]
+    if strange:
+        raise _unfit(
+            path,
+            f"beside model and optimizer there is {join(strange)}, which is no plain value: "
+            "take it out of the file, and keep it elsewhere",
+        )
+    return plain
+
+
+def _is_optimizer(value: Any) -> bool:
+    return isinstance(value, OptimizerStateDict) or (
+        isinstance(value, Mapping) and isinstance(value.get("param_groups"), list)
+    )
+
+
+def _part(value: Any, kind: str, texts: Mapping[str, Any], path: Path) -> Any:
+    """Return one part as a state, of the class that the record names."""
+    if isinstance(value, StateDict):
+        return value
+    if kind == "model":
+        return restore(_state_from(value, path), texts.get(kind), str(path))
+    made = _optimizer_from(value, path)
+    if kind in texts:
+        known = restore({}, texts[kind], str(path))
+        if isinstance(known, OptimizerStateDict):
+            made.optimizer_type, made.step = known.optimizer_type, known.step
+            made.learning_rate = known.learning_rate
+            made.param_groups = known.param_groups
+    return made
+
+
+def parts_of(tree: Any, path: Path) -> Parts:
+    """Take a tree apart: model, optimizer, and plain values beside them.
+
+    Parameters
+    ----------
+    tree : mapping
+        What a file of torch holds.
+    path : pathlib.Path
+        For errors.
+
+    Returns
+    -------
+    model : StateDict or None
+    optimizer : OptimizerStateDict or None
+    metadata : dict
+
+    Raises
+    ------
+    FormatError
+        Something in it is neither; the message names it.
+    """
+    if isinstance(tree, OptimizerStateDict):
+        return None, tree, {}
+    if isinstance(tree, StateDict):
+        return tree, None, {}
+    if not isinstance(tree, Mapping):
+        raise _unfit(path, f"holds a {type(tree).__name__}, not a dict of tensors")
+    if _is_optimizer(tree):
+        return None, _part(tree, "optimizer", {}, path), {}
+    models = [key for key in _MODEL_KEYS if isinstance(tree.get(key), Mapping)]
+    optimizers = [key for key in _OPTIMIZER_KEYS if _is_optimizer(tree.get(key))]
+    if not models and not optimizers:
+        return _state_from(tree, path), None, {}
+    used = {*models[:1], *optimizers[:1]}
+    rest = {key: value for key, value in tree.items() if key not in used}
+    texts = rest.pop(_RECORD, {})
+    if not isinstance(texts, Mapping) or not all(isinstance(v, str) for v in texts.values()):
+        raise _unfit(path, f"entry {_RECORD!r} does not describe the file")
+    if "metadata" in rest and texts:
+        rest = dict(rest["metadata"])
+    model = _part(tree[models[0]], "model", texts, path) if models else None
+    optimizer = _part(tree[optimizers[0]], "optimizer", texts, path) if optimizers else None
+    return model, optimizer, _metadata_from(rest, path)
+
+
+# ---- states to trees ----
+
+
+def _as_tuples(value: Any) -> Any:
+    """Write lists of hyperparameters as tuples, as torch's optimizers have them."""
+    return tuple(_as_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def _compact(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copy tensors that fill less than their memory: files would hold all of it.
+
+    Tied ones, which fill theirs, stay tied.
+    """
+    filled: Counter[int] = Counter()
+    for tensor in {id(tensor): tensor for tensor in tensors.values()}.values():
+        filled[tensor.untyped_storage().data_ptr()] += tensor.nbytes
+    copies: dict[int, torch.Tensor] = {}
+    for tensor in tensors.values():
+        storage = tensor.untyped_storage()
+        wasted = storage.nbytes() > filled[storage.data_ptr()]
+        copies.setdefault(id(tensor), tensor.clone() if wasted else tensor)
+    return {name: copies[id(tensor)] for name, tensor in tensors.items()}
+
+
+def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return plain tensors in main memory for all values."""
+    made = tensors_of(state)
+    return _compact({name: tensor.cpu() for name, tensor in made.items()})
+
+
+def _optimizer_tree(state: OptimizerStateDict) -> dict[str, Any]:
+    """Return the form of ``optimizer.state_dict()``.
+
+    Parameters are numbers where names are only that, ``param_0`` and so on; else names.
+    """
+    saved = state.param_groups or ({"lr": state.learning_rate, "params": list(state.parameters())},)
+    listed = [str(name) for group in saved for name in group.get("params", ())]
+    unknown = sorted(set(state.parameters()) - set(listed))
+    if unknown:
+        error = CompatibilityError(
+            f"the optimizer has states of parameters that none of its groups lists: {join(unknown)}"
+        )
+        error.name = unknown[0]
+        raise error
+    numbered = listed == [f"param_{i}" for i in range(len(listed))]
+    order: dict[str, Any] = {name: i if numbered else name for i, name in enumerate(listed)}
+    numbers = {
+        f"{name}.{kind}"
+        for group in saved
+        for kind in group.get(NUMBERS, ())
+        for name in group.get("params", ())
+    }
+    states: dict[Any, dict[str, Any]] = {}
+    for key, tensor in _tensors(state).items():
+        name, _, kind = key.rpartition(".")
+        plain = key in numbers and tensor.numel() == 1
+        states.setdefault(order[name], {})[kind] = tensor.item() if plain else tensor
+    groups = [
+        {
+            **{key: _as_tuples(v) for key, v in group.items() if key not in ("params", NUMBERS)},
+            "params": [order[str(name)] for name in group.get("params", ())],
+        }
+        for group in saved
+    ]
+    return {"state": states, "param_groups": groups}
+
+
+def tree_of(
+    model: StateDict | None, optimizer: OptimizerStateDict | None, metadata: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Make what torch can store of a model, an optimizer and plain values.
+
+    Parameters
+    ----------
+    model : StateDict or None
+    optimizer : OptimizerStateDict or None
+    metadata : mapping
+        Plain values.
+
+    Returns
+    -------
+    dict
+        A model alone: its tensors by name, for ``module.load_state_dict``. Otherwise the
+        entries ``model``, ``optimizer``, ``metadata``, and ``mlstate``, which says of which
+        classes they are.
+    """
+    kinds = {"model": describe(model), "optimizer": describe(optimizer)}
+    texts = {kind: text for kind, text in kinds.items() if text is not None}
+    if model is not None and optimizer is None and not metadata and not texts:
+        return dict(_tensors(model))
+    tree: dict[str, Any] = {}
+    if model is not None:
+        tree["model"] = _tensors(model)
+    if optimizer is not None:
+        tree["optimizer"] = _optimizer_tree(optimizer)
+    return {**tree, "metadata": dict(metadata), _RECORD: {"version": "1", **texts}}
+
+
+# ---- .pt, .pth, .bin ----
+
+
+def read_pt(path: Path) -> Parts:
+    """Read a file of ``torch.save``, without running what it may hold.
+
+    Parameters
+    ----------
+    path : pathlib.Path
+        Arrays are over the mapped file where its format allows that.
+
+    Returns
+    -------
+    tuple
+        As `parts_of`.
+
+    Raises
+    ------
+    FormatError
+        Damaged, or it holds more than tensors and plain values.
+    """
+    from pickle import UnpicklingError
+
+    import torch
+
+    with path.open("rb") as file:
+        zipped = file.read(4) == b"PK\x03\x04"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, about its storages
+            tree = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+    except UnpicklingError as error:
+        raise _unfit(path, _refused(str(error))) from None
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # which torch says of an archive that was cut off
+            raise
+        raise _unfit(path, "torch cannot read it: it ends too early") from None
+    except (RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError) as error:
+        raise _unfit(path, f"torch cannot read it: {_first_line(error)}") from None
+    return parts_of(tree, path)
+
+
+def _first_line(error: object) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__
+
+
+def _refused(text: str) -> str:
+    """Say in our words what torch's reader would not bring back."""
+    import re
+
+    found = re.search(r"GLOBAL ([\w.]+)", text)
+    if found is None:
+        return f"torch cannot read it: {_first_line(text)}"
+    return (
+        f"holds a {found[1]}, which is neither a tensor nor a plain value: save the tensors alone, "
+        "or, if you trust who made the file, load it with weights_only=False and save its "
+        "state_dict()"
+    )
+
+
+def write_pt(
+    path: Path,
+    model: StateDict | None,
+    optimizer: OptimizerStateDict | None,
+    metadata: Mapping[str, Any],
+) -> None:
+    """Write a file that ``torch.load`` reads with ``weights_only``, atomically.
+
+    Parameters
+    ----------
+    path : pathlib.Path
+    model, optimizer, metadata
+        As `tree_of`.
+    """
+    import torch
+
+    tree = tree_of(model, optimizer, metadata)
+    with replacing(path) as file:
+        torch.save(tree, file)
+
+
+# ---- directories of torch.distributed.checkpoint ----
+
+
+def read_dcp(path: Path) -> Parts:
+    """Read a checkpoint of torch.distributed.checkpoint, of however many ranks.
+
+    Parameters
+    ----------
+    path : pathlib.Path
+        Its directory.
+
+    Returns
+    -------
+    tuple
+        As `parts_of`.
+
+    Raises
+    ------
+    FormatError
+        Damaged, or it holds more than tensors and plain values. Nothing that it names is run.
+    """
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    from .dcp import Reader, planner
+
+    tree: dict[str, Any] = {}
+    reader = Reader(path)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is one process
+            _load_state_dict(tree, storage_reader=reader, planner=planner(), no_dist=True)
+    except FormatError as error:
+        error.path = str(path)
+        raise
+    except OSError:
+        raise
+    except BaseException as error:
+        # torch collects what went wrong in an exception that is no Exception
+        if not (isinstance(error, Exception) or hasattr(error, "failures")):
+            raise
+        reason = next(iter(getattr(error, "failures", {}).values()), (error,))
+        cause = reason[0] if isinstance(reason, tuple) else reason
+        if isinstance(cause, OSError):
+            raise cause from None
+        if isinstance(cause, FormatError):
+            cause.path = str(path)
+            raise cause from None
+        raise _unfit(path, f"torch cannot read it: {_first_line(cause)}") from None
+    return parts_of(tree, path)
+
+
+def write_dcp(
+    path: Path,
+    model: StateDict | None,
+    optimizer: OptimizerStateDict | None,
+    metadata: Mapping[str, Any],
+    overwrite: bool = False,
+) -> None:
+    """Write a checkpoint that torch.distributed.checkpoint reads.
+
+    Parameters
+    ----------
+    path : pathlib.Path
+        Absent, or an empty directory.
+    model, optimizer, metadata
+        As `tree_of`.
+    overwrite : bool
+        Replace a torch checkpoint in `path`.
+
+    Raises
+    ------
+    ValueError
+        `path` holds something else.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    tree = tree_of(model, optimizer, metadata)
+    target = Path(os.path.realpath(local_path(path)))
+    if target.exists() and not _is_replaceable(target, overwrite):
+        raise ValueError(
+            f"{path}: exists already and is not a torch checkpoint; delete it first: a torch "
+            "checkpoint needs a new directory"
+        )
+    temporary = temporary_name(target)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is one process
+            dcp.save(tree, checkpoint_id=temporary, no_dist=True)  # type: ignore[attr-defined]
+        sync_folder(temporary)
+        _replace_folder(temporary, target)
+    except BaseException:
+        import shutil
+
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _is_replaceable(target: Path, overwrite: bool) -> bool:
+    """Whether a path is an empty directory, or a torch checkpoint that may be replaced."""
+    if not target.is_dir():
+        return False
+    return not any(target.iterdir()) or (overwrite and (target / ".metadata").is_file())
+
+
+def _replace_folder(new: Path, target: Path) -> None:
+    """Rename `new` to `target`; an older folder there is deleted once the new one has its name.
+
+    Between the two renames neither has the name. If the second one fails, the old one returns.
+    """
+    if not target.exists():
+        new.rename(target)
+        sync_folder(target.parent)
+        return
+    old = temporary_name(target)
+    target.rename(old)
+    try:
+        new.rename(target)
+    except BaseException:
+        old.rename(target)
+        raise
+    sync_folder(target.parent)
+    import shutil
+
+    shutil.rmtree(old, ignore_errors=True)

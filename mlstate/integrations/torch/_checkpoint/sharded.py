@@ -1,0 +1,460 @@
+"""What a rank has of modules and optimizers that torch spread over several ranks."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ...._sharding.layout import Layout, Shard
+from ....errors import CompatibilityError
+from .._tensors.state import why_not_plain
+from .optimizer import _kind_of, _named, _states, as_array, groups_from, is_number
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+
+    Store = Callable[[], None]
+
+_STEPS = 4  # of a layout, at most
+# Wrappers by the module and the class that they are, and under which name they keep the module.
+_WRAPPERS = (
+    ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
+    ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
+    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+    (
+        "torch.distributed.fsdp.fully_sharded_data_parallel",
+        "FullyShardedDataParallel",
+        "_fsdp_wrapped_module",
+    ),
+    (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "ActivationWrapper",
+        "_checkpoint_wrapped_module",
+    ),
+)
+
+
+# ---- names ----
+
+
+def _inner(module: torch.nn.Module) -> str:
+    """Return under which name a wrapper keeps its module; empty for what is none."""
+    for path, kind, name in _WRAPPERS:
+        loaded = sys.modules.get(path)  # who has such a module has imported it
+        if loaded is not None and isinstance(module, getattr(loaded, kind)):
+            return name
+    return ""
+
+
+def unwrapped_name(module: torch.nn.Module, name: str) -> str:
+    """Return a parameter's name without the parts that wrappers put in.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        Whose ``state_dict`` or ``named_parameters`` has the name.
+    name : str
+        With or without such parts: some wrappers take theirs out.
+
+    Returns
+    -------
+    str
+        The name in the module that is wrapped. A module of the user's that is called
+        ``module`` keeps its name.
+    """
+    here: Any = module
+    kept = []
+    for part in name.split("."):
+        while here is not None and (inner := _inner(here)):
+            here = here._modules.get(inner)
+            if part == inner:
+                break
+        else:
+            kept.append(part)
+            here = here._modules.get(part) if here is not None else None
+    return ".".join(kept)
+
+
+def _by_name(module: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """Return values by their names in the module that is wrapped."""
+    named = {unwrapped_name(module, name): value for name, value in state.items()}
+    if len(named) != len(state):
+        raise CompatibilityError(
+            f"two names of {type(module).__name__} become one without the prefixes of wrappers"
+        )
+    return named
+
+
+# ---- tensors ----
+
+
+def _refuse(name: str, value: Any, why: str) -> TypeError:
+    placements = getattr(value, "placements", None)
+    where = f"a DTensor with placements {placements}" if placements is not None else "a tensor"
+    return TypeError(f"{name!r} is {where}: {why}")
+
+
+def _order(name: str, value: Any) -> list[int]:
+    """Return the dimensions of the mesh that cut a tensor, those that cut first in front.
+
+    That is the order of the mesh, but for what torch marks as cut before: FSDP on top of
+    tensor parallelism along the same axis.
+    """
+    order: list[int] = []
+    mesh = value.device_mesh
+    for number, placement in reversed(list(enumerate(value.placements))):
+        if placement.is_replicate():
+            continue
+        factor = getattr(placement, "split_factor", None)
+        if not hasattr(placement, "dim") or placement.is_partial():
+            raise _refuse(
+                name, value, "only Shard and Replicate can be collected; redistribute() it first"
+            )
+        if factor is None:
+            order.insert(0, number)
+            continue
+        before = 1
+        for other in order:
+            before *= mesh.size(other) if value.placements[other].dim == placement.dim else 1
+        if factor != before:
+            raise _refuse(
+                name, value, f"strides of {factor} cannot be said by a Layout; redistribute() it"
+            )
+        order.append(number)
+    return order
+
+
+def _part_of_dtensor(name: str, value: Any) -> Any:
+    """Return a DTensor's local tensor: a `Shard`, or itself where nothing is cut."""
+    mesh = value.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise _refuse(name, value, "this rank is not in its mesh")
+    local = value.detach().to_local()
+    if hasattr(local, "wait"):  # a collective under way
+        local = local.wait()
+    order = _order(name, value)
+    if len(order) > _STEPS:
+        raise _refuse(name, value, f"a Layout has {_STEPS} steps at most")
+    index = replica = 0
+    for number in order:
+        index = index * mesh.size(number) + coordinate[number]
+    for number, placement in enumerate(value.placements):
+        if placement.is_replicate():
+            replica = replica * mesh.size(number) + coordinate[number]
+    if not order:
+        return _plain(name, local)
+    layout = Layout([(value.placements[n].dim, mesh.size(n)) for n in order])
+    shape = tuple(value.shape)
+    if layout.shape(shape, index) != tuple(local.shape):
+        raise _refuse(
+            name,
+            value,
+            f"part {index} of {layout!r} of shape {shape} has shape {layout.shape(shape, index)}, "
+            f"the local tensor has {tuple(local.shape)}; redistribute() it to even shards",
+        )
+    return Shard(_plain(name, local), layout, index, shape=shape, replica=replica)
+
+
+def _part_of_sharded(name: str, value: Any, replica: int) -> Shard:
+    """Return the rows that this rank has of a ShardedTensor, as FSDP1 makes them."""
+    import torch.distributed as dist
+
+    group = value._process_group
+    parts, index = dist.get_world_size(group), dist.get_rank(group)
+    shape = tuple(value.shape)
+    layout = Layout.rows(parts)
+    shards = value.local_shards()
+    wanted = layout.shape(shape, index)
+    if len(shards) > 1:
+        raise TypeError(f"{name!r} is a ShardedTensor with {len(shards)} shards on one rank")
+    if not shards:
+        # the kind and dtype of the others, without elements
+        local = value.metadata().tensor_properties
+        import torch
+
+        empty = torch.empty(wanted, dtype=local.dtype)
+        return Shard(empty, layout, index, shape=shape, replica=replica)
+    placed = shards[0].metadata
+    start = -(-shape[0] // parts) * index
+    if placed.shard_offsets != [start, *([0] * (len(shape) - 1))] or (
+        tuple(placed.shard_sizes) != wanted
+    ):
+        raise TypeError(
+            f"{name!r} is a ShardedTensor whose shard {placed.shard_sizes} at "
+            f"{placed.shard_offsets} is not part {index} of {parts} of the rows of {shape}"
+        )
+    tensor = shards[0].tensor.detach()
+    return Shard(_plain(name, tensor), layout, index, shape=shape, replica=replica)
+
+
+def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's own memory, without autograd's record."""
+    reason = why_not_plain(tensor)
+    if reason:
+        raise TypeError(f"{name!r} is {reason}")
+    if tensor.device.type == "meta":
+        raise BufferError(f"{name!r} is a tensor on torch's meta device: it has no elements")
+    return tensor.detach()
+
+
+def part_of(name: str, value: Any, replica: int = 0) -> Any:
+    """Return what this rank has of a value of torch's state dict.
+
+    Parameters
+    ----------
+    name : str
+        For errors.
+    value : torch.Tensor
+        Plain, or a DTensor or ShardedTensor.
+    replica : int, default 0
+        Of a ShardedTensor, which does not say.
+
+    Returns
+    -------
+    torch.Tensor or Shard
+        Over the value's own memory.
+
+    Raises
+    ------
+    TypeError
+        No tensor, or one that cannot be described by a `Layout`.
+    """
+    import torch
+
+    if hasattr(value, "local_shards"):
+        return _part_of_sharded(name, value, replica)
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(
+            f"{name!r} is a {type(value).__name__}, not a tensor: take it out of the state "
+            "first, and store it on its own"
+        )
+    return _part_of_dtensor(name, value) if hasattr(value, "device_mesh") else _plain(name, value)
+
+
+# ---- modules ----
+
+
+def _flat_sharded(module: torch.nn.Module) -> list[Any]:
+    """Return the modules that FSDP1 wraps."""
+    loaded = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    if loaded is None:
+        return []
+    kind = loaded.FullyShardedDataParallel
+    return [child for child in module.modules() if isinstance(child, kind)]
+
+
+def needs_all_ranks(source: Any, module: torch.nn.Module) -> str:
+    """Say why all ranks must collect a state together; empty where each can alone.
+
+    Parameters
+    ----------
+    source : torch.nn.Module or torch.optim.Optimizer
+        Whose state it is.
+    module : torch.nn.Module
+        The module itself, or the optimizer's.
+
+    Returns
+    -------
+    str
+        Which of FSDP1's states it is.
+    """
+    if not _flat_sharded(module):
+        return ""
+    if source is module:
+        return "of a module of FSDP1"
+    states = "with" if source.state else "without"
+    return f"of an optimizer of FSDP1, {states} states"
+
+
+def _replica_of(wrappers: list[Any]) -> int:
+    """Return which replica this rank has where FSDP1 shards within nodes only."""
+    import torch.distributed as dist
+
+    between = getattr(wrappers[0], "_inter_node_pg", None)
+    return 0 if between is None else dist.get_rank(between)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what torch says of its own parts, which users cannot change, from them."""
+    with warnings.catch_warnings():
+        for category in (FutureWarning, UserWarning, DeprecationWarning):
+            warnings.simplefilter("ignore", category)
+        yield
+
+
+def module_state(module: torch.nn.Module) -> tuple[dict[str, Any], Store | None]:
+    """Return what this rank has of a module's parameters and buffers.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        Plain, DDP, compiled, FSDP2 or FSDP1. Of FSDP1 every rank calls this.
+
+    Returns
+    -------
+    state : dict of str to torch.Tensor or Shard
+        By names without the prefixes of wrappers; over the module's own memory, but for
+        FSDP1, whose shards are copies.
+    store : callable or None
+        Puts copies back into the module, on every rank.
+
+    Raises
+    ------
+    TypeError
+        A value is no tensor, or cut as no `Layout` can say.
+    """
+    wrappers = _flat_sharded(module)
+    if not wrappers:
+        named = _by_name(module, module.state_dict())
+        return {name: part_of(name, value) for name, value in named.items()}, None
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    replica = _replica_of(wrappers)
+    with _quiet():
+        sharded = get_model_state_dict(module)
+        state = {name: part_of(name, value, replica) for name, value in sharded.items()}
+
+    def store() -> None:
+        with _quiet():
+            set_model_state_dict(module, sharded)
+
+    return state, store
+
+
+# ---- optimizers ----
+
+
+def _reshard(module: torch.nn.Module) -> None:
+    """Let FSDP2 have its sharded parameters again, which optimizers know, after a forward pass."""
+    loaded = sys.modules.get("torch.distributed.fsdp")
+    kind: Any = getattr(loaded, "FSDPModule", None)
+    for child in module.modules() if kind is not None else ():
+        if isinstance(child, kind):
+            child.reshard()
+
+
+def optimizer_parts(
+    optimizer: torch.optim.Optimizer, module: torch.nn.Module | None, *, fill: bool = False
+) -> tuple[dict[str, Any], dict[str, Any], Store | None]:
+    """Return what this rank has of an optimizer's states, as ``"<parameter>.<state name>"``.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        Of parameters that are plain, or sharded by FSDP2 or FSDP1.
+    module : torch.nn.Module, optional
+        Whose parameters they are, for names; needed for FSDP1.
+    fill : bool, default False
+        Whether the states are going to be filled in place.
+
+    Returns
+    -------
+    states : dict of str to array, torch.Tensor or Shard
+        Numbers as arrays without dimensions.
+    keywords : dict
+        The others of `mlstate.OptimizerStateDict`.
+    store : callable or None
+        Puts numbers back into the optimizer.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The state is more than tensors and numbers by parameter, or the module lacks some; or
+        it is FSDP1's, which cannot be filled.
+    """
+    wrappers = [] if module is None else _flat_sharded(module)
+    if module is not None and wrappers:
+        if fill:
+            raise TypeError(
+                "an optimizer of FSDP1 cannot be filled in place: gather its state, and load it "
+                "by torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+            )
+        return (*_parts_of_flat(optimizer, module, _replica_of(wrappers)), None)
+    if module is not None:
+        _reshard(module)
+    named = _named(optimizer, module)
+    if module is not None:
+        named = _by_name(module, named)
+    values = _states(named, optimizer)
+    _refuse_local(named, values)
+    numbers = {key: as_array(value) for key, value in values.items() if is_number(value)}
+    states = {key: numbers[key] if key in numbers else part_of(key, v) for key, v in values.items()}
+
+    def store() -> None:
+        for key, array in numbers.items():
+            name, _, state = key.rpartition(".")
+            optimizer.state[named[name]][state] = array.item()
+
+    return states, _keywords(optimizer, named, values), store if numbers else None
+
+
+def _refuse_local(named: dict[str, Any], values: dict[str, Any]) -> None:
+    """Refuse plain states of DTensors that are this rank's part, which nothing says of them."""
+    for key, value in values.items():
+        parameter = named[key.rpartition(".")[0]]
+        if hasattr(parameter, "device_mesh") and not hasattr(value, "device_mesh"):
+            local = tuple(parameter.to_local().shape)
+            have = tuple(getattr(value, "shape", ()))
+            if have and have == local != tuple(parameter.shape):
+                raise TypeError(
+                    f"{key!r} is a plain tensor of shape {have}, which is what this rank has of "
+                    f"a parameter of shape {tuple(parameter.shape)}: let the optimizer keep "
+                    "DTensors, as zeros_like(parameter) makes them"
+                )
+
+
+def _keywords(
+    optimizer: torch.optim.Optimizer, named: dict[str, Any], values: dict[str, Any]
+) -> dict[str, Any]:
+    groups = groups_from(optimizer, named, values)
+    steps = [int(value) for key, value in values.items() if key.endswith(".step")]
+    return {
+        "optimizer_type": _kind_of(optimizer),
+        "step": max(steps, default=0),
+        "learning_rate": float(groups[0].get("lr", 0.0)) if groups else 0.0,
+        "param_groups": groups,
+    }
+
+
+def _any_rank(here: bool, module: torch.nn.Module) -> bool:
+    """Whether something is so on any rank of an FSDP1 module: one may have no elements at all."""
+    import torch
+    import torch.distributed as dist
+
+    wrapper = _flat_sharded(module)[0]
+    found = torch.tensor(int(here), device=wrapper.compute_device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=wrapper.process_group)
+    return bool(found.item())
+
+
+def _parts_of_flat(
+    optimizer: torch.optim.Optimizer, module: torch.nn.Module, replica: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Let torch cut FSDP1's flat states by parameter."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    _named(optimizer, module)  # refuses parameters of other modules
+    if not _any_rank(bool(optimizer.state), module):  # torch would take a step to make one
+        return {}, {"optimizer_type": _kind_of(optimizer)}
+    with _quiet():
+        found: dict[str, Any] = dict(get_optimizer_state_dict(module, optimizer))
+        states: dict[str, Any] = {}
+        for name, by_state in found["state"].items():
+            for state, value in by_state.items():
+                key = f"{name}.{state}"
+                states[key] = as_array(value) if is_number(value) else part_of(key, value, replica)
+    groups = [dict(group) for group in found["param_groups"]]
+    steps = [int(value) for key, value in states.items() if key.endswith(".step")]
+    keywords = {
+        "optimizer_type": _kind_of(optimizer),
+        "step": max(steps, default=0),
+        "learning_rate": float(groups[0].get("lr", 0.0)) if groups else 0.0,
+        "param_groups": groups,
+    }
+    return states, keywords

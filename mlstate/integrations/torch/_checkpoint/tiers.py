@@ -1,0 +1,236 @@
+"""Tensors of a tiered state: on a device, in main memory, or without memory of their own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .._tensors.state import tensors_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+
+
+def accelerator(values: Iterable[Any], device: Any) -> Any:
+    """Return the device of the hot tier, or None for main memory.
+
+    Parameters
+    ----------
+    values : iterable
+        The state's arrays: where one is a tensor on a device, that is the hot one, and where
+        one is any tensor, CUDA is, if there is some.
+    device : str, torch.device or None
+        What the user asked for.
+
+    Returns
+    -------
+    torch.device or None
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate.integrations.torch._checkpoint.tiers import accelerator
+    >>> accelerator([np.ones(2)], None) is None
+    True
+    >>> accelerator([np.ones(2)], "cpu")
+    device(type='cpu')
+    """
+    import torch
+
+    if device is not None:
+        return torch.device(device)
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    for tensor in tensors:
+        if tensor.device.type not in ("cpu", "meta"):
+            return tensor.device
+    return torch.device("cuda") if tensors and torch.cuda.is_available() else None
+
+
+def _new(tensor: torch.Tensor, device: Any) -> torch.Tensor:
+    """Return new memory for a tensor's elements, its strides kept.
+
+    Main memory is NumPy's, which asks for huge pages: torch's costs a fault for every 4 KiB.
+    """
+    import torch
+
+    if torch.device(device).type != "cpu" or not tensor.is_contiguous() or not tensor.numel():
+        return torch.empty_like(tensor, device=device)
+    flat = np.empty(tensor.numel() * tensor.element_size(), np.uint8)
+    return torch.from_numpy(flat).view(tensor.dtype).view(tensor.shape)
+
+
+def _copied(tensor: torch.Tensor, device: Any) -> torch.Tensor:
+    """Copy a tensor to new memory.
+
+    From main memory to main memory by memcpy: torch's threads would wait for each other, for
+    milliseconds where processors are busy.
+    """
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    made = _new(tensor, device)
+    if made.device.type == tensor.device.type == "cpu" and tensor.is_contiguous():
+        np.copyto(_bytes_of(made), _bytes_of(tensor))
+        return made
+    return made.copy_(tensor)
+
+
+def _bytes_of(tensor: torch.Tensor) -> Any:
+    """View a contiguous tensor in main memory as bytes."""
+    import torch
+
+    return tensor.reshape(-1).view(torch.uint8).numpy()
+
+
+def on_device(array: Any, device: Any) -> torch.Tensor:
+    """Copy an array or a tensor to new memory of a device.
+
+    Parameters
+    ----------
+    array : ndarray or torch.Tensor
+        Any shape, and any dtype that torch has.
+    device : str or torch.device
+        Where to; ``"cpu"`` copies too.
+
+    Returns
+    -------
+    torch.Tensor
+        Of the same shape, dtype and bits; a tensor's strides are kept.
+
+    Raises
+    ------
+    TypeError
+        torch has no such dtype.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate.integrations.torch._checkpoint.tiers import on_device
+    >>> array = np.arange(3.0)
+    >>> tensor = on_device(array, "cpu")
+    >>> array[0] = 7
+    >>> tensor.tolist()
+    [0.0, 1.0, 2.0]
+    """
+    if isinstance(array, np.ndarray):
+        array = tensors_of({"": array})[""]
+    return _copied(array, device)
+
+
+def in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor to new main memory.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        On any device.
+
+    Returns
+    -------
+    torch.Tensor
+        On the CPU, of the same shape, strides, dtype and bits.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from mlstate.integrations.torch._checkpoint.tiers import in_memory
+    >>> tensor = torch.ones(2, 3).T
+    >>> copy = in_memory(tensor)
+    >>> copy.stride(), copy.data_ptr() == tensor.data_ptr()
+    ((1, 3), False)
+    """
+    return _copied(tensor, "cpu")
+
+
+def give_memory(tensor: torch.Tensor, source: torch.Tensor | None) -> None:
+    """Let a tensor have the memory of another one, and give back its own.
+
+    The tensor stays the object that it is, so a module and an optimizer that hold it go on
+    with the new memory. Nothing is copied.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Which; a parameter, too.
+    source : torch.Tensor or None
+        Of the same dtype. None: no elements at all, as of a unit that is in a file.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from mlstate.integrations.torch._checkpoint.tiers import give_memory
+    >>> weight = torch.nn.Parameter(torch.ones(2, 3))
+    >>> give_memory(weight, None)
+    >>> weight.numel()
+    0
+    >>> give_memory(weight, torch.zeros(2, 3))
+    >>> weight.shape, weight.requires_grad
+    (torch.Size([2, 3]), True)
+    """
+    if source is None:
+        source = tensor.detach().new_empty(0, device="cpu")
+        if not _nowhere:
+            _nowhere.append(source.untyped_storage())
+        source.set_(_nowhere[0], 0, (0,), (1,))
+    tensor.data = source
+
+
+# What tensors have that were given away: views of them, as a module's state_dict() has, too.
+_nowhere: list[torch.UntypedStorage] = []
+
+
+def has_given_away() -> bool:
+    """Whether any tensor's elements were given away in this process."""
+    return bool(_nowhere)
+
+
+def is_given_away(tensor: torch.Tensor) -> bool:
+    """Whether `give_memory` left a tensor without elements; call it after `has_given_away`."""
+    import torch
+
+    if torch.nn.parameter.is_lazy(tensor):  # it has no shape yet, and no memory to give away
+        return False
+    if tensor.numel() or tensor.is_sparse or tensor.device.type != "cpu":
+        return False
+    return bool(tensor.untyped_storage()._cdata == _nowhere[0]._cdata)
+
+
+def tensors_of_optimizer(
+    optimizer: torch.optim.Optimizer, module: torch.nn.Module
+) -> dict[str, torch.Tensor]:
+    """Return the tensors themselves of an optimizer's state, by ``"<parameter>.<state>"``.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        States that are no tensors are left out.
+    module : torch.nn.Module
+        Names the parameters; states of others are left out.
+
+    Returns
+    -------
+    dict of str to torch.Tensor
+        No copies: what is changed in them is changed in the optimizer.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from mlstate.integrations.torch._checkpoint.tiers import tensors_of_optimizer
+    >>> module = torch.nn.Linear(2, 3, bias=False)
+    >>> adam = torch.optim.Adam(module.parameters())
+    >>> module(torch.ones(1, 2)).sum().backward()
+    >>> adam.step()
+    >>> sorted(tensors_of_optimizer(adam, module))
+    ['weight.exp_avg', 'weight.exp_avg_sq', 'weight.step']
+    """
+    import torch
+
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return {
+        f"{names[id(parameter)]}.{state}": value
+        for parameter, states in optimizer.state.items()
+        if id(parameter) in names
+        for state, value in states.items()
+        if isinstance(value, torch.Tensor)
+    }

@@ -1,0 +1,1 @@
+"""Gradients of torch: hooks, reductions, DDP and FSDP2."""

@@ -1,0 +1,332 @@
+"""Gradients of torch models, as soon as the backward pass has made them."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ...._common.text import names_hint
+from ....collectives._arguments import dtype_name
+from ....errors import CollectiveError
+from ....fsdp._hook_checks import Hooks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from types import FrameType
+
+    import torch
+
+    from ....fsdp._reducer import Entry, Terms
+    from ....fsdp._unit import FSDPShardingUnit
+
+
+def parameters_of(module: Any) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters of a module by name; those that are shared have one name."""
+    return dict(module.named_parameters())
+
+
+def _tied_to(module: Any, name: str) -> str | None:
+    """Return the name that `parameters_of` has for a parameter that is shared under `name`."""
+    parameter = dict(module.named_parameters(remove_duplicate=False)).get(name)
+    return next((n for n, p in module.named_parameters() if p is parameter), None)
+
+
+class ModuleHooks(Hooks):
+    """The hooks of one `FSDPBackwardHook` on the parameters of a torch module.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The module.
+    units : dict of str to FSDPShardingUnit
+        By the parameter's name.
+    receive : callable
+        Called with a name and its parameter each time torch has made the gradient.
+    is_full : bool
+        Whether reduced full gradients are to be stored in ``parameter.grad``.
+    keep : bool
+        Whether full gradients that are not reduced stay in ``parameter.grad``.
+
+    Attributes
+    ----------
+    parameters : dict of str to torch.nn.Parameter
+        Those with hooks, in the module's order, which is the same on all ranks.
+    taken : set of str
+        Parameters whose gradients were removed.
+    has_warned : bool
+        Whether an optimizer that found no gradients has been reported.
+    unsent : set of str
+        Parameters whose ``grad`` has gradients of passes in ``no_sync``.
+
+    Raises
+    ------
+    ValueError
+        A unit does not fit the module, or a parameter has a hook of another object.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        units: Mapping[str, FSDPShardingUnit],
+        receive: Callable[[str, torch.nn.Parameter], None],
+        *,
+        is_full: bool,
+        keep: bool,
+    ) -> None:
+        known = parameters_of(module)
+        for name, unit in units.items():
+            _check_parameter(unit, known.get(name), module, known)
+        super().__init__({id(known[name]): name for name in units})
+        self.parameters: dict[str, torch.nn.Parameter] = {
+            name: parameter for name, parameter in known.items() if name in units
+        }
+        self.is_full = is_full
+        self.taken: set[str] = set()
+        self.has_warned = False
+        self.unsent: set[str] = set()
+        self._keep = keep or is_full
+        self._earlier: dict[str, torch.Tensor] = {}  # reduced gradients that a pass adds to
+        if not self._keep:
+            from .step_warning import watch_steps
+
+            watch_steps()
+        for name, parameter in self.parameters.items():
+            units[name].like = parameter.detach()
+            register: Any = parameter.register_post_accumulate_grad_hook
+            self._handles.append(register(partial(receive, name)))
+            if is_full:
+                from torch.autograd.graph import get_gradient_edge
+
+                node = get_gradient_edge(parameter).node
+                before = partial(self._set_aside, name)
+                self._handles.append(_NodeHook(node, before))
+        self._make_live()
+
+    def take(
+        self, name: str, token: Callable[[], Any] | None
+    ) -> tuple[Any, Callable[[], None] | None]:
+        """Remove a parameter's gradient, unless it is to be kept, and return it.
+
+        The second value puts it back while the backward pass of `token` goes on.
+        """
+        parameter = self.parameters[name]
+        gradient = parameter.grad
+        self.unsent.discard(name)
+        if self._keep:
+            return gradient, None
+        parameter.grad = None
+        self.taken.add(name)
+        return gradient, partial(_put_back, parameter, gradient, token)
+
+    def take_missing(
+        self, name: str, token: Callable[[], Any] | None
+    ) -> tuple[Any, Callable[[], None] | None]:
+        """Return what `take` does for a gradient of earlier passes that this pass did not make."""
+        if name in self.unsent:
+            return self.take(name, token)
+        if self.is_full:
+            self._set_aside(name)
+        return None, None
+
+    def _set_aside(self, name: str, _: Any = None) -> None:
+        """Move away a reduced gradient before torch adds one that is not."""
+        parameter = self.parameters[name]
+        if parameter.grad is None:
+            self._earlier.pop(name, None)
+        elif name not in self.unsent:
+            self._earlier[name], parameter.grad = parameter.grad, None
+
+    def gather_full(
+        self, buckets: Iterable[Sequence[FSDPShardingUnit]], group: Any, timeout: float | None
+    ) -> None:
+        """Add the reduced full gradients to those that each parameter has."""
+        for units in buckets:
+            _gather_bucket(group, units, self.parameters, timeout)
+        for name, earlier in self._earlier.items():
+            parameter: Any = self.parameters[name]
+            parameter.grad = earlier.add_(parameter.grad)
+        self._earlier = {}
+
+    def drop_full(self) -> None:
+        """Leave no gradient, since not all are reduced."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        self._earlier = {}
+
+
+def _put_back(parameter: Any, gradient: Any, token: Callable[[], Any] | None) -> None:
+    """Give a parameter its gradient back if it was not reduced and its pass goes on."""
+    if token is not None and token() is not None:
+        parameter.grad = gradient
+
+
+class _NodeHook:
+    """A hook on a node of autograd, which torch frees with its last reference."""
+
+    def __init__(self, node: Any, function: Callable[[Any], None]) -> None:
+        self._node = node
+        self._handle = node.register_prehook(function)
+
+    def remove(self) -> None:
+        self._handle.remove()
+        self._node = None
+
+
+def _check_parameter(
+    unit: FSDPShardingUnit, parameter: Any, model: Any, known: Mapping[str, Any]
+) -> None:
+    """Raise ValueError if a unit does not fit its parameter."""
+    name = unit.parameter_name
+    if parameter is None:
+        shared = _tied_to(model, name)
+        if shared is not None:
+            raise ValueError(
+                f"{name!r} is the same parameter as {shared!r}, which is the name to use"
+            )
+        raise ValueError(f"the model has no parameter {name!r}{names_hint(name, known)}")
+    reason = why_not_reduced(parameter)
+    if reason:
+        raise ValueError(f"{name}: the parameter is {reason}")
+    if not parameter.requires_grad:
+        raise ValueError(f"{name}: the parameter is frozen (requires_grad is False)")
+    if tuple(parameter.shape) != unit.shape or dtype_name(parameter) != unit.dtype:
+        raise ValueError(
+            f"{name}: the parameter is {dtype_name(parameter)} {tuple(parameter.shape)}, its unit "
+            f"{unit.dtype} {unit.shape}"
+        )
+
+
+# ---- the backward pass ----
+
+
+def call_at_end(function: Callable[[], None]) -> None:
+    """Call a function when the backward pass that is under way has ended."""
+    import torch
+
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+class PassErrors:
+    """Errors of one backward pass, which are raised together when it has ended.
+
+    Torch frees the object with the pass, also if that fails.
+    """
+
+    def __init__(self) -> None:
+        self.errors: list[BaseException] = []
+        call_at_end(self._end)
+
+    def _end(self) -> None:
+        call_at_end(self._raise)  # after what DDP and FSDP2 do when the pass ends
+
+    def _raise(self) -> None:
+        if self.errors:
+            first, *others = self.errors
+            for error in others:
+                first.add_note(str(error))
+            raise first
+
+
+def begin_pass(on_end: Callable[[], None], rank: int) -> weakref.ref[Any]:
+    """Call a function when the backward pass that is under way ends, unless an error aborts it.
+
+    Returns a reference that is dead after the pass.
+    """
+    if _is_inside_another():
+        error = CollectiveError(
+            f"backward pass on rank {rank}: its first gradient came from a pass inside another "
+            "one, whose end is not that of all gradients; for activation checkpointing pass "
+            "use_reentrant=False"
+        )
+        error.name, error.rank = "backward pass", rank
+        raise error
+    callback = partial(on_end)  # only torch refers to it
+    call_at_end(callback)
+    return weakref.ref(callback)
+
+
+def _is_inside_another() -> bool:
+    """Whether a function of one backward pass started the pass that is under way."""
+    from torch.autograd.function import BackwardCFunction
+
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is BackwardCFunction.apply.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def why_not_reduced(tensor: torch.Tensor) -> str:
+    """Say what a parameter or gradient is that cannot be reduced as it is, or nothing."""
+    import torch
+
+    if hasattr(tensor, "placements"):
+        return (
+            "a DTensor, which torch shards itself; for FSDP2 there is "
+            "mlstate.integrations.torch.reduce_scatter_with"
+        )
+    if tensor.layout != torch.strided:
+        return f"{tensor.layout}, not dense"
+    if tensor.device.type == "meta":
+        return "on the meta device, without elements"
+    return ""
+
+
+def reduce_on_device(
+    group: Any, entry: Entry, terms: Terms, timeout: float | None
+) -> tuple[float, int]:
+    """Reduce a gradient outside main memory; return its squares and non-finite elements."""
+    import torch
+
+    wide, flat = entry.source, entry.out.view(-1)
+    if terms.divisor != 1 or flat.dtype != wide.dtype:
+        wide = wide.to(torch.promote_types(wide.dtype, torch.float32))
+    counts = list(entry.unit.counts)
+    total = group.reduce_scatter(wide.reshape(-1), op=terms.op, counts=counts, timeout=timeout)
+    flat.copy_(total if terms.divisor == 1 else total / terms.divisor)
+    squares = float(flat.double().square().sum())
+    return squares, int((~flat.isfinite()).sum()) if flat.dtype.is_floating_point else 0
+
+
+def _gather_bucket(
+    group: Any,
+    units: Sequence[FSDPShardingUnit],
+    parameters: Mapping[str, torch.nn.Parameter],
+    timeout: float | None,
+) -> None:
+    """Gather the parts of reduced gradients from all ranks into ``parameter.grad``.
+
+    Parameters of one dtype and device travel in one message.
+    """
+    kinds: dict[Any, list[tuple[FSDPShardingUnit, torch.nn.Parameter]]] = {}
+    for unit in units:
+        parameter = parameters[unit.parameter_name]
+        kinds.setdefault((parameter.dtype, parameter.device), []).append((unit, parameter))
+    for pairs in kinds.values():
+        _gather_pairs(group, pairs, timeout)
+
+
+def _gather_pairs(
+    group: Any, pairs: Sequence[tuple[FSDPShardingUnit, torch.nn.Parameter]], timeout: float | None
+) -> None:
+    import torch
+
+    mine = torch.cat([u.local_gradient.detach().reshape(-1).to(p.dtype) for u, p in pairs])
+    counts = [sum(unit.counts[rank] for unit, _ in pairs) for rank in range(group.world_size)]
+    whole = group.all_gather(mine, counts=counts, timeout=timeout)
+    ranks = [
+        part.split([unit.counts[rank] for unit, _ in pairs])
+        for rank, part in enumerate(whole.split(counts))
+    ]
+    for number, (_, parameter) in enumerate(pairs):
+        full = torch.cat([parts[number] for parts in ranks]).view(parameter.shape)
+        if parameter.grad is None:  # not used in this pass
+            parameter.grad = full
+        else:
+            parameter.grad.detach().copy_(full)
+
+
+hook_module = ModuleHooks

@@ -1,0 +1,164 @@
+"""DDP models whose gradients are reduced by a group of `mlstate.collectives`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ...._common.set_module import set_module
+from ....collectives._arguments import check_group, check_timeout, dtype_name, failed
+from ....collectives._operation_queue import Turns
+from ....fsdp._consistency_check import ConsistencyCheck
+from ....fsdp._gradient_ops import tallies
+from .backward import PassErrors
+
+if TYPE_CHECKING:
+    import torch
+
+
+@set_module("mlstate.integrations.torch")
+def all_reduce_with(
+    model: Any, group: Any, *, nonfinite: str = "error", timeout: float | None = None
+) -> None:
+    """Let a group reduce the gradients of a DDP model: their mean, in every backward pass.
+
+    Parameters
+    ----------
+    model : torch.nn.parallel.DistributedDataParallel
+        The model. It can have one hook of this kind only.
+    group : ProcessGroup
+        The same ranks as those of the model. A `TorchGroup` wants a group of torch of its own,
+        from ``torch.distributed.new_group``: DDP uses its own while this one is at work.
+    nonfinite : {"error", "allow"}, default "error"
+        Whether NaN and infinity in a gradient are an error, on every rank, when the backward
+        pass ends. Allow them where a gradient scaler looks for them.
+    timeout : float, optional
+        Seconds for each operation. Default: the group's own.
+
+    Raises
+    ------
+    TypeError
+        `model` is not of DDP, or `group` is none.
+    ValueError
+        The group has other ranks than the model, or an argument makes no sense.
+
+    Notes
+    -----
+    Gradients are summed in the order of ranks, in float32 or wider, divided by their number and
+    rounded once: the same bits on every engine and for any ``bucket_cap_mb``. Means of two are
+    those of DDP itself; those of more can differ from it in the last bits, because gloo and
+    NCCL add in an order of their own. Buckets move in a thread of their own, one after the
+    other, while the backward pass goes on. ``model.no_sync()`` works as ever.
+
+    Before each bucket ranks compare what they are about to reduce, in 64 bytes. Where they do
+    not agree, neither that bucket nor those after it are reduced; one with elements that are
+    not finite is left out alone. Then ``backward`` raises `CollectiveError` on every rank, which
+    names ranks and parameters.
+
+    Examples
+    --------
+    >>> import tempfile, torch, torch.distributed as dist
+    >>> from mlstate.integrations.torch import TorchGroup, all_reduce_with
+    >>> store = dist.FileStore(tempfile.mkdtemp() + "/store", 1)
+    >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+    >>> all_reduce_with(model, TorchGroup(dist.new_group()))
+    >>> model(torch.tensor([[1.0, 2.0]])).sum().backward()
+    >>> model.module.weight.grad
+    tensor([[1., 2.]])
+    >>> dist.destroy_process_group()
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            f"model must be a torch.nn.parallel.DistributedDataParallel, got {type(model).__name__}"
+        )
+    check_group(group)
+    if nonfinite not in ("error", "allow"):
+        raise ValueError(f"nonfinite must be 'error' or 'allow', got {nonfinite!r}")
+    theirs = model.process_group
+    if (theirs.rank(), theirs.size()) != (group.rank, group.world_size):
+        raise ValueError(
+            f"this is rank {theirs.rank()} of the model's {theirs.size()}, and rank {group.rank} "
+            f"of the group's {group.world_size}: both must have the same ranks"
+        )
+    buckets = _Buckets(model.module, group, nonfinite == "error", check_timeout(timeout))
+    # a function without annotations: torch refuses those that are text
+    model.register_comm_hook(None, lambda state, bucket: buckets.reduce(bucket))
+
+
+class _Pass(PassErrors):
+    """One backward pass."""
+
+    is_lost = False  # ranks are out of step, or the group is broken
+
+
+class _Buckets:
+    """Reduces the buckets of one model."""
+
+    def __init__(self, module: Any, group: Any, finite: bool, timeout: float | None) -> None:
+        self._names = {parameter: name for name, parameter in module.named_parameters()}
+        self._group = group
+        self._finite = finite
+        self._timeout = timeout
+        self._turns = Turns("mlstate-ddp", group.rank)
+        self._pass: _Pass | None = None
+
+    def reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """Start to reduce a bucket, and return what DDP waits for: its buffer.
+
+        Errors are not for torch to carry, which keeps their text alone.
+        """
+        import torch
+
+        if bucket.index() == 0 or self._pass is None:
+            self._pass = _Pass()
+        current = self._pass
+        buffer, index = bucket.buffer(), bucket.index()
+        parts = dict(
+            zip((self._names[p] for p in bucket.parameters()), bucket.gradients(), strict=True)
+        )
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+
+        def task() -> None:
+            try:
+                if not current.is_lost:
+                    self._reduce(current, index, parts, buffer)
+            except BaseException as error:
+                current.is_lost = True
+                current.errors.append(error)
+            finally:
+                done.set_result(buffer)
+
+        if buffer.device.type == "cpu":
+            self._turns.run("all_reduce", task, async_op=True)
+        else:  # on the stream that is current here
+            self._turns.run_at_once("all_reduce", task)
+        return done
+
+    def _reduce(
+        self, current: _Pass, index: int, parts: dict[str, torch.Tensor], buffer: torch.Tensor
+    ) -> None:
+        bad = [name for name, (_, n) in tallies(parts).items() if n] if self._finite else []
+        facts = [f"{name!r} {dtype_name(g)} {tuple(g.shape)}" for name, g in parts.items()]
+        check = ConsistencyCheck(self._group, self._timeout, {"op": "mean"})
+        check.sequence = index
+        headers, count = check.exchange_buckets(facts, {}, len(bad), is_refused=bool(bad))
+        if count:
+            self._group.all_reduce(buffer, op="mean", out=buffer, timeout=self._timeout)
+            return
+        current.is_lost = len({header[1:3] for header in headers}) > 1
+        problems = dict.fromkeys(bad, "NaN or infinite elements")
+        listed = [(n, fact, problems.get(n, "")) for n, fact in zip(parts, facts, strict=True)]
+        failures = check.find_failures(listed, {}, has_ended=False).failures
+        lines = [f"{name!r}: {what}" for name, (_, what) in failures.items()]
+        more = f"; {len(lines) - 5} more" if len(lines) > 5 else ""
+        error = failed(
+            "backward pass",
+            self._group.rank,
+            f"bucket {index} was not reduced: {'; '.join(lines[:5])}{more}",
+        )
+        for name, (rank, _) in failures.items():
+            error.name, error.rank = name, rank
+            break
+        current.errors.append(error)

@@ -1,0 +1,222 @@
+"""FSDP2 modules whose gradients are reduced by a group of `mlstate.collectives`."""
+
+from __future__ import annotations
+
+import weakref
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ...._common.set_module import set_module
+from ....collectives._arguments import check_group, check_timeout
+from ....errors import CollectiveError
+from ....fsdp._reducer import Entry, FullBucket, Reducer, Terms
+from ....fsdp._reduction_session import ReductionSession
+from ....fsdp._unit import FSDPShardingUnit
+from .backward import PassErrors
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+
+@set_module("mlstate.integrations.torch")
+def reduce_scatter_with(
+    module: Any, group: Any, *, nonfinite: str = "error", timeout: float | None = None
+) -> None:
+    """Let a group reduce the gradients of all FSDP2 modules in a module.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        With modules to which ``torch.distributed.fsdp.fully_shard`` was applied.
+    group : ProcessGroup
+        The ranks among which they are sharded, in the order of the mesh.
+    nonfinite : {"error", "allow"}, default "error"
+        Whether NaN and infinity in a sum are an error, on every rank, when the backward pass
+        ends. Allow them where a gradient scaler looks for them.
+    timeout : float, optional
+        Seconds for each operation. Default: the group's own.
+
+    Raises
+    ------
+    TypeError
+        `group` is none.
+    ValueError
+        No module in `module` is one of FSDP2, or they are sharded among other ranks than
+        those of `group`.
+
+    Notes
+    -----
+    Gradients are summed in the order of ranks, in float32 or wider, divided as FSDP2 wants, and
+    rounded once to its ``reduce_dtype``. That is the same on every engine; sums of two float32
+    are those of torch itself, sums of more can differ from it in the last bits, because gloo
+    and NCCL add in an order of their own. ``set_gradient_divide_factor`` works on CPUs too,
+    where gloo refuses it.
+
+    Before each module ranks compare what they are about to reduce, in 64 bytes. Where they do
+    not agree, or a sum is not finite, ``backward`` raises `CollectiveError` on every rank when
+    all other modules are reduced; it names module and rank, and the gradients of that module
+    are NaN. One buffer, of the size of the largest module's gradients, is kept for the next
+    step.
+
+    FSDP2 waits for each reduction on a CPU: the backward pass goes on afterwards. Calling this
+    again replaces the group. With a mesh of two dimensions (HSDP) `group` reduces among the
+    ranks that share the shards, and torch among the replicas.
+
+    Examples
+    --------
+    >>> import tempfile, torch, torch.distributed as dist
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> from torch.distributed.fsdp import fully_shard
+    >>> from mlstate.integrations.torch import TorchGroup, reduce_scatter_with
+    >>> store = dist.FileStore(tempfile.mkdtemp() + "/store", 1)
+    >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    >>> layer = fully_shard(torch.nn.Linear(2, 1), mesh=init_device_mesh("cpu", (1,)))
+    >>> reduce_scatter_with(layer, TorchGroup())
+    >>> layer(torch.tensor([[1.0, 2.0]])).sum().backward()
+    >>> layer.weight.grad.full_tensor()
+    tensor([[1., 2.]])
+    >>> dist.destroy_process_group()
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    check_group(group)
+    if nonfinite not in ("error", "allow"):
+        raise ValueError(f"nonfinite must be 'error' or 'allow', got {nonfinite!r}")
+    found = {n: m for n, m in module.named_modules() if isinstance(m, FSDPModule)}
+    if not found:
+        raise ValueError(
+            f"there is no module of FSDP2 in this {type(module).__name__}; apply "
+            "torch.distributed.fsdp.fully_shard first"
+        )
+    for name, parameter in module.named_parameters():
+        _check_mesh(name, parameter, group)
+    shared = _Reduction(group, nonfinite, check_timeout(timeout))
+    for name, sharded in found.items():
+        comm: Any = _ReduceScatter(name or type(module).__name__, shared)
+        sharded.set_custom_reduce_scatter(comm)
+
+
+def _check_mesh(name: str, parameter: Any, group: Any) -> None:
+    """Refuse a parameter that is sharded among other ranks than those of the group."""
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None:
+        return
+    cuts = [dim for dim, placement in enumerate(parameter.placements) if placement.is_shard()]
+    among = [(mesh.get_local_rank(dim), mesh.size(dim)) for dim in cuts]
+    if among and (group.rank, group.world_size) not in among:
+        said = " and ".join(f"{size} ranks, of which this is {rank}" for rank, size in among)
+        raise ValueError(
+            f"{name} is sharded among {said}; the group has {group.world_size}, of which this is "
+            f"{group.rank}"
+        )
+
+
+class _Reduction:
+    """What the modules of one `reduce_scatter_with` share."""
+
+    def __init__(self, group: Any, nonfinite: str, timeout: float | None) -> None:
+        self._group = group
+        self._terms = Terms(nonfinite=nonfinite)
+        self._reducer = Reducer(group, timeout)
+        self._free: dict[Any, torch.Tensor] = {}
+        self._errors: weakref.ref[PassErrors] | None = None  # dead after the backward pass
+
+    def take(self, count: int, dtype: Any) -> torch.Tensor:
+        """Return memory for an input: that of another module, whose pages are there already."""
+        import torch
+
+        buffer = self._free.pop(dtype, None)
+        if buffer is None or len(buffer) < count:
+            buffer = torch.empty(count, dtype=dtype)
+        return buffer[:count]
+
+    def _give(self, buffer: torch.Tensor) -> None:
+        """Keep an input that FSDP2 fills anew for the next module."""
+        if buffer.device.type == "cpu":
+            self._free[buffer.dtype] = buffer if buffer._base is None else buffer._base
+
+    def reduce(self, name: str, source: torch.Tensor, out: torch.Tensor, divisor: float) -> None:
+        """Reduce the gradients of one module; ranks find out together what is wrong with them."""
+        ranks, rank = self._group.world_size, self._group.rank
+        unit = FSDPShardingUnit(name, source.shape, source.dtype, rank, world_size=ranks)
+        unit.local_gradient = out
+        rest: list[Entry] | None = [Entry(unit, source)]
+        terms = self._terms._replace(divisor=divisor)
+        session = ReductionSession(self._reducer, {"nonfinite": terms.nonfinite})
+        try:
+            while rest:
+                _, rest = session.reduce([FullBucket(rest, terms)], rest)
+            session.finish("backward pass")
+        except CollectiveError as error:
+            if error.name != name:  # the group is broken
+                raise
+            out.fill_(float("nan"))
+            self._raise_at_end(error)
+        finally:
+            session.close()
+            self._give(source)
+
+    def _raise_at_end(self, error: CollectiveError) -> None:
+        """Raise when the backward pass has ended: other modules are reduced meanwhile."""
+        current = None if self._errors is None else self._errors()
+        if current is None:
+            current = PassErrors()
+            self._errors = weakref.ref(current)
+        current.errors.append(error)
+
+
+class _ReduceScatter:
+    """What FSDP2 calls for one module; the protocol is torch's."""
+
+    def __init__(self, name: str, shared: _Reduction) -> None:
+        self._name = name
+        self._shared = shared
+        self._is_input = False
+
+    def allocate(self, size: Sequence[int], *, dtype: Any, device: Any) -> torch.Tensor:
+        """Return memory for an input, and then for its output, which becomes the gradients."""
+        import torch
+
+        self._is_input = not self._is_input
+        if self._is_input and torch.device(device).type == "cpu":
+            return self._shared.take(prod(size), dtype)
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        divisor = _divisor(op, group.size())
+        self._shared.reduce(self._name, input_tensor, output_tensor, divisor)
+        return _Done() if async_op else None
+
+
+class _Done:
+    """Work of torch's kind that has ended."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def _divisor(op: Any, ranks: int) -> float:
+    """Return what sums are divided by, for an operation of torch.distributed."""
+    from torch.distributed import ReduceOp
+
+    kind = getattr(op, "op", op)
+    if kind == ReduceOp.SUM:
+        return 1.0
+    if kind == ReduceOp.AVG:
+        return float(ranks)
+    if kind == ReduceOp.PREMUL_SUM:
+        factor = op.__getstate__()[1]
+        return 1.0 / float(factor)
+    raise ValueError(f"FSDP2 asks for {op}, expected SUM, AVG or PREMUL_SUM")

@@ -1,0 +1,71 @@
+"""Gradients of torch added up: what the core may read, and torch's own way for the rest."""
+
+from __future__ import annotations
+
+from math import nan
+from typing import TYPE_CHECKING
+
+from .._tensors.dtypes import torch_dtype
+from .._tensors.memory import plain_memory
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+
+def readable(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor as plain main memory, or None where torch itself must add it.
+
+    A view that is negated or conjugated is resolved, which copies it.
+    """
+    return tensor.resolve_neg().resolve_conj() if plain_memory(tensor) else None
+
+
+def copy_of(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
+    """Return a copy to add to, in C order where the tensor is strided."""
+    import torch
+
+    with torch.no_grad():
+        # A lazily negated or conjugated view would stay one in a clone.
+        plain = tensor.detach().resolve_neg().resolve_conj()
+        wanted = torch_dtype(dtype, plain)
+        if plain.layout != torch.strided:
+            return plain.to(wanted, copy=True)
+        return plain.to(wanted, copy=True, memory_format=torch.contiguous_format)
+
+
+def item_bytes(dtype: str, like: torch.Tensor) -> int:
+    """Return the size of an element of a dtype."""
+    size: int = torch_dtype(dtype, like).itemsize
+    return size
+
+
+def tensor_in(memory: np.ndarray, dtype: str, like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of another one's shape in these bytes, which it keeps alive."""
+    import torch
+
+    return torch.from_numpy(memory).view(torch_dtype(dtype, like)).view(like.shape)
+
+
+def add_gradient(total: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Add by torch's own operation: other devices, layouts and subclasses."""
+    import torch
+
+    with torch.no_grad():
+        total.add_(tensor)
+
+
+def norm_partial(tensor: torch.Tensor) -> tuple[float, int]:
+    """Return the sum of squares and how many elements are infinite or NaN, by torch.
+
+    Waits for the device. A tensor on the meta device has no elements, and a NaN for a sum.
+    """
+    import torch
+
+    if tensor.device.type == "meta":
+        return nan, 0
+    with torch.no_grad():
+        plain = tensor.coalesce().values() if tensor.is_sparse else tensor
+        wide = plain.abs().double()
+        squares = float((wide * wide).sum())
+        return squares, int((~torch.isfinite(plain)).sum())

@@ -1,0 +1,1 @@
+"""torch tensors as arrays, KV caches and pickles."""

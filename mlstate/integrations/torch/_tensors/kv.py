@@ -1,0 +1,183 @@
+"""torch tensors as KV caches."""
+
+from __future__ import annotations
+
+from operator import index
+from typing import TYPE_CHECKING, Any
+
+from .... import _core
+from ...._common.arrays import write_into
+from ...._common.dtypes import name_of
+from ....kv._integer_conversion import convert_tokens, converts, result_dtype
+from .dtypes import torch_dtype
+from .memory import (
+    has_tangent,
+    needs_graph,
+    note_written,
+    plain_memory,
+    refuse_graph,
+    writable_memory,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+
+def _fits(source: torch.Tensor, target_seq_length: int, position: int, compact: bool) -> bool:
+    """Whether the core's check would pass, in terms that torch.compile can trace."""
+    if source.dim() != 4 or not 0 <= position <= source.shape[2]:
+        return False
+    return position <= target_seq_length and (compact or source.shape[2] <= target_seq_length)
+
+
+def _are_plain(source: torch.Tensor, out: Any) -> bool:
+    """Whether the core reads, converts and writes both, and autograd records neither."""
+    return (
+        _core.is_plain(source, False)
+        and _core.is_plain(out, True)
+        and not has_tangent(source)
+        and not (isinstance(out, type(source)) and has_tangent(out))
+        and not converts(name_of(source.dtype), result_dtype(None, out))
+    )
+
+
+def _by_torch(
+    source: torch.Tensor,
+    target_seq_length: int,
+    position: int,
+    pad_value: float,
+    dtype: torch.dtype,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """Move by torch's own operations: other devices, autograd, compilation."""
+    import torch
+
+    tokens = source[:, :, :position]
+    if out is None:
+        padding = (0, 0, 0, target_seq_length - position)
+        return torch.nn.functional.pad(tokens.to(dtype), padding, value=pad_value)
+    out[:, :, :position].copy_(tokens)
+    out[:, :, position:].fill_(pad_value)
+    return out
+
+
+def _check_out(
+    out: torch.Tensor,
+    source: torch.Tensor,
+    target_seq_length: int,
+    dtype: torch.dtype | None,
+) -> None:
+    """Refuse an `out` of another shape, or of another dtype than the one asked for."""
+    from ....errors import CompatibilityError
+
+    layers, heads, _, head_dim = source.shape
+    wanted = (layers, heads, target_seq_length, head_dim)
+    error = None
+    if tuple(out.shape) != wanted:
+        error = CompatibilityError(f"out: the target has shape {tuple(out.shape)}, not {wanted}")
+        error.expected, error.got = str(wanted), str(tuple(out.shape))
+    elif dtype is not None and dtype != out.dtype:
+        have, want = name_of(out.dtype), name_of(dtype)
+        error = CompatibilityError(f"out is {have}, but dtype asks for {want}: pass one of them")
+    if error is not None:
+        raise error
+
+
+def _check_values(source: torch.Tensor, dtype: torch.dtype, pad_value: float) -> None:
+    """Refuse a conversion or padding that the core would refuse, in its words."""
+    import torch
+
+    nothing = torch.empty((0, 0, 0, 0), dtype=source.dtype)
+    if plain_memory(nothing):  # under torch.func not even a new tensor is
+        _core.kv_move(nothing, 0, 0, pad_value, name_of(dtype), None, False, True)
+
+
+def _converted(tokens: torch.Tensor, target: str) -> torch.Tensor:
+    """Convert tokens from or to integers, or raise ValueError if one does not fit."""
+    import torch
+
+    if target == "bfloat16":  # its range is that of float32
+        return tokens.to(torch.bfloat16)
+    array = (tokens.float() if tokens.dtype == torch.bfloat16 else tokens).numpy()
+    return torch.from_numpy(convert_tokens(array, target))
+
+
+def move_kv(
+    source: torch.Tensor,
+    target_seq_length: int,
+    position: int | None,
+    pad_value: float,
+    dtype: Any,
+    out: Any,
+    low_memory: bool,
+    compact: bool,
+) -> Any:
+    """Move a torch KV cache; see `mlstate.kv.transition_kv_state`.
+
+    The core's kernels serve tensors in main memory that need no gradient; torch's own
+    operations serve all others, so that device and autograd graph are kept.
+
+    Parameters
+    ----------
+    source : torch.Tensor, shape (layers, heads, source_seq, head_dim)
+        The cache.
+    target_seq_length, position, pad_value, dtype, out, low_memory
+        As `mlstate.kv.transition_kv_state` has them.
+    compact : bool
+        Whether the target may be shorter, as in `mlstate.kv.compact_kv_state`.
+
+    Returns
+    -------
+    torch.Tensor or ndarray
+        `out` if given, else a tensor.
+    """
+    import torch
+
+    compiling = torch.compiler.is_compiling()
+    if out is not None and dtype is None and not compiling and _are_plain(source, out):
+        _core.kv_move(source, target_seq_length, position, pad_value, None, out, False, compact)
+        if isinstance(out, torch.Tensor):
+            note_written([out])
+        return out
+    if position is None:
+        position = source.shape[2] if source.dim() == 4 else 0
+    if not (compiling and _fits(source, target_seq_length, position, compact)):
+        _core.kv_check(tuple(source.shape), target_seq_length, position, compact)
+    if (
+        not compact
+        and dtype is None
+        and out is None
+        and target_seq_length == position == source.shape[2]
+    ):
+        return source
+    wanted = torch_dtype(dtype, source)
+    if compiling and (out is None or isinstance(out, torch.Tensor)):
+        return _by_torch(source, target_seq_length, position, pad_value, wanted, out)
+    length, position = index(target_seq_length), index(position)
+    if out is not None:
+        refuse_graph(source, out)
+    by_torch = not plain_memory(source) or needs_graph(source)
+    if isinstance(out, torch.Tensor):
+        by_torch = by_torch or not writable_memory(out)
+    elif by_torch and out is not None:  # an array cannot follow the tensor to where it is
+        source, by_torch = source.detach().cpu().as_subclass(torch.Tensor), False
+    if by_torch:
+        _check_values(source, wanted if out is None else out.dtype, pad_value)
+        if out is not None:
+            _check_out(out, source, length, None if dtype is None else wanted)
+        return _by_torch(source, length, position, pad_value, wanted, out)
+    plain = source.detach().resolve_conj().resolve_neg()
+    target = result_dtype(name_of(wanted), out)
+    if converts(name_of(source.dtype), target):
+        plain = _converted(plain[:, :, :position], target)
+    if out is None:
+        name = name_of(wanted)
+        bits = _core.kv_move(plain, length, position, pad_value, name, None, low_memory, compact)
+        return torch.from_numpy(bits).view(wanted)
+    asked = None if dtype is None else name_of(wanted)
+    return write_into(
+        out,
+        lambda target: _core.kv_move(
+            plain, length, position, pad_value, asked, target, False, compact
+        ),
+    )

@@ -1,0 +1,219 @@
+"""State dicts in files of ``torch.save``: as torch tensors, read back by ``weights_only``."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .... import _core
+from ...._common.dtypes import label_of, name_of, stored_dtype
+from ...._common.set_module import set_module
+from .dtypes import PICKLED, torch_has
+from .state import arrays_of, sharable, share
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ...._types import NDArray, NumpyDType
+
+
+def _own_classes() -> dict[str, type[_core.StateDict]]:
+    """Classes that files call by these names, wherever they are defined."""
+    from ....state._optimizer_state import OptimizerStateDict
+    from ....state._state_dict import ModelStateDict, StateDict
+
+    return {c.__name__: c for c in (StateDict, ModelStateDict, OptimizerStateDict)}
+
+
+# ---- saving ----
+
+
+def _attributes(state: Any) -> Any:
+    """Return what ``__getstate__`` gives, slots by the names of their properties.
+
+    So files hold no private names, and reading them goes through the setters' checks.
+    """
+    attributes = state.__getstate__()
+    if not (isinstance(attributes, tuple) and isinstance(attributes[-1], dict)):
+        return attributes
+    slots = {}
+    for name, value in attributes[-1].items():
+        public = name.removeprefix("_")
+        if isinstance(getattr(type(state), public, None), property):
+            slots[public] = value.value if isinstance(value, Enum) else value
+        else:
+            slots[name] = value
+    return (*attributes[:-1], slots)
+
+
+def _is_plain(dtype: NumpyDType) -> bool:
+    """Whether elements are bytes that mean the same elsewhere: no references, no arenas."""
+    legacy = bool(getattr(type(dtype), "_legacy", True))
+    return dtype.itemsize > 0 and not dtype.hasobject and legacy
+
+
+def _dtype_text(dtype: NumpyDType) -> Any:
+    """Return a text, or for records a list, that `_dtype_of` reads."""
+    if label_of(dtype) or dtype.type.__module__.startswith("ml_dtypes"):
+        return "ml_dtypes." + name_of(dtype)
+    return np.lib.format.dtype_to_descr(dtype)
+
+
+def _pickled(value: Any) -> tuple[Any, NDArray] | None:
+    """Return how an array is kept, and one that torch can have; None if NumPy must keep it."""
+    array = np.asarray(value)
+    dtype = array.dtype
+    known = name_of(dtype)
+    if not torch_has(known) or not dtype.isnative:
+        if not _is_plain(dtype):
+            return None
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        return (_dtype_text(dtype), array.shape), flat
+    if not sharable(array):
+        array = array.copy()
+    if known in PICKLED:
+        return (_dtype_text(dtype), None), array.view(PICKLED[known])
+    return "array" if isinstance(value, np.ndarray) else "scalar", array
+
+
+def reduce_state(state: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return what ``__reduce_ex__`` gives to ``torch.save``, and to pickle's protocol 2.
+
+    Parameters
+    ----------
+    state : StateDict
+        Of any subclass.
+
+    Returns
+    -------
+    callable, tuple
+        `restore_state` and its arguments: the class, attributes, torch tensors that share the
+        arrays' memory, and which of them were what. Dtypes that torch lacks, texts, records
+        and the other byte order included, go as bytes. What is no bytes, such as an array of
+        empty texts, stays with NumPy, and needs ``weights_only=False`` to be read.
+
+    Examples
+    --------
+    >>> import io, numpy as np, torch
+    >>> from mlstate import StateDict
+    >>> file = io.BytesIO()
+    >>> torch.save(StateDict(w=np.arange(3.0), n=np.array(["a", "b"])), file)
+    >>> _ = file.seek(0)
+    >>> torch.load(file)["n"]
+    array(['a', 'b'], dtype='<U1')
+    """
+    values = dict(state)
+    forms: dict[str, Any] = {}
+    arrays: dict[str, NDArray] = {}
+    made: dict[int, tuple[Any, NDArray] | None] = {}  # one array under two names stays one
+    for name, value in values.items():
+        if isinstance(value, np.ndarray | np.generic):
+            if id(value) not in made:
+                made[id(value)] = _pickled(value)
+            found = made[id(value)]
+            if found is not None:
+                forms[name], arrays[name] = found
+    values.update(share(arrays, pack=True))
+    kind = type(state)
+    known = _own_classes().get(kind.__name__)
+    return restore_state, (
+        kind.__name__ if kind is known else kind,
+        _attributes(state),
+        values,
+        forms,
+    )
+
+
+# ---- loading ----
+
+
+def _dtype_of(text: Any) -> NumpyDType:
+    """Return the dtype that a file names; no file can ask for Python objects."""
+    dtype: NumpyDType
+    if isinstance(text, str) and text.startswith("ml_dtypes."):
+        dtype = stored_dtype(text.removeprefix("ml_dtypes."))
+    else:
+        dtype = np.lib.format.descr_to_dtype(text)
+    if dtype.hasobject:
+        raise ValueError(f"the file has a tensor of dtype {text!r}, which no state dict can hold")
+    return dtype
+
+
+def _restored(name: str, form: Any, tensor: Any) -> Any:
+    """Make what was saved of a loaded tensor; on a device it stays a tensor if it can."""
+    import torch
+
+    if form in ("array", "scalar"):
+        array = arrays_of({name: tensor})[name]
+        return array[()] if form == "scalar" and isinstance(array, np.ndarray) else array
+    text, shape = form
+    dtype = _dtype_of(text)
+    if tensor.device.type != "cpu":
+        if shape is None and torch_has(name_of(dtype)):
+            return tensor.view(getattr(torch, name_of(dtype)))
+        if tensor.device.type == "meta":
+            return tensor
+    array = arrays_of({name: tensor.cpu()})[name].view(dtype)
+    return array if shape is None else array.reshape(shape)
+
+
+@set_module("mlstate.integrations.torch")
+def restore_state(
+    kind: str | type[Any], attributes: Any, values: dict[str, Any], forms: dict[str, Any]
+) -> Any:
+    """Make a state dict of what `reduce_state` gave: pickle calls this.
+
+    Parameters
+    ----------
+    kind : str or type
+        Name of a class of mlstate, or a subclass.
+    attributes : object
+        For ``__setstate__``; None for none.
+    values : dict of str to array
+        Tensors, mostly.
+    forms : dict of str
+        What was no tensor: ``"array"``, ``"scalar"``, or dtype and shape of what is kept as
+        bytes; without shape, what is kept as integers of the same size.
+
+    Returns
+    -------
+    StateDict
+        Arrays share the memory of the tensors in `values`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        A file that was not made by `reduce_state`.
+    """
+    found = _own_classes().get(kind) if isinstance(kind, str) else kind
+    if not (isinstance(found, type) and issubclass(found, _core.StateDict)):
+        raise TypeError(f"the file has a state dict of class {kind!r}, which is none of mlstate's")
+    restored: dict[str, Any] = {}
+    made: dict[int, Any] = {}
+    for name, value in values.items():
+        if name in forms:
+            if id(value) not in made:
+                made[id(value)] = _restored(name, forms[name], value)
+            value = made[id(value)]
+        restored[name] = value
+    state: Any = found.__new__(found)
+    _core.StateDict.update(state, restored)
+    if attributes is not None:
+        state.__setstate__(attributes)
+    return state
+
+
+def register() -> None:
+    """Tell torch, where it is installed, that its files may hold state dicts.
+
+    Notes
+    -----
+    Costs nothing where torch was imported already, and imports it otherwise.
+    """
+    try:
+        from torch.serialization import add_safe_globals
+    except ImportError:  # not installed, or itself being imported
+        return
+    add_safe_globals([restore_state, *_own_classes().values()])

@@ -1,0 +1,362 @@
+"""State dicts of torch tensors and of NumPy arrays, made from each other without a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...._common.arrays import refuse_given_away
+from ...._common.dtypes import label_of, name_of, stored_dtype
+from ...._common.set_module import set_module
+from ....errors import CompatibilityError
+from .dtypes import SHARED, VIEWED, torch_has
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+    from ...._types import NDArray, NumpyDType
+
+
+# ---- tensors to arrays ----
+
+
+def why_not_plain(tensor: torch.Tensor) -> str:
+    """Say what a tensor is besides its memory, and what to do; empty if nothing."""
+    import torch
+
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        kind = f"a {type(tensor).__module__}.{type(tensor).__qualname__}"
+        if torch.nn.parameter.is_lazy(tensor):
+            return f"{kind}, without a shape yet: run the module once before taking its state"
+        if hasattr(tensor, "full_tensor"):
+            return f"{kind}: store its full_tensor(), or a Shard of each rank's to_local()"
+        return f"{kind}: store the plain tensors that it is made of"
+    if tensor.is_nested:
+        return "a nested tensor: store the tensors that unbind() gives, each under a name"
+    if tensor.layout != torch.strided:
+        return f"{tensor.layout}: store its to_dense(), or its indices and values"
+    if tensor.is_quantized:
+        return f"quantized ({tensor.dtype}): store its dequantize(), or int_repr() and the scales"
+    if tensor.device.type != "cpu":
+        return ""
+    if tensor.is_conj():
+        return "a view that is conjugated when read: store its resolve_conj()"
+    if tensor.is_neg():
+        return "a view that is negated when read: store its resolve_neg()"
+    try:
+        tensor.data_ptr()
+    except RuntimeError:
+        return "without memory of its own: take the state outside torch.func and torch.vmap"
+    return ""
+
+
+def _view_as_array(name: str, tensor: torch.Tensor) -> NDArray:
+    """Return an array over the memory of a plain tensor."""
+    import torch
+
+    dtype = name_of(tensor.dtype)
+    if dtype in SHARED:
+        array: NDArray = tensor.numpy()
+    elif dtype in VIEWED:
+        known = stored_dtype(dtype)
+        array = tensor.view(getattr(torch, VIEWED[dtype])).numpy().view(known)
+    else:
+        error = CompatibilityError(
+            f"{name!r} is {dtype}, for which NumPy has no dtype: store it as integers, by "
+            "tensor.view(torch.uint8)"
+        )
+        error.name, error.got = name, dtype
+        raise error
+    # Elements that share memory, as expand() makes them: a write to one changes others.
+    steps = array.strides
+    if 0 in steps and any(a == 0 and n > 1 for a, n in zip(steps, array.shape, strict=True)):
+        array.flags.writeable = False
+    return array
+
+
+def _array_of(name: str, value: Any) -> Any:
+    """Return what stands for one value of torch's state dict."""
+    import torch
+
+    if isinstance(value, np.ndarray | np.generic):
+        return value
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(
+            f"{name!r} is a {type(value).__name__}, not a tensor: take it out of the state "
+            "first, and store it on its own"
+        )
+    reason = why_not_plain(value)
+    if reason:
+        raise TypeError(f"{name!r} is {reason}")
+    detached = value.detach()
+    return detached if detached.device.type != "cpu" else _view_as_array(name, detached)
+
+
+@set_module("mlstate.integrations.torch")
+def arrays_of(state: torch.nn.Module | Mapping[str, Any]) -> dict[str, Any]:
+    """Return NumPy arrays over the memory of torch tensors.
+
+    Parameters
+    ----------
+    state : torch.nn.Module or mapping of str to torch.Tensor
+        A module stands for its ``state_dict()``. NumPy arrays among the values are passed on.
+
+    Returns
+    -------
+    dict of str to ndarray
+        One array for each tensor, in this order; one tensor under two names is one array.
+        Arrays over expanded tensors are read-only. Tensors on a device, or on ``meta``, are
+        passed on detached.
+
+    Raises
+    ------
+    TypeError
+        A value is no tensor, or a tensor that is more than its memory: sparse, quantized,
+        nested, conjugated, negated, of a subclass such as DTensor.
+    CompatibilityError
+        NumPy has no such dtype.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from mlstate.integrations.torch import arrays_of
+    >>> weight = torch.nn.Parameter(torch.zeros(2))
+    >>> arrays_of({"weight": weight})["weight"][0] = 5
+    >>> weight.tolist()
+    [5.0, 0.0]
+    """
+    import torch
+
+    if isinstance(state, torch.nn.Module):
+        state = state.state_dict()
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            "from_torch takes a torch.nn.Module or a mapping of str to tensors, "
+            f"got {type(state).__name__}"
+        )
+    refuse_given_away(plain := dict(state))
+    made: dict[int, Any] = {}
+    arrays = {}
+    for name, value in plain.items():
+        if id(value) not in made:
+            made[id(value)] = _array_of(name, value)
+        arrays[name] = made[id(value)]
+    return arrays
+
+
+# ---- arrays to tensors ----
+
+
+class _Writable:
+    """Memory of an array as NumPy takes it over, without the flag that says read-only.
+
+    torch has no such flag: it shares read-only arrays all the same, but warns each time.
+    """
+
+    __slots__ = ("__array_interface__", "owner")
+
+    def __init__(self, owner: Any, interface: dict[str, Any], address: int) -> None:
+        self.owner = owner
+        self.__array_interface__ = {**interface, "data": (address, False)}
+
+
+def _address(array: NDArray) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _extent(array: NDArray) -> tuple[int, int]:
+    """Addresses of the first byte and behind the last, of an array without negative strides."""
+    start = _address(array)
+    if array.flags.c_contiguous or array.size == 0:
+        return start, start + array.nbytes
+    steps = zip(array.shape, array.strides, strict=True)
+    return start, start + sum((size - 1) * step for size, step in steps) + array.itemsize
+
+
+def clusters(arrays: Mapping[str, NDArray]) -> Iterator[tuple[int, int, list[str]]]:
+    """Give start, end and names of arrays whose memory overlaps, each array in one cluster.
+
+    Parameters
+    ----------
+    arrays : mapping of str to ndarray
+        Without negative strides.
+
+    Yields
+    ------
+    start, end : int
+        Addresses.
+    names : list of str
+        Arrays in between, most often one.
+    """
+    extents = sorted((*_extent(array), name) for name, array in arrays.items())
+    start = end = -1
+    names: list[str] = []
+    for low, high, name in extents:
+        if low >= end and names:
+            yield start, end, names
+            names = []
+        if not names:
+            start, end = low, high
+        names.append(name)
+        end = max(end, high)
+    if names:
+        yield start, end, names
+
+
+def _is_viewed(dtype: NumpyDType) -> bool:
+    # 2: a dtype of another package, which is ml_dtypes; names of dtypes take time to make.
+    return dtype.isbuiltin == 2 or bool(label_of(dtype))
+
+
+def _integers(array: NDArray) -> NDArray:
+    """See the elements as a dtype that torch and NumPy both have."""
+    return array.view(VIEWED[name_of(array.dtype)]) if _is_viewed(array.dtype) else array
+
+
+def tensor_over(array: NDArray) -> torch.Tensor:
+    """Return a tensor over an array that torch can share."""
+    import torch
+
+    plain = _integers(array)
+    if not plain.flags.writeable:
+        plain = np.asarray(_Writable(plain, plain.__array_interface__, _address(plain)))
+    tensor = torch.from_numpy(plain)
+    dtype = array.dtype
+    return tensor.view(getattr(torch, name_of(dtype))) if _is_viewed(dtype) else tensor
+
+
+def _tensors_over_one(start: int, end: int, arrays: list[NDArray]) -> list[torch.Tensor]:
+    """Return tensors of one storage, over arrays that overlap: so torch knows they are tied."""
+    import torch
+
+    interface = {"version": 3, "typestr": "|u1", "shape": (end - start,)}
+    storage = torch.from_numpy(np.asarray(_Writable(arrays, interface, start))).untyped_storage()
+    tensors = []
+    for array in arrays:
+        empty = torch.empty(0, dtype=getattr(torch, name_of(array.dtype)), device="cpu")
+        offset = (_address(array) - start) // array.itemsize
+        strides = [step // array.itemsize for step in array.strides]
+        tensors.append(empty.set_(storage, offset, array.shape, strides))
+    return tensors
+
+
+def share(arrays: Mapping[str, NDArray], *, pack: bool = False) -> dict[str, torch.Tensor]:
+    """Return tensors over arrays; those that overlap are over one storage.
+
+    Parameters
+    ----------
+    arrays : mapping of str to ndarray
+        Such as `sharable` gives them.
+    pack : bool, default False
+        Copy an array that is alone in its memory and has gaps between its elements.
+
+    Returns
+    -------
+    dict of str to torch.Tensor
+        In no order.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    # One object under several names is one tensor.
+    first = {id(array): name for name, array in reversed(list(arrays.items()))}
+    distinct = {name: arrays[name] for name in first.values()}
+    for start, end, names in clusters(distinct):
+        members = [distinct[name] for name in names]
+        if len(members) > 1 and all(
+            (_address(array) - start) % array.itemsize == 0 for array in members
+        ):
+            made = _tensors_over_one(start, end, members)
+        elif pack and len(members) == 1 and end - start > members[0].nbytes:
+            made = [tensor_over(members[0].copy())]
+        else:
+            made = [tensor_over(array) for array in members]
+        tensors.update(zip(names, made, strict=True))
+    return {name: tensors[first[id(array)]] for name, array in arrays.items()}
+
+
+def sharable(array: NDArray) -> bool:
+    """Whether torch can have the memory as it lies: its byte order, strides, alignment."""
+    return (
+        array.dtype.isnative
+        and array.flags.aligned
+        and all(step >= 0 and step % array.itemsize == 0 for step in array.strides)
+    )
+
+
+def _refuse_dtype(name: str, dtype: Any) -> CompatibilityError:
+    error = CompatibilityError(
+        f"{name!r} is {dtype}, for which torch has no dtype: convert it, or take it out of "
+        "the state first"
+    )
+    error.name, error.got = name, str(dtype)
+    return error
+
+
+@set_module("mlstate.integrations.torch")
+def tensors_of(state: Mapping[str, Any], *, copy: bool = False) -> dict[str, torch.Tensor]:
+    """Return torch tensors over the memory of arrays.
+
+    Parameters
+    ----------
+    state : mapping of str to array
+        Tensors among the values are passed on, detached.
+    copy : bool, default False
+        Give each tensor memory of its own.
+
+    Returns
+    -------
+    dict of str to torch.Tensor
+        In this order. Arrays that overlap, as tied weights do, have one storage, and one
+        array under two names is one tensor.
+
+    Raises
+    ------
+    CompatibilityError
+        torch has no such dtype.
+
+    Notes
+    -----
+    Copied are arrays in the other byte order, with negative strides, and with elements at odd
+    addresses, such as the fields of records.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate.integrations.torch import tensors_of
+    >>> weight = np.zeros(2, np.float32)
+    >>> tensors_of({"weight": weight})["weight"][0] = 5
+    >>> weight
+    array([5., 0.], dtype=float32)
+    """
+    import torch
+
+    tensors: dict[str, torch.Tensor] = {}
+    arrays: dict[str, NDArray] = {}
+    made: dict[int, NDArray] = {}
+    known: set[NumpyDType] = set()
+    taken = dict(state)
+    for name, value in taken.items():
+        if isinstance(value, torch.Tensor) or (
+            not isinstance(value, np.ndarray | np.generic) and hasattr(value, "__dlpack__")
+        ):
+            tensor = (
+                value if isinstance(value, torch.Tensor) else torch.utils.dlpack.from_dlpack(value)
+            )
+            tensors[name] = tensor.detach().clone() if copy else tensor.detach()
+            continue
+        if copy or id(value) not in made:
+            array = np.asarray(value)
+            if array.dtype not in known:
+                if not torch_has(name_of(array.dtype)):
+                    raise _refuse_dtype(name, array.dtype)
+                known.add(array.dtype)
+            if copy or not sharable(array):
+                array = array.astype(array.dtype.newbyteorder("="), order="K", copy=True)
+            made[id(value)] = array
+        arrays[name] = made[id(value)]
+    tensors.update(share(arrays))
+    return {name: tensors[name] for name in taken}

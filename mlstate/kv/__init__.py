@@ -1,0 +1,51 @@
+"""KV-cache transitions: expand, compact, grow in place, mask.
+
+Everything that ``anemll.utils.state_transition`` offers under the same names, so that a
+script moves over by changing one import line, and more.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ._kv_state import KVState
+from ._manager import StateTransitionManager
+from ._mask import create_attention_size_mask, create_causal_mask, create_decode_mask
+from ._transition import (
+    compact_kv_state,
+    get_transition_info,
+    transition_kv_state,
+    validate_state_shapes,
+)
+
+if TYPE_CHECKING:
+    from ..coreml import compact_coreml_state, transition_coreml_state
+
+__all__ = [
+    "KVState",
+    "StateTransitionManager",
+    "compact_coreml_state",
+    "compact_kv_state",
+    "create_attention_size_mask",
+    "create_causal_mask",
+    "create_decode_mask",
+    "get_transition_info",
+    "transition_coreml_state",
+    "transition_kv_state",
+    "validate_state_shapes",
+]
+
+_OF_COREML = ("compact_coreml_state", "transition_coreml_state")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OF_COREML:  # coreml imports this package, so it is imported on first use
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .. import coreml
+
+    globals()[name] = getattr(coreml, name)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_OF_COREML})

@@ -1,0 +1,95 @@
+"""Conversions of KV caches between integers and floats, checked before anything is written."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import _core
+from .._common.arrays import is_torch
+from .._common.dtypes import as_numbers, ml_dtype, name_of
+
+if TYPE_CHECKING:
+    from .._types import NDArray
+
+_INTEGERS = frozenset(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64))
+_FLOATS = frozenset(["float16", "bfloat16", "float32", "float64"])
+
+
+def converts(source: str, target: str) -> bool:
+    """Whether a conversion is one from or to integers, which the core does not make."""
+    both = {source, target}
+    return len(both) == 2 and bool(both & _INTEGERS) and both <= _INTEGERS | _FLOATS
+
+
+def _limits(target: str) -> tuple[float, float]:
+    """Return the least number that an integer dtype holds, and the first one above all."""
+    bits = int(target.removeprefix("u").removeprefix("int"))
+    return (0.0, 2.0**bits) if target.startswith("u") else (-(2.0 ** (bits - 1)), 2.0 ** (bits - 1))
+
+
+def _out_of_range(source: str, target: str) -> ValueError:
+    """Make the error of tokens that a dtype cannot hold."""
+    return ValueError(
+        f"source_state has tokens that are NaN or out of the range of {target}, and {source} "
+        f"does not convert to {target} then: clip them first"
+    )
+
+
+def result_dtype(dtype: Any, out: Any) -> str:
+    """Return the name of the dtype that the result will have, or nothing."""
+    if out is not None:
+        return str(name_of(out.dtype)) if hasattr(out, "dtype") else ""
+    name = str(dtype).removeprefix("torch.")
+    if name in _INTEGERS | _FLOATS:
+        return name
+    try:
+        return name_of(np.dtype(dtype))
+    except TypeError:  # the core refuses it
+        return ""
+
+
+def in_range(
+    source: NDArray, length: Any, position: Any, dtype: Any, out: Any, compact: bool
+) -> tuple[NDArray, Any]:
+    """Return the tokens of a cache in the dtype of the result, if the core does not convert.
+
+    Otherwise the cache itself.  The second result is the position as it was, or its default.
+    """
+    target = result_dtype(dtype, out)
+    if source.ndim != 4 or not converts(name_of(source.dtype), target):
+        return source, position
+    position = source.shape[2] if position is None else position
+    _core.kv_check(source.shape, length, position, compact)
+    if out is not None and not is_torch(out) and np.may_share_memory(source, out):
+        raise ValueError("out shares memory with source_state: pass another buffer")
+    return convert_tokens(source[:, :, :position], target), position
+
+
+def convert_tokens(tokens: NDArray, target: str) -> NDArray:
+    """Convert tokens, or raise ValueError if one does not fit."""
+    name, tokens = name_of(tokens.dtype), as_numbers(tokens)
+    if target in _FLOATS:
+        with np.errstate(over="ignore"):  # found below
+            found = tokens.astype(_named(target))
+        fits = target != "float16" or bool(np.isfinite(found).all())
+    elif name in _INTEGERS:
+        info = np.iinfo(target)
+        fits = not tokens.size or (
+            int(tokens.min()) >= int(info.min) and int(tokens.max()) <= int(info.max)
+        )
+        found = tokens.astype(target) if fits else tokens
+    else:
+        low, end = _limits(target)
+        whole = np.trunc(tokens.astype(np.float64))
+        fits = bool(((whole >= low) & (whole < end)).all())  # NaN is in no range
+        found = whole.astype(target) if fits else tokens
+    if not fits:
+        raise _out_of_range(name, target)
+    return found
+
+
+def _named(target: str) -> Any:
+    """Return NumPy's dtype of this name."""
+    return ml_dtype(target) if target == "bfloat16" else np.dtype(target)

@@ -1,0 +1,208 @@
+"""Attention masks; public through `mlstate.kv`."""
+
+from __future__ import annotations
+
+from operator import index
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import _core
+from .._common.arrays import write_into
+from .._common.set_module import set_module
+from ..errors import CapacityError
+
+if TYPE_CHECKING:
+    from .._types import Array, DType, NDArray
+
+_MINUS_INFINITY = float("-inf")
+
+
+def _mask(
+    seq_length: int,
+    attention_size: int,
+    position: int,
+    dtype: Any,
+    fill: float,
+    out: Any,
+    decode: bool,
+) -> Any:
+    """Hand a mask to the core."""
+
+    def run(target: Any) -> Any:
+        return _core.kv_mask(seq_length, attention_size, position, dtype, fill, target, decode)
+
+    return run(None) if out is None else write_into(out, run)
+
+
+@set_module("mlstate.kv")
+def create_attention_size_mask(
+    seq_length: int,
+    attention_size: int,
+    current_position: int,
+    *,
+    dtype: DType = np.float16,
+    fill: float = _MINUS_INFINITY,
+    out: Array | None = None,
+) -> Any:
+    """Create the mask for attending to a limited number of earlier tokens.
+
+    Row ``i`` is 0 at columns ``max(0, i - attention_size) .. i`` and `fill` elsewhere.
+
+    Parameters
+    ----------
+    seq_length : int
+        Rows and columns.
+    attention_size : int
+        How many earlier tokens each token sees besides itself, so that a full row has
+        ``attention_size + 1`` zeros, as the formula of the source has it.
+    current_position : int
+        Checked to lie in ``0..seq_length``; the mask does not depend on it. The row of one
+        position alone is `create_decode_mask`.
+    dtype : dtype
+        float16, bfloat16, float32 or float64.
+    fill : float
+        Minus infinity, or a finite minimum such as ``-65504.0`` for hardware that turns
+        infinities into NaN.
+    out : ndarray or torch.Tensor, optional
+        Result to write into; its dtype is used.
+
+    Returns
+    -------
+    ndarray or torch.Tensor, shape (1, 1, seq_length, seq_length)
+        `out` if given, else a new array.
+
+    Raises
+    ------
+    CapacityError
+        If a length or size is negative, or the position outside ``0..seq_length``.
+    CompatibilityError
+        If `out` has another shape, or the dtype is no float.
+    ValueError
+        If `fill` is finite but not in the dtype's range, or `out` is read-only.
+
+    See Also
+    --------
+    create_causal_mask : the same mask as a view of O(seq_length) memory.
+
+    References
+    ----------
+    ANEMLL's "State Transition Experiments", implementation approach of experiment 2.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate.kv import create_attention_size_mask
+    >>> create_attention_size_mask(4, 1, 0, dtype=np.float32)[0, 0]
+    array([[  0., -inf, -inf, -inf],
+           [  0.,   0., -inf, -inf],
+           [-inf,   0.,   0., -inf],
+           [-inf, -inf,   0.,   0.]], dtype=float32)
+    """
+    return _mask(seq_length, attention_size, current_position, dtype, fill, out, False)
+
+
+@set_module("mlstate.kv")
+def create_decode_mask(
+    seq_length: int,
+    attention_size: int,
+    current_position: int,
+    *,
+    dtype: DType = np.float16,
+    fill: float = _MINUS_INFINITY,
+    out: Array | None = None,
+) -> Any:
+    """Create the mask row of one token, for generating token by token.
+
+    Parameters
+    ----------
+    seq_length, attention_size, dtype, fill
+        As for `create_attention_size_mask`.
+    current_position : int
+        The token's position, in ``0..seq_length - 1``: the row of that index.
+    out : ndarray or torch.Tensor, optional
+        Result to write into, of shape (1, 1, 1, seq_length).
+
+    Returns
+    -------
+    ndarray or torch.Tensor, shape (1, 1, 1, seq_length)
+        `out` if given, else a new array.
+
+    Raises
+    ------
+    CapacityError
+        If a length or size is negative, or the position outside ``0..seq_length - 1``.
+    CompatibilityError, ValueError
+        As for `create_attention_size_mask`.
+
+    Examples
+    --------
+    >>> from mlstate.kv import create_decode_mask
+    >>> create_decode_mask(6, 2, 4, dtype="float32").tolist()
+    [[[[-inf, -inf, 0.0, 0.0, 0.0, -inf]]]]
+    """
+    if current_position == seq_length:
+        error = CapacityError(
+            f"current_position {current_position} has no row: a mask of seq_length {seq_length} "
+            f"has the rows of the positions below {seq_length}"
+        )
+        error.expected, error.got = f"below {seq_length}", str(current_position)
+        raise error
+    return _mask(seq_length, attention_size, current_position, dtype, fill, out, True)
+
+
+@set_module("mlstate.kv")
+def create_causal_mask(
+    seq_length: int,
+    attention_size: int | None = None,
+    *,
+    dtype: DType = np.float16,
+    fill: float = _MINUS_INFINITY,
+) -> NDArray:
+    """Create a causal mask as a strided view of one row's worth of memory.
+
+    Every row is its predecessor moved by one column, so the rows overlap in memory:
+    ``2 * seq_length - 1`` elements serve for ``seq_length ** 2``.
+
+    Parameters
+    ----------
+    seq_length : int
+        Rows and columns.
+    attention_size : int, optional
+        As for `create_attention_size_mask`. Default: every earlier token is seen.
+    dtype, fill
+        As for `create_attention_size_mask`.
+
+    Returns
+    -------
+    ndarray, shape (1, 1, seq_length, seq_length)
+        A read-only view with overlapping rows. ``np.ascontiguousarray`` makes the full
+        matrix where a consumer needs one.
+
+    Raises
+    ------
+    CapacityError, CompatibilityError, ValueError
+        As for `create_attention_size_mask`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate.kv import create_attention_size_mask, create_causal_mask
+    >>> mask = create_causal_mask(4096)
+    >>> low, high = np.lib.array_utils.byte_bounds(mask)
+    >>> mask.nbytes, high - low
+    (33554432, 16382)
+    >>> np.array_equal(create_causal_mask(9, 3), create_attention_size_mask(9, 3, 0))
+    True
+    """
+    seq_length = index(seq_length)  # NumPy's small integers would wrap below
+    reach = seq_length if attention_size is None else attention_size
+    # Row `seq_length - 1` of a mask of nearly twice the width: the last row of ours, with
+    # what the others show of it as they move left.
+    last = max(seq_length - 1, 0)
+    width = seq_length + last
+    row = _core.kv_mask(width, reach, last if seq_length > 0 else 0, dtype, fill, None, True)
+    item = row.itemsize
+    return np.lib.stride_tricks.as_strided(
+        row[0, 0, 0, last:], (1, 1, seq_length, seq_length), (0, 0, -item, item), writeable=False
+    )

@@ -1,0 +1,52 @@
+"""State dicts: named arrays, checked, compared and loaded.
+
+`StateDict` is a dict that holds arrays as they are; `ModelStateDict` knows layers,
+`OptimizerStateDict` states by parameter. Every function here takes any mapping of str to
+array.
+
+Examples
+--------
+>>> import numpy as np
+>>> from mlstate.state import ModelStateDict, check_compatibility, load_into, rename
+>>> model = ModelStateDict({"fc.weight": np.zeros((2, 3)), "fc.bias": np.zeros(2)})
+>>> saved = {"module.fc.weight": np.ones((2, 3)), "module.fc.bias": np.ones(2)}
+>>> check_compatibility(saved, model).renames
+{'module.': ''}
+>>> load_into(model, rename(saved, {"module.": ""}))
+>>> model.get_layer_state("fc")["bias"]
+array([1., 1.])
+"""
+
+from ._compatibility import (
+    CompatibilityResult,
+    Difference,
+    check_compatibility,
+    get_missing_keys,
+    get_unexpected_keys,
+    keys_match,
+    shapes_match,
+)
+from ._diff import StateDiff, TensorChange, diff
+from ._load_into import load_into, rename
+from ._optimizer_state import OptimizerStateDict, OptimizerType
+from ._state_dict import ModelStateDict, StateDict, Stateful
+
+__all__ = [
+    "CompatibilityResult",
+    "Difference",
+    "ModelStateDict",
+    "OptimizerStateDict",
+    "OptimizerType",
+    "StateDict",
+    "StateDiff",
+    "Stateful",
+    "TensorChange",
+    "check_compatibility",
+    "diff",
+    "get_missing_keys",
+    "get_unexpected_keys",
+    "keys_match",
+    "load_into",
+    "rename",
+    "shapes_match",
+]

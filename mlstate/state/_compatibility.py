@@ -1,0 +1,401 @@
+"""Whether two states go together; public through `mlstate.state`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from .. import _core
+from .._common.set_module import set_module
+from .._common.text import shorten
+
+SHOWN = 20  # names that a message lists
+LONGEST = 200  # characters of one of them
+
+
+@set_module("mlstate.state")
+class Difference(NamedTuple):
+    """One thing in which two states differ.
+
+    Attributes
+    ----------
+    kind : str
+        ``"missing"``: only the source has the tensor. ``"unexpected"``: only the target has
+        it. ``"shape"`` or ``"dtype"``: both have it, and differ in that.
+    name : str
+        The tensor.
+    source, target : tuple of int, str or None
+        The two shapes, or the names of the two dtypes.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate.state import check_compatibility
+    >>> check_compatibility({"w": np.ones(2)}, {"w": np.ones(3)}).differences
+    [Difference(kind='shape', name='w', source=(2,), target=(3,))]
+    """
+
+    kind: str
+    name: str
+    source: Any = None
+    target: Any = None
+
+
+@set_module("mlstate.state")
+class CompatibilityResult:
+    """What `check_compatibility` found; callers may add findings of their own.
+
+    Attributes
+    ----------
+    errors, warnings : list of str
+        What stands in the way, and what need not.
+    differences : list of Difference
+        The same in parts, complete where a text is cut.
+    renames : dict of str to str
+        Rules for `rename` that would make names match; empty where none were found.
+
+    Examples
+    --------
+    >>> from mlstate.state import CompatibilityResult
+    >>> result = CompatibilityResult()
+    >>> result.add_warning("made by an older version")
+    >>> result.is_compatible, result.has_warnings
+    (True, True)
+    """
+
+    __slots__ = ("_counts", "differences", "errors", "renames", "warnings")
+
+    def __init__(self) -> None:
+        self.errors: list[str] = []
+        self.warnings: list[str] = []
+        self.differences: list[Difference] = []
+        self.renames: dict[str, str] = {}
+        # names that match, and names of the source and of the target
+        self._counts: tuple[int, int, int] = (0, 0, 0)
+
+    @property
+    def is_compatible(self) -> bool:
+        """Whether there are no errors."""
+        return not self.errors
+
+    @property
+    def has_warnings(self) -> bool:
+        """Whether there are warnings."""
+        return bool(self.warnings)
+
+    def add_error(self, error: str) -> None:
+        """Add an error.
+
+        Parameters
+        ----------
+        error : str
+            A line for people.
+
+        Examples
+        --------
+        >>> from mlstate.state import CompatibilityResult
+        >>> result = CompatibilityResult()
+        >>> result.add_error("another tokenizer")
+        >>> result.is_compatible
+        False
+        """
+        self.errors.append(error)
+
+    def add_warning(self, warning: str) -> None:
+        """Add a warning.
+
+        Parameters
+        ----------
+        warning : str
+            A line for people.
+
+        Examples
+        --------
+        >>> from mlstate.state import CompatibilityResult
+        >>> result = CompatibilityResult()
+        >>> result.add_warning("another tokenizer")
+        >>> result.is_compatible
+        True
+        """
+        self.warnings.append(warning)
+
+    def _rows(self) -> list[tuple[str, str]]:
+        """Lines of the table: level and text."""
+        return [("error", text) for text in self.errors] + [
+            ("warning", text) for text in self.warnings
+        ]
+
+    def _verdict(self) -> str:
+        """Say whether all, some or none of the tensors would be loaded."""
+        matched, source, target = self._counts
+        if not self.is_compatible:
+            return "not compatible"
+        if matched == source == target:
+            return "compatible"
+        of = f"of {source:,} in the source and {target:,} in the target"
+        if matched == 0:
+            return f"nothing would be loaded: no name matches {of}"
+        return (
+            f"compatible in part: {matched:,} name{'s match' if matched > 1 else ' matches'} {of}"
+        )
+
+    def _title(self) -> str:
+        verdict = self._verdict()
+        counts = (("error", self.errors), ("warning", self.warnings))
+        found = [f"{len(x)} {name}{'s' if len(x) > 1 else ''}" for name, x in counts if x]
+        return ", ".join([verdict, *found])
+
+    def __repr__(self) -> str:
+        return f"<CompatibilityResult: {self._title()}>"
+
+    def __str__(self) -> str:
+        return "\n".join([self._title()] + [f"  {level}: {text}" for level, text in self._rows()])
+
+    def _repr_html_(self) -> str:
+        from .._common.text import table_html
+
+        return table_html(self._title(), ("", "finding"), self._rows())
+
+
+def as_dict(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a dict as it is, any other mapping as a dict; the core refuses the rest."""
+    if not isinstance(state, dict) and isinstance(state, Mapping):
+        return dict(state)
+    if not isinstance(state, dict) and hasattr(state, "state_dict"):
+        raise TypeError(
+            f"expected a mapping of str to array, got {type(state).__name__}: pass its state_dict()"
+        )
+    return state
+
+
+@set_module("mlstate.state")
+def keys_match(state1: Mapping[str, Any], state2: Mapping[str, Any]) -> bool:
+    """Whether two states have the same names.
+
+    Parameters
+    ----------
+    state1, state2 : mapping of str to array
+        The states. Arrays are not looked at.
+
+    Returns
+    -------
+    bool
+        The order of the names does not count.
+
+    Raises
+    ------
+    TypeError
+        Not a mapping, or a name is no str.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate.state import keys_match
+    >>> keys_match({"a": np.ones(1), "b": np.ones(1)}, {"b": np.ones(2), "a": np.ones(2)})
+    True
+    """
+    return _core.state_keys_match(as_dict(state1), as_dict(state2))
+
+
+@set_module("mlstate.state")
+def get_missing_keys(state1: Mapping[str, Any], state2: Mapping[str, Any]) -> set[str]:
+    """Return the names that `state1` has and `state2` lacks.
+
+    Parameters
+    ----------
+    state1, state2 : mapping of str to array
+        The states. Arrays are not looked at.
+
+    Returns
+    -------
+    set of str
+        Empty where none is missing.
+
+    Raises
+    ------
+    TypeError
+        Not a mapping, or a name is no str.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate.state import get_missing_keys
+    >>> get_missing_keys({"a": np.ones(1), "b": np.ones(1)}, {"b": np.ones(1)})
+    {'a'}
+    """
+    return _core.state_missing(as_dict(state1), as_dict(state2))
+
+
+@set_module("mlstate.state")
+def get_unexpected_keys(state1: Mapping[str, Any], state2: Mapping[str, Any]) -> set[str]:
+    """Return the names that `state2` has and `state1` lacks.
+
+    Parameters
+    ----------
+    state1, state2 : mapping of str to array
+        The states. Arrays are not looked at.
+
+    Returns
+    -------
+    set of str
+        Empty where none is unexpected.
+
+    Raises
+    ------
+    TypeError
+        Not a mapping, or a name is no str.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate.state import get_unexpected_keys
+    >>> get_unexpected_keys({"a": np.ones(1)}, {"a": np.ones(1), "b": np.ones(1)})
+    {'b'}
+    """
+    return _core.state_missing(as_dict(state2), as_dict(state1))
+
+
+@set_module("mlstate.state")
+def shapes_match(state1: Mapping[str, Any], state2: Mapping[str, Any]) -> bool:
+    """Whether `state2` has every tensor of `state1` in the same shape.
+
+    Parameters
+    ----------
+    state1, state2 : mapping of str to array
+        The states. What only `state2` has does not count; dtypes do not either.
+
+    Returns
+    -------
+    bool
+        False where a name of `state1` is missing.
+
+    Raises
+    ------
+    TypeError
+        Not a mapping, or a name is no str.
+
+    References
+    ----------
+    ``ShapesMatch`` of the state dict specification, a missing tensor included. Use
+    `check_compatibility` where partial states are good.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate.state import shapes_match
+    >>> shapes_match({"a": np.ones(2)}, {"a": np.zeros(2), "b": np.ones(1)})
+    True
+    """
+    return _core.state_shapes_match(as_dict(state1), as_dict(state2))
+
+
+def join(names: list[str]) -> str:
+    """Join names for a message, cut after `SHOWN`."""
+    shown = ", ".join(shorten(name, LONGEST) for name in names[:SHOWN])
+    more = len(names) - SHOWN
+    return f"{shown} and {more:,} more" if more > 0 else shown
+
+
+def differences_of(
+    missing: list[str],
+    unexpected: list[str],
+    shapes: list[tuple[str, Any, Any]],
+    dtypes: list[tuple[str, Any, Any]],
+) -> list[Difference]:
+    """Put what the core found into one list."""
+    return [
+        *(Difference("missing", name) for name in missing),
+        *(Difference("unexpected", name) for name in unexpected),
+        *(Difference("shape", *entry) for entry in shapes),
+        *(Difference("dtype", *entry) for entry in dtypes),
+    ]
+
+
+def rename_hint(
+    source: dict[str, Any],
+    target: dict[str, Any],
+    source_only: list[str],
+    target_only: list[str],
+) -> tuple[dict[str, str], str]:
+    """Return rules that turn names of the source into the target's, and a line about them."""
+    if not source_only or not target_only:
+        return {}, ""
+    found, _ = _core.state_explain(source_only, target_only)
+    rules = dict(found)
+    try:
+        renamed = _core.state_rename(source, tuple(found))[0] if found else {}
+    except ValueError:  # two names would become one
+        return {}, ""
+    matched = len(renamed) - len(_core.state_missing(renamed, target))
+    if matched <= len(source) - len(source_only):  # names that matched before count too
+        return {}, ""
+    return rules, f"{matched:,} of {len(source):,} names match after rename(source, {rules!r})"
+
+
+@set_module("mlstate.state")
+def check_compatibility(
+    source: Mapping[str, Any], target: Mapping[str, Any]
+) -> CompatibilityResult:
+    """Say whether a state can be loaded into another one.
+
+    Parameters
+    ----------
+    source, target : mapping of str to array
+        The states. The arrays' memory is not looked at, so they may be on a device, or on
+        torch's ``meta`` device.
+
+    Returns
+    -------
+    CompatibilityResult
+        Names that only one side has are warnings, so that a part of a model can be loaded;
+        every shape that differs is an error; every dtype that differs is a warning. The first
+        line of its text says whether all names match, some, or none. If a prefix explains the
+        names, ``renames`` has the rules.
+
+    Raises
+    ------
+    TypeError
+        Not a mapping, or a name is no str.
+
+    Notes
+    -----
+    Missing means that only the source has it, unexpected that only the target does.
+
+    References
+    ----------
+    ``StateCompatibilityChecker`` of the state dict specification, which counts a missing tensor
+    as a shape that differs: here only tensors that both sides have are compared.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate.state import check_compatibility
+    >>> saved = {"module.w": np.ones((2, 3)), "module.b": np.ones(2)}
+    >>> print(check_compatibility(saved, {"w": np.ones((2, 3)), "b": np.ones(2)}))
+    nothing would be loaded: no name matches of 2 in the source and 2 in the target, 3 warnings
+      warning: Missing keys: module.w, module.b
+      warning: Unexpected keys: w, b
+      warning: 2 of 2 names match after rename(source, {'module.': ''})
+    >>> print(check_compatibility({"w": np.ones((2, 3))}, {"w": np.ones((3, 2))}))
+    not compatible, 1 error
+      error: w: shape (2, 3) in the source, (3, 2) in the target
+    """
+    source, target = as_dict(source), as_dict(target)
+    missing, unexpected, shapes, dtypes = _core.state_compare(source, target)
+    result = CompatibilityResult()
+    result._counts = len(source) - len(missing), len(source), len(target)
+    result.differences = differences_of(missing, unexpected, shapes, dtypes)
+    if missing:
+        result.add_warning(f"Missing keys: {join(missing)}")
+    if unexpected:
+        result.add_warning(f"Unexpected keys: {join(unexpected)}")
+    result.renames, hint = rename_hint(source, target, missing, unexpected)
+    if hint:
+        result.add_warning(hint)
+    for what, add, pairs in (
+        ("shape", result.add_error, shapes),
+        ("dtype", result.add_warning, dtypes),
+    ):
+        for name, have, want in pairs:
+            add(f"{shorten(name, LONGEST)}: {what} {have} in the source, {want} in the target")
+    return result

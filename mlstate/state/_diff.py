@@ -1,0 +1,180 @@
+"""In what two states differ, elements included; public through `mlstate.state`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .. import _core
+from .._common.set_module import set_module
+from ._compatibility import as_dict
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+SHOWN = 20  # rows that a table shows
+
+
+@set_module("mlstate.state")
+class TensorChange(NamedTuple):
+    """How much the elements of one tensor differ.
+
+    Attributes
+    ----------
+    name : str
+        The tensor.
+    changed, size : int
+        Elements that differ, and all elements.
+    nan : int
+        Of those that differ, the ones that are NaN on exactly one side. They take no part in
+        the two measures.
+    max_abs : float
+        The largest ``|a - b|``.
+    max_rel : float
+        The largest ``|a - b| / max(|a|, |b|)``: 0 to 2, or infinity beside an infinity.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate.state import diff
+    >>> diff({"w": np.array([1.0, 2.0, np.nan])}, {"w": np.array([1.0, 4.0, 0.0])}).changes[0]
+    TensorChange(name='w', changed=2, size=3, nan=1, max_abs=2.0, max_rel=0.5)
+    """
+
+    name: str
+    changed: int
+    size: int
+    nan: int
+    max_abs: float
+    max_rel: float
+
+
+@set_module("mlstate.state")
+class StateDiff(NamedTuple):
+    """In what two states differ.
+
+    Attributes
+    ----------
+    missing, unexpected : list of str
+        Names that only the first, or only the second state has.
+    shapes, dtypes : list of tuple
+        ``(name, of the first, of the second)`` where they differ.
+    changes : list of TensorChange
+        Tensors of the same shape and dtype with other elements.
+    unchanged : int
+        How many tensors are the same.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate.state import diff
+    >>> diff({"w": np.ones(2)}, {"w": np.ones(2)}).identical
+    True
+    """
+
+    missing: list[str]
+    unexpected: list[str]
+    shapes: list[tuple[str, tuple[int, ...], tuple[int, ...]]]
+    dtypes: list[tuple[str, str, str]]
+    changes: list[TensorChange]
+    unchanged: int
+
+    @property
+    def identical(self) -> bool:
+        """Whether the two states are equal, in the sense of ``==``."""
+        return not (self.missing or self.unexpected or self.shapes or self.dtypes or self.changes)
+
+    def _title(self) -> str:
+        if self.identical:
+            return f"identical: {self.unchanged:,} tensor{'' if self.unchanged == 1 else 's'}"
+        parts = [
+            (len(self.changes), "changed"),
+            (len(self.shapes), "of another shape"),
+            (len(self.dtypes), "of another dtype"),
+            (len(self.missing), "only in the first"),
+            (len(self.unexpected), "only in the second"),
+            (self.unchanged, "unchanged"),
+        ]
+        return ", ".join(f"{count:,} {what}" for count, what in parts if count)
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        """Lines of the table: what cannot be measured, then the largest relative changes."""
+        rows: list[tuple[str, ...]] = []
+        for what, pairs in (("shape", self.shapes), ("dtype", self.dtypes)):
+            rows += [(name, what, "", "", f"{a} -> {b}") for name, a, b in pairs]
+        changes = sorted(self.changes, key=lambda c: (-c.nan, -c.max_rel, -c.max_abs))
+        rows += [
+            (c.name, f"{c.changed:,} of {c.size:,}", f"{c.max_abs:.3g}", f"{c.max_rel:.3g}",
+             f"{c.nan:,} NaN" if c.nan else "")
+            for c in changes
+        ]  # fmt: skip
+        rows += [(name, "only in the first", "", "", "") for name in self.missing]
+        rows += [(name, "only in the second", "", "", "") for name in self.unexpected]
+        return rows
+
+    def __repr__(self) -> str:  # all of it may be 10,000 tensors
+        return f"<StateDiff: {self._title()}>"
+
+    def __str__(self) -> str:
+        from .._common.text import table_text
+
+        if self.identical:
+            return self._title()
+        return f"{self._title()}\n{table_text(_HEADERS, self._rows(), SHOWN)}"
+
+    def _repr_html_(self) -> str:
+        from .._common.text import table_html
+
+        return table_html(self._title(), _HEADERS, self._rows())
+
+
+_HEADERS = ("tensor", "changed", "max abs", "max rel", "")
+
+
+@set_module("mlstate.state")
+def diff(a: Mapping[str, Any], b: Mapping[str, Any]) -> StateDiff:
+    """Compare two states down to their elements.
+
+    Parameters
+    ----------
+    a, b : mapping of str to array
+        The states, in main memory.
+
+    Returns
+    -------
+    StateDiff
+        What only one has, what differs in shape or dtype, and for each other tensor how many
+        elements changed and by how much. Elements are the same where their bits are, or where
+        both are NaN; so 0.0 and -0.0 differ, by 0.
+
+    Raises
+    ------
+    CompatibilityError
+        A dtype that the core does not know, or memory that it cannot read.
+    TypeError
+        Not a mapping of str to array.
+
+    Notes
+    -----
+    Any strides and byte orders; nothing is copied. The GIL is released, and large tensors are
+    shared out over `mlstate.get_num_threads` threads. Differences are measured in
+    float64.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate.state import diff
+    >>> before = {"w": np.array([1.0, 2.0, 4.0]), "b": np.zeros(2)}
+    >>> after = {"w": np.array([1.0, 2.5, 4.0]), "b": np.zeros(2)}
+    >>> print(diff(before, after))
+    1 changed, 1 unchanged
+    tensor  changed  max abs  max rel
+    w       1 of 3   0.5      0.2
+    """
+    missing, unexpected, shapes, dtypes, found, unchanged = _core.state_diff(as_dict(a), as_dict(b))
+    changes = [TensorChange(*change) for change in found]
+    return StateDiff(missing, unexpected, shapes, dtypes, changes, unchanged)
+
+
+def table_of(found: StateDiff) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
+    """Title, headers and rows, all of them, of what differs; for other tables than ours."""
+    return found._title(), _HEADERS, found._rows()

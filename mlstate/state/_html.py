@@ -1,0 +1,233 @@
+"""What a person sees of a state dict: a few lines of text, or a tree that unfolds."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from html import escape
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from .. import _core
+from .._common.dtypes import label_of
+from .._common.text import bytes_text, shorten
+
+if TYPE_CHECKING:
+    from ._state_dict import StateDict
+
+Row: TypeAlias = tuple[int, str, int, int, str, tuple[int, ...] | None, int, bool]
+Facts: TypeAlias = tuple[str, str]  # dtype and shape
+Kind: TypeAlias = tuple[tuple[Facts, ...], tuple[tuple[str, "Kind"], ...]]
+
+FIRST, LAST = 15, 3  # lines of a long text
+ROWS = 360  # of a large tree
+CHILDREN = (12, 60)  # of one node; more where few rows are needed for all
+MOST_BYTES = 30_000
+MOST_TENSORS, MOST_PARTS = 20_000, 40  # of a state whose hidden rows can be opened
+# What arrays raise when asked for what they lack: sparse, nested and lazy tensors of torch, and
+# whatever went round the checks.  They are shown all the same.
+UNREADABLE = (AttributeError, BufferError, RuntimeError, TypeError, ValueError)
+
+# Colours are those around: dark and light themes need no rules of their own.
+_STYLE = """
+.mlstate{font:13px/1.5 system-ui,sans-serif}
+.mlstate div,.mlstate summary{white-space:nowrap}
+.mlstate details>*{margin-left:1.2em}
+.mlstate details>summary{margin-left:0;cursor:pointer}
+.mlstate p,.mlstate div{margin:0 0 0 1em}
+.mlstate details>div{margin-left:2.2em}
+.mlstate b{font:12px ui-monospace,monospace}
+.mlstate i{font-style:normal;opacity:.65;margin-left:1em}
+"""
+
+
+def _count(count: int) -> str:
+    return f"{count:,} tensor{'' if count == 1 else 's'}"
+
+
+def _title(state: StateDict) -> str:
+    try:
+        size = bytes_text(state.nbytes)
+    except UNREADABLE:
+        size = "unknown size"
+    return ", ".join([f"{type(state).__name__}: {_count(len(state))}", size, *state._about()])
+
+
+def _facts(array: Any) -> tuple[str, str]:
+    """Dtype and shape as an array says them."""
+    said = getattr(array, "dtype", type(array).__name__)
+    dtype = label_of(said) or str(said).removeprefix("torch.")
+    try:
+        return dtype, str(tuple(array.shape))
+    except UNREADABLE:
+        return dtype, ""
+
+
+def state_repr(state: StateDict) -> str:
+    """Write the first tensors, the last ones, and how many there are between."""
+    items = dict.copy(state).items()  # in one step: other threads may change the state
+    if len(items) <= FIRST + LAST + 1:
+        first, last = list(items), []
+    else:
+        first = list(islice(items, FIRST))
+        last = list(islice(reversed(items), LAST))[::-1]
+    rows = [(shorten(str(name), 60), *_facts(array)) for name, array in first + last]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [f"  {n:{widths[0]}}  {d:{widths[1]}}  {s}".rstrip() for n, d, s in rows]
+    if last:
+        lines.insert(FIRST, f"  … {len(items) - FIRST - LAST:,} more")
+    return "\n".join([_title(state), *lines])
+
+
+def _line(row: Row) -> str:
+    """Name and facts of a row."""
+    _, name, count, nbytes, dtype, shape, hidden, _ = row
+    if hidden:
+        return f"… {hidden:,} more<i>{_count(count)}, {bytes_text(nbytes)}</i>"
+    label = f"<b>{escape(shorten(name, 64)) or '&nbsp;'}</b>"
+    if count == 1:
+        return f"{label}<i>{escape(dtype)} {shape}</i>"
+    itself = "" if shape is None else f"; itself {shape}"  # a tensor that others lie under
+    return f"{label}<i>{_count(count)}, {bytes_text(nbytes)}, {escape(dtype)}{itself}</i>"
+
+
+def _outline(state: StateDict, most: int) -> list[Row]:
+    """Choose the rows: deep trees before broad ones."""
+    few, many = CHILDREN
+    rows = _core.state_outline(state, most, few)
+    return rows if len(rows) > most // 3 else _core.state_outline(state, most, many)
+
+
+class Node:
+    """A part of names: the parts below it, and the tensors whose name ends here."""
+
+    __slots__ = ("children", "facts")
+
+    def __init__(self) -> None:
+        self.children: dict[str, Node] = {}
+        self.facts: tuple[Facts, ...] = ()
+
+
+def _nodes(state: StateDict) -> Node | None:
+    """Build the tree of all names; None if it has more tensors or parts than can be opened."""
+    items = dict.copy(state).items()
+    if len(items) > MOST_TENSORS:
+        return None
+    root = Node()
+    known: dict[tuple[Any, Any], Facts] = {}
+    for name, array in items:
+        parts = str(name).split(".")
+        if len(parts) > MOST_PARTS:
+            return None
+        node = root
+        for part in parts:
+            node = node.children.setdefault(part, Node())
+        key = getattr(array, "dtype", None), getattr(array, "shape", None)
+        if key not in known:
+            known[key] = _facts(array)
+        node.facts = (*node.facts, known[key])
+    return root
+
+
+def _kind(node: Node) -> Kind:
+    """Names, dtypes and shapes at and below a node: equal layers have equal kinds."""
+    return node.facts, tuple((name, _kind(child)) for name, child in node.children.items())
+
+
+def _tensors(kind: Kind) -> int:
+    return len(kind[0]) + sum(_tensors(child) for _, child in kind[1])
+
+
+class _Opener:
+    """Writes the rows that the outline hides, equal neighbours as one row, up to a size."""
+
+    def __init__(self, root: Node | None, room: int) -> None:
+        self.root = root
+        self.room = room  # bytes left
+
+    def rows(self, children: tuple[tuple[str, Kind], ...]) -> str:
+        runs: list[tuple[list[str], Kind]] = []
+        for name, kind in children:
+            if runs and runs[-1][1] == kind:
+                runs[-1][0].append(name)
+            else:
+                runs.append(([name], kind))
+        parts: list[str] = []
+        left = len(children)
+        for names, kind in runs:
+            row = self._run(names, kind)
+            if not row:
+                parts.append(f"<div>… {left:,} more</div>")
+                break
+            parts.append(row)
+            left -= len(names)
+        return "".join(parts)
+
+    def _run(self, names: list[str], kind: Kind) -> str:
+        """Write neighbours of one kind; nothing if there is no room for them."""
+        ends = [names[0]] if len(names) == 1 else [names[0], names[-1]]
+        while not kind[0] and len(kind[1]) == 1 and _tensors(kind) == 1:
+            [(name, kind)] = kind[1]
+            ends = [f"{end}.{name}" for end in ends]
+        facts, children = kind
+        label = " … ".join(escape(shorten(end, 64)) or "&nbsp;" for end in ends)
+        about = f"{escape(facts[0][0])} {facts[0][1]}" if facts else _count(_tensors(kind))
+        if len(names) > 1:
+            about = f"{len(names):,} alike, {about} each"
+        row = f"<b>{label}</b><i>{about}</i>"
+        self.room -= len(row.encode()) + 60  # the tags around it
+        if self.room < 0:
+            return ""
+        if not children:
+            return f"<div>{row}</div>"
+        return f"<details><summary>{row}</summary>{self.rows(children)}</details>"
+
+
+def _tree(rows: list[Row], opener: _Opener) -> str:
+    """Nest the rows, which come in pre-order."""
+    parts: list[str] = []
+    depth = 1  # of the rows to come; one <details> is open for each level above
+    top = sum(row[0] == 1 for row in rows)
+    path: list[tuple[Node | None, int]] = [(opener.root, 0)]  # nodes, and children written
+    for row in rows:
+        _, name, count, *_, hidden, unfolds = row
+        parts.append("</details>" * (depth - row[0]))
+        depth = row[0]
+        del path[depth:]
+        parent, place = path[-1]
+        path[-1] = (parent, place + (hidden or 1))
+        node = parent.children.get(name) if parent else None
+        if unfolds:
+            unfolded = " open" if depth == 1 and top <= 3 else ""
+            parts.append(f"<details{unfolded}><summary>{_line(row)}</summary>")
+            path.append((node, 0))
+            depth += 1
+        elif count > 1 and parent and node:
+            shown = list(parent.children.items())[place : place + hidden] if hidden else []
+            kinds = tuple((part, _kind(child)) for part, child in shown) or _kind(node)[1]
+            inner = opener.rows(kinds)
+            parts.append(f"<details class=more><summary>{_line(row)}</summary>{inner}</details>")
+        else:
+            parts.append(f"<div>{_line(row)}</div>")
+    return "".join(parts) + "</details>" * (depth - 1)
+
+
+def state_html(state: StateDict) -> str:
+    """Write the tree of names, cut down to a page whatever the size of the state."""
+    title = f"<div class=mlstate><style>{_STYLE}</style><p>{escape(_title(state))}</p>"
+    rows = ROWS
+    while True:
+        try:
+            chosen = _outline(state, rows)
+            page = f"{title}{_tree(chosen, _Opener(None, 0))}</div>"
+        except UNREADABLE:
+            return f"<pre>{escape(state_repr(state))}</pre>"
+        size = len(page.encode())
+        if rows <= 1 or size < MOST_BYTES:
+            break
+        rows //= 2  # names that are escaped character by character
+    closed = [row for row in chosen if row[2] > 1 and not row[-1]]
+    room = MOST_BYTES - size - 60 * len(closed)
+    if closed and room > 0:
+        with suppress(*UNREADABLE):
+            page = f"{title}{_tree(chosen, _Opener(_nodes(state), room))}</div>"
+    return page

@@ -1,0 +1,98 @@
+"""Which kind of state dict a file holds, written beside its arrays as text.
+
+The metadata entry ``mlstate.state`` is a JSON object: ``kind`` is ``"model"`` or
+``"optimizer"``, the other members are the attributes of that class. A file without it holds
+a plain `StateDict`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .._common.json_values import check_json_values
+from ..errors import FormatError
+from ._optimizer_state import OptimizerStateDict
+from ._state_dict import ModelStateDict, StateDict
+
+KEY = "mlstate.state"
+
+_ATTRIBUTES: dict[str, tuple[type[StateDict], tuple[str, ...]]] = {
+    "model": (ModelStateDict, ("model_type", "layer_count")),
+    "optimizer": (
+        OptimizerStateDict,
+        ("optimizer_type", "step", "learning_rate", "param_groups"),
+    ),
+}
+
+
+def describe(state: object) -> str | None:
+    """Return the text for a state's file, or None if its class has no attributes."""
+    for kind, (cls, names) in _ATTRIBUTES.items():
+        if isinstance(state, cls):
+            import json
+
+            values = {name: getattr(state, name) for name in names}
+            try:
+                check_json_values(values.get("param_groups", ()), "param_groups", finite=False)
+                return json.dumps({"kind": kind, **values}, sort_keys=True)
+            except (TypeError, ValueError) as error:
+                raise TypeError(
+                    f"param_groups cannot be written as text: {error}; "
+                    "keep plain numbers, texts and lists there"
+                ) from None
+    return None
+
+
+def kind_of(state: Any) -> dict[str, Any] | None:
+    """Return a state's kind and the attributes of its class, as a manifest has them."""
+    if state is None:
+        return None
+    import json
+
+    text = describe(state)
+    if text is None:
+        return {"kind": "state"}
+    found: dict[str, Any] = json.loads(text)
+    check_json_values(found.get("param_groups", ()), "param_groups")  # save_file takes inf
+    return found
+
+
+def restore(arrays: dict[str, Any], text: str | None, path: object) -> StateDict:
+    """Make the state dict that `describe` described; `path` is for the error."""
+    if text is None:
+        return StateDict(arrays)
+    import json
+
+    try:
+        found = json.loads(text)
+    except (RecursionError, ValueError) as reason:
+        raise _wrong(reason, path) from None
+    return restore_kind(arrays, found, path)
+
+
+def restore_kind(arrays: dict[str, Any], found: Any, path: object) -> StateDict:
+    """Make the state dict of a described kind; ``{"kind": "state"}`` is a plain one."""
+    try:
+        attributes = dict(found)
+        kind = attributes.pop("kind")
+        cls, names = (StateDict, ()) if kind == "state" else _ATTRIBUTES[kind]
+        if not attributes.keys() <= set(names):
+            raise KeyError(*(attributes.keys() - set(names)))
+        state = cls(**attributes)  # before the arrays, whose names must not reach keywords
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as reason:
+        raise _wrong(reason, path) from None
+    state.update(arrays)
+    return state
+
+
+def _wrong(reason: Exception, path: object) -> FormatError:
+    error = FormatError(f"metadata {KEY!r} does not describe a state: {reason}")
+    error.path = path
+    return error

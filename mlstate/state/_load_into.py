@@ -1,0 +1,212 @@
+"""Loading one state into another, and renaming; public through `mlstate.state`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar, overload
+
+from .. import _core
+from .._common.arrays import is_torch
+from .._common.backend import backend_of
+from .._common.set_module import set_module
+from .._common.text import shorten
+from ..errors import CompatibilityError
+from ._compatibility import LONGEST, SHOWN, as_dict, differences_of, join, rename_hint
+from ._state_dict import StateDict
+
+State = TypeVar("State", bound=StateDict)
+
+# What cast=True converts into one another.
+_FLOATS = frozenset(["float16", "bfloat16", "float32", "float64"])
+
+
+def _quoted(names: list[str]) -> str:
+    return join([f'"{name}"' for name in names])
+
+
+def _refusal(
+    target: dict[str, Any],
+    source: dict[str, Any],
+    strict: bool,
+    cast: bool,
+    missing: list[str],
+    unexpected: list[str],
+    shapes: list[tuple[str, Any, Any]],
+    dtypes: list[tuple[str, Any, Any]],
+) -> CompatibilityError:
+    """Say in torch's words what stands in the way, all of it at once."""
+    lines = []
+    if strict and missing:
+        lines.append(f"Missing key(s) in state_dict: {_quoted(missing)}.")
+    if strict and unexpected:
+        lines.append(f"Unexpected key(s) in state_dict: {_quoted(unexpected)}.")
+    for name, have, want in shapes[:SHOWN]:
+        lines.append(
+            f"size mismatch for {shorten(name, LONGEST)}: copying a tensor with shape {have} "
+            f"from the source, the shape in the target is {want}."
+        )
+    if len(shapes) > SHOWN:
+        lines.append(f"... and {len(shapes) - SHOWN:,} more of another size.")
+    dtypes = [] if cast else dtypes
+    for name, have, want in dtypes[:SHOWN]:
+        floats = have in _FLOATS and want in _FLOATS
+        lines.append(
+            f"dtype mismatch for {shorten(name, LONGEST)}: {have} in the source, {want} in the "
+            f"target; {'cast=True converts floats' if floats else 'convert the source first'}."
+        )
+    if len(dtypes) > SHOWN:
+        lines.append(f"... and {len(dtypes) - SHOWN:,} more of another dtype.")
+    _, hint = rename_hint(source, target, unexpected, missing)
+    if hint:
+        lines.append(f"{hint}.")
+    error = CompatibilityError("\n    ".join(["Error(s) in loading state_dict:", *lines]))
+    concerned = [*shapes, *dtypes]
+    if concerned:
+        error.name, got, expected = concerned[0]
+        error.got, error.expected = str(got), str(expected)
+    else:
+        error.name = (missing or unexpected)[0]
+    listed = (missing, unexpected) if strict else ([], [])
+    error.differences = tuple(differences_of(*listed, shapes, dtypes))
+    return error
+
+
+@set_module("mlstate.state")
+def load_into(
+    target: Mapping[str, Any],
+    source: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    cast: bool = False,
+) -> None:
+    """Copy the tensors of a state into those of another one: all of them, or none.
+
+    Parameters
+    ----------
+    target : mapping of str to array
+        Whose arrays are written, where they lie: writable NumPy arrays or torch tensors in
+        main memory, parameters of a module too.
+    source : mapping of str to array
+        Where the elements come from.
+    strict : bool, default True
+        Both must have the same names. False copies the tensors that both have.
+    cast : bool, default False
+        Convert float16, bfloat16, float32 and float64 into one another, rounding to nearest.
+        Without it, dtypes must be the same.
+
+    Raises
+    ------
+    CompatibilityError
+        Names, shapes or dtypes do not fit. The message lists all of them in torch's words,
+        seen from the target, with both shapes, and proposes a `rename` where prefixes explain
+        the names; ``differences`` has them in parts.
+    ValueError
+        A target is read-only, or shares memory with the source of a tensor (other than its
+        own whole self, which is left as it is).
+    TypeError
+        Not a mapping of str to array.
+
+    Notes
+    -----
+    Everything is checked before the first byte is written; after that nothing can fail. No
+    memory is allocated for the elements. The GIL is released, and large tensors are shared
+    out over `mlstate.get_num_threads` threads. Tensors of the target that share memory, as
+    tied weights do, are written in the target's order. Autograd sees a write to a torch
+    tensor as a change in place that needs no gradient, like ``load_state_dict`` of a module.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate.state import load_into
+    >>> weights = {"w": np.zeros(3, np.float32)}
+    >>> load_into(weights, {"w": np.arange(3.0)}, cast=True)
+    >>> weights["w"]
+    array([0., 1., 2.], dtype=float32)
+    >>> load_into(weights, {"module.w": np.ones(3, np.float32)})
+    Traceback (most recent call last):
+    mlstate.errors.CompatibilityError: Error(s) in loading state_dict:
+        Missing key(s) in state_dict: "w".
+        Unexpected key(s) in state_dict: "module.w".
+        1 of 1 names match after rename(source, {'module.': ''}).
+    """
+    target, source = as_dict(target), as_dict(source)
+    report = _core.state_load(target, source, strict, cast)
+    if isinstance(report, tuple):
+        raise _refusal(target, source, strict, cast, *report)
+    written = [array for array in report if is_torch(array)]
+    if written:
+        backend_of(written[0]).note_written(written)
+
+
+def _unused_rules(state: Mapping[str, Any], rules: list[str]) -> ValueError:
+    """Say which rules match no name, and which names they may be meant for."""
+    old = rules[0].removeprefix("*")
+    near = next((name for name in state if old and old in name), None) or next(iter(state), None)
+    hint = "there are no names" if near is None else f"one name is {shorten(near, LONGEST)!r}"
+    return ValueError(
+        f"rename: no name matches {join([repr(rule) for rule in rules])}; {hint}. A prefix starts "
+        "where the name does (with a star, where a part of it does) and ends at a dot or at the "
+        "end of the name; unused='ignore' allows rules without a match"
+    )
+
+
+@overload
+def rename(state: State, rules: Mapping[str, str], *, unused: str = ...) -> State: ...
+@overload
+def rename(
+    state: Mapping[str, Any], rules: Mapping[str, str], *, unused: str = ...
+) -> StateDict: ...
+@set_module("mlstate.state")
+def rename(
+    state: Mapping[str, Any], rules: Mapping[str, str], *, unused: str = "error"
+) -> StateDict:
+    """Give tensors other names.
+
+    Parameters
+    ----------
+    state : mapping of str to array
+        The state; it stays as it is.
+    rules : mapping of str to str
+        What a name begins with, and what to put there instead: ``{"module.": ""}`` takes a
+        prefix away, ``{"": "model."}`` puts one in front. A prefix ends at a dot or at the
+        end of the name: ``"layers.1"`` matches ``layers.1.w``, not ``layers.10.w``. A star
+        in front means wherever a part of the name starts: ``{"*_orig_mod.": ""}``. Each rule
+        is applied once to each name, in the order given.
+    unused : {"error", "ignore"}, default "error"
+        Whether a rule that matches no name raises.
+
+    Returns
+    -------
+    StateDict
+        A new one, of the class of `state` if that is a `StateDict`, with the same arrays in
+        the same order.
+
+    Raises
+    ------
+    CompatibilityError
+        Two names become the same one.
+    ValueError
+        A rule matches no name, leaves nothing of one, or is a star alone.
+    TypeError
+        Not a mapping of str to array, or a rule is no str.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate.state import rename
+    >>> list(rename({"module.a": np.ones(1), "module.b": np.ones(1)}, {"module.": ""}))
+    ['a', 'b']
+    """
+    if not isinstance(rules, Mapping):
+        raise TypeError(f"rules must be a mapping of str to str, got {type(rules).__name__}")
+    if unused not in ("error", "ignore"):
+        raise ValueError(f"unused must be 'error' or 'ignore', got {unused!r}")
+    renamed, numbers = _core.state_rename(as_dict(state), tuple(rules.items()))
+    if numbers and unused == "error":
+        raise _unused_rules(as_dict(state), [list(rules)[number] for number in numbers])
+    if not isinstance(state, StateDict):
+        return StateDict(renamed)
+    result = state.copy()
+    result.clear()
+    result.update(renamed)
+    return result

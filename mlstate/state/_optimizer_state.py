@@ -1,0 +1,387 @@
+"""The state of an optimizer; public through `mlstate.state`."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .. import _core
+from .._common.backend import backend_named
+from .._common.set_module import set_module
+from ._state_dict import StateDict, as_count
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    import torch
+
+Self = TypeVar("Self", bound="OptimizerStateDict")
+
+
+@set_module("mlstate.state")
+class OptimizerType(StrEnum):
+    """Which optimizer a state is of; each member is the str of its value.
+
+    Examples
+    --------
+    >>> from mlstate import OptimizerType
+    >>> OptimizerType("adamw"), OptimizerType.ADAM == "adam"
+    (<OptimizerType.ADAMW: 'adamw'>, True)
+    """
+
+    SGD = "sgd"
+    ADAM = "adam"
+    ADAMW = "adamw"
+    ADAFACTOR = "adafactor"
+    ADAGRAD = "adagrad"
+    ADADELTA = "adadelta"
+    ADAMAX = "adamax"
+    NADAM = "nadam"
+    RADAM = "radam"
+    RMSPROP = "rmsprop"
+    LION = "lion"
+    LAMB = "lamb"
+    LARS = "lars"
+    MUON = "muon"
+    SHAMPOO = "shampoo"
+    OTHER = "other"
+
+
+@set_module("mlstate.state")
+class OptimizerStateDict(StateDict):
+    """The state of an optimizer: ``"<parameter>.<state name>"`` to array.
+
+    The part after the last dot is the name of the state, such as ``m``, ``exp_avg`` or
+    ``step``; what is in front of it is the parameter's name.
+
+    Parameters
+    ----------
+    *args, **kwargs
+        Arrays, as for `StateDict`.
+    optimizer_type : OptimizerType or str, default "other"
+        Which optimizer it is.
+    step : int, default 0
+        Steps taken.
+    learning_rate : float, default 0.0
+        That of the first parameter group.
+    param_groups : sequence of mapping, optional
+        Hyperparameters by group: ``"params"`` lists names of parameters, the rest is the
+        optimizer's own. Plain values, so that it can be stored as text.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `StateDict`; or `optimizer_type` is unknown, or `step` is negative or no int.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate import OptimizerStateDict
+    >>> adam = OptimizerStateDict(optimizer_type="adam", step=3, learning_rate=1e-3)
+    >>> adam.set_state("layer.0.weight", "m", np.zeros(4, np.float32))
+    >>> adam.set_state("layer.0.weight", "v", np.ones(4, np.float32))
+    >>> adam.parameters(), adam.state_names("layer.0.weight")
+    (['layer.0.weight'], ['m', 'v'])
+    """
+
+    __slots__ = ("_learning_rate", "_optimizer_type", "_param_groups", "_step")
+
+    def __init__(
+        self,
+        /,
+        *args: Any,
+        optimizer_type: OptimizerType | str = OptimizerType.OTHER,
+        step: int = 0,
+        learning_rate: float = 0.0,
+        param_groups: Sequence[Mapping[str, Any]] = (),
+        **kwargs: Any,
+    ) -> None:
+        self.optimizer_type = optimizer_type
+        self.step = step
+        self.learning_rate = learning_rate
+        self.param_groups = param_groups
+        super().__init__(*args, **kwargs)
+
+    @classmethod
+    def create(cls: type[Self], optimizer_type: OptimizerType | str) -> Self:
+        """Make an empty one.
+
+        Parameters
+        ----------
+        optimizer_type : OptimizerType or str
+            Which optimizer it is for.
+
+        Returns
+        -------
+        OptimizerStateDict
+            Empty, at step 0.
+
+        Examples
+        --------
+        >>> from mlstate import OptimizerStateDict
+        >>> OptimizerStateDict.create("adamw").optimizer_type
+        <OptimizerType.ADAMW: 'adamw'>
+        """
+        return cls(optimizer_type=optimizer_type)
+
+    @property
+    def optimizer_type(self) -> OptimizerType:
+        """Which optimizer it is; a str of its name may be assigned."""
+        return self._optimizer_type
+
+    @optimizer_type.setter
+    def optimizer_type(self, value: OptimizerType | str) -> None:
+        try:
+            self._optimizer_type = OptimizerType(value)
+        except ValueError:
+            known = ", ".join(OptimizerType)
+            raise ValueError(f"optimizer_type {value!r} is none of {known}") from None
+
+    @property
+    def step(self) -> int:
+        """Steps taken."""
+        return self._step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._step = as_count("step", value)
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the first parameter group."""
+        return self._learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        try:
+            self._learning_rate = float(value)
+        except (TypeError, ValueError):
+            raise TypeError(f"learning_rate must be a number, got {value!r}") from None
+
+    @property
+    def param_groups(self) -> tuple[dict[str, Any], ...]:
+        """Hyperparameters by group; empty where none are known."""
+        return self._param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: Sequence[Mapping[str, Any]]) -> None:
+        self._param_groups = tuple(dict(group) for group in value)
+
+    def _about(self) -> list[str]:
+        kind: str = getattr(self, "_optimizer_type", "other")  # a subclass may not have set them
+        step: int = getattr(self, "_step", 0)
+        rate: float = getattr(self, "_learning_rate", 0.0)
+        return [str(kind), f"step {step:,}", f"learning rate {rate:g}"]
+
+    def parameters(self) -> list[str]:
+        """List the parameters that have any state.
+
+        Returns
+        -------
+        list of str
+            In the order in which the state has them.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate import OptimizerStateDict
+        >>> OptimizerStateDict({"w.m": np.ones(2), "w.v": np.ones(2)}).parameters()
+        ['w']
+        """
+        return _core.state_layer_names(self, None)
+
+    def state_names(self, parameter: str) -> list[str]:
+        """List the states of a parameter.
+
+        Parameters
+        ----------
+        parameter : str
+            Its name.
+
+        Returns
+        -------
+        list of str
+            Empty where the parameter has none.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate import OptimizerStateDict
+        >>> OptimizerStateDict({"w.m": np.ones(2), "w.v": np.ones(2)}).state_names("w")
+        ['m', 'v']
+        """
+        return list(self.get_state(parameter))
+
+    def get_state(self, parameter: str) -> dict[str, Any]:
+        """Return the states of a parameter.
+
+        Parameters
+        ----------
+        parameter : str
+            Its name.
+
+        Returns
+        -------
+        dict of str to array
+            A new dict of the same arrays, by state name; empty where there are none.
+
+        Raises
+        ------
+        TypeError, ValueError
+            `parameter` is no str, is empty, or ends with a dot.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate import OptimizerStateDict
+        >>> OptimizerStateDict({"w.m": np.ones(2), "w.u.m": np.ones(1)}).get_state("w")
+        {'m': array([1., 1.])}
+        """
+        under: dict[str, Any] = _core.state_layer(self, parameter, dict)
+        return {name: array for name, array in under.items() if "." not in name}
+
+    def set_state(self, parameter: str, name: str, array: Any) -> None:
+        """Put one state of a parameter in place.
+
+        Parameters
+        ----------
+        parameter : str
+            Its name.
+        name : str
+            Name of the state, such as ``"m"``; without a dot.
+        array : array
+            Kept as it is.
+
+        Raises
+        ------
+        TypeError, ValueError
+            A name is no str, is empty or has a dot where it must not; no array.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate import OptimizerStateDict
+        >>> state = OptimizerStateDict.create("adam")
+        >>> state.set_state("w", "m", np.ones(2))
+        >>> state["w.m"]
+        array([1., 1.])
+        """
+        if not isinstance(name, str):
+            raise TypeError(f"the name of a state must be a str, got {type(name).__name__}")
+        if not name or "." in name:
+            raise ValueError(f"{name!r} is no name of a state: it must have no dot, and be there")
+        self.update(_core.state_prefixed(parameter, {name: array}))
+
+    @classmethod
+    def from_torch(  # type: ignore[override]
+        cls: type[Self],
+        optimizer: torch.optim.Optimizer,
+        names: torch.nn.Module | Iterable[str] | None = None,
+    ) -> Self:
+        """Take over the state of a torch optimizer, sharing its memory.
+
+        Parameters
+        ----------
+        optimizer : torch.optim.Optimizer
+            Adam, AdamW, SGD, Adafactor or any other that keeps tensors and numbers.
+        names : torch.nn.Module or iterable of str, optional
+            Where the parameters' names come from: the module, or the names in the
+            optimizer's order. Default: those that the optimizer was given
+            (``Adam(module.named_parameters())``), else ``param_0``, ``param_1``, ...
+
+        Returns
+        -------
+        OptimizerStateDict
+            Keys ``"<parameter>.<torch's state name>"``; step, learning rate, optimizer type
+            and parameter groups.
+
+        Raises
+        ------
+        ValueError
+            `names` does not fit the optimizer's parameters.
+        TypeError
+            A state is neither tensor nor number.
+
+        Notes
+        -----
+        Python numbers become arrays without dimensions; a group's ``python_numbers`` lists
+        such states. Hyperparameters that are no plain values, such as functions, are left
+        out. Tensors on a device stay tensors.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from mlstate import OptimizerStateDict
+        >>> layer = torch.nn.Linear(3, 2)
+        >>> optimizer = torch.optim.Adam(layer.parameters(), lr=1e-3)
+        >>> layer(torch.ones(1, 3)).sum().backward()
+        >>> optimizer.step()
+        >>> state = OptimizerStateDict.from_torch(optimizer, layer)
+        >>> state.optimizer_type, state.step, state.learning_rate
+        (<OptimizerType.ADAM: 'adam'>, 1, 0.001)
+        >>> state.state_names("weight")
+        ['step', 'exp_avg', 'exp_avg_sq']
+        """
+        arrays, attributes = backend_named("torch").optimizer_state(optimizer, names)
+        return cls(arrays, **attributes)
+
+    def to_torch(
+        self,
+        optimizer: torch.optim.Optimizer | None = None,
+        names: torch.nn.Module | Iterable[str] | None = None,
+        *,
+        copy: bool = False,
+    ) -> dict[str, Any]:
+        """Return what ``optimizer.load_state_dict`` takes, sharing the arrays' memory.
+
+        Parameters
+        ----------
+        optimizer : torch.optim.Optimizer, optional
+            The optimizer that is going to load it: it says in which order the parameters
+            come. Nothing is changed in it. Without one, the tensors are returned under the
+            names that they have here, as by `StateDict.to_torch`.
+        names : torch.nn.Module or iterable of str, optional
+            As for `from_torch`.
+        copy : bool, default False
+            Copy every array. torch keeps the tensors that it loads, and changes them.
+
+        Returns
+        -------
+        dict
+            ``{"state": ..., "param_groups": ...}``. Hyperparameters are those of
+            `param_groups` where they fit the optimizer's groups, else the optimizer's own with
+            this learning rate.
+
+        Raises
+        ------
+        CompatibilityError
+            The state has parameters that the optimizer lacks, or shapes that are not those
+            of the parameter.
+
+        Notes
+        -----
+        torch keeps what it loads and changes it in place, so training changes these arrays
+        too. Arrays that it cannot change so, because they are read-only or overlap, are
+        copied. On loading, torch itself moves each state to the device and dtype of its
+        parameter, ``step`` excepted, which is a copy where they differ. If groups do not
+        fit, `learning_rate` goes to the first group and to those that had the same rate; 0
+        means unknown.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from mlstate import OptimizerStateDict
+        >>> def trained():
+        ...     layer = torch.nn.Linear(3, 2)
+        ...     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.5)
+        ...     layer(torch.ones(1, 3)).sum().backward()
+        ...     optimizer.step()
+        ...     return layer, optimizer
+        >>> layer, optimizer = trained()
+        >>> state = OptimizerStateDict.from_torch(optimizer, layer)
+        >>> layer, fresh = trained()
+        >>> fresh.load_state_dict(state.to_torch(fresh, layer))
+        """
+        if optimizer is None:
+            return super().to_torch(copy=copy)
+        return backend_named("torch").optimizer_dict(self, optimizer, names, copy=copy)

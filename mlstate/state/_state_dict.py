@@ -1,0 +1,562 @@
+"""Dicts of arrays that check what goes in; public through `mlstate.state`."""
+
+from __future__ import annotations
+
+import sys
+from copy import deepcopy
+from operator import index
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+
+import numpy as np
+
+from .. import _core
+from .._common.backend import backend_named
+from .._common.set_module import set_module
+from .._common.text import shorten
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+
+Self = TypeVar("Self", bound="StateDict")
+
+
+def as_count(name: str, value: Any) -> int:
+    """Return an attribute that counts something; the error names it."""
+    try:
+        count = int(index(value))  # not the True that index() lets pass
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}") from None
+    if count < 0:
+        raise ValueError(f"{name} {count} is negative")
+    return count
+
+
+def _set_state(target: Any, state: Any) -> None:
+    """Restore attributes as `copy` and `pickle` do."""
+    if hasattr(target, "__setstate__"):
+        target.__setstate__(state)
+        return
+    slots = None
+    if isinstance(state, tuple) and len(state) == 2:
+        state, slots = state
+    if state:
+        target.__dict__.update(state)
+    for name, value in (slots or {}).items():
+        setattr(target, name, value)
+
+
+@set_module("mlstate.state")
+class StateDict(_core.StateDict):
+    """A dict of named arrays: the state of a model, an optimizer, or a part of one.
+
+    It is a `dict`, and behaves like one. What goes in is checked, whichever way it takes:
+    names are str, values are arrays. Arrays are kept as they are: ``state["w"] is w``.
+
+    Parameters
+    ----------
+    *args, **kwargs
+        What `dict` takes: a mapping, an iterable of pairs, keywords.
+
+    Raises
+    ------
+    TypeError
+        A name is no str, or a value no array: NumPy arrays and scalars, torch tensors, and
+        whatever has ``__dlpack__`` or ``__array_interface__``. Nothing is changed then.
+    ValueError
+        A name has half of a surrogate pair, which no file can hold.
+
+    Notes
+    -----
+    Two state dicts are equal if they have the same names, dtypes, shapes and bits, in any
+    order; NaN equals NaN. ``|``, ``copy`` and ``pickle`` keep the class and its attributes.
+    Every method is safe to call from several threads; what holds for `dict` while another
+    thread changes it holds here. `dict.__setitem__` called by that name goes round the check:
+    every function here that reads a state dict checks again.
+
+    Without ml_dtypes, arrays of bfloat16 are uint16 and those of 8-bit floats uint8;
+    ``array.dtype.metadata["mlstate.dtype"]`` names the true dtype, by which they are compared,
+    converted and saved. See `load_file`.
+
+    ``torch.save`` stores the arrays as tensors, ties kept, and ``torch.load`` with
+    ``weights_only`` gives back the same class with arrays: where torch was imported after
+    mlstate, and no tensor has been used with it yet, import ``mlstate.integrations.torch``
+    before.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate import StateDict
+    >>> w = np.zeros((2, 3), np.float32)
+    >>> state = StateDict({"fc.weight": w, "fc.bias": np.zeros(2, np.float32)})
+    >>> state["fc.weight"] is w, state.nbytes
+    (True, 32)
+    >>> state
+    StateDict: 2 tensors, 32 B
+      fc.weight  float32  (2, 3)
+      fc.bias    float32  (2,)
+    >>> state["fc.weights"]
+    Traceback (most recent call last):
+    mlstate.errors.TensorNotFoundError: Tensor 'fc.weights' not found in state dict
+    """
+
+    __slots__ = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays; one that has two names counts twice."""
+        return super().nbytes
+
+    def get_tensor(self, key: str) -> Any:
+        """Return the array under a name.
+
+        Parameters
+        ----------
+        key : str
+            Its name.
+
+        Returns
+        -------
+        array
+            The array itself, no copy.
+
+        Raises
+        ------
+        TensorNotFoundError
+            There is none. A KeyError.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate import StateDict
+        >>> StateDict(w=np.ones(2)).get_tensor("w")
+        array([1., 1.])
+        """
+        return self[key]
+
+    def get_tensor_or_none(self, key: str) -> Any:
+        """Return the array under a name, or None.
+
+        Parameters
+        ----------
+        key : str
+            Its name.
+
+        Returns
+        -------
+        array or None
+            The array itself, no copy; None where there is none.
+
+        Examples
+        --------
+        >>> from mlstate import StateDict
+        >>> StateDict().get_tensor_or_none("w") is None
+        True
+        """
+        return self.get(key)
+
+    def has_tensor(self, key: str) -> bool:
+        """Whether there is an array under a name.
+
+        Parameters
+        ----------
+        key : str
+            The name.
+
+        Returns
+        -------
+        bool
+            The same as ``key in state``.
+
+        Examples
+        --------
+        >>> from mlstate import StateDict
+        >>> StateDict().has_tensor("w")
+        False
+        """
+        return key in self
+
+    def remove_tensor(self, key: str) -> None:
+        """Take an array out; a name that is not there is no error.
+
+        Parameters
+        ----------
+        key : str
+            Its name.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate import StateDict
+        >>> state = StateDict(w=np.ones(2))
+        >>> state.remove_tensor("w")
+        >>> state.remove_tensor("w")
+        >>> len(state)
+        0
+        """
+        self.pop(key, None)
+
+    def get_layer_state(self, name: str) -> StateDict:
+        """Return the tensors of one layer, under their names within it.
+
+        Parameters
+        ----------
+        name : str
+            The layer, without a dot at its end: ``"layers.3"`` gives what begins with
+            ``"layers.3."``.
+
+        Returns
+        -------
+        StateDict
+            A new one with the same arrays; empty where there is no such layer.
+
+        Raises
+        ------
+        TypeError
+            `name` is no str.
+        ValueError
+            `name` is empty or ends with a dot.
+
+        Notes
+        -----
+        The layers are indexed when one is first asked for, and again after names were
+        added or removed; after that a layer costs what it holds, not what the model holds.
+
+        References
+        ----------
+        ``GetLayerState`` of the state dict specification.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate import StateDict
+        >>> model = StateDict({"a.w": np.zeros(2), "ab.w": np.ones(2)})
+        >>> layer = model.get_layer_state("a")
+        >>> list(layer), layer["w"] is model["a.w"]
+        (['w'], True)
+        """
+        layer: StateDict = _core.state_layer(self, name, StateDict)
+        return layer
+
+    def set_layer_state(self, name: str, state: Mapping[str, Any]) -> None:
+        """Put the tensors of a layer in place; all other tensors stay as they are.
+
+        Parameters
+        ----------
+        name : str
+            The layer, without a dot at its end.
+        state : mapping of str to array
+            Arrays under their names within the layer. Tensors of the layer that it does not
+            name stay.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `get_layer_state`, or a value is no array. Nothing is changed then.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate import StateDict
+        >>> model = StateDict({"a.w": np.zeros(2), "b.w": np.ones(2)})
+        >>> model.set_layer_state("a", {"w": np.full(2, 5.0)})
+        >>> model["a.w"], model["b.w"]
+        (array([5., 5.]), array([1., 1.]))
+        """
+        self.update(_core.state_prefixed(name, state if isinstance(state, dict) else dict(state)))
+
+    def layer_names(self, depth: int | None = None) -> list[str]:
+        """List the layers.
+
+        Parameters
+        ----------
+        depth : int, optional
+            Give the layers whose names have that many parts. Default: those that hold
+            tensors themselves, so that each tensor with a dot in its name is in exactly one,
+            unless what is in front of its last dot is empty or ends with a dot.
+
+        Returns
+        -------
+        list of str
+            In the order in which the state has them.
+
+        Raises
+        ------
+        ValueError
+            `depth` is less than 1.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate import StateDict
+        >>> model = StateDict.fromkeys(["h.0.attn.w", "h.0.attn.b", "h.1.mlp.w"], np.ones(1))
+        >>> model.layer_names(), model.layer_names(2)
+        (['h.0.attn', 'h.1.mlp'], ['h.0', 'h.1'])
+        """
+        return _core.state_layer_names(self, depth)
+
+    def digest(self) -> str:
+        """Return a SHA-256 over names, dtypes, shapes and elements.
+
+        Returns
+        -------
+        str
+            64 hexadecimal digits: the same for the same content, whatever the order of the
+            names, the strides and byte order of the arrays, the machine, or the library that
+            they are of.
+
+        Raises
+        ------
+        CompatibilityError
+            An array's memory cannot be read, such as one on a device.
+
+        Notes
+        -----
+        What is hashed, tensor by tensor in the order of the names' UTF-8 bytes: as 64-bit
+        little-endian numbers the length of the name, the length of the dtype's name, the
+        rank and each dimension; then the name, the dtype's name (NumPy's, such as
+        ``float32``) and the elements, packed in C order. Contiguous arrays are
+        hashed where they lie, others through a copy of that one array; the GIL is released.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from mlstate import StateDict
+        >>> a = StateDict(x=np.arange(6).reshape(2, 3), y=np.ones(2))
+        >>> b = StateDict(y=np.ones(2), x=np.arange(6).reshape(2, 3).copy(order="F"))
+        >>> a.digest() == b.digest(), a.digest()[:8]
+        (True, '0678b173')
+        """
+        import hashlib
+
+        hashed = hashlib.sha256(usedforsecurity=False)
+        _core.state_digest(self, hashed.update)
+        return hashed.hexdigest()
+
+    @classmethod
+    def from_torch(cls: type[Self], state: torch.nn.Module | Mapping[str, torch.Tensor]) -> Self:
+        """Make a state dict of NumPy arrays that share the memory of torch tensors.
+
+        Parameters
+        ----------
+        state : torch.nn.Module or mapping of str to torch.Tensor
+            A module stands for its ``state_dict()``.
+
+        Returns
+        -------
+        StateDict
+            Arrays over the tensors' own memory: what is written to one is seen in the
+            other. bfloat16 and the 8-bit floats are dtypes of ml_dtypes, without it uint16 and
+            uint8 that keep their true dtype, as `load_file` returns them. Tensors of a graph are
+            detached; tensors on a device stay torch tensors.
+
+        Raises
+        ------
+        TypeError
+            A value is no tensor (``_extra_state`` of some modules), or has no plain memory:
+            sparse, quantized, a subclass with layout of its own.
+        CompatibilityError
+            NumPy has no such dtype, such as complex32.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from mlstate import StateDict
+        >>> layer = torch.nn.Linear(3, 2)
+        >>> state = StateDict.from_torch(layer)
+        >>> state["bias"][:] = 7
+        >>> layer.bias.tolist()
+        [7.0, 7.0]
+        """
+        return cls(backend_named("torch").arrays_of(state))
+
+    def to_torch(self, *, copy: bool = False) -> dict[str, torch.Tensor]:
+        """Return torch tensors over the arrays' memory, for ``module.load_state_dict``.
+
+        Parameters
+        ----------
+        copy : bool, default False
+            Copy every array, so that the tensors have memory of their own.
+
+        Returns
+        -------
+        dict of str to torch.Tensor
+            In this order. Values that are tensors already are passed on, detached.
+
+        Raises
+        ------
+        CompatibilityError
+            torch has no such dtype.
+
+        Notes
+        -----
+        torch has no read-only tensors. A tensor over a read-only array is as good as any for
+        reading, which is all that ``load_state_dict`` does; do not write to it, or ask for
+        a copy (so too for ``load_state_dict(..., assign=True)``, which keeps the tensors).
+        Arrays in the other byte order, with negative strides, or with elements at odd
+        addresses are copied, since torch has none of these. Arrays that overlap, as tied
+        weights do, become tensors of one storage.
+
+        Examples
+        --------
+        >>> import numpy as np, torch
+        >>> from mlstate import StateDict
+        >>> layer = torch.nn.Linear(3, 2)
+        >>> state = StateDict(
+        ...     weight=np.ones((2, 3), np.float32), bias=np.zeros(2, np.float32)
+        ... )
+        >>> layer.load_state_dict(state.to_torch())
+        <All keys matched successfully>
+        """
+        return backend_named("torch").tensors_of(self, copy=copy)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Protocols 0 and 1 would restore the entries unchecked.  Protocol 2 is torch.save's:
+        # it stores tensors well, and torch.load reads them back with weights_only.
+        if protocol == 2 and sys.modules.get("torch") is not None:
+            return backend_named("torch").reduce_state(self)
+        return super().__reduce_ex__(max(index(protocol), 2))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # As copy.deepcopy does it by __reduce_ex__, with less work for each array.
+        reduced = self.__reduce_ex__(4)
+        if isinstance(reduced, str):
+            return self
+        make, args, state, more, entries = (*reduced, None, None, None)[:5]
+        result = make(*[a if isinstance(a, type) else deepcopy(a, memo) for a in args])
+        memo[id(self)] = result
+        if state is not None:
+            _set_state(result, deepcopy(state, memo))
+        for value in more or ():
+            result.append(deepcopy(value, memo))
+        held = memo.setdefault(id(memo), [])  # keeps what the ids in `memo` belong to alive
+        for name, value in entries or ():
+            if type(value) is not np.ndarray:
+                result[name] = deepcopy(value, memo)
+                continue
+            copied = memo.get(id(value))
+            if copied is None:
+                copied = memo[id(value)] = value.__deepcopy__(memo)
+                held.append(value)
+            result[name] = copied
+        return result
+
+    def __repr__(self) -> str:
+        from ._html import state_repr
+
+        return state_repr(self)
+
+    def _repr_html_(self) -> str:
+        from ._html import state_html
+
+        return state_html(self)
+
+    def _about(self) -> list[str]:
+        """Attributes that the first line of a text or page shows."""
+        return []
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self)
+
+
+@set_module("mlstate.state")
+class ModelStateDict(StateDict):
+    """The state of a model, with its layers.
+
+    Parameters
+    ----------
+    *args, **kwargs
+        Arrays, as for `StateDict`.
+    model_type : str, default ""
+        What the model is, such as ``"llama"``.
+    layer_count : int, default 0
+        How many layers it says it has; nothing is made of it.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `StateDict`; or `layer_count` is negative or no int.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate import ModelStateDict
+    >>> model = ModelStateDict(
+    ...     {"layers.0.w": np.zeros(2), "layers.1.w": np.ones(2)}, model_type="llama"
+    ... )
+    >>> model.layer_names()
+    ['layers.0', 'layers.1']
+    >>> model.get_layer_state("layers.1")
+    StateDict: 1 tensor, 16 B
+      w  float64  (2,)
+    """
+
+    __slots__ = ("_layer_count", "_model_type")
+
+    def __init__(
+        self, /, *args: Any, model_type: str = "", layer_count: int = 0, **kwargs: Any
+    ) -> None:
+        self.model_type = model_type
+        self.layer_count = layer_count
+        super().__init__(*args, **kwargs)
+
+    @property
+    def model_type(self) -> str:
+        """What the model is."""
+        return self._model_type
+
+    @model_type.setter
+    def model_type(self, value: str) -> None:
+        if not isinstance(value, str):
+            raise TypeError(f"model_type must be a str, got {type(value).__name__}")
+        self._model_type = value
+
+    @property
+    def layer_count(self) -> int:
+        """How many layers the model says it has."""
+        return self._layer_count
+
+    @layer_count.setter
+    def layer_count(self, value: int) -> None:
+        self._layer_count = as_count("layer_count", value)
+
+    def _about(self) -> list[str]:
+        model_type: str = getattr(self, "_model_type", "")  # a subclass may not have set them
+        count: int = getattr(self, "_layer_count", 0)
+        layers = f"{count:,} layer{'' if count == 1 else 's'}" if count else ""
+        return [text for text in (shorten(model_type, 60), layers) if text]
+
+
+@set_module("mlstate.state")
+@runtime_checkable
+class Stateful(Protocol):
+    """Whatever can give its state and take it back.
+
+    Notes
+    -----
+    ``isinstance`` looks for the two methods; it does not call them.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from mlstate import StateDict, Stateful
+    >>> class Counter:
+    ...     def __init__(self):
+    ...         self.n = np.zeros(1, np.int64)
+    ...     def get_state_dict(self):
+    ...         return StateDict(n=self.n)
+    ...     def load_state_dict(self, state):
+    ...         self.n[:] = state["n"]
+    >>> isinstance(Counter(), Stateful), isinstance({}, Stateful)
+    (True, False)
+    """
+
+    def get_state_dict(self) -> StateDict:
+        """Return the present state."""
+        ...
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Take over a state."""
+        ...

@@ -1,0 +1,127 @@
+"""`convert` and `reshard` refuse a target that exists, or replace all of it if asked to."""
+
+import errno
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoint_model import same
+
+import mlstate
+from mlstate import _core
+from mlstate.checkpoint import CheckpointManager, reshard
+from mlstate.checkpoint._files.convert import read_any, write_any
+from mlstate.checkpoint._store import folder as _folder
+from mlstate.cli import main
+
+NEW = {"w": np.arange(6.0)}
+WRITERS = {
+    "reshard": lambda target, **how: reshard("source", target, layout="rows", world_size=2, **how),
+    "convert": lambda target, **how: write_any(target, NEW, **how),
+}
+COMMANDS = {
+    "reshard": ["reshard", "source", "run", "--layout", "rows=2"],
+    "convert": ["convert", "source", "run"],
+}
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    """A source, and a run of three steps."""
+    monkeypatch.chdir(tmp_path)
+    mlstate.save("source", NEW, step=9)
+    manager = CheckpointManager("run", keep=None)
+    for step in (1, 2, 3):
+        manager.save(step, {"old": np.full(3, step)})
+    return tmp_path
+
+
+def contents():
+    return {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_an_existing_target_is_refused_and_stays(name):
+    before = contents()
+    with pytest.raises(mlstate.StoreError, match=r"exists already; overwrite=True") as info:
+        WRITERS[name]("run")
+    assert info.value.errno == errno.EEXIST
+    assert contents() == before
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_commands_refuse_and_replace(name, capsys):
+    before = contents()
+    assert main(COMMANDS[name]) == 2
+    assert "--force" in capsys.readouterr().err
+    assert contents() == before
+    assert main([*COMMANDS[name], "--force"]) == 0
+    assert same(NEW, mlstate.load("run").model)
+    assert CheckpointManager("run").steps() == []
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_overwriting_replaces_all_steps_of_a_run(name):
+    WRITERS[name]("run", overwrite=True)
+    assert same(NEW, mlstate.load("run").model)
+    assert CheckpointManager("run").steps() == []
+    report = mlstate.verify("run")
+    assert report
+    assert not report.leftover
+    with pytest.raises(FileNotFoundError, match=r"checkpoint of mlstate\.save"):
+        CheckpointManager("run").restore_latest()
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_failed_overwrite_leaves_the_run(name, monkeypatch):
+    def fail(path, *_):
+        raise _folder.store_error(OSError(errno.ENOSPC, "full"), "cannot write", path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_core, "file_replace", fail)
+        with pytest.raises(mlstate.StoreError, match="full"):
+            WRITERS[name]("run", overwrite=True)
+    assert CheckpointManager("run").steps() == [1, 2, 3]
+    assert mlstate.load("run").step == 3
+    assert mlstate.verify("run")
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_overwriting_a_damaged_checkpoint_leaves_nothing_over(name):
+    Path("run/manifest.json").write_bytes(b"{")
+    for root in Path("run/roots").iterdir():
+        root.write_bytes(b"")
+    with pytest.warns(UserWarning, match="damaged"):
+        WRITERS[name]("run", overwrite=True)
+    assert mlstate.verify("run")
+    assert not mlstate.verify("run").leftover
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_an_empty_folder_is_no_target_to_protect(name):
+    Path("empty").mkdir()
+    WRITERS[name]("empty")
+    assert same(NEW, mlstate.load("empty").model)
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors", ".pt", ".dcp"])
+def test_files_of_other_formats_are_refused_and_replaced(suffix):
+    if suffix in (".pt", ".dcp"):
+        pytest.importorskip("torch")
+    path = Path(f"x{suffix}")
+    write_any(path, {"old": np.ones(2)})
+    with pytest.raises(mlstate.StoreError, match="exists already"):
+        write_any(path, NEW)
+    assert list(read_any(path)[0]) == ["old"]
+    write_any(path, NEW, overwrite=True)
+    assert same(NEW, read_any(path)[0])
+    assert sorted(one.name for one in Path().iterdir()) == ["run", "source", path.name]
+
+
+def test_a_folder_of_another_program_is_never_replaced():
+    pytest.importorskip("torch")
+    Path("home.dcp").mkdir()
+    Path("home.dcp/letter").write_text("dear")
+    with pytest.raises(ValueError, match="needs a new directory"):
+        write_any("home.dcp", NEW, overwrite=True)
+    assert Path("home.dcp/letter").read_text() == "dear"

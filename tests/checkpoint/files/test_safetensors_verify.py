@@ -1,0 +1,80 @@
+"""Looking at plain files without loading them: headers as the loader sees them, every bit."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+import mlstate
+from mlstate.checkpoint._files.safetensors_verify import BLOCK, read_header, verify_file
+
+
+def test_the_header_says_what_the_loader_gives(tmp_path):
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="bfloat16 and 8-bit floats")
+    names = ["bool", "int8", "uint8", "int16", "uint16", "float16", "int32", "uint32", "float32"]
+    names += ["int64", "uint64", "float64", "complex64"]
+    more = ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float8_e4m3fnuz"]
+    more += ["float8_e5m2fnuz"]
+    dtypes = [np.dtype(n) for n in names] + [np.dtype(getattr(ml_dtypes, n)) for n in more]
+    state = {d.name: np.ones((2, 3), d) for d in dtypes} | {
+        "none": np.ones((0, 4)),
+        "0d": np.ones(()),
+    }
+    path = tmp_path / "a.safetensors"
+    mlstate.save_file(state, path, {"a": "b"})
+    header = read_header(str(path))
+    assert header.has_checksums
+    assert header.nbytes == path.stat().st_size
+    loaded = mlstate.load_file(path)
+    assert {t.key: (t.dtype, t.shape, t.nbytes) for t in header.tensors} == {
+        key: (array.dtype.name, array.shape, array.nbytes) for key, array in loaded.items()
+    }
+    with path.open("rb") as file:
+        for tensor in header.tensors:
+            file.seek(tensor.offset)
+            assert file.read(tensor.nbytes) == loaded[tensor.key].tobytes()
+
+
+def test_every_flipped_byte_is_found(tmp_path):
+    path = tmp_path / "a.safetensors"
+    mlstate.save_file({"w": np.arange(40, dtype=np.int16), "b": np.ones(3)}, path, {"k": "v"})
+    raw = path.read_bytes()
+    assert verify_file(path)[0]
+    for offset in range(len(raw)):
+        path.write_bytes(raw[:offset] + bytes([raw[offset] ^ 1 << offset % 8]) + raw[offset + 1 :])
+        report, _ = verify_file(path)
+        assert not report, offset
+
+
+def test_damage_is_told_by_tensor_and_blocks(tmp_path):
+    path = tmp_path / "a.safetensors"
+    mlstate.save_file({"a": np.zeros(4 * BLOCK, np.uint8), "b": np.zeros(100, np.uint8)}, path)
+    starts = {t.key: t.offset for t in read_header(str(path)).tensors}
+    with path.open("r+b") as file:
+        for place in (starts["a"] + 5, starts["a"] + BLOCK, starts["a"] + 4 * BLOCK - 1):
+            file.seek(place)
+            file.write(b"!")
+        file.seek(starts["b"] + 99)
+        file.write(b"!")
+    report, _ = verify_file(path)
+    assert [(p.name, p.offset - starts[p.name], p.length) for p in report.problems] == [
+        ("a", 0, 2 * BLOCK),
+        ("a", 3 * BLOCK, BLOCK),
+        ("b", 0, 100),
+    ]
+    assert {(p.kind, p.path) for p in report.problems} == {("altered", path.name)}
+
+
+def test_progress_counts_every_byte(tmp_path):
+    path = tmp_path / "a.safetensors"
+    mlstate.save_file({"a": np.zeros(2 * BLOCK + 7, np.uint8), "b": np.zeros(0)}, path)
+    counts = []
+    report, _ = verify_file(path, counts.append)
+    assert list(itertools.accumulate(counts))[-1] == report.bytes == 2 * BLOCK + 7
+
+
+def test_a_missing_file_and_a_folder_are_errors(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        verify_file(tmp_path / "no")
+    with pytest.raises(mlstate.MLStateError):
+        read_header(str(tmp_path))

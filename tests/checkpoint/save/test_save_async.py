@@ -1,0 +1,899 @@
+"""Saving while the state changes: what is on the disk, what it costs, and how it can fail."""
+
+import contextlib
+import errno
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import child
+import numpy as np
+import pytest
+from test_save import every_kind, native, random
+
+import mlstate
+from mlstate import CollectiveError, CompatibilityError, OptimizerStateDict, StoreError, _core
+from mlstate.checkpoint import (
+    CheckpointManager,
+    Layout,
+    Shard,
+    Staging,
+    _save_async,
+    inspect,
+    save_async,
+)
+from mlstate.collectives import LocalGroup
+
+SECONDS = 20
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "ckpt"
+
+
+def bytes_of(state):
+    return sum(array.nbytes for array in state.values())
+
+
+def differ(found, expected):
+    """Names of tensors whose bits are not those that are expected."""
+    return [name for name in expected if found[name].tobytes() != expected[name].tobytes()]
+
+
+def spoil(state):
+    """Overwrite what can be overwritten."""
+    for array in state.values():
+        if array.flags.writeable:
+            array.reshape(-1)[...] = 0 if array.dtype == bool else 1
+            array[...] = np.frombuffer(b"\1" * array.itemsize, array.dtype)[0]
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Saves stop where nothing of the state is to be read any more; `set` lets them go on."""
+    go = threading.Event()
+    write = _core.shards_write
+
+    def write_later(*given):
+        *first, freed, mode = given
+
+        def free():
+            freed()
+            assert go.wait(SECONDS)
+
+        if threading.current_thread() is threading.main_thread():  # a save that is no thread's
+            return write(*given)
+        if freed is None:
+            assert go.wait(SECONDS)
+            return write(*given)
+        return write(*first, free, mode)
+
+    monkeypatch.setattr(_core, "shards_write", write_later)
+    yield go
+    go.set()
+
+
+# ---- what is saved ----
+
+
+@pytest.mark.parametrize("share", [None, 1, 0.5, 0.25, 0.01, 0])
+@pytest.mark.parametrize("pack", [0, 1 << 18])
+def test_the_state_may_be_changed_once_it_is_staged(path, held, share, pack):
+    state = every_kind()
+    expected = native({name: array.copy() for name, array in state.items()})
+    budget = None if share is None else int(share * bytes_of(state))
+    handle = save_async(path, state, max_staging_bytes=budget, pack_below_bytes=pack)
+    handle.staged(SECONDS)
+    spoil(state)
+    assert not handle.done()
+    with pytest.raises(TimeoutError, match=r"not ended after 0\.01 seconds"):
+        handle.wait(0.01)
+    held.set()
+    checkpoint = handle.wait(SECONDS)
+    found = checkpoint.load().model
+    assert {name: array.tobytes() for name, array in found.items()} == {
+        name: np.ascontiguousarray(array).tobytes() for name, array in expected.items()
+    }
+    assert handle.done()
+    assert handle.wait() is checkpoint
+    assert mlstate.verify(path)
+
+
+def test_nothing_is_spoiled_while_a_callback_holds_the_writer_up(path):
+    state = {f"w{i}": random((1 << 20,), seed=i) for i in range(10)}
+    expected = {name: array.copy() for name, array in state.items()}
+    threads = mlstate.get_num_threads()
+    go, called = threading.Event(), threading.Event()
+
+    def block(count):
+        called.set()
+        assert go.wait(SECONDS)
+
+    mlstate.set_num_threads(1)  # nobody else goes on meanwhile
+    try:
+        handle = save_async(path, state, max_staging_bytes=1 << 20, progress=block)
+        called.wait(SECONDS)
+        go.set()
+        handle.staged(SECONDS)
+        spoil(state)
+        found = handle.wait(SECONDS).load().model
+    finally:
+        go.set()
+        mlstate.set_num_threads(threads)
+    assert differ(found, expected) == []
+
+
+def test_it_is_the_same_checkpoint_as_that_of_a_save(tmp_path):
+    rng = np.random.default_rng(0)
+    model = {f"layer.{i}.w": rng.standard_normal((40, 30 + i)) for i in range(20)}
+    adam = OptimizerStateDict({f"{name}.m": array * 2 for name, array in model.items()}, step=9)
+    model["versioned"] = Shard(np.ones(7), version=1)
+    for turn in range(4):
+        for folder, begin in (("a", mlstate.save), ("b", save_async)):
+            done = begin(tmp_path / folder, model, adam, metadata={"turn": turn}, layout="rows")
+            if folder == "b":
+                done.staged()
+                done = done.wait()
+            done.written = {k: done.written[k] for k in ("new_shards", "new_bytes", "shards")}
+            assert done.step == 9
+            assert done.metadata == {"turn": turn}
+        one, other = inspect(tmp_path / "a"), inspect(tmp_path / "b")
+        assert one.tensors() == other.tensors()
+        assert [s.crc32c for s in one.shards()] == [s.crc32c for s in other.shards()]
+        assert [(s.version, s.nbytes) for s in one.shards()] == [
+            (s.version, s.nbytes) for s in other.shards()
+        ]
+        model[f"layer.{turn}.w"] += 1
+        model["versioned"] = Shard(np.full(7, turn), version=1 + turn // 2)
+
+
+@pytest.mark.parametrize("share", [1, 0.3])
+def test_what_did_not_change_is_not_written_again(path, share):
+    state = {f"w{i}": random((5000 + i,), seed=i) for i in range(20)}
+    budget = int(share * bytes_of(state))
+    keywords = {"max_staging_bytes": budget, "pack_below_bytes": 5010 * 4}
+    assert save_async(path, state, **keywords).wait().written["new_shards"] == 20
+    assert save_async(path, state, **keywords).wait().written["new_shards"] == 0
+    state["w3"].view(np.uint32)[0] ^= 1
+    state["w19"].view(np.uint32)[-1] ^= 1
+    checkpoint = save_async(path, state, **keywords).wait()
+    assert checkpoint.written["new_shards"] == 2
+    assert {t.key: t.version for t in checkpoint.tensors() if t.version > 1} == {"w3": 2, "w19": 2}
+
+
+def test_entries_of_the_dict_are_those_of_the_call(path, held):
+    state = {"a": np.zeros(3), "b": np.ones(3)}
+    handle = save_async(path, state)
+    handle.staged()
+    del state["a"]
+    state["c"] = np.ones(1)
+    held.set()
+    assert sorted(handle.wait().load().model) == ["a", "b"]
+
+
+def test_an_empty_state(path):
+    handle = save_async(path, {})
+    handle.staged()
+    assert handle.wait().tensors() == []
+    assert handle.progress() == (0, 0)
+
+
+def test_progress_grows_to_the_whole(path):
+    state = {f"w{i}": random((1 << 18,), seed=i) for i in range(8)}
+    told = []
+    handle = save_async(path, state, progress=told.append)
+    handle.wait()
+    assert sum(told) == bytes_of(state)
+    assert handle.progress() == (bytes_of(state), bytes_of(state))
+    assert "saved" in repr(handle)
+
+
+# ---- memory ----
+
+
+PEAK = """
+import sys, threading, time
+import numpy as np
+import mlstate
+from mlstate.checkpoint import Staging, save_async
+
+def status(field):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
+
+path, share = sys.argv[1], float(sys.argv[2])
+state = {f"w{i}": np.full((1 << 20) + i, i, np.float32) for i in range(8)}
+state["strided"] = np.ones((2048, 1024), np.float32)[:, ::2]
+size = sum(array.nbytes for array in state.values())
+budget = int(share * size)
+small = {"w": np.zeros(3)}
+save_async(path + "-first", small).wait()  # modules, threads
+for kept in (False, True):
+    staging = Staging(budget) if kept else None
+    for array in state.values():
+        array += 1
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak counts from here on
+    before = status("VmRSS")
+    save_async(path, state, max_staging_bytes=budget, staging=staging).wait()
+    # memory that was touched beforehand is there already
+    print(status("VmHWM") - before, int(kept), budget)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.skipif(
+    bool(os.environ.get("MLSTATE_UNDER_SANITIZER")), reason="sanitizers need memory of their own"
+)
+@pytest.mark.parametrize(
+    "share",
+    [1, 0.25, pytest.param(0.5, marks=pytest.mark.long), pytest.param(0, marks=pytest.mark.long)],
+)
+def test_extra_memory_is_within_the_budget(tmp_path, share):
+    code = f"import sys; sys.argv[1:] = {[str(tmp_path / 'ckpt'), str(share)]}\n{PEAK}"
+    for line in child.run(code).splitlines():
+        extra, kept, budget = map(int, line.split())
+        # what the writer takes is part of the budget, where that is more than the writer needs
+        assert extra <= (budget if budget and not kept else 16 << 20), line
+
+
+@pytest.mark.parametrize("share", [1, 0.25, 0])
+def test_arrays_are_let_go_when_they_are_staged(path, held, share):
+    class Array(np.ndarray):
+        """One that can be watched."""
+
+    state = {f"w{i}": np.full(1000 + i, i, np.float32).view(Array) for i in range(9)}
+    state["shard"] = Shard(np.ones(2000).view(Array))
+    alive = [weakref.ref(getattr(value, "array", value)) for value in state.values()]
+    budget = int(share * 9 * 1004 * 4)
+    handle = save_async(path, state, max_staging_bytes=budget)
+    handle.staged(SECONDS)
+    state.clear()
+    gc.collect()
+    assert [ref() is None for ref in alive] == [True] * 10
+    held.set()
+    handle.wait(SECONDS)
+
+
+def test_staging_memory_serves_one_save_at_a_time(path, held):
+    staging = Staging(100)
+    assert (staging.nbytes, repr(staging)) == (100, "Staging(100)")
+    first = save_async(path, {"w": np.zeros(3)}, staging=staging)
+    first.staged()
+    with pytest.raises(ValueError, match="in use by another save"):
+        save_async(path, {"w": np.zeros(3)}, staging=staging)
+    held.set()
+    first.wait()
+    second = save_async(path, {"w": np.ones(40)}, staging=staging)  # more than there is
+    assert second.wait().load().model["w"].sum() == 40
+
+
+def test_memory_is_given_back_without_taking_any(path, held, monkeypatch):
+    """Else nobody would be told of the end where memory is short."""
+
+    class Short:
+        """NumPy, of which no array is to be had."""
+
+        @staticmethod
+        def empty(*_):
+            raise MemoryError
+
+    handle = save_async(path, {"w": np.ones(3)})
+    handle.staged()
+    monkeypatch.setattr(mlstate.checkpoint._staging, "np", Short)
+    held.set()
+    assert handle.wait(SECONDS).load().model["w"].sum() == 3
+
+
+def test_staging_refuses_what_is_no_size():
+    with pytest.raises(ValueError, match="0 or more, got -1"):
+        Staging(-1)
+    with pytest.raises(TypeError, match="must be an int, got str"):
+        Staging("1")
+    with pytest.raises(MemoryError):
+        Staging(1 << 62)
+
+
+# ---- what goes wrong ----
+
+
+def test_wrong_arguments_are_refused_at_once(path):
+    state = {"w": np.zeros(3)}
+    for keywords, error, text in [
+        ({"max_staging_bytes": -1}, ValueError, "0 or more, got -1"),
+        ({"max_staging_bytes": "x"}, ValueError, "max_staging_bytes is 'x': expected a number"),
+        ({"staging": 5}, TypeError, "must be a Staging, got int"),
+        ({"progress": 5}, TypeError, "must be callable, got int"),
+        ({"layout": "odd"}, ValueError, "layout must be"),
+        ({"group": 5}, TypeError, "ProcessGroup"),
+        ({"step": -1}, ValueError, "step must be"),
+        ({"metadata": {1: 2}}, TypeError, "keys must be str"),
+    ]:
+        with pytest.raises(error, match=text):
+            save_async(path, state, **keywords)
+    for model, error in [
+        (None, ValueError),
+        ({"w": [1]}, TypeError),
+        ({"w": np.array("x")}, CompatibilityError),
+    ]:
+        with pytest.raises(error):
+            save_async(path, model)
+    with pytest.raises(TypeError, match="made by save_async"):
+        _save_async.SaveHandle(5)
+    assert not path.exists()
+
+
+@contextlib.contextmanager
+def shown_errors(monkeypatch):
+    """What was shown because nobody asked."""
+    shown = []
+    monkeypatch.setattr(threading, "excepthook", shown.append)
+    yield shown
+
+
+def blocked(path):
+    """A path where no checkpoint can be."""
+    path.write_bytes(b"")
+    return path
+
+
+def test_an_error_is_raised_to_whoever_asks(path):
+    handle = save_async(blocked(path), {"w": np.zeros(3)})
+    for ask in (handle.wait, handle.staged, handle.wait):
+        with pytest.raises(StoreError):
+            while not handle.done() or ask():
+                pass
+    assert "failed" in repr(handle)
+    assert handle.cancel()
+
+
+def test_an_error_that_nobody_asked_for_is_shown(path, monkeypatch):
+    with shown_errors(monkeypatch) as shown:
+        handle = save_async(blocked(path), {"w": np.zeros(3)})
+        while not handle.done():
+            time.sleep(0.001)
+        assert not shown
+        del handle
+        gc.collect()
+        assert len(shown) == 1
+        assert isinstance(shown[0].exc_value, StoreError)
+        assert str(path) in shown[0].exc_value.__notes__[0]
+
+
+def test_an_error_after_the_handle_is_gone_is_shown(path, held, monkeypatch):
+    with shown_errors(monkeypatch) as shown:
+        handle = save_async(path, {"w": np.zeros(3)})
+        handle.staged()
+        job = handle._job
+        job.cancelled = True
+        del handle
+        gc.collect()
+        assert not shown
+        held.set()
+        assert job.reached("ended", SECONDS)
+        for _ in range(1000):
+            if shown:
+                break
+            time.sleep(0.001)
+        assert shown[0].exc_value.errno == errno.ECANCELED
+
+
+def test_an_error_that_was_asked_for_is_not_shown_again(path, monkeypatch):
+    with shown_errors(monkeypatch) as shown:
+        handle = save_async(blocked(path), {"w": np.zeros(3)})
+        with pytest.raises(StoreError):
+            handle.wait()
+        del handle
+        gc.collect()
+        assert not shown
+
+
+def test_cancelling_leaves_the_old_checkpoint(path, held):
+    mlstate.save(path, {"w": np.zeros(3)}, step=1)
+    handle = save_async(path, {"w": np.ones(3)}, step=2)
+    handle.staged()
+    with pytest.raises(TimeoutError):
+        handle.cancel(0.01)
+    held.set()
+    assert handle.cancel()
+    with pytest.raises(StoreError) as caught:
+        handle.wait()
+    assert caught.value.errno == errno.ECANCELED
+    assert inspect(path).step == 1
+    assert len(list(path.rglob("*.safetensors"))) == 1
+    assert mlstate.save(path, {"w": np.ones(3)}, step=3).step == 3
+    assert not save_async_done(path).cancel()
+
+
+def save_async_done(path):
+    handle = save_async(path, {"w": np.ones(3)})
+    handle.wait()
+    return handle
+
+
+def test_a_callback_that_raises_stops_the_save(path):
+    mlstate.save(path, {"w": np.zeros(3)}, step=1)
+
+    def complain(count):
+        raise KeyError("enough")
+
+    handle = save_async(path, {"w": np.ones(3)}, progress=complain, step=2)
+    with pytest.raises(KeyError, match="enough"):
+        handle.wait()
+    assert inspect(path).step == 1
+
+
+def test_another_writer_is_told(path, held):
+    first = save_async(path, {"w": np.zeros(3)})
+    first.staged()
+    second = save_async(path, {"w": np.ones(3)})
+    while not path.joinpath("lock").exists():
+        time.sleep(0.001)
+    held.set()
+    ends = []
+    for handle in (first, second):
+        try:
+            ends.append(handle.wait(SECONDS))
+        except StoreError as error:
+            assert error.errno == errno.EBUSY
+    assert ends  # either was late enough, or it was refused
+
+
+def test_without_a_thread_it_is_saved_at_once(path, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    handle = save_async(path, {"w": np.ones(3)})
+    assert handle.done()
+    assert handle.wait().load().model["w"].sum() == 3
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_ctrl_c_ends_the_waiting_and_not_the_save(path, held):
+    handle = save_async(path, {"w": np.ones(3)})
+    handle.staged()
+    timer = threading.Timer(
+        0.05, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]
+    )
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        handle.wait(SECONDS)
+    timer.join()
+    assert not handle.done()
+    held.set()
+    assert handle.wait().load().model["w"].sum() == 3
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_fork_does_not_disturb_the_save(path, held):
+    state = {f"w{i}": random((3000 + i,), seed=i) for i in range(9)}
+    handle = save_async(path, state, max_staging_bytes="50 kB")
+    handle.staged()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            refused = 0
+            for call in (handle.wait, handle.staged, handle.done, handle.progress, handle.cancel):
+                with contextlib.suppress(RuntimeError):
+                    call()
+                    continue
+                refused += 1
+            handle._job.abandon()
+            spoil(state)
+            code = 0 if refused == 5 else 1
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    held.set()
+    found = handle.wait(SECONDS).load().model
+    assert differ(found, state) == []
+
+
+BEGIN = """
+import sys
+import numpy as np
+from mlstate.checkpoint import save_async
+"""
+
+
+def test_the_interpreter_waits_for_the_save(path):
+    child.run(
+        f"{BEGIN}state = {{f'w{{i}}': np.full(1 << 20, i, np.float32) for i in range(8)}}\n"
+        f"save_async({str(path)!r}, state)"
+    )
+    assert mlstate.load(path).model["w7"][-1] == 7
+    assert mlstate.verify(path)
+
+
+def test_the_interpreter_shows_an_error_at_its_end(path):
+    blocked(path)
+    done = child.attempt(f"{BEGIN}handle = save_async({str(path)!r}, {{'w': np.ones(3)}})")
+    assert done.returncode == 0
+    assert "Exception in thread mlstate save ckpt" in done.stderr
+    assert "StoreError" in done.stderr
+    assert f"save of {path} failed, and nobody waited for it" in done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_fork_ends_without_waiting(path):
+    out = child.run(
+        f"{BEGIN}import os\n"
+        "state = {f'w{i}': np.full(1 << 20, i, np.float32) for i in range(8)}\n"
+        f"handle = save_async({str(path)!r}, state)\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    sys.exit(7)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), handle.wait().nbytes)\n"
+    )
+    assert out.split() == ["7", str(8 << 22)]
+
+
+# ---- steps ----
+
+
+def test_a_manager_has_one_save_under_way_and_keeps_its_memory(path):
+    state = {"w": np.zeros(50_000)}
+    with CheckpointManager(path, keep=2) as manager:
+        handles, places = [], set()
+        for step in range(5):
+            handles.append(manager.save_async(step, state))
+            handles[-1].staged()
+            places.add(manager._staging._memory.ctypes.data)
+            assert manager._staging.nbytes == 400_000
+            assert all(handle.done() for handle in handles[:-1])
+            state["w"] += 1
+        assert len(places) == 1
+        bounded = manager.save_async(5, state, max_staging_bytes=1000)
+        bounded.wait()
+        assert manager._staging.nbytes <= 1000
+        manager.save_async(6, state)
+        manager.save(7, state)
+        assert manager.steps() == [6, 7]
+        manager.save_async(8, state)
+        manager.delete(7)
+        last = manager.save_async(9, state)
+    assert last.done()
+    assert manager._staging is None
+    assert manager.steps() == [8, 9]
+    assert [manager.restore(step).model["w"][0] for step in (8, 9)] == [5, 5]
+
+
+@pytest.mark.parametrize("follow", ["save", "save_async", "close", "delete"])
+def test_a_manager_raises_what_nobody_was_told(tmp_path, follow):
+    manager = CheckpointManager(blocked(tmp_path / "file"))
+    state = {"w": np.zeros(3)}
+    manager.save_async(1, state)
+    call = {
+        "save": lambda: manager.save(2, state), "save_async": lambda: manager.save_async(2, state),
+        "close": manager.close, "delete": lambda: manager.delete(1),
+    }[follow]  # fmt: skip
+    with pytest.raises(StoreError):
+        call()
+
+
+def test_a_manager_does_not_repeat_what_somebody_was_told(path):
+    manager = CheckpointManager(path)
+
+    def complain(count):
+        raise KeyError("enough")
+
+    handle = manager.save_async(1, {"w": np.zeros(3)}, progress=complain)
+    with pytest.raises(KeyError):
+        handle.wait()
+    manager.save_async(2, {"w": np.zeros(3)}).wait()
+    manager.close()
+    manager.save_async(3, {"w": np.zeros(3)}, progress=complain)
+    with pytest.raises(KeyError), manager:
+        pass
+    manager.save_async(4, {"w": np.zeros(3)}, progress=complain)
+    with pytest.raises(ZeroDivisionError) as caught, manager:  # the block's own error goes on
+        raise ZeroDivisionError
+    (note,) = caught.value.__notes__
+    assert note == "a save that was under way has failed, too: KeyError: 'enough'"
+
+
+# ---- ranks ----
+
+
+def whole(step):
+    return {f"w{i}": random((31 + i, 50), seed=100 * step + i) for i in range(6)}
+
+
+def shards(group, step):
+    rows = Layout.rows(group.world_size)
+    state = whole(step)
+    return {
+        name: rows.shard(array.copy(), group.rank) if name < "w4" else array
+        for name, array in state.items()
+    }
+
+
+def spoil_shards(state):
+    for value in state.values():
+        getattr(value, "array", value)[...] = -1
+
+
+def save_as_rank(group, path, budget):
+    """What each rank does: two saves, the state being overwritten as soon as it may be."""
+    for step in (1, 2):
+        state = shards(group, step)
+        handle = save_async(path, state, step=step, group=group, max_staging_bytes=budget)
+        handle.staged(SECONDS)
+        spoil_shards(state)
+        assert handle.wait(SECONDS).step == step
+        assert handle.progress()[0] > 0
+    return "good"
+
+
+def check_ranks(path, step=2):
+    checkpoint = inspect(path)
+    assert (checkpoint.step, checkpoint.world_size) == (step, 2)
+    found = checkpoint.load().model
+    assert differ(found, whole(step)) == []
+
+
+@pytest.mark.parametrize("budget", [None, 5000, 0])
+def test_ranks_that_are_threads(path, budget):
+    groups = LocalGroup.threads(2)
+    ends = [None, None]
+
+    def work(group):
+        ends[group.rank] = save_as_rank(group, path, budget)
+
+    threads = [threading.Thread(target=work, args=(group,)) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * SECONDS)
+    assert ends == ["good", "good"]
+    check_ranks(path)
+    for group in groups:
+        group.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_ranks_that_are_processes(path):
+    assert LocalGroup.run(save_as_rank, 2, path, 5000, timeout=60) == ["good", "good"]
+    check_ranks(path)
+
+
+def fail_as_rank(group, path, victim):
+    """One rank has a state that cannot be saved, or gives up; nobody hangs."""
+    mlstate.save(path, shards(group, 1), step=1, group=group)
+    state = shards(group, 2)
+
+    def stop(count):
+        raise KeyError("enough")
+
+    bad = {"progress": stop} if group.rank == 1 else {}
+    if victim == "dtype" and group.rank == 1:
+        state["more"], bad = np.array("text"), {}
+    if victim == "cancelled" and group.rank == 1:  # before the ranks exchange what they save
+        check, bad = _save_async._Job.check, {}
+        _save_async._Job.check = lambda job: (setattr(job, "cancelled", True), check(job))
+    handle = save_async(path, state, step=2, group=group, **bad)
+    try:
+        handle.wait(SECONDS)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+@pytest.mark.parametrize("victim", ["dtype", "progress", "cancelled"])
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_rank_that_fails_is_named_by_the_others(path, victim):
+    told, own = LocalGroup.run(fail_as_rank, 2, path, victim, timeout=60)
+    assert told[0] == "CollectiveError"
+    assert "rank 1" in told[1]
+    assert own[0] != "CollectiveError"
+    check_ranks(path, 1)
+
+
+def die_as_rank(group, path, moment):
+    """One rank is killed while staging, while writing, or with everything written."""
+    mlstate.save(path, shards(group, 1), step=1, group=group)
+    if group.rank == 1:
+        real = {"staging": _core.shards_stage, "writing": _core.shards_write}
+        kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+        if moment == "staging":
+            _core.shards_stage = kill
+        elif moment == "writing":
+            _core.shards_write = kill
+        else:
+
+            def write_and_die(*args):
+                real["writing"](*args)
+                kill()
+
+            _core.shards_write = write_and_die
+    handle = save_async(path, shards(group, 2), step=2, group=group)
+    try:
+        handle.wait(SECONDS)
+    except CollectiveError as error:
+        Path(f"{path}-told-{group.rank}").write_text(str(error))
+
+
+@pytest.mark.parametrize("moment", ["staging", "writing", "written"])
+@pytest.mark.skipif(sys.platform != "linux", reason="SIGKILL among processes")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_rank_that_dies_leaves_the_old_checkpoint(path, moment):
+    with pytest.raises(CollectiveError):
+        LocalGroup.run(die_as_rank, 2, path, moment, timeout=60)
+    assert "rank 1" in Path(f"{path}-told-0").read_text()
+    check_ranks(path, 1)
+    assert LocalGroup.run(save_as_rank, 2, path, None, timeout=60) == ["good", "good"]
+    check_ranks(path)
+    assert mlstate.verify(path)
+
+
+def test_a_group_serves_one_save_at_a_time(path, held):
+    groups = LocalGroup.threads(2)
+    handles = [save_async(path, shards(group, 1), group=group) for group in groups]
+    with pytest.raises(ValueError, match="another save uses this group"):
+        save_async(path, shards(groups[0], 1), group=groups[0])
+    held.set()
+    for handle in handles:
+        handle.wait(SECONDS)
+    for group in groups:
+        group.close()
+
+
+# ---- torch ----
+
+
+@pytest.mark.torch
+def test_tensors(path, held):
+    torch = pytest.importorskip("torch")
+    module = torch.nn.Linear(300, 400)
+    expected = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    moments = {"weight.m": torch.ones(400, 300, dtype=torch.float16).T}
+    handle = save_async(path, module, moments, max_staging_bytes=300_000)
+    handle.staged(SECONDS)
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *moments.values()):
+            tensor.zero_()
+    held.set()
+    handle.wait(SECONDS)
+    other = torch.nn.Linear(300, 400)
+    found = mlstate.load(path, into={"model": other})
+    assert all(torch.equal(other.state_dict()[name], expected[name]) for name in expected)
+    assert mlstate.load(path).optimizer["weight.m"].sum(dtype=float) == 120_000
+    assert found.step is None
+
+
+def device_state(torch, device):
+    made = torch.arange(6000, device=device)
+    return {
+        "a": made.to(torch.float32).reshape(60, 100),
+        "b": made.to(torch.bfloat16)[::3],
+        "scalar": torch.tensor(2.5, device=device),
+        "empty": torch.zeros(0, 3, device=device),
+        "byte": made[:7].to(torch.uint8),
+        "odd": made.to(torch.float64),
+        "shard": Layout.rows(2).shard(made.reshape(60, 100), 1),
+        "host": np.arange(10_000.0),
+    }
+
+
+def check_device_state(torch, path, handle, state):
+    expected = {name: np.array(_tensor_of(torch, value)) for name, value in state.items()}
+    handle.staged(SECONDS)
+    for value in state.values():
+        getattr(value, "array", value)[...] = 1
+    handle.wait(SECONDS)
+    found = mlstate.load(path).model if "shard" not in state else inspect(path)
+    assert {t.key: t.nbytes for t in found.tensors()} == {
+        name: array.nbytes for name, array in expected.items()
+    }
+    stored = mlstate.load(path, names=[n for n in expected if n != "shard"]).model
+    for name, array in stored.items():
+        assert np.asarray(array).tobytes() == expected[name].tobytes(), name
+
+
+def _tensor_of(torch, value):
+    value = getattr(value, "array", value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.detach().cpu().contiguous()
+    return value.view(torch.uint16).numpy() if value.dtype is torch.bfloat16 else value.numpy()
+
+
+@pytest.mark.torch
+def test_tensors_as_on_a_device(path, monkeypatch):
+    """Their copies, with tensors that are not really on one."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("ml_dtypes")
+    for module in (mlstate.checkpoint._save, _save_async):
+        monkeypatch.setattr(
+            module, "is_on_device",
+            lambda value: isinstance(getattr(value, "array", value), torch.Tensor),
+        )  # fmt: skip
+    monkeypatch.setattr(_save_async, "_event", lambda device: None)
+    for budget in (None, 200_000):
+        state = device_state(torch, "cpu")
+        check_device_state(torch, path, save_async(path, state, max_staging_bytes=budget), state)
+    for budget, text in ((20_000, "20000 bytes"), ("20 KB", r"20 KB \(20000 bytes\)")):
+        handle = save_async(path, device_state(torch, "cpu"), max_staging_bytes=budget)
+        with pytest.raises(ValueError, match=f"staged, all .* more than the {text} that max"):
+            handle.wait(SECONDS)
+
+
+@pytest.mark.torch
+def test_tensors_on_a_device(path):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("ml_dtypes")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    state = device_state(torch, "cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        state["a"] *= 2  # not done yet when the save begins
+        handle = save_async(path, state)
+    check_device_state(torch, path, handle, state)
+
+
+# ---- killed ----
+
+
+VICTIM = """
+import sys
+import numpy as np
+from mlstate.checkpoint import CheckpointManager
+
+folder, share = sys.argv[1], float(sys.argv[2])
+state = {f"w{i}": np.zeros(100_000 + 1000 * i, np.float32) for i in range(8)}
+budget = int(share * sum(array.nbytes for array in state.values()))
+manager = CheckpointManager(folder, keep=2)
+print("ready", flush=True)
+for step in range(1, 10_000):
+    for array in state.values():
+        array += 1
+    handle = manager.save_async(step, state, max_staging_bytes=budget)
+    handle.staged()
+    print("staged", step, flush=True)
+    if step % 3 == 0:
+        handle.wait()
+        print("saved", step, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
+@pytest.mark.parametrize("share", [1, 0.3])
+def test_killed_at_any_moment(tmp_path, share):
+    import random as chance
+    import subprocess
+
+    draw = chance.Random(7)
+    paths = [str(Path(mlstate.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    for run in range(12):
+        folder = tmp_path / f"run-{run}"
+        with subprocess.Popen(
+            [sys.executable, "-c", VICTIM, str(folder), str(share)],
+            stdout=subprocess.PIPE, text=True, env=environment,
+        ) as victim:  # fmt: skip
+            assert victim.stdout.readline() == "ready\n"
+            time.sleep(0.4 * draw.random())
+            victim.kill()
+            told = [line.split() for line in victim.stdout if line.endswith("\n")]
+        saved = max((int(step) for what, step in told if what == "saved"), default=0)
+        begun = max((int(step) for what, step in told if what == "staged"), default=0) + 1
+        try:
+            found = CheckpointManager(folder).restore_latest()
+        except FileNotFoundError:
+            assert saved == 0
+            continue
+        assert saved <= found.step <= begun
+        assert all((array == found.step).all() for array in found.model.values())
+        with CheckpointManager(folder) as manager:  # the next one deletes the litter
+            manager.save_async(20_000, {"w": np.ones(3)})
+        assert mlstate.verify(folder).leftover == []

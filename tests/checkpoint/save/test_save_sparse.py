@@ -1,0 +1,394 @@
+"""Saving sparse and incremental shards: fewer bytes, and the same arrays for whoever loads."""
+
+import numpy as np
+import pytest
+from checkpoint_model import STEPS, part, same
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rank_threads import run_ranks
+from tries import tries
+from word_model import WordModel
+
+import mlstate
+from mlstate.checkpoint import CheckpointManager, Layout, Shard, load, save_async, verify
+
+ROWS, WIDTH = 400, 64
+ROW_BYTES = 4 * WIDTH
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "ckpt"
+
+
+def table(rows=ROWS, seed=0, held=1.0):
+    """Numbers in some of the rows, zeros in the others."""
+    rng = np.random.default_rng(seed)
+    array = rng.normal(size=(rows, WIDTH)).astype(np.float32)
+    array[rng.random(rows) >= held] = 0
+    return array
+
+
+def layers_of(checkpoint):
+    """For each shard how many layers it has; None: it is plain."""
+    return {
+        shard.key: None if shard.layers is None else len(shard.layers)
+        for shard in checkpoint.shards()
+    }
+
+
+def good(path, model, optimizer=None):
+    """Whether the checkpoint is whole, and holds these arrays."""
+    found = load(path)
+    assert verify(path), verify(path)
+    return same(found.model, model) and (optimizer is None or same(found.optimizer, optimizer))
+
+
+# ---- zeros ----
+
+
+def test_rows_of_zeros_are_left_out(path):
+    state = {"e": table(held=0.25)}
+    written = mlstate.save(path, state, sparse=True, pack_below_bytes=0).written
+    held = int(state["e"].any(axis=1).sum())
+    assert written["new_bytes"] == held * ROW_BYTES
+    assert written["data_bytes"] == ROWS * ROW_BYTES
+    assert good(path, state)
+
+
+def test_states_that_are_zero_write_nothing(path):
+    model = {"w": table(), "b": np.ones(3, np.float32)}
+    states = {"w.m": np.zeros((ROWS, WIDTH), np.float32), "b.m": np.zeros(3, np.float32)}
+    saved = mlstate.save(path, model, states, sparse=True)
+    assert not list((path / "optim_state").iterdir())
+    assert layers_of(saved) == {"w": None, "b": None, "w.m": 0, "b.m": 0}
+    assert good(path, model, states)
+    states["b.m"][1] = 1  # and then it is a shard like any other
+    saved = mlstate.save(path, model, states, sparse=True)
+    assert saved.written["new_bytes"] == 12
+    assert good(path, model, states)
+
+
+def test_bytes_decide_what_is_zero(path):
+    state = {"w": np.zeros((ROWS, WIDTH), np.float32)}
+    state["w"][7, 3] = -0.0
+    state["w"][9, 3] = np.nan
+    saved = mlstate.save(path, state, sparse=True, pack_below_bytes=0)
+    assert saved.written["new_bytes"] == 2 * ROW_BYTES
+    assert good(path, state)
+
+
+def test_what_is_nearly_full_is_plain(path):
+    state = {"w": table(held=0.9)}
+    saved = mlstate.save(path, state, sparse=True, incremental=True)
+    assert layers_of(saved) == {"w": None}
+    assert b'"rows":' not in next((path / "index").iterdir()).read_bytes()
+
+
+def test_nothing_is_sparse_unasked(path):
+    state = {"w": np.zeros((ROWS, WIDTH)), "e": table(held=0.1)}
+    assert layers_of(mlstate.save(path, state)) == {"w": None, "e": None}
+    state["e"][0] = 5
+    saved = mlstate.save(path, state)
+    assert layers_of(saved) == {"w": None, "e": None}
+    assert saved.written["new_bytes"] == state["e"].nbytes
+
+
+# ---- rows that changed ----
+
+
+@pytest.mark.parametrize("changed", [1, 50, 108, 200])
+def test_no_more_than_the_rows_that_changed_are_written(path, changed):
+    state = {"e": table()}
+    mlstate.save(path, state, pack_below_bytes=0)
+    rows = np.random.default_rng(changed).choice(ROWS, changed, replace=False)
+    state["e"][rows] += 1
+    before = sum(file.stat().st_size for file in path.rglob("*.safetensors"))
+    saved = mlstate.save(path, state, incremental=True, pack_below_bytes=0)
+    after = sum(file.stat().st_size for file in path.rglob("*.safetensors"))
+    assert saved.written["new_bytes"] == changed * ROW_BYTES
+    assert after - before <= changed * ROW_BYTES + 8192  # its header, too
+    assert layers_of(saved) == {"e": 2}
+    assert good(path, state)
+
+
+def test_more_than_half_is_written_as_a_whole(path):
+    state = {"e": table()}
+    mlstate.save(path, state, incremental=True, pack_below_bytes=0)
+    state["e"][: ROWS // 2 + 1] += 1
+    saved = mlstate.save(path, state, incremental=True, pack_below_bytes=0)
+    assert saved.written["new_bytes"] == state["e"].nbytes
+    assert layers_of(saved) == {"e": None}
+    assert good(path, state)
+
+
+def test_versions_go_up_with_changes_only(path):
+    state = {"e": table(), "f": table(seed=1)}
+    mlstate.save(path, state, incremental=True, pack_below_bytes=0)
+    state["e"][5] = 0  # a row of zeros, stored like any
+    first = mlstate.save(path, state, incremental=True, sparse=True, pack_below_bytes=0)
+    again = mlstate.save(path, state, incremental=True, sparse=True, pack_below_bytes=0)
+    assert first.written["new_bytes"] == ROW_BYTES
+    assert again.written["new_bytes"] == 0
+    assert [t.version for t in again.tensors()] == [2, 1]
+    assert good(path, state)
+
+
+def test_layers_are_written_anew_in_the_end(path):
+    state = {"e": table()}
+    seen = []
+    for step in range(20):
+        state["e"][20 * step : 20 * step + 3] += 1
+        saved = mlstate.save(path, state, incremental=True, pack_below_bytes=0)
+        seen.append(layers_of(saved)["e"] or 1)
+        assert good(path, state)
+        assert saved.stored_nbytes <= 2 * state["e"].nbytes
+    assert seen[:9] == [1, 2, 3, 4, 5, 6, 7, 8, 1]
+    assert len(list((path / "params").iterdir())) == seen[-1]  # of others nothing is left
+
+
+def test_a_row_may_be_wide_or_narrow(path):
+    rng = np.random.default_rng(0)
+    state = {
+        "wide": rng.normal(size=(4, 300, 500)),
+        "narrow": rng.normal(size=(3000, 3)),
+        "flat": rng.normal(size=5000),
+        "bytes": rng.integers(1, 9, (500, 100), np.uint8),
+    }
+    mlstate.save(path, state, pack_below_bytes=0)
+    for array in state.values():
+        array.reshape(-1)[array.size // 2] += 1
+    saved = mlstate.save(path, state, incremental=True, pack_below_bytes=0)
+    # a row of 500, and 86, 64 and 3 elements that make 256 bytes at least
+    assert {s.key: s.layers[1].nbytes for s in saved.shards()} == {
+        "wide": 500 * 8, "narrow": 33 * 8, "flat": 64 * 8, "bytes": 300,
+    }  # fmt: skip
+    assert good(path, state)
+
+
+# ---- anything, in any order ----
+
+SHAPES = [(40, 64), (37, 130), (5, 9, 40), (3000,), (1,), (0, 4), (6, 0)]
+DTYPES = [np.float32, np.float64, np.uint8, np.complex64, np.int16]
+
+
+def change(rng, array):
+    """Change some of an array, in place."""
+    if array.size == 0:
+        return
+    rows = rng.random(len(array)) < rng.choice([0.02, 0.2, 0.6])
+    what = rng.integers(0, 4)
+    if what == 0:
+        array[rows] = 0
+    elif what == 1:
+        array[rows] = rng.integers(0, 100, array[rows].shape)
+    elif what == 2:
+        array[...] = 0
+    else:
+        array.reshape(-1).view(np.uint8)[rng.integers(0, array.nbytes)] ^= 1
+
+
+@settings(max_examples=tries(8), deadline=None)
+@given(seed=st.integers(0, 1 << 32))
+def test_any_saves_give_what_plain_ones_would(tmp_path_factory, seed):
+    rng = np.random.default_rng(seed)
+    path = tmp_path_factory.mktemp("any") / "ckpt"
+    state = {}
+    for number, shape in enumerate(SHAPES):
+        state[f"t{number}"] = np.zeros(shape, DTYPES[rng.integers(0, len(DTYPES))])
+    layouts = [s for s in STEPS if all(axis in ("flat", 0) for axis, _ in s)]
+    steps = layouts[rng.integers(0, len(layouts))]
+    for _ in range(5):
+        for array in state.values():
+            if rng.random() < 0.7:
+                change(rng, array)
+        options = {"sparse": rng.random() < 0.6, "incremental": rng.random() < 0.8}
+        given = {
+            # what is strided is stored like what is not
+            name: np.asfortranarray(array) if rng.random() < 0.3 else array
+            for name, array in state.items()
+        }
+        mlstate.save(path, given, layout=Layout(steps), pack_below_bytes=100, **options)
+        assert same(load(path).model, state)
+        rank, world = int(rng.integers(0, 3)), 3
+        cut = load(path, rank=rank, world_size=world, layout="flat").model
+        assert same(cut, {n: part(a, (("flat", world),), rank) for n, a in state.items()})
+    assert verify(path)
+
+
+# ---- whoever saves ----
+
+
+def test_copies_that_wait_are_looked_at_like_arrays(path):
+    state = {"e": table(held=0.3), "z": np.zeros((ROWS, WIDTH), np.float32)}
+    for step, most in enumerate([None, 0, 60_000]):
+        state["e"][step] += 1
+        kept = {name: array.copy() for name, array in state.items()}
+        options = {"sparse": True, "incremental": True, "pack_below_bytes": 0}
+        handle = save_async(path, state, max_staging_bytes=most, **options)
+        handle.staged()
+        state["e"][10 + step] = -1  # none of the save's business
+        saved = handle.wait()
+        assert handle.progress() == (2 * state["e"].nbytes,) * 2
+        assert layers_of(saved) == {"e": 1 + step, "z": 0}
+        assert good(path, kept)
+
+
+@pytest.mark.parametrize("kind", ["fortran", "reversed", "every other", "swapped", "bfloat16"])
+def test_memory_of_any_kind(path, kind):
+    base = table(held=0.4)
+    if kind == "bfloat16":
+        base = base.astype(pytest.importorskip("ml_dtypes").bfloat16)
+    views = {
+        "fortran": np.asfortranarray(base),
+        "reversed": base[::-1],
+        "every other": np.repeat(base, 2, axis=1)[:, ::2],
+        "swapped": base.astype(">f4"),
+        "bfloat16": base,
+    }
+    state = {"e": views[kind]}
+    for step in range(3):
+        state["e"][7 * step : 7 * step + 3, step] = step - 1
+        options = {"sparse": True, "incremental": step > 0, "pack_below_bytes": 0}
+        saved = mlstate.save(path, state, **options)
+        assert layers_of(saved) == {"e": 1 + step}
+        assert good(path, {"e": state["e"].astype(state["e"].dtype.newbyteorder("="))})
+
+
+def test_ranks_save_their_own_rows(path):
+    whole = table(held=0.2)
+
+    def save(group, step):
+        layout = Layout.rows(2)
+        mine = part(whole, layout.steps, group.rank)
+        state = {"e": Shard(mine, layout, group.rank, shape=whole.shape)}
+        options = {"sparse": True, "incremental": True, "pack_below_bytes": 0}
+        return mlstate.save(path, state, group=group, step=step, **options)
+
+    for step in range(3):
+        whole[step : step + 5] += 1  # all of them are the first rank's
+        results = run_ranks(lambda group, step=step: save(group, step))
+        written = [checkpoint.written["new_bytes"] for checkpoint in results]
+        assert step == 0 or written == [5 * ROW_BYTES, 0]
+        assert good(path, {"e": whole})
+    halves = [load(path, rank=r, world_size=3, layout="rows").model["e"] for r in range(3)]
+    assert np.concatenate(halves).tobytes() == whole.tobytes()
+
+
+def test_steps_share_layers_and_go_one_by_one(path):
+    state, kept = {"e": table(held=0.4)}, {}
+    manager = CheckpointManager(path, keep=3)
+    for step in range(12):
+        state["e"][3 * step : 3 * step + 2] = step
+        options = {"sparse": True, "incremental": True, "pack_below_bytes": 0}
+        if step % 2:
+            manager.save(step, model=state, **options)
+        else:
+            manager.save_async(step, model=state, **options).wait()
+        kept[step] = state["e"].copy()
+        for old in manager.steps():
+            found = manager.restore(old).model["e"]
+            assert found.tobytes() == kept[old].tobytes(), (step, old)
+    assert manager.steps() == [9, 10, 11]
+    manager.delete(9)
+    manager.delete(10)
+    assert manager.restore_latest().model["e"].tobytes() == state["e"].tobytes()
+    used = {layer.path for s in manager.checkpoint(11).shards() for layer in s.layers}
+    assert used == {f"params/{file.name}" for file in (path / "params").iterdir()}
+
+
+def test_resharding_leaves_zeros_out_again(path, tmp_path):
+    state = {"e": table(held=0.2), "z": np.zeros((ROWS, WIDTH))}
+    mlstate.save(path, state, sparse=True, incremental=True, pack_below_bytes=0)
+    options = {"layout": "rows", "world_size": 3, "pack_below_bytes": 0}
+    resharded = mlstate.checkpoint.reshard(path, tmp_path / "three", **options)
+    assert resharded.stored_nbytes == int(state["e"].any(axis=1).sum()) * ROW_BYTES
+    assert good(tmp_path / "three", state)
+    mlstate.save(path, state)  # not asked for: but nothing changed, and nothing is written
+    assert mlstate.checkpoint.inspect(path).stored_nbytes == resharded.stored_nbytes
+    plain = mlstate.save(tmp_path / "plain", state)
+    assert mlstate.checkpoint.reshard(plain.path, tmp_path / "four", **options).nbytes == (
+        mlstate.checkpoint.inspect(tmp_path / "four").stored_nbytes
+    )
+
+
+def test_a_model_of_words_is_smaller_sparse_and_quick_to_save_again(path):
+    words = WordModel("json")
+    words.train(20)
+    first = mlstate.save(path, words.model, words.states, sparse=True)
+    states = [t for t in first.tensors() if t.section == "optim_state"]
+    assert sum(t.nbytes for t in states) >= 3.5 * sum(t.stored_nbytes for t in states)
+    before = {name: a.copy() for name, a in (words.model | words.states).items()}
+    words.train(10)
+    changed = sum(
+        a[(a != before[name]).any(axis=1)].nbytes
+        for name, a in (words.model | words.states).items()
+    )
+    second = mlstate.save(path, words.model, words.states, incremental=True)
+    assert 0 < changed <= second.written["new_bytes"] <= 1.2 * changed
+    assert good(path, words.model, words.states)
+
+
+# ---- what was there is not good ----
+
+
+def test_nothing_is_laid_over_what_is_damaged(path):
+    state = {"e": table()}
+    mlstate.save(path, state, pack_below_bytes=0)
+    [file] = (path / "params").iterdir()
+    data = bytearray(file.read_bytes())
+    data[4096 + 50 * ROW_BYTES] ^= 1
+    file.write_bytes(data)
+    state["e"][50] += 1  # the damaged row itself is one that changed
+    saved = mlstate.save(path, state, incremental=True, pack_below_bytes=0)
+    assert saved.written["new_bytes"] == state["e"].nbytes
+    assert good(path, state)
+
+
+def test_another_shape_begins_anew(path):
+    mlstate.save(path, {"e": table()}, incremental=True, pack_below_bytes=0)
+    state = {"e": table(rows=ROWS + 1)}
+    saved = mlstate.save(path, state, incremental=True, pack_below_bytes=0)
+    assert layers_of(saved) == {"e": None}
+    assert [t.version for t in saved.tensors()] == [1]
+    assert good(path, state)
+
+
+def test_a_save_that_is_stopped_leaves_the_old_layers(path):
+    class StopNow(Exception):
+        pass
+
+    def stop(count):
+        raise StopNow
+
+    state = {"e": table(rows=40_000, held=0.3)}
+    mlstate.save(path, state, sparse=True)
+    kept = state["e"].copy()
+    state["e"][::3] += 1
+    for options in ({"incremental": True}, {"sparse": True}):
+        with pytest.raises(StopNow):
+            mlstate.save(path, state, progress=stop, **options)
+        assert good(path, {"e": kept})
+
+
+# ---- what is said ----
+
+
+@pytest.mark.parametrize("name", ["sparse", "incremental"])
+def test_flags_are_true_or_false(path, name):
+    with pytest.raises(TypeError, match=f"{name} must be True or False, got int"):
+        mlstate.save(path, {"w": np.ones(2)}, **{name: 1})
+    with pytest.raises(TypeError, match=f"{name} must be True or False, got str"):
+        save_async(path, {"w": np.ones(2)}, **{name: "yes"})
+    assert not path.exists()
+
+
+def test_all_bytes_are_reported_as_done(path):
+    state = {"e": table(rows=5000, held=0.3), "f": table(rows=5000), "z": np.zeros(10_000)}
+    total = sum(array.nbytes for array in state.values())
+    for _ in range(3):
+        seen = []
+        mlstate.save(path, state, sparse=True, incremental=True, progress=seen.append)
+        assert sum(seen) == total
+        state["f"][5] += 1
+        state["e"][6] = 1

@@ -1,0 +1,145 @@
+"""The codecs by themselves: what goes in comes out, and what is no such thing is refused."""
+
+import sys
+import threading
+import tracemalloc
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tries import tries
+
+from mlstate.checkpoint._store import codecs as _codecs
+
+zstandard = pytest.importorskip("zstandard")
+
+MIB = 1 << 20
+both = pytest.mark.parametrize("name", _codecs.NAMES)
+
+
+def coded(name, data):
+    return _codecs.encode(name, memoryview(data), len(data))
+
+
+@both
+@settings(max_examples=tries(25), deadline=None)
+@given(st.binary(min_size=1, max_size=300), st.integers(1, 50))
+def test_what_goes_in_comes_out(name, data, times):
+    data = data * times
+    assert _codecs.decode(name, memoryview(coded(name, data)), len(data)) == data
+
+
+@both
+def test_a_whole_frame_comes_out(name):
+    rng = np.random.default_rng(0)
+    for data in (bytes(MIB), rng.bytes(MIB), rng.integers(0, 9, MIB, np.uint8).tobytes()):
+        assert _codecs.decode(name, coded(name, data), MIB) == data
+
+
+@both
+def test_other_lengths_are_refused(name):
+    data = coded(name, b"abc" * 100)
+    for size in (1, 299, 301, 600, MIB):
+        with pytest.raises(ValueError, match=f"{name} .*{size}"):
+            _codecs.decode(name, data, size)
+
+
+@both
+def test_what_is_no_code_is_refused(name):
+    data = coded(name, b"abc" * 100)
+    empty = coded(name, b"")
+    bad = [data[:n] for n in range(len(data))]
+    bad += [data + b"\0", data + data, data + b"x" * 100, empty + data, data + empty, b"\0" * 50]
+    bad += [data[1:], b"x" + data, coded("zstd" if name == "zlib" else "zlib", b"abc" * 100)]
+    bad += [b"\x50\x2a\x4d\x18\x04\0\0\0abcd" + data]  # a frame of zstd that is to be skipped
+    for text in bad:
+        with pytest.raises(ValueError, match=name):
+            _codecs.decode(name, text, 300)
+
+
+@both
+@settings(max_examples=tries(60), deadline=None)
+@given(st.binary(max_size=200), st.integers(0, 60), st.integers(0, 255))
+def test_any_bytes_are_decoded_or_refused(name, data, at, bits):
+    good = bytearray(coded(name, b"some text, some text, some numbers 0123456789"))
+    good[at % len(good)] ^= bits
+    start = bytes(good[:4]) if name == "zstd" else b"\x78\x01"
+    for text in (bytes(good), data, start + data):
+        try:
+            assert len(_codecs.decode(name, memoryview(text), 45)) == 45
+        except ValueError as error:
+            assert name in str(error)
+
+
+def peak(call):
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"zlib|zstd"):
+        call()
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return most
+
+
+def test_what_becomes_longer_than_it_says_takes_no_memory():
+    zeros = bytes(64 * MIB)
+    bomb = zlib.compress(zeros)
+    assert peak(lambda: _codecs.decode("zlib", bomb, MIB)) < 5 * MIB
+    bomb = zstandard.ZstdCompressor().compress(zeros)
+    assert peak(lambda: _codecs.decode("zstd", bomb, MIB)) < 5 * MIB
+    # the header is of 4 bytes, of which the last 4 say how long it becomes
+    at = bomb.index((64 * MIB).to_bytes(4, "little"))
+    bomb = bomb[:at] + MIB.to_bytes(4, "little") + bomb[at + 4 :]
+    assert zstandard.frame_content_size(bomb) == MIB
+    assert peak(lambda: _codecs.decode("zstd", bomb, MIB)) < 5 * MIB
+    unknown = zstandard.ZstdCompressor(write_content_size=False).compress(zeros)
+    assert peak(lambda: _codecs.decode("zstd", unknown, MIB)) < 5 * MIB
+
+
+def test_a_header_of_zstd_does_not_say_how_much_memory_is_taken():
+    """A window of 128 MiB, for a frame that says it becomes 1 MiB and is not all there."""
+    header = b"\x28\xb5\x2f\xfd" + bytes([0x80, (27 - 10) << 3]) + MIB.to_bytes(4, "little")
+    assert zstandard.get_frame_parameters(header).window_size == 1 << 27
+    with pytest.raises(ValueError, match="too much memory"):
+        _codecs.decode("zstd", header, MIB)
+
+
+def test_names_are_checked():
+    for name in (None, "zlib", "zstd"):
+        _codecs.check(name)
+    for name in ("", "ZLIB", "gzip", "zlib ", b"zlib", 1, True, False, ["zlib"]):
+        with pytest.raises(ValueError, match="'zlib', 'zstd' or None, got"):
+            _codecs.check(name)
+
+
+def test_what_is_not_installed_is_said(monkeypatch):
+    data = coded("zstd", b"abc")
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    for call in (
+        lambda: _codecs.check("zstd"),
+        lambda: _codecs.encode("zstd", b"abc", 3),
+        lambda: _codecs.decode("zstd", data, 3),
+    ):
+        with pytest.raises(ImportError, match=r"pip install mlstate\[zstd\]"):
+            call()
+    _codecs.check("zlib")
+    assert _codecs.decode("zlib", coded("zlib", b"abc"), 3) == b"abc"
+
+
+@both
+def test_threads_do_not_disturb_each_other(name):
+    wrong = []
+
+    def work(seed):
+        data = np.random.default_rng(seed).integers(0, 4, 100_000, np.uint8).tobytes()
+        for _ in range(5):
+            if _codecs.decode(name, coded(name, data), len(data)) != data:
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

@@ -1,0 +1,156 @@
+"""Which ranks store which parts, from one index of each pattern: against all indexes."""
+
+import numpy as np
+import pytest
+
+from mlstate import _core
+from mlstate.checkpoint import Layout, Shard, plan_save
+from mlstate.checkpoint._store import index_patterns as _patterns
+from mlstate.checkpoint._store.manifest import Pattern
+from mlstate.errors import FormatError
+
+WORLD = 24
+BOTH = Layout([(0, 6), (1, 4)])
+WHOLE = (None, 0, 0)
+
+
+def state(rank):
+    """Two patterns: the last rank has a tensor more, which is whole."""
+    model = {
+        "dense": Shard(np.zeros(10), Layout.flat(WORLD), (rank * 5) % WORLD, shape=(24, 10)),
+        "experts": BOTH.shard(np.zeros((6, 8, 5)), rank),
+    }
+    return model | ({"last": Shard(np.zeros((23, 10)))} if rank == WORLD - 1 else {})
+
+
+def catalog_of(states):
+    """A catalog of these ranks' indexes, and what the ranks report of them."""
+    texts = [plan_save(one, rank=rank, world_size=WORLD).index_text for rank, one in states.items()]
+    told = [_patterns.pattern_of(text) for text in texts]
+    return _core.Catalog(tuple(texts), ("index",) * len(texts)), told
+
+
+@pytest.fixture(scope="module")
+def job():
+    """A catalog of one rank of each pattern, the patterns, and a catalog of all ranks."""
+    every, told = catalog_of({rank: state(rank) for rank in range(WORLD)})
+    assert len({one["pattern"] for one in told[:-1]}) == 1
+    assert told[0]["pattern"] != told[-1]["pattern"]
+    columns = [list(each) for each in zip(*(one["parts"] for one in told[:-1]), strict=True)]
+    patterns = [
+        Pattern(list(range(WORLD - 1)), columns),
+        Pattern([WORLD - 1], [[part] for part in told[-1]["parts"]]),
+    ]
+    return catalog_of({3: state(3), WORLD - 1: state(WORLD - 1)})[0], patterns, every
+
+
+def test_owners_are_those_that_all_indexes_list(job):
+    catalog, patterns, every = job
+    listed = {}
+    for _, key, part, _, rank, *_ in every.shards():
+        listed.setdefault(key, {}).setdefault(part, []).append(rank)
+    keys = catalog.keys(0)
+    assert keys == ["dense", "experts", "last"]
+    for key, places in zip(keys, catalog.places(), strict=True):
+        assert _patterns.owners_of(places, patterns) == listed[key]
+
+
+@pytest.mark.parametrize("world", [1, 3, 5, 24, 36])
+def test_wanted_parts_are_those_that_share_elements(job, world):
+    catalog, _, every = job
+    keys = catalog.keys(0)
+    shapes = {"dense": (24, 10), "experts": (6, 8, 5), "last": (23, 10)}
+    places = dict(zip(keys, catalog.places(), strict=True))
+    layout = Layout.flat(world)
+    for index in range(world):
+        cutting = (tuple((-1, parts) for _, parts in layout.steps), index, 0)
+        found = catalog.wanted_parts("", 0, keys, cutting, 100)
+        assert set(found) == set(places.values())
+        for key in keys:
+            numbers = np.arange(np.prod(shapes[key])).reshape(shapes[key])
+            own = set(layout.take(numbers, index).ravel().tolist())
+            wanted = set()
+            for _, other, part, _, _, *_ in every.shards():
+                stored = {"dense": Layout.flat(WORLD), "experts": BOTH}.get(other, Layout([]))
+                if other == key and own & set(stored.take(numbers, part).ravel().tolist()):
+                    wanted.add(part)
+            assert found[places[key]] == wanted
+
+
+def test_as_many_parts_as_asked_for_are_listed(job):
+    catalog = job[0]
+    for most in (0, 1, 5, 24, 1000):
+        [parts] = catalog.wanted_parts("", 0, ["dense"], WHOLE, most).values()
+        assert parts == set(range(min(most, 24)))
+    for wrong in ("1", None, 1 << 70):
+        with pytest.raises((TypeError, OverflowError)):
+            catalog.wanted_parts("", 0, ["dense"], WHOLE, wrong)
+    with pytest.raises(TypeError):
+        catalog.wanted_parts("", 0, ["dense"], WHOLE)
+
+
+def test_a_part_that_no_rank_stores_is_missed(job):
+    catalog, (first, last), every = job
+    _patterns.check_complete(catalog, (first, last))
+    _patterns.check_complete(every, None)
+
+    def changed(group, rank, part):
+        parts = [list(each) for each in first.parts]
+        parts[group][rank] = part
+        return first._replace(parts=parts), last
+
+    with pytest.raises(FormatError) as caught:
+        _patterns.check_complete(catalog, changed(0, 7, 10))
+    assert str(caught.value) == (
+        "'dense': part 11 of 24 is missing: no rank gives it as replica 0; ranks 2 and 7 both "
+        "give part 10"
+    )
+    assert caught.value.name == "dense"
+    with pytest.raises(FormatError, match=r"^'experts': part 9 of 24 .*ranks 9 and 23 both give"):
+        _patterns.check_complete(catalog, changed(1, 9, 23))
+
+
+def test_parts_without_elements_need_not_be_stored():
+    """Five elements in 24 parts: only the first five have any."""
+    rows = Layout.rows(WORLD)
+    for count in range(1, WORLD + 1):
+        parts = {rank: {"b": rows.shard(np.zeros(5), rank)} for rank in range(count)}
+        every, told = catalog_of(parts)
+        one, _ = catalog_of({0: parts[0]})
+        pattern = Pattern(list(range(count)), [[each["parts"][0] for each in told]])
+        for catalog, patterns in ((every, None), (one, (pattern,))):
+            if count < 5:
+                with pytest.raises(FormatError, match=f"'b': part {count} of 24 is missing: no"):
+                    _patterns.check_complete(catalog, patterns)
+            else:
+                _patterns.check_complete(catalog, patterns)
+
+
+def test_a_state_is_named():
+    part = Shard(np.zeros(2), Layout.flat(4), 0, shape=(8,))
+    text = plan_save({"b": np.zeros(8)}, {"b.m": part}, rank=0, world_size=4).index_text
+    catalog = _core.Catalog((text,), ("index",))
+    with pytest.raises(FormatError, match=r"^'b': state 'm': part 1 of 4 is missing"):
+        _patterns.check_complete(catalog, None)
+
+
+def test_a_layout_of_very_many_parts_is_missed_at_once():
+    part = Shard(np.zeros(1, np.int8), Layout.flat(10**9), 0, shape=(10**9,))
+    catalog, told = catalog_of({0: {"w": part}})
+    for patterns in (None, (Pattern([0], [list(told[0]["parts"])]),)):
+        with pytest.raises(FormatError, match=f"part 1 of {10**9} is missing"):
+            _patterns.check_complete(catalog, patterns)
+
+
+def test_an_index_of_many_groups_has_no_pattern():
+    def groups(count):
+        model = {f"{i:02}": Layout.rows(i + 1).shard(np.zeros(99), 0) for i in range(count)}
+        [catalog, [told]] = catalog_of({0: model})
+        return catalog, told
+
+    catalog, told = groups(32)
+    assert len(told["parts"]) == 32
+    assert all(catalog.places())
+    catalog, told = groups(33)
+    assert told == {"pattern": None, "parts": ()}
+    assert not any(catalog.places())

@@ -1,0 +1,94 @@
+"""Catalogs: what is read of indexes, whoever wrote them, and arrays made of it."""
+
+import json
+
+import numpy as np
+import pytest
+from checkpoint_model import same
+from index_tables import records_of, tables_of
+
+import mlstate
+from mlstate import _core
+from mlstate.checkpoint._store import folder as _folder
+
+WHOLE = (None, 0, 0)
+
+
+@pytest.fixture
+def state():
+    rng = np.random.default_rng(3)
+    arrays = {f"block.{i}.weight": rng.random(10 + 3 * i, np.float32) for i in range(40)}
+    return {**arrays, "scalar": np.float64(2).reshape(()), "empty": np.zeros((0, 3), np.int8)}
+
+
+@pytest.fixture
+def saved(tmp_path, state):
+    """A checkpoint's folder and the text of its index."""
+    folder = tmp_path / "ckpt"
+    mlstate.save(folder, state)
+    [record] = _folder.read_manifest(str(folder)).indexes
+    return str(folder), (folder / record.path).read_bytes()
+
+
+def load(catalog, folder, keys, *, verify=True, progress=None):
+    return catalog.load(folder, 0, keys, WHOLE, verify, False, progress)
+
+
+def catalog_of(text):
+    return _core.Catalog((text,), ("index/x.json",))
+
+
+def test_an_index_that_another_program_wrote_reads_the_same(saved, state):
+    folder, text = saved
+    members = json.loads(text)
+    del members["checksum"]
+    members = records_of(members)
+    members["shards"].reverse()
+    members = tables_of(members)
+    ours = catalog_of(text)
+    for indent in (None, 1):
+        body = json.dumps(members, indent=indent)[1:]
+        other = catalog_of(_core.seal(b'{"checksum":"00000000",' + body.encode()))
+        assert other.tensors() == ours.tensors()
+        assert other.shards() == ours.shards()
+        assert other.files() == ours.files()
+        assert same(state, load(other, folder, other.keys(0)))
+
+
+def test_an_index_with_one_wrong_value_is_reported_with_tensor_and_offset(saved):
+    _, text = saved
+    wrong = text.replace(b'"shape":"10;13;', b'"shape":"10;14;', 1)
+    sealed = _core.seal(wrong[:13] + b"00000000" + wrong[21:])
+    with pytest.raises(mlstate.FormatError, match="bytes") as caught:
+        catalog_of(sealed)
+    assert caught.value.name == "block.1.weight"
+    column = sealed.index(b'"bytes":"40,')
+    assert caught.value.offset == column + len('"bytes":"40,')
+    assert (caught.value.expected, caught.value.got) == ("56", "52")
+    assert sealed[caught.value.offset :].startswith(b"52,")
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_key_that_is_asked_for_twice_is_one_array(saved, state, verify):
+    folder, text = saved
+    keys = ["block.3.weight", "scalar", "block.3.weight"]
+    found = load(catalog_of(text), folder, keys, verify=verify)
+    assert list(found) == ["block.3.weight", "scalar"]
+    assert same({key: state[key] for key in keys}, found)
+
+
+def test_arrays_are_in_the_order_of_the_keys(saved, state):
+    folder, text = saved
+    keys = sorted(state, reverse=True)
+    assert list(load(catalog_of(text), folder, keys)) == keys
+
+
+def test_what_progress_raises_leaves_no_arrays(saved):
+    folder, text = saved
+    catalog = catalog_of(text)
+
+    def stop(count):
+        raise KeyError("enough")
+
+    with pytest.raises(KeyError, match="enough"):
+        load(catalog, folder, catalog.keys(0), progress=stop)

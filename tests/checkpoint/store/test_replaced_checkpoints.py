@@ -1,0 +1,208 @@
+"""Reading a folder while a writer replaces its checkpoint and deletes the old files."""
+
+import json
+import os
+import threading
+
+import numpy as np
+import pytest
+
+import mlstate
+from mlstate.checkpoint import CheckpointManager, inspect, plan_load, prune, reshard
+from mlstate.checkpoint._store import folder as _folder
+from mlstate.cli import main
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="checkpoints need POSIX")
+
+
+def state(step):
+    return {"w": np.full(40, step, np.float32), "b": np.full(3, step)}
+
+
+class Writer:
+    """Saves again whenever a reader has read a root, or its indexes; `times` is how often."""
+
+    def __init__(self, folder, monkeypatch, save):
+        self.folder, self.save = str(folder), save
+        self.times, self.is_saving, self.step = 2, False, 1
+        self.real = {name: getattr(_folder, name) for name in ("read_manifest", "load_catalog")}
+        self.patch = monkeypatch
+
+    def begin(self, moment):
+        """`moment` is "root" or "indexes": what the reader has read when it is replaced."""
+        name = {"root": "read_manifest", "indexes": "load_catalog"}[moment]
+
+        def read(folder, *arguments):
+            found = self.real[name](folder, *arguments)
+            if folder == self.folder and self.times and not self.is_saving:
+                self.times -= 1
+                self.replace()
+            return found
+
+        self.patch.setattr(_folder, name, read)
+        return self
+
+    def replace(self):
+        """Save the next step."""
+        self.is_saving = True
+        self.step += 1
+        self.save(self.step)
+        self.is_saving = False
+
+
+@pytest.fixture
+def writer(tmp_path, monkeypatch):
+    def save(step):
+        mlstate.save(tmp_path / "ckpt", state(step), step=step)
+
+    save(1)
+    return Writer(tmp_path / "ckpt", monkeypatch, save)
+
+
+MOMENTS = pytest.mark.parametrize("moment", ["root", "indexes"])
+
+
+@MOMENTS
+def test_verify_begins_again(writer, moment):
+    report = mlstate.verify(writer.begin(moment).folder)
+    assert writer.times == 0
+    assert report, report
+    assert report.step == writer.step
+
+
+@MOMENTS
+def test_verify_before_a_load_begins_again(writer, moment):
+    loaded = mlstate.load(writer.begin(moment).folder, verify="first")
+    assert writer.times == 0
+    assert loaded.step == loaded.model["w"][0] == writer.step
+
+
+@MOMENTS
+def test_inspect_begins_again_and_keeps_what_it_read(writer, moment):
+    found = inspect(writer.begin(moment).folder)
+    writer.times = 0
+    writer.replace()
+    assert [tensor.key for tensor in found.tensors()] == ["b", "w"]
+    assert found.step < writer.step
+
+
+@MOMENTS
+def test_the_inspect_command_begins_again(writer, moment, capsys):
+    assert main(["inspect", writer.begin(moment).folder, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert {tensor["key"] for tensor in data["tensors"]} == {"b", "w"}
+
+
+@MOMENTS
+def test_diff_begins_again(writer, moment, tmp_path, capsys):
+    mlstate.save(tmp_path / "other", state(3))
+    writer.begin(moment)
+    assert main(["diff", writer.folder, str(tmp_path / "other"), "--json"]) == 0
+    assert writer.times == 0
+    assert json.loads(capsys.readouterr().out)["first"]["step"] == 3
+
+
+@MOMENTS
+def test_reshard_begins_again(writer, moment, tmp_path):
+    reshard(writer.begin(moment).folder, tmp_path / "cut", layout="rows", world_size=3)
+    assert writer.times == 0
+    loaded = mlstate.load(tmp_path / "cut")
+    assert set(loaded.model["w"]) == set(loaded.model["b"]) == {loaded.step} == {writer.step}
+
+
+def test_reshard_never_mixes_two_checkpoints(writer, tmp_path):
+    kept = CheckpointManager(tmp_path / "ckpt2", keep=None)
+    kept.save(1, state(1))
+    calls = []
+
+    def progress(count):
+        calls.append(count)
+        kept.save(1 + len(calls), state(1 + len(calls)))  # files of older steps stay
+
+    reshard(kept.directory, tmp_path / "cut", layout="rows", world_size=3, progress=progress)
+    assert calls
+    assert set(mlstate.load(tmp_path / "cut").model["w"]) == {1}
+
+
+def test_a_plan_to_load_begins_again(writer):
+    plan = plan_load(writer.begin("root").folder)
+    assert writer.times == 0
+    assert set(plan.indexes) == {f"index/{inspect(writer.folder).generation}.0.json"}
+
+
+def test_a_trial_of_prune_begins_again(writer):
+    writer.times = 4  # the last two when it looks for the files that are needed
+    assert not prune(writer.begin("root").folder, dry_run=True).steps
+    assert writer.times == 0
+
+
+@MOMENTS
+def test_convert_begins_again(writer, moment, tmp_path):
+    assert main(["convert", writer.begin(moment).folder, str(tmp_path / "c.npz")]) == 0
+    with np.load(tmp_path / "c.npz") as arrays:
+        assert set(arrays["w"]) == {writer.step}
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_steps_that_are_given_up_meanwhile_are_not_damaged(tmp_path, monkeypatch, capsys, keep):
+    manager = CheckpointManager(tmp_path / "run", keep=keep)
+    writer = Writer(tmp_path / "run", monkeypatch, lambda step: manager.save(step, state(step)))
+    for _ in range(keep):
+        writer.replace()
+    writer.begin("indexes")
+    assert main(["verify", manager.directory, "--all-steps", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["good"]
+    assert data["checkpoints"]
+
+
+@MOMENTS
+def test_a_step_that_is_given_up_meanwhile_is_passed_over_without_a_warning(
+    tmp_path, monkeypatch, moment
+):
+    manager = CheckpointManager(tmp_path / "run", keep=1)
+    writer = Writer(tmp_path / "run", monkeypatch, lambda step: manager.save(step, state(step)))
+    writer.replace()
+    writer.begin(moment)
+    assert CheckpointManager(manager.directory).restore_latest().step == writer.step
+    assert writer.times == 0
+
+
+def test_a_missing_file_is_told_as_by_load(tmp_path):
+    saved = mlstate.save(tmp_path / "ckpt", state(1))
+    [path] = saved.files()
+    (tmp_path / "ckpt" / path).unlink()
+    assert [problem.kind for problem in mlstate.verify(saved.path).problems] == ["missing"]
+    with pytest.raises(FileNotFoundError, match=path) as caught:
+        mlstate.load(saved.path, verify="first")
+    assert isinstance(caught.value, mlstate.StoreError)
+    assert caught.value.path == str(tmp_path / "ckpt" / path)
+
+
+def test_a_checkpoint_that_is_replaced_too_often_is_not_called_damaged(writer):
+    writer.begin("indexes").times = 10**6
+    with pytest.raises(mlstate.StoreError, match="replaced at each of 20 attempts to verify"):
+        mlstate.verify(writer.folder)
+
+
+def test_verify_and_a_writer_at_the_same_time(tmp_path):
+    path = tmp_path / "ckpt"
+    mlstate.save(path, state(0), pack_below_bytes=0)
+    is_over = threading.Event()
+    wrong = []
+
+    def read():
+        while not is_over.is_set():
+            report = mlstate.verify(path)
+            wrong.extend(report.problems)
+            mlstate.load(path, verify="first")
+
+    readers = [threading.Thread(target=read) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for step in range(1, 40):
+        mlstate.save(path, state(step), pack_below_bytes=0)
+    is_over.set()
+    for reader in readers:
+        reader.join()
+    assert not wrong

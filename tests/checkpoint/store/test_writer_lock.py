@@ -1,0 +1,267 @@
+"""The lock of writers: never two owners, whatever an old text in it says."""
+
+import contextlib
+import errno
+import fcntl
+import gc
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mlstate
+from mlstate.checkpoint import CheckpointManager, prune, reshard, save_async
+from mlstate.checkpoint._store import writer_lock as _lock
+from mlstate.checkpoint._store.writer_lock import WriterLock
+from mlstate.cli import main
+
+pytestmark = pytest.mark.skipif(_lock.os.name == "nt", reason="checkpoints need POSIX")
+
+
+def _dead_text(folder, **changed):
+    """The text of an owner that died before this machine was started last."""
+    text = {**_lock._me(), "boot": "another", "generation": None, **changed}
+    (folder / "lock").write_text(json.dumps(text))
+
+
+def test_a_lock_that_is_being_taken_is_not_taken_over_for_its_old_text(tmp_path, monkeypatch):
+    _dead_text(tmp_path)
+    taken, go_on = threading.Event(), threading.Event()
+    write = WriterLock._write
+
+    def slow(self, generation):
+        if not taken.is_set():
+            taken.set()  # locked, and the text is still the old one
+            assert go_on.wait(20)
+        write(self, generation)
+
+    monkeypatch.setattr(WriterLock, "_write", slow)
+    first, second = WriterLock(str(tmp_path)), WriterLock(str(tmp_path))
+    taking = threading.Thread(target=first.acquire)
+    taking.start()
+    assert taken.wait(20)
+    threading.Timer(0.2, go_on.set).start()
+    with pytest.raises(mlstate.StoreError) as caught:
+        second.acquire()
+    taking.join(20)
+    assert caught.value.errno == errno.EBUSY
+    first.release()
+    second.acquire()
+    second.release()
+
+
+def test_only_one_of_several_takes_over_what_a_dead_owner_left(tmp_path):
+    _dead_text(tmp_path)
+    with (tmp_path / "lock").open("rb") as file:  # as a child of the dead owner keeps it
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        locks = [WriterLock(str(tmp_path)) for _ in range(8)]
+        start = threading.Barrier(len(locks))
+        refused = []
+
+        def take(lock):
+            start.wait(20)
+            try:
+                lock.acquire()
+            except mlstate.StoreError as error:
+                refused.append(error.errno)
+
+        threads = [threading.Thread(target=take, args=(lock,)) for lock in locks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+    assert refused == [errno.EBUSY] * 7
+    for lock in locks:
+        lock.release()
+
+
+def test_an_owner_of_another_container_may_live_whatever_its_number(tmp_path):
+    with WriterLock(str(tmp_path)):
+        text = {**_lock._me(), "pid_space": "pid:[1]", "pid": 1 << 30, "generation": None}
+        (tmp_path / "lock").write_text(json.dumps(text))
+        with pytest.raises(mlstate.StoreError, match="is writing it"):
+            WriterLock(str(tmp_path)).acquire()
+
+
+def test_a_lock_whose_text_cannot_be_written_is_let_go(tmp_path, monkeypatch):
+    def full(self, generation):
+        raise OSError(errno.ENOSPC, "no space left")
+
+    lock = WriterLock(str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(WriterLock, "_write", full)
+        with pytest.raises(mlstate.StoreError, match="cannot lock"):
+            lock.acquire()
+    with WriterLock(str(tmp_path)):
+        pass
+
+
+def test_a_second_writer_waits_as_long_as_it_is_told(tmp_path):
+    folder = tmp_path / "ckpt"
+    mlstate.save(folder, {"w": np.zeros(2)})
+    lock = WriterLock(str(folder))
+    with lock.acquire():
+        threading.Timer(0.3, lock.release).start()
+        mlstate.save(folder, {"w": np.ones(2)}, lock_timeout=20)
+    assert mlstate.load(folder).model["w"].all()
+
+
+def test_a_second_writer_gives_up_after_its_time(tmp_path):
+    with WriterLock(str(tmp_path)):
+        start = time.monotonic()
+        with pytest.raises(mlstate.StoreError, match="is writing it") as caught:
+            WriterLock(str(tmp_path), timeout=0.2).acquire()
+        assert caught.value.errno == errno.EBUSY
+        assert 0.2 <= time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("wrong", [-1, float("nan"), "1", True])
+def test_a_lock_timeout_is_a_number_of_seconds(tmp_path, wrong):
+    with pytest.raises((TypeError, ValueError), match="lock_timeout must be"):
+        mlstate.save(tmp_path / "ckpt", {"w": np.ones(2)}, lock_timeout=wrong)
+    assert not (tmp_path / "ckpt").exists()
+
+
+def test_a_reshard_that_was_interrupted_keeps_no_lock(tmp_path, monkeypatch):
+    mlstate.save(tmp_path / "a", {"w": np.ones(4)})
+
+    def interrupted(lock):
+        folder = _lock._lock_folder(str(tmp_path / "b"))  # held by this frame
+        raise KeyboardInterrupt(folder)
+
+    def cut():
+        reshard(tmp_path / "a", tmp_path / "b", layout="rows", world_size=2, overwrite=True)
+
+    gc.disable()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(_lock.WriterLock, "_try_alone", interrupted)
+            with contextlib.suppress(KeyboardInterrupt):
+                cut()
+        cut()
+    finally:
+        gc.enable()
+
+
+# ---- another process holds the lock ----
+
+HOLDER = """
+import sys
+from mlstate.checkpoint._store.writer_lock import WriterLock
+for line in sys.stdin:
+    locks = [WriterLock(folder) for folder in line.split()]
+    held = [lock.acquire() for lock in locks]
+    print("held", flush=True)
+    sys.stdin.readline()
+    for lock in locks:
+        lock.release()
+    print("released", flush=True)
+"""
+NEW = {"w": np.ones(8)}
+
+
+@pytest.fixture(scope="module")
+def holder():
+    """A process that locks the folders of a line, until the next line."""
+    paths = os.pathsep.join([str(Path(mlstate.__file__).parents[1]), *sys.path])
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+        env={**os.environ, "PYTHONPATH": paths},
+    ) as process:
+        yield process
+        process.stdin.close()
+
+
+@pytest.fixture
+def held(holder, tmp_path, monkeypatch):
+    """Lock the checkpoint ``plain`` and the steps in ``run``; return how to release them."""
+    monkeypatch.chdir(tmp_path)
+    mlstate.save("plain", {"w": np.zeros(8)})
+    manager = CheckpointManager("run")
+    for step in (1, 2):
+        manager.save(step, {"w": np.zeros(8)})
+    released = []
+
+    def release():
+        if not released:
+            released.append(True)
+            holder.stdin.write("release\n")
+            assert holder.stdout.readline() == "released\n"
+
+    holder.stdin.write(f"{tmp_path / 'plain'} {tmp_path / 'run'}\n")
+    assert holder.stdout.readline() == "held\n"
+    yield release
+    release()
+
+
+def command(*words):
+    """Return a call of a command, which raises the error that it prints."""
+
+    def run(seconds):
+        errors = io.StringIO()
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
+            status = main([*words, "--lock-timeout", str(seconds)])
+        if status:
+            assert status == 2
+            raise mlstate.StoreError(errno.EBUSY, errors.getvalue())
+
+    return run
+
+
+def cut(seconds):
+    reshard("run", "plain", layout="rows", world_size=2, overwrite=True, lock_timeout=seconds)
+
+
+WRITERS = {
+    "save": lambda s: mlstate.save("plain", NEW, lock_timeout=s),
+    "save_async": lambda s: save_async("plain", NEW, lock_timeout=s).wait(60),
+    "manager.save": lambda s: CheckpointManager("run").save(3, NEW, lock_timeout=s),
+    "manager.save_async": lambda s: (
+        CheckpointManager("run").save_async(3, NEW, lock_timeout=s).wait(60)
+    ),
+    "manager.delete": lambda s: CheckpointManager("run").delete(1, lock_timeout=s),
+    "prune": lambda s: prune("run", keep=1, lock_timeout=s),
+    "reshard": cut,
+    "mlstate prune": command("prune", "run", "--keep", "1"),
+    "mlstate reshard": command("reshard", "run", "plain", "--layout", "rows=2", "--force"),
+}
+
+
+def contents():
+    """Bytes of all files but the locks."""
+    files = (path for path in Path().rglob("*") if path.is_file() and path.name != "lock")
+    return {str(path): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_writer_waits_for_another_process(held, name):
+    before, timer = contents(), threading.Timer(0.2, held)
+    timer.start()
+    start = time.monotonic()
+    WRITERS[name](20)
+    assert 0.15 < time.monotonic() - start < 15
+    timer.join()
+    assert contents() != before
+    assert mlstate.verify("plain") and mlstate.verify("run")
+
+
+@pytest.mark.parametrize("seconds", [0, 0.1])
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_writer_gives_up_after_its_time(held, holder, name, seconds):
+    before, start = contents(), time.monotonic()
+    with pytest.raises(mlstate.StoreError, match=f"process {holder.pid} on .* is writing it") as e:
+        WRITERS[name](seconds)
+    assert e.value.errno == errno.EBUSY
+    assert seconds <= time.monotonic() - start < 10
+    assert contents() == before

@@ -1,0 +1,258 @@
+"""Checkpoints and reports as a page shows them: well formed, escaped, complete or counted."""
+
+import re
+import threading
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mlstate
+from mlstate import StoreError
+from mlstate.checkpoint import LoadedState, Problem, VerifyReport, save_async
+from mlstate.checkpoint._html import manager_html, report_html
+from mlstate.checkpoint._table import OTHER, WEIGHTS, columns_of, groups_of, layer_of
+
+MOST_BYTES = 30_000
+CLOSED_BY_OTHERS = {"p", "td", "th", "tr"}  # HTML closes these by itself
+EMPTY = {"br"}
+
+
+class Page(HTMLParser):
+    """Nesting and texts of a page; a tag that is not closed in order fails."""
+
+    def __init__(self, text):
+        super().__init__()
+        assert len(text.encode()) < MOST_BYTES
+        self.tags, self.open, self.texts, self.attributes = [], [], [], set()
+        self.feed(text)
+        self.close()
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag, attrs):
+        self.attributes |= {name for name, _ in attrs}
+        self.tags.append(tag)
+        if tag not in EMPTY:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        while self.open and self.open[-1] != tag and self.open[-1] in CLOSED_BY_OTHERS:
+            self.open.pop()
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.texts.append(data)
+
+    @property
+    def text(self):
+        return "\n".join(self.texts)
+
+
+def page(shown):
+    found = Page(shown._repr_html_())
+    assert found.attributes <= {"class", "open", "style"}  # no script, nothing from elsewhere
+    assert "script" not in found.tags
+    return found
+
+
+@pytest.fixture
+def saved(tmp_path):
+    def save(model, optimizer=None, **keywords):
+        return mlstate.save(tmp_path / "ckpt", model, optimizer, **keywords)
+
+    return save
+
+
+def test_layers_unfold_to_parameters_with_their_states(saved):
+    model = {f"h.{i}.{n}": np.ones(256, np.float32) for i in range(12) for n in ("w", "b")}
+    states = {f"{name}.{s}": array for name, array in model.items() for s in "mv"}
+    found = page(saved({**model, "norm.w": np.ones(4)}, states, step=7))
+    assert found.tags.count("details") == 13
+    layers = [text for text in found.texts if re.fullmatch(r"h\.\d+|norm", text)]
+    assert layers == [*(f"h.{i}" for i in range(12)), "norm"]  # 10 after 9
+    assert found.texts.count("6.00 KiB, 2 parameters") == 12
+    assert found.texts.count("(256,)") == 24
+    assert {"weights", "m", "v"} <= set(found.texts)
+    assert "step 7" in found.text
+    assert "more" not in found.text
+
+
+def test_bars_are_as_long_as_layers_are_large(saved):
+    text = saved({"a.w": np.ones(100), "b.w": np.ones(25)}, {"a.w.m": np.ones(100)})._repr_html_()
+    widths = re.findall(r'<s class=c(\d) style="width:([\d.]+)%">', text)
+    assert widths == [("0", "50.0"), ("1", "50.0"), ("0", "12.5")]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [f"model.layers.{i // 200}.m{i % 200}.w" for i in range(20_000)],
+        [f"w{i}" for i in range(20_000)],
+        [f"m{i}.w" for i in range(20_000)],
+        [".".join(["a"] * 150) + f".{i}" for i in range(2_000)],
+        [f"{'<&>' * 30}.{i % 100}.{chr(34) * 90}{i}" for i in range(2_000)],
+        [f"{chr(0x1F600) * 60}{i}.\n{i}" for i in range(2_000)],
+    ],
+    ids=["model", "flat", "layers", "deep", "escaped", "unprintable"],
+)
+def test_every_checkpoint_fits_a_page_and_counts_what_it_leaves_out(saved, names):
+    found = page(saved({name: np.zeros(1, np.uint8) for name in names}))
+    assert f"{len(names):,} tensors" in found.text
+    assert "more" in found.text
+    counted = sum(
+        int(count.replace(",", ""))
+        for count in re.findall(r", ([\d,]+) parameters?$", found.text, re.M)
+    )
+    assert counted == len(names)
+
+
+def test_names_are_escaped(saved):
+    hostile = "<script>alert(1)</script>.<img src=x onerror=y>"
+    shown = saved({hostile: np.ones(1)}, {f"{hostile}.<b>": np.ones(1)})
+    assert "<script" not in shown._repr_html_() and "<img" not in shown._repr_html_()
+    assert "<script>alert(1)</script>" in page(shown).text
+
+
+def test_nothing_and_empty_tensors_are_shown(saved):
+    assert "0 tensors" in page(saved({})).text
+    assert "(0, 3)" in page(saved({"a.w": np.zeros((0, 3))})).text
+
+
+def test_states_without_a_parameter_are_shown(saved):
+    found = page(saved(None, {"a.w.m": np.ones(2), "b": np.ones(2)}))
+    assert "weights" not in found.texts
+    assert {"m", OTHER} <= set(found.texts)
+
+
+def test_a_good_report_is_one_line(saved):
+    shown = saved({"w": np.ones(3)}).verify()
+    found = page(shown)
+    assert "✓" in found.texts and "good" in found.text
+    assert "table" not in found.tags
+
+
+def test_a_report_names_tensor_file_and_bytes(saved):
+    checkpoint = saved({"w": np.ones(3)})
+    [shard] = checkpoint.shards()
+    with (Path(checkpoint.path) / shard.path).open("r+b") as file:
+        file.seek(shard.offset)
+        file.write(b"!")
+    (Path(checkpoint.path) / "<notes>.txt").touch()
+    found = page(checkpoint.verify())
+    assert "✗" in found.texts
+    assert {"altered", "w", shard.path, "4,096 to 4,120", "<notes>.txt"} <= set(found.texts)
+    assert "1 file that mlstate did not write" in found.texts
+
+
+@pytest.mark.parametrize("name", ["w", "<&>" * 200, "\n" * 200], ids=["plain", "<", "newline"])
+def test_long_reports_fit_a_page(name):
+    report = VerifyReport("/ckpt")
+    report.problems = [
+        Problem("altered", f"params/{'x' * 230}", name, 0, 0, i, 9, "<" * 200) for i in range(9_000)
+    ]
+    report.leftover = ["<" * 240] * 9_000
+    report.strange = ["\n" * 240] * 9_000
+    found = Page(report_html("/ckpt: 9000 problems", report))
+    shown = found.texts.count("altered")
+    assert shown
+    assert f"… {9_000 - shown:,} more" in found.texts
+
+
+def test_layers_end_at_the_first_number():
+    assert [layer_of(n) for n in ("a.0.b.1.w", "a.b.w", "w", "0", "0.w", "")] == [
+        "a.0", "a.b", "", "", "0", "",
+    ]  # fmt: skip
+
+
+def test_many_states_share_a_column(saved):
+    optimizer = {f"w.s{i}": np.ones(i + 1) for i in range(9)}
+    records = saved({"w": np.ones(1)}, optimizer).tensors()
+    columns = columns_of(records)
+    assert columns == [WEIGHTS, "s4", "s5", "s6", "s7", "s8", OTHER]
+    [group] = groups_of(records, columns)
+    assert group.total == sum(group.nbytes.values()) == 8 + sum(8 * (i + 1) for i in range(9))
+
+
+# ---- saves under way ----
+
+
+def test_a_save_says_how_far_it_is(tmp_path):
+    go, called = threading.Event(), threading.Event()
+
+    def hold(count):
+        called.set()
+        assert go.wait(20)
+
+    state = {"w": np.ones(1 << 20, np.uint8)}
+    handle = save_async(tmp_path / "<ckpt>", state, progress=hold)
+    try:
+        assert called.wait(20)
+        under_way = page(handle)
+        done, total = handle.progress()
+        assert total == 1 << 20
+        width = re.search(r'<s class=c0 style="width:([\d.]+)%">', handle._repr_html_())
+        assert float(width[1]) == pytest.approx(100 * done / total, abs=0.05)
+    finally:
+        go.set()
+    handle.wait()
+    saved = page(handle)
+    assert "writing: " in under_way.texts and "✓" not in under_way.text
+    assert str(tmp_path / "<ckpt>") in under_way.texts
+    assert re.search(r"state free after [\d.]+ m?s, writing since, ", under_way.text)
+    assert "✓" in saved.texts and " saved: " in saved.texts
+    assert "1.00 MiB of 1.00 MiB" in saved.texts and "width:100.0%" in handle._repr_html_()
+    assert re.search(r"on the disk after [\d.]+ m?s, the caller waited [\d.]+ m?s", saved.text)
+
+
+def test_a_save_that_failed_says_why(tmp_path):
+    (tmp_path / "<file>").write_bytes(b"")
+    handle = save_async(tmp_path / "<file>", {"w": np.ones(3)})
+    with pytest.raises(StoreError) as raised:
+        handle.wait()
+    found = page(handle)
+    assert "✗" in found.texts and " failed: " in found.texts
+    assert f"StoreError: {raised.value}" in found.texts
+    assert re.search(r"failed after [\d.]+ m?s", found.text)
+
+
+def test_a_save_of_nothing_is_shown(tmp_path):
+    handle = save_async(tmp_path / "ckpt", {})
+    handle.wait()
+    assert "0 B of 0 B" in page(handle).texts and "width:100.0%" in handle._repr_html_()
+
+
+# ---- several, and one that was loaded ----
+
+
+def test_a_manager_shows_its_steps_the_newest_first(tmp_path):
+    with mlstate.checkpoint.CheckpointManager(str(tmp_path / "<b>run")) as manager:
+        assert "0 steps" in page(manager).text
+        for step in (10, 20):
+            manager.save(step, model={"w": np.ones(256)}, metadata={"loss": 1 / step, "<i>": "&"})
+        found = page(manager)
+        assert found.texts[0].endswith("<b>run', keep=None): 2 steps") and "b" not in found.tags
+        assert found.texts.index("20") < found.texts.index("10")
+        assert "2.00 KiB" in found.texts and "loss: 0.05, <i>: '&'" in found.texts
+
+
+def test_a_long_run_shows_its_newest_steps():
+    manifest = mlstate.checkpoint._store.manifest.Manifest(
+        "g", 1, "now", "me", 0, 1, None, None, {"k": "v" * 999}, ()
+    )
+    text = manager_html("run", [manifest._replace(step=step) for step in range(2_000)])
+    assert "2,000 steps, the newest 50" in text and ">1,950</td>" in text
+    assert ">1,949</td>" not in text and len(text) < MOST_BYTES
+
+
+def test_a_loaded_state_shows_metadata_and_both_states(tmp_path):
+    model = mlstate.ModelStateDict({"layers.0.<b>": np.ones(3), "out": np.ones(2)})
+    mlstate.save(tmp_path / "c", model, metadata={"<u>": 1, "run": "a"}, step=1200)
+    found = page(mlstate.load(tmp_path / "c"))
+    assert found.texts[0] == "LoadedState: step 1,200" and "<u>: 1, run: 'a'" in found.texts
+    assert "ModelStateDict: 2 tensors, 40 B" in found.texts and "not saved" in found.texts
+    assert found.tags.count("b") == 2 and "u" not in found.tags
+    many = LoadedState(None, [1], {str(i): i for i in range(1_000)})
+    text = page(many).text
+    assert "no step" in text and "list, filled" in text and "… 980 more" in text

@@ -1,0 +1,357 @@
+"""Loading sparse shards: whatever their layers are, the bits are those of plain ones."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from index_tables import records_of
+from sparse_checkpoint import as_pairs, catalog, checksums, sparsen
+from tries import tries
+
+import mlstate
+from mlstate import _core
+from mlstate.checkpoint import Layout, inspect, load, plan_load, prune, reshard, verify
+from mlstate.errors import ChecksumError
+
+
+def tensors(rng):
+    """A state with rows of zeros, zeros of all kinds, and no elements at all."""
+    rows = rng.normal(size=(40, 12)).astype(np.float32)
+    rows[rng.random(40) < 0.6] = 0
+    flat = rng.integers(0, 256, 700).astype(np.uint8)
+    flat[rng.random(700) < 0.5] = 0
+    deep = rng.normal(size=(6, 4, 5)).astype(np.float16)
+    deep[1:3] = -0.0
+    return {
+        "rows": rows,
+        "flat": flat,
+        "deep": deep,
+        "zero": np.zeros((9, 30)),
+        "none": np.zeros((0, 4), np.int64),
+        "one": np.float64(rng.normal()),
+    }
+
+
+def same(found, expected):
+    """Bit by bit: -0.0 is another number here than 0.0."""
+    assert list(found) == list(expected)
+    for key, array in expected.items():
+        assert found[key].dtype == array.dtype and found[key].shape == array.shape
+        assert found[key].tobytes() == array.tobytes(), key
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A plain checkpoint of each layout, and what is in them."""
+    base = tmp_path_factory.mktemp("plain")
+    state = tensors(np.random.default_rng(1))
+    made = mlstate.save(base / "one", state, {"rows.m": state["rows"] * 2})
+    folders = [Path(made.path)]
+    for number, layout in enumerate(("rows", "flat")):
+        reshard(made.path, base / str(number), layout=layout, world_size=3 + number)
+        folders.append(base / str(number))
+    wide = {key: state[key] for key in ("rows", "deep")}
+    mlstate.save(base / "wide", wide)
+    for number, layout in enumerate((Layout.axis(1, 2), Layout.axis(1, 2) * Layout.flat(3))):
+        target = base / f"wide{number}"
+        reshard(base / "wide", target, layout=layout, world_size=layout.parts)
+        folders.append(target)
+    return folders
+
+
+@pytest.fixture
+def sparse(plain, tmp_path):
+    def make(which, seed, share=0.8):
+        shutil.rmtree(tmp_path / "sparse", ignore_errors=True)
+        shutil.copytree(plain[which], tmp_path / "sparse")
+        sparsen(tmp_path / "sparse", seed, share)
+        return tmp_path / "sparse"
+
+    return make
+
+
+@pytest.mark.parametrize("which", range(5))
+def test_layers_show_what_plain_shards_hold(which, plain, sparse):
+    before = load(plain[which])
+    for seed in range(12):
+        folder = sparse(which, seed)
+        assert verify(folder).problems == []
+        for options in ({}, {"verify": False}, {"mmap": True}):
+            found = load(folder, **options)
+            same(found.model, before.model)
+            same(found.optimizer or {}, before.optimizer or {})
+
+
+@pytest.mark.parametrize(
+    "layout", ["rows", "flat", Layout.axis(1, 4), Layout.axis(1, 2) * Layout.flat(2)]
+)
+@pytest.mark.parametrize("which", range(5))
+def test_parts_of_other_layouts_are_read(which, layout, plain, sparse):
+    names = ["rows", "deep"]
+    world = 5 if isinstance(layout, str) else layout.parts
+    for seed in (100, 101, 102):
+        folder = sparse(which, seed)
+        for rank in range(world):
+            cut = {"rank": rank, "world_size": world, "layout": layout, "names": names}
+            same(load(folder, **cut).model, load(plain[which], **cut).model)
+            cut["verify"] = False
+            same(load(folder, **cut).model, load(plain[which], **cut).model)
+
+
+@pytest.mark.parametrize("which", range(5))
+def test_targets_get_their_zeros(which, plain, sparse):
+    before = load(plain[which]).model
+    for seed in range(200, 206):
+        folder = sparse(which, seed)
+        targets, counts = {}, []
+        for number, (key, array) in enumerate(before.items()):
+            if number % 2 and array.ndim > 1:  # strided
+                room = np.full((*array.shape[:-1], 2 * array.shape[-1] + 1), 7, array.dtype)
+                targets[key] = room[..., ::2][..., : array.shape[-1]]
+            else:
+                targets[key] = np.full(array.shape, 7, array.dtype)
+        load(folder, into={"model": targets}, progress=counts.append)
+        same(targets, before)
+        assert sum(counts) == sum(array.nbytes for array in before.values())
+
+
+def test_progress_counts_zeros_too(plain, sparse):
+    before = load(plain[1])
+    folder, counts = sparse(1, 7), []
+    found = load(folder, progress=counts.append)
+    expected = [*before.model.values(), *before.optimizer.values()]
+    assert sum(counts) == sum(array.nbytes for array in expected)
+    same(found.model, before.model)
+
+
+@pytest.mark.parametrize("which", [1, 2, 4])
+def test_resharding_reads_layers_and_keeps_zeros_out(which, plain, sparse, tmp_path):
+    folder = sparse(which, 3)
+    made = reshard(folder, tmp_path / "again", layout="rows", world_size=2)
+    same(load(tmp_path / "again").model, load(plain[which]).model)
+    zeros = [t for t in made.tensors() if t.key == "zero"]
+    assert all(t.stored_nbytes == 0 < t.nbytes for t in zeros)
+    assert made.stored_nbytes == made.nbytes - sum(t.nbytes for t in zeros)
+    assert verify(tmp_path / "again").problems == []
+
+
+def test_what_a_load_will_read_is_known(plain, sparse):
+    folder = sparse(1, 5, share=1.0)
+    listed = plan_load(folder, verify=False)
+    before = sum(
+        shard.nbytes  # one full layer: the shard is plain
+        if shard.layers is None
+        else sum(layer.visible_nbytes for layer in shard.layers)
+        for shard in inspect(folder).shards()
+    )
+    assert listed.nbytes == before
+
+
+def test_records_say_where_layers_lie(sparse):
+    folder = sparse(0, 9, share=1.0)
+    found = inspect(folder)
+    index = records_of(json.loads(next((folder / "index").glob("*.json")).read_bytes()))
+    said = {(s["section"], s["name"], s.get("state")): s for s in index["shards"]}
+    for shard, tensor in zip(found.shards(), found.tensors(), strict=True):
+        record = said[tensor.section, tensor.parameter, tensor.state]
+        if "layers" not in record:
+            assert shard.layers is None and shard.offset == record["offset"]
+            continue
+        layers = record["layers"]
+        assert (shard.path, shard.offset, shard.crc32c) == (None, None, None)
+        assert [(layer.offset, layer.nbytes, layer.crc32c) for layer in shard.layers] == [
+            (layer["offset"], layer["bytes"], layer["crc32c"]) for layer in layers
+        ]
+        assert shard.stored_nbytes == tensor.stored_nbytes == sum(s["bytes"] for s in layers)
+        assert tensor.sparse_shards == 1
+    assert found.stored_nbytes == sum(shard.stored_nbytes for shard in found.shards())
+    assert "stored" in repr(found)
+
+
+def test_files_of_all_layers_are_kept(plain, sparse):
+    folder = sparse(2, 4, share=1.0)
+    needed = {
+        layer.path
+        for shard in inspect(folder).shards()
+        for layer in ([shard] if shard.layers is None else shard.layers)
+    }
+    prune(folder)
+    assert all((folder / path).exists() for path in needed)
+    same(load(folder).model, load(plain[2]).model)
+
+
+# ---- damage ----
+
+
+def layers_of(folder):
+    for shard in inspect(folder).shards():
+        for layer in shard.layers or ():
+            yield shard, layer
+
+
+@pytest.mark.parametrize("which", [0, 2])
+def test_damage_is_found_in_every_layer(which, sparse):
+    folder = sparse(which, 21, share=1.0)
+    found = list(layers_of(folder))
+    assert len(found) > 5
+    for shard, layer in found:
+        path = folder / layer.path
+        good = path.read_bytes()
+        bad = bytearray(good)
+        bad[layer.offset + layer.nbytes // 2] ^= 16
+        path.write_bytes(bad)
+        [problem] = verify(folder).problems
+        assert (problem.name, problem.part, problem.path) == (shard.key, shard.part, layer.path)
+        assert "layer" in problem.text and problem.kind == "altered"
+        if layer.visible_nbytes:
+            with pytest.raises(ChecksumError) as caught:
+                load(folder)
+            assert caught.value.name == (shard.key if "." not in shard.key else "rows")
+            assert caught.value.path.endswith(layer.path)
+        else:
+            load(folder)  # nothing of it counts
+        path.write_bytes(good)
+    assert verify(folder).problems == []
+
+
+def test_a_lost_layer_is_named(sparse):
+    folder = sparse(0, 21, share=1.0)
+    shard, layer = next((s, x) for s, x in layers_of(folder) if x.visible_nbytes)
+    (folder / layer.path).unlink()
+    [problem] = verify(folder).problems
+    assert (problem.kind, problem.name, problem.path) == ("missing", shard.key, layer.path)
+    with pytest.raises(mlstate.errors.StoreError):
+        load(folder)
+
+
+# ---- any layers at all ----
+
+
+@settings(max_examples=tries(60), deadline=None)
+@given(st.data())
+def test_any_layers_are_painted_in_their_order(tmp_path_factory, data):
+    """Against a model that lays each layer over those before it."""
+    folder = tmp_path_factory.mktemp("any")
+    shape = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3), label="shape")
+    item = data.draw(st.sampled_from([1, 2, 4]), label="item")
+    count = int(np.prod(shape))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32), label="seed"))
+    model = np.zeros((count, item), np.uint8)
+    stored, layers = bytearray(8), []
+    for number in range(data.draw(st.integers(0, 16), label="layers")):
+        row = data.draw(st.integers(0 if number == 0 else 1, count + 2), label="row")
+        rows = np.ones(1, bool) if row == 0 else rng.random(-(-count // row)) < rng.random()
+        held = np.repeat(rows, row or count)[:count]
+        if not held.any():
+            continue
+        model[held] = bytes_ = rng.integers(0, 256, (int(held.sum()), item), dtype=np.uint8)
+        layer = {"file": 0, "offset": len(stored), "bytes": bytes_.size}
+        layer["crc32c"] = f"{_core.crc32c(bytes_.tobytes()):08x}"
+        if row:
+            edges = np.flatnonzero(np.diff(np.concatenate(([0], rows, [0]))))
+            pairs = np.diff(np.concatenate(([0], edges))).tolist()
+            layer.update(row=row, rows=",".join(map(str, pairs)))
+        layers.append(layer)
+        stored += bytes_.tobytes()
+    (folder / "params").mkdir()
+    (folder / "params/x.safetensors").write_bytes(stored)
+    made = catalog(shape, item, layers, len(stored))
+    whole = model.reshape(*shape, item)
+    begin = data.draw(st.integers(0, count), label="begin")
+    end = data.draw(st.integers(begin, count), label="end")
+    dtype = {1: np.uint8, 2: np.int16, 4: np.float32}[item]
+    for verified in (False, True):
+        found = made.load(str(folder), 0, ["w"], (None, 0, 0), verified, False, None)["w"]
+        assert found.tobytes() == whole.tobytes()
+        target = np.full(end - begin, 9, dtype)
+        place = [(tuple(shape), begin, end)]
+        made.load_into(str(folder), 0, ["w"], place, {"w": target}, verified, None)
+        assert target.tobytes() == model[begin:end].tobytes()
+        axis = data.draw(st.integers(0, len(shape) - 1), label="axis")
+        parts = data.draw(st.integers(1, 4), label="parts")
+        cut = Layout.axis(axis, parts)
+        for part in range(parts):
+            steps = (cut.steps, part, 0)
+            found = made.load(str(folder), 0, ["w"], steps, verified, False, None)["w"]
+            assert found.tobytes() == cut.take(whole.view(dtype)[..., 0], part).tobytes()
+
+
+def test_large_layers_are_read_block_by_block(tmp_path):
+    """Several blocks, spans and threads; rows that are short, and runs that are long."""
+    rng = np.random.default_rng(4)
+    rows, row = 9000, 384
+    model = np.zeros((rows, row), np.float32)
+    stored, layers = bytearray(8), []
+    for share in (1.0, 0.3, 0.02):
+        held = rng.random(rows) < share
+        held[rows // 2 : rows // 2 + 900] |= 0.1 < share < 1
+        if share == 1:
+            held[::3] = False
+        model[held] = values = rng.normal(size=(int(held.sum()), row)).astype(np.float32)
+        pairs, _ = as_pairs(held)
+        layer = {"file": 0, "offset": len(stored), "bytes": values.nbytes, "row": row}
+        layers.append({**layer, "rows": pairs, **checksums(values.tobytes())})
+        stored += values.tobytes()
+    (tmp_path / "params").mkdir()
+    (tmp_path / "params/x.safetensors").write_bytes(stored)
+    made = catalog([rows, row], 4, layers, len(stored))
+    cuts = [(Layout.whole(), 0), (Layout.axis(0, 3), 1), (Layout.axis(1, 5), 3)]
+    for verified in (False, True):
+        for layout, part in [*cuts, (Layout.flat(7), 4)]:
+            steps = (layout._steps, part, 0)
+            found = made.load(str(tmp_path), 0, ["w"], steps, verified, False, None)["w"]
+            assert found.tobytes() == layout.take(model, part).tobytes()
+    stored[layers[1]["offset"] + (1 << 20) + 5] ^= 1
+    (tmp_path / "params/x.safetensors").write_bytes(stored)
+    with pytest.raises(ChecksumError) as caught:
+        made.load(str(tmp_path), 0, ["w"], (None, 0, 0), True, False, None)
+    assert caught.value.offset == layers[1]["offset"] + (1 << 20)
+
+
+@pytest.mark.parametrize("verified", [False, True])
+def test_zeros_of_a_part_end_where_it_ends(verified, tmp_path):
+    """One layer of many blocks: what is stored behind a part is nothing to it."""
+    rng = np.random.default_rng(6)
+    state = {"w": rng.normal(size=(4000, 300))}
+    state["w"][rng.random(4000) < 0.6] = 0
+    mlstate.save(tmp_path / "ckpt", state, sparse=True)
+    room = np.empty(2 * state["w"].size)
+    for layout in (Layout.flat(3), Layout.axis(0, 3), Layout.axis(0, 2) * Layout.flat(3)):
+        for rank in range(layout.parts):
+            expected = layout.take(state["w"], rank)
+            room[:] = 7
+            target = room[: expected.size].reshape(expected.shape)
+            cut = {"rank": rank, "world_size": layout.parts, "layout": layout}
+            counts = []
+            into = {"model": {"w": target}}
+            progress = counts.append
+            found = load(tmp_path / "ckpt", into=into, verify=verified, progress=progress, **cut)
+            same(found.model, {"w": expected})
+            assert (room[expected.size :] == 7).all()
+            assert sum(counts) == expected.nbytes
+
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="asks Linux for memory")
+def test_zeros_that_were_never_stored_are_not_touched():
+    """A gigabyte of zeros takes no memory until somebody looks at it."""
+    made = catalog([1 << 30], 1, [], 8)
+    before, counts = resident(), []
+    [array] = made.load(".", 0, ["w"], (None, 0, 0), True, False, counts.append).values()
+    assert array.nbytes == sum(counts) == 1 << 30
+    assert resident() - before < 1 << 26
+    assert not array[:: 1 << 20].any()
+
+
+def test_more_zeros_than_memory_are_an_error_and_no_crash():
+    made = catalog([1 << 60], 4, [], 8)
+    with pytest.raises(MemoryError):
+        made.load(".", 0, ["w"], (None, 0, 0), True, False, None)

@@ -1,0 +1,572 @@
+"""Steps of a run: retention, falling back, what steps share."""
+
+import errno
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoint_model import same
+
+import mlstate
+from mlstate.checkpoint import CheckpointManager, Staging, prune, save_async
+
+
+def state(step, large=False):
+    made = {"frozen": np.arange(1000.0), "w": np.full(10, step, np.float32)}
+    if large:
+        made["big"] = np.full(200_000, step, np.float32)
+    return made
+
+
+@pytest.fixture
+def manager(tmp_path):
+    return CheckpointManager(tmp_path / "run", keep=3)
+
+
+def flip(manager, step, key="w"):
+    shard = next(s for s in manager.checkpoint(step).shards() if s.key == key)
+    with Path(manager.directory, shard.path).open("r+b") as file:
+        file.seek(shard.offset + 2)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 0x10]))
+
+
+def test_the_newest_steps_are_kept_and_each_is_whole(manager):
+    for step in range(0, 60, 10):
+        manager.save(step, state(step, large=True), {"w.m": np.full(3, step)})
+    assert manager.steps() == [30, 40, 50]
+    assert manager.latest_step() == 50
+    for step in manager.steps():
+        loaded = manager.restore(step)
+        assert same(state(step, large=True), loaded.model)
+        assert loaded.step == step
+        assert manager.checkpoint(step).verify()
+    assert same(state(50, large=True), mlstate.load(manager.directory).model)
+    assert not mlstate.verify(manager.directory).leftover
+
+
+def test_what_is_not_kept_is_deleted(manager, tmp_path):
+    for step in range(8):
+        manager.save(step, {"big": np.full(200_000, step, np.float32)})
+    files = list((tmp_path / "run").rglob("*.safetensors"))
+    assert len(files) == 3
+    assert len(list((tmp_path / "run" / "roots").iterdir())) == 3
+    assert len(list((tmp_path / "run" / "index").iterdir())) == 3
+
+
+def test_steps_share_the_files_of_what_did_not_change(manager):
+    frozen = np.arange(100_000.0)
+    for step in range(3):
+        manager.save(step, {"frozen": frozen, "w": np.full(5, step)})
+    shared = {
+        next(s.path for s in manager.checkpoint(step).shards() if s.key == "frozen")
+        for step in manager.steps()
+    }
+    assert len(shared) == 1
+
+
+def test_all_steps_are_kept_where_that_is_asked(tmp_path):
+    manager = CheckpointManager(tmp_path, keep=None)
+    for step in range(6):
+        manager.save(step, state(step))
+    assert manager.steps() == list(range(6))
+    with pytest.raises(ValueError, match="keep must be 1 or more"):
+        CheckpointManager(tmp_path, keep=0)
+
+
+def test_a_step_saved_again_is_replaced(manager):
+    for step in (1, 2, 1):
+        manager.save(step, state(step))
+    manager.save(2, state(7))
+    assert manager.steps() == [1, 2]
+    assert same(state(7), manager.restore(2).model)
+
+
+def test_a_damaged_step_is_passed_over_with_a_warning(manager):
+    for step in (1, 2, 3):
+        manager.save(step, state(step))
+    flip(manager, 3)
+    with pytest.warns(UserWarning, match="cannot be restored.*'w'"):
+        loaded = manager.restore_latest()
+    assert loaded.step == 2
+    flip(manager, 2)
+    flip(manager, 1)
+    with pytest.warns(UserWarning), pytest.raises(mlstate.ChecksumError):
+        manager.restore_latest()
+
+
+def test_repair_falls_back_to_the_newest_step_that_verifies(manager):
+    for step in (1, 2, 3):
+        manager.save(step, state(step))
+    flip(manager, 3)
+    report = mlstate.verify(manager.directory)
+    assert not report
+    assert [(p.kind, p.name) for p in report.problems] == [("altered", "w")]
+    repaired = mlstate.verify(manager.directory, repair=True)
+    assert not repaired  # what was found
+    assert repaired.step == 2 and repaired.repaired
+    assert mlstate.verify(manager.directory)
+    assert same(state(2), mlstate.load(manager.directory).model)
+    assert manager.steps() == [1, 2]
+    assert manager.restore_latest().step == 2  # without a warning
+    manager.save(4, state(4))
+    assert not mlstate.verify(manager.directory).leftover
+    assert manager.restore_latest().step == 4
+
+
+def test_a_step_is_deleted_with_what_only_it_needs(manager):
+    for step in (1, 2, 3):
+        manager.save(step, state(step))
+    manager.delete(2)
+    assert manager.steps() == [1, 3]
+    assert same(state(1), manager.restore(1).model)
+    assert not mlstate.verify(manager.directory).leftover
+    with pytest.raises(ValueError, match="step 3 is the newest"):
+        manager.delete(3)
+    with pytest.raises(FileNotFoundError, match="no step 2 there \\(steps: 1, 3\\)"):
+        manager.delete(2)
+
+
+def test_no_step_is_a_file_that_is_not_found(manager):
+    for call in (manager.restore_latest, lambda: manager.restore(3)):
+        with pytest.raises(mlstate.StoreError) as caught:
+            call()
+        assert caught.value.errno == errno.ENOENT
+
+
+def test_every_step_stays_by_default(tmp_path):
+    with CheckpointManager(tmp_path, keep=None) as first:
+        for step in range(5):
+            first.save(step, state(step))
+    again = CheckpointManager(tmp_path)
+    again.save(5, state(5))
+    assert again.steps() == list(range(6))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_manager_warns_before_it_deletes_steps_of_others(tmp_path, asynchronous):
+    with CheckpointManager(tmp_path) as first:
+        for step in range(5):
+            first.save(step, state(step))
+    with CheckpointManager(tmp_path, keep=2) as again:
+        save = again.save_async if asynchronous else again.save
+        text = r"keep=2 deletes .* did not save: 0, 1, 2, 3, and 4 with later saves; keep=None"
+        with pytest.raises(UserWarning, match=text):  # an error in these tests
+            save(5, state(5))
+        assert again.steps() == list(range(5))
+        with pytest.warns(UserWarning, match=text) as caught:
+            save(5, state(5))
+        assert caught[0].filename == __file__
+        for step in (6, 7):
+            save(step, state(step))  # no second warning
+    assert again.steps() == [6, 7]
+
+
+def test_a_manager_deletes_its_own_steps_without_a_warning(tmp_path):
+    with CheckpointManager(tmp_path) as first:
+        first.save(1, state(1))
+    with CheckpointManager(tmp_path, keep=2) as again:
+        again.save(1, state(9))  # saved again on purpose
+        for step in (2, 3, 4):
+            again.save(step, state(step))
+        assert again.steps() == [3, 4]
+
+
+def cut(manager, step):
+    """Cut off files that only this step has."""
+    others = [manager.checkpoint(other).files() for other in manager.steps() if other != step]
+    for path in manager.checkpoint(step).files():
+        if not any(path in files for files in others):
+            os.truncate(Path(manager.directory, path), 100)
+
+
+def remove_index(manager, step):
+    [index] = Path(manager.directory, "index").glob(f"{manager.checkpoint(step).generation}.*")
+    index.unlink()
+
+
+def lie_in_index(manager, step):
+    [index] = Path(manager.directory, "index").glob(f"{manager.checkpoint(step).generation}.*")
+    index.write_bytes(index.read_bytes().replace(b'"version":1', b'"version":2'))
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["the same", "a new"])
+@pytest.mark.parametrize("damage", [cut, remove_index, lie_in_index])
+def test_damaged_steps_do_not_count_to_keep(tmp_path, damage, again):
+    manager = CheckpointManager(tmp_path, keep=2)
+    for step in (1, 2):
+        manager.save(step, state(step))
+    damage(manager, 2)
+    if again:
+        manager = CheckpointManager(tmp_path, keep=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # steps of another manager, files that are not deleted
+        for step in (3, 4):
+            manager.save(step, state(step))
+            good = [1, 3] if step == 3 else [3, 4]
+            assert [kept for kept in manager.steps() if kept != 2] == good
+            for kept in good:
+                assert same(state(kept), manager.restore(kept).model)
+    assert manager.steps() == [3, 4]
+    assert not mlstate.verify(tmp_path).leftover
+
+
+@pytest.mark.parametrize("how", ["restore", "restore_latest"])
+def test_steps_that_were_found_damaged_do_not_count_to_keep(tmp_path, how):
+    manager = CheckpointManager(tmp_path, keep=2)
+    for step in (1, 2):
+        manager.save(step, state(step))
+    flip(manager, 2)
+    if how == "restore":
+        with pytest.raises(mlstate.ChecksumError):
+            manager.restore(2)
+    else:
+        with pytest.warns(UserWarning, match="cannot be restored"):
+            assert manager.restore_latest().step == 1
+    manager.save(3, state(3))
+    assert manager.steps() == [1, 2, 3]
+    manager.save(4, state(4))
+    assert manager.steps() == [3, 4]
+
+
+def test_a_warning_names_no_step_that_stays_since_a_newer_one_is_damaged(tmp_path):
+    first = CheckpointManager(tmp_path)
+    for step in (1, 2, 3):
+        first.save(step, state(step))
+    cut(first, 3)
+    again = CheckpointManager(tmp_path, keep=3)
+    again.save(4, state(4))  # without a warning
+    assert again.steps() == [1, 2, 3, 4]
+    with pytest.warns(UserWarning, match="did not save: 1, and 2, 3 with later saves"):
+        again.save(5, state(5))
+    assert again.steps() == [2, 3, 4, 5]
+
+
+def test_prune_counts_no_damaged_step(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    for step in (1, 2, 3):
+        manager.save(step, state(step))
+    cut(manager, 2)
+    report = prune(tmp_path, keep=2)
+    assert (report.steps, report.kept) == ([], [1, 2, 3])
+
+
+def test_a_root_in_the_place_of_another_is_damaged(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    for step in (1, 2, 3):
+        manager.save(step, state(step))
+    roots = sorted((tmp_path / "roots").iterdir())
+    roots[1].write_bytes(roots[0].read_bytes())
+    assert manager.steps() == [1, 3]
+    roots[1].unlink()
+    roots[2].write_bytes(roots[0].read_bytes())
+    text = (
+        f"{roots[2].name}: another root .*holds step 1, and its own name is roots/{roots[0].name}"
+    )
+    with pytest.raises(mlstate.FormatError, match=text) as caught:
+        mlstate.checkpoint.Checkpoint(tmp_path, _root=f"roots/{roots[2].name}")
+    assert caught.value.path == str(roots[2])
+    with pytest.warns(UserWarning, match=text):
+        assert manager.restore_latest().step == 1
+    report = mlstate.checkpoint.Checkpoint(tmp_path)
+    assert report.sequence == 3
+    manager.save(4, state(4))
+    assert manager.checkpoint(4).sequence == 4
+    assert manager.steps() == [1, 4]
+    assert mlstate.verify(tmp_path)
+
+
+def test_roots_whose_names_are_swapped_are_no_older_step(tmp_path):
+    manager = CheckpointManager(tmp_path)
+    for step in (1, 2):
+        manager.save(step, state(step))
+    old, new = sorted((tmp_path / "roots").iterdir())
+    old_bytes, new_bytes = old.read_bytes(), new.read_bytes()
+    old.write_bytes(new_bytes)
+    new.write_bytes(old_bytes)
+    assert manager.steps() == []
+    with (
+        pytest.warns(UserWarning, match="another root than the file's name says"),
+        pytest.raises(mlstate.FormatError, match="another root than the file's name says"),
+    ):
+        manager.restore_latest()
+    assert mlstate.load(tmp_path).step == 2
+
+
+def test_deletions_repairs_and_damage_are_logged(tmp_path, caplog):
+    caplog.set_level("DEBUG", logger="mlstate")
+    manager = CheckpointManager(tmp_path, keep=2)
+    for step in (1, 2, 3):
+        manager.save(step, state(step))
+    [deleted] = [one.getMessage() for one in caplog.records if one.levelname == "INFO"]
+    assert deleted.startswith(f"{tmp_path}: deleted step 1 (roots/00000001.")
+    assert any("deleted the file index/" in one.getMessage() for one in caplog.records)
+    caplog.clear()
+    flip(manager, 3)
+    with pytest.warns(UserWarning, match="cannot be restored"):
+        assert manager.restore_latest().step == 2
+    assert not mlstate.verify(tmp_path, repair=True)
+    assert manager.steps() == [2]
+    texts = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert any("cannot be restored: " in text for text in texts)
+    assert any(": step 3: params/" in text for text in texts)
+    assert any(": repaired: step 2, generation " in text for text in texts)
+    assert any("deleted step 3 (roots/" in one.getMessage() for one in caplog.records)
+    caplog.clear()
+    max((tmp_path / "roots").iterdir()).write_bytes(b"{")
+    assert manager.steps() == []
+    assert "a step is damaged: " in caplog.text
+    assert {record.name for record in caplog.records} == {"mlstate"}
+
+
+def test_logging_is_not_imported_and_prints_nothing_unless_it_is_used(tmp_path):
+    code = """
+import glob, sys
+import numpy
+from mlstate.checkpoint import CheckpointManager, prune
+manager = CheckpointManager(sys.argv[1], keep=1)
+for step in (1, 2):
+    manager.save(step, {"w": numpy.ones(3)})
+print("logging" in sys.modules)
+import logging
+[root] = glob.glob(sys.argv[1] + "/roots/*")
+open(root, "wb").close()
+print(manager.steps(), [type(h).__name__ for h in logging.getLogger("mlstate").handlers])
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n[] ['NullHandler']\n"
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("save", [mlstate.save, mlstate.checkpoint.save_async])
+def test_a_plain_save_into_the_steps_is_refused(manager, save):
+    for step in (1, 2):
+        manager.save(step, state(step))
+    with pytest.raises(mlstate.StoreError, match="holds the steps of a CheckpointManager") as info:
+        save(manager.directory, {"other": np.ones(3)})
+    assert info.value.errno == errno.EEXIST
+    assert manager.steps() == [1, 2]
+    assert manager.restore_latest().step == mlstate.load(manager.directory).step == 2
+    assert mlstate.verify(manager.directory)
+    assert not mlstate.verify(manager.directory).leftover
+    for root in Path(manager.directory, "roots").iterdir():
+        root.write_bytes(b"{")  # damaged steps are steps
+    with pytest.raises(mlstate.StoreError, match="holds the steps of a CheckpointManager"):
+        save(manager.directory, {"other": np.ones(3)})
+
+
+def test_a_save_that_finds_steps_once_it_has_the_lock_is_refused(manager, tmp_path):
+    from mlstate.checkpoint._commit import write_and_commit
+    from mlstate.checkpoint._save import check_target, gather_shards, take_content
+
+    target = check_target(manager.directory)
+    late = gather_shards(target, take_content(target, {"other": np.ones(3)}, None, None, None))
+    manager.save(1, state(1))
+    with pytest.raises(mlstate.StoreError, match="holds the steps of a CheckpointManager"):
+        write_and_commit(target, late, None)
+    assert mlstate.load(manager.directory).step == 1
+    manager.save(2, state(2))  # the lock is free
+
+
+@pytest.mark.parametrize("name", ["00000001.0123456789abcdef.json", "00000001.json"])
+def test_a_stray_file_under_roots_is_no_step(tmp_path, name):
+    mlstate.save(tmp_path, {"w": np.ones(3)})
+    (tmp_path / "roots" / name).touch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mlstate.save(tmp_path, {"w": np.zeros(3)})
+    assert same({"w": np.zeros(3)}, mlstate.load(tmp_path).model)
+
+
+def test_a_checkpoint_that_is_no_step_is_not_replaced_by_one(manager):
+    mlstate.save(manager.directory, state(4), step=4)
+    words = "holds a checkpoint of mlstate.save, which is no step"
+    for save in (manager.save, manager.save_async):
+        with pytest.raises(mlstate.StoreError, match=f"cannot save the step: .*{words}") as info:
+            save(5, state(5))
+        assert info.value.errno == errno.EEXIST
+    for restore in (manager.restore_latest, lambda: manager.restore(4)):
+        with pytest.raises(FileNotFoundError, match=words):
+            restore()
+    assert manager.steps() == []
+    assert same(state(4), mlstate.load(manager.directory).model)
+
+
+def test_an_index_that_cannot_be_read_stops_deleting_but_not_saving(manager, tmp_path):
+    for step in (1, 2):
+        manager.save(step, state(step))
+    index = tmp_path / "run" / "index" / f"{manager.checkpoint(1).generation}.0.json"
+    index.write_bytes(b"{")
+    before = set((tmp_path / "run" / "params").iterdir())
+    with pytest.warns(UserWarning, match="were not deleted"):
+        manager.save(3, state(3))
+    assert before <= set((tmp_path / "run" / "params").iterdir())
+    assert same(state(3), mlstate.load(manager.directory).model)
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut short"])
+def test_a_lost_file_is_reported_with_the_tensors_in_it(manager, damage):
+    manager.save(1, {**{f"small{i}": np.ones(5) for i in range(5)}, "big": np.ones(50_000)})
+    files = {s.key: Path(manager.directory, s.path) for s in manager.checkpoint(1).shards()}
+    for path in {files["big"], files["small0"]}:
+        if damage == "gone":
+            path.unlink()
+        else:
+            path.write_bytes(path.read_bytes()[:4000])
+    problems = {p.path: p for p in mlstate.verify(manager.directory).problems}
+    assert len(problems) == 2
+    big = problems[files["big"].relative_to(manager.directory).as_posix()]
+    assert (big.name, big.part) == ("big", 0)
+    small = problems[files["small0"].relative_to(manager.directory).as_posix()]
+    assert small.name is None
+    assert small.text.endswith("; it holds 'small0', 'small1', 'small2' and 2 more")
+
+
+def test_steps_and_keep_that_are_no_numbers_are_refused(manager):
+    manager.save(2, state(2))
+    with pytest.raises(TypeError, match="step must be an int, got str: '2'"):
+        manager.restore("2")
+    with pytest.raises(TypeError, match="keep must be an int, or None for all, got str"):
+        CheckpointManager(manager.directory, keep="3")
+    with pytest.raises(
+        FileNotFoundError, match=r"cannot find the step: no step 9 there \(steps: 2\)"
+    ):
+        manager.delete(9)
+
+
+# ---- threads ----
+
+
+def test_threads_save_one_after_the_other(tmp_path):
+    errors = []
+
+    def work(number):
+        try:
+            for step in range(number, 40, 8):
+                state = {"w": np.full(2000, step)}
+                if (step // 8 + number) % 2:
+                    manager.save(step, state)
+                else:
+                    manager.save_async(step, state).wait()
+        except BaseException as error:
+            errors.append(error)
+
+    with CheckpointManager(tmp_path / "run") as manager:
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert errors == []
+        assert sorted(manager.steps()) == list(range(40))
+        for step in range(40):
+            assert (manager.restore(step).model["w"] == step).all()
+
+
+def test_threads_share_neither_staging_memory_nor_a_group(tmp_path, monkeypatch):
+    staging, start, results = Staging(8000), threading.Barrier(8), []
+    real = mlstate._core.shards_write
+
+    def slow(*given):
+        time.sleep(0.2)
+        return real(*given)
+
+    def work(number):
+        start.wait(20)
+        try:
+            handle = save_async(tmp_path / f"{number}", {"w": np.ones(1000)}, staging=staging)
+            results.append(handle.wait())
+        except ValueError as error:
+            results.append(str(error))
+
+    monkeypatch.setattr(mlstate._core, "shards_write", slow)
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    refused = [one for one in results if isinstance(one, str)]
+    assert len(results) == 8 and 1 <= len(refused) <= 7
+    assert all("in use by another save" in text for text in refused)
+
+
+@pytest.mark.parametrize("what", ["save", "close", "wait"])
+def test_a_save_that_waits_for_itself_is_an_error(tmp_path, what):
+    manager, begun, handles = CheckpointManager(tmp_path / "run"), threading.Event(), []
+    calls = {
+        "save": lambda: manager.save(2, {"w": np.ones(2)}),
+        "close": manager.close,
+        "wait": lambda: handles[0].wait(),
+    }
+
+    def progress(_):
+        assert begun.wait(20)
+        calls[what]()
+
+    handles.append(manager.save_async(1, {"w": np.ones(200_000)}, progress=progress))
+    begun.set()
+    with pytest.raises(RuntimeError, match="cannot wait for itself"):
+        handles[0].wait(20)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_child_forked_during_a_save_can_save(tmp_path):
+    manager = CheckpointManager(tmp_path / "run")
+    inside, go_on = threading.Event(), threading.Event()
+
+    def progress(_):
+        inside.set()
+        go_on.wait(20)
+
+    state = {"w": np.ones(2000)}
+    thread = threading.Thread(target=manager.save, args=(1, state), kwargs={"progress": progress})
+    thread.start()
+    assert inside.wait(20)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        manager.close()  # took no lock of the parent's
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    go_on.set()
+    thread.join(20)
+    assert manager.steps() == [1]
+
+
+def test_an_interrupt_ends_the_waiting_for_another_thread(tmp_path):
+    manager = CheckpointManager(tmp_path / "run")
+    inside, go_on = threading.Event(), threading.Event()
+
+    def progress(_):
+        inside.set()
+        go_on.wait(20)
+
+    state = {"w": np.ones(2000)}
+    thread = threading.Thread(target=manager.save, args=(1, state), kwargs={"progress": progress})
+    thread.start()
+    assert inside.wait(20)
+    main = threading.main_thread().ident
+    threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        manager.save_async(2, state)
+    go_on.set()
+    thread.join(20)
+    manager.save(3, state)
+    assert manager.steps() == [1, 3]
+
+
+def test_a_manager_can_be_pickled(tmp_path):
+    manager = pickle.loads(pickle.dumps(CheckpointManager(tmp_path / "run", keep=2)))
+    manager.save(1, {"w": np.ones(2)})
+    assert (manager.steps(), manager.keep) == ([1], 2)

@@ -1,0 +1,193 @@
+"""Tiered states of torch tensors, modules and optimizers, and of arrays on a device."""
+
+import numpy as np
+import pytest
+from test_tiers import bits, given_bits, states
+
+import mlstate
+from mlstate.checkpoint import TieredState
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "tiers"
+
+
+@pytest.mark.torch
+def test_tensors_stay_the_objects_they_are(folder):
+    torch = pytest.importorskip("torch")
+    model = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
+    adam = {"w.exp_avg": torch.full((2, 3), 2.0), "w.step": torch.tensor(4.0)}
+    kept = {**model, **adam}
+    expected = {name: t.clone() for name, t in kept.items()}
+    with TieredState(model, adam, folder, device="cpu") as tiers:
+        for name in ("w", "b"):
+            pointer = kept[name].data_ptr()
+            tiers.promote(name)
+            assert kept[name].data_ptr() != pointer  # memory of the stand-in's own
+            tiers.demote(name, to="cold")
+            assert kept[name].numel() == 0 and kept[name].device.type == "cpu"
+            tiers.promote(name)
+        assert all(torch.equal(kept[name], t) for name, t in expected.items())
+        with tiers.use("w", to="hot") as unit:
+            assert unit.parameter is kept["w"] and unit.states["step"] is kept["w.step"]
+        for name in ("w", "b"):
+            tiers.demote(name, to="cold")
+    with TieredState.open(folder) as tiers, tiers.use("w") as unit, tiers.use("b") as b:
+        assert torch.equal(unit.parameter, expected["w"]) and b.parameter.dtype == torch.bfloat16
+        assert torch.equal(unit.states["step"], expected["w.step"])
+
+
+@pytest.mark.torch
+def test_numpy_arrays_become_tensors_on_a_device(folder):
+    torch = pytest.importorskip("torch")
+    model, adam = states(1)
+    (name,) = model
+    expected = given_bits(model, adam)
+    with TieredState(model, adam, folder, device="cpu") as tiers:
+        tiers.promote(name)
+        with tiers.use(name) as unit:
+            assert isinstance(unit.parameter, torch.Tensor)
+            assert isinstance(unit.states["step"], np.ndarray)  # counters stay in memory
+            assert unit.parameter.data_ptr() != model[name].ctypes.data
+        assert bits(tiers) == expected
+        tiers.demote(name)
+        with tiers.use(name) as unit:
+            assert isinstance(unit.parameter, np.ndarray)
+        tiers.promote(name), tiers.demote(name, to="cold"), tiers.promote(name, to="hot")
+        assert bits(tiers) == expected
+
+
+@pytest.mark.torch
+def test_copies_have_memory_of_their_own_and_the_same_bits():
+    torch = pytest.importorskip("torch")
+    from mlstate.integrations.torch._checkpoint.tiers import in_memory
+
+    conjugated = torch.tensor([1 + 2j, 3 - 1j]).conj()
+    for tensor in (
+        torch.tensor(3.0), torch.zeros(0, 3), torch.rand(3, 4).t(), torch.rand(8)[::2],
+        conjugated, conjugated.imag, torch.rand(3, requires_grad=True), torch.rand(2).bfloat16(),
+    ):  # fmt: skip
+        copied = in_memory(tensor)
+        assert torch.equal(copied, tensor) and copied.dtype == tensor.dtype
+        assert copied.shape == tensor.shape and not copied.requires_grad
+        assert not tensor.numel() or copied.data_ptr() != tensor.data_ptr()
+
+
+def experts_and_adam(torch):
+    """Experts that take turns, of which two are never used; Adam; inputs."""
+    torch.manual_seed(3)
+    experts = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+    adam = torch.optim.Adam(experts.parameters(), lr=0.01, foreach=False)
+    return experts, adam, [(i * i % 4, torch.randn(5, 8)) for i in range(12)]
+
+
+def train_step(expert, adam, x):
+    expert(x).square().sum().backward()
+    adam.step()
+    adam.zero_grad(set_to_none=True)
+
+
+def assert_equal(torch, one, other):
+    for a, b in zip(one[0].parameters(), other[0].parameters(), strict=True):
+        assert torch.equal(a, b)
+        mine, theirs = one[1].state.get(a, {}), other[1].state.get(b, {})
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(state, theirs[name]) for name, state in mine.items())
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("to", [None, "hot"])
+def test_a_module_and_its_optimizer_train_in_tiers(tmp_path, to):
+    torch = pytest.importorskip("torch")
+    plain, plain_adam, inputs = experts_and_adam(torch)
+    for k, x in inputs:
+        train_step(plain[k], plain_adam, x)
+    experts, adam, inputs = experts_and_adam(torch)
+    with TieredState(experts, adam, tmp_path / "tiers", device="cpu") as tiers:
+        for k, x in inputs:
+            with tiers.use(f"{k}.weight", to), tiers.use(f"{k}.bias", to):
+                train_step(experts[k], adam, x)
+            for name in tiers:
+                tiers.demote(name, to="cold")
+        assert all(p.numel() == 0 for p in experts.parameters())
+        used = [unit.arrays for unit in tiers.report().units if unit.uses]
+        assert used == [["parameter", "step", "exp_avg", "exp_avg_sq"]] * 4
+        for name in tiers:
+            tiers.promote(name)
+    assert_equal(torch, (plain, plain_adam), (experts, adam))
+
+
+@pytest.mark.torch
+def test_a_torch_optimizer_needs_its_module(folder):
+    torch = pytest.importorskip("torch")
+    layer = torch.nn.Linear(2, 2)
+    adam = torch.optim.Adam(layer.parameters())
+    with pytest.raises(TypeError, match="needs its module"):
+        TieredState(None, adam, folder)
+    with TieredState(layer, None, folder) as tiers, pytest.raises(TypeError, match="constructor"):
+        tiers.add(layer, adam)
+
+
+@pytest.mark.torch
+def test_hot_is_the_memory_of_an_accelerator(folder):
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("torch finds no CUDA device here")
+    model = {"w": torch.arange(1024.0), "n": torch.ones(3)}
+    adam = {"w.m": torch.ones(1024), "w.step": torch.tensor(1.0)}
+    w, m = model["w"], adam["w.m"]
+    with TieredState(model, adam, folder) as tiers:
+        assert tiers.device.type == "cuda" and tiers.tier("w") == "warm"
+        tiers.promote("w")
+        assert w.is_cuda and m.is_cuda and not adam["w.step"].is_cuda and not model["n"].is_cuda
+        with tiers.use("w") as unit:
+            unit.parameter += 1
+        tiers.demote("w", to="cold")
+        assert w.numel() == 0
+        tiers.promote("w", to="hot")
+        assert w.is_cuda and torch.equal(w.cpu(), torch.arange(1024.0) + 1)
+        tiers.demote("w")
+        assert not w.is_cuda
+
+
+@pytest.mark.torch
+def test_what_is_cold_is_not_saved_as_empty(tmp_path, folder):
+    torch = pytest.importorskip("torch")
+    module = torch.nn.Linear(3, 2)
+    expected = module.weight.detach().clone()
+    module.register_buffer("nothing", torch.empty(0))  # as it is meant to be
+    file, checkpoint = tmp_path / "model.safetensors", tmp_path / "checkpoint"
+    mlstate.save(checkpoint, module)
+    tiers = TieredState(module, None, folder)
+    tiers.demote("weight", to="cold")
+    for save in (
+        lambda: mlstate.save(checkpoint, module),
+        lambda: mlstate.checkpoint.save_async(checkpoint, module).wait(),
+        lambda: mlstate.save(checkpoint, module.state_dict()),
+        lambda: mlstate.save_file(module.state_dict(), file),
+        lambda: mlstate.StateDict.from_torch(module.state_dict()),
+        lambda: TieredState(module, None, tmp_path / "others"),
+    ):
+        with pytest.raises(ValueError, match=r"'weight' is cold: .* promote it, or"):
+            save()
+    assert not file.exists()
+    assert torch.equal(torch.as_tensor(mlstate.load(checkpoint).model["weight"]), expected)
+    tiers.promote("weight")
+    mlstate.save(checkpoint, module)
+    tiers.close()
+
+
+@pytest.mark.torch
+def test_a_lazy_parameter_is_not_taken_for_a_cold_one():
+    torch = pytest.importorskip("torch")
+    from mlstate.integrations.torch._checkpoint.tiers import (
+        give_memory,
+        has_given_away,
+        is_given_away,
+    )
+
+    weight = torch.nn.Parameter(torch.ones(2))
+    give_memory(weight, None)
+    assert has_given_away() and is_given_away(weight)
+    assert not is_given_away(torch.nn.LazyLinear(3).weight)

@@ -1,0 +1,889 @@
+"""The commands for checkpoints: what they print, and with which status they end."""
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mlstate
+from mlstate.checkpoint import CheckpointManager
+from mlstate.checkpoint._store.writer_lock import WriterLock
+from mlstate.cli import diff as checkpoint_diff
+from mlstate.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+WEIGHTS = {"layer.w": np.arange(12.0, dtype=np.float32).reshape(4, 3), "layer.b": np.ones(3)}
+MOMENTS = {"layer.w.m": np.zeros((4, 3), np.float32)}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A checkpoint, a run of three steps and a file."""
+    folder = tmp_path_factory.mktemp("made")
+    metadata = {"run": "a"}
+    mlstate.save(folder / "ckpt", WEIGHTS, MOMENTS, metadata=metadata, step=7, pack_below_bytes=0)
+    manager = CheckpointManager(folder / "run", keep=None)
+    for step in (10, 20, 30):
+        manager.save(step, {"w": np.full(500, step), "frozen": np.ones(5)}, pack_below_bytes=0)
+    state = {"w": np.arange(300_000.0), "b": np.ones(2)}
+    mlstate.save_file(state, folder / "w.safetensors", {"a": "1"})
+    return folder
+
+
+@pytest.fixture
+def place(made, tmp_path, monkeypatch):
+    """A copy of these as the working directory."""
+    shutil.copytree(made, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
+
+
+@pytest.fixture
+def run(capsys):
+    """Call the command line; what it printed: status, lines, lines of standard error."""
+
+    def call(*arguments):
+        status = main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return status, out.splitlines(), err.splitlines()
+
+    return call
+
+
+@pytest.fixture
+def run_json(run):
+    def call(*arguments):
+        status, out, err = run(*arguments, "--json")
+        assert err == []
+        return status, json.loads("\n".join(out))
+
+    return call
+
+
+def shard_file(folder, key, step=None):
+    manager = CheckpointManager(folder)
+    checkpoint = mlstate.checkpoint.inspect(folder) if step is None else manager.checkpoint(step)
+    [shard] = [shard for shard in checkpoint.shards() if shard.key == key]
+    return Path(folder, shard.path), shard
+
+
+def flip(path, offset):
+    with Path(path).open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 4]))
+
+
+def words(lines):
+    return [line.split() for line in lines]
+
+
+# ---- inspect ----
+
+
+def test_inspect_lists_tensors_under_a_title(place, run):
+    status, out, err = run("inspect", "ckpt")
+    assert (status, err) == (0, [])
+    assert out[0] == "ckpt: step 7, 3 tensors, 120 B in 3 files, 1 rank"
+    assert out[1].startswith("saved 2")
+    assert out[2] == 'metadata: {"run": "a"}'
+    assert words(out[3:]) == [
+        ["tensor", "state", "dtype", "shape", "shards", "bytes", "version"],
+        ["layer.b", "float64", "(3,)", "1", "24", "B", "1"],
+        ["layer.w", "float32", "(4,", "3)", "1", "48", "B", "1"],
+        ["layer.w", "m", "float32", "(4,", "3)", "1", "48", "B", "1"],
+    ]
+
+
+def test_inspect_as_json_has_what_the_manifest_and_the_indexes_say(place, run_json):
+    status, data = run_json("inspect", "ckpt", "--shards")
+    found = mlstate.checkpoint.inspect("ckpt")
+    assert status == 0
+    assert data["format"] == "checkpoint"
+    assert (data["step"], data["steps"], data["world_size"]) == (7, [], 1)
+    assert data["generation"] == found.generation
+    assert data["metadata"] == {"run": "a"}
+    assert data["files"] == found.files()
+    assert data["bytes"] == data["stored_bytes"] == 120
+    assert [t["key"] for t in data["tensors"]] == ["layer.b", "layer.w", "layer.w.m"]
+    assert data["tensors"][2] == {
+        "section": "optim_state",
+        "key": "layer.w.m",
+        "parameter": "layer.w",
+        "state": "m",
+        "dtype": "float32",
+        "shape": [4, 3],
+        "layout": [],
+        "axes": None,
+        "shards": 1,
+        "bytes": 48,
+        "version": 1,
+        "tier": None,
+        "stored_bytes": 48,
+        "sparse_shards": 0,
+        "codec": None,
+    }
+    assert {s["key"]: s["path"] for s in data["shards"]} == {s.key: s.path for s in found.shards()}
+
+
+def test_inspect_a_run_lists_its_steps_and_shows_any(place, run, run_json):
+    _, out, _ = run("inspect", "run")
+    assert out[0].startswith("run: step 30, ")
+    assert "steps: 10, 20, 30" in out
+    status, data = run_json("inspect", "run", "--step", 20)
+    assert status == 0
+    assert (data["step"], data["steps"]) == (20, [10, 20, 30])
+    assert run_json("inspect", "ckpt", "--step", 7)[1]["step"] == 7
+
+
+def test_inspect_lists_shards_where_asked(place, run):
+    mlstate.checkpoint.reshard("ckpt", "cut", layout="rows", world_size=2)
+    _, out, _ = run("inspect", "cut", "--shards")
+    parts = [line[:2] for line in words(out) if line[0] == "layer.w" and line[1] in ("[0]", "[1]")]
+    assert parts == [["layer.w", "[0]"], ["layer.w", "[1]"]]
+    assert not any("[0]" in line for line in run("inspect", "cut")[1])
+
+
+@pytest.fixture
+def layered(place):
+    """Two saves of a table of few rows; the second changes 3 of 100."""
+    table = np.zeros((100, 64), np.float32)
+    table[10:30] = 1
+    state = {"t": table, "zero": np.zeros((50, 4))}
+    how = {"sparse": True, "incremental": True, "pack_below_bytes": 0}
+    mlstate.save("sparse", state, **how)
+    shutil.copytree("sparse", "first")
+    table[12:15] += 1
+    mlstate.save("sparse", state, **how)
+    return mlstate.checkpoint.inspect("sparse").shards()[0]
+
+
+def test_inspect_tells_what_is_stored_of_sparse_tensors(layered, run, run_json):
+    _, out, _ = run("inspect", "sparse", "--shards")
+    assert out[0] == "sparse: checkpoint, 2 tensors, 26.56 KiB, 5.75 KiB stored in 2 files, 1 rank"
+    lines = ["  ".join(line) for line in words(out)]
+    assert any("25.00  KiB,  5.75  KiB  stored" in line for line in lines)
+    assert any("1.56  KiB,  0  B  stored" in line for line in lines)
+    assert any(line.startswith("t  [0]") and line.endswith("2  layers") for line in lines)
+    first, second = layered.layers
+    assert any("5.00  KiB,  768  B  hidden" in line and first.path in line for line in lines)
+    assert any(line.endswith(f"{second.path}  {second.offset}") for line in lines)
+    _, data = run_json("inspect", "sparse", "--shards")
+    assert (data["bytes"], data["stored_bytes"]) == (27200, 23 * 256)
+    shard, zero = data["shards"]
+    assert shard["path"] is None and zero["layers"] == []
+    assert [layer["visible_bytes"] for layer in shard["layers"]] == [17 * 256, 3 * 256]
+    assert [layer["bytes"] for layer in shard["layers"]] == [20 * 256, 3 * 256]
+
+
+def test_diff_of_sparse_tensors(layered, run):
+    status, out, _ = run("diff", "first", "sparse")
+    assert status == 1 and any("t" in line.split() for line in out)
+    assert run("diff", "sparse", "sparse")[0] == 0
+    status, out, _ = run("verify", "sparse")
+    assert status == 0
+
+
+def test_inspect_a_plain_file(place, run, run_json):
+    status, out, _ = run("inspect", "w.safetensors")
+    assert status == 0
+    assert out[0] == "w.safetensors: file, 2 tensors, 2.29 MiB, with checksums"
+    assert out[1] == 'metadata: {"a": "1"}'
+    assert words(out[3:]) == [
+        ["b", "float64", "(2,)", "16", "B"],
+        ["w", "float64", "(300000,)", "2.29", "MiB"],
+    ]
+    _, data = run_json("inspect", "w.safetensors")
+    assert data["checksums"] is True
+    assert data["metadata"] == {"a": "1"}
+    assert data["tensors"][1]["shape"] == [300_000]
+    assert data["tensors"][1]["bytes"] == 2_400_000
+
+
+def test_a_name_that_cannot_be_printed_takes_one_line(place, run, run_json):
+    mlstate.save("odd", {"a\nb": np.ones(1), "x" * 300: np.ones(1)})
+    _, out, _ = run("inspect", "odd")
+    assert len(out) == 5
+    assert out[3].startswith("a\\nb ")
+    assert max(map(len, out)) < 200
+    _, data = run_json("inspect", "odd")
+    assert [t["key"] for t in data["tensors"]] == ["a\nb", "x" * 300]
+
+
+# ---- verify ----
+
+
+def test_verify_good(place, run, run_json):
+    status, out, err = run("verify", "ckpt")
+    assert (status, len(out), err) == (0, 1, [])
+    assert out[0].startswith("ckpt: good, step 7, ")
+    status, data = run_json("verify", "ckpt")
+    assert (status, data["good"], data["repaired"]) == (0, True, None)
+    assert (data["leftover"], data["strange"]) == ([], [])
+    [one] = data["checkpoints"]
+    assert (one["root"], one["step"], one["problems"]) == ("manifest.json", 7, [])
+    assert data["bytes"] == one["bytes"] > 120
+
+
+def test_verify_names_file_tensor_and_bytes_of_what_was_altered(place, run, run_json):
+    path, shard = shard_file("ckpt", "layer.w")
+    flip(path, shard.offset + 5)
+    status, out, err = run("verify", "ckpt")
+    assert (status, err) == (1, [])
+    assert out[0].startswith("ckpt: 1 problem, step 7, ")
+    assert words(out[2:3])[0][:4] == ["altered", shard.path, "layer.w", "4096-4144"]
+    status, data = run_json("verify", "ckpt")
+    assert (status, data["good"]) == (1, False)
+    [problem] = data["checkpoints"][0]["problems"]
+    assert (problem["kind"], problem["path"], problem["name"]) == ("altered", shard.path, "layer.w")
+    assert (problem["offset"], problem["length"]) == (4096, 48)
+
+
+@pytest.mark.parametrize("kind", ["missing", "length", "manifest", "no manifest", "index"])
+def test_verify_tells_damage_apart(place, run_json, kind):
+    path, shard = shard_file("ckpt", "layer.w")
+    if kind == "missing":
+        path.unlink()
+    elif kind == "length":
+        os.truncate(path, shard.offset + 3)
+    elif kind == "manifest":
+        flip("ckpt/manifest.json", 40)
+    elif kind == "no manifest":
+        Path("ckpt/manifest.json").unlink()
+        kind = "missing"
+    else:
+        [index] = Path("ckpt/index").iterdir()
+        flip(index, 40)
+    status, data = run_json("verify", "ckpt")
+    assert (status, data["good"]) == (1, False)
+    assert [p["kind"] for p in data["checkpoints"][0]["problems"]] == [kind]
+
+
+def test_verify_lists_files_left_over_and_files_of_others_and_is_content(place, run, run_json):
+    dead = "params/x.0-1.0123456789abcdef-0.safetensors"
+    Path("ckpt", dead).write_bytes(b"abc")
+    Path("ckpt/notes.txt").write_text("mine")
+    status, out, _ = run("verify", "ckpt")
+    assert status == 0
+    assert out[1:] == [
+        "1 file left over, which mlstate prune deletes:",
+        f"  {dead}",
+        "1 file of another program:",
+        "  notes.txt",
+    ]
+    _, data = run_json("verify", "ckpt")
+    assert (data["leftover"], data["strange"]) == ([dead], ["notes.txt"])
+
+
+def test_verify_one_step_or_all(place, run, run_json):
+    path, shard = shard_file("run", "w", 20)
+    flip(path, shard.offset)
+    assert run("verify", "run")[0] == 0
+    assert run("verify", "run", "--step", 20)[0] == 1
+    assert run("verify", "run", "--step", 10)[0] == 0
+    status, data = run_json("verify", "run", "--all-steps")
+    assert (status, data["good"]) == (1, False)
+    assert [(c["step"], c["good"]) for c in data["checkpoints"]] == [
+        (10, True),
+        (20, False),
+        (30, True),
+    ]
+    status, out, _ = run("verify", "run", "--all-steps")
+    assert status == 1
+    assert out[0].startswith("run: 1 of 3 checkpoints damaged, ")
+    assert words(out[1:2]) == [["step", "result", "read", "manifest"]]
+    assert [line[:2] for line in words(out[2:5])] == [["10", "good"], ["20", "1"], ["30", "good"]]
+    assert words(out[6:])[0][:4] == ["20", "altered", shard.path, "w"]
+
+
+def test_steps_are_sorted_by_number_and_paths_shown_once(place, run, run_json):
+    manager = CheckpointManager("mixed", keep=None)
+    for step in (5, 100, 20, 1000):
+        manager.save(step, {"w": np.full(5, step)})
+    assert "steps: 5, 20, 100, 1000" in run("inspect", "mixed")[1]
+    assert run_json("inspect", "mixed")[1]["steps"] == [5, 20, 100, 1000]
+    assert "(steps: 5, 20, 100, 1000)" in run("inspect", "mixed", "--step", 7)[2][0]
+    _, out, _ = run("verify", "mixed", "--all-steps")
+    assert out[0].startswith("mixed: 4 checkpoints good, ")
+    assert [line[0] for line in words(out[2:])] == ["5", "20", "100", "1000"]
+    assert not any("mixed" in line for line in out[1:])
+    _, data = run_json("verify", "mixed", "--all-steps")
+    assert [c["step"] for c in data["checkpoints"]] == [5, 20, 100, 1000]
+    _, out, _ = run("prune", "mixed", "--keep", 1, "--dry-run")
+    assert out[1:3] == ["3 steps would go: 5, 20, 100", "kept: 1000"]
+    assert run_json("prune", "mixed", "--keep", 2, "--dry-run")[1]["kept"] == [20, 1000]
+
+
+def test_verify_names_a_damaged_file_once(place, run):
+    _, out, _ = run("verify", "run", "--step", 20)
+    assert out[0].startswith("run: good, step 20, ")
+    flip("run/manifest.json", 40)
+    for options in ([], ["--all-steps"]):
+        _, out, _ = run("verify", "run", *options)
+        assert out[-1].count("manifest.json") == 1
+        assert "manifest.json  " in out[-1] and "  the text is not what was written" in out[-1]
+        assert str(place) not in out[-1] and " 0-0 " not in out[-1] and "…" not in out[-1]
+    Path("w.safetensors").write_bytes(b"junk")
+    assert run("verify", "w.safetensors")[1][-1].count("w.safetensors") == 1
+
+
+def test_verify_all_steps_looks_at_a_manifest_that_is_none_of_them(place, run_json):
+    flip("run/manifest.json", 40)
+    status, data = run_json("verify", "run", "--all-steps")
+    assert status == 1
+    assert [c["good"] for c in data["checkpoints"]] == [True, True, True, False]
+    assert data["checkpoints"][3]["root"] == "manifest.json"
+    status, data = run_json("verify", "ckpt", "--all-steps")  # which keeps no steps
+    assert (status, len(data["checkpoints"])) == (0, 1)
+
+
+def test_repair_puts_the_newest_good_step_in_place(place, run, run_json):
+    for step in (20, 30):
+        path, shard = shard_file("run", "w", step)
+        flip(path, shard.offset)
+    status, data = run_json("verify", "run", "--repair")
+    assert (status, data["good"]) == (0, True)
+    assert data["repaired"] == CheckpointManager("run").checkpoint(10).generation
+    assert mlstate.load("run").step == 10
+    assert run("verify", "run")[0] == 0
+
+
+def test_repair_says_what_it_did_or_could_not_do(place, run):
+    path, shard = shard_file("run", "w", 30)
+    flip(path, shard.offset)
+    status, out, _ = run("verify", "run", "--repair")
+    assert status == 0
+    assert "1 problem" in out[0]
+    assert out[-1].startswith("repaired: step 20, generation ")
+    shared, shard = shard_file("run", "frozen")  # which all steps need
+    flip(shared, shard.offset)
+    status, out, _ = run("verify", "run", "--repair")
+    assert status == 1
+    assert out[-1] == "not repaired: there is no older step that is good"
+
+
+def test_repair_puts_a_manifest_where_there_is_none(place, run):
+    Path("run/manifest.json").unlink()
+    assert run("inspect", "run")[0] == 2
+    assert run("verify", "run", "--repair")[0] == 0
+    assert mlstate.load("run").step == 30
+
+
+def test_verify_a_plain_file(place, run, run_json):
+    status, data = run_json("verify", "w.safetensors")
+    assert (status, data["good"], data["checksums"]) == (0, True, True)
+    assert data["checkpoints"][0]["root"] is None
+    size = Path("w.safetensors").stat().st_size
+    flip("w.safetensors", size - 8)
+    status, data = run_json("verify", "w.safetensors")
+    [problem] = data["checkpoints"][0]["problems"]
+    assert (status, problem["kind"], problem["name"]) == (1, "altered", "w")
+    assert problem["offset"] <= size - 8 < problem["offset"] + problem["length"]
+    assert run("verify", "w.safetensors")[0] == 1
+
+
+ZIP = b"PK\x03\x04" + bytes(40)
+OTHER_KINDS = {
+    "x.pt": (ZIP, "mlstate convert reads a .pt file (format torch)"),
+    "x.npz": (ZIP, "mlstate convert reads a .npz file (format npz)"),
+    "x.BIN": (b"\x80\x02", "mlstate convert reads a .bin file (format torch)"),
+    "x.mlmodel": (b"\x08\x07" * 20, "mlstate coreml states reads a .mlmodel"),
+    "x.h5": (b"\x89HDF\r\n\x1a\n" * 9, "mlstate convert reads .safetensors .npz"),
+    "notes": (b"", "with --from any suffix"),
+}
+
+
+@pytest.mark.parametrize("command", [["verify"], ["inspect"], ["diff", "ckpt"]], ids=" ".join)
+@pytest.mark.parametrize("name", OTHER_KINDS)
+def test_a_good_file_of_another_kind_is_not_damaged(place, run, name, command):
+    (place / name).write_bytes(OTHER_KINDS[name][0])
+    status, out, err = run(*command, name)
+    assert (status, out) == (2, [])
+    assert err[0].startswith(f"mlstate: {name} is not a .safetensors file: ")
+    assert OTHER_KINDS[name][1] in err[0]
+
+
+def test_verify_names_the_reader_of_a_folder_of_another_kind(place, run):
+    (place / "dcp").mkdir()
+    (place / "dcp" / ".metadata").touch()
+    (place / "x.mlpackage").mkdir()
+    assert "mlstate convert reads a torch distributed" in run("verify", "dcp")[2][0]
+    assert "mlstate coreml states reads" in run("verify", "x.mlpackage")[2][0]
+
+
+def test_verify_knows_safetensors_files_by_suffix_or_header(place, run):
+    (place / "w.safetensors").rename(place / "w.bin")
+    assert run("verify", "w.bin")[0] == 0
+    (place / "cut.safetensors").write_bytes(b"PK")
+    assert run("verify", "cut.safetensors")[0] == 1
+
+
+def test_verify_a_file_without_checksums_says_so(place, run, run_json):
+    numpy_files = pytest.importorskip("safetensors.numpy", reason="another writer of the format")
+    numpy_files.save_file({"w": np.ones(3)}, "other.safetensors")
+    status, out, _ = run("verify", "other.safetensors")
+    assert status == 0
+    assert out[0].endswith("good, no checksums: only its structure was looked at")
+    assert run_json("verify", "other.safetensors")[1]["checksums"] is False
+    assert run("inspect", "other.safetensors")[1][0].endswith("no checksums")
+
+
+@pytest.mark.parametrize("damage", ["cut off", "header", "empty", "text"])
+def test_a_plain_file_that_cannot_be_believed(place, run, damage):
+    path = Path("w.safetensors")
+    raw = path.read_bytes()
+    path.write_bytes(
+        {
+            "cut off": raw[:-1],
+            "header": raw[:20] + bytes([raw[20] ^ 1]) + raw[21:],
+            "empty": b"",
+            "text": b"{}" * 40,
+        }[damage]
+    )
+    status, out, err = run("verify", path)
+    assert (status, err) == (1, [])
+    assert "1 problem" in out[0]
+    assert out[2].startswith("header")
+    assert run("inspect", path)[::2][0] == 2
+    assert run("diff", path, path)[0] == 2
+
+
+# ---- diff ----
+
+
+def test_diff_of_the_same(place, run, run_json):
+    status, out, _ = run("diff", "ckpt", "ckpt")
+    assert status == 0
+    assert out == ["model: identical: 2 tensors", "optimizer: identical: 1 tensor"]
+    status, data = run_json("diff", "ckpt", "ckpt")
+    assert (status, data["identical"]) == (0, True)
+    assert (data["model"]["unchanged"], data["optimizer"]["unchanged"]) == (2, 1)
+    assert data["first"] == data["second"] == {"path": str(place / "ckpt"), "step": 7}
+
+
+def test_diff_of_two_steps(place, run, run_json):
+    status, out, _ = run("diff", "run", "run", "--first-step", 10)
+    assert status == 1
+    assert words(out) == [
+        ["model:", "1", "changed,", "1", "unchanged"],
+        ["tensor", "changed", "max", "abs", "max", "rel"],
+        ["w", "500", "of", "500", "20", "0.667"],
+    ]
+    _, data = run_json("diff", "run", "run", "--first-step", 10, "--second-step", 20)
+    assert (data["first"]["step"], data["second"]["step"]) == (10, 20)
+    [change] = data["model"]["changes"]
+    assert change == {
+        "name": "w", "changed": 500, "size": 500, "nan": 0, "max_abs": 10.0, "max_rel": 0.5,
+    }  # fmt: skip
+
+
+def test_diff_tells_names_shapes_dtypes_and_infinities(place, run, run_json):
+    one = {"only": np.ones(1), "shape": np.ones(2), "dtype": np.ones(2), "far": np.zeros(1)}
+    two = {"new": np.ones(1), "shape": np.ones(3), "dtype": np.ones(2, "f4"), "far": [np.inf]}
+    mlstate.save("one", one)
+    mlstate.save("two", {k: np.asarray(v) for k, v in two.items()}, {"new.m": np.ones(1)})
+    status, data = run_json("diff", "one", "two")
+    model = data["model"]
+    assert (status, data["identical"]) == (1, False)
+    assert (model["missing"], model["unexpected"]) == (["only"], ["new"])
+    assert model["shapes"] == [{"name": "shape", "first": [2], "second": [3]}]
+    assert model["dtypes"] == [{"name": "dtype", "first": "float64", "second": "float32"}]
+    assert model["changes"][0]["max_abs"] is None  # JSON has no infinity
+    assert data["optimizer"]["unexpected"] == ["new.m"]
+    status, out, _ = run("diff", "one", "two")
+    assert status == 1
+    assert any("(2,) -> (3,)" in line for line in out)
+    assert any("float64 -> float32" in line for line in out)
+
+
+def test_diff_between_kinds_and_layouts(place, run, monkeypatch):
+    assert run("convert", "ckpt", "both.safetensors")[0] == 0
+    assert run("reshard", "ckpt", "cut", "--layout", "axis:1=2,flat=3")[0] == 0
+    assert run("diff", "ckpt", "both.safetensors")[0] == 0
+    assert run("diff", "both.safetensors", "cut")[0] == 0
+    monkeypatch.setattr(checkpoint_diff, "_BATCH_BYTES", 1)
+    assert run("diff", "cut", "ckpt")[1] == [
+        "model: identical: 2 tensors",
+        "optimizer: identical: 1 tensor",
+    ]
+    monkeypatch.setattr(checkpoint_diff, "_BATCH_TENSORS", 1)
+    assert run("diff", "ckpt", "run")[0] == 1
+
+
+def test_diff_puts_few_tensors_together_at_a_time(place, monkeypatch):
+    state = {f"t{i}": np.ones((64, 64), np.float32) for i in range(8)}
+    mlstate.save("whole", state)
+    mlstate.checkpoint.reshard("whole", "cut", layout="rows", world_size=2)
+    monkeypatch.setattr(checkpoint_diff, "_BATCH_BYTES", 3 * 64 * 64 * 4)
+    sides = [checkpoint_diff._side(name, None) for name in ("whole", "cut")]
+    assert [len(batch) for batch in checkpoint_diff._batches(0, sides)] == [3, 3, 2]
+    assert [len(b) for b in checkpoint_diff._batches(0, [sides[0], sides[0]])] == [8]
+
+
+def test_diff_with_a_file_that_is_gone(place, run):
+    shard_file("ckpt", "layer.b")[0].unlink()
+    status, out, err = run("diff", "ckpt", "run")
+    assert (status, out, len(err)) == (2, [], 1)
+    assert "layer.b" in err[0]
+
+
+# ---- reshard ----
+
+
+@pytest.mark.parametrize(
+    ("layout", "world", "ranks"),
+    [("rows", 3, 3), ("flat", 2, 2), ("whole", None, 1), ("axis:1", 2, 2), ("rows=2", None, 2),
+     ("axis:1=3,rows=2", None, 6)],
+)  # fmt: skip
+def test_reshard_keeps_every_bit(place, run, layout, world, ranks):
+    extra = [] if world is None else ["--world-size", world]
+    status, out, err = run("reshard", "ckpt", "cut", "--layout", layout, *extra)
+    assert (status, err) == (0, [])
+    assert out[0].startswith("cut: 120 B in ")
+    assert out[0].endswith(f"for {ranks} rank{'' if ranks == 1 else 's'}")
+    loaded = mlstate.load("cut")
+    assert np.array_equal(loaded.model["layer.w"], WEIGHTS["layer.w"])
+    assert np.array_equal(loaded.optimizer["layer.w.m"], MOMENTS["layer.w.m"])
+    assert loaded.metadata == {"run": "a"}
+
+
+def test_reshard_a_step(place, run_json):
+    options = ["--layout", "rows", "--world-size", 2]
+    status, data = run_json("reshard", "run", "cut", "--step", 20, *options)
+    assert status == 0
+    assert (data["step"], data["world_size"], data["layout"]) == (20, 2, [[0, 2]])
+    assert data["target"] == str(place / "cut")
+    assert mlstate.load("cut").model["w"][0] == 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--layout", "rows"], "--world-size N"),
+        (["--layout", "rows=2,axis:1"], "axis:1=N"),
+        (["--layout", "columns", "--world-size", "2"], "'columns' is none of"),
+        (["--layout", "rows=2", "--world-size", "3"], "2 parts for 3 ranks"),
+        (["--layout", "flat=2,rows=2"], "flat"),
+        (["--layout", "rows", "--world-size", "0"], "must be 1 or more"),
+        (["--layout", "rows=2", "--step", "5"], "no step 5"),
+    ],
+)
+def test_reshard_refuses(place, run, arguments, text):
+    status, out, err = run("reshard", "ckpt", "cut", *arguments)
+    assert (status, out, len(err)) == (2, [], 1)
+    assert text in err[0]
+    assert not Path("cut").exists()
+
+
+def test_reshard_refuses_a_damaged_source_and_the_source_itself(place, run):
+    options = ["--layout", "rows=2"]
+    assert "another folder" in run("reshard", "ckpt", "ckpt", *options)[2][0]
+    assert "mlstate convert" in run("reshard", "w.safetensors", "cut", *options)[2][0]
+    path, shard = shard_file("ckpt", "layer.w")
+    flip(path, shard.offset)
+    status, _, err = run("reshard", "ckpt", "cut", *options)
+    assert (status, len(err)) == (2, 1)
+    assert "altered" in err[0]
+    assert not Path("cut").exists()
+
+
+# ---- convert ----
+
+
+def test_convert_there_and_back(place, run, run_json):
+    status, out, err = run("convert", "ckpt", "state.npz")
+    assert (status, err) == (0, [])
+    assert out == ["state.npz (npz): model of 2 tensors, 72 B; optimizer of 1 tensor, 48 B"]
+    status, data = run_json("convert", "state.npz", "back")
+    assert status == 0
+    assert (data["source_format"], data["target_format"]) == ("npz", "mlstate")
+    assert data["model"] == {"tensors": 2, "bytes": 72}
+    assert data["optimizer"] == {"tensors": 1, "bytes": 48}
+    assert data["target"] == str(place / "back")
+    assert run("diff", "ckpt", "back")[0] == 0
+
+
+def test_convert_a_step_and_by_named_formats(place, run, run_json):
+    assert run("convert", "run", "ten.bin", "--step", 10, "--to", "safetensors")[0] == 0
+    assert mlstate.load_file("ten.bin")["w"][0] == 10
+    _, data = run_json("convert", "ten.bin", "ten", "--from", "safetensors")
+    assert (data["source_format"], data["optimizer"]) == ("safetensors", None)
+
+
+def test_convert_to_torch_and_back(place, run):
+    pytest.importorskip("torch", reason="writes torch's files")
+    assert run("convert", "ckpt", "state.pt")[0] == 0
+    assert run("convert", "state.pt", "back")[0] == 0
+    assert run("diff", "ckpt", "back")[0] == 0
+
+
+def test_convert_without_torch_says_what_to_install(place, run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    status, out, err = run("convert", "ckpt", "state.pt")
+    assert (status, out) == (2, [])
+    assert err == ["mlstate: files of torch need torch: pip install 'mlstate[torch]'"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["ckpt", "state.zip"], "suffix '.zip'"),
+        (["ckpt", "ckpt"], "another path"),
+        (["nothing", "state.npz"], "nothing: No such file"),
+        (["w.safetensors", "state.npz", "--step", "3"], "no steps"),
+        (["run", "state.npz", "--step", "3"], "no step 3 there (steps: 10, 20, 30)"),
+        (["ckpt", "state.npz", "--to", "onnx"], "onnx"),
+    ],
+)
+def test_convert_refuses(place, run, arguments, text):
+    status, out, err = run("convert", *arguments)
+    assert (status, out, len(err)) == (2, [], 1)
+    assert text in err[0]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["reshard", "run", "target", "--layout", "rows=2"],
+        ["convert", "run", "target"],
+        ["convert", "run", "target", "--to", "npz"],
+        ["convert", "run", "target", "--to", "safetensors"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("what", ["file", "folder", "dangling link"])
+def test_a_target_that_exists_is_refused_alike(place, run, command, what):
+    target = Path("target")
+    if what == "file":
+        target.write_text("mine")
+    elif what == "folder":
+        target.mkdir()
+        (target / "notes").write_text("mine")
+    else:
+        target.symlink_to("nowhere")
+    status, out, err = run(*command)
+    assert (status, out, len(err)) == (2, [], 1)
+    assert "target: cannot write the target: it exists already" in err[0]
+    assert "--force" in err[0]
+    assert not Path("nowhere").exists()
+
+
+def test_force_says_what_it_cannot_replace(place, run):
+    Path("file").write_text("mine")
+    Path("folder.npz").mkdir()
+    for command in (["convert", "run", "file", "--to", "mlstate"],
+                    ["reshard", "run", "file", "--layout", "whole"]):  # fmt: skip
+        status, _, err = run(*command, "--force")
+        assert (status, len(err)) == (2, 1)
+        assert "file: " in err[0] and "delete it first" in err[0]
+    assert Path("file").read_text() == "mine"
+    status, _, err = run("convert", "run", "folder.npz")
+    assert status == 2
+    assert err[0].endswith("/folder.npz: Is a directory")
+
+
+# ---- prune ----
+
+
+def test_prune_says_what_is_gone(place, run, run_json):
+    dead = Path("ckpt/optim_state/x.0-1.0123456789abcdef-0.safetensors.tmp")
+    dead.write_bytes(b"abc")
+    name = str(dead.relative_to("ckpt"))
+    status, out, _ = run("prune", "ckpt", "--dry-run")
+    assert status == 0
+    assert out[0] == "ckpt: would delete 1 file, 3 B"
+    assert words(out[1:]) == [["file", "bytes"], [name, "3", "B"]]
+    assert dead.exists()
+    status, data = run_json("prune", "ckpt")
+    assert (status, data["files"], data["bytes"]) == (0, {name: 3}, 3)
+    assert (data["dry_run"], data["steps"], data["kept"]) == (False, [], [])
+    assert not dead.exists()
+    assert run("prune", "ckpt")[1] == ["ckpt: deleted nothing"]
+    assert run("verify", "ckpt")[0] == 0
+
+
+def test_prune_gives_up_steps(place, run, run_json):
+    status, data = run_json("prune", "run", "--keep", 1, "--dry-run")
+    assert (status, data["steps"], data["kept"]) == (0, [10, 20], [30])
+    assert CheckpointManager("run").steps() == [10, 20, 30]
+    _, out, _ = run("prune", "run", "--keep", 1)
+    assert out[1:3] == ["2 steps gone: 10, 20", "kept: 30"]
+    assert CheckpointManager("run").steps() == [30]
+    assert run("verify", "run", "--all-steps")[0] == 0
+
+
+def test_prune_refuses(place, run):
+    assert run("prune", "run", "--keep", 0)[0::2] == (
+        2,
+        ["mlstate: --keep must be 1 or more, got 0"],
+    )
+    assert "nothing to prune" in run("prune", "w.safetensors")[2][0]
+    with WriterLock("ckpt"):
+        status, out, err = run("prune", "ckpt")
+        assert (status, out, len(err)) == (2, [], 1)
+        assert "is writing it" in err[0]
+        assert run("prune", "ckpt", "--dry-run")[0] == 0
+    flip("ckpt/manifest.json", 40)
+    assert run("prune", "ckpt")[0] == 2
+
+
+# ---- all of them ----
+
+
+def test_a_path_that_cannot_be_printed_takes_one_line(place, run):
+    odd = os.fsdecode(b"a\xff\nb")
+    Path("ckpt").rename(odd)
+    for command in (["inspect"], ["verify"], ["prune"]):
+        status, out, err = run(*command, odd)
+        assert (status, err) == (0, [])
+        assert out[0].startswith("a\\udcff\\nb: ")
+    assert run("reshard", odd, f"{odd}2", "--layout", "rows=2")[1][0].startswith("a\\udcff\\nb2: ")
+    status, out, _ = run("convert", odd, "x.npz", "--step", 7)
+    assert status == 0
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "prune", "diff", "reshard"])
+@pytest.mark.parametrize("what", ["missing", "empty folder"])
+def test_no_checkpoint_there_is_one_line_and_status_2(place, run, command, what):
+    path = "nothing"
+    if what == "empty folder":
+        Path(path).mkdir()
+    extra = {"diff": ["ckpt"], "reshard": ["cut", "--layout", "rows=2"]}.get(command, [])
+    status, out, err = run(command, path, *extra)
+    assert (status, out, len(err)) == (2, [], 1)
+    assert err[0].startswith("mlstate: nothing: ")
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "convert"])
+def test_a_file_has_no_steps_and_a_run_not_any(place, run, command):
+    extra = ["x.npz"] if command == "convert" else []
+    for path, text in (("w.safetensors", "no steps"), ("run", "no step 11 there")):
+        status, out, err = run(command, path, *extra, "--step", 11)
+        assert (status, out, len(err)) == (2, [], 1)
+        assert text in err[0]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["inspect"],
+        ["inspect", "a", "b"],
+        ["inspect", "a", "--step", "last"],
+        ["verify", "a", "--step", "1", "--all-steps"],
+        ["verify", "a", "--repair", "--all-steps"],
+        ["diff", "a"],
+        ["reshard", "a", "b"],
+        ["convert", "a"],
+        ["prune", "a", "--keep"],
+    ],
+)
+def test_wrong_usage_is_one_line_and_status_2(run, arguments):
+    status, out, err = run(*arguments)
+    assert (status, out, len(err)) == (2, [], 1)
+    assert "--help" in err[0]
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "diff", "reshard", "convert", "prune"])
+def test_help_tells_the_status(run, command):
+    status, out, _ = run(command, "--help")
+    assert status == 0
+    assert "exit status: 0 good," in " ".join(out)
+
+
+def test_a_plain_file_is_nothing_to_repair(place, run):
+    for option in ("--repair", "--all-steps"):
+        assert run("verify", "w.safetensors", option)[0] == 2
+
+
+def test_an_interrupt_ends_it_without_a_traceback(place, run, monkeypatch):
+    def interrupt(*unused, **keywords):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mlstate.cli.prune.prune", interrupt)
+    assert run("prune", "ckpt") == (130, [], [])
+
+
+def test_a_reader_that_leaves_early_is_no_error(place):
+    mlstate.save("many", {f"tensor.{i}": np.zeros(1) for i in range(3000)})
+    many = f'"{place / "many"}"'
+    for command in (f"inspect {many}", f"inspect {many} --json", f"diff {many} '{place}/ckpt'"):
+        line = f'"{sys.executable}" -m mlstate {command} | head -1'
+        done = subprocess.run(
+            line, shell=True, capture_output=True, text=True, timeout=60, cwd=ROOT
+        )
+        assert len(done.stdout.splitlines()) == 1
+        assert done.stderr == ""
+
+
+# ---- progress ----
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def commands(place):
+    return [
+        ["verify", "ckpt"],
+        ["verify", "run", "--all-steps"],
+        ["verify", "w.safetensors"],
+        ["diff", "ckpt", "run"],
+        ["reshard", "ckpt", "cut", "--layout", "rows=2"],
+    ]
+
+
+def test_progress_is_a_line_on_a_terminal(commands, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    for command in commands:
+        terminal = Terminal()
+        monkeypatch.setattr(sys, "stderr", terminal)
+        main(command)
+        shown = terminal.getvalue()
+        assert "100 %" in shown, command
+        assert shown.endswith("\r")
+        assert "\n" not in shown
+    assert "%" not in capsys.readouterr().out
+
+
+def test_progress_is_that_of_tqdm_where_there_is_tqdm(commands, monkeypatch):
+    pytest.importorskip("tqdm", reason="draws the bar")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert main(commands[0]) == 0
+    assert "verify" in terminal.getvalue()
+    assert "\n" not in terminal.getvalue()
+
+
+def test_no_progress_where_nobody_looks_on(commands, run):
+    for command in commands:
+        assert run(*command)[2] == []
+
+
+def test_nothing_but_the_progress_is_lost_without_standard_error(place, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["verify", "ckpt"]) == 0
+
+
+def test_inspect_says_how_layers_are_compressed(place, run, run_json):
+    counts = np.arange(200_000) % 7
+    mlstate.save("coded", {"counts": counts}, compress="zlib")
+    _, out, _ = run("inspect", "coded", "--shards")
+    assert any(" zlib" in line and "params/counts" in line for line in out)
+    assert not any("hidden" in line for line in out)
+    _, data = run_json("inspect", "coded", "--shards")
+    [tensor], [shard] = data["tensors"], data["shards"]
+    assert (tensor["codec"], tensor["bytes"]) == ("zlib", counts.nbytes)
+    [layer] = shard["layers"]
+    assert layer["bytes"] == tensor["stored_bytes"] < layer["held_bytes"] == counts.nbytes
+    assert layer["visible_bytes"] == counts.nbytes
+    status, out, _ = run("diff", "coded", "coded")
+    assert status == 0

@@ -1,0 +1,263 @@
+"""The command line as a process: Ctrl-C at any moment, streams that fail, no colour."""
+
+import contextlib
+import json
+import os
+import pty
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mlstate
+from mlstate.checkpoint._files.convert import read_any
+
+ROOT = Path(mlstate.__file__).parents[1]
+COMMAND = [sys.executable, "-m", "mlstate"]
+# What pip writes as bin/mlstate
+SCRIPT = [sys.executable, "-c", "from mlstate.cli import run_process; run_process()"]
+STARTED = """
+import mlstate.cli
+print("started", flush=True)
+mlstate.cli.run_process()
+"""
+# Short naps: a signal just before a nap is handled after it
+SLOW = """
+import time
+print("importing", flush=True)
+for _ in range(600):
+    time.sleep(0.1)
+"""
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A small checkpoint and a run of two steps."""
+    mlstate.save(tmp_path / "ckpt", {"w": np.ones((4, 4))}, {"w.m": np.zeros((4, 4))}, step=1)
+    with mlstate.checkpoint.CheckpointManager(tmp_path / "run") as manager:
+        for step in (1, 2):
+            manager.save(step, {"w": np.full(3, step)})
+    return tmp_path
+
+
+def environment(*folders, **variables):
+    """Variables for a process that finds the package, and first what is in `folders`."""
+    path = os.pathsep.join(map(str, [*folders, ROOT]))
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return {**buffered, "PYTHONPATH": path, **variables}
+
+
+def start(command, place, *folders, **variables):
+    return subprocess.Popen(
+        command,
+        cwd=place,
+        env=environment(*folders, **variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def shell(line, place, **variables):
+    """Run `mlstate ...` in a shell."""
+    line = line.replace("mlstate", f'"{sys.executable}" -m mlstate')
+    return subprocess.run(
+        ["bash", "-o", "pipefail", "-c", line],
+        cwd=place,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+# ---- Ctrl-C ----
+
+
+def interrupt(process):
+    """Send the signal that Ctrl-C sends; return the exit status and standard error."""
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    return process.returncode, err
+
+
+@pytest.fixture
+def slow(place):
+    """Make a module that says when it is imported, and sleeps."""
+
+    def make(module, code=SLOW):
+        folder = place / "slow" / module
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").write_text(code)
+        return folder.parent
+
+    return make
+
+
+@pytest.mark.parametrize("command", [COMMAND, SCRIPT], ids=["module", "script"])
+@pytest.mark.parametrize("module", ["numpy", "argparse", "json"])
+def test_an_interrupt_while_modules_are_imported(place, slow, command, module):
+    with start([*command, "inspect", "ckpt"], place, slow(module)) as process:
+        assert process.stdout.readline() == "importing\n"
+        assert interrupt(process) == (130, "")
+
+
+def test_an_interrupt_that_an_import_swallows_ends_the_process(place, slow):
+    lines = SLOW.replace("\n", "\n    ")
+    code = f"try:\n    pass{lines}\nexcept BaseException: pass"
+    with start([*COMMAND, "inspect", "ckpt"], place, slow("argparse", code)) as process:
+        assert process.stdout.readline() == "importing\n"
+        assert interrupt(process) == (130, "")
+
+
+def test_an_interrupt_while_a_command_imports_its_framework(place, slow):
+    with start([*COMMAND, "convert", "ckpt", "out.pt"], place, slow("torch")) as process:
+        assert process.stdout.readline() == "importing\n"
+        assert interrupt(process) == (130, "")
+    assert not (place / "out.pt").exists()
+
+
+def test_an_interrupt_while_python_exits(place, slow):
+    code = f"import atexit\natexit.register(lambda: exec({SLOW!r}))\nfrom tqdm_of_nobody import x"
+    folder = slow("tqdm", code)  # imported by the progress line, which needs a terminal
+    terminal, other = pty.openpty()
+    command = [*COMMAND, "verify", "ckpt"]
+    with subprocess.Popen(
+        command, cwd=place, env=environment(folder), stdout=subprocess.PIPE, stderr=other, text=True
+    ) as process:
+        os.close(other)
+        assert process.stdout.readline().startswith("ckpt: good")
+        assert process.stdout.readline() == "importing\n"
+        assert interrupt(process)[0] == 130
+    shown = os.read(terminal, 10_000).decode()
+    os.close(terminal)
+    assert "Traceback" not in shown and "Exception" not in shown
+
+
+def test_an_ignored_interrupt_stays_ignored(place, slow):
+    folder = slow("torch", SLOW.replace("600", "5") + "raise ImportError")
+    command = ["bash", "-c", "trap '' INT; exec \"$@\"", "-", *COMMAND, "convert", "ckpt", "x.pt"]
+    with start(command, place, folder) as process:
+        assert process.stdout.readline() == "importing\n"
+        status, err = interrupt(process)
+    assert status == 2
+    assert "mlstate[torch]" in err
+
+
+ANY_MOMENT = [
+    ["convert", "large.safetensors", "out.npz", "--force"],
+    ["convert", "large.safetensors", "out", "--force"],
+    ["reshard", "run", "out", "--layout", "rows=2", "--force"],
+    ["verify", "large.safetensors"],
+]
+
+
+@pytest.mark.parametrize("arguments", ANY_MOMENT, ids=" ".join)
+def test_an_interrupt_at_any_moment_leaves_nothing_half_written(place, arguments):
+    mlstate.save_file({"w": np.zeros(2_000_000)}, place / "large.safetensors")
+    begin = time.monotonic()
+    with start([*COMMAND, *arguments], place) as whole:
+        assert whole.communicate(timeout=60)[1] == ""
+    seconds = time.monotonic() - begin
+    before = {path.name for path in place.iterdir()}
+    chance = random.Random(7)
+    for _ in range(10):
+        with start([sys.executable, "-c", STARTED, *arguments], place) as process:
+            assert process.stdout.readline() == "started\n"  # Python's own start is not ours
+            time.sleep(chance.uniform(0, seconds))
+            status, err = interrupt(process)
+        # Python itself ends by the signal once it has taken its handlers down
+        assert (status in (0, 130, -signal.SIGINT), err) == (True, ""), status
+        assert {path.name for path in place.iterdir()} == before
+        for name in before & {"out", "out.npz"}:
+            assert read_any(place / name)[0] is not None
+
+
+# ---- streams ----
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("command", ["--help", "inspect ckpt", "inspect ckpt --json", "info"])
+def test_a_full_disk_is_one_line_and_status_2(place, command):
+    done = shell(f"mlstate {command} >/dev/full", place)
+    assert (done.returncode, done.stderr) == (2, "mlstate: No space left on device\n")
+
+
+@pytest.mark.parametrize("command", ["--help", "verify --help", "--version", "inspect ckpt --json"])
+def test_a_reader_that_reads_nothing_is_no_error(place, command):
+    done = shell(f"mlstate {command} | (exec <&-; sleep 0.7)", place)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_errors_do_not_go_to_standard_output(place):
+    done = shell("mlstate inspect nothing 2>&-", place)
+    assert (done.returncode, done.stdout) == (2, "")
+    done = shell("mlstate inspect nothing 2>&1 | (exec <&-; sleep 0.7)", place)
+    assert done.returncode == 2
+
+
+def test_names_that_standard_output_cannot_show_are_escaped(place):
+    done = shell("mlstate convert ckpt ü.npz", place, PYTHONIOENCODING="ascii", PYTHONUTF8="1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("\\xfc.npz (npz): ")
+
+
+def test_a_library_that_cannot_be_loaded_is_one_line_and_status_2(place):
+    done = shell("mlstate inspect ckpt", place, MLSTATE_CPU="sse9")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("mlstate: MLSTATE_CPU: instruction set 'sse9'")
+
+
+COMMANDS = [
+    ["--help"],
+    ["inspect", "ckpt"],
+    ["verify", "run", "--all-steps"],
+    ["verify", "nothing"],
+    ["unknown"],
+    ["diff", "ckpt", "run"],
+    ["prune", "run", "--dry-run"],
+    ["info"],
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_there_is_no_colour_in_a_pipe_or_with_no_color(place, command):
+    done = shell(f"mlstate {' '.join(command)}", place)
+    assert "\x1b" not in done.stdout + done.stderr
+    terminal, other = pty.openpty()
+    variables = environment(NO_COLOR="1", TERM="xterm-256color")
+    with subprocess.Popen(
+        [*COMMAND, *command], cwd=place, env=variables, stdout=other, stderr=other
+    ) as process:
+        os.close(other)
+        shown = b""
+        with contextlib.suppress(OSError):  # Linux reports the end of a terminal as EIO
+            while chunk := os.read(terminal, 10_000):
+                shown += chunk
+    os.close(terminal)
+    assert process.returncode in (0, 1, 2)
+    assert shown and b"\x1b[3" not in shown and b"\x1b[1" not in shown
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["inspect", "ckpt"],
+        ["verify", "ckpt"],
+        ["diff", "ckpt", "ckpt"],
+        ["reshard", "ckpt", "out", "--layout", "whole"],
+        ["convert", "ckpt", "out"],
+        ["prune", "ckpt"],
+        ["info"],
+    ],
+    ids=" ".join,
+)
+def test_json_is_all_that_is_printed(place, command):
+    done = shell(f"mlstate {' '.join(command)} --json", place)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert isinstance(json.loads(done.stdout), dict)

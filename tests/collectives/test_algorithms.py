@@ -1,0 +1,142 @@
+"""The operations as exchanges: ranks are threads, and bytes travel through queues."""
+
+from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
+
+import numpy as np
+import pytest
+
+from mlstate.collectives._algorithms import ExchangeEngine
+
+SECONDS = 20
+
+
+class Link:
+    """A rank's way to the others, which counts the bytes that it sent."""
+
+    def __init__(self, queues, rank):
+        self.queues, self.rank, self.world_size = queues, rank, len(queues)
+        self.sent_bytes = 0
+
+    def exchange(self, sends, receives):
+        for to, part in enumerate(sends):
+            if to != self.rank and len(part):
+                self.queues[to][self.rank].put(part.copy())
+                self.sent_bytes += len(part)
+        for source, part in enumerate(receives):
+            if source != self.rank and len(part):
+                part[:] = self.queues[self.rank][source].get(timeout=SECONDS)
+
+    def bytes_of(self, flat):
+        return flat.view(np.uint8)
+
+    def from_bytes(self, data):
+        return np.frombuffer(data, np.uint8)
+
+    def to_bytes(self, memory):
+        return memory.tobytes()
+
+    def reduce(self, parts, op, out):
+        assert op == "sum"
+        out[:] = sum(part.copy() for part in parts)
+
+
+class Group(ExchangeEngine):
+    """Just the algorithms; what they need of an engine is the link."""
+
+    abort = close = _perform = _source = _target = _put = None
+
+
+def run(world, operation):
+    """Return what each rank's operation returned, and the bytes it sent."""
+    queues = [[Queue() for _ in range(world)] for _ in range(world)]
+    links = [Link(queues, rank) for rank in range(world)]
+    with ThreadPoolExecutor(world) as pool:
+        found = list(pool.map(lambda link: operation(Group(), link), links))
+    assert all(queue.empty() for of_rank in queues for queue in of_rank)
+    return found, [link.sent_bytes for link in links]
+
+
+WORLDS = pytest.mark.parametrize("world", [1, 2, 3, 5])
+
+
+@WORLDS
+@pytest.mark.parametrize("length", [0, 1, 7, 20_003])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_every_rank_gets_the_sum(world, length, in_place):
+    def operation(group, link):
+        source = np.arange(length) * (link.rank + 1)
+        target = source if in_place else np.empty_like(source)
+        group._reduce_all(link, source, "sum", target)
+        return target
+
+    for found in run(world, operation)[0]:
+        assert np.array_equal(found, np.arange(length) * (world * (world + 1) // 2))
+
+
+@WORLDS
+def test_rows_are_reduced_and_spread(world):
+    rows = [rank % 3 for rank in range(world)]  # of two elements
+
+    def operation(group, link):
+        source = np.arange(2 * sum(rows)) + link.rank
+        part, whole = np.empty(2 * rows[link.rank], int), np.empty_like(source)
+        group._reduce_rows(link, source, rows, "sum", part)
+        group._spread(link, part, rows, whole)
+        return whole
+
+    for found in run(world, operation)[0]:
+        total = np.arange(2 * sum(rows)) * world + sum(range(world))
+        assert np.array_equal(found, total)
+
+
+@WORLDS
+@pytest.mark.parametrize("shift", [None, 0, 1])  # of the target over the source, in elements
+def test_rows_are_traded_also_over_the_same_memory(world, shift):
+    def operation(group, link):
+        memory = np.zeros(world + 1, int)
+        source = memory[:world]
+        source[:] = np.arange(world) + 10 * link.rank
+        target = np.empty(world, int) if shift is None else memory[shift:][:world]
+        group._trade(link, source, [1] * world, target, [1] * world)
+        return target
+
+    for rank, found in enumerate(run(world, operation)[0]):
+        assert np.array_equal(found, np.arange(world) * 10 + rank)
+
+
+@WORLDS
+@pytest.mark.parametrize("length", [0, 100, 1 << 20])
+def test_long_broadcasts_are_passed_on_in_parts(world, length):
+    root = world - 1
+
+    def operation(group, link):
+        memory = np.arange(length, dtype=np.uint8) if link.rank == root else np.zeros(length, "u1")
+        group._broadcast(link, memory, root)
+        return memory
+
+    found, sent = run(world, operation)
+    for memory in found:
+        assert np.array_equal(memory, np.arange(length, dtype=np.uint8))
+    assert max(sent) <= (2 * length if length >= 1 << 20 else length * (world - 1))
+
+
+@WORLDS
+@pytest.mark.parametrize("root", [None, 0])
+def test_short_and_long_texts_are_gathered(world, root):
+    texts = [bytes([rank]) * (rank * 150) for rank in range(world)]
+    found, _ = run(world, lambda group, link: group._gather(link, texts[link.rank], root))
+    expected = [texts if root in (None, rank) else None for rank in range(world)]
+    assert found == expected
+
+
+@WORLDS
+def test_a_barrier_waits_for_every_rank(world):
+    came = []
+
+    def operation(group, link):
+        came.append(link.rank)
+        group._barrier(link)
+        return len(came)
+
+    assert run(world, operation)[0] == [world] * world

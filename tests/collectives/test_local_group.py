@@ -1,0 +1,795 @@
+"""Ranks that are threads: what every operation gives, and what each says that cannot be done."""
+
+import gc
+import threading
+import time
+import tracemalloc
+import weakref
+
+import numpy as np
+import pytest
+from group_model import (
+    FLOATS,
+    INTEGERS,
+    LENGTHS,
+    as_tensor,
+    dtype_of,
+    inputs,
+    raises,
+    reduced,
+    same_bits,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rank_threads import run_ranks
+from tries import tries
+
+from mlstate import CollectiveError, CompatibilityError
+from mlstate.collectives import LocalGroup, ProcessGroup, Work
+
+pytestmark = pytest.mark.timeout(120)
+
+WORLDS = [1, 2, 3, 4, 5]
+SECONDS = 30.0  # for what is to end well: a hang, not a busy machine, is longer
+RING_BYTES = 4 << 20  # more than the memory that ranks share
+OPERATIONS = {
+    "reduce_scatter": lambda group, **kw: group.reduce_scatter(np.zeros(60), **kw),
+    "all_gather": lambda group, **kw: group.all_gather(np.zeros(2), **kw),
+    "all_reduce": lambda group, **kw: group.all_reduce(np.zeros(60), **kw),
+    "all_to_all": lambda group, **kw: group.all_to_all(np.zeros(60), **kw),
+    "broadcast": lambda group, **kw: group.broadcast(np.zeros(60), **kw),
+    "barrier": lambda group, **kw: group.barrier(**kw),
+    "gather_bytes": lambda group, **kw: group.gather_bytes(b"x", **kw),
+}
+
+
+def ranks(function, world, *, timeout=SECONDS):
+    """What each rank gives; what one raises is raised here."""
+    found = outcomes(function, world, timeout=timeout)
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+    return found
+
+
+def outcomes(function, world, *, timeout=SECONDS):
+    """What each rank gives or raises."""
+
+    def work(group):
+        with group:
+            return function(group)
+
+    return run_ranks(work, groups=LocalGroup.threads(world, timeout=timeout))
+
+
+def needs(dtype):
+    if dtype.startswith(("bfloat", "float8")):
+        pytest.importorskip("ml_dtypes", reason="NumPy has no such dtype by itself")
+
+
+def divided(length, world, seed):
+    """Counts for each rank, some of them 0, whose sum is `length`."""
+    cuts = np.sort(np.random.default_rng(seed).integers(0, length + 1, world - 1)).tolist()
+    return [end - start for start, end in zip([0, *cuts], [*cuts, length], strict=True)]
+
+
+def part(whole, counts, rank):
+    start = sum(counts[:rank])
+    return whole[start : start + counts[rank]]
+
+
+# ---- reductions ----
+
+
+def ops_of(dtype):
+    if dtype == "bool":
+        return ["min", "max"]
+    if "complex" in dtype:
+        return ["sum", "mean"]
+    return ["sum", "min", "max"] if dtype in INTEGERS else ["sum", "mean", "min", "max"]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, "complex64", "complex128", "bool"])
+def test_reductions_have_the_bits_of_sums_in_the_order_of_ranks(dtype, world):
+    needs(dtype)
+
+    def work(group):
+        for length in LENGTHS if dtype in ("bfloat16", "float32") else [7, 5000]:
+            everyones = inputs(world, length, dtype)
+            counts = divided(length, world, length)
+            for op in ops_of(dtype):
+                expected = reduced(everyones, op)
+                same_bits(group.all_reduce(everyones[group.rank], op=op), expected)
+                found = group.reduce_scatter(everyones[group.rank], op=op, counts=counts)
+                same_bits(found, part(expected, counts, group.rank))
+
+    ranks(work, world)
+
+
+def test_sums_that_the_core_does_not_round_are_refused_by_all():
+    needs("float8_e5m2")
+
+    def work(group):
+        mine = np.ones(9, dtype_of("float8_e5m2"))
+        caught = raises(CompatibilityError, "only be had as float32", group.all_reduce, mine)
+        assert group.all_gather(mine).tolist() == [1.0] * 18  # bytes travel
+        return str(caught)
+
+    assert len(set(ranks(work, 2))) == 1
+
+
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_nan_wins(world):
+    def work(group):
+        mine = np.array([group.rank, np.nan if group.rank == world - 1 else 0.0])
+        for op in ("min", "max", "sum", "mean"):
+            assert np.isnan(group.all_reduce(mine, op=op)).tolist() == [False, True]
+
+    ranks(work, world)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_bits_depend_neither_on_the_cut_nor_on_threads_nor_on_the_run(dtype):
+    world, length = 4, 100_003
+    everyones = inputs(world, length, dtype)
+    expected = reduced(everyones, "sum")
+
+    def whole(group):
+        return group.all_reduce(everyones[group.rank])
+
+    def pieces(group):
+        generator = np.random.default_rng(3)
+        out, at = np.empty(length, dtype), 0
+        while at < length:
+            end = min(length, at + int(generator.integers(1, 20_000)))
+            out[at:end] = group.all_reduce(everyones[group.rank][at:end])
+            at = end
+        return out
+
+    def scattered(group):
+        counts = divided(length, world, 8)
+        mine = group.reduce_scatter(everyones[group.rank], counts=counts)
+        return group.all_gather(mine, counts=counts)
+
+    def from_a_thread(group):
+        return group.all_reduce(everyones[group.rank], async_op=True).wait(SECONDS)
+
+    from mlstate import threads
+
+    before = threads.get_num_threads()
+    try:
+        for count in (1, 3):
+            threads.set_num_threads(count)
+            for way in (whole, pieces, scattered, from_a_thread):
+                for found in ranks(way, world):
+                    same_bits(found, expected)
+    finally:
+        threads.set_num_threads(before)
+
+
+# ---- any call, against NumPy ----
+
+
+def expected_of(call, arrays, rank, world):
+    """What a rank gets of a call: `arrays` are those of all ranks."""
+    name = call["name"]
+    if name == "all_reduce":
+        return reduced(arrays, call["op"])
+    if name == "reduce_scatter":
+        return part(reduced(arrays, call["op"]), call["counts"], rank)
+    if name == "all_gather":
+        return np.concatenate(arrays).astype(arrays[0].dtype)  # in its byte order
+    if name == "broadcast":
+        return arrays[call["root"]]
+    sent = call["matrix"]  # rows from each to each
+    rows = np.concatenate([part(arrays[r], sent[r], rank) for r in range(world)])
+    return rows.astype(arrays[0].dtype)
+
+
+def arrays_of(call, world):
+    """What each rank passes, in the memory layout that the call asks for."""
+    kinds = {"S3": "int32", ">f4": "float32", "M8[s]": "int64"}
+    rows = {
+        "all_gather": call["counts"],
+        "all_to_all": [sum(row) for row in call["matrix"]],
+    }.get(call["name"], [sum(call["counts"])] * world)
+    width = call["width"]
+    found = []
+    for rank in range(world):
+        drawn = inputs(1, rows[rank] * width, kinds.get(call["dtype"], call["dtype"]), rank)[0]
+        array = drawn.astype(dtype_of(call["dtype"])).reshape(rows[rank], width)
+        if call["form"] == "every other row":
+            wide = np.zeros((2 * rows[rank], width), array.dtype)
+            wide[::2] = array
+            array = wide[::2]
+        elif call["form"] == "backwards":
+            array = array[::-1, ::-1]
+        elif call["form"] == "by columns":
+            array = np.asfortranarray(array)
+        found.append(array)
+    return found
+
+
+def perform(group, call, array):
+    name = call["name"]
+    given = {key: call[key] for key in ("op", "root") if key in call}
+    if name in ("reduce_scatter", "all_gather"):
+        given["counts"] = call["counts"]
+    if name == "all_to_all":
+        matrix = call["matrix"]
+        given["counts"] = matrix[group.rank]
+        given["out_counts"] = [row[group.rank] for row in matrix]
+    given["async_op"] = call["async_op"]
+    if name == "broadcast":  # in place, into any layout
+        array = array.copy(order="K") if array.flags.forc else array
+        done = group.broadcast(array, **given)
+        return done.wait(SECONDS) if call["async_op"] else done
+    if call["out"]:
+        shape = expected_of(call, arrays_of(call, group.world_size), group.rank, group.world_size)
+        given["out"] = np.empty((*shape.shape, 2), array.dtype)[..., 1]
+    done = getattr(group, name)(array, **given)
+    result = done.wait(SECONDS) if call["async_op"] else done
+    assert "out" not in given or result is given["out"]
+    return result
+
+
+REDUCED = st.sampled_from(["float32", "float64", "float16", "int32", "uint8"])
+MOVED = st.sampled_from(["float32", "bool", "complex128", "S3", ">f4", "M8[s]", "int8"])
+
+
+@st.composite
+def a_call(draw, world):
+    name = draw(
+        st.sampled_from(["reduce_scatter", "all_gather", "all_reduce", "all_to_all", "broadcast"])
+    )
+    row = st.integers(0, draw(st.sampled_from([0, 3, 50, 3000])))
+    lists = st.lists(row, min_size=world, max_size=world)
+    call = {
+        "name": name,
+        "dtype": draw(REDUCED if "reduce" in name else MOVED),
+        "counts": draw(lists),
+        "matrix": draw(st.lists(lists, min_size=world, max_size=world)),
+        "width": draw(st.integers(0, 4)),
+        "form": draw(st.sampled_from(["packed", "every other row", "backwards", "by columns"])),
+        "out": draw(st.booleans()),
+        "async_op": draw(st.booleans()),
+    }
+    if "reduce" in name:
+        call["op"] = draw(st.sampled_from(["sum", "min", "max"]))
+    if name == "broadcast":
+        call["root"] = draw(st.integers(0, world - 1))
+    return call
+
+
+CALLS = st.integers(1, 5).flatmap(
+    lambda world: st.tuples(st.just(world), st.lists(a_call(world), min_size=1, max_size=6))
+)
+
+
+@settings(max_examples=tries(60), deadline=None, suppress_health_check=list(HealthCheck))
+@given(CALLS)
+def test_any_series_of_calls_gives_what_numpy_gives(drawn):
+    world, calls = drawn
+
+    def work(group):
+        for call in calls:
+            arrays = arrays_of(call, world)
+            mine = arrays[group.rank]
+            before = mine.copy()
+            found = perform(group, call, mine)
+            expected = expected_of(call, arrays_of(call, world), group.rank, world)
+            same_bits(np.ascontiguousarray(found), np.ascontiguousarray(expected))
+            if call["name"] != "broadcast":
+                same_bits(mine.copy(), before)
+
+    ranks(work, world)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_bytes_of_any_length_are_gathered(world):
+    lengths = [
+        range(world),
+        [0] * world,
+        [5, 1_000_000, 3, 0, 249][:world],
+        range(248, 248 + world),
+    ]
+
+    def work(group):
+        for listed in lengths:
+            expected = [bytes([r + 1]) * n for r, n in enumerate(listed)]
+            found = group.gather_bytes(expected[group.rank])
+            assert found == expected
+            assert {type(one) for one in found} == {bytes}
+            for root in range(world):
+                found = group.gather_bytes(bytearray(expected[group.rank]), root=root)
+                assert found == (expected if group.rank == root else None)
+
+    ranks(work, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_arrays_may_be_larger_than_the_memory_that_ranks_share(world):
+    n = RING_BYTES // 4
+
+    def work(group):
+        mine = np.arange(n, dtype=np.float32) + group.rank
+        total = np.float32(world) * np.arange(n, dtype=np.float64) + sum(range(world))
+        assert group.all_reduce(mine).tobytes() == total.astype("f4").tobytes()
+        whole = group.all_gather(mine[: n // 2])
+        for rank in range(world):
+            same_bits(
+                whole[rank * (n // 2) : (rank + 1) * (n // 2)], mine[: n // 2] - group.rank + rank
+            )
+        text = bytes([group.rank]) * RING_BYTES
+        assert group.gather_bytes(text) == [bytes([r]) * RING_BYTES for r in range(world)]
+
+    ranks(work, world)
+
+
+def test_in_place_is_the_same():
+    def work(group):
+        everyones = inputs(3, 9999, "float32")
+        mine = everyones[group.rank].copy()
+        assert group.all_reduce(mine, out=mine) is mine
+        same_bits(mine, reduced(everyones, "sum"))
+        rows = np.arange(9.0) + 100 * group.rank
+        assert group.all_to_all(rows, out=rows) is rows
+        assert rows.tolist() == [100 * r + 3 * group.rank + i for r in range(3) for i in range(3)]
+
+    ranks(work, 3)
+
+
+def test_packed_arrays_are_used_where_they_lie():
+    size = 1 << 22
+    arrays = [np.zeros(size, np.uint8) for _ in range(2)]
+    outs = [np.empty(2 * size, np.uint8) for _ in range(2)]
+    for array in arrays:
+        array.flags.writeable = False
+
+    def work(group):
+        group.all_gather(arrays[group.rank], out=outs[group.rank])
+        group.broadcast(outs[group.rank])
+        group.all_reduce(outs[group.rank], op="max", out=outs[group.rank])
+
+    tracemalloc.start()
+    try:
+        ranks(work, 2)
+        assert tracemalloc.get_traced_memory()[1] < size // 2
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.torch
+def test_tensors_stay_tensors():
+    torch = pytest.importorskip("torch", reason="tensors are torch's")
+    pytest.importorskip("ml_dtypes", reason="NumPy has no bfloat16 by itself")
+    world = 3
+
+    def work(group):
+        for dtype in [*FLOATS, "int64", "complex64"]:
+            everyones = inputs(world, 12, dtype)
+            tensor = as_tensor(everyones[group.rank].copy())
+            found = group.all_reduce(tensor)
+            assert torch.equal(found, as_tensor(reduced(everyones, "sum")))
+            out = torch.zeros(12, 2, dtype=tensor.dtype)[:, 1]
+            assert group.all_reduce(tensor, out=out) is out
+            assert torch.equal(out, found)
+            gathered = group.all_gather(tensor.reshape(4, 3).mT[:, :2])
+            parts = [as_tensor(a.copy()).reshape(4, 3).mT[:, :2] for a in everyones]
+            assert torch.equal(gathered, torch.cat(parts))
+        parameter = torch.nn.Parameter(torch.full((3,), float(group.rank)))
+        assert group.broadcast(parameter, root=1) is parameter
+        assert parameter.tolist() == [1.0] * 3
+        assert not group.all_reduce(parameter).requires_grad
+        with pytest.raises(TypeError, match="sparse"):
+            group.all_reduce(torch.eye(2).to_sparse())
+        group.barrier()
+
+    ranks(work, world)
+
+
+# ---- new arrays ----
+
+
+@pytest.mark.parametrize("shape", [5, (5,), [2, 3], (), (0, 4), np.int64(3)])
+@pytest.mark.parametrize("dtype", ["float64", "<f2", ">i4", [("a", "f4"), ("b", "i8")]])
+def test_empty_makes_arrays_as_numpy_does(shape, dtype):
+    (group,) = LocalGroup.threads(1)
+    like, found = np.empty(shape, dtype), group.empty(shape, np.dtype(dtype))
+    group.close()
+    assert (found.shape, found.dtype) == (like.shape, like.dtype)
+    assert found.flags.c_contiguous
+    assert found.flags.owndata
+    found[...] = 0  # it outlives the group
+
+
+def test_new_arrays_are_reduced():
+    def work(group):
+        mine = group.empty(60_000)
+        mine.fill(group.rank)
+        return group.reduce_scatter(mine)
+
+    assert all((found == 3).all() for found in ranks(work, 3))
+
+
+def test_empty_refuses_what_cannot_be():
+    (group,) = LocalGroup.threads(1)
+    assert group.empty(3).dtype == np.float64
+    raises(TypeError, "objects", group.empty, 2, object)
+    raises(TypeError, "", group.empty, 2.5)
+    raises(ValueError, "empty: the shape (3, -1) has a negative length", group.empty, (3, -1))
+    raises(MemoryError, "", group.empty, 1 << 60, np.uint8)
+    raises(MemoryError, "bytes for the shape", group.empty, (1 << 40, 1 << 40))
+    group.close()
+    raises(CollectiveError, "was closed", group.empty, 3)
+
+
+@pytest.mark.torch
+def test_empty_makes_tensors_for_dtypes_of_torch():
+    torch = pytest.importorskip("torch", reason="tensors are torch's")
+    (group,) = LocalGroup.threads(1)
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        found = group.empty((4, 6), dtype)
+        assert (found.shape, found.dtype, found.device.type) == ((4, 6), dtype, "cpu")
+    assert group.empty((0, 3), torch.float16).shape == (0, 3)
+    assert isinstance(group.empty(3, "float32"), np.ndarray)
+    raises(MemoryError, "bytes for the shape", group.empty, 1 << 60, torch.uint8)
+    raises(MemoryError, "bytes for the shape", group.empty, (1 << 40, 1 << 40), torch.uint8)
+    group.close()
+
+
+# ---- started, and waited for later ----
+
+
+def test_async_operations_take_place_in_the_order_of_their_calls():
+    world = 3
+
+    def work(group):
+        works = []
+        for number in range(6):
+            works.append(group.all_reduce(np.full(5000, number + group.rank), async_op=True))
+            works.append(group.gather_bytes(b"%d" % (group.rank * number), async_op=True))
+        assert group.all_gather(np.array([group.rank])).tolist() == list(range(world))
+        assert all(isinstance(one, Work) and one.done() for one in works)  # before it
+        for number in reversed(range(6)):
+            total = works[2 * number].wait(SECONDS)
+            assert set(total.tolist()) == {3 * number + 3}
+            texts = works[2 * number + 1].wait(SECONDS)
+            assert texts == [b"%d" % (rank * number) for rank in range(world)]
+
+    ranks(work, world)
+
+
+def test_several_threads_share_one_rank():
+    """Each operation is whole; which comes first is up to the threads, so all are alike."""
+
+    def work(group):
+        found = []
+
+        def add():
+            for _ in range(20):
+                found.append(group.all_reduce(np.full(100, group.rank + 1))[99])
+
+        threads = [threading.Thread(target=add, daemon=True) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(SECONDS)
+        assert found == [3] * 80
+
+    ranks(work, 2)
+
+
+def test_arrays_of_async_operations_are_let_go():
+    def work(group):
+        array = np.zeros(1000)
+        gone = weakref.ref(array)
+        done = group.all_reduce(array, async_op=True)
+        del array
+        done.wait(SECONDS)
+        for _ in range(100):  # without the GIL, what another thread held goes a moment later
+            gc.collect()
+            if gone() is None:
+                return True
+            time.sleep(0.01)
+        return False
+
+    assert ranks(work, 2) == [True, True]
+
+
+# ---- arguments ----
+
+
+def test_a_group_knows_what_it_is():
+    groups = LocalGroup.threads(2)
+    for rank, group in enumerate(groups):
+        assert isinstance(group, ProcessGroup)
+        assert (group.rank, group.world_size) == (rank, 2)
+        assert repr(group) == f"LocalGroup(rank {rank} of 2)"
+        group.close()
+        assert repr(group) == f"LocalGroup(rank {rank} of 2, closed)"
+
+
+@pytest.mark.parametrize("world", [0, -1, 65, 10**20])
+def test_impossible_numbers_of_ranks_are_refused(world):
+    for make in (
+        LocalGroup.threads,
+        lambda n: LocalGroup.join("impossible", 0, n),
+        lambda n: LocalGroup.run(print, n),
+    ):
+        with pytest.raises((ValueError, OverflowError)):
+            make(world)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf")])
+def test_impossible_timeouts_are_refused(timeout):
+    with pytest.raises(ValueError, match="timeout must be above 0"):
+        LocalGroup.threads(1, timeout=timeout)
+
+
+def test_the_class_is_not_called():
+    with pytest.raises(TypeError, match=r"made by LocalGroup\.threads, run, from_env or join"):
+        LocalGroup(None, 0, 1, 1.0)
+
+
+def test_the_most_ranks_there_may_be():
+    found = ranks(lambda group: int(group.all_reduce(np.array(group.rank))), 64)
+    assert found == [sum(range(64))] * 64
+
+
+def test_wrong_arguments_fail_on_their_rank_before_anything_is_sent():
+    world = 2
+
+    def work(group):
+        array, frozen = np.zeros(4), np.frombuffer(bytes(32))
+        if group.rank == 1:  # nobody waits, nobody times out
+            raises(CompatibilityError, "a multiple of", group.reduce_scatter, np.zeros(3))
+            raises(CompatibilityError, "out has shape", group.all_gather, array, out=np.zeros(2))
+            raises(
+                CompatibilityError, "out has dtype", group.all_reduce, array, out=array.astype("f4")
+            )
+            raises(ValueError, "1 entries for 2", group.all_gather, array, counts=[4])
+            raises(ValueError, "negative", group.all_gather, array, counts=[5, -1])
+            caught = raises(
+                CompatibilityError, "is 4, expected 3", group.all_gather, array, counts=[1, 3]
+            )
+            assert (caught.name, caught.rank) == ("all_gather", 1)
+            raises(ValueError, "both counts", group.all_to_all, array, counts=[2, 2])
+            raises(ValueError, "pass 0 to 1", group.broadcast, array, root=2)
+            raises(ValueError, "is read-only", group.broadcast, frozen)
+            raises(ValueError, "is read-only", group.all_reduce, array, out=frozen)
+            raises(ValueError, "shares memory", group.all_reduce, array, out=array[::-1])
+            raises(ValueError, "timeout must be", group.barrier, timeout=-1)
+            raises(TypeError, "timeout must be", group.barrier, timeout="1")
+            raises(TypeError, "takes bytes", group.gather_bytes, "text")
+            raises(TypeError, "got list", group.all_reduce, [1.0])
+            raises(TypeError, "objects of", group.all_gather, np.array([None]))
+            raises(ValueError, "is none of sum", group.all_reduce, array, op="median")
+            raises(CompatibilityError, "op 'mean'", group.all_reduce, np.arange(2), op="mean")
+            raises(CompatibilityError, "op 'sum'", group.all_reduce, array > 0)
+            if np.dtype(np.longdouble).itemsize > 8:
+                raises(
+                    CompatibilityError,
+                    "no arithmetic for dtype",
+                    group.all_reduce,
+                    np.zeros(2, "g"),
+                )
+        assert array.tolist() == [0.0] * 4
+        return group.all_reduce(np.ones(2)).tolist()
+
+    assert ranks(work, world) == [[2.0, 2.0]] * world
+
+
+# ---- calls that do not go together ----
+
+DIFFERENT = {
+    "other operation": (
+        lambda group: group.barrier(),
+        lambda group: group.gather_bytes(b""),
+        ["barrier", "gather_bytes"],
+    ),
+    "other shape": (
+        lambda group: group.all_reduce(np.zeros(3)),
+        lambda group: group.all_reduce(np.zeros(4)),
+        ["sum of (3,) float64", "sum of (4,) float64"],
+    ),
+    "same size, other shape": (
+        lambda group: group.all_reduce(np.zeros((2, 3))),
+        lambda group: group.all_reduce(np.zeros((3, 2))),
+        ["sum of (2, 3) float64", "sum of (3, 2) float64"],
+    ),
+    "other dtype": (
+        lambda group: group.all_reduce(np.zeros(3)),
+        lambda group: group.all_reduce(np.zeros(3, "i8")),
+        ["float64", "int64"],
+    ),
+    "other op": (
+        lambda group: group.all_reduce(np.zeros(3), op="min"),
+        lambda group: group.all_reduce(np.zeros(3), op="max"),
+        ["min of (3,)", "max of (3,)"],
+    ),
+    "other counts": (
+        lambda group: group.reduce_scatter(np.zeros(6)),
+        lambda group: group.reduce_scatter(np.zeros(6), counts=[6] + [0] * (group.world_size - 1)),
+        ["rows [2, 2, 2]", "rows [6, 0, 0]"],
+    ),
+    "other rows": (
+        lambda group: group.all_gather(np.zeros(3)),
+        lambda group: group.all_gather(np.zeros(4)),
+        ["rows [3, 3, 3]", "rows [4, 4, 4]"],
+    ),
+    "other root": (
+        lambda group: group.broadcast(np.zeros(3), root=0),
+        lambda group: group.broadcast(np.zeros(3), root=1),
+        ["from 0", "from 1"],
+    ),
+    "nobody to gather for": (
+        lambda group: group.gather_bytes(b"", root=0),
+        lambda group: group.gather_bytes(b""),
+        ["to 0", "to None"],
+    ),
+    "other rows than are sent": (
+        lambda group: group.all_to_all(np.zeros(3), counts=[1, 1, 1], out_counts=[1, 1, 1]),
+        lambda group: group.all_to_all(np.zeros(4), counts=[2, 1, 1], out_counts=[1, 1, 1]),
+        ["rank 2 sends 16 bytes to rank 0, which expects 8"],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "odd"),
+    [(name, odd) for name in DIFFERENT for odd in (0, 2) if odd == 2 or "sent" not in name],
+)
+def test_calls_that_do_not_go_together_are_named_and_the_group_lives_on(name, odd):
+    usual, other, texts = DIFFERENT[name]
+
+    def work(group):
+        caught = raises(CollectiveError, "", other if group.rank == odd else usual, group)
+        alive = group.all_reduce(np.full(3, group.rank)).tolist()
+        return str(caught), caught.rank, alive
+
+    for rank, (text, blamed, alive) in enumerate(ranks(work, 3)):
+        assert alive == [3, 3, 3]
+        assert blamed == rank
+        assert f"on rank {rank}" in text
+        assert all(one in text for one in texts), text
+
+
+def test_what_fails_changes_neither_input_nor_result():
+    def work(group):
+        mine, out = np.full(1000, 1.0), np.full(1000, 7.0)
+        op = "sum" if group.rank else "max"
+        raises(CollectiveError, "max of (1000,)", group.all_reduce, mine, op=op, out=out)
+        return set(mine.tolist()), set(out.tolist())
+
+    assert ranks(work, 2) == [({1.0}, {7.0})] * 2
+
+
+# ---- groups that end ----
+
+
+def test_a_rank_that_does_not_come_is_a_timeout_that_names_it():
+    ready = threading.Event()
+
+    def work(group):
+        group.barrier()
+        if group.rank == 2:
+            ready.wait(SECONDS)
+            return str(raises(CollectiveError, "on rank 2", group.barrier))
+        began = time.monotonic()
+        caught = raises(CollectiveError, "rank 2", group.all_reduce, np.zeros(9), timeout=1.0)
+        took = time.monotonic() - began
+        ready.set()
+        assert took < 10
+        raises(CollectiveError, "of no use any more", group.barrier)
+        assert "gave up waiting for rank 2 in all_reduce" in repr(group)
+        assert (caught.name, caught.rank) == ("all_reduce", group.rank)
+        return str(caught)
+
+    *texts, last = ranks(work, 3)
+    why = (
+        "not done after 1 s: rank 2 has not called all_reduce (its last operation was number 1, "
+        "barrier; this is number 2)"
+    )
+    assert any(why in text for text in texts), texts  # the other one may have heard of that
+    assert "gave up waiting for rank 2 in all_reduce" in last
+
+
+def test_the_groups_own_timeout_is_used_where_none_is_given():
+    def work(group):
+        if group.rank == 0:
+            return str(raises(CollectiveError, "not done after 0.2 s", group.barrier))
+        return None
+
+    first, second = LocalGroup.threads(2, timeout=0.2)
+    run_ranks(work, groups=[first])
+    raises(CollectiveError, "rank 0 gave up waiting for rank 1 in barrier", second.barrier)
+    first.close()
+    second.close()
+
+
+def test_an_async_operation_times_out_too():
+    first, second = LocalGroup.threads(2)
+    work = first.gather_bytes(b"x", async_op=True, timeout=0.3)
+    behind = first.barrier(async_op=True)
+    raises(CollectiveError, "gather_bytes on rank 0: not done after 0.01 s", work.wait, 0.01)
+    caught = raises(CollectiveError, "not done after 0.3 s: rank 1 has not", work.wait, SECONDS)
+    assert (caught.name, caught.rank) == ("gather_bytes", 0)
+    raises(CollectiveError, "gave up waiting for rank 1", behind.wait, SECONDS)
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_closed_groups_say_so(name):
+    first, second = LocalGroup.threads(2)
+    first.close()
+    first.close()
+    caught = raises(
+        CollectiveError, "this group was closed; make a new one", OPERATIONS[name], first
+    )
+    assert (caught.name, caught.rank) == (name, 0)
+    raises(
+        CollectiveError, "rank 0 closed the group, and rank 1 needed it", OPERATIONS[name], second
+    )
+    assert "rank 0 closed the group" in repr(second)
+    second.close()
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_abort_ends_what_waits(name):
+    groups = LocalGroup.threads(3)
+    works = [OPERATIONS[name](group, async_op=True, timeout=SECONDS) for group in groups[:2]]
+    groups[2].abort()
+    for group, work in zip(groups, works, strict=False):
+        caught = raises(CollectiveError, "rank 2 aborted the group", work.wait, SECONDS)
+        assert (caught.name, caught.rank) == (name, group.rank)
+    for group in groups:
+        raises(CollectiveError, "rank 2 aborted the group", OPERATIONS[name], group)
+        assert repr(group).endswith("rank 2 aborted the group)")
+        group.abort()
+        group.close()
+
+
+def test_closing_waits_for_what_is_under_way():
+    first, second = LocalGroup.threads(2)
+    works = [first.all_reduce(np.full(10, n), async_op=True) for n in range(5)]
+    closer = threading.Thread(target=first.close, daemon=True)
+    closer.start()
+    for number in range(5):
+        assert second.all_reduce(np.full(10, number)).tolist() == [2 * number] * 10
+    closer.join(SECONDS)
+    assert not closer.is_alive()
+    assert [work.wait(1.0)[0] for work in works] == [0, 2, 4, 6, 8]
+    second.close()
+
+
+def test_a_rank_that_fails_ends_the_others_at_once():
+    def work(group):
+        if group.rank == 1:
+            raise RuntimeError("of the user")
+        began = time.monotonic()
+        caught = raises(CollectiveError, "rank 1 closed the group", group.barrier)
+        assert time.monotonic() - began < 10
+        return caught
+
+    found = outcomes(work, 3)
+    assert isinstance(found[1], RuntimeError)
+    assert all(isinstance(found[rank], CollectiveError) for rank in (0, 2))
+
+
+def test_groups_leave_no_thread_and_no_memory():
+    before = threading.active_count()
+    for _ in range(50):
+        groups = LocalGroup.threads(4)
+        works = [group.all_reduce(np.zeros(10), async_op=True) for group in groups]
+        for work in works:
+            work.wait(SECONDS)
+        for group in groups:
+            group.close()
+    gone = weakref.ref(groups[0])
+    del groups, group, works, work
+    gc.collect()
+    assert gone() is None
+    assert threading.active_count() == before

@@ -1,0 +1,118 @@
+"""Budgets of memory: bytes, sizes with a unit, fractions, and errors in the same unit."""
+
+import re
+
+import numpy as np
+import pytest
+
+from mlstate import CapacityError
+from mlstate._common.budget import parse_budget
+from mlstate.activation import Chain, IntervalStrategy, Plan, plan, select_operators
+
+GIB = 1 << 30
+
+
+def chain(size=1 << 20):
+    return Chain([1] * 4, [2] * 4, [10 * size] * 5, [40 * size] * 4)
+
+
+@pytest.mark.parametrize(
+    ("value", "nbytes"),
+    [
+        (6, 6),
+        (1, 1),
+        (np.int64(7), 7),
+        (-1, -1),
+        (6e9, 6 * 10**9),
+        (123.9, 123),
+        (np.float32(512), 512),
+        (0.0, 0),
+        ("6GiB", 6 * GIB),
+        ("6 GiB", 6 * GIB),
+        (" 6gib ", 6 * GIB),
+        ("6 GB", 6 * 10**9),
+        ("1.5 GiB", GIB * 3 // 2),
+        (".5KiB", 512),
+        ("0.3B", 0),
+        ("80 kB", 80_000),
+        ("2TiB", 2 << 40),
+        ("6000", 6000),
+        (0.5, 50),
+        (1.0, 100),
+        (np.float64(0.29), 29),
+    ],
+)
+def test_what_a_budget_may_be(value, nbytes):
+    assert parse_budget("budget_bytes", value, 100, "the whole").nbytes == nbytes
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "match"),
+    [
+        (
+            "6 XB",
+            ValueError,
+            "budget_bytes is '6 XB': expected a number and a unit, such as",
+        ),
+        ("6 G", ValueError, "units: B, KiB, KB, MiB"),
+        ("", ValueError, "budget_bytes is ''"),
+        ("-6GiB", ValueError, "budget_bytes is '-6GiB'"),
+        ("GiB", ValueError, "expected a number"),
+        (float("nan"), ValueError, "budget_bytes is nan: give a finite number"),
+        (float("inf"), ValueError, "budget_bytes is inf: give a finite number"),
+        (0.5, ValueError, "budget_bytes is 0.5: a fraction means nothing here"),
+        (None, TypeError, "budget_bytes must be a number of bytes or a size .* got NoneType"),
+        ([1], TypeError, "got list"),
+    ],
+)
+def test_what_a_budget_may_not_be(value, error, match):
+    with pytest.raises(error, match=match):
+        parse_budget("budget_bytes", value)
+
+
+def test_plans_take_every_form():
+    made = chain()
+    peak = made.plain_peak_bytes
+    assert plan(made, "120 MiB") == plan(made, 120 << 20) == plan(made, float(120 << 20))
+    assert plan(made, 0.8) == plan(made, peak * 4 // 5)
+    assert plan(made, 0.8, schedules="any").budget_bytes == peak * 4 // 5
+    steps = plan(made, 1.0).steps()
+    assert Plan(made, steps, budget_bytes="190MiB").budget_bytes == 190 << 20
+    assert Plan.from_recomputed(made, [0], budget_bytes=1.0).budget_bytes == peak
+    strategy = IntervalStrategy(2)
+    assert Plan.from_strategy(made, strategy, budget_bytes="1 GB").budget_bytes == 10**9
+    with pytest.raises(CapacityError, match=r"peak of 190 MiB \(199229440 bytes\) exceeds"):
+        Plan(made, steps, budget_bytes="120 MiB")
+
+
+@pytest.mark.parametrize("schedules", ["persistent", "any"])
+@pytest.mark.parametrize("size", [1, 1 << 20, 12_345_677])
+@pytest.mark.parametrize("unit", ["KiB", "MB", "GiB", "of the peak without a plan"])
+def test_an_error_names_the_least_budget_in_the_unit_of_the_caller(size, unit, schedules):
+    made = chain(size)
+    small = 0.0211 if " " in unit else f"0.00400 {unit}"
+    if size == 1 and unit in ("MB", "GiB"):
+        small = f"0.000000001 {unit}"
+    with pytest.raises(CapacityError) as caught:
+        plan(made, small, schedules=schedules)
+    text = str(caught.value)
+    assert f"schedule of {made.blocks} blocks" in text
+    assert f"budget of {small}" in text
+    pattern = rf"([0-9.]+) {unit} \(([0-9]+) bytes\)$"
+    number, nbytes = re.search(pattern, text).groups()
+    assert caught.value.expected.removeprefix("at least ") == nbytes
+    enough = float(number) if " " in unit else f"{number} {unit}"
+    found = plan(made, enough, schedules=schedules)
+    assert int(nbytes) <= found.budget_bytes
+    with pytest.raises(CapacityError):
+        plan(made, int(nbytes) - 1, schedules=schedules)
+
+
+def test_a_budget_in_bytes_is_named_in_bytes():
+    with pytest.raises(CapacityError, match="budget of 60 bytes: the least that is enough is 80 b"):
+        plan(chain(1), 60)
+
+
+def test_operators_take_every_form():
+    for budget in ("60B", 60.0, 0.5):
+        assert select_operators([5, 1, 4], [60, 10, 50], budget).saved == (0,)

@@ -1,0 +1,420 @@
+"""bfloat16 and the 8-bit floats without ml_dtypes: bytes move, and keep their dtype's name."""
+
+import copy
+import json
+import pickle
+import sys
+import warnings
+
+import child
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mlstate
+from mlstate import ModelStateDict, OptimizerStateDict, StateDict, load_file, save_file
+from mlstate._common.dtypes import (
+    LABEL,
+    as_numbers,
+    label_of,
+    ml_dtype,
+    name_of,
+    stored_dtype,
+    text_of,
+)
+from mlstate.checkpoint import CheckpointManager, Layout, Shard, save_async
+from mlstate.checkpoint._files.convert import read_any, write_any
+from mlstate.cli import main
+from mlstate.collectives import LocalGroup, SingleGroup
+from mlstate.coreml import FakeMLState, transition_coreml_state
+from mlstate.distributed import DistributedStateCollector
+from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit, GradientAccumulator
+from mlstate.integrations.mpi._exchange import reduce_parts
+from mlstate.kv import KVState, transition_kv_state
+from mlstate.state import check_compatibility, diff, load_into, rename
+
+BYTES = ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz"]
+NAMES = ["bfloat16", *BYTES]
+FILE_NAMES = ["BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"]
+WITHOUT = "import sys; sys.modules['ml_dtypes'] = sys.modules['torch'] = None\n"
+
+
+def every_bit_pattern(dtype):
+    size = np.dtype(dtype).itemsize
+    return np.arange(256**size, dtype=f"u{size}").reshape(16, -1).view(dtype)
+
+
+def state_of(make=lambda name: np.dtype(getattr(ml_dtypes, name))):
+    return StateDict({f"layer.{name}": every_bit_pattern(make(name)) for name in NAMES})
+
+
+def header(path):
+    data = path.read_bytes()
+    return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+
+
+def bits(state):
+    return {name: array.view(f"u{array.itemsize}").tobytes() for name, array in state.items()}
+
+
+def true_names(state):
+    return {name: name_of(array.dtype) for name, array in state.items()}
+
+
+TRUE = {f"layer.{name}": name for name in NAMES}
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """No ml_dtypes, and no warning."""
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.fixture
+def state():
+    """Every bit pattern of every dtype, as a process without ml_dtypes has it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "ml_dtypes", None)
+        return state_of(stored_dtype)
+
+
+# ---- names ----
+
+
+def test_labelled_integers_stand_for_what_numpy_lacks(without):
+    for name in NAMES:
+        dtype = stored_dtype(name)
+        assert (dtype.kind, dtype.metadata[LABEL]) == ("u", name)
+        assert (dtype.itemsize, label_of(dtype)) == (1 + (name == "bfloat16"), name)
+        assert name_of(dtype) == text_of(dtype) == name
+        assert name_of(np.dtype(dtype.str)) == dtype.name == f"uint{8 * dtype.itemsize}"
+        with pytest.raises(ImportError, match=rf"{name}.*mlstate\[dtypes\]"):
+            as_numbers(np.zeros(2, dtype))
+    with pytest.raises(ImportError, match=r"int4.*mlstate\[dtypes\]"):
+        stored_dtype("int4")
+
+
+def test_ml_dtypes_is_used_where_it_is_installed():
+    assert stored_dtype("bfloat16") == ml_dtype("bfloat16") == ml_dtypes.bfloat16
+    assert name_of(stored_dtype("bfloat16")) == "bfloat16" and not label_of(
+        stored_dtype("bfloat16")
+    )
+
+
+def test_a_broken_ml_dtypes_is_an_error(tmp_path):
+    (tmp_path / "ml_dtypes.py").write_text("raise ImportError('wrong build')")
+    save_file({"w": np.zeros(2, ml_dtypes.bfloat16)}, tmp_path / "f")
+    done = child.attempt(
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        f"import mlstate; mlstate.load_file({str(tmp_path / 'f')!r})"
+    )
+    assert done.returncode == 1 and "wrong build" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("integers", "label"),
+    [("u1", "bfloat16"), ("u2", "float8_e5m2"), ("i2", "bfloat16"), ("u2", "float16"), ("u2", 7),
+     ("u2", "\ud800"), ("u4", "none")],
+)  # fmt: skip
+def test_labels_that_do_not_fit_are_ignored(tmp_path, integers, label):
+    array = np.zeros(3, np.dtype(integers, metadata={LABEL: label}))
+    save_file({"w": array}, tmp_path / "f")
+    assert header(tmp_path / "f")["w"]["dtype"] == f"{integers[0].upper()}{8 * int(integers[1])}"
+    assert name_of(array.dtype) == array.dtype.name
+
+
+# ---- round trips ----
+
+
+def test_files_come_back_as_they_were_in_a_process_that_has_numpy_only(tmp_path):
+    source, target = tmp_path / "source.safetensors", tmp_path / "target.safetensors"
+    save_file(state_of(), source)
+    for mmap in (True, False):
+        child.run(
+            WITHOUT + "import numpy, mlstate\n"
+            f"state = mlstate.load_file({str(source)!r}, mmap={mmap})\n"
+            "assert {a.dtype.str for a in state.values()} == {'|u1', '<u2'}, state\n"
+            f"mlstate.save_file(state, {str(target)!r})"
+        )
+        assert target.read_bytes() == source.read_bytes()
+    found = {name[6:]: header(target)[name]["dtype"] for name in TRUE}
+    assert found == dict(zip(NAMES, FILE_NAMES, strict=True))
+
+
+def test_checkpoints_come_back_in_a_process_that_has_numpy_only(tmp_path):
+    moments = {f"{name}.m": array for name, array in state_of().items()}
+    mlstate.save(tmp_path / "source", state_of(), moments)
+    child.run(
+        WITHOUT + "import mlstate\n"
+        f"found = mlstate.load({str(tmp_path / 'source')!r})\n"
+        f"mlstate.save({str(tmp_path / 'target')!r}, found.model, found.optimizer)"
+    )
+    found = mlstate.load(tmp_path / "target")
+    assert found.model == state_of()
+    assert dict(found.optimizer) == StateDict(moments)
+
+
+@pytest.mark.parametrize("options", [{}, {"compress": "zlib"}, {"pack_below_bytes": 0}])
+def test_saves_of_every_kind_keep_dtypes(tmp_path, state, without, options):
+    mlstate.save(tmp_path / "c", state, **options)
+    for mmap in (False, True):
+        assert true_names(mlstate.load(tmp_path / "c", mmap=mmap).model) == TRUE
+    again = mlstate.save(tmp_path / "c", state, **options)
+    assert {record.dtype for record in again.tensors()} == set(NAMES)
+    assert true_names(mlstate.load(tmp_path / "c", names=["*e5m2"]).model) == {
+        "layer.float8_e5m2": "float8_e5m2"
+    }
+
+
+def test_async_saves_and_managers_keep_dtypes(tmp_path, state, without):
+    save_async(tmp_path / "c", state).wait()
+    assert mlstate.load(tmp_path / "c").model == state
+    manager = CheckpointManager(tmp_path / "run")
+    manager.save(1, state)
+    manager.save(2, state)
+    assert true_names(manager.restore_latest().model) == TRUE
+
+
+def test_shards_keep_dtypes(tmp_path, state, without):
+    parts = {
+        name: Shard(array[:8], Layout.rows(2), 0, shape=array.shape)
+        for name, array in state.items()
+    }
+    assert "bfloat16" in repr(StateDict(parts))
+    found = check_compatibility(StateDict(parts), state)
+    assert found.is_compatible and not found.has_warnings
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_tiers_bring_back_what_they_took(tmp_path, state, monkeypatch, installed):
+    if not installed:
+        monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    with mlstate.TieredState(dict(state), None, tmp_path / "cold") as tiered:
+        for name in list(tiered):
+            tiered.demote(name, "cold")
+        for name in list(tiered):
+            tiered.promote(name, "warm")
+        found = {k: shard.array for k, shard in tiered.state_dicts().model.items()}
+        assert true_names(found) == TRUE and bits(found) == bits(state)
+
+
+def test_loads_into_arrays_keep_dtypes(tmp_path, state, without):
+    mlstate.save(tmp_path / "c", state)
+    target = {name: np.zeros_like(array) for name, array in state.items()}
+    mlstate.load(tmp_path / "c", into={"model": target, "optimizer": None})
+    assert StateDict(target) == state
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz", ""])
+def test_formats_keep_dtypes_both_ways(tmp_path, state, monkeypatch, suffix):
+    write_any(tmp_path / f"with{suffix}", state_of())
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "ml_dtypes", None)
+        found, _, _ = read_any(tmp_path / f"with{suffix}")
+        assert true_names(found) == TRUE and bits(found) == bits(state)
+        write_any(tmp_path / f"without{suffix}", found)
+    found, _, _ = read_any(tmp_path / f"without{suffix}")
+    assert found == state_of()
+    assert {array.dtype.type.__module__ for array in found.values()} == {"ml_dtypes"}
+
+
+def test_torch_files_and_tensors_keep_dtypes(tmp_path, state, without):
+    torch = pytest.importorskip("torch")
+    tensors = state.to_torch()
+    assert {name: str(t.dtype) for name, t in tensors.items()} == {
+        key: f"torch.{name}" for key, name in TRUE.items()
+    }
+    assert StateDict.from_torch(tensors) == state
+    write_any(tmp_path / "f.pt", state)
+    assert torch.load(tmp_path / "f.pt")["layer.bfloat16"].dtype == torch.bfloat16
+    assert read_any(tmp_path / "f.pt")[0] == state
+    torch.save(state, tmp_path / "s")
+    assert true_names(torch.load(tmp_path / "s")) == TRUE
+    assert torch.load(tmp_path / "s") == state
+
+
+# ---- commands ----
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Two files that differ in one element of each tensor."""
+    other = {name: array.copy() for name, array in state_of().items()}
+    for array in other.values():
+        array[3, 5] = array[7, 7]
+    save_file(state_of(), tmp_path / "a.safetensors")
+    save_file(other, tmp_path / "b.safetensors")
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", ["inspect", "diff"])
+def test_commands_say_the_same_without_ml_dtypes(files, capsys, monkeypatch, command):
+    paths = [str(files / "a.safetensors"), str(files / "b.safetensors")]
+    arguments = [command, *paths[: 1 + (command == "diff")], "--json"]
+    wanted = main(arguments), json.loads(capsys.readouterr().out)
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    assert (main(arguments), json.loads(capsys.readouterr().out)) == wanted
+    assert main(arguments[:-1]) == wanted[0]
+    assert "bfloat16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("middle", ["m.npz", "m"])
+def test_convert_gives_the_same_bytes_back_with_numpy_only(files, middle):
+    paths = [str(files / name) for name in ("a.safetensors", middle, "t.safetensors")]
+    child.run(
+        WITHOUT + f"from mlstate.cli import main\na, b, c = {paths}\n"
+        "assert main(['convert', a, b]) == main(['convert', b, c]) == main(['diff', a, c]) == 0"
+    )
+    wanted = {name: header(files / "a.safetensors")[name]["dtype"] for name in TRUE}
+    assert {name: header(files / "t.safetensors")[name]["dtype"] for name in TRUE} == wanted
+    assert load_file(files / "t.safetensors") == state_of()
+
+
+# ---- state dicts ----
+
+
+def test_what_changes_names_keeps_dtypes(state, without):
+    model = ModelStateDict(state)
+    layer = model.get_layer_state("layer")
+    assert true_names(layer) == dict(zip(NAMES, NAMES, strict=True))
+    renamed = rename(state, {"layer": "block.0"})
+    assert true_names(renamed) == {f"block.0.{name}": name for name in NAMES}
+    assert true_names(state | {"x": state["layer.bfloat16"]}) == TRUE | {"x": "bfloat16"}
+    assert true_names({k: v for k, v in state.items() if "e5m2" in k}) == {
+        k: v for k, v in TRUE.items() if "e5m2" in k
+    }
+    for made in (
+        state.copy(),
+        copy.deepcopy(state),
+        pickle.loads(pickle.dumps(state)),
+        OptimizerStateDict(state),
+        StateDict({name: array[::2].copy()[:, ::-1] for name, array in state.items()}),
+    ):
+        assert true_names(made) == TRUE
+    assert "bfloat16" in repr(state) and "uint16" not in repr(state)
+    assert "bfloat16" in state._repr_html_()
+
+
+def test_a_state_is_the_same_with_and_without_ml_dtypes(state):
+    assert state == state_of()
+    assert state.digest() == state_of().digest()
+    assert diff(state, state_of()).unchanged == len(NAMES)
+
+
+def test_integers_are_not_the_floats_of_their_bits(state):
+    integers = {name: array.view(array.dtype.str) for name, array in state.items()}
+    assert state != StateDict(integers)
+    assert {name for name, _, _ in diff(state, integers).dtypes} == set(TRUE)
+
+
+def test_the_other_byte_order_is_stored_as_what_it_is(tmp_path, without):
+    native = every_bit_pattern(stored_dtype("bfloat16"))
+    swapped = native.astype(native.dtype.newbyteorder())
+    save_file({"w": native}, tmp_path / "native")
+    save_file({"w": swapped}, tmp_path / "swapped")
+    assert (tmp_path / "native").read_bytes() == (tmp_path / "swapped").read_bytes()
+
+
+def test_casts_read_the_true_dtype(state, without):
+    target = {"w": np.zeros((16, 4096), np.float32)}
+    load_into(target, {"w": state["layer.bfloat16"]}, cast=True)
+    wanted = every_bit_pattern(np.uint16).astype(np.uint32) << 16
+    np.testing.assert_array_equal(target["w"], wanted.view(np.float32))
+
+
+def test_caches_move_and_do_not_convert_by_their_bits(without):
+    plain = np.ones((1, 1, 4, 2), np.float32)
+    cache = np.zeros(plain.shape, stored_dtype("bfloat16"))
+    load_into({"w": cache}, {"w": plain}, cast=True)
+    moved = transition_kv_state(cache, 8, 4)
+    assert name_of(moved.dtype) == "bfloat16"
+    assert transition_kv_state(cache, 8, 4, dtype=np.float32)[0, 0, :4].tolist() == [[1, 1]] * 4
+    assert "bfloat16" in repr(KVState.from_array(cache))
+    for call in (
+        lambda: transition_kv_state(cache, 8, 4, dtype=np.int8),
+        lambda: transition_kv_state(np.ones((1, 1, 4, 2), np.int8), 8, 4, dtype="bfloat16"),
+        lambda: KVState((1, 1, 4, 2), 8, "bfloat16"),
+    ):
+        with pytest.raises(ImportError, match=r"bfloat16.*mlstate\[dtypes\]"):
+            call()
+
+
+# ---- gradients and ranks ----
+
+
+def test_sums_are_those_of_the_true_dtype(without):
+    ones = np.zeros(3, stored_dtype("bfloat16"))
+    load_into({"w": ones}, {"w": np.ones(3, np.float32)}, cast=True)
+    sums = GradientAccumulator(2)
+    for _ in range(2):
+        sums.add_gradients({"w": ones})
+    wide = {"w": np.zeros(3, np.float32)}
+    load_into(wide, sums.get_and_clear_gradients(), cast=True)
+    assert wide["w"].tolist() == [2, 2, 2]
+    unit = FSDPShardingUnit("w", (3,), ones.dtype, 0, world_size=1)
+    assert (unit.dtype, unit.item_bytes, name_of(unit.zeros().dtype)) == ("bfloat16", 2, "bfloat16")
+
+
+def test_ranks_exchange_and_add_the_true_dtype(state, without):
+    ones = np.zeros(4, stored_dtype("bfloat16"))
+    load_into({"w": ones}, {"w": np.ones(4, np.float32)}, cast=True)
+
+    def work(group):
+        added = group.all_reduce(ones)
+        full = DistributedStateCollector(group).gather_full_state(state)
+        return added, full
+
+    for added, full in run_threads(work):
+        wide = {"w": np.zeros(4, np.float32)}
+        load_into(wide, {"w": added}, cast=True)
+        assert wide["w"].tolist() == [2, 2, 2, 2]
+        assert full is None or true_names(full) == TRUE
+
+
+def test_results_go_into_arrays_of_the_true_dtype(without):
+    ones = np.zeros(4, stored_dtype("bfloat16"))
+    with pytest.raises(mlstate.CompatibilityError, match=r"dtype uint16.*bfloat16"):
+        SingleGroup().all_reduce(ones, out=np.zeros(4, np.uint16))
+
+
+def test_ranks_of_mpi_add_the_true_dtype(state, monkeypatch):
+    halves = state["layer.float8_e5m2"].reshape(-1)[60:61]  # 0x3c is 1
+    out = np.zeros_like(halves)
+    reduce_parts([halves, halves], "sum", out)
+    assert out.tolist() == [0x40] and label_of(out.dtype) == "float8_e5m2"
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    with pytest.raises(ImportError, match="float8_e5m2"):
+        reduce_parts([halves, halves], "sum", out)
+
+
+def test_gradients_are_verified_by_their_numbers(state):
+    ones = np.full(3, 0x3F80, np.uint16).view(state["layer.bfloat16"].dtype)
+    near = np.full(3, 0x3F81, np.uint16).view(ones.dtype)  # one more in the last place
+    hook = FSDPBackwardHook(FSDP(SingleGroup()))
+    unit = FSDPShardingUnit("w", (3,), ones.dtype, 0, world_size=1)
+    hook.scatter_gradient(unit, ones)
+    assert hook.verify_gradients({"w": unit}, {"w": near}, atol=0.01)
+    assert not hook.verify_gradients({"w": unit}, {"w": near}, atol=0.001)
+
+
+def test_core_ml_gets_the_numbers(without):
+    kind = stored_dtype("bfloat16")
+    source = FakeMLState({"kv": (1, 1, 4, 2)})
+    source.read_state = lambda name: np.full((1, 1, 4, 2), 0x3F80, np.uint16).view(kind)
+    target = FakeMLState({"kv": (1, 1, 8, 2)})
+    transition_coreml_state(source, target, "kv", 4)
+    assert target.read_state("kv")[0, 0, :4].tolist() == [[1, 1]] * 4
+    source.read_state = lambda name: np.zeros((1, 1, 4, 2), stored_dtype("float8_e5m2"))
+    with pytest.raises(mlstate.CompatibilityError, match="gave float8_e5m2"):
+        transition_coreml_state(source, target, "kv", 4)
+
+
+def run_threads(work):
+    from concurrent.futures import ThreadPoolExecutor
+
+    groups = LocalGroup.threads(2)
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(work, groups, timeout=60))

@@ -1,0 +1,141 @@
+"""URLs are refused wherever a path is taken, before anything is created."""
+
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mlstate
+from mlstate import checkpoint
+from mlstate._common.local_path import local_folder, local_path
+from mlstate.checkpoint import CheckpointManager, TieredState
+from mlstate.checkpoint._files.convert import format_of, read_any, write_any
+from mlstate.cli import main
+
+URL = "s3://bucket/run"
+STATE = {"w": np.ones(3)}
+CALLS = {
+    "save": lambda: mlstate.save(URL, STATE),
+    "save a Path": lambda: mlstate.save(Path(URL), STATE),
+    "save_async": lambda: checkpoint.save_async(URL, STATE),
+    "load": lambda: mlstate.load(URL),
+    "plan_load": lambda: checkpoint.plan_load(URL),
+    "verify": lambda: mlstate.verify(URL),
+    "inspect": lambda: checkpoint.inspect(URL),
+    "prune": lambda: checkpoint.prune(URL),
+    "reshard from": lambda: checkpoint.reshard(URL, "here", layout="rows", world_size=2),
+    "reshard to": lambda: checkpoint.reshard("here", URL, layout="rows", world_size=2),
+    "manager": lambda: CheckpointManager(URL),
+    "save_file": lambda: mlstate.save_file(STATE, URL),
+    "save_file, bytes": lambda: mlstate.save_file(STATE, URL.encode()),
+    "load_file": lambda: mlstate.load_file(URL),
+    "load_metadata": lambda: checkpoint.load_metadata(URL),
+    "tiers": lambda: TieredState(STATE, None, URL),
+    "read": lambda: read_any(URL),
+    "write": lambda: write_any(f"{URL}.npz", STATE),
+    "write a checkpoint": lambda: write_any(URL, STATE),
+    "format_of": lambda: format_of(URL),
+    "state_specs": lambda: mlstate.coreml.state_specs(URL),
+}
+COMMANDS = [
+    ["inspect", URL],
+    ["verify", URL],
+    ["prune", URL],
+    ["diff", URL, "here"],
+    ["diff", "here", URL],
+    ["reshard", URL, "cut", "--layout", "rows=2"],
+    ["reshard", "here", URL, "--layout", "rows=2"],
+    ["convert", URL, "x.npz"],
+    ["convert", "here", URL],
+    ["convert", "here", f"{URL}.safetensors"],
+    ["coreml", "states", URL],
+]
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A working directory with a checkpoint named ``here`` and nothing else."""
+    monkeypatch.chdir(tmp_path)
+    mlstate.save("here", STATE)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_function_refuses_a_url(place, name):
+    with pytest.raises(ValueError, match=r"s3:.*remote stores are not supported yet"):
+        CALLS[name]()
+    assert [path.name for path in place.iterdir()] == ["here"]
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_every_command_refuses_a_url(place, capsys, words):
+    assert main(words) == 2
+    assert "remote stores are not supported yet" in capsys.readouterr().err
+    assert [path.name for path in place.iterdir()] == ["here"]
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["s3://b", "gs://b/a", "file:///a", "HTTPS://h/x", "abfs+x.y-z://a", b"s3://b", Path("hf://a")],
+)
+def test_anything_with_a_scheme_is_a_url(url):
+    with pytest.raises(ValueError, match="remote stores"):
+        local_path(url)
+
+
+@pytest.mark.parametrize(
+    "path", ["a", "s3:/b", "./s3://b", "/s3://b", "1s://b", ":// ", "c://b", "", b"a", "a b://c"]
+)
+def test_other_texts_are_paths(path):
+    assert local_path(path) == path
+
+
+def test_a_path_object_is_a_path():
+    assert local_path(Path("a/b")) == "a/b"
+    assert local_path(Path("/s3:/b")) == "/s3:/b"
+    assert local_folder("a") == str(Path("a").absolute())
+    with pytest.raises(TypeError, match=re.escape("os.PathLike")):
+        local_path(3)
+
+
+# ---- a working folder that was deleted ----
+
+
+@pytest.fixture
+def deleted(tmp_path, monkeypatch):
+    """A working folder that does not exist any more."""
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    monkeypatch.setitem(globals(), "URL", "run")
+    yield
+    monkeypatch.undo()
+
+
+needs_deleted_folder = pytest.mark.skipif(os.name == "nt", reason="Windows keeps such a folder")
+
+
+@needs_deleted_folder
+@pytest.mark.parametrize("name", CALLS)
+def test_every_function_says_that_the_working_folder_is_gone(deleted, name):
+    with pytest.raises(mlstate.StoreError, match=r"working folder no longer exists") as caught:
+        CALLS[name]()
+    assert isinstance(caught.value, FileNotFoundError)
+    assert Path(caught.value.path).name.startswith(("run", "here"))
+
+
+@needs_deleted_folder
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_every_command_says_that_the_working_folder_is_gone(deleted, capsys, words):
+    assert main([word.replace("s3://bucket/", "") for word in words]) == 2
+    assert re.search("(run|here).*working folder no longer exists", capsys.readouterr().err)
+
+
+@needs_deleted_folder
+def test_an_absolute_path_needs_no_working_folder(deleted, tmp_path):
+    mlstate.save(tmp_path / "ckpt", STATE)
+    assert mlstate.load(tmp_path / "ckpt").model["w"].all()
+    assert main(["verify", str(tmp_path / "ckpt")]) == 0

@@ -1,0 +1,139 @@
+"""Numbers, names and tables as people see them."""
+
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlstate._common.text import (
+    bytes_text,
+    names_hint,
+    shorten,
+    sort_steps,
+    steps_text,
+    table_html,
+    table_text,
+)
+
+
+class Table(HTMLParser):
+    """The cells of a table; a tag that is not closed in order fails."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.cells, self.texts = [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        assert tag in {"div", "style", "p", "table", "thead", "tbody", "tr", "th", "td", "caption"}
+        assert attrs in ([], [("class", "mlstate-table")], [("class", "r")])
+        self.open.append(tag)
+        if tag in ("th", "td"):
+            self.cells.append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open[-1] in ("th", "td"):
+            self.cells[-1] += data
+        elif self.open[-1] != "style":
+            self.texts.append(data)
+
+
+@given(st.text(st.characters(exclude_categories=["Cc", "Cs", "Cf", "Zl", "Zp"])))
+def test_cut_names_keep_both_ends(name):
+    short = shorten(name, 20)
+    if name.isprintable():
+        assert len(short) <= 20
+        assert short == name or (short[:10] == name[:10] and short[11:] == name[-9:])
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (1536 * 1024, "1.50 MiB"),
+        (5 << 30, "5.00 GiB"),
+        (7 << 40, "7168.00 GiB"),
+    ],
+)
+def test_bytes_have_a_unit(count, text):
+    assert bytes_text(count) == text
+
+
+def test_tables_align_their_columns_and_count_what_they_leave_out():
+    rows = [(f"t{i}", "1" * (i % 3)) for i in range(30)]
+    lines = table_text(("name", "n"), rows, 4).splitlines()
+    assert lines == ["name  n", "t0", "t1    1", "t2    11", "t3", "… 26 more"]
+    assert table_text(("name", "n"), rows, 30).splitlines()[-1] == "t29   11"
+    assert "more" not in table_text(("name", "n"), rows, 30)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<script>alert(1)</script>",
+        '"><img src=x onerror=alert(1)>',
+        "</td></table><style>*{display:none}</style>",
+        "&lt;b&gt;&amp;",
+        "%s %(a)s {0}",
+        "<!-- ",
+    ],
+)
+def test_tables_show_hostile_texts_as_they_are(text):
+    found = Table(table_html(text, (text, ""), [(text, text)] * 2))
+    assert found.cells == [text, ""] + [text] * 4 and found.texts == [text]
+
+
+def test_tables_are_cut_and_say_so():
+    rows = [("<" * 5000, "&" * 5000)] * 10_000
+    made = table_html("10,000 rows", ("a", "b"), rows)
+    found = Table(made)
+    assert len(found.cells) == 2 + 2 * 50 and found.texts[-1] == "… 9,950 more"
+    assert all(len(cell) <= 600 for cell in found.cells) and len(made) < 300_000
+    assert Table(table_html("none", ("a",), [])).texts == ["none"]
+
+
+def test_numbers_with_their_units_are_aligned_to_the_right():
+    rows = [("1", "1.50 MiB", "-", "a"), ("2", "3 B", "0.25 s", "2"), ("3", "", "1e-05 s", "3%")]
+    made = table_html("units", ("name", "bytes", "time", "mixed"), rows)
+    assert "<caption>units</caption>" in made
+    assert "<th>name</th><th class=r>bytes</th><th class=r>time</th><th>mixed</th>" in made
+    assert "<td>2</td><td class=r>3 B</td><td class=r>0.25 s</td><td>2</td>" in made
+    assert "<thead>" not in table_html("no headers", ("", ""), [("a", "b")])
+
+
+def test_equal_neighbours_can_be_one_row():
+    rows = [("first", "1")] + [(f"b{i}", "2") for i in range(100)] + [("x", "3"), ("y", "3")]
+    found = Table(table_html("t", ("name", "n"), rows, collapse=True))
+    assert found.cells[2:] == ["first", "1", "b0 … b99 (100 alike)", "2", "x", "3", "y", "3"]
+    assert "more" not in found.texts[-1]
+    assert len(Table(table_html("t", ("name", "n"), rows)).cells) == 2 + 2 * 50
+
+
+def test_steps_are_sorted_by_number_and_unknown_ones_come_last():
+    assert sort_steps([100, None, 20, 5]) == [5, 20, 100, None]
+    assert steps_text([100, None, 20, 5]) == "5, 20, 100, ?"
+    assert steps_text([100, 20, 5], 2) == "5, 20, 1 more"
+    assert steps_text([]) == "none"
+
+
+def test_an_unknown_name_is_answered_with_known_ones():
+    assert names_hint("fc.weihgt", ["fc.weight", "fc.bias"]) == "; did you mean 'fc.weight'?"
+    assert names_hint("x", ["fc.weight", "fc.bias"]) == "; there are 'fc.weight', 'fc.bias'"
+    assert names_hint("x", []) == "; there are none"
+    assert names_hint("x", [f"fc.{i}" for i in range(12)]).endswith("'fc.7' and 4 more")
+    assert names_hint("x", ["w", "b", "w"]) == "; there are 'w', 'b'"
+
+
+def test_names_that_a_message_lists_are_not_listed_again():
+    assert names_hint("rwos", ["whole", "rows"], listed=False) == "; did you mean 'rows'?"
+    assert (
+        names_hint("x", ["whole", "rows"], listed=False) == names_hint("x", [], listed=False) == ""
+    )

@@ -1,0 +1,196 @@
+#include "activation/chain.h"
+#include "support/chains.h"
+#include "support/runner.h"
+
+#include <stdlib.h>
+
+/* Two blocks: activations 10, 20, 5; saved 50, 30. */
+static void small_chain(test_chain *c)
+{
+    memset(c, 0, sizeof *c);
+    memcpy(c->forward, (double[]){1, 2}, 2 * sizeof(double));
+    memcpy(c->backward, (double[]){2, 4}, 2 * sizeof(double));
+    memcpy(c->activation, (int64_t[]){10, 20, 5}, 3 * sizeof(int64_t));
+    memcpy(c->gradient, (int64_t[]){10, 20, 5}, 3 * sizeof(int64_t));
+    memcpy(c->saved, (int64_t[]){50, 30}, 2 * sizeof(int64_t));
+    bind_chain(c, 2, 10);
+}
+
+static void good_chains_pass(void)
+{
+    test_chain c;
+    mls_status st;
+    small_chain(&c);
+    CHECK(mls_chain_check(&c.chain, &st) == MLS_OK);
+    c.chain.offload_rate = c.chain.load_rate = 0;
+    CHECK(mls_chain_check(&c.chain, &st) == MLS_OK);
+}
+
+static void bad_entries_are_named(void)
+{
+    test_chain c;
+    mls_status st;
+    small_chain(&c);
+    c.forward[1] = (double)NAN;
+    CHECK(mls_chain_check(&c.chain, &st) == MLS_E_VALUE);
+    CHECK_TEXT(st.name, "forward_seconds");
+    small_chain(&c);
+    c.backward[0] = -1;
+    CHECK(mls_chain_check(&c.chain, &st) == MLS_E_VALUE);
+    CHECK(strstr(st.text, "backward_seconds[0]") != NULL);
+    small_chain(&c);
+    c.temporary[2][1] = -27;
+    CHECK(mls_chain_check(&c.chain, &st) == MLS_E_VALUE);
+    CHECK(strstr(st.text, "backward_temporary_bytes[1] is -27") != NULL);
+    small_chain(&c);
+    c.gradient[1] = 1000;
+    c.temporary[2][1] = -(c.saved[1] + c.gradient[2]);
+    CHECK(mls_chain_check(&c.chain, &st) == MLS_OK);
+    c.temporary[2][1]--;
+    CHECK(mls_chain_check(&c.chain, &st) == MLS_E_VALUE);
+    CHECK(strstr(st.text, "the step frees") != NULL);
+    small_chain(&c);
+    c.saved[0] = 19;
+    CHECK(mls_chain_check(&c.chain, &st) == MLS_E_VALUE);
+    CHECK(strstr(st.text, "saved_bytes[0] is 19") != NULL);
+}
+
+static void bad_wholes_are_refused(void)
+{
+    test_chain c;
+    mls_status st;
+    small_chain(&c);
+    c.chain.load_rate = 0;
+    CHECK(mls_chain_check(&c.chain, &st) == MLS_E_VALUE);
+    small_chain(&c);
+    c.chain.offload_rate = (double)INFINITY;
+    CHECK(mls_chain_check(&c.chain, &st) == MLS_E_VALUE);
+    small_chain(&c);
+    c.chain.blocks = 0;
+    CHECK(mls_chain_check(&c.chain, &st) == MLS_E_VALUE);
+    c.chain.blocks = MLS_CHAIN_MAX_BLOCKS + 1;
+    CHECK(mls_chain_check(&c.chain, &st) == MLS_E_VALUE);
+    small_chain(&c);
+    c.temporary[0][0] = INT64_MAX / 2;
+    CHECK(mls_chain_check(&c.chain, &st) == MLS_E_SIZE);
+    small_chain(&c);
+    c.forward[0] = 1e308;
+    CHECK(mls_chain_check(&c.chain, &st) == MLS_E_SIZE);
+}
+
+/* Steps as they are written in a test. */
+#define S(kind, index) {MLS_STEP_##kind, index}
+
+static void a_plain_run_is_added_up(void)
+{
+    static const mls_step steps[] = {S(SAVE, 0), S(SAVE, 1), S(BACKWARD, 1),
+                                     S(BACKWARD, 0)};
+    static const int64_t peaks[] = {60, 90, 115, 90}, afters[] = {60, 90, 80, 20};
+    mls_step_record records[4];
+    mls_totals totals;
+    mls_status st;
+    test_chain c;
+    small_chain(&c);
+    REQUIRE(mls_chain_simulate(&c.chain, steps, 4, records, &totals, &st) == MLS_OK);
+    CHECK(totals.peak_bytes == 115 && is_near(totals.seconds, 9, 1e-12));
+    for (size_t i = 0; i < 4; i++) {
+        CHECK(records[i].peak == peaks[i] && records[i].after == afters[i]);
+        CHECK(records[i].before == (i == 0 ? 10 : afters[i - 1]));
+    }
+}
+
+static void what_is_dropped_and_moved_is_not_held(void)
+{
+    static const mls_step again[] = {S(FORWARD, 0), S(SAVE, 1), S(BACKWARD, 1),
+                                     S(DROP, 1),    S(SAVE, 0), S(BACKWARD, 0)};
+    static const mls_step moved[] = {S(SAVE, 0),     S(OFFLOAD, 0), S(SAVE, 1),
+                                     S(BACKWARD, 1), S(DROP, 1),    S(LOAD, 0),
+                                     S(BACKWARD, 0)};
+    mls_totals totals;
+    mls_status st;
+    test_chain c;
+    small_chain(&c);
+    REQUIRE(mls_chain_simulate(&c.chain, again, 6, NULL, &totals, &st) == MLS_OK);
+    CHECK(totals.peak_bytes == 90 && is_near(totals.seconds, 10, 1e-12));
+    REQUIRE(mls_chain_simulate(&c.chain, moved, 7, NULL, &totals, &st) == MLS_OK);
+    CHECK(totals.peak_bytes == 90 && is_near(totals.seconds, 19, 1e-12));
+}
+
+/* A schedule that is refused at its last step. */
+static void check_refused(const mls_step *steps, size_t count, const char *text)
+{
+    mls_totals totals = {-1, -1};
+    mls_status st;
+    test_chain c;
+    small_chain(&c);
+    CHECK(mls_chain_simulate(&c.chain, steps, count, NULL, &totals, &st) == MLS_E_VALUE);
+    CHECK_TEXT(st.text, text);
+    CHECK(totals.peak_bytes == -1);
+}
+
+#define REFUSED(text, ...)                                                               \
+    do {                                                                                 \
+        static const mls_step steps[] = {__VA_ARGS__};                                   \
+        check_refused(steps, sizeof steps / sizeof steps[0], text);                      \
+    } while (0)
+
+static void what_a_step_lacks_is_said(void)
+{
+    REFUSED("step 0, save 1: activation 1 is not there", S(SAVE, 1));
+    REFUSED("step 1, save 0: activation 1 is there already", S(FORWARD, 0), S(SAVE, 0));
+    REFUSED("step 1, forward 0: activation 1 is there already", S(SAVE, 0),
+            S(FORWARD, 0));
+    REFUSED("step 1, backward 0: gradient 1 is not there", S(SAVE, 0), S(BACKWARD, 0));
+    REFUSED("step 1, backward 1: saved 1 is not there", S(FORWARD, 0), S(BACKWARD, 1));
+    REFUSED("step 0, drop 0: activation 0 is the input and stays", S(DROP, 0));
+    REFUSED("step 1, drop 1: activation 1 does not lie by itself", S(SAVE, 0),
+            S(DROP, 1));
+    REFUSED("step 0, offload 0: saved 0 is not on the device", S(OFFLOAD, 0));
+    REFUSED("step 0, load 0: saved 0 is not on the host", S(LOAD, 0));
+    REFUSED("step 2, load 0: activation 1 is there already", S(SAVE, 0), S(OFFLOAD, 0),
+            S(LOAD, 0));
+    REFUSED("step 3, save 0: saved 0 is there already", S(SAVE, 0), S(OFFLOAD, 0),
+            S(DROP, 1), S(SAVE, 0));
+    REFUSED("step 3, backward 1: activation 1 is not there", S(FORWARD, 0), S(SAVE, 1),
+            S(DROP, 1), S(BACKWARD, 1));
+}
+
+static void schedules_begin_and_end_as_they_must(void)
+{
+    REFUSED("step 0, save 2: there is no such step in a chain of 2 blocks", S(SAVE, 2));
+    REFUSED("step 0, ? 0: there is no such step in a chain of 2 blocks",
+            {MLS_STEP_KINDS, 0});
+    REFUSED("step 0, save -1: there is no such step in a chain of 2 blocks", S(SAVE, -1));
+    REFUSED("the schedule ends after 1 steps with 2 backward passes to go", S(SAVE, 0));
+    REFUSED("step 4, backward 1: gradient 2 is not there", S(SAVE, 0), S(SAVE, 1),
+            S(BACKWARD, 1), S(SAVE, 1), S(BACKWARD, 1));
+}
+
+static void schedules_grow(void)
+{
+    mls_schedule schedule = {0};
+    mls_status st;
+    for (size_t i = 0; i < 1000; i++) {
+        REQUIRE(mls_schedule_push(&schedule, MLS_STEP_SAVE, i, &st) == MLS_OK);
+    }
+    CHECK(schedule.count == 1000 && schedule.steps[999].index == 999);
+    CHECK_TEXT(mls_step_name(schedule.steps[5].kind), "save");
+    CHECK_TEXT(mls_step_name(-1), "?");
+    mls_schedule_fini(&schedule);
+    mls_schedule_fini(&schedule);
+}
+
+int main(void)
+{
+    static const test_case tests[] = {
+        TEST(good_chains_pass),
+        TEST(bad_entries_are_named),
+        TEST(bad_wholes_are_refused),
+        TEST(a_plain_run_is_added_up),
+        TEST(what_is_dropped_and_moved_is_not_held),
+        TEST(what_a_step_lacks_is_said),
+        TEST(schedules_begin_and_end_as_they_must),
+        TEST(schedules_grow),
+    };
+    return RUN_TESTS(tests);
+}

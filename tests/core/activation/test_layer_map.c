@@ -1,0 +1,153 @@
+#include "activation/layer_map.h"
+#include "support/runner.h"
+
+#include <stdio.h>
+
+/* A key that points into `room`, which may be overwritten once it was used. */
+static mls_layer_key key_of(char *room, size_t bytes, int number, uint64_t hash)
+{
+    const int length = snprintf(room, bytes, "layers.%d.attention", number);
+    return (mls_layer_key){.name = {room, (size_t)length}, .hash = hash};
+}
+
+static mls_layer_key named(const char *name)
+{
+    uint64_t hash = 7;
+    for (const char *at = name; *at != '\0'; at++) {
+        hash = hash * 31 + (unsigned char)*at;
+    }
+    return (mls_layer_key){.name = {name, strlen(name)}, .hash = hash};
+}
+
+static void an_empty_table_knows_nobody(void)
+{
+    mls_layer_table t = {0};
+    const mls_layer_key key = named("a");
+    CHECK(mls_layer_find(&t, &key) == NULL);
+    CHECK(mls_layer_mark_of(&t, &key) == MLS_LAYER_PLAIN);
+    mls_layer_table_fini(&t);
+    mls_layer_table_fini(&t);
+}
+
+/* Hashes of a good function, of one with few values, and of one that is constant. */
+static uint64_t hash_of(int number, int kind)
+{
+    const uint64_t wide = (uint64_t)number * UINT64_C(0xD1342543DE82EF95);
+    return kind == 0 ? wide : kind == 1 ? (uint64_t)(number % 5) << 60 : 3;
+}
+
+static void every_layer_is_found_whatever_the_hash(void)
+{
+    enum { LAYERS = 700 };
+    char room[64];
+    mls_status st;
+    for (int kind = 0; kind < 3; kind++) {
+        mls_layer_table t = {0};
+        for (int i = 0; i < LAYERS; i++) {
+            mls_table_layer *layer = NULL;
+            const mls_layer_key key = key_of(room, sizeof room, i, hash_of(i, kind));
+            CHECK(mls_layer_find(&t, &key) == NULL);
+            REQUIRE(mls_layer_add(&t, &key, &layer, &st) == MLS_OK);
+            layer->bytes = (size_t)i;
+            memset(room, 'x', sizeof room); /* names are copied */
+        }
+        CHECK(t.count == LAYERS && t.slot_count >= 2 * t.count);
+        for (int i = 0; i < LAYERS; i++) {
+            const mls_layer_key key = key_of(room, sizeof room, i, hash_of(i, kind));
+            const mls_table_layer *layer = mls_layer_find(&t, &key);
+            REQUIRE(layer != NULL);
+            CHECK(layer == &t.layers[i] && layer->bytes == (size_t)i);
+            const mls_text name = mls_layer_name(&t, layer);
+            CHECK(mls_text_equal(name, key.name));
+        }
+        mls_layer_table_fini(&t);
+        CHECK(t.layers == NULL && t.slots == NULL && t.text == NULL);
+    }
+}
+
+static void adding_again_finds_the_same(void)
+{
+    mls_layer_table t = {0};
+    mls_table_layer *first = NULL, *again = NULL;
+    mls_status st;
+    const mls_layer_key key = named("layer.1");
+    REQUIRE(mls_layer_add(&t, &key, &first, &st) == MLS_OK);
+    first->calls = 9;
+    REQUIRE(mls_layer_add(&t, &key, &again, &st) == MLS_OK);
+    CHECK(again == first && again->calls == 9 && t.count == 1);
+    mls_layer_table_fini(&t);
+}
+
+static void names_are_bytes_of_any_kind(void)
+{
+    mls_layer_table t = {0};
+    mls_table_layer *layer = NULL;
+    mls_status st;
+    const mls_layer_key keys[] = {
+        {.name = {NULL, 0}, .hash = 1},
+        {.name = {"a\0b", 3}, .hash = 1},
+        {.name = {"a\0c", 3}, .hash = 1},
+        {.name = {"a", 1}, .hash = 1},
+    };
+    for (size_t i = 0; i < 4; i++) {
+        CHECK(mls_layer_find(&t, &keys[i]) == NULL);
+        REQUIRE(mls_layer_add(&t, &keys[i], &layer, &st) == MLS_OK);
+        CHECK(mls_layer_name(&t, layer).length == keys[i].name.length);
+    }
+    for (size_t i = 0; i < 4; i++) {
+        CHECK(mls_layer_find(&t, &keys[i]) == &t.layers[i]);
+    }
+    mls_layer_table_fini(&t);
+}
+
+/* Equal hashes and lengths, and one byte that differs, at every place of every length. */
+static void names_are_compared_to_the_last_byte(void)
+{
+    enum { LONGEST = 40 };
+    char name[LONGEST];
+    mls_status st;
+    memset(name, 'n', sizeof name);
+    for (size_t length = 1; length <= LONGEST; length++) {
+        mls_layer_table t = {0};
+        mls_table_layer *layer = NULL;
+        const mls_layer_key key = {.name = {name, length}, .hash = 5};
+        REQUIRE(mls_layer_add(&t, &key, &layer, &st) == MLS_OK);
+        for (size_t at = 0; at < length; at++) {
+            name[at] = 'x';
+            CHECK(mls_layer_find(&t, &key) == NULL);
+            name[at] = 'n';
+        }
+        CHECK(mls_layer_find(&t, &key) == &t.layers[0]);
+        mls_layer_table_fini(&t);
+    }
+}
+
+static void a_layer_has_one_mark(void)
+{
+    mls_layer_table t = {0};
+    mls_status st;
+    const mls_layer_key a = named("a"), b = named("b");
+    CHECK(mls_layer_set_mark(&t, &a, MLS_LAYER_EXCLUDE, &st) == MLS_OK);
+    CHECK(mls_layer_set_mark(&t, &a, MLS_LAYER_EXCLUDE, &st) == MLS_OK);
+    CHECK(mls_layer_mark_of(&t, &a) == MLS_LAYER_EXCLUDE);
+    CHECK(mls_layer_mark_of(&t, &b) == MLS_LAYER_PLAIN);
+    CHECK(mls_layer_set_mark(&t, &a, MLS_LAYER_CHECKPOINT, &st) == MLS_E_VALUE);
+    CHECK_TEXT(st.name, "a");
+    CHECK_TEXT(st.text, "layers cannot be both checkpointed and excluded: a");
+    CHECK(mls_layer_mark_of(&t, &a) == MLS_LAYER_EXCLUDE && t.count == 1);
+    mls_layer_table_fini(&t);
+}
+
+static const test_case tests[] = {
+    TEST(an_empty_table_knows_nobody),
+    TEST(every_layer_is_found_whatever_the_hash),
+    TEST(adding_again_finds_the_same),
+    TEST(names_are_bytes_of_any_kind),
+    TEST(names_are_compared_to_the_last_byte),
+    TEST(a_layer_has_one_mark),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

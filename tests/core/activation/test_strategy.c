@@ -1,0 +1,376 @@
+#include "support/runner.h"
+#include "activation/strategy.h"
+
+#include <math.h>
+#include <stdio.h>
+
+static mls_layer_key named(const char *name)
+{
+    uint64_t hash = 7;
+    for (const char *at = name; *at != '\0'; at++) {
+        hash = hash * 31 + (unsigned char)*at;
+    }
+    return (mls_layer_key){.name = {name, strlen(name)}, .hash = hash};
+}
+
+/* A strategy that was just made, at `SECONDS(100)`. */
+#define SECONDS(n) ((int64_t)((n) * 1e7))
+
+static mls_strategy made(int64_t number, double share)
+{
+    mls_strategy s = {0};
+    mls_status st;
+    CHECK(mls_strategy_init(&s, number == 0 ? NULL : &number, "n", share, "share",
+                            SECONDS(100), &st) == MLS_OK);
+    return s;
+}
+
+/* What it decides, which must be possible. */
+static bool ask(mls_decide *decide, mls_strategy *s, const char *name, size_t bytes,
+                int64_t index)
+{
+    mls_status st;
+    const mls_layer_question q = {named(name), bytes, index};
+    const int chosen = decide(s, &q, &st);
+    CHECK(chosen >= 0);
+    return chosen > 0;
+}
+
+static void mark(mls_strategy *s, const char *name, mls_layer_mark as)
+{
+    mls_status st;
+    const mls_layer_key key = named(name);
+    CHECK(mls_layer_set_mark(&s->named, &key, as, &st) == MLS_OK);
+}
+
+static void numbers_above_nought_are_kept(void)
+{
+    mls_strategy s = {.number = 5};
+    mls_status st;
+    for (int64_t bad = -3; bad <= 0; bad += 3) {
+        CHECK(mls_strategy_init(&s, &bad, "interval", 1, "share", 0, &st) == MLS_E_VALUE);
+    }
+    CHECK_TEXT(st.text, "interval must be greater than 0, got 0");
+    CHECK(s.number == 5);
+}
+
+/* ---- interval ---- */
+
+static void interval_takes_every_nth(void)
+{
+    mls_strategy s = made(3, 1);
+    for (int64_t i = 0; i < 30; i++) {
+        CHECK(ask(mls_decide_interval, &s, "", 0, i) == (i % 3 == 0));
+    }
+    CHECK(s.checkpointed == 10 && s.number == 3);
+}
+
+static void interval_knows_huge_numbers(void)
+{
+    static const int64_t intervals[] = {1,        2, 7, INT64_C(1) << 32, INT64_MAX - 1,
+                                        INT64_MAX};
+    static const int64_t indexes[] = {
+        0,        UINT32_MAX, INT64_C(1) << 32, (INT64_C(1) << 33) + 1, INT64_MAX - 1,
+        INT64_MAX};
+    for (size_t i = 0; i < 6; i++) {
+        for (size_t k = 0; k < 6; k++) {
+            mls_strategy s = made(intervals[i], 1);
+            CHECK(ask(mls_decide_interval, &s, "", 0, indexes[k]) ==
+                  (indexes[k] % intervals[i] == 0));
+        }
+    }
+}
+
+/* ---- selective ---- */
+
+static void selective_takes_what_is_marked(void)
+{
+    mls_strategy s = made(0, 1);
+    CHECK(!ask(mls_decide_selective, &s, "a", 0, 0));
+    mark(&s, "a", MLS_LAYER_CHECKPOINT);
+    mark(&s, "b", MLS_LAYER_EXCLUDE);
+    CHECK(ask(mls_decide_selective, &s, "a", 0, 0) &&
+          !ask(mls_decide_selective, &s, "b", 0, 0));
+    CHECK(!ask(mls_decide_selective, &s, "c", 0, 0) && s.named.count == 2);
+    mls_strategy_fini(&s);
+}
+
+/* ---- size based ---- */
+
+static void size_based_takes_what_is_large(void)
+{
+    mls_strategy s = made(1000, 1);
+    CHECK(!ask(mls_decide_size_based, &s, "a", 0, 0) &&
+          !ask(mls_decide_size_based, &s, "a", 999, 0));
+    CHECK(ask(mls_decide_size_based, &s, "a", 1000, 0) &&
+          ask(mls_decide_size_based, &s, "a", SIZE_MAX, 0));
+    CHECK(s.checkpointed == 2);
+}
+
+/* ---- memory aware ---- */
+
+static void pressure_moves_the_interval(void)
+{
+    mls_strategy s = made(0, 0.8);
+    CHECK(s.interval == 2);
+    CHECK(!mls_strategy_is_due(&s, SECONDS(110) - 1));
+    mls_strategy_adjust(&s, SECONDS(110) - 1, 100, 100);
+    CHECK(s.interval == 2 && s.adjusted_at == SECONDS(100));
+    CHECK(mls_strategy_is_due(&s, SECONDS(110)));
+    mls_strategy_adjust(&s, SECONDS(110), 81, 100); /* high */
+    CHECK(s.interval == 1 && s.high == 1 && s.adjusted_at == SECONDS(110));
+    mls_strategy_adjust(&s, SECONDS(120), 100, 100); /* no lower than 1 */
+    CHECK(s.interval == 1 && s.high == 2);
+    mls_strategy_adjust(&s, SECONDS(130), 63, 100); /* low, too soon after high */
+    CHECK(s.interval == 1 && s.high == 2 && s.adjusted_at == SECONDS(130));
+    mls_strategy_adjust(&s, SECONDS(160), 63, 100); /* 30 seconds are not enough */
+    CHECK(s.interval == 1);
+    mls_strategy_adjust(&s, SECONDS(190) + 1, 63, 100); /* and one tick more is */
+    CHECK(s.interval == 2 && s.high == 2);
+    mls_strategy_adjust(&s, SECONDS(201), 70, 100); /* between: calm again */
+    CHECK(s.interval == 2 && s.high == 0);
+    for (int i = 0; i < 12; i++) {
+        mls_strategy_adjust(&s, SECONDS(211 + 10 * i), 1, 100);
+    }
+    CHECK(s.interval == 10); /* no higher */
+    mls_strategy_reset(&s, SECONDS(400));
+    CHECK(s.interval == 2 && s.high == 0 && s.adjusted_at == SECONDS(400));
+}
+
+static void the_share_is_a_float(void)
+{
+    /* 0.8 as a float32 lies above 0.8: a pressure of exactly 0.8 is not above it */
+    mls_strategy s = made(0, 0.8);
+    mls_strategy_adjust(&s, SECONDS(110), 80, 100);
+    CHECK(s.interval == 2 && s.high == 0);
+    mls_strategy_adjust(&s, SECONDS(120), 800001, 1000000);
+    CHECK(s.interval == 1);
+    /* a used size that float32 rounds to the total is no more than all of it */
+    s = made(0, 1.0);
+    mls_strategy_adjust(&s, SECONDS(110), UINT64_MAX, UINT64_MAX - 1);
+    CHECK(s.interval == 2 && s.high == 0);
+}
+
+static void memory_aware_decides_by_its_interval(void)
+{
+    mls_strategy s = made(0, 0.5);
+    CHECK(ask(mls_decide_memory_aware, &s, "", 0, 0) &&
+          !ask(mls_decide_memory_aware, &s, "", 0, 1));
+    CHECK(!ask(mls_decide_memory_aware, &s, "", 0, INT64_MAX));
+    mls_strategy_adjust(&s, SECONDS(110), 60, 100);
+    CHECK(ask(mls_decide_memory_aware, &s, "", 0, 1) &&
+          ask(mls_decide_memory_aware, &s, "", 0, INT64_MAX));
+}
+
+static void memory_aware_refuses_no_share(void)
+{
+    static const double bad[] = {0, -0.5, 1.001, 1e-60, NAN, INFINITY, -INFINITY};
+    mls_strategy s = {.interval = 77};
+    mls_status st;
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        CHECK(mls_strategy_init(&s, NULL, NULL, bad[i], "share", 0, &st) == MLS_E_VALUE);
+    }
+    CHECK(mls_strategy_init(&s, NULL, NULL, 1.001, "share", 0, &st) == MLS_E_VALUE);
+    CHECK_TEXT(st.text, "share must be above 0 and at most 1, got 1.001");
+    CHECK(s.interval == 77);
+}
+
+static void ticks_are_tenths_of_microseconds(void)
+{
+    static const double bad[] = {NAN, INFINITY, -INFINITY, 1e12, -1e12};
+    int64_t ticks = 5;
+    mls_status st;
+    CHECK(mls_ticks_from_seconds(0.3, &ticks, &st) == MLS_OK && ticks == 3000000);
+    CHECK(mls_ticks_from_seconds(-1.5, &ticks, &st) == MLS_OK && ticks == -15000000);
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        CHECK(mls_ticks_from_seconds(bad[i], &ticks, &st) == MLS_E_VALUE);
+    }
+    CHECK(ticks == -15000000);
+    const int64_t before = mls_ticks_now();
+    CHECK(mls_ticks_now() >= before);
+}
+
+static void memory_aware_is_restored(void)
+{
+    mls_strategy s = made(0, 0.8);
+    mls_status st;
+    CHECK(mls_strategy_restore(&s, 9, 7, SECONDS(90), 3, &st) == MLS_OK);
+    CHECK(s.interval == 7 && s.high == 3 && mls_strategy_is_due(&s, SECONDS(100)));
+    CHECK(mls_strategy_restore(&s, 9, 0, 0, 0, &st) == MLS_E_VALUE);
+    CHECK(mls_strategy_restore(&s, 9, 11, 0, 0, &st) == MLS_E_VALUE);
+    CHECK(mls_strategy_restore(&s, 9, 2, 0, -1, &st) == MLS_E_VALUE);
+    CHECK(mls_strategy_restore(&s, 9, 2, INT64_MAX, 0, &st) == MLS_E_VALUE);
+    CHECK(mls_strategy_restore(&s, 9, 2, INT64_MIN, 0, &st) == MLS_E_VALUE);
+    CHECK(mls_strategy_restore(&s, -1, 2, 0, 0, &st) == MLS_E_VALUE);
+    CHECK(s.interval == 7 && s.high == 3 && s.adjusted_at == SECONDS(90));
+    CHECK(s.checkpointed == 9);
+}
+
+/* A clock that goes back is a clock by which nothing is due. */
+static void time_may_go_back(void)
+{
+    mls_strategy s = made(0, 0.8);
+    CHECK(!mls_strategy_is_due(&s, -MLS_MAX_TICKS));
+    mls_strategy_adjust(&s, -MLS_MAX_TICKS, 100, 100);
+    CHECK(s.interval == 2);
+    mls_strategy_reset(&s, -MLS_MAX_TICKS);
+    CHECK(mls_strategy_is_due(&s, MLS_MAX_TICKS));
+}
+
+/* ---- smart ---- */
+
+static void smart_collects_first(void)
+{
+    mls_strategy s = made(0, 1);
+    char name[16];
+    for (int i = 0; i <= 10; i++) {
+        snprintf(name, sizeof name, "l%d", i);
+        CHECK(!ask(mls_decide_smart, &s, name, 100, i) && s.collecting);
+    }
+    CHECK(!ask(mls_decide_smart, &s, "l11", 100, 11) &&
+          !s.collecting); /* the one that ends it neither */
+    CHECK(s.seen.count == 12 && s.total_bytes == 1200);
+    CHECK(ask(mls_decide_smart, &s, "new", 100, 0)); /* seen once */
+    mls_strategy_fini(&s);
+}
+
+static void smart_has_three_reasons(void)
+{
+    mls_strategy s = made(0, 1);
+    CHECK(!ask(mls_decide_smart, &s, "a", 100, 11));
+    CHECK(ask(mls_decide_smart, &s, "b", 100, 0)); /* first call: infrequent */
+    CHECK(ask(mls_decide_smart, &s, "big", 1000, 0));
+    CHECK(ask(mls_decide_smart, &s, "big", 1,
+              0)); /* large: the first size counts; average 400 */
+    CHECK(s.total_bytes == 1200);
+    CHECK(!ask(mls_decide_smart, &s, "a", 100, 2)); /* 2 > 2.1 is false */
+    CHECK(ask(mls_decide_smart, &s, "a", 100, 3));  /* late in the network */
+    CHECK(ask(mls_decide_smart, &s, "a", 100, INT64_MAX));
+    CHECK(!ask(mls_decide_smart, &s, "b", 100, 0));
+    mls_strategy_reset(&s, 0);
+    CHECK(s.seen.count == 0 && s.total_bytes == 0 && s.collecting);
+    CHECK(!ask(mls_decide_smart, &s, "a", 100, 0));
+    mls_strategy_fini(&s);
+}
+
+static void smart_excludes_but_counts(void)
+{
+    mls_strategy s = made(0, 1);
+    mark(&s, "out", MLS_LAYER_EXCLUDE);
+    CHECK(!ask(mls_decide_smart, &s, "out", 1000, 11));
+    CHECK(!ask(mls_decide_smart, &s, "out", 1000, 50));
+    CHECK(s.seen.count == 1 && s.seen.layers[0].calls == 2 && s.total_bytes == 1000);
+    mls_strategy_reset(&s, 0);
+    CHECK(!ask(mls_decide_smart, &s, "x", 10, 11) &&
+          !ask(mls_decide_smart, &s, "out", 1000, 50));
+    mls_strategy_fini(&s);
+}
+
+static void smart_takes_empty_activations(void)
+{
+    mls_strategy s = made(0, 1);
+    CHECK(!ask(mls_decide_smart, &s, "a", 0, 11) && ask(mls_decide_smart, &s, "b", 0, 0));
+    CHECK(!ask(mls_decide_smart, &s, "a", 0, 0)); /* 0 > 0 is false */
+    mls_strategy_fini(&s);
+}
+
+static void smart_refuses_a_sum_beyond_memory(void)
+{
+    mls_strategy s = made(0, 1);
+    mls_status st;
+    CHECK(!ask(mls_decide_smart, &s, "a", SIZE_MAX, 0));
+    const mls_layer_key b = named("b");
+    const mls_layer_question q = {b, 1, 99};
+    CHECK(mls_decide_smart(&s, &q, &st) == -1 && st.code == MLS_E_SIZE);
+    CHECK(s.seen.count == 1 && s.collecting && s.total_bytes == SIZE_MAX);
+    CHECK(mls_strategy_restore_layer(&s, &b, 1, 1, &st) == MLS_E_SIZE);
+    mls_strategy_fini(&s);
+}
+
+static void smart_is_restored(void)
+{
+    mls_strategy s = made(0, 1);
+    mls_status st;
+    const mls_layer_key a = named("a"), b = named("b");
+    CHECK(mls_strategy_restore_layer(&s, &a, 100, 4, &st) == MLS_OK);
+    CHECK(mls_strategy_restore_layer(&s, &a, 100, 4, &st) == MLS_E_VALUE);
+    CHECK_TEXT(st.name, "a");
+    CHECK(mls_strategy_restore_layer(&s, &b, 100, 0, &st) == MLS_E_VALUE);
+    CHECK(s.seen.count == 1 && s.total_bytes == 100);
+    s.collecting = false;
+    CHECK(!ask(mls_decide_smart, &s, "a", 5, 0) && s.seen.layers[0].calls == 5);
+    mls_strategy_fini(&s);
+}
+
+/* The rules as the source has them, with its loops. */
+static bool by_the_source(const size_t *sizes, const int *calls, int count, int layer,
+                          int64_t index)
+{
+    long long sum = 0;
+    for (int i = 0; i < count; i++) {
+        sum += (long long)sizes[i];
+    }
+    const double average = (double)sum / count;
+    return (double)sizes[layer] > average * 1.5 || calls[layer] < 2 ||
+           (double)index > count * 0.7;
+}
+
+static void smart_decides_as_the_source(void)
+{
+    enum { LAYERS = 40, TURNS = 4000 };
+    size_t sizes[LAYERS] = {0};
+    int calls[LAYERS] = {0}, place[LAYERS], count = 0;
+    uint32_t random = 1;
+    mls_strategy s = made(0, 1);
+    char name[16];
+    CHECK(!ask(mls_decide_smart, &s, "first", 50, 11));
+    sizes[0] = 50;
+    calls[0] = 1;
+    count = 1;
+    for (int i = 0; i < LAYERS; i++) {
+        place[i] = -1;
+    }
+    for (int turn = 0; turn < TURNS; turn++) {
+        random = random * 1664525U + 1013904223U;
+        const int layer = (int)(random >> 16) % (LAYERS - 1);
+        const size_t bytes = (random >> 8) % 1000;
+        const int64_t index = (random >> 4) % 60;
+        if (place[layer] < 0) {
+            place[layer] = count;
+            sizes[count++] = bytes;
+        }
+        calls[place[layer]]++;
+        snprintf(name, sizeof name, "l%d", layer);
+        CHECK(ask(mls_decide_smart, &s, name, bytes, index) ==
+              by_the_source(sizes, calls, count, place[layer], index));
+    }
+    CHECK(count == LAYERS);
+    mls_strategy_fini(&s);
+}
+
+static const test_case tests[] = {
+    TEST(numbers_above_nought_are_kept),
+    TEST(interval_takes_every_nth),
+    TEST(interval_knows_huge_numbers),
+    TEST(selective_takes_what_is_marked),
+    TEST(size_based_takes_what_is_large),
+    TEST(pressure_moves_the_interval),
+    TEST(the_share_is_a_float),
+    TEST(memory_aware_decides_by_its_interval),
+    TEST(memory_aware_refuses_no_share),
+    TEST(ticks_are_tenths_of_microseconds),
+    TEST(memory_aware_is_restored),
+    TEST(time_may_go_back),
+    TEST(smart_collects_first),
+    TEST(smart_has_three_reasons),
+    TEST(smart_excludes_but_counts),
+    TEST(smart_takes_empty_activations),
+    TEST(smart_refuses_a_sum_beyond_memory),
+    TEST(smart_is_restored),
+    TEST(smart_decides_as_the_source),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

@@ -1,0 +1,316 @@
+/* Kernels against the oracle, strided walks against a plain loop. */
+#include "array/copy/copy.h"
+#include "support/runner.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+enum { LONGEST = 40000, ROOM = LONGEST * 8 + 256 };
+
+static unsigned char source[ROOM], expected[ROOM], result[ROOM];
+
+/* A small generator with a fixed seed: every run tests the same values. */
+static uint64_t next_random(uint64_t *seed)
+{
+    *seed ^= *seed << 13;
+    *seed ^= *seed >> 7;
+    *seed ^= *seed << 17;
+    return *seed;
+}
+
+static void fill_random(unsigned char *bytes, size_t count, uint64_t seed)
+{
+    for (size_t i = 0; i < count; i++) {
+        bytes[i] = (unsigned char)(next_random(&seed) >> 24);
+    }
+}
+
+static size_t item(int dtype)
+{
+    return mls_dtype_of((mls_dtype)dtype)->item_bytes;
+}
+
+/* Compare one run of both tables, with guard bytes around the destination. */
+static bool run_agrees(const mls_kernels *k, int from, int to, size_t offset,
+                       size_t count, mls_store store)
+{
+    const size_t bytes = count * item(to);
+    memset(expected, 0xA5, bytes + 128);
+    memset(result, 0xA5, bytes + 128);
+    const mls_kernels *oracle = mls_kernels_of(MLS_CPU_SCALAR);
+    oracle->convert[from][to](expected + offset, source + offset, count, MLS_STORE_PLAIN);
+    k->convert[from][to](result + offset, source + offset, count, store);
+    return memcmp(expected, result, bytes + 128) == 0;
+}
+
+static void check_conversions(const mls_kernels *k)
+{
+    static const size_t counts[] = {0,  1,  2,  7,   15,   16,     17,
+                                    31, 33, 64, 100, 5000, LONGEST};
+    for (int from = 0; from < MLS_CONVERTIBLE; from++) {
+        for (int to = 0; to < MLS_CONVERTIBLE; to++) {
+            CHECK((k->convert[from][to] == NULL) == (from == to));
+            for (size_t c = 0; from != to && c < sizeof counts / sizeof counts[0]; c++) {
+                for (size_t offset = 0; offset < 70; offset += offset < 9 ? 1 : 7) {
+                    CHECK(run_agrees(k, from, to, offset, counts[c], MLS_STORE_PLAIN));
+                    CHECK(run_agrees(k, from, to, offset, counts[c], MLS_STORE_STREAM1));
+                }
+            }
+        }
+    }
+}
+
+static void every_set_converts_as_the_oracle(void)
+{
+    fill_random(source, sizeof source, 42);
+    for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
+        if (mls_cpu_offers((mls_cpu)cpu)) {
+            check_conversions(mls_kernels_of((mls_cpu)cpu));
+        }
+    }
+}
+
+/* All 65,536 halves and brains, and every float around each rounding boundary. */
+static void every_half_and_boundary_agrees(void)
+{
+    for (int i = 0; i < 65536; i++) {
+        const uint16_t bits = (uint16_t)i;
+        memcpy(source + 2 * i, &bits, 2);
+    }
+    for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
+        const mls_kernels *k = mls_kernels_of((mls_cpu)cpu);
+        for (size_t part = 0; mls_cpu_offers((mls_cpu)cpu) && part < 2; part++) {
+            memmove(source, source + part * 65536, 65536);
+            CHECK(run_agrees(k, MLS_F16, MLS_F32, 0, 32768, MLS_STORE_PLAIN));
+            CHECK(run_agrees(k, MLS_BF16, MLS_F16, 0, 32768, MLS_STORE_PLAIN));
+            CHECK(run_agrees(k, MLS_F16, MLS_BF16, 0, 32768, MLS_STORE_PLAIN));
+        }
+    }
+    for (uint32_t high = 0; high < 65536; high += 17) {
+        static const uint32_t lows[] = {0,      1,      0xFFF,  0x1000,
+                                        0x1001, 0x7FFF, 0x8000, 0x8001};
+        for (uint32_t i = 0; i < 8; i++) {
+            const uint32_t bits = high << 16 | lows[i];
+            memcpy(source + 4 * i, &bits, 4);
+        }
+        for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
+            if (mls_cpu_offers((mls_cpu)cpu)) {
+                memcpy(source + 32, source, 32);
+                memcpy(source + 64, source, 64);
+                CHECK(run_agrees(mls_kernels_of((mls_cpu)cpu), MLS_F32, MLS_F16, 0, 32,
+                                 MLS_STORE_PLAIN));
+                CHECK(run_agrees(mls_kernels_of((mls_cpu)cpu), MLS_F32, MLS_BF16, 0, 32,
+                                 MLS_STORE_PLAIN));
+            }
+        }
+    }
+}
+
+/* The oracle itself, at values worked out by hand. */
+static void the_oracle_rounds_to_nearest_even(void)
+{
+    static const struct {
+        float value;
+        uint16_t half, brain;
+    } known[] = {
+        {0.0F, 0x0000, 0x0000},
+        {-0.0F, 0x8000, 0x8000},
+        {1.0F, 0x3C00, 0x3F80},
+        {65504.0F, 0x7BFF, 0x4780},
+        {65519.9961F, 0x7BFF, 0x4780},
+        {65520.0F, 0x7C00, 0x4780},
+        {0x1p-24F, 0x0001, 0x3380},
+        {0x1p-25F, 0x0000, 0x3300},
+        {0x1.000002p-25F, 0x0001, 0x3300},
+        {0x1.8p-24F, 0x0002, 0x33C0},
+        {0x1.ffcp-15F, 0x0400, 0x3880},
+        {INFINITY, 0x7C00, 0x7F80},
+        {-INFINITY, 0xFC00, 0xFF80},
+        {1.0009765625F, 0x3C01, 0x3F80},
+        {1.00048828125F, 0x3C00, 0x3F80},
+        {1.00390625F, 0x3C04, 0x3F80},
+        {1.01171875F, 0x3C0C, 0x3F82},
+    };
+    const mls_kernels *k = mls_kernels_of(MLS_CPU_SCALAR);
+    for (size_t i = 0; i < sizeof known / sizeof known[0]; i++) {
+        uint16_t half, brain, direct;
+        const double wide = (double)known[i].value;
+        k->convert[MLS_F32][MLS_F16](&half, &known[i].value, 1, MLS_STORE_PLAIN);
+        k->convert[MLS_F32][MLS_BF16](&brain, &known[i].value, 1, MLS_STORE_PLAIN);
+        k->convert[MLS_F64][MLS_F16](&direct, &wide, 1, MLS_STORE_PLAIN);
+        CHECK(half == known[i].half && direct == known[i].half);
+        CHECK(brain == known[i].brain);
+    }
+    const double between = 1.0 + 0x1p-11 + 0x1p-40; /* a float would lose the last bit */
+    uint16_t half;
+    k->convert[MLS_F64][MLS_F16](&half, &between, 1, MLS_STORE_PLAIN);
+    CHECK(half == 0x3C01);
+}
+
+static void nan_stays_nan(void)
+{
+    const uint32_t signalling = 0x7F800001U;
+    const mls_kernels *k = mls_kernels_of(MLS_CPU_SCALAR);
+    uint16_t half, brain;
+    k->convert[MLS_F32][MLS_F16](&half, &signalling, 1, MLS_STORE_PLAIN);
+    k->convert[MLS_F32][MLS_BF16](&brain, &signalling, 1, MLS_STORE_PLAIN);
+    CHECK((half & 0x7FFF) > 0x7C00 && (brain & 0x7FFF) > 0x7F80);
+}
+
+static void copies_and_fills_touch_their_bytes_only(void)
+{
+    fill_random(source, sizeof source, 7);
+    for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
+        const mls_kernels *k = mls_kernels_of((mls_cpu)cpu);
+        for (size_t offset = 0; mls_cpu_offers((mls_cpu)cpu) && offset < 67;
+             offset += 3) {
+            for (size_t bytes = 0; bytes < 70000; bytes = bytes * 3 + 1) {
+                memset(expected, 0xA5, bytes + 256);
+                memset(result, 0xA5, bytes + 256);
+                memcpy(expected + offset, source + 1, bytes);
+                for (unsigned store = 0; store < k->copy_variants; store++) {
+                    memset(result + offset, 0xA5, bytes);
+                    k->copy(result + offset, source + 1, bytes, (mls_store)store);
+                    CHECK(memcmp(expected, result, bytes + 256) == 0);
+                }
+                const mls_kernels *oracle = mls_kernels_of(MLS_CPU_SCALAR);
+                oracle->fill(expected + offset, 0x0807060504030201U, bytes,
+                             MLS_STORE_PLAIN);
+                k->fill(result + offset, 0x0807060504030201U, bytes,
+                        offset % 2 == 0 ? MLS_STORE_STREAM1 : MLS_STORE_PLAIN);
+                CHECK(memcmp(expected, result, bytes + 256) == 0);
+            }
+        }
+    }
+}
+
+/* Element i, j of a two-dimensional view. */
+static unsigned char *at(const mls_tensor *t, size_t i, size_t j)
+{
+    return t->data + (ptrdiff_t)i * t->strides[0] + (ptrdiff_t)j * t->strides[1];
+}
+
+static bool element_copied(const mls_tensor *dst, const mls_tensor *src, size_t i,
+                           size_t j)
+{
+    unsigned char value[8], turned[8];
+    const size_t n = mls_tensor_item_bytes(src);
+    memcpy(value, at(src, i, j), n);
+    for (size_t b = 0; b < n; b++) {
+        turned[b] = dst->swapped != src->swapped ? value[n - 1 - b] : value[b];
+    }
+    return memcmp(at(dst, i, j), turned, n) == 0;
+}
+
+static void strided_copies_reach_every_element(void)
+{
+    static const ptrdiff_t strides[][2] = {{2, 600}, {600, 2},   {-600, 2}, {600, -2},
+                                           {600, 6}, {600, 602}, {1201, 3}, {0, 2}};
+    static unsigned char to_memory[200000], from_memory[200000];
+    enum { PATTERNS = sizeof strides / sizeof strides[0] };
+    fill_random(from_memory, sizeof from_memory, 9);
+    for (int pattern = 0; pattern < PATTERNS * PATTERNS * 4; pattern++) {
+        const ptrdiff_t *d = strides[pattern / 4 % PATTERNS];
+        const ptrdiff_t *s = strides[pattern / 4 / PATTERNS];
+        mls_tensor dst = {.data = to_memory + 100000,
+                          .dtype = MLS_F16,
+                          .rank = 2,
+                          .swapped = pattern % 2 == 1,
+                          .shape = {37, 70},
+                          .strides = {d[0], d[1]}};
+        mls_tensor src = {.data = from_memory + 100000,
+                          .dtype = MLS_F16,
+                          .rank = 2,
+                          .swapped = pattern / 2 % 2 == 1,
+                          .shape = {37, 70},
+                          .strides = {s[0], s[1]}};
+        if (d[0] == 0 || (d[0] == 2 && d[1] == 600)) {
+            dst.shape[0] = src.shape[0] =
+                d[0] == 0 ? 1 : 37; /* no element written twice */
+        }
+        mls_copy(mls_kernels_of(MLS_CPU_SCALAR), &dst, &src, mls_cached());
+        for (size_t i = 0; i < dst.shape[0]; i++) {
+            for (size_t j = 0; j < dst.shape[1]; j++) {
+                CHECK(element_copied(&dst, &src, i, j));
+            }
+        }
+    }
+}
+
+static void copies_check_shape_and_dtype_first(void)
+{
+    mls_status st;
+    mls_tensor a = {.dtype = MLS_F16, .rank = 2, .shape = {2, 3}};
+    mls_tensor b = {.dtype = MLS_F16, .rank = 2, .shape = {2, 4}};
+    CHECK(mls_copy_check(&a, &b, "w", &st) == MLS_E_SHAPE);
+    CHECK_TEXT(st.expected, "(2, 4)");
+    CHECK_TEXT(st.got, "(2, 3)");
+    b.shape[1] = 3;
+    CHECK(mls_copy_check(&a, &b, "w", &st) == MLS_OK);
+    b.dtype = MLS_I32;
+    CHECK(mls_copy_check(&a, &b, "w", &st) == MLS_E_DTYPE);
+    b.rank = 1;
+    CHECK(mls_copy_check(&a, &b, "w", &st) == MLS_E_SHAPE);
+}
+
+static mls_code encode(double value, mls_dtype dtype, bool swapped, mls_element *out)
+{
+    mls_status st;
+    const mls_tensor t = {.dtype = dtype, .swapped = swapped};
+    return mls_element_encode(value, &t, out, &st);
+}
+
+static void elements_are_encoded_or_refused(void)
+{
+    mls_element e;
+    CHECK(encode(-2.0, MLS_I16, false, &e) == MLS_OK && e.size == 2);
+    CHECK(e.bytes[0] == 0xFE && e.bytes[1] == 0xFF);
+    CHECK(encode(258, MLS_U16, true, &e) == MLS_OK && e.bytes[0] == 1 && e.bytes[1] == 2);
+    CHECK(encode(0.5, MLS_I8, false, &e) == MLS_E_VALUE);
+    CHECK(encode(128, MLS_I8, false, &e) == MLS_E_VALUE);
+    CHECK(encode(-1, MLS_U64, false, &e) == MLS_E_VALUE);
+    CHECK(encode((double)NAN, MLS_I64, false, &e) == MLS_E_VALUE);
+    CHECK(encode(1e5, MLS_F16, false, &e) == MLS_E_VALUE);
+    CHECK(encode(1e39, MLS_BF16, false, &e) == MLS_E_VALUE);
+    CHECK(encode(1e39, MLS_F32, false, &e) == MLS_E_VALUE);
+    CHECK(encode(1e39, MLS_F64, false, &e) == MLS_OK);
+    CHECK(encode(-(double)INFINITY, MLS_F16, false, &e) == MLS_OK && e.bytes[1] == 0xFC);
+    CHECK(encode(1, MLS_F8_E4M3, false, &e) == MLS_E_DTYPE);
+    CHECK(encode(0, MLS_F8_E4M3, false, &e) == MLS_OK && e.bytes[0] == 0);
+    CHECK(encode(1, MLS_BOOL, false, &e) == MLS_OK && e.bytes[0] == 1);
+    CHECK(encode(2, MLS_BOOL, false, &e) == MLS_E_VALUE);
+}
+
+static void fills_follow_any_stride(void)
+{
+    unsigned char bytes[64];
+    mls_element e;
+    CHECK(encode(1.0, MLS_F16, false, &e) == MLS_OK);
+    for (ptrdiff_t step = 2; step <= 5; step++) {
+        memset(bytes, 0xEE, sizeof bytes);
+        const mls_tensor t = {
+            .data = bytes, .dtype = MLS_F16, .rank = 1, .shape = {10}, .strides = {step}};
+        mls_fill(mls_kernels_of(MLS_CPU_SCALAR), &t, e, mls_cached());
+        for (ptrdiff_t i = 0; i < 10; i++) {
+            CHECK(bytes[i * step] == 0x00 && bytes[i * step + 1] == 0x3C);
+            CHECK(step == 2 || bytes[i * step + 2] == 0xEE);
+        }
+    }
+}
+
+static const test_case tests[] = {
+    TEST(every_set_converts_as_the_oracle),
+    TEST(every_half_and_boundary_agrees),
+    TEST(the_oracle_rounds_to_nearest_even),
+    TEST(nan_stays_nan),
+    TEST(copies_and_fills_touch_their_bytes_only),
+    TEST(strided_copies_reach_every_element),
+    TEST(copies_check_shape_and_dtype_first),
+    TEST(elements_are_encoded_or_refused),
+    TEST(fills_follow_any_stride),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

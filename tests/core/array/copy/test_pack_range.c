@@ -1,0 +1,237 @@
+/* Any run of any tensor's elements, against a plain loop over them. */
+#include "array/copy/pack_range.h"
+#include "support/runner.h"
+
+#include <stdint.h>
+#include <stdlib.h>
+
+enum { GUARD = 16, MOST = 1 << 16 };
+
+static const mls_kernels *kernels; /* the machine's fastest */
+
+/* Numbers of which no two are equal, in whatever byte order they are read. */
+static unsigned char memory[8 * MOST];
+
+static void fill_memory(void)
+{
+    uint64_t state = 0x9E3779B97F4A7C15U;
+    for (size_t i = 0; i < sizeof memory; i++) {
+        state = state * 6364136223846793005U + 1442695040888963407U;
+        memory[i] = (unsigned char)(state >> 56);
+    }
+}
+
+static mls_tensor view(mls_dtype dtype, int rank, const size_t *shape)
+{
+    mls_tensor t = {0};
+    mls_status st;
+    CHECK(mls_tensor_init(&t, memory, dtype, rank, shape, &st) == MLS_OK);
+    return t;
+}
+
+/* All elements in C order, by the definition of strides. */
+static unsigned char *packed_by_loop(const mls_tensor *t, size_t *count)
+{
+    const size_t item = mls_tensor_item_bytes(t);
+    CHECK(mls_tensor_count(t, count));
+    unsigned char *out = malloc(*count * item + 1);
+    for (size_t element = 0; element < *count; element++) {
+        const unsigned char *from = t->data;
+        size_t rest = element;
+        for (int axis = t->rank - 1; axis >= 0; axis--) {
+            from += (ptrdiff_t)(rest % t->shape[axis]) * t->strides[axis];
+            rest /= t->shape[axis];
+        }
+        for (size_t i = 0; i < item; i++) {
+            /* complex numbers are swapped by halves */
+            const size_t half = t->dtype == MLS_C64 ? 4 : item;
+            const size_t j = t->swapped ? i / half * half + half - 1 - i % half : i;
+            out[element * item + i] = from[j];
+        }
+    }
+    return out;
+}
+
+/* Pack elements `first` .. `first + n` and compare; nothing around may be written. */
+static bool range_is_right(const mls_tensor *t, const unsigned char *expected,
+                           size_t first, size_t n)
+{
+    const size_t item = mls_tensor_item_bytes(t), bytes = n * item;
+    unsigned char *got = malloc(bytes + 2 * GUARD);
+    memset(got, 0xA5, bytes + 2 * GUARD);
+    mls_pack(kernels, t, first, n, got + GUARD);
+    bool good = memcmp(got + GUARD, expected + first * item, bytes) == 0;
+    for (size_t i = 0; i < GUARD; i++) {
+        good = good && got[i] == 0xA5 && got[GUARD + bytes + i] == 0xA5;
+    }
+    free(got);
+    return good;
+}
+
+/* Every range of a small tensor. */
+static void check_all_ranges(const mls_tensor *t)
+{
+    size_t count, wrong = 0;
+    unsigned char *expected = packed_by_loop(t, &count);
+    for (size_t first = 0; first <= count; first++) {
+        for (size_t n = 0; first + n <= count; n++) {
+            wrong += range_is_right(t, expected, first, n) ? 0 : 1;
+        }
+    }
+    CHECK(wrong == 0);
+    free(expected);
+}
+
+static void contiguous_tensors_of_any_rank_are_packed(void)
+{
+    const size_t shape[] = {3, 2, 4, 2};
+    for (int rank = 0; rank <= 4; rank++) {
+        const mls_tensor t = view(MLS_F32, rank, shape);
+        check_all_ranges(&t);
+    }
+}
+
+static void every_item_size_and_byte_order_is_packed(void)
+{
+    static const mls_dtype dtypes[] = {MLS_U8, MLS_BF16, MLS_F32, MLS_I64, MLS_C64};
+    const size_t shape[] = {3, 5};
+    for (size_t i = 0; i < sizeof dtypes / sizeof dtypes[0]; i++) {
+        mls_tensor t = view(dtypes[i], 2, shape);
+        check_all_ranges(&t);
+        t.swapped = true;
+        check_all_ranges(&t);
+    }
+}
+
+static void transposed_tensors_are_packed(void)
+{
+    const size_t shape[] = {3, 4, 5};
+    mls_tensor t = view(MLS_U16, 3, shape);
+    t.strides[0] = 2;
+    t.strides[1] = 6;
+    t.strides[2] = 24;
+    check_all_ranges(&t);
+    t.swapped = true;
+    check_all_ranges(&t);
+}
+
+static void tensors_with_gaps_are_packed(void)
+{
+    const size_t shape[] = {4, 3, 4};
+    mls_tensor t = view(MLS_F32, 3, shape);
+    t.strides[0] = 1001; /* no multiple of the item */
+    t.strides[1] = 64;
+    t.strides[2] = 12;
+    check_all_ranges(&t);
+}
+
+static void backward_tensors_are_packed(void)
+{
+    const size_t shape[] = {3, 4, 3};
+    mls_tensor t = view(MLS_F32, 3, shape);
+    t.data += 4 * 35;
+    for (int axis = 0; axis < 3; axis++) {
+        t.strides[axis] = -t.strides[axis];
+    }
+    check_all_ranges(&t);
+    t.strides[1] = -t.strides[1]; /* one axis forward among them */
+    t.data -= 4 * 9;
+    check_all_ranges(&t);
+}
+
+static void broadcast_tensors_are_packed(void)
+{
+    const size_t shape[] = {4, 3, 5};
+    for (int broadcast = 1; broadcast < 8; broadcast++) {
+        mls_tensor t = view(MLS_F64, 3, shape);
+        for (int axis = 0; axis < 3; axis++) {
+            t.strides[axis] = broadcast >> axis & 1 ? 0 : t.strides[axis];
+        }
+        check_all_ranges(&t);
+        t.swapped = true;
+        check_all_ranges(&t);
+    }
+}
+
+static void axes_of_one_and_none_do_no_harm(void)
+{
+    const size_t ones[] = {1, 3, 1, 1, 4, 1}, none[] = {3, 0, 4};
+    mls_tensor t = view(MLS_F32, 6, ones);
+    t.strides[0] = t.strides[3] = 123456789; /* of which nobody goes a step */
+    check_all_ranges(&t);
+    t = view(MLS_F32, 3, none);
+    check_all_ranges(&t);
+}
+
+static void the_most_axes_that_there_are_can_be_packed(void)
+{
+    size_t shape[MLS_MAX_RANK];
+    for (int axis = 0; axis < MLS_MAX_RANK; axis++) {
+        shape[axis] = axis % 13 == 0 ? 2 : 1;
+    }
+    mls_tensor t = view(MLS_U16, MLS_MAX_RANK, shape);
+    check_all_ranges(&t);
+}
+
+/* As a file is written: one piece behind the other, of sizes that fit nothing. */
+static void pieces_put_together_are_the_tensor(void)
+{
+    static const size_t steps[] = {1, 7, 129, 1000, 4096, 40000};
+    const size_t shape[] = {8, 64, 100};
+    mls_tensor t = view(MLS_F32, 3, shape);
+    t.strides[0] = 4 * 100;
+    t.strides[1] = 4 * 100 * 8;
+    size_t count, wrong = 0;
+    unsigned char *expected = packed_by_loop(&t, &count);
+    for (size_t i = 0; i < sizeof steps / sizeof steps[0]; i++) {
+        for (size_t first = 0; first < count; first += steps[i]) {
+            const size_t left = count - first;
+            const size_t n = left < steps[i] ? left : steps[i];
+            wrong += range_is_right(&t, expected, first, n) ? 0 : 1;
+        }
+    }
+    CHECK(wrong == 0);
+    free(expected);
+}
+
+static void every_instruction_set_packs_the_same(void)
+{
+    const mls_kernels *const fastest = kernels;
+    const size_t shape[] = {6, 31};
+    mls_tensor t = view(MLS_F32, 2, shape);
+    t.strides[0] = 4;
+    t.strides[1] = 24;
+    t.swapped = true;
+    for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
+        if (mls_cpu_offers((mls_cpu)cpu)) {
+            kernels = mls_kernels_of((mls_cpu)cpu);
+            check_all_ranges(&t);
+        }
+    }
+    kernels = fastest;
+}
+
+static const test_case tests[] = {
+    TEST(contiguous_tensors_of_any_rank_are_packed),
+    TEST(every_item_size_and_byte_order_is_packed),
+    TEST(transposed_tensors_are_packed),
+    TEST(tensors_with_gaps_are_packed),
+    TEST(backward_tensors_are_packed),
+    TEST(broadcast_tensors_are_packed),
+    TEST(axes_of_one_and_none_do_no_harm),
+    TEST(the_most_axes_that_there_are_can_be_packed),
+    TEST(pieces_put_together_are_the_tensor),
+    TEST(every_instruction_set_packs_the_same),
+};
+
+int main(void)
+{
+    mls_cpu cpu;
+    mls_status st;
+    if (mls_cpu_choose(NULL, &cpu, &st) != MLS_OK) {
+        return 1;
+    }
+    kernels = mls_kernels_of(cpu);
+    fill_memory();
+    return RUN_TESTS(tests);
+}

@@ -1,0 +1,63 @@
+/* Small arrays in large blocks. */
+#include "array/array_block.h"
+#include "support/runner.h"
+
+static size_t size_at(const void *context, size_t index)
+{
+    return ((const size_t *)context)[index];
+}
+
+static size_t all_alike(const void *context, size_t index)
+{
+    (void)index;
+    return *(const size_t *)context;
+}
+
+static void an_array_takes_whole_lines(void)
+{
+    CHECK(mls_block_lines(0) == 0 && mls_block_lines(1) == 64);
+    CHECK(mls_block_lines(64) == 64 && mls_block_lines(65) == 128);
+}
+
+static void few_small_arrays_have_no_block(void)
+{
+    const size_t small = 1 << 10;
+    size_t until = 0;
+    CHECK(mls_block_plan(all_alike, &small, 3, 50, &until) == 0 && until == 50);
+    CHECK(mls_block_plan(all_alike, &small, 50, 50, &until) == 0 && until == 50);
+}
+
+static void a_block_ends_with_the_array_that_exceeds_it(void)
+{
+    const size_t mebibyte = 1 << 20;
+    size_t until = 0;
+    CHECK(mls_block_plan(all_alike, &mebibyte, 5, 100, &until) ==
+          16 * mebibyte + MLS_BLOCK_LINE);
+    CHECK(until == 5 + 16);
+    CHECK(mls_block_plan(all_alike, &mebibyte, 95, 100, &until) ==
+          5 * mebibyte + MLS_BLOCK_LINE);
+    CHECK(until == 100);
+}
+
+static void large_arrays_are_passed_over(void)
+{
+    const size_t sizes[] = {MLS_BLOCK_LARGE, MLS_BLOCK_LARGE - 1, 0, 7, 3 << 20};
+    size_t until = 0;
+    CHECK(!mls_block_takes(sizes[0]) && mls_block_takes(sizes[1]));
+    CHECK(!mls_block_takes(sizes[2]));
+    CHECK(mls_block_plan(size_at, sizes, 0, 5, &until) ==
+          MLS_BLOCK_LINE + MLS_BLOCK_LARGE + 64 + (3 << 20));
+    CHECK(until == 5);
+}
+
+static const test_case tests[] = {
+    TEST(an_array_takes_whole_lines),
+    TEST(few_small_arrays_have_no_block),
+    TEST(a_block_ends_with_the_array_that_exceeds_it),
+    TEST(large_arrays_are_passed_over),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

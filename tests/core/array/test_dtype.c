@@ -1,0 +1,47 @@
+#include "array/dtype.h"
+#include "support/runner.h"
+
+static void both_names_lead_back_to_each_dtype(void)
+{
+    for (int i = 0; i < MLS_DTYPE_COUNT; i++) {
+        const mls_dtype_info *info = mls_dtype_of((mls_dtype)i);
+        mls_dtype found = MLS_DTYPE_COUNT;
+        CHECK(mls_dtype_from_name(info->name, strlen(info->name), &found));
+        CHECK((int)found == i);
+        found = MLS_DTYPE_COUNT;
+        CHECK(mls_dtype_from_file_name(info->file_name, strlen(info->file_name), &found));
+        CHECK((int)found == i);
+        CHECK(info->item_bytes == 1 || info->item_bytes == 2 || info->item_bytes == 4 ||
+              info->item_bytes == 8);
+    }
+}
+
+static void unknown_names_and_prefixes_are_refused(void)
+{
+    mls_dtype found = MLS_F16;
+    CHECK(!mls_dtype_from_name("float1", 6, &found));
+    CHECK(!mls_dtype_from_name("float16x", 8, &found));
+    CHECK(!mls_dtype_from_name("", 0, &found));
+    CHECK(!mls_dtype_from_file_name("F", 1, &found));
+    CHECK(found == MLS_F16);
+}
+
+static void only_floats_convert(void)
+{
+    CHECK(mls_dtype_converts(MLS_F16, MLS_F64));
+    CHECK(mls_dtype_converts(MLS_I8, MLS_I8));
+    CHECK(!mls_dtype_converts(MLS_I8, MLS_F32));
+    CHECK(!mls_dtype_converts(MLS_F32, MLS_I8));
+    CHECK(!mls_dtype_converts(MLS_F8_E4M3, MLS_F16));
+}
+
+static const test_case tests[] = {
+    TEST(both_names_lead_back_to_each_dtype),
+    TEST(unknown_names_and_prefixes_are_refused),
+    TEST(only_floats_convert),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

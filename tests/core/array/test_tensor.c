@@ -1,0 +1,120 @@
+#include "support/runner.h"
+#include "array/tensor.h"
+
+#include <stdint.h>
+
+static unsigned char memory[4096];
+
+static mls_tensor packed(mls_dtype dtype, int rank, const size_t *shape)
+{
+    mls_tensor t = {0};
+    mls_status st;
+    CHECK(mls_tensor_init(&t, memory, dtype, rank, shape, &st) == MLS_OK);
+    return t;
+}
+
+static void a_packed_view_has_c_strides(void)
+{
+    const size_t shape[] = {2, 3, 4};
+    const mls_tensor t = packed(MLS_F16, 3, shape);
+    size_t count = 0, bytes = 0;
+    CHECK(t.strides[0] == 24 && t.strides[1] == 8 && t.strides[2] == 2);
+    CHECK(mls_tensor_count(&t, &count) && count == 24);
+    CHECK(mls_tensor_bytes(&t, &bytes) && bytes == 48);
+    CHECK(mls_tensor_is_contiguous(&t));
+}
+
+static void a_scalar_has_one_element(void)
+{
+    const mls_tensor t = packed(MLS_F64, 0, NULL);
+    size_t count = 0;
+    CHECK(mls_tensor_count(&t, &count) && count == 1);
+    CHECK(mls_tensor_is_contiguous(&t));
+}
+
+static void sizes_that_overflow_are_refused(void)
+{
+    const size_t shape[] = {SIZE_MAX / 2, 3};
+    mls_tensor t = {.rank = -7};
+    mls_status st;
+    CHECK(mls_tensor_init(&t, memory, MLS_F16, 2, shape, &st) == MLS_E_SIZE);
+    CHECK(strstr(st.text, "float16") != NULL);
+    CHECK(t.rank == -7);
+    CHECK(mls_tensor_init(&t, memory, MLS_F16, MLS_MAX_RANK + 1, shape, &st) ==
+          MLS_E_SHAPE);
+    CHECK(mls_tensor_init(&t, memory, MLS_F16, -1, shape, &st) == MLS_E_SHAPE);
+}
+
+static void an_empty_view_is_fine_whatever_its_other_lengths(void)
+{
+    const size_t shape[] = {SIZE_MAX / 4, 0, 1};
+    const mls_tensor t = packed(MLS_U8, 3, shape);
+    size_t count = 7;
+    CHECK(mls_tensor_count(&t, &count) && count == 0);
+    CHECK(mls_tensor_is_contiguous(&t));
+    CHECK(!mls_tensor_overlap(&t, &t));
+}
+
+static void slices_move_the_start_and_break_contiguity(void)
+{
+    const size_t shape[] = {2, 3, 4};
+    const mls_tensor t = packed(MLS_F16, 3, shape);
+    const mls_tensor part = mls_tensor_slice(&t, 1, 1, 2);
+    CHECK(part.data == memory + 8 && part.shape[1] == 2 && part.strides[1] == 8);
+    CHECK(!mls_tensor_is_contiguous(&part));
+    const mls_tensor row = mls_tensor_slice(&t, 0, 1, 1);
+    CHECK(mls_tensor_is_contiguous(&row));
+}
+
+static void overlap_sees_negative_strides(void)
+{
+    const size_t shape[] = {4};
+    mls_tensor a = packed(MLS_U8, 1, shape); /* bytes 0..3 */
+    mls_tensor b = a;
+    b.data = memory + 7;
+    b.strides[0] = -1; /* bytes 7..4 */
+    CHECK(!mls_tensor_overlap(&a, &b));
+    b.data = memory + 6; /* bytes 6..3 */
+    CHECK(mls_tensor_overlap(&a, &b));
+    a.strides[0] = 0; /* byte 0 four times */
+    CHECK(!mls_tensor_overlap(&a, &b));
+    CHECK(mls_tensor_overlap(&a, &a));
+}
+
+/* Frameworks give empty tensors a null pointer; adding to it is undefined. */
+static void an_empty_view_without_memory_is_sliced(void)
+{
+    mls_status st;
+    mls_tensor t;
+    const size_t shape[] = {2, 0, 4};
+    CHECK(mls_tensor_init(&t, NULL, MLS_F32, 3, shape, &st) == MLS_OK);
+    t.strides[0] = 16;
+    CHECK(mls_tensor_slice(&t, 0, 1, 1).data == NULL);
+    CHECK(mls_tensor_slice(&t, 2, 3, 1).data == NULL);
+}
+
+static void shapes_read_as_python_writes_them(void)
+{
+    char text[16];
+    const size_t shape[] = {2, 30, 4};
+    CHECK_TEXT(mls_shape_text(text, sizeof text, 3, shape), "(2, 30, 4)");
+    CHECK_TEXT(mls_shape_text(text, sizeof text, 1, shape), "(2,)");
+    CHECK_TEXT(mls_shape_text(text, sizeof text, 0, shape), "()");
+    CHECK_TEXT(mls_shape_text(text, 6, 3, shape), "(2, 3"); /* cut, not overrun */
+}
+
+static const test_case tests[] = {
+    TEST(a_packed_view_has_c_strides),
+    TEST(a_scalar_has_one_element),
+    TEST(sizes_that_overflow_are_refused),
+    TEST(an_empty_view_is_fine_whatever_its_other_lengths),
+    TEST(slices_move_the_start_and_break_contiguity),
+    TEST(overlap_sees_negative_strides),
+    TEST(an_empty_view_without_memory_is_sliced),
+    TEST(shapes_read_as_python_writes_them),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

@@ -1,0 +1,87 @@
+/* Spans are sorted by where they start, and otherwise keep their order. */
+#include "support/runner.h"
+#include "base/address_ranges.h"
+
+enum { MOST = 200 };
+
+/* Spans in some order, numbered in it; every second one starts where another does. */
+static void fill(mls_span *spans, size_t count, unsigned seed)
+{
+    for (size_t i = 0; i < count; i++) {
+        seed = seed * 1103515245U + 12345U;
+        const uintptr_t low = (seed >> 16) % (count / 2 + 1);
+        spans[i] = (mls_span){.low = low, .high = low + 1, .owner = i, .written = i % 2};
+    }
+}
+
+static void all_lengths_are_sorted_and_keep_their_order(void)
+{
+    static mls_span spans[MOST], spare[MOST];
+    for (size_t count = 0; count <= MOST; count++) {
+        fill(spans, count, (unsigned)count);
+        const mls_span *sorted = mls_spans_sort(spans, spare, count);
+        size_t owners = 0;
+        CHECK(sorted == spans || sorted == spare);
+        for (size_t i = 0; i < count; i++) {
+            owners += sorted[i].owner;
+            CHECK(sorted[i].written == (sorted[i].owner % 2 == 1));
+            CHECK(i == 0 || sorted[i - 1].low < sorted[i].low ||
+                  (sorted[i - 1].low == sorted[i].low &&
+                   sorted[i - 1].owner < sorted[i].owner));
+        }
+        CHECK(owners == (count == 0 ? 0 : count * (count - 1) / 2));
+    }
+}
+
+static void falling_addresses_are_turned_round(void)
+{
+    mls_span spans[5], spare[5];
+    for (size_t i = 0; i < 5; i++) {
+        spans[i] = (mls_span){.low = 5 - i, .high = 6 - i, .owner = i};
+    }
+    const mls_span *sorted = mls_spans_sort(spans, spare, 5);
+    for (size_t i = 0; i < 5; i++) {
+        CHECK(sorted[i].low == i + 1 && sorted[i].owner == 4 - i);
+    }
+}
+
+/* Owners 0 .. 3, by address; kinds of two of them differ. */
+static void equal_memory_of_one_kind_is_tied(void)
+{
+    const size_t kinds[] = {1, 1, 2, 1};
+    const mls_span sorted[] = {{.low = 10, .high = 20, .owner = 1},
+                               {.low = 10, .high = 20, .owner = 3},
+                               {.low = 20, .high = 30, .owner = 2},
+                               {.low = 40, .high = 40, .owner = 0}};
+    bool tied[4] = {false};
+    size_t pair[2];
+    CHECK(mls_spans_tied(sorted, 4, kinds, tied, pair));
+    CHECK(tied[1] && !tied[3] && !tied[2] && !tied[0]);
+    CHECK(mls_spans_tied(sorted, 0, kinds, tied, pair));
+}
+
+static void any_other_overlap_is_found(void)
+{
+    const size_t kinds[] = {1, 1, 2};
+    const mls_span kind[] = {{.low = 10, .high = 20, .owner = 0},
+                             {.low = 10, .high = 20, .owner = 2}};
+    const mls_span part[] = {{.low = 1, .high = 5, .owner = 2},
+                             {.low = 10, .high = 20, .owner = 1},
+                             {.low = 19, .high = 20, .owner = 0}};
+    bool tied[3] = {false};
+    size_t pair[2];
+    CHECK(!mls_spans_tied(kind, 2, kinds, tied, pair) && pair[0] == 0 && pair[1] == 2);
+    CHECK(!mls_spans_tied(part, 3, kinds, tied, pair) && pair[0] == 1 && pair[1] == 0);
+}
+
+static const test_case tests[] = {
+    TEST(equal_memory_of_one_kind_is_tied),
+    TEST(any_other_overlap_is_found),
+    TEST(all_lengths_are_sorted_and_keep_their_order),
+    TEST(falling_addresses_are_turned_round),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

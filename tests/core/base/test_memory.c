@@ -1,0 +1,85 @@
+#include "base/memory.h"
+#include "support/runner.h"
+
+static void blocks_are_zeroed_and_overflow_gives_null(void)
+{
+    unsigned char *block = mls_alloc(10, 3);
+    REQUIRE(block != NULL);
+    for (int i = 0; i < 30; i++) {
+        CHECK(block[i] == 0);
+    }
+    mls_free(block);
+    CHECK(mls_alloc(SIZE_MAX / 2, 3) == NULL);
+    CHECK(mls_realloc(NULL, SIZE_MAX / 2, 3) == NULL);
+    mls_free(NULL);
+}
+
+static void an_empty_block_is_no_failure(void)
+{
+    void *block = mls_alloc(0, 8);
+    CHECK(block != NULL);
+    block = mls_realloc(block, 0, 8);
+    CHECK(block != NULL);
+    mls_free(block);
+}
+
+static void pages_grow_with_their_content_and_zeros_behind(void)
+{
+    mls_status st;
+    mls_pages pages = {0};
+    const size_t page = mls_page_bytes();
+    REQUIRE(mls_pages_init(&pages, 100, &st) == MLS_OK);
+    CHECK(pages.mapped == page && pages.bytes == 100);
+    memset(pages.data, 7, 100);
+    REQUIRE(mls_pages_grow(&pages, 300 * page + 1, &st) == MLS_OK);
+    CHECK(pages.mapped == 301 * page);
+    CHECK(pages.data[99] == 7 && pages.data[100] == 0 && pages.data[300 * page] == 0);
+    mls_advise_pages(pages.data, pages.mapped, false);
+    mls_advise_pages(pages.data, pages.mapped, true);
+    mls_advise_pages(pages.data + 1, 10, true); /* holds no whole page */
+    mls_populate_pages(pages.data, pages.mapped);
+    mls_populate_pages(pages.data + 1, 10);
+    CHECK(pages.data[99] == 7 && pages.data[200 * page] == 0);
+    mls_pages_fini(&pages);
+    CHECK(pages.data == NULL);
+    mls_pages_fini(&pages);
+}
+
+static void growing_inside_the_last_page_keeps_the_range(void)
+{
+    mls_status st;
+    mls_pages pages = {0};
+    REQUIRE(mls_pages_init(&pages, 1, &st) == MLS_OK);
+    const unsigned char *before = pages.data;
+    CHECK(mls_pages_grow(&pages, 2, &st) == MLS_OK);
+    CHECK(pages.data == before && pages.bytes == 2);
+    mls_pages_fini(&pages);
+}
+
+static void refused_sizes_leave_the_range_alone(void)
+{
+    mls_status st;
+    mls_pages pages = {0};
+    CHECK(mls_pages_init(&pages, SIZE_MAX - 1, &st) == MLS_E_MEMORY);
+    CHECK(pages.data == NULL);
+    REQUIRE(mls_pages_init(&pages, 10, &st) == MLS_OK);
+    const mls_pages before = pages;
+    CHECK(mls_pages_grow(&pages, SIZE_MAX / 2, &st) == MLS_E_MEMORY);
+    CHECK(mls_pages_grow(&pages, 9, &st) == MLS_E_MEMORY); /* smaller */
+    CHECK(memcmp(&before, &pages, sizeof pages) == 0);
+    CHECK(st.text[0] != '\0');
+    mls_pages_fini(&pages);
+}
+
+static const test_case tests[] = {
+    TEST(blocks_are_zeroed_and_overflow_gives_null),
+    TEST(an_empty_block_is_no_failure),
+    TEST(pages_grow_with_their_content_and_zeros_behind),
+    TEST(growing_inside_the_last_page_keeps_the_range),
+    TEST(refused_sizes_leave_the_range_alone),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

@@ -1,0 +1,113 @@
+#include "support/runner.h"
+#include "base/string_view.h"
+
+static mls_text text_of(const char *data)
+{
+    return (mls_text){.data = data, .length = strlen(data)};
+}
+
+static void utf8_is_told_from_other_bytes(void)
+{
+    static const char *const bad[] = {
+        "\x80",         "\xC0\x80",         "\xC1\xBF",         "\xC3",
+        "\xE0\x80\x80", "\xE0\x9F\xBF",     "\xED\xA0\x80",     "\xED\xBF\xBF",
+        "\xE2\x82",     "\xF0\x8F\xBF\xBF", "\xF4\x90\x80\x80", "\xF5\x80\x80\x80",
+        "\xFF",         "\xE2(\xA1",        "\xF0\x9F\x98"};
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        CHECK(!mls_utf8_valid(bad[i], strlen(bad[i])));
+    }
+    static const char *const good[] = {"\x7F",
+                                       "\xC2\x80",
+                                       "\xED\x9F\xBF",
+                                       "\xEE\x80\x80",
+                                       "\xF0\x90\x80\x80",
+                                       "\xF4\x8F\xBF\xBF",
+                                       ""};
+    for (size_t i = 0; i < sizeof good / sizeof good[0]; i++) {
+        CHECK(mls_utf8_valid(good[i], strlen(good[i])));
+    }
+}
+
+static void a_code_point_becomes_the_character_of_its_length(void)
+{
+    static const unsigned long ends[] = {0,      0x7F,   0x80,   0x7FF,   0x800,
+                                         0xD7FF, 0xE000, 0xFFFF, 0x10000, 0x10FFFF};
+    static const size_t lengths[] = {1, 1, 2, 2, 3, 3, 3, 3, 4, 4};
+    char out[4];
+    for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) {
+        REQUIRE(mls_utf8_put(out, ends[i]) == lengths[i]);
+        CHECK(mls_utf8_length((const unsigned char *)out, lengths[i]) == lengths[i]);
+    }
+    CHECK(mls_utf8_put(out, 0x20AC) == 3 && memcmp(out, "\xE2\x82\xAC", 3) == 0);
+    CHECK(mls_utf8_put(out, 0x1F600) == 4 && memcmp(out, "\xF0\x9F\x98\x80", 4) == 0);
+}
+
+static void a_text_is_equal_only_to_all_of_itself(void)
+{
+    const mls_text nul = {.data = "a\0b", .length = 3};
+    CHECK(mls_text_is(text_of("ab"), "ab") && !mls_text_is(text_of("ab"), "abc"));
+    CHECK(!mls_text_is(nul, "a"));
+    CHECK(mls_text_equal(text_of("ab"), text_of("ab")));
+    CHECK(!mls_text_equal(nul, text_of("a")));
+    CHECK(mls_text_equal((mls_text){0}, text_of("")));
+    CHECK(!mls_text_equal(text_of("ab"), text_of("ac")));
+}
+
+static void a_prefix_is_no_longer_than_its_text(void)
+{
+    CHECK(mls_text_starts(text_of("module.w"), text_of("module.")));
+    CHECK(mls_text_starts(text_of("w"), (mls_text){0}));
+    CHECK(mls_text_starts((mls_text){0}, (mls_text){0}));
+    CHECK(!mls_text_starts(text_of("mod"), text_of("module.")));
+    CHECK(!mls_text_starts(text_of("Module.w"), text_of("module.")));
+}
+
+static void order_is_that_of_the_bytes(void)
+{
+    CHECK(mls_text_compare(text_of("a"), text_of("b")) < 0);
+    CHECK(mls_text_compare(text_of("b"), text_of("aa")) > 0);
+    CHECK(mls_text_compare(text_of("a"), text_of("aa")) < 0);
+    CHECK(mls_text_compare(text_of("\xC3\xA9"), text_of("z")) > 0);
+    CHECK(mls_text_compare((mls_text){0}, text_of("")) == 0);
+}
+
+/* One by one, as RFC 8259 has it: what may stand in a string for itself, of ASCII. */
+static size_t plain_of(const char *text)
+{
+    size_t at = 0;
+    while (at < 8 && text[at] >= ' ' && text[at] < 0x7F && text[at] != '"' &&
+           text[at] != '\\') {
+        at++;
+    }
+    return at;
+}
+
+static void plain_characters_are_counted_as_one_by_one(void)
+{
+    static const char fillers[] = " !#[]~a0";
+    for (size_t place = 0; place < 8; place++) {
+        for (int c = 0; c < 256; c++) {
+            for (int d = 0; d < 256; d += EVERY(7)) {
+                char text[8];
+                memcpy(text, fillers, sizeof text);
+                text[(place + 1) % 8] = (char)(unsigned char)d;
+                text[place] = (char)(unsigned char)c;
+                CHECK(mls_text_eight_plain(text) == plain_of(text));
+            }
+        }
+    }
+}
+
+static const test_case tests[] = {
+    TEST(utf8_is_told_from_other_bytes),
+    TEST(a_code_point_becomes_the_character_of_its_length),
+    TEST(a_text_is_equal_only_to_all_of_itself),
+    TEST(a_prefix_is_no_longer_than_its_text),
+    TEST(order_is_that_of_the_bytes),
+    TEST(plain_characters_are_counted_as_one_by_one),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

@@ -1,0 +1,204 @@
+/* Indexes with sparse shards: there and back, and those that lie about their layers. */
+#include "checkpoint/index/index.h"
+#include "support/runner.h"
+#include "io/json_checksum.h"
+
+#include <stdlib.h>
+
+enum { ROOM = 4096 };
+
+/* A plain shard, and two parts of w with layers, the second without any. */
+static const char good[] = MLS_SEAL_START
+    ",\n\"format\":\"mlstate.index\",\"format_version\":3,\n\"generation\":"
+    "\"0123456789abcdef\",\"rank\":0,\"world_size\":1"
+    ",\n\"files\":{\n\"path\":[\"params/w.safetensors\"],\n\"bytes\":\"4200\","
+    "\n\"header_crc32c\":\"01234567\"}"
+    ",\n\"kinds\":[\n{\"section\":\"params\",\"dtype\":\"I16\",\"layout\":[]},"
+    "\n{\"section\":\"params\",\"dtype\":\"I16\",\"layout\":[[0,2]]}]"
+    ",\n\"shards\":{\n\"name\":[\"v\",\"w\",\"w\"],\n\"kind\":\"0,1,1\","
+    "\n\"shape\":\"15;6,5;6,5;\",\n\"part\":\"0,0,1\",\n\"version\":\"1,2,1\","
+    "\n\"layer_count\":\"1,2,0\"}"
+    ",\n\"layers\":{\n\"file\":\"0,0,0\",\n\"offset\":\"4096,4146,4126\","
+    "\n\"bytes\":\"30,30,14\",\n\"crc32c\":\"fedcba980000000189abcdef\","
+    "\n\"row\":\"0,0,4\",\n\"rows\":[null,null,\"1,1,1,1\"]}}\n";
+
+static const mls_crc_kernels *const crc = &mls_crc_scalar;
+
+static size_t change(const char *from, const char *to, char out[ROOM])
+{
+    const char *at = strstr(good, from);
+    CHECK(at != NULL); /* the good index has it */
+    at = at == NULL ? good : at;
+    snprintf(out, ROOM, "%.*s%s%s", (int)(at - good), good, to, at + strlen(from));
+    (void)mls_seal(out, strlen(out), crc);
+    return strlen(out);
+}
+
+static mls_code parse(const char *from, const char *to, mls_index *out, mls_status *st)
+{
+    char text[ROOM];
+    const size_t length = change(from, to, text);
+    mls_status_clear(st);
+    return mls_index_parse(text, length, crc, out, st);
+}
+
+static bool is(const mls_extent *extent, size_t begin, size_t count, size_t at)
+{
+    return extent->begin == begin && extent->count == count && extent->at == at;
+}
+
+static void layers_go_there_and_back(void)
+{
+    mls_index index = {0};
+    mls_status st;
+    mls_buffer text = {0};
+    uint32_t sum;
+    REQUIRE(parse("\"rank\":0", "\"rank\":0", &index, &st) == MLS_OK);
+    REQUIRE(index.shard_count == 3);
+    const mls_index_shard *plain = &index.shards[0], *w = &index.shards[1];
+    const mls_index_shard *zero = &index.shards[2];
+    CHECK(plain->layers == NULL && plain->offset == 4096 && plain->crcs[0] == plain->crc);
+    CHECK(w->bytes == 30 && zero->bytes == 30 && mls_index_stored_bytes(w) == 44);
+    REQUIRE(w->layers != NULL && w->layers->count == 2 && zero->layers != NULL);
+    const mls_layer *full = &w->layers->list[0], *rows = &w->layers->list[1];
+    CHECK(full->row == 0 && full->run_count == 0 && full->offset == 4146);
+    CHECK(rows->row == 4 && rows->bytes == 14 && rows->crcs[0] == 0x89abcdef);
+    REQUIRE(rows->run_count == 2 && rows->visible_count == 2 && full->visible_count == 2);
+    CHECK(is(&rows->runs[0], 4, 4, 0) && is(&rows->runs[1], 12, 3, 4));
+    CHECK(is(&rows->visible[0], 4, 4, 0) && is(&rows->visible[1], 12, 3, 4));
+    CHECK(is(&full->visible[0], 0, 4, 0) && is(&full->visible[1], 8, 4, 8));
+    CHECK(w->layers->zero_count == 0 && zero->layers->count == 0);
+    REQUIRE(zero->layers->zero_count == 1 && is(zero->layers->zeros, 0, 15, 0));
+    /* written again it is the very text */
+    CHECK(mls_index_build(&index, crc, &text, &sum, &st) == MLS_OK);
+    char expected[ROOM];
+    const size_t length = change("\"rank\":0", "\"rank\":0", expected);
+    CHECK(text.length == length && memcmp(text.data, expected, length) == 0);
+    mls_buffer_fini(&text);
+    mls_index_fini(&index);
+    CHECK(index.layers == NULL && index.extents == NULL && index.sparse == NULL);
+}
+
+typedef struct lie {
+    const char *from, *to, *name, *word;
+} lie;
+
+static void layers_that_lie_are_refused(void)
+{
+#define ROWS "[null,null,\"1,1,1,1\"]"
+    static const lie lies[] = {
+        {"1,2,0", "1,2,1", "w", "too few layers"},
+        {"1,2,0", "1,1,0", "", "more values"},
+        {"1,2,0", "1,17,0", "w", "range"},
+        {"1,2,0", "1,-1,0", "w", "range"},
+        {"1,2,0", "1,2", "w", "one value for each"},
+        {"1,2,0", "1,2,0,0", "", "more values"},
+        {"\"1,2,0\"", "[1,2,0]", "", "not a string"},
+        {"\"1,2,0\"", "null", "", "not a string"},
+        {"0,0,4", "0,0,0", "w", "without \"row\""},
+        {"0,0,4", "0,4,4", "w", "without \"rows\""},
+        {ROWS, "[null,null,null]", "w", "without \"rows\""},
+        {ROWS, "[null,\"0,1\",null]", "w", "without \"row\""},
+        {ROWS, "[null,null]", "", "one value for each"},
+        {ROWS, "[null,null,\"1,1,1,1\",null]", "", "one value for each"},
+        {ROWS, "null", "", "not an array"},
+        {"\"row\":\"0,0,4\",\n", "", "w", "without \"row\""},
+        {",\n\"row\":\"0,0,4\",\n\"rows\":" ROWS, "", "w",
+         "only the first layer is full"},
+        {"0,0,4", "0,0,-4", "w", "range"},
+        {"0,0,4", "0,0,4.0", "w", "range"},
+        {"0,0,4", "0,0,18446744073709551616", "w", "range"},
+        {"0,0,4", "0,0", "w", "one value for each"},
+        {"0,0,4", "0,0,4,4", "", "more values"},
+        {"0,0,4", "0,0,5", "w", "\"rows\" are not"}, /* only three of them */
+        {"0,0,4", "0,0,9999999999999999999", "w", "\"rows\" are not"},
+        {"0,0,4", "0,0,3", "w", "\"bytes\" are not"},
+        {"\"1,1,1,1\"", "\"\"", "w", "\"rows\" are not"},
+        {"\"1,1,1,1\"", "\"1\"", "w", "\"rows\" are not"},
+        {"\"1,1,1,1\"", "\"1,1,1\"", "w", "\"rows\" are not"},
+        {"\"1,1,1,1\"", "\"1,0,1,1\"", "w", "\"rows\" are not"},
+        {"\"1,1,1,1\"", "\"1,1,0,1\"", "w", "\"rows\" are not"},
+        {"\"1,1,1,1\"", "\"1,1,1,2\"", "w", "\"rows\" are not"},
+        {"\"1,1,1,1\"", "\"1,-1\"", "w", "\"rows\" are not"},
+        {"\"1,1,1,1\"", "\"1,18446744073709551615\"", "w", "\"rows\" are not"},
+        {"\"1,1,1,1\"", "\"18446744073709551615,1\"", "w", "\"rows\" are not"},
+        {"\"1,1,1,1\"", "\"18446744073709551616,1\"", "w", "\"rows\" are not"},
+        {"\"1,1,1,1\"", "\"1,1.0\"", "w", "\"rows\" are not"},
+        {"\"1,1,1,1\"", "\"1,[1]\"", "w", "\"rows\" are not"},
+        {"\"1,1,1,1\"", "\"1,2\"", "w", "\"bytes\" are not"},
+        {"\"1,1,1,1\"", "[1,1,1,1]", "w", "not a string"},
+        {"30,30,14", "30,30,12", "w", "\"bytes\" are not"},
+        {"30,30,14", "30,30,0", "w", "\"bytes\" are not"},
+        {"4096,4146,4126", "4096,4171,4126", "w", "end of the file"},
+        {"4096,4146,4126", "4096,4139,4126", "w", "another of its layers"},
+        {"4096,4146,4126", "4096,4090,4126", "v", "another shard"},
+        {"0,0,0", "0,0,1", "w", "files"},
+        {"0189abcdef\"", "0189abcde\"", "", "one value for each"},
+        {"0189abcdef\"", "0189abcdef\",\"blocks\":\"89abcdef\"", "", "more values"},
+        /* compressed in part, or by an unknown codec */
+        {ROWS, ROWS ",\"codec\":[null,null,\"zlib\"]", "w", "without \"frames\""},
+        {ROWS, ROWS ",\"frames\":[null,null,\"14\"]", "w", "without \"codec\""},
+        {ROWS, ROWS ",\"codec\":[null,null,\"zap\"],\"frames\":[null,null,\"14\"]", "w",
+         "use a newer one"},
+        {ROWS, ROWS ",\"codec\":[null,null,\"zlib\"],\"frames\":[null,null,\"15\"]", "w",
+         "\"frames\" are not"},
+        {ROWS, ROWS ",\"codec\":[null,null,\"zlib\"],\"frames\":[null,null,\"13\"]", "w",
+         "\"bytes\" are not"},
+        /* no elements: a full layer of several would have no bytes */
+        {"15;6,5;6,5;", "15;0,5;6,5;", "w", "\"bytes\" are not"},
+        {"15;6,5;6,5;", "15;6,5;4611686018427387904;", "w", "memory"},
+    };
+    for (size_t i = 0; i < sizeof lies / sizeof lies[0]; i++) {
+        mls_index index = {.rank = 77};
+        mls_status st;
+        const mls_code code = parse(lies[i].from, lies[i].to, &index, &st);
+        const bool refused = code == MLS_E_FORMAT && index.rank == 77 &&
+                             strstr(st.text, lies[i].word) != NULL &&
+                             strcmp(st.name, lies[i].name) == 0;
+        if (!refused) {
+            printf("    %s -> %s: %s (%s)\n", lies[i].from, lies[i].to,
+                   code == MLS_OK ? "accepted" : st.text, st.name);
+        }
+        CHECK(refused);
+    }
+}
+
+/* Any value by any other one: refused, or good; never worse. */
+static void every_value_may_be_anything_else(void)
+{
+    static const char *const values[] = {
+        "null", "0",  "1",     "-1",    "3",    "18446744073709551615", "\"\"",
+        "[]",   "{}", "[0,1]", "[0,8]", "[{}]", "\"00000000\""};
+    size_t refused = 0, all = 0;
+    for (const char *at = good + sizeof MLS_SEAL_START; *at != '\0'; at++) {
+        const size_t length = strcspn(at, ",:[]{}\n");
+        if (strchr(":[,", at[-1]) == NULL || length == 0 || at[length] == ':') {
+            continue;
+        }
+        for (size_t i = 0; i < sizeof values / sizeof values[0]; i++) {
+            char text[ROOM];
+            mls_index index = {0};
+            mls_status st;
+            snprintf(text, ROOM, "%.*s%s%s", (int)(at - good), good, values[i],
+                     at + length);
+            (void)mls_seal(text, strlen(text), crc);
+            all++;
+            if (mls_index_parse(text, strlen(text), crc, &index, &st) != MLS_OK) {
+                refused++;
+            }
+            mls_index_fini(&index);
+        }
+    }
+    CHECK(all > 500 && refused > all / 2 && refused < all);
+}
+
+static const test_case tests[] = {
+    TEST(layers_go_there_and_back),
+    TEST(layers_that_lie_are_refused),
+    TEST(every_value_may_be_anything_else),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

@@ -1,0 +1,174 @@
+/* What is asked of an index that exists, and what must hold of all its shards together.
+ * That each single shard is good is for the tests of reading. */
+#include "checkpoint/index/index.h"
+#include "support/runner.h"
+
+#include <stdlib.h>
+
+static const size_t shape[] = {100};
+static const uint32_t sum;
+
+static mls_text text(const char *bytes)
+{
+    return (mls_text){bytes, strlen(bytes)};
+}
+
+static mls_index_shard plain(const char *name, size_t file, uint64_t offset, size_t bytes)
+{
+    return (mls_index_shard){.id = {.name = text(name)},
+                             .dtype = MLS_U8,
+                             .rank = 1,
+                             .shape = shape,
+                             .version = 1,
+                             .file = file,
+                             .offset = offset,
+                             .bytes = bytes,
+                             .crc = 5,
+                             .crcs = &sum};
+}
+
+static mls_index index_of(mls_index_file *files, mls_index_shard *shards, size_t count)
+{
+    for (size_t i = 0; i < 2; i++) {
+        files[i] = (mls_index_file){.bytes = 4096};
+        snprintf(files[i].path, sizeof files[i].path, "params/%zu.safetensors", i);
+    }
+    return (mls_index){.world_size = 1,
+                       .files = files,
+                       .file_count = 2,
+                       .shards = shards,
+                       .shard_count = count};
+}
+
+static void a_plain_shard_has_one_place(void)
+{
+    const mls_index_shard shard = plain("w", 1, 80, 100);
+    REQUIRE(mls_index_place_count(&shard) == 1);
+    const mls_layer place = mls_index_place(&shard, 0);
+    CHECK(place.file == 1 && place.offset == 80 && place.bytes == 100);
+    CHECK(place.crc == 5 && place.crcs == &sum && place.row == 0 && place.runs == NULL);
+    CHECK(place.visible == NULL && mls_index_stored_bytes(&shard) == 100);
+}
+
+static void a_sparse_shard_has_its_layers(void)
+{
+    mls_layer list[] = {{.file = 1, .offset = 8, .bytes = 60},
+                        {.file = 0, .offset = 9, .bytes = 70}};
+    mls_layers layers = {.list = list, .count = 2}, none = {0};
+    mls_index_shard shard = plain("w", 0, 0, 100);
+    shard.layers = &layers;
+    CHECK(mls_index_place_count(&shard) == 2 && mls_index_stored_bytes(&shard) == 130);
+    CHECK(mls_index_place(&shard, 1).offset == 9);
+    shard.layers = &none;
+    CHECK(mls_index_place_count(&shard) == 0 && mls_index_stored_bytes(&shard) == 0);
+}
+
+static void shards_are_sorted_and_none_is_there_twice(void)
+{
+    mls_index_file files[2];
+    mls_index_shard shards[] = {plain("c", 0, 8, 10), plain("a", 0, 28, 10),
+                                plain("b", 0, 18, 10), plain("b", 1, 8, 10)};
+    mls_status st = {0};
+    shards[3].part = 1;
+    mls_index index = index_of(files, shards, 4);
+    CHECK(mls_index_arrange(&index, &st) == MLS_OK);
+    CHECK(mls_text_is(shards[0].id.name, "a") && mls_text_is(shards[3].id.name, "c"));
+    CHECK(shards[1].part == 0 && shards[2].part == 1);
+    shards[2].part = 0;
+    CHECK(mls_index_arrange(&index, &st) == MLS_E_FORMAT);
+    CHECK_TEXT(st.name, "b");
+    CHECK_TEXT(st.text, "shard of 'b': \"part\" appears twice");
+}
+
+static void no_path_is_there_twice(void)
+{
+    mls_index_file files[2];
+    mls_status st = {0};
+    mls_index index = index_of(files, NULL, 0);
+    CHECK(mls_index_arrange(&index, &st) == MLS_OK);
+    files[1] = files[0];
+    CHECK(mls_index_arrange(&index, &st) == MLS_E_FORMAT && st.name[0] == '\0');
+    CHECK_TEXT(st.text, "\"path\" appears twice among the files");
+}
+
+/* Two places, of one shard or two, plain or layers, `apart` bytes apart. */
+static mls_code arrange(bool sparse, bool same_shard, uint64_t apart, mls_status *st)
+{
+    mls_index_file files[2];
+    mls_layer list[] = {{.offset = 100, .bytes = 50},
+                        {.offset = 100 + apart, .bytes = 50}};
+    mls_layers both = {.list = list, .count = 2}, one = {.list = list + 1, .count = 1};
+    mls_index_shard shards[] = {plain("a", 0, 100, 50), plain("b", 0, 100 + apart, 50)};
+    if (same_shard) {
+        shards[0].layers = &both;
+    } else if (sparse) {
+        shards[1] = plain("b", 1, 0, 50);
+        shards[1].layers = &one;
+    }
+    mls_index index = index_of(files, shards, same_shard ? 1 : 2);
+    return mls_index_arrange(&index, st);
+}
+
+static void no_byte_is_in_two_places(void)
+{
+    mls_status st = {0};
+    for (uint64_t apart = 0; apart < 60; apart += 7) {
+        const mls_code expected = apart < 50 ? MLS_E_FORMAT : MLS_OK;
+        CHECK(arrange(false, false, apart, &st) == expected);
+        CHECK(arrange(true, false, apart, &st) == expected);
+        CHECK(arrange(true, true, apart, &st) == expected);
+    }
+    CHECK(arrange(true, true, 49, &st) == MLS_E_FORMAT);
+    CHECK_TEXT(st.text, "shard of 'a': \"offset\" is inside another of its layers");
+    CHECK(arrange(true, false, 49, &st) == MLS_E_FORMAT && strcmp(st.name, "b") == 0);
+    CHECK_TEXT(st.text, "shard of 'b': \"offset\" is inside another shard of the file");
+    CHECK(arrange(true, false, 50, &st) == MLS_OK);
+}
+
+static void zeros_are_no_more_than_can_be_counted(void)
+{
+    mls_index_file files[2];
+    mls_layers none = {0};
+    mls_status st = {0};
+    mls_index_shard shards[] = {plain("a", 0, 0, (size_t)INT64_MAX), plain("b", 0, 0, 1)};
+    shards[0].layers = shards[1].layers = &none;
+    mls_index index = index_of(files, shards, 1);
+    CHECK(mls_index_arrange(&index, &st) == MLS_OK);
+    index.shard_count = 2;
+    CHECK(mls_index_arrange(&index, &st) == MLS_E_FORMAT && strcmp(st.name, "b") == 0);
+}
+
+/* A key of a section, and what its parts must be; `state` NULL: none. */
+static void check_key(mls_section section, const char *key, const char *name,
+                      const char *state)
+{
+    const mls_tensor_id id = mls_tensor_id_of(section, text(key));
+    CHECK(id.section == section && mls_text_is(id.name, name));
+    CHECK(id.has_state == (state != NULL));
+    CHECK(state == NULL || mls_text_is(id.state, state));
+}
+
+static void a_key_of_an_optimizer_ends_with_the_state(void)
+{
+    check_key(MLS_PARAMS, "layer.0.weight", "layer.0.weight", NULL);
+    check_key(MLS_OPTIM_STATE, "layer.0.weight.m", "layer.0.weight", "m");
+    check_key(MLS_OPTIM_STATE, "step", "step", NULL);
+    check_key(MLS_OPTIM_STATE, ".m", "", "m");
+    check_key(MLS_OPTIM_STATE, "w.", "w", "");
+    check_key(MLS_OPTIM_STATE, "", "", NULL);
+}
+
+static const test_case tests[] = {
+    TEST(a_plain_shard_has_one_place),
+    TEST(a_sparse_shard_has_its_layers),
+    TEST(shards_are_sorted_and_none_is_there_twice),
+    TEST(no_path_is_there_twice),
+    TEST(no_byte_is_in_two_places),
+    TEST(zeros_are_no_more_than_can_be_counted),
+    TEST(a_key_of_an_optimizer_ends_with_the_state),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

@@ -1,0 +1,628 @@
+/* Indexes that lie: each is sealed, so that it is not the seal that refuses it. */
+#include "checkpoint/index/index.h"
+#include "support/runner.h"
+#include "io/json_checksum.h"
+
+#include <stdlib.h>
+
+enum { ROOM = 16384 };
+
+/* A good index: a parameter's part, a long one, a state with axes, one without bytes. */
+#define FILES                                                                            \
+    "\n\"path\":[\"params/w.safetensors\",\"optim_state/w.safetensors\"],"               \
+    "\n\"bytes\":\"1052720,4120\",\n\"header_crc32c\":\"0123456789abcdef\""
+#define SHARDS                                                                           \
+    "\n\"name\":[\"long\",\"w\",\"w\",\"x.y\"],\n\"kind\":\"0,1,2,3\","                  \
+    "\n\"shape\":\"1048577;4,6;1,12;2;\",\n\"part\":\"0,5,0,2\","                        \
+    "\n\"version\":\"1,7,2,1\""
+#define LAYERS                                                                           \
+    "\n\"file\":\"0,0,1,1\",\n\"offset\":\"4096,1052680,4096,4120\","                    \
+    "\n\"bytes\":\"1048577,16,24,0\","                                                   \
+    "\n\"crc32c\":\"11111111fedcba980000000100000000\","                                 \
+    "\n\"blocks\":\"2222222233333333\""
+static const char good[] = MLS_SEAL_START
+    ",\n\"format\":\"mlstate.index\",\"format_version\":3,"
+    "\n\"generation\":\"0123456789abcdef\",\"rank\":3,\"world_size\":4,"
+    "\n\"files\":{" FILES "},\n\"kinds\":["
+    "\n{\"section\":\"params\",\"dtype\":\"U8\",\"layout\":[]},"
+    "\n{\"section\":\"params\",\"dtype\":\"F32\",\"layout\":[[0,2],[\"flat\",3]]},"
+    "\n{\"section\":\"optim_state\",\"state\":\"col\",\"dtype\":\"F16\",\"layout\":[],"
+    "\"axes\":[null,1],\"tier\":\"cold\"},"
+    "\n{\"section\":\"optim_state\",\"state\":\"m\",\"dtype\":\"F64\","
+    "\"layout\":[[0,3]]}],\n\"shards\":{" SHARDS "},\n\"layers\":{" LAYERS "}}\n";
+
+/* The good index with `to` in place of the first `from`, sealed.  Its length. */
+static size_t change(const char *from, const char *to, char out[ROOM])
+{
+    const char *at = strstr(good, from);
+    CHECK(at != NULL && strlen(good) + strlen(to) < ROOM);
+    if (at == NULL) {
+        printf("    the good index has no %s\n", from);
+        at = good;
+    }
+    snprintf(out, ROOM, "%.*s%s%s", (int)(at - good), good, to, at + strlen(from));
+    (void)mls_seal(out, strlen(out), &mls_crc_scalar);
+    return strlen(out);
+}
+
+/* Parse from memory of exactly that length; the output must be untouched on failure. */
+static mls_code parse(const char *text, size_t length, mls_status *st)
+{
+    mls_index index, before;
+    char *copy = malloc(length + 1);
+    if (copy == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for a test");
+    }
+    memcpy(copy, text, length);
+    memset(&index, 0x5a, sizeof index);
+    memcpy(&before, &index, sizeof index);
+    mls_status_clear(st);
+    const mls_code code = mls_index_parse(copy, length, &mls_crc_scalar, &index, st);
+    free(copy);
+    if (code == MLS_OK) {
+        mls_index_fini(&index);
+    } else {
+        CHECK(memcmp(&index, &before, sizeof index) == 0);
+        CHECK(st->code == code && st->text[0] != '\0');
+    }
+    return code;
+}
+
+static void the_good_index_is_good(void)
+{
+    char text[ROOM];
+    mls_status st;
+    const size_t length = change("\"rank\":3", "\"rank\":3", text);
+    CHECK(parse(text, length, &st) == MLS_OK);
+}
+
+/* A change that must be refused: the tensor blamed, and a word of the message. */
+typedef struct lie {
+    const char *from, *to, *name, *word;
+} lie;
+
+static void check_lies(const lie *lies, size_t count)
+{
+    for (size_t i = 0; i < count; i++) {
+        char text[ROOM];
+        mls_status st;
+        const size_t length = change(lies[i].from, lies[i].to, text);
+        const mls_code code = parse(text, length, &st);
+        const bool refused = code == MLS_E_FORMAT &&
+                             strstr(st.text, lies[i].word) != NULL &&
+                             strcmp(st.name, lies[i].name) == 0;
+        if (!refused) {
+            printf("    %s -> %s: %s (%s)\n", lies[i].from, lies[i].to,
+                   code == MLS_OK ? "accepted" : st.text, st.name);
+        }
+        CHECK(refused);
+    }
+}
+
+#define CHECK_LIES(lies) check_lies(lies, sizeof(lies) / sizeof((lies)[0]))
+
+static void what_is_no_index_is_refused(void)
+{
+    static const lie lies[] = {
+        {"\"format\":\"mlstate.index\"", "\"format\":\"mlstate.manifest\"", "", "format"},
+        {"\"format\":\"mlstate.index\"", "\"format\":\"mlstate.index \"", "", "format"},
+        {"\"format\":\"mlstate.index\"", "\"format\":\"\"", "", "format"},
+        {"\"format\":\"mlstate.index\"", "\"format\":7", "", "not a string"},
+        {"\"format\":\"mlstate.index\"", "\"form\":1", "", "missing"},
+        {"\"format_version\":3", "\"format_version\":0", "", "version 3"},
+        {"\"format_version\":3", "\"format_version\":1", "", "\"format_version\" 1 is"},
+        {"\"format_version\":3", "\"format_version\":2", "", "\"format_version\" 2 is"},
+        {"\"format_version\":3", "\"format_version\":4", "", "\"format_version\" 4 is"},
+        {"\"format_version\":3", "\"format_version\":-1", "", "version 3"},
+        {"\"format_version\":3", "\"format_version\":3.0", "", "version 3"},
+        {"\"format_version\":3", "\"format_version\":3e0", "", "version 3"},
+        {"\"format_version\":3", "\"format_version\":\"3\"", "", "not a number"},
+        {"\"format_version\":3", "\"format_version\":true", "", "not a number"},
+        {"\"format_version\":3,", "", "", "missing"},
+        /* a later version may lack anything else */
+        {"\"format_version\":3,\n\"generation\"", "\"format_version\":4,\"g\"", "",
+         "version 3"},
+        {",\n\"format\"", "}\n{\"format\"", "", "JSON"},
+        {",\n\"format\"", "", "", "JSON"},
+        {"}}\n", "}}x", "", "JSON"},
+        {"}}\n", "}", "", "JSON"},
+        {"\"rank\":3", "\"rank\":3,\"rank\":3", "rank", "twice"},
+        {"\"rank\":3", "\"rank\":3,\"checksum\":\"\"", "checksum", "twice"},
+        {"\"rank\":3", "\"rank\":3,\"\\u0072ank\":3", "rank", "twice"},
+        {"\"rank\":3", "\"rank\":03", "", "JSON"},
+        {"\"rank\":3", "\"rank\":NaN", "", "JSON"},
+        {"\"w\",\"w\"", "\"\\ud800\",\"w\"", "", "surrogate"},
+        {"\"w\",\"w\"", "\"\xff\",\"w\"", "", "UTF-8"},
+        {"\"w\",\"w\"", "\"\xed\xa0\x80\",\"w\"", "", "UTF-8"},
+        {"\"w\",\"w\"", "\"\n\",\"w\"", "", "control"},
+        {"\"rank\":3", "\"x\":[[[[[[[[]]]]]]]],\"rank\":3", "", "deep"},
+    };
+    CHECK_LIES(lies);
+}
+
+static void heads_that_lie_are_refused(void)
+{
+    static const lie lies[] = {
+        {"\"generation\":", "\"gen\":", "", "missing"},
+        {"0123456789abcdef", "0123456789abcde", "", "16"},
+        {"0123456789abcdef", "0123456789abcdef0", "", "16"},
+        {"0123456789abcdef", "0123456789abcdeF", "", "16"},
+        {"0123456789abcdef", "../../../../etc/", "", "16"},
+        {"0123456789abcdef", "01234567\\u000089abcde", "", "16"},
+        {"0123456789abcdef", "", "", "16"},
+        {"\"0123456789abcdef\"", "81985529216486895", "", "not a string"},
+        {"\"0123456789abcdef\"", "null", "", "not a string"},
+        {"\"rank\":3,", "", "", "missing"},
+        {"\"rank\":3", "\"rank\":4", "", "range"},
+        {"\"rank\":3", "\"rank\":-1", "", "range"},
+        {"\"rank\":3", "\"rank\":-0", "", "range"},
+        {"\"rank\":3", "\"rank\":3.0", "", "range"},
+        {"\"rank\":3", "\"rank\":3e0", "", "range"},
+        {"\"rank\":3", "\"rank\":18446744073709551619", "", "range"},
+        {"\"rank\":3", "\"rank\":\"3\"", "", "not a number"},
+        {"\"rank\":3", "\"rank\":false", "", "not a number"},
+        {"\"world_size\":4,", "", "", "missing"},
+        {"\"world_size\":4", "\"world_size\":0", "", "range"},
+        {"\"world_size\":4", "\"world_size\":3", "", "range"},
+        {"\"world_size\":4", "\"world_size\":16777217", "", "range"},
+        {"\"world_size\":4", "\"world_size\":[4]", "", "not a number"},
+        {"\"files\":{", "\"file\":{", "", "missing"},
+        {"\"kinds\":[", "\"kind\":[", "", "missing"},
+        {"\"shards\":{", "\"shard\":{", "", "missing"},
+        {"\"layers\":{", "\"layer\":{", "", "missing"},
+        {"\"files\":{", "\"files\":null,\"old\":{", "", "not an object"},
+        {"\"files\":{", "\"files\":[],\"old\":{", "", "not an object"},
+        {"\"kinds\":[", "\"kinds\":{},\"old\":[", "", "not an array"},
+        {"\"kinds\":[", "\"kinds\":[null,", "", "no object"},
+        {"\"kinds\":[", "\"kinds\":[[],", "", "no object"},
+        {"\"kinds\":[", "\"kinds\":[{},", "", "missing"},
+        {"\"shards\":{", "\"shards\":\"\",\"old\":{", "", "not an object"},
+        {"\"layers\":{", "\"layers\":[],\"old\":{", "", "not an object"},
+    };
+    CHECK_LIES(lies);
+}
+
+static void paths_that_lead_elsewhere_are_refused(void)
+{
+    static const char *const paths[] = {
+        "",
+        "params",
+        "params/",
+        "/",
+        "params/.safetensors",
+        "params/safetensors",
+        "w.safetensors",
+        "../w.safetensors",
+        "../params/w.safetensors",
+        "params/../w.safetensors",
+        "params/../../w.safetensors",
+        "params/./w.safetensors",
+        "./params/w.safetensors",
+        "params//w.safetensors",
+        "params/a/w.safetensors",
+        "/params/w.safetensors",
+        "/etc/w.safetensors",
+        "//params/w.safetensors",
+        "params/.w.safetensors",
+        "params/...safetensors",
+        "params\\\\w.safetensors",
+        "params/a\\\\w.safetensors",
+        "params/c:w.safetensors",
+        "params/W.safetensors",
+        "Params/w.safetensors",
+        "PARAMS/w.safetensors",
+        "params/w.Safetensors",
+        "params/w.safetensor",
+        "params/w.safetensorsx",
+        "params/w.safetensors/",
+        "params/w.safetensors ",
+        "params/w.safetensors\\u0000",
+        "params/w\\u0000.safetensors",
+        "params\\u0000/w.safetensors",
+        "params/w\\n.safetensors",
+        "params/w .safetensors",
+        "params/w%2e.safetensors",
+        "params/$w.safetensors",
+        "params/w*.safetensors",
+        "params/w\xc3\xa9.safetensors",
+        "params/w\\u00e9.safetensors",
+        "params/w\xef\xbc\x8f.safetensors",
+        "param/w.safetensors",
+        "paramsx/w.safetensors",
+        "index/w.safetensors",
+        "roots/w.safetensors",
+        "optim_state.safetensors",
+        "optim_state/../params/w.safetensors",
+        "manifest.json",
+        "file:///params/w.safetensors",
+    };
+    for (size_t i = 0; i < sizeof paths / sizeof paths[0]; i++) {
+        const lie one = {"params/w.safetensors", paths[i], "", "path"};
+        check_lies(&one, 1);
+    }
+    /* one byte more than there is room for */
+    char path[MLS_PATH_BYTES + 2];
+    memset(path, 'x', MLS_PATH_BYTES + 1);
+    memcpy(path, "params/", 7);
+    memcpy(path + MLS_PATH_BYTES + 1 - 12, ".safetensors", 13);
+    const lie longer = {"params/w.safetensors", path, "", "path"};
+    check_lies(&longer, 1);
+}
+
+static void files_that_lie_are_refused(void)
+{
+    static const lie lies[] = {
+        {"\"path\":", "\"paths\":", "", "missing"},
+        {"\"path\":[", "\"path\":\"\",\"old\":[", "", "not an array"},
+        {"\"params/w.safetensors\"", "7", "", "not a string"},
+        {"\"params/w.safetensors\"", "[\"params/w.safetensors\"]", "", "not a string"},
+        {"\"params/w.safetensors\",", "", "", "more values"},
+        {"\"path\":[", "\"path\":[\"params/v.safetensors\",", "", "one value for each"},
+        {"\"bytes\":\"1052720,4120\",", "", "", "missing"},
+        {"\"1052720,4120\"", "[1052720,4120]", "", "not a string"},
+        {"\"1052720,4120\"", "\"\"", "", "one value for each"},
+        {"1052720,4120", "1052720", "", "one value for each"},
+        {"1052720,4120", "1052720,4120,4120", "", "more values"},
+        {"1052720,4120", "1052720,4120,", "", "more values"},
+        {"1052720,4120", "1052720,", "", "range"},
+        {"1052720,4120", ",1052720,4120", "", "range"},
+        {"1052720,4120", "1052720,,4120", "", "range"},
+        {"1052720,4120", "1052720, 4120", "", "range"},
+        {"1052720,4120", "1052720;4120", "", "range"},
+        {"1052720,4120", "01052720,4120", "", "range"},
+        {"1052720,4120", "7,4120", "", "range"},
+        {"1052720,4120", "-1052720,4120", "", "range"},
+        {"1052720,4120", "9223372036854775808,4120", "", "range"},
+        {"1052720,4120", "18446744073709551616,4120", "", "range"},
+        {"1052720,4120", "10000000000000000001052720,4120", "", "range"},
+        {"1052720,4120", "1052720.5,4120", "", "range"},
+        {"1052720,4120", "1052720e0,4120", "", "range"},
+        {"1052720,4120", "1052720\\u0000,4120", "", "range"},
+        {"1052720,4120", "1052695,4120", "w", "end of the file"},
+        {"1052720,4120", "1052720,4119", "w", "end of the file"},
+        {",\n\"header_crc32c\":\"0123456789abcdef\"", "", "", "missing"},
+        {"\"0123456789abcdef\"}", "\"0123456789abcde\"}", "", "8 digits"},
+        {"\"0123456789abcdef\"}", "\"0123456789abcdef0\"}", "", "more values"},
+        {"\"0123456789abcdef\"}", "\"0123456X89abcdef\"}", "", "8 hex"},
+        {"\"0123456789abcdef\"}", "\"0123456A89abcdef\"}", "", "8 hex"},
+        {"\"0123456789abcdef\"}", "\"\"}", "", "8 digits"},
+        {"\"0123456789abcdef\"}", "19088743}", "", "not a string"},
+        {"optim_state/w.safetensors", "params/w.safetensors", "", "twice"},
+    };
+    CHECK_LIES(lies);
+}
+
+static void kinds_that_lie_are_refused(void)
+{
+#define F32 "\"section\":\"params\",\"dtype\":\"F32\""
+    static const lie lies[] = {
+        {"{\"section\":\"params\",", "{", "", "missing"},
+        {F32, "\"section\":\"param\",\"dtype\":\"F32\"", "", "section"},
+        {F32, "\"section\":\"\",\"dtype\":\"F32\"", "", "section"},
+        {F32, "\"section\":0,\"dtype\":\"F32\"", "", "not a string"},
+        {F32, F32 ",\"state\":\"m\"", "", "state"},
+        {F32, F32 ",\"state\":\"\"", "", "state"},
+        {"\"state\":\"col\"", "\"state\":\"c.l\"", "", "dot"},
+        {"\"state\":\"col\"", "\"state\":\".\"", "", "dot"},
+        {"\"state\":\"col\"", "\"state\":null", "", "not a string"},
+        {"\"state\":\"m\",", "", "x.y", "dot"},
+        {"\"dtype\":\"F32\",", "", "", "missing"},
+        {"\"dtype\":\"F32\"", "\"dtype\":\"f32\"", "", "dtype"},
+        {"\"dtype\":\"F32\"", "\"dtype\":\"float32\"", "", "dtype"},
+        {"\"dtype\":\"F32\"", "\"dtype\":\"F32\\u0000\"", "", "dtype"},
+        {"\"dtype\":\"F32\"", "\"dtype\":\"\"", "", "dtype"},
+        {"\"dtype\":\"F32\"", "\"dtype\":32", "", "not a string"},
+        {"\"tier\":\"cold\"", "\"tier\":\"frozen\"", "", "tier"},
+        {"\"tier\":\"cold\"", "\"tier\":\"\"", "", "tier"},
+        {"\"tier\":\"cold\"", "\"tier\":null", "", "not a string"},
+        {"\"axes\":[null,1]", "\"axes\":[null]", "w", "as many"},
+        {"\"axes\":[null,1]", "\"axes\":[]", "w", "as many"},
+        {"\"axes\":[null,1]", "\"axes\":[null,1,2]", "w", "as many"},
+        {"\"axes\":[null,1]", "\"axes\":[null,16]", "", "axis"},
+        {"\"axes\":[null,1]", "\"axes\":[null,-1]", "", "axis"},
+        {"\"axes\":[null,1]", "\"axes\":[null,1.0]", "", "axis"},
+        {"\"axes\":[null,1]", "\"axes\":[null,\"1\"]", "", "axis"},
+        {"\"axes\":[null,1]", "\"axes\":[null,[]]", "", "axis"},
+        {"\"axes\":[null,1]", "\"axes\":[null,false]", "", "axis"},
+        {"\"axes\":[null,1]", "\"axes\":null", "", "not an array"},
+        {"\"axes\":[null,1]", "\"axes\":\"01\"", "", "not an array"},
+    };
+    CHECK_LIES(lies);
+}
+
+static void shards_of_the_wrong_kind_are_refused(void)
+{
+    static const lie lies[] = {
+        {"\"name\":", "\"names\":", "", "missing"},
+        {"\"name\":[", "\"name\":\"\",\"old\":[", "", "not an array"},
+        {"\"name\":[", "\"name\":[\"v\",", "x.y", "one value for each"},
+        {"\"name\":[\"long\",", "\"name\":[", "", "more values"},
+        {"\"w\",\"w\"", "null,\"w\"", "", "not a string"},
+        {"\"w\",\"w\"", "[\"w\"],\"w\"", "", "not a string"},
+        {"\"kind\":", "\"kinds\":", "", "missing"},
+        {"\"0,1,2,3\"", "[0,1,2,3]", "", "not a string"},
+        {"0,1,2,3", "0,4,2,3", "w", "is not one of the kinds"},
+        {"0,1,2,3", "0,18446744073709551615,2,3", "w", "range"},
+        {"0,1,2,3", "0,-1,2,3", "w", "range"},
+        {"0,1,2,3", "0", "w", "one value for each"},
+        {"0,1,2,3", "0,1,2,3,0", "", "more values"},
+        {",\n\"version\":\"1,7,2,1\"", "", "", "missing"},
+        {"1,7,2,1", "1,0,2,1", "w", "range"},
+        {"1,7,2,1", "1,-7,2,1", "w", "range"},
+        {"1,7,2,1", "1,9223372036854775808,2,1", "w", "range"},
+        {"1,7,2,1", "1,7,2", "x.y", "one value for each"},
+        {"1,7,2,1", "1,7,2,1,1", "", "more values"},
+        {"\"1,7,2,1\"", "1721", "", "not a string"},
+        {"\"part\":\"0,5,0,2\",", "", "", "missing"},
+        {"0,5,0,2", "0,6,0,2", "w", "layout"},
+        {"0,5,0,2", "0,-1,0,2", "w", "range"},
+        {"0,5,0,2", "0,5.0,0,2", "w", "range"},
+        {"0,5,0,2", "0,9223372036854775807,0,2", "w", "layout"},
+        {"0,5,0,2", "0,9223372036854775808,0,2", "w", "range"},
+        {"0,5,0,2", "0,5,0", "x.y", "one value for each"},
+        {"0,5,0,2", "0,5,0,2,", "", "more values"},
+    };
+    CHECK_LIES(lies);
+}
+
+static void shapes_that_lie_are_refused(void)
+{
+    static const lie lies[] = {
+        {"\"shape\":\"1048577;4,6;1,12;2;\",", "", "", "missing"},
+        {"\"1048577;4,6;1,12;2;\"", "[[1048577],[4,6],[1,12],[2]]", "", "not a string"},
+        {";2;", ";2", "x.y", "\";\""},
+        {";2;", ";", "x.y", "\";\""},
+        {";2;", ";2;2;", "", "more values"},
+        {";2;", ";2;;", "", "more values"},
+        {"4,6", "4,-6", "w", "range"},
+        {"4,6", "4,6.0", "w", "range"},
+        {"4,6", "4,6e0", "w", "range"},
+        {"4,6", "4,", "w", "range"},
+        {"4,6", ",6", "w", "range"},
+        {"1,12;2;", "1,12;1,1,;", "x.y", "range"},
+        {"4,6", "4 6", "w", "range"},
+        {"4,6", "4,18446744073709551622", "w", "range"},
+        {"4,6", "4,6,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1", "w", "many"},
+        {"4,6", "4294967296,4294967296", "w", "memory"},
+        {"4,6", "4,6,3074457345618258603", "w", "memory"},
+        {"4,6", "2305843009213693952", "w", "memory"},
+        {"4,6", "0,9223372036854775807", "w", "memory"},
+        {"4,6", "4294967296,0,4294967296", "w", "memory"},
+        {"4,6", "4,9", "w", "bytes"},
+        {"4,6", "", "w", "layout"},
+        {";2;", ";3;", "x.y", "bytes"},
+        {"1048577,16,", "1048577,15,", "w", "bytes"},
+        {"1048577,16,", "1048577,17,", "w", "bytes"},
+        {"1048577,16,", "1048577,0,", "w", "bytes"},
+        {"1048577,16,", "1048577,96,", "w", "end of the file"},
+        {"1048577,16,", "1048577,-16,", "w", "range"},
+        {"1048577,16,", "1048577,9999999999999999999,", "w", "end of the file"},
+        {"1048577,16,", "1048577,18446744073709551616,", "w", "range"},
+        {"1048577,16,24,0", "1048577,16,24", "x.y", "one value for each"},
+        {"1048577,16,24,0", "1048577,16,24,0,0", "", "more values"},
+        {"\"1048577,16,24,0\"", "null", "", "not a string"},
+        {"\"bytes\":\"1048577,16,24,0\",", "", "", "missing"},
+        {"24,0\"", "24,8\"", "x.y", "end of the file"},
+    };
+    CHECK_LIES(lies);
+}
+
+static void layouts_that_lie_are_refused(void)
+{
+#define LAYOUT "\"layout\":[[0,2],[\"flat\",3]]"
+    static const lie lies[] = {
+        {"," LAYOUT, "", "", "missing"},
+        {LAYOUT, "\"layout\":null", "", "not an array"},
+        {LAYOUT, "\"layout\":\"rows\"", "", "not an array"},
+        {LAYOUT, "\"layout\":[0,2]", "", "step"},
+        {LAYOUT, "\"layout\":[\"flat\",6]", "", "step"},
+        {LAYOUT, "\"layout\":[[0]]", "", "step"},
+        {LAYOUT, "\"layout\":[[]]", "", "step"},
+        {LAYOUT, "\"layout\":[[0,6,1]]", "", "step"},
+        {LAYOUT, "\"layout\":[{\"0\":6,\"1\":6}]", "", "step"},
+        {LAYOUT, "\"layout\":[null]", "", "step"},
+        {LAYOUT, "\"layout\":[[\"rows\",6]]", "", "step"},
+        {LAYOUT, "\"layout\":[[\"\",6]]", "", "step"},
+        {LAYOUT, "\"layout\":[[\"0\",6]]", "", "step"},
+        {LAYOUT, "\"layout\":[[null,6]]", "", "step"},
+        {LAYOUT, "\"layout\":[[-1,6]]", "", "step"},
+        {LAYOUT, "\"layout\":[[0.0,6]]", "", "step"},
+        {LAYOUT, "\"layout\":[[16,6]]", "", "step"},
+        {LAYOUT, "\"layout\":[[18446744073709551615,6]]", "", "step"},
+        {LAYOUT, "\"layout\":[[0,-6]]", "", "step"},
+        {LAYOUT, "\"layout\":[[0,\"6\"]]", "", "step"},
+        {LAYOUT, "\"layout\":[[0,18446744073709551622]]", "", "step"},
+        {LAYOUT, "\"layout\":[[0,0]]", "w", "layout"},
+        {LAYOUT, "\"layout\":[[0,5]]", "w", "layout"},
+        {LAYOUT, "\"layout\":[[2,6]]", "w", "layout"},
+        {LAYOUT, "\"layout\":[[\"flat\",3],[0,2]]", "w", "layout"},
+        {LAYOUT, "\"layout\":[[\"flat\",3],[\"flat\",2]]", "w", "layout"},
+        {LAYOUT, "\"layout\":[[0,1],[0,1],[0,1],[0,2],[\"flat\",3]]", "", "many"},
+        {LAYOUT, "\"layout\":[[0,4294967296],[1,4294967296]]", "w", "layout"},
+        {LAYOUT, "\"layout\":[]", "w", "layout"},
+    };
+    CHECK_LIES(lies);
+}
+
+static void ranges_that_lie_are_refused(void)
+{
+#define OFFSETS "4096,1052680,4096,4120"
+    static const lie lies[] = {
+        {"\"file\":\"0,0,1,1\",", "", "", "missing"},
+        {"0,0,1,1", "0,2,1,1", "w", "files"},
+        {"0,0,1,1", "0,-1,1,1", "w", "range"},
+        {"0,0,1,1", "0,9999999999999999999,1,1", "w", "files"},
+        {"0,0,1,1", "0,1,1,1", "w", "end of the file"},
+        {"0,0,1,1", "0,0,1", "x.y", "one value for each"},
+        {"0,0,1,1", "0,0,1,1,1", "", "more values"},
+        {"\"0,0,1,1\"", "[0,0,1,1]", "", "not a string"},
+        {"\"offset\":\"" OFFSETS "\",", "", "", "missing"},
+        {OFFSETS, "4096,7,4096,4120", "w", "range"},
+        {OFFSETS, "4096,-8,4096,4120", "w", "range"},
+        {OFFSETS, "4096,1052705,4096,4120", "w", "end of the file"},
+        {OFFSETS, "4096,9223372036854775807,4096,4120", "w", "end of the file"},
+        {OFFSETS, "4096,9223372036854775808,4096,4120", "w", "range"},
+        {OFFSETS, "4096,18446744073709551600,4096,4120", "w", "range"},
+        {OFFSETS, "4096,1052680.0,4096,4120", "w", "range"},
+        {OFFSETS, "4096,1052680,4096,4121", "x.y", "end of the file"},
+        {OFFSETS, "4096,1052680,4096", "x.y", "one value for each"},
+        {OFFSETS, OFFSETS ",4120", "", "more values"},
+        /* inside the other one, at its start, over its start, over its end */
+        {OFFSETS, "4096,8192,4096,4120", "w", "inside another"},
+        {OFFSETS, "4096,4096,4096,4120", "w", "inside another"},
+        {OFFSETS, "4096,4088,4096,4120", "long", "inside another"},
+        {OFFSETS, "4096,1052672,4096,4120", "w", "inside another"},
+    };
+    CHECK_LIES(lies);
+}
+
+static void checksums_that_lie_are_refused(void)
+{
+#define CRCS   "11111111fedcba980000000100000000"
+#define BLOCKS ",\n\"blocks\":\"2222222233333333\""
+    static const lie lies[] = {
+        {"\"crc32c\":", "\"crc\":", "", "missing"},
+        {CRCS, "11111111fedcba9g0000000100000000", "w", "8 hex"},
+        {CRCS, "11111111FEDCBA980000000100000000", "w", "8 hex"},
+        {CRCS, "11111111fedcba9800000001", "x.y", "too few layers"},
+        {CRCS, CRCS "0", "", "more values"},
+        {CRCS, CRCS "00000000", "", "more values"},
+        {CRCS, "", "long", "too few layers"},
+        {"\"" CRCS "\"", "4275878552", "", "not a string"},
+        {CRCS, "11111111fedcba980000000100000001", "x.y", "no bytes"},
+        {BLOCKS, "", "long", "MiB"},
+        {"2222222233333333", "", "long", "MiB"},
+        {"2222222233333333", "22222222", "long", "MiB"},
+        {"2222222233333333", "222222223333333", "long", "MiB"},
+        {"2222222233333333", "22222222333333334", "", "more values"},
+        {"2222222233333333", "222222223333333344444444", "", "more values"},
+        {"2222222233333333", "222222223333333X", "long", "hexadecimal"},
+        {"2222222233333333", "222222223333333A", "long", "hexadecimal"},
+        {BLOCKS, ",\"blocks\":[\"22222222\",\"33333333\"]", "", "not a string"},
+        {BLOCKS, ",\"blocks\":null", "", "not a string"},
+    };
+    CHECK_LIES(lies);
+}
+
+/* A message has the place in the text, what was expected there and what was got. */
+static void messages_have_offset_and_values(void)
+{
+    static const struct {
+        const char *from, *to, *at, *text, *expected, *got;
+    } lies[] = {
+        {"0,0,1,1", "0,5,1,1", "5,1,1", "shard of 'w': \"file\" is not one of the files",
+         "below 2", "5"},
+        {"1,7,2,1", "1,x,2,1", "x,2,1", "shard of 'w': \"version\" is no whole number",
+         "1 to 9223372036854775807", "x"},
+        {"4,6", "4,z", "z;", "shard of 'w': \"shape\" is no whole number",
+         "0 to 18446744073709551615", "z"},
+        {"fedcba98", "fedcba9X", "fedcba9X", "shard of 'w': \"crc32c\" are not 8 hex", "",
+         "fedcba9X"},
+        {"\"F64\"", "\"F65\"", "\"F65\"", "\"dtype\" is unknown", "", "\"F65\""},
+        {"\"format_version\":3", "\"format_version\":2", "2,\n\"gen",
+         "\"format_version\" 2 is not supported: this mlstate reads version 3", "3", "2"},
+    };
+    for (size_t i = 0; i < sizeof lies / sizeof lies[0]; i++) {
+        char text[ROOM];
+        mls_status st;
+        const size_t length = change(lies[i].from, lies[i].to, text);
+        CHECK(parse(text, length, &st) == MLS_E_FORMAT);
+        const char *at = strstr(text, lies[i].at);
+        REQUIRE(at != NULL);
+        CHECK(st.offset == (uint64_t)(at - text));
+        CHECK(strncmp(st.text, lies[i].text, strlen(lies[i].text)) == 0);
+        CHECK_TEXT(st.expected, lies[i].expected);
+        CHECK_TEXT(st.got, lies[i].got);
+    }
+}
+
+static void duplicates_are_refused(void)
+{
+    static const lie lies[] = {
+        /* the same part twice, of other bytes */
+        {"\"kind\":\"0,1,2,3\",\n\"shape\":\"1048577;4,6;1,12;2;\",\n\"part\":\"0,5,0,"
+         "2\"",
+         "\"kind\":\"0,1,1,3\",\n\"shape\":\"1048577;4,6;6,6;2;\",\n\"part\":\"0,5,5,2\"",
+         "w", "twice"},
+        {"\"name\":[", "\"name\":[],\"name\":[", "name", "twice"},
+        {"\"name\":[", "\"x\":1,\"x\":2,\"name\":[", "x", "twice"},
+    };
+    CHECK_LIES(lies);
+}
+
+static void every_value_may_be_anything_else(void)
+{
+    /* each value of the good index, by another value: refused, or good; never worse */
+    static const char *const values[] = {
+        "null",   "true",
+        "0",      "-1",
+        "1e308",  "18446744073709551615",
+        "\"\"",   "\"\\u0000\"",
+        "[]",     "{}",
+        "[[[]]]", "{\"a\":{}}",
+        "[0,0]",  "\"0000000000000000\"",
+    };
+    size_t refused = 0, all = 0;
+    for (const char *at = good + sizeof MLS_SEAL_START; *at != '\0'; at++) {
+        /* what begins behind a colon, a bracket or a comma, up to the next such mark */
+        const size_t length = strcspn(at, ",:[]{}\n");
+        if (strchr(":[,", at[-1]) == NULL || length == 0 || at[length] == ':') {
+            continue;
+        }
+        for (size_t i = 0; i < sizeof values / sizeof values[0]; i++) {
+            char text[ROOM];
+            mls_status st;
+            snprintf(text, sizeof text, "%.*s%s%s", (int)(at - good), good, values[i],
+                     at + length);
+            (void)mls_seal(text, strlen(text), &mls_crc_scalar);
+            const mls_code code = parse(text, strlen(text), &st);
+            CHECK(code == MLS_OK || code == MLS_E_FORMAT);
+            refused += code != MLS_OK;
+            all++;
+        }
+    }
+    CHECK(all > 700 && refused > all * 3 / 4);
+}
+
+static void every_piece_that_is_missing_is_missed(void)
+{
+    /* the good index without one of its bytes, sealed: never worse than refused */
+    for (size_t skip = sizeof MLS_SEAL_START - 1; skip < sizeof good - 1; skip++) {
+        char text[ROOM];
+        mls_status st;
+        snprintf(text, sizeof text, "%.*s%s", (int)skip, good, good + skip + 1);
+        (void)mls_seal(text, strlen(text), &mls_crc_scalar);
+        const mls_code code = parse(text, strlen(text), &st);
+        CHECK(code == MLS_OK || code == MLS_E_FORMAT);
+    }
+    for (size_t length = sizeof MLS_SEAL_START - 1; length < sizeof good - 2; length++) {
+        char text[ROOM];
+        mls_status st;
+        memcpy(text, good, length);
+        (void)mls_seal(text, length, &mls_crc_scalar);
+        CHECK(parse(text, length, &st) == MLS_E_FORMAT);
+    }
+}
+
+static const test_case tests[] = {
+    TEST(the_good_index_is_good),
+    TEST(what_is_no_index_is_refused),
+    TEST(heads_that_lie_are_refused),
+    TEST(paths_that_lead_elsewhere_are_refused),
+    TEST(files_that_lie_are_refused),
+    TEST(kinds_that_lie_are_refused),
+    TEST(shards_of_the_wrong_kind_are_refused),
+    TEST(shapes_that_lie_are_refused),
+    TEST(layouts_that_lie_are_refused),
+    TEST(ranges_that_lie_are_refused),
+    TEST(checksums_that_lie_are_refused),
+    TEST(messages_have_offset_and_values),
+    TEST(duplicates_are_refused),
+    TEST(every_value_may_be_anything_else),
+    TEST(every_piece_that_is_missing_is_missed),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

@@ -1,0 +1,152 @@
+#include "checkpoint/index/index.h"
+#include "support/runner.h"
+
+static const mls_crc_kernels *crc(void)
+{
+    return mls_crc_of(MLS_CPU_SCALAR);
+}
+
+static mls_text text_of(const char *text)
+{
+    return (mls_text){text, strlen(text)};
+}
+
+static void an_index_is_these_bytes_on_every_machine(void)
+{
+    static const char expected[] =
+        "{\"checksum\":\"00000000\",\n"
+        "\"format\":\"mlstate.index\",\"format_version\":3,\n"
+        "\"generation\":\"0123456789abcdef\",\"rank\":1,\"world_size\":4,\n"
+        "\"files\":{\n"
+        "\"path\":[\"optim_state/w=2em.1-4.0123456789abcdef-1.safetensors\"],\n"
+        "\"bytes\":\"2101280\",\n"
+        "\"header_crc32c\":\"00c0ffee\"},\n"
+        "\"kinds\":[\n"
+        "{\"section\":\"optim_state\",\"state\":\"m\",\"dtype\":\"BF16\","
+        "\"layout\":[[0,4],[\"flat\",1]],\"axes\":[0,null],\"tier\":\"cold\"}],\n"
+        "\"shards\":{\n"
+        "\"name\":[\"w\"],\n"
+        "\"kind\":\"0\",\n"
+        "\"shape\":\"4194432,1;\",\n"
+        "\"part\":\"1\",\n"
+        "\"version\":\"7\"},\n"
+        "\"layers\":{\n"
+        "\"file\":\"0\",\n"
+        "\"offset\":\"4096\",\n"
+        "\"bytes\":\"2097216\",\n"
+        "\"crc32c\":\"12345678\",\n"
+        "\"blocks\":\"000000010000000200000003\"}}\n";
+    const size_t shape[] = {4194432, 1};
+    const signed char axes[] = {0, MLS_NO_AXIS};
+    const uint32_t crcs[] = {1, 2, 3};
+    mls_index_file file = {.path = "optim_state/w=2em.1-4.0123456789abcdef-1.safetensors",
+                           .bytes = 2101280,
+                           .header_crc = 0xc0ffee};
+    mls_index_shard shard = {
+        .id = {MLS_OPTIM_STATE, text_of("w"), text_of("m"), true},
+        .dtype = MLS_BF16,
+        .rank = 2,
+        .shape = shape,
+        .layout = {.count = 2, .steps = {{0, 4}, {MLS_LAYOUT_FLAT, 1}}},
+        .part = 1,
+        .axes = axes,
+        .tier = MLS_TIER_COLD,
+        .version = 7,
+        .offset = 4096,
+        .bytes = 2097216,
+        .crc = 0x12345678,
+        .crcs = crcs};
+    mls_index index = {.generation = "0123456789abcdef",
+                       .rank = 1,
+                       .world_size = 4,
+                       .files = &file,
+                       .file_count = 1,
+                       .shards = &shard,
+                       .shard_count = 1};
+    mls_buffer text = {0};
+    mls_status st;
+    uint32_t whole = 0;
+    REQUIRE(mls_index_build(&index, crc(), &text, &whole, &st) == MLS_OK);
+    CHECK(whole == crc()->update(0, text.data, text.length));
+    CHECK(text.length == sizeof expected - 1);
+    memset(text.data + 13, '0', 8); /* the seal's digits */
+    CHECK(text.length == sizeof expected - 1 &&
+          memcmp(text.data, expected, text.length) == 0);
+    mls_buffer_fini(&text);
+}
+
+static void a_shard_is_described_without_its_place(void)
+{
+    mls_index_shard shard = {.id = {.section = MLS_PARAMS, .name = text_of("a\"b")},
+                             .dtype = MLS_F32,
+                             .version = 1,
+                             .offset = 99};
+    mls_buffer text = {.most = 1000};
+    mls_index_put_shard(&text, &shard);
+    mls_buffer_put(&text, "", 1);
+    REQUIRE(text.code == MLS_OK);
+    CHECK_TEXT(text.data, "{\"section\":\"params\",\"name\":\"a\\\"b\",\"dtype\":\"F32\","
+                          "\"shape\":[],\"layout\":[],\"part\":0,\"version\":1");
+    mls_buffer_fini(&text);
+}
+
+static void an_index_of_nothing_is_one(void)
+{
+    const mls_index empty = {.generation = "0123456789abcdef", .world_size = 1};
+    mls_index back;
+    mls_buffer text = {0};
+    mls_status st;
+    uint32_t whole;
+    REQUIRE(mls_index_build(&empty, crc(), &text, &whole, &st) == MLS_OK);
+    REQUIRE(mls_index_parse(text.data, text.length, crc(), &back, &st) == MLS_OK);
+    CHECK(back.shard_count == 0 && back.file_count == 0 && back.world_size == 1);
+    mls_index_fini(&back);
+    mls_buffer_fini(&text);
+}
+
+/* Many kinds: each shard gets one that is its own, and the text stays in proportion. */
+static void shards_of_any_number_of_kinds_are_written(void)
+{
+    enum { COUNT = 100, FILE_BYTES = 4096 + 2 * COUNT };
+    mls_index_file file = {.path = "optim_state/w.safetensors", .bytes = FILE_BYTES};
+    mls_index_shard shards[COUNT] = {0};
+    char states[COUNT][4];
+    for (size_t i = 0; i < COUNT; i++) {
+        snprintf(states[i], sizeof states[i], "%02zu", i < 50 ? i : i - 50);
+        shards[i].id = (mls_tensor_id){MLS_OPTIM_STATE, text_of(i < 50 ? "a" : "b"),
+                                       text_of(states[i]), true};
+        shards[i].version = 1;
+        shards[i].offset = 4096 + 2 * i;
+        shards[i].bytes = 2;
+    }
+    const mls_index index = {.generation = "0123456789abcdef",
+                             .world_size = 1,
+                             .files = &file,
+                             .file_count = 1,
+                             .shards = shards,
+                             .shard_count = COUNT};
+    mls_index back;
+    mls_buffer text = {0};
+    mls_status st;
+    uint32_t whole;
+    REQUIRE(mls_index_build(&index, crc(), &text, &whole, &st) == MLS_OK);
+    REQUIRE(mls_index_parse(text.data, text.length, crc(), &back, &st) == MLS_OK);
+    REQUIRE(back.shard_count == COUNT);
+    for (size_t i = 0; i < COUNT; i++) {
+        CHECK(mls_index_compare(&back.shards[i], &shards[i]) == 0);
+    }
+    mls_index_fini(&back);
+    mls_buffer_fini(&text);
+}
+
+static const test_case tests[] = {
+    TEST(an_index_is_these_bytes_on_every_machine),
+    TEST(a_shard_is_described_without_its_place),
+    TEST(an_index_of_nothing_is_one),
+    TEST(shards_of_any_number_of_kinds_are_written),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

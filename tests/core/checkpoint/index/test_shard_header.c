@@ -1,0 +1,129 @@
+/* A header made of an index is the one that was written, or none. */
+#include "support/runner.h"
+
+#if defined(_WIN32)
+int main(void)
+{
+    return 0;
+}
+#else
+
+#    include "safetensors/safetensors.h"
+#    include "checkpoint/index/shard_header.h"
+#    include "support/shards.h"
+#    include "base/size.h"
+
+enum { HEADER_MOST = 1 << 20 };
+
+/* A tensor with a file of its own, a part, a state, and small ones that share segments.
+ */
+static mls_index store(unsigned char *data)
+{
+    static const size_t large[] = {3, 100000}, small[] = {7}, rows[] = {10, 4},
+                        none[] = {0};
+    const mls_shard_item items[] = {
+        item_of("large", NULL, MLS_F32, 2, large, data),
+        item_of("small", NULL, MLS_U8, 1, small, data),
+        item_of("empty", NULL, MLS_F64, 1, none, data),
+        item_of("scalar", NULL, MLS_F64, 0, NULL, data),
+        part_of(item_of("rows", NULL, MLS_U16, 2, rows, data), 0, 3, 1),
+        part_of(item_of("flat", NULL, MLS_U16, 2, rows, data), MLS_LAYOUT_FLAT, 7, 2),
+        item_of("small", "m", MLS_F32, 1, small, data),
+    };
+    mls_shards_written written;
+    const mls_shard_job job =
+        job_of(items, sizeof items / sizeof *items, generations[0], NULL);
+    return write_all(&job, &written);
+}
+
+static void drop(mls_index *index, unsigned char *data)
+{
+    for (size_t i = 0; i < 3; i++) {
+        (void)files_in(pool_folders[i], true);
+    }
+    mls_index_fini(index);
+    free(data);
+}
+
+/* Whether the header of a file is made, and is the one in the file. */
+static bool is_made(const mls_index *index, size_t file)
+{
+    mls_buffer made = {.most = HEADER_MOST};
+    mls_status st;
+    size_t length = 0;
+    unsigned char *written = read_pool_file(index->files[file].path, &length);
+    const mls_code code = mls_shard_header(index, file, crc, &made, &st);
+    const bool good = code == MLS_OK && written != NULL && made.length > 8 &&
+                      made.length <= length &&
+                      made.length == mls_load_le64(written) + 8 &&
+                      memcmp(made.data, written, made.length) == 0;
+    CHECK(good || (code == MLS_E_VALUE && made.length == 0));
+    mls_buffer_fini(&made);
+    mls_free(written);
+    return good;
+}
+
+static void every_header_is_what_was_written(void)
+{
+    unsigned char *data = noise(3 * 100000 * 4);
+    mls_index index = store(data);
+    CHECK(index.file_count == 3);
+    for (size_t i = 0; i < index.file_count; i++) {
+        CHECK(is_made(&index, i));
+    }
+    drop(&index, data);
+}
+
+static void a_file_with_tensors_that_are_not_listed_has_none(void)
+{
+    unsigned char *data = noise(3 * 100000 * 4);
+    mls_index index = store(data);
+    REQUIRE(index.shard_count > 0);
+    const size_t last = index.shard_count - 1;
+    const size_t file = index.shards[last].file;
+    index.shards[last].version++;
+    CHECK(!is_made(&index, file));
+    index.shards[last].version--;
+    CHECK(is_made(&index, file));
+    index.shard_count--; /* of its only tensor */
+    CHECK(!is_made(&index, file));
+    index.shard_count++;
+    index.files[file].header_crc ^= 1;
+    CHECK(!is_made(&index, file));
+    index.files[file].header_crc ^= 1;
+    index.files[file].bytes++;
+    CHECK(!is_made(&index, file));
+    drop(&index, data);
+}
+
+static void the_index_that_lists_all_of_a_file_is_found(void)
+{
+    unsigned char *data = noise(2400000);
+    REQUIRE(data != NULL);
+    mls_index index = store(data);
+    mls_index part = index; /* knows the same files, and not all of their tensors */
+    part.shard_count = 0;
+    const mls_index both[] = {part, index};
+    mls_buffer made = {.most = HEADER_MOST};
+    mls_status st;
+    REQUIRE(index.file_count > 0);
+    const char *path = index.files[0].path;
+    CHECK(mls_shard_header_find(both, 1, path, crc, &made, &st) == MLS_E_VALUE);
+    CHECK(mls_shard_header_find(both, 2, "params/none", crc, &made, &st) == MLS_E_VALUE);
+    CHECK(made.length == 0);
+    CHECK(mls_shard_header_find(both, 2, path, crc, &made, &st) == MLS_OK);
+    CHECK(made.length > 8);
+    mls_buffer_fini(&made);
+    drop(&index, data);
+}
+
+int main(void)
+{
+    static const test_case tests[] = {
+        TEST(every_header_is_what_was_written),
+        TEST(a_file_with_tensors_that_are_not_listed_has_none),
+        TEST(the_index_that_lists_all_of_a_file_is_found),
+    };
+    return run_in_pool(__FILE__, tests, sizeof tests / sizeof tests[0]);
+}
+#endif

@@ -1,0 +1,188 @@
+/* What indexes have in common, and where they list a tensor. */
+#include "checkpoint/ranks/index_pattern.h"
+#include "support/runner.h"
+
+#include <stdlib.h>
+
+enum { MOST = 40 };
+
+static const size_t matrix[] = {8, 6}, hundred[] = {100};
+
+static mls_text text(const char *chars)
+{
+    return (mls_text){.data = chars, .length = strlen(chars)};
+}
+
+static mls_layout cut(int axis, size_t parts)
+{
+    return (mls_layout){.count = 1, .steps = {{.axis = axis, .parts = parts}}};
+}
+
+static mls_index_shard shard_of(const char *name, mls_layout layout, size_t part)
+{
+    return (mls_index_shard){.id = {.name = text(name)},
+                             .dtype = MLS_F32,
+                             .rank = 2,
+                             .shape = matrix,
+                             .layout = layout,
+                             .part = part,
+                             .version = 1};
+}
+
+/* Two tensors cut alike, one cut otherwise, one whole: what a rank has of them. */
+static mls_index index_of(mls_index_shard *shards, size_t part)
+{
+    shards[0] = shard_of("a.b", cut(0, 4), part);
+    shards[1] = shard_of("a.c", cut(1, 6), part + 1);
+    shards[2] = shard_of("a.d", cut(0, 4), part);
+    shards[3] = shard_of("e", (mls_layout){0}, 0);
+    return (mls_index){.shards = shards, .shard_count = 4};
+}
+
+static bool same_bytes(const mls_index *a, const mls_index *b)
+{
+    mls_pattern x = {0}, y = {0};
+    mls_buffer first = {.most = 1 << 20}, second = {.most = 1 << 20};
+    mls_status st;
+    CHECK(mls_pattern_init(a, &x, &st) == MLS_OK);
+    CHECK(mls_pattern_init(b, &y, &st) == MLS_OK);
+    mls_pattern_bytes(a, &x, &first);
+    mls_pattern_bytes(b, &y, &second);
+    const bool same = first.length == second.length && first.length > 0 &&
+                      memcmp(first.data, second.data, first.length) == 0;
+    mls_buffer_fini(&first);
+    mls_buffer_fini(&second);
+    mls_pattern_fini(&x);
+    mls_pattern_fini(&y);
+    return same;
+}
+
+static void shards_of_one_layout_and_part_are_a_group(void)
+{
+    mls_index_shard shards[4];
+    const mls_index index = index_of(shards, 2);
+    mls_pattern pattern;
+    mls_status st;
+    REQUIRE(mls_pattern_init(&index, &pattern, &st) == MLS_OK);
+    CHECK(pattern.known && pattern.group_count == 3);
+    CHECK(pattern.groups[0] == 0 && pattern.groups[1] == 1 && pattern.groups[2] == 0 &&
+          pattern.groups[3] == 2);
+    CHECK(pattern.parts[0] == 2 && pattern.parts[1] == 3 && pattern.parts[2] == 0);
+    mls_pattern_fini(&pattern);
+    mls_pattern_fini(&pattern); /* zeroed */
+}
+
+static void ranks_differ_in_parts_versions_and_tiers_only(void)
+{
+    mls_index_shard one[4], other[4];
+    const mls_index a = index_of(one, 0), b = index_of(other, 3);
+    other[1].version = 7;
+    other[2].tier = MLS_TIER_COLD;
+    CHECK(same_bytes(&a, &b));
+}
+
+static void all_else_tells_patterns_apart(void)
+{
+    static const signed char axes[] = {1, 0};
+    mls_index_shard one[4], other[4];
+    const mls_index a = index_of(one, 0);
+    mls_index b;
+    for (int change = 0; change < 7; change++) {
+        b = index_of(other, 1);
+        switch (change) {
+        case 0:
+            other[0].id.name = text("a.a");
+            break;
+        case 1:
+            other[0].dtype = MLS_F16;
+            break;
+        case 2:
+            other[3].shape = hundred, other[3].rank = 1;
+            break;
+        case 3:
+            other[3].layout = cut(0, 1);
+            break;
+        case 4:
+            other[2].part = 2;
+            break; /* two groups in place of one */
+        case 5:
+            other[3].axes = axes;
+            break;
+        default:
+            b.shard_count = 3;
+            break;
+        }
+        CHECK(!same_bytes(&a, &b));
+    }
+    b = index_of(other, 1);
+    CHECK(same_bytes(&a, &b));
+}
+
+/* One part of each of many layouts: as many groups as shards. */
+static void too_many_groups_are_no_pattern(void)
+{
+    mls_index_shard shards[MOST];
+    mls_index index = {.shards = shards, .shard_count = MLS_PATTERN_GROUPS};
+    mls_pattern pattern;
+    mls_status st;
+    for (size_t i = 0; i < MOST; i++) {
+        shards[i] = shard_of("w", cut(0, MOST), i);
+    }
+    REQUIRE(mls_pattern_init(&index, &pattern, &st) == MLS_OK);
+    CHECK(pattern.known && pattern.group_count == MLS_PATTERN_GROUPS);
+    mls_pattern_fini(&pattern);
+    index.shard_count++;
+    REQUIRE(mls_pattern_init(&index, &pattern, &st) == MLS_OK);
+    CHECK(!pattern.known && pattern.groups == NULL && pattern.group_count == 0);
+    mls_pattern_fini(&pattern);
+    index.shard_count = 0;
+    REQUIRE(mls_pattern_init(&index, &pattern, &st) == MLS_OK);
+    CHECK(pattern.known && pattern.group_count == 0);
+    mls_pattern_fini(&pattern);
+}
+
+/* The groups of a tensor in three indexes, the second of which has too many. */
+static void places_are_the_groups_that_list_a_tensor(void)
+{
+    mls_index_shard one[4], two[MOST], three[4];
+    mls_index indexes[3] = {
+        index_of(one, 0), {.shards = two, .shard_count = MOST}, index_of(three, 2)};
+    mls_pattern patterns[3];
+    mls_status st;
+    for (size_t i = 0; i < MOST; i++) {
+        two[i] = shard_of("a.c", cut(0, MOST), i);
+    }
+    three[0] = shard_of("a.c", cut(1, 6), 1); /* two parts of "a.c" */
+    for (size_t i = 0; i < 3; i++) {
+        REQUIRE(mls_pattern_init(&indexes[i], &patterns[i], &st) == MLS_OK);
+    }
+    static const char *const names[] = {"a", "a.b", "a.c", "e", "f"};
+    static const mls_pattern_place wanted[5][3] = {
+        {{0}}, {{0, 0}}, {{0, 1}, {2, 0}, {2, 1}}, {{0, 2}, {2, 3}}, {{0}}};
+    static const size_t counts[] = {0, 1, 3, 2, 0};
+    for (size_t i = 0; i < 5; i++) {
+        const mls_tensor_id id = {.name = text(names[i])};
+        mls_buffer places = {.most = 1 << 20};
+        mls_pattern_places(indexes, patterns, 3, &id, &places);
+        REQUIRE(places.code == MLS_OK &&
+                places.length == counts[i] * sizeof wanted[0][0]);
+        CHECK(counts[i] == 0 || memcmp(places.data, wanted[i], places.length) == 0);
+        mls_buffer_fini(&places);
+    }
+    for (size_t i = 0; i < 3; i++) {
+        mls_pattern_fini(&patterns[i]);
+    }
+}
+
+static const test_case tests[] = {
+    TEST(shards_of_one_layout_and_part_are_a_group),
+    TEST(ranks_differ_in_parts_versions_and_tiers_only),
+    TEST(all_else_tells_patterns_apart),
+    TEST(too_many_groups_are_no_pattern),
+    TEST(places_are_the_groups_that_list_a_tensor),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

@@ -1,0 +1,308 @@
+/* Parts chosen, what must be read for them, and where it goes: against files that were
+ * written for the purpose. */
+#include "support/runner.h"
+
+#if defined(_WIN32)
+int main(void)
+{
+    return 0;
+}
+#else
+
+#    include "checkpoint/ranks/load_plan.h"
+#    include "support/shards.h"
+
+enum { ROWS = 8, COLUMNS = 6, LARGE = 1 << 20 };
+
+static const size_t matrix[] = {ROWS, COLUMNS}, large[] = {LARGE};
+
+/* A checkpoint of one rank, and a plan over it. */
+typedef struct fixture {
+    unsigned char *data;
+    mls_index index;
+    mls_catalog catalog;
+    mls_load_plan plan;
+} fixture;
+
+static void fixture_end(fixture *f)
+{
+    mls_load_plan_fini(&f->plan);
+    mls_catalog_fini(&f->catalog);
+    mls_index_fini(&f->index);
+    free(f->data);
+    for (size_t i = 0; i < 3; i++) {
+        (void)files_in(pool_folders[i], true);
+    }
+}
+
+/* "rows", cut once, in both parts; "twice", cut by two steps; "whole", uncut; "w.m",
+ * whose axes are those of "w" the other way round. */
+static bool fixture_begin(fixture *f)
+{
+    static const signed char turned[] = {1, 0};
+    mls_shards_written written;
+    mls_status st;
+    *f = (fixture){.data = noise(ROWS * COLUMNS)};
+    const mls_shard_item whole = item_of("whole", NULL, MLS_U8, 2, matrix, f->data);
+    const mls_shard_item rows = item_of("rows", NULL, MLS_U8, 2, matrix, f->data);
+    mls_shard_item items[5] = {whole, part_of(rows, 0, 2, 0), part_of(rows, 0, 2, 1),
+                               item_of("twice", NULL, MLS_U8, 2, matrix, f->data),
+                               item_of("w", "m", MLS_U8, 2, matrix, f->data)};
+    items[2].data = f->data + ROWS / 2 * COLUMNS;
+    items[3].layout =
+        (mls_layout){.count = 2, .steps = {{.axis = 0, .parts = 2}, {1, 2}}};
+    items[4].axes = turned;
+    const mls_shard_job job = job_of(items, 5, generations[0], NULL);
+    f->index = write_all(&job, &written);
+    const mls_index *index = &f->index;
+    return mls_catalog_init(&f->catalog, &index, 1, &st) == MLS_OK &&
+           mls_load_plan_init(&f->plan, &f->catalog, 8, &st) == MLS_OK;
+}
+
+/* Add a tensor of the fixture, "w.m" as the state of a parameter. */
+static mls_wanted *add(fixture *f, const char *key)
+{
+    const mls_section section = strcmp(key, "w.m") == 0 ? MLS_OPTIM_STATE : MLS_PARAMS;
+    const mls_tensor_id id = mls_tensor_id_of(section, text(key));
+    return mls_load_plan_add(&f->plan, &id);
+}
+
+static void tensors_are_found_in_any_order(void)
+{
+    static const char *const keys[] = {"rows", "twice", "whole", "w.m", "rows", "whole"};
+    fixture f;
+    REQUIRE(fixture_begin(&f));
+    for (size_t i = 0; i < sizeof keys / sizeof keys[0]; i++) {
+        const mls_wanted *w = add(&f, keys[i]);
+        REQUIRE(w != NULL && w == &f.plan.wanted[i]);
+        CHECK(mls_text_is(w->tensor->facts->id.name, i == 3 ? "w" : keys[i]));
+    }
+    CHECK(add(&f, "w") == NULL && add(&f, "") == NULL && f.plan.count == 6);
+    fixture_end(&f);
+}
+
+static void a_part_is_cut_as_asked(void)
+{
+    const mls_layout by_rows = {.count = 1, .steps = {{.axis = 0, .parts = 4}}};
+    const mls_cutting none = {0}, third = {.index = 2, .world = 4};
+    const mls_cutting layout = {.has_layout = true, .layout = by_rows, .index = 1};
+    fixture f;
+    mls_status st;
+    REQUIRE(fixture_begin(&f));
+    mls_wanted *rows = add(&f, "rows"), *twice = add(&f, "twice");
+    mls_wanted *whole = add(&f, "whole"), *state = add(&f, "w.m");
+    REQUIRE(rows != NULL && twice != NULL && whole != NULL && state != NULL);
+    CHECK(mls_wanted_cut(rows, &none, &st) == MLS_OK);
+    CHECK(rows->part.length[0] == ROWS && mls_wanted_bytes(rows) == ROWS * COLUMNS);
+    /* as it was stored, for another world */
+    CHECK(mls_wanted_cut(rows, &third, &st) == MLS_OK);
+    CHECK(rows->part.start[0] == 4 && rows->part.length[0] == 2);
+    CHECK(mls_wanted_cut(whole, &third, &st) == MLS_OK && whole->part.length[0] == ROWS);
+    /* by a layout of parameters: the first axis of "w" is the second one of its state */
+    CHECK(mls_wanted_cut(twice, &layout, &st) == MLS_OK && twice->part.length[0] == 2);
+    CHECK(mls_wanted_cut(state, &layout, &st) == MLS_OK);
+    CHECK(state->part.length[0] == ROWS && state->part.length[1] == 2);
+    CHECK(mls_wanted_cut(twice, &third, &st) == MLS_E_VALUE);
+    CHECK_TEXT(st.text, "it was cut in 2 steps: give the layout by which 4 ranks cut it");
+    CHECK_TEXT(st.name, "twice");
+    fixture_end(&f);
+}
+
+static void elements_of_the_whole_tensor_are_a_part(void)
+{
+    fixture f;
+    mls_status st;
+    REQUIRE(fixture_begin(&f));
+    mls_wanted *w = add(&f, "whole");
+    REQUIRE(w != NULL);
+    CHECK(mls_wanted_run(w, 5, 17, &st) == MLS_OK && mls_wanted_bytes(w) == 12);
+    CHECK(mls_wanted_run(w, 48, 48, &st) == MLS_OK && mls_wanted_bytes(w) == 0);
+    CHECK(mls_wanted_run(w, -1, 3, &st) == MLS_E_VALUE);
+    CHECK(mls_wanted_run(w, 4, 3, &st) == MLS_E_VALUE);
+    CHECK(mls_wanted_run(w, 0, 49, &st) == MLS_E_VALUE);
+    CHECK_TEXT(st.text, "no elements 0 to 49 of 48");
+    fixture_end(&f);
+}
+
+static void another_whole_tensor_is_refused(void)
+{
+    const size_t other[] = {ROWS + 1, COLUMNS};
+    fixture f;
+    mls_status st;
+    REQUIRE(fixture_begin(&f));
+    const mls_wanted *w = add(&f, "whole");
+    REQUIRE(w != NULL);
+    CHECK(mls_wanted_check_whole(w, 2, matrix, &st) == MLS_OK);
+    CHECK(mls_wanted_check_whole(w, 1, matrix, &st) == MLS_E_SHAPE);
+    CHECK(mls_wanted_check_whole(w, 2, other, &st) == MLS_E_SHAPE);
+    CHECK_TEXT(st.expected, "(9, 6)");
+    CHECK_TEXT(st.got, "(8, 6)");
+    CHECK_TEXT(st.name, "whole");
+    fixture_end(&f);
+}
+
+static void a_target_of_another_dtype_or_shape_is_refused(void)
+{
+    const mls_layout flat = {.count = 1, .steps = {{MLS_LAYOUT_FLAT, 4}}};
+    const size_t twelve[] = {12}, thirteen[] = {13};
+    fixture f;
+    mls_status st;
+    mls_tensor t;
+    unsigned char memory[64];
+    REQUIRE(fixture_begin(&f));
+    mls_wanted *w = add(&f, "whole");
+    REQUIRE(w != NULL && mls_wanted_part(w, &flat, 1, &st) == MLS_OK);
+    REQUIRE(mls_tensor_init(&t, memory, MLS_U8, 1, twelve, &st) == MLS_OK);
+    CHECK(mls_wanted_check_target(w, &t, &st) == MLS_OK);
+    t.dtype = MLS_I8;
+    CHECK(mls_wanted_check_target(w, &t, &st) == MLS_E_SHAPE);
+    REQUIRE(mls_tensor_init(&t, memory, MLS_U8, 1, thirteen, &st) == MLS_OK);
+    CHECK(mls_wanted_check_target(w, &t, &st) == MLS_E_SHAPE);
+    CHECK_TEXT(st.text,
+               "the checkpoint has uint8 of (12,), the target is uint8 of (13,)");
+    CHECK(mls_wanted_part(w, &flat, 4, &st) == MLS_E_VALUE);
+    fixture_end(&f);
+}
+
+/* Read into packed memory and into every other byte of `strided`. */
+static void parts_are_read_to_their_targets(void)
+{
+    const mls_cutting none = {0};
+    unsigned char packed[ROWS * COLUMNS], strided[2 * ROWS * COLUMNS];
+    const char *file;
+    size_t failed;
+    fixture f;
+    mls_status st;
+    mls_tensor view;
+    mls_load_target targets[2];
+    REQUIRE(fixture_begin(&f));
+    mls_wanted *rows = add(&f, "rows"), *whole = add(&f, "whole");
+    REQUIRE(rows != NULL && mls_wanted_cut(rows, &none, &st) == MLS_OK);
+    REQUIRE(whole != NULL && mls_wanted_cut(whole, &none, &st) == MLS_OK);
+    REQUIRE(mls_tensor_init(&view, packed, MLS_U8, 2, matrix, &st) == MLS_OK);
+    REQUIRE(mls_load_target_init(&targets[0], &view, &st) == MLS_OK);
+    CHECK(targets[0].data == packed && targets[0].strided == NULL);
+    view.data = strided;
+    view.strides[1] = 2;
+    view.strides[0] = 2 * COLUMNS;
+    memset(strided, 7, sizeof strided);
+    REQUIRE(mls_load_target_init(&targets[1], &view, &st) == MLS_OK);
+    CHECK(targets[1].data == NULL && targets[1].strided != NULL);
+    REQUIRE(mls_load_plan_find(&f.plan, pool_fd, &file, &st) == MLS_OK);
+    CHECK(f.plan.piece_count == 3 && rows->count == 2 && whole->first == 2);
+    REQUIRE(mls_load_plan_place_all(&f.plan, targets, &st) == MLS_OK);
+    const mls_read_request request = {.folder = pool_fd,
+                                      .pieces = f.plan.pieces,
+                                      .count = f.plan.piece_count,
+                                      .crc = crc,
+                                      .pool = four_threads};
+    REQUIRE(mls_shards_read(&request, &failed, &st) == MLS_OK);
+    mls_load_plan_scatter(&f.plan, targets, kernels);
+    CHECK(memcmp(packed, f.data, sizeof packed) == 0);
+    for (size_t i = 0; i < ROWS * COLUMNS; i++) {
+        CHECK(strided[2 * i] == f.data[i] && strided[2 * i + 1] == 7);
+    }
+    mls_load_target_fini(&targets[0]);
+    mls_load_target_fini(&targets[1]);
+    fixture_end(&f);
+}
+
+/* What is mapped is not read: its pieces are left out. */
+static void pieces_that_are_kept_move_up(void)
+{
+    const mls_cutting none = {0};
+    unsigned char memory;
+    size_t used = 0;
+    const char *file;
+    fixture f;
+    mls_status st;
+    REQUIRE(fixture_begin(&f));
+    static const char *const keys[] = {"rows", "twice", "whole"};
+    for (size_t i = 0; i < 3; i++) {
+        mls_wanted *w = add(&f, keys[i]);
+        REQUIRE(w != NULL && mls_wanted_cut(w, &none, &st) == MLS_OK);
+    }
+    /* one of the four parts of "twice" is stored: the whole of it is not there */
+    CHECK(mls_load_plan_find(&f.plan, pool_fd, &file, &st) == MLS_E_FORMAT);
+    CHECK_TEXT(st.name, "twice");
+    mls_load_plan_fini(&f.plan);
+    REQUIRE(mls_load_plan_init(&f.plan, &f.catalog, 8, &st) == MLS_OK);
+    for (size_t i = 0; i < 3; i += 2) {
+        mls_wanted *w = add(&f, keys[i]);
+        REQUIRE(w != NULL && mls_wanted_cut(w, &none, &st) == MLS_OK);
+    }
+    REQUIRE(mls_load_plan_find(&f.plan, pool_fd, &file, &st) == MLS_OK);
+    const mls_stored_shard *last = f.plan.pieces[2].shard;
+    mls_load_plan_place(&f.plan, 1, &memory, true);
+    mls_load_plan_keep(&f.plan, 1, &used);
+    CHECK(used == 1 && f.plan.pieces[0].shard == last);
+    CHECK(f.plan.pieces[0].data == &memory);
+    fixture_end(&f);
+}
+
+static void a_file_of_another_length_is_found_before_memory_is_asked_for(void)
+{
+    const mls_cutting none = {0};
+    const char *file;
+    fixture f;
+    mls_status st;
+    REQUIRE(fixture_begin(&f));
+    mls_wanted *w = add(&f, "whole");
+    REQUIRE(w != NULL && mls_wanted_cut(w, &none, &st) == MLS_OK);
+    const char *path = f.index.files[f.catalog.tensors[f.plan.last].facts->file].path;
+    REQUIRE(set_length(path, 3));
+    CHECK(mls_load_plan_find(&f.plan, pool_fd, &file, &st) == MLS_E_FORMAT);
+    REQUIRE(file != NULL);
+    CHECK_TEXT(file, path);
+    fixture_end(&f);
+}
+
+/* A megabyte of zeros with one byte in it: zeroed memory saves its pages, and its zeros
+ * go nowhere. */
+static void long_zeros_are_left_to_zeroed_memory(void)
+{
+    const mls_cutting none = {0};
+    const char *file;
+    fixture f = {.data = calloc(LARGE, 1)};
+    mls_shards_written written;
+    mls_status st;
+    REQUIRE(f.data != NULL);
+    f.data[5] = 1;
+    const mls_shard_item item = item_of("zeros", NULL, MLS_U8, 1, large, f.data);
+    mls_shard_job job = job_of(&item, 1, generations[0], NULL);
+    job.sparse = true;
+    f.index = write_all(&job, &written);
+    const mls_index *index = &f.index;
+    REQUIRE(mls_catalog_init(&f.catalog, &index, 1, &st) == MLS_OK);
+    REQUIRE(mls_load_plan_init(&f.plan, &f.catalog, 1, &st) == MLS_OK);
+    mls_wanted *w = add(&f, "zeros");
+    REQUIRE(w != NULL && mls_wanted_cut(w, &none, &st) == MLS_OK);
+    REQUIRE(mls_load_plan_find(&f.plan, pool_fd, &file, &st) == MLS_OK);
+    CHECK(w->long_zeros && w->count == 2);
+    mls_load_plan_foresee(&f.plan);
+    for (size_t i = 0; i < w->count; i++) {
+        CHECK((f.plan.pieces[i].data == NULL) == (f.plan.stored[i].file == NULL));
+    }
+    mls_load_plan_place(&f.plan, 0, f.data, false); /* memory with other bytes */
+    CHECK(f.plan.pieces[0].data == f.data && f.plan.pieces[1].data == f.data);
+    fixture_end(&f);
+}
+
+static const test_case tests[] = {
+    TEST(tensors_are_found_in_any_order),
+    TEST(a_part_is_cut_as_asked),
+    TEST(elements_of_the_whole_tensor_are_a_part),
+    TEST(another_whole_tensor_is_refused),
+    TEST(a_target_of_another_dtype_or_shape_is_refused),
+    TEST(parts_are_read_to_their_targets),
+    TEST(pieces_that_are_kept_move_up),
+    TEST(a_file_of_another_length_is_found_before_memory_is_asked_for),
+    TEST(long_zeros_are_left_to_zeroed_memory),
+};
+
+int main(void)
+{
+    return run_in_pool(__FILE__, tests, sizeof tests / sizeof tests[0]);
+}
+
+#endif

@@ -1,0 +1,418 @@
+/* The indexes of all ranks as one list of tensors, and what must be read of them. */
+#include "checkpoint/ranks/merged_index.h"
+#include "support/runner.h"
+
+#include <stdint.h>
+
+enum { RANKS = 4, MOST = 6, PAYLOAD = 4096 };
+
+static const size_t matrix[] = {8, 6}, hundred[] = {100};
+
+static mls_text text(const char *chars)
+{
+    return (mls_text){.data = chars, .length = strlen(chars)};
+}
+
+/* What one rank has stored; shards are added in order. */
+typedef struct rank {
+    mls_index index;
+    mls_index_file file;
+    mls_index_shard shards[MOST];
+} rank;
+
+static rank rank_of(uint64_t number)
+{
+    rank r = {.index = {.rank = number, .world_size = RANKS, .file_count = 1}};
+    snprintf(r.file.path, sizeof r.file.path, "params/%d.safetensors", (int)number);
+    r.file.bytes = PAYLOAD;
+    return r;
+}
+
+static void add(rank *r, const char *name, mls_dtype dtype, int dims, const size_t *shape,
+                mls_layout layout, size_t part)
+{
+    mls_index_shard *shard = &r->shards[r->index.shard_count++];
+    *shard = (mls_index_shard){.id = {.name = text(name)},
+                               .dtype = dtype,
+                               .rank = dims,
+                               .shape = shape,
+                               .layout = layout,
+                               .part = part,
+                               .version = 1,
+                               .offset = r->file.bytes};
+    const mls_part whole = mls_index_part(shard);
+    shard->bytes = mls_part_count(&whole) * mls_dtype_of(dtype)->item_bytes;
+    r->file.bytes += shard->bytes;
+}
+
+/* The index of a rank that stays where it is. */
+static const mls_index *index_of(rank *r)
+{
+    r->index.files = &r->file;
+    r->index.shards = r->shards;
+    return &r->index;
+}
+
+static mls_layout cut(int axis, size_t parts)
+{
+    return (mls_layout){.count = 1, .steps = {{.axis = axis, .parts = parts}}};
+}
+
+static mls_tensor_id id_of(const char *name)
+{
+    return (mls_tensor_id){.name = text(name)};
+}
+
+static mls_part part_of(mls_layout layout, int dims, const size_t *shape, size_t index)
+{
+    mls_part part = {0};
+    mls_status st;
+    CHECK(mls_layout_part(&layout, dims, shape, index, &part, &st) == MLS_OK);
+    return part;
+}
+
+/* Four ranks that have a row part of "w" each; "only.0" .. "only.3" one each. */
+static void four_ranks(rank *ranks, const mls_index **indexes)
+{
+    static const char *const names[] = {"only.0", "only.1", "only.2", "only.3"};
+    for (size_t i = 0; i < RANKS; i++) {
+        ranks[i] = rank_of(i);
+        add(&ranks[i], names[i], MLS_U8, 1, hundred, (mls_layout){0}, 0);
+        add(&ranks[i], "w", MLS_F32, 2, matrix, cut(0, 4), i);
+        indexes[i] = index_of(&ranks[i]);
+    }
+}
+
+static void parts_of_all_ranks_come_together(void)
+{
+    static const char *const names[] = {"only.0", "only.1", "only.2", "only.3", "w"};
+    rank ranks[RANKS];
+    const mls_index *indexes[RANKS];
+    mls_catalog catalog;
+    mls_status st;
+    four_ranks(ranks, indexes);
+    const mls_index *turned[RANKS] = {indexes[2], indexes[0], indexes[3], indexes[1]};
+    REQUIRE(mls_catalog_init(&catalog, turned, RANKS, &st) == MLS_OK);
+    REQUIRE(catalog.tensor_count == 5 && catalog.shard_count == 8);
+    for (size_t i = 0; i < 5; i++) {
+        const mls_tensor_id id = id_of(names[i]);
+        CHECK(mls_text_is(catalog.tensors[i].facts->id.name, names[i]));
+        CHECK(catalog.tensors[i].count == (i == 4 ? 4U : 1U));
+        CHECK(mls_catalog_find(&catalog, &id) == i);
+    }
+    for (size_t i = 0; i < RANKS; i++) {
+        const mls_catalog_shard *shard = &catalog.shards[catalog.tensors[4].from + i];
+        CHECK(shard->shard->part == i && shard->index->rank == i);
+    }
+    mls_catalog_fini(&catalog);
+    mls_catalog_fini(&catalog); /* zeroed */
+}
+
+static void what_is_not_there_is_not_found(void)
+{
+    rank ranks[RANKS];
+    const mls_index *indexes[RANKS];
+    mls_catalog catalog;
+    mls_status st;
+    static const char *const absent[] = {"", "only", "only.4", "w.", "x"};
+    four_ranks(ranks, indexes);
+    REQUIRE(mls_catalog_init(&catalog, indexes, RANKS, &st) == MLS_OK);
+    for (size_t i = 0; i < sizeof absent / sizeof absent[0]; i++) {
+        const mls_tensor_id id = id_of(absent[i]);
+        CHECK(mls_catalog_find(&catalog, &id) == SIZE_MAX);
+    }
+    mls_tensor_id state = id_of("w");
+    state.section = MLS_OPTIM_STATE;
+    CHECK(mls_catalog_find(&catalog, &state) == SIZE_MAX);
+    mls_catalog_fini(&catalog);
+    REQUIRE(mls_catalog_init(&catalog, NULL, 0, &st) == MLS_OK);
+    CHECK(catalog.tensor_count == 0 && mls_catalog_find(&catalog, &state) == SIZE_MAX);
+    mls_catalog_fini(&catalog);
+}
+
+/* Replicated tensors: whichever index comes first in the list. */
+static void a_part_that_several_have_is_the_first_ranks(void)
+{
+    rank ranks[3];
+    for (size_t i = 0; i < 3; i++) {
+        ranks[i] = rank_of(i + 1);
+        add(&ranks[i], "b", MLS_F32, 2, matrix, cut(1, 2), i == 2);
+        add(&ranks[i], "w", MLS_U8, 1, hundred, (mls_layout){0}, 0);
+    }
+    const mls_index *indexes[] = {index_of(&ranks[2]), index_of(&ranks[1]),
+                                  index_of(&ranks[0])};
+    mls_catalog catalog;
+    mls_status st;
+    REQUIRE(mls_catalog_init(&catalog, indexes, 3, &st) == MLS_OK);
+    REQUIRE(catalog.tensor_count == 2 && catalog.shard_count == 3);
+    CHECK(catalog.tensors[0].count == 2 && catalog.tensors[1].count == 1);
+    CHECK(catalog.shards[0].index->rank == 1 && catalog.shards[1].index->rank == 3);
+    CHECK(catalog.shards[2].index->rank == 1);
+    mls_catalog_fini(&catalog);
+}
+
+static void ranks_that_do_not_agree_are_refused(void)
+{
+    const size_t other[] = {6, 8};
+    for (size_t i = 0; i < 5; i++) {
+        rank a = rank_of(0), b = rank_of(1);
+        add(&a, "w", MLS_F32, 2, matrix, cut(0, 2), 0);
+        add(&b, "w", i == 0 ? MLS_I32 : MLS_F32, i == 1 ? 1 : 2, i == 2 ? other : matrix,
+            i == 3 ? cut(0, 3) : cut(i == 4 ? MLS_LAYOUT_FLAT : 0, 2), 1);
+        const mls_index *indexes[] = {index_of(&a), index_of(&b)};
+        mls_catalog catalog = {.tensor_count = 77};
+        mls_status st;
+        CHECK(mls_catalog_init(&catalog, indexes, 2, &st) == MLS_E_FORMAT);
+        CHECK_TEXT(st.name, "w");
+        CHECK(catalog.tensor_count == 77);
+    }
+}
+
+/* Two ranks of one file: what they have in it may not be more than it holds, and they
+ * must mean the same file. */
+static void a_file_of_several_ranks_is_one_file(void)
+{
+    rank ranks[2];
+    mls_status st;
+    for (uint64_t claimed = 200; claimed >= 199; claimed--) {
+        for (size_t i = 0; i < 2; i++) {
+            ranks[i] = rank_of(i);
+            add(&ranks[i], i == 0 ? "a" : "b", MLS_U8, 1, hundred, (mls_layout){0}, 0);
+            snprintf(ranks[i].file.path, sizeof ranks[i].file.path, "params/x");
+            ranks[i].file.bytes = claimed;
+        }
+        const mls_index *indexes[] = {index_of(&ranks[0]), index_of(&ranks[1])};
+        mls_catalog catalog = {.tensor_count = 77};
+        CHECK(mls_catalog_init(&catalog, indexes, 2, &st) ==
+              (claimed == 200 ? MLS_OK : MLS_E_FORMAT));
+        CHECK(catalog.tensor_count == (claimed == 200 ? 2U : 77U));
+        if (claimed == 200) {
+            mls_catalog_fini(&catalog);
+        }
+        ranks[1].file.header_crc = 1;
+        CHECK(mls_catalog_init(&catalog, indexes, 2, &st) == MLS_E_FORMAT);
+        CHECK(strstr(st.text, "params/x") != NULL);
+        ranks[1].file.header_crc = 0;
+        ranks[1].file.bytes = 4000;
+        CHECK(mls_catalog_init(&catalog, indexes, 2, &st) == MLS_E_FORMAT);
+    }
+}
+
+static void only_what_has_something_of_a_part_is_read(void)
+{
+    rank ranks[RANKS];
+    const mls_index *indexes[RANKS];
+    mls_catalog catalog;
+    mls_status st;
+    unsigned char place[1];
+    four_ranks(ranks, indexes);
+    REQUIRE(mls_catalog_init(&catalog, indexes, RANKS, &st) == MLS_OK);
+    static const size_t counts[] = {2, 2, 1}; /* rows 0 .. 3, 3 .. 6, 6 .. 8 of 2 each */
+    for (size_t i = 0; i < 3; i++) {
+        const mls_part to = part_of(cut(0, 3), 2, matrix, i);
+        mls_stored_shard stored[RANKS];
+        mls_part parts[RANKS];
+        mls_piece pieces[RANKS];
+        size_t count = 77;
+        CHECK(mls_catalog_pieces(&catalog, &catalog.tensors[4], &to, place,
+                                 &(mls_piece_room){stored, parts, pieces}, &count,
+                                 &st) == MLS_OK);
+        REQUIRE(count == counts[i]);
+        for (size_t j = 0; j < count; j++) {
+            const mls_stored_shard *shard = pieces[j].shard;
+            const rank *from = &ranks[(3 * i) / 2 + j];
+            CHECK(shard == &stored[j] && pieces[j].to == &to && pieces[j].data == place);
+            CHECK_TEXT(shard->file, from->file.path);
+            CHECK(shard->file_bytes == from->file.bytes);
+            CHECK(shard->offset == from->shards[1].offset && shard->item_bytes == 4);
+            CHECK(shard->part->start[0] == from->shards[1].part * 2);
+            CHECK(mls_text_is(shard->name, "w") && shard->crcs == from->shards[1].crcs);
+        }
+    }
+    const mls_part none = part_of(cut(0, 9), 2, matrix, 8);
+    size_t count = 77;
+    CHECK(mls_catalog_pieces(&catalog, &catalog.tensors[4], &none, place,
+                             &(mls_piece_room){0}, &count, &st) == MLS_OK);
+    CHECK(count == 0);
+    mls_catalog_fini(&catalog);
+}
+
+static void a_part_that_nobody_has_is_missed_where_it_is_wanted(void)
+{
+    rank ranks[RANKS];
+    const mls_index *indexes[RANKS];
+    mls_catalog catalog;
+    mls_status st;
+    mls_stored_shard stored[RANKS];
+    mls_part parts[RANKS];
+    mls_piece pieces[RANKS];
+    size_t count;
+    four_ranks(ranks, indexes);
+    indexes[1] = indexes[3]; /* rows 2 .. 4 are gone */
+    REQUIRE(mls_catalog_init(&catalog, indexes, 3, &st) == MLS_OK);
+    const mls_tensor_id id = id_of("w");
+    const mls_catalog_tensor *w = &catalog.tensors[mls_catalog_find(&catalog, &id)];
+    const mls_part whole = part_of((mls_layout){0}, 2, matrix, 0);
+    CHECK(mls_catalog_pieces(&catalog, w, &whole, NULL,
+                             &(mls_piece_room){stored, parts, pieces}, &count,
+                             &st) == MLS_E_FORMAT);
+    CHECK_TEXT(st.name, "w");
+    CHECK(strstr(st.text, "3 of its 4 parts") != NULL);
+    CHECK(strstr(st.text, "36 of 48 elements") != NULL);
+    const mls_part half = part_of(cut(0, 2), 2, matrix, 1);
+    CHECK(mls_catalog_pieces(&catalog, w, &half, NULL,
+                             &(mls_piece_room){stored, parts, pieces}, &count,
+                             &st) == MLS_OK);
+    CHECK(count == 2 && stored[0].part != &half);
+    const mls_part row = part_of(cut(0, 4), 2, matrix, 0);
+    CHECK(mls_catalog_pieces(&catalog, w, &row, NULL,
+                             &(mls_piece_room){stored, NULL, pieces}, &count,
+                             &st) == MLS_OK);
+    CHECK(count == 1 && stored[0].part == &row); /* a shard as it is takes no room */
+    const mls_part column = part_of(cut(1, 6), 2, matrix, 3);
+    CHECK(mls_catalog_pieces(&catalog, w, &column, NULL,
+                             &(mls_piece_room){stored, parts, pieces}, &count,
+                             &st) == MLS_E_FORMAT);
+    mls_catalog_fini(&catalog);
+}
+
+/* Nobody counts them one by one. */
+static void any_number_of_parts_may_be_claimed(void)
+{
+    rank r = rank_of(0);
+    add(&r, "w", MLS_U8, 1, hundred, cut(0, 1000000000), 7);
+    const mls_index *index = index_of(&r);
+    mls_catalog catalog;
+    mls_status st;
+    mls_stored_shard stored;
+    mls_part parts[1];
+    mls_piece piece;
+    size_t count;
+    REQUIRE(mls_catalog_init(&catalog, &index, 1, &st) == MLS_OK);
+    const mls_part seventh = part_of(cut(0, 100), 1, hundred, 7);
+    const mls_part eighth = part_of(cut(0, 100), 1, hundred, 8);
+    CHECK(mls_catalog_pieces(&catalog, catalog.tensors, &seventh, NULL,
+                             &(mls_piece_room){&stored, parts, &piece}, &count,
+                             &st) == MLS_OK);
+    CHECK(count == 1);
+    CHECK(mls_catalog_pieces(&catalog, catalog.tensors, &eighth, NULL,
+                             &(mls_piece_room){&stored, parts, &piece}, &count,
+                             &st) == MLS_E_FORMAT);
+    mls_catalog_fini(&catalog);
+}
+
+static void what_lies_in_one_run_needs_no_copy(void)
+{
+    rank ranks[RANKS];
+    const mls_index *indexes[RANKS];
+    mls_catalog catalog;
+    mls_status st;
+    four_ranks(ranks, indexes);
+    REQUIRE(mls_catalog_init(&catalog, indexes, RANKS, &st) == MLS_OK);
+    const mls_catalog_tensor *w = &catalog.tensors[4];
+    for (size_t row = 0; row < 8; row++) {
+        const mls_part to = part_of(cut(0, 8), 2, matrix, row);
+        uint64_t offset = 77;
+        const mls_catalog_shard *from = mls_catalog_run(&catalog, w, &to, &offset);
+        REQUIRE(from != NULL);
+        CHECK(from->index->rank == row / 2);
+        CHECK(offset == PAYLOAD + 100 + row % 2 * 24);
+    }
+    uint64_t offset;
+    const mls_part two = part_of(cut(0, 2), 2, matrix, 0);    /* of two files */
+    const mls_part column = part_of(cut(1, 2), 2, matrix, 0); /* of many places */
+    const mls_part none = part_of(cut(0, 9), 2, matrix, 8);
+    CHECK(mls_catalog_run(&catalog, w, &two, &offset) == NULL);
+    CHECK(mls_catalog_run(&catalog, w, &column, &offset) == NULL);
+    CHECK(mls_catalog_run(&catalog, w, &none, &offset) == NULL);
+    mls_catalog_fini(&catalog);
+}
+
+/* Part 0 of w, rows 0 and 1: the first half of row 0 in an old layer, then its second
+ * sixth in a new one; nothing of the rest. */
+static void layers_are_read_where_they_show_something(void)
+{
+    rank ranks[RANKS];
+    const mls_index *indexes[RANKS];
+    mls_catalog catalog;
+    mls_status st;
+    const mls_extent old = {0, 3, 0}, new = {1, 1, 0};
+    mls_layer list[] = {
+        {.offset = 8, .bytes = 12, .row = 1, .runs = &old, .run_count = 1},
+        {.offset = 20, .bytes = 4, .row = 1, .runs = &new, .run_count = 1}};
+    mls_layers layers = {.list = list, .count = 2};
+    mls_extent room[5];
+    four_ranks(ranks, indexes);
+    CHECK(mls_layers_room(&layers) == 5);
+    CHECK(mls_layers_resolve(&layers, 12, room) == 4);
+    ranks[0].shards[1].layers = &layers;
+    REQUIRE(mls_catalog_init(&catalog, indexes, RANKS, &st) == MLS_OK);
+    const mls_catalog_tensor *w = &catalog.tensors[4];
+    REQUIRE(w->places == 6); /* three plain ones, two layers, zeros */
+    static const struct {
+        size_t columns, part, pieces;
+        uint64_t offsets[3];
+    } cases[] = {{6, 0, 2, {8, 0}},
+                 {6, 1, 2, {20, 0}},
+                 {6, 2, 2, {8, 0}},
+                 {6, 3, 1, {0}},
+                 {2, 0, 3, {8, 20, 0}}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        const mls_part to = part_of(cut(1, cases[i].columns), 2, matrix, cases[i].part);
+        mls_stored_shard stored[6];
+        mls_part parts[6];
+        mls_piece pieces[6];
+        size_t count = 0;
+        CHECK(mls_catalog_pieces(&catalog, w, &to, NULL,
+                                 &(mls_piece_room){stored, parts, pieces}, &count,
+                                 &st) == MLS_OK);
+        REQUIRE(count == cases[i].pieces + 3);
+        for (size_t j = 0; j < cases[i].pieces; j++) {
+            const bool zeros = j == cases[i].pieces - 1;
+            CHECK((stored[j].file == NULL) == zeros);
+            CHECK(stored[j].visible != NULL && stored[j].offset == cases[i].offsets[j]);
+            CHECK(stored[j].bytes == (zeros ? 48U : stored[j].offset == 8 ? 12U : 4U));
+        }
+        CHECK(stored[cases[i].pieces].visible == NULL);
+    }
+    uint64_t offset;
+    const mls_part row = part_of(cut(0, 8), 2, matrix, 0);
+    CHECK(mls_catalog_run(&catalog, w, &row, &offset) == NULL);
+    mls_catalog_fini(&catalog);
+}
+
+static void a_part_that_is_not_stored_has_no_run(void)
+{
+    rank ranks[RANKS];
+    const mls_index *indexes[RANKS];
+    mls_catalog catalog;
+    mls_status st;
+    uint64_t offset;
+    four_ranks(ranks, indexes);
+    REQUIRE(mls_catalog_init(&catalog, indexes, 2, &st) == MLS_OK);
+    const mls_part last = part_of(cut(0, 4), 2, matrix, 3);
+    const mls_part middle =
+        part_of(cut(0, 3), 2, matrix, 1); /* begins in what is there */
+    CHECK(mls_catalog_run(&catalog, &catalog.tensors[2], &last, &offset) == NULL);
+    CHECK(mls_catalog_run(&catalog, &catalog.tensors[2], &middle, &offset) == NULL);
+    mls_catalog_fini(&catalog);
+}
+
+static const test_case tests[] = {
+    TEST(parts_of_all_ranks_come_together),
+    TEST(what_is_not_there_is_not_found),
+    TEST(a_part_that_several_have_is_the_first_ranks),
+    TEST(ranks_that_do_not_agree_are_refused),
+    TEST(a_file_of_several_ranks_is_one_file),
+    TEST(only_what_has_something_of_a_part_is_read),
+    TEST(a_part_that_nobody_has_is_missed_where_it_is_wanted),
+    TEST(any_number_of_parts_may_be_claimed),
+    TEST(what_lies_in_one_run_needs_no_copy),
+    TEST(layers_are_read_where_they_show_something),
+    TEST(a_part_that_is_not_stored_has_no_run),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

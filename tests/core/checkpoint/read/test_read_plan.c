@@ -1,0 +1,175 @@
+/* What is to be read, as spans and tasks; no file is needed for it. */
+#include "checkpoint/read/read_plan.h"
+#include "support/runner.h"
+
+#include "safetensors/safetensors.h"
+
+enum { BLOCK = MLS_SAFETENSORS_BLOCK, FEW = 6 };
+
+/* A whole shard of bytes that begins at `offset` in `file`. */
+static mls_stored_shard shard_of(const char *file, uint64_t offset, size_t bytes)
+{
+    static mls_part parts[64];
+    static size_t used;
+    mls_part *part = &parts[used++ % 64]; /* more than a test has shards */
+    *part = (mls_part){.rank = 1, .length = {bytes}, .end = bytes};
+    return (mls_stored_shard){.file = file,
+                              .file_bytes = offset + bytes,
+                              .offset = offset,
+                              .item_bytes = 1,
+                              .part = part,
+                              .name = {"weight", 6}};
+}
+
+/* All of a shard; the places are never touched. */
+static mls_piece piece_of(const mls_stored_shard *shard)
+{
+    static unsigned char somewhere;
+    return (mls_piece){.shard = shard, .to = shard->part, .data = &somewhere};
+}
+
+static void a_large_shard_is_cut_at_blocks_and_all_of_it_is_read(void)
+{
+    const size_t bytes = 40 * (size_t)BLOCK + 3;
+    const mls_stored_shard shard = shard_of("a", 100, bytes);
+    const mls_piece piece = piece_of(&shard);
+    mls_read_plan plan = {0};
+    mls_status st;
+    size_t planned = 0, from = 0;
+    REQUIRE(mls_read_plan_make(&plan, &piece, 1, &planned, &st) == MLS_OK);
+    CHECK(planned == 1 && plan.count > 1 && plan.task_count > 1);
+    for (size_t i = 0; i < plan.count; i++) {
+        const mls_read_span *s = plan.order[i];
+        CHECK(s->from == from && s->from % BLOCK == 0 && s->to == from);
+        CHECK(s->at == 100 + from && s->end > from);
+        from = s->end;
+    }
+    CHECK(from == bytes && plan.tasks[plan.task_count] == plan.count);
+    mls_read_plan_fini(&plan);
+}
+
+static void small_shards_share_a_task_in_the_order_of_their_files(void)
+{
+    static const uint64_t offsets[FEW] = {500, 100, 300, 0, 200, 400};
+    mls_stored_shard shards[FEW];
+    mls_piece pieces[FEW];
+    mls_read_plan plan = {0};
+    mls_status st;
+    size_t planned = 0;
+    for (size_t i = 0; i < FEW; i++) {
+        shards[i] = shard_of(i % 2 == 0 ? "b" : "a", offsets[i], 100);
+        pieces[i] = piece_of(&shards[i]);
+    }
+    REQUIRE(mls_read_plan_make(&plan, pieces, FEW, &planned, &st) == MLS_OK);
+    CHECK(planned == FEW && plan.count == FEW && plan.task_count == 1);
+    for (size_t i = 0; i < FEW; i++) {
+        CHECK_TEXT(plan.order[i]->file, i < 3 ? "a" : "b");
+        CHECK(i % 3 == 0 || plan.order[i - 1]->at < plan.order[i]->at);
+        CHECK(plan.spans[i].piece == &pieces[i]); /* these stay as they were wanted */
+    }
+    mls_read_plan_fini(&plan);
+}
+
+/* Whose places are made first is read first, whatever its file is called. */
+static void files_are_read_in_the_order_in_which_they_are_wanted(void)
+{
+    static const char *const files[FEW] = {"10", "10", "2", "2", "1", "1"};
+    mls_stored_shard shards[FEW];
+    mls_piece pieces[FEW];
+    mls_read_plan plan = {0};
+    mls_status st;
+    size_t planned = 0;
+    for (size_t i = 0; i < FEW; i++) {
+        shards[i] = shard_of(files[i], i % 2 * 100, 100);
+        pieces[i] = piece_of(&shards[i]);
+    }
+    REQUIRE(mls_read_plan_make(&plan, pieces, FEW, &planned, &st) == MLS_OK);
+    for (size_t i = 0; i < FEW; i++) {
+        CHECK(plan.order[i] == &plan.spans[i]);
+    }
+    mls_read_plan_fini(&plan);
+}
+
+static void zeros_that_are_there_already_are_one_span_however_long(void)
+{
+    const mls_stored_shard shard = shard_of(NULL, 0, 100 * (size_t)BLOCK);
+    mls_piece piece = piece_of(&shard);
+    mls_read_plan zeros = {0}, filled = {0};
+    mls_status st;
+    size_t planned = 0;
+    REQUIRE(mls_read_plan_make(&filled, &piece, 1, &planned, &st) == MLS_OK);
+    piece.data = NULL;
+    REQUIRE(mls_read_plan_make(&zeros, &piece, 1, &planned, &st) == MLS_OK);
+    CHECK(zeros.count == 1 && filled.count > 1 && zeros.cost < filled.cost);
+    mls_read_plan_fini(&zeros);
+    mls_read_plan_fini(&filled);
+}
+
+static void pieces_in_front_of_a_bad_record_are_planned(void)
+{
+    mls_stored_shard good = shard_of("a", 0, 100), bad = good;
+    bad.offset++;
+    const mls_piece pieces[] = {piece_of(&good), piece_of(&bad), piece_of(&good)};
+    mls_read_plan plan = {0};
+    mls_status st;
+    size_t planned = 0;
+    CHECK(mls_read_plan_make(&plan, pieces, 3, &planned, &st) == MLS_E_FORMAT);
+    CHECK(planned == 1 && plan.count == 1 && plan.task_count == 1);
+    CHECK_TEXT(st.name, "weight");
+    CHECK_TEXT(st.expected, "at most 100 bytes");
+    mls_read_plan_fini(&plan);
+}
+
+/* One thread reads a stretch: all of a file, unless others would wait for it. */
+static void tasks_along_a_file_are_a_stretch(void)
+{
+    const mls_stored_shard shards[] = {shard_of("a", 0, 10 * (size_t)BLOCK),
+                                       shard_of("b", 0, 200 * (size_t)BLOCK),
+                                       shard_of("b", 200 * (size_t)BLOCK, 7)};
+    const mls_piece pieces[] = {piece_of(shards), piece_of(shards + 1),
+                                piece_of(shards + 2)};
+    mls_read_plan plan = {0};
+    mls_status st;
+    size_t planned = 0, longest = 0;
+    REQUIRE(mls_read_plan_make(&plan, pieces, 3, &planned, &st) == MLS_OK);
+    CHECK(plan.stretch_count > 2 && plan.stretch_count < plan.task_count);
+    CHECK(plan.stretches[0] == 0 &&
+          plan.stretches[plan.stretch_count] == plan.task_count);
+    for (size_t i = 0; i < plan.stretch_count; i++) {
+        const size_t begin = plan.tasks[plan.stretches[i]];
+        const size_t end = plan.tasks[plan.stretches[i + 1]];
+        CHECK(end > begin);
+        CHECK_TEXT(plan.order[begin]->file, i == 0 ? "a" : "b");
+        CHECK_TEXT(plan.order[end - 1]->file, i == 0 ? "a" : "b");
+        longest = end - begin > longest ? end - begin : longest;
+    }
+    CHECK(plan.tasks[plan.stretches[1]] == 3); /* all of `a`: 4, 4 and 2 blocks */
+    CHECK(longest > 8 && longest < 32);
+    mls_read_plan_fini(&plan);
+}
+
+static void nothing_makes_no_task(void)
+{
+    mls_read_plan plan = {0};
+    mls_status st;
+    size_t planned = 9;
+    CHECK(mls_read_plan_make(&plan, NULL, 0, &planned, &st) == MLS_OK);
+    CHECK(planned == 0 && plan.count == 0 && plan.task_count == 0);
+    CHECK(plan.stretch_count == 0);
+    mls_read_plan_fini(&plan);
+}
+
+static const test_case tests[] = {
+    TEST(a_large_shard_is_cut_at_blocks_and_all_of_it_is_read),
+    TEST(small_shards_share_a_task_in_the_order_of_their_files),
+    TEST(files_are_read_in_the_order_in_which_they_are_wanted),
+    TEST(zeros_that_are_there_already_are_one_span_however_long),
+    TEST(pieces_in_front_of_a_bad_record_are_planned),
+    TEST(tasks_along_a_file_are_a_stretch),
+    TEST(nothing_makes_no_task),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

@@ -1,0 +1,876 @@
+/* Parts of shards through real files: what is stored one way and wanted another. */
+#include "support/runner.h"
+
+#if defined(_WIN32)
+int main(void)
+{
+    return 0;
+}
+#else
+
+#    include "safetensors/safetensors.h"
+#    include "checkpoint/read/shard_read.h"
+
+#    include <errno.h>
+#    include <fcntl.h>
+#    include <stdatomic.h>
+#    include <stdlib.h>
+#    include <sys/stat.h>
+#    include <sys/uio.h>
+#    include <unistd.h>
+
+enum {
+    BLOCK = MLS_SAFETENSORS_BLOCK,
+    ELEMENTS = 60, /* of the tensor that is stored in many ways */
+    PARTS = 16,    /* at most, of its layouts */
+    PAYLOAD = 4096
+};
+
+static const mls_crc_kernels *crc; /* the machine's fastest */
+
+/* ---- pread and preadv, which misbehave on request ---- */
+
+static size_t short_reads;        /* where not 0, no call gives more */
+static atomic_int interrupted;    /* so many calls are interrupted first */
+static atomic_int cut_after = -1; /* calls until `cut_file` is cut off */
+static atomic_int calls;          /* of either */
+static uintptr_t last_place;      /* of the last call; of tests with one thread */
+static bool notes_place;
+static char cut_file[200];
+
+ssize_t pread(int fd, void *data, size_t bytes, off_t offset);
+ssize_t preadv(int fd, const struct iovec *parts, int count, off_t offset);
+
+/* Whoever reads has a descriptor of its own, so that it may be moved. */
+ssize_t preadv(int fd, const struct iovec *parts, int count, off_t offset)
+{
+    atomic_fetch_add(&calls, 1);
+    if (notes_place) {
+        last_place = (uintptr_t)parts->iov_base;
+    }
+    if (atomic_load(&interrupted) > 0 && atomic_fetch_sub(&interrupted, 1) > 0) {
+        errno = EINTR;
+        return -1;
+    }
+    if (atomic_load(&cut_after) >= 0 && atomic_fetch_sub(&cut_after, 1) == 0 &&
+        truncate(cut_file, PAYLOAD + 100) != 0) {
+        return -1;
+    }
+    const bool shorter = short_reads > 0 && parts->iov_len > short_reads;
+    const struct iovec part = {.iov_base = parts->iov_base, .iov_len = short_reads};
+    return lseek(fd, offset, SEEK_SET) < 0 ? -1
+           : shorter                       ? readv(fd, &part, 1)
+                                           : readv(fd, parts, count);
+}
+
+ssize_t pread(int fd, void *data, size_t bytes, off_t offset)
+{
+    const struct iovec place = {.iov_base = data, .iov_len = bytes};
+    return preadv(fd, &place, 1, offset);
+}
+
+/* ---- a folder with shards ---- */
+
+static char folder_path[120];
+static int folder = -1;
+
+static void enter_folder(void)
+{
+    const char *base = getenv("TMPDIR");
+    snprintf(folder_path, sizeof folder_path, "%s/mlstate-shards-XXXXXX",
+             base ? base : "/tmp");
+    if (mkdtemp(folder_path) == NULL ||
+        (folder = open(folder_path, O_RDONLY | O_DIRECTORY)) < 0) {
+        printf("    no temporary folder\n");
+        exit(1);
+    }
+}
+
+static void leave_folder(void)
+{
+    close(folder);
+    rmdir(folder_path);
+}
+
+/* Bytes that repeat nowhere soon. */
+static unsigned char *noise(size_t bytes)
+{
+    unsigned char *data = malloc(bytes + 1);
+    uint64_t state = 0x9E3779B97F4A7C15U;
+    for (size_t i = 0; data != NULL && i < bytes; i++) {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        data[i] = (unsigned char)(state >> 32);
+    }
+    return data;
+}
+
+/* Write `bytes` bytes into a file at `offset`; made where it is not there. */
+static bool put(const char *file, const void *data, size_t bytes, uint64_t offset)
+{
+    const int fd = openat(folder, file, O_WRONLY | O_CREAT, 0600);
+    const bool good = fd >= 0 && pwrite(fd, data, bytes, (off_t)offset) == (ssize_t)bytes;
+    return (fd < 0 || close(fd) == 0) && good;
+}
+
+static bool set_length(const char *file, uint64_t bytes)
+{
+    const int fd = openat(folder, file, O_WRONLY);
+    const bool good = fd >= 0 && ftruncate(fd, (off_t)bytes) == 0;
+    return (fd < 0 || close(fd) == 0) && good;
+}
+
+static uint32_t *checksums(const unsigned char *data, size_t bytes)
+{
+    const size_t blocks = (bytes + BLOCK - 1) / BLOCK;
+    uint32_t *crcs = malloc((blocks + 1) * sizeof *crcs);
+    for (size_t i = 0; crcs != NULL && i < blocks; i++) {
+        const size_t left = bytes - i * BLOCK;
+        crcs[i] = crc->update(0, data + i * BLOCK, left < BLOCK ? left : BLOCK);
+    }
+    return crcs;
+}
+
+static mls_text name_of(const char *name)
+{
+    return (mls_text){.data = name, .length = strlen(name)};
+}
+
+static mls_part flat_part(size_t total, size_t begin, size_t end)
+{
+    return (mls_part){
+        .rank = 1, .length = {total}, .begin = begin, .end = end, .flat = true};
+}
+
+/* A one-dimensional shard of all of `data`, in a file of its own. */
+static mls_stored_shard store(const char *file, const unsigned char *data, size_t bytes)
+{
+    mls_part *part = malloc(sizeof *part);
+    const mls_stored_shard shard = {.file = file,
+                                    .file_bytes = PAYLOAD + bytes,
+                                    .offset = PAYLOAD,
+                                    .item_bytes = 1,
+                                    .part = part,
+                                    .crcs = checksums(data, bytes),
+                                    .name = name_of("weight")};
+    if (part != NULL) {
+        *part = flat_part(bytes, 0, bytes);
+    }
+    CHECK(part != NULL && shard.crcs != NULL && put(file, data, bytes, PAYLOAD));
+    return shard;
+}
+
+static void drop(mls_stored_shard *shard)
+{
+    (void)unlinkat(folder, shard->file, 0);
+    free((void *)(uintptr_t)shard->crcs);
+    free((void *)(uintptr_t)shard->part);
+}
+
+/* A request to read pieces of the folder and compare checksums, by the pool's threads. */
+static mls_read_request request_of(const mls_piece *pieces, size_t count, mls_pool *pool)
+{
+    return (mls_read_request){
+        .folder = folder, .pieces = pieces, .count = count, .crc = crc, .pool = pool};
+}
+
+/* Read one piece with the calling thread only. */
+static mls_code read_one(const mls_stored_shard *shard, const mls_part *to, void *data,
+                         bool verify, mls_status *st)
+{
+    const mls_piece piece = {.shard = shard, .to = to, .data = data};
+    size_t failed = 99;
+    const int before = dup(folder);
+    mls_read_request request = request_of(&piece, 1, NULL);
+    request.crc = verify ? crc : NULL;
+    const mls_code code = mls_shards_read(&request, &failed, st);
+    CHECK(failed == (code == MLS_OK ? 99U : 0U));
+    const int after = dup(folder);
+    CHECK(after == before + 1); /* nothing stayed open */
+    close(before);
+    close(after);
+    return code;
+}
+
+/* ---- any layout into any other ---- */
+
+static const size_t shape[] = {5, 4, 3};
+
+static size_t layouts(mls_layout *out)
+{
+    size_t count = 0;
+    out[count++] = (mls_layout){0};
+    for (int axis = MLS_LAYOUT_FLAT; axis < 3; axis++) {
+        for (size_t parts = 2; parts <= 7; parts += 5) {
+            out[count++] = (mls_layout){.count = 1, .steps = {{axis, parts}}};
+        }
+        for (int then = MLS_LAYOUT_FLAT; axis >= 0 && then < 3; then++) {
+            out[count++] = (mls_layout){.count = 2, .steps = {{axis, 2}, {then, 2}}};
+        }
+    }
+    out[count++] = (mls_layout){.count = 3, .steps = {{2, 2}, {0, 2}, {0, 2}}};
+    return count;
+}
+
+/* The elements of a part, by the definition, packed into `out`; returns how many. */
+static size_t pack(const mls_part *part, const unsigned char *tensor, size_t item,
+                   unsigned char *out)
+{
+    size_t box = 0, kept = 0;
+    for (size_t element = 0; element < ELEMENTS; element++) {
+        size_t rest = element;
+        bool inside = true;
+        for (int axis = 2; axis >= 0; axis--) {
+            const size_t at = rest % shape[axis];
+            rest /= shape[axis];
+            inside = inside && at >= part->start[axis] &&
+                     at - part->start[axis] < part->length[axis];
+        }
+        if (inside && box >= part->begin && box < part->end) {
+            memcpy(out + kept++ * item, tensor + element * item, item);
+        }
+        box += inside ? 1 : 0;
+    }
+    return kept;
+}
+
+/* A tensor of which every part is stored, all parts in two files. */
+typedef struct stored_tensor {
+    size_t item, count;
+    unsigned char *bytes;
+    mls_stored_shard shards[PARTS];
+    mls_part wanted[PARTS];
+    unsigned char *places[PARTS];
+    mls_piece pieces[PARTS * PARTS];
+} stored_tensor;
+
+static void store_parts(stored_tensor *t, const mls_layout *layout)
+{
+    static const char *const files[] = {"even", "odd"};
+    uint64_t ends[2] = {PAYLOAD, PAYLOAD};
+    unsigned char *packed = malloc(ELEMENTS * t->item);
+    mls_status st;
+    CHECK(mls_layout_parts(layout, &t->count, &st) == MLS_OK && t->count <= PARTS);
+    for (size_t i = 0; i < t->count; i++) {
+        mls_stored_shard *s = &t->shards[i];
+        *s = (mls_stored_shard){.file = files[i % 2],
+                                .offset = ends[i % 2],
+                                .item_bytes = t->item,
+                                .name = name_of("w")};
+        mls_part *part = malloc(sizeof *part);
+        REQUIRE(part != NULL);
+        CHECK(mls_layout_part(layout, 3, shape, i, part, &st) == MLS_OK);
+        s->part = part;
+        const size_t bytes = pack(part, t->bytes, t->item, packed) * t->item;
+        s->crcs = checksums(packed, bytes);
+        CHECK(put(s->file, packed, bytes, s->offset));
+        ends[i % 2] += bytes;
+    }
+    for (size_t i = 0; i < t->count; i++) {
+        t->shards[i].file_bytes = ends[i % 2];
+        CHECK(set_length(t->shards[i].file, ends[i % 2]));
+    }
+    free(packed);
+}
+
+/* Read all parts of `layout` and compare each with its definition. */
+static void read_parts(stored_tensor *t, const mls_layout *layout, bool verify,
+                       mls_pool *pool)
+{
+    mls_status st;
+    size_t parts, pieces = 0, failed;
+    CHECK(mls_layout_parts(layout, &parts, &st) == MLS_OK && parts <= PARTS);
+    unsigned char *expected = malloc(ELEMENTS * t->item);
+    for (size_t i = 0; i < parts; i++) {
+        CHECK(mls_layout_part(layout, 3, shape, i, &t->wanted[i], &st) == MLS_OK);
+        t->places[i] = malloc(mls_part_count(&t->wanted[i]) * t->item + 1);
+        for (size_t j = 0; j < t->count; j++) {
+            t->pieces[pieces++] = (mls_piece){
+                .shard = &t->shards[j], .to = &t->wanted[i], .data = t->places[i]};
+        }
+    }
+    mls_read_request request = request_of(t->pieces, pieces, pool);
+    request.crc = verify ? crc : NULL;
+    CHECK(mls_shards_read(&request, &failed, &st) == MLS_OK);
+    for (size_t i = 0; i < parts; i++) {
+        const size_t bytes = pack(&t->wanted[i], t->bytes, t->item, expected) * t->item;
+        CHECK(memcmp(t->places[i], expected, bytes) == 0);
+        free(t->places[i]);
+    }
+    free(expected);
+}
+
+/* All pairs of layouts from the `first` on, every `step`-th. */
+static void convert(size_t item, size_t first, size_t step, size_t threads)
+{
+    mls_layout all[64];
+    const size_t count = layouts(all);
+    stored_tensor *t = calloc(1, sizeof *t);
+    mls_pool *pool = NULL;
+    mls_status st;
+    REQUIRE(t != NULL && mls_pool_new(threads, &pool, &st) == MLS_OK);
+    t->item = item;
+    t->bytes = noise(ELEMENTS * item);
+    for (size_t i = 0; i < count; i++) {
+        store_parts(t, &all[i]);
+        for (size_t j = (first + i) % step; j < count; j += step) {
+            read_parts(t, &all[j], false, pool);
+            read_parts(t, &all[j], true, pool);
+        }
+        for (size_t part = 0; part < t->count; part++) {
+            drop(&t->shards[part]);
+        }
+    }
+    mls_pool_free(pool);
+    free(t->bytes);
+    free(t);
+}
+
+static void every_layout_is_read_into_every_other(void)
+{
+    convert(4, 0, 1, 1);
+}
+
+static void elements_lie_across_the_ends_of_blocks(void)
+{
+    /* about 8 blocks in all, and no element starts where a block or a step does */
+    convert(150001, 0, 11, 1);
+}
+
+/* Less than a line ahead of the file's bytes modulo 4 KiB. */
+static void slow_copies_take_the_way_through_a_buffer(void)
+{
+    enum { BYTES = 700001, PAGE = 4096 };
+    static const struct {
+        size_t ahead;
+        bool straight;
+    } cases[] = {{0, true},  {1, false},   {16, false},     {63, false},
+                 {64, true}, {2048, true}, {PAGE - 1, true}};
+    unsigned char *data = noise(BYTES), *memory = malloc(BYTES + 2 * (size_t)PAGE);
+    REQUIRE(data != NULL && memory != NULL);
+    mls_stored_shard shard = store("file", data, BYTES);
+    unsigned char *page = memory + (PAGE - (uintptr_t)memory % PAGE);
+    notes_place = true;
+    for (size_t i = 0; i < 2 * sizeof cases / sizeof *cases; i++) {
+        unsigned char *place = page + cases[i / 2].ahead;
+        mls_status st;
+        memset(place, 0, BYTES);
+        CHECK(read_one(&shard, shard.part, place, i % 2 == 0, &st) == MLS_OK);
+        CHECK(memcmp(place, data, BYTES) == 0);
+        CHECK((last_place - (uintptr_t)place < BYTES) == cases[i / 2].straight);
+    }
+    notes_place = false;
+    drop(&shard);
+    free(memory);
+    free(data);
+}
+
+static void several_threads_read_what_one_reads(void)
+{
+    convert(150001, 3, 11, 4);
+}
+
+static void short_and_interrupted_reads_go_on(void)
+{
+    short_reads = 70001;
+    atomic_store(&interrupted, 50);
+    convert(150001, 5, 19, 4);
+    short_reads = 0;
+    CHECK(atomic_load(&interrupted) <= 0);
+}
+
+/* Narrow columns, so that thousands of short runs are gathered; and rows of one long. */
+static void columns_of_a_large_matrix_are_gathered(void)
+{
+    static const size_t cuts[] = {2, 64, 512};
+    const size_t matrix[] = {1500, 4096};
+    const size_t bytes = matrix[0] * matrix[1];
+    unsigned char *data = noise(bytes), *got = malloc(bytes);
+    mls_status st;
+    mls_pool *pool = NULL;
+    REQUIRE(data != NULL && got != NULL && mls_pool_new(4, &pool, &st) == MLS_OK);
+    mls_stored_shard shard = store("matrix", data, bytes);
+    const mls_layout whole = {0};
+    mls_part all;
+    CHECK(mls_layout_part(&whole, 2, matrix, 0, &all, &st) == MLS_OK);
+    *(mls_part *)(uintptr_t)shard.part = all;
+    for (size_t i = 0; i < 6; i++) {
+        const mls_layout columns = {.count = 1, .steps = {{1, cuts[i / 2]}}};
+        const size_t width = matrix[1] / cuts[i / 2], start = width * (cuts[i / 2] - 1);
+        mls_part to;
+        size_t failed, wrong = 0;
+        CHECK(mls_layout_part(&columns, 2, matrix, cuts[i / 2] - 1, &to, &st) == MLS_OK);
+        const mls_piece piece = {.shard = &shard, .to = &to, .data = got};
+        mls_read_request request = request_of(&piece, 1, pool);
+        request.crc = i % 2 == 0 ? crc : NULL;
+        CHECK(mls_shards_read(&request, &failed, &st) == MLS_OK);
+        for (size_t row = 0; row < matrix[0]; row++) {
+            wrong += memcmp(got + row * width, data + row * matrix[1] + start, width) != 0
+                         ? 1
+                         : 0;
+        }
+        CHECK(wrong == 0);
+    }
+    mls_pool_free(pool);
+    drop(&shard);
+    free(data);
+    free(got);
+}
+
+/* ---- many small pieces ---- */
+
+/* What a caller of progress keeps. */
+typedef struct watcher {
+    atomic_ullong bytes;
+    atomic_int calls, allowed; /* false is answered after so many calls */
+} watcher;
+
+static bool watch(void *context, uint64_t bytes)
+{
+    watcher *w = context;
+    atomic_fetch_add(&w->bytes, bytes);
+    return atomic_fetch_add(&w->calls, 1) + 1 < atomic_load(&w->allowed);
+}
+
+enum { SMALL = 1200, SMALL_BYTES = 6000 };
+
+/* Shards that lie behind one another in three files, asked for in a mixed order. */
+typedef struct crowd {
+    mls_stored_shard segments[3], shards[SMALL];
+    mls_part part; /* of each small one */
+    mls_piece pieces[SMALL];
+    unsigned char *data, *got;
+    mls_pool *pool;
+} crowd;
+
+static crowd *crowd_new(void)
+{
+    static const char *const files[] = {"segment-a", "segment-b", "segment-c"};
+    const size_t each = (size_t)(SMALL / 3) * SMALL_BYTES;
+    mls_status st;
+    crowd *c = calloc(1, sizeof *c);
+    CHECK(c != NULL && mls_pool_new(4, &c->pool, &st) == MLS_OK);
+    c->data = noise(3 * each);
+    c->got = calloc(3, each);
+    c->part = flat_part(SMALL_BYTES, 0, SMALL_BYTES);
+    for (size_t i = 0; i < 3; i++) {
+        c->segments[i] = store(files[i], c->data + i * each, each);
+    }
+    for (size_t i = 0; i < SMALL; i++) {
+        const size_t at = i * 7 % SMALL; /* 7 and SMALL have no common factor */
+        const unsigned char *bytes = c->data + at * SMALL_BYTES;
+        mls_stored_shard *s = &c->shards[i];
+        *s = c->segments[at / (SMALL / 3)];
+        s->offset += at % (SMALL / 3) * SMALL_BYTES;
+        s->part = &c->part;
+        s->crcs = checksums(bytes, SMALL_BYTES);
+        c->pieces[i] =
+            (mls_piece){.shard = s, .to = &c->part, .data = c->got + at * SMALL_BYTES};
+    }
+    return c;
+}
+
+static void crowd_free(crowd *c)
+{
+    for (size_t i = 0; i < SMALL; i++) {
+        free((void *)(uintptr_t)c->shards[i].crcs);
+    }
+    for (size_t i = 0; i < 3; i++) {
+        drop(&c->segments[i]);
+    }
+    mls_pool_free(c->pool);
+    free(c->data);
+    free(c->got);
+    free(c);
+}
+
+static void many_small_pieces_share_few_files(void)
+{
+    crowd *c = crowd_new();
+    mls_status st;
+    size_t failed;
+    for (int i = 0; i < 4; i++) {
+        const bool verify = i % 2 == 1;
+        watcher seen = {.allowed = 1 << 30};
+        const mls_progress progress = {.report = watch, .context = &seen};
+        memset(c->got, 0, SMALL * SMALL_BYTES);
+        short_reads = i < 2 ? 0 : SMALL_BYTES / 2; /* then one by one */
+        atomic_store(&calls, 0);
+        mls_read_request request = request_of(c->pieces, SMALL, c->pool);
+        request.crc = verify ? crc : NULL;
+        request.progress = &progress;
+        CHECK(mls_shards_read(&request, &failed, &st) == MLS_OK);
+        CHECK(memcmp(c->got, c->data, SMALL * SMALL_BYTES) == 0);
+        CHECK(atomic_load(&seen.bytes) == SMALL * SMALL_BYTES);
+        CHECK(atomic_load(&seen.calls) < 50); /* not one for each piece */
+        CHECK(short_reads > 0 || atomic_load(&calls) < SMALL / 10);
+    }
+    short_reads = 0;
+    crowd_free(c);
+}
+
+static void the_first_damaged_piece_is_reported(void)
+{
+    crowd *c = crowd_new();
+    mls_status st;
+    for (size_t round = 0; round < 5; round++) {
+        size_t failed = SMALL;
+        for (size_t i = 900; i > 300; i -= 100 + round) {
+            *(uint32_t *)(uintptr_t)c->shards[i].crcs ^= 1U;
+        }
+        size_t first = 0;
+        while (crc->update(0, c->data + first * 7 % SMALL * SMALL_BYTES, SMALL_BYTES) ==
+               c->shards[first].crcs[0]) {
+            first++;
+        }
+        mls_read_request request = request_of(c->pieces, SMALL, c->pool);
+        CHECK(mls_shards_read(&request, &failed, &st) == MLS_E_CHECKSUM);
+        CHECK(failed == first && st.has_offset);
+        CHECK(st.offset == c->shards[first].offset);
+    }
+    crowd_free(c);
+}
+
+static void progress_stops_the_work(void)
+{
+    crowd *c = crowd_new();
+    mls_status st;
+    for (int allowed = 1; allowed <= 3; allowed++) {
+        watcher seen = {.allowed = allowed};
+        const mls_progress progress = {.report = watch, .context = &seen};
+        size_t failed = SMALL;
+        mls_read_request request =
+            request_of(c->pieces, SMALL, allowed < 3 ? NULL : c->pool);
+        request.progress = &progress;
+        CHECK(mls_shards_read(&request, &failed, &st) == MLS_E_STOPPED);
+        CHECK(st.code == MLS_E_STOPPED && failed < SMALL);
+        CHECK_TEXT(st.name, "weight");
+        CHECK(atomic_load(&seen.calls) < allowed + 4);
+        CHECK(allowed >= 3 || atomic_load(&seen.bytes) < SMALL * SMALL_BYTES);
+    }
+    crowd_free(c);
+}
+
+/* ---- places that are made meanwhile ---- */
+
+/* Pieces of a crowd without places, and how many of these are made. */
+typedef struct place_maker {
+    mls_piece pieces[SMALL];
+    unsigned char *places[SMALL];
+    size_t allowed;
+    bool waits; /* half way, until something was read */
+    int early;  /* calls of pread and preadv before all places were there */
+} place_maker;
+
+static bool make_places(void *context, mls_gate *made)
+{
+    place_maker *m = context;
+    for (size_t i = 0; i < SMALL && i < m->allowed; i++) {
+        m->pieces[i].data = m->places[i];
+        if (i % 10 == 9) {
+            mls_gate_open(made, i + 1);
+        }
+        for (int k = 0; m->waits && i == SMALL / 2 && k < 5000; k++) {
+            usleep(atomic_load(&calls) == 0 ? 1000 : 0);
+        }
+    }
+    m->early = atomic_load(&calls);
+    return m->allowed >= SMALL;
+}
+
+/* In the order of the files, so that the first places are enough to begin, or as they
+ * are: then nearly all must be there. */
+static void take_pieces(place_maker *m, const crowd *c, bool in_order)
+{
+    static unsigned char nowhere;
+    for (size_t i = 0; i < SMALL; i++) {
+        const size_t at = in_order ? i * 7 % SMALL : i;
+        m->pieces[at] = c->pieces[i];
+        m->places[at] = c->pieces[i].data;
+        m->pieces[at].data = &nowhere; /* any address, says the header */
+    }
+    memset(c->got, 0, SMALL * SMALL_BYTES);
+    atomic_store(&calls, 0);
+}
+
+static void places_may_be_made_while_others_are_read_to(void)
+{
+    static place_maker m;
+    crowd *c = crowd_new();
+    mls_status st;
+    size_t failed;
+    for (int i = 0; i < 4; i++) {
+        const mls_maker maker = {.make = make_places, .context = &m};
+        const bool alone = i >= 2;
+        m = (place_maker){.allowed = SMALL, .waits = i == 0};
+        take_pieces(&m, c, i % 2 == 0);
+        mls_read_request request = request_of(m.pieces, SMALL, alone ? NULL : c->pool);
+        request.maker = &maker;
+        CHECK(mls_shards_read(&request, &failed, &st) == MLS_OK);
+        CHECK(memcmp(c->got, c->data, SMALL * SMALL_BYTES) == 0);
+        CHECK(!m.waits || m.early > 0);
+        CHECK(!alone || m.early == 0);
+    }
+    crowd_free(c);
+}
+
+static void places_that_cannot_be_made_stop_the_reading(void)
+{
+    static place_maker m;
+    crowd *c = crowd_new();
+    mls_status st;
+    size_t failed;
+    const mls_maker maker = {.make = make_places, .context = &m};
+    for (size_t allowed = 0; allowed < SMALL; allowed += SMALL / 3) {
+        m = (place_maker){.allowed = allowed};
+        take_pieces(&m, c, true);
+        mls_read_request request =
+            request_of(m.pieces, SMALL, allowed == 0 ? NULL : c->pool);
+        request.maker = &maker;
+        CHECK(mls_shards_read(&request, &failed, &st) == MLS_E_STOPPED);
+        CHECK(st.code == MLS_E_STOPPED);
+    }
+    m = (place_maker){.allowed = 0};
+    mls_read_request request = request_of(NULL, 0, NULL);
+    request.maker = &maker;
+    CHECK(mls_shards_read(&request, &failed, &st) == MLS_E_STOPPED);
+    crowd_free(c);
+}
+
+/* ---- damage ---- */
+
+static void damage_is_found_where_it_is(void)
+{
+    enum { BYTES = 3 * BLOCK + 5000 };
+    static const size_t places[] = {0, BLOCK - 1, BLOCK, 2 * BLOCK + 77, BYTES - 1};
+    unsigned char *data = noise(BYTES), *got = malloc(BYTES);
+    mls_status st;
+    REQUIRE(data != NULL && got != NULL);
+    mls_stored_shard shard = store("damaged", data, BYTES);
+    for (size_t i = 0; i < sizeof places / sizeof places[0]; i++) {
+        const size_t start = places[i] / BLOCK * BLOCK;
+        const size_t end = start + BLOCK < BYTES ? start + BLOCK : BYTES;
+        const unsigned char bad = data[places[i]] ^ 0x10U;
+        CHECK(put(shard.file, &bad, 1, PAYLOAD + places[i]));
+        CHECK(read_one(&shard, shard.part, got, true, &st) == MLS_E_CHECKSUM);
+        CHECK(st.has_offset && st.offset == PAYLOAD + start);
+        CHECK_TEXT(st.name, "weight");
+        CHECK(strstr(st.text, "'damaged'") != NULL && st.expected[0] && st.got[0]);
+        CHECK(read_one(&shard, shard.part, got, false, &st) == MLS_OK);
+        CHECK(got[places[i]] == bad);
+        /* a byte of the block, though not the damaged one; then all before and behind */
+        const size_t other = places[i] == start ? end - 1 : start;
+        mls_part part = flat_part(BYTES, other, other + 1);
+        CHECK(read_one(&shard, &part, got, true, &st) == MLS_E_CHECKSUM);
+        part = flat_part(BYTES, 0, start);
+        CHECK(read_one(&shard, &part, got, true, &st) == MLS_OK);
+        CHECK(memcmp(got, data, start) == 0);
+        part = flat_part(BYTES, end, BYTES);
+        CHECK(read_one(&shard, &part, got, true, &st) == MLS_OK);
+        CHECK(memcmp(got, data + end, BYTES - end) == 0);
+        CHECK(put(shard.file, &data[places[i]], 1, PAYLOAD + places[i]));
+    }
+    drop(&shard);
+    free(data);
+    free(got);
+}
+
+/* Of two damaged blocks of one piece the first, whichever thread finds one first. */
+static void the_first_damaged_block_is_reported(void)
+{
+    enum { BYTES = 17 * BLOCK };
+    unsigned char *data = noise(BYTES), *got = malloc(BYTES);
+    mls_status st;
+    mls_pool *pool = NULL;
+    REQUIRE(data != NULL && got != NULL && mls_pool_new(4, &pool, &st) == MLS_OK);
+    mls_stored_shard shard = store("damaged", data, BYTES);
+    CHECK(put(shard.file, "damage", 6, PAYLOAD + 3 * BLOCK));
+    CHECK(put(shard.file, "damage", 6, PAYLOAD + 4 * BLOCK));
+    CHECK(put(shard.file, "damage", 6, PAYLOAD + 16 * BLOCK));
+    const mls_piece pieces[] = {{.shard = &shard, .to = shard.part, .data = got}};
+    for (int i = 0; i < 5; i++) {
+        size_t failed = 99;
+        mls_read_request request = request_of(pieces, 1, pool);
+        CHECK(mls_shards_read(&request, &failed, &st) == MLS_E_CHECKSUM);
+        CHECK(failed == 0 && st.offset == PAYLOAD + 3 * BLOCK);
+    }
+    mls_pool_free(pool);
+    drop(&shard);
+    free(data);
+    free(got);
+}
+
+/* ---- files that are not what was recorded ---- */
+
+static void a_file_that_is_gone_is_an_error_of_the_system(void)
+{
+    unsigned char data[100] = {1}, got[100];
+    mls_status st;
+    mls_stored_shard shard = store("gone", data, sizeof data);
+    CHECK(unlinkat(folder, "gone", 0) == 0);
+    CHECK(read_one(&shard, shard.part, got, true, &st) == MLS_E_IO);
+    CHECK(st.os_error == ENOENT && strstr(st.text, "'gone'") != NULL);
+    CHECK_TEXT(st.name, "weight");
+    drop(&shard);
+}
+
+static void another_length_than_recorded_is_refused(void)
+{
+    unsigned char data[100] = {1}, got[100];
+    mls_status st;
+    mls_stored_shard shard = store("length", data, sizeof data);
+    for (uint64_t bytes = PAYLOAD + 99; bytes <= PAYLOAD + 101; bytes += 2) {
+        CHECK(set_length("length", bytes));
+        CHECK(read_one(&shard, shard.part, got, false, &st) == MLS_E_FORMAT);
+        CHECK_TEXT(st.expected, "4196 bytes");
+        CHECK_TEXT(st.got, bytes < PAYLOAD + 100 ? "4195 bytes" : "4197 bytes");
+        CHECK_TEXT(st.name, "weight");
+    }
+    drop(&shard);
+}
+
+static void only_regular_files_are_read(void)
+{
+    unsigned char data[100] = {1}, got[100];
+    mls_status st;
+    mls_stored_shard shard = store("real", data, sizeof data);
+    CHECK(mkfifoat(folder, "fifo", 0600) == 0 && mkdirat(folder, "inner", 0700) == 0);
+    CHECK(symlinkat("real", folder, "link") == 0);
+    CHECK(symlinkat("nowhere", folder, "dangling") == 0);
+    static const char *const files[] = {"fifo", "inner", "link", "dangling"};
+    for (size_t i = 0; i < 4; i++) {
+        mls_stored_shard other = shard;
+        other.file = files[i];
+        CHECK(read_one(&other, shard.part, got, true, &st) == MLS_E_FORMAT);
+        CHECK_TEXT(st.expected, "a regular file");
+        CHECK(unlinkat(folder, files[i], i == 1 ? AT_REMOVEDIR : 0) == 0);
+    }
+    drop(&shard);
+}
+
+static void records_that_point_beyond_the_file_are_refused(void)
+{
+    unsigned char data[100] = {1}, got[300];
+    mls_status st;
+    size_t failed = 99;
+    mls_stored_shard shard = store("real", data, sizeof data), liar = shard;
+    liar.offset++;
+    CHECK(read_one(&liar, liar.part, got, false, &st) == MLS_E_FORMAT);
+    CHECK_TEXT(st.name, "weight");
+    liar.offset = UINT64_MAX - 50;
+    CHECK(read_one(&liar, liar.part, got, true, &st) == MLS_E_FORMAT);
+    liar.offset = PAYLOAD;
+    liar.item_bytes = SIZE_MAX / 50;
+    CHECK(read_one(&liar, liar.part, got, true, &st) == MLS_E_FORMAT);
+    /* a piece before it that is damaged is what the caller hears of */
+    const mls_piece pieces[] = {{.shard = &shard, .to = shard.part, .data = got},
+                                {.shard = &shard, .to = shard.part, .data = got + 100},
+                                {.shard = &liar, .to = shard.part, .data = got + 200}};
+    mls_read_request request = request_of(pieces, 3, NULL);
+    CHECK(mls_shards_read(&request, &failed, &st) == MLS_E_FORMAT);
+    CHECK(failed == 2 && got[0] == 1);
+    CHECK(put("real", "x", 1, PAYLOAD));
+    CHECK(mls_shards_read(&request, &failed, &st) == MLS_E_CHECKSUM);
+    CHECK(failed == 0);
+    drop(&shard);
+}
+
+static void a_file_that_is_cut_off_meanwhile_is_noticed(void)
+{
+    enum { BYTES = 3 * BLOCK };
+    unsigned char *data = noise(BYTES), *got = malloc(BYTES);
+    mls_status st;
+    REQUIRE(data != NULL && got != NULL);
+    for (int verify = 0; verify < 2; verify++) {
+        mls_stored_shard shard = store("shrinking", data, BYTES);
+        snprintf(cut_file, sizeof cut_file, "%s/shrinking", folder_path);
+        /* before the first read, or between two blocks' */
+        atomic_store(&cut_after, verify);
+        CHECK(read_one(&shard, shard.part, got, verify, &st) == MLS_E_FORMAT);
+        CHECK(st.has_offset && strstr(st.text, "shorter") != NULL);
+        CHECK_TEXT(st.name, "weight");
+        atomic_store(&cut_after, -1);
+        drop(&shard);
+    }
+    free(data);
+    free(got);
+}
+
+/* ---- nothing to do ---- */
+
+static void nothing_in_common_opens_no_file(void)
+{
+    unsigned char got[4];
+    mls_status st;
+    size_t failed = 99;
+    watcher seen = {.allowed = 0};
+    const mls_progress progress = {.report = watch, .context = &seen};
+    const mls_part to = flat_part(100, 40, 44);
+    mls_part part = flat_part(100, 0, 40);
+    const mls_stored_shard shard = {.file = "nowhere",
+                                    .file_bytes = PAYLOAD + 40,
+                                    .offset = PAYLOAD,
+                                    .item_bytes = 1,
+                                    .part = &part};
+    CHECK(read_one(&shard, &to, got, true, &st) == MLS_OK);
+    part.begin = 40; /* and an empty shard */
+    const mls_piece piece = {.shard = &shard, .to = &to, .data = got};
+    mls_read_request request = request_of(&piece, 1, NULL);
+    request.progress = &progress;
+    CHECK(mls_shards_read(&request, &failed, &st) == MLS_OK);
+    request = request_of(NULL, 0, NULL);
+    request.progress = &progress;
+    CHECK(mls_shards_read(&request, &failed, &st) == MLS_OK);
+    CHECK(atomic_load(&seen.calls) == 0 && failed == 99);
+}
+
+static void a_scalar_is_read(void)
+{
+    const mls_part one = {.rank = 0, .end = 1};
+    unsigned char got[8] = {0};
+    mls_status st;
+    mls_stored_shard shard = store("scalar", (const unsigned char *)"12345678", 8);
+    shard.item_bytes = 8;
+    *(mls_part *)(uintptr_t)shard.part = one;
+    CHECK(read_one(&shard, &one, got, true, &st) == MLS_OK);
+    CHECK(memcmp(got, "12345678", 8) == 0);
+    drop(&shard);
+}
+
+int main(void)
+{
+    static const test_case tests[] = {
+        TEST(every_layout_is_read_into_every_other),
+        TEST(elements_lie_across_the_ends_of_blocks),
+        TEST(slow_copies_take_the_way_through_a_buffer),
+        TEST(several_threads_read_what_one_reads),
+        TEST(short_and_interrupted_reads_go_on),
+        TEST(columns_of_a_large_matrix_are_gathered),
+        TEST(many_small_pieces_share_few_files),
+        TEST(the_first_damaged_piece_is_reported),
+        TEST(progress_stops_the_work),
+        TEST(places_may_be_made_while_others_are_read_to),
+        TEST(places_that_cannot_be_made_stop_the_reading),
+        TEST(damage_is_found_where_it_is),
+        TEST(the_first_damaged_block_is_reported),
+        TEST(a_file_that_is_gone_is_an_error_of_the_system),
+        TEST(another_length_than_recorded_is_refused),
+        TEST(only_regular_files_are_read),
+        TEST(records_that_point_beyond_the_file_are_refused),
+        TEST(a_file_that_is_cut_off_meanwhile_is_noticed),
+        TEST(nothing_in_common_opens_no_file),
+        TEST(a_scalar_is_read),
+    };
+    mls_cpu cpu;
+    mls_status st;
+    if (mls_cpu_choose(NULL, &cpu, &st) != MLS_OK) {
+        return 1;
+    }
+    crc = mls_crc_of(cpu);
+    enter_folder();
+    const int result = RUN_TESTS(tests);
+    leave_folder();
+    return result;
+}
+#endif

@@ -1,0 +1,484 @@
+/* Whatever is wrong with a checkpoint's files is found, where it is; nothing else is. */
+#include "support/runner.h"
+
+#if defined(_WIN32)
+int main(void)
+{
+    return 0;
+}
+#else
+
+#    include "safetensors/safetensors.h"
+#    include "support/shards.h"
+#    include "base/size.h"
+#    include "checkpoint/read/verify.h"
+
+#    include <errno.h>
+#    include <sys/stat.h>
+#    include <sys/uio.h>
+
+enum { BLOCK = MLS_SAFETENSORS_BLOCK, LARGE = 19 * BLOCK + 777, PAYLOAD = 4096 };
+
+/* ---- pread, which fails on request ---- */
+
+static atomic_int reads_until_failure = -1; /* below 0: none fails */
+
+/* The byte in the middle of what failed: whoever asks for it again fails as well. */
+static struct {
+    ino_t file;
+    off_t at;
+} bad;
+
+ssize_t pread(int fd, void *data, size_t bytes, off_t offset);
+
+/* Those who want a failure have one thread. */
+ssize_t pread(int fd, void *data, size_t bytes, off_t offset)
+{
+    struct stat info = {0};
+    const struct iovec place = {.iov_base = data, .iov_len = bytes};
+    if (fstat(fd, &info) != 0) {
+        return -1;
+    }
+    if (atomic_load(&reads_until_failure) >= 0 &&
+        atomic_fetch_sub(&reads_until_failure, 1) == 0) {
+        bad.file = info.st_ino;
+        bad.at = offset + (off_t)bytes / 2;
+    }
+    if (bad.file == info.st_ino && offset <= bad.at && bad.at < offset + (off_t)bytes) {
+        errno = EIO;
+        return -1;
+    }
+    return preadv(fd, &place, 1, offset);
+}
+
+/* ---- a checkpoint ---- */
+
+/* A large tensor, a file of its own each, and three small ones that share one. */
+typedef struct stored {
+    unsigned char *data;
+    size_t shapes[5][1];
+    mls_shard_item items[5];
+    mls_index index;
+} stored;
+
+enum { A, B, C, D, E }; /* shards of the index */
+
+static void store(stored *s, size_t large)
+{
+    static const size_t sizes[] = {0, 5000, 40, 24, 3};
+    static const char *const names[] = {"a", "b", "c", "d", "e"};
+    mls_shards_written written;
+    s->data = noise(large + 5000);
+    for (size_t i = 0; i < 5; i++) {
+        s->shapes[i][0] = i == 0 ? large : sizes[i];
+        s->items[i] = item_of(names[i], NULL, MLS_U8, 1, s->shapes[i], s->data + i);
+    }
+    mls_shard_job job = job_of(s->items, 5, generations[0], NULL);
+    job.pack_below = 1000;
+    s->index = write_all(&job, &written);
+    CHECK(s->index.shard_count == 5 && s->index.file_count == 3);
+}
+
+static void drop(stored *s)
+{
+    for (size_t i = 0; i < 3; i++) {
+        (void)files_in(pool_folders[i], true);
+    }
+    mls_index_fini(&s->index);
+    free(s->data);
+}
+
+static const mls_index_file *file_of(const stored *s, size_t shard)
+{
+    return &s->index.files[s->index.shards[shard].file];
+}
+
+/* What is wrong; no file stays open. */
+static mls_problems verify_with(const stored *s, mls_pool *pool)
+{
+    mls_problems found = {0};
+    mls_status st;
+    const int before = dup(pool_fd);
+    CHECK(mls_index_verify(pool_fd, &s->index, crc, pool, NULL, &found, &st) == MLS_OK);
+    const int after = dup(pool_fd);
+    CHECK(after == before + 1);
+    close(before);
+    close(after);
+    return found;
+}
+
+/* Whether exactly this is found, by one thread and by several. */
+static bool only(const stored *s, mls_problem_kind kind, size_t file, size_t shard,
+                 uint64_t offset, uint64_t bytes)
+{
+    bool good = true;
+    for (int several = 0; several < 2; several++) {
+        mls_problems found = verify_with(s, several ? four_threads : NULL);
+        const mls_problem *p = found.list;
+        good = good && found.count == 1 && p->kind == kind && p->file == file &&
+               p->shard == shard && p->offset == offset && p->bytes == bytes &&
+               p->text[0] != '\0';
+        mls_problems_fini(&found);
+    }
+    return good;
+}
+
+static bool nothing_wrong(const stored *s)
+{
+    mls_problems found = verify_with(s, four_threads);
+    const bool good = found.count == 0;
+    mls_problems_fini(&found);
+    return good;
+}
+
+/* ---- tests ---- */
+
+static void good_files_have_no_problems(void)
+{
+    stored s;
+    uint64_t bytes = 0;
+    store(&s, LARGE);
+    for (size_t i = 0; i < s.index.file_count; i++) {
+        bytes += s.index.files[i].bytes;
+    }
+    for (int several = 0; several < 2; several++) {
+        mls_problems found = verify_with(&s, several ? four_threads : NULL);
+        CHECK(found.count == 0 && found.bytes_read == bytes); /* all there is */
+        mls_problems_fini(&found);
+    }
+    drop(&s);
+}
+
+static void no_shards_are_no_problem(void)
+{
+    const stored none = {.index = {.world_size = 1}};
+    mls_problems found = verify_with(&none, four_threads);
+    CHECK(found.count == 0 && found.bytes_read == 0);
+    mls_problems_fini(&found);
+    mls_problems_fini(&found); /* zeroed */
+}
+
+/* Of a tensor in the segment: which one, and where. */
+static bool altered_in(const stored *s, const mls_problem *p, uint64_t offset)
+{
+    const mls_index_shard *shard = &s->index.shards[p->shard];
+    return p->kind == MLS_PROBLEM_ALTERED && p->shard != SIZE_MAX &&
+           shard->file == p->file && p->offset == shard->offset &&
+           p->bytes == shard->bytes && offset >= p->offset &&
+           offset < p->offset + p->bytes;
+}
+
+/* Every bit of the segment, but one bit only of each byte that pads its header. */
+static void every_flipped_bit_is_found(void)
+{
+    stored s;
+    store(&s, 2000);
+    const mls_index_file *file = file_of(&s, C);
+    size_t length = 0, missed = 0, wrong = 0;
+    unsigned char *all = read_pool_file(file->path, &length);
+    REQUIRE(all != NULL && length == PAYLOAD + 67 && file->bytes == length);
+    for (size_t at = 0; at < length; at += EVERY(7)) {
+        const bool padding = at < PAYLOAD && all[at] == ' ' && all[at - 1] == ' ';
+        for (unsigned bit = padding ? 7 - at % 8 : 0; bit < 8; bit += padding ? 8 : 1) {
+            CHECK(flip(file->path, at, 1U << bit));
+            mls_problems found = verify_with(&s, NULL);
+            missed += found.count == 0;
+            if (found.count > 0) {
+                const mls_problem *p = found.list;
+                const bool header =
+                    (p->kind == MLS_PROBLEM_HEADER || p->kind == MLS_PROBLEM_FOREIGN) &&
+                    p->shard == SIZE_MAX && p->offset == 0 && p->bytes == PAYLOAD;
+                wrong += found.count != 1 || p->file != s.index.shards[C].file ||
+                         !(at < PAYLOAD ? header : altered_in(&s, p, at));
+            }
+            mls_problems_fini(&found);
+            CHECK(flip(file->path, at, 1U << bit));
+        }
+    }
+    CHECK(missed == 0 && wrong == 0);
+    CHECK(nothing_wrong(&s));
+    mls_free(all);
+    drop(&s);
+}
+
+static void damage_is_told_by_block(void)
+{
+    static const size_t places[] = {
+        0, BLOCK - 1, BLOCK, 8 * BLOCK - 1, 8 * BLOCK, 16 * BLOCK + 12345, LARGE - 1};
+    stored s;
+    store(&s, LARGE);
+    for (size_t i = 0; i < sizeof places / sizeof places[0]; i++) {
+        const size_t start = places[i] / BLOCK * BLOCK;
+        const size_t bytes = LARGE - start < BLOCK ? LARGE - start : BLOCK;
+        CHECK(flip(file_of(&s, A)->path, PAYLOAD + places[i], 0x80));
+        CHECK(only(&s, MLS_PROBLEM_ALTERED, s.index.shards[A].file, A, PAYLOAD + start,
+                   bytes));
+        CHECK(flip(file_of(&s, A)->path, PAYLOAD + places[i], 0x80));
+    }
+    CHECK(nothing_wrong(&s));
+    drop(&s);
+}
+
+static void everything_is_listed_by_file_and_offset(void)
+{
+    stored s;
+    store(&s, LARGE);
+    CHECK(flip(file_of(&s, A)->path, PAYLOAD + 17 * BLOCK, 1));
+    CHECK(flip(file_of(&s, A)->path, PAYLOAD + 2 * BLOCK, 1));
+    CHECK(flip(file_of(&s, A)->path, 100, 1));
+    CHECK(unlinkat(pool_fd, file_of(&s, B)->path, 0) == 0);
+    CHECK(flip(file_of(&s, C)->path, s.index.shards[E].offset, 1));
+    for (int round = 0; round < 10; round++) {
+        mls_problems found = verify_with(&s, four_threads);
+        size_t kinds[MLS_PROBLEM_COUNT] = {0};
+        CHECK(found.count == 5);
+        for (size_t i = 0; i < found.count; i++) {
+            const mls_problem *p = &found.list[i];
+            kinds[p->kind]++;
+            CHECK(i == 0 || p[-1].file < p->file ||
+                  (p[-1].file == p->file && p[-1].offset < p->offset));
+        }
+        CHECK(kinds[MLS_PROBLEM_ALTERED] == 3 && kinds[MLS_PROBLEM_MISSING] == 1);
+        CHECK(kinds[MLS_PROBLEM_HEADER] + kinds[MLS_PROBLEM_FOREIGN] == 1);
+        mls_problems_fini(&found);
+    }
+    drop(&s);
+}
+
+static void a_missing_file_is_told_once(void)
+{
+    stored s;
+    store(&s, 2000);
+    CHECK(unlinkat(pool_fd, file_of(&s, C)->path, 0) == 0); /* three tensors */
+    CHECK(
+        only(&s, MLS_PROBLEM_MISSING, s.index.shards[C].file, SIZE_MAX, 0, PAYLOAD + 67));
+    drop(&s);
+}
+
+static void another_length_is_told_where_it_begins(void)
+{
+    stored s;
+    store(&s, 2000);
+    const size_t file = s.index.shards[B].file;
+    CHECK(set_length(file_of(&s, B)->path, PAYLOAD + 4900));
+    CHECK(only(&s, MLS_PROBLEM_LENGTH, file, SIZE_MAX, PAYLOAD + 4900, 100));
+    CHECK(set_length(file_of(&s, B)->path, 0));
+    CHECK(only(&s, MLS_PROBLEM_LENGTH, file, SIZE_MAX, 0, PAYLOAD + 5000));
+    CHECK(set_length(file_of(&s, B)->path, PAYLOAD + 5003));
+    CHECK(only(&s, MLS_PROBLEM_LENGTH, file, SIZE_MAX, PAYLOAD + 5000, 3));
+    drop(&s);
+}
+
+static void what_is_no_file_is_foreign(void)
+{
+    stored s;
+    store(&s, 2000);
+    const size_t file = s.index.shards[B].file;
+    const char *path = file_of(&s, B)->path;
+    CHECK(unlinkat(pool_fd, path, 0) == 0 && mkdirat(pool_fd, path, 0700) == 0);
+    CHECK(only(&s, MLS_PROBLEM_FOREIGN, file, SIZE_MAX, 0, PAYLOAD + 5000));
+    CHECK(unlinkat(pool_fd, path, AT_REMOVEDIR) == 0);
+    CHECK(symlinkat("a", pool_fd, path) == 0);
+    CHECK(only(&s, MLS_PROBLEM_FOREIGN, file, SIZE_MAX, 0, PAYLOAD + 5000));
+    CHECK(unlinkat(pool_fd, path, 0) == 0 && mkfifoat(pool_fd, path, 0600) == 0);
+    CHECK(only(&s, MLS_PROBLEM_FOREIGN, file, SIZE_MAX, 0, PAYLOAD + 5000));
+    drop(&s);
+}
+
+/* The same tensor of another time: a good file, and a good index beside it. */
+static void a_good_file_in_the_place_of_another_is_foreign(void)
+{
+    stored s;
+    store(&s, 2000);
+    mls_shards_written written;
+    s.items[B].data = s.data + 100;
+    mls_shard_job job = job_of(&s.items[B], 1, generations[1], NULL);
+    job.pack_below = 0;
+    mls_index other = write_all(&job, &written);
+    REQUIRE(other.file_count == 1 && other.files[0].bytes == file_of(&s, B)->bytes);
+    CHECK(renameat(pool_fd, other.files[0].path, pool_fd, file_of(&s, B)->path) == 0);
+    mls_problems found = verify_with(&s, four_threads);
+    REQUIRE(found.count == 2);
+    CHECK(found.list[0].kind == MLS_PROBLEM_FOREIGN && found.list[0].offset == 0);
+    CHECK(found.list[1].kind == MLS_PROBLEM_ALTERED && found.list[1].shard == B);
+    mls_problems_fini(&found);
+    mls_index_fini(&other);
+    drop(&s);
+}
+
+/* Right bytes, in a file that somebody else wrote. */
+static void a_file_without_checksums_is_foreign(void)
+{
+    char head[PAYLOAD];
+    stored s;
+    store(&s, 2000);
+    memset(head, ' ', sizeof head);
+    mls_store_le64((unsigned char *)head, PAYLOAD - 8);
+    static const char json[] =
+        "{\"b\":{\"dtype\":\"U8\",\"shape\":[5000],\"data_offsets\":[0,5000]}}";
+    memcpy(head + 8, json, sizeof json - 1);
+    const int fd = openat(pool_fd, file_of(&s, B)->path, O_WRONLY);
+    CHECK(pwrite(fd, head, sizeof head, 0) == PAYLOAD);
+    close(fd);
+    CHECK(only(&s, MLS_PROBLEM_FOREIGN, s.index.shards[B].file, SIZE_MAX, 0, PAYLOAD));
+    drop(&s);
+}
+
+/* An index that was made up round a file's own checksum. */
+static void a_record_that_the_header_contradicts_is_foreign(void)
+{
+    stored s;
+    store(&s, 2000);
+    const size_t file = s.index.shards[C].file;
+    mls_index_shard *shard = &s.index.shards[D];
+    shard->dtype = MLS_I8; /* of the same size */
+    CHECK(only(&s, MLS_PROBLEM_FOREIGN, file, SIZE_MAX, 0, PAYLOAD));
+    shard->dtype = MLS_U8;
+    CHECK(nothing_wrong(&s));
+    shard->offset++;
+    mls_problems found = verify_with(&s, NULL);
+    CHECK(found.count == 2 && found.list[0].kind == MLS_PROBLEM_FOREIGN);
+    mls_problems_fini(&found);
+    drop(&s);
+}
+
+/* They all lie where the next tensor begins. */
+static void empty_tensors_of_other_dtypes_are_told_apart(void)
+{
+    static const size_t none[] = {0}, three[] = {3};
+    static const mls_dtype dtypes[] = {MLS_U8, MLS_F64, MLS_F32, MLS_I8};
+    static const char *const names[] = {"a", "b", "c", "d"};
+    mls_shard_item items[5];
+    mls_shards_written written;
+    mls_problems found = {0};
+    mls_status st;
+    for (size_t i = 0; i < 4; i++) {
+        items[i] = item_of(names[i], NULL, dtypes[i], 1, none, "");
+    }
+    items[4] = item_of("e", NULL, MLS_U8, 1, three, "abc");
+    const mls_shard_job job = job_of(items, 5, generations[0], NULL);
+    mls_index index = write_all(&job, &written);
+    CHECK(mls_index_verify(pool_fd, &index, crc, NULL, NULL, &found, &st) == MLS_OK);
+    CHECK(index.shard_count == 5 && index.file_count == 1 && found.count == 0);
+    mls_problems_fini(&found);
+    mls_index_fini(&index);
+    for (size_t i = 0; i < 3; i++) {
+        (void)files_in(pool_folders[i], true);
+    }
+}
+
+static void what_the_system_refuses_is_unreadable(void)
+{
+    stored s;
+    store(&s, 2000);
+    /* each file is read in its turn: length, header, then its shards, small ones together
+     */
+    for (int reads = 0; reads < 7; reads++) {
+        bad.file = 0;
+        atomic_store(&reads_until_failure, reads);
+        mls_problems found = verify_with(&s, NULL);
+        CHECK(atomic_load(&reads_until_failure) < 0 && found.count == 1);
+        if (found.count == 1) {
+            const mls_problem *p = found.list;
+            CHECK(p->kind == MLS_PROBLEM_UNREADABLE && strchr(p->text, ':') != NULL);
+            CHECK(p->shard == SIZE_MAX ? p->offset == 0
+                                       : p->bytes == s.index.shards[p->shard].bytes);
+        }
+        mls_problems_fini(&found);
+    }
+    bad.file = 0;
+    atomic_store(&reads_until_failure, -1);
+    drop(&s);
+}
+
+/* A pool that is gone altogether. */
+static void the_list_has_an_end(void)
+{
+    enum { MANY = MLS_PROBLEMS_MOST + 1000 };
+    const size_t shape[] = {1};
+    const uint32_t sum = 0;
+    mls_index_file *files = calloc(MANY, sizeof *files);
+    mls_index_shard *shards = calloc(MANY, sizeof *shards);
+    REQUIRE(files != NULL && shards != NULL);
+    for (size_t i = 0; i < MANY; i++) {
+        snprintf(files[i].path, sizeof files[i].path, "params/%zu.safetensors", i);
+        files[i].bytes = PAYLOAD + 1;
+        shards[i] = (mls_index_shard){.dtype = MLS_U8,
+                                      .rank = 1,
+                                      .shape = shape,
+                                      .file = i,
+                                      .offset = PAYLOAD,
+                                      .bytes = 1,
+                                      .crcs = &sum};
+    }
+    const stored s = {
+        .index = {
+            .files = files, .file_count = MANY, .shards = shards, .shard_count = MANY}};
+    mls_problems found = verify_with(&s, four_threads);
+    CHECK(found.count == MLS_PROBLEMS_MOST && found.bytes_read == 0);
+    for (size_t i = 0; i < found.count; i++) {
+        CHECK(found.list[i].kind == MLS_PROBLEM_MISSING);
+    }
+    mls_problems_fini(&found);
+    free(files);
+    free(shards);
+}
+
+static void progress_counts_all_bytes_and_stops(void)
+{
+    stored s;
+    mls_status st;
+    store(&s, LARGE);
+    for (int allowed = 1; allowed <= 5; allowed++) {
+        for (int several = 0; several < 2; several++) {
+            watcher seen = {.allowed = allowed == 5 ? 1 << 30 : allowed};
+            const mls_progress progress = {.report = watch, .context = &seen};
+            mls_problems found = {.count = 77};
+            const mls_code code =
+                mls_index_verify(pool_fd, &s.index, crc, several ? four_threads : NULL,
+                                 &progress, &found, &st);
+            CHECK(code == (allowed == 5 ? MLS_OK : MLS_E_STOPPED));
+            CHECK(found.count == (allowed == 5 ? 0U : 77U));
+            CHECK(allowed == 5 || atomic_load(&seen.calls) < allowed + 4);
+            CHECK(allowed < 5 || atomic_load(&seen.bytes) == found.bytes_read);
+            if (code == MLS_OK) {
+                mls_problems_fini(&found);
+            }
+        }
+    }
+    drop(&s);
+}
+
+static void each_kind_has_a_name(void)
+{
+    CHECK_TEXT(mls_problem_name(MLS_PROBLEM_MISSING), "missing");
+    CHECK_TEXT(mls_problem_name(MLS_PROBLEM_UNREADABLE), "unreadable");
+    CHECK_TEXT(mls_problem_name(MLS_PROBLEM_LENGTH), "length");
+    CHECK_TEXT(mls_problem_name(MLS_PROBLEM_FOREIGN), "foreign");
+    CHECK_TEXT(mls_problem_name(MLS_PROBLEM_HEADER), "header");
+    CHECK_TEXT(mls_problem_name(MLS_PROBLEM_ALTERED), "altered");
+}
+
+int main(void)
+{
+    static const test_case tests[] = {
+        TEST(good_files_have_no_problems),
+        TEST(no_shards_are_no_problem),
+        TEST(every_flipped_bit_is_found),
+        TEST(damage_is_told_by_block),
+        TEST(everything_is_listed_by_file_and_offset),
+        TEST(a_missing_file_is_told_once),
+        TEST(another_length_is_told_where_it_begins),
+        TEST(what_is_no_file_is_foreign),
+        TEST(a_good_file_in_the_place_of_another_is_foreign),
+        TEST(a_file_without_checksums_is_foreign),
+        TEST(a_record_that_the_header_contradicts_is_foreign),
+        TEST(empty_tensors_of_other_dtypes_are_told_apart),
+        TEST(what_the_system_refuses_is_unreadable),
+        TEST(the_list_has_an_end),
+        TEST(progress_counts_all_bytes_and_stops),
+        TEST(each_kind_has_a_name),
+    };
+    return run_in_pool(__FILE__, tests, sizeof tests / sizeof tests[0]);
+}
+#endif

@@ -1,0 +1,461 @@
+/* Frames: coded, stored, read again, verified or not; and what is no frame. */
+#include "checkpoint/storage/compressed_frames.h"
+#include "support/runner.h"
+
+#if defined(_WIN32)
+int main(void)
+{
+    return 0;
+}
+#else
+
+#    include "safetensors/safetensors.h"
+#    include "support/shards.h"
+#    include "support/toy_codec.h"
+
+enum { FRAME = MLS_FRAME_BYTES, BLOCK = MLS_SAFETENSORS_BLOCK, OFFSET = 513 };
+
+/* ---- texts ---- */
+
+static bool reads_as(const char *chars, size_t bytes, const size_t *ends)
+{
+    size_t got[8] = {0};
+    mls_frames frames = {.item = 1, .bytes = bytes, .ends = got};
+    const size_t count = mls_frames_count(bytes);
+    /* as an index does: the number first, so that there is room */
+    return mls_frames_text_count(text(chars)) == count &&
+           mls_frames_read(&frames, text(chars)) &&
+           (ends == NULL || memcmp(got, ends, count * sizeof *ends) == 0);
+}
+
+static void lengths_become_ends(void)
+{
+    static const size_t ends[] = {812, 812 + FRAME, 813 + FRAME};
+    CHECK(reads_as("812,1048576,1", 2 * FRAME + 1, ends));
+    CHECK(reads_as("1", 1, NULL) && reads_as("16", 16, NULL));
+    CHECK(mls_frames_count(0) == 0 && mls_frames_count(1) == 1);
+    CHECK(mls_frames_count(FRAME) == 1 && mls_frames_count(FRAME + 1) == 2);
+    CHECK(mls_frames_count(SIZE_MAX) == SIZE_MAX / FRAME + 1);
+    size_t list[] = {812, 812 + FRAME, 813 + FRAME};
+    const mls_frames frames = {.item = 1, .bytes = 2 * FRAME + 1, .ends = list};
+    CHECK(mls_frame_bytes(&frames, 0) == FRAME && mls_frame_bytes(&frames, 2) == 1);
+    CHECK(mls_frame_begin(&frames, 0) == 0 && mls_frame_begin(&frames, 2) == ends[1]);
+    CHECK_TEXT(mls_codec_name(MLS_ZLIB), "zlib");
+    CHECK_TEXT(mls_codec_name(MLS_ZSTD), "zstd");
+}
+
+static void texts_that_are_no_lengths_are_refused(void)
+{
+    static const char *const bad[] = {"",
+                                      "5",
+                                      "5,",
+                                      ",5",
+                                      "5,5,5",
+                                      "0,5",
+                                      "5,0",
+                                      "1048577,5",
+                                      "5,101",
+                                      "-5,5",
+                                      "+5,5",
+                                      " 5,5",
+                                      "5, 5",
+                                      "5,5 ",
+                                      "5,,5",
+                                      "05,5",
+                                      "5,05",
+                                      "5;5",
+                                      "5.0,5",
+                                      "1e3,5",
+                                      "0x5,5",
+                                      "a,b",
+                                      "5,5\n",
+                                      "18446744073709551616,5",
+                                      "18446744073709551615,5",
+                                      "5,99999999999999999999999999"};
+    CHECK(reads_as("5,5", FRAME + 100, NULL) &&
+          reads_as("1048576,100", FRAME + 100, NULL));
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        if (reads_as(bad[i], FRAME + 100, NULL)) {
+            printf("    '%s'\n", bad[i]);
+            CHECK(false && "it was read");
+        }
+    }
+    /* a NUL is a byte like others */
+    size_t ends[2];
+    mls_frames frames = {.item = 1, .bytes = FRAME + 100, .ends = ends};
+    CHECK(!mls_frames_read(&frames, (mls_text){"5,5\0", 4}));
+    CHECK(!mls_frames_read(&frames, (mls_text){"5\0,5", 4}));
+}
+
+/* ---- files ---- */
+
+enum { FRAMES_MOST = 8 };
+
+/* What a layer would be: coded bytes in a file, behind some others. */
+typedef struct stored {
+    toy codec;
+    unsigned char *data; /* before it was coded; borrowed */
+    mls_frames frames;
+    size_t ends[FRAMES_MOST];
+    uint32_t crcs[FRAMES_MOST + 1];
+    mls_coded coded;
+} stored;
+
+/* Checksums of what there is. */
+static void take_checksums(stored *s, const unsigned char *coded, size_t bytes)
+{
+    for (size_t at = 0, i = 0; at < bytes; at += BLOCK) {
+        s->crcs[i++] =
+            crc->update(0, coded + at, bytes - at < BLOCK ? bytes - at : BLOCK);
+    }
+}
+
+static bool store(stored *s, unsigned char *data, size_t bytes, size_t item)
+{
+    unsigned char *to = malloc(bytes), *apart = malloc(FRAME);
+    size_t end = 0;
+    bool good = to != NULL && apart != NULL;
+    mls_status st;
+    *s = (stored){.data = data,
+                  .frames = {.codec = MLS_ZSTD, .item = item, .bytes = bytes}};
+    toy_begin(&s->codec);
+    s->frames.ends = s->ends;
+    for (size_t i = 0; good && i < mls_frames_count(bytes); i++) {
+        const size_t length = mls_frame_bytes(&s->frames, i);
+        size_t coded = 0;
+        good = mls_frame_encode(&s->codec.codecs, MLS_ZSTD, item, data + i * FRAME,
+                                length, apart, to + end, &coded, &st) == MLS_OK &&
+               coded > 0 && coded <= length;
+        end += coded;
+        s->ends[i] = end;
+    }
+    (void)unlinkat(pool_fd, "params/x", 0);
+    const int fd = openat(pool_fd, "params/x", O_RDWR | O_CREAT, 0600);
+    good = good && fd >= 0 && mls_file_write_at(fd, to, end, OFFSET, &st) == MLS_OK;
+    if (good) {
+        take_checksums(s, to, end);
+    }
+    s->coded = (mls_coded){.fd = fd,
+                           .offset = OFFSET,
+                           .bytes = end,
+                           .crcs = s->crcs,
+                           .frames = &s->frames,
+                           .crc = crc,
+                           .codecs = &s->codec.codecs};
+    free(to);
+    free(apart);
+    return good;
+}
+
+static void drop(stored *s)
+{
+    (void)close(s->coded.fd);
+    (void)unlinkat(pool_fd, "params/x", 0);
+}
+
+/* Whether one frame reads as what it was. */
+static bool is_frame(mls_frame_room *room, const stored *s, size_t number)
+{
+    mls_status st;
+    const unsigned char *data = NULL;
+    const mls_code code = mls_frame_read(room, &s->coded, number, &data, &st);
+    if (code != MLS_OK) {
+        printf("    frame %zu: %s\n", number, st.text);
+        return false;
+    }
+    return memcmp(data, s->data + number * FRAME, mls_frame_bytes(&s->frames, number)) ==
+           0;
+}
+
+/* In order, from the end, and here and there. */
+static bool all_frames_are_good(const stored *s)
+{
+    const size_t count = mls_frames_count(s->frames.bytes);
+    mls_frame_room room = {0};
+    bool good = true;
+    for (size_t i = 0; i < count; i++) {
+        good = is_frame(&room, s, i) && good;
+    }
+    for (size_t i = count; i-- > 0;) {
+        good = is_frame(&room, s, i) && is_frame(&room, s, i) && good;
+    }
+    for (size_t i = 0; i < 6; i++) {
+        good = is_frame(&room, s, i * 7 % 5 % count) && good;
+    }
+    mls_frame_room_fini(&room);
+    return good && room.room == NULL && room.crcs == NULL;
+}
+
+/* Whatever is coded, straddles blocks, or is stored as it was. */
+static void fill(unsigned char *data, size_t bytes, size_t item, int kind)
+{
+    static const size_t fifths[] = {2, 1, 1, 3, 0}; /* of each frame that are noise */
+    unsigned char *random = noise(bytes);
+    for (size_t i = 0; random != NULL && i < bytes; i++) {
+        const size_t frame = i / FRAME, in = i % FRAME, element = i / item;
+        const size_t digit = i % item < 4 ? i % item : 4;
+        const unsigned char counted = (unsigned char)(element >> 3 >> 8 * digit);
+        data[i] = kind == 0   ? 7
+                  : kind == 1 ? random[i]
+                  : kind == 2 ? counted
+                  /* some noise in each: coded lengths of all kinds */
+                  : kind == 3
+                      ? (unsigned char)(in < FRAME / 5 * fifths[frame] ? random[i] : 3)
+                      : (unsigned char)(frame % 2 == 0 ? random[i] : 9);
+    }
+    free(random);
+}
+
+static void what_is_coded_reads_as_it_was(void)
+{
+    static const size_t items[] = {1, 2, 4, 8};
+    static const size_t sizes[] = {16, 1008, FRAME, FRAME + 16, 4 * FRAME + 4096};
+    unsigned char *data = malloc(5 * FRAME);
+    stored s;
+    REQUIRE(data != NULL);
+    for (size_t i = 0; i < 4 * 5 * 5; i++) {
+        const size_t item = items[i % 4], bytes = sizes[i / 4 % 5];
+        if (bytes > 2 * FRAME && i % 4 != i / 20 % 4 && i % 4 != (i / 20 + 2) % 4) {
+            continue; /* two of four are enough of the large ones */
+        }
+        fill(data, bytes, item, (int)(i / 20));
+        REQUIRE(store(&s, data, bytes, item));
+        CHECK(i / 20 != 1 || s.coded.bytes == bytes); /* noise is stored as it was, */
+        CHECK(i / 20 != 0 ||
+              s.coded.bytes <= bytes / 64 + 2); /* and what repeats is not */
+        CHECK(i / 20 != 2 || bytes < FRAME || s.coded.bytes <= bytes / 4 * 3);
+        CHECK(all_frames_are_good(&s));
+        s.coded.crc = NULL;
+        s.coded.crcs = NULL;
+        CHECK(all_frames_are_good(&s));
+        drop(&s);
+    }
+    free(data);
+}
+
+/* A frame of one byte cannot become shorter. */
+static void the_smallest_frames(void)
+{
+    unsigned char data[3] = {5, 5, 5};
+    stored s;
+    for (size_t bytes = 1; bytes <= 3; bytes++) {
+        REQUIRE(store(&s, data, bytes, 1));
+        CHECK(s.coded.bytes == (bytes == 3 ? 2 : bytes) && all_frames_are_good(&s));
+        drop(&s);
+    }
+}
+
+/* Five frames in one block: once it was read, the file may go. */
+static void each_block_is_read_once(void)
+{
+    unsigned char *data = malloc(5 * FRAME), *zeros = calloc(1, BLOCK);
+    mls_frame_room room = {0};
+    mls_status st;
+    stored s;
+    REQUIRE(data != NULL && zeros != NULL);
+    fill(data, 5 * FRAME, 4, 0);
+    REQUIRE(store(&s, data, 5 * FRAME, 4) && s.coded.bytes < BLOCK);
+    CHECK(is_frame(&room, &s, 0));
+    REQUIRE(mls_file_write_at(s.coded.fd, zeros, BLOCK, OFFSET, &st) == MLS_OK);
+    for (size_t i = 1; i < 5; i++) {
+        CHECK(is_frame(&room, &s, i));
+    }
+    mls_frame_room_fini(&room);
+    drop(&s);
+    /* the same of two: the second one is kept for the next frame */
+    fill(data, 5 * FRAME, 1, 3);
+    REQUIRE(store(&s, data, 5 * FRAME, 1));
+    REQUIRE(mls_frame_begin(&s.frames, 1) < BLOCK && s.ends[1] > BLOCK);
+    REQUIRE(s.ends[2] < 2 * BLOCK);
+    CHECK(is_frame(&room, &s, 1));
+    REQUIRE(mls_file_write_at(s.coded.fd, zeros, BLOCK, OFFSET, &st) == MLS_OK);
+    CHECK(is_frame(&room, &s, 2));
+    mls_frame_room_fini(&room);
+    drop(&s);
+    free(zeros);
+    free(data);
+}
+
+/* One room for two places: blocks of one are never taken for those of the other. */
+static void a_room_knows_what_it_holds(void)
+{
+    unsigned char *a = malloc(2 * FRAME), *b = malloc(2 * FRAME);
+    mls_frame_room room = {0};
+    stored one, two;
+    REQUIRE(a != NULL && b != NULL);
+    fill(a, 2 * FRAME, 2, 0);
+    fill(b, 2 * FRAME, 2, 2);
+    REQUIRE(store(&one, a, 2 * FRAME, 2) && store(&two, b, 2 * FRAME, 2));
+    for (size_t i = 0; i < 4; i++) {
+        CHECK(is_frame(&room, &one, i % 2) && is_frame(&room, &two, i % 2));
+    }
+    one.coded.crc = NULL; /* and what was not verified is not taken for what was */
+    CHECK(is_frame(&room, &two, 0) && is_frame(&room, &one, 0) &&
+          is_frame(&room, &two, 1));
+    mls_frame_room_fini(&room);
+    drop(&one);
+    drop(&two);
+    free(a);
+    free(b);
+}
+
+/* ---- what is not good ---- */
+
+static mls_code read_one(mls_frame_room *room, const stored *s, size_t number,
+                         mls_status *st)
+{
+    const unsigned char *data;
+    mls_status_clear(st);
+    return mls_frame_read(room, &s->coded, number, &data, st);
+}
+
+static bool flip_stored(const stored *s, size_t at)
+{
+    (void)s;
+    return flip("params/x", OFFSET + at, 0x20);
+}
+
+static void damaged_blocks_are_found(void)
+{
+    unsigned char *data = malloc(5 * FRAME);
+    mls_frame_room room = {0};
+    mls_status st;
+    stored s;
+    REQUIRE(data != NULL);
+    fill(data, 5 * FRAME, 2,
+         4); /* noise in 0, 2, 4: blocks are cut in the middle of it */
+    REQUIRE(store(&s, data, 5 * FRAME, 2));
+    for (size_t at = 0; at < s.coded.bytes; at += BLOCK / 3 + 1) {
+        const size_t block = at / BLOCK;
+        REQUIRE(flip_stored(&s, at));
+        for (size_t i = 0; i < 5; i++) {
+            const bool bad = mls_frame_begin(&s.frames, i) / BLOCK <= block &&
+                             (s.ends[i] - 1) / BLOCK >= block;
+            mls_frame_room_fini(&room);
+            CHECK(read_one(&room, &s, i, &st) == (bad ? MLS_E_CHECKSUM : MLS_OK));
+            CHECK(!bad || (st.has_offset && st.offset == OFFSET + block * BLOCK));
+            CHECK(!bad || (strlen(st.expected) == 8 && strlen(st.got) == 8));
+        }
+        REQUIRE(flip_stored(&s, at));    /* and back */
+        for (size_t i = 0; i < 5; i++) { /* nothing bad was kept in the room */
+            CHECK(is_frame(&room, &s, i));
+        }
+    }
+    mls_frame_room_fini(&room);
+    drop(&s);
+    free(data);
+}
+
+/* Without checksums the codec is who notices, or nobody. */
+static void unverified_damage_is_the_codecs(void)
+{
+    unsigned char *data = malloc(2 * FRAME);
+    mls_frame_room room = {0};
+    mls_status st;
+    stored s;
+    REQUIRE(data != NULL);
+    fill(data, 2 * FRAME, 4, 0);
+    REQUIRE(store(&s, data, 2 * FRAME, 4));
+    s.coded.crc = NULL;
+    REQUIRE(flip_stored(&s, s.ends[0])); /* how often a byte repeats */
+    CHECK(read_one(&room, &s, 0, &st) == MLS_OK);
+    CHECK(read_one(&room, &s, 1, &st) == MLS_E_FORMAT);
+    CHECK(st.has_offset && st.offset == OFFSET + s.ends[0]);
+    mls_frame_room_fini(&room);
+    drop(&s);
+    free(data);
+}
+
+static void files_that_are_shorter_by_now(void)
+{
+    unsigned char *data = malloc(2 * FRAME);
+    mls_frame_room room = {0};
+    mls_status st;
+    stored s;
+    REQUIRE(data != NULL);
+    fill(data, 2 * FRAME, 4, 1);
+    REQUIRE(store(&s, data, 2 * FRAME, 4));
+    REQUIRE(set_length("params/x", OFFSET + FRAME + 10));
+    for (int verified = 0; verified < 2; verified++) {
+        s.coded.crc = verified ? crc : NULL;
+        CHECK(read_one(&room, &s, 1, &st) == MLS_E_FORMAT);
+        CHECK(is_frame(&room, &s, 0));
+    }
+    mls_frame_room_fini(&room);
+    drop(&s);
+    free(data);
+}
+
+static void errors_of_codecs_are_passed_on(void)
+{
+    static const mls_code codes[] = {MLS_E_FORMAT, MLS_E_MEMORY, MLS_E_VALUE,
+                                     MLS_E_STOPPED};
+    unsigned char *data = malloc(FRAME), *rooms = malloc(2 * FRAME);
+    mls_frame_room room = {0};
+    mls_status st;
+    stored s;
+    REQUIRE(data != NULL && rooms != NULL);
+    fill(data, FRAME, 8, 2);
+    REQUIRE(store(&s, data, FRAME, 8));
+    for (size_t i = 0; i < sizeof codes / sizeof codes[0]; i++) {
+        size_t out = 77;
+        s.codec.encode_fails_at = s.codec.decode_fails_at = 1;
+        s.codec.failure = codes[i];
+        CHECK(read_one(&room, &s, 0, &st) == codes[i]);
+        CHECK_TEXT(st.text, "zstd is broken");
+        CHECK(st.has_offset == (codes[i] == MLS_E_FORMAT));
+        CHECK(mls_frame_encode(&s.codec.codecs, MLS_ZLIB, 8, data, FRAME, rooms,
+                               rooms + FRAME, &out, &st) == codes[i]);
+        CHECK_TEXT(st.text, "zlib is broken");
+        CHECK(out == 77);
+        s.codec.decode_fails_at = 0;
+        CHECK(is_frame(&room, &s, 0));
+    }
+    mls_frame_room_fini(&room);
+    drop(&s);
+    free(rooms);
+    free(data);
+}
+
+static void without_codecs_only_what_was_stored_as_it_was_is_read(void)
+{
+    unsigned char *data = malloc(5 * FRAME);
+    mls_frame_room room = {0};
+    mls_status st;
+    stored s;
+    REQUIRE(data != NULL);
+    fill(data, 5 * FRAME, 4, 4);
+    REQUIRE(store(&s, data, 5 * FRAME, 4));
+    s.coded.codecs = NULL;
+    for (size_t i = 0; i < 5; i++) {
+        if (i % 2 == 0) {
+            CHECK(is_frame(&room, &s, i));
+        } else {
+            CHECK(read_one(&room, &s, i, &st) == MLS_E_VALUE);
+            CHECK_TEXT(st.text, "nothing here decodes zstd");
+        }
+    }
+    mls_frame_room_fini(&room);
+    drop(&s);
+    free(data);
+}
+
+int main(void)
+{
+    static const test_case tests[] = {
+        TEST(lengths_become_ends),
+        TEST(texts_that_are_no_lengths_are_refused),
+        TEST(what_is_coded_reads_as_it_was),
+        TEST(the_smallest_frames),
+        TEST(each_block_is_read_once),
+        TEST(a_room_knows_what_it_holds),
+        TEST(damaged_blocks_are_found),
+        TEST(unverified_damage_is_the_codecs),
+        TEST(files_that_are_shorter_by_now),
+        TEST(errors_of_codecs_are_passed_on),
+        TEST(without_codecs_only_what_was_stored_as_it_was_is_read),
+    };
+    return run_in_pool(__FILE__, tests, sizeof tests / sizeof tests[0]);
+}
+
+#endif

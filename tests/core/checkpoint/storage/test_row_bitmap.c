@@ -1,0 +1,222 @@
+/* Rows: how shards are cut, which rows hold or changed something, and runs of them. */
+#include "checkpoint/storage/row_bitmap.h"
+
+#include "runtime/thread_pool.h"
+#include "support/runner.h"
+
+#include <stdint.h>
+#include <stdlib.h>
+
+static mls_part box(int rank, size_t a, size_t b, size_t c)
+{
+    const size_t all = a * (rank > 1 ? b : 1) * (rank > 2 ? c : 1);
+    return (mls_part){.rank = rank, .end = all, .length = {a, b, c}};
+}
+
+static mls_part flat(size_t count)
+{
+    return (mls_part){.rank = 2, .flat = true, .end = count, .length = {count, 1}};
+}
+
+static size_t row_of(mls_part part, size_t item)
+{
+    return mls_rows_of(&part, item).row;
+}
+
+static void rows_are_those_of_the_first_axis_within_bounds(void)
+{
+    CHECK(row_of(box(2, 50000, 768, 0), 4) == 768);
+    CHECK(row_of(box(2, 50000, 64, 0), 4) == 64);
+    CHECK(row_of(box(2, 50000, 63, 0), 4) == 126); /* 252 bytes: two of them */
+    CHECK(row_of(box(2, 50000, 1, 0), 8) == 32);   /* 256 bytes */
+    CHECK(row_of(box(2, 50000, 3, 0), 1) == 258);
+    CHECK(row_of(box(3, 9, 16, 64), 4) == 1024);     /* all behind the first */
+    CHECK(row_of(box(3, 9, 1000, 3000), 4) == 3000); /* 12 MB would be much for a row */
+    CHECK(row_of(box(2, 2, 1 << 20, 0), 2) == 32768);
+    CHECK(row_of(box(1, 1000, 0, 0), 4) == 64);
+    CHECK(row_of(box(1, 1000, 0, 0), 1) == 256);
+    CHECK(row_of(flat(1000), 8) == 64 && row_of(flat(1000), 2) == 128);
+    CHECK(row_of(box(0, 0, 0, 0), 4) == 64);
+}
+
+static void counts_of_rows_take_the_short_last_one_along(void)
+{
+    const mls_row_cut rows = {.row = 64, .elements = 64 * 8 + 1, .item = 4};
+    const mls_row_cut one = {.row = 64, .elements = 1, .item = 4};
+    CHECK(mls_rows_count(&rows) == 9 && mls_rows_bits(&rows) == 2);
+    CHECK(mls_rows_count(&one) == 1 && mls_rows_bits(&one) == 1);
+}
+
+static void one_bit_anywhere_is_not_zero(void)
+{
+    unsigned char data[300] = {0};
+    for (size_t length = 0; length < sizeof data; length += 7) {
+        CHECK(mls_rows_zero(data, length));
+        for (size_t i = 0; i < sizeof data; i++) {
+            data[i] = 0x80; /* the sign of a zero, too */
+            CHECK(mls_rows_zero(data, length) == (i >= length));
+            data[i] = 0;
+        }
+    }
+}
+
+/* What a bit says, looked up byte by byte. */
+static bool row_differs(const mls_row_cut *rows, size_t row, const unsigned char *a,
+                        const unsigned char *b)
+{
+    size_t end = (row + 1) * rows->row;
+    end = (end < rows->elements ? end : rows->elements) * rows->item;
+    for (size_t i = row * rows->row * rows->item; i < end; i++) {
+        if (a[i] != b[i]) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static uint64_t state = 1;
+
+static size_t below(size_t n)
+{
+    state = state * 6364136223846793005U + 1442695040888963407U;
+    return (size_t)(state >> 33) % n;
+}
+
+/* Rows of any size, marked in pieces that end anywhere, against the above. */
+static void bits_say_which_rows_are_filled_or_changed(void)
+{
+    enum { MOST = 5000 };
+    static unsigned char now[MOST * 4], zeros[MOST * 4];
+    for (int turn = 0; turn < 300; turn++) {
+        const mls_row_cut rows = {.row = 1 + below(90),
+                                  .elements = 1 + below(MOST),
+                                  .item = (size_t)1 << below(3)};
+        const size_t count = mls_rows_count(&rows);
+        unsigned char *filled = calloc(mls_rows_bits(&rows), 1);
+        unsigned char *changed = calloc(mls_rows_bits(&rows), 1);
+        REQUIRE(filled != NULL && changed != NULL);
+        memset(now, 0, sizeof now);
+        for (size_t i = below(40); i > 0; i--) {
+            now[below(rows.elements * rows.item)] = (unsigned char)(1 + below(255));
+        }
+        size_t marked[2] = {0};
+        for (size_t first = 0, n; first < rows.elements; first += n) {
+            n = 1 + below(rows.elements - first);
+            const size_t byte = first * rows.item;
+            marked[0] += mls_rows_mark_filled(&rows, filled, first, n, now + byte);
+            marked[1] +=
+                mls_rows_mark_changed(&rows, changed, first, n, now + byte, zeros + byte);
+        }
+        size_t expected = 0;
+        for (size_t row = 0; row < count; row++) {
+            const bool is = row_differs(&rows, row, now, zeros);
+            expected += is;
+            CHECK((filled[row / 8] >> row % 8 & 1) == is);
+        }
+        CHECK(memcmp(filled, changed, mls_rows_bits(&rows)) == 0);
+        CHECK(marked[0] == expected && marked[1] == expected);
+        free(filled);
+        free(changed);
+    }
+}
+
+static void rows_are_counted_once_however_often_they_are_marked(void)
+{
+    const mls_row_cut rows = {.row = 4, .elements = 10, .item = 1};
+    const unsigned char data[10] = {1, 0, 0, 1, 0, 0, 0, 0, 9, 0};
+    unsigned char bits = 0;
+    CHECK(mls_rows_mark_filled(&rows, &bits, 0, 2, data) == 1);
+    CHECK(mls_rows_mark_filled(&rows, &bits, 2, 8, data + 2) == 1);
+    CHECK(bits == (1 | 4));
+}
+
+/* Runs are of rows whose bits are set, none else, and do not meet. */
+static void runs_are_what_the_bits_say(void)
+{
+    for (int turn = 0; turn < 500; turn++) {
+        const mls_row_cut rows = {
+            .row = 1 + below(9), .elements = 1 + below(700), .item = 2};
+        const size_t count = mls_rows_count(&rows);
+        unsigned char *bits = calloc(mls_rows_bits(&rows), 1);
+        REQUIRE(bits != NULL);
+        const size_t density = 1 + below(30);
+        for (size_t row = 0; row < count; row++) {
+            bits[row / 8] |= (unsigned char)((below(density) == 0) << row % 8);
+        }
+        const size_t runs = mls_rows_runs(&rows, bits, NULL);
+        mls_extent *list = calloc(runs + 1, sizeof *list);
+        REQUIRE(list != NULL);
+        CHECK(mls_rows_runs(&rows, bits, list) == runs && list[runs].count == 0);
+        size_t at = 0, next = 0, element = 0;
+        for (size_t i = 0; i < runs; i++) {
+            CHECK(list[i].at == at && list[i].count > 0);
+            CHECK(list[i].begin % rows.row == 0 && (i == 0 || list[i].begin > next));
+            next = list[i].begin + list[i].count;
+            CHECK(next % rows.row == 0 || next == rows.elements);
+            at += list[i].count;
+        }
+        for (size_t i = 0; element < rows.elements; element++) {
+            while (i < runs && list[i].begin + list[i].count <= element) {
+                i++;
+            }
+            const size_t row = element / rows.row;
+            CHECK((i < runs && list[i].begin <= element) ==
+                  (bits[row / 8] >> row % 8 & 1));
+        }
+        free(list);
+        free(bits);
+    }
+}
+
+/* ---- threads ---- */
+
+enum { TASKS = 64, TOGETHER = 4001 };
+
+typedef struct marking {
+    mls_row_cut rows;
+    unsigned char *data, *bits;
+    size_t marked[TASKS];
+} marking;
+
+static void mark_task(void *context, size_t index)
+{
+    marking *m = context;
+    const size_t begin = TOGETHER * index / TASKS, end = TOGETHER * (index + 1) / TASKS;
+    m->marked[index] =
+        mls_rows_mark_filled(&m->rows, m->bits, begin, end - begin, m->data + begin);
+}
+
+/* Rows of three elements: tasks meet in rows, and in the bytes of their bits. */
+static void threads_share_bytes_of_bits(void)
+{
+    mls_pool *pool = NULL;
+    mls_status st;
+    static unsigned char data[TOGETHER], bits[TOGETHER];
+    marking m = {.rows = {3, TOGETHER, 1}, .data = data, .bits = bits};
+    REQUIRE(mls_pool_new(4, &pool, &st) == MLS_OK);
+    memset(data, 1, sizeof data);
+    mls_pool_run(pool, mark_task, &m, TASKS);
+    size_t marked = 0;
+    for (size_t i = 0; i < TASKS; i++) {
+        marked += m.marked[i];
+    }
+    mls_extent run;
+    CHECK(marked == mls_rows_count(&m.rows));
+    CHECK(mls_rows_runs(&m.rows, bits, NULL) == 1);
+    CHECK(mls_rows_runs(&m.rows, bits, &run) == 1 && run.count == TOGETHER);
+    mls_pool_free(pool);
+}
+
+int main(void)
+{
+    static const test_case tests[] = {
+        TEST(rows_are_those_of_the_first_axis_within_bounds),
+        TEST(counts_of_rows_take_the_short_last_one_along),
+        TEST(one_bit_anywhere_is_not_zero),
+        TEST(bits_say_which_rows_are_filled_or_changed),
+        TEST(rows_are_counted_once_however_often_they_are_marked),
+        TEST(runs_are_what_the_bits_say),
+        TEST(threads_share_bytes_of_bits),
+    };
+    return RUN_TESTS(tests);
+}

@@ -1,0 +1,259 @@
+/* Runs of stored bytes, against a list of where every element lies. */
+#include "support/runner.h"
+#include "checkpoint/storage/stored_ranges.h"
+
+#include "safetensors/safetensors.h"
+
+#include <stdlib.h>
+
+enum { ELEMENTS = 240, ITEM = 4, EXTENTS = ELEMENTS };
+
+static const size_t shape[] = {10, 6, 4};
+static uint64_t state = 11;
+
+static size_t below(size_t limit)
+{
+    state = state * 6364136223846793005U + 1442695040888963407U;
+    return (size_t)(state >> 33) % limit;
+}
+
+static mls_part random_part(void)
+{
+    static const mls_layout layouts[] = {
+        {0},
+        {1, {{0, 3}}},
+        {1, {{1, 4}}},
+        {1, {{2, 2}}},
+        {1, {{MLS_LAYOUT_FLAT, 7}}},
+        {2, {{1, 2}, {MLS_LAYOUT_FLAT, 3}}},
+        {2, {{2, 2}, {0, 2}}},
+    };
+    const mls_layout *layout = &layouts[below(sizeof layouts / sizeof *layouts)];
+    mls_part part = {0};
+    mls_status st;
+    size_t parts = 0;
+    CHECK(mls_layout_parts(layout, &parts, &st) == MLS_OK);
+    CHECK(mls_layout_part(layout, 3, shape, below(parts), &part, &st) == MLS_OK);
+    return part;
+}
+
+/* For each element of the tensor where it is in a part, or SIZE_MAX. */
+static void number(const mls_part *part, size_t out[ELEMENTS])
+{
+    size_t box = 0;
+    for (size_t element = 0; element < ELEMENTS; element++) {
+        const size_t at[] = {element / 24, element / 4 % 6, element % 4};
+        bool inside = true;
+        for (int axis = 0; axis < 3; axis++) {
+            inside = inside && at[axis] >= part->start[axis] &&
+                     at[axis] - part->start[axis] < part->length[axis];
+        }
+        out[element] = inside && box >= part->begin && box < part->end ? box - part->begin
+                                                                       : SIZE_MAX;
+        box += inside;
+    }
+}
+
+/* What a random layer shows of `count` elements; `at` of each, or SIZE_MAX. */
+static size_t random_extents(size_t count, mls_extent *out, size_t *at, size_t *held)
+{
+    size_t extents = 0, next = 0, place = below(3);
+    for (size_t i = 0; i < count; i++) {
+        at[i] = SIZE_MAX;
+    }
+    while (next < count) {
+        const size_t begin = next + below(6) + (extents > 0);
+        const size_t most = 1 + below(9);
+        if (begin >= count) {
+            break;
+        }
+        const size_t length = most < count - begin ? most : count - begin;
+        out[extents++] = (mls_extent){begin, length, place};
+        for (size_t i = 0; i < length; i++) {
+            at[begin + i] = place + i;
+        }
+        place += length + below(3); /* what is between is hidden */
+        next = begin + length;
+    }
+    *held = place + below(3);
+    return extents;
+}
+
+/* A shard as a random layer, or whole, and where in its place each element lies. */
+typedef struct stored {
+    mls_stored_shard shard;
+    mls_extent extents[EXTENTS];
+    size_t at[ELEMENTS]; /* of the shard's elements */
+    size_t in_shard[ELEMENTS], in_wanted[ELEMENTS];
+    mls_part part, wanted;
+    size_t bytes;
+} stored;
+
+static void make(stored *s)
+{
+    s->shard = (mls_stored_shard){.file = "x", .item_bytes = ITEM, .part = &s->part};
+    s->part = random_part();
+    s->wanted = random_part();
+    const size_t count = mls_part_count(&s->part);
+    size_t held = count;
+    for (size_t i = 0; i < count; i++) {
+        s->at[i] = i;
+    }
+    if (below(5) > 0) {
+        s->shard.visible_count = random_extents(count, s->extents, s->at, &held);
+        s->shard.visible = s->extents;
+    }
+    s->shard.bytes = s->bytes = held * ITEM;
+    s->shard.offset = 8;
+    s->shard.file_bytes = 8 + s->bytes;
+    number(&s->part, s->in_shard);
+    number(&s->wanted, s->in_wanted);
+}
+
+/* Which byte of the wanted part comes from byte `at` of the place; SIZE_MAX: none. */
+static void map_bytes(const stored *s, size_t *map)
+{
+    for (size_t i = 0; i < s->bytes; i++) {
+        map[i] = SIZE_MAX;
+    }
+    for (size_t element = 0; element < ELEMENTS; element++) {
+        const size_t mine = s->in_shard[element], to = s->in_wanted[element];
+        if (mine != SIZE_MAX && to != SIZE_MAX && s->at[mine] != SIZE_MAX) {
+            for (size_t i = 0; i < ITEM; i++) {
+                map[s->at[mine] * ITEM + i] = to * ITEM + i;
+            }
+        }
+    }
+}
+
+static void runs_are_where_the_elements_lie(void)
+{
+    stored *s = calloc(1, sizeof *s);
+    size_t *map = malloc((2 * ELEMENTS + 100) * ITEM * sizeof *map);
+    REQUIRE(s != NULL && map != NULL);
+    for (int round = 0; round < 20000; round++) {
+        make(s);
+        map_bytes(s, map);
+        const size_t from = below(3) ? 0 : below(s->bytes + 1);
+        const size_t end = below(3) ? s->bytes : from + below(s->bytes - from + 1);
+        mls_stored_runs runs;
+        mls_stored_run run;
+        size_t at = from;
+        mls_stored_runs_init(&runs, &s->shard, &s->wanted, from, end);
+        while (mls_stored_runs_next(&runs, &run)) {
+            REQUIRE(run.count > 0 && run.at >= at && run.at + run.count <= end);
+            while (at < run.at) {
+                CHECK(map[at++] == SIZE_MAX);
+            }
+            for (size_t i = 0; i < run.count; i++) {
+                CHECK(map[at++] == run.to + i);
+            }
+        }
+        while (at < end) {
+            CHECK(map[at++] == SIZE_MAX);
+        }
+        CHECK(!mls_stored_runs_next(&runs, &run));
+    }
+    free(map);
+    free(s);
+}
+
+static void ranges_hold_all_that_is_wanted(void)
+{
+    stored *s = calloc(1, sizeof *s);
+    size_t *map = malloc((2 * ELEMENTS + 100) * ITEM * sizeof *map);
+    REQUIRE(s != NULL && map != NULL);
+    for (int round = 0; round < 20000; round++) {
+        make(s);
+        map_bytes(s, map);
+        size_t first = SIZE_MAX, last = 0, all = 0;
+        mls_stored_range range = {0};
+        for (size_t i = 0; i < s->bytes; i++) {
+            if (map[i] != SIZE_MAX) {
+                first = first == SIZE_MAX ? i : first;
+                last = i + 1;
+                all++;
+            }
+        }
+        const bool some = mls_stored_range_of(&s->shard, &s->wanted, &range);
+        CHECK(some == (all > 0));
+        CHECK(!some || (range.from == first && range.end >= last &&
+                        range.end <= s->bytes && range.to == map[first]));
+        CHECK(!range.together || range.end == last);
+        for (size_t i = first; range.together && i < last; i++) {
+            CHECK(map[i] == range.to + (i - first));
+        }
+        const mls_stored_reads plain = mls_stored_reads_of(&s->shard, &s->wanted, false);
+        CHECK(plain.bytes == all);
+        CHECK(all == 0 || (plain.begin == 8 + first && plain.end == 8 + last));
+        const mls_stored_reads whole = mls_stored_reads_of(&s->shard, &s->wanted, true);
+        CHECK(whole.bytes == (all == 0 ? 0 : s->bytes)); /* it is all of one block */
+    }
+    free(map);
+    free(s);
+}
+
+static void verified_reads_take_each_block_once(void)
+{
+    enum { BLOCK = MLS_SAFETENSORS_BLOCK };
+    const mls_extent visible[] = {{0, 10, 0}, {20, 10, 100}, {40, 5, 3 * BLOCK - 2}};
+    const mls_part part = {.rank = 1, .length = {1000}, .end = 1000};
+    const mls_stored_shard shard = {.file = "x",
+                                    .file_bytes = SIZE_MAX,
+                                    .offset = 4096,
+                                    .item_bytes = 1,
+                                    .bytes = 3 * BLOCK + 50,
+                                    .visible = visible,
+                                    .visible_count = 3,
+                                    .part = &part};
+    const mls_stored_reads reads = mls_stored_reads_of(&shard, &part, true);
+    CHECK(reads.begin == 4096 && reads.end == 4096 + 3 * BLOCK + 50);
+    CHECK(reads.bytes == 2 * BLOCK + 50); /* all but the second */
+}
+
+static void bytes_lie_in_their_file_or_in_none(void)
+{
+    size_t bytes = 0;
+    mls_part part = {.rank = 1, .length = {10}, .end = 10};
+    mls_stored_shard shard = {
+        .file = "x", .file_bytes = 100, .offset = 60, .item_bytes = 4, .part = &part};
+    CHECK(mls_stored_bytes(&shard, &bytes) && bytes == 40);
+    shard.offset++;
+    CHECK(!mls_stored_bytes(&shard, &bytes));
+    shard.offset = UINT64_MAX;
+    CHECK(!mls_stored_bytes(&shard, &bytes));
+    shard.file = NULL;
+    CHECK(mls_stored_bytes(&shard, &bytes) && bytes == 40);
+    part.end = SIZE_MAX;
+    CHECK(!mls_stored_bytes(&shard, &bytes));
+}
+
+static void a_failure_names_the_tensor_and_its_file(void)
+{
+    const mls_stored_shard shard = {.file = "shards/a", .name = {"weight", 6}},
+                           zeros = {.name = {"bias", 4}};
+    mls_status st;
+    mls_fail_at(&st, 7, "it is damaged");
+    mls_status_got(&st, "nonsense");
+    CHECK(mls_stored_blame(&shard, &st) == MLS_E_FORMAT);
+    CHECK_TEXT(st.text, "tensor 'weight', file 'shards/a': it is damaged");
+    CHECK_TEXT(st.name, "weight");
+    CHECK_TEXT(st.got, "nonsense");
+    CHECK(st.has_offset && st.offset == 7);
+    mls_fail(&st, MLS_E_MEMORY, "no memory");
+    CHECK(mls_stored_blame(&zeros, &st) == MLS_E_MEMORY);
+    CHECK_TEXT(st.text, "tensor 'bias', file '': no memory");
+}
+
+static const test_case tests[] = {
+    TEST(runs_are_where_the_elements_lie),
+    TEST(ranges_hold_all_that_is_wanted),
+    TEST(verified_reads_take_each_block_once),
+    TEST(bytes_lie_in_their_file_or_in_none),
+    TEST(a_failure_names_the_tensor_and_its_file),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

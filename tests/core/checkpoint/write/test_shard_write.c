@@ -1,0 +1,552 @@
+/* Shards written as files: good ones, the same by any number of threads, and nothing left
+ * behind where something fails. */
+#include "support/runner.h"
+
+#if defined(_WIN32)
+int main(void)
+{
+    return 0;
+}
+#else
+
+#    include "safetensors/safetensors.h"
+#    include "support/shards.h"
+
+#    include <errno.h>
+#    include <signal.h>
+#    include <sys/resource.h>
+
+enum { MIB = 1 << 20, LARGE = 19 * MIB + 12344 }; /* three tasks, and no whole block */
+
+/* ---- what is compared ---- */
+
+static void empty_pool(void)
+{
+    for (size_t i = 0; i < 3; i++) {
+        (void)files_in(pool_folders[i], true);
+    }
+}
+
+/* Whether a file is a good one by itself: its header, and every block by its checksum. */
+static bool file_is_good(const mls_index_file *record)
+{
+    char path[sizeof pool_path + MLS_PATH_BYTES + 2];
+    int fd = -1;
+    mls_safetensors file = {0};
+    mls_status st;
+    snprintf(path, sizeof path, "%s/%s", pool_path, record->path);
+    if (mls_safetensors_open(path, crc, true, &fd, &file, &st) != MLS_OK) {
+        printf("    %s\n", st.text);
+        return false;
+    }
+    bool good = file.has_crc && file.header_crc == record->header_crc;
+    good = good && lseek(fd, 0, SEEK_END) == (off_t)record->bytes;
+    void **places = calloc(file.count + 1, sizeof *places);
+    for (size_t i = 0; i < file.count; i++) {
+        places[i] = malloc(file.tensors[i].bytes + 1);
+        good = good && (i > 0 || file.tensors[i].offset % 4096 == 0);
+    }
+    good = good && mls_safetensors_read(fd, &file, places, crc, NULL, &st) == MLS_OK;
+    for (size_t i = 0; i < file.count; i++) {
+        free(places[i]);
+    }
+    free(places);
+    (void)close(fd);
+    mls_safetensors_fini(&file);
+    return good;
+}
+
+static bool files_are_good(const mls_index *index)
+{
+    bool good = true;
+    for (size_t i = 0; i < index->file_count; i++) {
+        good = file_is_good(&index->files[i]) && good;
+    }
+    return good;
+}
+
+/* ---- good files ---- */
+
+/* All kinds: several sections, sizes on both sides of every limit, none, one. */
+static void what_is_written_can_be_read_back(void)
+{
+    static const size_t sizes[] = {LARGE,  4 * MIB, MIB, MIB - 1,     300000,  262144,
+                                   262143, 5000,    0,   8 * MIB + 1, 2 * MIB, 77};
+    enum { COUNT = sizeof sizes / sizeof sizes[0] };
+    static char names[COUNT][8];
+    unsigned char *data = noise(LARGE + COUNT);
+    mls_shard_item items[COUNT];
+    mls_shards_written written;
+    uint64_t bytes = 0;
+    REQUIRE(data != NULL);
+    for (size_t i = 0; i < COUNT; i++) {
+        snprintf(names[i], sizeof names[i], "%zu.W", i);
+        items[i] =
+            item_of(names[i], i % 3 == 2 ? "m" : NULL, MLS_U8, 1, &sizes[i], data + i);
+        bytes += sizes[i];
+    }
+    const mls_shard_job job = job_of(items, COUNT, generations[0], NULL);
+    mls_index index = write_all(&job, &written);
+    REQUIRE(index.shard_count == COUNT);
+    CHECK(files_are_good(&index));
+    for (size_t i = 0; i < COUNT; i++) {
+        CHECK(reads_back(&index, &items[i], items[i].data, NULL));
+    }
+    CHECK_TEXT(written.path, "index/0123456789abcdef.0.json");
+    CHECK(written.shard_count == COUNT && written.new_shards == COUNT);
+    CHECK(written.data_bytes == bytes && written.new_bytes == bytes);
+    CHECK(written.new_files == index.file_count && pool_files() == index.file_count + 1);
+    mls_index_fini(&index);
+    free(data);
+    empty_pool();
+}
+
+static void the_checksums_told_are_those_of_the_files(void)
+{
+    unsigned char *data = noise(3 * MIB);
+    const size_t shape[] = {3 * MIB - 5};
+    const mls_shard_item item = item_of("w", NULL, MLS_U8, 1, shape, data);
+    mls_shards_written written;
+    const mls_shard_job job = job_of(&item, 1, generations[0], NULL);
+    mls_index index = write_all(&job, &written);
+    size_t length = 0;
+    unsigned char *all = read_pool_file(written.path, &length);
+    REQUIRE(data != NULL && all != NULL && index.shard_count == 1);
+    CHECK(written.bytes == length && written.crc == crc->update(0, all, length));
+    CHECK(index.shards[0].crc == crc->update(0, data, 3 * MIB - 5));
+    CHECK(index.shards[0].crcs[2] == crc->update(0, data + 2 * MIB, MIB - 5));
+    mls_free(all);
+    mls_index_fini(&index);
+    free(data);
+    empty_pool();
+}
+
+/* So that a folder of shard files without its indexes is not lost. */
+static void a_file_says_which_shards_it_holds(void)
+{
+    const size_t shape[] = {10};
+    const mls_shard_item items[] = {
+        part_of(item_of("w", NULL, MLS_U8, 1, shape, "0123456789"), 0, 2, 1),
+        item_of("\"", NULL, MLS_U8, 1, shape, "0123456789")};
+    mls_shards_written written;
+    const mls_shard_job job = job_of(items, 2, generations[0], NULL);
+    mls_index index = write_all(&job, &written);
+    size_t length = 0;
+    REQUIRE(index.file_count == 1);
+    char *all = (char *)read_pool_file(index.files[0].path, &length);
+    REQUIRE(all != NULL);
+    all[4095] = '\0';
+    CHECK(strstr(all + 8, "\"mlstate.shards\":\"{") != NULL);
+    CHECK(strstr(all + 8, "\\\"part\\\":1") != NULL);
+    mls_free(all);
+    mls_index_fini(&index);
+    empty_pool();
+}
+
+/* The bytes of all files of a pool, by the index's order; checksums are enough here. */
+static uint32_t fingerprint(const mls_index *index, const char *index_path)
+{
+    uint32_t sum = 0;
+    for (size_t i = 0; i <= index->file_count; i++) {
+        size_t length = 0;
+        unsigned char *all = read_pool_file(
+            i < index->file_count ? index->files[i].path : index_path, &length);
+        CHECK(all != NULL);
+        sum = crc->update(sum, all, length);
+        mls_free(all);
+    }
+    return sum;
+}
+
+/* A strided, swapped and turned view, and a packed one, each in two parts. */
+static void check_strided(size_t rows, size_t columns)
+{
+    const size_t shape[] = {rows, columns}, across[] = {columns, rows};
+    const size_t count = rows * columns;
+    uint32_t *numbers = (uint32_t *)(void *)noise(4 * count), *turned = malloc(4 * count);
+    mls_tensor view;
+    mls_status st;
+    mls_shard_item items[5];
+    uint32_t sums[3];
+    REQUIRE(numbers != NULL && turned != NULL);
+    for (size_t i = 0; i < count; i++) {
+        turned[i % columns * rows + i / columns] = __builtin_bswap32(numbers[i]);
+    }
+    CHECK(mls_tensor_init(&view, turned, MLS_U32, 2, across, &st) == MLS_OK);
+    view.shape[0] = rows;
+    view.shape[1] = columns;
+    view.strides[0] = 4;
+    view.strides[1] = (ptrdiff_t)(4 * rows);
+    view.swapped = true;
+    for (size_t i = 0; i < 5; i++) {
+        items[i] = item_of(i < 2   ? "a"
+                           : i < 4 ? "b"
+                                   : "c",
+                           NULL, MLS_U32, 2, shape, i < 2 ? NULL : numbers);
+        items[i].strided = i < 2 ? &view : NULL;
+        if (i < 4) {
+            items[i] = part_of(items[i], MLS_LAYOUT_FLAT, 2, i % 2);
+            items[i].first = i % 2 == 0 ? 0 : (count + 1) / 2;
+        }
+    }
+    for (size_t i = 0; i < 3; i++) {
+        mls_shards_written written;
+        mls_pool *two = NULL;
+        CHECK(mls_pool_new(2, &two, &st) == MLS_OK);
+        mls_shard_job job = job_of(items, 5, generations[0], NULL);
+        job.pool = i == 0 ? NULL : i == 1 ? two : four_threads;
+        mls_index index = write_all(&job, &written);
+        CHECK(files_are_good(&index));
+        CHECK(reads_back(&index, &items[0], numbers, NULL));
+        CHECK(reads_back(&index, &items[2], numbers, NULL));
+        CHECK(reads_back(&index, &items[4], numbers, NULL));
+        sums[i] = fingerprint(&index, written.path);
+        mls_index_fini(&index);
+        mls_pool_free(two);
+        empty_pool();
+    }
+    CHECK(sums[0] == sums[1] && sums[0] == sums[2]);
+    free(numbers);
+    free(turned);
+}
+
+static void strided_memory_is_packed_on_its_way(void)
+{
+    check_strided(3, 5);       /* segments */
+    check_strided(233, 1021);  /* through the cache */
+    check_strided(1733, 2999); /* direct, and several tasks */
+}
+
+/* The same on a file system in memory, where nothing may be direct. */
+static void a_file_system_in_memory_is_written_too(void)
+{
+    char kept[sizeof pool_path];
+    const int kept_fd = pool_fd;
+    if (access("/dev/shm", W_OK) != 0) {
+        return;
+    }
+    memcpy(kept, pool_path, sizeof kept);
+    enter_pool("/dev/shm");
+    check_strided(3, 5);
+    check_strided(1733, 2999);
+    what_is_written_can_be_read_back();
+    leave_pool();
+    memcpy(pool_path, kept, sizeof kept);
+    pool_fd = kept_fd;
+}
+
+static void nothing_and_what_is_empty_can_be_stored(void)
+{
+    const size_t none[] = {0, 3}, two[] = {2};
+    const mls_shard_item items[] = {
+        item_of("none", NULL, MLS_F32, 2, none, NULL),
+        part_of(item_of("two", NULL, MLS_U8, 1, two, "xy"), 0, 3, 2),
+        item_of("none", "m", MLS_F64, 2, none, NULL)};
+    for (uint64_t pack_below = 0; pack_below < 2; pack_below++) {
+        mls_shards_written written;
+        mls_shard_job job = job_of(items, 3, generations[0], NULL);
+        job.pack_below = pack_below;
+        mls_index index = write_all(&job, &written);
+        CHECK(index.shard_count == 3 && written.data_bytes == 0);
+        CHECK(index.file_count == (pack_below == 0 ? 3U : 2U) && files_are_good(&index));
+        CHECK(reads_back(&index, &items[0], "", NULL));
+        mls_index_fini(&index);
+        empty_pool();
+    }
+    mls_shards_written written;
+    const mls_shard_job job = job_of(NULL, 0, generations[0], NULL);
+    mls_index index = write_all(&job, &written);
+    CHECK(index.shard_count == 0 && written.new_files == 0 && pool_files() == 1);
+    mls_index_fini(&index);
+    empty_pool();
+}
+
+/* ---- a second time ---- */
+
+static void only_what_changed_is_written_again(void)
+{
+    enum { COUNT = 6 };
+    static const char *const names[COUNT] = {"a", "b", "c", "d", "e", "large"};
+    unsigned char *data = noise(2 * MIB);
+    const size_t small[] = {1000}, large[] = {MIB};
+    mls_shard_item items[COUNT];
+    mls_shards_written written;
+    REQUIRE(data != NULL);
+    for (size_t i = 0; i < COUNT; i++) {
+        items[i] =
+            item_of(names[i], NULL, MLS_U8, 1, i == 5 ? large : small, data + 1000 * i);
+    }
+    mls_shard_job job = job_of(items, COUNT, generations[0], NULL);
+    mls_index first = write_all(&job, &written);
+    const size_t before = pool_files();
+    data[1000] ^= 1; /* the first byte of b, and nothing else of the small ones */
+    items[5].data += 0;
+    job = job_of(items, COUNT, generations[1], &first);
+    mls_index second = write_all(&job, &written);
+    CHECK(written.new_shards == 1 && written.new_bytes == 1000 && written.new_files == 1);
+    CHECK(written.shard_count == COUNT && written.data_bytes == 5000 + MIB);
+    CHECK(pool_files() == before + 2 && files_are_good(&second));
+    for (size_t i = 0; i < COUNT; i++) {
+        CHECK(reads_back(&second, &items[i], items[i].data, NULL));
+        CHECK(second.shards[i].version == (i == 1 ? 2U : 1U));
+    }
+    job = job_of(items, COUNT, generations[2], &second);
+    mls_index third = write_all(&job, &written);
+    CHECK(written.new_files == 0 && written.new_shards == 0);
+    CHECK(third.file_count == second.file_count && pool_files() == before + 3);
+    mls_index_fini(&first);
+    mls_index_fini(&second);
+    mls_index_fini(&third);
+    free(data);
+    empty_pool();
+}
+
+static void what_became_damaged_is_mended_by_the_next_write(void)
+{
+    unsigned char *data = noise(MIB);
+    const size_t shape[] = {MIB};
+    const mls_shard_item item = item_of("w", NULL, MLS_U8, 1, shape, data);
+    mls_shards_written written;
+    mls_shard_job job = job_of(&item, 1, generations[0], NULL);
+    mls_index first = write_all(&job, &written);
+    REQUIRE(data != NULL && first.file_count == 1);
+    CHECK(flip(first.files[0].path, 4096 + 500000, 4));
+    job = job_of(&item, 1, generations[1], &first);
+    mls_index second = write_all(&job, &written);
+    CHECK(written.new_shards == 1 && files_are_good(&second));
+    CHECK(reads_back(&second, &item, data, NULL));
+    mls_index_fini(&first);
+    mls_index_fini(&second);
+    free(data);
+    empty_pool();
+}
+
+/* ---- failures ---- */
+
+/* Ten files, so that some are whole when others fail. */
+typedef struct ten {
+    unsigned char *data;
+    size_t shape[1];
+    char names[10][4];
+    mls_shard_item items[10];
+} ten;
+
+static void ten_of(ten *t, size_t bytes)
+{
+    t->data = noise(bytes + 10);
+    t->shape[0] = bytes;
+    for (size_t i = 0; i < 10; i++) {
+        snprintf(t->names[i], sizeof t->names[i], "%zu", i);
+        t->items[i] =
+            item_of(t->names[i], i < 5 ? NULL : "m", MLS_U8, 1, t->shape, t->data + i);
+    }
+}
+
+/* Write and fail; nothing is left of it, no descriptor either. */
+static mls_code fails(const mls_shard_job *job, mls_status *st)
+{
+    mls_shards_written written = {.shard_count = 77};
+    const size_t files = pool_files();
+    const int before = dup(pool_fd);
+    const mls_code code = mls_shards_write(job, &written, st);
+    const int after = dup(pool_fd);
+    CHECK(after == before + 1);
+    close(before);
+    close(after);
+    CHECK(code != MLS_OK && written.shard_count == 77 && pool_files() == files);
+    return code;
+}
+
+static void a_folder_that_is_missing_leaves_nothing(void)
+{
+    ten t;
+    mls_status st;
+    ten_of(&t, 300000);
+    const mls_shard_job job = job_of(t.items, 10, generations[0], NULL);
+    for (size_t i = 0; i < 3; i++) {
+        CHECK(unlinkat(pool_fd, pool_folders[i], AT_REMOVEDIR) == 0);
+        CHECK(fails(&job, &st) == MLS_E_IO && st.os_error == ENOENT);
+        CHECK(strstr(st.text, pool_folders[i]) != NULL);
+        CHECK(mkdirat(pool_fd, pool_folders[i], 0700) == 0);
+    }
+    free(t.data);
+}
+
+/* The files behind a link may be another checkpoint's. */
+static void a_folder_that_is_a_link_is_refused(void)
+{
+    ten t;
+    mls_status st;
+    ten_of(&t, 300000);
+    const mls_shard_job job = job_of(t.items, 10, generations[0], NULL);
+    CHECK(mkdirat(pool_fd, "other", 0700) == 0);
+    for (size_t i = 0; i < 3; i++) {
+        CHECK(unlinkat(pool_fd, pool_folders[i], AT_REMOVEDIR) == 0);
+        CHECK(symlinkat("other", pool_fd, pool_folders[i]) == 0);
+        CHECK(fails(&job, &st) == MLS_E_IO);
+        CHECK(st.os_error == ENOTDIR || st.os_error == ELOOP);
+        CHECK(strstr(st.text, pool_folders[i]) != NULL);
+        CHECK(unlinkat(pool_fd, pool_folders[i], 0) == 0);
+        CHECK(mkdirat(pool_fd, pool_folders[i], 0700) == 0);
+    }
+    CHECK(unlinkat(pool_fd, "other", AT_REMOVEDIR) == 0); /* it is empty */
+    free(t.data);
+}
+
+static void a_folder_that_may_not_be_written_leaves_nothing(void)
+{
+    ten t;
+    mls_status st;
+    if (geteuid() == 0) {
+        return; /* who may write everywhere */
+    }
+    ten_of(&t, 300000);
+    const mls_shard_job job = job_of(t.items, 10, generations[0], NULL);
+    CHECK(fchmodat(pool_fd, "optim_state", 0500, 0) == 0);
+    CHECK(fails(&job, &st) == MLS_E_IO && st.os_error == EACCES);
+    CHECK(fchmodat(pool_fd, "optim_state", 0700, 0) == 0);
+    free(t.data);
+}
+
+/* What was committed is not touched, neither by writing nor by taking back. */
+static void a_generation_is_written_only_once(void)
+{
+    ten t;
+    mls_status st;
+    mls_shards_written written;
+    ten_of(&t, 300000);
+    mls_shard_job job = job_of(t.items, 10, generations[0], NULL);
+    mls_index index = write_all(&job, &written);
+    const uint32_t sum = fingerprint(&index, written.path);
+    t.data[0] ^= 1;
+    CHECK(fails(&job, &st) == MLS_E_IO && st.os_error == EEXIST);
+    job.count = 0; /* now the index alone is in the way */
+    CHECK(fails(&job, &st) == MLS_E_IO && st.os_error == EEXIST);
+    job.count = 10;
+    for (size_t i = 0; i < 10; i++) {
+        t.items[i].id.section = MLS_PARAMS;
+        t.names[i][0] = (char)('a' + i); /* nothing but the index has its name */
+    }
+    CHECK(fails(&job, &st) == MLS_E_IO && st.os_error == EEXIST);
+    CHECK(fingerprint(&index, written.path) == sum && files_are_good(&index));
+    mls_index_fini(&index);
+    free(t.data);
+    empty_pool();
+}
+
+static void a_disk_without_room_leaves_nothing(void)
+{
+    struct rlimit limit, small;
+    mls_status st;
+    void (*const action)(int) = signal(SIGXFSZ, SIG_IGN);
+    CHECK(getrlimit(RLIMIT_FSIZE, &limit) == 0);
+    /* when the room is reserved, while it is written, and with its last bytes */
+    static const size_t bytes[] = {3 * MIB, 600000, 300000};
+    static const rlim_t most[] = {2 * MIB, 500000, 303000};
+    for (size_t i = 0; i < 3; i++) {
+        ten t;
+        ten_of(&t, bytes[i]);
+        const mls_shard_job job = job_of(t.items, 10, generations[0], NULL);
+        small = limit;
+        small.rlim_cur = most[i];
+        CHECK(setrlimit(RLIMIT_FSIZE, &small) == 0);
+        CHECK(fails(&job, &st) == MLS_E_IO && st.os_error == EFBIG);
+        CHECK(setrlimit(RLIMIT_FSIZE, &limit) == 0);
+        free(t.data);
+    }
+    (void)signal(SIGXFSZ, action);
+}
+
+static void the_first_tensor_that_failed_is_told(void)
+{
+    ten t;
+    mls_status st;
+    ten_of(&t, 300000);
+    mls_shard_job job = job_of(t.items, 10, generations[0], NULL);
+    job.pool = NULL;
+    CHECK(close(openat(pool_fd, "params/3.0-1.0123456789abcdef-0.safetensors.tmp",
+                       O_CREAT | O_WRONLY, 0600)) == 0);
+    CHECK(fails(&job, &st) == MLS_E_IO && st.os_error == EEXIST);
+    CHECK_TEXT(st.name, "3");
+    CHECK(pool_files() == 1); /* it was not ours */
+    free(t.data);
+    empty_pool();
+}
+
+static void progress_counts_every_byte_once(void)
+{
+    ten t;
+    mls_shards_written written;
+    for (size_t i = 0; i < 3; i++) {
+        static const size_t sizes[] = {1000, 300000, 9 * MIB};
+        watcher seen = {.allowed = 1 << 30};
+        const mls_progress progress = {.report = watch, .context = &seen};
+        ten_of(&t, sizes[i]);
+        mls_shard_job job = job_of(t.items, 10, generations[0], NULL);
+        job.progress = &progress;
+        mls_index index = write_all(&job, &written);
+        CHECK(atomic_load(&seen.bytes) == written.data_bytes);
+        mls_index_fini(&index);
+        free(t.data);
+        empty_pool();
+    }
+}
+
+static void progress_stops_the_work_and_leaves_nothing(void)
+{
+    ten t;
+    mls_status st;
+    ten_of(&t, 3 * MIB);
+    for (int allowed = 1; allowed < 12; allowed += 3) {
+        for (int one = 0; one < 2; one++) {
+            watcher seen = {.allowed = allowed};
+            const mls_progress progress = {.report = watch, .context = &seen};
+            mls_shard_job job = job_of(t.items, 10, generations[0], NULL);
+            job.progress = &progress;
+            job.pool = one == 1 ? NULL : four_threads;
+            CHECK(fails(&job, &st) == MLS_E_STOPPED && st.code == MLS_E_STOPPED);
+            CHECK(atomic_load(&seen.calls) < allowed + 4);
+        }
+    }
+    free(t.data);
+}
+
+static void what_the_plan_refuses_writes_nothing(void)
+{
+    ten t;
+    mls_status st;
+    ten_of(&t, 1000);
+    t.items[9].id.state = text("a.b");
+    const mls_shard_job job = job_of(t.items, 10, generations[0], NULL);
+    CHECK(fails(&job, &st) == MLS_E_VALUE);
+    t.items[9].id = t.items[8].id;
+    CHECK(fails(&job, &st) == MLS_E_VALUE);
+    t.items[9].id = (mls_tensor_id){.name = text("__metadata__")};
+    CHECK(fails(&job, &st) == MLS_E_VALUE);
+    free(t.data);
+}
+
+int main(void)
+{
+    static const test_case tests[] = {
+        TEST(what_is_written_can_be_read_back),
+        TEST(the_checksums_told_are_those_of_the_files),
+        TEST(a_file_says_which_shards_it_holds),
+        TEST(strided_memory_is_packed_on_its_way),
+        TEST(a_file_system_in_memory_is_written_too),
+        TEST(nothing_and_what_is_empty_can_be_stored),
+        TEST(only_what_changed_is_written_again),
+        TEST(what_became_damaged_is_mended_by_the_next_write),
+        TEST(a_folder_that_is_missing_leaves_nothing),
+        TEST(a_folder_that_is_a_link_is_refused),
+        TEST(a_folder_that_may_not_be_written_leaves_nothing),
+        TEST(a_generation_is_written_only_once),
+        TEST(a_disk_without_room_leaves_nothing),
+        TEST(the_first_tensor_that_failed_is_told),
+        TEST(progress_counts_every_byte_once),
+        TEST(progress_stops_the_work_and_leaves_nothing),
+        TEST(what_the_plan_refuses_writes_nothing),
+    };
+    return run_in_pool(__FILE__, tests, sizeof tests / sizeof tests[0]);
+}
+#endif

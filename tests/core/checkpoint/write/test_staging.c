@@ -1,0 +1,329 @@
+/* Items copied aside: which ones fit, that the copies are their bytes, and that those who
+ * wait for the rest are told at the right moment. */
+#include "support/runner.h"
+
+#if defined(_WIN32)
+int main(void)
+{
+    return 0;
+}
+#else
+
+#    include "support/shards.h"
+#    include "checkpoint/write/staging.h"
+
+enum { COUNT = 6, MIB = 1 << 20 };
+
+/* A state of six items: packed and strided, odd sizes, one without elements, one larger
+ * than several pieces. */
+typedef struct state {
+    mls_shard_item items[COUNT];
+    size_t shapes[COUNT][2];
+    size_t bytes[COUNT];
+    unsigned char *data[COUNT];
+    mls_tensor strided;
+} state;
+
+static const size_t sizes[COUNT] = {5 * MIB / 4 + 3, 0, 7, 1000, 999, 300 * 401};
+
+static void make_state(state *s)
+{
+    static const char *const names[COUNT] = {"large", "empty", "a", "b", "c", "strided"};
+    for (size_t i = 0; i < COUNT; i++) {
+        s->shapes[i][0] = sizes[i];
+        s->bytes[i] = sizes[i] * 4;
+        s->data[i] = noise(s->bytes[i] * 2);
+        s->items[i] = item_of(names[i], NULL, MLS_F32, 1, s->shapes[i], s->data[i]);
+    }
+    /* every second element, backwards */
+    s->strided = (mls_tensor){.data = s->data[5] + 8 * (sizes[5] - 1),
+                              .dtype = MLS_F32,
+                              .rank = 1,
+                              .shape = {sizes[5]},
+                              .strides = {-8}};
+    s->items[5].data = NULL;
+    s->items[5].strided = &s->strided;
+}
+
+static void free_state(state *s)
+{
+    for (size_t i = 0; i < COUNT; i++) {
+        free(s->data[i]);
+    }
+}
+
+/* Whether a staged item's copy is what the state holds. */
+static bool copy_is_good(const state *s, const mls_shard_item *item, size_t number)
+{
+    bool good = item->data != NULL && item->strided == NULL && item->first == 0;
+    for (size_t i = 0; good && i < sizes[number]; i++) {
+        const unsigned char *from =
+            number == 5 ? s->data[5] + 8 * (sizes[5] - 1 - i) : s->data[number] + 4 * i;
+        good = memcmp(item->data + 4 * i, from, 4) == 0;
+    }
+    return good;
+}
+
+/* Stage with a budget; how many items were copied, each rightly, within the memory. */
+static size_t stage(size_t budget, bool threads, mls_staged *staged)
+{
+    state s;
+    mls_status st;
+    size_t copied = 0;
+    make_state(&s);
+    unsigned char *memory = malloc(budget + 17);
+    memset(memory, 0x5A, budget + 17);
+    const mls_staging to = {.memory = memory + 1, /* aligned to nothing */
+                            .bytes = budget,
+                            .kernels = kernels,
+                            .pool = threads ? four_threads : NULL};
+    CHECK(mls_stage(&to, s.items, COUNT, staged, &st) == MLS_OK);
+    CHECK(staged->bytes <= budget && memory[0] == 0x5A);
+    for (size_t i = staged->bytes + 1; i < budget + 17; i++) {
+        if (memory[i] != 0x5A) {
+            CHECK(false && "written behind what is in use");
+            break;
+        }
+    }
+    for (size_t i = 0; i < COUNT; i++) {
+        copied += s.items[i].staged;
+        CHECK(!s.items[i].staged || copy_is_good(&s, &s.items[i], i));
+    }
+    CHECK(copied + staged->lent == COUNT);
+    free(memory);
+    free_state(&s);
+    return copied;
+}
+
+static void a_budget_of_all_holds_all(void)
+{
+    size_t all = 0;
+    mls_staged staged;
+    for (size_t i = 0; i < COUNT; i++) {
+        all += 4 * sizes[i];
+    }
+    CHECK(stage(all, true, &staged) == COUNT && staged.bytes == all && staged.lent == 0);
+    CHECK(stage(all, false, &staged) == COUNT && staged.bytes == all);
+    CHECK(stage(all + 100, true, &staged) == COUNT && staged.bytes == all);
+    CHECK(stage(all - 1, true, &staged) == COUNT - 1);
+}
+
+static void small_items_come_first(void)
+{
+    mls_staged staged;
+    CHECK(stage(0, true, &staged) == 1 && staged.bytes == 0); /* the empty one */
+    CHECK(stage(28, true, &staged) == 2 && staged.bytes == 28);
+    CHECK(stage(28 + 3996, true, &staged) == 3 && staged.bytes == 28 + 3996);
+    CHECK(stage(28 + 3996 + 3999, true, &staged) == 3);
+    CHECK(stage(28 + 3996 + 4000, true, &staged) == 4);
+}
+
+/* Of what does not fit as little as can be: somebody waits for it to be written. */
+static void little_is_left_out(void)
+{
+    size_t all = 0;
+    mls_staged staged;
+    for (size_t i = 0; i < COUNT; i++) {
+        all += 4 * sizes[i];
+    }
+    CHECK(stage(all - 29, true, &staged) == COUNT - 1 && staged.bytes == all - 3996);
+    CHECK(stage(all - 3997, true, &staged) == COUNT - 1 && staged.bytes == all - 4000);
+    /* two that are just enough together, rather than one that is a hundred times as large
+     */
+    CHECK(stage(all - 4001, true, &staged) == COUNT - 2);
+    CHECK(staged.bytes == all - 4000 - 28);
+    CHECK(stage(all - 8025, true, &staged) == COUNT - 1);
+    CHECK(staged.bytes == all - 4 * sizes[5]);
+}
+
+/* Threads have a buffer each; what is coded is there as a whole. */
+static void what_a_save_takes_besides_is_known_before(void)
+{
+    state s;
+    mls_status st;
+    size_t none = 0, one = 0, two = 0, coded = 0;
+    make_state(&s);
+    CHECK(mls_staging_besides(s.items, 0, 1, false, &none, &st) == MLS_OK);
+    CHECK(mls_staging_besides(s.items, COUNT, 1, false, &one, &st) == MLS_OK);
+    CHECK(mls_staging_besides(s.items, COUNT, 2, false, &two, &st) == MLS_OK);
+    CHECK(mls_staging_besides(s.items, COUNT, 2, true, &coded, &st) == MLS_OK);
+    CHECK(none > MLS_WRITE_BUFFER && one > none && one < none + MIB);
+    CHECK(two - one >= MLS_WRITE_BUFFER && two - one < MLS_WRITE_BUFFER + MIB);
+    CHECK(coded - two >= 2 * (3 * (5 * MIB / 4)) && coded - two < 2 * 8 * MIB);
+    s.items[0].part = 4;
+    CHECK(mls_staging_besides(s.items, COUNT, 2, true, &coded, &st) == MLS_E_VALUE);
+    CHECK(strcmp(st.name, "large") == 0);
+    free_state(&s);
+}
+
+/* Those that were copied by somebody else stay where they are. */
+static void what_is_staged_already_stays(void)
+{
+    state s;
+    mls_status st;
+    mls_staged staged;
+    unsigned char memory[64];
+    make_state(&s);
+    for (size_t i = 0; i < COUNT; i++) {
+        s.items[i].staged = i != 2;
+    }
+    const mls_staging to = {.memory = memory, .bytes = sizeof memory, .kernels = kernels};
+    CHECK(mls_stage(&to, s.items, COUNT, &staged, &st) == MLS_OK);
+    CHECK(staged.bytes == 28 && staged.lent == 0 && s.items[2].data == memory);
+    CHECK(s.items[0].data == s.data[0] && s.items[5].strided == &s.strided);
+    free_state(&s);
+}
+
+/* The part of a tensor is what counts, not the tensor. */
+static void copies_of_the_caller_are_noted_by_their_address(void)
+{
+    unsigned char memory[64] = {0}, other[8] = {0};
+    const mls_tensor view = {.data = memory + 9};
+    mls_shard_item items[] = {{.data = memory},
+                              {.data = other, .staged = true},
+                              {.strided = &view},
+                              {.data = memory + 10}};
+    mls_staging_note(items, 4, memory, 10);
+    CHECK(items[0].staged && !items[1].staged && items[2].staged && !items[3].staged);
+}
+
+static void what_is_needed_is_the_part_and_a_bad_one_is_named(void)
+{
+    state s;
+    mls_status st;
+    size_t bytes = 1;
+    make_state(&s);
+    s.items[3] = part_of(s.items[3], 0, 4, 3);
+    CHECK(mls_staging_need(s.items + 2, 2, &bytes, &st) == MLS_OK);
+    CHECK(bytes == 28 + 1000);
+    CHECK(mls_staging_need(s.items, 0, &bytes, &st) == MLS_OK && bytes == 0);
+    s.items[3].part = 4;
+    bytes = 17;
+    CHECK(mls_staging_need(s.items, COUNT, &bytes, &st) == MLS_E_VALUE && bytes == 17);
+    CHECK(strcmp(st.name, "b") == 0);
+    mls_staged staged;
+    const mls_staging to = {.memory = s.data[0], .bytes = 9, .kernels = kernels};
+    CHECK(mls_stage(&to, s.items, COUNT, &staged, &st) == MLS_E_VALUE);
+    CHECK(!s.items[2].staged && !s.items[1].staged);
+    const size_t huge[] = {SIZE_MAX / 4};
+    s.items[0] = item_of("x", NULL, MLS_F64, 1, huge, s.data[0]);
+    CHECK(mls_staging_need(s.items, 1, &bytes, &st) == MLS_E_SIZE);
+    s.items[0].dtype = s.items[1].dtype = MLS_U8;
+    s.items[1].shape = s.items[0].shape;
+    s.items[2] = s.items[3] = s.items[4] = s.items[0];
+    CHECK(mls_staging_need(s.items, 5, &bytes, &st) == MLS_E_SIZE && bytes == 17);
+    free_state(&s);
+}
+
+static void touching_clears_just_that(void)
+{
+    const size_t bytes = 5 * MIB + 3;
+    unsigned char *memory = noise(bytes);
+    memory[bytes] = 1;
+    const mls_staging all = {.memory = memory, .bytes = bytes, .pool = four_threads};
+    mls_staging_touch(&all);
+    bool zero = true;
+    for (size_t i = 0; i < bytes; i++) {
+        zero = zero && memory[i] == 0;
+    }
+    CHECK(zero && memory[bytes] == 1);
+    free(memory);
+}
+
+/* ---- who waits is told when nothing of his is read any more ---- */
+
+/* He changes his memory at once. */
+typedef struct owner {
+    state *state;
+    int calls;
+} owner;
+
+static void spoil(void *context)
+{
+    owner *o = context;
+    o->calls++;
+    for (size_t i = 0; i < COUNT; i++) {
+        memset(o->state->data[i], 0xEE, 2 * o->state->bytes[i]);
+    }
+}
+
+/* Write with a budget, the arrays being overwritten at the first moment that is allowed:
+ * the checksums in the index are those of the bytes of before. */
+static void write_with(size_t budget, uint64_t pack_below, const char *generation)
+{
+    state s;
+    mls_status st;
+    mls_staged staged;
+    mls_shards_written written, expected;
+    make_state(&s);
+    mls_shard_job job = job_of(s.items, COUNT, "a123456789abcdef", NULL);
+    job.pack_below = pack_below;
+    mls_index good = write_all(&job, &expected);
+    unsigned char *memory = malloc(budget + 1);
+    const mls_staging to = {
+        .memory = memory, .bytes = budget, .kernels = kernels, .pool = four_threads};
+    CHECK(mls_stage(&to, s.items, COUNT, &staged, &st) == MLS_OK);
+    owner o = {.state = &s};
+    job.generation = generation;
+    job.freed = spoil;
+    job.freed_context = &o;
+    mls_index index = write_all(&job, &written);
+    CHECK(o.calls == 1 && index.shard_count == COUNT);
+    for (size_t i = 0; i < index.shard_count && i < good.shard_count; i++) {
+        CHECK(index.shards[i].crc == good.shards[i].crc);
+    }
+    mls_index_fini(&index);
+    mls_index_fini(&good);
+    free(memory);
+    free_state(&s);
+    for (size_t i = 0; i < 3; i++) {
+        (void)files_in(pool_folders[i], true);
+    }
+}
+
+static void arrays_may_be_overwritten_when_that_is_told(void)
+{
+    write_with(0, 256 << 10, generations[0]);
+    write_with(6000, 256 << 10, generations[1]); /* one segment of both kinds */
+    write_with(6000, 0, generations[2]);
+    write_with(8 * MIB, 0, generations[3]);
+}
+
+/* A write that fails first never says so. */
+static void a_write_that_failed_before_tells_nothing(void)
+{
+    state s;
+    mls_status st;
+    mls_shards_written written;
+    make_state(&s);
+    owner o = {.state = &s};
+    watcher w = {0};
+    atomic_store(&w.allowed, 1);
+    const mls_progress progress = {.report = watch, .context = &w};
+    mls_shard_job job = job_of(s.items, COUNT, generations[0], NULL);
+    job.progress = &progress;
+    job.freed = spoil;
+    job.freed_context = &o;
+    CHECK(mls_shards_write(&job, &written, &st) == MLS_E_STOPPED && o.calls == 0);
+    CHECK(pool_files() == 0);
+    free_state(&s);
+}
+
+int main(void)
+{
+    static const test_case tests[] = {
+        TEST(a_budget_of_all_holds_all),
+        TEST(small_items_come_first),
+        TEST(little_is_left_out),
+        TEST(what_a_save_takes_besides_is_known_before),
+        TEST(what_is_staged_already_stays),
+        TEST(copies_of_the_caller_are_noted_by_their_address),
+        TEST(what_is_needed_is_the_part_and_a_bad_one_is_named),
+        TEST(touching_clears_just_that),
+        TEST(arrays_may_be_overwritten_when_that_is_told),
+        TEST(a_write_that_failed_before_tells_nothing),
+    };
+    return run_in_pool(__FILE__, tests, sizeof tests / sizeof tests[0]);
+}
+
+#endif

@@ -1,0 +1,644 @@
+/* What becomes smaller by coding is coded, with a toy of a codec; what does not is stored
+ * as it is; and whatever goes wrong leaves nothing behind. */
+#include "support/runner.h"
+
+#if defined(_WIN32)
+int main(void)
+{
+    return 0;
+}
+#else
+
+#    include "checkpoint/write/write_plan.h"
+#    include "support/shards.h"
+#    include "support/toy_codec.h"
+
+enum {
+    MIB = 1 << 20,
+    ROWS = 20000,
+    COLUMNS = 64, /* float32: rows of 256 bytes */
+    ROW_BYTES = 4 * COLUMNS,
+    BYTES = ROWS * ROW_BYTES /* 4.9 MiB */
+};
+
+static const size_t matrix[] = {ROWS, COLUMNS};
+
+/* One tensor of ROWS x COLUMNS float32, and what is known of it. */
+typedef struct table {
+    toy codec;
+    unsigned char *data; /* BYTES */
+    mls_shard_item item;
+    mls_index index; /* as committed last */
+    mls_shards_written written;
+    size_t saves;
+} table;
+
+static void begin(table *t)
+{
+    *t = (table){.data = malloc(BYTES)};
+    toy_begin(&t->codec);
+    t->item = item_of("w", "m", MLS_F32, 2, matrix, t->data);
+    for (size_t i = 0; t->data != NULL && i < BYTES; i++) {
+        t->data[i] = (unsigned char)(i / 4096); /* runs */
+    }
+}
+
+static void empty_pool(void)
+{
+    for (size_t i = 0; i < 3; i++) {
+        (void)files_in(pool_folders[i], true);
+    }
+}
+
+static void drop(table *t)
+{
+    mls_index_fini(&t->index);
+    empty_pool();
+    free(t->data);
+}
+
+/* Noise in some of the bytes. */
+static void fill_noise(unsigned char *to, size_t bytes)
+{
+    unsigned char *random = noise(bytes);
+    if (random != NULL) {
+        memcpy(to, random, bytes);
+    }
+    free(random);
+}
+
+static mls_shard_job next_job(table *t, char generation[MLS_GENERATION_DIGITS + 1])
+{
+    snprintf(generation, MLS_GENERATION_DIGITS + 1, "%016zx", ++t->saves);
+    mls_shard_job job =
+        job_of(&t->item, 1, generation, t->index.shard_count == 0 ? NULL : &t->index);
+    job.pack_below = 1000;
+    job.compress = true;
+    job.codec = MLS_ZSTD;
+    job.codecs = &t->codec.codecs;
+    return job;
+}
+
+/* Save; the next time what is there now is what was before. */
+static const mls_index_shard *save(table *t, bool compress, bool sparse, bool incremental)
+{
+    char generation[MLS_GENERATION_DIGITS + 1];
+    mls_shard_job job = next_job(t, generation);
+    job.compress = compress;
+    job.sparse = sparse;
+    job.incremental = incremental;
+    mls_index after = write_all(&job, &t->written);
+    mls_index_fini(&t->index);
+    t->index = after;
+    return after.shard_count == 1 ? &t->index.shards[0] : NULL;
+}
+
+static bool is_stored(const table *t)
+{
+    return reads_back(&t->index, &t->item, t->data, &t->codec.codecs);
+}
+
+static const mls_layer *layer_of(const mls_index_shard *shard, size_t number)
+{
+    return shard == NULL || shard->layers == NULL || number >= shard->layers->count
+               ? NULL
+               : &shard->layers->list[number];
+}
+
+/* ---- what pays ---- */
+
+static void what_gets_smaller_is_coded(void)
+{
+    table t;
+    begin(&t);
+    REQUIRE(t.data != NULL);
+    const mls_index_shard *shard = save(&t, true, false, false);
+    const mls_layer *layer = layer_of(shard, 0);
+    REQUIRE(layer != NULL && layer->frames != NULL && shard->layers->count == 1);
+    CHECK(layer->row == 0 && layer->frames->codec == MLS_ZSTD &&
+          layer->frames->item == 4);
+    CHECK(layer->frames->bytes == BYTES && layer->bytes <= BYTES / 4 &&
+          layer->offset == 4096);
+    CHECK(shard->bytes == BYTES && shard->version == 1 && !mls_index_is_sparse(shard));
+    CHECK(t.written.new_bytes == layer->bytes && t.written.data_bytes == BYTES);
+    CHECK(t.written.new_shards == 1 && t.written.new_files == 1 &&
+          t.index.file_count == 1);
+    CHECK(t.index.files[0].bytes == 4096 + layer->bytes);
+    CHECK(mls_index_stored_bytes(shard) == layer->bytes && is_stored(&t));
+    /* to other readers of its file it is a row of bytes */
+    size_t length;
+    char *file = (char *)read_pool_file(t.index.files[0].path, &length);
+    REQUIRE(file != NULL && length > 4096);
+    file[4095] = '\0';
+    CHECK(strstr(file + 8, "\"dtype\":\"U8\"") != NULL);
+    CHECK(strstr(file + 8, "\\\"codec\\\":\\\"zstd\\\",\\\"frames\\\":\\\"") != NULL);
+    mls_free(file);
+    drop(&t);
+}
+
+static void what_does_not_pay_is_stored_as_it_is(void)
+{
+    table t;
+    begin(&t);
+    REQUIRE(t.data != NULL);
+    fill_noise(t.data, BYTES);
+    const mls_index_shard *shard = save(&t, true, false, false);
+    REQUIRE(shard != NULL && shard->layers == NULL);
+    CHECK(t.written.new_bytes == BYTES && is_stored(&t));
+    CHECK(atomic_load(&t.codec.encoded) == 3); /* samples, and no more */
+    drop(&t);
+}
+
+/* The first, middle and last 128 KiB, which are looked at, are not like the rest. */
+static void fill_behind_samples(table *t)
+{
+    const size_t half = BYTES / 2, room = 100 << 10;
+    fill_noise(t->data + 2 * room, half - 4 * room);
+    fill_noise(t->data + half + 2 * room, half - 4 * room);
+}
+
+static void samples_may_promise_too_much(void)
+{
+    watcher w = {.allowed = 1 << 30};
+    const mls_progress progress = {watch, &w};
+    char generation[MLS_GENERATION_DIGITS + 1];
+    table t;
+    begin(&t);
+    REQUIRE(t.data != NULL);
+    fill_behind_samples(&t);
+    mls_shard_job job = next_job(&t, generation);
+    job.progress = &progress;
+    t.index = write_all(&job, &t.written);
+    REQUIRE(t.index.shard_count == 1 && t.index.shards[0].layers == NULL);
+    CHECK(t.written.new_bytes == BYTES && t.written.new_files == 1 && is_stored(&t));
+    CHECK(t.index.file_count == 1 && t.index.shards[0].file == 0);
+    CHECK(atomic_load(&t.codec.encoded) > 3); /* it was tried, */
+    CHECK(atomic_load(&w.bytes) == BYTES);    /* and is reported once */
+    drop(&t);
+}
+
+/* The same of a layer of rows: what is left out stays left out. */
+static void rows_that_do_not_get_smaller_are_a_plain_layer(void)
+{
+    table t;
+    begin(&t);
+    REQUIRE(t.data != NULL);
+    memset(t.data, 0x77, BYTES);
+    const size_t held = ROWS / 4 * ROW_BYTES;    /* 1.2 MiB */
+    fill_noise(t.data + (150 << 10), 380 << 10); /* between the samples */
+    fill_noise(t.data + (720 << 10), 360 << 10);
+    memset(t.data + held, 0, BYTES - held);
+    const mls_index_shard *shard = save(&t, true, true, false);
+    const mls_layer *layer = layer_of(shard, 0);
+    REQUIRE(layer != NULL && shard->layers->count == 1);
+    CHECK(atomic_load(&t.codec.encoded) > 3);
+    CHECK(layer->frames == NULL && layer->row == COLUMNS && layer->bytes == held);
+    CHECK(t.written.new_bytes == held && is_stored(&t) && mls_index_is_sparse(shard));
+    drop(&t);
+}
+
+static void rows_that_hold_anything_are_coded(void)
+{
+    table t;
+    begin(&t);
+    REQUIRE(t.data != NULL);
+    for (size_t i = 0; i < ROWS; i++) {
+        memset(t.data + i * ROW_BYTES, i % 7 < 4 ? 0 : (int)(1 + i % 250), ROW_BYTES);
+    }
+    const mls_index_shard *shard = save(&t, true, true, false);
+    const mls_layer *layer = layer_of(shard, 0);
+    REQUIRE(layer != NULL && layer->frames != NULL && shard->layers->count == 1);
+    const size_t held = (ROWS / 7 * 3 + (ROWS % 7 > 4 ? ROWS % 7 - 4 : 0)) * ROW_BYTES;
+    CHECK(layer->row == COLUMNS && layer->frames->bytes == held &&
+          layer->bytes < held / 4);
+    CHECK(mls_index_is_sparse(shard) && is_stored(&t));
+    drop(&t);
+}
+
+/* Sizes on both sides of every limit. */
+static void small_shards_are_left_alone(void)
+{
+    static const size_t sizes[] = {
+        (16 << 10) - 1,  16 << 10, (16 << 10) + 1, 3 * (128 << 10) - 1,
+        3 * (128 << 10), MIB,      MIB + 1};
+    enum { COUNT = sizeof sizes / sizeof sizes[0] };
+    static const char *const names[COUNT] = {"a", "b", "c", "d", "e", "f", "g"};
+    unsigned char *data = malloc(2 * MIB);
+    mls_shard_item items[COUNT];
+    mls_shards_written written;
+    toy codec;
+    REQUIRE(data != NULL);
+    toy_begin(&codec);
+    memset(data, 5, 2 * MIB);
+    for (size_t below = 0; below <= MIB; below += MIB) {
+        for (size_t i = 0; i < COUNT; i++) {
+            items[i] = item_of(names[i], NULL, MLS_U8, 1, &sizes[i], data);
+        }
+        mls_shard_job job = job_of(items, COUNT, generations[0], NULL);
+        job.pack_below = below;
+        job.compress = true;
+        job.codecs = &codec.codecs;
+        mls_index index = write_all(&job, &written);
+        REQUIRE(index.shard_count == COUNT);
+        for (size_t i = 0; i < COUNT; i++) {
+            const bool coded = sizes[i] >= (below > 0 ? below : 16 << 10);
+            const mls_layer *layer = layer_of(&index.shards[i], 0);
+            CHECK(coded ? layer != NULL && layer->frames != NULL : layer == NULL);
+            CHECK(layer == NULL || layer->frames->codec == MLS_ZLIB);
+            CHECK(reads_back(&index, &items[i], data, &codec.codecs));
+        }
+        mls_index_fini(&index);
+        empty_pool();
+    }
+    free(data);
+}
+
+/* Elements of all lengths, and memory that is not packed. */
+static void memory_of_any_kind(void)
+{
+    static const mls_dtype dtypes[] = {MLS_U8, MLS_I16, MLS_F32, MLS_F64};
+    static const size_t turned[] = {300, 700}, shape[] = {700, 300};
+    unsigned char *data = malloc(700 * 300 * 16), *other = malloc(700 * 300 * 16);
+    mls_status st;
+    toy codec;
+    REQUIRE(data != NULL && other != NULL);
+    toy_begin(&codec);
+    for (size_t d = 0; d < sizeof dtypes / sizeof dtypes[0]; d++) {
+        const size_t item = mls_dtype_of(dtypes[d])->item_bytes;
+        mls_tensor view;
+        mls_shards_written written;
+        for (size_t i = 0; i < 700 * 300 * item; i++) {
+            data[i] = (unsigned char)(i % item == 0 ? i / item / 300 : 3);
+        }
+        for (size_t i = 0; i < 700 * 300; i++) {
+            memcpy(other + (i % 300 * 700 + i / 300) * item, data + i * item, item);
+        }
+        REQUIRE(mls_tensor_init(&view, other, dtypes[d], 2, turned, &st) == MLS_OK);
+        mls_tensor transposed = view;
+        for (int i = 0; i < 2; i++) {
+            transposed.shape[i] = view.shape[1 - i];
+            transposed.strides[i] = view.strides[1 - i];
+        }
+        for (int strided = 0; strided < 2; strided++) {
+            mls_shard_item whole = item_of("w", NULL, dtypes[d], 2, shape, data);
+            whole.data = strided ? NULL : data;
+            whole.strided = strided ? &transposed : NULL;
+            mls_shard_job job = job_of(&whole, 1, generations[strided], NULL);
+            job.pack_below = 0;
+            job.compress = true;
+            job.codecs = &codec.codecs;
+            mls_index index = write_all(&job, &written);
+            const mls_layer *layer = layer_of(index.shards, 0);
+            REQUIRE(layer != NULL && layer->frames != NULL &&
+                    layer->frames->item == item);
+            CHECK(written.new_bytes < 700 * 300 * item / 10);
+            CHECK(reads_back(&index, &whole, data, &codec.codecs));
+            mls_index_fini(&index);
+        }
+        empty_pool();
+    }
+    free(data);
+    free(other);
+}
+
+/* ---- again ---- */
+
+static void what_did_not_change_stays_coded(void)
+{
+    table t;
+    begin(&t);
+    REQUIRE(t.data != NULL);
+    (void)save(&t, true, false, false);
+    const int encoded = atomic_load(&t.codec.encoded);
+    for (int compress = 0; compress < 2; compress++) {
+        const mls_index_shard *shard = save(&t, compress, false, false);
+        const mls_layer *layer = layer_of(shard, 0);
+        REQUIRE(layer != NULL && layer->frames != NULL);
+        CHECK(shard->version == 1 && t.written.new_bytes == 0 && is_stored(&t));
+        CHECK(atomic_load(&t.codec.encoded) == encoded);
+    }
+    /* one bit, in the last element */
+    t.data[BYTES - 1] ^= 1;
+    const mls_index_shard *shard = save(&t, false, false, false);
+    REQUIRE(shard != NULL && shard->layers == NULL);
+    CHECK(shard->version == 2 && t.written.new_bytes == BYTES && is_stored(&t));
+    shard = save(&t, true, false, false); /* nothing changed: plain is what it stays */
+    CHECK(shard != NULL && shard->layers == NULL && t.written.new_bytes == 0);
+    drop(&t);
+}
+
+static void rows_that_changed_lie_over_what_is_coded(void)
+{
+    table t;
+    begin(&t);
+    REQUIRE(t.data != NULL);
+    (void)save(&t, true, false, true);
+    memset(t.data + 300 * ROW_BYTES, 0x11, 300 * ROW_BYTES); /* coded in its turn, */
+    const mls_index_shard *shard = save(&t, true, false, true);
+    REQUIRE(layer_of(shard, 1) != NULL && shard->layers->count == 2);
+    CHECK(layer_of(shard, 0)->frames != NULL && layer_of(shard, 1)->frames != NULL);
+    CHECK(layer_of(shard, 1)->frames->bytes == 300 * ROW_BYTES && is_stored(&t));
+    CHECK(t.written.new_bytes == layer_of(shard, 1)->bytes && shard->version == 2);
+    fill_noise(t.data + 5000 * ROW_BYTES, 200 * ROW_BYTES); /* which would not pay, */
+    shard = save(&t, true, false, true);
+    REQUIRE(layer_of(shard, 2) != NULL && shard->layers->count == 3);
+    CHECK(layer_of(shard, 2)->frames == NULL && is_stored(&t));
+    CHECK(t.written.new_bytes == 200 * ROW_BYTES);
+    memset(t.data + (ROWS - 90) * ROW_BYTES, 0x22, 90 * ROW_BYTES); /* nobody asks */
+    shard = save(&t, false, false, true);
+    REQUIRE(layer_of(shard, 3) != NULL && shard->layers->count == 4);
+    CHECK(layer_of(shard, 0)->frames != NULL && layer_of(shard, 3)->frames == NULL);
+    CHECK(is_stored(&t));
+    shard = save(&t, true, true, true); /* nothing changed */
+    REQUIRE(layer_of(shard, 3) != NULL);
+    CHECK(t.written.new_bytes == 0 && shard->version == 4 && is_stored(&t));
+    drop(&t);
+}
+
+/* A codec is nothing that a state is tied to. */
+static void codecs_may_change_between_saves(void)
+{
+    table t;
+    begin(&t);
+    REQUIRE(t.data != NULL);
+    (void)save(&t, true, false, false);
+    memset(t.data, 0x33, 100 * ROW_BYTES);
+    char generation[MLS_GENERATION_DIGITS + 1];
+    mls_shard_job job = next_job(&t, generation);
+    job.codec = MLS_ZLIB;
+    job.incremental = true;
+    mls_index after = write_all(&job, &t.written);
+    mls_index_fini(&t.index);
+    t.index = after;
+    REQUIRE(t.index.shard_count == 1 && layer_of(t.index.shards, 1) != NULL);
+    CHECK(layer_of(t.index.shards, 0)->frames->codec == MLS_ZSTD);
+    CHECK(layer_of(t.index.shards, 1)->frames->codec == MLS_ZLIB && is_stored(&t));
+    drop(&t);
+}
+
+static void without_codecs_what_was_coded_is_written_again(void)
+{
+    table t;
+    begin(&t);
+    REQUIRE(t.data != NULL);
+    (void)save(&t, true, false, false);
+    for (int incremental = 0; incremental < 2; incremental++) {
+        char generation[MLS_GENERATION_DIGITS + 1];
+        mls_shard_job job = next_job(&t, generation);
+        job.compress = false;
+        job.codecs = NULL;
+        job.incremental = incremental != 0;
+        mls_index after = write_all(&job, &t.written);
+        REQUIRE(after.shard_count == 1);
+        CHECK(after.shards[0].layers == NULL && t.written.new_bytes == BYTES);
+        CHECK(reads_back(&after, &t.item, t.data, NULL));
+        mls_index_fini(&after);
+    }
+    /* whose version is the caller's is not even looked into */
+    t.item.version = 1;
+    char generation[MLS_GENERATION_DIGITS + 1];
+    mls_shard_job job = next_job(&t, generation);
+    job.codecs = NULL;
+    job.compress = false;
+    mls_index after = write_all(&job, &t.written);
+    CHECK(t.written.new_bytes == 0 && layer_of(after.shards, 0) != NULL);
+    mls_index_fini(&after);
+    drop(&t);
+}
+
+static void nothing_is_laid_over_what_is_damaged(void)
+{
+    for (int how = 0; how < 3; how++) {
+        table t;
+        begin(&t);
+        REQUIRE(t.data != NULL);
+        fill_noise(t.data + MIB, MIB); /* a frame that is stored as it was */
+        const mls_index_shard *shard = save(&t, true, false, false);
+        const mls_layer *layer = layer_of(shard, 0);
+        REQUIRE(layer != NULL && layer->frames != NULL);
+        const char *path = t.index.files[layer->file].path;
+        if (how == 0) { /* a byte of a row that changes anyway */
+            const uint64_t at = layer->offset + layer->frames->ends[0] + 700 * ROW_BYTES;
+            CHECK(flip(path, at, 1));
+            memset(t.data + MIB + 690 * ROW_BYTES, 0x44, 20 * ROW_BYTES);
+        } else if (how == 1) {
+            CHECK(set_length(path, layer->offset + layer->bytes - 1));
+        } else {
+            CHECK(unlinkat(pool_fd, path, 0) == 0);
+        }
+        shard = save(&t, false, false, true);
+        REQUIRE(shard != NULL);
+        CHECK(shard->layers == NULL && t.written.new_bytes == BYTES && is_stored(&t));
+        drop(&t);
+    }
+}
+
+/* ---- failures ---- */
+
+static const mls_code codes[] = {MLS_E_FORMAT, MLS_E_MEMORY, MLS_E_VALUE, MLS_E_STOPPED};
+
+/* The first sample, the last one, the first frame, the last one. */
+static void errors_of_codecs_end_the_save(void)
+{
+    static const int calls[] = {1, 3, 4, 8};
+    table t;
+    begin(&t);
+    REQUIRE(t.data != NULL);
+    for (size_t i = 0; i < 16; i++) {
+        char generation[MLS_GENERATION_DIGITS + 1];
+        mls_status st;
+        const mls_shard_job job = next_job(&t, generation);
+        toy_begin(&t.codec);
+        t.codec.failure = codes[i % 4];
+        t.codec.encode_fails_at = calls[i / 4];
+        t.written.shard_count = 77;
+        CHECK(mls_shards_write(&job, &t.written, &st) == codes[i % 4]);
+        CHECK_TEXT(st.text, "zstd is broken");
+        CHECK_TEXT(st.name, "w.m");
+        CHECK(pool_files() == 0 && t.written.shard_count == 77);
+        CHECK(atomic_load(&t.codec.encoded) == calls[i / 4]);
+    }
+    toy_begin(&t.codec);
+    CHECK(save(&t, true, false, false) != NULL && is_stored(&t)); /* all 8 calls */
+    CHECK(atomic_load(&t.codec.encoded) == 8);
+    drop(&t);
+}
+
+/* What a codec says of stored bytes makes them changed ones; but being stopped, and
+ * having no memory, is nothing that is said of them. */
+static void errors_while_comparing(void)
+{
+    for (size_t i = 0; i < 8; i++) {
+        const bool ends = codes[i % 4] == MLS_E_MEMORY || codes[i % 4] == MLS_E_STOPPED;
+        char generation[MLS_GENERATION_DIGITS + 1];
+        mls_status st;
+        table t;
+        begin(&t);
+        REQUIRE(t.data != NULL);
+        (void)save(&t, true, false, false);
+        mls_shard_job job = next_job(&t, generation);
+        job.incremental = i / 4 == 1;
+        t.codec.failure = codes[i % 4];
+        t.codec.decode_fails_at = 2;
+        const mls_code code = mls_shards_write(&job, &t.written, &st);
+        t.codec.decode_fails_at = 0;
+        CHECK(code == (ends ? codes[i % 4] : MLS_OK));
+        CHECK(pool_files() == (ends ? 2 : 4));
+        if (code == MLS_OK) {
+            mls_index after = read_index(t.written.path);
+            CHECK(after.shard_count == 1 && after.shards[0].version == 2);
+            CHECK(reads_back(&after, &t.item, t.data, &t.codec.codecs));
+            mls_index_fini(&after);
+        }
+        CHECK(is_stored(&t)); /* what was there before */
+        drop(&t);
+    }
+}
+
+static void errors_while_reading(void)
+{
+    const mls_layout whole = {0};
+    const mls_index *indexes[1];
+    unsigned char *got = malloc(BYTES);
+    mls_catalog catalog;
+    mls_stored_shard stored[1];
+    mls_part parts[1];
+    mls_piece pieces[1];
+    mls_part to;
+    mls_status st;
+    size_t count = 0, failed;
+    table t;
+    begin(&t);
+    REQUIRE(t.data != NULL && got != NULL);
+    REQUIRE(save(&t, true, false, false) != NULL);
+    indexes[0] = &t.index;
+    REQUIRE(mls_catalog_init(&catalog, indexes, 1, &st) == MLS_OK);
+    REQUIRE(mls_layout_part(&whole, 2, matrix, 0, &to, &st) == MLS_OK);
+    REQUIRE(mls_catalog_pieces(&catalog, &catalog.tensors[0], &to, got,
+                               &(mls_piece_room){stored, parts, pieces}, &count,
+                               &st) == MLS_OK);
+    for (size_t i = 0; i < 8; i++) {
+        toy_begin(&t.codec);
+        t.codec.failure = codes[i % 4];
+        t.codec.decode_fails_at = i / 4 == 0 ? 1 : 4;
+        failed = 77;
+        CHECK(mls_shards_read(&(mls_read_request){.folder = pool_fd,
+                                                  .pieces = pieces,
+                                                  .count = count,
+                                                  .crc = crc,
+                                                  .codecs = &t.codec.codecs,
+                                                  .pool = four_threads},
+                              &failed, &st) == codes[i % 4]);
+        CHECK(failed == 0);
+        CHECK_TEXT(st.name, "w");
+        CHECK(st.has_offset == (codes[i % 4] == MLS_E_FORMAT));
+        CHECK(strstr(st.text, "tensor 'w', file 'optim_state/") == st.text);
+        CHECK(codes[i % 4] == MLS_E_STOPPED || strstr(st.text, "zstd is broken") != NULL);
+    }
+    CHECK(mls_shards_read(&(mls_read_request){.folder = pool_fd,
+                                              .pieces = pieces,
+                                              .count = count,
+                                              .crc = crc,
+                                              .pool = four_threads},
+                          &failed, &st) == MLS_E_VALUE);
+    CHECK(strstr(st.text, "nothing here decodes zstd") != NULL);
+    mls_catalog_fini(&catalog);
+    free(got);
+    drop(&t);
+}
+
+static void progress_stops_the_coding(void)
+{
+    table t;
+    begin(&t);
+    REQUIRE(t.data != NULL);
+    for (int allowed = 0; allowed < 8; allowed++) {
+        watcher w = {.allowed = allowed};
+        const mls_progress progress = {watch, &w};
+        char generation[MLS_GENERATION_DIGITS + 1];
+        mls_status st;
+        mls_shard_job job = next_job(&t, generation);
+        job.progress = &progress;
+        const mls_code code = mls_shards_write(&job, &t.written, &st);
+        CHECK(code == (allowed > 5 ? MLS_OK : MLS_E_STOPPED)); /* of five frames each */
+        CHECK(allowed < 6 || atomic_load(&w.bytes) == BYTES);
+        CHECK(pool_files() == (allowed > 5 ? 2 : 0));
+        empty_pool();
+    }
+    drop(&t);
+}
+
+/* ---- many ---- */
+
+enum { MANY = 40 };
+
+/* By as many threads as there are the same files, byte for byte, as by one. */
+static void threads_do_not_matter(void)
+{
+    static char names[MANY][8];
+    static size_t sizes[MANY];
+    unsigned char *data = malloc(3 * MIB);
+    mls_shard_item items[MANY];
+    uint32_t sums[2] = {0};
+    REQUIRE(data != NULL);
+    fill_noise(data, 3 * MIB);
+    memset(data, 9, 2 * MIB);
+    for (size_t i = 0; i < MANY; i++) {
+        snprintf(names[i], sizeof names[i], "%02zu", i);
+        sizes[i] = (100 << 10) + 7000 * i + (i % 8 == 0 ? MIB : 0);
+        items[i] = item_of(names[i], i % 2 ? "m" : NULL, MLS_U8, 1, &sizes[i],
+                           data + i * 70000 % (2 * MIB - 200000));
+    }
+    for (size_t turn = 0; turn < 2; turn++) {
+        toy codec;
+        mls_shards_written written;
+        toy_begin(&codec);
+        mls_shard_job job = job_of(items, MANY, generations[0], NULL);
+        job.pack_below = 128 << 10;
+        job.compress = true;
+        job.codecs = &codec.codecs;
+        job.pool = turn == 0 ? four_threads : NULL;
+        mls_index index = write_all(&job, &written);
+        REQUIRE(index.shard_count == MANY);
+        size_t coded = 0;
+        for (size_t i = 0; i < MANY; i++) {
+            const mls_layer *layer = layer_of(&index.shards[i], 0);
+            coded += layer != NULL && layer->frames != NULL;
+        }
+        CHECK(coded > MANY / 2 && coded < MANY);
+        for (size_t i = 0; i < MANY; i++) {
+            CHECK(reads_back(&index, &items[i], items[i].data, &codec.codecs));
+        }
+        sums[turn] = written.crc; /* of the index, which has all checksums */
+        mls_index_fini(&index);
+        empty_pool();
+    }
+    CHECK(sums[0] == sums[1]);
+    free(data);
+}
+
+int main(void)
+{
+    static const test_case tests[] = {
+        TEST(what_gets_smaller_is_coded),
+        TEST(what_does_not_pay_is_stored_as_it_is),
+        TEST(samples_may_promise_too_much),
+        TEST(rows_that_do_not_get_smaller_are_a_plain_layer),
+        TEST(rows_that_hold_anything_are_coded),
+        TEST(small_shards_are_left_alone),
+        TEST(memory_of_any_kind),
+        TEST(what_did_not_change_stays_coded),
+        TEST(rows_that_changed_lie_over_what_is_coded),
+        TEST(codecs_may_change_between_saves),
+        TEST(without_codecs_what_was_coded_is_written_again),
+        TEST(nothing_is_laid_over_what_is_damaged),
+        TEST(errors_of_codecs_end_the_save),
+        TEST(errors_while_comparing),
+        TEST(errors_while_reading),
+        TEST(progress_stops_the_coding),
+        TEST(threads_do_not_matter),
+    };
+    return run_in_pool(__FILE__, tests, sizeof tests / sizeof tests[0]);
+}
+
+#endif

@@ -1,0 +1,642 @@
+/* Which shards are written, into which files, and what stays where it is. */
+#include "support/runner.h"
+
+#if defined(_WIN32)
+int main(void)
+{
+    return 0;
+}
+#else
+
+#    include "io/safe_filename.h"
+#    include "checkpoint/write/write_plan.h"
+#    include "support/shards.h"
+
+enum { MIB = 1 << 20 };
+
+static const size_t five[] = {5}, matrix[] = {6, 4}, square[] = {4, 4};
+
+/* A plan with everything in its place and all files laid out; `same` says which shards
+ * did not change, as comparing would.  NULL: none. */
+static mls_shard_plan place(const mls_shard_job *job, const bool *same)
+{
+    mls_shard_plan plan = {0};
+    mls_status st;
+    mls_code code = mls_shard_plan_init(&plan, job, &st);
+    for (size_t i = 0; code == MLS_OK && same != NULL && i < job->count; i++) {
+        plan.planned[i].same = same[i];
+    }
+    if (code == MLS_OK && (code = mls_shard_plan_keep(&plan, &st)) == MLS_OK) {
+        code = mls_shard_plan_place(&plan, &st);
+    }
+    for (size_t i = 0; code == MLS_OK && i < plan.file_count; i++) {
+        code = mls_shard_plan_lay_out(&plan, &plan.files[i], &st);
+    }
+    if (code != MLS_OK) {
+        printf("    %s\n", st.text);
+    }
+    CHECK(code == MLS_OK);
+    return plan;
+}
+
+/* The path of the file that shard `i` goes into. */
+static const char *path_of(const mls_shard_plan *plan, size_t i)
+{
+    return plan->index.files[plan->index.shards[i].file].path;
+}
+
+/* ---- order ---- */
+
+static void items_come_in_the_order_of_an_index(void)
+{
+    static const char *const keys[] = {"B", "a", "a", "a.b", "a.m", "a.v", "a.b.m"};
+    mls_shard_item items[7];
+    mls_shard_plan plan;
+    mls_status st;
+    items[0] = item_of("a.b", "m", MLS_F32, 1, five, NULL);
+    items[1] = item_of("a", "v", MLS_F32, 1, five, NULL);
+    items[2] = item_of("a.b", NULL, MLS_F32, 1, five, NULL);
+    items[3] = part_of(item_of("a", NULL, MLS_F32, 1, five, NULL), 0, 2, 1);
+    items[4] = item_of("a", "m", MLS_F32, 1, five, NULL);
+    items[5] = part_of(item_of("a", NULL, MLS_F32, 1, five, NULL), 0, 2, 0);
+    items[6] = item_of("B", NULL, MLS_F32, 1, five, NULL);
+    const mls_shard_job job = job_of(items, 7, generations[0], NULL);
+    REQUIRE(mls_shard_plan_init(&plan, &job, &st) == MLS_OK);
+    CHECK(plan.index.shard_count == 7 && plan.index.world_size == 1);
+    CHECK_TEXT(plan.index.generation, generations[0]);
+    for (size_t i = 0; i < 7; i++) {
+        CHECK(mls_text_is(plan.planned[i].key, keys[i]));
+        CHECK(i == 0 ||
+              mls_index_compare(&plan.index.shards[i - 1], &plan.index.shards[i]) < 0);
+    }
+    CHECK(plan.planned[1].item == &items[5] && plan.planned[2].item == &items[3]);
+    mls_shard_plan_fini(&plan);
+    CHECK(plan.planned == NULL && plan.files == NULL && plan.index.shards == NULL);
+}
+
+static void parts_have_their_own_shape_in_a_file(void)
+{
+    const mls_shard_item whole = item_of("w", NULL, MLS_F32, 2, matrix, NULL);
+    mls_shard_item items[5] = {
+        part_of(whole, 0, 4, 0), part_of(whole, 0, 4, 2), part_of(whole, 0, 4, 3),
+        item_of("x", NULL, MLS_F64, 0, NULL, NULL),
+        part_of(item_of("y", NULL, MLS_F32, 2, matrix, NULL), MLS_LAYOUT_FLAT, 5, 4)};
+    static const int ranks[] = {2, 2, 2, 0, 1};
+    static const size_t firsts[] = {2, 2, 0, 0, 4}, bytes[] = {32, 32, 0, 8, 16};
+    mls_shard_plan plan;
+    mls_status st;
+    const mls_shard_job job = job_of(items, 5, generations[0], NULL);
+    REQUIRE(mls_shard_plan_init(&plan, &job, &st) == MLS_OK);
+    for (size_t i = 0; i < 5; i++) {
+        CHECK(plan.planned[i].rank == ranks[i] && plan.index.shards[i].bytes == bytes[i]);
+        CHECK(ranks[i] == 0 || plan.planned[i].shape[0] == firsts[i]);
+    }
+    CHECK(plan.index.shards[4].shape == matrix); /* of the whole tensor */
+    mls_shard_plan_fini(&plan);
+}
+
+/* The code of a plan that must not come about; the tensor's name is told. */
+static mls_code refused(const mls_shard_item *items, size_t count, const char *name)
+{
+    mls_shard_plan plan;
+    mls_status st;
+    const mls_shard_job job = job_of(items, count, generations[0], NULL);
+    const mls_code code = mls_shard_plan_init(&plan, &job, &st);
+    CHECK(code != MLS_OK && plan.planned == NULL && plan.index.shards == NULL);
+    CHECK_TEXT(st.name, name);
+    if (code == MLS_OK) {
+        mls_shard_plan_fini(&plan);
+    }
+    return code;
+}
+
+static void a_part_that_comes_twice_is_refused(void)
+{
+    mls_shard_item items[3] = {
+        part_of(item_of("w", NULL, MLS_F32, 1, five, NULL), 0, 2, 1),
+        item_of("v", NULL, MLS_F32, 1, five, NULL),
+        part_of(item_of("w", NULL, MLS_F32, 1, five, NULL), 0, 2, 1)};
+    CHECK(refused(items, 3, "w") == MLS_E_VALUE);
+    items[2].id.section = MLS_OPTIM_STATE; /* something else of that name */
+    const mls_shard_job job = job_of(items, 3, generations[0], NULL);
+    mls_shard_plan plan;
+    mls_status st;
+    CHECK(mls_shard_plan_init(&plan, &job, &st) == MLS_OK);
+    mls_shard_plan_fini(&plan);
+}
+
+static void names_that_an_index_cannot_hold_are_refused(void)
+{
+    mls_shard_item item = item_of("a\xFF", NULL, MLS_F32, 1, five, NULL);
+    CHECK(refused(&item, 1, "a") == MLS_E_VALUE);
+    item = item_of("w", "\xFF", MLS_F32, 1, five, NULL);
+    CHECK(refused(&item, 1, "w") == MLS_E_VALUE);
+    item = item_of("w", "m.x", MLS_F32, 1, five, NULL);
+    CHECK(refused(&item, 1, "w") == MLS_E_VALUE);
+    item = item_of("group.lr", "", MLS_F32, 1, five, NULL);
+    item.id.has_state = false; /* would be taken for state "lr" of "group" */
+    CHECK(refused(&item, 1, "group.lr") == MLS_E_VALUE);
+}
+
+static void what_no_tensor_can_be_is_refused(void)
+{
+    const size_t huge[] = {SIZE_MAX / 2, 3}, many[17] = {0};
+    const mls_shard_item good = item_of("w", NULL, MLS_F32, 2, matrix, NULL);
+    mls_shard_item item = part_of(good, 2, 2, 0);
+    CHECK(refused(&item, 1, "w") == MLS_E_SHAPE);
+    item = part_of(good, 0, 2, 2);
+    CHECK(refused(&item, 1, "w") == MLS_E_VALUE);
+    item = part_of(good, 0, 0, 0);
+    CHECK(refused(&item, 1, "w") == MLS_E_VALUE);
+    item = part_of(good, MLS_LAYOUT_FLAT, 2, 0);
+    item.layout.count = 2;
+    item.layout.steps[1] = (mls_layout_step){0, 2};
+    CHECK(refused(&item, 1, "w") == MLS_E_VALUE);
+    item = part_of(good, 0, 1000000001, 0); /* its number would not fit a file's name */
+    CHECK(refused(&item, 1, "w") == MLS_E_SIZE);
+    item = item_of("w", NULL, MLS_F32, 2, huge, NULL);
+    CHECK(refused(&item, 1, "w") == MLS_E_SIZE);
+    item = item_of("w", NULL, MLS_F32, 17, many, NULL);
+    CHECK(refused(&item, 1, "w") == MLS_E_SHAPE);
+    item = item_of("w", NULL, MLS_F32, -1, many, NULL);
+    CHECK(refused(&item, 1, "w") == MLS_E_SHAPE);
+}
+
+static void no_items_are_a_plan_of_nothing(void)
+{
+    const mls_shard_job job = job_of(NULL, 0, generations[0], NULL);
+    mls_shard_plan plan = place(&job, NULL);
+    CHECK(plan.index.shard_count == 0 && plan.file_count == 0);
+    CHECK(plan.index.file_count == 0);
+    mls_shard_plan_fini(&plan);
+    mls_shard_plan_fini(&plan); /* zeroed */
+}
+
+static void axes_of_states_are_recorded_where_they_differ(void)
+{
+    const size_t rows[] = {6}, fours[] = {4}, narrow[] = {6, 1};
+    mls_shard_item items[] = {item_of("a", NULL, MLS_F32, 2, square, NULL),
+                              item_of("a", "col", MLS_F32, 1, fours, NULL),
+                              item_of("a", "row", MLS_F32, 1, fours, NULL),
+                              item_of("b", NULL, MLS_F32, 2, matrix, NULL),
+                              item_of("b", "m", MLS_F32, 2, matrix, NULL),
+                              item_of("b", "narrow", MLS_F32, 2, narrow, NULL),
+                              item_of("b", "r", MLS_F32, 1, rows, NULL),
+                              item_of("b", "step", MLS_F32, 0, NULL, NULL),
+                              item_of("c", "row", MLS_F32, 1, rows, NULL),
+                              item_of("lr", "", MLS_F32, 1, rows, NULL)};
+    items[9].id.has_state = false;
+    const signed char given[] = {1};
+    mls_shard_item elsewhere = item_of("d", "col", MLS_F32, 1, fours, NULL);
+    elsewhere.axes = given; /* another rank stores its parameter */
+    items[8] = elsewhere;
+    const mls_shard_job job = job_of(items, 10, generations[0], NULL);
+    mls_shard_plan plan = place(&job, NULL);
+    const mls_index_shard *shards = plan.index.shards; /* params a and b come first */
+    CHECK(shards[0].axes == NULL && shards[1].axes == NULL);
+    REQUIRE(shards[2].axes && shards[3].axes && shards[5].axes && shards[6].axes);
+    CHECK(shards[2].axes[0] == 1 && shards[3].axes[0] == 0);
+    CHECK(shards[4].axes == NULL && shards[7].axes == NULL);
+    CHECK(shards[5].axes[0] == 0 && shards[5].axes[1] == MLS_NO_AXIS);
+    CHECK(shards[6].axes[0] == 0);
+    CHECK(shards[8].axes == given && shards[9].axes == NULL);
+    mls_shard_plan_fini(&plan);
+}
+
+/* ---- files ---- */
+
+static void small_shards_share_a_file_of_their_section(void)
+{
+    mls_shard_item items[5] = {item_of("a", NULL, MLS_F32, 1, five, NULL),
+                               item_of("b", NULL, MLS_U8, 1, five, NULL),
+                               item_of("a", "m", MLS_F32, 1, five, NULL),
+                               item_of("b", "m", MLS_F32, 1, five, NULL),
+                               item_of("c", NULL, MLS_F64, 1, five, NULL)};
+    mls_shard_job job = job_of(items, 5, generations[0], NULL);
+    job.rank = 7;
+    job.world_size = 8;
+    mls_shard_plan plan = place(&job, NULL);
+    REQUIRE(plan.file_count == 2 && plan.index.file_count == 2);
+    for (size_t i = 0; i < 5; i++) {
+        CHECK_TEXT(path_of(&plan, i),
+                   i < 3 ? "params/segment-0.0123456789abcdef-7.safetensors"
+                         : "optim_state/segment-1.0123456789abcdef-7.safetensors");
+    }
+    CHECK(plan.index.shards[2].offset == 4096); /* the largest items first */
+    CHECK(plan.index.shards[0].offset == 4096 + 40);
+    CHECK(plan.index.shards[1].offset == 4096 + 60);
+    CHECK(plan.index.files[0].bytes == 4096 + 65);
+    CHECK(plan.files[0].header.tensors[0].number == 2);
+    mls_shard_plan_fini(&plan);
+}
+
+static void large_shards_have_files_of_their_own(void)
+{
+    const size_t at[] = {1000}, below[] = {999};
+    mls_shard_item items[] = {
+        item_of("at", NULL, MLS_U8, 1, at, NULL),
+        item_of("below", NULL, MLS_U8, 1, below, NULL),
+        item_of("below.too", NULL, MLS_U8, 1, below, NULL),
+        part_of(item_of("part", NULL, MLS_F64, 1, at, NULL), 0, 3, 1)};
+    mls_shard_job job = job_of(items, 4, generations[1], NULL);
+    job.pack_below = 1000;
+    mls_shard_plan plan = place(&job, NULL);
+    CHECK(plan.file_count == 3);
+    CHECK_TEXT(path_of(&plan, 0), "params/at.0-1.1123456789abcdef-0.safetensors");
+    CHECK_TEXT(path_of(&plan, 1), "params/segment-0.1123456789abcdef-0.safetensors");
+    CHECK_TEXT(path_of(&plan, 2), path_of(&plan, 1));
+    CHECK_TEXT(path_of(&plan, 3), "params/part.1-3.1123456789abcdef-0.safetensors");
+    mls_shard_plan_fini(&plan);
+    job.pack_below = 0; /* nothing is small, not even what is empty */
+    plan = place(&job, NULL);
+    CHECK(plan.file_count == 4);
+    mls_shard_plan_fini(&plan);
+}
+
+/* Bytes of all shards in file `file`. */
+static uint64_t payload(const mls_shard_plan *plan, size_t file)
+{
+    uint64_t bytes = 0;
+    for (size_t i = 0; i < plan->index.shard_count; i++) {
+        bytes += plan->index.shards[i].file == file ? plan->index.shards[i].bytes : 0;
+    }
+    return bytes;
+}
+
+static void a_segment_holds_no_more_than_32_mebibytes(void)
+{
+    enum { COUNT = 20 };
+    static const size_t sizes[] = {4 * MIB, 5 * MIB, 32 * MIB, 33 * MIB, 3 * MIB + 77};
+    static const size_t files[] = {3, 4, 20, 20, 2};
+    static const uint64_t firsts[] = {32 * MIB, 30 * MIB, 32 * MIB, 33 * MIB,
+                                      10 * (3 * MIB + 77)};
+    for (size_t i = 0; i < 5; i++) {
+        char names[COUNT][4];
+        mls_shard_item items[COUNT];
+        for (size_t j = 0; j < COUNT; j++) {
+            snprintf(names[j], sizeof names[j], "%02zu", j);
+            items[j] = item_of(names[j], NULL, MLS_U8, 1, &sizes[i], NULL);
+        }
+        mls_shard_job job = job_of(items, COUNT, generations[0], NULL);
+        job.pack_below = UINT64_MAX;
+        mls_shard_plan plan = place(&job, NULL);
+        CHECK(plan.file_count == files[i] && payload(&plan, 0) == firsts[i]);
+        mls_shard_plan_fini(&plan);
+    }
+}
+
+static void two_parts_of_one_tensor_never_share_a_file(void)
+{
+    mls_shard_item items[6];
+    for (size_t i = 0; i < 3; i++) {
+        items[i] = part_of(item_of("a", NULL, MLS_U8, 1, five, NULL), 0, 3, i);
+    }
+    for (size_t i = 0; i < 2; i++) {
+        items[3 + i] = part_of(item_of("b", NULL, MLS_U8, 1, five, NULL), 0, 3, 2 * i);
+    }
+    items[5] = item_of("c", NULL, MLS_U8, 1, five, NULL);
+    const mls_shard_job job = job_of(items, 6, generations[0], NULL);
+    mls_shard_plan plan = place(&job, NULL);
+    static const size_t files[] = {0, 1, 2, 0, 1, 0};
+    CHECK(plan.file_count == 3);
+    for (size_t i = 0; i < 6; i++) {
+        CHECK(plan.index.shards[i].file == files[i]);
+    }
+    mls_shard_plan_fini(&plan);
+}
+
+static void file_names_are_those_of_any_file_system(void)
+{
+    mls_shard_item items[] = {item_of("", NULL, MLS_U8, 1, five, NULL),
+                              item_of("A/b", NULL, MLS_U8, 1, five, NULL),
+                              item_of("a/b", NULL, MLS_U8, 1, five, NULL),
+                              item_of("con", "M", MLS_U8, 1, five, NULL)};
+    mls_shard_job job = job_of(items, 4, generations[0], NULL);
+    job.pack_below = 0;
+    mls_shard_plan plan = place(&job, NULL);
+    CHECK_TEXT(path_of(&plan, 0), "params/=.0-1.0123456789abcdef-0.safetensors");
+    CHECK_TEXT(path_of(&plan, 1), "params/=41=2fb.0-1.0123456789abcdef-0.safetensors");
+    CHECK_TEXT(path_of(&plan, 2), "params/a=2fb.0-1.0123456789abcdef-0.safetensors");
+    CHECK_TEXT(path_of(&plan, 3),
+               "optim_state/=63on.=4d.0-1.0123456789abcdef-0.safetensors");
+    mls_shard_plan_fini(&plan);
+}
+
+static void cut_names_stay_apart_and_fit_an_index(void)
+{
+    enum { COUNT = 30, LENGTH = 400 };
+    static char names[COUNT][LENGTH + 1];
+    const size_t parts = 1000000000;
+    mls_shard_item items[COUNT];
+    for (size_t i = 0; i < COUNT; i++) {
+        memset(names[i], 'Q', LENGTH);
+        snprintf(names[i] + LENGTH - 2, 3, "%02zu", i);
+        items[i] = part_of(item_of(names[i], "state", MLS_U8, 1, five, NULL), 0, parts,
+                           parts - 1);
+    }
+    mls_shard_job job = job_of(items, COUNT, generations[0], NULL);
+    job.pack_below = 0;
+    job.world_size = 1 << 24;
+    job.rank = job.world_size - 1;
+    mls_shard_plan plan = place(&job, NULL);
+    REQUIRE(plan.file_count == COUNT);
+    for (size_t i = 0; i < COUNT; i++) {
+        CHECK(strlen(path_of(&plan, i)) <= MLS_PATH_BYTES);
+        for (size_t j = 0; j < i; j++) {
+            CHECK(strcmp(path_of(&plan, i), path_of(&plan, j)) != 0);
+        }
+    }
+    mls_shard_plan_fini(&plan);
+}
+
+/* What is planned is an index that its reader takes, with each shard where the header of
+ * its file has it. */
+static void the_new_index_is_one_that_can_be_read(void)
+{
+    enum { COUNT = 40 };
+    static char names[COUNT][8];
+    mls_shard_item items[COUNT];
+    size_t shapes[COUNT][2];
+    for (size_t i = 0; i < COUNT; i++) {
+        snprintf(names[i], sizeof names[i], "%zu.w", i % 20);
+        shapes[i][0] = i % 7;
+        shapes[i][1] = 100 * (i % 5);
+        items[i] = item_of(names[i], i < 20 ? NULL : "m", i % 3 ? MLS_BF16 : MLS_F64, 2,
+                           shapes[i], NULL);
+    }
+    mls_shard_job job = job_of(items, COUNT, generations[0], NULL);
+    job.pack_below = 3000;
+    mls_shard_plan plan = place(&job, NULL);
+    mls_buffer built = {0};
+    mls_index read = {0};
+    mls_status st;
+    uint32_t sum;
+    CHECK(mls_index_build(&plan.index, crc, &built, &sum, &st) == MLS_OK);
+    REQUIRE(mls_index_parse(built.data, built.length, crc, &read, &st) == MLS_OK);
+    CHECK(read.shard_count == COUNT && read.file_count == plan.file_count);
+    for (size_t i = 0; i < plan.file_count; i++) {
+        const mls_header *h = &plan.files[i].header;
+        CHECK(h->text.length % 4096 == 0);
+        CHECK(h->file_bytes == read.files[plan.files[i].file].bytes);
+        for (size_t j = 0; j < h->count; j++) {
+            const mls_index_shard *shard = &read.shards[h->tensors[j].number];
+            CHECK(shard->file == plan.files[i].file);
+            CHECK(shard->offset == h->tensors[j].offset);
+            CHECK(shard->bytes == h->tensors[j].bytes && shard->version == 1);
+        }
+    }
+    mls_index_fini(&read);
+    mls_buffer_fini(&built);
+    mls_shard_plan_fini(&plan);
+}
+
+/* The items have no memory: nothing of them is looked at but what they are. */
+static void shapes_are_enough_for_an_index(void)
+{
+    static const size_t shape[] = {1 << 20, 1 << 12};
+    mls_shard_item items[3];
+    items[0] = item_of("a", NULL, MLS_F32, 2, shape, NULL);
+    items[1] = item_of("b", NULL, MLS_BF16, 2, shape, NULL);
+    items[2] = item_of("c", NULL, MLS_U8, 1, shape, NULL);
+    items[1].layout = (mls_layout){.count = 1, .steps = {{.axis = 0, .parts = 1 << 20}}};
+    items[1].part = 7;
+    mls_shard_job job = job_of(items, 3, generations[0], NULL);
+    job.pack_below = 1 << 20;
+    mls_buffer text = {0};
+    mls_index read = {0};
+    mls_status st;
+    job.crc = crc;
+    REQUIRE(mls_shard_plan_index(&job, &text, &st) == MLS_OK);
+    REQUIRE(mls_index_parse(text.data, text.length, crc, &read, &st) == MLS_OK);
+    CHECK(read.shard_count == 3 && read.file_count == 3);
+    CHECK(read.shards[0].bytes == (size_t)4 << 32 && read.shards[0].crc == 0);
+    CHECK(read.shards[1].bytes == 2 << 12 && read.shards[1].part == 7);
+    CHECK(read.files[read.shards[0].file].bytes ==
+          read.shards[0].offset + read.shards[0].bytes);
+    mls_index_fini(&read);
+    mls_buffer_fini(&text);
+    items[1].part = 1 << 20;
+    CHECK(mls_shard_plan_index(&job, &text, &st) == MLS_E_VALUE);
+    CHECK(text.length == 0);
+    mls_buffer_fini(&text);
+}
+
+/* ---- against what was committed ---- */
+
+/* Five parameters that share a segment, and one with a file of its own. */
+static const size_t hundred[] = {100}, large[] = {1000000};
+
+static void six(mls_shard_item *items)
+{
+    static const char *const names[] = {"a", "b", "c", "d", "e", "large"};
+    for (size_t i = 0; i < 6; i++) {
+        items[i] = item_of(names[i], NULL, MLS_U8, 1, i == 5 ? large : hundred, NULL);
+    }
+}
+
+static void a_shard_is_the_one_of_before_if_it_is_cut_alike(void)
+{
+    mls_shard_item items[6], then[6];
+    six(items);
+    six(then);
+    items[1] = part_of(items[1], 0, 2, 0);
+    then[1] = part_of(then[1], 0, 2, 1); /* another part */
+    then[2] = part_of(then[2], 0, 1, 0); /* all of it, but cut */
+    then[3].dtype = MLS_I8;
+    then[4].shape = (const size_t[]){99};
+    const mls_shard_job job = job_of(items, 6, generations[0], NULL);
+    mls_shard_plan first = place(&job, NULL), second;
+    mls_status st;
+    const mls_shard_job again = job_of(then, 6, generations[1], &first.index);
+    REQUIRE(mls_shard_plan_init(&second, &again, &st) == MLS_OK);
+    for (size_t i = 0; i < 6; i++) {
+        CHECK(second.planned[i].before ==
+              (i == 0 || i == 5 ? &first.index.shards[i] : NULL));
+    }
+    mls_shard_plan_fini(&second);
+    mls_shard_plan_fini(&first);
+}
+
+static void tensors_that_come_and_go_do_not_mix_up_the_others(void)
+{
+    mls_shard_item items[6];
+    six(items);
+    const mls_shard_job job = job_of(items + 1, 4, generations[0], NULL); /* b .. e */
+    mls_shard_plan first = place(&job, NULL), second;
+    mls_status st;
+    items[2].id.name = text("cc");
+    const mls_shard_job again = job_of(items, 6, generations[1], &first.index);
+    REQUIRE(mls_shard_plan_init(&second, &again, &st) == MLS_OK);
+    CHECK(second.planned[0].before == NULL && second.planned[2].before == NULL);
+    CHECK(second.planned[1].before == &first.index.shards[0]);
+    CHECK(second.planned[3].before == &first.index.shards[2]);
+    CHECK(second.planned[4].before == &first.index.shards[3]);
+    CHECK(second.planned[5].before == NULL);
+    mls_shard_plan_fini(&second);
+    mls_shard_plan_fini(&first);
+}
+
+static void what_did_not_change_keeps_its_record(void)
+{
+    static const bool same[] = {true, false, true, true, false, true};
+    mls_shard_item items[6];
+    six(items);
+    const mls_shard_job job = job_of(items, 6, generations[0], NULL);
+    mls_shard_plan first = place(&job, NULL);
+    first.index.shards[2].crc = 1234;
+    const mls_shard_job again = job_of(items, 6, generations[1], &first.index);
+    mls_shard_plan second = place(&again, same);
+    CHECK(second.file_count == 1 && second.index.file_count == 3);
+    for (size_t i = 0; i < 6; i++) {
+        const mls_index_shard *before = &first.index.shards[i];
+        const mls_index_shard *shard = &second.index.shards[i];
+        CHECK(second.planned[i].kept == same[i]);
+        CHECK(shard->version == (same[i] ? 1U : 2U));
+        if (same[i]) {
+            CHECK_TEXT(path_of(&second, i), path_of(&first, i));
+            CHECK(shard->offset == before->offset && shard->crcs == before->crcs);
+        } else {
+            CHECK_TEXT(path_of(&second, i),
+                       "params/segment-0.1123456789abcdef-0.safetensors");
+        }
+    }
+    CHECK(second.index.shards[2].crc == 1234);
+    CHECK(second.index.files[0].bytes == first.index.files[0].bytes);
+    mls_shard_plan_fini(&second);
+    mls_shard_plan_fini(&first);
+}
+
+static void files_that_nothing_lives_in_are_not_listed(void)
+{
+    static const bool same[] = {false, false, false, false, false, true};
+    mls_shard_item items[6];
+    six(items);
+    const mls_shard_job job = job_of(items, 6, generations[0], NULL);
+    mls_shard_plan first = place(&job, NULL);
+    const mls_shard_job again = job_of(items, 6, generations[1], &first.index);
+    mls_shard_plan second = place(&again, same);
+    CHECK(second.index.file_count == 2);
+    CHECK_TEXT(second.index.files[0].path, path_of(&first, 5));
+    mls_shard_plan_fini(&second);
+    mls_shard_plan_fini(&first);
+}
+
+/* Four equal shards: half in use is enough, a quarter is not. */
+static void a_segment_that_is_mostly_dead_is_given_up(void)
+{
+    mls_shard_item items[6];
+    six(items);
+    const mls_shard_job job = job_of(items, 4, generations[0], NULL);
+    mls_shard_plan first = place(&job, NULL);
+    for (size_t alive = 0; alive <= 4; alive++) {
+        bool same[4];
+        for (size_t i = 0; i < 4; i++) {
+            same[i] = i < alive;
+        }
+        const mls_shard_job again = job_of(items, 4, generations[1], &first.index);
+        mls_shard_plan second = place(&again, same);
+        CHECK(second.file_count == (alive == 4 ? 0U : 1U));
+        CHECK(second.index.file_count == (alive == 2 || alive == 3 ? 2U : 1U));
+        for (size_t i = 0; i < 4; i++) {
+            CHECK(second.planned[i].kept == (same[i] && alive >= 2));
+            CHECK(second.index.shards[i].version == (same[i] ? 1U : 2U));
+        }
+        mls_shard_plan_fini(&second);
+    }
+    mls_shard_plan_fini(&first);
+}
+
+/* Shards that are gone count as dead: they are not in the new items at all. */
+static void deleted_tensors_make_a_segment_dead(void)
+{
+    static const bool same[] = {true, true};
+    mls_shard_item items[6];
+    six(items);
+    const mls_shard_job job = job_of(items, 5, generations[0], NULL);
+    mls_shard_plan first = place(&job, NULL);
+    const mls_shard_job again = job_of(items, 2, generations[1], &first.index);
+    mls_shard_plan second = place(&again, same);
+    CHECK(!second.planned[0].kept && !second.planned[1].kept && second.file_count == 1);
+    mls_shard_plan_fini(&second);
+    mls_shard_plan_fini(&first);
+}
+
+static void callers_versions_are_taken_as_they_are(void)
+{
+    mls_shard_item items[6];
+    six(items);
+    items[0].version = 41;
+    const mls_shard_job job = job_of(items, 6, generations[0], NULL);
+    mls_shard_plan first = place(&job, NULL);
+    CHECK(first.index.shards[0].version == 41 && first.index.shards[1].version == 1);
+    items[0].version = 0; /* counted for him from now on */
+    items[1].version = 77;
+    const mls_shard_job again = job_of(items, 6, generations[1], &first.index);
+    mls_shard_plan second = place(&again, NULL);
+    CHECK(second.index.shards[0].version == 42 && second.index.shards[1].version == 77);
+    mls_shard_plan_fini(&second);
+    mls_shard_plan_fini(&first);
+}
+
+/* No index could say it. */
+static void the_last_version_does_not_go_up(void)
+{
+    mls_shard_item item = item_of("w", NULL, MLS_U8, 1, hundred, NULL);
+    item.version = INT64_MAX;
+    const mls_shard_job job = job_of(&item, 1, generations[0], NULL);
+    mls_shard_plan first = place(&job, NULL), second;
+    mls_status st;
+    item.version = 0;
+    const mls_shard_job again = job_of(&item, 1, generations[1], &first.index);
+    REQUIRE(mls_shard_plan_init(&second, &again, &st) == MLS_OK);
+    CHECK(mls_shard_plan_place(&second, &st) == MLS_E_VALUE);
+    CHECK_TEXT(st.name, "w");
+    mls_shard_plan_fini(&second);
+    static const bool same[] = {true};
+    second = place(&again, same); /* as long as nothing changes, all is well */
+    CHECK(second.index.shards[0].version == INT64_MAX);
+    mls_shard_plan_fini(&second);
+    mls_shard_plan_fini(&first);
+}
+
+static void a_name_that_files_reserve_is_refused(void)
+{
+    const mls_shard_item item = item_of("__metadata__", NULL, MLS_U8, 1, five, NULL);
+    const mls_shard_job job = job_of(&item, 1, generations[0], NULL);
+    mls_shard_plan plan;
+    mls_status st;
+    CHECK(mls_shard_plan_init(&plan, &job, &st) == MLS_E_VALUE);
+    CHECK_TEXT(st.name, "__metadata__");
+}
+
+int main(void)
+{
+    static const test_case tests[] = {
+        TEST(items_come_in_the_order_of_an_index),
+        TEST(parts_have_their_own_shape_in_a_file),
+        TEST(a_part_that_comes_twice_is_refused),
+        TEST(names_that_an_index_cannot_hold_are_refused),
+        TEST(what_no_tensor_can_be_is_refused),
+        TEST(no_items_are_a_plan_of_nothing),
+        TEST(axes_of_states_are_recorded_where_they_differ),
+        TEST(small_shards_share_a_file_of_their_section),
+        TEST(large_shards_have_files_of_their_own),
+        TEST(a_segment_holds_no_more_than_32_mebibytes),
+        TEST(two_parts_of_one_tensor_never_share_a_file),
+        TEST(file_names_are_those_of_any_file_system),
+        TEST(cut_names_stay_apart_and_fit_an_index),
+        TEST(the_new_index_is_one_that_can_be_read),
+        TEST(shapes_are_enough_for_an_index),
+        TEST(a_shard_is_the_one_of_before_if_it_is_cut_alike),
+        TEST(tensors_that_come_and_go_do_not_mix_up_the_others),
+        TEST(what_did_not_change_keeps_its_record),
+        TEST(files_that_nothing_lives_in_are_not_listed),
+        TEST(a_segment_that_is_mostly_dead_is_given_up),
+        TEST(deleted_tensors_make_a_segment_dead),
+        TEST(callers_versions_are_taken_as_they_are),
+        TEST(the_last_version_does_not_go_up),
+        TEST(a_name_that_files_reserve_is_refused),
+    };
+    return run_in_pool(__FILE__, tests, sizeof tests / sizeof tests[0]);
+}
+#endif

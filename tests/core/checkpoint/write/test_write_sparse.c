@@ -1,0 +1,486 @@
+/* Rows that are zero, rows that changed: what is written of them, and what stays. */
+#include "support/runner.h"
+
+#if defined(_WIN32)
+int main(void)
+{
+    return 0;
+}
+#else
+
+#    include "checkpoint/write/write_plan.h"
+#    include "support/shards.h"
+
+enum { ROWS = 1000, COLUMNS = 64, ROW_BYTES = 4 * COLUMNS, BYTES = ROWS * ROW_BYTES };
+
+static const size_t matrix[] = {ROWS, COLUMNS};
+
+/* One tensor of ROWS x COLUMNS float32, and what is known of it. */
+typedef struct table {
+    unsigned char *data; /* BYTES */
+    mls_shard_item item;
+    mls_index index; /* as committed last */
+    mls_shards_written written;
+    size_t saves;
+} table;
+
+static void begin(table *t)
+{
+    *t = (table){.data = calloc(1, BYTES)};
+    t->item = item_of("w", "m", MLS_F32, 2, matrix, t->data);
+}
+
+static void drop(table *t)
+{
+    mls_index_fini(&t->index);
+    for (size_t i = 0; i < 3; i++) {
+        (void)files_in(pool_folders[i], true);
+    }
+    free(t->data);
+}
+
+static void fill(const table *t, size_t first, size_t count)
+{
+    memset(t->data + first * ROW_BYTES, (int)(t->saves + 1), count * ROW_BYTES);
+}
+
+/* Save; the next time what is there now is what was before. */
+static const mls_index_shard *save(table *t, bool sparse, bool incremental)
+{
+    char generation[MLS_GENERATION_DIGITS + 1];
+    snprintf(generation, sizeof generation, "%016zx", ++t->saves);
+    mls_index before = t->index;
+    mls_shard_job job =
+        job_of(&t->item, 1, generation, before.shard_count == 0 ? NULL : &before);
+    job.pack_below = 1000;
+    job.sparse = sparse;
+    job.incremental = incremental;
+    t->index = write_all(&job, &t->written);
+    mls_index_fini(&before);
+    return t->index.shard_count == 1 ? &t->index.shards[0] : NULL;
+}
+
+/* Whether what is stored, read layer by layer as the index says, is the memory. */
+static bool is_stored(const table *t)
+{
+    const mls_index_shard *shard = &t->index.shards[0];
+    unsigned char *whole = calloc(1, BYTES);
+    bool good = whole != NULL;
+    for (size_t i = 0; good && i < mls_index_place_count(shard); i++) {
+        const mls_layer place = mls_index_place(shard, i);
+        const mls_extent all = {.count = BYTES / 4};
+        const mls_extent *runs = place.row == 0 ? &all : place.runs;
+        size_t length;
+        unsigned char *file = read_pool_file(t->index.files[place.file].path, &length);
+        good = file != NULL && place.offset + place.bytes <= length &&
+               crc->update(0, file + place.offset, place.bytes) == place.crc;
+        for (size_t j = 0; good && j < (place.row == 0 ? 1 : place.run_count); j++) {
+            memcpy(whole + runs[j].begin * 4, file + place.offset + runs[j].at * 4,
+                   runs[j].count * 4);
+        }
+        mls_free(file);
+    }
+    good = good && memcmp(whole, t->data, BYTES) == 0;
+    free(whole);
+    return good;
+}
+
+/* ---- zeros ---- */
+
+static void what_is_all_zero_is_stored_as_nothing(void)
+{
+    table t;
+    begin(&t);
+    const mls_index_shard *shard = save(&t, true, false);
+    REQUIRE(shard != NULL && shard->layers != NULL);
+    CHECK(shard->layers->count == 0 && shard->bytes == BYTES && shard->version == 1);
+    CHECK(t.index.file_count == 0 && pool_files() == 1); /* the index */
+    CHECK(t.written.new_shards == 0 && t.written.new_bytes == 0);
+    CHECK(t.written.data_bytes == BYTES && t.written.shard_count == 1);
+    shard = save(&t, false, false); /* the same, whoever asks: nothing is read */
+    REQUIRE(shard != NULL && shard->layers != NULL);
+    CHECK(shard->version == 1 && t.index.file_count == 0 && is_stored(&t));
+    t.data[BYTES - 1] = 0x80; /* -0.0 */
+    shard = save(&t, false, false);
+    REQUIRE(shard != NULL);
+    CHECK(shard->layers == NULL && shard->version == 2 && t.written.new_bytes == BYTES);
+    CHECK(is_stored(&t));
+    drop(&t);
+}
+
+static void rows_of_zeros_are_left_out(void)
+{
+    table t;
+    begin(&t);
+    fill(&t, 0, 2);
+    fill(&t, 500, 1);
+    t.data[999 * ROW_BYTES + 7] = 0x80;
+    const mls_index_shard *shard = save(&t, true, false);
+    REQUIRE(shard != NULL && shard->layers != NULL && shard->layers->count == 1);
+    const mls_layer *layer = &shard->layers->list[0];
+    CHECK(layer->row == COLUMNS && layer->run_count == 3);
+    CHECK(layer->bytes == 4 * ROW_BYTES && t.written.new_bytes == 4 * ROW_BYTES);
+    CHECK(t.written.new_shards == 1 && is_stored(&t));
+    drop(&t);
+}
+
+/* Three quarters are worth it, one row more is not. */
+static void what_is_nearly_full_is_stored_as_it_is(void)
+{
+    table t;
+    begin(&t);
+    fill(&t, 0, ROWS / 4 * 3);
+    const mls_index_shard *shard = save(&t, true, false);
+    REQUIRE(shard != NULL && shard->layers != NULL);
+    CHECK(t.written.new_bytes == BYTES / 4 * 3 && is_stored(&t));
+    fill(&t, 0, ROWS / 4 * 3 + 1);
+    shard = save(&t, true, false);
+    REQUIRE(shard != NULL && shard->layers == NULL);
+    CHECK(t.written.new_bytes == BYTES && is_stored(&t));
+    drop(&t);
+}
+
+/* ---- rows that changed ---- */
+
+static void a_few_rows_become_a_layer(void)
+{
+    table t;
+    begin(&t);
+    fill(&t, 0, ROWS);
+    (void)save(&t, false, true); /* nothing was there before */
+    CHECK(t.index.shards[0].layers == NULL);
+    fill(&t, 10, 20);
+    fill(&t, 999, 1);
+    const mls_index_shard *shard = save(&t, false, true);
+    REQUIRE(shard != NULL && shard->layers != NULL && shard->layers->count == 2);
+    CHECK(shard->version == 2 && t.written.new_bytes == 21 * ROW_BYTES);
+    CHECK(shard->layers->list[0].row == 0 && shard->layers->list[1].run_count == 2);
+    CHECK(t.index.file_count == 2 && is_stored(&t));
+    /* what did not change keeps its layers, whatever is asked for */
+    shard = save(&t, false, false);
+    REQUIRE(shard != NULL && shard->layers != NULL && shard->layers->count == 2);
+    CHECK(shard->version == 2 && t.written.new_bytes == 0 && is_stored(&t));
+    /* a row that becomes zero is stored like any */
+    memset(t.data + 5 * ROW_BYTES, 0, ROW_BYTES);
+    shard = save(&t, true, true);
+    REQUIRE(shard != NULL && shard->layers != NULL && shard->layers->count == 3);
+    CHECK(t.written.new_bytes == ROW_BYTES && is_stored(&t));
+    drop(&t);
+}
+
+static void more_than_half_of_the_rows_are_written_as_a_whole(void)
+{
+    table t;
+    begin(&t);
+    fill(&t, 0, ROWS);
+    (void)save(&t, false, true);
+    fill(&t, 0, ROWS / 2);
+    (void)save(&t, false, true);
+    CHECK(t.written.new_bytes == BYTES / 2 && is_stored(&t));
+    fill(&t, 0, ROWS / 2 + 1);
+    const mls_index_shard *shard = save(&t, false, true);
+    REQUIRE(shard != NULL);
+    CHECK(t.written.new_bytes == BYTES && shard->layers == NULL && is_stored(&t));
+    CHECK(t.index.file_count == 1); /* nothing of before is of use any more */
+    drop(&t);
+}
+
+/* Layers pile up to eight; what is hidden by newer ones does not count, and its file is
+ * given up. */
+static void layers_are_bounded(void)
+{
+    table t;
+    begin(&t);
+    fill(&t, 0, ROWS);
+    (void)save(&t, false, true);
+    for (size_t i = 1; i < 8; i++) {
+        fill(&t, 100 * i, 1);
+        const mls_index_shard *shard = save(&t, false, true);
+        REQUIRE(shard != NULL && shard->layers != NULL);
+        CHECK(shard->layers->count == i + 1 && is_stored(&t));
+    }
+    fill(&t, 850, 1);
+    const mls_index_shard *shard = save(&t, false, true);
+    REQUIRE(shard != NULL);
+    CHECK(shard->layers == NULL && t.index.file_count == 1 && is_stored(&t));
+    for (size_t i = 0; i < 12; i++) { /* the same rows, again and again */
+        fill(&t, 100, 10);
+        shard = save(&t, false, true);
+        REQUIRE(shard != NULL && shard->layers != NULL);
+        CHECK(shard->layers->count <= 3 && t.written.new_bytes == 10 * ROW_BYTES);
+        CHECK(is_stored(&t));
+    }
+    drop(&t);
+}
+
+/* All layers together are no more than twice the shard. */
+static void layers_do_not_become_larger_than_the_shard(void)
+{
+    table t;
+    begin(&t);
+    fill(&t, 0, ROWS);
+    (void)save(&t, false, true);
+    fill(&t, 0, 500);
+    (void)save(&t, false, true);
+    fill(&t, 250, 500);
+    const mls_index_shard *shard = save(&t, false, true);
+    REQUIRE(shard != NULL && shard->layers != NULL);
+    CHECK(mls_index_stored_bytes(shard) == 2 * (uint64_t)BYTES && is_stored(&t));
+    fill(&t, 400, 1);
+    shard = save(&t, false, true);
+    REQUIRE(shard != NULL);
+    CHECK(shard->layers == NULL && is_stored(&t));
+    drop(&t);
+}
+
+static void layers_lie_over_rows_that_were_left_out(void)
+{
+    table t;
+    begin(&t);
+    fill(&t, 10, 5);
+    (void)save(&t, true, true);
+    fill(&t, 12, 1);
+    fill(&t, 900, 2);
+    const mls_index_shard *shard = save(&t, true, true);
+    REQUIRE(shard != NULL && shard->layers != NULL && shard->layers->count == 2);
+    CHECK(t.written.new_bytes == 3 * ROW_BYTES && is_stored(&t));
+    memset(t.data, 0, BYTES);
+    fill(&t, 3, 1); /* 7 rows became zero, 1 is filled */
+    shard = save(&t, true, true);
+    REQUIRE(shard != NULL && shard->layers != NULL && shard->layers->count == 3);
+    CHECK(t.written.new_bytes == 8 * ROW_BYTES && is_stored(&t));
+    shard = save(&t, true, true); /* it hides all, as is known from here on */
+    REQUIRE(shard != NULL && shard->layers != NULL && shard->layers->count == 1);
+    CHECK(t.written.new_bytes == 0 && t.index.file_count == 1 && is_stored(&t));
+    drop(&t);
+}
+
+static void nothing_below_a_layer_may_be_damaged(void)
+{
+    table t;
+    begin(&t);
+    fill(&t, 0, ROWS);
+    (void)save(&t, false, true);
+    fill(&t, 10, 1);
+    (void)save(&t, false, true);
+    const mls_layer *base = &t.index.shards[0].layers->list[0];
+    /* a byte that the newer layer hides: what is compared would not show it */
+    CHECK(flip(t.index.files[base->file].path, base->offset + 10 * ROW_BYTES, 1));
+    fill(&t, 20, 1);
+    const mls_index_shard *shard = save(&t, false, true);
+    REQUIRE(shard != NULL);
+    CHECK(shard->layers == NULL && t.written.new_bytes == BYTES && is_stored(&t));
+    drop(&t);
+}
+
+static void a_layer_whose_file_is_gone_is_written_again(void)
+{
+    table t;
+    begin(&t);
+    fill(&t, 0, ROWS);
+    (void)save(&t, false, true);
+    fill(&t, 10, 1);
+    (void)save(&t, false, true);
+    const mls_layer *layer = &t.index.shards[0].layers->list[1];
+    REQUIRE(unlinkat(pool_fd, t.index.files[layer->file].path, 0) == 0);
+    t.item.version = 2; /* the caller says that nothing changed */
+    const mls_index_shard *shard = save(&t, false, true);
+    REQUIRE(shard != NULL);
+    CHECK(shard->layers == NULL && t.written.new_bytes == BYTES && is_stored(&t));
+    drop(&t);
+}
+
+/* Its version says that a shard changed: which rows did is found all the same. */
+static void versions_do_not_hide_rows(void)
+{
+    table t;
+    begin(&t);
+    fill(&t, 0, ROWS);
+    t.item.version = 5;
+    (void)save(&t, false, true);
+    fill(&t, 10, 1);
+    t.item.version = 6;
+    const mls_index_shard *shard = save(&t, false, true);
+    REQUIRE(shard != NULL);
+    CHECK(t.written.new_bytes == ROW_BYTES && shard->version == 6 && is_stored(&t));
+    t.item.version = 7; /* nothing changed after all */
+    shard = save(&t, false, true);
+    REQUIRE(shard != NULL && shard->layers != NULL);
+    CHECK(t.written.new_bytes == 0 && shard->version == 7 && is_stored(&t));
+    drop(&t);
+}
+
+/* ---- memory of any kind ---- */
+
+/* Columns first, and wider than it is: rows are gathered from everywhere. */
+static void strided_memory_gives_the_same_layers(void)
+{
+    table t;
+    mls_tensor view;
+    mls_status st;
+    begin(&t);
+    const size_t turned[] = {COLUMNS, ROWS};
+    uint32_t *columns = calloc(BYTES, 1);
+    REQUIRE(columns != NULL);
+    REQUIRE(mls_tensor_init(&view, (unsigned char *)columns, MLS_F32, 2, turned, &st) ==
+            MLS_OK);
+    mls_tensor transposed = view;
+    for (int i = 0; i < 2; i++) {
+        transposed.shape[i] = view.shape[1 - i];
+        transposed.strides[i] = view.strides[1 - i];
+    }
+    t.item.data = NULL;
+    t.item.strided = &transposed;
+    for (size_t turn = 0; turn < 3; turn++) {
+        const size_t row = 100 * turn + 3;
+        fill(&t, row, 2);
+        for (size_t i = row * COLUMNS; i < (row + 2) * COLUMNS; i++) {
+            memcpy(&columns[i % COLUMNS * ROWS + i / COLUMNS], t.data + 4 * i, 4);
+        }
+        const mls_index_shard *shard = save(&t, true, true);
+        REQUIRE(shard != NULL && shard->layers != NULL);
+        CHECK(shard->layers->count == turn + 1 && t.written.new_bytes == 2 * ROW_BYTES);
+        CHECK(is_stored(&t));
+    }
+    free(columns);
+    drop(&t);
+}
+
+/* ---- many shards ---- */
+
+enum { SMALL = 300 };
+
+/* Small ones are stored whole or not at all; layers share segments like shards, and are
+ * given up with them. */
+static void small_shards_and_layers_share_files(void)
+{
+    static const size_t four[] = {4};
+    static float values[SMALL][4];
+    static char names[SMALL][8];
+    mls_shard_item items[SMALL];
+    mls_shards_written written;
+    for (size_t i = 0; i < SMALL; i++) {
+        snprintf(names[i], sizeof names[i], "p%03zu", i);
+        values[i][0] = i % 3 == 0 ? 1.0F : 0.0F;
+        items[i] = item_of(names[i], "m", MLS_F32, 1, four, values[i]);
+    }
+    mls_shard_job job = job_of(items, SMALL, generations[0], NULL);
+    job.sparse = true;
+    job.incremental = true;
+    mls_index first = write_all(&job, &written);
+    CHECK(written.new_shards == SMALL / 3 && written.new_bytes == SMALL / 3 * 16);
+    CHECK(written.new_files == 1 && first.file_count == 1);
+    values[3][0] = 0; /* was filled, */
+    values[4][0] = 2; /* was not */
+    job.generation = generations[1];
+    job.before = &first;
+    mls_index second = write_all(&job, &written);
+    CHECK(written.new_shards == 1 && written.new_bytes == 16);
+    REQUIRE(second.shard_count == SMALL);
+    CHECK(second.shards[3].layers != NULL && second.shards[3].layers->count == 0);
+    CHECK(second.shards[4].layers == NULL && second.shards[4].version == 2);
+    mls_index_fini(&first);
+    mls_index_fini(&second);
+    for (size_t i = 0; i < 3; i++) {
+        (void)files_in(pool_folders[i], true);
+    }
+}
+
+/* A segment of layers that is mostly dead is given up: who has a layer there is written
+ * anew, though it did not change. */
+static void dead_segments_of_layers_are_given_up(void)
+{
+    enum { COUNT = 4, TURNS = 4 };
+    static const char *const names[COUNT] = {"a", "b", "c", "d"};
+    static const size_t changed[TURNS] = {0, 4, 3, 0}; /* of them, the last ones */
+    unsigned char *data = calloc(COUNT, BYTES);
+    mls_shard_item items[COUNT];
+    mls_shards_written written;
+    mls_index index = {0};
+    REQUIRE(data != NULL);
+    for (size_t i = 0; i < COUNT; i++) {
+        items[i] = item_of(names[i], NULL, MLS_F32, 2, matrix, data + i * BYTES);
+    }
+    for (size_t turn = 0; turn < TURNS; turn++) {
+        for (size_t i = COUNT - changed[turn]; i < COUNT; i++) {
+            memset(data + i * BYTES + ROW_BYTES * 5, (int)turn, ROW_BYTES);
+        }
+        mls_index before = index;
+        mls_shard_job job =
+            job_of(items, COUNT, generations[turn], turn == 0 ? NULL : &before);
+        job.incremental = true;
+        job.pack_below = 1000;
+        index = write_all(&job, &written);
+        mls_index_fini(&before);
+        REQUIRE(index.shard_count == COUNT);
+        CHECK(turn == 0 || turn == 3 || written.new_bytes == changed[turn] * ROW_BYTES);
+        CHECK(turn == 0 || index.file_count == COUNT + turn - turn / 3 * 2);
+    }
+    /* since the third turn three of four layers in the segment of the second are hidden
+     */
+    CHECK(index.shards[0].layers == NULL && index.shards[0].version == 2);
+    CHECK(written.new_bytes == BYTES && written.new_shards == 1);
+    for (size_t i = 1; i < COUNT; i++) {
+        const mls_layers *layers = index.shards[i].layers;
+        CHECK(layers != NULL && layers->count == 2 && index.shards[i].version == 3);
+    }
+    mls_index_fini(&index);
+    for (size_t i = 0; i < 3; i++) {
+        (void)files_in(pool_folders[i], true);
+    }
+    free(data);
+}
+
+/* ---- who waits ---- */
+
+static void bytes_that_are_left_out_count_as_done(void)
+{
+    table t;
+    watcher w = {.allowed = 1 << 30};
+    const mls_progress progress = {watch, &w};
+    mls_status st;
+    begin(&t);
+    fill(&t, 0, 10);
+    mls_shard_job job = job_of(&t.item, 1, generations[0], NULL);
+    job.sparse = true;
+    job.progress = &progress;
+    mls_index first = write_all(&job, &t.written);
+    CHECK(atomic_load(&w.bytes) == BYTES);
+    fill(&t, 0, 1);
+    job.incremental = true;
+    job.generation = generations[1];
+    job.before = &first;
+    atomic_store(&w.bytes, 0);
+    t.index = write_all(&job, &t.written);
+    CHECK(atomic_load(&w.bytes) == BYTES);
+    atomic_store(&w.allowed, 0);
+    fill(&t, 0, 2);
+    job.generation = generations[2];
+    CHECK(mls_shards_write(&job, &t.written, &st) == MLS_E_STOPPED);
+    mls_index_fini(&first);
+    drop(&t);
+}
+
+int main(void)
+{
+    static const test_case tests[] = {
+        TEST(what_is_all_zero_is_stored_as_nothing),
+        TEST(rows_of_zeros_are_left_out),
+        TEST(what_is_nearly_full_is_stored_as_it_is),
+        TEST(a_few_rows_become_a_layer),
+        TEST(more_than_half_of_the_rows_are_written_as_a_whole),
+        TEST(layers_are_bounded),
+        TEST(layers_do_not_become_larger_than_the_shard),
+        TEST(layers_lie_over_rows_that_were_left_out),
+        TEST(nothing_below_a_layer_may_be_damaged),
+        TEST(a_layer_whose_file_is_gone_is_written_again),
+        TEST(versions_do_not_hide_rows),
+        TEST(strided_memory_gives_the_same_layers),
+        TEST(small_shards_and_layers_share_files),
+        TEST(dead_segments_of_layers_are_given_up),
+        TEST(bytes_that_are_left_out_count_as_done),
+    };
+    return run_in_pool(__FILE__, tests, sizeof tests / sizeof tests[0]);
+}
+
+#endif

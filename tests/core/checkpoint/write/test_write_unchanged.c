@@ -1,0 +1,440 @@
+/* What did not change since it was committed, by bytes and by versions. */
+#include "support/runner.h"
+
+#if defined(_WIN32)
+int main(void)
+{
+    return 0;
+}
+#else
+
+#    include "checkpoint/write/write_plan.h"
+#    include "support/shards.h"
+
+#    include <errno.h>
+#    include <sys/uio.h>
+
+enum { BYTES = 700001, COUNT = 5 };
+
+/* ---- pread, which fails on request ---- */
+
+static atomic_int reads_until_failure = -1; /* below 0: none fails */
+
+ssize_t pread(int fd, void *data, size_t bytes, off_t offset);
+
+ssize_t pread(int fd, void *data, size_t bytes, off_t offset)
+{
+    if (atomic_load(&reads_until_failure) >= 0 &&
+        atomic_fetch_sub(&reads_until_failure, 1) == 0) {
+        errno = EIO;
+        return -1;
+    }
+    const struct iovec place = {.iov_base = data, .iov_len = bytes};
+    return preadv(fd, &place, 1, offset);
+}
+
+/* ---- a state that was committed ---- */
+
+/* A large tensor, a small one, a part, an empty one, a scalar. */
+typedef struct state {
+    unsigned char *data;
+    size_t shapes[COUNT][1];
+    mls_shard_item items[COUNT];
+    mls_shards_written written;
+    mls_index index; /* as committed */
+} state;
+
+static void commit(state *s)
+{
+    static const size_t sizes[COUNT] = {BYTES, 100, 8 * 1000, 0, 1};
+    static const char *const names[COUNT] = {"a", "b", "c", "d", "e"};
+    s->data = noise(BYTES);
+    for (size_t i = 0; i < COUNT; i++) {
+        s->shapes[i][0] = i == 2 ? sizes[i] / 8 : sizes[i];
+        s->items[i] = item_of(names[i], i == 1 ? "m" : NULL, i == 2 ? MLS_F64 : MLS_U8,
+                              i == 4 ? 0 : 1, s->shapes[i], s->data);
+    }
+    s->items[2] = part_of(s->items[2], 0, 4, 1);
+    const mls_shard_job job = job_of(s->items, COUNT, generations[0], NULL);
+    s->index = write_all(&job, &s->written);
+}
+
+static void drop(state *s)
+{
+    for (size_t i = 0; i < 3; i++) {
+        (void)files_in(pool_folders[i], true);
+    }
+    mls_index_fini(&s->index);
+    free(s->data);
+}
+
+/* Compare with what was committed: a bit for each item, set where it did not change. */
+static unsigned same_items(const state *s, size_t threads)
+{
+    mls_shard_plan plan;
+    mls_status st;
+    unsigned same = 0;
+    mls_shard_job job = job_of(s->items, COUNT, generations[1], &s->index);
+    job.pool = threads == 1 ? NULL : four_threads;
+    if (mls_shard_plan_init(&plan, &job, &st) != MLS_OK) {
+        return UINT32_MAX;
+    }
+    CHECK(mls_shard_plan_compare(&plan, &st) == MLS_OK);
+    for (size_t i = 0; i < COUNT; i++) {
+        CHECK(plan.planned[i].before != NULL);
+        same |= plan.planned[i].same ? 1U << (plan.planned[i].item - s->items) : 0;
+    }
+    mls_shard_plan_fini(&plan);
+    return same;
+}
+
+enum { ALL = (1 << COUNT) - 1 };
+
+static void the_same_bytes_are_found_to_be_the_same(void)
+{
+    state s;
+    commit(&s);
+    CHECK(same_items(&s, 1) == ALL && same_items(&s, 4) == ALL);
+    unsigned char *elsewhere = malloc(BYTES);
+    REQUIRE(elsewhere != NULL);
+    memcpy(elsewhere, s.data, BYTES);
+    for (size_t i = 0; i < COUNT; i++) {
+        s.items[i].data = elsewhere;
+    }
+    CHECK(same_items(&s, 4) == ALL);
+    free(elsewhere);
+    drop(&s);
+}
+
+/* At the ends of the tensor and of the steps in which it is read. */
+static void one_changed_byte_anywhere_is_found(void)
+{
+    static const size_t places[] = {0,     1,      16383,  16384,  16385,
+                                    99999, 278527, 278528, 540672, BYTES - 1};
+    state s;
+    commit(&s);
+    unsigned char *changed = malloc(BYTES);
+    REQUIRE(changed != NULL);
+    memcpy(changed, s.data, BYTES);
+    s.items[0].data = changed;
+    for (size_t i = 0; i < sizeof places / sizeof places[0]; i++) {
+        changed[places[i]] ^= 1;
+        CHECK(same_items(&s, 1) == (ALL & ~1U) && same_items(&s, 4) == (ALL & ~1U));
+        changed[places[i]] ^= 1;
+    }
+    CHECK(same_items(&s, 4) == ALL);
+    free(changed);
+    drop(&s);
+}
+
+static void the_first_element_counts_from_where_the_part_lies(void)
+{
+    state s;
+    commit(&s);
+    unsigned char *all = malloc(BYTES + 16);
+    REQUIRE(all != NULL);
+    memcpy(all + 16, s.data, BYTES); /* two elements in front */
+    s.items[2].data = all;
+    s.items[2].first = 2;
+    CHECK(same_items(&s, 4) == ALL);
+    all[15] ^= 1; /* not ours */
+    all[16 + 2000] ^= 1;
+    CHECK(same_items(&s, 4) == ALL);
+    all[16 + 1999] ^= 1;
+    CHECK(same_items(&s, 4) == (ALL & ~4U));
+    free(all);
+    drop(&s);
+}
+
+static void strided_and_swapped_memory_is_compared(void)
+{
+    enum { ROWS = 300, COLUMNS = 500 };
+    const size_t shape[] = {ROWS, COLUMNS}, across[] = {COLUMNS, ROWS};
+    uint32_t *numbers = (uint32_t *)(void *)noise(4 * ROWS * COLUMNS);
+    uint32_t *turned = malloc(4 * ROWS * COLUMNS);
+    mls_status st;
+    mls_tensor view;
+    mls_shards_written written;
+    REQUIRE(numbers != NULL && turned != NULL);
+    for (size_t i = 0; i < ROWS * COLUMNS; i++) {
+        turned[i % COLUMNS * ROWS + i / COLUMNS] = __builtin_bswap32(numbers[i]);
+    }
+    CHECK(mls_tensor_init(&view, turned, MLS_U32, 2, across, &st) == MLS_OK);
+    view.shape[0] = ROWS;
+    view.shape[1] = COLUMNS;
+    view.strides[0] = 4;
+    view.strides[1] = 4 * ROWS;
+    view.swapped = true;
+    mls_shard_item item =
+        part_of(item_of("w", NULL, MLS_U32, 2, shape, numbers), 0, 2, 1);
+    item.first = ROWS * COLUMNS / 2;
+    const mls_shard_job job = job_of(&item, 1, generations[0], NULL);
+    mls_index index = write_all(&job, &written);
+    item.data = NULL;
+    item.strided = &view;
+    for (size_t round = 0; round < 3; round++) {
+        mls_shard_plan plan;
+        const mls_shard_job again = job_of(&item, 1, generations[1], &index);
+        REQUIRE(mls_shard_plan_init(&plan, &again, &st) == MLS_OK);
+        CHECK(mls_shard_plan_compare(&plan, &st) == MLS_OK);
+        CHECK(plan.planned[0].same == (round < 2));
+        mls_shard_plan_fini(&plan);
+        /* an element of the other part, then the last one */
+        turned[round == 0 ? 0 : ROWS * COLUMNS - 1] ^= 1;
+    }
+    mls_index_fini(&index);
+    free(numbers);
+    free(turned);
+    for (size_t i = 0; i < 3; i++) {
+        (void)files_in(pool_folders[i], true);
+    }
+}
+
+/* ---- files that are not what was recorded ---- */
+
+static const char *path_of(const state *s, const char *name)
+{
+    for (size_t i = 0; i < s->index.shard_count; i++) {
+        if (mls_text_is(s->index.shards[i].id.name, name)) {
+            return s->index.files[s->index.shards[i].file].path;
+        }
+    }
+    return "";
+}
+
+static void a_file_that_is_gone_counts_as_changed(void)
+{
+    state s;
+    commit(&s);
+    CHECK(unlinkat(pool_fd, path_of(&s, "a"), 0) == 0);
+    CHECK(same_items(&s, 4) == (ALL & ~1U));
+    CHECK(unlinkat(pool_fd, path_of(&s, "c"), 0) == 0); /* and with it d and e */
+    CHECK(same_items(&s, 4) == 2);
+    drop(&s);
+}
+
+static void a_file_of_another_length_counts_as_changed(void)
+{
+    state s;
+    commit(&s);
+    CHECK(set_length(path_of(&s, "a"), 4096 + BYTES - 1));
+    CHECK(same_items(&s, 1) == (ALL & ~1U));
+    CHECK(set_length(path_of(&s, "a"), 4096 + BYTES));
+    CHECK(flip(path_of(&s, "a"), 4096 + BYTES - 1, s.data[BYTES - 1]));
+    CHECK(same_items(&s, 1) == ALL);
+    CHECK(set_length(path_of(&s, "a"), 4096 + BYTES + 1));
+    CHECK(same_items(&s, 1) == (ALL & ~1U));
+    drop(&s);
+}
+
+static void a_damaged_file_counts_as_changed(void)
+{
+    state s;
+    commit(&s);
+    CHECK(flip(path_of(&s, "a"), 4096 + 77777, 0x40));
+    CHECK(same_items(&s, 4) == (ALL & ~1U));
+    drop(&s);
+}
+
+/* No reader takes such a file, though all bytes of its tensors are good. */
+static void a_damaged_header_counts_as_changed(void)
+{
+    static const size_t places[] = {0, 5, 8, 200, 4095};
+    for (size_t i = 0; i < sizeof places / sizeof places[0]; i++) {
+        state s;
+        commit(&s);
+        CHECK(flip(path_of(&s, "a"), places[i], 0x40));
+        CHECK(same_items(&s, 1) == (ALL & ~1U) && same_items(&s, 4) == (ALL & ~1U));
+        s.items[0].version =
+            1; /* which the caller states: the file counts all the same */
+        CHECK(same_items(&s, 4) == (ALL & ~1U));
+        drop(&s);
+    }
+}
+
+/* Memory may come from the damaged file. */
+static void damage_that_is_in_memory_too_counts_as_changed(void)
+{
+    state s;
+    commit(&s);
+    CHECK(flip(path_of(&s, "a"), 4096 + 77777, 0x40));
+    s.data[77777] = s.data[77777] ^ 0x40;
+    CHECK(same_items(&s, 1) == (ALL & ~1U) && same_items(&s, 4) == (ALL & ~1U));
+    drop(&s);
+}
+
+static void what_is_no_file_counts_as_changed(void)
+{
+    state s;
+    commit(&s);
+    CHECK(unlinkat(pool_fd, path_of(&s, "a"), 0) == 0);
+    CHECK(symlinkat("elsewhere", pool_fd, path_of(&s, "a")) == 0);
+    CHECK(same_items(&s, 4) == (ALL & ~1U));
+    CHECK(unlinkat(pool_fd, path_of(&s, "a"), 0) == 0);
+    CHECK(mkdirat(pool_fd, path_of(&s, "a"), 0700) == 0);
+    CHECK(same_items(&s, 4) == (ALL & ~1U));
+    CHECK(unlinkat(pool_fd, path_of(&s, "a"), AT_REMOVEDIR) == 0);
+    drop(&s);
+}
+
+static void what_cannot_be_read_counts_as_changed(void)
+{
+    state s;
+    commit(&s);
+    atomic_store(&reads_until_failure, 4); /* in the middle of the large one */
+    CHECK(same_items(&s, 1) == (ALL & ~1U));
+    CHECK(atomic_load(&reads_until_failure) < 0);
+    drop(&s);
+}
+
+/* ---- versions ---- */
+
+static void the_callers_version_decides_without_reading_tensors(void)
+{
+    state s;
+    commit(&s);
+    for (size_t i = 0; i < COUNT; i++) {
+        s.items[i].version = i == 1 ? 2 : 1;
+    }
+    s.data[5] ^= 1;                        /* in all of them, whatever he says */
+    atomic_store(&reads_until_failure, 4); /* the headers of two files */
+    CHECK(same_items(&s, 1) == (ALL & ~2U));
+    CHECK(atomic_load(&reads_until_failure) == 0);
+    atomic_store(&reads_until_failure, -1);
+    drop(&s);
+}
+
+/* Else an index would be committed that points to nothing. */
+static void a_version_is_no_excuse_for_a_file_that_is_gone(void)
+{
+    state s;
+    commit(&s);
+    for (size_t i = 0; i < COUNT; i++) {
+        s.items[i].version = 1;
+    }
+    CHECK(same_items(&s, 4) == ALL);
+    CHECK(set_length(path_of(&s, "b"), 4000));
+    CHECK(same_items(&s, 4) == (ALL & ~2U));
+    CHECK(unlinkat(pool_fd, path_of(&s, "a"), 0) == 0);
+    CHECK(same_items(&s, 4) == (ALL & ~3U));
+    drop(&s);
+}
+
+static void a_version_that_goes_back_is_refused(void)
+{
+    state s;
+    commit(&s);
+    mls_shard_plan plan;
+    mls_status st;
+    s.index.shards[0].version = 7; /* "a" */
+    s.items[0].version = 6;
+    const mls_shard_job job = job_of(s.items, COUNT, generations[1], &s.index);
+    REQUIRE(mls_shard_plan_init(&plan, &job, &st) == MLS_OK);
+    CHECK(mls_shard_plan_compare(&plan, &st) == MLS_E_VALUE);
+    CHECK_TEXT(st.name, "a");
+    CHECK_TEXT(st.expected, "7 or more");
+    CHECK_TEXT(st.got, "6");
+    mls_shard_plan_fini(&plan);
+    s.items[0].version = 7;
+    CHECK(same_items(&s, 4) == ALL);
+    s.items[0].version = 8;
+    CHECK(same_items(&s, 4) == (ALL & ~1U));
+    drop(&s);
+}
+
+static void a_version_beyond_what_files_hold_is_refused(void)
+{
+    mls_shard_plan plan;
+    mls_status st;
+    mls_shard_item item = item_of("w", NULL, MLS_U8, 0, NULL, "x");
+    item.version = (uint64_t)INT64_MAX + 1;
+    const mls_shard_job job = job_of(&item, 1, generations[0], NULL);
+    REQUIRE(mls_shard_plan_init(&plan, &job, &st) == MLS_OK);
+    CHECK(mls_shard_plan_compare(&plan, &st) == MLS_E_VALUE);
+    CHECK_TEXT(st.name, "w");
+    CHECK_TEXT(st.expected, "at most 9223372036854775807");
+    mls_shard_plan_fini(&plan);
+}
+
+/* ---- progress ---- */
+
+static void progress_counts_what_is_the_same_and_stops(void)
+{
+    state s;
+    commit(&s);
+    mls_status st;
+    for (int allowed = 0; allowed <= 2; allowed++) {
+        watcher seen = {.allowed = allowed == 2 ? 1 << 30 : allowed + 1};
+        const mls_progress progress = {.report = watch, .context = &seen};
+        mls_shard_plan plan;
+        mls_shard_job job = job_of(s.items, COUNT, generations[1], &s.index);
+        job.progress = &progress;
+        REQUIRE(mls_shard_plan_init(&plan, &job, &st) == MLS_OK);
+        const mls_code code = mls_shard_plan_compare(&plan, &st);
+        CHECK(code == (allowed == 2 ? MLS_OK : MLS_E_STOPPED));
+        CHECK(allowed < 2 || atomic_load(&seen.bytes) == s.written.data_bytes);
+        CHECK(allowed == 2 || atomic_load(&seen.calls) == allowed + 1);
+        mls_shard_plan_fini(&plan);
+    }
+    drop(&s);
+}
+
+/* Enough shards for many batches: several threads find what one finds. */
+static void many_threads_find_what_one_finds(void)
+{
+    enum { MANY = 300, EACH = 100000 };
+    static char names[MANY][8];
+    static mls_shard_item items[MANY];
+    const size_t shape[] = {EACH};
+    unsigned char *data = noise(MANY * 64 + EACH);
+    mls_shards_written written;
+    mls_status st;
+    REQUIRE(data != NULL);
+    for (size_t i = 0; i < MANY; i++) {
+        snprintf(names[i], sizeof names[i], "%03zu", i);
+        items[i] = item_of(names[i], NULL, MLS_U8, 1, shape, data + 64 * i);
+    }
+    const mls_shard_job job = job_of(items, MANY, generations[0], NULL);
+    mls_index index = write_all(&job, &written);
+    for (size_t i = 0; i < MANY; i += 7) {
+        items[i].data = data + 64 * i + 1;
+    }
+    mls_shard_plan plan;
+    const mls_shard_job again = job_of(items, MANY, generations[1], &index);
+    REQUIRE(mls_shard_plan_init(&plan, &again, &st) == MLS_OK);
+    CHECK(mls_shard_plan_compare(&plan, &st) == MLS_OK);
+    for (size_t i = 0; i < MANY; i++) {
+        CHECK(plan.planned[i].same == (i % 7 != 0));
+    }
+    mls_shard_plan_fini(&plan);
+    mls_index_fini(&index);
+    free(data);
+    for (size_t i = 0; i < 3; i++) {
+        (void)files_in(pool_folders[i], true);
+    }
+}
+
+int main(void)
+{
+    static const test_case tests[] = {
+        TEST(the_same_bytes_are_found_to_be_the_same),
+        TEST(one_changed_byte_anywhere_is_found),
+        TEST(the_first_element_counts_from_where_the_part_lies),
+        TEST(strided_and_swapped_memory_is_compared),
+        TEST(a_file_that_is_gone_counts_as_changed),
+        TEST(a_file_of_another_length_counts_as_changed),
+        TEST(a_damaged_file_counts_as_changed),
+        TEST(a_damaged_header_counts_as_changed),
+        TEST(damage_that_is_in_memory_too_counts_as_changed),
+        TEST(what_is_no_file_counts_as_changed),
+        TEST(what_cannot_be_read_counts_as_changed),
+        TEST(the_callers_version_decides_without_reading_tensors),
+        TEST(a_version_is_no_excuse_for_a_file_that_is_gone),
+        TEST(a_version_that_goes_back_is_refused),
+        TEST(a_version_beyond_what_files_hold_is_refused),
+        TEST(progress_counts_what_is_the_same_and_stops),
+        TEST(many_threads_find_what_one_finds),
+    };
+    return run_in_pool(__FILE__, tests, sizeof tests / sizeof tests[0]);
+}
+#endif

@@ -1,0 +1,158 @@
+#include "support/shm_ranks.h"
+
+#include <errno.h>
+#include <fcntl.h>
+
+static void a_shape_is_filled_in(void)
+{
+    mls_status st;
+    size_t bytes = 0;
+    for (size_t world = 1; world <= MLS_LOCAL_MAX_RANKS; world++) {
+        mls_local_shape shape = {.world = world};
+        REQUIRE(mls_local_measure(&shape, &bytes, &st) == MLS_OK);
+        CHECK(shape.depth >= 2 && shape.slot_bytes >= 4096);
+        CHECK(bytes > world * shape.depth * shape.slot_bytes);
+        mls_local_shape again = shape;
+        size_t same = 0;
+        REQUIRE(mls_local_measure(&again, &same, &st) == MLS_OK);
+        CHECK(same == bytes && again.slot_bytes == shape.slot_bytes);
+    }
+}
+
+static void impossible_shapes_are_refused(void)
+{
+    static const mls_local_shape wrong[] = {
+        {.world = 0},
+        {.world = MLS_LOCAL_MAX_RANKS + 1},
+        {.world = 2, .slot_bytes = (size_t)1 << 31},
+        {.world = 2, .depth = 1},
+        {.world = 2, .depth = 17},
+    };
+    for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
+        mls_local_shape shape = wrong[i];
+        mls_local *groups[1] = {NULL};
+        mls_status st;
+        size_t bytes = 7;
+        CHECK(mls_local_measure(&shape, &bytes, &st) == MLS_E_VALUE);
+        CHECK(bytes == 7 && shape.depth == wrong[i].depth);
+        CHECK(mls_local_threads(&shape, mls_kernels_of(MLS_CPU_SCALAR), groups, &st) ==
+              MLS_E_VALUE);
+        CHECK(groups[0] == NULL);
+    }
+}
+
+static bool is_open(int fd)
+{
+    return fcntl(fd, F_GETFD) >= 0 || errno != EBADF;
+}
+
+static void a_file_that_is_no_group_is_refused_and_closed(void)
+{
+    mls_local_shape shape = {.world = 2};
+    mls_local *g = NULL, *other = NULL;
+    mls_status st;
+    size_t bytes = 0;
+    REQUIRE(mls_local_measure(&shape, &bytes, &st) == MLS_OK);
+    int fd = shared_file(bytes - 1);
+    CHECK(mls_local_join(&shape, 0, fd, mls_kernels_of(MLS_CPU_SCALAR), &g, &st) ==
+          MLS_E_VALUE);
+    CHECK(strstr(st.text, "bytes, not") != NULL && !is_open(fd));
+    fd = shared_file(bytes);
+    CHECK(mls_local_join(&shape, 2, fd, mls_kernels_of(MLS_CPU_SCALAR), &g, &st) ==
+          MLS_E_VALUE);
+    CHECK_TEXT(st.text, "rank 2 of 2 ranks");
+    CHECK(!is_open(fd));
+    CHECK(mls_local_join(&shape, 0, -1, mls_kernels_of(MLS_CPU_SCALAR), &g, &st) ==
+          MLS_E_IO);
+    fd = shared_file(bytes);
+    const int again = dup(fd), third = dup(fd);
+    REQUIRE(mls_local_join(&shape, 0, fd, mls_kernels_of(MLS_CPU_SCALAR), &g, &st) ==
+            MLS_OK);
+    CHECK(mls_local_join(&shape, 0, again, mls_kernels_of(MLS_CPU_SCALAR), &other, &st) ==
+          MLS_E_VALUE);
+    CHECK_TEXT(st.text, "rank 0 is taken");
+    mls_local_shape deeper = {.world = 1, .slot_bytes = 4096};
+    CHECK(mls_local_join(&deeper, 0, third, mls_kernels_of(MLS_CPU_SCALAR), &other,
+                         &st) == MLS_E_VALUE);
+    CHECK(strstr(st.text, "another shape") != NULL && !is_open(third));
+    CHECK(other == NULL);
+    mls_local_free(g);
+    CHECK(!is_open(fd));
+    mls_local_free(NULL);
+}
+
+static void names_are_those_of_messages(void)
+{
+    CHECK_TEXT(mls_local_kind_name(MLS_LOCAL_REDUCE_SCATTER), "reduce_scatter");
+    CHECK_TEXT(mls_local_kind_name(MLS_LOCAL_KIND_COUNT), "?");
+    for (int kind = 0; kind < MLS_LOCAL_KIND_COUNT; kind++) {
+        CHECK(strlen(mls_local_kind_name((mls_local_kind)kind)) > 5);
+    }
+}
+
+static void an_aborted_group_says_who(void)
+{
+    mls_local_shape shape = {.world = 2};
+    mls_local *groups[2];
+    mls_status st;
+    char text[MLS_TEXT_BYTES] = "";
+    REQUIRE(mls_local_threads(&shape, mls_kernels_of(MLS_CPU_SCALAR), groups, &st) ==
+            MLS_OK);
+    CHECK(!mls_local_ended(groups[0], text, sizeof text));
+    mls_local_abort(groups[1]);
+    mls_local_abort(groups[0]); /* too late to be blamed */
+    for (int r = 0; r < 2; r++) {
+        CHECK(mls_local_ended(groups[r], text, sizeof text));
+        CHECK_TEXT(text, "rank 1 aborted the group");
+        CHECK(mls_local_ended(groups[r], NULL, 0));
+        CHECK(mls_local_barrier(groups[r], &quick, &st) == MLS_E_PEER);
+        CHECK(strstr(st.text, "rank 1 aborted the group; the group is of no use") !=
+              NULL);
+        CHECK_TEXT(st.name, "barrier");
+    }
+    mls_local_free(groups[0]);
+    mls_local_free(groups[1]);
+}
+
+#if !defined(WITHOUT_FORK)
+static void a_forked_child_neither_uses_nor_ends_the_group(void)
+{
+    mls_local_shape shape = {.world = 1};
+    mls_local *g = NULL;
+    mls_status st;
+    size_t bytes = 0;
+    REQUIRE(mls_local_measure(&shape, &bytes, &st) == MLS_OK);
+    REQUIRE(mls_local_join(&shape, 0, shared_file(bytes), mls_kernels_of(MLS_CPU_SCALAR),
+                           &g, &st) == MLS_OK);
+    const pid_t pid = fork();
+    REQUIRE(pid >= 0);
+    if (pid == 0) {
+        const bool refused = mls_local_barrier(g, &quick, &st) == MLS_E_PEER &&
+                             strstr(st.text, "was forked from the one") != NULL;
+        mls_local_abort(g);
+        mls_local_free(g);
+        _exit(refused ? 0 : 1);
+    }
+    int status = 1;
+    waitpid(pid, &status, 0);
+    CHECK(status == 0);
+    CHECK(mls_local_barrier(g, &quick, &st) == MLS_OK);
+    mls_local_free(g);
+}
+#endif
+
+static const test_case tests[] = {
+    TEST(a_shape_is_filled_in),
+    TEST(impossible_shapes_are_refused),
+    TEST(a_file_that_is_no_group_is_refused_and_closed),
+    TEST(names_are_those_of_messages),
+    TEST(an_aborted_group_says_who),
+#if !defined(WITHOUT_FORK)
+    TEST(a_forked_child_neither_uses_nor_ends_the_group),
+#endif
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

@@ -1,0 +1,298 @@
+#include "support/shm_ranks.h"
+
+/* Element i of a rank's array: sums of these are not exact in float32. */
+static float element(size_t rank, size_t i)
+{
+    return (float)(i % 1013) * 0.37F + (float)rank * 1e-3F + (i % 7 == 0 ? 1e6F : 0.0F);
+}
+
+static float total(size_t world, size_t i)
+{
+    float sum = element(0, i);
+    for (size_t r = 1; r < world; r++) {
+        sum += element(r, i);
+    }
+    return sum;
+}
+
+static const mls_reduction sum_f32 = {
+    .dtype = MLS_F32, .out_dtype = MLS_F32, .op = MLS_REDUCE_SUM, .divisor = 1};
+
+static float *array_of(size_t rank, size_t n)
+{
+    float *array = malloc((n + 1) * sizeof *array);
+    for (size_t i = 0; i < n; i++) {
+        array[i] = element(rank, i);
+    }
+    return array;
+}
+
+static const size_t lengths[] = {0, 1, 5, 4096, 40000, 70001, 300007};
+
+static void reduce_all(rank_case *c)
+{
+    mls_status st;
+    for (size_t k = 0; k < sizeof lengths / sizeof lengths[0]; k++) {
+        const size_t n = lengths[k];
+        float *data = array_of(c->rank, n);
+        float *out = calloc(n + 1, sizeof *out);
+        EXPECT(c,
+               mls_local_all_reduce(c->g, &quick, data, out, n, &sum_f32, &st) == MLS_OK);
+        EXPECT(c, mls_local_all_reduce(c->g, &quick, data, data, n, &sum_f32, &st) ==
+                      MLS_OK);
+        for (size_t i = 0; i < n; i++) {
+            const float expected = total(c->world, i);
+            const bool same =
+                memcmp(&out[i], &expected, 4) == 0 && memcmp(&data[i], &out[i], 4) == 0;
+            EXPECT(c, same);
+            if (!same) {
+                break;
+            }
+        }
+        free(data);
+        free(out);
+    }
+}
+
+static void all_ranks_get_the_sum_in_the_order_of_ranks(void)
+{
+    everywhere(reduce_all);
+}
+
+static bool large; /* arrays that threads read by their addresses */
+
+/* Three arrays with shares of all lengths, the ranks' uneven and some empty. */
+static size_t count_of(size_t segment, size_t rank, size_t world)
+{
+    switch (segment) {
+    case 0:
+        return 3 + rank;
+    case 1:
+        return rank + 1 == world ? 0 : (large ? 300000 : 20000) + 37 * rank;
+    default:
+        return rank == 0 ? 9000 : 0;
+    }
+}
+
+static void scatter(rank_case *c)
+{
+    enum { SEGMENTS = 3 };
+    mls_segment segments[SEGMENTS];
+    size_t counts[SEGMENTS][RANKS_MOST], starts[SEGMENTS] = {0};
+    float *arrays[SEGMENTS], *outs[SEGMENTS];
+    mls_status st;
+    for (size_t s = 0; s < SEGMENTS; s++) {
+        size_t n = 0;
+        for (size_t r = 0; r < c->world; r++) {
+            counts[s][r] = count_of(s, r, c->world);
+            starts[s] += r < c->rank ? counts[s][r] : 0;
+            n += counts[s][r];
+        }
+        arrays[s] = array_of(c->rank, n);
+        outs[s] = s == 1 ? arrays[s] + starts[s] /* in place */
+                         : calloc(counts[s][c->rank] + 1, sizeof(float));
+        segments[s] = (mls_segment){.data = (const unsigned char *)arrays[s],
+                                    .counts = counts[s],
+                                    .out = outs[s],
+                                    .reduction = sum_f32,
+                                    .tally = {.squares = 99}};
+    }
+    EXPECT(c, mls_local_reduce_scatter(c->g, &quick, segments, SEGMENTS, true, &st) ==
+                  MLS_OK);
+    for (size_t s = 0; s < SEGMENTS; s++) {
+        mls_tally expected = {0};
+        const size_t mine = counts[s][c->rank];
+        for (size_t i = 0; i < mine; i++) {
+            const float value = total(c->world, starts[s] + i);
+            const bool same = memcmp(&outs[s][i], &value, 4) == 0;
+            EXPECT(c, same);
+            if (!same) {
+                break;
+            }
+        }
+        mls_tensor t;
+        EXPECT(c, mls_tensor_init(&t, outs[s], MLS_F32, 1, &mine, &st) == MLS_OK);
+        mls_tally_of(MLS_CPU_SCALAR, NULL, &t, &expected);
+        EXPECT(c, memcmp(&expected, &segments[s].tally, sizeof expected) == 0);
+        if (s != 1) {
+            free(outs[s]);
+        }
+        free(arrays[s]);
+    }
+    EXPECT(c, mls_local_reduce_scatter(c->g, &quick, NULL, 0, true, &st) == MLS_OK);
+}
+
+static void shares_are_summed_and_tallied_however_they_are_cut(void)
+{
+    for (int i = 0; i < 2; i++) {
+        large = i == 1;
+        everywhere(scatter);
+    }
+}
+
+/* Many steps of whole slots, an `out` that lies across cache lines, and a segment that
+ * becomes wider on the way. */
+static void scatter_large(rank_case *c)
+{
+    enum { COUNT = 1200007, WIDE = 70001 };
+    mls_status st;
+    size_t counts[2][2] = {{COUNT, COUNT - 5}, {WIDE, 3}};
+    const size_t start = c->rank * COUNT, mine = counts[0][c->rank];
+    float *data = array_of(c->rank, 2 * COUNT), *out = calloc(COUNT + 1, sizeof *out);
+    uint16_t *halves = calloc(WIDE + 3, sizeof *halves);
+    float *wide = calloc(WIDE + 1, sizeof *wide);
+    for (size_t i = 0; i < WIDE + 3; i++) {
+        halves[i] = (uint16_t)(0x3F80 + i % 128); /* 1 to 2 */
+    }
+    mls_reduction widened = sum_f32;
+    widened.dtype = MLS_BF16;
+    mls_segment segments[2] = {{.data = (const unsigned char *)data,
+                                .counts = counts[0],
+                                .out = out + 1,
+                                .reduction = sum_f32},
+                               {.data = (const unsigned char *)halves,
+                                .counts = counts[1],
+                                .out = wide + 1,
+                                .reduction = widened}};
+    EXPECT(c, mls_local_reduce_scatter(c->g, &quick, segments, 2, true, &st) == MLS_OK);
+    size_t wrong = 0;
+    for (size_t i = 0; i < mine; i++) {
+        const float value = total(2, start + i);
+        wrong += memcmp(&out[1 + i], &value, 4) != 0;
+    }
+    for (size_t i = 0; i < counts[1][c->rank]; i++) {
+        const size_t at = c->rank * WIDE + i;
+        const float value = 2 * (1 + (float)(at % 128) / 128);
+        wrong += memcmp(&wide[1 + i], &value, 4) != 0;
+    }
+    EXPECT(c, wrong == 0 && memcmp(out, "\0\0\0\0", 4) == 0);
+    mls_tensor t;
+    mls_tally expected = {0};
+    EXPECT(c, mls_tensor_init(&t, out + 1, MLS_F32, 1, &mine, &st) == MLS_OK);
+    mls_tally_of(MLS_CPU_SCALAR, NULL, &t, &expected);
+    EXPECT(c, memcmp(&expected, &segments[0].tally, sizeof expected) == 0);
+    free(data);
+    free(out);
+    free(halves);
+    free(wide);
+}
+
+/* Both operations on arrays that change as soon as each has returned. */
+static void overwrite(rank_case *c)
+{
+    enum { COUNT = 100001 };
+    mls_status st;
+    const size_t counts[2] = {COUNT, COUNT};
+    float *data = calloc(2 * COUNT, sizeof *data), *out = calloc(2 * COUNT, sizeof *out);
+    mls_segment segment = {.data = (const unsigned char *)data,
+                           .counts = counts,
+                           .out = out,
+                           .reduction = sum_f32};
+    size_t wrong = 0;
+    for (int round = 0; round < 6; round++) {
+        const bool all = round % 2 == 1;
+        for (size_t i = 0; i < 2 * COUNT; i++) {
+            data[i] = (float)(round + (int)c->rank);
+        }
+        if (c->rank == 1) {
+            usleep(5 * 1000); /* the last to come is the last to read */
+        }
+        EXPECT(c, (all ? mls_local_all_reduce(c->g, &quick, data, out, 2 * COUNT,
+                                              &sum_f32, &st)
+                       : mls_local_reduce_scatter(c->g, &quick, &segment, 1, true,
+                                                  &st)) == MLS_OK);
+        for (size_t i = 0; i < (all ? 2 * COUNT : COUNT); i++) {
+            wrong += out[i] != (float)(2 * round + 1);
+        }
+    }
+    EXPECT(c, wrong == 0);
+    free(data);
+    free(out);
+}
+
+static void no_rank_returns_before_all_have_read(void)
+{
+    in_threads((mls_local_shape){.world = 2}, overwrite);
+}
+
+/* Rank 0 has no share, waits for rank 1 to read its array, gives up and frees it. */
+static void give_up(rank_case *c)
+{
+    enum { COUNT = 2000000 };
+    mls_status st;
+    const size_t counts[2] = {0, COUNT};
+    uint16_t *data = malloc(COUNT * sizeof *data), *out = calloc(COUNT, sizeof *out);
+    for (size_t i = 0; i < COUNT; i++) {
+        data[i] = 0x3C00; /* 1 */
+    }
+    mls_segment segment = {.data = (const unsigned char *)data,
+                           .counts = counts,
+                           .out = out,
+                           .reduction = sum_f32};
+    segment.reduction.dtype = segment.reduction.out_dtype = MLS_F16;
+    EXPECT(c, mls_local_barrier(c->g, &quick, &st) == MLS_OK);
+    const mls_local_call hasty = {.timeout = c->rank == 0 ? 0.002 : 20};
+    const mls_code code = mls_local_reduce_scatter(c->g, &hasty, &segment, 1, true, &st);
+    size_t wrong = 0;
+    if (c->rank == 0) {
+        memset(data, 0, COUNT * sizeof *data);
+    }
+    for (size_t i = 0; c->rank == 1 && code == MLS_OK && i < COUNT; i++) {
+        wrong += out[i] != 0x4000; /* 2 */
+    }
+    EXPECT(c, wrong == 0);
+    free(data);
+    free(out);
+}
+
+static void a_sum_counts_only_if_all_arrays_were_whole(void)
+{
+    for (int round = 0; round < 5; round++) {
+        in_threads((mls_local_shape){.world = 2}, give_up);
+    }
+}
+
+static void large_sums_have_the_same_bits_with_every_instruction_set(void)
+{
+    for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
+        if (mls_cpu_offers((mls_cpu)cpu)) {
+            threads_with((mls_cpu)cpu, (mls_local_shape){.world = 2}, scatter_large);
+        }
+    }
+}
+
+static void refuse_reductions(rank_case *c)
+{
+    mls_status st;
+    float x = 1;
+    const size_t counts[RANKS_MOST] = {1};
+    mls_reduction wrong = sum_f32;
+    wrong.divisor = 0;
+    mls_segment segment = {.data = (const unsigned char *)&x,
+                           .counts = counts,
+                           .out = &x,
+                           .reduction = wrong};
+    EXPECT(c, mls_local_all_reduce(c->g, &quick, &x, &x, 1, &wrong, &st) == MLS_E_VALUE);
+    EXPECT(c,
+           mls_local_reduce_scatter(c->g, &quick, &segment, 1, true, &st) == MLS_E_VALUE);
+    EXPECT(c, mls_local_barrier(c->g, &quick, &st) == MLS_OK);
+}
+
+static void reductions_that_make_no_sense_send_nothing(void)
+{
+    in_threads((mls_local_shape){.world = 3}, refuse_reductions);
+}
+
+static const test_case tests[] = {
+    TEST(all_ranks_get_the_sum_in_the_order_of_ranks),
+    TEST(shares_are_summed_and_tallied_however_they_are_cut),
+    TEST(no_rank_returns_before_all_have_read),
+    TEST(a_sum_counts_only_if_all_arrays_were_whole),
+    TEST(large_sums_have_the_same_bits_with_every_instruction_set),
+    TEST(reductions_that_make_no_sense_send_nothing),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

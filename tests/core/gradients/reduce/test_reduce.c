@@ -1,0 +1,689 @@
+/* The oracle against values worked out by hand, every set against the oracle, tallies
+ * however an array is cut, and views against a plain loop. */
+#include "array/float_convert.h"
+#include "gradients/reduce/reduce.h"
+#include "support/runner.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+enum { LONGEST = 9000, SOURCES = 5, ROOM = LONGEST * 8 + 128 };
+
+static unsigned char input[SOURCES][ROOM], wanted[ROOM], found[ROOM];
+
+static uint64_t next_random(uint64_t *seed)
+{
+    *seed ^= *seed << 13;
+    *seed ^= *seed >> 7;
+    *seed ^= *seed << 17;
+    return *seed;
+}
+
+static void fill_random(unsigned char *bytes, size_t count, uint64_t seed)
+{
+    for (size_t i = 0; i < count; i++) {
+        bytes[i] = (unsigned char)(next_random(&seed) >> 24);
+    }
+}
+
+static size_t item(mls_dtype dtype)
+{
+    return mls_dtype_of(dtype)->item_bytes;
+}
+
+static bool is_nan(mls_dtype dtype, const unsigned char *at)
+{
+    uint16_t half;
+    float single;
+    double wide;
+    switch (dtype) {
+    case MLS_F16:
+        memcpy(&half, at, 2);
+        return (half & 0x7FFFU) > 0x7C00U;
+    case MLS_BF16:
+        memcpy(&half, at, 2);
+        return (half & 0x7FFFU) > 0x7F80U;
+    case MLS_F32:
+        memcpy(&single, at, 4);
+        return isnan(single);
+    case MLS_F64:
+        memcpy(&wide, at, 8);
+        return isnan(wide);
+    default:
+        return false;
+    }
+}
+
+/* Bit for bit, but one NaN is as good as another. */
+static bool same_items(mls_dtype dtype, const unsigned char *a, const unsigned char *b,
+                       size_t n)
+{
+    const mls_dtype part = dtype == MLS_C64 ? MLS_F32 : dtype;
+    const size_t bytes = item(part), count = n * item(dtype) / bytes;
+    for (size_t i = 0; i < count; i++, a += bytes, b += bytes) {
+        if (memcmp(a, b, bytes) != 0 && !(is_nan(part, a) && is_nan(part, b))) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static bool same_tally(mls_tally a, mls_tally b)
+{
+    return memcmp(&a.squares, &b.squares, sizeof a.squares) == 0 &&
+           a.nonfinite == b.nonfinite;
+}
+
+static mls_tensor vector_of(void *data, mls_dtype dtype, size_t n)
+{
+    mls_tensor t;
+    mls_status st;
+    if (mls_tensor_init(&t, data, dtype, 1, &n, &st) != MLS_OK) {
+        abort();
+    }
+    return t;
+}
+
+/* Random bits, or with `tame` numbers that add up to numbers: exponents near 1. */
+static void fill_items(mls_dtype dtype, unsigned char *at, size_t n, uint64_t seed,
+                       bool tame)
+{
+    fill_random(at, n * item(dtype), seed);
+    for (size_t i = 0; tame && i < n; i++) {
+        const float value = (float)(next_random(&seed) % 8192) / 1024 - 4;
+        const double wide = (double)value;
+        const uint16_t half =
+            dtype == MLS_F16 ? mls_f16_from_f32(value) : mls_bf16_from_f32(value);
+        if (dtype == MLS_F16 || dtype == MLS_BF16) {
+            memcpy(at + 2 * i, &half, 2);
+        } else if (dtype == MLS_F32) {
+            memcpy(at + 4 * i, &value, 4);
+        } else if (dtype == MLS_F64) {
+            memcpy(at + 8 * i, &wide, 8);
+        }
+    }
+}
+
+static const size_t lengths[] = {0,  1,  3,   15,   31,   32,   33,  63,
+                                 64, 65, 127, 1000, 4096, 4097, 9000};
+enum { LENGTHS = sizeof lengths / sizeof lengths[0] };
+
+/* Every set reduces `count` inputs, `offset` bytes from aligned, as the oracle does. */
+static bool sets_agree(const mls_reduction *r, size_t count, size_t n, size_t offset)
+{
+    const void *sources[SOURCES];
+    mls_tally oracle = {0};
+    bool agree = true;
+    for (size_t s = 0; s < count; s++) {
+        sources[s] = input[s] + offset;
+    }
+    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), r, sources, count, wanted + offset, n,
+                   mls_cached(), &oracle);
+    for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
+        if (mls_cpu_offers((mls_cpu)cpu)) {
+            mls_tally tally = {0};
+            memset(found, 0xA5, sizeof found);
+            mls_reduce_run(mls_kernels_of((mls_cpu)cpu), r, sources, count,
+                           found + offset, n, mls_cached(), &tally);
+            agree = agree && same_tally(oracle, tally) && found[offset - 1] == 0xA5 &&
+                    found[offset + n * item(r->out_dtype)] == 0xA5 &&
+                    same_items(r->out_dtype, wanted + offset, found + offset, n);
+        }
+    }
+    return agree;
+}
+
+static void check_reduction(mls_reduction r, bool tame)
+{
+    mls_status st;
+    if (mls_reduce_check(&r, &st) != MLS_OK) {
+        return;
+    }
+    for (size_t s = 0; s < SOURCES; s++) {
+        fill_items(r.dtype, input[s], LONGEST + 8, 77 + s, tame);
+    }
+    for (size_t i = 0; i < LENGTHS; i++) {
+        for (size_t count = 1; count <= SOURCES; count++) {
+            CHECK(sets_agree(&r, count, lengths[i], 8 * (1 + i % 7)));
+        }
+    }
+}
+
+static void every_set_reduces_as_the_oracle_does(void)
+{
+    for (int dtype = 0; dtype < MLS_DTYPE_COUNT; dtype++) {
+        for (int op = 0; op < 3; op++) {
+            for (int kind = 0; kind < 8; kind++) {
+                check_reduction(
+                    (mls_reduction){.dtype = (mls_dtype)dtype,
+                                    .out_dtype = kind & 1 ? MLS_F32 : (mls_dtype)dtype,
+                                    .op = (mls_reduce_op)op,
+                                    .divisor = kind & 2 ? 3 : 1},
+                    (kind & 4) != 0);
+            }
+        }
+    }
+}
+
+/* Every set adds src to dst as the oracle does, in place too. */
+static void check_add(mls_dtype to, mls_dtype from, double scale, bool tame)
+{
+    mls_status st;
+    for (size_t i = 0; i < LENGTHS; i++) {
+        const size_t n = lengths[i], offset = 8 * (1 + i % 7);
+        mls_tally oracle = {0}, tally = {0};
+        fill_items(to, input[0], LONGEST, 3, tame);
+        fill_items(from, input[1], LONGEST, 4, tame);
+        memcpy(wanted, input[0], ROOM);
+        const mls_tensor src = vector_of(input[1] + offset, from, n);
+        mls_tensor dst = vector_of(wanted + offset, to, n);
+        CHECK(mls_accumulate(MLS_CPU_SCALAR, NULL, &dst, &src, scale, &oracle, &st) ==
+              MLS_OK);
+        for (int cpu = 1; cpu < MLS_CPU_COUNT; cpu++) {
+            if (mls_cpu_offers((mls_cpu)cpu)) {
+                memcpy(found, input[0], ROOM);
+                dst.data = found + offset;
+                tally = (mls_tally){0};
+                CHECK(mls_accumulate((mls_cpu)cpu, NULL, &dst, &src, scale, &tally,
+                                     &st) == MLS_OK);
+                CHECK(same_tally(oracle, tally));
+                CHECK(same_items(to, wanted + offset, found + offset, n));
+                CHECK(memcmp(found, input[0], offset) == 0);
+            }
+        }
+    }
+}
+
+static void every_set_adds_as_the_oracle_does(void)
+{
+    static const double scales[] = {1, -0.3, 0x1p-20};
+    for (int to = 0; to < MLS_CONVERTIBLE; to++) {
+        for (int from = 0; from < MLS_DTYPE_COUNT; from++) {
+            if (from < MLS_CONVERTIBLE || from >= MLS_F8_E4M3) {
+                for (int s = 0; s < 6; s++) {
+                    check_add((mls_dtype)to, (mls_dtype)from, scales[s / 2], s % 2 == 1);
+                }
+            }
+        }
+    }
+    for (int dtype = MLS_I8; dtype <= MLS_U64; dtype++) {
+        check_add((mls_dtype)dtype, (mls_dtype)dtype, 1, false);
+    }
+    check_add(MLS_C64, MLS_C64, 1.5, false);
+}
+
+static void every_set_scales_as_the_oracle_does(void)
+{
+    static const mls_dtype dtypes[] = {MLS_F16, MLS_BF16, MLS_F32, MLS_F64, MLS_C64};
+    mls_status st;
+    for (size_t k = 0; k < 5 * LENGTHS; k++) {
+        const mls_dtype dtype = dtypes[k / LENGTHS];
+        const size_t n = lengths[k % LENGTHS];
+        fill_random(input[0], ROOM, 9 + k);
+        memcpy(wanted, input[0], ROOM);
+        mls_tensor t = vector_of(wanted + 8, dtype, n);
+        CHECK(mls_scale(MLS_CPU_SCALAR, NULL, &t, 0.7, &st) == MLS_OK);
+        for (int cpu = 1; cpu < MLS_CPU_COUNT; cpu++) {
+            if (mls_cpu_offers((mls_cpu)cpu)) {
+                memcpy(found, input[0], ROOM);
+                t.data = found + 8;
+                CHECK(mls_scale((mls_cpu)cpu, NULL, &t, 0.7, &st) == MLS_OK);
+                CHECK(same_items(dtype, wanted + 8, found + 8, n));
+            }
+        }
+    }
+}
+
+/* ---- numbers worked out by hand, on every set ---- */
+
+/* What x + scale * y is in 100 places at once, as the bits of a 16-bit float. */
+static bool adds_to(mls_dtype dtype, uint16_t x, double scale, uint16_t y, uint16_t sum)
+{
+    bool right = true;
+    for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
+        if (mls_cpu_offers((mls_cpu)cpu)) {
+            uint16_t a[100], b[100];
+            mls_status st;
+            for (int i = 0; i < 100; i++) {
+                a[i] = x;
+                b[i] = y;
+            }
+            const mls_tensor dst = vector_of(a, dtype, 100);
+            const mls_tensor src = vector_of(b, dtype, 100);
+            right = right && mls_accumulate((mls_cpu)cpu, NULL, &dst, &src, scale, NULL,
+                                            &st) == MLS_OK;
+            for (int i = 0; i < 100; i++) {
+                right = right && a[i] == sum;
+            }
+        }
+    }
+    return right;
+}
+
+static void halves_round_to_even_and_overflow_to_infinity(void)
+{
+    CHECK(adds_to(MLS_F16, 0x3C00, 1, 0x1000, 0x3C00)); /* 1 + 2**-11: a tie, to even */
+    CHECK(adds_to(MLS_F16, 0x3C01, 1, 0x1000, 0x3C02)); /* the next one up */
+    CHECK(adds_to(MLS_F16, 0x3C00, 1, 0x1001, 0x3C01)); /* just more than half */
+    CHECK(adds_to(MLS_F16, 0x7BFF, 1, 0x7BFF, 0x7C00)); /* 65504 twice */
+    CHECK(adds_to(MLS_F16, 0xFBFF, 1, 0xFBFF, 0xFC00));
+    CHECK(adds_to(MLS_F16, 0x7BFF, 1, 0x4B00, 0x7BFF));  /* 65504 + 14: below the tie */
+    CHECK(adds_to(MLS_F16, 0x0001, 1, 0x0001, 0x0002));  /* the smallest numbers */
+    CHECK(adds_to(MLS_F16, 0x8000, 1, 0x8000, 0x8000));  /* -0 + -0 */
+    CHECK(adds_to(MLS_F16, 0x8000, 1, 0x0000, 0x0000));  /* -0 + 0 */
+    CHECK(adds_to(MLS_F16, 0x0000, -1, 0x0000, 0x0000)); /* 0 - 0 */
+    CHECK(adds_to(MLS_F16, 0x7C00, 1, 0x3C00, 0x7C00));
+    CHECK(adds_to(MLS_F16, 0x0000, 2, 0x7C00, 0x7C00));
+}
+
+static void brains_round_to_even_and_keep_subnormal_numbers(void)
+{
+    CHECK(adds_to(MLS_BF16, 0x3F80, 1, 0x3B80, 0x3F80)); /* 1 + 2**-8: a tie, to even */
+    CHECK(adds_to(MLS_BF16, 0x3F81, 1, 0x3B80, 0x3F82));
+    CHECK(adds_to(MLS_BF16, 0x3F80, 1, 0x3B81, 0x3F81));
+    CHECK(adds_to(MLS_BF16, 0x7F7F, 1, 0x7F7F, 0x7F80)); /* beyond the range */
+    CHECK(adds_to(MLS_BF16, 0x0001, 1, 0x0001, 0x0002));
+    CHECK(adds_to(MLS_BF16, 0x0001, 1, 0x8001, 0x0000));
+    CHECK(adds_to(MLS_BF16, 0x8000, 1, 0x8000, 0x8000));
+    CHECK(adds_to(MLS_BF16, 0x7FC0, 1, 0x3F80, 0x7FC0)); /* NaN stays */
+}
+
+/* In float32 the ones are not lost one by one, as they would be in float16. */
+static void sixteen_bit_sums_are_rounded_once(void)
+{
+    uint16_t big[40], small[40], out[40];
+    const void *const sources[] = {big, small, small};
+    const mls_reduction r = {MLS_F16, MLS_F16, MLS_REDUCE_SUM, 1};
+    for (int i = 0; i < 40; i++) {
+        big[i] = 0x6800;   /* 2048: 1 is half a unit */
+        small[i] = 0x3C00; /* 1 */
+    }
+    for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
+        if (mls_cpu_offers((mls_cpu)cpu)) {
+            mls_reduce_run(mls_kernels_of((mls_cpu)cpu), &r, sources, 3, out, 40,
+                           mls_cached(), NULL);
+            CHECK(out[0] == 0x6801 && out[39] == 0x6801); /* 2050 */
+        }
+    }
+}
+
+static void sums_are_made_in_the_order_of_the_sources(void)
+{
+    const float a = 1e8F, b = -1e8F, c = 1;
+    const void *const one[] = {&a, &b, &c}, *const other[] = {&a, &c, &b};
+    const mls_reduction r = {MLS_F32, MLS_F32, MLS_REDUCE_SUM, 1};
+    float out = 9;
+    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, one, 3, &out, 1, mls_cached(),
+                   NULL);
+    CHECK(out == 1);
+    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, other, 3, &out, 1, mls_cached(),
+                   NULL);
+    CHECK(out == 0);
+}
+
+static void a_mean_is_divided_before_it_is_rounded(void)
+{
+    const uint16_t most = 0x7BFF; /* 65504, twice of which is beyond float16 */
+    const void *const sources[] = {&most, &most};
+    const mls_reduction r = {MLS_F16, MLS_F16, MLS_REDUCE_SUM, 2};
+    uint16_t out = 0;
+    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, sources, 2, &out, 1, mls_cached(),
+                   NULL);
+    CHECK(out == most);
+}
+
+static void integers_wrap(void)
+{
+    const uint8_t a = 200, b = 100;
+    const int32_t c = INT32_MAX, d = 1;
+    const void *const bytes[] = {&a, &b}, *const words[] = {&c, &d};
+    mls_reduction r = {MLS_U8, MLS_U8, MLS_REDUCE_SUM, 1};
+    uint8_t byte = 0;
+    int32_t word = 0;
+    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, bytes, 2, &byte, 1, mls_cached(),
+                   NULL);
+    CHECK(byte == 44);
+    r.dtype = r.out_dtype = MLS_I32;
+    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, words, 2, &word, 1, mls_cached(),
+                   NULL);
+    CHECK(word == INT32_MIN);
+    r.op = MLS_REDUCE_MAX;
+    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, words, 2, &word, 1, mls_cached(),
+                   NULL);
+    CHECK(word == INT32_MAX);
+}
+
+static void a_nan_wins_minima_and_maxima(void)
+{
+    const float nan = NAN, one = 1, two = 2;
+    const void *const orders[][3] = {
+        {&nan, &one, &two}, {&one, &nan, &two}, {&one, &two, &nan}};
+    for (int i = 0; i < 6; i++) {
+        const mls_reduction r = {MLS_F32, MLS_F32,
+                                 i < 3 ? MLS_REDUCE_MIN : MLS_REDUCE_MAX, 1};
+        float out = 0;
+        mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, orders[i % 3], 3, &out, 1,
+                       mls_cached(), NULL);
+        CHECK(isnan(out));
+    }
+    const mls_reduction r = {MLS_F32, MLS_F32, MLS_REDUCE_MIN, 1};
+    float out = 0;
+    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, orders[0] + 1, 2, &out, 1,
+                   mls_cached(), NULL);
+    CHECK(out == 1);
+}
+
+static void the_output_may_be_a_source(void)
+{
+    for (size_t target = 0; target < 3; target++) {
+        for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
+            float x[3][200];
+            const void *const sources[] = {x[0], x[1], x[2]};
+            const mls_reduction r = {MLS_F32, MLS_F32, MLS_REDUCE_SUM, 1};
+            for (int i = 0; i < 600; i++) {
+                x[i / 200][i % 200] = (float)i;
+            }
+            if (mls_cpu_offers((mls_cpu)cpu)) {
+                mls_reduce_run(mls_kernels_of((mls_cpu)cpu), &r, sources, 3, x[target],
+                               200, mls_cached(), NULL);
+                CHECK(x[target][0] == 600 && x[target][199] == 600 + 3 * 199);
+            }
+        }
+    }
+}
+
+/* ---- tallies ---- */
+
+static void tallies_count_what_is_not_finite(void)
+{
+    float x[5000];
+    mls_tally tally = {0};
+    for (int i = 0; i < 5000; i++) {
+        x[i] = 2;
+    }
+    const mls_tensor t = vector_of(x, MLS_F32, 5000);
+    mls_tally_of(MLS_CPU_SCALAR, NULL, &t, &tally);
+    CHECK(tally.squares == 20000 && tally.nonfinite == 0);
+    x[3] = INFINITY, x[4] = -INFINITY, x[4999] = NAN;
+    mls_tally_of(MLS_CPU_SCALAR, NULL, &t, &tally);
+    CHECK(isnan(tally.squares) && tally.nonfinite == 3);
+    const mls_tensor complex = vector_of(x, MLS_C64, 2500);
+    tally = (mls_tally){0};
+    mls_tally_of(MLS_CPU_SCALAR, NULL, &complex, &tally);
+    CHECK(tally.nonfinite == 3); /* elements 1, 2 and the last */
+    x[2] = NAN;                  /* the other part of element 1 */
+    tally = (mls_tally){0};
+    mls_tally_of(MLS_CPU_SCALAR, NULL, &complex, &tally);
+    CHECK(tally.nonfinite == 3);
+}
+
+/* Squares of large float64 are infinite, which the numbers are not. */
+static void a_square_may_overflow_without_being_counted(void)
+{
+    double x[40] = {1e200, 1};
+    mls_tally tally = {0};
+    const mls_tensor t = vector_of(x, MLS_F64, 40);
+    mls_tally_of(MLS_CPU_SCALAR, NULL, &t, &tally);
+    CHECK(isinf(tally.squares) && tally.nonfinite == 0);
+}
+
+/* In parts that begin at multiples of a block, by any number of threads, at once. */
+static void tallies_do_not_depend_on_who_did_what(void)
+{
+    /* more blocks than the core keeps the sums of at a time */
+    const size_t n = ((size_t)2100 * MLS_TALLY_BLOCK) + 70001;
+    float *x = malloc(n * sizeof *x), *y = malloc(n * sizeof *y);
+    mls_pool *pool = NULL;
+    mls_status st;
+    uint64_t seed = 5;
+    mls_cpu cpu = MLS_CPU_SCALAR;
+    REQUIRE(x != NULL && y != NULL && mls_pool_new(3, &pool, &st) == MLS_OK);
+    (void)mls_cpu_choose(NULL, &cpu, &st);
+    for (size_t i = 0; i < n; i++) {
+        x[i] = (float)(next_random(&seed) % 100000) * 0.001F;
+        y[i] = 0;
+    }
+    x[n - 1] = INFINITY;
+    const mls_tensor src = vector_of(x, MLS_F32, n), dst = vector_of(y, MLS_F32, n);
+    mls_tally alone = {0}, shared = {0}, parts = {0}, added = {0};
+    mls_tally_of(cpu, NULL, &src, &alone);
+    mls_tally_of(cpu, pool, &src, &shared);
+    CHECK(mls_accumulate(cpu, pool, &dst, &src, 1, &added, &st) == MLS_OK);
+    for (size_t start = 0; start < n; start += 100 * MLS_TALLY_BLOCK) {
+        const size_t rest = n - start, most = 100 * MLS_TALLY_BLOCK;
+        const mls_tensor part = vector_of(x + start, MLS_F32, rest < most ? rest : most);
+        mls_tally_of(cpu, NULL, &part, &parts);
+    }
+    CHECK(alone.nonfinite == 1 && isinf(alone.squares));
+    x[n - 1] = 1;
+    CHECK(same_tally(alone, shared) && same_tally(alone, parts) &&
+          same_tally(alone, added));
+    alone = shared = (mls_tally){0};
+    mls_tally_of(cpu, NULL, &src, &alone);
+    mls_tally_of(cpu, pool, &src, &shared);
+    CHECK(same_tally(alone, shared) && alone.squares > 1);
+    CHECK(memcmp(x, y, (n - 1) * sizeof *x) == 0);
+    mls_pool_free(pool);
+    free(x);
+    free(y);
+}
+
+/* ---- views ---- */
+
+static unsigned char memory[2][200000];
+
+/* Element (i, j) in this machine's byte order. */
+static void fetch(const mls_tensor *t, size_t i, size_t j, unsigned char *value)
+{
+    const size_t n = item(t->dtype), unit = t->dtype == MLS_C64 ? 4 : n;
+    const unsigned char *at =
+        t->data + (ptrdiff_t)i * t->strides[0] + (ptrdiff_t)j * t->strides[1];
+    for (size_t b = 0; b < n; b++) {
+        value[t->swapped ? b / unit * unit + unit - 1 - b % unit : b] = at[b];
+    }
+}
+
+/* A view packed in C order, for the oracle. */
+static void pack(const mls_tensor *t, unsigned char *packed)
+{
+    for (size_t i = 0; i < t->shape[0]; i++) {
+        for (size_t j = 0; j < t->shape[1]; j++) {
+            fetch(t, i, j, packed + (i * t->shape[1] + j) * item(t->dtype));
+        }
+    }
+}
+
+/* One pair of views of 37 x 230: the sum and the tally are those of the packed copies. */
+static void check_views(mls_dtype dtype, const ptrdiff_t *s, const ptrdiff_t *t,
+                        int swapped)
+{
+    const ptrdiff_t bytes = (ptrdiff_t)item(dtype);
+    mls_tensor dst = {.data = memory[0] + 100000,
+                      .dtype = dtype,
+                      .rank = 2,
+                      .swapped = (swapped & 1) != 0,
+                      .shape = {37, 230},
+                      .strides = {s[0] * bytes, s[1] * bytes}};
+    mls_tensor src = dst;
+    mls_tally oracle = {0}, tally = {0};
+    mls_status st;
+    mls_cpu cpu = MLS_CPU_SCALAR;
+    (void)mls_cpu_choose(NULL, &cpu, &st);
+    src.data = memory[1] + 100000;
+    src.swapped = (swapped & 2) != 0;
+    src.strides[0] = t[0] * bytes, src.strides[1] = t[1] * bytes;
+    fill_random(memory[0], sizeof memory[0], 1);
+    fill_random(memory[1], sizeof memory[1], 2);
+    pack(&dst, wanted);
+    pack(&src, input[0]);
+    const mls_tensor a = vector_of(wanted, dtype, 37 * 230);
+    const mls_tensor b = vector_of(input[0], dtype, 37 * 230);
+    CHECK(mls_accumulate(MLS_CPU_SCALAR, NULL, &a, &b, 1, &oracle, &st) == MLS_OK);
+    CHECK(mls_accumulate(cpu, NULL, &dst, &src, 1, &tally, &st) == MLS_OK);
+    pack(&dst, found);
+    CHECK(same_items(dtype, wanted, found, 37 * 230));
+    CHECK(same_tally(oracle, tally));
+}
+
+static void any_two_views_are_added_element_by_element(void)
+{
+    static const ptrdiff_t strides[][2] = {{230, 1}, {1, 37}, {-230, 1}, {230, -1}};
+    static const ptrdiff_t more[][2] = {{230, 1}, {1, 37}, {0, 1}, {0, 0}, {-230, -1}};
+    static const mls_dtype dtypes[] = {MLS_F16, MLS_F32, MLS_I64, MLS_C64, MLS_I8};
+    for (size_t i = 0; i < 4 * 5 * 5 * 4; i += EVERY(7)) {
+        check_views(dtypes[i % 5], strides[i / 5 % 4], more[i / 20 % 5], (int)(i / 100));
+    }
+}
+
+static void an_array_may_be_added_to_itself(void)
+{
+    float x[100];
+    mls_status st;
+    mls_tensor t = vector_of(x, MLS_F32, 50);
+    for (int i = 0; i < 100; i++) {
+        x[i] = (float)i;
+    }
+    t.strides[0] = 8;
+    CHECK(mls_accumulate(MLS_CPU_SCALAR, NULL, &t, &t, 0.5, NULL, &st) == MLS_OK);
+    CHECK(x[98] == 147 && x[99] == 99);
+    CHECK(mls_scale(MLS_CPU_SCALAR, NULL, &t, 2, &st) == MLS_OK);
+    CHECK(x[98] == 294 && x[99] == 99);
+}
+
+static void empty_and_scalar_tensors_are_added(void)
+{
+    float x = 1, y = 2;
+    mls_tensor a = {.data = (unsigned char *)&x, .dtype = MLS_F32};
+    mls_tensor b = {.data = (unsigned char *)&y, .dtype = MLS_F32};
+    const mls_tensor none = {.dtype = MLS_F32, .rank = 2, .shape = {0, 5}};
+    const mls_reduction r = {MLS_F32, MLS_F32, MLS_REDUCE_SUM, 1};
+    const void *const sources[] = {NULL};
+    mls_tally tally = {0};
+    mls_status st;
+    CHECK(mls_accumulate(MLS_CPU_SCALAR, NULL, &a, &b, 3, &tally, &st) == MLS_OK);
+    CHECK(x == 7 && tally.squares == 49);
+    CHECK(mls_accumulate(MLS_CPU_SCALAR, NULL, &none, &none, 3, &tally, &st) == MLS_OK);
+    CHECK(mls_scale(MLS_CPU_SCALAR, NULL, &none, 3, &st) == MLS_OK);
+    mls_tally_of(MLS_CPU_SCALAR, NULL, &none, &tally);
+    mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, sources, 1, NULL, 0, mls_cached(),
+                   &tally);
+    CHECK(tally.squares == 49 && tally.nonfinite == 0);
+}
+
+/* ---- refusals ---- */
+
+static mls_code refused(mls_dtype dtype, mls_dtype out, mls_reduce_op op, double divisor)
+{
+    const mls_reduction r = {dtype, out, op, divisor};
+    mls_status st;
+    const mls_code code = mls_reduce_check(&r, &st);
+    CHECK(code == MLS_OK || (st.code == code && st.text[0] != '\0'));
+    return code;
+}
+
+static void reductions_that_make_no_sense_are_refused(void)
+{
+    CHECK(refused(MLS_BOOL, MLS_BOOL, MLS_REDUCE_SUM, 1) == MLS_E_DTYPE);
+    CHECK(refused(MLS_BOOL, MLS_BOOL, MLS_REDUCE_MAX, 1) == MLS_OK);
+    CHECK(refused(MLS_C64, MLS_C64, MLS_REDUCE_MIN, 1) == MLS_E_DTYPE);
+    CHECK(refused(MLS_C64, MLS_C64, MLS_REDUCE_SUM, 2) == MLS_OK);
+    CHECK(refused(MLS_C64, MLS_F32, MLS_REDUCE_SUM, 1) == MLS_E_DTYPE);
+    CHECK(refused(MLS_F8_E5M2, MLS_F8_E5M2, MLS_REDUCE_SUM, 1) == MLS_E_DTYPE);
+    CHECK(refused(MLS_F8_E5M2, MLS_F32, MLS_REDUCE_SUM, 1) == MLS_OK);
+    CHECK(refused(MLS_F16, MLS_BF16, MLS_REDUCE_SUM, 1) == MLS_E_DTYPE);
+    CHECK(refused(MLS_F64, MLS_F32, MLS_REDUCE_SUM, 1) == MLS_E_DTYPE);
+    CHECK(refused(MLS_I32, MLS_F32, MLS_REDUCE_SUM, 1) == MLS_E_DTYPE);
+    CHECK(refused(MLS_I32, MLS_I32, MLS_REDUCE_SUM, 2) == MLS_E_VALUE);
+    CHECK(refused(MLS_F32, MLS_F32, MLS_REDUCE_MAX, 2) == MLS_E_VALUE);
+    CHECK(refused(MLS_F32, MLS_F32, MLS_REDUCE_SUM, 0) == MLS_E_VALUE);
+    CHECK(refused(MLS_F32, MLS_F32, MLS_REDUCE_SUM, (double)NAN) == MLS_E_VALUE);
+    CHECK(refused(MLS_F32, MLS_F32, MLS_REDUCE_SUM, 1e300) == MLS_E_VALUE);
+    CHECK(refused(MLS_F32, MLS_F32, MLS_REDUCE_SUM, 1e-300) == MLS_E_VALUE);
+    CHECK(refused(MLS_F64, MLS_F64, MLS_REDUCE_SUM, 1e300) == MLS_OK);
+}
+
+/* Whether adding is refused with this code, dst and tally staying as they were. */
+static bool stays(const mls_tensor *dst, const mls_tensor *src, double scale,
+                  mls_code code)
+{
+    unsigned char before[64];
+    mls_tally tally = {1, 2};
+    mls_status st;
+    memcpy(before, memory[0], sizeof before);
+    return mls_accumulate(MLS_CPU_SCALAR, NULL, dst, src, scale, &tally, &st) == code &&
+           st.code == code && st.text[0] != '\0' && tally.squares == 1 &&
+           tally.nonfinite == 2 && memcmp(before, memory[0], sizeof before) == 0;
+}
+
+static void what_cannot_be_added_changes_nothing(void)
+{
+    fill_random(memory[0], sizeof memory[0], 8);
+    const mls_tensor f = vector_of(memory[0], MLS_F32, 8);
+    const mls_tensor g = vector_of(memory[1], MLS_F32, 7);
+    const mls_tensor d = vector_of(memory[1], MLS_F64, 8);
+    const mls_tensor i = vector_of(memory[0], MLS_I32, 8);
+    const mls_tensor j = vector_of(memory[1], MLS_I32, 8);
+    const mls_tensor k = vector_of(memory[1], MLS_I64, 8);
+    const mls_tensor e = vector_of(memory[0], MLS_F8_E4M3, 8);
+    const mls_tensor b = vector_of(memory[0], MLS_BOOL, 8);
+    const mls_tensor c = vector_of(memory[0], MLS_C64, 8);
+    const mls_tensor over = vector_of(memory[0] + 4, MLS_F32, 8);
+    mls_tensor still = f;
+    still.strides[0] = 0;
+    CHECK(stays(&f, &g, 1, MLS_E_SHAPE));
+    CHECK(stays(&f, &j, 1, MLS_E_DTYPE));
+    CHECK(stays(&i, &k, 1, MLS_E_DTYPE));
+    CHECK(stays(&i, &d, 1, MLS_E_DTYPE));
+    CHECK(stays(&e, &e, 1, MLS_E_DTYPE));
+    CHECK(stays(&b, &b, 1, MLS_E_DTYPE));
+    CHECK(stays(&c, &d, 1, MLS_E_DTYPE));
+    CHECK(stays(&i, &j, 2, MLS_E_VALUE));
+    CHECK(stays(&f, &f, (double)INFINITY, MLS_E_VALUE));
+    CHECK(stays(&f, &f, 1e300, MLS_E_VALUE));
+    CHECK(stays(&f, &over, 1, MLS_E_OVERLAP));
+    CHECK(stays(&still, &f, 1, MLS_E_OVERLAP));
+    mls_status st;
+    CHECK(mls_scale(MLS_CPU_SCALAR, NULL, &i, 2, &st) == MLS_E_DTYPE);
+    CHECK(mls_scale(MLS_CPU_SCALAR, NULL, &e, 2, &st) == MLS_E_DTYPE);
+    CHECK(mls_scale(MLS_CPU_SCALAR, NULL, &f, (double)NAN, &st) == MLS_E_VALUE);
+    CHECK(mls_scale(MLS_CPU_SCALAR, NULL, &still, 2, &st) == MLS_E_OVERLAP);
+}
+
+/* A float64 on either side is not rounded to float32 on the way. */
+static void mixed_sums_are_computed_in_float64(void)
+{
+    float x = 1;
+    double y = 0x1p-24 + 0x1p-40; /* as float32 a tie, which goes to 1 */
+    const mls_tensor dst = vector_of(&x, MLS_F32, 1), src = vector_of(&y, MLS_F64, 1);
+    mls_status st;
+    CHECK(mls_accumulate(MLS_CPU_SCALAR, NULL, &dst, &src, 1, NULL, &st) == MLS_OK);
+    CHECK(x == 1 + 0x1p-23F);
+}
+
+static const test_case tests[] = {
+    TEST(every_set_reduces_as_the_oracle_does),
+    TEST(every_set_adds_as_the_oracle_does),
+    TEST(every_set_scales_as_the_oracle_does),
+    TEST(halves_round_to_even_and_overflow_to_infinity),
+    TEST(brains_round_to_even_and_keep_subnormal_numbers),
+    TEST(sixteen_bit_sums_are_rounded_once),
+    TEST(sums_are_made_in_the_order_of_the_sources),
+    TEST(a_mean_is_divided_before_it_is_rounded),
+    TEST(integers_wrap),
+    TEST(a_nan_wins_minima_and_maxima),
+    TEST(the_output_may_be_a_source),
+    TEST(tallies_count_what_is_not_finite),
+    TEST(a_square_may_overflow_without_being_counted),
+    TEST(tallies_do_not_depend_on_who_did_what),
+    TEST(any_two_views_are_added_element_by_element),
+    TEST(an_array_may_be_added_to_itself),
+    TEST(empty_and_scalar_tensors_are_added),
+    TEST(reductions_that_make_no_sense_are_refused),
+    TEST(what_cannot_be_added_changes_nothing),
+    TEST(mixed_sums_are_computed_in_float64),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

@@ -1,0 +1,113 @@
+/* Sketches: they add up as arrays do, and see what is lost, doubled or in the wrong
+ * place. */
+#include "support/runner.h"
+#include "gradients/ams_sketch.h"
+
+#include <math.h>
+#include <stdint.h>
+
+enum { COUNT = 200 };
+
+static mls_sketch sketch_of(const float *values, size_t start, size_t count)
+{
+    mls_status st;
+    mls_sketch sketch = {0};
+    CHECK(mls_sketch_add(&sketch, values, MLS_F32, start, count, 7, &st) == MLS_OK);
+    return sketch;
+}
+
+static void fill(float *values, float step)
+{
+    for (int i = 0; i < COUNT; i++) {
+        values[i] = (float)(i - 50) * step;
+    }
+}
+
+static void the_sketch_of_a_sum_is_the_sum_of_the_sketches(void)
+{
+    float a[COUNT], b[COUNT], sum[COUNT];
+    fill(a, 0.5f);
+    fill(b, -3.0f);
+    for (int i = 0; i < COUNT; i++) {
+        sum[i] = a[i] + b[i];
+    }
+    const double parts =
+        sketch_of(a, 0, COUNT).signed_sum + sketch_of(b, 0, COUNT).signed_sum;
+    CHECK(fabs(sketch_of(sum, 0, COUNT).signed_sum - parts) < 1e-9);
+}
+
+static void an_array_may_be_cut_anywhere(void)
+{
+    float a[COUNT];
+    mls_status st;
+    fill(a, 0.25f);
+    const mls_sketch whole = sketch_of(a, 0, COUNT);
+    const size_t cuts[] = {0, 1, 63, 64, 65, 127, COUNT};
+    for (size_t i = 0; i < sizeof cuts / sizeof cuts[0]; i++) {
+        mls_sketch sketch = sketch_of(a, 0, cuts[i]);
+        CHECK(mls_sketch_add(&sketch, a + cuts[i], MLS_F32, cuts[i], COUNT - cuts[i], 7,
+                             &st) == MLS_OK);
+        CHECK(sketch.signed_sum == whole.signed_sum);
+        CHECK(sketch.magnitude == whole.magnitude);
+    }
+}
+
+static void swapped_elements_and_another_seed_are_seen(void)
+{
+    float a[COUNT];
+    fill(a, 1.0f);
+    const mls_sketch before = sketch_of(a, 0, COUNT);
+    int seen = 0;
+    for (int i = 0; i + 1 < COUNT; i++) {
+        const float kept = a[i];
+        a[i] = a[i + 1];
+        a[i + 1] = kept;
+        const mls_sketch after = sketch_of(a, 0, COUNT);
+        seen += after.signed_sum != before.signed_sum;
+        CHECK(after.magnitude == before.magnitude);
+        a[i + 1] = a[i];
+        a[i] = kept;
+    }
+    CHECK(seen > COUNT / 3); /* where neighbours have opposite signs */
+    CHECK(sketch_of(a + 1, 1, COUNT - 1).signed_sum !=
+          sketch_of(a + 1, 0, COUNT - 1).signed_sum);
+}
+
+static void all_numbers_can_be_sketched_and_nothing_else(void)
+{
+    static const unsigned char ones[8] = {1};
+    for (int dtype = 0; dtype < MLS_DTYPE_COUNT; dtype++) {
+        mls_status st;
+        mls_sketch sketch = {.signed_sum = 5, .magnitude = 5};
+        const mls_code code =
+            mls_sketch_add(&sketch, ones, (mls_dtype)dtype, 0, 1, 0, &st);
+        const bool number = dtype <= MLS_U64;
+        CHECK(code == (number ? MLS_OK : MLS_E_DTYPE));
+        CHECK(sketch.signed_sum != 5 || !number || dtype <= MLS_F64);
+        CHECK(number || sketch.magnitude == 5);
+    }
+}
+
+static void halves_are_read_as_what_they_are(void)
+{
+    mls_status st;
+    mls_sketch sketch = {0};
+    const uint16_t half = 0xC000, brain = 0xC000; /* both are -2 */
+    CHECK(mls_sketch_add(&sketch, &half, MLS_F16, 0, 1, 1, &st) == MLS_OK);
+    CHECK(sketch.magnitude == 2);
+    CHECK(mls_sketch_add(&sketch, &brain, MLS_BF16, 0, 1, 1, &st) == MLS_OK);
+    CHECK(sketch.magnitude == 4 && fabs(sketch.signed_sum) == 4);
+}
+
+static const test_case tests[] = {
+    TEST(the_sketch_of_a_sum_is_the_sum_of_the_sketches),
+    TEST(an_array_may_be_cut_anywhere),
+    TEST(swapped_elements_and_another_seed_are_seen),
+    TEST(all_numbers_can_be_sketched_and_nothing_else),
+    TEST(halves_are_read_as_what_they_are),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

@@ -1,0 +1,206 @@
+/* Buckets: every part reaches the rank that owns it, and is summed in the order of ranks.
+ */
+#include "gradients/bucket.h"
+#include "support/runner.h"
+
+#include <string.h>
+
+enum { WORLD = 3, WEIGHTS = 7, BIASES = 2 };
+
+static const size_t weight_counts[WORLD] = {3, 3, 1};
+static const size_t bias_counts[WORLD] = {1, 1, 0}; /* the last rank has none */
+
+/* What one rank has: float32 weights, int16 biases, and room for its parts of them. */
+typedef struct rank_data {
+    _Alignas(16) float weights[WEIGHTS];
+    int16_t biases[BIASES];
+    float weight_sums[WEIGHTS];
+    int16_t bias_sums[BIASES];
+    _Alignas(16) unsigned char send[WORLD * 64];
+    _Alignas(16) unsigned char received[WORLD * 64];
+    mls_segment segments[2];
+    mls_bucket bucket;
+} rank_data;
+
+static void rank_init(rank_data *r, size_t rank)
+{
+    memset(r, 0, sizeof *r);
+    for (int i = 0; i < WEIGHTS; i++) {
+        r->weights[i] = (float)(i + 1) * (rank == 1 ? 1e8f : 1.0f);
+    }
+    for (int i = 0; i < BIASES; i++) {
+        r->biases[i] = (int16_t)(10 * (int)rank + i);
+    }
+    memset(r->send, 0xAA, sizeof r->send);
+    r->segments[0] = (mls_segment){.data = (const unsigned char *)r->weights,
+                                   .counts = weight_counts,
+                                   .out = r->weight_sums,
+                                   .reduction = {MLS_F32, MLS_F32, MLS_REDUCE_SUM, 1}};
+    r->segments[1] = (mls_segment){.data = (const unsigned char *)r->biases,
+                                   .counts = bias_counts,
+                                   .out = r->bias_sums,
+                                   .reduction = {MLS_I16, MLS_I16, MLS_REDUCE_SUM, 1}};
+    r->bucket =
+        (mls_bucket){.segments = r->segments, .count = 2, .world = WORLD, .rank = rank};
+}
+
+/* What an engine does with the messages. */
+static void exchange(rank_data *ranks)
+{
+    mls_status st;
+    for (size_t from = 0; from < WORLD; from++) {
+        const unsigned char *at = ranks[from].send;
+        for (size_t to = 0; to < WORLD; to++) {
+            size_t bytes = 0;
+            if (to == from) {
+                continue;
+            }
+            REQUIRE(mls_bucket_bytes(&ranks[from].bucket, to, &bytes, &st) == MLS_OK);
+            const size_t before = from < to ? from : from - 1;
+            if (bytes != 0) {
+                memcpy(ranks[to].received + before * bytes, at, bytes);
+            }
+            at += bytes;
+        }
+    }
+}
+
+static void every_rank_gets_the_sums_of_its_parts_in_the_order_of_ranks(void)
+{
+    rank_data ranks[WORLD];
+    const void *sources[WORLD];
+    for (size_t rank = 0; rank < WORLD; rank++) {
+        rank_init(&ranks[rank], rank);
+        mls_bucket_pack(&ranks[rank].bucket, ranks[rank].send);
+    }
+    exchange(ranks);
+    size_t start = 0;
+    for (size_t rank = 0; rank < WORLD; rank++) {
+        rank_data *r = &ranks[rank];
+        mls_bucket_reduce(&r->bucket, mls_kernels_of(MLS_CPU_SCALAR), r->received,
+                          sources);
+        for (size_t i = 0; i < weight_counts[rank]; i++) {
+            const float *all[] = {ranks[0].weights, ranks[1].weights, ranks[2].weights};
+            const float first = all[0][start + i] + all[1][start + i];
+            const float expected = first + all[2][start + i];
+            CHECK(r->weight_sums[i] == expected);
+        }
+        CHECK(r->weight_sums[weight_counts[rank]] == 0);
+        CHECK(bias_counts[rank] == 0 || r->bias_sums[0] == 30 + 3 * (int)rank);
+        CHECK(r->segments[0].tally.squares > 0 && r->segments[0].tally.nonfinite == 0);
+        start += weight_counts[rank];
+    }
+}
+
+static void parts_start_where_any_element_may_lie(void)
+{
+    rank_data r;
+    mls_status st;
+    size_t bytes = 0;
+    rank_init(&r, 2);
+    CHECK(mls_bucket_bytes(&r.bucket, 0, &bytes, &st) == MLS_OK && bytes == 16 + 16);
+    CHECK(mls_bucket_bytes(&r.bucket, 2, &bytes, &st) == MLS_OK && bytes == 16);
+    mls_bucket_pack(&r.bucket, r.send);
+    CHECK(memcmp(r.send, r.weights, 12) == 0 && memcmp(r.send + 16, r.biases, 2) == 0);
+    CHECK(r.send[12] == 0 && r.send[18] == 0); /* padding says nothing of our memory */
+    CHECK(r.send[64] == 0xAA);                 /* no message to itself */
+}
+
+static void sizes_beyond_memory_are_refused(void)
+{
+    mls_status st;
+    size_t bytes = 77;
+    const size_t counts[2] = {SIZE_MAX / 4 + 1, 1};
+    mls_segment s = {.counts = counts,
+                     .reduction = {MLS_F32, MLS_F32, MLS_REDUCE_SUM, 1}};
+    mls_bucket b = {.segments = &s, .count = 1, .world = 2, .rank = 0};
+    CHECK(mls_bucket_bytes(&b, 0, &bytes, &st) == MLS_E_SIZE && bytes == 77);
+    CHECK(mls_bucket_bytes(&b, 1, &bytes, &st) == MLS_OK && bytes == 16);
+}
+
+/* A packed array of float32; `memory` is not read. */
+static mls_tensor floats(void *memory, size_t count)
+{
+    mls_tensor t;
+    mls_status st;
+    CHECK(mls_tensor_init(&t, memory, MLS_F32, 1, &count, &st) == MLS_OK);
+    return t;
+}
+
+static void arrays_must_fit_their_counts(void)
+{
+    static const size_t counts[] = {3, 0, 2}, many[] = {SIZE_MAX, 2, 3};
+    float memory[5], part[3];
+    mls_status st;
+    const mls_tensor data = floats(memory, 5), out = floats(part, 3);
+    CHECK(mls_segment_check(&data, &out, counts, 3, 0, &st) == MLS_OK);
+    CHECK(mls_segment_check(&data, &out, counts, 3, 1, &st) == MLS_E_VALUE);
+    CHECK(mls_segment_check(&data, &out, counts, 2, 0, &st) == MLS_E_VALUE);
+    CHECK_TEXT(st.text,
+               "an array of 5 elements and an output of 3 do not fit counts that "
+               "add up to 3, with 3 for this rank");
+    CHECK(mls_segment_check(&data, &out, many, 3, 2, &st) == MLS_E_VALUE);
+    const mls_segment segment = {.counts = counts};
+    CHECK(mls_segment_elements(&segment, 3) == 5 &&
+          mls_segment_elements(&segment, 0) == 0);
+}
+
+static void an_output_is_its_own_part_or_other_memory(void)
+{
+    static const size_t counts[] = {2, 3};
+    float memory[5];
+    mls_status st;
+    const mls_tensor data = floats(memory, 5), own = floats(memory + 2, 3);
+    CHECK(mls_segment_check(&data, &own, counts, 2, 1, &st) == MLS_OK);
+    const mls_tensor before = floats(memory + 1, 3);
+    CHECK(mls_segment_check(&data, &before, counts, 2, 1, &st) == MLS_E_OVERLAP);
+    mls_tensor other = own;
+    other.dtype = MLS_I32;
+    CHECK(mls_segment_check(&data, &other, counts, 2, 1, &st) == MLS_E_OVERLAP);
+}
+
+static void a_bucket_takes_packed_and_aligned_arrays(void)
+{
+    _Alignas(8) float memory[8];
+    mls_tensor t = floats(memory, 4);
+    CHECK(mls_bucket_takes(&t));
+    t.swapped = true;
+    CHECK(!mls_bucket_takes(&t));
+    t = floats((unsigned char *)memory + 2, 4);
+    CHECK(!mls_bucket_takes(&t));
+    t = floats(memory + 1, 4);
+    CHECK(mls_bucket_takes(&t));
+    t.dtype = MLS_C64; /* of two floats, and aligned like none of them */
+    t.strides[0] = 8;
+    CHECK(!mls_bucket_takes(&t));
+    t = floats(memory, 4);
+    t.strides[0] = 8;
+    CHECK(!mls_bucket_takes(&t));
+}
+
+static void messages_add_up(void)
+{
+    rank_data r;
+    mls_status st;
+    size_t sent = 0, received = 0;
+    rank_init(&r, 1);
+    CHECK(mls_bucket_sent_bytes(&r.bucket, &sent, &st) == MLS_OK);
+    CHECK(sent == 16 + 16 + 16); /* two arrays for rank 0, one for rank 2 */
+    CHECK(mls_bucket_received_bytes(&r.bucket, &received, &st) == MLS_OK);
+    CHECK(received == 2 * (16 + 16));
+}
+
+static const test_case tests[] = {
+    TEST(every_rank_gets_the_sums_of_its_parts_in_the_order_of_ranks),
+    TEST(parts_start_where_any_element_may_lie),
+    TEST(sizes_beyond_memory_are_refused),
+    TEST(arrays_must_fit_their_counts),
+    TEST(an_output_is_its_own_part_or_other_memory),
+    TEST(a_bucket_takes_packed_and_aligned_arrays),
+    TEST(messages_add_up),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

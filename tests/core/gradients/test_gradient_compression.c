@@ -1,0 +1,211 @@
+/* Gradients in fewer bytes: what is lost is known, kept, and made good. */
+#include "support/runner.h"
+#include "gradients/gradient_compression.h"
+
+#include <math.h>
+#include <string.h>
+
+enum { COUNT = 700 };
+
+static void fill(float *values)
+{
+    for (int i = 0; i < COUNT; i++) {
+        values[i] = (float)((i * 37) % 101 - 50) / 7.0f * (i < 256 ? 1.0f : 1e-4f);
+    }
+}
+
+/* Encode and decode; returns the largest error. */
+static float round_trip(mls_cpu cpu, mls_wire wire, const float *src, float *residual,
+                        float *back)
+{
+    _Alignas(16) unsigned char bytes[4 * COUNT];
+    const mls_kernels *kernels = mls_kernels_of(cpu);
+    mls_wire_encode(kernels, wire, src, residual, bytes, COUNT);
+    mls_wire_decode(kernels, wire, bytes, COUNT, 0, COUNT, back);
+    float worst = 0;
+    for (int i = 0; i < COUNT; i++) {
+        worst = fmaxf(worst, fabsf(back[i] - src[i]));
+    }
+    return worst;
+}
+
+static void elements_arrive_within_the_precision_of_the_wire(void)
+{
+    float src[COUNT], back[COUNT];
+    fill(src);
+    CHECK(round_trip(MLS_CPU_SCALAR, MLS_WIRE_F16, src, NULL, back) < 8.0f / 2048);
+    CHECK(round_trip(MLS_CPU_SCALAR, MLS_WIRE_BF16, src, NULL, back) < 8.0f / 256);
+    CHECK(round_trip(MLS_CPU_SCALAR, MLS_WIRE_INT8, src, NULL, back) <= 7.2f / 254);
+    for (int i = 256; i < COUNT; i++) { /* small blocks have scales of their own */
+        CHECK(fabsf(back[i] - src[i]) <= 7.2e-4f / 254);
+    }
+}
+
+static void padding_does_not_tell_what_memory_held_before(void)
+{
+    float src[COUNT];
+    unsigned char bytes[4 * COUNT];
+    fill(src);
+    for (int wire = 0; wire < MLS_WIRE_COUNT; wire++) {
+        for (size_t n = 1; n < 9; n++) {
+            const size_t codes = wire == MLS_WIRE_INT8 ? n + sizeof(float) : 2 * n;
+            memset(bytes, 0xAA, sizeof bytes);
+            mls_wire_encode(mls_kernels_of(MLS_CPU_SCALAR), (mls_wire)wire, src, NULL,
+                            bytes, n);
+            for (size_t i = codes; i < mls_wire_bytes((mls_wire)wire, n); i++) {
+                CHECK(bytes[i] == 0);
+            }
+        }
+    }
+}
+
+static void all_instruction_sets_give_the_same_bits(void)
+{
+    float src[COUNT], expected[COUNT], back[COUNT];
+    fill(src);
+    for (int wire = 0; wire < MLS_WIRE_COUNT; wire++) {
+        round_trip(MLS_CPU_SCALAR, (mls_wire)wire, src, NULL, expected);
+        for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
+            if (mls_cpu_offers((mls_cpu)cpu)) {
+                round_trip((mls_cpu)cpu, (mls_wire)wire, src, NULL, back);
+                CHECK(memcmp(back, expected, sizeof back) == 0);
+            }
+        }
+    }
+}
+
+static void what_is_lost_is_made_good_the_next_times(void)
+{
+    float src[COUNT], back[COUNT];
+    fill(src);
+    for (int wire = 0; wire < MLS_WIRE_COUNT; wire++) {
+        float residual[COUNT] = {0};
+        double sums[COUNT] = {0};
+        for (int step = 0; step < 50; step++) {
+            round_trip(MLS_CPU_SCALAR, (mls_wire)wire, src, residual, back);
+            for (int i = 0; i < COUNT; i++) {
+                sums[i] += (double)back[i];
+            }
+        }
+        for (int i = 0; i < COUNT; i++) {
+            const double lost = 50.0 * (double)src[i] - sums[i] - (double)residual[i];
+            CHECK(fabs(lost) < 1e-3);
+        }
+    }
+}
+
+static void large_elements_saturate_and_come_later(void)
+{
+    float src[COUNT] = {1e6f, -1e6f}, residual[COUNT] = {0}, back[COUNT];
+    round_trip(MLS_CPU_SCALAR, MLS_WIRE_F16, src, residual, back);
+    CHECK(back[0] == 65504.0f && back[1] == -65504.0f);
+    CHECK(residual[0] == 1e6f - 65504.0f);
+    src[0] = 3.4e38f;
+    round_trip(MLS_CPU_SCALAR, MLS_WIRE_BF16, src, NULL, back);
+    CHECK(isfinite(back[0]));
+}
+
+static void what_is_not_finite_arrives_as_nan_and_leaves_nothing_behind(void)
+{
+    for (int wire = 0; wire < MLS_WIRE_COUNT; wire++) {
+        float src[COUNT] = {1.0f, INFINITY}, residual[COUNT] = {0}, back[COUNT];
+        src[300] = NAN;
+        round_trip(MLS_CPU_SCALAR, (mls_wire)wire, src, residual, back);
+        CHECK(isnan(back[1]) && isnan(back[300]));
+        CHECK(isfinite(back[600]) && residual[1] == 0 && residual[300] == 0);
+    }
+}
+
+static void zeros_and_the_smallest_numbers_do_no_harm(void)
+{
+    for (int wire = 0; wire < MLS_WIRE_COUNT; wire++) {
+        float src[COUNT] = {0}, residual[COUNT] = {0}, back[COUNT];
+        round_trip(MLS_CPU_SCALAR, (mls_wire)wire, src, residual, back);
+        CHECK(back[0] == 0 && residual[0] == 0);
+        src[0] = 1e-40f;
+        round_trip(MLS_CPU_SCALAR, (mls_wire)wire, src, residual, back);
+        CHECK(isfinite(back[0]) && fabsf(back[0] + residual[0] - src[0]) < 1e-44f);
+    }
+}
+
+/* Two ranks in one process; the parts of rank 0 and 1 have 400 and 300 elements. */
+static void a_bucket_is_summed_from_what_the_wire_makes_of_every_part(void)
+{
+    static const size_t counts[2] = {400, 300};
+    float grads[2][COUNT], outs[2][COUNT], seen[2][COUNT];
+    _Alignas(16) unsigned char send[2][4 * COUNT], own[2][4 * COUNT];
+    const mls_kernels *kernels = mls_kernels_of(MLS_CPU_SCALAR);
+    mls_segment segments[2];
+    mls_bucket buckets[2];
+    for (size_t rank = 0; rank < 2; rank++) {
+        fill(grads[rank]);
+        grads[rank][5] = (float)rank;
+        segments[rank] =
+            (mls_segment){.data = (const unsigned char *)grads[rank],
+                          .counts = counts,
+                          .out = outs[rank],
+                          .reduction = {MLS_F32, MLS_F32, MLS_REDUCE_SUM, 2}};
+        buckets[rank] = (mls_bucket){
+            .segments = &segments[rank], .count = 1, .world = 2, .rank = rank};
+        CHECK(mls_wire_bucket_bytes(&buckets[rank], MLS_WIRE_INT8, 0) == 400 + 8 + 8);
+        mls_wire_pack(&buckets[rank], kernels, MLS_WIRE_INT8, NULL, send[rank],
+                      own[rank]);
+    }
+    for (size_t rank = 0; rank < 2; rank++) { /* each part is encoded by itself */
+        _Alignas(16) unsigned char bytes[4 * COUNT];
+        mls_wire_encode(kernels, MLS_WIRE_INT8, grads[rank], NULL, bytes, 400);
+        mls_wire_decode(kernels, MLS_WIRE_INT8, bytes, 400, 0, 400, seen[rank]);
+        mls_wire_encode(kernels, MLS_WIRE_INT8, grads[rank] + 400, NULL, bytes, 300);
+        mls_wire_decode(kernels, MLS_WIRE_INT8, bytes, 300, 0, 300, seen[rank] + 400);
+    }
+    mls_wire_reduce(&buckets[0], kernels, MLS_WIRE_INT8, own[0], send[1]);
+    mls_wire_reduce(&buckets[1], kernels, MLS_WIRE_INT8, own[1], send[0]);
+    for (size_t i = 0; i < COUNT; i++) {
+        const float got = i < 400 ? outs[0][i] : outs[1][i - 400];
+        CHECK(got == (seen[0][i] + seen[1][i]) / 2);
+    }
+    CHECK(segments[0].tally.squares > 0 && segments[1].tally.nonfinite == 0);
+}
+
+static void names_stand_for_wires(void)
+{
+    mls_wire wire = MLS_WIRE_COUNT;
+    CHECK(mls_wire_from_name((mls_text){"bfloat16", 8}, &wire) && wire == MLS_WIRE_BF16);
+    CHECK(!mls_wire_from_name((mls_text){"bfloat16", 7}, &wire) && wire == MLS_WIRE_BF16);
+    CHECK(!mls_wire_from_name((mls_text){"", 0}, &wire));
+}
+
+static void only_sums_of_float32_are_compressed(void)
+{
+    static const size_t counts[] = {300, 0, 5};
+    mls_status st;
+    mls_segment s = {.counts = counts,
+                     .reduction = {MLS_F32, MLS_F32, MLS_REDUCE_SUM, 1}};
+    const mls_bucket b = {.segments = &s, .count = 1, .world = 3, .rank = 1};
+    CHECK(mls_wire_check(&b, &st) == MLS_OK);
+    CHECK(mls_wire_sent_bytes(&b, MLS_WIRE_F16) ==
+          mls_wire_bytes(MLS_WIRE_F16, 300) + mls_wire_bytes(MLS_WIRE_F16, 5));
+    s.reduction.op = MLS_REDUCE_MAX;
+    CHECK(mls_wire_check(&b, &st) == MLS_E_VALUE);
+    s.reduction.op = MLS_REDUCE_SUM;
+    s.reduction.out_dtype = MLS_F16;
+    CHECK(mls_wire_check(&b, &st) == MLS_E_VALUE);
+}
+
+static const test_case tests[] = {
+    TEST(names_stand_for_wires),
+    TEST(only_sums_of_float32_are_compressed),
+    TEST(elements_arrive_within_the_precision_of_the_wire),
+    TEST(padding_does_not_tell_what_memory_held_before),
+    TEST(all_instruction_sets_give_the_same_bits),
+    TEST(what_is_lost_is_made_good_the_next_times),
+    TEST(large_elements_saturate_and_come_later),
+    TEST(what_is_not_finite_arrives_as_nan_and_leaves_nothing_behind),
+    TEST(zeros_and_the_smallest_numbers_do_no_harm),
+    TEST(a_bucket_is_summed_from_what_the_wire_makes_of_every_part),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

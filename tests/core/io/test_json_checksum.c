@@ -1,0 +1,183 @@
+/* Sealed texts: the checksum that stands in the text it covers. */
+#include "support/runner.h"
+#include "io/json_checksum.h"
+
+#include <stdlib.h>
+
+static const mls_crc_kernels *const crc = &mls_crc_scalar;
+
+static const char sealed_text[] = MLS_SEAL_START ",\n\"a\": [1, 2.5, \"\xc3\xa9\"]}\n";
+
+enum { LENGTH = sizeof sealed_text - 1, DIGITS_AT = 13 };
+
+/* A sealed copy of the text above. */
+static void make(char *text)
+{
+    memcpy(text, sealed_text, sizeof sealed_text);
+    (void)mls_seal(text, LENGTH, crc);
+}
+
+static void the_digits_are_the_checksum_of_the_text_with_zeros_in_their_place(void)
+{
+    char text[sizeof sealed_text];
+    char digits[MLS_CRC_DIGITS];
+    memcpy(text, sealed_text, sizeof sealed_text);
+    const uint32_t sum = mls_seal(text, LENGTH, crc);
+    CHECK(sum == crc->update(0, sealed_text, LENGTH));
+    mls_crc_to_digits(sum, digits);
+    CHECK(memcmp(text + DIGITS_AT, digits, sizeof digits) == 0);
+    /* and nothing else changed */
+    memset(text + DIGITS_AT, '0', MLS_CRC_DIGITS);
+    CHECK_TEXT(text, sealed_text);
+}
+
+static void a_known_text_has_a_known_seal(void)
+{
+    /* worked out apart from this library, for those who write another one */
+    char text[] = "{\"checksum\":\"00000000\",\"format\":\"mlstate.index\"}\n";
+    mls_status st;
+    CHECK(mls_seal(text, strlen(text), crc) == 0x972186f1U);
+    CHECK_TEXT(text, "{\"checksum\":\"972186f1\",\"format\":\"mlstate.index\"}\n");
+    CHECK(mls_seal_check(text, strlen(text), crc, &st) == MLS_OK);
+}
+
+static void what_was_sealed_passes(void)
+{
+    char text[sizeof sealed_text];
+    char least[] = MLS_SEAL_START "}";
+    mls_status st;
+    make(text);
+    CHECK(mls_seal_check(text, LENGTH, crc, &st) == MLS_OK);
+    (void)mls_seal(least, strlen(least), crc);
+    CHECK(mls_seal_check(least, strlen(least), crc, &st) == MLS_OK);
+}
+
+static void sealing_again_needs_zeros_first(void)
+{
+    /* the digits are taken for zeros, whatever they are: sealing twice gives the same */
+    char text[sizeof sealed_text], again[sizeof sealed_text];
+    make(text);
+    memcpy(again, text, sizeof text);
+    (void)mls_seal(again, LENGTH, crc);
+    CHECK_TEXT(again, text);
+}
+
+static void every_flipped_bit_is_found(void)
+{
+    char text[sizeof sealed_text];
+    make(text);
+    for (size_t bit = 0; bit < 8 * LENGTH; bit++) {
+        mls_status st;
+        text[bit / 8] = (char)(text[bit / 8] ^ (1 << bit % 8));
+        const mls_code code = mls_seal_check(text, LENGTH, crc, &st);
+        /* of the start, digits aside, a change is a text that is not sealed */
+        const bool start = bit / 8 < sizeof MLS_SEAL_START - 1;
+        CHECK(code == MLS_E_CHECKSUM || (start && code == MLS_E_FORMAT));
+        CHECK(code == st.code && st.text[0] != '\0');
+        text[bit / 8] = (char)(text[bit / 8] ^ (1 << bit % 8));
+    }
+}
+
+static void every_other_length_is_found(void)
+{
+    char text[sizeof sealed_text + 1] = "";
+    mls_status st;
+    make(text);
+    for (size_t length = 0; length < LENGTH; length++) {
+        /* memory of that length, so that reading behind it would be noticed */
+        char *cut = malloc(length + 1);
+        REQUIRE(cut != NULL);
+        memcpy(cut, text, length);
+        CHECK(mls_seal_check(cut, length, crc, &st) != MLS_OK);
+        free(cut);
+    }
+    CHECK(mls_seal_check(text, LENGTH + 1, crc, &st) == MLS_E_CHECKSUM);
+}
+
+static void a_text_without_a_seal_says_so(void)
+{
+    static const char *const texts[] = {
+        "",
+        "{}",
+        "{\"checksum\":\"0000000\",\"a\":1}",
+        "{\"checksum\":\"000000000\",\"a\":1}",
+        "{\"checksum\":\"0000000A\",\"a\":1}",
+        "{\"checksum\":\"0x000000\",\"a\":1}",
+        "{\"checksum\":\"-0000000\",\"a\":1}",
+        "{\"checksum\":\"       0\",\"a\":1}",
+        "{\"checksum\":00000000  ,\"a\":1}",
+        "{ \"checksum\":\"00000000\",\"a\":1}",
+        " {\"checksum\":\"00000000\",\"a\":1}",
+        "\xef\xbb\xbf{\"checksum\":\"00000000\",\"a\":1}",
+        "{\"Checksum\":\"00000000\",\"a\":1}",
+        "{\"a\":1,\"checksum\":\"00000000\"}      ",
+        "[\"checksum\",\"00000000\",\"a\",1]     ",
+    };
+    for (size_t i = 0; i < sizeof texts / sizeof texts[0]; i++) {
+        mls_status st;
+        CHECK(mls_seal_check(texts[i], strlen(texts[i]), crc, &st) == MLS_E_FORMAT);
+        CHECK(st.has_offset && st.offset == 0);
+        CHECK_TEXT(st.expected, "{\"checksum\":\"xxxxxxxx\"");
+    }
+}
+
+static void damage_is_told_with_both_checksums(void)
+{
+    char text[sizeof sealed_text];
+    char digits[MLS_CRC_DIGITS + 1] = "";
+    mls_status st;
+    make(text);
+    memcpy(digits, text + DIGITS_AT, MLS_CRC_DIGITS);
+    text[LENGTH - 3] = '!';
+    REQUIRE(mls_seal_check(text, LENGTH, crc, &st) == MLS_E_CHECKSUM);
+    CHECK_TEXT(st.expected, digits);
+    CHECK(strlen(st.got) == MLS_CRC_DIGITS && strcmp(st.got, digits) != 0);
+}
+
+static void digits_are_read_as_they_are_written(void)
+{
+    static const uint32_t values[] = {0,          1,          0xf,        0x10,
+                                      0x89abcdef, 0x7fffffff, 0x80000000, 0xffffffff};
+    for (size_t i = 0; i < sizeof values / sizeof values[0]; i++) {
+        char digits[MLS_CRC_DIGITS + 1], expected[MLS_CRC_DIGITS + 1];
+        uint32_t value = 77;
+        digits[MLS_CRC_DIGITS] = '~';
+        mls_crc_to_digits(values[i], digits);
+        CHECK(digits[MLS_CRC_DIGITS] == '~');
+        snprintf(expected, sizeof expected, "%08lx", (unsigned long)values[i]);
+        CHECK(memcmp(digits, expected, MLS_CRC_DIGITS) == 0);
+        CHECK(mls_crc_from_digits(digits, &value) && value == values[i]);
+    }
+}
+
+static void only_lower_case_digits_are_digits(void)
+{
+    for (int c = 0; c < 256; c++) {
+        for (int at = 0; at < MLS_CRC_DIGITS; at++) {
+            char digits[MLS_CRC_DIGITS + 1] = "00000000";
+            uint32_t value = 77;
+            digits[at] = (char)c;
+            const bool good = (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f');
+            CHECK(mls_crc_from_digits(digits, &value) == good);
+            CHECK(good || value == 77);
+        }
+    }
+}
+
+static const test_case tests[] = {
+    TEST(the_digits_are_the_checksum_of_the_text_with_zeros_in_their_place),
+    TEST(a_known_text_has_a_known_seal),
+    TEST(what_was_sealed_passes),
+    TEST(sealing_again_needs_zeros_first),
+    TEST(every_flipped_bit_is_found),
+    TEST(every_other_length_is_found),
+    TEST(a_text_without_a_seal_says_so),
+    TEST(damage_is_told_with_both_checksums),
+    TEST(digits_are_read_as_they_are_written),
+    TEST(only_lower_case_digits_are_digits),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

@@ -1,0 +1,397 @@
+/* The JSON reader: the grammar of RFC 8259, and what it refuses. */
+#include "io/json_reader.h"
+#include "base/memory.h"
+#include "support/runner.h"
+
+#include <stdlib.h>
+
+static const mls_json_limits roomy = {.depth = 64, .nodes = 1 << 20};
+
+static mls_code parse(const char *text, mls_json **doc, mls_status *st)
+{
+    return mls_json_parse(text, strlen(text), roomy, doc, st);
+}
+
+static bool accepts(const char *text, size_t length)
+{
+    mls_json *doc = NULL;
+    mls_status st;
+    const mls_code code = mls_json_parse(text, length, roomy, &doc, &st);
+    mls_json_free(doc);
+    return code == MLS_OK;
+}
+
+static bool text_is(const mls_json *doc, mls_json_node node, const char *expected)
+{
+    return mls_text_is(mls_json_text(doc, node), expected);
+}
+
+static void every_kind_of_value_is_read(void)
+{
+    mls_json *doc = NULL;
+    mls_status st;
+    REQUIRE(parse(" { \"a\" : [1, -2.5e+3 ,true,false,null,\"x\"], \"b\":{} }\n", &doc,
+                  &st) == MLS_OK);
+    CHECK(mls_json_type_of(doc, 0) == MLS_JSON_OBJECT);
+    CHECK(mls_json_size(doc, 0) == 2);
+    mls_json_node list = mls_json_find(doc, 0, "a");
+    REQUIRE(list != MLS_JSON_NONE);
+    CHECK(mls_json_offset(doc, list) == 9);
+    CHECK(mls_json_size(doc, list) == 6);
+    static const mls_json_type types[] = {MLS_JSON_NUMBER, MLS_JSON_NUMBER,
+                                          MLS_JSON_TRUE,   MLS_JSON_FALSE,
+                                          MLS_JSON_NULL,   MLS_JSON_STRING};
+    mls_json_node item = mls_json_first(doc, list);
+    for (size_t i = 0; i < 6; i++, item = mls_json_next(doc, item)) {
+        REQUIRE(item != MLS_JSON_NONE);
+        CHECK(mls_json_type_of(doc, item) == types[i]);
+        CHECK(mls_json_key(doc, item).length == 0);
+        CHECK(mls_json_size(doc, item) == 0);
+    }
+    CHECK(item == MLS_JSON_NONE);
+    CHECK(text_is(doc, mls_json_first(doc, list), "1"));
+    CHECK(text_is(doc, mls_json_next(doc, mls_json_first(doc, list)), "-2.5e+3"));
+    mls_json_node empty = mls_json_find(doc, 0, "b");
+    CHECK(mls_json_type_of(doc, empty) == MLS_JSON_OBJECT);
+    CHECK(mls_json_first(doc, empty) == MLS_JSON_NONE);
+    CHECK(mls_json_next(doc, empty) == MLS_JSON_NONE);
+    CHECK(mls_json_find(doc, list, "a") == MLS_JSON_NONE);
+    CHECK(mls_json_find(doc, 0, "c") == MLS_JSON_NONE);
+    CHECK(mls_json_text(doc, list).length == 0);
+    mls_json_free(doc);
+    mls_json_free(NULL);
+}
+
+static void members_after_a_nested_container_are_found(void)
+{
+    mls_json *doc = NULL;
+    mls_status st;
+    REQUIRE(parse("[[1,[2,{\"k\":[3]}]],4,{\"z\":5}]", &doc, &st) == MLS_OK);
+    CHECK(mls_json_size(doc, 0) == 3);
+    mls_json_node second = mls_json_next(doc, mls_json_first(doc, 0));
+    CHECK(text_is(doc, second, "4"));
+    mls_json_node third = mls_json_next(doc, second);
+    CHECK(text_is(doc, mls_json_find(doc, third, "z"), "5"));
+    CHECK(mls_json_next(doc, third) == MLS_JSON_NONE);
+    mls_json_free(doc);
+}
+
+/* Strings are looked through eight bytes at a time: each byte counts at each place. */
+static void every_byte_is_seen_at_every_place_of_a_string(void)
+{
+    for (int byte = 0; byte < 256; byte++) {
+        const bool plain = byte >= ' ' && byte < 0x80 && byte != '"' && byte != '\\';
+        for (size_t place = 1; place < 20; place++) {
+            char text[] = "\"~~~~~~~~~~~~~~~~~~~\"";
+            text[place] = (char)byte;
+            CHECK(accepts(text, sizeof text - 1) == plain);
+        }
+    }
+}
+
+static void escapes_become_utf8(void)
+{
+    mls_json *doc = NULL;
+    mls_status st;
+    REQUIRE(
+        parse("[\"\\\"\\\\\\/\\b\\f\\n\\r\\t\", \"\\u0041\\u00e9\\u20AC\\ud83d\\ude00\", "
+              "\"a\\u0000b\", \"\xC3\xA9\xF0\x9F\x98\x80\"]",
+              &doc, &st) == MLS_OK);
+    mls_json_node node = mls_json_first(doc, 0);
+    CHECK(text_is(doc, node, "\"\\/\b\f\n\r\t"));
+    node = mls_json_next(doc, node);
+    CHECK(text_is(doc, node, "A\xC3\xA9\xE2\x82\xAC\xF0\x9F\x98\x80"));
+    node = mls_json_next(doc, node);
+    const mls_text with_nul = mls_json_text(doc, node);
+    CHECK(with_nul.length == 3 && memcmp(with_nul.data, "a\0b", 3) == 0);
+    node = mls_json_next(doc, node);
+    CHECK(text_is(doc, node, "\xC3\xA9\xF0\x9F\x98\x80"));
+    mls_json_free(doc);
+}
+
+static void integers_are_read_up_to_two_to_the_64(void)
+{
+    static const struct {
+        const char *text;
+        bool good;
+        uint64_t value;
+    } cases[] = {{"0", true, 0},
+                 {"18446744073709551615", true, UINT64_MAX},
+                 {"18446744073709551616", false, 0},
+                 {"99999999999999999999999", false, 0},
+                 {"-1", false, 0},
+                 {"-0", false, 0},
+                 {"1.0", false, 0},
+                 {"1e3", false, 0},
+                 {"\"1\"", false, 0},
+                 {"true", false, 0},
+                 {"[]", false, 0}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        mls_json *doc = NULL;
+        mls_status st;
+        uint64_t value = 77;
+        REQUIRE(parse(cases[i].text, &doc, &st) == MLS_OK);
+        CHECK(mls_json_u64(doc, 0, &value) == cases[i].good);
+        CHECK(value == (cases[i].good ? cases[i].value : 77));
+        mls_json_free(doc);
+    }
+}
+
+static void what_is_not_json_is_refused_at_its_offset(void)
+{
+    static const struct {
+        const char *text;
+        uint64_t offset;
+    } cases[] = {{"", 0},
+                 {"  ", 2},
+                 {"\xEF\xBB\xBF{}", 0},
+                 {"{} x", 3},
+                 {"[1,]", 3},
+                 {"[,1]", 1},
+                 {"[1 2]", 3},
+                 {"[1}", 2},
+                 {"]", 0},
+                 {"{\"a\"}", 4},
+                 {"{\"a\":}", 5},
+                 {"{\"a\":1,}", 7},
+                 {"{a:1}", 1},
+                 {"{1:1}", 1},
+                 {"{\"a\" 1}", 5},
+                 {"[1", 2},
+                 {"{\"a\":1", 6},
+                 {"01", 1},
+                 {"-", 1},
+                 {"+1", 0},
+                 {"1.", 2},
+                 {".5", 0},
+                 {"1e", 2},
+                 {"1e+", 3},
+                 {"0x10", 1},
+                 {"NaN", 0},
+                 {"Infinity", 0},
+                 {"tru", 3},
+                 {"nulL", 3},
+                 {"'a'", 0},
+                 {"\"a", 2},
+                 {"\"\\", 2},
+                 {"\"\\x\"", 2},
+                 {"\"\\u12g4\"", 5},
+                 {"\"a\nb\"", 2},
+                 {"\"a\x7F\x01\"", 3},
+                 {"[1] // no", 4},
+                 {"\"\\ud800\"", 1},
+                 {"\"\\udc00\"", 1},
+                 {"\"\\ud800\\u0041\"", 1}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        mls_json *doc = NULL;
+        mls_status st;
+        const mls_code code = parse(cases[i].text, &doc, &st);
+        CHECK(code == MLS_E_FORMAT && doc == NULL);
+        CHECK(st.has_offset && st.offset == cases[i].offset);
+        if (st.offset != cases[i].offset) {
+            printf("    %s: offset %d: %s\n", cases[i].text, (int)st.offset, st.text);
+        }
+        mls_json_free(doc);
+    }
+}
+
+static void bad_utf8_is_refused(void)
+{
+    static const char *const bad[] = {
+        "\x80",         "\xC0\x80",         "\xC1\xBF",         "\xC3",
+        "\xE0\x80\x80", "\xE0\x9F\xBF",     "\xED\xA0\x80",     "\xED\xBF\xBF",
+        "\xE2\x82",     "\xF0\x8F\xBF\xBF", "\xF4\x90\x80\x80", "\xF5\x80\x80\x80",
+        "\xFF",         "\xE2(\xA1",        "\xF0\x9F\x98"};
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        char text[16];
+        snprintf(text, sizeof text, "\"%s\"", bad[i]);
+        CHECK(!accepts(text, strlen(text)));
+    }
+}
+
+static void text_with_a_nul_byte_is_refused(void)
+{
+    CHECK(!accepts("[1\0]", 4));
+    CHECK(!accepts("\"a\0b\"", 5));
+    CHECK(!accepts("[1]\0", 4));
+}
+
+static void duplicate_keys_are_refused_however_they_are_spelled(void)
+{
+    mls_json *doc = NULL;
+    mls_status st;
+    CHECK(parse("{\"a\":1,\"b\":2,\"\\u0061\":3}", &doc, &st) == MLS_E_FORMAT);
+    CHECK(st.offset == 13);
+    CHECK_TEXT(st.name, "a");
+    CHECK(!accepts("[{\"x\":{\"\":1,\"\":2}}]", 19));
+    CHECK(accepts("[{\"x\":1},{\"x\":1,\"xx\":{\"x\":2}}]", 30));
+}
+
+/* A document of `count` different keys, and one more that repeats the first. */
+static void duplicates_are_found_among_many_keys(void)
+{
+    enum { COUNT = 20000 };
+    char *text = malloc(COUNT * 16);
+    REQUIRE(text != NULL);
+    size_t used = (size_t)sprintf(text, "{");
+    for (int i = 0; i < COUNT; i++) {
+        used += (size_t)sprintf(text + used, "\"k%d\":%d,", (i * 7919) % COUNT, i);
+    }
+    text[used - 1] = '}';
+    CHECK(accepts(text, used));
+    used += (size_t)sprintf(text + used - 1, ",\"k0\":0}") - 1;
+    CHECK(!accepts(text, used));
+    free(text);
+}
+
+/* What follows an object is read with its keys in mind, and must come out the same. */
+static void objects_after_one_another_are_each_read_for_themselves(void)
+{
+    static const struct {
+        const char *text;
+        bool good;
+    } cases[] = {
+        {"[{\"a\":1,\"b\":2},{\"a\":3,\"b\":4},{\"b\":5,\"a\":6},{\"a\":7}]", true},
+        {"[{\"a\":1,\"b\":2},{\"a\":3,\"b\":4,\"c\":5},{\"a\":6,\"ab\":7}]", true},
+        {"[{\"a\":1,\"b\":2},{\"a\" :3, \"b\": 4},{\"a\":5,\"b\":6}]", true},
+        {"[{\"a\":1,\"b\":2},{\"a\":{\"a\":3,\"b\":4},\"b\":5}]", true},
+        {"[{\"a\":1,\"b\":2},{\"a\":[{\"a\":3,\"b\":4}],\"a\":5}]", false},
+        {"[{\"a\":1,\"b\":2},{\"a\":3,\"b\":4,\"a\":5}]", false},
+        {"[{\"a\":1,\"b\":2},{\"a\":3,\"a\":4}]", false},
+        {"[{\"a\":1,\"b\":2},{\"b\":3,\"b\":4}]", false},
+        {"[{\"a\":1,\"b\":2},{\"a\":3,\"b\"}]", false},
+        {"[{\"a\":1,\"b\":2},{\"a\":3,\"b\":}]", false},
+        {"[{\"a\":1,\"b\":2},{\"a\":3,\"b\":", false},
+        {"[{\"a\":1,\"b\":2},{\"a\":3,\"b\"", false},
+        {"[{\"a\\\":\":1,\"b\":2},{\"a\":\":1,\"b\":2}]", false},
+        {"[{\"a\\u0022:\":1,\"b\":2},{\"a\\u0022:\":1,\"b\":2}]", true},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        CHECK(accepts(cases[i].text, strlen(cases[i].text)) == cases[i].good);
+    }
+    mls_json *doc = NULL;
+    mls_status st;
+    REQUIRE(parse(cases[0].text, &doc, &st) == MLS_OK);
+    static const char *const expected[][2] = {
+        {"1", "2"}, {"3", "4"}, {"6", "5"}, {"7", NULL}};
+    mls_json_node object = mls_json_first(doc, 0);
+    for (size_t i = 0; i < 4; i++, object = mls_json_next(doc, object)) {
+        CHECK(text_is(doc, mls_json_find(doc, object, "a"), expected[i][0]));
+        const mls_json_node b = mls_json_find(doc, object, "b");
+        CHECK(expected[i][1] == NULL ? b == MLS_JSON_NONE
+                                     : text_is(doc, b, expected[i][1]));
+    }
+    mls_json_free(doc);
+}
+
+/* What is found in an object of that text: which entry is bad, and whether all that are
+ * there have their texts. */
+static size_t members_of(const char *text, mls_json_node *nodes)
+{
+    mls_json_member table[] = {
+        {.key = "a", .length = 1, .type = MLS_JSON_NUMBER, .needed = true},
+        {.key = "four", .length = 4, .type = MLS_JSON_STRING},
+        {.key = "has_eight", .length = 9, .type = MLS_JSON_NUMBER, .needed = true},
+        {.key = "longer_than_sixteen", .length = 19, .type = MLS_JSON_ARRAY}};
+    mls_json *doc = NULL;
+    mls_status st;
+    const size_t count = sizeof table / sizeof *table;
+    if (parse(text, &doc, &st) != MLS_OK) {
+        CHECK(false);
+        return SIZE_MAX;
+    }
+    const size_t bad = mls_json_members(doc, 0, table, count);
+    for (size_t i = 0; i < count; i++) {
+        nodes[i] = table[i].node;
+        CHECK(mls_json_find(doc, 0, table[i].key) == table[i].node);
+    }
+    mls_json_free(doc);
+    return bad;
+}
+
+static void members_are_found_by_a_table(void)
+{
+    mls_json_node n[4];
+    CHECK(members_of("{\"a\":1,\"four\":\"x\",\"has_eight\":2,"
+                     "\"longer_than_sixteen\":[]}",
+                     n) == 4);
+    CHECK(n[0] == 1 && n[1] == 2 && n[2] == 3 && n[3] == 4);
+    /* in another order, with others between them, without what need not be there */
+    CHECK(members_of("{\"has_eight\":2,\"b\":0,\"a\":1,\"c\":{\"a\":\"\"}}", n) == 4);
+    CHECK(n[1] == MLS_JSON_NONE && n[3] == MLS_JSON_NONE);
+    /* keys that differ in one character only, at any place */
+    CHECK(members_of("{\"a\":1,\"foul\":1,\"gour\":1,\"has_eighu\":2,\"ias_eight\":1,"
+                     "\"has_fight\":1,\"longer_than_sixteem\":1}",
+                     n) == 2);
+    /* the first that is bad in the order of the table, not of the text */
+    CHECK(members_of("{\"has_eight\":null,\"four\":4,\"a\":1}", n) == 1);
+    CHECK(members_of("{\"has_eight\":[],\"a\":1}", n) == 2);
+    CHECK(members_of("{}", n) == 0);
+    CHECK(members_of("[1,2]", n) == 0);
+    CHECK(members_of("7", n) == 0);
+}
+
+static void depth_is_bounded_and_costs_no_stack(void)
+{
+    enum { DEPTH = 1000000 };
+    char *text = malloc(2 * DEPTH);
+    REQUIRE(text != NULL);
+    memset(text, '[', DEPTH);
+    memset(text + DEPTH, ']', DEPTH);
+    mls_json *doc = NULL;
+    mls_status st;
+    const mls_json_limits few = {.depth = 5, .nodes = 100};
+    CHECK(mls_json_parse(text, 2 * DEPTH, few, &doc, &st) == MLS_E_FORMAT);
+    CHECK(st.offset == 5);
+    CHECK(mls_json_parse(text + DEPTH - 5, 10, few, &doc, &st) == MLS_OK);
+    mls_json_free(doc);
+    doc = NULL;
+    const mls_json_limits all = {.depth = DEPTH, .nodes = DEPTH};
+    CHECK(mls_json_parse(text, 2 * DEPTH, all, &doc, &st) == MLS_OK);
+    mls_json_free(doc);
+    free(text);
+}
+
+static void the_number_of_values_is_bounded(void)
+{
+    mls_json *doc = NULL;
+    mls_status st;
+    const mls_json_limits few = {.depth = 5, .nodes = 3};
+    CHECK(mls_json_parse("[1,2]", 5, few, &doc, &st) == MLS_OK);
+    mls_json_free(doc);
+    doc = NULL;
+    CHECK(mls_json_parse("[1,2,3]", 7, few, &doc, &st) == MLS_E_FORMAT);
+    CHECK(st.offset == 5 && doc == NULL);
+}
+
+static void any_cut_of_a_document_is_refused(void)
+{
+    const char *text = "{\"a\":[1.5e3,\"\\u00e9\xC3\xA9\",true],\"b\":{\"c\":null}}";
+    for (size_t length = 0; length < strlen(text); length++) {
+        CHECK(!accepts(text, length));
+    }
+    CHECK(accepts(text, strlen(text)));
+}
+
+static const test_case tests[] = {
+    TEST(every_kind_of_value_is_read),
+    TEST(members_after_a_nested_container_are_found),
+    TEST(every_byte_is_seen_at_every_place_of_a_string),
+    TEST(escapes_become_utf8),
+    TEST(integers_are_read_up_to_two_to_the_64),
+    TEST(what_is_not_json_is_refused_at_its_offset),
+    TEST(bad_utf8_is_refused),
+    TEST(text_with_a_nul_byte_is_refused),
+    TEST(duplicate_keys_are_refused_however_they_are_spelled),
+    TEST(duplicates_are_found_among_many_keys),
+    TEST(objects_after_one_another_are_each_read_for_themselves),
+    TEST(members_are_found_by_a_table),
+    TEST(depth_is_bounded_and_costs_no_stack),
+    TEST(the_number_of_values_is_bounded),
+    TEST(any_cut_of_a_document_is_refused),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

@@ -1,0 +1,130 @@
+#include "kv/kv_transition.h"
+#include "kv/kv_buffer.h"
+#include "support/runner.h"
+
+#include <stdint.h>
+
+static const size_t shape[MLS_KV_RANK] = {2, 3, 8, 4};
+
+static const mls_kernels *kernels(void)
+{
+    return mls_kernels_of(MLS_CPU_SCALAR);
+}
+
+/* The two bytes at a row and position, of its first element. */
+static unsigned char *element(const mls_kv_buffer *b, size_t row, size_t position)
+{
+    const mls_tensor t = mls_kv_buffer_view(b);
+    return t.data + (ptrdiff_t)row * t.strides[1] + (ptrdiff_t)position * t.strides[2];
+}
+
+static bool make(mls_kv_buffer *b, size_t capacity)
+{
+    mls_status st;
+    if (mls_kv_buffer_init(b, shape, capacity, MLS_F16, &st) != MLS_OK) {
+        return false;
+    }
+    for (size_t row = 0; row < 6; row++) {
+        for (size_t position = 0; position < 8; position++) {
+            memset(element(b, row, position), (int)(row * 8 + position + 1), 8);
+        }
+    }
+    return true;
+}
+
+static void growing_copies_nothing_and_shows_zeros(void)
+{
+    mls_kv_buffer b = {0};
+    mls_status st;
+    REQUIRE(make(&b, 32));
+    const unsigned char *before = b.pages.data;
+    CHECK(mls_kv_buffer_resize(&b, kernels(), 32, 8, "at", &st) == MLS_OK);
+    CHECK(b.pages.data == before && b.length == 32);
+    for (size_t row = 0; row < 6; row++) {
+        CHECK(element(&b, row, 7)[0] == row * 8 + 8);
+        CHECK(element(&b, row, 8)[0] == 0 && element(&b, row, 31)[7] == 0);
+    }
+    mls_kv_buffer_fini(&b);
+}
+
+static void what_shrinking_drops_never_comes_back(void)
+{
+    mls_kv_buffer b = {0};
+    mls_status st;
+    REQUIRE(make(&b, 16));
+    CHECK(mls_kv_buffer_resize(&b, kernels(), 5, 3, "at", &st) == MLS_OK);
+    CHECK(mls_kv_buffer_resize(&b, kernels(), 16, 5, "at", &st) == MLS_OK);
+    for (size_t row = 0; row < 6; row++) {
+        CHECK(element(&b, row, 2)[0] == row * 8 + 3);
+        for (size_t position = 3; position < 16; position++) {
+            CHECK(element(&b, row, position)[0] == 0);
+        }
+    }
+    mls_kv_buffer_fini(&b);
+}
+
+static void rows_spread_inside_one_buffer(void)
+{
+    static const size_t capacities[] = {8, 9, 15, 16, 17, 1000, 5000};
+    mls_kv_buffer b = {0};
+    mls_status st;
+    REQUIRE(make(&b, 8));
+    for (size_t i = 0; i < sizeof capacities / sizeof capacities[0]; i++) {
+        REQUIRE(mls_kv_buffer_reserve(&b, capacities[i], &st) == MLS_OK);
+        CHECK(mls_kv_buffer_resize(&b, kernels(), capacities[i], 8, "at", &st) == MLS_OK);
+        for (size_t row = 0; row < 6; row++) {
+            for (size_t position = 0; position < capacities[i]; position++) {
+                const unsigned char want =
+                    (unsigned char)(position < 8 ? row * 8 + position + 1 : 0);
+                CHECK(element(&b, row, position)[0] == want);
+            }
+        }
+        CHECK(mls_kv_buffer_resize(&b, kernels(), 8, 8, "at", &st) == MLS_OK);
+    }
+    mls_kv_buffer_fini(&b);
+}
+
+static void bad_requests_change_nothing(void)
+{
+    mls_kv_buffer b = {0};
+    mls_status st;
+    const size_t huge[MLS_KV_RANK] = {SIZE_MAX / 2, 3, 1, 4};
+    CHECK(mls_kv_buffer_init(&b, shape, 7, MLS_F16, &st) == MLS_E_CAPACITY);
+    CHECK(mls_kv_buffer_init(&b, huge, 1, MLS_F16, &st) == MLS_E_SIZE);
+    CHECK(b.pages.data == NULL);
+    REQUIRE(make(&b, 16));
+    CHECK(mls_kv_buffer_resize(&b, kernels(), 17, 0, "at", &st) == MLS_E_CAPACITY);
+    CHECK(mls_kv_buffer_resize(&b, kernels(), 12, 9, "at", &st) == MLS_E_CAPACITY);
+    CHECK(strncmp(st.text, "at 9 is beyond", 14) == 0);
+    CHECK(mls_kv_buffer_resize(&b, kernels(), 4, 5, "at", &st) == MLS_E_CAPACITY);
+    CHECK(mls_kv_buffer_reserve(&b, 15, &st) == MLS_E_CAPACITY);
+    CHECK(mls_kv_buffer_reserve(&b, SIZE_MAX / 4, &st) == MLS_E_SIZE);
+    CHECK(mls_kv_buffer_reserve(&b, (size_t)1 << 50, &st) == MLS_E_MEMORY);
+    CHECK(b.length == 8 && b.capacity == 16 && element(&b, 5, 7)[0] == 48);
+    mls_kv_buffer_fini(&b);
+    mls_kv_buffer_fini(&b);
+}
+
+static void an_empty_cache_is_a_cache(void)
+{
+    mls_kv_buffer b = {0};
+    mls_status st;
+    const size_t none[MLS_KV_RANK] = {0, 3, 8, 4};
+    REQUIRE(mls_kv_buffer_init(&b, none, 8, MLS_F32, &st) == MLS_OK);
+    CHECK(mls_kv_buffer_resize(&b, kernels(), 2, 2, "at", &st) == MLS_OK);
+    CHECK(mls_kv_buffer_reserve(&b, 100, &st) == MLS_OK);
+    mls_kv_buffer_fini(&b);
+}
+
+static const test_case tests[] = {
+    TEST(growing_copies_nothing_and_shows_zeros),
+    TEST(what_shrinking_drops_never_comes_back),
+    TEST(rows_spread_inside_one_buffer),
+    TEST(bad_requests_change_nothing),
+    TEST(an_empty_cache_is_a_cache),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

@@ -1,0 +1,168 @@
+#include "support/chains.h"
+#include "planning/plan_costs.h"
+#include "support/runner.h"
+
+static const mls_poll nobody = {0};
+
+static bool says_no(void *context)
+{
+    (void)context;
+    return false;
+}
+
+static void requests_are_checked(void)
+{
+    test_chain c;
+    mls_status st;
+    mls_plan_costs costs;
+    chain_of(&c, 3, 100, 1);
+    c.activation[0] = 50;
+    CHECK(mls_plan_costs_init(&costs, &c.chain, -1, 0, false, &st) == MLS_E_VALUE);
+    CHECK(mls_plan_costs_init(&costs, &c.chain, 49, 0, false, &st) == MLS_E_CAPACITY);
+    CHECK(mls_plan_costs_init(&costs, &c.chain, 500, MLS_PLAN_MAX_SLOTS + 1, false,
+                              &st) == MLS_E_VALUE);
+    c.chain.blocks = MLS_PLAN_MAX_BLOCKS + 1;
+    CHECK(mls_plan_costs_init(&costs, &c.chain, 500, 0, false, &st) == MLS_E_VALUE);
+}
+
+static void slots_round_up(void)
+{
+    test_chain c;
+    mls_status st;
+    mls_plan_costs costs;
+    chain_of(&c, 3, 100, 1);
+    memcpy(c.activation, (int64_t[]){0, 1, 100, 99}, 4 * sizeof(int64_t));
+    c.saved[0] = 101;
+    REQUIRE(mls_plan_costs_init(&costs, &c.chain, 100, 10, false, &st) == MLS_OK);
+    CHECK(costs.budget == 10);
+    CHECK(costs.activation[0] == 0 && costs.activation[1] == 1);
+    CHECK(costs.activation[2] == 10 && costs.activation[3] == 10);
+    CHECK(costs.saved[0] == 11); /* more than there is */
+    mls_plan_costs_fini(&costs);
+}
+
+/* Products of more than 64 bits: still at least the true number of slots. */
+static void slots_of_huge_sizes_round_up(void)
+{
+    test_chain c;
+    mls_status st;
+    mls_plan_costs costs;
+    const int64_t budget = INT64_C(1) << 61;
+    chain_of(&c, 1, 100, 1);
+    memcpy(c.activation, (int64_t[]){0, (INT64_C(1) << 60) + 1}, 2 * sizeof(int64_t));
+    c.saved[0] = budget;
+    REQUIRE(mls_plan_costs_init(&costs, &c.chain, budget, 1000, false, &st) == MLS_OK);
+    CHECK(costs.activation[1] == 501 && costs.saved[0] >= 1000);
+    mls_plan_costs_fini(&costs);
+}
+
+static int64_t least_of(const mls_chain *chain, bool offload)
+{
+    mls_status st;
+    mls_plan_costs costs;
+    mls_plan_needs needs;
+    CHECK(mls_plan_costs_init(&costs, chain, chain->activation_bytes[0], 0, offload,
+                              &st) == MLS_OK);
+    CHECK(mls_plan_least(&costs, nobody, &needs, &st) == MLS_OK);
+    const int64_t least =
+        needs.memory[mls_plan_cell(chain->blocks, 0, chain->blocks - 1)];
+    mls_plan_needs_fini(&needs);
+    mls_plan_costs_fini(&costs);
+    return least;
+}
+
+static void the_least_budget_is_the_least(void)
+{
+    for (uint64_t seed = 0; seed < 200; seed++) {
+        test_chain c;
+        const size_t n = 1 + seed % 6, last = n - 1;
+        const bool offload = seed % 3 == 0;
+        chain_of(&c, n, 60, seed);
+        const int64_t least = least_of(&c.chain, offload);
+        CHECK(isfinite(judge(&c.chain, 0, last, least, offload)));
+        CHECK(!isfinite(judge(&c.chain, 0, last, least - 1, offload)));
+    }
+}
+
+/* Traced with needs, a schedule fits wherever one does. */
+static void what_fits_is_found(void)
+{
+    for (uint64_t seed = 0; seed < 60; seed++) {
+        test_chain c;
+        mls_status st;
+        mls_plan_costs costs;
+        mls_plan_needs needs;
+        mls_schedule schedule = {0};
+        mls_totals totals;
+        chain_of(&c, 1 + seed % 30, 1000, seed);
+        const int64_t budget = c.activation[0] + least_of(&c.chain, false);
+        REQUIRE(mls_plan_costs_init(&costs, &c.chain, budget, 0, false, &st) == MLS_OK);
+        REQUIRE(mls_plan_least(&costs, nobody, &needs, &st) == MLS_OK);
+        CHECK(mls_plan_trace(&costs, mls_plan_fits, &needs, nobody, &schedule, &st) ==
+              MLS_OK);
+        CHECK(mls_chain_simulate(&c.chain, schedule.steps, schedule.count, NULL, &totals,
+                                 &st) == MLS_OK);
+        CHECK(totals.peak_bytes == budget);
+        mls_schedule_fini(&schedule);
+        costs.budget--;
+        CHECK(mls_plan_trace(&costs, mls_plan_fits, &needs, nobody, &schedule, &st) ==
+              MLS_E_CAPACITY);
+        mls_plan_needs_fini(&needs);
+        mls_plan_costs_fini(&costs);
+    }
+}
+
+static void enough_is_what_a_plain_run_needs(void)
+{
+    for (uint64_t seed = 0; seed < 60; seed++) {
+        test_chain c;
+        mls_status st;
+        mls_plan_costs costs;
+        mls_step steps[2 * CHAIN_ROOM];
+        mls_totals totals;
+        const size_t n = 1 + seed % 30;
+        chain_of(&c, n, 1000, seed);
+        for (size_t i = 0; i < n; i++) {
+            steps[i] = (mls_step){MLS_STEP_SAVE, (int32_t)i};
+            steps[2 * n - 1 - i] = (mls_step){MLS_STEP_BACKWARD, (int32_t)i};
+        }
+        REQUIRE(mls_chain_simulate(&c.chain, steps, 2 * n, NULL, &totals, &st) == MLS_OK);
+        REQUIRE(mls_plan_costs_init(&costs, &c.chain, 1000, 0, false, &st) == MLS_OK);
+        CHECK(c.activation[0] + mls_plan_enough(&costs) == totals.peak_bytes);
+        mls_plan_costs_fini(&costs);
+    }
+}
+
+static void a_poll_stops_it(void)
+{
+    test_chain c;
+    mls_status st;
+    mls_plan_costs costs;
+    mls_plan_needs needs;
+    mls_schedule schedule = {0};
+    const mls_poll no = {says_no, NULL};
+    chain_of(&c, 3, 100, 1);
+    REQUIRE(mls_plan_costs_init(&costs, &c.chain, 10000, 0, false, &st) == MLS_OK);
+    CHECK(mls_plan_least(&costs, no, &needs, &st) == MLS_E_STOPPED);
+    CHECK(needs.memory == NULL);
+    REQUIRE(mls_plan_least(&costs, nobody, &needs, &st) == MLS_OK);
+    CHECK(mls_plan_trace(&costs, mls_plan_fits, &needs, no, &schedule, &st) ==
+          MLS_E_STOPPED);
+    CHECK(schedule.steps == NULL);
+    mls_plan_needs_fini(&needs);
+    mls_plan_costs_fini(&costs);
+}
+
+int main(void)
+{
+    static const test_case tests[] = {
+        TEST(requests_are_checked),
+        TEST(slots_round_up),
+        TEST(slots_of_huge_sizes_round_up),
+        TEST(the_least_budget_is_the_least),
+        TEST(what_fits_is_found),
+        TEST(enough_is_what_a_plain_run_needs),
+        TEST(a_poll_stops_it),
+    };
+    return RUN_TESTS(tests);
+}

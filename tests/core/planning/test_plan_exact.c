@@ -1,0 +1,113 @@
+#include "support/chains.h"
+#include "planning/plan_exact.h"
+#include "support/runner.h"
+
+static const mls_poll nobody = {0};
+
+enum { MANY = 1 << 20 };
+
+static bool says_no(void *context)
+{
+    int *left = context;
+    return (*left)-- > 0;
+}
+
+/* Every segment of a chain at every memory, against the plain recursion. */
+static void check_all(const mls_chain *chain, int64_t budget, bool offload)
+{
+    mls_status st;
+    mls_plan_costs costs;
+    mls_plan_fronts fronts;
+    const size_t n = chain->blocks;
+    REQUIRE(mls_plan_costs_init(&costs, chain, budget, 0, offload, &st) == MLS_OK);
+    REQUIRE(mls_plan_exact(&costs, MANY, NULL, nobody, &fronts, &st) == MLS_OK);
+    for (int64_t memory = 0; memory <= costs.budget; memory++) {
+        const double got = mls_plan_exact_value(&fronts, 0, n - 1, memory);
+        const double want = judge(chain, 0, n - 1, memory, offload);
+        CHECK(isfinite(got) ? is_near(got, want, 1e-9) : !isfinite(want));
+    }
+    CHECK(!isfinite(mls_plan_exact_value(&fronts, 0, n - 1, -1)));
+    mls_plan_fronts_fini(&fronts);
+    mls_plan_costs_fini(&costs);
+}
+
+static void values_are_those_of_the_recursion(void)
+{
+    for (uint64_t seed = 0; seed < 60; seed++) {
+        test_chain c;
+        chain_of(&c, 1 + seed % 5, 1 + seed % 40, seed);
+        check_all(&c.chain, c.activation[0] + 150 + (int64_t)(seed % 7), seed % 3 == 0);
+    }
+}
+
+static void blocks_without_bytes_are_free(void)
+{
+    test_chain c;
+    chain_of(&c, 4, 1, 5);
+    c.chain.offload_rate = c.chain.load_rate = 0;
+    check_all(&c.chain, 0, false);
+}
+
+static void front_is_a_front(const mls_plan_front *front)
+{
+    for (size_t i = 1; i < front->count; i++) {
+        CHECK(front->points[i - 1].memory < front->points[i].memory);
+        CHECK(front->points[i - 1].seconds > front->points[i].seconds);
+    }
+}
+
+/* Threads share the segments out; fronts are the same. */
+static void threads_change_nothing(void)
+{
+    enum { BLOCKS = 40 };
+    static test_chain c;
+    mls_status st;
+    mls_pool *pool = NULL;
+    mls_plan_costs costs;
+    mls_plan_fronts one, three;
+    chain_of(&c, BLOCKS, 100000, 8);
+    REQUIRE(mls_pool_new(3, &pool, &st) == MLS_OK);
+    REQUIRE(mls_plan_costs_init(&costs, &c.chain, 2000000, 0, false, &st) == MLS_OK);
+    REQUIRE(mls_plan_exact(&costs, MANY, NULL, nobody, &one, &st) == MLS_OK);
+    REQUIRE(mls_plan_exact(&costs, MANY, pool, nobody, &three, &st) == MLS_OK);
+    CHECK(one.points == three.points && one.points > 1000);
+    for (size_t i = 0; i < BLOCKS * (BLOCKS + 1) / 2; i++) {
+        const size_t count = one.fronts[i].count;
+        front_is_a_front(&one.fronts[i]);
+        CHECK(count == three.fronts[i].count);
+        CHECK(count == 0 || memcmp(one.fronts[i].points, three.fronts[i].points,
+                                   count * sizeof(mls_plan_point)) == 0);
+    }
+    mls_plan_fronts_fini(&one);
+    mls_plan_fronts_fini(&three);
+    mls_plan_costs_fini(&costs);
+    mls_pool_free(pool);
+}
+
+static void too_much_is_refused_and_a_poll_stops_it(void)
+{
+    test_chain c;
+    mls_status st;
+    mls_plan_costs costs;
+    mls_plan_fronts fronts;
+    int left = 20;
+    const mls_poll soon = {says_no, &left};
+    chain_of(&c, 20, 100000, 9);
+    REQUIRE(mls_plan_costs_init(&costs, &c.chain, 2000000, 0, false, &st) == MLS_OK);
+    CHECK(mls_plan_exact(&costs, 100, NULL, nobody, &fronts, &st) == MLS_E_SIZE);
+    CHECK(fronts.fronts == NULL);
+    CHECK(mls_plan_exact(&costs, MANY, NULL, soon, &fronts, &st) == MLS_E_STOPPED);
+    CHECK(fronts.fronts == NULL);
+    mls_plan_costs_fini(&costs);
+}
+
+int main(void)
+{
+    static const test_case tests[] = {
+        TEST(values_are_those_of_the_recursion),
+        TEST(blocks_without_bytes_are_free),
+        TEST(threads_change_nothing),
+        TEST(too_much_is_refused_and_a_poll_stops_it),
+    };
+    return RUN_TESTS(tests);
+}

@@ -1,0 +1,175 @@
+#include "support/chains.h"
+#include "planning/plan_slots.h"
+#include "support/runner.h"
+
+static const mls_poll nobody = {0};
+
+static bool says_no(void *context)
+{
+    int *left = context;
+    return (*left)-- > 0;
+}
+
+/* Where a slot is a byte, values are those of the plain recursion. */
+static void check_all(const mls_chain *chain, int64_t above, mls_cpu cpu, bool offload)
+{
+    mls_status st;
+    mls_plan_costs costs;
+    mls_plan_table table;
+    const size_t n = chain->blocks;
+    const int64_t budget = chain->activation_bytes[0] + above;
+    REQUIRE(mls_plan_costs_init(&costs, chain, budget, (size_t)above, offload, &st) ==
+            MLS_OK);
+    REQUIRE(mls_plan_slots(&costs, cpu, NULL, nobody, &table, &st) == MLS_OK);
+    for (int64_t memory = 0; memory <= above; memory++) {
+        const double got = mls_plan_slots_value(&table, 0, n - 1, memory);
+        const double want = judge(chain, 0, n - 1, memory, offload);
+        CHECK(isfinite(got) ? is_near(got, want, 1e-5) : !isfinite(want));
+    }
+    CHECK(!isfinite(mls_plan_slots_value(&table, 0, n - 1, -1)));
+    mls_plan_table_fini(&table);
+    mls_plan_costs_fini(&costs);
+}
+
+static void values_are_those_of_the_recursion(void)
+{
+    for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
+        for (uint64_t seed = 0; mls_cpu_offers((mls_cpu)cpu) && seed < 40; seed++) {
+            test_chain c;
+            chain_of(&c, 1 + seed % 6, 2 + seed % 40, seed);
+            check_all(&c.chain, 140 + (int64_t)(seed % 7), (mls_cpu)cpu, seed % 3 == 0);
+        }
+    }
+}
+
+static bool same_table(const mls_plan_table *a, const mls_plan_table *b, size_t n,
+                       size_t entries)
+{
+    for (size_t s = 0; s < n; s++) {
+        for (size_t t = s; t < n; t++) {
+            const size_t at = a->rows[s] + t * a->stride;
+            if (memcmp(a->values + at, b->values + at, entries * sizeof(float)) != 0) {
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+/* Long enough for all kinds of tiles; every set of instructions gives the same bits. */
+static void all_kernels_and_threads_agree(void)
+{
+    static test_chain c;
+    mls_status st;
+    mls_pool *pool = NULL;
+    REQUIRE(mls_pool_new(3, &pool, &st) == MLS_OK);
+    for (size_t blocks = 29; blocks < CHAIN_ROOM; blocks += 47) {
+        enum { SLOTS = 203 };
+        mls_plan_costs costs;
+        mls_plan_table oracle, table;
+        chain_of(&c, blocks, 100000, blocks);
+        const int64_t budget = (int64_t)blocks * 60000;
+        REQUIRE(mls_plan_costs_init(&costs, &c.chain, budget, SLOTS, true, &st) ==
+                MLS_OK);
+        REQUIRE(mls_plan_slots(&costs, MLS_CPU_SCALAR, NULL, nobody, &oracle, &st) ==
+                MLS_OK);
+        for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
+            if (mls_cpu_offers((mls_cpu)cpu)) {
+                REQUIRE(mls_plan_slots(&costs, (mls_cpu)cpu, pool, nobody, &table, &st) ==
+                        MLS_OK);
+                CHECK(same_table(&oracle, &table, blocks, SLOTS + 1));
+                mls_plan_table_fini(&table);
+            }
+        }
+        CHECK(isfinite(mls_plan_slots_value(&oracle, 0, blocks - 1, SLOTS)));
+        mls_plan_table_fini(&oracle);
+        mls_plan_costs_fini(&costs);
+    }
+    mls_pool_free(pool);
+}
+
+/* The recursion over the costs themselves, as a table without tiles. */
+static float plainly(const mls_plan_costs *c, float *const *table, size_t s, size_t t,
+                     int64_t m)
+{
+    const size_t n = c->blocks;
+    float best = INFINITY;
+    if (mls_plan_save_need(c, s, t) <= m) {
+        best = s == t            ? 0
+               : m < c->saved[s] ? INFINITY
+                                 : table[(s + 1) * n + t][m - c->saved[s]];
+    }
+    int64_t sweep = 0;
+    for (size_t k = s + 1; k <= t; k++) {
+        sweep = mls_plan_sweep(c, s, k, sweep);
+        if (sweep + c->hold[t] <= m && c->activation[k] <= m) {
+            const float sum = (float)(c->before[k] - c->before[s]) +
+                              table[s * n + k - 1][m] +
+                              table[k * n + t][m - c->activation[k]];
+            best = sum < best ? sum : best;
+        }
+    }
+    return best;
+}
+
+static void tiles_leave_nothing_out(void)
+{
+    enum { BLOCKS = 45, SLOTS = 61 };
+    static float values[BLOCKS * BLOCKS][SLOTS + 1];
+    static float *rows[BLOCKS * BLOCKS];
+    static test_chain c;
+    mls_status st;
+    mls_plan_costs costs;
+    mls_plan_table table;
+    chain_of(&c, BLOCKS, 1000, 4);
+    REQUIRE(mls_plan_costs_init(&costs, &c.chain, 20000, SLOTS, false, &st) == MLS_OK);
+    REQUIRE(mls_plan_slots(&costs, MLS_CPU_SCALAR, NULL, nobody, &table, &st) == MLS_OK);
+    for (size_t i = 0; i < BLOCKS * BLOCKS; i++) {
+        rows[i] = values[i];
+    }
+    for (size_t s = BLOCKS; s-- > 0;) {
+        for (size_t t = s; t < BLOCKS; t++) {
+            for (int64_t m = 0; m <= SLOTS; m++) {
+                const float want = plainly(&costs, rows, s, t, m);
+                const double got = mls_plan_slots_value(&table, s, t, m);
+                values[s * BLOCKS + t][m] = want;
+                CHECK(isfinite(got) ? is_near(got, (double)want, 1e-5) : !isfinite(want));
+            }
+        }
+    }
+    mls_plan_table_fini(&table);
+    mls_plan_costs_fini(&costs);
+}
+
+static void a_poll_stops_it(void)
+{
+    static test_chain c;
+    mls_status st;
+    mls_plan_costs costs;
+    mls_plan_table table;
+    int left = 3;
+    const mls_poll soon = {says_no, &left};
+    chain_of(&c, 100, 1000, 4);
+    REQUIRE(mls_plan_costs_init(&costs, &c.chain, 20000, 50, false, &st) == MLS_OK);
+    CHECK(mls_plan_slots(&costs, MLS_CPU_SCALAR, NULL, soon, &table, &st) ==
+          MLS_E_STOPPED);
+    CHECK(table.values == NULL);
+    mls_plan_costs_fini(&costs);
+}
+
+static void bytes_of_a_table_are_known(void)
+{
+    CHECK(mls_plan_table_bytes(4, 15) == 10 * 16 * sizeof(float));
+    CHECK(mls_plan_table_bytes(5, 16) == 36 * 48 * sizeof(float));
+    CHECK(mls_plan_table_bytes(SIZE_MAX / 8, 500) == SIZE_MAX);
+}
+
+int main(void)
+{
+    static const test_case tests[] = {
+        TEST(values_are_those_of_the_recursion), TEST(all_kernels_and_threads_agree),
+        TEST(tiles_leave_nothing_out),           TEST(a_poll_stops_it),
+        TEST(bytes_of_a_table_are_known),
+    };
+    return RUN_TESTS(tests);
+}

@@ -1,0 +1,66 @@
+#include "runtime/cpu_features.h"
+#include "support/runner.h"
+
+static void the_oracle_is_always_offered(void)
+{
+    mls_cpu cpu = MLS_CPU_COUNT;
+    mls_status st;
+    CHECK(mls_cpu_offers(MLS_CPU_SCALAR));
+    CHECK(mls_cpu_choose("scalar", &cpu, &st) == MLS_OK && cpu == MLS_CPU_SCALAR);
+}
+
+static void the_default_is_the_best_offered(void)
+{
+    mls_cpu cpu = MLS_CPU_COUNT, same = MLS_CPU_COUNT;
+    mls_status st;
+    CHECK(mls_cpu_choose(NULL, &cpu, &st) == MLS_OK && mls_cpu_offers(cpu));
+    CHECK(mls_cpu_choose("", &same, &st) == MLS_OK && same == cpu);
+    for (int better = (int)cpu + 1; better < MLS_CPU_COUNT; better++) {
+        CHECK(!mls_cpu_offers((mls_cpu)better));
+    }
+}
+
+static void every_offered_set_can_be_asked_for_by_name(void)
+{
+    for (int i = 0; i < MLS_CPU_COUNT; i++) {
+        mls_cpu cpu = MLS_CPU_COUNT;
+        mls_status st;
+        const mls_code code = mls_cpu_choose(mls_cpu_name((mls_cpu)i), &cpu, &st);
+        CHECK((code == MLS_OK) == mls_cpu_offers((mls_cpu)i));
+        CHECK(code != MLS_OK || (int)cpu == i);
+    }
+}
+
+static void an_unknown_name_lists_what_is_offered(void)
+{
+    mls_cpu cpu = MLS_CPU_COUNT;
+    mls_status st;
+    CHECK(mls_cpu_choose("mmx", &cpu, &st) == MLS_E_VALUE);
+    CHECK(cpu == MLS_CPU_COUNT);
+    CHECK(strstr(st.text, "'mmx'") != NULL && strstr(st.text, "scalar") != NULL);
+}
+
+static void there_is_a_processor(void)
+{
+    CHECK(mls_cpu_count() >= 1 && mls_cpu_count() < 100000);
+}
+
+static void how_memory_is_asked_for_does_not_change(void)
+{
+    const bool first = mls_cpu_follows_runs();
+    CHECK(mls_cpu_follows_runs() == first);
+}
+
+static const test_case tests[] = {
+    TEST(the_oracle_is_always_offered),
+    TEST(the_default_is_the_best_offered),
+    TEST(every_offered_set_can_be_asked_for_by_name),
+    TEST(an_unknown_name_lists_what_is_offered),
+    TEST(there_is_a_processor),
+    TEST(how_memory_is_asked_for_does_not_change),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

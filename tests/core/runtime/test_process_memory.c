@@ -1,0 +1,135 @@
+#include "runtime/process_memory.h"
+#include "base/memory.h"
+#include "support/runner.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+static char root[200];
+
+static void make_root(void)
+{
+    const char *base = getenv("TMPDIR");
+    snprintf(root, sizeof root, "%s/mlstate-groups-%ld", base ? base : "/tmp",
+             (long)getpid());
+}
+
+/* Write `root`/`name`; its folders are made as they come. */
+static void put(const char *name, const char *text)
+{
+    char path[400];
+    snprintf(path, sizeof path, "%s/%s", root, name);
+    for (char *at = path + 1; *at != '\0'; at++) {
+        if (*at == '/') {
+            *at = '\0';
+            mkdir(path, 0700);
+            *at = '/';
+        }
+    }
+    FILE *file = fopen(path, "wb");
+    if (file != NULL) {
+        fputs(text, file);
+        fclose(file);
+    }
+}
+
+/* Forget `root`/`name`; a folder must be empty. */
+static void forget(const char *name)
+{
+    char path[400];
+    snprintf(path, sizeof path, "%s/%s", root, name);
+    remove(path);
+}
+
+static void version_2_counts_parents(void)
+{
+    make_root();
+    put("a/b/memory.max", "3000\n");
+    put("a/memory.max", "2000\n");
+    CHECK(mls_footprint_limit(root, "0::/a/b\n") == 2000);
+    put("a/memory.max", "max\n");
+    CHECK(mls_footprint_limit(root, "0::/a/b\n") == 3000);
+    CHECK(mls_footprint_limit(root, "0::/a") == UINT64_MAX);
+    CHECK(mls_footprint_limit(root, "0::/a/b/not/seen/from/here\n") == 3000);
+    put("memory.max", "70");
+    CHECK(mls_footprint_limit(root, "0::/\n") == 70);
+    forget("a/b/memory.max");
+    forget("a/memory.max");
+    forget("a/b");
+    forget("a");
+    forget("memory.max");
+    forget("");
+}
+
+static void version_1_has_a_folder_for_memory(void)
+{
+    make_root();
+    put("memory/job/memory.limit_in_bytes", "5000\n");
+    put("memory/memory.limit_in_bytes", "9223372036854771712\n");
+    CHECK(mls_footprint_limit(root, "9:name=x:/\n4:memory:/job\n0::/\n") == 5000);
+    CHECK(mls_footprint_limit(root, "4:cpu,memory,pids:/job\n") == 5000);
+    CHECK(mls_footprint_limit(root, "4:cpu,memoryless:/job\n") == UINT64_MAX);
+    CHECK(mls_footprint_limit(root, "4:memory:/\n") == UINT64_C(9223372036854771712));
+    forget("memory/job/memory.limit_in_bytes");
+    forget("memory/memory.limit_in_bytes");
+    forget("memory/job");
+    forget("memory");
+    forget("");
+}
+
+static void nonsense_is_no_limit(void)
+{
+    static char path[5000];
+    static const char *const texts[] = {"", "\n\n", "0", "0:", "0::", ":memory", "::::"};
+    make_root();
+    for (size_t i = 0; i < sizeof texts / sizeof texts[0]; i++) {
+        CHECK(mls_footprint_limit(root, texts[i]) == UINT64_MAX);
+    }
+    memset(path, 'a', sizeof path - 1);
+    memcpy(path, "0::/", 4);
+    CHECK(mls_footprint_limit(root, path) == UINT64_MAX);
+    put("memory.max", "-5");
+    CHECK(mls_footprint_limit(root, "0::/") == UINT64_MAX);
+    put("memory.max", "");
+    CHECK(mls_footprint_limit(root, "0::/") == UINT64_MAX);
+    forget("memory.max");
+    forget("");
+}
+
+static void the_system_tells(void)
+{
+    enum { BYTES = 64 << 20 };
+    mls_footprint before, after;
+    mls_status st;
+#if defined(__linux__) || defined(__APPLE__)
+    REQUIRE(mls_footprint_read(&before, &st) == MLS_OK);
+    CHECK(before.used > 0 && before.peak >= before.used && before.total > before.used);
+    mls_pages pages = {0};
+    REQUIRE(mls_pages_init(&pages, BYTES, &st) == MLS_OK);
+    memset(pages.data, 1, BYTES);
+    REQUIRE(mls_footprint_read(&after, &st) == MLS_OK);
+    CHECK(after.used >= before.used + BYTES / 8 * 7 && after.peak >= after.used);
+    CHECK(after.total == before.total);
+    mls_pages_fini(&pages);
+    REQUIRE(mls_footprint_read(&before, &st) == MLS_OK);
+    CHECK(before.used < after.used - BYTES / 8 * 7);
+    CHECK(before.peak >= after.used - BYTES / 8);
+#else
+    CHECK(mls_footprint_read(&before, &st) == MLS_E_IO);
+    (void)after;
+#endif
+}
+
+static const test_case tests[] = {
+    TEST(version_2_counts_parents),
+    TEST(version_1_has_a_folder_for_memory),
+    TEST(nonsense_is_no_limit),
+    TEST(the_system_tells),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

@@ -1,0 +1,356 @@
+/* How a way to store is chosen: with injected timings, and with real copies. */
+#include "array/copy/copy.h"
+#include "runtime/cpu_features.h"
+#include "crc32c/crc32c.h"
+#include "support/runner.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { ALL = MLS_STORES, MIB = 1 << 20, LARGE = 24 * MIB, THREADS = 4 };
+
+/* Times of a trial by variant, in nanoseconds; the bytes are always the same. */
+typedef struct script {
+    uint64_t plain, stream1, stream4;
+} script;
+
+static uint64_t time_of(const script *times, mls_store store)
+{
+    const uint64_t all[] = {times->plain, times->stream1, times->stream4};
+    return all[store];
+}
+
+static mls_store_choice undecided(void)
+{
+    mls_store_choices choices;
+    mls_status st;
+    CHECK(mls_store_choices_init(&choices, NULL, &st) == MLS_OK);
+    return choices.choice[MLS_STORING_COPY][MLS_STORING_PAST][0];
+}
+
+/* Run trials until the choice is made; every third one takes `noise` times as long.
+ * Gives the number of trials, or 0 if there is no end to them. */
+static unsigned decide(mls_store_choice *choice, const script *times, unsigned variants,
+                       uint64_t noise)
+{
+    for (unsigned trial = 1; trial < 100; trial++) {
+        const mls_store store = mls_store_next(choice, variants);
+        const uint64_t slower = trial % 3 == 0 ? noise : 1;
+        mls_store_count(choice, variants, store, MIB, time_of(times, store) * slower);
+        if (atomic_load(&choice->is_decided)) {
+            return trial;
+        }
+    }
+    return 0;
+}
+
+static void the_fastest_is_chosen_after_four_trials_of_each(void)
+{
+    static const script fastest[ALL] = {{50, 100, 100}, {100, 60, 100}, {100, 100, 60}};
+    for (int store = 0; store < ALL; store++) {
+        mls_store_choice choice = undecided();
+        CHECK(decide(&choice, &fastest[store], ALL, 1) == ALL * MLS_STORE_TRIALS);
+        CHECK(atomic_load(&choice.chosen) == store);
+    }
+}
+
+static void a_tie_goes_to_the_simpler_variant(void)
+{
+    const script same = {100, 100, 100}, nearly = {100, 96, 96}, wins = {100, 90, 88};
+    mls_store_choice a = undecided(), b = undecided(), c = undecided();
+    CHECK(decide(&a, &same, ALL, 1) > 0 && atomic_load(&a.chosen) == MLS_STORE_PLAIN);
+    CHECK(decide(&b, &nearly, ALL, 1) > 0 && atomic_load(&b.chosen) == MLS_STORE_PLAIN);
+    CHECK(decide(&c, &wins, ALL, 1) > 0 && atomic_load(&c.chosen) == MLS_STORE_STREAM1);
+}
+
+/* Every third trial is interrupted: it takes a hundred times as long. */
+static void a_stolen_core_changes_nothing(void)
+{
+    const script times = {100, 60, 110};
+    mls_store_choice choice = undecided();
+    CHECK(decide(&choice, &times, ALL, 100) > 0);
+    CHECK(atomic_load(&choice.chosen) == MLS_STORE_STREAM1);
+}
+
+static void a_hopeless_variant_is_tried_twice_only(void)
+{
+    const script times = {100, 90, 500};
+    mls_store_choice choice = undecided();
+    CHECK(decide(&choice, &times, ALL, 1) == 2 * MLS_STORE_TRIALS + 2);
+    CHECK(atomic_load(&choice.counted[MLS_STORE_STREAM4]) == 2);
+    CHECK(atomic_load(&choice.chosen) == MLS_STORE_STREAM1);
+}
+
+/* The first copy went to memory that the system had just cleared, where plain stores
+ * win.  Some copies later the choice is made again. */
+static void a_decision_is_made_again_after_some_bytes(void)
+{
+    mls_store_choices choices;
+    mls_status st;
+    const script cleared = {50, 100, 100}, usual = {100, 60, 100};
+    const mls_destination large = {.bytes = SIZE_MAX};
+    REQUIRE(mls_store_choices_init(&choices, NULL, &st) == MLS_OK);
+    mls_store_choice *choice = &choices.choice[MLS_STORING_COPY][MLS_STORING_PAST][0];
+    CHECK(decide(choice, &cleared, ALL, 1) > 0);
+    CHECK(atomic_load(&choice->chosen) == MLS_STORE_PLAIN);
+    mls_store_trial trial;
+    for (size_t stored = 0; stored <= MLS_STORE_FIRST_LASTS; stored += MIB) {
+        trial = mls_store_begin(&choices, MLS_STORING_COPY, ALL, large, MIB);
+        CHECK((trial.choice != NULL) == (stored == MLS_STORE_FIRST_LASTS));
+    }
+    /* what is too short for a trial follows the last decision meanwhile */
+    CHECK(mls_store_begin(&choices, MLS_STORING_COPY, ALL, large, 99).choice == NULL);
+    CHECK(decide(choice, &usual, ALL, 1) == ALL * MLS_STORE_TRIALS);
+    CHECK(atomic_load(&choice->chosen) == MLS_STORE_STREAM1);
+    trial = mls_store_begin(&choices, MLS_STORING_COPY, ALL, large, MLS_STORE_LASTS - 99);
+    CHECK(trial.choice == NULL && trial.store == MLS_STORE_STREAM1);
+    trial = mls_store_begin(&choices, MLS_STORING_COPY, ALL, large, 99);
+    CHECK(trial.choice == NULL && trial.store == MLS_STORE_STREAM1);
+    trial = mls_store_begin(&choices, MLS_STORING_COPY, ALL, large, MIB);
+    CHECK(trial.choice == choice);
+}
+
+/* A trial that never ends, of a thread that a fork did not copy, is made up for. */
+static void lost_trials_are_replaced(void)
+{
+    const script times = {100, 50, 100};
+    mls_store_choice choice = undecided();
+    for (int i = 0; i < 40; i++) {
+        (void)mls_store_next(&choice, ALL);
+    }
+    CHECK(decide(&choice, &times, ALL, 1) > 0);
+    CHECK(atomic_load(&choice.chosen) == MLS_STORE_STREAM1);
+}
+
+static void a_clock_that_stands_still_is_no_trouble(void)
+{
+    const script times = {0, 0, 0};
+    mls_store_choice choice = undecided();
+    CHECK(decide(&choice, &times, ALL, 1) > 0);
+    CHECK(atomic_load(&choice.chosen) == MLS_STORE_PLAIN);
+}
+
+static void the_environment_forces_a_variant(void)
+{
+    mls_store_choices choices;
+    mls_status st;
+    const mls_destination large = {.bytes = LARGE};
+    for (int store = 0; store < ALL; store++) {
+        const char *const name = mls_store_name((mls_store)store);
+        REQUIRE(mls_store_choices_init(&choices, name, &st) == MLS_OK);
+        for (unsigned variants = 1; variants <= ALL; variants++) {
+            const mls_store_trial trial =
+                mls_store_begin(&choices, MLS_STORING_FILL, variants, large, LARGE);
+            const unsigned last = variants - 1;
+            CHECK(trial.choice == NULL && trial.left == SIZE_MAX);
+            CHECK(trial.store == ((unsigned)store < last ? (unsigned)store : last));
+        }
+    }
+    CHECK(mls_store_choices_init(&choices, "auto", &st) == MLS_OK && choices.forced < 0);
+    CHECK(mls_store_choices_init(&choices, "", &st) == MLS_OK && choices.forced < 0);
+    CHECK(mls_store_choices_init(&choices, "streams", &st) == MLS_E_VALUE);
+    CHECK(strstr(st.text, "streams") != NULL && strstr(st.text, "stream4") != NULL);
+    CHECK(choices.forced < 0);
+}
+
+/* A stream evicts what is read next, so within the last level it must win by a quarter.
+ */
+static void a_stream_must_win_by_a_quarter_where_the_cache_may_hold_the_result(void)
+{
+    const script by_a_fifth = {120, 100, 100}, by_a_third = {133, 100, 100};
+    mls_store_choices choices;
+    mls_status st;
+    REQUIRE(mls_store_choices_init(&choices, NULL, &st) == MLS_OK);
+    mls_store_choice(*some)[2] = choices.choice[MLS_STORING_COPY];
+    CHECK(decide(&some[MLS_STORING_WITHIN][0], &by_a_fifth, ALL, 1) > 0);
+    CHECK(decide(&some[MLS_STORING_WITHIN][1], &by_a_third, ALL, 1) > 0);
+    CHECK(decide(&some[MLS_STORING_PAST][0], &by_a_fifth, ALL, 1) > 0);
+    CHECK(atomic_load(&some[MLS_STORING_WITHIN][0].chosen) == MLS_STORE_PLAIN);
+    CHECK(atomic_load(&some[MLS_STORING_WITHIN][1].chosen) == MLS_STORE_STREAM1);
+    CHECK(atomic_load(&some[MLS_STORING_PAST][0].chosen) == MLS_STORE_STREAM1);
+}
+
+/* Plain stores to lines that a stream evicted are no measure of plain stores. */
+static void within_the_cache_each_variant_stores_two_results_and_the_second_counts(void)
+{
+    static const struct {
+        mls_store store;
+        bool counts;
+    } wanted[] = {{MLS_STORE_PLAIN, false},   {MLS_STORE_PLAIN, true},
+                  {MLS_STORE_STREAM1, false}, {MLS_STORE_STREAM1, true},
+                  {MLS_STORE_PLAIN, false},   {MLS_STORE_PLAIN, true}};
+    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
+        bool counts[2];
+        CHECK(mls_store_turn(i * MIB, MIB, 2, &counts[0]) == wanted[i].store);
+        CHECK(mls_store_turn(i * MIB + MIB - 1, MIB, 2, &counts[1]) == wanted[i].store);
+        CHECK(counts[0] == wanted[i].counts && counts[1] == wanted[i].counts);
+    }
+    mls_store_choices choices;
+    mls_status st;
+    REQUIRE(mls_store_choices_init(&choices, NULL, &st) == MLS_OK);
+    choices.least[MLS_STORING_WITHIN] = MIB;
+    choices.least[MLS_STORING_WITHIN_4X] = 4 * MIB;
+    choices.least[MLS_STORING_PAST] = 64 * MIB;
+    const mls_destination d = {.bytes = 2 * MIB};
+    for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++) {
+        for (int half = 0; half < 2; half++) {
+            mls_store_trial trial =
+                mls_store_begin(&choices, MLS_STORING_COPY, ALL, d, MIB);
+            REQUIRE(trial.choice != NULL);
+            CHECK(trial.store == wanted[i].store && trial.counts == wanted[i].counts);
+        }
+    }
+}
+
+/* 480 MiB of a last level that other machines share decide nothing by themselves. */
+static void a_large_cache_is_measured_too(void)
+{
+    mls_store_choices choices;
+    mls_status st;
+    REQUIRE(mls_store_choices_init(&choices, NULL, &st) == MLS_OK);
+    const size_t past = choices.least[MLS_STORING_PAST];
+    const size_t within = choices.least[MLS_STORING_WITHIN];
+    CHECK(past == choices.cache_bytes / 2);
+    CHECK(within ==
+          (4 * mls_cpu_cache_bytes(2) < past ? 4 * mls_cpu_cache_bytes(2) : past));
+    for (int size = MLS_STORING_WITHIN_4X; size < MLS_STORING_PAST; size++) {
+        const size_t more = 4 * choices.least[size - 1];
+        CHECK(choices.least[size] == (more < past ? more : past));
+    }
+}
+
+static void results_are_measured_by_their_size_and_their_pages(void)
+{
+    mls_store_choices choices;
+    mls_status st;
+    REQUIRE(mls_store_choices_init(&choices, NULL, &st) == MLS_OK);
+    choices.least[MLS_STORING_WITHIN] = 2 * MIB;
+    choices.least[MLS_STORING_WITHIN_4X] = 4 * MIB;
+    choices.least[MLS_STORING_WITHIN_16X] = 4 * MIB;
+    choices.least[MLS_STORING_PAST] = 4 * MIB;
+    mls_destination d = {.bytes = 4 * MIB - 1};
+    CHECK(mls_store_begin(&choices, MLS_STORING_COPY, ALL, d, MIB).choice ==
+          &choices.choice[MLS_STORING_COPY][MLS_STORING_WITHIN][0]);
+    d.bytes = 2 * MIB - 1;
+    mls_store_trial trial = mls_store_begin(&choices, MLS_STORING_COPY, ALL, d, MIB);
+    CHECK(trial.choice == NULL && trial.store == MLS_STORE_PLAIN);
+    d.bytes = 4 * MIB;
+    trial = mls_store_begin(&choices, MLS_STORING_COPY, ALL, d, MIB);
+    CHECK(trial.choice == &choices.choice[MLS_STORING_COPY][MLS_STORING_PAST][0]);
+    CHECK(trial.left == MLS_STORE_TRIAL_BYTES);
+    d.is_fresh = true;
+    trial = mls_store_begin(&choices, MLS_STORING_COPY, ALL, d, MIB);
+    CHECK(trial.choice == &choices.choice[MLS_STORING_COPY][MLS_STORING_PAST][1]);
+    /* too little to be timed, and nothing is known yet */
+    trial = mls_store_begin(&choices, MLS_STORING_COPY, ALL, d, 4096);
+    CHECK(trial.choice == NULL && trial.store == MLS_STORE_PLAIN);
+    CHECK(mls_store_begin(NULL, MLS_STORING_COPY, ALL, d, MIB).choice == NULL);
+}
+
+/* What several threads copy at once, with one set of choices. */
+typedef struct worker {
+    const mls_kernels *kernels;
+    unsigned char *to;
+    const unsigned char *from;
+    size_t bytes;
+} worker;
+
+static void *copy_part(void *argument)
+{
+    const worker *w = argument;
+    mls_copy_bytes(w->kernels, w->to, w->from, w->bytes,
+                   (mls_destination){.bytes = LARGE});
+    return NULL;
+}
+
+/* Copy all by threads, at an odd address; whether the bytes arrived. */
+static bool copy_by_threads(const mls_kernels *kernels, unsigned char *to,
+                            const unsigned char *from)
+{
+    pthread_t threads[THREADS];
+    worker workers[THREADS];
+    const size_t part = (LARGE - 64) / THREADS;
+    memset(to, 0xA5, LARGE);
+    for (size_t i = 0; i < THREADS; i++) {
+        workers[i] = (worker){kernels, to + 13 + i * part, from + i * part, part};
+        CHECK(pthread_create(&threads[i], NULL, copy_part, &workers[i]) == 0);
+    }
+    for (size_t i = 0; i < THREADS; i++) {
+        pthread_join(threads[i], NULL);
+    }
+    return memcmp(to + 13, from, THREADS * part) == 0 && to[12] == 0xA5 &&
+           to[13 + THREADS * part] == 0xA5;
+}
+
+static void threads_decide_together_and_every_byte_arrives(void)
+{
+    unsigned char *to = malloc(LARGE), *from = malloc(LARGE);
+    REQUIRE(to != NULL && from != NULL);
+    for (size_t i = 0; i < LARGE; i++) {
+        from[i] = (unsigned char)(i * 2654435761U >> 24);
+    }
+    for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
+        static mls_store_choices choices;
+        mls_status st;
+        if (!mls_cpu_offers((mls_cpu)cpu)) {
+            continue;
+        }
+        REQUIRE(mls_store_choices_init(&choices, "auto", &st) == MLS_OK);
+        choices.least[MLS_STORING_PAST] = MIB;
+        mls_kernels kernels = *mls_kernels_of((mls_cpu)cpu);
+        kernels.choices = &choices;
+        CHECK(copy_by_threads(&kernels, to, from));
+        const int chosen =
+            atomic_load(&choices.choice[MLS_STORING_COPY][MLS_STORING_PAST][0].chosen);
+        CHECK(kernels.copy_variants == 1 ? chosen < 0 : chosen >= 0 && chosen < ALL);
+        CHECK(copy_by_threads(&kernels, to, from));
+    }
+    free(to);
+    free(from);
+}
+
+/* A checksum over the trials is that of one pass. */
+static void checksums_go_on_over_trials(void)
+{
+    unsigned char *to = malloc(LARGE), *from = calloc(LARGE, 1);
+    REQUIRE(to != NULL && from != NULL);
+    for (size_t i = 0; i < LARGE; i += 11) {
+        from[i] = (unsigned char)(i >> 5);
+    }
+    mls_cpu cpu;
+    mls_status st;
+    static mls_store_choices choices;
+    REQUIRE(mls_cpu_choose(NULL, &cpu, &st) == MLS_OK);
+    REQUIRE(mls_store_choices_init(&choices, NULL, &st) == MLS_OK);
+    const mls_crc_kernels *crc = mls_crc_of(cpu);
+    const uint32_t wanted = crc->update(7, from, LARGE - 3);
+    CHECK(mls_crc_copy(crc, &choices, 7, to + 1, from, LARGE - 3,
+                       (mls_destination){.bytes = SIZE_MAX}) == wanted);
+    CHECK(memcmp(to + 1, from, LARGE - 3) == 0);
+    CHECK(mls_crc_copy(crc, NULL, 7, to, from, LARGE - 3, mls_cached()) == wanted);
+    free(to);
+    free(from);
+}
+
+static const test_case tests[] = {
+    TEST(the_fastest_is_chosen_after_four_trials_of_each),
+    TEST(a_tie_goes_to_the_simpler_variant),
+    TEST(a_stolen_core_changes_nothing),
+    TEST(a_hopeless_variant_is_tried_twice_only),
+    TEST(a_decision_is_made_again_after_some_bytes),
+    TEST(lost_trials_are_replaced),
+    TEST(a_clock_that_stands_still_is_no_trouble),
+    TEST(the_environment_forces_a_variant),
+    TEST(a_stream_must_win_by_a_quarter_where_the_cache_may_hold_the_result),
+    TEST(within_the_cache_each_variant_stores_two_results_and_the_second_counts),
+    TEST(a_large_cache_is_measured_too),
+    TEST(results_are_measured_by_their_size_and_their_pages),
+    TEST(threads_decide_together_and_every_byte_arrives),
+    TEST(checksums_go_on_over_trials),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

@@ -1,0 +1,196 @@
+#include "runtime/thread_pool.h"
+#include "support/runner.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+enum { MANY = 1000 };
+
+static void count_one(void *context, size_t index)
+{
+    atomic_int *counts = context;
+    atomic_fetch_add(&counts[index], 1);
+}
+
+static bool all_once(mls_pool *pool)
+{
+    static atomic_int counts[MANY];
+    for (int i = 0; i < MANY; i++) {
+        atomic_store(&counts[i], 0);
+    }
+    mls_pool_run(pool, count_one, counts, MANY);
+    for (int i = 0; i < MANY; i++) {
+        if (atomic_load(&counts[i]) != 1) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static void every_index_runs_once_at_any_size(void)
+{
+    static const size_t sizes[] = {1, 2, 5, 3, 1, MLS_POOL_MAX_THREADS};
+    mls_pool *pool = NULL;
+    mls_status st;
+    REQUIRE(mls_pool_new(3, &pool, &st) == MLS_OK);
+    for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
+        CHECK(mls_pool_resize(pool, sizes[i], &st) == MLS_OK);
+        CHECK(mls_pool_threads(pool) == sizes[i]);
+        for (int round = 0; round < 20; round++) {
+            CHECK(all_once(pool));
+        }
+    }
+    mls_pool_free(pool);
+}
+
+static void no_pool_and_no_work_are_fine(void)
+{
+    mls_pool *pool = NULL;
+    mls_status st;
+    CHECK(all_once(NULL));
+    REQUIRE(mls_pool_new(2, &pool, &st) == MLS_OK);
+    mls_pool_run(pool, count_one, NULL, 0);
+    mls_pool_free(pool);
+    mls_pool_free(NULL);
+}
+
+static void impossible_thread_counts_are_refused(void)
+{
+    mls_pool *pool = NULL;
+    mls_status st;
+    CHECK(mls_pool_new(0, &pool, &st) == MLS_E_VALUE);
+    CHECK(mls_pool_new(MLS_POOL_MAX_THREADS + 1, &pool, &st) == MLS_E_VALUE);
+    CHECK(pool == NULL);
+    REQUIRE(mls_pool_new(2, &pool, &st) == MLS_OK);
+    CHECK(mls_pool_resize(pool, 0, &st) == MLS_E_VALUE);
+    CHECK(mls_pool_threads(pool) == 2);
+    mls_pool_free(pool);
+}
+
+typedef struct shared_run {
+    mls_pool *pool;
+    atomic_int *total;
+} shared_run;
+
+static void add_to_total(void *context, size_t index)
+{
+    (void)index;
+    atomic_fetch_add((atomic_int *)context, 1);
+}
+
+static void *run_often(void *argument)
+{
+    const shared_run *shared = argument;
+    for (int i = 0; i < 50; i++) {
+        mls_pool_run(shared->pool, add_to_total, shared->total, 100);
+    }
+    return NULL;
+}
+
+static void threads_may_share_a_pool(void)
+{
+    mls_pool *pool = NULL;
+    mls_status st;
+    atomic_int total = 0;
+    pthread_t threads[8];
+    REQUIRE(mls_pool_new(3, &pool, &st) == MLS_OK);
+    shared_run shared = {pool, &total};
+    for (int i = 0; i < 8; i++) {
+        REQUIRE(pthread_create(&threads[i], NULL, run_often, &shared) == 0);
+    }
+    for (int i = 0; i < 8; i++) {
+        pthread_join(threads[i], NULL);
+    }
+    CHECK(atomic_load(&total) == 8 * 50 * 100);
+    mls_pool_free(pool);
+}
+
+/* What the calling thread does of its own, while helpers are at work or not. */
+typedef struct beside {
+    pthread_t caller;
+    bool waits; /* for a helper */
+    atomic_int owns, tasks, early;
+} beside;
+
+static void own_work(void *context)
+{
+    beside *b = context;
+    CHECK(pthread_equal(pthread_self(), b->caller));
+    for (int i = 0; b->waits && i < 5000 && atomic_load(&b->tasks) == 0; i++) {
+        usleep(1000);
+    }
+    atomic_store(&b->early, atomic_load(&b->tasks));
+    atomic_fetch_add(&b->owns, 1);
+}
+
+static void count_task(void *context, size_t index)
+{
+    beside *b = context;
+    (void)index;
+    CHECK(atomic_load(&b->owns) == 1 || !pthread_equal(pthread_self(), b->caller));
+    atomic_fetch_add(&b->tasks, 1);
+}
+
+static void others_work_while_the_caller_is_at_its_own(void)
+{
+    static const size_t counts[] = {0, 1, MANY};
+    mls_pool *pool = NULL;
+    mls_status st;
+    REQUIRE(mls_pool_new(2, &pool, &st) == MLS_OK);
+    for (size_t i = 0; i < 6; i++) {
+        const size_t count = counts[i % 3];
+        beside b = {.caller = pthread_self(), .waits = i < 3 && count > 1};
+        mls_pool_run_beside(i < 3 ? pool : NULL, own_work, count_task, &b, count);
+        CHECK(atomic_load(&b.owns) == 1 && (size_t)atomic_load(&b.tasks) == count);
+        CHECK((atomic_load(&b.early) > 0) == b.waits); /* alone: first its own */
+    }
+    mls_pool_free(pool);
+}
+
+#if !defined(WITHOUT_FORK) /* TSan and qemu die where a forked child starts a thread */
+/* Forked with its parent's threads asleep: must neither hang nor join them. */
+static void a_forked_child_works_and_can_end(void)
+{
+    mls_pool *pool = NULL;
+    mls_status st;
+    REQUIRE(mls_pool_new(3, &pool, &st) == MLS_OK);
+    CHECK(all_once(pool));
+    for (int child = 0; child < 3; child++) {
+        const pid_t pid = fork();
+        REQUIRE(pid >= 0);
+        if (pid == 0) {
+            alarm(20); /* a hang becomes a failure */
+            bool good = child == 2 || all_once(pool);
+            if (child == 1) {
+                good = good && mls_pool_resize(pool, 2, &st) == MLS_OK && all_once(pool);
+            }
+            mls_pool_free(pool);
+            _exit(good ? 0 : 1);
+        }
+        int status = -1;
+        waitpid(pid, &status, 0);
+        CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+        CHECK(all_once(pool));
+    }
+    mls_pool_free(pool);
+}
+#endif
+
+static const test_case tests[] = {
+    TEST(others_work_while_the_caller_is_at_its_own),
+    TEST(every_index_runs_once_at_any_size),
+    TEST(no_pool_and_no_work_are_fine),
+    TEST(impossible_thread_counts_are_refused),
+    TEST(threads_may_share_a_pool),
+#if !defined(WITHOUT_FORK)
+    TEST(a_forked_child_works_and_can_end),
+#endif
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

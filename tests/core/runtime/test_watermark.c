@@ -1,0 +1,76 @@
+/* Things that are made in their order, and threads that use them meanwhile. */
+#include "runtime/watermark.h"
+#include "support/runner.h"
+
+#include <pthread.h>
+#include <stdint.h>
+
+enum { THINGS = 2000, READERS = 4 };
+
+/* Plain memory: a sanitizer for threads sees any use of it before the gate allows it. */
+typedef struct factory {
+    mls_gate gate;
+    size_t things[THINGS];
+    size_t sums[READERS];
+} factory;
+
+typedef struct reader {
+    factory *from;
+    size_t number;
+} reader;
+
+static void *add_up(void *argument)
+{
+    const reader *r = argument;
+    for (size_t i = 0; i < THINGS; i++) {
+        mls_gate_wait(&r->from->gate, i + 1);
+        r->from->sums[r->number] += r->from->things[i];
+    }
+    return NULL;
+}
+
+static void what_is_waited_for_has_been_made(void)
+{
+    static factory f;
+    pthread_t threads[READERS];
+    reader readers[READERS];
+    mls_gate_init(&f.gate);
+    for (size_t i = 0; i < READERS; i++) {
+        readers[i] = (reader){&f, i};
+        REQUIRE(pthread_create(&threads[i], NULL, add_up, &readers[i]) == 0);
+    }
+    for (size_t i = 0; i < THINGS; i++) {
+        f.things[i] = i + 1;
+        if (i % 16 == 15) {
+            mls_gate_open(&f.gate, i + 1);
+        }
+    }
+    mls_gate_open(&f.gate, THINGS);
+    for (size_t i = 0; i < READERS; i++) {
+        pthread_join(threads[i], NULL);
+        CHECK(f.sums[i] == (size_t)THINGS * (THINGS + 1) / 2);
+    }
+    mls_gate_fini(&f.gate);
+}
+
+static void nobody_waits_for_nothing_or_behind_the_end(void)
+{
+    mls_gate gate;
+    mls_gate_init(&gate);
+    mls_gate_wait(&gate, 0);
+    mls_gate_open(&gate, SIZE_MAX);
+    mls_gate_wait(&gate, THINGS);
+    mls_gate_wait(&gate, SIZE_MAX);
+    mls_gate_fini(&gate);
+    CHECK(atomic_load(&gate.open) == SIZE_MAX);
+}
+
+static const test_case tests[] = {
+    TEST(what_is_waited_for_has_been_made),
+    TEST(nobody_waits_for_nothing_or_behind_the_end),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

@@ -1,0 +1,101 @@
+/* Work along stretches: who gets which item, and that each is done once. */
+#include "support/runner.h"
+#include "runtime/work_stealing.h"
+
+#include <pthread.h>
+#include <stdint.h>
+
+enum { STRETCHES = 40, THREADS = 4 };
+
+static void a_thread_goes_along_its_own_stretch(void)
+{
+    static const size_t starts[] = {0, 3, 6};
+    static const size_t expected[][2] = {{0, 0}, {1, 3}, {0, 1}, {1, 4}, {1, 5}, {0, 2}};
+    mls_stretches all;
+    size_t mine[2] = {SIZE_MAX, SIZE_MAX}, item;
+    REQUIRE(mls_stretches_init(&all, starts, 2));
+    for (size_t i = 0; i < 6; i++) {
+        CHECK(mls_stretches_take(&all, &mine[expected[i][0]], &item));
+        CHECK(item == expected[i][1]);
+    }
+    CHECK(!mls_stretches_take(&all, &mine[0], &item));
+    CHECK(!mls_stretches_take(&all, &mine[1], &item));
+    mls_stretches_fini(&all);
+}
+
+static void who_has_no_stretch_helps_another(void)
+{
+    static const size_t starts[] = {0, 4, 4, 5};
+    mls_stretches all;
+    size_t first = SIZE_MAX, second = SIZE_MAX, item;
+    REQUIRE(mls_stretches_init(&all, starts, 3));
+    CHECK(mls_stretches_take(&all, &first, &item) && item == 0);
+    CHECK(mls_stretches_take(&all, &second, &item) && item == 4); /* the empty one: no */
+    CHECK(mls_stretches_take(&all, &second, &item) && item == 1 && second == 0);
+    CHECK(mls_stretches_take(&all, &first, &item) && item == 2);
+    CHECK(mls_stretches_take(&all, &second, &item) && item == 3);
+    CHECK(!mls_stretches_take(&all, &first, &item));
+    mls_stretches_fini(&all);
+}
+
+static void nothing_is_nothing_to_take(void)
+{
+    static const size_t starts[] = {0, 0, 0};
+    for (size_t count = 0; count < 3; count++) {
+        mls_stretches all;
+        size_t mine = SIZE_MAX, item;
+        REQUIRE(mls_stretches_init(&all, starts, count));
+        CHECK(!mls_stretches_take(&all, &mine, &item));
+        CHECK(!mls_stretches_take(&all, &mine, &item));
+        mls_stretches_fini(&all);
+    }
+}
+
+/* Plain memory: a sanitizer for threads sees an item that is given twice. */
+typedef struct yard {
+    mls_stretches all;
+    int done[STRETCHES * (STRETCHES - 1) / 2];
+} yard;
+
+static void *work(void *argument)
+{
+    yard *y = argument;
+    size_t mine = SIZE_MAX, item;
+    while (mls_stretches_take(&y->all, &mine, &item)) {
+        y->done[item]++;
+    }
+    return NULL;
+}
+
+static void threads_do_each_item_once(void)
+{
+    static yard y;
+    size_t starts[STRETCHES + 1] = {0};
+    pthread_t threads[THREADS];
+    for (size_t i = 0; i < STRETCHES; i++) {
+        starts[i + 1] = starts[i] + i;
+    }
+    REQUIRE(mls_stretches_init(&y.all, starts, STRETCHES));
+    for (size_t i = 0; i < THREADS; i++) {
+        REQUIRE(pthread_create(&threads[i], NULL, work, &y) == 0);
+    }
+    for (size_t i = 0; i < THREADS; i++) {
+        pthread_join(threads[i], NULL);
+    }
+    for (size_t i = 0; i < starts[STRETCHES]; i++) {
+        CHECK(y.done[i] == 1);
+    }
+    mls_stretches_fini(&y.all);
+}
+
+static const test_case tests[] = {
+    TEST(a_thread_goes_along_its_own_stretch),
+    TEST(who_has_no_stretch_helps_another),
+    TEST(nothing_is_nothing_to_take),
+    TEST(threads_do_each_item_once),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

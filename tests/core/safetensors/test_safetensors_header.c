@@ -1,0 +1,277 @@
+/* Headers of files in the making: order, places, room for checksums. */
+#include "base/memory.h"
+#include "support/runner.h"
+#include "safetensors/safetensors_header.h"
+#include "base/size.h"
+
+#include <stdlib.h>
+
+static const mls_crc_kernels *const crc = &mls_crc_scalar;
+
+static mls_text text(const char *chars)
+{
+    return (mls_text){.data = chars, .length = strlen(chars)};
+}
+
+static const size_t five[] = {5}, matrix[] = {2, 3}, none[] = {0, 4};
+
+static mls_header_tensor tensor(const char *name, mls_dtype dtype, int rank,
+                                const size_t *shape)
+{
+    size_t bytes = mls_dtype_of(dtype)->item_bytes;
+    for (int axis = 0; axis < rank; axis++) {
+        bytes *= shape[axis];
+    }
+    return (mls_header_tensor){
+        .name = text(name), .dtype = dtype, .rank = rank, .shape = shape, .bytes = bytes};
+}
+
+/* Four tensors in an order that is not the file's, numbered as they come. */
+static void four(mls_header_tensor *out)
+{
+    out[0] = tensor("b", MLS_U8, 1, five);
+    out[1] = tensor("a", MLS_U8, 1, five);
+    out[2] = tensor("z", MLS_F32, 2, matrix);
+    out[3] = tensor("none", MLS_F64, 2, none);
+    for (size_t i = 0; i < 4; i++) {
+        out[i].number = i;
+    }
+}
+
+/* Whether the finished text is the start of a good file of ours; its header in `out`. */
+static bool parses(const mls_header *h, mls_safetensors *out)
+{
+    mls_status st;
+    const mls_code code =
+        mls_safetensors_parse((const unsigned char *)h->text.data, h->text.length,
+                              h->file_bytes, crc, true, out, &st);
+    if (code != MLS_OK) {
+        printf("    %s\n", st.text);
+    }
+    return code == MLS_OK && out->has_crc;
+}
+
+static void large_items_come_first_then_names(void)
+{
+    static const char *const order[] = {"none", "z", "a", "b"};
+    static const size_t numbers[] = {3, 2, 1, 0};
+    mls_header_tensor tensors[4];
+    mls_header h;
+    mls_safetensors file = {0};
+    mls_status st;
+    four(tensors);
+    REQUIRE(mls_header_init(&h, tensors, 4, NULL, 0, 64, &st) == MLS_OK);
+    (void)mls_header_finish(&h, crc);
+    CHECK(h.count == 4 && h.tensors == tensors);
+    REQUIRE(parses(&h, &file) && file.count == 4);
+    for (size_t i = 0; i < 4; i++) {
+        const mls_stored *stored = &file.tensors[i];
+        CHECK(mls_text_is(tensors[i].name, order[i]) && tensors[i].number == numbers[i]);
+        CHECK(mls_text_equal(stored->name, tensors[i].name));
+        CHECK(stored->offset == tensors[i].offset && stored->bytes == tensors[i].bytes);
+        CHECK(stored->dtype == tensors[i].dtype && stored->rank == tensors[i].rank);
+        CHECK(tensors[i].offset % mls_dtype_of(tensors[i].dtype)->item_bytes == 0);
+    }
+    CHECK(h.file_bytes == h.text.length + 34);
+    mls_safetensors_fini(&file);
+    mls_header_fini(&h);
+    CHECK(h.text.data == NULL && h.crcs == NULL);
+}
+
+static void the_first_tensor_lies_at_the_asked_alignment(void)
+{
+    static const size_t alignments[] = {8, 64, 512, 4096, 1 << 16};
+    for (size_t i = 0; i < sizeof alignments / sizeof alignments[0]; i++) {
+        mls_header_tensor tensors[4];
+        mls_header h;
+        mls_status st;
+        four(tensors);
+        REQUIRE(mls_header_init(&h, tensors, 4, NULL, 0, alignments[i], &st) == MLS_OK);
+        CHECK(h.text.length % alignments[i] == 0 && tensors[0].offset == h.text.length);
+        CHECK(h.text.length <= 512 || h.text.length == alignments[i]);
+        mls_header_fini(&h);
+    }
+}
+
+/* By metadata of one length after the other, to and beyond the next multiple. */
+static void no_length_of_the_text_moves_the_payload_off_its_place(void)
+{
+    char long_value[200];
+    memset(long_value, 'x', sizeof long_value);
+    for (size_t length = 0; length < sizeof long_value; length++) {
+        const mls_text_pair pair = {text("key"), {long_value, length}};
+        mls_header_tensor tensors[4];
+        mls_header h;
+        mls_safetensors file = {0};
+        mls_status st;
+        four(tensors);
+        REQUIRE(mls_header_init(&h, tensors, 4, &pair, 1, 64, &st) == MLS_OK);
+        (void)mls_header_finish(&h, crc);
+        CHECK(h.text.length % 64 == 0);
+        CHECK(mls_load_le64((unsigned char *)h.text.data) == h.text.length - 8);
+        REQUIRE(parses(&h, &file) && file.metadata_count == 1);
+        CHECK(file.metadata[0].value.length == length);
+        mls_safetensors_fini(&file);
+        mls_header_fini(&h);
+    }
+}
+
+/* "0000abcd" in the text at `at`. */
+static bool digits_are(const mls_header *h, size_t at, uint32_t value)
+{
+    char digits[9];
+    snprintf(digits, sizeof digits, "%08x", (unsigned)value);
+    return memcmp(h->text.data + at, digits, 8) == 0;
+}
+
+static void each_block_of_each_tensor_has_its_digits(void)
+{
+    enum { BLOCK = MLS_SAFETENSORS_BLOCK };
+    static const size_t sizes[] = {BLOCK, BLOCK + 1, 3 * BLOCK, 0, 1};
+    static const char *const names[] = {"a", "b", "c", "d", "e"};
+    mls_header_tensor tensors[5];
+    mls_header h;
+    mls_safetensors file = {0};
+    mls_status st;
+    for (size_t i = 0; i < 5; i++) {
+        tensors[i] = tensor(names[i], MLS_U8, 1, &sizes[i]);
+    }
+    REQUIRE(mls_header_init(&h, tensors, 5, NULL, 0, 4096, &st) == MLS_OK);
+    REQUIRE(h.block_count == 1 + 2 + 3 + 0 + 1);
+    CHECK(tensors[0].crcs == h.crcs && tensors[4].crcs == h.crcs + 6);
+    for (size_t i = 0; i < h.block_count; i++) {
+        CHECK(h.crcs[i] == 0 && digits_are(&h, h.block_crcs + 8 * i, 0));
+        h.crcs[i] = (uint32_t)(0x01234567 * (i + 1));
+    }
+    const size_t length = h.text.length;
+    const uint32_t own = mls_header_finish(&h, crc);
+    CHECK(h.text.length == length); /* nothing moved */
+    for (size_t i = 0; i < h.block_count; i++) {
+        CHECK(digits_are(&h, h.block_crcs + 8 * i, h.crcs[i]));
+    }
+    CHECK(digits_are(&h, h.header_crc, own));
+    REQUIRE(parses(&h, &file));
+    CHECK(file.header_crc == own);
+    CHECK(memcmp(file.tensors[1].blocks, "02468ace", 8) == 0);
+    mls_safetensors_fini(&file);
+    mls_header_fini(&h);
+}
+
+static void the_headers_checksum_is_that_of_zeros_in_its_place(void)
+{
+    mls_header_tensor tensors[4];
+    mls_header h;
+    mls_status st;
+    four(tensors);
+    REQUIRE(mls_header_init(&h, tensors, 4, NULL, 0, 64, &st) == MLS_OK);
+    const uint32_t own = mls_header_finish(&h, crc);
+    memcpy(h.text.data + h.header_crc, "00000000", 8);
+    CHECK(crc->update(0, h.text.data, h.text.length) == own);
+    mls_header_fini(&h);
+}
+
+static void metadata_goes_by_key_among_our_own(void)
+{
+    const mls_text_pair pairs[] = {{text("z"), text("\"\\")},
+                                   {text("mlstate.shards"), text("{}")},
+                                   {text("a"), text("")}};
+    mls_header h;
+    mls_safetensors file = {0};
+    mls_status st;
+    mls_header_tensor unused;
+    REQUIRE(mls_header_init(&h, &unused, 0, pairs, 3, 8, &st) == MLS_OK);
+    (void)mls_header_finish(&h, crc);
+    mls_buffer_put(&h.text, "", 1); /* so that it can be searched */
+    h.text.length--;
+    const char *at = h.text.data + 8, *before = at;
+    static const char *const keys[] = {"\"a\":\"\"", "\"mlstate.blocks.crc32c\":\"\"",
+                                       "\"mlstate.header.crc32c\":\"",
+                                       "\"mlstate.shards\":\"{}\"", "\"z\":\"\\\"\\\\\""};
+    for (size_t i = 0; i < 5; i++) {
+        const char *found = strstr(at, keys[i]);
+        CHECK(found != NULL && found > before);
+        before = found != NULL ? found : before;
+    }
+    REQUIRE(parses(&h, &file));
+    CHECK(file.count == 0 && h.file_bytes == h.text.length);
+    mls_safetensors_fini(&file);
+    mls_header_fini(&h);
+}
+
+/* Refused, by its name, with nothing to release. */
+static bool refuses(mls_header_tensor *tensors, size_t count, const mls_text_pair *pairs,
+                    size_t pair_count, const char *name, const char *why)
+{
+    mls_header h = {.count = 77};
+    mls_status st;
+    const mls_code code = mls_header_init(&h, tensors, count, pairs, pair_count, 64, &st);
+    return code == MLS_E_VALUE && h.count == 77 && h.text.data == NULL &&
+           strcmp(st.name, name) == 0 && strstr(st.text, why) != NULL;
+}
+
+static void names_and_keys_that_cannot_be_are_refused(void)
+{
+    mls_header_tensor tensors[3];
+    for (size_t i = 0; i < 3; i++) {
+        tensors[i] =
+            tensor(i == 1 ? "other" : "same", i == 0 ? MLS_U8 : MLS_F32, 1, five);
+    }
+    CHECK(refuses(tensors, 3, NULL, 0, "same", "twice")); /* whatever their types */
+    mls_header_tensor one = tensor("__metadata__", MLS_U8, 1, five);
+    CHECK(refuses(&one, 1, NULL, 0, "__metadata__", "reserved"));
+    one = tensor("a\xC3", MLS_U8, 1, five);
+    CHECK(refuses(&one, 1, NULL, 0, "a", "UTF-8")); /* as far as it can be shown */
+    one = tensor("a", MLS_U8, 1, five);
+    const mls_text_pair twice[] = {
+        {text("k"), text("1")}, {text("l"), text("2")}, {text("k"), text("3")}};
+    CHECK(refuses(&one, 1, twice, 3, "k", "twice"));
+    const mls_text_pair ours = {text("mlstate.blocks.crc32c"), text("00000000")};
+    CHECK(refuses(&one, 1, &ours, 1, "mlstate.blocks.crc32c", "twice"));
+    const mls_text_pair value = {text("k"), text("\xFF")};
+    CHECK(refuses(&one, 1, &value, 1, "k", "UTF-8"));
+}
+
+static void a_long_name_leaves_room_for_the_reason(void)
+{
+    char name[1000];
+    memset(name, 'n', sizeof name - 1);
+    name[sizeof name - 1] = '\0';
+    mls_header_tensor tensors[2] = {tensor(name, MLS_U8, 1, five),
+                                    tensor(name, MLS_U8, 1, five)};
+    mls_header h;
+    mls_status st;
+    CHECK(mls_header_init(&h, tensors, 2, NULL, 0, 64, &st) == MLS_E_VALUE);
+    CHECK(strstr(st.text, "nnn' appears twice") != NULL);
+}
+
+static void a_header_over_the_formats_limit_is_refused(void)
+{
+    const size_t length = MLS_SAFETENSORS_MAX_HEADER;
+    char *value = malloc(length);
+    REQUIRE(value != NULL);
+    memset(value, 'x', length);
+    const mls_text_pair pair = {text("k"), {value, length}};
+    mls_header_tensor one = tensor("a", MLS_U8, 1, five);
+    mls_header h = {.count = 77};
+    mls_status st;
+    CHECK(mls_header_init(&h, &one, 1, &pair, 1, 64, &st) == MLS_E_SIZE);
+    CHECK(h.count == 77 && strstr(st.text, "100000000") != NULL);
+    free(value);
+}
+
+static const test_case tests[] = {
+    TEST(large_items_come_first_then_names),
+    TEST(the_first_tensor_lies_at_the_asked_alignment),
+    TEST(no_length_of_the_text_moves_the_payload_off_its_place),
+    TEST(each_block_of_each_tensor_has_its_digits),
+    TEST(the_headers_checksum_is_that_of_zeros_in_its_place),
+    TEST(metadata_goes_by_key_among_our_own),
+    TEST(names_and_keys_that_cannot_be_are_refused),
+    TEST(a_long_name_leaves_room_for_the_reason),
+    TEST(a_header_over_the_formats_limit_is_refused),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

@@ -1,0 +1,180 @@
+/* Reading safetensors: other writers' headers, and headers that lie. */
+#include "support/runner.h"
+#include "safetensors/safetensors.h"
+#include "base/size.h"
+
+enum { ROOM = 4096 };
+
+static const mls_crc_kernels *const crc = &mls_crc_scalar;
+
+/* A file in memory: length, header, `payload` bytes of 0x11. */
+typedef struct image {
+    unsigned char bytes[ROOM];
+    size_t head, all;
+} image;
+
+static image image_of(const char *header, size_t payload)
+{
+    image file = {.head = 8 + strlen(header)};
+    file.all = file.head + payload;
+    mls_store_le64(file.bytes, strlen(header));
+    memcpy(file.bytes + 8, header, strlen(header));
+    memset(file.bytes + file.head, 0x11, payload);
+    return file;
+}
+
+static mls_code parse(const image *file, mls_safetensors *out, mls_status *st)
+{
+    return mls_safetensors_parse(file->bytes, file->head, file->all, crc, true, out, st);
+}
+
+#define T(name, dtype, shape, begin, end)                                                \
+    "\"" name "\":{\"dtype\":\"" dtype "\",\"shape\":[" shape                            \
+    "],\"data_offsets\":[" #begin "," #end "]}"
+
+static void another_writers_header_is_understood(void)
+{
+    /* unsorted, with a gap-free payload, an unknown field, empty and 0-d tensors */
+    const image file =
+        image_of("{\"__metadata__\":{\"format\":\"pt\",\"\":\"\"}," T(
+                     "b", "F16", "2,1", 4,
+                     8) ","
+                        "\"a\":{\"more\":[{}],\"data_offsets\":[0,4],\"shape\":[],"
+                        "\"dtype\":\"F32\"}," T("none", "I64", "0,9", 8, 8) "," T(
+                            "c", "F8_E4M3", "3", 8, 11) "}  ",
+                 11);
+    mls_safetensors f;
+    mls_status st;
+    REQUIRE(parse(&file, &f, &st) == MLS_OK);
+    CHECK(f.count == 4 && !f.has_crc && f.metadata_count == 2);
+    CHECK(mls_text_is(f.metadata[0].key, "format"));
+    CHECK(mls_text_is(f.metadata[0].value, "pt"));
+    CHECK(mls_text_is(f.tensors[0].name, "b") && f.tensors[0].dtype == MLS_F16);
+    CHECK(f.tensors[0].rank == 2 && f.tensors[0].shape[0] == 2);
+    CHECK(f.tensors[0].offset == file.head + 4 && f.tensors[0].bytes == 4);
+    CHECK(f.tensors[1].rank == 0 && f.tensors[1].bytes == 4);
+    CHECK(f.tensors[2].bytes == 0 && f.tensors[2].shape[1] == 9);
+    CHECK(f.tensors[3].dtype == MLS_F8_E4M3);
+    CHECK(mls_safetensors_end(&f) == file.head + 11); /* of the last one by offset */
+    mls_safetensors_fini(&f);
+    mls_safetensors_fini(&f);
+}
+
+static void a_file_without_tensors_is_good(void)
+{
+    const image bare = image_of("{}", 0),
+                padded = image_of("{\"__metadata__\":{}}   ", 0);
+    mls_safetensors f;
+    mls_status st;
+    REQUIRE(parse(&bare, &f, &st) == MLS_OK);
+    CHECK(f.count == 0);
+    mls_safetensors_fini(&f);
+    REQUIRE(parse(&padded, &f, &st) == MLS_OK);
+    mls_safetensors_fini(&f);
+}
+
+static void headers_that_lie_are_refused(void)
+{
+    static const struct {
+        const char *header;
+        size_t payload;
+        const char *name; /* of the tensor to blame */
+    } cases[] = {
+        {"[]", 0, ""},
+        {" {}", 0, ""},
+        {"{} x", 0, ""},
+        {"{", 0, ""},
+        {"{\"a\":1}", 0, "a"},
+        {"{\"a\":{}}", 0, "a"},
+        {"{" T("a", "F31", "1", 0, 4) "}", 4, "a"},
+        {"{" T("a", "f32", "1", 0, 4) "}", 4, "a"},
+        {"{" T("a", "F32", "2", 0, 4) "}", 4, "a"},
+        {"{" T("a", "F32", "1", 0, 4) "}", 3, "a"},
+        {"{" T("a", "F32", "1", 0, 4) "}", 5, ""},
+        {"{" T("a", "F32", "1", 4, 0) "}", 4, "a"},
+        {"{" T("a", "F32", "-1", 0, 4) "}", 4, "a"},
+        {"{" T("a", "F32", "1.0", 0, 4) "}", 4, "a"},
+        {"{" T("a", "F32", "1e0", 0, 4) "}", 4, "a"},
+        {"{" T("a", "F32", "\"1\"", 0, 4) "}", 4, "a"},
+        {"{" T("a", "F32", "18446744073709551616", 0, 4) "}", 4, "a"},
+        {"{" T("a", "F32", "4294967296,4294967296,4294967296", 0, 0) "}", 0, "a"},
+        {"{" T("a", "F32", "4611686018427387905", 0, 4) "}", 4, "a"},
+        {"{" T("a", "U8", "9223372036854775807,2,0", 0, 0) "}", 0, "a"},
+        {"{" T("a", "U8", "0", 0, 18446744073709551615) "}", 0, "a"},
+        {"{" T("a", "U8", "2", 0, 2) "," T("b", "U8", "2", 1, 3) "}", 3, "b"},
+        {"{" T("a", "U8", "2", 0, 2) "," T("b", "U8", "2", 0, 2) "}", 2, "b"},
+        {"{" T("a", "U8", "2", 0, 2) "," T("b", "U8", "1", 3, 4) "}", 4, "b"},
+        {"{" T("a", "U8", "1", 1, 2) "}", 2, "a"},
+        {"{" T("a", "U8", "2", 0, 2) "," T("b", "U8", "0", 1, 1) "}", 2, "b"},
+        {"{" T("a", "U8", "1", 0, 1) "," T("a", "U8", "1", 1, 2) "}", 2, "a"},
+        {"{\"a\":{\"dtype\":1,\"shape\":[],\"data_offsets\":[0,1]}}", 1, "a"},
+        {"{\"a\":{\"dtype\":\"U8\",\"shape\":{},\"data_offsets\":[0,1]}}", 1, "a"},
+        {"{\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0]}}", 1, "a"},
+        {"{\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1,1]}}", 1, "a"},
+        {"{\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[]}}", 1, "a"},
+        {"{\"a\":{\"dtype\":\"U8\",\"data_offsets\":[0,1]}}", 1, "a"},
+        {"{\"__metadata__\":[]}", 0, ""},
+        {"{\"__metadata__\":{\"a\":1}}", 0, ""},
+        {"{\"a\":[[[[[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]]]]]]}", 0, ""},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        const image file = image_of(cases[i].header, cases[i].payload);
+        mls_safetensors f = {0};
+        mls_status st;
+        const mls_code code = parse(&file, &f, &st);
+        CHECK(code == MLS_E_FORMAT && f.tensors == NULL && st.has_offset);
+        CHECK_TEXT(st.name, cases[i].name);
+        if (code != MLS_E_FORMAT) {
+            printf("    accepted: %s\n", cases[i].header);
+            mls_safetensors_fini(&f);
+        }
+    }
+}
+
+static void lengths_that_lie_are_refused(void)
+{
+    image file = image_of("{" T("a", "U8", "3", 0, 3) "}", 3);
+    mls_safetensors f;
+    mls_status st;
+    static const uint64_t wrong[] = {
+        0, 1, 7, ROOM, 100000001U, (uint64_t)1 << 63, UINT64_MAX, UINT64_MAX - 7};
+    for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
+        mls_store_le64(file.bytes, wrong[i]);
+        CHECK(parse(&file, &f, &st) == MLS_E_FORMAT);
+    }
+    for (size_t bytes = 0; bytes < 8; bytes++) {
+        CHECK(mls_safetensors_parse(file.bytes, bytes, bytes, crc, true, &f, &st) ==
+              MLS_E_FORMAT);
+    }
+}
+
+static void more_than_64_dimensions_are_refused(void)
+{
+    char header[512], shape[160] = "";
+    mls_safetensors f;
+    mls_status st;
+    for (int rank = 1; rank <= 65; rank++) {
+        strcat(shape, rank == 1 ? "1" : ",1");
+        snprintf(header, sizeof header,
+                 "{\"a\":{\"dtype\":\"U8\",\"shape\":[%s],\"data_offsets\":[0,1]}}",
+                 shape);
+        const image file = image_of(header, 1);
+        const mls_code code = parse(&file, &f, &st);
+        CHECK(code == (rank <= 64 ? MLS_OK : MLS_E_FORMAT));
+        if (code == MLS_OK) {
+            CHECK(f.tensors[0].rank == rank);
+            mls_safetensors_fini(&f);
+        }
+    }
+}
+
+static const test_case tests[] = {
+    TEST(another_writers_header_is_understood), TEST(a_file_without_tensors_is_good),
+    TEST(headers_that_lie_are_refused),         TEST(lengths_that_lie_are_refused),
+    TEST(more_than_64_dimensions_are_refused),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

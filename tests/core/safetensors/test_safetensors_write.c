@@ -1,0 +1,349 @@
+/* Writing safetensors: what is written comes back, and damage to it is noticed. */
+#include "io/file.h"
+#include "base/memory.h"
+#include "support/runner.h"
+#include "safetensors/safetensors.h"
+#include "base/size.h"
+
+#include <fcntl.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+enum { ROOM = 4096 };
+
+static const mls_crc_kernels *const crc = &mls_crc_scalar;
+
+/* Read one tensor of a file, as if it were the only one. */
+static mls_code read_one(int fd, const mls_stored *tensor, bool has_crc,
+                         const mls_crc_kernels *kernels, void *data, mls_status *st)
+{
+    mls_stored copy = *tensor;
+    const mls_safetensors only = {.tensors = &copy, .count = 1, .has_crc = has_crc};
+    return mls_safetensors_read(fd, &only, &data, kernels, NULL, st);
+}
+
+static char path[160];
+
+static void make_path(void)
+{
+    const char *base = getenv("TMPDIR");
+    snprintf(path, sizeof path, "%s/mlstate-st-%ld.safetensors", base ? base : "/tmp",
+             (long)getpid());
+}
+
+static mls_text text(const char *chars)
+{
+    return (mls_text){.data = chars, .length = strlen(chars)};
+}
+
+static mls_code save(const mls_named_tensor *tensors, size_t count,
+                     const mls_text_pair *pairs, size_t pair_count, mls_status *st)
+{
+    make_path();
+    const mls_safetensors_content content = {.tensors = tensors,
+                                             .count = count,
+                                             .metadata = pairs,
+                                             .metadata_count = pair_count};
+    return mls_safetensors_write(path, &content, mls_kernels_of(MLS_CPU_SCALAR), crc, st);
+}
+
+static mls_tensor view(void *data, mls_dtype dtype, int rank, size_t a, size_t b)
+{
+    const size_t shape[2] = {a, b};
+    mls_tensor t = {0};
+    mls_status st;
+    CHECK(mls_tensor_init(&t, data, dtype, rank, shape, &st) == MLS_OK);
+    return t;
+}
+
+/* Read tensor `index` of the file at `path` and compare it with `expected`. */
+static bool stored_is(size_t index, const char *name, const void *expected, size_t bytes)
+{
+    int fd = -1;
+    mls_safetensors f = {0};
+    mls_status st;
+    bool same = false;
+    unsigned char *data = mls_alloc(bytes, 1);
+    if (data != NULL && mls_safetensors_open(path, crc, true, &fd, &f, &st) == MLS_OK) {
+        const mls_stored *t = &f.tensors[index];
+        same = index < f.count && f.has_crc && mls_text_is(t->name, name) &&
+               t->bytes == bytes && t->offset % mls_dtype_of(t->dtype)->item_bytes == 0 &&
+               read_one(fd, t, true, crc, data, &st) == MLS_OK &&
+               memcmp(data, expected, bytes) == 0;
+        close(fd);
+    }
+    mls_safetensors_fini(&f);
+    mls_free(data);
+    return same;
+}
+
+static void what_is_written_comes_back_in_order(void)
+{
+    float floats[6] = {0, 1, 2, 3, 4, 5};
+    uint16_t halves[3] = {7, 8, 9};
+    unsigned char bytes[5] = {1, 2, 3, 4, 5};
+    double one = 2.5;
+    const mls_tensor f = view(floats, MLS_F32, 2, 2, 3),
+                     h = view(halves, MLS_BF16, 1, 3, 0),
+                     b = view(bytes, MLS_BOOL, 1, 5, 0), d = view(&one, MLS_F64, 0, 0, 0),
+                     none = view(NULL, MLS_F32, 2, 0, 3);
+    const mls_named_tensor tensors[] = {{text("h"), &h},
+                                        {text("b\"\\\n\xC3\xA9"), &b},
+                                        {text("f2"), &f},
+                                        {text("f1"), &none},
+                                        {text(""), &d}};
+    const mls_text_pair pairs[] = {{text("z"), text("last")},
+                                   {text("a"), text("\x01\"")}};
+    mls_status st;
+    REQUIRE(save(tensors, 5, pairs, 2, &st) == MLS_OK);
+    CHECK(stored_is(0, "", &one, 8));
+    CHECK(stored_is(1, "f1", "", 0));
+    CHECK(stored_is(2, "f2", floats, sizeof floats));
+    CHECK(stored_is(3, "h", halves, sizeof halves));
+    CHECK(stored_is(4, "b\"\\\n\xC3\xA9", bytes, sizeof bytes));
+    int fd;
+    mls_safetensors file;
+    REQUIRE(mls_safetensors_open(path, crc, true, &fd, &file, &st) == MLS_OK);
+    CHECK(file.tensors[0].offset % 64 == 0);
+    CHECK(file.metadata_count == 2 && mls_text_is(file.metadata[0].key, "a"));
+    CHECK(mls_text_is(file.metadata[0].value, "\x01\""));
+    mls_safetensors_fini(&file);
+    close(fd);
+    unlink(path);
+}
+
+static void the_order_of_the_arguments_does_not_matter(void)
+{
+    unsigned char data[4] = {1, 2, 3, 4};
+    const mls_tensor t = view(data, MLS_U8, 1, 4, 0);
+    mls_named_tensor tensors[] = {{text("a"), &t}, {text("b"), &t}, {text("ab"), &t}};
+    mls_status st;
+    unsigned char *first = NULL, *second = NULL;
+    size_t first_bytes = 0, second_bytes = 0;
+    REQUIRE(save(tensors, 3, NULL, 0, &st) == MLS_OK);
+    REQUIRE(mls_file_read(path, ROOM, &first, &first_bytes, &st) == MLS_OK);
+    const mls_named_tensor kept = tensors[0];
+    tensors[0] = tensors[2];
+    tensors[2] = kept;
+    CHECK(save(tensors, 3, NULL, 0, &st) == MLS_OK);
+    CHECK(mls_file_read(path, ROOM, &second, &second_bytes, &st) == MLS_OK);
+    CHECK(first_bytes == second_bytes && memcmp(first, second, first_bytes) == 0);
+    mls_free(first);
+    mls_free(second);
+    unlink(path);
+}
+
+/* The same numbers seen through strides, against a packed copy of them. */
+static void strided_and_swapped_tensors_are_packed(void)
+{
+    enum { ROWS = 700, COLUMNS = 900 }; /* more than the buffer holds */
+    uint32_t *numbers = malloc(4 * ROWS * COLUMNS), *packed = malloc(4 * ROWS * COLUMNS);
+    REQUIRE(numbers != NULL && packed != NULL);
+    for (size_t i = 0; i < ROWS * COLUMNS; i++) {
+        numbers[i] = (uint32_t)i * 2654435761U;
+    }
+    mls_tensor t = view(numbers, MLS_U32, 2, COLUMNS, ROWS); /* transposed */
+    t.strides[0] = 4;
+    t.strides[1] = 4 * COLUMNS;
+    mls_tensor back =
+        view(numbers, MLS_U32, 2, ROWS, COLUMNS); /* rows upwards, swapped */
+    back.data += 4 * COLUMNS * (ROWS - 1);
+    back.strides[0] = -4 * COLUMNS;
+    back.swapped = true;
+    const mls_named_tensor tensors[] = {{text("b"), &back}, {text("t"), &t}};
+    mls_status st;
+    REQUIRE(save(tensors, 2, NULL, 0, &st) == MLS_OK);
+    for (size_t i = 0; i < ROWS * COLUMNS; i++) {
+        packed[i] =
+            __builtin_bswap32(numbers[(ROWS - 1 - i / COLUMNS) * COLUMNS + i % COLUMNS]);
+    }
+    CHECK(stored_is(0, "b", packed, 4 * ROWS * COLUMNS));
+    for (size_t i = 0; i < ROWS * COLUMNS; i++) {
+        packed[i] = numbers[(i % ROWS) * COLUMNS + i / ROWS];
+    }
+    CHECK(stored_is(1, "t", packed, 4 * ROWS * COLUMNS));
+    free(numbers);
+    free(packed);
+    unlink(path);
+}
+
+static void one_swapped_number_without_dimensions_is_packed(void)
+{
+    uint32_t number = 0x01020304;
+    mls_tensor t = view(&number, MLS_F32, 0, 0, 0);
+    t.swapped = true;
+    const mls_named_tensor tensors[] = {{text("x"), &t}};
+    mls_status st;
+    REQUIRE(save(tensors, 1, NULL, 0, &st) == MLS_OK);
+    CHECK(stored_is(0, "x", "\1\2\3\4", 4));
+    unlink(path);
+}
+
+static void names_that_no_file_can_hold_are_refused(void)
+{
+    unsigned char byte = 1;
+    const mls_tensor t = view(&byte, MLS_U8, 0, 0, 0);
+    const mls_named_tensor good = {text("a"), &t};
+    const mls_named_tensor twice[] = {good, {text("b"), &t}, good};
+    const mls_named_tensor reserved = {text("__metadata__"), &t};
+    const mls_named_tensor broken = {text("\xFF"), &t};
+    const mls_text_pair ours = {text("mlstate.x"), text("")};
+    const mls_text_pair broken_key = {text("\xC3"), text("")};
+    const mls_text_pair broken_value = {text("k"), text("\xED\xA0\x80")};
+    const mls_text_pair same[] = {{text("k"), text("1")}, {text("k"), text("2")}};
+    mls_status st;
+    make_path();
+    CHECK(save(twice, 3, NULL, 0, &st) == MLS_E_VALUE);
+    CHECK_TEXT(st.name, "a");
+    CHECK(save(&reserved, 1, NULL, 0, &st) == MLS_E_VALUE);
+    CHECK(save(&broken, 1, NULL, 0, &st) == MLS_E_VALUE);
+    CHECK(save(&good, 1, &ours, 1, &st) == MLS_E_VALUE);
+    CHECK(save(&good, 1, &broken_key, 1, &st) == MLS_E_VALUE);
+    CHECK(save(&good, 1, &broken_value, 1, &st) == MLS_E_VALUE);
+    CHECK(save(&good, 1, same, 2, &st) == MLS_E_VALUE);
+    CHECK(access(path, F_OK) != 0);
+}
+
+static void a_header_over_100_megabytes_is_refused(void)
+{
+    const size_t bytes = 100000001;
+    char *long_text = malloc(bytes);
+    REQUIRE(long_text != NULL);
+    memset(long_text, 'x', bytes);
+    const mls_text_pair pair = {text("k"), {.data = long_text, .length = bytes}};
+    mls_status st;
+    CHECK(save(NULL, 0, &pair, 1, &st) == MLS_E_SIZE);
+    CHECK(access(path, F_OK) != 0);
+    free(long_text);
+}
+
+/* Parse all of a file's bytes after one of them was changed. */
+static mls_code parse_all(const unsigned char *data, size_t length, bool verify,
+                          mls_status *st)
+{
+    mls_safetensors f = {0};
+    const mls_code code =
+        mls_safetensors_parse(data, length, length, crc, verify, &f, st);
+    mls_safetensors_fini(&f);
+    return code;
+}
+
+static void any_changed_byte_of_a_header_and_any_cut_is_noticed(void)
+{
+    float floats[4] = {1, 2, 3, 4};
+    const mls_tensor t = view(floats, MLS_F32, 2, 2, 2);
+    const mls_named_tensor tensors[] = {{text("weight"), &t}, {text("x"), &t}};
+    const mls_text_pair pair = {text("key"), text("value")};
+    unsigned char *data = NULL;
+    size_t length = 0;
+    mls_status st;
+    REQUIRE(save(tensors, 2, &pair, 1, &st) == MLS_OK);
+    REQUIRE(mls_file_read(path, ROOM, &data, &length, &st) == MLS_OK);
+    CHECK(parse_all(data, length, true, &st) == MLS_OK);
+    const size_t header = 8 + (size_t)mls_load_le64(data);
+    for (size_t i = 0; i < header; i++) {
+        for (unsigned flip = 1; flip < 256; flip++) {
+            data[i] ^= (unsigned char)flip;
+            const mls_code code = parse_all(data, length, true, &st);
+            CHECK(code == MLS_E_FORMAT || code == MLS_E_CHECKSUM);
+            data[i] ^= (unsigned char)flip;
+        }
+    }
+    for (size_t cut = 0; cut < length; cut++) {
+        CHECK(parse_all(data, cut, true, &st) == MLS_E_FORMAT);
+    }
+    mls_free(data);
+    unlink(path);
+}
+
+static void a_changed_tensor_is_noticed_unless_nobody_looks(void)
+{
+    float floats[4] = {1, 2, 3, 4};
+    float read_back[4];
+    const mls_tensor t = view(floats, MLS_F32, 1, 4, 0);
+    const mls_named_tensor tensors[] = {{text("weight"), &t}};
+    mls_safetensors f = {0};
+    mls_status st;
+    int fd = -1;
+    REQUIRE(save(tensors, 1, NULL, 0, &st) == MLS_OK);
+    REQUIRE(mls_safetensors_open(path, crc, true, &fd, &f, &st) == MLS_OK);
+    const mls_stored *stored = &f.tensors[0];
+    CHECK(read_one(fd, stored, f.has_crc, crc, read_back, &st) == MLS_OK);
+    FILE *file = fopen(path, "r+b");
+    REQUIRE(file != NULL);
+    fseek(file, (long)stored->offset + 5, SEEK_SET);
+    fputc(0x55, file);
+    fclose(file);
+    CHECK(read_one(fd, stored, f.has_crc, crc, read_back, &st) == MLS_E_CHECKSUM);
+    CHECK_TEXT(st.name, "weight");
+    CHECK(st.has_offset && st.offset == stored->offset);
+    CHECK(read_one(fd, stored, f.has_crc, NULL, read_back, &st) == MLS_OK);
+    CHECK(truncate(path, (off_t)stored->offset + 3) == 0);
+    CHECK(read_one(fd, stored, f.has_crc, crc, read_back, &st) == MLS_E_FORMAT);
+    close(fd);
+    mls_safetensors_fini(&f);
+    unlink(path);
+}
+
+static void the_first_damage_is_told_whatever_the_threads(void)
+{
+    enum { COUNT = 3 << 20, ITEMS = 4 };
+    mls_status st;
+    mls_tensor views[ITEMS];
+    mls_named_tensor named[ITEMS];
+    static const char *const names[ITEMS] = {"a", "b", "c", "d"};
+    float *data = mls_alloc(COUNT, sizeof *data);
+    const size_t shape[] = {COUNT};
+    for (size_t i = 0; i < ITEMS; i++) {
+        CHECK(mls_tensor_init(&views[i], data, MLS_F32, 1, shape, &st) == MLS_OK);
+        named[i] = (mls_named_tensor){.name = {names[i], 1}, .tensor = &views[i]};
+    }
+    CHECK(save(named, ITEMS, NULL, 0, &st) == MLS_OK);
+    int fd = -1;
+    mls_safetensors file = {0};
+    REQUIRE(mls_safetensors_open(path, crc, true, &fd, &file, &st) == MLS_OK);
+    const int damage = open(path, O_WRONLY);
+    for (size_t i = 1; i < ITEMS; i++) { /* in all but the first, near the end */
+        const uint64_t at = file.tensors[i].offset + file.tensors[i].bytes - 9;
+        CHECK(pwrite(damage, "x", 1, (off_t)at) == 1);
+    }
+    (void)close(damage);
+    void *places[ITEMS];
+    for (size_t i = 0; i < ITEMS; i++) {
+        places[i] = mls_alloc(COUNT, sizeof *data);
+    }
+    for (size_t threads = 1; threads <= 4; threads++) {
+        mls_pool *pool = NULL;
+        CHECK(mls_pool_new(threads, &pool, &st) == MLS_OK);
+        CHECK(mls_safetensors_read(fd, &file, places, crc, pool, &st) == MLS_E_CHECKSUM);
+        CHECK(strcmp(st.name, "b") == 0);
+        CHECK(st.offset == file.tensors[1].offset + ((COUNT * 4 - 9) >> 20 << 20));
+        CHECK(mls_safetensors_read(fd, &file, places, NULL, pool, &st) == MLS_OK);
+        CHECK(memcmp(places[0], data, COUNT * sizeof *data) == 0);
+        CHECK(((char *)places[3])[COUNT * 4 - 9] == 'x');
+        mls_pool_free(pool);
+    }
+    for (size_t i = 0; i < ITEMS; i++) {
+        mls_free(places[i]);
+    }
+    (void)close(fd);
+    mls_safetensors_fini(&file);
+    mls_free(data);
+}
+
+static const test_case tests[] = {
+    TEST(the_first_damage_is_told_whatever_the_threads),
+    TEST(what_is_written_comes_back_in_order),
+    TEST(the_order_of_the_arguments_does_not_matter),
+    TEST(strided_and_swapped_tensors_are_packed),
+    TEST(one_swapped_number_without_dimensions_is_packed),
+    TEST(names_that_no_file_can_hold_are_refused),
+    TEST(a_header_over_100_megabytes_is_refused),
+    TEST(any_changed_byte_of_a_header_and_any_cut_is_noticed),
+    TEST(a_changed_tensor_is_noticed_unless_nobody_looks),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

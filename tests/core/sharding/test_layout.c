@@ -1,0 +1,313 @@
+#include "sharding/layout.h"
+#include "support/runner.h"
+
+enum { MOST = 400 }; /* elements of the tensors here */
+
+static const mls_layout whole_tensor = {0};
+
+static mls_layout one_step(int axis, size_t parts)
+{
+    return (mls_layout){.count = 1, .steps = {{.axis = axis, .parts = parts}}};
+}
+
+static mls_layout two_steps(int axis, size_t parts, int then, size_t more)
+{
+    return (mls_layout){
+        .count = 2,
+        .steps = {{.axis = axis, .parts = parts}, {.axis = then, .parts = more}}};
+}
+
+/* The number of every element of a part, by the definition: all elements of the box in C
+ * order, of which the flat range is kept. */
+static size_t elements_of(const mls_part *part, const size_t *shape, size_t *out)
+{
+    size_t total = 1, box = 0, kept = 0;
+    for (int axis = 0; axis < part->rank; axis++) {
+        total *= shape[axis];
+    }
+    for (size_t element = 0; element < total; element++) {
+        size_t rest = element;
+        bool inside = true;
+        for (int axis = part->rank - 1; axis >= 0; axis--) {
+            const size_t at = rest % shape[axis];
+            rest /= shape[axis];
+            inside = inside && at >= part->start[axis] &&
+                     at - part->start[axis] < part->length[axis];
+        }
+        if (inside) {
+            if (box >= part->begin && box < part->end) {
+                out[kept++] = element;
+            }
+            box++;
+        }
+    }
+    return kept;
+}
+
+static mls_part part_of(const mls_layout *layout, int rank, const size_t *shape,
+                        size_t index)
+{
+    mls_status st;
+    mls_part part = {0};
+    CHECK(mls_layout_part(layout, rank, shape, index, &part, &st) == MLS_OK);
+    return part;
+}
+
+static void rows_are_cut_as_torch_cuts_them(void)
+{
+    const size_t shape[] = {5, 3};
+    const mls_layout rows = one_step(0, 4);
+    const size_t lengths[] = {2, 2, 1, 0};
+    for (size_t i = 0; i < 4; i++) {
+        const mls_part part = part_of(&rows, 2, shape, i);
+        CHECK(part.length[0] == lengths[i] && part.length[1] == 3 && !part.flat);
+        CHECK(mls_part_count(&part) == 3 * lengths[i]);
+    }
+}
+
+static void flat_chunks_are_never_of_negative_size(void)
+{
+    const size_t shape[] = {3};
+    const mls_layout flat = one_step(MLS_LAYOUT_FLAT, 8);
+    for (size_t i = 0; i < 8; i++) {
+        const mls_part part = part_of(&flat, 1, shape, i);
+        CHECK(mls_part_count(&part) == (i < 3 ? 1U : 0U) && part.flat);
+    }
+}
+
+static void the_last_step_counts_fastest(void)
+{
+    const size_t shape[] = {4, 6};
+    const mls_layout both = two_steps(1, 2, 0, 2);
+    const mls_part part = part_of(&both, 2, shape, 1);
+    CHECK(part.start[0] == 2 && part.start[1] == 0);
+    CHECK(part.length[0] == 2 && part.length[1] == 3);
+}
+
+/* Every layout that is tried below, over a tensor of three dimensions. */
+static size_t layouts(mls_layout *out)
+{
+    size_t count = 0;
+    out[count++] = whole_tensor;
+    for (size_t parts = 1; parts <= 5; parts += 2) {
+        out[count++] = one_step(MLS_LAYOUT_FLAT, parts + 1);
+        for (int axis = 0; axis < 3; axis++) {
+            out[count++] = one_step(axis, parts);
+            out[count++] = two_steps(axis, parts, MLS_LAYOUT_FLAT, 3);
+            out[count++] = two_steps(axis, parts, (axis + 1) % 3, 2);
+            out[count++] = two_steps(axis, parts, axis, 2);
+        }
+    }
+    return count;
+}
+
+static void the_parts_of_a_layout_are_the_tensor(void)
+{
+    const size_t shape[] = {5, 4, 3};
+    mls_layout all[64];
+    const size_t count = layouts(all);
+    for (size_t i = 0; i < count; i++) {
+        mls_status st;
+        size_t parts, seen[MOST] = {0}, elements[MOST];
+        CHECK(mls_layout_parts(&all[i], &parts, &st) == MLS_OK);
+        for (size_t index = 0; index < parts; index++) {
+            const mls_part part = part_of(&all[i], 3, shape, index);
+            const size_t kept = elements_of(&part, shape, elements);
+            CHECK(kept == mls_part_count(&part));
+            for (size_t j = 0; j < kept; j++) {
+                seen[elements[j]]++;
+            }
+        }
+        for (size_t element = 0; element < 60; element++) {
+            CHECK(seen[element] == 1);
+        }
+    }
+}
+
+/* Compare the runs with the definition: an element for each that both have, in order. */
+static void check_overlap(const mls_part *a, const mls_part *b, const size_t *shape)
+{
+    size_t in_a[MOST], in_b[MOST];
+    const size_t a_count = elements_of(a, shape, in_a);
+    const size_t b_count = elements_of(b, shape, in_b);
+    mls_overlap overlap;
+    mls_run run, last = {0};
+    size_t i = 0;
+    mls_overlap_init(&overlap, a, b);
+    while (mls_overlap_next(&overlap, &run)) {
+        CHECK(run.count > 0 && run.a + run.count <= a_count);
+        CHECK(run.b + run.count <= b_count);
+        CHECK(last.count == 0 || run.a != last.a + last.count ||
+              run.b != last.b + last.count);
+        for (size_t k = 0; k < run.count && run.a + k < a_count; k++) {
+            CHECK(in_a[run.a + k] == in_b[run.b + k]);
+            /* everything of a in between is not in b */
+            for (; i < run.a + k; i++) {
+                for (size_t j = 0; j < b_count; j++) {
+                    CHECK(in_b[j] != in_a[i]);
+                }
+            }
+            i++;
+        }
+        last = run;
+        CHECK(run.a + run.count <= overlap.a_end - overlap.a_begin);
+    }
+    /* only a's own end, which may be in a gap of the box, lies behind the last run */
+    CHECK(last.count == 0 || overlap.a_end == a->end ||
+          overlap.a_end - overlap.a_begin == last.a + last.count);
+    for (; i < a_count; i++) {
+        for (size_t j = 0; j < b_count; j++) {
+            CHECK(in_b[j] != in_a[i]);
+        }
+    }
+}
+
+static void any_part_meets_any_other_in_what_they_share(void)
+{
+    const size_t shapes[][3] = {{5, 4, 3}, {1, 7, 2}, {3, 0, 2}, {6, 1, 1}};
+    mls_layout all[64];
+    const size_t count = layouts(all);
+    for (size_t s = 0; s < sizeof shapes / sizeof shapes[0]; s++) {
+        for (size_t i = 0; i < count; i++) {
+            for (size_t j = 0; j < count; j++) {
+                mls_status st;
+                size_t a_parts = 0, b_parts = 0;
+                mls_layout_parts(&all[i], &a_parts, &st);
+                mls_layout_parts(&all[j], &b_parts, &st);
+                for (size_t x = 0; x < a_parts; x++) {
+                    const mls_part a = part_of(&all[i], 3, shapes[s], x);
+                    const mls_part b = part_of(&all[j], 3, shapes[s], (x * 7) % b_parts);
+                    check_overlap(&a, &b, shapes[s]);
+                }
+            }
+        }
+    }
+}
+
+static void a_scalar_is_one_element(void)
+{
+    const mls_part all = part_of(&whole_tensor, 0, NULL, 0);
+    const mls_layout flat = one_step(MLS_LAYOUT_FLAT, 2);
+    const mls_part first = part_of(&flat, 0, NULL, 0),
+                   second = part_of(&flat, 0, NULL, 1);
+    mls_overlap overlap;
+    mls_run run;
+    CHECK(mls_part_count(&all) == 1 && mls_part_count(&first) == 1);
+    CHECK(mls_part_count(&second) == 0);
+    mls_overlap_init(&overlap, &all, &first);
+    CHECK(mls_overlap_next(&overlap, &run) && run.count == 1);
+    CHECK(!mls_overlap_next(&overlap, &run));
+    mls_overlap_init(&overlap, &all, &second);
+    CHECK(!mls_overlap_next(&overlap, &run));
+}
+
+static void rows_that_both_have_whole_are_one_run(void)
+{
+    const size_t shape[] = {8, 4, 5};
+    const mls_layout rows = one_step(0, 4);
+    const mls_part all = part_of(&whole_tensor, 3, shape, 0);
+    const mls_part third = part_of(&rows, 3, shape, 2);
+    mls_overlap overlap;
+    mls_run run;
+    mls_overlap_init(&overlap, &all, &third);
+    CHECK(mls_overlap_next(&overlap, &run));
+    CHECK(run.a == 80 && run.b == 0 && run.count == 40);
+    CHECK(!mls_overlap_next(&overlap, &run));
+}
+
+static void impossible_layouts_are_refused(void)
+{
+    const size_t shape[] = {4, 4};
+    mls_layout many = {.count = MLS_LAYOUT_STEPS + 1};
+    const mls_layout none = one_step(0, 0), negative = one_step(-2, 2);
+    const mls_layout early = two_steps(MLS_LAYOUT_FLAT, 2, 0, 2);
+    const mls_layout beyond = one_step(2, 2), later = two_steps(0, 2, 2, 2);
+    const mls_layout huge = two_steps(0, SIZE_MAX, 1, 2), rows = one_step(0, 2);
+    const size_t enormous[] = {SIZE_MAX, 2};
+    mls_status st;
+    mls_part part = {.rank = 77};
+    CHECK(mls_layout_part(&many, 2, shape, 0, &part, &st) == MLS_E_VALUE);
+    CHECK(mls_layout_part(&none, 2, shape, 0, &part, &st) == MLS_E_VALUE);
+    CHECK(mls_layout_part(&negative, 2, shape, 0, &part, &st) == MLS_E_VALUE);
+    CHECK(mls_layout_part(&early, 2, shape, 0, &part, &st) == MLS_E_VALUE);
+    CHECK(mls_layout_part(&beyond, 2, shape, 0, &part, &st) == MLS_E_SHAPE);
+    CHECK(mls_layout_part(&later, 2, shape, 0, &part, &st) == MLS_E_SHAPE);
+    CHECK(mls_layout_part(&huge, 2, shape, 0, &part, &st) == MLS_E_SIZE);
+    CHECK(mls_layout_part(&rows, 2, shape, 2, &part, &st) == MLS_E_VALUE);
+    CHECK(mls_layout_part(&rows, 2, enormous, 0, &part, &st) == MLS_E_SIZE);
+    CHECK(mls_layout_part(&rows, MLS_LAYOUT_RANK + 1, shape, 0, &part, &st) ==
+          MLS_E_SHAPE);
+    CHECK(part.rank == 77);
+}
+
+static void a_copy_of_a_part_is_that_part(void)
+{
+    const size_t shape[] = {5, 3, 2};
+    const mls_layout both = two_steps(1, 2, MLS_LAYOUT_FLAT, 3);
+    for (size_t i = 0; i < 6; i++) {
+        const mls_part part = part_of(&both, 3, shape, i);
+        mls_part copy = {.start = {7, 7, 7, 7}, .length = {7, 7, 7, 7}};
+        mls_part_copy(&copy, &part);
+        CHECK(copy.rank == 3 && copy.flat && copy.begin == part.begin);
+        CHECK(copy.end == part.end && copy.start[3] == 7 && copy.length[3] == 7);
+        CHECK(memcmp(copy.start, part.start, sizeof shape) == 0);
+        CHECK(memcmp(copy.length, part.length, sizeof shape) == 0);
+    }
+}
+
+/* What is beyond the rank is anything, and a flat part may be a whole box. */
+static void parts_with_the_same_elements_are_equal(void)
+{
+    const mls_part rows = {
+        .rank = 2, .start = {1, 0, 7}, .length = {2, 3, 7}, .begin = 0, .end = 6};
+    mls_part other = {.rank = 2, .start = {1}, .length = {2, 3}, .end = 6, .flat = true};
+    size_t *const fields[] = {&other.start[1], &other.length[0], &other.begin,
+                              &other.end};
+    CHECK(mls_part_equal(&rows, &rows) && mls_part_equal(&rows, &other));
+    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
+        ++*fields[i];
+        CHECK(!mls_part_equal(&rows, &other));
+        --*fields[i];
+    }
+    CHECK(mls_part_equal(&rows, &other));
+}
+
+static void more_parts_than_elements_leave_the_last_ones_empty(void)
+{
+    const size_t shape[] = {2, 2};
+    const mls_layout rows = one_step(0, SIZE_MAX);
+    const mls_part last = part_of(&rows, 2, shape, SIZE_MAX - 1);
+    CHECK(mls_part_count(&last) == 0 && last.start[0] == 2);
+}
+
+static void a_part_has_the_shape_of_its_box_or_one_dimension(void)
+{
+    const size_t shape[] = {10, 3};
+    const mls_layout rows = one_step(0, 4), flat = one_step(MLS_LAYOUT_FLAT, 4);
+    const mls_part box = part_of(&rows, 2, shape, 3), run = part_of(&flat, 2, shape, 3);
+    const mls_part scalar = part_of(&flat, 0, NULL, 0);
+    size_t dims[MLS_LAYOUT_RANK];
+    CHECK(mls_part_dims(&box, dims) == 2 && dims[0] == 1 && dims[1] == 3);
+    CHECK(mls_part_dims(&run, dims) == 1 && dims[0] == mls_part_count(&run));
+    CHECK(mls_part_dims(&scalar, dims) == 1 && dims[0] == 1);
+}
+
+static const test_case tests[] = {
+    TEST(rows_are_cut_as_torch_cuts_them),
+    TEST(flat_chunks_are_never_of_negative_size),
+    TEST(the_last_step_counts_fastest),
+    TEST(the_parts_of_a_layout_are_the_tensor),
+    TEST(any_part_meets_any_other_in_what_they_share),
+    TEST(a_scalar_is_one_element),
+    TEST(rows_that_both_have_whole_are_one_run),
+    TEST(impossible_layouts_are_refused),
+    TEST(a_copy_of_a_part_is_that_part),
+    TEST(parts_with_the_same_elements_are_equal),
+    TEST(more_parts_than_elements_leave_the_last_ones_empty),
+    TEST(a_part_has_the_shape_of_its_box_or_one_dimension),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

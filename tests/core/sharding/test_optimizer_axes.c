@@ -1,0 +1,211 @@
+/* Which axes of a parameter its optimizer states have, and how they are cut with it. */
+#include "sharding/optimizer_axes.h"
+#include "support/runner.h"
+
+#include <string.h>
+
+enum { NONE = MLS_NO_AXIS, UNTOUCHED = 99 };
+
+static mls_text text(const char *chars)
+{
+    return (mls_text){.data = chars, .length = strlen(chars)};
+}
+
+/* Whether mls_align finds `expected`; NULL: the parameter's own axes. */
+static bool aligns(const char *state, int rank, const size_t *shape, int parameter_rank,
+                   const size_t *parameter_shape, const signed char *expected)
+{
+    signed char axes[MLS_LAYOUT_RANK];
+    memset(axes, UNTOUCHED, sizeof axes);
+    const bool found =
+        mls_align(text(state), rank, shape, parameter_rank, parameter_shape, axes);
+    if (expected == NULL) {
+        return !found && axes[0] == UNTOUCHED;
+    }
+    return found && memcmp(axes, expected, (size_t)rank) == 0 && axes[rank] == UNTOUCHED;
+}
+
+static void a_state_of_the_same_shape_has_the_same_axes(void)
+{
+    const size_t shape[] = {4, 4, 1};
+    CHECK(aligns("m", 3, shape, 3, shape, NULL));
+    CHECK(aligns("row", 3, shape, 3, shape, NULL));
+    CHECK(aligns("m", 1, shape, 1, shape, NULL));
+}
+
+static void a_counter_has_no_axes_at_all(void)
+{
+    const size_t shape[] = {4, 4};
+    CHECK(aligns("step", 0, NULL, 2, shape, NULL));
+    CHECK(aligns("step", 0, NULL, 1, shape, NULL)); /* not one axis lacking */
+    CHECK(aligns("step", 0, NULL, 0, NULL, NULL));
+}
+
+static void sums_over_an_axis_lack_it(void)
+{
+    const size_t shape[] = {6, 4}, rows[] = {6}, columns[] = {4};
+    CHECK(aligns("exp_avg_sq_row", 1, rows, 2, shape, (const signed char[]){0}));
+    CHECK(aligns("exp_avg_sq_col", 1, columns, 2, shape, (const signed char[]){1}));
+    /* the shapes leave one answer, whatever the name */
+    CHECK(aligns("vr", 1, rows, 2, shape, (const signed char[]){0}));
+    CHECK(aligns("vc", 1, columns, 2, shape, (const signed char[]){1}));
+    CHECK(aligns("col", 1, rows, 2, shape, (const signed char[]){0}));
+    CHECK(aligns("row", 1, columns, 2, shape, (const signed char[]){1}));
+}
+
+static void names_decide_for_square_matrices(void)
+{
+    const size_t shape[] = {5, 5, 5}, sums[] = {5, 5};
+    CHECK(aligns("exp_avg_sq_row", 1, sums, 2, shape, (const signed char[]){0}));
+    CHECK(aligns("exp_avg_sq_col", 1, sums, 2, shape, (const signed char[]){1}));
+    CHECK(aligns("row", 2, sums, 3, shape, (const signed char[]){0, 1}));
+    CHECK(aligns("col", 2, sums, 3, shape, (const signed char[]){0, 2}));
+    CHECK(aligns("factor", 1, sums, 2, shape, (const signed char[]){0}));
+    CHECK(aligns("", 1, sums, 2, shape, (const signed char[]){0}));
+    CHECK(aligns("co", 1, sums, 2, shape, (const signed char[]){0}));
+    CHECK(mls_align((mls_text){0}, 1, sums, 2, shape, (signed char[]){7}));
+}
+
+static void batches_of_matrices_keep_their_first_axes(void)
+{
+    const size_t shape[] = {3, 6, 4}, rows[] = {3, 6}, columns[] = {3, 4};
+    const size_t first[] = {6, 4};
+    CHECK(aligns("row", 2, rows, 3, shape, (const signed char[]){0, 1}));
+    CHECK(aligns("col", 2, columns, 3, shape, (const signed char[]){0, 2}));
+    CHECK(aligns("x", 2, first, 3, shape, (const signed char[]){1, 2}));
+}
+
+static void axes_of_length_one_are_lacking_too(void)
+{
+    const size_t shape[] = {6, 4}, rows[] = {6, 1}, columns[] = {1, 4}, both[] = {1, 1};
+    const size_t vector[] = {6}, one[] = {1}, narrow[] = {1, 4};
+    CHECK(aligns("v", 2, rows, 2, shape, (const signed char[]){0, NONE}));
+    CHECK(aligns("v", 2, columns, 2, shape, (const signed char[]){NONE, 1}));
+    CHECK(aligns("v", 2, both, 2, shape, (const signed char[]){NONE, NONE}));
+    CHECK(aligns("v", 1, one, 1, vector, (const signed char[]){NONE}));
+    /* an axis of which the parameter has one too is its own */
+    CHECK(aligns("v", 2, both, 2, narrow, (const signed char[]){0, NONE}));
+}
+
+static void what_does_not_fit_has_none_of_the_axes(void)
+{
+    const size_t shape[] = {6, 4}, other[] = {6, 5, 4}, wrong[] = {7};
+    const size_t none = 0;
+    CHECK(aligns("v", 1, wrong, 2, shape, (const signed char[]){NONE}));
+    CHECK(aligns("v", 2, other, 2, shape, (const signed char[]){NONE, NONE}));
+    CHECK(aligns("v", 3, other, 2, shape, (const signed char[]){NONE, NONE, NONE}));
+    CHECK(aligns("v", 1, shape, 0, NULL, (const signed char[]){NONE}));
+    CHECK(aligns("v", 1, &none, 2, shape, (const signed char[]){NONE}));
+}
+
+/* ---- layouts ---- */
+
+static mls_layout cut(int axis, size_t parts)
+{
+    return (mls_layout){.count = 1, .steps = {{.axis = axis, .parts = parts}}};
+}
+
+static mls_layout cut_twice(int axis, size_t parts, int then, size_t more)
+{
+    mls_layout layout = cut(axis, parts);
+    layout.count = 2;
+    layout.steps[1] = (mls_layout_step){.axis = then, .parts = more};
+    return layout;
+}
+
+/* Whether a projection is `expected`, and part `index` becomes `becomes`. */
+static bool projects(mls_layout layout, size_t index, int rank, const signed char *axes,
+                     mls_layout expected, size_t becomes)
+{
+    mls_layout got = {.count = 3};
+    size_t part = 77;
+    mls_layout_project(&layout, index, rank, axes, &got, &part);
+    bool same = got.count == expected.count && part == becomes;
+    for (int i = 0; same && i < got.count; i++) {
+        same = got.steps[i].axis == expected.steps[i].axis &&
+               got.steps[i].parts == expected.steps[i].parts;
+    }
+    return same;
+}
+
+static void the_same_axes_are_cut_the_same_way(void)
+{
+    const mls_layout whole = {0}, both = cut_twice(1, 3, MLS_LAYOUT_FLAT, 4);
+    CHECK(projects(whole, 0, 2, NULL, whole, 0));
+    for (size_t part = 0; part < 12; part++) {
+        CHECK(projects(both, part, 2, NULL, both, part));
+    }
+}
+
+static void steps_along_lacking_axes_are_left_out(void)
+{
+    const signed char columns[] = {1}, swapped[] = {1, 0}, rows[] = {0, NONE};
+    const mls_layout both = cut_twice(0, 3, 1, 4);
+    for (size_t part = 0; part < 12; part++) {
+        CHECK(projects(both, part, 1, columns, cut(0, 4), part % 4));
+        CHECK(projects(both, part, 2, rows, cut(0, 3), part / 4));
+        CHECK(projects(both, part, 2, swapped, cut_twice(1, 3, 0, 4), part));
+    }
+    const signed char none[] = {NONE, NONE};
+    CHECK(projects(both, 11, 2, none, (mls_layout){0}, 0));
+}
+
+static void an_axis_that_is_cut_again_stays_so(void)
+{
+    const signed char rows[] = {0};
+    const mls_layout again = {.count = 3, .steps = {{0, 2}, {1, 3}, {0, 5}}};
+    for (size_t part = 0; part < 30; part++) {
+        CHECK(projects(again, part, 1, rows, cut_twice(0, 2, 0, 5),
+                       part / 15 * 5 + part % 5));
+    }
+}
+
+static void flat_pieces_are_only_of_what_has_the_same_axes(void)
+{
+    const signed char rows[] = {0};
+    const mls_layout flat = cut(MLS_LAYOUT_FLAT, 4);
+    const mls_layout both = cut_twice(0, 3, MLS_LAYOUT_FLAT, 4);
+    CHECK(projects(flat, 3, 1, NULL, flat, 3));
+    CHECK(projects(flat, 3, 1, rows, (mls_layout){0}, 0));
+    CHECK(projects(flat, 3, 0, NULL, (mls_layout){0}, 0)); /* a counter */
+    CHECK(projects(both, 7, 1, rows, cut(0, 3), 1));
+    CHECK(projects(both, 7, 0, NULL, (mls_layout){0}, 0));
+}
+
+/* Each rank's part of a row sum is the sum over that rank's rows, by any layout. */
+static void a_projected_part_has_the_indices_of_its_parameter(void)
+{
+    const size_t shape[] = {7, 5}, sums[] = {7};
+    const signed char rows[] = {0};
+    const mls_layout layout = {.count = 3, .steps = {{0, 2}, {1, 2}, {0, 3}}};
+    for (size_t index = 0; index < 12; index++) {
+        mls_layout projected;
+        size_t part_index;
+        mls_part whole, part;
+        mls_status st;
+        mls_layout_project(&layout, index, 1, rows, &projected, &part_index);
+        REQUIRE(mls_layout_part(&layout, 2, shape, index, &whole, &st) == MLS_OK);
+        REQUIRE(mls_layout_part(&projected, 1, sums, part_index, &part, &st) == MLS_OK);
+        CHECK(part.start[0] == whole.start[0] && part.length[0] == whole.length[0]);
+    }
+}
+
+static const test_case tests[] = {
+    TEST(a_state_of_the_same_shape_has_the_same_axes),
+    TEST(a_counter_has_no_axes_at_all),
+    TEST(sums_over_an_axis_lack_it),
+    TEST(names_decide_for_square_matrices),
+    TEST(batches_of_matrices_keep_their_first_axes),
+    TEST(axes_of_length_one_are_lacking_too),
+    TEST(what_does_not_fit_has_none_of_the_axes),
+    TEST(the_same_axes_are_cut_the_same_way),
+    TEST(steps_along_lacking_axes_are_left_out),
+    TEST(an_axis_that_is_cut_again_stays_so),
+    TEST(flat_pieces_are_only_of_what_has_the_same_axes),
+    TEST(a_projected_part_has_the_indices_of_its_parameter),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

@@ -1,0 +1,804 @@
+/* The oracle against values worked out by hand, every set against the oracle, and pairs
+ * of views against a plain loop. */
+#include "array/float_convert.h"
+#include "state/diff/diff.h"
+#include "support/runner.h"
+
+#include <fenv.h>
+#include <math.h>
+#include <stdlib.h>
+
+enum { LONGEST = 5000, ROOM = LONGEST * 8 + 256 };
+
+static unsigned char left[ROOM], right[ROOM];
+
+static uint64_t next_random(uint64_t *seed)
+{
+    *seed ^= *seed << 13;
+    *seed ^= *seed >> 7;
+    *seed ^= *seed << 17;
+    return *seed;
+}
+
+static void fill_random(unsigned char *bytes, size_t count, uint64_t seed)
+{
+    for (size_t i = 0; i < count; i++) {
+        bytes[i] = (unsigned char)(next_random(&seed) >> 24);
+    }
+}
+
+static size_t item(mls_dtype dtype)
+{
+    return mls_dtype_of(dtype)->item_bytes;
+}
+
+/* Bit for bit: no NaN is ever a result. */
+static bool equal(mls_difference x, mls_difference y)
+{
+    return memcmp(&x, &y, sizeof x) == 0;
+}
+
+/* Whether the oracle, and every set offered here, says just this about one pair of
+ * elements: alone, and many times over, so that vectors are filled. */
+static bool finds(mls_dtype dtype, const void *a, const void *b, mls_difference expected)
+{
+    const size_t bytes = item(dtype), many = 200;
+    for (size_t i = 0; i < many; i++) {
+        memcpy(left + 1 + i * bytes, a, bytes);
+        memcpy(right + 3 + i * bytes, b, bytes);
+    }
+    bool right_so = true;
+    for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
+        if (mls_cpu_offers((mls_cpu)cpu)) {
+            mls_difference one = {0}, all = {0}, turned = {0};
+            const mls_differ_run run = mls_differ_of((mls_cpu)cpu)->run[dtype];
+            mls_difference wanted = expected;
+            run(a, b, 1, &one);
+            run(b, a, 1, &turned);
+            run(left + 1, right + 3, many, &all);
+            right_so = right_so && equal(one, wanted) && equal(turned, wanted);
+            wanted.changed *= many;
+            wanted.nan *= many;
+            right_so = right_so && equal(all, wanted);
+        }
+    }
+    return right_so;
+}
+
+static mls_difference same(void)
+{
+    return (mls_difference){0};
+}
+
+static mls_difference apart(double max_abs, double max_rel)
+{
+    return (mls_difference){.changed = 1, .max_abs = max_abs, .max_rel = max_rel};
+}
+
+static mls_difference one_nan(void)
+{
+    return (mls_difference){.changed = 1, .nan = 1};
+}
+
+#define INF ((double)INFINITY)
+
+/* Literals of any type, as the addresses that `finds` takes. */
+#define FINDS(dtype, type, a, b, expected)                                               \
+    do {                                                                                 \
+        const type x = (a), y = (b);                                                     \
+        CHECK(finds(dtype, &x, &y, expected));                                           \
+    } while (0)
+
+static void floats_differ_by_their_float64_values(void)
+{
+    FINDS(MLS_F32, float, 1.5F, 1.5F, same());
+    FINDS(MLS_F32, float, 1.5F, 1.0F, apart(0.5, 0.5 / 1.5));
+    FINDS(MLS_F32, float, 1.0F, -1.0F, apart(2, 2));
+    FINDS(MLS_F32, float, 0.0F, -0.0F, apart(0, 0));
+    FINDS(MLS_F32, float, 0.0F, 3.0F, apart(3, 1));
+    FINDS(MLS_F32, float, INFINITY, INFINITY, same());
+    FINDS(MLS_F32, float, INFINITY, -INFINITY, apart(INF, INF));
+    FINDS(MLS_F32, float, -INFINITY, 1.0F, apart(INF, INF));
+    FINDS(MLS_F32, float, INFINITY, NAN, one_nan());
+    FINDS(MLS_F32, float, NAN, 1.0F, one_nan());
+    FINDS(MLS_F32, float, 0x1p-149F, 0x1.8p-148F, apart(0x1p-148, 0x1p-148 / 0x1.8p-148));
+    FINDS(MLS_F32, float, 0x1p-149F, 0.0F, apart(0x1p-149, 1));
+    /* beyond float32 itself, and not rounded to one */
+    FINDS(MLS_F32, float, 3e38F, -3e38F, apart(2 * (double)3e38F, 2));
+    FINDS(MLS_F32, float, 1.0F, 0x1p-40F, apart(1 - 0x1p-40, 1 - 0x1p-40));
+    FINDS(MLS_F64, double, 0x1p-1074, 0x1p-1073, apart(0x1p-1074, 0.5));
+    FINDS(MLS_F64, double, 1, 1 + 0x1p-52, apart(0x1p-52, 0x1p-52 / (1 + 0x1p-52)));
+    FINDS(MLS_F64, double, 1.7e308, -1.7e308, apart(INF, INF)); /* as diff.h says */
+    FINDS(MLS_F64, double, INF, -INF, apart(INF, INF));
+    FINDS(MLS_F64, double, (double)NAN, -INF, one_nan());
+}
+
+/* Quiet and signalling, of any payload and sign. */
+static void two_nans_are_the_same(void)
+{
+    FINDS(MLS_F32, uint32_t, 0x7FC00000U, 0xFF800001U, same());
+    FINDS(MLS_F32, uint32_t, 0x7F800001U, 0x3F800000U, one_nan());
+    FINDS(MLS_F16, uint16_t, 0x7E00, 0xFC01, same());
+    FINDS(MLS_F16, uint16_t, 0x7C01, 0x7C00, one_nan());
+    FINDS(MLS_BF16, uint16_t, 0x7FC0, 0xFF81, same());
+    FINDS(MLS_BF16, uint16_t, 0x7F81, 0x0000, one_nan());
+    FINDS(MLS_F64, uint64_t, 0x7FF8000000000000U, 0xFFF0000000000001U, same());
+}
+
+static void halves_and_brains_are_exact(void)
+{
+    FINDS(MLS_F16, uint16_t, 0x3C00, 0x3C01, apart(0x1p-10, 0x1p-10 / (1 + 0x1p-10)));
+    FINDS(MLS_F16, uint16_t, 0x0001, 0x8001, apart(0x1p-23, 2));
+    FINDS(MLS_F16, uint16_t, 0x7BFF, 0x0001, apart(65504 - 0x1p-24, 1 - 0x1p-24 / 65504));
+    FINDS(MLS_F16, uint16_t, 0x7C00, 0xFC00, apart(INF, INF));
+    FINDS(MLS_BF16, uint16_t, 0x3F80, 0x3F81, apart(0x1p-7, 0x1p-7 / (1 + 0x1p-7)));
+    FINDS(MLS_BF16, uint16_t, 0x0001, 0x0000, apart(0x1p-133, 1));
+    FINDS(MLS_BF16, uint16_t, 0xFF80, 0x3F80, apart(INF, INF));
+}
+
+static void integers_are_subtracted_exactly(void)
+{
+    FINDS(MLS_I8, int8_t, -128, 127, apart(255, 255.0 / 128));
+    FINDS(MLS_U8, uint8_t, 0, 255, apart(255, 1));
+    FINDS(MLS_I16, int16_t, -32768, 32767, apart(65535, 65535.0 / 32768));
+    FINDS(MLS_U16, uint16_t, 65535, 65534, apart(1, 1.0 / 65535));
+    FINDS(MLS_I32, int32_t, INT32_MIN, INT32_MAX,
+          apart(4294967295.0, 4294967295.0 / 0x1p31));
+    FINDS(MLS_U32, uint32_t, 0, UINT32_MAX, apart(4294967295.0, 1));
+    FINDS(MLS_U32, uint32_t, 0x80000000U, 0x7FFFFFFFU, apart(1, 0x1p-31));
+    FINDS(MLS_I64, int64_t, INT64_MIN, INT64_MAX, apart(0x1p64, 2));
+    FINDS(MLS_I64, int64_t, INT64_MAX, INT64_MAX - 1, apart(1, 0x1p-63));
+    FINDS(MLS_I64, int64_t, INT64_MIN, 0, apart(0x1p63, 1));
+    FINDS(MLS_U64, uint64_t, UINT64_MAX, UINT64_MAX - 3, apart(3, 3 / 0x1p64));
+    FINDS(MLS_U64, uint64_t, 0, UINT64_MAX, apart(0x1p64, 1));
+    FINDS(MLS_BOOL, uint8_t, 1, 0, apart(1, 1));
+    FINDS(MLS_BOOL, uint8_t, 1, 1, same());
+}
+
+typedef struct complex_pair {
+    float real, imaginary;
+} complex_pair;
+
+static void complex_numbers_differ_by_a_modulus(void)
+{
+    static const struct {
+        complex_pair a, b;
+        mls_difference expected;
+    } known[] = {
+        {{3, 4}, {3, 4}, {0}},
+        {{3, 4}, {0, 0}, {1, 0, 5, 1}},
+        {{3, 4}, {-3, -4}, {1, 0, 10, 2}},
+        {{0, 0}, {-0.0F, 0}, {1, 0, 0, 0}},
+        {{1, INFINITY}, {2, INFINITY}, {1, 0, INFINITY, INFINITY}},
+        {{1, INFINITY}, {1, INFINITY}, {0}},
+        {{1, NAN}, {NAN, 2}, {0}},
+        {{INFINITY, NAN}, {1, 1}, {1, 1, 0, 0}},
+        {{3e38F, 0}, {-3e38F, 0}, {1, 0, 2 * (double)3e38F, 2}},
+        {{0x1p-149F, 0}, {0, 0}, {1, 0, 0x1p-149, 1}},
+    };
+    for (size_t i = 0; i < sizeof known / sizeof known[0]; i++) {
+        CHECK(finds(MLS_C64, &known[i].a, &known[i].b, known[i].expected));
+    }
+}
+
+/* The edges of each 8-bit format: codes, and what they stand for. */
+static void eight_bit_floats_are_decoded(void)
+{
+    static const struct {
+        mls_dtype dtype;
+        uint8_t code;
+        double value;
+    } known[] = {
+        {MLS_F8_E4M3, 0x00, 0},          {MLS_F8_E4M3, 0x01, 0x1p-9},
+        {MLS_F8_E4M3, 0x07, 7 * 0x1p-9}, {MLS_F8_E4M3, 0x08, 0x1p-6},
+        {MLS_F8_E4M3, 0x38, 1},          {MLS_F8_E4M3, 0x7E, 448},
+        {MLS_F8_E4M3, 0xFE, -448},       {MLS_F8_E5M2, 0x01, 0x1p-16},
+        {MLS_F8_E5M2, 0x3C, 1},          {MLS_F8_E5M2, 0x7B, 57344},
+        {MLS_F8_E5M2, 0x7C, INFINITY},   {MLS_F8_E5M2, 0xFC, -INFINITY},
+        {MLS_F8_E8M0, 0x00, 0x1p-127},   {MLS_F8_E8M0, 0x7F, 1},
+        {MLS_F8_E8M0, 0xFE, 0x1p127},    {MLS_F8_E4M3FNUZ, 0x01, 0x1p-10},
+        {MLS_F8_E4M3FNUZ, 0x40, 1},      {MLS_F8_E4M3FNUZ, 0x7F, 240},
+        {MLS_F8_E4M3FNUZ, 0xFF, -240},   {MLS_F8_E5M2FNUZ, 0x01, 0x1p-17},
+        {MLS_F8_E5M2FNUZ, 0x40, 1},      {MLS_F8_E5M2FNUZ, 0x7F, 57344},
+    };
+    static const uint8_t ones[MLS_DTYPE_COUNT] = {[MLS_F8_E4M3] = 0x38,
+                                                  [MLS_F8_E5M2] = 0x3C,
+                                                  [MLS_F8_E8M0] = 0x7F,
+                                                  [MLS_F8_E4M3FNUZ] = 0x40,
+                                                  [MLS_F8_E5M2FNUZ] = 0x40};
+    for (size_t i = 0; i < sizeof known / sizeof known[0]; i++) {
+        const double value = known[i].value, distance = fabs(value - 1);
+        const double largest = fabs(value) > 1 ? fabs(value) : 1;
+        const uint8_t one = ones[known[i].dtype];
+        mls_difference expected = {0};
+        if (known[i].code != one) {
+            expected = apart(distance, isinf(value) ? INF : distance / largest);
+        }
+        CHECK(finds(known[i].dtype, &known[i].code, &one, expected));
+    }
+    FINDS(MLS_F8_E4M3, uint8_t, 0x7F, 0x38, one_nan());
+    FINDS(MLS_F8_E4M3, uint8_t, 0x7F, 0xFF, same());
+    FINDS(MLS_F8_E4M3, uint8_t, 0x00, 0x80, apart(0, 0));
+    FINDS(MLS_F8_E5M2, uint8_t, 0x7D, 0xFF, same());
+    FINDS(MLS_F8_E5M2, uint8_t, 0x7D, 0x7C, one_nan());
+    FINDS(MLS_F8_E8M0, uint8_t, 0xFF, 0x00, one_nan());
+    FINDS(MLS_F8_E4M3FNUZ, uint8_t, 0x80, 0x00, one_nan());
+    FINDS(MLS_F8_E5M2FNUZ, uint8_t, 0x80, 0x7F, one_nan());
+    FINDS(MLS_F8_E5M2FNUZ, uint8_t, 0xFF, 0x7F, apart(2 * 57344.0, 2));
+}
+
+/* ---- every set against the oracle ---- */
+
+/* The oracle and `k` on one run, both going on from the same result. */
+static bool run_agrees(const mls_differ_kernels *k, int dtype, size_t a, size_t b,
+                       size_t count, mls_difference start)
+{
+    mls_difference expected = start, found = start;
+    mls_differ_of(MLS_CPU_SCALAR)->run[dtype](left + a, right + b, count, &expected);
+    k->run[dtype](left + a, right + b, count, &found);
+    return equal(expected, found);
+}
+
+/* One set, one dtype: all lengths about the widths of vectors and blocks, unaligned. */
+static void check_runs(const mls_differ_kernels *k, int dtype)
+{
+    static const size_t counts[] = {0,   1,    2,    3,    7,    8,    15,   16,
+                                    17,  31,   33,   63,   65,   127,  511,  512,
+                                    513, 1025, 2047, 2048, 2049, 4096, 4100, LONGEST};
+    const mls_difference later = {.changed = 7, .nan = 2, .max_abs = 1, .max_rel = 0.25};
+    const mls_difference endless = {1, 0, INF, INF};
+    for (size_t c = 0; c < sizeof counts / sizeof counts[0]; c++) {
+        for (size_t offset = 0; offset < 8; offset++) {
+            CHECK(run_agrees(k, dtype, offset, 5 * offset, counts[c], same()));
+        }
+        CHECK(run_agrees(k, dtype, 1, 0, counts[c], later));
+        CHECK(run_agrees(k, dtype, 0, 64, counts[c], endless));
+    }
+}
+
+/* For every set and dtype offered: `check_runs` of what lies in `left` and `right`. */
+static void check_all_sets(void)
+{
+    for (int cpu = 1; cpu < MLS_CPU_COUNT; cpu++) {
+        for (int dtype = 0; dtype < MLS_DTYPE_COUNT; dtype++) {
+            if (mls_cpu_offers((mls_cpu)cpu)) {
+                check_runs(mls_differ_of((mls_cpu)cpu), dtype);
+            }
+        }
+    }
+}
+
+static void every_set_agrees_on_random_bits(void)
+{
+    fill_random(left, sizeof left, 42);
+    fill_random(right, sizeof right, 43);
+    check_all_sets();
+}
+
+/* Few elements differ, so that most blocks and vectors are the same. */
+static void every_set_agrees_where_little_changed(void)
+{
+    uint64_t seed = 5;
+    fill_random(left, sizeof left, 44);
+    memcpy(right, left, sizeof right);
+    for (int i = 0; i < TRIES(6); i++) {
+        right[next_random(&seed) % ROOM] ^= 1;
+        check_all_sets();
+    }
+}
+
+/* What a training step does: every element a little, or by the same ratio, or to a
+ * neighbour; the ratio's rounding is where a kernel that divides seldom could slip. */
+static void every_set_agrees_on_small_changes(void)
+{
+    static const float ratios[] = {1.5F, 1.1F, 3.0F, 0.999F, 1.0F, -1.0F};
+    for (size_t r = 0; r < sizeof ratios / sizeof ratios[0]; r++) {
+        uint64_t seed = 100 + r;
+        for (size_t i = 0; i < ROOM / 4; i++) {
+            const float x = (float)(next_random(&seed) >> 40) * 0x1p-24F - 0.5F;
+            const float y = x * ratios[r];
+            memcpy(left + 4 * i, &x, 4);
+            memcpy(right + 4 * i, &y, 4);
+        }
+        check_all_sets();
+    }
+    for (size_t i = 0; i < ROOM / 2; i++) { /* ordinary halves and brains: no NaN */
+        uint64_t seed = 9 + i;
+        const uint16_t x = (uint16_t)(next_random(&seed) & 0xBBFFU);
+        const uint16_t y = (uint16_t)(x ^ 1U);
+        memcpy(left + 2 * i, &x, 2);
+        memcpy(right + 2 * i, &y, 2);
+    }
+    check_all_sets();
+}
+
+/* Behind many equal ratios that are no float, a larger one in any place: by a unit in the
+ * last place, so that few kernels see it. */
+static void every_set_agrees_behind_equal_ratios(void)
+{
+    uint64_t seed = 31;
+    for (int i = 0; i < TRIES(60); i++) {
+        for (size_t at = 0; at < LONGEST; at++) {
+            const float x = (float)(next_random(&seed) % 1024 + 1), y = 1.5F * x;
+            memcpy(left + 4 * at, &x, 4);
+            memcpy(right + 4 * at, &y, 4);
+        }
+        const size_t place = 4 * (next_random(&seed) % LONGEST);
+        float y;
+        memcpy(&y, right + place, 4);
+        y = nextafterf(y, INFINITY);
+        memcpy(right + place, &y, 4);
+        for (int cpu = 1; cpu < MLS_CPU_COUNT; cpu++) {
+            CHECK(
+                !mls_cpu_offers((mls_cpu)cpu) ||
+                run_agrees(mls_differ_of((mls_cpu)cpu), MLS_F32, 0, 0, LONGEST, same()));
+        }
+    }
+}
+
+/* The caller's rounding is as it was, and changes nothing in a vector kernel. */
+static void every_set_keeps_the_rounding(void)
+{
+    fill_random(left, sizeof left, 45);
+    fill_random(right, sizeof right, 46);
+    for (int cpu = 1; cpu < MLS_CPU_COUNT; cpu++) {
+        for (int dtype = 0; dtype < MLS_DTYPE_COUNT && mls_cpu_offers((mls_cpu)cpu);
+             dtype++) {
+            mls_difference usual = {0}, found = {0};
+            const mls_differ_run run = mls_differ_of((mls_cpu)cpu)->run[dtype];
+            const mls_differ_run oracle = mls_differ_of(MLS_CPU_SCALAR)->run[dtype];
+            run(left, right, 4100, &usual);
+            fesetround(FE_TOWARDZERO);
+            run(left, right, 4100, &found);
+            const int rounding = fegetround();
+            fesetround(FE_TONEAREST);
+            CHECK(rounding == FE_TOWARDZERO);
+            CHECK(run == oracle || equal(usual, found));
+        }
+    }
+}
+
+/* Special numbers among ordinary ones, in any lane, on either side or both. */
+static void every_set_agrees_on_special_numbers(void)
+{
+    static const uint32_t specials[] = {
+        0,           0x80000000U, 0x7F800000U, 0xFF800000U, 0x7FC00000U, 0x7F800001U,
+        0x00000001U, 0x80000001U, 0x7F7FFFFFU, 0x007FFFFFU, 0x00800000U, 0x3F800000U};
+    enum { N = sizeof specials / sizeof specials[0] };
+    uint64_t seed = 77;
+    for (size_t i = 0; i < ROOM / 4; i++) {
+        uint32_t x = (uint32_t)next_random(&seed) & 0xBFFFFFFFU, y = x;
+        const uint64_t which = next_random(&seed);
+        if (which % 8 == 0) {
+            x = specials[which / 8 % N];
+        }
+        if (which / 256 % 8 == 0) {
+            y = specials[which / 65536 % N];
+        }
+        memcpy(left + 4 * i, &x, 4);
+        memcpy(right + 4 * i, &y, 4);
+    }
+    check_all_sets();
+}
+
+/* A 16-bit float with `digits` of mantissa and an exponent near `exponent`, or 0. */
+static uint16_t near_float(uint64_t *seed, unsigned digits, unsigned exponent,
+                           unsigned spread)
+{
+    const unsigned most = (0x8000U >> digits) - 2;
+    const unsigned lower = (unsigned)(next_random(seed) % spread);
+    const unsigned place = lower > exponent ? 0 : exponent - lower;
+    const unsigned few = (unsigned)(next_random(seed) % 4); /* so that ties are met */
+    const unsigned rest = (unsigned)next_random(seed) & ((1U << digits) - 1);
+    const unsigned mantissa = few == 0 ? 0 : few == 1 ? (1U << digits) - 1 : rest;
+    const unsigned sign = (unsigned)(next_random(seed) & 0x8000U);
+    const unsigned bits = (place > most ? most : place) << digits | mantissa;
+    return (uint16_t)(next_random(seed) % 9 == 0 ? sign : bits | sign);
+}
+
+/* Many short runs about each exponent: far apart enough to be rounded in float32, tied
+ * with the maximum, subnormal, and beyond float32. */
+static void every_set_agrees_on_close_calls_of_sixteen_bits(void)
+{
+    uint64_t seed = 2024;
+    for (unsigned run = 0; run < TRIES(12000); run++) {
+        const int dtype = run % 2 == 0 ? MLS_F16 : MLS_BF16;
+        const unsigned digits = dtype == MLS_F16 ? 10 : 7;
+        const unsigned exponent = run / 2 % (0x8000U >> digits);
+        const unsigned kind = (unsigned)(next_random(&seed) % 4);
+        for (size_t i = 0; i < 192; i++) {
+            const uint16_t x = near_float(&seed, digits, exponent, kind < 2 ? 2 : 4);
+            uint16_t y = near_float(&seed, digits, exponent, kind < 2 ? 16 : 30);
+            if (kind == 3) { /* neighbours */
+                y = (uint16_t)(x ^ (next_random(&seed) & 1U));
+            }
+            memcpy(left + 2 * i, &x, 2);
+            memcpy(right + 2 * i, &y, 2);
+        }
+        for (int cpu = 1; cpu < MLS_CPU_COUNT; cpu++) {
+            CHECK(!mls_cpu_offers((mls_cpu)cpu) ||
+                  run_agrees(mls_differ_of((mls_cpu)cpu), dtype, 0, 0, 192, same()));
+        }
+    }
+}
+
+/* Write 64 equal pairs of 16 bits as stretch number `at`: whole registers of them. */
+static void put_stretch(size_t at, uint16_t x, uint16_t y)
+{
+    for (size_t i = 64 * at; i < 64 * (at + 1); i++) {
+        memcpy(left + 2 * i, &x, 2);
+        memcpy(right + 2 * i, &y, 2);
+    }
+}
+
+static void check_stretches(mls_dtype dtype, size_t count)
+{
+    for (int cpu = 1; cpu < MLS_CPU_COUNT; cpu++) {
+        CHECK(!mls_cpu_offers((mls_cpu)cpu) ||
+              run_agrees(mls_differ_of((mls_cpu)cpu), (int)dtype, 0, 0, 64 * count,
+                         same()));
+    }
+}
+
+/* `x` against each code from `first` to `last`, so that the maxima rise, or do not, by
+ * single units in the last place: both, and each by itself, behind a first stretch that
+ * is further apart by the other measure. */
+static void check_steps(mls_dtype dtype, uint16_t x, uint16_t first, uint16_t last)
+{
+    const uint16_t large = dtype == MLS_F16 ? 0x5800 : 0x4300; /* 128 */
+    const int step = first < last ? 1 : -1;
+    for (int prefix = 0; prefix < 3; prefix++) {
+        size_t count = 1;
+        put_stretch(0, 0x0400, prefix == 1 ? 0x8400 : 0x0400);
+        if (prefix == 2) {
+            put_stretch(0, large, (uint16_t)(large - (dtype == MLS_F16 ? 0x100 : 0x20)));
+        }
+        for (int code = first; code != last + step; code += step) {
+            put_stretch(count++, x, (uint16_t)code);
+        }
+        check_stretches(dtype, count);
+    }
+}
+
+/* 1.5 against numbers so much smaller that their difference needs more than 24 bits, or
+ * that the quotient is above the one before by less than a unit in its last place. */
+static void every_set_agrees_on_maxima_that_rise_in_small_steps(void)
+{
+    for (uint16_t end = 0; end < 8; end++) { /* what the last step misses is seen */
+        check_steps(MLS_F16, 0x3E00, 0x0440, 0x0400 + end);
+        check_steps(MLS_F16, 0x3E00, 0x83D0, 0x83F0 + end);
+        check_steps(MLS_F16, 0x3E01, 0x0810, 0x0800 + end);
+    }
+    for (uint16_t y = 0x2480; y <= 0x3800; y = (uint16_t)(y + 0x80)) {
+        check_steps(MLS_BF16, 0x3FC0, y, (uint16_t)(y - 0x80));
+        check_steps(MLS_BF16, 0x3FC0, y | 0x8000, (uint16_t)((y + 0x80) | 0x8000));
+        check_steps(MLS_BF16, 0x3FC3, y | 0x8000, (uint16_t)((y + 0x80) | 0x8000));
+    }
+    static const float seconds[] = {0, -0x1p-52F, -0x1.8p-52F, -0x1p-51F, -0x1.2p-24F};
+    for (size_t i = 0; i < 5 * 64; i++) {
+        const float x = 1.5F;
+        memcpy(left + 4 * i, &x, 4);
+        memcpy(right + 4 * i, &seconds[i / 64], 4);
+    }
+    check_all_sets();
+}
+
+/* `number` * 2^`exponent`, which is exact here, in 16 bits. */
+static uint16_t sixteen_bits(mls_dtype dtype, unsigned number, int exponent)
+{
+    const float value = ldexpf((float)number, exponent);
+    return dtype == MLS_F16 ? mls_f16_from_f32(value)
+                            : (uint16_t)(mls_f32_bits(value) >> 16);
+}
+
+/* A ratio of `above` / `below`, and behind it the next larger one that two numbers of the
+ * dtype can have, at a smaller distance: so that the ratio alone says that it is one. */
+static void check_next_ratio(mls_dtype dtype, unsigned above, unsigned below,
+                             int exponent)
+{
+    const unsigned least = dtype == MLS_F16 ? 1024 : 128;
+    unsigned next_above = 1, next_below = 1;
+    for (unsigned l = least; l < 2 * least; l++) {
+        const unsigned d = above * l / below + 1;
+        if (d * next_below < next_above * l) {
+            next_above = d;
+            next_below = l;
+        }
+    }
+    put_stretch(0, sixteen_bits(dtype, below, exponent + 3),
+                sixteen_bits(dtype, below - above, exponent + 3));
+    put_stretch(1, sixteen_bits(dtype, next_below, exponent),
+                sixteen_bits(dtype, next_below - next_above, exponent));
+    check_stretches(dtype, 2);
+}
+
+/* From the smallest ratio to beyond a quarter, the smallest numbers included. */
+static void every_set_agrees_on_ratios_next_to_each_other(void)
+{
+    uint64_t seed = 7;
+    for (unsigned run = 0; run < TRIES(2000); run++) {
+        const mls_dtype dtype = run % 2 == 0 ? MLS_F16 : MLS_BF16;
+        const unsigned least = dtype == MLS_F16 ? 1024 : 128;
+        const unsigned below = least + (unsigned)(next_random(&seed) % least);
+        const unsigned above = 1 + (unsigned)(next_random(&seed) % (below / 3));
+        check_next_ratio(dtype, above, below, -10);
+        check_next_ratio(dtype, above, below, dtype == MLS_F16 ? -24 : -133);
+    }
+}
+
+/* A quotient of 1 between the two smallest numbers, after one that is nearly 1. */
+static void every_set_agrees_on_products_that_vanish(void)
+{
+    put_stretch(0, 0x3F80, 0x3680);
+    put_stretch(1, 0x0001, 0x0000);
+    check_stretches(MLS_BF16, 2);
+}
+
+/* Where quotients of subnormal float64 meet, nothing may be lost. */
+static void every_set_agrees_on_tiny_doubles(void)
+{
+    uint64_t seed = 3;
+    for (size_t i = 0; i < ROOM / 8; i++) {
+        const uint64_t x = next_random(&seed) % 50, y = next_random(&seed) % 50;
+        memcpy(left + 8 * i, &x, 8);
+        memcpy(right + 8 * i, &y, 8);
+    }
+    check_all_sets();
+}
+
+/* ---- views ---- */
+
+static unsigned char memory[2][400000];
+
+static const unsigned char *at(const mls_tensor *t, size_t i, size_t j)
+{
+    return t->data + (ptrdiff_t)i * t->strides[0] + (ptrdiff_t)j * t->strides[1];
+}
+
+/* One element as the oracle wants it. */
+static void fetch(const mls_tensor *t, size_t i, size_t j, unsigned char *value)
+{
+    const size_t n = mls_tensor_item_bytes(t);
+    const size_t unit = t->dtype == MLS_C64 ? 4 : n;
+    for (size_t b = 0; b < n; b++) {
+        const size_t place = b / unit * unit + unit - 1 - b % unit;
+        value[t->swapped ? place : b] = at(t, i, j)[b];
+    }
+}
+
+static mls_difference expect(const mls_tensor *a, const mls_tensor *b)
+{
+    mls_difference sum = {0};
+    for (size_t i = 0; i < a->shape[0]; i++) {
+        for (size_t j = 0; j < a->shape[1]; j++) {
+            unsigned char x[8], y[8];
+            fetch(a, i, j, x);
+            fetch(b, i, j, y);
+            mls_differ_of(MLS_CPU_SCALAR)->run[a->dtype](x, y, 1, &sum);
+        }
+    }
+    return sum;
+}
+
+static mls_cpu best_cpu(void)
+{
+    mls_cpu cpu = MLS_CPU_SCALAR;
+    mls_status st;
+    (void)mls_cpu_choose(NULL, &cpu, &st);
+    return cpu;
+}
+
+/* Any strides of both sides, any byte orders, several dtypes. */
+static void any_two_views_are_compared_element_by_element(void)
+{
+    static const ptrdiff_t strides[][2] = {{8, 560},   {560, 8}, {-560, 8}, {560, -8},
+                                           {560, 16},  {0, 8},   {0, 0},    {8, 0},
+                                           {1201, 11}, {3, 1}};
+    static const mls_dtype dtypes[] = {MLS_F16, MLS_F32, MLS_I64, MLS_C64, MLS_F8_E4M3};
+    enum { PATTERNS = sizeof strides / sizeof strides[0] };
+    fill_random(memory[0], sizeof memory[0], 1);
+    fill_random(memory[1], sizeof memory[1], 2);
+    for (int p = 0; p < PATTERNS * PATTERNS * 4; p += EVERY(7)) {
+        const ptrdiff_t *s = strides[p / 4 % PATTERNS], *t = strides[p / 4 / PATTERNS];
+        for (size_t d = 0; d < sizeof dtypes / sizeof dtypes[0]; d++) {
+            mls_tensor a = {.data = memory[0] + 200001,
+                            .dtype = dtypes[d],
+                            .rank = 2,
+                            .swapped = p % 2 == 1,
+                            .shape = {37, 301 - 231 * (size_t)(p % 3 == 0)},
+                            .strides = {s[0], s[1]}};
+            mls_tensor b = a;
+            b.data = memory[p % 5 != 0] + 200000;
+            b.swapped = p / 2 % 2 == 1;
+            b.strides[0] = t[0], b.strides[1] = t[1];
+            const mls_differ_pair pair = {&a, &b};
+            mls_difference found = {9, 9, 9, 9};
+            mls_status st;
+            CHECK(mls_differ_check(&a, &b, &st) == MLS_OK);
+            CHECK(mls_differ(mls_differ_of(best_cpu()), NULL, &pair, 1, &found, &st) ==
+                  MLS_OK);
+            CHECK(equal(found, expect(&a, &b)));
+            CHECK(mls_differ_same(mls_differ_of(best_cpu()), NULL, &pair, 1) ==
+                  (found.changed == 0));
+        }
+    }
+}
+
+static void empty_and_scalar_tensors_compare(void)
+{
+    float one = 1, two = 2;
+    mls_tensor a = {.data = (unsigned char *)&one, .dtype = MLS_F32};
+    mls_tensor b = {.data = (unsigned char *)&two, .dtype = MLS_F32};
+    mls_tensor none = {.dtype = MLS_F32, .rank = 2, .shape = {0, SIZE_MAX}};
+    const mls_differ_pair pairs[] = {{&none, &none}, {&a, &b}, {&a, &a}};
+    const mls_differ_kernels *k = mls_differ_of(best_cpu());
+    mls_difference found[3];
+    mls_status st;
+    CHECK(mls_differ_check(&none, &none, &st) == MLS_OK);
+    CHECK(mls_differ(k, NULL, pairs, 3, found, &st) == MLS_OK);
+    CHECK(equal(found[0], same()) && equal(found[2], same()));
+    CHECK(equal(found[1], apart(1, 0.5)));
+    CHECK(mls_differ(k, NULL, NULL, 0, NULL, &st) == MLS_OK);
+    CHECK(mls_differ_same(k, NULL, NULL, 0) && mls_differ_same(k, NULL, pairs, 1));
+    CHECK(!mls_differ_same(k, NULL, pairs, 2));
+}
+
+/* One view over the other, one element further on; and the very same one. */
+static void views_may_share_memory(void)
+{
+    float values[1000];
+    const size_t shape[1] = {999};
+    mls_tensor a, b;
+    mls_status st;
+    for (int i = 0; i < 1000; i++) {
+        values[i] = (float)i;
+    }
+    REQUIRE(mls_tensor_init(&a, values, MLS_F32, 1, shape, &st) == MLS_OK);
+    REQUIRE(mls_tensor_init(&b, values + 1, MLS_F32, 1, shape, &st) == MLS_OK);
+    mls_tensor turned = a;
+    turned.swapped = true;
+    const mls_differ_pair pairs[] = {{&a, &b}, {&a, &a}, {&a, &turned}};
+    mls_difference found[3];
+    REQUIRE(mls_differ(mls_differ_of(best_cpu()), NULL, pairs, 3, found, &st) == MLS_OK);
+    CHECK(found[0].changed == 999 && found[0].max_abs == 1.0 && found[0].max_rel == 1.0);
+    CHECK(equal(found[1], same()));
+    CHECK(found[2].changed == 998); /* 0 reads the same both ways */
+}
+
+static void shape_dtype_and_count_are_checked(void)
+{
+    mls_status st;
+    mls_tensor a = {.dtype = MLS_F16, .rank = 2, .shape = {2, 3}};
+    mls_tensor b = {.dtype = MLS_F16, .rank = 2, .shape = {2, 4}};
+    CHECK(mls_differ_check(&a, &b, &st) == MLS_E_SHAPE);
+    CHECK_TEXT(st.expected, "(2, 3)");
+    CHECK_TEXT(st.got, "(2, 4)");
+    b.shape[1] = 3;
+    CHECK(mls_differ_check(&a, &b, &st) == MLS_OK);
+    b.dtype = MLS_BF16;
+    CHECK(mls_differ_check(&a, &b, &st) == MLS_E_DTYPE);
+    CHECK_TEXT(st.got, "bfloat16");
+    b.rank = 1;
+    CHECK(mls_differ_check(&a, &b, &st) == MLS_E_SHAPE);
+    a.shape[0] = a.shape[1] = SIZE_MAX / 2; /* strides of 0 */
+    CHECK(mls_differ_check(&a, &a, &st) == MLS_E_SIZE);
+}
+
+/* ---- threads ---- */
+
+/* Large enough to be cut, not a multiple of a part; and small ones beside it. */
+static void threads_find_what_one_finds(void)
+{
+    const size_t shapes[][2] = {{1000, 1003}, {1, 5}, {3, 70000}, {0, 4}, {1, 131072}};
+    enum { PAIRS = sizeof shapes / sizeof shapes[0] };
+    mls_tensor a[PAIRS], b[PAIRS];
+    mls_differ_pair pairs[PAIRS];
+    mls_difference alone[PAIRS], together[PAIRS];
+    mls_pool *pool = NULL;
+    mls_status st;
+    const mls_differ_kernels *k = mls_differ_of(best_cpu());
+    unsigned char *x = malloc(1003000 * 4 + 4096), *y = malloc(1003000 * 4 + 4096);
+    REQUIRE(x != NULL && y != NULL);
+    REQUIRE(mls_pool_new(4, &pool, &st) == MLS_OK);
+    fill_random(x, 1003000 * 4 + 4096, 11);
+    memcpy(y, x, 1003000 * 4 + 4096);
+    for (size_t i = 0; i < PAIRS; i++) {
+        CHECK(mls_tensor_init(&a[i], x, MLS_F32, 2, shapes[i], &st) == MLS_OK);
+        CHECK(mls_tensor_init(&b[i], y, MLS_F32, 2, shapes[i], &st) == MLS_OK);
+        pairs[i] = (mls_differ_pair){&a[i], &b[i]};
+    }
+    b[2].data += 4, b[2].strides[0] += 4; /* rows that start apart: runs */
+    CHECK(!mls_differ_same(k, pool, pairs, PAIRS));
+    b[2].data -= 4, b[2].strides[0] -= 4;
+    CHECK(mls_differ_same(k, pool, pairs, PAIRS));
+    y[1003000 * 4 - 1] ^= 0x40; /* the very last element of the largest */
+    CHECK(!mls_differ_same(k, pool, pairs, PAIRS));
+    fill_random(y, 2000000, 12);
+    b[2].data += 4, b[2].strides[0] += 4;
+    CHECK(mls_differ(k, NULL, pairs, PAIRS, alone, &st) == MLS_OK);
+    CHECK(mls_differ(k, pool, pairs, PAIRS, together, &st) == MLS_OK);
+    for (size_t i = 0; i < PAIRS; i++) {
+        CHECK(equal(alone[i], together[i]));
+        CHECK(equal(alone[i], expect(&a[i], &b[i])));
+    }
+    mls_pool_free(pool);
+    free(x);
+    free(y);
+}
+
+/* A kernel that counts how much it is asked, and finds all of it changed. */
+static size_t asked;
+
+static void count_only(const void *a, const void *b, size_t count, mls_difference *into)
+{
+    (void)a;
+    (void)b;
+    asked += count;
+    into->changed += count;
+}
+
+static void the_search_for_a_difference_stops_early(void)
+{
+    const mls_differ_kernels k = {.run = {[MLS_U8] = count_only}};
+    mls_tensor a = {.data = memory[0], /* never read */
+                    .dtype = MLS_U8,
+                    .rank = 2,
+                    .shape = {(size_t)1 << 20, 1000},
+                    .strides = {0, 1}};
+    mls_tensor b = a;
+    b.data = memory[1];
+    const mls_differ_pair pairs[] = {{&a, &b}, {&a, &b}};
+    asked = 0;
+    CHECK(!mls_differ_same(&k, NULL, pairs, 2));
+    CHECK(asked <= 300000);
+}
+
+/* More parts than any memory could list; strides of 0 make such a view possible. */
+static void too_many_parts_are_an_error_and_change_nothing(void)
+{
+    mls_tensor a = {.data = memory[0],
+                    .dtype = MLS_U8,
+                    .rank = 2,
+                    .shape = {(size_t)1 << 31, (size_t)1 << 31}};
+    mls_tensor b = a;
+    b.data = memory[1];
+    const mls_differ_pair pairs[] = {{&a, &b}, {&a, &b}, {&a, &b}, {&a, &b}};
+    mls_difference out[4] = {{5, 5, 5, 5}};
+    mls_status st;
+    CHECK(mls_differ_check(&a, &b, &st) == MLS_OK);
+    CHECK(mls_differ(mls_differ_of(best_cpu()), NULL, pairs, 4, out, &st) ==
+          MLS_E_MEMORY);
+    CHECK(out[0].changed == 5 && st.code == MLS_E_MEMORY);
+}
+
+static const test_case tests[] = {
+    TEST(floats_differ_by_their_float64_values),
+    TEST(two_nans_are_the_same),
+    TEST(halves_and_brains_are_exact),
+    TEST(integers_are_subtracted_exactly),
+    TEST(complex_numbers_differ_by_a_modulus),
+    TEST(eight_bit_floats_are_decoded),
+    TEST(every_set_agrees_on_random_bits),
+    TEST(every_set_agrees_where_little_changed),
+    TEST(every_set_agrees_on_small_changes),
+    TEST(every_set_agrees_behind_equal_ratios),
+    TEST(every_set_keeps_the_rounding),
+    TEST(every_set_agrees_on_special_numbers),
+    TEST(every_set_agrees_on_close_calls_of_sixteen_bits),
+    TEST(every_set_agrees_on_maxima_that_rise_in_small_steps),
+    TEST(every_set_agrees_on_ratios_next_to_each_other),
+    TEST(every_set_agrees_on_products_that_vanish),
+    TEST(every_set_agrees_on_tiny_doubles),
+    TEST(any_two_views_are_compared_element_by_element),
+    TEST(empty_and_scalar_tensors_compare),
+    TEST(views_may_share_memory),
+    TEST(shape_dtype_and_count_are_checked),
+    TEST(threads_find_what_one_finds),
+    TEST(the_search_for_a_difference_stops_early),
+    TEST(too_many_parts_are_an_error_and_change_nothing),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

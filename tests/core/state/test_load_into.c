@@ -1,0 +1,484 @@
+#include "state/load_into.h"
+#include "support/runner.h"
+
+#include <stdint.h>
+#include <stdlib.h>
+
+enum { SMALL = 4096, LARGE = 4 << 20, MANY = 3000, MOST_THREADS = 4 };
+
+static unsigned char small[SMALL], before[SMALL];
+static unsigned char from_bytes[2 * LARGE], to_bytes[2 * LARGE], wanted_bytes[2 * LARGE];
+
+/* A small generator with a fixed seed: every run tests the same values. */
+static uint64_t next_random(uint64_t *seed)
+{
+    *seed ^= *seed << 13;
+    *seed ^= *seed >> 7;
+    *seed ^= *seed << 17;
+    return *seed;
+}
+
+static void fill_random(unsigned char *bytes, size_t count, uint64_t seed)
+{
+    for (size_t i = 0; i < count; i++) {
+        bytes[i] = (unsigned char)(next_random(&seed) >> 24);
+    }
+}
+
+static mls_text text(const char *chars)
+{
+    return (mls_text){.data = chars, .length = strlen(chars)};
+}
+
+static mls_tensor view(void *data, mls_dtype dtype, size_t rows, size_t columns)
+{
+    mls_tensor t = {0};
+    mls_status st;
+    const size_t shape[2] = {rows, columns};
+    CHECK(mls_tensor_init(&t, data, dtype, 2, shape, &st) == MLS_OK);
+    return t;
+}
+
+static mls_load_pair pair(const char *name, const mls_tensor *dst, const mls_tensor *src)
+{
+    return (mls_load_pair){.name = text(name), .dst = dst, .src = src};
+}
+
+static const mls_kernels *best_kernels(void)
+{
+    mls_cpu cpu = MLS_CPU_SCALAR;
+    mls_status st;
+    CHECK(mls_cpu_choose(NULL, &cpu, &st) == MLS_OK);
+    return mls_kernels_of(cpu);
+}
+
+/* Load with a number of threads; false where it was refused. */
+static bool load(const mls_load_pair *pairs, size_t count, size_t threads)
+{
+    mls_load *plan = NULL;
+    mls_pool *pool = NULL;
+    mls_status st;
+    const bool ready = mls_pool_new(threads, &pool, &st) == MLS_OK &&
+                       mls_load_new(pairs, count, true, &plan, &st) == MLS_OK;
+    if (ready) {
+        mls_load_run(plan, best_kernels(), pool);
+    }
+    mls_load_free(plan);
+    mls_pool_free(pool);
+    return ready;
+}
+
+/* The code of a refusal that must leave everything as it is. */
+static mls_code refusal(const mls_load_pair *pairs, size_t count, bool cast,
+                        mls_status *st)
+{
+    mls_load *plan = NULL;
+    memcpy(before, small, sizeof small);
+    const mls_code code = mls_load_new(pairs, count, cast, &plan, st);
+    CHECK(code != MLS_OK && st->code == code && plan == NULL);
+    CHECK(memcmp(before, small, sizeof small) == 0);
+    return code;
+}
+
+/* ---- refusals ---- */
+
+static void shapes_and_dtypes_are_refused_by_name(void)
+{
+    fill_random(small, sizeof small, 1);
+    const mls_tensor good = view(small, MLS_F32, 4, 4);
+    const mls_tensor source = view(small + 1024, MLS_F32, 4, 4);
+    const mls_tensor flat = view(small + 1024, MLS_F32, 2, 8);
+    const mls_tensor half = view(small + 2048, MLS_F16, 4, 4);
+    const mls_tensor whole = view(small + 2048, MLS_I32, 4, 4);
+    mls_tensor vector = flat;
+    mls_status st;
+    mls_load_pair pairs[2] = {pair("first", &good, &source),
+                              pair("second", &half, &flat)};
+    CHECK(refusal(pairs, 2, true, &st) == MLS_E_SHAPE); /* the shape comes first */
+    CHECK_TEXT(st.name, "second");
+    CHECK_TEXT(st.expected, "(2, 8)");
+    CHECK_TEXT(st.got, "(4, 4)");
+    CHECK(strstr(st.text, "'second'") != NULL);
+    vector.rank = 1;
+    pairs[1].dst = &vector;
+    CHECK(refusal(pairs, 2, true, &st) == MLS_E_SHAPE);
+    CHECK_TEXT(st.got, "(2,)");
+
+    pairs[1] = pair("third", &half, &source);
+    CHECK(refusal(pairs, 2, false, &st) == MLS_E_DTYPE);
+    CHECK_TEXT(st.name, "third");
+    CHECK_TEXT(st.expected, "float32");
+    CHECK_TEXT(st.got, "float16");
+    CHECK(strstr(st.text, "nothing is converted") != NULL);
+    pairs[1].dst = &whole;
+    for (int cast = 0; cast < 2; cast++) { /* nothing to be gained by casting */
+        CHECK(refusal(pairs, 2, cast != 0, &st) == MLS_E_DTYPE);
+        CHECK_TEXT(st.name, "third");
+        CHECK(strstr(st.text, "cast=") == NULL);
+    }
+}
+
+static void a_target_over_its_own_source_is_refused(void)
+{
+    mls_tensor target = view(small, MLS_F32, 8, 8);
+    mls_tensor source = view(small + 128, MLS_F32, 8, 8);
+    mls_load_pair one = pair("weight", &target, &source);
+    mls_status st;
+    CHECK(refusal(&one, 1, true, &st) == MLS_E_OVERLAP);
+    CHECK_TEXT(st.name, "weight");
+    CHECK(strstr(st.text, "its own source") != NULL);
+    source = target; /* transposed, turned, or of another kind: no longer the same */
+    source.strides[0] = target.strides[1], source.strides[1] = target.strides[0];
+    CHECK(refusal(&one, 1, true, &st) == MLS_E_OVERLAP);
+    source = target;
+    source.swapped = true;
+    CHECK(refusal(&one, 1, true, &st) == MLS_E_OVERLAP);
+    source = view(small, MLS_F64, 8, 8);
+    CHECK(refusal(&one, 1, true, &st) == MLS_E_OVERLAP);
+    source = target;
+    source.data += 7 * 32, source.strides[0] = -32;
+    CHECK(refusal(&one, 1, true, &st) == MLS_E_OVERLAP);
+}
+
+static void a_target_over_another_source_is_refused_with_both_names(void)
+{
+    const mls_tensor a = view(small, MLS_F32, 8, 8);
+    const mls_tensor b = view(small + 1024, MLS_F32, 8, 8);
+    const mls_tensor c = view(small + 2048, MLS_F32, 8, 8);
+    const mls_tensor over_c = view(small + 2048 + 252, MLS_F32, 8, 8);
+    mls_status st;
+    const mls_load_pair swapped[2] = {pair("a", &a, &b), pair("b", &b, &a)};
+    CHECK(refusal(swapped, 2, false, &st) == MLS_E_OVERLAP);
+    CHECK_TEXT(st.name, "a");
+    CHECK(strstr(st.text, "'a'") != NULL && strstr(st.text, "'b'") != NULL);
+
+    mls_load_pair chained[2] = {pair("here", &a, &b), pair("there", &over_c, &a)};
+    CHECK(refusal(chained, 2, false, &st) == MLS_E_OVERLAP);
+    CHECK_TEXT(st.name, "here");
+    CHECK(strstr(st.text, "'there'") != NULL);
+    /* a source that stays where it is must keep what it holds */
+    chained[0] = pair("kept", &c, &c);
+    chained[1] = pair("moved", &over_c, &a);
+    CHECK(refusal(chained, 2, false, &st) == MLS_E_OVERLAP);
+    CHECK_TEXT(st.name, "moved");
+    CHECK(strstr(st.text, "'kept'") != NULL);
+}
+
+static void both_names_are_seen_however_long_they_are(void)
+{
+    char long_a[602] = "a", long_b[602] = "b";
+    for (size_t i = 1; i < 601;
+         i += 3) { /* characters of three bytes, cut in the middle */
+        memcpy(long_a + i, "\xE2\x82\xAC", 3);
+        memcpy(long_b + i, "\xE2\x86\x92", 3);
+    }
+    const mls_tensor a = view(small, MLS_U8, 8, 8), b = view(small + 64, MLS_U8, 8, 8);
+    const mls_load_pair pairs[2] = {pair(long_a, &a, &b), pair(long_b, &b, &a)};
+    mls_status st;
+    CHECK(refusal(pairs, 2, false, &st) == MLS_E_OVERLAP);
+    CHECK(strstr(st.text, "\xE2\x82\xAC...'") != NULL);
+    CHECK(strstr(st.text, "\xE2\x86\x92...'") != NULL);
+    CHECK(mls_utf8_valid(st.text, strlen(st.text)));
+    const mls_load_pair nameless[2] = {{.name = {NULL, 0}, .dst = &a, .src = &b},
+                                       {.name = {NULL, 0}, .dst = &b, .src = &a}};
+    CHECK(refusal(nameless, 2, false, &st) == MLS_E_OVERLAP);
+    CHECK(strstr(st.text, "''") != NULL);
+}
+
+static void targets_that_lie_on_themselves_are_refused(void)
+{
+    mls_tensor target = view(small, MLS_F32, 4, 8);
+    const mls_tensor source = view(small + 1024, MLS_F32, 4, 8);
+    const mls_load_pair one = pair("wide", &target, &source);
+    mls_status st;
+    target.strides[0] = 0; /* broadcast */
+    CHECK(refusal(&one, 1, false, &st) == MLS_E_OVERLAP);
+    CHECK_TEXT(st.name, "wide");
+    CHECK(strstr(st.text, "broadcast") != NULL);
+    target.strides[0] = 4; /* windows */
+    CHECK(refusal(&one, 1, false, &st) == MLS_E_OVERLAP);
+    target.strides[0] = -28;
+    CHECK(refusal(&one, 1, false, &st) == MLS_E_OVERLAP);
+    target.strides[0] = PTRDIFF_MIN; /* no sum may wrap */
+    CHECK(refusal(&one, 1, false, &st) == MLS_E_OVERLAP);
+    target.strides[0] = 32, target.strides[1] = 2; /* items over each other */
+    CHECK(refusal(&one, 1, false, &st) == MLS_E_OVERLAP);
+}
+
+/* ---- what is left alone ---- */
+
+static void a_target_that_is_its_source_is_left_out(void)
+{
+    fill_random(small, sizeof small, 2);
+    memcpy(before, small, sizeof small);
+    const mls_tensor plain = view(small, MLS_F32, 4, 8);
+    const mls_tensor bytes = view(small + 512, MLS_U8, 4, 8);
+    mls_tensor wide = view(small + 1024, MLS_F32, 4, 8);
+    mls_tensor turned = bytes, row = view(small + 2048, MLS_F32, 1, 8);
+    mls_tensor same_row = row;
+    wide.strides[0] = 0;       /* not written, so this is no fault */
+    turned.swapped = true;     /* a byte has no order */
+    same_row.strides[0] = 999; /* one index: the stride says nothing */
+    const mls_load_pair pairs[] = {
+        pair("plain", &plain, &plain), pair("tied", &plain, &plain),
+        pair("bytes", &bytes, &turned), pair("wide", &wide, &wide),
+        pair("row", &row, &same_row)};
+    mls_load *plan = NULL;
+    mls_status st;
+    REQUIRE(mls_load_new(pairs, 5, false, &plan, &st) == MLS_OK);
+    CHECK(mls_load_bytes(plan) == 0);
+    mls_load_run(plan, best_kernels(), NULL);
+    mls_load_free(plan);
+    CHECK(memcmp(before, small, sizeof small) == 0);
+}
+
+static void nothing_and_empty_tensors_are_fine(void)
+{
+    mls_tensor none = view(NULL, MLS_F32, 0, 8), inside = view(small, MLS_F32, 0, 8);
+    mls_tensor source = view(small, MLS_F32, 2, 2),
+               target = view(small + 64, MLS_F32, 2, 2);
+    const mls_load_pair pairs[] = {pair("none", &none, &inside),
+                                   pair("t", &target, &source),
+                                   pair("inside", &inside, &none)};
+    mls_load *plan = NULL;
+    mls_status st;
+    CHECK(load(NULL, 0, 2));
+    fill_random(small, sizeof small, 3);
+    REQUIRE(mls_load_new(pairs, 3, false, &plan, &st) == MLS_OK);
+    CHECK(mls_load_bytes(plan) == 16);
+    mls_load_run(plan, best_kernels(), NULL);
+    CHECK(memcmp(small, small + 64, 16) == 0);
+    mls_load_free(plan);
+    mls_load_free(NULL);
+    target.rank = source.rank = 0; /* scalars */
+    small[0] ^= 1;
+    CHECK(load(&pairs[1], 1, 1));
+    CHECK(memcmp(small, small + 64, 16) == 0);
+}
+
+/* ---- copies ---- */
+
+/* Load one pair with 1 to 4 threads, and hold it to one plain copy by the oracle: in all
+ * bytes of the target's memory, those between its elements included. */
+static void check_pair(const mls_tensor *dst, const mls_tensor *src)
+{
+    const mls_load_pair one = pair("it", dst, src);
+    mls_tensor wanted = *dst;
+    wanted.data = wanted_bytes + (dst->data - to_bytes);
+    memset(wanted_bytes, 0xA5, sizeof wanted_bytes);
+    mls_copy(mls_kernels_of(MLS_CPU_SCALAR), &wanted, src, mls_cached());
+    for (size_t threads = 1; threads <= MOST_THREADS; threads++) {
+        memset(to_bytes, 0xA5, sizeof to_bytes);
+        CHECK(load(&one, 1, threads));
+        CHECK(memcmp(to_bytes, wanted_bytes, sizeof to_bytes) == 0);
+    }
+}
+
+static void large_tensors_of_any_layout_arrive_whole(void)
+{
+    enum { ROWS = 700, COLUMNS = 900 };
+    fill_random(from_bytes, sizeof from_bytes, 4);
+    const mls_tensor target = view(to_bytes, MLS_F32, ROWS, COLUMNS);
+    const mls_tensor source = view(from_bytes, MLS_F32, ROWS, COLUMNS);
+    mls_tensor dst = target, src = source;
+    check_pair(&dst, &src);
+    dst.swapped = true;
+    check_pair(&dst, &src);
+    src.swapped = true;
+    check_pair(&dst, &src);
+    dst = target, src = source; /* gaps, rows and columns backwards */
+    dst.strides[0] += 40;
+    check_pair(&dst, &src);
+    dst.data += (ROWS - 1) * dst.strides[0], dst.strides[0] = -dst.strides[0];
+    check_pair(&dst, &src);
+    src.data += (COLUMNS - 1) * 4, src.strides[1] = -4;
+    check_pair(&dst, &src);
+    dst = target; /* transposed on one side, then on both */
+    dst.strides[0] = 4, dst.strides[1] = ROWS * 4;
+    check_pair(&dst, &src);
+    src = source, src.strides[0] = 4, src.strides[1] = ROWS * 4;
+    check_pair(&dst, &src);
+    src = source, src.strides[0] = 0; /* one row for all */
+    check_pair(&target, &src);
+    src.strides[1] = 0;
+    check_pair(&target, &src);
+}
+
+static void large_tensors_are_cut_along_inner_axes_too(void)
+{
+    enum { INNER = 290000 };
+    const size_t shape[3] = {3, 2, INNER}; /* one row is over a part */
+    mls_tensor dst = {0}, src = {0};
+    mls_status st;
+    fill_random(from_bytes, sizeof from_bytes, 5);
+    REQUIRE(mls_tensor_init(&dst, to_bytes, MLS_U32, 3, shape, &st) == MLS_OK);
+    REQUIRE(mls_tensor_init(&src, from_bytes, MLS_U32, 3, shape, &st) == MLS_OK);
+    dst.strides[1] += 12, dst.strides[0] = 2 * dst.strides[1] + 4;
+    check_pair(&dst, &src);
+    src.strides[0] = src.strides[1], src.strides[1] = 0;
+    check_pair(&dst, &src);
+}
+
+static void every_float_converts_to_every_other(void)
+{
+    enum { ROWS = 500, COLUMNS = 1001 }; /* up to 4 MB */
+    fill_random(from_bytes, sizeof from_bytes, 6);
+    for (int to = 0; to < MLS_CONVERTIBLE; to++) {
+        for (int from = 0; from < MLS_CONVERTIBLE; from++) {
+            mls_tensor dst = view(to_bytes, (mls_dtype)to, ROWS, COLUMNS);
+            mls_tensor src = view(from_bytes, (mls_dtype)from, ROWS, COLUMNS);
+            mls_tensor wanted = dst;
+            const mls_load_pair one = pair("it", &dst, &src);
+            wanted.data = wanted_bytes;
+            for (size_t threads = 1; threads <= MOST_THREADS; threads += 2) {
+                memset(to_bytes, 0xA5, sizeof to_bytes);
+                memset(wanted_bytes, 0xA5, sizeof wanted_bytes);
+                dst.swapped = wanted.swapped = threads > 1;
+                mls_copy(best_kernels(), &wanted, &src, mls_cached());
+                CHECK(load(&one, 1, threads));
+                CHECK(memcmp(to_bytes, wanted_bytes, sizeof to_bytes) == 0);
+            }
+        }
+    }
+}
+
+static void tied_targets_are_written_in_the_order_of_the_pairs(void)
+{
+    enum { BYTES = 3 << 20 };
+    fill_random(from_bytes, sizeof from_bytes, 7);
+    /* one, its second half, and a neighbour that is not tied to them */
+    const mls_tensor whole = view(to_bytes, MLS_U8, 3, 1 << 20);
+    const mls_tensor half = view(to_bytes + BYTES / 2, MLS_U8, 1, BYTES / 2);
+    const mls_tensor beside = view(to_bytes + BYTES, MLS_U8, 1, LARGE);
+    const mls_tensor whole_from = view(from_bytes, MLS_U8, 3, 1 << 20);
+    const mls_tensor half_from = view(from_bytes + 99, MLS_U8, 1, BYTES / 2);
+    const mls_tensor beside_from = view(from_bytes + 7, MLS_U8, 1, LARGE);
+    const mls_load_pair pairs[3] = {pair("whole", &whole, &whole_from),
+                                    pair("beside", &beside, &beside_from),
+                                    pair("half", &half, &half_from)};
+    for (size_t threads = 1; threads <= MOST_THREADS; threads++) {
+        for (int turned = 0; turned < 2; turned++) { /* either may be the last */
+            mls_load_pair order[3] = {pairs[0], pairs[1], pairs[2]};
+            if (turned != 0) {
+                order[0] = pairs[2], order[2] = pairs[0];
+            }
+            memset(to_bytes, 0xA5, sizeof to_bytes);
+            CHECK(load(order, 3, threads));
+            CHECK(memcmp(to_bytes, from_bytes, BYTES / 2) == 0);
+            CHECK(memcmp(half.data, turned ? from_bytes + BYTES / 2 : half_from.data,
+                         BYTES / 2) == 0);
+            CHECK(memcmp(beside.data, beside_from.data, LARGE) == 0);
+            CHECK(to_bytes[BYTES + LARGE] == 0xA5);
+        }
+    }
+}
+
+static void many_tensors_in_any_order_arrive(void)
+{
+    enum { SLOT = 1024 };
+    static mls_tensor views[2 * MANY];
+    static mls_load_pair pairs[MANY];
+    static size_t place[MANY];
+    uint64_t seed = 8;
+    fill_random(from_bytes, sizeof from_bytes, 9);
+    for (size_t i = 0; i < MANY; i++) { /* shuffled as they come */
+        const size_t other = next_random(&seed) % (i + 1);
+        place[i] = place[other];
+        place[other] = i;
+    }
+    for (size_t i = 0; i < MANY; i++) {
+        const size_t columns = i % 50 == 0 ? 0 : 1 + next_random(&seed) % SLOT;
+        views[2 * i] = view(to_bytes + place[i] * SLOT, MLS_U8, 1, columns);
+        views[2 * i + 1] = view(from_bytes + i * SLOT, MLS_U8, 1, columns);
+        pairs[i] = pair("some", &views[2 * i], &views[2 * i + 1]);
+    }
+    memset(wanted_bytes, 0xA5, sizeof wanted_bytes);
+    for (size_t i = 0; i < MANY; i++) {
+        memcpy(wanted_bytes + place[i] * SLOT, from_bytes + i * SLOT,
+               views[2 * i].shape[1]);
+    }
+    for (size_t threads = 1; threads <= MOST_THREADS; threads++) {
+        memset(to_bytes, 0xA5, sizeof to_bytes);
+        CHECK(load(pairs, MANY, threads));
+        CHECK(memcmp(to_bytes, wanted_bytes, sizeof to_bytes) == 0);
+    }
+}
+
+/* ---- the sweep against every pair with every other ---- */
+
+enum { FEW = 7 };
+
+/* What mls_load_new should say of targets and sources that are never the same view. */
+static bool collides(const mls_tensor *targets, const mls_tensor *sources, size_t count)
+{
+    for (size_t i = 0; i < count; i++) {
+        for (size_t j = 0; j < count; j++) {
+            if (mls_tensor_overlap(&targets[i], &sources[j])) {
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+static void the_sweep_agrees_with_comparing_all(void)
+{
+    uint64_t seed = 10;
+    size_t refused = 0, loaded = 0;
+    for (int round = 0; round < 20000; round++) {
+        mls_tensor targets[FEW], sources[FEW];
+        mls_load_pair pairs[FEW];
+        const size_t count = 1 + next_random(&seed) % FEW;
+        unsigned char wanted[SMALL];
+        mls_status st;
+        mls_load *plan = NULL;
+        for (size_t i = 0; i < count; i++) {
+            const size_t bytes = next_random(&seed) % 40;
+            /* the even half of the tests keeps the two sides apart */
+            const size_t shift = round % 2 == 0 ? 512 : 120;
+            targets[i] = view(small + next_random(&seed) % 400, MLS_U8, 1, bytes);
+            sources[i] =
+                view(small + shift + 1 + next_random(&seed) % 400, MLS_U8, 1, bytes);
+            pairs[i] = pair("x", &targets[i], &sources[i]);
+            if (targets[i].data == sources[i].data) {
+                sources[i].data += 401;
+            }
+        }
+        memcpy(wanted, small, sizeof small);
+        const mls_code code = mls_load_new(pairs, count, false, &plan, &st);
+        CHECK((code == MLS_E_OVERLAP) == collides(targets, sources, count));
+        if (code == MLS_OK) {
+            for (size_t i = 0; i < count; i++) {
+                memcpy(wanted + (targets[i].data - small), sources[i].data,
+                       targets[i].shape[1]);
+            }
+            mls_load_run(plan, best_kernels(), NULL);
+            loaded++;
+        }
+        refused += code == MLS_E_OVERLAP;
+        CHECK(memcmp(wanted, small, sizeof small) == 0);
+        mls_load_free(plan);
+    }
+    CHECK(refused > 1000 && loaded > 1000);
+}
+
+static const test_case tests[] = {
+    TEST(shapes_and_dtypes_are_refused_by_name),
+    TEST(a_target_over_its_own_source_is_refused),
+    TEST(a_target_over_another_source_is_refused_with_both_names),
+    TEST(both_names_are_seen_however_long_they_are),
+    TEST(targets_that_lie_on_themselves_are_refused),
+    TEST(a_target_that_is_its_source_is_left_out),
+    TEST(nothing_and_empty_tensors_are_fine),
+    TEST(large_tensors_of_any_layout_arrive_whole),
+    TEST(large_tensors_are_cut_along_inner_axes_too),
+    TEST(every_float_converts_to_every_other),
+    TEST(tied_targets_are_written_in_the_order_of_the_pairs),
+    TEST(many_tensors_in_any_order_arrive),
+    TEST(the_sweep_agrees_with_comparing_all),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

@@ -1,0 +1,108 @@
+/* Names paired up: against a search through both lists. */
+#include "state/name_match.h"
+#include "support/runner.h"
+
+#include <stdlib.h>
+
+enum { MOST = 40 };
+
+static mls_text text(const char *chars)
+{
+    return (mls_text){.data = chars, .length = strlen(chars)};
+}
+
+/* Match, and compare with what the header says. */
+static void check(const mls_text *a, size_t a_count, const mls_text *b, size_t b_count)
+{
+    size_t partners[MOST], rest[MOST], rest_count = 0;
+    bool taken[MOST] = {false};
+    mls_status st;
+    REQUIRE(mls_names_match(a, a_count, b, b_count, partners, rest, &rest_count, &st) ==
+            MLS_OK);
+    for (size_t i = 0; i < a_count; i++) {
+        if (partners[i] != MLS_NO_PARTNER) {
+            REQUIRE(partners[i] < b_count && !taken[partners[i]]);
+            CHECK(mls_text_equal(a[i], b[partners[i]]));
+            taken[partners[i]] = true;
+        }
+    }
+    size_t left = 0;
+    for (size_t j = 0; j < b_count; j++) {
+        if (!taken[j]) {
+            CHECK(left < rest_count && rest[left] == j);
+            left++;
+        }
+    }
+    CHECK(left == rest_count);
+    /* none is left out that could have a partner */
+    for (size_t i = 0; i < a_count; i++) {
+        for (size_t j = 0; partners[i] == MLS_NO_PARTNER && j < b_count; j++) {
+            CHECK(taken[j] || !mls_text_equal(a[i], b[j]));
+        }
+    }
+}
+
+static void lists_in_one_order_are_matched_in_step(void)
+{
+    const mls_text names[] = {text("a"), text("b.c"), text(""), text("b")};
+    size_t partners[4], rest[4], rest_count = 9;
+    mls_status st;
+    REQUIRE(mls_names_match(names, 4, names, 4, partners, rest, &rest_count, &st) ==
+            MLS_OK);
+    CHECK(rest_count == 0);
+    for (size_t i = 0; i < 4; i++) {
+        CHECK(partners[i] == i);
+    }
+    check(names, 4, names, 2);
+    check(names, 2, names, 4);
+    check(names, 0, names, 4);
+    check(names, 4, names, 0);
+    check(names, 0, names, 0);
+}
+
+static void a_name_is_compared_as_bytes_with_its_length(void)
+{
+    const mls_text a[] = {{"x\0y", 3}, {"x\0z", 3}, {"x", 1}};
+    const mls_text b[] = {{"x", 1}, {"x\0z", 3}, {"x\0y", 3}};
+    check(a, 3, b, 3);
+}
+
+static void equal_names_of_a_list_get_one_partner_each(void)
+{
+    const mls_text a[] = {text("w"), text("w"), text("v"), text("w")};
+    const mls_text b[] = {text("v"), text("w"), text("w")};
+    check(a, 4, b, 3);
+    check(b, 3, a, 4);
+}
+
+static void any_two_lists_are_matched(void)
+{
+    static char chars[MOST][4];
+    mls_text pool[MOST], a[MOST], b[MOST];
+    srand(7);
+    for (size_t i = 0; i < MOST; i++) {
+        snprintf(chars[i], sizeof chars[i], "n%d", (int)i % 23); /* some twice */
+        pool[i] = text(chars[i]);
+    }
+    for (int round = 0; round < TRIES(400); round++) {
+        const size_t a_count = (size_t)rand() % MOST, b_count = (size_t)rand() % MOST;
+        const size_t same = (size_t)rand() % MOST; /* as many begin alike */
+        for (size_t i = 0; i < MOST; i++) {
+            a[i] = pool[rand() % MOST];
+            b[i] = i < same ? a[i] : pool[rand() % MOST];
+        }
+        check(a, a_count, b, b_count);
+    }
+}
+
+static const test_case tests[] = {
+    TEST(lists_in_one_order_are_matched_in_step),
+    TEST(a_name_is_compared_as_bytes_with_its_length),
+    TEST(equal_names_of_a_list_get_one_partner_each),
+    TEST(any_two_lists_are_matched),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

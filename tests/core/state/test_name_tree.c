@@ -1,0 +1,441 @@
+#include "base/memory.h"
+#include "state/name_tree.h"
+
+#include "support/runner.h"
+
+#include <stdlib.h>
+#include <time.h>
+
+/* A literal with all its bytes, NUL characters included. */
+#define TEXT(literal) ((mls_text){.data = "" literal, .length = sizeof(literal) - 1})
+
+/* The tree of a list that is known to be good. */
+static mls_names *tree_of(const mls_text *list, size_t count)
+{
+    mls_names *names = NULL;
+    mls_status st;
+    CHECK(mls_names_new(list, count, &names, &st) == MLS_OK && names != NULL);
+    return names;
+}
+
+static const mls_name_node *node_at(const mls_names *names, mls_text path)
+{
+    const uint32_t node = mls_names_find(names, path);
+    return node == MLS_NAME_NONE ? NULL : &mls_names_nodes(names)[node];
+}
+
+/* Whether exactly these positions lie under `path`. */
+static bool under_is(const mls_names *names, mls_text path, const uint32_t *want,
+                     size_t count)
+{
+    uint32_t got[64];
+    const uint32_t node = mls_names_find(names, path);
+    return node != MLS_NAME_NONE && mls_names_nodes(names)[node].count <= 64 &&
+           mls_names_under(names, node, got) == count &&
+           (count == 0 || memcmp(got, want, count * sizeof *want) == 0);
+}
+
+#define UNDER(names, path, ...)                                                          \
+    under_is(names, path, (const uint32_t[]){__VA_ARGS__},                               \
+             sizeof((const uint32_t[]){__VA_ARGS__}) / sizeof(uint32_t))
+
+static void a_model_becomes_a_tree(void)
+{
+    const mls_text list[] = {
+        TEXT("embed"),         TEXT("layers.0.attn.weight"), TEXT("layers.0.attn.bias"),
+        TEXT("layers.0.norm"), TEXT("layers.1.norm"),        TEXT("head")};
+    mls_names *names = tree_of(list, 6);
+    REQUIRE(names != NULL);
+    CHECK(mls_names_size(names) == 11);
+    const mls_name_node *nodes = mls_names_nodes(names);
+    CHECK(nodes[0].parent == MLS_NAME_NONE && nodes[0].count == 6 && nodes[0].depth == 0);
+    CHECK(nodes[0].path.length == 0 && nodes[0].name == MLS_NAME_NONE);
+    for (size_t i = 1; i < mls_names_size(names); i++) {
+        CHECK(nodes[i].parent < i && nodes[i].depth == nodes[nodes[i].parent].depth + 1);
+    }
+    const mls_name_node *attn = node_at(names, TEXT("layers.0.attn"));
+    REQUIRE(attn != NULL);
+    CHECK(attn->count == 2 && attn->depth == 3 && attn->name == MLS_NAME_NONE);
+    CHECK(mls_text_is(attn->segment, "attn") && mls_text_is(attn->path, "layers.0.attn"));
+    CHECK(UNDER(names, TEXT("layers"), 1, 2, 3, 4));
+    CHECK(UNDER(names, TEXT("layers.0"), 1, 2, 3));
+    CHECK(UNDER(names, TEXT("layers.1"), 4));
+    CHECK(UNDER(names, TEXT(""), 0, 1, 2, 3, 4, 5));
+    CHECK(under_is(names, TEXT("head"), NULL, 0));
+    CHECK(mls_names_position(names, TEXT("layers.1.norm")) == 4);
+    CHECK(mls_names_position(names, TEXT("layers.1")) == MLS_NAME_NONE);
+    mls_names_free(names);
+}
+
+static void what_is_not_there_is_not_found(void)
+{
+    const mls_text list[] = {TEXT("a.b.c"), TEXT("a.d"), TEXT("a.e")};
+    const mls_text absent[] = {TEXT("b"),    TEXT("a.b."), TEXT("a."),  TEXT(".a"),
+                               TEXT("a.bb"), TEXT("a.dd"), TEXT("A.d"), TEXT("a.b.c.d"),
+                               TEXT("."),    TEXT("a..d"), TEXT("ab")};
+    mls_names *names = tree_of(list, 3);
+    REQUIRE(names != NULL);
+    for (size_t i = 0; i < sizeof absent / sizeof absent[0]; i++) {
+        CHECK(mls_names_find(names, absent[i]) == MLS_NAME_NONE);
+        CHECK(mls_names_position(names, absent[i]) == MLS_NAME_NONE);
+    }
+    CHECK(mls_names_position(names, TEXT("")) == MLS_NAME_NONE);
+    CHECK(mls_names_find(names, (mls_text){0}) == 0);
+    mls_names_free(names);
+}
+
+static void children_stand_in_the_order_of_the_list(void)
+{
+    const mls_text list[] = {TEXT("z.1"), TEXT("a.1"), TEXT("z.0"), TEXT("m"),
+                             TEXT("a.0")};
+    static const char *const order[] = {"z", "z.1", "z.0", "a", "a.1", "a.0", "m"};
+    mls_names *names = tree_of(list, 5);
+    REQUIRE(names != NULL);
+    const mls_name_node *nodes = mls_names_nodes(names);
+    uint32_t node = 0;
+    for (size_t i = 0; i < 7; i++) {
+        node = mls_names_next(names, 0, node, false);
+        REQUIRE(node != MLS_NAME_NONE);
+        CHECK(mls_text_is(nodes[node].path, order[i]));
+    }
+    CHECK(mls_names_next(names, 0, node, false) == MLS_NAME_NONE);
+    /* but positions rise */
+    CHECK(UNDER(names, TEXT("z"), 0, 2));
+    CHECK(UNDER(names, TEXT(""), 0, 1, 2, 3, 4));
+    mls_names_free(names);
+}
+
+static void a_walk_stays_under_its_top_and_can_skip(void)
+{
+    const mls_text list[] = {TEXT("a.b.c"), TEXT("a.b.d"), TEXT("a.e"), TEXT("f")};
+    mls_names *names = tree_of(list, 4);
+    REQUIRE(names != NULL);
+    const uint32_t a = mls_names_find(names, TEXT("a"));
+    const uint32_t b = mls_names_find(names, TEXT("a.b"));
+    const uint32_t e = mls_names_find(names, TEXT("a.e"));
+    const uint32_t f = mls_names_find(names, TEXT("f"));
+    CHECK(mls_names_next(names, a, a, false) == b);
+    CHECK(mls_names_next(names, a, b, true) == e);
+    CHECK(mls_names_next(names, a, e, false) == MLS_NAME_NONE);
+    CHECK(mls_names_next(names, 0, e, false) == f);
+    CHECK(mls_names_next(names, b, b, true) == MLS_NAME_NONE);
+    CHECK(mls_names_next(names, f, f, false) == MLS_NAME_NONE);
+    CHECK(mls_names_next(names, 0, a, true) == f);
+    mls_names_free(names);
+}
+
+static void a_name_can_have_names_under_it(void)
+{
+    const mls_text list[] = {TEXT("a.b"), TEXT("a"), TEXT("a.b.c"), TEXT("ab")};
+    mls_names *names = tree_of(list, 4);
+    REQUIRE(names != NULL);
+    const mls_name_node *a = node_at(names, TEXT("a"));
+    REQUIRE(a != NULL);
+    CHECK(a->name == 1 && a->count == 3 && a->first_child != MLS_NAME_NONE);
+    CHECK(UNDER(names, TEXT("a"), 0, 2));
+    CHECK(UNDER(names, TEXT("a.b"), 2));
+    CHECK(mls_names_position(names, TEXT("a")) == 1);
+    CHECK(mls_names_position(names, TEXT("ab")) == 3);
+    mls_names_free(names);
+}
+
+static void empty_segments_are_segments(void)
+{
+    const mls_text list[] = {TEXT("a..b"), TEXT("a.b"), TEXT(".a"),
+                             TEXT("a."),   TEXT(""),    TEXT("..")};
+    mls_names *names = tree_of(list, 6);
+    REQUIRE(names != NULL);
+    for (uint32_t i = 0; i < 6; i++) {
+        CHECK(mls_names_position(names, list[i]) == i);
+    }
+    const mls_name_node *b = node_at(names, TEXT("a..b"));
+    REQUIRE(b != NULL);
+    CHECK(b->depth == 3 && mls_text_is(b->segment, "b"));
+    CHECK(UNDER(names, TEXT("a"), 0, 1, 3));
+    CHECK(UNDER(names, TEXT("a."), 0));
+    CHECK(UNDER(names, TEXT("."), 5));
+    /* the empty path is the root and not the empty name */
+    CHECK(mls_names_find(names, TEXT("")) == 0);
+    CHECK(UNDER(names, TEXT(""), 0, 1, 2, 3, 4, 5));
+    mls_names_free(names);
+}
+
+static void no_names_are_a_tree_of_one_node(void)
+{
+    mls_names *names = tree_of(NULL, 0);
+    REQUIRE(names != NULL);
+    uint32_t none;
+    CHECK(mls_names_size(names) == 1 && mls_names_nodes(names)[0].count == 0);
+    CHECK(mls_names_under(names, 0, &none) == 0);
+    CHECK(mls_names_find(names, TEXT("a")) == MLS_NAME_NONE);
+    CHECK(mls_names_next(names, 0, 0, false) == MLS_NAME_NONE);
+    mls_names_free(names);
+    mls_names_free(NULL);
+}
+
+static void an_empty_name_may_have_no_memory(void)
+{
+    const mls_text list[] = {TEXT("a"), {.data = NULL, .length = 0}, TEXT("b")};
+    mls_names *names = tree_of(list, 3);
+    REQUIRE(names != NULL);
+    CHECK(mls_names_position(names, (mls_text){0}) == 1);
+    CHECK(mls_names_position(names, TEXT("b")) == 2);
+    mls_names_free(names);
+}
+
+static void any_bytes_are_a_name(void)
+{
+    const mls_text list[] = {TEXT("a\0b.c"),
+                             TEXT("a\0c.c"),
+                             TEXT("a"),
+                             TEXT("%s%n.\"quoted\".'x'"),
+                             TEXT("sch\xC3\xB6n"),
+                             TEXT("sch\xC3\xB6"),
+                             TEXT("\xFF\xFE.\x80"),
+                             TEXT("a b.\n")};
+    mls_names *names = tree_of(list, 8);
+    REQUIRE(names != NULL);
+    for (uint32_t i = 0; i < 8; i++) {
+        CHECK(mls_names_position(names, list[i]) == i);
+    }
+    CHECK(UNDER(names, TEXT("a\0b"), 0));
+    CHECK(UNDER(names, TEXT("%s%n"), 3));
+    CHECK(under_is(names, TEXT("a"), NULL, 0));
+    mls_names_free(names);
+}
+
+static void a_name_that_occurs_twice_is_refused(void)
+{
+    const mls_text list[] = {TEXT("a.b"), TEXT("100%s.x"), TEXT("c"), TEXT("100%s.x")};
+    mls_names *names = NULL;
+    mls_status st;
+    CHECK(mls_names_new(list, 4, &names, &st) == MLS_E_VALUE && names == NULL);
+    CHECK_TEXT(st.name, "100%s.x");
+    CHECK_TEXT(st.text, "names 1 and 3 of the list are the same");
+    const mls_text neighbours[] = {TEXT(""), TEXT("")};
+    CHECK(mls_names_new(neighbours, 2, &names, &st) == MLS_E_VALUE && names == NULL);
+    CHECK(mls_names_new(neighbours, 1, &names, &st) == MLS_OK);
+    mls_names_free(names);
+}
+
+static void a_list_that_is_too_long_is_refused_unread(void)
+{
+    mls_names *names = NULL;
+    mls_status st;
+    CHECK(mls_names_new(NULL, (size_t)1 << 31, &names, &st) == MLS_E_CAPACITY);
+    CHECK(mls_names_new(NULL, SIZE_MAX, &names, &st) == MLS_E_CAPACITY);
+    CHECK(names == NULL && strstr(st.text, "segments") != NULL);
+}
+
+enum { DEPTH = 2000, LONG = 5000 };
+
+static void depth_costs_no_stack(void)
+{
+    /* "a.a.a...", and the same with another end, and all its ancestors' brothers */
+    static char deep[2][2 * DEPTH];
+    for (size_t i = 0; i < DEPTH; i++) {
+        memcpy(deep[0] + 2 * i, "a.", 2);
+    }
+    memcpy(deep[1], deep[0], sizeof deep[0]);
+    deep[1][2 * DEPTH - 2] = 'b';
+    const mls_text list[] = {
+        {deep[0], 2 * DEPTH - 1}, TEXT("b"), {deep[1], 2 * DEPTH - 1}};
+    mls_names *names = tree_of(list, 3);
+    REQUIRE(names != NULL);
+    CHECK(mls_names_size(names) == DEPTH + 3);
+    CHECK(mls_names_position(names, list[2]) == 2);
+    const mls_name_node *last = node_at(names, list[2]);
+    REQUIRE(last != NULL);
+    CHECK(last->depth == DEPTH && mls_text_is(last->segment, "b"));
+    CHECK(UNDER(names, TEXT("a.a.a"), 0, 2));
+    uint32_t node = 0, seen = 0;
+    while ((node = mls_names_next(names, 0, node, false)) != MLS_NAME_NONE) {
+        seen++;
+    }
+    CHECK(seen == DEPTH + 2);
+    mls_names_free(names);
+}
+
+static void long_names_are_told_apart_by_any_byte(void)
+{
+    /* one segment of 5,000 characters, and its copies with one byte changed */
+    enum { COPIES = 40 };
+    static char chars[COPIES][LONG];
+    mls_text list[COPIES];
+    for (size_t i = 0; i < COPIES; i++) {
+        memset(chars[i], 'x', LONG);
+        if (i > 0) {
+            chars[i][i < 20 ? i : LONG - i + 19] = 'y';
+        }
+        list[i] = (mls_text){chars[i], LONG};
+    }
+    mls_names *names = tree_of(list, COPIES);
+    REQUIRE(names != NULL);
+    for (uint32_t i = 0; i < COPIES; i++) {
+        CHECK(mls_names_position(names, list[i]) == i);
+    }
+    CHECK(mls_names_position(names, (mls_text){chars[0], LONG - 1}) == MLS_NAME_NONE);
+    mls_names_free(names);
+}
+
+/* Whether `name` lies under `path`, by its bytes alone. */
+static bool lies_under(mls_text name, mls_text path)
+{
+    return mls_text_starts(name, path) && name.length > path.length &&
+           name.data[path.length] == '.';
+}
+
+/* Random names of few letters, none twice; how many. */
+static size_t random_names(char chars[][12], mls_text *list, size_t count)
+{
+    static const char letters[] = "ab.";
+    size_t made = 0;
+    for (size_t i = 0; i < count; i++) {
+        const size_t length = (size_t)rand() % 12;
+        for (size_t j = 0; j < length; j++) {
+            chars[made][j] = letters[rand() % 3];
+        }
+        list[made] = (mls_text){chars[made], length};
+        bool is_new = true;
+        for (size_t j = 0; j < made; j++) {
+            is_new = is_new && !mls_text_equal(list[j], list[made]);
+        }
+        made += is_new;
+    }
+    return made;
+}
+
+/* Compare one node with a look at all names. */
+static void check_node(const mls_names *names, uint32_t node, const mls_text *list,
+                       size_t count)
+{
+    uint32_t got[64];
+    const mls_name_node *at = &mls_names_nodes(names)[node];
+    const size_t found = mls_names_under(names, node, got);
+    size_t want = 0;
+    for (size_t i = 0; i < count; i++) {
+        if (node == 0 || lies_under(list[i], at->path)) {
+            CHECK(want < found && got[want] == i);
+            want++;
+        } else if (mls_text_equal(list[i], at->path)) {
+            CHECK(at->name == i);
+        }
+    }
+    CHECK(found == want && at->count == want + (at->name != MLS_NAME_NONE));
+    CHECK(at->path.length == 0 || mls_names_find(names, at->path) == node);
+}
+
+static void random_trees_agree_with_a_look_at_all_names(void)
+{
+    static char chars[60][12];
+    mls_text list[60];
+    srand(20);
+    for (int round = 0; round < 300; round++) {
+        const size_t count = random_names(chars, list, 60);
+        mls_names *names = tree_of(list, count);
+        REQUIRE(names != NULL);
+        for (uint32_t node = 0; node < mls_names_size(names); node++) {
+            check_node(names, node, list, count);
+        }
+        for (size_t i = 0; i < count; i++) {
+            CHECK(mls_names_position(names, list[i]) == i);
+        }
+        mls_names_free(names);
+    }
+}
+
+enum { MANY = 60000 };
+
+/* Names that differ in a few bytes only, as generated names do: a number, in no order,
+ * between two constants. */
+static void many_names(const char *head, int digits, const char *tail, char (*chars)[48],
+                       mls_text *list)
+{
+    for (size_t i = 0; i < MANY; i++) {
+        const unsigned number = (unsigned)(i * 7919 % MANY);
+        const int length =
+            snprintf(chars[i], sizeof chars[i], "%s%0*u%s", head, digits, number, tail);
+        list[i] = (mls_text){chars[i], (size_t)length};
+    }
+}
+
+static void many_children_of_one_node_take_no_longer(void)
+{
+    static const char *const heads[] = {"", "", "x", "a.b.", "12345678"};
+    static const int digits[] = {1, 8, 1, 16, 24};
+    static const char *const tails[] = {"", "", ".w", ".weight", "00000000"};
+    static char chars[MANY][48];
+    static mls_text list[MANY];
+    for (size_t form = 0; form < 5; form++) {
+        many_names(heads[form], digits[form], tails[form], chars, list);
+        const clock_t start = clock();
+        mls_names *names = tree_of(list, MANY);
+        REQUIRE(names != NULL);
+        for (uint32_t i = 0; i < MANY; i += 7) {
+            CHECK(mls_names_position(names, list[i]) == i);
+        }
+        /* about 20 ms; lists to search would take a minute */
+        CHECK((double)(clock() - start) / CLOCKS_PER_SEC < 10);
+        mls_names_free(names);
+    }
+}
+
+/* The paths of the layers, one behind the other, each followed by a bar. */
+static const char *layers_of(const char *const *list, size_t count, uint32_t depth)
+{
+    static char text[400];
+    mls_status st;
+    mls_text borrowed[16];
+    mls_names *tree = NULL;
+    uint32_t *layers = NULL;
+    size_t found = 0, length = 0;
+    for (size_t i = 0; i < count; i++) {
+        borrowed[i] = (mls_text){.data = list[i], .length = strlen(list[i])};
+    }
+    CHECK(mls_names_new(borrowed, count, &tree, &st) == MLS_OK);
+    CHECK(mls_names_layers(tree, depth, &layers, &found, &st) == MLS_OK);
+    for (size_t i = 0; i < found; i++) {
+        const mls_text path = mls_names_nodes(tree)[layers[i]].path;
+        memcpy(text + length, path.data, path.length);
+        length += path.length;
+        text[length++] = '|';
+    }
+    text[length] = '\0';
+    mls_free(layers);
+    mls_names_free(tree);
+    return text;
+}
+
+static void layers_come_in_the_order_of_their_first_names(void)
+{
+    static const char *const list[] = {"a.b.w", "c", "a.x", "d.e.f.w", "a.b.v", "d.w"};
+    CHECK(strcmp(layers_of(list, 6, 0), "a.b||a|d.e.f|d|") == 0);
+    CHECK(strcmp(layers_of(list, 6, 1), "a|d|") == 0);
+    CHECK(strcmp(layers_of(list, 6, 2), "a.b|d.e|") == 0);
+    CHECK(strcmp(layers_of(list, 6, 9), "") == 0);
+    CHECK(strcmp(layers_of(list, 0, 0), "") == 0);
+}
+
+static const test_case tests[] = {
+    TEST(layers_come_in_the_order_of_their_first_names),
+    TEST(a_model_becomes_a_tree),
+    TEST(what_is_not_there_is_not_found),
+    TEST(children_stand_in_the_order_of_the_list),
+    TEST(a_walk_stays_under_its_top_and_can_skip),
+    TEST(a_name_can_have_names_under_it),
+    TEST(empty_segments_are_segments),
+    TEST(no_names_are_a_tree_of_one_node),
+    TEST(an_empty_name_may_have_no_memory),
+    TEST(any_bytes_are_a_name),
+    TEST(a_name_that_occurs_twice_is_refused),
+    TEST(a_list_that_is_too_long_is_refused_unread),
+    TEST(depth_costs_no_stack),
+    TEST(long_names_are_told_apart_by_any_byte),
+    TEST(random_trees_agree_with_a_look_at_all_names),
+    TEST(many_children_of_one_node_take_no_longer),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

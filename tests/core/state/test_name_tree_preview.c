@@ -1,0 +1,198 @@
+#include "base/memory.h"
+#include "state/name_tree_preview.h"
+#include "support/runner.h"
+
+enum { MOST = 12000, NAME = 48 };
+
+static char texts[MOST][NAME];
+static mls_text names[MOST];
+
+/* The tree of `count` names that `write` gives. */
+static mls_names *tree_of(size_t count, void (*write)(char *text, size_t i))
+{
+    mls_status st;
+    mls_names *tree = NULL;
+    for (size_t i = 0; i < count; i++) {
+        write(texts[i], i);
+        names[i] = (mls_text){.data = texts[i], .length = strlen(texts[i])};
+    }
+    CHECK(mls_names_new(names, count, &tree, &st) == MLS_OK);
+    return tree;
+}
+
+static void layered(char *text, size_t i)
+{
+    snprintf(text, NAME, "layers.%zu.part%zu", i / 9, i % 9);
+}
+
+static void flat(char *text, size_t i)
+{
+    snprintf(text, NAME, "t%zu", i);
+}
+
+static void few(char *text, size_t i)
+{
+    snprintf(text, NAME, "%c.%zu", (char)('a' + i / 2), i % 2);
+}
+
+/* Names that the rows stand for: those of closed rows, of counted siblings, and those
+ * that end at an open row. */
+static size_t names_shown(const mls_names *tree, const mls_outline_row *rows,
+                          size_t count)
+{
+    const mls_name_node *nodes = mls_names_nodes(tree);
+    size_t sum = 0;
+    for (size_t i = 0; i < count; i++) {
+        uint32_t node = rows[i].node;
+        if (rows[i].open) {
+            sum += nodes[node].name != MLS_NAME_NONE;
+            continue;
+        }
+        for (uint32_t k = 0; k < (rows[i].hidden == 0 ? 1 : rows[i].hidden); k++) {
+            sum += nodes[node].count;
+            node = nodes[node].next_sibling;
+        }
+    }
+    return sum;
+}
+
+static void every_name_is_shown_or_counted_within_the_rows(void)
+{
+    void (*const kinds[])(char *, size_t) = {layered, flat, few};
+    const size_t counts[] = {10000, 10000, 8};
+    for (size_t kind = 0; kind < 3; kind++) {
+        mls_names *tree = tree_of(counts[kind], kinds[kind]);
+        const size_t limits[] = {1, 2, 3, 12, 40, 120, SIZE_MAX};
+        for (size_t i = 0; tree != NULL && i < sizeof limits / sizeof limits[0]; i++) {
+            mls_status st;
+            mls_outline_row *rows = NULL;
+            size_t count = 0;
+            CHECK(mls_outline_new(tree, limits[i], 12, &rows, &count, &st) == MLS_OK);
+            CHECK(count > 0 && count <= limits[i]);
+            CHECK(names_shown(tree, rows, count) == counts[kind]);
+            mls_free(rows);
+        }
+        mls_names_free(tree);
+    }
+}
+
+static void rows_come_in_pre_order_with_the_last_sibling(void)
+{
+    mls_status st;
+    mls_outline_row *rows = NULL;
+    size_t count = 0;
+    mls_names *tree = tree_of(8, few); /* a.0 a.1 b.0 ... d.1 */
+    const mls_name_node *nodes = mls_names_nodes(tree);
+    CHECK(mls_outline_new(tree, 7, 3, &rows, &count, &st) == MLS_OK);
+    /* a, its two, two siblings counted, d, its two */
+    CHECK(count == 7);
+    CHECK(mls_text_is(nodes[rows[0].node].path, "a") && rows[0].open);
+    CHECK(mls_text_is(nodes[rows[1].node].path, "a.0") && !rows[1].open);
+    CHECK(mls_text_is(nodes[rows[2].node].path, "a.1"));
+    CHECK(mls_text_is(nodes[rows[3].node].path, "b") && rows[3].hidden == 2);
+    CHECK(mls_text_is(nodes[rows[4].node].path, "d") && rows[4].open);
+    mls_free(rows);
+    mls_names_free(tree);
+}
+
+static void one(char *text, size_t i)
+{
+    snprintf(text, NAME, "%c.x.y", (char)('a' + i));
+}
+
+static void a_single_name_needs_one_row(void)
+{
+    mls_status st;
+    mls_outline_row *rows = NULL;
+    size_t count = 0;
+    mls_names *tree = tree_of(3, one);
+    CHECK(mls_outline_new(tree, 50, 12, &rows, &count, &st) == MLS_OK && count == 3);
+    CHECK(!rows[0].open && mls_names_nodes(tree)[rows[0].node].count == 1);
+    mls_free(rows);
+    mls_names_free(tree);
+}
+
+static void no_rows_and_no_names_give_nothing(void)
+{
+    mls_status st;
+    mls_outline_row *rows = NULL;
+    size_t count = 9;
+    mls_names *tree = tree_of(8, few);
+    CHECK(mls_outline_new(tree, 0, 12, &rows, &count, &st) == MLS_OK && count == 0);
+    mls_free(rows);
+    mls_names_free(tree);
+    tree = tree_of(0, few);
+    CHECK(mls_outline_new(tree, 50, 12, &rows, &count, &st) == MLS_OK && count == 0);
+    mls_free(rows);
+    mls_names_free(tree);
+}
+
+static void a_deep_name_costs_no_stack(void)
+{
+    enum { DEEP = 200000 };
+    mls_status st;
+    mls_names *tree = NULL;
+    mls_outline_row *rows = NULL;
+    size_t count = 0;
+    char *text = mls_alloc(DEEP, 1);
+    for (size_t i = 0; i < DEEP; i++) {
+        text[i] = i % 2 == 0 ? 'x' : '.';
+    }
+    /* two names that share all but their last parts */
+    const mls_text both[] = {{.data = text, .length = DEEP - 1},
+                             {.data = text, .length = DEEP - 3}};
+    CHECK(mls_names_new(both, 2, &tree, &st) == MLS_OK);
+    CHECK(mls_outline_new(tree, SIZE_MAX, 3, &rows, &count, &st) == MLS_OK);
+    CHECK(count == DEEP / 2);
+    mls_free(rows);
+    mls_names_free(tree);
+    mls_free(text);
+}
+
+/* "a", "a.b", "c.x.y", "d.0", "d.1" with 1, 2, 4, 8 and 16 bytes. */
+static void rows_say_what_lies_under_them(void)
+{
+    const mls_text five[] = {{"a", 1}, {"a.b", 3}, {"c.x.y", 5}, {"d.0", 3}, {"d.1", 3}};
+    const mls_outline_sum leaves[] = {
+        {1, "int8"}, {2, "int8"}, {4, NULL}, {8, "int8"}, {16, "float32"}};
+    mls_names *tree = NULL;
+    mls_outline_sum *sums = NULL;
+    mls_status st;
+    REQUIRE(mls_names_new(five, 5, &tree, &st) == MLS_OK);
+    REQUIRE(mls_outline_sums(tree, leaves, &sums, &st) == MLS_OK);
+    CHECK(sums[0].bytes == 31);
+    CHECK_TEXT(sums[0].dtype, "mixed");
+    const uint32_t a = mls_names_find(tree, five[0]);
+    const uint32_t c = mls_names_find(tree, (mls_text){"c", 1});
+    mls_outline_row row = {.node = a};
+    mls_outline_entry e = mls_outline_describe(tree, sums, &row);
+    CHECK(e.count == 2 && e.name == 0 && e.sum.bytes == 3 && mls_text_is(e.label, "a"));
+    CHECK_TEXT(e.sum.dtype, "int8");
+    row.node = c; /* one name: shown as a whole */
+    e = mls_outline_describe(tree, sums, &row);
+    CHECK(e.count == 1 && e.name == 2 && mls_text_is(e.label, "c.x.y"));
+    CHECK(e.sum.bytes == 4 && e.sum.dtype == NULL);
+    row = (mls_outline_row){.node = c, .hidden = 2};
+    e = mls_outline_describe(tree, sums, &row);
+    CHECK(e.count == 3 && e.name == MLS_NAME_NONE && e.sum.bytes == 28);
+    CHECK_TEXT(e.sum.dtype, "mixed");
+    row = (mls_outline_row){.node = mls_names_find(tree, five[1])};
+    e = mls_outline_describe(tree, sums, &row);
+    CHECK(e.name == 1 && mls_text_is(e.label, "b"));
+    mls_free(sums);
+    mls_names_free(tree);
+}
+
+static const test_case tests[] = {
+    TEST(rows_say_what_lies_under_them),
+    TEST(every_name_is_shown_or_counted_within_the_rows),
+    TEST(rows_come_in_pre_order_with_the_last_sibling),
+    TEST(a_single_name_needs_one_row),
+    TEST(no_rows_and_no_names_give_nothing),
+    TEST(a_deep_name_costs_no_stack),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

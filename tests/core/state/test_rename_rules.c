@@ -1,0 +1,506 @@
+#include "state/rename_rules.h"
+
+#include "base/memory.h"
+#include "support/runner.h"
+
+#include <stdint.h>
+#include <stdlib.h>
+
+/* A literal with all its bytes, NUL characters included. */
+#define TEXT(literal) ((mls_text){.data = "" literal, .length = sizeof(literal) - 1})
+
+#define COUNT(list) (sizeof(list) / sizeof((list)[0]))
+
+/* ---- applying ---- */
+
+static mls_rename_rule rule(mls_text old, mls_text new, bool anywhere)
+{
+    return (mls_rename_rule){.old = old, .new = new, .anywhere = anywhere};
+}
+
+/* Whether `name` becomes `want`, with just enough room and with plenty. */
+static bool becomes(mls_text name, const mls_rename_rule *rules, size_t count,
+                    mls_text want)
+{
+    char plenty[256];
+    const size_t length = mls_name_apply(name, rules, count, plenty, sizeof plenty, NULL);
+    const size_t enough = mls_name_apply(name, rules, count, NULL, 0, NULL);
+    if (length != want.length || memcmp(plenty, want.data, length) != 0 ||
+        enough < length) {
+        return false;
+    }
+    /* a block of its own, so that a sanitizer sees each byte too many */
+    char *exact = mls_alloc(enough, 1);
+    const size_t again = mls_name_apply(name, rules, count, exact, enough, NULL);
+    const bool same = again == length && memcmp(exact, plenty, length) == 0;
+    mls_free(exact);
+    return same;
+}
+
+static bool one_rule(mls_text name, mls_text old, mls_text new, bool anywhere,
+                     mls_text want)
+{
+    const mls_rename_rule only = rule(old, new, anywhere);
+    return becomes(name, &only, 1, want);
+}
+
+static void a_prefix_is_replaced_at_the_start_only(void)
+{
+    CHECK(one_rule(TEXT("module.a.b"), TEXT("module."), TEXT(""), false, TEXT("a.b")));
+    CHECK(one_rule(TEXT("a.module.b"), TEXT("module."), TEXT(""), false,
+                   TEXT("a.module.b")));
+    CHECK(one_rule(TEXT("module.module.b"), TEXT("module."), TEXT(""), false,
+                   TEXT("module.b")));
+    CHECK(one_rule(TEXT("a"), TEXT(""), TEXT("model."), false, TEXT("model.a")));
+    CHECK(one_rule(TEXT("enc.w"), TEXT("enc."), TEXT("encoder."), false,
+                   TEXT("encoder.w")));
+    CHECK(one_rule(TEXT("enc"), TEXT("enc."), TEXT("x"), false, TEXT("enc")));
+    CHECK(one_rule(TEXT("enc."), TEXT("enc."), TEXT(""), false, TEXT("")));
+    CHECK(one_rule(TEXT(""), TEXT(""), TEXT("a"), false, TEXT("a")));
+    CHECK(one_rule(TEXT(""), TEXT("a"), TEXT("b"), true, TEXT("")));
+}
+
+static void anywhere_means_wherever_a_segment_starts(void)
+{
+    const mls_text mark = TEXT("_orig_mod.");
+    CHECK(one_rule(TEXT("_orig_mod.a._orig_mod.b"), mark, TEXT(""), true, TEXT("a.b")));
+    CHECK(one_rule(TEXT("a._orig_mod._orig_mod.b"), mark, TEXT(""), true, TEXT("a.b")));
+    CHECK(one_rule(TEXT("x_orig_mod.b"), mark, TEXT(""), true, TEXT("x_orig_mod.b")));
+    CHECK(one_rule(TEXT("a.x_orig_mod._orig_mod.b"), mark, TEXT(""), true,
+                   TEXT("a.x_orig_mod.b")));
+    CHECK(one_rule(TEXT("a._orig_mod"), mark, TEXT(""), true, TEXT("a._orig_mod")));
+    CHECK(one_rule(TEXT("a._orig_mod."), mark, TEXT(""), true, TEXT("a.")));
+    /* an old text without a dot at its end: the next start is behind the next dot */
+    CHECK(one_rule(TEXT("a.aaa.a"), TEXT("a"), TEXT("xyz"), true, TEXT("xyz.aaa.xyz")));
+    CHECK(one_rule(TEXT("aa.a"), TEXT("a"), TEXT("."), true, TEXT("aa..")));
+    CHECK(one_rule(TEXT("a.b.a.b.a"), TEXT("a.b"), TEXT("c"), true, TEXT("c.c.a")));
+    CHECK(one_rule(TEXT("a.b.a"), TEXT("a"), TEXT("c"), true, TEXT("c.b.c")));
+    CHECK(one_rule(TEXT(".a"), TEXT("."), TEXT("x"), true, TEXT("xa")));
+    CHECK(one_rule(TEXT("a.b"), TEXT(""), TEXT("x."), true, TEXT("x.a.b")));
+}
+
+static void a_prefix_ends_where_a_segment_ends(void)
+{
+    const mls_text layer = TEXT("layers.1"), first = TEXT("layers.0");
+    CHECK(one_rule(TEXT("layers.1.w"), layer, first, false, TEXT("layers.0.w")));
+    CHECK(one_rule(TEXT("layers.1"), layer, first, false, TEXT("layers.0")));
+    CHECK(one_rule(TEXT("layers.10.w"), layer, first, false, TEXT("layers.10.w")));
+    CHECK(one_rule(TEXT("fc2.w"), TEXT("fc"), TEXT("head"), false, TEXT("fc2.w")));
+    CHECK(one_rule(TEXT("fc2.fc.w"), TEXT("fc"), TEXT("head"), true, TEXT("fc2.head.w")));
+}
+
+static void rules_that_match_are_marked(void)
+{
+    const mls_rename_rule rules[] = {rule(TEXT("a."), TEXT("b."), false),
+                                     rule(TEXT("b"), TEXT("c"), false),
+                                     rule(TEXT("a."), TEXT(""), false)};
+    bool used[3] = {false};
+    char out[8];
+    CHECK(mls_name_apply(TEXT("a.w"), rules, 3, out, sizeof out, used) == 3);
+    CHECK(used[0] && used[1] && !used[2]);
+    CHECK(mls_name_apply(TEXT("x"), rules, 3, out, sizeof out, used) == 1);
+    CHECK(used[0] && used[1] && !used[2]);
+}
+
+static void rules_see_what_the_rules_before_them_made(void)
+{
+    const mls_rename_rule unwrap[] = {rule(TEXT("_orig_mod."), TEXT(""), true),
+                                      rule(TEXT("module."), TEXT("model."), false)};
+    CHECK(becomes(TEXT("_orig_mod.module.a._orig_mod.b"), unwrap, 2, TEXT("model.a.b")));
+    /* it grows on the way and ends short */
+    const mls_rename_rule there_and_back[] = {rule(TEXT("a"), TEXT("a.a.a.a.a.a"), true),
+                                              rule(TEXT("a.a.a.a.a.a"), TEXT("b"), true),
+                                              rule(TEXT("b."), TEXT(""), true)};
+    CHECK(becomes(TEXT("a.a"), there_and_back, 3, TEXT("b")));
+    CHECK(becomes(TEXT("a.a"), there_and_back, 0, TEXT("a.a")));
+}
+
+static void any_bytes_can_be_renamed(void)
+{
+    CHECK(one_rule(TEXT("a\0b.%s"), TEXT("a\0b."), TEXT("\"'."), false, TEXT("\"'.%s")));
+    CHECK(one_rule(TEXT("sch\xC3\xB6n.x"), TEXT("sch\xC3\xB6n"), TEXT("\0"), true,
+                   TEXT("\0.x")));
+}
+
+static void without_room_it_says_what_is_enough(void)
+{
+    const mls_rename_rule grow = rule(TEXT("a"), TEXT("bbb"), true);
+    char out[9];
+    CHECK(mls_name_apply(TEXT("a.a.c"), &grow, 1, out, 9, NULL) == 9);
+    CHECK(memcmp(out, "bbb.bbb.c", 9) == 0);
+    for (size_t room = 0; room < 9; room++) {
+        CHECK(mls_name_apply(TEXT("a.a.c"), &grow, 1, out, room, NULL) >= 9);
+    }
+    CHECK(mls_name_apply(TEXT("abc"), NULL, 0, NULL, 0, NULL) == 3);
+    CHECK(mls_name_apply(TEXT(""), NULL, 0, NULL, 0, NULL) == 0);
+}
+
+static void endless_growth_is_told_and_not_tried(void)
+{
+    /* each rule makes a hundred segments of one: 100 ** 12 is more than there can be */
+    enum { SEGMENTS = 100, RULES = 12 };
+    static char many[2 * SEGMENTS];
+    for (size_t i = 0; i < SEGMENTS; i++) {
+        memcpy(many + 2 * i, "a.", 2);
+    }
+    mls_rename_rule rules[RULES];
+    for (size_t i = 0; i < RULES; i++) {
+        rules[i] = rule(TEXT("a"), (mls_text){many, 2 * SEGMENTS - 1}, true);
+    }
+    char out[16];
+    CHECK(mls_name_apply(TEXT("a"), rules, RULES, out, sizeof out, NULL) == SIZE_MAX);
+    CHECK(mls_name_apply(TEXT("a"), rules, 2, NULL, 0, NULL) < 200000);
+}
+
+/* The definition once more, on a string that may be long, a segment at a time. */
+static size_t by_definition(const char *name, size_t length, const char *old,
+                            const char *new, char *out)
+{
+    const size_t old_length = strlen(old);
+    size_t written = 0;
+    for (size_t i = 0; i < length;) {
+        const size_t end = i + old_length;
+        const bool starts = i == 0 || name[i - 1] == '.';
+        if (starts && end <= length && memcmp(name + i, old, old_length) == 0 &&
+            (end == length || name[end] == '.' || name[end - 1] == '.')) {
+            memcpy(out + written, new, strlen(new));
+            written += strlen(new);
+            i += old_length;
+        } else {
+            out[written++] = name[i++];
+        }
+    }
+    return written;
+}
+
+static void random_names_are_renamed_by_definition(void)
+{
+    static const char *const olds[] = {"a", "a.", "b.a", ".", "ab", "a.a."};
+    static const char *const news[] = {"", "a", "b.b.", "..", "aaaaaaa", "x"};
+    char name[24], want[256];
+    srand(11);
+    for (int round = 0; round < 20000; round++) {
+        const size_t length = (size_t)rand() % sizeof name;
+        for (size_t i = 0; i < length; i++) {
+            name[i] = "ab.."[rand() % 4];
+        }
+        const char *old = olds[rand() % 6], *new = news[rand() % 6];
+        const size_t want_length = by_definition(name, length, old, new, want);
+        REQUIRE(one_rule((mls_text){name, length}, (mls_text){old, strlen(old)},
+                         (mls_text){new, strlen(new)}, true,
+                         (mls_text){want, want_length}));
+    }
+}
+
+/* ---- explaining ---- */
+
+static mls_explanation explain(const mls_text *unexpected, size_t unexpected_count,
+                               const mls_text *missing, size_t missing_count)
+{
+    mls_status st;
+    mls_explanation found = {0};
+    CHECK(mls_names_explain(unexpected, unexpected_count, missing, missing_count, &found,
+                            &st) == MLS_OK);
+    return found;
+}
+
+static bool rule_is(const mls_explanation *found, size_t at, const char *old,
+                    const char *new, bool anywhere)
+{
+    return at < found->rule_count && mls_text_is(found->rules[at].old, old) &&
+           mls_text_is(found->rules[at].new, new) &&
+           found->rules[at].anywhere == anywhere;
+}
+
+static void a_prefix_too_much_is_found(void)
+{
+    const mls_text unexpected[] = {TEXT("module.a.w"), TEXT("module.a.b"),
+                                   TEXT("module.c")};
+    const mls_text missing[] = {TEXT("a.w"), TEXT("a.b"), TEXT("c")};
+    mls_explanation found = explain(unexpected, 3, missing, 3);
+    CHECK(found.rule_count == 1 && found.matched == 3);
+    CHECK(rule_is(&found, 0, "module.", "", false));
+    mls_explanation_fini(&found);
+    CHECK(found.rule_count == 0 && found.prefix == NULL);
+}
+
+static void a_prefix_too_little_is_found(void)
+{
+    const mls_text unexpected[] = {TEXT("a.w"), TEXT("a.b"), TEXT("c"), TEXT("d")};
+    const mls_text missing[] = {TEXT("net.inner.a.w"), TEXT("net.inner.a.b"),
+                                TEXT("net.inner.c")};
+    mls_explanation found = explain(unexpected, 4, missing, 3);
+    CHECK(found.rule_count == 1 && found.matched == 3);
+    CHECK(rule_is(&found, 0, "", "net.inner.", false));
+    mls_explanation_fini(&found);
+}
+
+static void marks_of_wrappers_are_found_wherever_they_stand(void)
+{
+    const mls_text unexpected[] = {
+        TEXT("_fsdp_wrapped_module.a._fsdp_wrapped_module.w"),
+        TEXT("_fsdp_wrapped_module.b._checkpoint_wrapped_module.w"),
+        TEXT("_fsdp_wrapped_module.c._fsdp_wrapped_module._checkpoint_wrapped_module.w")};
+    const mls_text missing[] = {TEXT("a.w"), TEXT("b.w"), TEXT("c.w")};
+    mls_explanation found = explain(unexpected, 3, missing, 3);
+    CHECK(found.rule_count == 2 && found.matched == 3);
+    CHECK(rule_is(&found, 0, "_fsdp_wrapped_module.", "", true));
+    CHECK(rule_is(&found, 1, "_checkpoint_wrapped_module.", "", true));
+    mls_explanation_fini(&found);
+}
+
+static void marks_and_a_prefix_are_found_together(void)
+{
+    /* "module.model." is a part of no name */
+    const mls_text unexpected[] = {TEXT("module._orig_mod.model.a"),
+                                   TEXT("module._orig_mod.model.b._orig_mod.w")};
+    const mls_text missing[] = {TEXT("a"), TEXT("b.w"), TEXT("z")};
+    mls_explanation found = explain(unexpected, 2, missing, 3);
+    CHECK(found.rule_count == 2 && found.matched == 2);
+    CHECK(rule_is(&found, 0, "_orig_mod.", "", true));
+    CHECK(rule_is(&found, 1, "module.model.", "", false));
+    char out[64];
+    CHECK(mls_name_apply(unexpected[1], found.rules, found.rule_count, out, 64, NULL) ==
+          3);
+    CHECK(memcmp(out, "b.w", 3) == 0);
+    mls_explanation_fini(&found);
+}
+
+static void the_fewest_rules_are_given(void)
+{
+    /* one mark at the front is a prefix; a mark that both sides have is left alone */
+    const mls_text front[] = {TEXT("_orig_mod.a"), TEXT("_orig_mod.b")};
+    const mls_text plain[] = {TEXT("a"), TEXT("b")};
+    mls_explanation found = explain(front, 2, plain, 2);
+    CHECK(found.rule_count == 1 && rule_is(&found, 0, "_orig_mod.", "", false));
+    mls_explanation_fini(&found);
+    const mls_text both[] = {TEXT("module.a._fsdp_wrapped_module.w"),
+                             TEXT("module.b._fsdp_wrapped_module.w")};
+    const mls_text still[] = {TEXT("a._fsdp_wrapped_module.w"),
+                              TEXT("b._fsdp_wrapped_module.w")};
+    found = explain(both, 2, still, 2);
+    CHECK(found.rule_count == 1 && rule_is(&found, 0, "module.", "", false));
+    mls_explanation_fini(&found);
+    found = explain(plain, 2, front, 2);
+    CHECK(found.rule_count == 1 && rule_is(&found, 0, "", "_orig_mod.", false));
+    mls_explanation_fini(&found);
+}
+
+static void what_explains_too_little_is_not_given(void)
+{
+    const mls_text unexpected[] = {TEXT("module.a"), TEXT("module.b"), TEXT("x"),
+                                   TEXT("y")};
+    const mls_text half[] = {TEXT("a"), TEXT("b"), TEXT("p"), TEXT("q"), TEXT("r")};
+    mls_explanation found = explain(unexpected, 4, half, 5);
+    CHECK(found.rule_count == 0 && found.matched == 0 && found.prefix == NULL);
+    found = explain(unexpected, 4, half, 3); /* two of three */
+    CHECK(found.rule_count == 1 && found.matched == 2);
+    mls_explanation_fini(&found);
+    found = explain(unexpected + 2, 2, half + 2, 3);
+    CHECK(found.rule_count == 0);
+}
+
+static void nothing_explains_empty_lists(void)
+{
+    const mls_text names[] = {TEXT("module.a"), TEXT("_orig_mod.b")};
+    mls_explanation found = explain(NULL, 0, names, 2);
+    CHECK(found.rule_count == 0 && found.matched == 0);
+    found = explain(names, 2, NULL, 0);
+    CHECK(found.rule_count == 0);
+    found = explain(NULL, 0, NULL, 0);
+    CHECK(found.rule_count == 0);
+    /* and names that match as they are need no rules */
+    found = explain(names, 2, names, 2);
+    CHECK(found.rule_count == 0 && found.matched == 0);
+}
+
+static void rules_that_make_names_one_are_not_given(void)
+{
+    /* "module.a" would become "a", which is there */
+    const mls_text prefix[] = {TEXT("module.a"), TEXT("module.b"), TEXT("a")};
+    const mls_text b[] = {TEXT("b")};
+    mls_explanation found = explain(prefix, 3, b, 1);
+    CHECK(found.rule_count == 0);
+    found = explain(prefix, 2, b, 1);
+    CHECK(found.rule_count == 1 && found.matched == 1);
+    mls_explanation_fini(&found);
+    /* without its mark one name is another */
+    const mls_text marked[] = {TEXT("x._orig_mod.a"), TEXT("x.a"), TEXT("y._orig_mod.b")};
+    const mls_text missing[] = {TEXT("y.b")};
+    found = explain(marked, 3, missing, 1);
+    CHECK(found.rule_count == 0);
+    /* a name that moves on makes way for the next one */
+    const mls_text twice[] = {TEXT("m.m.a"), TEXT("m.a"), TEXT("m.b")};
+    const mls_text once[] = {TEXT("a"), TEXT("b"), TEXT("c")};
+    found = explain(twice, 3, once, 3);
+    CHECK(found.rule_count == 1 && found.matched == 2);
+    CHECK(rule_is(&found, 0, "m.", "", false));
+    mls_explanation_fini(&found);
+}
+
+static void rules_that_leave_nothing_of_a_name_are_not_given(void)
+{
+    const mls_text unexpected[] = {TEXT("module."), TEXT("module.a")};
+    const mls_text missing[] = {TEXT("a"), TEXT("z")};
+    mls_explanation found = explain(unexpected, 2, missing, 1);
+    CHECK(found.rule_count == 0);
+    const mls_text marked[] = {TEXT("_orig_mod."), TEXT("x._orig_mod.a")};
+    const mls_text plain[] = {TEXT("x.a")};
+    found = explain(marked, 2, plain, 1);
+    CHECK(found.rule_count == 0);
+}
+
+static void a_prefix_is_whole_segments(void)
+{
+    const mls_text unexpected[] = {TEXT("xa"), TEXT("xb")};
+    const mls_text missing[] = {TEXT("a"), TEXT("b")};
+    mls_explanation found = explain(unexpected, 2, missing, 2);
+    CHECK(found.rule_count == 0);
+    const mls_text inside[] = {TEXT("x_orig_mod.a"), TEXT("y_orig_mod.b")};
+    const mls_text without[] = {TEXT("xa"), TEXT("yb")};
+    found = explain(inside, 2, without, 2);
+    CHECK(found.rule_count == 0);
+}
+
+static void well_known_prefixes_win_a_tie(void)
+{
+    const mls_text unexpected[] = {TEXT("aux.w"), TEXT("aux.b"), TEXT("model.w"),
+                                   TEXT("model.b")};
+    const mls_text missing[] = {TEXT("w"), TEXT("b")};
+    mls_explanation found = explain(unexpected, 4, missing, 2);
+    CHECK(found.rule_count == 1 && rule_is(&found, 0, "model.", "", false));
+    mls_explanation_fini(&found);
+}
+
+static void a_name_that_occurs_twice_is_refused(void)
+{
+    const mls_text twice[] = {TEXT("a"), TEXT("b"), TEXT("a")};
+    const mls_text once[] = {TEXT("m.a"), TEXT("m.b")};
+    mls_status st;
+    mls_explanation found = {.matched = 77};
+    CHECK(mls_names_explain(twice, 3, once, 2, &found, &st) == MLS_E_VALUE);
+    CHECK_TEXT(st.name, "a");
+    CHECK(mls_names_explain(once, 2, twice, 3, &found, &st) == MLS_E_VALUE);
+    CHECK(found.matched == 77);
+}
+
+static void long_and_strange_names_are_explained(void)
+{
+    enum { LONG = 5000 };
+    static char chars[2][LONG + 2];
+    for (size_t i = 0; i < 2; i++) {
+        for (size_t j = 0; j < LONG; j++) {
+            chars[i][j] = j % 2 == 1 ? '.' : 'a';
+        }
+        chars[i][LONG] = (char)('b' + (char)i);
+    }
+    const mls_text unexpected[] = {{chars[0], LONG + 1}, {chars[1], LONG + 1}};
+    const mls_text missing[] = {{chars[0] + 200, LONG - 199},
+                                {chars[1] + 200, LONG - 199}};
+    mls_explanation found = explain(unexpected, 2, missing, 2);
+    CHECK(found.rule_count == 1 && found.matched == 2);
+    CHECK(found.rules[0].old.length == 200 && found.rules[0].new.length == 0);
+    mls_explanation_fini(&found);
+    const mls_text strange[] = {TEXT("%n\"\0.a"), TEXT("%n\"\0.\xC3\xB6")};
+    const mls_text rest[] = {TEXT("a"), TEXT("\xC3\xB6")};
+    found = explain(strange, 2, rest, 2);
+    CHECK(found.rule_count == 1 && mls_text_equal(found.rules[0].old, TEXT("%n\"\0.")));
+    mls_explanation_fini(&found);
+}
+
+enum { MANY = 3000 };
+
+/* A model's names, each with something in front and in the middle. */
+static void model_names(const char *front, const char *middle, char (*chars)[96],
+                        mls_text *list)
+{
+    static const char *const leaves[] = {"attn.q.weight", "attn.q.bias", "norm.weight"};
+    for (size_t i = 0; i < MANY; i++) {
+        const int length = snprintf(chars[i], sizeof chars[i], "%slayers.%zu.%s%s", front,
+                                    i / 3, middle, leaves[i % 3]);
+        list[i] = (mls_text){chars[i], (size_t)length};
+    }
+}
+
+static void a_whole_model_is_explained_from_both_sides(void)
+{
+    static char chars[2][MANY][96];
+    static mls_text wrapped[MANY], plain[MANY];
+    model_names("_orig_mod.net.", "_checkpoint_wrapped_module.", chars[0], wrapped);
+    model_names("", "", chars[1], plain);
+    /* each list the longer one in turn */
+    for (size_t fewer = 0; fewer <= 400; fewer += 400) {
+        mls_explanation found = explain(wrapped, MANY - fewer, plain, MANY - 200);
+        CHECK(found.matched == MANY - (fewer > 200 ? fewer : 200));
+        CHECK(found.rule_count == 2);
+        CHECK(rule_is(&found, 0, "_checkpoint_wrapped_module.", "", true));
+        CHECK(rule_is(&found, 1, "_orig_mod.net.", "", false));
+        mls_explanation_fini(&found);
+    }
+    model_names("", "", chars[0], wrapped);
+    model_names("transformer.", "", chars[1], plain);
+    for (size_t fewer = 0; fewer <= 400; fewer += 400) {
+        mls_explanation found = explain(wrapped, MANY - fewer, plain, MANY - 200);
+        CHECK(found.rule_count == 1 && rule_is(&found, 0, "", "transformer.", false));
+        mls_explanation_fini(&found);
+    }
+}
+
+static void a_few_names_among_many_others_are_explained(void)
+{
+    enum { FEW = 30 };
+    static char chars[2][MANY][96];
+    static mls_text many[MANY], few[MANY];
+    model_names("model.", "", chars[0], many);
+    model_names("", "", chars[1], few);
+    mls_explanation found = explain(many, MANY, few + MANY / 2, FEW);
+    CHECK(found.matched == FEW && rule_is(&found, 0, "model.", "", false));
+    mls_explanation_fini(&found);
+    found = explain(few + MANY / 2, FEW, many, MANY);
+    CHECK(found.matched == FEW && rule_is(&found, 0, "", "model.", false));
+    mls_explanation_fini(&found);
+}
+
+static void a_star_means_anywhere(void)
+{
+    mls_rename_rule r;
+    CHECK(mls_rename_rule_of(TEXT("*a."), TEXT("b"), &r) && r.anywhere);
+    CHECK(mls_text_is(r.old, "a.") && mls_text_is(r.new, "b"));
+    CHECK(mls_rename_rule_of(TEXT("a*"), TEXT(""), &r) && !r.anywhere);
+    CHECK(mls_text_is(r.old, "a*"));
+    CHECK(mls_rename_rule_of(TEXT(""), TEXT("model."), &r) && !r.anywhere);
+    CHECK(!mls_rename_rule_of(TEXT("*"), TEXT("b"), &r));
+}
+
+static const test_case tests[] = {
+    TEST(a_star_means_anywhere),
+    TEST(a_prefix_is_replaced_at_the_start_only),
+    TEST(anywhere_means_wherever_a_segment_starts),
+    TEST(a_prefix_ends_where_a_segment_ends),
+    TEST(rules_that_match_are_marked),
+    TEST(rules_see_what_the_rules_before_them_made),
+    TEST(any_bytes_can_be_renamed),
+    TEST(without_room_it_says_what_is_enough),
+    TEST(endless_growth_is_told_and_not_tried),
+    TEST(random_names_are_renamed_by_definition),
+    TEST(a_prefix_too_much_is_found),
+    TEST(a_prefix_too_little_is_found),
+    TEST(marks_of_wrappers_are_found_wherever_they_stand),
+    TEST(marks_and_a_prefix_are_found_together),
+    TEST(the_fewest_rules_are_given),
+    TEST(what_explains_too_little_is_not_given),
+    TEST(nothing_explains_empty_lists),
+    TEST(rules_that_make_names_one_are_not_given),
+    TEST(rules_that_leave_nothing_of_a_name_are_not_given),
+    TEST(a_prefix_is_whole_segments),
+    TEST(well_known_prefixes_win_a_tie),
+    TEST(a_name_that_occurs_twice_is_refused),
+    TEST(long_and_strange_names_are_explained),
+    TEST(a_whole_model_is_explained_from_both_sides),
+    TEST(a_few_names_among_many_others_are_explained),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

@@ -1,0 +1,114 @@
+/* chains: chains of blocks for tests, and a plain recursion that judges plans of them. */
+#ifndef MLS_TEST_CHAINS_H
+#define MLS_TEST_CHAINS_H
+
+#include "activation/chain.h"
+
+#include <math.h>
+#include <string.h>
+
+enum { CHAIN_ROOM = 130 };
+
+/* A chain that owns its numbers; use `chain` after chain_of. */
+typedef struct test_chain {
+    double forward[CHAIN_ROOM], backward[CHAIN_ROOM];
+    int64_t activation[CHAIN_ROOM], gradient[CHAIN_ROOM], saved[CHAIN_ROOM];
+    int64_t temporary[3][CHAIN_ROOM];
+    mls_chain chain;
+} test_chain;
+
+/* Numbers that are the same everywhere. */
+static inline uint64_t next_number(uint64_t *state, uint64_t below)
+{
+    *state = *state * 6364136223846793005U + 1442695040888963407U;
+    return (*state >> 33) % below;
+}
+
+static inline void bind_chain(test_chain *c, size_t blocks, double rate)
+{
+    c->chain = (mls_chain){.blocks = blocks,
+                           .forward_seconds = c->forward,
+                           .backward_seconds = c->backward,
+                           .activation_bytes = c->activation,
+                           .gradient_bytes = c->gradient,
+                           .saved_bytes = c->saved,
+                           .forward_temporary_bytes = c->temporary[0],
+                           .saving_temporary_bytes = c->temporary[1],
+                           .backward_temporary_bytes = c->temporary[2],
+                           .offload_rate = rate,
+                           .load_rate = rate};
+}
+
+/* `blocks` blocks with sizes below `bytes`, and times that are quarters of seconds. */
+static inline void chain_of(test_chain *c, size_t blocks, uint64_t bytes, uint64_t seed)
+{
+    uint64_t state = seed + 1;
+    memset(c, 0, sizeof *c);
+    for (size_t i = 0; i <= blocks; i++) {
+        c->activation[i] = (int64_t)next_number(&state, bytes);
+        c->gradient[i] = c->activation[i];
+    }
+    for (size_t i = 0; i < blocks; i++) {
+        c->forward[i] = 0.25 * (double)next_number(&state, 40);
+        c->backward[i] = 0.25 * (double)next_number(&state, 80);
+        c->saved[i] = c->activation[i + 1] + (int64_t)next_number(&state, 3 * bytes);
+        for (size_t k = 0; k < 3; k++) {
+            c->temporary[k][i] = (int64_t)next_number(&state, bytes / 4 + 1);
+        }
+    }
+    bind_chain(c, blocks, seed % 3 == 0 ? (double)bytes : 0);
+}
+
+static inline int64_t judge_most(int64_t a, int64_t b)
+{
+    return a > b ? a : b;
+}
+
+/* The least extra seconds of s .. t with that much memory above activation s, by trying
+ * everything: for a handful of blocks. */
+static inline double judge(const mls_chain *c, size_t s, size_t t, int64_t memory,
+                           bool offload)
+{
+    const int64_t *a = c->activation_bytes, *g = c->gradient_bytes;
+    const int64_t hold = t + 1 == c->blocks ? 0 : g[t + 1];
+    const int64_t saved = c->saved_bytes[s];
+    const int64_t first = hold + saved + c->saving_temporary_bytes[s];
+    const int64_t end = saved + g[s + 1] + g[s] + c->backward_temporary_bytes[s];
+    double best = (double)INFINITY, again = 0;
+    int64_t sweep = 0;
+    if (judge_most(first, end) <= memory) {
+        best = s == t ? 0 : judge(c, s + 1, t, memory - saved, offload);
+        if (s < t && offload) {
+            const double move =
+                (double)saved / c->offload_rate + (double)saved / c->load_rate;
+            best = fmin(best, move + judge(c, s + 1, t, memory - a[s + 1], offload));
+        }
+    }
+    for (size_t k = s + 1; k <= t; k++) {
+        const int64_t made = a[k] + c->forward_temporary_bytes[k - 1];
+        sweep = judge_most(sweep, hold + made + (k - 1 > s ? a[k - 1] : 0));
+        again += c->forward_seconds[k - 1];
+        if (sweep <= memory) {
+            best = fmin(best, again + judge(c, k, t, memory - a[k], offload) +
+                                  judge(c, s, k - 1, memory, offload));
+        }
+    }
+    return best;
+}
+
+/* Seconds of a chain without recomputation. */
+static inline double plain_of(const mls_chain *c)
+{
+    double seconds = 0;
+    for (size_t i = 0; i < c->blocks; i++) {
+        seconds += c->forward_seconds[i] + c->backward_seconds[i];
+    }
+    return seconds;
+}
+
+static inline bool is_near(double a, double b, double tolerance)
+{
+    return fabs(a - b) <= tolerance * (1 + fabs(a));
+}
+
+#endif

@@ -1,0 +1,67 @@
+/* failing_alloc: allocations that fail when a test wants them to.  Included by one file
+ * of a program, which is linked with -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc.
+ */
+#ifndef MLS_FAILING_ALLOC_H
+#define MLS_FAILING_ALLOC_H
+
+#include "support/runner.h"
+#include "base/status.h"
+
+#include <stdbool.h>
+#include <stdlib.h>
+
+void *__real_malloc(size_t bytes);
+void *__real_calloc(size_t count, size_t size);
+void *__real_realloc(void *block, size_t bytes);
+void *__wrap_malloc(size_t bytes);
+void *__wrap_calloc(size_t count, size_t size);
+void *__wrap_realloc(void *block, size_t bytes);
+
+static long countdown; /* allocations until one fails; 0 and below: none does */
+static bool has_failed;
+
+static inline bool fails_now(void)
+{
+    if (countdown > 0 && --countdown == 0) {
+        has_failed = true;
+        return true;
+    }
+    return false;
+}
+
+void *__wrap_malloc(size_t bytes)
+{
+    return fails_now() ? NULL : __real_malloc(bytes);
+}
+
+void *__wrap_calloc(size_t count, size_t size)
+{
+    return fails_now() ? NULL : __real_calloc(count, size);
+}
+
+void *__wrap_realloc(void *block, size_t bytes)
+{
+    return fails_now() ? NULL : __real_realloc(block, bytes);
+}
+
+/* Run `job` with the n-th allocation failing, for n = 1, 2, ... until none fails; the
+ * number of failures it took. */
+static inline long fail_each(mls_code (*job)(mls_status *st))
+{
+    for (long n = 1; n < 10000; n++) {
+        mls_status st;
+        countdown = n;
+        has_failed = false;
+        const mls_code code = job(&st);
+        countdown = 0;
+        if (!has_failed) {
+            CHECK(code == MLS_OK);
+            return n - 1;
+        }
+        CHECK(code == MLS_E_MEMORY && st.code == MLS_E_MEMORY && st.text[0] != '\0');
+    }
+    CHECK(false && "the job allocates for ever");
+    return 0;
+}
+
+#endif

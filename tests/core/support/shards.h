@@ -1,0 +1,273 @@
+/* shards: a checkpoint's pool in a temporary folder, and items to store in it; for the
+ * tests of what plans, compares, writes and verifies shards.
+ */
+#ifndef MLS_SHARDS_H
+#define MLS_SHARDS_H
+
+#include "checkpoint/ranks/merged_index.h"
+#include "io/file.h"
+#include "base/memory.h"
+#include "support/runner.h"
+#include "checkpoint/write/shard_write.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+static const mls_kernels *kernels; /* the machine's fastest */
+static const mls_crc_kernels *crc;
+static mls_pool *four_threads;
+static char pool_path[160]; /* of the pool */
+static int pool_fd = -1;
+
+/* Several generations, the older ones first. */
+static const char *const generations[] = {"0123456789abcdef", "1123456789abcdef",
+                                          "2123456789abcdef", "3123456789abcdef"};
+
+static const char *const pool_folders[] = {"params", "optim_state", "index"};
+
+/* Make a pool under `base`, or in the usual place. */
+static inline void enter_pool(const char *base)
+{
+    const char *usual = getenv("TMPDIR");
+    snprintf(pool_path, sizeof pool_path, "%s/mlstate-pool-XXXXXX",
+             base != NULL    ? base
+             : usual != NULL ? usual
+                             : "/tmp");
+    bool good = mkdtemp(pool_path) != NULL &&
+                (pool_fd = open(pool_path, O_RDONLY | O_DIRECTORY)) >= 0;
+    for (size_t i = 0; good && i < 3; i++) {
+        good = mkdirat(pool_fd, pool_folders[i], 0700) == 0;
+    }
+    if (!good) {
+        printf("    no temporary folder\n");
+        exit(1);
+    }
+}
+
+/* Files in one of the pool's folders; deletes them where asked. */
+static inline size_t files_in(const char *folder, bool delete)
+{
+    size_t count = 0;
+    char path[200];
+    snprintf(path, sizeof path, "%s/%s", pool_path, folder);
+    DIR *stream = opendir(path);
+    for (struct dirent *e; stream != NULL && (e = readdir(stream)) != NULL;) {
+        if (e->d_name[0] != '.') {
+            count++;
+            (void)(delete ? unlinkat(dirfd(stream), e->d_name, 0) : 0);
+        }
+    }
+    if (stream != NULL) {
+        closedir(stream);
+    }
+    return count;
+}
+
+/* All files of the pool. */
+static inline size_t pool_files(void)
+{
+    return files_in("params", false) + files_in("optim_state", false) +
+           files_in("index", false);
+}
+
+static inline void leave_pool(void)
+{
+    for (size_t i = 0; i < 3; i++) {
+        (void)files_in(pool_folders[i], true);
+        (void)unlinkat(pool_fd, pool_folders[i], AT_REMOVEDIR);
+    }
+    close(pool_fd);
+    CHECK(rmdir(pool_path) == 0);
+}
+
+/* Run all tests of a file, in a pool of their own. */
+static inline int run_in_pool(const char *file, const test_case *tests, size_t count)
+{
+    mls_cpu cpu;
+    mls_status st;
+    if (mls_cpu_choose(NULL, &cpu, &st) != MLS_OK ||
+        mls_pool_new(4, &four_threads, &st) != MLS_OK) {
+        return 1;
+    }
+    kernels = mls_kernels_of(cpu);
+    crc = mls_crc_of(cpu);
+    enter_pool(NULL);
+    const int result = runner_main(file, tests, count);
+    leave_pool();
+    mls_pool_free(four_threads);
+    return result;
+}
+
+/* Bytes that repeat nowhere soon; free() them. */
+static inline unsigned char *noise(size_t bytes)
+{
+    unsigned char *data = malloc(bytes + 1);
+    uint64_t state = 0x9E3779B97F4A7C15U + bytes;
+    for (size_t i = 0; data != NULL && i < bytes; i++) {
+        state = state * 6364136223846793005U + 1442695040888963407U;
+        data[i] = (unsigned char)(state >> 56);
+    }
+    return data;
+}
+
+static inline mls_text text(const char *chars)
+{
+    return (mls_text){.data = chars, .length = strlen(chars)};
+}
+
+/* A whole tensor; with `state` one of the optimizer. */
+static inline mls_shard_item item_of(const char *name, const char *state, mls_dtype dtype,
+                                     int rank, const size_t *shape, const void *data)
+{
+    return (mls_shard_item){
+        .id = {.section = state == NULL ? MLS_PARAMS : MLS_OPTIM_STATE,
+               .name = text(name),
+               .state = text(state == NULL ? "" : state),
+               .has_state = state != NULL},
+        .dtype = dtype,
+        .rank = rank,
+        .shape = shape,
+        .data = data};
+}
+
+/* One part of it. */
+static inline mls_shard_item part_of(mls_shard_item whole, int axis, size_t parts,
+                                     size_t part)
+{
+    whole.layout = (mls_layout){.count = 1, .steps = {{.axis = axis, .parts = parts}}};
+    whole.part = part;
+    return whole;
+}
+
+/* The only rank's job. */
+static inline mls_shard_job job_of(const mls_shard_item *items, size_t count,
+                                   const char *generation, const mls_index *before)
+{
+    return (mls_shard_job){.folder = pool_fd,
+                           .mode = 0666,
+                           .generation = generation,
+                           .world_size = 1,
+                           .items = items,
+                           .count = count,
+                           .before = before,
+                           .pack_below = 256 << 10,
+                           .kernels = kernels,
+                           .crc = crc,
+                           .pool = four_threads};
+}
+
+/* Read one of the pool's files whole; mls_free() it.  NULL where it is not there. */
+static inline unsigned char *read_pool_file(const char *path, size_t *length)
+{
+    char whole[sizeof pool_path + MLS_PATH_BYTES + 2];
+    unsigned char *data = NULL;
+    mls_status st;
+    snprintf(whole, sizeof whole, "%s/%s", pool_path, path);
+    return mls_file_read(whole, (size_t)1 << 30, &data, length, &st) == MLS_OK ? data
+                                                                               : NULL;
+}
+
+/* Parse one of the pool's indexes; release it with mls_index_fini. */
+static inline mls_index read_index(const char *path)
+{
+    mls_index index = {0};
+    mls_status st;
+    size_t length = 0;
+    char *data = (char *)read_pool_file(path, &length);
+    CHECK(data != NULL);
+    if (data != NULL && mls_index_parse(data, length, crc, &index, &st) != MLS_OK) {
+        printf("    %s\n", st.text);
+        CHECK(false && "the index does not parse");
+    }
+    mls_free(data);
+    return index;
+}
+
+/* Write all of a job, which must do; its index parsed. */
+static inline mls_index write_all(const mls_shard_job *job, mls_shards_written *written)
+{
+    mls_status st;
+    if (mls_shards_write(job, written, &st) != MLS_OK) {
+        printf("    %s\n", st.text);
+        CHECK(false && "nothing was written");
+        return (mls_index){0};
+    }
+    return read_index(written->path);
+}
+
+/* Read a whole tensor back from all its parts, by way of a catalog: verified, and not. */
+static inline bool reads_back(const mls_index *index, const mls_shard_item *item,
+                              const void *expected, const mls_codecs *codecs)
+{
+    const mls_layout whole = {0};
+    mls_catalog catalog = {0};
+    mls_stored_shard stored[16];
+    mls_part parts[16];
+    mls_piece pieces[16];
+    mls_part to;
+    mls_status st;
+    size_t count = 0, failed;
+    if (mls_catalog_init(&catalog, &index, 1, &st) != MLS_OK ||
+        mls_layout_part(&whole, item->rank, item->shape, 0, &to, &st) != MLS_OK) {
+        return false;
+    }
+    const size_t bytes = mls_part_count(&to) * mls_dtype_of(item->dtype)->item_bytes;
+    const size_t number = mls_catalog_find(&catalog, &item->id);
+    unsigned char *got = malloc(bytes + 1);
+    bool good = got != NULL && number != SIZE_MAX &&
+                catalog.tensors[number].places <= 16 &&
+                mls_catalog_pieces(&catalog, &catalog.tensors[number], &to, got,
+                                   &(mls_piece_room){stored, parts, pieces}, &count,
+                                   &st) == MLS_OK;
+    for (int verified = 0; good && verified < 2; verified++) {
+        memset(got, 0xA5, bytes);
+        good = mls_shards_read(&(mls_read_request){.folder = pool_fd,
+                                                   .pieces = pieces,
+                                                   .count = count,
+                                                   .crc = verified ? crc : NULL,
+                                                   .codecs = codecs,
+                                                   .pool = four_threads},
+                               &failed, &st) == MLS_OK &&
+               memcmp(got, expected, bytes) == 0;
+    }
+    free(got);
+    mls_catalog_fini(&catalog);
+    return good;
+}
+
+/* Change one byte of a file; false where there is none. */
+static inline bool flip(const char *path, uint64_t offset, unsigned bits)
+{
+    unsigned char byte;
+    const int fd = openat(pool_fd, path, O_RDWR);
+    bool good = fd >= 0 && pread(fd, &byte, 1, (off_t)offset) == 1;
+    byte = good ? (unsigned char)(byte ^ bits) : 0;
+    good = good && pwrite(fd, &byte, 1, (off_t)offset) == 1;
+    return (fd < 0 || close(fd) == 0) && good;
+}
+
+static inline bool set_length(const char *path, uint64_t bytes)
+{
+    const int fd = openat(pool_fd, path, O_WRONLY);
+    const bool good = fd >= 0 && ftruncate(fd, (off_t)bytes) == 0;
+    return (fd < 0 || close(fd) == 0) && good;
+}
+
+/* What somebody who waits has seen. */
+typedef struct watcher {
+    atomic_ullong bytes;
+    atomic_int calls, allowed; /* false is answered from so many calls on */
+} watcher;
+
+static inline bool watch(void *context, uint64_t bytes)
+{
+    watcher *w = context;
+    atomic_fetch_add(&w->bytes, bytes);
+    return atomic_fetch_add(&w->calls, 1) + 1 < atomic_load(&w->allowed);
+}
+
+#endif

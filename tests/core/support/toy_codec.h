@@ -1,0 +1,71 @@
+/* toy_codec: run lengths, as a codec that tests can look into and make fail.
+ */
+#ifndef MLS_TOY_CODEC_H
+#define MLS_TOY_CODEC_H
+
+#include "checkpoint/storage/compressed_frames.h"
+
+#include <stdatomic.h>
+#include <string.h>
+
+/* What the calls of one codec came to.  Zeroed: nothing fails. */
+typedef struct toy {
+    atomic_int encoded, decoded;          /* calls */
+    int encode_fails_at, decode_fails_at; /* the nth call, and all later ones; 0: none */
+    mls_code failure;                     /* what these say */
+    mls_codecs codecs;
+} toy;
+
+/* Pairs of how often and what. */
+static inline mls_code toy_encode(void *context, mls_codec codec,
+                                  const unsigned char *from, size_t bytes,
+                                  unsigned char *to, size_t room, size_t *out,
+                                  mls_status *st)
+{
+    toy *t = context;
+    size_t used = 0;
+    const int call = atomic_fetch_add(&t->encoded, 1) + 1;
+    if (t->encode_fails_at != 0 && call >= t->encode_fails_at) {
+        return mls_fail(st, t->failure, "%s is broken", mls_codec_name(codec));
+    }
+    *out = 0;
+    for (size_t i = 0, count; i < bytes; i += count) {
+        count = 1;
+        while (count < 255 && i + count < bytes && from[i + count] == from[i]) {
+            count++;
+        }
+        if (room - used < 2) {
+            return MLS_OK;
+        }
+        to[used++] = (unsigned char)count;
+        to[used++] = from[i];
+    }
+    *out = used;
+    return MLS_OK;
+}
+
+static inline mls_code toy_decode(void *context, mls_codec codec,
+                                  const unsigned char *from, size_t bytes,
+                                  unsigned char *to, size_t out, mls_status *st)
+{
+    toy *t = context;
+    size_t used = 0;
+    const int call = atomic_fetch_add(&t->decoded, 1) + 1;
+    if (t->decode_fails_at != 0 && call >= t->decode_fails_at) {
+        return mls_fail(st, t->failure, "%s is broken", mls_codec_name(codec));
+    }
+    for (size_t i = 0; i + 1 < bytes && from[i] > 0 && from[i] <= out - used; i += 2) {
+        memset(to + used, from[i + 1], from[i]);
+        used += from[i];
+    }
+    return bytes % 2 == 0 && used == out
+               ? MLS_OK
+               : mls_fail(st, MLS_E_FORMAT, "these are no runs of %zu bytes", out);
+}
+
+static inline void toy_begin(toy *t)
+{
+    *t = (toy){.codecs = {.encode = toy_encode, .decode = toy_decode, .context = t}};
+}
+
+#endif

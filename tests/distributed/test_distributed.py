@@ -1,0 +1,656 @@
+"""States of several ranks, which are threads here: merged, gathered, sent out."""
+
+import itertools
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tries import tries
+
+import mlstate
+from mlstate import CollectiveError, CompatibilityError, StateDict
+from mlstate.checkpoint import Layout, Shard
+from mlstate.collectives import SingleGroup
+from mlstate.distributed import DistributedStateCollector
+from mlstate.distributed._byte_ranges import boxes, bytes_of, put, take
+
+SECONDS = 20
+
+
+class Threads:
+    """A rank among threads, with what collecting needs of a group; counts what travels."""
+
+    def __init__(self, world, rank):
+        self._slots, self._barrier = world
+        self.rank = rank
+        self.world_size = len(self._slots)
+        self.largest = 0  # bytes of a message, sent or received
+        self.calls = []
+
+    def _exchange(self, kind, data):
+        self.calls.append(kind)
+        try:
+            self._slots[self.rank] = (kind, data)
+            self._barrier.wait()
+            found = list(self._slots)
+            self._barrier.wait()
+        except threading.BrokenBarrierError:
+            raise CollectiveError(f"rank {self.rank} waits in {kind}") from None
+        assert len({kind for kind, _ in found}) == 1, found
+        return [data for _, data in found]
+
+    def gather_bytes(self, data, *, root=None, timeout=None):
+        found = self._exchange(f"gather to {root}", data)
+        return found if root in (None, self.rank) else None
+
+    def broadcast(self, array, *, root=0, timeout=None):
+        self.largest = max(self.largest, array.nbytes)
+        found = self._exchange(f"broadcast {array.nbytes} from {root}", array.copy())
+        array[...] = found[root]
+        return array
+
+    def all_to_all(self, array, *, counts, out_counts, out, timeout=None):
+        assert sum(counts) == len(array)
+        assert sum(out_counts) == len(out)
+        self.largest = max(self.largest, array.nbytes, out.nbytes)
+        starts = np.cumsum([0, *counts])
+        parts = [array[a:b].copy() for a, b in itertools.pairwise(starts)]
+        found = [parts[self.rank] for parts in self._exchange("all_to_all", parts)]
+        assert [len(part) for part in found] == list(out_counts)
+        out[...] = np.concatenate(found)
+        return out
+
+
+def run(function, world_size=2):
+    """What `function` gives or raises with the collector of each rank."""
+    world = ([None] * world_size, threading.Barrier(world_size, timeout=SECONDS))
+    results = [None] * world_size
+
+    def work(rank):
+        try:
+            results[rank] = function(DistributedStateCollector(Threads(world, rank)))
+        except BaseException as error:
+            results[rank] = error
+            if not isinstance(error, ValueError | TypeError | KeyError | RuntimeError):
+                world[1].abort()
+
+    threads = [
+        threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(world_size)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(3 * SECONDS)
+        assert not thread.is_alive()
+    return results
+
+
+def good(results):
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def same_bits(found, expected):
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    assert found.tobytes() == np.ascontiguousarray(expected).tobytes()
+
+
+# ---- ranges of elements ----
+
+SHAPES = [(), (0,), (5,), (3, 4), (2, 3, 4), (2, 0, 3), (3, 1, 2, 2)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", ["C", "F", "swapped", "torch", "torch.T"])
+def test_every_range_of_elements_becomes_bytes_and_comes_back(shape, kind):
+    count = int(np.prod(shape))
+    array = np.arange(count, dtype=np.float32).reshape(shape)
+    expected = array.tobytes()
+    if kind == "F":
+        array = np.asfortranarray(array)
+    elif kind == "swapped":
+        array = array.astype(">f4")
+    elif kind.startswith("torch"):
+        torch = pytest.importorskip("torch", reason="its tensors are moved")
+        array = torch.from_numpy(np.array(array, order="F" if kind.endswith("T") else "C"))
+    for begin in range(count + 1):
+        for end in range(begin, count + 1):
+            data = bytes_of(array, begin, end)
+            assert data.tobytes() == expected[4 * begin : 4 * end]
+            other = np.zeros_like(data)
+            take(array, begin, end, other)
+            assert other.tobytes() == data.tobytes()
+            target = array.clone() if kind.startswith("torch") else array.copy(order="K")
+            target[...] = -1
+            put(target, begin, end, data)
+            found = bytes_of(target, 0, count).view(np.float32)
+            assert found[begin:end].tobytes() == data.tobytes()
+            assert (found[:begin] == -1).all()
+            assert (found[end:] == -1).all()
+
+
+def test_a_range_is_few_boxes():
+    assert len(list(boxes((9, 9, 9, 9), 1, 9**4 - 1))) == 7
+
+
+# ---- collecting ----
+
+
+class Model:
+    def __init__(self):
+        self.w = np.zeros(3)
+        self.loaded = 0
+
+    def get_state_dict(self):
+        return StateDict(w=self.w.copy())
+
+    def load_state_dict(self, state):
+        self.loaded += 1
+        self.w[:] = state["w"]
+
+
+def test_what_a_rank_has_is_not_copied():
+    collector = DistributedStateCollector(SingleGroup())
+    state = mlstate.ModelStateDict({"w": np.ones(2)}, model_type="x")
+    assert collector.collect_local_state(state) is state
+    plain = {"w": np.ones(2), "s": Layout.rows(2).shard(np.ones(3), 1)}
+    found = collector.collect_local_state(plain)
+    assert type(found) is StateDict
+    assert all(found[name] is plain[name] for name in plain)
+    assert collector.collect_local_state(Model())["w"].shape == (3,)
+
+
+@pytest.mark.parametrize("source", [None, 5, "text", [np.ones(2)]])
+def test_what_has_no_state_is_refused(source):
+    collector = DistributedStateCollector(SingleGroup())
+    with pytest.raises(TypeError, match="expected a mapping of str to arrays"):
+        collector.collect_local_state(source)
+    with pytest.raises(TypeError, match="model= goes with a torch optimizer"):
+        collector.collect_local_state({}, model=source or 1)
+
+
+def test_a_group_is_asked_for():
+    with pytest.raises(TypeError, match=r"TorchGroup"):
+        DistributedStateCollector(object())
+    with pytest.raises(ValueError, match="timeout"):
+        DistributedStateCollector(SingleGroup(), timeout=0)
+    assert repr(DistributedStateCollector(SingleGroup())).startswith("DistributedStateCollector(")
+
+
+# ---- merging ----
+
+COLLECTOR = DistributedStateCollector(SingleGroup())
+
+
+def test_replicas_are_kept_once_and_names_united():
+    first = mlstate.ModelStateDict({"a": np.ones(2)}, model_type="gpt")
+    second = {"a": np.ones(2), "b": np.zeros(3)}
+    merged = COLLECTOR.merge_states([first, second])
+    assert merged["a"] is first["a"]
+    assert merged["b"] is second["b"]
+    assert merged.model_type == "gpt"
+    assert list(first) == ["a"]
+
+
+def test_replicas_that_differ_are_said_with_rank_and_key():
+    good, bad = np.zeros((2, 3), np.float32), np.zeros((2, 3), np.float32)
+    bad[1, 2], bad[0, 0] = 0.5, np.nan
+    states = [{"w": good, "b": np.ones(1)}, {"w": good.copy(), "b": np.ones(1)}, {"w": bad}]
+    with pytest.raises(CompatibilityError, match="w: rank 2 differs from rank 0 in 2 of 6") as got:
+        COLLECTOR.merge_states(states)
+    (found,) = got.value.differences
+    assert (found.kind, found.name, found.ranks) == ("elements", "w", (2,))
+    assert (found.change.changed, found.change.nan, found.change.max_abs) == (2, 1, 0.5)
+    assert (got.value.name, got.value.rank) == ("w", 2)
+    assert "check=False" in str(got.value)
+    assert COLLECTOR.merge_states(states, check=False)["w"] is good
+    assert COLLECTOR.merge_states(states[:2])["w"] is good
+
+
+@pytest.mark.parametrize(
+    ("other", "kind", "text"),
+    [
+        (np.zeros((3, 2)), "shape", r"w: shape \(3, 2\) on rank 2, \(2, 3\) on ranks 0, 1"),
+        (np.zeros((2, 3), np.float32), "dtype", "w: dtype float32 on rank 2, float64 on ranks 0"),
+        (Shard(np.zeros((2, 3))), "kind", "w: kind a Shard on rank 2, a whole array on ranks 0"),
+    ],
+)
+def test_replicas_of_another_kind_are_said(other, kind, text):
+    states = [{"w": np.zeros((2, 3))}, {"w": np.zeros((2, 3))}, {"w": other}]
+    (found,) = COLLECTOR.compare_states(states)
+    assert (found.kind, found.ranks) == (kind, (2,))
+    with pytest.raises(CompatibilityError, match=text):
+        COLLECTOR.merge_states(states)
+    if kind != "kind":
+        assert COLLECTOR.merge_states(states, check=False)["w"] is states[0]["w"]
+
+
+def shards(array, layout, **keywords):
+    return [layout.shard(array, index, **keywords) for index in range(layout.parts)]
+
+
+def test_replicas_without_a_measure_are_compared_too():
+    for dtype in ("S3", "M8[s]", "i4,f8"):
+        first, second = np.zeros(3, dtype), np.zeros(3, dtype)
+        states = [{"w": first}, {"w": second}]
+        assert COLLECTOR.merge_states(states)["w"] is first
+        second.view("u1")[0] = 65
+        (found,) = COLLECTOR.compare_states(states)
+        assert found.text == "w: rank 1 differs from rank 0"
+        assert found.change is None
+
+
+def test_shards_are_assembled_and_gaps_said():
+    whole = np.arange(15.0).reshape(5, 3)
+    parts = shards(whole, Layout.rows(4))
+    merged = COLLECTOR.merge_states([{"w": part} for part in parts])
+    same_bits(merged["w"], whole)
+    assert COLLECTOR.merge_states([{"w": part} for part in parts[:3]])["w"].shape == (5, 3)
+    with pytest.raises(CompatibilityError, match=r"w: no rank has part 1 of 4 of shape \(5, 3\)"):
+        COLLECTOR.merge_states([{"w": parts[0]}, {"w": parts[2]}])
+    with pytest.raises(CompatibilityError, match="parts 1, 2 of 4"):
+        COLLECTOR.merge_states([{"w": parts[0]}], check=False)
+
+
+def test_shards_of_other_layouts_are_no_tensor():
+    whole = np.arange(12.0).reshape(4, 3)
+    states = [{"w": Layout.rows(2).shard(whole, 0)}, {"w": Layout.flat(2).shard(whole, 1)}]
+    for check in (True, False):
+        with pytest.raises(CompatibilityError, match=r"w: layout Layout\(\[\('flat', 2\)\]\)"):
+            COLLECTOR.merge_states(states, check=check)
+
+
+def test_two_ranks_with_the_same_part_must_have_the_same_elements():
+    whole = np.arange(12.0).reshape(4, 3)
+    layout = Layout.rows(2)
+    states = [{"w": layout.shard(whole, index)} for index in (0, 1, 1)]
+    same_bits(COLLECTOR.merge_states(states)["w"], whole)
+    states[2] = {"w": layout.shard(whole + 1, 1)}
+    with pytest.raises(CompatibilityError, match="w: rank 2 differs from rank 1 in 6 of 6"):
+        COLLECTOR.merge_states(states)
+    same_bits(COLLECTOR.merge_states(states, check=False)["w"], whole)
+
+
+def test_arrays_of_a_shard_may_have_any_shape_and_strides():
+    whole = np.arange(24.0).reshape(4, 6)
+    layout = Layout.axis(1, 2)
+    first = Shard(layout.take(whole, 0).reshape(-1), layout, 0, shape=(4, 6))
+    second = Shard(np.asfortranarray(layout.take(whole, 1)), layout, 1, shape=(4, 6))
+    same_bits(COLLECTOR.merge_states([{"w": first}, {"w": second}])["w"], whole)
+
+
+@pytest.mark.parametrize("states", [None, 5, {"w": np.ones(1)}, [5]])
+def test_states_come_in_a_list(states):
+    with pytest.raises(TypeError):
+        COLLECTOR.merge_states(states)
+
+
+def test_no_states_are_merged_into_an_empty_one():
+    for check in (True, False):
+        merged = COLLECTOR.merge_states([], check=check)
+        assert type(merged) is StateDict and not merged
+
+
+# ---- any layout, gathered and sent out again ----
+
+
+@st.composite
+def cuts(draw, world):
+    """A shape, and a layout of as many parts as there are ranks or a divisor of that."""
+    shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
+    steps = []
+    left = world
+    for _ in range(draw(st.integers(0, 2))):
+        parts = draw(st.sampled_from([n for n in range(1, left + 1) if left % n == 0]))
+        if shape:
+            steps.append((draw(st.integers(0, len(shape) - 1)), parts))
+            left //= parts
+    if draw(st.booleans()):
+        parts = draw(st.sampled_from([n for n in range(1, left + 1) if left % n == 0]))
+        steps.append(("flat", parts))
+    return shape, Layout(steps)
+
+
+@settings(deadline=None, max_examples=tries(60))
+@given(data=st.data())
+def test_any_layout_becomes_the_whole_and_parts_again(data):
+    world = data.draw(st.integers(1, 4))
+    rng = np.random.default_rng(data.draw(st.integers(0, 9)))
+    wholes, layouts = {}, {}
+    for number in range(data.draw(st.integers(1, 3))):
+        shape, layouts[f"t{number}"] = data.draw(cuts(world))
+        dtype = data.draw(st.sampled_from(["f4", "i1", "f8", ">i4", "c16", "?"]))
+        wholes[f"t{number}"] = (rng.random(shape) * 100).astype(dtype)
+    wholes["plain"] = rng.random(3)
+    order = data.draw(st.sampled_from("CF"))
+    max_bytes = data.draw(st.sampled_from([1, 7, 64, 1 << 20]))
+    root = data.draw(st.integers(0, world - 1))
+
+    def parts(rank, make=lambda array: array):
+        state = {"plain": make(wholes["plain"].copy())}
+        for name, layout in layouts.items():
+            index, replica = rank % layout.parts, rank // layout.parts
+            taken = np.array(layout.take(wholes[name], index), order=order)
+            shape = wholes[name].shape
+            state[name] = Shard(make(taken), layout, index, shape=shape, replica=replica)
+        return state
+
+    def gather_and_send(collector):
+        rank = collector.group.rank
+        full = collector.gather_full_state(parts(rank), root=root, max_bytes=max_bytes)
+        mine = parts(rank, np.zeros_like)
+        collector.broadcast_state(mine, source=full, root=root, max_bytes=max_bytes)
+        return full, mine
+
+    for rank, (full, mine) in enumerate(good(run(gather_and_send, world))):
+        assert (full is not None) == (rank == root)
+        if full is not None:
+            assert set(full) == set(wholes)
+            for name, whole in wholes.items():
+                same_bits(full[name].astype(whole.dtype), whole)
+        for name, value in parts(rank).items():
+            found = mine[name].array if isinstance(value, Shard) else mine[name]
+            expected = value.array if isinstance(value, Shard) else value
+            assert found.tobytes() == expected.tobytes(), name
+
+
+# ---- gathering ----
+
+
+def test_replicas_are_the_roots_own():
+    states = [mlstate.OptimizerStateDict({"w.m": np.ones(3)}, step=4) for _ in range(3)]
+
+    def gather(collector):
+        return collector.gather_full_state(states[collector.group.rank], root=1)
+
+    results = good(run(gather, 3))
+    assert results[0] is None
+    assert results[2] is None
+    assert results[1]["w.m"] is states[1]["w.m"]
+    assert (type(results[1]), results[1].step) == (mlstate.OptimizerStateDict, 4)
+
+
+def test_messages_are_bounded_and_the_result_is_all_that_is_made():
+    whole = np.arange(300_000, dtype=np.float32).reshape(1000, 300)
+    layout = Layout.axis(1, 3)
+    largest = [0] * 3
+
+    def gather(collector):
+        rank = collector.group.rank
+        shard = Shard(layout.take(whole, rank), layout, rank, shape=whole.shape)
+        full = collector.gather_full_state({"w": shard}, max_bytes=10_000)
+        largest[rank] = collector.group.largest
+        return full
+
+    same_bits(good(run(gather, 3))[0]["w"], whole)
+    assert max(largest) <= 10_000
+    assert largest[0] > 9_000
+
+
+def test_tied_tensors_stay_one_and_travel_once():
+    whole = np.arange(1000.0).reshape(5, 200)
+
+    def gather(collector):
+        rank = collector.group.rank
+        shard = Layout.rows(4).shard(whole, rank)  # the last rank has nothing
+        again = Shard(shard.array, shard.layout, rank, shape=shard.shape)
+        other = Shard(shard.array.copy(), shard.layout, rank, shape=shard.shape)
+        plain = np.ones(3)
+        state = {"a": shard, "b": again, "c": other, "d": plain, "e": plain}
+        full = collector.gather_full_state(state, max_bytes=12_800)
+        return full, collector.group.calls.count("all_to_all"), state
+
+    results = good(run(gather, 4))
+    full = results[0][0]
+    assert full["a"] is full["b"]
+    assert full["c"] is not full["a"]
+    assert full["d"] is full["e"]
+    for name in "abc":
+        same_bits(full[name], whole)
+    assert results[0][1] == 1  # two senders, each of at most two rows of two tensors
+    merged = COLLECTOR.merge_states([state for _, _, state in results])
+    assert merged["a"] is merged["b"]
+    same_bits(merged["c"], whole)
+    broken = [{"a": whole, "b": whole}, {"a": whole.copy(), "b": whole + 1}]
+    assert [found.name for found in COLLECTOR.compare_states(broken)] == ["b"]
+
+
+def test_names_choose():
+    def gather(collector):
+        state = {"a.w": np.ones(1), "a.b": np.ones(2), "c": np.full(1, collector.group.rank)}
+        return collector.gather_full_state(state, names="a")
+
+    assert list(good(run(gather))[0]) == ["a.w", "a.b"]
+
+    def unknown(collector):
+        return collector.gather_full_state({"bias": np.ones(1)}, names="bais")
+
+    errors = run(unknown)
+    assert all(isinstance(error, KeyError) for error in errors)
+    assert all("; did you mean 'bias'?" in str(error) for error in errors)
+
+    def unlike(collector):
+        return collector.gather_full_state({"bias": np.ones(1)}, names="x")
+
+    found = run(unlike)
+    assert all(isinstance(error, KeyError) and "there are 'bias'" in str(error) for error in found)
+
+
+def both_raise(function, error, text, world_size=2):
+    """All ranks raise the same, and their group goes on."""
+
+    def work(collector):
+        with pytest.raises(error, match=text) as caught:
+            function(collector)
+        assert len(collector.group.calls) in (2, 3)
+        collector.broadcast_state({"w": np.zeros(1)})
+        return [caught.value]
+
+    return [error for (error,) in good(run(work, world_size))]
+
+
+def test_replicas_that_differ_are_an_error_everywhere():
+    def gather(collector, **keywords):
+        state = {"a": np.ones(4), "w": np.zeros(5)}
+        state["w"][2] = collector.group.rank == 1
+        return collector.gather_full_state(state, **keywords)
+
+    text = "w: the elements on rank 1 differ from those on ranks 0, 2"
+    for error in both_raise(gather, CompatibilityError, text, 3):
+        assert [found.ranks for found in error.differences] == [(1,)]
+        assert (error.name, error.rank) == ("w", 1)
+        assert "verify_replicas=False" in str(error)
+    assert not good(run(lambda c: gather(c, verify_replicas=False), 3))[0]["w"].any()
+
+
+def test_other_keys_shapes_and_parts_are_an_error_everywhere():
+    whole = np.arange(6.0)
+
+    def gather(other):
+        def work(collector):
+            state = {"w": Layout.rows(2).shard(whole, collector.group.rank), "b": np.ones(2)}
+            return collector.gather_full_state(other(state) if collector.group.rank else state)
+
+        return work
+
+    for other, text in (
+        (lambda state: {"w": state["w"]}, "b: not on rank 1, but on rank 0"),
+        (lambda state: state | {"c": np.ones(1)}, "c: not on rank 0, but on rank 1"),
+        (lambda state: state | {"b": np.ones(3)}, r"b: shape \(3,\) on rank 1, \(2,\) on rank 0"),
+        (lambda state: state | {"b": np.ones(2, int)}, "b: dtype int64 on rank 1, float64 on"),
+        (lambda state: state | {"w": Layout.rows(2).shard(whole, 0)}, "w: no rank has part 1 of 2"),
+        (lambda state: state | {"w": Layout.flat(2).shard(whole, 1)}, "w: layout Layout"),
+        (lambda state: state | {"w": whole}, "w: kind a whole array on rank 1, a Shard on rank 0"),
+    ):
+        both_raise(gather(other), CompatibilityError, text)
+
+
+def test_a_rank_that_fails_is_heard_of():
+    def gather(collector):
+        return collector.gather_full_state(5 if collector.group.rank == 1 else {"w": np.ones(1)})
+
+    first, second = run(gather)
+    assert isinstance(second, TypeError)
+    assert isinstance(first, CollectiveError)
+    assert "rank 1 failed: TypeError: expected a mapping" in str(first)
+    assert first.rank == 1
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "text"),
+    [
+        ({"root": 2}, ValueError, "root 2 is no rank"),
+        ({"root": "0"}, TypeError, "root must be an int"),
+        ({"max_bytes": 0}, ValueError, "max_bytes must be at least 1"),
+        ({"max_bytes": []}, TypeError, "max_bytes must be a number of bytes"),
+        ({"max_bytes": 0.5}, ValueError, "max_bytes is 0.5: a fraction means nothing here"),
+    ],
+)
+@pytest.mark.parametrize("name", ["gather_full_state", "broadcast_state"])
+def test_wrong_arguments_of_one_rank_are_an_error_everywhere(name, keywords, error, text):
+    def work(collector):
+        wrong = keywords if collector.group.rank == 1 else {}
+        return getattr(collector, name)({"w": np.ones(1)}, **wrong)
+
+    first, second = run(work)
+    assert isinstance(first, CollectiveError)
+    assert isinstance(second, error)
+    assert text in str(second)
+    assert text in str(first)
+
+
+@pytest.mark.parametrize("name", ["gather_full_state", "broadcast_state"])
+@pytest.mark.parametrize("argument", ["root", "max_bytes"])
+def test_arguments_must_be_the_same_on_every_rank(name, argument):
+    def work(collector):
+        return getattr(collector, name)(
+            {"w": np.ones(1)}, **{argument: min(1, collector.group.rank) + (argument != "root")}
+        )
+
+    both = run(work, 3)
+    assert all(isinstance(error, CollectiveError) for error in both)
+    assert all(f"{argument} is" in str(error) and error.rank == 1 for error in both)
+
+
+def test_ranks_that_do_something_else_are_told_so():
+    def work(collector):
+        name = "broadcast_state" if collector.group.rank else "gather_full_state"
+        return getattr(collector, name)({"w": np.ones(1)})
+
+    for error in run(work):
+        assert isinstance(error, CollectiveError)
+        assert "operation is gather_full_state on rank 0 and broadcast_state on rank 1" in str(
+            error
+        )
+
+
+def test_arrays_of_objects_are_refused():
+    with pytest.raises(TypeError, match="'w'"):
+        COLLECTOR.gather_full_state({"w": np.array([None])})
+
+
+# ---- sending out ----
+
+
+def test_every_rank_gets_the_roots_elements_in_place():
+    def send(collector):
+        rank = collector.group.rank
+        state = {
+            "w": np.full((3, 4), float(rank)),
+            "t": np.full((4, 3), rank).T,
+            "s": Shard(np.full(2, rank), Layout.rows(2), 0, shape=(4,), replica=rank),
+            "e": np.zeros((0, 2)),
+            "n": np.array(rank),
+        }
+        kept = dict(state)
+        collector.broadcast_state(state, root=1, max_bytes=32)
+        assert all(state[name] is kept[name] for name in kept)
+        assert collector.group.largest <= 32
+        return [state["w"], state["t"], state["s"].array, state["n"]]
+
+    for arrays in good(run(send, 3)):
+        assert all((array == 1).all() for array in arrays)
+
+
+def test_an_object_takes_over_what_it_gave():
+    def send(collector):
+        model = Model()
+        model.w[:] = collector.group.rank + 1
+        collector.broadcast_state(model)
+        return model
+
+    for model in good(run(send)):
+        assert model.w.tolist() == [1, 1, 1]
+        assert model.loaded == 1
+
+
+def test_a_rank_that_cannot_take_over_is_heard_of():
+    class Broken(Model):
+        def load_state_dict(self, state):
+            raise RuntimeError("full")
+
+    def send(collector):
+        collector.broadcast_state(Broken() if collector.group.rank else Model())
+
+    first, second = run(send)
+    assert isinstance(first, CollectiveError)
+    assert "rank 1 failed: RuntimeError: full" in str(first)
+    assert isinstance(second, RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        ({"w": np.ones(3)}, "b: sent by rank 0, not on rank 1"),
+        ({"w": np.ones(3), "b": np.ones(1), "c": np.ones(1)}, "c: on rank 1, not sent by rank 0"),
+        ({"w": np.ones(2), "b": np.ones(1)}, r"w: shape \(3,\) sent by rank 0, \(2,\) on rank 1"),
+        ({"w": np.ones(3, "f4"), "b": np.ones(1)}, "w: dtype float64 sent by rank 0, float32 on"),
+    ],
+)
+def test_what_does_not_fit_changes_nothing(other, text):
+    def send(collector):
+        mine = other if collector.group.rank else {"w": np.zeros(3), "b": np.zeros(1)}
+        with pytest.raises(CompatibilityError, match=text):
+            collector.broadcast_state(mine)
+        return [array.sum() for array in mine.values()]
+
+    before = [array.sum() for array in other.values()]
+    assert good(run(send)) == [[0, 0], before]
+
+
+def test_parts_need_a_source_that_has_them():
+    whole = np.arange(6.0)
+
+    def send(collector):
+        shard = Layout.rows(2).shard(np.zeros(6), collector.group.rank)
+        with pytest.raises(CompatibilityError, match=r"rank 0 has part 0 of it alone.*source="):
+            collector.broadcast_state({"w": shard})
+        source = {"w": whole} if collector.group.rank == 0 else None
+        collector.broadcast_state({"w": shard}, source=source)
+        return shard.array.tolist()
+
+    assert good(run(send)) == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("array", "text"),
+    [
+        (np.broadcast_to(np.ones(1), 3), "read-only"),
+        (np.float64(3), "a float64; only NumPy arrays"),
+        (np.lib.stride_tricks.as_strided(np.ones(1), (3,), (0,)), "share memory"),
+    ],
+)
+def test_what_cannot_be_filled_is_refused_everywhere(array, text):
+    def send(collector):
+        collector.broadcast_state({"w": array if collector.group.rank else np.ones(3)})
+
+    first, second = run(send)
+    assert isinstance(second, ValueError)
+    assert text in str(second)
+    assert text in str(first)
+    assert isinstance(first, CollectiveError)

@@ -1,0 +1,648 @@
+"""Hooks, loops and calls that scatter gradients: what each does, and what it refuses."""
+
+import asyncio
+import threading
+import weakref
+
+import numpy as np
+import pytest
+from gradient_model import Model, assert_same, check_parts, gradients_of, run, units_of
+
+from mlstate import CollectiveError
+from mlstate.collectives import LocalGroup, SingleGroup
+from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit, ReduceScatterOperation
+
+pytestmark = pytest.mark.timeout(120)
+
+SHAPES = {"a": (5, 3), "b": (7,), "c": (), "d": (20, 2), "e": (0, 4)}
+
+
+# ---- hooks of a model ----
+
+
+def test_hooks_return_the_local_part_and_leave_the_model_when_closed():
+    model = Model()
+    units = units_of(0, SHAPES)
+    gradients = gradients_of(0, SHAPES)
+    hook = FSDPBackwardHook(FSDP(SingleGroup()))
+    hook.register_hooks(model, units)
+    assert list(model.functions) == list(SHAPES)
+    for name, part in model.backward(gradients).items():
+        assert part is units[name].local_gradient
+        assert_same(part, gradients[name].reshape(-1))
+    assert "5 parameters" in repr(hook)
+    hook.close()
+    hook.close()
+    assert not model.functions
+    hook.register_hooks(model, units)  # another time
+    assert list(model.functions) == list(SHAPES)
+
+
+def test_functions_that_a_model_keeps_do_nothing_once_the_hooks_are_closed():
+    model = Model(removable=False)
+    units = units_of(0, {"w": (2,)})
+    with FSDPBackwardHook(FSDP(SingleGroup())) as hook:
+        hook.register_hooks(model, units)
+    gradient = np.ones(2, np.float32)
+    assert model.backward({"w": gradient})["w"] is gradient
+    assert units["w"].local_gradient is None
+
+
+def test_hooks_are_closed_when_the_block_ends_by_an_error():
+    model = Model()
+    with pytest.raises(ZeroDivisionError), FSDPBackwardHook(FSDP(SingleGroup())) as hook:
+        hook.register_hooks(model, units_of(0, SHAPES))
+        raise ZeroDivisionError
+    assert not model.functions
+
+
+@pytest.mark.parametrize("units", [None, {}])
+def test_a_model_without_units_gets_no_hooks(units):
+    model = Model()
+    hook = FSDPBackwardHook(FSDP(SingleGroup()))
+    hook.register_hooks(model, units)
+    hook.register_hooks(object(), units)
+    assert not model.functions
+    hook.register_hooks(model, units_of(0, SHAPES))
+    assert model.functions
+
+
+def test_a_hook_without_a_gradient_fails_on_all_ranks():
+    def work(group):
+        model = Model()
+        units = units_of(group.rank, {"w": (3,), "x": (2,)})
+        with FSDPBackwardHook(FSDP(group)) as hook:
+            hook.register_hooks(model, units)
+            with pytest.raises(CollectiveError, match="'w': rank 1: no gradient") as caught:
+                model.functions["w"](None if group.rank else np.ones(3, np.float32))
+            assert (caught.value.name, caught.value.rank) == ("w", 1)
+            return model.functions["x"](np.ones(2, np.float32)).tolist()
+
+    assert run(work) == [[2.0]] * 2
+
+
+def other_unit(rank, **keywords):
+    return FSDPShardingUnit("w", (4,), "float32", rank, **keywords)
+
+
+REFUSED = {
+    "model": (None, {"w": other_unit(0)}, ValueError, "model must not be None"),
+    "no hooks": (object(), {"w": other_unit(0)}, TypeError, "register_backward_hook.*got object"),
+    "list": (Model(), [other_unit(0)], TypeError, "sharding_units must be a dict .*got list"),
+    "no unit": (Model(), {"w": "w"}, TypeError, r"sharding_units\['w'\] is a str"),
+    "name": (Model(), {"v": other_unit(0)}, ValueError, r"\['v'\] is the unit of 'w'"),
+    "range": (Model(), {"w": other_unit(1)}, ValueError, "w: shard_index 1 is out of range"),
+    "world": (
+        Model(),
+        {"w": other_unit(0, world_size=3)},
+        ValueError,
+        "w: this unit divides by 3 ranks, and the group has 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("which", REFUSED)
+def test_hooks_that_make_no_sense_are_refused_before_one_is_registered(which):
+    model, units, error, text = REFUSED[which]
+    hook = FSDPBackwardHook(FSDP(SingleGroup()))
+    with pytest.raises(error, match=text):
+        hook.register_hooks(model, units)
+    assert not getattr(model, "functions", None)
+    if model is not None and which != "no hooks":
+        with pytest.raises(error, match=text):
+            hook.use_units(units)
+        with pytest.raises(error, match=text):
+            hook.scatter_multiple(units, {"w": np.ones(4, np.float32)})
+        with pytest.raises(error, match=text):
+            asyncio.run(hook.scatter_multiple_async(units, {"w": np.ones(4, np.float32)}))
+        with pytest.raises(error, match=text):
+            hook.verify_gradients(units, {"w": np.ones(4, np.float32)})
+
+
+def test_the_part_of_another_rank_is_refused():
+    def work(group):
+        hook = FSDPBackwardHook(FSDP(group))
+        unit = other_unit(1 - group.rank)
+        for refused in (
+            lambda: hook.scatter_gradient(unit, np.ones(4, np.float32)),
+            lambda: hook.scatter_multiple({"w": unit}, {"w": np.ones(4, np.float32)}),
+            lambda: hook.use_units({"w": unit}),
+            lambda: ReduceScatterOperation(group, (4,), "float32", 1 - group.rank),
+        ):
+            with pytest.raises(ValueError, match=f"rank {group.rank} keeps shard {group.rank}"):
+                refused()
+        return len(group.calls)
+
+    assert run(work) == [0, 0]
+
+
+def test_an_object_has_one_set_of_hooks():
+    hook = FSDPBackwardHook(FSDP(SingleGroup()))
+    hook.register_hooks(Model(), units_of(0, SHAPES))
+    for again in (
+        lambda: hook.register_hooks(Model(), units_of(0, SHAPES)),
+        lambda: hook.use_units(units_of(0, SHAPES)),
+    ):
+        with pytest.raises(ValueError, match="has hooks already; close it"):
+            again()
+
+
+def test_two_objects_have_no_hooks_on_one_name_of_a_model():
+    model = Model()
+    first, second = (FSDPBackwardHook(FSDP(SingleGroup())) for _ in range(2))
+    first.register_hooks(model, units_of(0, {"a": (2,), "b": (2,)}))
+    with pytest.raises(ValueError, match="b: another FSDPBackwardHook has a hook"):
+        second.register_hooks(model, units_of(0, {"b": (2,), "c": (2,)}))
+    assert list(model.functions) == ["a", "b"]
+    second.register_hooks(model, units_of(0, {"c": (2,)}))
+    second.close()
+    first.close()
+    second.register_hooks(model, units_of(0, {"b": (2,), "c": (2,)}))
+
+
+def test_full_gradients_are_those_of_torch_modules():
+    hook = FSDPBackwardHook(FSDP(SingleGroup()))
+    units = units_of(0, SHAPES)
+    with pytest.raises(ValueError, match="needs a torch module"):
+        hook.register_hooks(Model(), units, gradients="full")
+    with pytest.raises(ValueError, match="must be 'shard' or 'full', got 'local'"):
+        hook.register_hooks(Model(), units, gradients="local")
+    hook.register_hooks(Model(), units)
+
+
+@pytest.mark.parametrize("wrong", [None, SingleGroup(), "fsdp"])
+def test_hooks_are_made_of_an_fsdp(wrong):
+    with pytest.raises(TypeError, match=r"fsdp must be an FSDP, .*FSDP\(group\)"):
+        FSDPBackwardHook(wrong)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "text"),
+    [
+        ({"op": "prod"}, "'prod' is not a valid ReduceOp"),
+        ({"bucket_bytes": -1}, "bucket_bytes must be 0 or more, got -1"),
+        ({"nonfinite": "ignore"}, "'error' or 'allow', got 'ignore'"),
+        ({"reduce_dtype": "float64"}, "reduce_dtype must be float32 or None, got float64"),
+        ({"gradient_divide_factor": 0}, "must be finite and not 0, got 0"),
+        ({"gradient_divide_factor": float("nan")}, "must be finite and not 0, got nan"),
+        ({"gradient_divide_factor": 2, "op": "mean"}, "goes with op='sum', not with 'mean'"),
+        ({"gradient_divide_factor": 2, "op": "max"}, "goes with op='sum', not with 'max'"),
+        ({"compression": "int4"}, "'float16', 'bfloat16', 'int8' or None, got 'int4'"),
+        ({"compression": "int8", "op": "max"}, "not with op='max'"),
+        ({"timeout": 0}, "timeout must be above 0"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(keywords, text):
+    with pytest.raises(ValueError, match=text):
+        FSDP(SingleGroup(), **keywords)
+
+
+@pytest.mark.parametrize("wrong", [None, "25MB", 25e6])
+def test_sizes_of_buckets_are_whole_numbers(wrong):
+    with pytest.raises(TypeError, match=f"bucket_bytes must be an int, got {wrong!r}"):
+        FSDP(SingleGroup(), bucket_bytes=wrong)
+
+
+@pytest.mark.parametrize("wrong", [None, "w", np.ones(4)])
+def test_what_is_no_unit_is_refused(wrong):
+    hook = FSDPBackwardHook(FSDP(SingleGroup()))
+    with pytest.raises(TypeError, match="must be an FSDPShardingUnit, got"):
+        hook.scatter_gradient(wrong, np.ones(4, np.float32))
+
+
+def test_an_fsdp_is_made_of_a_group():
+    with pytest.raises(TypeError, match="ProcessGroup"):
+        FSDP(object())
+    group = SingleGroup()
+    fsdp = FSDP(group)
+    assert (fsdp.process_group, fsdp.rank, fsdp.world_size) == (group, 0, 1)
+
+
+# ---- one backward pass ----
+
+
+def test_a_loop_that_names_no_parameter_or_one_twice_is_refused():
+    units = units_of(0, {"w": (2,), "x": (2,)})
+    hook = FSDPBackwardHook(FSDP(SingleGroup()))
+    with pytest.raises(ValueError, match="'w' has no sharding unit here"):
+        hook.add_gradient("w", np.ones(2, np.float32))
+    hook.use_units(units)
+    with pytest.raises(ValueError, match="'y' has no sharding unit here"):
+        hook.add_gradient("y", np.ones(2, np.float32))
+    hook.add_gradient("x", np.ones(2, np.float32))
+    with pytest.raises(ValueError, match="'x' has a gradient already in this backward pass"):
+        hook.add_gradient("x", np.zeros(2, np.float32))
+    hook.add_gradient("w", np.ones(2, np.float32))
+    hook.finish()
+    assert [unit.local_gradient.tolist() for unit in units.values()] == [[1.0, 1.0]] * 2
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 1 << 20])
+def test_buckets_are_reduced_while_the_backward_pass_goes_on(bucket_bytes):
+    """The first bucket is there before the last gradient is, unless all share one.
+
+    That is said with the next message, and of four buckets or fewer at once.
+    """
+    units = units_of(0, dict.fromkeys("abcdef", (4,)))
+    hook = FSDPBackwardHook(FSDP(SingleGroup(), bucket_bytes=bucket_bytes, nonfinite="allow"))
+    hook.use_units(units)
+    for name in "fedcb":
+        hook.add_gradient(name, np.ones(4, np.float32))
+    deadline = 5.0 if bucket_bytes == 0 else 0.05
+    arrived = threading.Event()
+    while units["f"].local_gradient is None and deadline > 0 and not arrived.wait(0.005):
+        deadline -= 0.005
+    assert (units["f"].local_gradient is not None) == (bucket_bytes == 0)
+    hook.add_gradient("a", np.ones(4, np.float32))
+    hook.finish()
+    assert all(unit.local_gradient.tolist() == [1.0] * 4 for unit in units.values())
+
+
+@pytest.mark.parametrize(("elements", "threads"), [(1 << 18, 1), ((1 << 18) - 1, 0)])
+def test_a_small_last_bucket_wakes_no_thread(elements, threads, monkeypatch):
+    """It is reduced where `finish` is called; one of 1 MiB goes on its way as soon as it is full.
+
+    The report says of both that they were full when their last gradient came.
+    """
+    started = []
+    start = threading.Thread.start
+    monkeypatch.setattr(
+        threading.Thread, "start", lambda thread: (started.append(thread.name), start(thread))[1]
+    )
+    units = units_of(0, {"w": (elements,)})
+    hook = FSDPBackwardHook(FSDP(SingleGroup(), record=True))
+    hook.use_units(units)
+    for _ in range(2):
+        del started[:]
+        hook.add_gradient("w", np.ones(elements, np.float32))
+        hook.finish()
+        assert started == ["mlstate-fsdp"] * threads
+        assert units["w"].local_gradient.sum() == elements
+        (bucket,) = hook.report().buckets
+        assert bucket.names == ("w",) and bucket.ready <= hook.report().backward
+
+
+def test_gradients_may_come_from_several_threads():
+    def work(group):
+        names = [f"p{i}" for i in range(40)]
+        units = units_of(group.rank, dict.fromkeys(names, (6,)))
+        hook = FSDPBackwardHook(FSDP(group, bucket_bytes=50))
+        hook.use_units(units)
+
+        def add(some):
+            for name in some:
+                hook.add_gradient(name, np.full(6, int(name[1:]), np.float32))
+
+        threads = [threading.Thread(target=add, args=(names[i::4],)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        hook.finish()
+        return [unit.local_gradient.tolist() for unit in units.values()]
+
+    assert run(work) == [[[2.0 * i] * 3 for i in range(40)]] * 2
+
+
+def test_full_gradients_are_let_go_as_soon_as_their_bucket_is_stored():
+    """That is said with the next message, and of four buckets or fewer at once."""
+    units = units_of(0, dict.fromkeys("abcdef", (4,)))
+    hook = FSDPBackwardHook(FSDP(SingleGroup(), bucket_bytes=0))
+    hook.use_units(units)
+    gradient = np.ones(4, np.float32)
+    kept = weakref.ref(gradient)
+    hook.add_gradient("f", gradient)
+    del gradient
+    for name in "edcb":
+        hook.add_gradient(name, np.ones(4, np.float32))
+    waited = threading.Event()
+    for _ in range(2000):
+        if kept() is None:
+            break
+        waited.wait(0.005)
+    assert kept() is None
+    assert units["f"].local_gradient is not None
+    hook.add_gradient("a", np.ones(4, np.float32))
+    hook.finish()
+
+
+def sizes_of_messages(group):
+    """A list that gets the length of each message which this rank sends from now on."""
+    sizes = []
+    plain = group.gather_bytes
+
+    def counted(data, **keywords):
+        sizes.append(len(data))
+        return plain(data, **keywords)
+
+    group.gather_bytes = counted
+    return sizes
+
+
+@pytest.mark.parametrize(("count", "bucket_bytes"), [(1, 0), (50, 1 << 20), (50, 400), (50, 0)])
+def test_ranks_exchange_64_bytes_for_what_they_have_ready_and_once_more(count, bucket_bytes):
+    """Never for each parameter."""
+
+    def work(group):
+        sizes = sizes_of_messages(group)
+        named = {f"p{i}": (10,) for i in range(count)}  # 40 bytes each
+        units = units_of(group.rank, named)
+        hook = FSDPBackwardHook(FSDP(group, bucket_bytes=bucket_bytes))
+        hook.scatter_multiple(units, gradients_of(group.rank, named))
+        return sizes, group.calls.count("all_to_all")
+
+    buckets = 1 if bucket_bytes == 1 << 20 else 5 if bucket_bytes else count
+    assert run(work) == [([64, 64], buckets)] * 2
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_buckets_that_only_one_rank_has_ready_wait_for_the_other(slow):
+    """Rank 1 has one bucket after the other; only the last messages can be for several."""
+
+    def work(group):
+        sizes = sizes_of_messages(group)
+        shapes = {f"p{i:02}": (1 << 17,) for i in range(9)}
+        units = units_of(group.rank, shapes)
+        hook = FSDPBackwardHook(FSDP(group, bucket_bytes=0))
+        hook.use_units(units)
+        for name in reversed(units):
+            hook.add_gradient(name, np.full(1 << 17, float(group.rank), np.float32))
+            if group.rank == slow:
+                for work in hook._pass._works:
+                    work.wait()
+        hook.finish()
+        assert all((unit.local_gradient == 1).all() for unit in units.values())
+        assert set(sizes) == {64}
+        return len(sizes), group.calls.count("all_to_all")
+
+    assert run(work) == [(10, 9)] * 2
+
+
+def test_a_broken_group_leaves_no_gradient_of_the_step_before():
+    """Not in the buckets either that no message has named yet."""
+
+    class Breakable(SingleGroup):
+        is_broken = False
+
+        def gather_bytes(self, data, **keywords):
+            if self.is_broken:
+                raise CollectiveError("the group is broken")
+            return super().gather_bytes(data, **keywords)
+
+    group = Breakable()
+    units = units_of(0, {f"p{i}": (4,) for i in range(8)})
+    fsdp = FSDP(group, bucket_bytes=0)
+    hook = FSDPBackwardHook(fsdp)
+    hook.use_units(units)
+    for name in units:
+        hook.add_gradient(name, np.ones(4, np.float32))
+    hook.finish()
+    assert all(unit.local_gradient is not None for unit in units.values())
+    group.is_broken = True
+    with fsdp._reductions.queue._turn:  # all buckets wait
+        for name in units:
+            hook.add_gradient(name, np.ones(4, np.float32))
+    with pytest.raises(CollectiveError, match="the group is broken"):
+        hook.finish()
+    assert all(unit.local_gradient is None for unit in units.values())
+
+
+def test_a_backlog_of_a_backward_pass_goes_with_a_message_for_four_buckets():
+    def work(group):
+        sizes = sizes_of_messages(group)
+        shapes = {f"p{i:02}": (10,) for i in range(10)}
+        units = units_of(group.rank, shapes)
+        fsdp = FSDP(group, bucket_bytes=0)
+        hook = FSDPBackwardHook(fsdp)
+        hook.use_units(units)
+        with fsdp._reductions.queue._turn:  # nothing is reduced before all are there
+            for name in reversed(units):
+                hook.add_gradient(name, np.full(10, float(group.rank), np.float32))
+        hook.finish()
+        assert all((unit.local_gradient == 1).all() for unit in units.values())
+        assert set(sizes) == {64}
+        return len(sizes), group.calls.count("all_to_all")
+
+    # of four, four, the last that the thread has, one of less than 1 MiB, and the end
+    assert run(work) == [(5, 10)] * 2
+
+
+def test_another_reduction_inside_a_backward_pass_is_refused_and_does_it_no_harm():
+    units = units_of(0, {"w": (2,), "x": (2,)})
+    fsdp = FSDP(SingleGroup())
+    hook = FSDPBackwardHook(fsdp)
+    hook.use_units(units)
+    hook.add_gradient("x", np.ones(2, np.float32))
+    other = units_of(0, {"v": (2,)})
+    for inside in (
+        lambda: hook.scatter_multiple(other, {"v": np.ones(2, np.float32)}),
+        lambda: FSDPBackwardHook(fsdp).scatter_gradient(other["v"], np.ones(2, np.float32)),
+    ):
+        with pytest.raises(CollectiveError, match="another reduction of this FSDP is under way"):
+            inside()
+    hook.add_gradient("w", np.ones(2, np.float32))
+    hook.finish()
+    assert all(unit.local_gradient.tolist() == [1.0, 1.0] for unit in units.values())
+    hook.scatter_multiple(other, {"v": np.ones(2, np.float32)})
+
+
+def test_a_pass_that_was_given_up_is_over_when_the_hooks_are_closed():
+    """On all ranks: the next one starts afresh, and nothing of the old one is left."""
+
+    def work(group):
+        fsdp = FSDP(group, bucket_bytes=0)
+        units = units_of(group.rank, SHAPES)
+        gradients = gradients_of(group.rank, SHAPES)
+        with pytest.raises(ZeroDivisionError), FSDPBackwardHook(fsdp) as hook:
+            hook.use_units(units)
+            for name in ("e", "d", "c"):
+                hook.add_gradient(name, gradients[name])
+            raise ZeroDivisionError
+        assert all(unit.local_gradient is None for unit in units.values())
+        with FSDPBackwardHook(fsdp) as hook:
+            hook.use_units(units)
+            for name in reversed(gradients):
+                hook.add_gradient(name, gradients[name])
+            hook.finish()
+        check_parts(units, 2, SHAPES)
+
+    run(work)
+
+
+def test_gradients_of_a_pass_that_was_given_up_are_let_go():
+    """Those whose bucket was never full, too."""
+    units = units_of(0, {"a": (4,), "b": (4,), "c": (4,)})
+    gradient = np.ones(4, np.float32)
+    kept = weakref.ref(gradient)
+    with FSDPBackwardHook(FSDP(SingleGroup())) as hook:
+        hook.use_units(units)
+        hook.add_gradient("b", gradient)
+        del gradient
+        assert kept() is not None
+    assert kept() is None
+
+
+def test_a_pass_that_one_rank_gave_up_is_an_error_on_the_others():
+    def work(group):
+        fsdp = FSDP(group, bucket_bytes=0)
+        units = units_of(group.rank, {"w": (2,), "x": (2,)})
+        hook = FSDPBackwardHook(fsdp)
+        hook.use_units(units)
+        hook.add_gradient("x", np.ones(2, np.float32))
+        if group.rank:
+            hook.close()
+            hook.use_units(units)
+            hook.add_gradient("x", np.ones(2, np.float32))
+        hook.add_gradient("w", np.ones(2, np.float32))
+        with pytest.raises(CollectiveError, match="different places of a run"):
+            hook.finish()
+        hook.scatter_multiple(units, dict.fromkeys(units, np.ones(2, np.float32)))
+        return [unit.local_gradient.tolist() for unit in units.values()]
+
+    assert run(work) == [[[2.0], [2.0]]] * 2
+
+
+# ---- together ----
+
+
+@pytest.mark.parametrize("nothing", [None, {}])
+def test_no_units_or_no_gradients_are_nothing_to_do(nothing):
+    units = units_of(0, {"w": (2,)})
+    hook = FSDPBackwardHook(FSDP(SingleGroup()))
+    hook.scatter_multiple(nothing, {"w": np.ones(2, np.float32)})
+    hook.scatter_multiple(units, nothing)
+    asyncio.run(hook.scatter_multiple_async(units, nothing))
+    assert units["w"].local_gradient is None
+
+
+def test_a_hostile_mapping_of_gradients_is_refused():
+    hook = FSDPBackwardHook(FSDP(SingleGroup()))
+    with pytest.raises(TypeError, match=r"full_gradients must be a dict.*got list"):
+        hook.scatter_multiple(units_of(0, {"w": (2,)}), [np.ones(2, np.float32)])
+    with pytest.raises(TypeError, match=r"new_gradients must be a dict.*got list"):
+        hook.accumulate_gradients(units_of(0, {"w": (2,)}), [np.ones(2, np.float32)])
+
+
+def test_calls_that_overlap_take_place_in_the_order_in_which_they_were_awaited():
+    def work(group):
+        hook = FSDPBackwardHook(FSDP(group))
+        each = [units_of(group.rank, SHAPES) for _ in range(4)]
+
+        async def all_of_them():
+            gradients = gradients_of(group.rank, SHAPES)
+            await asyncio.gather(*(hook.scatter_multiple_async(u, gradients) for u in each))
+
+        asyncio.run(all_of_them())
+        for units in each:
+            check_parts(units, 2, SHAPES)
+
+    run(work)
+
+
+def test_the_event_loop_goes_on_while_gradients_are_scattered():
+    """The other rank comes once this one's loop has done something else."""
+    ticked = threading.Event()
+
+    def work(group):
+        hook = FSDPBackwardHook(FSDP(group))
+        units = units_of(group.rank, SHAPES)
+
+        async def tick():
+            for _ in range(3):
+                await asyncio.sleep(0)
+            ticked.set()
+
+        async def both():
+            await asyncio.gather(
+                hook.scatter_multiple_async(units, gradients_of(group.rank, SHAPES)), tick()
+            )
+
+        if group.rank:
+            assert ticked.wait(10)
+            hook.scatter_multiple(units, gradients_of(group.rank, SHAPES))
+        else:
+            asyncio.run(both())
+        check_parts(units, 2, SHAPES)
+
+    run(work)
+
+
+def test_a_failure_is_raised_where_it_is_awaited_and_the_next_call_works():
+    def work(group):
+        hook = FSDPBackwardHook(FSDP(group))
+        units = units_of(group.rank, SHAPES)
+        gradients = gradients_of(group.rank, SHAPES)
+
+        async def both():
+            bad = {**gradients, "b": None} if group.rank else gradients
+            first = asyncio.ensure_future(hook.scatter_multiple_async(units, bad))
+            again = units_of(group.rank, SHAPES)
+            second = asyncio.ensure_future(hook.scatter_multiple_async(again, gradients))
+            with pytest.raises(CollectiveError, match="'b': rank 1: no gradient"):
+                await first
+            await second
+            check_parts(again, 2, SHAPES)
+            assert units["b"].local_gradient is None
+            assert units["d"].local_gradient is not None
+
+        asyncio.run(both())
+
+    run(work)
+
+
+def test_what_is_no_longer_awaited_takes_place_all_the_same():
+    """The other ranks wait for it."""
+    given_up = threading.Event()
+
+    def work(group):
+        hook = FSDPBackwardHook(FSDP(group))
+        units, later = units_of(group.rank, SHAPES), units_of(group.rank, SHAPES)
+        gradients = gradients_of(group.rank, SHAPES)
+
+        async def give_up():
+            task = asyncio.ensure_future(hook.scatter_multiple_async(units, gradients))
+            await asyncio.sleep(0.01)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            given_up.set()
+            await hook.scatter_multiple_async(later, gradients)
+
+        if group.rank:
+            assert given_up.wait(10)
+            hook.scatter_multiple(units, gradients)
+            hook.scatter_multiple(later, gradients)
+        else:
+            asyncio.run(give_up())
+        check_parts(units, 2, SHAPES)
+        check_parts(later, 2, SHAPES)
+
+    run(work)
+
+
+# ---- groups ----
+
+
+def test_a_group_that_was_closed_is_an_error_and_says_so():
+    group = SingleGroup()
+    hook = FSDPBackwardHook(FSDP(group))
+    units = units_of(0, {"w": (2,)})
+    hook.scatter_multiple(units, {"w": np.ones(2, np.float32)})
+    group.close()
+    with pytest.raises(CollectiveError, match="closed"):
+        hook.scatter_multiple(units, {"w": np.ones(2, np.float32)})
+    assert units["w"].local_gradient is None, "the part of the step before would go unnoticed"
+    hook.use_units(units)
+    hook.add_gradient("w", np.ones(2, np.float32))
+    with pytest.raises(CollectiveError, match="closed"):
+        hook.finish()
+
+
+def test_a_rank_that_closed_its_group_is_an_error_on_the_others():
+    first, second = LocalGroup.threads(2)
+    second.close()
+    unit = FSDPShardingUnit("w", (2,), "float32", 0)
+    with pytest.raises(CollectiveError, match=r"rank 1|closed"):
+        FSDPBackwardHook(FSDP(first, timeout=5)).scatter_gradient(unit, np.ones(2, np.float32))
+    assert unit.local_gradient is None
+    first.close()

@@ -1,0 +1,612 @@
+"""What goes wrong on one rank is said on all: who, which gradient, what; the rest is reduced."""
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rank_threads import run_ranks
+from tries import tries
+
+from mlstate import CollectiveError
+from mlstate.collectives import SingleGroup
+from mlstate.errors import GradientNamesError
+from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
+
+pytestmark = pytest.mark.timeout(120)
+
+SHAPES = {"a": (5, 3), "b": (7,), "c": (1,), "d": (20, 2)}
+SIZES = [0, 30, 100, 1 << 20]  # each alone, some together, all together
+
+
+def units_of(group, shapes=SHAPES, dtype="float32"):
+    return {name: FSDPShardingUnit(name, s, dtype, group.rank) for name, s in shapes.items()}
+
+
+def gradients_of(group, units):
+    return {name: np.full(u.shape, group.rank + 1, u.dtype) for name, u in units.items()}
+
+
+def whole(world):
+    return float(sum(range(1, world + 1)))
+
+
+def parts(units):
+    return {
+        name: None if u.local_gradient is None else u.local_gradient.tolist()
+        for name, u in units.items()
+    }
+
+
+def expected_parts(units, world, failed):
+    return {
+        name: None if name in failed else [whole(world)] * u.counts[u.shard_index]
+        for name, u in units.items()
+    }
+
+
+def text_of(error):
+    """What an error says, but for the rank that says it."""
+    return re.sub(r"on rank \d+:", "on rank *:", str(error), count=1)
+
+
+def scatter_with(fault, world=2, **keywords):
+    """Errors, parts and what came after of each rank; `fault` changes one rank's dicts."""
+
+    def work(group):
+        fsdp = FSDP(group, **keywords)
+        hook = FSDPBackwardHook(fsdp)
+        units = units_of(group)
+        gradients = gradients_of(group, units)
+        if group.rank == world - 1:
+            fault(units, gradients, group)
+        error = None
+        try:
+            hook.scatter_multiple(units, gradients)
+        except CollectiveError as caught:
+            error = caught
+        found = units, error
+        again = units_of(group)  # the object goes on as if nothing had been
+        hook.scatter_multiple(again, gradients_of(group, again))
+        assert parts(again) == expected_parts(again, world, ())
+        return found
+
+    return run_ranks(work, world)
+
+
+def nothing(units, gradients, group):
+    pass
+
+
+def is_none(units, gradients, group):
+    gradients["b"] = None
+
+
+def is_not_passed(units, gradients, group):
+    del gradients["b"]
+
+
+def is_unknown(units, gradients, group):
+    del units["b"], gradients["b"]
+
+
+def has_no_unit(units, gradients, group):
+    gradients["extra"] = np.ones(3, np.float32)
+
+
+def is_of_another_dtype(units, gradients, group):
+    gradients["b"] = gradients["b"].astype(np.float64)
+
+
+def is_of_another_dtype_with_its_unit(units, gradients, group):
+    units["b"] = FSDPShardingUnit("b", (7,), "float64", group.rank)
+    gradients["b"] = np.ones(7)
+
+
+def is_of_another_shape(units, gradients, group):
+    gradients["b"] = np.ones(8, np.float32)
+
+
+def is_of_another_shape_with_its_unit(units, gradients, group):
+    units["b"] = FSDPShardingUnit("b", (8,), "float32", group.rank)
+    gradients["b"] = np.ones(8, np.float32)
+
+
+def is_cut_otherwise(units, gradients, group):
+    units["b"] = FSDPShardingUnit("b", (7,), "float32", group.rank, layout="rows")
+
+
+def is_no_array(units, gradients, group):
+    gradients["b"] = [1.0] * 7
+
+
+def has_a_nan(units, gradients, group):
+    gradients["b"][2] = np.nan
+
+
+def has_an_infinity(units, gradients, group):
+    gradients["b"][6] = -np.inf
+
+
+FAULTS = {
+    is_none: ("b", "rank {bad}: no gradient"),
+    is_not_passed: ("b", "rank {bad}: no gradient was passed"),
+    is_unknown: ("b", "missing on rank {bad} (rank {bad} reduces "),
+    has_no_unit: ("extra", "rank {bad}: there is no sharding unit for this gradient"),
+    is_of_another_dtype: ("b", "rank {bad}: the gradient has dtype float64, expected float32"),
+    is_of_another_dtype_with_its_unit: ("b", "rank {bad}: 'b' float64 (7,) flat"),
+    is_of_another_shape: ("b", "rank {bad}: the gradient has shape (8,), expected (7,)"),
+    is_of_another_shape_with_its_unit: ("b", "rank {bad}: 'b' float32 (8,) flat"),
+    is_cut_otherwise: ("b", "rank {bad}: 'b' float32 (7,) rows"),
+    is_no_array: ("b", "rank {bad}: the gradient is a list, not an array or tensor"),
+    has_a_nan: ("b", "NaN or infinite elements (rank {bad}: 1)"),
+    has_an_infinity: ("b", "NaN or infinite elements (rank {bad}: 1)"),
+}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("bucket_bytes", SIZES)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_one_bad_gradient_is_named_everywhere_and_spoils_no_other(fault, bucket_bytes, world):
+    results = scatter_with(fault, world, bucket_bytes=bucket_bytes)
+    name, text = FAULTS[fault]
+    bad = world - 1
+    assert len({text_of(error) for _, error in results}) == 1, results
+    for rank, (units, error) in enumerate(results):
+        assert str(error).startswith(f"scatter_multiple on rank {rank}: a gradient was not")
+        assert f"'{name}': " in str(error)
+        assert text.format(bad=bad) in str(error)
+        assert error.name == name
+        if world > 2 or "ranks do not reduce the same" not in str(error):
+            assert error.rank == bad
+        assert parts(units) == expected_parts(units, world, {name})
+
+
+def test_without_a_fault_nothing_is_raised():
+    assert all(error is None for _, error in scatter_with(nothing, 3))
+
+
+@pytest.mark.parametrize("bucket_bytes", SIZES)
+def test_gradients_under_each_others_names_are_found_by_their_shapes(bucket_bytes):
+    def swap(units, gradients, group):
+        gradients["b"], gradients["c"] = gradients["c"], gradients["b"]
+
+    for units, error in scatter_with(swap, bucket_bytes=bucket_bytes):
+        assert str(error).count("the gradient has shape") == 2
+        assert parts(units) == expected_parts(units, 2, {"b", "c"})
+
+
+@pytest.mark.parametrize("bucket_bytes", SIZES)
+@pytest.mark.parametrize("names", ["a", "d", "ad", "bc", "abcd"])
+@pytest.mark.parametrize("kind", ["none", "nan", "both"])
+def test_several_bad_gradients_are_all_named(names, bucket_bytes, kind):
+    def spoil(units, gradients, group):
+        for i, name in enumerate(names):
+            if kind == "none" or (kind == "both" and i % 2):
+                gradients[name] = None
+            else:
+                gradients[name].flat[0] = np.nan
+
+    results = scatter_with(spoil, 2, bucket_bytes=bucket_bytes)
+    assert len({text_of(error) for _, error in results}) == 1
+    for units, error in results:
+        assert all(f"'{name}': " in str(error) for name in names)
+        assert parts(units) == expected_parts(units, 2, set(names))
+
+
+@pytest.mark.parametrize("fault", [is_not_passed, has_no_unit])
+def test_names_of_one_dict_only_are_a_value_error_on_their_rank(fault):
+    results = scatter_with(fault, 2)
+    assert [type(error) for _, error in results] == [CollectiveError, GradientNamesError]
+    assert isinstance(results[1][1], ValueError)
+
+
+@pytest.mark.parametrize("fault", [is_not_passed, has_no_unit])
+def test_one_rank_stores_nothing_if_names_of_its_dicts_differ(fault):
+    group = SingleGroup()
+    units = units_of(group)
+    gradients = gradients_of(group, units)
+    fault(units, gradients, group)
+    hook = FSDPBackwardHook(FSDP(group))
+    name, text = FAULTS[fault]
+    with pytest.raises(ValueError, match="nothing was stored") as caught:
+        hook.scatter_multiple(units, gradients)
+    assert isinstance(caught.value, CollectiveError)
+    assert f"'{name}': " in str(caught.value) and text.format(bad=0) in str(caught.value)
+    assert caught.value.name == name
+    assert all(unit.local_gradient is None for unit in units.values())
+    hook.scatter_multiple(units, gradients_of(group, units))
+    assert parts(units) == expected_parts(units, 1, ())
+
+
+def test_a_long_list_of_failures_is_cut():
+    shapes = {f"w{i}": (2,) for i in range(9)}
+
+    def work(group):
+        units = units_of(group, shapes)
+        FSDPBackwardHook(FSDP(group)).scatter_multiple(units, dict.fromkeys(units, None))
+
+    for error in run_ranks(work):
+        assert "9 gradients were not reduced" in str(error)
+        assert "'w4': " in str(error)
+        assert "'w5': " not in str(error)
+        assert "… 4 more" in str(error)
+
+
+def test_a_sum_that_overflows_is_told_from_gradients_that_were_infinite():
+    def work(group):
+        unit = FSDPShardingUnit("b", (4,), "float16", group.rank)
+        gradient = np.array([1, 2, 60000, 3], np.float16)
+        try:
+            FSDPBackwardHook(FSDP(group)).scatter_gradient(unit, gradient)
+        except CollectiveError as error:
+            return error, unit.local_gradient
+
+    for error, local in run_ranks(work):
+        assert "'b': the sum is not finite, all gradients are (shard of rank 1: 1)" in str(error)
+        assert (error.name, error.rank, local) == ("b", 1, None)
+
+
+@pytest.mark.parametrize("bucket_bytes", SIZES)
+def test_what_is_infinite_but_not_in_the_minimum_does_no_harm(bucket_bytes):
+    """Whether a gradient fails must not depend on what else is in its bucket."""
+
+    def work(group):
+        units = units_of(group)
+        gradients = gradients_of(group, units)
+        if group.rank == 1:
+            gradients["a"][0, 0] = np.inf  # 1 on the other rank
+            gradients["b"][0] = np.nan
+        hook = FSDPBackwardHook(FSDP(group, op="min", bucket_bytes=bucket_bytes))
+        with pytest.raises(CollectiveError, match=r"a gradient was not .* 'b': NaN"):
+            hook.scatter_multiple(units, gradients)
+        return parts(units)
+
+    for found in run_ranks(work):
+        assert found["b"] is None
+        assert set(found["a"]) == {1.0}
+
+
+def test_nan_and_infinity_are_let_through_where_that_was_asked_for():
+    def work(group):
+        units = units_of(group)
+        gradients = gradients_of(group, units)
+        gradients["b"][0] = np.nan if group.rank else 1
+        gradients["a"][0, 1] = np.inf
+        FSDPBackwardHook(FSDP(group, nonfinite="allow")).scatter_multiple(units, gradients)
+        return parts(units)
+
+    first, second = run_ranks(work)
+    assert np.isnan(first["b"][0])
+    assert first["b"][1:] == [3.0] * 3
+    assert first["a"][1] == np.inf
+    assert second == {"a": [3.0] * 7, "b": [3.0] * 3, "c": [], "d": [3.0] * 20}
+
+
+@pytest.mark.parametrize("at", range(6))
+@pytest.mark.parametrize("kind", ["none", "nan", "shape", "unit"])
+def test_one_bad_gradient_among_buckets_that_go_together_spoils_no_other(kind, at):
+    """Which of those that all ranks have ready it is makes no difference."""
+    shapes = {f"p{i}": (4,) for i in range(6)}
+    name = f"p{at}"
+    texts = {
+        "none": "rank 1: no gradient",
+        "nan": "NaN or infinite elements (rank 1: 1)",
+        "shape": "rank 1: the gradient has shape (5,), expected (4,)",
+        "unit": "ranks do not reduce the same",
+    }
+
+    def work(group):
+        units = units_of(group, shapes)
+        if kind == "unit" and group.rank == 1:
+            units[name] = FSDPShardingUnit(name, (4,), "float64", 1)
+        gradients = gradients_of(group, units)
+        if group.rank == 1 and kind != "unit":
+            bad = {"none": None, "nan": np.array([1, np.nan, 1, 1], np.float32)}
+            gradients[name] = bad.get(kind, np.ones(5, np.float32))
+        fsdp = FSDP(group, bucket_bytes=0)
+        hook = FSDPBackwardHook(fsdp)
+        hook.use_units(units)
+        with fsdp._reductions.queue._turn:  # nothing is reduced before all are there
+            for given in reversed(units):
+                hook.add_gradient(given, gradients[given])
+        with pytest.raises(CollectiveError) as caught:
+            hook.finish()
+        assert parts(units) == expected_parts(units, 2, {name})
+        return text_of(caught.value)
+
+    first, second = run_ranks(work)
+    assert first == second
+    assert f"'{name}': " in first
+    assert texts[kind] in first
+
+
+# ---- settings ----
+
+SETTINGS = {
+    "op": ({"op": "sum"}, {"op": "max"}),
+    "divisor": ({"gradient_divide_factor": 2}, {"gradient_divide_factor": 3}),
+    "mean": ({"op": "sum"}, {"op": "mean"}),
+    "reduce_dtype": ({}, {"reduce_dtype": "float32"}),
+    "nonfinite": ({}, {"nonfinite": "allow"}),
+    "allow_unused": ({}, {"allow_unused": True}),
+    "compression": ({}, {"compression": "int8"}),
+    "bucket_bytes": ({"bucket_bytes": 30}, {"bucket_bytes": 100}),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("mode", ["together", "hooks"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_another_setting_on_one_rank_is_an_error_on_all(setting, mode, dtype):
+    def work(group):
+        fsdp = FSDP(group, **SETTINGS[setting][group.rank])
+        hook = FSDPBackwardHook(fsdp)
+        units = units_of(group, dtype=dtype)
+        gradients = gradients_of(group, units)
+        try:
+            if mode == "together":
+                hook.scatter_multiple(units, gradients)
+            else:
+                hook.use_units(units)
+                for name in reversed(gradients):
+                    hook.add_gradient(name, gradients[name])
+                hook.finish()
+        except CollectiveError as error:
+            assert set(parts(units).values()) == {None}
+            return error
+
+    first, second = run_ranks(work)
+    assert text_of(first) == text_of(second)
+    name = {"divisor": "gradient_divide_factor", "mean": "gradient_divide_factor"}
+    assert re.search(
+        rf"other settings of FSDP \(rank 0: .*{name.get(setting, setting)}=", str(first)
+    ), first
+
+
+def test_dtypes_that_differ_do_not_make_other_gradients_fail():
+    """A dtype decides whether reduce_dtype applies; that is no setting of another gradient."""
+
+    def work(group):
+        units = units_of(group)
+        if group.rank:
+            units["a"] = FSDPShardingUnit("a", (5, 3), "float16", group.rank)
+        hook = FSDPBackwardHook(FSDP(group, reduce_dtype="float32"))
+        with pytest.raises(CollectiveError, match=r"a gradient was not reduced.*'a' float16"):
+            hook.scatter_multiple(units, gradients_of(group, units))
+        assert parts(units) == expected_parts(units, 2, {"a"})
+        return True
+
+    assert run_ranks(work) == [True, True]
+
+
+# ---- one rank does something else ----
+
+
+def test_a_rank_that_never_comes_ends_the_wait_of_the_others():
+    def work(group):
+        if group.rank == 1:
+            return None
+        units = units_of(group)
+        hook = FSDPBackwardHook(FSDP(group, timeout=0.2))
+        units["a"].local_gradient = np.ones(8, np.float32)  # of the step before
+        try:
+            hook.scatter_multiple(units, gradients_of(group, units))
+        except CollectiveError as error:
+            assert set(parts(units).values()) == {None}
+            return error
+
+    error, _ = run_ranks(work)
+    assert isinstance(error, CollectiveError)
+
+
+def test_a_rank_that_never_comes_ends_a_backward_pass_of_many_buckets_at_once():
+    def work(group):
+        if group.rank == 1:
+            return None
+        units = units_of(group)
+        hook = FSDPBackwardHook(FSDP(group, timeout=0.2, bucket_bytes=0))
+        hook.use_units(units)
+        for name, gradient in gradients_of(group, units).items():
+            hook.add_gradient(name, gradient)
+        try:
+            hook.finish()
+        except CollectiveError as error:
+            assert set(parts(units).values()) == {None}
+            return error, group.calls
+
+    (error, calls), _ = run_ranks(work)
+    assert isinstance(error, CollectiveError)
+    assert len(calls) == 1, "the buckets after the one that failed were sent as well"
+
+
+def test_a_rank_that_gathers_bytes_of_its_own_is_named():
+    def work(group):
+        units = units_of(group)
+        hook = FSDPBackwardHook(FSDP(group))
+        if group.rank == 1:
+            assert len(group.gather_bytes(b"something else")) == 2
+        else:
+            with pytest.raises(CollectiveError, match="rank 1 gathers bytes of its own") as caught:
+                hook.scatter_multiple(units, gradients_of(group, units))
+            assert caught.value.rank == 1
+        hook.scatter_multiple(units, gradients_of(group, units))
+        return parts(units) == expected_parts(units, 2, ())
+
+    assert run_ranks(work) == [True, True]
+
+
+def test_what_failed_in_a_run_that_was_broken_off_is_not_told_in_the_next_one():
+    """Failures, sequence numbers and tallies belong to one run."""
+
+    def work(group):
+        units = units_of(group)
+        gradients = gradients_of(group, units)
+        fsdp = FSDP(group, bucket_bytes=0)
+        hook = FSDPBackwardHook(fsdp)
+        exchange, calls = group._exchange, []
+
+        def broken(kind, data, timeout=None):
+            calls.append(kind)
+            if len(calls) == 8:
+                raise CollectiveError("the cable was pulled")
+            return exchange(kind, data, timeout)
+
+        group._exchange = broken
+        with pytest.raises(CollectiveError, match="the cable was pulled"):
+            hook.scatter_multiple(units, gradients | {"b": None})
+        group._exchange = exchange
+        hook.scatter_multiple(units, gradients)
+        return parts(units) == expected_parts(units, 2, ())
+
+    assert run_ranks(work) == [True, True]
+
+
+@pytest.mark.parametrize("bucket_bytes", SIZES)
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_rank_that_ends_early_is_told_from_the_others(bucket_bytes, count):
+    """It reduces fewer gradients, under hooks of its own."""
+
+    def work(group):
+        units = units_of(group)
+        if group.rank == 1:
+            units = dict(list(units.items())[len(units) - count :])
+        hook = FSDPBackwardHook(FSDP(group, bucket_bytes=bucket_bytes))
+        if units:
+            hook.use_units(units)
+        for name, gradient in gradients_of(group, units).items():
+            hook.add_gradient(name, gradient)
+        try:
+            hook.finish()
+        except CollectiveError as error:
+            found = parts(units)
+            return error, {name for name in found if found[name] is not None}
+
+    (first, stored), (second, there) = run_ranks(work)
+    assert text_of(first) == text_of(second)
+    missing = list(SHAPES)[: 4 - count]
+    for name in missing:
+        assert f"'{name}': missing on rank 1" in str(first)
+    assert stored == there
+    assert not stored & set(missing)
+    if bucket_bytes == 0:
+        assert stored == set(SHAPES) - set(missing)
+
+
+@pytest.mark.parametrize("bucket_bytes", SIZES)
+def test_units_in_another_order_are_an_error_or_go_in_one_order(bucket_bytes):
+    def work(group):
+        units = units_of(group)
+        if group.rank == 1:
+            units = dict(reversed(units.items()))
+        hook = FSDPBackwardHook(FSDP(group, bucket_bytes=bucket_bytes))
+        hook.use_units(units)
+        for name, gradient in gradients_of(group, units).items():
+            hook.add_gradient(name, gradient)
+        try:
+            hook.finish()
+        except CollectiveError as error:
+            return text_of(error), {n for n, u in units.items() if u.local_gradient is not None}
+        assert parts(units) == expected_parts(units, 2, ())
+        return "", set(units)
+
+    first, second = run_ranks(work)
+    assert first == second
+    if first[0]:
+        assert "missing on rank" in first[0]
+
+
+# ---- unused parameters ----
+
+
+def test_parameters_without_gradients_count_as_zero_where_that_was_agreed():
+    def work(group):
+        units = units_of(group)
+        gradients = gradients_of(group, units)
+        if group.rank == 1:
+            gradients["a"] = None
+            del gradients["b"]
+        FSDPBackwardHook(FSDP(group, allow_unused=True)).scatter_multiple(units, gradients)
+        assert set(units["d"].local_gradient.flat) == {3.0}
+        return [float(x) for name in "ab" for x in set(units[name].local_gradient.flat)]
+
+    assert run_ranks(work) == [[1.0, 1.0]] * 2
+
+
+# ---- anything at all ----
+
+names = st.sampled_from(sorted(SHAPES))
+faults = st.sampled_from(["good", "good", "none", "nan", "shape", "dtype", "list", "absent"])
+scripts = st.fixed_dictionaries(
+    {
+        "order": st.permutations(sorted(SHAPES)),
+        "faults": st.fixed_dictionaries(dict.fromkeys(SHAPES, faults)),
+        "bucket_bytes": st.sampled_from(SIZES),
+        "end_after": st.integers(0, 4),
+    }
+)
+
+
+def play(script, group, *, hooks, calls):
+    """Do what a script says on one rank; the error, or None."""
+    order = script["order"] if hooks else sorted(SHAPES)
+    units = {
+        name: FSDPShardingUnit(name, SHAPES[name], "float32", group.rank)
+        for name in order
+        if script["faults"][name] != "absent"
+    }
+    gradients = gradients_of(group, units)
+    for name, fault in script["faults"].items():
+        if name not in units:
+            continue
+        if fault == "none":
+            gradients[name] = None
+        elif fault == "nan":
+            gradients[name].flat[0] = np.nan
+        elif fault == "shape":
+            gradients[name] = np.ones(99, np.float32)
+        elif fault == "dtype":
+            gradients[name] = gradients[name].astype(np.int32)
+        elif fault == "list":
+            gradients[name] = [1.0]
+    hook = FSDPBackwardHook(FSDP(group, bucket_bytes=script["bucket_bytes"]))
+    for _ in range(calls):
+        error = None
+        try:
+            if hooks:
+                if not hook._plan.units:
+                    hook.use_units(units)
+                for name in list(gradients)[: script["end_after"]]:
+                    hook.add_gradient(name, gradients[name])
+                hook.finish()
+            elif units:
+                hook.scatter_multiple(units, gradients)
+            else:  # what takes part with nothing, empty dicts do not
+                hook.finish()
+        except CollectiveError as caught:
+            error = caught
+    stored = {n: parts(units)[n] for n in units if parts(units)[n] is not None}
+    for name, part in stored.items():
+        assert part == [whole(group.world_size)] * units[name].counts[group.rank]
+    # the object is as good as new: all ranks agree on something else
+    again = units_of(group)
+    FSDPBackwardHook(FSDP(group)).scatter_multiple(again, gradients_of(group, again))
+    assert parts(again) == expected_parts(again, group.world_size, ())
+    # a rank without units has nothing but `finish`, which is another operation
+    return None if error is None else text_of(error).partition(": ")[2], set(stored)
+
+
+@settings(max_examples=tries(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(scripts, min_size=2, max_size=3), st.booleans())
+def test_whatever_ranks_do_all_of_them_hear_the_same(each, hooks):
+    results = run_ranks(
+        lambda group: play(each[group.rank], group, hooks=hooks, calls=2), len(each), seconds=5
+    )
+    assert all(isinstance(result, tuple) for result in results), results
+    assert len({error is None for error, _ in results}) == 1, results
+    texts = {error for error, _ in results}
+    assert len(texts) == 1, results
+    common = set.intersection(*(set(s["faults"]) - {"absent"} for s in each))
+    kept = [stored & common for _, stored in results]
+    assert all(k == kept[0] for k in kept), results

@@ -1,0 +1,645 @@
+"""Gradients are scattered: the same bits by every public way, for every kind of array."""
+
+import asyncio
+import weakref
+
+import numpy as np
+import pytest
+from gradient_model import (
+    ENGINES,
+    FLOATS,
+    INTEGERS,
+    NARROW,
+    Model,
+    assert_same,
+    check_parts,
+    gradient_of,
+    gradients_of,
+    part_of,
+    reduced,
+    run,
+    units_of,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tries import tries
+
+from mlstate import CollectiveError, CompatibilityError
+from mlstate.collectives import SingleGroup
+from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
+from mlstate.fsdp import _reducer as _fsdp_reduce
+from mlstate.fsdp._reducer import Entry
+from mlstate.threads import get_num_threads, set_num_threads
+
+pytestmark = pytest.mark.timeout(120)
+
+SHAPES = {"a": (5, 3), "b": (7,), "c": (), "d": (20, 2), "e": (0, 4)}
+
+
+# ---- ways to scatter gradients ----
+
+
+def together(fsdp, units, gradients, rng):
+    FSDPBackwardHook(fsdp).scatter_multiple(units, gradients)
+
+
+def paired_by_name(fsdp, units, gradients, rng):
+    names = rng.permutation(list(gradients))
+    FSDPBackwardHook(fsdp).scatter_multiple(units, {name: gradients[name] for name in names})
+
+
+def one_by_one(fsdp, units, gradients, rng):
+    hook = FSDPBackwardHook(fsdp)
+    for name, unit in units.items():
+        assert hook.scatter_gradient(unit, gradients[name]) is unit.local_gradient
+
+
+def in_a_loop(fsdp, units, gradients, rng):
+    hook = FSDPBackwardHook(fsdp)
+    hook.use_units(units)
+    for name in reversed(gradients):
+        hook.add_gradient(name, gradients[name])
+    hook.finish()
+
+
+def in_any_order(fsdp, units, gradients, rng):
+    hook = FSDPBackwardHook(fsdp)
+    hook.use_units(units)
+    for name in rng.permutation(list(gradients)):  # another order on each rank
+        hook.add_gradient(str(name), gradients[name])
+    hook.finish()
+
+
+def by_hooks(fsdp, units, gradients, rng):
+    model = Model()
+    with FSDPBackwardHook(fsdp) as hook:
+        hook.register_hooks(model, units)
+        returned = model.backward(gradients)
+    assert not model.functions
+    assert all(returned[name] is units[name].local_gradient for name in units)
+
+
+def awaited(fsdp, units, gradients, rng):
+    asyncio.run(FSDPBackwardHook(fsdp).scatter_multiple_async(units, gradients))
+
+
+WAYS = [together, paired_by_name, one_by_one, in_a_loop, in_any_order, by_hooks, awaited]
+
+shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+cases = st.fixed_dictionaries(
+    {
+        "world": st.integers(1, 4),
+        "shapes": st.lists(shapes, min_size=1, max_size=5),
+        "dtypes": st.lists(st.sampled_from(FLOATS + INTEGERS), min_size=5, max_size=5),
+        "layout": st.sampled_from(["flat", "rows"]),
+        "op": st.sampled_from(["sum", "mean", "min", "max", "divided"]),
+        "reduce_dtype": st.sampled_from([None, "float32"]),
+        "bucket_bytes": st.sampled_from([0, 1, 100, 1000, 25 << 20]),
+        "way": st.sampled_from(WAYS),
+        "engine": st.sampled_from(list(ENGINES)),
+        "threads": st.integers(1, 2),
+        "seed": st.integers(0, 99),
+    }
+)
+
+
+@settings(max_examples=tries(150), deadline=None)
+@given(cases)
+def test_bits_are_those_of_a_sum_in_the_order_of_ranks(case):
+    """Whatever the call, the buckets, the engine, the threads."""
+    named = {f"p{i}": shape for i, shape in enumerate(case["shapes"])}
+    divided = case["op"] in ("mean", "divided")
+    dtypes = {
+        name: dtype if dtype in FLOATS or not divided else "float32"
+        for name, dtype in zip(named, case["dtypes"], strict=False)
+    }
+    how = {"op": "sum", "gradient_divide_factor": 2.5} if case["op"] == "divided" else case
+    how = {key: how[key] for key in ("op", "gradient_divide_factor") if key in how}
+    expected = {"op": how["op"], "divisor": how.get("gradient_divide_factor", 1.0)}
+
+    def work(group):
+        fsdp = FSDP(
+            group, bucket_bytes=case["bucket_bytes"], reduce_dtype=case["reduce_dtype"], **how
+        )
+        units = units_of(group.rank, named, dtypes, case["layout"])
+        gradients = gradients_of(group.rank, named, dtypes)
+        before = {name: gradient.tobytes() for name, gradient in gradients.items()}
+        case["way"](fsdp, units, gradients, np.random.default_rng([case["seed"], group.rank]))
+        assert before == {name: gradient.tobytes() for name, gradient in gradients.items()}
+        check_parts(
+            units,
+            group.world_size,
+            named,
+            dtypes,
+            case["layout"],
+            reduce_dtype=case["reduce_dtype"],
+            **expected,
+        )
+
+    threads = get_num_threads()
+    set_num_threads(case["threads"])
+    try:
+        run(work, case["world"], case["engine"])
+    finally:
+        set_num_threads(threads)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_large_gradients_have_the_same_bits_with_any_number_of_threads(engine):
+    named = {"w": (300_001,), "v": (517, 129)}
+    found = []
+    before = get_num_threads()
+    try:
+        for count in (1, 2, 4):
+            set_num_threads(count)
+
+            def work(group):
+                units = units_of(group.rank, named, {"w": "float32", "v": "float16"})
+                gradients = gradients_of(group.rank, named, {"w": "float32", "v": "float16"})
+                FSDPBackwardHook(FSDP(group)).scatter_multiple(units, gradients)
+                return [unit.local_gradient.tobytes() for unit in units.values()]
+
+            found.append(run(work, 3, engine))
+    finally:
+        set_num_threads(before)
+    assert found[0] == found[1] == found[2]
+
+
+def test_the_order_of_ranks_decides_the_bits():
+    """Gradients of the model do depend on it: the tests above would see another order."""
+    each = [gradients_of(rank, SHAPES) for rank in range(3)]
+    there = reduced([g["d"] for g in each])
+    back = reduced([g["d"] for g in reversed(each)])
+    assert there.tobytes() != back.tobytes()
+
+
+# ---- arrays ----
+
+
+def fortran(gradient):
+    return np.asfortranarray(gradient)
+
+
+def every_other(gradient):
+    memory = np.full((*gradient.shape[:-1], 2 * gradient.shape[-1]), 77, gradient.dtype)
+    memory[..., ::2] = gradient
+    return memory[..., ::2]
+
+
+def backwards(gradient):
+    return gradient[::-1].copy()[::-1]
+
+
+def read_only(gradient):
+    gradient.flags.writeable = False
+    return gradient
+
+
+def swapped_bytes(gradient):
+    return gradient.astype(gradient.dtype.newbyteorder())
+
+
+def unaligned(gradient):
+    memory = np.zeros(gradient.nbytes + 1, np.uint8)
+    view = memory[1:].view(gradient.dtype).reshape(gradient.shape)
+    view[...] = gradient
+    assert not view.flags.aligned
+    return view
+
+
+def broadcast(gradient):
+    return np.broadcast_to(gradient[:1], gradient.shape)
+
+
+VIEWS = [fortran, every_other, backwards, read_only, swapped_bytes, unaligned, broadcast]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("dtype", [d for d in FLOATS if d != "bfloat16"] + ["int32"])
+@pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.__name__)
+def test_gradients_may_lie_in_memory_as_they_like(view, dtype, engine):
+    def work(group):
+        each = [view(gradient_of(rank, (6, 5), dtype)) for rank in range(2)]
+        plain = reduced([np.array(g, g.dtype.newbyteorder("=")) for g in each])
+        for layout in ("flat", "rows"):
+            unit = FSDPShardingUnit("w", (6, 5), dtype, group.rank, layout=layout)
+            mine = each[group.rank]
+            before = mine.tobytes()
+            FSDPBackwardHook(FSDP(group)).scatter_gradient(unit, mine)
+            assert_same(unit.local_gradient, part_of(plain, layout, group.rank, 2))
+            assert mine.tobytes() == before
+
+    run(work, 2, engine)
+
+
+@pytest.mark.parametrize("layout", ["flat", "rows"])
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_ranks_beyond_the_rows_get_empty_parts(world, engine, layout):
+    named = {"one": (1, 4), "two": (2,), "six": (6, 2), "none": (0,), "all": (world, 1)}
+
+    def work(group):
+        units = units_of(group.rank, named, layout=layout)
+        FSDPBackwardHook(FSDP(group)).scatter_multiple(units, gradients_of(group.rank, named))
+        check_parts(units, world, named, layout=layout)
+        return {name: unit.local_gradient.shape[0] for name, unit in units.items()}
+
+    sizes = run(work, world, engine)
+    assert sum(found["two"] for found in sizes) == 2
+    assert [found["none"] for found in sizes] == [0] * world
+    if world == 5:
+        assert [found["two"] for found in sizes] == [1, 1, 0, 0, 0]
+        assert [found["six"] for found in sizes] == ([2, 2, 2, 0, 0] if layout == "rows" else [
+            3, 3, 3, 3, 0
+        ])  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_narrow_sums_are_kept_in_float32_where_that_was_asked_for(dtype):
+    if dtype not in FLOATS:
+        pytest.skip("ml_dtypes has bfloat16")
+
+    def work(group):
+        values = [2048, 1, 0.5][group.rank]
+        unit = units_of(group.rank, {"w": (6,)}, dtype)["w"]
+        gradient = np.full(6, values).astype(gradient_of(0, (1,), dtype).dtype)
+        hook = FSDPBackwardHook(FSDP(group, reduce_dtype="float32"))
+        hook.scatter_gradient(unit, gradient)
+        assert unit.local_gradient.dtype == np.float32
+        assert unit.local_gradient.tolist() == [2049.5] * 2
+        hook = FSDPBackwardHook(FSDP(group))
+        hook.scatter_gradient(unit, gradient)
+        assert unit.local_gradient.dtype == gradient.dtype
+        assert unit.local_gradient.astype(float).tolist() == [2050.0 if dtype == "float16" else
+                                                              2048.0] * 2  # fmt: skip
+
+    run(work, 3)
+
+
+def test_reduce_dtype_leaves_wide_gradients_alone():
+    def work(group):
+        dtypes = {"a": "float64", "b": "int8", "c": "float32", "d": "float16", "e": "float64"}
+        units = units_of(group.rank, SHAPES, dtypes)
+        gradients = gradients_of(group.rank, SHAPES, dtypes)
+        FSDPBackwardHook(FSDP(group, reduce_dtype="float32")).scatter_multiple(units, gradients)
+        check_parts(units, 2, SHAPES, dtypes, reduce_dtype="float32")
+
+    run(work)
+
+
+def test_complex_gradients_have_sums_and_means():
+    def work(group):
+        unit = FSDPShardingUnit("w", (4,), "complex64", group.rank)
+        gradient = np.array([1 + 2j, 3, 4j, -1], np.complex64) * (group.rank + 1)
+        FSDPBackwardHook(FSDP(group)).scatter_gradient(unit, gradient)
+        return unit.local_gradient.tolist()
+
+    assert run(work) == [[3 + 6j, 9], [12j, -3]]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op", "text"),
+    [
+        ("int32", "mean", "divided"),
+        ("bool", "sum", "bool"),
+        ("complex64", "max", "complex64"),
+    ],
+)
+def test_reductions_that_a_dtype_does_not_have_fail_alone_and_on_all_ranks(dtype, op, text):
+    def work(group):
+        units = units_of(group.rank, {"a": (4,), "bad": (4,), "c": (2,)}, {
+            "a": "float32", "bad": dtype, "c": "float32"
+        })  # fmt: skip
+        gradients = {name: np.ones(unit.shape, unit.dtype) for name, unit in units.items()}
+        with pytest.raises(CollectiveError, match=text) as caught:
+            FSDPBackwardHook(FSDP(group, op=op)).scatter_multiple(units, gradients)
+        assert caught.value.name == "bad"
+        assert units["bad"].local_gradient is None
+        assert len(units["a"].local_gradient) == 2
+        assert len(units["c"].local_gradient) == 1
+
+    run(work)
+
+
+# ---- memory ----
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_next_pass_writes_into_the_same_memory(engine):
+    def work(group):
+        units = units_of(group.rank, SHAPES)
+        hook = FSDPBackwardHook(FSDP(group))
+        hook.use_units(units)
+        before = {}
+        for step in range(3):
+            for name, gradient in gradients_of(group.rank, SHAPES).items():
+                hook.add_gradient(name, gradient)
+            hook.finish()
+            check_parts(units, 2, SHAPES)
+            if step:
+                assert all(units[name].local_gradient is before[name] for name in units)
+            before = {name: unit.local_gradient for name, unit in units.items()}
+            for unit in units.values():
+                unit.local_gradient[...] = 99  # the optimizer's business
+
+    run(work, 2, engine)
+
+
+def test_where_all_results_have_a_place_no_gradient_is_looked_at_by_itself(monkeypatch):
+    looked_at = []
+    find = Entry.find_memory
+
+    def counted(self, terms):
+        looked_at.append(self.unit.parameter_name)
+        find(self, terms)
+
+    monkeypatch.setattr(Entry, "find_memory", counted)
+    shapes = {"a": (5, 3), "b": (7,), "e": (0, 4)}
+    units = units_of(0, shapes)
+    hook = FSDPBackwardHook(FSDP(SingleGroup()))
+    for step, expected in enumerate([["a", "b", "e"], [], ["a", "b", "e"], []]):
+        hook.scatter_multiple(units, gradients_of(0, shapes))
+        check_parts(units, 1, shapes)
+        assert sorted(looked_at) == expected
+        looked_at.clear()
+        if step == 1:
+            units["b"].local_gradient = None
+
+
+@pytest.mark.parametrize(
+    "there",
+    [
+        None,
+        np.zeros(4, np.float64),
+        np.zeros(5, np.float32),
+        np.zeros((2, 2), np.float32),
+        np.zeros(8, np.float32)[::2],
+        np.zeros(4, ">f4"),
+        np.broadcast_to(np.float32(0), (4,)),
+    ],
+    ids=["none", "dtype", "length", "shape", "strides", "byte order", "read-only"],
+)
+def test_memory_that_does_not_fit_is_left_alone(there):
+    """That of another gradient in the same bucket, which does fit, is used."""
+
+    def work(group):
+        units = units_of(group.rank, {"v": (8,), "w": (8,)})
+        fits = units["v"].local_gradient = np.zeros(4, np.float32)
+        units["w"].local_gradient = there
+        gradients = {name: np.ones(8, np.float32) for name in units}
+        FSDPBackwardHook(FSDP(group)).scatter_multiple(units, gradients)
+        assert units["v"].local_gradient is fits
+        for unit in units.values():
+            assert_same(unit.local_gradient, np.full(4, 2, np.float32))
+
+    run(work)
+    assert there is None or not there.any()
+
+
+def test_local_gradients_are_never_the_full_gradients_memory():
+    """On one rank neither; the backward pass writes into that again."""
+    full = np.ones((2, 2), np.float32)
+    unit = FSDPShardingUnit("w", (2, 2), "float32", 0)
+    FSDPBackwardHook(FSDP(SingleGroup())).scatter_gradient(unit, full)
+    assert not np.shares_memory(unit.local_gradient, full)
+
+
+def test_of_copies_there_is_one_bucket_at_a_time_and_the_one_before(monkeypatch):
+    """However many buckets one message is for; others are used where they lie."""
+    copies, most = [], []
+    pack = _fsdp_reduce.packed
+
+    def counted(array):
+        found = pack(array)
+        copies.append(weakref.ref(found))
+        most.append(sum(copy() is not None for copy in copies))
+        return found
+
+    monkeypatch.setattr(_fsdp_reduce, "packed", counted)
+    shapes = {f"p{i}": (4, 3) for i in range(8)}
+    units = units_of(0, shapes)
+    gradients = {name: np.ones((3, 4), np.float32).T for name in shapes}
+    FSDPBackwardHook(FSDP(SingleGroup(), bucket_bytes=0)).scatter_multiple(units, gradients)
+    assert len(copies) == 8
+    assert max(most) == 2
+
+
+# ---- accumulation ----
+
+
+def sums_of(shapes, world, seeds):
+    """Reduced full gradients of several passes, added up in their order."""
+    total = {}
+    for seed in seeds:
+        for name, shape in shapes.items():
+            each = [gradient_of([seed, rank], shape, "float32") for rank in range(world)]
+            total[name] = total[name] + reduced(each) if name in total else reduced(each)
+    return total
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("hooks", ["loop", "model"])
+def test_passes_add_up_in_the_local_gradients(hooks, bucket_bytes):
+    def work(group):
+        units = units_of(group.rank, SHAPES)
+        hook = FSDPBackwardHook(FSDP(group, bucket_bytes=bucket_bytes))
+        model = Model()
+        if hooks == "loop":
+            hook.use_units(units, accumulate=True)
+        else:
+            hook.register_hooks(model, units, accumulate=True)
+        for seed in range(3):
+            gradients = {
+                name: gradient_of([seed, group.rank], shape, "float32")
+                for name, shape in SHAPES.items()
+            }
+            if hooks == "model":
+                returned = model.backward(gradients)
+                assert all(returned[name] is units[name].local_gradient for name in units)
+            else:
+                for name in reversed(gradients):
+                    hook.add_gradient(name, gradients[name])
+                hook.finish()
+        for name, whole in sums_of(SHAPES, 2, range(3)).items():
+            assert_same(units[name].local_gradient, part_of(whole, "flat", group.rank, 2), name)
+        hook.clear_gradients(units)
+        assert not any(unit.local_gradient.any() for unit in units.values())
+
+    run(work)
+
+
+def test_narrow_gradients_of_several_passes_add_up_in_float32():
+    """Where reduce_dtype asks for it: 4096 + 1 is 4096 in float16."""
+
+    def work(group):
+        unit = FSDPShardingUnit("w", (4,), "float16", group.rank)
+        hook = FSDPBackwardHook(FSDP(group, reduce_dtype="float32"))
+        hook.use_units({"w": unit}, accumulate=True)
+        for value in (2048, 0.5, 0.5):
+            hook.add_gradient("w", np.full(4, value, np.float16))
+            hook.finish()
+        return unit.local_gradient.dtype.name, unit.local_gradient.tolist()
+
+    assert run(work) == [("float32", [4098.0] * 2)] * 2
+
+
+@pytest.mark.parametrize(
+    ("there", "text"),
+    [
+        (np.zeros(4, np.float64), "the local gradient to add to has dtype float64"),
+        (np.zeros(3, np.float32), r"has shape \(3,\), expected \(4,\)"),
+        (np.broadcast_to(np.float32(0), (4,)), "is read-only"),
+    ],
+)
+def test_a_sum_that_cannot_be_made_on_one_rank_fails_on_all(there, text):
+    def work(group):
+        unit = FSDPShardingUnit("w", (8,), "float32", group.rank)
+        other = FSDPShardingUnit("x", (8,), "float32", group.rank)
+        unit.local_gradient = there if group.rank else np.zeros(4, np.float32)
+        hook = FSDPBackwardHook(FSDP(group))
+        hook.use_units({"w": unit, "x": other}, accumulate=True)
+        for name in ("x", "w"):
+            hook.add_gradient(name, np.ones(8, np.float32))
+        with pytest.raises(CollectiveError, match=f"'w': rank 1: .*{text}"):
+            hook.finish()
+        assert unit.local_gradient is None
+        assert other.local_gradient.tolist() == [2.0] * 4
+
+    run(work)
+    assert not there.any()
+
+
+def test_a_sum_may_lie_in_memory_as_it_likes():
+    def work(group):
+        units = units_of(group.rank, {"w": (8,), "x": (8,)})
+        units["w"].local_gradient = np.ones(8, np.float32)[::2]
+        units["x"].local_gradient = np.ones(4, ">f4")
+        hook = FSDPBackwardHook(FSDP(group))
+        hook.use_units(units, accumulate=True)
+        for name in ("x", "w"):
+            hook.add_gradient(name, np.ones(8, np.float32))
+        hook.finish()
+        return [unit.local_gradient.tolist() for unit in units.values()]
+
+    assert run(work) == [[[3.0] * 4] * 2] * 2
+
+
+@pytest.mark.parametrize("hooks", ["loop", "model"])
+def test_passes_inside_no_sync_add_up_before_they_travel(hooks):
+    """One exchange for all of them; the rank's own sum is made first."""
+
+    def work(group):
+        named = {"w": (9,), "x": (2, 3)}
+        units = units_of(group.rank, named)
+        hook, model = FSDPBackwardHook(FSDP(group)), Model()
+        if hooks == "loop":
+            hook.use_units(units)
+        else:
+            hook.register_hooks(model, units)
+
+        def give(seed):
+            for i, (name, shape) in enumerate(reversed(named.items())):
+                gradient = gradient_of([seed, group.rank, i], shape, "float32")
+                if hooks == "loop":
+                    hook.add_gradient(name, gradient)
+                else:
+                    model.functions[name](gradient)
+                if hooks == "loop" or not hook._sync:
+                    gradient = gradient if seed == 2 else gradient.fill(99)  # it was copied
+
+        with hook.no_sync():
+            give(0)
+            hook.finish()  # as a loop does that is written the same for all its passes
+            with hook.no_sync():
+                give(1)
+            assert all(unit.local_gradient is None for unit in units.values())
+        calls = len(group.calls)
+        assert calls == 0
+        give(2)
+        if hooks == "loop":
+            hook.finish()
+        for i, (name, shape) in enumerate(reversed(named.items())):
+            each = [
+                sum(
+                    (gradient_of([seed, rank, i], shape, "float32") for seed in (1, 2)),
+                    gradient_of([0, rank, i], shape, "float32"),
+                )
+                for rank in range(2)
+            ]
+            assert_same(
+                units[name].local_gradient, part_of(reduced(each), "flat", group.rank, 2), name
+            )
+
+    run(work)
+
+
+def test_what_no_sync_held_goes_with_a_pass_that_has_no_gradient_for_it():
+    def work(group):
+        units = units_of(group.rank, {"w": (2,), "x": (2,)})
+        hook = FSDPBackwardHook(FSDP(group))
+        hook.use_units(units)
+        with hook.no_sync():
+            hook.add_gradient("w", np.ones(2, np.float32))
+            hook.add_gradient("x", None)  # an unused branch
+        hook.add_gradient("x", np.ones(2, np.float32))
+        hook.finish()
+        return [unit.local_gradient.tolist() for unit in units.values()]
+
+    assert run(work) == [[[2.0], [2.0]]] * 2
+
+
+def test_a_gradient_that_does_not_go_with_what_no_sync_held_fails_on_all_ranks():
+    def work(group):
+        units = units_of(group.rank, {"w": (2,), "x": (2,)})
+        hook = FSDPBackwardHook(FSDP(group))
+        hook.use_units(units)
+        with hook.no_sync():
+            hook.add_gradient("w", np.ones(2, np.float32))
+        hook.add_gradient("x", np.ones(2, np.float32))
+        hook.add_gradient("w", np.ones(3 if group.rank else 2, np.float32))
+        with pytest.raises(CollectiveError, match=r"'w': rank 1: .*\(3,\)"):
+            hook.finish()
+        assert units["w"].local_gradient is None
+        assert units["x"].local_gradient.tolist() == [2.0]
+
+    run(work)
+
+
+def test_accumulate_gradients_adds_local_parts_and_copies_the_first():
+    units = {name: FSDPShardingUnit(name, (4,), "float32", 0) for name in "wxy"}
+    hook = FSDPBackwardHook(FSDP(SingleGroup()))
+    first = {"w": gradient_of(1, (4,), "float32"), "x": np.ones(4, np.float64)}
+    hook.accumulate_gradients(units, first)
+    assert units["w"].local_gradient is not first["w"]
+    second = {"w": gradient_of(2, (4,), "float32"), "unknown": np.ones(9), "x": None}
+    hook.accumulate_gradients(units, second)
+    assert_same(units["w"].local_gradient, first["w"] + second["w"])
+    assert_same(units["x"].local_gradient, first["x"])
+    assert units["y"].local_gradient is None
+    for nothing in (None, {}):
+        hook.accumulate_gradients(nothing, first)
+        hook.accumulate_gradients(units, nothing)
+        hook.clear_gradients(nothing)
+    hook.clear_gradients(units)
+    assert [u.local_gradient.tolist() for n, u in units.items() if n != "y"] == [[0.0] * 4] * 2
+    assert units["y"].local_gradient is None
+
+
+@pytest.mark.parametrize("bad", [np.ones(3, np.float32), np.ones(4, np.float64)])
+def test_a_part_of_another_shape_or_dtype_is_added_to_nothing(bad):
+    """The specification adds as many elements as the shorter one has."""
+    units = {name: FSDPShardingUnit(name, (4,), "float32", 0) for name in "wx"}
+    hook = FSDPBackwardHook(FSDP(SingleGroup()))
+    good = np.ones(4, np.float32)
+    hook.accumulate_gradients(units, {"w": good, "x": good})
+    with pytest.raises(CompatibilityError, match=r"^x: the new gradient has") as caught:
+        hook.accumulate_gradients(units, {"w": good, "x": bad})
+    assert caught.value.name == "x"
+    assert caught.value.got != caught.value.expected
+    assert units["w"].local_gradient.tolist() == [1.0] * 4
+    with pytest.raises(CompatibilityError, match=r"^y: the new gradient has shape \(3,\)"):
+        hook.accumulate_gradients(
+            {"y": FSDPShardingUnit("y", (4,), "float32", 0)}, {"y": np.ones(3, np.float32)}
+        )
+    with pytest.raises(TypeError, match="y: the new gradient is a list, not an array or tensor"):
+        hook.accumulate_gradients({"y": FSDPShardingUnit("y", (4,), "float32", 0)}, {"y": [1.0]})

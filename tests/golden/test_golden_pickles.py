@@ -1,0 +1,119 @@
+"""Pickles and torch files that were written before load, and name public modules only."""
+
+import io
+import pickle
+import pickletools
+import re
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from golden.pickled_objects import OBJECTS, PUBLIC, model_state, optimizer_state, state_dict
+
+from mlstate import checkpoint
+
+FOLDER = Path(__file__).parents[1] / "golden" / "pickles"
+STATES = {"state_dict": state_dict, "model_state": model_state, "optimizer_state": optimizer_state}
+# They hold locks, memory, processes, or other people's code.
+NEVER_PICKLED = {
+    *("KVState", "Work", "LocalGroup", "SaveHandle", "Staging", "TieredState", "TieredUnit"),
+    *("FSDP", "FSDPBackwardHook", "GradientAccumulator", "ReduceScatterOperation"),
+    *("ActivationManager", "MPIGroup", "PlannedModel", "TorchGroup"),
+    *("CheckpointStrategy", "ProcessGroup", "Stateful"),  # protocols
+}
+
+
+class Recorder(pickle.Unpickler):
+    """An unpickler that notes what it imports."""
+
+    def __init__(self, data):
+        super().__init__(io.BytesIO(data))
+        self.found = {}
+
+    def find_class(self, module, name):
+        self.found[module, name] = super().find_class(module, name)
+        return self.found[module, name]
+
+
+def loaded(data):
+    """Return the object, and what it was made of: {(module, name): class or function}."""
+    recorder = Recorder(data)
+    return recorder.load(), recorder.found
+
+
+def content(thing):
+    """All that an object holds, as something to compare."""
+    if isinstance(thing, np.ndarray):
+        return thing.dtype.str, thing.shape, thing.tobytes()
+    if isinstance(thing, checkpoint.Checkpoint):  # each save has a number and a time of its own
+        return thing.path, thing.step, thing.world_size, thing.metadata, set(thing.written)
+    if isinstance(thing, type) or thing is None or isinstance(thing, str | bytes | int | float):
+        return type(thing), thing
+    if isinstance(thing, list | tuple | set) and type(thing).__reduce__ is object.__reduce__:
+        return type(thing), [content(item) for item in thing]
+    if type(thing) is dict:
+        return [(content(key), content(value)) for key, value in thing.items()]
+    if callable(thing) and hasattr(thing, "__qualname__"):
+        return thing.__qualname__, content(getattr(thing, "__self__", None))
+    make, *rest = thing.__reduce_ex__(4)
+    parts = [list(part) if hasattr(part, "__next__") else part for part in rest]
+    return make, [content(part) for part in parts]
+
+
+def private(modules):
+    """Those of mlstate's modules that may be renamed."""
+    return {name for name in modules if re.match(r"mlstate(\.|$)", name)} - set(PUBLIC)
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_a_stored_pickle_loads_and_is_what_it_was(name):
+    data = (FOLDER / f"{name}.pickle").read_bytes()
+    back, _ = loaded(data)
+    wanted = OBJECTS[name]()
+    if name == "public_names":
+        assert {key: wanted.get(key) for key in back} == back
+    else:
+        assert type(back) is type(wanted) and content(back) == content(wanted)
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_pickles_name_public_modules_only(name):
+    stored, made = (FOLDER / f"{name}.pickle").read_bytes(), OBJECTS[name]()
+    for data in (stored, *(pickle.dumps(made, protocol) for protocol in (2, 4, 5))):
+        assert not private(module for module, _ in loaded(data)[1])
+
+
+def test_every_public_class_has_a_stored_pickle():
+    classes = {c.__name__ for c in OBJECTS["public_names"]().values() if isinstance(c, type)}
+    stored = [path for path in FOLDER.glob("*.pickle") if path.stem != "public_names"]
+    found = {name for path in stored for _, name in loaded(path.read_bytes())[1]}
+    assert classes - found == NEVER_PICKLED
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", STATES)
+def test_a_stored_torch_file_loads(name):
+    torch = pytest.importorskip("torch")
+    import mlstate.integrations.torch  # noqa: F401  # lets weights_only read state dicts
+
+    path = FOLDER / f"{name}.pt"
+    back, wanted = torch.load(path, weights_only=True), STATES[name]()
+    assert type(back) is type(wanted) and content(back) == content(wanted)
+    with zipfile.ZipFile(path) as archive:
+        (member,) = [n for n in archive.namelist() if n.endswith("/data.pkl")]
+        named = [
+            arg for op, arg, _ in pickletools.genops(archive.read(member)) if "GLOBAL" in op.name
+        ]
+    assert "mlstate.integrations.torch restore_state" in named
+    assert not private(name.split(" ")[0] for name in named)
+
+
+def test_a_checkpoint_keeps_its_save_in_a_pickle(tmp_path):
+    first = checkpoint.save(tmp_path / "run", {"w": np.ones(3)}, step=1)
+    found = checkpoint.inspect(tmp_path / "run")  # has read the indexes
+    checkpoint.save(tmp_path / "run", {"w": np.ones(3)}, step=2)
+    for made in (first, found):
+        back = pickle.loads(pickle.dumps(made))
+        assert (back.path, back.generation, back.step) == (made.path, made.generation, 1)
+        assert back.written == made.written

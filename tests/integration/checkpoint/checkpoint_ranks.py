@@ -1,0 +1,281 @@
+"""What each rank does in test_checkpoint_ranks.py, each scenario in a folder of its own."""
+
+import functools
+import os
+import signal
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch_processes
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch warns of its own internals
+    import torch.distributed as dist
+
+import mlstate
+from mlstate.checkpoint import CheckpointManager, Layout, Shard, save_async
+from mlstate.integrations.torch import TorchGroup
+
+
+def scenario(function):
+    """Mark a function that every rank calls with its group, a folder, and a barrier behind."""
+
+    @functools.wraps(function)
+    def run(group):
+        function(group, f"{sys.argv[1]}-{function.__name__}")
+        group.barrier()
+
+    return torch_processes.scenario(run)
+
+
+def whole(step=0):
+    """A state that every rank can make: what the shards of all ranks are together."""
+    generator = np.random.default_rng(step)
+    return {
+        "w": generator.standard_normal((7, 6)).astype(np.float32),
+        "b": generator.standard_normal(7),
+        "big": generator.standard_normal((513, 300)).astype(np.float32),
+        "scalar": np.float32(step),
+    }
+
+
+def shards(group, kind, step=0, names=("w", "b", "big")):
+    """This rank's shards of the state; the scalar is one that all have whole."""
+    layout = {"rows": Layout.rows, "flat": Layout.flat}[kind](group.world_size)
+    state = whole(step)
+    made = {name: layout.shard(state[name], group.rank) for name in names}
+    return made | {"scalar": np.asarray(state["scalar"])}
+
+
+def same(found, expected):
+    assert sorted(found) == sorted(expected), sorted(found)
+    for name, array in expected.items():
+        assert np.array_equal(found[name], array), name
+
+
+def no_litter(group, folder):
+    group.barrier()
+    report = mlstate.verify(folder)
+    assert report, report
+    assert not report.leftover, report.leftover
+    assert not report.strange, report.strange
+    group.barrier()
+
+
+@scenario
+def each_rank_stores_its_own_shards(group, folder):
+    for kind in ("rows", "flat"):
+        moments = {f"{n}.m": s for n, s in shards(group, kind, 5).items()}
+        saved = mlstate.save(folder, shards(group, kind), moments, group=group, metadata={"a": 1})
+        assert saved.world_size == group.world_size
+        loaded = mlstate.load(folder)
+        same(loaded.model, whole())
+        same(loaded.optimizer, {f"{n}.m": a for n, a in whole(5).items()})
+        mine = mlstate.load(folder, group=group)
+        same(mine.model, {n: getattr(s, "array", s) for n, s in shards(group, kind).items()})
+        no_litter(group, folder)
+
+
+@scenario
+def a_state_may_change_while_it_is_saved(group, folder):
+    try:
+        save_async(folder, shards(group, "rows"), group=group)
+    except ValueError as error:
+        assert "torch's default group" in str(error), error
+    else:
+        raise AssertionError("a group that training uses was taken")
+    with TorchGroup(dist.new_group(backend="gloo")) as own:
+        for step, budget in ((1, None), (2, 100_000), (3, 0)):
+            state = shards(group, "flat", step)
+            handle = save_async(folder, state, group=own, max_staging_bytes=budget, step=step)
+            group.all_reduce(np.ones(3))  # training goes on, in a group of its own
+            handle.staged(20)
+            for value in state.values():
+                getattr(value, "array", value)[...] = -1
+            assert handle.wait(20).step == step
+            same(mlstate.load(folder).model, whole(step))
+            own.barrier()
+    no_litter(group, folder)
+
+
+@scenario
+def what_all_have_whole_is_stored_once_by_turns(group, folder):
+    state = {f"t{i}": np.full(1000, i) for i in range(10)}
+    saved = mlstate.save(folder, state, group=group)
+    records = saved.shards()
+    assert len(records) == 10
+    assert {r.rank for r in records} == set(range(group.world_size))
+    same(mlstate.load(folder).model, state)
+    no_litter(group, folder)
+
+
+@scenario
+def what_one_rank_has_alone_is_stored_too(group, folder):
+    mine = {f"stage{group.rank}.w": np.full(3, group.rank), "shared": np.ones(2)}
+    mlstate.save(folder, mine, group=group)
+    expected = {f"stage{r}.w": np.full(3, r) for r in range(group.world_size)}
+    same(mlstate.load(folder).model, expected | {"shared": np.ones(2)})
+    try:
+        mlstate.save(folder, mine, group=group, layout="rows")
+    except (ValueError, mlstate.CollectiveError) as error:
+        assert "do not both have 'stage" in str(error), error
+    else:
+        raise AssertionError("layout= cut what not all ranks have")
+    same(mlstate.load(folder).model, expected | {"shared": np.ones(2)})
+    no_litter(group, folder)
+
+
+@scenario
+def a_layout_divides_the_work(group, folder):
+    saved = mlstate.save(folder, whole(), group=group, layout=Layout.flat(5))
+    assert sum(r.key == "big" for r in saved.shards()) == 5
+    assert {r.rank for r in saved.shards() if r.key == "big"} == set(range(group.world_size))
+    same(mlstate.load(folder).model, whole())
+    no_litter(group, folder)
+
+
+@scenario
+def a_rank_that_fails_leaves_the_old_checkpoint(group, folder):
+    mlstate.save(folder, shards(group, "rows", 1), group=group)
+    state = shards(group, "rows", 2)
+    for bad in range(group.world_size):
+        for wrong in (object(), np.array(["text"])):
+            mine = state | ({"wrong": wrong} if group.rank == bad else {})
+            try:
+                mlstate.save(folder, mine, group=group)
+            except mlstate.CollectiveError as error:
+                assert group.rank != bad
+                assert f"rank {bad}" in str(error) and error.rank == bad, error
+            except (TypeError, mlstate.CompatibilityError):
+                assert group.rank == bad
+            else:
+                raise AssertionError("nobody noticed")
+            same(mlstate.load(folder).model, whole(1))
+            no_litter(group, folder)
+    mlstate.save(folder, state, group=group)
+    same(mlstate.load(folder).model, whole(2))
+
+
+@scenario
+def ranks_that_do_not_save_the_same_are_told(group, folder):
+    mlstate.save(folder, shards(group, "rows", 1), group=group)
+    first = group.rank == 0
+    whole_ones = {"w": np.ones(4)}
+    for keywords in (
+        {"model": whole_ones, "layout": "rows" if first else None},
+        {"model": whole_ones, "optimizer": {"w.m": np.ones(4)} if first else None},
+        {"model": whole_ones, "layout": "cols" if first else None},
+        {"model": whole_ones, "metadata": {"a": {1}} if first else None},
+    ):
+        try:
+            mlstate.save(folder, **keywords, group=group)
+        except (ValueError, TypeError, mlstate.CollectiveError):
+            pass
+        else:
+            raise AssertionError(f"{keywords} went through")
+        same(mlstate.load(folder).model, whole(1))
+        no_litter(group, folder)
+
+
+@scenario
+def a_writer_elsewhere_stops_all_ranks(group, folder):
+    from mlstate.checkpoint._store.writer_lock import WriterLock
+
+    mlstate.save(folder, shards(group, "rows", 1), group=group)
+    group.barrier()
+    lock = WriterLock(folder)
+    if group.rank == group.world_size - 1:
+        lock.acquire()
+    group.barrier()
+    try:
+        mlstate.save(folder, shards(group, "rows", 2), group=group)
+    except mlstate.StoreError as error:
+        assert "is writing it" in str(error), error
+    else:
+        raise AssertionError("the lock was passed over")
+    group.barrier()
+    lock.release()
+    group.barrier()
+    mlstate.save(folder, shards(group, "rows", 2), group=group)
+    same(mlstate.load(folder).model, whole(2))
+
+
+@scenario
+def what_did_not_change_is_not_written_again(group, folder):
+    state = shards(group, "rows")
+    mlstate.save(folder, state, group=group)
+    again = mlstate.save(folder, state, group=group)
+    assert again.written["new_bytes"] == 0, again.written
+    changed = whole()
+    changed["big"][0, 0] += 1
+    layout = Layout.rows(group.world_size)
+    state["big"] = layout.shard(changed["big"], group.rank)
+    third = mlstate.save(folder, state, group=group)
+    assert (third.written["new_shards"] > 0) == (group.rank == 0)
+    same(mlstate.load(folder).model, changed)
+    no_litter(group, folder)
+
+
+@scenario
+def steps_are_kept_and_restored_by_all(group, folder):
+    with CheckpointManager(folder, keep=2) as manager:
+        for step in range(4):
+            manager.save(step, model=shards(group, "flat", step), group=group)
+        group.barrier()
+        assert manager.steps() == [2, 3]
+        restored = manager.restore_latest(group=group)
+        assert restored.step == 3
+        flat = Layout.flat(group.world_size)
+        assert np.array_equal(restored.model["big"], flat.take(whole(3)["big"], group.rank))
+        no_litter(group, folder)
+
+
+@scenario
+def a_step_that_one_rank_cannot_read_is_no_step_for_any(group, folder):
+    manager = CheckpointManager(folder)
+    for step in (1, 2):
+        manager.save(step, model=shards(group, "rows", step), group=group)
+    group.barrier()
+    if group.rank == 0:
+        last = [s for s in manager.checkpoint(2).shards() if s.key == "big"][-1]
+        with Path(folder, last.path).open("r+b") as file:
+            file.seek(last.offset + 9)
+            file.write(b"\xff\xff")
+    group.barrier()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        restored = manager.restore_latest(group=group)
+    assert restored.step == 1
+    group.barrier()
+
+
+@scenario
+def a_killed_rank_leaves_the_old_checkpoint(group, folder):
+    mlstate.save(folder, shards(group, "rows", 1), group=group)
+    group.barrier()
+    victim = group.world_size - 1
+
+    def kill(count):
+        if group.rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    state = shards(group, "rows", 2) | {"more": Shard(np.zeros(1), replica=int(group.rank > 0))}
+    try:
+        mlstate.save(folder, state, group=group, progress=kill)
+    except mlstate.CollectiveError:
+        pass
+    else:
+        raise AssertionError("nobody noticed")
+    same(mlstate.load(folder).model, whole(1))
+    if group.rank == 0:
+        mlstate.save(folder, {"alone": np.ones(2)})
+        report = mlstate.verify(folder)
+        assert report and not report.leftover, report
+    torch_processes.tell("a_killed_rank_leaves_the_old_checkpoint", "ok")
+    os._exit(0)  # the group is of no use any more
+
+
+if __name__ == "__main__":
+    torch_processes.main(default=True, warn="error", timeout_seconds=20)

@@ -1,0 +1,108 @@
+"""The example that trains: its losses have the same bits with every method and engine."""
+
+import json
+from pathlib import Path
+
+import mpi_jobs
+import pytest
+import rank_jobs
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(600)]
+
+rank_jobs.skip_without_gloo()
+
+JOB = Path(__file__).with_name("train_ranks.py")
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "train_sharded.py"
+STEPS = {2: 24, 4: 16}
+
+if not EXAMPLE.exists():
+    pytest.skip("no examples beside these tests: they are not installed", allow_module_level=True)
+
+
+def run(program, *arguments):
+    """Run a program with the package under test; return what it printed."""
+    ((status, out, err),) = rank_jobs.run(program, [arguments], 290)
+    assert status == 0, out[-1000:] + err[-3000:]
+    return out
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """What a job of so many ranks found, by their number."""
+    found = {}
+
+    def of(world):
+        if world not in found:
+            found[world] = json.loads(run(JOB, world, STEPS[world]))
+        return found[world]
+
+    return of
+
+
+def losses(text):
+    return [float(line.split()[1]) for line in text.splitlines()]
+
+
+def test_two_ranks_have_the_bits_of_fsdp2(trained):
+    printed = trained(2)["printed"]
+    theirs = printed.pop("fsdp2, gloo, rows")
+    assert [line.split()[0] for line in theirs.splitlines()] == [str(i) for i in range(STEPS[2])]
+    assert losses(theirs)[-1] < 0.7 * losses(theirs)[0]  # it learns
+    resumed = printed.pop("resumed")
+    assert printed == dict.fromkeys(printed, theirs)
+    assert len(printed) == 5
+    assert resumed.splitlines() == theirs.splitlines()[: STEPS[2] // 2]
+
+
+@pytest.mark.long
+def test_four_ranks_have_one_curve_and_gloo_sums_in_another_order(trained):
+    printed = trained(4)["printed"]
+    theirs = printed.pop("fsdp2, gloo, rows")
+    ours = printed["mlstate, local, rows"]
+    resumed = printed.pop("resumed")
+    assert printed == dict.fromkeys(printed, ours)
+    assert len(printed) == 5
+    assert resumed.splitlines() == ours.splitlines()[: STEPS[4] // 2]
+    assert losses(theirs) == pytest.approx(losses(ours), rel=1e-4)
+    assert losses(theirs)[0] == losses(ours)[0]  # nothing was reduced before the first loss
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_gradients_are_sums_in_the_order_of_ranks(trained, world):
+    counts = trained(world)["differing"]
+    elements, other, none = counts["ours"]
+    assert elements > 100_000 and other == none == 0
+    # those of gloo are sums of the same numbers, in an order that depends on their place
+    assert counts["gloo"][0] == elements
+    assert counts["gloo"][2] == 0
+    if world == 2:
+        assert counts["gloo"][1] == 0
+
+
+@pytest.mark.long
+def test_the_example_runs_from_the_command_line(trained, tmp_path):
+    expected = trained(2)["printed"]["mlstate, local, rows"].splitlines()
+    arguments = ("--ranks", "2", "--checkpoint", tmp_path / "checkpoint")
+    first = run(EXAMPLE, *arguments, "--steps", "2").splitlines()
+    assert first == expected[:2]
+    rest = run(EXAMPLE, *arguments, "--steps", "3", "--engine", "gloo").splitlines()
+    assert rest == expected[2:3]
+
+
+@pytest.mark.parametrize("engine", mpi_jobs.ENGINES)
+@pytest.mark.parametrize(
+    ("world", "method"),
+    [
+        pytest.param(2, "mlstate", marks=pytest.mark.long),
+        pytest.param(2, "fsdp2+mlstate", marks=pytest.mark.long),
+        pytest.param(4, "mlstate", marks=pytest.mark.long),
+    ],
+)
+def test_mpi_has_the_same_curve(trained, engine, world, method):
+    if mpi_jobs.home(engine) is None:
+        pytest.skip(f"{engine} is not installed; tools/mpi.sh does that for `make test`")
+    expected = trained(world)["printed"]["mlstate, local, rows"].splitlines()
+    arguments = ("--engine", "mpi", "--method", method, "--steps", "12")
+    status, out, err = mpi_jobs.run(engine, world, str(EXAMPLE), *arguments, limit_seconds=200)
+    assert status == 0, out[-1000:] + err[-3000:]
+    assert out.splitlines() == expected[:12]

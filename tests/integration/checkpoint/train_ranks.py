@@ -1,0 +1,133 @@
+"""What test_train_sharded.py starts: the example's training with every method, in one job.
+
+Prints one line of JSON: what each method printed, and how many gradients differ by their bits.
+"""
+
+import contextlib
+import importlib.util
+import io
+import json
+import sys
+import tempfile
+import warnings
+from argparse import Namespace
+from pathlib import Path
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch warns of its own internals
+    import torch
+    import torch.distributed as dist
+
+from mlstate.collectives import LocalGroup
+from mlstate.integrations.torch import TorchGroup, reduce_scatter_with
+
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "train_sharded.py"
+RUNS = [  # method, engine, layout
+    ("fsdp2", "gloo", "rows"),
+    ("fsdp2+mlstate", "gloo", "rows"),
+    ("fsdp2+mlstate", "local", "rows"),
+    ("mlstate", "gloo", "rows"),
+    ("mlstate", "local", "rows"),
+    ("mlstate", "local", "flat"),
+]
+
+
+def example():
+    spec = importlib.util.spec_from_file_location("train_sharded", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def first_gradients(module, group, reduced_by):
+    """The full gradients of the first step, by name, as FSDP2 has them."""
+    torch.manual_seed(0)
+    trained = module.WithFSDP2(module.Model(), group, ours=False)
+    if reduced_by is not None:
+        reduce_scatter_with(trained.model, reduced_by)
+    text, following = module.batch_of(module.read_sources(), 0, group.rank)
+    found = trained.model(text).flatten(0, 1)
+    torch.nn.functional.cross_entropy(found, following.flatten()).backward()
+    return {name: p.grad.full_tensor() for name, p in trained.model.named_parameters()}
+
+
+def gradients_of_ranks(module, world):
+    """The gradients of each rank before any reduction, by name."""
+    ranks = []
+    for rank in range(world):
+        torch.manual_seed(0)
+        model = module.Model()
+        text, following = module.batch_of(module.read_sources(), 0, rank)
+        found = model(text).flatten(0, 1)
+        torch.nn.functional.cross_entropy(found, following.flatten()).backward()
+        ranks.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    return ranks
+
+
+def in_rank_order(values):
+    total = values[0]
+    for value in values[1:]:
+        total = total + value
+    return total
+
+
+def in_any_order(values):
+    """The sums of a few tensors in every order there is: 1 of two, 3 of three, 15 of four."""
+    if len(values) == 1:
+        return [values[0]]
+    first, *rest = values
+    sums = []
+    for chosen in range(2 ** len(rest) - 1):
+        near = [first, *(v for i, v in enumerate(rest) if chosen >> i & 1)]
+        far = [v for i, v in enumerate(rest) if not chosen >> i & 1]
+        sums += [left + right for left in in_any_order(near) for right in in_any_order(far)]
+    return sums
+
+
+def differing(found, ranks):
+    """Elements: all, those that are not sums in the order of ranks, and in no order at all."""
+    other = none = 0
+    for name, gradient in found.items():
+        values = [of[name] for of in ranks]
+        other += int((gradient != in_rank_order(values) / len(ranks)).sum())
+        sums = torch.stack(in_any_order(values)) / len(ranks)
+        none += int((gradient != sums).all(0).sum())
+    return sum(gradient.numel() for gradient in found.values()), other, none
+
+
+def every_method(group, steps, folder):
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # of torch: FSDP2 warns of itself
+    module = example()
+    store = dist.FileStore(f"{folder}/store", group.world_size)
+    dist.init_process_group("gloo", store=store, rank=group.rank, world_size=group.world_size)
+    engines = {"local": group, "gloo": TorchGroup(dist.new_group())}
+    printed = {}
+
+    def run(title, method, engine, layout, until, checkpoint=None):
+        options = Namespace(method=method, layout=layout, steps=until, checkpoint=checkpoint)
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            module.train(engines[engine], options)
+        printed[title] = printed.get(title, "") + out.getvalue()
+
+    for method, engine, layout in RUNS:
+        run(f"{method}, {engine}, {layout}", method, engine, layout, steps)
+    for layout, until in (("rows", steps // 3), ("flat", steps // 2)):
+        run("resumed", "mlstate", "local", layout, until, f"{folder}/checkpoint")
+    ranks = gradients_of_ranks(module, group.world_size)
+    counts = {
+        "ours": differing(first_gradients(module, group, group), ranks),
+        "gloo": differing(first_gradients(module, group, None), ranks),
+    }
+    group.barrier()
+    engines["gloo"].close()
+    dist.destroy_process_group()
+    return {"printed": printed, "differing": counts}
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as scratch:
+        world, steps = int(sys.argv[1]), int(sys.argv[2])
+        found = LocalGroup.run(every_method, world, steps, scratch, timeout=280)
+        print(json.dumps(found[0]))

@@ -1,0 +1,507 @@
+"""Ranks that are processes of this host: how they meet, what they share, and how they end."""
+
+import contextlib
+import gc
+import json
+import multiprocessing
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import local_ranks
+import mpi_jobs
+import numpy as np
+import pytest
+from group_model import inputs, raises, reduced, same_bits
+
+import mlstate
+from mlstate import CollectiveError
+from mlstate.collectives import LocalGroup
+from mlstate.collectives._local_rendezvous import _address
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(120),
+    # Python 3.12 and later warn of threads when a process forks: pytest's own watch is one
+    pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
+]
+
+LIMIT = 60.0  # seconds: a hang, not a busy machine, is longer
+SOON = 10.0  # for what is seen in some hundredths of a second on an idle machine
+METHODS = ["fork", "spawn"]
+RANKS = Path(local_ranks.__file__)
+LINUX = sys.platform == "linux"
+
+
+def environment(**variables):
+    """The variables for a process that imports the same mlstate, and no launcher's."""
+    helpers = str(Path(mpi_jobs.__file__).parent)
+    paths = [str(Path(mlstate.__file__).parents[1]), helpers, os.environ.get("PYTHONPATH", "")]
+    launchers = (
+        "RANK",
+        "WORLD_SIZE",
+        "OMPI_",
+        "PMI",
+        "SLURM_",
+        "TORCHELASTIC",
+        "MASTER_",
+        "LOCAL_",
+    )
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
+    return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **variables}
+
+
+def run(function, *args, world=3, method="fork"):
+    return LocalGroup.run(function, world, *args, start_method=method, timeout=LIMIT)
+
+
+# ---- what is left ----
+
+
+def names_of(folder):
+    return [path.name for path in Path(folder).iterdir()]
+
+
+def held():
+    """What this process holds of the system, and files that a group might leave."""
+    if not LINUX:
+        return [], []
+    kinds = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the one that lists them
+            kinds.append(str(descriptor.readlink()))
+    temporary = ("mlstate-group", f"mlstate-{os.getuid()}-")  # others test here at the same time
+    folders = ("/dev/shm", tempfile.gettempdir())
+    files = [name for folder in folders for name in names_of(folder) if name.startswith(temporary)]
+    with Path("/proc/self/maps").open() as maps:
+        files += [line for line in maps if "mlstate-group" in line]
+    return sorted(kinds), sorted(files)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(monkeypatch):
+    """Of any test here: no process, descriptor, mapping, file, or place to meet."""
+    names = iter(range(1000))
+    token = secrets.token_hex(8)
+    monkeypatch.setattr(secrets, "token_hex", lambda n: f"{token}-{next(names)}")
+    resource_tracker.ensure_running()  # lives on, once one process was spawned
+    before, threads = held(), threading.active_count()
+    yield
+    assert multiprocessing.active_children() == []
+    gc.collect()
+    assert held() == before
+    assert threading.active_count() == threads
+    if LINUX:
+        used = Path("/proc/net/unix").read_text()
+        for number in range(next(names)):
+            assert _address(f"run-{os.getpid()}-{token}-{number}")[1:] not in used
+
+
+# ---- what goes well ----
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_each_rank_is_a_process_and_results_come_back_in_their_order(world, method):
+    found = run(local_ranks.every_operation, 3, world=world, method=method)
+    assert [rank for rank, _ in found] == list(range(world))
+    assert len({process for _, process in found} | {os.getpid()}) == world + 1
+
+
+def test_large_arrays_pass_in_pieces():
+    total = reduced(inputs(2, local_ranks.LARGE, "float32"), "sum")
+    first, second = run(local_ranks.arrays_larger_than_the_memory_that_is_shared, world=2)
+    same_bits(first, total)
+    assert second.size == 0
+
+
+def test_ranks_may_run_groups_of_their_own():
+    assert run(local_ranks.runs_of_their_own, world=2) == [0, 1]
+
+
+def test_forked_children_are_no_members():
+    run(local_ranks.forked_children_are_no_members, world=2)
+
+
+def test_several_groups_at_once():
+    found = [None] * 3
+
+    def work(number):
+        found[number] = run(local_ranks.every_operation, number + 1, world=2)
+
+    threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    assert [[rank for rank, _ in one] for one in found] == [[0, 1]] * 3
+    assert len({process for one in found for _, process in one}) == 6
+
+
+# ---- ranks that fail ----
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_exception_of_a_rank_is_raised_with_its_traceback(method):
+    with pytest.raises(KeyError, match="of the user") as caught:
+        run(local_ranks.fail, 1, "key", method=method)
+    (added,) = caught.value.__notes__
+    assert added.startswith("in rank 1:\nTraceback")
+    assert 'raise KeyError("of the user")' in added
+
+
+def test_what_cannot_be_pickled_is_told_in_words():
+    with pytest.raises(CollectiveError, match="OddError: of the user") as caught:
+        run(local_ranks.fail, 2, "odd")
+    assert caught.value.rank == 2
+    with pytest.raises(CollectiveError, match="of type lock, cannot be sent") as caught:
+        run(local_ranks.fail, 0, "result")
+    assert caught.value.rank == 0
+
+
+@pytest.mark.parametrize("what", ["exit", "end"])
+def test_a_rank_that_ends_by_itself_is_named(what):
+    with pytest.raises(CollectiveError, match="3") as caught:
+        run(local_ranks.fail, 1, what)
+    assert caught.value.rank == 1
+    assert ("SystemExit: 3" if what == "exit" else "exit status 3") in str(caught.value)
+
+
+def test_what_is_not_done_in_time_is_ended(tmp_path):
+    began = time.monotonic()
+    with pytest.raises(CollectiveError, match=r"not done after 1 s: ranks \[0, 1\]"):
+        LocalGroup.run(local_ranks.wait_for_ever, 2, tmp_path, start_method="fork", timeout=1)
+    assert time.monotonic() - began < 1 + SOON
+
+
+def killed(function, folder, *args, who, world=3, method="fork"):
+    """Run ranks of which one is killed: what each of the others tells."""
+    with pytest.raises(CollectiveError, match="killed by SIGKILL") as caught:
+        run(function, str(folder), *args, world=world, method=method)
+    assert caught.value.rank == who
+    return {
+        rank: (folder / f"rank{rank}").read_text().splitlines()
+        for rank in range(world)
+        if rank != who
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "method"), [*((name, "fork") for name in local_ranks.OPERATIONS), ("barrier", "spawn")]
+)
+def test_a_rank_killed_in_an_operation_is_named_by_all_others(name, method, tmp_path):
+    told = killed(local_ranks.be_killed_in, tmp_path, name, who=1, method=method)
+    for rank, (took, error, again, group) in told.items():
+        assert float(took) < SOON
+        why = "rank 1 is gone: its process, "
+        assert error.startswith(f"{name} on rank {rank}: {why}"), error
+        assert error.endswith("has ended; the group is of no use any more")
+        assert why in again
+        assert group.startswith(f"LocalGroup(rank {rank} of 3, {why}")
+
+
+def test_a_rank_killed_while_it_waits_is_named_by_all_others(tmp_path):
+    for took, error, *_ in killed(local_ranks.be_killed_while_waiting, tmp_path, who=1).values():
+        assert float(took) < SOON
+        assert "rank 1 is gone" in error
+
+
+@pytest.mark.skipif(not LINUX, reason="looks at /proc whether the process stands still")
+def test_a_rank_that_stands_still_is_a_timeout_that_names_it(tmp_path):
+    with pytest.raises(CollectiveError):
+        run(local_ranks.be_stopped, str(tmp_path))
+    told = [(tmp_path / f"rank{rank}").read_text() for rank in (0, 2)]
+    assert any("not done after 2 s: rank 1 " in text for text in told), told
+    assert all("waiting for rank 1 in all_reduce" in text.splitlines()[-1] for text in told), told
+
+
+def test_an_interrupted_rank_ends_the_operations_of_all(tmp_path):
+    run(local_ranks.be_interrupted, str(tmp_path))
+    told = [(tmp_path / f"rank{rank}").read_text().splitlines() for rank in range(3)]
+    assert told[0][1:] == [
+        "KeyboardInterrupt",
+        "LocalGroup(rank 0 of 3, rank 0 was interrupted in all_gather)",
+    ]
+    for took, error, *_ in told[1:]:
+        assert float(took) < SOON
+        assert "rank 0 was interrupted in all_gather" in error
+
+
+# ---- Ctrl-C ----
+
+
+def processes_of(group):
+    """Those of a process group that live."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, belongs = path.read_text().rpartition(")")[2].split()[:3]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(belongs) == group and state != "Z":
+            found.append(int(path.parent.name))
+    return found
+
+
+def wait_until(condition, what):
+    end = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.01)
+
+
+@pytest.mark.skipif(not LINUX, reason="looks at /proc for processes that are left")
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("whom", ["all", "parent", "parent, killed"])
+def test_ctrl_c_and_a_killed_parent_leave_no_process(whom, method, tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, str(RANKS), "wait", str(tmp_path), method],
+        env=environment(), start_new_session=True, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        wait_until((tmp_path / "rank0").exists, "the ranks did not start")
+        if whom == "all":
+            os.killpg(process.pid, signal.SIGINT)
+        else:
+            process.send_signal(signal.SIGKILL if "killed" in whom else signal.SIGINT)
+        _, said = process.communicate(timeout=LIMIT)
+        assert process.returncode == (-signal.SIGKILL if "killed" in whom else 130), said
+        # multiprocessing's own tracker ends a moment after the process that it served
+        wait_until(lambda: not processes_of(process.pid), "a process is left")
+    finally:
+        if processes_of(process.pid):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stderr.close()
+
+
+# ---- meeting by name, and by what launchers say ----
+
+
+def joined(name, rank, world, timeout, pipe):
+    try:
+        with LocalGroup.join(name, rank, world, timeout=timeout) as group:
+            pipe.send(group.gather_bytes(b"%d" % rank))
+    except CollectiveError as error:
+        pipe.send(str(error))
+
+
+def join_all(name, claims, timeout=LIMIT):
+    """Let a process join for each claim (rank, world): what they get, or are told."""
+    context = multiprocessing.get_context("fork")
+    pipes, processes = [], []
+    for rank, world in claims:
+        here, there = context.Pipe(duplex=False)
+        with there:
+            process = context.Process(target=joined, args=(name, rank, world, timeout, there))
+            process.start()
+        pipes.append(here)
+        processes.append(process)
+    try:
+        return [pipe.recv() if pipe.poll(LIMIT) else "nothing" for pipe in pipes]
+    finally:
+        for process, pipe in zip(processes, pipes, strict=True):
+            process.kill()
+            process.join()
+            process.close()
+            pipe.close()
+
+
+@pytest.mark.parametrize(
+    ("claims", "text"),
+    [
+        ([(0, 2), (1, 3)], "rank 1 says that there are 3 ranks, rank 0 that there are 2"),
+        ([(0, 3), (1, 3), (1, 3)], "two processes of job .* say that they are rank 1"),
+    ],
+)
+def test_claims_that_do_not_go_together_are_refused_by_all(claims, text):
+    for told in join_all(f"claims {os.getpid()}", claims, SOON):
+        assert re.search(text, told), told
+
+
+@pytest.mark.skipif(not LINUX, reason="nothing tells the processes at a socket's other end")
+def test_two_ranks_are_not_one_process():
+    name, told = f"one process {os.getpid()}", []
+
+    def join(rank):
+        told.append(str(raises(CollectiveError, "", LocalGroup.join, name, rank, 2, timeout=SOON)))
+
+    thread = threading.Thread(target=join, args=(1,), daemon=True)
+    thread.start()
+    join(0)
+    thread.join(LIMIT)
+    assert len(told) == 2
+    assert all("ranks 0 and 1 are one process; LocalGroup.threads" in text for text in told)
+
+
+def test_who_does_not_come_is_named():
+    name = f"nobody {os.getpid()}"
+    caught = raises(CollectiveError, "", LocalGroup.join, name, 0, 3, timeout=0.2)
+    assert "ranks [1, 2] of job" in str(caught)
+    assert "did not come within 0.2 s" in str(caught)
+    caught = raises(CollectiveError, "", LocalGroup.join, name, 1, 3, timeout=0.2)
+    assert f"rank 0 of job {name!r} was not there within 0.2 s" in str(caught)
+
+
+def test_a_name_can_be_used_again():
+    for world in (1, 2, 1, 3):
+        results = join_all(f"again {os.getpid()}", [(rank, world) for rank in range(world)])
+        assert results == [[b"%d" % rank for rank in range(world)]] * world
+
+
+def started(commands, **variables):
+    """Run commands at once, each with its variables: what they print, line by line."""
+    pipe = subprocess.PIPE
+    processes = [
+        subprocess.Popen(
+            command, env=environment(**variables, **own), stdout=pipe, stderr=pipe, text=True
+        )
+        for command, own in commands
+    ]
+    try:
+        told = [process.communicate(timeout=LIMIT) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0] * len(processes), told
+    return sorted(line for out, _ in told for line in out.splitlines())
+
+
+def test_processes_started_by_hand_meet():
+    ranks = [([sys.executable, str(RANKS)], {"RANK": str(rank)}) for rank in range(3)]
+    found = started(ranks, WORLD_SIZE="3", MLSTATE_JOB=f"by hand {os.getpid()}")
+    assert found == ["0 of 3 ok", "1 of 3 ok", "2 of 3 ok"]
+
+
+@pytest.mark.torch
+def test_processes_of_torchrun_meet():
+    pytest.importorskip("torch", reason="torchrun is torch's")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    found = started([([*command, "--nproc-per-node=2", str(RANKS)], {})], OMP_NUM_THREADS="1")
+    assert found == ["0 of 2 ok", "1 of 2 ok"]
+
+
+@pytest.mark.parametrize("engine", mpi_jobs.ENGINES)
+def test_processes_of_mpirun_meet(engine):
+    if mpi_jobs.home(engine) is None:
+        pytest.skip(f"{engine} is not installed; tools/mpi.sh does that for `make test`")
+    job = {"MLSTATE_JOB": f"{engine} {os.getpid()}"} if engine == "mpich" else {}
+    status, out, err = mpi_jobs.run(engine, 2, str(RANKS), **job)
+    assert (status, sorted(out.splitlines())) == (0, ["0 of 2 ok", "1 of 2 ok"]), err
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({}, "RANK and WORLD_SIZE not set"),
+        ({"RANK": "0"}, "WORLD_SIZE not set"),
+        ({"RANK": "zero", "WORLD_SIZE": "2"}, "RANK='zero' and WORLD_SIZE='2' must be numbers"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is no rank of WORLD_SIZE=2"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "nothing names the job; set MLSTATE_JOB"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_PORT": "1"},
+            "8 ranks, of which 4 on this host",
+        ),
+        (
+            {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "3",
+             "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "PMIX_NAMESPACE": "1"},
+            "3 ranks, of which 1 on this host",
+        ),
+        (
+            {"PMI_RANK": "0", "PMI_SIZE": "3", "MPI_LOCALNRANKS": "2", "MLSTATE_JOB": "1"},
+            "3 ranks, of which 2 on this host",
+        ),
+    ],
+)  # fmt: skip
+def test_variables_that_make_no_sense_are_named(variables, text, monkeypatch):
+    for name in list(os.environ):
+        if name not in environment():
+            monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(CollectiveError, match=text):
+        LocalGroup.from_env(timeout=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [((7, 0, 2), TypeError), (("job", 2, 2), ValueError), (("job", -1, 2), ValueError),
+     (("job", 0, 0), ValueError), (("job", 0, 65), ValueError)],
+)  # fmt: skip
+def test_a_place_that_cannot_be_is_refused(arguments, error):
+    with pytest.raises(error):
+        LocalGroup.join(*arguments)
+
+
+# ---- strangers ----
+
+
+def speak(name, said):
+    """Come to the meeting place as a stranger, say this, and return the answer."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+
+        def there():
+            with contextlib.suppress(ConnectionRefusedError):
+                stranger.connect(_address(name))
+                return True
+
+        wait_until(there, "rank 0 does not listen")
+        stranger.settimeout(LIMIT)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            if said:
+                socket.send_fds(stranger, [said], [stranger.fileno()])
+            stranger.shutdown(socket.SHUT_WR)
+            return stranger.recv(4096)
+    return b""
+
+
+@pytest.mark.skipif(not LINUX, reason="knows where the socket is, and how it refuses")
+def test_who_speaks_something_else_is_sent_away():
+    """A stranger at the meeting place neither joins nor keeps others from joining."""
+    name = f"stranger {os.getpid()}"
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    with here, there:
+        first = context.Process(target=joined, args=(name, 0, 2, LIMIT, there))
+        first.start()
+        for said in (b"GET / HTTP/1.0\r\n\r\n", b"[]\n", b"x" * 10_000, b"", b"[" * 4000 + b"\n"):
+            assert speak(name, said) == b""
+        for hello in ({}, {"version": 1}, {"rank": 1, "version": [], "world_size": 2}):
+            assert speak(name, json.dumps(hello).encode() + b"\n") == b""
+        for rank in (99, -1, 2, True, 1.0, None, "1", [1], 10**3000):
+            hello = {"rank": rank, "version": 1, "world_size": 2}
+            error = json.loads(speak(name, json.dumps(hello).encode() + b"\n"))["error"]
+            assert error.startswith(f"rank {json.dumps(rank)[:40]} is not a rank of a group with ")
+            assert error.endswith("world_size=2; pass an int from 0 to 1")
+        descriptors = Path(f"/proc/{first.pid}/fd")
+        kept = len(list(descriptors.iterdir()))
+        for _ in range(20):  # descriptors that strangers send are closed
+            speak(name, b"{}\n")
+        assert len(list(descriptors.iterdir())) <= kept + 1
+        results = join_all(name, [(1, 2)])
+        first.join(LIMIT)
+        first.close()
+        assert [here.recv(), *results] == [[b"0", b"1"]] * 2
+
+
+def test_arrays_of_the_parent_are_the_childrens_own():
+    """A forked rank changes a copy, as processes do; results are what comes back."""
+    array = np.zeros(4)
+
+    def add(group):
+        array[:] += group.rank + 1
+        return group.all_reduce(array)
+
+    found = LocalGroup.run(add, 2, start_method="fork", timeout=LIMIT)
+    assert [one.tolist() for one in found] == [[3.0] * 4] * 2
+    assert array.tolist() == [0.0] * 4

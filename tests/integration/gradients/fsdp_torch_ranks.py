@@ -1,0 +1,750 @@
+"""What each rank does in test_fsdp_torch.py: gradients of real torch models, by hooks.
+
+Ranks are threads of one process or processes over gloo; the same functions run as both.
+"""
+
+import threading
+import time
+import warnings
+import weakref
+
+from group_model import raises
+from torch_processes import main, scenario
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch warns of its own internals
+    import torch
+    from torch import nn
+    from torch.nn import functional
+    from torch.utils.checkpoint import checkpoint
+
+from mlstate import CollectiveError
+from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit, clip_grad_norm, sharding_units
+
+SEEDED = threading.Lock()  # of torch's own generator, which threads share
+FAULTS = (CollectiveError, "backward pass on rank")
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width + 1), nn.Linear(2 * width + 1, width)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2)
+                   for part in self.attention(self.before(x)).chunk(3, -1))  # fmt: skip
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(functional.gelu(self.up(self.between(x))))
+
+
+class Language(nn.Module):
+    """A transformer whose head is its embedding, whose positions are frozen."""
+
+    def __init__(self, tokens=13, width=10):
+        super().__init__()
+        self.embedding = nn.Embedding(tokens, width)
+        self.positions = nn.Parameter(torch.randn(8, width), requires_grad=False)
+        self.blocks = nn.ModuleList([Block(width), Block(width)])
+        self.extra = nn.Linear(width, width)  # used when asked for
+        self.head = nn.Linear(width, tokens, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens, *, extra=True, reentrant=None):
+        x = self.embedding(tokens) + self.positions
+        for block in self.blocks:
+            if reentrant is None:
+                x = block(x)
+            else:
+                keywords = {"use_reentrant": reentrant, "preserve_rng_state": False}
+                x = checkpoint(block, x, **keywords)
+        return self.head(self.extra(x) if extra else x)
+
+
+def language(**keywords):
+    with SEEDED:
+        torch.manual_seed(0)
+        return Language(**keywords)
+
+
+def layers():
+    with SEEDED:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 13), nn.Tanh(), nn.Linear(13, 7), nn.Tanh(),
+                             nn.Linear(7, 1))  # fmt: skip
+
+
+def tokens_of(rank, step=0):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(13, (3, 8), generator=generator)
+
+
+def loss_of(model, rank, step=0, **keywords):
+    tokens = tokens_of(rank, step)
+    found = model(tokens, **keywords)
+    return functional.cross_entropy(found[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def rows_of(rank):
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(rank))
+
+
+def square_of(model, rank):
+    return model(rows_of(rank)).square().sum()
+
+
+def in_rank_order(group, own, divisor=1.0):
+    """Sums of ``own(rank)``, each rank's gradients, in the order of ranks; rounded once."""
+    ranks = [own(rank) for rank in range(group.world_size)]
+    sums = {}
+    for name, first in ranks[0].items():
+        total = first.float()
+        for of in ranks[1:]:
+            total = total + of[name].float()
+        sums[name] = (total / divisor).to(first.dtype)
+    return sums
+
+
+def own_gradients(loss, make=language):
+    """A function of the rank: gradients before any reduction."""
+
+    def of(rank):
+        model = make()
+        loss(model, rank).backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    return of
+
+
+def hooked(group, model, *, layout="flat", keep_full_gradient=False, accumulate=False, **keywords):
+    """The model's units, and the hook that scatters its gradients."""
+    hook = FSDPBackwardHook(FSDP(group, **keywords))
+    units = sharding_units(model, group, layout=layout)
+    hook.register_hooks(model, units, keep_full_gradient=keep_full_gradient, accumulate=accumulate)
+    return units, hook
+
+
+def same(units, sums, but=()):
+    """The parts are those of the sums, to the bit; those of `but` are absent."""
+    assert set(units) == set(sums) | set(but), set(units) ^ set(sums)
+    for name, unit in units.items():
+        if name in but:
+            assert unit.local_gradient is None, name
+            continue
+        expected = unit.layout.take(sums[name], unit.shard_index)
+        found = unit.local_gradient
+        assert found.dtype == expected.dtype, (name, found.dtype, expected.dtype)
+        assert found.shape == expected.shape, (name, found.shape, expected.shape)
+        assert torch.equal(found, expected), (name, found, expected)
+
+
+# ---- what goes well ----
+
+
+@scenario
+def a_tied_transformer_with_frozen_parameters(group):
+    sums = in_rank_order(group, own_gradients(loss_of))
+    for layout in ("flat", "rows"):
+        for bucket_bytes in (0, 700, 25 << 20):
+            model = language()
+            units, hook = hooked(group, model, layout=layout, bucket_bytes=bucket_bytes)
+            assert "positions" not in units and "head.weight" not in units
+            for _ in range(2):  # memory is used again
+                loss_of(model, group.rank).backward()
+                same(units, sums)
+            assert all(p.grad is None for p in model.parameters())
+            hook.close()
+            loss_of(model, group.rank).backward()
+            assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+@scenario
+def means_and_divisors(group):
+    world = group.world_size
+    for keywords, divisor in (({"op": "mean"}, world), ({"gradient_divide_factor": 7.0}, 7.0)):
+        model = language()
+        units, hook = hooked(group, model, **keywords)
+        with hook:
+            loss_of(model, group.rank).backward()
+        same(units, in_rank_order(group, own_gradients(loss_of), divisor))
+
+
+@scenario
+def a_model_in_bfloat16(group):
+    def make():
+        return language().bfloat16()
+
+    own = own_gradients(loss_of, make)
+    model = make()
+    units, hook = hooked(group, model, op="mean")
+    with hook:
+        loss_of(model, group.rank).backward()
+    same(units, in_rank_order(group, own, group.world_size))
+    units, hook = hooked(group, model, op="mean", reduce_dtype="float32")
+    with hook:
+        loss_of(model, group.rank).backward()
+
+    def wide(rank):
+        return {name: gradient.float() for name, gradient in own(rank).items()}
+
+    same(units, in_rank_order(group, wide, group.world_size))
+
+
+@scenario
+def autocast(group):
+    def loss(model, rank):
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_of(model, rank)
+
+    model = language()
+    units, hook = hooked(group, model)
+    with hook:
+        loss(model, group.rank).backward()
+    assert all(unit.local_gradient.dtype == torch.float32 for unit in units.values())
+    same(units, in_rank_order(group, own_gradients(loss)))
+
+
+@scenario
+def full_gradients_are_kept_where_asked_for(group):
+    model = language()
+    units, hook = hooked(group, model, keep_full_gradient=True)
+    with hook:
+        loss_of(model, group.rank).backward()
+    own = own_gradients(loss_of)(group.rank)
+    for name, gradient in own.items():
+        assert torch.equal(model.get_parameter(name).grad, gradient)
+    same(units, in_rank_order(group, own_gradients(loss_of)))
+    assert hook.verify_gradients(units, unreduced=own)
+
+
+def trained(group, steps=3, **settings):
+    """A model that plain SGD trains with reduced full gradients, and what it must become."""
+    model, expected = layers(), layers()
+    hook = FSDPBackwardHook(FSDP(group, op="mean", **settings))
+    hook.register_hooks(model, sharding_units(model, group), gradients="full")
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    plain = torch.optim.SGD(expected.parameters(), lr=0.01)
+    for _ in range(steps):
+        sgd.zero_grad()
+        square_of(model, group.rank).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        sgd.step()
+        state = expected.state_dict()
+
+        def make(state=state):
+            copy = layers()
+            copy.load_state_dict(state)
+            return copy
+
+        sums = in_rank_order(group, own_gradients(square_of, make), group.world_size)
+        for name, parameter in expected.named_parameters():
+            parameter.grad = sums[name]
+        torch.nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
+        plain.step()
+    return model, expected, hook
+
+
+@scenario
+def reduced_full_gradients_train_a_plain_module(group):
+    for bucket_bytes in (0, 300, 25 << 20):
+        model, expected, hook = trained(group, bucket_bytes=bucket_bytes)
+        first = layers().state_dict()
+        for name, weight in model.state_dict().items():
+            assert torch.equal(weight, expected.state_dict()[name]), name
+            assert not torch.equal(weight, first[name]), name
+        hook.close()
+
+
+@scenario
+def reduced_full_gradients_have_the_dtype_of_their_parameters(group):
+    def make():
+        return language().bfloat16()
+
+    model = make()
+    hook = FSDPBackwardHook(FSDP(group, op="mean", reduce_dtype="float32"))
+    hook.register_hooks(model, sharding_units(model, group, layout="rows"), gradients="full")
+    loss_of(model, group.rank).backward()
+    sums = in_rank_order(group, own_gradients(loss_of, make), group.world_size)
+    for name, total in sums.items():
+        found = model.get_parameter(name).grad
+        assert found.dtype == torch.bfloat16 and torch.equal(found, total), name
+
+
+@scenario
+def reduced_full_gradients_add_up_as_those_of_torch(group):
+    sums = in_rank_order(group, own_gradients(square_of, layers))
+    model = layers()
+    hook = FSDPBackwardHook(FSDP(group))
+    hook.register_hooks(model, sharding_units(model, group), gradients="full")
+
+    def times(number):
+        for name, total in sums.items():
+            found = model.get_parameter(name).grad
+            assert torch.allclose(found, number * total, rtol=1e-5), (name, number)
+
+    square_of(model, group.rank).backward()
+    times(1)
+    square_of(model, group.rank).backward()  # without zero_grad
+    times(2)
+    with hook.no_sync():
+        square_of(model, group.rank).backward()
+    square_of(model, group.rank).backward()
+    times(4)
+    model.zero_grad(set_to_none=False)
+    square_of(model, group.rank).backward()
+    times(1)
+    hook.close()
+    model.zero_grad()
+    square_of(model, group.rank).backward()
+    own = own_gradients(square_of, layers)(group.rank)
+    assert all(torch.equal(p.grad, own[name]) for name, p in model.named_parameters())
+
+
+@scenario
+def parameters_without_a_gradient_keep_their_reduced_ones(group):
+    model = language()
+    hook = FSDPBackwardHook(FSDP(group, allow_unused=True))
+    hook.register_hooks(model, sharding_units(model, group), gradients="full")
+    loss_of(model, group.rank).backward()
+    before = model.extra.weight.grad.clone()
+    loss_of(model, group.rank, extra=False).backward()
+    assert torch.equal(model.extra.weight.grad, before) and before.any()
+
+
+@scenario
+def no_gradient_is_left_where_one_could_not_be_reduced(group):
+    model = layers()
+    hook = FSDPBackwardHook(FSDP(group))
+    hook.register_hooks(model, sharding_units(model, group), gradients="full")
+    square_of(model, group.rank).backward()
+    factor = float("nan") if group.rank else 1.0
+    raises(*FAULTS, (factor * square_of(model, group.rank)).backward)
+    assert all(p.grad is None for p in model.parameters())
+    square_of(model, group.rank).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@scenario
+def an_optimizer_without_gradients_is_warned_of_once(group):
+    model = layers()
+    _, hook = hooked(group, model)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    other = torch.optim.SGD(layers().parameters(), lr=0.01)
+    with SEEDED, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sgd.step()  # before any backward pass
+        other.step()
+        assert not caught
+    square_of(model, group.rank).backward()
+    with SEEDED, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        other.step()
+        sgd.step()
+        sgd.step()
+    (found,) = caught
+    assert found.category is RuntimeWarning and found.filename == __file__, found
+    assert "SGD.step changes nothing in 6 parameters (0.weight" in str(found.message), found
+    assert "gradients='full'" in str(found.message), found
+    hook.close()
+
+
+@scenario
+def two_objects_have_no_hooks_on_one_parameter(group):
+    model = layers()
+    units, first = hooked(group, model)
+    second = FSDPBackwardHook(FSDP(group))
+    again = sharding_units(model, group)
+    raises(ValueError, "0.weight: another FSDPBackwardHook", second.register_hooks, model, again)
+    raises(ValueError, "weight: another", second.register_hooks, model[0],
+           sharding_units(model[0], group))  # fmt: skip
+    square_of(model, group.rank).backward()
+    same(units, in_rank_order(group, own_gradients(square_of, layers)))
+    first.close()
+    second.register_hooks(model, again)
+    square_of(model, group.rank).backward()
+    same(again, in_rank_order(group, own_gradients(square_of, layers)))
+
+
+@scenario
+def full_gradients_are_freed_otherwise(group):
+    model = layers()
+    seen = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: seen.append(weakref.ref(p.grad)))
+    units, hook = hooked(group, model, bucket_bytes=0)
+    with hook:
+        square_of(model, group.rank).backward()
+        assert len(seen) == 6 and not any(gradient() is not None for gradient in seen)
+        assert all(p.grad is None for p in model.parameters())
+    for unit in units.values():
+        assert unit.local_gradient.untyped_storage().nbytes() == unit.local_gradient.nbytes
+
+
+@scenario
+def micro_batches_without_synchronisation(group):
+    model = language()
+    units, hook = hooked(group, model)
+    local = language()
+    for step in range(3):
+        loss_of(local, group.rank, step).backward()
+
+    def own(rank):
+        plain = language()
+        for step in range(4):
+            loss_of(plain, rank, step, extra=step == 1).backward()
+        return {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+
+    sums = in_rank_order(group, own)
+    for _ in range(2):
+        with hook.no_sync():
+            for step in range(3):  # one parameter has its gradient here alone
+                loss_of(model, group.rank, step, extra=step == 1).backward()
+        assert not group.rank or model.extra.weight.grad is not None
+        loss_of(model, group.rank, 3, extra=False).backward()
+        same(units, sums)
+        assert all(p.grad is None for p in model.parameters())
+    error = raises(*FAULTS, loss_of(model, group.rank, 3, extra=False).backward)
+    assert "'extra.weight': rank 0: the backward pass gave no gradient; rank 1" in str(error)
+
+
+@scenario
+def parts_add_up(group):
+    model = language()
+    units, hook = hooked(group, model, accumulate=True)
+    with hook:
+        for step in (0, 1):
+            loss_of(model, group.rank, step).backward()
+    sums = [
+        in_rank_order(group, own_gradients(lambda m, r, s=step: loss_of(m, r, s)))
+        for step in (0, 1)
+    ]
+    same(units, {name: sums[0][name] + sums[1][name] for name in units})
+
+
+@scenario
+def several_forward_passes_before_one_backward(group):
+    def loss(model, rank):
+        return loss_of(model, rank, 0) + loss_of(model, rank, 1)
+
+    model = language()
+    units, hook = hooked(group, model)
+    with hook:
+        loss(model, group.rank).backward()
+    same(units, in_rank_order(group, own_gradients(loss)))
+
+
+@scenario
+def gradients_of_inputs_alone_scatter_nothing(group):
+    model = layers()
+    units, hook = hooked(group, model)
+    with hook:
+        rows = rows_of(group.rank).requires_grad_()
+        (slope,) = torch.autograd.grad(model(rows).sum(), rows, create_graph=True)
+        assert all(unit.local_gradient is None for unit in units.values())
+        (slope.square().sum() + square_of(model, group.rank)).backward()
+
+    def loss(model, rank):
+        rows = rows_of(rank).requires_grad_()
+        (slope,) = torch.autograd.grad(model(rows).sum(), rows, create_graph=True)
+        return slope.square().sum() + square_of(model, rank)
+
+    same(units, in_rank_order(group, own_gradients(loss, layers)))
+
+
+@scenario
+def buckets_move_while_the_backward_pass_goes_on(group):
+    model = layers()
+    units, hook = hooked(group, model, bucket_bytes=0, record=True)
+    wait_until = time.monotonic() + 30
+
+    def wait_for_a_bucket(gradient):  # the first layer's gradients come after this
+        while not hook._pass.session.events:
+            assert time.monotonic() < wait_until, "no bucket was reduced meanwhile"
+            time.sleep(0.001)
+
+    handle = model[1].register_forward_hook(
+        lambda module, inputs, output: output.register_hook(wait_for_a_bucket) and None
+    )
+    square_of(model, group.rank).backward()
+    handle.remove()
+    same(units, in_rank_order(group, own_gradients(square_of, layers)))
+    report = hook.report()
+    assert [bucket.names for bucket in report.buckets] == [(name,) for name in reversed(units)]
+    assert report.buckets[0].ended < report.gradients[-1][1] < report.backward <= report.total
+    assert 0 < report.overlap <= 1
+    assert len(report.waited) == group.world_size
+
+
+# ---- activation checkpointing, compilation ----
+
+
+@scenario
+def activation_checkpointing(group):
+    def loss(model, rank):
+        return loss_of(model, rank, reentrant=False)
+
+    sums = in_rank_order(group, own_gradients(loss_of))
+    model = language()
+    units, hook = hooked(group, model, bucket_bytes=500)
+    with hook:
+        loss(model, group.rank).backward()
+        same(units, sums)
+        # each block a pass of its own, but the first gradient is that of the last layer
+        loss_of(model, group.rank, reentrant=True).backward()
+        same(units, {**sums})
+
+
+@scenario
+def passes_inside_a_pass_are_refused(group):
+    for keywords in ({}, {"allow_unused": True}):
+        model = layers()
+        units, _ = hooked(group, model, **keywords)
+
+        def loss(model=model):
+            rows = rows_of(group.rank).requires_grad_()
+            middle = checkpoint(model[:2], rows, use_reentrant=True, preserve_rng_state=False)
+            return checkpoint(
+                model[2:], middle, use_reentrant=True, preserve_rng_state=False
+            ).square().sum()  # fmt: skip
+
+        error = raises(CollectiveError, "use_reentrant=False", loss().backward)
+        assert (error.name, error.rank) == ("backward pass", group.rank)
+        assert all(unit.local_gradient is None for unit in units.values())
+        model.zero_grad()
+        square_of(model, group.rank).backward()
+        same(units, in_rank_order(group, own_gradients(square_of, layers)))
+
+
+# ---- what goes wrong ----
+
+
+@scenario
+def unused_parameters_are_named_or_zero(group):
+    last = group.world_size - 1
+    model = language()
+    units, hook = hooked(group, model, bucket_bytes=900)
+
+    def loss(model, rank):
+        return loss_of(model, rank, extra=rank != last)
+
+    def own(rank):
+        found = own_gradients(loss)(rank)
+        return {name: found.get(name, torch.zeros(units[name].shape)) for name in units}
+
+    sums = in_rank_order(group, own)
+    extras = ("extra.weight", "extra.bias")
+    for _ in range(2):
+        error = raises(*FAULTS, loss(model, group.rank).backward)
+        assert f"'extra.bias': rank {last}: the backward pass gave no gradient" in str(error)
+        assert "2 gradients were not reduced, all others were" in str(error), str(error)
+        assert (error.name, error.rank) == ("extra.bias", last), (error.name, error.rank)
+        same(units, {n: s for n, s in sums.items() if n not in extras}, but=extras)
+        if group.rank != last:  # it is where torch has it
+            own_extra = own_gradients(loss)(group.rank)["extra.weight"]
+            assert torch.equal(model.extra.weight.grad, own_extra)
+        model.zero_grad()
+    hook.close()
+    units, hook = hooked(group, model, bucket_bytes=900, allow_unused=True)
+    loss(model, group.rank).backward()
+    same(units, sums)
+
+
+@scenario
+def a_gradient_that_is_not_finite_is_named(group):
+    sums = in_rank_order(group, own_gradients(loss_of))
+    for bad in range(group.world_size):
+        for keep in (False, True):
+            model = language()
+            units, hook = hooked(group, model, bucket_bytes=900, keep_full_gradient=keep)
+            handle = model.blocks[1].up.weight.register_hook(
+                lambda gradient, bad=bad: gradient * torch.nan if group.rank == bad else None
+            )
+            error = raises(*FAULTS, loss_of(model, group.rank).backward)
+            name = "blocks.1.up.weight"
+            assert f"{name!r}: NaN or infinite elements (rank {bad}: 210)" in str(error)
+            assert (error.name, error.rank) == (name, bad)
+            same(units, {n: s for n, s in sums.items() if n != name}, but=[name])
+            kept = {n for n, p in model.named_parameters() if p.grad is not None}
+            assert kept == (set(units) if keep else {name}), kept
+            handle.remove()
+            model.zero_grad()
+            loss_of(model, group.rank).backward()  # as good as before
+            same(units, sums)
+            hook.close()
+
+
+@scenario
+def infinity_is_passed_on_to_who_scales_gradients(group):
+    bad = group.world_size - 1
+    model = language()
+    units, _ = hooked(group, model, nonfinite="allow")
+    scale = 1e38 if group.rank == bad else 1.0
+    (loss_of(model, group.rank) * scale * scale).backward()
+    found = [unit.local_gradient for unit in units.values()]
+    assert any(not part.isfinite().all() for part in found)
+    # every rank learns of it, those too whose own part is finite
+    before = [part.clone() for part in found]
+    raises(CollectiveError, "not finite", clip_grad_norm, units, 1.0, group)
+    for part, was in zip(found, before, strict=True):
+        torch.testing.assert_close(part, was, rtol=0, atol=0, equal_nan=True)
+    model.zero_grad()
+    loss_of(model, group.rank).backward()
+    same(units, in_rank_order(group, own_gradients(loss_of)))
+    norm = clip_grad_norm(units, 1e-3, group)
+    full = in_rank_order(group, own_gradients(loss_of))
+    expected = torch.stack([g.double().square().sum() for g in full.values()]).sum().sqrt()
+    assert abs(norm - float(expected)) < 1e-6 * norm
+
+
+@scenario
+def another_dtype_on_one_rank_is_named(group):
+    dtype = torch.float64 if group.rank == 0 else torch.float32
+    model = layers().to(dtype)
+    units, _ = hooked(group, model)
+
+    def backward():
+        model(rows_of(group.rank).to(dtype)).square().sum().backward()
+
+    error = raises(*FAULTS, backward)
+    assert "ranks do not reduce the same" in str(error) and "float64 (7,)" in str(error)
+    assert all(unit.local_gradient is None for unit in units.values())
+    assert all(p.grad is not None for p in model.parameters())
+
+
+class Stumble(Exception):
+    pass
+
+
+def stumbling(model, here):
+    """Let the backward pass of a model fail half-way; return what ends that."""
+
+    def fail(gradient):
+        if here:
+            raise Stumble("half-way")
+
+    return model[1].register_forward_hook(
+        lambda module, inputs, output: output.register_hook(fail) and None
+    )
+
+
+@scenario
+def a_pass_that_an_error_cuts_short_is_forgotten(group):
+    sums = in_rank_order(group, own_gradients(square_of, layers))
+    for bucket_bytes in (0, 25 << 20):
+        model = layers()
+        units, hook = hooked(group, model, bucket_bytes=bucket_bytes)
+        square_of(model, group.rank).backward()
+        handle = stumbling(model, here=True)
+        raises(Stumble, "half-way", square_of(model, group.rank).backward)
+        handle.remove()
+        model.zero_grad()
+        loss = square_of(model, group.rank)
+        loss.backward()
+        same(units, sums)
+        raises(Stumble, "half-way", stumble_once, model, group)
+        hook.scatter_multiple(units, own_gradients(square_of, layers)(group.rank))
+        same(units, sums)
+        hook.close()
+
+
+def stumble_once(model, group):
+    handle = stumbling(model, here=True)
+    try:
+        square_of(model, group.rank).backward()
+    finally:
+        handle.remove()
+        model.zero_grad()
+
+
+@scenario
+def a_pass_that_is_cut_short_on_one_rank_is_an_error_on_the_others(group):
+    sums = in_rank_order(group, own_gradients(square_of, layers))
+    last = group.world_size - 1
+    for bucket_bytes in (0, 25 << 20):
+        model = layers()
+        units, hook = hooked(group, model, bucket_bytes=bucket_bytes)
+        if group.rank == last:
+            raises(Stumble, "half-way", stumble_once, model, group)
+        # the next pass of that rank meets this one of the others
+        try:
+            square_of(model, group.rank).backward()
+        except CollectiveError as error:
+            assert bucket_bytes == 0, str(error)
+            assert "different places" in str(error), str(error)
+            assert all(unit.local_gradient is None for unit in units.values()) or (
+                group.rank != last
+            )
+        else:
+            assert bucket_bytes, "one rank was two buckets behind"
+        model.zero_grad()
+        square_of(model, group.rank).backward()
+        same(units, sums)
+        hook.close()
+
+
+@scenario
+def what_hooks_cannot_reduce_is_refused(group):
+    model = language()
+    units = sharding_units(model, group)
+    hook = FSDPBackwardHook(FSDP(group))
+    frozen = FSDPShardingUnit("positions", (8, 10), "float32", group.rank)
+    raises(ValueError, "frozen", hook.register_hooks, model, {"positions": frozen})
+    tied = FSDPShardingUnit("head.weight", (13, 10), "float32", group.rank)
+    raises(ValueError, "'embedding.weight'", hook.register_hooks, model, {"head.weight": tied})
+    wide = language().double()
+    raises(ValueError, "float64 (13, 10), its unit", hook.register_hooks, wide, units)
+    with torch.device("meta"):
+        empty = nn.Linear(3, 2)
+    nowhere = sharding_units(empty, group)  # shapes are known there, memory is not
+    raises(ValueError, "meta device", hook.register_hooks, empty, nowhere)
+    sparse = {"w": torch.eye(2).to_sparse()}
+    units_of_sparse = {"w": FSDPShardingUnit("w", (2, 2), "float32", group.rank)}
+    raises(CollectiveError, "sparse_coo, not dense", hook.scatter_multiple, units_of_sparse, sparse)
+    on_meta = {"w": torch.eye(2, device="meta" if group.rank else "cpu")}
+    error = raises(CollectiveError, "meta device", hook.scatter_multiple, units_of_sparse, on_meta)
+    assert error.rank == 1, str(error)
+    hook.register_hooks(model, units)
+    raises(ValueError, "hooks already", hook.register_hooks, model, units)
+    loss_of(model, group.rank).backward()
+    same(units, in_rank_order(group, own_gradients(loss_of)))
+
+
+# ---- processes alone: torch's own groups, and its compiler, which is no matter of threads ----
+
+
+@scenario
+def only_processes_dtensors_are_refused(group):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (group.world_size,))
+    model = fully_shard(layers(), mesh=mesh)
+    units = sharding_units(model, group)
+    hook = FSDPBackwardHook(FSDP(group))
+    raises(ValueError, "reduce_scatter_with", hook.register_hooks, model, units)
+    square_of(model, group.rank).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    error = raises(CollectiveError, "DTensor", hook.scatter_multiple, units, gradients)
+    assert "'0.weight': rank 0: the gradient is a DTensor" in str(error), str(error)
+
+
+@scenario
+def only_processes_compiled_modules(group):
+    sums = in_rank_order(group, own_gradients(square_of, layers))
+    model = layers()
+    compiled = torch.compile(model, backend="aot_eager")
+    units, hook = hooked(group, model, bucket_bytes=100)
+    with hook:
+        for _ in range(2):
+            square_of(compiled, group.rank).backward()
+            same(units, sums)
+    units, hook = hooked(group, compiled)
+    with hook:
+        square_of(compiled, group.rank).backward()
+    same({name.removeprefix("_orig_mod."): unit for name, unit in units.items()}, sums)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,855 @@
+"""Every public function gives back what it takes: references, Python blocks, C memory.
+
+A case is a function that prepares its inputs and returns the call to repeat and the inputs
+whose reference counts must not change.  `test_every_public_name_has_a_case` fails when a
+public function, class or method has none, so a new name needs a line here.
+"""
+
+import copy
+import ctypes
+import gc
+import inspect
+import itertools
+import logging
+import os
+import pickle
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from threading import Thread
+
+import leaks_of_coreml  # noqa: F401 - its cases
+import leaks_of_gradients  # noqa: F401 - its cases
+import leaks_of_operators  # noqa: F401 - its cases
+import leaks_of_planned_models  # noqa: F401 - its cases
+import leaks_of_plans  # noqa: F401 - its cases
+import leaks_of_saves  # noqa: F401 - its cases
+import leaks_of_strategies  # noqa: F401 - its cases
+import leaks_of_tiers  # noqa: F401 - its cases
+import numpy as np
+import pytest
+from leak_cases import CALLS, CASES, case, each, raises
+
+import mlstate
+from mlstate import (
+    activation,
+    checkpoint,
+    collectives,
+    coreml,
+    distributed,
+    errors,
+    fsdp,
+    kv,
+    state,
+    threads,
+)
+from mlstate.collectives._group_base import Engine
+
+MODULES = (
+    mlstate,
+    activation,
+    checkpoint,
+    collectives,
+    coreml,
+    distributed,
+    errors,
+    fsdp,
+    kv,
+    state,
+    threads,
+)
+FEW = 40  # calls of those that wait for the disk
+FIRST, SHORT = 12, 20  # calls while caches fill, and in a round that is enough for most
+ROUNDS = 6  # each twice as long as the one before: Python from 3.13 on has caches that fill slowly
+FEW_BYTES = 4  # a call
+
+# Names that nobody calls: protocols for annotations.
+NOT_CALLED = {
+    "CheckpointStrategy",
+    *(f"CheckpointStrategy.{n}" for n in vars(activation.CheckpointStrategy) if n[0] != "_"),
+    "MLStateLike",
+    "MLStateLike.read_state",
+    "MLStateLike.write_state",
+    "ProcessGroup",
+    *(f"ProcessGroup.{name}" for name in vars(collectives.ProcessGroup) if name[0] != "_"),
+    "Stateful",
+    "Stateful.get_state_dict",
+    "Stateful.load_state_dict",
+}
+
+
+def members(thing):
+    """Public names of a class, those of its engine too."""
+    classes = [thing, *(base for base in thing.__mro__ if base is Engine)]
+    return {name: vars(owner)[name] for owner in classes for name in vars(owner) if name[0] != "_"}
+
+
+# ---- kv ----
+
+
+def cache(length=8, dtype=np.float16):
+    return np.arange(2 * 3 * length * 4).reshape(2, 3, length, 4).astype(dtype)
+
+
+@case("transition_kv_state", "compact_kv_state")
+def moves(_):
+    source, out = cache(), cache(16, np.float32)
+    strided = cache(16)[:, :, ::2]
+    return each(
+        lambda: kv.transition_kv_state(source, 16, 5),
+        lambda: kv.transition_kv_state(source, 8),
+        lambda: kv.transition_kv_state(source, 16, 5, 1.5, out=out),
+        lambda: kv.transition_kv_state(strided, 16, dtype=np.float32, low_memory=True),
+        lambda: kv.compact_kv_state(source, 4, 3),
+        lambda: kv.compact_kv_state(source, 4, 3, np.float32),
+    ), [source, out, strided]
+
+
+@case()
+def refused_moves(_):
+    source, flat = cache(), np.zeros(3)
+    return each(
+        raises(errors.CapacityError, kv.transition_kv_state, source, 4, 2),
+        raises(errors.CapacityError, kv.transition_kv_state, source, 16, -1),
+        raises(errors.CapacityError, kv.compact_kv_state, source, 4, 5),
+        raises(ValueError, kv.transition_kv_state, flat, 16),
+        raises(ValueError, kv.transition_kv_state, source, 8, 3, out=source),
+        raises(TypeError, kv.transition_kv_state, "no array", 16),
+        raises((TypeError, ValueError), kv.transition_kv_state, source, 16, dtype="S3"),
+    ), [source, flat]
+
+
+@case()
+def torch_moves(_):
+    torch = pytest.importorskip("torch", reason="moves torch tensors")
+    source, out = torch.ones(2, 3, 8, 4, dtype=torch.bfloat16), torch.zeros(2, 3, 16, 4)
+    return each(
+        lambda: kv.transition_kv_state(source, 16, 5),
+        lambda: kv.transition_kv_state(source, 16, 5, out=out),
+        lambda: kv.compact_kv_state(source, 4, 3, torch.float32),
+        raises(errors.CapacityError, kv.compact_kv_state, source, 4, 5),
+    ), [source, out]
+
+
+@case("validate_state_shapes", "get_transition_info")
+def questions(_):
+    have, want = (2, 3, 8, 4), (2, 3, 16, 4)
+    return each(
+        lambda: kv.validate_state_shapes(have, want),
+        raises(ValueError, kv.validate_state_shapes, want, have),
+        lambda: kv.get_transition_info(8, 16, 5),
+    ), [have, want]
+
+
+@case("create_attention_size_mask", "create_decode_mask", "create_causal_mask")
+def masks(_):
+    out = np.zeros((1, 1, 6, 6), np.float32)
+    return each(
+        lambda: kv.create_attention_size_mask(6, 2, 3, out=out),
+        lambda: kv.create_attention_size_mask(6, 2, 3, fill=-100.0),
+        lambda: kv.create_decode_mask(6, 2, 3, dtype=np.float32),
+        lambda: kv.create_causal_mask(6),
+        raises(ValueError, kv.create_attention_size_mask, 6, 2, 9),
+        raises(ValueError, kv.create_decode_mask, 6, -1, 3),
+        raises(ValueError, kv.create_attention_size_mask, 5, 2, 3, out=out),
+    ), [out]
+
+
+@case(
+    "KVState",
+    "KVState.from_array",
+    "KVState.resize",
+    "KVState.reserve",
+    "KVState.contiguous",
+)
+def kv_state(_):
+    array = cache()
+
+    def run():
+        state = kv.KVState.from_array(array, capacity=16)
+        state.resize(16)
+        state.reserve(32)
+        state.contiguous()
+        view = state.array
+        raises(errors.CapacityError, state.resize, 64)()
+        del state
+        view[...] = 1  # a view keeps the memory
+
+    return each(run, raises(ValueError, kv.KVState, (1, 1, 8, 4), 4)), [array]
+
+
+@case(
+    "StateTransitionManager",
+    "StateTransitionManager.register_model",
+    "StateTransitionManager.transition",
+    "StateTransitionManager.get_transition_path",
+)
+def manager(_):
+    source = cache()
+
+    def run():
+        models = kv.StateTransitionManager()
+        models.register_model("small", 8, 2, 3, 4)
+        models.register_model("large", 16, num_layers=2)
+        models.transition(source, "small", "large", 5)
+        models.get_transition_path("small", "large")
+        raises(ValueError, models.get_transition_path, "large", "small")()
+        raises(ValueError, models.transition, source, "small", "none", 5)()
+
+    return run, [source]
+
+
+# ---- files ----
+
+
+@case("save_file", "load_file", "load_metadata")
+def files(tmp_path):
+    path = tmp_path / "state.safetensors"
+    w, step = cache()[:, :, ::2], np.int64(7)
+    state, texts = {"w": w, "step": step}, {"run": "a"}
+    return each(
+        lambda: checkpoint.save_file(state, path, texts),
+        lambda: checkpoint.load_file(path),
+        lambda: checkpoint.load_file(path, mmap=True),
+        lambda: checkpoint.load_metadata(path),
+    ), [path, w, step, state, texts]
+
+
+@case()
+def refused_files(tmp_path):
+    good, cut = tmp_path / "good.safetensors", tmp_path / "cut.safetensors"
+    checkpoint.save_file({"w": np.arange(9.0)}, good)
+    cut.write_bytes(good.read_bytes()[:-3])
+    flipped = tmp_path / "flipped.safetensors"
+    flipped.write_bytes(good.read_bytes()[:-1] + b"\xff")
+    bad_state = {"a": np.zeros(2), "b": object()}
+    bad_dtype = {"a": np.zeros(2), "b": np.zeros(2, complex)}
+    return each(
+        raises(errors.FormatError, checkpoint.load_file, cut),
+        raises(errors.FormatError, checkpoint.load_file, cut, mmap=True),
+        raises(errors.ChecksumError, checkpoint.load_file, flipped),
+        raises(errors.StoreError, checkpoint.load_file, tmp_path / "none"),
+        raises((TypeError, ValueError), checkpoint.save_file, bad_state, good),
+        raises(ValueError, checkpoint.save_file, bad_dtype, good),
+        raises(TypeError, checkpoint.save_file, {3: np.zeros(2)}, good),
+        raises(OSError, checkpoint.save_file, {}, tmp_path / "none" / "x"),
+    ), [good, cut, flipped, bad_state, bad_dtype]
+
+
+# ---- state dicts ----
+
+
+def weights(prefix="", dtype=np.float32):
+    return {f"{prefix}layers.{i}.{n}": np.full((3, 4), i, dtype) for i in range(3) for n in "wb"}
+
+
+@case(
+    "StateDict",
+    "StateDict.get_tensor",
+    "StateDict.get_tensor_or_none",
+    "StateDict.has_tensor",
+    "StateDict.remove_tensor",
+    "StateDict.digest",
+)
+def state_dicts(_):
+    plain = weights()
+    array, name = next(iter(plain.values())), next(iter(plain))
+
+    def run():
+        made = state.StateDict(plain, extra=array)
+        made[name] = array
+        made |= {"x": array}
+        made.update([("y", array)])
+        made.setdefault("z", array)
+        other = {"q": array} | made.copy() | state.StateDict.fromkeys("ab", array)
+        assert made != other and made == pickle.loads(pickle.dumps(made))
+        made.get_tensor(name), made.get_tensor_or_none("none"), made.has_tensor(name)
+        made.remove_tensor("x")
+        made.digest(), made.nbytes, repr(made), made._repr_html_()
+        del made["y"]
+
+    return run, [plain, array, name]
+
+
+@case()
+def refused_state_dicts(_):
+    plain, bad = weights(), {"good": np.ones(1), "bad": object()}
+    made = state.StateDict(plain)
+    return each(
+        raises(TypeError, state.StateDict, bad),
+        raises(TypeError, made.update, bad),
+        raises(TypeError, made.update, list(bad.items())),
+        raises(TypeError, made.__ior__, bad),
+        raises(TypeError, made.setdefault, "x"),
+        raises(TypeError, made.__setitem__, 3, np.ones(1)),
+        raises(ValueError, made.__setitem__, "\ud800", np.ones(1)),
+        raises(errors.TensorNotFoundError, made.__getitem__, "none"),
+        raises(errors.TensorNotFoundError, made.__delitem__, "none"),
+    ), [plain, bad, made]
+
+
+@case(
+    "ModelStateDict",
+    "StateDict.get_layer_state",
+    "StateDict.set_layer_state",
+    "StateDict.layer_names",
+)
+def model_states(_):
+    plain = weights()
+
+    def run():
+        model = state.ModelStateDict(plain, model_type="x", layer_count=3)
+        model.set_layer_state("layers.1", model.get_layer_state("layers.0"))
+        model.layer_names(), model.layer_names(1)
+        model["layers.9.w"] = plain["layers.0.w"]  # the index is made again
+        model.get_layer_state("layers.9"), model.get_layer_state("none")
+        raises(ValueError, model.get_layer_state, "layers.")()
+        copy.copy(model)
+
+    return run, [plain]
+
+
+@case(
+    "OptimizerStateDict",
+    "OptimizerStateDict.create",
+    "OptimizerStateDict.parameters",
+    "OptimizerStateDict.state_names",
+    "OptimizerStateDict.get_state",
+    "OptimizerStateDict.set_state",
+    "OptimizerType",
+)
+def optimizer_states(_):
+    array, kind = np.ones(3), state.OptimizerType("adam")
+
+    def run():
+        adam = state.OptimizerStateDict.create(kind)
+        adam.set_state("w", "m", array)
+        adam.parameters(), adam.state_names("w"), adam.get_state("w")
+        raises(ValueError, adam.set_state, "w", "a.b", array)()
+
+    return run, [array, kind]
+
+
+@case(
+    "StateDict.from_torch",
+    "StateDict.to_torch",
+    "OptimizerStateDict.from_torch",
+    "OptimizerStateDict.to_torch",
+)
+def torch_states(_):
+    torch = pytest.importorskip("torch", reason="converts torch tensors")
+    layer = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(layer.parameters())
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    half = torch.ones(3, dtype=torch.bfloat16)
+
+    def run():
+        made = state.StateDict.from_torch(layer.state_dict() | {"half": half})
+        made.to_torch()
+        moments = state.OptimizerStateDict.from_torch(optimizer, layer)
+        moments.to_torch(optimizer, layer)
+
+    return run, [layer, optimizer, half]
+
+
+@case(
+    "keys_match",
+    "shapes_match",
+    "get_missing_keys",
+    "get_unexpected_keys",
+    "check_compatibility",
+    "CompatibilityResult",
+    "CompatibilityResult.add_error",
+    "CompatibilityResult.add_warning",
+    "Difference",
+)
+def comparisons(_):
+    a, b = weights(), weights("module.", np.float64) | {"layers.0.w": np.ones(2)}
+
+    def run():
+        for one, other in ((a, b), (b, a), (a, a)):
+            state.keys_match(one, other), state.shapes_match(one, other)
+            state.get_missing_keys(one, other), state.get_unexpected_keys(one, other)
+            result = state.check_compatibility(one, other)
+            result.add_error("x")
+            result.add_warning("y")
+            str(result), result._repr_html_()
+
+    return each(run, raises(TypeError, state.keys_match, a, 3)), [a, b]
+
+
+@case("diff", "StateDiff", "TensorChange")
+def differences(_):
+    a, b = weights(), weights() | {"new": np.ones(1), "layers.0.w": np.ones((3, 4), ">f4")}
+
+    def run():
+        found = state.diff(a, b)
+        str(found), found._repr_html_()
+
+    strange = {"layers.0.w": np.zeros(2, "M8[s]")}
+    return each(
+        run,
+        raises(errors.CompatibilityError, state.diff, strange, {"layers.0.w": np.ones(2, "M8[s]")}),
+    ), [a, b, strange]
+
+
+@case("load_into", "rename")
+def loads(_):
+    target, source = weights(), weights("module.")
+    frozen = {"w": np.zeros(3)}
+    frozen["w"].flags.writeable = False
+
+    def run():
+        state.load_into(target, state.rename(source, {"module.": ""}))
+        state.load_into(target, weights(dtype=np.float16), cast=True)
+
+    return each(
+        run,
+        raises(errors.CompatibilityError, state.load_into, target, source),
+        raises(ValueError, state.load_into, frozen, {"w": np.ones(3)}),
+        raises(
+            ValueError,
+            state.load_into,
+            {"w": target["layers.0.w"]},
+            {"w": target["layers.0.w"][::-1]},
+        ),
+        raises(
+            errors.CompatibilityError,
+            state.rename,
+            {"m.a": frozen["w"], "a": frozen["w"]},
+            {"m.": ""},
+        ),
+    ), [target, source, frozen]
+
+
+# ---- sharded checkpoints ----
+
+
+@case(
+    "save",
+    "load",
+    "verify",
+    "inspect",
+    "Checkpoint",
+    "Checkpoint.files",
+    "Checkpoint.load",
+    "Checkpoint.shards",
+    "Checkpoint.tensors",
+    "Checkpoint.verify",
+    "LayerRecord",
+    "LoadedState",
+    "ShardRecord",
+    "TensorRecord",
+    "VerifyReport",
+    "Problem",
+    "Problem.as_error",
+    calls=FEW,
+)
+def checkpoints(tmp_path):
+    model, path = weights(), tmp_path / "ckpt"
+    moments = {f"{name}.m": np.ones_like(array) for name, array in model.items()}
+    strided = {"a": np.ones((6, 4), np.float16).T, "s": checkpoint.Shard(model["layers.0.w"])}
+    targets = {name: np.empty_like(array) for name, array in model.items()}
+    checkpoint.save(path, model, moments)
+    table, sparse = np.zeros((200, 64), np.float32), tmp_path / "sparse"
+    table[::9] = 1
+    coded = np.arange(200 * 64, dtype=np.float32).reshape(200, 64)
+    damaged = tmp_path / "damaged"
+    shard = checkpoint.save(damaged, model).shards()[0]
+    with (damaged / shard.path).open("r+b") as file:
+        file.seek(shard.offset)
+        file.write(b"\xff\xff\xff\xff")
+
+    def run():
+        checkpoint.save(path, strided, moments, metadata={"a": [1]}, step=3)
+        made = checkpoint.save(path, model, moments, layout="rows", progress=lambda count: None)
+        made.tensors(), made.shards(), made.files(), repr(made), made._repr_html_()
+        made.load(names="layers.0"), made.load(mmap=True), made.load(into={"model": targets})
+        made.load(rank=0, world_size=2, layout="rows", verify=False, missing="zeros")
+        repr(made.verify()), made.verify()._repr_html_()
+        for change in (0, 1):
+            table[3:5] += change
+            coded[::2] += change
+            options = {"sparse": True, "incremental": True, "pack_below_bytes": 0}
+            tables = {"table": table, "coded": coded}
+            made = checkpoint.save(sparse, tables, compress="zlib", **options)
+            made.shards(), made.load(), made.load(mmap=True), made.verify()
+        into = {name: np.empty_like(array) for name, array in tables.items()}
+        made.load(into={"model": into}, verify=False)
+
+    def look():
+        repr(checkpoint.inspect(damaged))
+        for problem in checkpoint.verify(damaged).problems:
+            problem.as_error("x")
+
+    return each(
+        run,
+        look,
+        raises(errors.ChecksumError, checkpoint.load, damaged),
+        raises(errors.StoreError, checkpoint.load, tmp_path / "none"),
+        raises(errors.TensorNotFoundError, checkpoint.load, path, names="none"),
+        raises(errors.CompatibilityError, checkpoint.load, path, into={"model": {"x": model}}),
+        raises(TypeError, checkpoint.save, path, {"a": object()}),
+        raises(ZeroDivisionError, checkpoint.save, path, strided, progress=lambda count: 1 / 0),
+    ), [model, moments, strided, targets]
+
+
+@case(
+    "CheckpointManager",
+    *(f"CheckpointManager.{n}" for n in vars(checkpoint.CheckpointManager) if n[0] != "_"),
+    "reshard",
+    "prune",
+    "PruneReport",
+    calls=FEW,
+)
+def steps_of_a_run(tmp_path):
+    model = weights()
+    numbers = itertools.count()
+
+    def run():
+        warnings.simplefilter("ignore", UserWarning)  # keep=3 deletes steps of the manager before
+        with checkpoint.CheckpointManager(tmp_path / "run", keep=3) as manager:
+            step = next(numbers)
+            manager.save(step, model)
+            manager.save_async(step + 1_000_000, model, max_staging_bytes=100).staged()
+            manager.delete(step)
+            manager.checkpoint(step + 1_000_000), manager.latest_step(), manager.steps()
+            manager.restore(step + 1_000_000), manager.restore_latest()
+        checkpoint.reshard(
+            tmp_path / "run", tmp_path / "cut", layout="flat", world_size=2, overwrite=True
+        )
+        repr(checkpoint.prune(tmp_path / "run", keep=1, dry_run=True))
+
+    return run, [model]
+
+
+@case(
+    "Layout",
+    *(
+        f"Layout.{n}"
+        for n in vars(checkpoint.Layout)
+        if n[0] != "_" and n not in ("steps", "parts")
+    ),
+    "Shard",
+)
+def layouts(_):
+    array = np.ones((5, 3))
+
+    def run():
+        both = checkpoint.Layout.axis(1, 2) * checkpoint.Layout.flat(2)
+        pickle.loads(pickle.dumps(both)), repr(both), hash(both), both == both.steps
+        both.shape((5, 3), 1), both.take(array, 3), checkpoint.Layout.whole()
+        shard = checkpoint.Layout.rows(2).shard(array, 1, version=3, tier="hot")
+        repr(shard), state.StateDict(x=shard)
+
+    return each(
+        run,
+        raises(ValueError, checkpoint.Layout, [("flat", 2), (0, 2)]),
+        raises(TypeError, checkpoint.Shard, array, checkpoint.Layout.rows(2)),
+        raises(ValueError, checkpoint.Layout.rows(2).take, array, 2),
+    ), [array]
+
+
+# ---- collectives ----
+
+
+@case(
+    "ReduceOp",
+    "Work",
+    "Work.wait",
+    "Work.done",
+    "Work.set_result",
+    "Work.set_error",
+    "SingleGroup",
+    *(f"SingleGroup.{n}" for n in members(collectives.SingleGroup)),
+)
+def single_groups(_):
+    array, data = np.ones((2, 3)), b"some bytes"
+
+    def run():
+        group = collectives.SingleGroup()
+        group.all_reduce(array, op=collectives.ReduceOp("mean"), async_op=True).wait()
+        group.reduce_scatter(array), group.all_gather(array), group.all_to_all(array)
+        group.broadcast(array), group.barrier(), group.gather_bytes(data)
+        raises(ValueError, group.all_gather, array, counts=[1])()
+        group.abort() or group.close()
+        raises(errors.CollectiveError, group.barrier)()
+        work = collectives.Work("barrier", 0)
+        work.set_error(errors.CollectiveError("gone"))
+        raises(errors.CollectiveError, work.wait)()
+        work.done()
+
+    return run, [array, data]
+
+
+@case(
+    "LocalGroup",
+    *(f"LocalGroup.{n}" for n in members(collectives.LocalGroup) if n != "run"),
+    calls=100,
+)
+def local_groups(_):
+    array, big, data = np.ones((2, 3)), np.ones((2, 40_000), np.float32), b"some bytes"
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MLSTATE_JOB": "leaks"}
+
+    def work(group):
+        group.all_reduce(array, op="mean", async_op=True).wait()
+        group.reduce_scatter(array), group.all_gather(array), group.all_to_all(array)
+        group.reduce_scatter(big, out=big[:1].copy()), group.all_reduce(big, out=big.copy())
+        group.broadcast(array.copy()), group.barrier(), group.gather_bytes(data)
+        raises(errors.CollectiveError, group.all_gather, array[group.rank :])()
+        raises(ValueError, group.all_gather, array, counts=[1])()
+
+    def run():
+        groups = collectives.LocalGroup.threads(2)
+        helper = Thread(target=work, args=(groups[1],))
+        helper.start()
+        work(groups[0])
+        helper.join()
+        raises(errors.CollectiveError, groups[0].barrier, timeout=0.01)()
+        groups[0].abort(), groups[0].close()  # the other is not closed
+        raises(errors.CollectiveError, groups[0].barrier)()
+        with collectives.LocalGroup.join("leaks", 0, 1) as group:
+            group.barrier()
+        os.environ.update(variables)
+        collectives.LocalGroup.from_env().close()
+        for name in variables:
+            del os.environ[name]
+        raises(errors.CollectiveError, collectives.LocalGroup.from_env)()
+
+    return run, [array, big, data]
+
+
+@case("LocalGroup.run", calls=10)
+def local_processes(_):
+    method = "fork" if sys.version_info < (3, 12) else "spawn"
+
+    def run():
+        found = collectives.LocalGroup.run(max, 1, LastOfAll(), start_method=method)
+        assert type(found[0]) is LastOfAll
+
+    return run, []
+
+
+class LastOfAll:
+    """What is larger than a group."""
+
+    def __gt__(self, other):
+        return True
+
+
+# ---- states of several ranks ----
+
+
+@case(
+    "RankDifference",
+    "DistributedStateCollector",
+    *(f"DistributedStateCollector.{n}" for n in vars(distributed.DistributedStateCollector)
+      if n[0] != "_"),
+    calls=100,
+)  # fmt: skip
+def collected_states(_):
+    whole = np.arange(60.0).reshape(5, 12)
+    plain, other, target = np.ones(3), np.zeros(3), np.zeros(3)
+    layout = checkpoint.Layout.axis(1, 2)
+    states = [{"w": layout.shard(whole, index), "b": plain} for index in range(2)]
+    single = {"w": checkpoint.Layout.rows(1).shard(whole, 0), "b": plain}
+
+    def run():
+        collector = distributed.DistributedStateCollector(collectives.SingleGroup())
+        collector.collect_local_state(single)
+        collector.merge_states(states)
+        collector.compare_states([{"b": plain}, {"b": other}])
+        raises(errors.CompatibilityError, collector.merge_states, states[:1])()
+        raises(errors.CompatibilityError, collector.merge_states, [{"b": plain}, {"b": other}])()
+        collector.gather_full_state(single, max_bytes=64)
+        collector.broadcast_state({"b": target}, source={"b": other})
+        raises(errors.CompatibilityError, collector.broadcast_state, {"b": target}, source={})()
+        raises(TypeError, collector.gather_full_state, 5)()
+
+    return run, [whole, plain, other, target]
+
+
+# ---- the rest ----
+
+
+@case("get_num_threads", "set_num_threads")
+def thread_counts(_):
+    before = threads.get_num_threads()
+    return each(
+        lambda: threads.set_num_threads(before),
+        raises((ValueError, TypeError), threads.set_num_threads, -1),
+    ), []
+
+
+@case("info")
+def described_machine(_):
+    found = mlstate.info()  # measures the copies, once
+    return lambda: (str(mlstate.info()), found.to_dict(), found._repr_html_()), []
+
+
+@case(*(name for name in errors.__all__))
+def raised_errors(_):
+    name = "layers.3.k"
+    classes = [getattr(errors, name) for name in errors.__all__]
+
+    def run():
+        for cls in classes:
+            error = cls(f"{name} is wrong")
+            error.name = name
+            str(error)
+
+    return run, [name, *classes]
+
+
+@case("StateShapeWarning")
+def warned(_):
+    return lambda: coreml.StateShapeWarning("37 is no multiple of 32"), []
+
+
+# ---- the tests ----
+
+
+def public_names():
+    """Functions, classes, and the public methods of classes, of every public module."""
+    for module in MODULES:
+        for name in module.__all__:
+            thing = getattr(module, name)
+            if inspect.isclass(thing):
+                yield name
+                for member, value in members(thing).items():
+                    function = getattr(value, "__func__", value)
+                    if inspect.isroutine(function):
+                        yield f"{name}.{member}"
+            elif callable(thing):
+                yield name
+
+
+def test_every_public_name_has_a_case():
+    covered = set()
+    for parameter in CASES:
+        covered.update(parameter.values[0].names)
+    missing = sorted(set(public_names()) - covered - NOT_CALLED)
+    assert not missing, f"add a case for {', '.join(missing)}"
+
+
+class _MallocInfo(ctypes.Structure):
+    """What glibc's mallinfo2 returns; `uordblks` is the bytes in use."""
+
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
+
+
+try:
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = _MallocInfo
+except (OSError, TypeError, AttributeError):
+    mallinfo = None  # no glibc here: Python's blocks are counted alone
+
+
+def c_bytes():
+    """Bytes that malloc has given out and not got back, mapped blocks included, or 0."""
+    if mallinfo is None:
+        return 0
+    info = mallinfo()
+    return info.uordblks + info.hblkhd
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unlogged():
+    """Log nothing: pytest keeps each record."""
+    logging.disable()
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen():
+    """What was there before is not looked through at each collection: with torch that is much."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def settle():
+    """Let threads that have done their work end: each keeps some memory until then."""
+    time.sleep(0.005)
+    gc.collect()
+
+
+def measured(call, calls=CALLS):
+    """(blocks, C bytes) that so many calls leave behind."""
+    settle()
+    blocks, memory = sys.getallocatedblocks(), c_bytes()
+    for _ in itertools.repeat(None, calls):
+        call()
+    settle()
+    return sys.getallocatedblocks() - blocks, c_bytes() - memory
+
+
+def leavings(call, calls):
+    """What `calls` calls leave behind in each of some rounds, or nothing if they leak nothing.
+
+    A leak shows in every round, what a cache keeps in fewer and fewer: one clean round of
+    blocks and one of bytes are enough.  Most calls leave nothing at all, which a few show: less
+    is left than a third of a block a call, of C's smallest too, and no more than that was freed
+    beside it.  Others keep and free something now and then.
+    """
+    clean, rounds = set(), []
+    for number in range(-3, ROUNDS):
+        if number < 0:
+            left = measured(call, SHORT)
+            found = [abs(left[0]) < SHORT // 3, abs(left[1]) < SHORT * FEW_BYTES]
+        else:
+            times = calls << number
+            left = measured(call, times)
+            found = [left[0] < max(times // 6, 32), left[1] < times * FEW_BYTES]
+        clean.update(kind for kind in (0, 1) if found[kind])
+        if len(clean) == 2:
+            return []
+        rounds.append(left)
+    return rounds
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder in memory, if there is one: thousands of saves need not wait for the disk."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        yield Path(name)
+
+
+@pytest.mark.skipif(sys.getallocatedblocks() == 0, reason="counts the blocks of pymalloc")
+@pytest.mark.parametrize("prepare", CASES)
+def test_nothing_is_left_behind(prepare, folder):
+    call, inputs = prepare(folder)
+    for _ in range(FIRST):  # caches fill
+        call()
+    gc.collect()  # what failed calls leave in circles is no loss, but counts
+    gc.freeze()
+    counts = [sys.getrefcount(thing) for thing in inputs]
+    left = leavings(call, prepare.calls)
+    assert not left, (
+        f"(blocks, bytes of C) left by {SHORT} calls, thrice, "
+        f"then by {prepare.calls} and each time twice as many: {left}"
+    )
+    after = [sys.getrefcount(thing) for thing in inputs]
+    assert after == counts, "a call took or dropped references of its inputs"
+
+
+@pytest.mark.skipif(sys.getallocatedblocks() == 0, reason="counts the blocks of pymalloc")
+def test_a_leak_would_be_seen():
+    kept = []
+    # a few blocks of earlier tests may go meanwhile
+    assert measured(lambda: kept.append(object()))[0] >= CALLS - CALLS // 6
+    if mallinfo is not None:
+        assert measured(lambda: kept.append(np.empty(1000)))[1] >= CALLS * 8000
+    assert leavings(lambda: kept.append(object()), CALLS)
+    times = itertools.count()
+    assert leavings(lambda: next(times) % 2 or kept.append(object()), CALLS)
+    assert not leavings(object, CALLS)

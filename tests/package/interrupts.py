@@ -1,0 +1,496 @@
+"""Interrupt calls at each line, or by signals, and look at what stays; test_interrupts.py runs it.
+
+    python interrupts.py lines CASE MOST
+    python interrupts.py signals CASE TRIES SEED
+
+A process of its own runs each case: its descriptors and threads are counted, and its end is part
+of the test. The answer is one line of JSON. `MOST` is how many lines are tried (0: all).
+"""
+
+import ast
+import faulthandler
+import functools
+import gc
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+
+import mlstate
+from mlstate.checkpoint import CheckpointManager, prune, reshard, save_async
+from mlstate.checkpoint._files.convert import read_any, write_any
+
+PACKAGE = str(Path(mlstate.__file__).parent) + os.sep
+SECONDS = 20  # for threads to end
+OLD = {"a": np.arange(8, dtype=np.float32), "b": np.zeros(3000), "c": np.ones((4, 4))}
+NEW = {"a": np.arange(8, dtype=np.float32) + 1, "b": np.ones(3000), "c": np.ones((4, 4))}
+LITTER = "0123456789abcdef"
+
+# Lines at which Python itself leaves no way, by the reason. The first is found from the source.
+WITH_EXIT = "the tracer is called between a `with` block and __exit__; no signal handler is"
+# function -> reason; the call after the interrupt is not examined
+NO_WAY = {}
+
+
+# ---- cases: prepare a folder, then the call that is interrupted ----
+
+
+class Save:
+    """mlstate.save over an older checkpoint."""
+
+    files = (PACKAGE,)
+    options = MappingProxyType({})
+
+    def prepare(self, folder):
+        """Make what the call needs."""
+        mlstate.save(folder / "ckpt", OLD, **self.options)
+
+    def call(self, folder):
+        """Do what is interrupted."""
+        mlstate.save(folder / "ckpt", NEW, **self.options)
+
+    def check(self, folder):
+        """Look at what is there, and use it again."""
+        found = mlstate.load(folder / "ckpt").model
+        assert same(found, OLD) or same(found, NEW), "neither the old state nor the new"
+        mlstate.save(folder / "ckpt", NEW, **self.options)
+        clean(folder / "ckpt")
+        assert same(mlstate.load(folder / "ckpt").model, NEW)
+
+
+class New(Save):
+    """mlstate.save into a folder that is not there."""
+
+    def prepare(self, folder):
+        """Nothing."""
+
+    def check(self, folder):
+        """The folder may hold nothing yet."""
+        mlstate.save(folder / "ckpt", NEW)
+        clean(folder / "ckpt")
+
+
+class Incremental(Save):
+    """The same with layers over older files."""
+
+    options = MappingProxyType({"incremental": True, "pack_below_bytes": 0})
+
+
+class Asynchronous(Save):
+    """save_async and wait; a save whose handle got lost goes on, and ends."""
+
+    files = (PACKAGE, threading.__file__)
+
+    def call(self, folder):
+        """Do what is interrupted."""
+        save_async(folder / "ckpt", NEW).wait()
+
+    def check(self, folder):
+        """Use it again."""
+        super().check(folder)
+        save_async(folder / "ckpt", OLD).wait()
+        clean(folder / "ckpt")
+
+
+class Load(Save):
+    """mlstate.load."""
+
+    def call(self, folder):
+        """Do what is interrupted."""
+        mlstate.load(folder / "ckpt")
+
+
+class Verify(Save):
+    """mlstate.verify."""
+
+    def call(self, folder):
+        """Do what is interrupted."""
+        mlstate.verify(folder / "ckpt")
+
+
+class Repair(Save):
+    """mlstate.verify that puts an older step in the place of a damaged one."""
+
+    def prepare(self, folder):
+        """Three steps, the last of them damaged."""
+        manager = CheckpointManager(folder / "ckpt", keep=3)
+        for step in (1, 2):
+            manager.save(step, OLD)
+        path = next(iter(manager.save(3, NEW).files()))
+        with (folder / "ckpt" / path).open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"x")
+
+    def call(self, folder):
+        """Do what is interrupted."""
+        mlstate.verify(folder / "ckpt", repair=True)
+
+    def check(self, folder):
+        """Finish it."""
+        self.call(folder)
+        manager = CheckpointManager(folder / "ckpt", keep=3)
+        manager.save(4, NEW)
+        clean(folder / "ckpt")
+        assert manager.steps() == [1, 2, 4]
+
+
+class Mend(Repair):
+    """mlstate.verify that writes a damaged header again."""
+
+    def prepare(self, folder):
+        """Three steps, the last of them with a damaged header."""
+        manager = CheckpointManager(folder / "ckpt", keep=3)
+        for step in (1, 2):
+            manager.save(step, OLD)
+        path = next(iter(manager.save(3, NEW).files()))
+        with (folder / "ckpt" / path).open("r+b") as file:
+            file.seek(4000)
+            file.write(b"x")
+
+    def check(self, folder):
+        """Finish it."""
+        self.call(folder)
+        clean(folder / "ckpt")
+        manager = CheckpointManager(folder / "ckpt", keep=None)
+        assert manager.steps() == [1, 2, 3]
+        assert same(manager.restore_latest().model, NEW)
+
+
+class Prune(Save):
+    """Deleting what a dead writer left."""
+
+    def prepare(self, folder):
+        """A checkpoint with litter."""
+        super().prepare(folder)
+        litter(folder / "ckpt")
+
+    def call(self, folder):
+        """Do what is interrupted."""
+        prune(folder / "ckpt")
+
+    def check(self, folder):
+        """Finish it."""
+        self.call(folder)
+        super().check(folder)
+
+
+class Manager(Save):
+    """Two steps of a manager that gives up the oldest."""
+
+    def prepare(self, folder):
+        """Two steps."""
+        manager = CheckpointManager(folder / "ckpt", keep=2)
+        for step in (1, 2):
+            manager.save(step, OLD)
+
+    def call(self, folder):
+        """Do what is interrupted."""
+        self.manager = CheckpointManager(folder / "ckpt", keep=2)
+        self.manager.save(3, NEW)
+        self.manager.delete(2)
+
+    def check(self, folder):
+        """The same manager goes on."""
+        manager = self.manager or CheckpointManager(folder / "ckpt", keep=2)
+        found = manager.restore_latest()
+        assert same(found.model, OLD if found.step < 3 else NEW)
+        for step in (4, 5):
+            manager.save(step, NEW)
+        assert manager.steps() == [4, 5], manager.steps()
+        clean(folder / "ckpt")
+
+    manager = None
+
+
+class ManagerAsync(Manager):
+    """The same, asynchronously."""
+
+    files = (PACKAGE, threading.__file__)
+
+    def call(self, folder):
+        """Do what is interrupted."""
+        self.manager = CheckpointManager(folder / "ckpt", keep=2)
+        self.manager.save_async(3, NEW)
+        self.manager.save_async(3, NEW)
+        self.manager.close()
+
+    def check(self, folder):
+        """The same manager goes on."""
+        manager = self.manager or CheckpointManager(folder / "ckpt", keep=2)
+        manager.save_async(4, NEW)
+        manager.close()
+        super().check(folder)
+
+
+class Reshard(Save):
+    """A checkpoint cut anew."""
+
+    def call(self, folder):
+        """Do what is interrupted."""
+        reshard(folder / "ckpt", folder / "cut", layout="rows", world_size=2, overwrite=True)
+
+    def check(self, folder):
+        """Finish it."""
+        self.call(folder)
+        clean(folder / "cut")
+        assert same(mlstate.load(folder / "cut").model, OLD)
+
+
+class Convert(Save):
+    """A checkpoint as files of other formats."""
+
+    def call(self, folder):
+        """Do what is interrupted."""
+        write_any(folder / "file.npz", *read_any(folder / "ckpt"), overwrite=True)
+        write_any(folder / "file.safetensors", *read_any(folder / "file.npz"), overwrite=True)
+
+    def check(self, folder):
+        """Finish it."""
+        self.call(folder)
+        assert not list(folder.glob("*.tmp"))
+
+
+CASES = {
+    "save": Save,
+    "new": New,
+    "incremental": Incremental,
+    "async": Asynchronous,
+    "load": Load,
+    "verify": Verify,
+    "repair": Repair,
+    "mend": Mend,
+    "prune": Prune,
+    "manager": Manager,
+    "manager_async": ManagerAsync,
+    "reshard": Reshard,
+    "convert": Convert,
+}
+
+
+def same(found, state):
+    """Whether a state is the one that was saved."""
+    return all(np.array_equal(found[name], state[name]) for name in state)
+
+
+def litter(folder):
+    """What a writer leaves that dies."""
+    names = [f"params/w.0-1.{LITTER}-0.safetensors", f"index/{LITTER}.0.json"]
+    for name in [*names, f".mlstate-{LITTER}.tmp", f"roots/.mlstate-{LITTER}.tmp"]:
+        (folder / name).write_bytes(b"x")
+
+
+def clean(folder):
+    """Nothing is left over, or temporary."""
+    report = mlstate.verify(folder)
+    assert report, report
+    temporary = [str(path) for path in folder.rglob("*.tmp")]
+    assert not report.leftover and not report.strange and not temporary, (report, temporary)
+
+
+# ---- lines ----
+
+
+@functools.cache
+def with_blocks(file):
+    """(line of a `with`, its last line) by the first."""
+    tree = ast.parse(Path(file).read_text())
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.With):
+            for line in range(node.lineno, node.body[0].lineno):
+                found[line] = node.end_lineno
+            found[node.lineno] = node.end_lineno
+    return found
+
+
+class Tracer:
+    """Raise KeyboardInterrupt at one line event of this thread; 0: count them."""
+
+    def __init__(self, files, at):
+        self.files = files
+        self.at = at
+        self.count = 0
+        self.where = None
+        self.last = {}
+
+    def __call__(self, frame, event, argument):
+        """A call."""
+        return self.local if frame.f_code.co_filename.startswith(self.files) else None
+
+    def local(self, frame, event, argument):
+        """A line."""
+        if event == "line":
+            line, code = frame.f_lineno, frame.f_code
+            end = with_blocks(code.co_filename).get(line)
+            before = self.last.get(id(frame), -1)
+            self.last[id(frame)] = line
+            self.count += 1
+            if self.count >= self.at > 0:
+                leaves = end is not None and line < before <= end
+                name = f"{Path(code.co_filename).name}:{line} {code.co_qualname}"
+                self.where = (name, WITH_EXIT if leaves else NO_WAY.get(code.co_qualname))
+                self.at = 0
+                if not self.where[1]:
+                    raise KeyboardInterrupt
+        elif event == "return":
+            self.last.pop(id(frame), None)
+        return self.local
+
+
+def run_traced(case, folder, at):
+    """Run the call with an interrupt at a line; return the tracer."""
+    tracer = Tracer(case.files, at)
+    try:
+        sys.settrace(tracer)
+        case.call(folder)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    return tracer
+
+
+def spread(count, most):
+    """Numbers from 1 to `count`, at most `most` of them (0: all)."""
+    if not 0 < most < count:
+        return list(range(1, count + 1))
+    return sorted({1 + round(i * (count - 1) / (most - 1)) for i in range(most)})
+
+
+def descriptors():
+    """What is open."""
+    found = []
+    for entry in list(Path("/proc/self/fd").iterdir()):
+        try:
+            found.append(str(entry.readlink()))
+        except FileNotFoundError:
+            continue
+    return sorted(found)
+
+
+def threads_end():
+    """Wait until only this thread is left."""
+    end = time.monotonic() + SECONDS
+    while len(threading.enumerate()) > 1 and time.monotonic() < end:
+        time.sleep(0.001)
+    assert len(threading.enumerate()) == 1, threading.enumerate()
+
+
+class Bench:
+    """Folders of one case, each prepared and tried once."""
+
+    def __init__(self, name):
+        self.make = CASES[name]
+        self.root = Path(tempfile.mkdtemp(prefix="interrupts-"))
+        self.model = self.root / "model"
+        self.model.mkdir()
+        self.make().prepare(self.model)
+        self.failures = []
+        self.try_once(lambda case, folder: case.call(folder))  # imports, and what is opened once
+        self.open = descriptors()
+
+    def try_once(self, call):
+        """Interrupt a call and look; what is wrong is a text, or None."""
+        folder = self.root / "work"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(self.model, folder)
+        case = self.make()
+        faulthandler.dump_traceback_later(3 * SECONDS, exit=True)
+        result = call(case, folder)
+        wrong = None
+        try:
+            threads_end()
+            case.check(folder)
+            case.manager = None
+            gc.collect()
+            left = descriptors()
+            open_before = getattr(self, "open", left)
+            assert left == open_before, f"open: {set(left) - set(open_before)}"
+            threads_end()
+        except Exception as error:
+            wrong = f"{type(error).__name__}: {error}"[:400]
+        faulthandler.cancel_dump_traceback_later()
+        return result, wrong
+
+
+def try_lines(name, most):
+    """Try lines of a case."""
+    bench = Bench(name)
+    tracer, wrong = bench.try_once(lambda case, folder: run_traced(case, folder, 0))
+    assert wrong is None, wrong
+    tried, skipped = {}, {}
+    for at in spread(tracer.count, most):
+        done, wrong = bench.try_once(lambda case, folder, at=at: run_traced(case, folder, at))
+        if done.where is None:  # waiting took fewer lines than before
+            continue
+        line, reason = done.where
+        into = tried if reason is None else skipped.setdefault(reason, {})
+        into[line] = into.get(line, 0) + 1
+        if wrong is not None:
+            bench.failures.append(f"{at} {line}: {wrong}")
+    return {"count": tracer.count, "tried": tried, "skipped": skipped, "failures": bench.failures}
+
+
+# ---- signals ----
+
+
+def run_signalled(case, folder, delay):
+    """Run the call with a signal after some seconds; return whether it came in time."""
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, interrupt)
+    came = False
+    try:
+        signal.setitimer(signal.ITIMER_REAL, delay)
+        case.call(folder)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt:
+        came = True
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    return came
+
+
+def run_timed(case, folder):
+    """Run the call; return how many seconds it took."""
+    start = time.perf_counter()
+    case.call(folder)
+    return time.perf_counter() - start
+
+
+def try_signals(name, tries, seed):
+    """Interrupt a case at random moments."""
+    bench = Bench(name)
+    seconds, _ = bench.try_once(lambda case, folder: run_timed(case, folder))
+    chance = random.Random(seed)
+    came = 0
+    for number in range(tries):
+        delay = chance.uniform(1e-6, seconds)
+        in_time, wrong = bench.try_once(
+            lambda case, folder, delay=delay: run_signalled(case, folder, delay)
+        )
+        came += in_time
+        if wrong is not None:
+            bench.failures.append(f"{number} {delay * 1e3:.3f} ms: {wrong}")
+    return {"tried": tries, "came": came, "failures": bench.failures}
+
+
+def main(kind, name, *numbers):
+    """Print the result."""
+    result = {"lines": try_lines, "signals": try_signals}[kind](name, *map(int, numbers))
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,211 @@
+"""What README and the pages of docs/ show is run, page by page, top to bottom.
+
+A page's blocks share one namespace and one temporary working directory. In README and the start
+page each block has its own, because readers copy single blocks:
+
+- ``python`` blocks run; with ``no-run`` behind it they are only compiled, with
+  ``needs=NAME`` they are skipped where that module is missing, with ``file=NAME`` they are
+  kept as that file for a later block to run.
+- ``pycon`` blocks are doctests: what they print is compared.
+- ``console`` blocks: lines that start with ``$ mlstate``, ``$ python FILE`` or ``$ torchrun``
+  run, and what they print is compared, in scripts with ``...`` as in doctests. Other commands
+  are not run. ``needs=NAME`` is for these too. Several ranks of ``torchrun`` are started here,
+  as it does, but by one process that has imported torch, which takes each of them seconds.
+
+The directory has the demo's packages where a checkout has them, so that a reader can do
+the same from the repository's root.
+"""
+
+import doctest
+import importlib.util
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import forked
+import pytest
+
+import mlstate
+from mlstate.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SEPARATE = {"README", "index"}  # pages whose blocks run one by one, each in a fresh namespace
+FENCE = re.compile(r"^```(python|pycon|console)\b([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+class Block(NamedTuple):
+    """One fenced block."""
+
+    language: str
+    words: list[str]
+    text: str
+    line: int
+
+
+def blocks_of(page):
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(found[1], found[2].split(), found[3], text.count("\n", 0, found.start()) + 2)
+        for found in FENCE.finditer(text)
+    ]
+
+
+def values(block, key):
+    """What stands behind a block's ``key=``."""
+    return [word[len(key) + 1 :] for word in block.words if word.startswith(key + "=")]
+
+
+def is_missing(block):
+    """Whether a module that the block needs is not installed."""
+    return any(not importlib.util.find_spec(name) for name in values(block, "needs"))
+
+
+def run_python(block, where, namespace):
+    padded = "\n" * (block.line - 1) + block.text  # so that a traceback names the page's line
+    code = compile(padded, where, "exec", dont_inherit=True)
+    for name in values(block, "file"):
+        Path(name).write_text(block.text, encoding="utf-8")
+        return
+    if "no-run" not in block.words and not is_missing(block):
+        exec(code, namespace)
+
+
+def run_doctest(block, where, namespace):
+    test = doctest.DocTestParser().get_doctest(block.text, namespace, where, where, block.line - 1)
+    assert test.examples, f"{where}:{block.line}: a pycon block without >>>"
+    report = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    runner.run(test, out=report.append, clear_globs=False)
+    namespace.update(test.globs)
+    assert not runner.failures, "".join(report)
+
+
+def run_script(words):
+    """What a script prints that is run as the page says, in a process of its own."""
+    start = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}[words[0]]
+    package = str(Path(mlstate.__file__).parents[1])
+    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    if words[:2] == ["torchrun", "--nproc-per-node"] and int(words[2]) > 1:
+        return run_ranks(int(words[2]), words[3], words[4:], environment)
+    process = subprocess.run(
+        [sys.executable, *start, *words[1:]],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+def run_ranks(world, program, arguments, environment):
+    """What the ranks of a job print, one after the other, with the variables that torchrun sets."""
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    job = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    variables = [
+        {name: str(value) for name, value in (job | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+        for rank in range(world)
+    ]
+    environment = environment | {"MASTER_ADDR": "localhost"}
+    modules = forked.TORCH + forked.OPTIMIZERS
+    ranks = forked.run(
+        Path(program).absolute(), [arguments] * world, environment, 200, modules, variables
+    )
+    for status, _, err in ranks:
+        assert status == 0, err
+    return "".join(out for _, out, _ in ranks)
+
+
+def run_commands(block, where, capsys):
+    for command in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+        line, _, expected = command.partition("\n")
+        words = shlex.split(line)
+        sanitized = words[0] == "torchrun" and "MLSTATE_UNDER_SANITIZER" in os.environ
+        if words[0] in ("python", "torchrun") and not is_missing(block) and not sanitized:
+            printed = run_script(words)
+            flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+            same = doctest.OutputChecker().check_output(expected, printed, flags)
+            assert same, f"{where}:{block.line}: {line} prints\n{printed}"
+        if words[0] != "mlstate":
+            continue
+        capsys.readouterr()
+        main(words[1:])
+        printed = capsys.readouterr()
+        assert (printed.out + printed.err).split() == expected.split(), f"{where}:{block.line}"
+
+
+def test_there_are_pages():
+    if not (ROOT / "README.md").exists():
+        pytest.skip("no documentation beside these tests")
+    assert {"README", "kv", "coreml", "files"} <= {page.stem for page in PAGES}
+
+
+def enter(folder, monkeypatch):
+    """Make `folder` the working directory, with the demo's packages as a checkout has them."""
+    (folder / "mlstate").mkdir(parents=True)
+    (folder / "mlstate" / "demo").symlink_to(Path(mlstate.__file__).parent / "demo")
+    monkeypatch.chdir(folder)
+    return {"__name__": "__page__"}
+
+
+def run_block(block, where, namespace, capsys):
+    if block.language == "python":
+        run_python(block, where, namespace)
+    elif block.language == "pycon":
+        run_doctest(block, where, namespace)
+    else:
+        run_commands(block, where, capsys)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.exists()], ids=lambda page: page.stem)
+def test_page_runs(page, tmp_path, monkeypatch, capsys):
+    where = page.relative_to(ROOT).as_posix()
+    namespace = enter(tmp_path / "page", monkeypatch)
+    for block in blocks_of(page):
+        if page.stem in SEPARATE:
+            namespace = enter(tmp_path / str(block.line), monkeypatch)
+        run_block(block, where, namespace, capsys)
+
+
+@pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="no README beside these tests")
+def test_a_block_that_needs_another_fails_in_readme(tmp_path, monkeypatch, capsys):
+    """README's blocks see neither names nor files of the blocks above them."""
+    first = "x = 1\nopen('f', 'w').close()\n"
+    for i, second in enumerate(("x\n", "open('f')\n")):
+        text = f"```python\n{first}```\n\n```python\n{second}```\n"
+        page = tmp_path / str(i) / "README.md"
+        page.parent.mkdir()
+        page.write_text(text, encoding="utf-8")
+        monkeypatch.setattr(sys.modules[__name__], "ROOT", page.parent)
+        with pytest.raises((NameError, FileNotFoundError)):
+            test_page_runs(page, page.parent, monkeypatch, capsys)
+
+
+def test_a_wrong_page_fails(tmp_path, capsys):
+    """The test above can fail: wrong code, wrong output, wrong command, wrong script."""
+    script = tmp_path / "script.py"
+    script.write_text("print(1 + 1)\n", encoding="utf-8")
+    good = Block("console", [], f"$ python {script}\n2\n", 1)
+    run_commands(good, "page", capsys)
+    for text in (good.text.replace("2", "3"), good.text.replace("script", "no_such_script")):
+        with pytest.raises(AssertionError):
+            run_commands(good._replace(text=text), "page", capsys)
+    wrong = {
+        "python": "assert 1 == 2\n",
+        "pycon": ">>> 1 + 1\n3\n",
+        "console": "$ mlstate --version\nanother program\n",
+    }
+    for language, text in wrong.items():
+        page = tmp_path / f"{language}.md"
+        page.write_text(f"Text.\n\n```{language}\n{text}```\n", encoding="utf-8")
+        (block,) = blocks_of(page)
+        with pytest.raises(AssertionError):
+            run_block(block, "page", {}, capsys)

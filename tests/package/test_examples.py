@@ -1,0 +1,277 @@
+"""The notebooks of examples/ run from top to bottom, and are stored with their outputs."""
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mlstate
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
+
+needs_notebooks = pytest.mark.skipif(
+    not NOTEBOOKS, reason="no examples beside these tests: they are not installed"
+)
+
+
+def read(path):
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+# In a process of its own: the kernel's client leaves sockets behind in its process.
+EXECUTE = """
+import sys
+import nbformat
+tools, source, target, folder = sys.argv[1:]
+sys.path.insert(0, tools)
+from notebooks import run_notebook
+nbformat.write(run_notebook(source, folder), target)
+"""
+
+
+def execute(path, folder):
+    """Run a notebook in `folder`: the process that ran it, and its cells with outputs."""
+    for name in ("nbformat", "nbclient", "ipykernel"):
+        pytest.importorskip(name, reason="notebooks are run with nbclient and ipykernel")
+    done = folder / "done.ipynb"
+    # The package under test, which need not be installed; nothing of the user's IPython.
+    package = str(Path(mlstate.__file__).parents[1])
+    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "IPYTHONDIR": str(folder / "ipython"),
+    }
+    process = subprocess.run(
+        [sys.executable, "-c", EXECUTE, EXAMPLES.parent / "tools", path, done, folder],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    return process, read(done)["cells"] if done.exists() else []
+
+
+def outputs(cells, kind):
+    """All outputs of one MIME type, or of a stream, in order."""
+    found = []
+    for output in (output for cell in cells for output in cell.get("outputs", ())):
+        if kind in output.get("data", {}):
+            found.append("".join(output["data"][kind]))
+        elif output.get("name") == kind:
+            found.append("".join(output["text"]))
+    return found
+
+
+ABSOLUTE = re.compile(r"(?<![\w.:/<])(?:/[a-z]\w*){2,}|\b[A-Z]:\\\\")
+
+
+def faults_of_stored(notebook):
+    """What is wrong with the outputs that a notebook is stored with."""
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    produced = [output for cell in code for output in cell["outputs"]]
+    sources = "\0".join("".join(cell["source"]) for cell in code)
+    texts = [output["text"] for output in produced if "text" in output]
+    for output in produced:
+        data = output.get("data", {})
+        texts += [text for kind, text in data.items() if kind.startswith("text/")]
+    faults = []
+    if notebook["metadata"].get("executed") != {
+        "sha256": hashlib.sha256(sources.encode()).hexdigest()
+    }:
+        faults.append("edited since it ran")
+    if [cell["execution_count"] for cell in code] != list(range(1, len(code) + 1)):
+        faults.append("cells did not run once each, from top to bottom")
+    if not texts:
+        faults.append("no outputs")
+    if any(o["output_type"] == "error" or o.get("name") == "stderr" for o in produced):
+        faults.append("errors or warnings")
+    paths = [found[0] for text in texts for found in ABSOLUTE.finditer("".join(text))]
+    return faults + [f"the path {path}" for path in paths]
+
+
+@needs_notebooks
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_is_stored_with_its_outputs(path):
+    assert not faults_of_stored(read(path)), "run: make notebooks"
+
+
+def test_wrong_outputs_are_noticed():
+    def notebook(output, count=1, source="1", of="1"):
+        cell = {"cell_type": "code", "source": [source], "execution_count": count}
+        digest = hashlib.sha256(of.encode()).hexdigest()
+        return {
+            "cells": [cell | {"outputs": output}],
+            "metadata": {"executed": {"sha256": digest}},
+        }
+
+    good = {"output_type": "stream", "name": "stdout", "text": ["run/step_1: 2 of 3\n"]}
+    assert not faults_of_stored(notebook([good]))
+    assert faults_of_stored(notebook([])) == ["no outputs"]
+    assert faults_of_stored(notebook([good], source="2")) == ["edited since it ran"]
+    assert len(faults_of_stored(notebook([good], count=2))) == 1
+    assert len(faults_of_stored(notebook([good | {"name": "stderr"}]))) == 1
+    assert len(faults_of_stored(notebook([good, {"output_type": "error"}]))) == 1
+    shown = {"output_type": "execute_result", "data": {"text/html": ["<b>/tmp/x1/a</b>"]}}
+    assert faults_of_stored(notebook([shown])) == ["the path /tmp/x1/a"]
+
+
+@needs_notebooks
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "MLSTATE_UNDER_SANITIZER" in os.environ, reason="the kernel is not built with the sanitizer"
+)
+def test_coreml_transition_shows_what_it_says(tmp_path):
+    process, cells = execute(EXAMPLES / "coreml_transition.ipynb", tmp_path)
+    assert process.returncode == 0, process.stderr
+    fits, too_long = outputs(cells, "text/html")
+    assert "184 tokens: fits" in fits and "<table>" in fits
+    assert "300 tokens: does not fit" in too_long
+    printed = "".join(outputs(cells, "stdout"))
+    assert "300 tokens do not fit the target state's 256 positions" in printed
+    assert printed.count("class Cache:") == 2  # the prompt, and the text that goes on from it
+    if importlib.util.find_spec("matplotlib"):
+        assert outputs(cells, "image/png")
+
+
+@needs_notebooks
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "MLSTATE_UNDER_SANITIZER" in os.environ, reason="the kernel is not built with the sanitizer"
+)
+def test_state_dicts_shows_what_it_says(tmp_path):
+    process, cells = execute(EXAMPLES / "state_dicts.ipynb", tmp_path)
+    assert process.returncode == 0, process.stderr
+    model, layer, result, tuned, loaded = outputs(cells, "text/html")
+    assert "<details" in model and "26 tensors" in model
+    assert "out.weight" in layer and "layers" not in layer.split("</style>")[-1]
+    assert "module." in result
+    assert "1 changed" in tuned and "layers.3.out.weight" in tuned and "25 unchanged" in tuned
+    assert "1 changed" in loaded
+    printed = "".join(outputs(cells, "stdout"))
+    assert "size mismatch for norm.weight" in printed and "(32,)" in printed
+
+
+@needs_notebooks
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "MLSTATE_UNDER_SANITIZER" in os.environ, reason="the kernel is not built with the sanitizer"
+)
+def test_checkpoints_shows_what_it_says(tmp_path):
+    process, cells = execute(EXAMPLES / "checkpoints.ipynb", tmp_path)
+    assert process.returncode == 0, process.stderr
+    saved, damaged, resharded = outputs(cells, "text/html")
+    assert "18 tensors" in saved and "1 rank, step 150" in saved and "<details" in saved
+    assert "1 problem" in damaged and "altered" in damaged and "layers.1.weight" in damaged
+    assert "4 ranks, step 150" in resharded
+    printed = "".join(outputs(cells, "stdout"))
+    assert "its bytes are not those that were written" in printed
+    assert "restored: step 120" in printed
+    assert "3 {'layers.1.weight': (64, 256), 'out.weight': (0, 256)}" in printed
+    if importlib.util.find_spec("matplotlib"):
+        assert outputs(cells, "image/png")
+
+
+@needs_notebooks
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "MLSTATE_UNDER_SANITIZER" in os.environ, reason="the kernel is not built with the sanitizer"
+)
+def test_gradients_shows_what_it_says(tmp_path):
+    process, cells = execute(EXAMPLES / "gradients.ipynb", tmp_path)
+    assert process.returncode == 0, process.stderr
+    report, verified = outputs(cells, "text/html")
+    assert "1.01 MiB of gradients in 5 buckets" in report and "<table>" in report
+    assert "1 of 12 gradients differs" in verified and "layers.3.weight" in verified
+    printed = "".join(outputs(cells, "stdout"))
+    steps = re.findall(r"step (\d+): accuracy (\S+), norm", printed)
+    assert [step for step, _ in steps] == ["40", "80", "120"]
+    assert float(steps[-1][1]) > 0.9
+    assert "bytes, the same for each size of buckets" in printed
+    told = "scatter_multiple on rank 0: a gradient was not reduced, all others were: "
+    assert f"{told}'layers.2.weight': NaN or infinite elements (rank 1: 1)" in printed
+    assert f"{told}'layers.1.bias': rank 1: no gradient was passed" in printed
+    assert f"{told}'out.weight': rank 1: the gradient has shape (256, 1), expected" in printed
+    assert printed.count("(11 of 12 are reduced)") == 3
+    assert "'layers.1.bias': missing on rank 1 (rank 1 reduces 'layers.0.bias')" in printed
+    if importlib.util.find_spec("torch"):
+        assert "1 {'0.weight': (32, 2), '0.bias': (32,), '2.weight': (0, 64)" in printed
+    if importlib.util.find_spec("matplotlib"):
+        assert len(outputs(cells, "image/png")) == 2
+
+
+@needs_notebooks
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "MLSTATE_UNDER_SANITIZER" in os.environ, reason="the kernel is not built with the sanitizer"
+)
+def test_activation_shows_what_it_says(tmp_path):
+    pytest.importorskip("torch", reason="its model is one of torch")
+    process, cells = execute(EXAMPLES / "activation.ipynb", tmp_path)
+    assert process.returncode == 0, process.stderr
+    chain, curve, made, noisy = outputs(cells, "text/html")
+    assert "8 blocks" in chain and "layers.7" in chain
+    assert "points from" in curve and "found to the byte" in curve
+    assert "the fastest of all persistent schedules within the budget" in made
+    assert "3 blocks were run again: 1 finding" in noisy and "elements differ" in noisy
+    printed = "".join(outputs(cells, "stdout"))
+    assert "blocks were run again: all gave the same bits" in printed
+    peaks = re.findall(r"predicted (\S+) MiB, measured (\S+)", printed)
+    (plain, before), (planned, after) = [tuple(map(float, pair)) for pair in peaks]
+    assert abs(before - plain) < 0.02 * plain
+    assert abs(after - planned) < 0.02 * planned
+    assert after < 0.46 * before
+    assert "gradients: bit-identical" in printed
+    first, last = re.findall(r"loss (\S+) -> (\S+)", printed)[0]
+    assert float(last) < float(first)
+    if importlib.util.find_spec("matplotlib"):
+        assert len(outputs(cells, "image/png")) == 2
+
+
+@needs_notebooks
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "MLSTATE_UNDER_SANITIZER" in os.environ, reason="the kernel is not built with the sanitizer"
+)
+def test_training_shows_what_it_says(tmp_path):
+    process, cells = execute(EXAMPLES / "training.ipynb", tmp_path)
+    assert process.returncode == 0, process.stderr
+    handle, tiers = outputs(cells, "text/html")
+    assert "24.00 MiB of 24.00 MiB" in handle and "the caller waited" in handle
+    assert "8 units, 24.00 MiB: 3 warm (9.00 MiB of 9.00 MiB), 5 cold" in tiers
+    assert "warm to cold: " in tiers and "experts.7" in tiers
+    printed = "".join(outputs(cells, "stdout"))
+    under_way = re.findall(r"step (\d+): loss (\S+), while step \d+ is written", printed)
+    assert under_way[0][0] == "20"
+    assert float(under_way[-1][1]) < float(under_way[0][1])
+    shares = [
+        int(share) for share in re.search(r"^0%, .*100%$", printed, re.M)[0].split("%, ")[:-1]
+    ]
+    assert shares == sorted(shares)
+    assert "saved: [40, 60] by <SaveHandle of" in printed
+    assert "ended by SIGKILL" in printed
+    newest = re.search(r"checkpoints: \[(?:\d+, )*(\d+)\] True", printed)[1]
+    assert int(newest) in (20, 30) and f"resumed from step {newest}\n" in printed
+    assert "step 60 is bit-identical: True" in printed
+    assert "'experts.0': 'warm'" in printed and "'experts.7': 'cold'" in printed
+    assert "step 120 is what memory for all would have given: True" in printed
+    assert printed.endswith("cold warm\n")
+    if importlib.util.find_spec("matplotlib"):
+        assert len(outputs(cells, "image/png")) == 1
+
+
+@pytest.mark.slow
+def test_a_notebook_that_fails_is_noticed(tmp_path):
+    cell = {"cell_type": "code", "id": "a", "metadata": {}, "outputs": [], "source": "1 / 0"}
+    wrong = {"cells": [cell | {"execution_count": None}], "metadata": {}}
+    path = tmp_path / "wrong.ipynb"
+    path.write_text(json.dumps(wrong | {"nbformat": 4, "nbformat_minor": 5}), encoding="utf-8")
+    process, cells = execute(path, tmp_path)
+    assert process.returncode != 0 and "ZeroDivisionError" in process.stderr
+    assert not cells

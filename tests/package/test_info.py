@@ -1,0 +1,428 @@
+"""`mlstate.info` and ``mlstate info``: every fact in one line, on every kind of machine."""
+
+import json
+import platform
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import child
+import numpy as np
+import pytest
+
+import mlstate
+from mlstate import _core, _info
+from mlstate._common import copy_choices as _copy_choices
+from mlstate.cli import main
+
+STREAMS = ("plain", "stream1", "stream4")
+
+
+def choice(operation, destination, chosen, *speeds, cache="past"):
+    return {
+        "operation": operation,
+        "cache": cache,
+        "destination": destination,
+        "chosen": chosen,
+        "gigabytes_per_second": dict(zip(STREAMS, speeds or (None, None, None), strict=True)),
+    }
+
+
+def choices(*some, forced="auto", variants=3):
+    return {
+        "forced": forced,
+        "variants": variants,
+        "cache_bytes": 32 << 20,
+        "least_bytes": {
+            "within": 2 << 20,
+            "within_4x": 8 << 20,
+            "within_16x": 16 << 20,
+            "past": 16 << 20,
+        },
+        "choices": list(some),
+    }
+
+
+UNKNOWN = choices(choice("copy", "touched", None), choice("copy", "fresh", None))
+KNOWN = choices(
+    choice("copy", "touched", "stream1", 7.61, 11.12, 2.8),
+    choice("copy", "fresh", None),
+)
+
+
+class Core:
+    """The two functions of the core that `mlstate.info` asks about copies."""
+
+    def __init__(self, before, after=None):
+        self.now, self.after, self.measured = before, after, 0
+
+    def copy_choices(self):
+        return self.now
+
+    def measure_copies(self):
+        self.measured += 1
+        self.now = self.after
+
+
+@pytest.fixture
+def core(monkeypatch):
+    def use(before, after=None):
+        made = Core(before, after)
+        monkeypatch.setattr(_core, "copy_choices", made.copy_choices)
+        monkeypatch.setattr(_core, "measure_copies", made.measure_copies)
+        return made
+
+    return use
+
+
+def lines_of(found):
+    return dict(line.split(maxsplit=1) for line in str(found).splitlines())
+
+
+# ---- what it says ----
+
+
+def test_every_fact_has_a_line(core):
+    core(KNOWN)
+    found = mlstate.info()
+    lines = str(found).splitlines()
+    assert [line[:13].strip() for line in lines] == [
+        "mlstate",
+        "Python",
+        "NumPy",
+        "system",
+        "processor",
+        "instructions",
+        "threads",
+        "copies",
+        "huge pages",
+        *_info.PACKAGES,
+    ]
+    assert all(line[13] == " " and line[14:].strip() for line in lines)
+    assert repr(found) == str(found)
+
+
+def test_the_facts_are_those_of_this_process(core):
+    core(KNOWN)
+    before = mlstate.get_num_threads()
+    mlstate.set_num_threads(3)
+    try:
+        found = mlstate.info()
+    finally:
+        mlstate.set_num_threads(before)
+    assert found.version == mlstate.__version__
+    assert found.python.startswith(platform.python_version())
+    assert found.numpy == np.__version__
+    assert platform.machine() in found.system
+    assert found.threads == 3
+    assert found.processors >= 1
+    assert found.instruction_set == _core.cpu_name()
+
+
+def test_offered_instruction_sets_are_those_that_can_be_asked_for():
+    offered = _core.cpu_offered()
+    assert offered[0] == "scalar" and _core.cpu_name() in offered
+    assert set(offered) <= {"scalar", "avx2", "avx512", "neon"}
+    code = "import mlstate; print(mlstate.info().instruction_set)"
+    for name in offered:
+        assert child.run(f"import os; os.environ['MLSTATE_CPU'] = {name!r}; {code}").strip() == name
+
+
+def test_nothing_names_the_machine_or_its_user(core):
+    core(KNOWN)
+    text = json.dumps(mlstate.info().to_dict())
+    host = platform.node()
+    assert not host or not re.search(rf"\b{re.escape(host)}\b", text)
+    assert sys.prefix not in text
+
+
+def test_the_page_has_all_lines(core):
+    core(KNOWN)
+    found = mlstate.info()
+    texts = []
+    parser = HTMLParser()
+    parser.handle_data = texts.append
+    parser.feed(found._repr_html_())
+    page = "".join(texts)
+    for line in str(found).splitlines():
+        assert line[14:] in page
+
+
+# ---- copies ----
+
+
+def test_copies_as_the_core_chose_them(core):
+    made = core(KNOWN)
+    found = mlstate.info()
+    assert str(found).splitlines()[7] == (
+        "copies        from 16.00 MiB: stream1 (plain 7.6, stream1 11.1, stream4 2.8 GB/s); "
+        "smaller: plain"
+    )
+    assert lines_of(found)["processor"].endswith(", cache of 32.00 MiB")
+    assert found.copies == KNOWN
+    assert made.measured == 0, "something was measured before"
+
+
+def test_the_core_measures_once(core):
+    made = core(UNKNOWN, KNOWN)
+    assert mlstate.info().copies == KNOWN
+    assert mlstate.info().copies == KNOWN
+    assert made.measured == 1
+
+
+def test_a_measurement_may_find_nothing(core):
+    made = core(UNKNOWN, UNKNOWN)
+    assert lines_of(mlstate.info())["copies"] == "from 2.00 MiB: not measured; smaller: plain"
+    assert made.measured == 1
+
+
+def test_a_forced_strategy_is_named_and_not_measured(core):
+    made = core(choices(choice("copy", "touched", None), forced="stream4"))
+    assert lines_of(mlstate.info())["copies"] == "stream4, forced by MLSTATE_COPY"
+    assert made.measured == 0
+
+
+def test_one_strategy_needs_no_choice(core):
+    made = core(choices(choice("copy", "touched", None), variants=1))
+    text = "plain, the only way of this instruction set"
+    assert lines_of(mlstate.info())["copies"] == text
+    assert made.measured == 0
+
+
+def test_other_operations_are_shown_once_measured():
+    some = choices(
+        choice("copy", "touched", None),
+        choice("copy", "touched", "plain", 9.0, 8.0, None, cache="within"),
+        choice("copy", "fresh", None, 5.0, None, None),
+        choice("fill", "touched", None),
+        choice("widen", "touched", "stream1", 4.0, 5.0, None),
+        choice("checksum", "fresh", "plain", 3.0, 2.0, None),
+        choice("gather", "touched", "plain", 1.0, None, None),
+    )
+    assert _copy_choices.choice_lines(some) == [
+        (
+            "copies",
+            "from 2.00 MiB: plain (plain 9.0, stream1 8.0 GB/s); "
+            "fresh memory from 16.00 MiB: not decided (plain 5.0 GB/s); smaller: plain",
+        ),
+        ("widening", "from 16.00 MiB: stream1 (plain 4.0, stream1 5.0 GB/s)"),
+        ("checksums", "fresh memory from 16.00 MiB: plain (plain 3.0, stream1 2.0 GB/s)"),
+        ("gather", "from 16.00 MiB: plain (plain 1.0 GB/s)"),
+    ]
+
+
+def test_a_cache_of_unknown_size_is_left_out(core):
+    core({**KNOWN, "cache_bytes": 0})
+    assert "cache" not in lines_of(mlstate.info())["processor"]
+
+
+@pytest.mark.parametrize("forced", ["auto", "plain", "stream1", "stream4"])
+@pytest.mark.parametrize("cpu", _core.cpu_offered())
+def test_the_copies_of_this_machine(forced, cpu):
+    code = f"""
+import os
+os.environ.update(MLSTATE_COPY={forced!r}, MLSTATE_CPU={cpu!r})
+import mlstate
+found = mlstate.info()
+print(found.copies["variants"])
+print(found)
+"""
+    variants, *lines = child.run(code).splitlines()
+    (copies,) = (line[14:] for line in lines if line.startswith("copies"))
+    if forced != "auto":
+        assert copies == f"{forced}, forced by MLSTATE_COPY"
+    elif variants == "1":
+        assert copies == "plain, the only way of this instruction set"
+    else:
+        assert re.match(r"from .* [KM]iB: (plain|stream\d) \(plain \d+\.\d", copies), copies
+
+
+# ---- the processor ----
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (
+            "processor\t: 0\ncpu family\t: 25\nmodel\t\t: 1\nmodel name\t: AMD EPYC\n\n"
+            "processor\t: 1\nmodel name\t: another\n",
+            "AMD EPYC (family 25 model 1)",
+        ),
+        ("model name : Cortex\n", "Cortex"),
+        (
+            "processor : 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd0c\n",
+            "arm64 implementer 0x41 part 0xd0c",
+        ),
+        ("cpu family : 6\nmodel name : X: 3\n", "X: 3 (family 6 model ?)"),
+        ("", None),
+        ("model name :\n", None),
+        (None, None),
+    ],
+)
+def test_the_processor_of_linux(tmp_path, monkeypatch, text, name):
+    path = tmp_path / "cpuinfo"
+    if text is not None:
+        path.write_text(text)
+    monkeypatch.setattr(_info, "_CPUINFO", path)
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert _info._linux_processor() == name
+    assert _info._processor_name() == (name or platform.processor() or platform.machine())
+
+
+def test_the_processor_of_a_mac(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    calls = []
+
+    def answer(command, **options):
+        calls.append(command)
+        return subprocess.CompletedProcess(command, 0, "Apple M2\n", "")
+
+    monkeypatch.setattr(subprocess, "run", answer)
+    assert _info._processor_name() == "Apple M2"
+    assert calls == [["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]]
+
+
+@pytest.mark.parametrize(
+    "error", [FileNotFoundError("no sysctl"), subprocess.TimeoutExpired("sysctl", 5)]
+)
+def test_a_mac_that_does_not_answer(monkeypatch, error):
+    def fail(command, **options):
+        raise error
+
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(subprocess, "run", fail)
+    monkeypatch.setattr(platform, "processor", lambda: "arm")
+    assert _info._processor_name() == "arm"
+    monkeypatch.setattr(platform, "processor", lambda: "")
+    monkeypatch.setattr(platform, "machine", lambda: "")
+    assert _info._processor_name() == "unknown"
+
+
+def test_processors_where_no_affinity_is_known(monkeypatch):
+    monkeypatch.delattr(_info.os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(_info.os, "cpu_count", lambda: 7)
+    assert _info._processor_count() == 7
+    monkeypatch.setattr(_info.os, "cpu_count", lambda: None)
+    assert _info._processor_count() == 1
+
+
+# ---- huge pages ----
+
+
+@pytest.mark.parametrize(
+    ("files", "facts", "text"),
+    [
+        (
+            {
+                "enabled": "always [madvise] never\n",
+                "defrag": "always [defer] never\n",
+                "hpage_pmd_size": "2097152\n",
+            },
+            {"enabled": "madvise", "defrag": "defer", "bytes": 2097152},
+            "madvise, defrag defer, 2.00 MiB",
+        ),
+        (
+            {"enabled": "[never]\n"},
+            {"enabled": "never", "defrag": None, "bytes": None},
+            "never",
+        ),
+        (
+            {"enabled": "always\n", "hpage_pmd_size": "large\n"},
+            {"enabled": "always", "defrag": None, "bytes": None},
+            "always",
+        ),
+        ({}, None, "unknown"),
+    ],
+)
+def test_huge_pages(tmp_path, monkeypatch, files, facts, text):
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    monkeypatch.setattr(_info, "_HUGE_PAGES", tmp_path)
+    assert _info._huge_pages() == facts
+    assert _info._huge_pages_text(facts) == text
+
+
+# ---- versions ----
+
+
+def install(folder, name, version):
+    (folder / f"{name}-1.dist-info").mkdir()
+    (folder / f"{name}-1.dist-info" / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {name}\n" + (f"Version: {version}\n" if version else "")
+    )
+
+
+def test_packages_are_found_without_importing_them(tmp_path, monkeypatch):
+    install(tmp_path, "not_there", "1.2.3")
+    (tmp_path / "not_there.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert _info._package_version("not_there") == "1.2.3"
+    assert _info._package_version("nowhere_at_all") is None
+    install(tmp_path, "half_there", None)
+    assert _info._package_version("half_there") == "unknown"
+
+
+def test_a_loaded_package_has_the_last_word(monkeypatch):
+    loaded = type(sys)("torch")
+    loaded.__version__ = "9.9+mine"
+    monkeypatch.setitem(sys.modules, "torch", loaded)
+    assert mlstate.info().packages["torch"] == "9.9+mine"
+
+
+def test_optional_packages_are_not_imported():
+    code = """
+import sys, mlstate
+assert "importlib.metadata" not in sys.modules and "mlstate._info" not in sys.modules
+found = mlstate.info()
+print(*set(found.packages) & set(sys.modules))
+"""
+    assert child.run(code).strip() == ""
+
+
+def test_a_python_without_the_gil_is_named(monkeypatch):
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    assert _info._python_version().endswith(", without the GIL)")
+
+
+# ---- the command ----
+
+
+def test_the_command_prints_the_lines(core, capsys):
+    core(KNOWN)
+    assert main(["info"]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{mlstate.info()}\n"
+    assert err == ""
+
+
+def test_the_command_prints_json(core, capsys):
+    core(KNOWN)
+    assert main(["info", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data == mlstate.info().to_dict()
+    assert data["copies"]["choices"][0]["gigabytes_per_second"]["stream1"] == 11.12
+    assert list(data) == [
+        "version",
+        "python",
+        "numpy",
+        "system",
+        "processor",
+        "instruction_set",
+        "offered_instruction_sets",
+        "threads",
+        "processors",
+        "copies",
+        "huge_pages",
+        "packages",
+    ]
+
+
+def test_the_command_takes_no_path(capsys):
+    assert main(["info", "here"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_name_is_public():
+    assert "info" in mlstate.__all__ and "info" in dir(mlstate)
+    assert mlstate.info is _info.info

@@ -1,0 +1,111 @@
+"""Every public name reports the public module that it is imported from."""
+
+import importlib
+import inspect
+import pickle
+import pkgutil
+import pydoc
+import typing
+
+import pytest
+from golden.pickled_objects import PUBLIC
+
+import mlstate
+from mlstate._common.set_module import set_module
+from mlstate.checkpoint import Layout
+from mlstate.state import Difference
+
+INTERNAL = ("mlstate.cli", "mlstate.demo")
+RE_EXPORTS = {  # all others have their home where they are exported
+    "mlstate": set(mlstate.__all__) - {"info"},
+    "mlstate.kv": {"compact_coreml_state", "transition_coreml_state"},
+}
+
+
+def exported(module_name):
+    """Names and things that a module exports, modules and constants left out."""
+    module = importlib.import_module(module_name)
+    things = ((name, getattr(module, name)) for name in module.__all__)
+    return [(name, thing) for name, thing in things if callable(thing)]
+
+
+HOMES = [(m, *item) for m in PUBLIC for item in exported(m) if item[0] not in RE_EXPORTS.get(m, ())]
+home = pytest.mark.parametrize(
+    ("module", "name", "thing"), HOMES, ids=lambda value: value if isinstance(value, str) else ""
+)
+
+
+def is_public(name):
+    return not any(part.startswith("_") for part in name.split("."))
+
+
+def test_the_public_modules_are_all_known():
+    found = {m.name for m in pkgutil.walk_packages(mlstate.__path__, "mlstate.")}
+    found = {n for n in found if is_public(n) and not n.startswith(INTERNAL)}
+    assert found | {"mlstate"} == {*PUBLIC, "mlstate.integrations"}  # which has no names
+
+
+@home
+def test_a_public_name_reports_its_public_module(module, name, thing):
+    assert (thing.__module__, thing.__qualname__) == (module, name)
+    assert pydoc.plain(pydoc.render_doc(thing)).splitlines()[0].endswith(f"in module {module}")
+    if inspect.isclass(thing):
+        kind = "enum" if "enum" in repr(thing) else "class"
+        assert repr(thing).startswith((f"<{kind} '{module}.{name}'", f"<{kind} '{name}'"))
+    assert pickle.loads(pickle.dumps(thing)) is thing
+    assert module in pickle.dumps(thing, 0).decode()
+
+
+@pytest.mark.parametrize("module", RE_EXPORTS)
+def test_a_name_of_several_modules_has_one_home(module):
+    homes = {(name, thing) for _, name, thing in HOMES}
+    for name, thing in exported(module):
+        assert (name, thing) in homes
+
+
+@home
+def test_methods_report_the_module_of_their_class(module, name, thing):
+    if not inspect.isclass(thing):
+        return
+    for key, member in vars(thing).items():
+        member = getattr(member, "__func__", member)
+        if inspect.isfunction(member) and member.__qualname__ == f"{name}.{key}":
+            assert is_public(member.__module__), key
+
+
+def test_methods_can_be_pickled():
+    for method in (Layout.rows, Layout.shape, Layout.rows(2).shape):
+        again = pickle.loads(pickle.dumps(method))
+        assert again.__qualname__ == method.__qualname__
+        assert getattr(again, "__self__", None) == getattr(method, "__self__", None)
+        assert b"mlstate._" not in pickle.dumps(method)
+
+
+def test_sources_of_functions_and_methods_are_found():
+    assert inspect.getsource(mlstate.save_file).count("def save_file(") == 1
+    assert inspect.getsource(Layout.shard).startswith("    def shard(")
+
+
+def test_annotations_are_looked_up_where_they_were_written():
+    assert typing.get_type_hints(Difference)["source"] is typing.Any
+    config = typing.get_type_hints(mlstate.activation.CheckpointConfig)
+    assert config["interval"] is int
+
+
+def test_nested_classes_and_wrapped_methods_follow():
+    @set_module("mlstate.state")
+    class Outer:
+        class Inner:
+            def method(self): ...
+
+        @staticmethod
+        def static(): ...
+
+        @classmethod
+        def of_class(cls): ...
+
+        borrowed = inspect.getsource
+
+    for thing in (Outer, Outer.Inner, Outer.Inner.method, Outer.static, Outer.of_class):
+        assert thing.__module__ == "mlstate.state"
+    assert Outer.borrowed.__module__ == "inspect"

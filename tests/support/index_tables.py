@@ -1,0 +1,131 @@
+"""Indexes as one record for each file and shard, and as the tables that docs/format.md has.
+
+Tests change records, also to values that no index may have: these are put into the tables as
+they are.
+"""
+
+import json
+
+KIND = ("section", "state", "dtype", "layout", "axes", "tier")
+PLACE = ("file", "offset", "bytes", "crc32c", "blocks")
+BLOCK = 1 << 20
+
+
+def numbers(column):
+    """The values of a column that is a string."""
+    return [int(number) for number in column.split(",")] if column else []
+
+
+def digits(column):
+    """The checksums of a column."""
+    return [column[at : at + 8] for at in range(0, len(column), 8)]
+
+
+def layers_of(table):
+    """A record for each layer."""
+    columns = {name: numbers(table[name]) for name in ("file", "offset", "bytes")}
+    columns["crc32c"] = digits(table["crc32c"])
+    columns["row"] = numbers(table.get("row", ",".join("0" * len(columns["file"]))))
+    for name in ("rows", "codec", "frames"):
+        columns[name] = table.get(name, [None] * len(columns["file"]))
+    blocks = table.get("blocks", "")
+    for values in zip(*columns.values(), strict=True):
+        layer = {name: v for name, v in zip(columns, values, strict=True) if v is not None}
+        if not layer["row"]:
+            del layer["row"]
+        count = -(-layer["bytes"] // BLOCK)
+        if count > 1:
+            layer["blocks"], blocks = blocks[: 8 * count], blocks[8 * count :]
+        yield layer
+
+
+def records_of(index):
+    """An index with lists of files and shards; a shard with one full layer is its place."""
+    files, shards = index["files"], index["shards"]
+    made = {name: value for name, value in index.items() if name not in ("kinds", "layers")}
+    columns = (files["path"], numbers(files["bytes"]), digits(files["header_crc32c"]))
+    made["files"] = [
+        {"path": path, "bytes": count, "header_crc32c": crc}
+        for path, count, crc in zip(*columns, strict=True)
+    ]
+    layers = layers_of(index["layers"])
+    counts = shards.get("layer_count", ",".join("1" for _ in shards["name"]))
+    made["shards"] = []
+    for name, kind, shape, part, version, count in zip(
+        shards["name"],
+        numbers(shards["kind"]),
+        shards["shape"].split(";")[:-1],
+        numbers(shards["part"]),
+        numbers(shards["version"]),
+        numbers(counts),
+        strict=True,
+    ):
+        shard = {**index["kinds"][kind], "name": name, "shape": numbers(shape), "part": part}
+        shard["version"] = version
+        held = [next(layers) for _ in range(count)]
+        plain = count == 1 and "row" not in held[0] and "codec" not in held[0]
+        shard.update(held[0] if plain else {"layers": held})
+        made["shards"].append(shard)
+    assert not list(layers)
+    return made
+
+
+def as_text(value):
+    """What stands for a value in a column of numbers."""
+    return "" if value is ... else json.dumps(value)
+
+
+def column_of(records, name, default=...):
+    return ",".join(as_text(record.get(name, default)) for record in records)
+
+
+def digits_of(records, name):
+    values = [record.get(name, "") for record in records]
+    return "".join(v if isinstance(v, str) else json.dumps(v) for v in values)
+
+
+def shape_of(value):
+    return ",".join(map(json.dumps, value)) if isinstance(value, list) else as_text(value)
+
+
+def is_table(value):
+    """Whether there is a record for each row."""
+    return isinstance(value, list) and all(isinstance(record, dict) for record in value)
+
+
+def tables_of(index):
+    """The tables of an index of records; what is no list of records stays as it is."""
+    made = dict(index)
+    files, shards = index.get("files"), index.get("shards")
+    if is_table(files):
+        made["files"] = {
+            "path": [file.get("path") for file in files],
+            "bytes": column_of(files, "bytes"),
+            "header_crc32c": digits_of(files, "header_crc32c"),
+        }
+    if not is_table(shards):
+        return made
+    made["kinds"] = [{key: shard[key] for key in KIND if key in shard} for shard in shards]
+    made["shards"] = {
+        "name": [shard.get("name") for shard in shards],
+        "kind": ",".join(map(str, range(len(shards)))),
+        "shape": "".join(shape_of(shard.get("shape", ...)) + ";" for shard in shards),
+        "part": column_of(shards, "part"),
+        "version": column_of(shards, "version"),
+    }
+    layers = [shard.get("layers", [shard]) for shard in shards]
+    counts = [as_text(len(held) if isinstance(held, list) else held) for held in layers]
+    if any("layers" in shard for shard in shards):
+        made["shards"]["layer_count"] = ",".join(counts)
+    rows = [layer for held in layers if isinstance(held, list) for layer in held]
+    rows = [layer if isinstance(layer, dict) else {} for layer in rows]
+    made["layers"] = {name: column_of(rows, name) for name in ("file", "offset", "bytes")}
+    made["layers"]["crc32c"] = digits_of(rows, "crc32c")
+    if any("blocks" in layer for layer in rows):
+        made["layers"]["blocks"] = digits_of(rows, "blocks")
+    if any("row" in layer for layer in rows):
+        made["layers"]["row"] = column_of(rows, "row", 0)
+    for name in ("rows", "codec", "frames"):
+        if any(name in layer for layer in rows):
+            made["layers"][name] = [layer.get(name) for layer in rows]
+    return made

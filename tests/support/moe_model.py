@@ -1,0 +1,207 @@
+"""Shapes of a mixture of experts with a trillion parameters, cut for thousands of ranks.
+
+Only shapes: arrays are views of one element. The sizes are those of an open model of that
+class: 61 layers, the first of them dense, 384 experts in each of the others, of which a token
+sees 8; hidden size 7168.
+"""
+
+import itertools
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+
+from mlstate import _core
+from mlstate.checkpoint import Layout, LoadPlan, Shard, plan_load, plan_save
+from mlstate.checkpoint._store import folder as _folder
+from mlstate.checkpoint._store.index_patterns import with_patterns
+from mlstate.checkpoint._store.manifest import IndexRecord, Manifest, build
+
+HIDDEN, INNER, EXPERTS, LAYERS, VOCABULARY = 7168, 2048, 384, 61, 163840
+STATES = ("m", "master", "v")
+GENERATION = "0" * 16
+
+ATTENTION = {
+    "self_attn.q_a_proj.weight": (1536, HIDDEN),
+    "self_attn.q_a_layernorm.weight": (1536,),
+    "self_attn.q_b_proj.weight": (64 * 192, 1536),
+    "self_attn.kv_a_proj.weight": (576, HIDDEN),
+    "self_attn.kv_a_layernorm.weight": (512,),
+    "self_attn.kv_b_proj.weight": (64 * 256, 512),
+    "self_attn.o_proj.weight": (HIDDEN, 64 * 128),
+    "input_layernorm.weight": (HIDDEN,),
+    "post_attention_layernorm.weight": (HIDDEN,),
+}
+EXPERT = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
+
+
+def mlp(prefix, inner):
+    return {
+        f"{prefix}.gate_proj.weight": (inner, HIDDEN),
+        f"{prefix}.up_proj.weight": (inner, HIDDEN),
+        f"{prefix}.down_proj.weight": (HIDDEN, inner),
+    }
+
+
+def dense_tensors(layers=LAYERS):
+    """Name and shape of all that is not an expert's."""
+    found = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    found["lm_head.weight"] = (VOCABULARY, HIDDEN)
+    for layer in range(layers):
+        own = dict(ATTENTION)
+        own |= mlp("mlp", 18432) if layer == 0 else mlp("mlp.shared_experts", INNER)
+        own |= {} if layer == 0 else {"mlp.gate.weight": (EXPERTS, HIDDEN)}
+        found |= {f"model.layers.{layer}.{name}": shape for name, shape in own.items()}
+    return found
+
+
+class Moe:
+    """The model for a world of `across` x `along` ranks.
+
+    Experts are divided among `across` groups of ranks, and each matrix by rows among the
+    `along` ranks of a group; all else is cut flat for all ranks. `stacked`: the experts of a
+    layer are one tensor; else each matrix of each is one.
+    """
+
+    def __init__(self, world, *, across=64, layers=LAYERS, stacked=True):
+        assert world % across == 0
+        assert EXPERTS % across == 0 or stacked
+        self.world, self.across, self.along = world, across, world // across
+        self.layers, self.stacked = layers, stacked
+
+    def parameters(self, rank):
+        """Name, shape, layout, part of all parameters that a rank has something of."""
+        for name, shape in dense_tensors(self.layers).items():
+            yield name, shape, Layout.flat(self.world), rank
+        if self.stacked:
+            layout = Layout([(0, self.across), (1, self.along)])
+            for layer, (name, shape) in itertools.product(range(1, self.layers), EXPERT.items()):
+                yield f"model.layers.{layer}.mlp.experts.{name}", (EXPERTS, *shape), layout, rank
+            return
+        group, part = divmod(rank, self.along)
+        each = EXPERTS // self.across
+        layout = Layout.rows(self.along)
+        for layer, expert in itertools.product(
+            range(1, self.layers), range(group * each, (group + 1) * each)
+        ):
+            for name, shape in EXPERT.items():
+                full = f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight"
+                yield full, shape, layout, part
+
+    def states(self, rank):
+        """The rank's model (16 bits) and optimizer (32 bits), as shards without data."""
+        model, optimizer = {}, {}
+        narrow, wide = np.zeros((), np.float16), np.zeros((), np.float32)
+        for name, shape, layout, part in self.parameters(rank):
+            of = layout.shape(shape, part)
+            model[name] = Shard(np.broadcast_to(narrow, of), layout, part, shape=shape)
+            array = np.broadcast_to(wide, of)
+            for state in STATES:
+                optimizer[f"{name}.{state}"] = Shard(array, layout, part, shape=shape)
+        return model, optimizer
+
+    def count(self):
+        """Parameters of the model."""
+        dense = sum(map(math.prod, dense_tensors(self.layers).values()))
+        return dense + (self.layers - 1) * EXPERTS * sum(map(math.prod, EXPERT.values()))
+
+    def plan(self, rank):
+        return plan_save(*self.states(rank), rank=rank, world_size=self.world)
+
+    def told(self, rank):
+        """What a rank tells the first one, and the text of its index."""
+        plan = self.plan(rank)
+        catalog = _core.Catalog((plan.index_text,), ("index",))
+        [pattern] = _folder.patterns_of(catalog)
+        path = f"index/{GENERATION}.{rank}.json"
+        crc = f"{_core.crc32c(plan.index_text):08x}"
+        record = IndexRecord(path, len(plan.index_text), crc, plan.shards, plan.data_bytes)
+        return record, pattern._asdict(), plan.index_text
+
+
+class Simulated:
+    """A checkpoint of a `Moe` without shard files, and with those indexes that are read.
+
+    The ranks that are read were really planned. Of all others the manifest has what ranks of
+    one pattern differ in.
+    """
+
+    def __init__(self, folder, moe, ranks):
+        self.folder, self.moe = Path(folder), moe
+        (self.folder / "index").mkdir(parents=True)
+        firsts = [0] if moe.stacked else range(0, moe.world, moe.along)
+        mine = {rank: moe.told(rank) for rank in sorted({*ranks, *firsts})}
+        for record, _, text in mine.values():
+            (self.folder / record.path).write_bytes(text)
+        told = [mine[r][:2] if r in mine else self._like(r, mine) for r in range(moe.world)]
+        manifest = Manifest(
+            generation=GENERATION,
+            sequence=1,
+            created="2026-11-22T00:00:00.000000Z",
+            writer="mlstate simulated",
+            step=1,
+            world_size=moe.world,
+            model={"kind": "state"},
+            optimizer={"kind": "state"},
+            metadata={},
+            indexes=tuple(record for record, _ in told),
+        )
+        manifest, _ = with_patterns(str(folder), manifest, [pattern for _, pattern in told])
+        self.patterns = len(manifest.patterns)
+        self.manifest_bytes = (self.folder / "manifest.json").write_bytes(build(manifest))
+        self.index_bytes = sum(record.bytes for record in manifest.indexes)
+
+    def _like(self, rank, mine):
+        """A rank whose index nobody reads: as the first of its pattern, but for its parts."""
+        record, pattern, _ = mine[0 if self.moe.stacked else rank - rank % self.moe.along]
+        cut = rank if self.moe.stacked else rank % self.moe.along
+        # groups come in the order of names: "lm_head" is before "model.layers.1.mlp.experts"
+        assert len(pattern["parts"]) == 2
+        path = f"index/{GENERATION}.{rank}.json"
+        return record._replace(path=path), {**pattern, "parts": (rank, cut)}
+
+    def plan_load(self, moe, rank):
+        """What a rank of another world, or of this one, reads: all else, then the experts."""
+        dense = list(dense_tensors(moe.layers))
+        experts = [name for name, *_ in moe.parameters(rank) if ".mlp.experts." in name]
+        both = Layout([(0, moe.across), (1, moe.along)])
+        asks = [(dense, Layout.flat(moe.world), rank)]
+        if moe.stacked:
+            asks.append((experts, both, rank))
+        else:
+            asks.append((experts, Layout.rows(moe.along), rank % moe.along))
+        plans = [
+            plan_load(self.folder, names=names, rank=part, world_size=layout.parts, layout=layout)
+            for names, layout, part in asks
+        ]
+        indexes = {path: size for plan in plans for path, size in plan.indexes.items()}
+        reads = [read for plan in plans for read in plan.reads]
+        return LoadPlan(plans[0].manifest_bytes, indexes, reads)
+
+    @classmethod
+    def for_loads(cls, folder, moe, loads):
+        """With the indexes that `loads`, pairs of a `Moe` and a rank, need."""
+        bare = cls(Path(folder) / "bare", moe, [])
+        planned = {}
+        load_catalog = _folder.load_catalog
+
+        def listen(path, manifest, ranks, texts):
+            for rank in set(ranks) - set(planned):
+                planned[rank], _, text = moe.told(rank)
+                (bare.folder / planned[rank].path).write_bytes(text)
+            records = list(manifest.indexes)
+            for rank, record in planned.items():
+                records[rank] = record
+            return load_catalog(path, manifest._replace(indexes=tuple(records)), ranks, texts)
+
+        _folder.load_catalog = listen
+        try:
+            for other, rank in loads:
+                bare.plan_load(other, rank)
+        finally:
+            _folder.load_catalog = load_catalog
+        return cls(Path(folder) / "simulated", moe, planned)
+
+    def __str__(self):
+        return os.fspath(self.folder)

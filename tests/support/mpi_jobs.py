@@ -1,0 +1,75 @@
+"""MPI jobs from what tools/mpi.sh installs: one folder for each MPI, apart from the rest."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import mlstate
+
+ENGINES = ("mpich", "openmpi")
+LIMIT_SECONDS = 300
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def home(engine):
+    """The folder of an MPI, or None if it is not installed for this Python."""
+    folder = Path(os.environ.get("MLSTATE_MPI", ROOT / "build" / "mpi")) / engine
+    found = packages(folder) / "mpi4py"
+    return folder if found.is_dir() and (folder / "bin" / "mpiexec").exists() else None
+
+
+def packages(folder):
+    """Where pip put Python's packages below a prefix."""
+    scheme = {"base": str(folder), "platbase": str(folder)}
+    return Path(sysconfig.get_path("platlib", "posix_prefix", vars=scheme))
+
+
+def library(folder):
+    """The MPI library that mpi4py is to load."""
+    name = "libmpi*.dylib" if sys.platform == "darwin" else "libmpi.so.*"
+    return min((folder / "lib").glob(name), key=lambda path: len(path.name))
+
+
+def environment(engine):
+    """The variables for a process that imports the same mlstate, and this MPI's mpi4py."""
+    folder = home(engine)
+    given = os.environ.get("PYTHONPATH")
+    paths = [Path(mlstate.__file__).parents[1], packages(folder), ROOT / "tests" / "support", given]
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith("OMPI_")},
+        "PYTHONPATH": os.pathsep.join(str(path) for path in paths if path),
+        "MPI4PY_LIBMPI": str(library(folder)),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def command(engine, ranks, *arguments):
+    """The command line that runs Python on so many ranks of this machine."""
+    start = [str(home(engine) / "bin" / "mpiexec"), "-n", str(ranks)]
+    if engine == "openmpi":  # more ranks than cores; root in a container
+        start[1:1] = ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"]
+        if os.geteuid() == 0:
+            start[1:1] = ["--allow-run-as-root"]
+    return [*start, sys.executable, *arguments]
+
+
+def run(engine, ranks, *arguments, limit_seconds=LIMIT_SECONDS, **variables):
+    """Run a job and return (exit status, what it printed, what it said); bounded in time."""
+    process = subprocess.Popen(
+        command(engine, ranks, *arguments),
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**environment(engine), **variables},
+    )  # fmt: skip
+    try:
+        out, err = process.communicate(timeout=limit_seconds)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # mpiexec ends its ranks
+        try:
+            out, err = process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
+        err = f"not done after {limit_seconds} s\n{err}"
+    return process.returncode, out, err

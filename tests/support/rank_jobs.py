@@ -1,0 +1,106 @@
+"""Jobs of torch.distributed over gloo, for tests: processes that each run the same scenarios.
+
+What the processes run is a file of ranks, which torch_processes.py describes.
+"""
+
+import ast
+import json
+import os
+import warnings
+from pathlib import Path
+
+import forked
+import pytest
+
+import mlstate
+
+LIMIT_SECONDS = 100
+MODULES = forked.TORCH + forked.OPTIMIZERS
+
+
+def skip_without_gloo():
+    """Skip a test, or a file of tests, if torch or its gloo is missing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of its own internals
+        torch = pytest.importorskip("torch", reason="its groups connect the ranks")
+    if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
+        pytest.skip("this torch was built without gloo", allow_module_level=True)
+
+
+def scenarios(file):
+    """Names of the functions that ranks run, in the file's order."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return [
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+        and any(isinstance(d, ast.Name) and d.id == "scenario" for d in node.decorator_list)
+    ]
+
+
+def run(program, arguments, limit_seconds):
+    """Run a program that imports the same mlstate as many processes; see `forked.run`."""
+    paths = [
+        str(Path(mlstate.__file__).parents[1]),
+        str(Path(__file__).parent),
+        os.environ.get("PYTHONPATH", ""),
+    ]
+    path = os.pathsep.join(filter(None, paths))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return forked.run(program, arguments, environment, limit_seconds, MODULES)
+
+
+def run_ranks(file, world, names, store, limit_seconds=LIMIT_SECONDS):
+    """Run scenarios on `world` processes; return each rank's outcomes by name, and its log.
+
+    Every process has ended when this returns: those that take too long are killed.
+    """
+    arguments = [(store, rank, world, *names) for rank in range(world)]
+    outcomes = []
+    # the first rank to end lets the next go on, if it waits: its input ends
+    for status, out, err in run(file, arguments, limit_seconds):
+        found = {}
+        for line in out.splitlines():
+            if line.startswith("{"):
+                found.update(json.loads(line))
+        outcomes.append((found, f"exit {status}\n{err[-3000:]}"))
+    return outcomes
+
+
+def check(outcomes, name):
+    """Fail with what a rank said, unless all are well."""
+    for rank, (found, log) in enumerate(outcomes):
+        assert found.get(name) == "ok", f"rank {rank}: {found.get(name)}\n{log}"
+        assert log.startswith("exit 0"), log
+
+
+def jobs(file, wanted, limit_seconds=LIMIT_SECONDS):
+    """Return a fixture that gives the outcomes of a job by its number of ranks.
+
+    `wanted` has the names of scenarios for each number of ranks. A job runs once, when a test
+    asks for it.
+    """
+
+    @pytest.fixture(scope="module")
+    def outcomes(tmp_path_factory):
+        skip_without_gloo()
+        done = {}
+
+        def of(world):
+            if world not in done:
+                store = tmp_path_factory.mktemp("store") / "ranks"
+                done[world] = run_ranks(file, world, wanted[world], store, limit_seconds)
+            return done[world]
+
+        return of
+
+    return outcomes
+
+
+def cases(wanted):
+    """Parameters (ranks, name) of a test; those of more than two ranks are long ones."""
+    return [
+        pytest.param(world, name, marks=[pytest.mark.long] if world > 2 else [])
+        for world, names in wanted.items()
+        for name in names
+    ]

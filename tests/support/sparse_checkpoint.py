@@ -1,0 +1,169 @@
+"""Checkpoints with sparse shards, made of plain ones as docs/format.md has it.
+
+Nothing of the package decides how they are laid out: layers are what the random numbers say,
+so that a reader meets what no writer of ours would write.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from checkpoint_victim import sealed
+from index_tables import PLACE, records_of, tables_of
+
+from mlstate import _core
+
+BLOCK = 1 << 20
+SIZES = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8, "I64": 8, "U8": 1, "BOOL": 1, "I8": 1, "I16": 2}
+
+
+def checksums(data):
+    """The members of a place that are checksums."""
+    blocks = [f"{_core.crc32c(data[at : at + BLOCK]):08x}" for at in range(0, len(data), BLOCK)]
+    found = {"crc32c": f"{_core.crc32c(data):08x}"}
+    return {**found, "blocks": "".join(blocks)} if len(blocks) > 1 else found
+
+
+def as_pairs(rows):
+    """Rows that are held, as an index says it, and as ranges."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], rows.astype(np.int8), [0]))))
+    begins, ends = edges[::2], edges[1::2]
+    skips = begins - np.concatenate(([0], ends[:-1]))
+    pairs = np.column_stack((skips, ends - begins)).ravel().tolist()
+    return ",".join(map(str, pairs)), list(zip(begins.tolist(), ends.tolist(), strict=True))
+
+
+class Layers:
+    """Random layers which together show some bytes."""
+
+    def __init__(self, data, item, rng):
+        self.rng = rng
+        self.item = item
+        self.data = np.frombuffer(data, np.uint8).reshape(-1, item)
+        self.layers = []  # of each its rows and its bytes
+        count = len(self.data)
+        if count == 0:
+            return
+        nonzero = self.data.any(axis=1)
+        covered = np.zeros(count, bool)
+        if rng.random() < 0.3:
+            self._add(0, np.ones(count, bool))
+            covered[:] = True
+        for _ in range(rng.integers(0, 5)):
+            row = int(rng.integers(1, max(2, min(count, 40))))
+            held = self._rows(row, count, rng.random(-(-count // row)) < rng.random())
+            covered |= self._add(row, held)
+        lacking = nonzero & ~covered
+        if lacking.any():
+            row = int(rng.integers(1, 9))
+            rows = np.add.reduceat(lacking, np.arange(0, count, row)) > 0
+            self._add(row, self._rows(row, count, rows))
+        self._hide()
+
+    def _rows(self, row, count, rows):
+        return np.repeat(rows, row)[:count]
+
+    def _add(self, row, held):
+        if held.any():
+            self.layers.append([row, held, self.data[held].copy()])
+        return held
+
+    def _hide(self):
+        """What a later layer holds too may be anything in an earlier one."""
+        later = np.zeros(len(self.data), bool)
+        for _, held, data in reversed(self.layers):
+            data[later[held]] = self.rng.integers(1, 256, self.item, dtype=np.uint8)
+            later |= held
+
+    def write(self, folder, name, dtype, files):
+        """Write each layer to a file of its own; return the layers for the index."""
+        made = []
+        for number, (row, held, data) in enumerate(self.layers):
+            path = f"{name}-{number}.safetensors"
+            data = data.tobytes()
+            offset = store(folder / path, data, "U8" if row else dtype, files, path)
+            layer = {"file": len(files) - 1, "offset": offset, "bytes": len(data)}
+            layer.update(checksums(data))
+            if row:
+                rows = held[::row]
+                layer.update(row=row, rows=as_pairs(rows)[0])
+            made.append(layer)
+        return made
+
+
+def store(path, data, dtype, files, shown):
+    """Write a shard file with one tensor; return where its bytes begin."""
+    count = len(data) // SIZES[dtype]
+    told = checksums(data)
+    metadata = {
+        "mlstate.blocks.crc32c": told.get("blocks", told["crc32c"]),
+        "mlstate.header.crc32c": "0" * 8,
+    }
+    tensor = {"dtype": dtype, "shape": [count], "data_offsets": [0, len(data)]}
+    header = json.dumps({"__metadata__": metadata, "w": tensor}).encode()
+    header = header.ljust(504)
+    start = len(header).to_bytes(8, "little") + header
+    crc = f"{_core.crc32c(start):08x}"
+    start = start.replace(
+        b'"mlstate.header.crc32c": "00000000"', (f'"mlstate.header.crc32c": "{crc}"'.encode())
+    )
+    path.write_bytes(start + data)
+    files.append({"path": shown, "bytes": len(start) + len(data), "header_crc32c": crc})
+    return len(start)
+
+
+def bytes_of(folder, index, shard):
+    with (folder / index["files"][shard["file"]]["path"]).open("rb") as file:
+        file.seek(shard["offset"])
+        return file.read(shard["bytes"])
+
+
+def index_path(manifest, rank):
+    return f"index/{manifest['generation']}.{rank}.json"
+
+
+def put_index(folder, manifest, rank, index):
+    """Replace an index by one of records, and describe it in its manifest."""
+    text = sealed(tables_of(index))
+    (folder / index_path(manifest, rank)).write_bytes(text)
+    columns = manifest["indexes"]
+    columns["bytes"][rank] = len(text)
+    crcs = columns["crc32c"]
+    columns["crc32c"] = f"{crcs[: 8 * rank]}{_core.crc32c(text):08x}{crcs[8 * rank + 8 :]}"
+    (folder / "manifest.json").write_bytes(sealed(manifest))
+
+
+def catalog(shape, item, layers, file_bytes):
+    """What a reader has of one tensor that has these layers, in one file."""
+    dtype = {1: "U8", 2: "I16", 4: "F32", 8: "F64"}[item]
+    shard = {"section": "params", "name": "w", "dtype": dtype, "shape": shape, "layout": []}
+    shard.update(part=0, version=1, layers=layers)
+    document = {"format": "mlstate.index", "format_version": 3, "generation": "0" * 16}
+    document.update(rank=0, world_size=1, shards=[shard])
+    document["files"] = [
+        {"path": "params/x.safetensors", "bytes": file_bytes, "header_crc32c": "00000000"}
+    ]
+    text = b'{"checksum":"00000000",' + json.dumps(tables_of(document)).encode()[1:]
+    return _core.Catalog((_core.seal(text),), ("index",))
+
+
+def sparsen(folder, seed=0, share=0.8):
+    """Give shards of a plain checkpoint layers; what it holds stays the same."""
+    folder = Path(folder)
+    rng = np.random.default_rng(seed)
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    changed = 0
+    for rank in range(manifest["world_size"]):
+        index = records_of(json.loads((folder / index_path(manifest, rank)).read_bytes()))
+        for number, shard in enumerate(index["shards"]):
+            if rng.random() > share:
+                continue
+            data = bytes_of(folder, index, shard)
+            layers = Layers(data, SIZES[shard["dtype"]], rng)
+            name = f"{shard['section']}/sparse-{rank}-{number}"
+            shard["layers"] = layers.write(folder, name, shard["dtype"], index["files"])
+            for key in PLACE:
+                shard.pop(key, None)
+            changed += 1
+        put_index(folder, manifest, rank, index)
+    return changed
