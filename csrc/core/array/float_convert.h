@@ -16,6 +16,11 @@
 #include <stdint.h>
 #include <string.h>
 
+/* As in memory. */
+typedef struct mls_complex64 {
+    float real, imaginary;
+} mls_complex64;
+
 /* A float's bits and back, without the aliasing that a pointer cast would be. */
 static inline uint32_t mls_f32_bits(float value)
 {

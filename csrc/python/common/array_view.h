@@ -40,6 +40,9 @@ void mlspy_view_release(mlspy_view *view); /* accepts a view without owner; leav
 /* The core's dtype of a NumPy descriptor; false if the core has none. */
 bool mlspy_dtype_of_descr(PyArray_Descr *descr, mls_dtype *out);
 
+/* Whether NumPy has the dtype without ml_dtypes. */
+bool mlspy_dtype_in_numpy(mls_dtype dtype);
+
 /* New reference to the NumPy descriptor of a dtype; ml_dtypes is imported for those that
  * NumPy lacks.  If it is not installed, a descriptor of unsigned integers of the same
  * size, whose metadata name the dtype.  NULL with an exception set. */

@@ -6,6 +6,7 @@
 
 /* Tables of functions, NULL-terminated. */
 extern PyMethodDef mlspy_info_methods[];
+extern PyMethodDef mlspy_dtype_methods[];
 
 /* Add the type of py_descriptor.c.  -1 with an exception set. */
 int mlspy_descriptor_add(PyObject *module);

@@ -3,8 +3,8 @@
  *
  * An exporter's __dlpack__ gives a capsule around one of the two managed structures.  Who
  * consumes a capsule renames it and calls the deleter in the end; who does not leaves
- * that to the capsule itself, which is what array_view.c relies on.  Field order and widths
- * are an interface between binaries: nothing here may be changed.
+ * that to the capsule itself, which is what array_view.c relies on.  Field order and
+ * widths are an interface between binaries: nothing here may be changed.
  */
 #ifndef MLSPY_DLPACK_H
 #define MLSPY_DLPACK_H
@@ -13,19 +13,28 @@
 
 enum { DLPACK_CPU = 1, DLPACK_CUDA_HOST = 3 }; /* device types whose memory we can read */
 
-/* Element kinds that the core knows; the kinds from 8 on are 8-bit floats. */
+/* Type codes; those from 7 on are floats of 8 bits or less.  dtypes.def names the codes
+ * that the core knows. */
 enum {
     DLPACK_INT = 0,
     DLPACK_UINT = 1,
     DLPACK_FLOAT = 2,
+    DLPACK_OPAQUE = 3,
     DLPACK_BFLOAT = 4,
     DLPACK_COMPLEX = 5,
     DLPACK_BOOL = 6,
+    DLPACK_F8_E3M4 = 7,
+    DLPACK_F8_E4M3 = 8,
+    DLPACK_F8_E4M3B11FNUZ = 9,
     DLPACK_F8_E4M3FN = 10,
     DLPACK_F8_E4M3FNUZ = 11,
     DLPACK_F8_E5M2 = 12,
     DLPACK_F8_E5M2FNUZ = 13,
-    DLPACK_F8_E8M0FNU = 14
+    DLPACK_F8_E8M0FNU = 14,
+    DLPACK_F6_E2M3FN = 15,
+    DLPACK_F6_E3M2FN = 16,
+    DLPACK_F4_E2M1FN = 17,
+    DLPACK_CODES
 };
 
 enum { DLPACK_READ_ONLY = 1 }; /* bit of dlpack_managed_versioned.flags */
