@@ -146,13 +146,15 @@ def state_load(
 def targets_tied(sections: list[tuple[list[str], _Dict]], /) -> list[list[str]]: ...
 def state_digest(state: _Dict, update: Callable[[Any], Any], /) -> None: ...
 
-_Steps: TypeAlias = tuple[tuple[int, int], ...]
+_Steps: TypeAlias = tuple[tuple[int | str, int], ...]
 _Progress: TypeAlias = Callable[[int], object] | None
 _Cutting: TypeAlias = tuple[_Steps | None, int, int]
 # shape of the whole; layout and index, or begin and end of a run of elements
 _Place: TypeAlias = tuple[tuple[int, ...], _Steps | int, int]
 _Problem: TypeAlias = tuple[str, str, str | None, int | None, int, int, int, str]
 
+def layout_names() -> tuple[str, ...]: ...
+def layout_parse(text: str, /) -> tuple[_Steps, bool] | None: ...
 def layout_part(
     layout: _Steps, shape: tuple[int, ...], index: int, /
 ) -> tuple[tuple[int, ...], tuple[int, ...], int, int, bool]: ...

@@ -8,7 +8,7 @@
 
 #include "sharding/layout.h"
 
-/* A layout from a tuple of pairs (axis, or -1 for flat; parts).  -1 with an exception
+/* A layout from a tuple of pairs (axis or name of a step, parts).  -1 with an exception
  * set. */
 int mlspy_take_layout(const mlspy_state *state, PyObject *object, mls_layout *out);
 
