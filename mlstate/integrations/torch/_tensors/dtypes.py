@@ -14,9 +14,7 @@ SHARED = frozenset(info.name for info in DTYPES if info.in_numpy) | {"complex128
 # What NumPy has from ml_dtypes: taken over as the integers that torch and NumPy both have.
 VIEWED = {name: "uint8" if size == 1 else f"int{8 * size}" for name, size in EXTENSIONS.items()}
 # What torch pickles as the integers of the same size: it cannot read these from a pickle.
-PICKLED = dict.fromkeys(FLOAT8S, "uint8") | {
-    f"uint{bits}": f"int{bits}" for bits in (16, 32, 64)
-}
+PICKLED = dict.fromkeys(FLOAT8S, "uint8") | {f"uint{bits}": f"int{bits}" for bits in (16, 32, 64)}
 
 
 def torch_dtype(dtype: Any, source: torch.Tensor) -> torch.dtype:
