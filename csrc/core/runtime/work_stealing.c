@@ -1,7 +1,7 @@
-/* stretches: a counter for each, and one for those that nobody has taken.
+/* work_stealing: one counter for each queue, and one for the queues not yet started.
  *
- * A counter may be driven past its stretch's end by threads that come too late: by no
- * more than there are threads, since each looks before it counts.
+ * Late threads may increment a counter past the end of its queue, but by at most the
+ * number of threads, since each thread checks before it increments.
  */
 #include "runtime/work_stealing.h"
 
@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-/* The counters are not shared yet. */
+/* Plain initialisation: the counters are not shared yet. */
 bool mls_work_queues_init(mls_work_queues *all, const size_t *starts, size_t count)
 {
     *all = (mls_work_queues){.starts = starts, .count = count};
@@ -24,14 +24,14 @@ bool mls_work_queues_init(mls_work_queues *all, const size_t *starts, size_t cou
     return true;
 }
 
-/* The starts are the caller's. */
+/* `starts` belongs to the caller. */
 void mls_work_queues_fini(mls_work_queues *all)
 {
     mls_free(all->next);
 }
 
-/* The next item of one stretch, if any is left.  Items say nothing about memory: what
- * they stand for was there before the threads began. */
+/* Take the next item of one queue, if any is left. Relaxed order is enough: the data
+ * behind the items was written before the threads started. */
 static bool take_from(mls_work_queues *all, size_t which, size_t *item)
 {
     const size_t end = all->starts[which + 1];
@@ -42,8 +42,9 @@ static bool take_from(mls_work_queues *all, size_t which, size_t *item)
     return *item < end;
 }
 
-/* Untouched ones first.  Helpers begin behind the stretch that they were at and stay with
- * the one that they find, so that they seldom look through all of them. */
+/* Queues that no thread has started come first. The search for another queue begins after
+ * the current one and stays with the one found, so a thread seldom searches all of them.
+ */
 bool mls_work_queues_take(mls_work_queues *all, size_t *mine, size_t *item)
 {
     if (*mine < all->count && take_from(all, *mine, item)) {
