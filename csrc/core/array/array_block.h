@@ -9,7 +9,7 @@
 #include <stddef.h>
 
 enum {
-    MLS_BLOCK_LARGE = 4 << 20,  /* bytes from which an array or block gets huge pages */
+    MLS_BLOCK_LARGE = 4 << 20,  /* arrays and blocks of this size get huge pages */
     MLS_BLOCK_BYTES = 16 << 20, /* a block ends with the array that exceeds this size */
     MLS_BLOCK_LINE = 64 /* alignment of arrays: a cache line, also the widest register */
 };

@@ -62,8 +62,7 @@ TARGET_INLINE crc_word shifted(crc_word crc, uint32_t power)
 /* ---- both instructions in parallel ---- */
 
 enum {
-    LANE = 4096,     /* bytes of each of three lanes; folding takes as many as the three
-                        together */
+    LANE = 4096,     /* bytes of each of three lanes; folding takes 3 * LANE */
     BLOCK = 6 * LANE /* bytes of both halves */
 };
 

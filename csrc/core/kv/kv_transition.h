@@ -55,14 +55,13 @@ mls_code mls_kv_check_shapes(int source_rank, const size_t *source, int target_r
 mls_code mls_kv_check_target(const mls_tensor *dst, const mls_tensor *src,
                              mls_kv_request request, mls_status *st);
 
-/* State of the target's memory. */
+/* State of the target's memory. For MLS_KV_SPARSE the pages of each head's tokens are
+ * requested at once, which is cheaper than a fault for each, and huge pages are used
+ * where tokens fill them. */
 typedef enum mls_kv_memory {
     MLS_KV_TOUCHED, /* already used */
     MLS_KV_FRESH,   /* newly allocated: the system clears each page at its first access */
-    MLS_KV_SPARSE   /* as MLS_KV_FRESH, C-contiguous and advised to use small pages: the
-                       pages of each head's tokens are requested at once, which is cheaper
-                       than a fault for each, and huge pages are used where tokens fill them
-                     */
+    MLS_KV_SPARSE   /* newly allocated, C-contiguous, advised to use small pages */
 } mls_kv_memory;
 
 /* Copy the first `position` positions of `src` to `dst` and fill the others with `pad`;

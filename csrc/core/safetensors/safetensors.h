@@ -53,8 +53,7 @@ typedef struct mls_stored {
     size_t bytes;    /* match shape and dtype, and fit the address space */
     mls_dtype dtype;
     int rank;
-    const char
-        *blocks; /* 8 digits for each block; valid only if mls_safetensors.has_crc */
+    const char *blocks; /* 8 digits for each block; valid only with `has_crc` */
 } mls_stored;
 
 typedef struct mls_str_pair {
@@ -67,8 +66,7 @@ typedef struct mls_safetensors {
     size_t count;
     mls_str_pair *metadata; /* without the checksum entries */
     size_t metadata_count;
-    bool has_crc; /* the file has verified checksums, so `blocks` of the tensors is valid
-                   */
+    bool has_crc; /* the header was verified, and `blocks` of the tensors is valid */
     uint32_t header_crc; /* as stored in the header; valid only with `has_crc` */
     mls_json *json;
     size_t *dims;

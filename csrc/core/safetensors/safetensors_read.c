@@ -376,8 +376,7 @@ static mls_code check_places(header_reader *r, const mls_stored *const *tensors)
             mls_status_name(r->st, t->name.data, t->name.length);
             return MLS_E_FORMAT;
         }
-        end += t->bytes; /* cannot wrap: the offsets were checked against the file's
-                            length */
+        end += t->bytes; /* cannot wrap: the offsets were checked */
     }
     if (end != r->file_bytes) {
         return mls_fail_at(r->st, end, "%llu bytes behind the last tensor belong to none",
