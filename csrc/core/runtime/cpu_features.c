@@ -233,7 +233,7 @@ size_t mls_cpu_count(void)
 {
     long count = 1;
 #if defined(__linux__)
-    cpu_set_t allowed; /* too small for very large machines */
+    cpu_set_t allowed; /* the call fails with more processors than this holds */
     count = sched_getaffinity(0, sizeof allowed, &allowed) == 0 ? CPU_COUNT(&allowed)
                                                                 : CPU_SETSIZE;
 #elif !defined(_WIN32)
