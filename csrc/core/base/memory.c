@@ -59,7 +59,7 @@ static bool whole_pages(size_t bytes, size_t *out)
 }
 
 /* Report that a page range cannot be mapped. */
-static mls_code no_pages(mls_status *st, size_t bytes)
+static mls_code fail_mapping(mls_status *st, size_t bytes)
 {
     return mls_fail(st, MLS_E_MEMORY, "cannot map %zu bytes of memory", bytes);
 }
@@ -79,12 +79,12 @@ mls_code mls_pages_init(mls_pages *out, size_t bytes, mls_status *st)
 {
     size_t mapped;
     if (!whole_pages(bytes, &mapped)) {
-        return no_pages(st, bytes);
+        return fail_mapping(st, bytes);
     }
     void *data =
         mmap(NULL, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
     if (data == MAP_FAILED) {
-        return no_pages(st, bytes);
+        return fail_mapping(st, bytes);
     }
     *out = (mls_pages){.data = data, .bytes = bytes, .mapped = mapped};
     return MLS_OK;
@@ -95,7 +95,7 @@ mls_code mls_pages_grow(mls_pages *pages, size_t bytes, mls_status *st)
 {
     size_t mapped;
     if (bytes < pages->bytes || !whole_pages(bytes, &mapped)) {
-        return no_pages(st, bytes);
+        return fail_mapping(st, bytes);
     }
     /* the last page has room left; it was never written, so it still reads as zeros */
     if (mapped == pages->mapped) {
@@ -105,7 +105,7 @@ mls_code mls_pages_grow(mls_pages *pages, size_t bytes, mls_status *st)
 #    if defined(__linux__)
     void *data = mremap(pages->data, pages->mapped, mapped, MREMAP_MAYMOVE);
     if (data == MAP_FAILED) {
-        return no_pages(st, bytes);
+        return fail_mapping(st, bytes);
     }
     *pages = (mls_pages){.data = data, .bytes = bytes, .mapped = mapped};
 #    else
@@ -194,7 +194,7 @@ mls_code mls_pages_init(mls_pages *out, size_t bytes, mls_status *st)
     size_t mapped;
     void *data = whole_pages(bytes, &mapped) ? calloc(mapped, 1) : NULL;
     if (data == NULL) {
-        return no_pages(st, bytes);
+        return fail_mapping(st, bytes);
     }
     *out = (mls_pages){.data = data, .bytes = bytes, .mapped = mapped};
     return MLS_OK;

@@ -71,13 +71,13 @@ static const char *error_text(int os_error, char *buffer, size_t room)
 }
 #else
 /* The XSI variant fills the buffer and returns 0, or an error number. */
-static const char *take_xsi(int result, const char *buffer)
+static const char *choose_xsi_text(int result, const char *buffer)
 {
     return result == 0 ? buffer : "unknown error";
 }
 
 /* The GNU variant returns the text, which may be in the buffer or elsewhere. */
-static const char *take_gnu(const char *result, const char *buffer)
+static const char *choose_gnu_text(const char *result, const char *buffer)
 {
     (void)buffer;
     return result;
@@ -86,8 +86,9 @@ static const char *take_gnu(const char *result, const char *buffer)
 /* The type of the result picks the variant at compile time. */
 static const char *error_text(int os_error, char *buffer, size_t room)
 {
-    return _Generic(strerror_r(os_error, buffer, room), int: take_xsi, char *: take_gnu)(
-        strerror_r(os_error, buffer, room), buffer);
+    return _Generic(strerror_r(os_error, buffer, room),
+        int: choose_xsi_text,
+        char *: choose_gnu_text)(strerror_r(os_error, buffer, room), buffer);
 }
 #endif
 

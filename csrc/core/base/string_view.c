@@ -131,7 +131,7 @@ bool mls_str_next_number(const char **at, const char *end, uint64_t *out)
 
 /* Mix `word` into the hash: each bit of `word` reaches the upper half of the product, and
  * the shift copies the upper half down. */
-static uint64_t mix(uint64_t hash, uint64_t word)
+static uint64_t mix_word(uint64_t hash, uint64_t word)
 {
     hash = (hash ^ word) * UINT64_C(0x9E3779B97F4A7C15);
     return hash ^ (hash >> 32);
@@ -158,14 +158,14 @@ static uint64_t tail_word(const char *data, size_t length)
 /* Byte order does not matter: no hash leaves the process. */
 uint64_t mls_str_hash(uint64_t seed, mls_str text)
 {
-    uint64_t hash = mix(seed, text.length);
+    uint64_t hash = mix_word(seed, text.length);
     const char *data = text.data;
     size_t length = text.length;
     for (; length > 8; length -= 8, data += 8) {
         uint64_t word;
         memcpy(&word, data, sizeof word);
-        hash = mix(hash, word);
+        hash = mix_word(hash, word);
     }
-    hash = mix(hash, tail_word(data, length));
-    return mix(hash, length);
+    hash = mix_word(hash, tail_word(data, length));
+    return mix_word(hash, length);
 }

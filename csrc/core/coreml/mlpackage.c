@@ -106,7 +106,7 @@ static bool same_name(mls_str a, mls_str b)
 
 /* Add the state's name to a status that is already filled. The caller returns the code.
  */
-static mls_code blame_state(mls_status *st, mls_str name)
+static mls_code add_state_name(mls_status *st, mls_str name)
 {
     mls_status_name(st, name.data, name.length);
     return st->code;
@@ -263,7 +263,7 @@ static mls_code read_state(mls_protobuf feature, mls_ml_state *out, mls_status *
                                          NAME_ARGS(state.name));
     }
     if (code != MLS_OK) {
-        return blame_state(st, state.name);
+        return add_state_name(st, state.name);
     }
     *out = state;
     return MLS_OK;
@@ -306,7 +306,7 @@ static mls_code add_state(mls_mlpackage *package, mls_protobuf feature, mls_stat
         if (same_name(package->states[function->first + i].name, state.name)) {
             mls_protobuf_fail(st, at, "two states are called %.*s",
                               NAME_ARGS(state.name));
-            return blame_state(st, state.name);
+            return add_state_name(st, state.name);
         }
     }
     void *states = package->states;
@@ -617,7 +617,7 @@ static mls_code read_descriptor(const source *from, uint64_t offset, unsigned ch
 
 /* Put the file's name before the text of a failure. A long name is truncated to its end,
  * so that the reason still fits. */
-static mls_code blame_file(mls_status *st, const char *name)
+static mls_code prepend_file_name(mls_status *st, const char *name)
 {
     enum { NAME_ROOM = 96 };
     char text[MLS_TEXT_BYTES];
@@ -673,8 +673,8 @@ static bool path_is_safe(mls_str path)
 }
 
 /* Return member `key` of an object if it has the given type, else MLS_JSON_NONE. */
-static mls_json_node member(const mls_json *doc, mls_json_node object, const char *key,
-                            mls_json_type type)
+static mls_json_node find_typed_member(const mls_json *doc, mls_json_node object,
+                                       const char *key, mls_json_type type)
 {
     const mls_json_node node =
         object == MLS_JSON_NONE ? MLS_JSON_NONE : mls_json_find(doc, object, key);
@@ -698,15 +698,17 @@ static mls_json_node find_item(const mls_json *doc, mls_json_node items,
  */
 static mls_code find_root(const mls_json *doc, mls_str *out, mls_status *st)
 {
-    const mls_json_node root = member(doc, 0, "rootModelIdentifier", MLS_JSON_STRING);
-    const mls_json_node items = member(doc, 0, "itemInfoEntries", MLS_JSON_OBJECT);
+    const mls_json_node root =
+        find_typed_member(doc, 0, "rootModelIdentifier", MLS_JSON_STRING);
+    const mls_json_node items =
+        find_typed_member(doc, 0, "itemInfoEntries", MLS_JSON_OBJECT);
     if (root == MLS_JSON_NONE || items == MLS_JSON_NONE) {
         return mls_protobuf_fail(st, 0,
                                  "no rootModelIdentifier or no itemInfoEntries: not the "
                                  "manifest of a Core ML package");
     }
     const mls_json_node path =
-        member(doc, find_item(doc, items, root), "path", MLS_JSON_STRING);
+        find_typed_member(doc, find_item(doc, items, root), "path", MLS_JSON_STRING);
     if (path == MLS_JSON_NONE) {
         return mls_protobuf_fail(st, mls_json_offset(doc, root),
                                  "the root model has no entry with a path");
@@ -725,7 +727,7 @@ static mls_code find_root(const mls_json *doc, mls_str *out, mls_status *st)
 
 /* Return "folder/middle" + `last` as a new string, or NULL. The caller frees it with
  * mls_free. If the folder ends in a slash, the path has two, which is harmless. */
-static char *join(const char *folder, const char *middle, mls_str last)
+static char *join_path(const char *folder, const char *middle, mls_str last)
 {
     const size_t head = strlen(folder);
     const size_t body = strlen(middle);
@@ -758,7 +760,7 @@ static mls_code find_spec(const char *folder, char **spec, size_t *inner, mls_st
     const mls_json_limits limits = {.depth = MANIFEST_DEPTH, .nodes = MANIFEST_NODES};
     mls_str root = {0};
     char *found = NULL;
-    char *manifest = join(folder, "Manifest.json", (mls_str){0});
+    char *manifest = join_path(folder, "Manifest.json", (mls_str){0});
     if (manifest == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for a path");
     }
@@ -776,10 +778,10 @@ static mls_code find_spec(const char *folder, char **spec, size_t *inner, mls_st
         code = find_root(doc, &root, st);
     }
     if (code != MLS_OK) {
-        blame_file(st, "Manifest.json");
+        prepend_file_name(st, "Manifest.json");
         goto done;
     }
-    found = join(folder, "Data/", root);
+    found = join_path(folder, "Data/", root);
     if (found == NULL) {
         code = mls_fail(st, MLS_E_MEMORY, "no memory for a path");
         goto done;
@@ -800,11 +802,11 @@ mls_code mls_mlpackage_read(const char *path, mls_mlpackage *out, mls_status *st
     struct stat facts;
     if (stat(path, &facts) != 0) {
         mls_fail_os(st, errno, "cannot open");
-        return blame_file(st, path);
+        return prepend_file_name(st, path);
     }
     if (!S_ISDIR(facts.st_mode)) {
         const mls_code code = read_spec_file(path, out, st);
-        return code == MLS_OK ? code : blame_file(st, path);
+        return code == MLS_OK ? code : prepend_file_name(st, path);
     }
     /* the manifest names the specification; its errors contain its path from `inner` on
      */
@@ -816,7 +818,7 @@ mls_code mls_mlpackage_read(const char *path, mls_mlpackage *out, mls_status *st
     }
     code = read_spec_file(spec, out, st);
     if (code != MLS_OK) {
-        blame_file(st, spec + inner);
+        prepend_file_name(st, spec + inner);
     }
     mls_free(spec);
     return code;

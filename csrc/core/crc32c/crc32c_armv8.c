@@ -47,14 +47,14 @@ bool mls_crc_arm_offered(void)
 
 /* Inline assembly, because compilers differ in the names of the intrinsics and their
  * header. The function's target attribute makes the assembler accept it. */
-TARGET_INLINE crc_word take8(crc_word crc, uint64_t word)
+TARGET_INLINE crc_word add_word(crc_word crc, uint64_t word)
 {
     uint32_t result;
     __asm__("crc32cx %w0, %w1, %x2" : "=r"(result) : "r"(crc), "r"(word));
     return result;
 }
 
-TARGET_INLINE crc_word take1(crc_word crc, unsigned char byte)
+TARGET_INLINE crc_word add_byte(crc_word crc, unsigned char byte)
 {
     uint32_t result;
     __asm__("crc32cb %w0, %w1, %w2" : "=r"(result) : "r"(crc), "r"((uint32_t)byte));
@@ -62,7 +62,7 @@ TARGET_INLINE crc_word take1(crc_word crc, unsigned char byte)
 }
 
 /* Return `crc` moved past the bytes that `power` represents. */
-TARGET_INLINE crc_word shifted(crc_word crc, uint32_t power)
+TARGET_INLINE crc_word shift_checksum(crc_word crc, uint32_t power)
 {
     return mls_crc_multiply(crc, power);
 }

@@ -56,30 +56,30 @@ TARGET_INLINE void store_past_cache(unsigned char *dst, vector value)
 }
 
 /* Return a vector with `bytes` in its first 4 bytes and zeros after them. */
-TARGET_INLINE vector first4(uint32_t bytes)
+TARGET_INLINE vector make_vector4(uint32_t bytes)
 {
     return _mm256_zextsi128_si256(_mm_cvtsi32_si128((int)bytes));
 }
 
 /* Return the sum of two polynomials. */
-TARGET_INLINE vector added(vector a, vector b)
+TARGET_INLINE vector add_vectors(vector a, vector b)
 {
     return _mm256_xor_si256(a, b);
 }
 
 /* Each 16 bytes get the same two constants, because all move by the same distance. */
-TARGET_INLINE vector constants(mls_crc_move move)
+TARGET_INLINE vector move_constants(mls_crc_move move)
 {
     const mls_crc_power power = mls_crc_powers[move];
     return _mm256_set_epi64x(power.upper, power.lower, power.upper, power.lower);
 }
 
 /* Add the two products of crc32c_constants.h and the data. */
-TARGET_INLINE vector fold(vector remainder, vector power, vector data)
+TARGET_INLINE vector fold_vector(vector remainder, vector power, vector data)
 {
     const vector lower = _mm256_clmulepi64_epi128(remainder, power, 0x00);
     const vector upper = _mm256_clmulepi64_epi128(remainder, power, 0x11);
-    return added(added(lower, upper), data);
+    return add_vectors(add_vectors(lower, upper), data);
 }
 
 #    include "crc32c/crc32c_clmul.h"

@@ -11,10 +11,11 @@
  *   TARGET, TARGET_INLINE   attributes that allow the instruction set
  *   vector                  the type of one register; WIDTH, its bytes
  *   load, store, store_past_cache   one register; the last needs an aligned address
- *   first4                  a vector of 4 bytes followed by zeros
- *   constants               the constants that `fold` needs for a move
- *   fold                    move a remainder and add data
- *   lane_size, by_vectors, by_pages   the moves that four_lanes needs
+ *   make_vector4            a vector of 4 bytes followed by zeros
+ *   add_vectors             the sum of two polynomials
+ *   move_constants          the constants that fold_vector needs for a move
+ *   fold_vector             move a remainder and add data
+ *   lane_size, by_vectors, by_pages   the moves that fold_lanes needs
  */
 #ifndef MLS_CRC32C_CLMUL_H
 #define MLS_CRC32C_CLMUL_H
@@ -36,7 +37,7 @@ typedef struct mls_crc_run {
 
 /* Load the vector `ahead` bytes after the position, and store it if the purpose is a
  * copy. */
-TARGET_INLINE vector take(const mls_crc_run *r, size_t ahead, purpose why)
+TARGET_INLINE vector take_vector(const mls_crc_run *r, size_t ahead, purpose why)
 {
     const size_t at = r->at + ahead;
     const vector data = load(r->from + at);
@@ -49,7 +50,7 @@ TARGET_INLINE vector take(const mls_crc_run *r, size_t ahead, purpose why)
 }
 
 /* Return whether at least `bytes` bytes are left. */
-TARGET_INLINE bool has(const mls_crc_run *r, size_t bytes)
+TARGET_INLINE bool has_bytes(const mls_crc_run *r, size_t bytes)
 {
     return r->bytes - r->at >= bytes;
 }
@@ -58,34 +59,34 @@ TARGET_INLINE bool has(const mls_crc_run *r, size_t bytes)
  * the remainder of everything read. The remainder so far belongs to the vector just
  * before the first lane, so the first lane begins with a shorter move. The other lanes
  * begin with zero, which any move leaves zero. */
-TARGET_INLINE vector four_lanes(vector total, mls_crc_run *r, const lane_size *lane,
+TARGET_INLINE vector fold_lanes(vector total, mls_crc_run *r, const lane_size *lane,
                                 purpose why)
 {
     const size_t size = mls_crc_powers[lane->past_one].bytes;
-    const vector next = constants(by_vectors.past_one);
-    const vector next_block = constants(lane->next_block);
+    const vector next = move_constants(by_vectors.past_one);
+    const vector next_block = move_constants(lane->next_block);
     vector begin = next;
-    vector a = total, b = first4(0), c = first4(0), d = first4(0);
-    for (; has(r, 4 * size); r->at += 4 * size) {
-        a = fold(a, begin, take(r, 0, why));
-        b = fold(b, next_block, take(r, size, why));
-        c = fold(c, next_block, take(r, 2 * size, why));
-        d = fold(d, next_block, take(r, 3 * size, why));
+    vector a = total, b = make_vector4(0), c = make_vector4(0), d = make_vector4(0);
+    for (; has_bytes(r, 4 * size); r->at += 4 * size) {
+        a = fold_vector(a, begin, take_vector(r, 0, why));
+        b = fold_vector(b, next_block, take_vector(r, size, why));
+        c = fold_vector(c, next_block, take_vector(r, 2 * size, why));
+        d = fold_vector(d, next_block, take_vector(r, 3 * size, why));
         begin = next_block;
         for (size_t i = WIDTH; i < size; i += WIDTH) {
-            a = fold(a, next, take(r, i, why));
-            b = fold(b, next, take(r, size + i, why));
-            c = fold(c, next, take(r, 2 * size + i, why));
-            d = fold(d, next, take(r, 3 * size + i, why));
+            a = fold_vector(a, next, take_vector(r, i, why));
+            b = fold_vector(b, next, take_vector(r, size + i, why));
+            c = fold_vector(c, next, take_vector(r, 2 * size + i, why));
+            d = fold_vector(d, next, take_vector(r, 3 * size + i, why));
         }
     }
-    d = fold(a, constants(lane->past_three), d);
-    d = fold(b, constants(lane->past_two), d);
-    return fold(c, constants(lane->past_one), d);
+    d = fold_vector(a, move_constants(lane->past_three), d);
+    d = fold_vector(b, move_constants(lane->past_two), d);
+    return fold_vector(c, move_constants(lane->past_one), d);
 }
 
 /* Return the checksum register for a remainder. */
-TARGET_INLINE uint32_t reduced(vector total)
+TARGET_INLINE uint32_t reduce_vector(vector total)
 {
     uint64_t words[WIDTH / 8];
     uint64_t crc = 0;
@@ -101,26 +102,27 @@ TARGET_INLINE uint32_t reduced(vector total)
  * 3) this is 1.15 to 1.2 times as fast from memory as one stream. Copies use one stream:
  * stores a page apart map to the same few cache lines, and several non-temporal streams
  * took 3 to 8 times as long on that processor. */
-TARGET_INLINE uint32_t whole_vectors(uint32_t crc, mls_crc_run *r, purpose why)
+TARGET_INLINE uint32_t checksum_vectors(uint32_t crc, mls_crc_run *r, purpose why)
 {
-    vector total = added(first4(~crc), take(r, 0, why));
+    vector total = add_vectors(make_vector4(~crc), take_vector(r, 0, why));
     r->at += WIDTH;
-    if (why == READ && has(r, 4 * PAGE)) {
-        total = four_lanes(total, r, &by_pages, why);
+    if (why == READ && has_bytes(r, 4 * PAGE)) {
+        total = fold_lanes(total, r, &by_pages, why);
     }
-    if (has(r, 4 * WIDTH)) {
-        total = four_lanes(total, r, &by_vectors, why);
+    if (has_bytes(r, 4 * WIDTH)) {
+        total = fold_lanes(total, r, &by_vectors, why);
     }
-    for (const vector next = constants(by_vectors.past_one); has(r, WIDTH);
+    for (const vector next = move_constants(by_vectors.past_one); has_bytes(r, WIDTH);
          r->at += WIDTH) {
-        total = fold(total, next, take(r, 0, why));
+        total = fold_vector(total, next, take_vector(r, 0, why));
     }
-    return ~reduced(total);
+    return ~reduce_vector(total);
 }
 
 /* Use the CRC instruction: for a short range, and for the bytes before alignment and
  * after the last vector. */
-TARGET_INLINE uint32_t few_bytes(uint32_t crc, mls_crc_run *r, size_t bytes, purpose why)
+TARGET_INLINE uint32_t checksum_bytes(uint32_t crc, mls_crc_run *r, size_t bytes,
+                                      purpose why)
 {
     const size_t at = r->at;
     r->at += bytes;
@@ -130,16 +132,16 @@ TARGET_INLINE uint32_t few_bytes(uint32_t crc, mls_crc_run *r, size_t bytes, pur
 }
 
 /* For short ranges the reduction costs more than folding saves. */
-TARGET_INLINE uint32_t checksum(uint32_t crc, mls_crc_run r, purpose why)
+TARGET_INLINE uint32_t checksum_range(uint32_t crc, mls_crc_run r, purpose why)
 {
     if (why == COPY_PAST_CACHE) {
         const size_t head = (size_t)(-(uintptr_t)r.to & (WIDTH - 1));
-        crc = few_bytes(crc, &r, head < r.bytes ? head : r.bytes, why);
+        crc = checksum_bytes(crc, &r, head < r.bytes ? head : r.bytes, why);
     }
-    if (has(&r, SHORT)) {
-        crc = whole_vectors(crc, &r, why);
+    if (has_bytes(&r, SHORT)) {
+        crc = checksum_vectors(crc, &r, why);
     }
-    crc = few_bytes(crc, &r, r.bytes - r.at, why);
+    crc = checksum_bytes(crc, &r, r.bytes - r.at, why);
     if (why == COPY_PAST_CACHE) {
         _mm_sfence(); /* nothing else orders non-temporal stores */
     }
@@ -149,15 +151,15 @@ TARGET_INLINE uint32_t checksum(uint32_t crc, mls_crc_run r, purpose why)
 TARGET static uint32_t update_run(uint32_t crc, const void *data, size_t bytes)
 {
     const mls_crc_run r = {.from = data, .bytes = bytes};
-    return checksum(crc, r, READ);
+    return checksum_range(crc, r, READ);
 }
 
 TARGET static uint32_t copy_run(uint32_t crc, void *dst, const void *src, size_t bytes,
                                 mls_store how)
 {
     const mls_crc_run r = {.to = dst, .from = src, .bytes = bytes};
-    return how == MLS_STORE_PLAIN ? checksum(crc, r, COPY)
-                                  : checksum(crc, r, COPY_PAST_CACHE);
+    return how == MLS_STORE_PLAIN ? checksum_range(crc, r, COPY)
+                                  : checksum_range(crc, r, COPY_PAST_CACHE);
 }
 
 #endif

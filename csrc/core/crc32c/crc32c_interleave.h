@@ -8,10 +8,10 @@
  * Private to crc32c_sse42.c and crc32c_armv8.c, which must define before they include it:
  *   TARGET, TARGET_INLINE   attributes that allow the instruction set
  *   crc_word                the type that the instruction works on
- *   lane_size, sizes        `bytes` of a lane, and the powers that `shifted` needs to
- * move past one and two lanes; ordered from the longest take8, take1            the
- * checksum after 8 bytes, after one shifted                 the checksum moved past the
- * bytes of a power
+ *   lane_size, sizes        `bytes` of a lane, and the powers with which shift_checksum
+ *                           moves past one and two lanes; ordered from the longest
+ *   add_word, add_byte      the checksum after 8 bytes, after one
+ *   shift_checksum          the checksum moved past the bytes of a power
  */
 #ifndef MLS_CRC32C_INTERLEAVE_H
 #define MLS_CRC32C_INTERLEAVE_H
@@ -26,9 +26,9 @@ TARGET_INLINE uint64_t load8(const unsigned char *from)
 
 /* Read three consecutive lanes and join their checksums. `to` is used only if `copies`.
  */
-TARGET_INLINE crc_word three_lanes(crc_word crc, unsigned char *to,
-                                   const unsigned char *from, const lane_size *size,
-                                   bool copies)
+TARGET_INLINE crc_word checksum_lanes(crc_word crc, unsigned char *to,
+                                      const unsigned char *from, const lane_size *size,
+                                      bool copies)
 {
     const size_t lane = size->bytes;
     crc_word second = 0, third = 0;
@@ -41,24 +41,26 @@ TARGET_INLINE crc_word three_lanes(crc_word crc, unsigned char *to,
             memcpy(to + lane + i, &b, 8);
             memcpy(to + 2 * lane + i, &c, 8);
         }
-        crc = take8(crc, a);
-        second = take8(second, b);
-        third = take8(third, c);
+        crc = add_word(crc, a);
+        second = add_word(second, b);
+        third = add_word(third, c);
     }
-    return shifted(crc, size->past_two) ^ shifted(second, size->past_one) ^ third;
+    return shift_checksum(crc, size->past_two) ^ shift_checksum(second, size->past_one) ^
+           third;
 }
 
 /* Long lanes first, then shorter ones, then words and bytes, so that short ranges do not
  * pay for joining long lanes. `copies` is constant after inlining, so the stores vanish
  * if it is false. */
-TARGET_INLINE uint32_t run(uint32_t start, unsigned char *to, const unsigned char *from,
-                           size_t bytes, bool copies)
+TARGET_INLINE uint32_t checksum_range(uint32_t start, unsigned char *to,
+                                      const unsigned char *from, size_t bytes,
+                                      bool copies)
 {
     crc_word crc = ~start;
     for (size_t s = 0; s < sizeof sizes / sizeof sizes[0]; s++) {
         const size_t step = 3 * sizes[s].bytes;
         for (; bytes >= step; bytes -= step, from += step) {
-            crc = three_lanes(crc, to, from, &sizes[s], copies);
+            crc = checksum_lanes(crc, to, from, &sizes[s], copies);
             to = copies ? to + step : NULL;
         }
     }
@@ -68,20 +70,20 @@ TARGET_INLINE uint32_t run(uint32_t start, unsigned char *to, const unsigned cha
             memcpy(to, &word, 8);
             to += 8;
         }
-        crc = take8(crc, word);
+        crc = add_word(crc, word);
     }
     for (size_t i = 0; i < bytes; i++) {
         if (copies) {
             to[i] = from[i];
         }
-        crc = take1(crc, from[i]);
+        crc = add_byte(crc, from[i]);
     }
     return ~(uint32_t)crc;
 }
 
 TARGET static uint32_t update_run(uint32_t crc, const void *data, size_t bytes)
 {
-    return run(crc, NULL, data, bytes, false);
+    return checksum_range(crc, NULL, data, bytes, false);
 }
 
 /* One pass for load, checksum and store: two passes over a large range cost more than the
@@ -90,7 +92,7 @@ TARGET static uint32_t copy_run(uint32_t crc, void *dst, const void *src, size_t
                                 mls_store store)
 {
     (void)store;
-    return run(crc, dst, src, bytes, true);
+    return checksum_range(crc, dst, src, bytes, true);
 }
 
 #endif

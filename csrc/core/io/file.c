@@ -275,7 +275,7 @@ enum {
 
 /* Return `folder_length` bytes of `folder` followed by `name` as a new string, or NULL if
  * memory runs out. */
-static char *join(const char *folder, size_t folder_length, const char *name)
+static char *join_path(const char *folder, size_t folder_length, const char *name)
 {
     const size_t name_length = strlen(name);
     size_t bytes;
@@ -307,16 +307,16 @@ static mls_code read_link(const char *path, char **out, mls_status *st)
         return MLS_OK;
     }
     target[length] = '\0';
-    *out = join(path, target[0] == '/' ? 0 : folder_length(path), target);
+    *out = join_path(path, target[0] == '/' ? 0 : folder_length(path), target);
     return *out != NULL ? MLS_OK : mls_fail(st, MLS_E_MEMORY, "no memory for a path");
 }
 
 /* Copy `path` with the links at its end followed, as opening it for writing would;
  * dangling links too. The system follows links among the folders. The caller frees
  * `*out`. */
-static mls_code resolve(const char *path, char **out, mls_status *st)
+static mls_code resolve_links(const char *path, char **out, mls_status *st)
 {
-    char *here = join(path, 0, path);
+    char *here = join_path(path, 0, path);
     if (here == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for a path");
     }
@@ -342,7 +342,7 @@ static mls_code resolve(const char *path, char **out, mls_status *st)
 static mls_code open_folder(const char *path, int *out, mls_status *st)
 {
     const size_t length = folder_length(path);
-    char *folder = length == 0 ? join(".", 1, "") : join(path, length, "");
+    char *folder = length == 0 ? join_path(".", 1, "") : join_path(path, length, "");
     if (folder == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for a path");
     }
@@ -382,7 +382,7 @@ static mls_code examine_target(const mls_atomic_file *file, struct stat *info,
 /* ---- the temporary ---- */
 
 /* A random name prevents an attack with a prepared file; O_EXCL covers a guessed name.
- * The mode of a replaced file is set afterwards (take_after). */
+ * The mode of a replaced file is set afterwards (copy_owner_and_mode). */
 static mls_code open_temporary(mls_atomic_file *file, unsigned mode, mls_status *st)
 {
     for (int tries = 0; tries < NAME_TRIES; tries++) {
@@ -412,7 +412,7 @@ static mls_code open_temporary(mls_atomic_file *file, unsigned mode, mls_status 
 
 /* Give the temporary the owner and permissions of the file that it replaces. Only root
  * may change the owner; other users keep what they can. */
-static mls_code take_after(int fd, const struct stat *old, mls_status *st)
+static mls_code copy_owner_and_mode(int fd, const struct stat *old, mls_status *st)
 {
     struct stat now;
     if (fstat(fd, &now) == 0 &&
@@ -435,7 +435,7 @@ mls_code mls_atomic_begin(const char *path, unsigned mode, mls_atomic_file *out,
     struct stat old;
     bool exists = false;
     char *resolved = NULL;
-    mls_code code = resolve(path, &resolved, st);
+    mls_code code = resolve_links(path, &resolved, st);
     if (code != MLS_OK) {
         goto done;
     }
@@ -443,7 +443,7 @@ mls_code mls_atomic_begin(const char *path, unsigned mode, mls_atomic_file *out,
     if (code != MLS_OK) {
         goto done;
     }
-    file.name = join(resolved, 0, resolved + folder_length(resolved));
+    file.name = join_path(resolved, 0, resolved + folder_length(resolved));
     if (file.name == NULL) {
         code = mls_fail(st, MLS_E_MEMORY, "no memory for a path");
         goto done;
@@ -453,7 +453,7 @@ mls_code mls_atomic_begin(const char *path, unsigned mode, mls_atomic_file *out,
         code = open_temporary(&file, mode, st);
     }
     if (code == MLS_OK && exists) {
-        code = take_after(file.fd, &old, st);
+        code = copy_owner_and_mode(file.fd, &old, st);
     }
 done:
     mls_free(resolved);
@@ -498,7 +498,7 @@ mls_code mls_atomic_write(mls_atomic_file *file, const void *data, size_t bytes,
  * new file is complete, so nothing needs to be undone. */
 
 /* Close descriptors and free the name; the temporary stays. */
-static void release(mls_atomic_file *file)
+static void release_file(mls_atomic_file *file)
 {
     if (file->fd >= 0) {
         (void)close(file->fd);
@@ -517,7 +517,7 @@ void mls_atomic_abort(mls_atomic_file *file)
     if (file->temporary[0] != '\0') {
         (void)unlinkat(file->folder, file->temporary, 0);
     }
-    release(file);
+    release_file(file);
 }
 
 /* The order makes the commit safe: the bytes are on the disk before the name refers to
@@ -541,7 +541,7 @@ mls_code mls_atomic_commit(mls_atomic_file *file, mls_status *st)
         goto failed;
     }
     reason = mls_folder_sync(file->folder);
-    release(file);
+    release_file(file);
     if (reason != 0) {
         return mls_fail_os(st, reason,
                            "the file is replaced, but its new name may not survive a "

@@ -50,7 +50,7 @@ bool mls_crc_from_digits(const char *digits, uint32_t *out)
 
 /* Return the checksum of a text that starts with MLS_JSON_CHECKSUM_START and any digits.
  */
-static uint32_t checksum(const char *text, size_t length, const mls_crc_kernels *crc)
+static uint32_t checksum_text(const char *text, size_t length, const mls_crc_kernels *crc)
 {
     const size_t start = sizeof MLS_JSON_CHECKSUM_START - 1;
     const uint32_t first = crc->update(0, MLS_JSON_CHECKSUM_START, start);
@@ -60,7 +60,7 @@ static uint32_t checksum(const char *text, size_t length, const mls_crc_kernels 
 /* The digits are not part of the sum; the constant start replaces them. */
 uint32_t mls_json_checksum_set(char *text, size_t length, const mls_crc_kernels *crc)
 {
-    const uint32_t found = checksum(text, length, crc);
+    const uint32_t found = checksum_text(text, length, crc);
     mls_crc_to_digits(found, text + DIGITS_AT);
     return found;
 }
@@ -79,7 +79,7 @@ mls_code mls_json_checksum_check(const char *text, size_t length,
         mls_status_expected(st, "{\"checksum\":\"xxxxxxxx\"");
         return MLS_E_FORMAT;
     }
-    const uint32_t found = checksum(text, length, crc);
+    const uint32_t found = checksum_text(text, length, crc);
     if (found == expected) {
         return MLS_OK;
     }

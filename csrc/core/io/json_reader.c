@@ -122,7 +122,7 @@ static int byte_at(const json_parser *p, size_t at)
 /* Report the unexpected byte at p->at. Printable characters are shown as they are, others
  * as numbers, so that a message never contains a control character or half a UTF-8
  * character. */
-static mls_code unexpected(json_parser *p, const char *expected)
+static mls_code fail_unexpected(json_parser *p, const char *expected)
 {
     const int c = byte_at(p, p->at);
     if (c < 0) {
@@ -157,7 +157,7 @@ static mls_code read_hex4(json_parser *p, unsigned long *out)
             digit = c - 'A' + 10;
         }
         if (digit < 0) {
-            return unexpected(p, "a hexadecimal digit");
+            return fail_unexpected(p, "a hexadecimal digit");
         }
         value = value * 16 + (unsigned long)digit;
     }
@@ -209,7 +209,7 @@ static mls_code read_escape(json_parser *p, size_t *write)
         return MLS_OK;
     }
     if (c != 'u') {
-        return unexpected(p, "an escape (one of \"\\/bfnrtu)");
+        return fail_unexpected(p, "an escape (one of \"\\/bfnrtu)");
     }
     p->at++;
     unsigned long code = 0;
@@ -222,7 +222,7 @@ static mls_code read_escape(json_parser *p, size_t *write)
 }
 
 /* Copy the characters up to the next special one: most texts are plain ASCII. */
-static inline void take_plain(json_parser *p, size_t *write)
+static inline void copy_plain(json_parser *p, size_t *write)
 {
     char *text = p->doc->text;
     const size_t start = p->at;
@@ -252,7 +252,7 @@ static mls_code read_string(json_parser *p, mls_str *out)
     const size_t start = ++p->at;
     size_t write = start;
     for (;;) {
-        take_plain(p, &write);
+        copy_plain(p, &write);
         const int c = byte_at(p, p->at);
         if (c == '"') {
             p->at++;
@@ -260,7 +260,8 @@ static mls_code read_string(json_parser *p, mls_str *out)
             return MLS_OK;
         }
         if (c < ' ') {
-            return unexpected(p, c < 0 ? "'\"'" : "a string without control characters");
+            return fail_unexpected(p, c < 0 ? "'\"'"
+                                            : "a string without control characters");
         }
         if (c == '\\') {
             if (read_escape(p, &write) != MLS_OK) {
@@ -271,7 +272,7 @@ static mls_code read_string(json_parser *p, mls_str *out)
         const size_t step =
             mls_utf8_length((const unsigned char *)text + p->at, p->end - p->at);
         if (step == 0) {
-            return unexpected(p, "UTF-8");
+            return fail_unexpected(p, "UTF-8");
         }
         for (size_t i = 0; i < step; i++) {
             text[write++] = text[p->at++];
@@ -284,7 +285,7 @@ static mls_code read_string(json_parser *p, mls_str *out)
  * Nodes are referred to by index, since the array moves when it grows. No pointer to a
  * node may be kept across add_node. */
 
-static mls_code no_memory(json_parser *p)
+static mls_code fail_memory(json_parser *p)
 {
     return mls_fail(p->st, MLS_E_MEMORY, "no memory for %zu JSON values", p->doc->count);
 }
@@ -302,7 +303,7 @@ static mls_code add_room(json_parser *p, size_t at)
     room = room < p->limits->nodes ? room : p->limits->nodes;
     json_node *nodes = mls_realloc(doc->nodes, room, sizeof *nodes);
     if (nodes == NULL) {
-        return no_memory(p);
+        return fail_memory(p);
     }
     doc->nodes = nodes;
     doc->room = room;
@@ -439,7 +440,7 @@ static mls_code check_duplicates(json_parser *p, mls_json_node object)
     if (p->scratch_room < 2 * count) {
         uint32_t *scratch = mls_realloc(p->scratch, 2 * count, sizeof *scratch);
         if (scratch == NULL) {
-            return no_memory(p);
+            return fail_memory(p);
         }
         p->scratch = scratch;
         p->scratch_room = 2 * count;
@@ -501,7 +502,7 @@ static mls_code read_digits(json_parser *p)
     while (byte_at(p, p->at) >= '0' && byte_at(p, p->at) <= '9') {
         p->at++;
     }
-    return p->at > start ? MLS_OK : unexpected(p, "a digit");
+    return p->at > start ? MLS_OK : fail_unexpected(p, "a digit");
 }
 
 /* The grammar of RFC 8259, stricter than strtod: no leading zeros or plus, no bare point,
@@ -539,13 +540,13 @@ static mls_code read_number(json_parser *p)
     return code;
 }
 
-/* Read true, false or null. read_between checks the character after it. */
+/* Read true, false or null. read_separator checks the character after it. */
 static mls_code read_literal(json_parser *p, const char *word, mls_json_type type)
 {
     const size_t start = p->at;
     for (size_t i = 0; word[i] != '\0'; i++, p->at++) {
         if (byte_at(p, p->at) != word[i]) {
-            return unexpected(p, word);
+            return fail_unexpected(p, word);
         }
     }
     return add_node(p, type, start);
@@ -587,14 +588,14 @@ static mls_code read_value(json_parser *p, json_state *state)
         return read_literal(p, "null", MLS_JSON_NULL);
     default:
         return c == '-' || (c >= '0' && c <= '9') ? read_number(p)
-                                                  : unexpected(p, "a value");
+                                                  : fail_unexpected(p, "a value");
     }
 }
 
 /* Return whether the next key and its colon equal, byte for byte, those of the
  * corresponding member of the previous object; if so, skip them. Lists usually contain
  * objects with equal keys. */
-static bool guess_key(json_parser *p)
+static bool match_guessed_key(json_parser *p)
 {
     const mls_json *doc = p->doc;
     if (p->guess == MLS_JSON_NONE) {
@@ -620,12 +621,12 @@ static bool guess_key(json_parser *p)
  */
 static mls_code read_key(json_parser *p)
 {
-    if (!p->object || guess_key(p)) {
+    if (!p->object || match_guessed_key(p)) {
         return MLS_OK;
     }
     const size_t start = p->at;
     if (byte_at(p, p->at) != '"') {
-        return unexpected(p, "a key in quotes");
+        return fail_unexpected(p, "a key in quotes");
     }
     if (read_string(p, &p->key) != MLS_OK) {
         return MLS_E_FORMAT;
@@ -633,14 +634,14 @@ static mls_code read_key(json_parser *p)
     p->escaped = p->escaped || p->at - start != p->key.length + 2;
     skip_space(p);
     if (byte_at(p, p->at) != ':') {
-        return unexpected(p, "':'");
+        return fail_unexpected(p, "':'");
     }
     p->at++;
     return MLS_OK;
 }
 
 /* Read what may follow a value, or an opening bracket if `first`. */
-static mls_code read_between(json_parser *p, bool first, json_state *state)
+static mls_code read_separator(json_parser *p, bool first, json_state *state)
 {
     const int closer = p->object ? '}' : ']';
     const int c = byte_at(p, p->at);
@@ -650,7 +651,7 @@ static mls_code read_between(json_parser *p, bool first, json_state *state)
     }
     if (!first) {
         if (c != ',') {
-            return unexpected(p, p->object ? "',' or '}'" : "',' or ']'");
+            return fail_unexpected(p, p->object ? "',' or '}'" : "',' or ']'");
         }
         p->at++;
         skip_space(p);
@@ -670,9 +671,9 @@ static mls_code parse_document(json_parser *p)
         if (state == JSON_WANTS_VALUE) {
             code = read_value(p, &state);
         } else if (p->open == MLS_JSON_NONE) {
-            return p->at == p->end ? MLS_OK : unexpected(p, "the end of the text");
+            return p->at == p->end ? MLS_OK : fail_unexpected(p, "the end of the text");
         } else {
-            code = read_between(p, state == JSON_WANTS_MEMBER, &state);
+            code = read_separator(p, state == JSON_WANTS_MEMBER, &state);
         }
         if (code != MLS_OK) {
             return code;
@@ -792,8 +793,8 @@ mls_json_node mls_json_find(const mls_json *doc, mls_json_node object, const cha
 
 /* Return the index of the entry with that key, searched from `next` on; `count` if none
  * matches. */
-static size_t which_member(mls_str key, const mls_json_member *table, size_t count,
-                           size_t next)
+static size_t find_table_entry(mls_str key, const mls_json_member *table, size_t count,
+                               size_t next)
 {
     for (size_t tries = 0; tries < count; tries++) {
         const size_t i = next + tries < count ? next + tries : next + tries - count;
@@ -817,7 +818,7 @@ size_t mls_json_members(const mls_json *doc, mls_json_node object, mls_json_memb
          found = doc->nodes[found].next) {
         const json_node *node = &doc->nodes[found];
         const mls_str key = {doc->text + node->key, node->key_length};
-        const size_t i = which_member(key, table, count, next);
+        const size_t i = find_table_entry(key, table, count, next);
         if (i < count) {
             table[i].node = found;
             next = i + 1 < count ? i + 1 : 0;

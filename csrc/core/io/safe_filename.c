@@ -52,7 +52,7 @@ static bool is_plain(mls_str name, size_t at, bool device)
 /* Encode as much of `name` as fits into `room` bytes, without splitting an escape.
  * Returns the bytes written; `*taken` is the number of bytes of the name that they
  * encode. */
-static size_t encode(mls_str name, char *out, size_t room, size_t *taken)
+static size_t encode_name(mls_str name, char *out, size_t room, size_t *taken)
 {
     static const char digits[] = "0123456789abcdef";
     const bool device = is_device(name);
@@ -80,11 +80,11 @@ size_t mls_filename_encode(mls_str name, uint64_t number,
                            char out[MLS_FILENAME_BYTES + 1])
 {
     size_t taken;
-    size_t length = encode(name, out, MLS_FILENAME_BYTES, &taken);
+    size_t length = encode_name(name, out, MLS_FILENAME_BYTES, &taken);
     if (name.length == 0) {
         out[length++] = '=';
     } else if (taken < name.length) {
-        length = encode(name, out, MLS_FILENAME_BYTES - MARK_BYTES, &taken);
+        length = encode_name(name, out, MLS_FILENAME_BYTES - MARK_BYTES, &taken);
         length += (size_t)snprintf(out + length, MARK_BYTES + 1, "=~%" PRIx64, number);
     }
     out[length] = '\0';

@@ -21,7 +21,7 @@ typedef struct extent {
 
 /* Compute the extent of the buffer for a capacity. Returns false if its bytes overflow.
  */
-static bool extent_of(const mls_kv_buffer *b, size_t capacity, extent *out)
+static bool compute_extent(const mls_kv_buffer *b, size_t capacity, extent *out)
 {
     extent e;
     if (!mls_size_mul(b->head_dim, mls_dtype_of(b->dtype)->item_bytes, &e.step) ||
@@ -34,8 +34,8 @@ static bool extent_of(const mls_kv_buffer *b, size_t capacity, extent *out)
     return true;
 }
 
-/* Fail because extent_of overflowed; the message has the user's shape. */
-static mls_code too_large(const mls_kv_buffer *b, size_t capacity, mls_status *st)
+/* Fail because compute_extent overflowed; the message has the user's shape. */
+static mls_code fail_too_large(const mls_kv_buffer *b, size_t capacity, mls_status *st)
 {
     return mls_fail(st, MLS_E_SIZE, "(%zu, %zu, %zu, %zu) of %s is larger than memory",
                     b->layers, b->heads, capacity, b->head_dim,
@@ -43,8 +43,8 @@ static mls_code too_large(const mls_kv_buffer *b, size_t capacity, mls_status *s
 }
 
 /* Fail with MLS_E_CAPACITY: `what` is `got`, but at most `most`, the value of `limit`. */
-static mls_code beyond(mls_status *st, const char *what, size_t got, const char *limit,
-                       size_t most)
+static mls_code fail_capacity(mls_status *st, const char *what, size_t got,
+                              const char *limit, size_t most)
 {
     mls_fail(st, MLS_E_CAPACITY, "%s %zu is beyond %s %zu", what, got, limit, most);
     mls_status_expected(st, "at most %zu", most);
@@ -63,11 +63,11 @@ mls_code mls_kv_buffer_init(mls_kv_buffer *out, const size_t *shape, size_t capa
                        .head_dim = shape[3],
                        .capacity = capacity};
     if (b.length > capacity) {
-        return beyond(st, "sequence length", b.length, "the capacity", capacity);
+        return fail_capacity(st, "sequence length", b.length, "the capacity", capacity);
     }
     extent e;
-    if (!extent_of(&b, capacity, &e)) {
-        return too_large(&b, capacity, st);
+    if (!compute_extent(&b, capacity, &e)) {
+        return fail_too_large(&b, capacity, st);
     }
     const mls_code code = mls_pages_init(&b.pages, e.total, st);
     if (code != MLS_OK) {
@@ -87,11 +87,10 @@ void mls_kv_buffer_fini(mls_kv_buffer *buffer)
 }
 
 /* Return positions start .. start+length-1 of every row. */
-static mls_tensor positions(const mls_kv_buffer *b, size_t start, size_t length)
+static mls_tensor slice_positions(const mls_kv_buffer *b, size_t start, size_t length)
 {
     extent e = {0};
-    (void)extent_of(b, b->capacity,
-                    &e); /* cannot fail: it did not when the buffer was made */
+    (void)compute_extent(b, b->capacity, &e); /* did not overflow before */
     mls_tensor t = {.data = b->pages.data + e.step * start,
                     .dtype = b->dtype,
                     .rank = MLS_KV_RANK,
@@ -104,7 +103,7 @@ static mls_tensor positions(const mls_kv_buffer *b, size_t start, size_t length)
 
 mls_tensor mls_kv_buffer_view(const mls_kv_buffer *buffer)
 {
-    return positions(buffer, 0, buffer->length);
+    return slice_positions(buffer, 0, buffer->length);
 }
 
 /* If length and capacity are equal, rows are adjacent and huge pages may span them. */
@@ -124,16 +123,17 @@ mls_code mls_kv_buffer_resize(mls_kv_buffer *buffer, const mls_kernels *kernels,
                               mls_status *st)
 {
     if (length > buffer->capacity) {
-        return beyond(st, "sequence length", length, "the reserved capacity",
-                      buffer->capacity);
+        return fail_capacity(st, "sequence length", length, "the reserved capacity",
+                             buffer->capacity);
     }
     const size_t shorter = length < buffer->length ? length : buffer->length;
     if (position > shorter) {
-        return beyond(st, position_name, position, "the sequence length", shorter);
+        return fail_capacity(st, position_name, position, "the sequence length", shorter);
     }
     /* positions that leave the view, or stay in it without a token, become zero */
     if (position < buffer->length) {
-        const mls_tensor dropped = positions(buffer, position, buffer->length - position);
+        const mls_tensor dropped =
+            slice_positions(buffer, position, buffer->length - position);
         const mls_element zero = {.size = mls_dtype_of(buffer->dtype)->item_bytes};
         size_t bytes = 0;
         (void)mls_tensor_bytes(
@@ -178,9 +178,9 @@ mls_code mls_kv_buffer_reserve(mls_kv_buffer *buffer, size_t capacity, mls_statu
         mls_status_got(st, "%zu", capacity);
         return MLS_E_CAPACITY;
     }
-    if (!extent_of(buffer, buffer->capacity, &old) ||
-        !extent_of(buffer, capacity, &now)) {
-        return too_large(buffer, capacity, st);
+    if (!compute_extent(buffer, buffer->capacity, &old) ||
+        !compute_extent(buffer, capacity, &now)) {
+        return fail_too_large(buffer, capacity, st);
     }
     const mls_code code = mls_pages_grow(&buffer->pages, now.total, st);
     if (code != MLS_OK) {

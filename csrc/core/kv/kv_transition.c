@@ -51,7 +51,7 @@ static mls_code check_rank(const char *what, int rank, const size_t *shape,
 }
 
 /* Add the expected and the actual value to a status that is already filled. */
-static mls_code out_of_capacity(mls_status *st, int64_t limit, int64_t got)
+static mls_code add_capacity_range(mls_status *st, int64_t limit, int64_t got)
 {
     mls_status_expected(st, "0..%" PRId64, limit);
     mls_status_got(st, "%" PRId64, got);
@@ -87,14 +87,14 @@ mls_code mls_kv_check(int rank, const size_t *shape, mls_kv_request request,
         mls_fail(st, MLS_E_CAPACITY,
                  "%s %" PRId64 " is outside 0..%" PRId64 ", the source's sequence length",
                  names->position, request.position, length);
-        return out_of_capacity(st, length, request.position);
+        return add_capacity_range(st, length, request.position);
     }
     if (request.position > target) {
         mls_fail(st, MLS_E_CAPACITY,
                  "%" PRId64 " tokens do not fit into %" PRId64
                  " positions: pass a %s of at least %" PRId64,
                  request.position, target, names->target_length, request.position);
-        return out_of_capacity(st, target, request.position);
+        return add_capacity_range(st, target, request.position);
     }
     return MLS_OK;
 }

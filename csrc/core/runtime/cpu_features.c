@@ -156,7 +156,7 @@ static bool read_cache_file(int index, const char *name, char *text, int room)
 
 /* Return the size in bytes of a cache level from /sys, which states it as "32768K"; 0 if
  * unknown. */
-static size_t size_in_sys(int level)
+static size_t read_sys_cache_bytes(int level)
 {
     enum { CACHES = 8 };
     char text[32];
@@ -177,7 +177,7 @@ static size_t size_in_sys(int level)
  * reaches 32. */
 static size_t reported_cache_bytes(int level)
 {
-    const size_t bytes = size_in_sys(level);
+    const size_t bytes = read_sys_cache_bytes(level);
 #    if defined(_SC_LEVEL1_DCACHE_SIZE)
     static const int levels[] = {_SC_LEVEL1_DCACHE_SIZE, _SC_LEVEL2_CACHE_SIZE,
                                  _SC_LEVEL3_CACHE_SIZE};

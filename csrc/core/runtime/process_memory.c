@@ -38,7 +38,7 @@ static bool read_text(const char *path, char *text, size_t room)
 
 /* Return the number at the start of a file; UINT64_MAX if there is none ("max" means no
  * limit). */
-static uint64_t number_in(const char *path)
+static uint64_t read_number(const char *path)
 {
     char text[64];
     if (!read_text(path, text, sizeof text) || text[0] < '0' || text[0] > '9') {
@@ -50,8 +50,8 @@ static uint64_t number_in(const char *path)
 /* Return the lowest limit of a group and its parents, by removing the last part of `path`
  * step by step. Inside a container the path may not exist, and the root is then the
  * process's group. */
-static uint64_t limit_of_group(const char *root, const char *mount, char *path,
-                               const char *file)
+static uint64_t read_group_limit(const char *root, const char *mount, char *path,
+                                 const char *file)
 {
     char name[PATH_BYTES + 256];
     uint64_t least = UINT64_MAX;
@@ -59,7 +59,7 @@ static uint64_t limit_of_group(const char *root, const char *mount, char *path,
         const int length =
             snprintf(name, sizeof name, "%s%s%s/%s", root, mount, path, file);
         const uint64_t limit =
-            length > 0 && (size_t)length < sizeof name ? number_in(name) : UINT64_MAX;
+            length > 0 && (size_t)length < sizeof name ? read_number(name) : UINT64_MAX;
         least = limit < least ? limit : least;
         /* the last round has an empty path and reads the root itself */
         char *slash = strrchr(path, '/');
@@ -89,7 +89,7 @@ static bool controls_memory(const char *list, size_t length)
 
 /* Return the limit for one line, "number:controllers:path". A line without controllers is
  * version 2. */
-static uint64_t limit_by_line(const char *root, const char *line, size_t length)
+static uint64_t read_line_limit(const char *root, const char *line, size_t length)
 {
     char path[PATH_BYTES];
     const char *first = memchr(line, ':', length);
@@ -104,11 +104,11 @@ static uint64_t limit_by_line(const char *root, const char *line, size_t length)
     if (rest >= sizeof path || (named > 0 && !controls_memory(first + 1, named))) {
         return UINT64_MAX;
     }
-    /* a copy, because limit_of_group modifies the path */
+    /* a copy, because read_group_limit modifies the path */
     memcpy(path, second + 1, rest);
     path[rest] = '\0';
-    return named == 0 ? limit_of_group(root, "", path, "memory.max")
-                      : limit_of_group(root, "/memory", path, "memory.limit_in_bytes");
+    return named == 0 ? read_group_limit(root, "", path, "memory.max")
+                      : read_group_limit(root, "/memory", path, "memory.limit_in_bytes");
 }
 
 /* Version 1 has a line for each controller, version 2 has one line, mixed systems have
@@ -118,7 +118,7 @@ uint64_t mls_process_memory_limit(const char *root, const char *memberships)
     uint64_t least = UINT64_MAX;
     for (const char *line = memberships; *line != '\0';) {
         const size_t length = strcspn(line, "\n");
-        const uint64_t limit = limit_by_line(root, line, length);
+        const uint64_t limit = read_line_limit(root, line, length);
         least = limit < least ? limit : least;
         line += length + (line[length] == '\n');
     }
@@ -130,7 +130,7 @@ uint64_t mls_process_memory_limit(const char *root, const char *memberships)
 #if defined(__linux__)
 
 /* Return the bytes of a line such as "VmRSS:  1234 kB"; 0 if the line is missing. */
-static uint64_t field_of(const char *text, const char *field)
+static uint64_t parse_kilobytes(const char *text, const char *field)
 {
     const char *line = strstr(text, field);
     return line == NULL ? 0 : strtoull(line + strlen(field), NULL, 10) * 1024;
@@ -149,7 +149,7 @@ static bool read_system(mls_process_memory *out)
     }
     out->used = resident * (uint64_t)page;
     out->peak = read_text("/proc/self/status", text, sizeof text)
-                    ? field_of(text, "\nVmHWM:")
+                    ? parse_kilobytes(text, "\nVmHWM:")
                     : 0;
     out->total = (uint64_t)pages * (uint64_t)page;
     const uint64_t limit = read_text("/proc/self/cgroup", text, sizeof text)

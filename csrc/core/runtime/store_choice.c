@@ -98,7 +98,7 @@ mls_code mls_store_choices_init(mls_store_choices *out, const char *forced,
 }
 
 /* Return nanoseconds of a monotonic clock. */
-static uint64_t now(void)
+static uint64_t read_nanoseconds(void)
 {
     struct timespec t = {0};
 #if defined(_WIN32)
@@ -158,7 +158,7 @@ static void raise_rate(atomic_uint_fast64_t *known, uint64_t rate)
 }
 
 /* Choose the simplest of the fast variants, until the decision expires. */
-static void decide(mls_store_choice *choice, unsigned variants, uint64_t best)
+static void decide_store(mls_store_choice *choice, unsigned variants, uint64_t best)
 {
     const bool first = atomic_load(&choice->chosen) == UNDECIDED;
     const bool within = choice->size != MLS_STORING_PAST;
@@ -191,7 +191,7 @@ void mls_store_count(mls_store_choice *choice, unsigned variants, mls_store stor
             return;
         }
     }
-    decide(choice, variants, best);
+    decide_store(choice, variants, best);
 }
 
 /* Record that `bytes` bytes will be stored, and restart the trials if the decision has
@@ -228,7 +228,7 @@ static void begin_trial(mls_store_trial *trial)
                                      : mls_store_next(trial->choice, trial->variants);
     trial->left = MLS_STORE_TRIAL_BYTES;
     trial->stored = 0;
-    trial->started = now();
+    trial->started = read_nanoseconds();
 }
 
 mls_store_trial mls_store_begin(mls_store_choices *choices, mls_store_operation operation,
@@ -285,6 +285,6 @@ void mls_store_end(mls_store_trial *trial)
     if (trial->choice != NULL && trial->counts &&
         trial->stored >= MLS_STORE_TRIAL_LEAST) {
         mls_store_count(trial->choice, trial->variants, trial->store, trial->stored,
-                        now() - trial->started);
+                        read_nanoseconds() - trial->started);
     }
 }

@@ -133,7 +133,7 @@ typedef struct work {
     size_t count;
 } work;
 
-static void begin(const work *w)
+static void run_own_part(const work *w)
 {
     if (w->own != NULL) {
         w->own(w->context);
@@ -154,7 +154,7 @@ static void crew_run(crew *c, const work *w, size_t helpers)
     pthread_cond_broadcast(&c->wake);
     pthread_mutex_unlock(&c->lock);
 
-    begin(w);
+    run_own_part(w);
     take_indices(c);
 
     pthread_mutex_lock(&c->lock);
@@ -166,12 +166,12 @@ static void crew_run(crew *c, const work *w, size_t helpers)
 }
 
 /* The calling thread counts, so at least 1 is needed. */
-static bool threads_valid(size_t threads)
+static bool is_thread_count(size_t threads)
 {
     return threads >= 1 && threads <= MLS_POOL_MAX_THREADS;
 }
 
-static mls_code bad_threads(size_t threads, mls_status *st)
+static mls_code fail_thread_count(size_t threads, mls_status *st)
 {
     return mls_fail(st, MLS_E_VALUE, "%zu threads: choose 1 to %d", threads,
                     (int)MLS_POOL_MAX_THREADS);
@@ -180,8 +180,8 @@ static mls_code bad_threads(size_t threads, mls_status *st)
 /* No thread is started yet: most small programs never need one. */
 mls_code mls_pool_new(size_t threads, mls_pool **out, mls_status *st)
 {
-    if (!threads_valid(threads)) {
-        return bad_threads(threads, st);
+    if (!is_thread_count(threads)) {
+        return fail_thread_count(threads, st);
     }
     mls_pool *pool = mls_alloc(1, sizeof *pool);
     if (pool == NULL) {
@@ -232,8 +232,8 @@ size_t mls_pool_threads(const mls_pool *pool)
  * are only recorded, and started when a run needs them. */
 mls_code mls_pool_resize(mls_pool *pool, size_t threads, mls_status *st)
 {
-    if (!threads_valid(threads)) {
-        return bad_threads(threads, st);
+    if (!is_thread_count(threads)) {
+        return fail_thread_count(threads, st);
     }
     adopt_after_fork(pool);
     pthread_mutex_lock(&pool->busy);
@@ -281,7 +281,7 @@ void mls_pool_run_beside(mls_pool *pool, void (*own)(void *context), mls_task ta
             }
         }
     }
-    begin(&w);
+    run_own_part(&w);
     for (size_t i = 0; i < count; i++) {
         task(context, i);
     }

@@ -32,7 +32,7 @@ void mls_work_queues_fini(mls_work_queues *all)
 
 /* Take the next item of one queue, if any is left. Relaxed order is enough: the data
  * behind the items was written before the threads started. */
-static bool take_from(mls_work_queues *all, size_t which, size_t *item)
+static bool take_queue_item(mls_work_queues *all, size_t which, size_t *item)
 {
     const size_t end = all->starts[which + 1];
     if (atomic_load_explicit(&all->next[which], memory_order_relaxed) >= end) {
@@ -47,18 +47,18 @@ static bool take_from(mls_work_queues *all, size_t which, size_t *item)
  */
 bool mls_work_queues_take(mls_work_queues *all, size_t *mine, size_t *item)
 {
-    if (*mine < all->count && take_from(all, *mine, item)) {
+    if (*mine < all->count && take_queue_item(all, *mine, item)) {
         return true;
     }
     while (atomic_load_explicit(&all->untouched, memory_order_relaxed) < all->count) {
         *mine = atomic_fetch_add_explicit(&all->untouched, 1, memory_order_relaxed);
-        if (*mine < all->count && take_from(all, *mine, item)) {
+        if (*mine < all->count && take_queue_item(all, *mine, item)) {
             return true;
         }
     }
     for (size_t i = 0, at = *mine; i < all->count; i++) {
         at = at + 1 < all->count ? at + 1 : 0;
-        if (take_from(all, at, item)) {
+        if (take_queue_item(all, at, item)) {
             *mine = at;
             return true;
         }

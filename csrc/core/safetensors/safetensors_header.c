@@ -56,7 +56,7 @@ static mls_code fail_name(const char *what, mls_str name, const char *why, mls_s
 }
 
 /* Also used for the tables of metadata and checksums, which are part of the header. */
-static mls_code no_memory(mls_status *st)
+static mls_code fail_memory(mls_status *st)
 {
     return mls_fail(st, MLS_E_MEMORY, "no memory for the file's header");
 }
@@ -95,7 +95,7 @@ static mls_code place_checksums(mls_header *h, mls_status *st)
     }
     h->crcs = mls_alloc(h->block_count, sizeof *h->crcs);
     if (h->crcs == NULL) {
-        return no_memory(st);
+        return fail_memory(st);
     }
     uint32_t *next = h->crcs;
     for (size_t i = 0; i < h->count; i++) {
@@ -114,7 +114,7 @@ static mls_code sort_metadata(const mls_str_pair *metadata, size_t count,
     mls_str_pair *sorted = NULL;
     if (!mls_size_add(count, 2, &room) ||
         (sorted = mls_alloc(room, sizeof *sorted)) == NULL) {
-        return no_memory(st);
+        return fail_memory(st);
     }
     for (size_t i = 0; i < count; i++) {
         sorted[i] = metadata[i];
@@ -199,7 +199,7 @@ static void put_tensor(mls_json_writer *b, const mls_header_tensor *t)
 
 /* Append spaces up to the next multiple; the format allows them after the object. They
  * are part of the header, so its checksum covers every byte up to the first tensor. */
-static void pad(mls_json_writer *b, size_t alignment)
+static void pad_text(mls_json_writer *b, size_t alignment)
 {
     while (b->code == MLS_OK && b->length % alignment != 0) {
         mls_json_writer_text(b, " ");
@@ -210,7 +210,7 @@ static void pad(mls_json_writer *b, size_t alignment)
 static mls_code fail_text(const mls_json_writer *b, mls_status *st)
 {
     return b->code == MLS_E_MEMORY
-               ? no_memory(st)
+               ? fail_memory(st)
                : mls_fail(st, b->code,
                           "names and metadata take more than %zu bytes, the most that "
                           "the format allows: split the state over several files",
@@ -233,7 +233,7 @@ static mls_code build_text(mls_header *h, const mls_str_pair *metadata, size_t c
         put_tensor(&h->text, &h->tensors[i]);
     }
     mls_json_writer_text(&h->text, "}");
-    pad(&h->text, alignment);
+    pad_text(&h->text, alignment);
     if (h->text.code != MLS_OK) {
         return fail_text(&h->text, st);
     }

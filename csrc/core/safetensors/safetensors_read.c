@@ -72,7 +72,7 @@ static mls_code fail_node(header_reader *r, mls_json_node node, const char *what
 
 /* All allocations are proportional to the header, so the message gives the header's
  * length. */
-static mls_code no_memory(header_reader *r)
+static mls_code fail_memory(header_reader *r)
 {
     return mls_fail(r->st, MLS_E_MEMORY, "no memory for a header of %zu bytes",
                     r->length);
@@ -229,7 +229,7 @@ static mls_code read_metadata(header_reader *r, mls_json_node node)
     }
     r->file.metadata = mls_alloc(mls_json_size(json, node), sizeof *r->file.metadata);
     if (r->file.metadata == NULL) {
-        return no_memory(r);
+        return fail_memory(r);
     }
     for (mls_json_node pair = mls_json_first(json, node); pair != MLS_JSON_NONE;
          pair = mls_json_next(json, pair)) {
@@ -298,7 +298,7 @@ static mls_code verify_header(header_reader *r, const mls_crc_kernels *crc)
 /* Assign to each tensor the start of its digits, in the order of the tensors. Returns
  * false if the number of digits does not match the blocks, or if other characters occur.
  */
-static bool share_blocks(header_reader *r, mls_str digits)
+static bool assign_block_digits(header_reader *r, mls_str digits)
 {
     size_t left = digits.length / MLS_CRC_DIGITS;
     const char *next = digits.data;
@@ -333,7 +333,7 @@ static mls_code read_checksums(header_reader *r, const mls_crc_kernels *crc, boo
     if (code != MLS_OK) {
         return code;
     }
-    if (!share_blocks(r, mls_json_text(r->file.json, r->block_crcs))) {
+    if (!assign_block_digits(r, mls_json_text(r->file.json, r->block_crcs))) {
         return fail_checksum(r, "its tensors' checksums are not 8 digits for each MiB");
     }
     r->file.has_crc = true;
@@ -391,7 +391,7 @@ static mls_code check_coverage(header_reader *r)
     bool sorted = true;
     const mls_stored **order = mls_alloc(r->file.count, sizeof *order);
     if (order == NULL) {
-        return no_memory(r);
+        return fail_memory(r);
     }
     for (size_t i = 0; i < r->file.count; i++) {
         order[i] = &r->file.tensors[i];
@@ -425,7 +425,7 @@ static mls_code read_entries(header_reader *r)
     r->file.tensors = mls_alloc(mls_json_size(json, 0), sizeof *r->file.tensors);
     r->file.dims = mls_alloc(count_dims(json), sizeof *r->file.dims);
     if (r->file.tensors == NULL || r->file.dims == NULL) {
-        return no_memory(r);
+        return fail_memory(r);
     }
     for (mls_json_node entry = mls_json_first(json, 0); entry != MLS_JSON_NONE;
          entry = mls_json_next(json, entry)) {
@@ -486,7 +486,7 @@ static mls_code header_length(const unsigned char *head, uint64_t file_bytes, si
 }
 
 /* Report that the file has no room for the length; an empty file fails here too. */
-static mls_code too_short(uint64_t file_bytes, mls_status *st)
+static mls_code fail_too_short(uint64_t file_bytes, mls_status *st)
 {
     return mls_fail_at(st, file_bytes,
                        "not a safetensors file: %llu bytes are too few for one",
@@ -501,7 +501,7 @@ mls_code mls_safetensors_parse(const unsigned char *head, size_t head_bytes,
 {
     size_t length;
     if (head_bytes < LENGTH_BYTES || file_bytes < head_bytes) {
-        return too_short(file_bytes, st);
+        return fail_too_short(file_bytes, st);
     }
     mls_code code = header_length(head, file_bytes, &length, st);
     if (code != MLS_OK) {
@@ -573,7 +573,7 @@ mls_code mls_safetensors_open(const char *path, const mls_crc_kernels *crc, bool
         return code;
     }
     code = file_bytes < LENGTH_BYTES
-               ? too_short(file_bytes, st)
+               ? fail_too_short(file_bytes, st)
                : mls_file_read_at(opened, start, LENGTH_BYTES, 0, st);
     if (code == MLS_OK) {
         code = header_length(start, file_bytes, &length, st);
@@ -603,8 +603,8 @@ done:
 }
 
 /* Report the changed block of a tensor. */
-static mls_code block_changed(const mls_stored *tensor, size_t start, uint32_t found,
-                              uint32_t expected, mls_status *st)
+static mls_code fail_block(const mls_stored *tensor, size_t start, uint32_t found,
+                           uint32_t expected, mls_status *st)
 {
     const size_t left = tensor->bytes - start;
     const size_t length = left < MLS_SAFETENSORS_BLOCK ? left : MLS_SAFETENSORS_BLOCK;
@@ -645,7 +645,7 @@ static mls_code read_block(int fd, const mls_stored *tensor, size_t start,
     /* the digits were checked when the header was read */
     (void)mls_crc_from_digits(
         tensor->blocks + start / MLS_SAFETENSORS_BLOCK * MLS_CRC_DIGITS, &expected);
-    return found == expected ? MLS_OK : block_changed(tensor, start, found, expected, st);
+    return found == expected ? MLS_OK : fail_block(tensor, start, found, expected, st);
 }
 
 /* ---- all tensors ----
@@ -717,8 +717,8 @@ static size_t count_parts(const mls_safetensors *file)
 }
 
 /* Fill in the parts. Returns their number, and sets `*bytes` to their total size. */
-static size_t cut_parts(const mls_safetensors *file, void *const *places, part *parts,
-                        uint64_t *bytes)
+static size_t make_parts(const mls_safetensors *file, void *const *places, part *parts,
+                         uint64_t *bytes)
 {
     size_t count = 0;
     *bytes = 0;
@@ -748,7 +748,7 @@ mls_code mls_safetensors_read(int fd, const mls_safetensors *file, void *const *
     }
     reading r = {.fd = fd, .crc = file->has_crc ? crc : NULL, .parts = parts};
     atomic_init(&r.failed, SIZE_MAX);
-    const size_t count = cut_parts(file, places, parts, &bytes);
+    const size_t count = make_parts(file, places, parts, &bytes);
     mls_pool_run(bytes >= SHARED_BYTES ? pool : NULL, read_task, &r, count);
     mls_code code = MLS_OK;
     for (size_t i = atomic_load(&r.failed); code == MLS_OK && i < count; i++) {

@@ -69,8 +69,8 @@ static mls_code check_keys(const mls_safetensors_content *content, mls_status *s
 }
 
 /* Fill in the header's entries. The caller frees `*out`, which the header refers to. */
-static mls_code describe(const mls_safetensors_content *content, mls_header_tensor **out,
-                         mls_status *st)
+static mls_code describe_tensors(const mls_safetensors_content *content,
+                                 mls_header_tensor **out, mls_status *st)
 {
     mls_header_tensor *tensors = mls_alloc(content->count, sizeof *tensors);
     if (tensors == NULL) {
@@ -98,7 +98,7 @@ static mls_code describe(const mls_safetensors_content *content, mls_header_tens
 /* ---- tensors ---- */
 
 /* Write the buffer. `written` is then the offset of the next byte. */
-static mls_code flush(writer *w)
+static mls_code flush_buffer(writer *w)
 {
     const mls_code code =
         mls_atomic_write(&w->file, w->buffer, w->buffered, w->written, w->st);
@@ -110,7 +110,7 @@ static mls_code flush(writer *w)
 }
 
 /* Add the next bytes of a tensor to the checksums of its blocks. */
-static void checksum(writer *w, placed *p, const unsigned char *data, size_t bytes)
+static void checksum_bytes(writer *w, placed *p, const unsigned char *data, size_t bytes)
 {
     while (bytes > 0) {
         uint32_t *crc = &p->at->crcs[p->done / MLS_SAFETENSORS_BLOCK];
@@ -128,7 +128,7 @@ static void checksum(writer *w, placed *p, const unsigned char *data, size_t byt
 static mls_code write_contiguous(writer *w, placed *p)
 {
     /* packed tensors may have filled more of the buffer than a step */
-    mls_code code = w->buffered >= STEP_BYTES ? flush(w) : MLS_OK;
+    mls_code code = w->buffered >= STEP_BYTES ? flush_buffer(w) : MLS_OK;
     while (code == MLS_OK && p->done < p->at->bytes) {
         uint32_t *crc = &p->at->crcs[p->done / MLS_SAFETENSORS_BLOCK];
         const size_t left = p->at->bytes - p->done, room = STEP_BYTES - w->buffered;
@@ -139,7 +139,7 @@ static mls_code write_contiguous(writer *w, placed *p)
                             step, MLS_STORE_PLAIN);
         w->buffered += step;
         p->done += step;
-        code = w->buffered == STEP_BYTES ? flush(w) : MLS_OK;
+        code = w->buffered == STEP_BYTES ? flush_buffer(w) : MLS_OK;
     }
     return code;
 }
@@ -169,7 +169,7 @@ static packing choose_packing(const mls_tensor *t)
 static mls_code write_piece(writer *w, placed *p, const mls_tensor *view, size_t bytes)
 {
     if (bytes > BUFFER_BYTES - w->buffered) {
-        const mls_code code = flush(w);
+        const mls_code code = flush_buffer(w);
         if (code != MLS_OK) {
             return code;
         }
@@ -182,7 +182,7 @@ static mls_code write_piece(writer *w, placed *p, const mls_tensor *view, size_t
         return code;
     }
     mls_copy(w->kernels, &packed, view, mls_cached());
-    checksum(w, p, to, bytes);
+    checksum_bytes(w, p, to, bytes);
     w->buffered += bytes;
     return MLS_OK;
 }
@@ -263,7 +263,7 @@ static mls_code write_content(writer *w, const mls_safetensors_content *content)
             return code;
         }
     }
-    const mls_code code = flush(w);
+    const mls_code code = flush_buffer(w);
     if (code != MLS_OK) {
         return code;
     }
@@ -283,7 +283,7 @@ mls_code mls_safetensors_write(const char *path, const mls_safetensors_content *
     bool is_open = false;
     mls_code code = check_keys(content, st);
     if (code == MLS_OK) {
-        code = describe(content, &tensors, st);
+        code = describe_tensors(content, &tensors, st);
     }
     if (code == MLS_OK) {
         code = mls_header_init(&w.header, tensors, content->count, content->metadata,

@@ -110,7 +110,7 @@ static bool encode_float(double value, mls_dtype dtype, unsigned char *bytes)
 }
 
 /* Return the machine's byte order without the preprocessor. */
-static bool little_endian(void)
+static bool is_little_endian(void)
 {
     const uint16_t one = 1;
     unsigned char first;
@@ -137,7 +137,7 @@ mls_code mls_element_encode(double value, const mls_tensor *destination, mls_ele
         }
         encode_integer(value, element.bytes);
         /* on a big-endian machine the low bytes come last */
-        if (!little_endian()) {
+        if (!is_little_endian()) {
             mls_swap_items(element.bytes, 8, 8);
             memmove(element.bytes, element.bytes + 8 - element.size, element.size);
         }
@@ -186,8 +186,8 @@ mls_code mls_copy_check(const mls_tensor *dst, const mls_tensor *src, const char
 }
 
 /* Store `count` packed items `stride` bytes apart. */
-static void scatter(unsigned char *to, ptrdiff_t stride, const unsigned char *packed,
-                    size_t item, size_t count)
+static void scatter_items(unsigned char *to, ptrdiff_t stride,
+                          const unsigned char *packed, size_t item, size_t count)
 {
     for (size_t i = 0; i < count; i++, to += stride) {
         memcpy(to, packed + i * item, item);
@@ -222,7 +222,7 @@ static void copy_chunk(const copier *c, unsigned char *dst, ptrdiff_t dst_stride
     if (c->dst_swapped) {
         mls_swap_items(ready, count * c->dst_item, mls_swap_unit(c->dst_dtype));
     }
-    scatter(dst, dst_stride, ready, c->dst_item, count);
+    scatter_items(dst, dst_stride, ready, c->dst_item, count);
 }
 
 /* Copy a run of any length and strides, CHUNK elements at a time. */

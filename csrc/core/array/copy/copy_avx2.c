@@ -38,7 +38,7 @@ TARGET static inline void store_past_cache(unsigned char *dst, vector value)
 }
 
 /* Return a register that repeats eight bytes four times. */
-TARGET static inline vector repeat(uint64_t bytes)
+TARGET static inline vector repeat_pattern(uint64_t bytes)
 {
     return _mm256_set1_epi64x((long long)bytes);
 }
@@ -60,7 +60,7 @@ TARGET static inline __m256i round_to_brain(__m256i bits)
 }
 
 /* Join two halves of a register. */
-TARGET static inline __m256i join(__m128i low, __m128i high)
+TARGET static inline __m256i join_lanes(__m128i low, __m128i high)
 {
     return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
 }
@@ -97,8 +97,8 @@ TARGET static inline __m256i pack_brains(__m256i low, __m256i high)
  * 2-byte items become 4-byte items, else 16. */
 TARGET static inline vector vector_f32_f16(const unsigned char *src)
 {
-    return join(to_halves(_mm256_castsi256_ps(load(src))),
-                to_halves(_mm256_castsi256_ps(load(src + 32))));
+    return join_lanes(to_halves(_mm256_castsi256_ps(load(src))),
+                      to_halves(_mm256_castsi256_ps(load(src + 32))));
 }
 
 TARGET static inline vector vector_f16_f32(const unsigned char *src)
@@ -124,8 +124,8 @@ TARGET static inline vector vector_f16_bf16(const unsigned char *src)
 
 TARGET static inline vector vector_bf16_f16(const unsigned char *src)
 {
-    return join(to_halves(_mm256_castsi256_ps(load_brains(src))),
-                to_halves(_mm256_castsi256_ps(load_brains(src + 16))));
+    return join_lanes(to_halves(_mm256_castsi256_ps(load_brains(src))),
+                      to_halves(_mm256_castsi256_ps(load_brains(src + 16))));
 }
 
 #    define MLS_INLINED static inline __attribute__((always_inline))
@@ -286,7 +286,7 @@ TARGET static void fill_run(void *dst, uint64_t pattern, size_t bytes, mls_store
     mls_kernels_scalar.fill(to, pattern, head, how);
     to += head, bytes -= head;
     const uint64_t turned = mls_pattern_at(pattern, head);
-    const vector filled = repeat(turned);
+    const vector filled = repeat_pattern(turned);
     for (; bytes >= WIDTH; bytes -= WIDTH, to += WIDTH) {
         if (how != MLS_STORE_PLAIN) {
             store_past_cache(to, filled);

@@ -65,7 +65,7 @@ static inline uint32x4_t from_brains(uint16x4_t brains)
 }
 
 /* Join two halves of a register. */
-static inline uint8x16_t join(uint16x4_t low, uint16x4_t high)
+static inline uint8x16_t join_lanes(uint16x4_t low, uint16x4_t high)
 {
     return vreinterpretq_u8_u16(vcombine_u16(low, high));
 }
@@ -74,12 +74,12 @@ static inline uint8x16_t join(uint16x4_t low, uint16x4_t high)
  * 2-byte items become 4-byte items, else 8. */
 static inline uint8x16_t vector_f32_f16(const unsigned char *src)
 {
-    return join(to_halves(load_u32(src)), to_halves(load_u32(src + 16)));
+    return join_lanes(to_halves(load_u32(src)), to_halves(load_u32(src + 16)));
 }
 
 static inline uint8x16_t vector_f32_bf16(const unsigned char *src)
 {
-    return join(to_brains(load_u32(src)), to_brains(load_u32(src + 16)));
+    return join_lanes(to_brains(load_u32(src)), to_brains(load_u32(src + 16)));
 }
 
 static inline uint8x16_t vector_f16_f32(const unsigned char *src)
@@ -95,15 +95,15 @@ static inline uint8x16_t vector_bf16_f32(const unsigned char *src)
 static inline uint8x16_t vector_f16_bf16(const unsigned char *src)
 {
     const uint16x8_t halves = load_u16(src);
-    return join(to_brains(from_halves(vget_low_u16(halves))),
-                to_brains(from_halves(vget_high_u16(halves))));
+    return join_lanes(to_brains(from_halves(vget_low_u16(halves))),
+                      to_brains(from_halves(vget_high_u16(halves))));
 }
 
 static inline uint8x16_t vector_bf16_f16(const unsigned char *src)
 {
     const uint16x8_t brains = load_u16(src);
-    return join(to_halves(from_brains(vget_low_u16(brains))),
-                to_halves(from_brains(vget_high_u16(brains))));
+    return join_lanes(to_halves(from_brains(vget_low_u16(brains))),
+                      to_halves(from_brains(vget_high_u16(brains))));
 }
 
 /* Convert a run: whole vectors, then the scalar rest. Inlined into each conversion, so
