@@ -16,7 +16,7 @@ enum {
     DLPACK_CUDA_HOST = 3
 }; /* device types whose memory the CPU can read */
 
-/* Element kinds that the core knows; most kinds from 8 on are 8-bit floats. */
+/* Element kinds that the core knows; 10 to 14 are 8-bit floats. */
 enum {
     DLPACK_INT = 0,
     DLPACK_UINT = 1,
