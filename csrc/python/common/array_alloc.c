@@ -15,8 +15,8 @@ static PyArray_Descr *find_descr(mlspy_room *room, mls_dtype dtype)
 }
 
 /* Make an array, with its own memory if `data` is NULL. */
-static PyObject *make(mlspy_room *room, mls_dtype dtype, int rank, const size_t *shape,
-                      void *data, int flags, bool zeros)
+static PyObject *make_array(mlspy_room *room, mls_dtype dtype, int rank,
+                            const size_t *shape, void *data, int flags, bool zeros)
 {
     npy_intp dims[MLS_MAX_RANK];
     for (int i = 0; i < rank; i++) {
@@ -47,7 +47,7 @@ static PyObject *keep_alive(PyObject *array, PyObject *base)
 PyObject *mlspy_array_new(mlspy_room *room, mls_dtype dtype, int rank,
                           const size_t *shape, bool zeros)
 {
-    return make(room, dtype, rank, shape, NULL, 0, zeros);
+    return make_array(room, dtype, rank, shape, NULL, 0, zeros);
 }
 
 /* Files of other writers may contain unaligned tensors. NumPy then reads the array more
@@ -56,7 +56,8 @@ PyObject *mlspy_array_over(mlspy_room *room, mls_dtype dtype, int rank,
                            const size_t *shape, const unsigned char *data, PyObject *base)
 {
     /* NumPy takes a pointer without const; the array is made read-only below */
-    PyObject *array = make(room, dtype, rank, shape, (void *)(uintptr_t)data, 0, false);
+    PyObject *array =
+        make_array(room, dtype, rank, shape, (void *)(uintptr_t)data, 0, false);
     if (array != NULL) {
         PyArray_UpdateFlags((PyArrayObject *)array, NPY_ARRAY_ALIGNED);
         PyArray_CLEARFLAGS((PyArrayObject *)array, NPY_ARRAY_WRITEABLE);
@@ -94,7 +95,7 @@ PyObject *mlspy_room_array(mlspy_room *room, size_t index, mls_dtype dtype, int 
     }
     char *data = PyArray_BYTES((PyArrayObject *)room->block) + room->used;
     room->used += mls_block_lines(bytes);
-    return keep_alive(make(room, dtype, rank, shape, data, NPY_ARRAY_CARRAY, false),
+    return keep_alive(make_array(room, dtype, rank, shape, data, NPY_ARRAY_CARRAY, false),
                       room->block);
 }
 

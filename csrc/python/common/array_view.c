@@ -181,7 +181,7 @@ PyArray_Descr *mlspy_descr_of_dtype(mls_dtype dtype)
 
 /* The same for a dtype that a user requests. Labelled integers do not qualify, because
  * users may compute with the result. */
-static PyArray_Descr *asked_descr(mls_dtype dtype)
+static PyArray_Descr *requested_descr(mls_dtype dtype)
 {
     const int number = type_number(dtype);
     PyArray_Descr *descr =
@@ -206,7 +206,7 @@ PyArray_Descr *mlspy_descr_of_object(const mlspy_state *state, PyObject *object,
     const char *name =
         PyUnicode_Check(object) ? PyUnicode_AsUTF8AndSize(object, &length) : NULL;
     if (name != NULL && mls_dtype_from_name(name, (size_t)length, &named)) {
-        descr = asked_descr(named);
+        descr = requested_descr(named);
     } else if (PyErr_Occurred() ||
                PyArray_DescrConverter(object, &descr) != NPY_SUCCEED) {
         return NULL;
@@ -351,7 +351,7 @@ static int is_negated(const mlspy_state *state, PyObject *array)
 
 /* Prepend `what` to an exporter's exception, since its message does not name the array.
  * Only for exception types that take a single text; others stay unchanged. */
-static void name_error(const char *what)
+static void prefix_error(const char *what)
 {
     PyObject *const types[] = {PyExc_BufferError, PyExc_RuntimeError, PyExc_TypeError,
                                PyExc_ValueError};
@@ -555,7 +555,7 @@ static int view_of_dlpack(const mlspy_state *state, PyObject *array, const char 
     }
     PyObject *capsule = negated != 0 ? NULL : export_capsule(array);
     if (capsule == NULL && negated == 0) {
-        name_error(what);
+        prefix_error(what);
     }
     const dlpack_tensor *from =
         capsule == NULL ? NULL : capsule_tensor(capsule, &readonly);

@@ -389,7 +389,7 @@ int mlspy_items_facts(const mlspy_state *state, mlspy_items *items)
 
 /* Read the attribute `nbytes` of an array. Returns 1, or 0 if it is missing or not a
  * size, or -1 with an exception set. */
-static int said_bytes(PyObject *array, uint64_t *out)
+static int read_nbytes(PyObject *array, uint64_t *out)
 {
     PyObject *said = PyObject_GetAttrString(array, "nbytes");
     PyObject *number = said == NULL ? NULL : PyNumber_Index(said);
@@ -416,7 +416,7 @@ int mlspy_array_bytes(const mlspy_state *state, PyObject *array, uint64_t *out)
         *out = (uint64_t)PyArray_NBYTES((PyArrayObject *)array);
         return 0;
     }
-    const int said = said_bytes(array, out);
+    const int said = read_nbytes(array, out);
     if (said != 0) {
         return said < 0 ? -1 : 0;
     }

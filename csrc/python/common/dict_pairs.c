@@ -25,7 +25,7 @@ void mlspy_pairs_fini(mlspy_pairs *p)
 }
 
 /* Return the names of some items, or NULL with MemoryError set. */
-static mls_str *texts_of(const mlspy_items *items)
+static mls_str *copy_names(const mlspy_items *items)
 {
     mls_str *texts = mls_realloc(NULL, items->count, sizeof *texts);
     if (texts == NULL) {
@@ -40,8 +40,8 @@ static mls_str *texts_of(const mlspy_items *items)
 
 /* Put the target's items in the order of the pairs: the partner of each source item, or
  * an item without key, then the rest. Empties `all`. */
-static int arrange(mlspy_pairs *p, mlspy_items *all, const size_t *partners,
-                   const size_t *rest, size_t rest_count)
+static int arrange_targets(mlspy_pairs *p, mlspy_items *all, const size_t *partners,
+                           const size_t *rest, size_t rest_count)
 {
     p->count =
         p->source.count + rest_count; /* cannot overflow: both dicts are in memory */
@@ -76,8 +76,8 @@ static int match_items(const mlspy_state *state, mlspy_pairs *p, mlspy_items *al
 {
     mls_status st;
     size_t rest_count;
-    mls_str *source = texts_of(&p->source);
-    mls_str *target = source == NULL ? NULL : texts_of(all);
+    mls_str *source = copy_names(&p->source);
+    mls_str *target = source == NULL ? NULL : copy_names(all);
     size_t *partners = mls_realloc(NULL, p->source.count, sizeof *partners);
     size_t *rest = mls_realloc(NULL, all->count, sizeof *rest);
     int failed = -1;
@@ -87,7 +87,7 @@ static int match_items(const mlspy_state *state, mlspy_pairs *p, mlspy_items *al
                                rest, &rest_count, &st) != MLS_OK) {
         mlspy_raise(state, &st, NULL);
     } else {
-        failed = arrange(p, all, partners, rest, rest_count);
+        failed = arrange_targets(p, all, partners, rest, rest_count);
     }
     mls_free(rest);
     mls_free(partners);

@@ -11,7 +11,7 @@
 
 enum { INTERVAL = 50 * 1000 * 1000 }; /* nanoseconds between two calls */
 
-static int64_t now(void)
+static int64_t read_nanoseconds(void)
 {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -25,7 +25,7 @@ static unsigned long long take_pending(mlspy_progress *p)
 }
 
 /* Call the callback, with the GIL held. Returns -1 with an exception set. */
-static int tell(mlspy_progress *p)
+static int report_pending(mlspy_progress *p)
 {
     const unsigned long long bytes = take_pending(p);
     if (p->callback == NULL || bytes == 0) {
@@ -37,17 +37,18 @@ static int tell(mlspy_progress *p)
 }
 
 /* The core's callback, called from any thread. */
-static bool report(void *context, uint64_t bytes)
+static bool add_progress(void *context, uint64_t bytes)
 {
     mlspy_progress *p = context;
     __atomic_add_fetch(&p->pending, bytes, __ATOMIC_RELAXED);
-    if (p->thread != (unsigned long)pthread_self() || now() - p->told < INTERVAL) {
+    if (p->thread != (unsigned long)pthread_self() ||
+        read_nanoseconds() - p->told < INTERVAL) {
         return true;
     }
     PyEval_RestoreThread(p->saved);
-    const bool good = PyErr_CheckSignals() == 0 && tell(p) == 0;
+    const bool good = PyErr_CheckSignals() == 0 && report_pending(p) == 0;
     p->saved = PyEval_SaveThread();
-    p->told = now();
+    p->told = read_nanoseconds();
     return good;
 }
 
@@ -60,15 +61,15 @@ int mlspy_progress_init(mlspy_progress *progress, PyObject *callback)
         return -1;
     }
     *progress = (mlspy_progress){.callback = callback == Py_None ? NULL : callback,
-                                 .core = {.report = report, .context = progress}};
+                                 .core = {.report = add_progress, .context = progress}};
     return 0;
 }
 
-/* The thread state is kept, so that report() can acquire the GIL. */
+/* The thread state is kept, so that add_progress can acquire the GIL. */
 void mlspy_progress_begin(mlspy_progress *progress)
 {
     progress->thread = (unsigned long)pthread_self();
-    progress->told = now();
+    progress->told = read_nanoseconds();
     progress->saved = PyEval_SaveThread();
 }
 
@@ -82,5 +83,5 @@ void mlspy_progress_end(mlspy_progress *progress)
  * Called with the GIL held. */
 int mlspy_progress_finish(mlspy_progress *progress)
 {
-    return tell(progress);
+    return report_pending(progress);
 }

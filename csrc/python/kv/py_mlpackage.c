@@ -91,8 +91,8 @@ static PyObject *package_object(const mls_mlpackage *package)
 }
 
 /* Raise the status, or convert and release the package. */
-static PyObject *finish(PyObject *module, mls_code code, const mls_status *st,
-                        mls_mlpackage *package, PyObject *path)
+static PyObject *finish_package(PyObject *module, mls_code code, const mls_status *st,
+                                mls_mlpackage *package, PyObject *path)
 {
     if (code != MLS_OK) {
         return mlspy_raise(mlspy_state_of(module), st, path);
@@ -123,7 +123,7 @@ static PyObject *read_mlpackage(PyObject *module, PyObject *path)
         mls_mlpackage_fini(&package);
         return NULL;
     }
-    PyObject *result = finish(module, code, &st, &package, shown);
+    PyObject *result = finish_package(module, code, &st, &package, shown);
     Py_DECREF(shown);
     return result;
 }
@@ -141,7 +141,7 @@ static PyObject *parse_mlspec(PyObject *module, PyObject *data)
     const mls_code code =
         mls_mlpackage_parse(buffer.buf, (size_t)buffer.len, &package, &st);
     PyBuffer_Release(&buffer);
-    return finish(module, code, &st, &package, NULL);
+    return finish_package(module, code, &st, &package, NULL);
 }
 
 PyMethodDef mlspy_mlpackage_methods[] = {
