@@ -1,7 +1,7 @@
-/* dtype: the element types that the core knows, and their names elsewhere.
+/* dtype: the element types of the core and their names in NumPy and in files.
  *
- * All of them can be copied, filled with zeros and stored in files.  The first four are
- * also converted into one another (copy.h).  Types that NumPy lacks are known by size.
+ * All of them can be copied, filled with zeros and stored in files. The first four can
+ * also be converted into one another (copy.h).
  */
 #ifndef MLS_DTYPE_H
 #define MLS_DTYPE_H
@@ -9,8 +9,8 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-/* Floats come first, in the order in which tables of conversions are indexed.  The
- * numbers never leave the process: files hold names. */
+/* Floats come first, in the order that indexes the conversion tables. The numbers never
+ * leave the process: files contain names. */
 typedef enum mls_dtype {
     MLS_F16,
     MLS_BF16, /* the upper half of a float32 */
@@ -26,7 +26,7 @@ typedef enum mls_dtype {
     MLS_U64,
     MLS_BOOL,
     MLS_C64,     /* two float32 */
-    MLS_F8_E4M3, /* no infinity; "FN" in other places */
+    MLS_F8_E4M3, /* no infinity; elsewhere called "FN" */
     MLS_F8_E5M2,
     MLS_F8_E8M0,     /* a power of two, no sign and no zero */
     MLS_F8_E4M3FNUZ, /* no infinity, no negative zero */
@@ -34,7 +34,7 @@ typedef enum mls_dtype {
     MLS_DTYPE_COUNT
 } mls_dtype;
 
-/* How many dtypes, from the first, take part in conversions. */
+/* Number of dtypes, from the first, that take part in conversions. */
 enum { MLS_CONVERTIBLE = 4 };
 
 typedef struct mls_dtype_info {
@@ -43,14 +43,15 @@ typedef struct mls_dtype_info {
     size_t item_bytes;
 } mls_dtype_info;
 
-/* Facts of a dtype; never NULL for a valid one. */
+/* Return name and size of a dtype; never NULL for a valid one. */
 const mls_dtype_info *mls_dtype_of(mls_dtype dtype);
 
-/* Look a dtype up by either name (`length` bytes, no NUL needed); false where unknown. */
+/* Find a dtype by one of its names (`length` bytes, no NUL needed). Returns false if the
+ * name is unknown. */
 bool mls_dtype_from_name(const char *name, size_t length, mls_dtype *out);
 bool mls_dtype_from_file_name(const char *name, size_t length, mls_dtype *out);
 
-/* Whether elements of `from` can be converted to `to`; equal types always can. */
+/* Return whether elements of `from` can be converted to `to`; true for equal types. */
 bool mls_dtype_converts(mls_dtype from, mls_dtype to);
 
 #endif
