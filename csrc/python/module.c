@@ -7,13 +7,13 @@
 #include "common/python_api.h"
 
 #include "activation/activation_bindings.h"
-#include "common/args.h"
 #include "checkpoint/checkpoint_bindings.h"
+#include "common/args.h"
 #include "common/common_bindings.h"
 #include "common/errors.h"
+#include "common/module_state.h"
 #include "gradients/gradients_bindings.h"
 #include "kv/kv_bindings.h"
-#include "common/module_state.h"
 #include "state/state_bindings.h"
 
 #include "runtime/cpu_features.h"

@@ -8,8 +8,8 @@
  */
 #include "kv/kv_buffer.h"
 
-#include "kv/kv_transition.h"
 #include "base/size.h"
+#include "kv/kv_transition.h"
 
 #include <string.h>
 

@@ -12,8 +12,8 @@
 #ifndef MLS_KNAPSACK_H
 #define MLS_KNAPSACK_H
 
-#include "planning/plan_costs.h"
 #include "base/status.h"
+#include "planning/plan_costs.h"
 
 #include <stdbool.h>
 #include <stddef.h>

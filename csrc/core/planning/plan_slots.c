@@ -12,8 +12,8 @@
 #include "planning/plan_slots.h"
 
 #include "base/memory.h"
-#include "planning/slots/plan_slots_kernels.h"
 #include "base/size.h"
+#include "planning/slots/plan_slots_kernels.h"
 
 #include <math.h>
 #include <stdatomic.h>

@@ -12,8 +12,8 @@
 #ifndef MLS_PLAN_SLOTS_H
 #define MLS_PLAN_SLOTS_H
 
-#include "runtime/cpu_features.h"
 #include "planning/plan_costs.h"
+#include "runtime/cpu_features.h"
 #include "runtime/thread_pool.h"
 
 /* The values of all segments: zero it, fill it, free it. */

@@ -15,8 +15,8 @@
 #ifndef MLS_LAYOUT_H
 #define MLS_LAYOUT_H
 
-#include "base/status.h"
 #include "array/tensor.h"
+#include "base/status.h"
 
 #include <stdbool.h>
 #include <stddef.h>

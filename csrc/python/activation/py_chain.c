@@ -1,5 +1,6 @@
 /* py_chain: chains checked, schedules simulated.  The public names and their docstrings
- * are in mlstate/activation/_chain.py and mlstate/activation/_plan.py; these take positional arguments only.
+ * are in mlstate/activation/_chain.py and mlstate/activation/_plan.py; these take
+ * positional arguments only.
  */
 #include "activation/chain_args.h"
 

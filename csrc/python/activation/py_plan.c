@@ -5,8 +5,8 @@
  * to look for signals, so that Ctrl-C ends a long search.
  */
 #include "activation/activation_bindings.h"
-#include "common/args.h"
 #include "activation/chain_args.h"
+#include "common/args.h"
 #include "common/errors.h"
 #include "common/module_state.h"
 #include "common/progress.h"

@@ -1,10 +1,10 @@
 /* py_search: the best of all schedules, and the best of all choices of operators.  The
- * public names are in mlstate/activation/_planner.py and mlstate/activation/_operator_selection.py; these take
- * positional arguments only.
+ * public names are in mlstate/activation/_planner.py and
+ * mlstate/activation/_operator_selection.py; these take positional arguments only.
  */
 #include "activation/activation_bindings.h"
-#include "common/args.h"
 #include "activation/chain_args.h"
+#include "common/args.h"
 #include "common/errors.h"
 #include "common/module_state.h"
 #include "common/progress.h"

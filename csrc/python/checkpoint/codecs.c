@@ -1,8 +1,8 @@
 /* codecs: zlib and zstd of Python, for the core.
  *
- * mlstate/checkpoint/_store/codecs.py has them.  They are called by threads of the pool, each of which has
- * a thread state for as long as the call takes; zlib and zstd let go of the GIL while
- * they work, so the threads do so side by side.
+ * mlstate/checkpoint/_store/codecs.py has them.  They are called by threads of the pool,
+ * each of which has a thread state for as long as the call takes; zlib and zstd let go of
+ * the GIL while they work, so the threads do so side by side.
  */
 #include "checkpoint/codecs.h"
 
@@ -108,7 +108,8 @@ static mls_code run(const char *function, mls_codec codec, const unsigned char *
     return code;
 }
 
-/* What is longer than the room is dropped, and 0 stands for it: see compressed_frames.h. */
+/* What is longer than the room is dropped, and 0 stands for it: see compressed_frames.h.
+ */
 static mls_code encode(void *context, mls_codec codec, const unsigned char *from,
                        size_t bytes, unsigned char *to, size_t room, size_t *out,
                        mls_status *st)

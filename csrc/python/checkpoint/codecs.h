@@ -4,7 +4,8 @@
 
 #include "checkpoint/storage/compressed_frames.h"
 
-/* The codecs of mlstate/checkpoint/_store/codecs.py, for any thread that does not hold the GIL. */
+/* The codecs of mlstate/checkpoint/_store/codecs.py, for any thread that does not hold
+ * the GIL. */
 const mls_codecs *mlspy_codecs(void);
 
 #endif

@@ -5,8 +5,8 @@
  */
 #include "checkpoint/py_layout.h"
 
-#include "common/args.h"
 #include "checkpoint/checkpoint_bindings.h"
+#include "common/args.h"
 #include "common/errors.h"
 #include "common/module_state.h"
 

@@ -4,12 +4,12 @@
  * A gathering is a capsule between the two: it holds arrays, or the copies' memory, until
  * it dies.
  */
-#include "common/args.h"
 #include "checkpoint/checkpoint_bindings.h"
-#include "common/errors.h"
-#include "checkpoint/shard_items.h"
-#include "common/module_state.h"
 #include "checkpoint/py_layout.h"
+#include "checkpoint/shard_items.h"
+#include "common/args.h"
+#include "common/errors.h"
+#include "common/module_state.h"
 
 #include "base/memory.h"
 #include "checkpoint/write/staging.h"

@@ -1,9 +1,9 @@
 /* module_state: the state of the extension module, from creation to deallocation. */
 #include "common/module_state.h"
 
-#include "runtime/cpu_features.h"
 #include "base/memory.h"
 #include "base/status.h"
+#include "runtime/cpu_features.h"
 
 #include <stdlib.h>
 

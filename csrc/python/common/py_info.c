@@ -1,11 +1,11 @@
 /* py_info: the decisions about copies, for mlstate.info(). */
 #include "common/common_bindings.h"
-#include "common/errors.h"
 #include "common/dict_items.h"
+#include "common/errors.h"
 #include "common/module_state.h"
 
-#include "crc32c/crc32c.h"
 #include "base/memory.h"
+#include "crc32c/crc32c.h"
 
 /* Return the variant of a decision, or None. */
 static PyObject *chosen_name(mls_store_choice *choice)

@@ -11,11 +11,11 @@
 #include "common/args.h"
 #include "common/array_view.h"
 #include "common/errors.h"
-#include "kv/kv_bindings.h"
 #include "common/module_state.h"
+#include "kv/kv_bindings.h"
 
-#include "kv/kv_transition.h"
 #include "kv/kv_buffer.h"
+#include "kv/kv_transition.h"
 
 #include <inttypes.h>
 #include <pthread.h>

@@ -10,12 +10,12 @@
 #include "common/array_view.h"
 #include "common/errors.h"
 #include "common/gil.h"
-#include "kv/kv_bindings.h"
 #include "common/module_state.h"
+#include "kv/kv_bindings.h"
 
-#include "kv/kv_transition.h"
-#include "kv/attention_mask.h"
 #include "base/memory.h"
+#include "kv/attention_mask.h"
+#include "kv/kv_transition.h"
 
 #include <inttypes.h>
 

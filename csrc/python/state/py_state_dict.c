@@ -9,9 +9,9 @@
  */
 #include "state/py_state_dict.h"
 
+#include "common/dict_items.h"
 #include "common/errors.h"
 #include "common/gil.h"
-#include "common/dict_items.h"
 #include "common/module_state.h"
 #include "state/py_state_compare.h"
 #include "state/state_bindings.h"

@@ -1,5 +1,5 @@
-#include "support/runner.h"
 #include "array/tensor.h"
+#include "support/runner.h"
 
 #include <stdint.h>
 

@@ -1,6 +1,6 @@
 /* Files: read safely, replaced atomically. */
-#include "io/file.h"
 #include "base/memory.h"
+#include "io/file.h"
 #include "support/runner.h"
 
 #include <dirent.h>

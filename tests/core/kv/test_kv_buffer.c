@@ -1,5 +1,5 @@
-#include "kv/kv_transition.h"
 #include "kv/kv_buffer.h"
+#include "kv/kv_transition.h"
 #include "support/runner.h"
 
 #include <stdint.h>

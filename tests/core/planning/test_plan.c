@@ -1,5 +1,5 @@
-#include "support/chains.h"
 #include "planning/plan.h"
+#include "support/chains.h"
 #include "support/runner.h"
 
 #include <stdlib.h>

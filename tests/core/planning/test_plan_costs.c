@@ -1,5 +1,5 @@
-#include "support/chains.h"
 #include "planning/plan_costs.h"
+#include "support/chains.h"
 #include "support/runner.h"
 
 static const mls_poll nobody = {0};

@@ -1,6 +1,7 @@
 /* The search through all schedules of a chain.  That what it finds is the best there is,
- * tests/activation/test_plan_search.py compares with an exhaustive search in Python; here it is
- * compared with every order of steps on the shortest chains, and its limits are tried. */
+ * tests/activation/test_plan_search.py compares with an exhaustive search in Python; here
+ * it is compared with every order of steps on the shortest chains, and its limits are
+ * tried. */
 #include "planning/schedule_search.h"
 
 #include "support/random_chain.h"

@@ -1,7 +1,7 @@
 /* How a way to store is chosen: with injected timings, and with real copies. */
 #include "array/copy/copy.h"
-#include "runtime/cpu_features.h"
 #include "crc32c/crc32c.h"
+#include "runtime/cpu_features.h"
 #include "support/runner.h"
 
 #include <pthread.h>

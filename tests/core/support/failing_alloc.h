@@ -4,8 +4,8 @@
 #ifndef MLS_FAILING_ALLOC_H
 #define MLS_FAILING_ALLOC_H
 
-#include "support/runner.h"
 #include "base/status.h"
+#include "support/runner.h"
 
 #include <stdbool.h>
 #include <stdlib.h>

@@ -9,9 +9,9 @@
 #ifndef MLS_COPY_H
 #define MLS_COPY_H
 
+#include "array/tensor.h"
 #include "runtime/cpu_features.h"
 #include "runtime/store_choice.h"
-#include "array/tensor.h"
 
 #include <stdint.h>
 

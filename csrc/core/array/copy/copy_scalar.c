@@ -7,8 +7,8 @@
  *
  * A machine without vector kernels uses this table.
  */
-#include "array/float_convert.h"
 #include "array/copy/copy_kernels.h"
+#include "array/float_convert.h"
 
 #include <string.h>
 

@@ -5,10 +5,10 @@
  */
 #include "checkpoint/read/verify.h"
 
-#include "io/file.h"
 #include "base/memory.h"
-#include "safetensors/safetensors.h"
 #include "base/size.h"
+#include "io/file.h"
+#include "safetensors/safetensors.h"
 
 #include <errno.h>
 #include <pthread.h>

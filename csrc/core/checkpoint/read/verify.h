@@ -6,11 +6,11 @@
 #ifndef MLS_VERIFY_H
 #define MLS_VERIFY_H
 
-#include "crc32c/crc32c.h"
-#include "checkpoint/index/index.h"
-#include "runtime/thread_pool.h"
-#include "checkpoint/read/shard_read.h"
 #include "base/status.h"
+#include "checkpoint/index/index.h"
+#include "checkpoint/read/shard_read.h"
+#include "crc32c/crc32c.h"
+#include "runtime/thread_pool.h"
 
 #include <stddef.h>
 #include <stdint.h>

@@ -3,8 +3,8 @@
  */
 #include "checkpoint/write/shard_list.h"
 
-#include "sharding/optimizer_axes.h"
 #include "base/memory.h"
+#include "sharding/optimizer_axes.h"
 
 #include <string.h>
 

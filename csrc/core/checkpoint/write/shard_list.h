@@ -7,10 +7,10 @@
 #ifndef MLS_SHARD_LIST_H
 #define MLS_SHARD_LIST_H
 
-#include "sharding/layout.h"
-#include "checkpoint/write/shard_write.h"
-#include "base/status.h"
 #include "array/tensor.h"
+#include "base/status.h"
+#include "checkpoint/write/shard_write.h"
+#include "sharding/layout.h"
 
 #include <stddef.h>
 #include <stdint.h>

@@ -9,11 +9,11 @@
 #define MLS_SHARD_WRITE_H
 
 #include "array/copy/copy.h"
-#include "crc32c/crc32c.h"
-#include "checkpoint/index/index.h"
-#include "runtime/thread_pool.h"
-#include "checkpoint/read/shard_read.h"
 #include "base/status.h"
+#include "checkpoint/index/index.h"
+#include "checkpoint/read/shard_read.h"
+#include "crc32c/crc32c.h"
+#include "runtime/thread_pool.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -25,8 +25,8 @@ typedef struct mls_shard_item {
     mls_dtype dtype;
     int rank;            /* of the whole tensor */
     const size_t *shape; /* of the whole tensor */
-    /* of a state, those of its parameter (optimizer_axes.h); NULL: found among the items, which
-     * lack the parameter where another rank stores it */
+    /* of a state, those of its parameter (optimizer_axes.h); NULL: found among the items,
+     * which lack the parameter where another rank stores it */
     const signed char *axes;
     mls_layout layout;
     size_t part;
@@ -86,19 +86,19 @@ typedef struct mls_shards_written {
  * changed goes up by one, or is the caller's.  A shard whose file is gone or has become
  * another is written again.  Shards that did not change move, too, when they share a file
  * of which less than half is still in use.
- * `sparse`: a new or changed shard leaves out its rows (row_bitmap.h) of zeros, where those are
- * a quarter of them or more; one below `pack_below` is there or, all zero, not at all.
- * `compress`: of what is written and has `pack_below` bytes or more, samples are coded;
- * what becomes shorter by a quarter is stored that way, each file by one thread, which
- * has all that it is coded to in memory until it is written. `incremental`: a shard of
- * which half of the rows changed, or fewer, gets one more layer of these, up to 8 layers
- * and twice its bytes; what is below was read and found good. Memory: about 400 bytes a
- * shard, a bit for each row that is looked at, and, for each thread, the header of a file
- * and 2 MiB for what is on its way; then the text of the index. MLS_E_VALUE: a part
- * twice, a name that is no UTF-8, a version that goes back, a layout or part that cannot
- * be; MLS_E_SHAPE; MLS_E_SIZE; MLS_E_IO (EEXIST: the generation was written before);
- * MLS_E_MEMORY; MLS_E_STOPPED.  On failure all files that this call made are deleted, and
- * no others. */
+ * `sparse`: a new or changed shard leaves out its rows (row_bitmap.h) of zeros, where
+ * those are a quarter of them or more; one below `pack_below` is there or, all zero, not
+ * at all. `compress`: of what is written and has `pack_below` bytes or more, samples are
+ * coded; what becomes shorter by a quarter is stored that way, each file by one thread,
+ * which has all that it is coded to in memory until it is written. `incremental`: a shard
+ * of which half of the rows changed, or fewer, gets one more layer of these, up to 8
+ * layers and twice its bytes; what is below was read and found good. Memory: about 400
+ * bytes a shard, a bit for each row that is looked at, and, for each thread, the header
+ * of a file and 2 MiB for what is on its way; then the text of the index. MLS_E_VALUE: a
+ * part twice, a name that is no UTF-8, a version that goes back, a layout or part that
+ * cannot be; MLS_E_SHAPE; MLS_E_SIZE; MLS_E_IO (EEXIST: the generation was written
+ * before); MLS_E_MEMORY; MLS_E_STOPPED.  On failure all files that this call made are
+ * deleted, and no others. */
 mls_code mls_shards_write(const mls_shard_job *job, mls_shards_written *out,
                           mls_status *st);
 

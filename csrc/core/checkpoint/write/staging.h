@@ -9,9 +9,9 @@
 #define MLS_STAGING_H
 
 #include "array/copy/copy.h"
-#include "runtime/thread_pool.h"
-#include "checkpoint/write/shard_write.h"
 #include "base/status.h"
+#include "checkpoint/write/shard_write.h"
+#include "runtime/thread_pool.h"
 
 #include <stddef.h>
 

@@ -10,8 +10,8 @@
 #define MLS_REDUCE_KERNELS_H
 
 #include "array/float_convert.h"
-#include "runtime/cpu_features.h"
 #include "gradients/reduce/reduce.h"
+#include "runtime/cpu_features.h"
 
 enum {
     MLS_REDUCE_OPS = 3,

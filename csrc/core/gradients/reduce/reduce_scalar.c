@@ -2,7 +2,8 @@
  *
  * These kernels are what every vector kernel is compared with, bit for bit, and what it
  * calls for the ends of a run that fill no vector.  They are written to be read: each is
- * a loop round get, one operation and put, and the rules of rounding are in float_convert.h.
+ * a loop round get, one operation and put, and the rules of rounding are in
+ * float_convert.h.
  *
  * The compiler never contracts a product and a sum into one rounding here: the build
  * says -ffp-contract=off.

@@ -8,10 +8,10 @@ int main(void)
 }
 #else
 
-#    include "safetensors/safetensors.h"
-#    include "support/shards.h"
 #    include "base/size.h"
 #    include "checkpoint/read/verify.h"
+#    include "safetensors/safetensors.h"
+#    include "support/shards.h"
 
 #    include <errno.h>
 #    include <sys/stat.h>

@@ -9,8 +9,8 @@ int main(void)
 }
 #else
 
-#    include "support/shards.h"
 #    include "checkpoint/write/staging.h"
+#    include "support/shards.h"
 
 enum { COUNT = 6, MIB = 1 << 20 };
 
