@@ -1,9 +1,10 @@
-/* local_ops: what goes through the slots of each operation.
+/* shm_collectives: barrier, broadcast, all_gather, all_to_all and gather_bytes;
+ * shm_reduce.c has the sums.
  *
- * Threads publish the addresses of large arrays, and copy from these.
- * Where ranks send different bytes to each other, a slot has a piece for each peer; else
- * all read the whole slot.  A rank's own bytes go through no slot.
- * Sums are shm_reduce.c's.
+ * Threads publish the addresses of large arrays and copy directly. Otherwise data goes
+ * through the slots. If a rank sends different bytes to each peer, its slot is divided
+ * into one range for each peer; otherwise all ranks read the whole slot. A rank's own
+ * bytes never pass through a slot.
  */
 #if !defined(_WIN32)
 
@@ -15,7 +16,6 @@ enum { NOBODY = -1 };
 
 /* ---- barrier ---- */
 
-/* One step of nothing. */
 mls_code mls_shm_barrier(mls_shm *g, const mls_shm_call *call, mls_status *st)
 {
     const mls_shm_flow flow = {.kind = MLS_SHM_BARRIER,
@@ -26,14 +26,13 @@ mls_code mls_shm_barrier(mls_shm *g, const mls_shm_call *call, mls_status *st)
 
 /* ---- broadcast ---- */
 
-/* Bytes that were sent, and read. */
 typedef struct spread {
     mls_shm *g;
     unsigned char *data;
     size_t bytes, root, sent, taken;
 } spread;
 
-/* The root fills whole slots; the others' stay empty. */
+/* Only the root fills slots; all ranks count the bytes. */
 static void fill_spread(void *context, unsigned char *slot)
 {
     spread *s = context;
@@ -44,7 +43,6 @@ static void fill_spread(void *context, unsigned char *slot)
     s->sent += n;
 }
 
-/* From the root's slot into place. */
 static mls_code drain_spread(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
@@ -57,21 +55,21 @@ static mls_code drain_spread(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* Every rank counts the same bytes. */
 static bool more_spread(void *context)
 {
     const spread *s = context;
     return s->sent < s->bytes;
 }
 
-/* Where this rank has the bytes, or wants them. */
+/* Direct broadcast: publishes this rank's array, the source or a destination. */
 static void tell_spread(void *context, unsigned char *slot)
 {
     const spread *s = context;
     memcpy(slot, &s->data, sizeof s->data);
 }
 
-/* Each rank copies a part of the root's bytes to all others: the root would idle. */
+/* Each rank copies a part of the root's bytes to all others; otherwise only the root
+ * would work. */
 static mls_code copy_spread(void *context, uint64_t step, mls_status *st)
 {
     enum { LINE = 64 };
@@ -95,7 +93,7 @@ static mls_code copy_spread(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* After the first step the others wait for the root alone. */
+/* After the first step the other ranks wait only for the root. */
 mls_code mls_shm_broadcast(mls_shm *g, const mls_shm_call *call, void *data, size_t bytes,
                            size_t root, mls_status *st)
 {
@@ -117,7 +115,8 @@ mls_code mls_shm_broadcast(mls_shm *g, const mls_shm_call *call, void *data, siz
 
 /* ---- all_gather ---- */
 
-/* Slots filled and read so far stand for bytes of every rank. */
+/* State of a gather. `sent` and `taken` are offsets that apply to the bytes of every
+ * rank. */
 typedef struct gather {
     mls_shm *g;
     const unsigned char *data;
@@ -126,7 +125,7 @@ typedef struct gather {
     size_t most, sent, taken;
 } gather;
 
-/* How much of rank `rank`'s bytes is in the slot that begins at `from`. */
+/* Returns the number of bytes of `rank` in the slot that begins at offset `from`. */
 static size_t part_of(const gather *s, size_t rank, size_t from)
 {
     return from < s->sizes[rank]
@@ -134,7 +133,6 @@ static size_t part_of(const gather *s, size_t rank, size_t from)
                : 0;
 }
 
-/* The next bytes of this rank. */
 static void fill_gather(void *context, unsigned char *slot)
 {
     gather *s = context;
@@ -142,7 +140,7 @@ static void fill_gather(void *context, unsigned char *slot)
     s->sent += s->g->shape.slot_bytes;
 }
 
-/* Those of the others; this rank's own from where they lie. */
+/* This rank's own bytes are copied from its array, not through a slot. */
 static mls_code drain_gather(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
@@ -158,21 +156,19 @@ static mls_code drain_gather(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* Until the longest is through. */
+/* Continues until the longest contribution has been sent. */
 static bool more_gather(void *context)
 {
     const gather *s = context;
     return s->sent < s->most;
 }
 
-/* This rank's address. */
 static void tell_gather(void *context, unsigned char *slot)
 {
     const gather *s = context;
     memcpy(slot, &s->data, sizeof s->data);
 }
 
-/* From where each rank has it. */
 static mls_code read_gather(void *context, uint64_t step, mls_status *st)
 {
     const gather *s = context;
@@ -193,7 +189,6 @@ static mls_code read_gather(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* The state of a gather before its first step. */
 static gather gather_of(mls_shm *g, const void *data, const size_t *sizes, void *out)
 {
     gather s = {.g = g, .data = data, .out = out, .sizes = sizes};
@@ -203,7 +198,7 @@ static gather gather_of(mls_shm *g, const void *data, const size_t *sizes, void 
     return s;
 }
 
-/* Sizes are the same on all ranks, or the fingerprints differ. */
+/* The fingerprint contains all sizes, so ranks with different sizes fail. */
 mls_code mls_shm_all_gather(mls_shm *g, const mls_shm_call *call, const void *data,
                             const size_t *sizes, void *out, mls_status *st)
 {
@@ -226,7 +221,7 @@ mls_code mls_shm_all_gather(mls_shm *g, const mls_shm_call *call, const void *da
                   : mls_shm_run(g, &flow, call, st);
 }
 
-/* Nothing is compared: that was done when the operation began. */
+/* Compares nothing: the ranks compared their calls when the operation began. */
 mls_code mls_shm_gather_on(mls_shm *g, mls_shm_kind kind, const void *data,
                            const size_t *sizes, void *out, mls_shm_clock *clock,
                            mls_status *st)
@@ -243,8 +238,8 @@ mls_code mls_shm_gather_on(mls_shm *g, mls_shm_kind kind, const void *data,
 
 /* ---- all_to_all ---- */
 
-/* What goes to each rank and comes from it, and how much of that is through.  `most` is
- * the longest of all ways between two ranks. */
+/* Bytes for and from each rank, and progress. `most` is the largest transfer between two
+ * different ranks. */
 typedef struct trade {
     mls_shm *g;
     const unsigned char *data;
@@ -254,7 +249,7 @@ typedef struct trade {
     bool began;
 } trade;
 
-/* First the sizes, for all to compare; then a piece for each peer. */
+/* The first step sends the two size tables, the following ones a range for each peer. */
 static void fill_trade(void *context, unsigned char *slot)
 {
     trade *s = context;
@@ -276,8 +271,8 @@ static void fill_trade(void *context, unsigned char *slot)
     s->sent += g->piece_bytes;
 }
 
-/* Compare what each rank sends with what its receivers want; every rank looks at all, and
- * finds the same. */
+/* Compares what each rank sends with what its receivers expect. Every rank checks all
+ * pairs, so all find the same mismatch. */
 static mls_code compare_sizes(trade *s, uint64_t step, mls_status *st)
 {
     const mls_shm *g = s->g;
@@ -304,7 +299,8 @@ static mls_code compare_sizes(trade *s, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* This rank's own bytes need no slot: they move while the others read the sizes. */
+/* Copies this rank's own bytes, after its sizes were published: other ranks read these
+ * meanwhile. */
 static void keep_own(const trade *s)
 {
     size_t from = 0, to = 0;
@@ -315,7 +311,6 @@ static void keep_own(const trade *s)
     mls_shm_copy(s->g, s->out + to, s->data + from, s->sizes[0][s->g->rank]);
 }
 
-/* From each peer's slot the piece that is for this rank. */
 static mls_code drain_trade(void *context, uint64_t step, mls_status *st)
 {
     trade *s = context;
@@ -341,14 +336,15 @@ static mls_code drain_trade(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* Until the longest way is through, on all ranks. */
+/* Continues until the largest transfer is done, on all ranks. */
 static bool more_trade(void *context)
 {
     const trade *s = context;
     return s->sent < s->most;
 }
 
-/* Sizes differ from rank to rank: they take a step of their own. */
+/* Sizes may differ between ranks, so they are not part of the fingerprint: the first step
+ * compares them. */
 mls_code mls_shm_all_to_all(mls_shm *g, const mls_shm_call *call, const void *data,
                             const size_t *sent, void *out, const size_t *wanted,
                             mls_status *st)
@@ -368,23 +364,25 @@ mls_code mls_shm_all_to_all(mls_shm *g, const mls_shm_call *call, const void *da
 
 /* ---- gather_bytes ---- */
 
-/* As a gather, with sizes that the first step tells. */
+/* A gather whose sizes are known after the first step. */
 typedef struct collect {
-    gather gather; /* `out` unused */
+    gather gather; /* its `out` is unused */
     size_t sizes[MLS_SHM_MAX_RANKS];
     unsigned char *places[MLS_SHM_MAX_RANKS];
     const mls_shm_places *asked;
-    bool takes; /* whether this rank gets the bytes */
+    bool takes; /* this rank receives the bytes */
     bool began;
 } collect;
 
-/* Bytes that the first step carries beside the size, so that short texts take one. */
+/* Data bytes in the first step's slot, after the size, so that short texts need only one
+ * step. */
 static size_t first_room(const mls_shm *g)
 {
     return g->shape.slot_bytes - sizeof(uint64_t);
 }
 
-/* The size and the beginning, or a slot of what follows. */
+/* The first slot contains the size and the first bytes; the following slots only bytes.
+ */
 static void fill_collect(void *context, unsigned char *slot)
 {
     collect *s = context;
@@ -400,7 +398,7 @@ static void fill_collect(void *context, unsigned char *slot)
     mls_shm_copy(t->g, slot + sizeof size, t->data, mls_shm_least(mine, t->sent));
 }
 
-/* All sizes are known: ask for memory. */
+/* Reads all sizes from the first slots and requests the buffers. */
 static mls_code learn_sizes(collect *s, uint64_t step, mls_status *st)
 {
     gather *t = &s->gather;
@@ -417,7 +415,7 @@ static mls_code learn_sizes(collect *s, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* Into the places, this rank's own too. */
+/* Copies into the buffers, this rank's own bytes too. */
 static mls_code drain_collect(void *context, uint64_t step, mls_status *st)
 {
     collect *s = context;
@@ -442,14 +440,13 @@ static mls_code drain_collect(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* The gather's question, at a place of its own. */
 static bool more_collect(void *context)
 {
     collect *s = context;
     return more_gather(&s->gather);
 }
 
-/* Ranks that do not get the bytes step along. */
+/* Ranks that receive no bytes take part in every step. */
 mls_code mls_shm_gather_bytes(mls_shm *g, const mls_shm_call *call, const void *data,
                               size_t bytes, int root, const mls_shm_places *places,
                               mls_status *st)
@@ -472,6 +469,6 @@ mls_code mls_shm_gather_bytes(mls_shm *g, const mls_shm_call *call, const void *
 }
 
 #else
-/* See shm_group.c. */
+/* An empty file is not valid C; see shm_group.c. */
 typedef int mls_shm_ops_unused;
 #endif

@@ -1,11 +1,11 @@
-/* local_reduce: sums over the ranks of a host.
+/* shm_reduce: sums over the ranks of a host.
  *
  * Threads publish the addresses of large arrays, and each rank sums its share directly
- * from these.  Otherwise each rank sends its peers their shares through the slots, a
- * piece for each, and sums its own share in the order of ranks.
+ * from these. Otherwise each rank sends every peer that peer's share through the slots,
+ * in a range for each peer, and sums its own share in rank order.
  *
- * Writer and reader advance the same cursors over the same counts, and so agree on the
- * contents of a piece without writing them down.
+ * Writer and reader advance equal cursors over equal counts, so they agree on the
+ * contents of a range without a description in the slot.
  */
 #if !defined(_WIN32)
 
@@ -15,17 +15,17 @@
 
 enum { NOBODY = -1 };
 
-/* Compilers need leave to ask for a line as its future writer.  Processors of 64 bits
- * have the instruction, or take it for none. */
+/* Lets the compiler emit PREFETCHW. 64-bit processors either have it or treat it as a
+ * no-op. */
 #    if defined(__x86_64__) && (defined(__clang__) || defined(__GNUC__))
 #        define PREFETCHES __attribute__((target("prfchw")))
 #    else
 #        define PREFETCHES
 #    endif
 
-/* ---- small things ---- */
+/* ---- helpers ---- */
 
-/* Reductions compare by all that decides their bits. */
+/* Mixes in everything that decides the bits of a result. */
 static uint64_t mix_reduction(uint64_t print, const mls_reduction *r)
 {
     uint64_t divisor;
@@ -35,14 +35,14 @@ static uint64_t mix_reduction(uint64_t print, const mls_reduction *r)
     return mls_shm_mix(print, divisor);
 }
 
-/* Take the cache line of an address to write to from whoever has it; a wish. */
+/* Prefetches the cache line of an address for writing. A hint only; never faults. */
 PREFETCHES static inline void claim(const void *address)
 {
     __builtin_prefetch(address, 1, 3);
 }
 
-/* memcpy into a slot.  Its lines are in the cache of the rank that read them last, and
- * each is far to fetch: they are asked for in advance, as is what will be read. */
+/* memcpy into a slot. The slot's lines are in the cache of the rank that read them last
+ * and are slow to fetch, so both source and target are prefetched. */
 PREFETCHES static void copy_ahead(unsigned char *to, const unsigned char *from,
                                   size_t bytes)
 {
@@ -58,26 +58,27 @@ PREFETCHES static void copy_ahead(unsigned char *to, const unsigned char *from,
 
 /* ---- reduce_scatter ---- */
 
-/* The group has the cursors of the writer, one for each rank; the reader has one for its
+/* The handle holds the writer's cursors, one for each rank; the reader needs one, for its
  * own share. */
 typedef struct scatter {
     mls_shm *g;
     mls_segment *segments;
     size_t count;
     mls_shm_cursor reader;
-    bool is_tallied; /* the tallies of the segments are wanted */
+    bool is_tallied; /* compute the norm partials of the segments */
 } scatter;
 
-/* What one segment has in a piece. */
+/* The elements of one segment within a range. */
 typedef struct stretch {
     size_t segment;
-    size_t start;  /* elements from the beginning of the rank's share */
-    size_t at;     /* elements from the beginning of the segment */
+    size_t start;  /* index of the first element in the rank's share */
+    size_t at;     /* index of the first element in the segment */
     size_t length; /* elements */
-    size_t offset; /* bytes into the piece */
+    size_t offset; /* bytes from the start of the range */
 } stretch;
 
-/* Stand at the first segment that has elements left for `rank`; false at the end. */
+/* Advances to the first segment that has elements left for `rank`; returns false at the
+ * end. */
 static bool settle(const scatter *s, size_t rank, mls_shm_cursor *c)
 {
     while (c->segment < s->count) {
@@ -97,9 +98,9 @@ static bool settle(const scatter *s, size_t rank, mls_shm_cursor *c)
     return false;
 }
 
-/* The next stretch of `rank`'s shares into a piece of which `*used` bytes are taken;
- * false where it is full or nothing is left.  Shares are cut at whole blocks of a tally.
- */
+/* Finds the next elements of `rank` for a range with `*used` bytes already filled.
+ * Returns false if the range is full or nothing is left. Shares are split at whole norm
+ * blocks, so that norms do not depend on the split. */
 static bool next_stretch(const scatter *s, size_t rank, mls_shm_cursor *c, size_t *used,
                          stretch *out)
 {
@@ -127,7 +128,7 @@ static bool next_stretch(const scatter *s, size_t rank, mls_shm_cursor *c, size_
     return true;
 }
 
-/* The bytes of a stretch in this rank's own array. */
+/* Returns the elements in this rank's own array. */
 static const unsigned char *own(const scatter *s, const stretch *part)
 {
     const mls_segment *segment = &s->segments[part->segment];
@@ -135,8 +136,8 @@ static const unsigned char *own(const scatter *s, const stretch *part)
     return (const unsigned char *)segment->data + part->at * item;
 }
 
-/* A piece for each peer.  The cursor of this rank itself only advances, to know when all
- * are through. */
+/* Fills a range for each peer. The cursor of this rank advances too, so that more_scatter
+ * knows when all shares are done. */
 static void fill_scatter(void *context, unsigned char *slot)
 {
     scatter *s = context;
@@ -154,7 +155,7 @@ static void fill_scatter(void *context, unsigned char *slot)
     }
 }
 
-/* Bytes of the results of this rank. */
+/* Returns the bytes of this rank's results. */
 static size_t share_bytes(const scatter *s)
 {
     size_t bytes = 0;
@@ -166,7 +167,8 @@ static size_t share_bytes(const scatter *s)
     return bytes;
 }
 
-/* Sum the pieces of all in the order of ranks, this rank's from its own array. */
+/* Sums the ranges of all ranks in rank order; this rank's elements come from its own
+ * array. */
 static mls_code drain_scatter(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
@@ -192,7 +194,6 @@ static mls_code drain_scatter(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* Whether any rank's share goes on. */
 static bool more_scatter(void *context)
 {
     scatter *s = context;
@@ -204,9 +205,9 @@ static bool more_scatter(void *context)
     return false;
 }
 
-/* ... of arrays of threads, without slots */
+/* ---- reduce_scatter of threads, by address ---- */
 
-/* Bytes of all arrays. */
+/* Returns the bytes of all arrays. */
 static size_t bytes_of(const scatter *s)
 {
     size_t bytes = 0;
@@ -220,7 +221,6 @@ static size_t bytes_of(const scatter *s)
     return bytes;
 }
 
-/* The addresses of this rank's arrays. */
 static void fill_addresses(void *context, unsigned char *slot)
 {
     const scatter *s = context;
@@ -230,7 +230,7 @@ static void fill_addresses(void *context, unsigned char *slot)
     }
 }
 
-/* Sum this rank's share of each array, from the arrays of all ranks. */
+/* Sums this rank's share of each array, from the arrays of all ranks. */
 static mls_code sum_addressed(void *context, uint64_t step, mls_status *st)
 {
     scatter *s = context;
@@ -261,7 +261,7 @@ static mls_code sum_addressed(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* All that decides the contents of the slots, and the bits of the sums. */
+/* Hashes everything that decides the contents of the slots and the bits of the sums. */
 static uint64_t print_segments(const mls_shm *g, const mls_shm_call *call,
                                const mls_segment *segments, size_t count)
 {
@@ -275,7 +275,7 @@ static uint64_t print_segments(const mls_shm *g, const mls_shm_call *call,
     return print;
 }
 
-/* The steps of a scatter through the slots; `s` is set to its beginning. */
+/* Returns the steps of a scatter through the slots, and resets the cursors. */
 static mls_shm_flow scatter_flow(scatter *s, mls_shm_kind kind, uint64_t print)
 {
     memset(s->g->cursors, 0, sizeof s->g->cursors);
@@ -288,7 +288,7 @@ static mls_shm_flow scatter_flow(scatter *s, mls_shm_kind kind, uint64_t print)
                           .context = s};
 }
 
-/* Nothing is sent before all reductions were checked. */
+/* All reductions are checked before anything is sent. */
 mls_code mls_shm_reduce_scatter(mls_shm *g, const mls_shm_call *call,
                                 mls_segment *segments, size_t count, bool is_tallied,
                                 mls_status *st)
@@ -314,7 +314,8 @@ mls_code mls_shm_reduce_scatter(mls_shm *g, const mls_shm_call *call,
 
 /* ---- all_reduce ---- */
 
-/* A small array is sent to all ranks, and each reduces all of it. */
+/* State of an all_reduce. A small array is sent whole to all ranks, and each rank reduces
+ * it. */
 typedef struct total {
     mls_shm *g;
     const void *data;
@@ -323,7 +324,6 @@ typedef struct total {
     const mls_reduction *reduction;
 } total;
 
-/* The whole array. */
 static void fill_total(void *context, unsigned char *slot)
 {
     const total *s = context;
@@ -344,7 +344,8 @@ static mls_code drain_total(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* Equal shares, of whole lines as far as there are enough elements. */
+/* Divides n elements into shares of a multiple of 64 elements, so of whole cache lines;
+ * the last shares may be smaller or empty. */
 static void share_out(size_t n, size_t world, size_t *counts)
 {
     enum { MULTIPLE = 64 };
@@ -356,7 +357,7 @@ static void share_out(size_t n, size_t world, size_t *counts)
     }
 }
 
-/* Where this rank's share of the array begins, in bytes; `counts` gets all shares. */
+/* Returns the byte offset of this rank's share, and all shares in `counts`. */
 static size_t find_share(const total *s, size_t *counts)
 {
     size_t start = 0;
@@ -367,7 +368,7 @@ static size_t find_share(const total *s, size_t *counts)
     return start * mls_dtype_of(s->reduction->dtype)->item_bytes;
 }
 
-/* The addresses of this rank's array and of its result. */
+/* Publishes the addresses of this rank's array and of its result. */
 static void fill_pair(void *context, unsigned char *slot)
 {
     const total *s = context;
@@ -375,11 +376,12 @@ static void fill_pair(void *context, unsigned char *slot)
     memcpy(slot + sizeof s->data, &s->out, sizeof s->out);
 }
 
-/* Sum this rank's share piece by piece, and copy each piece to the results of all.  Only
- * this rank reads or writes the share, in any array, so results may be arrays. */
+/* Sums this rank's share block by block, and copies each block into the results of all
+ * ranks. Only this rank reads or writes this share, in any array, so a result may be the
+ * array itself. */
 static mls_code sum_for_all(void *context, uint64_t step, mls_status *st)
 {
-    enum { PIECE = 64 * 1024 }; /* elements, which stay in the cache */
+    enum { PIECE = 64 * 1024 }; /* elements; a block stays in the cache */
     const total *s = context;
     mls_shm *g = s->g;
     const size_t item = mls_dtype_of(s->reduction->dtype)->item_bytes;
@@ -407,9 +409,9 @@ static mls_code sum_for_all(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* A large array: each rank reduces a share into its place in `out`, and all gather them.
- * That is safe if `out` is the array itself: a rank overwrites its own share after it
- * read it, and the shares of others after it sent them. */
+/* A large array: each rank reduces its share into `out`, and then all ranks gather the
+ * shares. `out` may be the array itself: a rank overwrites its own share after it read
+ * it, and the shares of others after it sent them. */
 static mls_code reduce_large(const total *s, const mls_shm_call *call, uint64_t print,
                              mls_status *st)
 {
@@ -435,7 +437,8 @@ static mls_code reduce_large(const total *s, const mls_shm_call *call, uint64_t 
     return code;
 }
 
-/* Small is what fits a slot and is summed by all sooner than it would be sent again. */
+/* An array is small if it fits a slot and if all ranks sum it faster than they would
+ * exchange the shares of the result. */
 mls_code mls_shm_all_reduce(mls_shm *g, const mls_shm_call *call, const void *data,
                             void *out, size_t n, const mls_reduction *reduction,
                             mls_status *st)
@@ -467,6 +470,6 @@ mls_code mls_shm_all_reduce(mls_shm *g, const mls_shm_call *call, const void *da
 }
 
 #else
-/* See shm_group.c. */
+/* An empty file is not valid C; see shm_group.c. */
 typedef int mls_shm_reduce_unused;
 #endif

@@ -1,10 +1,10 @@
-/* local_wait: operations step by step, and how ranks wait for each other.
+/* shm_sync: the steps of an operation, and how ranks wait for each other.
  *
- * A rank fills slots as long as some are free, and reads as soon as all have published;
- * so both sides of a copy are at work at the same time.  The first step of an operation
- * is taken by itself: when all have published it, each compares what the others say of
- * their call.  All find the same, and none has published more, so that after a difference
- * they stand at one place and the group lives on.
+ * A rank fills slots while some are free, and reads as soon as all have published, so
+ * both sides of a copy work at the same time. Only the first step of an operation is
+ * taken alone: when all ranks have published it, each compares the calls of the others.
+ * All ranks reach the same result, and none has published more. After a mismatch they are
+ * still at the same step, and the group stays usable.
  */
 #if !defined(_WIN32)
 
@@ -22,19 +22,19 @@
 #        include <sys/syscall.h>
 #    endif
 
-/* What a rank can do next, where it waits for either. */
+/* The conditions that a rank waits for; one of `reads` and `writes` is enough. */
 typedef struct wish {
     bool reads, writes;
-    bool settles; /* nobody reads any more what this rank published */
-    int source;   /* whose slots it reads; -1 for everybody's */
+    bool settles; /* wait until no rank reads the published slots any more */
+    int source;   /* rank whose slots are read; -1 for all */
 } wish;
 
 enum { NOBODY = -1 };
 
 static const int64_t second = 1000000000;
-static const int64_t nap = 20 * 1000 * 1000; /* between two looks at a rank's life */
+static const int64_t nap = 20 * 1000 * 1000; /* between two checks of a rank's life */
 
-/* What deadlines are in. */
+/* Nanoseconds of the clock that deadlines use. */
 static int64_t now(void)
 {
     struct timespec t;
@@ -42,7 +42,7 @@ static int64_t now(void)
     return (int64_t)t.tv_sec * second + t.tv_nsec;
 }
 
-/* Lets the other thread of this core, or its power, profit from a wait. */
+/* Saves power, and leaves the core to its other hardware thread, while spinning. */
 static inline void relax(void)
 {
 #    if defined(__x86_64__) || defined(__i386__)
@@ -52,9 +52,9 @@ static inline void relax(void)
 #    endif
 }
 
-/* ---- who is not there yet ---- */
+/* ---- ranks that are not ready ---- */
 
-/* The first rank that has not published the step that is read next. */
+/* Returns the first rank that has not published the next step to read, or -1. */
 static int unpublished(const mls_shm *g, int source)
 {
     const size_t first = source < 0 ? 0 : (size_t)source;
@@ -67,8 +67,9 @@ static int unpublished(const mls_shm *g, int source)
     return NOBODY;
 }
 
-/* The first rank that still needs the last slots that this one wrote, all but `most - 1`
- * of them: the one that is written next where `most` is all that there are. */
+/* Returns the first rank that has not consumed all but the last `most - 1` slots that
+ * this rank wrote, or -1. With `most` equal to the depth, -1 means that the next slot is
+ * free. */
 static int unconsumed(const mls_shm *g, size_t most)
 {
     for (size_t rank = 0; rank < g->shape.world; rank++) {
@@ -80,7 +81,7 @@ static int unconsumed(const mls_shm *g, size_t most)
     return NOBODY;
 }
 
-/* The rank that keeps this one from doing anything it wishes to. */
+/* Returns the rank that blocks every condition of `w`, or -1 if one of them holds. */
 static int missing(const mls_shm *g, wish w)
 {
     int who = NOBODY;
@@ -102,14 +103,14 @@ static int missing(const mls_shm *g, wish w)
 
 /* ---- sleeping ---- */
 
-/* Sleep until the bell is no longer at `value`, at most for `length`. */
+/* Sleeps until the bell differs from `value`, at most `length` nanoseconds. */
 static void sleep_on(_Atomic(uint32_t) *bell, uint32_t value, int64_t length)
 {
 #    if defined(__linux__)
     struct timespec t = {.tv_sec = (time_t)(length / second), .tv_nsec = length % second};
     (void)syscall(SYS_futex, bell, FUTEX_WAIT, value, &t, NULL, 0);
 #    else
-    /* no bell that processes share: look again soon */
+    /* no futex: poll soon */
     const int64_t soon = 50 * 1000;
     struct timespec t = {.tv_nsec = (long)(length < soon ? length : soon)};
     if (atomic_load(bell) == value) {
@@ -118,7 +119,7 @@ static void sleep_on(_Atomic(uint32_t) *bell, uint32_t value, int64_t length)
 #    endif
 }
 
-/* Whether the process of a rank has ended: nobody holds its lock. */
+/* Returns whether the process of a rank has ended: its lock is free. */
 static bool is_dead(const mls_shm *g, size_t rank)
 {
     struct flock lock = mls_shm_lock_on(rank);
@@ -128,9 +129,9 @@ static bool is_dead(const mls_shm *g, size_t rank)
     return fcntl(g->fd, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
 }
 
-/* ---- giving up ---- */
+/* ---- failing ---- */
 
-/* How a rank stands to the operation, for the message of one that waited in vain. */
+/* Describes how far a rank is, for the message of a rank that waited in vain. */
 static void describe(const mls_shm *g, mls_shm_kind kind, size_t rank, char *text,
                      size_t room)
 {
@@ -152,7 +153,7 @@ static void describe(const mls_shm *g, mls_shm_kind kind, size_t rank, char *tex
     }
 }
 
-/* Declare the group broken over `who`, and fail. */
+/* Marks the group as broken, with `who` as the culprit, and fails. */
 static mls_code give_up(mls_shm *g, mls_shm_kind kind, mls_shm_why why, size_t who,
                         const char *more, mls_status *st)
 {
@@ -162,7 +163,7 @@ static mls_code give_up(mls_shm *g, mls_shm_kind kind, mls_shm_why why, size_t w
     return mls_shm_failed_rank(g, kind, more, st);
 }
 
-/* The deadline has passed while `who` was waited for. */
+/* The deadline passed while this rank waited for `who`. */
 static mls_code time_out(mls_shm *g, const mls_shm_clock *clock, mls_shm_kind kind,
                          size_t who, mls_status *st)
 {
@@ -172,8 +173,8 @@ static mls_code time_out(mls_shm *g, const mls_shm_clock *clock, mls_shm_kind ki
     return give_up(g, kind, MLS_SHM_TIMEOUT, who, more, st);
 }
 
-/* Who waits long, or works long, looks up: is the group whole, is there time, does the
- * caller want to go on? */
+/* Checks now and then, while waiting or working: is the group broken, has the deadline
+ * passed, does the caller want to stop? */
 static mls_code look_up(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind, int who,
                         mls_status *st)
 {
@@ -196,9 +197,9 @@ static mls_code look_up(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind, int
     return MLS_E_STOPPED;
 }
 
-/* A rank that is waited for may have left, or died.  The lock is asked before the state:
- * who leaves changes them in the other order.  What it had published counts, so that the
- * wish is looked at once more. */
+/* Checks whether the rank that this one waits for has left or died. Tests the lock before
+ * the state, because a leaving rank changes them in the other order. Steps that it
+ * published before still count, so the condition is checked once more. */
 static mls_code check_life(mls_shm *g, mls_shm_kind kind, wish w, int who, mls_status *st)
 {
     const mls_shm_area *area = mls_shm_area_of(g, (size_t)who);
@@ -214,7 +215,7 @@ static mls_code check_life(mls_shm *g, mls_shm_kind kind, wish w, int who, mls_s
 
 /* ---- waiting ---- */
 
-/* Look again and again for a while; whether there is something to do. */
+/* Polls for a while; returns whether a condition holds. */
 static bool spin(const mls_shm *g, wish w)
 {
     const int64_t end = g->spins == 0 ? 0 : now() + g->spins;
@@ -232,7 +233,7 @@ static bool spin(const mls_shm *g, wish w)
     return false;
 }
 
-/* Return when one of the wishes can be had. */
+/* Returns when one of the conditions holds. */
 static mls_code wait_for(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind, wish w,
                          mls_status *st)
 {
@@ -264,7 +265,7 @@ static mls_code wait_for(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind, wi
 
 /* ---- steps ---- */
 
-/* Fill the next slot and show it. */
+/* Fills the next slot and publishes it. */
 static void publish(mls_shm *g, const mls_shm_flow *flow)
 {
     if (flow->fill != NULL) {
@@ -275,7 +276,7 @@ static void publish(mls_shm *g, const mls_shm_flow *flow)
     mls_shm_wake(g);
 }
 
-/* Done with everybody's slots of the step that was read. */
+/* Marks the slots of all ranks as read, for the current step. */
 static void consume(mls_shm *g)
 {
     g->read++;
@@ -283,8 +284,8 @@ static void consume(mls_shm *g)
     mls_shm_wake(g);
 }
 
-/* Read a step.  Where that fails the others go on without this rank: the group is
- * broken. */
+/* Reads a step. If that fails, the other ranks go on without this one, so the group is
+ * marked as broken. */
 static mls_code drain(mls_shm *g, const mls_shm_flow *flow, mls_status *st)
 {
     const mls_code code =
@@ -300,7 +301,7 @@ static mls_code drain(mls_shm *g, const mls_shm_flow *flow, mls_status *st)
     return code;
 }
 
-/* Say what this rank is about to do, beside the slot that its first step will fill. */
+/* Records this rank's call next to the slot that its first step will fill. */
 static void take_note(mls_shm *g, const mls_shm_flow *flow, const char *text)
 {
     mls_shm_area *area = mls_shm_area_of(g, g->rank);
@@ -313,7 +314,8 @@ static void take_note(mls_shm *g, const mls_shm_flow *flow, const char *text)
     snprintf(note->text, sizeof note->text, "%s", text == NULL ? "" : text);
 }
 
-/* Refuse a call that does not go with that of another rank: the first that differs. */
+/* Fails for a call that does not match that of another rank; the message quotes the
+ * difference. */
 static mls_code differs(const mls_shm *g, const mls_shm_record *mine, size_t rank,
                         const mls_shm_record *other, mls_status *st)
 {
@@ -336,8 +338,8 @@ static mls_code differs(const mls_shm *g, const mls_shm_record *mine, size_t ran
     return MLS_E_PEER;
 }
 
-/* All have published: compare the notes.  Where they are not all alike, each rank finds
- * one that differs from its own. */
+/* Compares the records, which all ranks have published. If they are not all equal, each
+ * rank finds one that differs from its own. */
 static mls_code compare(const mls_shm *g, mls_status *st)
 {
     const size_t at = (size_t)(g->read % g->shape.depth);
@@ -351,7 +353,7 @@ static mls_code compare(const mls_shm *g, mls_status *st)
     return MLS_OK;
 }
 
-/* Whether this process may use the group at all. */
+/* Fails if this process must not use the group: a forked child, or a broken group. */
 static mls_code check_usable(mls_shm *g, mls_shm_kind kind, mls_status *st)
 {
     const char *name = mls_shm_kind_name(kind);
@@ -367,7 +369,7 @@ static mls_code check_usable(mls_shm *g, mls_shm_kind kind, mls_status *st)
     return MLS_OK;
 }
 
-/* Nothing else is published before all notes were compared. */
+/* Publishes nothing else before all records were compared. */
 mls_code mls_shm_begin(mls_shm *g, const mls_shm_flow *flow, const mls_shm_call *call,
                        mls_shm_clock *clock, mls_status *st)
 {
@@ -397,7 +399,7 @@ mls_code mls_shm_begin(mls_shm *g, const mls_shm_flow *flow, const mls_shm_call 
     return drain(g, flow, st);
 }
 
-/* Writing comes first: others wait for it. */
+/* Writing comes first: other ranks wait for it. */
 mls_code mls_shm_continue(mls_shm *g, const mls_shm_flow *flow, mls_shm_clock *clock,
                           mls_status *st)
 {
@@ -425,7 +427,6 @@ mls_code mls_shm_continue(mls_shm *g, const mls_shm_flow *flow, mls_shm_clock *c
     }
 }
 
-/* Operations of one kind of steps. */
 mls_code mls_shm_run(mls_shm *g, const mls_shm_flow *flow, const mls_shm_call *call,
                      mls_status *st)
 {
@@ -438,12 +439,14 @@ mls_code mls_shm_run(mls_shm *g, const mls_shm_flow *flow, const mls_shm_call *c
 
 bool mls_shm_is_direct(const mls_shm *g, size_t bytes)
 {
-    enum { LEAST = 256 << 10 }; /* smaller ones are sent sooner than waited for */
+    enum {
+        LEAST = 256 << 10
+    }; /* smaller arrays are copied faster than their ranks can wait for each other */
     return g->fd < 0 && g->shape.world > 1 && bytes >= LEAST;
 }
 
-/* A rank that breaks the group reads `direct` afterwards, and one that copies reads
- * `broken` afterwards: one of them sees the other. */
+/* A rank that breaks the group reads `direct` afterwards, and a rank that sets `direct`
+ * reads `broken` afterwards, so at least one of them sees the other. */
 bool mls_shm_begin_direct(mls_shm *g)
 {
     atomic_store(&mls_shm_area_of(g, g->rank)->direct, 1);
@@ -459,8 +462,9 @@ void mls_shm_end_direct(mls_shm *g)
     atomic_store(&mls_shm_area_of(g, g->rank)->direct, 0);
 }
 
-/* Wait until no thread accesses an array of this rank, whose operation failed.  The group
- * is broken, so none begins to; one that does waits for no rank, and ends soon. */
+/* Waits until no thread accesses an array of this rank, whose operation failed. The group
+ * is broken, so no thread begins an access. A thread that accesses one waits for no rank
+ * and ends soon. */
 static void await_direct(const mls_shm *g)
 {
     for (size_t rank = 0; rank < g->shape.world; rank++) {
@@ -470,7 +474,7 @@ static void await_direct(const mls_shm *g)
     }
 }
 
-/* The last wait is for the others to finish with this rank's arrays. */
+/* The last wait lets the other ranks finish with this rank's arrays. */
 mls_code mls_shm_run_direct(mls_shm *g, const mls_shm_flow *flow,
                             const mls_shm_call *call, mls_status *st)
 {
@@ -486,6 +490,6 @@ mls_code mls_shm_run_direct(mls_shm *g, const mls_shm_flow *flow,
 }
 
 #else
-/* Neither futexes nor record locks: see file.h. */
+/* Windows has neither futexes nor record locks; see file.h. */
 typedef int mls_shm_wait_unused;
 #endif
