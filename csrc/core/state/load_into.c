@@ -1,15 +1,15 @@
-/* load: a plan first, then the copies.
+/* load_into: makes a plan first, and then copies.
  *
- * The plan is made in three steps.  Each pair is looked at once, since a view takes a
- * kilobyte and ten thousand of them no longer fit a cache: what is needed later goes into
- * short items.  Then the address ranges of everything written and read are sorted and
- * swept, which finds a destination that shares memory with a source, and destinations
- * that share memory with each other, in n log n.  At last the copies are listed as pieces
- * and the pieces grouped into tasks, one of which a thread takes at a time.
+ * Planning has three steps. First, each pair is read once and summarised in a short item,
+ * because a view takes a kilobyte and ten thousand views exceed the cache. Second, the
+ * address ranges of all reads and writes are sorted and swept, in O(n log n). This finds
+ * a destination that shares memory with a source, and destinations that share memory with
+ * each other. Third, the copies are listed as chunks, and the chunks are grouped into
+ * tasks; a thread takes one task at a time.
  *
- * A task is about PART bytes: many small tensors, or one piece of a large one.
- * Destinations that share memory form one task, whatever its size, and their pieces are
- * in the order of the pairs.
+ * A task has about PART bytes: many small tensors, or one chunk of a large one.
+ * Destinations that share memory form one task of any size, with their chunks in the
+ * order of the pairs.
  */
 #include "state/load_into.h"
 
@@ -24,30 +24,30 @@
 
 enum {
     PART = 256 << 10, /* bytes of a task: 8 us of copying */
-    AHEAD = 4,        /* pairs */
-    SHOWN_NAME = 72   /* bytes of a name that go into a message */
+    AHEAD = 4,        /* pairs to prefetch ahead */
+    SHOWN_NAME = 72   /* bytes of a name that a message shows */
 };
 
-/* One copy that a thread makes at a stretch. */
+/* One copy by one thread. */
 typedef struct piece {
-    const mls_load_into_pair *pair; /* NULL: plain bytes on both sides */
+    const mls_load_into_pair *pair; /* NULL: a plain copy of bytes */
     unsigned char *to;
     const unsigned char *from;
-    size_t size; /* plain: bytes; else rows along the axis that is cut, 0 for all of the
-                    pair */
+    size_t size; /* plain: bytes; else: rows along the axis that is divided, or 0 for the
+                    whole pair */
 } piece;
 
 struct mls_load_into {
-    size_t bytes; /* in all */
+    size_t bytes; /* total bytes to write */
     piece *pieces;
-    size_t *starts; /* of each task's pieces, and the end of the last */
+    size_t *starts; /* first chunk of each task, and the end of the last task */
     size_t tasks;
 };
 
-/* ---- how a pair is cut ---- */
+/* ---- dividing a pair ---- */
 
-/* Both views with as few axes as they need, the outermost first.  Strides that go the
- * other way keep doing so.  False where there are no elements. */
+/* Simplifies both views to as few axes as possible, outermost first. Negative strides
+ * stay negative. Returns false if there are no elements. */
 static bool reduce(const mls_load_into_pair *pair, mls_tensor *dst, mls_tensor *src)
 {
     mls_strided_iter w;
@@ -66,8 +66,9 @@ static bool reduce(const mls_load_into_pair *pair, mls_tensor *dst, mls_tensor *
     return true;
 }
 
-/* The outermost axis one index of which is at most PART, and the indices of it that make
- * a piece.  One of the innermost axis is an element, so there always is such an axis. */
+/* Returns the outermost axis with at most PART bytes for one index, and the number of its
+ * indices in a chunk. The innermost axis always qualifies: its indices are single
+ * elements. */
 static int cut_axis(const mls_tensor *reduced, size_t bytes, size_t *rows)
 {
     int axis = 0;
@@ -80,8 +81,8 @@ static int cut_axis(const mls_tensor *reduced, size_t bytes, size_t *rows)
     return axis;
 }
 
-/* Where the element at index `number` of the first `axes` axes, counted like the digits
- * of a number, lies behind the view's first one. */
+/* Returns the byte offset of an element from the view's first one. `number` is the
+ * row-major index over the first `axes` axes; the other indices are 0. */
 static ptrdiff_t offset_of(const mls_tensor *t, int axes, size_t number)
 {
     ptrdiff_t offset = 0;
@@ -92,43 +93,43 @@ static ptrdiff_t offset_of(const mls_tensor *t, int axes, size_t number)
     return offset;
 }
 
-/* ---- what a plan is made from ---- */
+/* ---- data of the planner ---- */
 
-/* What later steps need of a pair.  Zero bytes: nothing to do. */
+/* Summary of a pair. Zero bytes: nothing to copy. */
 typedef struct item {
     size_t bytes;
     unsigned char *to;
     const unsigned char *from;
-    bool plain;     /* packed on both sides and the same bytes */
-    size_t cluster; /* of destinations that share memory, from 1; 0: it shares none */
-    size_t next;    /* the pair after it in the cluster, or `count` */
+    bool plain;     /* packed on both sides, with equal dtype and byte order */
+    size_t cluster; /* group of destinations that share memory, from 1; 0: none */
+    size_t next;    /* next pair of the cluster, or `count` */
 } item;
 
-/* Everything that is gone when the plan stands. */
+/* State during planning; only `load` survives it. */
 typedef struct planner {
     const mls_load_into_pair *pairs;
     size_t count;
     bool cast;
     item *items;
-    mls_address_range *spans, *spare; /* room for two per pair each; first, what is read
-                                is in the one and what is written in the other */
+    mls_address_range *spans, *spare; /* two per pair; at first, the reads are in `spans`
+                                         and the writes in `spare` */
     size_t reads, writes;
     size_t clusters;
-    size_t *heads; /* the first pair of each cluster, or `count` */
+    size_t *heads; /* first pair of each cluster, or `count` */
     mls_load_into *load;
-    size_t room, pieces; /* how many there may be, and are */
-    size_t filled;       /* bytes of the task that is being filled */
+    size_t room, pieces; /* capacity and number of chunks */
+    size_t filled;       /* bytes in the current task */
     mls_status *st;
 } planner;
 
 /* ---- checks ---- */
 
-/* A name in quotes, as far as messages have room, cut between characters. */
+/* A quoted name for messages, shortened between characters if it is long. */
 typedef struct quoted {
     char text[SHOWN_NAME + 8];
 } quoted;
 
-/* Continuation bytes of UTF-8 begin with 10: a cut never leaves half a character. */
+/* Continuation bytes of UTF-8 begin with the bits 10, so a character is never split. */
 static quoted quote(mls_str name)
 {
     size_t length = name.length;
@@ -144,8 +145,7 @@ static quoted quote(mls_str name)
     return q;
 }
 
-/* Add the pair's name to the failure that was just filled in; an empty one may have no
- * bytes to point at. */
+/* Adds the pair's name to the error in `st`. The data of an empty name may be NULL. */
 static mls_code named(mls_status *st, const mls_load_into_pair *pair)
 {
     if (pair->name.length > 0) {
@@ -154,8 +154,8 @@ static mls_code named(mls_status *st, const mls_load_into_pair *pair)
     return st->code;
 }
 
-/* MLS_E_SHAPE, MLS_E_DTYPE.  Without `cast`, dtypes that would convert are refused too.
- * The name is made ready only for a failure. */
+/* Returns MLS_E_SHAPE or MLS_E_DTYPE if the pair cannot be copied. Without `cast`,
+ * different dtypes fail. The name is quoted only on failure. */
 static mls_code check_kind(const mls_load_into_pair *pair, bool cast, mls_status *st)
 {
     const mls_dtype to = pair->dst->dtype, from = pair->src->dtype;
@@ -176,8 +176,8 @@ static mls_code check_kind(const mls_load_into_pair *pair, bool cast, mls_status
     return named(st, pair);
 }
 
-/* Whether two views of equal shapes are one and the same.  Strides along an axis of one
- * index say nothing, and a byte has no order. */
+/* Returns whether two views of equal shapes are the same. The stride of an axis of length
+ * 1 and the byte order of single bytes do not matter. */
 static bool same_view(const mls_tensor *a, const mls_tensor *b)
 {
     if (a->data != b->data || a->dtype != b->dtype ||
@@ -192,13 +192,14 @@ static bool same_view(const mls_tensor *a, const mls_tensor *b)
     return true;
 }
 
-/* Whether no two elements of a view share memory, as far as it is easy to tell: from the
- * inside out, each step must pass over all that lies inside it.  Two axes that dodge each
- * other in another way are not recognised; nobody makes such views on purpose. */
+/* Returns whether the elements of a view certainly do not overlap: from the innermost
+ * axis outwards, each stride must exceed the extent of the inner axes. Some unusual views
+ * without overlap fail this test. */
 static bool elements_apart(const mls_tensor *t)
 {
     mls_strided_iter w;
-    size_t reach = mls_tensor_item_bytes(t); /* from the lowest byte to the highest */
+    size_t reach =
+        mls_tensor_item_bytes(t); /* bytes from the lowest to the highest address */
     bool apart = true;
     if (mls_tensor_is_contiguous(t) || !mls_strided_iter_init(&w, t, NULL)) {
         return true;
@@ -214,7 +215,8 @@ static bool elements_apart(const mls_tensor *t)
     return apart;
 }
 
-/* Whether a pair is a copy of bytes, all of which lie together on either side. */
+/* Returns whether a pair is one memcpy: both sides packed, with equal dtype and byte
+ * order. */
 static bool is_plain(const mls_load_into_pair *pair)
 {
     const mls_tensor *dst = pair->dst, *src = pair->src;
@@ -225,12 +227,12 @@ static bool is_plain(const mls_load_into_pair *pair)
     if (mls_tensor_is_contiguous(dst) && mls_tensor_is_contiguous(src)) {
         return true;
     }
-    mls_strided_iter w; /* packed in another order, the same on both sides */
+    mls_strided_iter w; /* packed in the same other order on both sides */
     return mls_strided_iter_init(&w, dst, src) && w.rank == 0 &&
            w.a_step == (ptrdiff_t)bytes && w.b_step == (ptrdiff_t)bytes;
 }
 
-/* Remember the memory of a view, if it has any. */
+/* Appends the address range of a view, if it has elements. */
 static void add_span(mls_address_range *spans, size_t *count, const mls_tensor *t,
                      size_t pair, bool written)
 {
@@ -240,9 +242,9 @@ static void add_span(mls_address_range *spans, size_t *count, const mls_tensor *
     }
 }
 
-/* Ask for the views of a pair some turns later.  Two lines of each are read, too far
- * apart for the processor to guess the second: measured with ten thousand pairs that were
- * not in the cache, waiting for them took a third of the time. */
+/* Prefetches the views of a later pair: two cache lines of each, too far apart for the
+ * hardware prefetcher. Without it, waiting for them took a third of the time (measured
+ * with ten thousand pairs outside the cache). */
 static void prefetch_pair(const planner *p, size_t index)
 {
     if (index < p->count) {
@@ -254,7 +256,7 @@ static void prefetch_pair(const planner *p, size_t index)
     }
 }
 
-/* All that is asked of a pair alone, and its item and spans. */
+/* Checks one pair, and fills its item and address ranges. */
 static mls_code take_pair(planner *p, size_t index)
 {
     const mls_load_into_pair *pair = &p->pairs[index];
@@ -279,14 +281,15 @@ static mls_code take_pair(planner *p, size_t index)
     it->plain = is_plain(pair);
     add_span(p->spare, &p->writes, pair->dst, index, true);
     if (!mls_size_add(p->load->bytes, it->bytes, &p->load->bytes)) {
-        p->load->bytes = SIZE_MAX; /* tied many times over; only asked whether large */
+        p->load->bytes =
+            SIZE_MAX; /* saturates; needed only to tell whether the load is large */
     }
     return MLS_OK;
 }
 
-/* ---- who shares memory with whom ---- */
+/* ---- destinations that share memory ---- */
 
-/* Destination `written` meets the source of `read`. */
+/* Fails because destination `written` overlaps the source of `read`. */
 static mls_code overlap(planner *p, size_t written, size_t read)
 {
     const mls_load_into_pair *pair = &p->pairs[written];
@@ -304,7 +307,7 @@ static mls_code overlap(planner *p, size_t written, size_t read)
     return named(p->st, pair);
 }
 
-/* Put a destination into the cluster of another one, which may have to be opened. */
+/* Adds a destination to the cluster of another one, creating the cluster if needed. */
 static void join_cluster(planner *p, size_t pair, size_t other)
 {
     if (p->items[other].cluster == 0) {
@@ -313,11 +316,11 @@ static void join_cluster(planner *p, size_t pair, size_t other)
     p->items[pair].cluster = p->items[other].cluster;
 }
 
-/* Sweep the sorted spans of all that is read and written.  It is enough to keep the span
- * that reaches highest, among those written and among those read. */
+/* Sweeps the sorted ranges of all reads and writes. Only the range with the highest end
+ * has to be kept, among the reads and among the writes. */
 static mls_code find_overlaps(planner *p)
 {
-    const mls_address_range *top[2] = {NULL, NULL}; /* read, written */
+    const mls_address_range *top[2] = {NULL, NULL}; /* index 0: reads, 1: writes */
     const size_t count = p->reads + p->writes;
     memcpy(p->spans + p->reads, p->spare, p->writes * sizeof *p->spans);
     const mls_address_range *sorted = mls_address_ranges_sort(p->spans, p->spare, count);
@@ -339,8 +342,8 @@ static mls_code find_overlaps(planner *p)
     return MLS_OK;
 }
 
-/* Chain the pairs of each cluster in their order: from the last to the first, each is put
- * in front. */
+/* Links the pairs of each cluster in order. Iterates backwards, so each pair is
+ * prepended. */
 static void link_clusters(planner *p)
 {
     for (size_t cluster = 0; cluster < p->clusters; cluster++) {
@@ -355,16 +358,16 @@ static void link_clusters(planner *p)
     }
 }
 
-/* ---- pieces and tasks ---- */
+/* ---- chunks and tasks ---- */
 
-/* Nothing of the plan remains where this is returned. */
 static mls_code no_memory(mls_status *st, size_t count)
 {
     return mls_fail(st, MLS_E_MEMORY, "no memory to plan the loading of %zu tensors",
                     count);
 }
 
-/* Room for one piece more, and for the task that it may start and the end of that. */
+/* Ensures capacity for one more chunk, and for the task that it may start with the end of
+ * that task. */
 static bool grow(planner *p)
 {
     if (p->pieces < p->room) {
@@ -389,7 +392,7 @@ static bool grow(planner *p)
     return true;
 }
 
-/* End the task that is being filled, if there is something in it. */
+/* Ends the current task, unless it is empty. */
 static void end_task(planner *p)
 {
     mls_load_into *load = p->load;
@@ -399,8 +402,8 @@ static void end_task(planner *p)
     }
 }
 
-/* Add a piece of `bytes` bytes; it starts a task where the one that is being filled is
- * full enough, unless `together`. */
+/* Appends a chunk of `bytes` bytes. Starts a new task if the current one is full enough,
+ * unless `together`. */
 static bool add_piece(planner *p, piece part, size_t bytes, bool together)
 {
     if (!grow(p)) {
@@ -414,7 +417,7 @@ static bool add_piece(planner *p, piece part, size_t bytes, bool together)
     return true;
 }
 
-/* All of a pair as one piece. */
+/* Adds a whole pair as one chunk. */
 static bool add_whole(planner *p, size_t index, bool together)
 {
     const mls_load_into_pair *pair = &p->pairs[index];
@@ -426,7 +429,8 @@ static bool add_whole(planner *p, size_t index, bool together)
     return add_piece(p, whole, it->bytes, together);
 }
 
-/* A plain pair in pieces of PART bytes and a rest, which may share its task. */
+/* Divides a plain pair into chunks of PART bytes and a remainder, which may share a task.
+ */
 static bool cut_plain(planner *p, const item *it)
 {
     bool fits = true;
@@ -438,8 +442,8 @@ static bool cut_plain(planner *p, const item *it)
     return fits;
 }
 
-/* Any other pair in pieces of some rows of one axis: every index of the axes outside it
- * has pieces of its own.  A large view has few of them, as each is over PART. */
+/* Divides any other pair into chunks of some rows of one axis, separately for every index
+ * of the outer axes. One such index exceeds PART bytes, so there are few of them. */
 static bool cut_strided(planner *p, const mls_load_into_pair *pair, size_t bytes)
 {
     mls_tensor dst, src;
@@ -469,8 +473,7 @@ static bool cut_strided(planner *p, const mls_load_into_pair *pair, size_t bytes
     return fits;
 }
 
-/* Clusters first: they cannot be shared out, so the other threads must find work beside
- * them. */
+/* Clusters come first: each is one task, so other threads must find work meanwhile. */
 static bool add_clusters(planner *p)
 {
     bool fits = true;
@@ -484,7 +487,7 @@ static bool add_clusters(planner *p)
     return fits;
 }
 
-/* The pairs that share nothing, in their order. */
+/* Adds the pairs that share no memory, in order. */
 static bool add_others(planner *p)
 {
     bool fits = true;
@@ -507,7 +510,7 @@ static bool add_others(planner *p)
 
 /* ---- the plan ---- */
 
-/* Check all pairs, then how they lie to each other, then list the work. */
+/* Checks all pairs, then their overlaps, then lists the work. */
 static mls_code make_plan(planner *p)
 {
     mls_code code = MLS_OK;
@@ -532,7 +535,7 @@ static mls_code make_plan(planner *p)
     return MLS_OK;
 }
 
-/* The tables are for the planning only; what stays is the plan. */
+/* Frees everything but the plan. */
 mls_code mls_load_into_new(const mls_load_into_pair *pairs, size_t count, bool cast,
                            mls_load_into **out, mls_status *st)
 {
@@ -565,16 +568,16 @@ size_t mls_load_into_bytes(const mls_load_into *load)
     return load->bytes;
 }
 
-/* ---- running it ---- */
+/* ---- running ---- */
 
-/* What every thread reads. */
+/* Shared by all threads; constant. */
 typedef struct job {
     const mls_load_into *load;
     const mls_kernels *kernels;
     mls_destination destination;
 } job;
 
-/* The rows of a piece as views of their own: the axes outside have one index here. */
+/* Copies the rows of a chunk as smaller views: the outer axes have length 1. */
 static void copy_rows(const job *j, const piece *part)
 {
     mls_tensor dst, src;
@@ -582,19 +585,19 @@ static void copy_rows(const job *j, const piece *part)
     if (!reduce(part->pair, &dst, &src)) {
         return;
     }
-    (void)mls_tensor_bytes(&dst, &bytes); /* it fitted when the plan was made */
+    (void)mls_tensor_bytes(&dst, &bytes); /* cannot overflow: checked while planning */
     const int axis = cut_axis(&dst, bytes, &rows);
     for (int outer = 0; outer < axis; outer++) {
         dst.shape[outer] = src.shape[outer] = 1;
     }
     dst.shape[axis] = src.shape[axis] = part->size;
     dst.data = part->to;
-    /* the source is only read, but a view does not say so */
+    /* only read, although the view is not const */
     src.data += part->from - src.data;
     mls_copy(j->kernels, &dst, &src, j->destination);
 }
 
-/* One task, for the pool. */
+/* Runs one task of the thread pool. */
 static void run_task(void *context, size_t task)
 {
     const job *j = context;
@@ -611,8 +614,8 @@ static void run_task(void *context, size_t task)
     }
 }
 
-/* All tensors together count as one destination: they may exceed the cache although each
- * of them would fit. */
+/* All tensors count as one destination: together they may exceed the cache although each
+ * of them fits. */
 void mls_load_into_run(const mls_load_into *load, const mls_kernels *kernels,
                        mls_pool *pool)
 {
@@ -621,7 +624,6 @@ void mls_load_into_run(const mls_load_into *load, const mls_kernels *kernels,
     mls_pool_run(shared, run_task, &j, load->tasks);
 }
 
-/* Sources and targets are borrowed and stay. */
 void mls_load_into_free(mls_load_into *load)
 {
     if (load != NULL) {
