@@ -54,7 +54,7 @@ typedef struct demand {
 
 /* Returns whether a later step needs the output of this one. Before this step the output
  * is not needed. */
-static bool take_output(demand *d, mls_compute_step *run)
+static bool consume_output(demand *d, mls_compute_step *run)
 {
     const size_t i = (size_t)run->index;
     switch (run->kind) {
@@ -82,7 +82,7 @@ static bool take_output(demand *d, mls_compute_step *run)
 }
 
 /* Marks the step's input as needed, unless it is inside saved tensors. */
-static void ask_input(demand *d, mls_compute_step *run)
+static void require_input(demand *d, mls_compute_step *run)
 {
     const size_t i = (size_t)run->index;
     if (run->kind == MLS_STEP_OFFLOAD || run->kind == MLS_STEP_LOAD || i == 0 ||
@@ -104,8 +104,8 @@ bool mls_compute_steps_tidy(const mls_chain *chain, mls_compute_step *runs, size
     for (size_t t = *count; t-- > 0;) {
         mls_compute_step run = runs[t];
         run.drops = false;
-        if (take_output(&d, &run)) {
-            ask_input(&d, &run);
+        if (consume_output(&d, &run)) {
+            require_input(&d, &run);
             runs[--kept] = run;
         }
     }

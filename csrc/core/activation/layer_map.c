@@ -16,7 +16,7 @@
 enum { FIRST_ROOM = 8, FIRST_TEXT = 128 };
 
 /* Mixes all bits of the caller's hash into the lower half, which the slots store. */
-static uint32_t mixed(uint64_t hash)
+static uint32_t mix_hash(uint64_t hash)
 {
     hash *= UINT64_C(0x9E3779B97F4A7C15);
     return (uint32_t)(hash ^ (hash >> 32));
@@ -59,7 +59,7 @@ static bool is_layer(const mls_layer_map *table, const mls_table_layer *layer,
  * slots; half of them are empty. */
 static mls_layer_slot *slot_of(const mls_layer_map *table, const mls_layer_key *key)
 {
-    const uint32_t hash = mixed(key->hash);
+    const uint32_t hash = mix_hash(key->hash);
     const size_t mask = table->slot_count - 1;
     for (size_t at = hash & mask;; at = (at + 1) & mask) {
         mls_layer_slot *slot = &table->slots[at];
@@ -90,7 +90,7 @@ static bool grow_slots(mls_layer_map *table, size_t slot_count)
         return false;
     }
     for (size_t i = 0; i < table->count; i++) {
-        const uint32_t hash = mixed(table->layers[i].hash);
+        const uint32_t hash = mix_hash(table->layers[i].hash);
         size_t at = hash & (slot_count - 1);
         while (slots[at].number != 0) {
             at = (at + 1) & (slot_count - 1);
@@ -160,7 +160,7 @@ mls_code mls_layer_add(mls_layer_map *table, const mls_layer_key *key,
         return mls_fail(st, MLS_E_MEMORY, "no memory for the table of layers");
     }
     /* nothing fails below; searched again because the slots may have moved */
-    *slot_of(table, key) = (mls_layer_slot){.hash = mixed(key->hash),
+    *slot_of(table, key) = (mls_layer_slot){.hash = mix_hash(key->hash),
                                             .number = (uint32_t)(table->count + 1)};
     mls_table_layer *layer = &table->layers[table->count++];
     *layer = (mls_table_layer){

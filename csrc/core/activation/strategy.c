@@ -58,8 +58,8 @@ int mls_decide_memory_aware(mls_strategy *s, const mls_layer_question *q, mls_st
 
 /* Finds or adds a layer. The sum is checked first, so every added layer's bytes are in
  * the sum. */
-static mls_code meet(mls_strategy *s, const mls_layer_key *key, size_t bytes,
-                     mls_table_layer **out, mls_status *st)
+static mls_code find_or_add_layer(mls_strategy *s, const mls_layer_key *key, size_t bytes,
+                                  mls_table_layer **out, mls_status *st)
 {
     size_t total;
     *out = mls_layer_find(&s->seen, key);
@@ -95,7 +95,7 @@ static bool is_worth_it(const mls_strategy *s, const mls_table_layer *layer,
 int mls_decide_smart(mls_strategy *s, const mls_layer_question *q, mls_status *st)
 {
     mls_table_layer *known = NULL;
-    if (meet(s, &q->layer, q->bytes, &known, st) != MLS_OK) {
+    if (find_or_add_layer(s, &q->layer, q->bytes, &known, st) != MLS_OK) {
         return -1;
     }
     known->calls++;
@@ -170,7 +170,7 @@ mls_code mls_strategy_restore_layer(mls_strategy *s, const mls_layer_key *layer,
         return MLS_E_VALUE;
     }
     mls_table_layer *known = NULL;
-    const mls_code code = meet(s, layer, bytes, &known, st);
+    const mls_code code = find_or_add_layer(s, layer, bytes, &known, st);
     if (code == MLS_OK) {
         known->calls = calls;
     }

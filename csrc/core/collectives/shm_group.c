@@ -63,7 +63,7 @@ static size_t area_bytes(void)
 }
 
 /* Slots have whole pages, so that ranges are aligned. */
-static void fill_in(mls_shm_shape *shape)
+static void fill_defaults(mls_shm_shape *shape)
 {
     const size_t least = peers_of(shape->world) * piece_least;
     if (shape->slot_bytes == 0) {
@@ -93,7 +93,7 @@ mls_code mls_shm_measure(mls_shm_shape *shape, size_t *bytes, mls_status *st)
         return mls_fail(st, MLS_E_VALUE, "slots of %zu bytes: choose at most %d",
                         full.slot_bytes, (int)SLOT_MOST);
     }
-    fill_in(&full);
+    fill_defaults(&full);
     if (full.depth < 2 || full.depth > MLS_SHM_MAX_DEPTH) {
         return mls_fail(st, MLS_E_VALUE, "%zu slots for each rank: choose 2 to %d",
                         full.depth, (int)MLS_SHM_MAX_DEPTH);
@@ -137,13 +137,13 @@ unsigned char *mls_shm_slot(const mls_shm *g, size_t rank, uint64_t step)
 /* ---- why the group broke ---- */
 
 /* Never 0: `why` is not MLS_SHM_WORKS in a broken group. */
-static uint64_t pack(mls_shm_blame blame)
+static uint64_t pack_blame(mls_shm_blame blame)
 {
     return (uint64_t)blame.why | (uint64_t)blame.kind << 8 |
            (uint64_t)blame.reporter << 16 | (uint64_t)blame.culprit << 32;
 }
 
-static mls_shm_blame unpack(uint64_t word)
+static mls_shm_blame unpack_blame(uint64_t word)
 {
     return (mls_shm_blame){.why = (mls_shm_why)(word & 0xFF),
                            .kind = (mls_shm_kind)(word >> 8 & 0xFF),
@@ -152,7 +152,7 @@ static mls_shm_blame unpack(uint64_t word)
 }
 
 /* Wakes a rank that sleeps on its bell (shm_sync.c). */
-static void wake(_Atomic(uint32_t) *bell)
+static void wake_rank(_Atomic(uint32_t) *bell)
 {
     atomic_fetch_add(bell, 1);
 #    if defined(__linux__)
@@ -167,7 +167,7 @@ void mls_shm_wake(const mls_shm *g)
         mls_shm_area *area = mls_shm_area_of(g, rank);
         if (rank != g->rank && atomic_load(&area->sleeping) != 0 &&
             atomic_exchange(&area->sleeping, 0) != 0) {
-            wake(&area->bell);
+            wake_rank(&area->bell);
         }
     }
 }
@@ -176,12 +176,13 @@ void mls_shm_wake(const mls_shm *g)
 void mls_shm_mark_broken(mls_shm *g, mls_shm_blame blame)
 {
     uint64_t none = 0;
-    atomic_compare_exchange_strong(&mls_shm_header_of(g)->broken, &none, pack(blame));
+    atomic_compare_exchange_strong(&mls_shm_header_of(g)->broken, &none,
+                                   pack_blame(blame));
     mls_shm_wake(g);
 }
 
 /* Writes the reason, in words that suit any rank. */
-static void tell(const mls_shm *g, mls_shm_blame b, char *text, size_t room)
+static void describe_blame(const mls_shm *g, mls_shm_blame b, char *text, size_t room)
 {
     const char *kind = mls_shm_kind_name(b.kind);
     const mls_shm_area *area = mls_shm_area_of(g, b.culprit);
@@ -214,9 +215,9 @@ static void tell(const mls_shm *g, mls_shm_blame b, char *text, size_t room)
 mls_code mls_shm_failed_rank(mls_shm *g, mls_shm_kind kind, const char *more,
                              mls_status *st)
 {
-    const mls_shm_blame blame = unpack(atomic_load(&mls_shm_header_of(g)->broken));
+    const mls_shm_blame blame = unpack_blame(atomic_load(&mls_shm_header_of(g)->broken));
     char text[MLS_TEXT_BYTES];
-    tell(g, blame, text, sizeof text);
+    describe_blame(g, blame, text, sizeof text);
     mls_fail(st, MLS_E_PEER, "%s on rank %zu: %s; the group is of no use any more",
              mls_shm_kind_name(kind), g->rank, more[0] != '\0' ? more : text);
     mls_status_name(st, mls_shm_kind_name(kind), strlen(mls_shm_kind_name(kind)));
@@ -227,7 +228,7 @@ bool mls_shm_ended(mls_shm *g, char *text, size_t room)
 {
     const uint64_t word = atomic_load(&mls_shm_header_of(g)->broken);
     if (word != 0 && text != NULL) {
-        tell(g, unpack(word), text, room);
+        describe_blame(g, unpack_blame(word), text, room);
     }
     return word != 0;
 }
@@ -248,7 +249,7 @@ void mls_shm_abort(mls_shm *g)
 
 /* Maps a file, or memory of this process if `fd` is -1. Returns NULL with `st` filled on
  * failure. */
-static mls_shm_memory *map(int fd, size_t bytes, mls_status *st)
+static mls_shm_memory *map_memory(int fd, size_t bytes, mls_status *st)
 {
     mls_shm_memory *memory = mls_alloc(1, sizeof *memory);
     if (memory == NULL) {
@@ -269,7 +270,7 @@ static mls_shm_memory *map(int fd, size_t bytes, mls_status *st)
 }
 
 /* The last user unmaps. */
-static void unmap(mls_shm_memory *memory)
+static void release_memory(mls_shm_memory *memory)
 {
     if (memory != NULL && atomic_fetch_sub(&memory->users, 1) == 1) {
         munmap(memory->data, memory->bytes);
@@ -278,7 +279,8 @@ static void unmap(mls_shm_memory *memory)
 }
 
 /* Creates a handle without memory of the group. Returns NULL without memory. */
-static mls_shm *make(const mls_shm_shape *shape, size_t rank, const mls_kernels *kernels)
+static mls_shm *create_handle(const mls_shm_shape *shape, size_t rank,
+                              const mls_kernels *kernels)
 {
     mls_shm *g = mls_alloc(1, sizeof *g);
     if (g == NULL) {
@@ -296,7 +298,7 @@ static mls_shm *make(const mls_shm_shape *shape, size_t rank, const mls_kernels 
 }
 
 /* Compares or sets the shape, and marks `rank` as joined. */
-static mls_code enter(mls_shm *g, mls_status *st)
+static mls_code claim_rank(mls_shm *g, mls_status *st)
 {
     uint64_t found = 0;
     const uint64_t word = shape_word(&g->shape);
@@ -315,7 +317,7 @@ static mls_code enter(mls_shm *g, mls_status *st)
 }
 
 /* Checks that the file is large enough for the mapping, and locks this rank's byte. */
-static mls_code hold_file(int fd, size_t rank, size_t bytes, mls_status *st)
+static mls_code lock_rank_byte(int fd, size_t rank, size_t bytes, mls_status *st)
 {
     struct stat about;
     struct flock lock = mls_shm_lock_on(rank);
@@ -345,19 +347,19 @@ mls_code mls_shm_join(const mls_shm_shape *shape, size_t rank, int fd,
     if (code == MLS_OK && rank >= full.world) {
         code = mls_fail(st, MLS_E_VALUE, "rank %zu of %zu ranks", rank, full.world);
     }
-    if (code != MLS_OK || (code = hold_file(fd, rank, bytes, st)) != MLS_OK) {
+    if (code != MLS_OK || (code = lock_rank_byte(fd, rank, bytes, st)) != MLS_OK) {
         goto done;
     }
-    g = make(&full, rank, kernels);
+    g = create_handle(&full, rank, kernels);
     if (g == NULL) {
         code = mls_fail(st, MLS_E_MEMORY, "no memory for a group");
         goto done;
     }
-    g->memory = map(fd, bytes, st);
-    code = g->memory == NULL ? st->code : enter(g, st);
+    g->memory = map_memory(fd, bytes, st);
+    code = g->memory == NULL ? st->code : claim_rank(g, st);
 done:
     if (code != MLS_OK) {
-        unmap(g == NULL ? NULL : g->memory);
+        release_memory(g == NULL ? NULL : g->memory);
         mls_free(g);
         close(fd);
         return code;
@@ -378,21 +380,21 @@ mls_code mls_shm_threads(const mls_shm_shape *shape, const mls_kernels *kernels,
     if (code != MLS_OK) {
         return code;
     }
-    mls_shm_memory *memory = map(-1, bytes, st);
+    mls_shm_memory *memory = map_memory(-1, bytes, st);
     if (memory == NULL) {
         return st->code;
     }
     for (size_t rank = 0; rank < full.world; rank++) {
-        made[rank] = make(&full, rank, kernels);
+        made[rank] = create_handle(&full, rank, kernels);
         if (made[rank] == NULL) {
             while (rank > 0) {
                 mls_free(made[--rank]);
             }
-            unmap(memory);
+            release_memory(memory);
             return mls_fail(st, MLS_E_MEMORY, "no memory for a group");
         }
         made[rank]->memory = memory;
-        (void)enter(made[rank], st); /* cannot fail: the memory is new */
+        (void)claim_rank(made[rank], st); /* cannot fail: the memory is new */
     }
     atomic_store(&memory->users, full.world);
     memcpy(out, made, full.world * sizeof(mls_shm *));
@@ -410,7 +412,7 @@ void mls_shm_free(mls_shm *g)
         mls_shm_wake(g);
     }
     const int fd = g->fd;
-    unmap(g->memory);
+    release_memory(g->memory);
     mls_free(g);
     if (fd >= 0) {
         close(fd);

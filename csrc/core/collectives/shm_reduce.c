@@ -13,7 +13,7 @@
 
 #    include <string.h>
 
-enum { NOBODY = -1 };
+enum { NO_RANK = -1 };
 
 /* Lets the compiler emit PREFETCHW. 64-bit processors either have it or treat it as a
  * no-op. */
@@ -36,7 +36,7 @@ static uint64_t mix_reduction(uint64_t print, const mls_reduction *r)
 }
 
 /* Prefetches the cache line of an address for writing. A hint only; never faults. */
-PREFETCHES static inline void claim(const void *address)
+PREFETCHES static inline void prefetch_for_write(const void *address)
 {
     __builtin_prefetch(address, 1, 3);
 }
@@ -50,7 +50,7 @@ PREFETCHES static void copy_ahead(unsigned char *to, const unsigned char *from,
     for (size_t at = 0; at < bytes; at += STEP) {
         for (size_t line = at + AHEAD; line < at + AHEAD + STEP; line += LINE) {
             __builtin_prefetch((const void *)((uintptr_t)from + line));
-            claim((const void *)((uintptr_t)to + line));
+            prefetch_for_write((const void *)((uintptr_t)to + line));
         }
         memcpy(to + at, from + at, mls_shm_least(bytes - at, STEP));
     }
@@ -69,17 +69,17 @@ typedef struct scatter {
 } scatter;
 
 /* The elements of one segment within a range. */
-typedef struct stretch {
+typedef struct share_range {
     size_t segment;
     size_t start;  /* index of the first element in the rank's share */
     size_t at;     /* index of the first element in the segment */
     size_t length; /* elements */
     size_t offset; /* bytes from the start of the range */
-} stretch;
+} share_range;
 
 /* Advances to the first segment that has elements left for `rank`; returns false at the
  * end. */
-static bool settle(const scatter *s, size_t rank, mls_shm_cursor *c)
+static bool advance_cursor(const scatter *s, size_t rank, mls_shm_cursor *c)
 {
     while (c->segment < s->count) {
         const size_t *counts = s->segments[c->segment].counts;
@@ -101,10 +101,10 @@ static bool settle(const scatter *s, size_t rank, mls_shm_cursor *c)
 /* Finds the next elements of `rank` for a range with `*used` bytes already filled.
  * Returns false if the range is full or nothing is left. Shares are split at whole norm
  * blocks, so that norms do not depend on the split. */
-static bool next_stretch(const scatter *s, size_t rank, mls_shm_cursor *c, size_t *used,
-                         stretch *out)
+static bool next_range(const scatter *s, size_t rank, mls_shm_cursor *c, size_t *used,
+                       share_range *out)
 {
-    if (!settle(s, rank, c)) {
+    if (!advance_cursor(s, rank, c)) {
         return false;
     }
     const mls_segment *segment = &s->segments[c->segment];
@@ -117,11 +117,11 @@ static bool next_stretch(const scatter *s, size_t rank, mls_shm_cursor *c, size_
     if (length == 0) {
         return false;
     }
-    *out = (stretch){.segment = c->segment,
-                     .start = c->at,
-                     .at = c->base + c->at,
-                     .length = length,
-                     .offset = *used};
+    *out = (share_range){.segment = c->segment,
+                         .start = c->at,
+                         .at = c->base + c->at,
+                         .length = length,
+                         .offset = *used};
     c->at += length;
     const size_t end = *used + length * item;
     *used = mls_shm_least((end + 63) / 64 * 64, s->g->piece_bytes);
@@ -129,7 +129,7 @@ static bool next_stretch(const scatter *s, size_t rank, mls_shm_cursor *c, size_
 }
 
 /* Returns the elements in this rank's own array. */
-static const unsigned char *own(const scatter *s, const stretch *part)
+static const unsigned char *own_elements(const scatter *s, const share_range *part)
 {
     const mls_segment *segment = &s->segments[part->segment];
     const size_t item = mls_dtype_of(segment->reduction.dtype)->item_bytes;
@@ -144,12 +144,13 @@ static void fill_scatter(void *context, unsigned char *slot)
     const mls_shm *g = s->g;
     for (size_t rank = 0; rank < g->shape.world; rank++) {
         size_t used = 0;
-        stretch part;
-        while (next_stretch(s, rank, &s->g->cursors[rank], &used, &part)) {
+        share_range part;
+        while (next_range(s, rank, &s->g->cursors[rank], &used, &part)) {
             if (rank != g->rank) {
                 const mls_dtype dtype = s->segments[part.segment].reduction.dtype;
                 copy_ahead(slot + mls_shm_piece_of(g, g->rank, rank) + part.offset,
-                           own(s, &part), part.length * mls_dtype_of(dtype)->item_bytes);
+                           own_elements(s, &part),
+                           part.length * mls_dtype_of(dtype)->item_bytes);
             }
         }
     }
@@ -177,13 +178,13 @@ static mls_code drain_scatter(void *context, uint64_t step, mls_status *st)
     const mls_destination destination = {.bytes = share_bytes(s)};
     const void *sources[MLS_SHM_MAX_RANKS];
     size_t used = 0;
-    stretch part;
-    while (next_stretch(s, g->rank, &s->reader, &used, &part)) {
+    share_range part;
+    while (next_range(s, g->rank, &s->reader, &used, &part)) {
         mls_segment *segment = &s->segments[part.segment];
         const size_t item = mls_dtype_of(segment->reduction.out_dtype)->item_bytes;
         for (size_t rank = 0; rank < g->shape.world; rank++) {
             sources[rank] = rank == g->rank
-                                ? own(s, &part)
+                                ? own_elements(s, &part)
                                 : mls_shm_slot(g, rank, step) +
                                       mls_shm_piece_of(g, rank, g->rank) + part.offset;
         }
@@ -198,7 +199,7 @@ static bool more_scatter(void *context)
 {
     scatter *s = context;
     for (size_t rank = 0; rank < s->g->shape.world; rank++) {
-        if (settle(s, rank, &s->g->cursors[rank])) {
+        if (advance_cursor(s, rank, &s->g->cursors[rank])) {
             return true;
         }
     }
@@ -208,7 +209,7 @@ static bool more_scatter(void *context)
 /* ---- reduce_scatter of threads, by address ---- */
 
 /* Returns the bytes of all arrays. */
-static size_t bytes_of(const scatter *s)
+static size_t total_bytes(const scatter *s)
 {
     size_t bytes = 0;
     for (size_t i = 0; i < s->count; i++) {
@@ -262,8 +263,8 @@ static mls_code sum_addressed(void *context, uint64_t step, mls_status *st)
 }
 
 /* Hashes everything that decides the contents of the slots and the bits of the sums. */
-static uint64_t print_segments(const mls_shm *g, const mls_shm_call *call,
-                               const mls_segment *segments, size_t count)
+static uint64_t hash_segments(const mls_shm *g, const mls_shm_call *call,
+                              const mls_segment *segments, size_t count)
 {
     uint64_t print = mls_shm_mix(mls_shm_mix_text(0, call->text), count);
     for (size_t i = 0; i < count; i++) {
@@ -281,7 +282,7 @@ static mls_shm_flow scatter_flow(scatter *s, mls_shm_kind kind, uint64_t print)
     memset(s->g->cursors, 0, sizeof s->g->cursors);
     return (mls_shm_flow){.kind = kind,
                           .fingerprint = print,
-                          .source = NOBODY,
+                          .source = NO_RANK,
                           .fill = fill_scatter,
                           .drain = drain_scatter,
                           .more = more_scatter,
@@ -301,10 +302,10 @@ mls_code mls_shm_reduce_scatter(mls_shm *g, const mls_shm_call *call,
         segments[i].tally = (mls_norm_partial){0};
     }
     scatter s = {.g = g, .segments = segments, .count = count, .is_tallied = is_tallied};
-    mls_shm_flow flow = scatter_flow(&s, MLS_SHM_REDUCE_SCATTER,
-                                     print_segments(g, call, segments, count));
+    mls_shm_flow flow =
+        scatter_flow(&s, MLS_SHM_REDUCE_SCATTER, hash_segments(g, call, segments, count));
     if (count > g->shape.slot_bytes / sizeof(void *) ||
-        !mls_shm_is_direct(g, bytes_of(&s))) {
+        !mls_shm_is_direct(g, total_bytes(&s))) {
         return mls_shm_run(g, &flow, call, st);
     }
     flow.fill = fill_addresses;
@@ -346,7 +347,7 @@ static mls_code drain_total(void *context, uint64_t step, mls_status *st)
 
 /* Divides n elements into shares of a multiple of 64 elements, so of whole cache lines;
  * the last shares may be smaller or empty. */
-static void share_out(size_t n, size_t world, size_t *counts)
+static void divide_evenly(size_t n, size_t world, size_t *counts)
 {
     enum { MULTIPLE = 64 };
     const size_t each = ((n + world - 1) / world + MULTIPLE - 1) / MULTIPLE * MULTIPLE;
@@ -361,7 +362,7 @@ static void share_out(size_t n, size_t world, size_t *counts)
 static size_t find_share(const total *s, size_t *counts)
 {
     size_t start = 0;
-    share_out(s->n, s->g->shape.world, counts);
+    divide_evenly(s->n, s->g->shape.world, counts);
     for (size_t rank = 0; rank < s->g->rank; rank++) {
         start += counts[rank];
     }
@@ -379,7 +380,7 @@ static void fill_pair(void *context, unsigned char *slot)
 /* Sums this rank's share block by block, and copies each block into the results of all
  * ranks. Only this rank reads or writes this share, in any array, so a result may be the
  * array itself. */
-static mls_code sum_for_all(void *context, uint64_t step, mls_status *st)
+static mls_code sum_into_all(void *context, uint64_t step, mls_status *st)
 {
     enum { PIECE = 64 * 1024 }; /* elements; a block stays in the cache */
     const total *s = context;
@@ -460,9 +461,9 @@ mls_code mls_shm_all_reduce(mls_shm *g, const mls_shm_call *call, const void *da
     const mls_shm_flow flow = {
         .kind = MLS_SHM_ALL_REDUCE,
         .fingerprint = print,
-        .source = NOBODY,
+        .source = NO_RANK,
         .fill = direct ? fill_pair : fill_total,
-        .drain = direct ? sum_for_all : drain_total,
+        .drain = direct ? sum_into_all : drain_total,
         .context = &s,
     };
     return direct ? mls_shm_run_direct(g, &flow, call, st)

@@ -23,19 +23,19 @@
 #    endif
 
 /* The conditions that a rank waits for; one of `reads` and `writes` is enough. */
-typedef struct wish {
+typedef struct wait_condition {
     bool reads, writes;
-    bool settles; /* wait until no rank reads the published slots any more */
-    int source;   /* rank whose slots are read; -1 for all */
-} wish;
+    bool all_consumed; /* wait until no rank reads the published slots any more */
+    int source;        /* rank whose slots are read; -1 for all */
+} wait_condition;
 
-enum { NOBODY = -1 };
+enum { NO_RANK = -1 };
 
 static const int64_t second = 1000000000;
 static const int64_t nap = 20 * 1000 * 1000; /* between two checks of a rank's life */
 
 /* Nanoseconds of the clock that deadlines use. */
-static int64_t now(void)
+static int64_t read_clock(void)
 {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -43,7 +43,7 @@ static int64_t now(void)
 }
 
 /* Saves power, and leaves the core to its other hardware thread, while spinning. */
-static inline void relax(void)
+static inline void pause_cpu(void)
 {
 #    if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
@@ -55,7 +55,7 @@ static inline void relax(void)
 /* ---- ranks that are not ready ---- */
 
 /* Returns the first rank that has not published the next step to read, or -1. */
-static int unpublished(const mls_shm *g, int source)
+static int find_unpublished(const mls_shm *g, int source)
 {
     const size_t first = source < 0 ? 0 : (size_t)source;
     const size_t end = source < 0 ? g->shape.world : first + 1;
@@ -64,13 +64,13 @@ static int unpublished(const mls_shm *g, int source)
             return (int)rank;
         }
     }
-    return NOBODY;
+    return NO_RANK;
 }
 
 /* Returns the first rank that has not consumed all but the last `most - 1` slots that
  * this rank wrote, or -1. With `most` equal to the depth, -1 means that the next slot is
  * free. */
-static int unconsumed(const mls_shm *g, size_t most)
+static int find_unconsumed(const mls_shm *g, size_t most)
 {
     for (size_t rank = 0; rank < g->shape.world; rank++) {
         const uint64_t consumed = atomic_load(&mls_shm_area_of(g, rank)->consumed);
@@ -78,25 +78,25 @@ static int unconsumed(const mls_shm *g, size_t most)
             return (int)rank;
         }
     }
-    return NOBODY;
+    return NO_RANK;
 }
 
 /* Returns the rank that blocks every condition of `w`, or -1 if one of them holds. */
-static int missing(const mls_shm *g, wish w)
+static int find_blocking_rank(const mls_shm *g, wait_condition w)
 {
-    int who = NOBODY;
-    if (w.settles) {
-        return unconsumed(g, 1);
+    int who = NO_RANK;
+    if (w.all_consumed) {
+        return find_unconsumed(g, 1);
     }
     if (w.reads) {
-        who = unpublished(g, w.source);
-        if (who == NOBODY) {
-            return NOBODY;
+        who = find_unpublished(g, w.source);
+        if (who == NO_RANK) {
+            return NO_RANK;
         }
     }
     if (w.writes) {
-        const int slow = unconsumed(g, g->shape.depth);
-        return slow == NOBODY || who == NOBODY ? slow : who;
+        const int slow = find_unconsumed(g, g->shape.depth);
+        return slow == NO_RANK || who == NO_RANK ? slow : who;
     }
     return who;
 }
@@ -104,7 +104,7 @@ static int missing(const mls_shm *g, wish w)
 /* ---- sleeping ---- */
 
 /* Sleeps until the bell differs from `value`, at most `length` nanoseconds. */
-static void sleep_on(_Atomic(uint32_t) *bell, uint32_t value, int64_t length)
+static void sleep_on_bell(_Atomic(uint32_t) *bell, uint32_t value, int64_t length)
 {
 #    if defined(__linux__)
     struct timespec t = {.tv_sec = (time_t)(length / second), .tv_nsec = length % second};
@@ -132,8 +132,8 @@ static bool is_dead(const mls_shm *g, size_t rank)
 /* ---- failing ---- */
 
 /* Describes how far a rank is, for the message of a rank that waited in vain. */
-static void describe(const mls_shm *g, mls_shm_kind kind, size_t rank, char *text,
-                     size_t room)
+static void describe_progress(const mls_shm *g, mls_shm_kind kind, size_t rank,
+                              char *text, size_t room)
 {
     const uint64_t doing = atomic_load(&mls_shm_area_of(g, rank)->doing);
     const uint64_t number = doing >> 8;
@@ -154,8 +154,8 @@ static void describe(const mls_shm *g, mls_shm_kind kind, size_t rank, char *tex
 }
 
 /* Marks the group as broken, with `who` as the culprit, and fails. */
-static mls_code give_up(mls_shm *g, mls_shm_kind kind, mls_shm_why why, size_t who,
-                        const char *more, mls_status *st)
+static mls_code break_group(mls_shm *g, mls_shm_kind kind, mls_shm_why why, size_t who,
+                            const char *more, mls_status *st)
 {
     mls_shm_mark_broken(
         g,
@@ -164,26 +164,26 @@ static mls_code give_up(mls_shm *g, mls_shm_kind kind, mls_shm_why why, size_t w
 }
 
 /* The deadline passed while this rank waited for `who`. */
-static mls_code time_out(mls_shm *g, const mls_shm_clock *clock, mls_shm_kind kind,
-                         size_t who, mls_status *st)
+static mls_code fail_on_timeout(mls_shm *g, const mls_shm_clock *clock, mls_shm_kind kind,
+                                size_t who, mls_status *st)
 {
     char text[MLS_TEXT_BYTES / 2], more[MLS_TEXT_BYTES];
-    describe(g, kind, who, text, sizeof text);
+    describe_progress(g, kind, who, text, sizeof text);
     snprintf(more, sizeof more, "not done after %g s: %s", clock->call->timeout, text);
-    return give_up(g, kind, MLS_SHM_TIMEOUT, who, more, st);
+    return break_group(g, kind, MLS_SHM_TIMEOUT, who, more, st);
 }
 
 /* Checks now and then, while waiting or working: is the group broken, has the deadline
  * passed, does the caller want to stop? */
-static mls_code look_up(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind, int who,
-                        mls_status *st)
+static mls_code check_progress(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind,
+                               int who, mls_status *st)
 {
     if (atomic_load(&mls_shm_header_of(g)->broken) != 0) {
         return mls_shm_failed_rank(g, kind, "", st);
     }
-    const int64_t time = now();
-    if (time >= clock->deadline && who != NOBODY) {
-        return time_out(g, clock, kind, (size_t)who, st);
+    const int64_t time = read_clock();
+    if (time >= clock->deadline && who != NO_RANK) {
+        return fail_on_timeout(g, clock, kind, (size_t)who, st);
     }
     if (clock->call->poll == NULL || time - clock->polled < nap) {
         return MLS_OK;
@@ -192,7 +192,7 @@ static mls_code look_up(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind, int
     if (clock->call->poll(clock->call->context)) {
         return MLS_OK;
     }
-    (void)give_up(g, kind, MLS_SHM_INTERRUPTED, g->rank, "", st);
+    (void)break_group(g, kind, MLS_SHM_INTERRUPTED, g->rank, "", st);
     st->code = MLS_E_STOPPED;
     return MLS_E_STOPPED;
 }
@@ -200,64 +200,65 @@ static mls_code look_up(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind, int
 /* Checks whether the rank that this one waits for has left or died. Tests the lock before
  * the state, because a leaving rank changes them in the other order. Steps that it
  * published before still count, so the condition is checked once more. */
-static mls_code check_life(mls_shm *g, mls_shm_kind kind, wish w, int who, mls_status *st)
+static mls_code check_alive(mls_shm *g, mls_shm_kind kind, wait_condition w, int who,
+                            mls_status *st)
 {
     const mls_shm_area *area = mls_shm_area_of(g, (size_t)who);
     const bool dead = is_dead(g, (size_t)who);
     const uint32_t state = atomic_load(&area->state);
     if (state == MLS_SHM_ABSENT || (state == MLS_SHM_JOINED && !dead) ||
-        missing(g, w) != who) {
+        find_blocking_rank(g, w) != who) {
         return MLS_OK;
     }
     const bool left = state == MLS_SHM_CLOSED;
-    return give_up(g, kind, left ? MLS_SHM_LEFT : MLS_SHM_DIED, (size_t)who, "", st);
+    return break_group(g, kind, left ? MLS_SHM_LEFT : MLS_SHM_DIED, (size_t)who, "", st);
 }
 
 /* ---- waiting ---- */
 
 /* Polls for a while; returns whether a condition holds. */
-static bool spin(const mls_shm *g, wish w)
+static bool spin_until_ready(const mls_shm *g, wait_condition w)
 {
-    const int64_t end = g->spins == 0 ? 0 : now() + g->spins;
+    const int64_t end = g->spins == 0 ? 0 : read_clock() + g->spins;
     do {
         for (int i = 0; i < 64; i++) {
-            if (missing(g, w) == NOBODY) {
+            if (find_blocking_rank(g, w) == NO_RANK) {
                 return true;
             }
-            relax();
+            pause_cpu();
         }
         if (atomic_load(&mls_shm_header_of(g)->broken) != 0) {
             return false;
         }
-    } while (now() < end);
+    } while (read_clock() < end);
     return false;
 }
 
 /* Returns when one of the conditions holds. */
-static mls_code wait_for(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind, wish w,
-                         mls_status *st)
+static mls_code wait_for(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind,
+                         wait_condition w, mls_status *st)
 {
-    if (missing(g, w) == NOBODY || spin(g, w)) {
+    if (find_blocking_rank(g, w) == NO_RANK || spin_until_ready(g, w)) {
         return MLS_OK;
     }
     mls_shm_area *mine = mls_shm_area_of(g, g->rank);
     for (;;) {
         const uint32_t value = atomic_load(&mine->bell);
         atomic_store(&mine->sleeping, 1);
-        const int who = missing(g, w);
-        if (who == NOBODY) {
+        const int who = find_blocking_rank(g, w);
+        if (who == NO_RANK) {
             break;
         }
-        mls_code code = look_up(g, clock, kind, who, st);
+        mls_code code = check_progress(g, clock, kind, who, st);
         if (code == MLS_OK) {
-            code = check_life(g, kind, w, who, st);
+            code = check_alive(g, kind, w, who, st);
         }
         if (code != MLS_OK) {
             atomic_store(&mine->sleeping, 0);
             return code;
         }
-        const int64_t left = clock->deadline - now();
-        sleep_on(&mine->bell, value, left < 1 ? 1 : left < nap ? left : nap);
+        const int64_t left = clock->deadline - read_clock();
+        sleep_on_bell(&mine->bell, value, left < 1 ? 1 : left < nap ? left : nap);
     }
     atomic_store(&mine->sleeping, 0);
     return MLS_OK;
@@ -266,7 +267,7 @@ static mls_code wait_for(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind, wi
 /* ---- steps ---- */
 
 /* Fills the next slot and publishes it. */
-static void publish(mls_shm *g, const mls_shm_flow *flow)
+static void publish_step(mls_shm *g, const mls_shm_flow *flow)
 {
     if (flow->fill != NULL) {
         flow->fill(flow->context, mls_shm_slot(g, g->rank, g->written));
@@ -277,7 +278,7 @@ static void publish(mls_shm *g, const mls_shm_flow *flow)
 }
 
 /* Marks the slots of all ranks as read, for the current step. */
-static void consume(mls_shm *g)
+static void consume_step(mls_shm *g)
 {
     g->read++;
     atomic_store(&mls_shm_area_of(g, g->rank)->consumed, g->read);
@@ -286,7 +287,7 @@ static void consume(mls_shm *g)
 
 /* Reads a step. If that fails, the other ranks go on without this one, so the group is
  * marked as broken. */
-static mls_code drain(mls_shm *g, const mls_shm_flow *flow, mls_status *st)
+static mls_code drain_step(mls_shm *g, const mls_shm_flow *flow, mls_status *st)
 {
     const mls_code code =
         flow->drain == NULL ? MLS_OK : flow->drain(flow->context, g->read, st);
@@ -297,12 +298,12 @@ static mls_code drain(mls_shm *g, const mls_shm_flow *flow, mls_status *st)
                                                .kind = flow->kind});
         return code;
     }
-    consume(g);
+    consume_step(g);
     return code;
 }
 
 /* Records this rank's call next to the slot that its first step will fill. */
-static void take_note(mls_shm *g, const mls_shm_flow *flow, const char *text)
+static void record_call(mls_shm *g, const mls_shm_flow *flow, const char *text)
 {
     mls_shm_area *area = mls_shm_area_of(g, g->rank);
     mls_shm_record *note = &area->notes[g->written % g->shape.depth];
@@ -316,8 +317,8 @@ static void take_note(mls_shm *g, const mls_shm_flow *flow, const char *text)
 
 /* Fails for a call that does not match that of another rank; the message quotes the
  * difference. */
-static mls_code differs(const mls_shm *g, const mls_shm_record *mine, size_t rank,
-                        const mls_shm_record *other, mls_status *st)
+static mls_code fail_mismatch(const mls_shm *g, const mls_shm_record *mine, size_t rank,
+                              const mls_shm_record *other, mls_status *st)
 {
     const char *name = mls_shm_kind_name((mls_shm_kind)mine->kind);
     const char *theirs = mls_shm_kind_name((mls_shm_kind)other->kind);
@@ -340,14 +341,14 @@ static mls_code differs(const mls_shm *g, const mls_shm_record *mine, size_t ran
 
 /* Compares the records, which all ranks have published. If they are not all equal, each
  * rank finds one that differs from its own. */
-static mls_code compare(const mls_shm *g, mls_status *st)
+static mls_code compare_records(const mls_shm *g, mls_status *st)
 {
     const size_t at = (size_t)(g->read % g->shape.depth);
     const mls_shm_record *mine = &mls_shm_area_of(g, g->rank)->notes[at];
     for (size_t rank = 0; rank < g->shape.world; rank++) {
         const mls_shm_record *other = &mls_shm_area_of(g, rank)->notes[at];
         if (other->fingerprint != mine->fingerprint || other->kind != mine->kind) {
-            return differs(g, mine, rank, other, st);
+            return fail_mismatch(g, mine, rank, other, st);
         }
     }
     return MLS_OK;
@@ -377,26 +378,27 @@ mls_code mls_shm_begin(mls_shm *g, const mls_shm_flow *flow, const mls_shm_call 
     if (code != MLS_OK) {
         return code;
     }
-    const int64_t start = now();
+    const int64_t start = read_clock();
     *clock = (mls_shm_clock){.call = call,
                              .deadline = start + (int64_t)(call->timeout * 1e9),
                              .polled = start};
-    code = wait_for(g, clock, flow->kind, (wish){.writes = true}, st);
+    code = wait_for(g, clock, flow->kind, (wait_condition){.writes = true}, st);
     if (code != MLS_OK) {
         return code;
     }
-    take_note(g, flow, call->text);
-    publish(g, flow);
-    code = wait_for(g, clock, flow->kind, (wish){.reads = true, .source = NOBODY}, st);
+    record_call(g, flow, call->text);
+    publish_step(g, flow);
+    code = wait_for(g, clock, flow->kind,
+                    (wait_condition){.reads = true, .source = NO_RANK}, st);
     if (code != MLS_OK) {
         return code;
     }
-    code = compare(g, st);
+    code = compare_records(g, st);
     if (code != MLS_OK) {
-        consume(g);
+        consume_step(g);
         return code;
     }
-    return drain(g, flow, st);
+    return drain_step(g, flow, st);
 }
 
 /* Writing comes first: other ranks wait for it. */
@@ -409,16 +411,17 @@ mls_code mls_shm_continue(mls_shm *g, const mls_shm_flow *flow, mls_shm_clock *c
         if (!more && !behind) {
             return MLS_OK;
         }
-        mls_code code = look_up(g, clock, flow->kind, NOBODY, st);
+        mls_code code = check_progress(g, clock, flow->kind, NO_RANK, st);
         if (code != MLS_OK) {
             return code;
         }
-        if (more && unconsumed(g, g->shape.depth) == NOBODY) {
-            publish(g, flow);
-        } else if (behind && unpublished(g, flow->source) == NOBODY) {
-            code = drain(g, flow, st);
+        if (more && find_unconsumed(g, g->shape.depth) == NO_RANK) {
+            publish_step(g, flow);
+        } else if (behind && find_unpublished(g, flow->source) == NO_RANK) {
+            code = drain_step(g, flow, st);
         } else {
-            const wish w = {.reads = behind, .writes = more, .source = flow->source};
+            const wait_condition w = {
+                .reads = behind, .writes = more, .source = flow->source};
             code = wait_for(g, clock, flow->kind, w, st);
         }
         if (code != MLS_OK) {
@@ -481,7 +484,8 @@ mls_code mls_shm_run_direct(mls_shm *g, const mls_shm_flow *flow,
     mls_shm_clock clock;
     mls_code code = mls_shm_begin(g, flow, call, &clock, st);
     if (code == MLS_OK) {
-        code = wait_for(g, &clock, flow->kind, (wish){.settles = true}, st);
+        code =
+            wait_for(g, &clock, flow->kind, (wait_condition){.all_consumed = true}, st);
     }
     if (code != MLS_OK) {
         await_direct(g);

@@ -20,7 +20,7 @@ static uint64_t signs_of(uint64_t seed, uint64_t block)
 
 /* Reads one element as float64; returns false for bool, complex and 8-bit float dtypes.
  * Integers beyond 53 bits are rounded; the sketch's magnitude bounds the error. */
-static bool element(const unsigned char *at, mls_dtype dtype, double *out)
+static bool read_element(const unsigned char *at, mls_dtype dtype, double *out)
 {
 #define AS(type, tag)                                                                    \
     case tag: {                                                                          \
@@ -65,7 +65,7 @@ mls_code mls_ams_sketch_add(mls_ams_sketch *sketch, const void *data, mls_dtype 
     uint64_t signs = 0;
     for (size_t i = start; i < start + count; i++, at += item) {
         double value = 0;
-        if (!element(at, dtype, &value)) {
+        if (!read_element(at, dtype, &value)) {
             mls_fail(st, MLS_E_DTYPE, "dtype %s cannot be verified: not a number",
                      mls_dtype_of(dtype)->name);
             mls_status_got(st, "%s", mls_dtype_of(dtype)->name);

@@ -58,7 +58,8 @@ size_t mls_gradient_compression_bytes(mls_gradient_compression wire, size_t n)
 /* ---- one block ---- */
 
 /* Adds the residual of the previous step to the elements. */
-static void take(float *block, const float *src, const float *residual, size_t count)
+static void add_residual(float *block, const float *src, const float *residual,
+                         size_t count)
 {
     for (size_t i = 0; i < count; i++) {
         block[i] = residual == NULL ? src[i] : src[i] + residual[i];
@@ -68,7 +69,7 @@ static void take(float *block, const float *src, const float *residual, size_t c
 /* Clamps finite values to the limit: an infinite difference could never be compensated.
  * The excess stays in the residual. Infinities become NaN, so that all three formats
  * report them alike; a NaN fails every comparison and is kept. */
-static void saturate(float *block, size_t count, float limit)
+static void clamp_values(float *block, size_t count, float limit)
 {
     for (size_t i = 0; i < count; i++) {
         const float value = block[i];
@@ -81,7 +82,7 @@ static void saturate(float *block, size_t count, float limit)
 
 /* Writes the codes of a block and returns its scale. The scale is NaN if any element is
  * not finite; the whole block then decodes as NaN, including its finite elements. */
-static float quantize(const float *block, signed char *codes, size_t count)
+static float quantize_block(const float *block, signed char *codes, size_t count)
 {
     /* 1.5 * 2^23: floats of this size are 1 apart, so adding it rounds to the nearest
      * integer, ties to even, and subtracting it again is exact. The compiler must not
@@ -107,7 +108,8 @@ static float quantize(const float *block, signed char *codes, size_t count)
 }
 
 /* Codes and scales come from another rank: every byte is a valid code. */
-static void dequantize(const signed char *codes, float scale, float *block, size_t count)
+static void dequantize_block(const signed char *codes, float scale, float *block,
+                             size_t count)
 {
     for (size_t i = 0; i < count; i++) {
         block[i] = (float)codes[i] * scale;
@@ -116,8 +118,8 @@ static void dequantize(const signed char *codes, float scale, float *block, size
 
 /* Stores the difference between intended and decoded values. Stores 0 if either is not
  * finite: a NaN residual would spoil every later step, and this step is lost anyway. */
-static void keep_lost(float *residual, const float *meant, const float *arrives,
-                      size_t count)
+static void store_residual(float *residual, const float *meant, const float *arrives,
+                           size_t count)
 {
     for (size_t i = 0; i < count; i++) {
         const float lost = meant[i] - arrives[i];
@@ -128,7 +130,7 @@ static void keep_lost(float *residual, const float *meant, const float *arrives,
 /* ---- arrays ---- */
 
 /* Returns the dtype of a 16-bit format; not valid for INT8. */
-static mls_dtype half_of(mls_gradient_compression wire)
+static mls_dtype dtype_of_format(mls_gradient_compression wire)
 {
     return wire == MLS_GRADIENT_COMPRESSION_F16 ? MLS_F16 : MLS_BF16;
 }
@@ -141,8 +143,8 @@ void mls_gradient_compression_decode(const mls_kernels *kernels,
                                      size_t count, float *dst)
 {
     if (wire != MLS_GRADIENT_COMPRESSION_INT8) {
-        kernels->convert[half_of(wire)][MLS_F32](dst, src + 2 * start, count,
-                                                 MLS_STORE_PLAIN);
+        kernels->convert[dtype_of_format(wire)][MLS_F32](dst, src + 2 * start, count,
+                                                         MLS_STORE_PLAIN);
         return;
     }
     const signed char *codes = (const signed char *)src + blocks_of(n) * sizeof(float);
@@ -153,7 +155,7 @@ void mls_gradient_compression_decode(const mls_kernels *kernels,
                                 : MLS_GRADIENT_COMPRESSION_BLOCK;
         memcpy(&scale, src + (start + i) / MLS_GRADIENT_COMPRESSION_BLOCK * sizeof scale,
                sizeof scale);
-        dequantize(codes + start + i, scale, dst + i, left);
+        dequantize_block(codes + start + i, scale, dst + i, left);
     }
 }
 
@@ -171,23 +173,24 @@ void mls_gradient_compression_encode(const mls_kernels *kernels,
         const size_t left = n - start < MLS_GRADIENT_COMPRESSION_BLOCK
                                 ? n - start
                                 : MLS_GRADIENT_COMPRESSION_BLOCK;
-        take(meant, src + start, residual == NULL ? NULL : residual + start, left);
+        add_residual(meant, src + start, residual == NULL ? NULL : residual + start,
+                     left);
         if (wire == MLS_GRADIENT_COMPRESSION_INT8) {
             signed char *codes = (signed char *)dst + blocks_of(n) * sizeof(float);
-            const float scale = quantize(meant, codes + start, left);
+            const float scale = quantize_block(meant, codes + start, left);
             memcpy(dst + start / MLS_GRADIENT_COMPRESSION_BLOCK * sizeof scale, &scale,
                    sizeof scale);
         } else {
             /* a copy: the residual is measured against the unclamped values */
             memcpy(saturated, meant, left * sizeof *meant);
-            saturate(saturated, left,
-                     wire == MLS_GRADIENT_COMPRESSION_F16 ? F16_MAX : BF16_MAX);
-            kernels->convert[MLS_F32][half_of(wire)](dst + 2 * start, saturated, left,
-                                                     MLS_STORE_PLAIN);
+            clamp_values(saturated, left,
+                         wire == MLS_GRADIENT_COMPRESSION_F16 ? F16_MAX : BF16_MAX);
+            kernels->convert[MLS_F32][dtype_of_format(wire)](dst + 2 * start, saturated,
+                                                             left, MLS_STORE_PLAIN);
         }
         if (residual != NULL) {
             mls_gradient_compression_decode(kernels, wire, dst, n, start, left, arrives);
-            keep_lost(residual + start, meant, arrives, left);
+            store_residual(residual + start, meant, arrives, left);
         }
     }
 }
@@ -228,7 +231,8 @@ size_t mls_gradient_compression_sent_bytes(const mls_bucket *b,
     return total;
 }
 
-/* Messages in rank order, and segments in order within a message, as add_up reads them.
+/* Messages in rank order, and segments in order within a message, as sum_segment reads
+ * them.
  */
 void mls_gradient_compression_pack(const mls_bucket *b, const mls_kernels *kernels,
                                    mls_gradient_compression wire, float *const *residuals,
@@ -255,10 +259,10 @@ void mls_gradient_compression_pack(const mls_bucket *b, const mls_kernels *kerne
  * `message` bytes. All ranks of a block come before the next block, so that the block
  * stays in the L1 cache. `out` may be this rank's part of the array, which is not read
  * any more: `own` holds it as the other ranks would decode it. */
-static void add_up(const mls_bucket *b, const mls_kernels *kernels,
-                   mls_gradient_compression wire, const unsigned char *own,
-                   const unsigned char *received, size_t message, size_t at,
-                   const mls_segment *s)
+static void sum_segment(const mls_bucket *b, const mls_kernels *kernels,
+                        mls_gradient_compression wire, const unsigned char *own,
+                        const unsigned char *received, size_t message, size_t at,
+                        const mls_segment *s)
 {
     float block[MLS_GRADIENT_COMPRESSION_BLOCK];
     float *out = s->out;
@@ -294,7 +298,7 @@ void mls_gradient_compression_reduce(const mls_bucket *b, const mls_kernels *ker
         mls_segment *s = &b->segments[i];
         const void *sum = s->out;
         s->tally = (mls_norm_partial){0};
-        add_up(b, kernels, wire, own, received, message, at, s);
+        sum_segment(b, kernels, wire, own, received, message, at, s);
         /* one source, in place: only the division and the norm partial remain */
         mls_reduce_run(kernels, &s->reduction, &sum, 1, s->out, s->counts[b->rank],
                        mls_cached(), &s->tally);

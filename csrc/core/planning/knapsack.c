@@ -69,8 +69,8 @@ static mls_code refuse_item(const mls_knapsack_items *items, size_t i, mls_statu
 }
 
 /* Checks all items; computes the sums of all seconds (`*all`) and bytes (`*bytes`). */
-static mls_code check(const mls_knapsack_items *items, int64_t budget, double *all,
-                      int64_t *bytes, mls_status *st)
+static mls_code check_items(const mls_knapsack_items *items, int64_t budget, double *all,
+                            int64_t *bytes, mls_status *st)
 {
     int64_t sum = 0;
     *all = 0;
@@ -115,8 +115,8 @@ static bool comes_first(const mls_knapsack_items *items, uint32_t a, uint32_t b)
 }
 
 /* Heap sort: in place, and O(n log n) for any input. */
-static void sift(const mls_knapsack_items *items, uint32_t *order, size_t at,
-                 size_t count)
+static void sift_down(const mls_knapsack_items *items, uint32_t *order, size_t at,
+                      size_t count)
 {
     const uint32_t moved = order[at];
     for (size_t child = 2 * at + 1; child < count; child = 2 * at + 1) {
@@ -133,7 +133,7 @@ static void sift(const mls_knapsack_items *items, uint32_t *order, size_t at,
 }
 
 /* Polls the caller, because many items may take long. */
-static mls_code ask(const knapsack *k)
+static mls_code poll_caller(const knapsack *k)
 {
     return k->poll.go_on == NULL || k->poll.go_on(k->poll.context)
                ? MLS_OK
@@ -141,18 +141,19 @@ static mls_code ask(const knapsack *k)
 }
 
 /* Moves the last item in order to the top, and from there to the end. */
-static mls_code sort(const knapsack *k)
+static mls_code sort_items(const knapsack *k)
 {
     const mls_knapsack_items *items = k->items;
     for (size_t at = k->count / 2; at-- > 0;) {
-        sift(items, k->order, at, k->count);
+        sift_down(items, k->order, at, k->count);
     }
     for (size_t last = k->count; last-- > 1;) {
         const uint32_t top = k->order[0];
         k->order[0] = k->order[last];
         k->order[last] = top;
-        sift(items, k->order, 0, last);
-        if ((last & 8191) == 0 && ask(k) != MLS_OK) { /* a few milliseconds apart */
+        sift_down(items, k->order, 0, last);
+        if ((last & 8191) == 0 &&
+            poll_caller(k) != MLS_OK) { /* a few milliseconds apart */
             return k->st->code;
         }
     }
@@ -161,7 +162,7 @@ static mls_code sort(const knapsack *k)
 
 /* Sorts the undecided items and computes prefix sums. Items without bytes or seconds, or
  * larger than the budget, are decided already. */
-static mls_code put_in_order(knapsack *k)
+static mls_code order_items(knapsack *k)
 {
     const mls_knapsack_items *items = k->items;
     for (size_t i = 0; i < items->count; i++) {
@@ -169,7 +170,7 @@ static mls_code put_in_order(knapsack *k)
             k->order[k->count++] = (uint32_t)i;
         }
     }
-    const mls_code code = sort(k);
+    const mls_code code = sort_items(k);
     for (size_t i = 0; i < k->count && code == MLS_OK; i++) {
         k->bytes_before[i + 1] = k->bytes_before[i] + items->bytes[k->order[i]];
         k->seconds_before[i + 1] = k->seconds_before[i] + items->seconds[k->order[i]];
@@ -195,8 +196,8 @@ static double seconds_of(const knapsack *k, uint32_t choice)
  * from `from` on, the last of them as a fraction. `*to` becomes the first item that does
  * not fit whole. It only decreases between calls, because bytes ascend from call to call.
  */
-static double most_with(const knapsack *k, int64_t bytes, double seconds, size_t from,
-                        size_t *to)
+static double bound_seconds(const knapsack *k, int64_t bytes, double seconds, size_t from,
+                            size_t *to)
 {
     const int64_t reach = k->bytes_before[from] + (k->room - bytes);
     /* the prefix sums determine how many whole items fit; a fraction of the next one
@@ -215,8 +216,8 @@ static double most_with(const knapsack *k, int64_t bytes, double seconds, size_t
 }
 
 /* Records the whole items of a bound if they are the best so far. */
-static void note_whole(knapsack *k, uint32_t choice, double seconds, size_t from,
-                       size_t to)
+static void record_whole(knapsack *k, uint32_t choice, double seconds, size_t from,
+                         size_t to)
 {
     const double sum = seconds + (k->seconds_before[to] - k->seconds_before[from]);
     if (sum > k->best.seconds) {
@@ -233,7 +234,7 @@ static mls_code no_memory(const knapsack *k)
 
 /* Ensures room for as many more choices as the list is long, and for a list twice as
  * long. */
-static mls_code make_room(knapsack *k)
+static mls_code reserve_choices(knapsack *k)
 {
     while (k->space < k->made + k->length) {
         const size_t space = k->space == 0 ? 256 : 2 * k->space;
@@ -265,20 +266,20 @@ static mls_code make_room(knapsack *k)
 typedef struct merge {
     size_t plain, with; /* positions in the old list */
     size_t length;      /* of the new list */
-    size_t to;          /* argument of most_with */
+    size_t to;          /* argument of bound_seconds */
     double last;        /* seconds of the last entry of the new list, or -1 */
 } merge;
 
 /* Appends a choice if it is not dominated by an earlier one and may still beat the best.
  */
-static bool append(knapsack *k, merge *m, size_t at, uint32_t choice, int64_t bytes,
-                   double seconds)
+static bool append_choice(knapsack *k, merge *m, size_t at, uint32_t choice,
+                          int64_t bytes, double seconds)
 {
     /* dominated: more bytes than the last one, but not more seconds */
     if (!(seconds > m->last)) {
         return false;
     }
-    const double most = most_with(k, bytes, seconds, at + 1, &m->to);
+    const double most = bound_seconds(k, bytes, seconds, at + 1, &m->to);
     if (!(most > k->best.seconds + k->slack)) {
         return false;
     }
@@ -289,13 +290,14 @@ static bool append(knapsack *k, merge *m, size_t at, uint32_t choice, int64_t by
 
 /* Appends the next choice of the old list with the item added; it gets an entry only if
  * it is kept. */
-static void append_with(knapsack *k, merge *m, size_t at, int64_t bytes, double seconds)
+static void append_with_item(knapsack *k, merge *m, size_t at, int64_t bytes,
+                             double seconds)
 {
     const uint32_t before = k->list[m->with++];
-    if (append(k, m, at, (uint32_t)k->made, bytes, seconds)) {
+    if (append_choice(k, m, at, (uint32_t)k->made, bytes, seconds)) {
         k->choices[k->made] = (pick){
             .bytes = bytes, .seconds = seconds, .before = before, .item = (uint32_t)at};
-        note_whole(k, (uint32_t)k->made, seconds, at + 1, m->to);
+        record_whole(k, (uint32_t)k->made, seconds, at + 1, m->to);
         k->made++;
     }
 }
@@ -323,9 +325,9 @@ static void add_item(knapsack *k, size_t at)
             with_bytes < plain_bytes ||
             (with_bytes == plain_bytes && with_seconds > seconds_of(k, plain));
         if (added) {
-            append_with(k, &m, at, with_bytes, with_seconds);
+            append_with_item(k, &m, at, with_bytes, with_seconds);
         } else {
-            append(k, &m, at, plain, plain_bytes, seconds_of(k, plain));
+            append_choice(k, &m, at, plain, plain_bytes, seconds_of(k, plain));
             m.plain++;
         }
     }
@@ -341,17 +343,17 @@ static void add_item(knapsack *k, size_t at)
 static mls_code add_items(knapsack *k, double *most)
 {
     size_t to = k->count;
-    most_with(k, 0, 0, 0, &to);
-    note_whole(k, NOTHING, 0, 0, to);
+    bound_seconds(k, 0, 0, 0, &to);
+    record_whole(k, NOTHING, 0, 0, to);
     mls_code code = MLS_OK;
     size_t at = 0;
     for (; at < k->count && k->length > 0 && code == MLS_OK; at++) {
-        code = ask(k);
+        code = poll_caller(k);
         /* each choice of the list may be copied with this item */
         if (k->made + k->length > k->most) {
             break;
         }
-        code = code == MLS_OK ? make_room(k) : code;
+        code = code == MLS_OK ? reserve_choices(k) : code;
         if (code == MLS_OK) {
             add_item(k, at);
         }
@@ -361,7 +363,7 @@ static mls_code add_items(knapsack *k, double *most)
     to = k->count;
     for (size_t i = 0; i < k->length && code == MLS_OK && at < k->count; i++) {
         const double each =
-            most_with(k, bytes_of(k, k->list[i]), seconds_of(k, k->list[i]), at, &to);
+            bound_seconds(k, bytes_of(k, k->list[i]), seconds_of(k, k->list[i]), at, &to);
         *most = each > *most ? each : *most;
     }
     return code;
@@ -370,7 +372,7 @@ static mls_code add_items(knapsack *k, double *most)
 /* ---- the solver ---- */
 
 /* Sorts the items, computes the sums, and creates a list with the empty choice. */
-static mls_code begin(knapsack *k)
+static mls_code init_knapsack(knapsack *k)
 {
     const size_t count = k->items->count;
     k->order = mls_alloc(count, sizeof *k->order);
@@ -379,9 +381,9 @@ static mls_code begin(knapsack *k)
     if (k->order == NULL || k->bytes_before == NULL || k->seconds_before == NULL) {
         return no_memory(k);
     }
-    mls_code code = put_in_order(k);
+    mls_code code = order_items(k);
     k->length = 1; /* the empty choice */
-    code = code == MLS_OK ? make_room(k) : code;
+    code = code == MLS_OK ? reserve_choices(k) : code;
     if (code == MLS_OK) {
         k->list[0] = NOTHING;
     }
@@ -389,7 +391,7 @@ static mls_code begin(knapsack *k)
 }
 
 /* Frees everything, also if only a part was allocated. */
-static void release(knapsack *k)
+static void free_knapsack(knapsack *k)
 {
     mls_free(k->order);
     mls_free(k->bytes_before);
@@ -400,8 +402,8 @@ static void release(knapsack *k)
 }
 
 /* Writes the best choice and its totals. */
-static void give(const knapsack *k, double most, double all, unsigned char *kept,
-                 mls_knapsack_result *out)
+static void write_result(const knapsack *k, double most, double all, unsigned char *kept,
+                         mls_knapsack_result *out)
 {
     const mls_knapsack_items *items = k->items;
     for (size_t i = 0; i < items->count; i++) {
@@ -435,7 +437,7 @@ mls_code mls_knapsack(const mls_knapsack_items *items, int64_t budget_bytes,
 {
     double all = 0, most = 0;
     int64_t bytes = 0;
-    mls_code code = check(items, budget_bytes, &all, &bytes, st);
+    mls_code code = check_items(items, budget_bytes, &all, &bytes, st);
     if (code != MLS_OK) {
         return code;
     }
@@ -447,13 +449,13 @@ mls_code mls_knapsack(const mls_knapsack_items *items, int64_t budget_bytes,
                   .poll = poll,
                   .st = st};
     k.most = k.most < NOTHING ? k.most : NOTHING - 1;
-    code = begin(&k);
+    code = init_knapsack(&k);
     if (code == MLS_OK) {
         code = add_items(&k, &most);
     }
     if (code == MLS_OK) {
-        give(&k, most, all, kept, out);
+        write_result(&k, most, all, kept, out);
     }
-    release(&k);
+    free_knapsack(&k);
     return code;
 }

@@ -41,7 +41,7 @@ mls_code mls_plan_least_bytes(const mls_chain *chain, bool offload, mls_poll pol
 
 /* Computes the peak of the plain run; a larger budget changes nothing. Offloading does
  * not matter. */
-static mls_code enough_bytes(const mls_chain *chain, int64_t *out, mls_status *st)
+static mls_code compute_plain_peak(const mls_chain *chain, int64_t *out, mls_status *st)
 {
     mls_plan_costs costs;
     const int64_t input = chain->activation_bytes[0];
@@ -55,7 +55,8 @@ static mls_code enough_bytes(const mls_chain *chain, int64_t *out, mls_status *s
 
 /* Fails for a budget that is too small. `expected` is the least sufficient budget, so
  * that programs can retry with it. */
-static mls_code refuse(const mls_chain *chain, const mls_plan_request *r, mls_status *st)
+static mls_code fail_budget(const mls_chain *chain, const mls_plan_request *r,
+                            mls_status *st)
 {
     int64_t least;
     const mls_code code = mls_plan_least_bytes(chain, r->offload, r->poll, &least, st);
@@ -192,11 +193,11 @@ static mls_code make_exact(const mls_chain *chain, const mls_plan_request *r,
 
 /* Limits the budget to the useful maximum, so that slots are as small as possible. Sets
  * `*plain` if the budget is enough to keep everything. */
-static mls_code cut_budget(const mls_chain *chain, mls_plan_request *r, bool *plain,
-                           mls_status *st)
+static mls_code limit_budget(const mls_chain *chain, mls_plan_request *r, bool *plain,
+                             mls_status *st)
 {
     int64_t enough;
-    const mls_code code = enough_bytes(chain, &enough, st);
+    const mls_code code = compute_plain_peak(chain, &enough, st);
     if (code == MLS_OK) {
         *plain = r->budget_bytes >= enough;
         r->budget_bytes = *plain ? enough : r->budget_bytes;
@@ -233,7 +234,7 @@ static mls_code make_coarse(const mls_chain *chain, const mls_plan_request *r,
 /* Returns the number of slots to use if planning to the byte is too expensive: fewer if
  * the table would be too large. At least 1, so that check_table can fail with a message.
  */
-static size_t slots_instead(size_t blocks)
+static size_t fallback_slots(size_t blocks)
 {
     const size_t slots = slots_that_fit(blocks, MLS_PLAN_AUTO_SLOTS);
     return slots == 0 ? 1 : slots;
@@ -247,7 +248,7 @@ mls_code mls_plan_make(const mls_chain *chain, const mls_plan_request *request,
     mls_plan_request r = *request;
     mls_plan plan = {0};
     bool plain = false;
-    mls_code code = cut_budget(chain, &r, &plain, st);
+    mls_code code = limit_budget(chain, &r, &plain, st);
     if (code != MLS_OK) {
         return code;
     }
@@ -258,11 +259,11 @@ mls_code mls_plan_make(const mls_chain *chain, const mls_plan_request *request,
     } else {
         code = make_exact(chain, &r, &plan, st);
         if (code == MLS_E_SIZE) {
-            code = make_coarse(chain, &r, slots_instead(chain->blocks), &plan, st);
+            code = make_coarse(chain, &r, fallback_slots(chain->blocks), &plan, st);
         }
     }
     if (code == MLS_E_CAPACITY) {
-        return refuse(chain, request, st);
+        return fail_budget(chain, request, st);
     }
     if (code == MLS_OK) {
         *out = plan;
@@ -387,13 +388,13 @@ mls_code mls_plan_pareto(const mls_chain *chain, const mls_plan_request *request
     size_t slots = r.slots;
     bool plain;
     r.budget_bytes = INT64_MAX;
-    mls_code code = cut_budget(chain, &r, &plain, st);
+    mls_code code = limit_budget(chain, &r, &plain, st);
     if (code == MLS_OK && slots == 0) {
         code = curve_exact(chain, &r, out, st);
         if (code != MLS_E_SIZE) {
             return code;
         }
-        slots = slots_instead(chain->blocks);
+        slots = fallback_slots(chain->blocks);
         code = MLS_OK;
     }
     return code == MLS_OK ? curve_by_slots(chain, &r, slots, out, st) : code;

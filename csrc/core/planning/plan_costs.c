@@ -163,12 +163,12 @@ void mls_plan_costs_fini(mls_plan_costs *c)
 
 /* ---- the least budget ---- */
 
-static int64_t largest(int64_t a, int64_t b)
+static int64_t max_size(int64_t a, int64_t b)
 {
     return a > b ? a : b;
 }
 
-static int64_t least(int64_t a, int64_t b)
+static int64_t min_size(int64_t a, int64_t b)
 {
     return a < b ? a : b;
 }
@@ -182,15 +182,15 @@ static int64_t least_of(const mls_plan_costs *c, size_t s, size_t t, const int64
     if (s == t) {
         return save;
     }
-    int64_t best = largest(save, c->saved[s] + column[s + 1]);
+    int64_t best = max_size(save, c->saved[s] + column[s + 1]);
     if (isfinite(c->away[s])) {
-        best = least(best, largest(save, c->activation[s + 1] + column[s + 1]));
+        best = min_size(best, max_size(save, c->activation[s + 1] + column[s + 1]));
     }
     int64_t sweep = 0;
     for (size_t k = s + 1; k <= t; k++) {
         sweep = mls_plan_sweep(c, s, k, sweep);
-        const int64_t sides = largest(c->activation[k] + column[k], row[k - 1 - s]);
-        best = least(best, largest(sides, sweep + c->hold[t]));
+        const int64_t sides = max_size(c->activation[k] + column[k], row[k - 1 - s]);
+        best = min_size(best, max_size(sides, sweep + c->hold[t]));
     }
     return best;
 }
@@ -254,7 +254,7 @@ int64_t mls_plan_enough(const mls_plan_costs *c)
     int64_t enough = 0;
     for (size_t s = c->blocks; s-- > 0;) {
         const int64_t need = mls_plan_save_need(c, s, last);
-        enough = largest(need, s == last ? 0 : c->saved[s] + enough);
+        enough = max_size(need, s == last ? 0 : c->saved[s] + enough);
     }
     return enough;
 }
@@ -286,7 +286,8 @@ enum {
 
 /* Returns the best choice for s .. t: KEEP, AWAY, or AWAY + k - s. `*best` is INFINITY if
  * nothing fits. Of equal choices it returns the first, which prefers no recomputation. */
-static size_t choose(const tracer *r, size_t s, size_t t, int64_t memory, double *best)
+static size_t choose_option(const tracer *r, size_t s, size_t t, int64_t memory,
+                            double *best)
 {
     const mls_plan_costs *c = r->costs;
     size_t choice = KEEP;
@@ -348,7 +349,7 @@ static mls_code push_items(tracer *r, const item *items, size_t count, mls_statu
 
 /* Writes "forward s .. k - 1", which keeps only activations s and k, and pushes the two
  * segments. */
-static mls_code restart(tracer *r, item seg, size_t k, mls_status *st)
+static mls_code push_restart(tracer *r, item seg, size_t k, mls_status *st)
 {
     mls_code code = mls_schedule_push(r->out, MLS_STEP_FORWARD, seg.s, st);
     for (size_t j = seg.s + 1; code == MLS_OK && j < k; j++) {
@@ -368,18 +369,18 @@ static mls_code restart(tracer *r, item seg, size_t k, mls_status *st)
 
 /* Replaces a segment by its best choice. If nothing fits although the whole chain did,
  * the solver's values are inconsistent; this fails like a small budget. */
-static mls_code expand(tracer *r, item seg, mls_status *st)
+static mls_code expand_segment(tracer *r, item seg, mls_status *st)
 {
     const mls_plan_costs *c = r->costs;
     const uint32_t s = seg.s;
     double best;
-    const size_t choice = choose(r, s, seg.t, seg.memory, &best);
+    const size_t choice = choose_option(r, s, seg.t, seg.memory, &best);
     if (!isfinite(best)) {
         return mls_fail(st, MLS_E_CAPACITY, "blocks %u to %u do not fit into the budget",
                         (unsigned)s, (unsigned)seg.t);
     }
     if (choice > AWAY) {
-        return restart(r, seg, s + (choice - AWAY), st);
+        return push_restart(r, seg, s + (choice - AWAY), st);
     }
     const item saved[] = {{MLS_STEP_SAVE, s, 0, 0},
                           {MLS_STEP_KINDS, s + 1, seg.t, seg.memory - c->saved[s]},
@@ -414,7 +415,7 @@ mls_code mls_plan_trace(const mls_plan_costs *costs, mls_plan_value value,
         } else if (poll.go_on != NULL && !poll.go_on(poll.context)) {
             code = mls_fail(st, MLS_E_STOPPED, "planning was stopped");
         } else {
-            code = expand(&r, next, st);
+            code = expand_segment(&r, next, st);
         }
     }
     mls_free(r.items);

@@ -64,7 +64,7 @@ static const double zeros[ROW]; /* the grid of a missing front */
 /* ---- points ---- */
 
 /* Ensures room for this many points; keeps the present ones. */
-static bool reserve(points *p, size_t room)
+static bool reserve_points(points *p, size_t room)
 {
     if (room <= p->room) {
         return true;
@@ -79,7 +79,7 @@ static bool reserve(points *p, size_t room)
 }
 
 /* Returns the last point with at most that much memory. The front is not empty. */
-static size_t find(const mls_plan_front *f, int64_t memory)
+static size_t find_point(const mls_plan_front *f, int64_t memory)
 {
     size_t low = 0, high = f->count;
     while (high - low > 1) {
@@ -101,7 +101,7 @@ double mls_plan_exact_value(const void *context, size_t s, size_t t, int64_t mem
     if (front->count == 0 || memory < front->points[0].memory) {
         return (double)INFINITY;
     }
-    return front->points[find(front, memory)].seconds;
+    return front->points[find_point(front, memory)].seconds;
 }
 
 /* ---- options of a segment ---- */
@@ -226,16 +226,16 @@ static int64_t next_memory(const mls_plan_front *f, size_t i, int64_t shift)
 
 /* Writes the points of a choice from `from` to below `to`: traverses both fronts
  * together, with a point wherever one of them changes. */
-static bool unroll(const option *o, int64_t from, int64_t to, points *out)
+static bool unroll_option(const option *o, int64_t from, int64_t to, points *out)
 {
     const mls_plan_front *r = o->right, *l = o->left;
     out->count = 0;
-    if (!reserve(out, r->count + (l == NULL ? 0 : l->count) + 1)) {
+    if (!reserve_points(out, r->count + (l == NULL ? 0 : l->count) + 1)) {
         return false;
     }
     int64_t memory = from > o->start ? from : o->start;
-    size_t i = find(r, memory - o->shift);
-    size_t j = l == NULL ? 0 : find(l, memory);
+    size_t i = find_point(r, memory - o->shift);
+    size_t j = l == NULL ? 0 : find_point(l, memory);
     while (memory < to) {
         const double left = l == NULL ? 0 : l->points[j].seconds;
         out->items[out->count++] =
@@ -254,12 +254,12 @@ static bool unroll(const option *o, int64_t from, int64_t to, points *out)
 
 /* Computes the lower envelope of two lists: ordered by memory, keeping only points that
  * are faster than all before. */
-static bool merge(const points *a, const points *b, points *out)
+static bool merge_points(const points *a, const points *b, points *out)
 {
     size_t i = 0, j = 0;
     double best = (double)INFINITY;
     out->count = 0;
-    if (!reserve(out, a->count + b->count)) {
+    if (!reserve_points(out, a->count + b->count)) {
         return false;
     }
     while (i < a->count || j < b->count) {
@@ -276,9 +276,9 @@ static bool merge(const points *a, const points *b, points *out)
 
 /* Appends the points that are better than the front's last one. Of points with equal
  * memory, the last one is the best. */
-static bool append(const solver *v, points *front, const points *found)
+static bool append_points(const solver *v, points *front, const points *found)
 {
-    if (!reserve(front, front->count + found->count)) {
+    if (!reserve_points(front, front->count + found->count)) {
         return false;
     }
     for (size_t i = 0; i < found->count; i++) {
@@ -308,15 +308,15 @@ static bool sweep_intervals(const solver *v, scratch *w, int64_t limit)
         w->found.count = 0;
         for (size_t i = 0; i < w->counts[g]; i++) {
             const option *o = &w->options[w->lists[g * stride + i]];
-            if (!unroll(o, from, to, &w->added) ||
-                !merge(&w->found, &w->added, &w->merged)) {
+            if (!unroll_option(o, from, to, &w->added) ||
+                !merge_points(&w->found, &w->added, &w->merged)) {
                 return false;
             }
             const points swapped = w->found;
             w->found = w->merged;
             w->merged = swapped;
         }
-        if (!append(v, &w->front, &w->found)) {
+        if (!append_points(v, &w->front, &w->found)) {
             return false;
         }
     }
@@ -327,7 +327,7 @@ static bool sweep_intervals(const solver *v, scratch *w, int64_t limit)
 
 /* Stores the front of a segment. All threads share the count of points; a thread that
  * exceeds the limit stops all of them. */
-static mls_code keep(solver *v, const points *front, size_t cell)
+static mls_code store_front(solver *v, const points *front, size_t cell)
 {
     mls_plan_front *f = &v->out->fronts[cell];
     const size_t before = atomic_fetch_add(&v->points, front->count);
@@ -348,7 +348,7 @@ static mls_code keep(solver *v, const points *front, size_t cell)
 }
 
 /* The limit is the budget without activation s: no caller uses more memory. */
-static mls_code solve(solver *v, scratch *w, size_t s, size_t t)
+static mls_code solve_segment(solver *v, scratch *w, size_t s, size_t t)
 {
     const mls_plan_costs *c = v->costs;
     const int64_t limit = c->budget - (s == 0 ? 0 : c->activation[s]);
@@ -356,7 +356,7 @@ static mls_code solve(solver *v, scratch *w, size_t s, size_t t)
         const mls_plan_point only = {mls_plan_save_need(c, s, t), 0};
         w->front.count = 0;
         if (only.memory <= limit) {
-            if (!reserve(&w->front, 1)) {
+            if (!reserve_points(&w->front, 1)) {
                 return MLS_E_MEMORY;
             }
             w->front.items[w->front.count++] = only;
@@ -369,7 +369,7 @@ static mls_code solve(solver *v, scratch *w, size_t s, size_t t)
             return MLS_E_MEMORY;
         }
     }
-    return keep(v, &w->front, mls_plan_cell(c->blocks, s, t));
+    return store_front(v, &w->front, mls_plan_cell(c->blocks, s, t));
 }
 
 /* Takes a free scratch; there is one for each thread. If more threads have appeared
@@ -385,7 +385,7 @@ static scratch *take_scratch(solver *v)
 
 /* Solves one segment of a diagonal. A segment takes little time, so polling between
  * segments is enough. */
-static void work(void *context, size_t s)
+static void solve_task(void *context, size_t s)
 {
     solver *v = context;
     if (atomic_load(&v->failed) != MLS_OK) {
@@ -396,7 +396,7 @@ static void work(void *context, size_t s)
         return;
     }
     scratch *w = take_scratch(v);
-    const mls_code code = solve(v, w, s, s + v->length);
+    const mls_code code = solve_segment(v, w, s, s + v->length);
     atomic_store(&w->taken, false);
     if (code != MLS_OK) {
         atomic_store(&v->failed, (int)code);
@@ -410,7 +410,7 @@ static void run_diagonals(solver *v, mls_pool *pool)
     const size_t n = v->costs->blocks;
     for (v->length = 0; v->length < n; v->length++) {
         const bool alone = n < WORTH || v->length == 0;
-        mls_pool_run(alone ? NULL : pool, work, v, n - v->length);
+        mls_pool_run(alone ? NULL : pool, solve_task, v, n - v->length);
         if (atomic_load(&v->failed) != MLS_OK) {
             return;
         }
@@ -477,8 +477,8 @@ void mls_plan_fronts_fini(mls_plan_fronts *f)
 
 /* Converts a code to an error. Threads only set a code, because a status has a single
  * writer. */
-static mls_code explain(mls_code code, const mls_plan_costs *c, size_t most,
-                        mls_status *st)
+static mls_code fail_planning(mls_code code, const mls_plan_costs *c, size_t most,
+                              mls_status *st)
 {
     switch (code) {
     case MLS_E_STOPPED:
@@ -509,14 +509,14 @@ mls_code mls_plan_exact(const mls_plan_costs *costs, size_t most_points, mls_poo
     v.scratches = new_scratches(tasks, costs->blocks);
     if (v.scratches == NULL || !make_fronts(costs, out)) {
         free_scratches(v.scratches, tasks);
-        return explain(MLS_E_MEMORY, costs, most_points, st);
+        return fail_planning(MLS_E_MEMORY, costs, most_points, st);
     }
     run_diagonals(&v, pool);
     free_scratches(v.scratches, tasks);
     const mls_code code = (mls_code)atomic_load(&v.failed);
     if (code != MLS_OK) {
         mls_plan_fronts_fini(out);
-        return explain(code, costs, most_points, st);
+        return fail_planning(code, costs, most_points, st);
     }
     out->points = atomic_load(&v.points);
     return MLS_OK;

@@ -70,12 +70,12 @@ static size_t round_up(size_t value, size_t unit)
     return (value + unit - 1) / unit * unit;
 }
 
-static size_t most(size_t a, size_t b)
+static size_t max_size(size_t a, size_t b)
 {
     return a > b ? a : b;
 }
 
-static size_t fewest(size_t a, size_t b)
+static size_t min_size(size_t a, size_t b)
 {
     return a < b ? a : b;
 }
@@ -128,8 +128,8 @@ static float again_of(const solver *v, size_t s, size_t k)
 /* Tries restarts `from` to before `to` for one segment, for entries below `end` only.
  * Each begins where the rules allow it and both of its parts are finite. The cells of a
  * row are adjacent; in a column, the distance between cells shrinks by one each time. */
-static void restart(const solver *v, size_t s, size_t t, size_t from, size_t to,
-                    size_t end)
+static void try_restarts(const solver *v, size_t s, size_t t, size_t from, size_t to,
+                         size_t end)
 {
     if (from >= to) { /* `from` may be beyond the last block */
         return;
@@ -137,12 +137,12 @@ static void restart(const solver *v, size_t s, size_t t, size_t from, size_t to,
     const size_t row = mls_plan_cell(v->n, s, 0), hold = (size_t)v->costs->hold[t];
     const int32_t *below = v->need + mls_plan_cell(v->n, from, t);
     float *values = values_of(v->table, s, t);
-    end = fewest(end, v->entries);
+    end = min_size(end, v->entries);
     for (size_t k = from; k < to; k++) {
         const size_t shift = v->shift[k], left = row + k - 1;
-        const size_t bound = most((size_t)v->sweep[left] + hold, shift);
-        const size_t finite = most((size_t)v->need[left], shift + (size_t)*below);
-        const size_t first = most(bound, finite);
+        const size_t bound = max_size((size_t)v->sweep[left] + hold, shift);
+        const size_t finite = max_size((size_t)v->need[left], shift + (size_t)*below);
+        const size_t first = max_size(bound, finite);
         if (first < end) {
             v->kernels->row(values + first, values_of(v->table, s, k - 1) + first,
                             values_of(v->table, k, t) + first - shift, again_of(v, s, k),
@@ -157,26 +157,27 @@ static void restart(const solver *v, size_t s, size_t t, size_t from, size_t to,
  * registers, so the entries before it are computed here. */
 static uint32_t begin_of(const solver *v, size_t s, size_t t, size_t k)
 {
-    const size_t s_end = fewest(s + SMALL, v->n), t_end = fewest(t + SMALL, v->n);
+    const size_t s_end = min_size(s + SMALL, v->n), t_end = min_size(t + SMALL, v->n);
     size_t sweep = 0, hold = 0, natural = NEVER, lowest = NEVER;
     for (size_t i = s; i < s_end; i++) {
         const size_t cell = mls_plan_cell(v->n, i, k - 1);
-        lowest = fewest(lowest, (size_t)v->need[cell]);
-        sweep = most(sweep, (size_t)v->sweep[cell]);
+        lowest = min_size(lowest, (size_t)v->need[cell]);
+        sweep = max_size(sweep, (size_t)v->sweep[cell]);
     }
     for (size_t l = t; l < t_end; l++) {
-        natural = fewest(natural, (size_t)v->need[mls_plan_cell(v->n, k, l)]);
-        hold = most(hold, (size_t)v->costs->hold[l]);
+        natural = min_size(natural, (size_t)v->need[mls_plan_cell(v->n, k, l)]);
+        hold = max_size(hold, (size_t)v->costs->hold[l]);
     }
-    const size_t bound = most(sweep + hold, v->shift[k]); /* the largest of the tile */
-    natural = most(natural + v->shift[k], lowest) / LANES * LANES;
+    const size_t bound =
+        max_size(sweep + hold, v->shift[k]); /* the largest of the tile */
+    natural = max_size(natural + v->shift[k], lowest) / LANES * LANES;
     if (natural >= bound) {
         return (uint32_t)natural;
     }
     const size_t begin = round_up(bound, LANES);
     for (size_t i = s; i < s_end; i++) {
         for (size_t l = t; l < t_end; l++) {
-            restart(v, i, l, k, k + 1, begin);
+            try_restarts(v, i, l, k, k + 1, begin);
         }
     }
     return (uint32_t)begin;
@@ -187,12 +188,12 @@ static uint32_t begin_of(const solver *v, size_t s, size_t t, size_t k)
 static size_t last_of(const solver *v, size_t s, size_t t)
 {
     size_t full = 0;
-    for (size_t i = s; i < fewest(s + SMALL, v->n); i++) {
-        for (size_t l = t; l < fewest(t + SMALL, v->n); l++) {
-            full = most(full, (size_t)v->full[mls_plan_cell(v->n, i, l)]);
+    for (size_t i = s; i < min_size(s + SMALL, v->n); i++) {
+        for (size_t l = t; l < min_size(t + SMALL, v->n); l++) {
+            full = max_size(full, (size_t)v->full[mls_plan_cell(v->n, i, l)]);
         }
     }
-    return round_up(fewest(full, v->entries), LANES);
+    return round_up(min_size(full, v->entries), LANES);
 }
 
 /* A kernel's arguments for a block of restarts. */
@@ -202,10 +203,10 @@ typedef struct block {
 } block;
 
 /* Prepares a small tile above the diagonal for restarts `first` to before `last`. */
-static mls_plan_tile prepare(const solver *v, block *b, size_t s, size_t t, size_t first,
-                             size_t last)
+static mls_plan_tile prepare_tile(const solver *v, block *b, size_t s, size_t t,
+                                  size_t first, size_t last)
 {
-    const size_t s_last = fewest(s + SMALL, v->n) - 1;
+    const size_t s_last = min_size(s + SMALL, v->n) - 1;
     mls_plan_tile job = {.values = v->table->values,
                          .rows = v->table->rows,
                          .stride = v->table->stride,
@@ -224,17 +225,17 @@ static mls_plan_tile prepare(const solver *v, block *b, size_t s, size_t t, size
     for (size_t k = first; k < last; k++) {
         b->begin[k - first] = begin_of(v, s, t, k);
         b->plus[k - first] = again_of(v, s_last, k);
-        job.from = fewest(job.from, b->begin[k - first]);
+        job.from = min_size(job.from, b->begin[k - first]);
     }
     return job;
 }
 
 /* Tries restarts for one small tile. */
-static void multiply(const solver *v, size_t s, size_t t, size_t first, size_t last)
+static void multiply_tile(const solver *v, size_t s, size_t t, size_t first, size_t last)
 {
     block b;
     for (size_t k = first; k < last; k += LARGE) {
-        const mls_plan_tile job = prepare(v, &b, s, t, k, fewest(k + LARGE, last));
+        const mls_plan_tile job = prepare_tile(v, &b, s, t, k, min_size(k + LARGE, last));
         v->kernels->tile(&job);
     }
 }
@@ -249,17 +250,17 @@ static void multiply_large(const solver *v, size_t s, size_t t, size_t s_end,
     size_t count = 0, from = NEVER, to = 0;
     for (size_t i = s; i < s_end; i += SMALL) {
         for (size_t l = t; l < t_end; l += SMALL) {
-            jobs[count] = prepare(v, &blocks[count], i, l, first, last);
-            from = fewest(from, jobs[count].from);
-            to = most(to, jobs[count].to);
+            jobs[count] = prepare_tile(v, &blocks[count], i, l, first, last);
+            from = min_size(from, jobs[count].from);
+            to = max_size(to, jobs[count].to);
             count++;
         }
     }
     for (size_t strip = from; strip < to; strip += STRIP) {
         for (size_t i = 0; i < count; i++) {
             mls_plan_tile job = jobs[i];
-            job.from = most(job.from, strip);
-            job.to = fewest(job.to, strip + STRIP);
+            job.from = max_size(job.from, strip);
+            job.to = min_size(job.to, strip + STRIP);
             v->kernels->tile(&job);
         }
     }
@@ -269,12 +270,12 @@ static void multiply_large(const solver *v, size_t s, size_t t, size_t s_end,
 
 /* Tries to save s, with `moved` slots held during the segment s + 1 .. t, at a cost of
  * `seconds`. */
-static void save(const solver *v, size_t s, size_t t, int64_t moved, double seconds)
+static void try_save(const solver *v, size_t s, size_t t, int64_t moved, double seconds)
 {
     const mls_plan_costs *c = v->costs;
     const size_t shift = (size_t)moved;
     const size_t rest = shift + (size_t)v->need[mls_plan_cell(v->n, s + 1, t)];
-    const size_t first = most((size_t)mls_plan_save_need(c, s, t), rest);
+    const size_t first = max_size((size_t)mls_plan_save_need(c, s, t), rest);
     if (first < v->entries) {
         v->kernels->keep(values_of(v->table, s, t) + first,
                          values_of(v->table, s + 1, t) + first - shift, (float)seconds,
@@ -299,23 +300,23 @@ static size_t first_finite(const float *values, size_t count)
 }
 
 /* Completes a segment, after all restarts outside its own small tile. */
-static void finish(const solver *v, size_t s, size_t t)
+static void finish_segment(const solver *v, size_t s, size_t t)
 {
     const mls_plan_costs *c = v->costs;
     float *values = values_of(v->table, s, t);
     const size_t cell = mls_plan_cell(v->n, s, t);
     const size_t s_end = s / SMALL * SMALL + SMALL, t_begin = t / SMALL * SMALL;
     /* from `full` on nothing is recomputed, so a restart gains nothing */
-    restart(v, s, t, s + 1, fewest(s_end, t + 1), (size_t)v->full[cell]);
-    restart(v, s, t, most(s_end, t_begin + 1), t + 1, (size_t)v->full[cell]);
+    try_restarts(v, s, t, s + 1, min_size(s_end, t + 1), (size_t)v->full[cell]);
+    try_restarts(v, s, t, max_size(s_end, t_begin + 1), t + 1, (size_t)v->full[cell]);
     if (s == t) {
         for (size_t m = (size_t)mls_plan_save_need(c, s, t); m < v->entries; m++) {
             values[m] = 0;
         }
     } else {
-        save(v, s, t, c->saved[s], 0);
+        try_save(v, s, t, c->saved[s], 0);
         if (isfinite(c->away[s])) {
-            save(v, s, t, c->activation[s + 1], c->away[s]);
+            try_save(v, s, t, c->activation[s + 1], c->away[s]);
         }
     }
     const size_t first = first_finite(values, v->entries);
@@ -329,7 +330,7 @@ static void finish(const solver *v, size_t s, size_t t)
 static void clear_tile(const solver *v, size_t s, size_t t, size_t s_end, size_t t_end)
 {
     for (size_t i = s; i < s_end; i++) {
-        for (size_t l = most(i, t); l < t_end; l++) {
+        for (size_t l = max_size(i, t); l < t_end; l++) {
             memcpy(values_of(v->table, i, l), v->blank,
                    v->table->stride * sizeof *v->blank);
         }
@@ -337,7 +338,7 @@ static void clear_tile(const solver *v, size_t s, size_t t, size_t s_end, size_t
 }
 
 /* Prefetches a segment's memory for writing. */
-static void ask_for(const solver *v, size_t s, size_t t)
+static void prefetch_segment(const solver *v, size_t s, size_t t)
 {
     const float *values = values_of(v->table, s, t);
     for (size_t m = 0; s <= t && m < v->table->stride; m += LANES) {
@@ -352,15 +353,15 @@ static void finish_small(const solver *v, size_t s, size_t t, size_t early, size
                          size_t next_s, size_t next_t)
 {
     if (s < t) {
-        multiply(v, s, t, s + SMALL, fewest(early, t + 1));
-        multiply(v, s, t, most(late + 1, s + SMALL), t + 1);
+        multiply_tile(v, s, t, s + SMALL, min_size(early, t + 1));
+        multiply_tile(v, s, t, max_size(late + 1, s + SMALL), t + 1);
     }
-    for (size_t i = fewest(s + SMALL, v->n); i-- > s;) {
-        for (size_t l = most(i, t); l < fewest(t + SMALL, v->n); l++) {
+    for (size_t i = min_size(s + SMALL, v->n); i-- > s;) {
+        for (size_t l = max_size(i, t); l < min_size(t + SMALL, v->n); l++) {
             if (next_s < NEVER) {
-                ask_for(v, next_s + i - s, next_t + l - t);
+                prefetch_segment(v, next_s + i - s, next_t + l - t);
             }
-            finish(v, i, l);
+            finish_segment(v, i, l);
         }
     }
 }
@@ -396,8 +397,8 @@ static bool go_on(solver *v)
 static void fill_large(solver *v, size_t s, size_t t)
 {
     const size_t padded = v->table->padded;
-    const size_t s_end = fewest(s + v->large, padded);
-    const size_t t_end = fewest(t + v->large, padded);
+    const size_t s_end = min_size(s + v->large, padded);
+    const size_t t_end = min_size(t + v->large, padded);
     if (!go_on(v)) {
         return;
     }
@@ -410,7 +411,7 @@ static void fill_large(solver *v, size_t s, size_t t)
         if (!go_on(v)) {
             return;
         }
-        multiply_large(v, s, t, s_end, t_end, k, fewest(k + v->large, t + 1));
+        multiply_large(v, s, t, s_end, t_end, k, min_size(k + v->large, t + 1));
     }
     for (size_t i = s_end; i > s; i -= SMALL) { /* restarts s_end .. t are done */
         for (size_t l = t; l < t_end; l += SMALL) {
@@ -420,7 +421,7 @@ static void fill_large(solver *v, size_t s, size_t t)
 }
 
 /* Task: one large tile of a diagonal. */
-static void work(void *context, size_t index)
+static void fill_task(void *context, size_t index)
 {
     solver *v = context;
     fill_large(v, index * v->large, (index + v->distance) * v->large);
@@ -502,7 +503,8 @@ static void run_diagonals(solver *v, mls_pool *pool)
 {
     const size_t larges = (v->table->padded + v->large - 1) / v->large;
     for (v->distance = 0; v->distance < larges; v->distance++) {
-        mls_pool_run(v->n < (size_t)WORTH ? NULL : pool, work, v, larges - v->distance);
+        mls_pool_run(v->n < (size_t)WORTH ? NULL : pool, fill_task, v,
+                     larges - v->distance);
         if (atomic_load(&v->stopped)) {
             return;
         }

@@ -76,13 +76,13 @@ static const uint64_t one = 1;
 
 /* ---- keys ---- */
 
-static uint64_t pack(const state *s)
+static uint64_t pack_state(const state *s)
 {
     return s->alone | s->saved << SAVED_AT | s->host << HOST_AT |
            (uint64_t)s->left << LEFT_AT;
 }
 
-static state unpack(uint64_t key)
+static state unpack_state(uint64_t key)
 {
     const uint64_t blocks = (one << MLS_SEARCH_BLOCKS) - 1;
     return (state){
@@ -107,7 +107,7 @@ static int64_t bytes_of(const int64_t *bytes, uint64_t bits)
 
 /* Returns whether node a comes out before node b. Of equal nodes the newer one comes
  * first, because it is more often closer to the end. */
-static bool before(const search *s, uint32_t a, uint32_t b)
+static bool comes_before(const search *s, uint32_t a, uint32_t b)
 {
     const node *x = &s->nodes[a], *y = &s->nodes[b];
     if (s->by_peak) {
@@ -120,41 +120,41 @@ static bool before(const search *s, uint32_t a, uint32_t b)
 }
 
 /* A node stores its place, so that it can move up when a better path is found. */
-static void put(search *s, size_t place, uint32_t number)
+static void place_node(search *s, size_t place, uint32_t number)
 {
     s->heap[place] = number;
     s->nodes[number].place = (uint32_t)place;
 }
 
 /* Costs only decrease, so nodes only move up, except after a removal. */
-static void rise(search *s, size_t place)
+static void move_up(search *s, size_t place)
 {
     const uint32_t number = s->heap[place];
-    while (place > 0 && before(s, number, s->heap[(place - 1) / 2])) {
-        put(s, place, s->heap[(place - 1) / 2]);
+    while (place > 0 && comes_before(s, number, s->heap[(place - 1) / 2])) {
+        place_node(s, place, s->heap[(place - 1) / 2]);
         place = (place - 1) / 2;
     }
-    put(s, place, number);
+    place_node(s, place, number);
 }
 
 /* Removes the first node; the last one moves down from the top to its place. */
-static uint32_t take_first(search *s)
+static uint32_t pop_first(search *s)
 {
     const uint32_t first = s->heap[0], last = s->heap[--s->open];
     s->nodes[first].place = CLOSED;
     size_t place = 0;
     for (size_t child = 1; child < s->open; child = 2 * place + 1) {
-        if (child + 1 < s->open && before(s, s->heap[child + 1], s->heap[child])) {
+        if (child + 1 < s->open && comes_before(s, s->heap[child + 1], s->heap[child])) {
             child++;
         }
-        if (!before(s, s->heap[child], last)) {
+        if (!comes_before(s, s->heap[child], last)) {
             break;
         }
-        put(s, place, s->heap[child]);
+        place_node(s, place, s->heap[child]);
         place = child;
     }
     if (s->open > 0) {
-        put(s, place, last);
+        place_node(s, place, last);
     }
     return first;
 }
@@ -162,7 +162,7 @@ static uint32_t take_first(search *s)
 /* ---- nodes ---- */
 
 /* The finaliser of splitmix64: keys differ in few bits. */
-static uint64_t hash(uint64_t z)
+static uint64_t hash_key(uint64_t z)
 {
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
@@ -173,7 +173,7 @@ static uint64_t hash(uint64_t z)
  * half full. */
 static size_t slot_of(const search *s, uint64_t key)
 {
-    size_t slot = (size_t)hash(key) & (s->slots - 1);
+    size_t slot = (size_t)hash_key(key) & (s->slots - 1);
     while (s->table[slot] != 0 && s->nodes[s->table[slot] - 1].key != key) {
         slot = (slot + 1) & (s->slots - 1);
     }
@@ -189,7 +189,7 @@ static mls_code no_memory(search *s)
 
 /* Doubles the room for nodes, and makes the table twice as long as that. Memory grows
  * with the states found, not with the limit. */
-static mls_code grow(search *s)
+static mls_code grow_tables(search *s)
 {
     const size_t room = s->room == 0 ? FIRST_ROOM : 2 * s->room;
     node *nodes = mls_realloc(s->nodes, room, sizeof *nodes);
@@ -218,10 +218,10 @@ static mls_code grow(search *s)
 }
 
 /* Adds a path to a state: a new state, a better path, or no improvement. */
-static mls_code reach(search *s, const node *way)
+static mls_code add_path(search *s, const node *way)
 {
     if (s->count == s->room) {
-        const mls_code code = grow(s);
+        const mls_code code = grow_tables(s);
         if (code != MLS_OK) {
             return code;
         }
@@ -237,7 +237,7 @@ static mls_code reach(search *s, const node *way)
         number = (uint32_t)s->count++;
         s->table[slot] = number + 1;
         s->nodes[number] = *way;
-        put(s, s->open++, number);
+        place_node(s, s->open++, number);
     } else {
         number = s->table[slot] - 1;
         node *known = &s->nodes[number];
@@ -251,7 +251,7 @@ static mls_code reach(search *s, const node *way)
         *known = *way;
         known->place = place;
     }
-    rise(s, s->nodes[number].place);
+    move_up(s, s->nodes[number].place);
     return MLS_OK;
 }
 
@@ -268,7 +268,7 @@ typedef struct outcome {
 
 /* Adds the result of a step, unless it exceeds a limit. Useless activations are removed:
  * those whose block is done, and those that are also inside saved tensors. */
-static mls_code lead(search *s, const moment *m, const outcome *o)
+static mls_code add_outcome(search *s, const moment *m, const outcome *o)
 {
     if (!s->by_peak && o->peak > s->limits->budget_bytes) {
         return MLS_OK;
@@ -282,25 +282,25 @@ static mls_code lead(search *s, const moment *m, const outcome *o)
     state next = o->state;
     /* later steps do not read activations from the next backward block on */
     next.alone &= ((one << next.left) - 1) & ~(next.saved << 1);
-    return reach(s, &(node){.key = pack(&next),
-                            .cost = cost,
-                            .peak = o->peak > m->peak ? o->peak : m->peak,
-                            .parent = m->node,
-                            .kind = (int8_t)o->kind,
-                            .away = o->away,
-                            .block = (int8_t)o->block});
+    return add_path(s, &(node){.key = pack_state(&next),
+                               .cost = cost,
+                               .peak = o->peak > m->peak ? o->peak : m->peak,
+                               .parent = m->node,
+                               .kind = (int8_t)o->kind,
+                               .away = o->away,
+                               .block = (int8_t)o->block});
 }
 
 /* Adds a result as it is, and also with activation `bit` dropped, if that has its own
  * memory. */
-static mls_code lead_both(search *s, const moment *m, outcome *o, uint64_t bit)
+static mls_code add_outcome_both(search *s, const moment *m, outcome *o, uint64_t bit)
 {
-    const mls_code code = lead(s, m, o);
+    const mls_code code = add_outcome(s, m, o);
     if (code != MLS_OK || (o->state.alone & bit) == 0) {
         return code;
     }
     o->state.alone &= ~bit;
-    return lead(s, m, o);
+    return add_outcome(s, m, o);
 }
 
 /* Skipped if the output is held already or not needed any more. */
@@ -315,11 +315,11 @@ static mls_code try_forward(search *s, const moment *m, size_t i)
     outcome o = {.state = m->state, .kind = MLS_STEP_FORWARD, .block = i};
     o.peak = m->held + c->activation_bytes[i + 1] + c->forward_temporary_bytes[i];
     o.state.alone |= output;
-    return lead_both(s, m, &o, one << i);
+    return add_outcome_both(s, m, &o, one << i);
 }
 
 /* Returns the held bytes without the separate output of block i. */
-static int64_t without_output(const search *s, const moment *m, size_t i)
+static int64_t bytes_without_output(const search *s, const moment *m, size_t i)
 {
     const bool alone = (m->state.alone >> (i + 1) & 1) != 0;
     return alone ? m->held - s->chain->activation_bytes[i + 1] : m->held;
@@ -327,7 +327,7 @@ static int64_t without_output(const search *s, const moment *m, size_t i)
 
 /* Offloads right after a save or load: waiting gains nothing, because the output may
  * stay. */
-static mls_code lead_away(search *s, const moment *m, outcome *o, uint64_t bit)
+static mls_code add_offloaded(search *s, const moment *m, outcome *o, uint64_t bit)
 {
     o->away = true;
     o->state.saved &= ~bit;
@@ -336,7 +336,7 @@ static mls_code lead_away(search *s, const moment *m, outcome *o, uint64_t bit)
     /* with and without the input, and with and without the output */
     for (int dropped = 0; dropped < 2; dropped++) {
         outcome each = *o;
-        const mls_code code = lead_both(s, m, &each, bit << 1);
+        const mls_code code = add_outcome_both(s, m, &each, bit << 1);
         if (code != MLS_OK || (o->state.alone & bit) == 0) {
             return code;
         }
@@ -355,11 +355,12 @@ static mls_code try_save(search *s, const moment *m, size_t i)
         return MLS_OK;
     }
     outcome o = {.state = m->state, .kind = MLS_STEP_SAVE, .block = i};
-    o.peak = without_output(s, m, i) + c->saved_bytes[i] + c->saving_temporary_bytes[i];
+    o.peak =
+        bytes_without_output(s, m, i) + c->saved_bytes[i] + c->saving_temporary_bytes[i];
     o.state.saved |= bit;
     o.state.alone &= ~(bit << 1);
-    const mls_code code = lead_both(s, m, &o, bit);
-    return code == MLS_OK && s->limits->offload ? lead_away(s, m, &o, bit) : code;
+    const mls_code code = add_outcome_both(s, m, &o, bit);
+    return code == MLS_OK && s->limits->offload ? add_offloaded(s, m, &o, bit) : code;
 }
 
 /* Loads a block for its backward pass, or for an output that is not held; then the output
@@ -373,12 +374,12 @@ static mls_code try_load(search *s, const moment *m, size_t i)
         return MLS_OK;
     }
     outcome o = {.state = m->state, .kind = MLS_STEP_LOAD, .block = i};
-    o.peak = without_output(s, m, i) + s->chain->saved_bytes[i];
+    o.peak = bytes_without_output(s, m, i) + s->chain->saved_bytes[i];
     o.state.host &= ~bit;
     o.state.saved |= bit;
     o.state.alone &= ~(bit << 1);
-    const mls_code code = lead(s, m, &o);
-    return code == MLS_OK && !next ? lead_away(s, m, &o, bit) : code;
+    const mls_code code = add_outcome(s, m, &o);
+    return code == MLS_OK && !next ? add_offloaded(s, m, &o, bit) : code;
 }
 
 /* Runs the next backward pass, or the only save or load that it lacks. Sets `*done` if no
@@ -406,7 +407,7 @@ static mls_code try_backward(search *s, const moment *m, bool *done)
     if (saved) {
         o.state.saved &= ~bit;
         o.state.left--;
-        return lead(s, m, &o);
+        return add_outcome(s, m, &o);
     }
     if (!*done) {
         return MLS_OK;
@@ -415,7 +416,7 @@ static mls_code try_backward(search *s, const moment *m, bool *done)
     o.peak = saving;
     o.state.host &= ~bit;
     o.state.saved |= bit;
-    return lead(s, m, &o);
+    return add_outcome(s, m, &o);
 }
 
 /* ---- the search ---- */
@@ -425,7 +426,7 @@ static moment moment_of(const search *s, uint32_t number)
 {
     const mls_chain *c = s->chain;
     const node *at = &s->nodes[number];
-    moment m = {.state = unpack(at->key), .node = number};
+    moment m = {.state = unpack_state(at->key), .node = number};
     m.cost = at->cost;
     m.peak = at->peak;
     m.there = m.state.alone | m.state.saved << 1 | 1;
@@ -438,7 +439,7 @@ static moment moment_of(const search *s, uint32_t number)
 /* Tries all steps that may be part of a best path. If the next backward pass is possible
  * without extra memory, it is the only step: every other step needs no more memory after
  * it. */
-static mls_code expand(search *s, uint32_t number)
+static mls_code expand_node(search *s, uint32_t number)
 {
     /* a copy: the array of nodes may move */
     const moment m = moment_of(s, number);
@@ -460,7 +461,7 @@ static mls_code expand(search *s, uint32_t number)
 
 /* Returns a lower bound of every schedule's peak: a block's input, its saved tensors, and
  * the needs of its backward pass. */
-static int64_t least_of_all(const mls_chain *c)
+static int64_t bound_least_peak(const mls_chain *c)
 {
     const int64_t base = c->activation_bytes[0];
     int64_t least = base;
@@ -480,20 +481,21 @@ static mls_code run_search(search *s, uint32_t *end)
     *end = NONE;
     /* at the beginning only the input is held, and at the end nothing else */
     const state begin = {.left = s->chain->blocks};
-    mls_code code = reach(
-        s, &(node){.key = pack(&begin), .parent = NONE, .peak = least_of_all(s->chain)});
+    mls_code code = add_path(s, &(node){.key = pack_state(&begin),
+                                        .parent = NONE,
+                                        .peak = bound_least_peak(s->chain)});
     for (size_t taken = 0; code == MLS_OK && s->open > 0; taken++) {
         const mls_poll *poll = &s->limits->poll;
         if ((taken & POLL) == POLL && poll->go_on != NULL &&
             !poll->go_on(poll->context)) {
             return mls_fail(s->st, MLS_E_STOPPED, "the search was stopped");
         }
-        const uint32_t number = take_first(s);
-        if (unpack(s->nodes[number].key).left == 0) {
+        const uint32_t number = pop_first(s);
+        if (unpack_state(s->nodes[number].key).left == 0) {
             *end = number;
             return MLS_OK;
         }
-        code = expand(s, number);
+        code = expand_node(s, number);
         /* the best path might contain states that were omitted */
         if (s->ran_out) {
             return code;
@@ -503,7 +505,7 @@ static mls_code run_search(search *s, uint32_t *end)
 }
 
 /* Writes the path to a node. */
-static mls_code trace(const search *s, uint32_t end, mls_schedule *runs)
+static mls_code write_path(const search *s, uint32_t end, mls_schedule *runs)
 {
     for (uint32_t at = end; s->nodes[at].parent != NONE; at = s->nodes[at].parent) {
         const node *n = &s->nodes[at];
@@ -529,13 +531,13 @@ static mls_code trace(const search *s, uint32_t end, mls_schedule *runs)
 }
 
 /* Searches, writes the path, and frees the working memory. */
-static mls_code find(search *s, mls_found *out)
+static mls_code find_best(search *s, mls_found *out)
 {
     uint32_t end;
     mls_found found = {0};
     mls_code code = run_search(s, &end);
     if (code == MLS_OK && end != NONE) {
-        code = trace(s, end, &found.runs);
+        code = write_path(s, end, &found.runs);
         found.found = true;
         found.extra = s->nodes[end].cost;
         found.least = s->nodes[end].peak;
@@ -570,7 +572,7 @@ mls_code mls_search(const mls_chain *chain, const mls_search_limits *limits,
                     mls_found *out, mls_status *st)
 {
     search s = search_of(chain, limits, false, st);
-    return find(&s, out);
+    return find_best(&s, out);
 }
 
 /* Costs are peaks: the peak of a path is the largest peak of its steps. */
@@ -578,7 +580,7 @@ mls_code mls_search_least(const mls_chain *chain, const mls_search_limits *limit
                           mls_found *out, mls_status *st)
 {
     search s = search_of(chain, limits, true, st);
-    return find(&s, out);
+    return find_best(&s, out);
 }
 
 /* ---- the best schedule ---- */
@@ -607,8 +609,8 @@ static mls_code write_best(const mls_chain *chain, const mls_step *steps, size_t
 }
 
 /* Returns the steps with their drops; sets `optimal` and `states` from the search. */
-static mls_code give_steps(const mls_chain *chain, const mls_step *steps, size_t count,
-                           const mls_found *found, mls_best *out, mls_status *st)
+static mls_code write_steps(const mls_chain *chain, const mls_step *steps, size_t count,
+                            const mls_found *found, mls_best *out, mls_status *st)
 {
     mls_best best = {.optimal = !found->ran_out, .states = found->states};
     const mls_code code = write_best(chain, steps, count, &best, st);
@@ -621,8 +623,8 @@ static mls_code give_steps(const mls_chain *chain, const mls_step *steps, size_t
 }
 
 /* Fails for a budget that is too small. `expected` has the least budget, for programs. */
-static mls_code refuse(const mls_chain *chain, int64_t budget, const char *which,
-                       int64_t least, mls_status *st)
+static mls_code fail_budget(const mls_chain *chain, int64_t budget, const char *which,
+                            int64_t least, mls_status *st)
 {
     mls_fail(st, MLS_E_CAPACITY,
              "no schedule of %zu blocks was found that fits a budget of %" PRId64
@@ -635,18 +637,19 @@ static mls_code refuse(const mls_chain *chain, int64_t budget, const char *which
 
 /* Fails after an incomplete search. The budget of a persistent schedule is known to be
  * sufficient. */
-static mls_code refuse_some(const mls_chain *chain, const mls_best_options *o,
-                            mls_status *st)
+static mls_code fail_incomplete(const mls_chain *chain, const mls_best_options *o,
+                                mls_status *st)
 {
     int64_t least;
     const mls_code code = mls_plan_least_bytes(chain, o->offload, o->poll, &least, st);
-    return code == MLS_OK ? refuse(chain, o->budget_bytes, "a persistent one", least, st)
-                          : code;
+    return code == MLS_OK
+               ? fail_budget(chain, o->budget_bytes, "a persistent one", least, st)
+               : code;
 }
 
 /* Fails after a complete search, with the least sufficient budget. */
-static mls_code refuse_all(const mls_chain *chain, const mls_search_limits *limits,
-                           const mls_best_options *o, mls_status *st)
+static mls_code fail_complete(const mls_chain *chain, const mls_search_limits *limits,
+                              const mls_best_options *o, mls_status *st)
 {
     mls_found found;
     const mls_code code = mls_search_least(chain, limits, &found, st);
@@ -654,8 +657,8 @@ static mls_code refuse_all(const mls_chain *chain, const mls_search_limits *limi
         return code;
     }
     mls_schedule_fini(&found.runs);
-    return found.found ? refuse(chain, o->budget_bytes, "any one", found.least, st)
-                       : refuse_some(chain, o, st);
+    return found.found ? fail_budget(chain, o->budget_bytes, "any one", found.least, st)
+                       : fail_incomplete(chain, o, st);
 }
 
 /* Computes the extra seconds of the start schedule; INFINITY without one. */
@@ -706,13 +709,13 @@ mls_code mls_best_schedule(const mls_chain *chain, const mls_best_options *o,
         return code;
     }
     if (found.found) {
-        code = give_steps(chain, found.runs.steps, found.runs.count, &found, out, st);
+        code = write_steps(chain, found.runs.steps, found.runs.count, &found, out, st);
     } else if (o->start != NULL) {
-        code = give_steps(chain, o->start, o->start_count, &found, out, st);
+        code = write_steps(chain, o->start, o->start_count, &found, out, st);
     } else if (found.ran_out) {
-        code = refuse_some(chain, o, st);
+        code = fail_incomplete(chain, o, st);
     } else {
-        code = refuse_all(chain, &limits, o, st);
+        code = fail_complete(chain, &limits, o, st);
     }
     mls_schedule_fini(&found.runs);
     return code;

@@ -62,7 +62,8 @@ mls_code mls_layout_parts(const mls_layout *layout, size_t *out, mls_status *st)
 /* Computes the range that part `index` of `parts` has of `count` elements. Matches
  * torch.chunk, so that a part made by torch's own sharding is the same part here. Empty
  * parts start at `count`, which is within bounds. */
-static void cut(size_t count, size_t parts, size_t index, size_t *start, size_t *length)
+static void compute_range(size_t count, size_t parts, size_t index, size_t *start,
+                          size_t *length)
 {
     const size_t each = count / parts + (count % parts != 0 ? 1 : 0);
     /* `index` is below `parts`, so the product exceeds the count by less than one part;
@@ -123,12 +124,12 @@ void mls_part_cut(mls_part *part, mls_layout_step step, size_t index)
 {
     size_t start, length;
     if (step.axis == MLS_LAYOUT_FLAT) {
-        cut(box_count(part), step.parts, index, &part->begin, &length);
+        compute_range(box_count(part), step.parts, index, &part->begin, &length);
         part->end = part->begin + length;
         part->flat = true;
         return;
     }
-    cut(part->length[step.axis], step.parts, index, &start, &length);
+    compute_range(part->length[step.axis], step.parts, index, &start, &length);
     part->length[step.axis] = length;
     part->start[step.axis] += start;
     part->end = box_count(part);
@@ -204,7 +205,8 @@ bool mls_part_equal(const mls_part *a, const mls_part *b)
 /* ---- overlap ---- */
 
 /* Returns the length of the common range of an axis, and its start. */
-static size_t common(const mls_part *a, const mls_part *b, int axis, size_t *start)
+static size_t intersect_axis(const mls_part *a, const mls_part *b, int axis,
+                             size_t *start)
 {
     const size_t a_end = a->start[axis] + a->length[axis];
     const size_t b_end = b->start[axis] + b->length[axis];
@@ -231,7 +233,7 @@ static void skip_rows(mls_overlap *o, size_t at, size_t begin, const size_t *str
 
 /* Returns the position in `a` just after the last element that precedes b's end: in the
  * last row that starts before b's end, as much as precedes it. */
-static size_t end_by_b(const mls_overlap *o)
+static size_t find_end_by_b(const mls_overlap *o)
 {
     size_t rest = o->b_end > o->b_at ? o->b_end - o->b_at : 0, at = o->a_at;
     for (int axis = 0; axis < o->rank - 1 && rest > 0; axis++) {
@@ -246,9 +248,9 @@ static size_t end_by_b(const mls_overlap *o)
 
 /* Restricts the iteration to the rows within both flat ranges, so that a small part of a
  * large tensor costs only its own rows. */
-static void skip_ends(mls_overlap *o)
+static void skip_outside_rows(mls_overlap *o)
 {
-    const size_t end = end_by_b(o);
+    const size_t end = find_end_by_b(o);
     o->a_end = end < o->a_end ? end : o->a_end;
     skip_rows(o, o->a_at, o->a_begin, o->a_stride);
     skip_rows(o, o->b_at, o->b_begin, o->b_stride);
@@ -276,7 +278,7 @@ void mls_overlap_init(mls_overlap *overlap, const mls_part *a, const mls_part *b
     int rows = 1;
     for (int axis = a->rank - 1; axis >= 0; axis--) {
         size_t start;
-        const size_t shared = common(a, b, axis, &start);
+        const size_t shared = intersect_axis(a, b, axis, &start);
         /* empty along one axis means an empty intersection */
         o->done = o->done || shared == 0;
         o->a_at += (start - a->start[axis]) * a_stride;
@@ -302,7 +304,7 @@ void mls_overlap_init(mls_overlap *overlap, const mls_part *a, const mls_part *b
         o->b_stride[o->rank++] = b_strides[i];
     }
     if (!o->done) {
-        skip_ends(o);
+        skip_outside_rows(o);
     }
 }
 
@@ -324,7 +326,7 @@ static void next_row(mls_overlap *o)
 
 /* Clips the current row to both flat ranges; returns false if nothing is left. Positions
  * in the run count from the start of each part's range. */
-static bool row_run(const mls_overlap *o, mls_run *out)
+static bool clip_row(const mls_overlap *o, mls_run *out)
 {
     /* `skip` elements precede one of the ranges; the row ends after `keep` elements */
     const size_t length = o->length[o->rank - 1];
@@ -356,7 +358,7 @@ bool mls_overlap_next(mls_overlap *overlap, mls_run *out)
             overlap->done = true;
             break;
         }
-        if (row_run(overlap, &next)) {
+        if (clip_row(overlap, &next)) {
             /* join consecutive rows */
             if (run.count == 0) {
                 run = next;

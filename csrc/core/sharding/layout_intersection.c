@@ -9,7 +9,7 @@
 
 /* Returns the bounding box of a part. The part's first and last element have equal outer
  * coordinates up to some axis; all axes inside that one are taken whole. */
-static mls_part box_round(const mls_part *part)
+static mls_part bounding_box(const mls_part *part)
 {
     mls_part box = *part;
     size_t inside[MLS_LAYOUT_RANK + 1]; /* elements of one index along an axis */
@@ -32,8 +32,8 @@ static mls_part box_round(const mls_part *part)
 
 /* Computes the common range of two boxes along an axis, from the start of `a`; returns
  * false if it is empty. */
-static bool shared(const mls_part *a, const mls_part *b, int axis, size_t *from,
-                   size_t *end)
+static bool intersect_axis(const mls_part *a, const mls_part *b, int axis, size_t *from,
+                           size_t *end)
 {
     const size_t a_end = a->start[axis] + a->length[axis];
     const size_t b_end = b->start[axis] + b->length[axis];
@@ -62,7 +62,7 @@ static bool flat_range(const mls_layout_intersection *m, const mls_part *box,
     size_t stride = 1, first = 0, last = 0;
     for (int axis = box->rank - 1; axis >= 0; axis--) {
         size_t low, high;
-        if (!shared(box, &m->near, axis, &low, &high)) {
+        if (!intersect_axis(box, &m->near, axis, &low, &high)) {
             return false;
         }
         first += low * stride;
@@ -79,7 +79,7 @@ static bool flat_range(const mls_layout_intersection *m, const mls_part *box,
 }
 
 /* Computes the indices to visit in the next step. */
-static void enter(mls_layout_intersection *m)
+static void enter_step(mls_layout_intersection *m)
 {
     const mls_part *box = &m->box[m->depth];
     const mls_layout_step step = m->layout->steps[m->depth];
@@ -90,7 +90,7 @@ static void enter(mls_layout_intersection *m)
         any = flat_range(m, box, &from, &end);
     } else {
         length = box->length[step.axis];
-        any = shared(box, &m->near, step.axis, &from, &end);
+        any = intersect_axis(box, &m->near, step.axis, &from, &end);
     }
     const size_t each = length / step.parts + (length % step.parts != 0 ? 1 : 0);
     m->from[m->depth] = any ? from / each : 0; /* `any` implies that `each` is above 0 */
@@ -106,16 +106,16 @@ void mls_layout_intersection_init(mls_layout_intersection *meeting,
     mls_status ignored; /* cannot fail: the shape was accepted before */
     meeting->layout = layout;
     meeting->to = to;
-    meeting->near = box_round(to);
+    meeting->near = bounding_box(to);
     meeting->depth = mls_part_count(to) > 0 ? 0 : -1;
     (void)mls_layout_part(&none, rank, shape, 0, &meeting->box[0], &ignored);
     if (meeting->depth == 0 && layout->count > 0) {
-        enter(meeting);
+        enter_step(meeting);
     }
 }
 
 /* Returns the number of the part that the descent has reached. */
-static size_t number(const mls_layout_intersection *m)
+static size_t part_number(const mls_layout_intersection *m)
 {
     size_t part = 0;
     for (int i = 0; i < m->layout->count; i++) {
@@ -136,14 +136,14 @@ bool mls_layout_intersection_next(mls_layout_intersection *meeting, size_t *part
             mls_overlap_init(&overlap, &m->box[depth], m->to);
             m->depth--;
             if (mls_overlap_next(&overlap, &run)) {
-                *part = number(m);
+                *part = part_number(m);
                 return true;
             }
         } else if (m->from[depth] < m->end[depth]) {
             m->box[depth + 1] = m->box[depth];
             mls_part_cut(&m->box[depth + 1], m->layout->steps[depth], m->from[depth]++);
             if (++m->depth < m->layout->count) {
-                enter(m);
+                enter_step(m);
             }
         } else {
             m->depth--;

@@ -9,7 +9,7 @@
 #include <string.h>
 
 /* Returns whether `text` contains `word`. */
-static bool holds(mls_str text, const char *word)
+static bool contains_word(mls_str text, const char *word)
 {
     const size_t length = strlen(word);
     for (size_t i = 0; i + length <= text.length; i++) {
@@ -21,8 +21,8 @@ static bool holds(mls_str text, const char *word)
 }
 
 /* Returns whether the shape is the parameter's without the axis `without`. */
-static bool lacks(const size_t *shape, int parameter_rank, const size_t *parameter_shape,
-                  int without)
+static bool lacks_axis(const size_t *shape, int parameter_rank,
+                       const size_t *parameter_shape, int without)
 {
     for (int i = 0, j = 0; j < parameter_rank; j++) {
         if (j != without && shape[i++] != parameter_shape[j]) {
@@ -35,19 +35,19 @@ static bool lacks(const size_t *shape, int parameter_rank, const size_t *paramet
 /* Returns the parameter's axis that the state lacks, or MLS_NO_AXIS. Row statistics are
  * summed over the last axis: "row" states lack the last axis, "col" states the one before
  * it. */
-static int lacking(mls_str state, const size_t *shape, int parameter_rank,
-                   const size_t *parameter_shape)
+static int find_missing_axis(mls_str state, const size_t *shape, int parameter_rank,
+                             const size_t *parameter_shape)
 {
     /* Adafactor has "exp_avg_sq_row" in transformers and "row_var" in torch; both contain
      * the word */
-    const int hint = holds(state, "row")   ? parameter_rank - 1
-                     : holds(state, "col") ? parameter_rank - 2
-                                           : MLS_NO_AXIS;
-    if (hint >= 0 && lacks(shape, parameter_rank, parameter_shape, hint)) {
+    const int hint = contains_word(state, "row")   ? parameter_rank - 1
+                     : contains_word(state, "col") ? parameter_rank - 2
+                                                   : MLS_NO_AXIS;
+    if (hint >= 0 && lacks_axis(shape, parameter_rank, parameter_shape, hint)) {
         return hint;
     }
     for (int without = parameter_rank - 1; without >= 0; without--) {
-        if (lacks(shape, parameter_rank, parameter_shape, without)) {
+        if (lacks_axis(shape, parameter_rank, parameter_shape, without)) {
             return without;
         }
     }
@@ -69,9 +69,10 @@ bool mls_optimizer_axes(mls_str state, int rank, const size_t *shape, int parame
     }
     /* A missing axis takes precedence over a broadcast one; a broadcast axis has length 1
      * in the state. */
-    const int without = rank == parameter_rank - 1
-                            ? lacking(state, shape, parameter_rank, parameter_shape)
-                            : MLS_NO_AXIS;
+    const int without =
+        rank == parameter_rank - 1
+            ? find_missing_axis(state, shape, parameter_rank, parameter_shape)
+            : MLS_NO_AXIS;
     for (int i = 0; i < rank; i++) {
         const int axis = without != MLS_NO_AXIS ? i + (i >= without)
                          : broadcast && shape[i] == parameter_shape[i] ? i

@@ -29,17 +29,17 @@ enum {
 };
 
 /* One copy by one thread. */
-typedef struct piece {
+typedef struct chunk {
     const mls_load_into_pair *pair; /* NULL: a plain copy of bytes */
     unsigned char *to;
     const unsigned char *from;
     size_t size; /* plain: bytes; else: rows along the axis that is divided, or 0 for the
                     whole pair */
-} piece;
+} chunk;
 
 struct mls_load_into {
     size_t bytes; /* total bytes to write */
-    piece *pieces;
+    chunk *chunks;
     size_t *starts; /* first chunk of each task, and the end of the last task */
     size_t tasks;
 };
@@ -48,7 +48,8 @@ struct mls_load_into {
 
 /* Simplifies both views to as few axes as possible, outermost first. Negative strides
  * stay negative. Returns false if there are no elements. */
-static bool reduce(const mls_load_into_pair *pair, mls_tensor *dst, mls_tensor *src)
+static bool simplify_axes(const mls_load_into_pair *pair, mls_tensor *dst,
+                          mls_tensor *src)
 {
     mls_strided_iter w;
     if (!mls_strided_iter_init(&w, pair->dst, pair->src)) {
@@ -69,7 +70,7 @@ static bool reduce(const mls_load_into_pair *pair, mls_tensor *dst, mls_tensor *
 /* Returns the outermost axis with at most PART bytes for one index, and the number of its
  * indices in a chunk. The innermost axis always qualifies: its indices are single
  * elements. */
-static int cut_axis(const mls_tensor *reduced, size_t bytes, size_t *rows)
+static int choose_split_axis(const mls_tensor *reduced, size_t bytes, size_t *rows)
 {
     int axis = 0;
     size_t inner = bytes / reduced->shape[0];
@@ -117,7 +118,7 @@ typedef struct planner {
     size_t clusters;
     size_t *heads; /* first pair of each cluster, or `count` */
     mls_load_into *load;
-    size_t room, pieces; /* capacity and number of chunks */
+    size_t room, chunks; /* capacity and number of chunks */
     size_t filled;       /* bytes in the current task */
     mls_status *st;
 } planner;
@@ -130,7 +131,7 @@ typedef struct quoted {
 } quoted;
 
 /* Continuation bytes of UTF-8 begin with the bits 10, so a character is never split. */
-static quoted quote(mls_str name)
+static quoted quote_name(mls_str name)
 {
     size_t length = name.length;
     if (length > SHOWN_NAME) {
@@ -146,7 +147,7 @@ static quoted quote(mls_str name)
 }
 
 /* Adds the pair's name to the error in `st`. The data of an empty name may be NULL. */
-static mls_code named(mls_status *st, const mls_load_into_pair *pair)
+static mls_code add_pair_name(mls_status *st, const mls_load_into_pair *pair)
 {
     if (pair->name.length > 0) {
         mls_status_name(st, pair->name.data, pair->name.length);
@@ -163,17 +164,17 @@ static mls_code check_kind(const mls_load_into_pair *pair, bool cast, mls_status
     if (copies && (to == from || cast)) {
         return MLS_OK;
     }
-    const quoted name = quote(pair->name);
+    const quoted name = quote_name(pair->name);
     if (!copies) {
         (void)mls_copy_check(pair->dst, pair->src, name.text, st);
-        return named(st, pair);
+        return add_pair_name(st, pair);
     }
     mls_fail(st, MLS_E_DTYPE,
              "%s: the target has dtype %s, the source %s, and nothing is converted",
              name.text, mls_dtype_of(to)->name, mls_dtype_of(from)->name);
     mls_status_expected(st, "%s", mls_dtype_of(from)->name);
     mls_status_got(st, "%s", mls_dtype_of(to)->name);
-    return named(st, pair);
+    return add_pair_name(st, pair);
 }
 
 /* Returns whether two views of equal shapes are the same. The stride of an axis of length
@@ -195,7 +196,7 @@ static bool same_view(const mls_tensor *a, const mls_tensor *b)
 /* Returns whether the elements of a view certainly do not overlap: from the innermost
  * axis outwards, each stride must exceed the extent of the inner axes. Some unusual views
  * without overlap fail this test. */
-static bool elements_apart(const mls_tensor *t)
+static bool has_separate_elements(const mls_tensor *t)
 {
     mls_strided_iter w;
     size_t reach =
@@ -233,8 +234,8 @@ static bool is_plain(const mls_load_into_pair *pair)
 }
 
 /* Appends the address range of a view, if it has elements. */
-static void add_span(mls_address_range *spans, size_t *count, const mls_tensor *t,
-                     size_t pair, bool written)
+static void add_range(mls_address_range *spans, size_t *count, const mls_tensor *t,
+                      size_t pair, bool written)
 {
     mls_address_range s = {.owner = pair, .written = written};
     if (mls_tensor_range(t, &s.low, &s.high)) {
@@ -257,7 +258,7 @@ static void prefetch_pair(const planner *p, size_t index)
 }
 
 /* Checks one pair, and fills its item and address ranges. */
-static mls_code take_pair(planner *p, size_t index)
+static mls_code check_pair(planner *p, size_t index)
 {
     const mls_load_into_pair *pair = &p->pairs[index];
     item *it = &p->items[index];
@@ -265,21 +266,21 @@ static mls_code take_pair(planner *p, size_t index)
     if (code != MLS_OK) {
         return code;
     }
-    add_span(p->spans, &p->reads, pair->src, index, false);
+    add_range(p->spans, &p->reads, pair->src, index, false);
     if (same_view(pair->dst, pair->src)) {
         return MLS_OK;
     }
-    if (!elements_apart(pair->dst) || !mls_tensor_bytes(pair->dst, &it->bytes)) {
+    if (!has_separate_elements(pair->dst) || !mls_tensor_bytes(pair->dst, &it->bytes)) {
         mls_fail(p->st, MLS_E_OVERLAP,
                  "%s: elements of the target share memory with one another, as in a "
                  "broadcast view: load into a copy of it",
-                 quote(pair->name).text);
-        return named(p->st, pair);
+                 quote_name(pair->name).text);
+        return add_pair_name(p->st, pair);
     }
     it->to = pair->dst->data;
     it->from = pair->src->data;
     it->plain = is_plain(pair);
-    add_span(p->spare, &p->writes, pair->dst, index, true);
+    add_range(p->spare, &p->writes, pair->dst, index, true);
     if (!mls_size_add(p->load->bytes, it->bytes, &p->load->bytes)) {
         p->load->bytes =
             SIZE_MAX; /* saturates; needed only to tell whether the load is large */
@@ -290,10 +291,10 @@ static mls_code take_pair(planner *p, size_t index)
 /* ---- destinations that share memory ---- */
 
 /* Fails because destination `written` overlaps the source of `read`. */
-static mls_code overlap(planner *p, size_t written, size_t read)
+static mls_code fail_overlap(planner *p, size_t written, size_t read)
 {
     const mls_load_into_pair *pair = &p->pairs[written];
-    const quoted name = quote(pair->name);
+    const quoted name = quote_name(pair->name);
     if (written == read) {
         mls_fail(p->st, MLS_E_OVERLAP,
                  "%s: the target shares memory with its own source but is another view "
@@ -302,9 +303,9 @@ static mls_code overlap(planner *p, size_t written, size_t read)
     } else {
         mls_fail(p->st, MLS_E_OVERLAP,
                  "%s: the target shares memory with the source of %s: load from a copy",
-                 name.text, quote(p->pairs[read].name).text);
+                 name.text, quote_name(p->pairs[read].name).text);
     }
-    return named(p->st, pair);
+    return add_pair_name(p->st, pair);
 }
 
 /* Adds a destination to the cluster of another one, creating the cluster if needed. */
@@ -329,8 +330,8 @@ static mls_code find_overlaps(planner *p)
         const mls_address_range *other = top[!s->written];
         const mls_address_range *like = top[s->written];
         if (other != NULL && s->low < other->high) {
-            return s->written ? overlap(p, s->owner, other->owner)
-                              : overlap(p, other->owner, s->owner);
+            return s->written ? fail_overlap(p, s->owner, other->owner)
+                              : fail_overlap(p, other->owner, s->owner);
         }
         if (s->written && like != NULL && s->low < like->high) {
             join_cluster(p, s->owner, like->owner);
@@ -368,20 +369,20 @@ static mls_code no_memory(mls_status *st, size_t count)
 
 /* Ensures capacity for one more chunk, and for the task that it may start with the end of
  * that task. */
-static bool grow(planner *p)
+static bool reserve_chunk(planner *p)
 {
-    if (p->pieces < p->room) {
+    if (p->chunks < p->room) {
         return true;
     }
     size_t room;
     if (!mls_size_mul(p->room == 0 ? p->count : p->room, 2, &room)) {
         return false;
     }
-    piece *pieces = mls_realloc(p->load->pieces, room, sizeof *pieces);
-    if (pieces == NULL) {
+    chunk *chunks = mls_realloc(p->load->chunks, room, sizeof *chunks);
+    if (chunks == NULL) {
         return false;
     }
-    p->load->pieces = pieces;
+    p->load->chunks = chunks;
     size_t *starts = mls_realloc(p->load->starts, room + 1, sizeof *starts);
     if (starts == NULL) {
         return false;
@@ -397,22 +398,22 @@ static void end_task(planner *p)
 {
     mls_load_into *load = p->load;
     if (p->filled > 0) {
-        load->starts[++load->tasks] = p->pieces;
+        load->starts[++load->tasks] = p->chunks;
         p->filled = 0;
     }
 }
 
 /* Appends a chunk of `bytes` bytes. Starts a new task if the current one is full enough,
  * unless `together`. */
-static bool add_piece(planner *p, piece part, size_t bytes, bool together)
+static bool add_chunk(planner *p, chunk part, size_t bytes, bool together)
 {
-    if (!grow(p)) {
+    if (!reserve_chunk(p)) {
         return false;
     }
     if (!together && bytes > PART - (p->filled < PART ? p->filled : PART)) {
         end_task(p);
     }
-    p->load->pieces[p->pieces++] = part;
+    p->load->chunks[p->chunks++] = part;
     p->filled += bytes;
     return true;
 }
@@ -422,36 +423,36 @@ static bool add_whole(planner *p, size_t index, bool together)
 {
     const mls_load_into_pair *pair = &p->pairs[index];
     const item *it = &p->items[index];
-    const piece whole = {.pair = it->plain ? NULL : pair,
+    const chunk whole = {.pair = it->plain ? NULL : pair,
                          .to = it->to,
                          .from = it->from,
                          .size = it->plain ? it->bytes : 0};
-    return add_piece(p, whole, it->bytes, together);
+    return add_chunk(p, whole, it->bytes, together);
 }
 
 /* Divides a plain pair into chunks of PART bytes and a remainder, which may share a task.
  */
-static bool cut_plain(planner *p, const item *it)
+static bool split_plain(planner *p, const item *it)
 {
     bool fits = true;
     for (size_t at = 0; at < it->bytes && fits; at += PART) {
         const size_t rest = it->bytes - at;
         const size_t size = rest < PART ? rest : PART;
-        fits = add_piece(p, (piece){NULL, it->to + at, it->from + at, size}, size, false);
+        fits = add_chunk(p, (chunk){NULL, it->to + at, it->from + at, size}, size, false);
     }
     return fits;
 }
 
 /* Divides any other pair into chunks of some rows of one axis, separately for every index
  * of the outer axes. One such index exceeds PART bytes, so there are few of them. */
-static bool cut_strided(planner *p, const mls_load_into_pair *pair, size_t bytes)
+static bool split_strided(planner *p, const mls_load_into_pair *pair, size_t bytes)
 {
     mls_tensor dst, src;
     size_t rows;
-    if (!reduce(pair, &dst, &src)) {
+    if (!simplify_axes(pair, &dst, &src)) {
         return true;
     }
-    const int axis = cut_axis(&dst, bytes, &rows);
+    const int axis = choose_split_axis(&dst, bytes, &rows);
     const size_t length = dst.shape[axis];
     size_t row_bytes = mls_tensor_item_bytes(&dst), outer = 1;
     for (int i = 0; i < dst.rank; i++) {
@@ -464,10 +465,10 @@ static bool cut_strided(planner *p, const mls_load_into_pair *pair, size_t bytes
         const ptrdiff_t from = offset_of(&src, axis, number);
         for (size_t row = 0; row < length && fits; row += rows) {
             const size_t size = length - row < rows ? length - row : rows;
-            const piece part = {pair, dst.data + to + dst.strides[axis] * (ptrdiff_t)row,
+            const chunk part = {pair, dst.data + to + dst.strides[axis] * (ptrdiff_t)row,
                                 src.data + from + src.strides[axis] * (ptrdiff_t)row,
                                 size};
-            fits = add_piece(p, part, size * row_bytes, false);
+            fits = add_chunk(p, part, size * row_bytes, false);
         }
     }
     return fits;
@@ -499,9 +500,9 @@ static bool add_others(planner *p)
         if (it->bytes <= PART) {
             fits = add_whole(p, i, false);
         } else if (it->plain) {
-            fits = cut_plain(p, it);
+            fits = split_plain(p, it);
         } else {
-            fits = cut_strided(p, &p->pairs[i], it->bytes);
+            fits = split_strided(p, &p->pairs[i], it->bytes);
         }
     }
     end_task(p);
@@ -516,7 +517,7 @@ static mls_code make_plan(planner *p)
     mls_code code = MLS_OK;
     for (size_t i = 0; i < p->count && code == MLS_OK; i++) {
         prefetch_pair(p, i + AHEAD);
-        code = take_pair(p, i);
+        code = check_pair(p, i);
     }
     if (code == MLS_OK) {
         code = find_overlaps(p);
@@ -578,15 +579,15 @@ typedef struct job {
 } job;
 
 /* Copies the rows of a chunk as smaller views: the outer axes have length 1. */
-static void copy_rows(const job *j, const piece *part)
+static void copy_rows(const job *j, const chunk *part)
 {
     mls_tensor dst, src;
     size_t bytes = 0, rows;
-    if (!reduce(part->pair, &dst, &src)) {
+    if (!simplify_axes(part->pair, &dst, &src)) {
         return;
     }
     (void)mls_tensor_bytes(&dst, &bytes); /* cannot overflow: checked while planning */
-    const int axis = cut_axis(&dst, bytes, &rows);
+    const int axis = choose_split_axis(&dst, bytes, &rows);
     for (int outer = 0; outer < axis; outer++) {
         dst.shape[outer] = src.shape[outer] = 1;
     }
@@ -603,7 +604,7 @@ static void run_task(void *context, size_t task)
     const job *j = context;
     const mls_load_into *load = j->load;
     for (size_t i = load->starts[task]; i < load->starts[task + 1]; i++) {
-        const piece *part = &load->pieces[i];
+        const chunk *part = &load->chunks[i];
         if (part->pair == NULL) {
             mls_copy_bytes(j->kernels, part->to, part->from, part->size, j->destination);
         } else if (part->size == 0) {
@@ -627,7 +628,7 @@ void mls_load_into_run(const mls_load_into *load, const mls_kernels *kernels,
 void mls_load_into_free(mls_load_into *load)
 {
     if (load != NULL) {
-        mls_free(load->pieces);
+        mls_free(load->chunks);
         mls_free(load->starts);
         mls_free(load);
     }

@@ -246,7 +246,7 @@ static void count_names(mls_name_tree *names)
 
 /* Allocates an empty tree for `count` names. Models have up to 2.5 nodes for each name,
  * and unused memory is never touched. The table is at most half full. */
-static mls_name_tree *names_alloc(size_t count)
+static mls_name_tree *alloc_tree(size_t count)
 {
     mls_name_tree *names = mls_alloc(1, sizeof *names);
     if (names == NULL) {
@@ -283,7 +283,7 @@ mls_code mls_name_tree_new(const mls_str *names, size_t count, mls_name_tree **o
         return mls_fail(st, MLS_E_CAPACITY, "%zu names have more than %zu segments",
                         count, MAX_NODES);
     }
-    mls_name_tree *made = names_alloc(count);
+    mls_name_tree *made = alloc_tree(count);
     if (made == NULL) {
         return no_memory(st);
     }
@@ -321,7 +321,7 @@ size_t mls_name_tree_size(const mls_name_tree *names)
 
 /* Descends from the root with one lookup for each segment; an empty path has one empty
  * segment. */
-static uint32_t descend(const mls_name_tree *names, mls_str path)
+static uint32_t descend_path(const mls_name_tree *names, mls_str path)
 {
     const mls_str name = path.length == 0 ? (mls_str){.data = ""} : path;
     uint32_t node = 0;
@@ -337,14 +337,14 @@ static uint32_t descend(const mls_name_tree *names, mls_str path)
 /* An empty path means the root, not an empty name. */
 uint32_t mls_name_tree_find(const mls_name_tree *names, mls_str path)
 {
-    return path.length == 0 ? 0 : descend(names, path);
+    return path.length == 0 ? 0 : descend_path(names, path);
 }
 
 /* An empty name is a child of the root, so it needs no special case. A path that is only
  * a prefix of longer names has a node without a position. */
 uint32_t mls_name_tree_position(const mls_name_tree *names, mls_str name)
 {
-    const uint32_t node = descend(names, name);
+    const uint32_t node = descend_path(names, name);
     return node == MLS_NAME_NONE ? MLS_NAME_NONE : names->nodes[node].name;
 }
 
@@ -418,7 +418,7 @@ size_t mls_name_tree_under(const mls_name_tree *names, uint32_t node, uint32_t *
 /* ---- layers ---- */
 
 /* MLS_NAME_NONE compares as the largest. */
-static uint32_t earlier(uint32_t a, uint32_t b)
+static uint32_t earlier_position(uint32_t a, uint32_t b)
 {
     return a < b ? a : b;
 }
@@ -434,8 +434,9 @@ static void find_first(const mls_name_tree *names, bool direct, uint32_t *first)
         first[i] = MLS_NAME_NONE;
     }
     for (size_t i = size; i-- > 1;) {
-        const uint32_t own = direct ? nodes[i].name : earlier(nodes[i].name, first[i]);
-        first[nodes[i].parent] = earlier(first[nodes[i].parent], own);
+        const uint32_t own =
+            direct ? nodes[i].name : earlier_position(nodes[i].name, first[i]);
+        first[nodes[i].parent] = earlier_position(first[nodes[i].parent], own);
     }
 }
 

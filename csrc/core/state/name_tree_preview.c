@@ -11,16 +11,16 @@
 #include <string.h>
 
 /* State of both passes. */
-typedef struct outline {
+typedef struct preview_state {
     const mls_name_node *nodes;
     size_t max_rows, max_children;
     bool *open;                       /* one for each node */
     mls_name_tree_preview_row *rows;  /* the result */
     mls_name_tree_preview_row *stack; /* rows still to write, the next one on top */
     uint32_t *queue;                  /* nodes that may be opened, level by level */
-} outline;
+} preview_state;
 
-static size_t child_count(const outline *o, uint32_t node)
+static size_t child_count(const preview_state *o, uint32_t node)
 {
     size_t count = 0;
     for (uint32_t child = o->nodes[node].first_child; child != MLS_NAME_NONE;
@@ -32,7 +32,7 @@ static size_t child_count(const outline *o, uint32_t node)
 
 /* Returns the rows that the children of a node need. The root's children are also limited
  * to the available rows. */
-static size_t rows_for(const outline *o, uint32_t node)
+static size_t rows_for(const preview_state *o, uint32_t node)
 {
     const size_t count = child_count(o, node);
     size_t most = o->max_children;
@@ -44,7 +44,7 @@ static size_t rows_for(const outline *o, uint32_t node)
 
 /* Computes the rows for a node's children, `room` of them: the first ones, one that
  * counts the hidden ones, and the last one. */
-static void child_rows(const outline *o, uint32_t node, size_t room,
+static void child_rows(const preview_state *o, uint32_t node, size_t room,
                        mls_name_tree_preview_row *out)
 {
     const size_t count = child_count(o, node);
@@ -64,7 +64,7 @@ static void child_rows(const outline *o, uint32_t node, size_t room,
 }
 
 /* Opens nodes while rows are left. Returns the number of rows. */
-static size_t choose(outline *o)
+static size_t choose_rows(preview_state *o)
 {
     size_t used = 0, head = 0, tail = 0;
     o->queue[tail++] = 0;
@@ -91,7 +91,7 @@ static size_t choose(outline *o)
 }
 
 /* Pushes the rows of a node's children, the first one on top. */
-static size_t push_children(outline *o, uint32_t node, size_t depth)
+static size_t push_children(preview_state *o, uint32_t node, size_t depth)
 {
     const size_t count = rows_for(o, node);
     mls_name_tree_preview_row *top = o->stack + depth;
@@ -105,7 +105,7 @@ static size_t push_children(outline *o, uint32_t node, size_t depth)
 }
 
 /* Writes the rows of all open nodes in pre-order; returns their number. */
-static size_t arrange(outline *o)
+static size_t arrange_rows(preview_state *o)
 {
     size_t count = 0;
     size_t depth = o->open[0] ? push_children(o, 0, 0) : 0;
@@ -120,16 +120,17 @@ static size_t arrange(outline *o)
     return count;
 }
 
-/* The stack never holds more rows than the result, because `choose` counted each row. */
+/* The stack never holds more rows than the result, because `choose_rows` counted each
+ * row. */
 mls_code mls_name_tree_preview_new(const mls_name_tree *names, size_t max_rows,
                                    size_t max_children, mls_name_tree_preview_row **rows,
                                    size_t *count, mls_status *st)
 {
     const size_t nodes = mls_name_tree_size(names);
     /* at most as many rows as nodes, whatever the limit */
-    outline o = {.nodes = mls_name_tree_nodes(names),
-                 .max_rows = max_rows < nodes ? max_rows : nodes,
-                 .max_children = max_children};
+    preview_state o = {.nodes = mls_name_tree_nodes(names),
+                       .max_rows = max_rows < nodes ? max_rows : nodes,
+                       .max_children = max_children};
     o.open = mls_alloc(nodes, sizeof *o.open);
     o.rows = mls_alloc(o.max_rows, sizeof *o.rows);
     o.stack = mls_alloc(o.max_rows, sizeof *o.stack);
@@ -137,8 +138,8 @@ mls_code mls_name_tree_preview_new(const mls_name_tree *names, size_t max_rows,
     const bool good =
         o.open != NULL && o.rows != NULL && o.stack != NULL && o.queue != NULL;
     if (good) {
-        (void)choose(&o);
-        *count = arrange(&o);
+        (void)choose_rows(&o);
+        *count = arrange_rows(&o);
         *rows = o.rows;
     } else {
         mls_free(o.rows);

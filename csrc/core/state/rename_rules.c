@@ -41,7 +41,7 @@ static size_t next_start(mls_str name, size_t from)
 
 /* Returns whether `old` is at `at` and ends with a segment: with its own dot, before a
  * dot, or at the end of the name. An empty `old` always matches. */
-static bool is_at(mls_str name, mls_str old, size_t at)
+static bool matches_at(mls_str name, mls_str old, size_t at)
 {
     if (old.length == 0) {
         return true;
@@ -59,7 +59,7 @@ static bool is_at(mls_str name, mls_str old, size_t at)
 static size_t next_hit(mls_str name, const mls_rename_rule *rule, size_t from)
 {
     for (size_t at = from; at != NO_HIT; at = next_start(name, at)) {
-        if (is_at(name, rule->old, at)) {
+        if (matches_at(name, rule->old, at)) {
             return at;
         }
         if (!is_anywhere(rule)) {
@@ -115,7 +115,7 @@ static bool length_after(size_t length, size_t hits, const mls_rename_rule *rule
 
 /* Returns a sufficient buffer size for a name under all rules: assumes that no rule
  * shrinks the name, and that every possible segment matches. */
-static size_t enough_room(mls_str name, const mls_rename_rule *rules, size_t count)
+static size_t bound_length(mls_str name, const mls_rename_rule *rules, size_t count)
 {
     size_t length = name.length;
     size_t segments = count_dots(name) + 1;
@@ -174,7 +174,7 @@ size_t mls_name_apply(mls_str name, const mls_rename_rule *rules, size_t count, 
                       size_t room, bool *used)
 {
     if (name.length > room) {
-        return enough_room(name, rules, count);
+        return bound_length(name, rules, count);
     }
     if (name.length > 0) {
         memcpy(out, name.data, name.length);
@@ -184,7 +184,7 @@ size_t mls_name_apply(mls_str name, const mls_rename_rule *rules, size_t count, 
         const size_t hits = count_hits(now, &rules[i]);
         size_t length;
         if (!length_after(now.length, hits, &rules[i], &length) || length > room) {
-            return enough_room(now, rules + i, count - i);
+            return bound_length(now, rules + i, count - i);
         }
         if (hits > 0 && used != NULL) {
             used[i] = true;
@@ -248,7 +248,7 @@ typedef struct explainer {
 } explainer;
 
 /* Returns the marks that occur in any name, one bit each. */
-static unsigned marks_in(const explainer *e)
+static unsigned find_marks(const explainer *e)
 {
     unsigned found = 0;
     for (unsigned mark = 0; mark < MARKS; mark++) {
@@ -313,7 +313,7 @@ static size_t prefix_length(mls_str longer, mls_str shorter)
 
 /* Adds a vote; adds a new guess if needed and `may_add`. Returns whether the guess is
  * new. */
-static bool vote(explainer *e, mls_str prefix, bool in_front, bool may_add)
+static bool add_vote(explainer *e, mls_str prefix, bool in_front, bool may_add)
 {
     for (size_t i = 0; i < e->guess_count; i++) {
         prefix_guess *guess = &e->guesses[i];
@@ -343,7 +343,7 @@ static void compare_sample(explainer *e, mls_str sample, bool is_unexpected)
         const size_t length = prefix_length(longer, is_longer ? other : sample);
         if (length > 0) {
             const mls_str prefix = {.data = longer.data, .length = length};
-            room -= vote(e, prefix, is_longer != is_unexpected, room > 0);
+            room -= add_vote(e, prefix, is_longer != is_unexpected, room > 0);
         }
     }
 }
@@ -384,7 +384,7 @@ static const prefix_guess *best_guess(explainer *e)
 
 /* Counts the names that become missing names if `prefix` is removed from those that have
  * it. Returns 0 if two become equal or one becomes empty. */
-static size_t count_without(const explainer *e, mls_str prefix)
+static size_t count_without_prefix(const explainer *e, mls_str prefix)
 {
     size_t matched = 0;
     for (size_t i = 0; i < e->unexpected_count; i++) {
@@ -406,7 +406,7 @@ static size_t count_without(const explainer *e, mls_str prefix)
 
 /* Counts the names that become missing names if `prefix` is added to all of them.
  * Searches from the missing names, so that no name has to be built. */
-static size_t count_behind(const explainer *e, mls_str prefix)
+static size_t count_with_prefix(const explainer *e, mls_str prefix)
 {
     size_t matched = 0;
     for (size_t i = 0; i < e->missing_count; i++) {
@@ -454,7 +454,7 @@ static mls_code try_marks(explainer *e, unsigned set, mls_status *st)
     if (code != MLS_OK || e->kept == NULL) {
         return code;
     }
-    code = keep_best(e, set, NULL, count_without(e, (mls_str){0}), st);
+    code = keep_best(e, set, NULL, count_without_prefix(e, (mls_str){0}), st);
     collect_guesses(e);
     /* each check visits all names, so only a few guesses are checked */
     for (int i = 0; i < TRIES && code == MLS_OK; i++) {
@@ -462,8 +462,8 @@ static mls_code try_marks(explainer *e, unsigned set, mls_status *st)
         if (guess == NULL) {
             break;
         }
-        const size_t matched = guess->in_front ? count_behind(e, guess->prefix)
-                                               : count_without(e, guess->prefix);
+        const size_t matched = guess->in_front ? count_with_prefix(e, guess->prefix)
+                                               : count_without_prefix(e, guess->prefix);
         code = keep_best(e, set, guess, matched, st);
     }
     return code;
@@ -500,7 +500,7 @@ mls_code mls_name_tree_explain(const mls_str *unexpected, size_t unexpected_coun
                    .missing_count = missing_count,
                    .best = {.rule_count = MLS_EXPLAIN_RULES}};
     mls_code code = explainer_init(&e, st);
-    const unsigned present = marks_in(&e);
+    const unsigned present = find_marks(&e);
     for (unsigned set = 0; set < 1U << MARKS && code == MLS_OK; set++) {
         if ((set & ~present) == 0) {
             code = try_marks(&e, set, st);

@@ -60,7 +60,7 @@ static int job_init(job *j, PyObject *module, PyObject *chain, PyObject *slots,
 
 /* Raises the error of a failed call. If it was stopped, a signal's exception is already
  * set. */
-static PyObject *raise_of(const job *j, mls_code code)
+static PyObject *raise_failure(const job *j, mls_code code)
 {
     if (code == MLS_E_STOPPED && PyErr_Occurred()) {
         return NULL;
@@ -91,7 +91,7 @@ static PyObject *plan_make(PyObject *module, PyObject *const *args, Py_ssize_t c
     mlspy_progress_end(&j.progress);
     mlspy_chain_release(&j.chain);
     if (code != MLS_OK) {
-        return raise_of(&j, code);
+        return raise_failure(&j, code);
     }
     PyObject *result = NULL;
     PyObject *steps = mlspy_steps_array(&plan.schedule);
@@ -123,7 +123,7 @@ static PyObject *plan_least(PyObject *module, PyObject *const *args, Py_ssize_t 
                                                j.request.poll, &least, &j.st);
     mlspy_progress_end(&j.progress);
     mlspy_chain_release(&j.chain);
-    return code == MLS_OK ? PyLong_FromLongLong(least) : raise_of(&j, code);
+    return code == MLS_OK ? PyLong_FromLongLong(least) : raise_failure(&j, code);
 }
 
 /* Returns a tuple of new arrays of budgets and seconds, the method and the slots; the
@@ -163,7 +163,7 @@ static PyObject *plan_pareto(PyObject *module, PyObject *const *args, Py_ssize_t
     mlspy_progress_end(&j.progress);
     mlspy_chain_release(&j.chain);
     if (code != MLS_OK) {
-        return raise_of(&j, code);
+        return raise_failure(&j, code);
     }
     PyObject *result = curve_of(&curve);
     mls_plan_curve_fini(&curve);

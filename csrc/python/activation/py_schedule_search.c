@@ -20,8 +20,8 @@ static bool go_on(void *context)
 
 /* Runs the search without the GIL; this thread reacquires it now and then to check for
  * signals. Returns NULL with an exception set. */
-static PyObject *search(const mlspy_state *state, const mls_chain *chain,
-                        mls_best_options *options)
+static PyObject *run_search(const mlspy_state *state, const mls_chain *chain,
+                            mls_best_options *options)
 {
     mlspy_progress progress;
     mls_best best;
@@ -99,7 +99,7 @@ static PyObject *search_schedules(PyObject *module, PyObject *const *args,
         PyErr_SetString(PyExc_ValueError,
                         "offload: the chain has no rates to the host and back");
     } else {
-        result = search(state, &chain.chain, &options);
+        result = run_search(state, &chain.chain, &options);
     }
     mlspy_chain_release(&chain);
     return result;
@@ -142,8 +142,8 @@ static int take_items(PyObject *const *args, mls_knapsack_items *out)
 
 /* Chooses without the GIL: the arrays belong to the caller, who does not share them.
  * Returns NULL with an exception set. */
-static PyObject *choose(const mlspy_state *state, const mls_knapsack_items *items,
-                        int64_t budget, size_t states)
+static PyObject *run_choice(const mlspy_state *state, const mls_knapsack_items *items,
+                            int64_t budget, size_t states)
 {
     const npy_intp count = (npy_intp)items->count;
     mlspy_progress progress;
@@ -188,7 +188,7 @@ static PyObject *choose_operators(PyObject *module, PyObject *const *args,
                      (long long)states);
         return NULL;
     }
-    return choose(state, &items, budget, (size_t)states);
+    return run_choice(state, &items, budget, (size_t)states);
 }
 
 PyMethodDef mlspy_search_methods[] = {

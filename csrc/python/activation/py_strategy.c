@@ -76,7 +76,7 @@ static int take_figure(strategy_object *self, PyObject *said, const char *name,
 
 /* Reads the memory and adjusts the interval. Returns -1 with an exception set, and
  * nothing adjusted. */
-static int adjust(strategy_object *self, int64_t now)
+static int adjust_interval(strategy_object *self, int64_t now)
 {
     PyObject *in_use, *there_are;
     uint64_t used, total;
@@ -97,7 +97,7 @@ static int adjust(strategy_object *self, int64_t now)
 }
 
 /* Checks the time first: memory is read once in ten seconds. */
-static int adjust_if_due(strategy_object *self)
+static int adjust_interval_if_due(strategy_object *self)
 {
     int64_t now;
     bool due;
@@ -107,14 +107,14 @@ static int adjust_if_due(strategy_object *self)
     MLSPY_BEGIN_LOCKED(self)
     due = mls_strategy_is_due(&self->s, now);
     MLSPY_END_LOCKED()
-    return due ? adjust(self, now) : 0;
+    return due ? adjust_interval(self, now) : 0;
 }
 
 /* Fills in the arguments that the kind needs. Returns 1 to ask the core, 0 if the answer
  * is no, -1 with an exception set. Sizes are read outside the lock, because that may run
  * user code. Named layers never change, so they are read without a lock. */
-static inline int fill_question(strategy_object *self, const mlspy_question *q,
-                                unsigned flags, mls_layer_question *out)
+static inline int fill_request(strategy_object *self, const mlspy_strategy_args *q,
+                               unsigned flags, mls_layer_question *out)
 {
     const bool skips = (flags & MLS_SKIPS_EXCLUDED) != 0 && self->s.named.count > 0;
     if ((skips || (flags & MLS_NEEDS_NAME) != 0) &&
@@ -126,7 +126,7 @@ static inline int fill_question(strategy_object *self, const mlspy_question *q,
     }
     if (((flags & MLS_NEEDS_BYTES) != 0 &&
          mlspy_take_bytes((PyObject *)self, q->activation, &out->bytes) < 0) ||
-        ((flags & MLS_NEEDS_MEMORY) != 0 && adjust_if_due(self) < 0)) {
+        ((flags & MLS_NEEDS_MEMORY) != 0 && adjust_interval_if_due(self) < 0)) {
         return -1;
     }
     out->index = q->index;
@@ -135,16 +135,16 @@ static inline int fill_question(strategy_object *self, const mlspy_question *q,
 
 /* Flags and function are constants, so each kind has its own specialised copy. */
 static inline __attribute__((always_inline)) PyObject *
-ask(strategy_object *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names,
-    unsigned flags, mls_decide *decide)
+decide_layer(strategy_object *self, PyObject *const *args, Py_ssize_t nargs,
+             PyObject *names, unsigned flags, mls_decide *decide)
 {
-    mlspy_question q;
+    mlspy_strategy_args q;
     mls_layer_question filled;
     mls_status failure, *st = (flags & MLS_CAN_FAIL) != 0 ? &failure : NULL;
-    if (mlspy_take_question((PyObject *)self, args, nargs, names, &q) < 0) {
+    if (mlspy_take_strategy_args((PyObject *)self, args, nargs, names, &q) < 0) {
         return NULL;
     }
-    int chosen = fill_question(self, &q, flags, &filled);
+    int chosen = fill_request(self, &q, flags, &filled);
     if (chosen <= 0) {
         return chosen < 0 ? NULL : Py_NewRef(Py_False);
     }
@@ -162,12 +162,12 @@ ask(strategy_object *self, PyObject *const *args, Py_ssize_t nargs, PyObject *na
 }
 
 /* For FirstMatch: returns None for a layer that the user did not name. */
-static PyObject *opinion(strategy_object *self, PyObject *const *args, Py_ssize_t nargs,
-                         PyObject *names)
+static PyObject *decide_or_none(strategy_object *self, PyObject *const *args,
+                                Py_ssize_t nargs, PyObject *names)
 {
-    mlspy_question q;
+    mlspy_strategy_args q;
     mls_layer_key key;
-    if (mlspy_take_question((PyObject *)self, args, nargs, names, &q) < 0 ||
+    if (mlspy_take_strategy_args((PyObject *)self, args, nargs, names, &q) < 0 ||
         mlspy_take_key(q.layer_id, &key) < 0) {
         return NULL;
     }
@@ -180,7 +180,7 @@ static PyObject *opinion(strategy_object *self, PyObject *const *args, Py_ssize_
 /* ---- construction and destruction ---- */
 
 /* Initialises the strategy with a number or None. Returns -1 with an exception set. */
-static int begin(strategy_object *self, const char *what, PyObject *object)
+static int init_settings(strategy_object *self, const char *what, PyObject *object)
 {
     int64_t now, number;
     mls_status st;
@@ -225,7 +225,7 @@ static PyObject *new_strategy(PyTypeObject *type, PyObject *args, const char *wh
     self->flags = flags;
     self->clock = Py_NewRef(clock);
     self->given_share = given;
-    if (begin(self, what, number) < 0 ||
+    if (init_settings(self, what, number) < 0 ||
         mlspy_mark_layers((PyObject *)self, chosen, MLS_LAYER_CHECKPOINT,
                           &self->s.named) < 0 ||
         mlspy_mark_layers((PyObject *)self, excluded, MLS_LAYER_EXCLUDE, &self->s.named) <
@@ -266,7 +266,7 @@ static void strategy_dealloc(strategy_object *self)
 /* ---- state ---- */
 
 /* As in the source, the next adjustment is due ten seconds from now. */
-static PyObject *reset(strategy_object *self, PyObject *unused)
+static PyObject *reset_state(strategy_object *self, PyObject *unused)
 {
     int64_t now;
     (void)unused;
@@ -395,7 +395,7 @@ static int take_state(strategy_object *self, PyObject *state, mls_strategy *fres
 
 /* Fills a separate strategy first, and replaces the old state only if everything is
  * valid. */
-static PyObject *restore(strategy_object *self, PyObject *state)
+static PyObject *restore_state(strategy_object *self, PyObject *state)
 {
     const mls_strategy *s = &self->s; /* its settings are constant after construction */
     mls_strategy fresh = {.number = s->number,
@@ -423,14 +423,15 @@ static PyObject *named_layers(strategy_object *self, void *mark)
 }
 
 static PyMethodDef strategy_methods[] = {
-    {"_opinion", (PyCFunction)(void (*)(void))opinion, METH_FASTCALL | METH_KEYWORDS,
+    {"_opinion", (PyCFunction)(void (*)(void))decide_or_none,
+     METH_FASTCALL | METH_KEYWORDS,
      "_opinion($self, /, layer_id, activation, layer_index)\n--\n\nDecide as "
      "should_checkpoint does, but return None for a layer in neither list."},
-    {"reset", (PyCFunction)(void (*)(void))reset, METH_NOARGS,
+    {"reset", (PyCFunction)(void (*)(void))reset_state, METH_NOARGS,
      "reset($self, /)\n--\n\nForget what was counted; settings stay."},
     {"_state", (PyCFunction)(void (*)(void))get_state, METH_NOARGS,
      "_state($self, /)\n--\n\nWhat changed since the constructor, as a tuple."},
-    {"_restore", (PyCFunction)(void (*)(void))restore, METH_O,
+    {"_restore", (PyCFunction)(void (*)(void))restore_state, METH_O,
      "_restore($self, state, /)\n--\n\nPut back what _state returned."},
     {NULL, NULL, 0, NULL},
 };
@@ -511,12 +512,12 @@ static PyType_Spec strategy_spec = {
         (void)kwargs;                                                                    \
         return new_strategy(type, args, (number), (flags));                              \
     }                                                                                    \
-    static PyObject *ask_##kind(strategy_object *self, PyObject *const *args,            \
-                                Py_ssize_t nargs, PyObject *names)                       \
+    static PyObject *should_checkpoint_##kind(                                           \
+        strategy_object *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names) \
     {                                                                                    \
-        return ask(self, args, nargs, names, (flags), mls_decide_##kind);                \
+        return decide_layer(self, args, nargs, names, (flags), mls_decide_##kind);       \
     }                                                                                    \
-    static PyMethodDef methods_##kind[] = {SHOULD_CHECKPOINT(ask_##kind),                \
+    static PyMethodDef methods_##kind[] = {SHOULD_CHECKPOINT(should_checkpoint_##kind),  \
                                            {NULL, NULL, 0, NULL}};                       \
     static PyType_Slot slots_##kind[] = {                                                \
         {Py_tp_new, (void *)new_##kind}, {Py_tp_methods, methods_##kind}, {0, NULL}};

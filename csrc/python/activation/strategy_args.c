@@ -81,8 +81,8 @@ static int take_index(PyObject *self, PyObject *object, int64_t *out)
 }
 
 /* The slow path: keywords, wrong counts and types, large numbers. */
-int mlspy_question_slowly(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
-                          PyObject *names, mlspy_question *q)
+int mlspy_parse_strategy_args(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
+                              PyObject *names, mlspy_strategy_args *q)
 {
     PyObject *placed[3] = {NULL, NULL, NULL};
     if (place_arguments(args, nargs, names, placed) < 0) {

@@ -25,15 +25,15 @@ int mlspy_activation_bytes(PyObject *module, PyObject *activation, size_t *out);
 /* ---- strategy_args.c ---- */
 
 /* The arguments of should_checkpoint; the objects are borrowed. */
-typedef struct mlspy_question {
+typedef struct mlspy_strategy_args {
     PyObject *layer_id, *activation;
     int64_t index; /* 0 or more */
-} mlspy_question;
+} mlspy_strategy_args;
 
 /* Parses any arguments: keywords, wrong counts and types, large numbers. Returns -1 with
  * TypeError, ValueError or CapacityError set. */
-int mlspy_question_slowly(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
-                          PyObject *names, mlspy_question *q);
+int mlspy_parse_strategy_args(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
+                              PyObject *names, mlspy_strategy_args *q);
 
 /* Raises the core's error. Always returns NULL. */
 PyObject *mlspy_strategy_fail(PyObject *self, const mls_status *st);
@@ -84,11 +84,11 @@ static inline bool mlspy_small_index(PyObject *object, int64_t *out)
 #endif
 }
 
-/* Parses the usual arguments here, all others in mlspy_question_slowly. Returns -1 with
- * an exception set. */
-static inline int mlspy_take_question(PyObject *self, PyObject *const *args,
-                                      Py_ssize_t nargs, PyObject *names,
-                                      mlspy_question *q)
+/* Parses the usual arguments here, all others in mlspy_parse_strategy_args. Returns -1
+ * with an exception set. */
+static inline int mlspy_take_strategy_args(PyObject *self, PyObject *const *args,
+                                           Py_ssize_t nargs, PyObject *names,
+                                           mlspy_strategy_args *q)
 {
     if (nargs == 3 && names == NULL && PyUnicode_Check(args[0]) &&
         mlspy_small_index(args[2], &q->index)) {
@@ -96,7 +96,7 @@ static inline int mlspy_take_question(PyObject *self, PyObject *const *args,
         q->activation = args[1];
         return 0;
     }
-    return mlspy_question_slowly(self, args, nargs, names, q);
+    return mlspy_parse_strategy_args(self, args, nargs, names, q);
 }
 
 /* Converts a str to a key of the core's tables. Uses the hash of plain str, even for

@@ -106,8 +106,8 @@ static int named_views_of(const mlspy_state *state, PyObject *names, PyObject *a
 
 /* Raises the error of `st` for array `i`. Puts the name before the text and into the
  * exception's attribute, because the core does not know names. */
-static void raise_of(const mlspy_state *state, const named_views *v, Py_ssize_t i,
-                     const mls_status *st)
+static void raise_for_array(const mlspy_state *state, const named_views *v, Py_ssize_t i,
+                            const mls_status *st)
 {
     mls_status named;
     mls_str name;
@@ -128,7 +128,7 @@ static mls_cpu cpu_of(const mlspy_state *state)
 }
 
 /* Returns a new list of (squares, nonfinite). */
-static PyObject *list_of(const mls_norm_partial *tallies, Py_ssize_t count)
+static PyObject *tallies_list(const mls_norm_partial *tallies, Py_ssize_t count)
 {
     PyObject *list = PyList_New(count);
     for (Py_ssize_t i = 0; list != NULL && i < count; i++) {
@@ -164,7 +164,7 @@ static int check_pairs(const mlspy_state *state, const named_views *targets,
     for (Py_ssize_t i = 0; i < targets->count; i++) {
         if (mls_accumulate_check(&targets->views[i].tensor, &sources->views[i].tensor,
                                  scale, &st) != MLS_OK) {
-            raise_of(state, targets, i, &st);
+            raise_for_array(state, targets, i, &st);
             return -1;
         }
     }
@@ -203,7 +203,7 @@ static PyObject *accumulate_views(const mlspy_state *state, const named_views *t
         return NULL;
     }
     add_pairs(state, targets, sources, scale, tallies);
-    PyObject *list = list_of(tallies, targets->count);
+    PyObject *list = tallies_list(tallies, targets->count);
     mls_free(tallies);
     return list;
 }
@@ -245,7 +245,7 @@ static int check_scaling(const mlspy_state *state, const named_views *v, double 
     mls_status st;
     for (Py_ssize_t i = 0; i < v->count; i++) {
         if (mls_scale_check(&v->views[i].tensor, factor, &st) != MLS_OK) {
-            raise_of(state, v, i, &st);
+            raise_for_array(state, v, i, &st);
             return -1;
         }
     }
@@ -297,7 +297,7 @@ static PyObject *tally(PyObject *module, PyObject *const *args, Py_ssize_t count
                                 &tallies[i]);
         }
         mlspy_resume_python(saved);
-        list = list_of(tallies, v.count);
+        list = tallies_list(tallies, v.count);
     }
     mls_free(tallies);
     named_views_release(&v);

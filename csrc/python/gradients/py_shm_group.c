@@ -62,8 +62,8 @@ static mls_shm *take_unused(link_object *self)
 
 /* The core's poll, called without the GIL: whether to go on waiting. The exception of a
  * signal handler stays set in this thread; the core then returns MLS_E_STOPPED, and
- * finish() keeps the exception. Handlers run only in the main thread; in other threads
- * the result is always true. */
+ * finish_operation() keeps the exception. Handlers run only in the main thread; in other
+ * threads the result is always true. */
 static bool look_for_signals(void *context)
 {
     session *s = context;
@@ -75,7 +75,7 @@ static bool look_for_signals(void *context)
 
 /* Marks the link as busy. Returns -1 with RuntimeError set. Called with the GIL held; no
  * thread waits for the GIL while it holds the lock, so there is no deadlock. */
-static int occupy(link_object *self)
+static int occupy_link(link_object *self)
 {
     const char *trouble = NULL;
     pthread_mutex_lock(&self->lock);
@@ -96,14 +96,14 @@ static int occupy(link_object *self)
 
 /* Begins an operation. `timeout` (seconds) and `text` (equal on all ranks) are the last
  * arguments of every operation. Returns -1 with an exception set, and the link not busy;
- * after 0, finish() must follow. The text is borrowed from its str, which the arguments
- * of the call hold. */
-static int begin(session *s, PyObject *self, PyObject *timeout, PyObject *text)
+ * after 0, finish_operation() must follow. The text is borrowed from its str, which the
+ * arguments of the call hold. */
+static int begin_operation(session *s, PyObject *self, PyObject *timeout, PyObject *text)
 {
     s->link = (link_object *)self;
     s->call = (mls_shm_call){.poll = look_for_signals, .context = s};
     if (mlspy_take_double(timeout, "timeout", &s->call.timeout) < 0 ||
-        mlspy_take_text(text, "text", &s->text) < 0 || occupy(s->link) < 0) {
+        mlspy_take_text(text, "text", &s->text) < 0 || occupy_link(s->link) < 0) {
         return -1;
     }
     s->call.text = s->text.data; /* the UTF-8 of a str ends with a NUL */
@@ -113,7 +113,7 @@ static int begin(session *s, PyObject *self, PyObject *timeout, PyObject *text)
 }
 
 /* Marks the link as free; frees the handle if the link was closed meanwhile. */
-static void leave(session *s)
+static void leave_link(session *s)
 {
     pthread_mutex_lock(&s->link->lock);
     s->link->busy = false;
@@ -124,9 +124,9 @@ static void leave(session *s)
 
 /* Ends an operation. Returns `result`, or NULL with an exception set; on failure it drops
  * `result`. */
-static PyObject *finish(session *s, mls_code code, PyObject *result)
+static PyObject *finish_operation(session *s, mls_code code, PyObject *result)
 {
-    leave(s);
+    leave_link(s);
     if (code == MLS_OK) {
         return result;
     }
@@ -178,7 +178,7 @@ static int take_counts(PyObject *list, size_t world, size_t *out)
 }
 
 /* Adds counts; returns false on overflow, which user-supplied counts may cause. */
-static bool sum_of(const size_t *counts, size_t world, size_t *out)
+static bool add_counts(const size_t *counts, size_t world, size_t *out)
 {
     size_t sum = 0;
     for (size_t rank = 0; rank < world; rank++) {
@@ -197,7 +197,7 @@ static int check_length(const mlspy_view *view, const char *what, const size_t *
                         size_t world)
 {
     size_t count, wanted;
-    if (!mls_tensor_count(&view->tensor, &count) || !sum_of(counts, world, &wanted) ||
+    if (!mls_tensor_count(&view->tensor, &count) || !add_counts(counts, world, &wanted) ||
         count != wanted) {
         PyErr_Format(PyExc_ValueError, "%s has not as many elements as the counts say",
                      what);
@@ -209,8 +209,9 @@ static int check_length(const mlspy_view *view, const char *what, const size_t *
 /* ---- operations ----
  *
  * Each operation views its arrays before it begins and releases them after it has ended,
- * because both need the GIL. There is no early return between begin() and finish(). The
- * result is created before finish(), which drops it if the operation failed.
+ * because both need the GIL. There is no early return between begin_operation() and
+ * finish_operation(). The result is created before finish_operation(), which drops it if
+ * the operation failed.
  */
 
 /* barrier(timeout, text) */
@@ -218,13 +219,13 @@ static PyObject *link_barrier(PyObject *self, PyObject *const *args, Py_ssize_t 
 {
     session s;
     if (mlspy_take_count("barrier", 2, count) < 0 ||
-        begin(&s, self, args[0], args[1]) < 0) {
+        begin_operation(&s, self, args[0], args[1]) < 0) {
         return NULL;
     }
     s.saved = PyEval_SaveThread();
     const mls_code code = mls_shm_barrier(s.place, &s.call, &s.st);
     PyEval_RestoreThread(s.saved);
-    return finish(&s, code, Py_NewRef(Py_None));
+    return finish_operation(&s, code, Py_NewRef(Py_None));
 }
 
 /* broadcast(array, root, timeout, text): bytes; the root's array may be read-only */
@@ -249,12 +250,12 @@ static PyObject *link_broadcast(PyObject *self, PyObject *const *args, Py_ssize_
         return NULL;
     }
     (void)mls_tensor_bytes(&view.tensor, &bytes);
-    if (begin(&s, self, args[2], args[3]) == 0) {
+    if (begin_operation(&s, self, args[2], args[3]) == 0) {
         s.saved = PyEval_SaveThread();
         const mls_code code = mls_shm_broadcast(s.place, &s.call, view.tensor.data, bytes,
                                                 (size_t)root, &s.st);
         PyEval_RestoreThread(s.saved);
-        result = finish(&s, code, Py_NewRef(Py_None));
+        result = finish_operation(&s, code, Py_NewRef(Py_None));
     }
     mlspy_view_release(&view);
     return result;
@@ -278,12 +279,12 @@ static PyObject *link_all_gather(PyObject *self, PyObject *const *args, Py_ssize
         take_packed(state, args[1], "out", true, &out) == 0 &&
         check_length(&data, "array", &sizes[link->rank], 1) == 0 &&
         check_length(&out, "out", sizes, link->world) == 0 &&
-        begin(&s, self, args[3], args[4]) == 0) {
+        begin_operation(&s, self, args[3], args[4]) == 0) {
         s.saved = PyEval_SaveThread();
         const mls_code code = mls_shm_all_gather(s.place, &s.call, data.tensor.data,
                                                  sizes, out.tensor.data, &s.st);
         PyEval_RestoreThread(s.saved);
-        result = finish(&s, code, Py_NewRef(Py_None));
+        result = finish_operation(&s, code, Py_NewRef(Py_None));
     }
     mlspy_view_release(&data);
     mlspy_view_release(&out);
@@ -308,12 +309,12 @@ static PyObject *link_all_to_all(PyObject *self, PyObject *const *args, Py_ssize
         take_packed(state, args[2], "out", true, &out) == 0 &&
         check_length(&data, "array", sent, link->world) == 0 &&
         check_length(&out, "out", wanted, link->world) == 0 &&
-        begin(&s, self, args[4], args[5]) == 0) {
+        begin_operation(&s, self, args[4], args[5]) == 0) {
         s.saved = PyEval_SaveThread();
         const mls_code code = mls_shm_all_to_all(s.place, &s.call, data.tensor.data, sent,
                                                  out.tensor.data, wanted, &s.st);
         PyEval_RestoreThread(s.saved);
-        result = finish(&s, code, Py_NewRef(Py_None));
+        result = finish_operation(&s, code, Py_NewRef(Py_None));
     }
     mlspy_view_release(&data);
     mlspy_view_release(&out);
@@ -343,12 +344,12 @@ static PyObject *link_all_reduce(PyObject *self, PyObject *const *args, Py_ssize
         if (check_length(&out, "out", &n, 1) < 0) {
         } else if (r.dtype != r.out_dtype) {
             PyErr_SetString(PyExc_ValueError, "out has another dtype than the array");
-        } else if (begin(&s, self, args[4], args[5]) == 0) {
+        } else if (begin_operation(&s, self, args[4], args[5]) == 0) {
             s.saved = PyEval_SaveThread();
             const mls_code code = mls_shm_all_reduce(s.place, &s.call, data.tensor.data,
                                                      out.tensor.data, n, &r, &s.st);
             PyEval_RestoreThread(s.saved);
-            result = finish(&s, code, Py_NewRef(Py_None));
+            result = finish_operation(&s, code, Py_NewRef(Py_None));
         }
     }
     mlspy_view_release(&data);
@@ -361,8 +362,8 @@ static PyObject *link_all_reduce(PyObject *self, PyObject *const *args, Py_ssize
 /* reduce_scatter(bucket, tallied, timeout, text) -> [(squares, nonfinite), ...]; empty
  * unless tallied
  *
- * If the list cannot be allocated, the sums are complete nevertheless, and finish()
- * passes the exception on.
+ * If the list cannot be allocated, the sums are complete nevertheless, and
+ * finish_operation() passes the exception on.
  */
 static PyObject *link_reduce_scatter(PyObject *self, PyObject *const *args,
                                      Py_ssize_t count)
@@ -384,7 +385,7 @@ static PyObject *link_reduce_scatter(PyObject *self, PyObject *const *args,
         PyErr_SetString(PyExc_ValueError, "the bucket is that of another rank or group");
         return NULL;
     }
-    if (begin(&s, self, args[2], args[3]) < 0) {
+    if (begin_operation(&s, self, args[2], args[3]) < 0) {
         return NULL;
     }
     s.saved = PyEval_SaveThread();
@@ -394,7 +395,7 @@ static PyObject *link_reduce_scatter(PyObject *self, PyObject *const *args,
     if (code == MLS_OK) {
         found = is_tallied ? mlspy_bucket_tallies(b) : PyList_New(0);
     }
-    return finish(&s, code, found);
+    return finish_operation(&s, code, found);
 }
 
 /* ---- gather_bytes ---- */
@@ -452,7 +453,7 @@ static PyObject *link_gather_bytes(PyObject *self, PyObject *const *args,
         PyErr_SetString(PyExc_TypeError, "gather_bytes takes bytes, and a rank or -1");
         return NULL;
     }
-    if (begin(&s, self, args[2], args[3]) < 0) {
+    if (begin_operation(&s, self, args[2], args[3]) < 0) {
         return NULL;
     }
     s.saved = PyEval_SaveThread();
@@ -460,7 +461,7 @@ static PyObject *link_gather_bytes(PyObject *self, PyObject *const *args,
         s.place, &s.call, PyBytes_AS_STRING(args[0]), (size_t)PyBytes_GET_SIZE(args[0]),
         (int)root, &places, &s.st);
     PyEval_RestoreThread(s.saved);
-    return finish(&s, code, p.list == NULL ? Py_NewRef(Py_None) : p.list);
+    return finish_operation(&s, code, p.list == NULL ? Py_NewRef(Py_None) : p.list);
 }
 
 /* ---- abort and close ---- */

@@ -27,12 +27,12 @@
 
 /* A check of one entry of the first dict: returns 1 yes, 0 no, -1 with an exception set.
  */
-typedef int (*entry_question)(const mlspy_state *state, PyObject *key, PyObject *value,
-                              mlspy_finder *other);
+typedef int (*entry_check)(const mlspy_state *state, PyObject *key, PyObject *value,
+                           mlspy_finder *other);
 
 /* Returns whether the check holds for all entries of `dict`. */
-static int ask_all(const mlspy_state *state, PyObject *dict, PyObject *other,
-                   entry_question ask)
+static int check_all_entries(const mlspy_state *state, PyObject *dict, PyObject *other,
+                             entry_check ask)
 {
     mlspy_finder finder = {.dict = other, .in_step = true};
     int answer = 1;
@@ -53,8 +53,9 @@ static int ask_all(const mlspy_state *state, PyObject *dict, PyObject *other,
 
 /* Parses two dicts and checks all entries. If both must have the same names, lengths are
  * compared first; then it is enough to find all names of one in the other. */
-static PyObject *ask_two(PyObject *module, const char *name, PyObject *const *args,
-                         Py_ssize_t count, bool same_length, entry_question ask)
+static PyObject *check_two_dicts(PyObject *module, const char *name,
+                                 PyObject *const *args, Py_ssize_t count,
+                                 bool same_length, entry_check ask)
 {
     if (mlspy_take_count(name, 2, count) < 0 || mlspy_take_dict(args[0], "state1") < 0 ||
         mlspy_take_dict(args[1], "state2") < 0) {
@@ -63,7 +64,7 @@ static PyObject *ask_two(PyObject *module, const char *name, PyObject *const *ar
     if (same_length && PyDict_GET_SIZE(args[0]) != PyDict_GET_SIZE(args[1])) {
         Py_RETURN_FALSE;
     }
-    const int answer = ask_all(mlspy_state_of(module), args[0], args[1], ask);
+    const int answer = check_all_entries(mlspy_state_of(module), args[0], args[1], ask);
     return answer < 0 ? NULL : PyBool_FromLong(answer);
 }
 
@@ -96,7 +97,7 @@ static int has_name(const mlspy_state *state, PyObject *key, PyObject *value,
 static PyObject *state_keys_match(PyObject *module, PyObject *const *args,
                                   Py_ssize_t count)
 {
-    return ask_two(module, "state_keys_match", args, count, true, has_name);
+    return check_two_dicts(module, "state_keys_match", args, count, true, has_name);
 }
 
 /* Returns whether two attributes are equal tuples of plain ints. Runs no foreign code and
@@ -179,7 +180,7 @@ static int has_shape(const mlspy_state *state, PyObject *key, PyObject *value,
 static PyObject *state_shapes_match(PyObject *module, PyObject *const *args,
                                     Py_ssize_t count)
 {
-    return ask_two(module, "state_shapes_match", args, count, false, has_shape);
+    return check_two_dicts(module, "state_shapes_match", args, count, false, has_shape);
 }
 
 /* Returns whether two NumPy dtypes certainly have the same name; byte orders are ignored.
@@ -228,7 +229,7 @@ static PyObject *state_compare(PyObject *module, PyObject *const *args, Py_ssize
     }
     /* usually nothing differs; storing all pairs first would take four times as long */
     const int same = PyDict_GET_SIZE(args[0]) == PyDict_GET_SIZE(args[1])
-                         ? ask_all(state, args[0], args[1], has_same)
+                         ? check_all_entries(state, args[0], args[1], has_same)
                          : 0;
     if (same != 0) {
         return same < 0 ? NULL : Py_BuildValue("([][][][])");
@@ -349,7 +350,7 @@ static int batch_fill(const mlspy_state *state, const mlspy_pairs *p, bool known
 }
 
 /* Kernels for the instruction set that the module selected. */
-static const mls_diff_kernels *differ_of(const mlspy_state *state)
+static const mls_diff_kernels *diff_kernels_of(const mlspy_state *state)
 {
     return mls_diff_of(state->kernels->cpu);
 }
@@ -387,7 +388,7 @@ static int measure_batch(const mlspy_state *state, const mlspy_pairs *p,
 {
     mls_status st;
     PyThreadState *saved = mlspy_leave_python(batch->bytes);
-    const mls_code code = mls_diff(differ_of(state), state->pool, batch->pairs,
+    const mls_code code = mls_diff(diff_kernels_of(state), state->pool, batch->pairs,
                                    batch->count, batch->found, &st);
     mlspy_resume_python(saved);
     if (code != MLS_OK) {
@@ -480,8 +481,8 @@ static int same_elements(const mlspy_state *state, const mlspy_pairs *p)
         same = batch_fill(state, p, true, &at, batch) < 0 ? -1 : 1;
         if (same == 1) {
             PyThreadState *saved = mlspy_leave_python(batch->bytes);
-            same =
-                mls_diff_same(differ_of(state), state->pool, batch->pairs, batch->count);
+            same = mls_diff_same(diff_kernels_of(state), state->pool, batch->pairs,
+                                 batch->count);
             mlspy_resume_python(saved);
         }
         batch_clear(batch);

@@ -72,11 +72,10 @@ static bool is_statedict(PyObject *object)
 
 /* Records that the names may have changed. Must be called after the change, so that a
  * description made before has an older count. */
-static void note_change(PyObject *self)
+static void record_change(PyObject *self)
 {
     statedict_object *state = (statedict_object *)self;
-#if defined(Py_GIL_DISABLED) /* a decreasing count would make an old description valid   \
-                                again */
+#if defined(Py_GIL_DISABLED) /* a lower count would revive an old description */
     atomic_fetch_add_explicit(&state->changes, 1, memory_order_release);
 #else
     const uint64_t count =
@@ -85,10 +84,10 @@ static void note_change(PyObject *self)
 #endif
 }
 
-/* Like note_change, after entries were set; `before` is the length before. Assigning to
+/* Like record_change, after entries were set; `before` is the length before. Assigning to
  * existing names changes no names. With the GIL no other thread can intervene, so the
  * length tells whether names were added. */
-static void note_entries(PyObject *self, Py_ssize_t before)
+static void record_entries(PyObject *self, Py_ssize_t before)
 {
 #if defined(Py_GIL_DISABLED)
     const bool changed = true;
@@ -97,7 +96,7 @@ static void note_entries(PyObject *self, Py_ssize_t before)
     const bool changed = PyDict_GET_SIZE(self) != before;
 #endif
     if (changed) {
-        note_change(self);
+        record_change(self);
     }
 }
 
@@ -175,8 +174,8 @@ static PyObject *statedict_subscript(PyObject *self, PyObject *key)
     return missing_value(self, key);
 }
 
-/* Checks and sets one entry. Calls note_entries also on failure: a count that is too high
- * only costs a new description. */
+/* Checks and sets one entry. Calls record_entries also on failure: a count that is too
+ * high only costs a new description. */
 static int set_entry(PyObject *self, PyObject *key, PyObject *value)
 {
     PyObject *name = mlspy_check_entry(key, value);
@@ -185,7 +184,7 @@ static int set_entry(PyObject *self, PyObject *key, PyObject *value)
     }
     const Py_ssize_t before = PyDict_GET_SIZE(self);
     const int failed = PyDict_SetItem(self, name, value);
-    note_entries(self, before);
+    record_entries(self, before);
     Py_DECREF(name);
     return failed;
 }
@@ -200,7 +199,7 @@ static int statedict_assign(PyObject *self, PyObject *key, PyObject *value)
         return set_entry(self, key, value);
     }
     const int failed = PyDict_DelItem(self, key);
-    note_change(self);
+    record_change(self);
     if (failed < 0) {
         if (PyErr_ExceptionMatches(PyExc_KeyError)) {
             PyErr_Clear();
@@ -240,7 +239,7 @@ static PyObject *statedict_setdefault(PyObject *self, PyObject *const *args,
 #else
     value = Py_XNewRef(PyDict_SetDefault(self, name, wanted));
 #endif
-    note_change(self);
+    record_change(self);
     Py_DECREF(name);
     return value;
 }
@@ -284,7 +283,7 @@ static bool all_plain(PyObject *dict)
 /* Returns a new reference to a private dict with the entries of dict(*args, **kwargs), or
  * to the given dict itself if no other code can change it before the merge. Sets
  * `*checked` if all entries are known to be valid. Returns NULL with an exception set. */
-static PyObject *stage(PyObject *args, PyObject *kwargs, bool *checked)
+static PyObject *stage_entries(PyObject *args, PyObject *kwargs, bool *checked)
 {
     PyObject *only = only_dict(args, kwargs);
     *checked = false;
@@ -418,7 +417,8 @@ static int refuse_torch_object(PyObject *given)
 
 /* Adds all entries of dict(*args, **kwargs), or none. `name` is the called function, for
  * errors. */
-static int merge(PyObject *self, const char *name, PyObject *args, PyObject *kwargs)
+static int merge_entries(PyObject *self, const char *name, PyObject *args,
+                         PyObject *kwargs)
 {
     if (PyTuple_GET_SIZE(args) > 1) {
         PyErr_Format(PyExc_TypeError, "%s expected at most 1 argument, got %zd", name,
@@ -430,7 +430,7 @@ static int merge(PyObject *self, const char *name, PyObject *args, PyObject *kwa
         return -1;
     }
     bool checked;
-    PyObject *staged = stage(args, kwargs, &checked);
+    PyObject *staged = stage_entries(args, kwargs, &checked);
     if (!checked) {
         staged = check_staged(staged);
     }
@@ -439,16 +439,16 @@ static int merge(PyObject *self, const char *name, PyObject *args, PyObject *kwa
     }
     const Py_ssize_t before = PyDict_GET_SIZE(self);
     const int failed = merge_checked(self, staged);
-    note_entries(self, before);
+    record_entries(self, before);
     Py_DECREF(staged);
     return failed;
 }
 
 /* Merges one mapping or iterable of pairs. */
-static int merge_one(PyObject *self, PyObject *other)
+static int merge_mapping(PyObject *self, PyObject *other)
 {
     PyObject *args = PyTuple_Pack(1, other);
-    const int failed = args == NULL ? -1 : merge(self, "update", args, NULL);
+    const int failed = args == NULL ? -1 : merge_entries(self, "update", args, NULL);
     Py_XDECREF(args);
     return failed;
 }
@@ -456,13 +456,13 @@ static int merge_one(PyObject *self, PyObject *other)
 /* StateDict(mapping_or_pairs, **arrays) */
 static int statedict_init(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-    return merge(self, "StateDict", args, kwargs);
+    return merge_entries(self, "StateDict", args, kwargs);
 }
 
 /* update(mapping_or_pairs, **arrays) */
 static PyObject *statedict_update(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-    return merge(self, "update", args, kwargs) < 0 ? NULL : Py_NewRef(Py_None);
+    return merge_entries(self, "update", args, kwargs) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /* ---- copies ---- */
@@ -548,7 +548,7 @@ static PyObject *statedict_copy(PyObject *self, PyObject *unused)
 {
     (void)unused;
     PyObject *copy = empty_like(self);
-    if (copy != NULL && merge_one(copy, self) < 0) {
+    if (copy != NULL && merge_mapping(copy, self) < 0) {
         Py_CLEAR(copy);
     }
     return copy;
@@ -562,7 +562,8 @@ static PyObject *statedict_or(PyObject *left, PyObject *right)
         Py_RETURN_NOTIMPLEMENTED;
     }
     PyObject *result = empty_like(is_statedict(left) ? left : right);
-    if (result != NULL && (merge_one(result, left) < 0 || merge_one(result, right) < 0)) {
+    if (result != NULL &&
+        (merge_mapping(result, left) < 0 || merge_mapping(result, right) < 0)) {
         Py_CLEAR(result);
     }
     return result;
@@ -571,7 +572,7 @@ static PyObject *statedict_or(PyObject *left, PyObject *right)
 /* self |= mapping_or_pairs */
 static PyObject *statedict_ior(PyObject *self, PyObject *other)
 {
-    return merge_one(self, other) < 0 ? NULL : Py_NewRef(self);
+    return merge_mapping(self, other) < 0 ? NULL : Py_NewRef(self);
 }
 
 /* fromkeys(names, array): one array under many names

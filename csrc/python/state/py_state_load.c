@@ -298,13 +298,13 @@ static PyObject *targets_tied(PyObject *module, PyObject *sections)
  */
 
 /* Compares the bytes of the names, which is the order of their code points. */
-static int by_name(const void *a, const void *b)
+static int compare_names(const void *a, const void *b)
 {
     return mls_str_compare(((const mlspy_item *)a)->name, ((const mlspy_item *)b)->name);
 }
 
 /* Calls update(bytes) with memory that does not change during the call. */
-static int feed(PyObject *update, const void *data, size_t bytes)
+static int feed_bytes(PyObject *update, const void *data, size_t bytes)
 {
     if (bytes == 0) {
         return 0;
@@ -324,9 +324,9 @@ static int feed_facts(PyObject *update, const mlspy_item *item)
     unsigned char head[MLS_FACTS_HEAD_MOST];
     const size_t dtype_length = strlen(item->facts.dtype);
     const size_t bytes = mls_tensor_meta_head(item->name, &item->facts, head);
-    return feed(update, head, bytes) < 0 ||
-                   feed(update, item->name.data, item->name.length) < 0 ||
-                   feed(update, item->facts.dtype, dtype_length) < 0
+    return feed_bytes(update, head, bytes) < 0 ||
+                   feed_bytes(update, item->name.data, item->name.length) < 0 ||
+                   feed_bytes(update, item->facts.dtype, dtype_length) < 0
                ? -1
                : 0;
 }
@@ -347,7 +347,7 @@ static int feed_packed(const mlspy_state *state, PyObject *update, const mls_ten
     Py_BEGIN_ALLOW_THREADS
         mls_copy(state->kernels, &packed, t, mls_cached());
     Py_END_ALLOW_THREADS
-    const int failed = feed(update, data, bytes);
+    const int failed = feed_bytes(update, data, bytes);
     mls_free(data);
     return failed;
 }
@@ -370,7 +370,7 @@ static int feed_elements(const mlspy_state *state, PyObject *update,
     (void)mls_tensor_bytes(&view.tensor,
                            &bytes); /* cannot overflow: the array is in memory */
     const bool plain = mls_tensor_is_contiguous(&view.tensor) && !view.tensor.swapped;
-    const int failed = plain ? feed(update, view.tensor.data, bytes)
+    const int failed = plain ? feed_bytes(update, view.tensor.data, bytes)
                              : feed_packed(state, update, &view.tensor, bytes);
     mlspy_view_release(&view);
     return failed;
@@ -386,7 +386,7 @@ static PyObject *state_digest(PyObject *module, PyObject *const *args, Py_ssize_
         return NULL;
     }
     /* sorted first: metadata contains pointers into the items */
-    qsort(items.items, items.count, sizeof *items.items, by_name);
+    qsort(items.items, items.count, sizeof *items.items, compare_names);
     int failed = mlspy_items_facts(state, &items);
     for (size_t i = 0; failed == 0 && i < items.count; i++) {
         failed = feed_facts(args[1], &items.items[i]) < 0 ||

@@ -39,7 +39,7 @@ static void free_index(name_index *index)
 }
 
 /* Capsule destructor. The keys are plain str, so it runs no foreign code. */
-static void index_end(PyObject *capsule)
+static void free_capsule(PyObject *capsule)
 {
     free_index(PyCapsule_GetPointer(capsule, index_name));
 }
@@ -89,7 +89,7 @@ static PyObject *make_index(PyObject *dict)
     if (index == NULL) {
         PyErr_NoMemory();
     } else if (fill_index(index, &items) == 0) {
-        capsule = PyCapsule_New(index, index_name, index_end);
+        capsule = PyCapsule_New(index, index_name, free_capsule);
     }
     if (capsule == NULL && index != NULL) {
         free_index(index);
@@ -225,7 +225,7 @@ static PyObject *state_layer(PyObject *module, PyObject *const *args, Py_ssize_t
 
 /* Returns whether layer_name accepts the path: "a..b" has a layer "a.", which it refuses.
  */
-static bool can_be_asked(mls_str path)
+static bool is_layer_name(mls_str path)
 {
     return path.length > 0 && path.data[path.length - 1] != '.';
 }
@@ -237,7 +237,7 @@ static PyObject *paths_list(const mls_name_node *nodes, const uint32_t *layers,
 {
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < count; i++) {
-        if (!can_be_asked(nodes[layers[i]].path)) {
+        if (!is_layer_name(nodes[layers[i]].path)) {
             continue;
         }
         PyObject *path = mlspy_str_of(nodes[layers[i]].path);
@@ -353,8 +353,8 @@ typedef struct name_buffer {
 
 /* Returns a new reference to the new name of `item`. An empty name may stay empty; a name
  * that becomes empty is an error, because no rule can intend that. */
-static PyObject *renamed(const mlspy_item *item, const mls_rename_rule *rules,
-                         size_t rule_count, bool *used, name_buffer *buffer)
+static PyObject *rename_item(const mlspy_item *item, const mls_rename_rule *rules,
+                             size_t rule_count, bool *used, name_buffer *buffer)
 {
     /* most names fit the buffer of the previous one */
     size_t length =
@@ -378,8 +378,8 @@ static PyObject *renamed(const mlspy_item *item, const mls_rename_rule *rules,
 
 /* Raises for two names that would become equal. The error's `name` is the new name, as in
  * errors about one tensor. */
-static void refuse_collapse(const mlspy_state *state, PyObject *first, PyObject *second,
-                            PyObject *name)
+static void raise_collapse(const mlspy_state *state, PyObject *first, PyObject *second,
+                           PyObject *name)
 {
     PyObject *class = state->errors[MLSPY_ERROR_COMPATIBILITY];
     PyObject *text = PyUnicode_FromFormat(
@@ -404,10 +404,10 @@ static int rename_all(const mlspy_state *state, const mlspy_items *items,
     int failed = origin == NULL ? -1 : 0;
     for (size_t i = 0; failed == 0 && i < items->count; i++) {
         const mlspy_item *item = &items->items[i];
-        PyObject *name = renamed(item, rules, rule_count, used, &buffer);
+        PyObject *name = rename_item(item, rules, rule_count, used, &buffer);
         PyObject *earlier = name == NULL ? NULL : PyDict_GetItemWithError(origin, name);
         if (earlier != NULL) {
-            refuse_collapse(state, earlier, item->key, name);
+            raise_collapse(state, earlier, item->key, name);
         }
         failed = name == NULL || PyErr_Occurred() ||
                          PyDict_SetItem(origin, name, item->key) < 0 ||

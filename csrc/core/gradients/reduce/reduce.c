@@ -161,8 +161,8 @@ typedef struct job_round {
 /* Counts the non-finite elements of a block, but only if its squares do not add up to a
  * finite number. (Float64 squares may overflow without such elements; the count is then
  * 0.) */
-static uint64_t nonfinite_in(const job *j, double squares, const unsigned char *at,
-                             size_t n)
+static uint64_t count_nonfinite(const job *j, double squares, const unsigned char *at,
+                                size_t n)
 {
     return isfinite(squares) ? 0
                              : mls_reduce_nonfinite(j->dtype, at, n / parts_of(j->dtype));
@@ -182,7 +182,7 @@ static double block_squares(const job *j, size_t start, size_t n)
 
 /* Task: computes PART_BLOCKS blocks with their norm partials, each block while it is in
  * the cache. */
-static void tally_task(void *context, size_t index)
+static void norm_task(void *context, size_t index)
 {
     job_round *r = context;
     const job *j = r->j;
@@ -192,7 +192,7 @@ static void tally_task(void *context, size_t index)
         const size_t start = (r->first + b) * j->block, rest = j->count - start;
         const size_t n = rest < j->block ? rest : j->block;
         const double squares = block_squares(j, start, n);
-        nonfinite += nonfinite_in(j, squares, j->out + start * j->item, n);
+        nonfinite += count_nonfinite(j, squares, j->out + start * j->item, n);
         r->squares[b] = squares;
     }
     r->nonfinite[index] = nonfinite;
@@ -207,7 +207,7 @@ static void plain_task(void *context, size_t index)
     j->step(j, start, rest < part ? rest : part);
 }
 
-static size_t quotient(size_t a, size_t b)
+static size_t divide_up(size_t a, size_t b)
 {
     return a / b + (a % b != 0);
 }
@@ -221,16 +221,16 @@ static void add_squares(mls_norm_partial *tally, double squares)
 }
 
 /* Divides each round among the threads, and then adds its blocks in order. */
-static void job_tally(const job *j, mls_pool *pool, mls_norm_partial *tally)
+static void job_norm(const job *j, mls_pool *pool, mls_norm_partial *tally)
 {
-    const size_t blocks = quotient(j->count, j->block);
+    const size_t blocks = divide_up(j->count, j->block);
     job_round r; /* large, so not initialised: only written entries are read */
     r.j = j;
     for (r.first = 0; r.first < blocks; r.first += ROUND_BLOCKS) {
         const size_t rest = blocks - r.first;
         r.blocks = rest < ROUND_BLOCKS ? rest : ROUND_BLOCKS;
-        const size_t parts = quotient(r.blocks, PART_BLOCKS);
-        mls_pool_run(pool, tally_task, &r, parts);
+        const size_t parts = divide_up(r.blocks, PART_BLOCKS);
+        mls_pool_run(pool, norm_task, &r, parts);
         for (size_t b = 0; b < r.blocks; b++) {
             add_squares(tally, r.squares[b]);
         }
@@ -245,9 +245,9 @@ static void job_run(job *j, mls_pool *pool, mls_norm_partial *tally)
 {
     mls_pool *shared = j->count >= SHARED_BYTES / j->item ? pool : NULL;
     if (tally != NULL) {
-        job_tally(j, shared, tally);
+        job_norm(j, shared, tally);
     } else if (j->count > 0) {
-        mls_pool_run(shared, plain_task, j, quotient(j->count, PART_BLOCKS * j->block));
+        mls_pool_run(shared, plain_task, j, divide_up(j->count, PART_BLOCKS * j->block));
     }
 }
 
@@ -428,7 +428,7 @@ static mls_code check_shapes(const mls_tensor *dst, const mls_tensor *src, mls_s
 
 /* Returns whether `src` can be added to `dst`: two floats of which `dst` can be rounded
  * to, or equal dtypes that have a sum. */
-static bool dtypes_add(mls_dtype dst, mls_dtype src)
+static bool can_add_dtypes(mls_dtype dst, mls_dtype src)
 {
     if (dst == src) {
         return mls_reduce_scalar.same[MLS_REDUCE_SUM][part_of(dst)] != NULL;
@@ -465,7 +465,7 @@ static bool same_view(const mls_tensor *a, const mls_tensor *b)
 
 /* Returns whether a view has an axis with stride 0, so that several indices share one
  * element. */
-static bool repeats(const mls_tensor *t)
+static bool has_zero_stride(const mls_tensor *t)
 {
     bool found = false, empty = false;
     for (int axis = 0; axis < t->rank; axis++) {
@@ -482,7 +482,7 @@ mls_code mls_accumulate_check(const mls_tensor *dst, const mls_tensor *src, doub
     if (check_shapes(dst, src, st) != MLS_OK) {
         return st->code;
     }
-    if (!dtypes_add(dst->dtype, src->dtype)) {
+    if (!can_add_dtypes(dst->dtype, src->dtype)) {
         mls_fail(st, MLS_E_DTYPE, "%s cannot be added to %s",
                  mls_dtype_of(src->dtype)->name, mls_dtype_of(dst->dtype)->name);
         mls_status_expected(st, "%s", mls_dtype_of(dst->dtype)->name);
@@ -492,7 +492,7 @@ mls_code mls_accumulate_check(const mls_tensor *dst, const mls_tensor *src, doub
     if (check_scale(dst->dtype, src->dtype, scale, st) != MLS_OK) {
         return st->code;
     }
-    if (repeats(dst)) {
+    if (has_zero_stride(dst)) {
         return mls_fail(st, MLS_E_OVERLAP,
                         "nothing can be added to an array that repeats its elements");
     }
@@ -507,8 +507,8 @@ mls_code mls_accumulate_check(const mls_tensor *dst, const mls_tensor *src, doub
 /* ---- strided views ---- */
 
 /* Writes `count` packed items `stride` bytes apart. */
-static void scatter(unsigned char *to, ptrdiff_t stride, const unsigned char *packed,
-                    size_t item, size_t count)
+static void scatter_items(unsigned char *to, ptrdiff_t stride,
+                          const unsigned char *packed, size_t item, size_t count)
 {
     for (size_t i = 0; i < count; i++, to += stride) {
         memcpy(to, packed + i * item, item);
@@ -523,8 +523,8 @@ static bool is_plain(const mls_tensor *t, ptrdiff_t step)
 }
 
 /* Gathers elements, in native byte order. */
-static void fetch(unsigned char *packed, const mls_tensor *t, const unsigned char *at,
-                  ptrdiff_t step, size_t count)
+static void gather_native(unsigned char *packed, const mls_tensor *t,
+                          const unsigned char *at, ptrdiff_t step, size_t count)
 {
     const size_t item = mls_tensor_item_bytes(t);
     mls_gather(packed, at, step, item, count);
@@ -533,20 +533,20 @@ static void fetch(unsigned char *packed, const mls_tensor *t, const unsigned cha
     }
 }
 
-/* Inverse of `fetch`; overwrites `packed`. */
-static void put_back(const mls_tensor *t, unsigned char *at, ptrdiff_t step,
-                     unsigned char *packed, size_t count)
+/* Inverse of `gather_native`; overwrites `packed`. */
+static void scatter_native(const mls_tensor *t, unsigned char *at, ptrdiff_t step,
+                           unsigned char *packed, size_t count)
 {
     const size_t item = mls_tensor_item_bytes(t);
     if (t->swapped && item > 1) {
         mls_swap_items(packed, count * item, mls_swap_unit(t->dtype));
     }
-    scatter(at, step, packed, item, count);
+    scatter_items(at, step, packed, item, count);
 }
 
 /* Runs a job's step on packed memory at other addresses. */
-static void run_at(const job *like, unsigned char *out, const unsigned char *src,
-                   size_t count)
+static void run_packed(const job *like, unsigned char *out, const unsigned char *src,
+                       size_t count)
 {
     const void *const sources[] = {out, src};
     job j = *like;
@@ -567,19 +567,19 @@ static void step_chunks(const job *j, const mls_tensor *t, const mls_tensor *src
     unsigned char packed[CHUNK * 8], added[CHUNK * 8];
     for (size_t done = 0; done < w->length; done += CHUNK) {
         const size_t rest = w->length - done, count = rest < CHUNK ? rest : CHUNK;
-        fetch(packed, t, at, w->a_step, count);
+        gather_native(packed, t, at, w->a_step, count);
         if (src != NULL) {
-            fetch(added, src, other, w->b_step, count);
+            gather_native(added, src, other, w->b_step, count);
             other += w->b_step * (ptrdiff_t)count;
         }
-        run_at(j, packed, added, count);
-        put_back(t, at, w->a_step, packed, count);
+        run_packed(j, packed, added, count);
+        scatter_native(t, at, w->a_step, packed, count);
         at += w->a_step * (ptrdiff_t)count;
     }
 }
 
 /* Runs a job's step on all elements of unpacked views, in any order. */
-static void walk_step(const job *j, const mls_tensor *t, const mls_tensor *src)
+static void run_strided(const job *j, const mls_tensor *t, const mls_tensor *src)
 {
     mls_strided_iter w;
     ptrdiff_t at = 0, other = 0;
@@ -590,7 +590,7 @@ static void walk_step(const job *j, const mls_tensor *t, const mls_tensor *src)
     do {
         const unsigned char *from = src == NULL ? t->data + at : src->data + other;
         if (plain) {
-            run_at(j, t->data + at, from, w.length);
+            run_packed(j, t->data + at, from, w.length);
         } else {
             step_chunks(j, t, src, &w, t->data + at, from);
         }
@@ -632,7 +632,7 @@ typedef struct gathered {
 } gathered;
 
 /* Adds a full (or the last) block to the norm partial. */
-static void gathered_tally(gathered *g, mls_norm_partial *tally)
+static void add_gathered(gathered *g, mls_norm_partial *tally)
 {
     g->j.out = g->items;
     g->j.count = g->filled * parts_of(g->j.dtype);
@@ -641,8 +641,8 @@ static void gathered_tally(gathered *g, mls_norm_partial *tally)
 }
 
 /* Collects the elements in C order, block by block. */
-static void tally_strided(const mls_reduce_kernels *k, const mls_tensor *t,
-                          mls_norm_partial *tally)
+static void norm_strided(const mls_reduce_kernels *k, const mls_tensor *t,
+                         mls_norm_partial *tally)
 {
     mls_strided_iter w;
     gathered g; /* large, so not initialised: only written elements are read */
@@ -658,27 +658,27 @@ static void tally_strided(const mls_reduce_kernels *k, const mls_tensor *t,
         for (size_t done = 0; done < w.length;) {
             const size_t room = MLS_NORM_BLOCK - g.filled, rest = w.length - done;
             const size_t count = rest < room ? rest : room;
-            fetch(g.items + g.filled * item, t, from, w.a_step, count);
+            gather_native(g.items + g.filled * item, t, from, w.a_step, count);
             from += w.a_step * (ptrdiff_t)count;
             done += count;
             g.filled += count;
             if (g.filled == MLS_NORM_BLOCK) {
-                gathered_tally(&g, tally);
+                add_gathered(&g, tally);
             }
         }
     } while (mls_strided_iter_next(&w, &at, &unused));
-    gathered_tally(&g, tally);
+    add_gathered(&g, tally);
 }
 
 /* Runs a job whose step works in place on `t`. `src` may be NULL. */
-static void run_on(mls_cpu cpu, mls_pool *pool, job *j, const mls_tensor *t,
-                   const mls_tensor *src, mls_norm_partial *tally)
+static void run_in_place(mls_cpu cpu, mls_pool *pool, job *j, const mls_tensor *t,
+                         const mls_tensor *src, mls_norm_partial *tally)
 {
     if (is_packed(t) && (src == NULL || is_packed(src))) {
         job_run(j, pool, tally);
         return;
     }
-    walk_step(j, t, src);
+    run_strided(j, t, src);
     if (tally != NULL) {
         mls_norm_partial_of(cpu, pool, t, tally);
     }
@@ -723,7 +723,7 @@ mls_code mls_accumulate(mls_cpu cpu, mls_pool *pool, const mls_tensor *dst,
         j.sources = sources;
         j.source_count = 2;
     }
-    run_on(cpu, pool, &j, dst, src, tally);
+    run_in_place(cpu, pool, &j, dst, src, tally);
     return MLS_OK;
 }
 
@@ -742,7 +742,7 @@ mls_code mls_scale_check(const mls_tensor *t, double factor, mls_status *st)
     if (!is_number(factor, t->dtype == MLS_F64)) {
         return mls_fail(st, MLS_E_VALUE, "%s cannot be scaled by %g", name, factor);
     }
-    if (repeats(t)) {
+    if (has_zero_stride(t)) {
         return mls_fail(st, MLS_E_OVERLAP,
                         "an array that repeats its elements cannot be scaled");
     }
@@ -765,7 +765,7 @@ mls_code mls_scale(mls_cpu cpu, mls_pool *pool, const mls_tensor *t, double fact
     j.step = scale_step;
     j.scale = k->scale[part] != NULL ? k->scale[part] : mls_reduce_scalar.scale[part];
     j.number = factor;
-    run_on(cpu, pool, &j, t, NULL, NULL);
+    run_in_place(cpu, pool, &j, t, NULL, NULL);
     return MLS_OK;
 }
 
@@ -780,6 +780,6 @@ void mls_norm_partial_of(mls_cpu cpu, mls_pool *pool, const mls_tensor *t,
         job j = job_over(k, t->dtype, t->data, count, true);
         job_run(&j, pool, tally);
     } else {
-        tally_strided(k, t, tally);
+        norm_strided(k, t, tally);
     }
 }

@@ -49,7 +49,7 @@ typedef floats (*kept_function)(floats values);
 typedef doubles (*doubles_function)(const unsigned char *items);
 
 /* Prefetches `bytes` bytes; may run past the end (prefetching never faults). */
-MLS_INLINED void ask_for(const void *address, size_t bytes)
+MLS_INLINED void prefetch_bytes(const void *address, size_t bytes)
 {
     MLS_UNROLLED
     for (size_t line = 0; line < bytes; line += 64) {
@@ -59,12 +59,12 @@ MLS_INLINED void ask_for(const void *address, size_t bytes)
 
 /* Prefetches ahead of a step of `bytes` bytes: line by line, or, with `pages`, only the
  * first line of the next page, once in each page. */
-MLS_INLINED void ask_ahead(const void *address, size_t bytes, bool pages)
+MLS_INLINED void prefetch_ahead(const void *address, size_t bytes, bool pages)
 {
     if (!pages) {
-        ask_for((const void *)((uintptr_t)address + AHEAD), bytes);
+        prefetch_bytes((const void *)((uintptr_t)address + AHEAD), bytes);
     } else if ((uintptr_t)address % PAGE < bytes) {
-        ask_for((const void *)((uintptr_t)address + PAGE), 1);
+        prefetch_bytes((const void *)((uintptr_t)address + PAGE), 1);
     }
 }
 
@@ -76,14 +76,14 @@ TARGET MLS_INLINED void sum_lanes(floats *sum, const void *const *sources, size_
                                   floats_function load)
 {
     const unsigned char *first = sources[0];
-    ask_ahead(first + at, (size_t)TOGETHER * FLOATS * bytes, pages);
+    prefetch_ahead(first + at, (size_t)TOGETHER * FLOATS * bytes, pages);
     MLS_UNROLLED
     for (size_t k = 0; k < TOGETHER; k++) {
         sum[k] = load(first + at + k * FLOATS * bytes);
     }
     for (size_t s = 1; s < count; s++) {
         const unsigned char *next = sources[s];
-        ask_ahead(next + at, (size_t)TOGETHER * FLOATS * bytes, pages);
+        prefetch_ahead(next + at, (size_t)TOGETHER * FLOATS * bytes, pages);
         MLS_UNROLLED
         for (size_t k = 0; k < TOGETHER; k++) {
             sum[k] = sum[k] + load(next + at + k * FLOATS * bytes);
@@ -187,8 +187,9 @@ TARGET MLS_INLINED size_t add_steps(unsigned char *dst, const unsigned char *src
     size_t i = 0;
     for (; n - i >= (size_t)TOGETHER * FLOATS; i += (size_t)TOGETHER * FLOATS) {
         floats sum[TOGETHER];
-        ask_ahead(dst + i * to_bytes, (size_t)TOGETHER * FLOATS * to_bytes, pages);
-        ask_ahead(src + i * from_bytes, (size_t)TOGETHER * FLOATS * from_bytes, pages);
+        prefetch_ahead(dst + i * to_bytes, (size_t)TOGETHER * FLOATS * to_bytes, pages);
+        prefetch_ahead(src + i * from_bytes, (size_t)TOGETHER * FLOATS * from_bytes,
+                       pages);
         MLS_UNROLLED
         for (size_t k = 0; k < TOGETHER; k++) {
             const size_t at = i + k * FLOATS;
@@ -214,8 +215,8 @@ TARGET MLS_INLINED size_t add_pairs(unsigned char *dst, const unsigned char *src
     size_t i = 0;
     for (; n - i >= step; i += step) {
         floats sum[TOGETHER / 2];
-        ask_ahead(dst + i * 2, step * 2, pages);
-        ask_ahead(src + i * 2, step * 2, pages);
+        prefetch_ahead(dst + i * 2, step * 2, pages);
+        prefetch_ahead(src + i * 2, step * 2, pages);
         MLS_UNROLLED
         for (size_t k = 0; k < TOGETHER / 2; k++) {
             const floats to = floats_f32(dst + i * 2 + k * WIDTH);
@@ -322,7 +323,7 @@ TARGET MLS_INLINED void square_items(doubles *lanes, const unsigned char *items,
 {
     unsigned char rest[MLS_SQUARE_LANES * 8] = {0};
     for (; n >= MLS_SQUARE_LANES; n -= MLS_SQUARE_LANES) {
-        ask_for(items + MLS_NORM_BLOCK * bytes, MLS_SQUARE_LANES * bytes);
+        prefetch_bytes(items + MLS_NORM_BLOCK * bytes, MLS_SQUARE_LANES * bytes);
         square_lanes(lanes, items, bytes, load);
         items += MLS_SQUARE_LANES * bytes;
     }
@@ -510,7 +511,8 @@ TARGET MLS_INLINED size_t sum_full_pairs(doubles *lanes, unsigned char *out,
     for (; n - done >= PAIR; done += PAIR) {
         const size_t at = (start + done) * 2;
         for (size_t s = 0; s < count; s++) {
-            ask_ahead((const unsigned char *)sources[s] + at, (size_t)PAIR * 2, false);
+            prefetch_ahead((const unsigned char *)sources[s] + at, (size_t)PAIR * 2,
+                           false);
         }
         MLS_UNROLLED
         for (size_t k = 0; k < PAIR; k += FULL) {

@@ -101,8 +101,8 @@ typedef struct measurer {
 
 /* Returns `count` elements (at most CHUNK), packed and in native byte order: in their own
  * memory if they already are, otherwise gathered in `room`. */
-static const unsigned char *make_ready(const measurer *m, side from, size_t count,
-                                       unsigned char *room)
+static const unsigned char *gather_native(const measurer *m, side from, size_t count,
+                                          unsigned char *room)
 {
     if (from.step == (ptrdiff_t)m->item && !from.swapped) {
         return from.at;
@@ -125,7 +125,7 @@ static void measure_run(const measurer *m, side a, side b, size_t count,
     }
     while (count > 0) {
         const size_t part = count < CHUNK ? count : CHUNK;
-        m->run(make_ready(m, a, part, a_room), make_ready(m, b, part, b_room), part,
+        m->run(gather_native(m, a, part, a_room), gather_native(m, b, part, b_room), part,
                into);
         a.at += a.step * (ptrdiff_t)part;
         b.at += b.step * (ptrdiff_t)part;
@@ -241,7 +241,7 @@ static bool count_parts(const mls_diff_pair *pairs, size_t count, size_t *parts,
 }
 
 /* Divides the pairs into parts, in order. */
-static void cut_parts(const mls_diff_pair *pairs, size_t count, part *parts)
+static void divide_parts(const mls_diff_pair *pairs, size_t count, part *parts)
 {
     size_t next = 0;
     for (size_t i = 0; i < count; i++) {
@@ -255,7 +255,7 @@ static void cut_parts(const mls_diff_pair *pairs, size_t count, part *parts)
 }
 
 /* Adds the result of a part. */
-static void add(mls_diff_result *into, mls_diff_result found)
+static void add_result(mls_diff_result *into, mls_diff_result found)
 {
     into->changed += found.changed;
     into->nan += found.nan;
@@ -277,13 +277,13 @@ mls_code mls_diff(const mls_diff_kernels *kernels, mls_pool *pool,
     if (j.parts == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory to compare %zu tensors", count);
     }
-    cut_parts(pairs, count, j.parts);
+    divide_parts(pairs, count, j.parts);
     mls_pool_run(bytes >= SHARED_BYTES ? pool : NULL, measure_task, &j, parts);
     for (size_t i = 0; i < count; i++) {
         out[i] = (mls_diff_result){0};
     }
     for (size_t i = 0; i < parts; i++) {
-        add(&out[j.parts[i].pair], j.parts[i].found);
+        add_result(&out[j.parts[i].pair], j.parts[i].found);
     }
     mls_free(j.parts);
     return MLS_OK;

@@ -100,7 +100,7 @@ static inline void mls_diff_set_control(unsigned control)
 
 /* Returns the greatest relative distance at the end of a run: infinite if the greatest
  * distance is. */
-static inline double mls_diff_settle(double max_abs, double max_rel)
+static inline double mls_diff_final_ratio(double max_abs, double max_rel)
 {
     return max_abs > 0x1.fffffffffffffp+1023 ? max_abs : max_rel;
 }

@@ -13,7 +13,7 @@ enum { BLOCK = 4096 }; /* bytes compared with memcmp first */
 
 /* Counts an unequal element, neither side of which is NaN, and updates the maxima.
  * `largest` is the larger of the two magnitudes. */
-static void note(double distance, double largest, mls_diff_result *into)
+static void add_difference(double distance, double largest, mls_diff_result *into)
 {
     double relative = largest > 0 ? distance / largest : 0;
     if (isinf(distance)) {
@@ -25,23 +25,23 @@ static void note(double distance, double largest, mls_diff_result *into)
 }
 
 /* Counts an element that is NaN on exactly one side. */
-static void note_nan(mls_diff_result *into)
+static void add_nan(mls_diff_result *into)
 {
     into->changed++;
     into->nan++;
 }
 
 /* Compares the values of two elements whose bits differ. */
-static void measure(double a, double b, mls_diff_result *into)
+static void measure_values(double a, double b, mls_diff_result *into)
 {
     if (isnan(a) || isnan(b)) {
         if (!isnan(a) || !isnan(b)) {
-            note_nan(into);
+            add_nan(into);
         }
         return;
     }
     const double largest = fabs(a) > fabs(b) ? fabs(a) : fabs(b);
-    note(fabs(a - b), largest, into);
+    add_difference(fabs(a - b), largest, into);
 }
 
 /* Subtracts exactly in unsigned arithmetic, then rounds once. */
@@ -49,7 +49,7 @@ static void measure_u64(uint64_t a, uint64_t b, mls_diff_result *into)
 {
     const uint64_t large = a > b ? a : b;
     const uint64_t small = a > b ? b : a;
-    note((double)(large - small), (double)large, into);
+    add_difference((double)(large - small), (double)large, into);
 }
 
 /* Unsigned, because the magnitude of INT64_MIN does not fit int64_t. */
@@ -64,7 +64,7 @@ static void measure_i64(int64_t a, int64_t b, mls_diff_result *into)
     const uint64_t distance =
         a > b ? (uint64_t)a - (uint64_t)b : (uint64_t)b - (uint64_t)a;
     const uint64_t largest = magnitude(a) > magnitude(b) ? magnitude(a) : magnitude(b);
-    note((double)distance, (double)largest, into);
+    add_difference((double)distance, (double)largest, into);
 }
 
 /* Two float32; their squares and the sums of these do not overflow a double. */
@@ -85,17 +85,17 @@ static void measure_complex(complex_pair a, complex_pair b, mls_diff_result *int
     const bool b_nan = isnan(b.real) || isnan(b.imaginary);
     if (a_nan || b_nan) {
         if (a_nan != b_nan) {
-            note_nan(into);
+            add_nan(into);
         }
         return;
     }
     const double left = modulus((double)a.real, (double)a.imaginary);
     const double right = modulus((double)b.real, (double)b.imaginary);
     const double largest = left > right ? left : right;
-    note(isinf(largest) ? largest
-                        : modulus((double)a.real - (double)b.real,
-                                  (double)a.imaginary - (double)b.imaginary),
-         largest, into);
+    add_difference(isinf(largest) ? largest
+                                  : modulus((double)a.real - (double)b.real,
+                                            (double)a.imaginary - (double)b.imaginary),
+                   largest, into);
 }
 
 /* Defines a kernel for elements of `type`, which holds their bits, loaded as x and y.
@@ -127,7 +127,7 @@ static void measure_complex(complex_pair a, complex_pair b, mls_diff_result *int
 
 /* Dtypes whose values are exact in double. */
 #define DEFINE_VALUES(name, type, decode)                                                \
-    DEFINE_RUN(name, type, measure((double)decode(x), (double)decode(y), into))
+    DEFINE_RUN(name, type, measure_values((double)decode(x), (double)decode(y), into))
 
 DEFINE_VALUES(mls_diff_f16, uint16_t, mls_f32_from_f16)
 DEFINE_VALUES(mls_diff_bf16, uint16_t, mls_f32_from_bf16)

@@ -61,14 +61,14 @@ typedef wide (*wide_load)(const unsigned char *group, int index);
 typedef vector (*vector_load)(const unsigned char *group, int index);
 
 /* Running maxima of a run. */
-typedef struct mls_norm_partial {
+typedef struct mls_diff_maxima {
     vector distance;              /* greatest distance of each lane */
     vector ratio;                 /* greatest relative distance; equal in all lanes */
     vector half;                  /* half a unit in the last place of `ratio`, or less */
     wide distance_bar, minus_bar; /* thresholds of the sieve: one float in all lanes */
     size_t passed;                /* groups of the current block that passed the sieve */
     size_t direct;                /* blocks to measure without the sieve */
-} mls_norm_partial;
+} mls_diff_maxima;
 
 /* ---- loads ---- */
 
@@ -183,7 +183,7 @@ MLS_INLINED double greatest(vector x)
 /* ---- float64 ---- */
 
 /* Divides the items of a group. 0 / 0 is NaN, which `max` ignores. */
-MLS_INLINED void divide_group(mls_norm_partial *t, const unsigned char *a,
+MLS_INLINED void divide_group(mls_diff_maxima *t, const unsigned char *a,
                               const unsigned char *b, vector_load load)
 {
     for (int i = 0; i < GROUP; i++) {
@@ -195,7 +195,7 @@ MLS_INLINED void divide_group(mls_norm_partial *t, const unsigned char *a,
 
 /* Measures one group. `filtered`: divide only if a quotient exceeds the maximum so far.
  * `sum` becomes NaN if an item is NaN. */
-MLS_INLINED void measure_doubles(mls_norm_partial *t, const unsigned char *a,
+MLS_INLINED void measure_doubles(mls_diff_maxima *t, const unsigned char *a,
                                  const unsigned char *b, vector_load load, bool filtered,
                                  vector *sum)
 {
@@ -229,7 +229,7 @@ static inline float round_float(double value, bool up)
 }
 
 /* Sets the thresholds of the sieve from the maxima. */
-TARGET static void set_sieve(mls_norm_partial *t, bool few_digits)
+TARGET static void set_sieve(mls_diff_maxima *t, bool few_digits)
 {
     const double ratio = greatest(t->ratio);
     t->distance_bar = wide_repeat(round_float(greatest(t->distance), false));
@@ -238,7 +238,7 @@ TARGET static void set_sieve(mls_norm_partial *t, bool few_digits)
 
 /* Measures a group of floats that passed the sieve. Not inlined, because it is rare. */
 TARGET __attribute__((noinline)) static void
-measure_group(mls_norm_partial *t, const wide *x, const wide *y, bool few_digits)
+measure_group(mls_diff_maxima *t, const wide *x, const wide *y, bool few_digits)
 {
     vector sum = {0}; /* not used here */
     mls_diff_set_control(MLS_DIFF_NEAREST);
@@ -311,7 +311,7 @@ typedef struct mls_items {
 
 /* Sieves one group. `largest_bits` accumulates the largest bits of all items, to detect
  * NaN, which is above infinity. */
-MLS_INLINED void sieve_group(mls_norm_partial *t, const unsigned char *a,
+MLS_INLINED void sieve_group(mls_diff_maxima *t, const unsigned char *a,
                              const unsigned char *b, mls_items of,
                              signed_32 *largest_bits)
 {
@@ -345,7 +345,7 @@ MLS_INLINED size_t group_bytes(mls_items of)
 /* Measures a block that may hold NaN with the reference kernel. From here on the rounding
  * mode is to nearest. */
 TARGET __attribute__((noinline)) static void
-measure_by_oracle(mls_norm_partial *t, const unsigned char *a, const unsigned char *b,
+measure_by_oracle(mls_diff_maxima *t, const unsigned char *a, const unsigned char *b,
                   size_t count, mls_items of, mls_diff_result *into)
 {
     mls_diff_result found = {0};
@@ -362,7 +362,7 @@ measure_by_oracle(mls_norm_partial *t, const unsigned char *a, const unsigned ch
 /* Measures a block, or the last part of one, in whole groups, and prefetches the next
  * block. A block takes longer to compute than memory needs to respond, and the L1 cache
  * holds two blocks. The processor itself does not look that far ahead. */
-MLS_INLINED void measure_block(mls_norm_partial *t, const unsigned char *a,
+MLS_INLINED void measure_block(mls_diff_maxima *t, const unsigned char *a,
                                const unsigned char *b, size_t bytes, mls_items of,
                                mls_diff_result *into)
 {
@@ -395,7 +395,7 @@ MLS_INLINED void measure_block(mls_norm_partial *t, const unsigned char *a,
 
 /* Measures a block with the sieve, and decides whether the next blocks are faster
  * without. */
-MLS_INLINED void sieve_block(mls_norm_partial *t, const unsigned char *a,
+MLS_INLINED void sieve_block(mls_diff_maxima *t, const unsigned char *a,
                              const unsigned char *b, size_t bytes, mls_items of,
                              mls_diff_result *into)
 {
@@ -407,7 +407,7 @@ MLS_INLINED void sieve_block(mls_norm_partial *t, const unsigned char *a,
 }
 
 /* Measures a block in float64. */
-MLS_INLINED void measure_directly(mls_norm_partial *t, const unsigned char *a,
+MLS_INLINED void measure_directly(mls_diff_maxima *t, const unsigned char *a,
                                   const unsigned char *b, size_t bytes, mls_items of,
                                   mls_diff_result *into)
 {
@@ -420,7 +420,7 @@ MLS_INLINED void measure_directly(mls_norm_partial *t, const unsigned char *a,
 }
 
 /* Measures any number of whole groups. */
-MLS_INLINED void measure_groups(mls_norm_partial *t, const unsigned char *a,
+MLS_INLINED void measure_groups(mls_diff_maxima *t, const unsigned char *a,
                                 const unsigned char *b, size_t bytes, mls_items of,
                                 mls_diff_result *into)
 {
@@ -440,15 +440,15 @@ MLS_INLINED void measure_groups(mls_norm_partial *t, const unsigned char *a,
 
 /* Measures a run of any dtype. An incomplete group is padded with zeros, which are equal.
  */
-MLS_INLINED void differ_run(const unsigned char *a, const unsigned char *b, size_t count,
-                            mls_items of, mls_diff_result *into)
+MLS_INLINED void diff_run(const unsigned char *a, const unsigned char *b, size_t count,
+                          mls_items of, mls_diff_result *into)
 {
     const size_t bytes = count * of.bytes,
                  whole = bytes / group_bytes(of) * group_bytes(of);
     const unsigned control = mls_diff_control();
-    mls_norm_partial t = {.distance = repeat(into->max_abs),
-                          .ratio = repeat(into->max_rel),
-                          .half = repeat(mls_diff_half_unit(into->max_rel))};
+    mls_diff_maxima t = {.distance = repeat(into->max_abs),
+                         .ratio = repeat(into->max_rel),
+                         .half = repeat(mls_diff_half_unit(into->max_rel))};
     mls_diff_set_control(MLS_DIFF_NEAREST);
     set_sieve(&t, of.few_digits);
     measure_groups(&t, a, b, whole, of, into);
@@ -460,34 +460,34 @@ MLS_INLINED void differ_run(const unsigned char *a, const unsigned char *b, size
     }
     mls_diff_set_control(control);
     into->max_abs = greatest(t.distance);
-    into->max_rel = mls_diff_settle(into->max_abs, greatest(t.ratio));
+    into->max_rel = mls_diff_final_ratio(into->max_abs, greatest(t.ratio));
 }
 
 /* Defines the kernel of dtype X. */
-#define MLS_DEFINE_DIFFER(X, size, ...)                                                  \
-    TARGET static void differ_##X(const void *a, const void *b, size_t count,            \
-                                  mls_diff_result *into)                                 \
+#define MLS_DEFINE_DIFF(X, size, ...)                                                    \
+    TARGET static void diff_##X(const void *a, const void *b, size_t count,              \
+                                mls_diff_result *into)                                   \
     {                                                                                    \
         const mls_items of = {.bytes = (size), .oracle = mls_diff_##X, __VA_ARGS__};     \
-        differ_run(a, b, count, of, into);                                               \
+        diff_run(a, b, count, of, into);                                                 \
     }
 
-MLS_DEFINE_DIFFER(f16, 2, .wide = load_f16, .few_digits = true)
-MLS_DEFINE_DIFFER(bf16, 2, .wide = load_bf16, .few_digits = true)
-MLS_DEFINE_DIFFER(f32, 4, .wide = load_f32, .vector = load_f32_as_f64, .filtered = true)
-MLS_DEFINE_DIFFER(f64, 8, .vector = load_f64)
-MLS_DEFINE_DIFFER(i8, 1, .wide = load_i8, .few_digits = true)
-MLS_DEFINE_DIFFER(i16, 2, .wide = load_i16)
-MLS_DEFINE_DIFFER(i32, 4, .vector = load_i32, .filtered = true)
-MLS_DEFINE_DIFFER(u8, 1, .wide = load_u8, .few_digits = true)
-MLS_DEFINE_DIFFER(u16, 2, .wide = load_u16)
-MLS_DEFINE_DIFFER(u32, 4, .vector = load_u32, .filtered = true)
+MLS_DEFINE_DIFF(f16, 2, .wide = load_f16, .few_digits = true)
+MLS_DEFINE_DIFF(bf16, 2, .wide = load_bf16, .few_digits = true)
+MLS_DEFINE_DIFF(f32, 4, .wide = load_f32, .vector = load_f32_as_f64, .filtered = true)
+MLS_DEFINE_DIFF(f64, 8, .vector = load_f64)
+MLS_DEFINE_DIFF(i8, 1, .wide = load_i8, .few_digits = true)
+MLS_DEFINE_DIFF(i16, 2, .wide = load_i16)
+MLS_DEFINE_DIFF(i32, 4, .vector = load_i32, .filtered = true)
+MLS_DEFINE_DIFF(u8, 1, .wide = load_u8, .few_digits = true)
+MLS_DEFINE_DIFF(u16, 2, .wide = load_u16)
+MLS_DEFINE_DIFF(u32, 4, .vector = load_u32, .filtered = true)
 
 /* The table: these kernels and the reference kernels. */
 #define MLS_DIFF_TABLE                                                                   \
-    {[MLS_F16] = differ_f16, [MLS_BF16] = differ_bf16, [MLS_F32] = differ_f32,           \
-     [MLS_F64] = differ_f64, [MLS_I8] = differ_i8,     [MLS_I16] = differ_i16,           \
-     [MLS_I32] = differ_i32, [MLS_U8] = differ_u8,     [MLS_U16] = differ_u16,           \
-     [MLS_U32] = differ_u32, [MLS_BOOL] = differ_u8,   MLS_DIFF_RARE}
+    {[MLS_F16] = diff_f16, [MLS_BF16] = diff_bf16, [MLS_F32] = diff_f32,                 \
+     [MLS_F64] = diff_f64, [MLS_I8] = diff_i8,     [MLS_I16] = diff_i16,                 \
+     [MLS_I32] = diff_i32, [MLS_U8] = diff_u8,     [MLS_U16] = diff_u16,                 \
+     [MLS_U32] = diff_u32, [MLS_BOOL] = diff_u8,   MLS_DIFF_RARE}
 
 #endif
