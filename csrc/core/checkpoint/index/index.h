@@ -64,8 +64,7 @@ int mls_tensor_id_compare(const mls_tensor_id *a, const mls_tensor_id *b);
 
 /* A file that stores shards. */
 typedef struct mls_index_file {
-    char path[MLS_PATH_BYTES +
-              1]; /* such as "params/x.safetensors"; cannot leave the pool */
+    char path[MLS_PATH_BYTES + 1]; /* "params/x.safetensors"; stays in the pool */
     uint64_t bytes;
     uint32_t header_crc; /* "mlstate.header.crc32c" of its header; identifies this version
                             of the file */
@@ -165,8 +164,8 @@ size_t mls_index_place_count(const mls_index_shard *shard);
  * visible ranges. */
 mls_layer mls_index_place(const mls_index_shard *shard, size_t number);
 
-/* Return whether a shard has no layers, several layers, or a layer of rows. A shard that
- * is only compressed is not sparse. */
+/* Return whether a shard stores rows or several layers, or consists of zeros only. A
+ * shard that is only compressed is not sparse. */
 bool mls_index_is_sparse(const mls_index_shard *shard);
 
 /* Total bytes of all places. */
