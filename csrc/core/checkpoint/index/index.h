@@ -116,9 +116,9 @@ typedef struct mls_index {
 } mls_index;
 
 /* Parse an index. `text` need not outlive the call. Gives: release with mls_index_fini.
- * Memory is proportional to the length of the text. Errors: MLS_E_FORMAT, with offset and
- * tensor name if they apply; MLS_E_CHECKSUM; MLS_E_MEMORY. `*out` is untouched on
- * failure. */
+ * Memory is proportional to the length of the text.
+ * Errors: MLS_E_FORMAT, with offset and tensor name if they apply; MLS_E_CHECKSUM;
+ * MLS_E_MEMORY. `*out` is untouched on failure. */
 mls_code mls_index_parse(const char *text, size_t length, const mls_crc_kernels *crc,
                          mls_index *out, mls_status *st);
 

@@ -23,9 +23,10 @@ size_t mls_shard_key_length(const mls_tensor_id *id);
 void mls_shard_write_key(const mls_tensor_id *id, char *to);
 
 /* Append the header of file number `file` of the index to an empty buffer: the length
- * field and the text, up to the first tensor. MLS_E_VALUE, MLS_E_SIZE: the index does not
- * list everything that the file was written with, so the header does not match its
- * recorded checksum. MLS_E_MEMORY. The buffer is unchanged on failure. */
+ * field and the text, up to the first tensor.
+ * MLS_E_VALUE, MLS_E_SIZE: the index does not list everything that the file was written
+ * with, so the header does not match its recorded checksum. MLS_E_MEMORY. The buffer is
+ * unchanged on failure. */
 mls_code mls_shard_header(const mls_index *index, size_t file, const mls_crc_kernels *crc,
                           mls_json_writer *out, mls_status *st);
 
