@@ -64,9 +64,9 @@ mls_wanted *mls_load_plan_add(mls_load_plan *plan, const mls_tensor_id *id);
 /* Choose the part that `how` selects. A given layout applies to the parameters; an
  * optimizer state is cut along the axes that it shares with its parameter. Without a
  * layout, a tensor that was cut in one step is cut in the same way for the new world, and
- * a tensor that was stored whole stays whole. MLS_E_VALUE: the tensor was cut in several
- * steps and no layout is given; the status names the tensor. Other errors as
- * mls_layout_part. */
+ * a tensor that was stored whole stays whole.
+ * MLS_E_VALUE: the tensor was cut in several steps and no layout is given; the status
+ * names the tensor. Other errors as mls_layout_part. */
 mls_code mls_wanted_cut(mls_wanted *w, const mls_cutting *how, mls_status *st);
 
 /* Check that the target's whole tensor has the shape of the stored one. Equal part shapes

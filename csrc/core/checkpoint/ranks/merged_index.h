@@ -55,8 +55,8 @@ typedef struct mls_read_scratch {
 
 /* List what to read for `to`, a part of a tensor; `to` must outlive the result. Outputs
  * are the places that intersect `to`, and pieces whose destination is `data` (the packed
- * part). Places without a file are zeros that were not stored. MLS_E_FORMAT: no rank
- * stored some of the part; the status names the tensor. */
+ * part). Places without a file are zeros that were not stored.
+ * MLS_E_FORMAT: no rank stored some of the part; the status names the tensor. */
 mls_code mls_merged_index_pieces(const mls_merged_index *catalog,
                                  const mls_merged_index_tensor *tensor,
                                  const mls_part *to, unsigned char *data,
