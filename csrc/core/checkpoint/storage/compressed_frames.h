@@ -106,8 +106,9 @@ typedef struct mls_compressed_frame_room {
 
 /* Read and decompress one frame. `*data` points into the buffer and is valid until the
  * next call. With verification, whole blocks are read; frames in ascending order read
- * each block once. Errors: MLS_E_IO, MLS_E_FORMAT (with offset), MLS_E_CHECKSUM (with
- * offset), MLS_E_MEMORY, and errors of the codec. */
+ * each block once.
+ * Errors: MLS_E_IO, MLS_E_FORMAT (with offset), MLS_E_CHECKSUM (with offset),
+ * MLS_E_MEMORY, and errors of the codec. */
 mls_code mls_compressed_frame_read(mls_compressed_frame_room *room,
                                    const mls_coded *coded, size_t number,
                                    const unsigned char **data, mls_status *st);
