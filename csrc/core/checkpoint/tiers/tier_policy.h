@@ -91,9 +91,9 @@ void mls_tiers_touch(mls_tiers *t, size_t unit);
 void mls_tiers_pin(mls_tiers *t, size_t unit);
 void mls_tiers_unpin(mls_tiers *t, size_t unit);
 
-/* Check whether a unit fits into a tier without moving others. MLS_E_CAPACITY: the unit
- * alone exceeds the budget, or the tier has too little space left; the text contains the
- * sizes. */
+/* Check whether a unit fits into a tier without moving others.
+ * MLS_E_CAPACITY: the unit alone exceeds the budget, or the tier has too little space
+ * left; the text contains the sizes. */
 mls_code mls_tiers_fits(const mls_tiers *t, size_t unit, mls_tier tier, mls_status *st);
 
 /* Begin a move: the unit is pinned and counts in both tiers. MLS_E_SIZE: nothing changed.
@@ -104,9 +104,9 @@ void mls_tiers_end(mls_tiers *t, size_t unit, mls_tier to, bool moved);
 /* Plan the moves that make space for a unit in a tier. Candidates are the least used
  * units, ties by the earliest last use; units that a larger candidate makes unnecessary
  * stay. Units from hot move to warm, which may move others from warm to cold; if warm
- * cannot hold them, they move to cold. Gives: mls_tier_moves_fini. MLS_E_CAPACITY: the
- * unit alone exceeds the budget, or pinned units leave too little of it. MLS_E_MEMORY.
- * `*out` is untouched on failure. */
+ * cannot hold them, they move to cold. Gives: mls_tier_moves_fini.
+ * MLS_E_CAPACITY: the unit alone exceeds the budget, or pinned units leave too little of
+ * it. MLS_E_MEMORY. `*out` is untouched on failure. */
 mls_code mls_tiers_make_room(const mls_tiers *t, size_t unit, mls_tier tier,
                              mls_tier_moves *out, mls_status *st);
 
