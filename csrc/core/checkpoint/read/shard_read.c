@@ -1,12 +1,11 @@
-/* Reading parts of shards: tasks that follow a plan (read_plan.h).
+/* shard_read: execute the tasks of a read plan (read_plan.h).
  *
- * Each byte takes the shortest way that there is.  A run of bytes that is long enough
- * goes from the system's cache straight to its place, and so do small shards that lie one
- * behind the other, several with one call; short runs of a shard that lie close together
- * are read as one, gaps included, and spread from there.  What is verified is read block
- * by block instead, in steps that are still in the processor's cache when the checksum is
- * taken.  A read that would meet `copies_slowly` takes the way through a buffer.
- */
+ * Each byte takes the shortest path. A long run is read from the system's cache directly
+ * into its destination. Small shards that are adjacent in a file are read directly too,
+ * several in one call. Short runs of a shard with small gaps are read together into a
+ * buffer, gaps included, and copied from there. Verified data is read block by block, in
+ * steps that are still in the processor's cache when the checksum is computed. A read for
+ * which `copies_slowly` is true goes through a buffer. */
 #if !defined(_WIN32)
 
 #    include "checkpoint/read/shard_read.h"
@@ -27,56 +26,57 @@
 #    include <unistd.h>
 
 enum {
-    STEP = 256 << 10,      /* stays in the cache between reading and use */
-    DIRECT = 64 << 10,     /* so long a run is read by itself */
-    GAP = 4 << 10,         /* reading it takes no longer than a system call */
-    PARTS = 64,            /* of neighbours that are read by one call */
-    ALIAS = 4 << 10,       /* processors compare addresses up to this bit, see below */
-    LINE = 64,             /* of the processor's cache */
-    SHARED_BYTES = 8 << 20 /* less is read by the calling thread */
+    STEP = 256 << 10,  /* stays in the cache between reading and use */
+    DIRECT = 64 << 10, /* runs of this length are read directly */
+    GAP = 4 << 10,   /* reading a gap of this length takes no longer than a system call */
+    PARTS = 64,      /* most neighbours that one call reads */
+    ALIAS = 4 << 10, /* processors compare addresses up to this bit, see copies_slowly */
+    LINE = 64,       /* cache line of the processor */
+    SHARED_BYTES = 8 << 20 /* the calling thread reads less than this alone */
 };
 
-/* What the threads share. */
+/* State shared by the threads. */
 typedef struct reading {
     mls_read_request request;
     mls_read_plan plan;
     mls_work_queues stretches; /* of the plan's tasks */
-    atomic_size_t failed;      /* the first span that failed so far, else SIZE_MAX */
+    atomic_size_t failed;      /* first span that failed so far, else SIZE_MAX */
     atomic_bool stopped;
-    pthread_mutex_t lock; /* of `status` */
-    mls_status status;    /* why `failed` failed, or that all was stopped */
-    mls_watermark made;   /* pieces that have their `data`, if there is a maker */
-    bool unmade;          /* the maker failed */
+    pthread_mutex_t lock; /* protects `status` */
+    mls_status status;    /* why `failed` failed, or that the read was stopped */
+    mls_watermark made; /* number of pieces that have their `data`, if there is a maker */
+    bool unmade;        /* the maker failed */
 } reading;
 
-/* One thread at work: its open file, its buffers. */
+/* State of one thread: its open file and buffers. */
 typedef struct worker {
     reading *shared;
-    const char *file; /* the open one's, or NULL */
+    const char *file; /* name of the open file, or NULL */
     int fd;
     uint64_t file_bytes;
-    unsigned char *buffer; /* STEP + ALIAS bytes; NULL until they are needed */
+    unsigned char *buffer; /* STEP + ALIAS bytes; NULL until needed */
     mls_compressed_frame_room frames;
-    uint64_t done; /* bytes of a task that went to their places */
+    uint64_t done; /* bytes of the current task that reached their destination */
 } worker;
 
 /* ---- runs of a span, in bytes ---- */
 
-/* `left` bytes of the shard from `at` on that go to `to`; 0 behind the last run. */
+/* `left` bytes of the shard from `at` on, with destination `to`; `left` is 0 after the
+ * last run. */
 typedef struct run {
     size_t at, left;
     unsigned char *to;
 } run;
 
-/* All runs of a span, one after the other. */
+/* Iterator over the runs of a span. */
 typedef struct run_reader {
     run now;
     const mls_read_span *span;
     mls_stored_runs runs;
-    size_t filled, zeros; /* where zeros are to go on; how many there were */
+    size_t filled, zeros; /* where the next zeros start; number of zeros filled */
 } run_reader;
 
-/* Zeros up to the byte `end` of what is wanted. */
+/* Fill the destination with zeros up to byte `end`. */
 static void fill_up_to(run_reader *r, size_t end)
 {
     if (r->filled < end) {
@@ -85,7 +85,7 @@ static void fill_up_to(run_reader *r, size_t end)
     }
 }
 
-/* A run becomes the present one.  Zeros that are there already go nowhere. */
+/* Make `next` the current run. Zeros that are already in memory have no destination. */
 static void take_run(run_reader *r, const mls_stored_run *next)
 {
     unsigned char *data = r->span->piece->data;
@@ -98,7 +98,7 @@ static void take_run(run_reader *r, const mls_stored_run *next)
     }
 }
 
-/* The next run, or the end of the span. */
+/* Advance to the next run, or to the end of the span. */
 static void next_run(run_reader *r)
 {
     mls_stored_run next;
@@ -110,7 +110,7 @@ static void next_run(run_reader *r)
     }
 }
 
-/* Only what the span touches is walked; one run needs no walk. */
+/* The iterator is limited to the span; a single run needs none. */
 static void start_runs(run_reader *r, const mls_read_span *s)
 {
     r->span = s;
@@ -124,7 +124,7 @@ static void start_runs(run_reader *r, const mls_read_span *s)
     }
 }
 
-/* `bytes` of the present run are done; the next one follows when all are. */
+/* Mark `bytes` of the current run as done; continue with the next run at its end. */
 static void advance(run_reader *r, size_t bytes)
 {
     r->now.at += bytes;
@@ -137,7 +137,7 @@ static void advance(run_reader *r, size_t bytes)
 
 /* ---- files ---- */
 
-/* The one answer to what is there but holds no bytes to read. */
+/* The common error for anything except a regular file. */
 static mls_code not_regular(const char *what, mls_status *st)
 {
     mls_fail(st, MLS_E_FORMAT, "not a regular file but %s", what);
@@ -146,7 +146,8 @@ static mls_code not_regular(const char *what, mls_status *st)
     return MLS_E_FORMAT;
 }
 
-/* Why openat said no.  Links are not followed: shards are files of this very folder. */
+/* Explain a failed openat. Symbolic links are not followed: shards are stored in this
+ * folder. */
 static mls_code cannot_open(int reason, mls_status *st)
 {
     if (reason == ELOOP || reason == EMLINK) {
@@ -156,7 +157,6 @@ static mls_code cannot_open(int reason, mls_status *st)
                            : mls_fail_os(st, reason, "cannot open the file");
 }
 
-/* Close the open file, if there is one. */
 static void close_file(worker *w)
 {
     if (w->file != NULL) {
@@ -165,7 +165,7 @@ static void close_file(worker *w)
     }
 }
 
-/* Make `name` the open file; nothing to do where it is that already. */
+/* Open `name`, unless it is open already. */
 static mls_code open_file(worker *w, const char *name, mls_status *st)
 {
     struct stat info;
@@ -173,7 +173,7 @@ static mls_code open_file(worker *w, const char *name, mls_status *st)
         return MLS_OK;
     }
     close_file(w);
-    /* O_NONBLOCK: opening a FIFO that nobody writes to must not wait */
+    /* O_NONBLOCK: opening a FIFO without a writer must not block */
     const int fd = openat(w->shared->request.folder, name,
                           O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
     if (fd < 0) {
@@ -193,8 +193,8 @@ static mls_code open_file(worker *w, const char *name, mls_status *st)
     return st->code;
 }
 
-/* A file of another length is not the one that was written: refused before anything of it
- * is believed. */
+/* A file with a different length is not the file that was written, so it is refused
+ * before it is read. */
 static mls_code open_shard(worker *w, const mls_stored_shard *shard, mls_status *st)
 {
     const mls_code code = open_file(w, shard->file, st);
@@ -210,18 +210,20 @@ static mls_code open_shard(worker *w, const mls_stored_shard *shard, mls_status 
     return MLS_E_FORMAT;
 }
 
-/* Whether the system copies bytes at `offset` of a file to `to` slowly.  Linux copies
- * with `rep movsb`, which AMD's processors run at a fifth of its speed if the destination
- * is less than a line ahead of the source modulo 4 KiB (glibc bug 30994).  Large blocks
- * of glibc begin 16 bytes behind a page, and large shards with a page of their file. */
+/* Return whether the system copies bytes at `offset` of a file to `to` slowly. Linux
+ * copies with `rep movsb`, which AMD processors run at a fifth of its speed if the
+ * destination is less than a cache line ahead of the source modulo 4 KiB (glibc bug
+ * 30994). Large blocks of glibc start 16 bytes behind a page boundary, and large shards
+ * start at a page of their file. */
 static bool copies_slowly(const unsigned char *to, uint64_t offset)
 {
     const uint64_t ahead = ((uintptr_t)to - offset) % ALIAS;
     return ahead > 0 && ahead < LINE;
 }
 
-/* STEP bytes of the thread's buffer for bytes from `offset` of a file: half of ALIAS
- * away from these, so that neither the copy to them nor the one from them is slow. */
+/* Return STEP bytes of the thread's buffer for bytes at `offset` of a file. The address
+ * is half of ALIAS away from the offset, so that copies into and out of the buffer are
+ * fast. */
 static mls_code borrow(worker *w, uint64_t offset, unsigned char **out, mls_status *st)
 {
     if (w->buffer == NULL) {
@@ -235,10 +237,10 @@ static mls_code borrow(worker *w, uint64_t offset, unsigned char **out, mls_stat
     return MLS_OK;
 }
 
-/* ---- from a buffer to places ---- */
+/* ---- from a buffer to destinations ---- */
 
-/* Bytes `at` .. `at + bytes` of the shard lie in `data`: bring what is wanted of them to
- * its places. */
+/* Copy the requested bytes of a buffer to their destinations. `data` contains bytes `at`
+ * .. `at + bytes` of the shard. */
 static void scatter(worker *w, run_reader *r, const unsigned char *data, size_t at,
                     size_t bytes)
 {
@@ -251,11 +253,10 @@ static void scatter(worker *w, run_reader *r, const unsigned char *data, size_t 
     }
 }
 
-/* ---- unverified: only what is needed ---- */
+/* ---- unverified: only the requested bytes ---- */
 
-/* Where runs end that are better read together with the present one, itself included:
- * short ones with small gaps.  They are walked ahead, and no zeros are filled in: those
- * go to memory right before what stands behind them. */
+/* End of the runs to read together with the current one: short runs with small gaps. The
+ * lookahead uses a copy of the iterator and fills no zeros. */
 static size_t end_together(const run_reader *r)
 {
     run_reader ahead = *r;
@@ -270,9 +271,10 @@ static size_t end_together(const run_reader *r)
     return end;
 }
 
-/* All runs of a span, without looking at checksums: a long one into its place, short ones
- * together into a buffer that stays in the cache.  Long ones go step by step: systems
- * read ahead of many short calls further, and into larger pages, than of a single one. */
+/* Read all runs of a span without verification: long runs directly, short runs together
+ * through a buffer that stays in the cache. Long runs are read in steps, because systems
+ * read ahead further, and into larger pages, for many short calls than for a single long
+ * one. */
 static mls_code read_plain(worker *w, run_reader *r, mls_status *st)
 {
     mls_code code = MLS_OK;
@@ -299,8 +301,8 @@ static mls_code read_plain(worker *w, run_reader *r, mls_status *st)
 
 /* ---- verified: whole blocks ---- */
 
-/* Read `bytes` of a block, add them to its checksum and bring them where they are wanted:
- * at once where all of them go on in one run. */
+/* Read `bytes` of a block, add them to its checksum, and deliver the requested ones:
+ * directly if the step lies within one run. */
 static mls_code read_step(worker *w, run_reader *r, size_t at, size_t bytes,
                           uint32_t *crc, mls_status *st)
 {
@@ -325,12 +327,12 @@ static mls_code read_step(worker *w, run_reader *r, size_t at, size_t bytes,
     return MLS_OK;
 }
 
-/* All blocks of a span that hold a run's bytes; those between them are passed over. */
+/* Read all blocks of a span that contain requested bytes; others are skipped. */
 static mls_code read_verified(worker *w, run_reader *r, mls_status *st)
 {
     const mls_stored_shard *shard = r->span->piece->shard;
     size_t bytes = 0;
-    (void)mls_stored_bytes(shard, &bytes); /* they were counted when this was planned */
+    (void)mls_stored_bytes(shard, &bytes); /* cannot fail: checked by the plan */
     while (r->now.left > 0) {
         const size_t block = r->now.at / MLS_SAFETENSORS_BLOCK;
         const size_t start = block * MLS_SAFETENSORS_BLOCK;
@@ -352,9 +354,9 @@ static mls_code read_verified(worker *w, run_reader *r, mls_status *st)
     return MLS_OK;
 }
 
-/* ---- coded: whole frames ---- */
+/* ---- compressed: whole frames ---- */
 
-/* All runs of a span, frame by frame; those between them are passed over. */
+/* Read all runs of a span, frame by frame; frames without requested bytes are skipped. */
 static mls_code read_coded(worker *w, run_reader *r, mls_status *st)
 {
     const mls_stored_shard *shard = r->span->piece->shard;
@@ -380,9 +382,9 @@ static mls_code read_coded(worker *w, run_reader *r, mls_status *st)
     return MLS_OK;
 }
 
-/* ---- what was never stored ---- */
+/* ---- zeros that were not stored ---- */
 
-/* All runs of a span of zeros. */
+/* Fill all runs of a span of zeros. */
 static void fill_zeros(worker *w, run_reader *r)
 {
     while (r->now.left > 0) {
@@ -396,11 +398,10 @@ static void fill_zeros(worker *w, run_reader *r)
 
 /* ---- tasks ----
  *
- * The first span that fails, in the order of the pieces, is what the caller hears of,
- * however many threads there are: spans in front of a failed one are still read.
- */
+ * If several spans fail, the first one in the order of the pieces is reported,
+ * independent of the number of threads. So spans before a failed one are still read. */
 
-/* Keep the failure of a span, unless one in front of it failed or all was stopped. */
+/* Record the failure of a span, unless an earlier span failed or the read was stopped. */
 static void record(reading *shared, const mls_read_span *s, const mls_status *st)
 {
     const size_t index = (size_t)(s - shared->plan.spans);
@@ -412,7 +413,7 @@ static void record(reading *shared, const mls_read_span *s, const mls_status *st
     pthread_mutex_unlock(&shared->lock);
 }
 
-/* The caller's wish goes before any failure: whoever asked knows why. */
+/* A stop requested by the caller replaces any failure. */
 static void record_stop(reading *shared, const mls_read_span *s)
 {
     pthread_mutex_lock(&shared->lock);
@@ -425,7 +426,7 @@ static void record_stop(reading *shared, const mls_read_span *s)
     pthread_mutex_unlock(&shared->lock);
 }
 
-/* One span of a task. */
+/* Read one span of a task. */
 static void read_span(worker *w, const mls_read_span *s)
 {
     mls_status st;
@@ -433,7 +434,8 @@ static void read_span(worker *w, const mls_read_span *s)
     start_runs(&r, s);
     if (r.now.left == 0) {
         w->done += r.zeros;
-        return; /* what the shard has between its first and its last run may be a gap */
+        return; /* between the first and last run of a shard, a span may contain only a
+                   gap */
     }
     if (s->piece->shard->file == NULL) {
         fill_zeros(w, &r);
@@ -447,16 +449,16 @@ static void read_span(worker *w, const mls_read_span *s)
     }
     w->done += r.zeros;
     if (code == MLS_E_STOPPED) {
-        record_stop(w->shared, s); /* a codec was interrupted: so is everything */
+        record_stop(w->shared, s); /* a codec was interrupted, so the whole read stops */
     } else if (code != MLS_OK) {
         (void)mls_stored_blame(s->piece->shard, &st);
         record(w->shared, s, &st);
     }
 }
 
-/* Whether a span is one run of bytes that go straight to their place, and not slowly if
- * they are many; where they are verified, all of a shard that is no longer than a block.
- */
+/* Return whether a span is one run that can be read directly into its destination (if it
+ * is long, without a slow copy). With verification it must also be a whole shard of at
+ * most one block. */
 static bool goes_straight(const mls_read_span *s, bool verified)
 {
     const mls_stored_shard *shard = s->piece->shard;
@@ -470,8 +472,8 @@ static bool goes_straight(const mls_read_span *s, bool verified)
                          mls_stored_bytes(shard, &bytes) && bytes == s->end);
 }
 
-/* How many spans from `order[first]` on, before `order[end]`, lie one behind the other in
- * their file and are short enough for one call and the cache. */
+/* Number of spans from `order[first]` on, before `order[end]`, that are adjacent in their
+ * file and short enough for one call and the cache. */
 static size_t neighbours(const reading *shared, size_t first, size_t end)
 {
     const char *file = shared->plan.order[first]->file;
@@ -491,8 +493,8 @@ static size_t neighbours(const reading *shared, size_t first, size_t end)
     return count;
 }
 
-/* Read that many with one call, and verify them.  False where anything is not as it
- * should be: then each is read by itself, and the one that fails is told by its name. */
+/* Read adjacent spans with one call, and verify them. Returns false after any failure:
+ * the caller then reads each span separately, which reports the failing one. */
 static bool read_neighbours(worker *w, const mls_read_span *const *spans, size_t count)
 {
     struct iovec parts[PARTS];
@@ -507,8 +509,8 @@ static bool read_neighbours(worker *w, const mls_read_span *const *spans, size_t
         parts[i] = (struct iovec){s->piece->data + s->to, s->end - s->from};
         bytes += parts[i].iov_len;
     }
-    /* a short read is not gone on with: the file was cut off, or a signal came; either is
-     * rare, and reading one by one knows what to do */
+    /* a short read (truncated file, or a signal) is rare; reading each span separately
+     * handles it */
     if (preadv(w->fd, parts, (int)count, (off_t)spans[0]->at) != (ssize_t)bytes) {
         return false;
     }
@@ -522,7 +524,8 @@ static bool read_neighbours(worker *w, const mls_read_span *const *spans, size_t
     return true;
 }
 
-/* Whether a span is still to be read: none behind one that failed is. */
+/* Return whether a span must still be read: not after a stop, and not behind a failed
+ * span. */
 static bool is_wanted(const reading *shared, const mls_read_span *s)
 {
     return (size_t)(s - shared->plan.spans) <
@@ -530,8 +533,8 @@ static bool is_wanted(const reading *shared, const mls_read_span *s)
            !atomic_load_explicit(&shared->stopped, memory_order_relaxed);
 }
 
-/* Make the places, while others read to those that there are.  In the end nobody waits
- * any more, also where one could not be made: then nothing is read that was not begun. */
+/* Run the maker while other threads read into the buffers that already exist. At the end
+ * no thread waits any more. If the maker failed, no further span is started. */
 static void make_places(void *context)
 {
     reading *shared = context;
@@ -546,7 +549,7 @@ static void make_places(void *context)
     mls_watermark_advance(&shared->made, SIZE_MAX);
 }
 
-/* Wait until the spans `first` .. `end` have places to go to. */
+/* Wait until spans `first` .. `end` have destinations. */
 static void wait_for_places(reading *shared, size_t first, size_t end)
 {
     size_t last = 0;
@@ -558,7 +561,7 @@ static void wait_for_places(reading *shared, size_t first, size_t end)
     mls_watermark_wait(&shared->made, last + 1);
 }
 
-/* All spans of a task, neighbours together. */
+/* Read all spans of a task, adjacent ones together. */
 static void read_task(worker *w, size_t index)
 {
     reading *shared = w->shared;
@@ -587,8 +590,8 @@ static void read_task(worker *w, size_t index)
     w->done = 0;
 }
 
-/* What one thread does: tasks as long as there are any.  A file stays open from one to
- * the next, since the system remembers by it what it has read ahead. */
+/* Thread function: run tasks until none are left. The file stays open between tasks,
+ * since the system keeps its read-ahead state for each open file. */
 static void read_along(void *context, size_t index)
 {
     reading *shared = context;
@@ -603,7 +606,6 @@ static void read_along(void *context, size_t index)
     mls_compressed_frame_room_fini(&w.frames);
 }
 
-/* Release what the threads shared. */
 static void reading_fini(reading *shared)
 {
     mls_work_queues_fini(&shared->stretches);
@@ -612,8 +614,8 @@ static void reading_fini(reading *shared)
     pthread_mutex_destroy(&shared->lock);
 }
 
-/* The pieces before a refused one are read all the same: of several failures that of the
- * first piece counts, and it may be one that only reading finds. */
+/* The pieces before an invalid one are still read: the first failing piece is reported,
+ * and it may be one that only fails when it is read. */
 mls_code mls_shards_read(const mls_read_request *request, size_t *failed, mls_status *st)
 {
     size_t planned;
