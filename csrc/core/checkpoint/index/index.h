@@ -110,8 +110,7 @@ typedef struct mls_index {
                            of these */
     mls_layer *layers;
     mls_row_range *extents;
-    mls_compressed_frames
-        *frames; /* of all compressed layers; `ends` covers all of these */
+    mls_compressed_frames *frames; /* of all compressed layers */
     size_t *ends;
 } mls_index;
 

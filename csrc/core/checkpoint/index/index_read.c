@@ -74,12 +74,9 @@ typedef struct reader {
     shard_kind *kinds;
     size_t kind_count;
     column shards[SHARD_NUMBERS], layers[LAYER_NUMBERS];
-    mls_json_node name,
-        arrays[LAYER_ARRAYS]; /* next values of columns, or MLS_JSON_NONE */
-    size_t layer_rows,
-        layer; /* rows of the layer table; how many of them have been read */
-    size_t dims_used, axes_used,
-        crcs_used; /* used elements of the arrays that were allocated after counting */
+    mls_json_node name, arrays[LAYER_ARRAYS]; /* next values, or MLS_JSON_NONE */
+    size_t layer_rows, layer;                 /* rows of the layer table; rows read */
+    size_t dims_used, axes_used, crcs_used;   /* used elements of the arrays */
     size_t sparse_used, layers_used, extents_used, frames_used, ends_used; /* the same */
 } reader;
 
@@ -628,8 +625,7 @@ static mls_code read_part(reader *r, const column *shape, const shard_kind *kind
     }
     *elements = mls_part_count(&part);
     shard->bytes =
-        *elements * mls_dtype_of(shard->dtype)
-                        ->item_bytes; /* cannot overflow: the whole tensor fits */
+        *elements * mls_dtype_of(shard->dtype)->item_bytes; /* cannot overflow */
     return MLS_OK;
 }
 
@@ -876,8 +872,7 @@ mls_code mls_index_parse(const char *text, size_t length, const mls_crc_kernels 
         return code;
     }
     reader r = {.in = {.json = json, .st = st}, .index = {.json = json}};
-    code = read_index(
-        &r); /* the checksum prefix starts with a brace, so the root is an object */
+    code = read_index(&r); /* the prefix is a brace: the root is an object */
     mls_free(r.kinds);
     if (code != MLS_OK) {
         mls_index_fini(&r.index);

@@ -21,8 +21,7 @@
 /* A borrowed document, and the status that receives errors. */
 typedef struct mls_index_source {
     const mls_json *json;
-    mls_str
-        name; /* name of the shard that is being read; `data` is NULL if there is none */
+    mls_str name; /* the current shard; `data` is NULL if there is none */
     mls_status *st;
 } mls_index_source;
 

@@ -12,9 +12,8 @@
 
 #include <stddef.h>
 
-enum {
-    MLS_SHARD_ALIGNMENT = 4096
-}; /* offset alignment of a file's first tensor; direct I/O needs it */
+/* Offset alignment of a file's first tensor, which direct I/O needs. */
+enum { MLS_SHARD_ALIGNMENT = 4096 };
 
 /* Length of a tensor's key in a file; write the key to `to`. A state name contains no
  * dot, so the last dot of a key separates parameter and state, and keys are unique within

@@ -291,8 +291,7 @@ mls_code mls_load_plan_place_all(mls_load_plan *plan, mls_load_target *targets,
         mls_load_target *t = &targets[i];
         size_t bytes = 0;
         if (t->strided != NULL) {
-            (void)mls_tensor_bytes(t->strided,
-                                   &bytes); /* fits: the tensor is in memory */
+            (void)mls_tensor_bytes(t->strided, &bytes); /* fits, being in memory */
             t->block = mls_alloc(bytes, 1);
             if (t->block == NULL) {
                 return mls_fail(st, MLS_E_MEMORY, "no memory to read %zu bytes", bytes);

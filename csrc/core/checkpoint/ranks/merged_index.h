@@ -48,8 +48,7 @@ size_t mls_merged_index_find(const mls_merged_index *catalog, const mls_tensor_i
 /* Output arrays; each needs space for `places` elements of the tensor. */
 typedef struct mls_read_scratch {
     mls_stored_shard *stored;
-    mls_part
-        *parts; /* parts of those `stored` whose part differs from the requested one */
+    mls_part *parts; /* shards' parts that differ from `to` */
     mls_read_range *pieces;
 } mls_read_scratch;
 

@@ -129,7 +129,7 @@ static mls_code plan_piece(mls_read_plan *plan, const mls_read_range *piece,
     for (size_t filled = zeros->from; from < range.end;) {
         const bool fills = zeros->end > 0;
         const size_t most =
-            fills ? MLS_SAFETENSORS_BLOCK : SPAN; /* the span also writes zeros */
+            fills ? MLS_SAFETENSORS_BLOCK : SPAN; /* zeros are written too */
         const size_t left = range.end - from, room = most - from % most;
         const size_t length = left < room || piece->data == NULL ? left : room;
         const size_t until = !fills           ? 0

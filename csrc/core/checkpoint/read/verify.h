@@ -41,9 +41,8 @@ typedef struct mls_problems {
     uint64_t bytes_read;
 } mls_problems;
 
-enum {
-    MLS_PROBLEMS_MOST = 4096
-}; /* limit of the list; verification continues without listing */
+/* Limit of the list of problems; verification continues without listing. */
+enum { MLS_PROBLEMS_MOST = 4096 };
 
 #if !defined(_WIN32)
 

@@ -93,8 +93,7 @@ typedef struct mls_coded {
     const uint32_t *crcs; /* CRC32C of each block; used only if `crc` is set */
     const mls_compressed_frames *frames;
     const mls_crc_kernels *crc; /* NULL: not verified */
-    const mls_codecs
-        *codecs; /* NULL: only frames that are stored uncompressed can be read */
+    const mls_codecs *codecs;   /* NULL: cannot decompress */
 } mls_coded;
 
 /* Buffer for reading frames one at a time: 4 MiB. */

@@ -133,8 +133,7 @@ size_t mls_rows_runs(const mls_row_cut *rows, const unsigned char *bits,
         /* rows `row` .. `stop` are set */
         const size_t stop = next_row(bits, row, end, false);
         const size_t begin = row * rows->row;
-        const size_t length = (stop == end ? rows->elements : stop * rows->row) -
-                              begin; /* the shard's last row may be shorter */
+        const size_t length = (stop == end ? rows->elements : stop * rows->row) - begin;
         if (out != NULL) {
             out[count] = (mls_row_range){.begin = begin, .count = length, .at = at};
         }

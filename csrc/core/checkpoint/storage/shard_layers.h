@@ -43,15 +43,13 @@ typedef struct mls_layer {
     size_t run_count;
     const mls_row_range *visible; /* elements that no later layer stores */
     size_t visible_count;
-    const mls_compressed_frames
-        *frames; /* how the bytes are compressed; NULL: they are stored uncompressed */
+    const mls_compressed_frames *frames; /* NULL: not compressed */
 } mls_layer;
 
 /* The layers of a shard that is not plain. */
 typedef struct mls_layers {
-    mls_layer
-        *list;    /* oldest first, at most MLS_LAYERS_MOST; only the first may be full */
-    size_t count; /* 0: all elements are zero */
+    mls_layer *list;            /* oldest first; only the first may be full */
+    size_t count;               /* 0: all elements are zero */
     const mls_row_range *zeros; /* elements that no layer stores */
     size_t zero_count;
 } mls_layers;

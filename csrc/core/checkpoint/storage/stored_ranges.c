@@ -267,8 +267,7 @@ mls_stored_reads mls_stored_reads_of(const mls_stored_shard *shard, const mls_pa
             end += rest < all - end ? rest : all - end;
         }
         if (verify || shard->frames != NULL) {
-            begin = begin > last ? begin
-                                 : last; /* do not count shared blocks and frames twice */
+            begin = begin > last ? begin : last; /* count shared blocks once */
         }
         first = first == SIZE_MAX ? begin : first;
         reads.bytes += end > begin ? end - begin : 0;

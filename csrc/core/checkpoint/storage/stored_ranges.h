@@ -28,9 +28,8 @@ typedef struct mls_stored_shard {
     size_t bytes;         /* uncompressed size of the place; used only with `visible` */
     const mls_row_range *visible; /* NULL: the place stores the whole shard, packed */
     size_t visible_count;
-    const mls_compressed_frames
-        *frames; /* how the bytes are compressed; NULL: they are stored uncompressed */
-    const mls_part *part; /* the shard's part of the tensor */
+    const mls_compressed_frames *frames; /* NULL: not compressed */
+    const mls_part *part;                /* the shard's part of the tensor */
 } mls_stored_shard;
 
 /* Compute the uncompressed size of the place. Returns false if it overflows, or the

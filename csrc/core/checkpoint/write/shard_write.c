@@ -31,9 +31,8 @@
 #    endif
 
 enum {
-    ALIGNMENT = 4096, /* of memory, offsets and lengths of direct writes */
-    TASK_BYTES =
-        8 << 20, /* bytes of a large shard for one task; a multiple of the block size */
+    ALIGNMENT = 4096,       /* of memory, offsets and lengths of direct writes */
+    TASK_BYTES = 8 << 20,   /* of a large shard; a multiple of the block size */
     DIRECT_LEAST = 1 << 20, /* smaller files use the page cache */
     PLAIN_STEP = 256 << 10, /* step of cached writes; stays in the processor's cache */
     FEW_FILES = 4           /* up to this number of files, each is synced separately */
@@ -70,12 +69,11 @@ typedef struct writer {
     output *outputs;
     task *tasks;
     size_t task_count;
-    size_t first_count; /* tasks that read the caller's memory; they run first */
-    size_t begun;       /* first task of the current pool run */
-    bool sync_once;     /* sync the whole file system at the end */
-    bool indexed;       /* the index has its final name */
-    pthread_mutex_t
-        lock; /* protects everything below, and the outputs except their bytes */
+    size_t first_count;   /* tasks that read the caller's memory; they run first */
+    size_t begun;         /* first task of the current pool run */
+    bool sync_once;       /* sync the whole file system at the end */
+    bool indexed;         /* the index has its final name */
+    pthread_mutex_t lock; /* protects all below, and outputs except their bytes */
     mls_pages buffers[MLS_POOL_MAX_THREADS]; /* unused buffers */
     size_t buffer_count;
     size_t failed; /* first task that failed; SIZE_MAX: none */
@@ -628,12 +626,10 @@ static mls_code make_tasks(writer *w, mls_status *st)
     /* at least one task for each file, and one more for each further TASK_BYTES */
     size_t most = w->plan.file_count;
     for (size_t i = 0; i < w->plan.file_count; i++) {
-        most += first_bytes(&w->plan, i) /
-                TASK_BYTES; /* cannot overflow: far below SIZE_MAX */
+        most += first_bytes(&w->plan, i) / TASK_BYTES; /* cannot overflow */
     }
     w->tasks = mls_alloc(most, sizeof *w->tasks);
-    if (w->tasks !=
-        NULL) { /* only then, because release() closes the files of existing outputs */
+    if (w->tasks != NULL) { /* release() would close fd 0 of zeroed outputs */
         w->outputs = mls_alloc(w->plan.file_count, sizeof *w->outputs);
     }
     if (w->outputs == NULL) {

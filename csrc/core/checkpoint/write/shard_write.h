@@ -45,14 +45,13 @@ typedef struct mls_shard_job {
     uint64_t rank, world_size;
     const mls_shard_item *items;
     size_t count;
-    const mls_index *before; /* this rank's last committed index, or NULL */
-    uint64_t pack_below;     /* smaller shards share files */
-    bool sparse;             /* omit rows of zeros if that saves enough */
-    bool incremental;        /* if few rows of a shard changed, store only these */
-    bool compress;           /* compress shards that become smaller, with ... */
-    mls_codec codec;         /* ... this codec */
-    const mls_codecs
-        *codecs; /* NULL: no codecs; compressed shards then count as changed */
+    const mls_index *before;  /* this rank's last committed index, or NULL */
+    uint64_t pack_below;      /* smaller shards share files */
+    bool sparse;              /* omit rows of zeros if that saves enough */
+    bool incremental;         /* if few rows of a shard changed, store only these */
+    bool compress;            /* compress shards that become smaller, with ... */
+    mls_codec codec;          /* ... this codec */
+    const mls_codecs *codecs; /* NULL: compressed shards count as changed */
     const mls_kernels *kernels;
     const mls_crc_kernels *crc;
     mls_pool *pool;
@@ -70,12 +69,11 @@ enum {
 
 /* Result of a write. */
 typedef struct mls_shards_written {
-    char path[MLS_INDEX_PATH_BYTES];  /* path of the index in the pool */
-    uint64_t bytes;                   /* size of the index */
-    uint32_t crc;                     /* CRC32C of the whole index */
-    uint64_t shard_count, data_bytes; /* of all shards that the index lists */
-    uint64_t new_shards, new_bytes,
-        new_files; /* written by this call, completely or in part */
+    char path[MLS_INDEX_PATH_BYTES];           /* path of the index in the pool */
+    uint64_t bytes;                            /* size of the index */
+    uint32_t crc;                              /* CRC32C of the whole index */
+    uint64_t shard_count, data_bytes;          /* of all shards that the index lists */
+    uint64_t new_shards, new_bytes, new_files; /* written by this call */
 } mls_shards_written;
 
 #if !defined(_WIN32)

@@ -79,8 +79,7 @@ mls_code mls_staging_need(const mls_shard_item *items, size_t count, size_t *out
 mls_code mls_staging_besides(const mls_shard_item *items, size_t count, size_t threads,
                              bool compress, size_t *out, mls_status *st)
 {
-    size_t sum =
-        count * RECORD_BYTES + SAVE_BYTES; /* cannot overflow: the items are in memory */
+    size_t sum = count * RECORD_BYTES + SAVE_BYTES; /* cannot overflow */
     size_t largest = 0;
     for (size_t i = 0; compress && i < count; i++) {
         size_t bytes = 0;

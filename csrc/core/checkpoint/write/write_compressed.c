@@ -16,8 +16,7 @@
 #    include <string.h>
 
 enum {
-    LEAST =
-        16 << 10, /* smallest shard in bytes; a smaller one has only a few disk blocks */
+    LEAST = 16 << 10,   /* bytes of a shard; less is only a few disk blocks */
     SAMPLE = 128 << 10, /* bytes */
     SAMPLES = 3         /* of a shard: start, middle, end */
 };
@@ -193,8 +192,7 @@ static void sample_task(void *context, size_t index)
     if (code != MLS_OK) {
         mls_status_name(&st, planned->key.data, planned->key.length);
         pthread_mutex_lock(&s->lock);
-        if (number <
-            s->failed) { /* the reported error does not depend on the number of threads */
+        if (number < s->failed) { /* report the first in order */
             s->failed = number;
             s->why = st;
         }

@@ -294,12 +294,9 @@ mls_code mls_planned_set_layers(mls_planned *planned, bool keep, const mls_row_c
 {
     const size_t old = keep ? mls_index_place_count(planned->before) : 0;
     const size_t runs = bits == NULL ? 0 : mls_rows_runs(rows, bits, NULL);
-    mls_layers *layers = mls_alloc(
-        1,
-        sizeof *layers + (old + 1) * sizeof(mls_layer) +
-            runs *
-                sizeof(
-                    mls_row_range)); /* cannot overflow: smaller than the shard itself */
+    mls_layers *layers =
+        mls_alloc(1, sizeof *layers + (old + 1) * sizeof(mls_layer) +
+                         runs * sizeof(mls_row_range)); /* cannot overflow */
     if (layers == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for a layer of %zu runs", runs);
     }
@@ -563,8 +560,7 @@ static mls_code name_file(const mls_write_plan *plan, const placing *first, char
         size_t parts = 1;
         /* the shard number distinguishes names that are truncated to the same text */
         (void)mls_filename_encode(plan->planned[first->shard].key, first->shard, encoded);
-        (void)mls_layout_parts(&shard->layout, &parts,
-                               st); /* cannot fail: checked before */
+        (void)mls_layout_parts(&shard->layout, &parts, st); /* cannot fail */
         snprintf(name, sizeof name, "%s.%zu-%zu", encoded, shard->part, parts);
     }
     const int length =

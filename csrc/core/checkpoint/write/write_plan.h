@@ -26,10 +26,8 @@ typedef struct mls_planned {
     const size_t *shape; /* shape of the part */
     mls_str key;         /* its key in a file */
     mls_layers *layers;  /* its layers after this save; NULL: plain. One allocation */
-    mls_layer
-        *fresh; /* the layer that this save writes, which is the last one; or NULL */
-    mls_compressed_frames
-        *frames; /* compression of `fresh`, or NULL. One allocation with its `ends` */
+    mls_layer *fresh;    /* the layer that this save writes, the last one; or NULL */
+    mls_compressed_frames *frames; /* of `fresh`, or NULL. One allocation with `ends` */
 } mls_planned;
 
 /* A file to write. */
