@@ -5,7 +5,7 @@
  * with the same layout and part. Groups are numbered in the order of their first shards.
  * Two indexes have the same pattern if they list the same tensors (with dtype, shape,
  * layout and axes) in the same groups. So the index of one rank, and the part of every
- * group of each other rank, determine which rank stores which part of which tensor. */
+ * group of each other rank, determine which rank stores each part of each tensor. */
 #ifndef MLS_INDEX_PATTERN_H
 #define MLS_INDEX_PATTERN_H
 

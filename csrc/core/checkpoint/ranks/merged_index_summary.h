@@ -29,8 +29,8 @@ typedef struct mls_index_summary {
 
 mls_index_summary mls_index_summarize(const mls_index *index);
 
-/* Uncompressed bytes that a layer holds, and those of its elements that no later layer
- * hides. `item_bytes` is the size of one element. */
+/* Uncompressed bytes of all elements of a layer, and of its visible elements.
+ * `item_bytes` is the size of one element. */
 uint64_t mls_layer_element_bytes(const mls_layer *layer);
 uint64_t mls_layer_visible_bytes(const mls_layer *layer, size_t item_bytes);
 
