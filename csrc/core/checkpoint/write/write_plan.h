@@ -59,7 +59,8 @@ mls_code mls_write_plan_init(mls_write_plan *plan, const mls_shard_job *job,
 
 /* Find the unchanged shards (planned.same), by version or by reading the files. If the
  * job is incremental, also find shards whose changed rows can become a new layer
- * (planned.fresh). MLS_E_VALUE: a version decreases. MLS_E_MEMORY, MLS_E_STOPPED. */
+ * (planned.fresh). MLS_E_VALUE: a version decreases, or exceeds INT64_MAX. MLS_E_MEMORY,
+ * MLS_E_STOPPED. */
 mls_code mls_write_plan_unchanged(mls_write_plan *plan, mls_status *st);
 
 /* Decide which stored bytes stay in place (planned.kept), and list their files.
