@@ -35,7 +35,7 @@ int mlspy_open_folder(const mlspy_state *state, PyObject *path, int *out)
 
 /* Return a new reference to "path/relative", or to `path`. Paths of type bytes are not
  * joined: file names need not be valid text. */
-static PyObject *joined(PyObject *path, const char *relative)
+static PyObject *join_path(PyObject *path, const char *relative)
 {
     if (relative == NULL || relative[0] == '\0' || !PyUnicode_Check(path)) {
         return Py_NewRef(path);
@@ -63,7 +63,7 @@ PyObject *mlspy_raise_under(const mlspy_state *state, const mls_status *st,
     } else if (file[0] != '\0') {
         PyOS_snprintf(named.text, sizeof named.text, "%.120s: %.195s", file, st->text);
     }
-    PyObject *full = joined(path, relative);
+    PyObject *full = join_path(path, relative);
     if (full != NULL) {
         mlspy_raise(state, &named, full);
         Py_DECREF(full);

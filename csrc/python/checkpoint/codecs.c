@@ -13,7 +13,7 @@
  * (KeyboardInterrupt, or any exception of a signal handler) stay set in the thread that
  * began the work, where Python runs signal handlers. Other threads lose their exceptions
  * with their thread states. */
-static mls_code failed(bool began, mls_status *st)
+static mls_code set_status(bool began, mls_status *st)
 {
     mls_code result = MLS_E_FORMAT;
     if (PyErr_ExceptionMatches(PyExc_MemoryError)) {
@@ -39,7 +39,7 @@ static mls_code failed(bool began, mls_status *st)
 
 /* Release a view. Another owner, such as the frames of a traceback, must not access the
  * memory later: it belongs to the core and will be freed. */
-static void release(PyObject *view)
+static void release_view(PyObject *view)
 {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
@@ -55,8 +55,8 @@ static void release(PyObject *view)
 
 /* Call `encode` or `decode` with a view of the bytes. Returns a new reference to the
  * result, which supports the buffer protocol. */
-static PyObject *call(const char *function, mls_codec codec, const unsigned char *from,
-                      size_t bytes, size_t limit)
+static PyObject *call_codec(const char *function, mls_codec codec,
+                            const unsigned char *from, size_t bytes, size_t limit)
 {
     PyObject *result = NULL;
     PyObject *module = PyImport_ImportModule("mlstate.checkpoint._store.codecs");
@@ -67,20 +67,20 @@ static PyObject *call(const char *function, mls_codec codec, const unsigned char
                                      (Py_ssize_t)limit);
     }
     if (view != NULL) {
-        release(view);
+        release_view(view);
     }
     Py_XDECREF(module);
     return result;
 }
 
 /* Copy the result, at most `room` bytes, and release it. `*out` is 0 if it is longer. */
-static mls_code take(PyObject *result, bool began, unsigned char *to, size_t room,
-                     size_t *out, mls_status *st)
+static mls_code copy_result(PyObject *result, bool began, unsigned char *to, size_t room,
+                            size_t *out, mls_status *st)
 {
     Py_buffer view;
     if (result == NULL || PyObject_GetBuffer(result, &view, PyBUF_SIMPLE) < 0) {
         Py_XDECREF(result);
-        return failed(began, st);
+        return set_status(began, st);
     }
     /* the view keeps the bytes alive, so the copy does not need the GIL */
     *out = (size_t)view.len <= room ? (size_t)view.len : 0;
@@ -94,16 +94,17 @@ static mls_code take(PyObject *result, bool began, unsigned char *to, size_t roo
 
 /* Take the GIL, possibly in a thread without a thread state, and call a codec. The thread
  * that began the work has a state; the state of other threads ends with the call. */
-static mls_code run(const char *function, mls_codec codec, const unsigned char *from,
-                    size_t bytes, unsigned char *to, size_t room, size_t *out,
-                    mls_status *st)
+static mls_code run_codec(const char *function, mls_codec codec,
+                          const unsigned char *from, size_t bytes, unsigned char *to,
+                          size_t room, size_t *out, mls_status *st)
 {
     const bool began = PyGILState_GetThisThreadState() != NULL;
     const PyGILState_STATE gil = PyGILState_Ensure();
     const mls_code code =
         PyErr_Occurred() != NULL /* a pending interrupt: start no further work */
             ? mls_fail(st, MLS_E_STOPPED, "stopped")
-            : take(call(function, codec, from, bytes, room), began, to, room, out, st);
+            : copy_result(call_codec(function, codec, from, bytes, room), began, to, room,
+                          out, st);
     PyGILState_Release(gil);
     return code;
 }
@@ -114,7 +115,7 @@ static mls_code encode(void *context, mls_codec codec, const unsigned char *from
                        mls_status *st)
 {
     (void)context;
-    return run("encode", codec, from, bytes, to, room, out, st);
+    return run_codec("encode", codec, from, bytes, to, room, out, st);
 }
 
 /* The Python function checks the length too. */
@@ -123,7 +124,7 @@ static mls_code decode(void *context, mls_codec codec, const unsigned char *from
 {
     size_t found = 0;
     (void)context;
-    const mls_code code = run("decode", codec, from, bytes, to, out, &found, st);
+    const mls_code code = run_codec("decode", codec, from, bytes, to, out, &found, st);
     return code != MLS_OK || found == out
                ? code
                : mls_fail(st, MLS_E_FORMAT, "%s gave another number of bytes",

@@ -84,8 +84,8 @@ static int add_index(const mlspy_state *state, mlspy_catalog *self, PyObject *te
 
 /* Parse all indexes and merge them. On failure the Catalog can be freed: `index_count` is
  * the number of valid indexes. */
-static int fill(const mlspy_state *state, mlspy_catalog *self, PyObject *texts,
-                PyObject *names)
+static int fill_catalog(const mlspy_state *state, mlspy_catalog *self, PyObject *texts,
+                        PyObject *names)
 {
     const size_t count = (size_t)PyTuple_GET_SIZE(texts);
     mls_status st;
@@ -137,7 +137,7 @@ static PyObject *catalog_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     }
     PyObject *self = type->tp_alloc(type, 0);
     if (self != NULL &&
-        fill(mlspy_state_of(module), (mlspy_catalog *)self, texts, names) < 0) {
+        fill_catalog(mlspy_state_of(module), (mlspy_catalog *)self, texts, names) < 0) {
         Py_CLEAR(self);
     }
     return self;

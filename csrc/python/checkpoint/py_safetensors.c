@@ -45,7 +45,8 @@ static int take_path(PyObject *given, file_path *out)
 
 /* Raise `st`. Errors about contents start with the file's name; an OSError shows its path
  * anyway. */
-static PyObject *raise_of(PyObject *module, const mls_status *st, const file_path *path)
+static PyObject *raise_status(PyObject *module, const mls_status *st,
+                              const file_path *path)
 {
     mls_status named = *st;
     if (st->code == MLS_E_FORMAT || st->code == MLS_E_CHECKSUM) {
@@ -184,7 +185,7 @@ static PyObject *file_save(PyObject *module, PyObject *const *args, Py_ssize_t c
     Py_BEGIN_ALLOW_THREADS
         code = mls_safetensors_write(path.text, &job.content, kernels, crc, &st);
     Py_END_ALLOW_THREADS
-    result = code == MLS_OK ? Py_NewRef(Py_None) : raise_of(module, &st, &path);
+    result = code == MLS_OK ? Py_NewRef(Py_None) : raise_status(module, &st, &path);
 done:
     save_job_fini(&job);
     Py_XDECREF(path.encoded);
@@ -284,7 +285,7 @@ static PyObject *load_mapped(PyObject *module, const file_path *path, int fd,
     mls_status st;
     mls_mapping mapping;
     if (mls_mapping_init(&mapping, fd, mls_safetensors_end(file), &st) != MLS_OK) {
-        return raise_of(module, &st, path);
+        return raise_status(module, &st, path);
     }
     PyObject *capsule = mlspy_mapping_capsule(&mapping);
     if (capsule == NULL) {
@@ -297,7 +298,7 @@ static PyObject *load_mapped(PyObject *module, const file_path *path, int fd,
 
 /* Return the addresses of the arrays' memory, in the header's order. No other thread has
  * the dict yet. */
-static void **places_of(PyObject *arrays, size_t count)
+static void **array_addresses(PyObject *arrays, size_t count)
 {
     void **places = mls_alloc(count, sizeof *places);
     PyObject *name, *array;
@@ -321,7 +322,7 @@ static PyObject *load_copied(PyObject *module, const file_path *path, int fd,
     if (arrays == NULL) {
         return NULL;
     }
-    void **places = places_of(arrays, file->count);
+    void **places = array_addresses(arrays, file->count);
     if (places == NULL) {
         Py_DECREF(arrays);
         return PyErr_NoMemory();
@@ -332,7 +333,7 @@ static PyObject *load_copied(PyObject *module, const file_path *path, int fd,
     mls_free(places);
     if (code != MLS_OK) {
         Py_CLEAR(arrays);
-        raise_of(module, &st, path);
+        raise_status(module, &st, path);
     }
     return arrays;
 }
@@ -349,7 +350,7 @@ static int open_file(PyObject *module, const file_path *path, bool verify, int *
         code = mls_safetensors_open(path->text, crc, verify, fd, file, &st);
     Py_END_ALLOW_THREADS
     if (code != MLS_OK) {
-        raise_of(module, &st, path);
+        raise_status(module, &st, path);
         return -1;
     }
     return 0;

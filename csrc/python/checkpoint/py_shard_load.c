@@ -70,7 +70,7 @@ static int take_cutting(const mlspy_state *state, PyObject *object, mls_cutting 
 }
 
 /* Raise an error of the core with the checkpoint's path. Always returns -1. */
-static int raise_of(const mlspy_load_job *job, const mls_status *st)
+static int raise_status(const mlspy_load_job *job, const mls_status *st)
 {
     mlspy_raise_under(job->state, st, job->path, NULL);
     return -1;
@@ -97,32 +97,33 @@ static int take_place(const mlspy_load_job *job, PyObject *place, mls_wanted *w)
         return -1;
     }
     if (mls_wanted_check_whole(w, rank, shape, &st) != MLS_OK) {
-        return raise_of(job, &st);
+        return raise_status(job, &st);
     }
     if (!PyTuple_Check(how)) {
         if (mlspy_take_int64(job->state, how, "begin", &begin) < 0) {
             return -1;
         }
-        return mls_wanted_run(w, begin, end, &st) == MLS_OK ? 0 : raise_of(job, &st);
+        return mls_wanted_run(w, begin, end, &st) == MLS_OK ? 0 : raise_status(job, &st);
     }
     if (mlspy_take_layout(job->state, how, &layout) < 0) {
         return -1;
     }
     /* a negative index becomes a large one, which is refused too */
-    return mls_wanted_part(w, &layout, (size_t)end, &st) == MLS_OK ? 0
-                                                                   : raise_of(job, &st);
+    return mls_wanted_part(w, &layout, (size_t)end, &st) == MLS_OK
+               ? 0
+               : raise_status(job, &st);
 }
 
 /* Look up all keys of a list; the result has the same order. `places` has one entry for
  * each key, or is NULL if all tensors are cut in the same way. */
-static int choose(mlspy_load_job *job, mls_section section, PyObject *keys,
-                  const mls_cutting *how, PyObject *places)
+static int choose_parts(mlspy_load_job *job, mls_section section, PyObject *keys,
+                        const mls_cutting *how, PyObject *places)
 {
     const Py_ssize_t count = PyList_GET_SIZE(keys);
     mls_status st;
     if (mls_load_plan_init(&job->plan, &job->catalog->catalog, (size_t)count, &st) !=
         MLS_OK) {
-        return raise_of(job, &st);
+        return raise_status(job, &st);
     }
     job->wanted = mls_realloc(NULL, (size_t)count, sizeof *job->wanted);
     if (job->wanted == NULL) {
@@ -148,7 +149,7 @@ static int choose(mlspy_load_job *job, mls_section section, PyObject *keys,
                 return -1;
             }
         } else if (mls_wanted_cut(w, how, &st) != MLS_OK) {
-            return raise_of(job, &st);
+            return raise_status(job, &st);
         }
     }
     return 0;
@@ -157,7 +158,7 @@ static int choose(mlspy_load_job *job, mls_section section, PyObject *keys,
 /* ---- loading: find stored ranges ---- */
 
 /* Find the stored ranges without the GIL, before memory for the result is allocated. */
-static int plan(mlspy_load_job *job)
+static int find_pieces(mlspy_load_job *job)
 {
     mls_status st;
     mls_code code;
@@ -297,12 +298,12 @@ typedef struct making {
     mlspy_load_job *job;
     mlspy_progress *progress;
     PyObject *result; /* NULL with an exception set, or not called yet */
-} making;
+} make_state;
 
 /* Runs in the calling thread, which takes the GIL for it. */
-static bool make_meanwhile(void *context, mls_watermark *made)
+static bool make_during_read(void *context, mls_watermark *made)
 {
-    making *m = context;
+    make_state *m = context;
     mlspy_progress_end(m->progress);
     m->result = make_arrays(m->job, false, made);
     mlspy_progress_begin(m->progress);
@@ -318,8 +319,8 @@ static int read_all(mlspy_load_job *job, bool verify, PyObject *callback,
     mlspy_progress progress;
     mls_status st;
     size_t failed = 0;
-    making m = {job, &progress, NULL};
-    const mls_maker maker = {make_meanwhile, &m};
+    make_state m = {job, &progress, NULL};
+    const mls_maker maker = {make_during_read, &m};
     if (mlspy_progress_init(&progress, callback) < 0) {
         return -1;
     }
@@ -391,7 +392,7 @@ int mlspy_load_begin(mlspy_load_job *job, PyObject *object, PyObject *path,
     }
     return mlspy_take_section(job->state, section, &which) < 0 ||
                    (places == NULL && take_cutting(job->state, cuts, &how) < 0) ||
-                   choose(job, which, keys, &how, places) < 0
+                   choose_parts(job, which, keys, &how, places) < 0
                ? -1
                : 0;
 }
@@ -401,7 +402,8 @@ static int load_init(mlspy_load_job *job, PyObject *object, PyObject *path,
                      PyObject *section, PyObject *keys, PyObject *cuts)
 {
     return mlspy_load_begin(job, object, path, section, keys, cuts) < 0 ||
-                   mlspy_open_folder(job->state, path, &job->folder) < 0 || plan(job) < 0
+                   mlspy_open_folder(job->state, path, &job->folder) < 0 ||
+                   find_pieces(job) < 0
                ? -1
                : 0;
 }
@@ -434,7 +436,7 @@ static int keep_target(const mlspy_load_job *job, size_t i, mlspy_view *view)
     mls_status st;
     if (mls_wanted_check_target(&job->plan.wanted[i], &view->tensor, &st) != MLS_OK ||
         mls_load_target_init(&job->targets[i], &view->tensor, &st) != MLS_OK) {
-        return raise_of(job, &st);
+        return raise_status(job, &st);
     }
     job->wanted[i].array = view->owner;
     view->owner = NULL;
@@ -533,7 +535,7 @@ PyObject *mlspy_catalog_load_into(PyObject *object, PyObject *const *args,
     if (verify >= 0 && load_init(&job, object, args[0], args[1], args[2], args[3]) == 0 &&
         view_targets(&job, args[4]) == 0) {
         if (mls_load_plan_place_all(&job.plan, job.targets, &st) != MLS_OK) {
-            raise_of(&job, &st);
+            raise_status(&job, &st);
         } else if (read_all(&job, verify != 0, args[6], NULL) == 0) {
             mls_load_plan_scatter(&job.plan, job.targets, job.state->kernels);
             good = true;

@@ -141,7 +141,7 @@ PyObject *mlspy_catalog_places(PyObject *object, PyObject *unused)
 }
 
 /* Return the set of parts for `key` in a dict, created if needed; borrowed. */
-static PyObject *set_under(PyObject *dict, PyObject *key)
+static PyObject *part_set_for(PyObject *dict, PyObject *key)
 {
     PyObject *set = PyDict_GetItemWithError(dict, key);
     if (set == NULL && !PyErr_Occurred() && (set = PySet_New(NULL)) != NULL) {
@@ -159,7 +159,7 @@ static int add_parts(const mlspy_load_job *job, const mls_index_pattern *pattern
 {
     const mls_index_shard *facts = w->tensor->facts;
     PyObject *key = places_bytes(job->catalog, patterns, w->tensor);
-    PyObject *set = key == NULL ? NULL : set_under(dict, key);
+    PyObject *set = key == NULL ? NULL : part_set_for(dict, key);
     mls_layout_intersection meeting;
     size_t part;
     int failed = set == NULL ? -1 : 0;

@@ -43,13 +43,13 @@ typedef struct waiting {
     mlspy_gathering *gathering;
     mlspy_progress *progress; /* stores the thread state while the GIL is released */
     PyObject *call;           /* borrowed */
-} waiting;
+} waiting_caller;
 
 /* Called when the core no longer reads the arrays. An exception of the callback is
  * printed and ignored, since the save continues. */
-static void arrays_are_free(void *context)
+static void release_arrays(void *context)
 {
-    const waiting *w = context;
+    const waiting_caller *w = context;
     PyEval_RestoreThread(w->progress->saved);
     mlspy_gathering_let_go(w->gathering, true);
     PyObject *result = PyObject_CallNoArgs(w->call);
@@ -62,7 +62,8 @@ static void arrays_are_free(void *context)
 
 /* A background save has its own threads: the module's pool serves one call at a time, and
  * would be blocked until the disk is done. */
-static mls_code write_aside(mls_shard_job *job, mls_shards_written *out, mls_status *st)
+static mls_code write_in_background(mls_shard_job *job, mls_shards_written *out,
+                                    mls_status *st)
 {
     mls_pool *pool = NULL;
     mls_code code = mls_pool_new(mlspy_threads_aside(job->pool), &pool, st);
@@ -83,7 +84,7 @@ static PyObject *write_gathered(mlspy_gathering *g, PyObject *path, mls_shard_jo
     mls_shards_written written;
     mls_status st;
     mls_code code;
-    waiting who = {.gathering = g, .progress = &progress, .call = freed};
+    waiting_caller who = {.gathering = g, .progress = &progress, .call = freed};
     if (mlspy_progress_init(&progress, callback) < 0 ||
         mlspy_open_folder(g->state, path, &job->folder) < 0) {
         return NULL;
@@ -97,11 +98,11 @@ static PyObject *write_gathered(mlspy_gathering *g, PyObject *path, mls_shard_jo
     job->pool = g->state->pool;
     job->progress = &progress.core;
     /* the callback runs in this thread, whose state `progress` stores */
-    job->freed = freed == Py_None ? NULL : arrays_are_free;
+    job->freed = freed == Py_None ? NULL : release_arrays;
     job->freed_context = &who;
     mlspy_progress_begin(&progress);
     code = freed == Py_None ? mls_shards_write(job, &written, &st)
-                            : write_aside(job, &written, &st);
+                            : write_in_background(job, &written, &st);
     (void)close(job->folder);
     mlspy_progress_end(&progress);
     if (code != MLS_OK) {
@@ -337,8 +338,8 @@ static PyObject *crc32c(PyObject *module, PyObject *data)
 }
 
 /* Replace a file atomically and durably. Used for the roots of checkpoints. */
-static mls_code replace(const char *path, unsigned mode, const char *data, size_t length,
-                        mls_status *st)
+static mls_code replace_file(const char *path, unsigned mode, const char *data,
+                             size_t length, mls_status *st)
 {
     mls_atomic_file file;
     mls_code code = mls_atomic_begin(path, mode, &file, st);
@@ -373,7 +374,7 @@ static PyObject *file_replace(PyObject *module, PyObject *const *args, Py_ssize_
     }
     const char *to = PyBytes_AS_STRING(encoded);
     Py_BEGIN_ALLOW_THREADS
-        code = replace(to, mode, bytes, (size_t)length, &st);
+        code = replace_file(to, mode, bytes, (size_t)length, &st);
     Py_END_ALLOW_THREADS
     Py_DECREF(encoded);
     return code == MLS_OK ? Py_NewRef(Py_None)

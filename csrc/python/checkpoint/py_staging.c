@@ -16,7 +16,7 @@
 #define NAME "mlstate.gathering"
 
 /* Releases arrays, so it needs the GIL, which a capsule destructor has. */
-static void capsule_dies(PyObject *capsule)
+static void free_capsule(PyObject *capsule)
 {
     mlspy_gathering *g = PyCapsule_GetPointer(capsule, NAME);
     mlspy_gathering_fini(g);
@@ -77,7 +77,7 @@ static PyObject *shards_gather(PyObject *module, PyObject *const *args, Py_ssize
     }
     /* from here on the capsule frees it, also after a failure */
     mlspy_gathering *g = mls_alloc(1, sizeof *g);
-    PyObject *capsule = g == NULL ? NULL : PyCapsule_New(g, NAME, capsule_dies);
+    PyObject *capsule = g == NULL ? NULL : PyCapsule_New(g, NAME, free_capsule);
     if (capsule == NULL) {
         mls_free(g);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();

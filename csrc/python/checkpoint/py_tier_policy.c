@@ -24,7 +24,7 @@ static const mlspy_state *state_of(PyObject *self)
 }
 
 /* No file is involved, so the exception's path stays None. */
-static PyObject *fail(PyObject *self, const mls_status *st)
+static PyObject *raise_status(PyObject *self, const mls_status *st)
 {
     return mlspy_raise(state_of(self), st, NULL);
 }
@@ -155,7 +155,7 @@ static PyObject *tiers_add(PyObject *self, PyObject *const *args, Py_ssize_t cou
     }
     if (mls_tiers_add(&((tiers_object *)self)->tiers, bytes, tier, &unit, &st) !=
         MLS_OK) {
-        return fail(self, &st);
+        return raise_status(self, &st);
     }
     return PyLong_FromSize_t(unit);
 }
@@ -182,7 +182,7 @@ static PyObject *tiers_resize(PyObject *self, PyObject *const *args, Py_ssize_t 
         return NULL;
     }
     if (mls_tiers_resize(&((tiers_object *)self)->tiers, unit, bytes, &st) != MLS_OK) {
-        return fail(self, &st);
+        return raise_status(self, &st);
     }
     Py_RETURN_NONE;
 }
@@ -263,7 +263,7 @@ static PyObject *tiers_fits(PyObject *self, PyObject *const *args, Py_ssize_t co
         return NULL;
     }
     if (mls_tiers_fits(&((tiers_object *)self)->tiers, unit, tier, &st) != MLS_OK) {
-        return fail(self, &st);
+        return raise_status(self, &st);
     }
     Py_RETURN_NONE;
 }
@@ -278,7 +278,7 @@ static PyObject *tiers_begin(PyObject *self, PyObject *const *args, Py_ssize_t c
         return NULL;
     }
     if (mls_tiers_begin(&((tiers_object *)self)->tiers, unit, tier, &st) != MLS_OK) {
-        return fail(self, &st);
+        return raise_status(self, &st);
     }
     Py_RETURN_NONE;
 }
@@ -301,7 +301,7 @@ static PyObject *tiers_end(PyObject *self, PyObject *const *args, Py_ssize_t cou
 
 /* Return [(unit, tier), ...] in the order of execution. Frees `moves`, also on failure.
  */
-static PyObject *list_of(mls_tier_moves *moves)
+static PyObject *moves_list(mls_tier_moves *moves)
 {
     PyObject *list = PyList_New((Py_ssize_t)moves->count);
     for (size_t i = 0; list != NULL && i < moves->count; i++) {
@@ -332,9 +332,9 @@ static PyObject *tiers_make_room(PyObject *self, PyObject *const *args, Py_ssize
     }
     if (mls_tiers_make_room(&((tiers_object *)self)->tiers, unit, tier, &moves, &st) !=
         MLS_OK) {
-        return fail(self, &st);
+        return raise_status(self, &st);
     }
-    return list_of(&moves);
+    return moves_list(&moves);
 }
 
 /* rebalance() -> moves; also ages the use counts */
@@ -344,9 +344,9 @@ static PyObject *tiers_rebalance(PyObject *self, PyObject *unused)
     mls_tier_moves moves;
     (void)unused;
     if (mls_tiers_rebalance(&((tiers_object *)self)->tiers, &moves, &st) != MLS_OK) {
-        return fail(self, &st);
+        return raise_status(self, &st);
     }
-    return list_of(&moves);
+    return moves_list(&moves);
 }
 
 /* ---- the type ---- */

@@ -56,14 +56,14 @@ void mlspy_gathering_fini(mlspy_gathering *g)
 }
 
 /* Raise an error of the core. Always returns -1. */
-static int raise_of(const mlspy_gathering *g, const mls_status *st)
+static int raise_status(const mlspy_gathering *g, const mls_status *st)
 {
     mlspy_raise(g->state, st, NULL);
     return -1;
 }
 
 /* Hold `owner` for all items added since the last call. */
-static int hold(mlspy_gathering *g, PyObject *owner)
+static int hold_owner(mlspy_gathering *g, PyObject *owner)
 {
     if (g->owner_room < g->list.item_room) {
         PyObject **larger = mls_realloc(g->owners, g->list.item_room, sizeof *g->owners);
@@ -82,7 +82,8 @@ static int hold(mlspy_gathering *g, PyObject *owner)
 
 /* Write "params 'x'", for errors about an array. May be truncated; never written to a
  * file. */
-static void describe(const mls_tensor_id *id, const char *key, char what[MLS_NAME_BYTES])
+static void describe_tensor(const mls_tensor_id *id, const char *key,
+                            char what[MLS_NAME_BYTES])
 {
     PyOS_snprintf(what, MLS_NAME_BYTES, "%s '%.130s'", mls_section_name(id->section),
                   key);
@@ -103,7 +104,7 @@ static int check_rank(const mlspy_gathering *g, const mls_tensor *t, const char 
 
 /* Read the `shape` attribute of a value. Returns its rank, or -1 without an exception if
  * the attribute is missing or invalid. */
-static int said_shape(const mlspy_gathering *g, PyObject *value, size_t *shape)
+static int stated_shape(const mlspy_gathering *g, PyObject *value, size_t *shape)
 {
     PyObject *said = PyObject_GetAttr(value, g->state->shape_name);
     PyObject *tuple = said == NULL ? NULL : PySequence_Tuple(said);
@@ -127,7 +128,7 @@ static const signed char *axes_of(const mlspy_gathering *g, PyObject *model,
     bool differ = false;
     if (id->has_state && model != Py_None && (name = mlspy_str_of(id->name)) != NULL &&
         mlspy_dict_get(model, name, &parameter) == 1) {
-        const int said = said_shape(g, parameter, shape);
+        const int said = stated_shape(g, parameter, shape);
         differ =
             said >= 0 && mls_optimizer_axes(id->state, rank, dims, said, shape, axes);
     }
@@ -148,9 +149,9 @@ static int add_whole(mlspy_gathering *g, PyObject *model, const mls_tensor_id *i
         g->parts > 1 ? axes_of(g, model, id, t->rank, t->shape, room) : NULL;
     if (mls_shard_list_add_whole(&g->list, id, t, &g->layout, axes, g->rank,
                                  g->world_size, &st) != MLS_OK) {
-        return raise_of(g, &st);
+        return raise_status(g, &st);
     }
-    return hold(g, view->owner);
+    return hold_owner(g, view->owner);
 }
 
 /* ---- Shard objects ---- */
@@ -205,21 +206,21 @@ static int add_part(mlspy_gathering *g, const mls_tensor_id *id, const char *wha
     mls_status st;
     const mls_tensor *t = &view->tensor;
     if (mls_shard_item_check(facts, shape, t, what, &st) != MLS_OK) {
-        return raise_of(g, &st);
+        return raise_status(g, &st);
     }
     mls_shard_item *item =
         mls_shard_list_add(&g->list, id, t->dtype, facts->rank, shape, &st);
     if (item == NULL) {
-        return raise_of(g, &st);
+        return raise_status(g, &st);
     }
     item->layout = facts->layout;
     item->part = facts->part;
     item->version = facts->version;
     item->tier = facts->tier;
     if (mls_shard_list_set_memory(&g->list, t, 0, &st) != MLS_OK) {
-        return raise_of(g, &st);
+        return raise_status(g, &st);
     }
-    return hold(g, view->owner);
+    return hold_owner(g, view->owner);
 }
 
 /* Add a Shard, unless it is a replica that another rank stores. Its attributes may have
@@ -276,7 +277,7 @@ static int add_value(mlspy_gathering *g, PyObject *model, mls_section section,
     char what[MLS_NAME_BYTES];
     mlspy_view view;
     const mls_tensor_id id = mls_tensor_id_of(section, entry->name);
-    describe(&id, entry->name.data, what);
+    describe_tensor(&id, entry->name.data, what);
     const int is_shard = PyObject_IsInstance(entry->value, g->shard_type);
     if (is_shard != 0) {
         return is_shard < 0 ? -1 : add_shard(g, &id, what, entry->value);
@@ -299,7 +300,7 @@ static int add_value(mlspy_gathering *g, PyObject *model, mls_section section,
 
 /* Set the axes of states. Only this rank's items reach the core, so it cannot find a
  * parameter that another rank stores. */
-static int align_states(mlspy_gathering *g, PyObject *model)
+static int set_state_axes(mlspy_gathering *g, PyObject *model)
 {
     g->axes = mls_alloc(g->list.dims_used, 1);
     if (g->axes == NULL) {
@@ -332,5 +333,5 @@ int mlspy_gather(mlspy_gathering *g, PyObject *const *dicts)
         }
     }
     mls_shard_list_seal(&g->list);
-    return g->world_size > 1 ? align_states(g, dicts[0]) : 0;
+    return g->world_size > 1 ? set_state_axes(g, dicts[0]) : 0;
 }

@@ -130,7 +130,7 @@ size_t mls_index_place_count(const mls_index_shard *shard)
 
 /* Characters of the file names that we write (safe_filename.h). Anything else could leave
  * the folder. */
-static bool plain_name(mls_str text)
+static bool is_plain_name(mls_str text)
 {
     for (size_t i = 0; i < text.length; i++) {
         const char c = text.data[i];
@@ -153,8 +153,8 @@ bool mls_index_is_path(mls_str path)
         if (path.length > start + suffix_length && path.length <= MLS_PATH_BYTES &&
             memcmp(path.data, folder, start - 1) == 0 && path.data[start - 1] == '/') {
             const mls_str name = {path.data + start, path.length - start};
-            return plain_name(name) && memcmp(path.data + path.length - suffix_length,
-                                              suffix, suffix_length) == 0;
+            return is_plain_name(name) && memcmp(path.data + path.length - suffix_length,
+                                                 suffix, suffix_length) == 0;
         }
     }
     return false;
@@ -195,8 +195,8 @@ uint64_t mls_index_stored_bytes(const mls_index_shard *shard)
 
 /* qsort for input that is usually sorted: then no element is moved and no memory
  * allocated. Returns false if no two elements are equal, true if some may be. */
-static bool sort(void *base, size_t count, size_t size,
-                 int (*compare)(const void *, const void *))
+static bool sort_unless_sorted(void *base, size_t count, size_t size,
+                               int (*compare)(const void *, const void *))
 {
     const char *at = base;
     bool twins = false;
@@ -211,14 +211,14 @@ static bool sort(void *base, size_t count, size_t size,
     return twins;
 }
 
-/* For sort. */
+/* For sort_unless_sorted. */
 static int compare_shards(const void *a, const void *b)
 {
     return mls_index_compare(a, b);
 }
 
 /* Report an error about a shard, or about the index if `shard` is NULL. */
-static mls_code refuse(const mls_index_shard *shard, const char *what, mls_status *st)
+static mls_code fail_shard(const mls_index_shard *shard, const char *what, mls_status *st)
 {
     if (shard == NULL || shard->id.name.data == NULL) {
         return mls_fail_at(st, 0, "%s", what);
@@ -234,16 +234,17 @@ static mls_code refuse(const mls_index_shard *shard, const char *what, mls_statu
  * neighbours. */
 static mls_code sort_shards(const mls_index *x, mls_status *st)
 {
-    const bool twins = sort(x->shards, x->shard_count, sizeof *x->shards, compare_shards);
+    const bool twins =
+        sort_unless_sorted(x->shards, x->shard_count, sizeof *x->shards, compare_shards);
     for (size_t i = 1; twins && i < x->shard_count; i++) {
         if (mls_index_compare(&x->shards[i - 1], &x->shards[i]) == 0) {
-            return refuse(&x->shards[i], "\"part\" appears twice", st);
+            return fail_shard(&x->shards[i], "\"part\" appears twice", st);
         }
     }
     return MLS_OK;
 }
 
-/* For sort, over pointers to files. */
+/* For sort_unless_sorted, over pointers to files. */
 static int compare_paths(const void *a, const void *b)
 {
     const mls_index_file *x = *(const mls_index_file *const *)a;
@@ -255,22 +256,22 @@ static int compare_paths(const void *a, const void *b)
 typedef struct spot {
     const mls_index_shard *shard;
     const mls_layer *layer;
-} spot;
+} shard_place;
 
-static size_t file_of(const spot *s)
+static size_t file_of(const shard_place *s)
 {
     return s->layer == NULL ? s->shard->file : s->layer->file;
 }
 
-static uint64_t offset_of(const spot *s)
+static uint64_t offset_of(const shard_place *s)
 {
     return s->layer == NULL ? s->shard->offset : s->layer->offset;
 }
 
-/* For sort, over places: by file and offset. */
+/* For sort_unless_sorted, over places: by file and offset. */
 static int compare_places(const void *a, const void *b)
 {
-    const spot *x = a, *y = b;
+    const shard_place *x = a, *y = b;
     return file_of(x) != file_of(y)       ? (file_of(x) < file_of(y) ? -1 : 1)
            : offset_of(x) != offset_of(y) ? (offset_of(x) < offset_of(y) ? -1 : 1)
                                           : 0;
@@ -288,11 +289,12 @@ static mls_code check_files(const mls_index *x, mls_status *st)
     for (size_t i = 0; i < x->file_count; i++) {
         sorted[i] = &x->files[i];
     }
-    const bool twins = sort(sorted, x->file_count, sizeof *sorted, compare_paths);
+    const bool twins =
+        sort_unless_sorted(sorted, x->file_count, sizeof *sorted, compare_paths);
     for (size_t i = 1; twins && code == MLS_OK && i < x->file_count; i++) {
         const mls_index_file *file = sorted[i];
         if (compare_paths(&sorted[i - 1], &sorted[i]) == 0) {
-            code = refuse(NULL, "\"path\" appears twice among the files", st);
+            code = fail_shard(NULL, "\"path\" appears twice among the files", st);
             mls_status_got(st, "%.*s", SHOWN_NAME, file->path);
         }
     }
@@ -302,7 +304,7 @@ static mls_code check_files(const mls_index *x, mls_status *st)
 
 /* List all places that have bytes; returns their number. If `out` is NULL, they are only
  * counted. */
-static size_t list_places(const mls_index *x, spot *out)
+static size_t list_places(const mls_index *x, shard_place *out)
 {
     size_t count = 0;
     for (size_t i = 0; i < x->shard_count; i++) {
@@ -310,13 +312,14 @@ static size_t list_places(const mls_index *x, spot *out)
         const size_t layers = shard->layers == NULL ? 0 : shard->layers->count;
         if (shard->layers == NULL && shard->bytes > 0) {
             if (out != NULL) {
-                out[count] = (spot){.shard = shard};
+                out[count] = (shard_place){.shard = shard};
             }
             count++;
         }
         for (size_t j = 0; j < layers; j++, count++) {
             if (out != NULL) {
-                out[count] = (spot){.shard = shard, .layer = &shard->layers->list[j]};
+                out[count] =
+                    (shard_place){.shard = shard, .layer = &shard->layers->list[j]};
             }
         }
     }
@@ -328,25 +331,25 @@ static size_t list_places(const mls_index *x, spot *out)
 static mls_code check_overlaps(const mls_index *x, mls_status *st)
 {
     const size_t count = list_places(x, NULL);
-    spot *sorted = mls_alloc(count, sizeof *sorted);
+    shard_place *sorted = mls_alloc(count, sizeof *sorted);
     mls_code code = MLS_OK;
     if (sorted == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for an index of %zu shards",
                         x->shard_count);
     }
     (void)list_places(x, sorted);
-    (void)sort(sorted, count, sizeof *sorted, compare_places);
+    (void)sort_unless_sorted(sorted, count, sizeof *sorted, compare_places);
     for (size_t i = 1; code == MLS_OK && i < count; i++) {
-        const spot *before = &sorted[i - 1], *next = &sorted[i];
+        const shard_place *before = &sorted[i - 1], *next = &sorted[i];
         const size_t bytes =
             before->layer == NULL ? before->shard->bytes : before->layer->bytes;
         if (file_of(before) == file_of(next) &&
             offset_of(next) - offset_of(before) < bytes) {
-            code = refuse(next->shard,
-                          next->shard == before->shard
-                              ? "\"offset\" is inside another of its layers"
-                              : "\"offset\" is inside another shard of the file",
-                          st);
+            code = fail_shard(next->shard,
+                              next->shard == before->shard
+                                  ? "\"offset\" is inside another of its layers"
+                                  : "\"offset\" is inside another shard of the file",
+                              st);
         }
     }
     mls_free(sorted);
@@ -361,7 +364,7 @@ static mls_code check_sum(const mls_index *x, mls_status *st)
     uint64_t sum = 0;
     for (size_t i = 0; i < x->shard_count; i++) {
         if (!mls_u64_add(sum, x->shards[i].bytes, &sum) || sum > INT64_MAX) {
-            return refuse(&x->shards[i], "\"shape\" makes too many bytes in all", st);
+            return fail_shard(&x->shards[i], "\"shape\" makes too many bytes in all", st);
         }
     }
     return MLS_OK;

@@ -694,7 +694,7 @@ static void count_layers(const reader *r, needs *n)
 }
 
 /* Allocate all arrays at once: shards point into them, so they must not move. */
-static mls_code allocate(reader *r)
+static mls_code allocate_arrays(reader *r)
 {
     mls_index *x = &r->index;
     needs n = {0};
@@ -773,7 +773,7 @@ static mls_code read_shards(reader *r, mls_json_node shards, mls_json_node layer
 {
     mls_code code = open_shards(r, shards);
     code = code == MLS_OK ? open_layers(r, layers) : code;
-    code = code == MLS_OK ? allocate(r) : code;
+    code = code == MLS_OK ? allocate_arrays(r) : code;
     for (size_t i = 0; code == MLS_OK && i < r->index.shard_count; i++) {
         code = read_shard(r, &r->index.shards[i]);
     }

@@ -166,7 +166,7 @@ mls_code mls_index_fail_column(const mls_index_source *in, const mls_index_colum
     return MLS_E_FORMAT;
 }
 
-static void advance(mls_index_column *column, size_t length)
+static void advance_column(mls_index_column *column, size_t length)
 {
     column->offset += length;
     column->rest.data += length;
@@ -194,7 +194,7 @@ mls_code mls_index_next_number(const mls_index_source *in, mls_index_column *col
         return expect_range(in, least, most);
     }
     /* a comma behind the last number is left in place, and reported as an extra value */
-    advance(column, at + (at + 1 < length ? 1 : 0));
+    advance_column(column, at + (at + 1 < length ? 1 : 0));
     *out = value;
     return MLS_OK;
 }
@@ -211,7 +211,7 @@ mls_code mls_index_next_crc(const mls_index_source *in, mls_index_column *column
         mls_status_got(in->st, "%.*s", (int)MLS_CRC_DIGITS, column->rest.data);
         return MLS_E_FORMAT;
     }
-    advance(column, MLS_CRC_DIGITS);
+    advance_column(column, MLS_CRC_DIGITS);
     return MLS_OK;
 }
 

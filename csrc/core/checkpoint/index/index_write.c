@@ -170,7 +170,7 @@ typedef struct kind_table {
 } kind_table;
 
 /* Return whether put_members writes the same kind for both. */
-static bool same_kind(const mls_index_shard *a, const mls_index_shard *b)
+static bool is_same_kind(const mls_index_shard *a, const mls_index_shard *b)
 {
     const bool axes = a->axes != NULL && a->rank > 0;
     bool same =
@@ -199,7 +199,7 @@ static kind_table number_kinds(const mls_index *index)
         const size_t least = t.count < KINDS_COMPARED ? 0 : t.count - KINDS_COMPARED;
         size_t kind = t.count;
         while (kind > least &&
-               !same_kind(&index->shards[t.firsts[kind - 1]], &index->shards[i])) {
+               !is_same_kind(&index->shards[t.firsts[kind - 1]], &index->shards[i])) {
             kind--;
         }
         if (kind == least) {
@@ -324,7 +324,7 @@ static void put_value(mls_json_writer *b, table_column column, const mls_index_s
 }
 
 /* Number of rows of a shard in the table that contains the column. */
-static size_t row_count(table_column column, const mls_index_shard *s)
+static size_t count_rows(table_column column, const mls_index_shard *s)
 {
     return column < FILE_NUMBER ? 1 : mls_index_place_count(s);
 }
@@ -336,12 +336,12 @@ static mls_layer layer_of(table_column column, const mls_index_shard *s, size_t 
 }
 
 /* Return whether any shard or layer needs a column. */
-static bool is_needed(table_column column, const mls_index *index)
+static bool is_column_needed(table_column column, const mls_index *index)
 {
     bool needed = column != LAYER_COUNT && column < BLOCKS;
     for (size_t i = 0; !needed && i < index->shard_count; i++) {
         const mls_index_shard *s = &index->shards[i];
-        for (size_t j = 0; !needed && j < row_count(column, s); j++) {
+        for (size_t j = 0; !needed && j < count_rows(column, s); j++) {
             const mls_layer layer = layer_of(column, s, j);
             needed = needs_column(column, s, &layer);
         }
@@ -358,7 +358,7 @@ static void put_column(mls_json_writer *b, table_column column, const mls_index 
     mls_json_writer_text(b, marks[0]);
     for (size_t i = 0, row = 0; i < index->shard_count; i++) {
         const mls_index_shard *s = &index->shards[i];
-        for (size_t j = 0; j < row_count(column, s); j++, row++) {
+        for (size_t j = 0; j < count_rows(column, s); j++, row++) {
             const mls_layer layer = layer_of(column, s, j);
             mls_json_writer_text(b, row == 0 ? "" : marks[1]);
             if (nulls && !needs_column(column, s, &layer)) {
@@ -408,7 +408,7 @@ mls_code mls_index_build(const mls_index *index, const mls_crc_kernels *crc,
     put_files(b, index);
     put_kinds(b, index, &kinds);
     for (table_column column = 0; b->code == MLS_OK && column < TABLE_COLUMNS; column++) {
-        if (is_needed(column, index)) {
+        if (is_column_needed(column, index)) {
             put_column(b, column, index, kinds.of_shards);
         }
     }

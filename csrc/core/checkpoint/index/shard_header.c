@@ -39,7 +39,7 @@ typedef struct rebuild {
     char *keys;
 } rebuild;
 
-static mls_code no_memory(mls_status *st)
+static mls_code fail_memory(mls_status *st)
 {
     return mls_fail(st, MLS_E_MEMORY, "no memory for the file's header");
 }
@@ -52,7 +52,8 @@ static bool is_tensor(const mls_layer *place)
 }
 
 /* Allocate the arrays for all places in a file. */
-static mls_code allocate(rebuild *r, const mls_index *index, size_t file, mls_status *st)
+static mls_code allocate_members(rebuild *r, const mls_index *index, size_t file,
+                                 mls_status *st)
 {
     size_t count = 0, keys = 0;
     for (size_t i = 0; i < index->shard_count; i++) {
@@ -67,7 +68,7 @@ static mls_code allocate(rebuild *r, const mls_index *index, size_t file, mls_st
     r->members = mls_alloc(count, sizeof *r->members);
     r->tensors = mls_alloc(count, sizeof *r->tensors);
     r->keys = mls_alloc(keys, 1);
-    return r->members == NULL || r->tensors == NULL || r->keys == NULL ? no_memory(st)
+    return r->members == NULL || r->tensors == NULL || r->keys == NULL ? fail_memory(st)
                                                                        : MLS_OK;
 }
 
@@ -93,7 +94,7 @@ static void describe_tensor(member *m, size_t number, mls_header_tensor *out)
 }
 
 /* Collect the places in a file, in the order in which a save lists them. */
-static void collect(rebuild *r, const mls_index *index, size_t file)
+static void collect_places(rebuild *r, const mls_index *index, size_t file)
 {
     char *key = r->keys;
     for (size_t i = 0; i < index->shard_count; i++) {
@@ -131,7 +132,7 @@ static void describe_shards(const rebuild *r, mls_json_writer *text)
 }
 
 /* Lay out the header, with the checksums of the index. Gives: mls_header_fini. */
-static mls_code lay_out(const rebuild *r, mls_header *header, mls_status *st)
+static mls_code lay_out_header(const rebuild *r, mls_header *header, mls_status *st)
 {
     static const char key[] = MLS_SAFETENSORS_PREFIX "shards";
     mls_json_writer text = {.most = MLS_SAFETENSORS_MAX_HEADER};
@@ -166,7 +167,7 @@ static mls_code append_header(mls_header *header, const mls_index_file *record,
         return mls_fail(st, MLS_E_VALUE, "the index does not list all of the file");
     }
     mls_json_writer_put(out, header->text.data, header->text.length);
-    return out->code == MLS_OK ? MLS_OK : no_memory(st);
+    return out->code == MLS_OK ? MLS_OK : fail_memory(st);
 }
 
 mls_code mls_shard_header(const mls_index *index, size_t file, const mls_crc_kernels *crc,
@@ -174,10 +175,10 @@ mls_code mls_shard_header(const mls_index *index, size_t file, const mls_crc_ker
 {
     rebuild r = {0};
     mls_header header = {0};
-    mls_code code = allocate(&r, index, file, st);
+    mls_code code = allocate_members(&r, index, file, st);
     if (code == MLS_OK) {
-        collect(&r, index, file);
-        code = lay_out(&r, &header, st);
+        collect_places(&r, index, file);
+        code = lay_out_header(&r, &header, st);
     }
     if (code == MLS_OK) {
         code = append_header(&header, &index->files[file], crc, out, st);

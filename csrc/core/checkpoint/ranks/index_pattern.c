@@ -9,7 +9,7 @@
 
 /* Return whether two shards have the same layout and part. Shapes may differ, so tensors
  * of all sizes with the same layout form one group. */
-static bool same_group(const mls_index_shard *shard, const mls_index_shard *other)
+static bool is_same_group(const mls_index_shard *shard, const mls_index_shard *other)
 {
     bool same = shard->part == other->part && shard->layout.count == other->layout.count;
     for (int i = 0; same && i < shard->layout.count; i++) {
@@ -23,11 +23,11 @@ static bool same_group(const mls_index_shard *shard, const mls_index_shard *othe
 static size_t find_group(const mls_index_shard *shard,
                          const mls_index_shard *const *firsts, size_t count, size_t hint)
 {
-    if (hint < count && same_group(shard, firsts[hint])) {
+    if (hint < count && is_same_group(shard, firsts[hint])) {
         return hint;
     }
     size_t group = 0;
-    while (group < count && !same_group(shard, firsts[group])) {
+    while (group < count && !is_same_group(shard, firsts[group])) {
         group++;
     }
     return group;

@@ -24,8 +24,8 @@ static int compare_shards(const void *a, const void *b)
 
 /* Append the next shard to its tensor, or start a new tensor. Several ranks may have
  * stored the same part with the same data; only the first is kept. */
-static mls_code add(mls_merged_index *c, const mls_merged_index_shard *next,
-                    mls_status *st)
+static mls_code add_shard(mls_merged_index *c, const mls_merged_index_shard *next,
+                          mls_status *st)
 {
     mls_merged_index_tensor *tensor =
         c->tensor_count == 0 ? NULL : &c->tensors[c->tensor_count - 1];
@@ -149,7 +149,7 @@ mls_code mls_merged_index_init(mls_merged_index *out, const mls_index *const *in
         qsort(sorted, all, sizeof *sorted, compare_shards);
     }
     for (size_t i = 0; code == MLS_OK && i < all; i++) {
-        code = add(&c, &sorted[i], st);
+        code = add_shard(&c, &sorted[i], st);
     }
 done:
     mls_free(sorted);
@@ -191,7 +191,8 @@ size_t mls_merged_index_find(const mls_merged_index *catalog, const mls_tensor_i
 
 /* Return whether a shard, which is part `a`, has any element of `b`. The first common run
  * is enough. A shard that is the whole tensor has all elements. */
-static bool meet(const mls_index_shard *shard, const mls_part *a, const mls_part *b)
+static bool intersects_part(const mls_index_shard *shard, const mls_part *a,
+                            const mls_part *b)
 {
     mls_overlap overlap;
     if (shard->layout.count == 0) {
@@ -204,7 +205,7 @@ static bool meet(const mls_index_shard *shard, const mls_part *a, const mls_part
 
 /* Number of elements that two parts share. This iterates over runs, not elements, so it
  * costs no more than planning the read. */
-static size_t common(const mls_part *a, const mls_part *b)
+static size_t count_common(const mls_part *a, const mls_part *b)
 {
     size_t count = 0;
     mls_overlap overlap;
@@ -232,7 +233,7 @@ static mls_code check_missing(const mls_merged_index *catalog,
     }
     for (size_t i = 0; i < tensor->count; i++) {
         const mls_part part = mls_index_part(catalog->shards[tensor->from + i].shard);
-        there += common(&part, to);
+        there += count_common(&part, to);
     }
     if (there == mls_part_count(to)) {
         return MLS_OK;
@@ -332,7 +333,7 @@ mls_code mls_merged_index_pieces(const mls_merged_index *catalog,
                               &part, &ignored);
         if (shard->layers != NULL) {
             list_layers(&l);
-        } else if (meet(shard, &part, to)) {
+        } else if (intersects_part(shard, &part, to)) {
             const mls_layer place = mls_index_place(shard, 0);
             list_place(&l, &place, NULL, 0);
         }

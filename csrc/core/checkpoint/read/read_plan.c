@@ -20,7 +20,7 @@ enum {
 
 /* Cost of a span: a fixed part, and the larger of the bytes read and the bytes written.
  */
-static uint64_t cost_of(const mls_read_span *s)
+static uint64_t span_cost(const mls_read_span *s)
 {
     const uint64_t bytes = s->piece->data == NULL ? 0 : s->end - s->from;
     const uint64_t all = s->zeros_end - s->zeros_from; /* zeros and read data */
@@ -41,7 +41,7 @@ static mls_code add_span(mls_read_plan *plan, mls_read_span s, mls_status *st)
         plan->spans = grown;
         plan->room = room;
     }
-    s.cost = cost_of(&s);
+    s.cost = span_cost(&s);
     plan->spans[plan->count++] = s;
     plan->cost += s.cost;
     return MLS_OK;
@@ -49,7 +49,7 @@ static mls_code add_span(mls_read_plan *plan, mls_read_span s, mls_status *st)
 
 /* Offset in the stored bytes of byte `from` of a place's elements; for compressed data,
  * the offset of its frame. Cannot exceed the file. */
-static size_t place_of(const mls_stored_shard *shard, size_t from)
+static size_t stored_offset(const mls_stored_shard *shard, size_t from)
 {
     return shard->frames == NULL
                ? from
@@ -60,10 +60,10 @@ static size_t place_of(const mls_stored_shard *shard, size_t from)
 typedef struct filling {
     size_t from, end; /* equal: no zeros to fill */
     size_t first;     /* element of the shard at byte `from` */
-} filling;
+} zero_fill;
 
 /* Number of visible elements. */
-static size_t elements_of(const mls_stored_shard *shard)
+static size_t count_visible(const mls_stored_shard *shard)
 {
     size_t count = 0;
     for (size_t i = 0; i < shard->visible_count; i++) {
@@ -75,9 +75,9 @@ static size_t elements_of(const mls_stored_shard *shard)
 /* Return the range to fill if the next piece consists of the zeros between the runs of
  * `piece`, and both have the same contiguous destination. Then data and zeros are written
  * in one pass, while the memory is in the cache. */
-static filling zeros_between(const mls_read_range *piece, const mls_read_range *next)
+static zero_fill find_zero_fill(const mls_read_range *piece, const mls_read_range *next)
 {
-    const filling none = {0};
+    const zero_fill none = {0};
     const mls_stored_shard *shard = piece->shard;
     const size_t item = shard->item_bytes;
     mls_overlap overlap;
@@ -87,7 +87,8 @@ static filling zeros_between(const mls_read_range *piece, const mls_read_range *
         piece->data == NULL || next->data != piece->data || next->to != piece->to ||
         shard->name.data != next->shard->name.data ||
         !mls_part_equal(shard->part, next->shard->part) ||
-        elements_of(shard) + elements_of(next->shard) != mls_part_count(shard->part)) {
+        count_visible(shard) + count_visible(next->shard) !=
+            mls_part_count(shard->part)) {
         return none;
     }
     mls_overlap_init(&overlap, shard->part, piece->to);
@@ -95,12 +96,12 @@ static filling zeros_between(const mls_read_range *piece, const mls_read_range *
         !mls_stored_range_of(shard, piece->to, &range)) {
         return none;
     }
-    return (filling){first.b * item, (first.b + first.count) * item, first.a};
+    return (zero_fill){first.b * item, (first.b + first.count) * item, first.a};
 }
 
 /* Destination offset of byte `at` of a piece's place, or the end of the destination if
  * `at` is behind all requested bytes. */
-static size_t goes_to(const mls_stored_shard *shard, const filling *f, size_t at)
+static size_t destination_of(const mls_stored_shard *shard, const zero_fill *f, size_t at)
 {
     const size_t element = mls_stored_element(shard, at / shard->item_bytes);
     const size_t to = f->from + (element - f->first) * shard->item_bytes;
@@ -110,8 +111,8 @@ static size_t goes_to(const mls_stored_shard *shard, const filling *f, size_t at
 /* Divide a piece into spans, at multiples of the span size from the start of the place,
  * so that no block belongs to two spans. Zeros that are already in memory are not
  * divided. Zeros between two spans are filled by the earlier span. */
-static mls_code plan_piece(mls_read_plan *plan, const mls_read_range *piece,
-                           const filling *zeros, mls_status *st)
+static mls_code plan_spans(mls_read_plan *plan, const mls_read_range *piece,
+                           const zero_fill *zeros, mls_status *st)
 {
     const mls_stored_shard *shard = piece->shard;
     size_t bytes;
@@ -132,9 +133,10 @@ static mls_code plan_piece(mls_read_plan *plan, const mls_read_range *piece,
             fills ? MLS_SAFETENSORS_BLOCK : SPAN; /* zeros are written too */
         const size_t left = range.end - from, room = most - from % most;
         const size_t length = left < room || piece->data == NULL ? left : room;
-        const size_t until = !fills           ? 0
-                             : length == left ? zeros->end
-                                              : goes_to(shard, zeros, from + length);
+        const size_t until = !fills ? 0
+                             : length == left
+                                 ? zeros->end
+                                 : destination_of(shard, zeros, from + length);
         const mls_read_span next = {.piece = piece,
                                     .from = from,
                                     .end = from + length,
@@ -143,7 +145,7 @@ static mls_code plan_piece(mls_read_plan *plan, const mls_read_range *piece,
                                     .zeros_from = filled,
                                     .zeros_end = until,
                                     .file = shard->file == NULL ? "" : shard->file,
-                                    .at = shard->offset + place_of(shard, from)};
+                                    .at = shard->offset + stored_offset(shard, from)};
         const mls_code code = add_span(plan, next, st);
         if (code != MLS_OK) {
             return mls_stored_blame(shard, st);
@@ -186,7 +188,7 @@ static int compare_files(const void *a, const void *b)
 /* Return whether the spans of each file are consecutive and in ascending order. Then the
  * order of the pieces is kept, which is the best order: destinations are allocated in it.
  * Uses `order` as scratch space for the first span of each file. */
-static bool lie_together(mls_read_plan *plan)
+static bool are_spans_sorted(mls_read_plan *plan)
 {
     size_t files = 0;
     for (size_t i = 0; i < plan->count; i++) {
@@ -209,7 +211,7 @@ static bool lie_together(mls_read_plan *plan)
 /* Sort the spans by file. They are usually in order already. */
 static void sort_spans(mls_read_plan *plan)
 {
-    const bool sorted = lie_together(plan);
+    const bool sorted = are_spans_sorted(plan);
     for (size_t i = 0; i < plan->count; i++) {
         plan->order[i] = &plan->spans[i];
     }
@@ -219,7 +221,7 @@ static void sort_spans(mls_read_plan *plan)
 }
 
 /* Group neighbours until their cost exceeds one full span. */
-static void cut_tasks(mls_read_plan *plan)
+static void group_tasks(mls_read_plan *plan)
 {
     uint64_t cost = 0;
     for (size_t i = 0; i < plan->count; i++) {
@@ -235,7 +237,7 @@ static void cut_tasks(mls_read_plan *plan)
 
 /* Group consecutive tasks of one file. The cost of a work queue is limited, so that
  * threads do not wait for destinations or for each other. */
-static void cut_stretches(mls_read_plan *plan)
+static void group_stretches(mls_read_plan *plan)
 {
     uint64_t cost = 0;
     for (size_t i = 0; i < plan->task_count; i++) {
@@ -260,11 +262,11 @@ mls_code mls_read_plan_make(mls_read_plan *plan, const mls_read_range *pieces,
     *planned = 0;
     while (*planned < count) {
         const mls_read_range *piece = &pieces[*planned];
-        filling zeros = {0};
+        zero_fill zeros = {0};
         if (*planned + 1 < count) {
-            zeros = zeros_between(piece, piece + 1);
+            zeros = find_zero_fill(piece, piece + 1);
         }
-        code = plan_piece(plan, piece, &zeros, st);
+        code = plan_spans(plan, piece, &zeros, st);
         if (code != MLS_OK) {
             break;
         }
@@ -281,8 +283,8 @@ mls_code mls_read_plan_make(mls_read_plan *plan, const mls_read_range *pieces,
         return mls_fail(st, MLS_E_MEMORY, "no memory to read %zu parts", plan->count);
     }
     sort_spans(plan);
-    cut_tasks(plan);
-    cut_stretches(plan);
+    group_tasks(plan);
+    group_stretches(plan);
     return code;
 }
 

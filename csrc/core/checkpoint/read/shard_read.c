@@ -46,18 +46,18 @@ typedef struct reading {
     mls_status status;    /* why `failed` failed, or that the read was stopped */
     mls_watermark made; /* number of pieces that have their `data`, if there is a maker */
     bool unmade;        /* the maker failed */
-} reading;
+} read_state;
 
 /* State of one thread: its open file and buffers. */
 typedef struct worker {
-    reading *shared;
+    read_state *shared;
     const char *file; /* name of the open file, or NULL */
     int fd;
     uint64_t file_bytes;
     unsigned char *buffer; /* STEP + ALIAS bytes; NULL until needed */
     mls_compressed_frame_room frames;
     uint64_t done; /* bytes of the current task that reached their destination */
-} worker;
+} read_worker;
 
 /* ---- runs of a span, in bytes ---- */
 
@@ -77,7 +77,7 @@ typedef struct run_reader {
 } run_reader;
 
 /* Fill the destination with zeros up to byte `end`. */
-static void fill_up_to(run_reader *r, size_t end)
+static void fill_zeros_to(run_reader *r, size_t end)
 {
     if (r->filled < end) {
         memset(r->span->piece->data + r->filled, 0, end - r->filled);
@@ -86,14 +86,14 @@ static void fill_up_to(run_reader *r, size_t end)
 }
 
 /* Make `next` the current run. Zeros that are already in memory have no destination. */
-static void take_run(run_reader *r, const mls_stored_run *next)
+static void set_run(run_reader *r, const mls_stored_run *next)
 {
     unsigned char *data = r->span->piece->data;
     r->now.at = next->at;
     r->now.left = next->count;
     r->now.to = data == NULL ? NULL : data + next->to;
     if (r->filled < r->span->zeros_end) {
-        fill_up_to(r, next->to);
+        fill_zeros_to(r, next->to);
         r->filled = next->to + next->count;
     }
 }
@@ -103,10 +103,10 @@ static void next_run(run_reader *r)
 {
     mls_stored_run next;
     if (r->span->to == SIZE_MAX && mls_stored_runs_next(&r->runs, &next)) {
-        take_run(r, &next);
+        set_run(r, &next);
     } else {
         r->now.left = 0;
-        fill_up_to(r, r->span->zeros_end);
+        fill_zeros_to(r, r->span->zeros_end);
     }
 }
 
@@ -117,7 +117,7 @@ static void start_runs(run_reader *r, const mls_read_span *s)
     r->filled = s->zeros_from;
     r->zeros = 0;
     if (s->to != SIZE_MAX) {
-        take_run(r, &(mls_stored_run){s->from, s->end - s->from, s->to});
+        set_run(r, &(mls_stored_run){s->from, s->end - s->from, s->to});
     } else {
         mls_stored_runs_init(&r->runs, s->piece->shard, s->piece->to, s->from, s->end);
         next_run(r);
@@ -125,7 +125,7 @@ static void start_runs(run_reader *r, const mls_read_span *s)
 }
 
 /* Mark `bytes` of the current run as done; continue with the next run at its end. */
-static void advance(run_reader *r, size_t bytes)
+static void advance_run(run_reader *r, size_t bytes)
 {
     r->now.at += bytes;
     r->now.to = r->now.to == NULL ? NULL : r->now.to + bytes;
@@ -138,7 +138,7 @@ static void advance(run_reader *r, size_t bytes)
 /* ---- files ---- */
 
 /* The common error for anything except a regular file. */
-static mls_code not_regular(const char *what, mls_status *st)
+static mls_code fail_not_regular(const char *what, mls_status *st)
 {
     mls_fail(st, MLS_E_FORMAT, "not a regular file but %s", what);
     mls_status_expected(st, "a regular file");
@@ -148,16 +148,16 @@ static mls_code not_regular(const char *what, mls_status *st)
 
 /* Explain a failed openat. Symbolic links are not followed: shards are stored in this
  * folder. */
-static mls_code cannot_open(int reason, mls_status *st)
+static mls_code fail_open(int reason, mls_status *st)
 {
     if (reason == ELOOP || reason == EMLINK) {
-        return not_regular("a symbolic link", st);
+        return fail_not_regular("a symbolic link", st);
     }
-    return reason == ENXIO ? not_regular("a socket", st)
+    return reason == ENXIO ? fail_not_regular("a socket", st)
                            : mls_fail_os(st, reason, "cannot open the file");
 }
 
-static void close_file(worker *w)
+static void close_file(read_worker *w)
 {
     if (w->file != NULL) {
         (void)close(w->fd);
@@ -166,7 +166,7 @@ static void close_file(worker *w)
 }
 
 /* Open `name`, unless it is open already. */
-static mls_code open_file(worker *w, const char *name, mls_status *st)
+static mls_code open_file(read_worker *w, const char *name, mls_status *st)
 {
     struct stat info;
     if (w->file != NULL && (w->file == name || strcmp(w->file, name) == 0)) {
@@ -177,12 +177,12 @@ static mls_code open_file(worker *w, const char *name, mls_status *st)
     const int fd = openat(w->shared->request.folder, name,
                           O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
     if (fd < 0) {
-        return cannot_open(errno, st);
+        return fail_open(errno, st);
     }
     if (fstat(fd, &info) != 0) {
         mls_fail_os(st, errno, "cannot examine the file");
     } else if (!S_ISREG(info.st_mode) || info.st_size < 0) {
-        not_regular(S_ISDIR(info.st_mode) ? "a folder" : "a FIFO or device", st);
+        fail_not_regular(S_ISDIR(info.st_mode) ? "a folder" : "a FIFO or device", st);
     } else {
         w->fd = fd;
         w->file = name;
@@ -195,7 +195,7 @@ static mls_code open_file(worker *w, const char *name, mls_status *st)
 
 /* A file with a different length is not the file that was written, so it is refused
  * before it is read. */
-static mls_code open_shard(worker *w, const mls_stored_shard *shard, mls_status *st)
+static mls_code open_shard(read_worker *w, const mls_stored_shard *shard, mls_status *st)
 {
     const mls_code code = open_file(w, shard->file, st);
     if (code != MLS_OK || w->file_bytes == shard->file_bytes) {
@@ -224,7 +224,8 @@ static bool copies_slowly(const unsigned char *to, uint64_t offset)
 /* Return STEP bytes of the thread's buffer for bytes at `offset` of a file. The address
  * is half of ALIAS away from the offset, so that copies into and out of the buffer are
  * fast. */
-static mls_code borrow(worker *w, uint64_t offset, unsigned char **out, mls_status *st)
+static mls_code borrow_buffer(read_worker *w, uint64_t offset, unsigned char **out,
+                              mls_status *st)
 {
     if (w->buffer == NULL) {
         w->buffer = mls_realloc(NULL, STEP + ALIAS, 1);
@@ -241,15 +242,15 @@ static mls_code borrow(worker *w, uint64_t offset, unsigned char **out, mls_stat
 
 /* Copy the requested bytes of a buffer to their destinations. `data` contains bytes `at`
  * .. `at + bytes` of the shard. */
-static void scatter(worker *w, run_reader *r, const unsigned char *data, size_t at,
-                    size_t bytes)
+static void scatter_bytes(read_worker *w, run_reader *r, const unsigned char *data,
+                          size_t at, size_t bytes)
 {
     while (r->now.left > 0 && r->now.at < at + bytes) {
         const size_t room = at + bytes - r->now.at;
         const size_t length = r->now.left < room ? r->now.left : room;
         memcpy(r->now.to, data + (r->now.at - at), length);
         w->done += length;
-        advance(r, length);
+        advance_run(r, length);
     }
 }
 
@@ -257,7 +258,7 @@ static void scatter(worker *w, run_reader *r, const unsigned char *data, size_t 
 
 /* End of the runs to read together with the current one: short runs with small gaps. The
  * lookahead uses a copy of the iterator and fills no zeros. */
-static size_t end_together(const run_reader *r)
+static size_t find_group_end(const run_reader *r)
 {
     run_reader ahead = *r;
     const size_t start = r->now.at;
@@ -265,7 +266,7 @@ static size_t end_together(const run_reader *r)
     ahead.filled = SIZE_MAX;
     do {
         end = ahead.now.at + ahead.now.left;
-        advance(&ahead, ahead.now.left);
+        advance_run(&ahead, ahead.now.left);
     } while (ahead.now.left > 0 && ahead.now.left < DIRECT && ahead.now.at - end <= GAP &&
              ahead.now.at + ahead.now.left - start <= STEP);
     return end;
@@ -275,25 +276,25 @@ static size_t end_together(const run_reader *r)
  * through a buffer that stays in the cache. Long runs are read in steps, because systems
  * read ahead further, and into larger pages, for many short calls than for a single long
  * one. */
-static mls_code read_plain(worker *w, run_reader *r, mls_status *st)
+static mls_code read_plain(read_worker *w, run_reader *r, mls_status *st)
 {
     mls_code code = MLS_OK;
     while (code == MLS_OK && r->now.left > 0) {
         const size_t at = r->now.at;
         const uint64_t offset = r->span->piece->shard->offset + at;
         const size_t alone = at + (r->now.left < STEP ? r->now.left : STEP);
-        const size_t end = r->now.left < DIRECT ? end_together(r) : alone;
+        const size_t end = r->now.left < DIRECT ? find_group_end(r) : alone;
         const bool straight = end == alone && !copies_slowly(r->now.to, offset);
         unsigned char *to = r->now.to;
-        code = straight ? MLS_OK : borrow(w, offset, &to, st);
+        code = straight ? MLS_OK : borrow_buffer(w, offset, &to, st);
         if (code == MLS_OK) {
             code = mls_file_read_at(w->fd, to, end - at, offset, st);
         }
         if (code == MLS_OK && straight) {
             w->done += end - at;
-            advance(r, end - at);
+            advance_run(r, end - at);
         } else if (code == MLS_OK) {
-            scatter(w, r, to, at, end - at);
+            scatter_bytes(w, r, to, at, end - at);
         }
     }
     return code;
@@ -303,14 +304,14 @@ static mls_code read_plain(worker *w, run_reader *r, mls_status *st)
 
 /* Read `bytes` of a block, add them to its checksum, and deliver the requested ones:
  * directly if the step lies within one run. */
-static mls_code read_step(worker *w, run_reader *r, size_t at, size_t bytes,
+static mls_code read_step(read_worker *w, run_reader *r, size_t at, size_t bytes,
                           uint32_t *crc, mls_status *st)
 {
     const uint64_t offset = r->span->piece->shard->offset + at;
     const bool straight =
         r->now.at == at && r->now.left >= bytes && !copies_slowly(r->now.to, offset);
     unsigned char *to = r->now.to;
-    mls_code code = straight ? MLS_OK : borrow(w, offset, &to, st);
+    mls_code code = straight ? MLS_OK : borrow_buffer(w, offset, &to, st);
     if (code == MLS_OK) {
         code = mls_file_read_at(w->fd, to, bytes, offset, st);
     }
@@ -320,15 +321,15 @@ static mls_code read_step(worker *w, run_reader *r, size_t at, size_t bytes,
     *crc = w->shared->request.crc->update(*crc, to, bytes);
     if (straight) {
         w->done += bytes;
-        advance(r, bytes);
+        advance_run(r, bytes);
     } else {
-        scatter(w, r, to, at, bytes);
+        scatter_bytes(w, r, to, at, bytes);
     }
     return MLS_OK;
 }
 
 /* Read all blocks of a span that contain requested bytes; others are skipped. */
-static mls_code read_verified(worker *w, run_reader *r, mls_status *st)
+static mls_code read_verified(read_worker *w, run_reader *r, mls_status *st)
 {
     const mls_stored_shard *shard = r->span->piece->shard;
     size_t bytes = 0;
@@ -357,7 +358,7 @@ static mls_code read_verified(worker *w, run_reader *r, mls_status *st)
 /* ---- compressed: whole frames ---- */
 
 /* Read all runs of a span, frame by frame; frames without requested bytes are skipped. */
-static mls_code read_coded(worker *w, run_reader *r, mls_status *st)
+static mls_code read_compressed(read_worker *w, run_reader *r, mls_status *st)
 {
     const mls_stored_shard *shard = r->span->piece->shard;
     const size_t last = mls_compressed_frames_count(shard->frames->bytes) - 1;
@@ -376,8 +377,8 @@ static mls_code read_coded(worker *w, run_reader *r, mls_status *st)
         if (code != MLS_OK) {
             return code;
         }
-        scatter(w, r, data, number * MLS_FRAME_BYTES,
-                mls_compressed_frame_bytes(shard->frames, number));
+        scatter_bytes(w, r, data, number * MLS_FRAME_BYTES,
+                      mls_compressed_frame_bytes(shard->frames, number));
     }
     return MLS_OK;
 }
@@ -385,14 +386,14 @@ static mls_code read_coded(worker *w, run_reader *r, mls_status *st)
 /* ---- zeros that were not stored ---- */
 
 /* Fill all runs of a span of zeros. */
-static void fill_zeros(worker *w, run_reader *r)
+static void fill_zeros(read_worker *w, run_reader *r)
 {
     while (r->now.left > 0) {
         if (r->now.to != NULL) {
             memset(r->now.to, 0, r->now.left);
         }
         w->done += r->now.left;
-        advance(r, r->now.left);
+        advance_run(r, r->now.left);
     }
 }
 
@@ -402,7 +403,8 @@ static void fill_zeros(worker *w, run_reader *r)
  * independent of the number of threads. So spans before a failed one are still read. */
 
 /* Record the failure of a span, unless an earlier span failed or the read was stopped. */
-static void record(reading *shared, const mls_read_span *s, const mls_status *st)
+static void record_failure(read_state *shared, const mls_read_span *s,
+                           const mls_status *st)
 {
     const size_t index = (size_t)(s - shared->plan.spans);
     pthread_mutex_lock(&shared->lock);
@@ -414,7 +416,7 @@ static void record(reading *shared, const mls_read_span *s, const mls_status *st
 }
 
 /* A stop requested by the caller replaces any failure. */
-static void record_stop(reading *shared, const mls_read_span *s)
+static void record_stop(read_state *shared, const mls_read_span *s)
 {
     pthread_mutex_lock(&shared->lock);
     if (!atomic_load(&shared->stopped)) {
@@ -427,7 +429,7 @@ static void record_stop(reading *shared, const mls_read_span *s)
 }
 
 /* Read one span of a task. */
-static void read_span(worker *w, const mls_read_span *s)
+static void read_span(read_worker *w, const mls_read_span *s)
 {
     mls_status st;
     run_reader r;
@@ -443,7 +445,7 @@ static void read_span(worker *w, const mls_read_span *s)
     }
     mls_code code = open_shard(w, s->piece->shard, &st);
     if (code == MLS_OK) {
-        code = s->piece->shard->frames != NULL  ? read_coded(w, &r, &st)
+        code = s->piece->shard->frames != NULL  ? read_compressed(w, &r, &st)
                : w->shared->request.crc == NULL ? read_plain(w, &r, &st)
                                                 : read_verified(w, &r, &st);
     }
@@ -452,14 +454,14 @@ static void read_span(worker *w, const mls_read_span *s)
         record_stop(w->shared, s); /* a codec was interrupted, so the whole read stops */
     } else if (code != MLS_OK) {
         (void)mls_stored_blame(s->piece->shard, &st);
-        record(w->shared, s, &st);
+        record_failure(w->shared, s, &st);
     }
 }
 
 /* Return whether a span is one run that can be read directly into its destination (if it
  * is long, without a slow copy). With verification it must also be a whole shard of at
  * most one block. */
-static bool goes_straight(const mls_read_span *s, bool verified)
+static bool is_direct(const mls_read_span *s, bool verified)
 {
     const mls_stored_shard *shard = s->piece->shard;
     size_t bytes;
@@ -474,7 +476,7 @@ static bool goes_straight(const mls_read_span *s, bool verified)
 
 /* Number of spans from `order[first]` on, before `order[end]`, that are adjacent in their
  * file and short enough for one call and the cache. */
-static size_t neighbours(const reading *shared, size_t first, size_t end)
+static size_t count_neighbours(const read_state *shared, size_t first, size_t end)
 {
     const char *file = shared->plan.order[first]->file;
     uint64_t at = shared->plan.order[first]->at;
@@ -482,8 +484,7 @@ static size_t neighbours(const reading *shared, size_t first, size_t end)
     for (size_t left = STEP; first + count < end && count < PARTS; count++) {
         const mls_read_span *s = shared->plan.order[first + count];
         const size_t length = s->end - s->from;
-        if (s->at != at || length > left ||
-            !goes_straight(s, shared->request.crc != NULL) ||
+        if (s->at != at || length > left || !is_direct(s, shared->request.crc != NULL) ||
             (s->file != file && strcmp(s->file, file) != 0)) {
             break;
         }
@@ -495,7 +496,8 @@ static size_t neighbours(const reading *shared, size_t first, size_t end)
 
 /* Read adjacent spans with one call, and verify them. Returns false after any failure:
  * the caller then reads each span separately, which reports the failing one. */
-static bool read_neighbours(worker *w, const mls_read_span *const *spans, size_t count)
+static bool read_neighbours(read_worker *w, const mls_read_span *const *spans,
+                            size_t count)
 {
     struct iovec parts[PARTS];
     const mls_crc_kernels *crc = w->shared->request.crc;
@@ -526,7 +528,7 @@ static bool read_neighbours(worker *w, const mls_read_span *const *spans, size_t
 
 /* Return whether a span must still be read: not after a stop, and not behind a failed
  * span. */
-static bool is_wanted(const reading *shared, const mls_read_span *s)
+static bool is_wanted(const read_state *shared, const mls_read_span *s)
 {
     return (size_t)(s - shared->plan.spans) <
                atomic_load_explicit(&shared->failed, memory_order_relaxed) &&
@@ -535,9 +537,9 @@ static bool is_wanted(const reading *shared, const mls_read_span *s)
 
 /* Run the maker while other threads read into the buffers that already exist. At the end
  * no thread waits any more. If the maker failed, no further span is started. */
-static void make_places(void *context)
+static void make_destinations(void *context)
 {
-    reading *shared = context;
+    read_state *shared = context;
     if (shared->request.maker == NULL) {
         return;
     }
@@ -550,7 +552,7 @@ static void make_places(void *context)
 }
 
 /* Wait until spans `first` .. `end` have destinations. */
-static void wait_for_places(reading *shared, size_t first, size_t end)
+static void wait_for_destinations(read_state *shared, size_t first, size_t end)
 {
     size_t last = 0;
     for (size_t i = first; i < end; i++) {
@@ -562,16 +564,17 @@ static void wait_for_places(reading *shared, size_t first, size_t end)
 }
 
 /* Read all spans of a task, adjacent ones together. */
-static void read_task(worker *w, size_t index)
+static void read_task(read_worker *w, size_t index)
 {
-    reading *shared = w->shared;
+    read_state *shared = w->shared;
     const size_t end = shared->plan.tasks[index + 1];
     if (shared->request.maker != NULL) {
-        wait_for_places(shared, shared->plan.tasks[index], end);
+        wait_for_destinations(shared, shared->plan.tasks[index], end);
     }
     for (size_t i = shared->plan.tasks[index]; i < end;) {
         const mls_read_span *const *spans = shared->plan.order + i;
-        const size_t count = neighbours(shared, i, end), all = count < 1 ? 1 : count;
+        const size_t count = count_neighbours(shared, i, end),
+                     all = count < 1 ? 1 : count;
         if (count < 2 || !is_wanted(shared, *spans) ||
             !read_neighbours(w, spans, count)) {
             for (size_t j = 0; j < all; j++) {
@@ -592,10 +595,10 @@ static void read_task(worker *w, size_t index)
 
 /* Thread function: run tasks until none are left. The file stays open between tasks,
  * since the system keeps its read-ahead state for each open file. */
-static void read_along(void *context, size_t index)
+static void read_tasks(void *context, size_t index)
 {
-    reading *shared = context;
-    worker w = {.shared = shared, .fd = -1};
+    read_state *shared = context;
+    read_worker w = {.shared = shared, .fd = -1};
     size_t stretch = SIZE_MAX, task;
     (void)index;
     while (mls_work_queues_take(&shared->stretches, &stretch, &task)) {
@@ -606,7 +609,7 @@ static void read_along(void *context, size_t index)
     mls_compressed_frame_room_fini(&w.frames);
 }
 
-static void reading_fini(reading *shared)
+static void reading_fini(read_state *shared)
 {
     mls_work_queues_fini(&shared->stretches);
     mls_read_plan_fini(&shared->plan);
@@ -619,7 +622,7 @@ static void reading_fini(reading *shared)
 mls_code mls_shards_read(const mls_read_request *request, size_t *failed, mls_status *st)
 {
     size_t planned;
-    reading shared = {.request = *request};
+    read_state shared = {.request = *request};
     mls_pool *pool = request->pool;
     mls_watermark_init(&shared.made);
     pthread_mutex_init(&shared.lock, NULL);
@@ -636,7 +639,7 @@ mls_code mls_shards_read(const mls_read_request *request, size_t *failed, mls_st
     if (code != MLS_E_MEMORY) {
         const bool alone = pool == NULL || plan->cost < SHARED_BYTES;
         const size_t threads = alone ? 1 : mls_pool_threads(pool);
-        mls_pool_run_beside(alone ? NULL : pool, make_places, read_along, &shared,
+        mls_pool_run_beside(alone ? NULL : pool, make_destinations, read_tasks, &shared,
                             threads < plan->task_count ? threads : plan->task_count);
     }
     const size_t first = atomic_load(&shared.failed);

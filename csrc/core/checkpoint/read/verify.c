@@ -80,7 +80,7 @@ static mls_layer place_of(const verifier *v, size_t number)
 /* ---- the list of problems ---- */
 
 /* Record that verification cannot continue: no memory, or stopped by the caller. */
-static void give_up(verifier *v, mls_code code)
+static void set_failure(verifier *v, mls_code code)
 {
     pthread_mutex_lock(&v->lock);
     v->code = v->code == MLS_OK ? code : v->code;
@@ -88,7 +88,7 @@ static void give_up(verifier *v, mls_code code)
 }
 
 /* Checked between blocks, so that a stop takes effect within one block. */
-static bool gave_up(verifier *v)
+static bool has_failed(verifier *v)
 {
     pthread_mutex_lock(&v->lock);
     const bool result = v->code != MLS_OK;
@@ -98,7 +98,7 @@ static bool gave_up(verifier *v)
 
 /* Add a copy of `problem`; requires the lock. The list is limited: an empty pool would
  * otherwise produce a problem for each of a million files. */
-static void append(verifier *v, const mls_problem *problem)
+static void append_problem(verifier *v, const mls_problem *problem)
 {
     mls_problems *found = &v->found;
     if (found->count == MLS_PROBLEMS_MOST) {
@@ -118,14 +118,14 @@ static void append(verifier *v, const mls_problem *problem)
 }
 
 /* Create a problem and add it to the list. */
-static void add(verifier *v, mls_problem_kind kind, size_t file, size_t shard,
-                uint64_t offset, uint64_t bytes, const char *text)
+static void add_problem(verifier *v, mls_problem_kind kind, size_t file, size_t shard,
+                        uint64_t offset, uint64_t bytes, const char *text)
 {
     mls_problem problem = {
         .kind = kind, .file = file, .shard = shard, .offset = offset, .bytes = bytes};
     snprintf(problem.text, sizeof problem.text, "%s", text);
     pthread_mutex_lock(&v->lock);
-    append(v, &problem);
+    append_problem(v, &problem);
     pthread_mutex_unlock(&v->lock);
 }
 
@@ -139,13 +139,13 @@ static int compare_problems(const void *a, const void *b)
 }
 
 /* Report progress, and count the bytes read. */
-static void report(verifier *v, uint64_t bytes)
+static void report_progress(verifier *v, uint64_t bytes)
 {
     pthread_mutex_lock(&v->lock);
     v->found.bytes_read += bytes;
     pthread_mutex_unlock(&v->lock);
     if (v->progress != NULL && !v->progress->report(v->progress->context, bytes)) {
-        give_up(v, MLS_E_STOPPED);
+        set_failure(v, MLS_E_STOPPED);
     }
 }
 
@@ -167,15 +167,15 @@ static bool open_file(verifier *v, size_t file, bool tell, int *fd)
     }
     if (tell && code == MLS_OK) {
         const bool cut = length < record->bytes;
-        add(v, MLS_PROBLEM_LENGTH, file, SIZE_MAX, cut ? length : record->bytes,
-            cut ? record->bytes - length : length - record->bytes,
-            cut ? "the file is cut off" : "the file is longer than it was");
+        add_problem(v, MLS_PROBLEM_LENGTH, file, SIZE_MAX, cut ? length : record->bytes,
+                    cut ? record->bytes - length : length - record->bytes,
+                    cut ? "the file is cut off" : "the file is longer than it was");
     } else if (tell) {
-        add(v,
-            st.code == MLS_E_FORMAT || st.os_error == EISDIR ? MLS_PROBLEM_FOREIGN
-            : st.os_error == ENOENT                          ? MLS_PROBLEM_MISSING
-                                                             : MLS_PROBLEM_UNREADABLE,
-            file, SIZE_MAX, 0, record->bytes, st.text);
+        add_problem(v,
+                    st.code == MLS_E_FORMAT || st.os_error == EISDIR ? MLS_PROBLEM_FOREIGN
+                    : st.os_error == ENOENT                          ? MLS_PROBLEM_MISSING
+                                            : MLS_PROBLEM_UNREADABLE,
+                    file, SIZE_MAX, 0, record->bytes, st.text);
     }
     return false;
 }
@@ -183,7 +183,8 @@ static bool open_file(verifier *v, size_t file, bool tell, int *fd)
 /* Return whether the header lists all places of its file as recorded; place `first` in
  * `order` is the first of them. In a file, a layer of rows or a compressed layer is an
  * array of bytes. A full, uncompressed layer was a plain shard when it was written. */
-static bool header_agrees(const verifier *v, const mls_safetensors *header, size_t first)
+static bool is_header_recorded(const verifier *v, const mls_safetensors *header,
+                               size_t first)
 {
     const size_t file = place_of(v, first).file;
     for (size_t i = first; i < v->spots; i++) {
@@ -284,7 +285,7 @@ static mls_code check_header(verifier *v, int fd, size_t first, mls_status *st)
     unsigned char *head = NULL;
     mls_safetensors header = {0};
     mls_code code = read_header(fd, place.offset, record, v->crc, &head, &header, st);
-    if (code == MLS_OK && !header_agrees(v, &header, first)) {
+    if (code == MLS_OK && !is_header_recorded(v, &header, first)) {
         code = mls_fail(st, MLS_E_VALUE, "it is another file than was written");
     }
     mls_safetensors_fini(&header);
@@ -305,15 +306,15 @@ static void verify_file(verifier *v, size_t first)
     const mls_code code = check_header(v, fd, first, &st);
     (void)close(fd);
     if (code == MLS_E_MEMORY) {
-        give_up(v, code);
+        set_failure(v, code);
     } else if (code != MLS_OK) {
-        add(v,
-            code == MLS_E_VALUE ? MLS_PROBLEM_FOREIGN
-            : code == MLS_E_IO  ? MLS_PROBLEM_UNREADABLE
-                                : MLS_PROBLEM_HEADER,
-            place.file, SIZE_MAX, 0, place.offset, st.text);
+        add_problem(v,
+                    code == MLS_E_VALUE ? MLS_PROBLEM_FOREIGN
+                    : code == MLS_E_IO  ? MLS_PROBLEM_UNREADABLE
+                                        : MLS_PROBLEM_HEADER,
+                    place.file, SIZE_MAX, 0, place.offset, st.text);
     }
-    report(v, place.offset);
+    report_progress(v, place.offset);
 }
 
 /* ---- bytes ---- */
@@ -327,12 +328,12 @@ static void add_altered(verifier *v, const spot *s, size_t file, uint64_t at,
     const mls_layers *layers = v->index->shards[s->shard].layers;
     char text[120];
     if (layers == NULL) {
-        add(v, MLS_PROBLEM_ALTERED, file, s->shard, at, length, what);
+        add_problem(v, MLS_PROBLEM_ALTERED, file, s->shard, at, length, what);
         return;
     }
     snprintf(text, sizeof text, "%s, in layer %zu of %zu", what, s->layer + 1,
              layers->count);
-    add(v, MLS_PROBLEM_ALTERED, file, s->shard, at, length, text);
+    add_problem(v, MLS_PROBLEM_ALTERED, file, s->shard, at, length, text);
 }
 
 /* Verify one block of a place. A block is the smallest range that a checksum can identify
@@ -349,7 +350,8 @@ static void verify_block(verifier *v, int fd, size_t number, size_t start,
     for (size_t done = 0; done < length;) {
         const size_t step = length - done < STEP ? length - done : STEP;
         if (mls_file_read_at(fd, buffer, step, at + done, &st) != MLS_OK) {
-            add(v, st.code == MLS_E_IO ? MLS_PROBLEM_UNREADABLE : MLS_PROBLEM_LENGTH,
+            add_problem(
+                v, st.code == MLS_E_IO ? MLS_PROBLEM_UNREADABLE : MLS_PROBLEM_LENGTH,
                 place.file, v->order[number].shard, at + done, length - done, st.text);
             return;
         }
@@ -360,12 +362,12 @@ static void verify_block(verifier *v, int fd, size_t number, size_t start,
     if (crc != place.crcs[start / MLS_SAFETENSORS_BLOCK]) {
         add_altered(v, &v->order[number], place.file, at, length);
     }
-    report(v, length);
+    report_progress(v, length);
 }
 
 /* Number of places, at most `most` from `first` on, that are adjacent and fit the buffer;
  * `*bytes` is their total size. */
-static size_t adjacent(const verifier *v, size_t first, size_t most, size_t *bytes)
+static size_t count_adjacent(const verifier *v, size_t first, size_t most, size_t *bytes)
 {
     const uint64_t start = place_of(v, first).offset;
     size_t count = 0;
@@ -399,7 +401,7 @@ static bool verify_adjacent(verifier *v, int fd, size_t first, size_t count, siz
         }
         data += place.bytes;
     }
-    report(v, bytes);
+    report_progress(v, bytes);
     return true;
 }
 
@@ -409,7 +411,7 @@ static void verify_place(verifier *v, int fd, size_t number, size_t start,
 {
     const size_t bytes = place_of(v, number).bytes;
     const size_t end = bytes - start > PART ? start + PART : bytes;
-    for (size_t at = start; at < end && !gave_up(v); at += MLS_SAFETENSORS_BLOCK) {
+    for (size_t at = start; at < end && !has_failed(v); at += MLS_SAFETENSORS_BLOCK) {
         verify_block(v, fd, number, at, buffer);
     }
 }
@@ -420,14 +422,14 @@ static void verify_places(verifier *v, const task *t)
     int fd;
     unsigned char *buffer = mls_alloc(STEP, 1);
     if (buffer == NULL) {
-        give_up(v, MLS_E_MEMORY);
+        set_failure(v, MLS_E_MEMORY);
         return;
     }
     if (open_file(v, place_of(v, t->first).file, false, &fd)) {
-        for (size_t i = 0; i < t->count && !gave_up(v);) {
+        for (size_t i = 0; i < t->count && !has_failed(v);) {
             size_t bytes = 0;
             const size_t first = t->first + i;
-            const size_t count = adjacent(v, first, t->count - i, &bytes);
+            const size_t count = count_adjacent(v, first, t->count - i, &bytes);
             if (count < 2 || !verify_adjacent(v, fd, first, count, bytes, buffer)) {
                 verify_place(v, fd, first, t->start, buffer);
                 i += 1;
@@ -445,7 +447,7 @@ static void verify_task(void *context, size_t index)
 {
     verifier *v = context;
     const task *t = &v->tasks[index];
-    if (gave_up(v)) {
+    if (has_failed(v)) {
         return;
     }
     if (t->count == 0) {

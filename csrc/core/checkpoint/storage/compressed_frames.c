@@ -65,8 +65,8 @@ bool mls_compressed_frames_read(mls_compressed_frames *frames, mls_str text)
 #endif
 
 /* Move byte b of every element to plane b. `item` is a constant at each call. */
-static inline void apart(const unsigned char *restrict from, size_t count, size_t item,
-                         unsigned char *restrict to)
+static inline void shuffle_items(const unsigned char *restrict from, size_t count,
+                                 size_t item, unsigned char *restrict to)
 {
     for (size_t i = 0; i < count; i++) {
         for (size_t b = 0; b < item; b++) {
@@ -76,23 +76,23 @@ static inline void apart(const unsigned char *restrict from, size_t count, size_
 }
 
 /* One specialized loop for each element size. */
-static void put_apart(const unsigned char *from, size_t bytes, size_t item,
-                      unsigned char *to)
+static void shuffle_bytes(const unsigned char *from, size_t bytes, size_t item,
+                          unsigned char *to)
 {
     if (item == 2) {
-        apart(from, bytes / 2, 2, to);
+        shuffle_items(from, bytes / 2, 2, to);
     } else if (item == 4) {
-        apart(from, bytes / 4, 4, to);
+        shuffle_items(from, bytes / 4, 4, to);
     } else {
-        apart(from, bytes / 8, 8, to);
+        shuffle_items(from, bytes / 8, 8, to);
     }
 }
 
 #if !defined(_WIN32)
 
-/* The inverse of `apart`. */
-static inline void together(const unsigned char *restrict from, size_t count, size_t item,
-                            unsigned char *restrict to)
+/* The inverse of `shuffle_items`. */
+static inline void unshuffle_items(const unsigned char *restrict from, size_t count,
+                                   size_t item, unsigned char *restrict to)
 {
     for (size_t i = 0; i < count; i++) {
         for (size_t b = 0; b < item; b++) {
@@ -101,16 +101,16 @@ static inline void together(const unsigned char *restrict from, size_t count, si
     }
 }
 
-/* The inverse of `put_apart`. */
-static void put_together(const unsigned char *from, size_t bytes, size_t item,
-                         unsigned char *to)
+/* The inverse of `shuffle_bytes`. */
+static void unshuffle_bytes(const unsigned char *from, size_t bytes, size_t item,
+                            unsigned char *to)
 {
     if (item == 2) {
-        together(from, bytes / 2, 2, to);
+        unshuffle_items(from, bytes / 2, 2, to);
     } else if (item == 4) {
-        together(from, bytes / 4, 4, to);
+        unshuffle_items(from, bytes / 4, 4, to);
     } else {
-        together(from, bytes / 8, 8, to);
+        unshuffle_items(from, bytes / 8, 8, to);
     }
 }
 
@@ -129,7 +129,7 @@ mls_code mls_compressed_frame_encode(const mls_codecs *codecs, mls_codec codec,
 {
     size_t coded = 0;
     if (item > 1) {
-        put_apart(from, bytes, item, apart);
+        shuffle_bytes(from, bytes, item, apart);
     } else {
         memcpy(apart, from, bytes);
     }
@@ -196,7 +196,7 @@ static mls_code read_block(const mls_compressed_frame_room *room, const mls_code
 }
 
 /* Ensure that blocks `first` to `last`, one or two, are in the buffer. */
-static mls_code need_blocks(mls_compressed_frame_room *room, const mls_coded *coded,
+static mls_code load_blocks(mls_compressed_frame_room *room, const mls_coded *coded,
                             size_t first, size_t last, mls_status *st)
 {
     size_t have = 0; /* blocks that are in the buffer already */
@@ -223,9 +223,9 @@ static mls_code need_blocks(mls_compressed_frame_room *room, const mls_coded *co
 }
 
 /* Read the compressed bytes of a frame into the buffer. */
-static mls_code read_coded(mls_compressed_frame_room *room, const mls_coded *coded,
-                           size_t begin, size_t end, const unsigned char **out,
-                           mls_status *st)
+static mls_code read_frame_bytes(mls_compressed_frame_room *room, const mls_coded *coded,
+                                 size_t begin, size_t end, const unsigned char **out,
+                                 mls_status *st)
 {
     mls_code code;
     if (coded->crc == NULL) {
@@ -234,7 +234,7 @@ static mls_code read_coded(mls_compressed_frame_room *room, const mls_coded *cod
         return mls_file_read_at(coded->fd, room->room, end - begin, coded->offset + begin,
                                 st);
     }
-    code = need_blocks(room, coded, begin / BLOCK, (end - 1) / BLOCK, st);
+    code = load_blocks(room, coded, begin / BLOCK, (end - 1) / BLOCK, st);
     *out = room->room + begin % BLOCK;
     return code;
 }
@@ -253,7 +253,7 @@ mls_code mls_compressed_frame_read(mls_compressed_frame_room *room,
     if (room->room == NULL && (room->room = mls_realloc(NULL, ROOM, 1)) == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for a buffer of %d MiB", ROOM >> 20);
     }
-    mls_code code = read_coded(room, coded, begin, end, &from, st);
+    mls_code code = read_frame_bytes(room, coded, begin, end, &from, st);
     if (code != MLS_OK || end - begin == bytes) {
         *data = from;
         return code;
@@ -272,7 +272,7 @@ mls_code mls_compressed_frame_read(mls_compressed_frame_room *room,
         st->offset = coded->offset + begin;
     }
     if (code == MLS_OK && frames->item > 1) {
-        put_together(to, bytes, frames->item, room->room + DATA);
+        unshuffle_bytes(to, bytes, frames->item, room->room + DATA);
     }
     *data = room->room + DATA;
     return code;

@@ -58,7 +58,7 @@ bool mls_rows_zero(const unsigned char *data, size_t bytes)
 }
 
 /* Atomic: at task boundaries, threads set different bits of the same byte. */
-static size_t mark(unsigned char *bits, size_t row)
+static size_t mark_row(unsigned char *bits, size_t row)
 {
     const unsigned char bit = (unsigned char)(1U << row % 8);
     return (__atomic_fetch_or(&bits[row / 8], bit, __ATOMIC_RELAXED) & bit) == 0;
@@ -73,7 +73,7 @@ size_t mls_rows_mark_filled(const mls_row_cut *rows, unsigned char *bits, size_t
         const size_t left = rows->row - first % rows->row;
         const size_t n = count < left ? count : left;
         if (!mls_rows_zero(data, n * rows->item)) {
-            marked += mark(bits, first / rows->row);
+            marked += mark_row(bits, first / rows->row);
         }
         first += n;
         count -= n;
@@ -95,7 +95,7 @@ size_t mls_rows_mark_changed(const mls_row_cut *rows, unsigned char *bits, size_
         const size_t left = rows->row - first % rows->row;
         const size_t n = count < left ? count : left;
         if (memcmp(now, before, n * rows->item) != 0) {
-            marked += mark(bits, first / rows->row);
+            marked += mark_row(bits, first / rows->row);
         }
         first += n;
         count -= n;
@@ -107,7 +107,7 @@ size_t mls_rows_mark_changed(const mls_row_cut *rows, unsigned char *bits, size_
 
 /* Return the first row from `row` on whose bit equals `set`, or `end`. Skips eight rows
  * at a time. */
-static size_t next_row(const unsigned char *bits, size_t row, size_t end, bool set)
+static size_t find_row(const unsigned char *bits, size_t row, size_t end, bool set)
 {
     const unsigned char none = set ? 0 : UINT8_MAX;
     while (row < end) {
@@ -129,9 +129,9 @@ size_t mls_rows_runs(const mls_row_cut *rows, const unsigned char *bits,
 {
     const size_t end = mls_rows_count(rows);
     size_t count = 0, at = 0;
-    for (size_t row = next_row(bits, 0, end, true); row < end;) {
+    for (size_t row = find_row(bits, 0, end, true); row < end;) {
         /* rows `row` .. `stop` are set */
-        const size_t stop = next_row(bits, row, end, false);
+        const size_t stop = find_row(bits, row, end, false);
         const size_t begin = row * rows->row;
         const size_t length = (stop == end ? rows->elements : stop * rows->row) - begin;
         if (out != NULL) {
@@ -139,7 +139,7 @@ size_t mls_rows_runs(const mls_row_cut *rows, const unsigned char *bits,
         }
         at += length;
         count++;
-        row = next_row(bits, stop, end, true);
+        row = find_row(bits, stop, end, true);
     }
     return count;
 }

@@ -101,11 +101,11 @@ typedef struct walk {
     size_t elements;
     size_t at;                    /* all elements before this are done */
     size_t next[MLS_LAYERS_MOST]; /* first range of each layer that ends after `at` */
-} walk;
+} layer_sweep;
 
 /* Return the next visible range and its layer; the number of layers stands for zeros.
  * Returns false at the end. */
-static bool step(walk *w, size_t *which, mls_row_range *out)
+static bool next_visible(layer_sweep *w, size_t *which, mls_row_range *out)
 {
     const size_t count = w->layers->count;
     size_t end = w->elements, i = count;
@@ -144,7 +144,7 @@ static bool step(walk *w, size_t *which, mls_row_range *out)
 
 /* A single layer is completely visible, and the gaps between its ranges are zeros. This
  * avoids the sweep for shards that were saved once and have thousands of ranges. */
-static size_t resolve_one(mls_layers *layers, size_t elements, mls_row_range *room)
+static size_t resolve_single(mls_layers *layers, size_t elements, mls_row_range *room)
 {
     mls_layer *only = &layers->list[0];
     size_t at = 0, count = 0;
@@ -170,12 +170,12 @@ static size_t resolve_one(mls_layers *layers, size_t elements, mls_row_range *ro
 size_t mls_layers_resolve(mls_layers *layers, size_t elements, mls_row_range *room)
 {
     if (layers->count == 1 && layers->list[0].row != 0) {
-        return resolve_one(layers, elements, room);
+        return resolve_single(layers, elements, room);
     }
     size_t starts[MLS_LAYERS_MOST + 2] = {0}, which;
     mls_row_range extent;
-    walk w = {.layers = layers, .elements = elements};
-    while (step(&w, &which, &extent)) {
+    layer_sweep w = {.layers = layers, .elements = elements};
+    while (next_visible(&w, &which, &extent)) {
         starts[which + 1]++;
     }
     /* convert counts to start positions; the zeros come last */
@@ -188,8 +188,8 @@ size_t mls_layers_resolve(mls_layers *layers, size_t elements, mls_row_range *ro
     }
     layers->zeros = room + starts[layers->count];
     layers->zero_count = starts[layers->count + 1] - starts[layers->count];
-    w = (walk){.layers = layers, .elements = elements};
-    while (step(&w, &which, &extent)) {
+    w = (layer_sweep){.layers = layers, .elements = elements};
+    while (next_visible(&w, &which, &extent)) {
         room[starts[which]++] = extent;
     }
     /* the second sweep advanced each start to the end of its list */

@@ -15,7 +15,7 @@ enum {
 };
 
 /* Number of compressed bytes. */
-static size_t coded_bytes(const mls_compressed_frames *frames)
+static size_t compressed_bytes(const mls_compressed_frames *frames)
 {
     return frames->ends[mls_compressed_frames_count(frames->bytes) - 1];
 }
@@ -31,14 +31,14 @@ bool mls_stored_bytes(const mls_stored_shard *shard, size_t *out)
     } else if (!mls_size_mul(mls_part_count(shard->part), shard->item_bytes, out)) {
         return false;
     }
-    stored = shard->frames == NULL ? *out : coded_bytes(shard->frames);
+    stored = shard->frames == NULL ? *out : compressed_bytes(shard->frames);
     return shard->file == NULL ||
            (mls_u64_add(shard->offset, stored, &end) && end <= shard->file_bytes &&
             end <= INT64_MAX); /* the largest offset that the system accepts */
 }
 
 /* Iterate over requested elements `first` .. `end` of the shard. */
-static void walk_from(mls_stored_runs *r, size_t first, size_t end)
+static void start_overlap(mls_stored_runs *r, size_t first, size_t end)
 {
     mls_part part;
     mls_part_copy(&part, r->shard->part);
@@ -96,7 +96,7 @@ void mls_stored_runs_init(mls_stored_runs *runs, const mls_stored_shard *shard,
         first = a->begin + (first > a->at ? first - a->at : 0);
         behind = b->begin + (behind - b->at < b->count ? behind - b->at : b->count);
     }
-    walk_from(runs, first, behind);
+    start_overlap(runs, first, behind);
 }
 
 /* Return the next run, in elements of the shard. */
@@ -134,7 +134,7 @@ static void skip_run(mls_stored_runs *r, const mls_row_range *extent)
         if (extent->begin >= end) {
             r->overlap.done = true; /* no requested element follows */
         } else {
-            walk_from(r, extent->begin, end);
+            start_overlap(r, extent->begin, end);
         }
     }
     r->missed = !r->missed;
@@ -234,7 +234,8 @@ bool mls_stored_range_of(const mls_stored_shard *shard, const mls_part *to,
 }
 
 /* Compressed bytes are read in whole frames. */
-static void to_coded(const mls_compressed_frames *frames, size_t *begin, size_t *end)
+static void round_to_frames(const mls_compressed_frames *frames, size_t *begin,
+                            size_t *end)
 {
     *begin = mls_compressed_frame_begin(frames, *begin / MLS_FRAME_BYTES);
     *end = frames->ends[(*end - 1) / MLS_FRAME_BYTES];
@@ -254,11 +255,11 @@ mls_stored_reads mls_stored_reads_of(const mls_stored_shard *shard, const mls_pa
         return reads;
     }
     mls_stored_runs_init(&runs, shard, to, 0, all);
-    all = shard->frames == NULL ? all : coded_bytes(shard->frames);
+    all = shard->frames == NULL ? all : compressed_bytes(shard->frames);
     while (mls_stored_runs_next(&runs, &run)) {
         size_t begin = run.at, end = run.at + run.count;
         if (shard->frames != NULL) {
-            to_coded(shard->frames, &begin, &end);
+            round_to_frames(shard->frames, &begin, &end);
         }
         if (verify) {
             /* round up to a block; the last block may be shorter */

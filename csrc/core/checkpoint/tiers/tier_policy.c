@@ -148,7 +148,7 @@ void mls_tiers_unpin(mls_tiers *t, size_t unit)
 /* ---- one move ---- */
 
 /* Bytes left of a budget; 0 if it is exceeded. */
-static uint64_t left_of(uint64_t budget, uint64_t used)
+static uint64_t bytes_left(uint64_t budget, uint64_t used)
 {
     return used > budget ? 0 : budget - used;
 }
@@ -174,7 +174,7 @@ mls_code mls_tiers_fits(const mls_tiers *t, size_t unit, mls_tier tier, mls_stat
     if (u->bytes > budget) {
         return fail_alone(t, unit, tier, st);
     }
-    const uint64_t left = left_of(budget, t->bytes[tier]);
+    const uint64_t left = bytes_left(budget, t->bytes[tier]);
     if (budget != MLS_TIERS_UNLIMITED && u->bytes > left) {
         return mls_fail(st, MLS_E_CAPACITY,
                         "a unit of %" PRIu64
@@ -214,13 +214,13 @@ typedef struct ranked {
     uint64_t weight, used_at, bytes;
     size_t unit;
     mls_tier from, to;
-} ranked;
+} unit_rank;
 
 /* Most used first; then the nearer tier, then the latest use. The number comes last, so
  * that no two units are equal and the order is the same on every machine. */
 static int compare_best(const void *left, const void *right)
 {
-    const ranked *a = left, *b = right;
+    const unit_rank *a = left, *b = right;
     if (a->weight != b->weight) {
         return a->weight > b->weight ? -1 : 1;
     }
@@ -235,25 +235,25 @@ static int compare_best(const void *left, const void *right)
 
 /* A unit must be used a quarter more often to displace another one from the next nearer
  * tier. */
-static uint64_t weight_of(const mls_tier_unit *u)
+static uint64_t unit_weight(const mls_tier_unit *u)
 {
     return u->score + u->score / 4 * (uint64_t)(MLS_TIER_COLD - u->tier);
 }
 
 /* Copies the sort key, because qsort passes no context. */
-static ranked rank_of(const mls_tiers *t, size_t unit, uint64_t weight)
+static unit_rank rank_unit(const mls_tiers *t, size_t unit, uint64_t weight)
 {
     const mls_tier_unit *u = &t->units[unit];
-    return (ranked){.weight = weight,
-                    .used_at = u->used_at,
-                    .bytes = u->bytes,
-                    .unit = unit,
-                    .from = u->tier,
-                    .to = u->tier};
+    return (unit_rank){.weight = weight,
+                       .used_at = u->used_at,
+                       .bytes = u->bytes,
+                       .unit = unit,
+                       .from = u->tier,
+                       .to = u->tier};
 }
 
 /* The list is large enough: no unit moves twice. */
-static void push(mls_tier_moves *moves, const ranked *r, mls_tier to)
+static void push_move(mls_tier_moves *moves, const unit_rank *r, mls_tier to)
 {
     moves->list[moves->count++] = (mls_tier_move){.unit = r->unit, .to = to};
 }
@@ -262,7 +262,7 @@ static void push(mls_tier_moves *moves, const ranked *r, mls_tier to)
 
 /* Units that leave a tier, and their total bytes. */
 typedef struct victims {
-    ranked *list; /* large enough for all units */
+    unit_rank *list; /* large enough for all units */
     size_t count;
     uint64_t bytes;
 } victims;
@@ -270,7 +270,7 @@ typedef struct victims {
 /* Drop units that are not needed to reach `need` bytes, the most used first. Units were
  * chosen in order of use, so one large unit at the end may be enough without the small
  * ones before it. */
-static void spare(victims *v, uint64_t need)
+static void drop_needless(victims *v, uint64_t need)
 {
     size_t kept = 0;
     for (size_t i = v->count; i-- > 0;) {
@@ -289,8 +289,8 @@ static void spare(victims *v, uint64_t need)
 
 /* Choose the least used units of a tier with at least `need` bytes in total. Returns
  * false if the movable units are not enough. Unit `besides` is never chosen. */
-static bool choose(const mls_tiers *t, mls_tier tier, size_t besides, uint64_t need,
-                   victims *v)
+static bool choose_victims(const mls_tiers *t, mls_tier tier, size_t besides,
+                           uint64_t need, victims *v)
 {
     size_t found = 0;
     v->count = 0;
@@ -298,12 +298,12 @@ static bool choose(const mls_tiers *t, mls_tier tier, size_t besides, uint64_t n
     for (size_t i = 0; need > 0 && i < t->count; i++) {
         const mls_tier_unit *u = &t->units[i];
         if (u->tier == tier && u->pins == 0 && i != besides && u->bytes > 0) {
-            v->list[found++] = rank_of(t, i, u->score);
+            v->list[found++] = rank_unit(t, i, u->score);
         }
     }
     qsort(v->list, found, sizeof *v->list, compare_best);
     for (size_t i = 0; i < found / 2; i++) { /* reverse: least used first */
-        const ranked other = v->list[i];
+        const unit_rank other = v->list[i];
         v->list[i] = v->list[found - 1 - i];
         v->list[found - 1 - i] = other;
     }
@@ -311,15 +311,15 @@ static bool choose(const mls_tiers *t, mls_tier tier, size_t besides, uint64_t n
         v->bytes += v->list[v->count++].bytes;
     }
     const bool enough = v->bytes >= need;
-    spare(v, need);
+    drop_needless(v, need);
     return enough;
 }
 
 /* Bytes that must leave a tier before `bytes` more fit into it. */
-static uint64_t excess(const mls_tiers *t, mls_tier tier, uint64_t leaving,
-                       uint64_t bytes)
+static uint64_t excess_bytes(const mls_tiers *t, mls_tier tier, uint64_t leaving,
+                             uint64_t bytes)
 {
-    const uint64_t left = left_of(t->budgets[tier], t->bytes[tier] - leaving);
+    const uint64_t left = bytes_left(t->budgets[tier], t->bytes[tier] - leaving);
     if (t->budgets[tier] == MLS_TIERS_UNLIMITED || bytes <= left) {
         return 0;
     }
@@ -329,18 +329,18 @@ static uint64_t excess(const mls_tiers *t, mls_tier tier, uint64_t leaving,
 
 /* Plan the moves of units that leave hot: to warm, after moving others to cold, or to
  * cold if warm cannot hold them. `second` is large enough for all units. */
-static void cascade(const mls_tiers *t, size_t unit, const victims *first,
-                    victims *second, mls_tier_moves *out)
+static void plan_demotions(const mls_tiers *t, size_t unit, const victims *first,
+                           victims *second, mls_tier_moves *out)
 {
     const mls_tier_unit *u = &t->units[unit];
     const uint64_t leaving = u->tier == MLS_TIER_WARM ? u->bytes : 0;
-    const uint64_t need = excess(t, MLS_TIER_WARM, leaving, first->bytes);
-    const bool fits = choose(t, MLS_TIER_WARM, unit, need, second);
+    const uint64_t need = excess_bytes(t, MLS_TIER_WARM, leaving, first->bytes);
+    const bool fits = choose_victims(t, MLS_TIER_WARM, unit, need, second);
     for (size_t i = 0; fits && i < second->count; i++) {
-        push(out, &second->list[i], MLS_TIER_COLD);
+        push_move(out, &second->list[i], MLS_TIER_COLD);
     }
     for (size_t i = 0; i < first->count; i++) {
-        push(out, &first->list[i], fits ? MLS_TIER_WARM : MLS_TIER_COLD);
+        push_move(out, &first->list[i], fits ? MLS_TIER_WARM : MLS_TIER_COLD);
     }
 }
 
@@ -375,15 +375,15 @@ mls_code mls_tiers_make_room(const mls_tiers *t, size_t unit, mls_tier tier,
     }
     /* a unit that is already in the tier and grew is part of the sum */
     const uint64_t mine = u->tier == tier ? u->bytes : 0;
-    if (!choose(t, tier, unit, excess(t, tier, mine, u->bytes), &first)) {
+    if (!choose_victims(t, tier, unit, excess_bytes(t, tier, mine, u->bytes), &first)) {
         code = fail_pinned(t, unit, tier, st);
         goto done;
     }
     if (tier == MLS_TIER_HOT) {
-        cascade(t, unit, &first, &second, &moves);
+        plan_demotions(t, unit, &first, &second, &moves);
     } else {
         for (size_t i = 0; i < first.count; i++) {
-            push(&moves, &first.list[i], MLS_TIER_COLD);
+            push_move(&moves, &first.list[i], MLS_TIER_COLD);
         }
     }
     *out = moves;
@@ -398,7 +398,7 @@ done:
 /* ---- rebalancing ---- */
 
 /* List the movable units, best first, and the budget that pinned units leave. */
-static size_t rank_all(const mls_tiers *t, ranked *list, uint64_t left[MLS_TIER_COUNT])
+static size_t rank_all(const mls_tiers *t, unit_rank *list, uint64_t left[MLS_TIER_COUNT])
 {
     size_t found = 0;
     uint64_t used[MLS_TIER_COUNT];
@@ -408,12 +408,12 @@ static size_t rank_all(const mls_tiers *t, ranked *list, uint64_t left[MLS_TIER_
     for (size_t i = 0; i < t->count; i++) {
         const mls_tier_unit *u = &t->units[i];
         if (u->tier != MLS_TIER_NONE && u->pins == 0) {
-            list[found++] = rank_of(t, i, weight_of(u));
+            list[found++] = rank_unit(t, i, unit_weight(u));
             used[u->tier] -= u->bytes;
         }
     }
     for (int i = 0; i < MLS_TIER_COUNT; i++) {
-        left[i] = left_of(t->budgets[i], used[i]);
+        left[i] = bytes_left(t->budgets[i], used[i]);
     }
     qsort(list, found, sizeof *list, compare_best);
     return found;
@@ -421,7 +421,7 @@ static size_t rank_all(const mls_tiers *t, ranked *list, uint64_t left[MLS_TIER_
 
 /* The nearest tier with space for a unit. A unit that was never used does not move
  * nearer. */
-static mls_tier place_of(const ranked *r, const uint64_t left[MLS_TIER_COUNT])
+static mls_tier choose_tier(const unit_rank *r, const uint64_t left[MLS_TIER_COUNT])
 {
     const mls_tier nearest = r->weight > 0 ? MLS_TIER_HOT : r->from;
     for (mls_tier tier = nearest; tier < MLS_TIER_COLD; tier++) {
@@ -433,10 +433,10 @@ static mls_tier place_of(const ranked *r, const uint64_t left[MLS_TIER_COUNT])
 }
 
 /* Place units in ranking order; each uses the space that better units left. */
-static void place_all(ranked *list, size_t count, uint64_t left[MLS_TIER_COUNT])
+static void choose_tiers(unit_rank *list, size_t count, uint64_t left[MLS_TIER_COUNT])
 {
     for (size_t i = 0; i < count; i++) {
-        list[i].to = place_of(&list[i], left);
+        list[i].to = choose_tier(&list[i], left);
         if (list[i].to != MLS_TIER_COLD) {
             left[list[i].to] -= list[i].bytes;
         }
@@ -444,10 +444,10 @@ static void place_all(ranked *list, size_t count, uint64_t left[MLS_TIER_COUNT])
 }
 
 /* Position of the next unit, from `at` on, that moves to hot, or from hot to warm. */
-static size_t next_of(const ranked *list, size_t count, size_t at, bool to_hot)
+static size_t find_move(const unit_rank *list, size_t count, size_t at, bool to_hot)
 {
     for (; at < count; at++) {
-        const ranked *r = &list[at];
+        const unit_rank *r = &list[at];
         if (to_hot ? r->to == MLS_TIER_HOT && r->from != MLS_TIER_HOT
                    : r->from == MLS_TIER_HOT && r->to == MLS_TIER_WARM) {
             break;
@@ -459,8 +459,8 @@ static size_t next_of(const ranked *list, size_t count, size_t at, bool to_hot)
 /* Order the moves between hot and warm: move a unit to hot if it fits, else move one out.
  * So hot never exceeds its budget, and warm exceeds it at most by the units in transit.
  * The loop ends, since all incoming units fit once all outgoing units have left. */
-static void exchange(const mls_tiers *t, const ranked *list, size_t count,
-                     mls_tier_moves *out)
+static void order_exchange(const mls_tiers *t, const unit_rank *list, size_t count,
+                           mls_tier_moves *out)
 {
     uint64_t used = t->bytes[MLS_TIER_HOT];
     for (size_t i = 0; i < count; i++) { /* these moved to cold before */
@@ -468,36 +468,36 @@ static void exchange(const mls_tiers *t, const ranked *list, size_t count,
                     ? list[i].bytes
                     : 0;
     }
-    size_t up = next_of(list, count, 0, true);
-    size_t down = next_of(list, count, 0, false);
+    size_t up = find_move(list, count, 0, true);
+    size_t down = find_move(list, count, 0, false);
     while (up < count || down < count) {
-        const uint64_t left = left_of(t->budgets[MLS_TIER_HOT], used);
+        const uint64_t left = bytes_left(t->budgets[MLS_TIER_HOT], used);
         if (up < count && (list[up].bytes <= left || down == count)) {
-            push(out, &list[up], MLS_TIER_HOT);
+            push_move(out, &list[up], MLS_TIER_HOT);
             used += list[up].bytes;
-            up = next_of(list, count, up + 1, true);
+            up = find_move(list, count, up + 1, true);
         } else {
-            push(out, &list[down], MLS_TIER_WARM);
+            push_move(out, &list[down], MLS_TIER_WARM);
             used -= list[down].bytes;
-            down = next_of(list, count, down + 1, false);
+            down = find_move(list, count, down + 1, false);
         }
     }
 }
 
 /* Moves to cold come first, least used first. Moves from cold to warm come last, when
  * their space is free. */
-static void order_moves(const mls_tiers *t, const ranked *list, size_t count,
+static void order_moves(const mls_tiers *t, const unit_rank *list, size_t count,
                         mls_tier_moves *out)
 {
     for (size_t i = count; i-- > 0;) {
         if (list[i].to == MLS_TIER_COLD && list[i].from != MLS_TIER_COLD) {
-            push(out, &list[i], MLS_TIER_COLD);
+            push_move(out, &list[i], MLS_TIER_COLD);
         }
     }
-    exchange(t, list, count, out);
+    order_exchange(t, list, count, out);
     for (size_t i = 0; i < count; i++) {
         if (list[i].to == MLS_TIER_WARM && list[i].from == MLS_TIER_COLD) {
-            push(out, &list[i], MLS_TIER_WARM);
+            push_move(out, &list[i], MLS_TIER_WARM);
         }
     }
 }
@@ -508,14 +508,14 @@ mls_code mls_tiers_rebalance(mls_tiers *t, mls_tier_moves *out, mls_status *st)
 {
     uint64_t left[MLS_TIER_COUNT];
     mls_tier_moves moves = {.list = mls_alloc(t->count, sizeof *moves.list)};
-    ranked *list = mls_alloc(t->count, sizeof *list);
+    unit_rank *list = mls_alloc(t->count, sizeof *list);
     if (moves.list == NULL || list == NULL) {
         mls_free(list);
         mls_tier_moves_fini(&moves);
         return mls_fail(st, MLS_E_MEMORY, "no memory to place %zu units", t->count);
     }
     const size_t count = rank_all(t, list, left);
-    place_all(list, count, left);
+    choose_tiers(list, count, left);
     order_moves(t, list, count, &moves);
     for (size_t i = 0; i < t->count; i++) {
         t->units[i].score /= 2;

@@ -9,7 +9,8 @@
 
 /* Ensure capacity for `more` elements behind the `used` ones of a block. Returns false if
  * there is no memory; the block is then unchanged. */
-static bool make_room(void *block, size_t size, size_t used, size_t more, size_t *room)
+static bool ensure_capacity(void *block, size_t size, size_t used, size_t more,
+                            size_t *room)
 {
     void *old, *larger;
     if (used + more <= *room) {
@@ -41,10 +42,10 @@ mls_shard_item *mls_shard_list_add(mls_shard_list *list, const mls_tensor_id *id
                                    mls_status *st)
 {
     const size_t count = list->count;
-    if (!make_room(&list->items, sizeof *list->items, count, 1, &list->item_room) ||
-        !make_room(&list->views, sizeof *list->views, count, 1, &list->view_room) ||
-        !make_room(&list->dims, sizeof *list->dims, list->dims_used, (size_t)rank,
-                   &list->dims_room)) {
+    if (!ensure_capacity(&list->items, sizeof *list->items, count, 1, &list->item_room) ||
+        !ensure_capacity(&list->views, sizeof *list->views, count, 1, &list->view_room) ||
+        !ensure_capacity(&list->dims, sizeof *list->dims, list->dims_used, (size_t)rank,
+                         &list->dims_room)) {
         mls_fail(st, MLS_E_MEMORY, "no memory to save %zu shards", count + 1);
         return NULL;
     }

@@ -101,7 +101,7 @@ static mls_pages take_buffer(writer *w)
 }
 
 /* Kept for the next task: fresh memory costs as much as the copying. */
-static void give_buffer(writer *w, mls_pages buffer)
+static void return_buffer(writer *w, mls_pages buffer)
 {
     pthread_mutex_lock(&w->lock);
     const bool room = w->buffer_count < MLS_POOL_MAX_THREADS;
@@ -136,7 +136,7 @@ typedef struct sink {
 } sink;
 
 /* Report progress. A stop is handled like any other failure. */
-static mls_code report(const sink *s, size_t bytes)
+static mls_code report_progress(const sink *s, size_t bytes)
 {
     const mls_progress *progress = s->w->job->progress;
     return s->silent || progress == NULL || progress->report(progress->context, bytes)
@@ -166,11 +166,11 @@ static mls_code write_aligned(sink *s, size_t bytes)
 }
 
 /* Write the buffer. Bytes count as done after the system call. */
-static mls_code flush(sink *s)
+static mls_code flush_buffer(sink *s)
 {
     mls_code code = s->used == 0 ? MLS_OK : write_aligned(s, s->used);
     if (code == MLS_OK) {
-        code = report(s, s->used);
+        code = report_progress(s, s->used);
         s->offset += s->used;
         s->used = 0;
     }
@@ -186,7 +186,7 @@ static size_t buffer_room(const sink *s)
 
 /* The disk reads a direct-I/O buffer, not the processor. So cache size does not matter,
  * and the fastest stores, by measurement, are used. */
-static mls_destination buffer_of(const sink *s)
+static mls_destination buffer_destination(const sink *s)
 {
     return s->out->direct ? (mls_destination){.bytes = SIZE_MAX} : mls_cached();
 }
@@ -204,7 +204,7 @@ static void put_buffered(sink *s, const mls_shard_item *item, size_t first, size
     /* packed elements are already in place */
     *crc = from == to ? s->w->job->crc->update(*crc, to, bytes)
                       : mls_crc_copy(s->w->job->crc, s->w->job->kernels->choices, *crc,
-                                     to, from, bytes, buffer_of(s));
+                                     to, from, bytes, buffer_destination(s));
     s->used += bytes;
 }
 
@@ -264,7 +264,7 @@ static mls_code put_tensor(sink *s, const mls_header_tensor *tensor, size_t star
         const size_t first = find_stored(planned, size, start, &run, &step);
         /* checksum the copy, never the array, which may change at any time */
         if (buffer_room(s) == 0) {
-            code = flush(s);
+            code = flush_buffer(s);
         }
         const size_t room = buffer_room(s);
         step = step < room ? step : room;
@@ -277,8 +277,8 @@ static mls_code put_tensor(sink *s, const mls_header_tensor *tensor, size_t star
 }
 
 /* Write a compressed tensor. */
-static mls_code put_coded(sink *s, const mls_header_tensor *tensor,
-                          const unsigned char *coded)
+static mls_code put_compressed(sink *s, const mls_header_tensor *tensor,
+                               const unsigned char *coded)
 {
     mls_code code = MLS_OK;
     for (size_t start = 0; code == MLS_OK && start < tensor->bytes;) {
@@ -287,11 +287,12 @@ static mls_code put_coded(sink *s, const mls_header_tensor *tensor,
         size_t step = left < block ? left : block;
         step = step < room ? step : room;
         uint32_t *crc = &tensor->crcs[start / MLS_SAFETENSORS_BLOCK];
-        *crc = mls_crc_copy(s->w->job->crc, s->w->job->kernels->choices, *crc,
-                            s->buffer + s->used, coded + start, step, buffer_of(s));
+        *crc =
+            mls_crc_copy(s->w->job->crc, s->w->job->kernels->choices, *crc,
+                         s->buffer + s->used, coded + start, step, buffer_destination(s));
         s->used += step;
         start += step;
-        code = buffer_room(s) == 0 ? flush(s) : MLS_OK;
+        code = buffer_room(s) == 0 ? flush_buffer(s) : MLS_OK;
     }
     return code;
 }
@@ -367,7 +368,7 @@ static void remove_file(const writer *w, const char *path)
 /* Allocate disk space, so that a full disk is detected before writing, and so that
  * several threads can write behind the current end. On other systems the file just grows.
  */
-static mls_code reserve(const output *out, mls_status *st)
+static mls_code reserve_space(const output *out, mls_status *st)
 {
 #    if defined(__linux__)
     const uint64_t bytes = out->planned->header.file_bytes;
@@ -387,7 +388,7 @@ static mls_code reserve(const output *out, mls_status *st)
 
 /* The generation makes names unique. If the name exists anyway, that file is already
  * committed, and a rename would destroy it. */
-static mls_code expect_new(const writer *w, const char *path, mls_status *st)
+static mls_code check_new_name(const writer *w, const char *path, mls_status *st)
 {
     struct stat info;
     const char *name;
@@ -401,7 +402,7 @@ static mls_code expect_new(const writer *w, const char *path, mls_status *st)
 static mls_code open_output(writer *w, output *out, mls_status *st)
 {
     if (mls_write_plan_lay_out(&w->plan, out->planned, st) != MLS_OK ||
-        expect_new(w, out->path, st) != MLS_OK) {
+        check_new_name(w, out->path, st) != MLS_OK) {
         return st->code;
     }
     snprintf(out->temporary, sizeof out->temporary, "%s.tmp", out->path);
@@ -410,7 +411,7 @@ static mls_code open_output(writer *w, output *out, mls_status *st)
         return mls_fail_os(st, errno, "cannot create a file");
     }
     out->created = true;
-    const mls_code code = reserve(out, st);
+    const mls_code code = reserve_space(out, st);
 #    if defined(O_DIRECT)
     if (code == MLS_OK && out->planned->header.file_bytes >= DIRECT_LEAST) {
         const int flags = fcntl(out->fd, F_GETFL);
@@ -422,7 +423,7 @@ static mls_code open_output(writer *w, output *out, mls_status *st)
 
 /* The first task of a file opens it; others wait. Files are opened late and closed early,
  * so that even a hundred thousand files need few descriptors. */
-static mls_code need_output(writer *w, output *out, mls_status *st)
+static mls_code ensure_output(writer *w, output *out, mls_status *st)
 {
     mls_code code = MLS_OK;
     pthread_mutex_lock(&w->lock);
@@ -488,7 +489,7 @@ static mls_code finish_output(sink *s)
 
 /* Write the bytes of one task. The task that finishes last completes the file; the lock
  * around the counter makes the other tasks' checksums visible to it. */
-static mls_code do_task(writer *w, const task *t, unsigned char *buffer, mls_status *st)
+static mls_code run_task(writer *w, const task *t, unsigned char *buffer, mls_status *st)
 {
     output *out = &w->outputs[t->file];
     const size_t count = out->planned->count, first = out->planned->shards[0];
@@ -500,19 +501,19 @@ static mls_code do_task(writer *w, const task *t, unsigned char *buffer, mls_sta
         s.silent = true;
     }
     if (code == MLS_OK) {
-        code = need_output(w, out, st);
+        code = ensure_output(w, out, st);
     }
     const mls_header_tensor *tensors = out->planned->tensors;
     s.offset = code == MLS_OK ? tensors[0].offset + t->start : 0;
     if (code == MLS_OK && coded != NULL) {
-        code = put_coded(&s, &tensors[0], coded);
+        code = put_compressed(&s, &tensors[0], coded);
     }
     for (size_t i = 0; code == MLS_OK && coded == NULL && i < count; i++) {
         const size_t end = count == 1 ? t->start + t->bytes : tensors[i].bytes;
         code = put_tensor(&s, &tensors[i], t->start, end);
     }
     if (code == MLS_OK) {
-        code = flush(&s);
+        code = flush_buffer(&s);
     }
     mls_free(coded);
     if (code != MLS_OK) {
@@ -526,7 +527,7 @@ static mls_code do_task(writer *w, const task *t, unsigned char *buffer, mls_sta
 
 /* Record a failure. The first task in order wins, so that the reported error does not
  * depend on the number of threads. */
-static void note_failure(writer *w, size_t index, const mls_status *st)
+static void record_failure(writer *w, size_t index, const mls_status *st)
 {
     pthread_mutex_lock(&w->lock);
     if (index < w->failed) {
@@ -552,14 +553,14 @@ static void write_task(void *context, size_t index)
     const mls_code code =
         buffer.data == NULL
             ? mls_fail(&st, MLS_E_MEMORY, "no memory for a buffer of 2 MiB")
-            : do_task(w, t, buffer.data, &st);
+            : run_task(w, t, buffer.data, &st);
     if (buffer.data != NULL) {
-        give_buffer(w, buffer);
+        return_buffer(w, buffer);
     }
     if (code != MLS_OK) {
         const mls_str key = w->plan.planned[w->plan.files[t->file].shards[0]].key;
         mls_status_name(&st, key.data, key.length);
-        note_failure(w, w->begun + index, &st);
+        record_failure(w, w->begun + index, &st);
     }
 }
 
@@ -593,7 +594,7 @@ static size_t cut_file(const mls_write_plan *plan, size_t number, task *out)
 
 /* Return whether a file contains a shard whose memory is not staged. One such shard makes
  * its whole segment urgent; this is rare, since small shards are staged first. */
-static bool is_lent(const writer *w, size_t number)
+static bool has_unstaged(const writer *w, size_t number)
 {
     const mls_planned_file *file = &w->plan.files[number];
     for (size_t i = 0; i < file->count; i++) {
@@ -609,7 +610,7 @@ static bool is_lent(const writer *w, size_t number)
 static void add_tasks(writer *w, bool lent)
 {
     for (size_t i = 0; i < w->plan.file_count; i++) {
-        if (w->job->freed == NULL || is_lent(w, i) == lent) {
+        if (w->job->freed == NULL || has_unstaged(w, i) == lent) {
             mls_planned_file *file = &w->plan.files[i];
             w->outputs[i] = (output){
                 .planned = file, .fd = -1, .path = w->plan.index.files[file->file].path};
@@ -629,7 +630,7 @@ static mls_code make_tasks(writer *w, mls_status *st)
         most += first_bytes(&w->plan, i) / TASK_BYTES; /* cannot overflow */
     }
     w->tasks = mls_alloc(most, sizeof *w->tasks);
-    if (w->tasks != NULL) { /* release() would close fd 0 of zeroed outputs */
+    if (w->tasks != NULL) { /* release_writer() would close fd 0 of zeroed outputs */
         w->outputs = mls_alloc(w->plan.file_count, sizeof *w->outputs);
     }
     if (w->outputs == NULL) {
@@ -700,7 +701,7 @@ static mls_code make_durable(const writer *w, mls_status *st)
 /* ---- the index ---- */
 
 /* Combine the checksums of blocks into the checksum of `bytes` bytes. */
-static uint32_t combined(const uint32_t *crcs, size_t bytes)
+static uint32_t combine_crcs(const uint32_t *crcs, size_t bytes)
 {
     uint32_t crc = 0;
     for (size_t start = 0, i = 0; start < bytes; start += MLS_SAFETENSORS_BLOCK) {
@@ -717,7 +718,7 @@ static mls_code write_small(const writer *w, const char *path,
                             const mls_json_writer *text, mls_status *st)
 {
     char temporary[MLS_INDEX_PATH_BYTES + 8];
-    if (expect_new(w, path, st) != MLS_OK) {
+    if (check_new_name(w, path, st) != MLS_OK) {
         return st->code;
     }
     snprintf(temporary, sizeof temporary, "%s.tmp", path);
@@ -755,9 +756,9 @@ static mls_code write_index(writer *w, mls_shards_written *out, mls_status *st)
         const size_t bytes = mls_planned_bytes(planned, shard);
         out->data_bytes += shard->bytes;
         if (planned->fresh != NULL) {
-            planned->fresh->crc = combined(planned->fresh->crcs, bytes);
+            planned->fresh->crc = combine_crcs(planned->fresh->crcs, bytes);
         } else if (mls_planned_is_written(planned)) {
-            shard->crc = combined(shard->crcs, bytes);
+            shard->crc = combine_crcs(shard->crcs, bytes);
         }
         out->new_shards += mls_planned_is_written(planned);
         out->new_bytes += bytes;
@@ -780,7 +781,7 @@ static mls_code write_index(writer *w, mls_shards_written *out, mls_status *st)
 /* ---- the whole save ---- */
 
 /* Delete all files that this save created, and no others. */
-static void discard(const writer *w, const char *index)
+static void discard_files(const writer *w, const char *index)
 {
     for (size_t i = 0; w->outputs != NULL && i < w->plan.file_count; i++) {
         const output *out = &w->outputs[i];
@@ -794,7 +795,7 @@ static void discard(const writer *w, const char *index)
 }
 
 /* File descriptors are open only after a failure. */
-static void release(writer *w)
+static void release_writer(writer *w)
 {
     for (size_t i = 0; w->outputs != NULL && i < w->plan.file_count; i++) {
         if (w->outputs[i].fd >= 0) {
@@ -864,11 +865,11 @@ mls_code mls_shards_write(const mls_shard_job *job, mls_shards_written *out,
         code = make_durable(&w, st);
     }
     if (code != MLS_OK) {
-        discard(&w, written.path);
+        discard_files(&w, written.path);
     } else {
         *out = written;
     }
-    release(&w);
+    release_writer(&w);
     return code;
 }
 

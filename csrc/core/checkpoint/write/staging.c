@@ -25,16 +25,16 @@ typedef struct chosen {
     size_t bytes;
     size_t number; /* index of the item */
     size_t place;  /* offset in the memory */
-} chosen;
+} staged_item;
 
 /* Shared state of the copy tasks. */
 typedef struct copying {
     const mls_staging *to;
     mls_shard_item *items;
-    const chosen *order;
+    const staged_item *order;
     size_t count;
     size_t bytes; /* total of all copies */
-} copying;
+} copy_state;
 
 /* ---- sizes ---- */
 
@@ -105,14 +105,14 @@ mls_code mls_staging_besides(const mls_shard_item *items, size_t count, size_t t
 /* For qsort, by size, then index, so that the choice is the same on every machine. */
 static int compare_chosen(const void *a, const void *b)
 {
-    const chosen *x = a, *y = b;
+    const staged_item *x = a, *y = b;
     return x->bytes != y->bytes ? (x->bytes < y->bytes ? -1 : 1)
                                 : (x->number < y->number ? -1 : x->number > y->number);
 }
 
 /* Position of the first of `count` items, sorted by size, with at least `bytes` bytes;
  * `count` if there is none. */
-static size_t first_of(const chosen *order, size_t count, size_t bytes)
+static size_t find_item_of_size(const staged_item *order, size_t count, size_t bytes)
 {
     size_t low = 0, high = count;
     while (low < high) {
@@ -133,12 +133,12 @@ static size_t first_of(const chosen *order, size_t count, size_t bytes)
  * It then omits the largest item that does not cover it, and continues. The step with the
  * fewest omitted bytes wins. A last item always exists: until one is found, no item is
  * skipped, so the remaining items still cover the excess. */
-static void leave_out(chosen *order, size_t count, size_t excess)
+static void omit_items(staged_item *order, size_t count, size_t excess)
 {
     size_t gone = 0, least = SIZE_MAX, last = count, best = 0;
     size_t high = count; /* items below this position are available */
     for (size_t step = 0; gone < excess; step++) {
-        const size_t enough = first_of(order, high, excess - gone);
+        const size_t enough = find_item_of_size(order, high, excess - gone);
         if (enough < high && gone + order[enough].bytes < least) {
             least = gone + order[enough].bytes;
             last = enough;
@@ -158,15 +158,16 @@ static void leave_out(chosen *order, size_t count, size_t excess)
 }
 
 /* List the items to copy, smallest first, and assign their offsets. */
-static mls_code choose(const mls_staging *to, const mls_shard_item *items, size_t count,
-                       chosen *order, copying *out, mls_status *st)
+static mls_code choose_items(const mls_staging *to, const mls_shard_item *items,
+                             size_t count, staged_item *order, copy_state *out,
+                             mls_status *st)
 {
     size_t listed = 0, sum = 0, kept = 0;
     for (size_t i = 0; i < count; i++) {
         if (items[i].staged) {
             continue;
         }
-        order[listed] = (chosen){.number = i, .place = SIZE_MAX - 1};
+        order[listed] = (staged_item){.number = i, .place = SIZE_MAX - 1};
         const mls_code code = item_bytes(&items[i], &order[listed].bytes, st);
         if (code != MLS_OK) {
             return code;
@@ -179,7 +180,7 @@ static mls_code choose(const mls_staging *to, const mls_shard_item *items, size_
     }
     qsort(order, listed, sizeof *order, compare_chosen);
     if (sum > to->bytes) {
-        leave_out(order, listed, sum - to->bytes);
+        omit_items(order, listed, sum - to->bytes);
     }
     sum = 0;
     for (size_t i = 0; i < listed; i++) {
@@ -198,7 +199,8 @@ static mls_code choose(const mls_staging *to, const mls_shard_item *items, size_
 
 /* Copy bytes `start` .. `start + bytes` of an item; both are multiples of its element
  * size. */
-static void copy_bytes(const copying *c, const chosen *which, size_t start, size_t bytes)
+static void copy_bytes(const copy_state *c, const staged_item *which, size_t start,
+                       size_t bytes)
 {
     const mls_shard_item *item = &c->items[which->number];
     const size_t size = mls_dtype_of(item->dtype)->item_bytes;
@@ -214,7 +216,7 @@ static void copy_bytes(const copying *c, const chosen *which, size_t start, size
 }
 
 /* Position of the last item that starts at or before `place`. It always exists. */
-static size_t item_at(const copying *c, size_t place)
+static size_t find_item(const copy_state *c, size_t place)
 {
     size_t low = 0, high = c->count;
     while (high - low > 1) {
@@ -230,7 +232,7 @@ static size_t item_at(const copying *c, size_t place)
 
 /* Offset in the item of the first element boundary at or after `place`. Tasks may divide
  * an item, which is unaligned, but not an element. */
-static size_t element_at(const copying *c, const chosen *which, size_t place)
+static size_t element_offset(const copy_state *c, const staged_item *which, size_t place)
 {
     if (place <= which->place) {
         return 0;
@@ -244,14 +246,14 @@ static size_t element_at(const copying *c, const chosen *which, size_t place)
 /* Copy the data in one piece of the memory: parts of large items, or many small ones. */
 static void copy_task(void *context, size_t index)
 {
-    const copying *c = context;
+    const copy_state *c = context;
     const size_t from = index * PIECE_BYTES;
     const size_t to = c->bytes - from < PIECE_BYTES ? c->bytes : from + PIECE_BYTES;
-    for (size_t i = item_at(c, from); i < c->count && c->order[i].place < to; i++) {
+    for (size_t i = find_item(c, from); i < c->count && c->order[i].place < to; i++) {
         /* both ends are rounded in the same way, so exactly one task copies each element
          */
-        const size_t start = element_at(c, &c->order[i], from);
-        const size_t end = element_at(c, &c->order[i], to);
+        const size_t start = element_offset(c, &c->order[i], from);
+        const size_t end = element_offset(c, &c->order[i], to);
         if (start < end) {
             copy_bytes(c, &c->order[i], start, end - start);
         }
@@ -260,7 +262,7 @@ static void copy_task(void *context, size_t index)
 
 /* Set the items to their copies after all copying is done: the copy threads read the
  * items. */
-static void point_to_copies(const copying *c)
+static void point_to_copies(const copy_state *c)
 {
     for (size_t i = 0; i < c->count; i++) {
         mls_shard_item *item = &c->items[c->order[i].number];
@@ -288,12 +290,12 @@ void mls_staging_note(mls_shard_item *items, size_t count, const void *memory,
 mls_code mls_stage(const mls_staging *to, mls_shard_item *items, size_t count,
                    mls_staged *out, mls_status *st)
 {
-    chosen *order = mls_alloc(count, sizeof *order);
+    staged_item *order = mls_alloc(count, sizeof *order);
     if (order == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory to stage %zu shards", count);
     }
-    copying c = {.to = to, .items = items, .order = order};
-    const mls_code code = choose(to, items, count, order, &c, st);
+    copy_state c = {.to = to, .items = items, .order = order};
+    const mls_code code = choose_items(to, items, count, order, &c, st);
     if (code == MLS_OK) {
         const size_t pieces = c.bytes / PIECE_BYTES + (c.bytes % PIECE_BYTES != 0);
         mls_pool_run(to->pool, copy_task, &c, pieces);

@@ -40,8 +40,9 @@ static size_t find_run(const mls_layer *layer, size_t at)
 
 /* Return elements `first` .. `first + count` of the data to write: a pointer into the
  * array, or a packed copy in `room`. */
-static const unsigned char *packed(const mls_write_plan *plan, const mls_planned *planned,
-                                   size_t first, size_t count, unsigned char *room)
+static const unsigned char *packed_elements(const mls_write_plan *plan,
+                                            const mls_planned *planned, size_t first,
+                                            size_t count, unsigned char *room)
 {
     const mls_layer *fresh = planned->fresh;
     const size_t item = planned->frames->item;
@@ -69,7 +70,7 @@ static const unsigned char *packed(const mls_write_plan *plan, const mls_planned
 
 /* Return whether the compressed size saves at least a quarter. A smaller gain is not
  * worth the time for decompression at every load. */
-static bool pays(size_t coded, size_t bytes)
+static bool saves_enough(size_t coded, size_t bytes)
 {
     return coded <= bytes - bytes / 4;
 }
@@ -83,7 +84,7 @@ typedef struct sampling {
     pthread_mutex_t lock; /* protects the members below */
     size_t failed;        /* first shard that failed; SIZE_MAX: none */
     mls_status why;
-} sampling;
+} sample_state;
 
 /* Give a shard frames, and a new layer if it has none. */
 static mls_code set_frames(const mls_write_plan *plan, mls_planned *planned,
@@ -131,8 +132,8 @@ static void unset_frames(mls_planned *planned)
 }
 
 /* Compress the samples of a shard; `room` is large enough for three samples. */
-static mls_code sample(const mls_write_plan *plan, const mls_planned *planned,
-                       unsigned char *room, bool *out, mls_status *st)
+static mls_code test_samples(const mls_write_plan *plan, const mls_planned *planned,
+                             unsigned char *room, bool *out, mls_status *st)
 {
     const mls_shard_job *job = plan->job;
     const size_t item = planned->frames->item, bytes = planned->frames->bytes;
@@ -144,7 +145,7 @@ static mls_code sample(const mls_write_plan *plan, const mls_planned *planned,
          * its start only */
         const size_t first = (all - count) / (SAMPLES - 1) * (size_t)i;
         size_t more = 0;
-        const unsigned char *from = packed(plan, planned, first, count, room);
+        const unsigned char *from = packed_elements(plan, planned, first, count, room);
         const mls_code code =
             mls_compressed_frame_encode(job->codecs, job->codec, item, from, length,
                                         room + SAMPLE, room + 2 * SAMPLE, &more, st);
@@ -154,12 +155,12 @@ static mls_code sample(const mls_write_plan *plan, const mls_planned *planned,
         coded += more;
         sampled += length;
     }
-    *out = pays(coded, sampled);
+    *out = saves_enough(coded, sampled);
     return MLS_OK;
 }
 
 /* After a failure no further sample is started. */
-static bool has_failed(sampling *s)
+static bool has_failed(sample_state *s)
 {
     pthread_mutex_lock(&s->lock);
     const bool failed = s->failed != SIZE_MAX;
@@ -170,7 +171,7 @@ static bool has_failed(sampling *s)
 /* Sample one shard. Only this task modifies it. */
 static void sample_task(void *context, size_t index)
 {
-    sampling *s = context;
+    sample_state *s = context;
     const size_t number = s->shards[index];
     mls_planned *planned = &s->plan->planned[number];
     mls_status st;
@@ -183,7 +184,7 @@ static void sample_task(void *context, size_t index)
         room == NULL ? mls_fail(&st, MLS_E_MEMORY, "no memory for a sample")
                      : set_frames(s->plan, planned, &s->plan->index.shards[number], &st);
     if (code == MLS_OK) {
-        code = sample(s->plan, planned, room, &good, &st);
+        code = test_samples(s->plan, planned, room, &good, &st);
         if (code != MLS_OK || !good) {
             unset_frames(planned);
         }
@@ -225,7 +226,7 @@ mls_code mls_write_plan_compress(mls_write_plan *plan, mls_status *st)
             shards[count++] = i;
         }
     }
-    sampling s = {.plan = plan, .shards = shards, .failed = SIZE_MAX};
+    sample_state s = {.plan = plan, .shards = shards, .failed = SIZE_MAX};
     pthread_mutex_init(&s.lock, NULL);
     mls_pool_run(plan->job->pool, sample_task, &s, count);
     pthread_mutex_destroy(&s.lock);
@@ -239,7 +240,7 @@ mls_code mls_write_plan_compress(mls_write_plan *plan, mls_status *st)
 /* ---- compression ---- */
 
 /* Report progress; the callback may stop the save. */
-static mls_code report(const mls_shard_job *job, size_t bytes, mls_status *st)
+static mls_code report_progress(const mls_shard_job *job, size_t bytes, mls_status *st)
 {
     const mls_progress *progress = job->progress;
     return progress == NULL || progress->report(progress->context, bytes)
@@ -261,7 +262,7 @@ static mls_code encode_frames(const mls_write_plan *plan, mls_planned *planned,
         const size_t bytes = mls_compressed_frame_bytes(frames, i),
                      count = bytes / frames->item;
         size_t coded = 0;
-        const unsigned char *from = packed(plan, planned, first, count, room);
+        const unsigned char *from = packed_elements(plan, planned, first, count, room);
         code = mls_compressed_frame_encode(job->codecs, frames->codec, frames->item, from,
                                            bytes, room + MLS_FRAME_BYTES, to + end,
                                            &coded, st);
@@ -269,16 +270,16 @@ static mls_code encode_frames(const mls_write_plan *plan, mls_planned *planned,
         first += count;
         frames->ends[i] = end;
         if (code == MLS_OK) {
-            code = report(job, bytes, st);
+            code = report_progress(job, bytes, st);
         }
-        if (!pays(end, frames->bytes)) {
+        if (!saves_enough(end, frames->bytes)) {
             break;
         }
     }
     /* the rest is written uncompressed, but counts as done here */
     const size_t left = frames->bytes - first * frames->item;
     *out = end;
-    return code == MLS_OK && left > 0 ? report(job, left, st) : code;
+    return code == MLS_OK && left > 0 ? report_progress(job, left, st) : code;
 }
 
 /* The buffer has the largest useful compressed size plus one frame; unused pages are
@@ -296,7 +297,7 @@ mls_code mls_planned_encode(mls_write_plan *plan, size_t number, unsigned char *
                         ? mls_fail(st, MLS_E_MEMORY, "no memory to code %zu bytes", bytes)
                         : encode_frames(plan, planned, room, to, &coded, st);
     mls_free(room);
-    if (code == MLS_OK && pays(coded, bytes)) {
+    if (code == MLS_OK && saves_enough(coded, bytes)) {
         /* the file is laid out after this, with the new length */
         planned->fresh->bytes = coded;
         *out = to;

@@ -22,13 +22,13 @@ enum {
 /* ---- sort items ---- */
 
 /* All arrays of a plan grow with the number of shards, so they share one message. */
-static mls_code no_memory(const mls_write_plan *plan, mls_status *st)
+static mls_code fail_memory(const mls_write_plan *plan, mls_status *st)
 {
     return mls_fail(st, MLS_E_MEMORY, "no memory to save %zu shards", plan->job->count);
 }
 
 /* Add the tensor's name to an error. The parameter's name is enough to find a state. */
-static mls_code about(const mls_shard_item *item, mls_status *st)
+static mls_code name_tensor(const mls_shard_item *item, mls_status *st)
 {
     mls_status_name(st, item->id.name.data, item->id.name.length);
     return st->code;
@@ -61,7 +61,7 @@ static mls_code allocate(mls_write_plan *plan, mls_status *st)
         if (job->items[i].rank < 0 || job->items[i].rank > MLS_LAYOUT_RANK) {
             mls_fail(st, MLS_E_SHAPE, "%d dimensions: at most %d can be stored",
                      job->items[i].rank, (int)MLS_LAYOUT_RANK);
-            return about(&job->items[i], st);
+            return name_tensor(&job->items[i], st);
         }
         dims += dims_of(&job->items[i]);
         keys += mls_shard_key_length(&job->items[i].id);
@@ -74,14 +74,14 @@ static mls_code allocate(mls_write_plan *plan, mls_status *st)
     plan->keys = mls_alloc(keys, 1);
     return plan->index.shards == NULL || plan->planned == NULL || plan->dims == NULL ||
                    plan->axes == NULL || plan->keys == NULL
-               ? no_memory(plan, st)
+               ? fail_memory(plan, st)
                : MLS_OK;
 }
 
 /* Fill in a shard from its item; `dims` receives the shape of its part. Layout and shape
  * are validated here, once, for all later steps. */
-static mls_code describe(const mls_shard_item *item, mls_index_shard *shard,
-                         mls_planned *planned, size_t *dims, mls_status *st)
+static mls_code describe_shard(const mls_shard_item *item, mls_index_shard *shard,
+                               mls_planned *planned, size_t *dims, mls_status *st)
 {
     mls_part part;
     size_t parts;
@@ -96,13 +96,13 @@ static mls_code describe(const mls_shard_item *item, mls_index_shard *shard,
     if (mls_layout_parts(&item->layout, &parts, st) != MLS_OK ||
         mls_layout_part(&item->layout, item->rank, item->shape, item->part, &part, st) !=
             MLS_OK) {
-        return about(item, st);
+        return name_tensor(item, st);
     }
     if (parts > PARTS_MOST || !mls_index_fits(item->dtype, item->rank, item->shape) ||
         !mls_size_mul(mls_part_count(&part), mls_dtype_of(item->dtype)->item_bytes,
                       &shard->bytes)) {
         mls_fail(st, MLS_E_SIZE, "the tensor has more parts or bytes than can be stored");
-        return about(item, st);
+        return name_tensor(item, st);
     }
     planned->item = item;
     planned->shape = dims;
@@ -129,13 +129,13 @@ static mls_code check_id(const mls_shard_item *item, mls_str key, mls_status *st
     } else {
         return MLS_OK;
     }
-    return about(item, st);
+    return name_tensor(item, st);
 }
 
 /* Fill in shards and planned from `sorted`, the items in index order. Duplicates are
  * neighbours, and the output is sorted. */
-static mls_code describe_all(mls_write_plan *plan, const mls_shard_item **sorted,
-                             mls_status *st)
+static mls_code describe_shards(mls_write_plan *plan, const mls_shard_item **sorted,
+                                mls_status *st)
 {
     size_t *dims = plan->dims;
     char *keys = plan->keys;
@@ -145,7 +145,7 @@ static mls_code describe_all(mls_write_plan *plan, const mls_shard_item **sorted
         mls_shard_write_key(&sorted[i]->id, keys);
         mls_code code = check_id(sorted[i], planned->key, st);
         if (code == MLS_OK) {
-            code = describe(sorted[i], &plan->index.shards[i], planned, dims, st);
+            code = describe_shard(sorted[i], &plan->index.shards[i], planned, dims, st);
         }
         if (code != MLS_OK) {
             return code;
@@ -153,7 +153,7 @@ static mls_code describe_all(mls_write_plan *plan, const mls_shard_item **sorted
         if (i > 0 && compare_items(&sorted[i - 1], &sorted[i]) == 0) {
             mls_fail(st, MLS_E_VALUE, "part %zu of one tensor appears twice",
                      sorted[i]->part);
-            return about(sorted[i], st);
+            return name_tensor(sorted[i], st);
         }
         dims += dims_of(sorted[i]);
         keys += planned->key.length;
@@ -165,7 +165,7 @@ static mls_code describe_all(mls_write_plan *plan, const mls_shard_item **sorted
 /* Set the axes of states whose axes differ from their parameter's, unless the caller set
  * them. Parameters come first and both are sorted by name, so one merge pass is enough.
  */
-static void align_states(mls_write_plan *plan)
+static void set_state_axes(mls_write_plan *plan)
 {
     mls_index_shard *shards = plan->index.shards;
     signed char *axes = plan->axes;
@@ -192,7 +192,7 @@ static void align_states(mls_write_plan *plan)
 
 /* Match shards with the previous index by a merge pass. A shard whose shape, dtype or
  * layout changed has no predecessor; its versions restart. */
-static void match_before(mls_write_plan *plan)
+static void match_committed(mls_write_plan *plan)
 {
     const mls_index *before = plan->job->before;
     size_t old = 0;
@@ -222,22 +222,22 @@ mls_code mls_write_plan_init(mls_write_plan *plan, const mls_shard_job *job,
     const mls_shard_item **sorted =
         code == MLS_OK ? mls_alloc(job->count, sizeof *sorted) : NULL;
     if (code == MLS_OK && sorted == NULL) {
-        code = no_memory(plan, st);
+        code = fail_memory(plan, st);
     }
     for (size_t i = 0; code == MLS_OK && i < job->count; i++) {
         sorted[i] = &job->items[i];
     }
     if (code == MLS_OK) {
         qsort(sorted, job->count, sizeof *sorted, compare_items);
-        code = describe_all(plan, sorted, st);
+        code = describe_shards(plan, sorted, st);
     }
     mls_free(sorted);
     if (code != MLS_OK) {
         mls_write_plan_fini(plan);
         return code;
     }
-    align_states(plan);
-    match_before(plan);
+    set_state_axes(plan);
+    match_committed(plan);
     return MLS_OK;
 }
 
@@ -321,29 +321,29 @@ mls_code mls_planned_set_layers(mls_planned *planned, bool keep, const mls_row_c
 typedef struct use {
     uint64_t all, live;
     size_t moved; /* position in the new index; SIZE_MAX: not listed yet */
-} use;
+} file_use;
 
 /* Return whether a shard is unchanged, or changed so little that its stored bytes may be
  * kept. */
-static bool may_stay(const mls_planned *planned)
+static bool may_keep(const mls_planned *planned)
 {
     return planned->same || planned->layers != NULL;
 }
 
 /* Return whether a committed place is visible. */
-static bool is_seen(const mls_index_shard *before, const mls_layer *place)
+static bool is_visible(const mls_index_shard *before, const mls_layer *place)
 {
     return before->layers == NULL || place->visible_count > 0;
 }
 
 /* Count bytes by file, in one pass over each index. Removed shards count as dead, like
  * changed ones. */
-static mls_code count_use(const mls_write_plan *plan, use **out, mls_status *st)
+static mls_code count_use(const mls_write_plan *plan, file_use **out, mls_status *st)
 {
     const mls_index *before = plan->job->before;
-    use *uses = mls_alloc(before->file_count, sizeof *uses);
+    file_use *uses = mls_alloc(before->file_count, sizeof *uses);
     if (uses == NULL) {
-        return no_memory(plan, st);
+        return fail_memory(plan, st);
     }
     for (size_t i = 0; i < before->file_count; i++) {
         uses[i].moved = SIZE_MAX;
@@ -358,9 +358,9 @@ static mls_code count_use(const mls_write_plan *plan, use **out, mls_status *st)
     for (size_t i = 0; i < plan->index.shard_count; i++) {
         const mls_index_shard *shard = plan->planned[i].before;
         for (size_t j = 0;
-             may_stay(&plan->planned[i]) && j < mls_index_place_count(shard); j++) {
+             may_keep(&plan->planned[i]) && j < mls_index_place_count(shard); j++) {
             const mls_layer place = mls_index_place(shard, j);
-            uses[place.file].live += is_seen(shard, &place) ? place.bytes : 0;
+            uses[place.file].live += is_visible(shard, &place) ? place.bytes : 0;
         }
     }
     *out = uses;
@@ -370,24 +370,24 @@ static mls_code count_use(const mls_write_plan *plan, use **out, mls_status *st)
 /* Return whether all places of a shard can be kept. A file with less than half of its
  * bytes in use is given up: its live shards are in memory, and are written again. So
  * either all places of a shard stay, or none. */
-static bool can_stay(const mls_planned *planned, const use *uses)
+static bool can_keep(const mls_planned *planned, const file_use *uses)
 {
     const mls_index_shard *before = planned->before;
-    for (size_t i = 0; may_stay(planned) && i < mls_index_place_count(before); i++) {
+    for (size_t i = 0; may_keep(planned) && i < mls_index_place_count(before); i++) {
         const mls_layer place = mls_index_place(before, i);
-        const use *u = &uses[place.file];
-        if (is_seen(before, &place) && u->live < u->all - u->live) {
+        const file_use *u = &uses[place.file];
+        if (is_visible(before, &place) && u->live < u->all - u->live) {
             return false;
         }
     }
-    return may_stay(planned);
+    return may_keep(planned);
 }
 
 /* Return the position of a previous file in the new index, which lists only files in use.
  */
-static size_t move_file(mls_write_plan *plan, use *uses, size_t file)
+static size_t list_kept_file(mls_write_plan *plan, file_use *uses, size_t file)
 {
-    use *u = &uses[file];
+    file_use *u = &uses[file];
     if (u->moved == SIZE_MAX) {
         u->moved = plan->index.file_count;
         plan->index.files[plan->index.file_count++] = plan->job->before->files[file];
@@ -396,7 +396,8 @@ static size_t move_file(mls_write_plan *plan, use *uses, size_t file)
 }
 
 /* Keep a shard: copy its record to the new index. */
-static mls_code keep(mls_write_plan *plan, size_t number, use *uses, mls_status *st)
+static mls_code keep_shard(mls_write_plan *plan, size_t number, file_use *uses,
+                           mls_status *st)
 {
     mls_planned *planned = &plan->planned[number];
     mls_index_shard *shard = &plan->index.shards[number];
@@ -409,7 +410,7 @@ static mls_code keep(mls_write_plan *plan, size_t number, use *uses, mls_status 
         return st->code;
     }
     if (planned->layers == NULL) {
-        shard->file = move_file(plan, uses, before->file);
+        shard->file = list_kept_file(plan, uses, before->file);
         shard->offset = before->offset;
         shard->crc = before->crc;
         shard->crcs = before->crcs;
@@ -418,20 +419,20 @@ static mls_code keep(mls_write_plan *plan, size_t number, use *uses, mls_status 
     for (size_t i = 0; i < planned->layers->count; i++) {
         mls_layer *layer = &planned->layers->list[i];
         if (layer != planned->fresh) {
-            layer->file = move_file(plan, uses, layer->file);
+            layer->file = list_kept_file(plan, uses, layer->file);
         }
     }
     return MLS_OK;
 }
 
 /* Shards that cannot be kept are written whole, even if they have new layers. */
-static mls_code keep_all(mls_write_plan *plan, mls_status *st)
+static mls_code keep_shards(mls_write_plan *plan, mls_status *st)
 {
-    use *uses = NULL;
+    file_use *uses = NULL;
     mls_code code = count_use(plan, &uses, st);
     for (size_t i = 0; code == MLS_OK && i < plan->index.shard_count; i++) {
-        if (can_stay(&plan->planned[i], uses)) {
-            code = keep(plan, i, uses, st);
+        if (can_keep(&plan->planned[i], uses)) {
+            code = keep_shard(plan, i, uses, st);
         } else {
             mls_planned_drop_layers(&plan->planned[i]);
         }
@@ -449,7 +450,7 @@ static mls_code allocate_files(mls_write_plan *plan, mls_status *st)
     if (!mls_size_add(plan->index.shard_count, before == NULL ? 0 : before->file_count,
                       &most) ||
         (plan->index.files = mls_alloc(most, sizeof *plan->index.files)) == NULL) {
-        return no_memory(plan, st);
+        return fail_memory(plan, st);
     }
     return MLS_OK;
 }
@@ -458,7 +459,7 @@ static mls_code allocate_files(mls_write_plan *plan, mls_status *st)
 mls_code mls_write_plan_reuse(mls_write_plan *plan, mls_status *st)
 {
     const mls_code code = allocate_files(plan, st);
-    return code == MLS_OK && plan->job->before != NULL ? keep_all(plan, st) : code;
+    return code == MLS_OK && plan->job->before != NULL ? keep_shards(plan, st) : code;
 }
 
 /* Versions increase only with changes; caller-supplied versions were checked before. A
@@ -474,7 +475,7 @@ static mls_code set_versions(mls_write_plan *plan, mls_status *st)
             mls_fail(st, MLS_E_VALUE,
                      "the version of a shard cannot go up any more: it "
                      "is the highest one, as a caller set it");
-            return about(planned->item, st);
+            return name_tensor(planned->item, st);
         }
         plan->index.shards[i].version = planned->item->version != 0
                                             ? planned->item->version
@@ -611,14 +612,14 @@ mls_code mls_write_plan_assign_files(mls_write_plan *plan, mls_status *st)
     }
     if (code == MLS_OK &&
         (placings = mls_alloc(plan->index.shard_count, sizeof *placings)) == NULL) {
-        code = no_memory(plan, st);
+        code = fail_memory(plan, st);
     }
     if (code == MLS_OK) {
         count = list_placings(plan, placings);
         plan->files = mls_alloc(count, sizeof *plan->files);
         plan->written = mls_alloc(count, sizeof *plan->written);
         code =
-            plan->files == NULL || plan->written == NULL ? no_memory(plan, st) : MLS_OK;
+            plan->files == NULL || plan->written == NULL ? fail_memory(plan, st) : MLS_OK;
     }
     for (size_t done = 0; code == MLS_OK && done < count;) {
         const size_t shared = next_file(plan, placings + done, count - done);
@@ -668,7 +669,7 @@ static mls_code make_header(mls_write_plan *plan, mls_planned_file *file, mls_st
 }
 
 /* Describe a shard for the header: its part, or the bytes of a layer. */
-static mls_header_tensor header_of(const mls_write_plan *plan, size_t number)
+static mls_header_tensor header_tensor(const mls_write_plan *plan, size_t number)
 {
     const mls_planned *planned = &plan->planned[number];
     const mls_index_shard *shard = &plan->index.shards[number];
@@ -695,10 +696,10 @@ mls_code mls_write_plan_lay_out(mls_write_plan *plan, mls_planned_file *file,
 {
     file->tensors = mls_alloc(file->count, sizeof *file->tensors);
     if (file->tensors == NULL) {
-        return no_memory(plan, st);
+        return fail_memory(plan, st);
     }
     for (size_t i = 0; i < file->count; i++) {
-        file->tensors[i] = header_of(plan, file->shards[i]);
+        file->tensors[i] = header_tensor(plan, file->shards[i]);
     }
     const mls_code code = make_header(plan, file, st);
     if (code != MLS_OK) {

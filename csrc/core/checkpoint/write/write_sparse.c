@@ -38,7 +38,7 @@ typedef struct sifted {
     size_t most;          /* most non-zero rows for which zero rows are omitted */
     unsigned char *bits;  /* bits of the non-zero rows */
     atomic_size_t filled; /* number of non-zero rows */
-} sifted;
+} scanned_shard;
 
 /* A task: several small shards, or elements `from` .. `to` of one. */
 typedef struct piece {
@@ -48,12 +48,12 @@ typedef struct piece {
 
 typedef struct sifting {
     mls_write_plan *plan;
-    sifted *shards;
+    scanned_shard *shards;
     size_t count;
     piece *pieces;
     unsigned char *bits; /* bits of all shards */
     atomic_bool no_memory;
-} sifting;
+} sparse_scan;
 
 /* Return whether a shard is scanned: it must be written whole and have bytes. */
 static bool is_candidate(const mls_write_plan *plan, size_t number)
@@ -65,7 +65,7 @@ static bool is_candidate(const mls_write_plan *plan, size_t number)
 
 /* A small shard shares a file, and a list of rows would be as large as the shard. So it
  * is treated as one row. */
-static mls_row_cut cut(const mls_write_plan *plan, size_t number)
+static mls_row_cut divide_rows(const mls_write_plan *plan, size_t number)
 {
     const mls_index_shard *shard = &plan->index.shards[number];
     const mls_part part = mls_index_part(shard);
@@ -77,13 +77,13 @@ static mls_row_cut cut(const mls_write_plan *plan, size_t number)
 }
 
 /* List the shards to scan, and allocate everything. */
-static mls_code list_candidates(sifting *s, mls_status *st)
+static mls_code list_candidates(sparse_scan *s, mls_status *st)
 {
     const mls_write_plan *plan = s->plan;
     size_t shards = 0, pieces = 0, bits = 0;
     for (size_t i = 0; i < plan->index.shard_count; i++) {
         if (is_candidate(plan, i)) {
-            const mls_row_cut rows = cut(plan, i);
+            const mls_row_cut rows = divide_rows(plan, i);
             shards++;
             pieces += plan->index.shards[i].bytes / PIECE + 1;
             bits += mls_rows_bits(&rows);
@@ -100,9 +100,9 @@ static mls_code list_candidates(sifting *s, mls_status *st)
     unsigned char *at = s->bits;
     for (size_t i = 0; i < plan->index.shard_count; i++) {
         if (is_candidate(plan, i)) {
-            sifted *one = &s->shards[s->count++];
+            scanned_shard *one = &s->shards[s->count++];
             one->shard = i;
-            one->rows = cut(plan, i);
+            one->rows = divide_rows(plan, i);
             const size_t count = mls_rows_count(&one->rows);
             one->most = count - (count + 3) / 4; /* three quarters */
             one->bits = at;
@@ -114,7 +114,7 @@ static mls_code list_candidates(sifting *s, mls_status *st)
 }
 
 /* Divide large shards and group small ones; returns the number of pieces. */
-static size_t make_pieces(const sifting *s)
+static size_t make_pieces(const sparse_scan *s)
 {
     size_t count = 0, room = 0; /* bytes that the last piece can still take */
     for (size_t i = 0; i < s->count; i++) {
@@ -140,8 +140,8 @@ static size_t make_pieces(const sifting *s)
 }
 
 /* Scan elements `from` .. `to` of one shard, until too many rows are non-zero. */
-static void sift(const sifting *s, sifted *one, size_t from, size_t to,
-                 unsigned char *buffer)
+static void scan_rows(const sparse_scan *s, scanned_shard *one, size_t from, size_t to,
+                      unsigned char *buffer)
 {
     const mls_shard_item *item = s->plan->planned[one->shard].item;
     const mls_row_cut *rows = &one->rows;
@@ -158,30 +158,31 @@ static void sift(const sifting *s, sifted *one, size_t from, size_t to,
 }
 
 /* Scan one piece. Only strided memory needs a buffer. */
-static void sift_task(void *context, size_t index)
+static void scan_task(void *context, size_t index)
 {
-    sifting *s = context;
+    sparse_scan *s = context;
     const piece *p = &s->pieces[index];
     unsigned char *buffer = NULL;
     for (size_t i = p->first; i < p->first + p->count; i++) {
-        sifted *one = &s->shards[i];
+        scanned_shard *one = &s->shards[i];
         if (s->plan->planned[one->shard].item->data == NULL && buffer == NULL &&
             (buffer = mls_alloc(STEP, 1)) == NULL) {
             atomic_store(&s->no_memory, true);
             return;
         }
         const bool alone = p->count == 1;
-        sift(s, one, alone ? p->from : 0, alone ? p->to : one->rows.elements, buffer);
+        scan_rows(s, one, alone ? p->from : 0, alone ? p->to : one->rows.elements,
+                  buffer);
     }
     mls_free(buffer);
 }
 
 /* Create the layers of sparse shards. Omitted bytes count as done. */
-static mls_code settle(const sifting *s, mls_status *st)
+static mls_code set_sparse_layers(const sparse_scan *s, mls_status *st)
 {
     const mls_progress *progress = s->plan->job->progress;
     for (size_t i = 0; i < s->count; i++) {
-        const sifted *one = &s->shards[i];
+        const scanned_shard *one = &s->shards[i];
         mls_planned *planned = &s->plan->planned[one->shard];
         const mls_index_shard *shard = &s->plan->index.shards[one->shard];
         if (atomic_load(&one->filled) > one->most) {
@@ -206,14 +207,14 @@ mls_code mls_write_plan_sparse(mls_write_plan *plan, mls_status *st)
     if (!plan->job->sparse) {
         return MLS_OK;
     }
-    sifting s = {.plan = plan};
+    sparse_scan s = {.plan = plan};
     atomic_init(&s.no_memory, false);
     mls_code code = list_candidates(&s, st);
     if (code == MLS_OK) {
-        mls_pool_run(plan->job->pool, sift_task, &s, make_pieces(&s));
+        mls_pool_run(plan->job->pool, scan_task, &s, make_pieces(&s));
         code = atomic_load(&s.no_memory)
                    ? mls_fail(st, MLS_E_MEMORY, "no memory for a buffer of 256 KiB")
-                   : settle(&s, st);
+                   : set_sparse_layers(&s, st);
     }
     mls_free(s.shards);
     mls_free(s.pieces);

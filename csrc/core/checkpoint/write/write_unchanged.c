@@ -39,7 +39,7 @@ typedef struct compared {
     unsigned char *bits;   /* bits of changed rows; NULL: rows are not recorded */
     atomic_size_t changed; /* number of changed rows; LOST: the stored data is damaged */
     atomic_size_t left;    /* unfinished pieces */
-} compared;
+} compared_shard;
 
 #    define LOST (SIZE_MAX / 2)
 
@@ -62,7 +62,7 @@ enum header_state { UNKNOWN, GOOD, BAD };
 
 typedef struct comparing {
     mls_write_plan *plan;
-    compared *shards;
+    compared_shard *shards;
     piece *pieces;
     batch *batches;
     unsigned char *bits;   /* bits of all shards */
@@ -70,7 +70,7 @@ typedef struct comparing {
     size_t count, piece_count, batch_count;
     size_t buffer; /* most bytes that a task reads at a time */
     atomic_bool no_memory, stopped;
-} comparing;
+} compare_state;
 
 /* State of a task. The last file stays open, since neighbours in an index usually share a
  * segment. */
@@ -79,13 +79,13 @@ typedef struct reading {
     size_t file;                      /* position in the previous index */
     unsigned char *read, *packed;     /* `buffer` bytes each */
     mls_compressed_frame_room frames; /* for compressed places */
-} reading;
+} file_reader;
 
 /* ---- bytes ---- */
 
 /* Return whether the header of an open file is as recorded; `end` is the offset of one of
  * its places. The first task that opens a file checks it. */
-static bool header_is_good(comparing *c, int fd, size_t number, uint64_t end)
+static bool header_is_good(compare_state *c, int fd, size_t number, uint64_t end)
 {
     mls_status ignored;
     const mls_shard_job *job = c->plan->job;
@@ -104,7 +104,7 @@ static bool header_is_good(comparing *c, int fd, size_t number, uint64_t end)
 
 /* Open the file of a place, unless it is open. Returns false if it differs from its
  * record. */
-static bool open_file(comparing *c, reading *r, const mls_layer *place)
+static bool open_file(compare_state *c, file_reader *r, const mls_layer *place)
 {
     uint64_t length;
     mls_status ignored;
@@ -131,8 +131,8 @@ static bool open_file(comparing *c, reading *r, const mls_layer *place)
 }
 
 /* Compare elements `first` .. `first + count` with their stored bytes. */
-static void compare_elements(const comparing *c, compared *one, size_t first,
-                             size_t count, const unsigned char *before, reading *r)
+static void compare_elements(const compare_state *c, compared_shard *one, size_t first,
+                             size_t count, const unsigned char *before, file_reader *r)
 {
     const mls_planned *planned = &c->plan->planned[one->shard];
     /* packed memory is compared without a copy */
@@ -148,9 +148,9 @@ static void compare_elements(const comparing *c, compared *one, size_t first,
 
 /* Compare the visible elements in `data`, which contains `bytes` bytes of a place from
  * `start` on. */
-static void compare_read(const comparing *c, compared *one, const mls_layer *place,
-                         size_t start, size_t bytes, const unsigned char *data,
-                         reading *r)
+static void compare_read(const compare_state *c, compared_shard *one,
+                         const mls_layer *place, size_t start, size_t bytes,
+                         const unsigned char *data, file_reader *r)
 {
     const size_t item = one->rows.item, from = start / item, to = from + bytes / item;
     size_t low = 0, high = place->visible_count;
@@ -174,7 +174,7 @@ static void compare_read(const comparing *c, compared *one, const mls_layer *pla
 
 /* Return whether the block that ends at byte `end` of a place matches its recorded
  * checksum. */
-static bool is_good(const mls_layer *place, size_t end, uint32_t crc)
+static bool is_block_good(const mls_layer *place, size_t end, uint32_t crc)
 {
     return crc == (place->bytes <= MLS_SAFETENSORS_BLOCK
                        ? place->crc
@@ -183,7 +183,7 @@ static bool is_good(const mls_layer *place, size_t end, uint32_t crc)
 
 /* Number of bytes to read next, within one block. The first step is small, since changed
  * shards usually differ at the start. */
-static size_t next_step(const compared *one, const piece *p, size_t done)
+static size_t next_read_size(const compared_shard *one, const piece *p, size_t done)
 {
     const size_t most = one->bits != NULL ? (size_t)MLS_SAFETENSORS_BLOCK
                         : done == p->from ? (size_t)FIRST_STEP
@@ -196,8 +196,8 @@ static size_t next_step(const compared *one, const piece *p, size_t done)
 /* Compare a piece of a place until the result is known. The checksum must match even if
  * the bytes equal those in memory: the memory may have been loaded from the damaged file.
  */
-static void compare_stored(comparing *c, compared *one, const mls_layer *place,
-                           const piece *p, reading *r)
+static void compare_stored(compare_state *c, compared_shard *one, const mls_layer *place,
+                           const piece *p, file_reader *r)
 {
     mls_status ignored;
     uint32_t crc = 0; /* of the current block; a piece starts at a block boundary */
@@ -207,7 +207,7 @@ static void compare_stored(comparing *c, compared *one, const mls_layer *place,
     }
     for (size_t done = p->from;
          done < p->to && atomic_load(&one->changed) <= one->most;) {
-        const size_t step = next_step(one, p, done);
+        const size_t step = next_read_size(one, p, done);
         if (mls_file_read_at(r->fd, r->read, step, place->offset + done, &ignored) !=
             MLS_OK) {
             atomic_store(&one->changed, LOST);
@@ -217,7 +217,7 @@ static void compare_stored(comparing *c, compared *one, const mls_layer *place,
         compare_read(c, one, place, done, step, r->read, r);
         done += step;
         if (done % MLS_SAFETENSORS_BLOCK == 0 || done == p->to) {
-            if (!is_good(place, done, crc)) {
+            if (!is_block_good(place, done, crc)) {
                 atomic_store(&one->changed, LOST);
                 return;
             }
@@ -227,8 +227,8 @@ static void compare_stored(comparing *c, compared *one, const mls_layer *place,
 }
 
 /* The same for a compressed place, frame by frame. */
-static void compare_coded(comparing *c, compared *one, const mls_layer *place,
-                          const piece *p, reading *r)
+static void compare_compressed(compare_state *c, compared_shard *one,
+                               const mls_layer *place, const piece *p, file_reader *r)
 {
     mls_status st;
     const unsigned char *data;
@@ -270,8 +270,8 @@ static void compare_coded(comparing *c, compared *one, const mls_layer *place,
 }
 
 /* Compare a piece of the zeros: check that the elements are still zero. */
-static void compare_zeros(const comparing *c, compared *one, const mls_layers *layers,
-                          const piece *p, reading *r)
+static void compare_zeros(const compare_state *c, compared_shard *one,
+                          const mls_layers *layers, const piece *p, file_reader *r)
 {
     /* here the piece is in bytes of the shard; nothing is read from files */
     const size_t item = one->rows.item, from = p->from / item, to = p->to / item;
@@ -293,9 +293,9 @@ static void compare_zeros(const comparing *c, compared *one, const mls_layers *l
 }
 
 /* Compare one piece. The place of a plain shard is completely visible. */
-static void compare_piece(comparing *c, const piece *p, reading *r)
+static void compare_piece(compare_state *c, const piece *p, file_reader *r)
 {
-    compared *one = &c->shards[p->shard];
+    compared_shard *one = &c->shards[p->shard];
     const mls_index_shard *before = c->plan->planned[one->shard].before;
     const mls_row_range all = {.count = one->rows.elements};
     if (p->place == ZEROS) {
@@ -308,14 +308,14 @@ static void compare_piece(comparing *c, const piece *p, reading *r)
         place.visible_count = 1;
     }
     if (place.frames != NULL) {
-        compare_coded(c, one, &place, p, r);
+        compare_compressed(c, one, &place, p, r);
     } else {
         compare_stored(c, one, &place, p, r);
     }
 }
 
 /* Return whether no further piece is started. */
-static bool is_over(const comparing *c)
+static bool has_stopped(const compare_state *c)
 {
     return atomic_load(&c->stopped) || atomic_load(&c->no_memory);
 }
@@ -324,10 +324,10 @@ static bool is_over(const comparing *c)
  * its progress; changed shards are reported when they are written. */
 static void compare_task(void *context, size_t index)
 {
-    comparing *c = context;
+    compare_state *c = context;
     const mls_progress *progress = c->plan->job->progress;
-    reading r = {.fd = -1};
-    if (is_over(c)) {
+    file_reader r = {.fd = -1};
+    if (has_stopped(c)) {
         return;
     }
     /* one allocation for both buffers */
@@ -337,9 +337,9 @@ static void compare_task(void *context, size_t index)
         return;
     }
     r.packed = r.read + c->buffer;
-    for (size_t i = c->batches[index].from; i < c->batches[index].to && !is_over(c);
+    for (size_t i = c->batches[index].from; i < c->batches[index].to && !has_stopped(c);
          i++) {
-        compared *one = &c->shards[c->pieces[i].shard];
+        compared_shard *one = &c->shards[c->pieces[i].shard];
         compare_piece(c, &c->pieces[i], &r);
         if (atomic_fetch_sub(&one->left, 1) == 1 && atomic_load(&one->changed) == 0 &&
             progress != NULL &&
@@ -359,8 +359,8 @@ static void compare_task(void *context, size_t index)
 
 /* Number of rows of a shard that may change and still become a layer: half of the shard,
  * and all layers together at most twice the shard. */
-static size_t rows_most(const mls_write_plan *plan, const mls_planned *planned,
-                        const mls_row_cut *rows)
+static size_t most_changed_rows(const mls_write_plan *plan, const mls_planned *planned,
+                                const mls_row_cut *rows)
 {
     const mls_index_shard *before = planned->before;
     size_t places = 0, stored = 0;
@@ -385,7 +385,7 @@ static size_t rows_most(const mls_write_plan *plan, const mls_planned *planned,
 }
 
 /* Divide a shard into rows, and return how many of them may change. */
-static size_t look_at(const mls_write_plan *plan, size_t number, mls_row_cut *rows)
+static size_t divide_rows(const mls_write_plan *plan, size_t number, mls_row_cut *rows)
 {
     const mls_index_shard *shard = &plan->index.shards[number];
     const mls_planned *planned = &plan->planned[number];
@@ -395,7 +395,7 @@ static size_t look_at(const mls_write_plan *plan, size_t number, mls_row_cut *ro
     }
     const mls_part part = mls_index_part(shard);
     *rows = mls_rows_of(&part, rows->item);
-    return planned->same ? 0 : rows_most(plan, planned, rows);
+    return planned->same ? 0 : most_changed_rows(plan, planned, rows);
 }
 
 /* Return whether a shard is compared. If its version shows a change, only its rows are of
@@ -406,13 +406,13 @@ static bool is_candidate(const mls_write_plan *plan, size_t number)
     mls_row_cut ignored;
     return planned->before != NULL &&
            (planned->item->version == 0 || planned->same ||
-            (plan->job->incremental && look_at(plan, number, &ignored) > 0));
+            (plan->job->incremental && divide_rows(plan, number, &ignored) > 0));
 }
 
 /* List the pieces of a shard, in whole frames; if `out` is NULL, they are only counted. A
  * place without bytes to compare still gets one piece, which checks that its file exists.
  */
-static size_t cut(const comparing *c, size_t number, piece *out)
+static size_t list_shard_pieces(const compare_state *c, size_t number, piece *out)
 {
     const mls_planned *planned = &c->plan->planned[number];
     const mls_index_shard *before = planned->before;
@@ -456,16 +456,16 @@ static size_t cut(const comparing *c, size_t number, piece *out)
 
 /* Allocate everything. If any shard is compared by row, buffers have the size of a block,
  * the unit of checksums; otherwise they are smaller and stay in the cache. */
-static mls_code allocate(comparing *c, mls_status *st)
+static mls_code allocate_arrays(compare_state *c, mls_status *st)
 {
     const mls_write_plan *plan = c->plan;
     size_t shards = 0, pieces = 0, bits = 0;
     for (size_t i = 0; i < plan->index.shard_count; i++) {
         if (is_candidate(plan, i)) {
             mls_row_cut rows;
-            const bool by_row = look_at(plan, i, &rows) > 0;
+            const bool by_row = divide_rows(plan, i, &rows) > 0;
             shards++;
-            pieces += cut(c, i, NULL);
+            pieces += list_shard_pieces(c, i, NULL);
             bits += by_row ? mls_rows_bits(&rows) : 0;
         }
     }
@@ -483,17 +483,17 @@ static mls_code allocate(comparing *c, mls_status *st)
 
 /* List all candidates and their pieces in index order, so that neighbours in a segment
  * are read in sequence. */
-static void list_pieces(comparing *c)
+static void list_pieces(compare_state *c)
 {
     unsigned char *bits = c->bits;
     for (size_t i = 0; i < c->plan->index.shard_count; i++) {
         if (!is_candidate(c->plan, i)) {
             continue;
         }
-        compared *one = &c->shards[c->count];
-        const size_t pieces = cut(c, i, c->pieces + c->piece_count);
+        compared_shard *one = &c->shards[c->count];
+        const size_t pieces = list_shard_pieces(c, i, c->pieces + c->piece_count);
         one->shard = i;
-        one->most = look_at(c->plan, i, &one->rows);
+        one->most = divide_rows(c->plan, i, &one->rows);
         if (one->most > 0) {
             one->bits = bits;
             bits += mls_rows_bits(&one->rows);
@@ -506,7 +506,7 @@ static void list_pieces(comparing *c)
 }
 
 /* Group small pieces into batches. */
-static void make_batches(comparing *c)
+static void make_batches(compare_state *c)
 {
     size_t bytes = 0;
     for (size_t i = 0; i < c->piece_count; i++) {
@@ -522,7 +522,8 @@ static void make_batches(comparing *c)
 /* ---- results ---- */
 
 /* Report progress for the kept bytes of a shard that gets a layer. */
-static mls_code report_kept(const comparing *c, const compared *one, mls_status *st)
+static mls_code report_kept(const compare_state *c, const compared_shard *one,
+                            mls_status *st)
 {
     const mls_progress *progress = c->plan->job->progress;
     const mls_planned *planned = &c->plan->planned[one->shard];
@@ -534,11 +535,11 @@ static mls_code report_kept(const comparing *c, const compared *one, mls_status 
 }
 
 /* Apply the results: unchanged, a new layer, or written whole. */
-static mls_code settle(const comparing *c, mls_status *st)
+static mls_code apply_results(const compare_state *c, mls_status *st)
 {
     mls_code code = MLS_OK;
     for (size_t i = 0; code == MLS_OK && i < c->count; i++) {
-        compared *one = &c->shards[i];
+        compared_shard *one = &c->shards[i];
         mls_planned *planned = &c->plan->planned[one->shard];
         const size_t changed = atomic_load(&one->changed);
         /* also if its version increased without a change */
@@ -583,11 +584,11 @@ mls_code mls_write_plan_unchanged(mls_write_plan *plan, mls_status *st)
     if (code != MLS_OK || plan->job->before == NULL) {
         return code;
     }
-    comparing c = {.plan = plan};
+    compare_state c = {.plan = plan};
     /* each task checks both before it starts a piece */
     atomic_init(&c.no_memory, false);
     atomic_init(&c.stopped, false);
-    code = allocate(&c, st);
+    code = allocate_arrays(&c, st);
     if (code == MLS_OK) {
         list_pieces(&c);
         make_batches(&c);
@@ -596,7 +597,7 @@ mls_code mls_write_plan_unchanged(mls_write_plan *plan, mls_status *st)
                    ? mls_fail(st, MLS_E_MEMORY, "no memory for a buffer of %zu KiB",
                               2 * c.buffer >> 10)
                : atomic_load(&c.stopped) ? mls_fail(st, MLS_E_STOPPED, "stopped")
-                                         : settle(&c, st);
+                                         : apply_results(&c, st);
     }
     mls_free(c.shards);
     mls_free(c.pieces);
