@@ -4,14 +4,8 @@
 
 #include "checkpoint/storage/compressed_frames.h"
 
-<<<<<<< HEAD
-    /* The codecs of mlstate/checkpoint/_store/codecs.py, for any thread that does not
-     * hold the GIL. */
-=======
 /* Return the codecs of mlstate/checkpoint/_store/codecs.py. Any thread that does not hold
  * the GIL may call them. */
->>>>>>> lc2
-    const mls_codecs *
-    mlspy_codecs(void);
+const mls_codecs *mlspy_codecs(void);
 
 #endif

@@ -1,16 +1,8 @@
 /* py_staging: the first half of a save, which needs the arrays: list the shards and copy
  * them. The second half is shards_write (py_shard_write.c).
  *
-<<<<<<< HEAD
- * A gathering is a capsule between the two: it holds arrays, or the copies' memory, until
- * it dies.
- */
-=======
-*A gathering is a capsule that connects the two.It holds the arrays,
-    or the memory of *their copies,
-    until it is freed.*/
-#include "common/args.h"
-        >>>>>>> lc2
+ * A gathering is a capsule that connects the two. It holds the arrays, or the memory of
+ * their copies, until it is freed. */
 #include "checkpoint/checkpoint_bindings.h"
 #include "checkpoint/py_layout.h"
 #include "checkpoint/shard_items.h"
@@ -23,9 +15,8 @@
 
 #define NAME "mlstate.gathering"
 
-        /* Releases arrays, so it needs the GIL, which a capsule destructor has. */
-        static void
-        free_capsule(PyObject *capsule)
+/* Releases arrays, so it needs the GIL, which a capsule destructor has. */
+static void free_capsule(PyObject *capsule)
 {
     mlspy_gathering *g = PyCapsule_GetPointer(capsule, NAME);
     mlspy_gathering_fini(g);

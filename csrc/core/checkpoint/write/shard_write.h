@@ -22,17 +22,10 @@
 typedef struct mls_shard_item {
     mls_tensor_id id;
     mls_dtype dtype;
-<<<<<<< HEAD
-    int rank;            /* of the whole tensor */
-    const size_t *shape; /* of the whole tensor */
-    /* of a state, those of its parameter (optimizer_axes.h); NULL: found among the items,
-     * which lack the parameter where another rank stores it */
-=======
     int rank;            /* rank of the whole tensor */
     const size_t *shape; /* shape of the whole tensor */
     /* parameter axis of each axis of a state (optimizer_axes.h). NULL: derived from the
      * parameter, if it is among the items; another rank may store it */
->>>>>>> lc2
     const signed char *axes;
     mls_layout layout;
     size_t part;
@@ -85,27 +78,6 @@ typedef struct mls_shards_written {
 
 #if !defined(_WIN32)
 
-<<<<<<< HEAD
-    /* Store all items.  A shard that was committed before and did not change is not
-     * written again: its record goes on to point where it lies.  Unchanged is what has
-     * the version of before, where the caller states one, else what has the same bytes.
-     * The version of what changed goes up by one, or is the caller's.  A shard whose file
-     * is gone or has become another is written again.  Shards that did not change move,
-     * too, when they share a file of which less than half is still in use. `sparse`: a
-     * new or changed shard leaves out its rows (row_bitmap.h) of zeros, where those are a
-     * quarter of them or more; one below `pack_below` is there or, all zero, not at all.
-     * `compress`: of what is written and has `pack_below` bytes or more, samples are
-     * coded; what becomes shorter by a quarter is stored that way, each file by one
-     * thread, which has all that it is coded to in memory until it is written.
-     * `incremental`: a shard of which half of the rows changed, or fewer, gets one more
-     * layer of these, up to 8 layers and twice its bytes; what is below was read and
-     * found good. Memory: about 400 bytes a shard, a bit for each row that is looked at,
-     * and, for each thread, the header of a file and 2 MiB for what is on its way; then
-     * the text of the index. MLS_E_VALUE: a part twice, a name that is no UTF-8, a
-     * version that goes back, a layout or part that cannot be; MLS_E_SHAPE; MLS_E_SIZE;
-     * MLS_E_IO (EEXIST: the generation was written before); MLS_E_MEMORY; MLS_E_STOPPED.
-     * On failure all files that this call made are deleted, and no others. */
-=======
 /* Store all items, and the index that lists them.
  * - Unchanged shards are not written again: the new index references their old place. A
  *   shard is unchanged if its version equals the committed one, or, without a caller's
@@ -128,9 +100,8 @@ typedef struct mls_shards_written {
  * decreases, an invalid layout or part); MLS_E_SHAPE; MLS_E_SIZE; MLS_E_IO (EEXIST: the
  * generation was already written); MLS_E_MEMORY; MLS_E_STOPPED. On failure all files that
  * this call created are deleted, and no others. */
->>>>>>> lc2
-    mls_code
-    mls_shards_write(const mls_shard_job *job, mls_shards_written *out, mls_status *st);
+mls_code mls_shards_write(const mls_shard_job *job, mls_shards_written *out,
+                          mls_status *st);
 
 #endif
 #endif
