@@ -1,4 +1,4 @@
-"""Ranks that go on together, or not at all: each tells the others how it fared."""
+"""Agreement between ranks: all continue, all retry, or all raise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def _kind(error: BaseException) -> str:
-    """The class of an error that other ranks raise too, by name."""
+    """Return the name of the error class that other ranks raise for an error."""
     for cls in type(error).__mro__:
         if issubclass(cls, MLStateError) and cls.__name__ in errors.__all__:
             return cls.__name__
@@ -20,7 +20,7 @@ def _kind(error: BaseException) -> str:
 
 
 def _of_peer(rank: int, said: dict[str, Any]) -> MLStateError:
-    """The error of another rank, of the same class, so that callers need not ask where."""
+    """Return the error for another rank's failure; it has the same class on every rank."""
     cls = getattr(errors, said["kind"], CollectiveError)
     error: MLStateError = cls(f"rank {rank}: {said['error']}")
     error.rank = rank
@@ -30,28 +30,28 @@ def _of_peer(rank: int, said: dict[str, Any]) -> MLStateError:
 def agree(
     group: ProcessGroup, about: str, error: BaseException | None, *, again: bool = False
 ) -> bool:
-    """Hear of all ranks whether they can go on; every rank calls this.
+    """Exchange with all ranks whether they can continue; every rank must call this.
 
     Parameters
     ----------
     group : ProcessGroup
         The ranks.
     about : str
-        What all ranks must say alike.
+        A text that must be equal on all ranks; otherwise all must retry.
     error : BaseException, optional
-        Why this rank cannot go on.
+        Why this rank cannot continue.
     again : bool, default False
-        Whether it could if all tried once more.
+        Whether this rank could continue after a retry by all ranks.
 
     Returns
     -------
     bool
-        True: all can go on. False: all are to try once more.
+        True if all can continue, False if all must retry.
 
     Raises
     ------
     BaseException
-        `error`, or one like the first of another rank that cannot go on.
+        `error`, or the error of the first other rank that cannot continue.
     """
     import json
 

@@ -1,4 +1,4 @@
-"""`LocalGroup.run`: one function in several processes, and what became of each."""
+"""`LocalGroup.run`: call a function in several processes, and collect results and errors."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
-GRACE_SECONDS = 3.0  # for ranks to end by themselves once one has failed
-MEET_SECONDS = 120.0  # for spawned processes to import what they need
+GRACE_SECONDS = 3.0  # for the other ranks to end after one has failed
+MEET_SECONDS = 120.0  # for spawned processes to import their modules
 
 
 # ---- in a rank ----
 
 
 def _end_with_parent() -> None:
-    """Have this process ended, as `terminate` does, when the one that started it is gone."""
+    """Make the system end this process with SIGTERM when its parent ends."""
     import signal
     import sys
 
-    if sys.platform == "linux":  # without a thread, which a rank that forks had better not have
+    if sys.platform == "linux":  # without a thread: a rank may fork
         import ctypes
 
         death_signal = 1  # PR_SET_PDEATHSIG
@@ -55,7 +55,7 @@ def _work(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    """Join, call the function, and tell the parent what came of it."""
+    """Join the group, call the function, and send the parent its result or error."""
     from ._local_group import LocalGroup
 
     group = None
@@ -71,7 +71,7 @@ def _work(
         message = ("error", error, "".join(traceback.format_exception(error)))
     if group is not None:
         if message[0] != "result":
-            group.abort()  # nobody shall wait for this rank
+            group.abort()  # so that no rank waits for this one
         group.close()
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
         _tell(pipe, message)
@@ -79,7 +79,7 @@ def _work(
 
 
 def _tell(pipe: Connection, message: tuple[str, Any, str]) -> None:
-    """Send a message; what cannot be pickled travels as its text."""
+    """Send a message; if it cannot be pickled, send a text instead."""
     import pickle
 
     kind, value, text = message
@@ -98,18 +98,18 @@ def _tell(pipe: Connection, message: tuple[str, Any, str]) -> None:
 
 
 class _Rank:
-    """A process and what is known of it."""
+    """A process, its pipe and its message."""
 
     def __init__(self, rank: int, process: BaseProcess, pipe: Connection) -> None:
         self.rank = rank
         self.process = process
         self.pipe = pipe
         self.message: tuple[str, Any, str] | None = None
-        self.order = 0  # of the messages
+        self.order = 0  # position among the received messages
         self.done = False
 
     def listen(self, order: int) -> None:
-        """Take its message, or learn that it ended without one."""
+        """Receive the rank's message, or wait until a silent process has ended."""
         import pickle
 
         try:
@@ -125,14 +125,14 @@ class _Rank:
         return self.message is not None and self.message[0] == "result"
 
     def weight(self) -> tuple[int, int]:
-        """How likely it is that this rank failed first: the least one did."""
+        """Return a sort key: the rank with the smallest key most likely failed first."""
         if self.message is None:
             return 0, self.order
         consequence = isinstance(self.message[1], CollectiveError)
         return 2 if consequence or self.message[0] == "interrupted" else 1, self.order
 
     def error(self) -> BaseException:
-        """Return the exception for a rank that failed."""
+        """Return the exception of a failed rank."""
         if self.message is None:
             return failed("LocalGroup.run", self.rank, _ending(self.process))
         kind, value, text = self.message
@@ -145,7 +145,7 @@ class _Rank:
 
 
 def _ending(process: BaseProcess) -> str:
-    """Say how a process ended that told nothing."""
+    """Return how a process ended that sent no message."""
     import signal
 
     code = process.exitcode
@@ -159,7 +159,7 @@ def _ending(process: BaseProcess) -> str:
 
 
 def _collect(ranks: list[_Rank], deadline: float | None) -> None:
-    """Wait until all have ended, or for a while after one failed, or until the deadline."""
+    """Wait until all have ended, a grace period after a failure is over, or the deadline."""
     from multiprocessing.connection import wait
 
     order = 0
@@ -176,7 +176,7 @@ def _collect(ranks: list[_Rank], deadline: float | None) -> None:
 
 
 def _end(processes: Iterable[BaseProcess]) -> None:
-    """See to it that no process is left, whatever it does."""
+    """End all processes: wait, then terminate, then kill."""
     alive = [process for process in processes if process.pid is not None]
     end = time.monotonic() + GRACE_SECONDS
     for stop in ("", "terminate", "kill"):
@@ -197,7 +197,7 @@ def run(
     start_method: str | None,
     timeout: float | None,
 ) -> list[Any]:
-    """Do what `LocalGroup.run` says."""
+    """Implement `LocalGroup.run`."""
     import multiprocessing
     import secrets
 
@@ -217,7 +217,7 @@ def run(
             )
             ranks.append(_Rank(rank, process, here))
             process.start()
-            there.close()  # so that its end is heard of
+            there.close()  # so that the pipe breaks when the process ends
         _collect(ranks, deadline)
         good = all(rank.good() for rank in ranks)
         if not good:
@@ -234,7 +234,7 @@ def run(
 
 
 def _verdict(ranks: list[_Rank], timeout: float | None) -> BaseException:
-    """Return the error of the rank that failed first, or of those that are late."""
+    """Return the error of the rank that failed first, or of the ranks that are late."""
     ended = [rank for rank in ranks if rank.done and not rank.good()]
     if ended:
         return min(ended, key=_Rank.weight).error()

@@ -1,10 +1,10 @@
-"""How the processes of one host find each other: a socket to meet at, and shared memory.
+"""How the processes of one host form a group: a socket for the rendezvous, and shared memory.
 
-Rank 0 listens; the others come and say who they are. When all are there, the listener is
-closed and each gets a descriptor of the memory that rank 0 made. It has no name on any
-file system, so that nothing is left behind, whoever is killed and when.
+Rank 0 listens; the other ranks connect and send their rank. When all have connected, rank 0
+closes the listener and sends each rank a descriptor of the shared memory. That memory has no
+name in the file system, so nothing remains if a process is killed.
 
-Each side speaks in lines of JSON. A line with "error" ends the meeting for all.
+Both sides send lines of JSON. A line with "error" ends the rendezvous for all ranks.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ LINUX = sys.platform == "linux"
 VERSION = 1
 LINE_BYTES = 4096
 RETRY_SECONDS = 0.01
-GRACE_SECONDS = 1.0  # in which those who come late are told why there is no meeting
+GRACE_SECONDS = 1.0  # late ranks still get the error during this time
 
 
 class _GoneError(Exception):
-    """The other side closed its socket."""
+    """The other process closed its socket."""
 
 
 def _failed(rank: int, what: str) -> CollectiveError:
     return failed("LocalGroup.join", rank, what)
 
 
-# ---- where to meet ----
+# ---- socket address ----
 
 
 def _address(name: str) -> str:
-    """Return the socket's address: one for each user and job."""
+    """Return the socket's address, unique for user and job."""
     import hashlib
 
     digest = hashlib.sha256(name.encode()).hexdigest()[:24]
     label = f"mlstate-{os.getuid()}-{digest}"
     if LINUX:
-        return f"\0{label}"  # in no file system; it goes with the last socket
+        return f"\0{label}"  # abstract; vanishes with its last socket
     import tempfile
 
     return os.path.join(tempfile.gettempdir(), f"{label}.sock")
 
 
 def _credentials(peer: socket.socket) -> tuple[int, int]:
-    """Return the process at the other end, 0 where it cannot be told, and its user."""
+    """Return the process id (0 if unknown) and the user id of the other process."""
     import socket
     import struct
 
@@ -69,12 +69,12 @@ def _credentials(peer: socket.socket) -> tuple[int, int]:
 
 
 def _stranger(peer: socket.socket) -> bool:
-    """Whether the process at the other end is another user's."""
+    """Return whether the other process belongs to another user."""
     return _credentials(peer)[1] != os.getuid()
 
 
 def _listen(address: str) -> socket.socket | None:
-    """Open the meeting, or return None where somebody else has."""
+    """Return a listening socket, or None if another process listens at this address."""
     import socket
 
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -113,15 +113,15 @@ def _remove_stale(path: str) -> None:
 
 
 def _send(peer: socket.socket, message: dict[str, Any]) -> None:
-    """Send a line; who is gone learns nothing."""
+    """Send a line; if the other process is gone, do nothing."""
     with contextlib.suppress(OSError):
         peer.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _receive(peer: socket.socket, deadline: float) -> tuple[dict[str, Any], int]:
-    """Return a line and the descriptor that came with it, or -1.
+    """Return a line, and the descriptor that came with it or -1.
 
-    Raises `_GoneError` where the other side is gone, TimeoutError where there is no time left.
+    Raises `_GoneError` if the other process is gone, and TimeoutError after the deadline.
     """
     import socket
 
@@ -146,7 +146,7 @@ def _receive(peer: socket.socket, deadline: float) -> tuple[dict[str, Any], int]
 
 
 def _hello(peer: socket.socket, deadline: float) -> dict[str, Any]:
-    """Return the first line of a process; it needs no descriptor."""
+    """Return the first line of a process, and close a descriptor that came with it."""
     message, descriptor = _receive(peer, deadline)
     if descriptor >= 0:
         os.close(descriptor)
@@ -154,7 +154,7 @@ def _hello(peer: socket.socket, deadline: float) -> dict[str, Any]:
 
 
 def _no_rank(rank: Any, world_size: int) -> str:
-    """Return the error of a process that says it is this rank."""
+    """Return the error text for a process that sent an invalid rank."""
     return (
         f"rank {json.dumps(rank)[:40]} is not a rank of a group with world_size={world_size}; "
         f"pass an int from 0 to {world_size - 1}"
@@ -162,7 +162,7 @@ def _no_rank(rank: Any, world_size: int) -> str:
 
 
 def _parse(data: bytes) -> dict[str, Any]:
-    """Return what a line says; one that says nothing is a stranger's."""
+    """Return the message in a line; raise `_GoneError` if it is not a JSON object."""
     try:
         message = json.loads(data)
     except (ValueError, RecursionError):
@@ -176,14 +176,16 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 
 def make_memory(size: int) -> int:
-    """Return a descriptor of `size` bytes of zeros that have no name."""
+    """Return a descriptor of `size` zero bytes of unnamed shared memory."""
     if LINUX:
         import fcntl
 
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         descriptor = os.memfd_create("mlstate-group", flags)
         try:
-            os.posix_fallocate(descriptor, 0, size)  # refused now, or never
+            os.posix_fallocate(
+                descriptor, 0, size
+            )  # fails here rather than with SIGBUS on first use
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         except BaseException:
             os.close(descriptor)
@@ -205,16 +207,16 @@ def make_memory(size: int) -> int:
 
 
 class _Host:
-    """Rank 0 while it waits for the others.
+    """Rank 0 during the rendezvous.
 
     Parameters
     ----------
     name : str
-        The job, for errors.
+        Name of the job, for errors.
     world_size : int
-        Ranks, this one included.
+        Number of ranks, including this one.
     listener : socket
-        Borrowed.
+        Borrowed: the caller closes it.
     """
 
     def __init__(self, name: str, world_size: int, listener: socket.socket) -> None:
@@ -222,15 +224,15 @@ class _Host:
         self._world_size = world_size
         self._listener = listener
         self.ranks: dict[int, socket.socket] = {}
-        self._silent: list[socket.socket] = []  # have not said who they are
+        self._silent: list[socket.socket] = []  # connected, but have not sent their rank
 
     def close(self) -> None:
-        """Hang up on everybody."""
+        """Close all connections."""
         for peer in (*self._silent, *self.ranks.values()):
             peer.close()
 
     def refuse(self, what: str) -> CollectiveError:
-        """Tell everybody, those too who come a little late, and return the error."""
+        """Send an error to all ranks, also to slightly late ones, and return it."""
         told = len(self.ranks) + len(self._silent)
         for peer in (*self.ranks.values(), *self._silent):
             _send(peer, {"error": what})
@@ -245,7 +247,7 @@ class _Host:
         return _failed(0, what)
 
     def gather(self, deadline: float, seconds: float) -> None:
-        """Wait until all ranks have come."""
+        """Wait until all ranks have connected; raise CollectiveError at the deadline."""
         import select
 
         while len(self.ranks) < self._world_size - 1:
@@ -273,7 +275,7 @@ class _Host:
                     self._introduce(peer, _hello(peer, min(deadline, time.monotonic() + 1)))
                 except (_GoneError, TimeoutError):
                     peer.close()
-            else:  # nobody has more to say: this one is gone, and may come again
+            else:  # known ranks send nothing more: this one is gone, and may reconnect
                 rank = next(rank for rank, known in self.ranks.items() if known is peer)
                 self.ranks.pop(rank).close()
 
@@ -288,9 +290,9 @@ class _Host:
             self._silent.append(peer)
 
     def _introduce(self, peer: socket.socket, hello: dict[str, Any]) -> None:
-        """Take a rank in, or end the meeting: what it says must fit.
+        """Register a rank, or raise the error of a conflict, which ends the rendezvous.
 
-        A process whose numbers are not those of any rank gets an error, and the meeting goes on.
+        A process with an invalid rank gets an error, and the rendezvous continues.
         """
         rank, world_size, version = map(hello.get, ("rank", "world_size", "version"))
         if type(version) is not int or type(world_size) is not int:
@@ -298,7 +300,7 @@ class _Host:
         if type(rank) is not int or not 0 <= rank < world_size:
             _send(peer, {"error": _no_rank(rank, world_size)})
             raise _GoneError
-        self._silent.append(peer)  # to be told of what is wrong
+        self._silent.append(peer)  # so that `refuse` reaches it
         if version != VERSION:
             raise self.refuse(
                 f"rank {rank} has another version of mlstate; install the same everywhere"
@@ -315,7 +317,9 @@ class _Host:
             )
         processes = {_credentials(known)[0]: r for r, known in self.ranks.items()}
         twin = {**processes, os.getpid(): 0}.get(_credentials(peer)[0])
-        if twin is not None:  # a process holds the locks of all its ranks, or of none
+        if (
+            twin is not None
+        ):  # file locks belong to processes: two ranks of one process would share theirs
             raise self.refuse(
                 f"ranks {twin} and {rank} are one process; LocalGroup.threads makes a group of "
                 "threads"
@@ -327,7 +331,7 @@ class _Host:
 def _host(
     name: str, world_size: int, listener: socket.socket, deadline: float, seconds: float
 ) -> Any:
-    """Meet as rank 0, and return its link."""
+    """Run the rendezvous as rank 0, and return its link."""
     import socket
 
     host = _Host(name, world_size, listener)
@@ -355,7 +359,7 @@ def _host(
 
 
 def _make_group(host: _Host, world_size: int) -> Any:
-    """Make the memory, take rank 0's place, and hand it on."""
+    """Create the shared memory, send it to all ranks, and return rank 0's link."""
     import socket
 
     try:
@@ -372,11 +376,11 @@ def _make_group(host: _Host, world_size: int) -> Any:
     return _core.local_join(world_size, 0, 0, 0, descriptor)
 
 
-# ---- the others ----
+# ---- other ranks ----
 
 
 def _guest(name: str, rank: int, world_size: int, address: str, deadline: float) -> Any:
-    """Come to the meeting, and return this rank's link; None where it is not open."""
+    """Join the rendezvous, and return this rank's link; None if rank 0 is not listening."""
     import socket
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as host:
@@ -391,7 +395,7 @@ def _guest(name: str, rank: int, world_size: int, address: str, deadline: float)
         try:
             answer, descriptor = _receive(host, deadline)
         except _GoneError:
-            return None  # that meeting was over, or rank 0 was killed: wait for the next
+            return None  # that rendezvous was over, or rank 0 was killed: try again
         if "error" in answer or descriptor < 0:
             raise _failed(rank, str(answer.get("error", "rank 0 sent no memory")))
         try:
@@ -411,7 +415,7 @@ def _guest(name: str, rank: int, world_size: int, address: str, deadline: float)
 
 
 def meet(name: str, rank: int, world_size: int, seconds: float) -> Any:
-    """Meet the other ranks of a job, and return this one's link when all are there."""
+    """Wait for all ranks of a job, and return this rank's link."""
     address = _address(name)
     deadline = time.monotonic() + seconds
     while True:
