@@ -1,4 +1,4 @@
-"""Blocks of a torch model, run again and compared bit by bit with their first run."""
+"""Recomputation of a torch model's blocks, compared bit by bit with their first run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NO_VALUES = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_st
 
 
 def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors have the same bits."""
+    """Return whether two tensors have the same bits."""
     import torch
 
     if first.shape != second.shape or first.dtype != second.dtype:
@@ -46,7 +46,7 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 def _difference(first: torch.Tensor, second: torch.Tensor) -> str:
-    """Say how much two tensors differ that do not have the same bits."""
+    """Describe the difference of two tensors with different bits."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return f"{_describe(first)}, then {_describe(second)}"
     different = first.detach() != second.detach()
@@ -59,7 +59,7 @@ def _difference(first: torch.Tensor, second: torch.Tensor) -> str:
 
 
 class _Where:
-    """Follows which module inside a block runs."""
+    """Tracks the running module inside a block."""
 
     def __init__(self, block: Any) -> None:
         self._stack: list[str] = []
@@ -88,7 +88,7 @@ class _Where:
 
 
 class _Run:
-    """What one run of a block saved and returned."""
+    """Tensors that one run of a block saved and returned."""
 
     def __init__(self, call: BlockCall, where: _Where) -> None:
         import torch
@@ -116,7 +116,7 @@ def _refuse(_: Any) -> Any:
 
 
 class _Checker:
-    """Runs each block twice when it is called, and notes what differs."""
+    """Runs each block twice when it is called, and records differences."""
 
     def __init__(self, names: Sequence[str], modules: Sequence[Any], wanted: set[int]) -> None:
         self.findings: list[Finding] = []
@@ -198,7 +198,7 @@ class _Checker:
         where: _Where,
         surroundings: Surroundings,
     ) -> _Trace:
-        """Run the block twice more, and find the operator from which on the runs differ."""
+        """Run the block twice more, and find the first operator with different results."""
         trace = _Trace(where)
         with surroundings.restored(name, module), trace:
             call()
@@ -213,7 +213,7 @@ class _Checker:
 
 
 def _outside_states() -> tuple[Any, ...]:
-    """Return the states of generators that are not torch's, as what compares."""
+    """Return the states of Python's and NumPy's generators, in comparable form."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     return random.getstate(), (kind, np.asarray(keys).tobytes(), *rest)
 
@@ -223,7 +223,7 @@ def _place(module: str, what: str) -> str:
 
 
 def _compare(first: _Run, second: _Run) -> tuple[str, str, str] | None:
-    """Return where two runs part, the kind of difference, and what differs."""
+    """Return the place, kind and description of the first difference of two runs, or None."""
     for k, (one, two) in enumerate(zip(first.saved, second.saved, strict=False)):
         place = _place(first.places[k], f"saved tensor {k}, {_describe(one)}")
         if one.shape != two.shape or one.dtype != two.dtype:
@@ -256,8 +256,10 @@ class _Trace:
         self, where: _Where, record: list[tuple[str, str, list[torch.Tensor]]] | None = None
     ) -> None:
         self.made: list[tuple[str, str, list[torch.Tensor]]] = []
-        self.found: tuple[str, str] | None = None  # the first operator that differs, and how
-        self.routing: tuple[str, str] | None = None  # the first that gives other indices
+        self.found: tuple[str, str] | None = (
+            None  # first operator with other results, and the difference
+        )
+        self.routing: tuple[str, str] | None = None  # first operator with other indices
         self._parted = False
         self._where = where
         self._record = record
@@ -282,7 +284,7 @@ class _Trace:
         self._mode.__exit__(*error)
 
     def note(self, func: Any, out: Any) -> None:
-        """Keep, or compare, what an operator made."""
+        """Record the results of an operator, or compare them with the record."""
         if self._parted or func.__name__.split(".")[0] in _NO_VALUES:
             return
         k, operator = len(self.made), f"aten.{func.__name__}"
@@ -313,23 +315,23 @@ class _Trace:
 
 @set_module("mlstate.integrations.torch")
 def check_recompute(module: Any, plan: Any, sample: Any, *, blocks: Any = None) -> RecomputeReport:
-    """Run blocks again and compare; public as `mlstate.activation.check`.
+    """Recompute blocks and compare; public as `mlstate.activation.check`.
 
     Parameters
     ----------
     module : torch.nn.Module or sequence of blocks
         The model.
     plan : Plan or None
-        Whose recomputed blocks are checked; None: all.
+        Its recomputed blocks are checked; None: all blocks.
     sample : torch.Tensor, tuple or dict
-        What the model is called with.
+        Arguments of the model.
     blocks : str or sequence of callables, optional
-        Which of its modules are the blocks.
+        The modules of the blocks.
 
     Returns
     -------
     RecomputeReport
-        What was found.
+        The findings.
 
     Examples
     --------
@@ -356,7 +358,7 @@ def check_recompute(module: Any, plan: Any, sample: Any, *, blocks: Any = None) 
 def _gradients_of(
     module: Any, found: Sequence[tuple[str, Any]], args: Any, kwargs: Any, planned: Any = None
 ) -> dict[str, torch.Tensor]:
-    """Run the model forward and backward, and return what parameters and inputs get."""
+    """Run the model forward and backward; return gradients and outputs by name."""
     import torch
     from torch.utils import _pytree
 
@@ -399,7 +401,7 @@ def _parameters(module: Any, found: Sequence[tuple[str, Any]]) -> dict[str, Any]
 def _gradients_differ(
     module: Any, plan: Any, found: Sequence[tuple[str, Any]], args: Any, kwargs: Any
 ) -> list[Finding]:
-    """Compare the gradients of a run by the plan with those of a plain run."""
+    """Compare gradients of a run by the plan with gradients of a plain run."""
     modules = [module, *(block for _, block in found)]
 
     def run(planned: Any = None) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What a run of a block depends on besides its arguments, so that it can be run again."""
+"""State that a run of a block depends on besides its arguments, for recomputation."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _Place = tuple[Any, str]  # a module, and the name of a buffer in it
 def refusal(
     name: str, text: str, expected: str | None = None, got: str | None = None
 ) -> MLStateError:
-    """Make an error; whoever raises it keeps no reference to it, which would be a cycle."""
+    """Return an error. The caller must keep no reference to it, which would be a cycle."""
     error = MLStateError(text)
     error.name, error.expected, error.got = name, expected, got
     return error
 
 
 def devices_of(leaves: Iterable[Any]) -> set[torch.device]:
-    """Return the devices, beside the CPU, on which tensors lie."""
+    """Return the devices of tensors, except the CPU and meta."""
     import torch
 
     return {
@@ -41,12 +41,12 @@ def devices_of(leaves: Iterable[Any]) -> set[torch.device]:
 
 
 def generator_states(devices: Iterable[torch.device]) -> dict[Any, torch.Tensor]:
-    """Return the states of torch's generators: the CPU's, and those of devices."""
+    """Return the states of torch's generators, of the CPU and of `devices`."""
     import torch
 
     states: dict[Any, torch.Tensor] = {"cpu": torch.get_rng_state()}
     for device in devices:
-        of_device = getattr(torch, device.type)  # torch.mps has one device, and no name for it
+        of_device = getattr(torch, device.type)  # torch.mps takes no device argument
         states[device] = of_device.get_rng_state(*_named(device))
     return states
 
@@ -56,7 +56,7 @@ def _named(device: torch.device) -> tuple[torch.device, ...]:
 
 
 def set_generator_states(states: dict[Any, torch.Tensor]) -> None:
-    """Set generators to states that `generator_states` returned."""
+    """Restore states that `generator_states` returned."""
     import torch
 
     for device, state in states.items():
@@ -67,7 +67,7 @@ def set_generator_states(states: dict[Any, torch.Tensor]) -> None:
 
 
 def enter_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that wants a gradient and is not a leaf, so that it may be written to."""
+    """Return a non-leaf tensor that requires a gradient, so that it may be changed in place."""
     import torch
 
     class Enter(torch.autograd.Function):
@@ -85,11 +85,11 @@ def enter_graph(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_objects(values: Any) -> Any:
-    """Copy nested arguments and the objects in them, such as KV caches.
+    """Copy nested arguments, including objects such as KV caches.
 
-    A block may change an object that it is given. Each further run gets a copy, so that it
-    sees the object as the first run did. Tensors in objects share their memory with the
-    original and lose their history; modules, functions and arrays are not copied.
+    A block may change an object that it receives. Each further run gets a copy, so that it sees
+    the object as the first run did. Tensors in objects are detached and share their memory with
+    the original. Modules, functions and arrays are not copied.
     """
     return _copied(values, {})
 
@@ -141,10 +141,10 @@ def _copied_object(value: Any, memo: dict[int, Any]) -> Any:
 
 
 class Buffers:
-    """The buffers of a block that its own runs change, such as BatchNorm's statistics.
+    """The buffers that a block's own runs change, such as BatchNorm's statistics.
 
-    The first run tells which these are: all are copied before it and compared after it. From
-    then on only those that changed are copied.
+    The first run finds them: all buffers are copied before it and compared after it. Later runs
+    copy only the buffers that changed.
     """
 
     def __init__(self, module: Any) -> None:
@@ -158,7 +158,7 @@ class Buffers:
                     yield module, name
 
     def copy(self) -> tuple[dict[_Place, Any], dict[_Place, Any]]:
-        """Copy the buffers that may change; note the versions of the others."""
+        """Copy the buffers that may change; return the copies, and versions of the others."""
         copies, versions = {}, {}
         for place in self._places():
             module, name = place
@@ -172,7 +172,7 @@ class Buffers:
     def changed(
         self, copies: dict[_Place, Any], versions: dict[_Place, Any]
     ) -> dict[_Place, torch.Tensor]:
-        """Return those copies that differ from the buffers now."""
+        """Return the copies that differ from the current buffers."""
         import torch
 
         different = {}
@@ -185,13 +185,15 @@ class Buffers:
         for place, (buffer, version) in versions.items():
             module, name = place
             if module._buffers[name] is not buffer or buffer._version != version:
-                self._known.add(place)  # too late for this pass: its runs start from now
+                self._known.add(
+                    place
+                )  # its old value is lost: recomputation in this pass starts from the current one
                 different[place] = module._buffers[name].detach().clone()
         return different
 
 
 def _packed(states: dict[Any, torch.Tensor]) -> dict[Any, bytes]:
-    """Return states as bytes: a plan keeps one for each recomputed block."""
+    """Return states as bytes; a plan keeps one set for each recomputed block."""
     return {device: state.numpy().tobytes() for device, state in states.items()}
 
 
@@ -205,10 +207,9 @@ def _unpacked(states: dict[Any, bytes]) -> dict[Any, torch.Tensor]:
 
 
 class Surroundings:
-    """Generators, autocast and buffers as they were before a block's first run.
+    """Generators, autocast and buffers before a block's first run.
 
-    States of generators are kept as bytes, in the host's memory: 5 kB for the CPU's, 16 B for
-    a GPU's.
+    States of generators are kept as bytes in main memory: 5 kB for the CPU, 16 B for a GPU.
     """
 
     def __init__(self, module: Any, buffers: Buffers, leaves: Sequence[Any]) -> None:
@@ -228,7 +229,7 @@ class Surroundings:
         ]
 
     def settle(self) -> None:
-        """Forget what the first run neither used nor changed."""
+        """Discard the state that the first run neither used nor changed."""
         now = _packed(generator_states(self._devices))
         self._states = {
             device: state for device, state in self._states.items() if state != now[device]
@@ -238,7 +239,7 @@ class Surroundings:
 
     @contextmanager
     def restored(self, name: str, module: Any) -> Iterator[None]:
-        """Run a block once more as it ran first; afterwards all is as it was."""
+        """Restore the state before the first run inside this context, and undo that at exit."""
         import torch
 
         if getattr(module, "training", None) != self._training:

@@ -1,9 +1,9 @@
-"""Any valid schedule of a chain of blocks, run by torch's own backward pass.
+"""Execution of a schedule of a chain of blocks in torch's own backward pass.
 
-The forward pass runs every block once and builds one graph. Where the schedule says ``forward``
-the graph keeps no tensor, only marks; before the backward pass comes to a block, the steps that
-the schedule has there run, and fill the marks of that block. So gradients flow where they would
-without a plan: nodes, their order and hooks of parameters are the same.
+The forward pass runs every block once and builds one graph. For a ``forward`` step, the graph
+contains slots instead of saved tensors. Before the backward pass reaches a block, the steps
+scheduled before it run and fill that block's slots. So the backward pass is the same as without
+a plan: the same nodes in the same order, with the same hooks of parameters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _KINDS = ("forward", "save", "backward", "drop", "offload", "load")
 
 
 class Program:
-    """A schedule, and what follows from it for every step.
+    """A schedule, with data derived for every step.
 
     Parameters
     ----------
@@ -40,13 +40,15 @@ class Program:
             raise ValueError(f"{unknown!r} is no kind of step that torch can run: {_KINDS}")
         n = self.blocks = 1 + max(i for kind, i in self.steps if kind == "backward")
         self.runs = [0] * n
-        self.first = [-1] * n  # the step that runs a block for the first time
+        self.first = [-1] * n  # first step that runs each block
         self.backward_at = [-1] * n
         self.offloads = [False] * n
-        self.input_leaves = [False] * n  # the block's input is dropped while it is saved
+        self.input_leaves = [
+            False
+        ] * n  # whether the block's input is dropped while its memory is saved
         self._read()
-        self.keeps = [False] * len(self.steps)  # a later step runs a block on the output
-        self.free_after: list[list[int]] = [[] for _ in self.steps]  # activations, by step
+        self.keeps = [False] * len(self.steps)  # whether a later step uses the step's output
+        self.free_after: list[list[int]] = [[] for _ in self.steps]  # activations to free, by step
         self.keeps_input = self._look_back()
         self.acts_before = self._between()
         self.is_plain = not any(self.hooked(i) or self.runs[i] > 1 for i in range(n))
@@ -69,16 +71,16 @@ class Program:
                 self.input_leaves[i] = True
 
     def _look_back(self) -> bool:
-        """Find the last use of each activation; say whether the first one has any."""
+        """Find the last use of each activation; return whether the chain's input is used again."""
         wanted = [False] * (self.blocks + 1)
-        loads = [False] * self.blocks  # the next load of a block brings its output
+        loads = [False] * self.blocks  # whether the block's next load restores its output
         for at in range(len(self.steps) - 1, -1, -1):
             kind, i = self.steps[at]
             uses: list[int] = []
             if kind in ("forward", "save"):
                 self.keeps[at] = wanted[i + 1]
                 wanted[i + 1] = False
-                if at != self.first[i]:  # a first run takes what the model gives it
+                if at != self.first[i]:  # a first run uses the model's arguments
                     uses = [i]
             elif kind == "load":
                 self.keeps[at] = loads[i] = wanted[i + 1]
@@ -95,7 +97,7 @@ class Program:
         return wanted[0]
 
     def _between(self) -> list[bool]:
-        """Say before which backward runs there is something to do."""
+        """Return by block whether any steps precede its backward run."""
         acts = [True] * self.blocks
         for i in range(self.blocks - 1):
             before, at = self.backward_at[i + 1], self.backward_at[i]
@@ -103,13 +105,13 @@ class Program:
         return acts
 
     def hooked(self, i: int) -> bool:
-        """Whether the first run's saved tensors are held here, not by the graph."""
+        """Return whether this module holds the first run's saved tensors, rather than the graph."""
         first = self.steps[self.first[i]][0]
         return first == "forward" or self.offloads[i] or self.input_leaves[i]
 
 
 class Block:
-    """One block of a chain: how it is called, and what to call it in messages."""
+    """One block of a chain: its name for messages, its call and its module."""
 
     def __init__(self, name: str, call: Callable[..., Any], module: Any) -> None:
         self.name = name
@@ -119,7 +121,7 @@ class Block:
 
 
 class _Slot:
-    """What the graph has in the place of a saved tensor."""
+    """Placeholder of a saved tensor in the graph."""
 
     __slots__ = ("__weakref__", "block", "looks", "run", "value")
 
@@ -131,7 +133,7 @@ class _Slot:
 
 
 class _OfInput:
-    """A saved tensor that lies in the memory of the block's input."""
+    """A saved tensor that is a view of the block's input."""
 
     __slots__ = ("geometry", "leaf")
 
@@ -140,18 +142,18 @@ class _OfInput:
         self.geometry = geometry
 
 
-class _Enough(Exception):  # noqa: N818 (no error: it ends a run whose rest nobody needs)
+class _Enough(Exception):  # noqa: N818 (ends a run early; not an error)
     """All saved tensors were recomputed."""
 
 
 class _Call:
-    """What it takes to run a block again as it was run first."""
+    """Data to run a block again as in its first run."""
 
     def __init__(self) -> None:
         self.slots: list[weakref.ref[_Slot]] = []
         self.spec: Any = None
-        self.leaves: list[_Link | _Held | None] = []  # of its arguments; None: an object
-        self.objects: dict[int, Any] = {}  # as they were before the first run
+        self.leaves: list[_Link | _Held | None] = []  # leaves of its arguments; None: an object
+        self.objects: dict[int, Any] = {}  # copies from before the first run
         self.flags: list[bool] = []
         self.surroundings: Surroundings | None = None
         self.made: list[tuple[Any, ...]] = []
@@ -173,7 +175,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-    """Return the leaves of arguments, and what puts them together again; None: they are all."""
+    """Return the leaves of arguments and their tree spec; None: all are positional tensors."""
     import torch
     from torch.utils import _pytree
 
@@ -192,7 +194,7 @@ def _unflatten(leaves: list[Any], spec: Any) -> tuple[Any, Any]:
 
 
 def _outputs(out: Any) -> list[torch.Tensor]:
-    """Return the tensors that a block returned."""
+    """Return the tensors in a block's output."""
     import torch
     from torch.utils import _pytree
 
@@ -202,18 +204,18 @@ def _outputs(out: Any) -> list[torch.Tensor]:
 
 
 class Run:
-    """One forward pass through the chain, and its backward pass.
+    """One forward pass through the chain and its backward pass.
 
     Parameters
     ----------
     program : Program
         The schedule.
     blocks : sequence of Block
-        In their order.
+        The blocks, in order.
     folder : str, optional
-        For saved tensors that are offloaded.
+        Folder for offloaded tensors.
     observe : callable, optional
-        Gets the kind and index of each step just before it is taken.
+        Called with kind and index before each step.
     """
 
     def __init__(
@@ -223,16 +225,18 @@ class Run:
         folder: str | None = None,
         observe: Callable[[str, int], None] | None = None,
     ) -> None:
-        self.next = 0  # the block whose turn it is in the forward pass
+        self.next = 0  # next block of the forward pass
         self._program = program
         self._blocks = blocks
         self._folder = folder
         self._observe = observe
         self._calls: list[_Call | None] = [None] * program.blocks
         self._held: list[list[_Held] | None] = [None] * (program.blocks + 1)
-        self._came_out: list[tuple[weakref.ref[Any], int]] = []  # tensors and their versions
+        self._came_out: list[
+            tuple[weakref.ref[Any], int]
+        ] = []  # last block's output tensors, with versions
         self._position = 0
-        self._under_way = program.blocks  # the block whose backward pass is: none
+        self._under_way = program.blocks  # block whose backward pass is running; initially none
         self._free_later: list[int] = []
         self._watching = False
         self._spent = False
@@ -240,12 +244,12 @@ class Run:
     # The forward pass
 
     def matches(self, leaves: list[Any]) -> bool:
-        """Whether arguments have in them what the block before returned."""
+        """Return whether the arguments contain the previous block's output."""
         came = [tensor for tensor in (ref() for ref, _ in self._came_out) if tensor is not None]
         return any(leaf is tensor for leaf in leaves for tensor in came)
 
     def first(self, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Any:
-        """Run the block whose turn it is for the first time, and the steps around it."""
+        """Run the next block for the first time, and the steps around that."""
         i, program = self.next, self._program
         block = self._blocks[i]
         self._take_steps_until(program.first[i])
@@ -274,7 +278,7 @@ class Run:
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def _link(self, i: int, leaves: Sequence[Any]) -> list[int | None]:
-        """Say which arguments are the activation, by the number of its tensors."""
+        """Return for each argument its tensor number in the activation, or None."""
         import torch
 
         if i:
@@ -292,7 +296,7 @@ class Run:
         return [next(count) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
 
     def _refuse_between(self, i: int, tensor: torch.Tensor, version: int) -> None:
-        """Refuse an activation that was changed on its way to the next block."""
+        """Raise if an activation was changed in place before the next block."""
         if _version(tensor) != version and self._program.runs[i - 1] > 1:
             name, before = self._blocks[i].name, self._blocks[i - 1].name
             raise refusal(
@@ -344,7 +348,7 @@ class Run:
             return self._blocks[i].call(*args, **kwargs)
 
     def _refuse_changes(self, block: Block, leaves: list[Any], versions: list[int]) -> None:
-        """Refuse a block that changed its arguments, if it has to run on them again."""
+        """Raise if a block changed its arguments, which its recomputation needs."""
         changed = [
             k
             for k, (tensor, version) in enumerate(zip(self._tensors(leaves), versions, strict=True))
@@ -359,7 +363,7 @@ class Run:
             )
 
     def _hand_on(self, i: int, out: Any, call: _Call) -> None:
-        """Keep what a block returned as far as the schedule needs it, and watch its gradient."""
+        """Keep a block's output if the schedule needs it, and watch its gradient."""
         tensors = _outputs(out)
         if not tensors:
             raise TypeError(f"{self._blocks[i].name} returned no tensor: {type(out).__name__}")
@@ -403,7 +407,7 @@ class Run:
         self._position = at + 1
 
     def _run_again(self, i: int, save: bool, keep: bool) -> None:
-        """Recompute a block: its output, and its saved tensors if wanted."""
+        """Recompute a block: its output if `keep`, and its saved tensors if `save`."""
         import torch
 
         call, block = self._calls[i], self._blocks[i]
@@ -463,7 +467,7 @@ class Run:
                 continue
             storage = slot.value.value.untyped_storage()
             if storage._cdata in ours or storage._cdata in inputs or not storage.nbytes():
-                continue  # nbytes: FSDP frees its parameters after a forward pass
+                continue  # 0 bytes: FSDP frees its parameters after a forward pass
             slot.value = host.put(slot.value.tensor(self._blocks[i].name))
         if output:
             outputs = self._held[i + 1]
@@ -485,7 +489,7 @@ class Run:
     # The backward pass
 
     def _gradient_came(self, i: int, _: torch.Tensor) -> None:
-        """Prepare a block's backward pass: the gradient of its output is there."""
+        """Prepare a block's backward pass; called when the gradient of its output exists."""
         import torch
 
         if torch.is_grad_enabled():
@@ -493,7 +497,7 @@ class Run:
         self.prepare(i)
 
     def prepare(self, i: int) -> None:
-        """Take the steps before a block's backward pass."""
+        """Run the steps before a block's backward pass."""
         import torch
 
         at = self._program.backward_at[i]
@@ -507,7 +511,7 @@ class Run:
             self._take_step()
 
     def _end(self, i: int) -> None:
-        """Free what blocks behind this one had saved: their backward passes are over."""
+        """Free saved memory of later blocks, whose backward passes are complete."""
         for k in self._free_later:
             self._held[k] = None
         self._free_later = []
@@ -517,7 +521,7 @@ class Run:
             self._calls[self._under_way] = None
 
     def _finish(self) -> None:
-        """Free all: the backward pass has ended."""
+        """Free everything at the end of the backward pass."""
         self._spent = True
         for call in self._calls:
             _empty(call)
@@ -525,7 +529,7 @@ class Run:
         self._held = []
 
     def tensor_of(self, slot: _Slot) -> torch.Tensor:
-        """Return a saved tensor when the backward pass asks for it."""
+        """Return a saved tensor; the backward pass calls this."""
         import torch
 
         name = self._blocks[slot.block].name
@@ -553,7 +557,7 @@ class Run:
 
 
 class _Held:
-    """A tensor that is needed again as it is, without its history."""
+    """A tensor that is needed again unchanged, detached."""
 
     __slots__ = ("value", "version")
 
@@ -562,7 +566,7 @@ class _Held:
         self.version = _version(tensor)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return it for a block, unless it was written to since."""
+        """Return the tensor for a block; raise if it was changed in place."""
         if _version(self.value) != self.version:
             raise refusal(
                 name,
@@ -574,12 +578,12 @@ class _Held:
 
 
 def _places(linked: Iterable[tuple[Any, int | None]]) -> dict[int, int]:
-    """Say where the tensors of an activation lie: their numbers, by their memory."""
+    """Map the storages of an activation's tensors to their numbers."""
     return {leaf.untyped_storage()._cdata: k for leaf, k in linked if k is not None}
 
 
 def _kept(tensor: torch.Tensor, places: dict[int, int]) -> _Held | _OfInput:
-    """Hold a saved tensor, or say where it is in an input that will be dropped and come back."""
+    """Keep a saved tensor, or its position in an input that is dropped and recomputed."""
     leaf = places.get(tensor.untyped_storage()._cdata) if places else None
     if leaf is None:
         return _Held(tensor)
@@ -587,7 +591,7 @@ def _kept(tensor: torch.Tensor, places: dict[int, int]) -> _Held | _OfInput:
 
 
 class _Link:
-    """An argument that is a tensor of the activation."""
+    """An argument that is a tensor of the activation, by number."""
 
     __slots__ = ("number",)
 
@@ -596,7 +600,7 @@ class _Link:
 
 
 class _Packer:
-    """Gives recomputed tensors to the marks of the first run, in their order, or to nobody."""
+    """Stores recomputed tensors in the slots of the first run, in order, or discards them."""
 
     def __init__(
         self,
@@ -615,7 +619,7 @@ class _Packer:
         k = self._count
         self._count += 1
         if self._slots is None or k >= len(self._slots):
-            return  # finish() tells how many there are too many
+            return  # finish() reports the surplus
         slot = self._slots[k]()
         if slot is not None:
             looks = _looks(tensor)
@@ -626,7 +630,7 @@ class _Packer:
             raise _Enough
 
     def finish(self) -> None:
-        """Refuse a run that saved another number of tensors than the first one."""
+        """Raise if the number of saved tensors differs from the first run's."""
         if self._slots is not None and self._count != len(self._slots):
             raise refusal(
                 self._name,
@@ -654,7 +658,7 @@ def _empty(call: _Call | None) -> None:
 
 
 def _lasting(module: Any) -> set[int]:
-    """Return the memory of parameters and buffers, which a plan leaves where it is."""
+    """Return the storages of parameters and buffers, which a plan does not offload."""
     if not hasattr(module, "parameters"):
         return set()
     tensors = [*module.parameters(), *module.buffers()]

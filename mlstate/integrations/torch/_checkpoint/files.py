@@ -1,8 +1,8 @@
-"""Files of torch: what ``torch.save`` writes, and directories of torch.distributed.checkpoint.
+"""Files of torch: ``torch.save`` files, and directories of torch.distributed.checkpoint.
 
-Both hold one tree of dicts: a plain state dict, or one dict with a model, an optimizer in the
-form of ``optimizer.state_dict()``, and plain values beside them. What is written here is made
-of tensors and plain values, so that torch reads it without mlstate.
+Both contain a tree of dicts: a plain state dict, or a dict with a model, an optimizer in the form
+of ``optimizer.state_dict()``, and plain values. This module writes only tensors and plain values,
+so that torch can read the files without mlstate.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
     Parts: TypeAlias = tuple[StateDict | None, OptimizerStateDict | None, dict[str, Any]]
 
-# What programs call the parts of a tree.
+# Keys of model and optimizer that programs commonly use.
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
-# What `tree_of` notes besides: of which class the state dicts were.
+# Key of the entry with the classes of the state dicts, which `tree_of` adds.
 _RECORD = "mlstate"
-# Deeper trees are no state dicts, but dicts that hold themselves.
+# Deeper trees are not state dicts, but dicts that contain themselves.
 _DEEPEST = 64
 
 
@@ -54,7 +54,7 @@ def _unfit(path: Path, what: str) -> FormatError:
 
 
 def _leaves(tree: Any, prefix: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Give what lies in a tree, by its keys joined with dots, as torch's checkpoints do."""
+    """Yield the leaves of a tree, with keys joined by dots, as in torch's checkpoints."""
     if depth > _DEEPEST:
         raise ValueError(f"{prefix[:60]!r} lies more than {_DEEPEST} levels deep")
     items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
@@ -67,7 +67,7 @@ def _leaves(tree: Any, prefix: str, depth: int = 0) -> Iterator[tuple[str, Any]]
 
 
 def _state_from(tree: Mapping[Any, Any], path: Path) -> StateDict:
-    """Return tensors and numbers as arrays, under flat names."""
+    """Return the tensors and numbers of a tree as arrays, under flat names."""
     import torch
 
     taken: dict[str, Any] = {}
@@ -91,7 +91,7 @@ def _state_from(tree: Mapping[Any, Any], path: Path) -> StateDict:
 
 
 def _names_of(groups: list[Any], path: Path) -> dict[Any, str]:
-    """Return the parameters of an optimizer's groups by what its state calls them."""
+    """Map the keys of an optimizer's state to parameter names, from its groups."""
     names: dict[Any, str] = {}
     for group in groups:
         if not isinstance(group, Mapping) or not isinstance(group.get("params"), list | tuple):
@@ -111,7 +111,7 @@ def _names_of(groups: list[Any], path: Path) -> dict[Any, str]:
 
 
 def _optimizer_from(tree: Mapping[str, Any], path: Path) -> OptimizerStateDict:
-    """Return what ``optimizer.state_dict()`` holds, parameters by name."""
+    """Return the contents of ``optimizer.state_dict()``, with parameter names."""
     import torch
 
     groups = tree["param_groups"]
@@ -121,7 +121,7 @@ def _optimizer_from(tree: Mapping[str, Any], path: Path) -> OptimizerStateDict:
     names = _names_of(groups, path)
     states: dict[str, Any] = {}
     for key, entries in held.items():
-        # torch's checkpoints write numbers as texts
+        # torch's checkpoints store numbers as strings
         member = int(key) if key not in names and str(key).isdecimal() else key
         if member not in names or not isinstance(entries, Mapping):
             raise _unfit(path, f"the optimizer has a state for {key!r}, which no group lists")
@@ -151,7 +151,7 @@ def _optimizer_from(tree: Mapping[str, Any], path: Path) -> OptimizerStateDict:
 
 
 def _plain_values(value: Any, depth: int = 0) -> Any:
-    """Return what JSON can hold, NotImplemented for the rest."""
+    """Return a value as JSON can store it, or NotImplemented."""
     import torch
 
     if value is None or isinstance(value, bool | int | float | str):
@@ -170,7 +170,7 @@ def _plain_values(value: Any, depth: int = 0) -> Any:
 
 
 def _metadata_from(rest: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return what lies beside model and optimizer, if it is plain."""
+    """Return the other entries of a tree as metadata; raise FormatError if one is not plain."""
     plain = {str(key): _plain_values(value) for key, value in rest.items()}
     strange = [
         f"{key!r} (a {type(rest[key]).__name__})" for key, v in plain.items() if v is NotImplemented
@@ -191,7 +191,7 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def _part(value: Any, kind: str, texts: Mapping[str, Any], path: Path) -> Any:
-    """Return one part as a state, of the class that the record names."""
+    """Return a model or optimizer as a state, of the class recorded in the file."""
     if isinstance(value, StateDict):
         return value
     if kind == "model":
@@ -207,12 +207,12 @@ def _part(value: Any, kind: str, texts: Mapping[str, Any], path: Path) -> Any:
 
 
 def parts_of(tree: Any, path: Path) -> Parts:
-    """Take a tree apart: model, optimizer, and plain values beside them.
+    """Split a tree into model, optimizer, and plain values.
 
     Parameters
     ----------
     tree : mapping
-        What a file of torch holds.
+        Contents of a torch file.
     path : pathlib.Path
         For errors.
 
@@ -225,7 +225,7 @@ def parts_of(tree: Any, path: Path) -> Parts:
     Raises
     ------
     FormatError
-        Something in it is neither; the message names it.
+        If an entry is neither; the message names it.
     """
     if isinstance(tree, OptimizerStateDict):
         return None, tree, {}
@@ -255,14 +255,14 @@ def parts_of(tree: Any, path: Path) -> Parts:
 
 
 def _as_tuples(value: Any) -> Any:
-    """Write lists of hyperparameters as tuples, as torch's optimizers have them."""
+    """Return lists of hyperparameters as tuples, which torch's optimizers use."""
     return tuple(_as_tuples(item) for item in value) if isinstance(value, list) else value
 
 
 def _compact(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copy tensors that fill less than their memory: files would hold all of it.
+    """Copy tensors that use only a part of their storage: a file would contain all of it.
 
-    Tied ones, which fill theirs, stay tied.
+    Tied tensors that together use their whole storage stay tied.
     """
     filled: Counter[int] = Counter()
     for tensor in {id(tensor): tensor for tensor in tensors.values()}.values():
@@ -276,7 +276,7 @@ def _compact(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return plain tensors in main memory for all values."""
+    """Return all values as plain CPU tensors."""
     made = tensors_of(state)
     return _compact({name: tensor.cpu() for name, tensor in made.items()})
 
@@ -284,7 +284,7 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def _optimizer_tree(state: OptimizerStateDict) -> dict[str, Any]:
     """Return the form of ``optimizer.state_dict()``.
 
-    Parameters are numbers where names are only that, ``param_0`` and so on; else names.
+    Parameters are numbers if all names are numbered (``param_0`` and so on), else names.
     """
     saved = state.param_groups or ({"lr": state.learning_rate, "params": list(state.parameters())},)
     listed = [str(name) for group in saved for name in group.get("params", ())]
@@ -321,7 +321,7 @@ def _optimizer_tree(state: OptimizerStateDict) -> dict[str, Any]:
 def tree_of(
     model: StateDict | None, optimizer: OptimizerStateDict | None, metadata: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Make what torch can store of a model, an optimizer and plain values.
+    """Return a tree that torch can store, of a model, an optimizer and plain values.
 
     Parameters
     ----------
@@ -333,9 +333,9 @@ def tree_of(
     Returns
     -------
     dict
-        A model alone: its tensors by name, for ``module.load_state_dict``. Otherwise the
-        entries ``model``, ``optimizer``, ``metadata``, and ``mlstate``, which says of which
-        classes they are.
+        For a model alone: its tensors by name, for ``module.load_state_dict``. Otherwise the
+        entries ``model``, ``optimizer``, ``metadata``, and ``mlstate``, which records the
+        classes of the states.
     """
     kinds = {"model": describe(model), "optimizer": describe(optimizer)}
     texts = {kind: text for kind, text in kinds.items() if text is not None}
@@ -353,22 +353,22 @@ def tree_of(
 
 
 def read_pt(path: Path) -> Parts:
-    """Read a file of ``torch.save``, without running what it may hold.
+    """Read a ``torch.save`` file without running code from it.
 
     Parameters
     ----------
     path : pathlib.Path
-        Arrays are over the mapped file where its format allows that.
+        The file. If its format allows, it is memory-mapped and the arrays share its memory.
 
     Returns
     -------
     tuple
-        As `parts_of`.
+        See `parts_of`.
 
     Raises
     ------
     FormatError
-        Damaged, or it holds more than tensors and plain values.
+        If the file is damaged, or contains more than tensors and plain values.
     """
     from pickle import UnpicklingError
 
@@ -378,12 +378,12 @@ def read_pt(path: Path) -> Parts:
         zipped = file.read(4) == b"PK\x03\x04"
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own, about its storages
+            warnings.simplefilter("ignore")  # torch's warnings about its storage classes
             tree = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except UnpicklingError as error:
         raise _unfit(path, _refused(str(error))) from None
     except OSError as error:
-        if error.errno != errno.EINVAL:  # which torch says of an archive that was cut off
+        if error.errno != errno.EINVAL:  # torch's error for a truncated archive
             raise
         raise _unfit(path, "torch cannot read it: it ends too early") from None
     except (RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError) as error:
@@ -397,7 +397,7 @@ def _first_line(error: object) -> str:
 
 
 def _refused(text: str) -> str:
-    """Say in our words what torch's reader would not bring back."""
+    """Return an error text for an object that torch's reader refused."""
     import re
 
     found = re.search(r"GLOBAL ([\w.]+)", text)
@@ -416,13 +416,13 @@ def write_pt(
     optimizer: OptimizerStateDict | None,
     metadata: Mapping[str, Any],
 ) -> None:
-    """Write a file that ``torch.load`` reads with ``weights_only``, atomically.
+    """Atomically write a file that ``torch.load`` reads with ``weights_only``.
 
     Parameters
     ----------
     path : pathlib.Path
     model, optimizer, metadata
-        As `tree_of`.
+        See `tree_of`.
     """
     import torch
 
@@ -435,22 +435,23 @@ def write_pt(
 
 
 def read_dcp(path: Path) -> Parts:
-    """Read a checkpoint of torch.distributed.checkpoint, of however many ranks.
+    """Read a checkpoint of torch.distributed.checkpoint, written by any number of ranks.
 
     Parameters
     ----------
     path : pathlib.Path
-        Its directory.
+        The directory.
 
     Returns
     -------
     tuple
-        As `parts_of`.
+        See `parts_of`.
 
     Raises
     ------
     FormatError
-        Damaged, or it holds more than tensors and plain values. Nothing that it names is run.
+        If it is damaged, or contains more than tensors and plain values. No code from the files
+        is run.
     """
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
@@ -460,7 +461,7 @@ def read_dcp(path: Path) -> Parts:
     reader = Reader(path)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is one process
+            warnings.simplefilter("ignore")  # torch warns that there is only one process
             _load_state_dict(tree, storage_reader=reader, planner=planner(), no_dist=True)
     except FormatError as error:
         error.path = str(path)
@@ -468,7 +469,7 @@ def read_dcp(path: Path) -> Parts:
     except OSError:
         raise
     except BaseException as error:
-        # torch collects what went wrong in an exception that is no Exception
+        # torch collects errors in a class that does not derive from Exception
         if not (isinstance(error, Exception) or hasattr(error, "failures")):
             raise
         reason = next(iter(getattr(error, "failures", {}).values()), (error,))
@@ -494,16 +495,16 @@ def write_dcp(
     Parameters
     ----------
     path : pathlib.Path
-        Absent, or an empty directory.
+        A new path, or an empty directory.
     model, optimizer, metadata
-        As `tree_of`.
+        See `tree_of`.
     overwrite : bool
-        Replace a torch checkpoint in `path`.
+        Whether to replace an existing torch checkpoint.
 
     Raises
     ------
     ValueError
-        `path` holds something else.
+        If `path` contains something else.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -517,7 +518,7 @@ def write_dcp(
     temporary = temporary_name(target)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is one process
+            warnings.simplefilter("ignore")  # torch warns that there is only one process
             dcp.save(tree, checkpoint_id=temporary, no_dist=True)  # type: ignore[attr-defined]
         sync_folder(temporary)
         _replace_folder(temporary, target)
@@ -529,16 +530,17 @@ def write_dcp(
 
 
 def _is_replaceable(target: Path, overwrite: bool) -> bool:
-    """Whether a path is an empty directory, or a torch checkpoint that may be replaced."""
+    """Return whether a path is an empty directory, or a torch checkpoint to be replaced."""
     if not target.is_dir():
         return False
     return not any(target.iterdir()) or (overwrite and (target / ".metadata").is_file())
 
 
 def _replace_folder(new: Path, target: Path) -> None:
-    """Rename `new` to `target`; an older folder there is deleted once the new one has its name.
+    """Rename `new` to `target`; an older folder there is deleted after that.
 
-    Between the two renames neither has the name. If the second one fails, the old one returns.
+    Between two renames, `target` does not exist. If the second one fails, the old folder is
+    renamed back.
     """
     if not target.exists():
         new.rename(target)
