@@ -194,26 +194,28 @@ class ActivationManager:
         blocks : str or iterable of str, optional
             Names of modules below `module`. ``*`` and ``?`` match within one part of a name:
             ``"layers.*"`` matches the children of ``layers``. Default: the children of `module`.
+
+        Returns
         -------
         AppliedStrategy
-            ``remove()`` undoes all; it is a context manager too.
-
             A handle: ``remove()`` undoes all changes. Also a context manager.
+
+        Raises
         ------
         ValueError
-            A name without a module, a block inside another one, or one that has a manager.
-        TypeError
             If a name has no module, a block is inside another block, or a block already has a
             manager.
         TypeError
             If `module` is not a torch module.
+
+        Notes
         -----
-        Gradients have the bits that they have without it, dropout included. A block that
-        updates buffers in its forward pass, such as running statistics, does so once more
         Gradients are bit-identical to a run without checkpoints, dropout included. A block that
         updates buffers in its forward pass, such as running statistics, updates them once more
         when it is recomputed. Each decision is a graph break for ``torch.compile``: compile the
         blocks, not the whole model.
+
+        Examples
         --------
         >>> import torch
         >>> from mlstate.activation import ActivationManager, IntervalStrategy

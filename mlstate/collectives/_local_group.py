@@ -27,11 +27,7 @@ _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
-    (
-        "SLURM_PROCID",
-        "SLURM_NTASKS",
-        "",
-    ),  # srun's variable for ranks per host is not a single number
+    ("SLURM_PROCID", "SLURM_NTASKS", ""),  # srun's ranks per host are not a single number
 )
 _JOBS = (
     "TORCHELASTIC_RUN_ID",

@@ -183,9 +183,7 @@ def make_memory(size: int) -> int:
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         descriptor = os.memfd_create("mlstate-group", flags)
         try:
-            os.posix_fallocate(
-                descriptor, 0, size
-            )  # fails here rather than with SIGBUS on first use
+            os.posix_fallocate(descriptor, 0, size)  # fails now, not with SIGBUS on use
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         except BaseException:
             os.close(descriptor)
@@ -317,9 +315,7 @@ class _Host:
             )
         processes = {_credentials(known)[0]: r for r, known in self.ranks.items()}
         twin = {**processes, os.getpid(): 0}.get(_credentials(peer)[0])
-        if (
-            twin is not None
-        ):  # file locks belong to processes: two ranks of one process would share theirs
+        if twin is not None:  # file locks belong to processes, not to ranks
             raise self.refuse(
                 f"ranks {twin} and {rank} are one process; LocalGroup.threads makes a group of "
                 "threads"

@@ -63,9 +63,7 @@ class _Sum:
         self.given = given  # dtype of the gradients, which `array` need not have
         self.memory = memory  # the bytes of `array`, or None if torch owns them
         self.in_core = memory is not None  # False: torch adds to it
-        self.kind = (
-            type(array) if self.in_core else None
-        )  # type of the gradients that the core reads directly
+        self.kind = type(array) if self.in_core else None  # of gradients that the core can read
         self.count = 1
         self.figures: tuple[float, int] | None = None  # None: not computed yet
         self.shape = () if array is None else tuple(array.shape)

@@ -119,9 +119,7 @@ class _Messages:
         channel = link.channel
         self.memory: list[Any] = [sends, receives]
         self.requests: list[Any] = []
-        self.peers: list[
-            tuple[int, bool]
-        ] = []  # by request: the other rank, and whether that rank sends
+        self.peers: list[tuple[int, bool]] = []  # by request: other rank, whether it sends
         self.left: set[int] = set()  # requests that are not done
         self.expected: dict[int, deque[Any]] = {}  # buffers of messages that have not been probed
         world = channel.world_size

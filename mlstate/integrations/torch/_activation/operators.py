@@ -106,9 +106,7 @@ def _recorder(device: Any, look: bool) -> Any:
             made, can_keep = 0, False
             if look:
                 made, can_keep = self._look(func, args, kwargs, out)
-                after = _random_states(
-                    device
-                )  # an operator that draws random numbers must run again
+                after = _random_states(device)  # random numbers must be drawn again
                 can_keep &= all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
             name = str(func)
             self.calls.append(_Call(f"{name} {self._numbers[name]}", seconds, made, can_keep))
@@ -366,9 +364,8 @@ def operator_contexts(saved: Iterable[str]) -> tuple[Any, Any]:
 
     def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = str(func)
-        count = counts[
-            bool(context.is_recompute)
-        ]  # some torch versions call this again in the backward pass
+        # Some torch versions call this again in the backward pass.
+        count = counts[bool(context.is_recompute)]
         number = count[name]
         count[name] += 1
         kept = name in whole or f"{name} {number}" in single

@@ -185,9 +185,8 @@ class Buffers:
         for place, (buffer, version) in versions.items():
             module, name = place
             if module._buffers[name] is not buffer or buffer._version != version:
-                self._known.add(
-                    place
-                )  # its old value is lost: recomputation in this pass starts from the current one
+                # Its old value is lost; recomputation in this pass starts from the current one.
+                self._known.add(place)
                 different[place] = module._buffers[name].detach().clone()
         return different
 
