@@ -136,7 +136,7 @@ class Plan:
     Raises
     ------
     ValueError
-        If the schedule is not valid. The message has the step and the missing tensor.
+        If the schedule is not valid. The message has the step and its missing input.
     CapacityError
         If the peak memory exceeds the budget.
 

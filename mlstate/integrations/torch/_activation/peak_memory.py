@@ -86,9 +86,7 @@ class Allocations:
         self._on_cpu = device.type == "cpu"
         self._profile: Any = None
         self._marks = 0
-        self._read: list[
-            tuple[int, int]
-        ] = []  # at each mark: bytes held, and peak since the mark before
+        self._read: list[tuple[int, int]] = []  # by mark: bytes held, peak since the last mark
         self.curve: list[tuple[float, int]] = []
 
     def __enter__(self) -> Allocations:

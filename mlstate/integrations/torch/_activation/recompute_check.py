@@ -256,9 +256,7 @@ class _Trace:
         self, where: _Where, record: list[tuple[str, str, list[torch.Tensor]]] | None = None
     ) -> None:
         self.made: list[tuple[str, str, list[torch.Tensor]]] = []
-        self.found: tuple[str, str] | None = (
-            None  # first operator with other results, and the difference
-        )
+        self.found: tuple[str, str] | None = None  # first operator with other results, and how
         self.routing: tuple[str, str] | None = None  # first operator with other indices
         self._parted = False
         self._where = where

@@ -43,9 +43,7 @@ class Program:
         self.first = [-1] * n  # first step that runs each block
         self.backward_at = [-1] * n
         self.offloads = [False] * n
-        self.input_leaves = [
-            False
-        ] * n  # whether the block's input is dropped while its memory is saved
+        self.input_leaves = [False] * n  # whether a saved block's input is dropped
         self._read()
         self.keeps = [False] * len(self.steps)  # whether a later step uses the step's output
         self.free_after: list[list[int]] = [[] for _ in self.steps]  # activations to free, by step
@@ -232,9 +230,7 @@ class Run:
         self._observe = observe
         self._calls: list[_Call | None] = [None] * program.blocks
         self._held: list[list[_Held] | None] = [None] * (program.blocks + 1)
-        self._came_out: list[
-            tuple[weakref.ref[Any], int]
-        ] = []  # last block's output tensors, with versions
+        self._came_out: list[tuple[weakref.ref[Any], int]] = []  # last outputs, with versions
         self._position = 0
         self._under_way = program.blocks  # block whose backward pass is running; initially none
         self._free_later: list[int] = []

@@ -108,9 +108,7 @@ def reduce_state(state: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     values = dict(state)
     forms: dict[str, Any] = {}
     arrays: dict[str, NDArray] = {}
-    made: dict[
-        int, tuple[Any, NDArray] | None
-    ] = {}  # by id: keeps one array under two names shared
+    made: dict[int, tuple[Any, NDArray] | None] = {}  # by id: keeps tied arrays tied
     for name, value in values.items():
         if isinstance(value, np.ndarray | np.generic):
             if id(value) not in made:
