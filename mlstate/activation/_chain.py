@@ -35,7 +35,7 @@ _RATES = ("offload_bytes_per_second", "load_bytes_per_second")
 _HEADERS = ["block", "forward", "backward", "input", "saved", "gradient", "temporary"]
 
 
-def _frozen(name: str, values: Any, dtype: str, count: int | None) -> NDArray:
+def _freeze_numbers(name: str, values: Any, dtype: str, count: int | None) -> NDArray:
     """Copy numbers into a read-only array of `dtype`; raise if a value would change."""
     given = np.asarray(values)
     if given.ndim != 1:
@@ -136,7 +136,7 @@ class Chain:
         offload_bytes_per_second: float | None = None,
         load_bytes_per_second: float | None = None,
     ) -> None:
-        forward = _frozen("forward_seconds", forward_seconds, "float64", None)
+        forward = _freeze_numbers("forward_seconds", forward_seconds, "float64", None)
         n = len(forward)
         if gradient_bytes is None:
             gradient_bytes = activation_bytes
@@ -146,20 +146,24 @@ class Chain:
             (saving_temporary_bytes, n),
             (backward_temporary_bytes, n),
         )
-        activations = _frozen("activation_bytes", activation_bytes, "int64", n + 1)
-        gradients = _frozen("gradient_bytes", gradient_bytes, "int64", n + 1)
+        activations = _freeze_numbers("activation_bytes", activation_bytes, "int64", n + 1)
+        gradients = _freeze_numbers("gradient_bytes", gradient_bytes, "int64", n + 1)
         others = (
-            _frozen(name, np.zeros(n, np.int64) if values is None else values, "int64", count)
+            _freeze_numbers(
+                name, np.zeros(n, np.int64) if values is None else values, "int64", count
+            )
             for name, (values, count) in zip(_BYTES[2:], given, strict=True)
         )
-        backward = _frozen("backward_seconds", backward_seconds, "float64", n)
+        backward = _freeze_numbers("backward_seconds", backward_seconds, "float64", n)
         rates = (
-            0.0 if offload_bytes_per_second is None else _rate(_RATES[0], offload_bytes_per_second),
-            0.0 if load_bytes_per_second is None else _rate(_RATES[1], load_bytes_per_second),
+            0.0
+            if offload_bytes_per_second is None
+            else _check_rate(_RATES[0], offload_bytes_per_second),
+            0.0 if load_bytes_per_second is None else _check_rate(_RATES[1], load_bytes_per_second),
         )
         self._numbers = (forward, backward, activations, gradients, *others)
         self._arrays: tuple[Any, ...] = (*self._numbers, *rates)
-        self._spread = _spread(seconds_spread, n)
+        self._spread = _check_spread(seconds_spread, n)
         self._names = None if names is None else tuple(names)
         if self._names is not None:
             if len(self._names) != n:
@@ -421,16 +425,16 @@ class Chain:
         return table_html(self._title(), self._headers(), self._rows(), collapse=True)
 
 
-def _spread(given: Any, count: int) -> NDArray | None:
+def _check_spread(given: Any, count: int) -> NDArray | None:
     if given is None:
         return None
-    spread = _frozen("seconds_spread", given, "float64", count)
+    spread = _freeze_numbers("seconds_spread", given, "float64", count)
     if not (np.isfinite(spread) & (spread >= 0)).all():
         raise ValueError(f"seconds_spread holds {spread.tolist()}: give finite numbers from 0 on")
     return spread
 
 
-def _rate(name: str, value: float) -> float:
+def _check_rate(name: str, value: float) -> float:
     """Return a rate as a float; raise unless it is finite and above 0 (0 means None)."""
     rate = float(value)
     if not rate > 0 or rate == float("inf"):

@@ -100,13 +100,13 @@ class CheckpointConfig:
         chosen = layer_names("checkpoint_layers", self.checkpoint_layers)
         excluded = layer_names("exclude_layers", self.exclude_layers)
         check_overlap(chosen, excluded)
-        self._set("strategy", _kind(self.strategy))
+        self._set("strategy", _parse_kind(self.strategy))
         self._set("checkpoint_layers", chosen)
         self._set("exclude_layers", excluded)
-        self._set("interval", _positive("interval", self.interval))
-        size = _positive("min_activation_size_bytes", self.min_activation_size_bytes)
+        self._set("interval", _check_positive("interval", self.interval))
+        size = _check_positive("min_activation_size_bytes", self.min_activation_size_bytes)
         self._set("min_activation_size_bytes", size)
-        self._set("max_memory_percentage", _share(self.max_memory_percentage))
+        self._set("max_memory_percentage", _check_share(self.max_memory_percentage))
         if not isinstance(self.options, Mapping):
             raise TypeError(f"options must be a mapping, got {type(self.options).__name__}")
         self._set("options", dict(self.options))
@@ -170,7 +170,7 @@ class CheckpointConfig:
         return cls(**settings)
 
 
-def _kind(strategy: Any) -> StrategyKind | str:
+def _parse_kind(strategy: Any) -> StrategyKind | str:
     """Return the `StrategyKind` of a name, or the name itself if it is not built in."""
     if not isinstance(strategy, str):
         raise TypeError(f"strategy must be a StrategyKind or a str, got {strategy!r}")
@@ -180,7 +180,7 @@ def _kind(strategy: Any) -> StrategyKind | str:
         return str(strategy)
 
 
-def _positive(name: str, value: Any) -> int:
+def _check_positive(name: str, value: Any) -> int:
     try:
         number = index(value)
     except TypeError:
@@ -192,7 +192,7 @@ def _positive(name: str, value: Any) -> int:
     return number
 
 
-def _share(value: Any) -> float:
+def _check_share(value: Any) -> float:
     if isinstance(value, str):
         raise TypeError(f"max_memory_percentage must be a number, got {value!r}")
     share = float(value)
@@ -288,12 +288,12 @@ def create_strategy(config: CheckpointConfig) -> CheckpointStrategy:
     if not isinstance(config, CheckpointConfig):
         raise TypeError(f"config must be a CheckpointConfig, got {type(config).__name__}")
     name = str(config.strategy)
-    factory = _BUILT_IN.get(name) or _REGISTERED.get(name) or _from_packages(name)
+    factory = _BUILT_IN.get(name) or _REGISTERED.get(name) or _load_factory(name)
     made: CheckpointStrategy = check_strategy(factory(config), f"what the factory of {name!r} made")
     return made
 
 
-def _from_packages(name: str) -> Factory:
+def _load_factory(name: str) -> Factory:
     """Load and register the factory that an installed package provides under this name."""
     from importlib.metadata import entry_points  # takes tens of milliseconds to import
 

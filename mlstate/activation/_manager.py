@@ -159,7 +159,7 @@ class ActivationManager:
         if not isinstance(layer_id, str):
             raise TypeError(f"layer_id must be a str, got {type(layer_id).__name__}")
         nbytes = 0 if activation is None else _core.activation_bytes(activation)
-        place = self._place_of(layer_id) if layer_index is None else index(layer_index)
+        place = self._index_of(layer_id) if layer_index is None else index(layer_index)
         chosen = bool(self.strategy.should_checkpoint(layer_id, activation, place))
         with self._lock:
             layer = self._layers.setdefault(layer_id, _Layer(layer_id, place))
@@ -171,7 +171,7 @@ class ActivationManager:
             layer.dropped_bytes += nbytes * chosen
         return chosen
 
-    def _place_of(self, layer_id: str) -> int:
+    def _index_of(self, layer_id: str) -> int:
         """Return the number of layers seen before this one; constant for each layer."""
         with self._lock:
             layer = self._layers.get(layer_id)

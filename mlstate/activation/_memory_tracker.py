@@ -142,7 +142,7 @@ class MemoryTracker:
         >>> MemoryTracker(lambda: 5, clock=lambda: 0.5).get_stats().seconds
         0.5
         """
-        used, peak, total, source = self._read()
+        used, peak, total, source = self._read_memory()
         with self._lock:
             self._peak = max(self._peak, used, 0 if self._is_reset else peak)
             most = self._peak
@@ -166,7 +166,7 @@ class MemoryTracker:
             self._peak = 0
             self._is_reset = True
 
-    def _read(self) -> tuple[int, int, int, str]:
+    def _read_memory(self) -> tuple[int, int, int, str]:
         """Return used, peak and total bytes, and the name of the source."""
         if callable(self.source):
             return _read_custom(self.source())
@@ -198,7 +198,7 @@ class MemoryTracker:
 
 
 def _read_custom(said: Any) -> tuple[int, int, int, str]:
-    """Check the return value of a callable source, and return it as `_read` does."""
+    """Check the return value of a callable source, and return it as `_read_memory` does."""
     try:
         used, total = said if isinstance(said, tuple) and len(said) == 2 else (said, None)
         used = index(used)

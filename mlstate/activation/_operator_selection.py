@@ -22,7 +22,7 @@ _ROWS = 40
 _HEADERS = ["operator", "seconds", "bytes", ""]
 
 
-def _numbers(name: str, values: Any, dtype: str, kinds: str) -> NDArray:
+def _freeze_numbers(name: str, values: Any, dtype: str, kinds: str) -> NDArray:
     """Check numbers and copy them into a read-only array."""
     given = np.asarray(values)
     if given.ndim != 1:
@@ -96,19 +96,19 @@ class OperatorSelection:
         self.operator_bytes = operator_bytes
         self._names = names
 
-    def _named(self, wanted: NDArray) -> tuple[Any, ...]:
+    def _select_names(self, wanted: NDArray) -> tuple[Any, ...]:
         numbers = np.flatnonzero(wanted).tolist()
         return tuple(numbers if self._names is None else (self._names[i] for i in numbers))
 
     @property
     def saved(self) -> tuple[Any, ...]:
         """Operators whose outputs are kept."""
-        return self._named(self.is_saved)
+        return self._select_names(self.is_saved)
 
     @property
     def recomputed(self) -> tuple[Any, ...]:
         """Operators that are recomputed in the backward pass."""
-        return self._named(~self.is_saved)
+        return self._select_names(~self.is_saved)
 
     def contexts(self) -> tuple[Any, Any]:
         """Return the two contexts of one checkpointed call in torch.
@@ -251,8 +251,8 @@ def select_operators(
     >>> chosen.saved, chosen.bytes, chosen.seconds, chosen.exact
     ((0, 2), 100, 4.0, True)
     """
-    times = _numbers("seconds", seconds, "float64", "iuf")
-    sizes = _numbers("bytes", bytes, "int64", "iu")
+    times = _freeze_numbers("seconds", seconds, "float64", "iuf")
+    sizes = _freeze_numbers("bytes", bytes, "int64", "iu")
     if len(times) != len(sizes):
         raise ValueError(f"{len(times)} operators have seconds, {len(sizes)} have bytes")
     if names is not None:

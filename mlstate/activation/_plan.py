@@ -537,10 +537,10 @@ class Plan:
             if blocks:
                 shown = ", ".join(names[i] for i in blocks[:20])
                 lines.append(f"{what}: {shown}{', …' if len(blocks) > 20 else ''}")
-        lines.append(self._found())
+        lines.append(self._describe_search())
         return "\n".join([*lines, table_text(_HEADERS, self._rows(), _ROWS)])
 
-    def _found(self) -> str:
+    def _describe_search(self) -> str:
         if self.schedules == "given":
             return f"not searched for: the choice of {self.method}"
         if self.exact:
@@ -556,5 +556,5 @@ class Plan:
 
         run = self.simulate()
         bytes_ = (run.before_bytes, run.peak_bytes, run.after_bytes)
-        title = f"{self._title()}; {self._found()}"
+        title = f"{self._title()}; {self._describe_search()}"
         return plan_html(title, self.steps(), self.chain.names, bytes_, run.seconds)

@@ -28,7 +28,7 @@ _METHODS = {
 }
 
 
-def _check(chain: Chain, slots: int | None, offload: bool) -> int:
+def _check_arguments(chain: Chain, slots: int | None, offload: bool) -> int:
     """Check the common arguments of `plan` and `pareto`; return the number of slots, 0 for None."""
     if offload and chain.offload_bytes_per_second is None:
         raise ValueError(
@@ -113,7 +113,7 @@ def plan(
     Traceback (most recent call last):
     mlstate.errors.CapacityError: no persistent schedule of 4 blocks fits a budget of 60 ...
     """
-    number = _check(chain, slots, offload)
+    number = _check_arguments(chain, slots, offload)
     if schedules not in _CLASSES:
         raise ValueError(f"schedules is {schedules!r}: choose one of {', '.join(_CLASSES)}")
     given = chain._budget(budget_bytes)
@@ -184,7 +184,7 @@ class Pareto:
     """
 
     def __init__(self, chain: Chain, slots: int | None = None, offload: bool = False) -> None:
-        number = _check(chain, slots, offload)
+        number = _check_arguments(chain, slots, offload)
         self.chain = chain
         self.slots = slots
         self.offload = offload

@@ -76,7 +76,7 @@ def failed(operation: str, rank: int, what: str) -> CollectiveError:
     return error
 
 
-def _misfit(
+def _mismatch_error(
     operation: str, what: str, got: Any, expected: Any, do: str, *, rank: int | None = None
 ) -> CompatibilityError:
     error = CompatibilityError(f"{operation}: {what} {got}, expected {expected}; {do}")
@@ -179,7 +179,7 @@ def check_op(operation: str, op: Any, array: Any) -> str:
         raise ValueError(f"{operation}: op {op!r} is none of {', '.join(_REDUCIBLE)}") from None
     dtype = dtype_name(array)
     if not dtype.startswith(kinds):
-        raise _misfit(
+        raise _mismatch_error(
             operation,
             f"op {name!r} is not defined for dtype",
             dtype,
@@ -193,7 +193,7 @@ def check_counts(operation: str, name: str, counts: Any, rows: int, world_size: 
     """Return each rank's number of rows: `counts`, or equal parts of `rows`."""
     if counts is None:
         if rows % world_size:
-            raise _misfit(
+            raise _mismatch_error(
                 operation,
                 "the first dimension is",
                 rows,
@@ -203,7 +203,7 @@ def check_counts(operation: str, name: str, counts: Any, rows: int, world_size: 
         return [rows // world_size] * world_size
     listed = counts_of(operation, name, counts, world_size)
     if sum(listed) != rows:
-        raise _misfit(
+        raise _mismatch_error(
             operation,
             "the first dimension is",
             rows,
@@ -234,7 +234,7 @@ def counts_of(operation: str, name: str, counts: Sequence[Any], world_size: int)
 def check_rows(operation: str, array: Any) -> int:
     """Return the length of the first dimension."""
     if not array.ndim:
-        raise _misfit(
+        raise _mismatch_error(
             operation,
             "the array has",
             "no dimensions",
@@ -248,7 +248,7 @@ def check_own_rows(operation: str, array: Any, counts: Sequence[int], rank: int)
     """Raise CompatibilityError if the array's length differs from this rank's count."""
     rows = check_rows(operation, array)
     if rows != counts[rank]:
-        raise _misfit(
+        raise _mismatch_error(
             operation,
             "the first dimension is",
             rows,
@@ -308,7 +308,7 @@ def result_of(operation: str, out: Any, shape: tuple[int, ...], array: Any) -> A
         *([("device", plain.device, array.device)] if is_torch(array) else []),
     ):
         if got != expected:
-            raise _misfit(
+            raise _mismatch_error(
                 operation, f"out has {what}", got, expected, "or leave it out for a new array"
             )
     if not is_torch(plain) and not plain.flags.writeable:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from . import ProcessGroup
 
 
-def _kind(error: BaseException) -> str:
+def _error_class_name(error: BaseException) -> str:
     """Return the name of the error class that other ranks raise for an error."""
     for cls in type(error).__mro__:
         if issubclass(cls, MLStateError) and cls.__name__ in errors.__all__:
@@ -19,7 +19,7 @@ def _kind(error: BaseException) -> str:
     return "CollectiveError"
 
 
-def _of_peer(rank: int, said: dict[str, Any]) -> MLStateError:
+def _peer_error(rank: int, said: dict[str, Any]) -> MLStateError:
     """Return the error for another rank's failure; it has the same class on every rank."""
     cls = getattr(errors, said["kind"], CollectiveError)
     error: MLStateError = cls(f"rank {rank}: {said['error']}")
@@ -57,12 +57,16 @@ def agree(
 
     said: dict[str, Any] = {"about": about, "error": None, "again": again}
     if error is not None:
-        text = f"{type(error).__name__}: {error}" if _kind(error) == "CollectiveError" else error
-        said |= {"error": str(text), "kind": _kind(error)}
+        text = (
+            f"{type(error).__name__}: {error}"
+            if _error_class_name(error) == "CollectiveError"
+            else error
+        )
+        said |= {"error": str(text), "kind": _error_class_name(error)}
     everyone = [json.loads(text) for text in group.gather_bytes(json.dumps(said).encode()) or ()]
     failed = [(r, one) for r, one in enumerate(everyone) if one["error"] and not one["again"]]
     if failed:
         if error is not None and not again:
             raise error
-        raise _of_peer(*failed[0]) from error
+        raise _peer_error(*failed[0]) from error
     return not any(one["error"] for one in everyone) and len({o["about"] for o in everyone}) == 1

@@ -96,7 +96,7 @@ def _no_arithmetic(operation: str, dtype: str) -> CompatibilityError:
     return error
 
 
-def _numbers_of(array: Any) -> Any:
+def _view_numbers(array: Any) -> Any:
     """Return a flat view as real numbers: real and imaginary parts are reduced separately."""
     flat = array.reshape(-1)
     if dtype_name(array) != "complex128":
@@ -110,8 +110,8 @@ def _numbers_of(array: Any) -> Any:
 
 def _segment(array: Any, rows: Sequence[int], out: Any) -> tuple[Any, tuple[int, ...], Any]:
     """Return core arguments of a reduction: flat numbers, counts by rank, and the output."""
-    numbers = _numbers_of(array)
-    return numbers, tuple(shares(len(numbers), rows)), _numbers_of(out)
+    numbers = _view_numbers(array)
+    return numbers, tuple(shares(len(numbers), rows)), _view_numbers(out)
 
 
 def _lengths_of(shape: int | Sequence[int]) -> tuple[int, ...]:
@@ -319,7 +319,7 @@ class LocalGroup(Engine):
         >>> for name in ("RANK", "WORLD_SIZE", "MLSTATE_JOB"):
         ...     del os.environ[name]
         """
-        name, rank, world_size = _from_variables(os.environ)
+        name, rank, world_size = _read_launcher_variables(os.environ)
         return cls.join(
             name, rank, world_size, timeout=timeout, operation_timeout=operation_timeout
         )
@@ -509,7 +509,7 @@ class LocalGroup(Engine):
         self._link.reduce_scatter(bucket, False, *link)
 
     def _reduce_all(self, link: Any, source: Any, op: str, target: Any) -> None:
-        numbers = _numbers_of(source), _numbers_of(target)
+        numbers = _view_numbers(source), _view_numbers(target)
         self._link.all_reduce(*numbers, *_operator(op, self._world_size), *link)
 
     def _spread(self, link: Any, source: Any, rows: list[int], target: Any) -> None:
@@ -570,7 +570,7 @@ class LocalGroup(Engine):
 # ---- launchers ----
 
 
-def _from_variables(variables: Mapping[str, str]) -> tuple[str, int, int]:
+def _read_launcher_variables(variables: Mapping[str, str]) -> tuple[str, int, int]:
     """Return the job's name, this rank and the number of ranks, from launcher variables."""
     for names in _LAUNCHERS:
         first, second, local = names

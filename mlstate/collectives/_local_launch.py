@@ -47,7 +47,7 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, args=[parent.sentinel], daemon=True).start()
 
 
-def _work(
+def _run_rank(
     name: str,
     rank: int,
     world_size: int,
@@ -74,11 +74,11 @@ def _work(
             group.abort()  # so that no rank waits for this one
         group.close()
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
-        _tell(pipe, message)
+        _send_message(pipe, message)
     pipe.close()
 
 
-def _tell(pipe: Connection, message: tuple[str, Any, str]) -> None:
+def _send_message(pipe: Connection, message: tuple[str, Any, str]) -> None:
     """Send a message; if it cannot be pickled, send a text instead."""
     import pickle
 
@@ -108,7 +108,7 @@ class _Rank:
         self.order = 0  # position among the received messages
         self.done = False
 
-    def listen(self, order: int) -> None:
+    def receive_message(self, order: int) -> None:
         """Receive the rank's message, or wait until a silent process has ended."""
         import pickle
 
@@ -121,10 +121,10 @@ class _Rank:
         self.order = order
         self.done = True
 
-    def good(self) -> bool:
+    def has_result(self) -> bool:
         return self.message is not None and self.message[0] == "result"
 
-    def weight(self) -> tuple[int, int]:
+    def failure_order(self) -> tuple[int, int]:
         """Return a sort key: the rank with the smallest key most likely failed first."""
         if self.message is None:
             return 0, self.order
@@ -134,7 +134,7 @@ class _Rank:
     def error(self) -> BaseException:
         """Return the exception of a failed rank."""
         if self.message is None:
-            return failed("LocalGroup.run", self.rank, _ending(self.process))
+            return failed("LocalGroup.run", self.rank, _describe_exit(self.process))
         kind, value, text = self.message
         if kind == "interrupted":
             return KeyboardInterrupt()
@@ -144,7 +144,7 @@ class _Rank:
         return failed("LocalGroup.run", self.rank, text)
 
 
-def _ending(process: BaseProcess) -> str:
+def _describe_exit(process: BaseProcess) -> str:
     """Return how a process ended that sent no message."""
     import signal
 
@@ -158,7 +158,7 @@ def _ending(process: BaseProcess) -> str:
     return f"its process ended with exit status {code} before the function returned"
 
 
-def _collect(ranks: list[_Rank], deadline: float | None) -> None:
+def _collect_messages(ranks: list[_Rank], deadline: float | None) -> None:
     """Wait until all have ended, a grace period after a failure is over, or the deadline."""
     from multiprocessing.connection import wait
 
@@ -169,13 +169,13 @@ def _collect(ranks: list[_Rank], deadline: float | None) -> None:
             return
         for pipe in wait(list(waiting), left):
             order += 1
-            waiting[pipe].listen(order)  # type: ignore[index]
-            if not waiting[pipe].good():  # type: ignore[index]
+            waiting[pipe].receive_message(order)  # type: ignore[index]
+            if not waiting[pipe].has_result():  # type: ignore[index]
                 end = time.monotonic() + GRACE_SECONDS
                 deadline = end if deadline is None else min(deadline, end)
 
 
-def _end(processes: Iterable[BaseProcess]) -> None:
+def _end_processes(processes: Iterable[BaseProcess]) -> None:
     """End all processes: wait, then terminate, then kill."""
     alive = [process for process in processes if process.pid is not None]
     end = time.monotonic() + GRACE_SECONDS
@@ -211,33 +211,33 @@ def run(
         for rank in range(world_size):
             here, there = context.Pipe(duplex=False)
             process = context.Process(
-                target=_work,
+                target=_run_rank,
                 args=(name, rank, world_size, there, function, args),
                 name=f"mlstate-rank-{rank}",
             )
             ranks.append(_Rank(rank, process, here))
             process.start()
             there.close()  # so that the pipe breaks when the process ends
-        _collect(ranks, deadline)
-        good = all(rank.good() for rank in ranks)
+        _collect_messages(ranks, deadline)
+        good = all(rank.has_result() for rank in ranks)
         if not good:
-            raise _verdict(ranks, timeout)
+            raise _find_error(ranks, timeout)
         return [rank.message[1] for rank in ranks if rank.message is not None]
     finally:
         if not good:
             for one in ranks:
                 if one.process.pid is not None and one.process.exitcode is None:
                     one.process.terminate()
-        _end(rank.process for rank in ranks)
+        _end_processes(rank.process for rank in ranks)
         for one in ranks:
             one.pipe.close()
 
 
-def _verdict(ranks: list[_Rank], timeout: float | None) -> BaseException:
+def _find_error(ranks: list[_Rank], timeout: float | None) -> BaseException:
     """Return the error of the rank that failed first, or of the ranks that are late."""
-    ended = [rank for rank in ranks if rank.done and not rank.good()]
+    ended = [rank for rank in ranks if rank.done and not rank.has_result()]
     if ended:
-        return min(ended, key=_Rank.weight).error()
+        return min(ended, key=_Rank.failure_order).error()
     late = [rank.rank for rank in ranks if not rank.done]
     return failed(
         "LocalGroup.run", late[0], f"not done after {timeout:g} s: ranks {late} were at work still"

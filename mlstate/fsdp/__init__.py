@@ -160,21 +160,21 @@ def clip_grad_norm(
     found = tallies(gradients)
     mine = squares_in_order(found.values())
     texts = group.gather_bytes(f"clip {limit!r} {mine!r}".encode(), timeout=timeout)
-    told = _squares_told(group.rank, limit, texts)
+    told = _collect_squares(group.rank, limit, texts)
     norm = sqrt(squares_in_order((squares, 0) for squares in told))
     if not isfinite(norm):
         bad = [rank for rank, squares in enumerate(told) if not isfinite(squares)]
         here = [name for name, (_, count) in found.items() if count]
         where = f"; on this rank: {', '.join(here[:5])}" if here else ""
         what = f"gradients of rank {', '.join(map(str, bad))} are not finite{where}"
-        raise _not_clipped(group.rank, bad[0] if bad else None, what)
+        raise _clip_error(group.rank, bad[0] if bad else None, what)
     factor = limit / (norm + 1e-6)
     if factor < 1:
         scale(gradients, factor)
     return norm
 
 
-def _squares_told(rank: int, limit: float, texts: Sequence[bytes]) -> list[float]:
+def _collect_squares(rank: int, limit: float, texts: Sequence[bytes]) -> list[float]:
     """Return the sum of squares of each rank; raise if a rank makes another call."""
     found = []
     for other, text in enumerate(texts):
@@ -184,11 +184,11 @@ def _squares_told(rank: int, limit: float, texts: Sequence[bytes]) -> list[float
             found.append(float(squares))
             continue
         does = f"has max_norm={theirs.decode()}" if what == b"clip" else "does something else here"
-        raise _not_clipped(rank, other, f"max_norm is {limit!r}, and rank {other} {does}")
+        raise _clip_error(rank, other, f"max_norm is {limit!r}, and rank {other} {does}")
     return found
 
 
-def _not_clipped(rank: int, bad: int | None, what: str) -> CollectiveError:
+def _clip_error(rank: int, bad: int | None, what: str) -> CollectiveError:
     error = CollectiveError(f"clip_grad_norm on rank {rank}: {what}; nothing was changed")
     error.name, error.rank = "clip_grad_norm", bad
     return error

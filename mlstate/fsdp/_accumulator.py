@@ -68,11 +68,13 @@ class _Sum:
         self.figures: tuple[float, int] | None = None  # None: not computed yet
         self.shape = () if array is None else tuple(array.shape)
         # dtype of a NumPy sum that a copy in the core can start, or None
-        self.native = array.dtype if self.kind is np.ndarray and _copies(array, given) else None
+        self.native = (
+            array.dtype if self.kind is np.ndarray and _is_convertible(array, given) else None
+        )
 
     def new_array(self) -> Any:
         """Return an array for the next round in the last round's memory; None if that is in use."""
-        if self.native is None or _holders(self) != _NOBODY_ELSE:
+        if self.native is None or _count_references(self) != _NO_OTHER_REFERENCE:
             return None
         return np.ndarray(self.shape, self.native, self.memory)
 
@@ -81,55 +83,55 @@ class _Sum:
         self.array, self.count, self.figures = array, 1, None
 
 
-def _copies(array: Any, given: str) -> bool:
+def _is_convertible(array: Any, given: str) -> bool:
     """Return whether the core can copy a gradient of dtype `given` into the array of its sum."""
     name = dtype_name(array)
     return name == given or (name in _CONVERTED and given in _CONVERTED)
 
 
-def _holders(total: _Sum) -> int:
+def _count_references(total: _Sum) -> int:
     """Return the reference count of a sum's memory, including this call's reference."""
     return getrefcount(total.memory)
 
 
-_NOBODY_ELSE = _holders(_Sum(None, "", np.empty(0, np.uint8)))
+_NO_OTHER_REFERENCE = _count_references(_Sum(None, "", np.empty(0, np.uint8)))
 
 
-def _memory(size: int, before: _Sum | None) -> Any:
+def _find_memory(size: int, before: _Sum | None) -> Any:
     """Return memory for a sum: the last round's if nothing else refers to it, else new memory."""
     if (
         before is not None
         and before.memory is not None
         and before.memory.nbytes == size
-        and _holders(before) == _NOBODY_ELSE
+        and _count_references(before) == _NO_OTHER_REFERENCE
     ):
         return before.memory
     return np.empty(size, np.uint8)
 
 
-def _fill(arrays: dict[str, Any], gradients: dict[str, Any]) -> None:
+def _copy_gradients(arrays: dict[str, Any], gradients: dict[str, Any]) -> None:
     """Copy first gradients into the arrays of their sums, in the core."""
     report = _core.state_load(arrays, gradients, True, True)
     assert isinstance(report, list), report
 
 
-def _fill_others(started: dict[str, _Sum], batch: dict[str, Any]) -> None:
+def _copy_into_new_sums(started: dict[str, _Sum], batch: dict[str, Any]) -> None:
     """Copy first gradients into newly allocated sums."""
     targets, sources = {}, {}
     for name, total in started.items():
         gradient = batch[name]
         if not total.in_core:
             continue
-        if _copies(total.array, total.given):
+        if _is_convertible(total.array, total.given):
             targets[name], sources[name] = total.array, _readable(gradient)
         elif is_torch(gradient):
             total.array.copy_(gradient)
         else:
             total.array[...] = as_numbers(gradient)
-    _fill(targets, sources)
+    _copy_gradients(targets, sources)
 
 
-def _misfit(name: str, what: str, got: Any, expected: Any) -> CompatibilityError:
+def _mismatch_error(name: str, what: str, got: Any, expected: Any) -> CompatibilityError:
     error = CompatibilityError(
         f"'{name}': the gradient's {what} is {got}, expected {expected} as of the micro-batch "
         "before; nothing was added: look for a parameter of another name, or call reset()"
@@ -138,7 +140,7 @@ def _misfit(name: str, what: str, got: Any, expected: Any) -> CompatibilityError
     return error
 
 
-def _gradient_of(name: object, gradient: Any) -> Any:
+def _check_gradient(name: object, gradient: Any) -> Any:
     """Return a gradient as an array or a detached tensor; raise if it is something else."""
     if not isinstance(name, str):
         raise TypeError(f"a parameter's name must be a str, got {type(name).__name__}: {name!r}")
@@ -165,7 +167,7 @@ def _check_same(name: str, total: _Sum, gradient: Any) -> None:
         ("dtype", dtype_name(gradient), total.given),
     ):
         if got != expected:
-            raise _misfit(name, what, got, expected)
+            raise _mismatch_error(name, what, got, expected)
 
 
 def _readable(gradient: Any) -> Any:
@@ -175,7 +177,7 @@ def _readable(gradient: Any) -> Any:
     return backend_of(gradient).readable(gradient)
 
 
-def _wanted_dtype(dtype: DType | None) -> str | None:
+def _check_dtype(dtype: DType | None) -> str | None:
     if dtype is None:
         return None
     name = str(dtype).removeprefix("torch.")
@@ -250,7 +252,7 @@ class GradientAccumulator:
         if steps <= 0:
             raise ValueError(f"accumulation_steps must be above 0, got {steps}")
         self._steps = steps
-        self._dtype = _wanted_dtype(dtype)
+        self._dtype = _check_dtype(dtype)
         self._lock = Lock()
         self._sums: dict[str, _Sum] = {}
 
@@ -300,24 +302,24 @@ class GradientAccumulator:
                     or type(value) is not total.kind
                     or not _core.bucket_fits(value, total.given, total.shape, False)
                 ):
-                    others[name] = _gradient_of(name, value)
+                    others[name] = _check_gradient(name, value)
                 elif total.array is not None:
                     plain[name] = value
                 elif (array := total.new_array()) is not None:
                     arrays[name], first[name] = array, value
                 else:
-                    others[name] = _gradient_of(name, value)
-            started = self._start_others(others) if others else {}
+                    others[name] = _check_gradient(name, value)
+            started = self._allocate_sums(others) if others else {}
             if started:
-                _fill_others(started, others)
+                _copy_into_new_sums(started, others)
             if arrays:
-                _fill(arrays, first)
-            self._add(plain, {name: others[name] for name in others if name not in started})
+                _copy_gradients(arrays, first)
+            self._add_checked(plain, {name: others[name] for name in others if name not in started})
             for name, array in arrays.items():
                 self._sums[name].begin(array)
             self._sums.update(started)
 
-    def _start_others(self, others: dict[str, Any]) -> dict[str, _Sum]:
+    def _allocate_sums(self, others: dict[str, Any]) -> dict[str, _Sum]:
         """Check gradients against existing sums, and allocate sums for the others."""
         started = {}
         for name, gradient in others.items():
@@ -325,10 +327,10 @@ class GradientAccumulator:
             if total is not None and total.array is not None:
                 _check_same(name, total, gradient)
             else:
-                started[name] = self._start(name, gradient)
+                started[name] = self._allocate_sum(name, gradient)
         return started
 
-    def _start(self, name: str, gradient: Any) -> _Sum:
+    def _allocate_sum(self, name: str, gradient: Any) -> _Sum:
         """Allocate a sum for the first gradient of a parameter, which the caller copies into it."""
         given = dtype_name(gradient)
         dtype = (self._dtype if given in _NARROW else None) or given
@@ -345,13 +347,13 @@ class GradientAccumulator:
         count, before = prod(gradient.shape), self._sums.get(name)
         if is_torch(gradient):
             backend = backend_of(gradient)
-            memory = _memory(count * backend.item_bytes(dtype, gradient), before)
+            memory = _find_memory(count * backend.item_bytes(dtype, gradient), before)
             return _Sum(backend.tensor_in(memory, dtype, gradient), given, memory)
         native = gradient.dtype.newbyteorder("=") if dtype == given else np.dtype(dtype)
-        memory = _memory(count * native.itemsize, before)
+        memory = _find_memory(count * native.itemsize, before)
         return _Sum(memory.view(native).reshape(gradient.shape), given, memory)
 
-    def _add(self, plain: dict[str, Any], others: dict[str, Any]) -> None:
+    def _add_checked(self, plain: dict[str, Any], others: dict[str, Any]) -> None:
         """Add checked gradients; the core reads `plain` ones without conversion."""
         rest = []
         for name, gradient in others.items():

@@ -174,12 +174,12 @@ class FSDPBackwardHook:
         check_gradients(gradients, named is not None, keep_full_gradient or accumulate)
         if sharding_units is None or not len(sharding_units):
             return
-        self._bind(sharding_units)
+        self._bind_units(sharding_units)
         units = dict(sharding_units)
         if named is not None:
             is_full = gradients == "full"
             self._module_hooks = backend_named("torch").hook_module(
-                model, units, self._receive, is_full=is_full, keep=keep_full_gradient
+                model, units, self._receive_gradient, is_full=is_full, keep=keep_full_gradient
             )
             units = {name: units[name] for name in self._module_hooks.parameters}
         elif hasattr(model, "register_backward_hook"):
@@ -191,13 +191,13 @@ class FSDPBackwardHook:
             )
         self._plan = BucketPlan(units, self._reductions, accumulate=accumulate)
 
-    def _bind(self, units: Mapping[str, FSDPShardingUnit]) -> None:
+    def _bind_units(self, units: Mapping[str, FSDPShardingUnit]) -> None:
         """Bind units to the group; raise ValueError if this object already has units."""
         bind_units(units, self._reductions.rank, self._reductions.world_size)
         if self._plan.units:
             raise ValueError("this object has hooks already; close it, or make another one")
 
-    def _receive(self, name: str, _: Any) -> None:
+    def _receive_gradient(self, name: str, _: Any) -> None:
         """Receive the gradient that torch has just computed for a parameter."""
         hooks = self._module_hooks
         assert hooks is not None
@@ -265,7 +265,7 @@ class FSDPBackwardHook:
         >>> units["b"].local_gradient
         array([1., 1.])
         """
-        self._bind(sharding_units)
+        self._bind_units(sharding_units)
         self._plan = BucketPlan(sharding_units, self._reductions, accumulate=accumulate)
 
     @contextmanager
@@ -702,10 +702,10 @@ def _check_local(unit: FSDPShardingUnit, gradient: Any) -> None:
         ("dtype", dtype_name(gradient), dtype),
     ):
         if got != expected:
-            raise _misfit(unit.parameter_name, what, got, expected)
+            raise _mismatch_error(unit.parameter_name, what, got, expected)
 
 
-def _misfit(name: str, what: str, got: str, expected: str) -> CompatibilityError:
+def _mismatch_error(name: str, what: str, got: str, expected: str) -> CompatibilityError:
     error = CompatibilityError(f"{name}: the new gradient has {what} {got}, expected {expected}")
     error.name, error.got, error.expected = name, got, expected
     return error

@@ -135,7 +135,7 @@ class ConsistencyCheck:
         """
         settings = {} if has_ended else {**self._settings, **settings}
         text = json.dumps([self.sequence, settings, has_ended, entries])
-        return _compare(self._group.gather_bytes(text.encode(), timeout=self._timeout))
+        return _compare_descriptions(self._group.gather_bytes(text.encode(), timeout=self._timeout))
 
     def _exchange(self, header: Header, pack: Callable[[], Any] | None) -> list[Header]:
         began = perf_counter()
@@ -187,7 +187,7 @@ class Result(NamedTuple):
     failures: dict[str, tuple[int | None, str]]
 
 
-def _differing(facts: dict[int, str], what: str) -> tuple[int | None, str]:
+def _describe_difference(facts: dict[int, str], what: str) -> tuple[int | None, str]:
     """Return the rank at fault, if exactly one rank differs, and a text with each rank's fact."""
     groups: dict[str, list[int]] = {}
     for rank, fact in facts.items():
@@ -202,7 +202,7 @@ def _common_failure(described: Sequence[Any]) -> tuple[int | None, str] | None:
     """Return a failure of all gradients, if settings or sequence numbers of ranks differ."""
     places = {rank: f"bucket {of[0]}" for rank, of in enumerate(described)}
     if len(set(places.values())) > 1:
-        return _differing(places, "ranks are at different places of a run")
+        return _describe_difference(places, "ranks are at different places of a run")
     given = {rank: of[1] for rank, of in enumerate(described) if not of[2]}
     names = {name for settings in given.values() for name in settings}
     equal = {name for name in names if len({str(of.get(name)) for of in given.values()}) == 1}
@@ -212,10 +212,10 @@ def _common_failure(described: Sequence[Any]) -> tuple[int | None, str] | None:
         rank: settings_text({name: of[name] for name in of if name not in equal})
         for rank, of in given.items()
     }
-    return _differing(texts, "ranks have other settings of FSDP")
+    return _describe_difference(texts, "ranks have other settings of FSDP")
 
 
-def _compare(texts: Sequence[bytes]) -> Result:
+def _compare_descriptions(texts: Sequence[bytes]) -> Result:
     """Compare the descriptions of all ranks; return the good parameters and the failures."""
     described: list[Any] = [json.loads(text) for text in texts]
     ranks = range(len(described))
@@ -238,14 +238,14 @@ def _compare(texts: Sequence[bytes]) -> Result:
                 "; ".join(f"rank {rank}: {what}" for rank, what in wrong),
             )
         elif absent:
-            doing = "; ".join(_other_work(rank, described[rank]) for rank in absent)
+            doing = "; ".join(_describe_work(rank, described[rank]) for rank in absent)
             failures[name] = (absent[0], f"missing on {ranks_text(absent)} ({doing})")
         elif len(set(facts.values())) > 1:
-            failures[name] = _differing(facts, "ranks do not reduce the same")
+            failures[name] = _describe_difference(facts, "ranks do not reduce the same")
     return Result([name for name in names if name not in failures], failures)
 
 
-def _other_work(rank: int, described: Any) -> str:
+def _describe_work(rank: int, described: Any) -> str:
     """Return a text about the current work of a rank that lacks a parameter."""
     sequence, _, has_ended, listed = described
     if has_ended:

@@ -110,7 +110,7 @@ class Entry:
         try:
             if not self.is_plain:
                 self.source = packed(self.gradient)
-            self.out = _output(self.unit, self.gradient, terms)
+            self.out = _output_memory(self.unit, self.gradient, terms)
             if terms.accumulate:
                 _check_sum(self.unit.local_gradient, self.out)
             if terms.compression and not on_host(self.source):
@@ -193,7 +193,7 @@ def _find_problem(unit: FSDPShardingUnit, gradient: Any) -> str:
     return reason and f"the gradient is {reason}"
 
 
-def _output(unit: FSDPShardingUnit, gradient: Any, terms: Terms) -> Any:
+def _output_memory(unit: FSDPShardingUnit, gradient: Any, terms: Terms) -> Any:
     """Return memory for the sum: the existing local gradient if it fits, else new memory."""
     name = terms.reduce_dtype or unit.dtype
     local = unit.local_gradient
@@ -325,7 +325,7 @@ class Reducer:
         Returns the bytes for each rank, and the bytes that each other rank sends to this one.
         """
         sizes, mine = _core.bucket_sizes(handle)
-        self._send = _at_least(self._send, sum(sizes))
+        self._send = _ensure_size(self._send, sum(sizes))
         _core.bucket_pack(handle, self._send)
         self._packed = sizes, mine
         return self._packed
@@ -353,8 +353,8 @@ class Reducer:
     ) -> list[tuple[float, int]]:
         """Reduce gradients that are sent compressed."""
         sizes, mine = _core.bucket_wire_sizes(handle, compression)
-        self._send = _at_least(self._send, sum(sizes))
-        self._own = _at_least(self._own, mine)
+        self._send = _ensure_size(self._send, sum(sizes))
+        self._own = _ensure_size(self._own, mine)
         residuals = tuple(entry.unit.residual() for entry in entries)
         _core.bucket_wire_pack(handle, compression, residuals, self._send, self._own)
         self._exchange_parts(sizes, mine)
@@ -365,7 +365,7 @@ class Reducer:
         world_size, rank = self._place
         expected = [mine] * world_size
         expected[rank] = 0
-        self._receive = _at_least(self._receive, sum(expected))
+        self._receive = _ensure_size(self._receive, sum(expected))
         if world_size > 1:
             self.group.all_to_all(
                 self._send[: sum(sizes)],
@@ -376,6 +376,6 @@ class Reducer:
             )
 
 
-def _at_least(buffer: Any, size: int) -> Any:
+def _ensure_size(buffer: Any, size: int) -> Any:
     """Return `buffer` if it has at least `size` bytes, else a new buffer."""
     return buffer if len(buffer) >= size else np.empty(size, np.uint8)

@@ -104,7 +104,7 @@ class GradientReport:
         return table_html(self._title(), *self._rows())
 
 
-def _blocks(array: Any) -> Iterator[Any]:
+def _iterate_blocks(array: Any) -> Iterator[Any]:
     """Yield the elements in blocks: floats as float64, integers unchanged."""
     flat = packed(array).reshape(-1)
     for start in range(0, len(flat), _BLOCK):
@@ -118,7 +118,7 @@ def _blocks(array: Any) -> Iterator[Any]:
             yield block.astype(np.float64)
 
 
-def _differ(expected: Any, actual: Any, atol: float) -> Any:
+def _find_differences(expected: Any, actual: Any, atol: float) -> Any:
     """Return a mask of the elements that differ by more than `atol`; NaN always differs."""
     different = ~(expected == actual)  # infinities that are equal differ by NaN
     wide = np.complex128 if "c" in (expected.dtype.kind, actual.dtype.kind) else np.float64
@@ -130,11 +130,11 @@ def _differ(expected: Any, actual: Any, atol: float) -> Any:
     return different
 
 
-def _part(unit: FSDPShardingUnit, full: Any) -> Any:
+def _take_part(unit: FSDPShardingUnit, full: Any) -> Any:
     return unit.layout.take(full.detach() if is_torch(full) else full, unit.shard_index)
 
 
-def _first_difference(unit: FSDPShardingUnit, full: Any, atol: float) -> Mismatch | None:
+def _find_mismatch(unit: FSDPShardingUnit, full: Any, atol: float) -> Mismatch | None:
     name, rank, local = unit.parameter_name, unit.shard_index, unit.local_gradient
     if local is None:
         return Mismatch(name, rank, None, "a gradient", "none")
@@ -143,12 +143,12 @@ def _first_difference(unit: FSDPShardingUnit, full: Any, atol: float) -> Mismatc
             raise TypeError(f"{name}: the {what} gradient is a {type(array).__name__}, no array")
     if tuple(full.shape) != unit.shape:
         return Mismatch(name, rank, None, str(unit.shape), f"full gradient of {tuple(full.shape)}")
-    part = _part(unit, full)
+    part = _take_part(unit, full)
     if tuple(local.shape) != tuple(part.shape):
         return Mismatch(name, rank, None, str(tuple(part.shape)), str(tuple(local.shape)))
     at = 0
-    for expected, actual in zip(_blocks(part), _blocks(local), strict=True):
-        wrong = _differ(expected, actual, atol)
+    for expected, actual in zip(_iterate_blocks(part), _iterate_blocks(local), strict=True):
+        wrong = _find_differences(expected, actual, atol)
         if wrong.any():
             i = int(wrong.argmax())
             return Mismatch(name, rank, at + i, expected[i].item(), actual[i].item())
@@ -161,14 +161,14 @@ def compare(
 ) -> GradientReport:
     """Compare local gradients with the matching parts of reduced full gradients."""
     names = [name for name in units if gradients.get(name) is not None]
-    found = (_first_difference(units[name], gradients[name], atol) for name in names)
+    found = (_find_mismatch(units[name], gradients[name], atol) for name in names)
     return GradientReport([m for m in found if m is not None], len(names), atol)
 
 
 # ---- without reduced full gradients ----
 
 
-def _sketch(array: Any, start: int) -> tuple[float, float]:
+def _ams_sketch(array: Any, start: int) -> tuple[float, float]:
     """Return the signed sum of packed elements (an AMS sketch), and their norm.
 
     `start` is the index of the first element in the parameter; it determines the signs.
@@ -178,24 +178,24 @@ def _sketch(array: Any, start: int) -> tuple[float, float]:
     return _core.sketch(near, start, 0)[0], sqrt(squares)
 
 
-def _told(unit: FSDPShardingUnit, full: Any) -> dict[str, Any]:
+def _describe_gradient(unit: FSDPShardingUnit, full: Any) -> dict[str, Any]:
     """Return this rank's description of a parameter: sketches of its local part and all parts."""
     starts = list(accumulate(unit.counts, initial=0))
     wrong = ""
     told: dict[str, Any] = {"fact": unit.fact, "dtype": unit.dtype, "counts": unit.counts}
     try:
-        wrong = _not_comparable(unit, full)
+        wrong = _find_obstacle(unit, full)
         if not wrong:
             flat = packed(full).reshape(-1)
-            told["parts"] = [_sketch(flat[a:b], a) for a, b in pairwise(starts)]
+            told["parts"] = [_ams_sketch(flat[a:b], a) for a, b in pairwise(starts)]
             local = packed(unit.local_gradient).reshape(-1)
-            told["local"] = _sketch(local, starts[unit.shard_index])
+            told["local"] = _ams_sketch(local, starts[unit.shard_index])
     except Exception as error:  # do not raise: the other ranks wait for this
         wrong = f"{type(error).__name__}: {error}"
     return told | {"wrong": wrong}
 
 
-def _not_comparable(unit: FSDPShardingUnit, full: Any) -> str:
+def _find_obstacle(unit: FSDPShardingUnit, full: Any) -> str:
     """Return why gradients cannot be compared, or an empty string."""
     for what, array, shape in (
         ("local", unit.local_gradient, unit.local_shape),
@@ -208,7 +208,7 @@ def _not_comparable(unit: FSDPShardingUnit, full: Any) -> str:
     return ""
 
 
-def _slack(world: int, dtype: str, count: int, norms: float, atol: float) -> float:
+def _rounding_bound(world: int, dtype: str, count: int, norms: float, atol: float) -> float:
     """Return the largest difference of signed sums that rounding explains.
 
     Rounding errors of elements have random signs, so their sum grows with the square root of
@@ -225,16 +225,18 @@ def compare_sums(
     """Compare signed sums of the local parts with signed sums of all ranks' gradients."""
     if fsdp.op not in ("sum", "mean"):
         raise ValueError(f"unreduced= goes with sums and means, not with op={fsdp.op!r}")
-    text = json.dumps({name: _told(units[name], gradients.get(name)) for name in units})
+    text = json.dumps(
+        {name: _describe_gradient(units[name], gradients.get(name)) for name in units}
+    )
     ranks = fsdp.process_group.gather_bytes(text.encode(), timeout=fsdp.timeout)
     told = [json.loads(t) for t in ranks]
     names = sorted({name for of in told for name in of})
     divisor = fsdp.divisor
-    found = (_wrong_sum(name, [of.get(name) for of in told], divisor, atol) for name in names)
+    found = (_find_wrong_sum(name, [of.get(name) for of in told], divisor, atol) for name in names)
     return GradientReport([m for m in found if m is not None], len(names), atol)
 
 
-def _wrong_sum(name: str, told: list[Any], divisor: float, atol: float) -> Mismatch | None:
+def _find_wrong_sum(name: str, told: list[Any], divisor: float, atol: float) -> Mismatch | None:
     """Return the first rank whose part of one parameter has a wrong sum, or None."""
     for rank, known in enumerate(told):
         if known is None:
@@ -250,7 +252,7 @@ def _wrong_sum(name: str, told: list[Any], divisor: float, atol: float) -> Misma
         actual, norm = known["local"]
         norms = norm + sum(of for _, of in parts) / abs(divisor)
         difference = abs(expected - actual)
-        slack = _slack(len(told), known["dtype"], known["counts"][rank], norms, atol)
+        slack = _rounding_bound(len(told), known["dtype"], known["counts"][rank], norms, atol)
         if not (isfinite(difference) and difference <= slack):
             return Mismatch(name, rank, None, f"sum {expected:g}", f"sum {actual:g}")
     return None

@@ -127,8 +127,8 @@ class _Messages:
         for step in range(1, world):
             target, source = (channel.rank + step) % world, (channel.rank - step) % world
             if len(receives[source]):
-                self.expected[source] = deque(_pieces(receives[source]))
-            for part in _pieces(sends[target]):
+                self.expected[source] = deque(_split_messages(receives[source]))
+            for part in _split_messages(sends[target]):
                 request = channel.comm.Isend([part, channel.mpi.BYTE], target, link.tag)
                 self.add(request, target, False)
 
@@ -145,7 +145,7 @@ class _Messages:
         return sorted(sources), sorted({rank for rank, sends in left if not sends} - sources)
 
 
-def _pieces(part: Any) -> Iterable[Any]:
+def _split_messages(part: Any) -> Iterable[Any]:
     """Yield one rank's part in messages; an empty part has none."""
     return (part[at : at + _MESSAGE_BYTES] for at in range(0, len(part), _MESSAGE_BYTES))
 
@@ -178,7 +178,7 @@ class Link:
         self.began = True
         messages = _Messages(self, sends, receives)
         try:
-            self._finish(messages)
+            self._poll_messages(messages)
         except BaseException as error:
             self.channel.keep(messages.requests, messages.memory)
             if isinstance(error, self.channel.mpi.Exception):
@@ -203,12 +203,12 @@ class Link:
         """Reduce parts in list order."""
         reduce_parts(parts, op, out)
 
-    def _finish(self, messages: _Messages) -> None:
+    def _poll_messages(self, messages: _Messages) -> None:
         """Poll until all messages have been sent and received."""
         testsome = self.channel.mpi.Request.Testsome
         quiet_since, pause = monotonic(), _EAGER_SECONDS / 2
         while messages.left or messages.expected:
-            seen = messages.expected and self._receive(messages)
+            seen = messages.expected and self._receive_messages(messages)
             done = testsome(messages.requests)
             messages.left.difference_update(done or ())
             if seen or done:
@@ -216,11 +216,11 @@ class Link:
             elif monotonic() - quiet_since < _EAGER_SECONDS:
                 _yield()
             else:
-                self._look_up(messages)
+                self._check_waiting(messages)
                 sleep(pause)
                 pause = min(pause * 1.25, _PAUSE_SECONDS)
 
-    def _receive(self, messages: _Messages) -> bool:
+    def _receive_messages(self, messages: _Messages) -> bool:
         """Start to receive messages that have arrived; return whether there were any."""
         mpi, comm, seen = self.channel.mpi, self.channel.comm, False
         status = mpi.Status()
@@ -238,14 +238,14 @@ class Link:
             if not places:
                 del messages.expected[source]
             if not fits:
-                raise self._mismatch(source, tag)
+                raise self._mismatch_error(source, tag)
         return seen
 
-    def _mismatch(self, source: int, tag: int) -> Exception:
+    def _mismatch_error(self, source: int, tag: int) -> Exception:
         """Return the error for a message that this operation does not expect."""
         if tag & 7 == _GONE:
             self.channel.gone[source] = _ENDINGS[tag >> 3]
-            return self._left_by(source, _ENDINGS[tag >> 3])
+            return self._departure_error(source, _ENDINGS[tag >> 3])
         name = _OPERATIONS[tag & 7]
         if tag == self.tag:
             what = f"rank {source} sent more or fewer bytes than this rank expects"
@@ -255,11 +255,11 @@ class Link:
             what = f"rank {source} called {name}, this rank {self.operation}"
         return self.error(f"{what}; all ranks must call the same in the same order")
 
-    def _left_by(self, source: int, operation: str) -> Exception:
+    def _departure_error(self, source: int, operation: str) -> Exception:
         how = "aborted the group" if operation == "abort" else f"gave up in {operation}"
         return self.error(f"rank {source} {how}: look there")
 
-    def _look_up(self, messages: _Messages) -> None:
+    def _check_waiting(self, messages: _Messages) -> None:
         """While nothing arrives: raise if the operation must end."""
         if self.channel.aborted:
             raise self.error("this group was aborted meanwhile")
@@ -267,9 +267,9 @@ class Link:
         for rank, operation in self.channel.look_for_gone().items():
             if operation != "abort" and rank not in (*sources, *targets):
                 continue  # that rank has finished its part of this operation
-            if self._receive(messages):
+            if self._receive_messages(messages):
                 return  # its message was sent before it gave up
-            raise self._left_by(rank, operation)
+            raise self._departure_error(rank, operation)
         if monotonic() < self._deadline:
             return
         limit = f"not done after {self._timeout:g} s"

@@ -185,9 +185,9 @@ class MPIGroup(ExchangeEngine):
         self._ended = "aborted"
         self._channel.aborted = True
         if not self._inside:  # a running operation sees it and notifies the others
-            self._turns.run("abort", self._leave)
+            self._turns.run("abort", self._notify_abort)
 
-    def _leave(self) -> None:
+    def _notify_abort(self) -> None:
         from mpi4py import MPI
 
         if not MPI.Is_finalized():

@@ -113,10 +113,10 @@ class Interceptor:
         made: dict[int, Callable[..., Any]] = {}
         for name, block in found:
             if id(block) not in made:
-                made[id(block)] = self._take(name, block, enter)
+                made[id(block)] = self._intercept(name, block, enter)
             self.calls.append(made[id(block)])
 
-    def _take(self, name: str, block: Any, enter: Callable[..., Any]) -> Callable[..., Any]:
+    def _intercept(self, name: str, block: Any, enter: Callable[..., Any]) -> Callable[..., Any]:
         import torch
 
         if not isinstance(block, torch.nn.Module):
@@ -258,14 +258,14 @@ class PlannedModel:
         self._local.run = None  # an error ends the pass
         if run is None or run.next not in positions or not run.matches(leaves):
             if 0 not in positions:
-                raise self._astray(run, positions)
+                raise self._order_error(run, positions)
             run = Run(self._program, self._blocks, *self._options)
         out = run.first(args, kwargs, leaves, spec)
         if run.next < self._program.blocks:
             self._local.run = run
         return out
 
-    def _astray(self, run: Run | None, positions: tuple[int, ...]) -> ValueError:
+    def _order_error(self, run: Run | None, positions: tuple[int, ...]) -> ValueError:
         name = self.names[positions[0]]
         if run is None or run.next not in positions:
             turn = self.names[0 if run is None else run.next]

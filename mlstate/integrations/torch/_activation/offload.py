@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Away(NamedTuple):
+class Offloaded(NamedTuple):
     """An offloaded tensor: the number of its copy, and its geometry."""
 
     copy: int
@@ -33,20 +33,20 @@ class Host:
     """
 
     def __init__(self, folder: str | None) -> None:
-        self.outputs: list[Away] = []  # the block's output, if it is needed again
+        self.outputs: list[Offloaded] = []  # the block's output, if it is needed again
         self._folder = folder
         self._copies: list[tuple[torch.Tensor, torch.device]] = []
         self._index: dict[int, int] = {}
         self._back: dict[int, torch.Tensor] = {}
 
-    def put(self, tensor: torch.Tensor) -> Away:
+    def put(self, tensor: torch.Tensor) -> Offloaded:
         """Copy a tensor's storage, unless it was copied for another tensor."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._index:
             self._index[key] = len(self._copies)
             self._copies.append((self._copied(_bytes_of(tensor)), tensor.device))
-        return Away(
+        return Offloaded(
             self._index[key],
             tensor.dtype,
             tuple(tensor.shape),
@@ -54,7 +54,7 @@ class Host:
             int(tensor.storage_offset()),
         )
 
-    def get(self, away: Away) -> torch.Tensor:
+    def get(self, away: Offloaded) -> torch.Tensor:
         """Return a copy on the original device; tensors that shared memory share it again."""
         import torch
 

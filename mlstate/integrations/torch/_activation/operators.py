@@ -45,7 +45,7 @@ def _storages(values: Any) -> dict[int, int]:
     return found
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+def _written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """Return the arguments that an operator modifies in place."""
     places = enumerate(func._schema.arguments)
     return [
@@ -64,7 +64,7 @@ def _random_states(device: Any) -> list[Any]:
     return states
 
 
-def _recorder(device: Any, look: bool) -> Any:
+def _make_recorder(device: Any, look: bool) -> Any:
     """Return a mode that records each call; `look` also determines which outputs can be kept."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -86,7 +86,7 @@ def _recorder(device: Any, look: bool) -> Any:
             """Return bytes of new memory, and whether the output is only new memory."""
             given = _storages((args, kwargs))
             fresh = {k: n for k, n in _storages(out).items() if k not in given}
-            for changed in _storages(_written(func, args, kwargs)):
+            for changed in _storages(_written_arguments(func, args, kwargs)):
                 maker = self._makers.get(changed)
                 if maker is not None:  # modified later, so it must not be kept
                     self.calls[maker] = self.calls[maker]._replace(can_keep=False)
@@ -297,7 +297,7 @@ def profile_operators(module: Any, sample: Any, *, repeats: int = 5) -> Operator
     devices = [device] if device.type == "cuda" else []
     for number in range(repeats + 1):
         with torch.random.fork_rng(devices), torch.enable_grad():
-            recorder = _recorder(device, look=number == 0)
+            recorder = _make_recorder(device, look=number == 0)
             with recorder:
                 module(*arguments)
         runs.append(recorder.calls)
@@ -314,7 +314,7 @@ def profile_operators(module: Any, sample: Any, *, repeats: int = 5) -> Operator
     )
 
 
-def _take_names(names: Iterable[str]) -> tuple[set[str], set[str]]:
+def _split_names(names: Iterable[str]) -> tuple[set[str], set[str]]:
     """Split names into operators (all calls) and single calls."""
     whole, single = set(), set()
     for name in names:
@@ -359,7 +359,7 @@ def operator_contexts(saved: Iterable[str]) -> tuple[Any, Any]:
     """
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-    whole, single = _take_names(saved)
+    whole, single = _split_names(saved)
     counts: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
 
     def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

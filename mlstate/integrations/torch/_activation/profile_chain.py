@@ -159,7 +159,7 @@ def _refuse(_: Any) -> Any:
     raise RuntimeError("a block takes gradients inside its own forward: it cannot be recomputed")
 
 
-def _rates(offload: Any, device: torch.device) -> dict[str, float]:
+def _measure_rates(offload: Any, device: torch.device) -> dict[str, float]:
     """Measure the speed of copies to the host and back."""
     import torch
 
@@ -277,5 +277,5 @@ def profile_chain(
         backward_temporary_bytes=backward,
         seconds_spread=spread,
         names=names,
-        **(_rates(offload, device) if offload else {}),
+        **(_measure_rates(offload, device) if offload else {}),
     )

@@ -91,28 +91,28 @@ def copy_objects(values: Any) -> Any:
     the object as the first run did. Tensors in objects are detached and share their memory with
     the original. Modules, functions and arrays are not copied.
     """
-    return _copied(values, {})
+    return _copy_value(values, {})
 
 
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
+def _copy_value(value: Any, memo: dict[int, Any]) -> Any:
     import torch
 
     if id(value) in memo:
         return memo[id(value)]
     made: Any
     if isinstance(value, torch.Tensor):
-        made = _without_history(value)
+        made = _detach_tensor(value)
     elif type(value) is tuple:
-        made = tuple(_copied(item, memo) for item in value)
+        made = tuple(_copy_value(item, memo) for item in value)
     elif callable(value) or isinstance(value, str | bytes | np.ndarray | ModuleType):
         return value
     else:
-        made = _copied_object(value, memo)
+        made = _copy_object(value, memo)
     memo[id(value)] = made
     return made
 
 
-def _without_history(tensor: torch.Tensor) -> torch.Tensor:
+def _detach_tensor(tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
     if isinstance(tensor, torch.nn.Parameter):
@@ -120,7 +120,7 @@ def _without_history(tensor: torch.Tensor) -> torch.Tensor:
     return enter_graph(tensor.detach()) if tensor.requires_grad else tensor.detach()
 
 
-def _copied_object(value: Any, memo: dict[int, Any]) -> Any:
+def _copy_object(value: Any, memo: dict[int, Any]) -> Any:
     try:
         made = copy.copy(value)
     except Exception:  # locks, generators, handles of devices: all runs share them
@@ -129,14 +129,14 @@ def _copied_object(value: Any, memo: dict[int, Any]) -> Any:
         return value
     memo[id(value)] = made  # an object may contain itself
     if isinstance(made, list | deque):
-        items = [_copied(item, memo) for item in made]
+        items = [_copy_value(item, memo) for item in made]
         made.clear()
         made.extend(items)
     elif isinstance(made, dict):
         for key, item in made.items():
-            dict.__setitem__(made, key, _copied(item, memo))
+            dict.__setitem__(made, key, _copy_value(item, memo))
     for name, item in getattr(made, "__dict__", {}).items():
-        made.__dict__[name] = _copied(item, memo)
+        made.__dict__[name] = _copy_value(item, memo)
     return made
 
 
@@ -191,12 +191,12 @@ class Buffers:
         return different
 
 
-def _packed(states: dict[Any, torch.Tensor]) -> dict[Any, bytes]:
+def _pack_states(states: dict[Any, torch.Tensor]) -> dict[Any, bytes]:
     """Return states as bytes; a plan keeps one set for each recomputed block."""
     return {device: state.numpy().tobytes() for device, state in states.items()}
 
 
-def _unpacked(states: dict[Any, bytes]) -> dict[Any, torch.Tensor]:
+def _unpack_states(states: dict[Any, bytes]) -> dict[Any, torch.Tensor]:
     import torch
 
     return {
@@ -217,7 +217,7 @@ class Surroundings:
         self._training = getattr(module, "training", None)
         self._buffers = buffers
         self._devices = devices_of(leaves)
-        self._states = _packed(generator_states(self._devices))
+        self._states = _pack_states(generator_states(self._devices))
         self._copies: dict[_Place, torch.Tensor] = {}
         self._before = buffers.copy()
         kinds = {"cpu", *(device.type for device in self._devices)}
@@ -227,9 +227,9 @@ class Surroundings:
             for kind in sorted(kinds)
         ]
 
-    def settle(self) -> None:
+    def drop_unused(self) -> None:
         """Discard the state that the first run neither used nor changed."""
-        now = _packed(generator_states(self._devices))
+        now = _pack_states(generator_states(self._devices))
         self._states = {
             device: state for device, state in self._states.items() if state != now[device]
         }
@@ -250,7 +250,7 @@ class Surroundings:
                 "change the mode after the backward pass",
             )
         places = [(m, buffer, m._buffers[buffer]) for m, buffer in self._copies]
-        states = _packed(generator_states(self._devices)) if self._states else {}
+        states = _pack_states(generator_states(self._devices)) if self._states else {}
         with ExitStack() as stack:
             for kind, enabled, dtype, cached in self._autocast:
                 if enabled or torch.is_autocast_enabled(kind):
@@ -258,9 +258,9 @@ class Surroundings:
             try:
                 for (owner, buffer), copy in self._copies.items():
                     owner._buffers[buffer] = copy.clone()  # the buffer itself stays untouched
-                set_generator_states(_unpacked(self._states))
+                set_generator_states(_unpack_states(self._states))
                 yield
             finally:
                 for owner, buffer, value in places:
                     owner._buffers[buffer] = value
-                set_generator_states(_unpacked({one: states[one] for one in self._states}))
+                set_generator_states(_unpack_states({one: states[one] for one in self._states}))

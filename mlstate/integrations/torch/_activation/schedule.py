@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ....errors import MLStateError
-from .offload import Away, Host
+from .offload import Host, Offloaded
 from .rng_and_buffers import Buffers, Surroundings, copy_objects, refusal
 
 if TYPE_CHECKING:
@@ -44,14 +44,14 @@ class Program:
         self.backward_at = [-1] * n
         self.offloads = [False] * n
         self.input_leaves = [False] * n  # whether a saved block's input is dropped
-        self._read()
+        self._read_steps()
         self.keeps = [False] * len(self.steps)  # whether a later step uses the step's output
         self.free_after: list[list[int]] = [[] for _ in self.steps]  # activations to free, by step
-        self.keeps_input = self._look_back()
-        self.acts_before = self._between()
+        self.keeps_input = self._find_last_uses()
+        self.acts_before = self._find_active_steps()
         self.is_plain = not any(self.hooked(i) or self.runs[i] > 1 for i in range(n))
 
-    def _read(self) -> None:
+    def _read_steps(self) -> None:
         saved: set[int] = set()
         for at, (kind, i) in enumerate(self.steps):
             if kind in ("forward", "save"):
@@ -68,7 +68,7 @@ class Program:
             elif kind == "drop" and i in saved:
                 self.input_leaves[i] = True
 
-    def _look_back(self) -> bool:
+    def _find_last_uses(self) -> bool:
         """Find the last use of each activation; return whether the chain's input is used again."""
         wanted = [False] * (self.blocks + 1)
         loads = [False] * self.blocks  # whether the block's next load restores its output
@@ -94,7 +94,7 @@ class Program:
                     wanted[k] = True
         return wanted[0]
 
-    def _between(self) -> list[bool]:
+    def _find_active_steps(self) -> list[bool]:
         """Return by block whether any steps precede its backward run."""
         acts = [True] * self.blocks
         for i in range(self.blocks - 1):
@@ -118,7 +118,7 @@ class Block:
         self.buffers = Buffers(module)
 
 
-class _Slot:
+class _SavedSlot:
     """Placeholder of a saved tensor in the graph."""
 
     __slots__ = ("__weakref__", "block", "looks", "run", "value")
@@ -127,10 +127,10 @@ class _Slot:
         self.run = run
         self.block = block
         self.looks = looks
-        self.value: Any = None  # _Held, _OfInput, Away, or None
+        self.value: Any = None  # _Held, _InputAlias, Offloaded, or None
 
 
-class _OfInput:
+class _InputAlias:
     """A saved tensor that is a view of the block's input."""
 
     __slots__ = ("geometry", "leaf")
@@ -140,7 +140,7 @@ class _OfInput:
         self.geometry = geometry
 
 
-class _Enough(Exception):  # noqa: N818 (ends a run early; not an error)
+class _StopRecompute(Exception):  # noqa: N818 (ends a run early; not an error)
     """All saved tensors were recomputed."""
 
 
@@ -148,7 +148,7 @@ class _Call:
     """Data to run a block again as in its first run."""
 
     def __init__(self) -> None:
-        self.slots: list[weakref.ref[_Slot]] = []
+        self.slots: list[weakref.ref[_SavedSlot]] = []
         self.spec: Any = None
         self.leaves: list[_Link | _Held | None] = []  # leaves of its arguments; None: an object
         self.objects: dict[int, Any] = {}  # copies from before the first run
@@ -159,7 +159,7 @@ class _Call:
         self.complete = False
 
 
-def _looks(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _meta_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tuple(tensor.shape), tensor.device
 
 
@@ -251,15 +251,15 @@ class Run:
         self._take_steps_until(program.first[i])
         call = self._calls[i] = _Call()
         again = program.runs[i] > 1
-        links = self._link(i, leaves) if again or program.input_leaves[i] or not i else []
+        links = self._link_arguments(i, leaves) if again or program.input_leaves[i] or not i else []
         if again:
-            self._remember(call, block, leaves, spec, links)
+            self._record_call(call, block, leaves, spec, links)
         versions = [_version(leaf) for leaf in self._tensors(leaves)] if again else []
         out = self._run_first(i, call, leaves, args, kwargs)
         if call.surroundings is not None:
-            call.surroundings.settle()
+            call.surroundings.drop_unused()
             self._refuse_changes(block, leaves, versions)
-        self._hand_on(i, out, call)
+        self._keep_output(i, out, call)
         call.complete = True
         self._position += 1
         self.next += 1
@@ -273,7 +273,7 @@ class Run:
 
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
-    def _link(self, i: int, leaves: Sequence[Any]) -> list[int | None]:
+    def _link_arguments(self, i: int, leaves: Sequence[Any]) -> list[int | None]:
         """Return for each argument its tensor number in the activation, or None."""
         import torch
 
@@ -302,7 +302,7 @@ class Run:
                 "inside a block",
             )
 
-    def _remember(
+    def _record_call(
         self, call: _Call, block: Block, leaves: list[Any], spec: Any, links: list[int | None]
     ) -> None:
         import torch
@@ -331,13 +331,13 @@ class Run:
             return self._blocks[i].call(*args, **kwargs)
         places = {}
         if self._program.input_leaves[i]:
-            places = _places(zip(leaves, self._link(i, leaves), strict=True))
+            places = _map_storages(zip(leaves, self._link_arguments(i, leaves), strict=True))
 
-        def pack(tensor: torch.Tensor) -> _Slot:
-            slot = _Slot(self, i, _looks(tensor))
+        def pack(tensor: torch.Tensor) -> _SavedSlot:
+            slot = _SavedSlot(self, i, _meta_of(tensor))
             call.slots.append(weakref.ref(slot))
             if kind == "save":
-                slot.value = _kept(tensor, places)
+                slot.value = _keep_tensor(tensor, places)
             return slot
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
@@ -358,19 +358,19 @@ class Run:
                 "are not in place, or make it one block with what stands before it",
             )
 
-    def _hand_on(self, i: int, out: Any, call: _Call) -> None:
+    def _keep_output(self, i: int, out: Any, call: _Call) -> None:
         """Keep a block's output if the schedule needs it, and watch its gradient."""
         tensors = _outputs(out)
         if not tensors:
             raise TypeError(f"{self._blocks[i].name} returned no tensor: {type(out).__name__}")
         self._came_out = [(weakref.ref(tensor), _version(tensor)) for tensor in tensors]
         if self._program.runs[i] > 1:
-            call.made = [_looks(tensor) for tensor in tensors]
+            call.made = [_meta_of(tensor) for tensor in tensors]
         watched = self._program.acts_before[i] or self._observe is not None
         for tensor in tensors:
             if watched and tensor.grad_fn is not None:
                 watch: Any = tensor.register_hook
-                watch(partial(self._gradient_came, i))
+                watch(partial(self._on_gradient, i))
         if self._program.keeps[self._position]:
             self._held[i + 1] = [_Held(tensor) for tensor in tensors]
         for k in self._program.free_after[self._position]:
@@ -414,7 +414,7 @@ class Run:
         places = {}
         if save and self._program.input_leaves[i]:
             links = (one.number if isinstance(one, _Link) else None for one in call.leaves)
-            places = _places(zip(leaves, links, strict=True))
+            places = _map_storages(zip(leaves, links, strict=True))
         packer = _Packer(block.name, call.slots if save else None, keep, places)
         hooks = torch.autograd.graph.saved_tensors_hooks(packer, partial(_refuse_inner, block.name))
         args, kwargs = _unflatten(leaves, call.spec)
@@ -423,17 +423,17 @@ class Run:
         try:
             with call.surroundings.restored(block.name, block.module), torch.enable_grad(), hooks:
                 out = block.call(*args, **kwargs)
-        except _Enough:
+        except _StopRecompute:
             return
         finally:
             del args, kwargs
         packer.finish()
         tensors = _outputs(out)
-        made = [_looks(tensor) for tensor in tensors]
+        made = [_meta_of(tensor) for tensor in tensors]
         if made != call.made:
             equal = [a == b for a, b in zip(made, call.made, strict=False)]
             k = equal.index(False) if False in equal else len(equal)
-            raise _differs(block.name, f"output {k}", call.made[k:], made[k:])
+            raise _difference_error(block.name, f"output {k}", call.made[k:], made[k:])
         if keep:
             self._held[i + 1] = [_Held(tensor) for tensor in tensors]
 
@@ -455,11 +455,11 @@ class Run:
         call = self._calls[i]
         assert call is not None
         host = call.host = Host(self._folder)
-        ours = _lasting(self._blocks[i].module)
+        ours = _persistent_storages(self._blocks[i].module)
         inputs = {held.value.untyped_storage()._cdata for held in self._held[i] or ()}
         for ref in call.slots:
             slot = ref()
-            if slot is None or slot.value is None or isinstance(slot.value, _OfInput):
+            if slot is None or slot.value is None or isinstance(slot.value, _InputAlias):
                 continue
             storage = slot.value.value.untyped_storage()
             if storage._cdata in ours or storage._cdata in inputs or not storage.nbytes():
@@ -476,7 +476,7 @@ class Run:
         host = call.host
         for ref in call.slots:
             slot = ref()
-            if slot is not None and isinstance(slot.value, Away):
+            if slot is not None and isinstance(slot.value, Offloaded):
                 slot.value = _Held(host.get(slot.value))
         if output:
             self._held[i + 1] = [_Held(host.get(away)) for away in host.outputs]
@@ -484,12 +484,12 @@ class Run:
 
     # The backward pass
 
-    def _gradient_came(self, i: int, _: torch.Tensor) -> None:
+    def _on_gradient(self, i: int, _: torch.Tensor) -> None:
         """Prepare a block's backward pass; called when the gradient of its output exists."""
         import torch
 
         if torch.is_grad_enabled():
-            raise _double(self._blocks[i].name)
+            raise _double_backward_error(self._blocks[i].name)
         self.prepare(i)
 
     def prepare(self, i: int) -> None:
@@ -501,30 +501,30 @@ class Run:
             return
         if not self._watching:
             self._watching = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        self._end(i)
+            torch.autograd.Variable._execution_engine.queue_callback(self._free_all)
+        self._free_finished(i)
         while self._position <= at:
             self._take_step()
 
-    def _end(self, i: int) -> None:
+    def _free_finished(self, i: int) -> None:
         """Free saved memory of later blocks, whose backward passes are complete."""
         for k in self._free_later:
             self._held[k] = None
         self._free_later = []
         while self._under_way > i + 1:
             self._under_way -= 1
-            _empty(self._calls[self._under_way])
+            _empty_slots(self._calls[self._under_way])
             self._calls[self._under_way] = None
 
-    def _finish(self) -> None:
+    def _free_all(self) -> None:
         """Free everything at the end of the backward pass."""
         self._spent = True
         for call in self._calls:
-            _empty(call)
+            _empty_slots(call)
         self._calls = []
         self._held = []
 
-    def tensor_of(self, slot: _Slot) -> torch.Tensor:
+    def tensor_of(self, slot: _SavedSlot) -> torch.Tensor:
         """Return a saved tensor; the backward pass calls this."""
         import torch
 
@@ -532,14 +532,14 @@ class Run:
         if torch._C._current_graph_task_id() < 0:
             raise MLStateError(f"{name}: its saved tensors are there in a backward pass only")
         if torch.is_grad_enabled():
-            raise _double(name)
+            raise _double_backward_error(name)
         if slot.value is None and not self._spent:
             call = self._calls[slot.block]
             if call is not None and not call.complete:
-                raise _inner(name)
+                raise _inner_gradient_error(name)
             self.prepare(slot.block)
         value = slot.value
-        if isinstance(value, _OfInput):
+        if isinstance(value, _InputAlias):
             held = self._held[slot.block]
             assert held is not None
             return held[value.leaf].tensor(name).as_strided(*value.geometry)
@@ -567,23 +567,23 @@ class _Held:
             raise refusal(
                 name,
                 f"{name}: a tensor that its recomputation or its backward pass needs, "
-                f"{_text(_looks(self.value))}, was changed in place meanwhile: use an operation "
+                f"{_text(_meta_of(self.value))}, was changed in place meanwhile: use an operation "
                 "that is not in place",
             )
         return self.value.detach()
 
 
-def _places(linked: Iterable[tuple[Any, int | None]]) -> dict[int, int]:
+def _map_storages(linked: Iterable[tuple[Any, int | None]]) -> dict[int, int]:
     """Map the storages of an activation's tensors to their numbers."""
     return {leaf.untyped_storage()._cdata: k for leaf, k in linked if k is not None}
 
 
-def _kept(tensor: torch.Tensor, places: dict[int, int]) -> _Held | _OfInput:
+def _keep_tensor(tensor: torch.Tensor, places: dict[int, int]) -> _Held | _InputAlias:
     """Keep a saved tensor, or its position in an input that is dropped and recomputed."""
     leaf = places.get(tensor.untyped_storage()._cdata) if places else None
     if leaf is None:
         return _Held(tensor)
-    return _OfInput(leaf, (tensor.shape, tensor.stride(), tensor.storage_offset()))
+    return _InputAlias(leaf, (tensor.shape, tensor.stride(), tensor.storage_offset()))
 
 
 class _Link:
@@ -601,7 +601,7 @@ class _Packer:
     def __init__(
         self,
         name: str,
-        slots: list[weakref.ref[_Slot]] | None,
+        slots: list[weakref.ref[_SavedSlot]] | None,
         keep: bool,
         places: dict[int, int],
     ) -> None:
@@ -618,12 +618,12 @@ class _Packer:
             return  # finish() reports the surplus
         slot = self._slots[k]()
         if slot is not None:
-            looks = _looks(tensor)
+            looks = _meta_of(tensor)
             if looks != slot.looks:
-                raise _differs(self._name, f"saved tensor {k}", [slot.looks], [looks])
-            slot.value = _kept(tensor, self._places)
+                raise _difference_error(self._name, f"saved tensor {k}", [slot.looks], [looks])
+            slot.value = _keep_tensor(tensor, self._places)
         if k + 1 == len(self._slots) and not self._keep:
-            raise _Enough
+            raise _StopRecompute
 
     def finish(self) -> None:
         """Raise if the number of saved tensors differs from the first run's."""
@@ -638,22 +638,22 @@ class _Packer:
             )
 
 
-def _unpack(slot: _Slot) -> torch.Tensor:
+def _unpack(slot: _SavedSlot) -> torch.Tensor:
     return slot.run.tensor_of(slot)
 
 
 def _refuse_inner(name: str, _: Any) -> Any:
-    raise _inner(name)
+    raise _inner_gradient_error(name)
 
 
-def _empty(call: _Call | None) -> None:
+def _empty_slots(call: _Call | None) -> None:
     for ref in call.slots if call is not None else ():
         slot = ref()
         if slot is not None:
             slot.value = None
 
 
-def _lasting(module: Any) -> set[int]:
+def _persistent_storages(module: Any) -> set[int]:
     """Return the storages of parameters and buffers, which a plan does not offload."""
     if not hasattr(module, "parameters"):
         return set()
@@ -661,7 +661,7 @@ def _lasting(module: Any) -> set[int]:
     return {t.untyped_storage()._cdata for t in tensors if not hasattr(t, "placements")}
 
 
-def _differs(name: str, what: str, first: list[Any], now: list[Any]) -> MLStateError:
+def _difference_error(name: str, what: str, first: list[Any], now: list[Any]) -> MLStateError:
     texts = [_text(looks[0]) if looks else "none" for looks in (first, now)]
     return refusal(
         name,
@@ -671,7 +671,7 @@ def _differs(name: str, what: str, first: list[Any], now: list[Any]) -> MLStateE
     )
 
 
-def _double(name: str) -> MLStateError:
+def _double_backward_error(name: str) -> MLStateError:
     return refusal(
         name,
         f"{name}: create_graph=True does not work through a planned model: recomputed tensors "
@@ -679,7 +679,7 @@ def _double(name: str) -> MLStateError:
     )
 
 
-def _inner(name: str) -> MLStateError:
+def _inner_gradient_error(name: str) -> MLStateError:
     return refusal(
         name,
         f"{name} takes gradients inside its own forward; such a block cannot be recomputed: "

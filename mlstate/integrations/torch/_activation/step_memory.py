@@ -123,7 +123,7 @@ class PlanUse:
         return f"<PlanUse: {self._title()}>"
 
 
-class _Again(NamedTuple):
+class _Recompute(NamedTuple):
     """Memory that a block's early-ended recomputation leaves, and its peak."""
 
     left: int
@@ -132,7 +132,7 @@ class _Again(NamedTuple):
     keeps_output: bool
 
 
-class _Enough(Exception):  # noqa: N818 (ends a run early; not an error)
+class _StopRecompute(Exception):  # noqa: N818 (ends a run early; not an error)
     """The last tensor was saved."""
 
 
@@ -163,26 +163,26 @@ class _Recomputation:
         def pack(tensor: torch.Tensor) -> None:
             saved.append(tensor.detach())
             if len(saved) == count:
-                raise _Enough
+                raise _StopRecompute
 
         self._watched.mark()
         try:
             with hooks(pack, lambda _: None):
                 call()
-        except _Enough:
+        except _StopRecompute:
             pass
         self._watched.mark()
 
-    def of_blocks(self) -> list[_Again]:
+    def of_blocks(self) -> list[_Recompute]:
         """Return the measurements of each block."""
         runs = self._watched.spans()[::2]
         return [
-            _Again(run.after - run.before, run.peak - run.before, *keeps)
+            _Recompute(run.after - run.before, run.peak - run.before, *keeps)
             for run, keeps in zip(runs, self._keeps, strict=True)
         ]
 
 
-class _Walk:
+class _StepSimulation:
     """A plan's steps as torch runs them: memory held, and differences from the plan's count.
 
     An activation is in memory if it is kept (`held`), if it is the argument of the next first
@@ -190,7 +190,7 @@ class _Walk:
     memory is counted without its input and output.
     """
 
-    def __init__(self, plan: Plan, again: list[_Again]) -> None:
+    def __init__(self, plan: Plan, again: list[_Recompute]) -> None:
         self._chain = plan.chain
         self._again = again
         self._program = Program(plan.steps())
@@ -378,7 +378,7 @@ def measure_plan(plan: Plan, module: Any, sample: Any, *, blocks: Any = None) ->
     spans = watched.spans()[1:]
     base = int(plan.chain.activation_bytes[0])
     predicted = plan.simulate().peak_bytes.tolist()
-    walk = _Walk(plan, again.of_blocks())
+    walk = _StepSimulation(plan, again.of_blocks())
     made = []
     for at, (kind, block) in enumerate(plan.steps()):
         expected, why = walk.step(at)

@@ -44,7 +44,7 @@ _RECORD = "mlstate"
 _DEEPEST = 64
 
 
-def _unfit(path: Path, what: str) -> FormatError:
+def _format_error(path: Path, what: str) -> FormatError:
     error = FormatError(f"{path}: {what}")
     error.path = str(path)
     return error
@@ -75,14 +75,16 @@ def _state_from(tree: Mapping[Any, Any], path: Path) -> StateDict:
     try:
         for name, value in _leaves(tree, ""):
             if name in taken:
-                raise _unfit(path, f"two entries have the name {name!r} once levels are joined")
+                raise _format_error(
+                    path, f"two entries have the name {name!r} once levels are joined"
+                )
             taken[name] = as_array(value) if is_number(value) else value
             if not isinstance(taken[name], torch.Tensor | np.ndarray | np.generic):
                 strange.append(f"{name!r} (a {type(value).__name__})")
     except ValueError as error:
-        raise error if isinstance(error, FormatError) else _unfit(path, str(error)) from None
+        raise error if isinstance(error, FormatError) else _format_error(path, str(error)) from None
     if strange:
-        raise _unfit(
+        raise _format_error(
             path,
             f"no state can hold {join(strange)}: take what is neither tensor nor number out of "
             "the file, and keep it elsewhere",
@@ -95,18 +97,20 @@ def _names_of(groups: list[Any], path: Path) -> dict[Any, str]:
     names: dict[Any, str] = {}
     for group in groups:
         if not isinstance(group, Mapping) or not isinstance(group.get("params"), list | tuple):
-            raise _unfit(path, "a group of the optimizer has no list of 'params'")
+            raise _format_error(path, "a group of the optimizer has no list of 'params'")
         members = group["params"]
         given = group.get("param_names")
         if not (isinstance(given, list | tuple) and len(given) == len(members)):
             given = None
         for number, member in enumerate(members):
             if not isinstance(member, int | str) or member in names:
-                raise _unfit(path, f"the optimizer's parameter {member!r} is no number, or twice")
+                raise _format_error(
+                    path, f"the optimizer's parameter {member!r} is no number, or twice"
+                )
             default = member if isinstance(member, str) else f"param_{len(names)}"
             names[member] = str(given[number]) if given else default
     if len(set(names.values())) != len(names):
-        raise _unfit(path, "two parameters of the optimizer have one name")
+        raise _format_error(path, "two parameters of the optimizer have one name")
     return names
 
 
@@ -117,22 +121,26 @@ def _optimizer_from(tree: Mapping[str, Any], path: Path) -> OptimizerStateDict:
     groups = tree["param_groups"]
     held = tree.get("state", {})
     if not isinstance(groups, list) or not isinstance(held, Mapping):
-        raise _unfit(path, "the optimizer has no list of groups, or no dict of states")
+        raise _format_error(path, "the optimizer has no list of groups, or no dict of states")
     names = _names_of(groups, path)
     states: dict[str, Any] = {}
     for key, entries in held.items():
         # torch's checkpoints store numbers as strings
         member = int(key) if key not in names and str(key).isdecimal() else key
         if member not in names or not isinstance(entries, Mapping):
-            raise _unfit(path, f"the optimizer has a state for {key!r}, which no group lists")
+            raise _format_error(
+                path, f"the optimizer has a state for {key!r}, which no group lists"
+            )
         for state, value in entries.items():
             name = f"{names[member]}.{state}"
             if value is None:  # SGD without momentum
                 continue
             if not isinstance(state, str) or not state or "." in state:
-                raise _unfit(path, f"the optimizer's {names[member]!r} has a state named {state!r}")
+                raise _format_error(
+                    path, f"the optimizer's {names[member]!r} has a state named {state!r}"
+                )
             if not is_number(value) and not isinstance(value, torch.Tensor):
-                raise _unfit(
+                raise _format_error(
                     path,
                     f"the optimizer's {name!r} is a {type(value).__name__}: only tensors and "
                     "numbers by parameter can be converted",
@@ -176,7 +184,7 @@ def _metadata_from(rest: Mapping[str, Any], path: Path) -> dict[str, Any]:
         f"{key!r} (a {type(rest[key]).__name__})" for key, v in plain.items() if v is NotImplemented
     ]
     if strange:
-        raise _unfit(
+        raise _format_error(
             path,
             f"beside model and optimizer there is {join(strange)}, which is no plain value: "
             "take it out of the file, and keep it elsewhere",
@@ -190,7 +198,7 @@ def _is_optimizer(value: Any) -> bool:
     )
 
 
-def _part(value: Any, kind: str, texts: Mapping[str, Any], path: Path) -> Any:
+def _restore_part(value: Any, kind: str, texts: Mapping[str, Any], path: Path) -> Any:
     """Return a model or optimizer as a state, of the class recorded in the file."""
     if isinstance(value, StateDict):
         return value
@@ -232,9 +240,9 @@ def parts_of(tree: Any, path: Path) -> Parts:
     if isinstance(tree, StateDict):
         return tree, None, {}
     if not isinstance(tree, Mapping):
-        raise _unfit(path, f"holds a {type(tree).__name__}, not a dict of tensors")
+        raise _format_error(path, f"holds a {type(tree).__name__}, not a dict of tensors")
     if _is_optimizer(tree):
-        return None, _part(tree, "optimizer", {}, path), {}
+        return None, _restore_part(tree, "optimizer", {}, path), {}
     models = [key for key in _MODEL_KEYS if isinstance(tree.get(key), Mapping)]
     optimizers = [key for key in _OPTIMIZER_KEYS if _is_optimizer(tree.get(key))]
     if not models and not optimizers:
@@ -243,11 +251,11 @@ def parts_of(tree: Any, path: Path) -> Parts:
     rest = {key: value for key, value in tree.items() if key not in used}
     texts = rest.pop(_RECORD, {})
     if not isinstance(texts, Mapping) or not all(isinstance(v, str) for v in texts.values()):
-        raise _unfit(path, f"entry {_RECORD!r} does not describe the file")
+        raise _format_error(path, f"entry {_RECORD!r} does not describe the file")
     if "metadata" in rest and texts:
         rest = dict(rest["metadata"])
-    model = _part(tree[models[0]], "model", texts, path) if models else None
-    optimizer = _part(tree[optimizers[0]], "optimizer", texts, path) if optimizers else None
+    model = _restore_part(tree[models[0]], "model", texts, path) if models else None
+    optimizer = _restore_part(tree[optimizers[0]], "optimizer", texts, path) if optimizers else None
     return model, optimizer, _metadata_from(rest, path)
 
 
@@ -259,7 +267,7 @@ def _as_tuples(value: Any) -> Any:
     return tuple(_as_tuples(item) for item in value) if isinstance(value, list) else value
 
 
-def _compact(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _compact_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copy tensors that use only a part of their storage: a file would contain all of it.
 
     Tied tensors that together use their whole storage stay tied.
@@ -275,10 +283,10 @@ def _compact(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: copies[id(tensor)] for name, tensor in tensors.items()}
 
 
-def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _cpu_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return all values as plain CPU tensors."""
     made = tensors_of(state)
-    return _compact({name: tensor.cpu() for name, tensor in made.items()})
+    return _compact_tensors({name: tensor.cpu() for name, tensor in made.items()})
 
 
 def _optimizer_tree(state: OptimizerStateDict) -> dict[str, Any]:
@@ -304,7 +312,7 @@ def _optimizer_tree(state: OptimizerStateDict) -> dict[str, Any]:
         for name in group.get("params", ())
     }
     states: dict[Any, dict[str, Any]] = {}
-    for key, tensor in _tensors(state).items():
+    for key, tensor in _cpu_tensors(state).items():
         name, _, kind = key.rpartition(".")
         plain = key in numbers and tensor.numel() == 1
         states.setdefault(order[name], {})[kind] = tensor.item() if plain else tensor
@@ -340,10 +348,10 @@ def tree_of(
     kinds = {"model": describe(model), "optimizer": describe(optimizer)}
     texts = {kind: text for kind, text in kinds.items() if text is not None}
     if model is not None and optimizer is None and not metadata and not texts:
-        return dict(_tensors(model))
+        return dict(_cpu_tensors(model))
     tree: dict[str, Any] = {}
     if model is not None:
-        tree["model"] = _tensors(model)
+        tree["model"] = _cpu_tensors(model)
     if optimizer is not None:
         tree["optimizer"] = _optimizer_tree(optimizer)
     return {**tree, "metadata": dict(metadata), _RECORD: {"version": "1", **texts}}
@@ -381,13 +389,13 @@ def read_pt(path: Path) -> Parts:
             warnings.simplefilter("ignore")  # torch's warnings about its storage classes
             tree = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except UnpicklingError as error:
-        raise _unfit(path, _refused(str(error))) from None
+        raise _format_error(path, _describe_refusal(str(error))) from None
     except OSError as error:
         if error.errno != errno.EINVAL:  # torch's error for a truncated archive
             raise
-        raise _unfit(path, "torch cannot read it: it ends too early") from None
+        raise _format_error(path, "torch cannot read it: it ends too early") from None
     except (RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError) as error:
-        raise _unfit(path, f"torch cannot read it: {_first_line(error)}") from None
+        raise _format_error(path, f"torch cannot read it: {_first_line(error)}") from None
     return parts_of(tree, path)
 
 
@@ -396,7 +404,7 @@ def _first_line(error: object) -> str:
     return lines[0][:300] if lines else type(error).__name__
 
 
-def _refused(text: str) -> str:
+def _describe_refusal(text: str) -> str:
     """Return an error text for an object that torch's reader refused."""
     import re
 
@@ -479,7 +487,7 @@ def read_dcp(path: Path) -> Parts:
         if isinstance(cause, FormatError):
             cause.path = str(path)
             raise cause from None
-        raise _unfit(path, f"torch cannot read it: {_first_line(cause)}") from None
+        raise _format_error(path, f"torch cannot read it: {_first_line(cause)}") from None
     return parts_of(tree, path)
 
 

@@ -14,7 +14,7 @@ from ....errors import CompatibilityError
 from .._tensors.dtypes import torch_has
 from .._tensors.memory import note_written
 from .fsdp1_flat import FlatRun, flat_runs, is_flattened, reshard_flat
-from .optimizer import NUMBERS, _named, group_values, is_number, refuse_unfit
+from .optimizer import NUMBERS, _name_parameters, group_values, is_number, refuse_unfit
 from .sharded import (
     _by_name,
     _flat_sharded,
@@ -273,7 +273,7 @@ def _not_flat(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 # ---- loading into optimizers ----
 
 
-class _Slot(NamedTuple):
+class _ParameterSlot(NamedTuple):
     """A parameter in the optimizer: its own tensor, or a run of a flat parameter."""
 
     owner: torch.Tensor
@@ -281,36 +281,36 @@ class _Slot(NamedTuple):
     run: FlatRun | None
 
 
-def _slots(
+def _parameter_slots(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module | None, names: Any
-) -> tuple[dict[str, _Slot], list[list[str]]]:
+) -> tuple[dict[str, _ParameterSlot], list[list[str]]]:
     """Return all parameters by name, and the parameter names of each group."""
     wrappers = [] if module is None else _flat_sharded(module)
     if module is None or not wrappers:
-        named = _named(optimizer, names)
+        named = _name_parameters(optimizer, names)
         if module is not None and names is module:
             named = _by_name(module, named)
-        slots = {name: _Slot(p, tuple(p.shape), None) for name, p in named.items()}
+        slots = {name: _ParameterSlot(p, tuple(p.shape), None) for name, p in named.items()}
     else:
         runs = {n: run for n, run in flat_runs(module, wrappers).items() if not run.tied}
-        slots = {name: _Slot(run.owner, run.shape, run) for name, run in runs.items()}
+        slots = {name: _ParameterSlot(run.owner, run.shape, run) for name, run in runs.items()}
         for name, p in module.named_parameters():
             if not is_flattened(p):
-                slots[unwrapped_name(module, name)] = _Slot(p, tuple(p.shape), None)
+                slots[unwrapped_name(module, name)] = _ParameterSlot(p, tuple(p.shape), None)
     by_owner: dict[int, list[str]] = {}
     for name, slot in slots.items():
         by_owner.setdefault(id(slot.owner), []).append(name)
     members = []
     for group in optimizer.param_groups:
         if any(id(p) not in by_owner for p in group["params"]):
-            _named(optimizer, module)  # raises an error that lists them
+            _name_parameters(optimizer, module)  # raises an error that lists them
             raise ValueError(f"the optimizer has parameters that {type(module).__name__} lacks")
         members.append([name for p in group["params"] for name in by_owner[id(p)]])
     listed = {name for group in members for name in group}
     return {name: slot for name, slot in slots.items() if name in listed}, members
 
 
-def _new_state(key: str, slot: _Slot, record: OptimizerRecord) -> torch.Tensor:
+def _new_state(key: str, slot: _ParameterSlot, record: OptimizerRecord) -> torch.Tensor:
     """Return a new state as the optimizer would create it, sharded like its parameter."""
     import torch
 
@@ -339,7 +339,7 @@ def _new_state(key: str, slot: _Slot, record: OptimizerRecord) -> torch.Tensor:
     return distributed.zeros(*record.shape, dtype=dtype, device_mesh=mesh, placements=placements)
 
 
-def _scalar(slot: _Slot, group: dict[str, Any], array: NDArray) -> torch.Tensor:
+def _make_scalar(slot: _ParameterSlot, group: dict[str, Any], array: NDArray) -> torch.Tensor:
     """Return a step count on the device that the optimizer requires."""
     import torch
 
@@ -392,7 +392,7 @@ class OptimizerFilling(Filling):
             _check_optimizer(optimizer, 1 << 62)
         self.optimizer = optimizer
         self.records = records
-        self.slots, members = _slots(optimizer, module, names)
+        self.slots, members = _parameter_slots(optimizer, module, names)
         wanted = {
             name: (slot.shape, {} if slot.run else optimizer.state.get(slot.owner, {}))
             for name, slot in self.slots.items()
@@ -405,24 +405,24 @@ class OptimizerFilling(Filling):
             for name in names_of
         }
         self.made: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
-        places, alone = self._sort(saved)
+        places, alone = self._sort_states(saved)
         self.numbers = self._read_scalars(read(sorted(alone)) if alone else {}, alone)
         super().__init__(places)
-        others = self._others()
+        others = self._list_unsaved()
         self.rest = {key: others[key] for key in meant(list(others))}
         self.known = {**records, **self.rest}.keys()
 
-    def _held(self, slot: _Slot, state: str) -> Any:
+    def _find_state(self, slot: _ParameterSlot, state: str) -> Any:
         """Return a state that exists or was created, or None."""
         made = self.made.get(id(slot.owner))
         if made is not None and state in made[1]:
             return made[1][state]
         return self.optimizer.state.get(slot.owner, {}).get(state)
 
-    def _keep(self, slot: _Slot, state: str, value: Any) -> None:
+    def _add_state(self, slot: _ParameterSlot, state: str, value: Any) -> None:
         self.made.setdefault(id(slot.owner), (slot.owner, {}))[1][state] = value
 
-    def _sort(self, saved: Any) -> tuple[dict[str, Place], dict[str, bool]]:
+    def _sort_states(self, saved: Any) -> tuple[dict[str, Place], dict[str, bool]]:
         """Return states to read in place, and scalar states to set; True: as a number."""
         numbers = {
             (name, state)
@@ -435,7 +435,7 @@ class OptimizerFilling(Filling):
         for key, record in self.records.items():
             slot = self.slots[record.parameter]
             state = record.state or ""
-            held = self._held(slot, state)
+            held = self._find_state(slot, state)
             number = is_number(held) or (held is None and (record.parameter, state) in numbers)
             if (
                 record.shape != slot.shape
@@ -449,7 +449,9 @@ class OptimizerFilling(Filling):
                 places[key] = self._place_of(key, slot, record, held)
         return places, alone
 
-    def _place_of(self, key: str, slot: _Slot, record: OptimizerRecord, held: Any) -> Place:
+    def _place_of(
+        self, key: str, slot: _ParameterSlot, record: OptimizerRecord, held: Any
+    ) -> Place:
         state = record.state or ""
         run = slot.run
         if run is not None and record.shape != slot.shape:
@@ -465,14 +467,14 @@ class OptimizerFilling(Filling):
             return Place(*run.place(torch.empty(0, dtype=getattr(torch, record.dtype))))
         if held is None:
             held = _new_state(key, slot, record)
-            self._keep(slot, state, held)
+            self._add_state(slot, state, held)
         return _place(key, held) if run is None else Place(*run.place(held.detach()))
 
     def _read_scalars(
         self, arrays: dict[str, NDArray], alone: dict[str, bool]
-    ) -> dict[tuple[int, str], tuple[_Slot, Any]]:
+    ) -> dict[tuple[int, str], tuple[_ParameterSlot, Any]]:
         """Return the scalars to set in `done`: one value for each state of an owner."""
-        found: dict[tuple[int, str], tuple[_Slot, Any]] = {}
+        found: dict[tuple[int, str], tuple[_ParameterSlot, Any]] = {}
         first: dict[tuple[int, str], str] = {}
         for key, array in arrays.items():
             record = self.records[key]
@@ -490,11 +492,11 @@ class OptimizerFilling(Filling):
                 raise error
             first.setdefault(where, key)
             group = self.group_of[record.parameter]
-            value = array.item() if alone[key] else _scalar(slot, group, array)
+            value = array.item() if alone[key] else _make_scalar(slot, group, array)
             found[where] = (slot, value)
         return found
 
-    def _others(self) -> dict[str, tuple[_Slot, str, Any]]:
+    def _list_unsaved(self) -> dict[str, tuple[_ParameterSlot, str, Any]]:
         """Return states that the optimizer has and the checkpoint lacks."""
         found = {}
         for name, slot in self.slots.items():
@@ -514,13 +516,13 @@ class OptimizerFilling(Filling):
             flat = slot.run is not None and own.numel() == slot.owner.numel()
             self.zeros.append(slot.run.view(own) if slot.run and flat else own)
         else:
-            self._keep(slot, state, type(value)(0))
+            self._add_state(slot, state, type(value)(0))
 
     def done(self) -> None:
         """Complete the load: add created and read states, and set the groups' values."""
         super().done()
         for slot, state, value in self.rest.values():
-            self._drop(slot, state, value)
+            self._drop_state(slot, state, value)
         for owner, states in self.made.values():
             self.optimizer.state[owner].update(states)
         for (_, state), (slot, value) in self.numbers.items():
@@ -528,9 +530,9 @@ class OptimizerFilling(Filling):
         for group, values in zip(self.optimizer.param_groups, self.groups, strict=True):
             group.update(values)
 
-    def _drop(self, slot: _Slot, state: str, value: Any) -> None:
+    def _drop_state(self, slot: _ParameterSlot, state: str, value: Any) -> None:
         """Remove a state that was not saved; the optimizer creates it again if needed."""
-        if slot.run is not None and self._shared(slot, state):
+        if slot.run is not None and self._is_shared(slot, state):
             if hasattr(value, "numel") and value.numel() == slot.owner.numel():
                 slot.run.view(value.detach()).zero_()
             return
@@ -540,7 +542,7 @@ class OptimizerFilling(Filling):
             if not states:
                 del self.optimizer.state[slot.owner]
 
-    def _shared(self, slot: _Slot, state: str) -> bool:
+    def _is_shared(self, slot: _ParameterSlot, state: str) -> bool:
         """Return whether another parameter in the same flat one keeps the state."""
         return any(
             other.owner is slot.owner and f"{name}.{state}" not in self.rest

@@ -56,7 +56,7 @@ def _names_of_groups(groups: list[dict[str, Any]], count: int) -> list[str]:
     return [f"param_{i}" for i in range(count)]
 
 
-def _named(
+def _name_parameters(
     optimizer: torch.optim.Optimizer, names: torch.nn.Module | Iterable[str] | None
 ) -> dict[str, torch.Tensor]:
     """Return the optimizer's parameters by name, in its order."""
@@ -90,7 +90,7 @@ def _named(
 # ---- from torch ----
 
 
-def _plain(value: Any) -> Any:
+def _plain_value(value: Any) -> Any:
     """Return a hyperparameter as plain values, or NotImplemented if it is not plain."""
     import torch
 
@@ -99,7 +99,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor | np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, list | tuple):
-        items = [_plain(item) for item in value]
+        items = [_plain_value(item) for item in value]
         return NotImplemented if any(item is NotImplemented for item in items) else items
     return NotImplemented
 
@@ -113,7 +113,9 @@ def as_array(number: complex) -> NDArray:
     return np.asarray(number, np.int64 if type(number) is int else None)
 
 
-def _states(named: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _collect_states(
+    named: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
     """Return all states, tensors or numbers, by ``"<parameter>.<state name>"``."""
     import torch
 
@@ -159,7 +161,7 @@ def groups_from(
     for group in optimizer.param_groups:
         plain: dict[str, Any] = {"params": [next(names) for _ in group["params"]]}
         for key, value in group.items():
-            if key not in _NAMES and (taken := _plain(value)) is not NotImplemented:
+            if key not in _NAMES and (taken := _plain_value(value)) is not NotImplemented:
                 plain[key] = taken
         members = set(plain["params"])
         numbers = {
@@ -197,8 +199,8 @@ def optimizer_state(
         largest), ``learning_rate`` (of the first group), ``param_groups``. The groups omit values
         that are not plain, and list the states that were numbers.
     """
-    named = _named(optimizer, names)
-    states = _states(named, optimizer)
+    named = _name_parameters(optimizer, names)
+    states = _collect_states(named, optimizer)
     steps = [int(value) for key, value in states.items() if key.endswith(".step")]
     groups = groups_from(optimizer, named, states)
     arrays = {key: as_array(v) if is_number(v) else v for key, v in states.items()}
@@ -213,7 +215,7 @@ def optimizer_state(
 # ---- to torch ----
 
 
-def _fits(
+def _is_valid_shape(
     state: str, have: tuple[int, ...], want: tuple[int, ...], present: Mapping[str, Any]
 ) -> bool:
     """Return whether a state may have shape `have`: the parameter's, a scalar's, or a factor's."""
@@ -254,7 +256,7 @@ def refuse_unfit(
         name, _, state = key.rpartition(".")
         if name not in named:
             unknown[name or key] = None
-        elif not _fits(state, have, *named[name]):
+        elif not _is_valid_shape(state, have, *named[name]):
             shapes.append((key, have, named[name][0]))
     if not unknown and not shapes:
         return
@@ -277,7 +279,7 @@ def refuse_unfit(
     raise error
 
 
-def _changeable(arrays: dict[str, Any]) -> dict[str, Any]:
+def _copy_unwritable(arrays: dict[str, Any]) -> dict[str, Any]:
     """Copy arrays that an optimizer cannot change in place: read-only or overlapping ones."""
     mine = {
         name: array.copy() if isinstance(array, np.ndarray) and not array.flags.writeable else array
@@ -290,14 +292,14 @@ def _changeable(arrays: dict[str, Any]) -> dict[str, Any]:
     return mine
 
 
-def _like(own: Any, value: Any) -> Any:
+def _cast_like(own: Any, value: Any) -> Any:
     """Return a hyperparameter in the optimizer's type, such as a tensor or a tuple."""
     import torch
 
     if isinstance(own, torch.Tensor) and value is not None:
         return torch.as_tensor(value, dtype=own.dtype, device=own.device)
     if isinstance(value, list) and not isinstance(own, list):
-        return tuple(_like(None, item) for item in value)
+        return tuple(_cast_like(None, item) for item in value)
     return value
 
 
@@ -330,14 +332,14 @@ def group_values(
         if fits:
             for key, value in saved[number].items():
                 if key not in _NAMES and key != NUMBERS:
-                    values[key] = _like(group.get(key), value)
+                    values[key] = _cast_like(group.get(key), value)
         elif osd.learning_rate and group.get("lr") == optimizer.param_groups[0].get("lr"):
-            values["lr"] = _like(group.get("lr"), osd.learning_rate)
+            values["lr"] = _cast_like(group.get("lr"), osd.learning_rate)
         groups.append(values)
     return groups
 
 
-def _groups_to(
+def _torch_groups(
     osd: OptimizerStateDict, optimizer: torch.optim.Optimizer, named: dict[str, torch.Tensor]
 ) -> list[dict[str, Any]]:
     """Return the groups in the form of torch's state dict, with parameter numbers."""
@@ -383,7 +385,7 @@ def optimizer_dict(
     CompatibilityError
         If parameters are unknown, or shapes do not fit. The message lists all of them.
     """
-    named = _named(optimizer, names)
+    named = _name_parameters(optimizer, names)
     taken = dict(osd)
     shapes = {key: tuple(np.shape(value)) for key, value in taken.items()}
     have = {name: (tuple(p.shape), optimizer.state.get(p, {})) for name, p in named.items()}
@@ -394,7 +396,7 @@ def optimizer_dict(
         for state in group.get(NUMBERS, ())
         for name in group.get("params", ())
     }
-    tensors = tensors_of(taken if copy else _changeable(taken), copy=copy)
+    tensors = tensors_of(taken if copy else _copy_unwritable(taken), copy=copy)
     order = {name: i for i, name in enumerate(named)}
     states: dict[int, dict[str, Any]] = {}
     for key, tensor in tensors.items():
@@ -403,4 +405,4 @@ def optimizer_dict(
         number = key in numbers if held is None else is_number(held)
         value = tensor.item() if number and tensor.numel() == 1 else tensor
         states.setdefault(order[name], {})[state] = value
-    return {"state": states, "param_groups": _groups_to(osd, optimizer, named)}
+    return {"state": states, "param_groups": _torch_groups(osd, optimizer, named)}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ...._sharding.layout import Layout, Shard
 from ....errors import CompatibilityError
 from .._tensors.state import why_not_plain
-from .optimizer import _kind_of, _named, _states, as_array, groups_from, is_number
+from .optimizer import _collect_states, _kind_of, _name_parameters, as_array, groups_from, is_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ _WRAPPERS = (
 # ---- names ----
 
 
-def _inner(module: torch.nn.Module) -> str:
+def _wrapped_attribute(module: torch.nn.Module) -> str:
     """Return the attribute with a wrapper's module, or "" if it is not a wrapper."""
     for path, kind, name in _WRAPPERS:
         loaded = sys.modules.get(path)  # a program with such a wrapper has imported it
@@ -68,7 +68,7 @@ def unwrapped_name(module: torch.nn.Module, name: str) -> str:
     here: Any = module
     kept = []
     for part in name.split("."):
-        while here is not None and (inner := _inner(here)):
+        while here is not None and (inner := _wrapped_attribute(here)):
             here = here._modules.get(inner)
             if part == inner:
                 break
@@ -91,13 +91,13 @@ def _by_name(module: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 # ---- tensors ----
 
 
-def _refuse(name: str, value: Any, why: str) -> TypeError:
+def _sharding_error(name: str, value: Any, why: str) -> TypeError:
     placements = getattr(value, "placements", None)
     where = f"a DTensor with placements {placements}" if placements is not None else "a tensor"
     return TypeError(f"{name!r} is {where}: {why}")
 
 
-def _order(name: str, value: Any) -> list[int]:
+def _sharding_order(name: str, value: Any) -> list[int]:
     """Return the mesh dimensions that shard a tensor, in the order of division.
 
     This is the order of the mesh, except for dimensions that torch marks as divided earlier:
@@ -110,7 +110,7 @@ def _order(name: str, value: Any) -> list[int]:
             continue
         factor = getattr(placement, "split_factor", None)
         if not hasattr(placement, "dim") or placement.is_partial():
-            raise _refuse(
+            raise _sharding_error(
                 name, value, "only Shard and Replicate can be collected; redistribute() it first"
             )
         if factor is None:
@@ -120,7 +120,7 @@ def _order(name: str, value: Any) -> list[int]:
         for other in order:
             before *= mesh.size(other) if value.placements[other].dim == placement.dim else 1
         if factor != before:
-            raise _refuse(
+            raise _sharding_error(
                 name, value, f"strides of {factor} cannot be said by a Layout; redistribute() it"
             )
         order.append(number)
@@ -132,13 +132,13 @@ def _part_of_dtensor(name: str, value: Any) -> Any:
     mesh = value.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        raise _refuse(name, value, "this rank is not in its mesh")
+        raise _sharding_error(name, value, "this rank is not in its mesh")
     local = value.detach().to_local()
     if hasattr(local, "wait"):  # a running collective
         local = local.wait()
-    order = _order(name, value)
+    order = _sharding_order(name, value)
     if len(order) > _STEPS:
-        raise _refuse(name, value, f"a Layout has {_STEPS} steps at most")
+        raise _sharding_error(name, value, f"a Layout has {_STEPS} steps at most")
     index = replica = 0
     for number in order:
         index = index * mesh.size(number) + coordinate[number]
@@ -146,17 +146,17 @@ def _part_of_dtensor(name: str, value: Any) -> Any:
         if placement.is_replicate():
             replica = replica * mesh.size(number) + coordinate[number]
     if not order:
-        return _plain(name, local)
+        return _plain_memory(name, local)
     layout = Layout([(value.placements[n].dim, mesh.size(n)) for n in order])
     shape = tuple(value.shape)
     if layout.shape(shape, index) != tuple(local.shape):
-        raise _refuse(
+        raise _sharding_error(
             name,
             value,
             f"part {index} of {layout!r} of shape {shape} has shape {layout.shape(shape, index)}, "
             f"the local tensor has {tuple(local.shape)}; redistribute() it to even shards",
         )
-    return Shard(_plain(name, local), layout, index, shape=shape, replica=replica)
+    return Shard(_plain_memory(name, local), layout, index, shape=shape, replica=replica)
 
 
 def _part_of_sharded(name: str, value: Any, replica: int) -> Shard:
@@ -188,10 +188,10 @@ def _part_of_sharded(name: str, value: Any, replica: int) -> Shard:
             f"{placed.shard_offsets} is not part {index} of {parts} of the rows of {shape}"
         )
     tensor = shards[0].tensor.detach()
-    return Shard(_plain(name, tensor), layout, index, shape=shape, replica=replica)
+    return Shard(_plain_memory(name, tensor), layout, index, shape=shape, replica=replica)
 
 
-def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def _plain_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return a detached tensor over the same memory; raise if it has no plain memory."""
     reason = why_not_plain(tensor)
     if reason:
@@ -232,7 +232,11 @@ def part_of(name: str, value: Any, replica: int = 0) -> Any:
             f"{name!r} is a {type(value).__name__}, not a tensor: take it out of the state "
             "first, and store it on its own"
         )
-    return _part_of_dtensor(name, value) if hasattr(value, "device_mesh") else _plain(name, value)
+    return (
+        _part_of_dtensor(name, value)
+        if hasattr(value, "device_mesh")
+        else _plain_memory(name, value)
+    )
 
 
 # ---- modules ----
@@ -279,7 +283,7 @@ def _replica_of(wrappers: list[Any]) -> int:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _suppress_warnings() -> Iterator[None]:
     """Suppress torch's warnings about its own internals, which users cannot act on."""
     with warnings.catch_warnings():
         for category in (FutureWarning, UserWarning, DeprecationWarning):
@@ -315,12 +319,12 @@ def module_state(module: torch.nn.Module) -> tuple[dict[str, Any], Store | None]
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
     replica = _replica_of(wrappers)
-    with _quiet():
+    with _suppress_warnings():
         sharded = get_model_state_dict(module)
         state = {name: part_of(name, value, replica) for name, value in sharded.items()}
 
     def store() -> None:
-        with _quiet():
+        with _suppress_warnings():
             set_model_state_dict(module, sharded)
 
     return state, store
@@ -377,10 +381,10 @@ def optimizer_parts(
         return (*_parts_of_flat(optimizer, module, _replica_of(wrappers)), None)
     if module is not None:
         _reshard(module)
-    named = _named(optimizer, module)
+    named = _name_parameters(optimizer, module)
     if module is not None:
         named = _by_name(module, named)
-    values = _states(named, optimizer)
+    values = _collect_states(named, optimizer)
     _refuse_local(named, values)
     numbers = {key: as_array(value) for key, value in values.items() if is_number(value)}
     states = {key: numbers[key] if key in numbers else part_of(key, v) for key, v in values.items()}
@@ -438,10 +442,10 @@ def _parts_of_flat(
     """Return an FSDP1 optimizer's states, divided by torch into parameters."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    _named(optimizer, module)  # raises for parameters of other modules
+    _name_parameters(optimizer, module)  # raises for parameters of other modules
     if not _any_rank(bool(optimizer.state), module):  # torch would run a step to create states
         return {}, {"optimizer_type": _kind_of(optimizer)}
-    with _quiet():
+    with _suppress_warnings():
         found: dict[str, Any] = dict(get_optimizer_state_dict(module, optimizer))
         states: dict[str, Any] = {}
         for name, by_state in found["state"].items():

@@ -49,7 +49,7 @@ def accelerator(values: Iterable[Any], device: Any) -> Any:
     return torch.device("cuda") if tensors and torch.cuda.is_available() else None
 
 
-def _new(tensor: torch.Tensor, device: Any) -> torch.Tensor:
+def _allocate_like(tensor: torch.Tensor, device: Any) -> torch.Tensor:
     """Return new memory for a tensor's elements, with the same strides.
 
     In main memory, NumPy allocates: it uses huge pages, while torch has a page fault per 4 KiB.
@@ -62,14 +62,14 @@ def _new(tensor: torch.Tensor, device: Any) -> torch.Tensor:
     return torch.from_numpy(flat).view(tensor.dtype).view(tensor.shape)
 
 
-def _copied(tensor: torch.Tensor, device: Any) -> torch.Tensor:
+def _copy_tensor(tensor: torch.Tensor, device: Any) -> torch.Tensor:
     """Copy a tensor to new memory.
 
     Copies within main memory use memcpy: torch's threads would wait for each other, for
     milliseconds if processors are busy.
     """
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    made = _new(tensor, device)
+    made = _allocate_like(tensor, device)
     if made.device.type == tensor.device.type == "cpu" and tensor.is_contiguous():
         np.copyto(_bytes_of(made), _bytes_of(tensor))
         return made
@@ -115,7 +115,7 @@ def on_device(array: Any, device: Any) -> torch.Tensor:
     """
     if isinstance(array, np.ndarray):
         array = tensors_of({"": array})[""]
-    return _copied(array, device)
+    return _copy_tensor(array, device)
 
 
 def in_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -140,7 +140,7 @@ def in_memory(tensor: torch.Tensor) -> torch.Tensor:
     >>> copy.stride(), copy.data_ptr() == tensor.data_ptr()
     ((1, 3), False)
     """
-    return _copied(tensor, "cpu")
+    return _copy_tensor(tensor, "cpu")
 
 
 def give_memory(tensor: torch.Tensor, source: torch.Tensor | None) -> None:

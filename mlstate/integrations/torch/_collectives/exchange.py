@@ -161,7 +161,7 @@ class Link:
         reduce_parts(parts, op, out)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype for sums of a dtype."""
     import torch
 
@@ -170,7 +170,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.complex64 if dtype == torch.complex32 else dtype
 
 
-def _signed(parts: list[torch.Tensor], op: str) -> tuple[list[torch.Tensor], int]:
+def _view_signed(parts: list[torch.Tensor], op: str) -> tuple[list[torch.Tensor], int]:
     """Return signed views of unsigned parts, which torch cannot add, and an ordering offset.
 
     Sums have the same bits. For min and max, adding the smallest signed number orders the views
@@ -190,8 +190,8 @@ def reduce_parts(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> N
     """Reduce flat tensors in list order into `out`, which may be one of them."""
     import torch
 
-    (*views, target), shift = _signed([*parts, out], op)
-    wide = _wide(target.dtype)
+    (*views, target), shift = _view_signed([*parts, out], op)
+    wide = _sum_dtype(target.dtype)
     for start in range(0, len(target), _BLOCK):
         block = slice(start, start + _BLOCK)
         total = views[0][block].to(wide, copy=True)

@@ -169,7 +169,7 @@ class TorchGroup(ExchangeEngine):
         link = Link(self._group, self._device, call.seconds)
         try:
             if self._check:
-                self._compare(link, call)
+                self._compare_calls(link, call)
             return perform(link)
         except CollectiveError:  # from the check, on every rank
             raise
@@ -179,9 +179,9 @@ class TorchGroup(ExchangeEngine):
                 self._ended = ended or f"broken by {call.name}, which failed"
             if not isinstance(error, RuntimeError):  # torch raises only RuntimeError
                 raise
-            raise self._explained(call, link.peer, ended, error) from error
+            raise self._explain_error(call, link.peer, ended, error) from error
 
-    def _compare(self, link: Link, call: Call) -> None:
+    def _compare_calls(self, link: Link, call: Call) -> None:
         """Compare the calls of all ranks; raise CollectiveError on every rank if they differ."""
         mine = f"{call.name} {call.text}".strip()
         told = self._gather(link, json.dumps([mine, *call.rows]).encode(), None)
@@ -195,7 +195,7 @@ class TorchGroup(ExchangeEngine):
                 what = f"rank {rank} sends {sent} rows to rank {to}, which expects {expected}"
                 raise failed(call.name, link.rank, what)
 
-    def _explained(
+    def _explain_error(
         self, call: Call, peer: int | None, ended: str, error: RuntimeError
     ) -> CollectiveError:
         """Return the error of an operation that failed in torch while waiting for `peer`."""
@@ -215,12 +215,12 @@ class TorchGroup(ExchangeEngine):
 
     # ---- memory ----
 
-    def _near(self, flat: torch.Tensor) -> torch.Tensor:
+    def _move_near(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the tensor on a device that the backend can access."""
         return flat if flat.device.type in self._reached else flat.to(self._device)
 
     def _source(self, operation: str, array: Any, *, reduced: bool) -> torch.Tensor:
-        return self._near(_flat(operation, array, reduced=reduced))
+        return self._move_near(_flat(operation, array, reduced=reduced))
 
     def _target(self, operation: str, place: Any, *, reduced: bool) -> torch.Tensor:
         import torch
@@ -229,7 +229,7 @@ class TorchGroup(ExchangeEngine):
             place = torch.empty_like(place, memory_format=torch.contiguous_format)
         elif not _is_flat(place):
             place = np.empty_like(place, order="C", subok=False)
-        return self._near(_flat(operation, place, reduced=reduced))
+        return self._move_near(_flat(operation, place, reduced=reduced))
 
     def _put(self, target: torch.Tensor, place: Any) -> None:
         _put(target, place)

@@ -130,7 +130,7 @@ class _Reduction:
             buffer = torch.empty(count, dtype=dtype)
         return buffer[:count]
 
-    def _give(self, buffer: torch.Tensor) -> None:
+    def _keep_buffer(self, buffer: torch.Tensor) -> None:
         """Keep an input buffer, which FSDP2 fills again for the next module."""
         if buffer.device.type == "cpu":
             self._free[buffer.dtype] = buffer if buffer._base is None else buffer._base
@@ -154,7 +154,7 @@ class _Reduction:
             self._raise_at_end(error)
         finally:
             session.close()
-            self._give(source)
+            self._keep_buffer(source)
 
     def _raise_at_end(self, error: CollectiveError) -> None:
         """Raise at the end of the backward pass, so that other modules are still reduced."""

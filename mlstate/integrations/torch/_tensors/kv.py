@@ -41,7 +41,7 @@ def _are_plain(source: torch.Tensor, out: Any) -> bool:
     )
 
 
-def _by_torch(
+def _move_with_torch(
     source: torch.Tensor,
     target_seq_length: int,
     position: int,
@@ -92,7 +92,7 @@ def _check_values(source: torch.Tensor, dtype: torch.dtype, pad_value: float) ->
         _core.kv_move(nothing, 0, 0, pad_value, name_of(dtype), None, False, True)
 
 
-def _converted(tokens: torch.Tensor, target: str) -> torch.Tensor:
+def _convert_tokens(tokens: torch.Tensor, target: str) -> torch.Tensor:
     """Convert tokens from or to integers; raise ValueError if a value does not fit."""
     import torch
 
@@ -152,7 +152,7 @@ def move_kv(
         return source
     wanted = torch_dtype(dtype, source)
     if compiling and (out is None or isinstance(out, torch.Tensor)):
-        return _by_torch(source, target_seq_length, position, pad_value, wanted, out)
+        return _move_with_torch(source, target_seq_length, position, pad_value, wanted, out)
     length, position = index(target_seq_length), index(position)
     if out is not None:
         refuse_graph(source, out)
@@ -165,11 +165,11 @@ def move_kv(
         _check_values(source, wanted if out is None else out.dtype, pad_value)
         if out is not None:
             _check_out(out, source, length, None if dtype is None else wanted)
-        return _by_torch(source, length, position, pad_value, wanted, out)
+        return _move_with_torch(source, length, position, pad_value, wanted, out)
     plain = source.detach().resolve_conj().resolve_neg()
     target = result_dtype(name_of(wanted), out)
     if converts(name_of(source.dtype), target):
-        plain = _converted(plain[:, :, :position], target)
+        plain = _convert_tokens(plain[:, :, :position], target)
     if out is None:
         name = name_of(wanted)
         bits = _core.kv_move(plain, length, position, pad_value, name, None, low_memory, compact)

@@ -61,7 +61,7 @@ def _dtype_text(dtype: NumpyDType) -> Any:
     return np.lib.format.dtype_to_descr(dtype)
 
 
-def _pickled(value: Any) -> tuple[Any, NDArray] | None:
+def _encode_array(value: Any) -> tuple[Any, NDArray] | None:
     """Return how an array is stored, and an array for torch; None if NumPy must store it."""
     array = np.asarray(value)
     dtype = array.dtype
@@ -112,7 +112,7 @@ def reduce_state(state: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     for name, value in values.items():
         if isinstance(value, np.ndarray | np.generic):
             if id(value) not in made:
-                made[id(value)] = _pickled(value)
+                made[id(value)] = _encode_array(value)
             found = made[id(value)]
             if found is not None:
                 forms[name], arrays[name] = found
@@ -142,7 +142,7 @@ def _dtype_of(text: Any) -> NumpyDType:
     return dtype
 
 
-def _restored(name: str, form: Any, tensor: Any) -> Any:
+def _decode_array(name: str, form: Any, tensor: Any) -> Any:
     """Return the original value of a loaded tensor; on a device it stays a tensor if possible."""
     import torch
 
@@ -196,7 +196,7 @@ def restore_state(
     for name, value in values.items():
         if name in forms:
             if id(value) not in made:
-                made[id(value)] = _restored(name, forms[name], value)
+                made[id(value)] = _decode_array(name, forms[name], value)
             value = made[id(value)]
         restored[name] = value
     state: Any = found.__new__(found)

@@ -213,7 +213,7 @@ def _is_viewed(dtype: NumpyDType) -> bool:
     return dtype.isbuiltin == 2 or bool(label_of(dtype))
 
 
-def _integers(array: NDArray) -> NDArray:
+def _view_integers(array: NDArray) -> NDArray:
     """Return a view with a dtype that torch and NumPy both have."""
     return array.view(VIEWED[name_of(array.dtype)]) if _is_viewed(array.dtype) else array
 
@@ -222,7 +222,7 @@ def tensor_over(array: NDArray) -> torch.Tensor:
     """Return a tensor over an array that torch can share."""
     import torch
 
-    plain = _integers(array)
+    plain = _view_integers(array)
     if not plain.flags.writeable:
         plain = np.asarray(_Writable(plain, plain.__array_interface__, _address(plain)))
     tensor = torch.from_numpy(plain)
@@ -287,7 +287,7 @@ def sharable(array: NDArray) -> bool:
     )
 
 
-def _refuse_dtype(name: str, dtype: Any) -> CompatibilityError:
+def _dtype_error(name: str, dtype: Any) -> CompatibilityError:
     error = CompatibilityError(
         f"{name!r} is {dtype}, for which torch has no dtype: convert it, or take it out of "
         "the state first"
@@ -352,7 +352,7 @@ def tensors_of(state: Mapping[str, Any], *, copy: bool = False) -> dict[str, tor
             array = np.asarray(value)
             if array.dtype not in known:
                 if not torch_has(name_of(array.dtype)):
-                    raise _refuse_dtype(name, array.dtype)
+                    raise _dtype_error(name, array.dtype)
                 known.add(array.dtype)
             if copy or not sharable(array):
                 array = array.astype(array.dtype.newbyteorder("="), order="K", copy=True)
