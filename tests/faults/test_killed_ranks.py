@@ -19,7 +19,7 @@ import pytest
 
 from mlstate import CollectiveError
 from mlstate.collectives import LocalGroup
-from mlstate.collectives._local_rendezvous import _address
+from mlstate.collectives._local_rendezvous import _socket_address
 
 pytestmark = [
     pytest.mark.slow,
@@ -143,7 +143,7 @@ def test_a_rank_that_is_killed_at_any_moment_is_named():
         name, victim, told = one_run(number)
         found += complaints(number, victim, told)
         met += any(isinstance(said, tuple) and said[0] for said in told.values())
-        if _address(name)[1:] in Path("/proc/net/unix").read_text(encoding="utf-8"):
+        if _socket_address(name)[1:] in Path("/proc/net/unix").read_text(encoding="utf-8"):
             found.append(f"run {number}: the meeting place is left")
     assert found == []
     assert held() == before

@@ -26,7 +26,7 @@ from group_model import inputs, raises, reduced, same_bits
 import mlstate
 from mlstate import CollectiveError
 from mlstate.collectives import LocalGroup
-from mlstate.collectives._local_rendezvous import _address
+from mlstate.collectives._local_rendezvous import _socket_address
 
 pytestmark = [
     pytest.mark.slow,
@@ -103,7 +103,7 @@ def nothing_is_left(monkeypatch):
     if LINUX:
         used = Path("/proc/net/unix").read_text()
         for number in range(next(names)):
-            assert _address(f"run-{os.getpid()}-{token}-{number}")[1:] not in used
+            assert _socket_address(f"run-{os.getpid()}-{token}-{number}")[1:] not in used
 
 
 # ---- what goes well ----
@@ -452,7 +452,7 @@ def speak(name, said):
 
         def there():
             with contextlib.suppress(ConnectionRefusedError):
-                stranger.connect(_address(name))
+                stranger.connect(_socket_address(name))
                 return True
 
         wait_until(there, "rank 0 does not listen")
