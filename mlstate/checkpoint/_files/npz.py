@@ -1,8 +1,8 @@
-"""Arrays in ``.npz`` files, of any name and of the dtypes that NumPy itself cannot name.
+"""Arrays in ``.npz`` files, with any names, and with dtypes that NumPy itself cannot name.
 
-``numpy.load`` reads what is written here. Names that a zip archive would not give back as they
-are, and bfloat16 and the other dtypes of ml_dtypes, which ``numpy.savez`` loses, are stored as
-something else: the entry ``mlstate.json``, a text, says what.
+``numpy.load`` can read these files. Names that a zip archive would not preserve are stored as
+other names. bfloat16 and the other dtypes of ml_dtypes, which ``numpy.savez`` loses, are stored
+as unsigned integers. The text entry ``mlstate.json`` records both.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 RECORD = "mlstate.json"
 _SUFFIX = ".npy"
-# What deflate can make of one byte, and a margin.
+# Largest expansion ratio of deflate, plus a margin.
 _MOST_PER_BYTE = 1100
-# Zip archives hold 16-bit lengths of names; NumPy's reader cuts its suffix off once.
+# Zip archives store name lengths in 16 bits; NumPy's reader removes the suffix once.
 _LONGEST_NAME = 60_000
 
 
 def _is_plain(name: str) -> bool:
-    """Whether every reader of zip archives gives a name back as it is."""
+    """Return whether every reader of zip archives preserves a name."""
     parts = name.split("/")
     return (
         name.isprintable()
@@ -48,7 +48,7 @@ def _is_plain(name: str) -> bool:
 
 
 def _member_names(names: list[str]) -> dict[str, str]:
-    """Return what each entry is called in the archive: its name, or a number."""
+    """Return the name of each entry in the archive: its own name, or a numbered one."""
     taken = set(names)
     numbered = (name for i in range(2 * len(names) + 1) if (name := f"array_{i}") not in taken)
     return {name: name if _is_plain(name) else next(numbered) for name in names}
@@ -61,16 +61,16 @@ def _is_ml_dtype(dtype: NumpyDType) -> bool:
 def write_npz(
     path: str | os.PathLike[str], arrays: Mapping[str, NDArray], record: Mapping[str, Any]
 ) -> None:
-    """Write arrays, and what else is to be known of them, atomically.
+    """Write arrays and a record of additional values, atomically.
 
     Parameters
     ----------
     path : str or os.PathLike
         File to write.
     arrays : mapping of str to ndarray
-        No dtype that holds references.
+        Arrays without object dtypes.
     record : mapping
-        Values for JSON; without the keys ``names`` and ``dtypes``.
+        JSON values, without the keys ``names`` and ``dtypes``.
     """
     members = _member_names(list(arrays))
     dtypes = {name: name_of(a.dtype) for name, a in arrays.items() if _is_ml_dtype(a.dtype)}
@@ -84,19 +84,19 @@ def write_npz(
 
 
 def _write_member(archive: zipfile.ZipFile, name: str, array: NDArray) -> None:
-    info = zipfile.ZipInfo(name + _SUFFIX)  # of 1980: the same state gives the same bytes
+    info = zipfile.ZipInfo(name + _SUFFIX)  # fixed date (1980), so equal states give equal bytes
     info.external_attr = 0o600 << 16
     with archive.open(info, "w", force_zip64=True) as member:
         np.lib.format.write_array(member, np.asanyarray(array), allow_pickle=False)
 
 
 def read_npz(path: str | os.PathLike[str]) -> tuple[dict[str, NDArray], dict[str, Any]]:
-    """Read arrays, and what `write_npz` noted; of files of others, nothing.
+    """Read arrays, and the record of `write_npz`; the record is empty for files of others.
 
     Parameters
     ----------
     path : str or os.PathLike
-        File to read, of any writer. Objects are refused: they would be pickles.
+        File to read, from any program. Object arrays are refused, because they are pickles.
 
     Returns
     -------
@@ -105,7 +105,7 @@ def read_npz(path: str | os.PathLike[str]) -> tuple[dict[str, NDArray], dict[str
     Raises
     ------
     FormatError
-        No such file, or a damaged one; ``name`` says which array.
+        The file is not an .npz file or is damaged; ``name`` is the array concerned.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -146,7 +146,7 @@ def _read_members(archive: zipfile.ZipFile, path: Any) -> dict[str, NDArray]:
 
 
 def _read_array(member: IO[bytes], size: int) -> NDArray:
-    """Read one array, after its shape was seen to fit the bytes that are there."""
+    """Read one array after a check that its shape fits the available bytes."""
     version = np.lib.format.read_magic(member)
     readers = {(1, 0): "read_array_header_1_0", (2, 0): "read_array_header_2_0"}
     if version not in readers:
@@ -174,7 +174,7 @@ def _parsed(path: Any, array: NDArray) -> dict[str, Any]:
 
 
 def _renamed(path: Any, arrays: dict[str, NDArray], record: dict[str, Any]) -> dict[str, NDArray]:
-    """Give arrays the names and dtypes that the record says they had."""
+    """Restore the names and dtypes of arrays from the record."""
     names, dtypes = record.pop("names", {}), record.pop("dtypes", {})
     if not isinstance(names, dict) or not isinstance(dtypes, dict):
         raise _damaged(path, RECORD, "does not describe the others")
