@@ -1,4 +1,4 @@
-"""The C core as Python sees it.  Private: what is public is documented where it is named."""
+"""Types of the private C extension; the public modules document its functions."""
 
 from collections.abc import Callable, Iterable, Sequence
 from os import PathLike
