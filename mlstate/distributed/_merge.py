@@ -1,4 +1,4 @@
-"""What the states of several ranks are together: one tensor of each name, and who has it."""
+"""Merge the states of several ranks: one tensor of each name, and the ranks that own it."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 
 @set_module("mlstate.distributed")
 class RankDifference(NamedTuple):
-    """One thing that keeps the states of several ranks from being one.
+    """One difference that prevents merging the states of several ranks.
 
     Attributes
     ----------
     kind : str
-        ``"missing"``: ranks lack the tensor. ``"kind"``: some have it whole, some a `Shard`.
-        ``"dtype"``, ``"shape"``, ``"layout"``: it is not the same. ``"gap"``: nobody has a
-        part. ``"elements"``: replicas differ.
+        ``"missing"``: ranks lack the tensor. ``"kind"``: some have a whole array, some a
+        `Shard`. ``"dtype"``, ``"shape"``, ``"layout"``: this property differs. ``"gap"``: no
+        rank has some part. ``"elements"``: replicas differ.
     name : str
         The tensor.
     ranks : tuple of int
-        Those that differ from most; empty for a gap.
+        The ranks that differ from the majority; empty for a gap.
     text : str
-        All of it in one line.
+        Description in one line.
     change : TensorChange or None
-        By how much elements differ, where both replicas were at hand.
+        The change of elements, if both replicas were available.
 
     Examples
     --------
@@ -58,7 +58,7 @@ class RankDifference(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """What a rank has of a tensor; `steps` is None for a whole array."""
+    """A rank's description of a tensor; `steps` is None for a whole array."""
 
     name: str
     dtype: str
@@ -66,20 +66,20 @@ class Entry(NamedTuple):
     steps: Steps | None
     part: int
     replica: int
-    tied: str | None  # an earlier tensor that has the same memory here
+    tied: str | None  # an earlier tensor with the same memory on this rank
 
 
 class Tensor(NamedTuple):
-    """A tensor of the state that ranks have together; part 0 is all of a whole array."""
+    """A tensor of the merged state; a whole array is part 0."""
 
     name: str
     shape: tuple[int, ...]
     steps: Steps | None
-    holders: dict[int, list[int]]  # of each part, the ranks that have it
-    tied: str | None = None  # an earlier tensor that is this one, on every rank
+    holders: dict[int, list[int]]  # for each part, the ranks that own it
+    tied: str | None = None  # an earlier tensor that is the same on every rank
 
     def part(self, index: int) -> Part:
-        """Say where a part lies."""
+        """Return the position of a part in the tensor."""
         return Part(self.steps, self.shape, index)
 
 
@@ -87,7 +87,7 @@ class Tensor(NamedTuple):
 
 
 def describe(state: Mapping[str, Any]) -> list[Entry]:
-    """Say what a state has, without its elements."""
+    """Return the descriptions of a state's tensors; elements are not read."""
     entries = []
     seen: dict[Any, str] = {}
     for name, value in state.items():
@@ -106,24 +106,24 @@ def describe(state: Mapping[str, Any]) -> list[Entry]:
 
 
 def entry_of(plain: Iterable[Any]) -> Entry:
-    """Make the entry again that travelled as JSON."""
+    """Return an entry that was transferred as JSON."""
     name, dtype, shape, steps, *rest = plain
     pairs = None if steps is None else tuple((axis, parts) for axis, parts in steps)
     return Entry(name, dtype, tuple(shape), pairs, *rest)
 
 
-# ---- agreeing ----
+# ---- comparing descriptions ----
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Name ranks: ``rank 1``, ``ranks 0, 2 and 5 more``."""
+    """Return ranks as text: ``rank 1``, ``ranks 0, 2 and 5 more``."""
     shown = ", ".join(str(rank) for rank in ranks[:8])
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'' if len(ranks) == 1 else 's'} {shown}{more}"
 
 
 def groups_of(values: Mapping[int, Any]) -> list[tuple[Any, list[int]]]:
-    """Put ranks with the same value together: most of them first, then the lowest rank."""
+    """Group ranks with equal values: largest group first, then by lowest rank."""
     groups: dict[Any, list[int]] = {}
     for rank, value in values.items():
         groups.setdefault(value, []).append(rank)
@@ -131,7 +131,7 @@ def groups_of(values: Mapping[int, Any]) -> list[tuple[Any, list[int]]]:
 
 
 def _unlike(kind: str, name: str, values: Mapping[int, Any]) -> list[RankDifference]:
-    """Say which ranks have something else than most."""
+    """Return the differences of ranks whose value is not that of the largest group."""
     (usual, most), *others = groups_of(values)
     return [
         RankDifference(
@@ -149,7 +149,7 @@ _KINDS = {True: "a whole array", False: "a Shard"}
 
 
 def _facts(name: str, held: Mapping[int, Entry]) -> list[RankDifference]:
-    """Say in what ranks differ about a tensor besides its elements."""
+    """Return the differences between ranks in a tensor's properties, without its elements."""
     whole = {rank: _KINDS[entry.steps is None] for rank, entry in held.items()}
     found = _unlike("kind", name, whole)
     found += _unlike("dtype", name, {rank: entry.dtype for rank, entry in held.items()})
@@ -161,7 +161,7 @@ def _facts(name: str, held: Mapping[int, Entry]) -> list[RankDifference]:
 
 
 def _gaps(tensor: Tensor) -> list[RankDifference]:
-    """Say which parts nobody has; parts without elements need not be there."""
+    """Return a difference for parts that no rank has; empty parts are not required."""
     layout = Layout._of(tensor.steps or ())
     lost = [
         index
@@ -179,7 +179,7 @@ def _gaps(tensor: Tensor) -> list[RankDifference]:
 
 
 def _tied(tensor: Tensor, held: Mapping[str, Mapping[int, Entry]]) -> str | None:
-    """Return the earlier tensor that is this one on all ranks that have elements of it."""
+    """Return the earlier tensor that is the same on all ranks with elements of this one."""
     mine = held[tensor.name]
     names = {entry.tied for entry in mine.values() if tensor.part(entry.part).count}
     name = names.pop() if len(names) == 1 else None
@@ -189,10 +189,10 @@ def _tied(tensor: Tensor, held: Mapping[str, Mapping[int, Entry]]) -> str | None
 def agree(
     everyone: Sequence[Sequence[Entry]], *, partial: bool = False
 ) -> tuple[list[Tensor], list[RankDifference]]:
-    """Find the tensors that ranks have together, and what keeps them from being ones.
+    """Return the tensors of the merged state, and the differences that prevent merging.
 
-    `partial`: a tensor need not be on every rank. A tensor with differences is described as
-    the first rank has it.
+    If `partial` is true, a tensor may be missing on some ranks. A tensor with differences is
+    described as on the first rank.
     """
     held: dict[str, dict[int, Entry]] = {}
     for rank, entries in enumerate(everyone):
@@ -218,7 +218,7 @@ def agree(
 
 
 def refusal(what: str, differences: Sequence[RankDifference], hint: str = "") -> CompatibilityError:
-    """Make one error of all differences."""
+    """Return one error for all differences."""
     lines = [f"{what}: the states of the ranks do not go together:"]
     lines += [found.text for found in differences[:SHOWN]]
     if len(differences) > SHOWN:
@@ -235,16 +235,16 @@ def refusal(what: str, differences: Sequence[RankDifference], hint: str = "") ->
 
 
 def _change(name: str, mine: Any, other: Any) -> TensorChange | bool:
-    """Measure in what two replicas differ; False: in nothing, True: in what has no measure."""
+    """Return the change between two replicas; True if they differ but cannot be measured."""
     try:
         *_, changes, _ = _core.state_diff({name: mine}, {name: other})
-    except CompatibilityError:  # texts, dates, records
+    except CompatibilityError:  # str, datetime and structured dtypes
         return digest(mine) != digest(other)
     return TensorChange(*changes[0]) if changes else False
 
 
 def _measure(change: TensorChange | bool) -> str:
-    """Say by how much two replicas differ."""
+    """Return the size of a change as text."""
     if isinstance(change, bool):
         return ""
     text = f" in {change.changed:,} of {change.size:,} elements"
@@ -260,7 +260,7 @@ def _on_host(array: Any) -> Any:
 def replicas(
     tensors: Iterable[Tensor], states: Sequence[Mapping[str, Any]]
 ) -> list[RankDifference]:
-    """Compare all that several ranks have, with the first of them, element by element."""
+    """Compare all replicas with the first one, element by element."""
     differences = []
     for tensor in tensors:
         for index, ranks in sorted(tensor.holders.items()) if tensor.tied is None else ():
@@ -270,7 +270,7 @@ def replicas(
                 other = _on_host(plain_of(states[rank][tensor.name]))
                 if other is first:
                     continue
-                if other.shape != first.shape:  # of shards, any with the part's elements
+                if other.shape != first.shape:  # shards may have any shape with these elements
                     first, other = first.reshape(part.count), other.reshape(part.count)
                 change = _change(tensor.name, first, other)
                 if change is False:
@@ -286,7 +286,7 @@ def replicas(
 
 
 def unlike_digests(tensor: Tensor, index: int, digests: Mapping[int, str]) -> list[RankDifference]:
-    """Say which ranks have another replica of a part than most."""
+    """Return the differences of ranks whose replica of a part is not that of the majority."""
     (_, most), *others = groups_of(digests)
     where = "" if tensor.steps is None else f" of part {index}"
     return [
@@ -305,7 +305,7 @@ def unlike_digests(tensor: Tensor, index: int, digests: Mapping[int, str]) -> li
 
 
 def like(state: Mapping[str, Any]) -> StateDict:
-    """Return an empty state dict of a state's class, with its attributes."""
+    """Return an empty state dict with a state's class and attributes."""
     if not isinstance(state, StateDict):
         return StateDict()
     made = state.copy()
@@ -314,7 +314,7 @@ def like(state: Mapping[str, Any]) -> StateDict:
 
 
 def compare(states: Sequence[Mapping[str, Any]]) -> tuple[list[Tensor], list[RankDifference]]:
-    """Find the tensors of several states, and everything in which they differ."""
+    """Return the tensors of several states, and all their differences."""
     tensors, differences = agree([describe(state) for state in states], partial=True)
     unlike = {found.name for found in differences}
     good = [tensor for tensor in tensors if tensor.name not in unlike]
@@ -322,7 +322,7 @@ def compare(states: Sequence[Mapping[str, Any]]) -> tuple[list[Tensor], list[Ran
 
 
 def merge(states: Sequence[Mapping[str, Any]], tensors: Iterable[Tensor]) -> StateDict:
-    """Make one state: whole arrays as the first rank has them, shards assembled."""
+    """Return the merged state: whole arrays of the first rank that has them, assembled shards."""
     merged = like(states[0])
     for tensor in tensors:
         ranks = tensor.holders
