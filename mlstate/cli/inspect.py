@@ -1,4 +1,4 @@
-"""``mlstate inspect``: what is in a checkpoint or a file of state."""
+"""``mlstate inspect``: list the contents of a checkpoint or a safetensors file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["add"]
 
 _TENSORS = ("tensor", "state", "dtype", "shape", "shards", "bytes", "version")
 _SHARDS = ("shard", "rank", "shape", "bytes", "version", "file", "offset")
-_TEXT = 200  # of what was saved besides tensors
+_TEXT = 200  # characters of a JSON value
 
 
 def add(commands: argparse._SubParsersAction[Any]) -> None:
@@ -63,7 +63,7 @@ def _shard_data(record: ShardRecord) -> dict[str, Any]:
 
 
 def _shard_rows(record: ShardRecord) -> list[list[str]]:
-    """A row for the shard, and one for each layer of a sparse or compressed one."""
+    """Return a row for the shard, and one for each layer of a sparse or compressed shard."""
     row = [
         f"{record.key} [{record.part}]",
         str(record.rank),
@@ -108,7 +108,7 @@ def _checkpoint_data(found: Checkpoint, shards: bool) -> dict[str, Any]:
 
 
 def _say(what: str, value: Any) -> None:
-    """One line about what was saved besides tensors; none where there is nothing."""
+    """Print a value as one line of JSON; print nothing if it is empty."""
     if value:
         print(f"{what}: {shorten(json.dumps(value, ensure_ascii=False), _TEXT)}")
 
@@ -174,7 +174,7 @@ def _inspect_file(path: str, as_json: bool) -> None:
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:
-    """Print what there is."""
+    """Print the contents of the checkpoint or file."""
     folder = find(arguments.path, arguments.step)
     if folder is None:
         check_is_safetensors(arguments.path)

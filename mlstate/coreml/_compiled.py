@@ -1,4 +1,4 @@
-"""The states that a compiled Core ML model (``.mlmodelc``) lists in its metadata.json."""
+"""Read the states of a compiled Core ML model (``.mlmodelc``) from its metadata.json."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def metadata_path(source: Any) -> str | None:
 
 
 def read_compiled(file: str) -> list[_State]:
-    """Read the states of a model that has one function.
+    """Read the states of a compiled model with a single function.
 
     Raises
     ------
-    FormatError
-        The file is not JSON, does not list states as Core ML's compiler does, or lists several
+        The file is not JSON, does not list states in the form of Core ML's compiler, or lists
+        several functions.
         functions.
     StoreError
         The file cannot be read.
