@@ -48,7 +48,7 @@ def _step(step: Any) -> tuple[int, int]:
 
 @set_module("mlstate.checkpoint")
 class Layout:
-    """How a tensor is divided into parts, usually one for each rank.
+    """How a tensor is divided into parts, such as one for each rank.
 
     Each step divides one axis, or the remaining elements in C order (``"flat"``, only as the
     last step). Each part gets ``ceil(n / parts)`` of ``n`` indices, as in `torch.chunk`, so the

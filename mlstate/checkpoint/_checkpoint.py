@@ -367,7 +367,7 @@ class Checkpoint:
         return dict(self._catalog.files())
 
     def load(self, **keywords: Any) -> LoadedState:
-        """Load this checkpoint; the keywords are those of `mlstate.load`.
+        """Load this checkpoint; takes the keywords of `mlstate.load`.
 
         Examples
         --------
@@ -379,7 +379,7 @@ class Checkpoint:
         return load_checkpoint(self.path, root=self._root, **keywords)
 
     def verify(self, **keywords: Any) -> VerifyReport:
-        """Read and verify all of it; the keywords are those of `mlstate.verify`.
+        """Read and verify all of it; takes the keywords of `mlstate.verify`.
 
         Examples
         --------

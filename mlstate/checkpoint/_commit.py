@@ -269,7 +269,7 @@ class WriteResult(NamedTuple):
     error: BaseException | None
 
     def message(self) -> bytes:
-        """Return the message in which a rank reports the result to rank 0."""
+        """Return the message that reports the result to rank 0."""
         if self.error is not None:
             return _pack({"error": _error_text(self.error)})
         return _pack({"written": {**(self.written or {}), **self.pattern}})

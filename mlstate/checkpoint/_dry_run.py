@@ -208,7 +208,7 @@ def plan_save(
 
     Notes
     -----
-    The plan is that of a first save; a later save in the same folder does not write unchanged
+    The plan describes a first save; a later save in the same folder does not write unchanged
     shards again. Time and memory grow with the rank's state, not with `world_size`.
 
     Examples

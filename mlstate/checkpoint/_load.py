@@ -670,7 +670,7 @@ def load(
     into : mapping or object, optional
         ``{"model": state, "optimizer": state}``, or an object with these attributes. Existing
         arrays of the right shape and dtype are filled, and no new ones are made. Torch modules
-        and optimizers are filled in place, also those of DDP, FSDP2 and FSDP1. Sharded modules
+        and optimizers are filled in place, including DDP, FSDP2 and FSDP1 modules. Sharded modules
         know their part of each tensor, so `group`, `rank` and `layout` do not cut for them; a
         given `rank` or `layout` cuts for modules that are not sharded. Optimizer states that do
         not exist yet are created, and the optimizer's groups receive the saved values. A

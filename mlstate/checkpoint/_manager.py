@@ -182,7 +182,7 @@ class CheckpointManager:
         return list(found.values())
 
     def steps(self) -> list[int]:
-        """Return the existing steps, in the order in which they were saved.
+        """Return the existing steps, in the order of their saves.
 
         Examples
         --------
@@ -452,7 +452,7 @@ class CheckpointManager:
     def _superseded(
         self, newest: str, roots: _Roots
     ) -> tuple[list[_folder.Root], dict[str, Manifest]]:
-        """Return the roots to delete, never that of generation `newest`, and the kept ones."""
+        """Return the roots to delete, without generation `newest`, and the kept ones."""
         keep = len(roots) if self.keep is None else self.keep
         count = self._count_old(roots, keep, newest)
         kept = {root.path: manifest for root, manifest in roots[count:]}
@@ -598,7 +598,7 @@ class CheckpointManager:
         StoreError
             There are no steps; also a `FileNotFoundError`.
         FormatError, ChecksumError
-            Every step is damaged; the error is that of the newest step.
+            Every step is damaged; the error describes the newest step.
 
         Examples
         --------

@@ -27,7 +27,7 @@ class PruneReport(NamedTuple):
     path : str
         The folder.
     dry_run : bool
-        Whether this was a dry run, in which nothing is deleted.
+        Whether this was a dry run, which deletes nothing.
     steps : list of int or None
         Deleted steps, oldest first; None for a step that cannot be read.
     kept : list of int or None

@@ -422,7 +422,7 @@ def gather_shards(
             raise
         gathered.fail(error)
     finally:
-        # drop references to arrays, including those of the error's traceback
+        # drop references to arrays, including references in the error's traceback
         content.dicts, content.error = (None, None), None
     return gathered
 
@@ -456,7 +456,7 @@ def write_checkpoint(
     progress: Callable[[int], object] | None,
     **options: Any,
 ) -> Checkpoint:
-    """Save one generation; see `mlstate.save`. `options` are those of `check_target`."""
+    """Save one generation; see `mlstate.save`. `options` are passed to `check_target`."""
     target = check_target(path, **options)
     content = take_content(target, model, optimizer, metadata, step)
     return write_and_commit(target, gather_shards(target, content), progress)
@@ -571,7 +571,7 @@ def save(
     With `sparse` or `incremental`, every function of mlstate returns the same arrays as without.
     A row is the part at one index of the first axis, but at least 256 bytes and at most 64 KiB.
     A shard of less than `pack_below_bytes` is written whole, or omitted if it is all zero. A
-    shard of which more than 3/4 is nonzero is written whole. A shard has at most 8 layers, which
+    shard that is more than 3/4 nonzero is written whole. A shard has at most 8 layers, which
     together hold at most twice its bytes; beyond that it is written again as a whole. Extra
     memory: one bit for each row.
 

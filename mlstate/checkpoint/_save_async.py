@@ -677,7 +677,7 @@ def begin_save(
     keep: Callable[[SaveHandle], object] | None = None,
     **options: Any,
 ) -> SaveHandle:
-    """Start a save; see `mlstate.checkpoint.save_async`. `options` are those of `check_target`.
+    """Start a save; see `mlstate.checkpoint.save_async`. `options` are passed to `check_target`.
 
     `keep` is called with the handle before the save starts.
     """

@@ -24,7 +24,7 @@ class SaveTimes(NamedTuple):
     ended : float or None
         When the checkpoint was on disk, or the save failed; None if it has not ended.
     waits : list of (float, float)
-        Begin and end of the intervals in which the caller was blocked, in order: by `save_async`
+        Begin and end of each interval that blocked the caller, in order: by `save_async`
         itself, by `staged`, `wait` or `cancel`, or by the manager's next save. Intervals less
         than a millisecond apart are merged.
 
@@ -48,7 +48,7 @@ class SaveTimes(NamedTuple):
 
     @property
     def blocked_seconds(self) -> float:
-        """Total time in which the caller was blocked."""
+        """Total time that the caller was blocked."""
         return sum(end - start for start, end in self.waits)
 
 

@@ -63,7 +63,7 @@ class Group:
 
 
 def column_of(record: TensorRecord, columns: Iterable[str]) -> str:
-    """Return the column in which a tensor is counted."""
+    """Return the column that counts a tensor."""
     name = WEIGHTS if record.section == "params" else record.state or OTHER
     return name if name in columns else OTHER
 

@@ -94,7 +94,7 @@ class VerifyReport:
         Step of the verified checkpoint.
     repaired : str or None
         With ``repair=True``: generation of the checkpoint that is now current and good. It is
-        unchanged if only headers were damaged, otherwise it is that of an older checkpoint.
+        unchanged if only headers were damaged; otherwise it names an older checkpoint.
 
     Examples
     --------

@@ -1,6 +1,6 @@
 """The command line: ``mlstate`` and ``python -m mlstate``.
 
-This module imports only what it needs to handle Ctrl-C: `main` imports NumPy and the commands.
+This module imports only the modules for handling Ctrl-C: `main` imports NumPy and the commands.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def path_text(path: str) -> str:
 
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print all rows, or nothing if there are no rows."""
+    """Print all rows; print nothing for an empty table."""
     if rows:
         print(table_text(headers, rows, len(rows), _WIDTH))
 
@@ -177,9 +177,9 @@ class _Line:
 
 @contextmanager
 def progress_of(what: str, count: Callable[[], int]) -> Iterator[Callable[[int], object] | None]:
-    """Yield a function to call with numbers of bytes, or None if stderr is not a terminal.
+    """Yield a function that takes numbers of bytes, or None if stderr is not a terminal.
 
-    `count` returns the total; if that is 0 or fails, there is no progress either.
+    `count` returns the total; if it is 0 or unknown, None is yielded too.
     """
     total = 0
     if sys.stderr is not None and sys.stderr.isatty():

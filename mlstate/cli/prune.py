@@ -35,7 +35,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def run_prune(arguments: argparse.Namespace) -> int:
-    """Delete the files, and print what was deleted."""
+    """Delete the files, and print a summary."""
     if find(arguments.path, None) is None:
         raise ValueError(f"{arguments.path} is a file: there is nothing to prune")
     if arguments.keep is not None and arguments.keep < 1:

@@ -224,8 +224,8 @@ class CharModel:
 
         Notes
         -----
-        Takes O(len(tokens) * (position + len(tokens))) time. Logits agree with those of single
-        steps up to rounding, but are not bit-identical to them.
+        Takes O(len(tokens) * (position + len(tokens))) time. Logits agree with single steps
+        up to rounding, but are not bit-identical.
         """
         places = self._check_tokens(tokens)
         self._check_cache(cache, position, len(places))

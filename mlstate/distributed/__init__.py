@@ -169,8 +169,8 @@ class DistributedStateCollector:
     group's timeout.
 
     Names of torch modules do not have the prefixes of wrappers: ``module.`` of
-    DistributedDataParallel and DataParallel, ``_orig_mod.`` of torch.compile, and those of FSDP
-    and activation checkpointing, at any place in the name.
+    DistributedDataParallel and DataParallel, ``_orig_mod.`` of torch.compile, and the prefixes of
+    FSDP and activation checkpointing, at any place in the name.
 
     Elements are transferred as bytes in main memory. Tensors on a device are copied there in
     ranges.
@@ -269,8 +269,8 @@ class DistributedStateCollector:
         -------
         StateDict
             The merged state, with class and attributes of the first state. A whole array is
-            that of the first rank that has it, not a copy. Shards are assembled in new arrays;
-            tied tensors share one.
+            taken from the first rank that has it, without a copy. Shards are assembled in new
+            arrays; tied tensors share one.
 
         Raises
         ------
@@ -359,7 +359,7 @@ class DistributedStateCollector:
             has at least one element of each sender.
         verify_replicas : bool, default True
             Compare replicas by SHA-256, and raise if they differ. False uses the root's
-            replica, or that of the first rank that has one.
+            replica, or the first rank's that has one.
 
         Returns
         -------
@@ -381,7 +381,7 @@ class DistributedStateCollector:
 
         Notes
         -----
-        Whole arrays are those of the model: copy them before training continues if the state
+        Whole arrays belong to the model: copy them before training continues if the state
         must not change.
 
         In addition to the result, the root needs at most `max_bytes` of memory. The other ranks
@@ -458,7 +458,7 @@ class DistributedStateCollector:
         -----
         Contiguous arrays are sent and received directly, others through messages. For an object
         with ``get_state_dict``, the filled state is also passed to its ``load_state_dict``,
-        because the state may be a copy. Autograd sees writes to tensors as those of a module's
+        because the state may be a copy. Autograd treats the writes to tensors like a module's
         ``load_state_dict``.
 
         Examples

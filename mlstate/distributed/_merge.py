@@ -131,7 +131,7 @@ def groups_of(values: Mapping[int, Any]) -> list[tuple[Any, list[int]]]:
 
 
 def _unlike(kind: str, name: str, values: Mapping[int, Any]) -> list[RankDifference]:
-    """Return the differences of ranks whose value is not that of the largest group."""
+    """Return a difference for each group of ranks except the largest."""
     (usual, most), *others = groups_of(values)
     return [
         RankDifference(
@@ -286,7 +286,7 @@ def replicas(
 
 
 def unlike_digests(tensor: Tensor, index: int, digests: Mapping[int, str]) -> list[RankDifference]:
-    """Return the differences of ranks whose replica of a part is not that of the majority."""
+    """Return a difference for each group of ranks whose replica differs from the majority's."""
     (_, most), *others = groups_of(digests)
     where = "" if tensor.steps is None else f" of part {index}"
     return [

@@ -117,7 +117,7 @@ def transition_kv_state(
 
     Notes
     -----
-    The result is written in one pass, and is also the peak of extra memory (none with `out`).
+    The result is written in one pass. Extra memory: the size of the result (none with `out`).
     Conversions from and to integers first check the tokens, and need twice the tokens' memory
     in addition. The GIL is released for results of at least 64 KiB.
 

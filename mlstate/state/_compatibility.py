@@ -75,12 +75,12 @@ class CompatibilityResult:
 
     @property
     def is_compatible(self) -> bool:
-        """Whether there are no errors."""
+        """Whether the list of errors is empty."""
         return not self.errors
 
     @property
     def has_warnings(self) -> bool:
-        """Whether there are warnings."""
+        """Whether the list of warnings is not empty."""
         return bool(self.warnings)
 
     def add_error(self, error: str) -> None:

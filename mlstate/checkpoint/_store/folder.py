@@ -136,7 +136,7 @@ def read_root(
 
 
 def _no_checkpoint(folder: str, number: int) -> StoreError:
-    """Return the error for a missing checkpoint, with what the path is instead."""
+    """Return the error for a missing checkpoint; it describes the actual content of the path."""
     reason = OSError(number, "there is no such folder")  # OSError picks the subclass by errno
     if os.path.isfile(folder):
         reason.strerror = (
@@ -205,7 +205,7 @@ def list_roots(folder: str) -> list[Root]:
 
 
 def next_sequence(folder: str, newest: Manifest | None) -> int:
-    """Return the sequence number of the next save: one more than that of the newest valid root.
+    """Return the sequence number of the next save: the newest valid root's, plus one.
 
     A file name alone is not trusted: a stray file would determine all later numbers.
 
@@ -244,7 +244,7 @@ def holds_steps(folder: str) -> bool:
 
 
 def refuse_existing(path: str | os.PathLike[str], overwrite: bool) -> None:
-    """Raise StoreError (EEXIST) if a path exists, unless it is empty or `overwrite` is true."""
+    """Raise StoreError (EEXIST) if a path exists, except an empty folder or with `overwrite`."""
     if overwrite or not os.path.lexists(path):
         return
     try:
@@ -527,7 +527,7 @@ def load_catalog(
 ) -> Any:
     """Read and merge the indexes of a root, of all ranks or some; a FormatError names a bad one.
 
-    `texts` caches the texts of indexes by rank: in, those read before; out, those of this call.
+    `texts` caches the texts of indexes by rank. It is replaced by the texts of this call.
     """
     chosen = list(range(len(manifest.indexes)) if ranks is None else ranks)
     records = [manifest.indexes[rank] for rank in chosen]

@@ -203,7 +203,7 @@ class WriterLock:
         return True
 
     def _limit_mode(self, number: int, mode: int) -> None:
-        """Restrict the mode of a new lock file to that of the other files."""
+        """Restrict the mode of a new lock file to the mode of the other files."""
         limited = mode & new_file_mode(os.path.dirname(self._path))
         if limited != mode & 0o777:
             os.fchmod(number, limited)

@@ -1,7 +1,7 @@
 """Add the units of a tiered state, move them, and keep tiers within their budgets.
 
 One lock guards the bookkeeping and is never held while bytes are copied. A moving unit is marked,
-and other threads that need it wait. The core decides which unit belongs in which tier.
+and other threads that need it wait. The core decides the tier of each unit.
 """
 
 from __future__ import annotations
@@ -235,7 +235,9 @@ class TierMoves:
             elif wanted == Tier.HOT != unit.tier:
                 with suppress(CapacityError):
                     self._move(unit, wanted, checks=True)
-        for unit in reversed(units):  # uses are not known yet, so the last units move first
+        for unit in reversed(
+            units
+        ):  # new units have no uses yet, so they move, not the existing ones
             while self._is_over(unit):
                 try:
                     self._move(unit, FARTHER[unit.tier], checks=True)
@@ -295,7 +297,7 @@ class TierMoves:
             raise self._refusal(error, unit, to) from None
 
     def _move(self, unit: Unit, to: Tier, *, checks: bool = False) -> bool:
-        """Move a unit; return False if it is there already. `checks`: raise if it does not fit."""
+        """Move a unit; return False if it has this tier. `checks`: raise if it does not fit."""
         with self._changed:
             self._still(unit.name)
             source = unit.tier
@@ -377,7 +379,7 @@ class TierMoves:
         raise BufferError(f"unit {name!r} is moved away as often as it is brought here")
 
     def _usable(self, unit: Unit) -> Tier:
-        """Return the tier in which to use a unit: its own, or one that can hold it."""
+        """Return a usable tier for a unit: its own, or one that can hold it."""
         if unit.tier != Tier.COLD:
             return unit.tier
         (_, hot), (_, warm), _ = self._table.totals()

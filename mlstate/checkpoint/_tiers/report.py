@@ -1,4 +1,4 @@
-"""Report which unit is in which tier, as text and HTML."""
+"""Report the tier of each unit, as text and HTML."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class TierReport:
     Attributes
     ----------
     units : list of TierRecord
-        One record for each unit, in the order in which the units were added.
+        One record for each unit, in the order of their addition.
     totals : dict of Tier to (int, int or None)
         Bytes and budget of each tier.
     traffic : list of Traffic

@@ -218,7 +218,7 @@ class TieredState(TierMoves):
         return made
 
     def add(self, model: Any = None, optimizer: Any = None) -> None:
-        """Add more units, such as those of the next layer of a state larger than memory.
+        """Add more units, such as the next layer of a state larger than memory.
 
         If not all of them fit, the last ones are written to their files at once.
 
@@ -418,7 +418,7 @@ class TieredState(TierMoves):
         Notes
         -----
         After any error the unit is in its old tier. When `demote` returns, a cold unit is on
-        disk. A unit whose bytes equal those of its file is not written again.
+        disk. A unit is not written again if its file has the same bytes.
 
         Examples
         --------

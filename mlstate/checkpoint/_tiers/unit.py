@@ -106,7 +106,7 @@ class Part:
         return self.array.detach() if self.is_tensor else self.array
 
     def put(self, array: Any) -> None:
-        """Replace the array's memory by that of another array; None for a cold part."""
+        """Replace the array's memory by another array's; None for a cold part."""
         if self.is_tensor:
             backend_of(self.array).give_memory(self.array, array)
         else:

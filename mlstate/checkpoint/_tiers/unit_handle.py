@@ -30,7 +30,7 @@ class TieredUnit:
         Hot or warm.
     parameter : array or None
         The parameter, or this rank's shard of it; None if the unit has only states. Torch
-        tensors are those of the module.
+        tensors are the module's own.
     states : dict of str to array
         Optimizer states by name.
 
