@@ -62,7 +62,7 @@ def _raise_if(fault: Fault | None, name: str) -> None:
         raise fault.error(name)
 
 
-def _too_short(name: str, source: int, target: int) -> Fault | None:
+def _find_length_fault(name: str, source: int, target: int) -> Fault | None:
     """Return the fault if `target` positions are too few to expand into, else None."""
     if target >= source:
         return None
@@ -91,7 +91,7 @@ def _written_dtype(name: str, found: np.dtype[Any]) -> np.dtype[Any]:
     return native
 
 
-def _carry(
+def _move_state(
     source: MLStateLike,
     target: MLStateLike,
     name: str,
@@ -109,7 +109,7 @@ def _carry(
     _raise_if(shape_fault(name, value.shape, shape), name)
     length = shape[SEQUENCE]
     if not compact:
-        _raise_if(_too_short(name, value.shape[SEQUENCE], length), name)
+        _raise_if(_find_length_fault(name, value.shape[SEQUENCE], length), name)
     _raise_if(position_fault(name, value.shape[SEQUENCE], length, number), name)
     dtype = _written_dtype(name, value.dtype)
     if compact:
@@ -177,7 +177,9 @@ def transition_coreml_state(
     >>> large.read_state("kv_cache").sum(axis=(0, 1, 3))[[0, 199, 200, 511]].tolist()
     [64.0, 64.0, 0.0, 0.0]
     """
-    _carry(source_mlstate, target_mlstate, state_name, current_position, pad_value, specs, False)
+    _move_state(
+        source_mlstate, target_mlstate, state_name, current_position, pad_value, specs, False
+    )
 
 
 @set_module("mlstate.coreml")
@@ -218,7 +220,7 @@ def compact_coreml_state(
     mlstate.errors.CapacityError: kv_cache: 300 tokens do not fit the target state's 256 \
 positions; choose a model with at least 300
     """
-    _carry(source_mlstate, target_mlstate, state_name, current_position, 0.0, specs, True)
+    _move_state(source_mlstate, target_mlstate, state_name, current_position, 0.0, specs, True)
 
 
 # ---- replacement for tests ----
@@ -328,7 +330,7 @@ float64 or int32
             The model has no such state, or `value` is not accepted. The state is unchanged.
         """
         state = self._find(name)
-        reason = _refusal(state, value)
+        reason = _refusal_reason(state, value)
         if reason is not None:
             raise RuntimeError(f"state {name!r}: {reason}")
         with np.errstate(over="ignore", invalid="ignore"):  # large values become infinity
@@ -342,7 +344,7 @@ float64 or int32
         return f"FakeMLState({{{states}}})"
 
 
-def _refusal(state: NDArray, value: object) -> str | None:
+def _refusal_reason(state: NDArray, value: object) -> str | None:
     """Return why Core ML does not accept `value` for `state`, or None."""
     if not isinstance(value, np.ndarray):
         return f"value type not convertible: {type(value).__name__}; write a NumPy array"

@@ -37,9 +37,9 @@ from ._exchange import (
     check_max_bytes,
     check_writable,
     exchange,
-    opening,
+    open_exchange,
 )
-from ._merge import RankDifference, compare, describe, merge, refusal
+from ._merge import RankDifference, compare, describe, differences_error, merge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -54,7 +54,7 @@ __all__ = ["DistributedStateCollector", "RankDifference"]
 # ---- the local state ----
 
 
-def _of_torch(
+def _collect_torch_state(
     source: Any, model: Any, fill: bool
 ) -> tuple[StateDict, Callable[[], None] | None] | None:
     """Return the state of a torch module or optimizer; None for other objects."""
@@ -71,7 +71,7 @@ def _of_torch(
     return None
 
 
-def _manner(source: Any, model: Any) -> str:
+def _collection_mode(source: Any, model: Any) -> str:
     """Return how all ranks must collect a state together, if torch requires that."""
     if not is_module(source) and not is_optimizer(source):
         return "of any kind"
@@ -100,11 +100,11 @@ def _without_dtensors(state: Mapping[str, Any]) -> StateDict:
     return made
 
 
-def _taken(
+def _collect_state(
     source: Any, model: Any, *, fill: bool = False
 ) -> tuple[StateDict, Callable[[], None] | None]:
     """Return this rank's state, and a function that stores it back if the state is a copy."""
-    made = _of_torch(source, model, fill)
+    made = _collect_torch_state(source, model, fill)
     if made is not None:
         return made
     if model is not None:
@@ -123,7 +123,7 @@ def _taken(
     return _without_dtensors(source), None
 
 
-def _chosen(state: StateDict, names: str | Iterable[str] | None) -> StateDict:
+def _select_tensors(state: StateDict, names: str | Iterable[str] | None) -> StateDict:
     """Return the tensors that `names` select, in the state's order."""
     if names is None:
         return state
@@ -252,7 +252,7 @@ class DistributedStateCollector:
         >>> list(state), state["bias"].data_ptr() == layer.bias.data_ptr()
         (['weight', 'bias'], True)
         """
-        return _taken(source, model)[0]
+        return _collect_state(source, model)[0]
 
     def merge_states(self, states: Sequence[Mapping[str, Any]], *, check: bool = True) -> StateDict:
         """Merge the states of all ranks into one state.
@@ -291,12 +291,12 @@ class DistributedStateCollector:
         >>> merged["w"] is first["w"], list(merged)
         (True, ['w', 'b'])
         """
-        listed = _listed(states)
+        listed = _collect_states(states)
         if not listed:
             return StateDict()
-        tensors, differences = compare(listed) if check else _structure(listed)
+        tensors, differences = compare(listed) if check else _match_shards(listed)
         if differences:
-            raise refusal(
+            raise differences_error(
                 "merge_states",
                 differences,
                 "check=False keeps the first of replicas that differ." if check else "",
@@ -331,7 +331,7 @@ class DistributedStateCollector:
         ...     print(found.kind, found.ranks, found.text)
         shape (1,) w: shape (2,) on rank 1, (3,) on rank 0
         """
-        return compare(_listed(states))[1]
+        return compare(_collect_states(states))[1]
 
     def gather_full_state(
         self,
@@ -406,14 +406,14 @@ class DistributedStateCollector:
 
         def options() -> dict[str, Any]:
             same = self._options(operation, root, max_bytes)
-            manner = _manner(source, model)
+            manner = _collection_mode(source, model)
             return {**same, "verify_replicas": bool(verify_replicas), "the state": manner}
 
         def prepare() -> tuple[list[Entry], list[Entry]]:
-            taken.append(_chosen(_taken(source, model)[0], names))
+            taken.append(_select_tensors(_collect_state(source, model)[0], names))
             return describe(taken[0]), []
 
-        entries, _ = opening(self._group, operation, self._timeout, options, prepare)
+        entries, _ = open_exchange(self._group, operation, self._timeout, options, prepare)
         nbytes = check_max_bytes(operation, max_bytes)
         gathering = Gathering(self._group, int(root), nbytes, self._timeout)
         found: StateDict | None = gathering.run(taken[0], entries, bool(verify_replicas))
@@ -479,30 +479,30 @@ class DistributedStateCollector:
 
         def options() -> dict[str, Any]:
             same = self._options(operation, root, max_bytes)
-            return {**same, "the state": _manner(target, model)}
+            return {**same, "the state": _collection_mode(target, model)}
 
         def prepare() -> tuple[list[Entry], list[Entry]]:
-            state, store = _taken(target, model, fill=True)
+            state, store = _collect_state(target, model, fill=True)
             check_writable(state)
             taken.append(state)
             stores.append(store)
             entries, sent = describe(state), []
             if self._group.rank == root:
-                given.extend([] if source is None else [_taken(source, None)[0]])
+                given.extend([] if source is None else [_collect_state(source, None)[0]])
                 sent = describe(given[0]) if given else entries
             return entries, sent
 
-        everyone, sent = opening(self._group, operation, self._timeout, options, prepare)
+        everyone, sent = open_exchange(self._group, operation, self._timeout, options, prepare)
         nbytes = check_max_bytes(operation, max_bytes)
         broadcasting = Broadcasting(self._group, int(root), nbytes, self._timeout)
         state, store = taken[0], stores[0]
         broadcasting.run(state, given[0] if given else None, sent[int(root)], everyone)
-        _note(state)
+        _note_written(state)
         # if one rank's store function fails, every rank raises
         exchange(self._group, operation, self._timeout, lambda: store() if store else None)
 
 
-def _note(state: Mapping[str, Any]) -> None:
+def _note_written(state: Mapping[str, Any]) -> None:
     """Record the writes to filled tensors for autograd."""
     arrays = [value.array if isinstance(value, Shard) else value for value in state.values()]
     tensors = [array for array in arrays if is_torch(array)]
@@ -510,18 +510,18 @@ def _note(state: Mapping[str, Any]) -> None:
         backend_of(tensors[0]).note_written(tensors)
 
 
-def _listed(states: Any) -> list[StateDict]:
+def _collect_states(states: Any) -> list[StateDict]:
     """Return the states of all ranks, with shards in place of DTensors."""
     if isinstance(states, Mapping) or not hasattr(states, "__iter__"):
         raise TypeError(f"expected the states of all ranks in a list, got {type(states).__name__}")
-    return [_taken(state, None)[0] for state in states]
+    return [_collect_state(state, None)[0] for state in states]
 
 
-def _structure(states: list[StateDict]) -> tuple[Any, list[RankDifference]]:
+def _match_shards(states: list[StateDict]) -> tuple[Any, list[RankDifference]]:
     """Return the tensors, and the differences that prevent assembling shards."""
-    from ._merge import agree
+    from ._merge import match_entries
 
-    tensors, differences = agree([describe(state) for state in states], partial=True)
+    tensors, differences = match_entries([describe(state) for state in states], partial=True)
     sharded = {
         name for state in states for name, value in state.items() if isinstance(value, Shard)
     }

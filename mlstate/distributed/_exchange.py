@@ -30,7 +30,16 @@ from ._byte_ranges import (
     steps_of,
     take,
 )
-from ._merge import Entry, RankDifference, Tensor, agree, entry_of, like, refusal, unlike_digests
+from ._merge import (
+    Entry,
+    RankDifference,
+    Tensor,
+    compare_digests,
+    differences_error,
+    entry_of,
+    like,
+    match_entries,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -77,7 +86,7 @@ def exchange(
     return [said["value"] for said in everyone]
 
 
-def _same_options(operation: str, rank: int, everyone: list[Any]) -> None:
+def _check_same_options(operation: str, rank: int, everyone: list[Any]) -> None:
     """Raise if ranks did not pass the same options."""
     for other, options in enumerate(everyone):
         for name, value in options.items():
@@ -121,11 +130,11 @@ class Job(NamedTuple):
     size: int  # bytes of an element
 
 
-def _aligned(count: int) -> int:
+def _align_up(count: int) -> int:
     return -(-count // _ALIGNMENT) * _ALIGNMENT
 
 
-def _fill(queue: deque[list[int]], jobs: list[Job], room: int) -> tuple[list[Piece], int]:
+def _take_ranges(queue: deque[list[int]], jobs: list[Job], room: int) -> tuple[list[Piece], int]:
     """Take ranges from a queue of [job, elements done] up to `room` bytes; at least one element."""
     pieces: list[Piece] = []
     at = 0
@@ -137,7 +146,7 @@ def _fill(queue: deque[list[int]], jobs: list[Job], room: int) -> tuple[list[Pie
             break
         end = min(job.length, begin + fits)
         pieces.append(Piece(number, begin, end, at))
-        at = _aligned(at + (end - begin) * job.size)
+        at = _align_up(at + (end - begin) * job.size)
         if end == job.length:
             queue.popleft()
         else:
@@ -146,7 +155,7 @@ def _fill(queue: deque[list[int]], jobs: list[Job], room: int) -> tuple[list[Pie
     return pieces, last.at + (last.end - last.begin) * jobs[last.job].size
 
 
-def rounds(jobs: list[Job], max_bytes: int) -> Iterator[dict[int, tuple[list[Piece], int]]]:
+def split_messages(jobs: list[Job], max_bytes: int) -> Iterator[dict[int, tuple[list[Piece], int]]]:
     """Divide jobs into messages of at most `max_bytes`; yield ranges and byte counts by peer.
 
     Every rank computes the same messages. Peers share a message equally.
@@ -156,11 +165,11 @@ def rounds(jobs: list[Job], max_bytes: int) -> Iterator[dict[int, tuple[list[Pie
         queues.setdefault(job.peer, deque()).append([number, 0])
     while queues:
         room = max_bytes // len(queues)
-        yield {peer: _fill(queue, jobs, room) for peer, queue in queues.items()}
+        yield {peer: _take_ranges(queue, jobs, room) for peer, queue in queues.items()}
         queues = {peer: queue for peer, queue in queues.items() if queue}
 
 
-class Room:
+class MessageBuffer:
     """Memory for one message, reused for the next."""
 
     def __init__(self) -> None:
@@ -177,7 +186,7 @@ class Room:
 # ---- gathering ----
 
 
-def _shared(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, int, list[int]]]:
+def _iter_replicas(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, int, list[int]]]:
     """Yield tensor, part and ranks of everything that several ranks hold."""
     for tensor in tensors:
         for index, ranks in sorted(tensor.holders.items()):
@@ -189,18 +198,18 @@ def _digests(state: Mapping[str, Any], tensors: list[Tensor], rank: int) -> list
     """Return the hashes of this rank's replicas."""
     return [
         digest(plain_of(state[tensor.name]))
-        for tensor, _, ranks in _shared(tensors)
+        for tensor, _, ranks in _iter_replicas(tensors)
         if rank in ranks
     ]
 
 
-def _unlike(tensors: list[Tensor], everyone: list[list[str]]) -> list[RankDifference]:
+def _compare_digests(tensors: list[Tensor], everyone: list[list[str]]) -> list[RankDifference]:
     """Return the differences between the digests of all ranks."""
     lists = [iter(digests) for digests in everyone]
     differences = []
-    for tensor, index, ranks in _shared(tensors):
+    for tensor, index, ranks in _iter_replicas(tensors):
         found = {rank: next(lists[rank]) for rank in ranks}
-        differences += unlike_digests(tensor, index, found)
+        differences += compare_digests(tensor, index, found)
     return differences
 
 
@@ -243,8 +252,13 @@ class Gathering:
                     copy_part(part, array, self.wholes[tensor.name])
         return jobs
 
-    def _packed(
-        self, state: Mapping[str, Any], jobs: list[Job], pieces: list[Piece], count: int, room: Room
+    def _pack_message(
+        self,
+        state: Mapping[str, Any],
+        jobs: list[Job],
+        pieces: list[Piece],
+        count: int,
+        room: MessageBuffer,
     ) -> NDArray:
         """Return this rank's message: a view of the array if its bytes are contiguous."""
 
@@ -255,19 +269,21 @@ class Gathering:
             whole = place_of(array_of(pieces[0]), pieces[0].begin, pieces[0].end)
             if whole is not None:
                 return whole
-        return packed(pieces, jobs, array_of, room.of(count))
+        return pack_ranges(pieces, jobs, array_of, room.of(count))
 
     def _move(self, state: Mapping[str, Any], jobs: list[Job]) -> None:
         me, world = self.group.rank, self.group.world_size
-        room = Room()
-        for message in rounds(jobs, self.max_bytes):
+        room = MessageBuffer()
+        for message in split_messages(jobs, self.max_bytes):
             pieces, count = message.get(me, ([], 0))
-            data = self._packed(state, jobs, pieces, count, room) if pieces else _nothing()
+            data = (
+                self._pack_message(state, jobs, pieces, count, room) if pieces else _empty_bytes()
+            )
             counts = [count if rank == self.root else 0 for rank in range(world)]
             sizes = [message.get(rank, ([], 0))[1] for rank in range(world)]
             if me != self.root:
                 sizes = [0] * world
-            received = room.of(sum(sizes)) if me == self.root else _nothing()
+            received = room.of(sum(sizes)) if me == self.root else _empty_bytes()
             self.group.all_to_all(
                 data, counts=counts, out_counts=sizes, out=received, timeout=self.timeout
             )
@@ -293,18 +309,18 @@ class Gathering:
 
     def run(self, state: Mapping[str, Any], entries: list[list[Entry]], verify: bool) -> Any:
         """Return the state on the root, and None on other ranks."""
-        tensors, differences = agree(entries)
+        tensors, differences = match_entries(entries)
         if differences:
-            raise refusal(self.operation, differences)
+            raise differences_error(self.operation, differences)
         everyone = exchange(
             self.group,
             self.operation,
             self.timeout,
             lambda: self._prepare(state, tensors, verify),
         )
-        differences = _unlike(tensors, everyone) if verify else []
+        differences = _compare_digests(tensors, everyone) if verify else []
         if differences:
-            raise refusal(
+            raise differences_error(
                 self.operation,
                 differences,
                 f"verify_replicas=False takes those of rank {self.root} where it has them; "
@@ -324,7 +340,7 @@ class Gathering:
         return gathered
 
 
-def packed(
+def pack_ranges(
     pieces: Iterable[Piece], jobs: list[Job], array_of: Callable[[Piece], Any], data: NDArray
 ) -> NDArray:
     """Copy ranges to their offsets in a message, and return the message."""
@@ -335,7 +351,7 @@ def packed(
     return data
 
 
-def _nothing() -> NDArray:
+def _empty_bytes() -> NDArray:
     return np.empty(0, np.uint8)
 
 
@@ -426,7 +442,7 @@ class Broadcasting:
         """Fill the arrays of `state`; the root sends `source`, or its own state if None."""
         differences = self._differences(sent, entries)
         if differences:
-            raise refusal(self.operation, differences)
+            raise differences_error(self.operation, differences)
         held = [{entry.name: entry for entry in mine} for mine in entries]
         alike: list[Job] = []  # every rank receives the same part
         apart: list[Job] = []  # ranks receive different parts
@@ -473,12 +489,12 @@ class Broadcasting:
             return
         sends = self.group.rank == self.root
         mine = source if sends and source is not None else state
-        room = Room()
+        room = MessageBuffer()
 
         def array_of(piece: Piece) -> Any:
             return plain_of(mine[jobs[piece.job].tensor.name])
 
-        for message in rounds(jobs, self.max_bytes):
+        for message in split_messages(jobs, self.max_bytes):
             pieces, count = message[self.root]
             data = None
             if len(pieces) == 1:
@@ -487,7 +503,7 @@ class Broadcasting:
             if data is None:
                 data = room.of(count)
                 if sends:
-                    packed(pieces, jobs, array_of, data)
+                    pack_ranges(pieces, jobs, array_of, data)
             self.group.broadcast(data, root=self.root, timeout=self.timeout)
             for piece in () if sends or direct else pieces:
                 size = (piece.end - piece.begin) * jobs[piece.job].size
@@ -499,14 +515,14 @@ class Broadcasting:
     ) -> None:
         """Send every rank its parts of the root's whole tensors."""
         me, world = self.group.rank, self.group.world_size
-        room, own = Room(), Room()
-        for message in rounds(jobs, self.max_bytes):
+        room, own = MessageBuffer(), MessageBuffer()
+        for message in split_messages(jobs, self.max_bytes):
             sizes = [message.get(rank, ([], 0))[1] for rank in range(world)]
             sends = sizes if me == self.root else [0] * world
-            data = _nothing()
+            data = _empty_bytes()
             if me == self.root:
                 assert source is not None
-                data = self._parts(source, jobs, message, sizes, room)
+                data = self._pack_parts(source, jobs, message, sizes, room)
             gets = [sizes[me] if rank == self.root else 0 for rank in range(world)]
             received = own.of(sizes[me])
             self.group.all_to_all(
@@ -518,12 +534,12 @@ class Broadcasting:
                 put(plain_of(state[job.tensor.name]), piece.begin, piece.end, place)
 
     @staticmethod
-    def _parts(
+    def _pack_parts(
         source: Mapping[str, Any],
         jobs: list[Job],
         message: Mapping[int, tuple[list[Piece], int]],
         sizes: list[int],
-        room: Room,
+        room: MessageBuffer,
     ) -> NDArray:
         """Pack the ranges for all ranks into one message, in rank order."""
         data = room.of(sum(sizes))
@@ -543,7 +559,7 @@ def _tensor_of(entry: Entry) -> Tensor:
     return Tensor(entry.name, entry.shape, entry.steps, {})
 
 
-def opening(
+def open_exchange(
     group: ProcessGroup,
     operation: str,
     timeout: float | None,
@@ -554,7 +570,7 @@ def opening(
 
     Options are checked first, because `prepare` may need all ranks.
     """
-    _same_options(operation, group.rank, exchange(group, operation, timeout, options))
+    _check_same_options(operation, group.rank, exchange(group, operation, timeout, options))
     everyone = exchange(group, operation, timeout, prepare)
     entries = [[entry_of(entry) for entry in mine] for mine, _ in everyone]
     sent = [[entry_of(entry) for entry in mine] for _, mine in everyone]

@@ -130,7 +130,7 @@ def groups_of(values: Mapping[int, Any]) -> list[tuple[Any, list[int]]]:
     return sorted(groups.items(), key=lambda group: (-len(group[1]), group[1][0]))
 
 
-def _unlike(kind: str, name: str, values: Mapping[int, Any]) -> list[RankDifference]:
+def _find_outliers(kind: str, name: str, values: Mapping[int, Any]) -> list[RankDifference]:
     """Return a difference for each group of ranks except the largest."""
     (usual, most), *others = groups_of(values)
     return [
@@ -148,19 +148,21 @@ def _unlike(kind: str, name: str, values: Mapping[int, Any]) -> list[RankDiffere
 _KINDS = {True: "a whole array", False: "a Shard"}
 
 
-def _facts(name: str, held: Mapping[int, Entry]) -> list[RankDifference]:
+def _compare_metadata(name: str, held: Mapping[int, Entry]) -> list[RankDifference]:
     """Return the differences between ranks in a tensor's properties, without its elements."""
     whole = {rank: _KINDS[entry.steps is None] for rank, entry in held.items()}
-    found = _unlike("kind", name, whole)
-    found += _unlike("dtype", name, {rank: entry.dtype for rank, entry in held.items()})
-    found += _unlike("shape", name, {rank: entry.shape for rank, entry in held.items()})
+    found = _find_outliers("kind", name, whole)
+    found += _find_outliers("dtype", name, {rank: entry.dtype for rank, entry in held.items()})
+    found += _find_outliers("shape", name, {rank: entry.shape for rank, entry in held.items()})
     cut = {rank: entry.steps for rank, entry in held.items() if entry.steps is not None}
     if not found and cut:
-        found += _unlike("layout", name, {rank: Layout._of(steps) for rank, steps in cut.items()})
+        found += _find_outliers(
+            "layout", name, {rank: Layout._of(steps) for rank, steps in cut.items()}
+        )
     return found
 
 
-def _gaps(tensor: Tensor) -> list[RankDifference]:
+def _find_gaps(tensor: Tensor) -> list[RankDifference]:
     """Return a difference for parts that no rank has; empty parts are not required."""
     layout = Layout._of(tensor.steps or ())
     lost = [
@@ -178,7 +180,7 @@ def _gaps(tensor: Tensor) -> list[RankDifference]:
     return [RankDifference("gap", tensor.name, (), text)]
 
 
-def _tied(tensor: Tensor, held: Mapping[str, Mapping[int, Entry]]) -> str | None:
+def _find_tied(tensor: Tensor, held: Mapping[str, Mapping[int, Entry]]) -> str | None:
     """Return the earlier tensor that is the same on all ranks with elements of this one."""
     mine = held[tensor.name]
     names = {entry.tied for entry in mine.values() if tensor.part(entry.part).count}
@@ -186,7 +188,7 @@ def _tied(tensor: Tensor, held: Mapping[str, Mapping[int, Entry]]) -> str | None
     return name if name is not None and held[name].keys() == mine.keys() else None
 
 
-def agree(
+def match_entries(
     everyone: Sequence[Sequence[Entry]], *, partial: bool = False
 ) -> tuple[list[Tensor], list[RankDifference]]:
     """Return the tensors of the merged state, and the differences that prevent merging.
@@ -206,18 +208,20 @@ def agree(
             have = ranks_text(list(by_rank))
             text = f"{shorten(name, LONGEST)}: not on {ranks_text(lacking)}, but on {have}"
             differences.append(RankDifference("missing", name, lacking, text))
-        found = _facts(name, by_rank)
+        found = _compare_metadata(name, by_rank)
         first = next(iter(by_rank.values()))
         holders: dict[int, list[int]] = {}
         for rank, entry in sorted(by_rank.items(), key=lambda item: (item[1].replica, item[0])):
             holders.setdefault(entry.part, []).append(rank)
         tensor = Tensor(name, first.shape, first.steps, holders)
-        differences += (found := found or _gaps(tensor))
-        tensors.append(tensor if found else tensor._replace(tied=_tied(tensor, held)))
+        differences += (found := found or _find_gaps(tensor))
+        tensors.append(tensor if found else tensor._replace(tied=_find_tied(tensor, held)))
     return tensors, differences
 
 
-def refusal(what: str, differences: Sequence[RankDifference], hint: str = "") -> CompatibilityError:
+def differences_error(
+    what: str, differences: Sequence[RankDifference], hint: str = ""
+) -> CompatibilityError:
     """Return one error for all differences."""
     lines = [f"{what}: the states of the ranks do not go together:"]
     lines += [found.text for found in differences[:SHOWN]]
@@ -234,7 +238,7 @@ def refusal(what: str, differences: Sequence[RankDifference], hint: str = "") ->
 # ---- replicas ----
 
 
-def _change(name: str, mine: Any, other: Any) -> TensorChange | bool:
+def _compare_elements(name: str, mine: Any, other: Any) -> TensorChange | bool:
     """Return the change between two replicas; True if they differ but cannot be measured."""
     try:
         *_, changes, _ = _core.state_diff({name: mine}, {name: other})
@@ -243,7 +247,7 @@ def _change(name: str, mine: Any, other: Any) -> TensorChange | bool:
     return TensorChange(*changes[0]) if changes else False
 
 
-def _measure(change: TensorChange | bool) -> str:
+def _change_text(change: TensorChange | bool) -> str:
     """Return the size of a change as text."""
     if isinstance(change, bool):
         return ""
@@ -272,12 +276,12 @@ def replicas(
                     continue
                 if other.shape != first.shape:  # shards may have any shape with these elements
                     first, other = first.reshape(part.count), other.reshape(part.count)
-                change = _change(tensor.name, first, other)
+                change = _compare_elements(tensor.name, first, other)
                 if change is False:
                     continue
                 text = (
                     f"{shorten(tensor.name, LONGEST)}: rank {rank} differs from rank {ranks[0]}"
-                    f"{_measure(change)}"
+                    f"{_change_text(change)}"
                 )
                 measured = change if isinstance(change, TensorChange) else None
                 found = RankDifference("elements", tensor.name, (rank,), text, measured)
@@ -285,7 +289,7 @@ def replicas(
     return differences
 
 
-def unlike_digests(tensor: Tensor, index: int, digests: Mapping[int, str]) -> list[RankDifference]:
+def compare_digests(tensor: Tensor, index: int, digests: Mapping[int, str]) -> list[RankDifference]:
     """Return a difference for each group of ranks whose replica differs from the majority's."""
     (_, most), *others = groups_of(digests)
     where = "" if tensor.steps is None else f" of part {index}"
@@ -315,7 +319,7 @@ def like(state: Mapping[str, Any]) -> StateDict:
 
 def compare(states: Sequence[Mapping[str, Any]]) -> tuple[list[Tensor], list[RankDifference]]:
     """Return the tensors of several states, and all their differences."""
-    tensors, differences = agree([describe(state) for state in states], partial=True)
+    tensors, differences = match_entries([describe(state) for state in states], partial=True)
     unlike = {found.name for found in differences}
     good = [tensor for tensor in tensors if tensor.name not in unlike]
     return tensors, differences + replicas(good, states)

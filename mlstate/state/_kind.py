@@ -66,7 +66,7 @@ def restore(arrays: dict[str, Any], text: str | None, path: object) -> StateDict
     try:
         found = json.loads(text)
     except (RecursionError, ValueError) as reason:
-        raise _wrong(reason, path) from None
+        raise _format_error(reason, path) from None
     return restore_kind(arrays, found, path)
 
 
@@ -87,12 +87,12 @@ def restore_kind(arrays: dict[str, Any], found: Any, path: object) -> StateDict:
         TypeError,
         ValueError,
     ) as reason:
-        raise _wrong(reason, path) from None
+        raise _format_error(reason, path) from None
     state.update(arrays)
     return state
 
 
-def _wrong(reason: Exception, path: object) -> FormatError:
+def _format_error(reason: Exception, path: object) -> FormatError:
     error = FormatError(f"metadata {KEY!r} does not describe a state: {reason}")
     error.path = path
     return error

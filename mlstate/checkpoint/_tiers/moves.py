@@ -67,7 +67,9 @@ def given_states(model: Any, optimizer: Any) -> tuple[Any, Any, Any]:
 class TierMoves:
     """Implementation of `TieredState`: its units and their moves, without the public methods."""
 
-    def _start(self, directory: Any, hot: MemorySize | None, warm: MemorySize | None) -> None:
+    def _init_attributes(
+        self, directory: Any, hot: MemorySize | None, warm: MemorySize | None
+    ) -> None:
         """Initialise the attributes of every instance; files and arrays are not touched."""
         self._budgets = {
             tier: parse_budget(f"{tier}_budget_bytes", given)
@@ -89,7 +91,7 @@ class TierMoves:
             OptimizerStateDict(),
         )
 
-    def _take(self, model: Any, optimizer: Any, device: Any) -> tuple[Any, Any, Any]:
+    def _prepare_states(self, model: Any, optimizer: Any, device: Any) -> tuple[Any, Any, Any]:
         """Return the given states as mappings; record their classes and choose the device."""
         given = given_states(model, optimizer)
         if given[2] is not None:
@@ -110,7 +112,7 @@ class TierMoves:
             arrays = [v.array if isinstance(v, Shard) else v for v in values]
             self._device = backend_named("torch").accelerator(arrays, device)
 
-    def _checked(self, model: Any, optimizer: Any) -> list[Unit]:
+    def _make_units(self, model: Any, optimizer: Any) -> list[Unit]:
         """Return the new units; raise for invalid ones before anything is changed."""
         plain = [None if state is None else StateDict(state) for state in (model, optimizer)]
         for state in plain:
@@ -184,7 +186,7 @@ class TierMoves:
                 self._directory,
             )
 
-    def _refuse_others(self, units: list[Unit]) -> None:
+    def _refuse_existing_files(self, units: list[Unit]) -> None:
         """Raise StoreError if a unit's file exists already: another program owns it."""
         there = set(self._files())
         for unit in units:
@@ -198,7 +200,7 @@ class TierMoves:
     def _path(self, unit: Unit) -> str:
         return os.path.join(self._directory, unit.file)
 
-    def _take_over(self) -> None:
+    def _open_units(self) -> None:
         import warnings
 
         _folder.discard_temporaries(self._directory)
@@ -210,7 +212,7 @@ class TierMoves:
         units = self._units.values()
         self._choose_device([part.array for unit in units for part in unit.parts])
 
-    def _undo(self) -> None:
+    def _undo_constructor(self) -> None:
         """Undo a failed constructor: restore tensors' memory, delete the files written."""
         written = [unit for unit in self._units.values() if unit.tier == Tier.COLD]
         with suppress(Exception):  # the first error is raised; remaining files stay
@@ -250,7 +252,7 @@ class TierMoves:
             used, budget = self._table.totals()[_ORDER.index(unit.tier)]
             return budget is not None and used > budget
 
-    def _keep_budget(self, unit: Unit) -> None:
+    def _enforce_budget(self, unit: Unit) -> None:
         """Move other units away, or this one, if its growth exceeds the tier's budget."""
         while self._is_over(unit):
             try:
@@ -272,7 +274,7 @@ class TierMoves:
         error.name = name
         raise error
 
-    def _still(self, name: str) -> Unit:
+    def _unit_at_rest(self, name: str) -> Unit:
         """Return a unit by name after its current move has ended; the caller holds the lock."""
         unit = self._unit(name)
         while unit.is_moving:
@@ -290,7 +292,7 @@ class TierMoves:
         made.name = unit.name
         return made
 
-    def _fits(self, unit: Unit, to: Tier) -> None:
+    def _check_fits(self, unit: Unit, to: Tier) -> None:
         try:
             self._table.fits(unit.number, to)
         except CapacityError as error:
@@ -299,13 +301,13 @@ class TierMoves:
     def _move(self, unit: Unit, to: Tier, *, checks: bool = False) -> bool:
         """Move a unit; return False if it has this tier. `checks`: raise if it does not fit."""
         with self._changed:
-            self._still(unit.name)
+            self._unit_at_rest(unit.name)
             source = unit.tier
             if source == to:
                 return False
             self._refuse_used(unit)
             if checks:
-                self._fits(unit, to)
+                self._check_fits(unit, to)
             self._table.begin(unit.number, to)
             unit.is_moving = True
         moved = False
@@ -347,11 +349,11 @@ class TierMoves:
                     for other, tier in others:
                         self._move(other, tier)
         with self._changed:
-            self._fits(unit, to)
+            self._check_fits(unit, to)
 
-    def _towards(self, name: str, to: Any, steps: Mapping[Tier, Tier], what: str) -> Tier:
+    def _move_towards(self, name: str, to: Any, steps: Mapping[Tier, Tier], what: str) -> Tier:
         with self._changed:
-            unit = self._still(name)
+            unit = self._unit_at_rest(name)
             target = steps[unit.tier] if to is None else Tier(to)
             ahead = _ORDER.index(target) - _ORDER.index(unit.tier)
             if ahead and (ahead < 0) != (steps is NEARER):
@@ -361,12 +363,12 @@ class TierMoves:
         self._move(unit, target, checks=True)
         return target
 
-    def _hold(self, name: str, to: Tier | None) -> Unit:
+    def _hold_unit(self, name: str, to: Tier | None) -> Unit:
         """Bring a unit to a usable tier, and keep it there until it is released."""
         for _ in range(_TRIES):
             with self._changed:
-                unit = self._still(name)
-                target = to or self._usable(unit)
+                unit = self._unit_at_rest(name)
+                target = to or self._usable_tier(unit)
                 if unit.tier == target:
                     self._table.hold(unit.number)
                     return unit
@@ -375,10 +377,10 @@ class TierMoves:
             with suppress(CapacityError):  # another thread took the space
                 self._move(unit, target, checks=True)
         with self._changed:
-            self._fits(unit, target)
+            self._check_fits(unit, target)
         raise BufferError(f"unit {name!r} is moved away as often as it is brought here")
 
-    def _usable(self, unit: Unit) -> Tier:
+    def _usable_tier(self, unit: Unit) -> Tier:
         """Return a usable tier for a unit: its own, or one that can hold it."""
         if unit.tier != Tier.COLD:
             return unit.tier
@@ -386,7 +388,7 @@ class TierMoves:
         too_large = warm is not None and unit.nbytes > warm
         return Tier.HOT if too_large and (hot is None or unit.nbytes <= hot) else Tier.WARM
 
-    def _accept(self, unit: Unit, used: TieredUnit) -> None:
+    def _take_back_arrays(self, unit: Unit, used: TieredUnit) -> None:
         """Store the arrays that the user replaced."""
         with self._changed:
             states = {}

@@ -146,7 +146,7 @@ class TierReport:
         rows = [_cells(unit) for unit in self.units]
         heads = ("unit", "tier", "bytes", "arrays", "uses", "lately")
         lines = [self.summary, table_text(heads, rows, _ROWS)]
-        return "\n".join(lines + [_moved(traffic) for traffic in self.traffic])
+        return "\n".join(lines + [_traffic_text(traffic) for traffic in self.traffic])
 
     def _repr_html_(self) -> str:
         return tiers_html(self)
@@ -158,7 +158,7 @@ def _cells(unit: TierRecord) -> tuple[str, ...]:
     return unit.name, str(unit.tier), size, arrays, f"{unit.uses:,}", f"{unit.lately:.1f}"
 
 
-def _moved(traffic: Traffic) -> str:
+def _traffic_text(traffic: Traffic) -> str:
     count = f"{traffic.moves:,} move{'' if traffic.moves == 1 else 's'}"
     return (
         f"{traffic.source} to {traffic.target}: {count}, {bytes_text(traffic.nbytes)} in "
@@ -204,7 +204,7 @@ def _units(units: Sequence[TierRecord], most: int) -> str:
 
 def tiers_html(report: TierReport) -> str:
     """Return the tiers, each with a bar, and as many units as fit the byte limit."""
-    moved = "".join(f"<p>{_moved(traffic)}</p>" for traffic in report.traffic)
+    moved = "".join(f"<p>{_traffic_text(traffic)}</p>" for traffic in report.traffic)
     most = 160
     while True:
         units = _units(report.units, most) if report.units else ""

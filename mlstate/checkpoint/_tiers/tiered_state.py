@@ -149,16 +149,16 @@ class TieredState(TierMoves):
         device: Any = None,
         discard: bool = False,
     ) -> None:
-        self._start(directory, hot_budget_bytes, warm_budget_bytes)
-        model, optimizer, torch_optimizer = self._take(model, optimizer, device)
-        units = self._checked(model, optimizer)
+        self._init_attributes(directory, hot_budget_bytes, warm_budget_bytes)
+        model, optimizer, torch_optimizer = self._prepare_states(model, optimizer, device)
+        units = self._make_units(model, optimizer)
         self._open_directory()
         try:
             self._refuse_or_discard(discard)
-            self._refuse_others(units)
+            self._refuse_existing_files(units)
             self._add(units)
         except BaseException:
-            self._undo()
+            self._undo_constructor()
             raise
         self._optimizer = torch_optimizer
 
@@ -207,11 +207,11 @@ class TieredState(TierMoves):
         (array([0., 1., 2.]), {'m': array([1., 1., 1.])})
         """
         made = cls.__new__(cls)
-        made._start(directory, hot_budget_bytes, warm_budget_bytes)
+        made._init_attributes(directory, hot_budget_bytes, warm_budget_bytes)
         made._choose_device([], device)
         made._lock_directory()
         try:
-            made._take_over()
+            made._open_units()
         except BaseException:
             made._close()
             raise
@@ -252,8 +252,8 @@ class TieredState(TierMoves):
                 raise ValueError("this TieredState is closed")
             values = [v for state in (given, states) if state is not None for v in state.values()]
             self._choose_device(values)
-            units = self._checked(given, states)
-            self._refuse_others(units)
+            units = self._make_units(given, states)
+            self._refuse_existing_files(units)
         self._add(units)
 
     def remove(self, name: str) -> None:
@@ -283,7 +283,7 @@ class TieredState(TierMoves):
         0
         """
         with self._changed:
-            unit = self._still(name)
+            unit = self._unit_at_rest(name)
             self._refuse_used(unit)
             unit.is_durable = False
             _folder.remove_files(self._directory, [unit.file])
@@ -383,7 +383,7 @@ class TieredState(TierMoves):
         ...     tiers.demote("w"), tiers.promote("w")
         (<Tier.COLD: 'cold'>, <Tier.WARM: 'warm'>)
         """
-        return self._towards(name, to, NEARER, "promote")
+        return self._move_towards(name, to, NEARER, "promote")
 
     def demote(self, name: str, to: Tier | str | None = None) -> Tier:
         """Move a unit to a slower tier: from the device to memory, from memory to its file.
@@ -428,7 +428,7 @@ class TieredState(TierMoves):
         ...     tiers.demote("w", to="cold")
         <Tier.COLD: 'cold'>
         """
-        return self._towards(name, to, FARTHER, "demote")
+        return self._move_towards(name, to, FARTHER, "demote")
 
     @contextmanager
     def use(self, name: str, to: Tier | str | None = None) -> Iterator[TieredUnit]:
@@ -481,17 +481,17 @@ class TieredState(TierMoves):
         """
         if to is not None and Tier(to) == Tier.COLD:
             raise ValueError("a cold unit cannot be used: to must be hot or warm")
-        unit = self._hold(name, None if to is None else Tier(to))
+        unit = self._hold_unit(name, None if to is None else Tier(to))
         try:
             used = TieredUnit(unit)
             yield used
-            self._accept(unit, used)
+            self._take_back_arrays(unit, used)
         finally:
             with self._changed:
                 self._table.release(unit.number)
                 self._changed.notify_all()
         with suppress(BufferError):  # another block uses it, and will check at its end
-            self._keep_budget(unit)
+            self._enforce_budget(unit)
 
     def rebalance(self) -> dict[str, Tier]:
         """Move units according to their number of uses, within the budgets.
@@ -576,7 +576,7 @@ class TieredState(TierMoves):
         states = StateDicts(model.copy(), optimizer.copy())
         for name in self:
             with self._changed:
-                unit = self._still(name)
+                unit = self._unit_at_rest(name)
                 self._table.hold(unit.number)
             try:
                 arrays = [part.elements for part in unit.parts]

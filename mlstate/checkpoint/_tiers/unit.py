@@ -202,7 +202,7 @@ def _is_there(path: str, stored: Iterable[tuple[str, Any]], text: str) -> bool:
     return False
 
 
-def damaged(name: str, error: MLStateError) -> MLStateError:
+def name_unit_error(name: str, error: MLStateError) -> MLStateError:
     """Return an error of the same class that also names the unit."""
     made = type(error)(f"unit {name!r}: {error}")
     for field in ("expected", "got", "path", "offset"):
@@ -225,10 +225,10 @@ def read_unit(path: str, unit: Unit, *, mmap: bool = False) -> list[Any]:
         if mmap:
             _verify(path)
         arrays, texts = _core.file_load(path, mmap, True)
-        if _described(texts, path)["unit"] != unit.name:
-            raise _wrong(path, "is the file of another unit")
+        if _read_description(texts, path)["unit"] != unit.name:
+            raise _format_error(path, "is the file of another unit")
     except FormatError as error:
-        raise damaged(unit.name, error) from None
+        raise name_unit_error(unit.name, error) from None
     except StoreError as error:
         error.name = unit.name
         raise
@@ -238,7 +238,9 @@ def read_unit(path: str, unit: Unit, *, mmap: bool = False) -> list[Any]:
         if array is None or array.shape != part.shape or dtype_of(array) != part.dtype_name:
             what = "nothing" if array is None else f"{array.dtype} {array.shape}"
             wanted = f"{part.dtype_name} {part.shape}"
-            raise damaged(unit.name, _wrong(path, f"holds {what} as {part.stored!r}, not {wanted}"))
+            raise name_unit_error(
+                unit.name, _format_error(path, f"holds {what} as {part.stored!r}, not {wanted}")
+            )
         found.append(array)
     return found
 
@@ -254,13 +256,13 @@ def _verify(path: str) -> None:
         raise error
 
 
-def _wrong(path: str, text: str) -> FormatError:
+def _format_error(path: str, text: str) -> FormatError:
     error = FormatError(f"{os.path.basename(path)}: {text}")
     error.path = path
     return error
 
 
-def _described(texts: Mapping[str, str], path: str) -> dict[str, Any]:
+def _read_description(texts: Mapping[str, str], path: str) -> dict[str, Any]:
     """Return a file's description of its unit, after a check of its form."""
     import json
 
@@ -270,7 +272,7 @@ def _described(texts: Mapping[str, str], path: str) -> dict[str, Any]:
             raise TypeError("no unit")
         return dict(found)
     except (KeyError, TypeError, ValueError, RecursionError):
-        raise _wrong(path, "is not the file of a unit") from None
+        raise _format_error(path, "is not the file of a unit") from None
 
 
 def _value_of(about: Mapping[str, Any], array: Any) -> Any:
@@ -301,7 +303,7 @@ def open_unit(path: str) -> Unit:
         The file is damaged, not a unit's file, or cannot be read.
     """
     arrays, texts = _core.file_load(path, True, True)
-    found = _described(texts, path)
+    found = _read_description(texts, path)
     try:
         unit = Unit(found["unit"], Tier.COLD)
         for about in found["parts"]:
@@ -310,9 +312,9 @@ def open_unit(path: str) -> Unit:
             unit.parts.append(Part(SECTIONS.index(section), key, value))
             unit.parts[-1].put(None)  # drop the view of the mapped file
     except (AttributeError, KeyError, TypeError, ValueError) as reason:
-        raise _wrong(path, f"does not describe its unit: {reason}") from None
+        raise _format_error(path, f"does not describe its unit: {reason}") from None
     if arrays or unit.file != os.path.basename(path):
-        raise _wrong(path, "is not the file of its unit")
+        raise _format_error(path, "is not the file of its unit")
     unit.is_durable = True
     return unit
 
