@@ -50,7 +50,7 @@ def _page(content: str) -> str:
     return f"<div class=mlstate-ckpt><style>{_STYLE}</style>{content}</div>"
 
 
-def _fitting(make: Callable[[int], str], rows: int) -> str:
+def _fit_page(make: Callable[[int], str], rows: int) -> str:
     """Return the page with as many rows as fit the byte limit."""
     while True:
         page = _page(make(rows))
@@ -114,7 +114,7 @@ def _layer(group: Group, columns: list[str], largest: int, rows: int, unfolded: 
     return f"<details{' open' if unfolded else ''}>{summary}{table}{more}</details>"
 
 
-def _between(groups: Sequence[Group]) -> str:
+def _hidden_layers(groups: Sequence[Group]) -> str:
     size = bytes_text(sum(group.total for group in groups))
     count = sum(len(group.parameters) for group in groups)
     return f"<p>… {_count(len(groups), 'layer')} more<em>{size}, {_count(count, 'parameter')}</em>"
@@ -144,9 +144,9 @@ def checkpoint_html(title: str, records: Sequence[TensorRecord]) -> str:
             "".join(_layer(group, columns, largest, each, unfold) for group in part)
             for part in shown
         ]
-        return head + layers[0] + (_between(hidden) if hidden else "") + layers[1]
+        return head + layers[0] + (_hidden_layers(hidden) if hidden else "") + layers[1]
 
-    return _fitting(make, ROWS)
+    return _fit_page(make, ROWS)
 
 
 # ---- a verification report ----
@@ -186,7 +186,7 @@ def report_html(title: str, report: VerifyReport) -> str:
         )
         return head + table + more + (files if rows else "")
 
-    return _fitting(make, 50)
+    return _fit_page(make, 50)
 
 
 # ---- a running save ----

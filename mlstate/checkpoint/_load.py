@@ -141,7 +141,7 @@ def _check_into(into: Any) -> None:
         )
 
 
-class _Filling:
+class _ArrayTarget:
     """Arrays of the caller that receive one section."""
 
     optional: frozenset[str] = frozenset()  # names that the checkpoint may lack
@@ -165,7 +165,7 @@ class _Filling:
             backend_of(self.tensors[0]).note_written(self.tensors)
 
 
-def _refuse(
+def _names_error(
     missing: list[str], unexpected: list[str], unfilled: list[str], path: str
 ) -> CompatibilityError:
     """Return an error, in torch's words, that lists mismatched names and suggests a rename."""
@@ -277,7 +277,7 @@ class Loader:
         unexpected = [name for name in keys if name not in known]
         lenient = section == 1 and self.request.missing != "error"
         if unexpected or (lacking and not lenient):
-            raise _refuse([] if lenient else lacking, unexpected, unfilled, self.folder)
+            raise _names_error([] if lenient else lacking, unexpected, unfilled, self.folder)
         if self.request.missing == "zeros":
             for name in lacking:
                 filling.zero(name)
@@ -298,7 +298,7 @@ class Loader:
 
     def cuts(self, filling: Any, keys: list[str]) -> Any:
         """Return how tensors are cut, for the core: one cut for all keys, or a list by key."""
-        if isinstance(filling, _Filling):
+        if isinstance(filling, _ArrayTarget):
             return self.request.cutting
         if self.request.own:
             return filling.cuts(keys)
@@ -348,7 +348,7 @@ class Loader:
         """With ``missing="error"``, raise if the checkpoint lacks optimizer states."""
         lacking = list(self.lacking(keys)) if self.request.missing == "error" else []
         if lacking:
-            raise _refuse(lacking, [], [], self.folder)
+            raise _names_error(lacking, [], [], self.folder)
 
     def add_zeros(self, keys: list[list[str]], parameters: Any, arrays: dict[str, Any]) -> None:
         """Add the lacking states of parameters as zeros."""
@@ -362,7 +362,7 @@ def _restore(kind: dict[str, Any] | None, arrays: dict[str, Any], path: str) -> 
     return None if kind is None else restore_kind(arrays, kind, path)
 
 
-def _numbered(loader: Loader, keys: list[str], optimizer: Any, module: Any) -> bool:
+def _is_numbered(loader: Loader, keys: list[str], optimizer: Any, module: Any) -> bool:
     """Return whether optimizer states are identified by parameter order instead of names."""
     every = loader.catalog.keys(1)
     if every and all(map(_NUMBERED.match, every)):
@@ -377,7 +377,7 @@ def _numbered(loader: Loader, keys: list[str], optimizer: Any, module: Any) -> b
     return False
 
 
-def _optimizer_filling(
+def _optimizer_target(
     loader: Loader, keys: list[str], optimizer: Any, module: Any, chosen_names: Names
 ) -> Any:
     """Return the states of a torch optimizer as targets; create those that do not exist yet."""
@@ -389,7 +389,7 @@ def _optimizer_filling(
         if section == "optim_state" and key in chosen
     }
     names = module
-    if _numbered(loader, keys, optimizer, module):
+    if _is_numbered(loader, keys, optimizer, module):
         names = [f"param_{i}" for i in range(sum(len(g["params"]) for g in optimizer.param_groups))]
 
     def read(wanted: list[str]) -> dict[str, Any]:
@@ -408,7 +408,7 @@ def _optimizer_filling(
     return fill(optimizer, module, records, saved, read, names, meant)
 
 
-def _fillings(loader: Loader, targets: list[Any]) -> list[_Ready]:
+def _prepare_targets(loader: Loader, targets: list[Any]) -> list[_Ready]:
     """Return section, target, keys and cuts of each target; raise if one does not match."""
     ready: list[_Ready] = []
     names, keys = chosen_keys(loader.catalog, loader.request.names, loader.folder)
@@ -420,9 +420,9 @@ def _fillings(loader: Loader, targets: list[Any]) -> list[_Ready]:
         if module is not None and target is module:
             filling = backend_of(module).fill_module(module)
         elif is_optimizer(target):
-            filling = _optimizer_filling(loader, keys[section], target, module, names)
+            filling = _optimizer_target(loader, keys[section], target, module, names)
         else:
-            filling = _Filling(target)
+            filling = _ArrayTarget(target)
         chosen = loader.names_fit(section, keys[section], filling, names)
         ready.append((section, filling, chosen, loader.cuts(filling, chosen)))
     if targets[1] is not None:
@@ -462,7 +462,7 @@ def _load_into_targets(loader: Loader) -> LoadedState:
     """Check all arrays of ``into``, then fill them."""
     manifest = loader.manifest
     targets = _targets(manifest, loader.request.into, loader.folder)
-    for one in _fillings(loader, targets):
+    for one in _prepare_targets(loader, targets):
         loader.fill(*one)
     return LoadedState(targets[0], targets[1], manifest.metadata, manifest.step)
 
@@ -522,7 +522,7 @@ def _load_together(group: ProcessGroup, request: LoadRequest) -> LoadedState:
             manifest = _folder.read_manifest(request.folder, request.root)
             loader = Loader(request, manifest)
             targets = _targets(manifest, request.into, request.folder)
-            ready = _fillings(loader, targets)
+            ready = _prepare_targets(loader, targets)
         except BaseException as caught:
             error = caught
         if not agree_on(manifest, error, attempt):

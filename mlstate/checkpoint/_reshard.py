@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ._store.manifest import Manifest
 
 
-class _Cut:
+class _ShardAssigner:
     """Assigns shards to the ranks of the new world; replicated parts go to the first rank."""
 
     def __init__(self, catalog: Any, steps: Any) -> None:
@@ -220,7 +220,7 @@ def reshard(
         _, problems = catalog.verify(source, None)
         if problems:
             raise Problem(*problems[0]).as_error(source)
-        cut = _Cut(catalog, steps)
+        cut = _ShardAssigner(catalog, steps)
 
         def states(rank: int) -> tuple[Any, Any]:
             cutting = (steps, rank, world_size) if steps else (None, 0, 0)

@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     """Write one line to standard error, if it is open."""
     if sys.stderr is None:
         return
@@ -104,7 +104,7 @@ def _run(arguments: argparse.Namespace) -> int:
             status: int = arguments.run(arguments)
         finally:
             for warning in caught:
-                _say(f"warning: {warning.message}")
+                _print_error(f"warning: {warning.message}")
     return status
 
 
@@ -137,7 +137,7 @@ def run_command_line(argv: Sequence[str] | None) -> int:
         _drop_output(sys.stdout)
         return 0
     except (MLStateError, OSError, ValueError, TypeError, ImportError) as error:
-        _say(_describe(error))
+        _print_error(_describe(error))
         try:
             _flush_output()
         except OSError:  # e.g. the disk is full

@@ -107,7 +107,7 @@ def _checkpoint_data(found: Checkpoint, shards: bool) -> dict[str, Any]:
     return data
 
 
-def _say(what: str, value: Any) -> None:
+def _print_value(what: str, value: Any) -> None:
     """Print a value as one line of JSON; print nothing if it is empty."""
     if value:
         print(f"{what}: {shorten(json.dumps(value, ensure_ascii=False), _TEXT)}")
@@ -125,8 +125,8 @@ def _print_checkpoint(found: Checkpoint, shown: str, shards: bool) -> None:
     print(f"{path_text(shown)}: {', '.join(parts)}")
     print(f"saved {found.created} by {found.writer}, generation {found.generation}")
     for what, kind in (("model", found.model), ("optimizer", found.optimizer)):
-        _say(what, kind if kind != {"kind": "state"} else None)
-    _say("metadata", found.metadata)
+        _print_value(what, kind if kind != {"kind": "state"} else None)
+    _print_value("metadata", found.metadata)
     steps = CheckpointManager(found.path).steps()
     if steps:
         print(f"steps: {steps_text(steps)}")
@@ -168,7 +168,7 @@ def _inspect_file(path: str, as_json: bool) -> None:
     checksums = "with checksums" if header.has_checksums else "no checksums"
     tensors_text = count_text(len(header.tensors), "tensor")
     print(f"{path_text(path)}: file, {tensors_text}, {bytes_text(header.nbytes)}, {checksums}")
-    _say("metadata", metadata)
+    _print_value("metadata", metadata)
     rows = [[t.key, t.dtype, str(t.shape), bytes_text(t.nbytes)] for t in header.tensors]
     print_table(("tensor", "dtype", "shape", "bytes"), rows)
 

@@ -106,7 +106,7 @@ def format_of(path: str | os.PathLike[str]) -> str:
     return "mlstate"
 
 
-def _named(format: str | None, path: Path) -> Format:
+def _find_format(format: str | None, path: Path) -> Format:
     name = format_of(path) if format is None else format
     if name not in FORMATS:
         raise ValueError(f"format {format!r} is none of {', '.join(FORMATS)}")
@@ -175,7 +175,7 @@ def read_any(path: str | os.PathLike[str], *, format: str | None = None) -> Part
     (array([0., 1., 2.]), None, {})
     """
     place = Path(local_path(path))
-    found = _named(format, place)
+    found = _find_format(format, place)
     with _store_errors(place):
         place.stat()  # a missing path raises FileNotFoundError for every format
         return found.read(place)
@@ -235,7 +235,7 @@ def write_any(
     if model is None and optimizer is None:
         raise ValueError(f"{path}: neither a model nor an optimizer is given to write")
     place = Path(local_path(path))
-    found = _named(format, place)
+    found = _find_format(format, place)
     weights = model if model is None or isinstance(model, StateDict) else StateDict(model)
     moments = optimizer
     if moments is not None and not isinstance(moments, OptimizerStateDict):
@@ -281,7 +281,7 @@ def _checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
 # ---- model and optimizer in one flat file ----
 
 
-def _joined(
+def _join_states(
     model: StateDict | None, optimizer: OptimizerStateDict | None
 ) -> tuple[StateDict, dict[str, Any]]:
     """Return one state for both, and the record to split it again; {} for a single state."""
@@ -295,32 +295,34 @@ def _joined(
     return joined, {"parts": {name: describe(state) for name, state in present.items()}}
 
 
-def _parted(path: Path, state: Mapping[str, Any], record: Mapping[str, Any]) -> tuple[Any, Any]:
+def _split_state(
+    path: Path, state: Mapping[str, Any], record: Mapping[str, Any]
+) -> tuple[Any, Any]:
     """Split the state of a flat file into model and optimizer."""
     texts = record.get("parts")
     if texts is None:
         return (None, state) if isinstance(state, OptimizerStateDict) else (state, None)
     if not (isinstance(texts, dict) and set(texts) == set(_PREFIXES)):
-        raise _misdescribed(path, "names no parts")
+        raise _description_error(path, "names no parts")
     arrays: dict[str, dict[str, Any]] = {name: {} for name in _PREFIXES}
     for key, value in state.items():
         name, dot, rest = key.partition(".")
         if not dot or name not in arrays:
-            raise _misdescribed(path, f"array {key!r} belongs to no part")
+            raise _description_error(path, f"array {key!r} belongs to no part")
         arrays[name][rest] = value
-    made = [_restored(path, arrays[name], texts[name]) for name in _PREFIXES]
+    made = [_restore_state(path, arrays[name], texts[name]) for name in _PREFIXES]
     if not isinstance(made[1], OptimizerStateDict):
-        raise _misdescribed(path, "the optimizer is none")
+        raise _description_error(path, "the optimizer is none")
     return made[0], made[1]
 
 
-def _restored(path: Path, arrays: dict[str, Any], text: Any) -> StateDict:
+def _restore_state(path: Path, arrays: dict[str, Any], text: Any) -> StateDict:
     if not (text is None or isinstance(text, str)):
-        raise _misdescribed(path, f"{text!r} is no description of a state")
+        raise _description_error(path, f"{text!r} is no description of a state")
     return restore(arrays, text, str(path))
 
 
-def _misdescribed(path: Path, what: str) -> FormatError:
+def _description_error(path: Path, what: str) -> FormatError:
     error = FormatError(f"{path}: entry {PARTS!r} does not describe the file: {what}")
     error.path, error.name = str(path), PARTS
     return error
@@ -339,7 +341,7 @@ def _write_safetensors(
     """Write a safetensors file; metadata values other than str are stored as JSON."""
     from .. import save_file
 
-    state, record = _joined(model, optimizer)
+    state, record = _join_states(model, optimizer)
     plain = {key: value for key, value in metadata.items() if not isinstance(value, str)}
     if plain:
         record["json"] = sorted(plain)
@@ -367,8 +369,8 @@ def read_file(path: Path, *, mmap: bool) -> Parts:
         for key in record.get("json", ()):
             metadata[key] = json.loads(metadata[key])
     except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
-        raise _misdescribed(path, repr(error)) from None
-    return *_parted(path, state, record), metadata
+        raise _description_error(path, repr(error)) from None
+    return *_split_state(path, state, record), metadata
 
 
 # ---- npz ----
@@ -407,7 +409,7 @@ def _write_npz(
 ) -> None:
     from .npz import write_npz
 
-    state, record = _joined(model, optimizer)
+    state, record = _join_states(model, optimizer)
     kind = describe(state)
     write_npz(path, _as_arrays(state), {**record, "kind": kind, "metadata": metadata})
 
@@ -418,9 +420,9 @@ def _read_npz(path: Path) -> Parts:
     arrays, record = read_npz(path)
     metadata = record.get("metadata", {})
     if not isinstance(metadata, dict):
-        raise _misdescribed(path, "metadata are no object")
-    state = _restored(path, arrays, record.get("kind"))
-    return *_parted(path, state, record), metadata
+        raise _description_error(path, "metadata are no object")
+    state = _restore_state(path, arrays, record.get("kind"))
+    return *_split_state(path, state, record), metadata
 
 
 # ---- mlstate checkpoints and torch files ----

@@ -111,14 +111,14 @@ def read_npz(path: str | os.PathLike[str]) -> tuple[dict[str, NDArray], dict[str
         with zipfile.ZipFile(path) as archive:
             arrays = _read_members(archive, path)
     except (zipfile.BadZipFile, NotImplementedError) as error:
-        raise _damaged(path, None, error) from None
+        raise _damage_error(path, None, error) from None
     record: dict[str, Any] = {}
     if RECORD in arrays:
-        record = _parsed(path, arrays.pop(RECORD))
-    return _renamed(path, arrays, record), record
+        record = _parse_record(path, arrays.pop(RECORD))
+    return _restore_names(path, arrays, record), record
 
 
-def _damaged(path: Any, name: str | None, reason: object) -> FormatError:
+def _damage_error(path: Any, name: str | None, reason: object) -> FormatError:
     where = "" if name is None else f"array {name!r}: "
     error = FormatError(f"{path}: {where}{reason or 'the file ends too early'}")
     error.path, error.name = os.fspath(path), name
@@ -132,16 +132,16 @@ def _read_members(archive: zipfile.ZipFile, path: Any) -> dict[str, NDArray]:
     for info in archive.infolist():
         name = info.filename.removesuffix(_SUFFIX)
         if name == info.filename:
-            raise _damaged(path, name, "is no .npy entry, as all of an .npz file are")
+            raise _damage_error(path, name, "is no .npy entry, as all of an .npz file are")
         if name in arrays:
-            raise _damaged(path, name, "is there twice")
+            raise _damage_error(path, name, "is there twice")
         if info.file_size > info.compress_size * _MOST_PER_BYTE + 1024:
-            raise _damaged(path, name, "claims more bytes than it can hold")
+            raise _damage_error(path, name, "claims more bytes than it can hold")
         try:
             with archive.open(info) as member:
                 arrays[name] = _read_array(member, info.file_size)
         except (ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-            raise _damaged(path, name, error) from None
+            raise _damage_error(path, name, error) from None
     return arrays
 
 
@@ -163,32 +163,34 @@ def _read_array(member: IO[bytes], size: int) -> NDArray:
     return array
 
 
-def _parsed(path: Any, array: NDArray) -> dict[str, Any]:
+def _parse_record(path: Any, array: NDArray) -> dict[str, Any]:
     try:
         found = json.loads(str(array[()]))
         if not isinstance(found, dict):
             raise ValueError("is no object")
     except (ValueError, RecursionError) as error:
-        raise _damaged(path, RECORD, f"does not describe the others: {error}") from None
+        raise _damage_error(path, RECORD, f"does not describe the others: {error}") from None
     return found
 
 
-def _renamed(path: Any, arrays: dict[str, NDArray], record: dict[str, Any]) -> dict[str, NDArray]:
+def _restore_names(
+    path: Any, arrays: dict[str, NDArray], record: dict[str, Any]
+) -> dict[str, NDArray]:
     """Restore the names and dtypes of arrays from the record."""
     names, dtypes = record.pop("names", {}), record.pop("dtypes", {})
     if not isinstance(names, dict) or not isinstance(dtypes, dict):
-        raise _damaged(path, RECORD, "does not describe the others")
+        raise _damage_error(path, RECORD, "does not describe the others")
     renamed: dict[str, NDArray] = {}
     for member, array in arrays.items():
         name = names.get(member, member)
         if not isinstance(name, str) or name in renamed:
-            raise _damaged(path, RECORD, f"gives a wrong name to {member!r}")
-        renamed[name] = _retyped(path, name, array, dtypes[name]) if name in dtypes else array
+            raise _damage_error(path, RECORD, f"gives a wrong name to {member!r}")
+        renamed[name] = _restore_dtype(path, name, array, dtypes[name]) if name in dtypes else array
     return renamed
 
 
-def _retyped(path: Any, name: str, array: NDArray, dtype: Any) -> NDArray:
+def _restore_dtype(path: Any, name: str, array: NDArray, dtype: Any) -> NDArray:
     try:
         return array.view(stored_dtype(dtype))
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise _damaged(path, name, f"{array.dtype} does not hold {dtype!r}") from None
+        raise _damage_error(path, name, f"{array.dtype} does not hold {dtype!r}") from None

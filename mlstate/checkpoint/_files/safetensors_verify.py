@@ -98,7 +98,7 @@ def read_header(path: str) -> FileHeader:
     return FileHeader(tensors, texts, size)
 
 
-def _altered(
+def _find_altered(
     file: Any, tensor: FileTensor, digits: str, progress: Callable[[int], object] | None
 ) -> Iterator[tuple[int, int]]:
     """Yield the byte ranges of blocks whose checksum does not match."""
@@ -114,7 +114,7 @@ def _altered(
             progress(wanted)
 
 
-def _joined(ranges: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
+def _merge_ranges(ranges: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
     """Merge adjacent ranges."""
     joined: list[tuple[int, int]] = []
     for offset, length in ranges:
@@ -181,7 +181,7 @@ def verify_file(
             for tensor in header.tensors:
                 blocks = -(-tensor.nbytes // BLOCK)
                 mine, digits = digits[: blocks * _DIGITS], digits[blocks * _DIGITS :]
-                for offset, length in _joined(_altered(file, tensor, mine, progress)):
+                for offset, length in _merge_ranges(_find_altered(file, tensor, mine, progress)):
                     text = "the bytes are not those that were written"
                     problem = Problem("altered", name, tensor.key, None, 0, offset, length, text)
                     report.problems.append(problem)

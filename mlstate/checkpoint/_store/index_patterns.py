@@ -26,8 +26,8 @@ _WHOLE = (None, 0, 0)  # a cutting: all of each tensor
 
 def pattern_of(text: bytes) -> dict[str, Any]:
     """Return a rank's report of its index: digest of the pattern (or None), and parts."""
-    [told] = _folder.patterns_of(_core.Catalog((text,), ("index",)))
-    return {"pattern": None, "parts": ()} if told is None else told._asdict()
+    [summary] = _folder.patterns_of(_core.Catalog((text,), ("index",)))
+    return {"pattern": None, "parts": ()} if summary is None else summary._asdict()
 
 
 def owners_of(places: bytes, patterns: Sequence[Pattern]) -> dict[int, list[int]]:
@@ -78,7 +78,7 @@ def check_complete(catalog: Any, patterns: Sequence[Pattern] | None) -> None:
 
 
 def with_patterns(
-    folder: str, manifest: Manifest, told: Sequence[dict[str, Any]]
+    folder: str, manifest: Manifest, reports: Sequence[dict[str, Any]]
 ) -> tuple[Manifest, Any]:
     """Add the patterns that ranks reported to a manifest; also return a merged index.
 
@@ -91,7 +91,7 @@ def with_patterns(
         The ranks' indexes do not form one checkpoint, or lack a part of a tensor.
     """
     ranks_of: dict[str | None, list[int]] = {}
-    for rank, one in enumerate(told):
+    for rank, one in enumerate(reports):
         ranks_of.setdefault(one["pattern"], []).append(rank)
     patterns, first = None, None
     if None not in ranks_of:
@@ -99,7 +99,10 @@ def with_patterns(
         patterns = tuple(
             Pattern(
                 ranks,
-                [list(each) for each in zip(*(told[rank]["parts"] for rank in ranks), strict=True)],
+                [
+                    list(each)
+                    for each in zip(*(reports[rank]["parts"] for rank in ranks), strict=True)
+                ],
             )
             for ranks in ranks_of.values()
         )

@@ -25,7 +25,7 @@ def listed_names(names: str | Iterable[str] | None) -> list[str] | None:
     return listed
 
 
-def _glob(name: str, state: bool) -> re.Pattern[str]:
+def _compile_glob(name: str, state: bool) -> re.Pattern[str]:
     """Return a pattern for keys that match a glob, and for optimizer states of such keys."""
     import fnmatch
 
@@ -34,7 +34,7 @@ def _glob(name: str, state: bool) -> re.Pattern[str]:
     return re.compile(rf"(?s:{glob}{suffix})\Z")
 
 
-def _called(ordered: list[str], name: str) -> list[str]:
+def _find_named(ordered: list[str], name: str) -> list[str]:
     """Return the key with exactly this name and the keys of the layer with this name.
 
     `ordered` is sorted.
@@ -63,7 +63,7 @@ class Names:
         self.listed = listed
         globs = list(filter(GLOB.search, listed or ()))
         ordered = [sorted(keys) for keys in sections if globs]
-        self._globs = {name for name in globs if not any(_called(o, name) for o in ordered)}
+        self._globs = {name for name in globs if not any(_find_named(o, name) for o in ordered)}
 
     def select(self, keys: list[str], section: int) -> tuple[list[str], set[str]]:
         """Return the keys that the names select, and the names that select at least one."""
@@ -74,9 +74,9 @@ class Names:
         used = set()
         for name in self.listed:
             if name in self._globs:
-                found = list(filter(_glob(name, section == 1).match, keys))
+                found = list(filter(_compile_glob(name, section == 1).match, keys))
             else:
-                found = _called(ordered, name)
+                found = _find_named(ordered, name)
             if found:
                 used.add(name)
                 chosen.update(found)
