@@ -30,4 +30,4 @@ PUBLIC = [
 def test_only_what_users_call_is_public():
     assert integration.__all__ == PUBLIC
     named = {name for name in vars(integration) if not name.startswith("_")}
-    assert named == {*PUBLIC, "restore_state"}  # files of torch.save name that function
+    assert named == {*PUBLIC, "restore_state"}  # files of torch.save refer to that function
