@@ -567,7 +567,7 @@ class Interrupting:
 
 @pytest.fixture(params=[KeyboardInterrupt, StopNow])
 def interrupt(request):
-    """The signal handler raises exceptions of several classes, not only those that end a program."""
+    """The handler raises exceptions of several classes, not only those that end a program."""
 
     def handler(number, frame):
         raise request.param

@@ -29,7 +29,7 @@ class Writer:
         self.patch = monkeypatch
 
     def begin(self, moment):
-        """`moment` is "root" or "indexes": the read after which the writer replaces the checkpoint."""
+        """`moment` is "root" or "indexes": the read after which the writer replaces it."""
         name = {"root": "read_manifest", "indexes": "load_catalog"}[moment]
 
         def read(folder, *arguments):
