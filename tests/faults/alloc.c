@@ -201,7 +201,6 @@ EXPORT int pthread_create(pthread_t *thread, const pthread_attr_t *attributes,
         return EAGAIN;
     }
     void *found = dlsym(RTLD_NEXT, "pthread_create");
-    memcpy(&next, &found,
-           sizeof next); /* ISO C has no cast from object to function pointers */
+    memcpy(&next, &found, sizeof next); /* ISO C has no such cast */
     return next(thread, attributes, start, argument);
 }

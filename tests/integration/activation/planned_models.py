@@ -29,7 +29,7 @@ class TransformerBlock(nn.Module):
 
 
 class Language(nn.Module):
-    """Input: token ids; a loop over blocks in the middle; the embedding is also the head's weight."""
+    """A language model: embedding, a loop over blocks, and a head that shares the embedding."""
 
     def __init__(self, blocks=4, width=32, tokens=50):
         super().__init__()

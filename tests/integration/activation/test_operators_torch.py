@@ -114,7 +114,7 @@ def test_memory_goes_down_as_the_budget_does(model, sample, profile):
 
 
 def test_what_is_kept_costs_what_was_said(model, sample, profile):
-    """Each block keeps the bytes of the selection, in addition to what checkpointing always keeps."""
+    """Each block keeps the selected bytes, in addition to the input that is always kept."""
     chosen = profile.select(int(profile.bytes[profile.can_keep].sum()) // 3)
     none = profile.select(0)
 

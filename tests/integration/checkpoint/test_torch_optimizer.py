@@ -447,7 +447,7 @@ def test_copies_are_asked_for():
 
 
 def test_torch_casts_states_to_the_parameters_dtype():
-    """torch does the same when it loads, as its documentation says."""
+    """torch's own load_state_dict does the same."""
     module = model(dtype=torch.bfloat16)
     optimizer = optim.Adam(module.parameters())
     state = OptimizerStateDict(

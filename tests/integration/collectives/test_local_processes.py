@@ -184,7 +184,7 @@ def test_what_is_not_done_in_time_is_ended(tmp_path):
 
 
 def killed(function, folder, *args, who, world=3, method="fork"):
-    """Run ranks, one of which is killed; return the reports of the others."""
+    """Run ranks and kill one of them; return the reports of the others."""
     with pytest.raises(CollectiveError, match="killed by SIGKILL") as caught:
         run(function, str(folder), *args, world=world, method=method)
     assert caught.value.rank == who

@@ -531,7 +531,7 @@ def test_other_tensors_are_refused():
 @pytest.mark.slow
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_compiles(fullgraph):
-    """Without a graph break, for all callers; `aot_eager` traces everything but needs no compiler."""
+    """Without a graph break, for all callers; `aot_eager` traces but needs no compiler."""
 
     def step(source):
         larger = transition_kv_state(source * 2, 12, 5, 1.0)
