@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # tsan.sh all|slice: the C tests that use threads, under ThreadSanitizer.
 #
-# Which tests: those whose file names pthread, a pool, or a thread count.  Left out: the
-# forked child that starts threads, which ThreadSanitizer does not support; and in `slice`
-# what computes for minutes there, and shares its work by the same pool as the rest.
+# It runs the tests whose source mentions pthread, a pool, or a thread count.  Left out: forked
+# children that start threads, which ThreadSanitizer does not support; and in `slice` tests that
+# compute for minutes there and use the same pool as the others.
 set -euo pipefail
 run=
 # The sanitizer's fixed address map does not fit every kernel's address randomisation.

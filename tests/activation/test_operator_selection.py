@@ -154,9 +154,7 @@ def test_a_selection_shows_itself_and_does_not_change():
 
 @pytest.mark.slow
 def test_control_c_stops_a_choice_at_once():
-    rng = np.random.default_rng(
-        6
-    )  # hard for bounds: all densities are alike, and no subset fits exactly
+    rng = np.random.default_rng(6)  # equal densities, no exact fit: hard for bounds
     sizes = 2 * rng.integers(1 << 38, 1 << 39, 3000)
     seconds = sizes.astype(np.float64)
     sent = []

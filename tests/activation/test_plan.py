@@ -441,9 +441,7 @@ def test_control_c_stops_a_plan_at_once():
     finally:
         timer.join()
         mlstate.set_num_threads(threads)
-    assert (
-        late < 5.0
-    )  # allows for a busy machine; 0.1 on a quiet one, and minutes for the whole search
+    assert late < 5.0  # on a busy machine; 0.1 on a quiet one, and minutes for the whole search
 
 
 def test_threads_plan_side_by_side():

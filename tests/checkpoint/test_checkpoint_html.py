@@ -52,11 +52,8 @@ class Page(HTMLParser):
 
 def page(shown):
     found = Page(shown._repr_html_())
-    assert found.attributes <= {
-        "class",
-        "open",
-        "style",
-    }  # no script, and nothing loaded from elsewhere
+    # no script, and nothing loaded from elsewhere
+    assert found.attributes <= {"class", "open", "style"}
     assert "script" not in found.tags
     return found
 

@@ -160,9 +160,7 @@ def test_a_manager_warns_before_it_deletes_steps_of_others(tmp_path, asynchronou
     with CheckpointManager(tmp_path, keep=2) as again:
         save = again.save_async if asynchronous else again.save
         text = r"keep=2 deletes .* did not save: 0, 1, 2, 3, and 4 with later saves; keep=None"
-        with pytest.raises(
-            UserWarning, match=text
-        ):  # the warning, which is an error in these tests
+        with pytest.raises(UserWarning, match=text):  # warnings are errors in these tests
             save(5, state(5))
         assert again.steps() == list(range(5))
         with pytest.warns(UserWarning, match=text) as caught:

@@ -131,9 +131,8 @@ def test_no_checkpoint_is_nothing_to_prune(tmp_path):
         prune(tmp_path)
     assert list(tmp_path.iterdir()) == []
     mlstate.save(tmp_path / "ckpt", {"w": np.ones(3)})
-    (
-        tmp_path / "ckpt" / "manifest.json"
-    ).unlink()  # the manifest is lost: its files may still be needed
+    # the manifest is lost: its files may still be needed
+    (tmp_path / "ckpt" / "manifest.json").unlink()
     before = listing(tmp_path)
     with pytest.raises(FileNotFoundError):
         prune(tmp_path / "ckpt")

@@ -488,9 +488,7 @@ def test_arrays_of_async_operations_are_let_go():
         done = group.all_reduce(array, async_op=True)
         del array
         done.wait(SECONDS)
-        for _ in range(
-            100
-        ):  # without the GIL, objects that another thread held are freed a moment later
+        for _ in range(100):  # without the GIL, other threads' objects are freed a moment later
             gc.collect()
             if gone() is None:
                 return True
@@ -694,9 +692,8 @@ def test_a_rank_that_does_not_come_is_a_timeout_that_names_it():
         "not done after 1 s: rank 2 has not called all_reduce (its last operation was number 1, "
         "barrier; this is number 2)"
     )
-    assert any(why in text for text in texts), (
-        texts
-    )  # the other rank may already know of the failure
+    # the other rank may already know of the failure
+    assert any(why in text for text in texts), texts
     assert "gave up waiting for rank 2 in all_reduce" in last
 
 

@@ -194,9 +194,8 @@ def test_memory_that_nobody_holds_is_used_again_and_no_other():
     assert third.tolist() == (6 * gradient).tolist()
     kept = third.ctypes.data
     del third
-    accumulator.add_gradients(
-        {"w": np.ones(1000, np.int32)}
-    )  # the same number of bytes, of another dtype
+    # the same number of bytes, of another dtype
+    accumulator.add_gradients({"w": np.ones(1000, np.int32)})
     assert accumulator.get_and_clear_gradients()["w"].ctypes.data == kept
     accumulator.add_gradients({"w": np.ones((2, 3), np.float32)})
     assert accumulator.get_and_clear_gradients()["w"].tolist() == [[1] * 3] * 2

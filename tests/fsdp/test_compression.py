@@ -94,9 +94,8 @@ def test_error_feedback_makes_good_what_is_lost(wire, bucket_bytes):
         rng = np.random.default_rng(group.rank)
         small = (rng.standard_normal(length) * 1e-4 + 3e-4).astype(np.float32)
         small[::256] = 1.0  # so large that the other elements vanish in 8 bits
-        small[1::256] = 1 + 0.4 * {"float16": 2.0**-10}.get(
-            wire, 2.0**-7
-        )  # and the low digits of these vanish in 16 bits
+        # and the low digits of these in 16 bits
+        small[1::256] = 1 + 0.4 * {"float16": 2.0**-10}.get(wire, 2.0**-7)
         off = {}
         for feedback in (True, False):
             unit = FSDPShardingUnit("w", (length,), "float32", group.rank, world_size=world)

@@ -258,9 +258,7 @@ def test_memory_and_time_grow_with_the_file(kind, tmp_path):
         capture_output=True, text=True, timeout=60, env=environment, check=True,
     )  # fmt: skip
     assert time.monotonic() - start < 20
-    factor = (
-        100 if "asan" in os.environ.get("LD_PRELOAD", "") else 24
-    )  # the sanitizer keeps freed blocks
+    factor = 100 if "asan" in os.environ.get("LD_PRELOAD", "") else 24  # ASan keeps freed blocks
     assert int(done.stdout) < factor * len(data) + (8 << 20)
 
 

@@ -159,9 +159,7 @@ def test_bytes_that_are_no_frame_are_refused(lie, codec, which, victim):
     frames = frames_of(codec, state)
     data = apart(state.tobytes()[MIB * which :][:MIB])
     frames[which] = LIES[lie](data, codec)
-    assert (
-        0 < len(frames[which]) < FRAMES[which]
-    )  # otherwise the frame would be stored uncompressed
+    assert 0 < len(frames[which]) < FRAMES[which]  # otherwise it is stored uncompressed
     index, _, offset = lay(victim, frames, codec)
     put(victim, index)
     start = time.monotonic()

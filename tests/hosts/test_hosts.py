@@ -191,9 +191,7 @@ def sums():
 
 
 def test_what_ranks_send_goes_over_the_cable_and_sums_have_the_bits_of_one_host(engine, sums):
-    least = (
-        1 * 2 * LARGE * 4 // 3
-    )  # bytes in each direction: the part of each rank from each other rank
+    least = 1 * 2 * LARGE * 4 // 3  # bytes each way: each rank's part from each other rank
     here, there = sums(engine, (A, A, A)), sums(engine, (A, B, B))
     assert here[0] == there[0]
     assert min(there[1]) >= least, there[1]

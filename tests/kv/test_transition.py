@@ -219,9 +219,8 @@ def bits_to_convert(name):
     brains = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
     brains = brains[np.isfinite(brains)].astype(dtype)
     edges = [halves, brains]
-    with np.errstate(
-        all="ignore"
-    ):  # the ties between two neighbours, and the values next to the ties
+    # the ties between two neighbours, and the values next to the ties
+    with np.errstate(all="ignore"):
         edges += [halves[:-1] / 2 + halves[1:] / 2, brains[:-1] / 2 + brains[1:] / 2]
     around = [e.view(unsigned) + np.array(d).astype(unsigned) for e in edges for d in (0, 1, -1)]
     random = random_bits((50_000,), unsigned)

@@ -202,10 +202,7 @@ def test_a_fresh_result_is_all_that_is_allocated(to, low_memory):
 @pytest.mark.parametrize("pad", [0.0, -0.0, 1.0])
 def test_low_memory_gives_the_same_result(low_memory, pad):
     source = np.arange(4 * 2 * 100 * 64, dtype=np.float32).reshape(4, 2, 100, 64)
-    for length in (
-        200,
-        20_000,
-    ):  # below and above the size at which zero pages stay untouched
+    for length in (200, 20_000):  # below and above the size at which zero pages stay untouched
         got = transition_kv_state(source, length, 77, pad, low_memory=low_memory)
         assert_same_bits(got, expand(source, length, 77, pad))
         got = transition_kv_state(source, length, 77, pad, np.float16, low_memory=low_memory)

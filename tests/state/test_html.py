@@ -44,9 +44,8 @@ class Page(HTMLParser):
         if self.open[-1:] != ["style"]:
             self.texts.append(data)
         in_summary = self.open[-2:] == ["summary", "i"]
-        hidden = any(
-            self.more[:-1] if in_summary else self.more
-        )  # already counted in the row above
+        # already counted in the row above
+        hidden = any(self.more[:-1] if in_summary else self.more)
         if self.open[-1:] == ["i"] and not hidden:
             count = re.match(r"([\d,]+) tensors?, ", data)
             if self.open[-2] == "div" or self.more[-1]:

@@ -2,13 +2,8 @@
 
 import numpy as np
 
-LENGTHS = [
-    0,
-    1,
-    7,
-    1000,
-    300_001,
-]  # in elements: empty, small, above the limit of the small path, several blocks
+# in elements: empty, small, above the limit of the small path, several blocks
+LENGTHS = [0, 1, 7, 1000, 300_001]
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
 INTEGERS = ["int8", "uint8", "int16", "uint16", "uint32", "int64", "uint64"]
 
@@ -42,9 +37,8 @@ def reduced(arrays, op):
     total = arrays[0].astype(wide)
     for array in arrays[1:]:
         total = step(total, array.astype(wide))
-    if (
-        op == "mean" and wide.kind == "c"
-    ):  # divide each component, because NumPy's complex division rounds differently
+    # divide each component, because NumPy's complex division rounds differently
+    if op == "mean" and wide.kind == "c":
         parts = total.view(total.real.dtype)
         parts /= parts.dtype.type(len(arrays))
     elif op == "mean":

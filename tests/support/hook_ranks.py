@@ -167,9 +167,7 @@ def a_wrong_gradient_is_named_on_every_rank(group):
 
 
 def the_backward_pass_of_one_rank_is_missing(group, wait):
-    """The other ranks learn which rank they waited for; `wait` synchronizes ranks without the
-    group.
-    """
+    """The others learn which rank they waited for; `wait` synchronizes ranks outside the group."""
     last = group.world_size - 1
     model = model_of(None)
     units = sharding_units(model, group, layout="flat")

@@ -39,9 +39,7 @@ def layers_of(table):
 
 
 def records_of(index):
-    """An index with lists of files and shards; a shard with one full layer stores its place
-    directly.
-    """
+    """An index with lists of files and shards; a single full layer is stored in its shard."""
     files, shards = index["files"], index["shards"]
     made = {name: value for name, value in index.items() if name not in ("kinds", "layers")}
     columns = (files["path"], numbers(files["bytes"]), digits(files["header_crc32c"]))

@@ -153,9 +153,7 @@ class Simulated:
         self.index_bytes = sum(record.bytes for record in manifest.indexes)
 
     def _like(self, rank, mine):
-        """A rank whose index is never read: equal to the first of its pattern, except for its
-        parts.
-        """
+        """A rank whose index is not read: a copy of the first of its pattern, except its parts."""
         record, pattern, _ = mine[0 if self.moe.stacked else rank - rank % self.moe.along]
         cut = rank if self.moe.stacked else rank % self.moe.along
         # groups are in the order of names: "lm_head" comes before "model.layers.1.mlp.experts"

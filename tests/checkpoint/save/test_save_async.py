@@ -595,10 +595,7 @@ def test_a_manager_does_not_repeat_what_somebody_was_told(path):
     with pytest.raises(KeyError), manager:
         pass
     manager.save_async(4, {"w": np.zeros(3)}, progress=complain)
-    with (
-        pytest.raises(ZeroDivisionError) as caught,
-        manager,
-    ):  # the exception of the block propagates
+    with pytest.raises(ZeroDivisionError) as caught, manager:  # the block's error propagates
         raise ZeroDivisionError
     (note,) = caught.value.__notes__
     assert note == "a save that was under way has failed, too: KeyError: 'enough'"

@@ -87,9 +87,8 @@ def test_a_save_never_commits_what_it_cannot_read(tmp_path, monkeypatch, what):
         mlstate.save(tmp_path / "ckpt", {"w": np.ones(3)})
     assert (tmp_path / "ckpt" / _folder.MANIFEST).read_bytes() == before
     assert mlstate.load(tmp_path / "ckpt").model["w"][0] == 0
-    assert (
-        len(list((tmp_path / "ckpt" / "index").iterdir())) == 1
-    )  # the file of the failed save is deleted
+    # the file of the failed save is deleted
+    assert len(list((tmp_path / "ckpt" / "index").iterdir())) == 1
 
 
 # ---- linked folders ----

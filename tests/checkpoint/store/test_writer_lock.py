@@ -59,9 +59,7 @@ def test_a_lock_that_is_being_taken_is_not_taken_over_for_its_old_text(tmp_path,
 
 def test_only_one_of_several_takes_over_what_a_dead_owner_left(tmp_path):
     _dead_text(tmp_path)
-    with (tmp_path / "lock").open(
-        "rb"
-    ) as file:  # as in a child of the dead owner, which keeps the descriptor
+    with (tmp_path / "lock").open("rb") as file:  # a child of the dead owner keeps the descriptor
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         locks = [WriterLock(str(tmp_path)) for _ in range(8)]
         start = threading.Barrier(len(locks))

@@ -42,9 +42,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 @pytest.fixture(autouse=True)
 def one_thread():
     threads = torch.get_num_threads()
-    torch.set_num_threads(
-        1
-    )  # the models are so small that a second thread costs more time than it saves
+    torch.set_num_threads(1)  # the models are too small for a second thread
     yield
     torch.set_num_threads(threads)
 

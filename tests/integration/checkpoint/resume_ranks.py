@@ -38,13 +38,7 @@ import torch_processes
 import mlstate
 from mlstate.checkpoint import save_async
 
-WORDS, WIDTH, HEADS, LENGTH, BATCH = (
-    37,
-    20,
-    2,
-    10,
-    8,
-)  # neither 2 nor 4 ranks divide the rows evenly
+WORDS, WIDTH, HEADS, LENGTH, BATCH = 37, 20, 2, 10, 8  # neither 2 nor 4 divides the rows
 OPTIMIZERS = {
     "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.01),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),

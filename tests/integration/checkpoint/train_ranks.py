@@ -85,9 +85,7 @@ def in_any_order(values):
 
 
 def differing(found, ranks):
-    """Numbers of elements: all, those that differ from the rank-order sum, and those equal to no
-    order.
-    """
+    """Counts of elements: all, those unequal to the rank-order sum, those equal to no order."""
     other = none = 0
     for name, gradient in found.items():
         values = [of[name] for of in ranks]

@@ -317,9 +317,7 @@ def what_fails_half_way_breaks_the_group(group):
         raises(CollectiveError, "broken by all_reduce, which failed", group.barrier)
     else:
         group.all_reduce(np.zeros(3))
-        raises(
-            CollectiveError, " gave up in ", group.barrier
-        )  # names rank 0, or the rank that noticed it first
+        raises(CollectiveError, " gave up in ", group.barrier)  # rank 0, or the first to notice
     await_the_end(group)
 
 
@@ -348,9 +346,7 @@ def a_group_that_others_do_not_make_is_a_timeout(group):
 
 @scenario
 def with_fewer_threads_operations_are_done_at_once(group):
-    """MPI_THREAD_SERIALIZED or less: an operation's thread must not call MPI while the program
-    does.
-    """
+    """Below MPI_THREAD_MULTIPLE an operation runs in the caller's thread, before it returns."""
     import threading
 
     work = group.all_gather(np.array([group.rank]), async_op=True)
