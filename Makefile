@@ -10,6 +10,9 @@
 PYTHON ?= python3
 FUZZ_SECONDS ?= 60
 PYTEST_ARGS ?=
+# Some tests wait for other processes: one worker more than there are processors.
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+PARALLEL := -n $(WORKERS) --dist loadfile -q
 export CC FUZZ_SECONDS
 
 .DEFAULT_GOAL := help
@@ -31,7 +34,7 @@ MPI := build/mpi/mpich-$(HERE) build/mpi/openmpi-$(HERE)
 BENCHMARKS := $(filter-out %/bench_guard.py,$(wildcard benchmarks/bench_*.py))
 CORE_MK := $(MAKE) --no-print-directory -f tools/core.mk
 
-.PHONY: help demo test test-long test-hosts test-arm64 notebooks core core-test lint format sanitize sanitize-slice tsan tsan-slice coverage \
+.PHONY: help demo test test-all test-hosts test-arm64 notebooks core core-test lint format sanitize sanitize-slice tsan tsan-slice coverage \
 	faults faults-slice fuzz fuzz-slice bench bench-guard docs cross cross-slice wheel wheel-test wheel-slice install dev clean
 
 help: ## List the targets.
@@ -41,10 +44,10 @@ demo: install ## Install, then run the demo: real Core ML packages, no Core ML n
 	@$(RUN) -m mlstate demo --force
 
 test: $(STAMP)-test $(MPI) install ## Run the tests: C, Python, torch, coremltools and both MPIs.
-	@$(RUN) -m pytest $(PYTEST_ARGS)
+	@$(RUN) -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
-test-long: $(STAMP)-test $(MPI) install ## Run what `test` leaves out: more ranks, more engines.
-	@$(RUN) -m pytest -m long $(PYTEST_ARGS)
+test-all: $(STAMP)-test $(MPI) install ## Run the rest: more ranks and engines, leaks, faults.
+	@$(RUN) -m pytest $(PARALLEL) -m long $(PYTEST_ARGS)
 
 test-hosts: $(STAMP)-test $(MPI) install ## Run groups across two network namespaces (root).
 	@tools/test_hosts.sh $(RUN)

@@ -72,7 +72,7 @@ unpack_wheels() { # NumPy and the test tools, chosen by pip for aarch64
 }
 
 build_module() { # the core as tools/core.mk compiles it, and the binding
-    local suffix include
+    local suffix include objects
     export PYTHONPATH=$here/site
     suffix=$("$here/python" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
     include=$("$here/python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
@@ -81,16 +81,18 @@ build_module() { # the core as tools/core.mk compiles it, and the binding
         CC=aarch64-linux-gnu-gcc AR=aarch64-linux-gnu-ar lib
     local flags=(-std=c11 -O2 -fPIC -ffp-contract=off -fvisibility=hidden -D_GNU_SOURCE
         -DNPY_NO_DEPRECATED_API=NPY_2_0_API_VERSION -DNPY_TARGET_VERSION=NPY_2_0_API_VERSION
-        -DPY_ARRAY_UNIQUE_SYMBOL=mlsp_array_api -Icsrc/core
+        -DPY_ARRAY_UNIQUE_SYMBOL=mlspy_array_api -Icsrc/core -Icsrc/python
         -isystem "$here/site/numpy/_core/include" -isystem "$include"
         -isystem "$root/usr/include")
-    rm -rf "$here/work"
-    mkdir -p "$here/binding" "$here/work"
-    find csrc/python -name '*.c' -printf '%f\n' | xargs -P 2 -I FILE \
+    rm -rf "$here/work" "$here/binding"
+    mkdir -p "$here/work"
+    find csrc/python -type d -printf "$here/binding/%P\0" | xargs -0 mkdir -p
+    find csrc/python -name '*.c' -printf '%P\n' | xargs -P 2 -I FILE \
         aarch64-linux-gnu-gcc "${flags[@]}" -c csrc/python/FILE -o "$here/binding/FILE.o"
     tar -c --exclude='*.so' --exclude=__pycache__ mlstate tests pyproject.toml README.md docs |
         tar -x -C "$here/work"
-    aarch64-linux-gnu-gcc -shared "$here"/binding/*.o "$here/core/libmlstate.a" -lpthread -lm \
+    mapfile -t objects < <(find "$here/binding" -name '*.o' | sort)
+    aarch64-linux-gnu-gcc -shared "${objects[@]}" "$here/core/libmlstate.a" -lpthread -lm \
         -o "$here/work/mlstate/_core$suffix"
 }
 

@@ -11,13 +11,15 @@ _HTML_ROWS = 50
 _COMPARED = 10_000  # about 100 ms
 _LISTED = 8
 _UNITS = "%|B|[KMG]iB|GB/s|s|ms|us|x"
-# Colours are those around, so dark and light themes need no rules; Jupyter's own are overruled.
+# Colours are inherited, for dark and light themes. Jupyter's own alignment is more specific.
 _TABLE_STYLE = (
     ".mlstate-table table{margin:.2em 0 .6em;border-collapse:collapse}"
     ".mlstate-table caption{caption-side:top;text-align:left;min-width:36em;padding:0 0 .4em;"
     "color:inherit}"
-    ".mlstate-table :is(td,th){text-align:left;vertical-align:top;padding:2px 1.2em 2px 0}"
-    ".mlstate-table .r{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}"
+    ".mlstate-table :is(td,th){text-align:left!important;vertical-align:top;"
+    "padding:2px 1.2em 2px 0}"
+    ".mlstate-table .r{text-align:right!important;white-space:nowrap;"
+    "font-variant-numeric:tabular-nums}"
 )
 
 

@@ -30,7 +30,7 @@ def find_phases(steps: Iterable[tuple[str, int]]) -> list[Phase]:
     for place, (kind, block) in enumerate(steps):
         last = blocks[-1] if blocks else None
         ends_saves = len(blocks) > 1 and blocks[-2].kinds == ("save",) and kind == "backward"
-        if last and last.first_block == block and last.kinds[-1] != "backward" and not ends_saves:
+        if last and last.first_block == block and not ends_saves:
             blocks[-1] = last._replace(kinds=(*last.kinds, kind), last_step=place)
         else:
             blocks.append(Phase((kind,), block, block, place, place))

@@ -30,6 +30,7 @@ _COLOURS = ("#3b82c4", "#e08a2e", "#3fa66b", "#a06cc9", "#d0576b", "#8a8f98", "#
 _STYLE = (
     ".mlstate-ckpt{font:13px/1.5 system-ui,sans-serif}"
     ".mlstate-ckpt p{margin:0 0 .3em}"
+    ".mlstate-ckpt .mlstate{margin-left:1.2em}"
     ".mlstate-ckpt summary{cursor:pointer;white-space:nowrap}"
     ".mlstate-ckpt code{background:none;color:inherit;font:12px ui-monospace,monospace}"
     ".mlstate-ckpt em{font-style:normal;opacity:.7;margin-left:1em}"
@@ -37,10 +38,10 @@ _STYLE = (
     ".mlstate-ckpt u{display:inline-block;width:160px;margin-right:.8em;text-decoration:none;"
     "line-height:1;font-size:13px;background:#8882}"
     ".mlstate-ckpt table{margin:.2em 0 .6em 1.2em;border-collapse:collapse;font:inherit}"
-    ".mlstate-ckpt :is(td,th){text-align:left;vertical-align:top;padding:1px 1em 1px 0;"
+    ".mlstate-ckpt :is(td,th){text-align:left!important;vertical-align:top;padding:1px 1em 1px 0;"
     "font-weight:normal;border:0}"
     ".mlstate-ckpt th{opacity:.7}"
-    ".mlstate-ckpt .r{text-align:right;white-space:nowrap}"
+    ".mlstate-ckpt .r{text-align:right!important;white-space:nowrap}"
     ".mlstate-ckpt .good{color:#2f9e5b}.mlstate-ckpt .bad{color:#d64550}"
     + "".join(f".mlstate-ckpt .c{i}{{background:{c}}}" for i, c in enumerate(_COLOURS))
 )

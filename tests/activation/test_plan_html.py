@@ -20,6 +20,8 @@ def test_steps_of_a_block_and_equal_neighbours_are_a_phase():
         Phase(("save", "backward"), 3, 1, 5, 10),
     ]
     assert find_phases([]) == []
+    steps = [(kind, block) for block in (2, 1) for kind in ("save", "backward", "drop")]
+    assert find_phases(steps) == [Phase(("save", "backward", "drop"), 2, 1, 0, 5)]
 
 
 @pytest.mark.parametrize("blocks", [[0, 2], [0, 1, 0], [2, 1, 2]], ids=["gap", "back", "forth"])

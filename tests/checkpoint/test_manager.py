@@ -196,7 +196,9 @@ def remove_index(manager, step):
 
 def lie_in_index(manager, step):
     [index] = Path(manager.directory, "index").glob(f"{manager.checkpoint(step).generation}.*")
-    index.write_bytes(index.read_bytes().replace(b'"version":1', b'"version":2'))
+    lie = index.read_bytes().replace(b'"version":"1', b'"version":"2')
+    assert lie != index.read_bytes()
+    index.write_bytes(lie)
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["the same", "a new"])

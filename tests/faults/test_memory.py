@@ -10,6 +10,8 @@ import pytest
 import scenarios
 from test_faults import complain
 
+pytestmark = pytest.mark.long
+
 OBJECTS = {"library": "mlstate/_core.", "NumPy": "_multiarray_umath."}
 
 

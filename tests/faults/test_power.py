@@ -12,6 +12,8 @@ import pytest
 import replay
 import scenarios
 
+pytestmark = pytest.mark.long
+
 SEED = int(os.environ.get("MLSTATE_FAULTS_SEED", "20"))
 
 

@@ -79,7 +79,11 @@ def test_a_source_that_is_no_cache(shape):
         transition_kv_state(source, 12)
 
 
-@pytest.mark.parametrize("source", [None, 3, [[[[1.0]]]], "cache", b"cache", object()], ids=repr)
+@pytest.mark.parametrize(
+    "source",
+    [None, 3, [[[[1.0]]]], "cache", b"cache", object()],
+    ids=lambda value: type(value).__name__,
+)
 def test_a_source_that_is_no_array(source):
     with pytest.raises(TypeError, match="source_state must be a NumPy array or a torch tensor"):
         transition_kv_state(source, 12)

@@ -47,6 +47,8 @@ from mlstate import (
 )
 from mlstate.collectives._group_base import Engine
 
+pytestmark = pytest.mark.long
+
 MODULES = (
     mlstate,
     activation,

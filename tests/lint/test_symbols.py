@@ -28,6 +28,7 @@ def test_only_the_init_function_is_exported():
 
 
 @needs_nm
+@pytest.mark.long  # compiles the core
 def test_the_core_has_no_writable_data():
     if core_build.missing():
         pytest.skip(core_build.missing())

@@ -13,7 +13,10 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks"
 MIB = 1 << 20
 
-pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="needs a checkout")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not FOLDER.is_dir(), reason="needs a checkout"),
+]
 
 
 @pytest.fixture

@@ -551,7 +551,8 @@ def load_catalog(
             other = FormatError(f"{record.path}: the index of another checkpoint")
             other.path = os.path.join(folder, record.path)
             raise other
-    _check_patterns(folder, manifest, dict(zip(chosen, patterns_of(catalog), strict=True)))
+    if manifest.patterns is not None:
+        _check_patterns(folder, manifest, dict(zip(chosen, patterns_of(catalog), strict=True)))
     return catalog
 
 

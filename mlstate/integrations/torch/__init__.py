@@ -6,22 +6,29 @@ it meets a tensor; a fresh process that does neither before ``torch.load`` impor
 Each file here imports torch inside its functions.
 """
 
+from __future__ import annotations
+
 from ..._common.backend import register as _register_backend
 from . import _backend
-from ._activation.apply_plan import PlannedModel, apply_plan
-from ._activation.operators import OperatorProfile, operator_contexts, profile_operators
-from ._activation.peak_memory import MemoryUse, measure_peak
-from ._activation.profile_chain import profile_chain
-from ._activation.recompute_check import check_recompute
-from ._activation.step_memory import PlanUse, StepUse, measure_plan
-from ._activation.strategies import apply_strategy, cuda_memory
-from ._checkpoint.optimizer import optimizer_dict, optimizer_state
-from ._collectives.group import TorchGroup
-from ._gradients.ddp import all_reduce_with
-from ._gradients.fsdp2 import reduce_scatter_with
 from ._tensors.pickle import register as _register
 from ._tensors.pickle import restore_state  # noqa: F401  # torch files name it by this package
-from ._tensors.state import arrays_of, tensors_of
+
+TYPE_CHECKING = False  # importing typing takes milliseconds
+if TYPE_CHECKING:
+    from typing import Any
+
+    from ._activation.apply_plan import PlannedModel, apply_plan
+    from ._activation.operators import OperatorProfile, operator_contexts, profile_operators
+    from ._activation.peak_memory import MemoryUse, measure_peak
+    from ._activation.profile_chain import profile_chain
+    from ._activation.recompute_check import check_recompute
+    from ._activation.step_memory import PlanUse, StepUse, measure_plan
+    from ._activation.strategies import apply_strategy, cuda_memory
+    from ._checkpoint.optimizer import optimizer_dict, optimizer_state
+    from ._collectives.group import TorchGroup
+    from ._gradients.ddp import all_reduce_with
+    from ._gradients.fsdp2 import reduce_scatter_with
+    from ._tensors.state import arrays_of, tensors_of
 
 __all__ = [
     "MemoryUse",
@@ -46,6 +53,38 @@ __all__ = [
     "reduce_scatter_with",
     "tensors_of",
 ]
+
+# Loaded when they are first asked for: together they import most of mlstate.
+_NAMES = {
+    "_activation.apply_plan": ("PlannedModel", "apply_plan"),
+    "_activation.operators": ("OperatorProfile", "operator_contexts", "profile_operators"),
+    "_activation.peak_memory": ("MemoryUse", "measure_peak"),
+    "_activation.profile_chain": ("profile_chain",),
+    "_activation.recompute_check": ("check_recompute",),
+    "_activation.step_memory": ("PlanUse", "StepUse", "measure_plan"),
+    "_activation.strategies": ("apply_strategy", "cuda_memory"),
+    "_checkpoint.optimizer": ("optimizer_dict", "optimizer_state"),
+    "_collectives.group": ("TorchGroup",),
+    "_gradients.ddp": ("all_reduce_with",),
+    "_gradients.fsdp2": ("reduce_scatter_with",),
+    "_tensors.state": ("arrays_of", "tensors_of"),
+}
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return [*__all__]
+
 
 _register()
 _register_backend("torch", _backend)
