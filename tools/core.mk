@@ -42,6 +42,7 @@ syntax: $(patsubst %,%.checked,$(shell find csrc/core -name "*.c" | sort) $(TEST
 	@$(CC) $(FLAGS) -fsyntax-only $<
 
 run: tests
+	@[ -n "$(TESTS)" ] || { echo "core-test: no tests/core/**/test_$(ONLY).c" >&2; exit 1; }
 	@printf '%s\n' $(TESTS) | xargs -n 1 -P 2 env $(RUN)
 
 $(BUILD)/core/%.o: csrc/core/%.c tools/core.mk
