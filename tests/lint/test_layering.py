@@ -1,4 +1,4 @@
-"""Data flows one way: core <- bindings <- package <- integrations <- command line."""
+"""Dependencies point one way: core <- bindings <- package <- integrations <- command line."""
 
 import ast
 import re
@@ -16,8 +16,8 @@ POSIX = {
     "dirent", "fcntl", "pthread", "sched", "signal", "sys/auxv", "sys/file", "sys/mman",
     "sys/random", "sys/stat", "sys/sysctl", "sys/types", "sys/uio", "sys/utsname", "unistd",
 }
-LINUX = {"linux/futex", "sys/syscall", "sys/vfs"}  # each behind its own #if
-APPLE = {"mach/mach"}  # the same
+LINUX = {"linux/futex", "sys/syscall", "sys/vfs"}  # each within its own #if
+APPLE = {"mach/mach"}  # likewise
 INTRINSICS = {"arm_acle", "arm_neon", "cpuid", "immintrin", "nmmintrin", "wmmintrin", "x86intrin"}
 WINDOWS = {"windows"}
 # fmt: on
@@ -62,7 +62,7 @@ ALLOWED_BACK = {
     ("kv", "coreml"): "mlstate.kv has two functions of mlstate.coreml, imported on first use",
 }
 
-# Frameworks and tools that `import mlstate` must not need: only imported where used.
+# Frameworks and tools that `import mlstate` must not need: imported on use only.
 OPTIONAL = {
     "torch",
     "coremltools",
