@@ -99,7 +99,7 @@ def load_into(
     CompatibilityError
         Names, shapes or dtypes do not match. The message lists all mismatches in torch's
         words, as seen from the target, with both shapes. It proposes a `rename` if prefixes
-        explain the names. ``differences`` lists the mismatches as `Difference`s.
+        explain the names. ``differences`` lists them as `Difference` objects.
     ValueError
         A target is read-only, or shares memory with the source of a tensor. Only a target
         that is exactly its own source is allowed; it is left unchanged.
