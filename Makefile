@@ -1,15 +1,18 @@
-# Everything that one does in this repository.  `make help` lists the targets.
+# All tasks of this repository.  `make help` lists the targets.
 #
-# The environment is .venv, and mlstate is installed there in editable form: the folder
-# mlstate/ in this root would shadow an installed copy in every command that starts here,
-# so there is one package, with its compiled module inside, and Python files need no
-# reinstall.  `make wheel-test` is what tests the package as users install it.
+# The environment is .venv, and mlstate is installed there in editable form, because the folder
+# mlstate/ would shadow an installed copy in every command that starts in this root.  So there is
+# one package, which contains its compiled module, and changed Python files need no reinstall.
+# `make wheel-test` tests the package as users install it.
 #
-# Recipes are short; the work is in tools/.  Works with GNU make 3.81 (macOS) and later.
+# Recipes are short; scripts in tools/ do the work.  Needs GNU make 3.81 (macOS) or later.
 
 PYTHON ?= python3
 FUZZ_SECONDS ?= 60
 PYTEST_ARGS ?=
+# Some tests wait for other processes: one worker more than there are processors.
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+PARALLEL := -n $(WORKERS) --dist loadfile -q
 export CC FUZZ_SECONDS
 
 .DEFAULT_GOAL := help
@@ -20,18 +23,18 @@ export CC FUZZ_SECONDS
 VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --disable-pip-version-check install -qq
-# A stamp carries the folder's checksum: in a copied or moved checkout all is made again.
+# A stamp's name contains a checksum of the folder, so a copied or moved checkout is rebuilt.
 HERE := $(shell pwd | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.stamp-$(HERE)
-# Folders are listed too: their time changes when a file is added or deleted.
+# Folders are included because their time changes when a file is added or deleted.
 C_SOURCES := $(shell find csrc -type d -o -name '*.[ch]' -o -name '*.def')
 PLAIN := env -u MLSTATE_SANITIZE -u MLSTATE_COVERAGE -u MLSTATE_DEBUG -u MLSTATE_WERROR
-# Each MPI has a folder of its own: no two of them fit into one environment.
+# Each MPI has a separate folder, because one environment cannot hold two.
 MPI := build/mpi/mpich-$(HERE) build/mpi/openmpi-$(HERE)
 BENCHMARKS := $(filter-out %/bench_guard.py,$(wildcard benchmarks/bench_*.py))
 CORE_MK := $(MAKE) --no-print-directory -f tools/core.mk
 
-.PHONY: help demo test test-long test-hosts test-arm64 notebooks build core core-test lint format sanitize sanitize-slice tsan tsan-slice coverage \
+.PHONY: help demo test test-all test-hosts test-arm64 notebooks build core core-test lint format sanitize sanitize-slice tsan tsan-slice coverage \
 	faults faults-slice fuzz fuzz-slice bench bench-guard docs cross cross-slice wheel wheel-test wheel-slice install dev clean
 
 help: ## List the targets.
@@ -41,10 +44,10 @@ demo: install ## Install, then run the demo: real Core ML packages, no Core ML n
 	@$(RUN) -m mlstate demo --force
 
 test: $(STAMP)-test $(MPI) install ## Run the tests: C, Python, torch, coremltools and both MPIs.
-	@$(RUN) -m pytest $(PYTEST_ARGS)
+	@$(RUN) -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
-test-long: $(STAMP)-test $(MPI) install ## Run what `test` leaves out: more ranks, more engines.
-	@$(RUN) -m pytest -m long $(PYTEST_ARGS)
+test-all: $(STAMP)-test $(MPI) install ## Run the rest: more ranks and engines, leaks, faults.
+	@$(RUN) -m pytest $(PARALLEL) -m long $(PYTEST_ARGS)
 
 test-hosts: $(STAMP)-test $(MPI) install ## Run groups across two network namespaces (root).
 	@tools/test_hosts.sh $(RUN)

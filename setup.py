@@ -33,10 +33,10 @@ SANITIZERS = {
 
 
 def flags():
-    """Compiler and linker flags for the variant that the environment asks for."""
+    """Return compiler and linker flags for the variant selected by environment variables."""
     compile_args = ["-std=c11", "-ffp-contract=off", "-fvisibility=hidden", "-MMD", *WARNINGS]
     for foreign in (numpy.get_include(), sysconfig.get_path("include")):
-        compile_args += ["-isystem", foreign]  # their headers are not ours to warn about
+        compile_args += ["-isystem", foreign]  # no warnings about headers of other projects
     link_args = []
     if os.environ.get("MLSTATE_WERROR"):
         compile_args.append("-Werror")
@@ -60,12 +60,12 @@ def flags():
 
 
 def modified_ns(path):
-    """When a file was written."""
+    """Return the time of a file's last change."""
     return Path(path).stat().st_mtime_ns
 
 
 def is_current(obj):
-    """Whether an object is newer than the files that the compiler read for it."""
+    """Return whether an object is newer than the files that the compiler read for it."""
     try:
         rule = Path(obj).with_suffix(".d").read_text().replace("\\\n", " ")
         read = [name.replace("\\ ", " ") for name in re.split(r"(?<!\\)\s+", rule.strip())[1:]]
@@ -75,7 +75,7 @@ def is_current(obj):
 
 
 class IncrementalBuild(build_ext):
-    """Compile the changed sources of the one extension side by side."""
+    """Compile the changed sources of the extension in parallel."""
 
     def build_extensions(self):
         """Build as setuptools does, but with a thread for each processor."""
@@ -106,7 +106,7 @@ class IncrementalBuild(build_ext):
 
 
 def files(*patterns):
-    """Source files by pattern, in an order that is the same everywhere."""
+    """Return the source files that match the patterns, in a reproducible order."""
     return sorted(path.as_posix() for pattern in patterns for path in Path().glob(pattern))
 
 

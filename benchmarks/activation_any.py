@@ -1,7 +1,7 @@
-"""What schedules that are not persistent win on small chains, for `bench_activation.py`.
+"""The gain of non-persistent schedules on small chains, for `bench_activation.py`.
 
-Sizes and times are drawn at random; a budget lies anywhere between the least that a persistent
-schedule fits and what the plain run needs. Both planners work to the byte.
+Sizes and times are random; a budget is between the least that a persistent schedule fits and the
+memory of the plain run. Both planners are exact to the byte.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from harness import Report, Row, show
 from mlstate.activation import Chain, Plan, plan
 
 SIZES = (3, 4, 5, 6, 7, 8)
-CHAINS = 50  # of each size
+CHAINS = 50  # for each number of blocks
 
 
 @dataclass
 class Found:
-    """What was found for one number of blocks."""
+    """The results for one number of blocks."""
 
     persistent_us: list[float] = field(default_factory=list)
     any_us: list[float] = field(default_factory=list)
-    gains: list[float] = field(default_factory=list)  # of those that are faster
+    gains: list[float] = field(default_factory=list)  # of the faster schedules
 
 
 def random_chain(blocks: int, random: np.random.Generator) -> Chain:
-    """Draw a chain: blocks save one to four times what they hand on."""
+    """Draw a chain: a block saves one to four times the size of its output."""
     activations = random.integers(1, 100, blocks + 1)
     saved = (activations[1:] * random.uniform(1, 4, blocks)).astype(np.int64)
     forward = random.integers(1, 64, blocks)
@@ -60,7 +60,7 @@ def try_one(chain: Chain, random: np.random.Generator, found: Found) -> None:
 
 
 def any_chains(report: Report, quick: bool) -> list[str]:
-    """Compare both classes of schedules; return what it comes to."""
+    """Compare both classes of schedules; return the summary."""
     random = np.random.default_rng(20)
     rows, every = [], Found()
     count = CHAINS // 10 if quick else CHAINS

@@ -1,13 +1,12 @@
-"""Decisions of strategies beside plain Python, for `bench_activation.py`: ns for each of them.
+"""Decisions of strategies compared with plain Python, for `bench_activation.py`: ns a decision.
 
-The plain ones are written as the specification writes them. Each candidate is a function that
-asks `BLOCK` times in a row within a loop, as a model asks its strategy: by the attribute, with
-positional arguments, on an ndarray. The limit is a method of a Python class that returns False.
+The plain strategies follow the specification. Each candidate is a function that asks `BLOCK` times
+in a row in a loop, as a model asks its strategy: through the attribute, with positional arguments,
+on an ndarray. The limit is a method of a Python class that returns False.
 
-A turn takes some 50 us. In each round all candidates, the limit among them, take `TURNS` turns,
-one after the other in changing order, and the shortest of its turns is a candidate's time: what
-interrupts the machine meanwhile makes turns longer, of whichever candidate, and never shorter.
-Figures are medians over the rounds.
+A turn takes some 50 us. In each round all candidates, including the limit, take `TURNS` turns in
+changing order. A candidate's time is its shortest turn, because interruptions only make turns
+longer. Figures are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ SMALL, LARGE = np.zeros((4, 64), np.float32), np.zeros((8, 128, 256), np.float32
 
 
 class Empty:
-    """What any method of a Python class costs."""
+    """The cost of calling any method of a Python class."""
 
     def should_checkpoint(self, layer_id: str, activation: Any, layer_index: int) -> bool:
         return False
@@ -87,7 +86,7 @@ class Stats:
 
 
 class Tracker:
-    """Knows the memory already: it is not read for the plain strategy's every call."""
+    """Returns a constant: the plain strategy does not read the memory in every call."""
 
     def __init__(self) -> None:
         self.stats = Stats(1 << 30)
@@ -176,7 +175,7 @@ def names_of(count: int) -> list[str]:
 
 
 def same(plain: Any, ours: Any, names: list[str], passes: int = 2) -> None:
-    """Raise unless both decide alike; afterwards both know the layers."""
+    """Raise unless both decide alike; afterwards both have met the layers."""
     for turn in range(passes):
         for i, name in enumerate(names):
             activation = LARGE if i % 7 == 3 else SMALL
@@ -186,11 +185,11 @@ def same(plain: Any, ours: Any, names: list[str], passes: int = 2) -> None:
 
 
 def asking(strategy: Any, name: str, activation: Any, index: int, loops: int) -> Callable[[], None]:
-    """Return a function that asks ``loops * BLOCK`` times; its own loop costs next to nothing."""
+    """Return a function that asks ``loops * BLOCK`` times, with hardly any cost for its loop."""
     calls = "\n".join(["        strategy.should_checkpoint(name, activation, index)"] * BLOCK)
     source = f"def run():\n    for _ in range({loops}):\n{calls}\n"
     space = {"strategy": strategy, "name": name, "activation": activation, "index": index}
-    # arguments are locals, as they are in a user's loop
+    # the arguments are locals, as in a user's loop
     source = "def make(strategy, name, activation, index):\n" + "\n".join(
         f"    {line}" for line in source.splitlines()
     )
@@ -201,13 +200,13 @@ def asking(strategy: Any, name: str, activation: Any, index: int, loops: int) ->
 
 
 def in_turns(candidates: list[Candidate], rounds: int, unit: float) -> list[Row]:
-    """Time candidates: of each round, the shortest of the turns that they take in alternation."""
+    """Time candidates in alternation; the shortest of a round's turns counts."""
     samples: dict[str, list[float]] = {c.name: [] for c in candidates}
     order = random.Random(20)
     gc.collect()
     gc.disable()
     try:
-        for number in range(1 + rounds):  # the first one is to warm up
+        for number in range(1 + rounds):  # the first one warms up
             shortest = dict.fromkeys(samples, float("inf"))
             for _ in range(TURNS):
                 for candidate in order.sample(candidates, len(candidates)):
@@ -232,7 +231,7 @@ def table(
     loops: int,
     note: str = "",
 ) -> None:
-    """Time strategies on one question; the first is the baseline."""
+    """Time strategies with one set of arguments; the first is the baseline."""
     candidates = [
         Candidate(name, asking(strategy, *question, loops), baseline=number == 0, at_most=at_most)
         for number, (name, strategy, at_most) in enumerate(strategies)
@@ -244,7 +243,7 @@ def table(
 
 def decisions(report: Report, quick: bool, repeats: int) -> None:
     """Compare the five strategies with plain Python, and Smart at two numbers of layers."""
-    loops = 20  # 50 us: seldom interrupted, and long enough for the clock
+    loops = 20  # 50 us: rarely interrupted, and long enough for the clock
     few = names_of(FEW)
     question = (few[5], SMALL, 5)
     excluded = few[18:]
@@ -276,7 +275,7 @@ def decisions(report: Report, quick: bool, repeats: int) -> None:
 
 
 def many_layers(report: Report, quick: bool, repeats: int, loops: int) -> None:
-    """Smart and Selective on a model of many layers: the time must not grow with them."""
+    """Smart and Selective on a model of many layers: the time must not grow with their number."""
     count = MANY // 10 if quick else MANY
     names = names_of(count)
     ours, plain = SmartStrategy(), Smart()
@@ -284,7 +283,7 @@ def many_layers(report: Report, quick: bool, repeats: int, loops: int) -> None:
         ours.should_checkpoint(name, SMALL, i)
     same(plain, SmartStrategy(), names[:100])
     for i, name in enumerate(names):
-        if i >= 100:  # without its average over all, which takes a minute in all
+        if i >= 100:  # without its average over all layers, which takes a minute in total
             plain.layer_activation_sizes[name] = SMALL.nbytes
             plain.layer_access_counts[name] = 2
             plain.layer_info.append(SMALL.nbytes)
@@ -297,7 +296,7 @@ def many_layers(report: Report, quick: bool, repeats: int, loops: int) -> None:
 
 
 def other_ways(report: Report, repeats: int, loops: int) -> None:
-    """Compositions, and torch tensors where torch is installed."""
+    """Compositions, and torch tensors if torch is installed."""
     question = ("model.layers.5.attention", SMALL, 5)
     plain = Both(Interval(2), SizeBased(4096))
     ours = IntervalStrategy(2) & SizeBasedStrategy(4096)
@@ -313,7 +312,7 @@ def other_ways(report: Report, repeats: int, loops: int) -> None:
         return
 
     class Bytes:
-        """What torch takes for a tensor's bytes, in the shortest method there is."""
+        """The time that torch needs for a tensor's bytes, in the shortest possible method."""
 
         def should_checkpoint(self, layer_id: str, activation: Any, layer_index: int) -> bool:
             return bool(activation.nbytes)

@@ -1,4 +1,4 @@
-"""Models of `bench_activation.py`: a pyramid of convolutions, and a transformer of equal blocks."""
+"""Models for `bench_activation.py`: a pyramid of convolutions, a transformer of equal blocks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Transformer(nn.Module):
 
 @dataclass
 class Model:
-    """Blocks that run one after the other, and what enters them."""
+    """Blocks that run one after the other, and their input."""
 
     name: str
     blocks: list[nn.Module]
@@ -46,7 +46,7 @@ class Model:
 
 
 def pyramid(quick: bool) -> Model:
-    """Make 21 convolutions, each with BatchNorm and SiLU; every stage halves the sides."""
+    """Make 21 convolutions, each with BatchNorm and SiLU; every stage halves the image size."""
     torch.manual_seed(20)
     blocks: list[nn.Module] = []
     entering = 3
@@ -72,9 +72,9 @@ def transformer(quick: bool) -> Model:
 
 @dataclass
 class Clock:
-    """Blocks that ran in one step after their first run in it, and how long each took."""
+    """The blocks that a step recomputed, and how long each took."""
 
-    again: list[tuple[int, float]] = field(default_factory=list)  # a block's place, seconds
+    again: list[tuple[int, float]] = field(default_factory=list)  # index of a block, seconds
     seen: set[int] = field(default_factory=set)
 
     def reset(self) -> None:
@@ -83,7 +83,7 @@ class Clock:
 
 
 class Timed(nn.Module):
-    """A block that tells a clock how long it ran, also where its run is ended early."""
+    """A block that reports its run time to a clock, even if its run ends early."""
 
     def __init__(self, inner: nn.Module, place: int, clock: Clock) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Timed(nn.Module):
 
 
 class Seed(torch.autograd.Function):
-    """A loss that gives a fixed gradient, as new memory when it is asked for."""
+    """A loss with a fixed gradient, allocated on each backward pass."""
 
     @staticmethod
     def forward(ctx: Any, result: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -117,7 +117,7 @@ class Seed(torch.autograd.Function):
 def step_of(
     forward: Callable[[torch.Tensor], torch.Tensor], sample: torch.Tensor, gradient: torch.Tensor
 ) -> Callable[[], None]:
-    """Make a training step that takes its input as memory of its own and drops what it made."""
+    """Make a training step that owns its input and frees its results."""
 
     def step() -> None:
         entering = sample.clone()

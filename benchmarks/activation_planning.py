@@ -1,8 +1,8 @@
-"""How long planning takes, for `bench_activation.py`: mlstate beside a NumPy dynamic programme.
+"""The time of planning, for `bench_activation.py`: mlstate and a NumPy dynamic programme.
 
-The baseline is the recursion of Beaumont et al. ("Optimal checkpointing for heterogeneous
-chains", 2019) over segments of the chain, with one vector operation for all amounts of memory at
-a time.  Both give the schedule, not only its time, and both are simulated.
+The baseline is the recursion of Beaumont et al. ("Optimal checkpointing for heterogeneous chains",
+2019) over segments of the chain, with one vector operation for all amounts of memory at a time.
+Both return the schedule, not only its time, and both are simulated.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import mlstate
 from mlstate.activation import Chain, Plan, plan
 
 SLOTS = 500
-SHARES = (0.2, 0.6)  # of the way from the least budget to that of the plain run
+SHARES = (0.2, 0.6)  # position between the least budget and the memory of the plain run
 EXACT_BLOCKS = 50
 EXACT_AIM = 60.0  # ms
 AIMS = {24: 0.3, 100: 15.0, 500: 1500.0}  # ms
-NUMPY_MOST = 100  # blocks; more take NumPy minutes
+NUMPY_MOST = 100  # blocks; with more, NumPy takes minutes
 NOTE = "budget at 0: the least that a schedule fits, at 1: the plain run's peak; steps included"
 
 
 def random_chain(blocks: int, seed: int = 20) -> Chain:
-    """Draw a chain whose blocks differ in everything, sizes to the byte."""
+    """Draw a chain whose blocks differ in every figure, with sizes to the byte."""
     random = np.random.default_rng(seed)
     activations = random.integers(1 << 20, 1 << 26, blocks + 1)
     saved = activations[1:] + random.integers(0, 1 << 27, blocks)
@@ -41,7 +41,7 @@ def random_chain(blocks: int, seed: int = 20) -> Chain:
 
 
 class Table:
-    """The best time of each segment s..t for each amount of memory, input of s not counted."""
+    """The best time of each segment s..t for each amount of memory, without the input of s."""
 
     def __init__(self, chain: Chain, budget: int, slots: int) -> None:
         n = chain.blocks
@@ -91,7 +91,7 @@ class Table:
             np.minimum(best[low:], found, out=best[low:])
 
     def steps(self) -> list[tuple[str, int]]:
-        """Follow the choices from the whole chain with all memory but its input's."""
+        """Follow the choices from the whole chain, with all memory except its input's."""
         steps: list[tuple[str, int]] = []
         memory = self.slots - self.up(self.activation[0])
         todo: list[tuple[str, int, int, int]] = [("solve", 0, self.chain.blocks - 1, memory)]
@@ -128,7 +128,7 @@ def budgets(chain: Chain) -> list[int]:
 
 
 def planning(report: Report, quick: bool, repeats: int) -> list[str]:
-    """Time the planner; return whether the aims are reached."""
+    """Time the planner; return whether it reaches the aims."""
     verdicts: list[str] = []
     threads = mlstate.get_num_threads()
     try:
@@ -151,7 +151,7 @@ def with_threads(count: int) -> str:
 
 
 def ours(chain: Chain, budget: int, slots: int | None, threads: int) -> Candidate:
-    """Make a candidate that plans with so many threads."""
+    """Make a candidate that plans with this many threads."""
     return Candidate(
         with_threads(threads),
         lambda: plan(chain, budget, slots=slots),
@@ -162,7 +162,7 @@ def ours(chain: Chain, budget: int, slots: int | None, threads: int) -> Candidat
 def compare(
     chain: Chain, slots: int | None, peer: bool, repeats: int, threads: int, aim: float
 ) -> list[Row]:
-    """Time planners at both budgets, and look at what they plan."""
+    """Time the planners at both budgets, and compare their plans."""
     rows: list[Row] = []
     for share, budget in zip(SHARES, budgets(chain), strict=True):
         candidates = [ours(chain, budget, slots, n) for n in dict.fromkeys((1, threads))]
@@ -200,7 +200,7 @@ def to_the_byte(report: Report, repeats: int, threads: int) -> list[str]:
 
 
 def aims_of(rows: list[Row], title: str, aim: float, threads: int) -> list[str]:
-    """Judge the slower one of both budgets."""
+    """Judge the slower of both budgets."""
     slowest = max(row.median for row in rows if row.name.startswith(with_threads(threads)))
     verdict = "met" if slowest <= aim else "NOT MET"
     return [f"{title} <= {aim:g} ms: {show(slowest)} ms, {verdict}"]

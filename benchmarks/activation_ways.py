@@ -1,8 +1,8 @@
 """Ways to run a training step in less memory, for `bench_activation.py`.
 
-Each way runs the same blocks, so that parameters, gradients and buffers are the same tensors.
-Its step is measured three times over: memory by torch's allocator, the bits of all gradients
-against those of the plain run, and time, in turns with the other ways.
+Each way runs the same blocks, so that parameters, gradients and buffers are the same tensors. Its
+step is measured three times: memory by torch's allocator, the bits of all gradients compared with
+the plain run, and time, in turns with the other ways.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass
 class Way:
-    """One way to run the step, and what was measured of it."""
+    """One way to run the step, and its measurements."""
 
     name: str
     step: Callable[[], None]
-    clock: Clock | None = None  # None: its blocks cannot be timed one by one
+    clock: Clock | None = None  # None: its blocks cannot be timed separately
     predicted: Plan | None = None
     peak_bytes: int = 0
     gradients: str = ""
     buffers: str = ""
     seconds: list[float] = field(default_factory=list)
-    again: list[int] = field(default_factory=list)  # places of the blocks that ran again
+    again: list[int] = field(default_factory=list)  # indexes of the blocks that were recomputed
 
 
 def schedule(segments: list[tuple[int, int, bool]]) -> list[tuple[str, int]]:
-    """List the steps that torch takes: segments of blocks, each kept or run again as a whole."""
+    """List the steps that torch makes: segments of blocks, each kept or recomputed as a whole."""
     steps: list[tuple[str, int]] = []
     for begin, end, again in segments:
         for i in range(begin, end):
@@ -90,23 +90,23 @@ class Ways:
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
         self.chain = Chain.from_torch(plain, model.sample, repeats=15)
-        plain.eval()  # leaves the buffers as they are
+        plain.eval()  # so that the buffers do not change
         with torch.no_grad():
             self.gradient = torch.randn_like(plain(model.sample))
         plain.train()
         self.expected: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
-        # Blocks that are sequences of layers can be planned layer by layer, too.
+        # Blocks that are sequences of layers can also be planned layer by layer.
         sequences = [block for block in model.blocks if isinstance(block, nn.Sequential)]
         self.layers = [layer for block in sequences for layer in block]
         self.modules = [*model.blocks, *self.layers]
-        # All ways run the same modules again, only not the same ones: one time for each,
-        # whichever way it was that ran it, compares them by what they run.
+        # Ways recompute different sets of the same modules. One time for each module, measured over
+        # all ways, makes these sets comparable.
         self.module_seconds: list[list[float]] = [[] for _ in self.modules]
 
     # ---- the ways ----
 
     def timed(self, *, layers: bool = False) -> tuple[nn.Sequential, Clock]:
-        """Wrap the blocks anew, or the layers."""
+        """Wrap the blocks, or the layers, in timers."""
         clock = Clock()
         timed = [Timed(module, i, clock) for i, module in enumerate(self.modules)]
         return nn.Sequential(*timed[self.blocks :] if layers else timed[: self.blocks]), clock
@@ -118,7 +118,7 @@ class Ways:
         clock: Clock | None,
         predicted: Plan | None = None,
     ) -> None:
-        """Make a way, and measure what has to be measured only once."""
+        """Make a way, and take the measurements that are needed once."""
         way = Way(name, step_of(forward, self.model.sample, self.gradient), clock, predicted)
         self._check(way)
         gc.collect()
@@ -126,7 +126,7 @@ class Ways:
         self.ways[name] = way
 
     def as_torch_does(self, segments: list[tuple[int, int, bool]]) -> Plan:
-        """Say what the chain predicts for segments that are kept or run again."""
+        """Return the chain's prediction for segments that are kept or recomputed."""
         return Plan(self.chain, schedule(segments))
 
     def torch_ways(self) -> None:
@@ -147,7 +147,7 @@ class Ways:
         self.add(self.sequential, forward, clock, self.as_torch_does(segments))
 
     def compiled_ways(self) -> None:
-        """Add what torch's compiler makes of the model, where there is a compiler."""
+        """Add torch's compiled model, if a compiler is installed."""
         import torch._functorch.config as functorch
 
         for name, budget in ((COMPILED, 1.0), (BUDGET, 0.5)):
@@ -161,7 +161,7 @@ class Ways:
                 return
 
     def plans(self) -> None:
-        """Add the planner's schedules, at the peaks that were measured."""
+        """Add the planner's schedules, at the measured peaks."""
         for other, mine, layers in (
             (SECOND, AT_SECOND, LAYERS_SECOND),
             (self.sequential, AT_SEQUENTIAL, LAYERS_SEQUENTIAL),
@@ -187,7 +187,7 @@ class Ways:
     # ---- measuring ----
 
     def _check(self, way: Way) -> None:
-        """Run a step and compare the bits of what it leaves with those of the plain run."""
+        """Run a step and compare its bits with those of the plain run."""
         with torch.no_grad():
             for buffer, value in zip(self.buffers, self.begin, strict=True):
                 buffer.copy_(value)
@@ -202,7 +202,7 @@ class Ways:
         way.buffers = compared(buffers, self.expected[1])
 
     def measure(self, repeats: int) -> None:
-        """Let the ways take turns; the first round is to warm up."""
+        """Let the ways take turns; the first round warms up."""
         order = random.Random(20)
         ways = list(self.ways.values())
         gc.collect()
@@ -226,7 +226,7 @@ class Ways:
             gc.enable()
 
     def rows(self) -> dict[str, Row]:
-        """Turn what was measured into a table's rows."""
+        """Turn the measurements into rows of a table."""
         candidates = [Candidate(name, settle, baseline=name == PLAIN) for name in self.ways]
         samples = {name: [1e3 * s for s in way.seconds] for name, way in self.ways.items()}
         rows = rows_of(candidates, samples)
@@ -249,11 +249,11 @@ class Ways:
         return {row.name: row for row in rows}
 
     def again(self, name: str) -> float:
-        """Time of the modules that ran again, each by its median over all ways, in seconds."""
+        """Seconds of the recomputed modules, with the median over all ways for each module."""
         return sum(middle(self.module_seconds[place]) for place in self.ways[name].again)
 
     def extra(self, name: str) -> float:
-        """Median of what a step took longer than the plain step of its round, in seconds."""
+        """Median of the extra time over the plain step of the same round, in seconds."""
         pairs = zip(self.ways[name].seconds, self.ways[PLAIN].seconds, strict=True)
         return middle([a - b for a, b in pairs])
 
@@ -276,7 +276,7 @@ def compared(found: list[torch.Tensor], expected: list[torch.Tensor]) -> str:
 
 
 def decided(module: nn.Sequential, interval: int) -> Forward:
-    """Run blocks one by one, and those again of which a strategy says so."""
+    """Run blocks one by one; recompute those that a strategy selects."""
     strategy = IntervalStrategy(interval)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -291,7 +291,7 @@ def decided(module: nn.Sequential, interval: int) -> Forward:
 
 
 def in_segments(module: nn.Sequential, segments: int) -> Forward:
-    """Run all segments but the last one again."""
+    """Recompute all segments except the last."""
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         return checkpoint_sequential(module, segments, x, use_reentrant=False)
@@ -300,7 +300,7 @@ def in_segments(module: nn.Sequential, segments: int) -> Forward:
 
 
 def separate(module: nn.Module) -> Any:
-    """Return a function with code of its own: torch keeps what it compiles with the code."""
+    """Return a function with its own code object: torch stores compiled code there."""
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         return module(x)

@@ -1,9 +1,9 @@
 """Activation checkpointing: decisions of strategies, planning, and plans on models of torch.
 
 ``python benchmarks/bench_activation.py [--quick] [--json] [--only PART] [--repeats N]``; mlstate
-must be installed, torch takes part if it is.  Ways to run a model take turns in one process, in
-an order that is shuffled anew for every round; memory is what torch's allocator gave out, not
-what a plan predicts.  See docs/benchmarks.md.
+must be installed, torch takes part if it is.  Ways to run a model take turns in one process, in a
+new random order each round. Memory is measured by torch's allocator, not predicted by a plan.  See
+docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from mlstate.activation import (
 )
 
 FEW, MANY = 10, 100_000  # layers
-BLOCK = 50  # decisions in a row of `asking`
-SAME_TIME = 1.2  # what may differ between few and many layers
+BLOCK = 50  # consecutive decisions in `asking`
+SAME_TIME = 1.2  # the most by which few and many layers may differ
 
 MAKERS: tuple[tuple[str, Callable[[list[str]], Any], float], ...] = (
     ("Interval", lambda names: IntervalStrategy(2), 60),
@@ -44,14 +44,14 @@ MAKERS: tuple[tuple[str, Callable[[list[str]], Any], float], ...] = (
 
 @dataclass
 class Run:
-    """What all parts share."""
+    """Shared by all parts."""
 
     report: Report
     quick: bool
     repeats: int | None
 
     def rounds(self, many: int, few: int) -> int:
-        """Say how many rounds a part has."""
+        """Return the number of rounds of a part."""
         return self.repeats or (few if self.quick else many)
 
     def judge(self, lines: list[str]) -> None:
@@ -67,11 +67,11 @@ def met(good: bool) -> str:
 
 # ---- decisions ----
 
-EMPTY_NS = 39  # what an empty call takes where these aims were set
+EMPTY_NS = 39  # the time of an empty call on the machine for which these aims were set
 
 
 def deciding(run: Run) -> None:
-    """Compare decisions with plain Python's, and those of few layers with those of many."""
+    """Compare decisions with plain Python, and few layers with many."""
     before = len(run.report.tables)
     decisions(run.report, run.quick, run.rounds(15, 7))
     made: list[Any] = run.report.tables[before:]
@@ -83,7 +83,7 @@ def deciding(run: Run) -> None:
     ]
     said = "met" if not slower else f"NOT MET: {'; '.join(slower)}"
     lines = [f"no decision is slower than plain Python's: {said}"]
-    for table in made:  # the aims were set where an empty call took that long
+    for table in made:  # the aims are for a machine with this time of an empty call
         for row in table["rows"]:
             if row["to_reach"] is not None:
                 scaled, aim = row["times_limit"] * EMPTY_NS, float(row["to_reach"].split()[1][:-1])
@@ -97,7 +97,7 @@ def deciding(run: Run) -> None:
 
 
 def layers(run: Run) -> None:
-    """Ask about one layer of few, and of many that the strategy has met."""
+    """Ask about one layer of few, and of many that the strategy has already met."""
     loops = 20 if run.quick else 200
     activation = np.zeros((4, 64), np.float32)
     candidates = []
@@ -129,7 +129,7 @@ def met_before(strategy: Any, names: list[str], activation: Any) -> Any:
 
 
 def in_turn(run: Run) -> None:
-    """Ask about all layers in turn, as a model does: names and tables leave the cache."""
+    """Ask about all layers in turn, as a model does: names and tables drop out of the cache."""
     activation = np.zeros((4, 64), np.float32)
     candidates = []
     count = MANY // 10 if run.quick else MANY
@@ -194,7 +194,7 @@ def on_model(run: Run, name: str) -> None:
 
 
 def verdicts_of(ways: Any, aim: float | None) -> list[str]:
-    """Compare plans with what has the same peak."""
+    """Compare plans with other ways that have the same peak."""
     from activation_ways import LAYERS_SECOND, MINE, SECOND
 
     lines = []

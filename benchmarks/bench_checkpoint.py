@@ -1,11 +1,10 @@
-"""Checkpoints beside safetensors, torch.save, torch DCP, np.savez and plain reads and writes.
+"""Checkpoints compared with safetensors, torch.save, torch DCP, np.savez and plain I/O.
 
-``python benchmarks/bench_checkpoint.py [--quick] [--json] [--only PART] [--repeats N]
-[--folder FOLDER] [--memory-folder FOLDER]``; mlstate must be installed, torch and safetensors
-take part if they are.  PART is a state (A or B), an operation, both (``A.save``), or crc.  Needs
-some 8 GB on the disk and 16 GB of memory, the system's cache among it; ``--quick`` takes states
-of a few MB and leaves out processes of ranks, to see that all works.
-See docs/benchmarks.md.
+``python benchmarks/bench_checkpoint.py [--quick] [--json] [--only PART] [--repeats N] [--folder
+FOLDER] [--memory-folder FOLDER]``; mlstate must be installed, torch and safetensors take part if
+they are.  PART is a state (A or B), an operation, both (``A.save``), or crc.  Needs about 8 GB of
+disk and 16 GB of memory, including the page cache; ``--quick`` uses states of a few MB and no rank
+processes, as a smoke test. See docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from turns import Aim, take_turns
 
 import mlstate
 
-MANY = 1000  # arrays; with more of them, not everything that takes long is shown
+MANY = 1000  # arrays; states with more skip the slowest ways
 RAW_FILE = "raw: one file, pwrite + fsync"
 RAW_UNSYNCED = "raw: one file, pwrite"
 RAW_DIRECT = "raw: one file, O_DIRECT + fsync"
@@ -67,7 +66,7 @@ LAZY, VERIFY = f"{OURS}.load(mmap=True)", f"{OURS}.checkpoint.verify"
 
 @dataclass
 class Run:
-    """Options and what the parts share."""
+    """Options and values shared by the parts."""
 
     report: Report
     repeats: int
@@ -81,19 +80,19 @@ class Run:
     ranks: dict[str, Ranks] = field(default_factory=dict)
 
     def places(self) -> list[tuple[str, Path]]:
-        """The disk, and memory where there is a file system in it."""
+        """The disk, and memory if there is a file system in it."""
         found = [("disk", self.disk)]
         return found if self.memory is None else [*found, ("tmpfs", self.memory)]
 
     def enter(self, letter: str) -> None:
-        """Make a state and all that saves it."""
+        """Make a state and everything that saves it."""
         self.leave()
         self.letter, self.state = letter, STATES[letter](self.quick)
         self.raw = Raw(self.state)
         self.ways = {name: way(self.state) for name, way in ways().items()}
 
     def leave(self) -> None:
-        """Give everything back."""
+        """Release everything."""
         for ranks in self.ranks.values():
             ranks.close()
         self.ranks = {}
@@ -101,11 +100,11 @@ class Run:
         gc.collect()
 
     def has_ranks(self) -> bool:
-        """Whether torch DCP takes part with processes of its own."""
+        """Whether torch DCP takes part with rank processes."""
         return Dcp.name in self.ways and not self.quick
 
     def group(self, name: str) -> Ranks:
-        """Processes that are ranks of torch DCP."""
+        """The processes that are ranks of torch DCP."""
         if name not in self.ranks:
             world = 2 if name == TWO_RANKS else RANKS
             fake = name == EIGHT_RANKS
@@ -129,7 +128,7 @@ class Run:
         return rows
 
     def judge(self, verdicts: list[str]) -> None:
-        """Say what was reached, below the last table; small states prove nothing."""
+        """Print the verdicts after the last table; small states prove nothing."""
         if not self.quick:
             self.report.judge(verdicts)
 
@@ -138,7 +137,7 @@ class Run:
 
 
 def raw_saves(raw: Raw, folder: Path, before: Action, disk: bool) -> list[Candidate]:
-    """What the system needs to write the bytes."""
+    """The system calls that write the same bytes."""
     target = folder / "x"
     one = partial(raw.write_one, target)
     found = [
@@ -198,7 +197,7 @@ def save_aims(letter: str) -> list[Aim]:
 
 
 def again(run: Run) -> None:
-    """Save once more what has not changed, and count what is written."""
+    """Save the unchanged state again, and count the bytes written."""
     way = run.ways.get(OURS)
     if way is None:
         return
@@ -227,7 +226,7 @@ def again(run: Run) -> None:
 
 
 def store(run: Run, folder: Path, *, ranks: bool = False) -> dict[str, Path]:
-    """Save in every way and let the system's cache hold all of it."""
+    """Save in every way, and read all files into the page cache."""
     clear(folder)
     paths = {RAW_READ: folder / "raw"}
     run.raw.write_one(paths[RAW_READ], durable=False)
@@ -245,7 +244,7 @@ def store(run: Run, folder: Path, *, ranks: bool = False) -> dict[str, Path]:
 
 
 def loading(run: Run) -> None:
-    """Load everything into memory that is the caller's."""
+    """Load everything into memory that the caller provides."""
     for place, folder in run.places():
         full = place == "disk"
         if not full:
@@ -331,7 +330,7 @@ def verifying(run: Run, paths: dict[str, Path]) -> None:
 
 
 def memory(run: Run) -> None:
-    """Measure the peak of memory of one call, each in a process of its own."""
+    """Measure the peak of memory of single calls, each in a new process."""
     size = bytes_of(run.state.values()) / (1 << 20)
     report, lines = run.report, []
     report.say(f"\n{run.title('peak of memory')}")
@@ -376,7 +375,7 @@ PARTS: dict[str, Callable[[Run], None]] = {
 
 
 def wanted(only: str | None) -> list[tuple[str, list[str]]]:
-    """Return states and their parts."""
+    """Return the states and parts to run."""
     letter, _, part = (only or "").rpartition(".")
     if only in STATES:
         letter, part = only, ""

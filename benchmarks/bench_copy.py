@@ -1,8 +1,8 @@
-"""Large copies with each way to store: what a wrong choice costs, and what reading next costs.
+"""Large copies with each store instruction: the cost of a wrong choice, and of a read afterwards.
 
-`MLSTATE_COPY` is read at import, so each way has a process of its own, and so does NumPy.  The
-processes take turns: one call each per round, in a shuffled order.  A row with "then read" reads
-the result once after the copy, as attention reads a cache.
+`MLSTATE_COPY` is read at import, so each way has its own process, and so does NumPy.  The processes
+take turns: one call each per round, in a shuffled order.  A row with "then read" reads the result
+once after the copy, as attention reads a cache.
 
 Run one row with ``python benchmarks/bench_copy.py --only transition``.
 """
@@ -56,7 +56,7 @@ def load_calls(case: str) -> dict[str, Callable[[], object]]:
 
 
 def cache_calls(case: str) -> dict[str, Callable[[], object]]:
-    """mlstate's and NumPy's transition into a cache that exists."""
+    """mlstate's and NumPy's transition into an existing cache."""
     from mlstate.kv import compact_kv_state, transition_kv_state
 
     shape = tuple(int(n) for n in case.partition("(")[2].partition(")")[0].split(", "))

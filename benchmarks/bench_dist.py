@@ -1,11 +1,10 @@
 """Gradients across two ranks: mlstate's engines, gloo, MPI, DDP and FSDP2.
 
-Each engine has two processes that are started first and then take turns, in an order that is
-shuffled anew for every round; those that have no turn sleep.  A figure is what the slower of
-the two ranks took, from a barrier of both.  All make the gradients of GPT-2 small, 148
-parameters and 124 million elements, in memory that is warm: buffers and results are those of
-the step before.  The limit is a C loop that adds up as many gradients which lie in memory
-that both ranks share, so that nothing is sent: each rank sums its half.
+Each engine has two processes, which are started first and then take turns in a new random order
+each round; the others sleep. A figure is the time of the slower rank, measured from a barrier. All
+use the gradients of GPT-2 small, 148 parameters and 124 million elements, in warm memory: buffers
+and results of the previous step are reused. The limit is a C loop that adds the same gradients in
+shared memory, so that nothing is sent: each rank sums its half.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ MPICH = "MPICH: 25 MB buckets"
 
 @dataclass
 class Turn:
-    """A candidate: which engine goes which way."""
+    """A candidate: an engine and a way."""
 
     name: str
     engine: str
@@ -52,7 +51,7 @@ class Turn:
 
 @dataclass
 class Aim:
-    """A row that is to be so many times as fast as another, or at most so many times slower."""
+    """The ratio that a row must reach over another one, or may not exceed."""
 
     row: str
     other: str
@@ -60,7 +59,7 @@ class Aim:
     limit: bool = False
 
     def text(self, rows: dict[str, Row]) -> str:
-        """Say whether it is reached."""
+        """Return the verdict as text."""
         if self.row not in rows or self.other not in rows:
             return f"{self.row}, against {self.other}: not measured"
         ratio = rows[self.row].median / rows[self.other].median
@@ -72,7 +71,7 @@ class Aim:
 
 
 class Run:
-    """What all parts share."""
+    """Shared by all parts."""
 
     def __init__(self, report: Report, quick: bool, repeats: int, folder: Path) -> None:
         self.report = report
@@ -83,7 +82,7 @@ class Run:
         self.met: list[str] = []
 
     def start(self) -> None:
-        """Start all engines that are here."""
+        """Start all engines that are installed."""
         for engine in ENGINES:
             reason = reason_against(engine)
             try:
@@ -100,7 +99,7 @@ class Run:
         self.jobs.clear()
 
     def ask(self, engine: str, command: str, *arguments: Any) -> list[Any] | None:
-        """Ask an engine that is still there; one that fails leaves the benchmark."""
+        """Send a command to a running engine; an engine that fails is dropped."""
         if engine not in self.jobs:
             return None
         try:
@@ -115,7 +114,7 @@ class Run:
     def measure(
         self, dtype: str, turns: list[Turn], *, small: bool = False, rounds: int = 0
     ) -> dict[str, Row]:
-        """Make the ways, let them take turns in that many rounds, and return their rows."""
+        """Make the ways, let them take turns, and return their rows."""
         rounds = rounds or self.repeats
         engines = [e for e in ENGINES if e in self.jobs and any(t.engine == e for t in turns)]
         told: dict[tuple[str, str], dict[str, Any]] = {}
@@ -164,7 +163,7 @@ class Run:
         self.report.judge([aim.text(rows) for aim in aims])
 
     def size(self, dtype: str, *, small: bool = False) -> str:
-        """Say how much there is to reduce."""
+        """Describe the amount of data to reduce."""
         shapes = small_ones(shapes_of(self.quick)) if small else shapes_of(self.quick)
         count = sum(prod(shape) for shape in shapes.values())
         size = count * DTYPES[dtype].itemsize
@@ -176,7 +175,7 @@ class Run:
 
 
 def reducing(run: Run, dtype: str) -> None:
-    """Compare reduce-scatters of gradients that are there."""
+    """Compare reduce-scatters of gradients that exist."""
     turns = [
         Turn(LIMIT, "local", "limit", limit=True),
         Turn(HOOK, "local", "ours hook"),
@@ -216,7 +215,7 @@ def backwards(run: Run, dtype: str) -> None:
 
 
 def small(run: Run) -> None:
-    """Compare what many small parameters cost."""
+    """Compare the cost of many small parameters."""
     turns = [
         Turn("mlstate LocalGroup: hook", "local", "ours hook", at_most=2),
         Turn("mlstate LocalGroup: a bucket each", "local", "ours each"),
@@ -232,11 +231,11 @@ def small(run: Run) -> None:
 
 
 def guard(run: Run) -> None:
-    """Measure what agreeing costs, of a step that reduces gradients and does nothing else.
+    """Measure the cost of the consistency check, for a step that only reduces gradients.
 
-    The messages alone are more than that: where packing goes on meanwhile, part of the wait
-    for them is hidden.  So the cost is the difference between steps with and without them,
-    each pair one round, of which there are many; what a round disturbs moves one pair only.
+    The messages alone take longer, but part of the wait for them overlaps with packing. So the cost
+    is the difference between steps with and without messages. Each pair is one of many rounds; a
+    disturbance affects one pair only.
     """
     for engine, name in (("local", "LocalGroup"), ("gloo", "TorchGroup over gloo")):
         turns = []
@@ -252,7 +251,7 @@ def guard(run: Run) -> None:
 
 
 def share(rows: dict[str, Row], with_them: str, without: str) -> str:
-    """Say what messages add to a step, of which both rows have a value for each round."""
+    """Return the share of messages in a step; both rows have a value for each round."""
     pairs = zip(rows[with_them].values, rows[without].values, strict=True)
     added = [100 * (more - less) / less for more, less in pairs]
     low, middle, high = quantiles(added, n=4)
@@ -267,7 +266,7 @@ def met(good: bool) -> str:
 
 
 def compression(run: Run) -> None:
-    """Measure gradients that travel in fewer bytes, where memory is the connection."""
+    """Measure gradient compression between ranks that share memory."""
     turns = [
         Turn("as they are", "local", "ours", baseline=True),
         Turn("bfloat16", "local", "compressed bfloat16"),
@@ -291,7 +290,7 @@ def accumulator(run: Run) -> None:
 
 
 def both(part: Callable[[Run, str], None]) -> Callable[[Run], None]:
-    """Run a part for each dtype."""
+    """Run a part for both dtypes."""
 
     def of_each(run: Run) -> None:
         for dtype in DTYPES:
@@ -323,7 +322,7 @@ def options() -> argparse.Namespace:
 
 
 def interrupted(*_: object) -> None:
-    """Let jobs be ended on the way out."""
+    """End all jobs on an interrupt."""
     raise SystemExit(143)
 
 
@@ -335,7 +334,7 @@ def main() -> None:
     chosen = [given.only] if given.only else list(PARTS)
     repeats = given.repeats or (2 if given.quick else 5)
     began = time.perf_counter()
-    # in memory if there is such a folder: the limit's arrays lie in it
+    # in memory if possible, because the limit's arrays are in this folder
     shared = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=shared, prefix="bench-dist-") as folder:
         run = Run(report, given.quick, repeats, Path(folder))

@@ -1,7 +1,7 @@
-"""One state file beside safetensors and plain writes: see docs/benchmarks.md.
+"""One state file compared with safetensors and plain writes: see docs/benchmarks.md.
 
-``python benchmarks/bench_file.py [--quick] [--json]``; mlstate must be installed,
-safetensors takes part if it is.  Files go to the folder for temporary files (TMPDIR).
+``python benchmarks/bench_file.py [--quick] [--json]``; mlstate must be installed, safetensors takes
+part if it is.  Files go to the folder for temporary files (TMPDIR).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def read_raw(path: Path, target: np.ndarray) -> None:
 
 
 def save_safetensors(state: dict[str, np.ndarray], path: Path, durable: bool) -> None:
-    """Save as most programs do, or with the fsync that they leave out."""
+    """Save as most programs do, or with the fsync that they omit."""
     safetensors.save_file(state, path)
     if durable:
         sync(path)
@@ -78,7 +78,7 @@ def saving(report: Report, state: dict[str, np.ndarray], folder: Path, repeats: 
 
 
 def loading(report: Report, state: dict[str, np.ndarray], folder: Path, repeats: int) -> None:
-    """Time reading files that are in the system's cache."""
+    """Time reading files from the page cache."""
     ours, raw = folder / "ours.safetensors", folder / "raw"
     mlstate.save_file(state, ours)
     write_raw(state, raw, False)

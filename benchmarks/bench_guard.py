@@ -1,13 +1,13 @@
-"""The guard: no operation that moves bytes is slower than the simple way that it replaces.
+"""The guard: no operation that moves bytes is slower than the simple code it replaces.
 
 ``python benchmarks/bench_guard.py [--quick] [--json] [--store] [--only TEXT] [--list]``; mlstate
-must be installed; torch, safetensors and ml_dtypes take part if they are. Each operation runs
-beside the NumPy, torch or memcpy line that it replaces (`guard_rows.py`, `guard_ranks.py`,
-`guard_files.py`, or ``--list``), paired and interleaved in one process. The exit status is 1, and
-the rows are named, if the upper 95 % bound of the median of (simple time / our time) is below
-0.95, or if an operation on at most 1 MiB costs more than 5 us + 1 us per tensor over the simple
-way. An operation on files or with several threads has a fixed cost beside that (`fixed_us`); up
-to 4 MiB it may have that cost or the ratio. See docs/benchmarks.md.
+must be installed; torch, safetensors and ml_dtypes take part if they are. Each operation runs in
+pairs with the NumPy, torch or memcpy line that it replaces (`guard_rows.py`, `guard_ranks.py`,
+`guard_files.py`, or ``--list``), interleaved in one process. The exit status is 1, and the rows are
+named, if the upper 95 % bound of the median of (simple time / our time) is below 0.95, or if an
+operation on at most 1 MiB costs more than 5 us + 1 us per tensor over the simple way. An operation
+on files or with several threads has an additional fixed cost (`fixed_us`); up to 4 MiB either that
+cost or the ratio must hold. See docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from turns import join_freed_memory
 
 import mlstate
 
-# of rounds after which an undecided pair stays open, by bytes
+# time after which an undecided pair stays open, by bytes
 SECONDS = {64 * KIB: 0.3, MANY * KIB: 0.3, MIB: 0.3, 4 * MIB: 0.5, 16 * MIB: 0.8, 64 * MIB: 1.2}
 LONG_SECONDS = 2.0  # for anything larger
 QUICK_BYTES = 16 * MIB
@@ -85,7 +85,7 @@ def measure_size(
 def confirmed(
     operation: Operation, rows: list[dict[str, Any]], shape: tuple[int, int]
 ) -> list[dict[str, Any]]:
-    """Measure rows again that are slow: they stay slow only if the second run agrees.
+    """Measure slow rows again: they stay slow only if the second run agrees.
 
     The second run has new arrays. It replaces a row whose verdict it does not confirm.
     """
@@ -148,10 +148,10 @@ def run(report: Report, operations: list[Operation], options: argparse.Namespace
 
 
 def warm_memory(operations: list[Operation], options: argparse.Namespace) -> None:
-    """Touch as much memory as the largest rows take.
+    """Touch as much memory as the largest rows need.
 
-    A virtual machine gets memory from its host when it is first touched, which takes several
-    times as long as any later use of the same memory.
+    A virtual machine gets memory from its host on first use, which takes several times as long as
+    any later use.
     """
     sizes = [n for o in operations for n, _ in shapes_of(o, options.quick)]
     largest = max(

@@ -1,8 +1,8 @@
-"""Each kernel with each instruction set that this processor offers: which variants pay?
+"""Each kernel with each instruction set of this processor: which variants are worth having?
 
-`MLSTATE_CPU` is read at import, so each instruction set has a process of its own.  The processes
-take turns: one call each per round, in a shuffled order.  All data fits the second-level cache,
-where the differences are largest; one thread.
+`MLSTATE_CPU` is read at import, so each instruction set has its own process.  The processes take
+turns: one call each per round, in a shuffled order.  All data fits the second-level cache, where
+the differences are largest; one thread.
 
 Run one row with ``python benchmarks/bench_kernels.py --only diff``.
 """
@@ -51,7 +51,7 @@ def values(name: str, seed: int) -> np.ndarray:
 
 
 def plan_call() -> Callable[[], object]:
-    """Plan a chain of 60 blocks for half of what they save."""
+    """Plan a chain of 60 blocks for half of its saved bytes."""
     from activation_planning import random_chain
 
     from mlstate.activation import plan

@@ -1,7 +1,7 @@
-"""KV-cache transitions beside NumPy, torch and the limit of memory: see docs/benchmarks.md.
+"""KV-cache transitions compared with NumPy, torch and memory speed: see docs/benchmarks.md.
 
-``python benchmarks/bench_kv.py [--quick] [--json] [--only PART]``; mlstate must be
-installed, torch and ml_dtypes take part if they are.
+``python benchmarks/bench_kv.py [--quick] [--json] [--only PART]``; mlstate must be installed, torch
+and ml_dtypes take part if they are.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LARGE = (28, 8, 2048, 128)
 
 
 def use_threads(threads: int) -> None:
-    """Set our threads, and let the new ones start outside the timed part."""
+    """Set mlstate's threads, and let new ones start outside of the timed part."""
     if mlstate.get_num_threads() != threads:
         mlstate.set_num_threads(threads)
         cache = np.zeros((4, 1, 1024, 512), np.float16)
@@ -57,7 +57,7 @@ def use_threads(threads: int) -> None:
 
 
 def use_torch_threads(threads: int) -> None:
-    """Do the same for torch's."""
+    """Do the same for torch."""
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
         torch.ones(1 << 21).add_(1)
@@ -70,7 +70,7 @@ def random_cache(shape: tuple[int, ...], dtype: object) -> np.ndarray:
 
 
 def torch_source(source: np.ndarray) -> object:
-    """Make a tensor over the array's memory, bfloat16 too."""
+    """Make a tensor over the array's memory, also for bfloat16."""
     if source.dtype.name == "bfloat16":
         return torch.from_numpy(source.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(source)
@@ -79,7 +79,7 @@ def torch_source(source: np.ndarray) -> object:
 def torch_rows(
     how: str, source: np.ndarray, length: int, position: int, dtype: object
 ) -> list[Candidate]:
-    """Make torch's candidates: one thread and, where it differs, its default."""
+    """Make torch's candidates: one thread and, if different, its default."""
     if torch is None:
         return []
     tensor = torch_source(source)
@@ -103,9 +103,9 @@ def count_threads(count: int) -> str:
 def mlstate_rows(
     name: str, make: Callable[[], Callable[[], object]], at_least: float | None = None
 ) -> list[Candidate]:
-    """Make our candidates: one thread and the default; the target is for the default.
+    """Make mlstate's candidates: one thread and the default; the target is for the default.
 
-    Each has a call, and so an `out`, of its own: what another core wrote comes slowly.
+    Each has its own call and `out`, because lines that another core wrote arrive slowly.
     """
     return [
         Candidate(
@@ -130,7 +130,7 @@ def transition(
     fresh_target: float | None = None,
     reserve: bool = False,
 ) -> None:
-    """Time one transition in every way there is."""
+    """Time one transition in every available way."""
     compact = length < shape[2]
     used = shape[2] if position is None else position
     kind, wanted = np.dtype(dtypes[0]), np.dtype(dtypes[1])
@@ -170,7 +170,7 @@ def transition(
 
 
 def reserving(source: np.ndarray, length: int) -> Candidate:
-    """Make the candidate that raises a KVState's capacity; it needs a new one each time."""
+    """Make the candidate that raises a KVState's capacity; each call needs a new one."""
     kept: list[KVState] = []
 
     def prepare() -> None:
@@ -182,12 +182,12 @@ def reserving(source: np.ndarray, length: int) -> Candidate:
 
 
 def mib(size: int) -> str:
-    """Bytes in MiB."""
+    """Convert bytes to MiB."""
     return f"{size / (1 << 20):.4g} MiB"
 
 
 def growth(report: Report, repeats: int) -> None:
-    """Time growth inside reserved capacity, and show that nothing is copied."""
+    """Time growth within reserved capacity, and check that nothing is copied."""
     rows = []
     for shape, filled in (
         ((36, 1, 256, 256), True),
@@ -210,7 +210,7 @@ def growth(report: Report, repeats: int) -> None:
         ) -> None:
             if filled:
                 state.resize(shape[2])
-            elif state.seq_length > shape[2]:  # shrinking zeroes: it would touch it all
+            elif state.seq_length > shape[2]:  # shrinking writes zeros, which would touch all pages
                 state.__init__(shape, 2 * shape[2], np.float16)  # type: ignore[misc]
 
         name = f"{shape} -> {long}: {mib(state.nbytes)} more"
@@ -231,13 +231,13 @@ def growth(report: Report, repeats: int) -> None:
 
 
 def layout(state: KVState) -> tuple[int, tuple[int, ...]]:
-    """Where an element of the cache lies."""
+    """The byte offset of an element of the cache."""
     array = state.array
     return array.ctypes.data, array.strides
 
 
 def repeated(call: Callable[[], object], times: int = 100) -> Callable[[], None]:
-    """Call what is too short for the clock many times."""
+    """Repeat a call that is too short for the clock."""
 
     def run() -> None:
         for _ in range(times):
@@ -284,7 +284,7 @@ def masks(report: Report, repeats: int) -> None:
 
 
 def child(*arguments: str, cache: str | None = None) -> str:
-    """Run Python in a new process, its bytecode in `cache`, and return what it prints."""
+    """Run Python in a new process, its bytecode in `cache`, and return its output."""
     environment = dict(os.environ)
     if cache is not None:
         environment["PYTHONPYCACHEPREFIX"] = cache
@@ -336,7 +336,7 @@ print((between - start) * 1e3, (time.perf_counter() - between) * 1e3)
 
 
 def importing(report: Report, repeats: int) -> None:
-    """Time imports in new processes, which take turns, with bytecode as pip leaves it."""
+    """Time imports in new processes, which take turns, with bytecode as pip installs it."""
     numpy_ms: list[float] = []
     samples: dict[str, list[float]] = {"import mlstate": [], "import safetensors.numpy": []}
     if not has("safetensors"):

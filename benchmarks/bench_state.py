@@ -1,7 +1,7 @@
-"""State dicts beside dict, the specification's algorithms, NumPy and torch.
+"""State dicts compared with dict, the specification's algorithms, NumPy and torch.
 
-``python benchmarks/bench_state.py [--quick] [--json] [--only PART]``; mlstate must be
-installed, torch and ml_dtypes take part if they are.  See docs/benchmarks.md.
+``python benchmarks/bench_state.py [--quick] [--json] [--only PART]``; mlstate must be installed,
+torch and ml_dtypes take part if they are.  See docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ GIGABYTE = 1_000_000_000
 
 libc = ctypes.CDLL(None)
 Arrays = dict[str, np.ndarray]
-Job = tuple[int, int, int]  # two addresses and how many bytes
+Job = tuple[int, int, int]  # two addresses and the number of bytes
 for function in (libc.memcmp, libc.memmove):
     function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
@@ -81,7 +81,7 @@ def address(array: np.ndarray) -> int:
 
 
 def share_out(jobs: list[Job], threads: int) -> list[list[Job]]:
-    """Give each thread a part of every large job, and every n-th of the small ones."""
+    """Give each thread a part of every large job, and every n-th of the small jobs."""
     shares: list[list[Job]] = [[] for _ in range(threads)]
     for turn, (one, other, size) in enumerate(jobs):
         if size < 1 << 20:
@@ -95,7 +95,7 @@ def share_out(jobs: list[Job], threads: int) -> list[list[Job]]:
 
 
 def by_threads(function: Callable[..., object], jobs: list[Job], threads: int) -> Callable:
-    """Call a function of the C library for each job, by so many threads."""
+    """Call a function of the C library for each job, with this many threads."""
 
     def work(share: list[Job]) -> None:
         for job in share:
@@ -143,7 +143,7 @@ def assign(state: dict, names: list[str], array: np.ndarray) -> None:
 
 
 def as_dict(report: Report, repeats: int) -> None:
-    """Time what a dict does, for 10,000 entries."""
+    """Time the operations of a dict with 10,000 entries."""
     plain = small()
     kinds = {"dict": dict, "StateDict": StateDict, "ModelStateDict": ModelStateDict}
     kinds["subclass in Python"] = Mine
@@ -194,7 +194,7 @@ def spec_check(a: Arrays, b: Arrays) -> bool:
 
 
 def spec_result(a: Arrays, b: Arrays) -> tuple:
-    """All of the source document's StateCompatibilityChecker."""
+    """The whole StateCompatibilityChecker of the source document."""
     missing = set(a.keys())
     missing.difference_update(b.keys())
     unexpected = set(b.keys())
@@ -247,9 +247,9 @@ def tensors_over(state: Arrays) -> dict:
 
 
 def reading(threads: int, *states: Arrays) -> Callable:
-    """Make a call that reads every byte once, as fast as the C library does.
+    """Make a call that reads every byte once, at the speed of the C library.
 
-    Two halves of one array are compared, which are equal; so memcmp goes on to the end.
+    It compares the two equal halves of each array, so that memcmp continues to the end.
     """
     arrays = [array for state in states for array in state.values()]
     halves = [array.nbytes // 2 for array in arrays]
@@ -259,7 +259,7 @@ def reading(threads: int, *states: Arrays) -> Callable:
 
 
 def with_equal_halves(state: Arrays) -> Arrays:
-    """Return the state; each array's second half becomes its first."""
+    """Return the state, in which each array's second half becomes its first."""
     for array in state.values():
         half = array.size // 2
         array[half : 2 * half] = array[:half]
@@ -267,7 +267,7 @@ def with_equal_halves(state: Arrays) -> Arrays:
 
 
 def numpy_diff(a: Arrays, b: Arrays) -> None:
-    """Measure as one does in NumPy."""
+    """Compute the differences with NumPy."""
     for name, array in a.items():
         distance = np.abs(array - b[name])
         np.nanmax(distance)
@@ -312,7 +312,7 @@ def copying(threads: int, target: Arrays, source: Arrays) -> Callable:
 
 
 def module_of(state: Arrays) -> object:
-    """Make a torch module whose parameters lie in the arrays."""
+    """Make a torch module whose parameters use the arrays' memory."""
     module = torch.nn.Module()
     for name, array in state.items():
         module.register_parameter(
@@ -322,7 +322,7 @@ def module_of(state: Arrays) -> object:
 
 
 def by_torch(target: Arrays, source: Arrays) -> Callable:
-    """Make a call of torch's own load_state_dict."""
+    """Make a call of torch's load_state_dict."""
     named = {name.replace(".", "_"): array for name, array in source.items()}
     return partial(module_of(target).load_state_dict, tensors_over(named))
 
@@ -333,7 +333,7 @@ def copy_numpy(target: Arrays, source: Arrays) -> None:
 
 
 def loading(report: Report, repeats: int) -> None:
-    """Copy a gigabyte into arrays that are there."""
+    """Copy a gigabyte into existing arrays."""
     source = large("float32")
     target = {name: np.ones_like(array) for name, array in source.items()}
     for threads in thread_counts():
@@ -369,7 +369,7 @@ def loading(report: Report, repeats: int) -> None:
 
 
 def spec_layer(state: Arrays, layer: str) -> Arrays:
-    """Extract as the source document does: look at every key."""
+    """Extract as the source document does: scan every key."""
     prefix = f"{layer}."
     return {n[len(prefix) :]: a for n, a in state.items() if n.startswith(prefix)}
 
@@ -402,7 +402,7 @@ def layers(report: Report, repeats: int) -> None:
 
 
 def pages(report: Report, repeats: int) -> None:
-    """Show 10,000 tensors; digest a gigabyte."""
+    """Render 10,000 tensors; digest a gigabyte."""
     model = ModelStateDict(small())
     candidates = [Candidate("repr", lambda: repr(model)), Candidate("HTML", model._repr_html_)]
     rows = measure(candidates, repeats)

@@ -1,10 +1,9 @@
-"""Training: saves while it goes on, tiers, sparse states, resumed runs, plans of large worlds.
+"""Training: asynchronous saves, tiers, sparse states, resumed runs, plans of large worlds.
 
-``python benchmarks/bench_training.py [--quick] [--json] [--only PART] [--repeats N]
-[--folder FOLDER]``; mlstate and torch must be installed.  PART is async, memory, tiers,
-sparse, resume or scale.  Needs some 3 GB on the disk and 10 GB of memory; ``--quick`` takes
-small states, to see that all works.
-See docs/benchmarks.md.
+``python benchmarks/bench_training.py [--quick] [--json] [--only PART] [--repeats N] [--folder
+FOLDER]``; mlstate and torch must be installed.  PART is async, memory, tiers, sparse, resume or
+scale.  Needs about 3 GB of disk and 10 GB of memory; ``--quick`` uses small states, as a smoke
+test. See docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from harness import Report, show
 
 @dataclass
 class Run:
-    """Options, and where there is room on a disk."""
+    """The options, and a folder on a disk."""
 
     report: Report
     repeats: int
@@ -36,12 +35,12 @@ class Run:
 
 
 def saving(run: Run) -> None:
-    """Compare how long saves block two ranks that train."""
+    """Compare how long saves block two training ranks."""
     training_async.blocking(run.report, run.folder, run.repeats, run.quick)
 
 
 def memory(run: Run) -> None:
-    """Look at the memory that such saves take."""
+    """Measure the memory of such saves."""
     training_async.memory(run.report, run.folder, run.quick)
 
 
@@ -51,17 +50,17 @@ def moving(run: Run) -> None:
 
 
 def sparse(run: Run) -> None:
-    """Compare saves of all rows with those that leave rows out."""
+    """Compare saves of all rows with saves that leave rows out."""
     training_sparse.measuring(run.report, run.folder, run.repeats, run.quick)
 
 
 def resume(run: Run) -> None:
-    """Resume killed runs, on as many ranks and on others."""
+    """Resume killed runs, on the same number of ranks and on others."""
     training_tables.resuming(run.report, run.quick)
 
 
 def scale(run: Run) -> None:
-    """Plan what one rank of many saves, loads and reshards."""
+    """Plan the saves, loads and reshards of one rank of many."""
     training_tables.planning(run.report, run.quick)
 
 

@@ -1,7 +1,7 @@
-"""CRC32C as mlstate's core computes it, alone and while copying, for `bench_checkpoint.py`.
+"""CRC32C of mlstate's core, alone and while copying, for `bench_checkpoint.py`.
 
-The extension offers no copy with a checksum, so the core's own source is compiled, where it
-and a C compiler are there, with the options of a release.
+The extension has no function that copies with a checksum, so this compiles the core's source with
+the options of a release, if the source and a C compiler are available.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Kernels(ctypes.Structure):
 
 
 def build(folder: Path) -> Any:
-    """Compile the checksums; None where that cannot be done."""
+    """Compile the checksums; returns None if that is impossible."""
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler is None or not CORE.is_dir():
         return None
@@ -74,7 +74,7 @@ def build(folder: Path) -> Any:
 
 
 def copier(library: Any, kernels: Any, forced: bytes | None) -> Any:
-    """The core's copy with a checksum, with choices of its own."""
+    """The core's copy with a checksum, with separate store choices."""
     choices, status = (ctypes.create_string_buffer(4096) for _ in range(2))
     assert library.mls_store_choices_init(choices, forced, status) == 0
     library.mls_crc_copy.argtypes = (
@@ -94,7 +94,7 @@ def copier(library: Any, kernels: Any, forced: bytes | None) -> Any:
 
 
 def candidates(folder: Path, mib: int) -> list[Candidate]:
-    """Checksums and copies of so many MiB, between memory that was touched."""
+    """Checksums and copies of this many MiB, between touched memory."""
     source = np.random.default_rng(3).integers(0, 255, mib << 20, np.uint8, endpoint=True)
     target = np.ones_like(source)
     at, to, size = source.ctypes.data, target.ctypes.data, source.nbytes
@@ -126,7 +126,7 @@ def candidates(folder: Path, mib: int) -> list[Candidate]:
 
 
 def verdicts(rows: list[Row], mib: int) -> list[str]:
-    """Say what was reached."""
+    """Return the verdicts."""
     found = {row.name: (mib << 20) / row.median * 1e-6 for row in rows}
     if FUSED not in found:
         return ["copy with CRC32C: not measured, it needs csrc/core and a C compiler"]

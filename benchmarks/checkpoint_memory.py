@@ -1,8 +1,8 @@
-"""Save or load a state in a new process and say how much more memory that took.
+"""Save or load a state in a new process and print the additional memory it took.
 
-`bench_checkpoint.py` starts ``python checkpoint_memory.py WHAT NAME STATE PATH QUICK`` for
-each measurement and looks at the process from outside while the call goes on: memory of its
-own (anonymous and shared) apart from pages of mapped files, which the system can take back.
+`bench_checkpoint.py` starts ``python checkpoint_memory.py WHAT NAME STATE PATH QUICK`` for each
+measurement and watches the process from outside during the call. It counts anonymous and shared
+memory, but not pages of mapped files, which the system can reclaim.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LOOK_SECONDS = 0.001
 
 
 def own_mib(pid: int) -> float:
-    """Memory of a process that belongs to no file, as far as the system tells."""
+    """Memory of a process that belongs to no file, as the system reports it."""
     try:
         text = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
     except OSError:
@@ -34,7 +34,7 @@ def own_mib(pid: int) -> float:
 
 
 def peak_of(what: str, name: str, letter: str, path: Path, quick: bool) -> dict[str, float]:
-    """Measure one call in a process of its own."""
+    """Measure one call in a new process."""
     command = [sys.executable, __file__, what, name, letter, str(path), str(int(quick))]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -58,7 +58,7 @@ def main() -> None:
     target, warm = Path(path), Path(f"{path}-warm")
     kind = ways()[name]
     call = getattr(kind(STATES[letter](True)), what if what == "save" else "load")
-    kind(STATES[letter](True)).save(warm)  # imports and pools of threads come with a first call
+    kind(STATES[letter](True)).save(warm)  # the first call imports modules and starts thread pools
     if what == "load":
         call(warm)
     way = kind(STATES[letter](quick == "1") if what == "save" else {})

@@ -1,6 +1,6 @@
-"""Ways to save and load a state, for `bench_checkpoint.py`: mlstate's and the peers'.
+"""Ways to save and load a state, for `bench_checkpoint.py`: mlstate and other packages.
 
-Each method does what the documentation of its package tells users to do.
+Each method follows the documentation of its package.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OURS = "mlstate"
 
 
 class Way:
-    """A way to save and load; what a package cannot do is not defined."""
+    """A way to save and load; unsupported operations are not defined."""
 
     name = ""
     durable = False  # whether `save` itself waits for the disk
@@ -34,7 +34,7 @@ class Way:
         raise NotImplementedError
 
     def save_durably(self, path: Path) -> None:
-        """Save to one file and wait for the disk, which the package does not do."""
+        """Save to one file and wait for the disk, which the package itself does not do."""
         self.save(path)
         sync(path)
 
@@ -42,11 +42,11 @@ class Way:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Give back what is not memory."""
+        """Release resources other than memory."""
 
 
 class Mlstate(Way):
-    """A pool: a file for each array, small ones in common files."""
+    """A pool: a file for each array; small arrays share files."""
 
     name = OURS
     durable = True
@@ -85,7 +85,7 @@ class Mlstate(Way):
 
 
 class Safetensors(Way):
-    """safetensors.numpy; its lazy load is the one for torch, which maps the file."""
+    """safetensors.numpy; lazy loads use the torch API, which maps the file."""
 
     name = "safetensors"
 
@@ -160,7 +160,7 @@ class Torch(Way):
 
 
 class Dcp(Torch):
-    """torch.distributed.checkpoint in one process; it loads into tensors that are there."""
+    """torch.distributed.checkpoint in one process; it loads into existing tensors."""
 
     name = "torch DCP, 1 rank"
     durable = True
@@ -189,9 +189,9 @@ class Dcp(Torch):
 
 
 class Ranks(Spawned):
-    """Torch DCP with the rows of each tensor on all ranks.
+    """Torch DCP with the rows of each tensor divided among the ranks.
 
-    With ``fake=True`` one process is the first of `world` ranks that do not exist.
+    With ``fake=True`` this process is the first of `world` simulated ranks.
     """
 
     def __init__(self, letter: str, quick: bool, world: int, *, fake: bool = False) -> None:
@@ -212,7 +212,7 @@ class Ranks(Spawned):
 
 
 def join(rank: int, world: int, meeting: str | None) -> None:
-    """Take part as one rank over gloo, or as one of ranks that do not exist."""
+    """Join as one rank over gloo, or as one of simulated ranks."""
     import torch
     import torch.distributed as dist
 
@@ -229,7 +229,7 @@ def join(rank: int, world: int, meeting: str | None) -> None:
 def serve(
     pipe: Connection, letter: str, quick: bool, rank: int, world: int, meeting: str | None
 ) -> None:
-    """Be one rank: do as the pipe says."""
+    """Run one rank: obey the commands from the pipe."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 
@@ -247,7 +247,7 @@ def serve(
 
 
 def rows_of_rank(state: Arrays, rank: int, world: int) -> dict[str, Any]:
-    """Cut each array into rows as FSDP2 does; leave the others' rows out."""
+    """Divide each array into rows as FSDP2 does; keep only this rank's rows."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
@@ -269,7 +269,7 @@ def rows_of_rank(state: Arrays, rank: int, world: int) -> dict[str, Any]:
 
 
 def ways() -> dict[str, type[Way]]:
-    """All ways that can be gone here, by name."""
+    """All ways that are available here, by name."""
     found: list[type[Way]] = [Mlstate] if hasattr(mlstate, "save") else []
     if importlib.util.find_spec("safetensors"):
         found.append(Safetensors)

@@ -1,4 +1,4 @@
-"""States that `bench_checkpoint.py` saves, and what the system needs for their bytes alone."""
+"""The states that `bench_checkpoint.py` saves, and the cost of their bytes for the system alone."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Arrays = dict[str, np.ndarray]
 Shape = tuple[int, ...]
 
 PAGE = 4096
-MOST = 1 << 30  # bytes for one call of the system, which stops at 2 GiB
+MOST = 1 << 30  # bytes in one system call, whose limit is 2 GiB
 DIRECT = getattr(os, "O_DIRECT", 0)
-RANKS = 8  # of the load of a part
+RANKS = 8  # for loading a part
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt
 
 
 def transformer(width: int, layers: int, words: int, positions: int) -> dict[str, Shape]:
-    """Shapes of the parameters of a model like GPT-2."""
+    """Parameter shapes of a model like GPT-2."""
     shapes: dict[str, Shape] = {"wte.weight": (words, width), "wpe.weight": (positions, width)}
     for i in range(layers):
         for norm in ("ln_1", "ln_2"):
@@ -69,12 +69,12 @@ def bytes_of(arrays: Iterable[np.ndarray]) -> int:
 
 
 def first_rows(shape: Shape) -> int:
-    """How many rows the first of the ranks has."""
+    """The number of rows of the first rank."""
     return -(-shape[0] // RANKS)
 
 
 def keep_memory() -> None:
-    """Let malloc keep what is freed and take all from it: no call then meets fresh pages."""
+    """Make malloc keep freed memory and use it for all sizes, so that no call meets new pages."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_MAX, 0)
@@ -82,13 +82,13 @@ def keep_memory() -> None:
 
 
 def touch(arrays: Iterable[np.ndarray]) -> None:
-    """Read something of every page."""
+    """Read a byte of every page."""
     for array in arrays:
         array.reshape(-1).view(np.uint8)[::PAGE].max()
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until a file, or the names in a folder, are on disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -101,24 +101,24 @@ def files_below(path: Path) -> Iterator[Path]:
 
 
 def inodes_below(path: Path) -> dict[Path, int]:
-    """Tell files from others that take their names."""
+    """Identify files even if others take their names."""
     return {file: file.stat().st_ino for file in files_below(path)}
 
 
 def new_shard_bytes(path: Path, known: dict[Path, int]) -> int:
-    """Bytes of the shard files of a checkpoint that were not there before."""
+    """Bytes of a checkpoint's shard files that did not exist before."""
     found = inodes_below(path).items()
     files = [f for f, inode in found if f.suffix == ".safetensors" and known.get(f) != inode]
     return sum(file.stat().st_size for file in files)
 
 
 def written() -> int:
-    """Bytes that this process asked the system to write."""
+    """Bytes of this process's write calls."""
     return _passed("wchar")
 
 
 def read() -> int:
-    """Bytes that this process asked the system to read; mapped files are not among them."""
+    """Bytes of this process's read calls, without mapped files."""
     return _passed("rchar")
 
 
@@ -137,20 +137,20 @@ def clear(folder: Path) -> None:
 
 
 def clear_and_wait(folder: Path) -> None:
-    """Empty a folder on a disk and wait until nothing is left to be written."""
+    """Empty a folder on a disk, and wait until all writes have finished."""
     clear(folder)
     os.sync()
 
 
 def write_all(fd: int, view: memoryview) -> None:
-    """Write with as few calls as the system allows."""
+    """Write with as few system calls as possible."""
     done = 0
     while done < len(view):
         done += os.pwrite(fd, view[done : done + MOST], done)
 
 
 def read_all(fd: int, view: memoryview, offset: int = 0) -> None:
-    """Read with as few calls as the system allows."""
+    """Read with as few system calls as possible."""
     done = 0
     while done < len(view):
         count = os.preadv(fd, [view[done : done + MOST]], offset + done)
@@ -160,7 +160,7 @@ def read_all(fd: int, view: memoryview, offset: int = 0) -> None:
 
 
 def own_pages(size: int) -> memoryview:
-    """Memory at the start of a page, in huge pages where NumPy's own would be."""
+    """Page-aligned memory, in huge pages if NumPy's own would be."""
     if sys.platform != "linux":
         return memoryview(mmap.mmap(-1, size))
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -169,7 +169,7 @@ def own_pages(size: int) -> memoryview:
 
 
 def takes_direct(folder: Path) -> bool:
-    """Whether files of a folder can be written past the system's cache."""
+    """Whether files of a folder support direct I/O."""
     probe = folder / "probe"
     try:
         os.close(os.open(probe, os.O_CREAT | os.O_WRONLY | DIRECT))
@@ -181,10 +181,10 @@ def takes_direct(folder: Path) -> bool:
 
 
 class Raw:
-    """The bytes of a state in one piece of memory, each array at the start of a page.
+    """The bytes of a state in one block of memory, each array page-aligned.
 
-    Page-aligned, so that the same memory serves O_DIRECT; a second one is the target of
-    reads.  Both are touched beforehand.
+    The alignment allows O_DIRECT with the same memory; reads go into a second block. Both are
+    touched beforehand.
     """
 
     def __init__(self, state: Arrays) -> None:
@@ -215,7 +215,7 @@ class Raw:
             os.close(fd)
 
     def write_each(self, folder: Path, *, direct: bool = False) -> None:
-        """Write a file for each array, each durable, and the names as well."""
+        """Write a file for each array; files and names are durable."""
         folder.mkdir()
         for i, (offset, size, _) in enumerate(self.pieces):
             fd = os.open(folder / f"{i}", os.O_CREAT | os.O_WRONLY | (DIRECT if direct else 0))
@@ -252,10 +252,10 @@ class Raw:
 
 
 def read_anew(path: Path) -> None:
-    """Bring all files below a folder, or one, to the system's cache by reading them.
+    """Read all files below a folder, or one file, into the page cache from the disk.
 
-    What pages they lie in depends on how they came there, and on that how fast they are
-    read: those that were written past the cache are read as those that were not.
+    The read speed depends on the kind of pages in the cache, and that on how they got there: this
+    way files written with direct I/O and others are read at the same speed.
     """
     for file in files_below(path) if path.is_dir() else [path]:
         fd = os.open(file, os.O_RDONLY)
@@ -269,7 +269,7 @@ def read_anew(path: Path) -> None:
 
 
 def read_through(path: Path) -> None:
-    """Read all files below a folder, or one, a MiB at a time into the same memory."""
+    """Read all files below a folder, or one file, in steps of a MiB into the same memory."""
     buffer = memoryview(bytearray(1 << 20))
     for file in files_below(path) if path.is_dir() else [path]:
         with file.open("rb", buffering=0) as opened:

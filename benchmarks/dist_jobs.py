@@ -1,4 +1,4 @@
-"""The jobs of `bench_dist.py`: two ranks for each engine, which take turns and never outlive it."""
+"""The jobs of `bench_dist.py`: two ranks for each engine, which take turns and end with it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ NAMES = {"local": "LocalGroup", "gloo": "gloo", "mpich": "MPICH", "openmpi": "Op
 
 
 class JobError(Exception):
-    """A rank failed, ended, or took too long; the job is over."""
+    """A rank failed, ended, or took too long; the job has ended."""
 
 
 def mpi_jobs() -> Any:
-    """The module that knows where each MPI is; the tests', None where they are not here."""
+    """The tests' module that locates the MPI installations; None if the tests are missing."""
     path = HERE.parent / "tests" / "integration" / "mpi_jobs.py"
     if not path.exists():
         return None
@@ -38,7 +38,7 @@ def mpi_jobs() -> Any:
 
 
 def reason_against(engine: str) -> str:
-    """Say why an engine cannot take part; empty where it can."""
+    """Why an engine cannot take part; empty if it can."""
     if engine in ("local", "gloo"):
         return ""
     known = mpi_jobs()
@@ -65,7 +65,7 @@ class Job:
         self.seconds = seconds
         self.processes: list[subprocess.Popen[bytes]] = []
         self.pipes: dict[int, Connection] = {}
-        self.ranks: list[int] = []  # process ids: mpiexec gives ranks sessions of their own
+        self.ranks: list[int] = []  # process ids: under mpiexec each rank has its own session
         self.log = folder / f"{engine}.log"
         job = f"bench-dist-{os.getpid()}-{engine}"
         address = str(folder / f"{engine}.socket")
@@ -123,11 +123,11 @@ class Job:
             self.ranks.append(process)
 
     def _said(self) -> str:
-        """What the ranks wrote, the end of it."""
+        """The end of the ranks' output."""
         return self.log.read_text(encoding="utf-8", errors="replace")[-2000:].strip()
 
     def ask(self, command: str, *arguments: Any) -> list[Any]:
-        """Let both ranks do something, and return their answers."""
+        """Send a command to both ranks, and return their answers."""
         deadline = time.monotonic() + self.seconds
         try:
             for pipe in self.pipes.values():
@@ -147,9 +147,9 @@ class Job:
         return answer
 
     def close(self) -> None:
-        """End both processes, whatever they are at."""
+        """End both processes in any state."""
         for pipe in self.pipes.values():
-            pipe.close()  # who waits for a command ends
+            pipe.close()  # a rank that waits for a command ends
         self.pipes.clear()
         end = time.monotonic() + 3
         for process in self.processes:
@@ -162,7 +162,8 @@ class Job:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(3)
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)  # its session, children included
+                # the session of the process, children included
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         for rank in self.ranks if stuck else []:
             with contextlib.suppress(ProcessLookupError, PermissionError):

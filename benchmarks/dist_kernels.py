@@ -28,14 +28,14 @@ def add(target: Any, source: Any, scale: float = 1.0, tally: bool = False) -> No
 
 
 def torch_fused(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Add, take the norm, and look for what is not finite, by torch's operations."""
+    """Add, compute the norm, and count non-finite elements, by torch's operations."""
     target.add_(source)
     torch.linalg.vector_norm(target)
     torch.isfinite(target).all()
 
 
 def kernels(report: Report, quick: bool, repeats: int) -> None:
-    """Compare additions of many elements, one thread each."""
+    """Compare additions of many elements, with one thread."""
     count = 1 << 21 if quick else 64_000_000
     torch.set_num_threads(1)
     threads = mlstate.get_num_threads()
@@ -58,9 +58,9 @@ def kernels(report: Report, quick: bool, repeats: int) -> None:
 
 
 def copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Clone into memory of NumPy's, at the beginning of a line, so that all have it of one kind.
+    """Clone into NumPy memory aligned to a cache line, so that all ways use the same memory.
 
-    NumPy asks for huge pages, where the system gives them to those who ask, and torch does not.
+    NumPy requests huge pages for its arrays, and torch does not.
     """
     memory = np.empty(tensor.nbytes + LINE, np.uint8)
     start = -memory.ctypes.data % LINE
@@ -69,7 +69,7 @@ def copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def limit_of(target: torch.Tensor, source: torch.Tensor) -> Candidate:
-    """Read both and write one, as float32: what such bytes take the machine."""
+    """Read both and write one, as float32: the machine's time for these bytes."""
     plain = [copy(t).view(torch.float32).numpy() for t in (target, source)]
     plain[0][:] = 0
     plain[1][:] = 1e-3
@@ -89,7 +89,8 @@ def scaled(wide: torch.Tensor, narrow: torch.Tensor) -> list[Candidate]:
         target.add_(narrow.float(), alpha=0.5)
 
     by_torch = partial(copy(wide).add_, narrow, alpha=0.5)
-    whole = (2 * wide.nbytes + narrow.nbytes) // 12  # that many additions move as many bytes
+    # this many additions move the same number of bytes
+    whole = (2 * wide.nbytes + narrow.nbytes) // 12
     return [
         Candidate("torch: add_(alpha=)", by_torch, baseline=True),
         Candidate("torch: float(), then add_(alpha=)", partial(two_steps, copy(wide))),
@@ -114,7 +115,7 @@ def fused(pair: list[torch.Tensor]) -> list[Candidate]:
 
 
 def cloning(batches: list[Any], clone: Callable[[Any], Any]) -> Any:
-    """Do as the specification: a clone for each micro-batch, and a sum of clones at the end."""
+    """The specification's way: a clone for each micro-batch, and a sum of clones at the end."""
     kept: dict[str, list[Any]] = {}
     for batch in batches:
         for name, gradient in batch.items():
@@ -135,7 +136,7 @@ def running(accumulator: GradientAccumulator, batches: list[Tensors]) -> Any:
 
 
 def summing(batches: list[Tensors]) -> Any:
-    """Keep the first gradients' clones and add to them, as torch's autograd does."""
+    """Clone the first gradients and add to them, as torch's autograd does."""
     found = {name: gradient.clone() for name, gradient in batches[0].items()}
     for batch in batches[1:]:
         for name, gradient in batch.items():
@@ -144,10 +145,10 @@ def summing(batches: list[Tensors]) -> Any:
 
 
 def accumulator(report: Report, quick: bool, repeats: int) -> None:
-    """Compare ways to add up four micro-batches of the whole model, before all else.
+    """Compare ways to add up four micro-batches of the whole model; must run first.
 
-    Clones take what malloc makes of them: twice as long while their pages are fresh, as they
-    are in a process that did nothing else, than once its heap has grown.
+    The time of clones depends on malloc: in a new process their pages are new, which takes twice as
+    long as with a heap that has grown.
     """
     torch.set_num_threads(1)
     shapes = shapes_of(quick)
@@ -176,7 +177,7 @@ def accumulator(report: Report, quick: bool, repeats: int) -> None:
 
 
 def same_bits(found: Tensors, expected: Tensors) -> None:
-    """Raise unless a running sum is that of the specification."""
+    """Raise unless a running sum equals the specification's."""
     for name, value in expected.items():
         if not torch.equal(found[name], value):
             raise RuntimeError(f"{name}: sums differ")

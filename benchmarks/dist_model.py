@@ -1,4 +1,4 @@
-"""GPT-2 small as its 148 parameters: gradients with known bits, and modules that make them."""
+"""GPT-2 small as its 148 parameters: gradients with known bits, and modules that produce them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 WORLD = 2
-SMALL = 10_000  # elements; below this are biases and norms
-PERIOD = 1_000_003  # of the numbers that gradients repeat: no size of the model divides it
+SMALL = 10_000  # elements; smaller parameters are biases and norms
+PERIOD = 1_000_003  # length of the repeated numbers: divides no size of the model
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 
 Shapes = dict[str, tuple[int, ...]]
@@ -48,7 +48,7 @@ def small_ones(shapes: Shapes) -> Shapes:
 def gradients_one_by_one(
     rank: int, shapes: Shapes, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Full gradients of one rank, each memory of its own: any rank can make any rank's."""
+    """Full gradients of one rank, separately allocated; any process can make any rank's."""
     noise = torch.Generator().manual_seed(rank)
     numbers = torch.randn(PERIOD, generator=noise).to(dtype)
     at = 0
@@ -65,14 +65,14 @@ def gradients_one_by_one(
 
 
 def gradients_of(rank: int, shapes: Shapes, dtype: torch.dtype) -> Tensors:
-    """All of them."""
+    """Return all of them."""
     return dict(gradients_one_by_one(rank, shapes, dtype))
 
 
 def sums_in_order(
     shapes: Shapes, dtype: torch.dtype, divisor: float = 1.0
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Sums in the order of ranks, in float32 and rounded once, one parameter at a time."""
+    """Sums in the order of ranks, in float32, rounded once, one parameter at a time."""
     everyones = [gradients_one_by_one(rank, shapes, dtype) for rank in range(WORLD)]
     for (name, first), *others in zip(*everyones, strict=True):
         total = first.float()
@@ -82,7 +82,7 @@ def sums_in_order(
 
 
 def buckets_of(shapes: Shapes, item_bytes: int, most: int) -> list[list[str]]:
-    """Names that go together: in the order of the backward pass, a bucket has at least `most`."""
+    """Names by bucket, in the order of the backward pass; a bucket has at least `most` elements."""
     buckets: list[list[str]] = []
     size = most
     for name, shape in reversed(shapes.items()):
@@ -98,7 +98,7 @@ def buckets_of(shapes: Shapes, item_bytes: int, most: int) -> list[list[str]]:
 
 
 class _Give(torch.autograd.Function):
-    """Hands each parameter its gradient in the backward pass, in memory of its own."""
+    """Gives each parameter its gradient in the backward pass, in separate memory."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, gradients: Any, *parameters: Any) -> torch.Tensor:
@@ -107,11 +107,12 @@ class _Give(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outputs: torch.Tensor) -> Any:
-        return (outputs[0], None, *ctx.gradients)  # autograd copies what others hold
+        # autograd copies gradients that are referenced elsewhere
+        return (outputs[0], None, *ctx.gradients)
 
 
 class Part(torch.nn.Module):
-    """Parameters that come into play together."""
+    """Parameters that are used together."""
 
     def __init__(self, gradients: Tensors) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """One rank of `bench_dist.py`: `python dist_rank.py ENGINE JOB RANK ADDRESS FOLDER`.
 
-It does what the benchmark tells it over a socket, and sleeps while others have their turn.
-For MPI the rank is that of MPI, whatever the arguments say.
+It obeys commands of the benchmark from a socket, and sleeps in between. With MPI, the rank is
+MPI's; the argument is ignored.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 from checkpoint_states import keep_memory
 from resident import trim
 
-SPIN_SECONDS = 0.002  # awake before a call, as a training loop is
+SPIN_SECONDS = 0.002  # spin before a call, as a training loop would be busy
 
 
 class Server:
-    """What a rank answers."""
+    """The commands of a rank."""
 
     def __init__(self, rank: Any, ways: dict[str, Any]) -> None:
         self.rank = rank
@@ -31,12 +31,12 @@ class Server:
         self.ways: dict[str, Any] = {}
 
     def load(self, dtype: str, quick: bool, small: bool) -> None:
-        """Make gradients, and forget the ways before."""
+        """Make gradients, and drop all earlier ways."""
         self.drop()
         self.rank.load(dtype, quick, small)
 
     def drop(self) -> None:
-        """Give back all memory of a part."""
+        """Free all memory of a part."""
         for way in self.ways.values():
             way.close()
         self.ways.clear()
@@ -45,7 +45,7 @@ class Server:
         trim()
 
     def make(self, names: list[str]) -> dict[str, Any]:
-        """Make ways, call each once, and say what memory that took and which bits came out."""
+        """Make ways, call each once, and return their memory and the bits of their results."""
         from dist_ways import reset_peak, status_mib
 
         told = {}
@@ -63,7 +63,7 @@ class Server:
         return told
 
     def time(self, name: str) -> float:
-        """Call a way at the same moment as the other rank; return milliseconds for a step."""
+        """Call a way at the same moment as the other rank; return milliseconds a step."""
         way = self.ways[name]
         way.before()
         gc.collect()
@@ -98,7 +98,7 @@ def start(engine: str, job: str, rank: int, folder: Path) -> Server:
 
 
 def serve(pipe: Connection, server: Server) -> None:
-    """Answer until the benchmark hangs up."""
+    """Answer until the benchmark closes the socket."""
     while True:
         try:
             command, arguments = pipe.recv()
@@ -121,7 +121,7 @@ def main() -> None:
         pipe.send((server.rank.rank, os.getpid()))
         serve(pipe, server)
     if engine in ("local", "gloo"):
-        os._exit(0)  # MPI has files to remove; elsewhere nothing is left to wait for
+        os._exit(0)  # MPI has files to remove; otherwise nothing is left to wait for
 
 
 if __name__ == "__main__":

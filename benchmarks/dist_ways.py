@@ -1,7 +1,7 @@
-"""Ways to reduce gradients, for `bench_dist.py`: mlstate's and the peers', as one rank has them.
+"""Ways to reduce gradients, for `bench_dist.py`: mlstate and other packages, for one rank.
 
-Each way does what the documentation of its package tells users to do. It keeps the memory
-that it needs from one step to the next, as a training loop does.
+Each method follows the documentation of its package. It keeps its memory from one step to the next,
+as a training loop does.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LIMIT_SECONDS = 60.0
 
 
 class Rank:
-    """This process: its number, its gradients and its groups."""
+    """This process: its rank, its gradients and its groups."""
 
     def __init__(self, engine: str, job: str, rank: int, folder: Path) -> None:
         self.engine = engine
@@ -57,16 +57,16 @@ class Rank:
         self.gradients = gradients_of(self.rank, self.shapes, self.dtype)
 
     def bounds(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Return where this rank's elements begin and end in a full gradient: equal chunks."""
+        """Return start and end of this rank's elements in a full gradient: equal chunks."""
         chunk = prod(shape) // WORLD
         return self.rank * chunk, (self.rank + 1) * chunk
 
 
 class Way(ABC):
-    """A way to go; `call` is what is timed, on every rank at the same moment."""
+    """A way to reduce; `call` is timed, on every rank at the same moment."""
 
     divisor = 1.0
-    inner = 1  # steps that a call takes
+    inner = 1  # steps in a call
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
@@ -79,7 +79,7 @@ class Way(ABC):
         """Reduce the gradients once."""
 
     def parts(self) -> Tensors | None:
-        """What this rank has of the sums, by parameter and flat; None for nothing to check."""
+        """This rank's parts of the sums, flat, by parameter; None if there is nothing to check."""
         return None
 
     def expected(self, name: str, total: torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,7 @@ class Way(ABC):
         return total.view(-1)[start:end]
 
     def close(self) -> None:  # noqa: B027 - or to give back
-        """Give back what is not memory."""
+        """Release resources other than memory."""
 
     def check(self) -> str:
         """Compare with sums in the order of ranks."""
@@ -105,7 +105,7 @@ class Way(ABC):
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
-    """Elements as whole numbers."""
+    """Elements as integers."""
     size = torch.int32 if tensor.element_size() == 4 else torch.int16
     found: np.ndarray = tensor.contiguous().view(size).numpy()
     return found
@@ -115,7 +115,7 @@ def bits(tensor: torch.Tensor) -> np.ndarray:
 
 
 class Shared(Way):
-    """Every rank's gradients in memory that all share: each adds up its half of them."""
+    """Every rank's gradients in shared memory: each rank adds up its half."""
 
     def __init__(self, rank: Rank) -> None:
         super().__init__(rank)
@@ -149,7 +149,7 @@ def shared(path: Path, count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 class SharedNumpy(Shared):
-    """The same by NumPy's loop, which knows no bfloat16."""
+    """The same with NumPy's loop, which does not support bfloat16."""
 
     def call(self) -> None:
         np.add(self.sources[0].numpy(), self.sources[1].numpy(), out=self.out.numpy())
@@ -188,7 +188,7 @@ class OursEach(Ours):
 
 
 class OursHook(Ours):
-    """Gradients come one after the other, as in a backward pass, from the last to the first."""
+    """Gradients arrive one after the other, as in a backward pass, from the last to the first."""
 
     def __init__(self, rank: Rank, group: Any) -> None:
         super().__init__(rank, group)
@@ -205,7 +205,7 @@ class OursHook(Ours):
 
 
 class OursOneByOne(Ours):
-    """A call for each parameter, which ends with a message of its own."""
+    """A call for each parameter; each call ends with a message."""
 
     def call(self) -> None:
         for name, unit in self.units.items():
@@ -213,14 +213,15 @@ class OursOneByOne(Ours):
 
 
 class Counting:
-    """A group that counts what it sends."""
+    """A group that counts the bytes it sends."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
         self.sent = 0
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_reduce_bucket", "_gather_meanwhile"):  # which send by themselves
+        # these send without going through the counted calls
+        if name in ("_reduce_bucket", "_gather_meanwhile"):
             raise AttributeError(name)
         return getattr(self._group, name)
 
@@ -234,7 +235,7 @@ class Counting:
 
 
 class OursCompressed(Ours):
-    """Gradients that travel in fewer bytes."""
+    """Gradient compression."""
 
     def __init__(self, rank: Rank, compression: str) -> None:
         self.compression = compression
@@ -257,13 +258,13 @@ class OursCompressed(Ours):
 
 
 class Silent:
-    """A group whose ranks believe that they agree: the messages before buckets are not sent."""
+    """A group without the consistency check: the messages before buckets are not sent."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_gather_meanwhile":  # there is nothing to wait for
+        if name == "_gather_meanwhile":  # no message to wait for
             raise AttributeError(name)
         return getattr(self._group, name)
 
@@ -272,7 +273,7 @@ class Silent:
 
 
 class Messages(Way):
-    """What ranks tell each other in one step, and how they judge it, with nothing else."""
+    """Only the messages of the consistency check of one step, and their comparison."""
 
     inner = 20
 
@@ -349,7 +350,7 @@ class Bucketed(Way):
     def pack(self, bucket: list[str]) -> torch.Tensor:
         gradients = [self.rank.gradients[name].view(WORLD, -1) for name in bucket]
         count = sum(g.numel() for g in gradients)
-        if len(gradients) == 1:  # lies as it is wanted
+        if len(gradients) == 1:  # already contiguous
             return gradients[0].view(-1)
         whole = self.buffer[:count].view(WORLD, -1)
         torch.cat(gradients, dim=1, out=whole)
@@ -404,7 +405,7 @@ class Backward(Way):
 
 
 class Alone(Backward):
-    """The same with nothing reduced."""
+    """The same without any reduction."""
 
     def __init__(self, rank: Rank) -> None:
         super().__init__(rank, lambda model: model)
@@ -423,7 +424,7 @@ def fsdp2(model: Model) -> Any:
 
     mesh = init_device_mesh("cpu", (WORLD,))
     for part in model.parts:
-        if len(list(part.parameters())) > 2:  # the blocks; the rest belongs to the root
+        if len(list(part.parameters())) > 2:  # the blocks; other parameters belong to the root
             fully_shard(part, mesh=mesh, reshard_after_forward=False)
     return fully_shard(model, mesh=mesh, reshard_after_forward=False)
 
@@ -448,14 +449,14 @@ def ddp_with(group: Any, model: Model) -> Any:
 
 
 def _add_bfloat16(inputs: Any, results: Any, _: Any) -> None:
-    """Add as MPI wants it: what came in, onto what is there."""
+    """Add as MPI requires: the incoming values to the existing ones."""
     torch.frombuffer(results, dtype=torch.bfloat16).add_(
         torch.frombuffer(inputs, dtype=torch.bfloat16)
     )
 
 
 class MpiBucketed(Bucketed):
-    """mpi4py's Reduce_scatter_block; bfloat16 by an operation of its own, as MPI has none."""
+    """mpi4py's Reduce_scatter_block; bfloat16 by a user-defined operation, because MPI has none."""
 
     def __init__(self, rank: Rank) -> None:
         super().__init__(rank)
@@ -497,7 +498,7 @@ def mpi_reduce(whole: torch.Tensor, out: torch.Tensor, op: Any) -> None:
 
 
 def ways_of(rank: Rank) -> dict[str, Callable[[], Way]]:
-    """All ways of an engine's rank, by the names that the benchmark asks for."""
+    """All ways of an engine's rank, by the names used by the benchmark."""
     found: dict[str, Callable[[], Way]] = {}
     if rank.engine == "local":
         found = {
@@ -548,7 +549,7 @@ def ours(rank: Rank, group: Any) -> dict[str, Callable[[], Way]]:
 
 
 def status_mib(field: str) -> float:
-    """Read a figure of this process's memory; NaN where the system does not tell."""
+    """Read a figure of this process's memory; NaN if the system does not report it."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -557,6 +558,6 @@ def status_mib(field: str) -> float:
 
 
 def reset_peak() -> None:
-    """Let the peak of memory begin anew, where the system allows."""
+    """Reset the peak of memory, if the system allows it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")

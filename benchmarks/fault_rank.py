@@ -1,7 +1,7 @@
-"""What one rank of `fault_table.py` does: a fault, again and again, and what it saw each time.
+"""One rank of `fault_table.py`: makes a fault in each run, and reports the result.
 
-``python fault_rank.py ENGINE FAULT RUNS FOLDER`` with ``RANK`` and ``WORLD_SIZE`` (threads and
-MPI need neither). Rank r writes a line of JSON for each run into FOLDER/rank-r.
+``python fault_rank.py ENGINE FAULT RUNS FOLDER`` with ``RANK`` and ``WORLD_SIZE`` (threads and MPI
+need neither). Rank r writes a line of JSON for each run into FOLDER/rank-r.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from mlstate.collectives import LocalGroup
 from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
 
 WORLD = 3
-ODD = 1  # the rank where something is wrong
-SECONDS = 3.0  # that an operation may take
-SHAPES = {"a": (4, 3), "b": (4, 3), "c": (9,), "d": (5, 3)}  # raw peers want multiples of 3
-LEFT_OUT = "left out"  # what the odd rank says of a run that it takes no part in
-LATER = 1_000_000  # number of the run that shows whether the group can be used, less the run's
-KILLED_BYTES = 24 << 20  # of the gradient whose reduction a rank does not survive
+ODD = 1  # the rank with the fault
+SECONDS = 3.0  # limit of an operation
+# the other packages require multiples of 3
+SHAPES = {"a": (4, 3), "b": (4, 3), "c": (9,), "d": (5, 3)}
+LEFT_OUT = "left out"  # the faulty rank's report of a run without it
+LATER = 1_000_000  # offset of the run that tests whether the group is usable
+KILLED_BYTES = 24 << 20  # of the gradient in whose reduction a rank is killed
 
 Gradients = dict[str, Any]
 
 
-# ---- gradients, and what must become of them ----
+# ---- gradients and expected results ----
 
 
 def gradients_of(rank: int, run: int) -> Gradients:
-    """Small whole numbers, which add up exactly, other ones for each rank, run and parameter."""
+    """Small integers, which add exactly, different for each rank, run and parameter."""
     generator = np.random.default_rng([rank, run])
     return {
         name: generator.integers(1, 100, shape).astype(np.float32) for name, shape in SHAPES.items()
@@ -56,7 +57,7 @@ def expected_parts(rank: int, run: int) -> Gradients:
 
 
 def judge(parts: Gradients, rank: int, run: int) -> dict[str, str]:
-    """Say of each parameter whether its part is right, wrong, NaN or absent."""
+    """Whether the part of each parameter is right, wrong, NaN or absent."""
     found = {}
     for name, expected in expected_parts(rank, run).items():
         part = parts.get(name)
@@ -69,22 +70,22 @@ def judge(parts: Gradients, rank: int, run: int) -> dict[str, str]:
     return found
 
 
-# ---- the faults: what the odd rank passes ----
+# ---- the faults: input of the faulty rank ----
 
 
 def swapped(gradients: Gradients) -> Gradients:
-    """Return the dict with its first two in the other order."""
+    """Return the dict with its first two items swapped."""
     first, second, *rest = gradients
     return {name: gradients[name] for name in (second, first, *rest)}
 
 
 def exchanged(gradients: Gradients) -> Gradients:
-    """Return the dict with each of the first two under the other's name."""
+    """Return the dict with the first two gradients under each other's names."""
     return {**gradients, "a": gradients["b"], "b": gradients["a"]}
 
 
 def spoilt(gradients: Gradients, fault: str) -> Gradients:
-    """Return the dict as the odd rank passes it."""
+    """Return the dict that the faulty rank passes."""
     if fault in ("order", "order of calls"):
         return swapped(gradients)
     if fault == "contents":
@@ -102,7 +103,7 @@ def spoilt(gradients: Gradients, fault: str) -> Gradients:
 
 
 def kill_soon() -> None:
-    """Be killed a moment from now: in the middle of what comes."""
+    """Kill this process in a moment: in the middle of the next operation."""
     threading.Timer(0.03, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
@@ -110,7 +111,7 @@ def kill_soon() -> None:
 
 
 class Ours:
-    """Gradients through mlstate, on a group of any engine."""
+    """Gradients reduced by mlstate, on a group of any engine."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -121,7 +122,7 @@ class Ours:
         return {n: FSDPShardingUnit(n, s, "float32", self.rank) for n, s in shapes.items()}
 
     def reduce(self, gradients: Gradients, fault: str = "") -> Gradients:
-        """Reduce as the fault asks, and return the parts, also where an error is raised."""
+        """Reduce with the fault, and return the parts, even if an error is raised."""
         units = self.units()
         self.parts = units
         if fault in ("order of calls", "missing call"):
@@ -129,7 +130,7 @@ class Ours:
             for name, gradient in gradients.items():
                 try:
                     self.hook.scatter_gradient(units[name], gradient)
-                except CollectiveError as caught:  # the others are called all the same
+                except CollectiveError as caught:  # the other calls are made all the same
                     error = error or caught
             if error is not None:
                 raise error
@@ -138,28 +139,28 @@ class Ours:
         return self.kept()
 
     def kept(self) -> Gradients:
-        """What is stored in the units."""
+        """The parts stored in the units."""
         return {name: unit.local_gradient for name, unit in self.parts.items()}
 
     def be_killed(self) -> None:
-        """Reduce until there is an error; the odd rank is killed meanwhile."""
+        """Reduce until an error is raised; the faulty rank is killed meanwhile."""
         shapes = {"a": (KILLED_BYTES // 4,)}
         gradients = {"a": np.ones(shapes["a"], np.float32)}
         while True:
             self.hook.scatter_multiple(self.units(shapes), gradients)
 
     def sees(self, run: int, passed: Gradients) -> str:
-        """Ask `verify_gradients`, with the gradients under their right names."""
+        """Call `verify_gradients`, with the gradients under their correct names."""
         right = gradients_of(self.rank, run)
         report = self.hook.verify_gradients(self.parts, unreduced=right)
         return " ".join(found.parameter for found in report.mismatches)
 
 
-# ---- peers ----
+# ---- other packages ----
 
 
 class RawGloo:
-    """Each gradient by torch.distributed's own reduce-scatter, as they come."""
+    """Each gradient by torch.distributed's reduce-scatter, in the order of arrival."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -186,7 +187,7 @@ class RawGloo:
 
 
 class RawMPI(RawGloo):
-    """Each gradient by MPI's own reduce-scatter, as they come."""
+    """Each gradient by MPI's reduce-scatter, in the order of arrival."""
 
     def reduce(self, gradients: Gradients, fault: str = "") -> Gradients:
         from mpi4py import MPI
@@ -205,9 +206,9 @@ class RawMPI(RawGloo):
 
 
 def error_class(error: BaseException) -> str:
-    """Say what an error names: the odd rank, a parameter, both, neither."""
+    """Whether an error names the faulty rank, a parameter, both, or neither."""
     text = str(error)
-    own = text.partition(": ")[2] or text  # without "on rank ..." of the one that speaks
+    own = text.partition(": ")[2] or text  # without the speaker's "on rank ..."
     rank = f"rank {ODD}" in own
     parameter = any(f"'{name}'" in own for name in SHAPES)
     named = [what for what, is_named in (("rank", rank), ("parameter", parameter)) if is_named]
@@ -215,7 +216,7 @@ def error_class(error: BaseException) -> str:
 
 
 def wait_for_others(folder: Path, run: int) -> None:
-    """Wait until all other ranks know what came of a run; for ever, where they hang."""
+    """Wait until all other ranks have reported the run; for ever, if they hang."""
     mark = f'{{"run": {run}, '
     paths = [folder / f"rank-{rank}" for rank in range(WORLD) if rank != ODD]
     while not all(path.exists() and mark in path.read_text(encoding="utf-8") for path in paths):
@@ -225,7 +226,7 @@ def wait_for_others(folder: Path, run: int) -> None:
 def one_run(
     peer: Any, fault: str, run: int, folder: Path, say: Callable[[dict[str, Any]], None]
 ) -> bool:
-    """Do the fault once and say what came of it; whether another run makes sense."""
+    """Make the fault once and report; returns whether another run makes sense."""
     odd = peer.rank == ODD
     told: dict[str, Any] = {"run": run, "rank": peer.rank, "said": "", "seen": None}
     if odd and fault in ("skipped step", "no call"):
@@ -252,7 +253,7 @@ def one_run(
         told |= {"outcome": error_class(error), "said": str(error)[:400]}
         parts = peer.kept()
     told["parts"] = judge(parts, peer.rank, run)
-    # what is so far is kept, in case that the rest does not return
+    # report early, in case the rest does not return
     say({**told, "usable": None})
     if fault == "contents" and hasattr(peer, "sees") and told["outcome"] == "no error":
         told["seen"] = peer.sees(run, passed)
@@ -262,7 +263,7 @@ def one_run(
 
 
 def usable(peer: Any, run: int) -> bool:
-    """Whether the group reduces right once more."""
+    """Whether the group still reduces correctly."""
     try:
         parts = peer.reduce(gradients_of(peer.rank, run))
     except BaseException:
@@ -271,7 +272,7 @@ def usable(peer: Any, run: int) -> bool:
 
 
 def all_runs(peer: Any, fault: str, runs: range, folder: Path) -> None:
-    """Do runs as long as the group can be used."""
+    """Run as long as the group is usable."""
     with (folder / f"rank-{peer.rank}").open("a", encoding="utf-8") as file:
         (folder / f"here-{peer.rank}").touch()
 
@@ -288,7 +289,7 @@ def all_runs(peer: Any, fault: str, runs: range, folder: Path) -> None:
 
 
 def of_threads(fault: str, runs: range, folder: Path) -> None:
-    """Let threads be the ranks."""
+    """Run ranks as threads."""
 
     def work(group: LocalGroup) -> None:
         with group:
@@ -303,11 +304,11 @@ def of_threads(fault: str, runs: range, folder: Path) -> None:
 
 
 def peer_of(engine: str, folder: Path) -> Any:
-    """Join the group of an engine, or a peer's."""
+    """Join the group of an engine, or of another package."""
     if engine == "processes":
         return Ours(LocalGroup.from_env())
     if engine in ("gloo", "raw gloo"):
-        warnings.simplefilter("ignore")  # torch warns of its own internals
+        warnings.simplefilter("ignore")  # warnings about torch's internals
         from datetime import timedelta
 
         import torch.distributed as dist
@@ -331,7 +332,7 @@ def peer_of(engine: str, folder: Path) -> Any:
 
 
 def main() -> None:
-    """Do what the command line says, and end without waiting for anybody."""
+    """Run the command line, and exit without waiting for other ranks."""
     engine, fault, first, last, folder = sys.argv[1:]
     runs, place = range(int(first), int(last)), Path(folder)
     if engine == "threads":
@@ -340,7 +341,7 @@ def main() -> None:
         peer = peer_of(engine, place)
         all_runs(peer, fault, runs, place)
     sys.stdout.flush()
-    if "mpi" in engine:  # a rank that has ended well waits for the others in MPI_Finalize
+    if "mpi" in engine:  # a rank that exits normally waits for the others in MPI_Finalize
         (place / f"done-{peer.rank}").touch()
     else:
         os._exit(0)

@@ -1,8 +1,8 @@
-"""What becomes of a gradient that is wrong on one rank, for each engine and its raw peer.
+"""The effect of a wrong gradient on one rank, for each engine and the library below it.
 
-``python benchmarks/fault_table.py [--engines ...] [--faults ...] [--runs N] [--json FILE]``
-prints a table in Markdown. Three ranks reduce four gradients; rank 1 does something wrong.
-Each run has a limit: what hangs is killed, and said to hang.
+``python benchmarks/fault_table.py [--engines ...] [--faults ...] [--runs N] [--json FILE]`` prints
+a table in Markdown. Three ranks reduce four gradients; rank 1 makes a fault. Each run has a time
+limit: hanging ranks are killed and reported as such.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ FAULTS = {
     "NaN": "NaN in `b`",
     "killed rank": "killed (SIGKILL) meanwhile",
 }
-START_SECONDS = 90.0  # until all ranks have met
+START_SECONDS = 90.0  # until all ranks have joined
 LIMIT = 12.0  # seconds without news, after which ranks hang
 
-MOST_FAILURES = 3  # of jobs whose ranks do not meet
+MOST_FAILURES = 3  # jobs whose ranks do not join
 
 Told = dict[int, dict[str, Any]]  # by rank
 
@@ -64,7 +64,7 @@ Told = dict[int, dict[str, Any]]  # by rank
 
 
 def mpi_jobs() -> Any:
-    """The tests' module that knows where each MPI is."""
+    """The tests' module that locates the MPI installations."""
     path = HERE.parent / "tests" / "integration" / "mpi_jobs.py"
     spec = importlib.util.spec_from_file_location("mpi_jobs", path)
     if spec is None or spec.loader is None:
@@ -75,7 +75,7 @@ def mpi_jobs() -> Any:
 
 
 def reason_against(engine: str) -> str:
-    """Say why an engine cannot take part; empty where it can."""
+    """Why an engine cannot take part; empty if it can."""
     if "gloo" in engine and importlib.util.find_spec("torch") is None:
         return "torch is not installed"
     if "mpi" in engine and mpi_jobs().home(engine.split()[-1]) is None:
@@ -84,7 +84,7 @@ def reason_against(engine: str) -> str:
 
 
 def started(engine: str, arguments: list[str], job: str, log: Any) -> list[Any]:
-    """Start the processes of a job, each the first of a session."""
+    """Start the processes of a job, each in a new session."""
     paths = [str(Path(mlstate.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
@@ -116,7 +116,7 @@ def started(engine: str, arguments: list[str], job: str, log: Any) -> list[Any]:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """What all ranks have written so far; a line that is not whole yet is left out."""
+    """All complete lines that the ranks have written so far."""
     lines = []
     for rank in range(WORLD):
         path = folder / f"rank-{rank}"
@@ -126,7 +126,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 
 def wait_for(processes: list[Any], folder: Path, engine: str) -> bool:
-    """Wait until a job is over; False where it hangs."""
+    """Wait until a job ends; returns False if it hangs."""
     size, since = -1, time.monotonic()
     while any(process.poll() is None for process in processes):
         here = len(list(folder.glob("here-*")))
@@ -140,7 +140,7 @@ def wait_for(processes: list[Any], folder: Path, engine: str) -> bool:
 
 
 def end(processes: list[Any]) -> None:
-    """Leave no process of a job."""
+    """End all processes of a job."""
     for process in processes:
         if process.poll() is None:
             process.terminate()  # mpiexec ends its ranks
@@ -154,9 +154,9 @@ def end(processes: list[Any]) -> None:
 
 
 def job(engine: str, fault: str, first: int, last: int, folder: Path) -> list[Told]:
-    """Start ranks, and return what they told of each run, as far as they came.
+    """Start ranks, and return their reports of each run, as far as they got.
 
-    Nothing, where they did not meet: a busy machine is not the fault that is looked for.
+    Returns nothing if they did not join: a busy machine is not the fault under test.
     """
     folder.mkdir()
     arguments = [str(HERE / "fault_rank.py"), engine, fault, str(first), str(last), str(folder)]
@@ -171,9 +171,9 @@ def job(engine: str, fault: str, first: int, last: int, folder: Path) -> list[To
         return []
     runs: dict[int, Told] = {}
     for line in read(folder):
-        runs.setdefault(line["run"], {})[line["rank"]] = line  # the last of a run counts
+        runs.setdefault(line["run"], {})[line["rank"]] = line  # the last report of a run counts
     told = [runs[run] for run in sorted(runs)] or [{}]
-    for rank in range(WORLD):  # those that came to no end in the last run
+    for rank in range(WORLD):  # ranks that did not finish the last run
         line = told[-1].setdefault(rank, {"parts": {}, "said": "", "outcome": ""})
         if line.get("usable") is None:
             line["usable"] = False
@@ -184,7 +184,7 @@ def job(engine: str, fault: str, first: int, last: int, folder: Path) -> list[To
 
 
 def ended(done: bool, code: int | None, mpi: bool) -> str:
-    """Say how a rank ended that told nothing of a run."""
+    """Describe how a rank ended that reported nothing of a run."""
     if not done:
         return "hangs"
     if mpi:
@@ -196,7 +196,7 @@ def ended(done: bool, code: int | None, mpi: bool) -> str:
 
 
 def verdict(told: Told) -> str:
-    """Say in short what one run was for the ranks, but for one that is killed."""
+    """Summarize the reports of a run, except a killed rank's."""
     said: Counter[str] = Counter()
     for line in told.values():
         outcome, found = line["outcome"], set(line["parts"].values())
@@ -216,7 +216,7 @@ def verdict(told: Told) -> str:
     return "; ".join(f"{what} ({count} of {sum(said.values())})" for what, count in said.items())
 
 
-# Parameters that a fault is about; "b" where nothing is said here.
+# The parameters that a fault affects; "b" if a fault is not listed.
 FAULTY = {
     "order": "ab",
     "order of calls": "ab",
@@ -228,14 +228,14 @@ FAULTY = {
 
 
 def makes_sense(engine: str, fault: str) -> bool:
-    """Whether an engine can have a fault: raw peers take no dicts, threads are not killed."""
+    """Whether a fault applies: other packages take no dicts, and threads are not killed."""
     if engine.startswith("raw"):
         return fault not in ("order", "missing gradient")
     return not (engine == "threads" and fault == "killed rank")
 
 
 def others_right(told: Told, fault: str) -> bool | None:
-    """Whether all gradients that nothing is wrong with are right; None where there are none."""
+    """Whether all unaffected gradients are right; None if there are none."""
     names = [name for name in "abcd" if name not in FAULTY.get(fault, "b")]
     if not names:
         return None
@@ -243,7 +243,7 @@ def others_right(told: Told, fault: str) -> bool | None:
 
 
 def row(engine: str, fault: str, runs: int, most: int, folder: Path) -> dict[str, Any]:
-    """Do runs of a fault, with as many jobs as they need, but for `most`."""
+    """Run a fault `most` times, with as many jobs as that needs."""
     told: list[Told] = []
     jobs = failures = 0
     while len(told) < runs and jobs - failures < most:
@@ -272,7 +272,7 @@ def row(engine: str, fault: str, runs: int, most: int, folder: Path) -> dict[str
 
 
 def cells_of(one: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Write a row's cells but for the engine: a line for each outcome, the usual one first."""
+    """Write a row's cells without the engine: a line for each outcome, the most frequent first."""
     runs = one["runs"]
     lines: list[tuple[str, ...]] = []
     for what, count in sorted(one["outcomes"].items(), key=lambda item: -item[1]):
@@ -286,7 +286,7 @@ def cells_of(one: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def names_of(engines: list[str], fault: str) -> str:
-    """Name engines; those of mlstate together where all of them are meant."""
+    """Name engines; if all engines of mlstate are meant, name them together."""
     ours = [name for name in ENGINES if not name.startswith("raw") and makes_sense(name, fault)]
     if set(ours) <= set(engines):
         rest = [ENGINES[name] for name in engines if name not in ours]
@@ -295,7 +295,7 @@ def names_of(engines: list[str], fault: str) -> str:
 
 
 def markdown(rows: Iterable[dict[str, Any]]) -> str:
-    """Write the table; engines of which all is the same share their lines."""
+    """Write the table; engines with the same results share lines."""
     alike: dict[Any, list[str]] = {}
     for one in rows:
         alike.setdefault((one["fault"], tuple(cells_of(one))), []).append(one["engine"])
@@ -312,7 +312,7 @@ def markdown(rows: Iterable[dict[str, Any]]) -> str:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Print the table, and on what machine it was made."""
+    """Print the table and the machine."""
     faults, engines = list(FAULTS), list(ENGINES)
     rows.sort(key=lambda one: (faults.index(one["fault"]), engines.index(one["engine"])))
     print(markdown(rows))
@@ -323,7 +323,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Print the table for what the command line says."""
+    """Print the table that the command line requests."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))

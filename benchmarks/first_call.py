@@ -1,8 +1,8 @@
 """Make one transition in a new process and print, as JSON, its milliseconds and extra MiB.
 
-``python first_call.py NAME`` with a name of `CALLS`; `bench_kv.py` starts it many times.
-The source is made and touched before the clock starts, and imports are done: what is
-measured is the first call itself, with fresh memory from the system.
+``python first_call.py NAME`` with a name of `CALLS`; `bench_kv.py` starts it many times. Imports
+and the source are complete before the clock starts: it measures the first call itself, with new
+memory from the system.
 """
 
 from __future__ import annotations

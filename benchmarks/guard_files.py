@@ -1,7 +1,7 @@
-"""What `bench_guard.py` compares: operations on files, each with the simple way it replaces.
+"""The file operations of `bench_guard.py`, each with the simple code that it replaces.
 
-`operations` is the table. A durable write of the simple way does what a careful user does: a
-temporary file, fsync, rename, fsync of the folder. Files that are read are in the system's cache.
+`operations` is the table. A durable write of the simple code does what a careful user does: a
+temporary file, fsync, rename, fsync of the folder. Files to read are in the page cache.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ except ImportError:
     safetensors = None
 
 FILE_SIZES = tuple(size for size in SIZES if size < GIB)
-PARTS = 4  # arrays of a checkpoint that has not 1,000
+PARTS = 4  # arrays of a checkpoint, unless it has 1,000
 
 
 def sync(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
+    """Wait until a file or folder is on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -40,10 +40,10 @@ def sync(path: Path) -> None:
 
 
 def read_from_disk(folder: Path) -> None:
-    """Put the files below a folder into the system's cache by reading them from the disk.
+    """Read the files below a folder from the disk into the page cache.
 
     A write leaves large folios in the cache, and a direct write leaves none. Copies from large
-    folios are up to twice as fast, so one side would be compared with another machine state.
+    folios are up to twice as fast, so without this the two sides would start from different states.
     """
     for path in folder.rglob("*"):
         if path.is_file():
@@ -55,7 +55,7 @@ def read_from_disk(folder: Path) -> None:
 
 
 def replace_durably(path: Path, temporary: Path) -> None:
-    """Put a written file in the place of another one."""
+    """Put a written file in the place of another one, durably."""
     sync(temporary)
     temporary.replace(path)
     sync(path.parent)
@@ -77,13 +77,13 @@ def safetensors_of(state: Arrays, folder: Path) -> None:
 
 
 def check_sum(array: Any, expected: int | None) -> None:
-    """Refuse an array whose bytes are not those that were saved, if it has a checksum."""
+    """Raise if an array's bytes differ from the saved checksum, if there is one."""
     if expected is not None and zlib.crc32(array) != expected:
         raise ValueError("the file is damaged")
 
 
 def write_each(state: Arrays, folder: Path, *, sums: bool = False) -> None:
-    """Save each array to a file of its own, and a manifest last; all of it durable."""
+    """Save each array to a separate file, and a manifest last; all of it durable."""
     folder.mkdir()
     for name, array in state.items():
         with (folder / name).open("wb", buffering=0) as file:
@@ -96,7 +96,7 @@ def write_each(state: Arrays, folder: Path, *, sums: bool = False) -> None:
 
 
 def read_each(folder: Path) -> Arrays:
-    """Load what `write_each` wrote."""
+    """Load the files of `write_each`."""
     manifest = json.loads((folder / "manifest.json").read_text())
     found = {}
     for name, (dtype, shape, expected) in manifest.items():
@@ -107,7 +107,7 @@ def read_each(folder: Path) -> Arrays:
 
 
 def map_each(folder: Path) -> Arrays:
-    """Map what `write_each` wrote."""
+    """Map the files of `write_each`."""
     manifest = json.loads((folder / "manifest.json").read_text())
     return {
         name: np.memmap(folder / name, dtype, "r", shape=tuple(shape))
@@ -116,7 +116,7 @@ def map_each(folder: Path) -> Arrays:
 
 
 def read_into(folder: Path, target: Arrays) -> None:
-    """Load what `write_each` wrote into arrays that exist."""
+    """Load the files of `write_each` into existing arrays."""
     manifest = json.loads((folder / "manifest.json").read_text())
     for name, (_, _, expected) in manifest.items():
         with (folder / name).open("rb", buffering=0) as file:
@@ -227,7 +227,7 @@ def loading(root: Path, how: str, nbytes: int, tensors: int) -> Case:
 
 
 def staging(root: Path, nbytes: int, tensors: int) -> Case:
-    """Begin to save, and wait until training may go on; the writing is not timed."""
+    """Start a save, and wait until training may continue; the writing is not timed."""
     folder = fresh_folder(root, "async")
     state = state_of(nbytes, tensors)
     target = touched_state(state)

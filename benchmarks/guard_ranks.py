@@ -1,7 +1,7 @@
-"""What `bench_guard.py` compares: collectives of two threads, each with its simple way.
+"""The collectives of `bench_guard.py`, run by two threads, each with its simple code.
 
-`RANKS` is the table. The simple way is two threads that meet at a `threading.Barrier`, do half of
-the work each with NumPy, and meet again.
+`RANKS` is the table. The simple code is two threads that wait at a `threading.Barrier`, do half of
+the work each with NumPy, and wait again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Peer:
 def simple_part(
     operation: str, rank: int, sources: tuple[Any, Any], wholes: list[Any], barrier: Any
 ) -> Callable[[], None]:
-    """Return one thread's part of the simple way: a half of what both threads have to do."""
+    """Return one thread's part of the simple code: half of the work of both threads."""
     half = len(sources[0]) // 2
     part = slice(half * rank, half * (rank + 1))
     a, b = (source[part] for source in sources)
@@ -88,7 +88,7 @@ def on_two_ranks(operation: str, nbytes: int, tensors: int) -> Case:
     a, b = sources
     half = len(a) // 2
     calls = [getattr(group, operation) for group in groups]
-    wholes = [touched(a) for _ in range(4)]  # two for the simple way, two for ours
+    wholes = [touched(a) for _ in range(4)]  # two for the simple code, two for mlstate
     barrier = threading.Barrier(2)
     simple = [simple_part(operation, rank, sources, wholes[:2], barrier) for rank in range(2)]
     given, outs = sources, wholes[2:]

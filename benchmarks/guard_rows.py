@@ -1,7 +1,7 @@
-"""What `bench_guard.py` compares: operations in memory, each with the simple way it replaces.
+"""The operations in memory of `bench_guard.py`, each with the simple code that it replaces.
 
-`MEMORY` is the table. A size is the number of bytes of the result, or of the target if there
-is no result. Both ways read the same source, and each writes to a target of its own.
+`MEMORY` is the table. A size is the number of bytes of the result, or of the target if there is no
+result. Both ways read the same source, and write to separate targets.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 SIZES = (64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, GIB)
 UP_TO_256 = SIZES[:-1]
 MANY = 1000
-MANY_SIZES = (MANY * KIB, MANY * 64 * KIB)  # bytes of all tensors together
+MANY_SIZES = (MANY * KIB, MANY * 64 * KIB)  # total bytes of all tensors
 
 Arrays = dict[str, Any]
 Build = Callable[[int, int], Case]
@@ -63,8 +63,8 @@ class Operation:
     many: bool = False  # also with 1,000 tensors
     threads: tuple[int, ...] = (1, 2)
     needs: object = True  # None or False: a package is missing
-    fixed_us: float = 0.0  # microseconds that a call may cost besides
-    why: str = ""  # what takes them
+    fixed_us: float = 0.0  # additional microseconds that a call may cost
+    why: str = ""  # the reason for these
 
 
 # ---- sources ----
@@ -83,7 +83,7 @@ def filled(nbytes: int, dtype: Any, seed: int = 1) -> Any:
 
 
 def touched(array: Any) -> Any:
-    """Make a target of the array's shape and dtype whose pages were written."""
+    """Make a target of the array's shape and dtype whose pages have been written."""
     target = np.empty_like(array)
     target.reshape(-1).view(np.uint8)[...] = 1
     return target
@@ -118,7 +118,7 @@ def random_cache(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def numpy_into(source: Any, position: int, out: Any) -> None:
-    """Copy the tokens into a target and clear the rest."""
+    """Copy the tokens into a target and clear the other positions."""
     out[:, :, :position] = source[:, :, :position]
     out[:, :, position:] = 0
 
@@ -148,7 +148,7 @@ def expanding(dtype: Any, how: str, nbytes: int, tensors: int) -> Case:
 
 
 def compacting(how: str, nbytes: int, tensors: int) -> Case:
-    """Halve the length, nine tenths of which hold tokens."""
+    """Halve the length; nine tenths of the result are tokens."""
     layers, heads, length, dim = cache_shape(nbytes)
     source = random_cache((layers, heads, 2 * length, dim), HALF)
     used = length * 9 // 10
@@ -166,7 +166,7 @@ def compacting(how: str, nbytes: int, tensors: int) -> Case:
 
 
 def torch_expanding(dtype: str, nbytes: int, tensors: int) -> Case:
-    """Double the length of a torch cache into a target, with torch's threads as ours."""
+    """Double the length of a torch cache into a target, with the same number of threads."""
     layers, heads, length, dim = cache_shape(nbytes)
     used = length // 2
     plain = torch.from_numpy(random_cache((layers, heads, used, dim), SINGLE))
@@ -372,7 +372,7 @@ def digesting(nbytes: int, tensors: int) -> Case:
 
 
 def adding(dtype: Any, nbytes: int, tensors: int) -> Case:
-    """Add the gradients of a further micro-batch, and ask for the norm and what is not finite."""
+    """Add the gradients of another micro-batch, with norm and count of non-finite elements."""
     gradients = state_of(nbytes, tensors, dtype)
     sums = {name: array.copy() for name, array in gradients.items()}
     accumulator = GradientAccumulator()
@@ -382,7 +382,7 @@ def adding(dtype: Any, nbytes: int, tensors: int) -> Case:
         squares, nonfinite = 0.0, 0
         for name, gradient in gradients.items():
             sums[name] += gradient
-            wide = sums[name].astype(SINGLE, copy=False)  # squares of halves overflow
+            wide = sums[name].astype(SINGLE, copy=False)  # squares of float16 overflow
             squares += float(np.vdot(wide, wide))
             nonfinite += int(np.count_nonzero(~np.isfinite(wide)))
         return math.sqrt(squares), nonfinite

@@ -1,10 +1,9 @@
-"""Timing of named candidates side by side, and the table that shows it.
+"""Timing of named candidates in turns, and the table of results.
 
-Candidates take turns within each round, in an order that is shuffled anew for every round
-(with a fixed seed), so that a slow moment of the machine and the state of the caches hit
-all of them alike.  Figures are medians over the rounds; the quartiles beside them show how
-far to trust them.  What a call returns is dropped inside the timed part: a user pays for
-giving memory back too.
+Candidates take turns in each round, in a new random order (with a fixed seed), so that slow moments
+of the machine and the state of the caches affect all of them alike. Figures are medians over the
+rounds; the quartiles show their spread. The result of a call is dropped within the timed part,
+because users pay for freeing memory too.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ def nothing() -> None:
 
 
 def settle() -> None:
-    """Wait without going to sleep, which would let caches and clock rate go.
+    """Wait without sleeping, which would lose caches and clock rate.
 
-    OpenMP threads (torch's) spin for a while after their work, and would take a processor
-    from whoever comes next.
+    Threads of OpenMP (torch) spin for a while after their work, and would take a processor from the
+    next candidate.
     """
     end = time.perf_counter() + SETTLE_SECONDS
     while time.perf_counter() < end:
@@ -55,8 +54,8 @@ class Candidate:
     before: Action = nothing
     baseline: bool = False
     limit: bool = False
-    at_least: float | None = None  # times faster than the baseline, to reach
-    at_most: float | None = None  # in the case's unit, to reach
+    at_least: float | None = None  # aim: times faster than the baseline
+    at_most: float | None = None  # aim, in the case's unit
 
 
 @dataclass
@@ -73,18 +72,18 @@ class Row:
 
     @property
     def median(self) -> float:
-        """Middle of the values."""
+        """Return the median."""
         return statistics.median(self.values)
 
     def quartiles(self) -> tuple[float, float]:
-        """First and third quartile."""
+        """Return the first and third quartile."""
         if len(self.values) < 2:
             return self.values[0], self.values[0]
         low, _, high = statistics.quantiles(self.values, n=4, method="inclusive")
         return low, high
 
     def target(self) -> str:
-        """The figure to reach and whether it is."""
+        """The aim and whether it is reached."""
         if self.at_least is not None and self.ratio is not None:
             verdict = "yes" if self.ratio >= self.at_least else "NO"
             return f">= {self.at_least:g}x: {verdict}"
@@ -118,7 +117,7 @@ def measure(
 
 
 def rows_of(candidates: list[Candidate], samples: dict[str, list[float]]) -> list[Row]:
-    """Compare samples, however they were taken, with the baseline and the limit."""
+    """Compare samples of any origin with the baseline and the limit."""
     rows = [
         Row(c.name, samples[c.name], at_least=c.at_least, at_most=c.at_most) for c in candidates
     ]
@@ -131,10 +130,10 @@ def rows_of(candidates: list[Candidate], samples: dict[str, list[float]]) -> lis
 
 
 class MemoryLimit:
-    """What the machine needs for a result's bytes with the C library alone, one thread.
+    """The machine's time for a result's bytes with the C library alone, in one thread.
 
-    `np.copyto` (a memcpy) of as many bytes as the result has in tokens and memset of as
-    many as it has in padding, each in one piece, from the candidates' source and to touched memory.
+    `np.copyto` (a memcpy) of as many bytes as the result has in tokens, and memset of as many as it
+    has in padding, each in one block, from the candidates' source to touched memory.
     """
 
     def __init__(self, source: np.ndarray, target: np.ndarray, token_bytes: int) -> None:
@@ -149,7 +148,7 @@ class MemoryLimit:
 
 
 class Report:
-    """Prints tables as they come, or all of them as JSON at the end."""
+    """Prints tables at once, or all of them as JSON at the end."""
 
     WIDTH = 46
 
@@ -195,13 +194,13 @@ class Report:
         )
 
     def judge(self, verdicts: list[str]) -> None:
-        """Say what was reached, below the last table."""
+        """Print the verdicts, after the last table."""
         for verdict in verdicts:
             self.say(f"  {verdict}")
         self.tables[-1]["aims"] = verdicts
 
     def close(self) -> None:
-        """Say how busy the machine was at the end; print the JSON; store the results."""
+        """Print the machine's load at the end; print the JSON; store the results."""
         self.say(f"\n{'busy':<8} {load()}")
         self.document["load"] = [self.document["load"], load()]
         document = self.document | {"tables": self.tables}
@@ -213,12 +212,12 @@ class Report:
 
 
 def relative(path: str) -> str:
-    """Return a path as from the working folder: results do not say where a checkout is."""
+    """Return a path relative to the working folder: results do not contain absolute paths."""
     return os.path.relpath(path) if os.path.isabs(path) else path  # noqa: PTH117
 
 
 def as_dict(row: Row) -> dict[str, object]:
-    """Turn a row into what JSON knows."""
+    """Turn a row into values for JSON."""
     low, high = row.quartiles()
     return {
         "name": row.name,
@@ -233,21 +232,21 @@ def as_dict(row: Row) -> dict[str, object]:
 
 
 def show(value: float) -> str:
-    """Three significant digits, never an exponent."""
+    """Three significant digits, without an exponent."""
     if value >= 100:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def load() -> str:
-    """How many processes wanted the processors, if the system tells."""
+    """The number of runnable processes, if the system reports it."""
     if not hasattr(os, "getloadavg"):
         return "unknown"
     return f"load {os.getloadavg()[0]:.2f} over the last minute, of {processors()} processors"
 
 
 def processors() -> int:
-    """How many processors this process may use."""
+    """The number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -279,7 +278,7 @@ def huge_pages() -> str:
 
 
 def machine() -> dict[str, str]:
-    """Date and kind of machine; nothing that names it."""
+    """Date and kind of machine, without its name."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
     return {
         "date": time.strftime("%Y-%m-%d"),

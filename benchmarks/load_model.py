@@ -1,8 +1,8 @@
 """Load a file into a real model in a new process and print, as JSON, milliseconds and MiB.
 
-``python load_model.py NAME FOLDER`` with a name of `CALLS`; `bench_state.py` starts it many
-times.  The model, a transformer encoder with weights of its own, exists before the clock
-starts, and imports are done.
+``python load_model.py NAME FOLDER`` with a name of `CALLS`; `bench_state.py` starts it many times.
+The model, a transformer encoder with other weights, and all imports are complete before the clock
+starts.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ CALLS = {
 
 
 def write(folder: Path) -> int:
-    """Write the files that are loaded; return the bytes of the weights."""
+    """Write the files to load; return the bytes of the weights."""
     weights = model().state_dict()
     torch.save(weights, folder / "weights.pt")
     arrays = mlstate.StateDict.from_torch(weights)

@@ -1,4 +1,4 @@
-"""Paired timing of an operation and the simple way it replaces, and the verdict on the pair.
+"""Paired timing of an operation and the simple code it replaces, and the verdict on the pair.
 
 A case has a simple way and one call of ours for each number of threads. All of them run once in
 each round, in an order that is shuffled for every round, and each round gives one paired figure:
@@ -19,15 +19,15 @@ from dataclasses import dataclass, field
 from harness import Action, nothing, settle
 
 CONFIDENCE = 0.95
-LEAST_RATIO = 0.95  # the upper bound of the ratio must reach it
-SMALL_BYTES = 1 << 20  # up to here the extra time is judged, not the ratio
-FIXED_BYTES = 4 << 20  # up to here a fixed cost is allowed, or the ratio
+LEAST_RATIO = 0.95  # bound for the upper limit of the ratio
+SMALL_BYTES = 1 << 20  # up to this size the extra time is judged, not the ratio
+FIXED_BYTES = 4 << 20  # up to this size a fixed cost is allowed instead of the ratio
 EXTRA_US = 5.0
 EXTRA_US_PER_TENSOR = 1.0
 
 BATCH_SECONDS = 100e-6  # short calls are repeated until a sample takes this long
 CHECKPOINTS = (6, 12, 24, 48, 96)  # rounds after which a pair is judged
-CLEAR_ROUNDS = 2  # a pair that takes long ends here if every round is clearly above
+CLEAR_ROUNDS = 2  # a slow pair ends here if every round is clearly above the bound
 CLEAR_RATIO = 1.25
 SLOW_SECONDS = 0.3  # of one round
 
@@ -50,9 +50,9 @@ class Case:
     after_ours: Action = nothing
     close: Action = nothing
     rest: bool = False  # wait before each sample until the simple way's threads sleep
-    use_threads: Callable[[int], None] = lambda threads: None  # of what the simple way uses
+    use_threads: Callable[[int], None] = lambda threads: None  # sets the threads of the simple code
     simple_per_thread: bool = False  # the simple way uses as many threads as ours
-    fixed_us: float = 0.0  # that a call may cost besides, however few bytes it moves
+    fixed_us: float = 0.0  # additional cost of a call that does not depend on its bytes
 
     @property
     def batches(self) -> bool:

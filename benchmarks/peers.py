@@ -1,7 +1,7 @@
-"""What people write today, each as plainly as possible: the baselines of `bench_kv.py`.
+"""Common code of today, as plain as possible: the baselines of `bench_kv.py`.
 
-The algorithm of the transitions is the one of ``anemll.utils.state_transition``: fill the
-whole target, make a converted copy of the tokens, copy that into the target.
+The algorithm of the transitions is that from ``anemll.utils.state_transition``: fill the whole
+target, make a converted copy of the tokens, copy it into the target.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ def numpy_expand(source: Any, length: int, position: int, dtype: Any) -> Any:
 
 
 def numpy_compact(source: Any, length: int, position: int, dtype: Any) -> Any:
-    """Compact as the peer does: the target comes from np.zeros."""
+    """Compact as in `numpy_expand`, with a target from np.zeros."""
     target = np.zeros(longer(source.shape, length), dtype)
     target[:, :, :position] = source[:, :, :position].astype(dtype)
     return target
 
 
 def numpy_zeros(source: Any, length: int, position: int, dtype: Any) -> Any:
-    """Do it in the way of a careful NumPy user: no fill, no temporary."""
+    """The way of a careful NumPy user: no fill, no temporary."""
     target = np.zeros(longer(source.shape, length), dtype)
     target[:, :, :position] = source[:, :, :position]
     return target
 
 
 def numpy_mapped(source: Any, length: int, position: int, *, small_pages: bool = False) -> Any:
-    """Copy the tokens into memory that a process maps for them alone."""
+    """Copy the tokens into memory mapped for them alone."""
     shape = longer(source.shape, length)
     memory = mmap.mmap(-1, prod(shape) * source.itemsize, flags=mmap.MAP_PRIVATE)
     if small_pages and hasattr(mmap, "MADV_NOHUGEPAGE"):
@@ -66,7 +66,7 @@ def torch_expand(source: Any, length: int, position: int, dtype: Any) -> Any:
 
 
 def torch_compact(source: Any, length: int, position: int, dtype: Any) -> Any:
-    """Compact as the peer does, with torch."""
+    """Compact in the same way, with torch."""
     import torch
 
     target = torch.zeros(longer(source.shape, length), dtype=dtype)
@@ -75,7 +75,7 @@ def torch_compact(source: Any, length: int, position: int, dtype: Any) -> Any:
 
 
 def mask_by_rows(length: int, reach: int) -> Any:
-    """Make a mask by the formula of the source, row by row, but in float16."""
+    """Make a mask by the formula of the source document, row by row, but in float16."""
     mask = np.full((1, 1, length, length), float("-inf"), np.float16)
     for row in range(length):
         mask[0, 0, row, max(0, row - reach) : row + 1] = 0.0

@@ -15,14 +15,14 @@ def status_mib(field: str) -> float:
 
 
 def forget_peak() -> float:
-    """Let the peak of resident memory start anew where the system can, and return it."""
+    """Reset the peak of resident memory, if the system can, and return it."""
     if sys.platform != "linux":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
     try:
         with open("/proc/self/clear_refs", "w", encoding="utf-8") as file:  # noqa: PTH123
             file.write("5")
     except OSError:
-        pass  # a kernel without it: the peak so far is what is resident, nearly
+        pass  # a kernel without it: the peak so far is nearly the resident memory
     return status_mib("VmHWM")
 
 
@@ -34,7 +34,7 @@ def peak() -> float:
 
 
 def trim() -> None:
-    """Give what is free back to the system, where the C library can."""
+    """Return free memory to the system, if the C library can."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)

@@ -1,12 +1,12 @@
-"""What becomes of training that is killed, and resumed on as many ranks or on others.
+"""Training that is killed and resumed, on the same number of ranks and on others.
 
 ``python benchmarks/resume_table.py [--kinds ...] [--optimizer adam] [--changes 2-4 ...] [--json
-FILE]`` prints a table in Markdown. A small transformer is trained on real processes over gloo,
+FILE]`` prints a table in Markdown. A small transformer is trained on several processes over gloo,
 saved after three steps with `mlstate.save`, killed by signal 9 after the next, and resumed with
 `mlstate.load` on new processes. "State" compares parameters, buffers, optimizer states and
 hyperparameters, as torch gathers them before the kill and after the load, bit for bit. "Losses"
-compares those of each rank with the run that nothing interrupted: bit for bit on as many ranks;
-on others their means, whose sums have another order.
+compares the losses of each rank with an uninterrupted run: bit for bit on the same number of ranks;
+otherwise their means, whose sums have another order.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ CHANGES = ("2-2", "2-1", "2-4", "4-2")
 
 
 class Resumed(NamedTuple):
-    """How one kind of module went on, on one number of ranks."""
+    """The result of one kind of module on one number of ranks."""
 
     kind: str
     saved: int  # ranks
     resumed: int
-    state: str  # where the state differs; empty: nowhere
+    state: str  # differences of the states; empty if there are none
     same_bits: bool  # of the losses of all ranks
     largest: float  # difference of the mean losses, relative
 
 
 def jobs() -> Any:
-    """The tests' module that starts the ranks; None where it is not beside the benchmarks."""
+    """The tests' module that starts the ranks; None if the tests are missing."""
     if not (TESTS / "resume_jobs.py").exists():
         return None
     if str(TESTS) not in sys.path:
@@ -54,7 +54,7 @@ def jobs() -> Any:
 
 
 def measure(kinds: list[str], optimizer: str, changes: list[tuple[int, int]]) -> list[Resumed]:
-    """Train, kill and resume; one result for each kind and change of ranks."""
+    """Train, kill and resume; return a result for each kind and change of ranks."""
     starter = jobs()
     found = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -92,18 +92,18 @@ def table(found: list[Resumed]) -> str:
 
 
 def good(found: list[Resumed]) -> bool:
-    """Whether all states are the same, and losses where the ranks are as many."""
+    """Whether all states are equal, and losses too if the number of ranks is."""
     return all(not one.state and (one.same_bits or one.saved != one.resumed) for one in found)
 
 
 def change(text: str) -> tuple[int, int]:
-    """Read the numbers of ranks, as in 2-4."""
+    """Parse the numbers of ranks, as in 2-4."""
     saved, _, resumed = text.partition("-")
     return int(saved), int(resumed)
 
 
 def main() -> int:
-    """Measure and print; 1 where something differs that must not."""
+    """Measure and print; return 1 if something differs that must not."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--optimizer", choices=("adam", "adamw", "momentum"), default="adam")

@@ -1,10 +1,10 @@
-"""Shapes of a trillion parameters, cut for up to 4,096 ranks: what a rank writes and reads.
+"""A trillion parameters, shapes only, on up to 4,096 ranks: the reads and writes of one rank.
 
     PYTHONPATH=. python benchmarks/scale.py [--worlds 64 256 1024 4096] [--layers 61]
 
-Nothing but manifests and indexes is written; docs/scale.md says what is simulated. Each figure
-of time and memory is that of a process of its own: the best of nine runs of the plan, and the
-peak of its resident memory over what it had before.
+Only manifests and indexes are written; docs/scale.md describes the simulation. Each figure of time
+and memory comes from a new process: the best of nine runs of the plan, and the increase of the peak
+of its resident memory.
 """
 
 import argparse
@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 
 def kibibytes(name):
-    """Resident memory of this process, now (VmRSS) or at its peak (VmHWM); Linux alone."""
+    """Resident memory of this process, current (VmRSS) or peak (VmHWM); Linux only."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1])
@@ -34,7 +34,7 @@ def one(what, folder, world, across, layers, stacked, rank):
     from moe_model import Moe, Simulated
 
     moe = Moe(world, across=across, layers=layers, stacked=stacked)
-    states = moe.states(rank)  # what a job has anyway
+    states = moe.states(rank)  # a training job holds these anyway
     simulated = Simulated.__new__(Simulated)
     simulated.folder, simulated.moe = Path(folder), moe
     from mlstate.checkpoint import plan_save
@@ -44,7 +44,7 @@ def one(what, folder, world, across, layers, stacked, rank):
             return plan_save(*states, rank=rank, world_size=world)
         return simulated.plan_load(moe, rank)
 
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before, seconds = kibibytes("VmRSS"), []
     for _ in range(9):
         start = time.perf_counter()
@@ -54,7 +54,7 @@ def one(what, folder, world, across, layers, stacked, rank):
 
 
 def measure(*arguments):
-    """`one` in a process of its own."""
+    """Run `one` in a new process."""
     command = [sys.executable, __file__, "--one", json.dumps(arguments)]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
@@ -64,7 +64,7 @@ def mib(count):
 
 
 def figures(world, layers, stacked, rank):
-    """Counts, times and memory of one rank's plans; lists: to save, to load, to reshard."""
+    """Counts, times and memory of one rank's plans: to save, to load, to reshard."""
     from moe_model import Moe, Simulated
 
     moe = Moe(world, layers=layers, stacked=stacked)
@@ -119,7 +119,7 @@ def row(found):
 
 
 def head(layers):
-    """What is above the lines."""
+    """The head of the table."""
     from moe_model import Moe
 
     return [

@@ -1,4 +1,4 @@
-"""Processes that wait for commands, as the ranks of a benchmark do between their turns."""
+"""Processes that wait for commands, such as the ranks of a benchmark between their turns."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ END_SECONDS = 20
 
 
 class Spawned:
-    """New processes, each with a pipe, that do what they are told at the same time.
+    """New processes, each with a pipe, that run the same command at the same time.
 
-    Each calls `serve` with its pipe and its arguments; that ends in `answer`.
+    Each calls `serve` with its pipe and its arguments; `serve` must end in `answer`.
     """
 
     def __init__(self, serve: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> None:
@@ -30,7 +30,7 @@ class Spawned:
         self.answers()
 
     def ask(self, command: str, *arguments: Any) -> list[Any]:
-        """Tell all the same, and return what each answers."""
+        """Send the same command to all, and return their answers."""
         for pipe in self.pipes:
             pipe.send((command, arguments))
         return self.answers()
@@ -48,7 +48,7 @@ class Spawned:
         return found
 
     def close(self) -> None:
-        """Let them end."""
+        """End the processes."""
         for pipe, process in zip(self.pipes, self.processes, strict=True):
             pipe.close()
             process.join(END_SECONDS)
@@ -57,7 +57,7 @@ class Spawned:
 
 
 def answer(pipe: Connection, commands: dict[str, Callable[..., Any]]) -> None:
-    """Say that this process is ready, and do what the pipe says until it is closed."""
+    """Report that this process is ready, and run commands from the pipe until it is closed."""
     pipe.send((True, None))
     while True:
         try:

@@ -1,8 +1,8 @@
 """Results of benchmarks as files: benchmarks/results/PROCESSOR/DATE.json.
 
-One file has all benchmarks of one day and processor, by name. Storing a benchmark again
-replaces its tables by title: those of other parts, and other benchmarks, are kept. Each table
-has the command that made it.
+One file has all benchmarks of one day and processor, by name. Storing a benchmark again replaces
+its tables by title; the tables of other parts and benchmarks are kept. Each table includes the
+command that made it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def parse_cpu_info(text: str) -> dict[str, str]:
     if "model name" in fields:
         found = {"name": fields["model name"]}
         names = {"family": "cpu family", "model": "model"}
-    else:  # arm64: numbers only
+    else:  # arm64 has numbers only
         found = {"name": "arm64"}
         names = {"implementer": "cpu implementer", "part": "cpu part"}
         if "cpu part" not in fields:
@@ -47,7 +47,7 @@ def parse_cpu_info(text: str) -> dict[str, str]:
 
 
 def ask_sysctl(name: str) -> str:
-    """Return a value of macOS, empty if it has none of this name."""
+    """Return a value of sysctl on macOS, empty if there is none of this name."""
     command = ["sysctl", "-n", SYSCTL + name]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     return found.stdout.strip()

@@ -1,8 +1,8 @@
 """The tables of docs/benchmarks.md, from the stored results.
 
 ``python benchmarks/summary.py`` prints them; ``--write`` puts them into the page, between the
-markers. Each processor has a column. A cell shows the median of our way, and how many times
-faster it is than the way it is compared with, both from the processor's newest stored run.
+markers. Each processor has a column. A cell shows mlstate's median, and how many times faster it is
+than the alternative, both from the processor's newest stored run.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ NONE = "-"
 
 @dataclass(frozen=True)
 class Key:
-    """One line of the summary: where our row is, and the row that it is compared with."""
+    """One line of the summary: mlstate's row, and the row to compare it with."""
 
     label: str
     benchmark: str
-    table: str  # the beginning of the table's title
+    table: str  # start of the table's title
     ours: str
     other: str
-    named: str  # the other way, in the label
+    named: str  # the alternative's name in the label
 
 
 PEER, BACK = "NumPy peer: full + astype + copy", "NumPy peer: zeros + astype + copy"
@@ -169,7 +169,7 @@ KEYS = (
 
 
 def title_of(processor: dict[str, str]) -> str:
-    """Name a processor in a table's head."""
+    """Name a processor in the head of a table."""
     plain = re.sub(r"\((R|TM)\)", "", processor["name"]).replace(" Processor", "")
     if "family" in processor:
         plain += f", family {processor['family']} model {processor['model']}"
@@ -184,7 +184,7 @@ def show(value: float) -> str:
 
 
 def newest(documents: list[dict[str, Any]]) -> dict[str, dict[str, tuple[str, Any]]]:
-    """Return the newest run of each benchmark, with its date, by the processor's slug."""
+    """Return the newest run of each benchmark, with its date, by processor slug."""
     found: dict[str, dict[str, tuple[str, Any]]] = {}
     for document in sorted(documents, key=lambda d: d["date"]):
         runs = found.setdefault(document["processor"]["slug"], {})
@@ -193,7 +193,7 @@ def newest(documents: list[dict[str, Any]]) -> dict[str, dict[str, tuple[str, An
 
 
 def row_of(run: dict[str, Any], table: str, name: str) -> dict[str, Any] | None:
-    """Find a row by the beginning of its table's title and by its name."""
+    """Find a row by the start of its table's title and by its name."""
     for found in run["tables"]:
         if found["title"].startswith(table):
             for row in found["rows"]:
@@ -203,7 +203,7 @@ def row_of(run: dict[str, Any], table: str, name: str) -> dict[str, Any] | None:
 
 
 def cell(runs: dict[str, tuple[str, Any]], key: Key) -> str:
-    """Show one figure, or that it was not measured."""
+    """Format one figure, or a mark that it was not measured."""
     if key.benchmark not in runs:
         return NONE
     run = runs[key.benchmark][1]
@@ -216,7 +216,7 @@ def cell(runs: dict[str, tuple[str, Any]], key: Key) -> str:
 
 
 def guard_rows(run: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of a guard's run."""
+    """Return the rows of the guard's run."""
     return [row for table in run["tables"] for row in table["rows"]]
 
 
@@ -269,7 +269,7 @@ def losses(documents: list[dict[str, Any]]) -> str:
 
 
 def copies(documents: list[dict[str, Any]]) -> str:
-    """Return what each way to store takes, with a column for each processor."""
+    """Return the times of each store instruction, with a column for each processor."""
     ways = ("auto", "NumPy", "plain", "stream1", "stream4")
     names = {d["processor"]["slug"]: title_of(d["processor"]) for d in documents}
     stored_runs = {slug: runs for slug, runs in newest(documents).items() if "copy" in runs}
@@ -303,7 +303,7 @@ TABLES = {"summary": summary, "copies": copies, "losses": losses, "sources": sou
 
 
 def filled_in(page: str, documents: list[dict[str, Any]]) -> str:
-    """Return the page with its tables made anew."""
+    """Return the page with new tables."""
     for name, table in TABLES.items():
         start, end = f"<!-- {name}: made by benchmarks/summary.py -->\n", "<!-- end -->"
         before, found, rest = page.partition(start)

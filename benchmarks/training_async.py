@@ -1,6 +1,7 @@
-"""How long a save blocks training, and how much memory it takes, for `bench_training.py`.
+"""The time for which a save blocks training, and its memory, for `bench_training.py`.
 
-Two ranks save the two halves of a state. They block until the slower one may change its state.
+Two ranks save the two halves of a state. They are blocked until the slower one may change its
+state.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from turns import Aim
 
 LETTER = "A"  # of checkpoint_states: Adam's m and v of 124 million parameters
 WORLD = 2
-MOST_MIB = 16  # of a save that stages nothing, as of a synchronous one
+MOST_MIB = 16  # limit for a save that stages nothing, as for a synchronous one
 
 MEMCPY = "memcpy, touched memory"
 SAVE = "mlstate.save"
@@ -52,7 +53,7 @@ class Ranks(Spawned):
 
 
 def blocking(report: Report, folder: Path, repeats: int, quick: bool) -> None:
-    """Time until ranks may go on, and until their checkpoint is there."""
+    """Time until ranks may continue, and until their checkpoint is complete."""
     ranks = Ranks(warm=True)
     try:
         size = sum(ranks.ask("load", quick))
@@ -76,7 +77,7 @@ def blocking(report: Report, folder: Path, repeats: int, quick: bool) -> None:
 def take_turns(
     ranks: Ranks, folder: Path, repeats: int, quick: bool
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Milliseconds until all ranks may go on, and until all is done, by name."""
+    """Milliseconds until all ranks may continue, and until all is done, by name."""
     staged: dict[str, list[float]] = {name: [] for name in NAMES}
     done: dict[str, list[float]] = {name: [] for name in NAMES}
     order = random.Random(20)
@@ -95,11 +96,11 @@ def take_turns(
 
 
 def memory(report: Report, folder: Path, quick: bool) -> None:
-    """Peaks of a rank's resident memory beyond its state: staging, buffers, everything."""
+    """Peaks of a rank's resident memory in excess of its state: staging and buffers."""
     ranks = Ranks(warm=False)
     ways = {name: way for name, way in NAMES.items() if name != MEMCPY}
     try:
-        ranks.ask("load", True)  # imports and pools of threads come with a first call
+        ranks.ask("load", True)  # the first call imports modules and starts thread pools
         for way in ways.values():
             peaks(ranks, way, folder)
         ranks.ask("load", quick)
@@ -123,7 +124,7 @@ def peaks(ranks: Ranks, way: str, folder: Path) -> list[tuple[float, int]]:
 
 
 def row_of(name: str, found: list[tuple[float, int]]) -> Row:
-    """A line for the rank whose peak is nearer to its budget."""
+    """A line for the rank whose peak is closer to its budget."""
     beyond, budget = max(
         ((most, nbytes / (1 << 20)) for most, nbytes in found), key=lambda pair: pair[0] - pair[1]
     )

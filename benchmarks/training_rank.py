@@ -1,8 +1,8 @@
 """One of two ranks over gloo that save their halves of a state; see `training_async.py`.
 
-A rank's tensors are DTensors cut by rows; mlstate saves the same memory as shards of arrays. A
-way to save is a call that returns when the state may be changed; what that returns is called
-to wait for the rest.
+A rank's tensors are DTensors sharded by rows; mlstate saves the same memory as shards of arrays. A
+way to save is a call that returns when the state may be changed. It returns a function that waits
+for the rest.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Wait = Callable[[], object]
 Begin = Callable[[Path], Wait]
 
 MEMCPY, SAVE, DCP, DCP_KEPT = "memcpy", "save", "dcp", "dcp kept"
-SHARES = (0, 25, 50, 100)  # % of the state that may be staged: a way each, named so
+SHARES = (0, 25, 50, 100)  # % of the state that may be staged: a way for each, with that name
 
 
 class Rank:
-    """A state, what saves it, and memory that is touched beforehand."""
+    """A state, its ways to save, and memory that is touched beforehand."""
 
     def __init__(self, letter: str, rank: int, world: int) -> None:
         import torch
@@ -46,12 +46,12 @@ class Rank:
         self.group = TorchGroup(self.own)
         self.tensors: dict[str, Any] = {}
         self.arrays: list[np.ndarray] = []  # their memory
-        self.shards: dict[str, Shard] = {}  # again, as mlstate knows them
+        self.shards: dict[str, Shard] = {}  # the same memory as shards of mlstate
         self.ways: dict[str, Begin] = {}
         self.staging: Staging | None = None
 
     def load(self, quick: bool) -> int:
-        """Make the state anew; return this rank's bytes."""
+        """Make a new state; return this rank's bytes."""
         self.ways, self.staging = {}, None
         self.arrays, self.shards = [], {}
         self.tensors = rows_of_rank(STATES[self.letter](quick), self.rank, self.world)
@@ -71,7 +71,7 @@ class Rank:
     # ---- ways ----
 
     def way(self, name: str) -> Begin:
-        """Return a way, which keeps its memory from one call to the next."""
+        """Return a way, which keeps its memory between calls."""
         if name not in self.ways:
             if name.isdecimal():
                 self.ways[name] = self.staged(int(name))
@@ -86,7 +86,7 @@ class Rank:
         return self.ways[name]
 
     def memcpy(self) -> Begin:
-        """Copy this rank's arrays to memory that was touched: what no staging can beat."""
+        """Copy this rank's arrays to touched memory: a lower bound for any staging."""
         targets = [np.ones_like(array) for array in self.arrays]
 
         def begin(path: Path) -> Wait:
@@ -101,7 +101,7 @@ class Rank:
         return nothing
 
     def staged(self, share: int) -> Begin:
-        """Save while training goes on, with memory for a share of the state."""
+        """Save during training, with memory for a share of the state."""
         options: dict[str, Any] = {"max_staging_bytes": self.nbytes * share // 100}
         if self.staging is not None:
             options["staging"] = self.staging
@@ -114,12 +114,12 @@ class Rank:
         return begin
 
     def dcp(self, *, kept: bool = False) -> Begin:
-        """Save with torch DCP; with `kept` its stager, and so its memory, is kept."""
+        """Save with torch DCP; `kept` keeps its stager, and so its memory."""
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
         options: dict[str, Any] = {"process_group": self.theirs}
-        if kept:  # the rest of its options needs CUDA
+        if kept:  # its other options need CUDA
             options["async_stager"] = DefaultStager(StagingOptions(False, False, False, False))
 
         def begin(path: Path) -> Wait:
@@ -127,12 +127,12 @@ class Rank:
 
         return begin
 
-    # ---- what the benchmark asks for ----
+    # ---- commands of the benchmark ----
 
     def time(self, name: str, path: Path) -> tuple[float, float]:
         """Save once, both ranks at the same moment; return ms until staged, and until done.
 
-        Memory for staging is allocated and touched before the first time.
+        Memory for staging is allocated and touched before the first measurement.
         """
         if self.staging is None:
             self.staging = Staging(self.nbytes)
@@ -150,9 +150,9 @@ class Rank:
         return (staged - start) * 1e-6, (done - start) * 1e-6
 
     def memory(self, name: str, path: Path) -> tuple[float, int]:
-        """Save once; return MiB beyond the state at the peak, and the bytes of the budget.
+        """Save once; return the peak of MiB in excess of the state, and the bytes of the budget.
 
-        The memory for staging is part of it: it is allocated by the save.
+        It includes the memory for staging, which the save allocates.
         """
         self.ways, self.staging = {}, None
         gc.collect()
@@ -164,7 +164,7 @@ class Rank:
 
 
 def serve(pipe: Connection, letter: str, warm: bool, rank: int, world: int, meeting: str) -> None:
-    """Be one rank; `warm`: memory that is given back stays with the process."""
+    """Run one rank; `warm`: freed memory stays with the process."""
     import torch
 
     if warm:

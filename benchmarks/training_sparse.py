@@ -1,6 +1,6 @@
-"""What rows of zeros, rows that did not change, and compression spare; for `bench_training.py`.
+"""Savings from zero rows, unchanged rows and compression, for `bench_training.py`.
 
-The state is what Adam keeps of the embedding of `training_words.py`.
+The state is Adam's state of the embedding in `training_words.py`.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from turns import Aim, take_turns
 
 import mlstate
 
-SMALLER, WRITTEN = 3.5, 1.2  # times, to reach
-LOAD_TURNS = 3  # loads are quick: so many times as many rounds
+SMALLER, WRITTEN = 3.5, 1.2  # aims, as ratios
+LOAD_TURNS = 3  # loads are short: this many times as many rounds
 RAW_WRITE, RAW_READ = "raw: one file, pwrite + fsync", "raw: one pread, touched memory"
-WAYS = {  # how the state is stored: what `save` is told
+WAYS = {  # how the state is stored: arguments of `save`
     "full": {},
     "sparse": {"sparse": True},
     "incremental": {"sparse": True, "incremental": True},
 }
 CODECS = (None, "zlib", "zstd")
-LOADS = {  # how it is loaded, and whether into arrays that are there
+LOADS = {  # how it is loaded, and whether into existing arrays
     "load, verify=False": (False, False),
     "load": (True, False),
     "load(into=...)": (True, True),
@@ -49,7 +49,7 @@ LOADS = {  # how it is loaded, and whether into arrays that are there
 
 
 def measuring(report: Report, folder: Path, repeats: int, quick: bool) -> None:
-    """Train; save and load all rows, those that are not zero, and those that changed."""
+    """Train; save and load all rows, the nonzero rows, and the changed rows."""
     trained = training_words.train(quick)
     report.say(f"\n{described(trained)}")
     here = Sparse(trained, folder, repeats, quick)
@@ -62,7 +62,7 @@ def measuring(report: Report, folder: Path, repeats: int, quick: bool) -> None:
 
 
 def described(trained: Trained) -> str:
-    """Say what was trained, and what of its state there is to spare."""
+    """Describe the training, and the share of zero and unchanged rows."""
     total = bytes_of(trained.before.values())
     zero = 1 - held_bytes(trained.before) / total
     changed = changed_bytes(trained.before, trained.after) / total
@@ -80,7 +80,7 @@ def held_bytes(state: Arrays) -> int:
 
 
 def changed_bytes(before: Arrays, after: Arrays) -> int:
-    """Bytes of the rows with a byte that is another one."""
+    """Bytes of the rows with a changed byte."""
     return sum(
         int((as_bytes(array) != as_bytes(after[name])).any(1).sum()) * array[0].nbytes
         for name, array in before.items()
@@ -96,7 +96,7 @@ Table = tuple[list[Row], str, str, list[str]]
 
 
 class Sparse:
-    """The states, where they go, and what is measured of them."""
+    """The states, their folders, and the measurements."""
 
     def __init__(self, trained: Trained, folder: Path, repeats: int, quick: bool) -> None:
         self.before, self.after = trained.before, trained.after
@@ -110,7 +110,7 @@ class Sparse:
         mlstate.save(path, optimizer=optimizer, **WAYS[way])
 
     def base(self) -> Path:
-        """A sparse checkpoint of the state before, which others are copied from."""
+        """A sparse checkpoint of the previous state, which others are copied from."""
         base = self.folder / "base"
         if not base.exists():
             self.save(base, self.before, "sparse")
@@ -139,7 +139,7 @@ class Sparse:
         return rows, f"save, {self.size}", "into an empty folder; MB stored: all files", verdicts
 
     def adding(self) -> Table:
-        """Save what has become of the state onto what was saved before."""
+        """Save the new state over the previous checkpoint."""
         base, target = self.base(), self.folder / "x"
         candidates, asked = [], {}
         before = partial(put_back, base, target)
@@ -165,7 +165,7 @@ class Sparse:
     # ---- load ----
 
     def loading(self) -> Table:
-        """Load what is stored in each of the ways."""
+        """Load the checkpoint of each way."""
         raw = self.folder / "raw"
         self.raw.write_one(raw, durable=False)
         candidates = [Candidate(RAW_READ, partial(self.raw.read_one, raw), limit=True)]
@@ -194,7 +194,7 @@ class Sparse:
     # ---- compression ----
 
     def compressing(self) -> Table:
-        """Save and load the upper halves of the numbers: what bfloat16 keeps of them."""
+        """Save and load the upper halves of the numbers, as bfloat16 would keep them."""
         state = {n: (a.view(np.uint32) >> 16).astype(np.uint16) for n, a in self.before.items()}
         total, target = bytes_of(state.values()), self.folder / "x"
         candidates, stored = [], {}
@@ -235,21 +235,21 @@ class Sparse:
 
 
 def put_back(base: Path, target: Path) -> None:
-    """Have a checkpoint as it was, on the disk."""
+    """Restore a checkpoint on the disk."""
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(base, target)
     os.sync()
 
 
 def bytes_written(save: Callable[[], object], target: Path) -> int:
-    """What a save writes, all files, or where the system does not count it, the shards' files."""
+    """Bytes that a save writes: all files or, if the system does not count them, shard files."""
     known, asked = inodes_below(target), written()
     save()
     return max(written() - asked, new_shard_bytes(target, known))
 
 
 def check(path: Path, state: Arrays) -> None:
-    """What is loaded has the bits of what was saved."""
+    """The loaded state has the bits of the saved one."""
     found = mlstate.load(path).optimizer
     for name, array in state.items():
         if not np.array_equal(as_bytes(found[name]), as_bytes(array)):

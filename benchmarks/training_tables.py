@@ -1,4 +1,4 @@
-"""Resumed runs and plans of large worlds, for `bench_training.py`: their tables, judged."""
+"""Resumed runs and plans of large worlds, for `bench_training.py`: tables and verdicts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PLANS = ("save", "load", "reshard")
 
 
 def resuming(report: Report, quick: bool) -> None:
-    """Train on real processes, kill them, resume on as many ranks and on others."""
+    """Train on several processes, kill them, resume on the same number of ranks and on others."""
     title = f"training that is killed and resumed: {OPTIMIZER}, ranks over gloo"
     report.say(f"\n{title}")
     if resume_table.jobs() is None:
@@ -40,7 +40,7 @@ def verdict(what: str, good: list[bool]) -> str:
 
 
 def planning(report: Report, quick: bool) -> None:
-    """Plan one rank's part of worlds that get larger."""
+    """Plan one rank's part in worlds of increasing size."""
     layers = QUICK_LAYERS if quick else LAYERS
     lines = scale.head(layers)
     report.say("\nplans of one rank: " + "\n".join(lines))
@@ -54,7 +54,7 @@ def planning(report: Report, quick: bool) -> None:
 
 
 def growth(first: dict[str, Any], last: dict[str, Any]) -> list[str]:
-    """What a rank has to do is to be no more where the world is larger."""
+    """The work of a rank must not grow with the world."""
     pairs = {
         "shards": (first["shards"], last["shards"]),
         "bytes of the index": (first["index_bytes"], last["index_bytes"]),

@@ -1,8 +1,8 @@
-"""What it costs to move one unit between tiers, for `bench_training.py`.
+"""The cost of moving one unit between tiers, for `bench_training.py`.
 
-A unit is a parameter and Adam's two moments. Raw copies and raw files of as many bytes are the
-limits. Other units are beside it, in memory and in files of the same folder; what a move does
-to them is looked at and counted.
+A unit is a parameter and Adam's two moments. Raw copies and raw files of the same size are the
+limits. Other units exist in memory and in files of the same folder; the effect of a move on them is
+counted.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from mlstate import TieredState
 TIERS = ("hot", "warm", "cold")
 NAMES = tuple(f"experts.{i}.weight" for i in range(4))
 MOVED = NAMES[0]
-SPEED = 0.8  # of the raw copy or file, to reach
-FEW = 8192  # bytes: what looking at the counters adds to them, and a header read twice
+SPEED = 0.8  # aim: share of the speed of the raw copy or file
+FEW = 8192  # bytes: added by reading the counters, and a header read twice
 
 RAW_WRITE, RAW_DIRECT = "raw: one file, pwrite + fsync", "raw: one file, O_DIRECT + fsync"
 RAW_REPLACE = "raw: pwrite + fsync, rename over the old"
@@ -45,14 +45,14 @@ def moving(report: Report, folder: Path, repeats: int, quick: bool) -> None:
 
 
 def devices() -> list[str]:
-    """Where hot units can lie; "cpu": memory of their own, as torch tensors."""
+    """Devices for hot units; "cpu": separate memory, as torch tensors."""
     import torch
 
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
 class Moves:
-    """A tiered state of which one unit moves, and that unit's bytes for raw moves."""
+    """A tiered state in which one unit moves, and that unit's bytes for raw moves."""
 
     def __init__(self, folder: Path, rows: int, **options: Any) -> None:
         random = np.random.default_rng(5)
@@ -66,13 +66,13 @@ class Moves:
         self.raw = Raw({str(i): array for i, array in enumerate(self.arrays)})
         self.nbytes = sum(array.nbytes for array in self.arrays)
         self.folder, self.raw_file = folder / "tiers", folder / "raw"
-        self.file = self.folder / f"{MOVED}.safetensors"  # where the unit's is
+        self.file = self.folder / f"{MOVED}.safetensors"  # path of the unit's file
         self.tiers = TieredState(model, adam, self.folder, **options)
         for name in NAMES[2:]:
             self.tiers.demote(name, to="cold")
 
     def put(self, tier: str) -> None:
-        """Have the unit where a move begins."""
+        """Put the unit where a move begins."""
         now = TIERS.index(self.tiers.tier(MOVED))
         if TIERS.index(tier) < now:
             self.tiers.promote(MOVED, to=tier)
@@ -80,7 +80,7 @@ class Moves:
             self.tiers.demote(MOVED, to=tier)
 
     def change(self) -> None:
-        """Do what a step of training does: no element stays as it was."""
+        """Change every element, as a training step does."""
         self.put("warm")
         with self.tiers.use(MOVED) as unit:
             for array in (unit.parameter, *unit.states.values()):
@@ -113,7 +113,7 @@ def moves(folder: Path, rows: int, **options: Any) -> Iterator[Moves]:
 
 
 def files(here: Moves, report: Report, repeats: int, quick: bool) -> None:
-    """Demote a unit that training has changed to its file; promote it from the system's cache."""
+    """Demote a changed unit to its file; promote it from the page cache."""
     verdicts = [
         *demoting(here, report, repeats, quick),
         *promoting(here, report, repeats),
@@ -187,7 +187,7 @@ def promoting(here: Moves, report: Report, repeats: int) -> list[str]:
 
 
 def others(here: Moves) -> list[str]:
-    """Move the unit once more each way, and look at what that did to the others."""
+    """Move the unit once more each way, and check the other units."""
     here.change()
     verdicts = []
     for call, count in ((here.tiers.demote, written), (here.tiers.promote, read)):
@@ -206,9 +206,9 @@ def others(here: Moves) -> list[str]:
 
 
 def looks(here: Moves) -> dict[str, Any]:
-    """What tells of a touch: of files their inode, size and times, of arrays their place and bits.
+    """Facts that reveal a change: of files inode, size and times, of arrays address and bits.
 
-    The time at which an inode was changed cannot be set back by whoever writes to a file.
+    A writer cannot set back the time at which an inode was changed.
     """
     found: dict[str, Any] = {}
     for path in sorted(here.folder.iterdir()):
@@ -244,7 +244,7 @@ def copies(here: Moves, report: Report, repeats: int, quick: bool, device: str) 
 
 
 def raw_copies(here: Moves, device: str) -> list[Candidate]:
-    """Copies of the unit's arrays, without anything else; the last is the way back."""
+    """Plain copies of the unit's arrays; the last one is the way back."""
     found = [Candidate(COPY, here.raw.copy, limit=device == "cpu")]
     if device == "cpu":
         return [*found, Candidate(COPY_NEW, lambda: [array.copy() for array in here.arrays])]

@@ -1,8 +1,8 @@
-"""A language model that is really trained, for what Adam keeps of its embedding.
+"""A small language model, trained to measure Adam's state of its embedding.
 
-It predicts each next word of Python's own library. Its vocabulary is all words that are in
-there, of which most are rare: a row of Adam's moments stays zero until its word was seen. 300
-steps with 576 words each see some 26 % of the words.
+It predicts each next word of Python's own library. The vocabulary is all words in the library, most
+of which are rare: a row of Adam's moments stays zero until its word occurs. 300 steps with 576
+words each see about 26 % of the words.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import torch
 from checkpoint_states import Arrays
 
 WORD = re.compile(rb"\w+|[^\w\s]")
-LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # not everywhere
-FEWEST = 30_000  # words of a vocabulary that is a real one
+# not installed everywhere
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+FEWEST = 30_000  # words, as in a realistic vocabulary
 WIDTH, LENGTH, BATCH = 128, 48, 12
 STEPS, QUICK_STEPS, MORE_STEPS = 300, 20, 10
 SEED = 20
@@ -35,7 +36,7 @@ class Trained(NamedTuple):
 
 
 class Model(torch.nn.Module):
-    """Convolutions over the words before, and an adaptive softmax over the vocabulary."""
+    """Convolutions over the previous words, and an adaptive softmax over the vocabulary."""
 
     def __init__(self, words: int, width: int) -> None:
         super().__init__()
@@ -54,7 +55,7 @@ class Model(torch.nn.Module):
 
 
 def text() -> tuple[np.ndarray, int]:
-    """The library's words as numbers, the most frequent word 0, and how many there are."""
+    """The library's words as numbers, the most frequent word as 0, and the number of words."""
     root = Path(sysconfig.get_paths()["stdlib"])
     known: dict[bytes, int] = {}
     files = []
@@ -71,9 +72,9 @@ def text() -> tuple[np.ndarray, int]:
 
 
 def train(quick: bool) -> Trained:
-    """Train on random places of the text.
+    """Train on random positions of the text.
 
-    In one thread: on a busy machine two that wait for each other are slower.
+    With one thread, because two threads that wait for each other are slower on a busy machine.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

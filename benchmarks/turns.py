@@ -1,4 +1,4 @@
-"""Turns of candidates that take long, and ratios that they are to reach."""
+"""Turns of slow candidates, and the ratios that they must reach."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from dataclasses import dataclass
 
 from harness import Candidate, Row, rows_of, settle
 
-SLOW = 3.0  # seconds; what takes longer is not warmed up and has two rounds
+SLOW = 3.0  # seconds; slower candidates are not warmed up and have two rounds
 VERY_SLOW = 6.0  # one round
 
 
 @dataclass
 class Aim:
-    """A ratio to reach between two lines of a table."""
+    """A ratio that two lines of a table must reach."""
 
     name: str
     bound: float
     reference: str
-    faster: bool = False  # at least `bound` times as fast, else at most `bound` times the duration
+    # at least `bound` times as fast; otherwise at most `bound` times the duration
+    faster: bool = False
 
     def verdict(self, rows: list[Row]) -> str:
-        """Say what was reached, if both lines are there."""
+        """Return the verdict, if both lines exist."""
         found = {row.name: row.median for row in rows}
         sign = ">=" if self.faster else "<="
         wanted = (
@@ -38,25 +39,25 @@ class Aim:
 
 
 def join_freed_memory() -> None:
-    """Have the C library join what was freed before, which it leaves to a later caller.
+    """Make the C library merge freed blocks, which it otherwise leaves to a later caller.
 
-    glibc joins neighbours among freed pieces when somebody next asks for more than a little, and
-    sorts 10,000 of them in a call: after a result of 20,000 arrays that took 3 ms of the next one.
+    glibc merges neighbouring free blocks at the next larger allocation, and sorts 10,000 of them in
+    one call: after a result of 20,000 arrays that took 3 ms of the next call.
     """
     for _ in range(8):
         bytearray(1 << 20)
 
 
 def take_turns(candidates: list[Candidate], repeats: int) -> list[Row]:
-    """Time as `harness.measure` does, but slow ones less often.
+    """Time as `harness.measure` does, but slow candidates less often.
 
-    What a call gives is dropped when the time was taken: memory of a result is given back when
-    its user is done with it, and most limits have no result. What that leaves to be joined by the
-    C library is joined before the next call's time is taken.
+    The result of a call is dropped after its time was taken: users free a result when they are done
+    with it, and most limits have no result. The C library merges the freed blocks before the next
+    call is timed.
     """
     samples: dict[str, list[float]] = {c.name: [] for c in candidates}
     order = random.Random(20)
-    slow: dict[str, int] = {}  # name to the number of its rounds
+    slow: dict[str, int] = {}  # number of rounds by name
     gc.disable()
     try:
         for turn in range(1 + repeats):
@@ -77,7 +78,7 @@ def take_turns(candidates: list[Candidate], repeats: int) -> list[Row]:
                 if turn > 0 or name in slow:
                     samples[name].append(elapsed)
             if turn == 0:
-                gc.freeze()  # a collection looks no more at what packages brought along
+                gc.freeze()  # later collections skip the objects of imported packages
     finally:
         gc.unfreeze()
         gc.enable()

@@ -1,7 +1,7 @@
-"""How the documentation is built: `make docs`.
+"""Sphinx settings of the documentation; `make docs` builds it.
 
 Pages are Markdown (MyST).  The reference, docs/api/, is written here at each build from
-the `__all__` of every public module, so that a new public name needs no line of its own.
+the `__all__` of every public module, so a new public name needs no entry elsewhere.
 """
 
 import ast
@@ -43,12 +43,12 @@ copybutton_prompt_is_regexp = True
 default_role = "py:obj"
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence", "deflist"]
-autodoc_typehints = "none"  # the docstrings say the types, with shapes
+autodoc_typehints = "none"  # docstrings contain types and shapes
 autodoc_member_order = "bysource"
 autosummary_generate = False
 numpydoc_show_class_members = False
 
-# The command line and the demo are run, not called.
+# Programs for the shell, without a Python interface.
 INTERNAL = ("mlstate.cli", "mlstate.demo")
 
 MODULE_PAGE = """\
@@ -89,7 +89,7 @@ def entry(name, thing):
         options = "   :members:\n"
         if any(base.__module__ == "mlstate.collectives._group_base" for base in thing.__mro__[1:]):
             options += "   :inherited-members:\n"  # the operations of all engines
-        if issubclass(thing, tuple):  # count and index are no news
+        if issubclass(thing, tuple):  # omit the methods of tuple
             options += "   :exclude-members: count, index, __new__\n"
     else:
         kind = "function" if inspect.isroutine(thing) else "data"
@@ -102,7 +102,7 @@ def write_reference():
     folder.mkdir(exist_ok=True)
     described = {}
     modules = public_modules()
-    # The package of a name is where users find it: the most specific module that lists it.
+    # Describe a name in the most specific module that lists it.
     for module_name in sorted(modules, key=lambda name: (name == "mlstate", name)):
         module = importlib.import_module(module_name)
         table, entries = [], []

@@ -4,12 +4,12 @@
     python examples/train_sharded.py --ranks 2 --engine gloo --method fsdp2+mlstate
     mpiexec -n 2 python examples/train_sharded.py --engine mpi
 
-The model learns the next byte of the sources of Python's own library.  Three methods do the
-same steps; for two ranks their losses have the same bits:
+The model learns to predict the next byte of source files of Python's standard library.  Three
+methods compute the same steps; on two ranks their losses have the same bits:
 
-    mlstate        hooks of mlstate scatter the gradients; each rank updates its parts
-    fsdp2          torch's fully_shard, with torch's own reduce-scatter
-    fsdp2+mlstate  torch's fully_shard, with gradients that mlstate reduces
+    mlstate        mlstate's hooks reduce the gradients; each rank updates its parts
+    fsdp2          torch's fully_shard with torch's reduce-scatter
+    fsdp2+mlstate  torch's fully_shard; mlstate reduces the gradients
 """
 
 import argparse
@@ -49,7 +49,7 @@ class Model(nn.Module):
         x = self.embedding(text) + self.positions.weight
         for block in self.blocks:
             x = block(x, mask, is_causal=True)
-        return x @ self.embedding.weight.T  # one parameter at both ends: one gradient
+        return x @ self.embedding.weight.T  # tied to the input embedding
 
 
 def read_sources():
@@ -59,25 +59,25 @@ def read_sources():
 
 
 def batch_of(data, step, rank):
-    """Each rank reads other places of the text, in each step, the same in every run."""
+    """Return inputs and targets; the samples depend only on the step and the rank."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     starts = torch.randint(len(data) - CONTEXT - 1, (BATCH,), generator=generator)
     rows = torch.stack([data[i : i + CONTEXT + 1] for i in starts.tolist()]).long()
     return rows[:, :-1], rows[:, 1:]
 
 
-# ---- the methods: what each does with a model, and what it does after each backward pass ----
+# ---- the methods: each wraps the model, and updates it after each backward pass ----
 
 
 class WithHooks:
-    """Every rank has all parameters; of gradients and of Adam's state it keeps its parts."""
+    """Every rank holds all parameters, but only its part of the gradients and of Adam's state."""
 
     def __init__(self, model, group, layout):
         self.model, self.group, self.layout = model, group, layout
         self.units = sharding_units(model, group, layout=layout)
         FSDPBackwardHook(FSDP(group, op="mean")).register_hooks(model, self.units)
         self.whole = {name: model.get_parameter(name).detach() for name in self.units}
-        self.parts = {  # views of the parameters, which the optimizer updates in place
+        self.parts = {  # views of the parameters, so the optimizer updates these in place
             name: nn.Parameter(unit.layout.take(self.whole[name], group.rank))
             for name, unit in self.units.items()
         }
@@ -96,19 +96,19 @@ class WithHooks:
             self.group.all_gather(mine, counts=unit.counts, out=self.whole[name].view(-1))
 
     def state(self):
-        """What a checkpoint holds: each rank's parts, and of Adam's state what goes with them."""
+        """Return the state to save: this rank's parts of the parameters and of Adam's state."""
         model, optimizer = {}, {}
         for name, part in self.parts.items():
             layout, shape = self.units[name].layout, self.units[name].shape
             model[name] = Shard(part.detach(), layout, self.group.rank, shape=shape)
             for kind, value in self.optimizer.state[part].items():
-                if value.dim():  # all but Adam's count of steps
+                if value.dim():  # Adam's step count has no dimensions
                     value = Shard(value, layout, self.group.rank, shape=shape)
                 optimizer[f"{name}.{kind}"] = value
         return {"model": model, "optimizer": optimizer}
 
     def resume(self, path):
-        """Load what any number of ranks saved; return the number of steps that were done."""
+        """Load a checkpoint of any number of ranks; return its step."""
         saved = mlstate.load(path, group=self.group, layout=self.layout)
         for name, part in self.parts.items():
             part.data.copy_(torch.from_numpy(saved.model[name]))
@@ -121,7 +121,7 @@ class WithHooks:
 
 
 class WithFSDP2:
-    """torch's own sharding; `group` reduces the gradients, or torch itself."""
+    """FSDP2 shards the model; `group` or torch reduces the gradients."""
 
     def __init__(self, model, group, ours):
         mesh = init_device_mesh("cpu", (group.world_size,))
@@ -140,7 +140,7 @@ class WithFSDP2:
 def train(group, options):
     """Train one rank's model; the first rank prints the mean loss of all."""
     torch.set_num_threads(1)
-    torch.manual_seed(0)  # all ranks start alike
+    torch.manual_seed(0)  # the same initial weights on all ranks
     if options.method == "mlstate":
         trained = WithHooks(Model(), group, options.layout)
     else:
@@ -163,7 +163,7 @@ def train(group, options):
 
 
 def work(group, options, folder):
-    """Be one rank; `group` is that of the processes, another engine takes its place."""
+    """Run one rank; `group` connects the processes, and is replaced for another engine."""
     if options.engine == "gloo" or options.method != "mlstate":
         rank, world = group.rank, group.world_size
         store = dist.FileStore(f"{folder}/store", world)
@@ -190,7 +190,7 @@ def main():
         if options.engine == "mpi":
             from mlstate.integrations.mpi import MPIGroup
 
-            with MPIGroup() as group:  # the ranks meet in the folder of the first
+            with MPIGroup() as group:  # all ranks use the folder of rank 0
                 work(group, options, group.gather_bytes(folder.encode())[0].decode())
         else:
             LocalGroup.run(work, options.ranks, options, folder)

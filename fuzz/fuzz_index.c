@@ -1,10 +1,9 @@
-/* libFuzzer target: any bytes as an index, sealed so that they get past the checksum.
- * What is accepted must fit its files, its tensors and the address space, and must come
- * out the same when it is written and read again.
+/* libFuzzer target: any bytes as an index, with a corrected checksum so that the reader
+ * goes on. An accepted index must fit its files, its tensors and the address space, and
+ * must be the same after writing and reading it again.
  *
- *   clang -g -O1 -fsanitize=fuzzer,address,undefined -Icsrc/core fuzz/fuzz_index.c \
- *       csrc/core/{index*,layers,frames,seal,json,buffer,layout,text,dtype}.c \
- *       csrc/core/{safetensors_read,size,fsio,mem,status,pool,cpu}.c csrc/core/crc32c*.c
+ * tools/fuzz.sh builds it with clang -fsanitize=fuzzer,address,undefined and all of
+ * csrc/core.
  */
 #include "checkpoint/index/index.h"
 
@@ -37,7 +36,7 @@ static void check_path(const char *path)
     require(strcmp(path + length - 12, ".safetensors") == 0);
 }
 
-/* A list of extents: ascending, apart, none empty, none behind the end. */
+/* A list of row ranges: ascending, disjoint, not empty, within the shard. */
 static size_t check_extents(const mls_row_range *list, size_t count, size_t elements)
 {
     size_t end = 0, sum = 0;
@@ -50,8 +49,8 @@ static size_t check_extents(const mls_row_range *list, size_t count, size_t elem
     return sum;
 }
 
-/* What is said of frames: a length for each, none of nothing, none longer than what it
- * codes, together the bytes of the layer. */
+/* The frames of a layer: a length for each, none empty, none longer than its content,
+ * together as long as the layer. */
 static void check_frames(const mls_layer *layer, size_t size, size_t held)
 {
     const mls_compressed_frames *frames = layer->frames;
@@ -66,7 +65,7 @@ static void check_frames(const mls_layer *layer, size_t size, size_t held)
     require(frames->ends[count - 1] == layer->bytes);
 }
 
-/* Whatever a sparse shard says of its layers; together they show each element once. */
+/* The layers of a sparse shard; together they show each element once. */
 static void check_layers(const mls_index *x, const mls_index_shard *s)
 {
     const size_t size = mls_dtype_of(s->dtype)->item_bytes, all = s->bytes / size;
@@ -93,14 +92,14 @@ static void check_layers(const mls_index *x, const mls_index_shard *s)
         }
         uint32_t sum = 0;
         for (size_t j = 0; j < mls_safetensors_blocks(layer->bytes); j++) {
-            sum ^= layer->crcs[j]; /* all of them are there */
+            sum ^= layer->crcs[j]; /* reads every checksum */
         }
         require(mls_safetensors_blocks(layer->bytes) != 1 || sum == layer->crc);
     }
     require(shown == all);
 }
 
-/* Whatever one shard says of itself. */
+/* The members of one shard. */
 static void check_shard(const mls_index *x, const mls_index_shard *s)
 {
     const mls_part part = mls_index_part(s);
@@ -127,12 +126,12 @@ static void check_shard(const mls_index *x, const mls_index_shard *s)
     require(s->offset <= x->files[s->file].bytes);
     require(s->bytes <= x->files[s->file].bytes - s->offset);
     for (size_t i = 0; i < blocks; i++) {
-        sum ^= s->crcs[i]; /* all of them are there */
+        sum ^= s->crcs[i]; /* reads every checksum */
     }
     require(blocks != 1 || sum == s->crc);
 }
 
-/* All that the header promises of an index that was accepted. */
+/* The promises that the header makes for an accepted index. */
 static void check_index(const mls_index *x)
 {
     require(strlen(x->generation) == MLS_GENERATION_DIGITS && x->rank < x->world_size);
@@ -153,7 +152,7 @@ static void check_index(const mls_index *x)
     }
 }
 
-/* What is written of an index reads as that index, and is written as before. */
+/* Writing and reading an index gives the same index and the same text. */
 static void check_round_trip(const mls_index *x)
 {
     mls_json_writer first = {0}, second = {0};
@@ -186,11 +185,12 @@ static void try_parse(const char *text, size_t length)
     require(index.rank == 77 && index.shards == NULL && st.text[0] != '\0');
 }
 
-/* Fuzzers do not guess checksums: the start is put over theirs, and sealed. */
+/* Fuzzers do not guess checksums, so the start of an index, with the right checksum,
+ * replaces the first bytes. */
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
     const size_t start = sizeof MLS_JSON_CHECKSUM_START - 1;
-    char *text = malloc(size + 1); /* so that reading behind the end is noticed */
+    char *text = malloc(size + 1); /* so that reads past the end are noticed */
     require(text != NULL);
     memcpy(text, data, size);
     try_parse(text, size);

@@ -1,9 +1,8 @@
-/* libFuzzer target: any bytes as a JSON document, within small limits.  What is accepted
- * is walked whole, so that a wrong length or link shows.
+/* libFuzzer target: any bytes as a JSON document, within small limits.  Every node of an
+ * accepted document is visited, so that a wrong length or link shows.
  *
- *   clang -g -O1 -fsanitize=fuzzer,address,undefined -Icsrc/core fuzz/fuzz_json.c \
- *       csrc/core/io/json_reader.c csrc/core/base/memory.c csrc/core/base/status.c
- * csrc/core/base/string_view.c
+ * tools/fuzz.sh builds it with clang -fsanitize=fuzzer,address,undefined and all of
+ * csrc/core.
  */
 #include "io/json_reader.h"
 
@@ -18,7 +17,7 @@ static void require(bool condition)
     }
 }
 
-/* Nodes lie in file order, so a walk by number sees every one of them. */
+/* Nodes are in file order, so a loop over their numbers visits all of them. */
 static void check_node(const mls_json *doc, mls_json_node node, size_t size)
 {
     size_t members = 0;
@@ -37,8 +36,8 @@ static void check_node(const mls_json *doc, mls_json_node node, size_t size)
     require(members == mls_json_size(doc, node));
 }
 
-/* Number of values below and at `node`, found without recursion: the last member's last
- * member and so on is the last node of all. */
+/* The number of the last node, found without recursion: the last member of the last
+ * member, and so on. */
 static mls_json_node last_node(const mls_json *doc)
 {
     mls_json_node node = 0;

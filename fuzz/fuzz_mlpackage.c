@@ -1,8 +1,8 @@
-/* fuzz_mlpackage: any bytes as a Core ML specification.
+/* libFuzzer target: any bytes as a Core ML specification.  An accepted one must keep the
+ * promises of mlpackage.h.
  *
- * Build with clang's -fsanitize=fuzzer,address,undefined and all of csrc/core.  What is
- * accepted must keep the promises of mlpackage.h, and be read the same from an exact
- * copy.
+ * tools/fuzz.sh builds it with clang -fsanitize=fuzzer,address,undefined and all of
+ * csrc/core.
  */
 #include "base/memory.h"
 #include "coreml/mlpackage.h"

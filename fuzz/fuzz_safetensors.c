@@ -1,9 +1,8 @@
-/* libFuzzer target: any bytes as a safetensors file.  What is accepted must describe the
- * bytes exactly, and every tensor is read from where the header says it lies.
+/* libFuzzer target: any bytes as a safetensors file.  An accepted file must describe its
+ * bytes exactly, and every tensor is read at the offset in the header.
  *
- *   clang -g -O1 -fsanitize=fuzzer,address,undefined -Icsrc/core \
- *       fuzz/fuzz_safetensors.c csrc/core/{safetensors_read,json,fsio,mem,status}.c \
- *       csrc/core/{dtype,cpu}.c csrc/core/crc32c*.c
+ * tools/fuzz.sh builds it with clang -fsanitize=fuzzer,address,undefined and all of
+ * csrc/core.
  */
 #include "safetensors/safetensors.h"
 
@@ -20,7 +19,7 @@ static void require(bool condition)
     }
 }
 
-/* Bytes that a shape takes, by plain multiplication: the reader bounded them. */
+/* The number of bytes of a shape, by plain multiplication: the reader has checked it. */
 static size_t bytes_of(const mls_stored *t)
 {
     size_t bytes = mls_dtype_of(t->dtype)->item_bytes;
@@ -49,7 +48,7 @@ static void check_file(const mls_safetensors *file, const uint8_t *data, size_t 
     }
 }
 
-/* Fuzzers do not guess checksums: `verify` false lets them past ours. */
+/* Fuzzers do not guess checksums: with `verify` false the reader skips them. */
 static void try_parse(const uint8_t *data, size_t size, bool verify)
 {
     mls_safetensors file = {0};

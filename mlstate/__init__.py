@@ -1,7 +1,7 @@
-"""The state of machine-learning models: fast, safe, clear.
+"""Store, compare and move the state of machine-learning models.
 
-Arrays are used where they lie, files commit atomically or not at all, and every fast path
-is judged by a clear slow one.
+Arrays are used in place, without copies. Files are committed atomically. Every fast path is tested
+against a simple reference implementation.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ __all__ = [
     "verify",
 ]
 
-# Loaded when they are first asked for: `import mlstate` imports neither NumPy nor the C library.
+# Imported on first use: `import mlstate` imports neither NumPy nor the C extension.
 _MODULES = (
     "activation",
     "checkpoint",
@@ -112,7 +112,7 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     if name in _MODULES:
-        return import_module(f".{name}", __name__)  # which binds it here, too
+        return import_module(f".{name}", __name__)  # the import also binds the name here
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(import_module(f".{_HOMES[name]}", __name__), name)
@@ -125,7 +125,7 @@ def __dir__() -> list[str]:
 
 
 def _meet_torch() -> None:
-    """Let torch's files hold state dicts, where torch was imported first."""
+    """Register state dicts with torch's file format if torch was imported before mlstate."""
     import sys
 
     if sys.modules.get("torch") is not None:

@@ -1,4 +1,4 @@
-"""``python -m mlstate``: the same as the ``mlstate`` command."""
+"""``python -m mlstate``: run the ``mlstate`` command."""
 
 from .cli import run_process
 

@@ -1,4 +1,4 @@
-"""The C core as Python sees it.  Private: what is public is documented where it is named."""
+"""Types of the private C extension; the public modules document its functions."""
 
 from collections.abc import Callable, Iterable, Sequence
 from os import PathLike
@@ -149,7 +149,7 @@ def state_digest(state: _Dict, update: Callable[[Any], Any], /) -> None: ...
 _Steps: TypeAlias = tuple[tuple[int | str, int], ...]
 _Progress: TypeAlias = Callable[[int], object] | None
 _Cutting: TypeAlias = tuple[_Steps | None, int, int]
-# shape of the whole; layout and index, or begin and end of a run of elements
+# shape of the whole tensor; then layout and index, or begin and end of a range of elements
 _Place: TypeAlias = tuple[tuple[int, ...], _Steps | int, int]
 _Problem: TypeAlias = tuple[str, str, str | None, int | None, int, int, int, str]
 

@@ -1,4 +1,4 @@
-"""`mlstate.info`: what mlstate runs on and what it chose, as people paste it into bug reports."""
+"""`mlstate.info`: the environment and the core's choices, for bug reports."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SystemInfo:
-    """The facts that `mlstate.info` found.  ``str()`` has one line for each.
+    """The environment facts of `mlstate.info`. ``str()`` has one line for each.
 
     Attributes
     ----------
@@ -44,21 +44,21 @@ class SystemInfo:
     system : str
         Operating system, its release, and the architecture.
     processor : str
-        Name of the processor, with family and model where Linux reports them.
+        Name of the processor; on Linux with family and model if the kernel reports them.
     instruction_set : str
-        Name of the set in use: ``"scalar"``, ``"avx2"``, ``"avx512"`` or ``"neon"``.
+        The instruction set in use: ``"scalar"``, ``"avx2"``, ``"avx512"`` or ``"neon"``.
     offered_instruction_sets : tuple of str
-        Names of the sets that the processor, the system and this build support.
+        Instruction sets that the processor, the operating system and this build support.
     threads, processors : int
-        Threads that one call may use; processors that this process may run on.
+        Threads that one call may use; processors available to this process.
     copies : dict
-        How large copies store their results: ``forced``, ``cache_bytes`` (of the last
-        level), ``least_bytes`` (smaller results are stored through the cache), and
-        ``choices`` with GB/s.
+        Store strategies of large copies: ``forced``, ``cache_bytes`` (size of the last-level
+        cache), ``least_bytes`` (smaller results are stored through the cache), and
+        ``choices`` with measured GB/s.
     huge_pages : dict or None
         Settings of transparent huge pages on Linux: ``enabled``, ``defrag``, ``bytes``.
     packages : dict of str to (str or None)
-        Versions of the optional packages; None: not installed.
+        Versions of the optional packages; None if not installed.
     """
 
     version: str
@@ -75,7 +75,7 @@ class SystemInfo:
     packages: dict[str, str | None]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all facts as JSON has them: dicts, lists, str, numbers and None."""
+        """Return all facts as JSON values: dicts, lists, str, numbers and None."""
         facts = dataclasses.asdict(self)
         return {**facts, "offered_instruction_sets": list(self.offered_instruction_sets)}
 
@@ -115,7 +115,7 @@ def _huge_pages_text(found: dict[str, Any] | None) -> str:
 
 
 def _linux_processor() -> str | None:
-    """Return the name in /proc/cpuinfo of the first processor; None if it has none."""
+    """Return the name of the first processor in /proc/cpuinfo; None if it has no name."""
     try:
         text = _CPUINFO.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -126,9 +126,9 @@ def _linux_processor() -> str | None:
         if colon and value.strip():
             facts.setdefault(label.strip(), value.strip())
     name = facts.get("model name")
-    if name is not None and "cpu family" in facts:  # virtual machines shorten the name
+    if name is not None and "cpu family" in facts:  # names in virtual machines are incomplete
         return f"{name} (family {facts['cpu family']} model {facts.get('model', '?')})"
-    if name is None and "CPU part" in facts:  # arm64 has numbers only
+    if name is None and "CPU part" in facts:  # arm64 reports only numbers
         return f"arm64 implementer {facts.get('CPU implementer', '?')} part {facts['CPU part']}"
     return name
 
@@ -149,14 +149,14 @@ def _processor_name() -> str:
 
 
 def _processor_count() -> int:
-    """Return how many processors this process may run on."""
+    """Return the number of processors available to this process."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _setting(name: str) -> str | None:
-    """Return a setting of transparent huge pages; of several words, the one in brackets."""
+    """Return a setting of transparent huge pages; if it lists several, the one in brackets."""
     try:
         text = (_HUGE_PAGES / name).read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):
@@ -200,23 +200,23 @@ def _package_version(name: str) -> str | None:
 
 @set_module("mlstate")
 def info() -> SystemInfo:
-    """Return the versions, the processor and the choices that a bug report needs.
+    """Return the versions, the processor and the core's choices, for a bug report.
 
-    The same as the command ``mlstate info``.
+    The command ``mlstate info`` prints the same.
 
     Returns
     -------
     SystemInfo
-        Prints as one line for each fact. Its attributes are ``version``, ``python``,
+        Prints one line for each fact. Its attributes are ``version``, ``python``,
         ``numpy``, ``system``, ``processor``, ``instruction_set``,
         ``offered_instruction_sets``, ``threads``, ``processors``, ``copies``,
-        ``huge_pages`` and ``packages``; ``to_dict()`` returns all of them as JSON has them.
+        ``huge_pages`` and ``packages``; ``to_dict()`` returns all of them as JSON values.
 
     Notes
     -----
-    Takes some milliseconds, and up to 100 ms more if this process has not measured its copy
-    strategies yet. Optional packages are not imported. Contains no host name, user name or
-    path.
+    Takes some milliseconds, plus up to 100 ms if this process has not measured its copy
+    strategies yet. Optional packages are not imported. The result contains no host name, user
+    name or path.
 
     Examples
     --------

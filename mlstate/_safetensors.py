@@ -1,4 +1,4 @@
-"""One plain safetensors file, atomic and checked; public through `mlstate.checkpoint`."""
+"""Write and read one safetensors file; public through `mlstate.checkpoint`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _checked(name: object, value: object) -> object:
-    """Refuse what is no whole array, with what to do instead; the core views all others."""
+    """Refuse values that are not whole arrays, with a hint; the core checks all others."""
     if isinstance(value, Shard):
         raise TypeError(
             f"{name!r} is a Shard, part {value.index} of {value.layout.parts}: state files hold "
@@ -34,7 +34,7 @@ def _checked(name: object, value: object) -> object:
 
 
 def _entries(state: Any) -> dict[str, Any]:
-    """The state's own entries, as they are at one moment: other threads may change it."""
+    """Return a snapshot of the state's entries, because other threads may change the state."""
     if isinstance(state, str | bytes | os.PathLike):
         raise TypeError(
             f"the state comes first, and then the path: save_file(state, path); got "
@@ -57,19 +57,19 @@ def save_file(
     """
     Write arrays to one safetensors file, atomically.
 
-    The file appears whole and on the disk, or the old one stays as it was: bytes go to a
-    temporary file in the same folder, which is synced, renamed over the target, and the
-    folder is synced too. Every program that reads safetensors reads the result.
+    The write is atomic and durable. Bytes go to a temporary file in the same folder, which is
+    synced and renamed over the target; then the folder is synced. After a failure the old file
+    is unchanged. Every program that reads safetensors can read the result.
 
     Parameters
     ----------
     state : mapping of str to array
-        NumPy arrays (any strides, either byte order, read-only), ml_dtypes arrays, torch
-        tensors in main memory (parameters too), or anything else with ``__dlpack__``. What
-        a `ModelStateDict` or `OptimizerStateDict` knows besides is stored too.
+        NumPy arrays (any strides, any byte order, read-only or not), ml_dtypes arrays, torch
+        tensors in main memory (parameters too), or objects with ``__dlpack__``. The attributes
+        of a `ModelStateDict` or `OptimizerStateDict` are stored too.
     path : str, bytes or os.PathLike
-        File to write. A symbolic link is followed and stays. An existing file keeps its
-        permission bits, and must be writable; a new one gets 0666 less the umask.
+        File to write. A symbolic link is followed and kept. An existing file keeps its
+        permission bits, and must be writable; a new file has mode 0666 less the umask.
     metadata : mapping of str to str, optional
         Texts to store in the header. Keys that start with ``"mlstate."`` are reserved.
 
@@ -77,14 +77,14 @@ def save_file(
     ------
     TypeError
         A name or text is not a str, a value is not a whole array, or the ``param_groups`` of an
-        `OptimizerStateDict` are more than numbers, texts and lists.
+        `OptimizerStateDict` contain values other than numbers, texts and lists.
     ValueError
-        A name or text cannot be written as UTF-8 or is reserved, or `path` is neither
-        absent nor a regular file.
+        A name or text cannot be encoded as UTF-8 or is reserved, or `path` exists and is not
+        a regular file.
     BufferError
         A tensor has no memory to export, such as one on torch's ``meta`` device.
     CompatibilityError
-        A dtype that safetensors has no name for (``complex128``, ``datetime64``, ...).
+        Safetensors has no name for a dtype (``complex128``, ``datetime64``, ...).
     CapacityError
         Names and metadata take more than the 100 MB that the format allows.
     StoreError
@@ -92,16 +92,15 @@ def save_file(
 
     Notes
     -----
-    Contiguous arrays are written from where they lie; others pass through a buffer of
-    1 MiB, so the extra memory is that and about 2 KiB a tensor. Arrays must not be changed
-    while they are being saved; the mapping itself may. The GIL is released. The same state
-    gives the same bytes, in whatever order it is handed over: tensors lie by falling item
-    size and then by name. A process that is killed while it writes may leave a file
-    ``.mlstate-*.tmp`` behind, which can be deleted.
+    Contiguous arrays are written without a copy; others pass through a buffer of 1 MiB. The
+    extra memory is this buffer and about 2 KiB per tensor. Arrays must not change during the
+    save; the mapping itself may. The GIL is released. The same state always gives the same
+    bytes: tensors are sorted by descending item size, then by name. A process that is killed
+    during the write may leave a file ``.mlstate-*.tmp``, which can be deleted.
 
     References
     ----------
-    Our checksums are CRC32C values in two metadata entries, ``mlstate.header.crc32c`` and
+    Checksums are CRC32C values in two metadata entries, ``mlstate.header.crc32c`` and
     ``mlstate.blocks.crc32c``, which other readers ignore.
 
     Examples
@@ -139,49 +138,49 @@ def load_file(
     Parameters
     ----------
     path : str, bytes or os.PathLike
-        File to read, of any program that writes safetensors.
+        File to read, from any program that writes safetensors.
     mmap : bool, default False
-        Return read-only arrays over the mapped file instead of reading it: nothing is
-        copied, pages come in when they are touched, and the mapping lives as long as any
-        of the arrays. Checksums of tensors are not looked at then, since that would read
-        all of them; the header's is.
+        Return read-only arrays over the memory-mapped file. Nothing is copied, pages are read
+        on first access, and the mapping exists as long as any of the arrays. Only the header's
+        checksum is verified, because verifying the tensors would read all of them.
     verify : bool, default True
-        Compare the checksums that `save_file` stores, where the file has them. Pass False
-        to get at what is left of a damaged file.
+        Verify the checksums that `save_file` stores, if the file has them. Pass False to read
+        the remains of a damaged file.
 
     Returns
     -------
     StateDict
-        New NumPy arrays, or views of the mapping, in the file's order. bfloat16 and the
-        8-bit floats are dtypes of ml_dtypes; without it they are uint16 and uint8, and
-        ``array.dtype.metadata["mlstate.dtype"]`` names the true dtype. A `ModelStateDict`
-        or `OptimizerStateDict` where one was saved. Many new arrays below 4 MiB are views of
-        blocks that they share, of 4 to 20 MiB; a block lives as long as any of its arrays.
+        New NumPy arrays, or views of the mapping, in file order. A `ModelStateDict` or
+        `OptimizerStateDict` if one was saved. bfloat16 and 8-bit floats have dtypes of
+        ml_dtypes; without it they are uint16 and uint8, and
+        ``array.dtype.metadata["mlstate.dtype"]`` names the true dtype. New arrays below 4 MiB
+        may be views of shared blocks of 4 to 20 MiB; a block stays allocated as long as any of
+        its arrays exists.
 
     Raises
     ------
     FormatError
-        Not a safetensors file, or a damaged one: cut off, overlaps, gaps, duplicate names,
-        shapes that do not fit, an unknown element type. ``offset`` says where, ``name``
-        which tensor. Nothing larger than the file accounts for is allocated.
+        The file is not a safetensors file, or is damaged: truncated, with overlaps, gaps,
+        duplicate names, wrong shapes or an unknown element type. ``offset`` is the position,
+        ``name`` the tensor. No allocation exceeds what the file's size justifies.
     ChecksumError
         The bytes changed since `save_file` wrote them. (A `FormatError`.)
     StoreError
-        The operating system refused: an `OSError` with its ``errno``; a missing file is a
-        `FileNotFoundError` too.
+        The operating system refused: an `OSError` with its ``errno``. Also a
+        `FileNotFoundError` if the file does not exist.
 
     Notes
     -----
-    Without ml_dtypes, `save_file` and every other function here take the integers that stand
-    for bfloat16 and 8-bit floats by their true dtype. Slices, copies and pickles keep it;
-    ``astype``, ``view``, ``numpy.concatenate`` and single elements do not. NumPy computes with
-    the integers, not with what they mean: install ml_dtypes for arithmetic
-    (``pip install 'mlstate[dtypes]'``).
+    Without ml_dtypes, `save_file` and every other function here treat the integers that
+    represent bfloat16 and 8-bit floats as their true dtype. Slices, copies and pickles keep the
+    true dtype; ``astype``, ``view``, ``numpy.concatenate`` and single elements do not. NumPy
+    computes with the integers instead of the values they represent: install ml_dtypes for
+    arithmetic (``pip install 'mlstate[dtypes]'``).
 
-    Bytes are read straight into the arrays and checksummed while they are in the cache.
-    The GIL is released. With ``mmap=True``, a process that cuts the file short while the
-    arrays are in use ends this one with SIGBUS, as with every mapping; `save_file` never
-    does that, because it replaces files instead of writing into them.
+    Bytes are read directly into the arrays and checksummed while they are in the CPU cache. The
+    GIL is released. With ``mmap=True``, if another process truncates the file while the arrays
+    are in use, access ends this process (SIGBUS), as with every mapping. `save_file` never
+    truncates: it replaces files.
 
     Examples
     --------
@@ -203,25 +202,25 @@ def load_metadata(
     path: str | bytes | os.PathLike[str] | os.PathLike[bytes], *, verify: bool = True
 ) -> dict[str, str]:
     """
-    Read the texts that are stored in a safetensors file's header.
+    Read the metadata texts in a safetensors file's header.
 
     Parameters
     ----------
     path : str, bytes or os.PathLike
-        File to read. Only its header is.
+        File to read. Only its header is read.
     verify : bool, default True
-        As for `load_file`, for the header's checksum.
+        Verify the header's checksum, as for `load_file`.
 
     Returns
     -------
     dict of str to str
-        What was given to `save_file` as ``metadata``, or what another program stored;
-        our own entries are left out.
+        The ``metadata`` given to `save_file`, or texts of another program; entries of mlstate
+        itself are left out.
 
     Raises
     ------
     FormatError, ChecksumError, StoreError
-        As `load_file`.
+        As for `load_file`.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Type names that several modules share; nothing here exists at run time."""
+"""Type aliases that several modules share, for type checkers only."""
 
 from __future__ import annotations
 

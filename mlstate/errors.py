@@ -1,8 +1,8 @@
 """The exceptions of mlstate.
 
-All derive from `MLStateError` and from the builtin class that old code catches, and carry
-fields that say what was concerned: ``name``, ``expected``, ``got``, ``path``, ``offset``,
-``rank`` (None where a field does not apply).
+All of them derive from `MLStateError` and from a builtin exception class. Their fields describe
+the failure: ``name``, ``expected``, ``got``, ``path``, ``offset``, ``rank`` (None if a field does
+not apply).
 
 Examples
 --------

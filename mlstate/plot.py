@@ -1,4 +1,4 @@
-"""Pictures; matplotlib is imported by the functions that draw."""
+"""Plots; each function imports matplotlib when it is called."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _figure(width: float, height: float) -> Figure:
         ) from error
 
     class Picture(Figure):
-        """A figure that notebooks show without pyplot, which takes a second to import."""
+        """A figure that notebooks display without pyplot, whose import takes a second."""
 
         def _repr_png_(self) -> bytes:
             buffer = io.BytesIO()
@@ -56,35 +56,35 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _unit(most: float) -> tuple[float, str]:
-    """Choose the unit of an axis that goes up to so many bytes."""
+    """Return the unit of an axis whose largest value is `most` bytes."""
     power = next((p for p in (3, 2, 1) if most >= 1024**p), 0)
     return 1024.0**power, ("bytes", "KiB", "MiB", "GiB")[power]
 
 
 def _seconds_unit(most: float) -> tuple[float, str]:
-    """Choose the unit of an axis that goes up to so many seconds."""
+    """Return the unit of an axis whose largest value is `most` seconds."""
     return next((u for u in ((1.0, "s"), (1e-3, "ms")) if most >= u[0]), (1e-6, "µs"))
 
 
 def plot_occupancy(stages: Sequence[tuple[str, int, int]]) -> Figure:
-    """Draw how full a KV cache was, stage by stage.
+    """Plot the occupancy of a KV cache at several stages.
 
     Parameters
     ----------
     stages : sequence of (str, int, int)
-        Label, tokens in the cache, and its sequence length; drawn from top to bottom.
+        Label, tokens in the cache, and its sequence length; plotted from top to bottom.
 
     Returns
     -------
     matplotlib.figure.Figure
-        Save it with ``figure.savefig("cache.png")``; a notebook shows it as it is.
+        Save it with ``figure.savefig("cache.png")``; a notebook displays it.
 
     Raises
     ------
     ImportError
-        If matplotlib is not installed (``pip install 'mlstate[plot]'``).
+        matplotlib is not installed (``pip install 'mlstate[plot]'``).
     ValueError
-        If there are no stages, or one holds more tokens than positions.
+        There are no stages, or a stage has more tokens than positions.
 
     Examples
     --------
@@ -119,7 +119,7 @@ def plot_occupancy(stages: Sequence[tuple[str, int, int]]) -> Figure:
 
 
 def _shortened(groups: list[Group]) -> list[tuple[str, dict[str, int]]]:
-    """Labels and bytes; where there are too many bars, the mean of those in the middle."""
+    """Return labels and bytes; if there are too many bars, the middle ones become their mean."""
     named = [(group.name or "(no layer)", group.nbytes) for group in groups]
     if len(named) <= _BARS:
         return named
@@ -137,7 +137,7 @@ def _stack(
     unit: float,
     space: int,
 ) -> None:
-    """Draw horizontal bars, one colour for each column, the first of `space` rows on top."""
+    """Draw horizontal bars, one colour for each column, with the first of `space` rows on top."""
     starts = [0.0] * len(rows)
     for column, colour in zip(columns, _STATES, strict=False):
         widths = [nbytes.get(column, 0) / unit for _, nbytes in rows]
@@ -151,7 +151,7 @@ def _stack(
 
 
 def _legend(figure: Figure, axes: Any, columns: int) -> None:
-    """Say below a figure what its colours are, in names that may be anything."""
+    """Add a legend below a figure; the labels may contain any text."""
     bars = axes.containers
     if not bars:
         return
@@ -160,28 +160,28 @@ def _legend(figure: Figure, axes: Any, columns: int) -> None:
     )
     for text, each in zip(legend.get_texts(), bars, strict=True):
         text.set_parse_math(False)
-        text.set_text(shorten(each.get_label(), 38))  # matplotlib leaves out what begins with _
+        text.set_text(shorten(each.get_label(), 38))  # matplotlib omits labels that begin with _
 
 
 def plot_checkpoint(checkpoint: Checkpoint) -> Figure:
-    """Draw where a checkpoint's bytes are: by layer, and by the rank that stored them.
+    """Plot a checkpoint's bytes by layer, and by the rank that stored them.
 
     Parameters
     ----------
     checkpoint : Checkpoint
-        What `mlstate.save`, `mlstate.checkpoint.inspect` and
-        ``CheckpointManager.checkpoint(step)`` return.
+        A result of `mlstate.save`, `mlstate.checkpoint.inspect` or
+        ``CheckpointManager.checkpoint(step)``.
 
     Returns
     -------
     matplotlib.figure.Figure
-        Weights and each optimizer state have a colour. Of more than 30 layers or ranks,
-        those in the middle are one bar, which shows their mean.
+        Weights and each optimizer state have a colour. If there are more than 30 layers or
+        ranks, the middle ones are one bar that shows their mean.
 
     Raises
     ------
     ImportError
-        If matplotlib is not installed (``pip install 'mlstate[plot]'``).
+        matplotlib is not installed (``pip install 'mlstate[plot]'``).
 
     Examples
     --------
@@ -222,26 +222,26 @@ def plot_checkpoint(checkpoint: Checkpoint) -> Figure:
 def plot_saves(
     saves: Sequence[SaveHandle | SaveTimes], steps: Sequence[tuple[float, float]] = ()
 ) -> Figure:
-    """Draw asynchronous saves beside the training that goes on meanwhile.
+    """Plot asynchronous saves together with the training steps during them.
 
     Parameters
     ----------
     saves : sequence of SaveHandle or SaveTimes
-        What `save_async` returned, or the handles' ``times()``; drawn from top to bottom.
+        Handles returned by `save_async`, or their ``times()``; plotted from top to bottom.
     steps : sequence of (float, float), optional
-        Begin and end of each training step, by ``time.perf_counter()``.
+        Begin and end of each training step, from ``time.perf_counter()``.
 
     Returns
     -------
     matplotlib.figure.Figure
-        The uppermost row has the steps, and in red when the caller was held up. Each save has
-        a row below: orange until the state could be changed, blue until the checkpoint was on
-        the disk. What has not ended yet ends where the picture does.
+        The top row shows the steps and, in red, when the caller was blocked. Each save has a
+        row below: orange until it was staged, blue until the checkpoint was on disk. Phases
+        that have not ended extend to the right edge.
 
     Raises
     ------
     ImportError
-        If matplotlib is not installed (``pip install 'mlstate[plot]'``).
+        matplotlib is not installed (``pip install 'mlstate[plot]'``).
     ValueError
         There are no saves.
 
@@ -301,29 +301,29 @@ def plot_saves(
 
 
 def _ticks(rows: int) -> list[int]:
-    """Return which of so many rows have labels: not more than can be read."""
+    """Return the indices of rows to label, so that the labels stay readable."""
     return list(range(0, rows, max(1, -(-rows // _BARS))))
 
 
 def plot_backward(report: BackwardReport) -> Figure:
-    """Draw when the gradients of a backward pass came, and when they were reduced.
+    """Plot when the gradients of a backward pass were ready, and when they were reduced.
 
     Parameters
     ----------
     report : BackwardReport
-        What ``FSDPBackwardHook.report()`` returns.
+        Result of ``FSDPBackwardHook.report()``.
 
     Returns
     -------
     matplotlib.figure.Figure
-        Ticks are gradients, on the bar of the backward pass. Each bucket has a line below:
-        pale until its turn comes, orange while this rank waits for others, blue while its sums
-        are made. The lower part shows how long each rank waited, where there are several.
+        Ticks on the bar of the backward pass are gradients. Each bucket has a row below: pale
+        until its reduction starts, orange while this rank waits for others, blue while the
+        sums are computed. With several ranks, the lower part shows how long each rank waited.
 
     Raises
     ------
     ImportError
-        If matplotlib is not installed (``pip install 'mlstate[plot]'``).
+        matplotlib is not installed (``pip install 'mlstate[plot]'``).
 
     Examples
     --------
@@ -388,25 +388,25 @@ def plot_backward(report: BackwardReport) -> Figure:
 
 
 def plot_shards(sharding_units: Mapping[str, FSDPShardingUnit]) -> Figure:
-    """Draw how many bytes of the gradients each rank keeps, by parameter.
+    """Plot how many bytes of the gradients each rank keeps, by parameter.
 
     Parameters
     ----------
     sharding_units : dict of str to FSDPShardingUnit
-        Units that know their world size; those of any one rank.
+        Units of any one rank, with known world size.
 
     Returns
     -------
     matplotlib.figure.Figure
-        The six largest parameters have a colour, all others share one. Of more than 30 ranks,
-        those in the middle are one bar, which shows their mean.
+        The six largest parameters have one colour each, all others share one. If there are
+        more than 30 ranks, the middle ones are one bar that shows their mean.
 
     Raises
     ------
     ImportError
-        If matplotlib is not installed (``pip install 'mlstate[plot]'``).
+        matplotlib is not installed (``pip install 'mlstate[plot]'``).
     ValueError
-        A unit does not know its world size, or has another one than the others.
+        The world size of a unit is unknown, or differs from that of another unit.
 
     Examples
     --------
@@ -452,9 +452,9 @@ def plot_shards(sharding_units: Mapping[str, FSDPShardingUnit]) -> Figure:
 
 
 def _clock(plan: Plan) -> tuple[NDArray, float, str]:
-    """Return when each step begins and the last one ends, and the axis that shows it.
+    """Return when each step begins and the last one ends, and unit and label of the axis.
 
-    Where no step takes time, each takes one.
+    If no step takes time, each step counts as one.
     """
     import numpy as np
 
@@ -467,7 +467,7 @@ def _clock(plan: Plan) -> tuple[NDArray, float, str]:
 
 
 def _draw_memory(axes: Any, plan: Plan, plain: Plan, unit: float) -> None:
-    """Draw the peak of every step over time, with and without the plan, and the budget."""
+    """Plot the peak memory of each step over time, with and without the plan, and the budget."""
     import numpy as np
 
     from .activation._plan import _DROP
@@ -475,7 +475,7 @@ def _draw_memory(axes: Any, plan: Plan, plain: Plan, unit: float) -> None:
     colours = ((plain, "#a0aec0", "without a plan", 0.0), (plan, _USED, "with the plan", 0.35))
     for each, colour, label, alpha in colours:
         at, scale, _ = _clock(each)
-        lasting = (each._steps[:, 0] != _DROP) | (at[1:] > at[:-1])  # others are mere dents
+        lasting = (each._steps[:, 0] != _DROP) | (at[1:] > at[:-1])  # hide steps without duration
         edges = np.append(at[:-1][lasting], at[-1]) / scale
         heights = each.simulate().peak_bytes[lasting] / unit
         if alpha:
@@ -489,7 +489,7 @@ def _draw_memory(axes: Any, plan: Plan, plain: Plan, unit: float) -> None:
 
 
 def _draw_blocks(axes: Any, plan: Plan) -> list[Any]:
-    """Draw which block runs when, one row for each; return what explains the colours."""
+    """Plot when each block runs, one row for each; return the handles of the legend."""
     import numpy as np
     from matplotlib.collections import PolyCollection
     from matplotlib.patches import Patch
@@ -513,7 +513,7 @@ def _draw_blocks(axes: Any, plan: Plan) -> list[Any]:
         left, right, row = at[steps] / scale, at[steps + 1] / scale, rows[steps]
         corners = [(left, row - 0.4), (left, row + 0.4), (right, row + 0.4), (right, row - 0.4)]
         shapes: Any = np.stack([np.stack(corner, 1) for corner in corners], 1)
-        # an edge: of thousands of steps each is thinner than a dot
+        # edges keep steps visible that are narrower than a pixel
         width = 0.4 if plan.chain.blocks <= 4 * _BARS else 1.2
         axes.add_collection(
             PolyCollection(shapes, facecolors=colour, edgecolors=colour, linewidths=width)
@@ -528,30 +528,30 @@ def _draw_blocks(axes: Any, plan: Plan) -> list[Any]:
 
 
 def plot_plan(plan: Plan) -> Figure:
-    """Draw a plan: memory over one step of training, and which block runs when.
+    """Plot a plan: memory over one training step, and when each block runs.
 
     Parameters
     ----------
     plan : Plan
-        What `mlstate.activation.plan`, ``Pareto.plan`` and ``Plan.from_strategy`` return.
+        Result of `mlstate.activation.plan`, ``Pareto.plan`` or ``Plan.from_strategy``.
 
     Returns
     -------
     matplotlib.figure.Figure
-        Above, the peak of each step of the schedule, with the plan and without, and the
-        budget. Below, a row for each block; rows of recomputed blocks are orange, of
-        offloaded ones violet, of those that are kept white. Of more than 30 blocks some
-        have no name beside them.
+        The upper part shows the peak memory of each step of the schedule, with and without the
+        plan, and the budget. The lower part has one row for each block. Rows of recomputed
+        blocks are orange, of offloaded blocks violet, of kept blocks white. If there are more
+        than 30 blocks, some rows have no label.
 
     Raises
     ------
     ImportError
-        If matplotlib is not installed (``pip install 'mlstate[plot]'``).
+        matplotlib is not installed (``pip install 'mlstate[plot]'``).
 
     Notes
     -----
-    Times and bytes are predicted, from the chain. What a step holds is drawn at its worst
-    moment, over all of its time.
+    Times and bytes are predicted from the chain. The peak memory of a step is drawn over its
+    whole duration.
 
     Examples
     --------
@@ -595,7 +595,7 @@ def plot_plan(plan: Plan) -> Figure:
 
 
 def _points(chain: Any, strategies: Any) -> dict[tuple[int, float], tuple[str, Plan]]:
-    """Make plans of strategies; those at the same point share it, and their names are joined."""
+    """Return the plans of strategies by memory and time; names at the same point are joined."""
     from .activation._plan import Plan
 
     named = strategies.items() if hasattr(strategies, "items") else ((None, s) for s in strategies)
@@ -617,28 +617,28 @@ def plot_pareto(
     curve: Pareto,
     strategies: Iterable[CheckpointStrategy | Plan] | Mapping[str, CheckpointStrategy | Plan] = (),
 ) -> Figure:
-    """Draw what each amount of memory costs in time, and where strategies are.
+    """Plot time over memory for optimal plans, and the points of given strategies.
 
     Parameters
     ----------
     curve : Pareto
-        What `mlstate.activation.pareto` returns.
+        Result of `mlstate.activation.pareto`.
     strategies : iterable or mapping of str, optional
-        Strategies, of which `Plan.from_strategy` makes plans, and plans of the same chain. In
-        a mapping each has the name that is drawn.
+        Strategies, which `Plan.from_strategy` converts to plans, or plans of the same chain.
+        The keys of a mapping are the labels.
 
     Returns
     -------
     matplotlib.figure.Figure
-        A strategy above the curve takes more time than the plan of the same peak; one to
-        the right of it more memory than the plan of the same time.
+        A strategy above the curve takes more time than the plan with the same peak. A strategy
+        to the right of the curve takes more memory than the plan with the same time.
 
     Raises
     ------
     ImportError
-        If matplotlib is not installed (``pip install 'mlstate[plot]'``).
+        matplotlib is not installed (``pip install 'mlstate[plot]'``).
     ValueError
-        A plan is one of another chain.
+        A plan belongs to another chain.
 
     Examples
     --------

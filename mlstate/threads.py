@@ -1,4 +1,4 @@
-"""How many threads the C core may use."""
+"""Number of threads of the C core."""
 
 from . import _core
 
@@ -6,14 +6,14 @@ __all__ = ["get_num_threads", "set_num_threads"]
 
 
 def set_num_threads(threads: int) -> None:
-    """Set how many threads one call of the core may use.
+    """Set the number of threads that one call of the core may use.
 
     Parameters
     ----------
     threads : int
-        1 to 64, the calling thread included. The default is the number of processors that
-        the process may use, at most 4: the core's work is bound by memory, which a few
-        threads keep busy.
+        1 to 64, including the calling thread. The default is the number of processors
+        available to the process, at most 4, because the core's work is bound by memory
+        bandwidth.
 
     Raises
     ------
@@ -22,8 +22,8 @@ def set_num_threads(threads: int) -> None:
 
     Notes
     -----
-    Threads start with the first call that can use them (a result of 2 MiB or more), and
-    sleep between calls. A forked child starts its own.
+    Threads start with the first call that can use them (a result of at least 2 MiB), and
+    sleep between calls. A forked child starts new ones.
 
     Examples
     --------
@@ -38,7 +38,7 @@ def set_num_threads(threads: int) -> None:
 
 
 def get_num_threads() -> int:
-    """Return how many threads one call of the core may use.
+    """Return the number of threads that one call of the core may use.
 
     Returns
     -------

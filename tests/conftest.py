@@ -1,4 +1,4 @@
-"""What holds for all tests."""
+"""Settings for all tests."""
 
 import os
 import signal
@@ -6,11 +6,11 @@ import signal
 import hypothesis
 from tries import tries
 
-# A shell makes what it starts in the background ignore Ctrl-C, and Python then raises nothing.
+# A shell starts background processes with SIGINT ignored; Python then raises nothing on Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Where it is set, `print` writes a line's end apart, and lines of ranks that share a pipe mix.
+# If it is set, `print` writes the line end separately, and lines of ranks that share a pipe mix.
 os.environ.pop("PYTHONUNBUFFERED", None)
 
 hypothesis.settings.register_profile(

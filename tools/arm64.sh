@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # arm64.sh PYTHON [PYTEST ARGUMENTS]: build the extension for arm64 and run its tests under qemu.
 #
-# All files are below build/arm64; nothing is installed. apt reads its own lists there, so the
-# system needs no second architecture:
+# All files are below build/arm64; nothing is installed. apt uses package lists in that folder,
+# so the system needs no second architecture:
 #   root   Debian's arm64 Python with its libraries and headers, unpacked by dpkg -x
 #   site   NumPy and the test tools: the manylinux wheels of aarch64
 #   work   the package with the module that aarch64-linux-gnu-gcc compiles, and the tests
 # A test that starts sys.executable starts build/arm64/python, a script that runs qemu again.
-# Not shown: speed, and threads that need two processors' memory order (qemu runs arm64 code on
-# the ordering of this machine).
+# Not tested: speed, and code that depends on arm64's memory order (under qemu the order of this
+# machine applies).
 set -euo pipefail
 host=$1
 shift
@@ -24,7 +24,7 @@ for tool in qemu-aarch64 aarch64-linux-gnu-gcc apt-get dpkg; do
     }
 done
 
-apt_arm64() { # apt_arm64 COMMAND ARGUMENTS...: an apt command with state of its own
+apt_arm64() { # apt_arm64 COMMAND ARGUMENTS...: an apt command with separate state
     local command=$1 state=$here/apt
     shift
     "$command" -qq -o Dir::State="$state" -o Dir::State::status="$state/status" \
@@ -33,7 +33,7 @@ apt_arm64() { # apt_arm64 COMMAND ARGUMENTS...: an apt command with state of its
         -o APT::Architecture=arm64 -o APT::Architectures=arm64 "$@"
 }
 
-unpack_python() { # Debian's arm64 Python, with what apt says that it depends on
+unpack_python() { # Debian's arm64 Python, with its dependencies according to apt
     local suite name
     suite=$(sed -n 's/^VERSION_CODENAME=//p' /etc/os-release)
     rm -rf "$here/apt" "$root"

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Stop with one line that names what is missing to build mlstate, and how to get it.
+# If a tool to build mlstate is missing, stop with one line that names it and how to install it.
 set -u
 python=${PYTHON:-python3}
 cc=${CC:-cc}

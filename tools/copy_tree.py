@@ -1,9 +1,9 @@
-"""Copy the sources into a folder for a build of another kind, keeping file times.
+"""Copy the sources into a folder for another kind of build, keeping file times.
 
     python tools/copy_tree.py build/asan/tree
 
-Only what changed is copied, and what is gone here is deleted there, so that the second
-build there is an incremental one.  Built modules (``*.so``) and objects stay.
+Only changed files are copied, and deleted files are deleted there too, so that later builds there
+are incremental.  Built modules (``*.so``) and objects stay.
 """
 
 import os

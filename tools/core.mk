@@ -1,9 +1,9 @@
-# The C core by itself, and its tests: no Python.
+# Build the C core and its tests without Python.
 #
 #   make -f tools/core.mk lib|tests|run|syntax [BUILD=folder] [CC=...] [OPT=...] [EXTRA=...]
 #
-# One BUILD folder holds one variant (plain, sanitizers, another machine); RUN starts a
-# test of a machine that is not this one.
+# A BUILD folder holds one variant (plain, sanitizers, another machine); RUN is the command that
+# runs tests for another machine, such as qemu.
 
 BUILD ?= build/core
 LIB ?= $(BUILD)/libmlstate.a
@@ -18,13 +18,13 @@ FLAGS := -std=c11 -ffp-contract=off -fvisibility=hidden -D_GNU_SOURCE -D_DARWIN_
 
 OBJECTS := $(patsubst csrc/core/%.c,$(BUILD)/core/%.o,$(shell find csrc/core -name "*.c" | sort))
 TEST_SOURCES := $(shell find tests/core -name "test_$(ONLY).c" | sort)
-# GNU ld alone can put a test's own malloc in front of the library's.
+# Only GNU ld can replace the library's malloc by a test's own (--wrap).
 ifeq ($(shell uname -s),Darwin)
 TEST_SOURCES := $(filter-out %_alloc_failure.c,$(TEST_SOURCES))
 endif
 TESTS := $(patsubst tests/core/%.c,$(BUILD)/tests/%,$(TEST_SOURCES))
 
-# `make -s` says nothing.
+# `make -s` prints nothing.
 SAY := $(if $(findstring s,$(firstword -$(MAKEFLAGS))),:,echo)
 
 .DEFAULT_GOAL := lib
@@ -36,12 +36,13 @@ lib: $(LIB)
 objects: $(OBJECTS)
 tests: $(TESTS)
 
-# What the compiler says of the sources; nothing is made.
+# Print the compiler's warnings; no file is written.
 syntax: $(patsubst %,%.checked,$(shell find csrc/core -name "*.c" | sort) $(TEST_SOURCES))
 %.checked: %
 	@$(CC) $(FLAGS) -fsyntax-only $<
 
 run: tests
+	@[ -n "$(TESTS)" ] || { echo "core-test: no tests/core/**/test_$(ONLY).c" >&2; exit 1; }
 	@printf '%s\n' $(TESTS) | xargs -n 1 -P 2 env $(RUN)
 
 $(BUILD)/core/%.o: csrc/core/%.c tools/core.mk

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# coverage.sh PYTHON: lines, functions and branches of csrc that the C tests and pytest
-# reach together.  Built in a copy, build/coverage/tree.
+# coverage.sh PYTHON: lines, functions and branches of csrc covered by the C tests and pytest
+# together.  Built in a copy, build/coverage/tree.
 set -euo pipefail
 python=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
 "$python" tools/copy_tree.py build/coverage/tree
@@ -9,8 +9,8 @@ find . -name '*.gcda' -delete
 make --no-print-directory -s -j2 -f tools/core.mk BUILD=build/core-coverage OPT="-O0 -g" \
     EXTRA=--coverage run
 MLSTATE_COVERAGE=1 "$python" setup.py -q build_ext --inplace
-export PYTHONPATH=$PWD # the copy, in the tests' own subprocesses too
-status=0 # a failing test is reported after what was reached
+export PYTHONPATH=$PWD # the copy, also in subprocesses of the tests
+status=0 # a failing test is reported after the coverage
 "$python" -m pytest -q --ignore=tests/lint --ignore=tests/package/test_core_c.py ${PYTEST_ARGS:-} ||
     status=$?
 "$python" -m gcovr --root . --filter 'csrc/' --gcov-ignore-parse-errors=negative_hits.warn \

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# cross.sh PYTHON all|slice: the core for machines other than this one, by ziglang's clang.
+# cross.sh PYTHON all|slice: compile the core for other machines, by ziglang's clang.
 #
-# Shows that the core compiles there without a warning, and by qemu that the arm64 kernels
-# give the right bits.  It shows neither speed nor that the module loads on a Mac.  On
-# Windows the files that call POSIX files compile to nothing (see csrc/core/io/file.h).
-# Left out: the forked child that starts threads, which qemu does not survive.
-# `slice` asks clang alone whether the sources compile for two of them, with the headers that
-# ziglang brings, and runs, compiled by gcc, the tests of what has kernels for arm64.
+# Tests that the core compiles without a warning, and by qemu that the arm64 kernels give the
+# right bits.  It does not test speed, or that the module loads on a Mac.  On Windows the files
+# that use POSIX compile to nothing (see csrc/core/io/file.h).
+# Left out: forked children that start threads, because qemu crashes.
+# `slice` only checks the syntax for two of the machines, by clang with ziglang's headers, and
+# runs the tests of the arm64 kernels, compiled by gcc.
 set -euo pipefail
 python=$1
 
-arm() { # arm RUN NAMES... with CC, AR and EXTRA of arm64: the tests that bear the names
+arm() { # arm RUN NAMES... with CC, AR and EXTRA of arm64: run the tests with these names
     local run=$1 build="make --no-print-directory -s -f tools/core.mk BUILD=build/cross/arm64 OPT=-O2"
     shift
     $build -j2 CC="$CC" AR="$AR" EXTRA="$EXTRA" lib
@@ -19,7 +19,7 @@ arm() { # arm RUN NAMES... with CC, AR and EXTRA of arm64: the tests that bear t
     echo "ok  arm64 Linux: compiled and tested: $*"
 }
 
-emulator() { # what runs arm64 here
+emulator() { # the command that runs arm64 programs on this machine
     [ "$(uname -m)" = aarch64 ] && echo env && return
     command -v qemu-aarch64 ||
         { echo "cross: no qemu-aarch64; apt-get install qemu-user" >&2; return 1; }
@@ -46,7 +46,7 @@ slice() {
         echo "ok  ${target%:*}: compiles"
     done
     CC=aarch64-linux-gnu-gcc AR=aarch64-linux-gnu-ar EXTRA="-Werror -static -DWITHOUT_FORK -DMLS_FEWER_TRIES" \
-        arm "$(emulator)" differ reduce plan_slots copy crc32c kv mask
+        arm "$(emulator)" diff reduce plan_slots copy crc32c kv_transition attention_mask
 }
 
 case ${2:-all} in

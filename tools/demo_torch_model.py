@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-#: Printable ASCII and the newline: the place of a character is its token.
+# : Printable ASCII and the newline: a character's index is its token.
 VOCABULARY = "\n" + "".join(chr(code) for code in range(0x20, 0x7F))
 
 
@@ -97,7 +97,7 @@ class Block(nn.Module):
         )
 
     def finish(self, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
-        """Add what attention gave, (batch, heads, length, head_dim), then the feed-forward part."""
+        """Add the attention output (batch, heads, length, head_dim), then the feed-forward."""
         batch, length = int(x.shape[0]), int(x.shape[1])
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, self.heads * self.head_dim))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
@@ -119,7 +119,7 @@ class CharTransformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw all matrices from a normal distribution; layers that add to the stream smaller."""
+        """Draw all matrices from a normal distribution, smaller for layers with added output."""
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 deep = name.endswith(("out.weight", "down.weight"))
@@ -142,9 +142,9 @@ class CharTransformer(nn.Module):
 class StatefulTransformer(nn.Module):
     """The same weights over a state ``kv_cache`` of (2 * layers, heads, context, head_dim).
 
-    Keys lie in rows 0 .. layers - 1, values in rows layers .. 2 * layers - 1. Each call takes
-    ``length`` tokens that start at ``position``, writes their keys and values into the state and
-    returns the logits of each. Entries after a token's own position are masked out.
+    Keys are stored in rows 0 .. layers - 1, values in rows layers .. 2 * layers - 1. Each call
+    takes ``length`` tokens that start at ``position``, writes their keys and values into the state
+    and returns the logits of each. Entries after a token's own position are masked out.
     """
 
     def __init__(self, model: CharTransformer, context: int, length: int) -> None:

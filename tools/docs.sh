@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# docs.sh PYTHON: build/docs/index.html; a warning is an error.
+# docs.sh PYTHON: build build/docs/index.html; warnings are errors.
 set -euo pipefail
 rm -rf docs/api
 "$1" -m sphinx --fail-on-warning --keep-going -q -b html -d build/doctrees docs build/docs

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # fuzz.sh SECONDS [shared]: run each fuzz/fuzz_*.c for SECONDS, or for SECONDS together.
 #
-# What a run finds new is kept in build/fuzz/corpus/NAME and used by the next one; seeds come
-# from fuzz/seeds/NAME, from the demo's files, and from tests/hostile.  A crashing input is
-# kept in build/fuzz/NAME-*: add it to the tests with the fix.
+# New inputs are kept in build/fuzz/corpus/NAME for the next run; seeds come from
+# fuzz/seeds/NAME, from the demo's files, and from tests/hostile.  A crashing input is stored in
+# build/fuzz/NAME-*: add it to the tests with the fix.
 set -euo pipefail
 seconds=$1
 clang=$(command -v clang-19 || command -v clang) ||
@@ -16,7 +16,7 @@ make --no-print-directory -s -j2 -f tools/core.mk BUILD="$library" CC="$clang" O
     EXTRA="-fsanitize=address,undefined,fuzzer-no-link -fno-sanitize-recover=undefined" lib ||
     { echo "fuzz: '$clang' cannot build it; apt-get install clang-19 libclang-rt-19-dev" >&2; exit 1; }
 
-# seed NAME: copy the demo's files that this target reads into its seeds.
+# seed NAME: copy files that this target can read into its seeds.
 seed() {
     case $1 in
     mlpackage) find mlstate/demo/data -name '*.mlmodel' ;;

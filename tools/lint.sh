@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# lint.sh PYTHON [--write]: style and types; all findings are shown before it fails.
+# lint.sh PYTHON [--write]: check style and types; all checks run before it fails.
 set -uo pipefail
 python=$1
 mode=${2:-}
@@ -30,9 +30,10 @@ fi
 clang=$(command -v clang-19 || command -v clang) ||
     { echo "lint: no clang; apt-get install clang-19 (or: xcode-select --install)" >&2; exit 1; }
 
-# warnings COMPILER: core, C tests and fuzz targets as the core's makefile builds them, then core
-# and bindings as setup.py does.  What clang warns of does not take code: it makes none.  What gcc
-# makes is run by the tests (tests/support/core_build.py), which may come at the same time.
+# warnings COMPILER: compile the core, C tests and fuzz targets as tools/core.mk does, then core
+# and bindings as setup.py does.  clang only checks the syntax, because its warnings do not need
+# code generation.  The tests run what gcc builds (tests/support/core_build.py), possibly at the
+# same time, hence the lock.
 warnings() {
     local name=${1##*/} build goal=tests only=() lock=()
     build=build/lint/$name

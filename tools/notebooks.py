@@ -3,8 +3,8 @@
     python tools/notebooks.py [NAME ...]
 
 Each runs in a temporary folder, from top to bottom, and stops at the first error. The stored
-outputs name that folder nowhere. The metadata get a checksum of the cells that ran, so that
-tests/package/test_examples.py notices a cell that was edited and not run again.
+outputs do not contain its name. The metadata contain a checksum of the cells that ran, so that
+tests/package/test_examples.py notices a cell that was edited but not run again.
 """
 
 import hashlib
@@ -30,7 +30,8 @@ def run_notebook(source, folder):
     """Run the notebook file `source` in `folder`; return it with its outputs."""
     notebook = nbformat.read(source, as_version=4)
     manager = AsyncKernelManager(kernel_name="python3")
-    manager.kernel_spec.argv[0] = sys.executable  # not what a registered kernel names
+    # instead of the interpreter of a registered kernel
+    manager.kernel_spec.argv[0] = sys.executable
     manager.kernel_spec.argv.append("--log-level=ERROR")  # no warning about local TCP
     NotebookClient(
         notebook,

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # sanitize.sh PYTHON all|slice: the tests under AddressSanitizer and UBSan.
 #
-# The sources are copied to build/asan/tree and built there, so that the normal build stays
-# as it is.  The C tests run with LeakSanitizer; in Python it is off, since the interpreter
-# itself leaks at exit (tests/leaks/test_leaks.py counts blocks instead).  Left out: tests/lint
-# and the C tests through pytest (nothing of ours runs in them), and in `slice` the tests
-# marked long, slow, torch or coremltools, those of other processes, pictures, pages and
-# commands, what is judged by slow models in Python, and what goes over ground that the rest has
-# covered.  There properties are tried on fewer examples, too (tests/support/tries.py), and C tests on
-# fewer random cases (tests/core/support/runner.h).
+# The sources are copied to build/asan/tree and built there, so that the normal build does not
+# change.  The C tests run with LeakSanitizer; in Python it is off, because the interpreter itself
+# leaks at exit (tests/leaks/test_leaks.py counts blocks instead).  Left out: tests/lint and the C
+# tests through pytest, which run no instrumented code in this process.  `slice` also leaves out
+# tests marked long, slow, torch or coremltools; tests of other processes, plots, HTML pages and
+# commands; tests with slow Python models; and tests of code that others cover.  It tries fewer
+# examples of properties (tests/support/tries.py) and fewer random cases in C
+# (tests/core/support/runner.h).
 set -euo pipefail
 python=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
 part=$2
@@ -50,9 +50,9 @@ marks=()
     --ignore=tests/package/test_demo_model.py -m "not long and not slow and not torch and not coremltools"
     -k "not a_failing_call_leaves and not a_kill_leaves and not (test_compress and (forked or threads or interrupts or progress))")
 export PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1
-export PYTHONPATH=$PWD # the copy, in the tests' own subprocesses too
+export PYTHONPATH=$PWD # the copy, also in subprocesses of the tests
 export UBSAN_OPTIONS=print_stacktrace=1 MLSTATE_UNDER_SANITIZER=1
-# --capture=sys: with file descriptors captured, a report would be swallowed.
+# --capture=sys: capturing file descriptors would swallow a sanitizer's report.
 LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)" \
     "$python" -m pytest --capture=sys -q --ignore=tests/lint --ignore=tests/package/test_core_c.py \
     ${marks[@]+"${marks[@]}"} ${PYTEST_ARGS:-}

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # test_hosts.sh PYTHON [PYTEST_ARGS...]: run the tests of tests/hosts/ on two "hosts" of this
-# machine.  Each is a set of namespaces: network, hostname, IPC and mounts with a /dev/shm of
-# its own, so that no memory can be shared by mistake; a veth pair is the only way across.
+# machine.  Each is a set of namespaces: network, hostname, IPC, and mounts with a separate
+# /dev/shm, so that memory cannot be shared by mistake; a veth pair is the only connection.
 #
-# All of it lives in a process namespace, whose first process runs this script a second time.
-# When that ends, for whatever reason, the kernel ends every process inside; with them go the
-# namespaces, the interfaces and the mounts.  Nothing is written outside.
+# Everything runs in a process namespace, whose first process runs this script a second time.
+# When that process ends for any reason, the kernel ends every process inside, and with them the
+# namespaces, the interfaces and the mounts disappear.  Nothing is written outside.
 set -euo pipefail
 
 skip() {
@@ -57,7 +57,7 @@ nsenter --target "$a" --net ip addr add 10.213.0.1/24 dev veth0
 nsenter --target "$b" --net ip addr add 10.213.0.2/24 dev veth0
 nsenter --target "$a" --net ip link set veth0 up
 nsenter --target "$b" --net ip link set veth0 up
-for pid in "$a" "$b"; do # the kernel takes up to a second to say that a cable is plugged in
+for pid in "$a" "$b"; do # the kernel takes up to a second to report the carrier
     until nsenter --target "$pid" --net ip link show veth0 | grep -q 'state UP'; do
         sleep 0.05
     done

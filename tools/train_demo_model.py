@@ -1,10 +1,10 @@
 """Train the demo's character model and write ``mlstate/demo/data/model.safetensors``.
 
 Run it once, from the root of a checkout: ``python tools/train_demo_model.py``. Needs torch and
-safetensors, about ten minutes on one thread. The text is Python's own library, as installed next
-to the interpreter that runs this; docstrings and comments are dropped, so that the few weights
-there are go into code. One seed fixes the starting weights and the order of the text, so the
-same torch, Python and processor give the same file; the version of both is written into it.
+safetensors, about ten minutes on one thread. The text is Python's own library, as installed next to
+the interpreter that runs this; docstrings and comments are removed, so that the few weights learn
+code only. One seed fixes the starting weights and the order of the text, so the same torch, Python
+and processor give the same file; the version of both is written into it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.nn import functional
 
 SEED = 20
 TOKENS_PER_STEP = 4096
-#: (share of the steps, length of a sequence): short ones first, they teach more per second.
+# : (share of the steps, length of a sequence): short ones first, because they teach faster.
 SCHEDULE = ((0.45, 128), (0.25, 256), (0.30, 512))
 MUON_RATE = 0.02
 ADAM_RATE = 0.006
@@ -75,7 +75,7 @@ def code_only(source: str) -> str:
 
 
 def load_text() -> tuple[str, list[str]]:
-    """Return the training text and the names of the library files that were there."""
+    """Return the training text and the names of the library files in it."""
     library = Path(sysconfig.get_path("stdlib"))
     names = [name for name in SOURCES if (library / name).is_file()]
     if len(names) < len(SOURCES) // 2:
@@ -151,7 +151,7 @@ def train(
 
 
 def sort_metadata(path: Path) -> None:
-    """Put the metadata in order of its keys: the safetensors package orders it at random."""
+    """Sort the metadata by key: the safetensors package orders it randomly."""
     content = path.read_bytes()
     begin = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:begin])
@@ -162,7 +162,7 @@ def sort_metadata(path: Path) -> None:
 
 
 def save(model: CharTransformer, path: Path, *, loss: float, steps: int, names: list[str]) -> None:
-    """Write the weights as float16, with all that is needed to run them as metadata."""
+    """Write the weights as float16, with the metadata needed to run them."""
     tensors = {
         name: value.detach().to(torch.float16).contiguous()
         for name, value in model.state_dict().items()

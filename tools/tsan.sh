@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # tsan.sh all|slice: the C tests that use threads, under ThreadSanitizer.
 #
-# Which tests: those whose file names pthread, a pool, or a thread count.  Left out: the
-# forked child that starts threads, which ThreadSanitizer does not support; and in `slice`
-# what computes for minutes there, and shares its work by the same pool as the rest.
+# It runs the tests whose source mentions pthread, a pool, or a thread count.  Left out: forked
+# children that start threads, which ThreadSanitizer does not support; and in `slice` tests that
+# compute for minutes there and use the same pool as the others.
 set -euo pipefail
 run=
 # The sanitizer's fixed address map does not fit every kernel's address randomisation.
@@ -11,7 +11,7 @@ command -v setarch >/dev/null && run="setarch $(uname -m) -R"
 files=$(grep -lE 'pthread|mls_pool_|_threads' $(find tests/core -name 'test_*.c' | sort))
 fewer=
 [ "${1:-all}" = all ] || fewer=" -DMLS_FEWER_TRIES"
-[ "${1:-all}" = all ] || files=$(printf '%s\n' "$files" | grep -vE '_(differ|kv|load|mask|plan_slots|reduce|shard_read)\.c$')
+[ "${1:-all}" = all ] || files=$(printf '%s\n' "$files" | grep -vE '_(diff|kv_transition|load_into|attention_mask|plan_slots|reduce|shard_read)\.c$')
 export TSAN_OPTIONS=exitcode=66
 build="make --no-print-directory -s -f tools/core.mk BUILD=build/tsan"
 flags="-fsanitize=thread -DWITHOUT_FORK$fewer"

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# wheel_test.sh PYTHON all|slice: the newest wheel of dist/ in a clean environment.
+# wheel_test.sh PYTHON all|slice: test the newest wheel of dist/ in a clean environment.
 #
-# First with NumPy alone: import and demo.  Then the test tools are put beside it (a folder
-# on PYTHONPATH, so that the environment stays as it is) and the tests run that need neither
-# torch nor coremltools nor this checkout.  `slice` runs one file of them for each part of the
-# package: what a wheel may lack is missed at once, and the rest is tested beside it.
+# First with NumPy alone: import and demo.  Then the test tools are added (in a folder on
+# PYTHONPATH, so that the environment does not change), and the tests run that need neither torch
+# nor coremltools nor this checkout.  `slice` runs one file of them for each part of the package:
+# that finds files missing from the wheel; `make test` covers the behaviour.
 set -euo pipefail
 python=$1
 work=build/wheel-test

@@ -1,19 +1,19 @@
-/* module: the extension module's initialization and the table of its functions.
+/* module: initialisation of the extension module and its table of functions.
  *
- * The module is loaded once in a process and in its main interpreter only: refuse_second
- * says why.
+ * The module can be loaded once in a process, and in the main interpreter only: see
+ * refuse_second.
  */
 #define MLSPY_IMPORT_NUMPY
 #include "common/python_api.h"
 
 #include "activation/activation_bindings.h"
-#include "common/args.h"
 #include "checkpoint/checkpoint_bindings.h"
+#include "common/args.h"
 #include "common/common_bindings.h"
 #include "common/errors.h"
+#include "common/module_state.h"
 #include "gradients/gradients_bindings.h"
 #include "kv/kv_bindings.h"
-#include "common/module_state.h"
 #include "state/state_bindings.h"
 
 #include "runtime/cpu_features.h"
@@ -21,8 +21,7 @@
 
 #include <inttypes.h>
 
-/* The GIL is released because a run may be going on, which holds the pool for its length.
- */
+/* Releases the GIL, because mls_pool_resize waits for a run in progress. */
 static PyObject *set_num_threads(PyObject *module, PyObject *number)
 {
     const mlspy_state *state = mlspy_state_of(module);
@@ -32,7 +31,7 @@ static PyObject *set_num_threads(PyObject *module, PyObject *number)
     }
     mls_status st;
     mls_code code;
-    /* the core counts without a sign: what is negative is refused in its words */
+    /* the core's count is unsigned, so negative numbers are refused here */
     if (threads < 0) {
         mls_fail(&st, MLS_E_VALUE, "%" PRId64 " threads: choose 1 to %d", threads,
                  (int)MLS_POOL_MAX_THREADS);
@@ -47,21 +46,21 @@ static PyObject *set_num_threads(PyObject *module, PyObject *number)
     Py_RETURN_NONE;
 }
 
-/* What was asked for; that many threads need not have been started yet. */
+/* Return the configured number; fewer threads may have been started. */
 static PyObject *get_num_threads(PyObject *module, PyObject *unused)
 {
     (void)unused;
     return PyLong_FromSize_t(mls_pool_threads(mlspy_state_of(module)->pool));
 }
 
-/* The set chosen at import; it stays the same for the life of the process. */
+/* Return the set chosen at import; it stays the same for the life of the process. */
 static PyObject *cpu_name(PyObject *module, PyObject *unused)
 {
     (void)unused;
     return PyUnicode_FromString(mls_cpu_name(mlspy_state_of(module)->kernels->cpu));
 }
 
-/* New reference to a tuple of names, the scalar set first and the best one last. */
+/* Return a new tuple of names, the scalar set first and the best one last. */
 static PyObject *cpu_offered(PyObject *module, PyObject *unused)
 {
     (void)module;
@@ -81,7 +80,7 @@ static PyObject *cpu_offered(PyObject *module, PyObject *unused)
     return tuple;
 }
 
-/* The text in front of the "--" is the signature that inspect.signature shows. */
+/* inspect.signature shows the text before the "--". */
 static PyMethodDef module_methods[] = {
     {"set_num_threads", set_num_threads, METH_O,
      "set_num_threads(threads, /)\n--\n\nThreads that a call may use."},
@@ -96,10 +95,10 @@ static PyMethodDef module_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-/* ---- life of the module ---- */
+/* ---- loading ---- */
 
-/* Refuse a sub-interpreter, and a second copy of the module in this one: its types would
- * be other types than those of the objects that exist already. */
+/* Refuse a sub-interpreter, and a second copy of the module in this interpreter: its
+ * types would differ from those of existing objects. */
 static int refuse_second(void)
 {
     PyInterpreterState *interpreter = PyInterpreterState_Get();
@@ -124,17 +123,17 @@ static int refuse_second(void)
     return 0;
 }
 
-/* Note that the module is loaded, for refuse_second.  The last step, so that an import
- * which failed, over a wrong MLSTATE_CPU say, can be tried again. */
+/* Record that the module is loaded, for refuse_second. This is the last step, so that a
+ * failed import, for example with a wrong MLSTATE_CPU, can be repeated. */
 static int note_loaded(void)
 {
     PyObject *registry = PyInterpreterState_GetDict(PyInterpreterState_Get());
     return PyDict_SetItemString(registry, "mlstate._core", Py_True);
 }
 
-/* NumPy before the steps that may use its API; whether we may load at all even before
- * that, since NumPy complains of sub-interpreters in words of its own.  What a failing
- * step leaves behind is freed with the module. */
+/* refuse_second comes first, because NumPy reports sub-interpreters with its own message.
+ * NumPy is imported before the steps that use its API. The module frees the results of a
+ * failed step. */
 static int core_exec(PyObject *module)
 {
     static PyMethodDef *const tables[] = {
@@ -161,7 +160,7 @@ static int core_exec(PyObject *module)
     return note_loaded();
 }
 
-/* What the version of Python knows of: sub-interpreters refused, the GIL not needed. */
+/* Slots depend on the version of Python: refuse sub-interpreters, run without the GIL. */
 static PyModuleDef_Slot core_slots[] = {
     {Py_mod_exec, core_exec},
 #if PY_VERSION_HEX >= 0x030C0000
@@ -175,9 +174,9 @@ static PyModuleDef_Slot core_slots[] = {
 
 PyMODINIT_FUNC PyInit__core(void);
 
-/* The one symbol that the library exports; core_exec does the work later.  The slots are
- * stored here and not in module_state.c, so that the state does not depend on the files
- * whose tables core_exec adds. */
+/* The only exported symbol; core_exec does the work later. The slots are stored here
+ * instead of module_state.c, so that the state does not depend on the files whose tables
+ * core_exec adds. */
 PyMODINIT_FUNC PyInit__core(void)
 {
     mlspy_module_def.m_slots = core_slots;

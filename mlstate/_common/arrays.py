@@ -1,4 +1,4 @@
-"""Arrays of either kind, told apart without importing torch."""
+"""Distinguish NumPy arrays from torch tensors without importing torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def is_torch(candidate: object) -> bool:
-    """Whether this is a torch tensor; who has one has imported torch."""
+    """Return whether this is a torch tensor; a tensor exists only if torch is imported."""
     if type(candidate) is np.ndarray:
         return False
     torch = sys.modules.get("torch")
@@ -22,7 +22,7 @@ def is_torch(candidate: object) -> bool:
 
 
 def refuse_given_away(state: Mapping[str, Any]) -> None:
-    """Refuse torch tensors whose elements a `TieredState` has in a file: they look empty."""
+    """Raise ValueError for torch tensors that a `TieredState` moved to a file: they are empty."""
     if not any(backend.has_given_away() for backend in registered()):
         return
     for name, value in state.items():
@@ -34,10 +34,10 @@ def refuse_given_away(state: Mapping[str, Any]) -> None:
 
 
 def write_into(out: Any, write: Callable[[Any], Any]) -> Any:
-    """Let `write` fill `out`, and return it.
+    """Call `write` to fill `out`, and return `out`.
 
-    A torch tensor takes part in autograd and counts its versions: its integration sees to
-    that, and gives `write` what it may write to.
+    For a torch tensor, the integration records the write for autograd, and passes `write` a
+    writable array.
     """
     if is_torch(out):
         return backend_of(out).write_into_tensor(out, write)

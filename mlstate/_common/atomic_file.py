@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, for formats that other programs define."""
+"""Atomic replacement of files, for formats of other programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable, where the system lets a folder be synced."""
+    """Make the names in a folder durable, if the system supports syncing folders."""
     if os.name == "nt":
         return
     with _core.Descriptor(folder, os.O_RDONLY) as descriptor:
@@ -28,16 +28,16 @@ def sync_folder(folder: Path) -> None:
 
 
 def temporary_name(target: Path) -> Path:
-    """Return a name beside the target that nothing else has."""
+    """Return an unused name in the target's folder."""
     return target.with_name(f".mlstate-{os.urandom(8).hex()}.tmp")
 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Give a file to write, which takes the place of `path` once it is on the disk.
+    """Yield a file to write, which replaces `path` atomically and durably.
 
-    An exception leaves what was there. A symbolic link is followed and stays; an existing file
-    keeps its permission bits.
+    After an exception, `path` is unchanged. A symbolic link is followed and kept; an existing
+    file keeps its permission bits.
     """
     target = Path(os.path.realpath(local_path(path)))
     temporary = temporary_name(target)

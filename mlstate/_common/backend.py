@@ -1,4 +1,4 @@
-"""Frameworks whose tensors the package takes: what it needs of one, and a registry.
+"""The interface to frameworks such as torch, and a registry of their backends.
 
 The package calls a framework through a `Backend` and imports no integration by name. An
 integration registers its backend when it is imported. The registry imports it on the first
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from ..activation._recompute_check import RecomputeReport
     from ..checkpoint._files.convert import Parts
 
-# Frameworks by the module that users import, with the integration that registers each.
+# Frameworks by the module that users import, and the integration that registers each.
 _INTEGRATIONS = {"torch": "mlstate.integrations.torch"}
 _registered: dict[str, Backend] = {}
 
 
 class OptimizerRecord(NamedTuple):
-    """What a checkpoint knows of an optimizer state."""
+    """A checkpoint's description of an optimizer state."""
 
     parameter: str
     state: str | None
@@ -37,12 +37,12 @@ class OptimizerRecord(NamedTuple):
 
 
 class AppliedStrategy(Protocol):
-    """Blocks of a model that ask an `ActivationManager`, until this is removed."""
+    """Blocks of a model whose decisions an `ActivationManager` makes, until removed."""
 
     blocks: tuple[str, ...]
 
     def remove(self) -> None:
-        """Let the blocks run as they did before; doing it again does nothing."""
+        """Restore the blocks; further calls do nothing."""
 
     def __enter__(self) -> AppliedStrategy: ...
 
@@ -65,13 +65,13 @@ class ModuleHooks(Protocol):
         """Remove a parameter's gradient and return it, with a function that puts it back."""
 
     def take_missing(self, name: str, token: Any) -> tuple[Any, Callable[[], None] | None]:
-        """Return what `take` does, for a parameter without a gradient in this pass."""
+        """Do the same as `take`, for a parameter without a gradient in this pass."""
 
     def gather_full(self, buckets: Iterable[Any], group: Any, timeout: float | None) -> None:
         """Add the reduced full gradients to ``parameter.grad``."""
 
     def drop_full(self) -> None:
-        """Leave no gradient, since not all are reduced."""
+        """Remove all gradients, because not all of them were reduced."""
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -100,7 +100,7 @@ class Backend(Protocol):
         """Return tensors that share the memory of arrays."""
 
     def why_not_plain(self, tensor: Any) -> str:
-        """Return why a tensor is more than its memory, or an empty string."""
+        """Return why a tensor is not plain memory, or an empty string."""
 
     def write_into_tensor(self, out: Any, write: Callable[[Any], Any]) -> Any:
         """Let `write` fill a tensor, and record the write for automatic differentiation."""
@@ -124,12 +124,12 @@ class Backend(Protocol):
     # ---- states of modules and optimizers ----
 
     def saved_module(self, module: Any, ranks: int) -> dict[str, Any]:
-        """Return what this rank stores of a module."""
+        """Return the tensors of a module that this rank stores."""
 
     def saved_optimizer(
         self, optimizer: Any, module: Any, ranks: int
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what this rank stores of an optimizer: states, and attributes."""
+        """Return the optimizer states that this rank stores, and the attributes."""
 
     def fill_module(self, module: Any) -> Any:
         """Return this rank's memory for a module's parameters and buffers."""
@@ -204,7 +204,7 @@ class Backend(Protocol):
         """Copy a tensor to new main memory."""
 
     def give_memory(self, tensor: Any, source: Any) -> None:
-        """Replace a tensor's memory by another one's; None: by no elements."""
+        """Replace a tensor's memory by that of another one; None leaves it without elements."""
 
     def has_given_away(self) -> bool:
         """Return whether `give_memory` left any tensor of this process without elements."""
@@ -244,7 +244,7 @@ class Backend(Protocol):
     def reduce_on_device(
         self, group: Any, entry: Any, terms: Any, timeout: float | None
     ) -> tuple[float, int]:
-        """Reduce a gradient that is not in main memory; return what `norm_partial` does."""
+        """Reduce a gradient outside main memory; return the result of `norm_partial`."""
 
     def hook_module(
         self,
@@ -329,7 +329,7 @@ def backend_named(name: str) -> Backend:
 def backend_of(value: object) -> Backend:
     """Return the backend of a tensor, module or optimizer.
 
-    Only frameworks that the process has imported are asked: no other has made the value.
+    Only imported frameworks are asked, because no other can have created the value.
 
     Raises
     ------
@@ -355,7 +355,7 @@ def is_optimizer(value: object) -> bool:
 
 
 def _backends_for(value: object) -> list[Backend]:
-    """Return the backends that may know a value; for a dict, no integration is imported."""
+    """Return the backends that may know a value; a dict needs none, so none is imported."""
     if value is None or isinstance(value, dict):
         return []
     return [backend_named(name) for name in _INTEGRATIONS if sys.modules.get(name) is not None]

@@ -1,4 +1,4 @@
-"""Budgets of memory, as users write them: bytes, a size with a unit, or a fraction."""
+"""Memory budgets in the forms that users pass: bytes, a size with a unit, or a fraction."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _DIGITS = 4
 
 
 class Budget(NamedTuple):
-    """A number of bytes, and the unit in which messages name it.
+    """A number of bytes, and the unit in which messages show it.
 
     Attributes
     ----------
     nbytes : int
-        Rounded down.
+        The bytes, rounded down.
     unit_bytes : int
-        Bytes of the unit; 0: plain bytes.
+        Bytes of the unit; 0 for plain bytes.
     unit_name : str
-        Follows a number in messages.
+        Name of the unit in messages.
     given : str
-        The number that the caller gave.
+        The number as the caller wrote it.
     """
 
     nbytes: int
@@ -47,7 +47,7 @@ class Budget(NamedTuple):
     given: str
 
     def text(self, nbytes: int) -> str:
-        """Write a number of bytes in the unit, rounded up to four digits."""
+        """Return a number of bytes as text in the unit, rounded up to four digits."""
         size = self.unit_bytes
         if not size:
             return f"{nbytes} bytes"
@@ -67,7 +67,7 @@ class Budget(NamedTuple):
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Name this budget, and the least one that is enough, in the unit of the caller."""
+        """Rewrite CapacityErrors of the core to show budgets in the caller's unit."""
         try:
             yield
         except _core.CapacityError as error:
@@ -75,38 +75,38 @@ class Budget(NamedTuple):
             raise
 
     def in_unit(self, message: str) -> str:
-        """Write the budgets that a message names in bytes in the unit of the caller."""
+        """Convert the budgets in a message from bytes to the caller's unit."""
         if not self.unit_bytes:
             return message
         return _BYTES.sub(lambda m: f"{m[1]} {self.text(int(m[2]))}", message)
 
 
 def parse_budget(name: str, value: Any, whole: int | None = None, of: str = "") -> Budget:
-    """Read a budget of memory.
+    """Parse a memory budget.
 
     Parameters
     ----------
     name : str
-        Of the parameter, for messages.
+        Name of the parameter, for messages.
     value : int, float or str
-        Bytes as an int, or as a float above 1; a size such as ``"6GiB"`` or ``"1.5 GB"``; a
-        float up to 1: that part of `whole`.
+        Bytes as an int, or as a float above 1; a size such as ``"6GiB"`` or ``"1.5 GB"``; or a
+        float up to 1, a fraction of `whole`.
     whole : int, optional
-        The bytes of which a fraction is taken. Default: fractions are refused.
+        Number of bytes of which a fraction is taken. Default: fractions are refused.
     of : str
-        What `whole` is, for messages.
+        Description of `whole`, for messages.
 
     Returns
     -------
     Budget
-        A fraction of a byte is dropped.
+        The budget, rounded down to whole bytes.
 
     Raises
     ------
     ValueError
-        The text is not a size, the number is not finite, or a fraction means nothing here.
+        The text is not a size, the number is not finite, or a fraction is not allowed.
     TypeError
-        `value` is not a number or text.
+        `value` is neither a number nor a str.
     """
     if isinstance(value, str):
         return _parse_text(name, value)
@@ -142,6 +142,6 @@ def _parse_text(name: str, value: str) -> Budget:
 
 
 def _multiply(decimal: str, size: int) -> int:
-    """Multiply a decimal number with `size` and round down."""
+    """Multiply a decimal number by `size` and round down."""
     whole, _, part = decimal.partition(".")
     return int(whole + part) * size // int("1" + "0" * len(part))

@@ -1,4 +1,4 @@
-"""How large copies store their results on this machine, for `mlstate.info`."""
+"""Store strategies of large copies on this machine, for `mlstate.info`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .text import bytes_text
 
 __all__ = ["Choices", "choice_lines", "read_choices"]
 
-Choices = dict[str, Any]  # as `_core.copy_choices` returns it
+Choices = dict[str, Any]  # result of `_core.copy_choices`
 
 _LABELS = {
     "copy": "copies",
@@ -27,8 +27,8 @@ def _is_measured(choice: dict[str, Any]) -> bool:
 def read_choices() -> Choices:
     """Return the core's choices.
 
-    Measures for less than 100 ms if the process has not copied enough to measure anything,
-    unless ``MLSTATE_COPY`` forces one way to store.
+    If the process has not copied enough to measure anything, this measures for less than
+    100 ms, unless ``MLSTATE_COPY`` forces a strategy.
     """
     found = _core.copy_choices()
     can_choose = found["forced"] == "auto" and found["variants"] > 1
@@ -39,7 +39,7 @@ def read_choices() -> Choices:
 
 
 def _choice_text(choice: dict[str, Any]) -> str:
-    """``stream1 (plain 7.6, stream1 11.1, stream4 2.8 GB/s)``."""
+    """Return a choice as text: ``stream1 (plain 7.6, stream1 11.1, stream4 2.8 GB/s)``."""
     speeds = choice["gigabytes_per_second"]
     shown = ", ".join(f"{name} {speed:.1f}" for name, speed in speeds.items() if speed is not None)
     text: str = choice["chosen"] or "not decided"
@@ -47,7 +47,7 @@ def _choice_text(choice: dict[str, Any]) -> str:
 
 
 def choice_lines(choices: Choices) -> list[tuple[str, str]]:
-    """Return (label, text) for copies and for each other operation that was measured."""
+    """Return (label, text) for copies and for each other measured operation."""
     forced = choices["forced"]
     if forced != "auto":
         return [("copies", f"{forced}, forced by MLSTATE_COPY")]

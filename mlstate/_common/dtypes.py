@@ -1,7 +1,7 @@
-"""Names of dtypes, and what stands for bfloat16 and the 8-bit floats without ml_dtypes.
+"""Names of dtypes, and labelled integers for bfloat16 and 8-bit floats without ml_dtypes.
 
-NumPy has these dtypes only with ml_dtypes. Without it, their arrays are unsigned integers of
-the same size, and the metadata of the integers' dtype name the true one.
+NumPy has these dtypes only with ml_dtypes. Without it, their arrays are unsigned integers of the
+same size, and the metadata of the integers' dtype names the true dtype.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ EXTENSIONS = {info.name: info.item_bytes for info in DTYPES if not info.in_numpy
 
 
 def label_of(dtype: Any) -> str:
-    """Return the true dtype that the metadata of unsigned integers name; mostly "".
+    """Return the true dtype in the metadata of unsigned integers; usually "".
 
     Labels that the core ignores are ignored here too.
     """
@@ -55,23 +55,23 @@ def label_of(dtype: Any) -> str:
     return label if known else ""
 
 
-@lru_cache(maxsize=128)  # NumPy makes the name anew each time
+@lru_cache(maxsize=128)  # NumPy builds the name on each access
 def _plain_name(dtype: Any) -> str:
     return str(getattr(dtype, "name", dtype)).removeprefix("torch.")
 
 
 def name_of(dtype: Any) -> str:
-    """Return the name that NumPy, ml_dtypes, torch and the core have for a dtype."""
-    return label_of(dtype) or _plain_name(dtype)  # the cache takes no notice of metadata
+    """Return the name of a dtype that NumPy, ml_dtypes, torch and the core share."""
+    return label_of(dtype) or _plain_name(dtype)  # equal dtypes may differ in metadata
 
 
 def text_of(dtype: NumpyDType) -> str:
-    """Return a text that tells dtypes of NumPy apart, the same for either byte order."""
+    """Return a text that identifies a NumPy dtype, the same for both byte orders."""
     return label_of(dtype) or str(dtype.newbyteorder("="))
 
 
 def ml_dtype(name: str) -> NumpyDType:
-    """Return a dtype of ml_dtypes; ImportError names the extra that has it."""
+    """Return a dtype of ml_dtypes; the ImportError names the extra to install."""
     try:
         import ml_dtypes
     except ImportError:
@@ -84,17 +84,17 @@ def ml_dtype(name: str) -> NumpyDType:
 
 
 def stored_dtype(name: str) -> NumpyDType:
-    """Return a dtype to move elements by: of ml_dtypes, or labelled unsigned integers."""
+    """Return a dtype to move elements with: of ml_dtypes, or labelled unsigned integers."""
     try:
         return ml_dtype(name)
     except ImportError as error:
         if name not in EXTENSIONS or not isinstance(error.__context__, ModuleNotFoundError):
-            raise  # ml_dtypes is installed, and broken
+            raise  # ml_dtypes is installed but broken
     dtype: NumpyDType = np.dtype(f"u{EXTENSIONS[name]}", metadata={LABEL: name})
     return dtype
 
 
 def as_numbers(array: Any) -> Any:
-    """Return an array to compute with: labelled integers by their true dtype, or ImportError."""
+    """Return an array to compute with; labelled integers get their true dtype, or ImportError."""
     label = label_of(array.dtype)
     return array.view(ml_dtype(label)) if label else array

@@ -1,25 +1,25 @@
-"""Values that JSON can represent and returns unchanged, except that tuples become lists."""
+"""Values that survive a JSON round trip, except that tuples become lists."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-DEEPEST = 100  # a manifest, which has it a few levels down, is nested 128 deep at most
+DEEPEST = 100  # a manifest may be nested 128 deep, and the value starts a few levels down
 
 
 def check_json_values(value: Any, where: str, *, finite: bool = True) -> None:
     """
-    Refuse a value that JSON cannot represent, or would return as another value.
+    Raise for a value that JSON cannot represent, or that changes in a round trip.
 
     Parameters
     ----------
     value : object
         The value.
     where : str
-        The name of the value, such as ``metadata``: errors give the path from there.
+        Name of the value, such as ``metadata``; errors show the path from there.
     finite : bool, default True
-        Refuse NaN and infinities, which JSON does not have.
+        Refuse NaN and infinities, which JSON does not support.
 
     Raises
     ------
@@ -38,7 +38,7 @@ def check_json_values(value: Any, where: str, *, finite: bool = True) -> None:
 
 
 class _TooDeepError(Exception):
-    """The value has too many levels."""
+    """The value is nested too deeply."""
 
 
 def _check(value: Any, where: str, finite: bool, levels: int) -> None:
@@ -55,7 +55,7 @@ def _check(value: Any, where: str, finite: bool, levels: int) -> None:
             _check(inner, f"{where}[{key!r}]", finite, levels - 1)
     elif isinstance(value, list | tuple):
         for number, inner in enumerate(value):
-            if type(inner) is not int:  # long lists, such as a generator's state, are of these
+            if type(inner) is not int:  # fast path for long lists, such as a generator's state
                 _check(inner, f"{where}[{number}]", finite, levels - 1)
     elif isinstance(value, str):
         if not value.isascii():
@@ -77,10 +77,10 @@ def _check(value: Any, where: str, finite: bool, levels: int) -> None:
 
 
 def _hint(value: Any) -> str:
-    """Return an expression that converts a value to one that JSON has; "" if unknown."""
+    """Return an expression that converts a value to one that JSON supports; "" if unknown."""
     if isinstance(value, set | frozenset):
         return "sorted(...)"
-    kind = getattr(getattr(value, "dtype", None), "kind", "")  # NumPy's numbers and arrays
+    kind = getattr(getattr(value, "dtype", None), "kind", "")  # NumPy scalars and arrays
     if getattr(value, "shape", None) != ():
         return "its tolist()" if hasattr(value, "tolist") else ""
     return {"f": "float(...)", "i": "int(...)", "u": "int(...)", "b": "bool(...)"}.get(

@@ -1,4 +1,4 @@
-"""The paths that callers give: local ones only, in one form."""
+"""Check and normalise the paths that callers pass: local paths only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import overload
 from ..errors import StoreNotFoundError
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
-# pathlib makes one slash of two; one letter before the colon is a drive of Windows
+# pathlib collapses two slashes into one; a single letter before the colon is a Windows drive
 _URL_OF_PATHLIB = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
@@ -24,7 +24,7 @@ def local_path(
 
 
 def local_path(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str | bytes:
-    """Return the text of a path; every path of a caller goes through here or `local_folder`.
+    """Return a path as str or bytes; all paths of callers pass through this or `local_folder`.
 
     Raises
     ------
@@ -55,7 +55,7 @@ def local_path(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str
 
 
 def _check_working_folder(path: str) -> None:
-    """Raise StoreNotFoundError if the folder that a relative path starts in was deleted."""
+    """Raise StoreNotFoundError if the working folder, the base of a relative path, is deleted."""
     try:
         os.getcwd()
     except FileNotFoundError as error:
@@ -70,7 +70,7 @@ def _check_working_folder(path: str) -> None:
 
 
 def local_folder(path: str | os.PathLike[str]) -> str:
-    """Return a path as an absolute one; see `local_path`.
+    """Return a path as an absolute str; see `local_path`.
 
     Examples
     --------

@@ -1,7 +1,7 @@
-"""Records of deletions, repairs and damage, for ``logging.getLogger("mlstate")``.
+"""Log records of deletions, repairs and damage, for ``logging.getLogger("mlstate")``.
 
-The package does not import `logging`, which takes milliseconds: a program that reads the records
-has imported it, because every handler comes from there.
+The package does not import `logging`, because this takes milliseconds. A program that reads the
+records has imported it, because it provides all handlers.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ def _logger() -> Logger:
     import logging
 
     logger = logging.getLogger("mlstate")
-    logger.addHandler(logging.NullHandler())  # or Python prints warnings of its own accord
+    logger.addHandler(logging.NullHandler())  # otherwise Python prints warnings by default
     return logger
 
 
 def is_logged(level: str) -> bool:
-    """Whether a record of this level, such as ``"INFO"``, reaches any handler's logger."""
+    """Return whether the logger accepts records of a level, such as ``"INFO"``."""
     logging = sys.modules.get("logging")
     return logging is not None and _logger().isEnabledFor(getattr(logging, level))
 
 
 def log(level: str, text: str, *values: object) -> None:
-    """Add a record, unless nothing in this process can read it."""
+    """Log a record if `logging` is imported and the level is enabled."""
     if is_logged(level):
         _logger().log(getattr(sys.modules["logging"], level), text, *values)

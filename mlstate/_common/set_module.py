@@ -1,4 +1,4 @@
-"""Public names report the module that users import them from."""
+"""Make public names report the module that users import them from."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _set_module_of(thing: Any, old: str, new: str) -> None:
     thing.__module__ = new
     if not isinstance(thing, type):
         return
-    for name, hint in thing.__annotations__.items():  # their names are those of the old module
+    for name, hint in thing.__annotations__.items():  # resolve their names in the old module
         if isinstance(hint, str):
             thing.__annotations__[name] = ForwardRef(hint, module=old, is_class=True)
         elif isinstance(hint, ForwardRef):

@@ -1,4 +1,4 @@
-"""Numbers, names and tables as text and HTML, for people."""
+"""Format numbers, names and tables as text and HTML."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 _HTML_ROWS = 50
-_COMPARED = 10_000  # about 100 ms
+_COMPARED = 10_000  # names; comparing them takes about 100 ms
 _LISTED = 8
 _UNITS = "%|B|[KMG]iB|GB/s|s|ms|us|x"
 # Colours are inherited, for dark and light themes. Jupyter's own alignment is more specific.
@@ -24,7 +24,7 @@ _TABLE_STYLE = (
 
 
 def bytes_text(count: int) -> str:
-    """Write a number of bytes in a unit that keeps it short."""
+    """Return a number of bytes as short text with a unit."""
     if count < 1024:
         return f"{count} B"
     size = float(count)
@@ -36,17 +36,17 @@ def bytes_text(count: int) -> str:
 
 
 def shorten(name: str, limit: int) -> str:
-    """Cut a name in the middle, and write what cannot be printed as an escape."""
+    """Shorten a name in the middle to `limit` characters, and escape unprintable characters."""
     if len(name) > limit:
         name = f"{name[: limit // 2]}…{name[len(name) - limit // 2 + 1 :]}"
     return name if name.isprintable() else repr(name)[1:-1]
 
 
 def names_hint(name: str, known: Iterable[str], *, listed: bool = True) -> str:
-    """Name the known name that is most similar to an unknown one, else the first known ones.
+    """Return a hint with the most similar known name, or else with the first known names.
 
-    Of more than 10,000 known names, the first ones are compared. `listed`: whether to list names
-    if none is similar; False for a message that lists them already.
+    Only the first 10,000 known names are compared. If `listed` is false, names are not listed
+    when none is similar, because the message lists them already.
     """
     from difflib import get_close_matches
 
@@ -62,12 +62,12 @@ def names_hint(name: str, known: Iterable[str], *, listed: bool = True) -> str:
 
 
 def sort_steps(steps: Iterable[int | None]) -> list[int | None]:
-    """Sort steps by number; unknown ones (None) come last."""
+    """Sort steps by number; unknown steps (None) come last."""
     return sorted(steps, key=lambda step: (step is None, step or 0))
 
 
 def steps_text(steps: Sequence[int | None], limit: int | None = None) -> str:
-    """List steps by number, ``?`` for an unknown one; those beyond `limit` are counted."""
+    """Return steps as text in numeric order, ``?`` for unknown; those beyond `limit` as a count."""
     texts = ["?" if step is None else str(step) for step in sort_steps(steps)[:limit]]
     hidden = len(steps) - len(texts)
     return ", ".join(texts + ([f"{hidden:,} more"] if hidden else [])) or "none"
@@ -76,9 +76,9 @@ def steps_text(steps: Sequence[int | None], limit: int | None = None) -> str:
 def table_text(
     headers: Sequence[str], rows: Sequence[Sequence[str]], limit: int, width: int = 60
 ) -> str:
-    """Align rows under their headers; those beyond `limit` are counted in the last line.
+    """Return rows aligned under their headers; the last line counts rows beyond `limit`.
 
-    Cells longer than `width` are cut in the middle.
+    Cells longer than `width` are shortened in the middle.
     """
     shown = [[shorten(cell, width) for cell in row] for row in [headers, *rows[:limit]]]
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
@@ -91,7 +91,7 @@ def table_text(
 
 
 def _collapse(rows: Sequence[Sequence[str]]) -> list[Sequence[str]]:
-    """Write three or more neighbours that differ in their first cell only as one row."""
+    """Merge three or more consecutive rows that differ only in their first cell into one row."""
     from itertools import groupby
 
     made: list[Sequence[str]] = []
@@ -111,13 +111,13 @@ def table_html(
     collapse: bool = False,
     style: bool = True,
 ) -> str:
-    """Write a table under its title; rows beyond the 50th are counted below it.
+    """Return a table with a title as HTML; rows beyond the 50th are only counted.
 
-    Columns of numbers, with or without units, are aligned to the right. `collapse` joins rows that
-    differ in their first cell only. Without `style`, the page has the rules already.
+    Columns of numbers, with or without units, are right-aligned. `collapse` merges rows that
+    differ only in their first cell. With `style` false, the page must already have the rules.
     """
     import re
-    from html import escape  # its tables of entities are slow to load
+    from html import escape  # slow to import because of its entity tables
 
     shown = _collapse(rows) if collapse else rows
     hidden = len(shown) - _HTML_ROWS

@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank has; public through `mlstate.checkpoint`."""
+"""Layouts of tensors over ranks, and shards; public through `mlstate.checkpoint`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYOUT_NAMES = _core.layout_names()
 
 @set_module("mlstate.checkpoint")
 class Tier(StrEnum):
-    """Where a part of a state is kept; each member is the str of its value.
+    """The place where a part of a state is kept; each member equals the str of its value.
 
     Examples
     --------
@@ -46,22 +46,22 @@ def _step(step: Any) -> tuple[int | str, int]:
 
 @set_module("mlstate.checkpoint")
 class Layout:
-    """How a tensor is cut into parts, one for each rank or more.
+    """How a tensor is divided into parts, such as one for each rank.
 
-    Each step cuts along one axis, or cuts what is left in C order (``"flat"``, which can only
-    be the last step). Parts have ``ceil(n / parts)`` of ``n`` indices as long as there are any,
-    as `torch.chunk` gives them, so the last ones may have fewer or none. With several steps the
-    parts are numbered row-major: the last step counts fastest.
+    Each step divides one axis, or the remaining elements in C order (``"flat"``, only as the
+    last step). Each part gets ``ceil(n / parts)`` of ``n`` indices, as in `torch.chunk`, so the
+    last parts may be smaller or empty. With several steps the parts are numbered in row-major
+    order: the index of the last step changes fastest.
 
     Parameters
     ----------
     steps : iterable of (int or "flat", int)
-        Axis and number of parts of each step, at most four. None at all: the whole tensor.
+        Axis and number of parts of each step, at most four steps. Empty: the whole tensor.
 
     Raises
     ------
     ValueError
-        An axis is negative, a step has no parts, or a flat step is not the last.
+        An axis is negative, a step has no parts, or a flat step is not the last step.
 
     Examples
     --------
@@ -78,7 +78,7 @@ class Layout:
 
     def __init__(self, steps: Iterable[tuple[int | str, int]] = ()) -> None:
         plain = tuple(_step(step) for step in steps)
-        _core.layout_project(plain, 0, 0, None)  # refuses what is none
+        _core.layout_project(plain, 0, 0, None)  # raises for invalid steps
         self._steps: Steps = plain
         self._parts = 1
         for _, parts in plain:
@@ -86,12 +86,12 @@ class Layout:
 
     @classmethod
     def _of(cls, steps: Steps) -> Layout:
-        """Steps as the core has them."""
+        """Return the layout for steps in the core's form."""
         return cls(steps)
 
     @classmethod
     def whole(cls) -> Layout:
-        """Return the layout of one part, which is the tensor.
+        """Return the layout with a single part, the whole tensor.
 
         Examples
         --------
@@ -103,7 +103,7 @@ class Layout:
 
     @classmethod
     def rows(cls, parts: int) -> Layout:
-        """Return the layout that cuts the first axis, as FSDP2 does.
+        """Return the layout that divides the first axis, as FSDP2 does.
 
         Parameters
         ----------
@@ -120,12 +120,12 @@ class Layout:
 
     @classmethod
     def axis(cls, axis: int, parts: int) -> Layout:
-        """Return the layout that cuts one axis, as tensor parallelism does.
+        """Return the layout that divides one axis, as tensor parallelism does.
 
         Parameters
         ----------
         axis : int
-            Which one, from 0.
+            The axis, counted from 0.
         parts : int
             Number of parts.
 
@@ -139,7 +139,7 @@ class Layout:
 
     @classmethod
     def flat(cls, parts: int) -> Layout:
-        """Return the layout that cuts the flattened tensor, as FSDP1 does.
+        """Return the layout that divides the flattened tensor, as FSDP1 does.
 
         Parameters
         ----------
@@ -156,7 +156,7 @@ class Layout:
 
     @property
     def steps(self) -> tuple[tuple[int | str, int], ...]:
-        """The steps, as the constructor takes them."""
+        """The steps, in the form of the constructor's argument."""
         return self._steps
 
     @property
@@ -187,21 +187,21 @@ class Layout:
         Parameters
         ----------
         shape : tuple of int
-            Of the whole tensor.
+            Shape of the whole tensor.
         index : int
-            Which part.
+            Index of the part.
 
         Returns
         -------
         tuple of int
-            One-dimensional for layouts that end flat.
+            Shape of the part; one-dimensional for layouts that end with a flat step.
 
         Raises
         ------
         ValueError
-            There is no such part.
+            `index` is out of range.
         CompatibilityError
-            The tensor lacks an axis that is cut.
+            The tensor lacks an axis of the layout.
 
         Examples
         --------
@@ -213,24 +213,24 @@ class Layout:
         return (end - begin,) if flat else lengths
 
     def take(self, array: Any, index: int) -> Any:
-        """Return a part of an array or tensor, as a view wherever there can be one.
+        """Return a part of an array or tensor, as a view if possible.
 
         Parameters
         ----------
         array : array or torch.Tensor
             The whole tensor.
         index : int
-            Which part.
+            Index of the part.
 
         Returns
         -------
         array or torch.Tensor
-            A view; flat parts of what is not contiguous are copies.
+            A view. A flat part of a non-contiguous tensor is a copy.
 
         Raises
         ------
         ValueError, CompatibilityError
-            As `shape`.
+            As for `shape`.
 
         Examples
         --------
@@ -254,7 +254,7 @@ class Layout:
         array : array or torch.Tensor
             The whole tensor.
         index : int
-            Which part.
+            Index of the part.
         **keywords
             ``version``, ``tier``, ``replica`` of the `Shard`.
 
@@ -271,36 +271,38 @@ class Layout:
 
 @set_module("mlstate.checkpoint")
 class Shard:
-    """The part of a tensor that this rank has, and which part that is.
+    """A rank's part of a tensor, with its layout and index.
 
-    A value of a state dict, in the place of an array: `mlstate.save` stores it as what it is.
+    Use it in place of an array as a value of a state dict that `mlstate.save` stores.
 
     Parameters
     ----------
     array : array
-        The part's elements in C order; its shape need not be that of the part. Used where it
-        lies.
+        The part's elements in C order; they may have another shape than the part. The array is
+        not copied.
     layout : Layout, optional
-        How the tensor is cut. Default: not at all.
+        How the tensor is divided. Default: a single part.
     index : int, default 0
-        Which part this is.
+        Index of the part.
     shape : tuple of int, optional
-        Of the whole tensor. Needed where there is more than one part, since parts may be
-        uneven.
+        Shape of the whole tensor. Required if there are several parts, because their sizes may
+        differ.
     version : int, optional
-        Counts changes of this shard, from 1. A shard whose version is that of the last save
-        is not written again, and not looked at. Default: bytes are compared.
+        Version counter of this shard, from 1. mlstate trusts this version and does not verify
+        it: a shard with the version of the last save is neither read nor written again.
+        Default: bytes are compared.
     tier : {"hot", "warm", "cold"}, optional
-        Where the shard is kept; noted in the checkpoint.
+        Where the shard is kept; recorded in the checkpoint.
     replica : int, default 0
-        Above 0: another rank has the same part as replica 0, which is the one that is stored.
+        If above 0, another rank has the same part as replica 0. Only replica 0 is stored.
 
     Raises
     ------
     TypeError
-        `shape` is missing, or `layout` is none.
+        `shape` is missing, or `layout` is not a Layout.
     ValueError
-        There is no such part, or version, tier or replica.
+        `index`, `version`, `tier` or `replica` is out of range, or the array has another number
+        of elements than the part.
 
     Examples
     --------
@@ -356,12 +358,12 @@ class Shard:
 
     @property
     def version(self) -> int | None:
-        """How often the shard changed, as the caller counts; None: not stated."""
+        """Version counter given by the caller; None if not given."""
         return self._version or None
 
     @property
     def dtype(self) -> Any:
-        """Of the array."""
+        """Dtype of the array."""
         return self.array.dtype
 
     @property
@@ -375,14 +377,14 @@ class Shard:
 
     @property
     def __array_interface__(self) -> Any:
-        """Makes a shard a value of state dicts: those see the array."""
+        """Lets state dicts accept a shard as the array that it holds."""
         import numpy as np
 
         return np.asarray(self.array).__array_interface__
 
     @property
     def __dlpack__(self) -> Any:
-        """The same for tensors, whose dtype or device may be none of NumPy's."""
+        """Export of a torch tensor, whose dtype or device NumPy may not support."""
         if not is_torch(self.array):
             raise AttributeError("a shard of an array has __array_interface__")
         if self.array.is_neg():
@@ -406,7 +408,7 @@ def _count(shape: tuple[int, ...]) -> int:
 
 
 def steps_of(layout: Layout | str | None, world_size: int) -> Steps | None:
-    """Steps of a layout argument: a Layout, one of `LAYOUT_NAMES` or None."""
+    """Return the steps of a layout argument: a Layout, one of `LAYOUT_NAMES` or None."""
     if layout is None:
         return None
     if isinstance(layout, Layout):

@@ -1,7 +1,8 @@
-"""Activation checkpointing: which layers to compute again instead of keeping their activations.
+"""Activation checkpointing: recompute activations in the backward pass instead of keeping them.
 
-A strategy decides layer by layer, from the layer's name, its index and the size of its
-activation. `ActivationManager` ties one to a model and keeps account.
+A strategy decides for each layer, from its name, its index and the size of its activation.
+`ActivationManager` applies a strategy to a model and records the decisions. `plan` finds the
+fastest schedule within a memory budget, from the measured costs of a `Chain` of blocks.
 
 Examples
 --------

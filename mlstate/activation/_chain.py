@@ -1,4 +1,4 @@
-"""What a chain of blocks costs in time and memory; public through `mlstate.activation`."""
+"""Time and memory costs of a chain of blocks; public through `mlstate.activation`."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _RATES = ("offload_bytes_per_second", "load_bytes_per_second")
 _HEADERS = ["block", "forward", "backward", "input", "saved", "gradient", "temporary"]
 
 
-def _frozen(name: str, values: Any, dtype: str, count: int | None) -> NDArray:
-    """Copy numbers into a read-only array of `dtype`, refusing what would not stay the same."""
+def _freeze_numbers(name: str, values: Any, dtype: str, count: int | None) -> NDArray:
+    """Copy numbers into a read-only array of `dtype`; raise if a value would change."""
     given = np.asarray(values)
     if given.ndim != 1:
         raise ValueError(f"{name} has shape {given.shape}: give one number per entry")
@@ -54,51 +54,52 @@ def _frozen(name: str, values: Any, dtype: str, count: int | None) -> NDArray:
 
 @set_module("mlstate.activation")
 class Chain:
-    """Costs of n blocks that run one after the other, forward and then backward.
+    """Costs of n blocks that run in sequence, forward and then backward.
 
-    A chain never changes; its arrays are read-only copies.
+    A chain is immutable; its arrays are read-only copies.
 
     Parameters
     ----------
     forward_seconds, backward_seconds : sequence of float, (n,)
-        Of each block.
+        Time of each block.
     activation_bytes : sequence of int, (n + 1,)
-        Entry k enters block k; the last one leaves the chain.
+        Sizes of the activations. Entry k is the input of block k; the last entry is the output
+        of the chain.
     saved_bytes : sequence of int, (n,)
-        All that exists after a block ran in saving mode and did not before: what autograd
-        keeps and the block's output. The block's input is not in it.
+        Memory that a forward run of the block in saving mode adds: tensors saved by autograd,
+        and the block's output, but not its input.
     gradient_bytes : sequence of int, (n + 1,), optional
-        Gradients of the activations. Default: `activation_bytes`. 0 where no gradient is
-        wanted, as for token ids.
+        Sizes of the activations' gradients. Default: `activation_bytes`. 0 if an activation
+        needs no gradient, for example token ids.
     forward_temporary_bytes : sequence of int, (n,), optional
-        Peak of a plain forward run beyond input and output. Default: 0.
+        Peak memory of a plain forward run, beyond input and output. Default: 0.
     saving_temporary_bytes : sequence of int, (n,), optional
-        Peak of a saving forward run beyond input and saved. Default: 0.
+        Peak memory of a saving forward run, beyond input and saved memory. Default: 0.
     backward_temporary_bytes : sequence of int, (n,), optional
-        Peak of a backward run beyond input, saved and both gradients. Default: 0. It may be
-        negative, down to ``-gradient_bytes[i]``, if much of what was saved is free again
-        before the block's gradient is there; but not below
-        ``-(saved_bytes[i] + gradient_bytes[i + 1])``, which the step frees: more memory would
-        be held after the step than at its peak.
+        Peak memory of a backward run, beyond input, saved memory and both gradients. Default: 0.
+        It may be negative, down to ``-gradient_bytes[i]``, if much of the saved memory is freed
+        before the block's gradient is allocated. It must not be below
+        ``-(saved_bytes[i] + gradient_bytes[i + 1])``, the memory that the step frees; otherwise
+        more memory would be held after the step than at its peak.
     seconds_spread : sequence of float, (n,), optional
-        How uncertain the measured time of each block is: the interquartile range of its
-        measurements, forward and backward together, as a part of their median. For reports.
-        Default: unknown.
+        Uncertainty of each block's measured time: the interquartile range of the measurements,
+        forward and backward together, divided by their median. Used in reports. Default:
+        unknown.
     names : sequence of str, (n,), optional
-        For reports. Default: the numbers of the blocks.
+        Names of the blocks, used in reports. Default: the block numbers.
     offload_bytes_per_second, load_bytes_per_second : float, optional
-        Speed of copies to the host and back, during which nothing else runs. Default: the
-        chain has no host.
+        Speed of copies to the host and back. Nothing else runs during a copy. Default: the
+        chain cannot be offloaded.
 
     Raises
     ------
     ValueError
-        If an array has another length, seconds are negative or not finite, bytes are
-        negative, ``backward_temporary_bytes[i]`` is below its limits,
-        ``saved_bytes[i] < activation_bytes[i + 1]``, there is no block, or one
-        rate is given without the other.
+        If an array has a wrong length, seconds are negative or not finite, bytes are negative,
+        ``backward_temporary_bytes[i]`` is below its limits,
+        ``saved_bytes[i] < activation_bytes[i + 1]``, the chain is empty, or only one of the
+        rates is passed.
     CapacityError
-        If all bytes together exceed 62 bits, or the seconds the range of a float.
+        If the sum of all bytes exceeds 62 bits, or the sum of seconds the range of a float.
     TypeError
         If bytes are not integers.
 
@@ -135,7 +136,7 @@ class Chain:
         offload_bytes_per_second: float | None = None,
         load_bytes_per_second: float | None = None,
     ) -> None:
-        forward = _frozen("forward_seconds", forward_seconds, "float64", None)
+        forward = _freeze_numbers("forward_seconds", forward_seconds, "float64", None)
         n = len(forward)
         if gradient_bytes is None:
             gradient_bytes = activation_bytes
@@ -145,20 +146,24 @@ class Chain:
             (saving_temporary_bytes, n),
             (backward_temporary_bytes, n),
         )
-        activations = _frozen("activation_bytes", activation_bytes, "int64", n + 1)
-        gradients = _frozen("gradient_bytes", gradient_bytes, "int64", n + 1)
+        activations = _freeze_numbers("activation_bytes", activation_bytes, "int64", n + 1)
+        gradients = _freeze_numbers("gradient_bytes", gradient_bytes, "int64", n + 1)
         others = (
-            _frozen(name, np.zeros(n, np.int64) if values is None else values, "int64", count)
+            _freeze_numbers(
+                name, np.zeros(n, np.int64) if values is None else values, "int64", count
+            )
             for name, (values, count) in zip(_BYTES[2:], given, strict=True)
         )
-        backward = _frozen("backward_seconds", backward_seconds, "float64", n)
+        backward = _freeze_numbers("backward_seconds", backward_seconds, "float64", n)
         rates = (
-            0.0 if offload_bytes_per_second is None else _rate(_RATES[0], offload_bytes_per_second),
-            0.0 if load_bytes_per_second is None else _rate(_RATES[1], load_bytes_per_second),
+            0.0
+            if offload_bytes_per_second is None
+            else _check_rate(_RATES[0], offload_bytes_per_second),
+            0.0 if load_bytes_per_second is None else _check_rate(_RATES[1], load_bytes_per_second),
         )
         self._numbers = (forward, backward, activations, gradients, *others)
         self._arrays: tuple[Any, ...] = (*self._numbers, *rates)
-        self._spread = _spread(seconds_spread, n)
+        self._spread = _check_spread(seconds_spread, n)
         self._names = None if names is None else tuple(names)
         if self._names is not None:
             if len(self._names) != n:
@@ -169,22 +174,22 @@ class Chain:
 
     @property
     def blocks(self) -> int:
-        """How many blocks there are."""
+        """Number of blocks."""
         return len(self._arrays[0])
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Name of each block; its number where none was given."""
+        """Names of the blocks; by default, their numbers."""
         return self._names or tuple(str(i) for i in range(self.blocks))
 
     @property
     def forward_seconds(self) -> NDArray:
-        """Time of each block's forward run, float64."""
+        """Time of each block's forward run in seconds, float64."""
         return self._numbers[0]
 
     @property
     def backward_seconds(self) -> NDArray:
-        """Time of each block's backward run, float64."""
+        """Time of each block's backward run in seconds, float64."""
         return self._numbers[1]
 
     @property
@@ -199,57 +204,57 @@ class Chain:
 
     @property
     def saved_bytes(self) -> NDArray:
-        """What each block leaves behind in saving mode, its output included, int64."""
+        """Memory that each block's saving forward run adds, including its output, int64."""
         return self._numbers[4]
 
     @property
     def forward_temporary_bytes(self) -> NDArray:
-        """Peak of each plain forward run beyond input and output, int64."""
+        """Peak memory of each plain forward run, beyond input and output, int64."""
         return self._numbers[5]
 
     @property
     def saving_temporary_bytes(self) -> NDArray:
-        """Peak of each saving forward run beyond input and saved, int64."""
+        """Peak memory of each saving forward run, beyond input and saved memory, int64."""
         return self._numbers[6]
 
     @property
     def backward_temporary_bytes(self) -> NDArray:
-        """Peak of each backward run beyond input, saved and both gradients, int64."""
+        """Peak memory of each backward run, beyond input, saved memory and gradients, int64."""
         return self._numbers[7]
 
     @property
     def seconds_spread(self) -> NDArray | None:
-        """Interquartile range of each block's time as a part of it, float64; None: unknown."""
+        """Relative interquartile range of each block's time, float64; None if unknown."""
         return self._spread
 
     @property
     def offload_bytes_per_second(self) -> float | None:
-        """Speed of copies to the host."""
+        """Speed of copies to the host; None if the chain has none."""
         return self._arrays[8] or None
 
     @property
     def load_bytes_per_second(self) -> float | None:
-        """Speed of copies from the host."""
+        """Speed of copies from the host; None if the chain has none."""
         return self._arrays[9] or None
 
     @property
     def plain_seconds(self) -> float:
-        """Time of forward and backward pass when everything is kept."""
+        """Time of forward and backward pass without recomputation."""
         return self._plain[0]
 
     @property
     def plain_peak_bytes(self) -> int:
-        """Peak memory when everything is kept: a budget as large as this needs no plan."""
+        """Peak memory without recomputation; a budget of this size needs no plan."""
         return self._plain[1]
 
     def _budget(self, value: MemorySize) -> Budget:
-        """Read a budget for this chain; a fraction is one of the peak without a plan."""
+        """Parse a budget for this chain; a fraction refers to `plain_peak_bytes`."""
         peak = self.plain_peak_bytes
         return parse_budget("budget_bytes", value, peak, "the peak without a plan")
 
     @cached_property
     def least_budget_bytes(self) -> int:
-        """The least budget that a persistent schedule without offloading fits."""
+        """Smallest budget with a persistent schedule, without offloading."""
         return _core.plan_least(self._arrays, False)
 
     @cached_property
@@ -262,12 +267,12 @@ class Chain:
         return seconds, peak
 
     def to_json(self) -> str:
-        """Write the chain as JSON.
+        """Return the chain as JSON.
 
         Returns
         -------
         str
-            An object with the constructor's parameters, as `from_json` reads it.
+            A JSON object with the constructor's parameters; `from_json` reads it.
 
         Examples
         --------
@@ -289,23 +294,22 @@ class Chain:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Chain:
-        """Read a chain that `to_json` wrote, or that was written by hand.
+        """Create a chain from JSON, written by `to_json` or by hand.
 
         Parameters
         ----------
         text : str or bytes
-            A JSON object with the constructor's parameters; what is missing takes its
-            default.
+            A JSON object with the constructor's parameters; missing ones have their defaults.
 
         Returns
         -------
         Chain
-            A new one.
+            A new chain.
 
         Raises
         ------
         ValueError
-            If the text is no such object, or holds what the constructor refuses.
+            If the text is not such an object, or the constructor refuses a value.
 
         Examples
         --------
@@ -340,21 +344,21 @@ class Chain:
 
     @classmethod
     def from_torch(cls, module: Any, sample: Any, **options: Any) -> Chain:
-        """Measure the blocks of a torch model; see `mlstate.integrations.torch`.
+        """Measure the blocks of a torch model.
 
         Parameters
         ----------
         module : torch.nn.Sequential or sequence of torch.nn.Module
-            The blocks, in the order in which they run.
+            The blocks, in execution order.
         sample : torch.Tensor
-            An input of the first block, as large as in training.
+            An input of the first block, with the size used in training.
         **options
-            As `mlstate.integrations.torch.profile_chain` describes them.
+            See `mlstate.integrations.torch.profile_chain`.
 
         Returns
         -------
         Chain
-            What was measured.
+            The measured chain.
 
         Raises
         ------
@@ -421,17 +425,17 @@ class Chain:
         return table_html(self._title(), self._headers(), self._rows(), collapse=True)
 
 
-def _spread(given: Any, count: int) -> NDArray | None:
+def _check_spread(given: Any, count: int) -> NDArray | None:
     if given is None:
         return None
-    spread = _frozen("seconds_spread", given, "float64", count)
+    spread = _freeze_numbers("seconds_spread", given, "float64", count)
     if not (np.isfinite(spread) & (spread >= 0)).all():
         raise ValueError(f"seconds_spread holds {spread.tolist()}: give finite numbers from 0 on")
     return spread
 
 
-def _rate(name: str, value: float) -> float:
-    """Check a rate that was given: 0 would read as none."""
+def _check_rate(name: str, value: float) -> float:
+    """Return a rate as a float; raise unless it is finite and above 0 (0 means None)."""
     rate = float(value)
     if not rate > 0 or rate == float("inf"):
         raise ValueError(f"{name} is {rate:g}: give a finite number above 0, or None")

@@ -1,4 +1,4 @@
-"""Strategies made of strategies; public through `mlstate.activation`."""
+"""Strategies composed of other strategies; public through `mlstate.activation`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 @set_module("mlstate.activation")
 @runtime_checkable
 class CheckpointStrategy(Protocol):
-    """What mlstate needs of a strategy; a class of your own need not derive from it.
+    """Interface of a strategy; user-defined classes need not derive from it.
 
-    ``should_checkpoint`` is called once for each layer of each forward pass, in any thread. A
-    strategy may have a method ``opinion`` with the same arguments too, which returns None where
-    it leaves the decision to others: `FirstMatch` asks that.
+    ``should_checkpoint`` is called once for each layer in each forward pass, from any thread. A
+    strategy may also have a method ``opinion`` with the same arguments. It returns None to leave
+    the decision to other strategies; `FirstMatch` calls it.
 
     Attributes
     ----------
     name : str
-        What reports call it.
+        Name of the strategy in reports.
 
     Examples
     --------
@@ -44,27 +44,27 @@ class CheckpointStrategy(Protocol):
 
     @property
     def name(self) -> str:
-        """What reports call it."""
+        """Name of the strategy in reports."""
         ...
 
     def should_checkpoint(self, layer_id: str, activation: Any, layer_index: int) -> bool:
-        """Decide whether to drop the activation of a layer and compute it again."""
+        """Return whether to drop the activation of a layer and recompute it."""
         ...
 
     def reset(self) -> None:
-        """Forget what was counted; settings stay."""
+        """Reset counts and other state; keep the settings."""
         ...
 
 
 def is_strategy(candidate: object) -> bool:
-    """Whether this is an object that decides, and not the class of one."""
+    """Return whether this is a strategy object, rather than a class."""
     return callable(getattr(candidate, "should_checkpoint", None)) and not isinstance(
         candidate, type
     )
 
 
 def check_strategy(candidate: Any, what: str = "a strategy") -> Any:
-    """Return `candidate`, or raise TypeError that says what it is."""
+    """Return `candidate` if it is a strategy; otherwise raise TypeError."""
     if is_strategy(candidate):
         return candidate
     if isinstance(candidate, type):
@@ -73,12 +73,12 @@ def check_strategy(candidate: Any, what: str = "a strategy") -> Any:
 
 
 def name_of(strategy: Any) -> str:
-    """Return the name of a strategy, or of its class."""
+    """Return the name of a strategy, or else of its class."""
     return str(getattr(strategy, "name", type(strategy).__name__))
 
 
 class Operators:
-    """``a & b``, ``a | b`` and ``~a`` for strategies; operands may be of users' own classes."""
+    """``a & b``, ``a | b`` and ``~a`` for strategies; operands may be user-defined classes."""
 
     __slots__ = ()
 
@@ -99,7 +99,7 @@ class Operators:
 
 
 class Composite(Operators):
-    """Members that see every call, and one answer made of theirs."""
+    """Base of combinators: every member receives every call."""
 
     def __init__(self, *members: CheckpointStrategy) -> None:
         if not members:
@@ -110,12 +110,12 @@ class Composite(Operators):
 
     @property
     def members(self) -> tuple[CheckpointStrategy, ...]:
-        """The strategies that this one is made of, in their order."""
+        """The member strategies, in order."""
         return self._members
 
     @property
     def name(self) -> str:
-        """The members' names, put together as the members are."""
+        """Name composed of the members' names."""
         return f"{type(self).__name__}({', '.join(map(name_of, self._members))})"
 
     def reset(self) -> None:
@@ -134,7 +134,7 @@ class Composite(Operators):
     def __hash__(self) -> int:
         return hash((type(self).__name__, self.name))
 
-    # members' methods are bound to them: a copy has members of its own
+    # `_asks` and `_opinions` are bound methods of the members, so a copy must rebuild them
     def __getstate__(self) -> dict[str, Any]:
         return self._settings()
 
@@ -148,19 +148,19 @@ class Composite(Operators):
 
 @set_module("mlstate.activation")
 class AllOf(Composite):
-    """Checkpoint what all members checkpoint: ``a & b``.
+    """Checkpoint a layer if all members do: ``a & b``.
 
-    Every member sees every call, whatever the others say: strategies have state.
+    Every member receives every call, because strategies have state.
 
     Parameters
     ----------
     *members : CheckpointStrategy
-        One or more.
+        One or more strategies.
 
     Raises
     ------
     TypeError
-        No members, or one that is no strategy.
+        If the list of members is empty, or a member is not a strategy.
 
     Examples
     --------
@@ -182,7 +182,7 @@ class AllOf(Composite):
         return f"({' & '.join(map(name_of, self._members))})"
 
     def should_checkpoint(self, layer_id: str, activation: Any, layer_index: int) -> bool:
-        """Whether all members checkpoint the layer."""
+        """Return whether all members checkpoint the layer."""
         chosen = True
         for ask in self._asks:
             if not ask(layer_id, activation, layer_index):
@@ -190,7 +190,7 @@ class AllOf(Composite):
         return chosen
 
     def opinion(self, layer_id: str, activation: Any, layer_index: int) -> bool | None:
-        """As `should_checkpoint`, but None where a member has none and the others agree."""
+        """Return False if a member decides so, None if one is undecided, else True."""
         said = [ask(layer_id, activation, layer_index) for ask in self._opinions]
         if any(answer is not None and not answer for answer in said):
             return False
@@ -199,19 +199,19 @@ class AllOf(Composite):
 
 @set_module("mlstate.activation")
 class AnyOf(Composite):
-    """Checkpoint what any member checkpoints: ``a | b``.
+    """Checkpoint a layer if any member does: ``a | b``.
 
-    Every member sees every call, whatever the others say: strategies have state.
+    Every member receives every call, because strategies have state.
 
     Parameters
     ----------
     *members : CheckpointStrategy
-        One or more.
+        One or more strategies.
 
     Raises
     ------
     TypeError
-        No members, or one that is no strategy.
+        If the list of members is empty, or a member is not a strategy.
 
     Examples
     --------
@@ -229,7 +229,7 @@ class AnyOf(Composite):
         return f"({' | '.join(map(name_of, self._members))})"
 
     def should_checkpoint(self, layer_id: str, activation: Any, layer_index: int) -> bool:
-        """Whether any member checkpoints the layer."""
+        """Return whether any member checkpoints the layer."""
         chosen = False
         for ask in self._asks:
             if ask(layer_id, activation, layer_index):
@@ -237,7 +237,7 @@ class AnyOf(Composite):
         return chosen
 
     def opinion(self, layer_id: str, activation: Any, layer_index: int) -> bool | None:
-        """As `should_checkpoint`, but None where a member has none and no other says yes."""
+        """Return True if a member decides so, None if one is undecided, else False."""
         said = [ask(layer_id, activation, layer_index) for ask in self._opinions]
         if any(said):
             return True
@@ -246,7 +246,7 @@ class AnyOf(Composite):
 
 @set_module("mlstate.activation")
 class Not(Composite):
-    """Checkpoint what the member does not: ``~a``.
+    """Checkpoint a layer if the member does not: ``~a``.
 
     Parameters
     ----------
@@ -256,7 +256,7 @@ class Not(Composite):
     Raises
     ------
     TypeError
-        The member is no strategy.
+        If the member is not a strategy.
 
     Examples
     --------
@@ -275,34 +275,34 @@ class Not(Composite):
         return f"~{name_of(self._members[0])}"
 
     def should_checkpoint(self, layer_id: str, activation: Any, layer_index: int) -> bool:
-        """Whether the member does not checkpoint the layer."""
+        """Return whether the member does not checkpoint the layer."""
         return not self._asks[0](layer_id, activation, layer_index)
 
     def opinion(self, layer_id: str, activation: Any, layer_index: int) -> bool | None:
-        """As `should_checkpoint`, but None where the member has none."""
+        """Return the negated decision of the member, or None if it is undecided."""
         said = self._opinions[0](layer_id, activation, layer_index)
         return None if said is None else not said
 
 
 @set_module("mlstate.activation")
 class FirstMatch(Composite):
-    """Decide as the first member does that has an opinion of the layer.
+    """Use the decision of the first member that is not undecided.
 
-    `SelectiveStrategy` has one of the layers in its lists only; a strategy of your own says None
-    where it has none. All others always have one, so they come last. Every member sees every
-    call, those behind the one that decides too.
+    `SelectiveStrategy` decides only about the layers in its lists. A user-defined strategy is
+    undecided if its ``opinion`` returns None. All other strategies always decide, so place them
+    last. Every member receives every call, including those after the deciding one.
 
     Parameters
     ----------
     *members : CheckpointStrategy
-        One or more, the most special first.
+        One or more strategies, the most specific first.
     default : bool, default False
-        The decision where no member has an opinion.
+        The decision if all members are undecided.
 
     Raises
     ------
     TypeError
-        No members, or one that is no strategy.
+        If the list of members is empty, or a member is not a strategy.
 
     Examples
     --------
@@ -320,7 +320,7 @@ class FirstMatch(Composite):
         self.default = bool(default)
 
     def should_checkpoint(self, layer_id: str, activation: Any, layer_index: int) -> bool:
-        """Decide as the first member that has an opinion, or as `default` says."""
+        """Return the decision of the first member that has one, or `default`."""
         chosen = None
         for ask in self._opinions:
             said = ask(layer_id, activation, layer_index)
@@ -329,7 +329,7 @@ class FirstMatch(Composite):
         return self.default if chosen is None else bool(chosen)
 
     def opinion(self, layer_id: str, activation: Any, layer_index: int) -> bool | None:
-        """As `should_checkpoint`, but None where no member has an opinion."""
+        """Return the decision of the first member that has one, or None."""
         chosen = None
         for ask in self._opinions:
             said = ask(layer_id, activation, layer_index)

@@ -1,4 +1,4 @@
-"""Strategies by name, and the settings they have; public through `mlstate.activation`."""
+"""Named strategies and their settings; public through `mlstate.activation`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENTRY_POINTS = "mlstate.strategies"
 
 @set_module("mlstate.activation")
 class StrategyKind(StrEnum):
-    """The strategies that mlstate has; each is equal to its name as a str.
+    """The strategies of mlstate; each member equals its name as a str.
 
     Examples
     --------
@@ -46,34 +46,34 @@ class StrategyKind(StrEnum):
 @set_module("mlstate.activation")
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Which strategy to use, and its settings; `create_strategy` makes it.
+    """The name of a strategy and its settings; `create_strategy` creates the strategy.
 
-    A configuration is checked when it is made and cannot change; `dataclasses.replace` makes
-    another. Settings of other strategies than the one chosen are kept and checked too.
+    A configuration is validated on creation and immutable; `dataclasses.replace` creates a
+    changed copy. Settings of strategies other than the chosen one are validated and kept.
 
     Parameters
     ----------
     strategy : StrategyKind or str, default "interval"
-        One of mlstate's, or the name that a strategy was registered by.
+        A strategy of mlstate, or a registered name.
     interval : int, default 2
-        For ``interval``: layers from one checkpoint to the next.
+        For ``interval``: number of layers from one checkpoint to the next.
     checkpoint_layers : iterable of str
         For ``selective``: layers to checkpoint.
     exclude_layers : iterable of str
         For ``selective``, ``size_based`` and ``smart``: layers never to checkpoint.
     min_activation_size_bytes : int, default 1 MiB
-        For ``size_based``: the least size of an activation.
+        For ``size_based``: smallest size of an activation to checkpoint.
     max_memory_percentage : float, default 0.8
-        For ``memory_aware``: share of the memory, above 0 and at most 1.
+        For ``memory_aware``: fraction of the memory, above 0 and at most 1.
     options : mapping
-        For strategies of your own: whatever their factories understand.
+        Arbitrary settings for registered strategies.
 
     Raises
     ------
     ValueError
-        A setting out of range, named with its value; layers both chosen and excluded.
+        If a setting is out of range, or a layer is in both lists.
     TypeError
-        A wrong type.
+        If a setting has a wrong type.
 
     Examples
     --------
@@ -100,13 +100,13 @@ class CheckpointConfig:
         chosen = layer_names("checkpoint_layers", self.checkpoint_layers)
         excluded = layer_names("exclude_layers", self.exclude_layers)
         check_overlap(chosen, excluded)
-        self._set("strategy", _kind(self.strategy))
+        self._set("strategy", _parse_kind(self.strategy))
         self._set("checkpoint_layers", chosen)
         self._set("exclude_layers", excluded)
-        self._set("interval", _positive("interval", self.interval))
-        size = _positive("min_activation_size_bytes", self.min_activation_size_bytes)
+        self._set("interval", _check_positive("interval", self.interval))
+        size = _check_positive("min_activation_size_bytes", self.min_activation_size_bytes)
         self._set("min_activation_size_bytes", size)
-        self._set("max_memory_percentage", _share(self.max_memory_percentage))
+        self._set("max_memory_percentage", _check_share(self.max_memory_percentage))
         if not isinstance(self.options, Mapping):
             raise TypeError(f"options must be a mapping, got {type(self.options).__name__}")
         self._set("options", dict(self.options))
@@ -115,7 +115,7 @@ class CheckpointConfig:
         object.__setattr__(self, name, value)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as what JSON knows, if the options are.
+        """Return the settings as a dict, serialisable as JSON if `options` is.
 
         Examples
         --------
@@ -133,24 +133,24 @@ class CheckpointConfig:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> Self:
-        """Make a configuration of what `to_dict` returned; what is missing has its default.
+        """Create a configuration from a dict such as `to_dict` returns; missing keys have defaults.
 
         Parameters
         ----------
         settings : mapping of str
-            Names and values of settings.
+            Setting names and values.
 
         Returns
         -------
         CheckpointConfig
-            Checked.
+            The validated configuration.
 
         Raises
         ------
         ValueError
-            A name that is no setting, and what the constructor refuses.
+            If a name is not a setting, or the constructor refuses a value.
         TypeError
-            No mapping, and what the constructor refuses.
+            If `settings` is not a mapping, or a value has a wrong type.
 
         Examples
         --------
@@ -170,8 +170,8 @@ class CheckpointConfig:
         return cls(**settings)
 
 
-def _kind(strategy: Any) -> StrategyKind | str:
-    """Return the kind that a name stands for, or the name of somebody's own."""
+def _parse_kind(strategy: Any) -> StrategyKind | str:
+    """Return the `StrategyKind` of a name, or the name itself if it is not built in."""
     if not isinstance(strategy, str):
         raise TypeError(f"strategy must be a StrategyKind or a str, got {strategy!r}")
     try:
@@ -180,7 +180,7 @@ def _kind(strategy: Any) -> StrategyKind | str:
         return str(strategy)
 
 
-def _positive(name: str, value: Any) -> int:
+def _check_positive(name: str, value: Any) -> int:
     try:
         number = index(value)
     except TypeError:
@@ -192,7 +192,7 @@ def _positive(name: str, value: Any) -> int:
     return number
 
 
-def _share(value: Any) -> float:
+def _check_share(value: Any) -> float:
     if isinstance(value, str):
         raise TypeError(f"max_memory_percentage must be a number, got {value!r}")
     share = float(value)
@@ -217,24 +217,24 @@ _REGISTERED: dict[str, Factory] = {}
 
 @set_module("mlstate.activation")
 def register_strategy(name: str, factory: Factory) -> None:
-    """Give a strategy of your own a name for configurations.
+    """Register a factory under a name, for use in configurations.
 
-    Packages need not call this: an entry point of the group ``mlstate.strategies`` is found by
-    its name, and loads the factory.
+    Packages need not call this: an entry point in the group ``mlstate.strategies`` is found by
+    its name and must load the factory.
 
     Parameters
     ----------
     name : str
-        Not one of mlstate's own. What was registered under the name before is replaced.
+        Name of the strategy; not a built-in name. An earlier registration is replaced.
     factory : callable
-        Called with a `CheckpointConfig`, returns a new strategy.
+        Called with a `CheckpointConfig`; returns a new strategy.
 
     Raises
     ------
     ValueError
-        The name is empty, or one of mlstate's.
+        If the name is empty or built in.
     TypeError
-        The name is no str, or the factory cannot be called.
+        If the name is not a str, or the factory is not callable.
 
     Examples
     --------
@@ -256,24 +256,25 @@ def register_strategy(name: str, factory: Factory) -> None:
 
 @set_module("mlstate.activation")
 def create_strategy(config: CheckpointConfig) -> CheckpointStrategy:
-    """Make the strategy that a configuration describes.
+    """Create the strategy that a configuration describes.
 
     Parameters
     ----------
     config : CheckpointConfig
-        Its `strategy` is one of mlstate's, registered, or an entry point of an installed package.
+        Its `strategy` is built in, registered, or an entry point of an installed package.
 
     Returns
     -------
     CheckpointStrategy
-        New, with its state at the beginning.
+        A new strategy in its initial state.
 
     Raises
     ------
     ValueError
-        No strategy of that name; the text lists those known. Two packages that have the name.
+        If the strategy is unknown (the message lists the known ones), or two packages provide
+        it.
     TypeError
-        `config` is none, or a factory made what is no strategy.
+        If `config` is not a `CheckpointConfig`, or the factory does not return a strategy.
 
     Examples
     --------
@@ -287,13 +288,13 @@ def create_strategy(config: CheckpointConfig) -> CheckpointStrategy:
     if not isinstance(config, CheckpointConfig):
         raise TypeError(f"config must be a CheckpointConfig, got {type(config).__name__}")
     name = str(config.strategy)
-    factory = _BUILT_IN.get(name) or _REGISTERED.get(name) or _from_packages(name)
+    factory = _BUILT_IN.get(name) or _REGISTERED.get(name) or _load_factory(name)
     made: CheckpointStrategy = check_strategy(factory(config), f"what the factory of {name!r} made")
     return made
 
 
-def _from_packages(name: str) -> Factory:
-    """Load the factory that an installed package has under this name, and register it."""
+def _load_factory(name: str) -> Factory:
+    """Load and register the factory that an installed package provides under this name."""
     from importlib.metadata import entry_points  # takes tens of milliseconds to import
 
     found = {point.value: point for point in entry_points(group=ENTRY_POINTS, name=name)}
@@ -309,17 +310,17 @@ def _from_packages(name: str) -> Factory:
 
 @set_module("mlstate.activation")
 def create_interval(interval: int = 2) -> IntervalStrategy:
-    """Make an `IntervalStrategy`.
+    """Create an `IntervalStrategy`.
 
     Parameters
     ----------
     interval : int, default 2
-        As for the class.
+        See the class.
 
     Returns
     -------
     IntervalStrategy
-        New.
+        A new strategy.
 
     Examples
     --------
@@ -334,17 +335,17 @@ def create_interval(interval: int = 2) -> IntervalStrategy:
 def create_selective(
     checkpoint_layers: Iterable[str] | None = None, exclude_layers: Iterable[str] | None = None
 ) -> SelectiveStrategy:
-    """Make a `SelectiveStrategy`.
+    """Create a `SelectiveStrategy`.
 
     Parameters
     ----------
     checkpoint_layers, exclude_layers : iterable of str, optional
-        As for the class.
+        See the class.
 
     Returns
     -------
     SelectiveStrategy
-        New.
+        A new strategy.
 
     Examples
     --------
@@ -359,19 +360,19 @@ def create_selective(
 def create_size_based(
     min_activation_size_bytes: int = MEBIBYTE, exclude_layers: Iterable[str] | None = None
 ) -> SizeBasedStrategy:
-    """Make a `SizeBasedStrategy`.
+    """Create a `SizeBasedStrategy`.
 
     Parameters
     ----------
     min_activation_size_bytes : int, default 1 MiB
         The class's `min_size_bytes`.
     exclude_layers : iterable of str, optional
-        As for the class.
+        See the class.
 
     Returns
     -------
     SizeBasedStrategy
-        New.
+        A new strategy.
 
     Examples
     --------
@@ -386,19 +387,19 @@ def create_size_based(
 def create_memory_aware(
     max_memory_percentage: float = 0.8, memory_tracker: Any = None
 ) -> MemoryAwareStrategy:
-    """Make a `MemoryAwareStrategy`.
+    """Create a `MemoryAwareStrategy`.
 
     Parameters
     ----------
     max_memory_percentage : float, default 0.8
-        As for the class.
+        See the class.
     memory_tracker : MemoryTracker, optional
         The class's `tracker`.
 
     Returns
     -------
     MemoryAwareStrategy
-        New.
+        A new strategy.
 
     Examples
     --------
@@ -411,17 +412,17 @@ def create_memory_aware(
 
 @set_module("mlstate.activation")
 def create_smart(exclude_layers: Iterable[str] | None = None) -> SmartStrategy:
-    """Make a `SmartStrategy`.
+    """Create a `SmartStrategy`.
 
     Parameters
     ----------
     exclude_layers : iterable of str, optional
-        As for the class.
+        See the class.
 
     Returns
     -------
     SmartStrategy
-        New.
+        A new strategy.
 
     Examples
     --------

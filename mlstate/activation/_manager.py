@@ -1,4 +1,4 @@
-"""A strategy at work on a model: decisions, counts, bytes; public through `mlstate.activation`."""
+"""A strategy applied to a model, with statistics; public through `mlstate.activation`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HEADERS = ["layer", "index", "decisions", "checkpointed", "activation", "droppe
 
 @set_module("mlstate.activation")
 class LayerDecisions(NamedTuple):
-    """What was decided about one layer.
+    """Decisions about one layer.
 
     Attributes
     ----------
@@ -33,15 +33,15 @@ class LayerDecisions(NamedTuple):
     layer_index : int
         Its index in the last decision.
     decisions : int
-        How often it was asked about.
+        Number of decisions.
     checkpointed : int
-        How often the answer was to checkpoint it.
+        Number of decisions to checkpoint.
     is_checkpointed : bool
-        The last answer.
+        The last decision.
     activation_bytes : int
         Size of the activation in the last decision.
     dropped_bytes : int
-        Sum of the sizes of all activations that were to be dropped.
+        Total size of the activations in decisions to checkpoint.
 
     Examples
     --------
@@ -63,7 +63,7 @@ class LayerDecisions(NamedTuple):
 
 
 class _Layer:
-    """The same while it is being counted."""
+    """Mutable form of `LayerDecisions`."""
 
     __slots__ = LayerDecisions._fields
 
@@ -75,30 +75,30 @@ class _Layer:
 
 @set_module("mlstate.activation")
 class ActivationManager:
-    """Ask a strategy about the layers of a model, and keep account of its answers.
+    """Query a strategy about the layers of a model, and record its decisions.
 
-    Call `decide` in a loop of your own, or `apply` for a torch module.
+    Call `decide` in a custom training loop, or `apply` for a torch module.
 
     Parameters
     ----------
     strategy : CheckpointStrategy
-        Decides.
+        The strategy that decides.
 
     Attributes
     ----------
     strategy : CheckpointStrategy
-        As given.
+        The strategy passed to the constructor.
 
     Raises
     ------
     TypeError
-        `strategy` is none.
+        If `strategy` is not a strategy.
 
     Notes
     -----
-    Bytes are those of the activations that the strategy was asked about, by shape and dtype:
-    what is saved in a real model is measured by its profile, not here. Threads may share a
-    manager whose strategy may be shared, as all of mlstate's may.
+    Byte counts are sizes of the activations passed to the strategy, from their shape and dtype.
+    They do not measure the memory that a model saves; a profile does. Threads may share a
+    manager if they may share its strategy; they may share all strategies of mlstate.
 
     Examples
     --------
@@ -126,28 +126,28 @@ class ActivationManager:
         self._layers: dict[str, _Layer] = {}
 
     def decide(self, layer_id: str, activation: Any, layer_index: int | None = None) -> bool:
-        """Ask the strategy about a layer, and count the answer.
+        """Query the strategy about a layer, and record the decision.
 
         Parameters
         ----------
         layer_id : str
             Name of the layer.
-        activation : ndarray, torch.Tensor or anything with a shape and a dtype
-            Its elements are not read. None counts as no bytes, for strategies that need no
+        activation : ndarray, torch.Tensor or another object with a shape and a dtype
+            Only shape and dtype are used. None counts as 0 bytes, for strategies that need no
             activation.
         layer_index : int, optional
-            Place of the layer in the network. Default: how many other layers this manager met
-            before it met this one.
+            Index of the layer in the network. Default: the number of other layers that this
+            manager saw before this one.
 
         Returns
         -------
         bool
-            True: checkpoint the layer, which means to drop its activation.
+            True if the layer is to be checkpointed: its activation is to be dropped.
 
         Raises
         ------
         TypeError, ValueError, CapacityError
-            What the strategy refuses; nothing is counted then.
+            If the strategy raises it; the decision is not recorded then.
 
         Examples
         --------
@@ -159,7 +159,7 @@ class ActivationManager:
         if not isinstance(layer_id, str):
             raise TypeError(f"layer_id must be a str, got {type(layer_id).__name__}")
         nbytes = 0 if activation is None else _core.activation_bytes(activation)
-        place = self._place_of(layer_id) if layer_index is None else index(layer_index)
+        place = self._index_of(layer_id) if layer_index is None else index(layer_index)
         chosen = bool(self.strategy.should_checkpoint(layer_id, activation, place))
         with self._lock:
             layer = self._layers.setdefault(layer_id, _Layer(layer_id, place))
@@ -171,8 +171,8 @@ class ActivationManager:
             layer.dropped_bytes += nbytes * chosen
         return chosen
 
-    def _place_of(self, layer_id: str) -> int:
-        """How many layers came before this one; the same for the same layer ever after."""
+    def _index_of(self, layer_id: str) -> int:
+        """Return the number of layers seen before this one; constant for each layer."""
         with self._lock:
             layer = self._layers.get(layer_id)
             if layer is None:
@@ -180,39 +180,40 @@ class ActivationManager:
             return layer.layer_index
 
     def apply(self, module: Any, blocks: str | Iterable[str] | None = None) -> AppliedStrategy:
-        """Let the strategy decide for blocks of a torch module, in each forward pass.
+        """Apply the strategy to blocks of a torch module, in each forward pass.
 
-        A block that is to be checkpointed runs under ``torch.utils.checkpoint``: what it would
-        save for the backward pass is dropped, and computed again from its inputs. The activation
-        that the strategy sees is the block's first tensor argument. Nothing is decided while
-        gradients are off.
+        A checkpointed block runs under ``torch.utils.checkpoint``: it saves nothing for the
+        backward pass but its inputs, and runs again from them. The strategy receives the
+        block's first tensor argument as its activation. It is not called while gradients are
+        disabled.
 
         Parameters
         ----------
         module : torch.nn.Module
-            Changed in place, its parameters and state dict stay as they are.
+            The module; it is modified in place, but its parameters and state dict are not.
         blocks : str or iterable of str, optional
-            Names of modules below `module`, with ``*`` and ``?`` for parts of one name:
-            ``"layers.*"`` are the children of ``layers``. Default: the children of `module`.
+            Names of modules below `module`. ``*`` and ``?`` match within one part of a name:
+            ``"layers.*"`` matches the children of ``layers``. Default: the children of `module`.
 
         Returns
         -------
         AppliedStrategy
-            ``remove()`` undoes all; it is a context manager too.
+            A handle: ``remove()`` undoes all changes. Also a context manager.
 
         Raises
         ------
         ValueError
-            A name without a module, a block inside another one, or one that has a manager.
+            If a name has no module, a block is inside another block, or a block already has a
+            manager.
         TypeError
-            `module` is no torch module.
+            If `module` is not a torch module.
 
         Notes
         -----
-        Gradients have the bits that they have without it, dropout included. A block that
-        updates buffers in its forward pass, such as running statistics, does so once more
-        when it is computed again. ``torch.compile`` stops at each decision (a graph break):
-        compile the blocks, not the whole model.
+        Gradients are bit-identical to a run without checkpoints, dropout included. A block that
+        updates buffers in its forward pass, such as running statistics, updates them once more
+        when it is recomputed. Each decision is a graph break for ``torch.compile``: compile the
+        blocks, not the whole model.
 
         Examples
         --------
@@ -228,7 +229,7 @@ class ActivationManager:
         return backend_named("torch").apply_strategy(self, module, blocks)
 
     def layers(self) -> list[LayerDecisions]:
-        """Return what was decided, by layer in the order in which they came.
+        """Return the decisions by layer, in order of first appearance.
 
         Examples
         --------
@@ -245,21 +246,21 @@ class ActivationManager:
 
     @property
     def decisions(self) -> int:
-        """How often the strategy was asked."""
+        """Number of decisions."""
         return sum(layer.decisions for layer in self.layers())
 
     @property
     def checkpointed(self) -> int:
-        """How often the answer was to checkpoint."""
+        """Number of decisions to checkpoint."""
         return sum(layer.checkpointed for layer in self.layers())
 
     @property
     def dropped_bytes(self) -> int:
-        """Sum of the sizes of all activations that were to be dropped."""
+        """Total size of the activations in decisions to checkpoint."""
         return sum(layer.dropped_bytes for layer in self.layers())
 
     def reset(self) -> None:
-        """Reset the strategy, and forget all layers.
+        """Reset the strategy, and remove all layers.
 
         Examples
         --------
@@ -299,7 +300,7 @@ class ActivationManager:
         ]
 
     def report(self) -> str:
-        """Return a table of the layers; its title counts the last decision about each.
+        """Return a table of the layers; its title summarises the last decision about each.
 
         Examples
         --------

@@ -1,4 +1,4 @@
-"""How much memory is in use; public through `mlstate.activation`."""
+"""Measurement of memory in use; public through `mlstate.activation`."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class MemoryStats(NamedTuple):
     Attributes
     ----------
     current_memory_used : int
-        In use now.
+        Memory in use.
     peak_memory_used : int
-        The most that was in use.
+        Largest memory in use so far.
     total_memory : int
-        That there is: the device's; for a process the machine's, or the limit of its control
-        groups where that is lower.
+        Total memory: of the device, or for a process, the lower one of the machine's memory
+        and the limit of its control groups.
     source : str
         ``"process"``, ``"cuda:0"`` or ``"custom"``.
     seconds : float
-        When, by the tracker's clock.
+        Time of the measurement, by the tracker's clock.
 
     Examples
     --------
@@ -50,41 +50,41 @@ class MemoryStats(NamedTuple):
 
     @property
     def available(self) -> int:
-        """Bytes that are left, at least 0."""
+        """Free memory in bytes, at least 0."""
         return max(0, self.total_memory - self.current_memory_used)
 
     @property
     def pressure(self) -> float:
-        """Share of the memory that is in use."""
+        """Fraction of the memory that is in use."""
         return self.current_memory_used / self.total_memory
 
 
 @set_module("mlstate.activation")
 class MemoryTracker:
-    """Tell how much memory is in use, and how much there is.
+    """Measure memory in use and total memory.
 
     Parameters
     ----------
     source : callable or str, optional
-        ``"process"``: the resident memory of this process. ``"cuda"`` or ``"cuda:1"``: what
+        ``"process"``: resident memory of this process. ``"cuda"`` or ``"cuda:1"``: memory that
         torch has allocated on that device. A callable returns the bytes in use, or a pair of
-        bytes in use and bytes that there are. Default: the current CUDA device once torch uses
-        CUDA in this process, else the process.
+        used and total bytes. Default: the current CUDA device once torch uses CUDA in this
+        process, else the process.
     clock : callable, optional
         Returns seconds. Default: `time.monotonic`.
 
     Raises
     ------
     ValueError
-        A source of an unknown name. From `get_stats`: a callable gave a negative number.
+        If the name of a source is unknown. Raised by `get_stats` if a callable returns a
+        negative number.
     TypeError
-        A source or clock of a wrong type.
+        If a source or clock has a wrong type.
 
     Notes
     -----
-    Reading a process costs some 20 us on Linux, where it reads ``/proc`` and the limits of
-    control groups of version 1 and 2. Threads may share a tracker. Trackers are equal when
-    their settings are.
+    Measuring a process takes about 20 us on Linux; it reads ``/proc`` and the limits of control
+    groups, versions 1 and 2. Threads may share a tracker. Trackers with equal settings are equal.
 
     Examples
     --------
@@ -117,24 +117,24 @@ class MemoryTracker:
         self.clock = clock
         self._lock = threading.Lock()
         self._peak = 0
-        self._is_reset = False  # then peaks of before do not count
+        self._is_reset = False  # after `reset`, the system's peak is ignored
 
     def get_stats(self) -> MemoryStats:
-        """Read the memory.
+        """Measure the memory.
 
         Returns
         -------
         MemoryStats
-            Now.
+            The current values.
 
         Raises
         ------
         ValueError, TypeError
-            The source gives what is no number of bytes.
+            If the source returns anything but numbers of bytes.
         RuntimeError
-            The source is a CUDA device that torch does not have.
+            If torch does not have the CUDA device.
         StoreError
-            The system does not tell.
+            If the system does not report its memory.
 
         Examples
         --------
@@ -142,14 +142,14 @@ class MemoryTracker:
         >>> MemoryTracker(lambda: 5, clock=lambda: 0.5).get_stats().seconds
         0.5
         """
-        used, peak, total, source = self._read()
+        used, peak, total, source = self._read_memory()
         with self._lock:
             self._peak = max(self._peak, used, 0 if self._is_reset else peak)
             most = self._peak
         return MemoryStats(used, most, total, source, float((self.clock or time.monotonic)()))
 
     def reset(self) -> None:
-        """Forget the peak: from now on it is the most that `get_stats` finds.
+        """Reset the peak; the new peak is the largest value that `get_stats` measures.
 
         Examples
         --------
@@ -166,8 +166,8 @@ class MemoryTracker:
             self._peak = 0
             self._is_reset = True
 
-    def _read(self) -> tuple[int, int, int, str]:
-        """Bytes in use, at most ever, in all; and of what."""
+    def _read_memory(self) -> tuple[int, int, int, str]:
+        """Return used, peak and total bytes, and the name of the source."""
         if callable(self.source):
             return _read_custom(self.source())
         torch = _torch_with_cuda() if self.source is None else None
@@ -198,7 +198,7 @@ class MemoryTracker:
 
 
 def _read_custom(said: Any) -> tuple[int, int, int, str]:
-    """Check what a callable returned."""
+    """Check the return value of a callable source, and return it as `_read_memory` does."""
     try:
         used, total = said if isinstance(said, tuple) and len(said) == 2 else (said, None)
         used = index(used)
@@ -211,12 +211,12 @@ def _read_custom(said: Any) -> tuple[int, int, int, str]:
 
 
 def _torch_with_cuda() -> Any:
-    """Return torch where it is loaded and uses CUDA in this process."""
+    """Return torch if it is imported and uses CUDA in this process, else None."""
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)  # absent while torch is being imported
     return torch if cuda is not None and cuda.is_initialized() else None
 
 
 def _read_cuda(source: str) -> tuple[int, int, int, str]:
-    """Ask torch's allocator, and the device for its size."""
+    """Return the statistics of torch's allocator, and the size of the device."""
     return backend_named("torch").cuda_memory(source)

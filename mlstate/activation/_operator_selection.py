@@ -1,4 +1,4 @@
-"""Which operators' outputs to keep, within a budget; public through `mlstate.activation`."""
+"""Choice of operator outputs to keep within a budget; public through `mlstate.activation`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _ROWS = 40
 _HEADERS = ["operator", "seconds", "bytes", ""]
 
 
-def _numbers(name: str, values: Any, dtype: str, kinds: str) -> NDArray:
-    """Copy what was given, so that nobody changes it while it is looked at."""
+def _freeze_numbers(name: str, values: Any, dtype: str, kinds: str) -> NDArray:
+    """Check numbers and copy them into a read-only array."""
     given = np.asarray(values)
     if given.ndim != 1:
         raise ValueError(f"{name} has shape {given.shape}: give one number per operator")
@@ -39,35 +39,36 @@ def _numbers(name: str, values: Any, dtype: str, kinds: str) -> NDArray:
 
 @set_module("mlstate.activation")
 class OperatorSelection:
-    """Operators whose outputs are kept, and those that are run again in backward.
+    """Operators whose outputs are kept, and operators that are recomputed in the backward pass.
 
-    `select_operators` makes these; one never changes.
+    `select_operators` returns it. It is immutable.
 
     Parameters
     ----------
     operator_seconds, operator_bytes : ndarray of float64 and of int64, (operators,)
-        What each operator costs to run, and to keep.
+        Time to run each operator, and size of its output.
     budget_bytes : int
-        For what is kept.
+        Largest total size of the kept outputs.
     names : sequence of str, (operators,), optional
-        Default: the numbers of the operators.
+        Names of the operators. Default: their numbers.
     states : int, optional
-        How many choices to look at before being content with a bound.
+        Limit of search states; beyond it, the result is the best choice so far with a bound.
 
     Attributes
     ----------
     saved, recomputed : tuple
-        Names, or numbers where there are no names, in the order given.
+        Names of the operators, or numbers if there are no names, in the given order.
     is_saved : ndarray of bool, (operators,)
-        The same as a mask. Read-only.
+        Mask of the saved operators. Read-only.
     seconds : float
-        Of all that is recomputed.
+        Total time of the recomputed operators.
     bytes : int
-        Of all that is saved.
+        Total size of the saved outputs.
     least_seconds : float
-        No choice within the budget takes less. Equal to `seconds` where `exact`.
+        Lower bound of `seconds` for all choices within the budget. Equal to `seconds` if
+        `exact`.
     exact : bool
-        Whether no choice is better, but for rounding: one part in 10^12 of all seconds.
+        Whether no choice is better, up to rounding: one part in 10^12 of all seconds.
 
     Examples
     --------
@@ -95,32 +96,32 @@ class OperatorSelection:
         self.operator_bytes = operator_bytes
         self._names = names
 
-    def _named(self, wanted: NDArray) -> tuple[Any, ...]:
+    def _select_names(self, wanted: NDArray) -> tuple[Any, ...]:
         numbers = np.flatnonzero(wanted).tolist()
         return tuple(numbers if self._names is None else (self._names[i] for i in numbers))
 
     @property
     def saved(self) -> tuple[Any, ...]:
         """Operators whose outputs are kept."""
-        return self._named(self.is_saved)
+        return self._select_names(self.is_saved)
 
     @property
     def recomputed(self) -> tuple[Any, ...]:
-        """Operators that run again in backward."""
-        return self._named(~self.is_saved)
+        """Operators that are recomputed in the backward pass."""
+        return self._select_names(~self.is_saved)
 
     def contexts(self) -> tuple[Any, Any]:
-        """Make the two contexts of one checkpointed call in torch.
+        """Return the two contexts of one checkpointed call in torch.
 
-        Hand the method itself over: ``torch.utils.checkpoint.checkpoint(block, x,
-        use_reentrant=False, context_fn=selection.contexts)``. Names are those of operator
-        overloads, as `profile_operators` has them: ``"aten.addmm.default"`` means every call,
-        ``"aten.addmm.default 2"`` the third one of the checkpointed function.
+        Pass the method itself: ``torch.utils.checkpoint.checkpoint(block, x,
+        use_reentrant=False, context_fn=selection.contexts)``. Operator names are names of
+        overloads, as `profile_operators` returns them. ``"aten.addmm.default"`` means every
+        call, ``"aten.addmm.default 2"`` the third call in the checkpointed function.
 
         Returns
         -------
         tuple of context managers
-            For the forward run and for the run again; new ones for each call.
+            Contexts for the forward run and the recomputation; new ones for each call.
 
         Raises
         ------
@@ -169,12 +170,12 @@ class OperatorSelection:
         ]
 
     def report(self) -> str:
-        """Describe the choice for a person.
+        """Return a readable description of the choice.
 
         Returns
         -------
         str
-            One line, then a table of the 40 slowest operators.
+            One line, and a table of the 40 slowest operators.
 
         Examples
         --------
@@ -201,43 +202,42 @@ def select_operators(
     budget_bytes: MemorySize,
     names: Sequence[str] | None = None,
 ) -> OperatorSelection:
-    """Choose operators whose outputs to keep, so that running the others again is quickest.
+    """Choose the operator outputs to keep so that recomputing the others takes the least time.
 
-    The 0/1 knapsack: exact, by lists of (bytes, seconds) cut with Dantzig's bound. Where that
-    asks for more than 2,097,152 choices, the best choice so far comes with a bound on how much
-    better another one might be.
+    This is the 0/1 knapsack problem. It is solved exactly, with lists of (bytes, seconds) pruned
+    by Dantzig's bound. If that needs more than 2,097,152 states, the result is the best choice
+    so far, with a bound on a possible improvement.
 
     Parameters
     ----------
     seconds : sequence of float, (operators,)
-        What it takes to run each operator again.
+        Time to recompute each operator.
     bytes : sequence of int, (operators,)
-        What it takes to keep its output. What has none is always kept.
+        Size of each operator's output. Outputs of 0 bytes are always kept.
     budget_bytes : int, float or str
-        For all that is kept: bytes, a size such as ``"6GiB"``, or a float up to 1: that part
-        of all `bytes`.
+        Largest total size of the kept outputs: bytes, a size such as ``"6GiB"``, or a float up
+        to 1: a fraction of the sum of `bytes`.
     names : sequence of str, (operators,), optional
-        For reports and for torch, see `OperatorSelection.contexts`.
+        Names for reports and for torch, see `OperatorSelection.contexts`.
 
     Returns
     -------
     OperatorSelection
-        New.
+        The choice.
 
     Raises
     ------
     ValueError
-        If there are not as many seconds as bytes or names, seconds are negative or not finite,
-        bytes or the budget are negative: naming the entry.
+        If the lengths of the arguments differ, seconds are negative or not finite, or bytes or
+        the budget are negative.
     CapacityError
-        If all bytes together exceed 62 bits, or the seconds the range of a float.
+        If the sum of all bytes exceeds 62 bits, or the sum of seconds the range of a float.
     TypeError
         If bytes are not integers.
 
     Notes
     -----
-    Memory is bounded by 100 MiB whatever the numbers. The GIL is released; Ctrl-C ends a long
-    search.
+    The search uses at most 100 MiB of memory. The GIL is released, and Ctrl-C ends a long search.
 
     References
     ----------
@@ -251,8 +251,8 @@ def select_operators(
     >>> chosen.saved, chosen.bytes, chosen.seconds, chosen.exact
     ((0, 2), 100, 4.0, True)
     """
-    times = _numbers("seconds", seconds, "float64", "iuf")
-    sizes = _numbers("bytes", bytes, "int64", "iu")
+    times = _freeze_numbers("seconds", seconds, "float64", "iuf")
+    sizes = _freeze_numbers("bytes", bytes, "int64", "iu")
     if len(times) != len(sizes):
         raise ValueError(f"{len(times)} operators have seconds, {len(sizes)} have bytes")
     if names is not None:

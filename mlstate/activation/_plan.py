@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _ROWS = 60
 _FORMAT = "mlstate.plan"
-KINDS = ("forward", "save", "backward", "drop", "offload", "load")  # as the core numbers them
+KINDS = ("forward", "save", "backward", "drop", "offload", "load")  # index: the core's number
 _FORWARD, _SAVE, _BACKWARD, _DROP, _OFFLOAD, _LOAD = range(len(KINDS))
 _HEADERS = ["step", "", "before", "peak", "after", "time"]
 
@@ -37,12 +37,12 @@ class Step(NamedTuple):
     Attributes
     ----------
     kind : str
-        ``"forward"`` (run block `index` and keep its output only), ``"save"`` (run it and
-        keep what its backward run needs), ``"backward"``, ``"drop"`` (free activation
-        `index`), ``"offload"`` and ``"load"`` (move what block `index` saved to the host
-        and back).
+        ``"forward"`` (run block `index` and keep only its output), ``"save"`` (run it and
+        keep the tensors that its backward run needs), ``"backward"``, ``"drop"`` (free
+        activation `index`), ``"offload"`` and ``"load"`` (copy the saved memory of block
+        `index` to the host and back).
     index : int
-        Of the block; of the activation for ``"drop"``.
+        Number of the block; for ``"drop"``, of the activation.
 
     Examples
     --------
@@ -57,14 +57,14 @@ class Step(NamedTuple):
 
 @set_module("mlstate.activation")
 class Simulation(NamedTuple):
-    """What each step of a plan does; `Plan.simulate` makes these.
+    """Memory and time of each step of a plan; `Plan.simulate` returns it.
 
     Attributes
     ----------
     before_bytes, peak_bytes, after_bytes : ndarray of int64, (steps,)
-        What is held before a step, at its worst moment, and after it.
+        Memory held before each step, its peak during the step, and memory held after it.
     seconds : ndarray of float64, (steps,)
-        Its time.
+        Time of each step.
 
     Examples
     --------
@@ -81,10 +81,10 @@ class Simulation(NamedTuple):
 
 
 def _steps_array(steps: Any) -> NDArray:
-    """Take steps as the core has them, or as pairs of a kind and an index."""
+    """Return steps as a read-only array; `steps` is such an array, or (kind, index) pairs."""
     if isinstance(steps, np.ndarray):
         flags = steps.flags
-        frozen = flags.owndata and not flags.writeable  # as the core makes them
+        frozen = flags.owndata and not flags.writeable  # arrays from the core need no copy
         array = (np.asarray if frozen else np.array)(steps, np.int32, order="C")
     else:
         pairs: list[tuple[int, int]] = []
@@ -105,40 +105,40 @@ def _steps_array(steps: Any) -> NDArray:
 
 @set_module("mlstate.activation")
 class Plan:
-    """A schedule of a chain: valid, and with its time and its peak of memory.
+    """A valid schedule of a chain, with its time and peak memory.
 
-    `plan` and `pareto` make these. A plan never changes.
+    `plan` and `Pareto.plan` return plans. A plan is immutable.
 
     Parameters
     ----------
     chain : Chain
-        What is run.
+        The costs of the blocks.
     steps : iterable of Step, or ndarray of int32, (steps, 2)
         The schedule: pairs of a kind and an index, or their numbers.
     budget_bytes : int, float or str, optional
-        What the peak must not exceed, as for `plan`. Default: no limit.
+        Largest peak memory allowed, see `plan`. Default: no limit.
     schedules : str, optional
-        The class of schedules in which this one was looked for.
+        The class of schedules that was searched.
     method : str, optional
-        How it was found.
+        The method of the search.
     exact : bool, optional
-        Whether nothing of its class is faster within the budget, to the byte.
+        Whether no schedule of the class is faster within the budget, to the byte.
 
     Attributes
     ----------
     predicted_seconds : float
-        Time of all steps.
+        Total time of all steps.
     predicted_peak_bytes : int
-        The largest peak of all steps.
+        Largest peak memory of all steps.
     budget_bytes : int or None
         The budget in bytes.
 
     Raises
     ------
     ValueError
-        If the schedule is not valid, naming the step and what it lacks.
+        If the schedule is not valid. The message has the step and its missing input.
     CapacityError
-        If its peak exceeds the budget.
+        If the peak memory exceeds the budget.
 
     Examples
     --------
@@ -176,12 +176,12 @@ class Plan:
             )
 
     def steps(self) -> list[Step]:
-        """List the steps, for whoever runs them.
+        """Return the steps as a list.
 
         Returns
         -------
         list of Step
-            New.
+            A new list.
 
         Examples
         --------
@@ -199,12 +199,12 @@ class Plan:
         return [Step(KINDS[kind], index) for kind, index in self._steps.tolist()]
 
     def simulate(self) -> Simulation:
-        """Run the schedule on paper.
+        """Simulate the schedule: return memory and time of each step.
 
         Returns
         -------
         Simulation
-            Bytes held before and after each step, its peak and its time.
+            Bytes held before and after each step, its peak memory and its time.
 
         Examples
         --------
@@ -217,7 +217,7 @@ class Plan:
 
     @cached_property
     def _runs(self) -> NDArray:
-        """How often each block runs forward."""
+        """Number of forward runs of each block."""
         forward = self._steps[:, 0] <= _SAVE
         return np.bincount(self._steps[forward, 1], minlength=self.chain.blocks)
 
@@ -234,40 +234,40 @@ class Plan:
 
     @property
     def offloaded(self) -> list[int]:
-        """Blocks whose saved memory goes to the host."""
+        """Blocks whose saved memory is copied to the host."""
         blocks = np.unique(self._steps[self._steps[:, 0] == _OFFLOAD, 1])
         return [int(i) for i in blocks]
 
     @property
     def overhead(self) -> float:
-        """Time over that of the plain run, less one: 0.2 is a fifth more."""
+        """Relative extra time compared to the plain run: 0.2 means 20 % more."""
         plain = self.chain.plain_seconds
         return self.predicted_seconds / plain - 1 if plain else 0.0
 
     def apply(self, module: Any = None, **options: Any) -> Any:
-        """Run the blocks of a torch model by this plan's steps.
+        """Run the blocks of a torch model according to this plan.
 
         Parameters
         ----------
         module : torch.nn.Module or sequence of blocks, optional
-            A model in which the blocks are that the chain describes.
+            A model with the blocks of the chain.
         **options
-            ``blocks=`` says which modules these are (``"layers.*"``, or a list),
-            ``offload_to=`` names a folder, ``observe=`` a function that hears of each step: see
+            ``blocks=`` selects the blocks' modules (``"layers.*"``, or a list), ``offload_to=``
+            names a folder, ``observe=`` is a function that is called for each step: see
             `mlstate.integrations.torch.apply_plan`.
 
         Returns
         -------
         PlannedModel
-            Calls the model. The model itself runs by the plan too, until ``remove()`` or the
-            end of a ``with`` block.
+            A callable that runs the model. The model itself also runs by the plan, until
+            ``remove()`` or the end of a ``with`` block.
 
         Raises
         ------
         ImportError
             If torch is not installed.
         ValueError
-            If the module has another number of blocks.
+            If the number of blocks differs from the chain's.
 
         Examples
         --------
@@ -283,12 +283,12 @@ class Plan:
         return backend_named("torch").apply_plan(self, module, **options)
 
     def to_json(self) -> str:
-        """Write plan and chain as JSON.
+        """Return plan and chain as JSON.
 
         Returns
         -------
         str
-            As `from_json` reads it.
+            A JSON object; `from_json` reads it.
 
         Examples
         --------
@@ -311,22 +311,22 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Plan:
-        """Read a plan that `to_json` wrote, and simulate it anew.
+        """Create a plan from JSON written by `to_json`; the schedule is simulated again.
 
         Parameters
         ----------
         text : str or bytes
-            JSON.
+            A JSON object.
 
         Returns
         -------
         Plan
-            A new one.
+            A new plan.
 
         Raises
         ------
         ValueError
-            If the text is no plan, or its schedule is not valid.
+            If the text is not a plan, or its schedule is not valid.
 
         Examples
         --------
@@ -356,35 +356,36 @@ class Plan:
         budget_bytes: MemorySize | None = None,
         method: str = "given blocks",
     ) -> Plan:
-        """Make the schedule that computes some blocks again, each from its own input.
+        """Return the schedule that recomputes given blocks, each from its own input.
 
-        What ``torch.utils.checkpoint`` does with each of these blocks: it runs forward and
-        keeps nothing but its output, and once more before its backward run.
+        This is the schedule of ``torch.utils.checkpoint`` for each of these blocks: a block runs
+        forward and keeps only its output, and runs once more before its backward run.
 
         Parameters
         ----------
         chain : Chain
-            What is run.
+            The costs of the blocks.
         blocks : iterable of int
             Numbers of the blocks, in any order.
         budget_bytes : int, float or str, optional
-            What the peak must not exceed, as for `plan`. Default: no limit.
+            Largest peak memory allowed, see `plan`. Default: no limit.
         method : str, optional
-            Who chose the blocks, for reports.
+            How the blocks were chosen, for reports.
 
         Returns
         -------
         Plan
-            Not searched for: `plan` finds one that is as fast or faster at this one's peak.
+            The schedule, without a search: `plan` finds an equally fast or faster one with the
+            same peak memory.
 
         Raises
         ------
         IndexError
-            There is no such block.
+            If a block number is out of range.
         TypeError
-            A mask: ``np.flatnonzero(mask)`` has its numbers.
+            If `blocks` is a mask; pass ``np.flatnonzero(mask)``.
         CapacityError
-            If the peak exceeds the budget.
+            If the peak memory exceeds the budget.
 
         Examples
         --------
@@ -403,7 +404,7 @@ class Plan:
             again[block] = True
         every = np.arange(n, dtype=np.int32)
         forward = np.stack([np.where(again, _FORWARD, _SAVE).astype(np.int32), every], 1)
-        # backward: drop i + 1 and save i where block i is computed again, then backward i
+        # backward: for a recomputed block i, drop i + 1 and save i; then backward i
         kinds = np.broadcast_to(np.array([_DROP, _SAVE, _BACKWARD], np.int32), (n, 3))
         numbers = every[:, None] + np.array([1, 0, 0], np.int32)
         wanted = again[:, None] | np.array([False, False, True])
@@ -425,32 +426,32 @@ class Plan:
         budget_bytes: MemorySize | None = None,
         passes: int = 2,
     ) -> Plan:
-        """Make the schedule that a strategy's decisions amount to.
+        """Return the schedule that follows from a strategy's decisions.
 
         Parameters
         ----------
         chain : Chain
-            What is run. The strategy gets each block's name, its input as an array of as
-            many bytes, and its number, in the order of the blocks.
+            The costs of the blocks. The strategy receives each block's name, an array with the
+            size of its input, and its number, in block order.
         strategy : CheckpointStrategy
-            Decides; what it counts, it counts here too.
+            The strategy. It counts these decisions as usual.
         budget_bytes : int, float or str, optional
-            What the peak must not exceed, as for `plan`. Default: no limit.
+            Largest peak memory allowed, see `plan`. Default: no limit.
         passes : int, default 2
-            Forward passes in which it is asked. The decisions of the last one count:
-            `SmartStrategy` does little but collect in the first.
+            Number of forward passes. The decisions of the last pass are used, because
+            `SmartStrategy` mostly collects sizes in the first.
 
         Returns
         -------
         Plan
-            As `from_recomputed` makes it.
+            The result of `from_recomputed`.
 
         Raises
         ------
         ValueError
             If `passes` is below 1.
         CapacityError
-            If the peak exceeds the budget.
+            If the peak memory exceeds the budget.
 
         Examples
         --------
@@ -510,12 +511,12 @@ class Plan:
         ]
 
     def report(self) -> str:
-        """Describe the plan and its steps for a person.
+        """Return a readable description of the plan and its steps.
 
         Returns
         -------
         str
-            A few lines, then a table with at most 60 steps.
+            A few lines, and a table with at most 60 steps.
 
         Examples
         --------
@@ -536,10 +537,10 @@ class Plan:
             if blocks:
                 shown = ", ".join(names[i] for i in blocks[:20])
                 lines.append(f"{what}: {shown}{', …' if len(blocks) > 20 else ''}")
-        lines.append(self._found())
+        lines.append(self._describe_search())
         return "\n".join([*lines, table_text(_HEADERS, self._rows(), _ROWS)])
 
-    def _found(self) -> str:
+    def _describe_search(self) -> str:
         if self.schedules == "given":
             return f"not searched for: the choice of {self.method}"
         if self.exact:
@@ -555,5 +556,5 @@ class Plan:
 
         run = self.simulate()
         bytes_ = (run.before_bytes, run.peak_bytes, run.after_bytes)
-        title = f"{self._title()}; {self._found()}"
+        title = f"{self._title()}; {self._describe_search()}"
         return plan_html(title, self.steps(), self.chain.names, bytes_, run.seconds)

@@ -1,4 +1,4 @@
-"""A plan as a page shows it: phases of the schedule, which unfold to their steps."""
+"""HTML view of a plan: phases of the schedule, which unfold to their steps."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _HEADERS = ["steps", "blocks", "before", "peak", "after", "time"]
 
 
 class Phase(NamedTuple):
-    """Steps that do the same for one block after the other."""
+    """Equal steps for consecutive blocks."""
 
-    kinds: tuple[str, ...]  # of each block, such as forward and drop
+    kinds: tuple[str, ...]  # step kinds of each block, such as forward and drop
     first_block: int
     last_block: int
     first_step: int
@@ -25,7 +25,7 @@ class Phase(NamedTuple):
 
 
 def find_phases(steps: Iterable[tuple[str, int]]) -> list[Phase]:
-    """Join the steps of one block, then neighbouring blocks that have the same kinds of steps."""
+    """Merge the steps of each block, then consecutive blocks with equal kinds of steps."""
     blocks: list[Phase] = []
     for place, (kind, block) in enumerate(steps):
         last = blocks[-1] if blocks else None
@@ -45,7 +45,7 @@ def find_phases(steps: Iterable[tuple[str, int]]) -> list[Phase]:
 
 
 def _continues(phase: Phase, block: int) -> bool:
-    """Whether `block` is the next one in the direction of the phase."""
+    """Return whether `block` is the next one in the direction of the phase."""
     step = block - phase.last_block
     if abs(step) != 1:
         return False
@@ -61,9 +61,9 @@ def plan_html(
     nbytes: tuple[NDArray, NDArray, NDArray],
     seconds: NDArray,
 ) -> str:
-    """Write the phases of a plan, with bytes before, at the peak and after, and seconds."""
+    """Return a table of a plan's phases; `nbytes` is memory before, at the peak and after."""
     before, peak, after = nbytes
-    names = [*names, "output"]  # a drop names the block whose input it frees, or the output
+    names = [*names, "output"]  # a drop frees the input of the block with this name, or the output
 
     def row(phase: Phase) -> list[str]:
         part = slice(phase.first_step, phase.last_step + 1)

@@ -1,4 +1,4 @@
-"""The fastest schedule within a budget, and all budgets at once; `mlstate.activation`."""
+"""Search for fast schedules within memory budgets; public through `mlstate.activation`."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _METHODS = {
 }
 
 
-def _check(chain: Chain, slots: int | None, offload: bool) -> int:
-    """Look at what `plan` and `pareto` are both told; the number of slots, 0 for none."""
+def _check_arguments(chain: Chain, slots: int | None, offload: bool) -> int:
+    """Check the common arguments of `plan` and `pareto`; return the number of slots, 0 for None."""
     if offload and chain.offload_bytes_per_second is None:
         raise ValueError(
             "offload: the chain has no rates; give it offload_bytes_per_second and "
@@ -51,50 +51,50 @@ def plan(
     slots: int | None = None,
     offload: bool = False,
 ) -> Plan:
-    """Find the fastest schedule whose peak of memory fits a budget.
+    """Find the fastest schedule whose peak memory fits a budget.
 
     Parameters
     ----------
     chain : Chain
-        What is to be run.
+        The costs of the blocks.
     budget_bytes : int, float or str
-        Peak of memory at any moment, everything included that the chain knows of: its
-        input, activations, gradients, temporaries. Bytes, a size such as ``"6GiB"`` or
-        ``"6 GB"``, or a float up to 1: that part of `Chain.plain_peak_bytes`.
+        Largest peak memory allowed. It includes all memory that the chain describes: input,
+        activations, gradients, temporaries. Bytes, a size such as ``"6GiB"`` or ``"6 GB"``, or
+        a float up to 1: a fraction of `Chain.plain_peak_bytes`.
     schedules : {"persistent", "any"}
-        ``"persistent"``: once a block's memory is saved or its input is kept as a restart
-        point, it stays until its backward run. ``"any"``: every valid schedule, searched
-        exhaustively if the chain has at most 19 blocks and the search at most 1,048,576
-        states. Longer chains get the fastest persistent schedule, and `Plan.exact` is False.
+        ``"persistent"``: a block's saved memory, or its input kept as a restart point, stays
+        until its backward run. ``"any"``: all valid schedules, searched exhaustively if the
+        chain has at most 19 blocks and the search at most 1,048,576 states. Longer chains get
+        the fastest persistent schedule, and `Plan.exact` is False.
     slots : int, optional
-        Round every size up to this many parts of the budget: quicker, and a little slower a
-        plan. Default: plan to the byte, or by 500 slots where that would take too much
-        memory (`Plan.method` and `Plan.exact` tell).
+        Divide the budget into this number of slots and round all sizes up to slots: the search
+        is faster, the plan slightly slower. Default: plan to the byte, or with 500 slots if
+        that would need too much memory (see `Plan.method` and `Plan.exact`).
     offload : bool
-        Whether saved memory may go to the host and back; the chain has the speeds.
+        Whether saved memory may be copied to the host and back, at the chain's rates.
 
     Returns
     -------
     Plan
-        With its predicted time and peak.
+        The plan, with predicted time and peak memory.
 
     Raises
     ------
     CapacityError
-        If no schedule fits; `expected` is the least budget that is enough, in bytes; the
-        message names it in the unit of `budget_bytes`, too. Also if the table for so many
-        blocks and slots would be larger than 2 GiB.
+        If no schedule fits. `expected` is the smallest sufficient budget in bytes; the message
+        also has it in the unit of `budget_bytes`. Also if the table of blocks and slots would
+        exceed 2 GiB.
     ValueError
         If the budget is negative, there are more than 8,192 blocks or 1,048,576 slots, or
-        `offload` is wanted of a chain without rates.
+        `offload` is set for a chain without rates.
     KeyboardInterrupt
-        Within 100 ms.
+        Within 100 ms after Ctrl-C.
 
     Notes
     -----
-    For n blocks and S slots the time grows with n³S, the memory is 4n²S bytes. To the byte
-    both depend on how many different sums the sizes have: see the benchmarks. The GIL is
-    released, and long chains are shared out to the threads of `mlstate.set_num_threads`.
+    For n blocks and S slots, the time is O(n³S) and the memory 4n²S bytes. Planning to the byte
+    depends on the number of different sums of sizes: see the benchmarks. The GIL is released.
+    Long chains use the threads set with `mlstate.set_num_threads`.
 
     References
     ----------
@@ -113,7 +113,7 @@ def plan(
     Traceback (most recent call last):
     mlstate.errors.CapacityError: no persistent schedule of 4 blocks fits a budget of 60 ...
     """
-    number = _check(chain, slots, offload)
+    number = _check_arguments(chain, slots, offload)
     if schedules not in _CLASSES:
         raise ValueError(f"schedules is {schedules!r}: choose one of {', '.join(_CLASSES)}")
     given = chain._budget(budget_bytes)
@@ -133,7 +133,7 @@ def plan(
 
 
 def _plan_any(chain: Chain, budget: int, slots: int, offload: bool) -> Plan:
-    """Search all schedules for one that is faster than the best persistent one."""
+    """Search all schedules for one that is faster than the best persistent schedule."""
     start, how, used = None, "bytes", 0
     with suppress(_core.CapacityError):  # other schedules may need less memory
         start, how, used = _core.plan_make(chain._arrays, budget, slots, offload)
@@ -151,25 +151,25 @@ def _plan_any(chain: Chain, budget: int, slots: int, offload: bool) -> Plan:
 
 @set_module("mlstate.activation")
 class Pareto:
-    """What each amount of memory buys: the curve of budgets and times.
+    """Trade-off curve between memory budget and time.
 
-    `pareto` makes these; `len`, iteration and indexing give (budget, seconds) pairs.
+    `pareto` returns it. `len`, iteration and indexing give (budget, seconds) pairs.
 
     Parameters
     ----------
     chain : Chain
-        What is run.
+        The costs of the blocks.
     slots : int, optional
-        As for `plan`.
+        See `plan`.
     offload : bool
-        As for `plan`.
+        See `plan`.
 
     Attributes
     ----------
     budget_bytes : ndarray of int64, (points,)
-        Each the least budget for its time, rising.
+        Smallest budget for each time, in increasing order.
     seconds : ndarray of float64, (points,)
-        Falling.
+        Times, in decreasing order.
     exact : bool
         Whether the points are exact to the byte.
 
@@ -184,7 +184,7 @@ class Pareto:
     """
 
     def __init__(self, chain: Chain, slots: int | None = None, offload: bool = False) -> None:
-        number = _check(chain, slots, offload)
+        number = _check_arguments(chain, slots, offload)
         self.chain = chain
         self.slots = slots
         self.offload = offload
@@ -206,22 +206,22 @@ class Pareto:
         return iter(zip(self.budget_bytes.tolist(), self.seconds.tolist(), strict=True))
 
     def plan(self, i: int) -> Plan:
-        """Make the plan of one point.
+        """Return the plan of one point.
 
         Parameters
         ----------
         i : int
-            Number of the point; negative ones count from the end.
+            Index of the point; negative indices count from the end.
 
         Returns
         -------
         Plan
-            As `plan` makes it for the point's budget.
+            The result of `plan` for the point's budget.
 
         Raises
         ------
         IndexError
-            If there is no such point.
+            If the index is out of range.
 
         Examples
         --------
@@ -266,29 +266,29 @@ class Pareto:
 
 @set_module("mlstate.activation")
 def pareto(chain: Chain, *, slots: int | None = None, offload: bool = False) -> Pareto:
-    """Compute what each budget costs in time, for all budgets in one go.
+    """Compute the fastest time for every budget in one call.
 
     Parameters
     ----------
     chain : Chain
-        What is to be run.
+        The costs of the blocks.
     slots : int, optional
-        As for `plan`; the points are whole slots of the plain run's peak.
+        See `plan`. Points are whole slots of the peak memory without recomputation.
     offload : bool
-        Whether saved memory may go to the host and back.
+        Whether saved memory may be copied to the host and back.
 
     Returns
     -------
     Pareto
-        From the least budget that is enough to that with which nothing is recomputed. All
-        schedules are persistent ones.
+        Points from the smallest sufficient budget to the smallest one without recomputation.
+        All schedules are persistent.
 
     Raises
     ------
     CapacityError
-        If the table for so many blocks and slots would be larger than 2 GiB.
+        If the table of blocks and slots would exceed 2 GiB.
     ValueError
-        As for `plan`.
+        See `plan`.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Whether blocks can be run again; public through `mlstate.activation`."""
+"""Check that blocks can be recomputed; public through `mlstate.activation`."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _HEADERS = ["block", "where", "what", "in detail"]
 
 @set_module("mlstate.activation")
 class Finding(NamedTuple):
-    """Why recomputing a block would not give what its first run gave.
+    """Reason why recomputing a block would not reproduce its first run.
 
     Attributes
     ----------
     block : str
         The block.
     where : str
-        The module inside it, and the operator or tensor.
+        The module inside the block, and the operator or tensor.
     kind : str
-        ``"random"`` (numbers drawn outside of torch), ``"in place"`` (an input or a saved
-        tensor was written to), ``"saved"`` (another number of saved tensors, or another shape
-        or dtype), ``"routing"`` (indices differ: other experts were chosen), ``"values"``
-        (other bits), ``"error"`` (it does not run), ``"gradients"`` (of the whole model).
+        ``"random"`` (random numbers from outside of torch), ``"in place"`` (an input or a saved
+        tensor was modified), ``"saved"`` (number, shape or dtype of saved tensors differs),
+        ``"routing"`` (indices differ: other experts were chosen), ``"values"`` (bits differ),
+        ``"error"`` (the block raised an error), ``"gradients"`` (of the whole model differ).
     text : str
-        What differs, and what to do.
+        The difference, and a remedy.
 
     Examples
     --------
@@ -48,21 +48,21 @@ class Finding(NamedTuple):
 
 @set_module("mlstate.activation")
 class RecomputeReport:
-    """What `check` found; true if that is nothing.
+    """Result of `check`; true if there are no findings.
 
     Parameters
     ----------
     findings : sequence of Finding
-        By block.
+        The findings, by block.
     checked : sequence of str
-        The blocks that were run again.
+        The blocks that were recomputed.
 
     Attributes
     ----------
     findings : list of Finding
-        By block, those of the whole model last.
+        The findings by block; findings about the whole model are last.
     checked : list of str
-        The blocks that were run again.
+        The blocks that were recomputed.
 
     Examples
     --------
@@ -110,38 +110,38 @@ class RecomputeReport:
 
 @set_module("mlstate.activation")
 def check(module: Any, plan: Any, sample: Any, *, blocks: Any = None) -> RecomputeReport:
-    """Find what keeps a model's blocks from being recomputed, before a long run.
+    """Check before a long run that a model's blocks can be recomputed.
 
     Parameters
     ----------
     module : torch.nn.Module or sequence of blocks
-        The model, in the mode in which it is trained.
+        The model, in the mode used for training.
     plan : Plan or None
-        The blocks that it recomputes are run again, and its gradients are compared with those
-        of a plain run. None: all blocks, without gradients of the whole.
+        Checks the blocks that the plan recomputes, and compares the gradients of a run by the
+        plan with those from a plain run. None: checks all blocks, without model gradients.
     sample : torch.Tensor, tuple or dict
-        What the model is called with, as for `Chain.from_torch`.
+        Arguments of the model, see `Chain.from_torch`.
     blocks : str or sequence of callables, optional
-        Which of its modules are the blocks, as for `Plan.apply`.
+        The modules of the blocks, see `Plan.apply`.
 
     Returns
     -------
     RecomputeReport
-        True if every block gave the same bits again; else it names blocks, modules, operators
-        and tensors.
+        True if every block reproduced the same bits. Otherwise it lists blocks, modules,
+        operators and tensors.
 
     Raises
     ------
     ValueError
-        As `Chain.from_torch` and `Plan.apply` raise it.
+        See `Chain.from_torch` and `Plan.apply`.
     ImportError
-        torch is not installed.
+        If torch is not installed.
 
     Notes
     -----
-    Each block runs twice, a block with a finding four times; with a plan the model runs three
-    times more. Generators, buffers and gradients are as before afterwards. What differs only
-    now and then may not differ here: a good report is no proof.
+    Each block runs twice, a block with a finding four times; with a plan, the model runs three
+    more times. Random generators, buffers and gradients are restored. A rare difference may not
+    occur in this check, so a report without findings is not a proof.
 
     Examples
     --------

@@ -1,7 +1,7 @@
-"""The strategies of checkpointing activations; public through `mlstate.activation`.
+"""Strategies for activation checkpointing; public through `mlstate.activation`.
 
-Decisions are made by the core. Here are the names, the settings as users write them, and what
-makes strategies values: equality, copies, pickles, operators.
+The C core makes the decisions. This module adds names, argument checks, and value semantics:
+equality, copies, pickles and operators.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MEBIBYTE = 1 << 20
 
 
 def layer_names(what: str, layers: Iterable[str] | None) -> tuple[str, ...]:
-    """Return the names of layers as a tuple, each once, in their order."""
+    """Return the names of layers as a tuple, without duplicates, in order."""
     if layers is None:
         return ()
     if isinstance(layers, str | bytes):
@@ -34,7 +34,7 @@ def layer_names(what: str, layers: Iterable[str] | None) -> tuple[str, ...]:
 
 
 def check_overlap(chosen: Iterable[str], excluded: Iterable[str]) -> None:
-    """Raise ValueError where a layer is in both lists, naming all of these."""
+    """Raise ValueError with all layers that are in both lists."""
     out = set(excluded)
     both = [name for name in chosen if name in out]
     if both:
@@ -42,7 +42,7 @@ def check_overlap(chosen: Iterable[str], excluded: Iterable[str]) -> None:
 
 
 def format_bytes(count: int) -> str:
-    """Write a number of bytes in whole units, rounded down, as names of strategies have it."""
+    """Return a number of bytes in whole units, rounded down, for names of strategies."""
     for unit, size in (("GB", 1 << 30), ("MB", 1 << 20), ("KB", 1 << 10)):
         if count >= size:
             return f"{count // size}{unit}"
@@ -50,7 +50,7 @@ def format_bytes(count: int) -> str:
 
 
 class _Strategy(Operators):
-    """What the five have in common; `_fields` are the settings, which are attributes too."""
+    """Common base of the five strategies; `_fields` are settings and attributes."""
 
     __slots__ = ()
     _fields: ClassVar[tuple[str, ...]]
@@ -91,35 +91,36 @@ class _Strategy(Operators):
 
 @set_module("mlstate.activation")
 class IntervalStrategy(_Strategy, _core.IntervalStrategy):
-    """Checkpoint every `interval`-th layer, beginning with index 0.
+    """Checkpoint every `interval`-th layer, starting with index 0.
 
-    Needs no activation. Good for models of equal blocks; blind to layers that differ.
+    Needs no activation. Suits models of equal blocks; ignores differences between layers.
 
     Parameters
     ----------
     interval : int, default 2
-        1 checkpoints every layer.
+        Distance between checkpointed layers; 1 checkpoints every layer.
 
     Attributes
     ----------
     interval : int
-        As given.
+        The constructor argument.
     checkpointed_count : int
-        Layers checkpointed so far.
+        Number of decisions to checkpoint so far.
     name : str
+        For example ``"Interval(2)"``.
         Such as ``"Interval(2)"``.
 
     Raises
     ------
     ValueError
-        `interval` is not above 0.
+        If `interval` is not above 0.
     TypeError
-        `interval` is no int.
+        If `interval` is not an int.
 
     Notes
     -----
-    A decision takes constant time, some tens of nanoseconds. Threads may share a strategy.
-    Strategies are equal when their settings are, whatever they counted.
+    A decision takes constant time, tens of nanoseconds. Threads may share a strategy.
+    Strategies with equal settings are equal, regardless of their counts.
 
     Examples
     --------
@@ -148,32 +149,33 @@ class IntervalStrategy(_Strategy, _core.IntervalStrategy):
 
 @set_module("mlstate.activation")
 class SelectiveStrategy(_Strategy, _core.SelectiveStrategy):
-    """Checkpoint the layers that are named, and no others.
+    """Checkpoint the layers in a list, and no others.
 
-    Needs no activation. Good where a profile told which layers are worth it; names have to
-    follow the model.
+    Needs no activation. Suits models whose expensive layers are known from a profile. The names
+    must be kept in step with the model.
 
     Parameters
     ----------
     checkpoint_layers : iterable of str, optional
         Layers to checkpoint.
     exclude_layers : iterable of str, optional
-        Layers never to checkpoint. The same as not to name them, but for `FirstMatch`, where
-        they are decided, and layers in neither list are left to the next strategy.
+        Layers never to checkpoint. This has the effect of not listing them, except in
+        `FirstMatch`: there, these layers are decided, and layers in neither list are left to
+        the next strategy.
 
     Attributes
     ----------
     checkpoint_layers, exclude_layers : tuple of str
-        In the order given, each once.
+        The layers in the given order, without duplicates.
     name : str
         ``"Selective"``.
 
     Raises
     ------
     ValueError
-        A layer is in both lists; the text names all that are.
+        If a layer is in both lists; the message lists all such layers.
     TypeError
-        A list that is a single str, or a name that is none.
+        If a list is a single str, or a name is not a str.
 
     Examples
     --------
@@ -215,32 +217,32 @@ class SelectiveStrategy(_Strategy, _core.SelectiveStrategy):
 class SizeBasedStrategy(_Strategy, _core.SizeBasedStrategy):
     """Checkpoint layers whose activations have at least `min_size_bytes`.
 
-    Good for models whose layers differ; what is large need not be cheap to compute again.
+    Suits models whose layers differ. A large activation may still be expensive to recompute.
 
     Parameters
     ----------
     min_size_bytes : int, default 1 MiB
-        The least size: number of elements times bytes of one.
+        Smallest size to checkpoint: number of elements times bytes per element.
     exclude_layers : iterable of str, optional
-        Layers never to checkpoint; their activations are not looked at.
+        Layers never to checkpoint; their activations are not read.
 
     Attributes
     ----------
     min_size_bytes : int
-        As given.
+        The constructor argument.
     exclude_layers : tuple of str
-        In the order given, each once.
+        The layers in the given order, without duplicates.
     checkpointed_count : int
-        Layers checkpointed so far.
+        Number of decisions to checkpoint so far.
     name : str
-        Such as ``"SizeBased(1MB)"``: whole units, rounded down.
+        For example ``"SizeBased(1MB)"``: whole units, rounded down.
 
     Raises
     ------
     ValueError
-        `min_size_bytes` is not above 0.
+        If `min_size_bytes` is not above 0.
     TypeError
-        A wrong type.
+        If an argument has a wrong type.
 
     Examples
     --------
@@ -276,48 +278,48 @@ class SizeBasedStrategy(_Strategy, _core.SizeBasedStrategy):
 
 @set_module("mlstate.activation")
 class MemoryAwareStrategy(_Strategy, _core.MemoryAwareStrategy):
-    """Checkpoint every n-th layer, where n follows the memory in use.
+    """Checkpoint every n-th layer, with n adapted to the memory in use.
 
-    n begins with 2. Every ten seconds the memory is read: above `max_memory_percentage` n
-    becomes one less (at least 1); below four fifths of that it becomes one more (at most 10),
-    unless pressure was high since it was last between the two and less than thirty seconds
-    have passed since the last adjustment. Needs no activation. Good for runs whose memory
-    changes; it reacts slowly, and never to one step's peak.
+    n starts at 2. The memory is read every ten seconds. Above `max_memory_percentage`, n
+    decreases by one (at least 1). Below 80 % of `max_memory_percentage`, n increases by one (at
+    most 10). After high pressure, n increases only if the memory was between these limits
+    since, or thirty seconds have passed since the last adjustment. Needs no activation. Suits
+    runs whose memory varies slowly; it does not react to the peak of a single step.
 
     Parameters
     ----------
     max_memory_percentage : float, default 0.8
-        Share of the memory, above 0 and at most 1; used as a float32.
+        Fraction of the memory, above 0 and at most 1; used as a float32.
     tracker : MemoryTracker, optional
-        Anything whose ``get_stats()`` has ``current_memory_used``. Default: a new
+        Any object whose ``get_stats()`` has ``current_memory_used``. Default: a new
         `MemoryTracker`, of the CUDA device if torch uses one, else of this process.
     total_memory : int, optional
-        Bytes that there are. Default: the tracker's ``total_memory`` whenever it is read, or
-        the memory of the system if it has none.
+        Total memory in bytes. Default: the tracker's ``total_memory`` at each read, or the
+        memory of the system if the tracker has no such attribute.
     clock : callable, optional
         Returns seconds. Default: a monotonic clock of the system.
 
     Attributes
     ----------
     max_memory_percentage, tracker, total_memory, clock
-        As given.
+        The constructor arguments.
     current_interval : int
         n, from 1 to 10.
     name : str
-        Such as ``"MemoryAware(80%)"``: whole percent, halves rounded up.
+        For example ``"MemoryAware(80%)"``: whole percent, halves rounded up.
 
     Raises
     ------
     ValueError
-        `max_memory_percentage` is not above 0 and at most 1, or `total_memory` not above 0.
-        From decisions: the clock or tracker says what cannot be.
+        If `max_memory_percentage` is not above 0 and at most 1, or `total_memory` is not above
+        0. Also raised by decisions, if the clock or tracker returns an impossible value.
     TypeError
-        A wrong type.
+        If an argument has a wrong type.
 
     Notes
     -----
-    The memory is read only when ten seconds have passed, so other decisions cost what reading
-    a clock costs. A copy or pickle keeps the time since the last adjustment.
+    The memory is read at most every ten seconds; other decisions only read the clock. A copy or
+    pickle keeps the time since the last adjustment.
 
     Examples
     --------
@@ -362,21 +364,21 @@ class MemoryAwareStrategy(_Strategy, _core.MemoryAwareStrategy):
 
     @property
     def tracker(self) -> Any:
-        """As given."""
+        """The constructor argument."""
         return self._tracker
 
     @property
     def total_memory(self) -> int | None:
-        """As given."""
+        """The constructor argument."""
         return self._number or None
 
     def _measure(self) -> tuple[int, int]:
-        """Bytes in use, and bytes that there are; called when an adjustment is due."""
+        """Return used and total bytes; the core calls this when an adjustment is due."""
         stats = self._tracker.get_stats()
         used = stats.current_memory_used
         try:
             return used, self._number or stats.total_memory
-        except AttributeError:  # a tracker that does not know
+        except AttributeError:  # a tracker without total_memory
             return used, _core.memory_footprint()[2]
 
     @property
@@ -387,39 +389,39 @@ class MemoryAwareStrategy(_Strategy, _core.MemoryAwareStrategy):
 
 @set_module("mlstate.activation")
 class SmartStrategy(_Strategy, _core.SmartStrategy):
-    """Checkpoint by heuristics over the sizes and counts that it collects itself.
+    """Checkpoint by heuristics over layer sizes and counts that the strategy collects.
 
-    Nothing is checkpointed up to and with the first layer whose index is above 10. After that
-    it checkpoints a layer whose first activation is above 1.5 times the average of all layers
-    seen, a layer that it meets for the first time, and a layer whose index is above 0.7 times
-    the number of layers seen. Good where nothing is known of a model; models of at most 11
-    layers are never checkpointed, and it knows nothing of the time that layers take.
+    It checkpoints nothing up to and including the first layer with an index above 10. After
+    that it checkpoints a layer if its first activation is larger than 1.5 times the average of
+    all layers seen, if it sees the layer for the first time, or if the layer's index is above
+    0.7 times the number of layers seen. Suits unknown models. It never checkpoints models of at
+    most 11 layers, and does not consider the time of layers.
 
     Parameters
     ----------
     exclude_layers : iterable of str, optional
-        Layers never to checkpoint; they are counted all the same.
+        Layers never to checkpoint; they are still counted.
 
     Attributes
     ----------
     exclude_layers : tuple of str
-        In the order given, each once.
+        The layers in the given order, without duplicates.
     is_collecting : bool
-        Whether it still collects.
+        Whether the strategy still collects sizes without checkpointing.
     layer_count : int
-        Layers seen so far.
+        Number of layers seen so far.
     name : str
         ``"Smart"``.
 
     Raises
     ------
     TypeError
-        A wrong type.
+        If an argument has a wrong type.
 
     Notes
     -----
-    A decision takes constant time, whatever the number of layers: the sum of sizes runs along.
-    Some 100 bytes are kept for each layer, and its name.
+    A decision takes constant time for any number of layers, because the sum of sizes is updated
+    incrementally. About 100 bytes and the name are stored per layer.
 
     Examples
     --------

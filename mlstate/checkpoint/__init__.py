@@ -1,9 +1,10 @@
-"""State in files.
+"""Checkpoints: saving, loading and verifying state on disk.
 
-`save` writes the state of a model and its optimizer to a folder: one checked, versioned file
-for each shard of each tensor, small ones together, committed in one step. `load` reads all of
-it or any part, into any layout; `verify` finds every byte that changed. `CheckpointManager`
-keeps the steps of a run. `save_file` and `load_file` are for one plain safetensors file.
+`save` writes the state of a model and its optimizer to a folder and commits it atomically. Each
+shard of a tensor has a checksum, a version and its own file; small shards share files. `load`
+reads all or any part of a checkpoint, in any layout. `verify` finds every changed byte.
+`CheckpointManager` manages the steps of a run. `save_file` and `load_file` write and read a
+single safetensors file.
 
 Examples
 --------

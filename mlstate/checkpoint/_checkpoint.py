@@ -1,4 +1,4 @@
-"""A checkpoint that exists: what is in it; public through `mlstate.checkpoint`."""
+"""Read-only access to an existing checkpoint; public through `mlstate.checkpoint`."""
 
 from __future__ import annotations
 
@@ -23,49 +23,49 @@ _HEADERS = ["tensor", "state", "dtype", "shape", "shards", "bytes", "version"]
 
 
 def stored_text(nbytes: int, stored: int) -> str:
-    """Say how many bytes something has, and where files hold another number, that too."""
+    """Return a size in bytes as text, with the stored size if that is different."""
     text = bytes_text(nbytes)
     return text if stored == nbytes else f"{text}, {bytes_text(stored)} stored"
 
 
 @set_module("mlstate.checkpoint")
 class TensorRecord(NamedTuple):
-    """What a checkpoint says of one tensor.
+    """One tensor of a checkpoint.
 
     Attributes
     ----------
     section : str
         ``"params"`` or ``"optim_state"``.
     key : str
-        Under which a state dict has it.
+        Key of the tensor in a state dict.
     parameter : str
-        The parameter that it is, or is a state of.
+        Name of the parameter that this tensor is, or is a state of.
     state : str or None
-        Name of the optimizer's state, such as ``"m"``.
+        Name of the optimizer state, such as ``"m"``; None for a parameter.
     dtype : str
-        NumPy's or ml_dtypes' name.
+        Name of the dtype in NumPy or ml_dtypes.
     shape : tuple of int
-        Of the whole tensor.
+        Shape of the whole tensor.
     layout : Layout
-        How it was cut.
+        How the tensor was cut into shards.
     axes : tuple of int or None, or None
-        For a state whose axes are not simply its parameter's: which of the parameter's each
-        is.
+        For a state whose axes differ from its parameter's: the parameter's axis for each axis
+        of the state, or None for an axis that the parameter lacks.
     shards : int
-        Parts that are stored.
+        Number of stored shards.
     nbytes : int
-        Bytes of these.
+        Bytes of all shards.
     version : int
-        How often it changed, the most of its shards.
+        Number of changes; the maximum over the shards.
     tier : str or None
-        ``"hot"``, ``"warm"`` or ``"cold"``, where that was stated.
+        ``"hot"``, ``"warm"`` or ``"cold"``; None if no tier was recorded.
     stored_nbytes : int
-        Bytes that files hold of the shards: fewer than `nbytes` where zeros were left out, more
-        where rows were stored again since.
+        Bytes of the shards in files: fewer than `nbytes` if zeros were omitted or data was
+        compressed, more if layers replace earlier rows.
     sparse_shards : int
-        How many of the shards have layers of rows, or are all zero.
+        Number of shards that consist of layers, or are all zero.
     codec : str or None
-        What compresses the shards, where any of them is compressed.
+        Codec of the compressed shards; None if no shard is compressed.
     """
 
     section: str
@@ -87,22 +87,22 @@ class TensorRecord(NamedTuple):
 
 @set_module("mlstate.checkpoint")
 class LayerRecord(NamedTuple):
-    """One of the places where a sparse or compressed shard is stored.
+    """One stored layer of a sparse or compressed shard.
 
     Attributes
     ----------
     path : str
-        Its file, in the checkpoint's folder.
+        File of the layer, relative to the checkpoint's folder.
     offset, nbytes : int
-        Where its bytes lie in the file.
+        Byte range of the layer in the file.
     crc32c : str
-        Of its bytes.
+        Checksum of these bytes.
     held_nbytes : int
-        Bytes of the shard that it holds: as many as `nbytes`, or more where it is compressed.
+        Bytes of the shard that the layer holds, after decompression.
     visible_nbytes : int
-        How many of these count; the others were stored again by later layers.
+        Number of these bytes that are current; later layers replace the others.
     codec : str or None
-        What its bytes are compressed with.
+        Codec of the layer; None if it is not compressed.
     """
 
     path: str
@@ -116,30 +116,31 @@ class LayerRecord(NamedTuple):
 
 @set_module("mlstate.checkpoint")
 class ShardRecord(NamedTuple):
-    """What a checkpoint says of one stored shard.
+    """One stored shard of a checkpoint.
 
     Attributes
     ----------
     section, key : str
         As in `TensorRecord`.
     part : int
-        Which part of the tensor.
+        Index of the part of the tensor.
     shape : tuple of int
-        Of the part.
+        Shape of the part.
     rank : int
-        That stored it.
+        Rank that stored it.
     path : str or None
-        Its file, in the checkpoint's folder. A sparse or compressed shard has none, but layers.
+        File of the shard, relative to the checkpoint's folder. None if the shard is sparse or
+        compressed: then `layers` has the files.
     offset : int or None
-        Where in that file its bytes lie.
+        Offset of the shard in the file.
     nbytes : int
-        Of the shard.
+        Bytes of the shard.
     crc32c : str or None
-        Of its bytes.
+        Checksum of these bytes.
     version : int
-        How often it changed.
+        Number of changes.
     layers : tuple of LayerRecord, or None
-        Where a sparse or compressed shard is stored, oldest first; what is in none of them is
+        Layers of a sparse or compressed shard, oldest first. Bytes that no layer holds are
         zero.
     """
 
@@ -157,7 +158,7 @@ class ShardRecord(NamedTuple):
 
     @property
     def stored_nbytes(self) -> int:
-        """Bytes that files hold of it.
+        """Number of bytes that the shard takes in files.
 
         Examples
         --------
@@ -174,30 +175,30 @@ class ShardRecord(NamedTuple):
 
 @set_module("mlstate.checkpoint")
 class Checkpoint:
-    """A checkpoint that exists.
+    """An existing checkpoint.
 
-    The manifest is read at once, the indexes when something is asked of them: then a
-    checkpoint that was replaced in between is not found any more. `inspect` reads both.
+    The constructor reads the manifest. The indexes are read on first use, and this fails if
+    another save has replaced the checkpoint since. `inspect` reads both at once.
 
     Parameters
     ----------
     path : str or os.PathLike
-        Its folder.
+        Folder of the checkpoint.
 
     Raises
     ------
     StoreError
-        The system refused; `FileNotFoundError` too where there is none.
+        The operating system refused. Also a `FileNotFoundError` if there is no checkpoint.
     FormatError, ChecksumError
-        The manifest or an index is not what was written.
+        The manifest or an index is malformed or damaged.
 
     Attributes
     ----------
     path : str
-        Absolute.
+        Absolute path of the folder.
     written : dict or None
-        Of a checkpoint that `save` returns: what this rank wrote (``new_shards``,
-        ``new_bytes``, ``new_files``, and ``shards``, ``data_bytes`` of all that it has).
+        For a checkpoint returned by `save`: what this rank wrote (``new_shards``,
+        ``new_bytes``, ``new_files``), and ``shards`` and ``data_bytes``, the totals of this rank.
 
     Examples
     --------
@@ -215,14 +216,14 @@ class Checkpoint:
         _root: str = _folder.MANIFEST,
         _manifest: Manifest | None = None,
     ) -> None:
-        # a caller that has the manifest has the absolute path
+        # a caller that passes the manifest passes an absolute path
         self.path = local_folder(path) if _manifest is None else os.fspath(path)
         self._root = _root
         self._manifest = _manifest or _folder.read_manifest(self.path, _root)
         self._read_catalog: Any = None
         self.written: dict[str, Any] | None = None
 
-    # Copies and pickles hold the manifest as its text: they are of this save, whatever follows it.
+    # Copies and pickles carry the manifest's text, so that they describe this save forever.
     def __getstate__(self) -> dict[str, Any]:
         return {
             "path": self.path,
@@ -244,7 +245,7 @@ class Checkpoint:
 
     @classmethod
     def _opened(cls, path: str | os.PathLike[str], root: str = _folder.MANIFEST) -> Checkpoint:
-        """Read the indexes too, so that a writer cannot delete them in between."""
+        """Read the indexes at once, so that a writer cannot delete them before their first use."""
         folder = local_folder(path)
 
         def read(manifest: Manifest) -> Checkpoint:
@@ -254,52 +255,52 @@ class Checkpoint:
 
         try:
             return _folder.read_root(folder, root, read)
-        except (FormatError, StoreError):  # of an index; the manifest can be read all the same
+        except (FormatError, StoreError):  # of an index; the manifest may be readable
             return cls(folder, _root=root)
 
     @property
     def generation(self) -> str:
-        """What tells this save from every other."""
+        """Unique identifier of this save."""
         return self._manifest.generation
 
     @property
     def sequence(self) -> int:
-        """How many saves there were in this folder, this one included."""
+        """Number of saves in this folder, including this one."""
         return self._manifest.sequence
 
     @property
     def step(self) -> int | None:
-        """As it was saved."""
+        """The saved training step."""
         return self._manifest.step
 
     @property
     def created(self) -> str:
-        """When, in UTC (ISO 8601)."""
+        """Time of the save in UTC (ISO 8601)."""
         return self._manifest.created
 
     @property
     def writer(self) -> str:
-        """Program and version."""
+        """Program that saved, with its version."""
         return self._manifest.writer
 
     @property
     def world_size(self) -> int:
-        """Ranks that saved."""
+        """Number of ranks that saved."""
         return self._manifest.world_size
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What was saved, as JSON has it: tuples are lists there, and keys of dicts texts."""
+        """The saved metadata after a JSON round trip: tuples become lists, dict keys become str."""
         return self._manifest.metadata
 
     @property
     def model(self) -> dict[str, Any] | None:
-        """Kind and attributes of the model's state; None where none was saved."""
+        """Kind and attributes of the model's state; None if no model was saved."""
         return self._manifest.model
 
     @property
     def optimizer(self) -> dict[str, Any] | None:
-        """Kind and attributes of the optimizer's state; None where none was saved."""
+        """Kind and attributes of the optimizer's state; None if no optimizer was saved."""
         return self._manifest.optimizer
 
     @property
@@ -309,7 +310,7 @@ class Checkpoint:
 
     @property
     def stored_nbytes(self) -> int:
-        """Bytes that files hold of them; others where some are sparse."""
+        """Bytes of all shards in files; differs from `nbytes` if some are sparse or compressed."""
         return sum(stored for *_, stored in self._catalog.heads())
 
     def tensors(self) -> list[TensorRecord]:
@@ -318,7 +319,7 @@ class Checkpoint:
         Returns
         -------
         list of TensorRecord
-            One for each tensor, however many shards it has.
+            One record for each tensor, for any number of shards.
 
         Examples
         --------
@@ -333,12 +334,12 @@ class Checkpoint:
         ]
 
     def shards(self) -> list[ShardRecord]:
-        """List the shards as they are stored, rank by rank.
+        """List the stored shards, rank by rank.
 
         Returns
         -------
         list of ShardRecord
-            One for each shard.
+            One record for each shard.
 
         Examples
         --------
@@ -354,7 +355,7 @@ class Checkpoint:
         ]
 
     def files(self) -> dict[str, int]:
-        """Return the shard files, by their paths in the folder, with their sizes in bytes.
+        """Return the sizes in bytes of the shard files, by their paths in the folder.
 
         Examples
         --------
@@ -366,7 +367,7 @@ class Checkpoint:
         return dict(self._catalog.files())
 
     def load(self, **keywords: Any) -> LoadedState:
-        """Load this checkpoint; the keywords are those of `mlstate.load`.
+        """Load this checkpoint; takes the keywords of `mlstate.load`.
 
         Examples
         --------
@@ -378,7 +379,7 @@ class Checkpoint:
         return load_checkpoint(self.path, root=self._root, **keywords)
 
     def verify(self, **keywords: Any) -> VerifyReport:
-        """Read all of it and compare; the keywords are those of `mlstate.verify`.
+        """Read and verify all of it; takes the keywords of `mlstate.verify`.
 
         Examples
         --------
@@ -426,21 +427,22 @@ class Checkpoint:
 @set_module("mlstate.checkpoint")
 def inspect(path: str | os.PathLike[str]) -> Checkpoint:
     """
-    Say what is in a checkpoint.
+    Read the manifest and all indexes of a checkpoint.
 
     Parameters
     ----------
     path : str or os.PathLike
-        Its folder.
+        Folder of the checkpoint.
 
     Returns
     -------
     Checkpoint
-        Prints as a table, also in notebooks.
+        Its repr is a table of the tensors, also in notebooks.
 
     Raises
     ------
-    As `Checkpoint`.
+    StoreError, FormatError, ChecksumError
+        As for `Checkpoint`.
 
     Examples
     --------

@@ -1,13 +1,13 @@
-"""Writing the shards of a save, and committing them.
+"""Write the shards of a save, and commit them.
 
     write_and_commit -> _begin            rank 0 locks the folder and chooses the generation
                      -> _write_shards     every rank writes its own files
                      -> _conclude         rank 0 replaces the manifest if every rank succeeded
                      -> delete_replaced   files that no root needs any more are deleted
 
-Each step takes what the step before returned. No file that a root names is ever changed: a
-save writes new files under a new generation, and becomes the checkpoint when
-``manifest.json`` is replaced.
+Each step takes the result of the step before. A file that a root names never changes: a save
+writes new files under a new generation. They become the checkpoint when ``manifest.json`` is
+replaced.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
     from ._checkpoint import Checkpoint
     from ._save import GatheredShards, SaveTarget
 
-_MESSAGE_BYTES = 1024  # of a short message between ranks
+_MESSAGE_BYTES = 1024  # largest fixed-size message between ranks
 
 
 class Start(NamedTuple):
-    """A save that has begun.
+    """A started save.
 
     Attributes
     ----------
     generation : str
-        Name of the save, a part of its files' names.
+        Identifier of the save; part of its files' names.
     sequence : int
-        Number of the save. On rank 0 only.
+        Number of the save. Set on rank 0 only.
     before : Manifest or None
-        The checkpoint that is replaced; None if there is none that can be read. On rank 0 only.
+        The checkpoint to replace; None if there is none, or it is damaged. Set on rank 0 only.
     """
 
     generation: str
@@ -56,21 +56,21 @@ class Start(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """A manifest that was committed.
+    """A committed manifest.
 
     Attributes
     ----------
     manifest : Manifest
-        As it was read back before the commit.
+        The manifest, as read back before the commit.
     catalogs : dict
-        By generation: the index that was read back, if there is a single rank.
+        The index that was read back, by generation, if there is a single rank.
     """
 
     manifest: Manifest
     catalogs: dict[str, Any]
 
 
-# ---- messages between ranks; a process alone sends none ----
+# ---- messages between ranks; a process that saves alone sends none ----
 
 
 def _gather(group: ProcessGroup | None, data: bytes, root: int | None = None) -> list[bytes]:
@@ -90,7 +90,7 @@ def _broadcast(group: ProcessGroup | None, text: bytes) -> bytes:
 
 
 def _pack(content: dict[str, Any]) -> bytes:
-    """Return a short JSON text; the text of an error is cut to fit."""
+    """Return a short JSON text; the text of an error is truncated to fit."""
     import json
 
     text = json.dumps(content).encode()
@@ -111,11 +111,11 @@ def _error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-# ---- the beginning: rank 0 locks and chooses the generation ----
+# ---- start: rank 0 locks the folder and chooses the generation ----
 
 
 def refuse_manager_folder(target: SaveTarget) -> None:
-    """Raise StoreError (EEXIST) if the folder has a manager's steps, unless they are meant."""
+    """Raise StoreError (EEXIST) if the folder holds a manager's steps, unless that is wanted."""
     if not (target.keep_root or target.replace_steps) and _folder.holds_steps(target.folder):
         raise _folder.store_error(
             FileExistsError(
@@ -131,7 +131,7 @@ def refuse_manager_folder(target: SaveTarget) -> None:
 def _read_replaced(folder: str) -> Manifest | None:
     """Return the checkpoint that a save replaces; None if there is none or it is damaged.
 
-    A damaged one is reported by a warning. An intact manifest of a newer format raises
+    A damaged checkpoint causes a warning. An intact manifest of a newer format raises
     FormatError.
     """
     try:
@@ -168,13 +168,13 @@ def _delete_unfinished(folder: str, generation: str, before: Manifest | None) ->
 
 
 def open_folder(target: SaveTarget, lock: WriterLock) -> Start:
-    """Take the lock and choose a generation, which the lock's file names from now on.
+    """Take the lock and choose a generation; record the generation in the lock's file.
 
     Raises
     ------
     StoreError
-        Another process writes (EBUSY), the folder holds a manager's steps (EEXIST), or the
-        system refused. The caller releases the lock.
+        Another process is writing (EBUSY), the folder holds a manager's steps (EEXIST), or the
+        operating system refused. The caller releases the lock.
     FormatError
         The manifest is of a newer format.
     """
@@ -193,7 +193,7 @@ def open_folder(target: SaveTarget, lock: WriterLock) -> Start:
 
 
 def close_folder(lock: WriterLock | None, *, is_clean: bool) -> None:
-    """Release the lock; without `is_clean` its file still names the unfinished generation."""
+    """Release the lock; if not `is_clean`, its file keeps naming the unfinished generation."""
     if lock is None:
         return
     try:
@@ -228,11 +228,11 @@ def _begin(target: SaveTarget, lock: WriterLock | None) -> Start:
         del error  # its traceback refers to this frame
 
 
-# ---- every rank's own files ----
+# ---- writing: every rank writes its own files ----
 
 
 def record_of(written: dict[str, Any]) -> IndexRecord:
-    """Return the manifest's record of an index that was written."""
+    """Return the manifest's record of a written index."""
     return IndexRecord(*(written[name] for name in IndexRecord._fields))
 
 
@@ -248,20 +248,20 @@ def _previous_catalog(target: SaveTarget, start: Start) -> Any:
         data = _folder.read_bytes(target.folder, record.path)
         return _core.Catalog((data,), (record.path,))
     except MLStateError:
-        return None  # damaged, or none: every shard is written
+        return None  # damaged or missing: every shard is written
 
 
 class WriteResult(NamedTuple):
-    """What one rank wrote.
+    """The result of one rank's writing.
 
     Attributes
     ----------
     written : dict or None
-        As `_core.shards_write` returns it; None after an error.
+        Result of `_core.shards_write`; None after an error.
     pattern : dict
-        Of the rank's index, if several ranks save.
+        Pattern of the rank's index, if several ranks save.
     error : BaseException or None
-        Why the rank cannot be saved.
+        Reason why the rank cannot save.
     """
 
     written: dict[str, Any] | None
@@ -269,7 +269,7 @@ class WriteResult(NamedTuple):
     error: BaseException | None
 
     def message(self) -> bytes:
-        """Return the text by which a rank reports it to rank 0."""
+        """Return the message that reports the result to rank 0."""
         if self.error is not None:
             return _pack({"error": _error_text(self.error)})
         return _pack({"written": {**(self.written or {}), **self.pattern}})
@@ -282,7 +282,7 @@ def _write_shards(
     progress: Callable[[int], object] | None,
     freed: Callable[[], object] | None,
 ) -> WriteResult:
-    """Write this rank's shards durably; `freed` is called when the arrays may change."""
+    """Write this rank's shards durably; call `freed` when the arrays may change."""
     if gathered.error is not None:
         return WriteResult(None, {}, gathered.error)
     try:
@@ -311,14 +311,14 @@ def _write_shards(
 
 
 def commit_manifest(folder: str, manifest: Manifest, *, keep_root: bool = False) -> Committed:
-    """Replace the manifest, after its text and the index of a single rank were read back.
+    """Read back the text and, with a single rank, its index; then replace the manifest.
 
-    The indexes of several ranks were read before.
+    With several ranks, each rank has read back its index before.
 
     Raises
     ------
     FormatError, ChecksumError
-        A reader would refuse them. The old checkpoint is unchanged.
+        The manifest or the index is invalid. The old checkpoint is unchanged.
     """
     data = build(manifest)
     path = os.path.join(folder, _folder.MANIFEST)
@@ -334,10 +334,10 @@ def commit_manifest(folder: str, manifest: Manifest, *, keep_root: bool = False)
 
 
 def is_committed(folder: str, generation: str) -> bool:
-    """Whether a root names a generation, or cannot be read, after a commit that failed."""
+    """Return whether a root names the generation, or a root cannot be read."""
     try:
         for name in [*(root.path for root in _folder.list_roots(folder)), _folder.MANIFEST]:
-            with suppress(FileNotFoundError):  # there was none before, and still is not
+            with suppress(FileNotFoundError):  # the folder has no such root
                 if _folder.read_manifest(folder, name).generation == generation:
                     return True
     except MLStateError:
@@ -346,7 +346,7 @@ def is_committed(folder: str, generation: str) -> bool:
 
 
 def creation_time() -> str:
-    """Return the time now, as a manifest has it."""
+    """Return the current time in the manifest's form."""
     import datetime
 
     now = datetime.datetime.now(datetime.UTC)
@@ -356,7 +356,7 @@ def creation_time() -> str:
 def _commit_ranks(
     target: SaveTarget, start: Start, header: dict[str, Any], reports: list[tuple[Any, bytes]]
 ) -> Committed:
-    """Commit what all ranks wrote, once it is known to be one complete checkpoint."""
+    """Check that the ranks' files make one complete checkpoint, and commit it."""
     written = [report["written"] for report, _ in reports]
     manifest = Manifest(
         generation=start.generation,
@@ -372,7 +372,7 @@ def _commit_ranks(
 
 
 def _refusal(reports: list[tuple[Any, bytes]]) -> dict[str, Any] | None:
-    """Return the outcome that the first failed rank decides; None if every rank succeeded."""
+    """Return the outcome if a rank failed, with its error; None if every rank succeeded."""
     for rank, (report, _) in enumerate(reports):
         if "error" in report:
             text = f"rank {rank}: {report['error']}"
@@ -381,25 +381,25 @@ def _refusal(reports: list[tuple[Any, bytes]]) -> dict[str, Any] | None:
 
 
 def _take_back(target: SaveTarget, start: Start, *, is_unsure: bool) -> bool:
-    """Delete this rank's files of a save that failed; return whether nothing of it is left."""
+    """Delete this rank's files of a failed save; return whether all of them are deleted."""
     if is_unsure:
         return False
     try:
         _folder.discard(target.folder, start.generation, target.rank)
-    except MLStateError:  # the next save tries again; the first error is the one to raise
+    except MLStateError:  # the next save tries again; the first error is raised instead
         return False
     return True
 
 
 class Outcome(NamedTuple):
-    """How a save ended.
+    """The result of a save.
 
     Attributes
     ----------
     committed : Committed or None
-        What was committed; None on ranks above 0, and after an error.
+        The commit; None on ranks above 0, and after an error.
     error : BaseException or None
-        Why nothing was committed: this rank's error, or one that names another rank.
+        Reason why nothing was committed: this rank's error, or one that names another rank.
     is_clean : bool
         After an error: whether this rank left no files.
     """
@@ -412,7 +412,7 @@ class Outcome(NamedTuple):
 def _conclude(
     target: SaveTarget, start: Start, gathered: GatheredShards, result: WriteResult
 ) -> Outcome:
-    """Commit if every rank wrote its shards, else delete this rank's files."""
+    """Commit if every rank wrote its shards; otherwise delete this rank's files."""
     committed: Committed | None = None
     error = result.error
     decided: dict[str, Any] | None = None
@@ -439,16 +439,16 @@ def _conclude(
     return Outcome(None, error, is_clean)
 
 
-# ---- afterwards: files that no root needs ----
+# ---- after the commit: files that no root needs ----
 
 
 def delete_replaced(
     target: SaveTarget, committed: Committed, before: Manifest | None
 ) -> str | None:
-    """Delete the files that no root needs after a commit; return the text of a warning.
+    """After a commit, delete the files that no root needs; return the text of a warning.
 
-    A failure here costs disk space only. The warning may be made an exception, so the caller
-    gives it once all else is done.
+    A failure here costs only disk space. Warnings may be configured to raise, so the caller
+    issues the warning last.
     """
     try:
         roots: Mapping[str, Manifest] = {_folder.MANIFEST: committed.manifest}
@@ -464,7 +464,7 @@ def delete_replaced(
 def _plan_deletions(
     target: SaveTarget, committed: Committed, before: Manifest | None
 ) -> dict[str, list[Generation]]:
-    """Give up old roots; return which generations are gone and kept, nothing if unknown."""
+    """Delete old roots; return deleted and kept generations, or {} if they are unknown."""
     if before is None and target.retain is None:
         return {}
     with suppress(MLStateError, MemoryError):
@@ -477,7 +477,7 @@ def _plan_deletions(
 
 
 def _delete_own_replaced(target: SaveTarget, plan: dict[str, Any]) -> str:
-    """Delete this rank's files of generations that are gone; return the text of an error."""
+    """Delete this rank's files of deleted generations; return the text of an error."""
     if not plan:
         return ""
     gone, kept = ([Generation(*one) for one in plan[name]] for name in ("gone", "kept"))
@@ -491,9 +491,9 @@ def _delete_own_replaced(target: SaveTarget, plan: dict[str, Any]) -> str:
 def _delete_replaced_together(
     target: SaveTarget, committed: Committed | None, before: Manifest | None
 ) -> str | None:
-    """Delete the files that no root needs: each rank its own; return the text of a warning.
+    """Delete the files that no root needs, each rank its own; return the text of a warning.
 
-    If a rank fails, rank 0 tries for all of them.
+    If a rank fails, rank 0 tries again for all ranks.
     """
     import json
 
@@ -511,7 +511,7 @@ def _delete_replaced_together(
     return warning
 
 
-# ---- all of it ----
+# ---- all steps ----
 
 
 def write_and_commit(
@@ -520,7 +520,7 @@ def write_and_commit(
     progress: Callable[[int], object] | None,
     freed: Callable[[], object] | None = None,
 ) -> Checkpoint:
-    """Write the gathered shards, and commit them; every rank calls it, also after a failure.
+    """Write the gathered shards and commit them; every rank calls it, even after a failure.
 
     Parameters
     ----------
@@ -529,7 +529,7 @@ def write_and_commit(
     progress : callable or None
         As for `mlstate.save`.
     freed : callable, optional
-        Called when the arrays may be changed.
+        Called when the arrays may change.
 
     Returns
     -------
@@ -539,7 +539,7 @@ def write_and_commit(
     Raises
     ------
     StoreError, CollectiveError, ...
-        As `mlstate.save`. The old checkpoint is unchanged.
+        As for `mlstate.save`. The old checkpoint is unchanged.
     """
     from ._checkpoint import Checkpoint
 
@@ -553,7 +553,7 @@ def write_and_commit(
         result = _write_shards(target, start, gathered, progress, freed)
         outcome = _conclude(target, start, gathered, result)
         if outcome.error is not None:
-            # of several ranks another one may have left files: the next save looks for them
+            # another rank may have left files, so the next save must look for them
             is_clean = outcome.is_clean and target.group is None
             raise outcome.error
         committed, written = outcome.committed, result.written
@@ -561,7 +561,7 @@ def write_and_commit(
             warning = _delete_replaced_together(target, committed, start.before)
         elif committed is not None:
             warning = delete_replaced(target, committed, start.before)
-        is_clean = warning is None  # else the next save looks for what is left
+        is_clean = warning is None  # otherwise the next save looks for remaining files
     finally:
         result = outcome = gathered.error = None  # tracebacks of errors refer to this frame
         close_folder(lock, is_clean=is_clean)
@@ -574,7 +574,7 @@ def write_and_commit(
 
 
 def warn_of_files(text: str | None, level: int) -> None:
-    """Warn of old files that were not deleted, if there are any."""
+    """Issue a warning about old files that were not deleted, if `text` is given."""
     if text is not None:
         import warnings
 

@@ -1,4 +1,4 @@
-"""What a save would write and a load read, without doing it; through `mlstate.checkpoint`."""
+"""Plan a save or a load without doing it; public through `mlstate.checkpoint`."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ _GENERATION = "0" * 16
 
 @set_module("mlstate.checkpoint")
 class SavePlan(NamedTuple):
-    """What one rank of a save would write.
+    """The shards, files and bytes that one rank of a save would write.
 
     Attributes
     ----------
     rank, world_size : int
-        Whose plan it is.
+        The rank, and the number of ranks.
     shards : int
-        That the rank stores.
+        Number of shards that the rank stores.
     data_bytes : int
-        Bytes of these.
+        Bytes of these shards.
     files : dict of str to int
-        The rank's shard files by their paths in the folder, with their sizes in bytes. The
-        generation in the paths is all zeros.
+        Sizes in bytes of the rank's shard files, by their paths in the folder. The generation
+        in the paths is all zeros.
     index_bytes : int
         Bytes of the rank's index.
     manifest_bytes : int
-        Bytes that the manifest has for this rank: all that it has for each.
+        Bytes of the manifest for this rank; the manifest has about this many for each rank.
     index_text : bytes
-        Text of the index, with zeros for checksums.
+        Text of the index, with zeros as checksums.
 
     Examples
     --------
@@ -74,16 +74,16 @@ class SavePlan(NamedTuple):
 
 @set_module("mlstate.checkpoint")
 class FileRead(NamedTuple):
-    """What a load would read of one shard.
+    """The bytes that a load would read of one shard.
 
     Attributes
     ----------
     path : str
-        The file, in the checkpoint's folder.
+        The file, relative to the checkpoint's folder.
     begin, end : int
-        The first byte that is read, and behind the last one.
+        Range of the file that contains all bytes to read; `end` is exclusive.
     nbytes : int
-        How many of these are read.
+        Number of bytes to read in this range.
 
     Examples
     --------
@@ -100,16 +100,16 @@ class FileRead(NamedTuple):
 
 @set_module("mlstate.checkpoint")
 class LoadPlan(NamedTuple):
-    """What a load would read.
+    """The files and bytes that a load would read.
 
     Attributes
     ----------
     manifest_bytes : int
         Bytes of the root.
     indexes : dict of str to int
-        Indexes by their paths in the folder, with their sizes in bytes.
+        Sizes in bytes of the indexes to read, by their paths in the folder.
     reads : list of FileRead
-        Of each shard that has something that is wanted, by tensor.
+        One entry for each shard that contains requested data, by tensor.
 
     Examples
     --------
@@ -127,12 +127,12 @@ class LoadPlan(NamedTuple):
 
     @property
     def files(self) -> list[str]:
-        """Paths of the shard files, each once."""
+        """Paths of the shard files, without duplicates."""
         return sorted({read.path for read in self.reads})
 
     @property
     def nbytes(self) -> int:
-        """Bytes of shard files."""
+        """Bytes to read from shard files."""
         return sum(read.nbytes for read in self.reads)
 
     def __repr__(self) -> str:
@@ -144,7 +144,7 @@ class LoadPlan(NamedTuple):
 
 
 def _shape_only(value: Any) -> Any:
-    """A tensor on torch's meta device as one of its shape and dtype that takes no memory."""
+    """Replace a tensor on torch's meta device by one of its shape and dtype without memory."""
     torch = sys.modules.get("torch")
     if isinstance(value, Shard):
         array = _shape_only(value.array)
@@ -179,17 +179,18 @@ def plan_save(
     pack_below_bytes: int = PACK_BELOW,
 ) -> SavePlan:
     """
-    Say what one rank would write, without writing it.
+    Return what one rank would write, without writing it.
 
-    No element is looked at, so that shapes are enough: tensors on torch's meta device, or
-    ``numpy.broadcast_to(numpy.zeros((), dtype), shape)``, which take no memory.
+    Elements are not read, so arrays need only shapes and dtypes: use tensors on torch's meta
+    device, or ``numpy.broadcast_to(numpy.zeros((), dtype), shape)``, which take no memory.
 
     Parameters
     ----------
     model, optimizer : mapping of str to array or Shard, optional
-        As for `save`; what this rank has.
+        As for `save`; the state of this rank.
     rank, world_size : int, default 0 and 1
-        Which rank is asked for. Arrays that are no `Shard` are those that every rank has whole.
+        The rank to plan for. An array that is not a `Shard` is treated as replicated: every
+        rank holds all of it.
     layout : Layout, "rows", "flat" or "whole", optional
         As for `save`.
     pack_below_bytes : int, default 262144
@@ -198,17 +199,17 @@ def plan_save(
     Returns
     -------
     SavePlan
-        Files, bytes and the index.
+        Shards, files, bytes and the index.
 
     Raises
     ------
     TypeError, ValueError, CompatibilityError
-        As `save`; there is no such rank.
+        As for `save`; or the rank does not exist.
 
     Notes
     -----
-    It is a first save that is planned: with one in the folder, what did not change would not be
-    written again. Time and memory grow with what the rank has, not with `world_size`.
+    The plan describes a first save; a later save in the same folder does not write unchanged
+    shards again. Time and memory grow with the rank's state, not with `world_size`.
 
     Examples
     --------
@@ -255,10 +256,10 @@ def plan_load(
     root: str = _folder.MANIFEST,
 ) -> LoadPlan:
     """
-    Say which files and bytes a load would read, without reading them.
+    Return the files and bytes that a load would read, without reading them.
 
-    The manifest is read, and those indexes that the load would read; no shard file is looked
-    at, nor need one be there.
+    The manifest is read, and the indexes that the load would read. Shard files are not opened,
+    and need not exist.
 
     Parameters
     ----------
@@ -267,26 +268,26 @@ def plan_load(
     names, rank, world_size, layout
         As for `load`.
     verify : bool, default True
-        Whether checksums are to be compared: then whole blocks of 1 MiB are read.
+        Whether the load verifies checksums: then whole blocks of 1 MiB are read.
     root : str, optional
-        Another root of the folder, by its path in it. Default: the newest checkpoint.
+        Path of another root in the folder. Default: the newest checkpoint.
 
     Returns
     -------
     LoadPlan
-        Indexes, and what is read of which files.
+        Indexes, and byte ranges of shard files.
 
     Raises
     ------
     TypeError, ValueError, TensorNotFoundError, CompatibilityError
-        As `load`.
+        As for `load`.
     FormatError, ChecksumError, StoreError
-        The manifest or an index is not what was written, or cannot be read.
+        The manifest or an index is malformed or damaged, or cannot be read.
 
     Notes
     -----
-    Time and memory grow with what is wanted, and by little with the manifest, which has some
-    50 bytes for each rank that saved.
+    Time and memory grow with the requested data, and slightly with the manifest, which has
+    about 50 bytes for each rank that saved.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Checkpoints, saves under way and reports of `verify` as a page shows them."""
+"""HTML pages for checkpoints, running saves and reports of `verify`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from ._verify import VerifyReport
 
 MOST_BYTES = 30_000
-ROWS = 160  # of parameters, in all
-GROUPS = (48, 4)  # shown from the start and from the end
-_LIST = 20  # files that are named
-_STEPS = 50  # of a run
+ROWS = 160  # of parameters, in total
+GROUPS = (48, 4)  # layers shown at the start and at the end
+_LIST = 20  # files listed by name
+_STEPS = 50  # steps of a run
 
-# Text has the colours around it; bars and marks are seen on light and on dark.
+# Text inherits its colours; bars and marks are visible in light and dark themes.
 _COLOURS = ("#3b82c4", "#e08a2e", "#3fa66b", "#a06cc9", "#d0576b", "#8a8f98", "#5aa9a9")
 _STYLE = (
     ".mlstate-ckpt{font:13px/1.5 system-ui,sans-serif}"
@@ -51,8 +51,8 @@ def _page(content: str) -> str:
     return f"<div class=mlstate-ckpt><style>{_STYLE}</style>{content}</div>"
 
 
-def _fitting(make: Callable[[int], str], rows: int) -> str:
-    """Write a page with as many rows as fit into the limit."""
+def _fit_page(make: Callable[[int], str], rows: int) -> str:
+    """Return the page with as many rows as fit the byte limit."""
     while True:
         page = _page(make(rows))
         if rows == 0 or len(page.encode("utf-8", "replace")) < MOST_BYTES:
@@ -72,7 +72,7 @@ def _count(count: int, noun: str) -> str:
 
 
 def _bar(nbytes: dict[str, int], columns: list[str], largest: int) -> str:
-    """A bar whose full length is the largest layer; one colour for each state."""
+    """Return a bar with one colour for each state; the largest layer has full length."""
     parts = [
         f'<s class=c{place} style="width:{100 * nbytes[column] / largest:.1f}%"></s>'
         for place, column in enumerate(columns)
@@ -115,14 +115,14 @@ def _layer(group: Group, columns: list[str], largest: int, rows: int, unfolded: 
     return f"<details{' open' if unfolded else ''}>{summary}{table}{more}</details>"
 
 
-def _between(groups: Sequence[Group]) -> str:
+def _hidden_layers(groups: Sequence[Group]) -> str:
     size = bytes_text(sum(group.total for group in groups))
     count = sum(len(group.parameters) for group in groups)
     return f"<p>… {_count(len(groups), 'layer')} more<em>{size}, {_count(count, 'parameter')}</em>"
 
 
 def checkpoint_html(title: str, records: Sequence[TensorRecord]) -> str:
-    """Write the layers of a checkpoint with a bar of bytes each; they unfold to parameters."""
+    """Return the layers of a checkpoint, each with a bar of bytes; they unfold to parameters."""
     columns = columns_of(records)
     groups = groups_of(records, columns)
     largest = max((group.total for group in groups), default=0) or 1
@@ -145,12 +145,12 @@ def checkpoint_html(title: str, records: Sequence[TensorRecord]) -> str:
             "".join(_layer(group, columns, largest, each, unfold) for group in part)
             for part in shown
         ]
-        return head + layers[0] + (_between(hidden) if hidden else "") + layers[1]
+        return head + layers[0] + (_hidden_layers(hidden) if hidden else "") + layers[1]
 
-    return _fitting(make, ROWS)
+    return _fit_page(make, ROWS)
 
 
-# ---- what is wrong with one ----
+# ---- a verification report ----
 
 
 def _files(label: str, names: Sequence[str]) -> str:
@@ -166,7 +166,7 @@ def _files(label: str, names: Sequence[str]) -> str:
 
 
 def report_html(title: str, report: VerifyReport) -> str:
-    """Write whether a checkpoint is good, and what is wrong, by file."""
+    """Return whether a checkpoint is good, and its problems by file."""
     state = "<b class=good>✓</b>" if report else "<b class=bad>✗</b>"
     head = f"<p>{state} {escape(shorten(title, 600))}</p>"
     problems = report.problems
@@ -187,19 +187,19 @@ def report_html(title: str, report: VerifyReport) -> str:
         )
         return head + table + more + (files if rows else "")
 
-    return _fitting(make, 50)
+    return _fit_page(make, 50)
 
 
-# ---- one under way ----
+# ---- a running save ----
 
 
 def _seconds(seconds: float) -> str:
-    """Write a duration in a unit that keeps it short."""
+    """Return a duration in milliseconds or seconds."""
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def _durations(times: SaveTimes, now: float, failed: bool) -> Sequence[str]:
-    """What took how long, so far."""
+    """Return the durations of the phases so far."""
     since = now - times.began
     if times.staged is None:
         return [f"staging for {_seconds(since)}"]
@@ -221,7 +221,7 @@ def save_html(
     now: float,
     error: BaseException | None,
 ) -> str:
-    """Write how far a save is: its state, a bar, bytes, seconds, and the error if there is one."""
+    """Return the progress of a save: state, bar, bytes, durations, and the error if it failed."""
     done, total = progress
     saved = times.ended is not None and error is None
     share = done / total if total else float(saved)
@@ -237,18 +237,18 @@ def save_html(
     )
 
 
-# ---- several, and one that was loaded ----
+# ---- the steps of a run, and a loaded state ----
 
 
 def _metadata(metadata: Mapping[str, Any], limit: int) -> str:
-    """The first entries of metadata as one line."""
+    """Return the first entries of metadata as one line."""
     entries = [f"{key}: {value!r}" for key, value in list(metadata.items())[:20]]
     more = len(metadata) - len(entries)
     return shorten(", ".join(entries), limit) + (f", … {more:,} more" if more > 0 else "")
 
 
 def manager_html(title: str, manifests: Sequence[Manifest]) -> str:
-    """Write the steps of a run, the newest first."""
+    """Return the steps of a run as a table, newest first."""
     headers = ("step", "saved", "ranks", "bytes", "metadata")
     rows = [
         (
@@ -266,7 +266,7 @@ def manager_html(title: str, manifests: Sequence[Manifest]) -> str:
 
 
 def loaded_html(loaded: LoadedState) -> str:
-    """Write step and metadata, and the trees of the states that were loaded."""
+    """Return step, metadata and the trees of the loaded states."""
     step = "no step" if loaded.step is None else f"step {loaded.step:,}"
     parts = [f"<p>LoadedState: {step}</p>"]
     if loaded.metadata:

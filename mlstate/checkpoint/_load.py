@@ -1,4 +1,4 @@
-"""Loading a sharded checkpoint; public through `mlstate.checkpoint`."""
+"""Load a sharded checkpoint; public through `mlstate.checkpoint`."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ if TYPE_CHECKING:
 
     _Ready: TypeAlias = tuple[int, Any, list[str], Any]  # section, filling, keys, cuts
 
-_NUMBERED = re.compile(r"param_\d+\.", re.ASCII)  # of an optimizer that was saved by itself
+_NUMBERED = re.compile(r"param_\d+\.", re.ASCII)  # of an optimizer saved without its module
 MISSING = ("skip", "zeros", "error")
 _ALL_NAMES = Names(None)
 
 
 @set_module("mlstate.checkpoint")
 class LoadedState:
-    """What a checkpoint gave.
+    """The state that `load` returns.
 
     Attributes
     ----------
     model : ModelStateDict, StateDict or None
-        The model's arrays; None where none were saved. What was given as ``into["model"]``
-        where there was that.
+        The model's arrays; None if no model was saved. If ``into["model"]`` was given, that
+        object.
     optimizer : OptimizerStateDict, StateDict or None
         The same for the optimizer.
     metadata : dict
-        What was saved, as JSON has it: tuples are lists there, and keys of dicts texts.
+        The saved metadata after a JSON round trip: tuples become lists, dict keys become str.
     step : int or None
-        As it was saved.
+        The saved step.
 
     Examples
     --------
@@ -78,7 +78,7 @@ class LoadedState:
             if state is None:
                 return "None"
             if not hasattr(state, "keys") or not hasattr(state, "__len__"):
-                return f"<{type(state).__name__}: filled>"  # a module's length counts modules
+                return f"<{type(state).__name__}: filled>"  # len() of a module counts modules
             count = len(state)
             return f"<{type(state).__name__}: {count} tensor{'s' if count != 1 else ''}>"
 
@@ -93,13 +93,13 @@ class LoadedState:
         return loaded_html(self)
 
 
-# ---- which tensors ----
+# ---- selecting tensors ----
 
 
 def chosen_keys(
     catalog: Any, listed: list[str] | None, folder: str
 ) -> tuple[Names, list[list[str]]]:
-    """Return how names are matched, and the keys of both sections that they match."""
+    """Return the name matcher, and the matching keys of both sections."""
     sections = [catalog.keys(section) for section in (0, 1)]
     if listed is None:
         return _ALL_NAMES, sections
@@ -119,11 +119,11 @@ def chosen_keys(
     return names, chosen
 
 
-# ---- where to ----
+# ---- targets ----
 
 
 def _target(into: Any, name: str) -> Any:
-    """The part of `into` that one section goes to."""
+    """Return the object in `into` that receives one section."""
     return into.get(name) if hasattr(into, "get") else getattr(into, name, None)
 
 
@@ -141,10 +141,10 @@ def _check_into(into: Any) -> None:
         )
 
 
-class _Filling:
-    """Arrays of the caller that one section is read into."""
+class _ArrayTarget:
+    """Arrays of the caller that receive one section."""
 
-    optional: frozenset[str] = frozenset()  # names that a checkpoint need not have
+    optional: frozenset[str] = frozenset()  # names that the checkpoint may lack
 
     def __init__(self, target: Any) -> None:
         arrays = dict(target)
@@ -165,10 +165,10 @@ class _Filling:
             backend_of(self.tensors[0]).note_written(self.tensors)
 
 
-def _refuse(
+def _names_error(
     missing: list[str], unexpected: list[str], unfilled: list[str], path: str
 ) -> CompatibilityError:
-    """Say in torch's words which names do not go together, and what may have been meant."""
+    """Return an error, in torch's words, that lists mismatched names and suggests a rename."""
     lines = [f"Error(s) in loading {path}:"]
     for words, names in (("Missing", missing), ("Unexpected", unexpected)):
         if names:
@@ -196,13 +196,13 @@ class LoadRequest(NamedTuple):
     names : list of str or None
         As for `load`.
     rank : int or None
-        Whose index is preferred if several list the same tensors.
+        Rank whose index is preferred if several list the same tensors.
     cutting : tuple
-        Which part is wanted: steps, index, world (0: all of everything).
+        The part to load: steps, index, world (0: all of every tensor).
     into : object or None
         As for `load`.
     own : bool
-        Whether torch objects say which part they have.
+        Whether torch objects determine which part of a tensor they receive.
     mmap, verify, missing, progress
         As for `load`.
     """
@@ -221,19 +221,19 @@ class LoadRequest(NamedTuple):
 
 
 class Loader:
-    """The load of one root.
+    """Loads one root.
 
     Parameters
     ----------
     request : LoadRequest
         What to load.
     manifest : Manifest
-        Of the root.
+        The root's manifest.
 
     Raises
     ------
     FormatError, ChecksumError, StoreError
-        An index cannot be read; or, with ``verify="first"``, any file.
+        An index cannot be read or, with ``verify="first"``, a shard file is damaged.
     """
 
     def __init__(self, request: LoadRequest, manifest: Manifest) -> None:
@@ -249,11 +249,11 @@ class Loader:
 
     @property
     def catalog(self) -> Any:
-        """What was read of the indexes; `Indexes.need` comes before anything is loaded."""
+        """The merged index of the ranks read so far; call `Indexes.need` before loading."""
         return self.indexes.catalog
 
     def load_new(self, section: int, keys: list[str], cutting: Any) -> dict[str, Any]:
-        """Return new arrays, or views of the files."""
+        """Return new arrays or, with mmap, views of the files."""
         mmap = self.request.mmap
         return self.catalog.load(  # type: ignore[no-any-return]
             self.folder,
@@ -266,9 +266,9 @@ class Loader:
         )
 
     def names_fit(self, section: int, keys: list[str], filling: Any, names: Names) -> list[str]:
-        """Return the keys to read into a filling; refuse other names.
+        """Return the keys to read into a target; raise if names do not match.
 
-        Names that were asked for are meant on both sides: each must arrive, and be filled.
+        With `names`, each selected name must exist in the checkpoint and in the target.
         """
         have = set(keys)
         known = filling.known
@@ -277,7 +277,7 @@ class Loader:
         unexpected = [name for name in keys if name not in known]
         lenient = section == 1 and self.request.missing != "error"
         if unexpected or (lacking and not lenient):
-            raise _refuse([] if lenient else lacking, unexpected, unfilled, self.folder)
+            raise _names_error([] if lenient else lacking, unexpected, unfilled, self.folder)
         if self.request.missing == "zeros":
             for name in lacking:
                 filling.zero(name)
@@ -286,7 +286,7 @@ class Loader:
     def shape_of(
         self, shape: tuple[int, ...], layout: Steps, axes: tuple[int | None, ...] | None
     ) -> tuple[int, ...]:
-        """Return the shape of what goes into memory that does not say which part it is."""
+        """Return the shape to load into a target that does not know its part of the tensor."""
         steps, index, world = self.request.cutting
         if self.request.own or (steps is None and (world == 0 or len(layout) != 1)):
             return shape
@@ -297,8 +297,8 @@ class Loader:
         return Layout._of(steps).shape(shape, index)
 
     def cuts(self, filling: Any, keys: list[str]) -> Any:
-        """What the core is to know of how tensors are cut: all alike, or each for itself."""
-        if isinstance(filling, _Filling):
+        """Return how tensors are cut, for the core: one cut for all keys, or a list by key."""
+        if isinstance(filling, _ArrayTarget):
             return self.request.cutting
         if self.request.own:
             return filling.cuts(keys)
@@ -306,7 +306,7 @@ class Loader:
         return self.request.cutting
 
     def check(self, section: int, filling: Any, keys: list[str], cuts: Any) -> None:
-        """Refuse what `fill` would, before anything is changed."""
+        """Raise the errors of `fill` about shapes and dtypes, before anything is changed."""
         self.catalog.fits(self.folder, section, keys, cuts, filling.arrays)
 
     def fill(self, section: int, filling: Any, keys: list[str], cuts: Any) -> None:
@@ -317,10 +317,12 @@ class Loader:
         filling.done()
 
     def lacking(self, keys: list[list[str]]) -> dict[str, tuple[str, str]]:
-        """States of their parameter's shape that others have: that parameter, and such a one.
+        """Return the optimizer states that the checkpoint lacks.
 
-        `keys` are those of both sections that are loaded. Of a torch optimizer, what it does
-        not train needs no states.
+        A parameter lacks a state if another parameter has it, with that parameter's shape. The
+        result maps the lacking key to its parameter and to the key of an existing state of that
+        name. `keys` are the loaded keys of both sections. If the saved optimizer lists the
+        parameters that it trains, only these are considered.
         """
         saved = _restore(self.manifest.optimizer, {}, self.folder)
         groups = getattr(saved, "param_groups", ())
@@ -343,13 +345,13 @@ class Loader:
         }
 
     def refuse_lacking(self, keys: list[list[str]]) -> None:
-        """With ``missing="error"``, say which states the checkpoint lacks."""
+        """With ``missing="error"``, raise if the checkpoint lacks optimizer states."""
         lacking = list(self.lacking(keys)) if self.request.missing == "error" else []
         if lacking:
-            raise _refuse(lacking, [], [], self.folder)
+            raise _names_error(lacking, [], [], self.folder)
 
     def add_zeros(self, keys: list[list[str]], parameters: Any, arrays: dict[str, Any]) -> None:
-        """Give parameters the states that they lack, as zeros."""
+        """Add the lacking states of parameters as zeros."""
         import numpy as np
 
         for key, (name, like) in self.lacking(keys).items():
@@ -360,11 +362,11 @@ def _restore(kind: dict[str, Any] | None, arrays: dict[str, Any], path: str) -> 
     return None if kind is None else restore_kind(arrays, kind, path)
 
 
-def _numbered(loader: Loader, keys: list[str], optimizer: Any, module: Any) -> bool:
-    """Whether an optimizer's states go by the order of its parameters, and not by names."""
+def _is_numbered(loader: Loader, keys: list[str], optimizer: Any, module: Any) -> bool:
+    """Return whether optimizer states are identified by parameter order instead of names."""
     every = loader.catalog.keys(1)
     if every and all(map(_NUMBERED.match, every)):
-        # then that order is what torch goes by too
+        # the module's parameter order is then also torch's order
         return module is not None or any("param_names" in g for g in optimizer.param_groups)
     if keys and module is None and not all("param_names" in g for g in optimizer.param_groups):
         raise CompatibilityError(
@@ -375,10 +377,10 @@ def _numbered(loader: Loader, keys: list[str], optimizer: Any, module: Any) -> b
     return False
 
 
-def _optimizer_filling(
+def _optimizer_target(
     loader: Loader, keys: list[str], optimizer: Any, module: Any, chosen_names: Names
 ) -> Any:
-    """Where a torch optimizer has its states; those that it has not yet are made."""
+    """Return the states of a torch optimizer as targets; create those that do not exist yet."""
     chosen = set(keys)
     found = loader.catalog.tensors()
     records = {
@@ -387,7 +389,7 @@ def _optimizer_filling(
         if section == "optim_state" and key in chosen
     }
     names = module
-    if _numbered(loader, keys, optimizer, module):
+    if _is_numbered(loader, keys, optimizer, module):
         names = [f"param_{i}" for i in range(sum(len(g["params"]) for g in optimizer.param_groups))]
 
     def read(wanted: list[str]) -> dict[str, Any]:
@@ -396,7 +398,7 @@ def _optimizer_filling(
         return loader.load_new(1, wanted, whole)
 
     saved: Any = _restore(loader.manifest.optimizer, {}, loader.folder)
-    if not hasattr(saved, "param_groups"):  # it was saved as a plain dict
+    if not hasattr(saved, "param_groups"):  # the optimizer was saved as a plain dict
         saved = OptimizerStateDict()
 
     def meant(others: list[str]) -> list[str]:
@@ -406,8 +408,8 @@ def _optimizer_filling(
     return fill(optimizer, module, records, saved, read, names, meant)
 
 
-def _fillings(loader: Loader, targets: list[Any]) -> list[_Ready]:
-    """Return section, filling, keys and cuts of each target; raise if one does not fit."""
+def _prepare_targets(loader: Loader, targets: list[Any]) -> list[_Ready]:
+    """Return section, target, keys and cuts of each target; raise if one does not match."""
     ready: list[_Ready] = []
     names, keys = chosen_keys(loader.catalog, loader.request.names, loader.folder)
     module = targets[0] if is_module(targets[0]) else None
@@ -418,9 +420,9 @@ def _fillings(loader: Loader, targets: list[Any]) -> list[_Ready]:
         if module is not None and target is module:
             filling = backend_of(module).fill_module(module)
         elif is_optimizer(target):
-            filling = _optimizer_filling(loader, keys[section], target, module, names)
+            filling = _optimizer_target(loader, keys[section], target, module, names)
         else:
-            filling = _Filling(target)
+            filling = _ArrayTarget(target)
         chosen = loader.names_fit(section, keys[section], filling, names)
         ready.append((section, filling, chosen, loader.cuts(filling, chosen)))
     if targets[1] is not None:
@@ -432,7 +434,7 @@ def _fillings(loader: Loader, targets: list[Any]) -> list[_Ready]:
 
 
 def _drop_tied_keys(ready: list[_Ready]) -> list[_Ready]:
-    """Drop keys whose array shares its memory with a later key: all are filled together."""
+    """Drop keys whose array shares memory with a later key: one read fills both."""
     tied = _core.targets_tied([(keys, filling.arrays) for _, filling, keys, _ in ready])
     found = []
     for (section, filling, keys, cuts), others in zip(ready, tied, strict=True):
@@ -445,7 +447,7 @@ def _drop_tied_keys(ready: list[_Ready]) -> list[_Ready]:
 
 
 def _targets(manifest: Manifest, into: Any, folder: str) -> list[Any]:
-    """Where the two sections go; an error for one that was not saved."""
+    """Return the targets of the two sections; raise if a target's section was not saved."""
     found: list[Any] = []
     for name, kind in (("model", manifest.model), ("optimizer", manifest.optimizer)):
         found.append(_target(into, name))
@@ -457,16 +459,16 @@ def _targets(manifest: Manifest, into: Any, folder: str) -> list[Any]:
 
 
 def _load_into_targets(loader: Loader) -> LoadedState:
-    """Fill the arrays of ``into``, after all of them were checked."""
+    """Check all arrays of ``into``, then fill them."""
     manifest = loader.manifest
     targets = _targets(manifest, loader.request.into, loader.folder)
-    for one in _fillings(loader, targets):
+    for one in _prepare_targets(loader, targets):
         loader.fill(*one)
     return LoadedState(targets[0], targets[1], manifest.metadata, manifest.step)
 
 
 def _load_new_state(loader: Loader) -> LoadedState:
-    """Load new arrays, or views of the files."""
+    """Load new arrays or, with mmap, views of the files."""
     manifest = loader.manifest
     _, chosen = chosen_keys(loader.catalog, loader.request.names, loader.folder)
     loader.refuse_lacking(chosen)
@@ -497,7 +499,7 @@ def _has_torch(into: Any) -> bool:
 def _load_together(group: ProcessGroup, request: LoadRequest) -> LoadedState:
     """Fill the torch objects of all ranks from one checkpoint, or raise on all ranks.
 
-    No rank changes anything before all ranks have checked that everything fits.
+    No rank changes anything before every rank has checked its targets.
     """
 
     def agree_on(manifest: Manifest | None, error: BaseException | None, attempt: int) -> bool:
@@ -520,7 +522,7 @@ def _load_together(group: ProcessGroup, request: LoadRequest) -> LoadedState:
             manifest = _folder.read_manifest(request.folder, request.root)
             loader = Loader(request, manifest)
             targets = _targets(manifest, request.into, request.folder)
-            ready = _fillings(loader, targets)
+            ready = _prepare_targets(loader, targets)
         except BaseException as caught:
             error = caught
         if not agree_on(manifest, error, attempt):
@@ -543,7 +545,7 @@ def ranks_of(
     layout: Layout | str | None,
     group: ProcessGroup | None,
 ) -> tuple[Steps | None, int, int]:
-    """Return which part is wanted: steps, index, world (0: all of everything)."""
+    """Return the part to load: steps, index, world (0: all of every tensor)."""
     if group is not None:
         check_group(group)
         if rank is not None or world_size is not None:
@@ -569,7 +571,7 @@ def ranks_of(
 
 
 def _verify_all(folder: str, catalog: Any) -> None:
-    """Read and compare all files; raise the first problem."""
+    """Read and verify all files; raise the first problem."""
     from ._verify import Problem
 
     _, problems = catalog.verify(folder, None)
@@ -593,7 +595,7 @@ def load_checkpoint(
     missing: str = "skip",
     progress: Callable[[int], object] | None = None,
 ) -> LoadedState:
-    """Load one root; see `mlstate.load`. `_manifest` is the root, if it was read."""
+    """Load one root; see `mlstate.load`. `_manifest` is its manifest if already read."""
     folder = local_folder(path)
     cutting = ranks_of(rank, world_size, layout, group)
     listed = None if names is None else listed_names(names)
@@ -644,85 +646,87 @@ def load(
     progress: Callable[[int], object] | None = None,
 ) -> LoadedState:
     """
-    Load a checkpoint, all of it or any part.
+    Load a checkpoint, or any part of it.
 
     Parameters
     ----------
     path : str or os.PathLike
-        Its folder.
+        Folder of the checkpoint.
     names : str or iterable of str, optional
-        Which tensors: the name of a parameter (with its optimizer states), of a layer (all
-        below it), of one tensor, or a glob (``"layers.*.weight"``) where nothing has that very
-        name.
+        Tensors to load. Each name is a parameter (selects its optimizer states too), a layer
+        (selects everything below it), or one tensor. An exact name wins, even ``"w[0]"``; any
+        other string is a glob such as ``"layers.*.weight"``.
     rank, world_size : int, optional
-        Load the part of one rank only. Without `layout`, tensors are cut in the way in which
-        they were saved, for `world_size` ranks; those that were saved whole are loaded whole.
+        Load only the part of one rank. Without `layout`, tensors are cut as they were saved,
+        for `world_size` ranks; tensors that were saved whole are loaded whole.
     layout : Layout, "rows", "flat" or "whole", optional
-        How to cut, whatever they were saved as. Optimizer states are cut along the same axes as
-        their parameter, in so far as they have them.
+        Layout to load, independent of the saved layout. Optimizer states are cut along the same
+        axes as their parameter, as far as they have these axes.
     group : ProcessGroup, optional
-        In place of `rank` and `world_size`. The ranks need not wait for each other, but for
-        torch modules and optimizers in `into`: there all ranks call this, and hear of each
-        other, before anything is changed, whether all fits and is of one checkpoint.
+        Alternative to `rank` and `world_size`. The ranks do not wait for each other, except if
+        `into` holds torch modules or optimizers. Then all ranks must call `load`; before
+        anything is changed, they check together that every target matches and that all read
+        the same checkpoint.
     into : mapping or object, optional
-        ``{"model": state, "optimizer": state}``, or something with these attributes: arrays
-        that exist, of the right shape and dtype, are filled; no new ones are made. Torch
-        modules and optimizers are filled in place, of DDP, FSDP2 and FSDP1 too: they know
-        which part of a tensor they have, so `group`, `rank` and `layout` do not cut for them
-        (a `rank` or `layout` that is given cuts for modules that are not sharded). States
-        that an optimizer has not made yet are made; its groups get the values that were
-        saved. Nothing is loaded for one that is absent. With `names`, what they mean must be
-        on both sides; all else in `into` stays as it is.
+        ``{"model": state, "optimizer": state}``, or an object with these attributes. Existing
+        arrays of the right shape and dtype are filled, and no new ones are made. Torch modules
+        and optimizers are filled in place, including DDP, FSDP2 and FSDP1 modules. Sharded modules
+        know their part of each tensor, so `group`, `rank` and `layout` do not cut for them; a
+        given `rank` or `layout` cuts for modules that are not sharded. Optimizer states that do
+        not exist yet are created, and the optimizer's groups receive the saved values. A
+        section without a target is not loaded. With `names`, the selected names must exist in
+        the checkpoint and in `into`; everything else in `into` is unchanged.
     mmap : bool, default False
-        Return read-only arrays over the mapped files: nothing is read before it is touched.
-        Tensors whose part lies in several shards, or in a sparse one, are put together in new
+        Return read-only arrays over memory-mapped files: data is read on first access. Tensors
+        whose part spans several shards, or a sparse or compressed one, are assembled in new
         memory.
     verify : bool or "first", default True
-        Compare checksums while reading. Of a mapping, and with False, nothing is compared.
-        ``"first"``: read and compare the whole checkpoint before anything else is done.
+        Verify checksums while reading. Mapped arrays are not verified. With ``"first"``, the
+        whole checkpoint is read and verified before anything is loaded.
     missing : {"skip", "zeros", "error"}, default "skip"
-        What to do about optimizer states that were not saved, such as those of parameters that
-        have none: leave them out, make them zeros, or refuse. They are those that other
-        parameters have, in their own shape; where the saved optimizer says which parameters it
-        trains, of these. With `into`, also those that are there: ``"skip"`` leaves arrays as
-        they are, and lets a torch optimizer forget such states: it makes them anew.
+        How to treat optimizer states that the checkpoint lacks: leave them out, make them
+        zeros, or raise. A parameter lacks a state if another parameter has it with that
+        parameter's shape. If the saved optimizer lists the parameters that it trains, only
+        these are considered. With `into`, states that exist in `into` and were not saved are
+        lacking too: ``"skip"`` leaves such arrays unchanged, and removes such states from a
+        torch optimizer, which then creates them anew.
     progress : callable, optional
         As for `save`.
 
     Returns
     -------
     LoadedState
-        ``model``, ``optimizer``, ``metadata``, ``step``. Each state is of the class that was
-        saved. Many arrays below 4 MiB are views of blocks that they share, of 4 to 20 MiB; a
-        block lives as long as any of its arrays. bfloat16 and 8-bit floats are what
-        `load_file` returns for them.
+        ``model``, ``optimizer``, ``metadata``, ``step``. Each state has the class that was
+        saved. Arrays below 4 MiB may be views of shared blocks of 4 to 20 MiB; a block stays
+        allocated as long as any of its arrays exists. bfloat16 and 8-bit floats have the dtypes
+        that `load_file` returns.
 
     Raises
     ------
     StoreError
-        The system refused; a `FileNotFoundError` too where there is no checkpoint.
+        The operating system refused. Also a `FileNotFoundError` if there is no checkpoint.
     FormatError
-        The manifest, an index or a file is not what it should be, or not all of a tensor was
-        stored.
+        The manifest, an index or a file is malformed, or a part of a tensor was not stored.
     ChecksumError
         Bytes changed since they were written. (A `FormatError`.)
     TensorNotFoundError
-        One of `names` means nothing. (A `KeyError`.)
+        One of `names` matches no tensor. (A `KeyError`.)
     CompatibilityError
-        `into` has other names, shapes or dtypes. Nothing was changed.
+        `into` has other names, shapes or dtypes. `into` is unchanged.
     TypeError, ValueError
-        As `save`, of the torch objects in `into`; arrays of `into` are read-only, or share
+        A torch object in `into` is refused for one of the reasons of `save`, or arrays of
+        `into` are read-only or overlap without being the same array. `into` is unchanged.
         memory and are not the same array. Nothing was changed.
 
     Notes
     -----
-    Only the byte ranges that are wanted are read; where they are verified, the checksummed
-    blocks of 1 MiB that hold them. Memory is asked for once the files were seen to be there. A
-    checksum that does not match is found while reading: ``into`` then holds anything, unless
-    ``verify="first"``. An array that is in `into` under several names of a section, as tied
-    weights are, is filled for the last of them. Views with gaps are filled when all else is
-    read, in their order. A file that is cut short while a mapping of it is in use ends the
-    process (SIGBUS), as with every mapping; mlstate never does that to its files.
+    Only the requested byte ranges are read; with verification, all checksummed 1 MiB blocks
+    that contain them. Memory is allocated after the files were opened. A checksum mismatch is
+    found while reading: `into` then has undefined content, unless ``verify="first"``. If an
+    array is in `into` under several names of a section, such as tied weights, it receives the
+    value of the last name. Non-contiguous targets are filled last, in their order. If a file is
+    truncated while it is mapped, access ends the process (SIGBUS), as with every mapping;
+    mlstate never truncates its files.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Steps of a run in one folder; public through `mlstate.checkpoint`."""
+"""Manage the steps of a run in one folder; public through `mlstate.checkpoint`."""
 
 from __future__ import annotations
 
@@ -41,34 +41,33 @@ _SHOWN = 20  # steps in a warning
 class CheckpointManager:
     """Checkpoints of a run, by step, in one folder.
 
-    Steps share the files of what did not change between them. `mlstate.save` refuses the folder
-    once it holds steps.
+    Steps share the files of unchanged shards. `mlstate.save` refuses a folder that holds steps.
 
     Parameters
     ----------
     directory : str or os.PathLike
-        The folder; made with the first save.
+        The folder; the first save creates it.
     keep : int or None, default None
-        How many of the newest steps `save` and `save_async` keep; they delete older ones. None:
-        every step stays. A damaged step does not count: one whose files are missing or have
-        another length, or that `restore` or `restore_latest` of this manager found damaged. It
-        stays until it is older than `keep` steps that can be loaded.
+        Number of newest steps to keep; `save` and `save_async` delete older ones. None keeps
+        every step. A damaged step does not count: files are missing or have another length, or
+        `restore` or `restore_latest` of this manager found damage. It stays until `keep` newer
+        steps can be loaded.
 
     Warns
     -----
     UserWarning
-        `keep` deletes steps that this manager did not save. The warning comes once, names the
-        steps, and comes before the first such deletion; every rank of a group warns.
+        `keep` will delete steps that this manager did not save. The warning is issued once,
+        before the first such deletion, and names the steps; every rank of a group warns.
 
     Raises
     ------
     ValueError
-        `keep` is below 1.
+        `keep` is less than 1.
 
     Notes
     -----
-    Threads may share a manager: `save`, `save_async`, `delete` and `close` of one thread wait for
-    those of another. With a group of several ranks, save from one thread of each rank.
+    Threads may share a manager: `save`, `save_async`, `delete` and `close` exclude each other.
+    With a group of several ranks, save from one thread of each rank.
 
     Examples
     --------
@@ -97,7 +96,7 @@ class CheckpointManager:
         self._lock, self._pid = threading.RLock(), os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None, "_pid": None}  # `_turn` makes a new lock
+        return {**self.__dict__, "_lock": None, "_pid": None}  # `_turn` creates a new lock
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -108,15 +107,16 @@ class CheckpointManager:
         except Exception as error:
             if raised is None:
                 raise
-            text = f"{type(error).__name__}: {error}"  # what the block raised goes on
+            text = f"{type(error).__name__}: {error}"  # the exception of the block continues
             raised.add_note(f"a save that was under way has failed, too: {text}")
 
     def close(self) -> None:
-        """Wait for a save that is under way, and give back the memory for copies.
+        """Wait for a running save, and free the memory for copies.
 
         Raises
         ------
-        As `save_async`'s handle, where that save failed and nobody was told yet.
+        StoreError, CollectiveError, ...
+            The running save failed, and no call has raised its error yet.
 
         Examples
         --------
@@ -130,17 +130,18 @@ class CheckpointManager:
     def _turn(self, group: ProcessGroup | None) -> AbstractContextManager[object]:
         """Return the lock that lets one thread at a time save.
 
-        Ranks that are threads can share a manager. They save at the same time, so they get none.
+        Ranks that are threads may share a manager and must save at the same time, so with a
+        group the lock is a no-op.
         """
         under_way = self._under_way
         if under_way is not None:
             under_way._job.refuse_own_thread()
-        if self._pid != os.getpid():  # in the parent another thread may have held the lock
+        if self._pid != os.getpid():  # a thread of the parent may have held the lock
             self._lock, self._pid = threading.RLock(), os.getpid()
         return self._lock if getattr(group, "world_size", 1) == 1 else nullcontext()
 
     def _settle(self) -> None:
-        """Wait for the save that is under way; raise its error if nobody was told yet."""
+        """Wait for the running save; raise its error unless a call has raised it before."""
         under_way = self._under_way
         if under_way is not None:
             under_way._settle()
@@ -155,15 +156,15 @@ class CheckpointManager:
         manifests = [manifest for _, manifest in self._roots()]
         return manager_html(f"CheckpointManager({self.directory!r}, keep={self.keep})", manifests)
 
-    # -- what there is
+    # -- existing steps
 
     def _roots(
         self, unread: type[MLStateError] = MLStateError, newest: Manifest | None = None
     ) -> _Roots:
-        """Return the roots that can be read, the oldest first; of one step, the newest.
+        """Return the readable roots, oldest first; if a step has several, only the newest.
 
-        Reading may fail with `unread`; other errors are raised. The root of `newest` is not
-        read again.
+        Errors of class `unread` skip a root; other errors are raised. The root of `newest` is
+        not read again.
         """
         found: dict[int | None, tuple[_folder.Root, Manifest]] = {}
         for root in _folder.list_roots(self.directory):
@@ -181,7 +182,7 @@ class CheckpointManager:
         return list(found.values())
 
     def steps(self) -> list[int]:
-        """Return the steps that are there, in the order in which they were saved.
+        """Return the existing steps, in the order of their saves.
 
         Examples
         --------
@@ -192,7 +193,7 @@ class CheckpointManager:
         return [m.step for _, m in self._roots() if m.step is not None]
 
     def latest_step(self) -> int | None:
-        """Return the step that was saved last, or None.
+        """Return the step that was saved last, or None if there are no steps.
 
         Examples
         --------
@@ -204,7 +205,7 @@ class CheckpointManager:
         return steps[-1] if steps else None
 
     def checkpoint(self, step: int) -> Checkpoint:
-        """Return what was saved at a step.
+        """Return the checkpoint of a step.
 
         Parameters
         ----------
@@ -214,7 +215,7 @@ class CheckpointManager:
         Raises
         ------
         StoreError
-            There is no such step; a `FileNotFoundError` too.
+            The step does not exist; also a `FileNotFoundError`.
 
         Examples
         --------
@@ -256,17 +257,17 @@ class CheckpointManager:
         progress: Callable[[int], object] | None = None,
         lock_timeout: float = 0,
     ) -> Checkpoint:
-        """Save a step, and give up the oldest ones beyond `keep`.
+        """Save a step, and delete the oldest steps beyond `keep`.
 
         Parameters
         ----------
         step : int
-            Which; saving a step again replaces it once the new one is committed.
+            The step. Saving a step again replaces it when the new one is committed.
         model, optimizer, metadata, group, layout, pack_below_bytes, progress, lock_timeout
             As for `mlstate.save`.
         sparse, incremental, compress
-            As for `mlstate.save`. Steps share layers as they share files: files that a newer
-            step needs stay when the oldest steps are deleted.
+            As for `mlstate.save`. Steps share layers in the same way as files: files that a
+            newer step needs stay when the oldest steps are deleted.
 
         Returns
         -------
@@ -275,9 +276,10 @@ class CheckpointManager:
 
         Raises
         ------
-        As `mlstate.save`, and as a save of `save_async` that nobody has waited for: that one
-        is waited for first. StoreError, `errno.EEXIST`, where the folder has no steps but a
-        checkpoint of `mlstate.save`, which would be replaced.
+        StoreError, CollectiveError, ...
+            As for `mlstate.save`. A running `save_async` is waited for first, and its error is
+            raised if no call has raised it yet. Also StoreError (``errno.EEXIST``) if the folder
+            holds a checkpoint of `mlstate.save` and no steps.
 
         Examples
         --------
@@ -328,9 +330,9 @@ class CheckpointManager:
         progress: Callable[[int], object] | None = None,
         lock_timeout: float = 0,
     ) -> SaveHandle:
-        """Begin to save a step, and return while it is written.
+        """Start to save a step, and return while it is written.
 
-        One save is under way at a time: the one before is waited for first. The memory for
+        Only one save runs at a time: the previous one is waited for first. The memory for
         copies is kept for the next save, until `close`.
 
         Parameters
@@ -343,12 +345,14 @@ class CheckpointManager:
         Returns
         -------
         SaveHandle
-            Its `staged` returns when the state may be changed.
+            Its `staged` returns when the state may change.
 
         Raises
         ------
-        As `mlstate.checkpoint.save_async`, as `save` for the folder's sake, and as the save
-        before if that one failed and nobody was told yet; then nothing new is begun.
+        StoreError, CollectiveError, ...
+            As for `mlstate.checkpoint.save_async`, and as for `save` about the folder. If the
+            previous save failed and no call has raised its error yet, the error is raised here
+            and no save is started.
 
         Examples
         --------
@@ -373,7 +377,7 @@ class CheckpointManager:
                 self._staging = OwnStaging(kept=True)
 
             def keep(handle: SaveHandle) -> None:
-                # before it begins: an interrupt leaves none that is unknown
+                # before the save starts, so that an interrupt cannot lose a running save
                 self._under_way = handle
                 self._own.add(step)
 
@@ -399,7 +403,7 @@ class CheckpointManager:
             )
 
     def _refuse_other(self, group: ProcessGroup | None) -> None:
-        """Leave a checkpoint alone that is no step; each rank finds the same here."""
+        """Refuse a folder whose checkpoint is not a step; each rank gets the same result."""
         found = False
         with _if_alone(group):
             found = _holds_no_steps(self.directory)
@@ -411,12 +415,12 @@ class CheckpointManager:
             )
 
     def _warn_of_deletions(self, step: int, group: ProcessGroup | None) -> None:
-        """Warn once, before a save begins, if `keep` deletes steps of another manager."""
+        """Warn once, before a save starts, if `keep` deletes steps of another manager."""
         if self.keep is None or self._has_warned:
             return
         found: list[int | None] = []
         count = 0
-        # rank 0 alone looks at files, when it deletes: not every rank at those of all
+        # only rank 0 looks at files, when it deletes: reads must not multiply with the ranks
         look = group is None or group.world_size == 1
         with _if_alone(group):
             roots = [root for root in self._roots(FormatError) if root[1].step != step]
@@ -433,14 +437,14 @@ class CheckpointManager:
             f"{steps_text(foreign, _SHOWN)}{more}; keep=None keeps every step",
             stacklevel=3,
         )
-        self._has_warned = True  # not if the warning was raised: then nothing is deleted
+        self._has_warned = True  # not set if the warning was raised: then nothing is deleted
 
     def _retain(self, newest: Manifest) -> dict[str, Manifest]:
-        """Give up roots: of a step that was saved again, and those beyond `keep`.
+        """Delete roots: replaced ones of a step saved again, and those beyond `keep`.
 
         Returns the manifests of the other roots by path.
         """
-        # a root that the system does not let us read now may be good: nothing is given up
+        # a root that cannot be read now because of an I/O error may be good, so it stays
         old, kept = self._superseded(newest.generation, self._roots(FormatError, newest))
         _folder.delete_roots(self.directory, old)
         return kept
@@ -448,7 +452,7 @@ class CheckpointManager:
     def _superseded(
         self, newest: str, roots: _Roots
     ) -> tuple[list[_folder.Root], dict[str, Manifest]]:
-        """Return the roots to give up, never that of the newest generation, and the others."""
+        """Return the roots to delete, without generation `newest`, and the kept ones."""
         keep = len(roots) if self.keep is None else self.keep
         count = self._count_old(roots, keep, newest)
         kept = {root.path: manifest for root, manifest in roots[count:]}
@@ -459,10 +463,10 @@ class CheckpointManager:
         return old, kept
 
     def _count_old(self, roots: _Roots, keep: int, newest: str = "", look: bool = True) -> int:
-        """How many of the oldest roots are older than the newest `keep` that can be loaded.
+        """Return how many of the oldest roots precede the newest `keep` loadable ones.
 
-        The generation `newest` was written just now. `look`: find out which files exist; else
-        only known damage counts.
+        The generation `newest` was written just now. If `look` is false, files are not checked
+        and only known damage counts.
         """
         if keep >= len(roots):
             return 0
@@ -477,7 +481,7 @@ class CheckpointManager:
         return 0
 
     def _can_load(self, manifest: Manifest) -> bool:
-        """Whether no damage is known and all files have their lengths; indexes are read once."""
+        """Return whether a step has no known damage and complete files; indexes are read once."""
         if manifest.generation in self._damaged:
             return False
         sizes = self._files.get(manifest.generation)
@@ -491,23 +495,22 @@ class CheckpointManager:
         return _folder.has_files(self.directory, sizes)
 
     def delete(self, step: int, *, lock_timeout: float = 0) -> None:
-        """Delete a step, and the files that no other needs.
+        """Delete a step, and the files that no other step needs.
 
         Parameters
         ----------
         step : int
-            One of `steps`, but not the last one that was saved.
+            One of `steps`, except the step that was saved last.
         lock_timeout : float, default 0
-            Seconds to wait while another process writes.
+            Seconds to wait for another process that is writing in the folder.
 
         Raises
         ------
         ValueError
-            It is the last one.
+            `step` is the step that was saved last.
         StoreError
-            There is no such step, or another process is writing.
-        As `save`
-            A save of `save_async` failed that nobody has waited for.
+            The step does not exist, or another process is writing. Also the error of a failed
+            `save_async` that no call has raised yet.
 
         Examples
         --------
@@ -544,7 +547,7 @@ class CheckpointManager:
         step : int
             One of `steps`.
         **keywords
-            Those of `mlstate.load`.
+            Keywords of `mlstate.load`.
 
         Returns
         -------
@@ -553,7 +556,8 @@ class CheckpointManager:
 
         Raises
         ------
-        As `checkpoint` and `mlstate.load`.
+        StoreError, FormatError, ...
+            As for `checkpoint` and `mlstate.load`.
 
         Examples
         --------
@@ -574,27 +578,27 @@ class CheckpointManager:
             raise
 
     def restore_latest(self, **keywords: Any) -> LoadedState:
-        """Load the newest step that is good.
+        """Load the newest step that is not damaged.
 
-        A step that is damaged is passed over with a warning, as far as that is noticed: by
-        its checksums, unless ``verify=False``.
+        A damaged step is skipped with a warning. Damage is detected by checksums, unless
+        ``verify=False``.
 
         Parameters
         ----------
         **keywords
-            Those of `mlstate.load`. With a group every rank loads the same step.
+            Keywords of `mlstate.load`. With a group every rank loads the same step.
 
         Returns
         -------
         LoadedState
-            The state; ``step`` says which.
+            The state; its ``step`` is the loaded step.
 
         Raises
         ------
         StoreError
-            There is no step at all; a `FileNotFoundError` too.
+            There are no steps; also a `FileNotFoundError`.
         FormatError, ChecksumError
-            No step is good: what is wrong with the newest one.
+            Every step is damaged; the error describes the newest step.
 
         Examples
         --------
@@ -608,7 +612,7 @@ class CheckpointManager:
         group = keywords.get("group")
         first: MLStateError | None = None
         tried: list[str] | None = None
-        # a writer may have given up all of them meanwhile, for newer ones
+        # a writer may have deleted all of these roots and committed newer ones
         while (roots := _agreed_roots(self.directory, group)) != tried:
             tried, first = roots, None
             for root in reversed(roots):
@@ -617,7 +621,7 @@ class CheckpointManager:
                     return state
                 self._damaged.add(root.split(".")[-2])
                 is_there = os.path.lexists(os.path.join(self.directory, root))
-                if error is not None and is_there:  # else a writer has given it up
+                if error is not None and is_there:  # else a writer has deleted it
                     log("WARNING", "%s: %s cannot be restored: %s", self.directory, root, error)
                     warnings.warn(f"{root} cannot be restored: {error}", stacklevel=2)
                 first = first or error
@@ -633,33 +637,33 @@ _OTHER = "the folder holds a checkpoint of mlstate.save, which is no step"
 
 
 def _if_alone(group: ProcessGroup | None) -> AbstractContextManager[None]:
-    """Raise errors of the folder in a job of one rank only: several ranks meet before they do."""
+    """Suppress the folder's errors if there are several ranks: these must first communicate."""
     alone = group is None or group.world_size == 1
     return nullcontext() if alone else suppress(StoreError)
 
 
 def _holds_no_steps(folder: str) -> bool:
-    """Whether there is a checkpoint, but none that a manager saved."""
+    """Return whether a folder has a checkpoint, but no steps of a manager."""
     there = os.path.lexists(os.path.join(folder, _folder.MANIFEST))
     return there and not _folder.list_roots(folder)
 
 
 def find_root(folder: str, step: int) -> str:
-    """The root of a step; of a folder that keeps no steps, the one that there is."""
+    """Return the root of a step; in a folder without steps, its only root."""
     if not _folder.list_roots(folder) and _folder.read_manifest(folder).step == step:
         return _folder.MANIFEST
     return CheckpointManager(folder).checkpoint(step)._root
 
 
 def _tell(group: ProcessGroup | None, text: bytes) -> list[bytes]:
-    """What every rank says."""
+    """Gather a text from every rank."""
     if group is None or group.world_size == 1:
         return [text]
     return list(group.gather_bytes(text))
 
 
 def _agreed_roots(folder: str, group: ProcessGroup | None) -> list[str]:
-    """Roots as the first rank finds them: ranks that look at other times find others."""
+    """Return the roots that rank 0 lists; ranks that list at other times may differ."""
     names: list[str] = []
     error: MLStateError | None = None
     if group is None or group.rank == 0:
@@ -680,7 +684,7 @@ def _agreed_roots(folder: str, group: ProcessGroup | None) -> list[str]:
 def _try_root(
     folder: str, root: str, keywords: dict[str, Any]
 ) -> tuple[LoadedState | None, MLStateError | None]:
-    """Load a root on all ranks, or on none: one that a rank cannot read is none for any."""
+    """Load a root on all ranks; if one rank cannot read it, every rank skips it."""
     group = keywords.get("group")
     state: LoadedState | None = None
     error: MLStateError | None = None
@@ -689,7 +693,7 @@ def _try_root(
     except (FormatError, StoreError) as caught:
         error = caught
     except BaseException:
-        _tell(group, b"stop")  # no other root would do: nobody is to wait for this rank
+        _tell(group, b"stop")  # trying other roots would not help: the others must not wait
         raise
     answers = _tell(group, b"good" if error is None else b"bad")
     if b"stop" in answers:

@@ -1,4 +1,4 @@
-"""What a checkpoint's folder holds that nobody needs; public through `mlstate.checkpoint`."""
+"""Delete unneeded files of a checkpoint's folder; public through `mlstate.checkpoint`."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 @set_module("mlstate.checkpoint")
 class PruneReport(NamedTuple):
-    """What `prune` deleted, or would delete.
+    """The steps and files that `prune` deleted, or would delete.
 
     Attributes
     ----------
     path : str
         The folder.
     dry_run : bool
-        Nothing was deleted.
+        Whether this was a dry run, which deletes nothing.
     steps : list of int or None
-        Steps that were given up, the oldest first; None: one that cannot be read.
+        Deleted steps, oldest first; None for a step that cannot be read.
     kept : list of int or None
         Steps that stay.
     files : dict of str to int
-        Deleted files by their paths in the folder, with their sizes in bytes.
+        Sizes in bytes of deleted files, by their paths in the folder.
 
     Examples
     --------
@@ -53,7 +53,7 @@ class PruneReport(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the files that were deleted."""
+        """Bytes of the deleted files."""
         return sum(self.files.values())
 
     def _title(self) -> str:
@@ -67,7 +67,7 @@ class PruneReport(NamedTuple):
 
 
 def _sizes(folder: str, names: Iterable[str]) -> dict[str, int]:
-    """Sizes of files, those that are gone excepted."""
+    """Return the sizes of files, without those that no longer exist."""
     sizes = {}
     for name in sorted(names):
         with suppress(FileNotFoundError):
@@ -78,7 +78,7 @@ def _sizes(folder: str, names: Iterable[str]) -> dict[str, int]:
 def _sort_out(
     folder: str, keep: int | None
 ) -> tuple[list[_folder.Root], list[int | None], list[int | None]]:
-    """Roots to give up, their steps, and the steps that stay."""
+    """Return the roots to delete, their steps, and the steps that stay."""
     manager = CheckpointManager(folder, keep=keep)
     newest = _folder.read_manifest(folder).generation
     old = [] if keep is None else manager._superseded(newest, manager._roots(FormatError))[0]
@@ -100,43 +100,43 @@ def prune(
     lock_timeout: float = 0,
 ) -> PruneReport:
     """
-    Delete what a checkpoint's folder holds that no checkpoint needs.
+    Delete the files of a checkpoint's folder that no checkpoint needs.
 
-    Every save does so for what it replaced; this is for what writers that were killed left
-    behind, and for keeping fewer steps than before.
+    Every save deletes the files that it replaced. Use this after a writer was killed, or to
+    keep fewer steps than before.
 
     Parameters
     ----------
     path : str or os.PathLike
         Folder of the checkpoint, or of a `CheckpointManager`.
-    keep : int, optional
-        How many of the newest steps are kept; older ones are given up, and so are those that
-        are damaged so that their step cannot be told. Steps with files that are missing or have
-        another length do not count. Default: all are kept.
+        Number of newest steps to keep. Older steps are deleted, and so are damaged ones whose
+        step number cannot be read. Steps with missing files, or files of another length, do
+        not count. Default: all steps are kept.
     dry_run : bool, default False
-        Delete nothing, and say what would be deleted.
+        Delete nothing, and return what would be deleted.
     lock_timeout : float, default 0
-        Seconds to wait while another process writes.
+        Seconds to wait for another process that is writing in the folder.
 
     Returns
     -------
     PruneReport
-        What was deleted.
+        The deleted steps and files.
 
     Raises
     ------
     ValueError
-        `keep` is below 1.
+        `keep` is less than 1.
     StoreError
-        There is no checkpoint, another process is writing it (EBUSY), or the system refused.
+        There is no checkpoint, another process is writing (EBUSY), or the operating system
+        refused.
     FormatError, ChecksumError
-        A manifest or an index that stays is damaged: then nobody knows what it needs, and
-        nothing is deleted.
+        A manifest or an index that stays is damaged, so the needed files are unknown. Nothing
+        is deleted.
 
     Notes
     -----
-    Files of other programs stay; `verify` lists them. The lock of writers is held, but not for
-    a dry run: that takes the files of a save at work for left over.
+    Files of other programs stay; `verify` lists them. The writers' lock is held, except in a
+    dry run: a dry run during a save counts the files of that save as unneeded.
 
     Examples
     --------
@@ -151,7 +151,7 @@ def prune(
     """
     folder = local_folder(path)
     timeout = check_timeout(lock_timeout)
-    _folder.read_manifest(folder)  # there is one: else nothing would be needed
+    _folder.read_manifest(folder)  # raises if there is no checkpoint: no file would be needed
     lock = None if dry_run else WriterLock(folder, timeout=timeout)
     with nullcontext() if lock is None else lock.acquire():
         old, steps, kept = _sort_out(folder, keep)
@@ -162,5 +162,5 @@ def prune(
             _folder.delete_roots(folder, old)
             _folder.discard_temporaries(folder)
             _folder.prune(folder)
-            lock.note(None)  # what a writer left unfinished is gone
+            lock.note(None)  # the unfinished files of a killed writer are deleted
     return PruneReport(folder, dry_run, steps, kept, sizes)

@@ -1,7 +1,7 @@
-"""Replica assignment: which rank writes an array that several ranks have.
+"""Replica assignment: which rank writes an array that several ranks hold.
 
-Ranks exchange a digest of what they save. If digests differ, the first rank of each digest
-sends its summary to all. So the bytes that are sent do not grow with the ranks that are alike.
+Ranks exchange digests of their states. If digests differ, the first rank with each digest sends
+its summary to all. So the bytes sent do not grow with the number of ranks that have equal states.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _SECTIONS = ("params", "optim_state")
 
 
 class Assignment(NamedTuple):
-    """What a rank has to write.
+    """The arrays that a rank must write.
 
     Attributes
     ----------
     mine : two frozensets of str, or None
-        The names of whole arrays that this rank writes, by section; None: all of them.
+        Names of the whole arrays that this rank writes, by section; None for all of them.
     copies : bytes
-        Names of shards that another rank must write, if this rank has to report them.
+        Names of shards that another rank must write, if this rank must report them.
     error : BaseException, optional
-        Why the ranks cannot save: this rank's error, or one that names another rank.
+        Reason why the ranks cannot save: this rank's error, or one that names another rank.
     """
 
     mine: tuple[frozenset[str], frozenset[str]] | None = None
@@ -47,25 +47,25 @@ class Assignment(NamedTuple):
 
 
 def _entries(model: _Dict, optimizer: _Dict) -> Iterator[tuple[str, Any]]:
-    """Iterate over all arrays by their names with section, such as ``0/w``."""
+    """Yield all arrays with their qualified names, such as ``0/w``: section and key."""
     for section, state in ((0, model), (1, optimizer)):
         for name, value in () if state is None else state.items():
             yield f"{section}/{name}", value
 
 
 def whole_names(model: _Dict, optimizer: _Dict) -> list[str]:
-    """Return the sorted names with section of all arrays that are not a `Shard`."""
+    """Return the sorted qualified names of all arrays that are not a `Shard`."""
     return sorted(name for name, v in _entries(model, optimizer) if not isinstance(v, Shard))
 
 
 def _replica_names(model: _Dict, optimizer: _Dict) -> list[str]:
-    """Return the sorted names with section of all shards that another rank writes."""
+    """Return the sorted qualified names of all shards that another rank writes."""
     entries = _entries(model, optimizer)
     return sorted(name for name, v in entries if isinstance(v, Shard) and v.replica > 0)
 
 
 def by_section(names: Iterable[str]) -> tuple[frozenset[str], frozenset[str]]:
-    """Divide names with section into those of the two sections."""
+    """Split qualified names into the names of the two sections."""
     names = list(names)
     return (
         frozenset(name[2:] for name in names if name[0] == "0"),
@@ -74,17 +74,17 @@ def by_section(names: Iterable[str]) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def _quote_name(name: str) -> str:
-    """Return a name with section as errors show it."""
+    """Return a qualified name in the form for error messages."""
     return f"{_SECTIONS[int(name[0])]} {name[2:]!r}"
 
 
-# ---- summaries: what must be the same on all ranks ----
+# ---- summaries: the properties that must agree between ranks ----
 
 
 def _array_facts(value: Any, known: dict[Any, str]) -> str:
-    """Return dtype and shape as a text, whichever library made the array; "" if it has none.
+    """Return dtype and shape as text, equal for all array libraries; "" without a dtype.
 
-    `known` has the texts of earlier arrays: many arrays of a model are alike.
+    `known` caches the texts, because many arrays of a model have the same dtype and shape.
     """
     try:
         facts = value.dtype, label_of(value.dtype), tuple(value.shape)
@@ -97,7 +97,7 @@ def _array_facts(value: Any, known: dict[Any, str]) -> str:
 
 
 def _summarize(model: _Dict, optimizer: _Dict, steps: Steps) -> _Summary:
-    """Return what other ranks have to know of the states that this rank saves."""
+    """Return the summary of this rank's states for other ranks."""
     known: dict[Any, str] = {}
     entries = sorted(_entries(model, optimizer), key=itemgetter(0))
     whole = {name: _array_facts(v, known) for name, v in entries if not isinstance(v, Shard)}
@@ -110,7 +110,7 @@ def _summarize(model: _Dict, optimizer: _Dict, steps: Steps) -> _Summary:
 
 
 def _compare_sections(rank: int, first: _Summary, other: int, found: _Summary) -> None:
-    """Refuse two ranks that give other arguments."""
+    """Raise ValueError if two ranks pass different arguments."""
     both = f"ranks {rank} and {other} do not save the same:"
     for what in ("model", "optimizer"):
         if found[what] != first[what]:
@@ -124,7 +124,7 @@ def _compare_sections(rank: int, first: _Summary, other: int, found: _Summary) -
 
 
 def _compare_names(rank: int, first: _Summary, other: int, found: _Summary) -> None:
-    """Refuse two ranks that lack arrays which a layout cuts."""
+    """Raise ValueError if one of two ranks lacks an array that a layout cuts."""
     lacking = found["whole"].keys() ^ first["whole"].keys()
     if lacking:
         raise ValueError(
@@ -134,7 +134,7 @@ def _compare_names(rank: int, first: _Summary, other: int, found: _Summary) -> N
 
 
 def _compare_arrays(summaries: dict[int, _Summary]) -> None:
-    """Refuse arrays of one name that have other dtypes or shapes."""
+    """Raise ValueError if arrays of one name have different dtypes or shapes."""
     seen: dict[str, tuple[int, str]] = {}
     for other, summary in summaries.items():
         for name, facts in summary["whole"].items():
@@ -148,7 +148,7 @@ def _compare_arrays(summaries: dict[int, _Summary]) -> None:
 
 
 def _compare(summaries: dict[int, _Summary], *, has_layout: bool) -> None:
-    """Refuse ranks that save different states: each of them raises the same error."""
+    """Raise ValueError if ranks save different states; every rank raises the same error."""
     (rank, first), *others = summaries.items()
     for other, found in others:
         _compare_sections(rank, first, other, found)
@@ -170,7 +170,7 @@ def _pack_local(
         try:
             summary = _summarize(model, optimizer, steps)
             replicas = _replica_names(model, optimizer)
-        except Exception as caught:  # other ranks wait for a message
+        except Exception as caught:  # must not raise here: other ranks wait for a message
             error = caught
     if error is not None:
         summary = {"error": f"{type(error).__name__}: {error}"}
@@ -181,9 +181,9 @@ def _pack_local(
 def _exchange_digests(
     group: ProcessGroup, summary: bytes, replicas: bytes
 ) -> tuple[list[int], bool]:
-    """Return each rank's first rank with the same summary, and whether to report replicas.
+    """Return each rank's first rank with an equal summary, and whether to report replicas.
 
-    The first rank of several with the same replicas reports them.
+    The first of several ranks with the same replicas reports them.
     """
     import hashlib
 
@@ -199,7 +199,7 @@ def _exchange_digests(
 
 
 def _exchange_summaries(group: ProcessGroup, text: bytes) -> dict[int, _Summary]:
-    """Return the summaries that ranks send; a rank without one sends an empty text."""
+    """Return the summaries of ranks that sent one; other ranks send an empty text."""
     import json
 
     gathered = list(group.gather_bytes(text) or [])
@@ -207,7 +207,7 @@ def _exchange_summaries(group: ProcessGroup, text: bytes) -> dict[int, _Summary]
 
 
 def _peer_error(summaries: dict[int, _Summary]) -> CollectiveError | None:
-    """Return the error of the first rank that reports one."""
+    """Return an error that names the first failed rank, or None."""
     for rank, summary in summaries.items():
         if "error" in summary:
             error = CollectiveError(f"not saved: rank {rank}: {summary['error']}")
@@ -220,7 +220,7 @@ def _peer_error(summaries: dict[int, _Summary]) -> CollectiveError | None:
 
 
 def _names_of_first_owner(rank: int, own: _Summary, summaries: dict[int, _Summary]) -> list[str]:
-    """Return the names that no earlier rank has."""
+    """Return the names of this rank's arrays that no lower rank has."""
     earlier = {
         name for other, found in summaries.items() if other < rank for name in found["whole"]
     }
@@ -234,10 +234,10 @@ def assign_replicas(
     steps: Steps,
     error: BaseException | None,
 ) -> Assignment:
-    """Agree on which rank writes what; every rank calls it, with an earlier `error` if any.
+    """Agree on which rank writes what; every rank calls it, even after an `error`.
 
-    If all ranks have the same whole arrays, these are divided round-robin. Else the first rank
-    that has an array writes it.
+    If all ranks have the same whole arrays, these are divided round-robin. Otherwise the first
+    rank that has an array writes it.
 
     Raises
     ------
@@ -266,7 +266,7 @@ def assign_replicas(
 
 
 def check_copies(catalog: Any, reports: Iterable[bytes]) -> None:
-    """Refuse replicas of shards that no rank wrote; `reports` are all ranks' `copies`."""
+    """Raise ValueError for a replica that no rank wrote; `reports` are all ranks' `copies`."""
     stored: set[str] | None = None
     for rank, text in enumerate(reports):
         if not text:

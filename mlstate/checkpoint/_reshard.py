@@ -1,4 +1,4 @@
-"""A checkpoint cut anew, by one process; public through `mlstate.checkpoint`."""
+"""Rewrite a checkpoint with another layout, in one process; through `mlstate.checkpoint`."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from ._store.manifest import Manifest
 
 
-class _Cut:
-    """What each rank of the new world gets; a part that several have is stored by the first."""
+class _ShardAssigner:
+    """Assigns shards to the ranks of the new world; replicated parts go to the first rank."""
 
     def __init__(self, catalog: Any, steps: Any) -> None:
         self._facts = {
@@ -46,7 +46,7 @@ class _Cut:
         self._stored: set[tuple[str, str, int]] = set()
 
     def shards(self, section: str, arrays: dict[str, Any], rank: int) -> dict[str, Shard]:
-        """The arrays of one rank as shards."""
+        """Return the arrays of one rank as shards."""
         made = {}
         for key, array in arrays.items():
             shape, axes, _, tier = self._facts[section, key]
@@ -66,7 +66,7 @@ def _write_rank(
     states: tuple[Any, Any],
     progress: Callable[[int], object] | None,
 ) -> dict[str, Any]:
-    """Write the shards of one rank; return what `shards_write` returns, and its pattern."""
+    """Write the shards of one rank; return the result of `shards_write` and its pattern."""
     gathered, _ = _core.shards_gather(ranks, states, Shard, None, ())
     mode = _folder.new_file_mode(target.folder)
     written = _core.shards_write(
@@ -79,7 +79,7 @@ def _write_rank(
 def _commit_all_ranks(
     target: SaveTarget, start: Start, like: Manifest, written: list[dict[str, Any]]
 ) -> Committed:
-    """Commit what was written for each rank, with the state's description of `like`."""
+    """Commit the written ranks, with the description of the state in `like`."""
     manifest = like._replace(
         generation=start.generation,
         sequence=start.sequence,
@@ -101,7 +101,7 @@ def _write_all_ranks(
     like: Manifest,
     progress: Callable[[int], object] | None,
 ) -> Checkpoint:
-    """Save for all ranks of a world, one after the other; `states` returns their dicts."""
+    """Save all ranks of a world, one after the other; `states` returns a rank's dicts."""
     lock = WriterLock(target.folder, timeout=target.lock_timeout)
     start: Start | None = None
     is_clean = False
@@ -139,57 +139,57 @@ def reshard(
     lock_timeout: float = 0,
 ) -> Checkpoint:
     """
-    Write a checkpoint anew, cut in another way.
+    Write a copy of a checkpoint with another layout.
 
-    Nobody has to do this before loading: `load` cuts as it is asked to. It pays where many
-    processes are going to load their parts, or where the parts go to different disks.
+    This is not needed before loading, because `load` cuts tensors to any layout. It helps if
+    many processes will load their parts, or if the parts belong on different disks.
 
     Parameters
     ----------
     source : str or os.PathLike
         Folder of the checkpoint.
     target : str or os.PathLike
-        Folder of the new one. It must not be `source`, and must not exist or must be empty,
-        unless `overwrite` is true.
+        Folder of the new checkpoint. It must not be `source`. Unless `overwrite` is true, it
+        must be empty or not exist.
     layout : Layout, "rows", "flat" or "whole"
-        How tensors are cut. Tensors that lack an axis of it are not cut along that.
+        How to cut tensors. A tensor that lacks an axis of the layout is not cut along it.
     world_size : int, optional
-        Number of ranks. Default: as many as `layout` has parts.
+        Number of ranks. Default: the number of parts of `layout`.
     step : int, optional
-        Which step of a `CheckpointManager`'s folder. Default: the newest.
+        Step to read from a `CheckpointManager`'s folder. Default: the newest.
     pack_below_bytes : int, default 262144
         As for `save`.
     overwrite : bool, default False
-        Replace a checkpoint in `target`, all steps of a `CheckpointManager` included. Files of
+        Replace a checkpoint in `target`, including all steps of a `CheckpointManager`. Files of
         other programs stay.
     progress : callable, optional
         Called with the number of bytes written since the last call.
     lock_timeout : float, default 0
-        Seconds to wait while another process writes.
+        Seconds to wait for another process that is writing in `target`.
 
     Returns
     -------
     Checkpoint
-        The new one.
+        The new checkpoint.
 
     Raises
     ------
     FormatError, ChecksumError
-        `source` is not what was saved: everything is verified before anything is written.
+        `source` is malformed or damaged: all of it is verified before anything is written.
     ValueError
-        `layout` does not go with `world_size`, or `target` is `source`.
+        `layout` does not match `world_size`, or `target` is `source`.
     StoreError
-        The system refused, there is no such step, or `target` exists (EEXIST).
+        The operating system refused, the step does not exist, or `target` exists (EEXIST).
 
     Notes
     -----
-    Tensors are read through mappings of their files; those parts that lie in several places
-    are put together in memory, for one rank at a time. Where anything in the source is sparse,
-    zeros are left out of the target, too; what compresses the source compresses the target.
+    Tensors are read through memory-mapped files. Parts that span several places are assembled
+    in memory, for one rank at a time. If any tensor of the source is sparse, zeros are omitted
+    in the target too. The codec of the source also compresses the target.
 
-    With `overwrite`, the new checkpoint replaces the newest one of `target` in one step, and then
-    the older steps are deleted. If the process is killed between the two, the older steps stay
-    until the same call is repeated.
+    With `overwrite`, the new checkpoint atomically replaces the newest one of `target`; then
+    the older steps are deleted. If the process is killed in between, the older steps stay until
+    the same call is repeated.
 
     Examples
     --------
@@ -220,7 +220,7 @@ def reshard(
         _, problems = catalog.verify(source, None)
         if problems:
             raise Problem(*problems[0]).as_error(source)
-        cut = _Cut(catalog, steps)
+        cut = _ShardAssigner(catalog, steps)
 
         def states(rank: int) -> tuple[Any, Any]:
             cutting = (steps, rank, world_size) if steps else (None, 0, 0)
@@ -228,7 +228,7 @@ def reshard(
             def shards(section: int, kind: Any) -> Any:
                 if kind is None:
                     return None
-                keys = catalog.keys(section)  # of this root, even if the folder has a newer one
+                keys = catalog.keys(section)  # of this root, not of a newer one in the folder
                 arrays = catalog.load(source, section, keys, cutting, False, True, None)
                 return cut.shards(_folder.SECTIONS[section], arrays, rank)
 

@@ -1,12 +1,12 @@
-"""Saving a sharded checkpoint, by one rank or by many; public through `mlstate.checkpoint`.
+"""Save a sharded checkpoint, from one rank or many; public through `mlstate.checkpoint`.
 
     save -> check_target       the arguments -> SaveTarget
          -> take_content       the states, checked but not copied -> SaveContent
          -> gather_shards      this rank's shards -> GatheredShards
          -> write_and_commit   see _commit.py -> Checkpoint
 
-Each step takes what the step before returned. An error of one rank of several is carried along
-to the next exchange of messages, where the other ranks wait.
+Each step takes the result of the step before. If several ranks save together, an error on one rank
+is carried to the next exchange of messages, where the other ranks wait.
 """
 
 from __future__ import annotations
@@ -50,30 +50,31 @@ WRITER = f"mlstate {__version__}"
 _NO_ARRAYS = (dict, list, tuple, str, bytes, int, float, complex)  # common mistakes
 
 
-# ---- where, and how ----
+# ---- target and options ----
 
 
 class SaveTarget(NamedTuple):
-    """Where and how a rank saves: the arguments of `save`, checked.
+    """The checked arguments of `save` that describe where and how to save.
 
     Attributes
     ----------
     folder : str
         Absolute path of the checkpoint.
     group : ProcessGroup or None
-        None: this process saves alone.
+        None if this process saves alone.
     rank, world_size : int
-        Of the group.
+        This process's rank in the group, and the size of the group.
     layout : Layout, str or None
-        How arrays that are not a `Shard` are cut.
+        Layout for arrays that are not a `Shard`.
     how : tuple
         Options of `_core.shards_write`.
     keep_root : bool
-        Keep the root under ``roots/``, as a manager does.
+        Keep the root under ``roots/``, as `CheckpointManager` does.
     replace_steps : bool
-        Replace a manager's steps by this checkpoint: `retain` deletes all of them.
+        Replace all steps of a manager by this checkpoint: `retain` deletes them.
     retain : callable or None
-        Called after the commit with the new manifest. It gives up old roots, and returns the
+        Called after the commit with the new manifest. It deletes old roots and returns the
+        manifests of the remaining roots, by their paths in the folder.
         manifests of the others by their paths in the folder.
     lock_timeout : float
         Seconds.
@@ -92,7 +93,7 @@ class SaveTarget(NamedTuple):
 
 
 def delete_all_roots(folder: str, newest: Manifest) -> dict[str, Manifest]:
-    """Delete every step of a manager's folder, which `newest` has replaced."""
+    """Delete all steps of a manager's folder after `newest` has replaced them."""
     _folder.delete_roots(folder, _folder.list_roots(folder))
     return {}
 
@@ -111,7 +112,7 @@ def check_target(
     retain: Callable[[Manifest], Mapping[str, Manifest]] | None = None,
     lock_timeout: float = 0.0,
 ) -> SaveTarget:
-    """Check the arguments that say where and how to save.
+    """Check the arguments that describe where and how to save.
 
     Raises
     ------
@@ -151,7 +152,7 @@ def check_target(
     )
 
 
-# ---- what is saved ----
+# ---- content ----
 
 
 def _array_of(value: Any) -> Any:
@@ -159,12 +160,12 @@ def _array_of(value: Any) -> Any:
 
 
 def is_on_device(value: Any) -> bool:
-    """Whether a value is a torch tensor, or a Shard of one, that is not in main memory."""
+    """Return whether a value is a torch tensor, or a Shard of one, outside main memory."""
     return getattr(getattr(_array_of(value), "device", None), "type", "cpu") != "cpu"
 
 
 def _on_host(name: str, value: Any, copy: Callable[[Any], Any] | None) -> Any:
-    """A value in main memory, copied there by `copy`, or to memory of its own."""
+    """Copy a value to main memory: by `copy`, or to newly allocated memory."""
     array = _array_of(value)
     if array.device.type == "meta":
         raise BufferError(f"{name!r} is a tensor on torch's meta device: it has no elements")
@@ -195,7 +196,7 @@ def _torch_states(model: Any, optimizer: Any, ranks: int) -> tuple[Any, Any]:
 
 
 def _mapping_of(name: str, state: Any) -> Any:
-    """Return the mapping behind an argument; TypeError if there is none."""
+    """Return the mapping that an argument holds; raise TypeError if it holds none."""
     if hasattr(state, "get_state_dict"):
         state = state.get_state_dict()
     if state is not None and not hasattr(state, "keys"):
@@ -208,9 +209,10 @@ def _mapping_of(name: str, state: Any) -> Any:
 
 
 def states_of(model: Any, optimizer: Any, ranks: int = 1) -> tuple[Any, Any]:
-    """Return the states behind the arguments: mappings as they are, and those of torch objects.
+    """Return the states of the arguments: mappings unchanged, torch objects as their states.
 
-    `ranks` save together; a module that torch sharded over more ranks is refused.
+    `ranks` is the number of ranks that save together. A module that torch sharded over more
+    ranks is refused.
     """
     model, optimizer = _torch_states(model, optimizer, ranks)
     model, optimizer = _mapping_of("model", model), _mapping_of("optimizer", optimizer)
@@ -220,7 +222,7 @@ def states_of(model: Any, optimizer: Any, ranks: int = 1) -> tuple[Any, Any]:
 
 
 def _refuse_value(section: str, state: dict[str, Any], name: Any) -> TypeError:
-    """The error for a value that is no array: what it is, and where it belongs."""
+    """Return the error for a value that is not an array, with a hint where it belongs."""
     value = state[name]
     if isinstance(value, dict) and "param_groups" in state:
         hint = "this is a torch optimizer's state_dict(): pass the optimizer itself"
@@ -237,12 +239,12 @@ def _refuse_value(section: str, state: dict[str, Any], name: Any) -> TypeError:
 
 
 def _as_dict(state: Any, section: str) -> dict[str, Any] | None:
-    """Return the state as a new dict; TypeError for a value that cannot be an array."""
+    """Return the state as a new dict; raise TypeError for a value that cannot be an array."""
     if state is None:
         return None
     plain = dict(state)
     refuse_given_away(plain)
-    for name, value in plain.items():  # NumPy's numbers have a dtype, and are arrays
+    for name, value in plain.items():  # NumPy scalars have a dtype and count as arrays
         if value is None or (isinstance(value, _NO_ARRAYS) and not hasattr(value, "dtype")):
             raise _refuse_value(section, plain, name)
     return plain
@@ -274,7 +276,7 @@ def _checked_metadata(given: Mapping[str, Any] | None) -> dict[str, Any]:
         return metadata
     try:
         check_json_values(metadata, "metadata")
-        json.dumps(metadata, allow_nan=False)  # numbers of other classes, of too many digits
+        json.dumps(metadata, allow_nan=False)  # refuses other number classes, too long ints
     except (TypeError, ValueError) as error:
         cls = TypeError if isinstance(error, TypeError) else ValueError
         raise cls(
@@ -284,16 +286,16 @@ def _checked_metadata(given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 class SaveContent:
-    """What one rank saves; its arrays are not copied.
+    """The content of one rank's save; its arrays are not copied.
 
     Attributes
     ----------
     dicts : tuple of two dicts or None
-        The arrays of model and optimizer, until `gather_shards` has taken them.
+        The arrays of model and optimizer; `gather_shards` takes and clears them.
     header : dict
-        What the manifest says of the state.
+        Description of the state in the manifest.
     error : BaseException or None
-        Why this rank of several cannot save.
+        Reason why this rank cannot save, if it saves with others.
     """
 
     __slots__ = ("dicts", "error", "header")
@@ -307,7 +309,7 @@ class SaveContent:
 
 
 def _refuse_manager_folder_early(target: SaveTarget) -> None:
-    """Refuse a manager's folder before a thread begins; other errors come with the commit."""
+    """Refuse a manager's folder before the thread starts; the commit raises other errors."""
     try:
         refuse_manager_folder(target)
     except StoreError as error:
@@ -324,10 +326,10 @@ def take_content(
     *,
     in_thread: bool = False,
 ) -> SaveContent:
-    """Look at the states, without copying any array.
+    """Check the states without copying any array.
 
-    `in_thread`: a thread does the rest, so a manager's folder is refused here already. Errors
-    are raised if this process saves alone, and else carried along.
+    If `in_thread`, a thread does the rest, so a manager's folder is refused here. Errors are
+    raised if this process saves alone; otherwise the result carries them.
     """
     try:
         if in_thread and target.rank == 0:
@@ -351,24 +353,24 @@ def take_content(
     return SaveContent(dicts, header)
 
 
-# ---- the shards that this rank stores ----
+# ---- the shards that this rank writes ----
 
 
 class GatheredShards:
-    """The shards that one rank stores, not written yet.
+    """The shards that one rank writes, before they are written.
 
     Attributes
     ----------
     shards : object
-        As `_core.shards_gather` returns them; `write_and_commit` takes them.
+        Result of `_core.shards_gather`; `write_and_commit` consumes it.
     nbytes : int
-        Of all shards.
+        Bytes of all shards.
     header : dict
-        What the manifest says of the state.
+        Description of the state in the manifest.
     copies : bytes
-        Names of shards that another rank must store, if this rank has to report them.
+        Names of shards that another rank must store, if this rank must report them.
     error : BaseException or None
-        Why this rank of several cannot save.
+        Reason why this rank cannot save, if it saves with others.
     """
 
     __slots__ = ("copies", "error", "header", "nbytes", "shards")
@@ -381,13 +383,13 @@ class GatheredShards:
         self.error: BaseException | None = None
 
     def fail(self, error: BaseException) -> None:
-        """Drop the shards; the other ranks are waiting, and hear of the error later."""
+        """Drop the shards and keep the error; the next exchange reports it to other ranks."""
         self.shards = None
         self.error = error
 
 
 def _layout_steps(target: SaveTarget, content: SaveContent) -> Steps:
-    """Return how arrays that are not a `Shard` are cut; () if they are not."""
+    """Return the layout steps for arrays that are not a `Shard`; () if these stay whole."""
     if target.layout is None or content.error is not None:
         return ()
     return steps_of(target.layout, target.world_size) or ()
@@ -396,10 +398,10 @@ def _layout_steps(target: SaveTarget, content: SaveContent) -> Steps:
 def gather_shards(
     target: SaveTarget, content: SaveContent, copy: Callable[[Any], Any] | None = None
 ) -> GatheredShards:
-    """Gather the shards that this rank stores; every rank calls it, also after a failure.
+    """Gather the shards that this rank stores; every rank calls it, even after a failure.
 
-    Tensors on a device are copied to main memory by `copy`. Errors are raised if this process
-    saves alone, and else carried along.
+    `copy` copies tensors on a device to main memory. Errors are raised if this process saves
+    alone; otherwise the result carries them.
     """
     gathered = GatheredShards(content.header)
     try:
@@ -420,7 +422,7 @@ def gather_shards(
             raise
         gathered.fail(error)
     finally:
-        # references to arrays, also those of the error's traceback
+        # drop references to arrays, including references in the error's traceback
         content.dicts, content.error = (None, None), None
     return gathered
 
@@ -441,7 +443,7 @@ def _copy_to_host(
                 state[name] = _on_host(name, value, copy)  # type: ignore[index]
 
 
-# ---- all of it ----
+# ---- the whole save ----
 
 
 def write_checkpoint(
@@ -454,7 +456,7 @@ def write_checkpoint(
     progress: Callable[[int], object] | None,
     **options: Any,
 ) -> Checkpoint:
-    """Save one generation; see `mlstate.save`. `options` are those of `check_target`."""
+    """Save one generation; see `mlstate.save`. `options` are passed to `check_target`."""
     target = check_target(path, **options)
     content = take_content(target, model, optimizer, metadata, step)
     return write_and_commit(target, gather_shards(target, content), progress)
@@ -480,75 +482,77 @@ def save(
     """
     Save the state of a model, of its optimizer, or both.
 
-    When this returns, the new checkpoint is on the disk. Until then the old checkpoint in the
-    folder stays complete, whatever happens.
+    When `save` returns, the new checkpoint is on disk. Until then the old checkpoint in the
+    folder stays complete, even if the save fails or the process is killed.
 
     Parameters
     ----------
     path : str or os.PathLike
-        Folder of the checkpoint; created if it does not exist. A checkpoint in it is replaced;
-        unchanged shards are not written again.
+        Folder of the checkpoint; created if it does not exist. An existing checkpoint is
+        replaced; unchanged shards are not written again.
     model : mapping of str to array or Shard, or torch.nn.Module, optional
         A `ModelStateDict`, a plain dict, a module (its ``state_dict()``), or an object with
-        ``get_state_dict()``. Arrays are those of NumPy or ml_dtypes, or torch tensors; they are
-        not copied, except tensors on a device: all of these are first copied to main memory. A
-        module may be wrapped by DDP, compiled, or sharded by FSDP2, FSDP1 or tensor
-        parallelism: names are those without the wrappers, and each rank stores its shards.
+        ``get_state_dict()``. Arrays are NumPy arrays (dtypes of ml_dtypes included) or torch
+        tensors. They are not copied, except tensors on a device: all of these are first copied
+        to main memory. A module may be wrapped by DDP, compiled, or sharded by FSDP2, FSDP1 or
+        tensor parallelism: names have no wrapper prefixes, and each rank stores its shards.
     optimizer : mapping of str to array or Shard, or torch.optim.Optimizer, optional
-        An `OptimizerStateDict`, or a dict with keys ``"<parameter>.<state name>"``, or a torch
-        optimizer, whose parameters' names come from the module given as `model`.
+        An `OptimizerStateDict`, a dict with keys ``"<parameter>.<state name>"``, or a torch
+        optimizer. The names of its parameters come from the module given as `model`.
     metadata : mapping, optional
         JSON values: str, finite numbers, lists, dicts with str keys, at most 100 levels deep.
     step : int, optional
-        Default: that of an `OptimizerStateDict`.
+        Training step. Default: the step of an `OptimizerStateDict`.
     group : ProcessGroup, optional
-        The ranks that save together, all of which call this; see `mlstate.collectives`. Each
-        writes its own shards. An array that is not a `Shard` is treated as replicated: every
-        rank holds all of it, and the writes are divided round-robin. Default: this process
-        alone.
+        The ranks that save together; see `mlstate.collectives`. All of them call `save`, and
+        each writes its own shards. An array that is not a `Shard` is treated as replicated:
+        every rank holds all of it, and the writes are divided round-robin. Default: this
+        process saves alone.
     layout : Layout, "rows", "flat" or "whole", optional
-        How arrays that are not a `Shard` are cut into shards. Default: not at all.
+        Layout for arrays that are not a `Shard`. Default: they are stored whole.
     pack_below_bytes : int, default 262144
-        Shards of fewer bytes share files; 0: every shard has its own file.
+        Shards of fewer bytes share files. If 0, every shard has its own file.
     sparse : bool, default False
-        Do not store rows whose bytes are all zero, nor tensors of such rows, such as the
-        optimizer states of parameters that were not trained. The search is one pass over the
+        Omit rows whose bytes are all zero, and tensors that consist of such rows, for example
+        optimizer states of parameters that were not trained. This takes one pass over the
         memory.
     incremental : bool, default False
         If at most half of the rows of a shard changed since the last save in this folder, write
-        these rows only. The old shard is read to find them.
+        only these rows. The old shard is read to find them.
     compress : {"zlib", "zstd"}, optional
-        Compress tensors that shrink by a quarter or more, as samples of each tensor show:
-        rounded numbers, counts, masks; trained float32 mostly does not. ``zlib`` is always
-        available; ``zstd`` is faster both ways and needs ``mlstate[zstd]`` to save and to load.
+        Compress tensors that shrink by a quarter or more, judged by samples of each tensor.
+        Rounded numbers, counts and masks usually do; trained float32 weights mostly do not.
+        ``zlib`` is always available; ``zstd`` is faster in both directions and needs
+        ``mlstate[zstd]`` to save and to load.
     progress : callable, optional
-        Called repeatedly with the number of bytes done since the last call. An exception that
-        it raises stops the save.
+        Called repeatedly with the number of bytes processed since the last call. An exception
+        from it stops the save.
     lock_timeout : float, default 0
-        Seconds to wait while another process writes.
+        Seconds to wait for another process that is writing this checkpoint.
 
     Returns
     -------
     Checkpoint
-        The new checkpoint; its ``written`` reports what this call wrote.
+        The new checkpoint; its ``written`` describes what this call wrote.
 
     Raises
     ------
     ImportError
         The package that `compress` needs is not installed.
     TypeError, ValueError
-        An argument is wrong, ranks save different states, the ranks lack a part of a tensor, or
-        a shard's version decreases. Nothing is replaced then.
+        An argument is wrong, ranks save different states, the ranks together lack a part of a
+        tensor, or a shard's version decreases. The old checkpoint is unchanged.
     CompatibilityError
-        A dtype without a name in the file format, or a shape that its layout cannot cut.
+        The file format has no name for a dtype, or a layout cannot cut a shape.
     TypeError, ValueError
-        A sharded module without the `group` of its ranks; an optimizer whose parameters are
-        not the module's; a DTensor whose placement no `Layout` describes. The message names it.
+        A sharded module is saved without the `group` of its ranks, an optimizer's parameters
+        do not belong to the module, or no `Layout` describes the placement of a DTensor. The
+        message names it.
     BufferError
         A tensor has no memory to export, such as one on torch's ``meta`` device.
     StoreError
-        The system refused: an `OSError` with its ``errno`` (EBUSY: another process is
-        writing this checkpoint; EEXIST: the folder holds the steps of a `CheckpointManager`).
+        The operating system refused: an `OSError` with its ``errno``. EBUSY: another process is
+        writing this checkpoint. EEXIST: the folder holds the steps of a `CheckpointManager`.
     CollectiveError
         Another rank failed; the message names the rank and the reason.
 
@@ -556,26 +560,26 @@ def save(
     -----
     `mlstate.checkpoint.save_async` and `CheckpointManager` take the same arguments.
 
-    Every file is written under a temporary name, and all of them are on the disk before
-    ``manifest.json`` is replaced. A process that is killed leaves files behind that the next
-    save deletes. Arrays must not change during the save. The GIL is released. Extra memory:
-    about 400 bytes a shard, and 2 MiB for each thread.
+    Every file is written under a temporary name. ``manifest.json`` is replaced only when all
+    files are on disk. If the process is killed, the next save deletes the files that it left.
+    Arrays must not change during the save. The GIL is released. Extra memory: about 400 bytes
+    per shard, and 2 MiB for each thread.
 
-    A shard with a version (see `Shard`) is unchanged if its version is. Other shards are compared
-    with their bytes on the disk.
+    A shard with a version (see `Shard`) is unchanged if its version is unchanged. Other shards
+    are compared with their bytes on disk.
 
-    With `sparse` or `incremental` every function of mlstate returns the same arrays as without.
-    A row is the part behind one index of the first axis, but at least 256 bytes and at most
-    64 KiB. Shards of less than `pack_below_bytes` are written whole, or not at all if they are
-    zero. A shard of which more than 3/4 is not zero is written whole. A shard has at most 8
-    layers, which hold at most twice its bytes together; then it is written anew. Extra memory:
-    a bit for each row.
+    With `sparse` or `incremental`, every function of mlstate returns the same arrays as without.
+    A row is the part at one index of the first axis, but at least 256 bytes and at most 64 KiB.
+    A shard of less than `pack_below_bytes` is written whole, or omitted if it is all zero. A
+    shard that is more than 3/4 nonzero is written whole. A shard has at most 8 layers, which
+    together hold at most twice its bytes; beyond that it is written again as a whole. Extra
+    memory: one bit for each row.
 
-    With `compress`, shards of less than `pack_below_bytes`, and of less than 16 KiB, are not
+    With `compress`, shards of less than `pack_below_bytes` or less than 16 KiB are not
     compressed. Each thread compresses one shard at a time. Extra memory: the compressed shard,
-    at most 3/4 of the shard if it is kept.
+    which is kept only if it has at most 3/4 of the shard's bytes.
 
-    On a network file system one host writes at a time: the lock between hosts is not safe.
+    On a network file system only one host may write: locks between hosts are not reliable.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Saving while the state changes; public through `mlstate.checkpoint`.
+"""Save in the background while training continues; public through `mlstate.checkpoint`.
 
     save_async -> check_target, take_content   see _save.py
                -> _Job.work, in a thread
@@ -7,8 +7,8 @@
                     -> write_and_commit  see _commit.py
 
 Shards that were not copied are written first, from the caller's memory. The job is *staged* when
-none of that is read any more: then the state may change, and references to it are dropped. The
-thread is not a daemon: the interpreter waits for it at exit.
+nothing reads the caller's memory any more: then the state may change, and references to it are
+dropped. The thread is not a daemon: the interpreter waits for it at exit.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
     from ._checkpoint import Checkpoint
     from ._save import GatheredShards, SaveContent, SaveTarget
 
-_groups: dict[int, _Job] = {}  # the saves under way of several ranks, by the id of their group
+_groups: dict[int, _Job] = {}  # running saves of several ranks, by the id of their group
 
 
 class _Job:
-    """A save under way: what its thread and its handle share."""
+    """A running save: the state shared by its thread and its handle."""
 
     def __init__(
         self,
@@ -77,13 +77,13 @@ class _Job:
         self.callback = progress
         self.pid = os.getpid()
         self.thread: Any = None
-        self.watch: Any = None  # calls `abandon` when nobody has the handle any more
-        self.ready: list[Any] = []  # events of devices: then their tensors are what was meant
-        # Guards the fields below. The same thread may take it again, since a handle can be
-        # collected at any moment. It is a lock of C: an interrupt cannot split `with`, as it
-        # can the methods of a Condition, which leaves that locked.
+        self.watch: Any = None  # calls `abandon` when the handle is garbage-collected
+        self.ready: list[Any] = []  # device events; after them the tensors have their values
+        # Guards the fields below. It is reentrant because a handle can be collected at any
+        # moment in any thread. RLock is implemented in C, so an interrupt cannot split `with`;
+        # it can split the methods of a Condition, which then stays locked.
         self.guard = threading.RLock()
-        self.bells: deque[Any] = deque()  # locks of threads that wait; released on a change
+        self.bells: deque[Any] = deque()  # locks of waiting threads; released on a change
         self.begun = self.staged = self.ended = False
         self.cancelled = self.asked = self.abandoned = False
         self.bytes_done = 0
@@ -91,13 +91,13 @@ class _Job:
         self.result: Checkpoint | None = None
         self.error: BaseException | None = None
 
-    # -- the beginning
+    # -- start
 
     def start(self) -> None:
-        """Begin in a thread; if the system has no thread, run the save in this one.
+        """Start the save in a thread; if the system has no thread left, run it in this one.
 
-        An interrupt of `Thread.start` can leave its Condition locked, and the new thread waits
-        for that for ever. Interrupts are raised in the main thread only: another one calls it.
+        An interrupt of `Thread.start` can leave its Condition locked, and the new thread would
+        wait forever. Interrupts are raised only in the main thread, so another thread calls it.
         """
         import _thread
         import threading
@@ -115,7 +115,7 @@ class _Job:
             self.run()
 
     def start_thread(self, bell: Any) -> None:
-        """Start the thread, if the system has one, and release the bell."""
+        """Start the thread if the system has one left, and release the bell."""
         try:
             self.thread.start()
         except (RuntimeError, MemoryError):
@@ -124,27 +124,27 @@ class _Job:
             bell.release()
 
     def give_up(self) -> None:
-        """Stop a save whose handle the caller will never have."""
+        """Stop a save whose handle was not returned to the caller."""
         self.cancelled = self.asked = True
         with self.guard:
             begun, self.begun = self.begun, True
         if not begun:
             self.end(None, self.cancellation())
-        elif self.target.group is None:  # else it waits for other ranks
+        elif self.target.group is None:  # with a group, waiting could depend on other ranks
             self.reached("ended")
             self.join()
 
     # -- this rank's shards
 
     def gather(self, copy: Callable[[Any], Any] | None = None) -> GatheredShards:
-        """Gather the shards, once."""
+        """Gather the shards on the first call, and return them."""
         if self.gathered is None:
             self.gathered = gather_shards(self.target, self.content, copy)
             self.bytes_total = self.gathered.nbytes
         return self.gathered
 
     def fail(self, error: BaseException) -> None:
-        """Raise an error if this process saves alone; else carry it to the other ranks."""
+        """Raise the error if this process saves alone; else report it to the other ranks."""
         if self.target.group is None:
             raise error
         if self.gathered is None:
@@ -155,7 +155,7 @@ class _Job:
     # -- in the thread
 
     def run(self) -> None:
-        """All of it, once."""
+        """Run the whole save; do nothing if it has begun already."""
         with self.guard:
             if self.begun:
                 return
@@ -166,15 +166,15 @@ class _Job:
             result = self.work()
         except BaseException as error:
             failed = error
-            failed.__traceback__ = None  # its frames hold arrays, and lead back here
+            failed.__traceback__ = None  # its frames refer to arrays, and to this job
         finally:
             self.end(result, failed)
 
     def end(self, result: Checkpoint | None, error: BaseException | None) -> None:
-        """Let go of everything, and tell whoever waits."""
+        """Release all references and memory, and wake the waiting threads."""
         if _groups.get(id(self.target.group)) is self:
             del _groups[id(self.target.group)]
-        self.gathered = None  # before the staging memory is free for another save
+        self.gathered = None  # before the staging memory is released to another save
         self.staging._end(self)
         with self.guard:
             self.result, self.error = result, error
@@ -188,7 +188,7 @@ class _Job:
             self.report()
 
     def work(self) -> Checkpoint:
-        """Stage, write, commit."""
+        """Stage, write and commit."""
         freed: Callable[[], object] | None = None
         copies = _Copies(self)
         try:
@@ -210,12 +210,12 @@ class _Job:
         """Return memory of `wanted` bytes, or of fewer if the budget less `overhead` is smaller."""
         if self.budget is not None:
             most = self.budget.nbytes
-            # a quarter of a budget that barely covers the writer is still for copies
+            # even if the budget barely covers the writer, a quarter of it is used for copies
             wanted = min(wanted, max(most - overhead, most // 4))
         return self.staging._take(wanted)
 
     def stage(self, gathered: GatheredShards, copies: _Copies) -> bool:
-        """Copy the shards that fit, after earlier copies; return whether any did not fit."""
+        """Copy the shards that fit the memory; return whether any did not fit."""
         memory = copies.memory
         if memory is None:
             compresses = self.target.how[3] is not None
@@ -225,7 +225,7 @@ class _Job:
         return lent > 0
 
     def set_staged(self) -> None:
-        """The state may be changed."""
+        """Mark the job as staged: the state may change."""
         self.staged_at = time.perf_counter()
         self.staged = True
         self.ring()
@@ -236,7 +236,7 @@ class _Job:
             self.bells.pop().release()
 
     def cancellation(self) -> StoreError:
-        """The error of a save that was cancelled."""
+        """Return the error of a cancelled save."""
         reason = OSError(errno.ECANCELED, "the save was cancelled")
         return _folder.store_error(reason, "not saved", self.path)
 
@@ -246,17 +246,17 @@ class _Job:
             raise self.cancellation()
 
     def advance(self, count: int) -> None:
-        """Called by the core now and then."""
+        """Count processed bytes and call the caller's progress; the core calls this."""
         self.bytes_done = min(self.bytes_done + count, self.bytes_total)
         self.check()
         if self.callback is not None:
             self.callback(count)
             self.check()
 
-    # -- for who waits
+    # -- waiting
 
     def belongs_here(self) -> None:
-        """Refuse a forked child, which has none of the threads."""
+        """Raise RuntimeError in a forked child, where the save's threads do not exist."""
         if self.pid != os.getpid():
             raise RuntimeError(
                 f"the save of {self.path} belongs to process {self.pid}, which began it; this "
@@ -264,14 +264,14 @@ class _Job:
             )
 
     def refuse_own_thread(self) -> None:
-        """Raise RuntimeError in the thread of this save, which would wait for itself."""
+        """Raise RuntimeError in the thread of this save: it would wait for itself."""
         import threading
 
         if threading.current_thread() is self.thread and not self.ended:
             raise RuntimeError(f"the save of {self.path} cannot wait for itself, in its progress=")
 
     def reached(self, what: str, timeout: float | None = None) -> bool:
-        """Wait until the job is "staged" or "ended", and note how long; return whether it is."""
+        """Wait until the job is "staged" or "ended", record the wait; return whether it is."""
         if getattr(self, what):
             return True
         self.refuse_own_thread()
@@ -284,24 +284,24 @@ class _Job:
                 add_wait(self.waits, start, now)
 
     def wait_until(self, what: str, timeout: float | None) -> bool:
-        """Wait with a lock of this thread's own: an interrupt leaves no other thread waiting."""
+        """Wait on a lock of this thread alone, so that an interrupt affects no other thread."""
         import threading
 
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             bell = threading.Lock()
             bell.acquire()
-            self.bells.append(bell)  # before the look: every change from now on releases it
+            self.bells.append(bell)  # before the test, so that no change is missed
             if getattr(self, what):
                 return True
             left = -1.0 if end is None else max(0.0, end - time.monotonic())
             if not bell.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
-                with suppress(ValueError, IndexError):  # it has been released, or is about to be
+                with suppress(ValueError, IndexError):  # already released, or about to be
                     self.bells.remove(bell)
                 return bool(getattr(self, what))
 
     def wait_for(self, what: str, timeout: float | None) -> None:
-        """Wait until the job is "staged" or "ended", and raise what went wrong."""
+        """Wait until the job is "staged" or "ended"; raise its error if it failed."""
         self.belongs_here()
         if not self.reached(what, timeout):
             raise TimeoutError(f"the save of {self.path} is not {what} after {timeout} seconds")
@@ -313,22 +313,22 @@ class _Job:
             self.join()
 
     def tell_nobody(self) -> None:
-        """Somebody knows the error.
+        """Mark the error as delivered, so that it is not printed.
 
-        Its traceback will lead to the handle, which must not be what the watch keeps alive.
+        The error's traceback will refer to the handle, so the watch must not keep it alive.
         """
         self.asked = True
         self.watch.detach()
 
     def join(self) -> None:
-        """The thread has nothing to do any more: let it be gone, too."""
+        """Wait until the thread has finished."""
         import threading
 
         if self.thread.ident is not None and self.thread is not threading.current_thread():
             self.thread.join()
 
     def abandon(self) -> None:
-        """Nobody can ask any more: the handle is gone, or the interpreter ends."""
+        """Print a pending error: the handle was collected, or the interpreter exits."""
         if self.pid != os.getpid():
             return
         with self.guard:
@@ -338,7 +338,7 @@ class _Job:
             self.report()
 
     def report(self) -> None:
-        """Show an error that nobody asked for."""
+        """Print an error that no call raised."""
         import threading
 
         error = self.error
@@ -348,7 +348,7 @@ class _Job:
 
 
 class _Copies:
-    """Tensors on devices, copied to the beginning of the staging memory."""
+    """Copies of tensors on devices, at the beginning of the staging memory."""
 
     def __init__(self, job: _Job) -> None:
         self._job = job
@@ -356,7 +356,7 @@ class _Copies:
         self.used = 0
 
     def take(self, tensor: Any) -> Any:
-        """A copy of a tensor; what does not fit the budget is refused."""
+        """Return a copy of a tensor; raise ValueError if it does not fit the budget."""
         import torch
 
         if self.memory is None:
@@ -376,7 +376,7 @@ class _Copies:
             )
         place = self.memory[self.used : end]
         self.used = end
-        # any dtype at any address is a tensor of bytes; the core takes it as it is
+        # copy as bytes: any dtype and alignment; the core accepts the view
         flat = torch.from_numpy(place)
         flat.copy_(tensor.contiguous().reshape(-1).view(torch.uint8))
         return flat.view(tensor.dtype).reshape(tensor.shape)
@@ -389,14 +389,14 @@ def _bytes_of(value: Any) -> int:
 
 @set_module("mlstate.checkpoint")
 class SaveHandle:
-    """A save under way; `save_async` returns it.
+    """A running save, returned by `save_async`.
 
     Notes
     -----
-    An error is raised by `staged`, `wait` or the manager's next save, whichever comes first
-    after it. If none of them is called, it is shown when the handle is collected or the
-    interpreter ends. Any thread may call the methods. In a forked child they raise
-    `RuntimeError`: the save is the parent's, which the fork does not disturb.
+    The first call after a failure raises its error: `staged`, `wait` or the manager's next
+    save. If none of them is called, the error is printed when the handle is garbage-collected
+    or the interpreter exits. Any thread may call the methods. In a forked child they raise
+    `RuntimeError`; the save belongs to the parent and is not disturbed by the fork.
 
     Examples
     --------
@@ -421,19 +421,19 @@ class SaveHandle:
         job.watch = weakref.finalize(self, job.abandon)
 
     def staged(self, timeout: float | None = None) -> None:
-        """Wait until the state may be changed.
+        """Wait until the state may change.
 
         Parameters
         ----------
         timeout : float, optional
-            Seconds. Default: as long as it takes.
+            Seconds. Default: no limit.
 
         Raises
         ------
         TimeoutError
-            Not yet; the save goes on.
+            The save is not staged yet; it continues.
         StoreError, CollectiveError, ...
-            The save failed, as `save` does. The state may be changed.
+            The save failed, with an error of `save`. The state may change.
 
         Examples
         --------
@@ -445,27 +445,27 @@ class SaveHandle:
         self._job.wait_for("staged", timeout)
 
     def wait(self, timeout: float | None = None) -> Checkpoint:
-        """Wait until the checkpoint is on the disk, and return it.
+        """Wait until the checkpoint is on disk, and return it.
 
-        Ctrl-C ends the waiting and not the save.
+        Ctrl-C interrupts the wait, not the save.
 
         Parameters
         ----------
         timeout : float, optional
-            Seconds. Default: as long as it takes.
+            Seconds. Default: no limit.
 
         Returns
         -------
         Checkpoint
-            As `save` returns it; the same one for every call.
+            The checkpoint, as `save` returns it; the same object for every call.
 
         Raises
         ------
         TimeoutError
-            Not yet; the save goes on.
+            The save has not ended yet; it continues.
         StoreError, CollectiveError, ...
-            The save failed, as `save` does; the old checkpoint is there. A `StoreError` with
-            ``errno.ECANCELED``: it was cancelled.
+            The save failed, with an error of `save`; the old checkpoint is unchanged. A
+            `StoreError` with ``errno.ECANCELED`` means that the save was cancelled.
 
         Examples
         --------
@@ -480,7 +480,7 @@ class SaveHandle:
         return self._job.result
 
     def done(self) -> bool:
-        """Return whether the save has ended, well or not; `wait` says which.
+        """Return whether the save has ended, successfully or not; `wait` returns or raises.
 
         Examples
         --------
@@ -495,10 +495,10 @@ class SaveHandle:
         return self._job.ended
 
     def progress(self) -> tuple[int, int]:
-        """Return how many bytes of how many are done: written, or found unchanged.
+        """Return the bytes done, written or found unchanged, and the total number of bytes.
 
-        Bytes are those of this rank's shards, counted in steps of 50 milliseconds. The second
-        number is 0 until it is known: where ranks save together, they agree on it first.
+        The bytes are those in this rank's shards, updated every 50 milliseconds. The total is 0
+        until it is known: ranks that save together first agree on who stores what.
 
         Examples
         --------
@@ -513,28 +513,28 @@ class SaveHandle:
         return self._job.bytes_done, self._job.bytes_total
 
     def cancel(self, timeout: float | None = None) -> bool:
-        """Give the save up, and wait until it has ended.
+        """Cancel the save, and wait until it has ended.
 
         Parameters
         ----------
         timeout : float, optional
-            Seconds to wait. Default: as long as it takes, which is some 50 milliseconds and
-            what the disk needs to finish a write.
+            Seconds to wait. Default: no limit; cancelling takes about 50 milliseconds plus the
+            time of a disk write.
 
         Returns
         -------
         bool
-            True: it was given up, or failed; what was in the folder before is there, and
-            `wait` raises. False: it was too late, the new checkpoint is there.
+            True: the save was cancelled or failed; the old content of the folder is unchanged,
+            and `wait` raises. False: the new checkpoint had already been committed.
 
         Raises
         ------
         TimeoutError
-            It has not ended yet, and will.
+            The save has not ended yet; it will end.
 
         Notes
         -----
-        Where ranks save together, one that cancels makes the save fail on all of them.
+        If one of several ranks cancels, the save fails on all of them.
 
         Examples
         --------
@@ -557,7 +557,7 @@ class SaveHandle:
         return job.error is not None
 
     def _settle(self) -> None:
-        """Wait; raise what went wrong unless somebody was told already."""
+        """Wait until the save has ended; raise its error unless a call has raised it before."""
         job = self._job
         if job.pid != os.getpid():
             return
@@ -566,7 +566,7 @@ class SaveHandle:
             job.wait_for("ended", None)
 
     def times(self) -> SaveTimes:
-        """Return when the save began, was staged and ended, and when the caller was held up.
+        """Return when the save began, was staged and ended, and when it blocked the caller.
 
         Returns
         -------
@@ -613,18 +613,18 @@ class SaveHandle:
         return save_html(job.path, self._state(), done, self._times(), now, job.error)
 
 
-# ---- the beginning ----
+# ---- start of a save ----
 
 
 def _reserve_group(job: _Job) -> None:
-    """Reserve the group for a save: messages of another one would mix with its own."""
+    """Reserve the group for this save: messages of two saves would mix."""
     group = job.target.group
     if group is not None and _groups.setdefault(id(group), job) is not job:
         raise ValueError("another save uses this group: wait for that one, or give this its own")
 
 
 def _refuse_default_group(group: ProcessGroup | None) -> None:
-    """Refuse torch's default group, which training uses meanwhile."""
+    """Refuse torch's default group, because training uses it during the save."""
     if group is not None and getattr(group, "is_default", False):
         raise ValueError(
             "this is torch's default group, which training uses while the save is under way: "
@@ -643,14 +643,14 @@ def _staging_budget(most: MemorySize | None) -> Budget | None:
 
 
 def _devices(content: SaveContent) -> list[Any]:
-    """Return the devices of the state's tensors, other than the CPU."""
+    """Return the devices of the state's tensors, except the CPU."""
     values = [v for state in content.dicts if state is not None for v in state.values()]
     arrays = (v.array if isinstance(v, Shard) else v for v in values if is_on_device(v))
     return list(dict.fromkeys(array.device for array in arrays))
 
 
 def _event(device: Any) -> Any:
-    """What tells when all that was asked of a device so far has been done."""
+    """Return an event that fires when the device has done all work queued so far."""
     module = getattr(sys.modules["torch"], device.type, None)
     if module is None or not hasattr(module, "current_stream"):
         return None
@@ -677,9 +677,9 @@ def begin_save(
     keep: Callable[[SaveHandle], object] | None = None,
     **options: Any,
 ) -> SaveHandle:
-    """Begin to save; see `mlstate.checkpoint.save_async`. `options` are those of `check_target`.
+    """Start a save; see `mlstate.checkpoint.save_async`. `options` are passed to `check_target`.
 
-    `keep` is called with the handle before the save begins.
+    `keep` is called with the handle before the save starts.
     """
     began = time.perf_counter()
     _check_arguments(staging, progress)
@@ -691,7 +691,7 @@ def begin_save(
     devices = _devices(content)
     job = _Job(target, content, memory, budget, progress, began)
     if target.group is None and not devices:
-        job.gather()  # raises the errors of arrays now
+        job.gather()  # raises errors about the arrays here instead of in the thread
     try:
         _reserve_group(job)
         memory._begin(job)
@@ -729,57 +729,56 @@ def save_async(
     lock_timeout: float = 0,
 ) -> SaveHandle:
     """
-    Begin to save, and return while the checkpoint is written.
+    Start a save, and return while the checkpoint is written.
 
-    The state must not change before the handle's `staged` returns: then every array was copied
-    or written, and the rest is written while training continues. When the handle's `wait`
-    returns, the new checkpoint is on the disk; until then the old one stays.
+    The state must not change before the handle's `staged` returns. By then every array was
+    copied or written; the copies are written while training continues. When the handle's
+    `wait` returns, the new checkpoint is on disk. Until then the old one stays in place.
 
     Parameters
     ----------
     path, model, optimizer, metadata, step, layout, pack_below_bytes, sparse, incremental, compress
         As for `save`. Tensors on a device are always copied.
-    max_staging_bytes : int, float or str, optional
-        Bytes, or a size such as ``"6GiB"``, that the save may take in all, with 2 MiB for each
-        of its threads and about 500 bytes a shard; 0: no copies. Shards that do not fit are
-        written from the caller's memory before `staged` returns. Default: copies of the whole
-        state, and the writer's memory.
+        Limit for the save's memory, in bytes or as a size such as ``"6GiB"``. It includes 2 MiB
+        for each writer thread and about 500 bytes per shard; 0: no copies. Shards that do not
+        fit are written from the caller's memory before `staged` returns. Default: copies of the
+        whole state, plus the writer's memory.
     staging : Staging, optional
-        Memory for the copies, allocated and touched beforehand. Default: allocated now and
-        freed at the end.
+        Preallocated memory for the copies. Default: allocated by this call and freed at the
+        end.
     group : ProcessGroup, optional
-        As for `save`, but nothing else may use it until the save has ended: a thread sends
-        messages through it. `staged` waits for the slowest rank to begin.
+        As for `save`. Use the group for nothing else until the save has ended, because a thread
+        sends messages through it. `staged` waits until the slowest rank has started.
     progress, lock_timeout
-        As for `save`; `progress` is called in the thread.
+        As for `save`; `progress` is called in the save's thread.
 
     Returns
     -------
     SaveHandle
-        See `SaveHandle.staged`, `SaveHandle.wait`.
+        Use `SaveHandle.staged` and `SaveHandle.wait`.
 
     Raises
     ------
     TypeError, ValueError, CompatibilityError, BufferError
-        As `save`, about the arguments; the handle raises later errors. ValueError also if
-        `group` or `staging` is in use by another save, if `group` is torch's default group, or
-        if tensors on a device do not fit `max_staging_bytes`.
+        As for `save`, about the arguments; the handle raises later errors. Also ValueError if
+        another save uses `group` or `staging`, if `group` is torch's default group, or if
+        tensors on a device do not fit `max_staging_bytes`.
     StoreError
         The folder holds the steps of a `CheckpointManager` (EEXIST).
 
     Notes
     -----
-    Extra memory: `max_staging_bytes`; by default the state's and at most 16 MiB for the
-    writer with about 400 bytes a shard. If `max_staging_bytes` barely covers the writer (below
-    some 7 MiB), a quarter of it is still used for copies. References to arrays are dropped when
-    they are staged, so that the memory of arrays that training replaces is free. Copies are made
-    by the threads of `mlstate.set_num_threads` without the GIL; the writer has up to four
-    threads of its own.
+    Extra memory: `max_staging_bytes`; by default the size of the state, plus at most 16 MiB for
+    the writer and about 400 bytes per shard. If `max_staging_bytes` barely covers the writer
+    (below about 7 MiB), a quarter of it is still used for copies. References to arrays are
+    dropped when the save is staged, so memory of arrays that training replaces is freed.
+    `mlstate.get_num_threads` threads make the copies without the GIL; the writer has up to four
+    more threads.
 
-    A thread does the work; the interpreter waits for it at exit. If the save fails and neither
-    `staged` nor `wait` is called, the exception is printed. In a forked child the handle cannot
-    be used, and the save is not disturbed. The idea of staging in memory and writing during
-    training is that of CheckFreq (Mohan et al., FAST 2021).
+    The interpreter waits for the save's thread at exit. If the save fails and neither `staged`
+    nor `wait` is called, the exception is printed. A forked child cannot use the handle, and
+    does not disturb the save. Staging in memory and writing during training follows CheckFreq
+    (Mohan et al., FAST 2021).
 
     Examples
     --------

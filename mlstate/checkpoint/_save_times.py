@@ -1,4 +1,4 @@
-"""When an asynchronous save did what; public through `mlstate.checkpoint`."""
+"""Times of an asynchronous save; public through `mlstate.checkpoint`."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from typing import NamedTuple
 
 from .._common.set_module import set_module
 
-_APART = 1e-3  # seconds: waits that are nearer to each other are one
+_APART = 1e-3  # seconds: waits with a smaller gap are merged
 
 
 @set_module("mlstate.checkpoint")
 class SaveTimes(NamedTuple):
-    """When an asynchronous save did what; see `SaveHandle.times`.
+    """Times of an asynchronous save; see `SaveHandle.times`.
 
-    Times are those of `time.perf_counter`, in seconds.
+    Times are in seconds, from `time.perf_counter`.
 
     Attributes
     ----------
     began : float
-        `save_async` was called.
+        When `save_async` was called.
     staged : float or None
-        The state could be changed; None: not yet.
+        When the save was staged; None if it is not yet.
     ended : float or None
-        The checkpoint was on the disk, or the save had failed; None: not yet.
+        When the checkpoint was on disk, or the save failed; None if it has not ended.
     waits : list of (float, float)
-        When the caller was held up, by `save_async` itself, by `staged`, `wait` or `cancel`,
-        or by the manager's next save: begin and end, in order. Those that are less than a
-        millisecond apart are one.
+        Begin and end of each interval that blocked the caller, in order: by `save_async`
+        itself, by `staged`, `wait` or `cancel`, or by the manager's next save. Intervals less
+        than a millisecond apart are merged.
 
     Examples
     --------
@@ -48,12 +48,12 @@ class SaveTimes(NamedTuple):
 
     @property
     def blocked_seconds(self) -> float:
-        """How long the caller was held up in all."""
+        """Total time that the caller was blocked."""
         return sum(end - start for start, end in self.waits)
 
 
 def add_wait(waits: list[tuple[float, float]], start: float, end: float) -> None:
-    """Add a wait that ended last, and join those that it overlaps or follows at once."""
+    """Add the wait that ended last, merged with earlier ones that overlap or nearly touch it."""
     while waits and waits[-1][1] > start - _APART:
         start = min(start, waits.pop()[0])
     waits.append((start, end))

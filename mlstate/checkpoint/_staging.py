@@ -1,6 +1,6 @@
-"""Memory for copies of a state that is saved while it changes; public through `mlstate.checkpoint`.
+"""Memory for copies of a state during an asynchronous save; through `mlstate.checkpoint`.
 
-The copies are made by the core. Here is who has the memory, for how long, and how much of it.
+The core makes the copies. This module decides which save uses the memory, and how much of it.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ import numpy as np
 from .. import _core
 from .._common.set_module import set_module
 
-_NOTHING = np.empty(0, np.uint8)  # made now: giving memory back must not need any
+_NOTHING = np.empty(0, np.uint8)  # created here, because freeing memory must not allocate
 
 
 @set_module("mlstate.checkpoint")
 class Staging:
-    """Memory that `save_async` copies arrays to, kept for the next save.
+    """Memory for the copies of `save_async`, kept for the next save.
 
-    Memory that the system has not given yet costs more to touch for the first time than to
-    copy to: allocated beforehand, a save blocks for about as long as a memcpy takes.
+    The first write to new memory costs more than the copy itself. With memory allocated and
+    touched beforehand, a save blocks for about as long as a memcpy takes.
 
     Parameters
     ----------
     nbytes : int
-        Bytes; those of the state hold all of it.
+        Bytes; as many as the state has, to hold all of it.
 
     Raises
     ------
     ValueError
         `nbytes` is negative.
     MemoryError
-        There is not so much.
+        Not enough memory.
 
     Notes
     -----
-    One save at a time uses it: `save_async` raises `ValueError` if another save does. Only a
-    `CheckpointManager` waits. The memory is given back when nothing refers to it any more.
+    Only one save at a time can use it: `save_async` raises `ValueError` if another save does;
+    only a `CheckpointManager` waits. The memory is freed when nothing refers to it any more.
 
     Examples
     --------
@@ -62,7 +62,7 @@ class Staging:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it holds."""
+        """Size of the memory in bytes."""
         return self._memory.nbytes
 
     def __repr__(self) -> str:
@@ -74,21 +74,21 @@ class Staging:
             raise ValueError("this Staging is in use by another save: wait for that one first")
 
     def _end(self, user: object) -> None:
-        """End the use by a save; do nothing if another one has the memory."""
+        """End the use by a save; do nothing if another save uses the memory."""
         if self._users.get("save") is user:
             self._free()
             self._users.clear()
 
     def _free(self) -> None:
-        """Give memory back that is not kept."""
+        """Free memory that is not kept for the next save."""
 
     def _take(self, wanted: int) -> Any:
-        """Memory of `wanted` bytes, or of as many as there are."""
+        """Return memory of `wanted` bytes, or all of it if it is smaller."""
         return self._memory[:wanted]
 
 
 class OwnStaging(Staging):
-    """Memory of as many bytes as a save needs; `kept` for the next, or given back."""
+    """Memory of the size that a save needs; `kept` for the next save, or freed."""
 
     def __init__(self, *, kept: bool) -> None:
         super().__init__(0)
@@ -99,7 +99,7 @@ class OwnStaging(Staging):
             self._memory = _NOTHING
 
     def _take(self, wanted: int) -> Any:
-        if self.nbytes != wanted:  # what is kept is within the budget, too
-            self._memory = _NOTHING  # first: never both at once
+        if self.nbytes != wanted:  # kept memory must also respect the budget
+            self._memory = _NOTHING  # free first, so that both never exist together
             self._memory = np.empty(wanted, np.uint8)
         return self._memory

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors by layer and by state, for tables and pictures."""
+"""A checkpoint's tensors by layer and by state, for tables and plots."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from ._checkpoint import TensorRecord
 
 WEIGHTS, OTHER = "weights", "other states"
-_STATES = 5  # that are told apart
+_STATES = 5  # number of states with their own column
 
 
 def layer_of(parameter: str) -> str:
-    """Name of the layer: up to the first number, else all but the last part.
+    """Return the layer's name: up to the first number, else all but the last part.
 
     Examples
     --------
@@ -42,7 +42,7 @@ class Parameter:
         self.nbytes: dict[str, int] = {}
 
     def add(self, record: TensorRecord, column: str) -> None:
-        """Count one tensor in."""
+        """Add one tensor to the totals."""
         if column == WEIGHTS:
             self.dtype, self.shape = record.dtype, record.shape
         self.shards += record.shards
@@ -63,13 +63,13 @@ class Group:
 
 
 def column_of(record: TensorRecord, columns: Iterable[str]) -> str:
-    """Which column a tensor counts to."""
+    """Return the column that counts a tensor."""
     name = WEIGHTS if record.section == "params" else record.state or OTHER
     return name if name in columns else OTHER
 
 
 def columns_of(records: Iterable[TensorRecord]) -> list[str]:
-    """Weights, then the states that take most bytes, by name; what is left goes together."""
+    """Return the columns: weights, the largest states by name, then one for all others."""
     sizes: dict[str, int] = {}
     weights = False
     for record in records:
@@ -86,13 +86,13 @@ def columns_of(records: Iterable[TensorRecord]) -> list[str]:
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
-    """An order in which layer 10 comes after layer 9."""
+    """Return a sort key that puts layer 10 after layer 9."""
     parts = name.split(".")
     return [(p.isdecimal(), int(p) if p.isascii() and p.isdecimal() else 0, p) for p in parts]
 
 
 def groups_of(records: Iterable[TensorRecord], columns: list[str]) -> list[Group]:
-    """All layers, in the order of their names; numbers in these count as numbers."""
+    """Return all layers sorted by name; numbers in names are compared as numbers."""
     groups: dict[str, Group] = {}
     for record in records:
         name = layer_of(record.parameter)

@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint; public through `mlstate.checkpoint`."""
+"""Verify and repair a checkpoint; public through `mlstate.checkpoint`."""
 
 from __future__ import annotations
 
@@ -26,26 +26,27 @@ _ROWS = 20
 
 @set_module("mlstate.checkpoint")
 class Problem(NamedTuple):
-    """One thing that is wrong.
+    """One problem that `verify` found.
 
     Attributes
     ----------
     kind : str
-        ``"missing"``, ``"unreadable"``, ``"length"`` (cut off, or longer than it was),
-        ``"foreign"`` (another file in its place), ``"header"``, ``"altered"`` (bytes of a
-        tensor changed), ``"manifest"`` or ``"index"`` (one of these cannot be believed).
+        ``"missing"``, ``"unreadable"``, ``"length"`` (truncated, or longer than written),
+        ``"foreign"`` (replaced by another file), ``"header"``, ``"altered"`` (changed bytes of
+        a tensor), ``"manifest"`` or ``"index"`` (this file is damaged).
     path : str
-        The file, in the checkpoint's folder.
+        The file, relative to the checkpoint's folder.
     name : str or None
-        Key of the tensor concerned. None where a file with several is lost: `text` names these.
+        Key of the affected tensor. None if a whole file with several tensors is affected:
+        `text` names them.
     part : int or None
-        Which part of the tensor.
+        Index of the part of the tensor.
     rank : int
         The rank that stored it.
     offset, length : int
-        The byte range of the file that is concerned.
+        The affected byte range of the file.
     text : str
-        In words.
+        Description.
     """
 
     kind: str
@@ -58,7 +59,7 @@ class Problem(NamedTuple):
     text: str
 
     def as_error(self, folder: str) -> FormatError | StoreError:
-        """Return the exception that says the same; a `FileNotFoundError` for a missing file."""
+        """Return the problem as an exception; a missing file is a `FileNotFoundError`."""
         where = f"bytes {self.offset} to {self.offset + self.length}"
         of = f" of {self.name!r}" if self.name is not None else ""
         text = f"{self.path}: {self.kind}: {where}{of}: {self.text}"
@@ -77,23 +78,23 @@ class Problem(NamedTuple):
 
 @set_module("mlstate.checkpoint")
 class VerifyReport:
-    """What `verify` found; its truth is whether the checkpoint is good.
+    """The result of `verify`; it is true if the checkpoint is good.
 
     Attributes
     ----------
     problems : list of Problem
-        What cannot be loaded as it was saved.
+        Problems that prevent loading the state as it was saved.
     leftover : list of str
-        Files of ours that no root needs: `prune` deletes them.
+        Files of mlstate that no root needs; `prune` deletes them.
     strange : list of str
-        Files that no writer of ours made.
+        Files that were not written by mlstate.
     bytes : int
-        That were read.
+        Number of bytes read.
     step : int or None
-        Of what was verified.
+        Step of the verified checkpoint.
     repaired : str or None
-        With ``repair=True``: generation of the checkpoint that is in place and good now. It is
-        the same one if only headers were damaged, else an older one.
+        With ``repair=True``: generation of the checkpoint that is now current and good. It is
+        unchanged if only headers were damaged; otherwise it names an older checkpoint.
 
     Examples
     --------
@@ -155,7 +156,7 @@ def _root_problem(kind: str, path: str, rank: int, error: MLStateError) -> Probl
 
 
 def _index_problems(folder: str, manifest: Manifest) -> list[Problem]:
-    """Look at each index by itself, to name every one that is wrong."""
+    """Read each index separately, to report every damaged one."""
     problems = []
     for rank, record in enumerate(manifest.indexes):
         try:
@@ -165,11 +166,11 @@ def _index_problems(folder: str, manifest: Manifest) -> list[Problem]:
     return problems
 
 
-_NAMED = 3  # tensors of one file
+_NAMED = 3  # tensors of one file that a problem names
 
 
 def _with_tensors(problems: list[Problem], catalog: Any) -> list[Problem]:
-    """Say of a file that is lost or strange as a whole which tensors lie in it."""
+    """Add to problems of whole files the names of the tensors in these files."""
     whole = {problem.path for problem in problems if problem.name is None}
     if not whole:
         return problems
@@ -198,7 +199,7 @@ def _verify_once(
     progress: Callable[[int], object] | None,
     known: dict[str, Any],
 ) -> str | None:
-    """Verify a root as it is now; return its generation, or None if it cannot be read."""
+    """Verify the current root; return its generation, or None if it cannot be read."""
     try:
         manifest = _folder.read_manifest(folder, name)
     except MLStateError as error:
@@ -219,7 +220,7 @@ def _verify_once(
 
 
 def _is_replaced(folder: str, name: str, generation: str) -> bool:
-    """Whether a root is another one now, or was deleted: then its files may be gone, too."""
+    """Return whether a root was replaced or deleted: then its files may be deleted too."""
     try:
         return _folder.is_replaced(folder, name, generation)
     except MLStateError:
@@ -233,14 +234,14 @@ def verify_root(
     progress: Callable[[int], object] | None,
     known: dict[str, Any],
 ) -> None:
-    """Add to the report what is wrong with one root, and to `known` its catalog.
+    """Add the problems of one root to the report, and its merged index to `known`.
 
-    If files are missing and a writer has replaced the root meanwhile, begin again.
+    If files are missing and a writer has replaced the root meanwhile, start again.
 
     Raises
     ------
     StoreError
-        That happened at every attempt.
+        The root was replaced during every attempt.
     """
     for _ in range(_folder.TRIES):
         found, read = VerifyReport(folder), dict[str, Any]()
@@ -261,27 +262,28 @@ def verify_root(
         log("WARNING", "%s: step %s: %s", where, found.step, problem.as_error(folder))
 
 
-# ---- repairing ----
+# ---- repair ----
 
 
 class _Trial(NamedTuple):
-    """What a root is good for, after its headers were written again as far as possible."""
+    """State of a root after its headers were repaired as far as possible."""
 
     report: VerifyReport
     generation: str
-    loads: bool  # every tensor is as it was saved
-    is_mended: bool  # headers were written
+    loads: bool  # every tensor has its saved bytes
+    is_mended: bool  # headers were rewritten
 
 
 def _is_of_header(problem: Problem, sizes: dict[str, int]) -> bool:
-    """Whether it concerns a file's header only, which loading does not read."""
+    """Return whether a problem affects only a file's header, which loading does not read."""
     return problem.kind in ("header", "foreign") and problem.length < sizes[problem.path]
 
 
 def _mend_headers(folder: str, paths: set[str]) -> bool:
-    """Write headers of shard files again; return whether any index had all that a file holds.
+    """Rewrite headers of shard files; return whether any was rewritten.
 
-    Of several steps that share a file, at least the one that wrote it has.
+    A header needs an index that lists all tensors of the file. If several steps share a file,
+    the index of the step that wrote it does.
     """
     left = set(paths)
     roots = [root.path for root in _folder.list_roots(folder)]
@@ -302,7 +304,7 @@ def _mend_headers(folder: str, paths: set[str]) -> bool:
 
 
 def _try_root(folder: str, name: str) -> _Trial:
-    """Verify a root; write damaged headers again of files whose tensors are good."""
+    """Verify a root; rewrite damaged headers of files whose tensors are good."""
     is_mended = False
     while True:
         report = VerifyReport(folder)
@@ -320,17 +322,17 @@ def _try_root(folder: str, name: str) -> _Trial:
 
 
 def _repair(folder: str, report: VerifyReport) -> None:
-    """Write damaged headers again; then put the newest root that loads in place.
+    """Rewrite damaged headers; if that is not enough, make the newest loadable root current.
 
-    Steps that do not load and are newer are given up: their files go with the next save or
-    `prune`.  What the system does not let us read now may be good, and stays.
+    Newer steps that cannot be loaded are deleted; the next save or `prune` deletes their files.
+    Steps that cannot be read now because of an I/O error may be good, so they stay.
     """
     with WriterLock(folder).acquire():
         now = _try_root(folder, _folder.MANIFEST)
         if now.loads:
             if now.is_mended and now.report:
                 report.repaired = now.generation
-            elif now.report:  # a writer has replaced what was looked at
+            elif now.report:  # a writer has replaced the verified checkpoint by a good one
                 report.problems, report.step = [], now.report.step
             return
         damaged: list[_folder.Root] = []
@@ -338,7 +340,7 @@ def _repair(folder: str, report: VerifyReport) -> None:
             trial = _try_root(folder, root.path)
             if trial.loads:
                 data = _folder.read_bytes(folder, root.path)
-                # before the manifest, which is damaged too: until it is good, repairing goes on
+                # before the manifest: while that is damaged, repair can be repeated
                 _folder.delete_roots(folder, damaged)
                 mode = _folder.new_file_mode(folder)
                 _core.file_replace(os.path.join(folder, _folder.MANIFEST), data, mode)
@@ -358,7 +360,7 @@ def verify_checkpoint(
     repair: bool = False,
     progress: Callable[[int], object] | None = None,
 ) -> VerifyReport:
-    """Read all of a checkpoint; see `mlstate.verify`."""
+    """Read and verify all of a checkpoint; see `mlstate.verify`."""
     folder = local_folder(path)
     report = VerifyReport(folder)
     if not os.path.isdir(folder):
@@ -369,11 +371,11 @@ def verify_checkpoint(
         raise _folder.store_error(reason, "cannot verify the checkpoint", folder)
     known: dict[str, Any] = {}
     verify_root(folder, root, report, progress, known)
-    with suppress(MLStateError):  # what is needed is not known: the problems say why
+    with suppress(MLStateError):  # needed files are unknown; the problems give the reason
         report.leftover = _folder.prune(folder, dry_run=True, catalogs=known)
     try:
         report.strange = _folder.foreign_files(folder)
-    except StoreError:  # one of its folders is none, which the problems say
+    except StoreError:  # one of its folders is not a folder; the problems report it
         if not report.problems:
             raise
     if repair and report.problems:
@@ -389,34 +391,34 @@ def verify(
     progress: Callable[[int], object] | None = None,
 ) -> VerifyReport:
     """
-    Read every byte of a checkpoint, and say what is not as it was written.
+    Read every byte of a checkpoint, and report all damage.
 
     Parameters
     ----------
     path : str or os.PathLike
-        Its folder.
+        Folder of the checkpoint.
     repair : bool, default False
-        Write damaged headers of shard files again. If tensors are damaged, put the newest older
-        checkpoint whose tensors are all good in its place (`CheckpointManager` keeps older ones).
-        Newer steps with damaged tensors are given up: load with ``verify=False`` before, if
-        something of them is to be saved.
+        Rewrite damaged headers of shard files. If tensors are damaged, replace the checkpoint by
+        the newest older one whose tensors are all good (`CheckpointManager` keeps older ones).
+        Newer steps with damaged tensors are deleted. To rescue data from these, load them
+        before with ``verify=False``.
     progress : callable, optional
         Called with the number of bytes read since the last call.
 
     Returns
     -------
     VerifyReport
-        True if the checkpoint is good. Problems name the file, the byte range and the tensor.
+        True if the checkpoint is good. Problems give the file, the byte range and the tensor.
 
     Raises
     ------
     StoreError
-        There is no such folder, or, with `repair`, it cannot be written; or other processes
-        replaced the checkpoint at each of 20 attempts to verify it.
+        The folder does not exist or, with `repair`, cannot be written. Also if other processes
+        replaced the checkpoint during each of 20 attempts to verify it.
 
     Notes
     -----
-    If another process replaces the checkpoint meanwhile, verifying begins again.
+    If another process replaces the checkpoint during verification, verification starts again.
 
     Examples
     --------

@@ -1,7 +1,6 @@
 """The command line: ``mlstate`` and ``python -m mlstate``.
 
-This module imports nothing but what it needs to handle Ctrl-C: NumPy and the commands are
-imported by `main`.
+This module imports only the modules for handling Ctrl-C: `main` imports NumPy and the commands.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main", "run_process"]
 
-_INTERRUPTED = 130  # as shells report it
+_INTERRUPTED = 130  # exit status of an interrupted process in shells
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        The exit status: 0 good, 1 the answer is no, 2 wrong usage or an error, 130 interrupted.
+        Exit status: 0 success, 1 a check failed, 2 wrong usage or an error, 130 interrupted.
     """
     try:
         from .command_line import run_command_line
@@ -40,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_process() -> NoReturn:
     """Run the command line as the whole process, and exit with its status.
 
-    While modules are imported and while Python exits, nothing is written and Ctrl-C ends the
-    process at once: a KeyboardInterrupt could be lost or printed in an import's callback.
+    During imports and at exit nothing is written, and Ctrl-C ends the process at once: there, a
+    KeyboardInterrupt could be lost or be printed by a callback of an import.
     """
     import os
     import signal
@@ -50,15 +49,15 @@ def run_process() -> NoReturn:
     def leave(*_: object) -> NoReturn:
         os._exit(_INTERRUPTED)
 
-    is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not ignored: nohup
+    is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # nohup ignores it
     if is_ours:
         signal.signal(signal.SIGINT, leave)
     try:
         from . import command_line  # noqa: F401  # imports NumPy
-    except ImportError as error:  # NumPy is missing, or MLSTATE_CPU names no instruction set
+    except ImportError as error:  # NumPy is missing, or MLSTATE_CPU names an unknown set
         print("mlstate:", error, file=sys.stderr)
         sys.exit(2)
-    if sys.stdout is not None:  # names that the terminal cannot show are escaped, as in stderr
+    if sys.stdout is not None:  # escape names that the terminal cannot show, as stderr does
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         if is_ours:

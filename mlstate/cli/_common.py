@@ -1,4 +1,4 @@
-"""What the commands for checkpoints share: which one is meant, tables, progress."""
+"""Helpers of the checkpoint commands: finding the checkpoint, tables, progress."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ __all__ = [
 
 EPILOG = "exit status: 0 good, {no}2 wrong usage or an error"
 FORCE_HELP = "replace an existing target, all steps of a run included"
-_WIDTH = 120  # of a cell
+_WIDTH = 120  # characters of a cell
 
 
 def add_command(
     commands: argparse._SubParsersAction[Any], name: str, help_text: str, no: str | None = None
 ) -> argparse.ArgumentParser:
-    """Add a parser that takes ``--json``; `no` says when the exit status is 1."""
+    """Add a parser with the option ``--json``; `no` describes exit status 1 in the help."""
     epilog = EPILOG.format(no="" if no is None else f"1 {no}, ")
     parser = commands.add_parser(name, help=help_text, description=help_text, epilog=epilog)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -50,7 +50,7 @@ def add_command(
 
 
 def add_lock_timeout(parser: argparse.ArgumentParser) -> None:
-    """Add the option that waits for another writer."""
+    """Add the option for the time to wait for another writer."""
     parser.add_argument(
         "--lock-timeout",
         type=float,
@@ -60,7 +60,7 @@ def add_lock_timeout(parser: argparse.ArgumentParser) -> None:
     )
 
 
-# ---- which checkpoint ----
+# ---- finding the checkpoint ----
 
 
 class Folder(NamedTuple):
@@ -70,19 +70,19 @@ class Folder(NamedTuple):
     root: str
 
     def checkpoint(self) -> Checkpoint:
-        """Open it, and read its indexes."""
+        """Open the checkpoint and read its indexes."""
         return Checkpoint._opened(self.path, self.root)
 
     def load(self, **keywords: Any) -> LoadedState:
-        """Load it."""
+        """Load the checkpoint."""
         return load_checkpoint(self.path, root=self.root, **keywords)
 
 
 def find(path: str, step: int | None) -> Folder | None:
-    """Return the checkpoint that is meant; None where `path` is a plain file."""
+    """Return the checkpoint for a path and step; None if `path` is a plain file."""
     place = Path(local_path(path))
     if not place.is_dir():
-        place.stat()  # its error is the best text about a missing file
+        place.stat()  # raises the best error for a missing file
         if step is not None:
             raise ValueError(f"{path} is one file: it has no steps; leave the step out")
         return None
@@ -98,7 +98,7 @@ def find(path: str, step: int | None) -> Folder | None:
 
 
 def _reader_hint(place: Path) -> str | None:
-    """Name the command that reads a file or folder of another program; None if none does."""
+    """Return which command reads a file or folder of another program; None if none does."""
     suffix = place.suffix.lower()
     if suffix in (".mlpackage", ".mlmodel"):
         return f"mlstate coreml states reads a {suffix}"
@@ -112,7 +112,7 @@ def _reader_hint(place: Path) -> str | None:
 
 
 def _has_safetensors_header(place: Path) -> bool:
-    """Whether a file begins with the length of a header and the header's brace."""
+    """Return whether a file starts with the length of a header and the header's brace."""
     with place.open("rb") as file:
         start = file.read(9)
         size = file.seek(0, 2)
@@ -120,9 +120,9 @@ def _has_safetensors_header(place: Path) -> bool:
 
 
 def check_is_safetensors(path: str) -> None:
-    """Raise ValueError for a file of another kind, and name the command that reads it.
+    """Raise ValueError for a file of another kind, with the command that reads it.
 
-    A damaged ``.safetensors`` file passes: the caller says what is wrong with it.
+    A damaged ``.safetensors`` file passes: the caller reports its damage.
     """
     place = Path(path)
     if place.suffix.lower() == ".safetensors" or not place.is_file():
@@ -137,17 +137,17 @@ def check_is_safetensors(path: str) -> None:
 
 
 def count_text(count: int, what: str) -> str:
-    """Write a number of things, which are regular words."""
+    """Return a count with a noun, which must have a regular plural."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def path_text(path: str) -> str:
-    """Write a path in one line, whatever is in it."""
+    """Return any path as one line of text."""
     return path if path.isprintable() else repr(path)[1:-1]
 
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print all rows; nothing where there are none."""
+    """Print all rows; print nothing for an empty table."""
     if rows:
         print(table_text(headers, rows, len(rows), _WIDTH))
 
@@ -156,7 +156,7 @@ def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 class _Line:
-    """A line on the terminal that says how much is done, written anew for each per cent."""
+    """A line on the terminal with the progress in per cent, rewritten on each change."""
 
     def __init__(self, what: str, total: int) -> None:
         self._what, self._total, self._done = what, total, 0
@@ -177,9 +177,9 @@ class _Line:
 
 @contextmanager
 def progress_of(what: str, count: Callable[[], int]) -> Iterator[Callable[[int], object] | None]:
-    """Give what is to be called with numbers of bytes; None unless a person looks on.
+    """Yield a function that takes numbers of bytes, or None if stderr is not a terminal.
 
-    `count` says how many there will be; 0 where nobody knows, and then there is no progress.
+    `count` returns the total; if it is 0 or unknown, None is yielded too.
     """
     total = 0
     if sys.stderr is not None and sys.stderr.isatty():

@@ -1,7 +1,7 @@
-"""Parses the arguments, runs one command, and reports errors.
+"""Parse the arguments, run one command, and report errors.
 
-One module for each command; each has ``add(commands)``, which adds its parser and sets
-``run``, a function from the parsed arguments to the exit status.
+There is one module for each command. Its function ``add(commands)`` adds the command's parser and
+sets ``run``, a function from the parsed arguments to the exit status.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Parser(argparse.ArgumentParser):
             raise
 
     def parse_known_args(self, *arguments: Any, **keywords: Any) -> tuple[Any, list[str]]:
-        """Refuse unknown options here: the parser of a command knows that command's options."""
+        """Refuse unknown options here, because only a command's parser knows its options."""
         parsed, unknown = super().parse_known_args(*arguments, **keywords)
         if unknown:
             option = unknown[0].partition("=")[0]
@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     """Write one line to standard error, if it is open."""
     if sys.stderr is None:
         return
@@ -87,60 +87,60 @@ def _say(text: str) -> None:
 
 
 def _describe(error: Exception) -> str:
-    """One line about an error, with the file that it concerns."""
+    """Return one line about an error, with the file that it concerns."""
     text = str(getattr(error, "strerror", None) or error)
     path = getattr(error, "path", None) or getattr(error, "filename", None)
     shown = None if path is None else os.fsdecode(path)
     if shown is None or text.startswith(f"{shown}:") or (os.sep in shown and shown in text):
         return text
-    return f"{shown}: {text}"  # a file may be called `target`: other texts name it by chance
+    return f"{shown}: {text}"  # no separator in the path: it may occur in the text by chance
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """Run the command; warnings become lines of their own, without a source line."""
+    """Run the command; each warning becomes one line without its source line."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
             status: int = arguments.run(arguments)
         finally:
             for warning in caught:
-                _say(f"warning: {warning.message}")
+                _print_error(f"warning: {warning.message}")
     return status
 
 
 def _parse_and_run(argv: Sequence[str] | None) -> int:
     try:
         arguments = _parser().parse_args(argv)
-    except SystemExit as stop:  # --help, --version or wrong usage: all was said
+    except SystemExit as stop:  # --help, --version or wrong usage; argparse printed the text
         return stop.code if isinstance(stop.code, int) else 0
     return _run(arguments)
 
 
 def _flush_output() -> None:
-    if sys.stdout is not None:  # None: closed by a caller who wants the exit status alone
+    if sys.stdout is not None:  # None if the caller closed it
         sys.stdout.flush()
 
 
 def _drop_output(stream: TextIO) -> None:
-    """Discard the buffered text of a stream that failed: Python flushes it again when it exits."""
+    """Discard a failed stream's buffer: Python would flush it again at exit."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
 
 
 def run_command_line(argv: Sequence[str] | None) -> int:
-    """Run one command; return the exit status."""
+    """Run one command and return the exit status."""
     try:
         status = _parse_and_run(argv)
         _flush_output()
-    except BrokenPipeError:  # the reader, such as head, has seen enough
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe
         _drop_output(sys.stdout)
         return 0
     except (MLStateError, OSError, ValueError, TypeError, ImportError) as error:
-        _say(_describe(error))
+        _print_error(_describe(error))
         try:
             _flush_output()
-        except OSError:  # the disk is full, say
+        except OSError:  # e.g. the disk is full
             _drop_output(sys.stdout)
         return 2
     return status

@@ -1,4 +1,4 @@
-"""``mlstate --print-completion``: completion scripts for shells, made by shtab."""
+"""``mlstate --print-completion``: print completion scripts for shells, made by shtab."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _PATHS = {"path", "first", "second", "source", "target", "package", "picture"}
 
 
 class PrintCompletion(argparse.Action):
-    """Print the script for one shell, and exit."""
+    """Print the completion script for one shell, and exit."""
 
     def __init__(self, option_strings: list[str], dest: str) -> None:
         help_text = "print a completion script for a shell"
         super().__init__(option_strings, dest, choices=SHELLS, help=help_text)
 
     def __call__(self, parser: argparse.ArgumentParser, _: object, shell: Any, *__: object) -> None:
-        """Print it."""
+        """Print the script."""
         try:
             import shtab
         except ImportError:
@@ -37,7 +37,7 @@ class PrintCompletion(argparse.Action):
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Every argument of a parser and of the parsers of its commands."""
+    """Yield all arguments of a parser and of its commands."""
     for action in parser._actions:
         yield action
         if isinstance(action, argparse._SubParsersAction):

@@ -1,4 +1,4 @@
-"""``mlstate convert``: state from and to the files of other programs."""
+"""``mlstate convert``: convert states from and to the files of other programs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _part_data(state: StateDict | None) -> dict[str, int] | None:
 
 
 def run_convert(arguments: argparse.Namespace) -> int:
-    """Read, write, and say what was written."""
+    """Read the source, write the target, and print a summary."""
     source, target = Path(local_path(arguments.source)), Path(local_path(arguments.target))
     source.stat()
     if target.exists() and source.samefile(target):

@@ -1,4 +1,4 @@
-"""``mlstate coreml``: what Core ML packages declare, and whether a state fits another."""
+"""``mlstate coreml``: list the states of Core ML packages, and plan moves between them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _state_data(spec: StateSpec) -> dict[str, Any]:
 
 
 def run_states(arguments: argparse.Namespace) -> int:
-    """Print every function's states."""
+    """Print the states of every function."""
     functions, default = read_functions(arguments.package)
     for name in functions:
         warn_of_shapes(StateSpecs(functions, name), stacklevel=1)
@@ -78,7 +78,7 @@ def run_states(arguments: argparse.Namespace) -> int:
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
-    """Print the plan; 1 where it does not fit."""
+    """Print the plan; return 1 if the states do not fit."""
     plan = plan_transition(
         arguments.source,
         arguments.target,

@@ -1,4 +1,4 @@
-"""``mlstate demo``: the cache of a language model on its way between context sizes."""
+"""``mlstate demo``: move the cache of a language model between context sizes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def run_demo(arguments: argparse.Namespace) -> int:
-    """Run the demo; 1 if anything changed that must not, or damage was not repaired."""
+    """Run the demo; return 1 if a check failed or damage was not repaired."""
     if arguments.picture:
         refuse_existing(arguments.picture, arguments.force)
     from ..demo.story import run

@@ -1,4 +1,4 @@
-"""``mlstate diff``: in what two checkpoints or files differ, tensor by tensor."""
+"""``mlstate diff``: compare two checkpoints or files, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["add"]
 
 _SECTIONS = ("model", "optimizer")
-_BATCH_BYTES = 64 << 20  # of tensors that lie in several places, which are put together
+_BATCH_BYTES = 64 << 20  # of tensors that must be assembled in memory
 _BATCH_TENSORS = 1024
 
 
@@ -44,7 +44,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 class _CheckpointSide:
-    """A checkpoint, whose tensors are mapped; others than whole plain ones take memory."""
+    """A checkpoint with mapped tensors; sharded, sparse or compressed ones take memory."""
 
     def __init__(self, where: Folder) -> None:
         self.path, self._root = where
@@ -58,19 +58,19 @@ class _CheckpointSide:
             self._sizes[record.section, record.key] = record.nbytes, record.nbytes * bool(in_memory)
 
     def is_replaced(self) -> bool:
-        """Whether a writer replaced it since."""
+        """Return whether a writer has replaced the checkpoint since it was opened."""
         return _folder.is_replaced(self.path, self._root, self._generation)
 
     def keys(self, section: int) -> list[str]:
-        """Names of the tensors of the model (0) or the optimizer (1)."""
+        """Return the names of the tensors of the model (0) or the optimizer (1)."""
         return self._catalog.keys(section)  # type: ignore[no-any-return]
 
     def size(self, section: int, key: str) -> tuple[int, int]:
-        """Bytes of a tensor, and how many of them take memory; nothing if it is not there."""
+        """Return the bytes of a tensor and the memory it takes; (0, 0) if it does not exist."""
         return self._sizes.get((_folder.SECTIONS[section], key), (0, 0))
 
     def arrays(self, section: int, keys: list[str]) -> dict[str, NDArray]:
-        """Those of the tensors that there are."""
+        """Return the existing tensors among `keys`."""
         have = [key for key in keys if (_folder.SECTIONS[section], key) in self._sizes]
         whole = (None, 0, 0)
         return self._catalog.load(  # type: ignore[no-any-return]
@@ -79,7 +79,7 @@ class _CheckpointSide:
 
 
 class _FileSide:
-    """A plain file, which is mapped."""
+    """A plain file, memory-mapped."""
 
     step = None
 
@@ -89,20 +89,20 @@ class _FileSide:
         self._parts: tuple[dict[str, Any], ...] = (dict(model or {}), dict(optimizer or {}))
 
     def is_replaced(self) -> bool:
-        """Never: it is mapped."""
+        """Return False: a mapped file cannot be replaced."""
         return False
 
     def keys(self, section: int) -> list[str]:
-        """As for a checkpoint."""
+        """Return the names of the tensors of the model (0) or the optimizer (1)."""
         return list(self._parts[section])
 
     def size(self, section: int, key: str) -> tuple[int, int]:
-        """As for a checkpoint."""
+        """Return the bytes of a tensor, and 0: mapped tensors take no memory."""
         array = self._parts[section].get(key)
         return (0 if array is None else array.nbytes), 0
 
     def arrays(self, section: int, keys: list[str]) -> dict[str, NDArray]:
-        """As for a checkpoint."""
+        """Return the existing tensors among `keys`."""
         part = self._parts[section]
         return {key: part[key] for key in keys if key in part}
 
@@ -119,7 +119,7 @@ def _side(path: str, step: int | None) -> _CheckpointSide | _FileSide:
 
 
 def _batches(section: int, sides: list[Any]) -> Iterator[list[str]]:
-    """Names that either side has, in portions that take little memory."""
+    """Yield the names of both sides in batches that take little memory."""
     batch: list[str] = []
     held = 0
     for key in dict.fromkeys([*sides[0].keys(section), *sides[1].keys(section)]):
@@ -145,11 +145,11 @@ def _compare(section: int, sides: list[Any], progress: Callable[[int], object] |
     return whole
 
 
-# ---- saying ----
+# ---- output ----
 
 
 def _number(value: float) -> float | None:
-    """A number as JSON can say it; None for infinity."""
+    """Return a number as a JSON value; None for infinity."""
     return value if math.isfinite(value) else None
 
 
@@ -183,7 +183,7 @@ def _compare_all(sides: list[Any]) -> list[StateDiff]:
 
 
 def _diff_paths(arguments: argparse.Namespace) -> tuple[list[Any], list[StateDiff]]:
-    """Open both sides and compare them; begin again if a writer replaces one meanwhile."""
+    """Open and compare both sides; start again if a writer replaces one meanwhile."""
     first = arguments.first, arguments.first_step
     second = arguments.second, arguments.second_step
     for _ in range(_folder.TRIES - 1):
@@ -198,7 +198,7 @@ def _diff_paths(arguments: argparse.Namespace) -> tuple[list[Any], list[StateDif
 
 
 def run_diff(arguments: argparse.Namespace) -> int:
-    """Print what differs; 1 if anything does."""
+    """Print the differences; return 1 if there are any."""
     sides, found = _diff_paths(arguments)
     identical = all(one.identical for one in found)
     if arguments.json:

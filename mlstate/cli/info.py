@@ -1,4 +1,4 @@
-"""``mlstate info``: the versions, the processor and the choices that a bug report needs."""
+"""``mlstate info``: print the versions, the processor and the core's choices, for bug reports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def run_info(arguments: argparse.Namespace) -> int:
-    """Print one line for each fact, or all of them as JSON."""
+    """Print one line for each fact, or all facts as JSON."""
     from .._info import info
 
     found = info()

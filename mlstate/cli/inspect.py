@@ -1,4 +1,4 @@
-"""``mlstate inspect``: what is in a checkpoint or a file of state."""
+"""``mlstate inspect``: list the contents of a checkpoint or a safetensors file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["add"]
 
 _TENSORS = ("tensor", "state", "dtype", "shape", "shards", "bytes", "version")
 _SHARDS = ("shard", "rank", "shape", "bytes", "version", "file", "offset")
-_TEXT = 200  # of what was saved besides tensors
+_TEXT = 200  # characters of a JSON value
 
 
 def add(commands: argparse._SubParsersAction[Any]) -> None:
@@ -63,7 +63,7 @@ def _shard_data(record: ShardRecord) -> dict[str, Any]:
 
 
 def _shard_rows(record: ShardRecord) -> list[list[str]]:
-    """A row for the shard, and one for each layer of a sparse or compressed one."""
+    """Return a row for the shard, and one for each layer of a sparse or compressed shard."""
     row = [
         f"{record.key} [{record.part}]",
         str(record.rank),
@@ -107,8 +107,8 @@ def _checkpoint_data(found: Checkpoint, shards: bool) -> dict[str, Any]:
     return data
 
 
-def _say(what: str, value: Any) -> None:
-    """One line about what was saved besides tensors; none where there is nothing."""
+def _print_value(what: str, value: Any) -> None:
+    """Print a value as one line of JSON; print nothing if it is empty."""
     if value:
         print(f"{what}: {shorten(json.dumps(value, ensure_ascii=False), _TEXT)}")
 
@@ -125,8 +125,8 @@ def _print_checkpoint(found: Checkpoint, shown: str, shards: bool) -> None:
     print(f"{path_text(shown)}: {', '.join(parts)}")
     print(f"saved {found.created} by {found.writer}, generation {found.generation}")
     for what, kind in (("model", found.model), ("optimizer", found.optimizer)):
-        _say(what, kind if kind != {"kind": "state"} else None)
-    _say("metadata", found.metadata)
+        _print_value(what, kind if kind != {"kind": "state"} else None)
+    _print_value("metadata", found.metadata)
     steps = CheckpointManager(found.path).steps()
     if steps:
         print(f"steps: {steps_text(steps)}")
@@ -168,13 +168,13 @@ def _inspect_file(path: str, as_json: bool) -> None:
     checksums = "with checksums" if header.has_checksums else "no checksums"
     tensors_text = count_text(len(header.tensors), "tensor")
     print(f"{path_text(path)}: file, {tensors_text}, {bytes_text(header.nbytes)}, {checksums}")
-    _say("metadata", metadata)
+    _print_value("metadata", metadata)
     rows = [[t.key, t.dtype, str(t.shape), bytes_text(t.nbytes)] for t in header.tensors]
     print_table(("tensor", "dtype", "shape", "bytes"), rows)
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:
-    """Print what there is."""
+    """Print the contents of the checkpoint or file."""
     folder = find(arguments.path, arguments.step)
     if folder is None:
         check_is_safetensors(arguments.path)

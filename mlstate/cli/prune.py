@@ -1,4 +1,4 @@
-"""``mlstate prune``: delete what no checkpoint in a folder needs."""
+"""``mlstate prune``: delete the files in a folder that no checkpoint needs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def run_prune(arguments: argparse.Namespace) -> int:
-    """Print what was deleted."""
+    """Delete the files, and print a summary."""
     if find(arguments.path, None) is None:
         raise ValueError(f"{arguments.path} is a file: there is nothing to prune")
     if arguments.keep is not None and arguments.keep < 1:

@@ -1,4 +1,4 @@
-"""``mlstate reshard``: a checkpoint cut anew."""
+"""``mlstate reshard``: write a copy of a checkpoint with another layout."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def _layout(text: str, world_size: int | None) -> Layout:
-    """The layout that a text means; a single cut without a number is for the whole world."""
+    """Parse a layout; a single cut without a number of parts has `world_size` parts."""
     words = text.split(",")
     steps: list[tuple[int | str, int]] = []
     for word in words:
@@ -69,7 +69,7 @@ def _layout(text: str, world_size: int | None) -> Layout:
 
 
 def run_reshard(arguments: argparse.Namespace) -> int:
-    """Write it, and say what was written."""
+    """Write the new checkpoint, and print a summary."""
     if arguments.world_size is not None and arguments.world_size < 1:
         raise ValueError(f"--world-size must be 1 or more, got {arguments.world_size}")
     layout = _layout(arguments.layout, arguments.world_size)

@@ -1,4 +1,4 @@
-"""``mlstate verify``: whether every byte is what was written, and what to fall back to."""
+"""``mlstate verify``: verify every byte of a checkpoint, and repair it if possible."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ __all__ = ["add"]
 
 _HEADERS = ("problem", "file", "tensor", "bytes", "what")
 _STEP_HEADERS = ("step", "result", "read", "manifest")
-_WIDTH = 300  # of a file's name
+_WIDTH = 300  # characters of a file's name
 
 
 class _Verified(NamedTuple):
-    """What was found of one checkpoint; `root` is None for a plain file."""
+    """The report on one checkpoint; `root` is None for a plain file."""
 
     root: str | None
     report: VerifyReport
@@ -58,21 +58,21 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     parser.set_defaults(run=run_verify)
 
 
-# ---- looking ----
+# ---- verification ----
 
 
 def _size(folder: str, roots: list[str]) -> int:
-    """Bytes that will be read."""
+    """Return the number of bytes to read."""
     total = 0
     for root in roots:
-        with suppress(MLStateError):  # of what cannot be read, nothing will be
+        with suppress(MLStateError):  # unreadable roots and indexes are not counted
             catalog = _folder.load_catalog(folder, _folder.read_manifest(folder, root))
             total += sum(catalog.files().values())
     return total
 
 
 def _roots(folder: str) -> list[str]:
-    """Every root, the oldest first; the manifest too unless it is one of them, and good."""
+    """Return all roots, oldest first, and the manifest if it is damaged or not among them."""
     roots = _folder.list_roots(folder)
     names = [root.path for root in roots]
     try:
@@ -84,7 +84,7 @@ def _roots(folder: str) -> list[str]:
 
 
 def _verify_all(folder: str) -> tuple[list[_Verified], VerifyReport]:
-    """Every step, and what lies about."""
+    """Return the report on every step, and one on unneeded and foreign files."""
     rest = VerifyReport(folder)
     found = []
     names = _roots(folder)
@@ -95,10 +95,10 @@ def _verify_all(folder: str) -> tuple[list[_Verified], VerifyReport]:
             verify_root(folder, name, report, progress, {})
             if name == _folder.MANIFEST or Path(folder, name).exists():
                 found.append(_Verified(name, report))
-            elif not names and not found:  # a writer has given up all of them for newer ones
+            elif not names and not found:  # a writer has deleted all steps for newer ones
                 names = [_folder.MANIFEST]
     found.sort(key=lambda one: (one.report.step is None, one.report.step or 0))
-    with suppress(MLStateError):  # what is needed is not known: the problems say why
+    with suppress(MLStateError):  # needed files are unknown; the problems give the reason
         rest.leftover = _folder.prune(folder, dry_run=True)
     rest.strange = _folder.foreign_files(folder)
     return found, rest
@@ -119,7 +119,7 @@ def _verify_plain(path: str) -> tuple[_Verified, bool]:
     return _Verified(None, report), has_checksums
 
 
-# ---- saying ----
+# ---- output ----
 
 
 def _problem_data(problem: Problem) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def _step_text(report: VerifyReport) -> str:
 
 
 def _problem_row(problem: Problem, folder: str) -> list[str]:
-    """One row of the table; the text does not repeat the folder and the file."""
+    """Return a row of the table; folder and file are removed from the problem's text."""
     place = f"{folder}/{problem.path}"
     text = problem.text.replace(place, problem.path).removeprefix(f"{problem.path}: ")
     span = f"{problem.offset}-{problem.offset + problem.length}" if problem.length else ""
@@ -181,7 +181,7 @@ def _print_one(path: str, verified: _Verified, checksums: bool) -> None:
 
 
 def _print_all(path: str, found: list[_Verified]) -> None:
-    """A title, a row for each step, then a row for each problem."""
+    """Print a title, a row for each step, then a row for each problem."""
     damaged = sum(1 for one in found if one.report.problems)
     total = count_text(len(found), "checkpoint")
     result = f"{damaged:,} of {total} damaged" if damaged else f"{total} good"
@@ -206,14 +206,14 @@ def _print_files(what: str, names: list[str]) -> None:
 
 
 def _reason(report: VerifyReport) -> str:
-    """Say why nothing was repaired."""
+    """Return why nothing was repaired."""
     if {problem.kind for problem in report.problems} == {"header"}:
         return "every tensor loads, and the next save writes files with damaged headers again"
     return "there is no older step that is good"
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    """Print what is wrong; 1 if anything is, and was not repaired."""
+    """Print the problems; return 1 if there are any and they were not repaired."""
     where = find(arguments.path, arguments.step)
     checksums = True
     if where is None:

@@ -1,13 +1,12 @@
-"""Operations across the processes of one job.
+"""Collective operations across the processes of one job.
 
-`ProcessGroup` is what mlstate needs of an engine that connects processes: any object with
-these methods will do. `SingleGroup` is the world of one process, `LocalGroup` connects the
-processes or threads of one host; torch.distributed is adapted by
-`mlstate.integrations.torch.TorchGroup`.
+`ProcessGroup` is the interface that mlstate requires of a group: any object with these methods
+works. `SingleGroup` is a group of one process. `LocalGroup` connects processes or threads of one
+host. `mlstate.integrations.torch.TorchGroup` adapts torch.distributed.
 
 All ranks of a group call the same operations in the same order. Arrays are NumPy arrays or
-torch tensors; none takes part in autograd. The input is never changed, unless it is ``out``
-too.
+torch tensors; autograd does not record the operations. The input is never modified, unless it is
+also passed as ``out``.
 
 Examples
 --------
@@ -40,33 +39,32 @@ __all__ = ["LocalGroup", "ProcessGroup", "ReduceOp", "SingleGroup", "Work"]
 
 @runtime_checkable
 class ProcessGroup(Protocol):
-    """What connects the processes of a job; engines need not derive from it.
+    """Interface of a group of processes; implementations need not derive from it.
 
     Attributes
     ----------
     rank : int
-        Number of this process, from 0.
+        Rank of this process, from 0.
     world_size : int
-        Number of processes.
+        Number of ranks.
 
     Notes
     -----
-    Every operation has two keywords besides those below. ``timeout`` is in seconds; None
-    means the engine's own. When it passes, or another rank fails, the operation raises
-    `CollectiveError` with its name and rank, and the group is of no use any more. With
-    ``async_op=True`` the operation returns a `Work` at once; operations of one group take
-    place in the order in which they were called.
+    Every operation has two more keywords. ``timeout`` is in seconds; None means the group's own
+    timeout. If it expires, or another rank fails, the operation raises `CollectiveError` with
+    its name and rank, and the group cannot be used any more. With ``async_op=True`` the
+    operation returns a `Work` at once. The operations of one group run in call order.
 
-    ``out`` is where the result goes: an array of the result's shape and dtype, with any
-    strides, of the same kind as the input (NumPy or torch). It is returned. Without it the
-    result is a new contiguous array, never the input. `out` may be the input itself where the
-    shapes are equal; it must not overlap it otherwise.
+    ``out`` receives the result and is returned. It is an array of the result's shape and dtype,
+    with any strides, of the same kind as the input (NumPy or torch). Without it, the result is a
+    new contiguous array, never the input. If the shapes are equal, `out` may be the input
+    itself. Otherwise it must not overlap the input.
 
-    Rows are the elements along the first dimension. ``counts`` says how many rows belong to
-    each rank, the same sequence on every rank; without it they are divided equally.
+    Rows are the elements along the first dimension. ``counts`` is the number of rows of each
+    rank, the same sequence on every rank. Without it, the rows are divided equally.
 
-    Sums are made in the order of ranks, in float32 for 16-bit and 8-bit floating-point
-    dtypes, and rounded once: the same bits on every engine that promises this.
+    Sums are computed in rank order, in float32 for 16-bit and 8-bit floating-point dtypes, and
+    rounded once. Groups that follow this rule return the same bits.
 
     Examples
     --------
@@ -77,12 +75,12 @@ class ProcessGroup(Protocol):
 
     @property
     def rank(self) -> int:
-        """Number of this process, from 0."""
+        """Rank of this process, from 0."""
         ...
 
     @property
     def world_size(self) -> int:
-        """Number of processes."""
+        """Number of ranks."""
         ...
 
     def reduce_scatter(
@@ -95,7 +93,7 @@ class ProcessGroup(Protocol):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Reduce arrays of one shape, and return the rows that belong to this rank."""
+        """Reduce arrays of one shape, and return this rank's rows of the result."""
         ...
 
     def all_gather(
@@ -107,7 +105,7 @@ class ProcessGroup(Protocol):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Return the rows of all ranks in the order of ranks; this rank's are `array`."""
+        """Return the rows of all ranks, concatenated in rank order; `array` has this rank's."""
         ...
 
     def all_reduce(
@@ -119,7 +117,7 @@ class ProcessGroup(Protocol):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Reduce arrays of one shape, and return the same result on every rank."""
+        """Reduce arrays of one shape, and return the whole result on every rank."""
         ...
 
     def all_to_all(
@@ -132,10 +130,10 @@ class ProcessGroup(Protocol):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Send each rank its rows, ``counts[rank]`` of them; return those that others sent.
+        """Send ``counts[r]`` rows to each rank r; return the rows received, in rank order.
 
-        `out_counts` says how many rows come from each rank. Both differ from rank to rank,
-        and both are given, or neither.
+        `out_counts` is the number of rows from each rank. Both may differ between ranks. Pass
+        both or neither.
         """
         ...
 
@@ -147,11 +145,11 @@ class ProcessGroup(Protocol):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Copy the array of rank `root` into that of every other rank, and return it."""
+        """Copy the array of rank `root` into the array of every other rank, and return it."""
         ...
 
     def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:
-        """Wait until every rank is here."""
+        """Wait until every rank has called this."""
         ...
 
     def gather_bytes(
@@ -162,26 +160,26 @@ class ProcessGroup(Protocol):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Return the bytes of all ranks, of any lengths, as a list in the order of ranks.
+        """Return the bytes of all ranks, of any lengths, as a list in rank order.
 
-        Every rank gets the list, or rank `root` alone and the others None.
+        Every rank gets the list. With `root`, only that rank does, and the others get None.
         """
         ...
 
     def abort(self) -> None:
-        """Make the operations of this group fail, here and, as far as it can, elsewhere."""
+        """Make the operations of this group fail, on this rank and, if possible, on the others."""
         ...
 
     def close(self) -> None:
-        """Give back what the group holds; closing again does nothing."""
+        """Release the group's resources; later calls do nothing."""
         ...
 
 
 class SingleGroup(Engine):
-    """A group of one process: every operation returns what this process gave.
+    """A group of one process: each operation returns the result of its own arguments.
 
-    Arguments are checked as every group checks them, so that code which runs on one process
-    does not fail for its arguments on two.
+    It checks arguments as larger groups do, so that code that runs on one process does not
+    fail on two because of an argument.
 
     Examples
     --------
@@ -241,7 +239,7 @@ class SingleGroup(Engine):
         return place
 
     def _put(self, target: Any, place: Any) -> None:
-        """Nothing: a target is its place."""
+        """Do nothing: the target is the place."""
 
     def _reduce_rows(self, link: Any, source: Any, rows: list[int], op: str, target: Any) -> None:
         _copy(source, target)
@@ -259,17 +257,17 @@ class SingleGroup(Engine):
         _copy(source, target)
 
     def _broadcast(self, link: Any, memory: Any, root: int) -> None:
-        """Nothing: the one rank is the root."""
+        """Do nothing: the only rank is the root."""
 
     def _barrier(self, link: Any) -> None:
-        """Nothing: every rank is here."""
+        """Do nothing: this is the only rank."""
 
     def _gather(self, link: Any, data: bytes, root: int | None) -> list[bytes]:
         return [data]
 
 
 def _copy(source: Any, target: Any) -> None:
-    """Fill an array with what a reduction over one rank is: the same elements."""
+    """Copy an array: the result of a reduction over one rank."""
     if is_torch(target):
         target.copy_(source)
     else:

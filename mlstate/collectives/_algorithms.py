@@ -1,7 +1,7 @@
-"""The collective operations as exchanges of bytes, in which each rank sends a part to every other.
+"""Collective operations built from one exchange of bytes between all pairs of ranks.
 
-A group derives from `ExchangeEngine` and makes a `Link` for each operation. Reductions exchange
-the parts and add them in the order of ranks, so that results have the same bits on every engine.
+A group derives from `ExchangeEngine` and creates a `Link` for each operation. Reductions exchange
+the parts and add them in rank order, so that results have the same bits on every engine.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from ._group_base import Engine, shares
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# Up to here, reducing everything on every rank saves a second exchange.
+# Up to this size, every rank reduces everything, which saves a second exchange.
 _SMALL_BYTES = 64 << 10
-# From here, the root of a broadcast sends each rank a part, which the ranks pass on.
+# From this size on, the root of a broadcast sends each rank a part, which the ranks pass on.
 _SHARED_BYTES = 1 << 20
-# What each rank sends first to gather bytes: a length, and the bytes themselves if they fit.
+# First message of each rank in `_gather`: a length, and the bytes themselves if they fit.
 _SLOT_BYTES = 256
 _LENGTH_BYTES = 8
 
 
 class Link(Protocol):
-    """One operation's way to the other ranks, until its time is up.
+    """Connection of one operation to the other ranks, with a deadline.
 
-    Memory is a flat NumPy array or torch tensor; its bytes are an array of uint8 over it.
+    Memory is a flat NumPy array or torch tensor. Its bytes are a uint8 view of it.
     """
 
     rank: int
@@ -41,25 +41,25 @@ class Link(Protocol):
     def exchange(self, sends: Sequence[Any], receives: Sequence[Any]) -> None:
         """Send ``sends[r]`` to each other rank r and fill ``receives[r]``; wait for both.
 
-        Empty parts are not sent. `sends` may hold one array many times. This rank's own entries
-        are ignored.
+        Empty parts are not sent. `sends` may contain the same array several times. This rank's
+        own entries are ignored.
         """
 
     def bytes_of(self, flat: Any) -> Any:
-        """Return the bytes of flat memory, which `exchange` can send and fill."""
+        """Return a byte view of flat memory, which `exchange` can send and fill."""
 
     def from_bytes(self, data: bytes) -> Any:
-        """Return memory that holds `data`, to be sent only."""
+        """Return memory that contains `data`, for sending only."""
 
     def to_bytes(self, memory: Any) -> bytes:
         """Return a copy of received bytes."""
 
     def reduce(self, parts: Sequence[Any], op: str, out: Any) -> None:
-        """Reduce flat memory in its order into `out`, which may be one of the parts."""
+        """Reduce flat memory in list order into `out`, which may be one of the parts."""
 
 
 class ExchangeEngine(Engine):
-    """A group whose operations are exchanges over a `Link`."""
+    """A group whose operations use exchanges over a `Link`."""
 
     def _reduce_rows(self, link: Link, source: Any, rows: list[int], op: str, target: Any) -> None:
         sends = split(source, rows)
@@ -77,7 +77,7 @@ class ExchangeEngine(Engine):
             link.reduce(split(received, [length] * world), op, target)
             return
         counts = even_counts(length, world)
-        # if `target` is the source, only this rank's part of it is written before all were sent
+        # if `target` is the source, only this rank's part is overwritten before all parts are sent
         mine = split(target, counts)[link.rank]
         self._reduce_rows(link, source, counts, op, mine)
         self._spread(link, mine, counts, target)
@@ -101,7 +101,7 @@ class ExchangeEngine(Engine):
         link.exchange(sends, receives)
 
     def _broadcast(self, link: Link, memory: Any, root: int) -> None:
-        """Send the bytes of `root`: if they are many, ranks pass on a part each."""
+        """Send the bytes of `root`; if they are many, each rank passes on one part."""
         flat, world = link.bytes_of(memory), link.world_size
         nothing, is_root = flat[:0], link.rank == root
         shared = world > 2 and len(flat) >= _SHARED_BYTES
@@ -118,7 +118,7 @@ class ExchangeEngine(Engine):
         link.exchange([byte for _ in ones], split(new_like(byte, len(ones)), ones))
 
     def _gather(self, link: Link, data: bytes, root: int | None) -> list[bytes] | None:
-        """Gather bytes: short ones travel with their lengths, in one exchange."""
+        """Gather bytes; short ones are sent together with their lengths, in one exchange."""
         room, world = _SLOT_BYTES - _LENGTH_BYTES, link.world_size
         head = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:room]
         mine = link.from_bytes(head.ljust(_SLOT_BYTES, b"\0"))
@@ -141,19 +141,19 @@ class ExchangeEngine(Engine):
 
 
 def split(flat: Any, rows: Sequence[int]) -> list[Any]:
-    """Return each rank's part of flat memory, divided as its rows are."""
+    """Return each rank's part of flat memory, divided in proportion to `rows`."""
     ends = accumulate(shares(len(flat), rows), initial=0)
     return [flat[start:end] for start, end in pairwise(ends)]
 
 
 def even_counts(length: int, world_size: int) -> list[int]:
-    """Divide a length among ranks; counts differ by one at most."""
+    """Divide a length among ranks; counts differ by at most one."""
     ends = [length * rank // world_size for rank in range(world_size + 1)]
     return [end - start for start, end in pairwise(ends)]
 
 
 def new_like(flat: Any, count: int) -> Any:
-    """Return new flat memory for elements of the same kind."""
+    """Return new flat memory for `count` elements of the same kind."""
     return flat.new_empty(count) if is_torch(flat) else np.empty(count, flat.dtype)
 
 

@@ -1,7 +1,7 @@
-"""What every process group checks before it sends anything, the same way on all engines.
+"""Argument checks of all process groups, made before anything is sent.
 
-A wrong argument must fail on the rank that passes it, before the others wait for it.
-Plain misuse is a TypeError or ValueError, what does not go together a `CompatibilityError`.
+A wrong argument must fail on the rank that passes it, before the other ranks wait for that rank.
+Wrong types and values raise TypeError or ValueError; mismatches raise `CompatibilityError`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 @set_module("mlstate.collectives")
 class ReduceOp(StrEnum):
-    """How the elements of several ranks become one; each member is the str of its value.
+    """Reduction of elements over ranks; each member equals its string value.
 
-    ``SUM`` takes numbers, ``MEAN`` floating-point and complex ones, ``MIN`` and ``MAX`` real
-    numbers and bool (where they mean *all* and *any*). NaN wins.
+    ``SUM`` accepts numbers, ``MEAN`` floating-point and complex numbers, ``MIN`` and ``MAX`` real
+    numbers and bool (logical *and* and *or*). If a rank has NaN, the result is NaN.
 
     Examples
     --------
@@ -42,7 +42,7 @@ class ReduceOp(StrEnum):
     MAX = "max"
 
 
-# What each operation can reduce; names begin as the dtypes do, in NumPy as in torch.
+# Prefixes of the dtype names that each operation can reduce, equal in NumPy and torch.
 _FLOATS = ("float", "bfloat")
 _INTEGERS = ("int", "uint")
 _REDUCIBLE = {
@@ -57,7 +57,7 @@ _REDUCIBLE = {
 
 
 def check_group(group: object) -> None:
-    """Refuse what is no process group, torch's own above all, before anything is sent."""
+    """Raise TypeError if this is not a process group, for example torch's own class."""
     if not hasattr(group, "gather_bytes") or not hasattr(group, "world_size"):
         raise TypeError(
             "group must have the methods of mlstate.collectives.ProcessGroup, got "
@@ -70,13 +70,13 @@ def check_group(group: object) -> None:
 
 
 def failed(operation: str, rank: int, what: str) -> CollectiveError:
-    """Make the error for an operation that failed; `what` says how, and what to do."""
+    """Return the error of a failed operation; `what` is the cause and the remedy."""
     error = CollectiveError(f"{operation} on rank {rank}: {what}")
     error.name, error.rank = operation, rank
     return error
 
 
-def _misfit(
+def _mismatch_error(
     operation: str, what: str, got: Any, expected: Any, do: str, *, rank: int | None = None
 ) -> CompatibilityError:
     error = CompatibilityError(f"{operation}: {what} {got}, expected {expected}; {do}")
@@ -89,7 +89,7 @@ def _misfit(
 
 
 def check_timeout(timeout: Any) -> float | None:
-    """Return a timeout in seconds, None for the engine's own."""
+    """Return a timeout in seconds, or None for the group's own."""
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, int | float | np.number):
@@ -101,7 +101,7 @@ def check_timeout(timeout: Any) -> float | None:
 
 
 def check_root(operation: str, root: Any, world_size: int) -> int:
-    """Return the rank that an operation starts from or ends at."""
+    """Return `root` as an int; raise if it is not a rank of the group."""
     try:
         rank = int(index(root))
     except TypeError:
@@ -114,7 +114,7 @@ def check_root(operation: str, root: Any, world_size: int) -> int:
 
 
 def check_bytes(operation: str, data: Any) -> bytes:
-    """Return what another rank gets, which must not change any more."""
+    """Return data as immutable bytes."""
     try:
         return data if type(data) is bytes else memoryview(data).tobytes()
     except TypeError:
@@ -128,18 +128,18 @@ def check_bytes(operation: str, data: Any) -> bytes:
 
 
 def dtype_name(array: Any) -> str:
-    """Return the name that a dtype has in NumPy and in torch."""
+    """Return the name of a dtype, equal in NumPy and torch."""
     return name_of(array.dtype)
 
 
 def kind_of(array: Any) -> str:
-    """Say what rows are made of."""
+    """Return the dtype and row shape of an array as text."""
     kind = dtype_name(array) if is_torch(array) else label_of(array.dtype) or str(array.dtype)
     return f"{kind} {tuple(array.shape[1:])}"
 
 
 def check_array(operation: str, array: Any) -> Any:
-    """Return the array that an operation reads, without autograd's record."""
+    """Return the input array; a tensor is detached."""
     if is_torch(array):
         return array.detach()
     if not isinstance(array, np.ndarray | np.generic):
@@ -156,7 +156,7 @@ def check_array(operation: str, array: Any) -> Any:
 
 
 def check_plain(operation: str, array: Any) -> None:
-    """Refuse a tensor that is more than its memory."""
+    """Raise TypeError for a tensor that is not plain memory."""
     if is_torch(array):
         reason = backend_of(array).why_not_plain(array)
         if reason:
@@ -164,14 +164,14 @@ def check_plain(operation: str, array: Any) -> None:
 
 
 def check_writable(operation: str, array: Any, rank: int) -> None:
-    """Refuse an array that is to be overwritten and cannot be."""
+    """Raise ValueError if an array to be overwritten is read-only."""
     if is_torch(array) or (isinstance(array, np.ndarray) and array.flags.writeable):
         return
     raise ValueError(f"{operation}: the array of rank {rank} is read-only")
 
 
 def check_op(operation: str, op: Any, array: Any) -> str:
-    """Return an operation's name, if it is defined for the array's dtype."""
+    """Return the operation's name; raise if it is not defined for the array's dtype."""
     try:
         name = str(op.value if hasattr(op, "value") else op)
         kinds = _REDUCIBLE[name]
@@ -179,7 +179,7 @@ def check_op(operation: str, op: Any, array: Any) -> str:
         raise ValueError(f"{operation}: op {op!r} is none of {', '.join(_REDUCIBLE)}") from None
     dtype = dtype_name(array)
     if not dtype.startswith(kinds):
-        raise _misfit(
+        raise _mismatch_error(
             operation,
             f"op {name!r} is not defined for dtype",
             dtype,
@@ -190,10 +190,10 @@ def check_op(operation: str, op: Any, array: Any) -> str:
 
 
 def check_counts(operation: str, name: str, counts: Any, rows: int, world_size: int) -> list[int]:
-    """Return how many of `rows` rows belong to each rank: `counts`, or equal parts."""
+    """Return each rank's number of rows: `counts`, or equal parts of `rows`."""
     if counts is None:
         if rows % world_size:
-            raise _misfit(
+            raise _mismatch_error(
                 operation,
                 "the first dimension is",
                 rows,
@@ -203,7 +203,7 @@ def check_counts(operation: str, name: str, counts: Any, rows: int, world_size: 
         return [rows // world_size] * world_size
     listed = counts_of(operation, name, counts, world_size)
     if sum(listed) != rows:
-        raise _misfit(
+        raise _mismatch_error(
             operation,
             "the first dimension is",
             rows,
@@ -214,7 +214,7 @@ def check_counts(operation: str, name: str, counts: Any, rows: int, world_size: 
 
 
 def counts_of(operation: str, name: str, counts: Sequence[Any], world_size: int) -> list[int]:
-    """Return rows for each rank as a list of int, of the right length and never negative."""
+    """Return rows per rank as a list of int; check its length and that none is negative."""
     try:
         listed = [int(index(count)) for count in counts]
     except TypeError:
@@ -232,9 +232,9 @@ def counts_of(operation: str, name: str, counts: Sequence[Any], world_size: int)
 
 
 def check_rows(operation: str, array: Any) -> int:
-    """Return the length of the first dimension, which ranks divide."""
+    """Return the length of the first dimension."""
     if not array.ndim:
-        raise _misfit(
+        raise _mismatch_error(
             operation,
             "the array has",
             "no dimensions",
@@ -245,10 +245,10 @@ def check_rows(operation: str, array: Any) -> int:
 
 
 def check_own_rows(operation: str, array: Any, counts: Sequence[int], rank: int) -> None:
-    """Refuse an array that is not as long as this rank's count."""
+    """Raise CompatibilityError if the array's length differs from this rank's count."""
     rows = check_rows(operation, array)
     if rows != counts[rank]:
-        raise _misfit(
+        raise _mismatch_error(
             operation,
             "the first dimension is",
             rows,
@@ -271,7 +271,7 @@ def _extent(tensor: Any) -> tuple[int, int]:
 
 
 def _same_place(out: Any, array: Any) -> bool:
-    """Return whether both are one array: the same elements in the same order."""
+    """Return whether both are the same elements in the same order."""
     if out is array:
         return True
     if is_torch(out):
@@ -282,7 +282,7 @@ def _same_place(out: Any, array: Any) -> bool:
 
 
 def _overlap(out: Any, array: Any) -> bool:
-    """Return whether the memory from first to last byte of both has bytes in common."""
+    """Return whether the address ranges of both, from first to last byte, overlap."""
     if not is_torch(out):
         return np.may_share_memory(out, array)
     low, high = _extent(out)
@@ -291,9 +291,9 @@ def _overlap(out: Any, array: Any) -> bool:
 
 
 def result_of(operation: str, out: Any, shape: tuple[int, ...], array: Any) -> Any:
-    """Return where a result of this shape goes: `out` if it fits, else a new array.
+    """Return the array for a result of this shape: `out` if it fits, else a new array.
 
-    An `out` that shares memory with `array` must be the same elements, in the same order.
+    If `out` shares memory with `array`, it must have the same elements in the same order.
     """
     if out is None:
         return array.new_empty(shape) if is_torch(array) else np.empty(shape, array.dtype)
@@ -304,11 +304,11 @@ def result_of(operation: str, out: Any, shape: tuple[int, ...], array: Any) -> A
     for what, got, expected in (
         ("shape", tuple(plain.shape), tuple(shape)),
         ("dtype", plain.dtype, array.dtype),
-        ("dtype", dtype_name(plain), dtype_name(array)),  # NumPy compares no metadata
+        ("dtype", dtype_name(plain), dtype_name(array)),  # NumPy's comparison ignores metadata
         *([("device", plain.device, array.device)] if is_torch(array) else []),
     ):
         if got != expected:
-            raise _misfit(
+            raise _mismatch_error(
                 operation, f"out has {what}", got, expected, "or leave it out for a new array"
             )
     if not is_torch(plain) and not plain.flags.writeable:

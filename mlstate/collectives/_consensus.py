@@ -1,4 +1,4 @@
-"""Ranks that go on together, or not at all: each tells the others how it fared."""
+"""Agreement between ranks: all continue, all retry, or all raise."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from . import ProcessGroup
 
 
-def _kind(error: BaseException) -> str:
-    """The class of an error that other ranks raise too, by name."""
+def _error_class_name(error: BaseException) -> str:
+    """Return the name of the error class that other ranks raise for an error."""
     for cls in type(error).__mro__:
         if issubclass(cls, MLStateError) and cls.__name__ in errors.__all__:
             return cls.__name__
     return "CollectiveError"
 
 
-def _of_peer(rank: int, said: dict[str, Any]) -> MLStateError:
-    """The error of another rank, of the same class, so that callers need not ask where."""
+def _peer_error(rank: int, said: dict[str, Any]) -> MLStateError:
+    """Return the error for another rank's failure; it has the same class on every rank."""
     cls = getattr(errors, said["kind"], CollectiveError)
     error: MLStateError = cls(f"rank {rank}: {said['error']}")
     error.rank = rank
@@ -30,39 +30,43 @@ def _of_peer(rank: int, said: dict[str, Any]) -> MLStateError:
 def agree(
     group: ProcessGroup, about: str, error: BaseException | None, *, again: bool = False
 ) -> bool:
-    """Hear of all ranks whether they can go on; every rank calls this.
+    """Exchange with all ranks whether they can continue; every rank must call this.
 
     Parameters
     ----------
     group : ProcessGroup
         The ranks.
     about : str
-        What all ranks must say alike.
+        A text that must be equal on all ranks; otherwise all must retry.
     error : BaseException, optional
-        Why this rank cannot go on.
+        Why this rank cannot continue.
     again : bool, default False
-        Whether it could if all tried once more.
+        Whether this rank could continue after a retry by all ranks.
 
     Returns
     -------
     bool
-        True: all can go on. False: all are to try once more.
+        True if all can continue, False if all must retry.
 
     Raises
     ------
     BaseException
-        `error`, or one like the first of another rank that cannot go on.
+        `error`, or the error of the first other rank that cannot continue.
     """
     import json
 
     said: dict[str, Any] = {"about": about, "error": None, "again": again}
     if error is not None:
-        text = f"{type(error).__name__}: {error}" if _kind(error) == "CollectiveError" else error
-        said |= {"error": str(text), "kind": _kind(error)}
+        text = (
+            f"{type(error).__name__}: {error}"
+            if _error_class_name(error) == "CollectiveError"
+            else error
+        )
+        said |= {"error": str(text), "kind": _error_class_name(error)}
     everyone = [json.loads(text) for text in group.gather_bytes(json.dumps(said).encode()) or ()]
     failed = [(r, one) for r, one in enumerate(everyone) if one["error"] and not one["again"]]
     if failed:
         if error is not None and not again:
             raise error
-        raise _of_peer(*failed[0]) from error
+        raise _peer_error(*failed[0]) from error
     return not any(one["error"] for one in everyone) and len({o["about"] for o in everyone}) == 1

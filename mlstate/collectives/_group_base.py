@@ -1,8 +1,8 @@
-"""What all engines of `mlstate.collectives` do around the moving of bytes.
+"""Common base of all groups in `mlstate.collectives`: arguments, results and call order.
 
-An engine derives from `Engine`, which has the operations of a `ProcessGroup`: they check what
-they are given and decide what goes where. The engine adds how memory is reached and how bytes
-travel. A group of a user's own need not derive from it.
+A group derives from `Engine`, which implements the operations of `ProcessGroup`: they check
+arguments and choose memory for results. The subclass adds memory access and data transfer.
+User-defined groups need not derive from it.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ if TYPE_CHECKING:
 
 
 class Call(NamedTuple):
-    """An operation as this rank calls it.
+    """One call of an operation on this rank.
 
     Attributes
     ----------
     name : str
-        Of the operation.
+        Name of the operation.
     seconds : float or None
-        Its timeout, None for the engine's own.
+        Its timeout; None for the group's own.
     async_op : bool
         Whether to return a `Work`.
     text : str
-        What every rank must say alike.
+        Description that must be equal on every rank.
     device : torch.device or None
-        Where a tensor lies.
+        Device of a tensor.
     rows : sequence of list of int
-        Rows that this rank sends to each rank, and that it expects of each, where ranks differ.
+        Rows sent to each rank and expected from each, if these may differ between ranks.
     """
 
     name: str
@@ -63,18 +63,18 @@ class Call(NamedTuple):
 
 
 def shares(size: int, rows: Sequence[int]) -> list[int]:
-    """Divide a flat array of this size, in elements or bytes, as its rows are divided."""
+    """Divide the size of a flat array, in elements or bytes, in proportion to `rows`."""
     total = sum(rows)
     width = size // total if total else 0
     return [n * width for n in rows]
 
 
 class Engine(ABC):
-    """The operations of a process group, for engines to derive from.
+    """The operations of a process group; base class of engines.
 
-    A `link` below is what an engine makes for one operation: its way to the other ranks, and
-    when time is up. Sources and targets are memory of the engine's choice that holds the
-    elements of an array.
+    An engine creates a `link` for each operation: its connection to the other ranks, with a
+    deadline. Sources and targets are memory that the engine chooses for the elements of an
+    array.
 
     Examples
     --------
@@ -88,7 +88,7 @@ class Engine(ABC):
 
     _rank: int
     _world_size: int
-    _ended: str  # how, or empty
+    _ended: str  # how the group ended, or empty
     _turns: Turns
 
     def __enter__(self) -> Self:
@@ -103,7 +103,7 @@ class Engine(ABC):
 
     @property
     def rank(self) -> int:
-        """Number of this rank, from 0."""
+        """Rank of this process, from 0."""
         return self._rank
 
     @property
@@ -123,36 +123,36 @@ class Engine(ABC):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Reduce arrays of one shape, and return the rows that belong to this rank.
+        """Reduce arrays of one shape, and return this rank's rows of the result.
 
         Parameters
         ----------
         array : array
-            With at least one dimension; the same shape and dtype on every rank.
+            An array with at least one dimension; the same shape and dtype on every rank.
         op : ReduceOp or str, default "sum"
-            How elements become one; it must be defined for the dtype.
+            The reduction; it must be defined for the dtype.
         out : array, optional
-            Where the result goes; may be `array` itself where the shapes are equal.
+            Array for the result; may be `array` itself if the shapes are equal.
         counts : sequence of int, optional
-            Rows of each rank, the same on every rank. Default: equal parts.
+            Number of rows of each rank, the same on every rank. Default: equal parts.
         timeout : float, optional
-            Seconds. Default: the group's own.
+            Timeout in seconds. Default: the group's timeout.
         async_op : bool, default False
             Return a `Work` at once.
 
         Returns
         -------
         array or Work
-            New, or `out`.
+            A new array, or `out`.
 
         Raises
         ------
         TypeError, ValueError
-            An argument makes no sense.
+            If an argument has a wrong type or value.
         CompatibilityError
-            `op` is not defined for the dtype, or `counts` or `out` do not fit.
+            If `op` is not defined for the dtype, or `counts` or `out` do not fit.
         CollectiveError
-            The group was closed, time was up, or another rank failed.
+            If the group is closed, the timeout expires, or another rank fails.
 
         Examples
         --------
@@ -185,25 +185,25 @@ class Engine(ABC):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Return the rows of all ranks in the order of ranks; this rank's are `array`.
+        """Return the rows of all ranks, concatenated in rank order; `array` has this rank's.
 
         Parameters
         ----------
         array : array
-            With at least one dimension; those after it, and the dtype, are the same on every
-            rank.
+            An array with at least one dimension. The dtype and all other dimensions must be
+            equal on every rank.
         out, counts, timeout, async_op
-            As for `reduce_scatter`. Without `counts` every rank has as many rows as this one.
+            See `reduce_scatter`. Without `counts`, every rank has as many rows as this one.
 
         Returns
         -------
         array or Work
-            New, or `out`.
+            A new array, or `out`.
 
         Raises
         ------
         TypeError, ValueError, CompatibilityError, CollectiveError
-            As `reduce_scatter`.
+            See `reduce_scatter`.
 
         Examples
         --------
@@ -238,24 +238,24 @@ class Engine(ABC):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Reduce arrays of one shape, and return the same result on every rank.
+        """Reduce arrays of one shape, and return the whole result on every rank.
 
         Parameters
         ----------
         array : array
-            Of any shape, the same on every rank, as the dtype is.
+            An array of any shape; the same shape and dtype on every rank.
         op, out, timeout, async_op
-            As for `reduce_scatter`.
+            See `reduce_scatter`.
 
         Returns
         -------
         array or Work
-            New, or `out`.
+            A new array, or `out`.
 
         Raises
         ------
         TypeError, ValueError, CompatibilityError, CollectiveError
-            As `reduce_scatter`.
+            See `reduce_scatter`.
 
         Examples
         --------
@@ -289,28 +289,28 @@ class Engine(ABC):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Send each rank its rows, ``counts[rank]`` of them; return those that others sent.
+        """Send ``counts[r]`` rows to each rank r; return the rows received, in rank order.
 
         Parameters
         ----------
         array : array
-            With at least one dimension; those after it, and the dtype, are the same on every
-            rank.
+            An array with at least one dimension. The dtype and all other dimensions must be
+            equal on every rank.
         out, timeout, async_op
-            As for `reduce_scatter`.
+            See `reduce_scatter`.
         counts, out_counts : sequence of int, optional
-            Rows to each rank, and from each; they differ from rank to rank. Both or neither:
-            then equal parts.
+            Number of rows to each rank, and from each rank. They may differ between ranks. Pass
+            both or neither. Default: equal parts.
 
         Returns
         -------
         array or Work
-            New, or `out`.
+            A new array, or `out`.
 
         Raises
         ------
         TypeError, ValueError, CompatibilityError, CollectiveError
-            As `reduce_scatter`.
+            See `reduce_scatter`.
 
         Examples
         --------
@@ -345,16 +345,16 @@ class Engine(ABC):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Copy the array of rank `root` into that of every other rank, and return it.
+        """Copy the array of rank `root` into the array of every other rank, and return it.
 
         Parameters
         ----------
         array : array
-            Of any shape, the same on every rank, as the dtype is.
+            An array of any shape; the same shape and dtype on every rank.
         root : int, default 0
-            The rank whose array it is.
+            The rank whose array is sent.
         timeout, async_op
-            As for `reduce_scatter`.
+            See `reduce_scatter`.
 
         Returns
         -------
@@ -364,9 +364,9 @@ class Engine(ABC):
         Raises
         ------
         TypeError, ValueError
-            `root` is no rank, or the array cannot be sent, or written to.
+            If `root` is not a rank, or the array cannot be sent or is read-only.
         CollectiveError
-            As `reduce_scatter`.
+            See `reduce_scatter`.
 
         Examples
         --------
@@ -395,12 +395,12 @@ class Engine(ABC):
         return self._submit(Call(name, seconds, async_op, text, _device_of(plain)), perform)
 
     def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:
-        """Wait until every rank is here.
+        """Wait until every rank has called this.
 
         Parameters
         ----------
         timeout, async_op
-            As for `reduce_scatter`.
+            See `reduce_scatter`.
 
         Returns
         -------
@@ -409,7 +409,7 @@ class Engine(ABC):
         Raises
         ------
         CollectiveError
-            As `reduce_scatter`.
+            See `reduce_scatter`.
 
         Examples
         --------
@@ -426,16 +426,16 @@ class Engine(ABC):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Return the bytes of all ranks, of any lengths, as a list in the order of ranks.
+        """Return the bytes of all ranks, of any lengths, as a list in rank order.
 
         Parameters
         ----------
         data : bytes, bytearray or memoryview
-            Anything with a buffer is taken as bytes.
+            The bytes of this rank; any object with a buffer is accepted.
         root : int, optional
-            The rank that gets the list, and the others None. Default: every rank gets it.
+            The only rank that gets the list; the others get None. Default: every rank gets it.
         timeout, async_op
-            As for `reduce_scatter`.
+            See `reduce_scatter`.
 
         Returns
         -------
@@ -444,9 +444,9 @@ class Engine(ABC):
         Raises
         ------
         TypeError, ValueError
-            `data` has no buffer, or `root` is no rank.
+            If `data` has no buffer, or `root` is not a rank.
         CollectiveError
-            As `reduce_scatter`.
+            See `reduce_scatter`.
 
         Examples
         --------
@@ -466,13 +466,13 @@ class Engine(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Make the operations of this group fail, here and, as far as it can, elsewhere."""
+        """Make the operations of this group fail, on this rank and, if possible, on the others."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what the group holds; closing again does nothing."""
+        """Release the group's resources; later calls do nothing."""
 
-    # ---- one after the other ----
+    # ---- call order ----
 
     def _fill(
         self,
@@ -483,7 +483,7 @@ class Engine(ABC):
         *,
         reduced: bool,
     ) -> Any:
-        """Submit an operation that fills `place`, over which `out` lies if it was given."""
+        """Submit an operation that fills `place`, a view of `out` if that is passed."""
 
         def perform(link: Any) -> Any:
             target = self._target(call.name, place, reduced=reduced)
@@ -494,7 +494,7 @@ class Engine(ABC):
         return self._submit(call, perform)
 
     def _submit(self, call: Call, perform: Callable[[Any], Any]) -> Any:
-        """Run an operation after those that were called before it; `perform` gets its link."""
+        """Run an operation after all earlier ones; `perform` receives its link."""
         self._check_open(call.name)
 
         def task() -> Any:
@@ -504,17 +504,17 @@ class Engine(ABC):
         return self._run(call, task)
 
     def _check_open(self, operation: str) -> None:
-        """Refuse to begin with anything in a group that has ended."""
+        """Raise CollectiveError if the group has ended."""
         if self._ended:
             raise failed(operation, self._rank, f"this group was {self._ended}; make a new one")
 
     def _run(self, call: Call, task: Callable[[], Any]) -> Any:
-        """Run a task in its turn, and return what it returns, or a `Work`."""
+        """Run a task after all earlier ones; return its result, or a `Work`."""
         return self._turns.run(call.name, task, async_op=call.async_op)
 
     @abstractmethod
     def _perform(self, call: Call, perform: Callable[[Any], Any]) -> Any:
-        """Make a link and perform an operation over it; the turn is held."""
+        """Create a link and perform an operation over it; the queue is locked."""
 
     # ---- memory ----
 
@@ -522,22 +522,22 @@ class Engine(ABC):
     def _source(self, operation: str, array: Any, *, reduced: bool) -> Any:
         """Return memory with the elements of an array, which may be the array's own.
 
-        It is to compute with where it is `reduced`: what cannot be is refused here.
+        If `reduced`, the elements must support arithmetic; otherwise this raises.
         """
 
     @abstractmethod
     def _target(self, operation: str, place: Any, *, reduced: bool) -> Any:
-        """Return memory for the elements of `place`, its own or new."""
+        """Return memory for the elements of `place`: its own or new."""
 
     @abstractmethod
     def _put(self, target: Any, place: Any) -> None:
-        """Copy a filled target to its place, unless it is there."""
+        """Copy a filled target to its place, unless they share memory."""
 
-    # ---- how bytes travel ----
+    # ---- data transfer ----
 
     @abstractmethod
     def _reduce_rows(self, link: Any, source: Any, rows: list[int], op: str, target: Any) -> None:
-        """Reduce sources; rank r gets ``rows[r]`` rows of the result."""
+        """Reduce sources; each rank r gets ``rows[r]`` rows of the result."""
 
     @abstractmethod
     def _reduce_all(self, link: Any, source: Any, op: str, target: Any) -> None:
@@ -545,25 +545,25 @@ class Engine(ABC):
 
     @abstractmethod
     def _spread(self, link: Any, source: Any, rows: list[int], target: Any) -> None:
-        """Fill the target with the sources of all ranks, ``rows[r]`` rows of rank r."""
+        """Fill the target with the sources of all ranks, ``rows[r]`` rows from rank r."""
 
     @abstractmethod
     def _trade(
         self, link: Any, source: Any, sent: list[int], target: Any, wanted: list[int]
     ) -> None:
-        """Send ``sent[r]`` rows to each rank r, and get ``wanted[r]``; both may be one memory."""
+        """Send ``sent[r]`` rows to each rank r, and receive ``wanted[r]``; memory may overlap."""
 
     @abstractmethod
     def _broadcast(self, link: Any, memory: Any, root: int) -> None:
-        """Overwrite memory with that of `root`."""
+        """Overwrite memory on all ranks with the memory of rank `root`."""
 
     @abstractmethod
     def _barrier(self, link: Any) -> None:
-        """Wait for every rank."""
+        """Wait until every rank has called this."""
 
     @abstractmethod
     def _gather(self, link: Any, data: bytes, root: int | None) -> list[bytes] | None:
-        """Return the bytes of all ranks; None where this rank is not the root."""
+        """Return the bytes of all ranks; None if there is a root and this rank is not it."""
 
 
 def _device_of(array: Any) -> Any:

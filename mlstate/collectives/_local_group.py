@@ -1,4 +1,4 @@
-"""A group of the processes, or threads, of one host: mlstate's own engine."""
+"""A group of processes or threads on one host, over shared memory."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 DEFAULT_SECONDS = 300.0
 
-# Variables that launchers set: torchrun, Open MPI, MPICH's hydra, Slurm.
+# Environment variables of launchers: torchrun, Open MPI, MPICH's hydra, Slurm.
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
-    ("SLURM_PROCID", "SLURM_NTASKS", ""),  # srun says it in a way that is not one number
+    ("SLURM_PROCID", "SLURM_NTASKS", ""),  # srun's ranks per host are not a single number
 )
 _JOBS = (
     "TORCHELASTIC_RUN_ID",
@@ -43,7 +43,7 @@ _JOBS = (
 
 
 def _is_packed(array: Any) -> bool:
-    """Whether the core can use an array where it lies."""
+    """Return whether the core can use an array's memory directly."""
     if is_torch(array):
         return bool(array.device.type == "cpu" and array.is_contiguous())
     flags = array.flags
@@ -61,7 +61,7 @@ def _packed(array: Any) -> Any:
 
 
 def _empty_like(array: Any) -> Any:
-    """Return new packed memory for what goes into `array` later."""
+    """Return new packed memory with the shape and dtype of `array`."""
     if is_torch(array):
         import torch
 
@@ -70,7 +70,7 @@ def _empty_like(array: Any) -> Any:
 
 
 def _bytes_of(array: Any) -> Any:
-    """View a packed array as bytes."""
+    """Return a byte view of a packed array."""
     if is_torch(array):
         import torch
 
@@ -81,7 +81,7 @@ def _bytes_of(array: Any) -> Any:
 
 
 def _check_numbers(operation: str, array: Any) -> None:
-    """Refuse elements that the core cannot compute with."""
+    """Raise CompatibilityError if the core cannot compute with the array's dtype."""
     name = dtype_name(array)
     wide = not is_torch(array) and array.itemsize > 8 and name != "complex128"
     if wide or name in ("longdouble", "clongdouble"):
@@ -96,8 +96,8 @@ def _no_arithmetic(operation: str, dtype: str) -> CompatibilityError:
     return error
 
 
-def _numbers_of(array: Any) -> Any:
-    """View a packed array as flat numbers: sums of complex ones are those of their parts."""
+def _view_numbers(array: Any) -> Any:
+    """Return a flat view as real numbers: real and imaginary parts are reduced separately."""
     flat = array.reshape(-1)
     if dtype_name(array) != "complex128":
         return flat
@@ -109,13 +109,13 @@ def _numbers_of(array: Any) -> Any:
 
 
 def _segment(array: Any, rows: Sequence[int], out: Any) -> tuple[Any, tuple[int, ...], Any]:
-    """Return what the core reduces into `out`: flat numbers, and how many are each rank's."""
-    numbers = _numbers_of(array)
-    return numbers, tuple(shares(len(numbers), rows)), _numbers_of(out)
+    """Return core arguments of a reduction: flat numbers, counts by rank, and the output."""
+    numbers = _view_numbers(array)
+    return numbers, tuple(shares(len(numbers), rows)), _view_numbers(out)
 
 
 def _lengths_of(shape: int | Sequence[int]) -> tuple[int, ...]:
-    """Return a shape as NumPy takes it."""
+    """Return a shape as a tuple of int."""
     axes: Sequence[int]
     try:
         axes = (index(shape),)  # type: ignore[arg-type]
@@ -127,36 +127,36 @@ def _lengths_of(shape: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def _operator(kind: str, world_size: int) -> tuple[str, float]:
-    """Return the core's name of a reduction, and what its result is divided by."""
+    """Return the core's name of a reduction, and the divisor of its result."""
     return ("sum", float(world_size)) if kind == "mean" else (kind, 1.0)
 
 
 @set_module("mlstate.collectives")
 class LocalGroup(Engine):
-    """A group of processes of one host, or of threads, over shared memory.
+    """A group of processes or threads of one host, over shared memory.
 
-    Make one by `threads`, `run`, `from_env` or `join`; the class itself is not to be called.
+    Create groups with `threads`, `run`, `from_env` or `join`, not with the constructor.
 
     Notes
     -----
-    Methods are those of `mlstate.collectives.ProcessGroup`. Arrays that are C-contiguous,
-    aligned and in this machine's byte order are used where they lie, NumPy's and torch's;
-    others are copied once, and tensors on a device go over main memory. Every dtype travels;
-    sums are made of those that the core computes with, in the order of ranks: the same bits
-    at every run, however arrays are divided.
+    See `mlstate.collectives.ProcessGroup` for the methods. NumPy arrays and CPU tensors are used
+    without a copy if they are C-contiguous, aligned and in native byte order. Others are copied
+    once; tensors on a device are copied through main memory. Every dtype can be sent.
+    Reductions need a dtype that the core supports. Sums are computed in rank order, so they have
+    the same bits in every run, for any division into calls.
 
-    The memory that ranks share is a few slots for each, about 1 MB, whatever the size of the
-    arrays. It has no name in any file system: nothing is left of it when the processes end.
+    The shared memory is about 1 MB per rank, for arrays of any size. It has no name in the file
+    system, and the system frees it when the processes end.
 
-    Calls that do not go together raise `CollectiveError` on every rank, naming what each
-    called, and the group lives on. After a timeout, an interruption (Ctrl-C), `abort`, or the
-    death of a rank the group is of no use any more; every rank learns at once who is to
-    blame. Death is seen by the system's file locks, without heartbeats: in some hundredths of
-    a second.
+    If the calls of ranks do not match, `CollectiveError` is raised on every rank. It lists what
+    each rank called, and the group stays usable. After a timeout, an interruption (Ctrl-C),
+    `abort`, or the end of a rank's process, the group cannot be used any more. Every rank then
+    raises an error that names the rank at fault. File locks reveal the end of a process within
+    tens of milliseconds, without heartbeats.
 
-    One operation takes place at a time; ``async_op=True`` hands it to a thread. A process
-    forked later is no member. Where there are more ranks than processors, waiting ranks sleep
-    at once; they spin for some 40 microseconds before otherwise.
+    One operation runs at a time; ``async_op=True`` runs it in a thread. A process that is forked
+    later cannot use the group. If there are more ranks than processors, waiting ranks sleep at
+    once. Otherwise they spin for about 40 microseconds first.
 
     Examples
     --------
@@ -194,24 +194,24 @@ class LocalGroup(Engine):
 
     @classmethod
     def threads(cls, world_size: int, *, timeout: float = DEFAULT_SECONDS) -> list[LocalGroup]:
-        """Make a group whose ranks are threads of this process.
+        """Return a group whose ranks are threads of this process.
 
         Parameters
         ----------
         world_size : int
             Number of ranks, 1 to 64.
         timeout : float, default 300
-            Seconds that an operation may take which is given no ``timeout``.
+            Timeout in seconds of operations without a ``timeout`` argument.
 
         Returns
         -------
         list of LocalGroup
-            One for each rank; each is used by one thread, and closed.
+            One object per rank. Each is used by one thread, which closes it.
 
         Raises
         ------
         ValueError
-            The number of ranks, or the timeout, is out of range.
+            If the number of ranks or the timeout is out of range.
 
         Examples
         --------
@@ -233,18 +233,18 @@ class LocalGroup(Engine):
         timeout: float = 60.0,
         operation_timeout: float = DEFAULT_SECONDS,
     ) -> LocalGroup:
-        """Meet the other processes of a job on this host.
+        """Join the other processes of a job on this host.
 
         Parameters
         ----------
         name : str
-            Of the job: the same on all ranks, and no other job's of this user.
+            Name of the job: equal on all ranks, and unique among this user's jobs.
         rank, world_size : int
-            Number of this process, from 0, and of all.
+            Rank of this process, from 0, and number of processes.
         timeout : float, default 60
-            Seconds to wait for the others.
+            Seconds to wait for the other processes.
         operation_timeout : float, default 300
-            Seconds that an operation may take which is given no ``timeout``.
+            Timeout in seconds of operations without a ``timeout`` argument.
 
         Returns
         -------
@@ -253,15 +253,16 @@ class LocalGroup(Engine):
         Raises
         ------
         CollectiveError
-            Not all came in time, two have the same rank, or another number of ranks.
+            If a rank is missing after `timeout`, two processes pass the same rank, or the
+            values of `world_size` differ.
         ValueError
-            A number is out of range.
+            If a number is out of range.
 
         Notes
         -----
-        Processes meet at an abstract socket on Linux (so within one network namespace), at a
-        file in the folder for temporary files elsewhere, which is removed when all are there.
-        Only processes of the same user are let in.
+        Processes connect through an abstract socket on Linux (so within one network namespace).
+        On other systems they use a socket file in the folder for temporary files, which is
+        removed when all ranks have joined. Processes of other users are refused.
 
         Examples
         --------
@@ -274,7 +275,7 @@ class LocalGroup(Engine):
             raise TypeError(f"LocalGroup.join: name must be a str, got {type(name).__name__}")
         meeting = check_timeout(timeout) or 60.0
         seconds = check_timeout(operation_timeout) or DEFAULT_SECONDS
-        _core.local_measure(world_size, 0, 0)  # refuses a number of ranks that cannot be
+        _core.local_measure(world_size, 0, 0)  # raises if world_size is out of range
         if not 0 <= rank < world_size:
             raise ValueError(
                 f"LocalGroup.join: rank {rank} is none of 0 to {world_size - 1}; ranks count from 0"
@@ -287,16 +288,16 @@ class LocalGroup(Engine):
     def from_env(
         cls, *, timeout: float = 60.0, operation_timeout: float = DEFAULT_SECONDS
     ) -> LocalGroup:
-        """Join the group that a launcher's environment variables describe.
+        """Join the group that a launcher describes in environment variables.
 
-        ``RANK`` and ``WORLD_SIZE`` (torchrun), or those of mpirun or srun, say which rank this
-        is. The job is named by ``MLSTATE_JOB``, or else by what the launcher tells its
-        processes alike: ``TORCHELASTIC_RUN_ID``, ``MASTER_PORT`` and the like.
+        ``RANK`` and ``WORLD_SIZE`` (torchrun), or the variables of mpirun or srun, give the rank.
+        ``MLSTATE_JOB`` names the job. If it is not set, variables that the launcher sets equally
+        for its processes do: ``TORCHELASTIC_RUN_ID``, ``MASTER_PORT`` and others.
 
         Parameters
         ----------
         timeout, operation_timeout : float
-            As for `join`.
+            See `join`.
 
         Returns
         -------
@@ -305,7 +306,7 @@ class LocalGroup(Engine):
         Raises
         ------
         CollectiveError
-            A variable is missing, or makes no sense; or as `join`.
+            If a variable is missing or invalid. See also `join`.
 
         Examples
         --------
@@ -318,7 +319,7 @@ class LocalGroup(Engine):
         >>> for name in ("RANK", "WORLD_SIZE", "MLSTATE_JOB"):
         ...     del os.environ[name]
         """
-        name, rank, world_size = _from_variables(os.environ)
+        name, rank, world_size = _read_launcher_variables(os.environ)
         return cls.join(
             name, rank, world_size, timeout=timeout, operation_timeout=operation_timeout
         )
@@ -331,7 +332,7 @@ class LocalGroup(Engine):
         start_method: str | None = None,
         timeout: float | None = None,
     ) -> list[Any]:
-        """Call a function in several processes that are a group, and wait for them.
+        """Call a function in several new processes that form a group, and return the results.
 
         Parameters
         ----------
@@ -341,27 +342,27 @@ class LocalGroup(Engine):
         world_size : int
             Number of processes.
         *args
-            Further arguments, the same for all.
+            Further arguments, equal in all processes.
         start_method : {"fork", "spawn", "forkserver"}, optional
-            As for `multiprocessing.get_context`; default: Python's own.
+            See `multiprocessing.get_context`. Default: Python's default.
         timeout : float, optional
-            Seconds after which the processes are ended. Default: none.
+            Seconds after which the processes are ended. Default: no limit.
 
         Returns
         -------
         list
-            What the function returned, in the order of ranks.
+            Results of the function, in rank order.
 
         Raises
         ------
         Exception
-            That of the rank which failed first, with its traceback as a note.
+            The exception of the rank that failed first, with its traceback as a note.
         CollectiveError
-            A process died, named with its signal; or was not done in time.
+            If a process died (the error has its signal), or the timeout expired.
 
         Notes
         -----
-        No process is left when this returns or raises, Ctrl-C included.
+        All processes have ended when this returns or raises, also after Ctrl-C.
 
         Examples
         --------
@@ -376,7 +377,7 @@ class LocalGroup(Engine):
         _core.local_measure(world_size, 0, 0)
         return run(function, world_size, args, start_method, timeout)
 
-    # ---- what it is ----
+    # ---- description ----
 
     def __repr__(self) -> str:
         ended = "closed" if self._closed else self._link.ended()
@@ -387,31 +388,31 @@ class LocalGroup(Engine):
     def empty(self, shape: int | Sequence[int], dtype: Any = np.float64) -> Any:
         """Return a new array or tensor in main memory, with arbitrary contents.
 
-        It is an ordinary array: the operations of the group accept it as they accept any
-        other, and the other ranks cannot see it.
+        It is an ordinary array in this rank's memory. The operations of the group also accept
+        any other array.
 
         Parameters
         ----------
         shape : int or sequence of int
-            Of the array.
+            Shape of the array.
         dtype : numpy.dtype or torch.dtype, default float64
-            Of its elements. One of torch makes a tensor.
+            Dtype of its elements. A torch dtype returns a tensor.
 
         Returns
         -------
         numpy.ndarray or torch.Tensor
-            New and C-contiguous. It may outlive the group.
+            A new C-contiguous array. It may outlive the group.
 
         Raises
         ------
         MemoryError
-            There is not enough memory.
+            If there is not enough memory.
         TypeError
-            Elements of `dtype` are Python objects.
+            If elements of `dtype` are Python objects.
         ValueError
-            A length is negative.
+            If a length is negative.
         CollectiveError
-            The group was closed.
+            If the group is closed.
 
         Examples
         --------
@@ -436,13 +437,13 @@ class LocalGroup(Engine):
 
             try:
                 return torch.empty(lengths, dtype=kind)
-            except RuntimeError as error:  # torch has no type for a lack of memory
+            except RuntimeError as error:  # torch has no exception type for out of memory
                 raise MemoryError(f"empty: {size} bytes for the shape {lengths}: {error}") from None
         if kind.hasobject:
             raise TypeError(f"empty: elements of dtype {kind} are objects, expected numbers")
         return np.empty(lengths, kind)
 
-    # ---- one operation after the other ----
+    # ---- call order ----
 
     def _check_open(self, operation: str) -> None:
         if self._process != os.getpid():
@@ -456,7 +457,7 @@ class LocalGroup(Engine):
             raise failed(operation, self._rank, "this group was closed; make a new one")
 
     def _perform(self, call: Call, perform: Callable[[Any], Any]) -> Any:
-        """Perform an operation; its link is what ends the arguments of all of the core's."""
+        """Perform an operation; the link has the last arguments of each core call."""
         try:
             return perform((self._timeout if call.seconds is None else call.seconds, call.text))
         except CollectiveError as error:
@@ -466,10 +467,10 @@ class LocalGroup(Engine):
     def _reduce_bucket(
         self, bucket: Any, text: str, timeout: float | None
     ) -> list[tuple[float, int]]:
-        """Reduce a bucket of the core as one operation: arrays where they lie.
+        """Reduce a bucket of the core as one operation, without copies of arrays.
 
-        Returns the sum of squares and the number of elements that are infinite or NaN for each
-        output. `text` is compared between ranks.
+        Returns the sum of squares and the number of non-finite elements of each output. `text`
+        must be equal on all ranks.
         """
 
         def perform(link: tuple[float, str]) -> list[tuple[float, int]]:
@@ -499,7 +500,7 @@ class LocalGroup(Engine):
         else:
             place[...] = target
 
-    # ---- how bytes travel ----
+    # ---- data transfer ----
 
     def _reduce_rows(self, link: Any, source: Any, rows: list[int], op: str, target: Any) -> None:
         segments = [_segment(source, rows, target)]
@@ -508,7 +509,7 @@ class LocalGroup(Engine):
         self._link.reduce_scatter(bucket, False, *link)
 
     def _reduce_all(self, link: Any, source: Any, op: str, target: Any) -> None:
-        numbers = _numbers_of(source), _numbers_of(target)
+        numbers = _view_numbers(source), _view_numbers(target)
         self._link.all_reduce(*numbers, *_operator(op, self._world_size), *link)
 
     def _spread(self, link: Any, source: Any, rows: list[int], target: Any) -> None:
@@ -532,10 +533,10 @@ class LocalGroup(Engine):
     def _gather(self, link: Any, data: bytes, root: int | None) -> list[bytes] | None:
         return self._link.gather_bytes(data, -1 if root is None else root, *link)
 
-    # ---- the end ----
+    # ---- end of the group ----
 
     def abort(self) -> None:
-        """Make the operations of all ranks fail, those that are under way too.
+        """Make the operations of all ranks fail, including running ones.
 
         Examples
         --------
@@ -548,9 +549,9 @@ class LocalGroup(Engine):
         self._link.abort()
 
     def close(self) -> None:
-        """Wait for operations that are under way, and leave; closing again does nothing.
+        """Wait for queued operations, and leave the group; later calls do nothing.
 
-        Ranks that still need this one fail, at once.
+        Operations of other ranks that need this rank fail at once.
 
         Examples
         --------
@@ -569,8 +570,8 @@ class LocalGroup(Engine):
 # ---- launchers ----
 
 
-def _from_variables(variables: Mapping[str, str]) -> tuple[str, int, int]:
-    """Return the job's name, this rank and the number of ranks."""
+def _read_launcher_variables(variables: Mapping[str, str]) -> tuple[str, int, int]:
+    """Return the job's name, this rank and the number of ranks, from launcher variables."""
     for names in _LAUNCHERS:
         first, second, local = names
         if first in variables and second in variables:

@@ -1,4 +1,4 @@
-"""`LocalGroup.run`: one function in several processes, and what became of each."""
+"""`LocalGroup.run`: call a function in several processes, and collect results and errors."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
-GRACE_SECONDS = 3.0  # for ranks to end by themselves once one has failed
-MEET_SECONDS = 120.0  # for spawned processes to import what they need
+GRACE_SECONDS = 3.0  # for the other ranks to end after one has failed
+MEET_SECONDS = 120.0  # for spawned processes to import their modules
 
 
 # ---- in a rank ----
 
 
 def _end_with_parent() -> None:
-    """Have this process ended, as `terminate` does, when the one that started it is gone."""
+    """Make the system end this process with SIGTERM when its parent ends."""
     import signal
     import sys
 
-    if sys.platform == "linux":  # without a thread, which a rank that forks had better not have
+    if sys.platform == "linux":  # without a thread: a rank may fork
         import ctypes
 
         death_signal = 1  # PR_SET_PDEATHSIG
@@ -47,7 +47,7 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, args=[parent.sentinel], daemon=True).start()
 
 
-def _work(
+def _run_rank(
     name: str,
     rank: int,
     world_size: int,
@@ -55,7 +55,7 @@ def _work(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    """Join, call the function, and tell the parent what came of it."""
+    """Join the group, call the function, and send the parent its result or error."""
     from ._local_group import LocalGroup
 
     group = None
@@ -71,15 +71,15 @@ def _work(
         message = ("error", error, "".join(traceback.format_exception(error)))
     if group is not None:
         if message[0] != "result":
-            group.abort()  # nobody shall wait for this rank
+            group.abort()  # so that no rank waits for this one
         group.close()
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
-        _tell(pipe, message)
+        _send_message(pipe, message)
     pipe.close()
 
 
-def _tell(pipe: Connection, message: tuple[str, Any, str]) -> None:
-    """Send a message; what cannot be pickled travels as its text."""
+def _send_message(pipe: Connection, message: tuple[str, Any, str]) -> None:
+    """Send a message; if it cannot be pickled, send a text instead."""
     import pickle
 
     kind, value, text = message
@@ -98,18 +98,18 @@ def _tell(pipe: Connection, message: tuple[str, Any, str]) -> None:
 
 
 class _Rank:
-    """A process and what is known of it."""
+    """A process, its pipe and its message."""
 
     def __init__(self, rank: int, process: BaseProcess, pipe: Connection) -> None:
         self.rank = rank
         self.process = process
         self.pipe = pipe
         self.message: tuple[str, Any, str] | None = None
-        self.order = 0  # of the messages
+        self.order = 0  # position among the received messages
         self.done = False
 
-    def listen(self, order: int) -> None:
-        """Take its message, or learn that it ended without one."""
+    def receive_message(self, order: int) -> None:
+        """Receive the rank's message, or wait until a silent process has ended."""
         import pickle
 
         try:
@@ -121,20 +121,20 @@ class _Rank:
         self.order = order
         self.done = True
 
-    def good(self) -> bool:
+    def has_result(self) -> bool:
         return self.message is not None and self.message[0] == "result"
 
-    def weight(self) -> tuple[int, int]:
-        """How likely it is that this rank failed first: the least one did."""
+    def failure_order(self) -> tuple[int, int]:
+        """Return a sort key: the rank with the smallest key most likely failed first."""
         if self.message is None:
             return 0, self.order
         consequence = isinstance(self.message[1], CollectiveError)
         return 2 if consequence or self.message[0] == "interrupted" else 1, self.order
 
     def error(self) -> BaseException:
-        """Return the exception for a rank that failed."""
+        """Return the exception of a failed rank."""
         if self.message is None:
-            return failed("LocalGroup.run", self.rank, _ending(self.process))
+            return failed("LocalGroup.run", self.rank, _describe_exit(self.process))
         kind, value, text = self.message
         if kind == "interrupted":
             return KeyboardInterrupt()
@@ -144,8 +144,8 @@ class _Rank:
         return failed("LocalGroup.run", self.rank, text)
 
 
-def _ending(process: BaseProcess) -> str:
-    """Say how a process ended that told nothing."""
+def _describe_exit(process: BaseProcess) -> str:
+    """Return how a process ended that sent no message."""
     import signal
 
     code = process.exitcode
@@ -158,8 +158,8 @@ def _ending(process: BaseProcess) -> str:
     return f"its process ended with exit status {code} before the function returned"
 
 
-def _collect(ranks: list[_Rank], deadline: float | None) -> None:
-    """Wait until all have ended, or for a while after one failed, or until the deadline."""
+def _collect_messages(ranks: list[_Rank], deadline: float | None) -> None:
+    """Wait until all have ended, a grace period after a failure is over, or the deadline."""
     from multiprocessing.connection import wait
 
     order = 0
@@ -169,14 +169,14 @@ def _collect(ranks: list[_Rank], deadline: float | None) -> None:
             return
         for pipe in wait(list(waiting), left):
             order += 1
-            waiting[pipe].listen(order)  # type: ignore[index]
-            if not waiting[pipe].good():  # type: ignore[index]
+            waiting[pipe].receive_message(order)  # type: ignore[index]
+            if not waiting[pipe].has_result():  # type: ignore[index]
                 end = time.monotonic() + GRACE_SECONDS
                 deadline = end if deadline is None else min(deadline, end)
 
 
-def _end(processes: Iterable[BaseProcess]) -> None:
-    """See to it that no process is left, whatever it does."""
+def _end_processes(processes: Iterable[BaseProcess]) -> None:
+    """End all processes: wait, then terminate, then kill."""
     alive = [process for process in processes if process.pid is not None]
     end = time.monotonic() + GRACE_SECONDS
     for stop in ("", "terminate", "kill"):
@@ -197,7 +197,7 @@ def run(
     start_method: str | None,
     timeout: float | None,
 ) -> list[Any]:
-    """Do what `LocalGroup.run` says."""
+    """Implement `LocalGroup.run`."""
     import multiprocessing
     import secrets
 
@@ -211,33 +211,33 @@ def run(
         for rank in range(world_size):
             here, there = context.Pipe(duplex=False)
             process = context.Process(
-                target=_work,
+                target=_run_rank,
                 args=(name, rank, world_size, there, function, args),
                 name=f"mlstate-rank-{rank}",
             )
             ranks.append(_Rank(rank, process, here))
             process.start()
-            there.close()  # so that its end is heard of
-        _collect(ranks, deadline)
-        good = all(rank.good() for rank in ranks)
+            there.close()  # so that the pipe breaks when the process ends
+        _collect_messages(ranks, deadline)
+        good = all(rank.has_result() for rank in ranks)
         if not good:
-            raise _verdict(ranks, timeout)
+            raise _find_error(ranks, timeout)
         return [rank.message[1] for rank in ranks if rank.message is not None]
     finally:
         if not good:
             for one in ranks:
                 if one.process.pid is not None and one.process.exitcode is None:
                     one.process.terminate()
-        _end(rank.process for rank in ranks)
+        _end_processes(rank.process for rank in ranks)
         for one in ranks:
             one.pipe.close()
 
 
-def _verdict(ranks: list[_Rank], timeout: float | None) -> BaseException:
-    """Return the error of the rank that failed first, or of those that are late."""
-    ended = [rank for rank in ranks if rank.done and not rank.good()]
+def _find_error(ranks: list[_Rank], timeout: float | None) -> BaseException:
+    """Return the error of the rank that failed first, or of the ranks that are late."""
+    ended = [rank for rank in ranks if rank.done and not rank.has_result()]
     if ended:
-        return min(ended, key=_Rank.weight).error()
+        return min(ended, key=_Rank.failure_order).error()
     late = [rank.rank for rank in ranks if not rank.done]
     return failed(
         "LocalGroup.run", late[0], f"not done after {timeout:g} s: ranks {late} were at work still"

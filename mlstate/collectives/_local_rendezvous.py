@@ -1,10 +1,10 @@
-"""How the processes of one host find each other: a socket to meet at, and shared memory.
+"""How the processes of one host form a group: a socket for the rendezvous, and shared memory.
 
-Rank 0 listens; the others come and say who they are. When all are there, the listener is
-closed and each gets a descriptor of the memory that rank 0 made. It has no name on any
-file system, so that nothing is left behind, whoever is killed and when.
+Rank 0 listens; the other ranks connect and send their rank. When all have connected, rank 0
+closes the listener and sends each rank a descriptor of the shared memory. That memory has no
+name in the file system, so nothing remains if a process is killed.
 
-Each side speaks in lines of JSON. A line with "error" ends the meeting for all.
+Both sides send lines of JSON. A line with "error" ends the rendezvous for all ranks.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ LINUX = sys.platform == "linux"
 VERSION = 1
 LINE_BYTES = 4096
 RETRY_SECONDS = 0.01
-GRACE_SECONDS = 1.0  # in which those who come late are told why there is no meeting
+GRACE_SECONDS = 1.0  # late ranks still get the error during this time
 
 
 class _GoneError(Exception):
-    """The other side closed its socket."""
+    """The other process closed its socket."""
 
 
-def _failed(rank: int, what: str) -> CollectiveError:
+def _join_error(rank: int, what: str) -> CollectiveError:
     return failed("LocalGroup.join", rank, what)
 
 
-# ---- where to meet ----
+# ---- socket address ----
 
 
-def _address(name: str) -> str:
-    """Return the socket's address: one for each user and job."""
+def _socket_address(name: str) -> str:
+    """Return the socket's address, unique for user and job."""
     import hashlib
 
     digest = hashlib.sha256(name.encode()).hexdigest()[:24]
     label = f"mlstate-{os.getuid()}-{digest}"
     if LINUX:
-        return f"\0{label}"  # in no file system; it goes with the last socket
+        return f"\0{label}"  # abstract; vanishes with its last socket
     import tempfile
 
     return os.path.join(tempfile.gettempdir(), f"{label}.sock")
 
 
-def _credentials(peer: socket.socket) -> tuple[int, int]:
-    """Return the process at the other end, 0 where it cannot be told, and its user."""
+def _get_credentials(peer: socket.socket) -> tuple[int, int]:
+    """Return the process id (0 if unknown) and the user id of the other process."""
     import socket
     import struct
 
@@ -68,13 +68,13 @@ def _credentials(peer: socket.socket) -> tuple[int, int]:
     return process, user
 
 
-def _stranger(peer: socket.socket) -> bool:
-    """Whether the process at the other end is another user's."""
-    return _credentials(peer)[1] != os.getuid()
+def _is_other_user(peer: socket.socket) -> bool:
+    """Return whether the other process belongs to another user."""
+    return _get_credentials(peer)[1] != os.getuid()
 
 
-def _listen(address: str) -> socket.socket | None:
-    """Open the meeting, or return None where somebody else has."""
+def _open_listener(address: str) -> socket.socket | None:
+    """Return a listening socket, or None if another process listens at this address."""
     import socket
 
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -112,16 +112,16 @@ def _remove_stale(path: str) -> None:
 # ---- lines ----
 
 
-def _send(peer: socket.socket, message: dict[str, Any]) -> None:
-    """Send a line; who is gone learns nothing."""
+def _send_line(peer: socket.socket, message: dict[str, Any]) -> None:
+    """Send a line; if the other process is gone, do nothing."""
     with contextlib.suppress(OSError):
         peer.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _receive(peer: socket.socket, deadline: float) -> tuple[dict[str, Any], int]:
-    """Return a line and the descriptor that came with it, or -1.
+def _receive_line(peer: socket.socket, deadline: float) -> tuple[dict[str, Any], int]:
+    """Return a line, and the descriptor that came with it or -1.
 
-    Raises `_GoneError` where the other side is gone, TimeoutError where there is no time left.
+    Raises `_GoneError` if the other process is gone, and TimeoutError after the deadline.
     """
     import socket
 
@@ -139,30 +139,30 @@ def _receive(peer: socket.socket, deadline: float) -> tuple[dict[str, Any], int]
             if not more or len(data) > LINE_BYTES:
                 raise _GoneError
             data += more
-        return _parse(data), descriptors.pop()
+        return _parse_line(data), descriptors.pop()
     finally:
         for unused in descriptors[1:]:
             os.close(unused)
 
 
-def _hello(peer: socket.socket, deadline: float) -> dict[str, Any]:
-    """Return the first line of a process; it needs no descriptor."""
-    message, descriptor = _receive(peer, deadline)
+def _receive_hello(peer: socket.socket, deadline: float) -> dict[str, Any]:
+    """Return the first line of a process, and close a descriptor that came with it."""
+    message, descriptor = _receive_line(peer, deadline)
     if descriptor >= 0:
         os.close(descriptor)
     return message
 
 
-def _no_rank(rank: Any, world_size: int) -> str:
-    """Return the error of a process that says it is this rank."""
+def _bad_rank_text(rank: Any, world_size: int) -> str:
+    """Return the error text for a process that sent an invalid rank."""
     return (
         f"rank {json.dumps(rank)[:40]} is not a rank of a group with world_size={world_size}; "
         f"pass an int from 0 to {world_size - 1}"
     )
 
 
-def _parse(data: bytes) -> dict[str, Any]:
-    """Return what a line says; one that says nothing is a stranger's."""
+def _parse_line(data: bytes) -> dict[str, Any]:
+    """Return the message in a line; raise `_GoneError` if it is not a JSON object."""
     try:
         message = json.loads(data)
     except (ValueError, RecursionError):
@@ -176,14 +176,14 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 
 def make_memory(size: int) -> int:
-    """Return a descriptor of `size` bytes of zeros that have no name."""
+    """Return a descriptor of `size` zero bytes of unnamed shared memory."""
     if LINUX:
         import fcntl
 
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         descriptor = os.memfd_create("mlstate-group", flags)
         try:
-            os.posix_fallocate(descriptor, 0, size)  # refused now, or never
+            os.posix_fallocate(descriptor, 0, size)  # fails now, not with SIGBUS on use
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         except BaseException:
             os.close(descriptor)
@@ -205,16 +205,16 @@ def make_memory(size: int) -> int:
 
 
 class _Host:
-    """Rank 0 while it waits for the others.
+    """Rank 0 during the rendezvous.
 
     Parameters
     ----------
     name : str
-        The job, for errors.
+        Name of the job, for errors.
     world_size : int
-        Ranks, this one included.
+        Number of ranks, including this one.
     listener : socket
-        Borrowed.
+        Borrowed: the caller closes it.
     """
 
     def __init__(self, name: str, world_size: int, listener: socket.socket) -> None:
@@ -222,37 +222,37 @@ class _Host:
         self._world_size = world_size
         self._listener = listener
         self.ranks: dict[int, socket.socket] = {}
-        self._silent: list[socket.socket] = []  # have not said who they are
+        self._silent: list[socket.socket] = []  # connected, but have not sent their rank
 
     def close(self) -> None:
-        """Hang up on everybody."""
+        """Close all connections."""
         for peer in (*self._silent, *self.ranks.values()):
             peer.close()
 
-    def refuse(self, what: str) -> CollectiveError:
-        """Tell everybody, those too who come a little late, and return the error."""
+    def send_error(self, what: str) -> CollectiveError:
+        """Send an error to all ranks, also to slightly late ones, and return it."""
         told = len(self.ranks) + len(self._silent)
         for peer in (*self.ranks.values(), *self._silent):
-            _send(peer, {"error": what})
+            _send_line(peer, {"error": what})
         end = time.monotonic() + GRACE_SECONDS
         while told < self._world_size - 1 and time.monotonic() < end:
             self._listener.settimeout(max(end - time.monotonic(), 1e-3))
             with contextlib.suppress(OSError):
                 peer, _ = self._listener.accept()
                 self._silent.append(peer)
-                _send(peer, {"error": what})
+                _send_line(peer, {"error": what})
                 told += 1
-        return _failed(0, what)
+        return _join_error(0, what)
 
     def gather(self, deadline: float, seconds: float) -> None:
-        """Wait until all ranks have come."""
+        """Wait until all ranks have connected; raise CollectiveError at the deadline."""
         import select
 
         while len(self.ranks) < self._world_size - 1:
             left = deadline - time.monotonic()
             if left <= 0:
                 missing = [r for r in range(1, self._world_size) if r not in self.ranks]
-                raise self.refuse(
+                raise self.send_error(
                     f"ranks {missing} of job {self._name!r} did not come within {seconds:g} s; "
                     "start them, with this name and on this host"
                 )
@@ -261,62 +261,64 @@ class _Host:
             for one in waiting:
                 poll.register(one, select.POLLIN)
             ready = {descriptor for descriptor, _ in poll.poll(min(left, 1.0) * 1000)}
-            self._attend([one for one in waiting if one.fileno() in ready], deadline)
+            self._handle_sockets([one for one in waiting if one.fileno() in ready], deadline)
 
-    def _attend(self, ready: list[socket.socket], deadline: float) -> None:
+    def _handle_sockets(self, ready: list[socket.socket], deadline: float) -> None:
         for peer in ready:
             if peer is self._listener:
-                self._welcome()
+                self._accept_peer()
             elif peer in self._silent:
                 self._silent.remove(peer)
                 try:
-                    self._introduce(peer, _hello(peer, min(deadline, time.monotonic() + 1)))
+                    self._register_rank(
+                        peer, _receive_hello(peer, min(deadline, time.monotonic() + 1))
+                    )
                 except (_GoneError, TimeoutError):
                     peer.close()
-            else:  # nobody has more to say: this one is gone, and may come again
+            else:  # known ranks send nothing more: this one is gone, and may reconnect
                 rank = next(rank for rank, known in self.ranks.items() if known is peer)
                 self.ranks.pop(rank).close()
 
-    def _welcome(self) -> None:
+    def _accept_peer(self) -> None:
         try:
             peer, _ = self._listener.accept()
         except OSError:
             return
-        if _stranger(peer):
+        if _is_other_user(peer):
             peer.close()
         else:
             self._silent.append(peer)
 
-    def _introduce(self, peer: socket.socket, hello: dict[str, Any]) -> None:
-        """Take a rank in, or end the meeting: what it says must fit.
+    def _register_rank(self, peer: socket.socket, hello: dict[str, Any]) -> None:
+        """Register a rank, or raise the error of a conflict, which ends the rendezvous.
 
-        A process whose numbers are not those of any rank gets an error, and the meeting goes on.
+        A process with an invalid rank gets an error, and the rendezvous continues.
         """
         rank, world_size, version = map(hello.get, ("rank", "world_size", "version"))
         if type(version) is not int or type(world_size) is not int:
             raise _GoneError
         if type(rank) is not int or not 0 <= rank < world_size:
-            _send(peer, {"error": _no_rank(rank, world_size)})
+            _send_line(peer, {"error": _bad_rank_text(rank, world_size)})
             raise _GoneError
-        self._silent.append(peer)  # to be told of what is wrong
+        self._silent.append(peer)  # so that `send_error` reaches it
         if version != VERSION:
-            raise self.refuse(
+            raise self.send_error(
                 f"rank {rank} has another version of mlstate; install the same everywhere"
             )
         if world_size != self._world_size:
-            raise self.refuse(
+            raise self.send_error(
                 f"rank {rank} says that there are {world_size} ranks, rank 0 that there are "
                 f"{self._world_size}; pass the same world_size to all"
             )
         if rank == 0 or rank in self.ranks:
-            raise self.refuse(
+            raise self.send_error(
                 f"two processes of job {self._name!r} say that they are rank {rank}; give each "
                 "a rank of its own, and each job a name of its own"
             )
-        processes = {_credentials(known)[0]: r for r, known in self.ranks.items()}
-        twin = {**processes, os.getpid(): 0}.get(_credentials(peer)[0])
-        if twin is not None:  # a process holds the locks of all its ranks, or of none
-            raise self.refuse(
+        processes = {_get_credentials(known)[0]: r for r, known in self.ranks.items()}
+        twin = {**processes, os.getpid(): 0}.get(_get_credentials(peer)[0])
+        if twin is not None:  # file locks belong to processes, not to ranks
+            raise self.send_error(
                 f"ranks {twin} and {rank} are one process; LocalGroup.threads makes a group of "
                 "threads"
             )
@@ -324,10 +326,10 @@ class _Host:
         self.ranks[rank] = peer
 
 
-def _host(
+def _host_group(
     name: str, world_size: int, listener: socket.socket, deadline: float, seconds: float
 ) -> Any:
-    """Meet as rank 0, and return its link."""
+    """Run the rendezvous as rank 0, and return its link."""
     import socket
 
     host = _Host(name, world_size, listener)
@@ -337,16 +339,16 @@ def _host(
         link = _make_group(host, world_size)
         for rank, peer in host.ranks.items():
             try:
-                answer, _ = _receive(peer, deadline)
+                answer, _ = _receive_line(peer, deadline)
             except (_GoneError, TimeoutError):
                 answer = {"error": f"rank {rank} went away while the group was made; start anew"}
             if "error" in answer:
                 for other in host.ranks.values():
-                    _send(other, answer)
-                raise _failed(0, answer["error"])
+                    _send_line(other, answer)
+                raise _join_error(0, answer["error"])
         for peer in host.ranks.values():
             peer.settimeout(None)
-            _send(peer, {"go": True})
+            _send_line(peer, {"go": True})
             with contextlib.suppress(OSError):
                 peer.shutdown(socket.SHUT_WR)
         return link
@@ -355,7 +357,7 @@ def _host(
 
 
 def _make_group(host: _Host, world_size: int) -> Any:
-    """Make the memory, take rank 0's place, and hand it on."""
+    """Create the shared memory, send it to all ranks, and return rank 0's link."""
     import socket
 
     try:
@@ -363,8 +365,8 @@ def _make_group(host: _Host, world_size: int) -> Any:
     except OSError as error:
         what = f"there is no shared memory for {world_size} ranks ({error})"
         for peer in host.ranks.values():
-            _send(peer, {"error": what})
-        raise _failed(0, what) from error
+            _send_line(peer, {"error": what})
+        raise _join_error(0, what) from error
     # Sent first: no other descriptor of the file may be closed once the lock is held.
     for peer in host.ranks.values():
         with contextlib.suppress(OSError):
@@ -372,11 +374,11 @@ def _make_group(host: _Host, world_size: int) -> Any:
     return _core.local_join(world_size, 0, 0, 0, descriptor)
 
 
-# ---- the others ----
+# ---- other ranks ----
 
 
-def _guest(name: str, rank: int, world_size: int, address: str, deadline: float) -> Any:
-    """Come to the meeting, and return this rank's link; None where it is not open."""
+def _join_group(name: str, rank: int, world_size: int, address: str, deadline: float) -> Any:
+    """Join the rendezvous, and return this rank's link; None if rank 0 is not listening."""
     import socket
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as host:
@@ -385,56 +387,58 @@ def _guest(name: str, rank: int, world_size: int, address: str, deadline: float)
             host.connect(address)
         except OSError:
             return None
-        if _stranger(host):
-            raise _failed(rank, f"another user of this host meets as job {name!r}; choose a name")
-        _send(host, {"version": VERSION, "rank": rank, "world_size": world_size})
+        if _is_other_user(host):
+            raise _join_error(
+                rank, f"another user of this host meets as job {name!r}; choose a name"
+            )
+        _send_line(host, {"version": VERSION, "rank": rank, "world_size": world_size})
         try:
-            answer, descriptor = _receive(host, deadline)
+            answer, descriptor = _receive_line(host, deadline)
         except _GoneError:
-            return None  # that meeting was over, or rank 0 was killed: wait for the next
+            return None  # that rendezvous was over, or rank 0 was killed: try again
         if "error" in answer or descriptor < 0:
-            raise _failed(rank, str(answer.get("error", "rank 0 sent no memory")))
+            raise _join_error(rank, str(answer.get("error", "rank 0 sent no memory")))
         try:
             link = _core.local_join(world_size, 0, 0, rank, descriptor)
         except Exception as error:
-            _send(host, {"error": f"rank {rank} cannot join: {error}"})
+            _send_line(host, {"error": f"rank {rank} cannot join: {error}"})
             raise
-        _send(host, {"joined": True})
+        _send_line(host, {"joined": True})
         try:
-            answer, _ = _receive(host, deadline)
+            answer, _ = _receive_line(host, deadline)
         except _GoneError:
             answer = {"error": "rank 0 went away while the group was made; start anew"}
         if "error" in answer:
             link.close()
-            raise _failed(rank, str(answer["error"]))
+            raise _join_error(rank, str(answer["error"]))
         return link
 
 
 def meet(name: str, rank: int, world_size: int, seconds: float) -> Any:
-    """Meet the other ranks of a job, and return this one's link when all are there."""
-    address = _address(name)
+    """Wait for all ranks of a job, and return this rank's link."""
+    address = _socket_address(name)
     deadline = time.monotonic() + seconds
     while True:
         if rank == 0:
-            listener = _listen(address)
+            listener = _open_listener(address)
             if listener is not None:
                 with listener:
                     try:
-                        return _host(name, world_size, listener, deadline, seconds)
+                        return _host_group(name, world_size, listener, deadline, seconds)
                     finally:
                         if not address.startswith("\0"):
                             with contextlib.suppress(FileNotFoundError):
                                 os.unlink(address)
         try:
-            link = _guest(name, rank, world_size, address, deadline)
+            link = _join_group(name, rank, world_size, address, deadline)
         except TimeoutError:
-            raise _failed(
+            raise _join_error(
                 rank, f"not all ranks of job {name!r} came within {seconds:g} s; see rank 0"
             ) from None
         if link is not None:
             return link
         if time.monotonic() >= deadline:
-            raise _failed(
+            raise _join_error(
                 rank,
                 f"rank 0 of job {name!r} was not there within {seconds:g} s; start it, with this "
                 "name, on this host and as this user",

@@ -1,4 +1,4 @@
-"""Operations of one group, one after the other: here, or in a thread that waits for them."""
+"""Operation queue of a group: operations run one after the other, in the caller or a thread."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ if TYPE_CHECKING:
 
 
 class Turns:
-    """The order in which a group's operations take place: that in which they were called.
+    """Runs the operations of a group in call order.
 
     Parameters
     ----------
     name : str
-        Of the thread that runs what was started with ``async_op=True``. It starts when there
-        is work and ends when there is none, and Python waits for it when it ends.
+        Name of the thread that runs operations with ``async_op=True``. It starts when there is
+        work and ends when the queue is empty. The interpreter waits for it at exit.
     rank : int
-        This process's, for `Work`.
+        This process's rank, for `Work`.
     """
 
     def __init__(self, name: str, rank: int) -> None:
         self._name = name
         self._rank = rank
-        self._turn = threading.Lock()  # held while an operation is under way
-        self._lock = threading.Lock()  # of the two below, never held for long
+        self._turn = threading.Lock()  # held while an operation runs
+        self._lock = threading.Lock()  # protects the two below; held briefly
         self._queue: deque[tuple[Work, Task]] = deque()
         self._worker: threading.Thread | None = None
 
     def run(self, operation: str, task: Task, *, async_op: bool = False) -> Any:
-        """Run a task after those that came before it, and return its result.
+        """Run a task after all earlier ones, and return its result.
 
-        With `async_op` return a `Work` at once; the thread runs the task.
+        With `async_op`, return a `Work` at once; the thread runs the task.
         """
         if async_op:
             return self._enqueue(operation, task)
@@ -49,7 +49,7 @@ class Turns:
         return self._enqueue(operation, task).wait()
 
     def run_at_once(self, operation: str, task: Task) -> Work:
-        """Run a task now, in this thread, and return a `Work` that has ended."""
+        """Run a task in this thread, after all earlier ones; return a finished `Work`."""
         work = Work(operation, self._rank)
         work.set_result(self.run(operation, task))
         return work
@@ -64,7 +64,7 @@ class Turns:
         return work
 
     def _drain(self) -> None:
-        """Run tasks until none is left: what the thread does."""
+        """Run tasks until the queue is empty; the thread's main function."""
         while True:
             with self._turn:
                 with self._lock:
@@ -77,13 +77,13 @@ class Turns:
                 except BaseException as error:
                     work.set_error(error)
                 else:
-                    del task  # arrays are let go before anyone can wait for that
+                    del task  # release its arrays before `wait` can return
                     work.set_result(result)
                     del result
                 del work
 
     def join(self) -> None:
-        """Wait until no operation is under way or waits."""
+        """Wait until all queued operations have ended."""
         with self._lock:
             worker = self._worker
         if worker is not None:

@@ -1,4 +1,4 @@
-"""An operation that goes on by itself; public through `mlstate.collectives`."""
+"""An asynchronous operation; public through `mlstate.collectives`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class Work:
     Parameters
     ----------
     operation : str
-        Its name, for errors.
+        Name of the operation, for errors.
     rank : int
         The rank that started it.
 
     Notes
     -----
-    Groups make these, and finish them by `set_result` or `set_error`. Any thread may wait.
-    Leave the arrays of the operation alone until it is done.
+    Groups create these objects, and complete them with `set_result` or `set_error`. Any thread
+    may wait. Do not modify the arrays of the operation until it is done.
 
     Examples
     --------
@@ -36,7 +36,7 @@ class Work:
     __slots__ = ("_error", "_finished", "_result", "operation", "rank")
 
     def __init__(self, operation: str, rank: int) -> None:
-        import threading  # loaded by nothing that `import mlstate` needs
+        import threading  # keeps threading out of `import mlstate`
 
         self.operation = operation
         self.rank = rank
@@ -50,19 +50,19 @@ class Work:
         Parameters
         ----------
         timeout : float, optional
-            Seconds to wait at most. Default: until the operation ends, which its own
-            ``timeout`` bounds.
+            Longest wait in seconds. Default: wait until the operation ends. The operation has
+            its own ``timeout``.
 
         Returns
         -------
         object
-            What the operation returns without ``async_op``; the same at every call.
+            The result that the operation returns without ``async_op``; the same for each call.
 
         Raises
         ------
         CollectiveError
-            The operation failed, or is not done in time. In the latter case it goes on, and
-            can be waited for again.
+            If the operation failed, or is not done in time. In the latter case it continues, and
+            the caller may wait again.
 
         Examples
         --------
@@ -81,10 +81,10 @@ class Work:
         try:
             raise self._error
         finally:
-            del self  # the traceback must not hold what holds the error
+            del self  # avoid a reference cycle between traceback and error
 
     def done(self) -> bool:
-        """Tell whether the operation has ended, well or not.
+        """Return whether the operation has ended, with a result or an error.
 
         Returns
         -------
@@ -100,12 +100,12 @@ class Work:
         return self._finished.is_set()
 
     def set_result(self, result: Any) -> None:
-        """Finish: let `wait` return this.
+        """Complete the operation with a result, which `wait` returns.
 
         Parameters
         ----------
         result : object
-            What the operation returns.
+            Result of the operation.
 
         Examples
         --------
@@ -119,12 +119,12 @@ class Work:
         self._finished.set()
 
     def set_error(self, error: BaseException) -> None:
-        """Finish: let `wait` raise this.
+        """Complete the operation with an error, which `wait` raises.
 
         Parameters
         ----------
         error : BaseException
-            What went wrong.
+            The error.
 
         Examples
         --------

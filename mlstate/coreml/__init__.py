@@ -1,9 +1,9 @@
-"""Core ML: what states a model declares, and moving them between models.
+"""Core ML: read the states that a model declares, and move states between models.
 
-`state_specs` reads the states of a ``.mlpackage`` by itself: no coremltools, no Mac.
-`plan_transition` says from two packages alone which states move and whether they fit.
-`transition_coreml_state` and `compact_coreml_state` carry one state between two state
-objects; `FakeMLState` stands in for such an object where there is no Mac.
+`state_specs` reads the states of a ``.mlpackage`` without coremltools and without a Mac.
+`plan_transition` computes from two packages which states can move. `transition_coreml_state` and
+`compact_coreml_state` move one state between two state objects. `FakeMLState` replaces such an
+object on machines without Core ML.
 """
 
 from ._plan import StateMove, TransitionPlan, plan_transition

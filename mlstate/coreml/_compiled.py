@@ -1,4 +1,4 @@
-"""The states that a compiled Core ML model (``.mlmodelc``) lists in its metadata.json."""
+"""Read the states of a compiled Core ML model (``.mlmodelc``) from its metadata.json."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def metadata_path(source: Any) -> str | None:
 
 
 def read_compiled(file: str) -> list[_State]:
-    """Read the states of a model that has one function.
+    """Read the states of a compiled model with a single function.
 
     Raises
     ------
-    FormatError
-        The file is not JSON, does not list states as Core ML's compiler does, or lists several
+        The file is not JSON, does not list states in the form of Core ML's compiler, or lists
+        several functions.
         functions.
     StoreError
         The file cannot be read.
@@ -52,17 +52,17 @@ def read_compiled(file: str) -> list[_State]:
     except OSError as error:
         raise StoreError(error.errno, error.strerror, file) from error
     if len(text) > _MOST_BYTES:
-        _refuse(file, f"more than {_MOST_BYTES} bytes")
+        _raise_format_error(file, f"more than {_MOST_BYTES} bytes")
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
-        _refuse(file, f"not JSON: {error}")
+        _raise_format_error(file, f"not JSON: {error}")
     if not isinstance(document, list) or len(document) != 1 or not isinstance(document[0], dict):
-        _refuse(file, "expected a list of one object")
+        _raise_format_error(file, "expected a list of one object")
     (model,) = document
     functions = _listed(file, model, "functions")
     if len(functions) > 1 or (functions and "stateSchema" not in model):
-        _refuse(
+        _raise_format_error(
             file,
             f"lists {len(functions)} functions apart, which cannot be read: read the states from "
             "the .mlpackage that the model was compiled from",
@@ -70,7 +70,7 @@ def read_compiled(file: str) -> list[_State]:
     states = [_state(file, entry) for entry in _listed(file, model, "stateSchema")]
     names = [name for name, _, _ in states]
     if len(set(names)) < len(names):
-        _refuse(file, f"states of one name: {names}")
+        _raise_format_error(file, f"states of one name: {names}")
     return states
 
 
@@ -78,28 +78,30 @@ def _state(file: str, entry: dict[str, Any]) -> _State:
     name = _text(file, entry, "name")
     dtype = _DTYPES.get(_text(file, entry, "dataType"))
     if dtype is None:
-        _refuse(file, f"state {name!r}: unknown dataType {entry['dataType']!r}")
+        _raise_format_error(file, f"state {name!r}: unknown dataType {entry['dataType']!r}")
     shape = _text(file, entry, "shape")
     if not _SHAPE.fullmatch(shape):
-        _refuse(file, f"state {name!r}: expected a shape such as '[2, 1, 256, 32]', got {shape!r}")
+        _raise_format_error(
+            file, f"state {name!r}: expected a shape such as '[2, 1, 256, 32]', got {shape!r}"
+        )
     return name, dtype, tuple(json.loads(shape))
 
 
 def _listed(file: str, owner: dict[str, Any], key: str) -> list[dict[str, Any]]:
     entries = owner.get(key, [])
     if not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
-        _refuse(file, f"{key!r} is not a list of objects")
+        _raise_format_error(file, f"{key!r} is not a list of objects")
     return entries
 
 
 def _text(file: str, entry: dict[str, Any], key: str) -> str:
     text = entry.get(key)
     if not isinstance(text, str):
-        _refuse(file, f"expected text for {key!r}, got {type(text).__name__}")
+        _raise_format_error(file, f"expected text for {key!r}, got {type(text).__name__}")
     return text
 
 
-def _refuse(file: str, what: str) -> NoReturn:
+def _raise_format_error(file: str, what: str) -> NoReturn:
     error = FormatError(f"{file}: {what}")
     error.path = file
     raise error

@@ -1,4 +1,4 @@
-"""What moving states between Core ML models would do; public through `mlstate.coreml`."""
+"""Plan the transition of states between Core ML models; public through `mlstate.coreml`."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ if TYPE_CHECKING:
 
 @set_module("mlstate.coreml")
 class StateMove(NamedTuple):
-    """What a transition does to one state.
+    """The effect of a transition on one state.
 
     Attributes
     ----------
     name : str
+        Name of the state.
     direction : {"expand", "compact", "same", "none"}
-        "none" where the state cannot move.
+        "none" if the state cannot move.
     source_shape, target_shape : tuple of int or None
-        None where that model has no state of the name.
+        None if the model has no state with this name.
     copied_bytes, zeroed_bytes : int
-        Of the target, in its dtype; both 0 where the state cannot move.
+        Bytes of the target, in its dtype; both 0 if the state cannot move.
     problem : str or None
-        Why the state cannot move, and what to do.
+        Why the state cannot move, and the remedy.
     """
 
     name: str
@@ -54,19 +55,19 @@ class StateMove(NamedTuple):
 
 @set_module("mlstate.coreml")
 class TransitionPlan(NamedTuple):
-    """What moving every state from one model to another would do; see `plan_transition`.
+    """The effect of moving every state from one model to another; see `plan_transition`.
 
-    Printing it shows a table; notebooks show it as HTML.
+    It prints as a table, in notebooks as HTML.
 
     Attributes
     ----------
     position : int
-        Tokens in the cache.
+        Number of tokens in the cache.
     moves : tuple of StateMove
-        One for each state of either model: the target's in its order, then those that the
-        source has alone.
+        One for each state of either model: the target's states in order, then the states that
+        only the source has.
     source_bytes, target_bytes : int
-        All states of either model together.
+        Bytes of all states of each model.
     """
 
     position: int
@@ -76,7 +77,7 @@ class TransitionPlan(NamedTuple):
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """One text for each state that cannot move."""
+        """One message for each state that cannot move."""
         return tuple(move.problem for move in self.moves if move.problem is not None)
 
     @property
@@ -86,16 +87,16 @@ class TransitionPlan(NamedTuple):
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes that hold tokens, over all states."""
+        """Copied bytes of all states."""
         return sum(move.copied_bytes for move in self.moves)
 
     @property
     def zeroed_bytes(self) -> int:
-        """Bytes that are padded, over all states."""
+        """Zero-padded bytes of all states."""
         return sum(move.zeroed_bytes for move in self.moves)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain data that the json module takes."""
+        """Return everything as plain data that the json module can write."""
         return {
             "position": self.position,
             "fits": self.fits,
@@ -153,7 +154,7 @@ _HTML_ROWS = 50
 
 
 class Fault:
-    """Why a state cannot move: the message, its facts, and whether room is what lacks."""
+    """Why a state cannot move: message, expected and actual value, and the kind of error."""
 
     __slots__ = ("capacity", "expected", "got", "message")
 
@@ -166,7 +167,7 @@ class Fault:
         self.capacity = capacity
 
     def error(self, name: str) -> CapacityError | CompatibilityError:
-        """Make the exception for the state called `name`."""
+        """Return the exception for the state called `name`."""
         if self.capacity:
             return too_small(self.message, name, self.expected, self.got)
         return incompatible(self.message, name, self.expected, self.got)
@@ -263,40 +264,40 @@ def plan_transition(
     source_function: str | None = None,
     target_function: str | None = None,
 ) -> TransitionPlan:
-    """Say what moving all states from one Core ML model to another would do.
+    """Plan the move of all states from one Core ML model to another.
 
-    Nothing is moved, and no model is loaded: the declarations are enough.
+    Nothing is moved and no model is loaded: the plan needs only the declared states.
 
     Parameters
     ----------
     source, target : str or path-like, MLModel, specification, or StateSpecs
-        The models, as `state_specs` takes them, or what it returned.
+        The models, in any form that `state_specs` accepts, or its result.
     position : int
-        Tokens in the cache.
+        Number of tokens in the cache.
     source_function, target_function : str, optional
-        Of multi-function models. With these, both models may be the same one.
+        Function of a multi-function model. With both, the two models may be the same.
 
     Returns
     -------
     TransitionPlan
-        ``fits``, ``moves``, ``problems`` and byte counts; printing it shows a table.
+        ``fits``, ``moves``, ``problems`` and byte counts; prints as a table.
 
     Raises
     ------
     CapacityError
-        `position` is negative. One that is too large is a problem in the plan.
+        `position` is negative. A position that is too large is a problem of the plan instead.
     FormatError, StoreError, CompatibilityError, TypeError
-        As `state_specs`.
+        As for `state_specs`.
 
     Warns
     -----
     StateShapeWarning
-        As `state_specs`.
+        As for `state_specs`.
 
     Notes
     -----
-    Byte counts are those of the target inside Core ML. A Mac hands states out and takes
-    them back as float32: twice the bytes of a float16 state for the time of the move.
+    Byte counts are those of the target inside Core ML. On a Mac, states are read and written
+    as float32, which takes twice the bytes of a float16 state during the move.
 
     Examples
     --------
@@ -318,7 +319,7 @@ at least 300"
     specs = []
     for given, function in ((source, source_function), (target, target_function)):
         specs.append(choose(given, function))
-        if not isinstance(given, StateSpecs):  # what was read before was warned of then
+        if not isinstance(given, StateSpecs):  # else state_specs has issued the warnings
             warn_of_shapes(specs[-1], stacklevel=2)
     have, want = specs
     names = [*want, *(name for name in have if name not in want)]

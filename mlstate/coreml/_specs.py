@@ -1,4 +1,4 @@
-"""What states a Core ML model declares; public through `mlstate.coreml`."""
+"""Read the states that a Core ML model declares; public through `mlstate.coreml`."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     _Read: TypeAlias = tuple[int | None, list[tuple[str, list[tuple[str, str, tuple[int, ...]]]]]]
     Source: TypeAlias = "str | os.PathLike[str] | bytes | StateSpecs | Any"
 
-# Core ML wants the two innermost dimensions of a state in multiples of this on the
-# Neural Engine.
+# On the Neural Engine, Core ML needs multiples of this for the two innermost dimensions of a
+# state.
 _ENGINE_MULTIPLE = 32
 
 AXES = ("layers", "heads", "sequence", "head dimension")
@@ -35,21 +35,21 @@ SEQUENCE = 2
 
 @set_module("mlstate.coreml")
 class StateShapeWarning(UserWarning):
-    """A state has a dimension with which the Neural Engine is known to fail."""
+    """A state has a dimension that is known to fail on the Neural Engine."""
 
 
 @set_module("mlstate.coreml")
 class StateSpec(NamedTuple):
-    """What a model declares of one state.
+    """A state that a model declares.
 
     Attributes
     ----------
     name : str
-        As `MLState.read_state` wants it.
+        Name for `MLState.read_state`.
     shape : tuple of int
         For a KV cache (layers, heads, seq, head_dim).
     dtype : numpy.dtype
-        In practice float16, the only one that coremltools 9 converts.
+        In practice float16, the only dtype that coremltools 9 converts.
     """
 
     name: str
@@ -66,23 +66,23 @@ class StateSpec(NamedTuple):
 
     @property
     def seq_length(self) -> int | None:
-        """Positions of a KV cache, axis 2 of 4; None for any other state."""
+        """Number of positions of a KV cache, axis 2 of 4; None for other states."""
         return self.shape[SEQUENCE] if len(self.shape) == len(AXES) else None
 
 
 @set_module("mlstate.coreml")
 class StateSpecs(dict[str, StateSpec]):
-    """The states of one function of a model: name -> `StateSpec`, in declared order.
+    """The states of one function of a model: name to `StateSpec`, in declared order.
 
     Attributes
     ----------
     functions : dict
-        Name -> states of every function of the model; a model that declares none has one,
-        ``main``.
+        States by name, for every function of the model. A model without declared functions has
+        the function ``main``.
     function : str
-        The function whose states these are.
+        The function of these states.
     default_function : str or None
-        The one that Core ML runs when none is asked for.
+        The function that Core ML runs by default.
     """
 
     functions: dict[str, dict[str, StateSpec]]
@@ -117,7 +117,7 @@ class StateSpecs(dict[str, StateSpec]):
 
 
 def as_spec(name: str, given: Any) -> StateSpec:
-    """Return a state's spec; a shape stands for one of float16."""
+    """Return a state's spec; a shape is converted to a spec with dtype float16."""
     if isinstance(given, StateSpec):
         return given
     try:
@@ -134,7 +134,7 @@ def as_spec(name: str, given: Any) -> StateSpec:
 
 
 def _varint(number: int) -> bytes:
-    """Encode a length as protobuf does."""
+    """Encode a length as a protobuf varint."""
     encoded = bytearray()
     while number > 0x7F:
         encoded.append(number & 0x7F | 0x80)
@@ -144,8 +144,8 @@ def _varint(number: int) -> bytes:
 
 
 def _serialized(source: Any) -> bytes | None:
-    """Specification bytes of a coremltools model or spec, its program left out."""
-    spec = getattr(source, "_spec", None)  # get_spec() copies the whole program
+    """Return the serialized description of a coremltools model or spec, without its program."""
+    spec = getattr(source, "_spec", None)  # get_spec() would copy the whole program
     if spec is None and callable(getattr(source, "get_spec", None)):
         spec = source.get_spec()
     if spec is None:
@@ -177,33 +177,33 @@ def _read(source: Source) -> _Read:
 
 
 def quoted(names: Iterable[str], limit: int = 8) -> str:
-    """Write names for a message, the first few of them."""
+    """Return names for a message, at most `limit` of them."""
     listed = list(names)
     text = ", ".join(map(repr, listed[:limit])) or "none"
     return text if len(listed) <= limit else f"{text} and {len(listed) - limit} more"
 
 
 def shape_text(shape: tuple[int, ...] | None) -> str:
-    """Write a shape as 2x1x256x32."""
+    """Return a shape as text such as 2x1x256x32."""
     return "-" if shape is None else "x".join(map(str, shape))
 
 
 def incompatible(message: str, name: str, expected: object, got: object) -> CompatibilityError:
-    """Make the exception for things that do not go together."""
+    """Return the exception for states or functions that do not match."""
     error = CompatibilityError(message)
     error.name, error.expected, error.got = name, str(expected), str(got)
     return error
 
 
 def too_small(message: str, name: str | None, expected: object, got: object) -> CapacityError:
-    """Make the exception for what does not fit."""
+    """Return the exception for states that do not fit."""
     error = CapacityError(message)
     error.name, error.expected, error.got = name, str(expected), str(got)
     return error
 
 
 def read_functions(source: Source) -> tuple[dict[str, dict[str, StateSpec]], str | None]:
-    """Every function's states, and the default function's name."""
+    """Return the states of every function, and the name of the default function."""
     if isinstance(source, Mapping):
         states = {name: as_spec(name, given) for name, given in source.items()}
         return {"main": states}, "main"
@@ -216,7 +216,7 @@ def read_functions(source: Source) -> tuple[dict[str, dict[str, StateSpec]], str
 
 
 def choose(source: Source, function: str | None) -> StateSpecs:
-    """Pick the function asked for; `source` is read unless it is `StateSpecs`."""
+    """Return the states of a function; `source` is read unless it is `StateSpecs`."""
     if isinstance(source, StateSpecs):
         functions, default_function = source.functions, source.default_function
         wanted: str | None = function or source.function
@@ -241,10 +241,10 @@ def choose(source: Source, function: str | None) -> StateSpecs:
     return StateSpecs(functions, wanted, default_function=default_function)
 
 
-# The innermost axis was seen to fail; the one before it, a KV cache's sequence, is held to
-# the rule too unless it is 1.
+# Failures were observed for the innermost axis. The rule is also applied to the axis before it,
+# the sequence of a KV cache, unless its length is 1.
 def _engine_faults(shape: tuple[int, ...]) -> Iterator[int]:
-    """Axes whose length is not a multiple of 32 though it should be."""
+    """Yield the axes whose length must be a multiple of 32 and is not."""
     rank = len(shape)
     for axis in range(max(rank - 2, 0), rank):
         inner = axis == rank - 1
@@ -278,30 +278,30 @@ def state_specs(source: Source, *, function: str | None = None) -> StateSpecs:
     Parameters
     ----------
     source : str or path-like, MLModel, specification, bytes, or mapping
-        A ``.mlpackage`` folder, ``.mlmodel`` file or compiled ``.mlmodelc`` folder, a coremltools
-        ``MLModel``, its ``get_spec()``, or the bytes of a serialized one. coremltools is needed
-        only to make the latter three. Or a mapping of names to `StateSpec` or to shapes (then
-        float16).
+        A ``.mlpackage`` folder, ``.mlmodel`` file or compiled ``.mlmodelc`` folder. Or a
+        coremltools ``MLModel``, its ``get_spec()``, or the bytes of a serialized spec; only
+        creating these needs coremltools. Or a mapping of names to `StateSpec` or to shapes
+        (with dtype float16).
     function : str, optional
-        Of a multi-function model; default: the one that an `MLModel` was loaded for, else
-        the model's default function.
+        Function of a multi-function model. Default: the function for which an `MLModel` was
+        loaded, else the model's default function.
 
     Returns
     -------
     StateSpecs
-        Name -> `StateSpec` of that function, with those of the others in ``functions``.
+        The states of that function by name; ``functions`` has those of all functions.
 
     Raises
     ------
     FormatError
-        The package or specification is damaged, lies about its lengths, or is no model at
-        all. Says which file of the package, and the byte offset.
+        The package or specification is damaged, has wrong lengths, or is not a model. The
+        message names the file of the package and the byte offset.
     StoreError
-        A file cannot be opened or read; a `FileNotFoundError` where it is missing.
+        A file cannot be opened or read; also a `FileNotFoundError` if it does not exist.
     CompatibilityError
-        No function of that name, or several and no default.
+        The function does not exist, or there are several and no default.
     TypeError
-        `source` is none of the above.
+        `source` has another type.
 
     Warns
     -----
@@ -310,14 +310,14 @@ def state_specs(source: Source, *, function: str | None = None) -> StateSpecs:
 
     Notes
     -----
-    Cost: a few small reads whatever the size of the model, since only its description is
-    fetched. Of a compiled model (``.mlmodelc``) its ``metadata.json`` is read. Links
-    inside a package are followed, as download caches need it; the manifest cannot lead out of
+    Only the model's description is read, so the cost does not depend on the size of the model.
+    For a compiled model (``.mlmodelc``), ``metadata.json`` is read. Symbolic links inside a
+    package are followed, because download caches use them. Paths in the manifest cannot leave
     the package.
 
-    The rule of 32 is an open defect of Core ML (coremltools issue 2631): it was observed
-    with the innermost dimension. The one before, which for a KV cache is the sequence, is
-    held to it too unless it is 1; layers and heads are not.
+    The rule of 32 is an open defect of Core ML (coremltools issue 2631), observed for the
+    innermost dimension. It is also applied to the dimension before it (the sequence of a KV
+    cache) unless that is 1, but not to layers and heads.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Carrying a state between Core ML state objects; public through `mlstate.coreml`."""
+"""Move a state between Core ML state objects; public through `mlstate.coreml`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .._types import NDArray
 
     class MLStateLike(Protocol):
-        """What coremltools' ``MLState`` offers, and all that is used of it."""
+        """The methods of coremltools' ``MLState`` that this module uses."""
 
         def read_state(self, name: str) -> NDArray:
             """Return the state called `name`."""
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
             """Replace the state called `name`."""
 
 
-_WRITABLE_DTYPES = ("float32", "float64", "int32")  # that `write_state` takes
+_WRITABLE_DTYPES = ("float32", "float64", "int32")  # accepted by `write_state`
 
 
-# ---- carrying a state over ----
+# ---- moving a state ----
 
 
 def _target_shape(
     target: MLStateLike, name: str, specs: Mapping[str, StateSpec | Sequence[int]] | None
 ) -> tuple[int, ...]:
-    """Shape of the target's state: from its specs, or by reading it."""
+    """Return the shape of the target's state: from its specs, or by reading it."""
     if specs is None:
         return tuple(target.read_state(name=name).shape)
     if not isinstance(specs, Mapping):
@@ -62,8 +62,8 @@ def _raise_if(fault: Fault | None, name: str) -> None:
         raise fault.error(name)
 
 
-def _too_short(name: str, source: int, target: int) -> Fault | None:
-    """What is wrong with expanding into `target` positions, if anything."""
+def _find_length_fault(name: str, source: int, target: int) -> Fault | None:
+    """Return the fault if `target` positions are too few to expand into, else None."""
     if target >= source:
         return None
     return Fault(
@@ -76,7 +76,7 @@ def _too_short(name: str, source: int, target: int) -> Fault | None:
 
 
 def _written_dtype(name: str, found: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype that `write_state` takes and that holds every value of `found`."""
+    """Return a dtype that `write_state` accepts and that holds every value of `found`."""
     native = found.newbyteorder("=")
     if name_of(native) in ("float16", "bfloat16"):
         return np.dtype(np.float32)
@@ -91,7 +91,7 @@ def _written_dtype(name: str, found: np.dtype[Any]) -> np.dtype[Any]:
     return native
 
 
-def _carry(
+def _move_state(
     source: MLStateLike,
     target: MLStateLike,
     name: str,
@@ -100,7 +100,7 @@ def _carry(
     specs: Mapping[str, StateSpec | Sequence[int]] | None,
     compact: bool,
 ) -> None:
-    """Read, check everything, move, write: the target is touched last or not at all."""
+    """Read, check everything, move and write; the write to the target is the last step."""
     number = as_position(position)
     shape = _target_shape(target, name, specs)
     if len(shape) == len(AXES):
@@ -109,7 +109,7 @@ def _carry(
     _raise_if(shape_fault(name, value.shape, shape), name)
     length = shape[SEQUENCE]
     if not compact:
-        _raise_if(_too_short(name, value.shape[SEQUENCE], length), name)
+        _raise_if(_find_length_fault(name, value.shape[SEQUENCE], length), name)
     _raise_if(position_fault(name, value.shape[SEQUENCE], length, number), name)
     dtype = _written_dtype(name, value.dtype)
     if compact:
@@ -129,42 +129,42 @@ def transition_coreml_state(
     *,
     specs: Mapping[str, StateSpec | Sequence[int]] | None = None,
 ) -> None:
-    """Carry a KV state over to a model with at least as many positions.
+    """Move a KV state to a model with at least as many positions.
 
     Parameters
     ----------
     source_mlstate, target_mlstate : MLState
-        What ``MLModel.make_state()`` gives in coremltools 9, or anything with its
+        Results of ``MLModel.make_state()`` in coremltools 9, or other objects with
         ``read_state(name)`` and ``write_state(name, value)``, such as `FakeMLState`.
     state_name : str
-        The same in both models.
+        Name of the state in both models.
     current_position : int
-        Tokens in the cache; what lies beyond them is dropped.
+        Number of tokens in the cache; later positions are dropped.
     pad_value : float
-        What positions without a token hold.
+        Value of positions without a token.
     specs : mapping, optional
-        The **target** model's `state_specs`, or name -> shape: then the source is read
-        once and the target written once. Without it, the target is read once more, for its shape.
+        The **target** model's `state_specs`, or a mapping of names to shapes. With it, the
+        source is read once and the target written once. Without it, the target is also read,
+        for its shape.
 
     Raises
     ------
     CompatibilityError
-        `specs` has no such state, a state does not have 4 dimensions, layers, heads or
-        head dimension differ, or `read_state` gave a dtype that Core ML does not take.
+        `specs` lacks the state, a state does not have 4 dimensions, layers, heads or head
+        dimension differ, or `read_state` returned a dtype that Core ML does not accept.
     CapacityError
         `current_position` is negative or beyond either state, or the target is shorter
         than the source.
     RuntimeError
-        From Core ML, for a name that a model does not have.
+        Raised by Core ML if a model lacks the state.
 
     Notes
     -----
-    Everything is checked before the write: after an error the target is as it was. On a
-    Mac a float16 state is read as float32 and must be written as float32, which loses no
-    bit on the way. The array handed over is contiguous and writeable, as Core ML wants it:
-    float32 for float16, bfloat16 and float32; float64 and int32 for themselves, so that no
-    value changes. Other dtypes are refused. Memory: the source as read plus one array of the
-    target's size.
+    Everything is checked before the write: after an error the target is unchanged. On a Mac a
+    float16 state is read and written as float32, which preserves all bits. The written array is
+    contiguous and writeable, as Core ML requires. It has dtype float32 for float16, bfloat16
+    and float32 states; float64 and int32 stay as they are. So no value changes. Other dtypes
+    are refused. Memory: the source as read, plus one array of the target's size.
 
     Examples
     --------
@@ -177,7 +177,9 @@ def transition_coreml_state(
     >>> large.read_state("kv_cache").sum(axis=(0, 1, 3))[[0, 199, 200, 511]].tolist()
     [64.0, 64.0, 0.0, 0.0]
     """
-    _carry(source_mlstate, target_mlstate, state_name, current_position, pad_value, specs, False)
+    _move_state(
+        source_mlstate, target_mlstate, state_name, current_position, pad_value, specs, False
+    )
 
 
 @set_module("mlstate.coreml")
@@ -189,7 +191,7 @@ def compact_coreml_state(
     *,
     specs: Mapping[str, StateSpec | Sequence[int]] | None = None,
 ) -> None:
-    """Carry a KV state over to a model with fewer positions that its tokens fit into.
+    """Move a KV state to a model with fewer positions that can hold its tokens.
 
     Parameters
     ----------
@@ -199,8 +201,8 @@ def compact_coreml_state(
     Raises
     ------
     CompatibilityError, CapacityError, RuntimeError
-        As for `transition_coreml_state`, but a shorter target is an error only where the
-        tokens do not fit.
+        As for `transition_coreml_state`, but a shorter target is only refused if the tokens
+        do not fit.
 
     Notes
     -----
@@ -218,41 +220,41 @@ def compact_coreml_state(
     mlstate.errors.CapacityError: kv_cache: 300 tokens do not fit the target state's 256 \
 positions; choose a model with at least 300
     """
-    _carry(source_mlstate, target_mlstate, state_name, current_position, 0.0, specs, True)
+    _move_state(source_mlstate, target_mlstate, state_name, current_position, 0.0, specs, True)
 
 
-# ---- the double ----
+# ---- replacement for tests ----
 
 _FAKE_DTYPES = ("float16", "float32", "int32")
 
 
 @set_module("mlstate.coreml")
 class FakeMLState:
-    """A stand-in for coremltools' ``MLState``, for tests on any machine.
+    """A replacement for coremltools' ``MLState``, for tests on any machine.
 
-    It behaves as Core ML does on a Mac: `read_state` gives a fresh float32 copy of a float16
-    state, `write_state` takes only what Core ML takes, and what was written is rounded to
-    the state's dtype.
+    It behaves like Core ML on a Mac: `read_state` returns a new float32 copy of a float16
+    state, `write_state` accepts only arrays that Core ML accepts, and written values are
+    rounded to the state's dtype.
 
     Parameters
     ----------
     states : mapping
-        Name -> `StateSpec` (what `state_specs` returns) or shape (then float16). The states
-        start as zeros.
+        `StateSpec` (from `state_specs`) or shape (with dtype float16) by name. The states are
+        initially zero.
 
     Attributes
     ----------
     reads, writes : int
-        Calls of `read_state` and `write_state` that succeeded.
+        Number of successful calls of `read_state` and `write_state`.
 
     Raises
     ------
     CompatibilityError
-        A state of another dtype than float16, float32 or int32.
+        A state's dtype is not float16, float32 or int32.
 
     Notes
     -----
-    Not thread-safe, as little as the real one.
+    Not thread-safe, like the original.
 
     Examples
     --------
@@ -291,45 +293,47 @@ float64 or int32
         return state
 
     def read_state(self, name: str) -> NDArray:
-        """Return a fresh copy of a state: float32 for a float16 state, else its own dtype.
+        """Return a new copy of a state: float32 for a float16 state, else its own dtype.
 
         Parameters
         ----------
         name : str
+            The state.
 
         Returns
         -------
         ndarray
-            New, contiguous and writeable.
+            A new, contiguous and writeable array.
 
         Raises
         ------
         RuntimeError
-            No state has that name.
+            The model has no such state.
         """
         state = self._find(name)
         self.reads += 1
         return state.astype(np.float32 if state.dtype == np.float16 else state.dtype)
 
     def write_state(self, name: str, value: NDArray) -> None:
-        """Replace a state as a whole.
+        """Replace a whole state.
 
         Parameters
         ----------
         name : str
+            The state.
         value : ndarray of float32, float64 or int32
-            C-contiguous, writeable, of the state's shape.
+            The new value: C-contiguous, writeable, with the state's shape.
 
         Raises
         ------
         RuntimeError
-            No state has that name, or `value` is not of that kind. The state is unchanged.
+            The model has no such state, or `value` is not accepted. The state is unchanged.
         """
         state = self._find(name)
-        reason = _refusal(state, value)
+        reason = _refusal_reason(state, value)
         if reason is not None:
             raise RuntimeError(f"state {name!r}: {reason}")
-        with np.errstate(over="ignore", invalid="ignore"):  # too large becomes infinity
+        with np.errstate(over="ignore", invalid="ignore"):  # large values become infinity
             state[...] = value
         self.writes += 1
 
@@ -340,8 +344,8 @@ float64 or int32
         return f"FakeMLState({{{states}}})"
 
 
-def _refusal(state: NDArray, value: object) -> str | None:
-    """Why Core ML would not take `value` for `state`, or None."""
+def _refusal_reason(state: NDArray, value: object) -> str | None:
+    """Return why Core ML does not accept `value` for `state`, or None."""
     if not isinstance(value, np.ndarray):
         return f"value type not convertible: {type(value).__name__}; write a NumPy array"
     if value.dtype.name not in _WRITABLE_DTYPES or not value.dtype.isnative:

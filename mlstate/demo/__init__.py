@@ -1,1 +1,1 @@
-"""A small character model, its Core ML packages, and the story that ``mlstate demo`` tells."""
+"""The ``mlstate demo`` command: a small character model, its Core ML packages, the script."""

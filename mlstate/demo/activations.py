@@ -1,8 +1,8 @@
 """The demo's fifth part: a network within a memory budget.
 
-Ten blocks of NumPy read the demo's own source code; some merge neighbouring characters, so that
-the first blocks need most memory. Plans say which of them to compute again in the backward pass,
-and the memory that NumPy really takes is measured.
+Ten blocks of NumPy read the demo's own source code. Some merge neighbouring characters, so that
+the first blocks need most memory. Plans choose which blocks to recompute in the backward pass. The
+memory that NumPy allocates is measured.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 __all__ = ["Planned", "show_activations"]
 
 CHARACTERS, HIDDEN, BLOCKS, SEED = 2048, 256, 10, 0
-MERGE = (2, 5, 8)  # blocks that make one position of two
-SECONDS = 1e-9  # of one multiplication: times are counted, so that every machine plans the same
+MERGE = (2, 5, 8)  # blocks that merge two positions into one
+SECONDS = 1e-9  # of one multiplication; times are computed, so all machines get the same plan
 FLOAT = 4
 MIB = 1024.0**2
 
 
 class Planned(NamedTuple):
-    """What plans made of a network.
+    """Results of the memory budget part.
 
     Attributes
     ----------
     peaks : dict of str to (int, int)
-        Of each way to run it: predicted and measured bytes.
+        Predicted and measured peak in bytes, for each plan.
     overheads : dict of str to float
-        Predicted time over that of the plain run, less one.
+        Predicted time relative to the run that keeps everything, minus one.
     identical : bool
-        Whether all ways gave the same bits for all gradients.
+        Whether all plans gave bit-identical gradients.
     refused : str
-        What the planner said of too small a budget.
+        Error message of the planner for a budget that is too small.
     """
 
     peaks: dict[str, tuple[int, int]]
@@ -53,7 +53,7 @@ class Planned(NamedTuple):
 
 
 class _Block:
-    """Two matrices with a tanh between them; `merge` lays two positions side by side first."""
+    """Two matrices with a tanh between them; with `merge`, two positions are first joined."""
 
     def __init__(self, generator: np.random.Generator, width: int, merge: bool) -> None:
         inside = 2 * width if merge else width
@@ -64,13 +64,13 @@ class _Block:
         self.gradients = [np.zeros_like(self.first), np.zeros_like(self.second)]
 
     def forward(self, x: NDArray) -> tuple[NDArray, NDArray]:
-        """Return the output, and what the backward pass needs beside it and the input."""
+        """Return the output, and the hidden values that the backward pass needs."""
         hidden = x.reshape(-1, len(self.first)) @ self.first
         np.tanh(hidden, out=hidden)
         return hidden @ self.second, hidden
 
     def backward(self, x: NDArray, hidden: NDArray, gradient: NDArray) -> NDArray:
-        """Fill the gradients of the matrices; return that of the input. Overwrites `hidden`."""
+        """Store the matrices' gradients; return the input's gradient. Overwrites `hidden`."""
         inner = gradient @ self.second.T
         np.matmul(hidden.T, gradient, out=self.gradients[1])
         np.square(hidden, out=hidden)
@@ -81,7 +81,7 @@ class _Block:
 
 
 def _chain(width: int) -> Chain:
-    """Count what the blocks cost: multiplications and bytes."""
+    """Return the chain of the blocks, with counted multiplications and bytes."""
     rows = [CHARACTERS]
     for i in range(BLOCKS):
         rows.append(rows[-1] // 2 if i in MERGE else rows[-1])
@@ -100,7 +100,7 @@ def _chain(width: int) -> Chain:
 
 
 def _run(made: Plan, blocks: Sequence[_Block], x: NDArray) -> int:
-    """Take a plan's steps; return the most memory that NumPy had meanwhile, `x` included."""
+    """Run the steps of a plan; return the peak memory that NumPy allocated, including `x`."""
     activations: dict[int, NDArray] = {0: x}
     saved: dict[int, NDArray] = {}
     gradient: NDArray | None = None
@@ -110,7 +110,7 @@ def _run(made: Plan, blocks: Sequence[_Block], x: NDArray) -> int:
             del activations[i]
         elif kind == "backward":
             if gradient is None:
-                gradient = activations[i + 1].copy()  # of half the sum of all squares
+                gradient = activations[i + 1].copy()  # the loss is half the sum of all squares
             gradient = blocks[i].backward(activations[i], saved.pop(i), gradient)
             del activations[i + 1]
         else:
@@ -124,7 +124,7 @@ def _run(made: Plan, blocks: Sequence[_Block], x: NDArray) -> int:
 
 
 def _ways(chain: Chain) -> dict[str, Plan]:
-    """Return plans by what the table calls them."""
+    """Return the plans by their label in the table."""
     middle = (chain.plain_peak_bytes + chain.least_budget_bytes) // 2
     every = Plan.from_strategy(chain, IntervalStrategy(1))
     return {
@@ -136,21 +136,21 @@ def _ways(chain: Chain) -> dict[str, Plan]:
 
 
 def show_activations(model: CharModel, embedding: Any, say: Callable[[str], None]) -> Planned:
-    """Tell the story of a network whose activations are too many.
+    """Run a network with several plans, and compare memory, time and gradients.
 
     Parameters
     ----------
     model : CharModel
-        The demo's, for its characters.
+        The demo's model, for its characters.
     embedding : ndarray, shape (characters, width)
-        Of its characters.
+        Embeddings of its characters.
     say : callable
-        Gets each line.
+        Receives each line of output.
 
     Returns
     -------
     Planned
-        Peaks, times, whether gradients had the same bits, and a refusal.
+        Peaks, times, whether gradients were bit-identical, and the planner's error.
     """
     text = (resources.files("mlstate.demo") / "model.py").read_text(encoding="utf-8")
     tokens = model.encode("".join(c for c in text if c in model.vocabulary)[:CHARACTERS])

@@ -1,7 +1,7 @@
 """The demo's third part: the model's weights as a checkpoint.
 
-They are saved at two steps. A bit of the newer one flips; it is found, and the older one takes
-its place. Then one of four ranks loads its quarter.
+The weights are saved at two steps. A flipped bit in the newer checkpoint is found, and the older
+one replaces it. Then one of four ranks loads its quarter.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ RANK, RANKS = 1, 4
 
 
 class Kept(NamedTuple):
-    """What became of the checkpoints.
+    """Results of the checkpoint part.
 
     Attributes
     ----------
     found : str
-        What `verify` said of the flipped bit.
+        The problem that `verify` reported for the flipped bit.
     repaired : bool
-        Whether the older step took the damaged one's place, bit for bit.
+        Whether the older checkpoint replaced the damaged one, bit for bit.
     """
 
     found: str
@@ -40,7 +40,7 @@ class Kept(NamedTuple):
 
 
 def _flip(folder: str, shard: ShardRecord) -> int:
-    """Flip one bit in the middle of a shard; return where."""
+    """Flip one bit in the middle of a shard; return its offset."""
     assert shard.path is not None and shard.offset is not None
     at = shard.offset + shard.nbytes // 2
     with (Path(folder) / shard.path).open("r+b") as file:
@@ -52,19 +52,19 @@ def _flip(folder: str, shard: ShardRecord) -> int:
 
 
 def show_checkpoints(weights: ModelStateDict, say: Callable[[str], None]) -> Kept:
-    """Tell the story of two checkpoints, one of which is damaged.
+    """Save two checkpoints, damage one, repair it, and load a part.
 
     Parameters
     ----------
     weights : ModelStateDict
-        The model's; one tensor is trained on between the steps.
+        The model's weights; one tensor changes between the steps.
     say : callable
-        Gets each line.
+        Receives each line of output.
 
     Returns
     -------
     Kept
-        What was found and repaired.
+        The problem found, and whether it was repaired.
     """
     with tempfile.TemporaryDirectory(prefix="mlstate-demo-") as folder:
         manager = CheckpointManager(folder, keep=2)

@@ -1,7 +1,7 @@
 """The demo's fourth part: gradients of two ranks.
 
-Two threads train a small network on the demo's own source code, each on half of it. Then one
-of them has a gradient that is not a number, and one of another shape.
+Two threads train a small network on the demo's own source code, each on half of it. Then one of
+them has a gradient with NaN, and one with another shape.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ if TYPE_CHECKING:
 
 __all__ = ["Reduced", "show_gradients"]
 
-# So small that BLAS computes in one thread: more would be in the way of two ranks.
+# Small enough for BLAS to use one thread: more threads would slow down the two ranks.
 RANKS, STEPS, BATCH, RATE, SEED = 2, 50, 32, 1.0, 0
-BEFORE, HIDDEN = 4, 32  # characters that the network sees, and the width of its one layer
+BEFORE, HIDDEN = 4, 32  # characters of context, and the width of the hidden layer
 BUCKETS = {"25 MiB": 25 << 20, "16 KiB": 16 << 10, "one gradient": 0}
 SECONDS = 60.0
 
 
 class Reduced(NamedTuple):
-    """What became of the gradients.
+    """Results of the gradient part.
 
     Attributes
     ----------
     losses : tuple of float
-        Before the first step and after the last.
+        Loss before the first step and after the last.
     identical : bool
-        Whether sums were the same bits however gradients were divided into buckets, and the
-        ranks had the same weights in the end.
+        Whether sums are bit-identical for all bucket sizes, and the ranks end with the same
+        weights.
     told : list of str
-        What each rank was told of the two bad gradients.
+        Error message of each rank about the two bad gradients.
     kept : list of str
-        The parameters whose gradients were reduced all the same.
+        Parameters whose gradients were reduced nevertheless.
     """
 
     losses: tuple[float, float]
@@ -52,11 +52,11 @@ class Reduced(NamedTuple):
     kept: list[str]
 
 
-# ---- a network ----
+# ---- the network ----
 
 
 class _Network:
-    """Guesses a character from those before it, by the demo model's embedding of each."""
+    """Predicts a character from the preceding ones, using the demo model's embeddings."""
 
     def __init__(self, model: CharModel, embedding: Floats) -> None:
         text = (resources.files("mlstate.demo") / "model.py").read_text(encoding="utf-8")
@@ -78,7 +78,7 @@ class _Network:
         }
 
     def samples(self, group: Any, step: int) -> tuple[Floats, Any]:
-        """Return what precedes some characters of this rank's part of the text, and these."""
+        """Return contexts and following characters from this rank's part of the text."""
         share = (len(self.tokens) - BEFORE) // group.world_size
         generator = np.random.default_rng([SEED, step, group.rank])
         places = group.rank * share + generator.integers(0, share, BATCH)
@@ -88,7 +88,7 @@ class _Network:
     def backward(
         self, weights: dict[str, Floats], samples: tuple[Floats, Any]
     ) -> tuple[float, Iterator[tuple[str, Floats]]]:
-        """Return the loss, and the gradients as they are made: the last layer's first."""
+        """Return the loss, and an iterator over the gradients, last layer first."""
         x, wanted = samples
         hidden = np.tanh(x @ weights["hidden.weight"] + weights["hidden.bias"])
         scores = hidden @ weights["out.weight"] + weights["out.bias"]
@@ -119,11 +119,11 @@ def _units(group: Any, weights: dict[str, Floats]) -> dict[str, FSDPShardingUnit
     }
 
 
-# ---- what each rank does ----
+# ---- work of each rank ----
 
 
 def _train(group: Any, network: _Network) -> tuple[list[float], dict[str, Floats]]:
-    """Take some steps: gradients are reduced as they come, each rank updates its part."""
+    """Train: reduce gradients as they are computed; each rank updates its part."""
     weights = dict(network.weights)
     units = _units(group, weights)
     hook = FSDPBackwardHook(FSDP(group, op="mean"))
@@ -142,7 +142,7 @@ def _train(group: Any, network: _Network) -> tuple[list[float], dict[str, Floats
 
 
 def _reduce(group: Any, network: _Network, bucket_bytes: int) -> dict[str, Any]:
-    """Reduce the gradients of the first step; return the parts of this rank."""
+    """Reduce the gradients of the first step; return this rank's parts."""
     units = _units(group, network.weights)
     _, gradients = network.backward(network.weights, network.samples(group, 0))
     fsdp = FSDP(group, bucket_bytes=bucket_bytes)
@@ -151,7 +151,7 @@ def _reduce(group: Any, network: _Network, bucket_bytes: int) -> dict[str, Any]:
 
 
 def _spoil(group: Any, network: _Network) -> tuple[str, list[str]]:
-    """Reduce gradients of which two are bad on rank 1; return the error, and what was kept."""
+    """Reduce gradients, two of them bad on rank 1; return the error and the reduced names."""
     units = _units(group, network.weights)
     gradients = dict(network.backward(network.weights, network.samples(group, 0))[1])
     if group.rank == 1:
@@ -165,25 +165,25 @@ def _spoil(group: Any, network: _Network) -> tuple[str, list[str]]:
     return told, [name for name, unit in units.items() if unit.local_gradient is not None]
 
 
-# ---- the story ----
+# ---- script ----
 
 
 def show_gradients(model: CharModel, embedding: Floats, say: Callable[[str], None]) -> Reduced:
-    """Tell the story of gradients that are reduced, and of two that are not.
+    """Reduce gradients of two ranks, and report two bad ones.
 
     Parameters
     ----------
     model : CharModel
-        The demo's, for its characters.
+        The demo's model, for its characters.
     embedding : ndarray, shape (characters, width)
-        Of its characters.
+        Embeddings of its characters.
     say : callable
-        Gets each line.
+        Receives each line of output.
 
     Returns
     -------
     Reduced
-        Losses, whether all bits were the same, and what the ranks were told.
+        Losses, whether all bits were equal, and the error messages of the ranks.
     """
     network = _Network(model, embedding)
     groups = LocalGroup.threads(RANKS, timeout=SECONDS)

@@ -1,14 +1,14 @@
 """The demo's character model in plain NumPy.
 
-A transformer decoder over single characters, of some 220,000 weights, trained on Python code. It
-does no file work: the caller reads ``model.safetensors`` and passes what it found. Keys and
-values lie in one float16 array ``(2 * layers, heads, context, head_dim)``, keys in the first
-``layers`` rows and values after them, as the Core ML packages beside the weights hold them in
-their state ``kv_cache``.
+A transformer decoder over single characters, with about 220,000 weights, trained on Python code.
+It does not access files: the caller reads ``model.safetensors`` and passes its content. Keys and
+values are stored in one float16 array ``(2 * layers, heads, context, head_dim)``: keys in the
+first ``layers`` rows, values in the others. The Core ML packages of the demo store them in the
+same form in their state ``kv_cache``.
 
-Attention reads the entries before and at the token's own position and nothing behind them. What
-it reads is first copied into fresh contiguous float32 memory, so neither the length of the cache
-nor its strides reach the arithmetic: logits are equal bit for bit whatever the context is.
+Attention reads only entries up to the token's own position. They are first copied to new
+contiguous float32 memory, so the length and the strides of the cache do not affect the
+arithmetic: logits are bit-identical for every context.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _FACTORS = ("rope_base", "norm_epsilon")
 
 
 def _contiguous(values: np.ndarray[Any, Any]) -> Floats:
-    """Copy into new float32 memory that always starts on the same alignment.
+    """Copy to new float32 memory with a fixed alignment.
 
-    BLAS may choose another order of summation for another alignment; this keeps it out.
+    BLAS may sum in another order for another alignment; this excludes that.
     """
     room = np.empty(values.size + _ALIGNMENT_BYTES // 4, np.float32)
     skip = -room.ctypes.data % _ALIGNMENT_BYTES // 4
@@ -59,43 +59,43 @@ def _softmax(scores: Reals) -> Reals:
 
 
 def _rotate(x: Floats, cosine: Floats, sine: Floats) -> Floats:
-    """Turn each pair (i, i + half) of the last axis by its position's angle."""
+    """Rotate each pair (i, i + half) of the last axis by its position's angle."""
     half = x.shape[-1] // 2
     turned = np.concatenate((-x[..., half:], x[..., :half]), axis=-1)
     return x * cosine + turned * sine
 
 
 class CharModel:
-    """The demo's transformer, ready to run.
+    """The demo's transformer.
 
     Parameters
     ----------
     arrays : mapping of str to ndarray
-        The weights, floating point of any width, under the names of ``model.safetensors``:
+        The weights, in any float dtype, with the names of ``model.safetensors``:
         ``embed.weight`` ``(vocabulary, model_dim)``, ``norm.weight`` ``(model_dim,)`` and for each
         layer ``attn_norm``, ``qkv``, ``out``, ``mlp_norm``, ``gate_up``, ``down``. They are
-        copied, as float32.
+        copied to float32.
     metadata : mapping of str to str
-        The ``__metadata__`` of that file; ``config`` (sizes) and ``vocabulary`` are JSON texts.
+        The ``__metadata__`` of that file; ``config`` (sizes) and ``vocabulary`` are JSON.
 
     Attributes
     ----------
     config : dict
         The sizes of the model.
     vocabulary : str
-        All characters the model knows; the place of a character is its token.
+        All characters of the model; the index of a character is its token.
     max_context : int
-        The largest number of positions the model was trained for.
+        The largest number of positions that the model was trained for.
 
     Raises
     ------
     ValueError
-        If a weight or a metadata entry is missing or has the wrong shape; the text names it.
+        A weight or a metadata entry is missing or has the wrong shape; the message names it.
 
     Notes
     -----
-    An instance is not changed after construction, so threads may share it, each with its own
-    cache. A step at position 300 takes a fraction of a millisecond.
+    An instance does not change after construction, so threads may share it, each with its own
+    cache. A step at position 300 takes less than a millisecond.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class CharModel:
         return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of ``text``, one a character.
+        """Return the tokens of ``text``, one for each character.
 
         Parameters
         ----------
@@ -137,12 +137,12 @@ class CharModel:
         Returns
         -------
         list of int
-            As long as ``text``.
+            The tokens.
 
         Raises
         ------
         ValueError
-            If a character is not in the vocabulary; the text names it and its place.
+            A character is not in the vocabulary; the message gives it and its index.
         """
         tokens = [self._token_of.get(character, -1) for character in text]
         if -1 in tokens:
@@ -159,17 +159,17 @@ class CharModel:
         Parameters
         ----------
         tokens : sequence of int
-            Each at least 0 and less than the size of the vocabulary.
+            Each in the range of the vocabulary.
 
         Returns
         -------
         str
-            As many characters as tokens.
+            One character for each token.
 
         Raises
         ------
         ValueError
-            If a token is out of range.
+            A token is out of range.
         """
         return "".join(self.vocabulary[token] for token in self._check_tokens(tokens).tolist())
 
@@ -184,12 +184,12 @@ class CharModel:
         Returns
         -------
         ndarray of float16, shape (2 * layers, heads, context, head_dim)
-            New, all zeros.
+            A new array of zeros.
 
         Raises
         ------
         ValueError
-            If ``context`` is out of range.
+            ``context`` is out of range.
         """
         if not 1 <= context <= self.max_context:
             raise ValueError(
@@ -198,34 +198,34 @@ class CharModel:
         return np.zeros((2 * self._layers, self._heads, context, self._head_dim), np.float16)
 
     def prefill(self, tokens: Tokens, cache: Halves, *, position: int = 0) -> Floats:
-        """Run several tokens at once and return the logits of the character after the last.
+        """Run several tokens at once, and return the logits for the character after the last.
 
         Parameters
         ----------
         tokens : sequence of int
-            At least one token; they take the positions from ``position`` on.
+            At least one token; the first has position ``position``.
         cache : ndarray of float16, shape (2 * layers, heads, context, head_dim)
-            Keys and values of the new positions are written into it, in place.
+            Keys and values of the new positions are written to it, in place.
         position : int, optional
             Number of positions that the cache already holds.
 
         Returns
         -------
         ndarray of float32, shape (vocabulary,)
-            New.
+            A new array.
 
         Raises
         ------
         TypeError
-            If ``cache`` is not a float16 array.
+            ``cache`` is not a float16 array.
         ValueError
-            If a shape is wrong, a token unknown, or the tokens do not fit into the cache. The
-            cache is unchanged then.
+            A shape is wrong, a token is unknown, or the tokens do not fit the cache. The cache is
+            unchanged then.
 
         Notes
         -----
-        Costs O(len(tokens) * (position + len(tokens))). Logits agree with those of single
-        steps up to rounding, not bit for bit.
+        Takes O(len(tokens) * (position + len(tokens))) time. Logits agree with single steps
+        up to rounding, but are not bit-identical.
         """
         places = self._check_tokens(tokens)
         self._check_cache(cache, position, len(places))
@@ -236,30 +236,30 @@ class CharModel:
         return logits
 
     def step(self, token: int, position: int, cache: Halves) -> Floats:
-        """Run one token and return the logits of the character after it.
+        """Run one token, and return the logits for the character after it.
 
         Parameters
         ----------
         token : int
             The token at ``position``.
         position : int
-            Number of positions that the cache already holds; the token's own position.
+            Number of positions that the cache already holds, and position of the token.
         cache : ndarray of float16, shape (2 * layers, heads, context, head_dim)
-            Read at positions before ``position``; the token's key and value are written at
-            ``position``, in place. Positions behind it are neither read nor written.
+            Read before ``position``; the token's key and value are written at ``position``, in
+            place. Later positions are neither read nor written.
 
         Returns
         -------
         ndarray of float32, shape (vocabulary,)
-            New. The same bits for every context and every memory layout of the cache.
+            A new array, bit-identical for every context and memory layout of the cache.
 
         Raises
         ------
         TypeError
-            If ``cache`` is not a float16 array.
+            ``cache`` is not a float16 array.
         ValueError
-            If a shape is wrong, the token unknown, or the cache is full. The cache is
-            unchanged then.
+            A shape is wrong, the token is unknown, or the cache is full. The cache is unchanged
+            then.
         """
         places = self._check_tokens([token])
         self._check_cache(cache, position, 1)
@@ -274,21 +274,21 @@ class CharModel:
         Parameters
         ----------
         logits : ndarray of float32, shape (vocabulary,)
-            What ``step`` or ``prefill`` returned.
+            Result of ``step`` or ``prefill``.
         generator : numpy.random.Generator
-            Source of one uniform number; unused when greedy.
+            Source of one uniform number; not used if ``temperature`` is 0.
         temperature : float, optional
-            0 takes the most likely token; larger values are bolder.
+            0 selects the most likely token; larger values increase randomness.
 
         Returns
         -------
         int
-            A token.
+            The token.
 
         Raises
         ------
         ValueError
-            If ``temperature`` is negative.
+            ``temperature`` is negative.
         """
         if temperature < 0:
             raise ValueError(f"temperature: got {temperature}; expected 0 (greedy) or more")
@@ -330,12 +330,12 @@ class CharModel:
         return logits
 
     def _norm(self, x: Floats, name: str) -> Floats:
-        """Return x over its root mean square, times the gain called ``name``."""
+        """Return x divided by its root mean square, times the gain called ``name``."""
         mean = np.square(x).mean(axis=-1, keepdims=True)
         return _contiguous(x / np.sqrt(mean + self._epsilon) * self._weights[name])
 
     def _check_tokens(self, tokens: Tokens) -> np.ndarray[Any, Any]:
-        """Return ``tokens`` as an integer array, each in range."""
+        """Return ``tokens`` as an integer array; raise if one is out of range."""
         places = np.asarray(tokens)
         if places.ndim != 1 or (places.size and places.dtype.kind not in "iu"):
             raise ValueError(
@@ -372,7 +372,7 @@ class CharModel:
 
 
 def _read_config(metadata: Mapping[str, str]) -> dict[str, int | float]:
-    """Return the sizes in ``metadata``, all there and positive."""
+    """Return the sizes in ``metadata``; raise if one is missing or not positive."""
     for key in ("config", "vocabulary"):
         if key not in metadata:
             raise ValueError(
@@ -388,7 +388,7 @@ def _read_config(metadata: Mapping[str, str]) -> dict[str, int | float]:
 
 
 def _expected_shapes(config: Mapping[str, int | float]) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of every weight."""
+    """Return the shape of every weight by name."""
     model, hidden = int(config["model_dim"]), int(config["hidden_dim"])
     inner = int(config["heads"]) * int(config["head_dim"])
     shapes: dict[str, tuple[int, ...]] = {
@@ -408,7 +408,7 @@ def _expected_shapes(config: Mapping[str, int | float]) -> dict[str, tuple[int, 
 def _take_weights(
     arrays: Mapping[str, np.ndarray[Any, Any]], config: Mapping[str, int | float]
 ) -> dict[str, Floats]:
-    """Copy the weights as aligned float32; every one must be there with its shape."""
+    """Copy the weights to aligned float32; raise if one is missing or has another shape."""
     weights: dict[str, Floats] = {}
     for name, shape in _expected_shapes(config).items():
         if name not in arrays:

@@ -1,11 +1,11 @@
-"""The demo: a language model moves between context sizes while it writes.
+"""The demo's script: a language model moves between context sizes while it generates text.
 
-A small character model, trained on Python's own library, runs in NumPy. Its cache travels
-between the states of two real Core ML packages as it would on a Mac: prefill with a context
-of 512, compact to 256, generate until that is full, expand to 512, go on. Then its weights
-are loaded from a checkpoint with other names, and kept in one that survives a flipped bit. Two
-ranks reduce gradients, some of which are bad, and a network runs within a memory budget. At last
-experts learn while their checkpoints are written, and one of them waits on the disk.
+A small character model, trained on Python's standard library, runs in NumPy. Its cache moves
+between the states of two real Core ML packages as on a Mac: prefill with context 512, compact to
+256, generate until that is full, expand to 512, continue. Then the model's weights are loaded from
+a checkpoint with other names, and saved in a checkpoint that survives a flipped bit. Two ranks
+reduce gradients, some of them bad, and a network runs within a memory budget. Finally experts are
+trained while their checkpoints are written, and one of them moves to a file.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TEMPERATURE, SEED = 0.3, 1
 
 
 class Stage(NamedTuple):
-    """How full the cache was at one point of the story."""
+    """Occupancy of the cache at one point of the script."""
 
     label: str
     tokens: int
@@ -56,30 +56,30 @@ class Stage(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What happened.
+    """Results of the demo.
 
     Attributes
     ----------
     text : str
         Prompt and generated text.
     identical : bool
-        Whether the next-token logits were the same bits before and after every transition.
+        Whether the next-token logits were bit-identical before and after every transition.
     refused : str
-        The message that refused to compact too many tokens.
+        Error message about compacting too many tokens.
     stages : list of Stage
         Label, tokens and sequence length, in order.
     picture : Path or None
-        The picture that was written.
+        Path of the plot, if it was written.
     untouched : bool
-        Whether a checkpoint that was refused left every weight as it was.
+        Whether all weights were unchanged after a checkpoint was refused.
     kept : Kept
-        What was found of a damaged checkpoint, and whether an older one took its place.
+        Problem found in a damaged checkpoint, and whether an older one replaced it.
     reduced : Reduced
-        What two ranks made of their gradients, and were told of the bad ones.
+        Results of two ranks' gradients, and the errors about bad ones.
     planned : Planned
-        What a network took within a memory budget, and whether its gradients were the same.
+        Memory of a network within a budget, and whether its gradients were bit-identical.
     trained : Trained
-        What experts learnt that were saved meanwhile, and whether no bit was lost.
+        Results of training with checkpoints, and whether all bits were correct.
     """
 
     text: str
@@ -95,7 +95,7 @@ class Report(NamedTuple):
 
 
 class _Story:
-    """A model, its two states, and how far the text has come."""
+    """A model, its cache's history, and the text so far."""
 
     def __init__(self, data: Path, say: Callable[[str], None]) -> None:
         self.data = data
@@ -112,7 +112,7 @@ class _Story:
         self.stages.append(Stage(label, len(self.tokens), seq_length))
 
     def read(self, state: FakeMLState) -> Halves:
-        """Take a cache out of a state; Core ML hands float16 over as float32."""
+        """Return the cache of a state; Core ML returns float16 states as float32."""
         cache: Halves = state.read_state(name=STATE).astype(np.float16)
         return cache
 
@@ -120,18 +120,18 @@ class _Story:
         state.write_state(name=STATE, value=cache.astype(np.float32))
 
     def next_logits(self, cache: Halves) -> Floats:
-        """Run the last token once more, which writes what is there already."""
+        """Run the last token again, which rewrites the same entries of the cache."""
         return self.model.step(self.tokens[-1], len(self.tokens) - 1, cache)
 
     def compare(self, before: Halves, after: Halves) -> None:
-        """Check that a transition changed nothing for the model, bit for bit."""
+        """Check that the model's logits are bit-identical before and after a transition."""
         same = self.next_logits(before).tobytes() == self.next_logits(after).tobytes()
         self.identical = self.identical and same
         verdict = "bit-identical" if same else "DIFFERENT"
         self.say(f"      next-token logits before and after: {verdict}")
 
     def generate(self, cache: Halves, until: int) -> None:
-        """Draw tokens and write them to the cache until it holds `until`."""
+        """Generate tokens and write them to the cache until it holds `until` tokens."""
         logits = self.next_logits(cache)
         while len(self.tokens) < until:
             token = self.model.sample(logits, self.generator, temperature=TEMPERATURE)
@@ -140,7 +140,7 @@ class _Story:
 
 
 def _show_packages(data: Path, say: Callable[[str], None]) -> dict[int, StateSpecs]:
-    """Read what the packages declare, without Core ML's own tools."""
+    """Read and print the states that the packages declare, without coremltools."""
     say("1. Core ML packages, read without coremltools")
     found: dict[int, StateSpecs] = {}
     for length in (SMALL, LARGE):
@@ -158,7 +158,7 @@ def _show_packages(data: Path, say: Callable[[str], None]) -> dict[int, StateSpe
 
 
 def _tell(story: _Story, specs: dict[int, StateSpecs]) -> str:
-    """Run the workflow; return the refusal it ends with."""
+    """Run the workflow; return the error message at its end."""
     say, model = story.say, story.model
     small, large = FakeMLState(specs[SMALL]), FakeMLState(specs[LARGE])
 
@@ -202,7 +202,7 @@ def _tell(story: _Story, specs: dict[int, StateSpecs]) -> str:
 
 
 def _memory_table(say: Callable[[str], None]) -> None:
-    """Print the memory of the source document's example, from arrays of that size."""
+    """Print the memory of the example in the reference document, with arrays of that size."""
     layers, heads, head_dim, tokens = 36, 1, 256, 200
     generator = np.random.default_rng(0)
     small = generator.standard_normal((layers, heads, SMALL, head_dim), np.float32)
@@ -229,7 +229,7 @@ def _memory_table(say: Callable[[str], None]) -> None:
 
 
 def _draw(stages: list[Stage], path: Path | None, say: Callable[[str], None]) -> Path | None:
-    """Write the picture of how full the cache was, where matplotlib is installed."""
+    """Write the plot of the cache's occupancy, if matplotlib is installed."""
     if path is None:
         return None
     from ..plot import plot_occupancy
@@ -252,21 +252,21 @@ def _indent(text: str) -> str:
 def run(
     picture: str | Path | None = "mlstate_demo.png", *, say: Callable[[str], None] = print
 ) -> Report:
-    """Tell the story and show its figures.
+    """Run the demo and print its output.
 
     Parameters
     ----------
     picture : str or Path, optional
-        Where to write a PNG of how full the cache was; None for no picture.
+        Path of a PNG plot of the cache's occupancy; None for no plot.
     say : callable
-        Gets each line; default prints it.
+        Receives each line of output. Default: print.
 
     Returns
     -------
     Report
-        Text, whether every transition left the logits bit-identical, the refusal, the
-        stages, the picture's path (None where matplotlib is missing), and how the
-        checkpoints, the gradients, the memory budget and the experts fared.
+        Text, whether every transition left the logits bit-identical, the error message, the
+        stages, the plot's path (None without matplotlib), and the results of the parts on
+        checkpoints, gradients, the memory budget and experts.
 
     Examples
     --------

@@ -1,8 +1,8 @@
-"""The demo's sixth part: training that is saved while it goes on, with experts on the disk.
+"""The demo's sixth part: checkpoints during training, and experts in files.
 
-Four experts learn which character follows another one in the demo's own source code, each those
-that follow one kind of character. Checkpoints are written meanwhile; from one of them training
-goes on to the same bits. Then the expert that is seldom asked goes to a file, and comes back.
+Four experts learn which character follows another one in the demo's own source code, each for one
+kind of character. Checkpoints are written during training; training that resumes from one of them
+ends with the same bits. Then the least used expert moves to a file and back.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ if TYPE_CHECKING:
 
 __all__ = ["Trained", "show_training"]
 
-KINDS = ("letter", "space", "digit", "sign")  # of the character before: one expert each
+KINDS = ("letter", "space", "digit", "sign")  # kind of the preceding character; an expert each
 STEPS, EVERY, RATE, SEED = 60, 20, 0.01, 0
 CHARACTERS, BATCH = 4096, 512
 
 
 class Trained(NamedTuple):
-    """What became of the experts.
+    """Results of the training part.
 
     Attributes
     ----------
     losses : tuple of float
-        Before the first step and after the last.
+        Loss before the first step and after the last.
     steps : list of int
-        Those of the checkpoints that were written while training went on.
+        Steps of the checkpoints written during training.
     identical : bool
-        Whether each checkpoint had the bits of its step, training from one of them arrived at
-        the bits of the run that went on, and the expert that came back from its file had those
-        that it had before, as the others had all the time.
+        Whether all bits were correct: each checkpoint has the bits of its step; resumed training
+        ends with the bits of the first run; the expert that moved to a file and back, and the
+        other experts, did not change.
     tiers : list of str
-        Where the experts were while that one was on the disk.
+        Tier of each expert while one of them was in a file.
     """
 
     losses: tuple[float, float]
@@ -55,7 +55,7 @@ class Trained(NamedTuple):
 
 
 class _Task:
-    """Characters by their embeddings, who is asked for each, and what follows."""
+    """Characters as embeddings, the expert for each, and the characters that follow."""
 
     def __init__(self, model: CharModel, embedding: Any) -> None:
         text = (resources.files("mlstate.demo") / "activations.py").read_text(encoding="utf-8")
@@ -68,7 +68,7 @@ class _Task:
         self.width, self.count = self.inputs.shape[1], len(model.vocabulary)
 
     def errors(self, weight: NDArray, rows: NDArray) -> tuple[NDArray, NDArray]:
-        """Return the loss of each row, and its gradient by the logits."""
+        """Return the loss of each row, and its gradient with respect to the logits."""
         logits = self.inputs[rows] @ weight
         chances = np.exp(logits - logits.max(1, keepdims=True))
         chances /= chances.sum(1, keepdims=True)
@@ -87,7 +87,7 @@ class _Task:
 
 
 def _begin(task: _Task) -> tuple[ModelStateDict, OptimizerStateDict]:
-    """Return experts that know nothing, and Adam's moments of them."""
+    """Return untrained experts and their Adam moments."""
     model = ModelStateDict(model_type="experts", layer_count=len(KINDS))
     optimizer = OptimizerStateDict.create("adam")
     for kind in KINDS:
@@ -99,7 +99,7 @@ def _begin(task: _Task) -> tuple[ModelStateDict, OptimizerStateDict]:
 
 
 def _step(task: _Task, step: int, model: ModelStateDict, optimizer: OptimizerStateDict) -> None:
-    """One step of Adam, in place, by a batch that depends on nothing but the step."""
+    """Run one step of Adam in place; the batch depends only on the step number."""
     optimizer.step = step
     drawn = np.random.default_rng((SEED, step)).integers(0, len(task.targets), BATCH)
     for number, kind in enumerate(KINDS):
@@ -121,7 +121,7 @@ def _digests(model: ModelStateDict, optimizer: OptimizerStateDict) -> tuple[str,
 def _train(
     task: _Task, folder: Path, say: Callable[[str], None]
 ) -> tuple[ModelStateDict, OptimizerStateDict, bool]:
-    """Train and save; return the state, and whether all that was saved was as it should be."""
+    """Train and save; return the states, and whether every checkpoint has the right bits."""
     model, optimizer = _begin(task)
     meant = {}
     with CheckpointManager(folder, keep=None) as manager:
@@ -156,7 +156,7 @@ def _verdict(good: bool, text: str) -> str:
 
 
 def _bits(tiers: TieredState, names: list[str]) -> bytes:
-    """Bytes of some experts and their moments, wherever they are."""
+    """Return the bytes of some experts and their moments, in any tier."""
     states = [shard for state in tiers.state_dicts() for shard in state.items()]
     return b"".join(
         np.ascontiguousarray(shard.array).tobytes()
@@ -168,7 +168,7 @@ def _bits(tiers: TieredState, names: list[str]) -> bytes:
 def _move(
     model: ModelStateDict, optimizer: OptimizerStateDict, folder: Path, say: Callable[[str], None]
 ) -> tuple[list[str], bool]:
-    """Send one expert to its file and get it back; where all were, and whether all is the same."""
+    """Move one expert to its file and back; return the tiers, and whether all bits are equal."""
     names = [f"{kind}.weight" for kind in KINDS]
     name, others = names[2], [*names[:2], names[3]]
     with TieredState(model, optimizer, folder) as tiers:
@@ -189,21 +189,21 @@ def _move(
 
 
 def show_training(model: CharModel, embedding: Any, say: Callable[[str], None]) -> Trained:
-    """Tell the story of experts that are trained, saved meanwhile, and moved.
+    """Train experts, save them meanwhile, and move one between tiers.
 
     Parameters
     ----------
     model : CharModel
-        The demo's, for its characters.
+        The demo's model, for its characters.
     embedding : ndarray, shape (characters, width)
-        Of its characters.
+        Embeddings of its characters.
     say : callable
-        Gets each line.
+        Receives each line of output.
 
     Returns
     -------
     Trained
-        Losses, the steps of the checkpoints, whether all bits were right, and the tiers.
+        Losses, steps of the checkpoints, whether all bits were correct, and the tiers.
     """
     task = _Task(model, embedding)
     before = task.loss(_begin(task)[0])

@@ -1,7 +1,7 @@
 """The demo's second part: the model's weights as a state dict.
 
-A checkpoint of the same model arrives under other names, as a wrapper leaves them. It is
-compared, renamed and loaded into an untrained model; then a damaged one is refused.
+A checkpoint of the same model has other names, as after saving a wrapped model. It is compared,
+renamed and loaded into an untrained model. Then a checkpoint with wrong shapes is refused.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ __all__ = ["Loaded", "show_weights"]
 
 
 class Loaded(NamedTuple):
-    """What became of the untrained model.
+    """Results of the state dict part.
 
     Attributes
     ----------
     state : ModelStateDict
-        Its weights after loading.
+        The model's weights after loading.
     refused : str
-        The message that refused the damaged checkpoint.
+        Error message about the damaged checkpoint.
     untouched : bool
-        Whether the refused checkpoint left every bit of the weights as it was.
+        Whether all bits of the weights were unchanged after the error.
     """
 
     state: ModelStateDict
@@ -40,19 +40,19 @@ class Loaded(NamedTuple):
 
 
 def show_weights(path: Path, say: Callable[[str], None]) -> Loaded:
-    """Tell the story of a checkpoint that is loaded, and of one that is not.
+    """Load a checkpoint after renaming, and refuse another one.
 
     Parameters
     ----------
     path : Path
-        The demo's weights.
+        File of the demo's weights.
     say : callable
-        Gets each line.
+        Receives each line of output.
 
     Returns
     -------
     Loaded
-        The loaded weights and the refusal.
+        The loaded weights and the error message.
     """
     trained = ModelStateDict(load_file(path), model_type="character model", layer_count=4)
     names = trained.layer_names(2)

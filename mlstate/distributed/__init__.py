@@ -1,8 +1,8 @@
-"""The state of a model that several ranks have together: collected, merged, sent out.
+"""Collect, merge and distribute the state of a model over several ranks.
 
-Ranks have replicas of one state (data parallelism), or each a part of it (fully sharded, by
-tensor parallelism, or both). `DistributedStateCollector` tells what a rank has, makes one
-state of what all have, on one rank or from a list, and fills all ranks from one.
+Ranks hold replicas of one state (data parallelism), or parts of it (fully sharded data
+parallelism, tensor parallelism, or both). `DistributedStateCollector` returns a rank's part of a
+state, merges the states of all ranks, and fills all ranks from one state.
 
 Examples
 --------
@@ -37,9 +37,9 @@ from ._exchange import (
     check_max_bytes,
     check_writable,
     exchange,
-    opening,
+    open_exchange,
 )
-from ._merge import RankDifference, compare, describe, merge, refusal
+from ._merge import RankDifference, compare, describe, differences_error, merge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -51,13 +51,13 @@ if TYPE_CHECKING:
 __all__ = ["DistributedStateCollector", "RankDifference"]
 
 
-# ---- what a rank has ----
+# ---- the local state ----
 
 
-def _of_torch(
+def _collect_torch_state(
     source: Any, model: Any, fill: bool
 ) -> tuple[StateDict, Callable[[], None] | None] | None:
-    """Return the state of a torch module or optimizer; None for anything else."""
+    """Return the state of a torch module or optimizer; None for other objects."""
     if is_optimizer(source):
         if model is not None and not is_module(model):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -71,8 +71,8 @@ def _of_torch(
     return None
 
 
-def _manner(source: Any, model: Any) -> str:
-    """Say how a state is collected, where torch needs all ranks for that."""
+def _collection_mode(source: Any, model: Any) -> str:
+    """Return how all ranks must collect a state together, if torch requires that."""
     if not is_module(source) and not is_optimizer(source):
         return "of any kind"
     module = source if model is None else model
@@ -82,7 +82,7 @@ def _manner(source: Any, model: Any) -> str:
 
 
 def _without_dtensors(state: Mapping[str, Any]) -> StateDict:
-    """Return a state whose DTensors are shards; itself where there are none."""
+    """Return a state with shards in place of DTensors; the state itself if it has none."""
     found = {
         name: value
         for name, value in state.items()
@@ -100,11 +100,11 @@ def _without_dtensors(state: Mapping[str, Any]) -> StateDict:
     return made
 
 
-def _taken(
+def _collect_state(
     source: Any, model: Any, *, fill: bool = False
 ) -> tuple[StateDict, Callable[[], None] | None]:
-    """Return what this rank has, and what puts it back where it is not the memory itself."""
-    made = _of_torch(source, model, fill)
+    """Return this rank's state, and a function that stores it back if the state is a copy."""
+    made = _collect_torch_state(source, model, fill)
     if made is not None:
         return made
     if model is not None:
@@ -123,8 +123,8 @@ def _taken(
     return _without_dtensors(source), None
 
 
-def _chosen(state: StateDict, names: str | Iterable[str] | None) -> StateDict:
-    """Return the tensors that `names` mean, in the state's order."""
+def _select_tensors(state: StateDict, names: str | Iterable[str] | None) -> StateDict:
+    """Return the tensors that `names` select, in the state's order."""
     if names is None:
         return state
     from ..checkpoint._store.name_selection import Names, listed_names
@@ -144,41 +144,42 @@ def _chosen(state: StateDict, names: str | Iterable[str] | None) -> StateDict:
 
 
 class DistributedStateCollector:
-    """Collects the state of a model over the ranks of a group.
+    """Collects and distributes the state of a model over the ranks of a group.
 
     Parameters
     ----------
     group : mlstate.collectives.ProcessGroup
-        The ranks, on any engine: `mlstate.collectives.LocalGroup` on one host,
+        The ranks, in any implementation: `mlstate.collectives.LocalGroup` on one host,
         `mlstate.integrations.torch.TorchGroup` for torch.distributed,
         `mlstate.integrations.mpi.MPIGroup`, or `mlstate.collectives.SingleGroup`.
     timeout : float, optional
-        Seconds that each of its operations may take. Default: the group's own.
+        Limit in seconds for each operation. Default: the group's own.
 
     Raises
     ------
     TypeError
-        `group` lacks the methods of a group.
+        `group` does not have the methods of a group.
 
     Notes
     -----
-    All ranks call `gather_full_state` and `broadcast_state` together. They first tell each
-    other what they have: what does not go together, and whatever goes wrong on one rank until
-    then, is an error on every rank, before anything is moved; the group is as good as before.
-    What goes wrong while data move (a rank dies, memory runs out) leaves the other ranks to
-    the group's timeout.
+    All ranks must call `gather_full_state` and `broadcast_state` together. They first exchange
+    descriptions of their states. If descriptions do not match, or one rank fails before that,
+    every rank raises before any data is transferred, and the group stays usable. If a rank
+    fails during the transfer (it dies, or runs out of memory), the others raise after the
+    group's timeout.
 
-    Names of torch modules lose the prefixes that wrappers put in: ``module.`` of
-    DistributedDataParallel and DataParallel, ``_orig_mod.`` of torch.compile, and those of FSDP
-    and of activation checkpointing, wherever in the name they are.
+    Names of torch modules do not have the prefixes of wrappers: ``module.`` of
+    DistributedDataParallel and DataParallel, ``_orig_mod.`` of torch.compile, and the prefixes of
+    FSDP and activation checkpointing, at any place in the name.
 
-    Elements travel as bytes in main memory: those of tensors on a device are copied there,
-    piece by piece.
+    Elements are transferred as bytes in main memory. Tensors on a device are copied there in
+    ranges.
 
     References
     ----------
-    ``DistributedStateCollector`` of the state dict specification, whose ``MergeStates`` keeps
-    the first of equal keys: right for replicas, but it would lose all shards but the first.
+    ``DistributedStateCollector`` of the state dict specification. The specification's
+    ``MergeStates`` keeps the first of equal keys, which is right for replicas, but would lose
+    all shards except the first.
 
     Examples
     --------
@@ -201,11 +202,11 @@ class DistributedStateCollector:
 
     @property
     def group(self) -> ProcessGroup:
-        """The ranks."""
+        """The group of the ranks."""
         return self._group
 
     def _options(self, operation: str, root: int, max_bytes: MemorySize) -> dict[str, Any]:
-        """Check what every rank must pass alike."""
+        """Check and return the options that every rank must pass identically."""
         return {
             "operation": operation,
             "root": check_root(operation, root, self._group.world_size),
@@ -213,7 +214,7 @@ class DistributedStateCollector:
         }
 
     def collect_local_state(self, source: Any, /, *, model: Any = None) -> StateDict:
-        """Return what this rank has of a state.
+        """Return this rank's part of a state.
 
         Parameters
         ----------
@@ -221,25 +222,25 @@ class DistributedStateCollector:
             A module may be plain, DDP, compiled, or sharded by FSDP2 or FSDP1; an optimizer
             may be of such a module.
         model : torch.nn.Module, optional
-            With an optimizer: the module whose parameters it has, for their names.
+            The module of the optimizer's parameters, for their names; needed for optimizers.
 
         Returns
         -------
         StateDict
-            The arrays and tensors themselves, no copies; what this rank has a part of is a
-            `mlstate.checkpoint.Shard`. States of optimizers are called
+            The arrays and tensors themselves, not copies. A partial tensor is a
+            `mlstate.checkpoint.Shard`. Optimizer states have names of the form
             ``"<parameter>.<state name>"``, in an `mlstate.OptimizerStateDict`.
 
         Raises
         ------
         TypeError
-            Nothing that has a state, or a value that is no tensor, or a DTensor that is cut as
-            no `mlstate.checkpoint.Layout` can say (partial sums, interleaved shards).
+            `source` has no state, a value is not a tensor, or no `mlstate.checkpoint.Layout`
+            describes a DTensor (partial sums, interleaved shards).
 
         Notes
         -----
-        No rank waits for another, except with FSDP1: there torch puts each flat parameter
-        together to cut it by rows, so all ranks call this, and the shards are copies.
+        Ranks do not wait for each other, except with FSDP1. There torch assembles each flat
+        parameter to cut it by rows, so all ranks must call this, and the shards are copies.
 
         Examples
         --------
@@ -251,33 +252,33 @@ class DistributedStateCollector:
         >>> list(state), state["bias"].data_ptr() == layer.bias.data_ptr()
         (['weight', 'bias'], True)
         """
-        return _taken(source, model)[0]
+        return _collect_state(source, model)[0]
 
     def merge_states(self, states: Sequence[Mapping[str, Any]], *, check: bool = True) -> StateDict:
-        """Make one state of those of all ranks.
+        """Merge the states of all ranks into one state.
 
         Parameters
         ----------
         states : sequence of mapping of str to array or Shard
-            In the order of ranks. A tensor need not be in all of them.
+            The states, in rank order. A tensor may be missing in some of them.
         check : bool, default True
-            Compare replicas element by element, and refuse those that differ. False keeps the
-            first of each, whatever the others are.
+            Compare replicas element by element, and raise if they differ. False uses the
+            first replica without comparing.
 
         Returns
         -------
         StateDict
-            Of the class of the first state, with its attributes. Whole arrays are those of the
-            first rank that has them, no copies; shards are assembled in new arrays, one for tied
-            ones.
+            The merged state, with class and attributes of the first state. A whole array is
+            taken from the first rank that has it, without a copy. Shards are assembled in new
+            arrays; tied tensors share one.
 
         Raises
         ------
         CompatibilityError
-            Replicas differ, shards do not have the same shape, dtype and layout, or a part is
-            missing. ``differences`` has a `RankDifference` for each.
+            Replicas differ, shards differ in shape, dtype or layout, or a part is missing.
+            ``differences`` has a `RankDifference` for each.
         TypeError
-            A state is no mapping of str to arrays.
+            A state is not a mapping of str to arrays.
 
         Examples
         --------
@@ -290,12 +291,12 @@ class DistributedStateCollector:
         >>> merged["w"] is first["w"], list(merged)
         (True, ['w', 'b'])
         """
-        listed = _listed(states)
+        listed = _collect_states(states)
         if not listed:
             return StateDict()
-        tensors, differences = compare(listed) if check else _structure(listed)
+        tensors, differences = compare(listed) if check else _match_shards(listed)
         if differences:
-            raise refusal(
+            raise differences_error(
                 "merge_states",
                 differences,
                 "check=False keeps the first of replicas that differ." if check else "",
@@ -303,22 +304,22 @@ class DistributedStateCollector:
         return merge(listed, tensors)
 
     def compare_states(self, states: Sequence[Mapping[str, Any]]) -> list[RankDifference]:
-        """Say all that keeps `merge_states` from making one state.
+        """Return all differences that prevent `merge_states`.
 
         Parameters
         ----------
         states : sequence of mapping of str to array or Shard
-            In the order of ranks.
+            The states, in rank order.
 
         Returns
         -------
         list of RankDifference
-            Empty where nothing does.
+            Empty if the states can be merged.
 
         Raises
         ------
         TypeError, ValueError
-            As `merge_states`.
+            As for `merge_states`.
 
         Examples
         --------
@@ -330,7 +331,7 @@ class DistributedStateCollector:
         ...     print(found.kind, found.ranks, found.text)
         shape (1,) w: shape (2,) on rank 1, (3,) on rank 0
         """
-        return compare(_listed(states))[1]
+        return compare(_collect_states(states))[1]
 
     def gather_full_state(
         self,
@@ -343,48 +344,50 @@ class DistributedStateCollector:
         max_bytes: MemorySize = MAX_BYTES,
         verify_replicas: bool = True,
     ) -> StateDict | None:
-        """Bring the whole state to one rank; all ranks call this.
+        """Collect the whole state on one rank; all ranks must call this.
 
         Parameters
         ----------
         source, model
             As for `collect_local_state`.
         root : int, default 0
-            The rank that gets the state.
+            The rank that receives the state.
         names : str or iterable of str, optional
-            Which tensors: names, beginnings of names up to a dot, or globs. Default: all.
+            Tensors to collect: exact names, prefixes that end at a dot, or globs. Default: all.
         max_bytes : int, float or str, default 64 MiB
-            Largest message, in bytes or as a size such as ``"6MiB"``, on any rank. At least one
-            element of each sender travels at a time.
+            Largest message on any rank, in bytes or as a size such as ``"6MiB"``. Each message
+            has at least one element of each sender.
         verify_replicas : bool, default True
-            Compare what several ranks have by SHA-256, and refuse differences. False takes the
-            root's own, or else those of the first rank that has them.
+            Compare replicas by SHA-256, and raise if they differ. False uses the root's
+            replica, or the first rank's that has one.
 
         Returns
         -------
         StateDict or None
-            On the root, the state: arrays for arrays, and for torch tensors tensors in main
-            memory. Whole arrays are the root's own, no copies (but for tensors on a device);
-            sharded ones are new; tied ones stay one array. None on the others.
+            On the root, the state. NumPy arrays stay NumPy arrays; torch tensors become
+            tensors in main memory. Whole arrays are the root's own, not copies (except tensors
+            on a device), sharded arrays are new, and tied arrays stay tied. None on the other
+            ranks.
 
         Raises
         ------
         CompatibilityError
-            On every rank: ranks do not have the same tensors, in the same shapes, dtypes and
-            layouts; or nobody has a part; or replicas differ. The message names tensors and
-            ranks; ``differences`` has a `RankDifference` for each.
+            Raised on every rank: ranks differ in tensors, shapes, dtypes or layouts, no rank
+            has some part, or replicas differ. The message names tensors and ranks;
+            ``differences`` has a `RankDifference` for each.
         CollectiveError
-            On the other ranks, whatever goes wrong on one of them before data move; on all of
-            them, where they pass other arguments; and what the group raises.
+            Raised on the other ranks if one rank fails before the transfer. Raised on all ranks
+            if they pass different arguments. Also errors of the group.
 
         Notes
         -----
-        Copy whole arrays before training goes on, if the state is to stay as it is: they are
-        the model's.
+        Whole arrays belong to the model: copy them before training continues if the state
+        must not change.
 
-        Besides the result the root takes at most `max_bytes`; so do the others, and less where
-        arrays are contiguous. All replicas are read once to be compared. Running
-        statistics of batch normalisation differ between replicas in training: give
+        In addition to the result, the root needs at most `max_bytes` of memory. The other ranks
+        need at most as much, and less if arrays are contiguous. Comparing replicas reads each
+        replica once. Running statistics of batch normalisation differ between replicas during
+        training: pass ``verify_replicas=False`` for them, or exclude them by `names`.
         ``verify_replicas=False`` for those, or leave them out by `names`.
 
         Examples
@@ -403,14 +406,14 @@ class DistributedStateCollector:
 
         def options() -> dict[str, Any]:
             same = self._options(operation, root, max_bytes)
-            manner = _manner(source, model)
+            manner = _collection_mode(source, model)
             return {**same, "verify_replicas": bool(verify_replicas), "the state": manner}
 
         def prepare() -> tuple[list[Entry], list[Entry]]:
-            taken.append(_chosen(_taken(source, model)[0], names))
+            taken.append(_select_tensors(_collect_state(source, model)[0], names))
             return describe(taken[0]), []
 
-        entries, _ = opening(self._group, operation, self._timeout, options, prepare)
+        entries, _ = open_exchange(self._group, operation, self._timeout, options, prepare)
         nbytes = check_max_bytes(operation, max_bytes)
         gathering = Gathering(self._group, int(root), nbytes, self._timeout)
         found: StateDict | None = gathering.run(taken[0], entries, bool(verify_replicas))
@@ -426,17 +429,16 @@ class DistributedStateCollector:
         root: int = 0,
         max_bytes: MemorySize = MAX_BYTES,
     ) -> None:
-        """Fill the arrays of all ranks from one rank's; all ranks call this.
+        """Fill the arrays of all ranks from one rank; all ranks must call this.
 
         Parameters
         ----------
         target, model
-            What is filled, in place: as `source` and `model` of `collect_local_state`.
+            The state to fill, in place; as `source` and `model` of `collect_local_state`.
         source : mapping of str to array, optional
-            On the root, the full state that is sent, such as a loaded one: ranks that have a
-            `mlstate.checkpoint.Shard` get their parts. Default: the root's `target`, which may
-            have shards only where every rank has the same part. The other ranks' is not looked
-            at.
+            On the root, the full state to send, such as a loaded one. Ranks with a
+            `mlstate.checkpoint.Shard` receive their parts. Default: the root's `target`, which
+            may contain shards only if every rank has the same part. Ignored on other ranks.
         root : int, default 0
             The rank that sends.
         max_bytes : int, float or str, default 64 MiB
@@ -445,19 +447,19 @@ class DistributedStateCollector:
         Raises
         ------
         CompatibilityError
-            On every rank: one of them has other tensors, shapes or dtypes than the root sends.
-            The message names them. Nothing is changed, anywhere.
+            Raised on every rank: a rank has other tensors, shapes or dtypes than the root
+            sends. The message names them. No rank is changed.
         CollectiveError
-            As `gather_full_state`; nothing is changed unless it is while data move.
+            As for `gather_full_state`. Nothing is changed, unless the transfer fails.
         ValueError
             An array is read-only, or its elements share memory.
 
         Notes
         -----
-        Data go from and to the arrays' own memory where they are contiguous, and otherwise
-        through messages. An object with ``get_state_dict`` gets its filled state by
-        ``load_state_dict`` too, in case that were copies. Tensors are changed as by
-        ``load_state_dict`` of a module: autograd sees it.
+        Contiguous arrays are sent and received directly, others through messages. For an object
+        with ``get_state_dict``, the filled state is also passed to its ``load_state_dict``,
+        because the state may be a copy. Autograd treats the writes to tensors like a module's
+        ``load_state_dict``.
 
         Examples
         --------
@@ -477,49 +479,49 @@ class DistributedStateCollector:
 
         def options() -> dict[str, Any]:
             same = self._options(operation, root, max_bytes)
-            return {**same, "the state": _manner(target, model)}
+            return {**same, "the state": _collection_mode(target, model)}
 
         def prepare() -> tuple[list[Entry], list[Entry]]:
-            state, store = _taken(target, model, fill=True)
+            state, store = _collect_state(target, model, fill=True)
             check_writable(state)
             taken.append(state)
             stores.append(store)
             entries, sent = describe(state), []
             if self._group.rank == root:
-                given.extend([] if source is None else [_taken(source, None)[0]])
+                given.extend([] if source is None else [_collect_state(source, None)[0]])
                 sent = describe(given[0]) if given else entries
             return entries, sent
 
-        everyone, sent = opening(self._group, operation, self._timeout, options, prepare)
+        everyone, sent = open_exchange(self._group, operation, self._timeout, options, prepare)
         nbytes = check_max_bytes(operation, max_bytes)
         broadcasting = Broadcasting(self._group, int(root), nbytes, self._timeout)
         state, store = taken[0], stores[0]
         broadcasting.run(state, given[0] if given else None, sent[int(root)], everyone)
-        _note(state)
-        # every rank hears of a rank that cannot take over what it got
+        _note_written(state)
+        # if one rank's store function fails, every rank raises
         exchange(self._group, operation, self._timeout, lambda: store() if store else None)
 
 
-def _note(state: Mapping[str, Any]) -> None:
-    """Let autograd know of tensors that were filled."""
+def _note_written(state: Mapping[str, Any]) -> None:
+    """Record the writes to filled tensors for autograd."""
     arrays = [value.array if isinstance(value, Shard) else value for value in state.values()]
     tensors = [array for array in arrays if is_torch(array)]
     if tensors:
         backend_of(tensors[0]).note_written(tensors)
 
 
-def _listed(states: Any) -> list[StateDict]:
-    """Return the states of all ranks; torch's DTensors as shards."""
+def _collect_states(states: Any) -> list[StateDict]:
+    """Return the states of all ranks, with shards in place of DTensors."""
     if isinstance(states, Mapping) or not hasattr(states, "__iter__"):
         raise TypeError(f"expected the states of all ranks in a list, got {type(states).__name__}")
-    return [_taken(state, None)[0] for state in states]
+    return [_collect_state(state, None)[0] for state in states]
 
 
-def _structure(states: list[StateDict]) -> tuple[Any, list[RankDifference]]:
-    """Find the tensors, and what keeps shards from being assembled."""
-    from ._merge import agree
+def _match_shards(states: list[StateDict]) -> tuple[Any, list[RankDifference]]:
+    """Return the tensors, and the differences that prevent assembling shards."""
+    from ._merge import match_entries
 
-    tensors, differences = agree([describe(state) for state in states], partial=True)
+    tensors, differences = match_entries([describe(state) for state in states], partial=True)
     sharded = {
         name for state in states for name, value in state.items() if isinstance(value, Shard)
     }

@@ -1,4 +1,4 @@
-"""Ranges of an array's elements, in C order, as bytes and back: what travels between ranks."""
+"""Convert ranges of an array's elements, in C order, to bytes and back, for transfers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from .._sharding.layout import Steps
     from .._types import NDArray
 
-PACKED = 1 << 20  # bytes that are packed at a time, of an array that is not contiguous
+PACKED = 1 << 20  # bytes of a non-contiguous array that are packed at a time
 
 
-# ---- arrays of either kind ----
+# ---- arrays of NumPy and torch ----
 
 
 def plain_of(value: Any) -> Any:
-    """Return what has the elements: an ndarray, or a torch tensor without autograd's record."""
+    """Return an ndarray, or a torch tensor detached from autograd, that holds the elements."""
     if isinstance(value, Shard):
         value = value.array
     if is_torch(value):
@@ -36,21 +36,21 @@ def plain_of(value: Any) -> Any:
 
 
 def dtype_of(array: Any) -> str:
-    """Return a dtype's name, the same for NumPy and torch and either byte order."""
+    """Return a dtype's name, the same for NumPy and torch and for both byte orders."""
     if is_torch(array):
         return str(array.dtype).removeprefix("torch.")
     return text_of(array.dtype)
 
 
 def item_bytes(array: Any) -> int:
-    """Bytes of one element."""
+    """Return the bytes of one element."""
     return int(array.element_size() if is_torch(array) else array.dtype.itemsize)
 
 
 def place_key(array: Any) -> tuple[Any, ...]:
-    """Return what is the same for arrays over the same elements in the same memory."""
+    """Return a key that is equal for arrays over the same elements in the same memory."""
     if 0 in array.shape:
-        return (id(array),)  # nothing lies anywhere
+        return (id(array),)  # empty arrays have no memory to share
     if is_torch(array):
         return array.device, array.data_ptr(), array.dtype, tuple(array.shape), array.stride()
     address = array.__array_interface__["data"][0]
@@ -58,7 +58,7 @@ def place_key(array: Any) -> tuple[Any, ...]:
 
 
 def new_like(array: Any, shape: tuple[int, ...]) -> Any:
-    """Return new memory of an array's kind and dtype, in main memory and native byte order."""
+    """Return a new array of the same library and dtype, in main memory and native byte order."""
     if is_torch(array):
         return array.new_empty(shape, device="cpu")
     return np.empty(shape, array.dtype.newbyteorder("="))
@@ -68,7 +68,7 @@ def new_like(array: Any, shape: tuple[int, ...]) -> Any:
 
 
 class Part:
-    """A box of a tensor and, of its elements in C order, those from `begin` to before `end`."""
+    """A box of a tensor, and a range `begin` to `end` of the box's elements in C order."""
 
     __slots__ = ("begin", "end", "lengths", "starts")
 
@@ -78,11 +78,11 @@ class Part:
 
     @property
     def count(self) -> int:
-        """Elements of the part."""
+        """Number of elements of the part."""
         return self.end - self.begin
 
     def box_of(self, array: Any) -> Any:
-        """View the box in an array of the tensor's shape."""
+        """Return a view of the box in an array of the tensor's shape."""
         pairs = zip(self.starts, self.lengths, strict=True)
         return array[(*(slice(a, a + n) for a, n in pairs), ...)]
 
@@ -91,7 +91,7 @@ class Part:
 
 
 def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[Any, ...]]:
-    """Cut a range of elements in C order into boxes: at most two for each axis, and one.
+    """Split a range of elements in C order into boxes, at most two for each axis plus one.
 
     Examples
     --------
@@ -117,7 +117,7 @@ def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[Any, .
 
 
 def _memory(array: Any) -> NDArray | None:
-    """Return an array's memory as bytes, if its elements lie there in C order."""
+    """Return an array's memory as bytes, or None if its elements are not in C order there."""
     if is_torch(array):
         import torch
 
@@ -135,7 +135,7 @@ def _memory(array: Any) -> NDArray | None:
 
 
 def _elements(array: Any, data: NDArray) -> Any:
-    """See bytes as elements of an array's dtype."""
+    """Return bytes as elements of an array's dtype."""
     if is_torch(array):
         import torch
 
@@ -144,7 +144,7 @@ def _elements(array: Any, data: NDArray) -> Any:
 
 
 def _runs(array: Any, begin: int, end: int, data: NDArray) -> Iterator[tuple[Any, Any]]:
-    """Give the boxes of a range, each with its elements in `data`."""
+    """Yield the boxes of a range, each with its elements in `data`."""
     if begin >= end:
         return
     elements = _elements(array, data)
@@ -157,7 +157,7 @@ def _runs(array: Any, begin: int, end: int, data: NDArray) -> Iterator[tuple[Any
 
 
 def bytes_of(array: Any, begin: int, end: int) -> NDArray:
-    """Return the bytes of a range of elements: a view of the array, or packed."""
+    """Return the bytes of a range of elements: a view of the array, or a packed copy."""
     size = item_bytes(array)
     memory = _memory(array)
     if memory is not None:
@@ -168,7 +168,7 @@ def bytes_of(array: Any, begin: int, end: int) -> NDArray:
 
 
 def take(array: Any, begin: int, end: int, data: NDArray) -> None:
-    """Copy a range of elements into bytes."""
+    """Copy a range of elements to bytes."""
     size = item_bytes(array)
     memory = _memory(array)
     if memory is not None:
@@ -182,7 +182,7 @@ def take(array: Any, begin: int, end: int, data: NDArray) -> None:
 
 
 def put(array: Any, begin: int, end: int, data: NDArray) -> None:
-    """Copy bytes into a range of elements."""
+    """Copy bytes to a range of elements."""
     size = item_bytes(array)
     memory = _memory(array)
     if memory is not None:
@@ -196,27 +196,27 @@ def put(array: Any, begin: int, end: int, data: NDArray) -> None:
 
 
 def place_of(array: Any, begin: int, end: int) -> NDArray | None:
-    """Return where a range's bytes lie, for an engine to fill, if they lie in one piece."""
+    """Return the memory of a range, to be filled directly, or None if it is not contiguous."""
     memory = _memory(array)
     size = item_bytes(array)
     return None if memory is None else memory[begin * size : end * size]
 
 
 def steps_of(array: Any, count: int, most: int) -> Iterator[tuple[int, int]]:
-    """Cut elements into ranges of at most so many bytes, or of one element."""
+    """Split elements into ranges of at most `most` bytes, but at least one element."""
     step = max(1, most // max(1, item_bytes(array)))
     for begin in range(0, count, step):
         yield begin, min(count, begin + step)
 
 
 def copy_part(part: Part, source: Any, whole: Any) -> None:
-    """Copy a part's elements, which `source` has in C order, to their place in the tensor."""
+    """Copy a part's elements from `source`, in C order, to their position in the tensor."""
     box = part.box_of(whole)
     memory = _memory(source)
     if memory is not None:
         put(box, part.begin, part.end, memory)
     elif part.count == math.prod(part.lengths):
-        taken = source.reshape(part.lengths)  # a view where there can be one
+        taken = source.reshape(part.lengths)  # a view if possible
         if is_torch(whole):
             box.copy_(taken)
         else:
@@ -228,7 +228,7 @@ def copy_part(part: Part, source: Any, whole: Any) -> None:
 
 
 def digest(array: Any) -> str:
-    """Return a SHA-256 of the elements in C order, in hexadecimal digits."""
+    """Return a SHA-256 of the elements in C order, as hexadecimal digits."""
     import hashlib
 
     hashed = hashlib.sha256(usedforsecurity=False)

@@ -1,7 +1,7 @@
-"""States of all ranks brought to one of them, or from one to all, piece by piece.
+"""Transfer states from all ranks to one, or from one to all, in messages of limited size.
 
-Every rank learns what all ranks have, and finds the same errors in it, before the first
-element moves: so either all of them go on, or none does.
+Before the first element is transferred, every rank receives the descriptions of all ranks and
+checks them identically. So either all ranks continue, or all raise.
 """
 
 from __future__ import annotations
@@ -30,7 +30,16 @@ from ._byte_ranges import (
     steps_of,
     take,
 )
-from ._merge import Entry, RankDifference, Tensor, agree, entry_of, like, refusal, unlike_digests
+from ._merge import (
+    Entry,
+    RankDifference,
+    Tensor,
+    compare_digests,
+    differences_error,
+    entry_of,
+    like,
+    match_entries,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -40,19 +49,19 @@ if TYPE_CHECKING:
     from ..state._state_dict import StateDict
 
 MAX_BYTES = 64 << 20
-_ALIGNMENT = 16  # of each piece in a message, for elements of any size
+_ALIGNMENT = 16  # bytes; of each range in a message, enough for elements of any size
 _LONGEST_ERROR = 2000
 
 
-# ---- one word from everybody ----
+# ---- exchange of values ----
 
 
 def exchange(
     group: ProcessGroup, operation: str, timeout: float | None, prepare: Callable[[], Any]
 ) -> list[Any]:
-    """Return what `prepare` gives on each rank, as JSON; or raise, on every rank.
+    """Return the result of `prepare` on each rank, as JSON; or raise on every rank.
 
-    A rank on which it fails raises that error; the others, one that names the rank.
+    A rank on which `prepare` fails raises that error. The others raise an error that names it.
     """
     import json
 
@@ -68,7 +77,7 @@ def exchange(
         try:
             raise own
         finally:
-            del own  # the traceback must not hold what holds the error
+            del own  # breaks the cycle of the error, its traceback and this frame
     for rank, said in enumerate(everyone):
         if "error" in said:
             heard = failed(operation, group.rank, f"rank {rank} failed: {said['error']}")
@@ -77,8 +86,8 @@ def exchange(
     return [said["value"] for said in everyone]
 
 
-def _same_options(operation: str, rank: int, everyone: list[Any]) -> None:
-    """Refuse arguments that ranks did not pass alike."""
+def _check_same_options(operation: str, rank: int, everyone: list[Any]) -> None:
+    """Raise if ranks did not pass the same options."""
     for other, options in enumerate(everyone):
         for name, value in options.items():
             if value != everyone[0][name]:
@@ -105,14 +114,14 @@ def check_max_bytes(operation: str, max_bytes: Any) -> int:
 class Piece(NamedTuple):
     """A range of elements in a message."""
 
-    job: int  # number of what is moved
-    begin: int  # of the job's elements
+    job: int  # number of the job
+    begin: int  # in elements of the job
     end: int
-    at: int  # in bytes, from the start of its rank's share of the message
+    at: int  # byte offset in this peer's part of the message
 
 
 class Job(NamedTuple):
-    """So many elements of a tensor's part, between this rank and another one or all."""
+    """The transfer of a tensor's part between this rank and one peer, or all ranks."""
 
     tensor: Tensor
     part: int
@@ -121,12 +130,12 @@ class Job(NamedTuple):
     size: int  # bytes of an element
 
 
-def _aligned(count: int) -> int:
+def _align_up(count: int) -> int:
     return -(-count // _ALIGNMENT) * _ALIGNMENT
 
 
-def _fill(queue: deque[list[int]], jobs: list[Job], room: int) -> tuple[list[Piece], int]:
-    """Take pieces off a queue of [job, elements done]; at least one element."""
+def _take_ranges(queue: deque[list[int]], jobs: list[Job], room: int) -> tuple[list[Piece], int]:
+    """Take ranges from a queue of [job, elements done] up to `room` bytes; at least one element."""
     pieces: list[Piece] = []
     at = 0
     while queue:
@@ -137,7 +146,7 @@ def _fill(queue: deque[list[int]], jobs: list[Job], room: int) -> tuple[list[Pie
             break
         end = min(job.length, begin + fits)
         pieces.append(Piece(number, begin, end, at))
-        at = _aligned(at + (end - begin) * job.size)
+        at = _align_up(at + (end - begin) * job.size)
         if end == job.length:
             queue.popleft()
         else:
@@ -146,30 +155,30 @@ def _fill(queue: deque[list[int]], jobs: list[Job], room: int) -> tuple[list[Pie
     return pieces, last.at + (last.end - last.begin) * jobs[last.job].size
 
 
-def rounds(jobs: list[Job], max_bytes: int) -> Iterator[dict[int, tuple[list[Piece], int]]]:
-    """Cut jobs into messages of at most so many bytes in all: by peer, pieces and bytes.
+def split_messages(jobs: list[Job], max_bytes: int) -> Iterator[dict[int, tuple[list[Piece], int]]]:
+    """Divide jobs into messages of at most `max_bytes`; yield ranges and byte counts by peer.
 
-    Every rank finds the same ones. Peers share a message equally.
+    Every rank computes the same messages. Peers share a message equally.
     """
     queues: dict[int, deque[list[int]]] = {}
     for number, job in enumerate(jobs):
         queues.setdefault(job.peer, deque()).append([number, 0])
     while queues:
         room = max_bytes // len(queues)
-        yield {peer: _fill(queue, jobs, room) for peer, queue in queues.items()}
+        yield {peer: _take_ranges(queue, jobs, room) for peer, queue in queues.items()}
         queues = {peer: queue for peer, queue in queues.items() if queue}
 
 
-class Room:
-    """Memory for one message, used again for the next."""
+class MessageBuffer:
+    """Memory for one message, reused for the next."""
 
     def __init__(self) -> None:
         self._data = np.empty(0, np.uint8)
 
     def of(self, count: int) -> NDArray:
-        """Return so many bytes, with anything in them."""
+        """Return `count` bytes with undefined content."""
         if len(self._data) < count:
-            self._data = np.empty(0, np.uint8)  # before there are two
+            self._data = np.empty(0, np.uint8)  # free first, so that both never exist together
             self._data = np.empty(count, np.uint8)
         return self._data[:count]
 
@@ -177,8 +186,8 @@ class Room:
 # ---- gathering ----
 
 
-def _shared(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, int, list[int]]]:
-    """Give what several ranks have: tensor, part, ranks."""
+def _iter_replicas(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, int, list[int]]]:
+    """Yield tensor, part and ranks of everything that several ranks hold."""
     for tensor in tensors:
         for index, ranks in sorted(tensor.holders.items()):
             if len(ranks) > 1 and tensor.tied is None:
@@ -186,26 +195,26 @@ def _shared(tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, int, list[int]]
 
 
 def _digests(state: Mapping[str, Any], tensors: list[Tensor], rank: int) -> list[str]:
-    """Hash what this rank has and others have too."""
+    """Return the hashes of this rank's replicas."""
     return [
         digest(plain_of(state[tensor.name]))
-        for tensor, _, ranks in _shared(tensors)
+        for tensor, _, ranks in _iter_replicas(tensors)
         if rank in ranks
     ]
 
 
-def _unlike(tensors: list[Tensor], everyone: list[list[str]]) -> list[RankDifference]:
-    """Compare the digests of all ranks."""
+def _compare_digests(tensors: list[Tensor], everyone: list[list[str]]) -> list[RankDifference]:
+    """Return the differences between the digests of all ranks."""
     lists = [iter(digests) for digests in everyone]
     differences = []
-    for tensor, index, ranks in _shared(tensors):
+    for tensor, index, ranks in _iter_replicas(tensors):
         found = {rank: next(lists[rank]) for rank in ranks}
-        differences += unlike_digests(tensor, index, found)
+        differences += compare_digests(tensor, index, found)
     return differences
 
 
 class Gathering:
-    """The state of all ranks on its way to one of them."""
+    """Transfers the state of all ranks to one rank."""
 
     operation = "gather_full_state"
 
@@ -214,10 +223,10 @@ class Gathering:
         self.root = root
         self.max_bytes = max_bytes
         self.timeout = timeout
-        self.wholes: dict[str, Any] = {}  # on the root, the tensors that are assembled
+        self.wholes: dict[str, Any] = {}  # assembled tensors; on the root only
 
     def _prepare(self, state: Mapping[str, Any], tensors: list[Tensor], verify: bool) -> Any:
-        """Do all that may fail: hash replicas, and get memory on the root."""
+        """Do everything that may fail: hash replicas, and allocate memory on the root."""
         digests = _digests(state, tensors, self.group.rank) if verify else []
         if self.group.rank == self.root:
             for tensor in tensors:
@@ -227,7 +236,7 @@ class Gathering:
         return digests
 
     def _jobs(self, state: Mapping[str, Any], tensors: list[Tensor]) -> list[Job]:
-        """List what must travel, in the same order on every rank; the rest is copied here."""
+        """Copy the root's own parts; list the other transfers, in the same order on every rank."""
         jobs = []
         for tensor in tensors:
             if tensor.steps is None or tensor.tied is not None:
@@ -243,10 +252,15 @@ class Gathering:
                     copy_part(part, array, self.wholes[tensor.name])
         return jobs
 
-    def _packed(
-        self, state: Mapping[str, Any], jobs: list[Job], pieces: list[Piece], count: int, room: Room
+    def _pack_message(
+        self,
+        state: Mapping[str, Any],
+        jobs: list[Job],
+        pieces: list[Piece],
+        count: int,
+        room: MessageBuffer,
     ) -> NDArray:
-        """Return this rank's message: a view of the array where it is one piece."""
+        """Return this rank's message: a view of the array if its bytes are contiguous."""
 
         def array_of(piece: Piece) -> Any:
             return plain_of(state[jobs[piece.job].tensor.name])
@@ -255,19 +269,21 @@ class Gathering:
             whole = place_of(array_of(pieces[0]), pieces[0].begin, pieces[0].end)
             if whole is not None:
                 return whole
-        return packed(pieces, jobs, array_of, room.of(count))
+        return pack_ranges(pieces, jobs, array_of, room.of(count))
 
     def _move(self, state: Mapping[str, Any], jobs: list[Job]) -> None:
         me, world = self.group.rank, self.group.world_size
-        room = Room()
-        for message in rounds(jobs, self.max_bytes):
+        room = MessageBuffer()
+        for message in split_messages(jobs, self.max_bytes):
             pieces, count = message.get(me, ([], 0))
-            data = self._packed(state, jobs, pieces, count, room) if pieces else _nothing()
+            data = (
+                self._pack_message(state, jobs, pieces, count, room) if pieces else _empty_bytes()
+            )
             counts = [count if rank == self.root else 0 for rank in range(world)]
             sizes = [message.get(rank, ([], 0))[1] for rank in range(world)]
             if me != self.root:
                 sizes = [0] * world
-            received = room.of(sum(sizes)) if me == self.root else _nothing()
+            received = room.of(sum(sizes)) if me == self.root else _empty_bytes()
             self.group.all_to_all(
                 data, counts=counts, out_counts=sizes, out=received, timeout=self.timeout
             )
@@ -292,19 +308,19 @@ class Gathering:
                 put(box, part.begin + piece.begin, part.begin + piece.end, data)
 
     def run(self, state: Mapping[str, Any], entries: list[list[Entry]], verify: bool) -> Any:
-        """Return the state on the root, None elsewhere."""
-        tensors, differences = agree(entries)
+        """Return the state on the root, and None on other ranks."""
+        tensors, differences = match_entries(entries)
         if differences:
-            raise refusal(self.operation, differences)
+            raise differences_error(self.operation, differences)
         everyone = exchange(
             self.group,
             self.operation,
             self.timeout,
             lambda: self._prepare(state, tensors, verify),
         )
-        differences = _unlike(tensors, everyone) if verify else []
+        differences = _compare_digests(tensors, everyone) if verify else []
         if differences:
-            raise refusal(
+            raise differences_error(
                 self.operation,
                 differences,
                 f"verify_replicas=False takes those of rank {self.root} where it has them; "
@@ -324,10 +340,10 @@ class Gathering:
         return gathered
 
 
-def packed(
+def pack_ranges(
     pieces: Iterable[Piece], jobs: list[Job], array_of: Callable[[Piece], Any], data: NDArray
 ) -> NDArray:
-    """Copy pieces to their places in a message."""
+    """Copy ranges to their offsets in a message, and return the message."""
     for piece in pieces:
         count = (piece.end - piece.begin) * jobs[piece.job].size
         place = data[piece.at : piece.at + count]
@@ -335,7 +351,7 @@ def packed(
     return data
 
 
-def _nothing() -> NDArray:
+def _empty_bytes() -> NDArray:
     return np.empty(0, np.uint8)
 
 
@@ -343,7 +359,7 @@ def _nothing() -> NDArray:
 
 
 def _why_not_filled(raw: Any) -> str:
-    """Say why an array cannot be filled; empty if it can."""
+    """Return why an array cannot be filled, or an empty string."""
     if is_torch(raw):
         array = raw.detach()
         steps = array.stride()
@@ -362,7 +378,7 @@ def _why_not_filled(raw: Any) -> str:
 
 
 def check_writable(state: Mapping[str, Any]) -> None:
-    """Refuse arrays that cannot be filled, before anything is."""
+    """Raise if an array cannot be filled, before any is."""
     for name, value in state.items():
         why = _why_not_filled(value.array if isinstance(value, Shard) else value)
         if why:
@@ -370,7 +386,7 @@ def check_writable(state: Mapping[str, Any]) -> None:
 
 
 class Broadcasting:
-    """The state of one rank on its way into the arrays of all of them."""
+    """Transfers the state of one rank into the arrays of all ranks."""
 
     operation = "broadcast_state"
 
@@ -381,7 +397,7 @@ class Broadcasting:
         self.timeout = timeout
 
     def _differences(self, sent: list[Entry], entries: list[list[Entry]]) -> list[RankDifference]:
-        """Compare what every rank has with what the root sends."""
+        """Return the differences between the ranks' states and the root's."""
         source = {entry.name: entry for entry in sent}
         found: list[RankDifference] = []
 
@@ -423,13 +439,13 @@ class Broadcasting:
         sent: list[Entry],
         entries: list[list[Entry]],
     ) -> None:
-        """Fill the arrays of `state`; `source` is what the root sends, None for its state."""
+        """Fill the arrays of `state`; the root sends `source`, or its own state if None."""
         differences = self._differences(sent, entries)
         if differences:
-            raise refusal(self.operation, differences)
+            raise differences_error(self.operation, differences)
         held = [{entry.name: entry for entry in mine} for mine in entries]
-        alike: list[Job] = []  # every rank gets all of what is sent
-        apart: list[Job] = []  # some get parts
+        alike: list[Job] = []  # every rank receives the same part
+        apart: list[Job] = []  # ranks receive different parts
         for entry in sent:
             array = plain_of(state[entry.name])
             size = item_bytes(array)
@@ -457,7 +473,7 @@ class Broadcasting:
                     self._copy(job, box, part.begin, plain_of(state[job.tensor.name]))
 
     def _copy(self, job: Job, source: Any, first: int, target: Any) -> None:
-        """Copy the root's own elements, from the one numbered `first`."""
+        """Copy elements between the root's own arrays; the first one has number `first`."""
         for begin, end in steps_of(target, job.length, self.max_bytes):
             place = place_of(target, begin, end)
             if place is not None:
@@ -468,17 +484,17 @@ class Broadcasting:
     def _to_all(
         self, state: Mapping[str, Any], source: Mapping[str, Any] | None, jobs: list[Job]
     ) -> None:
-        """Broadcast pieces, from and to the arrays themselves where these lie in one piece."""
+        """Broadcast ranges; contiguous ones are sent and received directly in the arrays."""
         if self.group.world_size == 1:
             return
         sends = self.group.rank == self.root
         mine = source if sends and source is not None else state
-        room = Room()
+        room = MessageBuffer()
 
         def array_of(piece: Piece) -> Any:
             return plain_of(mine[jobs[piece.job].tensor.name])
 
-        for message in rounds(jobs, self.max_bytes):
+        for message in split_messages(jobs, self.max_bytes):
             pieces, count = message[self.root]
             data = None
             if len(pieces) == 1:
@@ -487,7 +503,7 @@ class Broadcasting:
             if data is None:
                 data = room.of(count)
                 if sends:
-                    packed(pieces, jobs, array_of, data)
+                    pack_ranges(pieces, jobs, array_of, data)
             self.group.broadcast(data, root=self.root, timeout=self.timeout)
             for piece in () if sends or direct else pieces:
                 size = (piece.end - piece.begin) * jobs[piece.job].size
@@ -497,16 +513,16 @@ class Broadcasting:
     def _to_each(
         self, state: Mapping[str, Any], source: Mapping[str, Any] | None, jobs: list[Job]
     ) -> None:
-        """Send every rank its parts of what the root has whole."""
+        """Send every rank its parts of the root's whole tensors."""
         me, world = self.group.rank, self.group.world_size
-        room, own = Room(), Room()
-        for message in rounds(jobs, self.max_bytes):
+        room, own = MessageBuffer(), MessageBuffer()
+        for message in split_messages(jobs, self.max_bytes):
             sizes = [message.get(rank, ([], 0))[1] for rank in range(world)]
             sends = sizes if me == self.root else [0] * world
-            data = _nothing()
+            data = _empty_bytes()
             if me == self.root:
                 assert source is not None
-                data = self._parts(source, jobs, message, sizes, room)
+                data = self._pack_parts(source, jobs, message, sizes, room)
             gets = [sizes[me] if rank == self.root else 0 for rank in range(world)]
             received = own.of(sizes[me])
             self.group.all_to_all(
@@ -518,14 +534,14 @@ class Broadcasting:
                 put(plain_of(state[job.tensor.name]), piece.begin, piece.end, place)
 
     @staticmethod
-    def _parts(
+    def _pack_parts(
         source: Mapping[str, Any],
         jobs: list[Job],
         message: Mapping[int, tuple[list[Piece], int]],
         sizes: list[int],
-        room: Room,
+        room: MessageBuffer,
     ) -> NDArray:
-        """Pack the pieces for all ranks, one rank behind the other."""
+        """Pack the ranges for all ranks into one message, in rank order."""
         data = room.of(sum(sizes))
         starts = np.cumsum([0, *sizes]).tolist()
         for rank, (pieces, _) in message.items():
@@ -543,18 +559,18 @@ def _tensor_of(entry: Entry) -> Tensor:
     return Tensor(entry.name, entry.shape, entry.steps, {})
 
 
-def opening(
+def open_exchange(
     group: ProcessGroup,
     operation: str,
     timeout: float | None,
     options: Callable[[], dict[str, Any]],
     prepare: Callable[[], tuple[list[Entry], list[Entry]]],
 ) -> tuple[list[list[Entry]], list[list[Entry]]]:
-    """Compare options, then tell all ranks this rank's entries and what it sends.
+    """Check that options agree; then return the entries and the sent entries of every rank.
 
-    Returns everyone's. Options come first: what `prepare` does may need all ranks.
+    Options are checked first, because `prepare` may need all ranks.
     """
-    _same_options(operation, group.rank, exchange(group, operation, timeout, options))
+    _check_same_options(operation, group.rank, exchange(group, operation, timeout, options))
     everyone = exchange(group, operation, timeout, prepare)
     entries = [[entry_of(entry) for entry in mine] for mine, _ in everyone]
     sent = [[entry_of(entry) for entry in mine] for _, mine in everyone]

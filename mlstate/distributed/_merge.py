@@ -1,4 +1,4 @@
-"""What the states of several ranks are together: one tensor of each name, and who has it."""
+"""Merge the states of several ranks: one tensor of each name, and the ranks that own it."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 
 @set_module("mlstate.distributed")
 class RankDifference(NamedTuple):
-    """One thing that keeps the states of several ranks from being one.
+    """One difference that prevents merging the states of several ranks.
 
     Attributes
     ----------
     kind : str
-        ``"missing"``: ranks lack the tensor. ``"kind"``: some have it whole, some a `Shard`.
-        ``"dtype"``, ``"shape"``, ``"layout"``: it is not the same. ``"gap"``: nobody has a
-        part. ``"elements"``: replicas differ.
+        ``"missing"``: ranks lack the tensor. ``"kind"``: some have a whole array, some a
+        `Shard`. ``"dtype"``, ``"shape"``, ``"layout"``: this property differs. ``"gap"``: no
+        rank has some part. ``"elements"``: replicas differ.
     name : str
         The tensor.
     ranks : tuple of int
-        Those that differ from most; empty for a gap.
+        The ranks that differ from the majority; empty for a gap.
     text : str
-        All of it in one line.
+        Description in one line.
     change : TensorChange or None
-        By how much elements differ, where both replicas were at hand.
+        The change of elements, if both replicas were available.
 
     Examples
     --------
@@ -58,7 +58,7 @@ class RankDifference(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """What a rank has of a tensor; `steps` is None for a whole array."""
+    """A rank's description of a tensor; `steps` is None for a whole array."""
 
     name: str
     dtype: str
@@ -66,20 +66,20 @@ class Entry(NamedTuple):
     steps: Steps | None
     part: int
     replica: int
-    tied: str | None  # an earlier tensor that has the same memory here
+    tied: str | None  # an earlier tensor with the same memory on this rank
 
 
 class Tensor(NamedTuple):
-    """A tensor of the state that ranks have together; part 0 is all of a whole array."""
+    """A tensor of the merged state; a whole array is part 0."""
 
     name: str
     shape: tuple[int, ...]
     steps: Steps | None
-    holders: dict[int, list[int]]  # of each part, the ranks that have it
-    tied: str | None = None  # an earlier tensor that is this one, on every rank
+    holders: dict[int, list[int]]  # for each part, the ranks that own it
+    tied: str | None = None  # an earlier tensor that is the same on every rank
 
     def part(self, index: int) -> Part:
-        """Say where a part lies."""
+        """Return the position of a part in the tensor."""
         return Part(self.steps, self.shape, index)
 
 
@@ -87,7 +87,7 @@ class Tensor(NamedTuple):
 
 
 def describe(state: Mapping[str, Any]) -> list[Entry]:
-    """Say what a state has, without its elements."""
+    """Return the descriptions of a state's tensors; elements are not read."""
     entries = []
     seen: dict[Any, str] = {}
     for name, value in state.items():
@@ -106,32 +106,32 @@ def describe(state: Mapping[str, Any]) -> list[Entry]:
 
 
 def entry_of(plain: Iterable[Any]) -> Entry:
-    """Make the entry again that travelled as JSON."""
+    """Return an entry that was transferred as JSON."""
     name, dtype, shape, steps, *rest = plain
     pairs = None if steps is None else tuple((axis, parts) for axis, parts in steps)
     return Entry(name, dtype, tuple(shape), pairs, *rest)
 
 
-# ---- agreeing ----
+# ---- comparing descriptions ----
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Name ranks: ``rank 1``, ``ranks 0, 2 and 5 more``."""
+    """Return ranks as text: ``rank 1``, ``ranks 0, 2 and 5 more``."""
     shown = ", ".join(str(rank) for rank in ranks[:8])
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'' if len(ranks) == 1 else 's'} {shown}{more}"
 
 
 def groups_of(values: Mapping[int, Any]) -> list[tuple[Any, list[int]]]:
-    """Put ranks with the same value together: most of them first, then the lowest rank."""
+    """Group ranks with equal values: largest group first, then by lowest rank."""
     groups: dict[Any, list[int]] = {}
     for rank, value in values.items():
         groups.setdefault(value, []).append(rank)
     return sorted(groups.items(), key=lambda group: (-len(group[1]), group[1][0]))
 
 
-def _unlike(kind: str, name: str, values: Mapping[int, Any]) -> list[RankDifference]:
-    """Say which ranks have something else than most."""
+def _find_outliers(kind: str, name: str, values: Mapping[int, Any]) -> list[RankDifference]:
+    """Return a difference for each group of ranks except the largest."""
     (usual, most), *others = groups_of(values)
     return [
         RankDifference(
@@ -148,20 +148,22 @@ def _unlike(kind: str, name: str, values: Mapping[int, Any]) -> list[RankDiffere
 _KINDS = {True: "a whole array", False: "a Shard"}
 
 
-def _facts(name: str, held: Mapping[int, Entry]) -> list[RankDifference]:
-    """Say in what ranks differ about a tensor besides its elements."""
+def _compare_metadata(name: str, held: Mapping[int, Entry]) -> list[RankDifference]:
+    """Return the differences between ranks in a tensor's properties, without its elements."""
     whole = {rank: _KINDS[entry.steps is None] for rank, entry in held.items()}
-    found = _unlike("kind", name, whole)
-    found += _unlike("dtype", name, {rank: entry.dtype for rank, entry in held.items()})
-    found += _unlike("shape", name, {rank: entry.shape for rank, entry in held.items()})
+    found = _find_outliers("kind", name, whole)
+    found += _find_outliers("dtype", name, {rank: entry.dtype for rank, entry in held.items()})
+    found += _find_outliers("shape", name, {rank: entry.shape for rank, entry in held.items()})
     cut = {rank: entry.steps for rank, entry in held.items() if entry.steps is not None}
     if not found and cut:
-        found += _unlike("layout", name, {rank: Layout._of(steps) for rank, steps in cut.items()})
+        found += _find_outliers(
+            "layout", name, {rank: Layout._of(steps) for rank, steps in cut.items()}
+        )
     return found
 
 
-def _gaps(tensor: Tensor) -> list[RankDifference]:
-    """Say which parts nobody has; parts without elements need not be there."""
+def _find_gaps(tensor: Tensor) -> list[RankDifference]:
+    """Return a difference for parts that no rank has; empty parts are not required."""
     layout = Layout._of(tensor.steps or ())
     lost = [
         index
@@ -178,21 +180,21 @@ def _gaps(tensor: Tensor) -> list[RankDifference]:
     return [RankDifference("gap", tensor.name, (), text)]
 
 
-def _tied(tensor: Tensor, held: Mapping[str, Mapping[int, Entry]]) -> str | None:
-    """Return the earlier tensor that is this one on all ranks that have elements of it."""
+def _find_tied(tensor: Tensor, held: Mapping[str, Mapping[int, Entry]]) -> str | None:
+    """Return the earlier tensor that is the same on all ranks with elements of this one."""
     mine = held[tensor.name]
     names = {entry.tied for entry in mine.values() if tensor.part(entry.part).count}
     name = names.pop() if len(names) == 1 else None
     return name if name is not None and held[name].keys() == mine.keys() else None
 
 
-def agree(
+def match_entries(
     everyone: Sequence[Sequence[Entry]], *, partial: bool = False
 ) -> tuple[list[Tensor], list[RankDifference]]:
-    """Find the tensors that ranks have together, and what keeps them from being ones.
+    """Return the tensors of the merged state, and the differences that prevent merging.
 
-    `partial`: a tensor need not be on every rank. A tensor with differences is described as
-    the first rank has it.
+    If `partial` is true, a tensor may be missing on some ranks. A tensor with differences is
+    described as on the first rank.
     """
     held: dict[str, dict[int, Entry]] = {}
     for rank, entries in enumerate(everyone):
@@ -206,19 +208,21 @@ def agree(
             have = ranks_text(list(by_rank))
             text = f"{shorten(name, LONGEST)}: not on {ranks_text(lacking)}, but on {have}"
             differences.append(RankDifference("missing", name, lacking, text))
-        found = _facts(name, by_rank)
+        found = _compare_metadata(name, by_rank)
         first = next(iter(by_rank.values()))
         holders: dict[int, list[int]] = {}
         for rank, entry in sorted(by_rank.items(), key=lambda item: (item[1].replica, item[0])):
             holders.setdefault(entry.part, []).append(rank)
         tensor = Tensor(name, first.shape, first.steps, holders)
-        differences += (found := found or _gaps(tensor))
-        tensors.append(tensor if found else tensor._replace(tied=_tied(tensor, held)))
+        differences += (found := found or _find_gaps(tensor))
+        tensors.append(tensor if found else tensor._replace(tied=_find_tied(tensor, held)))
     return tensors, differences
 
 
-def refusal(what: str, differences: Sequence[RankDifference], hint: str = "") -> CompatibilityError:
-    """Make one error of all differences."""
+def differences_error(
+    what: str, differences: Sequence[RankDifference], hint: str = ""
+) -> CompatibilityError:
+    """Return one error for all differences."""
     lines = [f"{what}: the states of the ranks do not go together:"]
     lines += [found.text for found in differences[:SHOWN]]
     if len(differences) > SHOWN:
@@ -234,17 +238,17 @@ def refusal(what: str, differences: Sequence[RankDifference], hint: str = "") ->
 # ---- replicas ----
 
 
-def _change(name: str, mine: Any, other: Any) -> TensorChange | bool:
-    """Measure in what two replicas differ; False: in nothing, True: in what has no measure."""
+def _compare_elements(name: str, mine: Any, other: Any) -> TensorChange | bool:
+    """Return the change between two replicas; True if they differ but cannot be measured."""
     try:
         *_, changes, _ = _core.state_diff({name: mine}, {name: other})
-    except CompatibilityError:  # texts, dates, records
+    except CompatibilityError:  # str, datetime and structured dtypes
         return digest(mine) != digest(other)
     return TensorChange(*changes[0]) if changes else False
 
 
-def _measure(change: TensorChange | bool) -> str:
-    """Say by how much two replicas differ."""
+def _change_text(change: TensorChange | bool) -> str:
+    """Return the size of a change as text."""
     if isinstance(change, bool):
         return ""
     text = f" in {change.changed:,} of {change.size:,} elements"
@@ -260,7 +264,7 @@ def _on_host(array: Any) -> Any:
 def replicas(
     tensors: Iterable[Tensor], states: Sequence[Mapping[str, Any]]
 ) -> list[RankDifference]:
-    """Compare all that several ranks have, with the first of them, element by element."""
+    """Compare all replicas with the first one, element by element."""
     differences = []
     for tensor in tensors:
         for index, ranks in sorted(tensor.holders.items()) if tensor.tied is None else ():
@@ -270,14 +274,14 @@ def replicas(
                 other = _on_host(plain_of(states[rank][tensor.name]))
                 if other is first:
                     continue
-                if other.shape != first.shape:  # of shards, any with the part's elements
+                if other.shape != first.shape:  # shards may have any shape with these elements
                     first, other = first.reshape(part.count), other.reshape(part.count)
-                change = _change(tensor.name, first, other)
+                change = _compare_elements(tensor.name, first, other)
                 if change is False:
                     continue
                 text = (
                     f"{shorten(tensor.name, LONGEST)}: rank {rank} differs from rank {ranks[0]}"
-                    f"{_measure(change)}"
+                    f"{_change_text(change)}"
                 )
                 measured = change if isinstance(change, TensorChange) else None
                 found = RankDifference("elements", tensor.name, (rank,), text, measured)
@@ -285,8 +289,8 @@ def replicas(
     return differences
 
 
-def unlike_digests(tensor: Tensor, index: int, digests: Mapping[int, str]) -> list[RankDifference]:
-    """Say which ranks have another replica of a part than most."""
+def compare_digests(tensor: Tensor, index: int, digests: Mapping[int, str]) -> list[RankDifference]:
+    """Return a difference for each group of ranks whose replica differs from the majority's."""
     (_, most), *others = groups_of(digests)
     where = "" if tensor.steps is None else f" of part {index}"
     return [
@@ -305,7 +309,7 @@ def unlike_digests(tensor: Tensor, index: int, digests: Mapping[int, str]) -> li
 
 
 def like(state: Mapping[str, Any]) -> StateDict:
-    """Return an empty state dict of a state's class, with its attributes."""
+    """Return an empty state dict with a state's class and attributes."""
     if not isinstance(state, StateDict):
         return StateDict()
     made = state.copy()
@@ -314,15 +318,15 @@ def like(state: Mapping[str, Any]) -> StateDict:
 
 
 def compare(states: Sequence[Mapping[str, Any]]) -> tuple[list[Tensor], list[RankDifference]]:
-    """Find the tensors of several states, and everything in which they differ."""
-    tensors, differences = agree([describe(state) for state in states], partial=True)
+    """Return the tensors of several states, and all their differences."""
+    tensors, differences = match_entries([describe(state) for state in states], partial=True)
     unlike = {found.name for found in differences}
     good = [tensor for tensor in tensors if tensor.name not in unlike]
     return tensors, differences + replicas(good, states)
 
 
 def merge(states: Sequence[Mapping[str, Any]], tensors: Iterable[Tensor]) -> StateDict:
-    """Make one state: whole arrays as the first rank has them, shards assembled."""
+    """Return the merged state: whole arrays of the first rank that has them, assembled shards."""
     merged = like(states[0])
     for tensor in tensors:
         ranks = tensor.holders

@@ -1,8 +1,8 @@
 """Gradients of models that are sharded over ranks: scatter, accumulate, clip, verify.
 
-`FSDPBackwardHook` reduces the gradients of a torch module, or of a loop of your own, while the
-backward pass runs, and leaves each rank its part. The sums are made in the order of ranks: the
-same bits on every engine, whatever the buckets, threads and calls.
+`FSDPBackwardHook` reduces the gradients of a torch module, or of your own training loop, during
+the backward pass. Each rank keeps its part. Sums are computed in rank order, so their bits do not
+depend on the engine, the bucket size, the number of threads or the grouping of calls.
 
 Examples
 --------
@@ -54,7 +54,7 @@ __all__ = [
 
 
 def sharding_units(model: Any, group: Any, *, layout: str = "flat") -> dict[str, FSDPShardingUnit]:
-    """Make a unit for each parameter of a torch module that has gradients.
+    """Create a sharding unit for each parameter of a torch module that requires gradients.
 
     Parameters
     ----------
@@ -63,12 +63,12 @@ def sharding_units(model: Any, group: Any, *, layout: str = "flat") -> dict[str,
     group : ProcessGroup
         The ranks.
     layout : {"flat", "rows"}, default "flat"
-        As for `FSDPShardingUnit`.
+        See `FSDPShardingUnit`. Parameters without dimensions always use ``"flat"``.
 
     Returns
     -------
     dict of str to FSDPShardingUnit
-        By the parameter's name, in the module's order.
+        The units by parameter name, in the module's order.
 
     Examples
     --------
@@ -99,32 +99,32 @@ def clip_grad_norm(
     *,
     timeout: float | None = None,
 ) -> float:
-    """Scale the local gradients of all ranks so that their norm together is at most `max_norm`.
+    """Scale the local gradients of all ranks so that their global norm is at most `max_norm`.
 
     Parameters
     ----------
     sharding_units : dict of str to FSDPShardingUnit
         The same parameters on all ranks. Those without a gradient count as zero.
     max_norm : float
-        The largest L2 norm; infinity scales nothing.
+        The largest L2 norm allowed; infinity disables scaling.
     group : ProcessGroup
         The ranks.
     timeout : float, optional
-        Seconds. Default: the group's own.
+        Timeout in seconds. Default: the group's timeout.
 
     Returns
     -------
     float
-        The norm before, the same bits on every rank: squares are added in float64, by
-        parameter in the order of their names, and then by rank.
+        The global norm before scaling, bit-identical on every rank: squares are added in
+        float64, by parameter in name order, then by rank.
 
     Raises
     ------
     ValueError
-        `max_norm` is negative or NaN.
+        If `max_norm` is negative or NaN.
     CollectiveError
-        On every rank: the norm is not finite, or a rank passed another `max_norm`; nothing was
-        changed.
+        On every rank, if the norm is not finite or a rank passed another `max_norm`. The
+        gradients are unchanged.
 
     Notes
     -----
@@ -160,22 +160,22 @@ def clip_grad_norm(
     found = tallies(gradients)
     mine = squares_in_order(found.values())
     texts = group.gather_bytes(f"clip {limit!r} {mine!r}".encode(), timeout=timeout)
-    told = _squares_told(group.rank, limit, texts)
+    told = _collect_squares(group.rank, limit, texts)
     norm = sqrt(squares_in_order((squares, 0) for squares in told))
     if not isfinite(norm):
         bad = [rank for rank, squares in enumerate(told) if not isfinite(squares)]
         here = [name for name, (_, count) in found.items() if count]
         where = f"; on this rank: {', '.join(here[:5])}" if here else ""
         what = f"gradients of rank {', '.join(map(str, bad))} are not finite{where}"
-        raise _not_clipped(group.rank, bad[0] if bad else None, what)
+        raise _clip_error(group.rank, bad[0] if bad else None, what)
     factor = limit / (norm + 1e-6)
     if factor < 1:
         scale(gradients, factor)
     return norm
 
 
-def _squares_told(rank: int, limit: float, texts: Sequence[bytes]) -> list[float]:
-    """Return the sum of squares of each rank, if all do the same here."""
+def _collect_squares(rank: int, limit: float, texts: Sequence[bytes]) -> list[float]:
+    """Return the sum of squares of each rank; raise if a rank makes another call."""
     found = []
     for other, text in enumerate(texts):
         what, _, rest = text.partition(b" ")
@@ -184,11 +184,11 @@ def _squares_told(rank: int, limit: float, texts: Sequence[bytes]) -> list[float
             found.append(float(squares))
             continue
         does = f"has max_norm={theirs.decode()}" if what == b"clip" else "does something else here"
-        raise _not_clipped(rank, other, f"max_norm is {limit!r}, and rank {other} {does}")
+        raise _clip_error(rank, other, f"max_norm is {limit!r}, and rank {other} {does}")
     return found
 
 
-def _not_clipped(rank: int, bad: int | None, what: str) -> CollectiveError:
+def _clip_error(rank: int, bad: int | None, what: str) -> CollectiveError:
     error = CollectiveError(f"clip_grad_norm on rank {rank}: {what}; nothing was changed")
     error.name, error.rank = "clip_grad_norm", bad
     return error

@@ -1,4 +1,4 @@
-"""Gradients of several micro-batches added up; public through `mlstate.fsdp`."""
+"""Accumulation of gradients over micro-batches; public through `mlstate.fsdp`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ._gradient_ops import place
 if TYPE_CHECKING:
     from .._types import Array, DType
 
-# What the core adds up.
+# Dtypes that the core accumulates.
 _ADDED = FLOATS | INTEGERS | {"complex64"}
 
 
@@ -45,75 +45,77 @@ class _Sum:
     def __init__(self, array: Any, given: str, memory: Any = None) -> None:
         self.array = array
         self.given = given  # dtype of the gradients, which `array` need not have
-        self.memory = memory  # the bytes of `array`, or None where they are torch's own
-        self.in_core = memory is not None  # whether the core adds to it, or torch itself
-        self.kind = type(array) if self.in_core else None  # of gradients that the core reads
+        self.memory = memory  # the bytes of `array`, or None if torch owns them
+        self.in_core = memory is not None  # False: torch adds to it
+        self.kind = type(array) if self.in_core else None  # of gradients that the core can read
         self.count = 1
-        self.figures: tuple[float, int] | None = None  # known, or to be found out
+        self.figures: tuple[float, int] | None = None  # None: not computed yet
         self.shape = () if array is None else tuple(array.shape)
-        # dtype of a NumPy sum that the core can begin with a copy, or None
-        self.native = array.dtype if self.kind is np.ndarray and _copies(array, given) else None
+        # dtype of a NumPy sum that a copy in the core can start, or None
+        self.native = (
+            array.dtype if self.kind is np.ndarray and _is_convertible(array, given) else None
+        )
 
     def new_array(self) -> Any:
-        """Return an array for the next round in the memory of the last; None if it is in use."""
-        if self.native is None or _holders(self) != _NOBODY_ELSE:
+        """Return an array for the next round in the last round's memory; None if that is in use."""
+        if self.native is None or _count_references(self) != _NO_OTHER_REFERENCE:
             return None
         return np.ndarray(self.shape, self.native, self.memory)
 
     def begin(self, array: Any) -> None:
-        """Take an array that holds the first gradient of a round."""
+        """Start a round with an array that holds the first gradient."""
         self.array, self.count, self.figures = array, 1, None
 
 
-def _copies(array: Any, given: str) -> bool:
-    """Whether the core copies a gradient of dtype `given` into the array of its sum."""
+def _is_convertible(array: Any, given: str) -> bool:
+    """Return whether the core can copy a gradient of dtype `given` into the array of its sum."""
     name = dtype_name(array)
     return name == given or {name, given} <= FLOATS
 
 
-def _holders(total: _Sum) -> int:
-    """Count who refers to a sum's memory, this call included."""
+def _count_references(total: _Sum) -> int:
+    """Return the reference count of a sum's memory, including this call's reference."""
     return getrefcount(total.memory)
 
 
-_NOBODY_ELSE = _holders(_Sum(None, "", np.empty(0, np.uint8)))
+_NO_OTHER_REFERENCE = _count_references(_Sum(None, "", np.empty(0, np.uint8)))
 
 
-def _memory(size: int, before: _Sum | None) -> Any:
-    """Return bytes: those of the round before, if its result is in nobody's hands any more."""
+def _find_memory(size: int, before: _Sum | None) -> Any:
+    """Return memory for a sum: the last round's if nothing else refers to it, else new memory."""
     if (
         before is not None
         and before.memory is not None
         and before.memory.nbytes == size
-        and _holders(before) == _NOBODY_ELSE
+        and _count_references(before) == _NO_OTHER_REFERENCE
     ):
         return before.memory
     return np.empty(size, np.uint8)
 
 
-def _fill(arrays: dict[str, Any], gradients: dict[str, Any]) -> None:
-    """Copy first gradients into the arrays of their sums: those that the core copies."""
+def _copy_gradients(arrays: dict[str, Any], gradients: dict[str, Any]) -> None:
+    """Copy first gradients into the arrays of their sums, in the core."""
     report = _core.state_load(arrays, gradients, True, True)
     assert isinstance(report, list), report
 
 
-def _fill_others(started: dict[str, _Sum], batch: dict[str, Any]) -> None:
-    """Copy first gradients into sums that were made for them."""
+def _copy_into_new_sums(started: dict[str, _Sum], batch: dict[str, Any]) -> None:
+    """Copy first gradients into newly allocated sums."""
     targets, sources = {}, {}
     for name, total in started.items():
         gradient = batch[name]
         if not total.in_core:
             continue
-        if _copies(total.array, total.given):
+        if _is_convertible(total.array, total.given):
             targets[name], sources[name] = total.array, _readable(gradient)
         elif is_torch(gradient):
             total.array.copy_(gradient)
         else:
             total.array[...] = as_numbers(gradient)
-    _fill(targets, sources)
+    _copy_gradients(targets, sources)
 
 
-def _misfit(name: str, what: str, got: Any, expected: Any) -> CompatibilityError:
+def _mismatch_error(name: str, what: str, got: Any, expected: Any) -> CompatibilityError:
     error = CompatibilityError(
         f"'{name}': the gradient's {what} is {got}, expected {expected} as of the micro-batch "
         "before; nothing was added: look for a parameter of another name, or call reset()"
@@ -122,8 +124,8 @@ def _misfit(name: str, what: str, got: Any, expected: Any) -> CompatibilityError
     return error
 
 
-def _gradient_of(name: object, gradient: Any) -> Any:
-    """Return a gradient without autograd's record, if it is one."""
+def _check_gradient(name: object, gradient: Any) -> Any:
+    """Return a gradient as an array or a detached tensor; raise if it is something else."""
     if not isinstance(name, str):
         raise TypeError(f"a parameter's name must be a str, got {type(name).__name__}: {name!r}")
     if gradient is None:
@@ -142,24 +144,24 @@ def _gradient_of(name: object, gradient: Any) -> Any:
 
 
 def _check_same(name: str, total: _Sum, gradient: Any) -> None:
-    """Refuse a gradient that is not of the kind that is being added up."""
+    """Raise CompatibilityError if a gradient differs from its sum in kind, shape or dtype."""
     for what, got, expected in (
         ("kind", place(gradient), place(total.array)),
         ("shape", tuple(gradient.shape), tuple(total.array.shape)),
         ("dtype", dtype_name(gradient), total.given),
     ):
         if got != expected:
-            raise _misfit(name, what, got, expected)
+            raise _mismatch_error(name, what, got, expected)
 
 
 def _readable(gradient: Any) -> Any:
-    """Return what the core can add, or None."""
+    """Return a form of the gradient that the core can read, or None."""
     if not is_torch(gradient):
         return gradient
     return backend_of(gradient).readable(gradient)
 
 
-def _wanted_dtype(dtype: DType | None) -> str | None:
+def _check_dtype(dtype: DType | None) -> str | None:
     if dtype is None:
         return None
     name = str(dtype).removeprefix("torch.")
@@ -174,32 +176,32 @@ def _wanted_dtype(dtype: DType | None) -> str | None:
 
 @set_module("mlstate.fsdp")
 class GradientAccumulator:
-    """Add up the gradients of several micro-batches, one running sum for each parameter.
+    """Add up the gradients of several micro-batches, with one running sum per parameter.
 
     Parameters
     ----------
     accumulation_steps : int, optional
-        Micro-batches that make a whole. Default: 1.
+        Number of micro-batches in one round. Default: 1.
     dtype : dtype, optional
-        ``"float32"`` adds up 8- and 16-bit floats in float32. Default: every gradient in
-        its own dtype, as adding one to the other does.
+        ``"float32"`` accumulates 8- and 16-bit floats in float32. Default: each gradient is
+        accumulated in its own dtype.
 
     Raises
     ------
     ValueError
-        If `accumulation_steps` is not above 0, or `dtype` is anything else.
+        If `accumulation_steps` is not above 0, or `dtype` is neither None nor float32.
     TypeError
-        If `accumulation_steps` is no int.
+        If `accumulation_steps` is not an int.
 
     Notes
     -----
-    The first gradient of a parameter is copied; each further one is added to that copy
-    in the order in which they come, so the bits are those of cloning all and adding up at
-    the end. Memory is one gradient per parameter, however many micro-batches there are; that
-    of sums which the caller has let go of is used again in the next round.
-    NumPy arrays and torch tensors on the CPU are added by the C core, which also finds the
-    norm and what is not finite in the same pass over memory; tensors elsewhere by torch.
-    Thread-safe: each call is one step for all others.
+    The first gradient of a parameter is copied. Later gradients are added to the copy in call
+    order, so the result has the same bits as keeping all gradients and adding them at the end.
+    Memory is one gradient per parameter, for any number of micro-batches. A sum's memory is
+    reused in the next round if the caller keeps no reference to it.
+    The C core adds NumPy arrays and CPU tensors, and computes the norm and the number of
+    non-finite elements in the same pass over memory. Torch adds tensors on other devices.
+    Thread-safe: each call is atomic.
 
     References
     ----------
@@ -234,7 +236,7 @@ class GradientAccumulator:
         if steps <= 0:
             raise ValueError(f"accumulation_steps must be above 0, got {steps}")
         self._steps = steps
-        self._dtype = _wanted_dtype(dtype)
+        self._dtype = _check_dtype(dtype)
         self._lock = Lock()
         self._sums: dict[str, _Sum] = {}
 
@@ -244,18 +246,19 @@ class GradientAccumulator:
         Parameters
         ----------
         gradients : mapping of str to array, or None
-            Gradients by parameter name; they are read and never kept. None or an empty
-            one changes nothing. Parameters may come and go from call to call.
+            Gradients by parameter name. They are read during the call, and no reference is
+            kept. None or an empty mapping changes nothing. The set of parameters may differ
+            from call to call.
 
         Raises
         ------
         CompatibilityError
-            If a gradient's shape, dtype, device or kind is not that of the sum that it
-            would be added to, or if its dtype has no sum. A ValueError.
+            If a gradient's shape, dtype, device or kind differs from the running sum's, or if
+            its dtype cannot be accumulated. A subclass of ValueError.
         ValueError
             If a gradient is None.
         TypeError
-            If `gradients` is no mapping, a name no str, or a gradient no array.
+            If `gradients` is not a mapping, a name is not a str, or a gradient is not an array.
 
         Examples
         --------
@@ -273,7 +276,7 @@ class GradientAccumulator:
                 "gradients must be a mapping of parameter names to arrays, got "
                 f"{type(gradients).__name__}"
             )
-        given = list(gradients.items())  # a mapping of the caller's may ask this object
+        given = list(gradients.items())  # before locking: items() may call this object
         with self._lock:
             plain, others, arrays, first = {}, {}, {}, {}
             for name, value in given:
@@ -283,36 +286,36 @@ class GradientAccumulator:
                     or type(value) is not total.kind
                     or not _core.bucket_fits(value, total.given, total.shape, False)
                 ):
-                    others[name] = _gradient_of(name, value)
+                    others[name] = _check_gradient(name, value)
                 elif total.array is not None:
                     plain[name] = value
                 elif (array := total.new_array()) is not None:
                     arrays[name], first[name] = array, value
                 else:
-                    others[name] = _gradient_of(name, value)
-            started = self._start_others(others) if others else {}
+                    others[name] = _check_gradient(name, value)
+            started = self._allocate_sums(others) if others else {}
             if started:
-                _fill_others(started, others)
+                _copy_into_new_sums(started, others)
             if arrays:
-                _fill(arrays, first)
-            self._add(plain, {name: others[name] for name in others if name not in started})
+                _copy_gradients(arrays, first)
+            self._add_checked(plain, {name: others[name] for name in others if name not in started})
             for name, array in arrays.items():
                 self._sums[name].begin(array)
             self._sums.update(started)
 
-    def _start_others(self, others: dict[str, Any]) -> dict[str, _Sum]:
-        """Check the gradients that have a sum, and find memory for the sums of the others."""
+    def _allocate_sums(self, others: dict[str, Any]) -> dict[str, _Sum]:
+        """Check gradients against existing sums, and allocate sums for the others."""
         started = {}
         for name, gradient in others.items():
             total = self._sums.get(name)
             if total is not None and total.array is not None:
                 _check_same(name, total, gradient)
             else:
-                started[name] = self._start(name, gradient)
+                started[name] = self._allocate_sum(name, gradient)
         return started
 
-    def _start(self, name: str, gradient: Any) -> _Sum:
-        """Find memory for a sum, which begins with a copy of the first gradient."""
+    def _allocate_sum(self, name: str, gradient: Any) -> _Sum:
+        """Allocate a sum for the first gradient of a parameter, which the caller copies into it."""
         given = dtype_name(gradient)
         dtype = (self._dtype if given in NARROW_FLOATS else None) or given
         in_core = dtype in _ADDED and _readable(gradient) is not None
@@ -328,14 +331,14 @@ class GradientAccumulator:
         count, before = prod(gradient.shape), self._sums.get(name)
         if is_torch(gradient):
             backend = backend_of(gradient)
-            memory = _memory(count * backend.item_bytes(dtype, gradient), before)
+            memory = _find_memory(count * backend.item_bytes(dtype, gradient), before)
             return _Sum(backend.tensor_in(memory, dtype, gradient), given, memory)
         native = gradient.dtype.newbyteorder("=") if dtype == given else np.dtype(dtype)
-        memory = _memory(count * native.itemsize, before)
+        memory = _find_memory(count * native.itemsize, before)
         return _Sum(memory.view(native).reshape(gradient.shape), given, memory)
 
-    def _add(self, plain: dict[str, Any], others: dict[str, Any]) -> None:
-        """Add gradients that were checked; the core reads the plain ones as they are."""
+    def _add_checked(self, plain: dict[str, Any], others: dict[str, Any]) -> None:
+        """Add checked gradients; the core reads `plain` ones without conversion."""
         rest = []
         for name, gradient in others.items():
             total = self._sums[name]
@@ -357,14 +360,14 @@ class GradientAccumulator:
             total.figures = None
 
     def get_and_clear_gradients(self) -> dict[str, Array]:
-        """Return the sums, and begin anew.
+        """Return the sums and start a new round.
 
         Returns
         -------
         dict of str to array
-            The sum for each parameter that had a gradient, in the order in which they
-            first came: NumPy arrays or torch tensors, as they were given. They are the
-            caller's, for as long as anything refers to them; nothing is copied.
+            The sum of each parameter that had a gradient, in order of first arrival. Each is a
+            NumPy array or a torch tensor, as the gradients were. The caller owns them; nothing is
+            copied.
 
         Examples
         --------
@@ -386,7 +389,7 @@ class GradientAccumulator:
             return result
 
     def reset(self) -> None:
-        """Forget all sums, which parameters there were, and their memory.
+        """Discard all sums, the set of parameters, and the memory kept for reuse.
 
         Examples
         --------
@@ -403,14 +406,14 @@ class GradientAccumulator:
 
     @property
     def accumulation_steps(self) -> int:
-        """Micro-batches that make a whole."""
+        """Number of micro-batches in one round."""
         return self._steps
 
     @property
     def is_complete(self) -> bool:
         """Whether every parameter seen since `reset` has gradients of enough micro-batches.
 
-        False where there are none.
+        False if no parameter was seen.
         """
         with self._lock:
             return self._complete()
@@ -421,15 +424,15 @@ class GradientAccumulator:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Gradients in each parameter's sum."""
+        """Number of gradients in each parameter's sum."""
         with self._lock:
             return {name: total.count for name, total in self._sums.items()}
 
     @property
     def norm(self) -> float:
-        """The global L2 norm: the root of the sum of all sums' squares, in float64.
+        """Global L2 norm of all sums, accumulated in float64.
 
-        Known from the last addition where there was one; NaN or infinite where a sum is.
+        The last addition usually computes it. NaN or infinite if an element of a sum is.
         """
         total = 0.0
         for squares, _ in self._figures().values():  # sum() differs between Pythons
@@ -438,11 +441,11 @@ class GradientAccumulator:
 
     @property
     def nonfinite(self) -> dict[str, int]:
-        """How many elements of each sum are infinite or NaN: names with none are left out."""
+        """Number of infinite or NaN elements of each sum; sums without any are omitted."""
         return {name: count for name, (_, count) in self._figures().items() if count}
 
     def _figures(self) -> dict[str, tuple[float, int]]:
-        """Sum of squares and number of non-finite elements for each sum."""
+        """Return the sum of squares and the number of non-finite elements of each sum."""
         with self._lock:
             live = {name: t for name, t in self._sums.items() if t.array is not None}
             unknown = [name for name, t in live.items() if t.figures is None and t.in_core]
@@ -455,7 +458,7 @@ class GradientAccumulator:
             return {name: t.figures for name, t in live.items() if t.figures is not None}
 
     def __repr__(self) -> str:
-        """Show how far the accumulation is."""
+        """Show the number of complete micro-batches and of parameters."""
         with self._lock:
             some = [total.count for total in self._sums.values()]
             done = f"{min(some)} of {self._steps}" if some else f"0 of {self._steps}"

@@ -1,4 +1,4 @@
-"""Gradients that are scattered as the backward pass makes them; public through `mlstate.fsdp`."""
+"""Gradient scattering during the backward pass; public through `mlstate.fsdp`."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ if TYPE_CHECKING:
 
 @set_module("mlstate.fsdp")
 class FSDPBackwardHook:
-    """Scatters the gradients of a model while its backward pass runs.
+    """Scatter the gradients of a model during its backward pass.
 
     Parameters
     ----------
     fsdp : FSDP
-        The ranks, and how they reduce.
+        The ranks and the reduction settings.
 
     Raises
     ------
     TypeError
-        `fsdp` is none.
+        If `fsdp` is not an `FSDP`.
 
     Notes
     -----
-    ``FSDPBackwardHook`` of the specification (FSDP backward hook). Gradients go in buckets
-    of `FSDP.bucket_bytes`, in the reverse order of the parameters, from a thread of their own:
-    the backward pass goes on meanwhile. Full gradients are kept until ranks agree on the next
-    buckets, those of four at most. A last bucket of less than 1 MiB is reduced when the
-    pass ends, without that thread. Where one gradient fails, all others are scattered, and
-    then every rank raises the same `CollectiveError`, which names rank and parameter.
+    ``FSDPBackwardHook`` of the specification (FSDP backward hook). A separate thread reduces
+    gradients in buckets of `FSDP.bucket_bytes`, in the reverse order of the parameters, while the
+    backward pass continues. Full gradients are kept until the ranks agree on the next buckets:
+    at most four buckets. A last bucket smaller than 1 MiB is reduced at the end of the pass,
+    without the thread. If a gradient fails, all others are still scattered. Then every rank
+    raises the same `CollectiveError`, which names the rank and the parameter.
 
     Examples
     --------
@@ -78,8 +78,8 @@ class FSDPBackwardHook:
         self._module_hooks: ModuleHooks | None = None  # of a torch module
         self._model_hooks: ModelHooks | None = None  # of another model
         self._sync = True
-        self._sums = LocalSums()  # of passes in `no_sync`, except those in parameter.grad
-        self._lock = threading.Lock()  # of `_pass`
+        self._sums = LocalSums()  # from `no_sync`, except those in parameter.grad
+        self._lock = threading.Lock()  # protects `_pass`
         self._calls = Turns("mlstate-fsdp-calls", fsdp.rank)
         self._report: BackwardReport | None = None
 
@@ -103,49 +103,52 @@ class FSDPBackwardHook:
         keep_full_gradient: bool = False,
         accumulate: bool = False,
     ) -> None:
-        """Scatter the gradients of these parameters in each backward pass from now on.
+        """Scatter the gradients of these parameters in each following backward pass.
 
         Parameters
         ----------
         model : torch.nn.Module, or object with ``register_backward_hook(name, function)``
-            Hooks of the latter get the gradient and return the local part; they scatter one
-            gradient after the other. For a module, all gradients are scattered when
-            ``backward`` returns.
+            Hooks of the latter receive the gradient and return the local part; they scatter one
+            gradient at a time. For a module, all gradients are scattered when ``backward``
+            returns.
         sharding_units : dict of str to FSDPShardingUnit
-            By the parameter's name. None at all: nothing to do.
+            Units by parameter name. An empty dict or None registers nothing.
         gradients : {"shard", "full"}, default "shard"
             ``"full"`` leaves the reduced full gradient in ``parameter.grad``, so that an
             optimizer of the module's parameters works as after DDP. ``"shard"`` leaves
-            this rank's part in ``unit.local_gradient``, and None in ``parameter.grad``; a
-            `RuntimeWarning` says so when an optimizer steps over such a parameter.
+            this rank's part in ``unit.local_gradient``, and None in ``parameter.grad``. An
+            optimizer step over such a parameter then warns with `RuntimeWarning`.
         keep_full_gradient : bool, default False
-            Leave this rank's own full gradients, not reduced, in ``parameter.grad``.
-            Default: they are freed when ranks agree on the next buckets.
+            Keep this rank's own full gradients, unreduced, in ``parameter.grad``.
+            Default: they are freed when the ranks agree on the next buckets.
         accumulate : bool, default False
-            Add the parts to the local gradients that are there. Default: replace them.
+            Add the parts to the existing local gradients. Default: replace them.
 
         Raises
         ------
         ValueError
-            `model` is None, a unit does not belong to this rank, or a parameter is unknown,
-            frozen, on the meta device, a DTensor, or of another shape or dtype than its unit.
-            Another object has hooks on one of the parameters. ``gradients="full"`` was passed
-            for an object that is not a module, or with `accumulate` or `keep_full_gradient`.
+            If `model` is None; if a unit belongs to another rank; if a parameter is unknown,
+            frozen, on the meta device, a DTensor, or differs from its unit in shape or dtype; if
+            another object has hooks on one of the parameters; or if ``gradients="full"`` is
+            combined with an object that is not a module, `accumulate` or `keep_full_gradient`.
+        TypeError
+            If `model` is neither a module nor has ``register_backward_hook``.
 
         Notes
         -----
-        ``backward`` raises what `finish` does. A pass that another error cuts short is
-        dropped: its local gradients are None once the next one starts.
+        ``backward`` raises the errors of `finish`. If another error ends a pass early, the pass
+        is dropped: its local gradients are None once the next pass starts.
 
-        ``gradients="full"`` gathers the parts when the pass ends. Reduced gradients add up in
-        ``parameter.grad`` until ``zero_grad``; after an error it is None on every rank.
+        ``gradients="full"`` gathers the parts at the end of the pass. Reduced gradients
+        accumulate in ``parameter.grad`` until ``zero_grad``; after an error it is None on every
+        rank.
 
-        Activation checkpointing goes with ``use_reentrant=False``. With ``use_reentrant=True``
-        each checkpoint runs a backward pass of its own; where the first gradient comes from
-        one of these, it raises `CollectiveError`, and nothing is reduced.
+        Use activation checkpointing with ``use_reentrant=False``. With ``use_reentrant=True``,
+        each checkpoint runs a nested backward pass. If the first gradient comes from a nested
+        pass, `CollectiveError` is raised and nothing is reduced.
 
-        Of a module that ``torch.compile`` returned, name the parameters as that does
-        (``_orig_mod.``), or pass the module it was made of: they share their parameters.
+        For a module returned by ``torch.compile``, use its parameter names (with the prefix
+        ``_orig_mod.``), or pass the original module: both share their parameters.
 
         Examples
         --------
@@ -171,12 +174,12 @@ class FSDPBackwardHook:
         check_gradients(gradients, named is not None, keep_full_gradient or accumulate)
         if sharding_units is None or not len(sharding_units):
             return
-        self._bind(sharding_units)
+        self._bind_units(sharding_units)
         units = dict(sharding_units)
         if named is not None:
             is_full = gradients == "full"
             self._module_hooks = backend_named("torch").hook_module(
-                model, units, self._receive, is_full=is_full, keep=keep_full_gradient
+                model, units, self._receive_gradient, is_full=is_full, keep=keep_full_gradient
             )
             units = {name: units[name] for name in self._module_hooks.parameters}
         elif hasattr(model, "register_backward_hook"):
@@ -188,14 +191,14 @@ class FSDPBackwardHook:
             )
         self._plan = BucketPlan(units, self._reductions, accumulate=accumulate)
 
-    def _bind(self, units: Mapping[str, FSDPShardingUnit]) -> None:
-        """Check units, and that this object has none yet."""
+    def _bind_units(self, units: Mapping[str, FSDPShardingUnit]) -> None:
+        """Bind units to the group; raise ValueError if this object already has units."""
         bind_units(units, self._reductions.rank, self._reductions.world_size)
         if self._plan.units:
             raise ValueError("this object has hooks already; close it, or make another one")
 
-    def _receive(self, name: str, _: Any) -> None:
-        """Take the gradient that torch has just made of a parameter."""
+    def _receive_gradient(self, name: str, _: Any) -> None:
+        """Receive the gradient that torch has just computed for a parameter."""
         hooks = self._module_hooks
         assert hooks is not None
         if not self._sync:
@@ -213,14 +216,14 @@ class FSDPBackwardHook:
             self._pass.add(name, gradient, on_failure)
 
     def _abandon_aborted(self) -> None:
-        """Abandon a pass of torch that an error ended before all gradients had arrived."""
+        """Abandon a torch pass that an error ended before all gradients had arrived."""
         current = self._pass
         if current is not None and current.token is not None and current.token() is None:
             self._pass = None
             current.abandon()
 
     def _scatter_in_hook(self, name: str, gradient: Any) -> Any:
-        """Scatter a gradient of a model that is not a torch module."""
+        """Scatter a gradient of a model that is not a torch module; return the local part."""
         if not self._sync:
             self._sums.add(name, gradient)
             return gradient
@@ -234,19 +237,19 @@ class FSDPBackwardHook:
     def use_units(
         self, sharding_units: Mapping[str, FSDPShardingUnit], *, accumulate: bool = False
     ) -> None:
-        """Prepare for a backward pass of your own, which calls `add_gradient` and `finish`.
+        """Prepare for a custom backward pass, which calls `add_gradient` and `finish`.
 
         Parameters
         ----------
         sharding_units : dict of str to FSDPShardingUnit
-            In the order of the forward pass, the same on all ranks.
+            Units by parameter name, in the order of the forward pass, equal on all ranks.
         accumulate : bool, default False
-            As for `register_hooks`.
+            See `register_hooks`.
 
         Raises
         ------
         ValueError
-            As `register_hooks`.
+            If a unit belongs to another rank, or this object already has units.
 
         Examples
         --------
@@ -262,15 +265,15 @@ class FSDPBackwardHook:
         >>> units["b"].local_gradient
         array([1., 1.])
         """
-        self._bind(sharding_units)
+        self._bind_units(sharding_units)
         self._plan = BucketPlan(sharding_units, self._reductions, accumulate=accumulate)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward passes inside add up on each rank, and reduce nothing.
+        """Accumulate gradients on each rank inside this context, without reducing them.
 
-        The first backward pass outside reduces the sums. Until then full gradients take their
-        memory: those of a module stay in ``parameter.grad``.
+        The first backward pass after the context reduces the sums. Until then, each rank holds
+        full gradients; a module's gradients stay in ``parameter.grad``.
 
         Examples
         --------
@@ -296,19 +299,19 @@ class FSDPBackwardHook:
     # ---- one backward pass ----
 
     def add_gradient(self, name: str, gradient: Any) -> None:
-        """Say that a gradient is there; it is reduced as soon as its bucket is full.
+        """Add a gradient to the current pass; it is reduced when its bucket is full.
 
         Parameters
         ----------
         name : str
-            Of a parameter that `use_units` or `register_hooks` was told of.
+            A parameter that was passed to `use_units` or `register_hooks`.
         gradient : array or torch.Tensor
-            The full one, used where it lies: leave it alone until `finish`.
+            The full gradient, used without a copy: do not modify it until `finish` returns.
 
         Raises
         ------
         ValueError
-            The parameter is unknown, or has a gradient already.
+            If the parameter is unknown, or already has a gradient.
 
         Examples
         --------
@@ -330,15 +333,15 @@ class FSDPBackwardHook:
     def finish(self) -> None:
         """End a backward pass: wait until all gradients are scattered.
 
-        Hooks of a torch module do this when ``backward`` ends. Inside `no_sync` there is no
-        pass to end, and nothing is done.
+        Hooks of a torch module call this when ``backward`` ends. Inside `no_sync`, without a
+        started pass, it does nothing.
 
         Raises
         ------
         CollectiveError
-            On every rank: gradients that could not be reduced, with their parameters and
-            ranks; all others are stored. After a timeout, or where a rank is gone, the group
-            is of no use any more.
+            On every rank, if gradients could not be reduced; it names their parameters and
+            ranks. All other gradients are stored. After a timeout or the end of a rank's process,
+            the group cannot be used any more.
 
         Examples
         --------
@@ -369,7 +372,7 @@ class FSDPBackwardHook:
                     self._report = BackwardReport(current.times, ended, current.session.events)
 
     def _add_missing(self, current: BackwardPass) -> None:
-        """Add what earlier passes in `no_sync` left of gradients that this pass did not make."""
+        """Add the sums from `no_sync` of gradients that this pass did not compute."""
         hooks = self._module_hooks
         for name in [name for name in self._plan.units if name not in current.arrived]:
             gradient, on_failure = None, None
@@ -381,17 +384,17 @@ class FSDPBackwardHook:
             hooks.unsent.clear()
 
     def report(self) -> BackwardReport:
-        """Tell when the gradients of the last backward pass came and were reduced.
+        """Return when the gradients of the last backward pass arrived and were reduced.
 
         Returns
         -------
         BackwardReport
-            A table, for people and notebooks.
+            Printed as a table, in notebooks too.
 
         Raises
         ------
         ValueError
-            Nothing was recorded: pass ``record=True`` to `FSDP`, and run a backward pass.
+            If nothing was recorded: pass ``record=True`` to `FSDP`, and run a backward pass.
 
         Examples
         --------
@@ -411,9 +414,9 @@ class FSDPBackwardHook:
         Parameters
         ----------
         unit : FSDPShardingUnit
-            Of the parameter.
+            The unit of the parameter.
         full_gradient : array or torch.Tensor
-            Of the parameter's shape and dtype.
+            The full gradient, with the parameter's shape and dtype.
 
         Returns
         -------
@@ -423,7 +426,7 @@ class FSDPBackwardHook:
         Raises
         ------
         CollectiveError
-            On every rank, where one has no gradient or one that does not fit.
+            On every rank, if a rank has no gradient, or one that does not fit the unit.
 
         Examples
         --------
@@ -443,24 +446,25 @@ class FSDPBackwardHook:
         sharding_units: Mapping[str, FSDPShardingUnit],
         full_gradients: Mapping[str, Any],
     ) -> None:
-        """Reduce gradients together, and store this rank's parts in their units.
+        """Reduce several gradients together, and store this rank's parts in their units.
 
         Parameters
         ----------
         sharding_units : dict of str to FSDPShardingUnit
-            By parameter.
+            Units by parameter name.
         full_gradients : dict of str to array or torch.Tensor
-            By parameter, in any order. Nothing is done where either dict is empty or None.
+            Gradients by parameter name, in any order. If either dict is empty or None, the call
+            does nothing.
 
         Raises
         ------
         CollectiveError
-            On every rank: a gradient is missing, has no unit, does not fit its unit, differs
-            between ranks, or is not finite. All others are stored.
+            On every rank, if a gradient is missing, has no unit, does not fit its unit, differs
+            between ranks, or is not finite. All other gradients are stored.
         GradientNamesError
-            The names of the two dicts differ on this rank; a `CollectiveError` and a
-            `ValueError`. A group of one rank stores nothing. With several ranks the other
-            gradients are stored, since those ranks wait for them.
+            If the names of the two dicts differ on this rank. A subclass of `CollectiveError` and
+            `ValueError`. A group of one rank stores nothing. A larger group stores the other
+            gradients, because the other ranks wait for them.
 
         Examples
         --------
@@ -477,7 +481,7 @@ class FSDPBackwardHook:
         sharding_units: Mapping[str, FSDPShardingUnit],
         full_gradients: Mapping[str, Any],
     ) -> None:
-        """Do the work of `scatter_multiple` in a thread, while the event loop goes on.
+        """Run `scatter_multiple` in a thread without blocking the event loop.
 
         Parameters
         ----------
@@ -491,9 +495,9 @@ class FSDPBackwardHook:
 
         Notes
         -----
-        Calls that overlap take place one after the other, in the order in which they were
-        awaited first; that must be the same on all ranks. One that is cancelled takes place all
-        the same, since the other ranks wait for it.
+        Concurrent calls run one after the other, in the order of their first await. That order
+        must be equal on all ranks. A cancelled call still runs, because the other ranks wait for
+        it.
 
         Examples
         --------
@@ -522,19 +526,20 @@ class FSDPBackwardHook:
         sharding_units: Mapping[str, FSDPShardingUnit],
         new_gradients: Mapping[str, Any],
     ) -> None:
-        """Add local gradients to those that are there; the first one is copied.
+        """Add gradients to the local gradients; a unit without one gets a copy.
 
         Parameters
         ----------
         sharding_units : dict of str to FSDPShardingUnit
-            By parameter.
+            Units by parameter name.
         new_gradients : dict of str to array or torch.Tensor
-            Of the shape and dtype of the local gradients; units without one are left alone.
+            Parts with the shape and dtype of the local gradients. Units without an entry are
+            unchanged.
 
         Raises
         ------
         CompatibilityError
-            A shape or dtype differs from what is there: nothing was changed.
+            If a shape or dtype differs from the local gradient's. No gradient is changed.
 
         Examples
         --------
@@ -562,12 +567,12 @@ class FSDPBackwardHook:
                 sharding_units[name].local_gradient = copied(new_gradients[name])
 
     def clear_gradients(self, sharding_units: Mapping[str, FSDPShardingUnit]) -> None:
-        """Fill the local gradients that are there with zeros.
+        """Fill the existing local gradients with zeros.
 
         Parameters
         ----------
         sharding_units : dict of str to FSDPShardingUnit
-            By parameter.
+            Units by parameter name.
 
         Examples
         --------
@@ -594,34 +599,32 @@ class FSDPBackwardHook:
         unreduced: Mapping[str, Any] | None = None,
         atol: float = 1e-5,
     ) -> GradientReport:
-        """Compare the local gradients with what they should be.
+        """Compare the local gradients with their expected values.
 
         Parameters
         ----------
         sharding_units : dict of str to FSDPShardingUnit
-            By parameter.
+            Units by parameter name.
         full_gradients : dict of str to array or torch.Tensor, optional
-            The reduced full gradients, as far as they are to be compared. No other rank is
-            asked.
+            The reduced full gradients of the parameters to compare. Needs no communication.
         unreduced : dict of str to array or torch.Tensor, optional
-            This rank's own full gradients, before they were reduced, in the place of
-            `full_gradients`: then all ranks must call this, and no rank needs a reduced one.
-            Each compares the sum of its part with what the ranks had for it, every element
-            with a sign that a hash of its place gives. Sums and means only.
+            This rank's own full gradients before the reduction, instead of `full_gradients`.
+            All ranks must make this call; no rank needs a reduced full gradient. Each rank
+            compares a signed sum of its local part with the same sum over all ranks' gradients;
+            the sign of an element is a hash of its index. For sums and means only.
         atol : float, default 1e-5
-            How much an element may differ. Pass more where gradients are compressed.
+            Largest difference of an element. Pass a larger value if gradients are compressed.
 
         Returns
         -------
         GradientReport
-            True where all is well. NaN never is.
+            True if all gradients match, or if there is nothing to compare. NaN never matches.
 
         Raises
         ------
         ValueError
-            Both dicts of gradients were passed, `atol` is negative or NaN, or there is nothing
-            to compare minima and maxima by. Neither dict, or one that is empty, is well, as
-            the specification has it.
+            If both dicts of gradients are passed, if `atol` is negative or NaN, or if
+            `unreduced` is passed for minima or maxima.
 
         Examples
         --------
@@ -652,10 +655,10 @@ class FSDPBackwardHook:
         return compare_sums(self._fsdp, sharding_units or {}, unreduced, atol)
 
     def close(self) -> None:
-        """Take the hooks off the model; closing again does nothing.
+        """Remove the hooks from the model; later calls do nothing.
 
-        A backward pass that has not ended is given up, and leaves no local gradients. Ranks
-        that go on with it hear so as soon as this one reduces something else.
+        A backward pass that has not ended is abandoned and leaves no local gradients. Other ranks
+        that continue it raise an error when this rank reduces something else.
 
         Examples
         --------
@@ -676,7 +679,7 @@ class FSDPBackwardHook:
 
 
 def _is_empty(name: str, gradients: Any) -> bool:
-    """Return whether there are no gradients; raise TypeError if this is not a dict."""
+    """Return whether `gradients` is None or empty; raise TypeError if it is not a dict."""
     if gradients is None:
         return True
     if not hasattr(gradients, "items"):
@@ -699,10 +702,10 @@ def _check_local(unit: FSDPShardingUnit, gradient: Any) -> None:
         ("dtype", dtype_name(gradient), dtype),
     ):
         if got != expected:
-            raise _misfit(unit.parameter_name, what, got, expected)
+            raise _mismatch_error(unit.parameter_name, what, got, expected)
 
 
-def _misfit(name: str, what: str, got: str, expected: str) -> CompatibilityError:
+def _mismatch_error(name: str, what: str, got: str, expected: str) -> CompatibilityError:
     error = CompatibilityError(f"{name}: the new gradient has {what} {got}, expected {expected}")
     error.name, error.got, error.expected = name, got, expected
     return error

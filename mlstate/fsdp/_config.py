@@ -1,4 +1,4 @@
-"""Who reduces gradients with whom, and how; public through `mlstate.fsdp`."""
+"""The ranks and settings of gradient reduction; public through `mlstate.fsdp`."""
 
 from __future__ import annotations
 
@@ -16,51 +16,52 @@ from ._unit import dtype_text
 
 @set_module("mlstate.fsdp")
 class FSDP:
-    """The ranks that share the gradients of a model, and how they reduce them.
+    """The ranks that share the gradients of a model, and their reduction settings.
 
     Parameters
     ----------
     process_group : ProcessGroup
-        The ranks; `mlstate.collectives` and `mlstate.integrations` have engines.
+        The ranks. `mlstate.collectives` and `mlstate.integrations` provide groups.
     op : {"sum", "mean", "min", "max"}, default "sum"
-        How gradients of the ranks become one.
+        The reduction over ranks.
     gradient_divide_factor : float, optional
-        What sums are divided by, in float32 or wider and before they are rounded. Default: 1,
-        and the number of ranks for ``"mean"``.
+        Divisor of the sums, applied in float32 or wider before rounding. Default: 1, or the
+        number of ranks for ``"mean"``.
     reduce_dtype : {"float32"}, optional
-        Keep sums of 16- and 8-bit floats in float32, in which they are made. Default: round
-        them once, to the parameter's dtype.
+        Keep sums of 16- and 8-bit floats in float32, the dtype of the computation. Default:
+        round them once, to the parameter's dtype.
     bucket_bytes : int, default 25 MiB
-        Gradients are reduced together until there are so many bytes of them; 0 reduces each by
-        itself. Sums have the same bits whatever it is.
+        Gradients are collected until they have this size, then reduced together. 0 reduces each
+        gradient separately. The sums have the same bits for any value.
     nonfinite : {"error", "allow"}, default "error"
-        Whether NaN and infinity in a sum are an error, on every rank. Allow them where a
+        Whether NaN or infinity in a sum raises an error on every rank. Use ``"allow"`` if a
         gradient scaler looks for them.
     allow_unused : bool, default False
-        Take parameters without gradients as if these were zero.
+        Treat missing gradients as zeros.
     compression : {"float16", "bfloat16", "int8"}, optional
-        Let float32 gradients travel as these, ``"int8"`` with a scale for each 256 elements.
-        What is lost of an element is added to it in the next step (error feedback), for
-        which each unit keeps a full array of float32 (`FSDPShardingUnit.residual`). For
-        connections that are slower than memory; sums of float32 only.
+        Send float32 gradients in this dtype; ``"int8"`` has a scale for each 256 elements.
+        The rounding error of an element is added to it in the next step (error feedback). For
+        that, each unit keeps a full float32 array (`FSDPShardingUnit.residual`). Useful if the
+        network is slower than memory. For sums and means of float32 only.
     timeout : float, optional
-        Seconds for each operation. Default: the group's own.
+        Timeout of each operation in seconds. Default: the group's timeout.
     record : bool, default False
-        Note when each gradient and each bucket came and went, for
+        Record when each gradient arrives and each bucket is reduced, for
         `FSDPBackwardHook.report`.
 
     Raises
     ------
     TypeError
-        `process_group` is none, or `bucket_bytes` no int.
+        If `process_group` is not a process group, or `bucket_bytes` is not an int.
     ValueError
-        An argument makes no sense.
+        If another argument is invalid.
 
     Notes
     -----
-    All ranks must pass the same; before each bucket, or before several that all have ready, they
-    compare 64 bytes that stand for what they are about to reduce and how, so that another shape,
-    dtype, order or setting on one rank is an error on all, which names it.
+    All ranks must pass the same settings. Before each bucket, or before several buckets that are
+    ready on all ranks, the ranks compare 64-byte headers that describe the gradients and the
+    settings. If a shape, dtype, order or setting differs on one rank, every rank raises an error
+    that names it.
 
     Examples
     --------
@@ -139,17 +140,17 @@ class FSDP:
 
     @property
     def op(self) -> str:
-        """How gradients become one: sum, mean, min or max."""
+        """The reduction over ranks: sum, mean, min or max."""
         return self._op
 
     @property
     def divisor(self) -> float:
-        """What sums are divided by."""
+        """Divisor of the sums."""
         return self._terms.divisor
 
     @property
     def timeout(self) -> float | None:
-        """Seconds for each operation; None for the group's own."""
+        """Timeout of each operation in seconds; None for the group's timeout."""
         return self._timeout
 
     @property

@@ -1,8 +1,9 @@
-"""The consistency check: ranks compare what they are about to reduce before they reduce it.
+"""The consistency check: ranks compare their next buckets before they reduce them.
 
-Each rank sends a header of 64 bytes: a digest of its next bucket, how many buckets it has ready,
-and whether the sums since the last header are finite. All ranks see all headers, so all decide
-alike. If the headers differ, a second and longer exchange finds the rank and the parameter.
+Each rank sends a header of 64 bytes: a digest of its next bucket, the number of buckets that it
+has ready, and the number of non-finite elements since the last header. All ranks receive all
+headers, so all decide alike. If the headers differ, a second, longer exchange finds the rank and
+the parameter.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ if TYPE_CHECKING:
 
 _MAGIC = b"mlsg"
 _HEADER = struct.Struct("<4sHQ16sQdH16s")  # 64 bytes
-_MAX_READY = 0xFFFF  # of the header's 16 bits
+_MAX_READY = 0xFFFF  # limit of a 16-bit field
 
 REFUSED = 1  # this rank cannot take part with all of its gradients
 ENDED = 2  # this rank has nothing more to reduce
 
 
 class Header(NamedTuple):
-    """What a rank is about to reduce, and the result of its last buckets.
+    """A rank's next bucket, and the result of its last buckets.
 
     Attributes
     ----------
@@ -35,15 +36,15 @@ class Header(NamedTuple):
     sequence : int
         Number of the bucket.
     digest : bytes
-        Of the parameters with their shapes and dtypes, and of the settings.
+        Digest of the parameters' names, shapes and dtypes, and of the settings.
     nonfinite : int
-        Infinite or NaN elements of the sums on this rank since its last header.
+        Infinite or NaN elements in this rank's sums since its last header.
     waited : float
-        Seconds that this rank waited for the others with its last header.
+        Seconds that this rank waited for the others at its last header.
     ready : int
         Number of buckets that this rank has ready.
     plan : bytes
-        Digest of all buckets of the session; empty if the later ones are not known.
+        Digest of all buckets of the session; empty if later buckets are unknown.
     """
 
     flags: int
@@ -60,28 +61,28 @@ class Header(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> Header | None:
-        """Return the header in some bytes, or None if they are not a header."""
+        """Return the header in `data`, or None if `data` is not a header."""
         if len(data) != _HEADER.size or data[:4] != _MAGIC:
             return None
         return cls(*_HEADER.unpack(data)[1:])
 
 
 def digest_of(facts: Iterable[str], settings: str) -> bytes:
-    """Return a digest of 16 bytes of parameters and of how they are reduced."""
+    """Return a 16-byte digest of parameters and reduction settings."""
     from hashlib import blake2b
 
     return blake2b("\n".join([settings, *facts]).encode(), digest_size=16).digest()
 
 
 def settings_text(settings: Mapping[str, Any]) -> str:
-    """Write settings as they are passed: ``op=sum, bucket_bytes=0``."""
+    """Return settings as text: ``op=sum, bucket_bytes=0``."""
     return ", ".join([f"{name}={value}" for name, value in settings.items()])
 
 
 class ConsistencyCheck:
     """The headers of one reduction session.
 
-    `settings` are those that must be equal on all ranks, by their names in an error.
+    `settings` must be equal on all ranks. Their keys appear in errors.
     """
 
     def __init__(self, group: Any, timeout: float | None, settings: Mapping[str, Any]) -> None:
@@ -102,11 +103,11 @@ class ConsistencyCheck:
         plan: bytes = b"",
         pack: Callable[[], Any] | None = None,
     ) -> tuple[list[Header], int]:
-        """Exchange headers before a bucket with these `facts` of its parameters.
+        """Exchange headers before a bucket; `facts` describe its parameters.
 
-        Also return how many buckets all ranks reduce now: 0 if they disagree on the first one,
-        more than one if all have these ready and the same plan. If the group can send without
-        this thread, it calls `pack` meanwhile.
+        Returns the headers, and how many buckets all ranks reduce now: 0 if they disagree on
+        the first one, more than one if all ranks have these ready and have equal plans. If the
+        group can exchange bytes without this thread, `pack` runs meanwhile.
         """
         digest = digest_of(facts, settings_text({**self._settings, **settings}))
         flags = REFUSED if is_refused else 0
@@ -120,7 +121,7 @@ class ConsistencyCheck:
         return headers, min([other.ready for other in headers])
 
     def exchange_end(self, nonfinite: int) -> tuple[list[Header], bool]:
-        """Exchange headers after the last bucket; also return whether all ranks have ended."""
+        """Exchange headers after the last bucket; return them, and whether all ranks have ended."""
         header = Header(ENDED, self.sequence, b"", nonfinite, self._waited)
         headers = self._exchange(header, None)
         return headers, all(other.flags & ENDED for other in headers)
@@ -128,13 +129,13 @@ class ConsistencyCheck:
     def find_failures(
         self, entries: Sequence[Sequence[str]], settings: Mapping[str, Any], *, has_ended: bool
     ) -> Result:
-        """Find with all ranks where they differ.
+        """Exchange descriptions with all ranks and return the parameters that differ.
 
-        `entries` are what this rank is about to reduce: (name, fact, problem) of each parameter.
+        `entries` describe this rank's next gradients: (name, fact, problem) of each parameter.
         """
         settings = {} if has_ended else {**self._settings, **settings}
         text = json.dumps([self.sequence, settings, has_ended, entries])
-        return _compare(self._group.gather_bytes(text.encode(), timeout=self._timeout))
+        return _compare_descriptions(self._group.gather_bytes(text.encode(), timeout=self._timeout))
 
     def _exchange(self, header: Header, pack: Callable[[], Any] | None) -> list[Header]:
         began = perf_counter()
@@ -172,22 +173,22 @@ class ConsistencyCheck:
 
 
 class Result(NamedTuple):
-    """What follows from the descriptions of all ranks: the same on each.
+    """Result of comparing the descriptions of all ranks; equal on every rank.
 
     Attributes
     ----------
     good : list of str
-        Parameters that every rank has and describes alike, in the order of the first rank.
+        Parameters with equal descriptions on all ranks, in the order of the first rank.
     failures : dict of str to tuple of (int or None, str)
-        The rank to blame, and what is wrong, by parameter.
+        By parameter: the rank at fault if known, and the reason.
     """
 
     good: list[str]
     failures: dict[str, tuple[int | None, str]]
 
 
-def _differing(facts: dict[int, str], what: str) -> tuple[int | None, str]:
-    """Return the rank to blame, if only one rank differs, and what each rank has."""
+def _describe_difference(facts: dict[int, str], what: str) -> tuple[int | None, str]:
+    """Return the rank at fault, if exactly one rank differs, and a text with each rank's fact."""
     groups: dict[str, list[int]] = {}
     for rank, fact in facts.items():
         groups.setdefault(fact, []).append(rank)
@@ -198,10 +199,10 @@ def _differing(facts: dict[int, str], what: str) -> tuple[int | None, str]:
 
 
 def _common_failure(described: Sequence[Any]) -> tuple[int | None, str] | None:
-    """Return what makes every gradient fail: the ranks' settings or places differ."""
+    """Return a failure of all gradients, if settings or sequence numbers of ranks differ."""
     places = {rank: f"bucket {of[0]}" for rank, of in enumerate(described)}
     if len(set(places.values())) > 1:
-        return _differing(places, "ranks are at different places of a run")
+        return _describe_difference(places, "ranks are at different places of a run")
     given = {rank: of[1] for rank, of in enumerate(described) if not of[2]}
     names = {name for settings in given.values() for name in settings}
     equal = {name for name in names if len({str(of.get(name)) for of in given.values()}) == 1}
@@ -211,11 +212,11 @@ def _common_failure(described: Sequence[Any]) -> tuple[int | None, str] | None:
         rank: settings_text({name: of[name] for name in of if name not in equal})
         for rank, of in given.items()
     }
-    return _differing(texts, "ranks have other settings of FSDP")
+    return _describe_difference(texts, "ranks have other settings of FSDP")
 
 
-def _compare(texts: Sequence[bytes]) -> Result:
-    """Compare the descriptions of all ranks, and return which parameters can be reduced."""
+def _compare_descriptions(texts: Sequence[bytes]) -> Result:
+    """Compare the descriptions of all ranks; return the good parameters and the failures."""
     described: list[Any] = [json.loads(text) for text in texts]
     ranks = range(len(described))
     in_all = _common_failure(described)
@@ -237,15 +238,15 @@ def _compare(texts: Sequence[bytes]) -> Result:
                 "; ".join(f"rank {rank}: {what}" for rank, what in wrong),
             )
         elif absent:
-            doing = "; ".join(_other_work(rank, described[rank]) for rank in absent)
+            doing = "; ".join(_describe_work(rank, described[rank]) for rank in absent)
             failures[name] = (absent[0], f"missing on {ranks_text(absent)} ({doing})")
         elif len(set(facts.values())) > 1:
-            failures[name] = _differing(facts, "ranks do not reduce the same")
+            failures[name] = _describe_difference(facts, "ranks do not reduce the same")
     return Result([name for name in names if name not in failures], failures)
 
 
-def _other_work(rank: int, described: Any) -> str:
-    """Write what a rank does that lacks a parameter."""
+def _describe_work(rank: int, described: Any) -> str:
+    """Return a text about the current work of a rank that lacks a parameter."""
     sequence, _, has_ended, listed = described
     if has_ended:
         return f"rank {rank} has ended after {sequence} buckets"
@@ -254,5 +255,5 @@ def _other_work(rank: int, described: Any) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Write ranks: ``rank 1``, ``ranks 0, 2``."""
+    """Return ranks as text: ``rank 1``, ``ranks 0, 2``."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,4 +1,4 @@
-"""What is done to gradients in place, of either kind: in C for those in main memory."""
+"""In-place operations on NumPy and torch gradients; the C core handles those in main memory."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
 
 
 def on_host(gradient: Any) -> bool:
-    """Whether the core reaches a gradient."""
+    """Return whether the core can access a gradient's memory."""
     return bool(gradient.is_cpu) if is_torch(gradient) else True
 
 
 def place(gradient: Any) -> str:
-    """Say whose memory a gradient lies in."""
+    """Return the kind and device of a gradient, for error messages."""
     return f"torch, {gradient.device}" if is_torch(gradient) else "NumPy"
 
 
 def plain(gradient: Any) -> Any:
-    """Return a gradient without autograd's record, and a scalar of NumPy as an array."""
+    """Return a detached tensor; a NumPy scalar becomes an array."""
     if is_torch(gradient):
         return gradient.detach()
     return np.asarray(gradient) if isinstance(gradient, np.generic) else gradient
 
 
 def packed(gradient: Any) -> Any:
-    """Return the gradient itself if it lies packed, else a packed copy."""
+    """Return the gradient itself if it is contiguous, aligned and native, else a packed copy."""
     if is_torch(gradient):
         alone = gradient.detach() if gradient.requires_grad else gradient
         return alone if alone.is_contiguous() else alone.contiguous()
@@ -43,9 +43,9 @@ def packed(gradient: Any) -> Any:
 
 
 def memory_of(gradient: Any) -> Any:
-    """Return a tensor's memory as an array where NumPy has its dtype: the core takes it sooner.
+    """Return a tensor's memory as an array, if NumPy has its dtype; else the tensor.
 
-    The tensor has no record of autograd's.
+    The core reads arrays faster. The tensor must not require gradients.
     """
     if not is_torch(gradient):
         return gradient
@@ -62,7 +62,7 @@ def memory_of(gradient: Any) -> Any:
 
 @cache
 def _bfloat16() -> Any:
-    """Return NumPy's dtype for bfloat16, None where ml_dtypes is not installed."""
+    """Return NumPy's dtype for bfloat16, or None if ml_dtypes is not installed."""
     try:
         import ml_dtypes
     except ImportError:
@@ -71,12 +71,12 @@ def _bfloat16() -> Any:
 
 
 def copied(gradient: Any) -> Any:
-    """Return a copy that is nobody else's."""
+    """Return a copy that shares no memory."""
     return gradient.detach().clone() if is_torch(gradient) else np.array(gradient)
 
 
 def _divide(gradients: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return those that the core reaches, and the others."""
+    """Return the gradients in main memory, and the others."""
     near = {name: plain(array) for name, array in gradients.items() if on_host(array)}
     far = {name: plain(array) for name, array in gradients.items() if name not in near}
     return near, far
@@ -94,7 +94,7 @@ def add(targets: Mapping[str, Any], gradients: Mapping[str, Any]) -> None:
 
 
 class LocalSums:
-    """Gradients that this rank adds up before they are reduced, by parameter."""
+    """Gradients that this rank accumulates before they are reduced, by parameter."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Any] = {}
@@ -110,13 +110,13 @@ class LocalSums:
             self._sums[name] = copied(gradient)
 
     def take(self, name: str, gradient: Any) -> tuple[Any, str]:
-        """Remove a sum; return it with the last gradient added, and an error's text or ""."""
+        """Remove a sum; return it plus the last gradient, and an error text or ""."""
         total = self._sums.pop(name, None)
         if total is None or gradient is None:
             return gradient if total is None else total, ""
         try:
             add({name: total}, {name: gradient})
-        except Exception as error:  # all ranks, which wait for this gradient, raise it
+        except Exception as error:  # all ranks raise it: they wait for this gradient
             return None, f"{type(error).__name__}: {error}"
         return total, ""
 
@@ -135,7 +135,7 @@ def clear(gradients: Mapping[str, Any]) -> None:
 
 
 def scale(gradients: Mapping[str, Any], factor: float) -> None:
-    """Multiply gradients."""
+    """Multiply gradients by a factor."""
     near, far = _divide(gradients)
     if near:
         _core.scale(list(near), list(near.values()), factor)
@@ -144,7 +144,7 @@ def scale(gradients: Mapping[str, Any], factor: float) -> None:
 
 
 def tallies(gradients: Mapping[str, Any]) -> dict[str, tuple[float, int]]:
-    """Return the sum of squares of each gradient, and how many elements are not finite."""
+    """Return the sum of squares and the number of non-finite elements of each gradient."""
     near, far = _divide(gradients)
     found = (
         dict(zip(near, _core.tally(list(near), list(near.values())), strict=True)) if near else {}
@@ -155,7 +155,7 @@ def tallies(gradients: Mapping[str, Any]) -> dict[str, tuple[float, int]]:
 
 
 def squares_in_order(found: Iterable[tuple[float, int]]) -> float:
-    """Add up sums of squares in their order: the same bits wherever that is done."""
+    """Add sums of squares in the given order, so that the bits are equal on every Python."""
     total = 0.0
     for squares, _ in found:
         total += squares

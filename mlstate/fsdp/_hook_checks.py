@@ -1,4 +1,4 @@
-"""Which parameters have hooks, and the hooks on a model that is not a torch module."""
+"""The parameters that have hooks, and hooks on models that are not torch modules."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping
 
-_lock = threading.Lock()  # of `_live`
+_lock = threading.Lock()  # protects `_live`
 _live: weakref.WeakSet[Hooks] = weakref.WeakSet()
 
 
 class Hooks:
     """The hooks of one `FSDPBackwardHook` on a model.
 
-    Raises ValueError if another object has a hook on one of the parameters. `names` has their
-    names by a key that is the same for all objects.
+    Raises ValueError if another object has a hook on one of the parameters. `names` maps keys
+    to parameter names. The key of a parameter is the same for all `FSDPBackwardHook` objects.
     """
 
     def __init__(self, names: Mapping[Hashable, str]) -> None:
@@ -36,7 +36,7 @@ class Hooks:
             _live.add(self)
 
     def remove(self) -> None:
-        """Take the hooks off the model, as far as it can."""
+        """Remove the hooks from the model, if it supports removal."""
         for handle in self._handles:
             handle.remove()
         with _lock:
@@ -44,7 +44,7 @@ class Hooks:
 
 
 def live_hooks() -> list[Hooks]:
-    """Return the hooks of all models."""
+    """Return the hooks on all models."""
     with _lock:
         return list(_live)
 
@@ -52,14 +52,14 @@ def live_hooks() -> list[Hooks]:
 class ModelHooks(Hooks):
     """Hooks on an object with ``register_backward_hook``.
 
-    They call `scatter` with a parameter's name and its gradient, and return this rank's part.
+    They call `scatter` with a parameter's name and gradient, and return this rank's part.
     """
 
     def __init__(
         self, model: Any, names: Iterable[str], scatter: Callable[[str, Any], Any]
     ) -> None:
         super().__init__({(id(model), name): name for name in names})
-        self._model = model  # so that no other object gets its id
+        self._model = model  # keeps the id from being reused
         for name in names:
             handle = model.register_backward_hook(name, partial(scatter, name))
             if hasattr(handle, "remove"):
@@ -68,7 +68,7 @@ class ModelHooks(Hooks):
 
 
 def check_gradients(gradients: str, is_module: bool, keeps_others: bool) -> None:
-    """Raise ValueError if `gradients` is unknown, or contradicts the other arguments."""
+    """Raise ValueError if `gradients` is unknown or contradicts the other arguments."""
     if gradients not in ("shard", "full"):
         raise ValueError(f"gradients must be 'shard' or 'full', got {gradients!r}")
     if gradients == "shard":

@@ -20,20 +20,20 @@ class ReduceScatterOperation:
     group : ProcessGroup
         The ranks.
     shape : iterable of int
-        Of the full gradient.
+        Shape of the full gradient.
     dtype : dtype or str
-        Of the gradient.
+        Dtype of the gradient.
     shard_index : int
-        Which part this rank keeps: its rank.
+        Index of the part that this rank keeps: its rank.
     op : {"sum", "mean", "min", "max"}, default "sum"
-        How gradients become one.
+        The reduction over ranks.
     layout : {"flat", "rows"}, default "flat"
-        As for `FSDPShardingUnit`.
+        See `FSDPShardingUnit`.
 
     Raises
     ------
     ValueError
-        The shard is not that of this rank, or an argument makes no sense.
+        If `shard_index` is not this rank, or another argument is invalid.
 
     Examples
     --------
@@ -67,7 +67,7 @@ class ReduceScatterOperation:
         self.close()
 
     def close(self) -> None:
-        """Let go of the operation's buffers; the group stays open. Closing again does nothing.
+        """Free the operation's buffers; the group stays open. Later calls do nothing.
 
         Examples
         --------
@@ -82,24 +82,25 @@ class ReduceScatterOperation:
         self._reductions.reducer.drop_buffers()
 
     def reduce_scatter(self, full_gradient: Any) -> Any:
-        """Reduce the gradients of all ranks, and return this rank's part.
+        """Reduce the gradients of all ranks and return this rank's part.
 
         Parameters
         ----------
         full_gradient : array or torch.Tensor
-            Of the operation's shape and dtype. One that is not contiguous is copied.
+            The full gradient, with the operation's shape and dtype. A non-contiguous one is
+            copied.
 
         Returns
         -------
         array or torch.Tensor
-            New, of the kind of the gradient.
+            A new array or tensor, of the gradient's kind.
 
         Raises
         ------
         CollectiveError
-            On every rank, where one of them passes what does not fit, or what is not finite.
+            On every rank, if the gradient of a rank does not fit, or the result is not finite.
         ValueError
-            The operation is closed.
+            If the operation is closed.
 
         Examples
         --------

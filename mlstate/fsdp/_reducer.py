@@ -20,27 +20,27 @@ if TYPE_CHECKING:
     from ._unit import FSDPShardingUnit
 
 Segment: TypeAlias = tuple[Any, tuple[int, ...], Any]  # gradient, elements by rank, output
-# the same, with the dtype and shape that the output must have
+# a segment with the dtype and shape that the output must have
 CheckedSegment: TypeAlias = tuple[Any, tuple[int, ...], Any, str, tuple[int, ...]]
 
 
 class Terms(NamedTuple):
-    """How gradients are reduced: the same on all ranks.
+    """Reduction terms of gradients; equal on all ranks.
 
     Attributes
     ----------
     op : str
         "sum", "min" or "max".
     divisor : float
-        Divides the sums.
+        Divisor of the sums.
     reduce_dtype : str
-        Dtype of the local gradients, empty for that of the full ones.
+        Dtype of the local gradients; empty: the dtype of the full ones.
     nonfinite : str
         "error" or "allow".
     accumulate : bool
         Whether sums are added to the local gradients.
     compression : str
-        Dtype in which elements are sent, empty for their own.
+        Dtype of the sent elements; empty: not compressed.
     """
 
     op: str = "sum"
@@ -52,12 +52,12 @@ class Terms(NamedTuple):
 
 
 class Entry:
-    """A gradient from its arrival to the stored shard.
+    """A gradient, from its arrival until its shard is stored.
 
     Parameters
     ----------
     unit : FSDPShardingUnit
-        The unit of its parameter.
+        Unit of the parameter.
     gradient : array or torch.Tensor or None
         The full gradient.
     problem : str
@@ -87,8 +87,8 @@ class Entry:
         self.unit = unit
         self.on_failure = on_failure
         self.out: Any = None
-        self.nonfinite = 0  # elements of the sum on this rank
-        # The core checks a common gradient faster than Python does.
+        self.nonfinite = 0  # non-finite elements in this rank's part of the sum
+        # Fast path: the core checks a common gradient faster than Python.
         self.is_plain = not problem and _core.bucket_fits(gradient, unit.dtype, unit.shape, False)
         if self.is_plain:
             self.gradient = self.source = gradient
@@ -100,17 +100,17 @@ class Entry:
 
     @property
     def bytes(self) -> int:
-        """Size of the full gradient."""
+        """Size of the full gradient in bytes."""
         return 0 if self.gradient is None else int(self.gradient.nbytes)
 
     def find_memory(self, terms: Terms) -> None:
-        """Pack the gradient if it is not, and choose the memory of the sum."""
+        """Pack the gradient if necessary, and choose the memory of the sum."""
         if self.problem:
             return
         try:
             if not self.is_plain:
                 self.source = packed(self.gradient)
-            self.out = _output(self.unit, self.gradient, terms)
+            self.out = _output_memory(self.unit, self.gradient, terms)
             if terms.accumulate:
                 _check_sum(self.unit.local_gradient, self.out)
             if terms.compression and not on_host(self.source):
@@ -121,13 +121,13 @@ class Entry:
             self.problem = f"{type(error).__name__}: {error}"
 
     def segment(self) -> Segment:
-        """Return the gradient and its output as the core takes them."""
+        """Return the gradient, its element counts and its output, as the core expects them."""
         if self.is_plain:
             return self.source, self.unit.counts, self.out
         return memory_of(self.source), self.unit.counts, memory_of(self.out)
 
     def store(self, *, accumulate: bool) -> None:
-        """Make the sum the local gradient, or add it to that; free the full gradient."""
+        """Store or add the sum as the local gradient; free the full gradient."""
         unit = self.unit
         if accumulate and unit.local_gradient is not None:
             add({unit.parameter_name: unit.local_gradient}, {unit.parameter_name: self.out})
@@ -136,7 +136,7 @@ class Entry:
         self.gradient = self.source = self.out = self.on_failure = None
 
     def fail(self) -> None:
-        """Leave no local gradient, not even that of an earlier step; free the full gradient."""
+        """Clear the local gradient, even of an earlier step; free the full gradient."""
         self.unit.local_gradient = None
         if self.on_failure is not None:
             self.on_failure()
@@ -149,11 +149,11 @@ class FullBucket(NamedTuple):
     Attributes
     ----------
     entries : list of Entry
-        Its gradients.
+        The gradients.
     terms : Terms
-        How they are reduced.
+        The reduction terms.
     since : float
-        When the last one arrived, by `time.perf_counter`; 0 if not recorded.
+        Arrival time of the last gradient, by `time.perf_counter`; 0 if not recorded.
     """
 
     entries: list[Entry]
@@ -165,14 +165,14 @@ class FullBucket(NamedTuple):
 
 
 def _is_dense_on_cpu(gradient: Any) -> bool:
-    """Return whether this is a dense tensor in main memory, and not of a subclass."""
+    """Return whether this is a dense CPU tensor, and not a subclass instance."""
     torch = sys.modules["torch"]
     return type(gradient) is torch.Tensor and gradient.is_cpu and gradient.layout is torch.strided
 
 
 def _find_problem(unit: FSDPShardingUnit, gradient: Any) -> str:
     """Return why a gradient does not fit its unit, or an empty string."""
-    like = unit.like  # torch compares its own shapes and dtypes faster than names
+    like = unit.like  # comparing torch shapes and dtypes is faster than comparing names
     is_common = like is not None and type(gradient) is type(like) and _is_dense_on_cpu(gradient)
     if is_common and gradient.shape == like.shape and gradient.dtype is like.dtype:
         return ""
@@ -193,8 +193,8 @@ def _find_problem(unit: FSDPShardingUnit, gradient: Any) -> str:
     return reason and f"the gradient is {reason}"
 
 
-def _output(unit: FSDPShardingUnit, gradient: Any, terms: Terms) -> Any:
-    """Return memory for the sum: the present local gradient if it fits, else new memory."""
+def _output_memory(unit: FSDPShardingUnit, gradient: Any, terms: Terms) -> Any:
+    """Return memory for the sum: the existing local gradient if it fits, else new memory."""
     name = terms.reduce_dtype or unit.dtype
     local = unit.local_gradient
     fits = (
@@ -217,7 +217,7 @@ def _output(unit: FSDPShardingUnit, gradient: Any, terms: Terms) -> Any:
 
 
 def _check_sum(local: Any, out: Any) -> None:
-    """Raise ValueError if a sum cannot be added to the local gradient."""
+    """Raise ValueError if the sum `out` cannot be added to the local gradient."""
     if local is None:
         return
     for what, got, expected in (
@@ -235,9 +235,9 @@ def _check_sum(local: Any, out: Any) -> None:
 
 
 class Reducer:
-    """Sums buckets over one group, and keeps the memory of the messages for the next one.
+    """Sums buckets over one group, and keeps message buffers for the next bucket.
 
-    The one open reduction session holds `lock`. A `timeout` of None is the group's own.
+    The open reduction session holds `lock`. A `timeout` of None means the group's timeout.
     """
 
     def __init__(self, group: Any, timeout: float | None) -> None:
@@ -245,19 +245,19 @@ class Reducer:
         self.timeout = timeout
         self.lock = threading.Lock()
         self._place = int(group.world_size), int(group.rank)
-        self._packed: tuple[list[int], int] | None = None  # of the message in `_send`
+        self._packed: tuple[list[int], int] | None = None  # sizes of the message in `_send`
         self.drop_buffers()
 
     def drop_buffers(self) -> None:
-        """Free the memory of messages; the next bucket allocates new memory."""
+        """Free the message buffers; the next bucket allocates new ones."""
         self._send = self._receive = self._own = np.empty(0, np.uint8)
         self._packed = None
 
     def prepare(self, buckets: Sequence[FullBucket]) -> list[Any]:
-        """Return the first bucket as the core takes it, and those after it that need no copies.
+        """Return core handles of the first bucket and of the following ones that need no copies.
 
-        None stands for a bucket that the core cannot reduce: an entry has a problem, or is not
-        in main memory. There are never copies of more than one bucket.
+        None replaces a bucket that the core cannot reduce: an entry has a problem, or is not
+        in main memory. At most one bucket is copied at a time.
         """
         self._packed = None
         prepared: list[Any] = []
@@ -271,7 +271,7 @@ class Reducer:
         return prepared
 
     def _prepare_bucket(self, entries: Sequence[Entry], terms: Terms) -> Any:
-        """Find memory for all entries; return them as the core takes them, or None."""
+        """Find memory for all entries; return the core's handle of the bucket, or None."""
         if not terms.accumulate and not terms.compression:
             handle = self._reuse_outputs(entries, terms)
             if handle is not None:
@@ -283,7 +283,7 @@ class Reducer:
         try:
             handle = self._handle(segments, terms)
             return handle if len(near) == len(entries) else None
-        except Exception:  # find the entry to blame: all ranks raise its error
+        except Exception:  # find the entry at fault: all ranks raise its error
             for entry, segment in zip(near, segments, strict=True):
                 try:
                     self._handle([segment], terms)
@@ -294,10 +294,10 @@ class Reducer:
         return None
 
     def _reuse_outputs(self, entries: Sequence[Entry], terms: Terms) -> Any:
-        """Return a bucket of plain gradients whose outputs are the local gradients.
+        """Return the handle of a bucket of plain gradients that reuses local gradients as outputs.
 
-        None if one of these is absent or does not fit. The core alone checks them, which is
-        faster than Python.
+        Returns None if a local gradient is absent or does not fit. Only the core checks them,
+        which is faster than Python.
         """
         segments: list[CheckedSegment] = []
         for entry in entries:
@@ -310,7 +310,7 @@ class Reducer:
             )
         try:
             handle = self._handle(segments, terms)
-        except Exception:  # `_prepare_bucket` finds out for each entry
+        except Exception:  # `_prepare_bucket` finds the entry at fault
             return None
         for entry, segment in zip(entries, segments, strict=True):
             entry.out = segment[2]
@@ -320,18 +320,18 @@ class Reducer:
         return _core.bucket(segments, *self._place, terms.op, terms.divisor)
 
     def pack(self, handle: Any) -> tuple[list[int], int]:
-        """Pack what the other ranks get of a prepared bucket, which must be the next one summed.
+        """Pack this rank's messages of a prepared bucket, which must be summed next.
 
-        Returns the bytes for each rank, and those that each other rank sends to this one.
+        Returns the bytes for each rank, and the bytes that each other rank sends to this one.
         """
         sizes, mine = _core.bucket_sizes(handle)
-        self._send = _at_least(self._send, sum(sizes))
+        self._send = _ensure_size(self._send, sum(sizes))
         _core.bucket_pack(handle, self._send)
         self._packed = sizes, mine
         return self._packed
 
     def sum_bucket(self, bucket: FullBucket, handle: Any) -> None:
-        """Reduce a prepared bucket into the outputs, on all ranks at once."""
+        """Reduce a prepared bucket into its outputs, together with all ranks."""
         entries, terms, _ = bucket
         if handle is None:
             reduce_on_device = backend_named("torch").reduce_on_device
@@ -351,21 +351,21 @@ class Reducer:
     def _sum_compressed(
         self, handle: Any, entries: list[Entry], compression: str
     ) -> list[tuple[float, int]]:
-        """Reduce gradients that are sent in fewer bytes."""
+        """Reduce gradients that are sent compressed."""
         sizes, mine = _core.bucket_wire_sizes(handle, compression)
-        self._send = _at_least(self._send, sum(sizes))
-        self._own = _at_least(self._own, mine)
+        self._send = _ensure_size(self._send, sum(sizes))
+        self._own = _ensure_size(self._own, mine)
         residuals = tuple(entry.unit.residual() for entry in entries)
         _core.bucket_wire_pack(handle, compression, residuals, self._send, self._own)
         self._exchange_parts(sizes, mine)
         return _core.bucket_wire_reduce(handle, compression, self._own, self._receive)
 
     def _exchange_parts(self, sizes: list[int], mine: int) -> None:
-        """Send each rank its packed part, and receive this rank's parts from all others."""
+        """Send each rank its packed part, and receive this rank's part from each of them."""
         world_size, rank = self._place
         expected = [mine] * world_size
         expected[rank] = 0
-        self._receive = _at_least(self._receive, sum(expected))
+        self._receive = _ensure_size(self._receive, sum(expected))
         if world_size > 1:
             self.group.all_to_all(
                 self._send[: sum(sizes)],
@@ -376,6 +376,6 @@ class Reducer:
             )
 
 
-def _at_least(buffer: Any, size: int) -> Any:
-    """Return a buffer of that many bytes or more."""
+def _ensure_size(buffer: Any, size: int) -> Any:
+    """Return `buffer` if it has at least `size` bytes, else a new buffer."""
     return buffer if len(buffer) >= size else np.empty(size, np.uint8)

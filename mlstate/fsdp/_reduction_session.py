@@ -1,8 +1,9 @@
 """Reduction sessions: buckets that all ranks reduce in the same order, and a common end.
 
-Before each bucket, or before all that every rank has ready, the ranks compare headers (see
-`_guard`). After the last one they do so once more. So all ranks know what failed on one of them,
-and a bad gradient does not keep the others from being reduced.
+Before each bucket, or before several buckets that all ranks have ready, the ranks exchange
+headers (see `_consistency_check`). They exchange headers once more after the last bucket. So all
+ranks learn of a failure on one rank, and a bad gradient does not prevent the reduction of the
+others.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from ._consistency_check import Header
 
 _SHOWN = 5  # failures that an error lists
-# Full gradients are kept until the next header says whether all sums are finite, so one header
-# stands for this many buckets at most.
+# Full gradients are kept until the next header confirms that all sums are finite. This limit on
+# buckets per header bounds their memory.
 _BUCKETS_PER_HEADER = 4
 _THREAD_BYTES = 1 << 20  # a smaller last bucket is reduced at the end, without the thread
 
@@ -37,9 +38,9 @@ _THREAD_BYTES = 1 << 20  # a smaller last bucket is reduced at the end, without 
 class ReductionSession:
     """The buckets of one backward pass, or of one call with several gradients.
 
-    A reducer has one open session at a time: opening raises CollectiveError if there is
-    another, and `close` must follow in any case. `settings` are those that must be equal on all
-    ranks, by their names in an error. `record` keeps the times of buckets in `events`.
+    A reducer has at most one open session: opening another raises CollectiveError. The caller
+    must call `close`, also after errors. `settings` must be equal on all ranks; their keys appear
+    in errors. With `record`, `events` has the times of buckets.
     """
 
     def __init__(
@@ -54,14 +55,14 @@ class ReductionSession:
             )
         self._reducer = reducer
         self._check = ConsistencyCheck(reducer.group, reducer.timeout, settings)
-        self._pending: list[Entry] = []  # sums that may not be finite on another rank
+        self._pending: list[Entry] = []  # sums not yet confirmed as finite on all ranks
         self._pending_terms = Terms()
         self._failures: dict[str, tuple[int | None, str]] = {}
         self._error: BaseException | None = None  # after it, ranks may be out of step
         self.events: list[Bucket] | None = [] if record else None
 
     def close(self) -> None:
-        """Release the reducer; sums that no header has confirmed are lost."""
+        """Release the reducer; sums that no header has confirmed fail."""
         for entry in self._pending:
             entry.fail()
         self._pending = []
@@ -72,14 +73,14 @@ class ReductionSession:
     def reduce(
         self, buckets: Sequence[FullBucket], entries: Sequence[Entry], plan: bytes = b""
     ) -> tuple[int, list[Entry] | None]:
-        """Reduce the first bucket, and those after it that all ranks have ready too.
+        """Reduce the first bucket, and the following ones that all ranks have ready too.
 
-        Returns their number, and None; `finish` raises what fails. If ranks do not agree on
-        the first bucket, nothing is reduced. Then the second value is those of `entries` on
-        which all ranks agree, in the same order on all, to be divided into buckets again.
+        Returns the number of reduced buckets, and None; `finish` raises their failures. If the
+        ranks disagree on the first bucket, nothing is reduced. Then the second value is the list
+        of `entries` on which all ranks agree, in the same order on all ranks; the caller divides
+        them into buckets again.
 
-        Ranks with equal first buckets and equal plans must have equal later buckets. An empty
-        plan says nothing of those.
+        Ranks with equal first buckets and equal non-empty plans must have equal later buckets.
         """
         started = perf_counter()
         try:
@@ -125,7 +126,7 @@ class ReductionSession:
         return count, None
 
     def _agreed_entries(self, entries: Sequence[Entry], settings: dict[str, Any]) -> list[Entry]:
-        """Return the entries on which all ranks agree; the others fail."""
+        """Return the entries that are equal on all ranks; fail the others."""
         listed = [(e.unit.parameter_name, e.unit.fact, e.problem) for e in entries]
         found = self._check.find_failures(listed, settings, has_ended=False)
         self._add_failures(found.failures)
@@ -141,7 +142,7 @@ class ReductionSession:
         return sum([entry.nonfinite for entry in self._pending])
 
     def _add_failures(self, failures: Mapping[str, tuple[int | None, str]]) -> None:
-        """Keep the first failure of each gradient: later ones follow from it."""
+        """Record failures; the first one of each gradient wins, as later ones follow from it."""
         for name, failure in failures.items():
             self._failures.setdefault(name, failure)
 
@@ -153,7 +154,7 @@ class ReductionSession:
         agreed: float,
         headers: Sequence[Header],
     ) -> None:
-        """Record a reduced bucket, or the end of the session, which has no entries."""
+        """Record a reduced bucket, or the end of the session (no entries)."""
         if self.events is not None:
             size = sum(entry.bytes for entry in entries)
             names = tuple(entry.unit.parameter_name for entry in entries)
@@ -163,7 +164,7 @@ class ReductionSession:
     # ---- results ----
 
     def _store_pending(self, headers: Sequence[Header]) -> None:
-        """Store the sums since the last header, except those that are not finite."""
+        """Store the sums since the last header; fail those that are not finite."""
         pending, self._pending = self._pending, []
         bad: dict[str, tuple[int | None, str]] = {}
         if any(header.nonfinite for header in headers):
@@ -176,7 +177,7 @@ class ReductionSession:
                 entry.store(accumulate=self._pending_terms.accumulate)
 
     def _find_nonfinite(self, entries: Sequence[Entry]) -> dict[str, tuple[int | None, str]]:
-        """Find with all ranks which gradients and sums have elements that are not finite."""
+        """Return the gradients and sums of all ranks with non-finite elements, with reasons."""
         mine = {}
         for entry in entries:
             name = entry.unit.parameter_name
@@ -199,9 +200,9 @@ class ReductionSession:
         return bad
 
     def finish(self, operation: str, unmatched: Sequence[str] = ()) -> None:
-        """End when all ranks do, and raise what failed.
+        """Wait until all ranks end their session, and raise the failures.
 
-        `unmatched` are names that this rank's dicts of units and gradients do not share.
+        `unmatched` are the names that occur in only one of this rank's two dicts.
         """
         has_ended = False
         while not has_ended:
@@ -217,10 +218,10 @@ class ReductionSession:
 
 
 class Reductions:
-    """How one `FSDP` reduces gradients: buckets, settings and memory of all its sessions.
+    """The reduction of gradients for one `FSDP`: buckets, settings, and memory of its sessions.
 
-    `terms` are those of a gradient of any dtype. `settings` must be equal on all ranks; of
-    these ``bucket_bytes`` and ``allow_unused`` are used here.
+    `terms` apply to gradients of any dtype. `settings` must be equal on all ranks; this class
+    itself uses ``bucket_bytes`` and ``allow_unused``.
     """
 
     def __init__(
@@ -238,14 +239,14 @@ class Reductions:
         self._settings = dict(settings)
         self._record = record
         self._terms = terms
-        self._terms_of: dict[tuple[str, bool], Terms] = {}  # by dtype, and accumulate
+        self._terms_of: dict[tuple[str, bool], Terms] = {}  # by dtype and accumulate
 
     def open(self) -> ReductionSession:
         """Open a session."""
         return ReductionSession(self.reducer, self._settings, record=self._record)
 
     def terms(self, unit: FSDPShardingUnit, *, accumulate: bool = False) -> Terms:
-        """Return how the gradient of a unit is reduced."""
+        """Return the reduction terms of a unit's gradient."""
         known = self._terms_of.get((unit.dtype, accumulate))
         if known is None:
             known = self._terms_of[unit.dtype, accumulate] = self._terms._replace(
@@ -256,7 +257,7 @@ class Reductions:
         return known
 
     def divide(self, units: Iterable[FSDPShardingUnit]) -> Iterator[list[FSDPShardingUnit]]:
-        """Divide units, in their order, into buckets."""
+        """Yield buckets of consecutive units."""
         bucket: list[FSDPShardingUnit] = []
         size = 0
         for unit in units:
@@ -273,17 +274,17 @@ class Reductions:
             yield bucket
 
     def unused_gradient(self, unit: FSDPShardingUnit) -> Any:
-        """Return zeros for a gradient that is missing if `FSDP` allows that, else None."""
+        """Return zeros for a missing gradient if `FSDP` allows unused parameters, else None."""
         return unit.zeros() if self._settings["allow_unused"] else None
 
     def scatter(self, units: Mapping[str, FSDPShardingUnit], gradients: Mapping[str, Any]) -> None:
-        """Reduce the gradients of units that are bound.
+        """Reduce the gradients of bound units.
 
         Raises
         ------
         GradientNamesError
-            Only one of the dicts has some names. A group of one rank reduces nothing; several
-            ranks reduce the other gradients, for which the other ranks wait.
+            If a name is in only one dict. A group of one rank reduces nothing. A larger group
+            reduces the other gradients, because the other ranks wait for them.
         """
         entries, unmatched = [], []
         for name, unit in units.items():
@@ -311,7 +312,7 @@ class Reductions:
     def scatter_one(
         self, unit: FSDPShardingUnit, gradient: Any, problem: str = "", *, accumulate: bool = False
     ) -> Any:
-        """Reduce one gradient, unless it has a problem; return this rank's part."""
+        """Reduce one gradient, or report its problem to all ranks; return this rank's part."""
         if gradient is None and not problem:
             gradient = self.unused_gradient(unit)
         entry = Entry(unit, gradient, problem)
@@ -326,7 +327,7 @@ class Reductions:
         accumulate: bool = False,
         unmatched: Sequence[str] = (),
     ) -> None:
-        """Reduce gradients in the order of their names in one session, and raise what fails."""
+        """Reduce gradients in name order in one session, and raise the failures."""
         session = self.open()
         try:
             entries = sorted(entries, key=lambda entry: entry.unit.parameter_name)
@@ -338,7 +339,7 @@ class Reductions:
     def reduce_entries(
         self, session: ReductionSession, entries: list[Entry], *, accumulate: bool
     ) -> None:
-        """Divide entries into buckets and reduce them, again if ranks do not agree."""
+        """Divide entries into buckets and reduce them; divide again if ranks disagree."""
         while entries:
             buckets, start = [], 0
             for units in self.divide([entry.unit for entry in entries]):
@@ -352,18 +353,18 @@ class Reductions:
 
 
 class BucketPlan:
-    """The buckets of some units, for all backward passes.
+    """The division of units into buckets, for all backward passes.
 
     Attributes
     ----------
     buckets : list of list of FSDPShardingUnit
-        In the reverse order of the units.
+        The buckets, in the reverse order of the units.
     terms : list of Terms
-        By bucket.
+        Reduction terms by bucket.
     digest : bytes
         Digest of all buckets.
     bucket_of : dict of str to int
-        Number of the bucket, by parameter.
+        Bucket number by parameter.
     early : int
         Number of buckets that are reduced before the pass ends.
     """
@@ -387,18 +388,18 @@ class BucketPlan:
 
 
 class BackwardPass:
-    """One backward pass, from its first gradient until `abandon`, or `finish` and then `close`.
+    """One backward pass, from its first gradient until `abandon`, or `finish` and session close.
 
-    The caller holds a lock for each call. A thread reduces full buckets meanwhile.
+    The caller holds a lock during each call. A thread reduces full buckets meanwhile.
 
     Attributes
     ----------
     arrived : dict of str to Entry
-        By parameter.
+        Gradients by parameter.
     token : weakref or None
-        Dead once the pass of torch that makes the gradients has ended.
+        Dead once the torch pass that computes the gradients has ended.
     times : list of (str, float)
-        Arrivals of gradients by `time.perf_counter`, if they are recorded.
+        Arrival times of gradients by `time.perf_counter`, if recorded.
     """
 
     def __init__(self, plan: BucketPlan, reductions: Reductions) -> None:
@@ -410,8 +411,8 @@ class BackwardPass:
         self._reductions = reductions
         self._lacking = [len(bucket) for bucket in plan.buckets]
         self._full_at = [0.0] * len(plan.buckets)
-        self._submitted = 0  # buckets
-        self._reduced = 0  # of these
+        self._submitted = 0  # number of buckets
+        self._reduced = 0  # number of submitted buckets that are reduced
         self._works: list[Work] = []
 
     def add(
@@ -421,7 +422,7 @@ class BackwardPass:
         on_failure: Callable[[], None] | None = None,
         problem: str = "",
     ) -> None:
-        """Add a gradient, and submit the buckets that are now full, in their order."""
+        """Add a gradient, and submit the buckets that are now full, in order."""
         if name in self.arrived:
             if on_failure is not None:
                 on_failure()
@@ -444,7 +445,7 @@ class BackwardPass:
     def add_missing(
         self, name: str, gradient: Any, on_failure: Callable[[], None] | None, problem: str
     ) -> None:
-        """Add what this rank has of a gradient that the pass did not make; None is an error."""
+        """Add this rank's value of a gradient that the pass did not compute; None is an error."""
         unit = self._plan.units[name]
         if gradient is None and not problem:
             gradient = self._reductions.unused_gradient(unit)
@@ -453,11 +454,11 @@ class BackwardPass:
         self._full_at[self._plan.bucket_of[name]] = perf_counter()
 
     def finish(self) -> None:
-        """Reduce the other buckets, end the session, and raise what failed."""
+        """Reduce the remaining buckets, end the session, and raise the failures."""
         try:
             error = self._wait()
             if error is not None:
-                self._reductions.queue.join()  # the thread goes on if the wait was interrupted
+                self._reductions.queue.join()  # the thread continues if the wait was interrupted
                 raise error
             while self._submitted < len(self._plan.buckets):
                 self._submitted += 1
@@ -468,7 +469,7 @@ class BackwardPass:
             raise
 
     def abandon(self) -> None:
-        """End without the other gradients; all local gradients are lost."""
+        """End the pass without the remaining gradients; all local gradients are lost."""
         self._wait()
         self._fail_others()
         for unit in self._plan.units.values():
@@ -493,12 +494,12 @@ class BackwardPass:
         return error
 
     def _reduce_submitted(self) -> None:
-        """Reduce submitted buckets, if earlier calls have not: there is a call for each bucket."""
+        """Reduce submitted buckets that earlier calls have not; called once for each bucket."""
         first, end = self._reduced, min(self._submitted, self._reduced + _BUCKETS_PER_HEADER)
         if first == end:
             return
         buckets = [self._full_bucket(number) for number in range(first, end)]
-        self._reduced = end  # if an error ends this
+        self._reduced = end  # counts them as done if `reduce` raises
         count, agreed = self.session.reduce(buckets, buckets[0].entries, self._plan.digest)
         self._reduced = first + count
         if agreed:
@@ -514,7 +515,7 @@ class BackwardPass:
 
 
 def _plan_digest(units: Iterable[FSDPShardingUnit]) -> bytes:
-    """Return a digest of all buckets of some units, for ranks that agree on the first one."""
+    """Return a digest of all buckets, compared by ranks that agree on the first one."""
     return digest_of((unit.fact for unit in units), "plan")
 
 
@@ -529,7 +530,7 @@ def _failed_gradients(
     unmatched: Sequence[str] = (),
     others: str = ", all others were",
 ) -> CollectiveError:
-    """Make the error that every rank raises: a ValueError too if its own names are `unmatched`."""
+    """Return the error of all ranks; a ValueError too if this rank has `unmatched` names."""
     lines = [f"{name!r}: {what}" for name, (_, what) in failures.items()]
     more = f"\n  … {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
     listed = "\n  ".join(lines[:_SHOWN]) if len(lines) > 1 else lines[0]

@@ -1,4 +1,4 @@
-"""What became of the gradients of one backward pass, and when; public through `mlstate.fsdp`."""
+"""Timing of the gradients of one backward pass; public through `mlstate.fsdp`."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ _HEADERS = ["bucket", "parameters", "bytes", "full", "agreed after", "reduced in
 
 @set_module("mlstate.fsdp")
 class Bucket(NamedTuple):
-    """A bucket of a backward pass; times are seconds since its first gradient.
+    """Timing of one bucket; times are seconds since the first gradient of the pass.
 
     Attributes
     ----------
     names : tuple of str
         Its parameters.
     bytes : int
-        Of their full gradients.
+        Size of their full gradients.
     ready : float
-        When its last gradient was there.
+        When its last gradient arrived.
     started : float
-        When its turn came.
+        When its reduction started.
     agreed : float
-        When all ranks had told what they reduce: from `started` to here this rank waits for
-        others, over torch.distributed while it packs what it is about to send.
+        When all ranks had announced the bucket. From `started` to `agreed`, this rank waits for
+        the others; with torch.distributed it packs its messages meanwhile.
     ended : float
-        When the sums were there.
+        When the sums were complete.
     waits : tuple of float
-        Seconds that each rank waited before this bucket; 0 where ranks had agreed on it
-        together with one before.
+        Seconds that each rank waited before this bucket; 0 if the ranks agreed on it together
+        with an earlier bucket.
     """
 
     names: tuple[str, ...]
@@ -49,31 +49,31 @@ class Bucket(NamedTuple):
 
 @set_module("mlstate.fsdp")
 class BackwardReport:
-    """When gradients came, and when they were reduced.
+    """Timing of the gradients and buckets of one backward pass.
 
-    `FSDPBackwardHook.report` makes these; ``print`` and notebooks show them as a table, and
-    `mlstate.plot.plot_backward` draws them.
+    `FSDPBackwardHook.report` returns it. ``print`` and notebooks show it as a table, and
+    `mlstate.plot.plot_backward` draws it.
 
     Parameters
     ----------
     gradients : sequence of (str, float)
-        Parameters and the times of their gradients, on the clock of `time.perf_counter`.
+        Parameter names and arrival times, by `time.perf_counter`.
     ended : float
-        When the backward pass had made its last gradient.
+        When the backward pass had computed its last gradient, by the same clock.
     events : sequence of Bucket
-        The buckets and the end of the pass, on the same clock. Each has the `waits` of the
-        bucket before it; empty for one that the ranks had agreed on together with that.
+        The buckets and the end of the pass, by the same clock. The `waits` of each event belong
+        to the event before it. They are empty if the ranks agreed on both together.
 
     Attributes
     ----------
     gradients : list of (str, float)
-        Parameters, and seconds since the first gradient.
+        Parameter names, and seconds since the first gradient.
     buckets : list of Bucket
-        In the order in which they were reduced.
+        The buckets in the order of their reduction.
     backward : float
         Seconds from the first gradient to the end of the backward pass.
     total : float
-        Seconds until the last sum was there.
+        Seconds from the first gradient to the last sum.
 
     Examples
     --------
@@ -95,7 +95,7 @@ class BackwardReport:
         began = gradients[0][1] if gradients else ended
         self.gradients = [(name, at - began) for name, at in gradients]
         self.backward = ended - began
-        # ranks tell with the next message how long they waited for the one before
+        # each header carries the time that its rank waited for the header before
         told = iter([event.waits for event in events if event.waits][1:])
         nothing = (0.0,) * len(events[0].waits if events else ())
         self.buckets = [
@@ -112,7 +112,7 @@ class BackwardReport:
 
     @property
     def overlap(self) -> float:
-        """Share of the time for reducing that lies inside the backward pass, from 0 to 1."""
+        """Fraction of the reduction time that falls into the backward pass, from 0 to 1."""
         spent = sum(bucket.ended - bucket.started for bucket in self.buckets)
         inside = sum(
             max(0.0, min(bucket.ended, self.backward) - bucket.started) for bucket in self.buckets
@@ -121,15 +121,15 @@ class BackwardReport:
 
     @property
     def waited(self) -> list[float]:
-        """Seconds that each rank waited for the others, by rank."""
+        """Seconds that each rank waited for the others, indexed by rank."""
         waits = [bucket.waits for bucket in self.buckets]
         return [sum(column) for column in zip(*waits, strict=True)]
 
     @property
     def straggler(self) -> tuple[int, float] | None:
-        """The rank that the others waited for, and how long each of them did.
+        """The slowest rank, and the mean extra time in seconds that the others waited for it.
 
-        None where nobody waited for more than a tenth of the time.
+        None if that is not more than a tenth of the total time.
         """
         waited = self.waited
         if len(waited) < 2:

@@ -1,4 +1,4 @@
-"""A parameter whose gradient is divided among ranks; public through `mlstate.fsdp`."""
+"""The part of a parameter's gradient that one rank keeps; public through `mlstate.fsdp`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _LAYOUTS = sorted(name for name in LAYOUT_NAMES if steps_of(name, 1))  # all tha
 
 
 def dtype_text(dtype: Any) -> str:
-    """Return the name that NumPy, ml_dtypes and torch have for a dtype."""
-    if dtype is None:  # float64 to NumPy
+    """Return a dtype's name as in NumPy, ml_dtypes and torch."""
+    if dtype is None:  # NumPy takes None as float64
         raise TypeError("dtype must be a dtype or its name, got None")
     text = str(dtype)
     if text.startswith("torch.") or text in EXTENSIONS:
@@ -32,57 +32,57 @@ def dtype_text(dtype: Any) -> str:
 
 @cache
 def _item_bytes(dtype: str) -> int:
-    """Return the size of an element of NumPy's dtypes, bfloat16 and the 8-bit floats."""
+    """Return the size of an element in bytes, also for bfloat16 and 8-bit floats."""
     return EXTENSIONS.get(dtype) or int(np.dtype(dtype).itemsize)
 
 
 def _numpy_dtype(dtype: str) -> Any:
     try:
         return np.dtype(dtype)
-    except TypeError:  # what NumPy itself lacks
+    except TypeError:  # a dtype that NumPy lacks
         return stored_dtype(dtype)
 
 
 @set_module("mlstate.fsdp")
 class FSDPShardingUnit:
-    """A parameter, and the part of its gradient that this rank keeps.
+    """A parameter and the part of its gradient that this rank keeps.
 
     Parameters
     ----------
     parameter_name : str
-        As the model calls it.
+        The parameter's name in the model.
     shape : iterable of int
-        Of the full parameter.
+        Shape of the full parameter.
     dtype : dtype or str
-        Of the parameter, NumPy's, torch's or a name such as ``"bfloat16"``.
+        Dtype of the parameter: of NumPy, of torch, or a name such as ``"bfloat16"``.
     shard_index : int
-        Which part this rank keeps: its rank in the group.
+        Index of the part that this rank keeps: its rank in the group.
     world_size : int, optional
-        Number of ranks. Default: that of the group, as soon as the unit is used with one.
+        Number of ranks. Default: the size of the first group that uses the unit.
     layout : {"flat", "rows"}, default "flat"
-        ``"flat"`` cuts the flattened parameter into chunks of ``ceil(n / world_size)``
-        elements, as FSDP1 does; ``"rows"`` cuts the first axis, as FSDP2 does.
+        ``"flat"`` divides the flattened parameter into chunks of ``ceil(n / world_size)``
+        elements, as FSDP1 does; ``"rows"`` divides the first axis, as FSDP2 does.
 
     Attributes
     ----------
     local_gradient : array or torch.Tensor or None
         The reduced part: one-dimensional for ``"flat"``, rows for ``"rows"``, never padded,
-        empty where the rank owns nothing. The next backward pass writes into the same
-        memory: copy what is to be kept.
+        empty if the rank owns no elements. The next backward pass overwrites this memory: copy
+        it to keep the values.
 
     Raises
     ------
     TypeError
-        A number is no int, or the dtype is None.
+        If a number is not an int, or the dtype is None.
     ValueError
-        The name is empty, the layout is unknown, or there is no such part.
+        If the name is empty, the layout is unknown, or the shard index is out of range.
     CompatibilityError
-        ``"rows"`` of a parameter without dimensions.
+        If the layout is ``"rows"`` and the parameter has no dimensions.
 
     Notes
     -----
-    ``FSDPShardingUnit`` of the specification (FSDP backward hook), where parts of
-    parameters with fewer elements than ranks had negative sizes: here they are empty.
+    ``FSDPShardingUnit`` of the specification (FSDP backward hook). There, a parameter with fewer
+    elements than ranks has parts of negative size; here these parts are empty.
 
     Examples
     --------
@@ -140,12 +140,12 @@ class FSDPShardingUnit:
         self.dtype = dtype_text(dtype)
         self.local_gradient: Any = None
         self._residual: Any = None
-        self.like: Any = None  # the parameter itself, where it is a tensor of torch
+        self.like: Any = None  # the parameter, if it is a torch tensor
         self._layout = layout
         self._world_size: int | None = None
         self._counts: tuple[int, ...] = ()
         self._local_shape: tuple[int, ...] = ()
-        # what all ranks must agree on
+        # must be equal on all ranks
         self.fact = f"{parameter_name!r} {self.dtype} {self.shape} {layout}"
         if world_size is not None:
             self.bind(world_size)
@@ -155,7 +155,7 @@ class FSDPShardingUnit:
         return f"FSDPShardingUnit({self.fact}, shard {self.shard_index}{of})"
 
     def bind(self, world_size: int) -> None:
-        """Say how many ranks there are; groups do that for units that were not told.
+        """Set the number of ranks; a group calls this for a unit without `world_size`.
 
         Parameters
         ----------
@@ -165,7 +165,7 @@ class FSDPShardingUnit:
         Raises
         ------
         ValueError
-            The unit was made for another number, or its part does not exist.
+            If the unit has another number of ranks, or its shard index is out of range.
 
         Examples
         --------
@@ -201,19 +201,19 @@ class FSDPShardingUnit:
 
     @property
     def layout(self) -> Layout:
-        """How the parameter is cut, as `mlstate.checkpoint.Layout`."""
+        """Division of the parameter among ranks, as a `mlstate.checkpoint.Layout`."""
         if self._world_size is None:
             raise self._unbound()
         return Layout(steps_of(self._layout, self._world_size) or ())
 
     @property
     def world_size(self) -> int | None:
-        """Number of ranks; None before the unit has met a group."""
+        """Number of ranks; None until the unit is bound to a group."""
         return self._world_size
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Elements of the part of each rank."""
+        """Number of elements in each rank's part."""
         if self._world_size is None:
             raise self._unbound()
         return self._counts
@@ -227,22 +227,22 @@ class FSDPShardingUnit:
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of the full gradient."""
+        """Size of the full gradient in bytes."""
         return prod(self.shape) * self.item_bytes
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of an element."""
+        """Size of an element in bytes."""
         return _item_bytes(self.dtype)
 
     def residual(self) -> Any:
-        """Return what compression has lost of this rank's gradients so far.
+        """Return the error that compression has accumulated in this rank's gradients.
 
         Returns
         -------
         ndarray
-            One-dimensional, float32, of all elements of the full gradient; zeros before the
-            first step. Save it with the optimizer to resume to the same bits.
+            One-dimensional float32 array with all elements of the full gradient; zeros before
+            the first step. Save it with the optimizer state to resume bit-identically.
 
         Examples
         --------
@@ -255,23 +255,23 @@ class FSDPShardingUnit:
         return self._residual
 
     def zeros(self) -> Any:
-        """Return a full gradient of zeros, in the place of one that is missing."""
+        """Return a full gradient of zeros, in place of a missing one."""
         if self.like is not None:
             return self.like.new_zeros(self.shape)
         return np.zeros(self.shape, _numpy_dtype(self.dtype))
 
     def shard(self) -> Shard:
-        """Return the local gradient as what `mlstate.save` stores.
+        """Return the local gradient as a `Shard` that `mlstate.save` stores.
 
         Returns
         -------
         Shard
-            Round the same array.
+            A shard that shares the gradient's memory.
 
         Raises
         ------
         ValueError
-            There is no gradient.
+            If the unit has no local gradient.
 
         Examples
         --------
@@ -288,7 +288,7 @@ class FSDPShardingUnit:
 
 
 def bind_unit(unit: FSDPShardingUnit, rank: int, world_size: int) -> None:
-    """Bind a unit to a group; raise TypeError or ValueError if it is not one of this rank."""
+    """Bind a unit to a group; raise TypeError or ValueError if it is not a unit of this rank."""
     if not isinstance(unit, FSDPShardingUnit):
         raise TypeError(f"a unit must be an FSDPShardingUnit, got {type(unit).__name__}")
     unit.bind(world_size)
@@ -300,7 +300,7 @@ def bind_unit(unit: FSDPShardingUnit, rank: int, world_size: int) -> None:
 
 
 def check_units(units: Any) -> None:
-    """Raise TypeError or ValueError unless this is a dict of units by their names."""
+    """Raise TypeError or ValueError unless `units` is a dict of units by parameter name."""
     if not hasattr(units, "items"):
         raise TypeError(
             f"sharding_units must be a dict of FSDPShardingUnit, got {type(units).__name__}"
@@ -316,7 +316,7 @@ def check_units(units: Any) -> None:
 
 
 def bind_units(units: Mapping[str, FSDPShardingUnit], rank: int, world_size: int) -> None:
-    """Check units by their names, and bind them to a group."""
+    """Check units with `check_units`, and bind them to a group."""
     check_units(units)
     for unit in units.values():
         bind_unit(unit, rank, world_size)

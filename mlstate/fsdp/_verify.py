@@ -1,4 +1,4 @@
-"""Whether scattered gradients are what they should be; public through `mlstate.fsdp`."""
+"""Verification of scattered gradients; public through `mlstate.fsdp`."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
     from ._config import FSDP
     from ._unit import FSDPShardingUnit
 
-_BLOCK = 1 << 20  # elements that are compared at a time
+_BLOCK = 1 << 20  # elements per comparison step
 _SHOWN = 20
-# What rounding may change an element by, relative to it.
+# Relative rounding error of an element.
 _ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
 
 
 @set_module("mlstate.fsdp")
 class Mismatch(NamedTuple):
-    """A gradient that is not what it should be.
+    """A gradient that differs from its expected value.
 
     Attributes
     ----------
     parameter : str
-        Whose gradient.
+        Name of the parameter.
     rank : int
-        Whose part.
+        Rank that keeps the part.
     element : int or None
-        Its place in the part, from 0; None where the part is absent, or only its sum is known.
+        Index in the part, from 0; None if the part is absent, or only its sum is compared.
     expected, actual : number or str
-        What should be there, and what is.
+        The expected and the actual value, or a description of them.
     """
 
     parameter: str
@@ -53,16 +53,16 @@ class Mismatch(NamedTuple):
 
 @set_module("mlstate.fsdp")
 class GradientReport:
-    """What a verification found: true where all is well.
+    """Result of a verification; true if all gradients match.
 
     Attributes
     ----------
     mismatches : list of Mismatch
-        The first differing element of each gradient that is wrong.
+        The first differing element of each gradient that differs.
     compared : int
-        How many gradients were compared.
+        Number of gradients that were compared.
     atol : float
-        How much elements may differ.
+        Largest difference of an element.
 
     Examples
     --------
@@ -104,8 +104,8 @@ class GradientReport:
         return table_html(self._title(), *self._rows())
 
 
-def _blocks(array: Any) -> Iterator[Any]:
-    """Give the elements, block by block: floats as float64, integers as they are."""
+def _iterate_blocks(array: Any) -> Iterator[Any]:
+    """Yield the elements in blocks: floats as float64, integers unchanged."""
     flat = packed(array).reshape(-1)
     for start in range(0, len(flat), _BLOCK):
         block = flat[start : start + _BLOCK]
@@ -118,8 +118,8 @@ def _blocks(array: Any) -> Iterator[Any]:
             yield block.astype(np.float64)
 
 
-def _differ(expected: Any, actual: Any, atol: float) -> Any:
-    """Say which elements differ by more than `atol`; NaN always does."""
+def _find_differences(expected: Any, actual: Any, atol: float) -> Any:
+    """Return a mask of the elements that differ by more than `atol`; NaN always differs."""
     different = ~(expected == actual)  # infinities that are equal differ by NaN
     wide = np.complex128 if "c" in (expected.dtype.kind, actual.dtype.kind) else np.float64
     there = different.nonzero()[0]
@@ -130,11 +130,11 @@ def _differ(expected: Any, actual: Any, atol: float) -> Any:
     return different
 
 
-def _part(unit: FSDPShardingUnit, full: Any) -> Any:
+def _take_part(unit: FSDPShardingUnit, full: Any) -> Any:
     return unit.layout.take(full.detach() if is_torch(full) else full, unit.shard_index)
 
 
-def _first_difference(unit: FSDPShardingUnit, full: Any, atol: float) -> Mismatch | None:
+def _find_mismatch(unit: FSDPShardingUnit, full: Any, atol: float) -> Mismatch | None:
     name, rank, local = unit.parameter_name, unit.shard_index, unit.local_gradient
     if local is None:
         return Mismatch(name, rank, None, "a gradient", "none")
@@ -143,12 +143,12 @@ def _first_difference(unit: FSDPShardingUnit, full: Any, atol: float) -> Mismatc
             raise TypeError(f"{name}: the {what} gradient is a {type(array).__name__}, no array")
     if tuple(full.shape) != unit.shape:
         return Mismatch(name, rank, None, str(unit.shape), f"full gradient of {tuple(full.shape)}")
-    part = _part(unit, full)
+    part = _take_part(unit, full)
     if tuple(local.shape) != tuple(part.shape):
         return Mismatch(name, rank, None, str(tuple(part.shape)), str(tuple(local.shape)))
     at = 0
-    for expected, actual in zip(_blocks(part), _blocks(local), strict=True):
-        wrong = _differ(expected, actual, atol)
+    for expected, actual in zip(_iterate_blocks(part), _iterate_blocks(local), strict=True):
+        wrong = _find_differences(expected, actual, atol)
         if wrong.any():
             i = int(wrong.argmax())
             return Mismatch(name, rank, at + i, expected[i].item(), actual[i].item())
@@ -159,41 +159,44 @@ def _first_difference(unit: FSDPShardingUnit, full: Any, atol: float) -> Mismatc
 def compare(
     units: Mapping[str, FSDPShardingUnit], gradients: Mapping[str, Any], atol: float
 ) -> GradientReport:
-    """Compare local gradients with the parts of reduced full ones."""
+    """Compare local gradients with the matching parts of reduced full gradients."""
     names = [name for name in units if gradients.get(name) is not None]
-    found = (_first_difference(units[name], gradients[name], atol) for name in names)
+    found = (_find_mismatch(units[name], gradients[name], atol) for name in names)
     return GradientReport([m for m in found if m is not None], len(names), atol)
 
 
-# ---- without any full gradient that is reduced ----
+# ---- without reduced full gradients ----
 
 
-def _sketch(array: Any, start: int) -> tuple[float, float]:
-    """Return the sum of packed elements with signs by their places, and their norm."""
+def _ams_sketch(array: Any, start: int) -> tuple[float, float]:
+    """Return the signed sum of packed elements (an AMS sketch), and their norm.
+
+    `start` is the index of the first element in the parameter; it determines the signs.
+    """
     near = array.cpu() if is_torch(array) else array
     ((squares, _),) = _core.tally(["gradient"], [near])
     return _core.sketch(near, start, 0)[0], sqrt(squares)
 
 
-def _told(unit: FSDPShardingUnit, full: Any) -> dict[str, Any]:
-    """Say what a rank knows of one parameter: of its part, and of what it had for each."""
+def _describe_gradient(unit: FSDPShardingUnit, full: Any) -> dict[str, Any]:
+    """Return this rank's description of a parameter: sketches of its local part and all parts."""
     starts = list(accumulate(unit.counts, initial=0))
     wrong = ""
     told: dict[str, Any] = {"fact": unit.fact, "dtype": unit.dtype, "counts": unit.counts}
     try:
-        wrong = _not_comparable(unit, full)
+        wrong = _find_obstacle(unit, full)
         if not wrong:
             flat = packed(full).reshape(-1)
-            told["parts"] = [_sketch(flat[a:b], a) for a, b in pairwise(starts)]
+            told["parts"] = [_ams_sketch(flat[a:b], a) for a, b in pairwise(starts)]
             local = packed(unit.local_gradient).reshape(-1)
-            told["local"] = _sketch(local, starts[unit.shard_index])
-    except Exception as error:  # the other ranks wait for this
+            told["local"] = _ams_sketch(local, starts[unit.shard_index])
+    except Exception as error:  # do not raise: the other ranks wait for this
         wrong = f"{type(error).__name__}: {error}"
     return told | {"wrong": wrong}
 
 
-def _not_comparable(unit: FSDPShardingUnit, full: Any) -> str:
-    """Say what is wrong with a gradient, or nothing."""
+def _find_obstacle(unit: FSDPShardingUnit, full: Any) -> str:
+    """Return why gradients cannot be compared, or an empty string."""
     for what, array, shape in (
         ("local", unit.local_gradient, unit.local_shape),
         ("full", full, unit.shape),
@@ -205,11 +208,11 @@ def _not_comparable(unit: FSDPShardingUnit, full: Any) -> str:
     return ""
 
 
-def _slack(world: int, dtype: str, count: int, norms: float, atol: float) -> float:
-    """Return what a sum with signs may be off by where all is well.
+def _rounding_bound(world: int, dtype: str, count: int, norms: float, atol: float) -> float:
+    """Return the largest difference of signed sums that rounding explains.
 
-    Errors of elements have signs of their own: together they grow as the root of their
-    number does, and are within a few times that.
+    Rounding errors of elements have random signs, so their sum grows with the square root of
+    their number.
     """
     wide = 2.0**-24 if dtype in _ROUNDING else 2.0**-53
     rounding = _ROUNDING.get(dtype, 0.0) + world * wide
@@ -219,20 +222,22 @@ def _slack(world: int, dtype: str, count: int, norms: float, atol: float) -> flo
 def compare_sums(
     fsdp: FSDP, units: Mapping[str, FSDPShardingUnit], gradients: Mapping[str, Any], atol: float
 ) -> GradientReport:
-    """Compare sums of the parts with sums of what all ranks had for them."""
+    """Compare signed sums of the local parts with signed sums of all ranks' gradients."""
     if fsdp.op not in ("sum", "mean"):
         raise ValueError(f"unreduced= goes with sums and means, not with op={fsdp.op!r}")
-    text = json.dumps({name: _told(units[name], gradients.get(name)) for name in units})
+    text = json.dumps(
+        {name: _describe_gradient(units[name], gradients.get(name)) for name in units}
+    )
     ranks = fsdp.process_group.gather_bytes(text.encode(), timeout=fsdp.timeout)
     told = [json.loads(t) for t in ranks]
     names = sorted({name for of in told for name in of})
     divisor = fsdp.divisor
-    found = (_wrong_sum(name, [of.get(name) for of in told], divisor, atol) for name in names)
+    found = (_find_wrong_sum(name, [of.get(name) for of in told], divisor, atol) for name in names)
     return GradientReport([m for m in found if m is not None], len(names), atol)
 
 
-def _wrong_sum(name: str, told: list[Any], divisor: float, atol: float) -> Mismatch | None:
-    """Compare the parts of one parameter with what all ranks had for them."""
+def _find_wrong_sum(name: str, told: list[Any], divisor: float, atol: float) -> Mismatch | None:
+    """Return the first rank whose part of one parameter has a wrong sum, or None."""
     for rank, known in enumerate(told):
         if known is None:
             return Mismatch(name, rank, None, "a sharding unit", "none")
@@ -247,7 +252,7 @@ def _wrong_sum(name: str, told: list[Any], divisor: float, atol: float) -> Misma
         actual, norm = known["local"]
         norms = norm + sum(of for _, of in parts) / abs(divisor)
         difference = abs(expected - actual)
-        slack = _slack(len(told), known["dtype"], known["counts"][rank], norms, atol)
+        slack = _rounding_bound(len(told), known["dtype"], known["counts"][rank], norms, atol)
         if not (isfinite(difference) and difference <= slack):
             return Mismatch(name, rank, None, f"sum {expected:g}", f"sum {actual:g}")
     return None

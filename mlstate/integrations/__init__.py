@@ -1,1 +1,1 @@
-"""Frameworks that mlstate works with; each package imports its own inside functions."""
+"""Adapters for other frameworks; each subpackage imports its framework inside functions."""

@@ -1,7 +1,7 @@
 """KV-cache transitions: expand, compact, grow in place, mask.
 
-Everything that ``anemll.utils.state_transition`` offers under the same names, so that a
-script moves over by changing one import line, and more.
+The functions of ``anemll.utils.state_transition`` are available under the same names, so a script
+can switch by changing one import line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Conversions of KV caches between integers and floats, checked before anything is written."""
+"""Convert KV caches between integers and floats, with a check before anything is written."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 
 def converts(source: str, target: str) -> bool:
-    """Whether a conversion is one from or to integers, which the core does not make."""
+    """Return whether a conversion is from or to integers, which the core does not support."""
     both = {source, target}
     return len(both) == 2 and bool(both & INTEGERS) and both <= INTEGERS | FLOATS
 
 
 def _limits(target: str) -> tuple[float, float]:
-    """Return the least number that an integer dtype holds, and the first one above all."""
+    """Return the range of an integer dtype: the least value, and the largest value plus one."""
     bits = int(target.removeprefix("u").removeprefix("int"))
     return (0.0, 2.0**bits) if target.startswith("u") else (-(2.0 ** (bits - 1)), 2.0 ** (bits - 1))
 
 
 def _out_of_range(source: str, target: str) -> ValueError:
-    """Make the error of tokens that a dtype cannot hold."""
+    """Return the error for tokens that a dtype cannot hold."""
     return ValueError(
         f"source_state has tokens that are NaN or out of the range of {target}, and {source} "
         f"does not convert to {target} then: clip them first"
@@ -35,7 +35,7 @@ def _out_of_range(source: str, target: str) -> ValueError:
 
 
 def result_dtype(dtype: Any, out: Any) -> str:
-    """Return the name of the dtype that the result will have, or nothing."""
+    """Return the name of the result's dtype, or "" if unknown."""
     if out is not None:
         return str(name_of(out.dtype)) if hasattr(out, "dtype") else ""
     name = str(dtype).removeprefix("torch.")
@@ -43,16 +43,16 @@ def result_dtype(dtype: Any, out: Any) -> str:
         return name
     try:
         return name_of(np.dtype(dtype))
-    except TypeError:  # the core refuses it
+    except TypeError:  # the core raises the error
         return ""
 
 
 def in_range(
     source: NDArray, length: Any, position: Any, dtype: Any, out: Any, compact: bool
 ) -> tuple[NDArray, Any]:
-    """Return the tokens of a cache in the dtype of the result, if the core does not convert.
+    """Convert the tokens of a cache to the dtype of the result, if the core does not.
 
-    Otherwise the cache itself.  The second result is the position as it was, or its default.
+    Returns the converted tokens, or the cache itself; and the position, with default applied.
     """
     target = result_dtype(dtype, out)
     if source.ndim != 4 or not converts(name_of(source.dtype), target):
@@ -68,7 +68,7 @@ def convert_tokens(tokens: NDArray, target: str) -> NDArray:
     """Convert tokens, or raise ValueError if one does not fit."""
     name, tokens = name_of(tokens.dtype), as_numbers(tokens)
     if target in FLOATS:
-        with np.errstate(over="ignore"):  # found below
+        with np.errstate(over="ignore"):  # overflow is checked below
             found = tokens.astype(_named(target))
         fits = target != "float16" or bool(np.isfinite(found).all())
     elif name in INTEGERS:
@@ -80,7 +80,7 @@ def convert_tokens(tokens: NDArray, target: str) -> NDArray:
     else:
         low, end = _limits(target)
         whole = np.trunc(tokens.astype(np.float64))
-        fits = bool(((whole >= low) & (whole < end)).all())  # NaN is in no range
+        fits = bool(((whole >= low) & (whole < end)).all())  # False for NaN
         found = whole.astype(target) if fits else tokens
     if not fits:
         raise _out_of_range(name, target)
@@ -88,5 +88,5 @@ def convert_tokens(tokens: NDArray, target: str) -> NDArray:
 
 
 def _named(target: str) -> Any:
-    """Return NumPy's dtype of this name."""
+    """Return the dtype with this name."""
     return ml_dtype(target) if target == "bfloat16" else np.dtype(target)

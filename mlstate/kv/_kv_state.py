@@ -18,34 +18,34 @@ if TYPE_CHECKING:
 
 @set_module("mlstate.kv")
 class KVState:
-    """A KV cache that grows and shrinks inside memory reserved for it, without copying.
+    """A KV cache that grows and shrinks inside reserved memory, without copying.
 
     Parameters
     ----------
     shape : sequence of 4 int
-        (layers, heads, sequence, head_dim) to begin with.
+        Initial (layers, heads, sequence, head_dim).
     capacity : int, optional
-        Positions to reserve memory for, at least the sequence of `shape`. Default: that.
+        Positions to reserve, at least the sequence of `shape`. Default: that sequence.
     dtype : dtype
-        Any NumPy or ml_dtypes dtype that the core knows.
+        Any dtype of NumPy or ml_dtypes that the core supports.
 
     Raises
     ------
     CapacityError
-        If `capacity` is smaller than the sequence. A ValueError.
+        `capacity` is smaller than the sequence. A ValueError.
     CompatibilityError
-        If `shape` has not four dimensions, or `dtype` is unsupported. A ValueError.
+        `shape` does not have four dimensions, or `dtype` is unsupported. A ValueError.
     MemoryError
-        If the system refuses the memory.
+        The memory cannot be allocated.
 
     Notes
     -----
-    The rows of a head lie `capacity` positions apart, so the cache of any length is a
-    strided view: `resize` costs microseconds at any size and copies nothing. Reserved
-    memory that was never written occupies none. Positions that come into view read as
-    zeros. Thread-safe; arrays handed out stay valid until they die, and show the memory as
-    it is: what is written through an older one beyond the length of today comes into view
-    when the state grows.
+    Consecutive heads are `capacity` positions apart, so the cache of any length is a strided
+    view: `resize` takes microseconds for any size and copies nothing. Reserved memory takes no
+    physical memory until it is written. New positions read as zeros. The class is thread-safe.
+    Arrays that it returned stay valid as long as they exist, and show the current memory: a
+    write through an older array beyond the current length becomes visible when the state
+    grows.
 
     Examples
     --------
@@ -79,19 +79,19 @@ class KVState:
         Parameters
         ----------
         array : ndarray, shape (layers, heads, sequence, head_dim)
-            What to begin with; copied.
+            The initial content; copied.
         capacity : int, optional
             Positions to reserve, at least the array's.
 
         Returns
         -------
         KVState
-            With the array's content, length and dtype.
+            A cache with the array's content, length and dtype.
 
         Raises
         ------
         TypeError
-            If `array` is no NumPy array.
+            `array` is not a NumPy array.
         CapacityError, CompatibilityError, MemoryError
             As for the class.
 
@@ -110,7 +110,7 @@ class KVState:
 
     @property
     def array(self) -> NDArray:
-        """The cache as it is now: a writable view of shape `shape`, nothing copied."""
+        """The current cache: a writable view with shape `shape`, not a copy."""
         return self._buffer.view()
 
     @property
@@ -120,52 +120,52 @@ class KVState:
 
     @property
     def seq_length(self) -> int:
-        """Positions in view."""
+        """Current number of positions."""
         return self._buffer.extent()[2]
 
     @property
     def capacity(self) -> int:
-        """Positions that memory is reserved for."""
+        """Number of positions for which memory is reserved."""
         return self._buffer.extent()[4]
 
     @property
     def dtype(self) -> NumpyDType:
-        """The elements' dtype."""
+        """Dtype of the elements."""
         return self._buffer.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes in view; `contiguous` takes as many."""
+        """Bytes of the current positions, which is also the size of `contiguous()`."""
         layers, heads, length, head_dim = self.shape
         return layers * heads * length * head_dim * self.dtype.itemsize
 
     @property
     def reserved_nbytes(self) -> int:
-        """Bytes of address space reserved; memory is occupied where it was written."""
+        """Bytes of reserved address space; only written pages take physical memory."""
         layers, heads, _, head_dim, capacity = self._buffer.extent()
         return layers * heads * capacity * head_dim * self.dtype.itemsize
 
     def resize(self, seq_length: int, current_position: int | None = None) -> None:
-        """Change the length in place, inside the reserved capacity.
+        """Change the length in place, within the reserved capacity.
 
         Parameters
         ----------
         seq_length : int
-            New length. What it no longer shows is zeroed, so that growing again shows
-            zeros and never stale tokens.
+            New length. Positions beyond it are zeroed, so that growing again shows zeros and
+            never stale tokens.
         current_position : int, optional
-            Tokens to keep, at most both lengths: everything beyond is zeroed. Default: as
-            many as both lengths have, so that shrinking drops the last ones.
+            Number of tokens to keep, at most both lengths; all later positions are zeroed.
+            Default: the smaller of the two lengths, so that shrinking drops the last ones.
 
         Raises
         ------
         CapacityError
-            If `seq_length` exceeds the capacity, or `current_position` either length.
+            `seq_length` exceeds the capacity, or `current_position` exceeds either length.
             Nothing is changed then.
 
         Notes
         -----
-        Copies nothing. Growing takes constant time; zeroing takes time for what is dropped.
+        Nothing is copied. Growing takes constant time; zeroing takes time for dropped positions.
 
         Examples
         --------
@@ -178,27 +178,27 @@ class KVState:
         self._buffer.resize(seq_length, current_position)
 
     def reserve(self, capacity: int) -> None:
-        """Raise the capacity, spreading the rows inside the one buffer.
+        """Increase the capacity, moving the rows inside the same buffer.
 
         Parameters
         ----------
         capacity : int
-            Positions, at least the present capacity.
+            Positions, at least the current capacity.
 
         Raises
         ------
         CapacityError
-            If `capacity` is below the present one.
+            `capacity` is less than the current one.
         BufferError
-            If an array of this cache is still alive: its memory is about to move.
+            An array of this cache still exists; its memory would move.
         MemoryError
-            If the system refuses the memory; nothing is changed then.
+            The memory cannot be allocated; nothing is changed then.
 
         Notes
         -----
-        The peak is the new size, not the sum of both: on Linux the pages move to a larger
-        range without being copied, then the rows move apart, last one first. Elsewhere the
-        old memory is copied first.
+        The peak is the new size, not the sum of both sizes. On Linux the pages are remapped to
+        a larger range without a copy, then the rows are moved apart, last row first. On other
+        systems the old memory is copied first.
 
         Examples
         --------
@@ -210,20 +210,20 @@ class KVState:
         self._buffer.reserve(capacity)
 
     def contiguous(self) -> NDArray:
-        """Return a C-contiguous copy, for consumers that take no strides.
+        """Return a C-contiguous copy, for consumers without support for strides.
 
         Returns
         -------
         ndarray
             A new array of `nbytes` bytes.
         """
-        array = self.array  # one moment's length: another thread may resize meanwhile
+        array = self.array  # take the length once: another thread may resize meanwhile
         length = array.shape[2]
         copy: NDArray = _core.kv_move(array, length, length, 0.0, None, None, False, True)
         return copy
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray:
-        """Return `array` to NumPy functions, copied where `dtype` or `copy` ask for it."""
+        """Return `array` to NumPy functions, copied if `dtype` or `copy` requires it."""
         return np.array(self.array, dtype=dtype, copy=copy)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Models of several context sizes and the way between them; public through `mlstate.kv`."""
+"""Models with several context sizes, and transitions between them; public through `mlstate.kv`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ModelConfig(TypedDict):
-    """What `StateTransitionManager.register_model` was told of a model."""
+    """The arguments of `StateTransitionManager.register_model` for a model."""
 
     state_seq_length: int
     num_layers: int | None
@@ -22,18 +22,18 @@ class ModelConfig(TypedDict):
     head_dim: int | None
 
 
-# The dimensions of a state, by axis, as register_model calls them.
+# Dimensions of a state by axis, with their names in register_model.
 _DIMENSIONS = (("num_layers", 0), ("num_kv_heads", 1), ("head_dim", 3))
 
 
 @set_module("mlstate.kv")
 class StateTransitionManager:
-    """Keep the context sizes of a family of models, and move caches between them.
+    """Records the context sizes of a family of models, and moves caches between them.
 
     Attributes
     ----------
     models : dict
-        Name -> the keywords of `register_model`.
+        The arguments of `register_model`, by model name.
 
     Examples
     --------
@@ -60,21 +60,21 @@ class StateTransitionManager:
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
     ) -> None:
-        """Register a model, or replace what was registered under its name.
+        """Register a model, or replace the model with this name.
 
         Parameters
         ----------
         model_name : str
-            Key for the other methods.
+            Name of the model in the other methods.
         state_seq_length : int
             Positions of its cache.
         num_layers, num_kv_heads, head_dim : int, optional
-            The other dimensions of its cache; those given are checked by `transition`.
+            The other dimensions of its cache; `transition` checks those that are given.
 
         Raises
         ------
         CapacityError
-            If `state_seq_length` is negative. A ValueError.
+            `state_seq_length` is negative. A ValueError.
         """
         _core.kv_check((1, 1, 0, 1), state_seq_length, 0, False)
         self.models[model_name] = {
@@ -101,33 +101,33 @@ class StateTransitionManager:
         current_position: int,
         pad_value: float = 0.0,
     ) -> ArrayT:
-        """Expand a cache of one registered model for another.
+        """Expand a cache of one registered model to the context size of another.
 
         Parameters
         ----------
         source_state : ndarray or torch.Tensor, shape (layers, heads, seq, head_dim)
             A cache of `source_model`.
         source_model, target_model : str
-            Registered names; the target's context is at least as long.
+            Registered names; the target's context must be at least as long.
         current_position : int
-            Tokens in the cache.
+            Number of tokens in the cache.
         pad_value : float
-            What positions without a token hold.
+            Value of positions without a token.
 
         Returns
         -------
         ndarray or torch.Tensor
-            As `transition_kv_state` returns it.
+            Result of `transition_kv_state`.
 
         Raises
         ------
         ValueError
-            If a name is not registered.
+            A name is not registered.
         CompatibilityError
-            If the state's shape is not the one registered for `source_model`, or the two
-            models' registered dimensions differ. A ValueError.
+            The state's shape is not the one registered for `source_model`, or the registered
+            dimensions of the two models differ. A ValueError.
         CapacityError, TypeError
-            As `transition_kv_state`.
+            As for `transition_kv_state`.
         """
         source = self._config(source_model)
         target = self._config(target_model)
@@ -156,7 +156,7 @@ class StateTransitionManager:
         )
 
     def get_transition_path(self, start_model: str, end_model: str) -> list[str]:
-        """List the registered models from one context length up to another.
+        """List the registered models from one context length to a longer one.
 
         Parameters
         ----------
@@ -166,15 +166,15 @@ class StateTransitionManager:
         Returns
         -------
         list of str
-            Names by increasing context length, from `start_model` to `end_model`; other models
-            of the same lengths as these two are left out.
+            Names by increasing context length, from `start_model` to `end_model`. Other models
+            with the context length of these two are left out.
 
         Raises
         ------
         ValueError
-            If a name is not registered.
+            A name is not registered.
         CapacityError
-            If the start's context is longer than the end's. A ValueError.
+            The start's context is longer than the end's. A ValueError.
         """
         low = self._config(start_model)["state_seq_length"]
         high = self._config(end_model)["state_seq_length"]

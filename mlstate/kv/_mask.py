@@ -27,7 +27,7 @@ def _mask(
     out: Any,
     decode: bool,
 ) -> Any:
-    """Hand a mask to the core."""
+    """Create a mask in the core."""
 
     def run(target: Any) -> Any:
         return _core.kv_mask(seq_length, attention_size, position, dtype, fill, target, decode)
@@ -45,7 +45,7 @@ def create_attention_size_mask(
     fill: float = _MINUS_INFINITY,
     out: Array | None = None,
 ) -> Any:
-    """Create the mask for attending to a limited number of earlier tokens.
+    """Create the mask that limits attention to a number of earlier tokens.
 
     Row ``i`` is 0 at columns ``max(0, i - attention_size) .. i`` and `fill` elsewhere.
 
@@ -54,16 +54,16 @@ def create_attention_size_mask(
     seq_length : int
         Rows and columns.
     attention_size : int
-        How many earlier tokens each token sees besides itself, so that a full row has
-        ``attention_size + 1`` zeros, as the formula of the source has it.
+        Number of earlier tokens that each token attends to, in addition to itself. So a full
+        row has ``attention_size + 1`` zeros, as in the formula of the reference.
     current_position : int
-        Checked to lie in ``0..seq_length``; the mask does not depend on it. The row of one
-        position alone is `create_decode_mask`.
+        Must be in ``0..seq_length``; the mask does not depend on it. `create_decode_mask`
+        returns the row of one position.
     dtype : dtype
         float16, bfloat16, float32 or float64.
     fill : float
-        Minus infinity, or a finite minimum such as ``-65504.0`` for hardware that turns
-        infinities into NaN.
+        Minus infinity, or a finite minimum such as ``-65504.0`` for hardware that converts
+        infinities to NaN.
     out : ndarray or torch.Tensor, optional
         Result to write into; its dtype is used.
 
@@ -75,15 +75,15 @@ def create_attention_size_mask(
     Raises
     ------
     CapacityError
-        If a length or size is negative, or the position outside ``0..seq_length``.
+        A length or size is negative, or the position is outside ``0..seq_length``.
     CompatibilityError
-        If `out` has another shape, or the dtype is no float.
+        `out` has another shape, or the dtype is not a float.
     ValueError
-        If `fill` is finite but not in the dtype's range, or `out` is read-only.
+        `fill` is finite but outside the dtype's range, or `out` is read-only.
 
     See Also
     --------
-    create_causal_mask : the same mask as a view of O(seq_length) memory.
+    create_causal_mask : the same mask as a view that takes O(seq_length) memory.
 
     References
     ----------
@@ -112,14 +112,14 @@ def create_decode_mask(
     fill: float = _MINUS_INFINITY,
     out: Array | None = None,
 ) -> Any:
-    """Create the mask row of one token, for generating token by token.
+    """Create the mask row of one token, for token-by-token generation.
 
     Parameters
     ----------
     seq_length, attention_size, dtype, fill
         As for `create_attention_size_mask`.
     current_position : int
-        The token's position, in ``0..seq_length - 1``: the row of that index.
+        Position of the token and index of the row, in ``0..seq_length - 1``.
     out : ndarray or torch.Tensor, optional
         Result to write into, of shape (1, 1, 1, seq_length).
 
@@ -131,7 +131,7 @@ def create_decode_mask(
     Raises
     ------
     CapacityError
-        If a length or size is negative, or the position outside ``0..seq_length - 1``.
+        A length or size is negative, or the position is outside ``0..seq_length - 1``.
     CompatibilityError, ValueError
         As for `create_attention_size_mask`.
 
@@ -159,25 +159,25 @@ def create_causal_mask(
     dtype: DType = np.float16,
     fill: float = _MINUS_INFINITY,
 ) -> NDArray:
-    """Create a causal mask as a strided view of one row's worth of memory.
+    """Create a causal mask as a strided view over the memory of one row.
 
-    Every row is its predecessor moved by one column, so the rows overlap in memory:
-    ``2 * seq_length - 1`` elements serve for ``seq_length ** 2``.
+    Every row is the previous row shifted by one column, so the rows can overlap in memory:
+    ``2 * seq_length - 1`` elements represent ``seq_length ** 2``.
 
     Parameters
     ----------
     seq_length : int
         Rows and columns.
     attention_size : int, optional
-        As for `create_attention_size_mask`. Default: every earlier token is seen.
+        As for `create_attention_size_mask`. Default: each token attends to all earlier ones.
     dtype, fill
         As for `create_attention_size_mask`.
 
     Returns
     -------
     ndarray, shape (1, 1, seq_length, seq_length)
-        A read-only view with overlapping rows. ``np.ascontiguousarray`` makes the full
-        matrix where a consumer needs one.
+        A read-only view with overlapping rows. Use ``np.ascontiguousarray`` for consumers that
+        need the full matrix.
 
     Raises
     ------
@@ -195,10 +195,10 @@ def create_causal_mask(
     >>> np.array_equal(create_causal_mask(9, 3), create_attention_size_mask(9, 3, 0))
     True
     """
-    seq_length = index(seq_length)  # NumPy's small integers would wrap below
+    seq_length = index(seq_length)  # NumPy's small integers would overflow below
     reach = seq_length if attention_size is None else attention_size
-    # Row `seq_length - 1` of a mask of nearly twice the width: the last row of ours, with
-    # what the others show of it as they move left.
+    # Row `seq_length - 1` of a mask of width `2 * seq_length - 1`: it contains the last row of
+    # this mask, and the shifted columns that the other rows show.
     last = max(seq_length - 1, 0)
     width = seq_length + last
     row = _core.kv_mask(width, reach, last if seq_length > 0 else 0, dtype, fill, None, True)

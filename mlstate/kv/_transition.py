@@ -1,4 +1,4 @@
-"""Moving a KV cache to another sequence length; public through `mlstate.kv`."""
+"""Move a KV cache to another sequence length; public through `mlstate.kv`."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def _move(
     low_memory: bool,
     compact: bool,
 ) -> Any:
-    """Hand a transition to the core, or to torch where the core must not touch the data."""
-    low_memory = bool(low_memory)  # the core takes nothing but True and False
+    """Run a transition in the core, or in torch if the core cannot access the data."""
+    low_memory = bool(low_memory)  # the core accepts only True and False
     if isinstance(source, np.ndarray) and (dtype is not None or out is not None):
         source, position = in_range(source, target_seq_length, position, dtype, out, compact)
     if is_torch(source):
@@ -64,71 +64,73 @@ def transition_kv_state(
     out: Array | None = None,
     low_memory: bool = False,
 ) -> ArrayT:
-    """Move a KV cache to a longer sequence: copy the tokens, pad the rest.
+    """Move a KV cache to a longer sequence: copy the tokens, pad the other positions.
 
     Parameters
     ----------
     source_state : ndarray or torch.Tensor, shape (layers, heads, source_seq, head_dim)
-        The cache. Any strides, read-only or in the other byte order; NumPy and ml_dtypes
-        dtypes, torch tensors on any device.
+        The cache, with any strides and byte order, read-only or not; dtypes of NumPy and
+        ml_dtypes, or torch tensors on any device.
     target_seq_length : int
         Positions of the result, at least `source_seq`.
     current_position : int, optional
-        Tokens in the cache; what lies beyond them is dropped. Default: all of `source_seq`.
+        Number of tokens in the cache; later positions are dropped. Default: `source_seq`.
     pad_value : float
-        What positions without a token hold.
+        Value of positions without a token.
     dtype : dtype, optional
-        Of the result; default that of `source_state`. float16, bfloat16, float32 and
-        float64 convert into one another, fused with the copy, rounded to nearest even
-        (float16 as NumPy does, bfloat16 as torch does). Integers convert into floats and
+        Dtype of the result. Default: that of `source_state`. float16, bfloat16, float32 and
+        float64 convert into one another during the copy, rounded to nearest even (float16 as
+        in NumPy, bfloat16 as in torch). Integers convert to floats and other integers; floats
+        convert to integers, truncated toward zero.
         other integers; floats convert into integers, truncated toward zero.
     out : ndarray or torch.Tensor, optional
-        Preallocated result of shape (layers, heads, target_seq_length, head_dim), of either
-        kind and any convertible dtype. Must not share memory with `source_state`.
+        Preallocated result of shape (layers, heads, target_seq_length, head_dim), a NumPy array
+        or torch tensor of any convertible dtype. It must not share memory with `source_state`.
     low_memory : bool
-        Decline huge pages for a fresh NumPy result of 32 MiB and more, so that padding with
-        zeros occupies no memory until it is written; see Notes for the price.
+        Disable huge pages for a new NumPy result of at least 32 MiB, so that zero padding
+        takes no memory until it is written. See Notes for the cost.
 
     Returns
     -------
     ndarray or torch.Tensor
-        `out` if given, else a new array of the kind of `source_state`, on its device and in
-        its autograd graph. `source_state` itself if there is nothing to do: same length,
-        every position in use, no `dtype`, no `out`.
+        `out` if given, else a new array of the same library as `source_state`, on its device
+        and in its autograd graph. `source_state` itself if nothing changes: same length, every
+        position in use, no `dtype`, no `out`.
 
     Raises
     ------
     CapacityError
-        If `target_seq_length` is smaller than the source or asks for more than an address
-        space, or `current_position` lies outside the source. A ValueError.
+        `target_seq_length` is smaller than the source or exceeds the address space, or
+        `current_position` is outside the source. A ValueError.
     CompatibilityError
-        If `source_state` has not four dimensions, `out` has another shape, or a dtype is
+        `source_state` does not have four dimensions, `out` has another shape, or a dtype is
         unsupported. A ValueError.
     ValueError
-        If `out` is read-only, shares memory with `source_state` or is part of an autograd
-        graph, or `pad_value` does not fit the dtype. If a token is NaN or out of range in a
+        `out` is read-only, shares memory with `source_state` or belongs to an autograd graph,
+        or `pad_value` does not fit the dtype. Also if a token is NaN or out of range in a
         conversion from or to integers; nothing is written then.
     TypeError
-        If `source_state` is neither a NumPy array nor a torch tensor, or a length is no
+        `source_state` is neither a NumPy array nor a torch tensor, or a length is not an
         integer.
     MemoryError
-        If the system refuses the memory of the result.
+        The memory of the result cannot be allocated.
 
     Notes
     -----
-    One pass over the result, which is also the peak of extra memory (nothing with `out`).
-    Conversions from and to integers check the tokens first, and need their memory twice more.
-    The GIL is released for results of 64 KiB and more. A fresh zero-padded result of
-    32 MiB and more is made of pages that the system zeroes on first use: with huge pages
-    (the default, as NumPy asks for them) a page mostly holds some tokens, so nearly all of
-    the result is resident at once; with ``low_memory=True`` only the tokens are. That is
-    faster where most of the result is padding, and up to twice as slow where it is nearly
-    full of tokens.
+    The result is written in one pass. Extra memory: the size of the result (none with `out`).
+    Conversions from and to integers first check the tokens, and need twice the tokens' memory
+    in addition. The GIL is released for results of at least 64 KiB.
+
+    A new zero-padded result of at least 32 MiB consists of pages that the system zeroes on
+    first use. With huge pages (the default, as NumPy requests them) most pages contain some
+    tokens, so nearly all of the result is resident at once. With ``low_memory=True`` only the
+    tokens are. This is faster if most of the result is padding, and up to twice as slow if the
+    result is nearly full of tokens.
 
     References
     ----------
-    The names and semantics are those of ``anemll.utils.state_transition``, except that a
-    negative position is an error and that `dtype` is honoured for equal lengths too.
+    Names and semantics are those of ``anemll.utils.state_transition``, except that a negative
+    position raises and that `dtype` is also honoured for equal lengths.
 
     Examples
     --------
@@ -162,7 +164,7 @@ def compact_kv_state(
     out: Array | None = None,
     low_memory: bool = False,
 ) -> ArrayT:
-    """Move a KV cache to a shorter sequence that its tokens fit into.
+    """Move a KV cache to a shorter sequence that can hold its tokens.
 
     Parameters
     ----------
@@ -171,20 +173,19 @@ def compact_kv_state(
     target_seq_length : int
         Positions of the result, at least `current_position`.
     current_position : int
-        Tokens in the cache.
+        Number of tokens in the cache.
     dtype, out, low_memory
         As for `transition_kv_state`.
 
     Returns
     -------
     ndarray or torch.Tensor
-        `out` if given, else always a new array; positions without a token hold zeros.
+        `out` if given, else always a new array; positions without a token are zero.
 
     Raises
     ------
     CapacityError
-        If the tokens do not fit, or `current_position` lies outside the source. A
-        ValueError.
+        The tokens do not fit, or `current_position` is outside the source. A ValueError.
     CompatibilityError, ValueError, TypeError, MemoryError
         As for `transition_kv_state`.
 
@@ -211,13 +212,13 @@ def validate_state_shapes(
     source_state_shape: Sequence[int] | Mapping[str, Sequence[int]],
     target_state_shape: Sequence[int] | Mapping[str, Sequence[int]],
 ) -> bool:
-    """Check that a cache of one shape can expand into another.
+    """Check that a cache of one shape can be expanded to another.
 
     Parameters
     ----------
     source_state_shape, target_state_shape : sequence of int, or mapping
-        (layers, heads, sequence, head_dim). Or both by name: each of the source's states is
-        compared with the target's of the same name.
+        (layers, heads, sequence, head_dim). Or two mappings of names to shapes: each state of
+        the source is compared with the target's state of the same name.
 
     Returns
     -------
@@ -227,12 +228,12 @@ def validate_state_shapes(
     Raises
     ------
     CompatibilityError
-        If either has not four dimensions, or layers, heads or head_dim differ, or the target
-        has no state of a name. A ValueError.
+        A shape does not have four dimensions; layers, heads or head_dim differ; or the target
+        lacks a state of the source. A ValueError.
     TypeError
-        If only one of the two is a mapping.
+        Only one of the two is a mapping.
     CapacityError
-        If the target's sequence is shorter. A ValueError.
+        The target's sequence is shorter. A ValueError.
 
     Examples
     --------
@@ -274,14 +275,14 @@ def _check_named(name: str, source: Any, targets: Mapping[str, Any]) -> None:
 def get_transition_info(
     source_seq_length: int, target_seq_length: int, current_position: int
 ) -> dict[str, int | float]:
-    """Describe a transition in numbers.
+    """Return the sizes of a transition.
 
     Parameters
     ----------
     source_seq_length, target_seq_length : int
         Positions of the two caches.
     current_position : int
-        Tokens in the source.
+        Number of tokens in the source.
 
     Returns
     -------
@@ -293,9 +294,9 @@ def get_transition_info(
     Raises
     ------
     ValueError
-        If `source_seq_length` is 0: there is nothing to expand by a factor.
+        `source_seq_length` is 0, so the expansion factor is undefined.
     TypeError
-        If an argument is no integer.
+        An argument is not an integer.
 
     Examples
     --------
@@ -303,7 +304,7 @@ def get_transition_info(
     >>> get_transition_info(256, 512, 200)["padded_positions_target"]
     312
     """
-    # Python's own integers: those of NumPy wrap, and json does not take them.
+    # Convert to Python integers: NumPy's overflow, and json does not support them.
     source_seq_length, target_seq_length = index(source_seq_length), index(target_seq_length)
     current_position = index(current_position)
     if source_seq_length == 0:

@@ -1,8 +1,8 @@
 """State dicts: named arrays, checked, compared and loaded.
 
-`StateDict` is a dict that holds arrays as they are; `ModelStateDict` knows layers,
-`OptimizerStateDict` states by parameter. Every function here takes any mapping of str to
-array.
+`StateDict` is a dict of arrays and keeps them as they are. `ModelStateDict` adds access by
+layer, `OptimizerStateDict` access by parameter. Every function here accepts any mapping of str
+to array.
 
 Examples
 --------

@@ -1,4 +1,4 @@
-"""Whether two states go together; public through `mlstate.state`."""
+"""Check whether two states match; public through `mlstate.state`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ LONGEST = 200  # characters of one of them
 
 @set_module("mlstate.state")
 class Difference(NamedTuple):
-    """One thing in which two states differ.
+    """One difference between two states.
 
     Attributes
     ----------
     kind : str
         ``"missing"``: only the source has the tensor. ``"unexpected"``: only the target has
-        it. ``"shape"`` or ``"dtype"``: both have it, and differ in that.
+        it. ``"shape"`` or ``"dtype"``: both have it, with different shapes or dtypes.
     name : str
         The tensor.
     source, target : tuple of int, str or None
@@ -43,16 +43,16 @@ class Difference(NamedTuple):
 
 @set_module("mlstate.state")
 class CompatibilityResult:
-    """What `check_compatibility` found; callers may add findings of their own.
+    """The result of `check_compatibility`; callers may add their own errors and warnings.
 
     Attributes
     ----------
     errors, warnings : list of str
-        What stands in the way, and what need not.
+        Differences that prevent loading, and differences that do not.
     differences : list of Difference
-        The same in parts, complete where a text is cut.
+        All differences in structured form, also those that a message leaves out.
     renames : dict of str to str
-        Rules for `rename` that would make names match; empty where none were found.
+        Rules for `rename` that would make names match; empty if no rules were found.
 
     Examples
     --------
@@ -70,17 +70,17 @@ class CompatibilityResult:
         self.warnings: list[str] = []
         self.differences: list[Difference] = []
         self.renames: dict[str, str] = {}
-        # names that match, and names of the source and of the target
+        # number of matching names, of names in the source, of names in the target
         self._counts: tuple[int, int, int] = (0, 0, 0)
 
     @property
     def is_compatible(self) -> bool:
-        """Whether there are no errors."""
+        """Whether the list of errors is empty."""
         return not self.errors
 
     @property
     def has_warnings(self) -> bool:
-        """Whether there are warnings."""
+        """Whether the list of warnings is not empty."""
         return bool(self.warnings)
 
     def add_error(self, error: str) -> None:
@@ -89,7 +89,7 @@ class CompatibilityResult:
         Parameters
         ----------
         error : str
-            A line for people.
+            A line of text.
 
         Examples
         --------
@@ -107,7 +107,7 @@ class CompatibilityResult:
         Parameters
         ----------
         warning : str
-            A line for people.
+            A line of text.
 
         Examples
         --------
@@ -120,13 +120,13 @@ class CompatibilityResult:
         self.warnings.append(warning)
 
     def _rows(self) -> list[tuple[str, str]]:
-        """Lines of the table: level and text."""
+        """Return the rows of the table: level and text."""
         return [("error", text) for text in self.errors] + [
             ("warning", text) for text in self.warnings
         ]
 
     def _verdict(self) -> str:
-        """Say whether all, some or none of the tensors would be loaded."""
+        """Return the first line: whether all, some or none of the tensors would be loaded."""
         matched, source, target = self._counts
         if not self.is_compatible:
             return "not compatible"
@@ -158,7 +158,7 @@ class CompatibilityResult:
 
 
 def as_dict(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a dict as it is, any other mapping as a dict; the core refuses the rest."""
+    """Return a dict unchanged and any other mapping as a dict; the core rejects other types."""
     if not isinstance(state, dict) and isinstance(state, Mapping):
         return dict(state)
     if not isinstance(state, dict) and hasattr(state, "state_dict"):
@@ -170,22 +170,22 @@ def as_dict(state: Mapping[str, Any]) -> dict[str, Any]:
 
 @set_module("mlstate.state")
 def keys_match(state1: Mapping[str, Any], state2: Mapping[str, Any]) -> bool:
-    """Whether two states have the same names.
+    """Return whether two states have the same names.
 
     Parameters
     ----------
     state1, state2 : mapping of str to array
-        The states. Arrays are not looked at.
+        The states. The arrays are not read.
 
     Returns
     -------
     bool
-        The order of the names does not count.
+        The order of the names does not matter.
 
     Raises
     ------
     TypeError
-        Not a mapping, or a name is no str.
+        An argument is not a mapping, or a name is not a str.
 
     Examples
     --------
@@ -204,17 +204,17 @@ def get_missing_keys(state1: Mapping[str, Any], state2: Mapping[str, Any]) -> se
     Parameters
     ----------
     state1, state2 : mapping of str to array
-        The states. Arrays are not looked at.
+        The states. The arrays are not read.
 
     Returns
     -------
     set of str
-        Empty where none is missing.
+        Empty if no name is missing.
 
     Raises
     ------
     TypeError
-        Not a mapping, or a name is no str.
+        An argument is not a mapping, or a name is not a str.
 
     Examples
     --------
@@ -233,17 +233,17 @@ def get_unexpected_keys(state1: Mapping[str, Any], state2: Mapping[str, Any]) ->
     Parameters
     ----------
     state1, state2 : mapping of str to array
-        The states. Arrays are not looked at.
+        The states. The arrays are not read.
 
     Returns
     -------
     set of str
-        Empty where none is unexpected.
+        Empty if no name is unexpected.
 
     Raises
     ------
     TypeError
-        Not a mapping, or a name is no str.
+        An argument is not a mapping, or a name is not a str.
 
     Examples
     --------
@@ -257,27 +257,27 @@ def get_unexpected_keys(state1: Mapping[str, Any], state2: Mapping[str, Any]) ->
 
 @set_module("mlstate.state")
 def shapes_match(state1: Mapping[str, Any], state2: Mapping[str, Any]) -> bool:
-    """Whether `state2` has every tensor of `state1` in the same shape.
+    """Return whether `state2` has every tensor of `state1` with the same shape.
 
     Parameters
     ----------
     state1, state2 : mapping of str to array
-        The states. What only `state2` has does not count; dtypes do not either.
+        The states. Tensors that only `state2` has are ignored, and so are dtypes.
 
     Returns
     -------
     bool
-        False where a name of `state1` is missing.
+        False if `state2` lacks a name of `state1`.
 
     Raises
     ------
     TypeError
-        Not a mapping, or a name is no str.
+        An argument is not a mapping, or a name is not a str.
 
     References
     ----------
-    ``ShapesMatch`` of the state dict specification, a missing tensor included. Use
-    `check_compatibility` where partial states are good.
+    ``ShapesMatch`` of the state dict specification: a missing tensor counts as a mismatch. Use
+    `check_compatibility` if partial states are acceptable.
 
     Examples
     --------
@@ -302,7 +302,7 @@ def differences_of(
     shapes: list[tuple[str, Any, Any]],
     dtypes: list[tuple[str, Any, Any]],
 ) -> list[Difference]:
-    """Put what the core found into one list."""
+    """Return the core's results as one list of `Difference`s."""
     return [
         *(Difference("missing", name) for name in missing),
         *(Difference("unexpected", name) for name in unexpected),
@@ -324,7 +324,7 @@ def rename_hint(
     rules = dict(found)
     try:
         renamed = _core.state_rename(source, tuple(found))[0] if found else {}
-    except ValueError:  # two names would become one
+    except ValueError:  # two names would become the same
         return {}, ""
     matched = len(renamed) - len(_core.state_missing(renamed, target))
     if matched <= len(source) - len(source_only):  # names that matched before count too
@@ -336,35 +336,35 @@ def rename_hint(
 def check_compatibility(
     source: Mapping[str, Any], target: Mapping[str, Any]
 ) -> CompatibilityResult:
-    """Say whether a state can be loaded into another one.
+    """Check whether one state can be loaded into another.
 
     Parameters
     ----------
     source, target : mapping of str to array
-        The states. The arrays' memory is not looked at, so they may be on a device, or on
-        torch's ``meta`` device.
+        The states. Only names, shapes and dtypes are read, so the arrays may be on a device,
+        including torch's ``meta`` device.
 
     Returns
     -------
     CompatibilityResult
-        Names that only one side has are warnings, so that a part of a model can be loaded;
-        every shape that differs is an error; every dtype that differs is a warning. The first
-        line of its text says whether all names match, some, or none. If a prefix explains the
+        A name that only one side has is a warning, so that a part of a model can be loaded.
+        A different shape is an error, a different dtype a warning. The first line of the text
+        tells whether all, some or no names match. If a prefix explains the difference of the
         names, ``renames`` has the rules.
 
     Raises
     ------
     TypeError
-        Not a mapping, or a name is no str.
+        An argument is not a mapping, or a name is not a str.
 
     Notes
     -----
-    Missing means that only the source has it, unexpected that only the target does.
+    *Missing* means that only the source has the tensor, *unexpected* that only the target does.
 
     References
     ----------
-    ``StateCompatibilityChecker`` of the state dict specification, which counts a missing tensor
-    as a shape that differs: here only tensors that both sides have are compared.
+    ``StateCompatibilityChecker`` of the state dict specification. The specification counts a
+    missing tensor as a shape mismatch; here only tensors that both sides have are compared.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""In what two states differ, elements included; public through `mlstate.state`."""
+"""Compare two states element by element; public through `mlstate.state`."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ SHOWN = 20  # rows that a table shows
 
 @set_module("mlstate.state")
 class TensorChange(NamedTuple):
-    """How much the elements of one tensor differ.
+    """How much the elements of one tensor changed.
 
     Attributes
     ----------
     name : str
         The tensor.
     changed, size : int
-        Elements that differ, and all elements.
+        Number of elements that differ, and number of all elements.
     nan : int
-        Of those that differ, the ones that are NaN on exactly one side. They take no part in
-        the two measures.
+        Number of differing elements that are NaN on exactly one side. `max_abs` and `max_rel`
+        ignore them.
     max_abs : float
         The largest ``|a - b|``.
     max_rel : float
-        The largest ``|a - b| / max(|a|, |b|)``: 0 to 2, or infinity beside an infinity.
+        The largest ``|a - b| / max(|a|, |b|)``: 0 to 2, or infinity if one side is infinite.
 
     Examples
     --------
@@ -50,18 +50,18 @@ class TensorChange(NamedTuple):
 
 @set_module("mlstate.state")
 class StateDiff(NamedTuple):
-    """In what two states differ.
+    """The differences between two states.
 
     Attributes
     ----------
     missing, unexpected : list of str
-        Names that only the first, or only the second state has.
+        Names that only the first state, or only the second state has.
     shapes, dtypes : list of tuple
-        ``(name, of the first, of the second)`` where they differ.
+        ``(name, in the first, in the second)`` for each tensor whose shape or dtype differs.
     changes : list of TensorChange
-        Tensors of the same shape and dtype with other elements.
+        Tensors of the same shape and dtype whose elements differ.
     unchanged : int
-        How many tensors are the same.
+        Number of tensors that are equal.
 
     Examples
     --------
@@ -97,7 +97,7 @@ class StateDiff(NamedTuple):
         return ", ".join(f"{count:,} {what}" for count, what in parts if count)
 
     def _rows(self) -> list[tuple[str, ...]]:
-        """Lines of the table: what cannot be measured, then the largest relative changes."""
+        """Return the table rows: shape and dtype mismatches, then the largest changes first."""
         rows: list[tuple[str, ...]] = []
         for what, pairs in (("shape", self.shapes), ("dtype", self.dtypes)):
             rows += [(name, what, "", "", f"{a} -> {b}") for name, a, b in pairs]
@@ -111,7 +111,7 @@ class StateDiff(NamedTuple):
         rows += [(name, "only in the second", "", "", "") for name in self.unexpected]
         return rows
 
-    def __repr__(self) -> str:  # all of it may be 10,000 tensors
+    def __repr__(self) -> str:  # the title only: there may be 10,000 tensors
         return f"<StateDiff: {self._title()}>"
 
     def __str__(self) -> str:
@@ -132,7 +132,7 @@ _HEADERS = ("tensor", "changed", "max abs", "max rel", "")
 
 @set_module("mlstate.state")
 def diff(a: Mapping[str, Any], b: Mapping[str, Any]) -> StateDiff:
-    """Compare two states down to their elements.
+    """Compare two states element by element.
 
     Parameters
     ----------
@@ -142,22 +142,22 @@ def diff(a: Mapping[str, Any], b: Mapping[str, Any]) -> StateDiff:
     Returns
     -------
     StateDiff
-        What only one has, what differs in shape or dtype, and for each other tensor how many
-        elements changed and by how much. Elements are the same where their bits are, or where
-        both are NaN; so 0.0 and -0.0 differ, by 0.
+        Names that only one state has, shapes and dtypes that differ, and for each other tensor
+        how many elements changed and by how much. Two elements are equal if their bits are
+        equal or both are NaN. So 0.0 and -0.0 differ, with a difference of 0.
 
     Raises
     ------
     CompatibilityError
-        A dtype that the core does not know, or memory that it cannot read.
+        The core does not know a dtype or cannot read an array's memory.
     TypeError
-        Not a mapping of str to array.
+        An argument is not a mapping of str to array.
 
     Notes
     -----
-    Any strides and byte orders; nothing is copied. The GIL is released, and large tensors are
-    shared out over `mlstate.get_num_threads` threads. Differences are measured in
-    float64.
+    Arrays may have any strides and byte order; nothing is copied. The GIL is released, and
+    large tensors are compared by `mlstate.get_num_threads` threads. Differences are computed
+    in float64.
 
     Examples
     --------
@@ -176,5 +176,5 @@ def diff(a: Mapping[str, Any], b: Mapping[str, Any]) -> StateDiff:
 
 
 def table_of(found: StateDiff) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
-    """Title, headers and rows, all of them, of what differs; for other tables than ours."""
+    """Return title, headers and all rows of a diff, for tables outside this module."""
     return found._title(), _HEADERS, found._rows()

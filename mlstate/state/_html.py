@@ -1,4 +1,4 @@
-"""What a person sees of a state dict: a few lines of text, or a tree that unfolds."""
+"""Text and HTML representation of a state dict: a few lines, or a tree that unfolds."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Kind: TypeAlias = tuple[tuple[Facts, ...], tuple[tuple[str, "Kind"], ...]]
 
 FIRST, LAST = 15, 3  # lines of a long text
 ROWS = 360  # of a large tree
-CHILDREN = (12, 60)  # of one node; more where few rows are needed for all
+CHILDREN = (12, 60)  # of one node; the second if few rows suffice for the whole tree
 MOST_BYTES = 30_000
-MOST_TENSORS, MOST_PARTS = 20_000, 40  # of a state whose hidden rows can be opened
-# What arrays raise when asked for what they lack: sparse, nested and lazy tensors of torch, and
-# whatever went round the checks.  They are shown all the same.
+MOST_TENSORS, MOST_PARTS = 20_000, 40  # limits of a state whose hidden rows can be opened
+# Errors of arrays that lack a queried attribute: sparse, nested and lazy tensors of torch, and
+# values that bypassed the type check. Such arrays are shown without that attribute.
 UNREADABLE = (AttributeError, BufferError, RuntimeError, TypeError, ValueError)
 
-# Colours are those around: dark and light themes need no rules of their own.
+# Colours are inherited, so dark and light themes need no extra rules.
 _STYLE = """
 .mlstate{font:13px/1.5 system-ui,sans-serif}
 .mlstate div,.mlstate summary{white-space:nowrap}
@@ -53,7 +53,7 @@ def _title(state: StateDict) -> str:
 
 
 def _facts(array: Any) -> tuple[str, str]:
-    """Dtype and shape as an array says them."""
+    """Return dtype and shape of an array as text."""
     said = getattr(array, "dtype", type(array).__name__)
     dtype = label_of(said) or str(said).removeprefix("torch.")
     try:
@@ -63,7 +63,7 @@ def _facts(array: Any) -> tuple[str, str]:
 
 
 def state_repr(state: StateDict) -> str:
-    """Write the first tensors, the last ones, and how many there are between."""
+    """Return the first and last tensors, and the number of tensors between them."""
     items = dict.copy(state).items()  # in one step: other threads may change the state
     if len(items) <= FIRST + LAST + 1:
         first, last = list(items), []
@@ -79,26 +79,26 @@ def state_repr(state: StateDict) -> str:
 
 
 def _line(row: Row) -> str:
-    """Name and facts of a row."""
+    """Return the HTML of one row: name, dtype, shape, size."""
     _, name, count, nbytes, dtype, shape, hidden, _ = row
     if hidden:
         return f"… {hidden:,} more<i>{_count(count)}, {bytes_text(nbytes)}</i>"
     label = f"<b>{escape(shorten(name, 64)) or '&nbsp;'}</b>"
     if count == 1:
         return f"{label}<i>{escape(dtype)} {shape}</i>"
-    itself = "" if shape is None else f"; itself {shape}"  # a tensor that others lie under
+    itself = "" if shape is None else f"; itself {shape}"  # a tensor whose name is also a prefix
     return f"{label}<i>{_count(count)}, {bytes_text(nbytes)}, {escape(dtype)}{itself}</i>"
 
 
 def _outline(state: StateDict, most: int) -> list[Row]:
-    """Choose the rows: deep trees before broad ones."""
+    """Choose the rows: few children per node if that fills the page, else many."""
     few, many = CHILDREN
     rows = _core.state_outline(state, most, few)
     return rows if len(rows) > most // 3 else _core.state_outline(state, most, many)
 
 
 class Node:
-    """A part of names: the parts below it, and the tensors whose name ends here."""
+    """A part of a name: its child parts, and the tensors whose name ends here."""
 
     __slots__ = ("children", "facts")
 
@@ -108,7 +108,7 @@ class Node:
 
 
 def _nodes(state: StateDict) -> Node | None:
-    """Build the tree of all names; None if it has more tensors or parts than can be opened."""
+    """Build the tree of all names; return None if it is too large or too deep to unfold."""
     items = dict.copy(state).items()
     if len(items) > MOST_TENSORS:
         return None
@@ -129,7 +129,7 @@ def _nodes(state: StateDict) -> Node | None:
 
 
 def _kind(node: Node) -> Kind:
-    """Names, dtypes and shapes at and below a node: equal layers have equal kinds."""
+    """Return names, dtypes and shapes at and below a node; equal layers have equal kinds."""
     return node.facts, tuple((name, _kind(child)) for name, child in node.children.items())
 
 
@@ -138,7 +138,7 @@ def _tensors(kind: Kind) -> int:
 
 
 class _Opener:
-    """Writes the rows that the outline hides, equal neighbours as one row, up to a size."""
+    """Writes the rows that the outline hides, up to a size; equal neighbours share one row."""
 
     def __init__(self, root: Node | None, room: int) -> None:
         self.root = root
@@ -163,7 +163,7 @@ class _Opener:
         return "".join(parts)
 
     def _run(self, names: list[str], kind: Kind) -> str:
-        """Write neighbours of one kind; nothing if there is no room for them."""
+        """Return the row of neighbours of one kind, or "" if the byte limit is reached."""
         ends = [names[0]] if len(names) == 1 else [names[0], names[-1]]
         while not kind[0] and len(kind[1]) == 1 and _tensors(kind) == 1:
             [(name, kind)] = kind[1]
@@ -183,9 +183,9 @@ class _Opener:
 
 
 def _tree(rows: list[Row], opener: _Opener) -> str:
-    """Nest the rows, which come in pre-order."""
+    """Nest the rows, which are in pre-order."""
     parts: list[str] = []
-    depth = 1  # of the rows to come; one <details> is open for each level above
+    depth = 1  # of the next row; one <details> is open for each level above
     top = sum(row[0] == 1 for row in rows)
     path: list[tuple[Node | None, int]] = [(opener.root, 0)]  # nodes, and children written
     for row in rows:
@@ -212,7 +212,7 @@ def _tree(rows: list[Row], opener: _Opener) -> str:
 
 
 def state_html(state: StateDict) -> str:
-    """Write the tree of names, cut down to a page whatever the size of the state."""
+    """Return the tree of names as HTML, limited to one page for a state of any size."""
     title = f"<div class=mlstate><style>{_STYLE}</style><p>{escape(_title(state))}</p>"
     rows = ROWS
     while True:
@@ -224,7 +224,7 @@ def state_html(state: StateDict) -> str:
         size = len(page.encode())
         if rows <= 1 or size < MOST_BYTES:
             break
-        rows //= 2  # names that are escaped character by character
+        rows //= 2  # the page is too long, e.g. names whose characters are all escaped
     closed = [row for row in chosen if row[2] > 1 and not row[-1]]
     room = MOST_BYTES - size - 60 * len(closed)
     if closed and room > 0:

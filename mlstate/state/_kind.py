@@ -1,8 +1,8 @@
-"""Which kind of state dict a file holds, written beside its arrays as text.
+"""The kind of a state dict, stored as text in the metadata of its file.
 
 The metadata entry ``mlstate.state`` is a JSON object: ``kind`` is ``"model"`` or
-``"optimizer"``, the other members are the attributes of that class. A file without it holds
-a plain `StateDict`.
+``"optimizer"``, the other members are the attributes of that class. A file without the entry
+holds a plain `StateDict`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ATTRIBUTES: dict[str, tuple[type[StateDict], tuple[str, ...]]] = {
 
 
 def describe(state: object) -> str | None:
-    """Return the text for a state's file, or None if its class has no attributes."""
+    """Return the metadata text for a state, or None if its class has no attributes."""
     for kind, (cls, names) in _ATTRIBUTES.items():
         if isinstance(state, cls):
             import json
@@ -44,7 +44,7 @@ def describe(state: object) -> str | None:
 
 
 def kind_of(state: Any) -> dict[str, Any] | None:
-    """Return a state's kind and the attributes of its class, as a manifest has them."""
+    """Return a state's kind and the attributes of its class, in the form of a manifest."""
     if state is None:
         return None
     import json
@@ -53,12 +53,12 @@ def kind_of(state: Any) -> dict[str, Any] | None:
     if text is None:
         return {"kind": "state"}
     found: dict[str, Any] = json.loads(text)
-    check_json_values(found.get("param_groups", ()), "param_groups")  # save_file takes inf
+    check_json_values(found.get("param_groups", ()), "param_groups")  # refuses inf and NaN
     return found
 
 
 def restore(arrays: dict[str, Any], text: str | None, path: object) -> StateDict:
-    """Make the state dict that `describe` described; `path` is for the error."""
+    """Make the state dict that `describe` described; errors carry `path`."""
     if text is None:
         return StateDict(arrays)
     import json
@@ -66,19 +66,19 @@ def restore(arrays: dict[str, Any], text: str | None, path: object) -> StateDict
     try:
         found = json.loads(text)
     except (RecursionError, ValueError) as reason:
-        raise _wrong(reason, path) from None
+        raise _format_error(reason, path) from None
     return restore_kind(arrays, found, path)
 
 
 def restore_kind(arrays: dict[str, Any], found: Any, path: object) -> StateDict:
-    """Make the state dict of a described kind; ``{"kind": "state"}`` is a plain one."""
+    """Make the state dict of a described kind; ``{"kind": "state"}`` is a plain `StateDict`."""
     try:
         attributes = dict(found)
         kind = attributes.pop("kind")
         cls, names = (StateDict, ()) if kind == "state" else _ATTRIBUTES[kind]
         if not attributes.keys() <= set(names):
             raise KeyError(*(attributes.keys() - set(names)))
-        state = cls(**attributes)  # before the arrays, whose names must not reach keywords
+        state = cls(**attributes)  # without the arrays: their names must not become keywords
     except (
         ArithmeticError,
         AttributeError,
@@ -87,12 +87,12 @@ def restore_kind(arrays: dict[str, Any], found: Any, path: object) -> StateDict:
         TypeError,
         ValueError,
     ) as reason:
-        raise _wrong(reason, path) from None
+        raise _format_error(reason, path) from None
     state.update(arrays)
     return state
 
 
-def _wrong(reason: Exception, path: object) -> FormatError:
+def _format_error(reason: Exception, path: object) -> FormatError:
     error = FormatError(f"metadata {KEY!r} does not describe a state: {reason}")
     error.path = path
     return error

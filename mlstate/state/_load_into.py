@@ -1,4 +1,4 @@
-"""Loading one state into another, and renaming; public through `mlstate.state`."""
+"""Load one state into another, and rename tensors; public through `mlstate.state`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _refusal(
     shapes: list[tuple[str, Any, Any]],
     dtypes: list[tuple[str, Any, Any]],
 ) -> CompatibilityError:
-    """Say in torch's words what stands in the way, all of it at once."""
+    """Return an error that lists all mismatches, in torch's words."""
     lines = []
     if strict and missing:
         lines.append(f"Missing key(s) in state_dict: {_quoted(missing)}.")
@@ -77,40 +77,40 @@ def load_into(
     strict: bool = True,
     cast: bool = False,
 ) -> None:
-    """Copy the tensors of a state into those of another one: all of them, or none.
+    """Copy the tensors of one state into another: all of them, or none.
 
     Parameters
     ----------
     target : mapping of str to array
-        Whose arrays are written, where they lie: writable NumPy arrays or torch tensors in
-        main memory, parameters of a module too.
+        The arrays to write, in place: writable NumPy arrays, or torch tensors in main memory
+        (parameters of a module too).
     source : mapping of str to array
-        Where the elements come from.
+        The arrays to read.
     strict : bool, default True
-        Both must have the same names. False copies the tensors that both have.
+        Require the same names in both. If False, copy only the tensors that both have.
     cast : bool, default False
-        Convert float16, bfloat16, float32 and float64 into one another, rounding to nearest.
-        Without it, dtypes must be the same.
+        Convert between float16, bfloat16, float32 and float64, rounding to nearest. Without
+        it, dtypes must be the same.
 
     Raises
     ------
     CompatibilityError
-        Names, shapes or dtypes do not fit. The message lists all of them in torch's words,
-        seen from the target, with both shapes, and proposes a `rename` where prefixes explain
-        the names; ``differences`` has them in parts.
+        Names, shapes or dtypes do not match. The message lists all mismatches in torch's
+        words, as seen from the target, with both shapes. It proposes a `rename` if prefixes
+        explain the names. ``differences`` lists them as `Difference` objects.
     ValueError
-        A target is read-only, or shares memory with the source of a tensor (other than its
-        own whole self, which is left as it is).
+        A target is read-only, or shares memory with the source of a tensor. Only a target
+        that is exactly its own source is allowed; it is left unchanged.
     TypeError
-        Not a mapping of str to array.
+        An argument is not a mapping of str to array.
 
     Notes
     -----
-    Everything is checked before the first byte is written; after that nothing can fail. No
-    memory is allocated for the elements. The GIL is released, and large tensors are shared
-    out over `mlstate.get_num_threads` threads. Tensors of the target that share memory, as
-    tied weights do, are written in the target's order. Autograd sees a write to a torch
-    tensor as a change in place that needs no gradient, like ``load_state_dict`` of a module.
+    Everything is checked before the first byte is written; the copy itself cannot fail. No
+    memory is allocated for the elements. The GIL is released, and large tensors are copied by
+    `mlstate.get_num_threads` threads. Target tensors that share memory, such as tied weights,
+    are written in the order of the target. Autograd treats a write to a torch tensor as an
+    in-place change without gradient, like ``load_state_dict`` of a module.
 
     Examples
     --------
@@ -137,7 +137,7 @@ def load_into(
 
 
 def _unused_rules(state: Mapping[str, Any], rules: list[str]) -> ValueError:
-    """Say which rules match no name, and which names they may be meant for."""
+    """Return an error that lists the rules without a match and a name they may be meant for."""
     old = rules[0].removeprefix("*")
     near = next((name for name in state if old and old in name), None) or next(iter(state), None)
     hint = "there are no names" if near is None else f"one name is {shorten(near, LONGEST)!r}"
@@ -158,35 +158,35 @@ def rename(
 def rename(
     state: Mapping[str, Any], rules: Mapping[str, str], *, unused: str = "error"
 ) -> StateDict:
-    """Give tensors other names.
+    """Rename tensors by their prefixes.
 
     Parameters
     ----------
     state : mapping of str to array
-        The state; it stays as it is.
+        The state; it is not changed.
     rules : mapping of str to str
-        What a name begins with, and what to put there instead: ``{"module.": ""}`` takes a
-        prefix away, ``{"": "model."}`` puts one in front. A prefix ends at a dot or at the
-        end of the name: ``"layers.1"`` matches ``layers.1.w``, not ``layers.10.w``. A star
-        in front means wherever a part of the name starts: ``{"*_orig_mod.": ""}``. Each rule
-        is applied once to each name, in the order given.
+        Old prefix to new prefix: ``{"module.": ""}`` removes a prefix, ``{"": "model."}`` adds
+        one. A prefix ends at a dot or at the end of the name: ``"layers.1"`` matches
+        ``layers.1.w``, not ``layers.10.w``. With a leading star, a prefix also matches at the
+        start of any later part of the name: ``{"*_orig_mod.": ""}``. Each rule is applied once
+        to each name, in the order given.
     unused : {"error", "ignore"}, default "error"
-        Whether a rule that matches no name raises.
+        Whether to raise if a rule matches no name.
 
     Returns
     -------
     StateDict
-        A new one, of the class of `state` if that is a `StateDict`, with the same arrays in
-        the same order.
+        A new state dict with the same arrays in the same order. It has the class of `state`
+        if that is a `StateDict`.
 
     Raises
     ------
     CompatibilityError
-        Two names become the same one.
+        Two names would become the same.
     ValueError
-        A rule matches no name, leaves nothing of one, or is a star alone.
+        A rule matches no name, leaves an empty name, or is only a star.
     TypeError
-        Not a mapping of str to array, or a rule is no str.
+        `state` is not a mapping of str to array, or a rule is not a str.
 
     Examples
     --------

@@ -20,7 +20,7 @@ Self = TypeVar("Self", bound="OptimizerStateDict")
 
 @set_module("mlstate.state")
 class OptimizerType(StrEnum):
-    """Which optimizer a state is of; each member is the str of its value.
+    """The optimizer that a state belongs to; each member equals the str of its value.
 
     Examples
     --------
@@ -52,26 +52,26 @@ class OptimizerStateDict(StateDict):
     """The state of an optimizer: ``"<parameter>.<state name>"`` to array.
 
     The part after the last dot is the name of the state, such as ``m``, ``exp_avg`` or
-    ``step``; what is in front of it is the parameter's name.
+    ``step``; the part before it is the parameter's name.
 
     Parameters
     ----------
     *args, **kwargs
         Arrays, as for `StateDict`.
     optimizer_type : OptimizerType or str, default "other"
-        Which optimizer it is.
+        The optimizer.
     step : int, default 0
-        Steps taken.
+        Number of optimizer steps taken.
     learning_rate : float, default 0.0
-        That of the first parameter group.
+        Learning rate of the first parameter group.
     param_groups : sequence of mapping, optional
-        Hyperparameters by group: ``"params"`` lists names of parameters, the rest is the
-        optimizer's own. Plain values, so that it can be stored as text.
+        Hyperparameters by group: ``"params"`` lists names of parameters, the other entries
+        are the optimizer's. Values must be plain, so that they can be stored as JSON.
 
     Raises
     ------
     TypeError, ValueError
-        As `StateDict`; or `optimizer_type` is unknown, or `step` is negative or no int.
+        As for `StateDict`; or `optimizer_type` is unknown, or `step` is negative or not an int.
 
     Examples
     --------
@@ -104,12 +104,12 @@ class OptimizerStateDict(StateDict):
 
     @classmethod
     def create(cls: type[Self], optimizer_type: OptimizerType | str) -> Self:
-        """Make an empty one.
+        """Make an empty state for an optimizer.
 
         Parameters
         ----------
         optimizer_type : OptimizerType or str
-            Which optimizer it is for.
+            The optimizer.
 
         Returns
         -------
@@ -126,7 +126,7 @@ class OptimizerStateDict(StateDict):
 
     @property
     def optimizer_type(self) -> OptimizerType:
-        """Which optimizer it is; a str of its name may be assigned."""
+        """The optimizer; its name may be assigned as a str."""
         return self._optimizer_type
 
     @optimizer_type.setter
@@ -139,7 +139,7 @@ class OptimizerStateDict(StateDict):
 
     @property
     def step(self) -> int:
-        """Steps taken."""
+        """Number of optimizer steps taken."""
         return self._step
 
     @step.setter
@@ -160,7 +160,7 @@ class OptimizerStateDict(StateDict):
 
     @property
     def param_groups(self) -> tuple[dict[str, Any], ...]:
-        """Hyperparameters by group; empty where none are known."""
+        """Hyperparameters by group; empty if unknown."""
         return self._param_groups
 
     @param_groups.setter
@@ -168,7 +168,7 @@ class OptimizerStateDict(StateDict):
         self._param_groups = tuple(dict(group) for group in value)
 
     def _about(self) -> list[str]:
-        kind: str = getattr(self, "_optimizer_type", "other")  # a subclass may not have set them
+        kind: str = getattr(self, "_optimizer_type", "other")  # a subclass may not call __init__
         step: int = getattr(self, "_step", 0)
         rate: float = getattr(self, "_learning_rate", 0.0)
         return [str(kind), f"step {step:,}", f"learning rate {rate:g}"]
@@ -179,7 +179,7 @@ class OptimizerStateDict(StateDict):
         Returns
         -------
         list of str
-            In the order in which the state has them.
+            In the order of the state.
 
         Examples
         --------
@@ -191,17 +191,17 @@ class OptimizerStateDict(StateDict):
         return _core.state_layer_names(self, None)
 
     def state_names(self, parameter: str) -> list[str]:
-        """List the states of a parameter.
+        """List the names of a parameter's states.
 
         Parameters
         ----------
         parameter : str
-            Its name.
+            The parameter's name.
 
         Returns
         -------
         list of str
-            Empty where the parameter has none.
+            Empty if the parameter has no state.
 
         Examples
         --------
@@ -218,17 +218,17 @@ class OptimizerStateDict(StateDict):
         Parameters
         ----------
         parameter : str
-            Its name.
+            The parameter's name.
 
         Returns
         -------
         dict of str to array
-            A new dict of the same arrays, by state name; empty where there are none.
+            A new dict of the same arrays, by state name; empty if the parameter has no state.
 
         Raises
         ------
         TypeError, ValueError
-            `parameter` is no str, is empty, or ends with a dot.
+            `parameter` is not a str, is empty, or ends with a dot.
 
         Examples
         --------
@@ -241,21 +241,22 @@ class OptimizerStateDict(StateDict):
         return {name: array for name, array in under.items() if "." not in name}
 
     def set_state(self, parameter: str, name: str, array: Any) -> None:
-        """Put one state of a parameter in place.
+        """Store one state of a parameter.
 
         Parameters
         ----------
         parameter : str
-            Its name.
+            The parameter's name.
         name : str
             Name of the state, such as ``"m"``; without a dot.
         array : array
-            Kept as it is.
+            The array; it is stored without a copy.
 
         Raises
         ------
         TypeError, ValueError
-            A name is no str, is empty or has a dot where it must not; no array.
+            A name is not a str, is empty or has a dot where none is allowed; `array` is not
+            an array.
 
         Examples
         --------
@@ -278,35 +279,35 @@ class OptimizerStateDict(StateDict):
         optimizer: torch.optim.Optimizer,
         names: torch.nn.Module | Iterable[str] | None = None,
     ) -> Self:
-        """Take over the state of a torch optimizer, sharing its memory.
+        """Return the state of a torch optimizer as arrays that share its memory.
 
         Parameters
         ----------
         optimizer : torch.optim.Optimizer
             Adam, AdamW, SGD, Adafactor or any other that keeps tensors and numbers.
         names : torch.nn.Module or iterable of str, optional
-            Where the parameters' names come from: the module, or the names in the
-            optimizer's order. Default: those that the optimizer was given
+            Source of the parameters' names: the module, or the names in the optimizer's
+            order. Default: the names that the optimizer was given
             (``Adam(module.named_parameters())``), else ``param_0``, ``param_1``, ...
 
         Returns
         -------
         OptimizerStateDict
-            Keys ``"<parameter>.<torch's state name>"``; step, learning rate, optimizer type
-            and parameter groups.
+            Keys are ``"<parameter>.<torch's state name>"``. Step, learning rate, optimizer
+            type and parameter groups are set.
 
         Raises
         ------
         ValueError
-            `names` does not fit the optimizer's parameters.
+            `names` does not match the optimizer's parameters.
         TypeError
-            A state is neither tensor nor number.
+            A state is neither a tensor nor a number.
 
         Notes
         -----
-        Python numbers become arrays without dimensions; a group's ``python_numbers`` lists
-        such states. Hyperparameters that are no plain values, such as functions, are left
-        out. Tensors on a device stay tensors.
+        Python numbers become arrays without dimensions; ``python_numbers`` of the group lists
+        these states. Hyperparameters that are not plain values, such as functions, are left
+        out. Tensors on a device stay torch tensors.
 
         Examples
         --------
@@ -332,40 +333,40 @@ class OptimizerStateDict(StateDict):
         *,
         copy: bool = False,
     ) -> dict[str, Any]:
-        """Return what ``optimizer.load_state_dict`` takes, sharing the arrays' memory.
+        """Return the argument of ``optimizer.load_state_dict``, sharing the arrays' memory.
 
         Parameters
         ----------
         optimizer : torch.optim.Optimizer, optional
-            The optimizer that is going to load it: it says in which order the parameters
-            come. Nothing is changed in it. Without one, the tensors are returned under the
-            names that they have here, as by `StateDict.to_torch`.
+            The optimizer that will load the state. It determines the order of the parameters
+            and is not changed. Without it, return the tensors under their names in this state,
+            like `StateDict.to_torch`.
         names : torch.nn.Module or iterable of str, optional
             As for `from_torch`.
         copy : bool, default False
-            Copy every array. torch keeps the tensors that it loads, and changes them.
+            Copy every array. torch keeps the tensors that it loads and changes them in place.
 
         Returns
         -------
         dict
-            ``{"state": ..., "param_groups": ...}``. Hyperparameters are those of
-            `param_groups` where they fit the optimizer's groups, else the optimizer's own with
-            this learning rate.
+            ``{"state": ..., "param_groups": ...}``. Hyperparameters come from `param_groups`
+            if these match the optimizer's groups. Otherwise they are the optimizer's own, with
+            the learning rate of this state.
 
         Raises
         ------
         CompatibilityError
-            The state has parameters that the optimizer lacks, or shapes that are not those
-            of the parameter.
+            The state has a parameter that the optimizer lacks, or a shape that does not match
+            the parameter's.
 
         Notes
         -----
-        torch keeps what it loads and changes it in place, so training changes these arrays
-        too. Arrays that it cannot change so, because they are read-only or overlap, are
-        copied. On loading, torch itself moves each state to the device and dtype of its
-        parameter, ``step`` excepted, which is a copy where they differ. If groups do not
-        fit, `learning_rate` goes to the first group and to those that had the same rate; 0
-        means unknown.
+        torch keeps the tensors it loads and changes them in place, so training changes these
+        arrays too. Arrays that torch cannot change in place, because they are read-only or
+        overlap, are copied. On loading, torch itself converts each state except ``step`` to
+        the device and dtype of its parameter; a converted state is a copy. If the groups do
+        not match, `learning_rate` is set on the first group and on the groups that had the
+        same rate as the first; 0 means unknown.
 
         Examples
         --------

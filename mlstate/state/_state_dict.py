@@ -1,4 +1,4 @@
-"""Dicts of arrays that check what goes in; public through `mlstate.state`."""
+"""Dicts that accept only arrays as values; public through `mlstate.state`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Self = TypeVar("Self", bound="StateDict")
 
 
 def as_count(name: str, value: Any) -> int:
-    """Return an attribute that counts something; the error names it."""
+    """Return a count attribute as a non-negative int; the error names the attribute."""
     try:
-        count = int(index(value))  # not the True that index() lets pass
+        count = int(index(value))  # int(): index() returns a bool unchanged
     except TypeError:
         raise TypeError(f"{name} must be an int, got {type(value).__name__}") from None
     if count < 0:
@@ -35,7 +35,7 @@ def as_count(name: str, value: Any) -> int:
 
 
 def _set_state(target: Any, state: Any) -> None:
-    """Restore attributes as `copy` and `pickle` do."""
+    """Restore attributes in the same way as `copy` and `pickle`."""
     if hasattr(target, "__setstate__"):
         target.__setstate__(state)
         return
@@ -52,38 +52,38 @@ def _set_state(target: Any, state: Any) -> None:
 class StateDict(_core.StateDict):
     """A dict of named arrays: the state of a model, an optimizer, or a part of one.
 
-    It is a `dict`, and behaves like one. What goes in is checked, whichever way it takes:
-    names are str, values are arrays. Arrays are kept as they are: ``state["w"] is w``.
+    It is a `dict` and behaves like one. Every way of adding an entry checks it: names are
+    str, values are arrays. Arrays are stored without a copy: ``state["w"] is w``.
 
     Parameters
     ----------
     *args, **kwargs
-        What `dict` takes: a mapping, an iterable of pairs, keywords.
+        The arguments of `dict`: a mapping, an iterable of pairs, keywords.
 
     Raises
     ------
     TypeError
-        A name is no str, or a value no array: NumPy arrays and scalars, torch tensors, and
-        whatever has ``__dlpack__`` or ``__array_interface__``. Nothing is changed then.
+        A name is not a str, or a value is not an array. Arrays are NumPy arrays and scalars,
+        torch tensors, and objects with ``__dlpack__`` or ``__array_interface__``. The dict is
+        unchanged after this error.
     ValueError
-        A name has half of a surrogate pair, which no file can hold.
+        A name contains half of a surrogate pair, which cannot be encoded as UTF-8.
 
     Notes
     -----
     Two state dicts are equal if they have the same names, dtypes, shapes and bits, in any
     order; NaN equals NaN. ``|``, ``copy`` and ``pickle`` keep the class and its attributes.
-    Every method is safe to call from several threads; what holds for `dict` while another
-    thread changes it holds here. `dict.__setitem__` called by that name goes round the check:
-    every function here that reads a state dict checks again.
+    Every method is safe to call from several threads, with the same guarantees as `dict` if
+    another thread changes it. ``dict.__setitem__(state, ...)`` bypasses the check, so every
+    function here that reads a state dict checks again.
 
-    Without ml_dtypes, arrays of bfloat16 are uint16 and those of 8-bit floats uint8;
-    ``array.dtype.metadata["mlstate.dtype"]`` names the true dtype, by which they are compared,
-    converted and saved. See `load_file`.
+    Without ml_dtypes, bfloat16 arrays have dtype uint16 and 8-bit float arrays uint8;
+    ``array.dtype.metadata["mlstate.dtype"]`` names the true dtype, which is used to compare,
+    convert and save them. See `load_file`.
 
-    ``torch.save`` stores the arrays as tensors, ties kept, and ``torch.load`` with
-    ``weights_only`` gives back the same class with arrays: where torch was imported after
-    mlstate, and no tensor has been used with it yet, import ``mlstate.integrations.torch``
-    before.
+    ``torch.save`` stores the arrays as tensors and keeps ties; ``torch.load`` with
+    ``weights_only`` returns the same class with arrays. If torch was imported after mlstate
+    and no tensor has been used with mlstate yet, import ``mlstate.integrations.torch`` first.
 
     Examples
     --------
@@ -106,26 +106,26 @@ class StateDict(_core.StateDict):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays; one that has two names counts twice."""
+        """Bytes of all arrays; an array with two names counts twice."""
         return super().nbytes
 
     def get_tensor(self, key: str) -> Any:
-        """Return the array under a name.
+        """Return the array with a name.
 
         Parameters
         ----------
         key : str
-            Its name.
+            The name.
 
         Returns
         -------
         array
-            The array itself, no copy.
+            The array itself, not a copy.
 
         Raises
         ------
         TensorNotFoundError
-            There is none. A KeyError.
+            The state has no such tensor. A KeyError.
 
         Examples
         --------
@@ -137,17 +137,17 @@ class StateDict(_core.StateDict):
         return self[key]
 
     def get_tensor_or_none(self, key: str) -> Any:
-        """Return the array under a name, or None.
+        """Return the array with a name, or None.
 
         Parameters
         ----------
         key : str
-            Its name.
+            The name.
 
         Returns
         -------
         array or None
-            The array itself, no copy; None where there is none.
+            The array itself, not a copy; None if the state has no such tensor.
 
         Examples
         --------
@@ -158,7 +158,7 @@ class StateDict(_core.StateDict):
         return self.get(key)
 
     def has_tensor(self, key: str) -> bool:
-        """Whether there is an array under a name.
+        """Return whether the state has a tensor with this name.
 
         Parameters
         ----------
@@ -179,12 +179,12 @@ class StateDict(_core.StateDict):
         return key in self
 
     def remove_tensor(self, key: str) -> None:
-        """Take an array out; a name that is not there is no error.
+        """Remove a tensor; do nothing if the name is absent.
 
         Parameters
         ----------
         key : str
-            Its name.
+            The name.
 
         Examples
         --------
@@ -199,30 +199,30 @@ class StateDict(_core.StateDict):
         self.pop(key, None)
 
     def get_layer_state(self, name: str) -> StateDict:
-        """Return the tensors of one layer, under their names within it.
+        """Return the tensors of one layer, under their names within the layer.
 
         Parameters
         ----------
         name : str
-            The layer, without a dot at its end: ``"layers.3"`` gives what begins with
-            ``"layers.3."``.
+            The layer, without a dot at its end: ``"layers.3"`` selects the names that begin
+            with ``"layers.3."``.
 
         Returns
         -------
         StateDict
-            A new one with the same arrays; empty where there is no such layer.
+            A new state dict with the same arrays; empty if the state has no such layer.
 
         Raises
         ------
         TypeError
-            `name` is no str.
+            `name` is not a str.
         ValueError
             `name` is empty or ends with a dot.
 
         Notes
         -----
-        The layers are indexed when one is first asked for, and again after names were
-        added or removed; after that a layer costs what it holds, not what the model holds.
+        The first call, and the first call after names were added or removed, indexes all
+        layers. After that the cost depends on the size of the layer, not of the model.
 
         References
         ----------
@@ -241,20 +241,20 @@ class StateDict(_core.StateDict):
         return layer
 
     def set_layer_state(self, name: str, state: Mapping[str, Any]) -> None:
-        """Put the tensors of a layer in place; all other tensors stay as they are.
+        """Store the tensors of a layer; all other tensors stay as they are.
 
         Parameters
         ----------
         name : str
             The layer, without a dot at its end.
         state : mapping of str to array
-            Arrays under their names within the layer. Tensors of the layer that it does not
-            name stay.
+            Arrays under their names within the layer. Tensors of the layer that `state` does
+            not name stay.
 
         Raises
         ------
         TypeError, ValueError
-            As `get_layer_state`, or a value is no array. Nothing is changed then.
+            As for `get_layer_state`, or a value is not an array. The state is unchanged then.
 
         Examples
         --------
@@ -273,14 +273,14 @@ class StateDict(_core.StateDict):
         Parameters
         ----------
         depth : int, optional
-            Give the layers whose names have that many parts. Default: those that hold
-            tensors themselves, so that each tensor with a dot in its name is in exactly one,
-            unless what is in front of its last dot is empty or ends with a dot.
+            Return the layers whose names have this many parts. By default, return the layers
+            that directly hold tensors. Then each tensor with a dot in its name belongs to
+            exactly one layer, unless the part before its last dot is empty or ends with a dot.
 
         Returns
         -------
         list of str
-            In the order in which the state has them.
+            In the order of the state.
 
         Raises
         ------
@@ -303,22 +303,23 @@ class StateDict(_core.StateDict):
         Returns
         -------
         str
-            64 hexadecimal digits: the same for the same content, whatever the order of the
-            names, the strides and byte order of the arrays, the machine, or the library that
-            they are of.
+            64 hexadecimal digits. The digest depends on the content only: not on the order of
+            the names, the strides and byte order of the arrays, the machine, or the array
+            library.
 
         Raises
         ------
         CompatibilityError
-            An array's memory cannot be read, such as one on a device.
+            An array's memory cannot be read, such as that on a device.
 
         Notes
         -----
-        What is hashed, tensor by tensor in the order of the names' UTF-8 bytes: as 64-bit
-        little-endian numbers the length of the name, the length of the dtype's name, the
-        rank and each dimension; then the name, the dtype's name (NumPy's, such as
-        ``float32``) and the elements, packed in C order. Contiguous arrays are
-        hashed where they lie, others through a copy of that one array; the GIL is released.
+        The tensors are hashed in the order of their names' UTF-8 bytes. For each tensor, the
+        hash covers, as 64-bit little-endian integers: the length of the name, the length of
+        the dtype's name, the rank and each dimension; then the name, the dtype's name
+        (NumPy's, such as ``float32``) and the elements, packed in C order. Contiguous arrays
+        are hashed in place. Any other array is copied first, one array at a time. The GIL is
+        released.
 
         Examples
         --------
@@ -342,23 +343,23 @@ class StateDict(_core.StateDict):
         Parameters
         ----------
         state : torch.nn.Module or mapping of str to torch.Tensor
-            A module stands for its ``state_dict()``.
+            Of a module, its ``state_dict()`` is used.
 
         Returns
         -------
         StateDict
-            Arrays over the tensors' own memory: what is written to one is seen in the
-            other. bfloat16 and the 8-bit floats are dtypes of ml_dtypes, without it uint16 and
-            uint8 that keep their true dtype, as `load_file` returns them. Tensors of a graph are
-            detached; tensors on a device stay torch tensors.
+            Arrays over the tensors' own memory: a write to one is visible in the other.
+            bfloat16 and 8-bit floats have dtypes of ml_dtypes; without it they are uint16 and
+            uint8 and keep their true dtype in the metadata, as `load_file` returns them.
+            Tensors of an autograd graph are detached; tensors on a device stay torch tensors.
 
         Raises
         ------
         TypeError
-            A value is no tensor (``_extra_state`` of some modules), or has no plain memory:
-            sparse, quantized, a subclass with layout of its own.
+            A value is not a tensor (``_extra_state`` of some modules), or has no plain strided
+            memory: a sparse or quantized tensor, or a subclass with its own layout.
         CompatibilityError
-            NumPy has no such dtype, such as complex32.
+            NumPy has no corresponding dtype, such as for complex32.
 
         Examples
         --------
@@ -378,26 +379,26 @@ class StateDict(_core.StateDict):
         Parameters
         ----------
         copy : bool, default False
-            Copy every array, so that the tensors have memory of their own.
+            Copy every array, so that the tensors do not share memory with the arrays.
 
         Returns
         -------
         dict of str to torch.Tensor
-            In this order. Values that are tensors already are passed on, detached.
+            In the order of the state. Values that are already tensors are returned detached.
 
         Raises
         ------
         CompatibilityError
-            torch has no such dtype.
+            torch has no corresponding dtype.
 
         Notes
         -----
-        torch has no read-only tensors. A tensor over a read-only array is as good as any for
-        reading, which is all that ``load_state_dict`` does; do not write to it, or ask for
-        a copy (so too for ``load_state_dict(..., assign=True)``, which keeps the tensors).
-        Arrays in the other byte order, with negative strides, or with elements at odd
-        addresses are copied, since torch has none of these. Arrays that overlap, as tied
-        weights do, become tensors of one storage.
+        torch has no read-only tensors. A tensor over a read-only array is safe to read, and
+        ``load_state_dict`` only reads. Do not write to it; pass ``copy=True`` if you need to,
+        and also for ``load_state_dict(..., assign=True)``, which keeps the tensors. Arrays
+        with non-native byte order, negative strides or misaligned elements are copied,
+        because torch does not support them. Arrays that overlap, such as tied weights,
+        become tensors of one storage.
 
         Examples
         --------
@@ -413,14 +414,14 @@ class StateDict(_core.StateDict):
         return backend_named("torch").tensors_of(self, copy=copy)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Protocols 0 and 1 would restore the entries unchecked.  Protocol 2 is torch.save's:
+        # Protocols 0 and 1 would restore the entries unchecked. torch.save uses protocol 2:
         # it stores tensors well, and torch.load reads them back with weights_only.
         if protocol == 2 and sys.modules.get("torch") is not None:
             return backend_named("torch").reduce_state(self)
         return super().__reduce_ex__(max(index(protocol), 2))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # As copy.deepcopy does it by __reduce_ex__, with less work for each array.
+        # Same result as copy.deepcopy through __reduce_ex__, with less work for each array.
         reduced = self.__reduce_ex__(4)
         if isinstance(reduced, str):
             return self
@@ -431,7 +432,7 @@ class StateDict(_core.StateDict):
             _set_state(result, deepcopy(state, memo))
         for value in more or ():
             result.append(deepcopy(value, memo))
-        held = memo.setdefault(id(memo), [])  # keeps what the ids in `memo` belong to alive
+        held = memo.setdefault(id(memo), [])  # keeps the objects whose ids are in `memo` alive
         for name, value in entries or ():
             if type(value) is not np.ndarray:
                 result[name] = deepcopy(value, memo)
@@ -454,7 +455,7 @@ class StateDict(_core.StateDict):
         return state_html(self)
 
     def _about(self) -> list[str]:
-        """Attributes that the first line of a text or page shows."""
+        """Return the attributes for the first line of the text and HTML repr."""
         return []
 
     def _ipython_key_completions_(self) -> list[str]:
@@ -470,14 +471,14 @@ class ModelStateDict(StateDict):
     *args, **kwargs
         Arrays, as for `StateDict`.
     model_type : str, default ""
-        What the model is, such as ``"llama"``.
+        Kind of model, such as ``"llama"``.
     layer_count : int, default 0
-        How many layers it says it has; nothing is made of it.
+        Number of layers; stored as metadata only.
 
     Raises
     ------
     TypeError, ValueError
-        As `StateDict`; or `layer_count` is negative or no int.
+        As for `StateDict`; or `layer_count` is negative or not an int.
 
     Examples
     --------
@@ -504,7 +505,7 @@ class ModelStateDict(StateDict):
 
     @property
     def model_type(self) -> str:
-        """What the model is."""
+        """Kind of model, such as ``"llama"``."""
         return self._model_type
 
     @model_type.setter
@@ -515,7 +516,7 @@ class ModelStateDict(StateDict):
 
     @property
     def layer_count(self) -> int:
-        """How many layers the model says it has."""
+        """Number of layers; stored as metadata only."""
         return self._layer_count
 
     @layer_count.setter
@@ -523,7 +524,7 @@ class ModelStateDict(StateDict):
         self._layer_count = as_count("layer_count", value)
 
     def _about(self) -> list[str]:
-        model_type: str = getattr(self, "_model_type", "")  # a subclass may not have set them
+        model_type: str = getattr(self, "_model_type", "")  # a subclass may not call __init__
         count: int = getattr(self, "_layer_count", 0)
         layers = f"{count:,} layer{'' if count == 1 else 's'}" if count else ""
         return [text for text in (shorten(model_type, 60), layers) if text]
@@ -532,11 +533,11 @@ class ModelStateDict(StateDict):
 @set_module("mlstate.state")
 @runtime_checkable
 class Stateful(Protocol):
-    """Whatever can give its state and take it back.
+    """Protocol of objects that can return their state and load one.
 
     Notes
     -----
-    ``isinstance`` looks for the two methods; it does not call them.
+    ``isinstance`` checks that both methods exist; it does not call them.
 
     Examples
     --------
@@ -554,9 +555,9 @@ class Stateful(Protocol):
     """
 
     def get_state_dict(self) -> StateDict:
-        """Return the present state."""
+        """Return the current state."""
         ...
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Take over a state."""
+        """Load a state."""
         ...

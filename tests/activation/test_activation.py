@@ -1,4 +1,4 @@
-"""The public module: what it names, and what importing it costs."""
+"""The public module `mlstate.activation`: its names, and the cost of importing it."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Strategies made of strategies: the same answers as Python's own operators, every call seen."""
+"""Combined strategies: same results as Python's operators, and every strategy sees every call."""
 
 import copy
 import itertools
@@ -24,7 +24,7 @@ ARRAY = np.zeros(16, np.float32)
 
 
 class Fixed:
-    """A user's own: says what it was told to, and remembers who asked."""
+    """A user-defined strategy: returns a fixed decision and records its calls."""
 
     def __init__(self, *answers):
         self.answers, self.calls, self.resets = answers, [], 0
@@ -82,7 +82,7 @@ def test_first_match_leaves_to_the_next_what_has_no_opinion():
 
 @pytest.mark.parametrize("answers", list(itertools.product([True, False, None], repeat=2)))
 def test_opinions_of_composites(answers):
-    """Kleene's logic: None where the others do not settle it."""
+    """Kleene's three-valued logic: None unless the other operands decide."""
     a, b = answers
     both = False if False in answers else None if None in answers else True
     either = True if True in answers else None if None in answers else False

@@ -1,4 +1,4 @@
-"""Configurations, factories, and strategies of others by name."""
+"""Configurations, factories, and third-party strategies selected by name."""
 
 import dataclasses
 import json
@@ -134,7 +134,7 @@ def test_unknown_strategies_are_refused_with_those_known():
         create_strategy("interval")
 
 
-# ---- strategies of others ----
+# ---- third-party strategies ----
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def point(name, value):
 
 @pytest.fixture
 def packages(monkeypatch, registry):
-    """Pretend that packages are installed which have these entry points."""
+    """Pretend that installed packages provide these entry points."""
     points = []
 
     def entry_points(**wanted):
@@ -203,7 +203,7 @@ def test_entry_points_are_loaded_by_name(packages):
     packages += [point("theirs", f"{__name__}:Mine"), point("broken", "no.such.module:x")]
     config = CheckpointConfig(strategy="theirs", options={"only": 1})
     assert create_strategy(config).name == "Mine"
-    packages.clear()  # asked once
+    packages.clear()  # entry points are read once and cached
     assert create_strategy(config).name == "Mine"
 
 

@@ -1,4 +1,4 @@
-"""The manager: what it asks, what it counts, what it shows."""
+"""The manager: which strategies it asks, its counters and its repr."""
 
 import threading
 
@@ -110,7 +110,7 @@ def test_reset_begins_anew():
     manager.decide("b", KIB)
     manager.reset()
     assert manager.strategy.checkpointed_count == 0
-    assert manager.decide("b", KIB) is True  # the first one now
+    assert manager.decide("b", KIB) is True  # the first call since the reset
 
 
 def test_the_report_is_a_table():

@@ -1,4 +1,4 @@
-"""Memory in use: of this process, as the system tells, and as a source of the user's tells."""
+"""The memory tracker: process memory as the system reports it, or a user's own source."""
 
 import pickle
 import subprocess

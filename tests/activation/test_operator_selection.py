@@ -1,4 +1,4 @@
-"""Operators to keep within a budget: against every choice, and what is refused."""
+"""Operator selection within a budget: compared with exhaustive search, and invalid arguments."""
 
 import itertools
 import signal
@@ -17,7 +17,7 @@ from mlstate.errors import CapacityError
 
 
 def fewest(seconds, sizes, budget):
-    """Try every choice."""
+    """The optimum by exhaustive search."""
     best = None
     for kept in itertools.product((False, True), repeat=len(seconds)):
         if sum(itertools.compress(sizes, kept)) <= budget:
@@ -43,7 +43,7 @@ def test_no_choice_is_better(pairs, budget):
 
 
 def dynamic_programme(seconds, sizes, budget):
-    """The most seconds that can be kept, by bytes: for longer lists."""
+    """The most seconds that can be kept, by number of bytes: an oracle for longer lists."""
     best = np.zeros(budget + 1)
     for time_, size in zip(seconds, sizes, strict=True):
         if size <= budget:
@@ -154,7 +154,7 @@ def test_a_selection_shows_itself_and_does_not_change():
 
 @pytest.mark.slow
 def test_control_c_stops_a_choice_at_once():
-    rng = np.random.default_rng(6)  # far from any bound: all densities alike, and no exact fit
+    rng = np.random.default_rng(6)  # equal densities, no exact fit: hard for bounds
     sizes = 2 * rng.integers(1 << 38, 1 << 39, 3000)
     seconds = sizes.astype(np.float64)
     sent = []
@@ -169,7 +169,7 @@ def test_control_c_stops_a_choice_at_once():
         with pytest.raises(KeyboardInterrupt):
             for _ in range(1000):
                 _core.choose_operators(seconds, sizes, int(sizes.sum()) // 2 | 1, 1 << 24)
-        assert time.perf_counter() - sent[0] < 1.0  # on a busy machine; else 0.1
+        assert time.perf_counter() - sent[0] < 1.0  # allows for a busy machine; about 0.1 otherwise
     finally:
         timer.cancel()
         timer.join()

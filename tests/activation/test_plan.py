@@ -1,4 +1,4 @@
-"""Plans of the core against the judge in plain Python, budgets, curves, and bad input."""
+"""Plans of the core compared with the Python model; budgets, curves and invalid input."""
 
 import json
 import pickle
@@ -24,7 +24,7 @@ def chain_of(model):
 
 
 def random_chain(blocks, seed=0, **options):
-    """A chain with sizes like those of a real model."""
+    """A chain with realistic sizes."""
     rng = np.random.default_rng(seed)
     activation = rng.integers(1_000_000, 10_000_000, blocks + 1)
     temporary = {
@@ -45,11 +45,11 @@ def uniform(blocks):
     return Chain([1] * blocks, [2] * blocks, [10] * (blocks + 1), [40] * blocks)
 
 
-# ---- the judge ----
+# ---- comparison with the model ----
 
 
 def check(model, budget, best, **options):
-    """One plan: valid for the judge too, within the budget, as fast as it can be."""
+    """A plan is valid in the model too, within the budget, and as fast as possible."""
     chain = chain_of(model)
     if best is None:
         with pytest.raises(CapacityError, match="fits a budget"):
@@ -422,7 +422,7 @@ def test_plans_are_shown():
 
 @pytest.mark.slow
 def test_control_c_stops_a_plan_at_once():
-    """The signal comes when the search is under way; what counts is how long it goes on."""
+    """The signal arrives during the search; the test measures how long the search continues."""
     chain = random_chain(1500)
     sent = []
 
@@ -441,7 +441,7 @@ def test_control_c_stops_a_plan_at_once():
     finally:
         timer.join()
         mlstate.set_num_threads(threads)
-    assert late < 5.0  # on a busy machine; 0.1 on a quiet one, and minutes for all of it
+    assert late < 5.0  # on a busy machine; 0.1 on a quiet one, and minutes for the whole search
 
 
 def test_threads_plan_side_by_side():

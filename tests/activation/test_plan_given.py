@@ -1,4 +1,4 @@
-"""Plans that nobody searched for: blocks that a user or a strategy chose."""
+"""Plans made without a search: the user or a strategy chooses the blocks."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ CHAIN = Chain([1, 2, 4], [2, 4, 8], [10, 20, 30, 5], [50, 60, 40], names=["a", "
 
 
 def one_by_one(blocks, n):
-    """The steps, written down in a loop."""
+    """The expected steps, from a simple loop."""
     steps = [("forward" if i in blocks else "save", i) for i in range(n)]
     for i in reversed(range(n)):
         if i in blocks:

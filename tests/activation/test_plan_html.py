@@ -1,4 +1,4 @@
-"""Plans as a page shows them: phases that join steps, and every step below."""
+"""The HTML view of a plan: phases that join steps, and each step below its phase."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The judge of plans is judged first: by hand, and by three ways to the same figures."""
+"""Tests of the Python model of plans: hand-made cases, and three ways to the same figures."""
 
 import numpy as np
 import pytest

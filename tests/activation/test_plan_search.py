@@ -1,4 +1,4 @@
-"""`schedules="any"`: every valid schedule of short chains, else the persistent plan."""
+"""`schedules="any"`: the optimum over all schedules of short chains, else the persistent plan."""
 
 import signal
 import threading
@@ -33,7 +33,7 @@ def chain_of(model):
 
 
 def check_against_every_schedule(model, offload=False):
-    """The plan is the exhaustive optimum, and says so; below the least budget it says which."""
+    """The plan is the exhaustive optimum and is marked so; an error names the least budget."""
     chain, front = chain_of(model), any_front(model, offload)
     least = front[0][0]
     for budget in budgets_of(front):
@@ -102,7 +102,7 @@ def test_ten_blocks_are_searched_through(blocks):
 
 
 def test_it_is_known_that_nothing_is_faster_with_and_without_a_start():
-    """The search below the persistent plan's time and the search from nothing agree."""
+    """A search bounded by the persistent plan's time and an unbounded search agree."""
     rng = np.random.default_rng(1)
     for kind in KINDS:
         model = random_chain(rng, 8, kind)
@@ -140,7 +140,7 @@ def test_a_long_chain_that_no_persistent_schedule_fits_is_refused():
 
 
 def hardest():
-    """A chain and a budget that are searched for long."""
+    """A chain and a budget whose search takes long."""
     model = random_chain(np.random.default_rng(8), 16, rates=True)
     chain = chain_of(model)
     least = _core.plan_least(chain._arrays, True)
@@ -165,7 +165,7 @@ def test_control_c_stops_a_search_at_once():
     try:
         with pytest.raises(KeyboardInterrupt):
             search_without_end(chain, budget)
-        assert time.perf_counter() - sent[0] < 1.0  # on a busy machine; else 0.1
+        assert time.perf_counter() - sent[0] < 1.0  # allows for a busy machine; about 0.1 otherwise
     finally:
         timer.cancel()
         timer.join()
@@ -249,7 +249,7 @@ def random_steps(rng, blocks, count, offload):
 
 
 def mutated(rng, steps, blocks):
-    """A schedule that is nearly valid."""
+    """A schedule with one small defect."""
     steps = list(steps)
     at, other = rng.integers(len(steps), size=2)
     change = rng.integers(4)
@@ -265,7 +265,7 @@ def mutated(rng, steps, blocks):
 
 
 def check_simulators_agree(model, chain, steps):
-    """The same figures, or the same step refused; whether the schedule is valid."""
+    """Both simulators agree on figures or refused step; return whether the schedule is valid."""
     try:
         run = simulate(model, steps)
     except InvalidSchedule as refusal:

@@ -1,4 +1,4 @@
-"""The five strategies: against the specification's own algorithms, and at their edges."""
+"""The five strategies compared with the specification's algorithms, and edge cases."""
 
 import copy
 import gc
@@ -31,12 +31,12 @@ MILLION = np.zeros(1 << 18, np.float32)  # exactly 1 MiB
 
 
 def activation_of(count, itemsize=4):
-    """As many elements as wanted, in the memory of one."""
+    """An array of `count` elements that occupies the memory of one."""
     return np.broadcast_to(np.zeros((), f"V{itemsize}"), (count,))
 
 
 class Meter:
-    """A clock and a memory that are set by hand."""
+    """A clock and a memory reading that tests set."""
 
     def __init__(self, used=0):
         self.ticks, self.used, self.reads = 0, used, 0
@@ -50,7 +50,7 @@ class Meter:
 
 
 def aware(share=0.8, total=1000):
-    """A strategy, and the meter that moves it."""
+    """A memory-aware strategy and the meter that drives it."""
     meter = Meter()
     tracker = MemoryTracker(meter.memory)
     return MemoryAwareStrategy(share, tracker, total, clock=meter.clock), meter
@@ -123,7 +123,7 @@ def test_smart_decides_as_specified(calls, more, excluded):
     same_decisions(ours, theirs, more)
 
 
-# seconds between calls, around the limits of 10 and 30 to the tick; shares of the memory
+# seconds between calls, within one tick of the limits 10 and 30; shares of the memory in use
 STEPS = st.lists(
     st.tuples(
         st.sampled_from([0, 1, 99_999_999, 100_000_000, 100_000_001, 300_000_000, 300_000_001])
@@ -269,7 +269,7 @@ def test_equality_is_that_of_settings():
     assert IntervalStrategy(3) != 3
 
 
-# ---- what each is for ----
+# ---- each strategy ----
 
 
 def test_interval_counts_and_resets():
@@ -402,7 +402,7 @@ def test_clocks_that_say_nonsense_are_refused(bad):
 
 
 def test_a_tracker_may_ask_its_strategy():
-    """Called outside of the lock: whatever it does to the strategy cannot block."""
+    """The tracker is called without the lock, so it may call the strategy without a deadlock."""
     seconds = [0.0]
 
     class Tracker:
@@ -412,7 +412,7 @@ def test_a_tracker_may_ask_its_strategy():
 
     strategy = MemoryAwareStrategy(tracker=Tracker(), clock=lambda: seconds[0])
     seconds[0] = 11.0
-    assert strategy.should_checkpoint("x", None, 1) is False  # not due any more
+    assert strategy.should_checkpoint("x", None, 1) is False  # no longer due
     assert strategy.current_interval == 2
 
 
@@ -467,7 +467,7 @@ def test_wrong_arguments_are_named_and_change_nothing(strategy):
     for number in (2**63, -(2**63) - 1):
         with pytest.raises(CapacityError, match="layer_index does not fit into 64 bits"):
             strategy.should_checkpoint("a", MILLION, number)
-    if not isinstance(strategy, MemoryAwareStrategy):  # whose state has the time in it
+    if not isinstance(strategy, MemoryAwareStrategy):  # its state contains the time
         assert strategy._state() == before
 
 
@@ -535,12 +535,12 @@ def test_torch_tensors_are_measured_on_every_device():
         (torch.zeros(0, 4), 0),
         (torch.tensor(1.0), 4),
     ]:
-        for _ in range(2):  # the second time, a class of torch's is known
+        for _ in range(2):  # the second pass finds torch's class in the cache
             assert measured(tensor) == nbytes
 
 
 def measured(activation):
-    """Bytes as a strategy and the manager see them."""
+    """The number of bytes as seen by a strategy and by the manager."""
     nbytes = _core.activation_bytes(activation)
     assert nbytes == 0 or SizeBasedStrategy(nbytes).should_checkpoint("a", activation, 0)
     assert not SizeBasedStrategy(nbytes + 1).should_checkpoint("a", activation, 0)
@@ -556,7 +556,7 @@ def test_subclasses_of_torch_tensors_are_measured_by_shape_and_dtype():
     class Packed(torch.Tensor):
         nbytes = 7
 
-    # with the name of torch's own class, which is asked for its bytes
+    # same name as torch's class, whose bytes are read by another rule
     Same = type("Tensor", (torch.Tensor,), {"nbytes": 7})
     Asked = type(
         "Tensor",
@@ -653,12 +653,12 @@ def test_copies_have_settings_and_state(strategy, duplicate):
         strategy.should_checkpoint(f"layer {i % 15}", MILLION[: i * 7 % 40], i)
     other = duplicate(strategy)
     assert other == strategy and type(other) is type(strategy) and other is not strategy
-    if not isinstance(strategy, MemoryAwareStrategy):  # whose state has the time in it
+    if not isinstance(strategy, MemoryAwareStrategy):  # its state contains the time
         assert other._state() == strategy._state()
     for i in range(30):
         arguments = f"layer {i % 20}", MILLION[: i * 5 % 40], i
         assert strategy.should_checkpoint(*arguments) is other.should_checkpoint(*arguments)
-    other.should_checkpoint("c", MILLION, 0)  # has its own state
+    other.should_checkpoint("c", MILLION, 0)  # the copy has its own state
     other.reset()
 
 

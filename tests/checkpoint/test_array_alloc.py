@@ -1,4 +1,4 @@
-"""Memory of what is loaded: blocks for many small arrays, arrays of their own for others."""
+"""Memory of loaded arrays: small ones share blocks, the others have their own."""
 
 import gc
 import weakref
@@ -44,7 +44,7 @@ def test_many_small_arrays_share_few_blocks_and_are_as_arrays_of_their_own(tmp_p
     for name, array in loaded.items():
         assert array.flags.writeable and array.flags.c_contiguous and array.ctypes.data % 64 == 0
         np.testing.assert_array_equal(array, arrays[name])
-    for array in loaded.values():  # none lies over another
+    for array in loaded.values():  # arrays do not overlap
         array += 1
     for name, array in loaded.items():
         np.testing.assert_array_equal(array, arrays[name] + 1)

@@ -1,4 +1,4 @@
-"""Single files: round trips, the real peers, atomicity under faults."""
+"""Single files: round trips, compatibility with safetensors, atomicity under faults."""
 
 import errno
 import gc
@@ -145,11 +145,11 @@ def test_scalars_of_other_dtypes_are_refused(scalar, tmp_path):
         save_file({"s": scalar}, tmp_path / "f")
 
 
-# ---- whatever else has memory ----
+# ---- other exporters of memory ----
 
 
 class Interface:
-    """Nothing but the protocol."""
+    """An object with nothing but the array interface."""
 
     def __init__(self, value):
         self.__array_interface__ = value
@@ -209,7 +209,7 @@ def test_refusing_takes_no_references(tmp_path):
 
 
 class Exporter:
-    """A tensor of some library, with a say about gradients."""
+    """An exporter of DLPack that requires gradients."""
 
     def __init__(self, array, requires_grad):
         self.array, self.requires_grad, self.detached = array, requires_grad, 0
@@ -259,11 +259,11 @@ def test_payload_is_aligned_and_header_starts_as_the_format_says(tmp_path):
     assert list(load_file(tmp_path / "f")) == ["b", "c", "a"]
 
 
-# ---- what kind of state it is ----
+# ---- classes of states ----
 
 
 class Mine(mlstate.ModelStateDict):
-    """A class of somebody's, of which a file knows only what it derives from."""
+    """A user-defined class; a file records only its mlstate base class."""
 
 
 @pytest.mark.parametrize("mmap", [False, True])
@@ -417,7 +417,7 @@ def test_mapped_arrays_share_the_file_and_outlive_the_dict(tmp_path):
     assert not a.flags.owndata and a.base is not None and a.base is loaded["b"].base
     with pytest.raises(ValueError, match=r"writ|WRIT"):
         a.flags.writeable = True
-    save_file({"a": np.zeros(2)}, path)  # replaces the file, not the bytes under `a`
+    save_file({"a": np.zeros(2)}, path)  # replaces the file; the bytes mapped by `a` do not change
     del loaded
     gc.collect()
     assert a.sum() == 499_500
@@ -452,7 +452,7 @@ def test_no_descriptor_or_mapping_is_left(tmp_path):
     assert str(path) not in DESCRIPTORS.with_name("maps").read_text()
 
 
-# ---- peers ----
+# ---- other implementations ----
 
 
 def test_the_package_reads_what_we_write(tmp_path):
@@ -523,7 +523,7 @@ def test_parameters_are_saved_as_they_are(tmp_path):
     loaded = load_file(tmp_path / "f")
     assert loaded["weight"].tolist() == layer.weight.tolist() and layer.weight.requires_grad
     half = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3).to(torch.bfloat16).T)
-    grown = half * 2  # inside the graph, no leaf of it
+    grown = half * 2  # part of the graph, and not a leaf
     save_file({"half": half, "grown": grown}, tmp_path / "f")
     loaded = load_file(tmp_path / "f")
     assert loaded["half"].dtype == ml_dtypes.bfloat16
@@ -601,7 +601,7 @@ def test_threads_save_to_one_path(tmp_path):
     assert errors == [] and [p.name for p in tmp_path.iterdir()] == ["f"]
 
 
-# ---- faults: the old file stands and nothing is left behind ----
+# ---- faults: the old file stays and no other file remains ----
 
 CHILD = """
 import sys, numpy as np
@@ -764,16 +764,16 @@ def test_the_message_says_tensor_file_and_reason_once(tmp_path):
     with pytest.raises(mlstate.ChecksumError) as caught:
         mlstate.load(tmp_path / "c")
     text = str(caught.value)
-    assert text.count(name) == 2  # of the tensor, and in the file's name
+    assert text.count(name) == 2  # once as the tensor's name, and once in the file name
     assert shard.path in text and text.endswith("the file is damaged")
 
 
-# ---- arrays that change meanwhile ----
+# ---- arrays that change during a save ----
 
 
 @contextmanager
 def changing(arrays):
-    """Another thread changes the arrays for as long as the block runs."""
+    """Another thread changes the arrays until the block ends."""
     stop = threading.Event()
 
     def change():

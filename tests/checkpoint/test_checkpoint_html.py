@@ -1,4 +1,4 @@
-"""Checkpoints and reports as a page shows them: well formed, escaped, complete or counted."""
+"""HTML views of checkpoints and reports: well formed, escaped, and complete or with counts."""
 
 import re
 import threading
@@ -15,12 +15,12 @@ from mlstate.checkpoint._html import manager_html, report_html
 from mlstate.checkpoint._table import OTHER, WEIGHTS, columns_of, groups_of, layer_of
 
 MOST_BYTES = 30_000
-CLOSED_BY_OTHERS = {"p", "td", "th", "tr"}  # HTML closes these by itself
+CLOSED_BY_OTHERS = {"p", "td", "th", "tr"}  # HTML closes these implicitly
 EMPTY = {"br"}
 
 
 class Page(HTMLParser):
-    """Nesting and texts of a page; a tag that is not closed in order fails."""
+    """Nesting and texts of a page; a wrongly closed tag fails."""
 
     def __init__(self, text):
         super().__init__()
@@ -52,7 +52,8 @@ class Page(HTMLParser):
 
 def page(shown):
     found = Page(shown._repr_html_())
-    assert found.attributes <= {"class", "open", "style"}  # no script, nothing from elsewhere
+    # no script, and nothing loaded from elsewhere
+    assert found.attributes <= {"class", "open", "style"}
     assert "script" not in found.tags
     return found
 

@@ -1,4 +1,4 @@
-"""Plans of saves and loads: they are what saves and loads do, and do not grow with the world."""
+"""Dry runs of saves and loads match real ones, and their cost does not grow with the world."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ BOTH = Layout([(0, 2), (1, 3)])
 
 
 def states(rank, world=6):
-    """A small state whose tensors are cut in several ways."""
+    """A small state whose tensors are divided by several layouts."""
     rng = np.random.default_rng(0)
     w = rng.normal(size=(24, 10)).astype(np.float32)
     experts = rng.normal(size=(6, 8, 5))
@@ -29,7 +29,7 @@ def states(rank, world=6):
 
 @pytest.fixture(scope="module")
 def six(tmp_path_factory):
-    """A checkpoint that six ranks saved."""
+    """A checkpoint saved by six ranks."""
     path = str(tmp_path_factory.mktemp("six") / "ckpt")
     run_ranks(lambda group: mlstate.save(path, *states(group.rank), group=group), 6)
     return path
@@ -48,7 +48,7 @@ def read(monkeypatch):
     return paths
 
 
-# ---- plans are what happens ----
+# ---- plans match saves and loads ----
 
 
 def test_a_planned_save_is_what_the_save_writes(six):
@@ -136,7 +136,7 @@ def test_verified_reads_are_whole_blocks(tmp_path):
 
 
 def test_names_are_looked_up_in_few_indexes(six, read):
-    """In one of each of two patterns: rank 0 has "b", and no other rank."""
+    """Only rank 0 has "b", so one of the two patterns contains it."""
     for names, most in ((["b"], 2), (["a.w"], 3), ("a.w.m", 3), (["a"], 6), ("a*", 6)):
         for rank in range(6):
             read.clear()
@@ -181,14 +181,14 @@ def test_the_model_has_a_trillion_parameters():
 
 
 def resharded(moe):
-    """The same model on three quarters of the ranks: eight experts each instead of six."""
+    """The same model on three quarters of the ranks: eight experts a rank instead of six."""
     return Moe(moe.world // 4 * 3, across=48, layers=moe.layers, stacked=moe.stacked)
 
 
 def described(plan):
-    """Bytes of an index without block checksums (8 digits for 1 MiB) and without files.
+    """Bytes of an index without block checksums (8 digits for 1 MiB) and without its files.
 
-    A file takes about 100 bytes; where parts are smaller, more of them share a file.
+    A file takes about 100 bytes; the smaller the parts, the more of them share a file.
     """
     return plan.index_bytes - 8 * plan.data_bytes / (1 << 20) - 100 * len(plan.files)
 
@@ -214,7 +214,7 @@ def test_plans_do_not_grow_with_the_world(tmp_path, stacked):
         assert save.manifest_bytes < 60
         assert simulated.manifest_bytes < 60 * world + 40 * simulated.patterns + 500
         assert simulated.patterns == (1 if stacked else 64)
-        # one index of each pattern is read, and those of the ranks that have the parts
+        # one index of each pattern is read, and the indexes of ranks that store the parts
         assert len(load.indexes) <= simulated.patterns + 2 * (not stacked)
         assert len(reshard.indexes) <= simulated.patterns + 12
         assert load.nbytes <= save.data_bytes + (2 << 20) * len(load.reads)
@@ -243,7 +243,7 @@ def test_plans_grow_linearly_with_what_a_rank_has(tmp_path):
             )
         )
     for two, four, eight in zip(*counts, strict=True):
-        # the first layer is dense: what four have more than two, eight have twice more than four
+        # the first layer is dense: eight layers exceed four by twice as much as four exceed two
         assert eight - four == pytest.approx(2 * (four - two), rel=0.02)
 
 
@@ -254,6 +254,6 @@ def test_a_trillion_parameters_on_4096_ranks_move_to_3072(tmp_path):
     assert save.shards == 4 * 975
     assert save.index_bytes < 1.2e6 and simulated.manifest_bytes < 0.25e6
     assert len(load.indexes) == 1 and len(reshard.indexes) <= 8
-    assert load.nbytes == save.data_bytes  # parts are whole blocks, as they were written
+    assert load.nbytes == save.data_bytes  # parts consist of whole blocks, as they were written
     part = 14 * moe.count() / 3072
     assert part * 0.99 < reshard.nbytes < part + (2 << 20) * len(reshard.reads)

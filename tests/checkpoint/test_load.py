@@ -1,4 +1,4 @@
-"""Arrays that are made, and filling what exists: by names, and where memory is shared."""
+"""Loading into new and existing arrays: selection by name, and arrays that share memory."""
 
 import sys
 
@@ -49,7 +49,7 @@ def test_targets_that_share_memory_are_refused_before_anything_is_written(path):
     model = {"a": memory[:8], "b": memory[8:]}
     refused("'a' and 'a.m' share", memory, model=model, optimizer={"a.m": memory[:8]})
 
-    columns = {"a": memory[::2], "b": memory[1::2]}  # no byte is shared
+    columns = {"a": memory[::2], "b": memory[1::2]}  # the two share no byte
     mlstate.load(path, into={"model": columns})
     assert (memory == 1).all()
 
@@ -82,7 +82,7 @@ def test_what_names_mean_must_arrive_and_be_filled(path):
     assert not into["optimizer"]["enc.b.m"].any() and into["optimizer"]["new.w.m"].all()
 
 
-# ---- arrays that are made ----
+# ---- new arrays ----
 
 FEW_BYTES = """
 import resource
@@ -114,7 +114,7 @@ print(loaded())
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits on memory differ")
 def test_arrays_that_find_no_memory_end_a_load_that_has_begun(path):
-    """The first of them are read to by then, and must outlive the reading."""
+    """By then reads into the first arrays have begun, and their memory must outlive them."""
     count = 40
     mlstate.save(path, {f"w{i}": np.full(1 << 19, i, np.float32) for i in range(count)})  # 80 MiB
     out = child.run(FEW_BYTES.format(path=str(path), count=count))
@@ -122,7 +122,7 @@ def test_arrays_that_find_no_memory_end_a_load_that_has_begun(path):
 
 
 def test_many_small_tensors_arrive_whatever_order_they_are_asked_for_in(path):
-    """Places are made in the order of the names asked for, and read to in that of the file."""
+    """Arrays are allocated in the order of the names, and filled in the order of the file."""
     names = [f"w{i:04}" for i in range(3000)]
     mlstate.save(path, {name: np.full(1100, i, np.int32) for i, name in enumerate(names)})
     shuffled = [names[i * 7 % 3000] for i in range(3000)]

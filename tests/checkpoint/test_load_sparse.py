@@ -1,4 +1,4 @@
-"""Loading sparse shards: whatever their layers are, the bits are those of plain ones."""
+"""Loading sparse shards: for any layers, the same bits as from plain shards."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from mlstate.errors import ChecksumError
 
 
 def tensors(rng):
-    """A state with rows of zeros, zeros of all kinds, and no elements at all."""
+    """A state with rows of zeros, zeros of all kinds, and arrays without elements."""
     rows = rng.normal(size=(40, 12)).astype(np.float32)
     rows[rng.random(40) < 0.6] = 0
     flat = rng.integers(0, 256, 700).astype(np.uint8)
@@ -38,7 +38,7 @@ def tensors(rng):
 
 
 def same(found, expected):
-    """Bit by bit: -0.0 is another number here than 0.0."""
+    """Equal bit by bit: -0.0 differs from 0.0."""
     assert list(found) == list(expected)
     for key, array in expected.items():
         assert found[key].dtype == array.dtype and found[key].shape == array.shape
@@ -47,7 +47,7 @@ def same(found, expected):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """A plain checkpoint of each layout, and what is in them."""
+    """A plain checkpoint of each layout, and its content."""
     base = tmp_path_factory.mktemp("plain")
     state = tensors(np.random.default_rng(1))
     made = mlstate.save(base / "one", state, {"rows.m": state["rows"] * 2})
@@ -144,7 +144,7 @@ def test_what_a_load_will_read_is_known(plain, sparse):
     folder = sparse(1, 5, share=1.0)
     listed = plan_load(folder, verify=False)
     before = sum(
-        shard.nbytes  # one full layer: the shard is plain
+        shard.nbytes  # one layer that covers everything: the shard is plain
         if shard.layers is None
         else sum(layer.visible_nbytes for layer in shard.layers)
         for shard in inspect(folder).shards()
@@ -214,7 +214,7 @@ def test_damage_is_found_in_every_layer(which, sparse):
             assert caught.value.name == (shard.key if "." not in shard.key else "rows")
             assert caught.value.path.endswith(layer.path)
         else:
-            load(folder)  # nothing of it counts
+            load(folder)  # no byte of this layer is visible, so it is not read
         path.write_bytes(good)
     assert verify(folder).problems == []
 
@@ -229,13 +229,13 @@ def test_a_lost_layer_is_named(sparse):
         load(folder)
 
 
-# ---- any layers at all ----
+# ---- random layers ----
 
 
 @settings(max_examples=tries(60), deadline=None)
 @given(st.data())
 def test_any_layers_are_painted_in_their_order(tmp_path_factory, data):
-    """Against a model that lays each layer over those before it."""
+    """Compared with a model that applies each layer over the earlier ones."""
     folder = tmp_path_factory.mktemp("any")
     shape = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3), label="shape")
     item = data.draw(st.sampled_from([1, 2, 4]), label="item")
@@ -282,7 +282,7 @@ def test_any_layers_are_painted_in_their_order(tmp_path_factory, data):
 
 
 def test_large_layers_are_read_block_by_block(tmp_path):
-    """Several blocks, spans and threads; rows that are short, and runs that are long."""
+    """Several blocks, address ranges and threads; short rows and long runs."""
     rng = np.random.default_rng(4)
     rows, row = 9000, 384
     model = np.zeros((rows, row), np.float32)
@@ -315,7 +315,7 @@ def test_large_layers_are_read_block_by_block(tmp_path):
 
 @pytest.mark.parametrize("verified", [False, True])
 def test_zeros_of_a_part_end_where_it_ends(verified, tmp_path):
-    """One layer of many blocks: what is stored behind a part is nothing to it."""
+    """One layer of many blocks: bytes stored after a part do not affect it."""
     rng = np.random.default_rng(6)
     state = {"w": rng.normal(size=(4000, 300))}
     state["w"][rng.random(4000) < 0.6] = 0
@@ -342,7 +342,7 @@ def resident():
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="asks Linux for memory")
 def test_zeros_that_were_never_stored_are_not_touched():
-    """A gigabyte of zeros takes no memory until somebody looks at it."""
+    """A gigabyte of zeros takes no memory until it is accessed."""
     made = catalog([1 << 30], 1, [], 8)
     before, counts = resident(), []
     [array] = made.load(".", 0, ["w"], (None, 0, 0), True, False, counts.append).values()

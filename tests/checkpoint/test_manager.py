@@ -1,4 +1,4 @@
-"""Steps of a run: retention, falling back, what steps share."""
+"""Steps of a run: retention, fallback to older steps, and files shared by steps."""
 
 import errno
 import os
@@ -112,7 +112,7 @@ def test_repair_falls_back_to_the_newest_step_that_verifies(manager):
     assert not report
     assert [(p.kind, p.name) for p in report.problems] == [("altered", "w")]
     repaired = mlstate.verify(manager.directory, repair=True)
-    assert not repaired  # what was found
+    assert not repaired  # a report with problems is false
     assert repaired.step == 2 and repaired.repaired
     assert mlstate.verify(manager.directory)
     assert same(state(2), mlstate.load(manager.directory).model)
@@ -160,7 +160,7 @@ def test_a_manager_warns_before_it_deletes_steps_of_others(tmp_path, asynchronou
     with CheckpointManager(tmp_path, keep=2) as again:
         save = again.save_async if asynchronous else again.save
         text = r"keep=2 deletes .* did not save: 0, 1, 2, 3, and 4 with later saves; keep=None"
-        with pytest.raises(UserWarning, match=text):  # an error in these tests
+        with pytest.raises(UserWarning, match=text):  # warnings are errors in these tests
             save(5, state(5))
         assert again.steps() == list(range(5))
         with pytest.warns(UserWarning, match=text) as caught:
@@ -175,14 +175,14 @@ def test_a_manager_deletes_its_own_steps_without_a_warning(tmp_path):
     with CheckpointManager(tmp_path) as first:
         first.save(1, state(1))
     with CheckpointManager(tmp_path, keep=2) as again:
-        again.save(1, state(9))  # saved again on purpose
+        again.save(1, state(9))  # saved again deliberately
         for step in (2, 3, 4):
             again.save(step, state(step))
         assert again.steps() == [3, 4]
 
 
 def cut(manager, step):
-    """Cut off files that only this step has."""
+    """Truncate the files that only this step uses."""
     others = [manager.checkpoint(other).files() for other in manager.steps() if other != step]
     for path in manager.checkpoint(step).files():
         if not any(path in files for files in others):
@@ -211,7 +211,7 @@ def test_damaged_steps_do_not_count_to_keep(tmp_path, damage, again):
     if again:
         manager = CheckpointManager(tmp_path, keep=2)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # steps of another manager, files that are not deleted
+        warnings.simplefilter("ignore")  # about steps of another manager and files that are kept
         for step in (3, 4):
             manager.save(step, state(step))
             good = [1, 3] if step == 3 else [3, 4]
@@ -362,7 +362,7 @@ def test_a_plain_save_into_the_steps_is_refused(manager, save):
     assert mlstate.verify(manager.directory)
     assert not mlstate.verify(manager.directory).leftover
     for root in Path(manager.directory, "roots").iterdir():
-        root.write_bytes(b"{")  # damaged steps are steps
+        root.write_bytes(b"{")  # damaged steps still count as steps
     with pytest.raises(mlstate.StoreError, match="holds the steps of a CheckpointManager"):
         save(manager.directory, {"other": np.ones(3)})
 
@@ -538,7 +538,7 @@ def test_a_child_forked_during_a_save_can_save(tmp_path):
     child = os.fork()
     if child == 0:
         signal.alarm(20)
-        manager.close()  # took no lock of the parent's
+        manager.close()  # the child does not hold the parent's lock
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     go_on.set()

@@ -1,4 +1,4 @@
-"""Pruning: what goes, what stays, and when nothing goes."""
+"""Pruning: which files it deletes, which it keeps, and when it deletes none."""
 
 import errno
 from pathlib import Path
@@ -30,7 +30,7 @@ def manager(tmp_path):
 
 
 def litter(folder):
-    """Everything that killed writers leave."""
+    """Leave every kind of file that a killed writer can leave."""
     names = [
         f"params/w.0-1.{GENERATION}-0.safetensors",
         f"params/w.0-1.{GENERATION}-1.safetensors.tmp",
@@ -86,7 +86,7 @@ def test_the_newest_checkpoint_stays_where_it_is_no_step(tmp_path):
     manager = CheckpointManager(tmp_path, keep=None)
     for step in (1, 2, 9):
         manager.save(step, {"w": np.full(3, step)})
-    max((tmp_path / "roots").iterdir()).unlink()  # the newest is no step now
+    max((tmp_path / "roots").iterdir()).unlink()  # the newest manifest is no longer a step
     assert prune(tmp_path, keep=1).steps == [1]
     assert mlstate.load(tmp_path).model["w"][0] == 9
     assert manager.restore(2).model["w"][0] == 2
@@ -131,7 +131,8 @@ def test_no_checkpoint_is_nothing_to_prune(tmp_path):
         prune(tmp_path)
     assert list(tmp_path.iterdir()) == []
     mlstate.save(tmp_path / "ckpt", {"w": np.ones(3)})
-    (tmp_path / "ckpt" / "manifest.json").unlink()  # lost: its files may be wanted yet
+    # the manifest is lost: its files may still be needed
+    (tmp_path / "ckpt" / "manifest.json").unlink()
     before = listing(tmp_path)
     with pytest.raises(FileNotFoundError):
         prune(tmp_path / "ckpt")

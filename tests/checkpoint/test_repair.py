@@ -1,4 +1,4 @@
-"""Repairing mends what can be mended, and gives up no step that loads."""
+"""Repair fixes all that can be fixed, and deletes no step that loads."""
 
 import os
 import shutil
@@ -46,7 +46,7 @@ def test_a_damaged_header_is_written_again(manager, at):
         flip(path, at)
     assert {p.kind for p in mlstate.verify(manager.directory).problems} <= {"header", "foreign"}
     report = mlstate.verify(manager.directory, repair=True)
-    assert not report  # what was found
+    assert not report  # a report with problems is false
     assert report.step == 2
     assert report.repaired == manager.checkpoint(2).generation
     assert {path: path.read_bytes() for path in good} == good
@@ -92,7 +92,7 @@ def test_headers_made_of_an_index_are_those_that_were_written(tmp_path, name, op
 
 
 def shared_segment(manager):
-    """Two steps with one segment, of which the second no longer uses all."""
+    """Two steps that share a segment; the second does not use all of it."""
     first = state(1)
     manager.save(1, first)
     manager.save(2, first | {"small.0": np.full(50, 9, np.int16)})
@@ -161,7 +161,7 @@ def test_a_file_that_cannot_be_written_is_an_error(manager, monkeypatch):
     def refused(descriptor, data, offset):
         if len(data) >= 4096:
             raise OSError(28, "no space left on device")
-        return pwrite(descriptor, data, offset)  # of the lock
+        return pwrite(descriptor, data, offset)  # a write to the lock
 
     monkeypatch.setattr(os, "pwrite", refused)
     with pytest.raises(mlstate.StoreError, match=f"cannot write the file.*{path.name}"):
@@ -187,7 +187,7 @@ def test_a_repair_that_was_stopped_is_finished_by_the_next(manager, monkeypatch,
         patch.setattr(module, which, stopped)
         with pytest.raises(KeyboardInterrupt):
             mlstate.verify(manager.directory, repair=True)
-    assert manager.steps() == [1, 2]  # no damaged step is left
+    assert manager.steps() == [1, 2]  # no damaged step remains
     mlstate.verify(manager.directory, repair=True)
     assert mlstate.verify(manager.directory)
     assert mlstate.load(manager.directory).step == 2

@@ -1,4 +1,4 @@
-"""The command line: what it prints, and with which status it ends."""
+"""The command line: output and exit status."""
 
 import json
 import subprocess

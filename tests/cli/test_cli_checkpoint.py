@@ -1,4 +1,4 @@
-"""The commands for checkpoints: what they print, and with which status they end."""
+"""The commands for checkpoints: output and exit status."""
 
 import io
 import json
@@ -24,7 +24,7 @@ MOMENTS = {"layer.w.m": np.zeros((4, 3), np.float32)}
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A checkpoint, a run of three steps and a file."""
+    """A checkpoint, a run of three steps and a single file."""
     folder = tmp_path_factory.mktemp("made")
     metadata = {"run": "a"}
     mlstate.save(folder / "ckpt", WEIGHTS, MOMENTS, metadata=metadata, step=7, pack_below_bytes=0)
@@ -46,7 +46,7 @@ def place(made, tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(capsys):
-    """Call the command line; what it printed: status, lines, lines of standard error."""
+    """A function that calls the command line; returns status, output lines and error lines."""
 
     def call(*arguments):
         status = main([str(argument) for argument in arguments])
@@ -153,7 +153,7 @@ def test_inspect_lists_shards_where_asked(place, run):
 
 @pytest.fixture
 def layered(place):
-    """Two saves of a table of few rows; the second changes 3 of 100."""
+    """Two saves of a sparse table; the second changes 3 of 100 rows."""
     table = np.zeros((100, 64), np.float32)
     table[10:30] = 1
     state = {"t": table, "zero": np.zeros((50, 4))}
@@ -340,7 +340,7 @@ def test_verify_all_steps_looks_at_a_manifest_that_is_none_of_them(place, run_js
     assert status == 1
     assert [c["good"] for c in data["checkpoints"]] == [True, True, True, False]
     assert data["checkpoints"][3]["root"] == "manifest.json"
-    status, data = run_json("verify", "ckpt", "--all-steps")  # which keeps no steps
+    status, data = run_json("verify", "ckpt", "--all-steps")  # a checkpoint without steps
     assert (status, len(data["checkpoints"])) == (0, 1)
 
 
@@ -362,7 +362,7 @@ def test_repair_says_what_it_did_or_could_not_do(place, run):
     assert status == 0
     assert "1 problem" in out[0]
     assert out[-1].startswith("repaired: step 20, generation ")
-    shared, shard = shard_file("run", "frozen")  # which all steps need
+    shared, shard = shard_file("run", "frozen")  # a shard that all steps need
     flip(shared, shard.offset)
     status, out, _ = run("verify", "run", "--repair")
     assert status == 1
@@ -734,7 +734,7 @@ def test_prune_refuses(place, run):
     assert run("prune", "ckpt")[0] == 2
 
 
-# ---- all of them ----
+# ---- all commands ----
 
 
 def test_a_path_that_cannot_be_printed_takes_one_line(place, run):

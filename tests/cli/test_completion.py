@@ -1,4 +1,4 @@
-"""Completion scripts: shells read them, and complete what the parser knows."""
+"""Completion scripts: shells parse them, and complete the parser's options."""
 
 import shutil
 import subprocess

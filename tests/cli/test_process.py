@@ -1,4 +1,4 @@
-"""The command line as a process: Ctrl-C at any moment, streams that fail, no colour."""
+"""The command line as a process: Ctrl-C at any moment, failing streams, no colour."""
 
 import contextlib
 import json
@@ -19,14 +19,14 @@ from mlstate.checkpoint._files.convert import read_any
 
 ROOT = Path(mlstate.__file__).parents[1]
 COMMAND = [sys.executable, "-m", "mlstate"]
-# What pip writes as bin/mlstate
+# the script that pip writes as bin/mlstate
 SCRIPT = [sys.executable, "-c", "from mlstate.cli import run_process; run_process()"]
 STARTED = """
 import mlstate.cli
 print("started", flush=True)
 mlstate.cli.run_process()
 """
-# Short naps: a signal just before a nap is handled after it
+# short sleeps: a signal that arrives just before one is handled after it
 SLOW = """
 import time
 print("importing", flush=True)
@@ -46,7 +46,7 @@ def place(tmp_path):
 
 
 def environment(*folders, **variables):
-    """Variables for a process that finds the package, and first what is in `folders`."""
+    """Variables for a process that finds the package, after the modules in `folders`."""
     path = os.pathsep.join(map(str, [*folders, ROOT]))
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     return {**buffered, "PYTHONPATH": path, **variables}
@@ -88,7 +88,7 @@ def interrupt(process):
 
 @pytest.fixture
 def slow(place):
-    """Make a module that says when it is imported, and sleeps."""
+    """Make a module that prints when it is imported, and sleeps."""
 
     def make(module, code=SLOW):
         folder = place / "slow" / module
@@ -168,10 +168,10 @@ def test_an_interrupt_at_any_moment_leaves_nothing_half_written(place, arguments
     chance = random.Random(7)
     for _ in range(10):
         with start([sys.executable, "-c", STARTED, *arguments], place) as process:
-            assert process.stdout.readline() == "started\n"  # Python's own start is not ours
+            assert process.stdout.readline() == "started\n"  # the start of Python is not under test
             time.sleep(chance.uniform(0, seconds))
             status, err = interrupt(process)
-        # Python itself ends by the signal once it has taken its handlers down
+        # Python dies by the signal once it has removed its handlers
         assert (status in (0, 130, -signal.SIGINT), err) == (True, ""), status
         assert {path.name for path in place.iterdir()} == before
         for name in before & {"out", "out.npz"}:

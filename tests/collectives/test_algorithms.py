@@ -1,4 +1,4 @@
-"""The operations as exchanges: ranks are threads, and bytes travel through queues."""
+"""The algorithms of the operations: ranks are threads, and bytes travel through queues."""
 
 from concurrent.futures import ThreadPoolExecutor
 from queue import Queue
@@ -12,7 +12,7 @@ SECONDS = 20
 
 
 class Link:
-    """A rank's way to the others, which counts the bytes that it sent."""
+    """A rank's link to the others, which counts the bytes it sent."""
 
     def __init__(self, queues, rank):
         self.queues, self.rank, self.world_size = queues, rank, len(queues)
@@ -42,13 +42,13 @@ class Link:
 
 
 class Group(ExchangeEngine):
-    """Just the algorithms; what they need of an engine is the link."""
+    """The algorithms alone; the link is all they need of an engine."""
 
     abort = close = _perform = _source = _target = _put = None
 
 
 def run(world, operation):
-    """Return what each rank's operation returned, and the bytes it sent."""
+    """Return the result of each rank's operation, and the bytes it sent."""
     queues = [[Queue() for _ in range(world)] for _ in range(world)]
     links = [Link(queues, rank) for rank in range(world)]
     with ThreadPoolExecutor(world) as pool:
@@ -76,7 +76,7 @@ def test_every_rank_gets_the_sum(world, length, in_place):
 
 @WORLDS
 def test_rows_are_reduced_and_spread(world):
-    rows = [rank % 3 for rank in range(world)]  # of two elements
+    rows = [rank % 3 for rank in range(world)]  # rows of two elements
 
     def operation(group, link):
         source = np.arange(2 * sum(rows)) + link.rank
@@ -91,7 +91,7 @@ def test_rows_are_reduced_and_spread(world):
 
 
 @WORLDS
-@pytest.mark.parametrize("shift", [None, 0, 1])  # of the target over the source, in elements
+@pytest.mark.parametrize("shift", [None, 0, 1])  # offset of the target from the source, in elements
 def test_rows_are_traded_also_over_the_same_memory(world, shift):
     def operation(group, link):
         memory = np.zeros(world + 1, int)

@@ -1,4 +1,4 @@
-"""The world of one process, what every group checks, and operations that run elsewhere."""
+"""Groups of one process, checks that every group makes, and asynchronous operations."""
 
 import subprocess
 import sys
@@ -39,7 +39,7 @@ def test_what_lacks_a_method_is_no_group():
         rank, world_size = 0, 1
 
         def barrier(self):
-            """All that it can do."""
+            """The only operation that it supports."""
 
     assert not isinstance(Half(), ProcessGroup)
 
@@ -224,7 +224,7 @@ def test_what_is_no_bytes_is_refused(data):
 def test_an_ended_group_says_so(name, end):
     group = SingleGroup()
     getattr(group, end)()
-    group.close()  # once more is nothing
+    group.close()  # a second call does nothing
     done = {"close": "closed", "abort": "aborted"}[end]
     with pytest.raises(CollectiveError, match=f"{name} on rank 0: this group was {done}") as caught:
         OPERATIONS[name](group)
@@ -307,7 +307,7 @@ def test_tensors_stay_tensors():
 def test_importing_loads_no_threads():
     code = (
         "import sys, numpy; had = set(sys.modules); import mlstate.collectives;"
-        "print('threading' in sys.modules.keys() - had)"  # NumPy may have it already
+        "print('threading' in sys.modules.keys() - had)"  # NumPy may have imported it already
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout.strip(), done.stderr) == ("False", "")

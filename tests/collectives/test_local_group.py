@@ -1,4 +1,4 @@
-"""Ranks that are threads: what every operation gives, and what each says that cannot be done."""
+"""Local groups whose ranks are threads: results of every operation, and errors."""
 
 import gc
 import threading
@@ -30,8 +30,8 @@ from mlstate.collectives import LocalGroup, ProcessGroup, Work
 pytestmark = pytest.mark.timeout(120)
 
 WORLDS = [1, 2, 3, 4, 5]
-SECONDS = 30.0  # for what is to end well: a hang, not a busy machine, is longer
-RING_BYTES = 4 << 20  # more than the memory that ranks share
+SECONDS = 30.0  # for calls that must succeed: much longer than a busy machine needs
+RING_BYTES = 4 << 20  # larger than the memory that the ranks share
 OPERATIONS = {
     "reduce_scatter": lambda group, **kw: group.reduce_scatter(np.zeros(60), **kw),
     "all_gather": lambda group, **kw: group.all_gather(np.zeros(2), **kw),
@@ -44,7 +44,7 @@ OPERATIONS = {
 
 
 def ranks(function, world, *, timeout=SECONDS):
-    """What each rank gives; what one raises is raised here."""
+    """The result of each rank; raises if a rank raised."""
     found = outcomes(function, world, timeout=timeout)
     for one in found:
         if isinstance(one, BaseException):
@@ -53,7 +53,7 @@ def ranks(function, world, *, timeout=SECONDS):
 
 
 def outcomes(function, world, *, timeout=SECONDS):
-    """What each rank gives or raises."""
+    """The result or the exception of each rank."""
 
     def work(group):
         with group:
@@ -113,7 +113,7 @@ def test_sums_that_the_core_does_not_round_are_refused_by_all():
     def work(group):
         mine = np.ones(9, dtype_of("float8_e5m2"))
         caught = raises(CompatibilityError, "only be had as float32", group.all_reduce, mine)
-        assert group.all_gather(mine).tolist() == [1.0] * 18  # bytes travel
+        assert group.all_gather(mine).tolist() == [1.0] * 18  # data of any dtype travel as bytes
         return str(caught)
 
     assert len(set(ranks(work, 2))) == 1
@@ -172,23 +172,23 @@ def test_bits_depend_neither_on_the_cut_nor_on_threads_nor_on_the_run(dtype):
 
 
 def expected_of(call, arrays, rank, world):
-    """What a rank gets of a call: `arrays` are those of all ranks."""
+    """The expected result of a rank; `arrays` are the inputs of all ranks."""
     name = call["name"]
     if name == "all_reduce":
         return reduced(arrays, call["op"])
     if name == "reduce_scatter":
         return part(reduced(arrays, call["op"]), call["counts"], rank)
     if name == "all_gather":
-        return np.concatenate(arrays).astype(arrays[0].dtype)  # in its byte order
+        return np.concatenate(arrays).astype(arrays[0].dtype)  # in the input's byte order
     if name == "broadcast":
         return arrays[call["root"]]
-    sent = call["matrix"]  # rows from each to each
+    sent = call["matrix"]  # the numbers of rows that each rank sends to each
     rows = np.concatenate([part(arrays[r], sent[r], rank) for r in range(world)])
     return rows.astype(arrays[0].dtype)
 
 
 def arrays_of(call, world):
-    """What each rank passes, in the memory layout that the call asks for."""
+    """The input of each rank, in the memory layout that the call requests."""
     kinds = {"S3": "int32", ">f4": "float32", "M8[s]": "int64"}
     rows = {
         "all_gather": call["counts"],
@@ -221,7 +221,7 @@ def perform(group, call, array):
         given["counts"] = matrix[group.rank]
         given["out_counts"] = [row[group.rank] for row in matrix]
     given["async_op"] = call["async_op"]
-    if name == "broadcast":  # in place, into any layout
+    if name == "broadcast":  # in place, in any layout
         array = array.copy(order="K") if array.flags.forc else array
         done = group.broadcast(array, **given)
         return done.wait(SECONDS) if call["async_op"] else done
@@ -401,7 +401,7 @@ def test_empty_makes_arrays_as_numpy_does(shape, dtype):
     assert (found.shape, found.dtype) == (like.shape, like.dtype)
     assert found.flags.c_contiguous
     assert found.flags.owndata
-    found[...] = 0  # it outlives the group
+    found[...] = 0  # the result outlives the group
 
 
 def test_new_arrays_are_reduced():
@@ -439,7 +439,7 @@ def test_empty_makes_tensors_for_dtypes_of_torch():
     group.close()
 
 
-# ---- started, and waited for later ----
+# ---- asynchronous operations ----
 
 
 def test_async_operations_take_place_in_the_order_of_their_calls():
@@ -451,7 +451,7 @@ def test_async_operations_take_place_in_the_order_of_their_calls():
             works.append(group.all_reduce(np.full(5000, number + group.rank), async_op=True))
             works.append(group.gather_bytes(b"%d" % (group.rank * number), async_op=True))
         assert group.all_gather(np.array([group.rank])).tolist() == list(range(world))
-        assert all(isinstance(one, Work) and one.done() for one in works)  # before it
+        assert all(isinstance(one, Work) and one.done() for one in works)  # before the wait
         for number in reversed(range(6)):
             total = works[2 * number].wait(SECONDS)
             assert set(total.tolist()) == {3 * number + 3}
@@ -462,7 +462,7 @@ def test_async_operations_take_place_in_the_order_of_their_calls():
 
 
 def test_several_threads_share_one_rank():
-    """Each operation is whole; which comes first is up to the threads, so all are alike."""
+    """Operations do not mix. Their order depends on the threads, so all are alike."""
 
     def work(group):
         found = []
@@ -488,7 +488,7 @@ def test_arrays_of_async_operations_are_let_go():
         done = group.all_reduce(array, async_op=True)
         del array
         done.wait(SECONDS)
-        for _ in range(100):  # without the GIL, what another thread held goes a moment later
+        for _ in range(100):  # without the GIL, other threads' objects are freed a moment later
             gc.collect()
             if gone() is None:
                 return True
@@ -543,7 +543,7 @@ def test_wrong_arguments_fail_on_their_rank_before_anything_is_sent():
 
     def work(group):
         array, frozen = np.zeros(4), np.frombuffer(bytes(32))
-        if group.rank == 1:  # nobody waits, nobody times out
+        if group.rank == 1:  # no rank waits, so none times out
             raises(CompatibilityError, "a multiple of", group.reduce_scatter, np.zeros(3))
             raises(CompatibilityError, "out has shape", group.all_gather, array, out=np.zeros(2))
             raises(
@@ -581,7 +581,7 @@ def test_wrong_arguments_fail_on_their_rank_before_anything_is_sent():
     assert ranks(work, world) == [[2.0, 2.0]] * world
 
 
-# ---- calls that do not go together ----
+# ---- calls that differ between ranks ----
 
 DIFFERENT = {
     "other operation": (
@@ -692,7 +692,8 @@ def test_a_rank_that_does_not_come_is_a_timeout_that_names_it():
         "not done after 1 s: rank 2 has not called all_reduce (its last operation was number 1, "
         "barrier; this is number 2)"
     )
-    assert any(why in text for text in texts), texts  # the other one may have heard of that
+    # the other rank may already know of the failure
+    assert any(why in text for text in texts), texts
     assert "gave up waiting for rank 2 in all_reduce" in last
 
 

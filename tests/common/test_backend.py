@@ -1,4 +1,4 @@
-"""The registry of frameworks: torch's backend has every operation, and loads when it is used."""
+"""The registry of frameworks: torch's backend has every operation, and loads on first use."""
 
 import inspect
 import subprocess

@@ -1,4 +1,4 @@
-"""bfloat16 and the 8-bit floats without ml_dtypes: bytes move, and keep their dtype's name."""
+"""bfloat16 and the 8-bit floats without ml_dtypes: bytes and dtype names are preserved."""
 
 import copy
 import json
@@ -67,7 +67,7 @@ TRUE = {f"layer.{name}": name for name in NAMES}
 
 @pytest.fixture
 def without(monkeypatch):
-    """No ml_dtypes, and no warning."""
+    """ml_dtypes is missing, and the warning about it is off."""
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -76,7 +76,7 @@ def without(monkeypatch):
 
 @pytest.fixture
 def state():
-    """Every bit pattern of every dtype, as a process without ml_dtypes has it."""
+    """Every bit pattern of every dtype, in a process without ml_dtypes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "ml_dtypes", None)
         return state_of(stored_dtype)
@@ -410,7 +410,7 @@ def test_results_go_into_arrays_of_the_true_dtype(without):
 
 
 def test_ranks_of_mpi_add_the_true_dtype(state, monkeypatch):
-    halves = state["layer.float8_e5m2"].reshape(-1)[60:61]  # 0x3c is 1
+    halves = state["layer.float8_e5m2"].reshape(-1)[60:61]  # 0x3c is the number 1
     out = np.zeros_like(halves)
     reduce_parts([halves, halves], "sum", out)
     assert out.tolist() == [0x40] and label_of(out.dtype) == "float8_e5m2"
@@ -421,7 +421,7 @@ def test_ranks_of_mpi_add_the_true_dtype(state, monkeypatch):
 
 def test_gradients_are_verified_by_their_numbers(state):
     ones = np.full(3, 0x3F80, np.uint16).view(state["layer.bfloat16"].dtype)
-    near = np.full(3, 0x3F81, np.uint16).view(ones.dtype)  # one more in the last place
+    near = np.full(3, 0x3F81, np.uint16).view(ones.dtype)  # one unit in the last place apart
     hook = FSDPBackwardHook(FSDP(SingleGroup()))
     unit = FSDPShardingUnit("w", (3,), ones.dtype, 0, world_size=1)
     hook.scatter_gradient(unit, ones)

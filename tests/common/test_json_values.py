@@ -1,4 +1,4 @@
-"""What JSON cannot say, or would give back as something else, in metadata and groups."""
+"""Values that JSON cannot represent, or would change, in metadata and groups."""
 
 import os
 from collections import Counter
@@ -21,7 +21,7 @@ HOLDS_ITSELF["a"] = [HOLDS_ITSELF]
 
 
 def nested(levels):
-    """Lists in lists."""
+    """Nested lists."""
     return [nested(levels - 1)] if levels > 1 else []
 
 

@@ -1,4 +1,4 @@
-"""URLs are refused wherever a path is taken, before anything is created."""
+"""Every function that takes a path refuses URLs before it creates anything."""
 
 import os
 import re
@@ -100,12 +100,12 @@ def test_a_path_object_is_a_path():
         local_path(3)
 
 
-# ---- a working folder that was deleted ----
+# ---- a deleted working directory ----
 
 
 @pytest.fixture
 def deleted(tmp_path, monkeypatch):
-    """A working folder that does not exist any more."""
+    """A working directory that no longer exists."""
     folder = tmp_path / "gone"
     folder.mkdir()
     monkeypatch.chdir(folder)

@@ -1,4 +1,4 @@
-"""Numbers, names and tables as people see them."""
+"""Formatting of numbers, names and tables."""
 
 from html.parser import HTMLParser
 
@@ -18,7 +18,7 @@ from mlstate._common.text import (
 
 
 class Table(HTMLParser):
-    """The cells of a table; a tag that is not closed in order fails."""
+    """The cells of a table; a wrongly closed tag fails."""
 
     def __init__(self, text):
         super().__init__()

@@ -1,7 +1,7 @@
-/* Every allocation fails once: the n-th one for every n, in reading, writing and parsing
+/* Every allocation fails once, the n-th one for every n: in reading, writing and parsing
  * files and checkpoints, in making and comparing trees of names, and in counting layers.
- * Each must end in MLS_E_MEMORY with nothing leaked, the outputs untouched and the old
- * file intact.  Linked with -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc. */
+ * Each call must return MLS_E_MEMORY with nothing leaked, the outputs unchanged and the
+ * old file intact.  Linked with -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc. */
 #include "activation/strategy.h"
 #include "base/memory.h"
 #include "checkpoint/index/index.h"
@@ -122,7 +122,7 @@ static mls_code write_state(mls_status *st)
     const mls_code code = mls_safetensors_write(
         path, &content, mls_kernels_of(MLS_CPU_SCALAR), &mls_crc_scalar, st);
     const long kept = countdown;
-    countdown = 0; /* looking must not fail */
+    countdown = 0; /* the check must not fail */
     CHECK(old_stands() == (code != MLS_OK));
     countdown = kept;
     return code;
@@ -159,7 +159,7 @@ static void opening_survives_every_failure(void)
     unlink(path);
 }
 
-/* Two bytes of a shard of three, so that the block goes through a buffer. */
+/* Two bytes of a shard of three, so that the block is read into a buffer. */
 static mls_code read_shard(mls_status *st)
 {
     const uint32_t sum = mls_crc_scalar.update(0, "old", 3);
@@ -186,7 +186,7 @@ static mls_code read_shard(mls_status *st)
 static void reading_a_shard_survives_every_failure(void)
 {
     write_old();
-    CHECK(path[0] == '/'); /* so that the folder does not matter */
+    CHECK(path[0] == '/'); /* an absolute path, so that the folder does not matter */
     CHECK(fail_each(read_shard) == 6);
     unlink(path);
 }
@@ -197,7 +197,7 @@ static const size_t index_shape[] = {3, 5};
 static const signed char index_axes[] = {0, MLS_NO_AXIS};
 static const uint32_t index_crcs[] = {1, 2};
 
-/* Two files; shards with axes, with blocks, and so many that the text has to grow. */
+/* Two files; shards with axes, with blocks, and so many that the text must grow. */
 static mls_code build_index(mls_json_writer *b, uint32_t *sum, mls_status *st)
 {
     static const size_t long_shape[] = {(1 << 20) + 1};
@@ -248,7 +248,7 @@ static void building_an_index_survives_every_failure(void)
     CHECK(fail_each(build_and_drop) >= 3);
 }
 
-static mls_json_writer index_text; /* what the next job reads */
+static mls_json_writer index_text; /* input of the next job */
 
 static mls_code parse_index(mls_status *st)
 {
@@ -275,12 +275,12 @@ static void parsing_an_index_survives_every_failure(void)
 
 /* ---- checkpoints ---- */
 
-static mls_index committed; /* what the next jobs find */
+static mls_index committed; /* input of the next jobs */
 
 static const size_t small_shape[] = {1000}, large_shape[] = {300000};
 static unsigned char shard_bytes[300000];
 
-/* Two small ones that share a file, a large one, and a state with axes of its own. */
+/* Two small ones that share a file, a large one, and a state with axes. */
 static void make_items(mls_shard_item *items)
 {
     items[0] = item_of("a", NULL, MLS_U8, 1, small_shape, shard_bytes);
@@ -318,7 +318,7 @@ static mls_code plan_shards(mls_status *st)
     return code;
 }
 
-/* The small ones changed since; nothing but what was committed may be left. */
+/* The small items have changed; on failure only the committed files may remain. */
 static mls_code write_shards(mls_status *st)
 {
     mls_shard_item items[4];
@@ -329,15 +329,15 @@ static mls_code write_shards(mls_status *st)
     mls_shards_written written = {.shard_count = 77};
     const mls_code code = mls_shards_write(&job, &written, st);
     const long kept = countdown;
-    countdown = 0; /* looking must not fail */
+    countdown = 0; /* the check must not fail */
     CHECK(written.shard_count == (code == MLS_OK ? 4U : 77U));
     CHECK(pool_files() == (code == MLS_OK ? 4U + 3U : 4U));
     countdown = kept;
     return code;
 }
 
-/* One that is zero, one of which a row changed and one most of which is zero: all memory
- * that layers take. */
+/* One item that is zero, one with a changed row and one that is mostly zero: all
+ * allocations of layers. */
 static mls_code write_layers(mls_status *st)
 {
     static unsigned char changed[300000], zeros[300000];
@@ -356,7 +356,7 @@ static mls_code write_layers(mls_status *st)
     mls_shards_written written = {.shard_count = 77};
     const mls_code code = mls_shards_write(&job, &written, st);
     const long kept = countdown;
-    countdown = 0; /* looking must not fail */
+    countdown = 0; /* the check must not fail */
     CHECK(written.shard_count == (code == MLS_OK ? 4U : 77U));
     CHECK(code != MLS_OK || written.new_bytes == 2 * 256);
     if (code == MLS_OK) {
@@ -375,7 +375,7 @@ static mls_code write_layers(mls_status *st)
         CHECK(unlinkat(pool_fd, written.path, 0) == 0);
         mls_index_fini(&index);
     }
-    CHECK(pool_files() == 4); /* those of before */
+    CHECK(pool_files() == 4); /* the old files */
     countdown = kept;
     return code;
 }
@@ -385,7 +385,7 @@ static mls_code verify_shards(mls_status *st)
     mls_problems found = {.count = 77};
     const mls_code code =
         mls_index_verify(pool_fd, &committed, &mls_crc_scalar, NULL, NULL, &found, st);
-    CHECK(found.count == (code == MLS_OK ? 1 : 77)); /* a file is gone */
+    CHECK(found.count == (code == MLS_OK ? 1 : 77)); /* a file is missing */
     if (code == MLS_OK) {
         mls_problems_fini(&found);
     }
@@ -405,7 +405,7 @@ static mls_code list_shards(mls_status *st)
     return code;
 }
 
-/* The pattern of what was committed, and the places of a tensor. */
+/* The pattern of the committed index, and the places of a tensor. */
 static mls_code find_shards(mls_status *st)
 {
     mls_index_pattern pattern = {.group_count = 77};
@@ -429,7 +429,7 @@ static mls_code find_shards(mls_status *st)
     return code;
 }
 
-/* Plan to load a tensor of what was committed, to memory that is not packed. */
+/* Plan to load a committed tensor into memory that is not packed. */
 static mls_code plan_load(mls_status *st)
 {
     const mls_index *const indexes[] = {&committed};
@@ -440,7 +440,7 @@ static mls_code plan_load(mls_status *st)
     mls_load_plan plan;
     mls_load_target target = {0};
     static unsigned char memory[1 << 20];
-    countdown = 0; /* list_shards tries the catalog */
+    countdown = 0; /* list_shards tests the merged index */
     CHECK(mls_merged_index_init(&catalog, indexes, 1, st) == MLS_OK);
     countdown = kept;
     mls_code code = mls_load_plan_init(&plan, &catalog, 1, st);
@@ -461,7 +461,7 @@ static mls_code plan_load(mls_status *st)
     return code;
 }
 
-/* Each on a checkpoint that was committed. */
+/* Each job works on a committed checkpoint. */
 static mls_code make_header(mls_status *st)
 {
     mls_json_writer header = {.most = 1 << 20};
@@ -502,7 +502,7 @@ static void checkpoints_survive_every_failure(void)
 
 static mls_code plan_loading(mls_status *st)
 {
-    /* two that are tied, and one in more pieces than there was room for at first */
+    /* two that are tied, and one in more pieces than the first allocation holds */
     static unsigned char to[6 << 20], from[6 << 20];
     const size_t shape[2] = {5, 1 << 20}, less[2] = {2, 100};
     mls_tensor large_to, large_from, tied_to, tied_from;
@@ -528,7 +528,7 @@ static void planning_to_load_survives_every_failure(void)
 
 /* ---- names ---- */
 
-/* A name deep enough for the array of nodes to grow. */
+/* A name so deep that the array of nodes must grow. */
 static mls_code make_tree(mls_status *st)
 {
     const mls_str list[] = {text("a.b.c.d.e.f.g.h.i.j.k.l.m.n.o.p.q.r.s.t.u.v.w.x.y.z"),
@@ -545,7 +545,7 @@ static void a_tree_of_names_survives_every_failure(void)
     CHECK(fail_each(make_tree) >= 4);
 }
 
-static mls_name_tree *outlined; /* what the next job reads */
+static mls_name_tree *outlined; /* input of the next job */
 
 static mls_code outline_names(mls_status *st)
 {
@@ -587,7 +587,7 @@ static void explaining_names_survives_every_failure(void)
     CHECK(fail_each(explain_names) >= 12);
 }
 
-/* Lists in different orders, for which a table is made. */
+/* Lists in different orders, which need a hash table. */
 static mls_code match_names(mls_status *st)
 {
     const mls_str a[] = {{"a", 1}, {"b", 1}}, b[] = {{"b", 1}, {"a", 1}};
@@ -619,7 +619,7 @@ static void matching_and_summing_names_survives_every_failure(void)
 
 /* ---- items of a save ---- */
 
-/* Enough to let the lists grow, the last one not packed. */
+/* Enough items to grow the lists, the last one not packed. */
 static mls_code list_items(mls_status *st)
 {
     const mls_tensor_id id = {.name = {"w", 1}};
@@ -642,7 +642,7 @@ static void listing_items_survives_every_failure(void)
 
 /* ---- strategies ---- */
 
-/* A layer that there was no memory for is in no sum, and can be asked about again. */
+/* A layer whose allocation failed is not counted, and can be passed again. */
 static mls_code decide_layers(mls_status *st)
 {
     enum { LAYERS = 40 };
@@ -709,7 +709,7 @@ static mls_code choose_items(mls_status *st)
     return code;
 }
 
-/* Whatever fails, a plan is made whole or not at all. */
+/* If an allocation fails, no plan is returned. */
 static mls_code make_plan(size_t slots, mls_status *st)
 {
     uint64_t seed = 4;
@@ -736,7 +736,7 @@ static mls_code plan_by_slots(mls_status *st)
     return make_plan(400, st);
 }
 
-/* Too few slots: a plan that fits, whatever it takes. */
+/* Too few slots: a plan that fits, at any cost in time. */
 static mls_code plan_that_fits(mls_status *st)
 {
     return make_plan(1, st);

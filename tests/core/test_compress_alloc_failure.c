@@ -1,5 +1,5 @@
-/* Every allocation fails once, as in test_alloc_failure.c, in coding shards, in laying
- * coded rows over coded ones, and in reading them. */
+/* Every allocation fails once, as in test_alloc_failure.c: in compressing shards, in
+ * adding compressed layers, and in reading them. */
 #include "checkpoint/index/index.h"
 #include "checkpoint/ranks/merged_index.h"
 #include "checkpoint/read/shard_read.h"
@@ -12,12 +12,12 @@
 
 static const size_t shape[] = {300000};
 static unsigned char bytes[300000];
-static mls_index coded;            /* that was committed: "c" */
-static mls_json_writer index_text; /* of it */
+static mls_index coded;            /* the committed one: "c" */
+static mls_json_writer index_text; /* of that index */
 static toy codec;
 
-/* Of what is coded a row changed, another one is coded now: samples, frames, and the room
- * in which what was stored is decoded. */
+/* A row of the compressed item has changed, another item is compressed now: this
+ * allocates samples, frames, and the room that decodes stored frames. */
 static mls_code write_coded(mls_status *st)
 {
     static unsigned char changed[300000];
@@ -33,7 +33,7 @@ static mls_code write_coded(mls_status *st)
     mls_shards_written written = {.shard_count = 77};
     const mls_code code = mls_shards_write(&job, &written, st);
     const long kept = countdown;
-    countdown = 0; /* looking must not fail */
+    countdown = 0; /* the check must not fail */
     CHECK(written.shard_count == (code == MLS_OK ? 2U : 77U));
     CHECK(pool_files() == (code == MLS_OK ? 5U : 2U));
     if (code == MLS_OK) {
@@ -53,7 +53,7 @@ static mls_code write_coded(mls_status *st)
     return code;
 }
 
-/* From the text of the index to the bytes. */
+/* From the text of the index to the bytes of the tensor. */
 static mls_code read_coded(mls_status *st)
 {
     static unsigned char got[300000];

@@ -1,4 +1,4 @@
-"""Core ML states: reading, planning and carrying them, against a double of the Mac's."""
+"""Core ML states: reading, planning and transferring them, with a fake of Core ML's states."""
 
 import json
 import os
@@ -472,7 +472,7 @@ def test_plan_prints_a_table():
     assert lines[2].startswith("200 tokens: fits; 3.52 MiB copied")
 
 
-# ---- the double ----
+# ---- the fake ----
 
 
 def test_double_reads_float16_as_a_fresh_float32_copy():
@@ -542,11 +542,11 @@ def test_double_refuses_unknown_names(name):
         fake.write_state(name, np.zeros((2, 3), np.float32))
 
 
-# ---- carrying ----
+# ---- transferring ----
 
 
 class Spy(FakeMLState):
-    """Records what is handed over; only coremltools' keywords work."""
+    """Records its arguments; accepts only coremltools' keywords."""
 
     def read_state(self, *, name):
         return super().read_state(name)

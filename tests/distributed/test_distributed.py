@@ -1,4 +1,4 @@
-"""States of several ranks, which are threads here: merged, gathered, sent out."""
+"""States of several ranks, run as threads: merged, gathered and distributed."""
 
 import itertools
 import threading
@@ -20,13 +20,13 @@ SECONDS = 20
 
 
 class Threads:
-    """A rank among threads, with what collecting needs of a group; counts what travels."""
+    """A rank among threads, with the group operations that collecting needs; counts bytes sent."""
 
     def __init__(self, world, rank):
         self._slots, self._barrier = world
         self.rank = rank
         self.world_size = len(self._slots)
-        self.largest = 0  # bytes of a message, sent or received
+        self.largest = 0  # bytes of the largest message, sent or received
         self.calls = []
 
     def _exchange(self, kind, data):
@@ -64,7 +64,7 @@ class Threads:
 
 
 def run(function, world_size=2):
-    """What `function` gives or raises with the collector of each rank."""
+    """The result or exception of `function` with the collector of each rank."""
     world = ([None] * world_size, threading.Barrier(world_size, timeout=SECONDS))
     results = [None] * world_size
 
@@ -296,12 +296,12 @@ def test_no_states_are_merged_into_an_empty_one():
         assert type(merged) is StateDict and not merged
 
 
-# ---- any layout, gathered and sent out again ----
+# ---- random layouts, gathered and distributed again ----
 
 
 @st.composite
 def cuts(draw, world):
-    """A shape, and a layout of as many parts as there are ranks or a divisor of that."""
+    """A shape, and a layout whose number of parts is the number of ranks or a divisor of it."""
     shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
     steps = []
     left = world
@@ -397,7 +397,7 @@ def test_tied_tensors_stay_one_and_travel_once():
 
     def gather(collector):
         rank = collector.group.rank
-        shard = Layout.rows(4).shard(whole, rank)  # the last rank has nothing
+        shard = Layout.rows(4).shard(whole, rank)  # the part of the last rank is empty
         again = Shard(shard.array, shard.layout, rank, shape=shard.shape)
         other = Shard(shard.array.copy(), shard.layout, rank, shape=shard.shape)
         plain = np.ones(3)
@@ -412,7 +412,7 @@ def test_tied_tensors_stay_one_and_travel_once():
     assert full["d"] is full["e"]
     for name in "abc":
         same_bits(full[name], whole)
-    assert results[0][1] == 1  # two senders, each of at most two rows of two tensors
+    assert results[0][1] == 1  # two senders, each with at most two rows of two tensors
     merged = COLLECTOR.merge_states([state for _, _, state in results])
     assert merged["a"] is merged["b"]
     same_bits(merged["c"], whole)
@@ -442,7 +442,7 @@ def test_names_choose():
 
 
 def both_raise(function, error, text, world_size=2):
-    """All ranks raise the same, and their group goes on."""
+    """All ranks raise the same error, and their group stays usable."""
 
     def work(collector):
         with pytest.raises(error, match=text) as caught:
@@ -554,7 +554,7 @@ def test_arrays_of_objects_are_refused():
         COLLECTOR.gather_full_state({"w": np.array([None])})
 
 
-# ---- sending out ----
+# ---- distributing ----
 
 
 def test_every_rank_gets_the_roots_elements_in_place():

@@ -1,11 +1,12 @@
-/* A second preloaded library: memory and threads that are not there, for one shared
- * object only.  Python and everybody else keep theirs, since what is tested is what that
- * object does without.
+/* A second preloaded library: it fails allocations and thread creation of one shared
+ * object. All other callers, Python included, are not affected, because the tests
+ * examine how that one object reacts.
  *
- * Who asks is told by the return address.  The functions to steer it have the names of
- * shim.c's, so that one server serves both.  Settings:
+ * The return address identifies the calling object.  The control functions have the
+ * same names as in shim.c, so that one server can drive both libraries.  Settings:
  *   MLS_ALLOC_OBJECT  part of the path of the shared object
- *   MLS_FAULT         memory:N:ENOMEM or thread:N:EAGAIN; N+ for that one and all later
+ *   MLS_FAULT         memory:N:ENOMEM or thread:N:EAGAIN; N+ for that one and all
+ * later
  */
 #include <dlfcn.h>
 #include <errno.h>
@@ -29,8 +30,8 @@ enum { MEMORY, THREAD, KINDS };
 
 static struct {
     atomic_bool armed;
-    uintptr_t low, high; /* where the object lies */
-    int kind;            /* that fails; KINDS: none */
+    uintptr_t low, high; /* the address range of the object */
+    int kind;            /* the kind that fails; KINDS: none */
     long at;
     bool onward;
     atomic_long counts[KINDS];
@@ -39,7 +40,7 @@ static struct {
 
 static const char *const kinds[KINDS] = {"memory", "thread"};
 
-/* The C library's own, under the names that it keeps for such as us. */
+/* The C library's own allocator, under the names it exports for interposing libraries. */
 void *__libc_malloc(size_t bytes);
 void *__libc_calloc(size_t count, size_t bytes);
 void *__libc_realloc(void *block, size_t bytes);
@@ -47,7 +48,7 @@ void *__libc_memalign(size_t alignment, size_t bytes);
 
 /* ---- settings ---- */
 
-/* A wrong setting would test nothing and pass. */
+/* A wrong setting would test nothing and pass, so it ends the process. */
 static void refuse(const char *what, const char *value)
 {
     fprintf(stderr, "alloc shim: %s: '%s'\n", what, value != NULL ? value : "");
@@ -128,10 +129,10 @@ EXPORT long mls_shim_hits(void)
 EXPORT void mls_shim_note(const char *text);
 EXPORT void mls_shim_note(const char *text)
 {
-    (void)text; /* nothing is recorded here */
+    (void)text; /* this library keeps no log */
 }
 
-/* ---- what is asked for ---- */
+/* ---- allocations and threads ---- */
 
 static bool fails(int kind, uintptr_t caller)
 {
@@ -145,7 +146,7 @@ static bool fails(int kind, uintptr_t caller)
     return hit;
 }
 
-/* NULL, and why. */
+/* Returns NULL and sets errno. */
 static void *no_memory(void)
 {
     errno = ENOMEM;
@@ -182,7 +183,7 @@ EXPORT int posix_memalign(void **out, size_t alignment, size_t bytes)
     return 0;
 }
 
-/* Pages without a file count as memory. */
+/* Anonymous mappings count as memory. */
 EXPORT void *mmap(void *where, size_t bytes, int access, int flags, int fd, off_t offset)
 {
     if ((flags & MAP_ANONYMOUS) != 0 && fails(MEMORY, CALLER)) {
@@ -200,6 +201,6 @@ EXPORT int pthread_create(pthread_t *thread, const pthread_attr_t *attributes,
         return EAGAIN;
     }
     void *found = dlsym(RTLD_NEXT, "pthread_create");
-    memcpy(&next, &found, sizeof next); /* ISO C has no cast from data to function */
+    memcpy(&next, &found, sizeof next); /* ISO C has no such cast */
     return next(thread, attributes, start, argument);
 }

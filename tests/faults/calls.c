@@ -1,9 +1,8 @@
-/* The functions that stand in front of the C library's: each finds out whether its file
- * lies below the root, asks shim.c what is to happen, makes the system call itself and
- * records what it changed.
+/* The functions that replace the C library's. Each finds out whether its file is below
+ * the root, asks shim.c what to do, makes the system call itself, and records the change.
  *
- * The names ending in 64 are what programs built for large files call; on the 64-bit
- * systems that this is for, both forms are the same.
+ * Programs built for large files call the names that end in 64. On 64-bit systems, the
+ * only ones supported, both forms are the same.
  */
 #include "shim.h"
 
@@ -30,7 +29,7 @@
 
 enum { COPY_STEP = 1 << 16 };
 
-/* ---- what the recorder is told ---- */
+/* ---- recording ---- */
 
 static uint64_t inode_of(int fd)
 {
@@ -50,7 +49,8 @@ static bool is_folder(int fd)
            S_ISDIR(info.st_mode);
 }
 
-/* What is not replayed must not be overlooked: replay.py refuses such a log. */
+/* A change that cannot be replayed must not be overlooked: replay.py rejects such a
+ * log. */
 static void record_unknown(const mls_step *step, const char *what)
 {
     mls_record(step, &(mls_entry){.kind = 'X', .name = what});
@@ -61,7 +61,7 @@ static void record_sync(const mls_step *step, uint64_t inode)
     mls_record(step, &(mls_entry){.kind = 'S', .a = inode});
 }
 
-/* A file opened with O_DSYNC is durable write by write. */
+/* Each write to a file opened with O_DSYNC is durable. */
 static void record_write(const mls_step *step, int fd, const void *data, long bytes,
                          off64_t offset)
 {
@@ -80,7 +80,7 @@ static void record_write(const mls_step *step, int fd, const void *data, long by
     errno = before;
 }
 
-/* What a call wrote whose data we do not hold: read it back from the file. */
+/* Record a write whose data we do not hold, by reading them back from the file. */
 static void record_written(const mls_step *step, int fd, off64_t offset, long bytes)
 {
     const int before = errno;
@@ -115,7 +115,7 @@ static void record_name(const mls_step *step, char kind, const mls_place *place,
     errno = before;
 }
 
-/* The inode that a name stands for, links not followed; 0 for none. */
+/* The inode of a name, without following links; 0 if there is none. */
 static uint64_t inode_at(int at, const char *path)
 {
     struct stat info;
@@ -199,7 +199,7 @@ EXPORT int creat(const char *path, mode_t mode)
     return shim_open(AT_FDCWD, path, O_CREAT | O_WRONLY | O_TRUNC, mode);
 }
 
-/* What programs built with checks for missing modes call. */
+/* Programs built with fortified headers call these. */
 EXPORT int __open_2(const char *path, int flags);
 EXPORT int __open_2(const char *path, int flags)
 {
@@ -212,7 +212,8 @@ EXPORT int __open64_2(const char *path, int flags)
     return shim_open(AT_FDCWD, path, flags, 0);
 }
 
-/* A descriptor whose close fails is closed: on Linux always.  So the error comes after.
+/* On Linux a descriptor whose close fails is closed all the same, so close first, then
+ * fail.
  */
 EXPORT int close(int fd)
 {
@@ -267,7 +268,7 @@ EXPORT ssize_t preadv(int fd, const struct iovec *parts, int count, off_t offset
 
 /* ---- write ---- */
 
-/* Where plain write puts its bytes, before it does. */
+/* The offset at which a plain write will put its bytes. */
 static off64_t position(int fd, const mls_step *step)
 {
     if (!step->holds) {
@@ -309,7 +310,7 @@ EXPORT ssize_t pwrite(int fd, const void *data, size_t bytes, off_t offset)
     return pwrite64(fd, data, bytes, offset);
 }
 
-/* Each part that was written is an entry of its own. */
+/* Each part that was written gets its own entry. */
 static void record_parts(const mls_step *step, int fd, const struct iovec *parts,
                          int count, long written, off64_t offset)
 {
@@ -322,7 +323,8 @@ static void record_parts(const mls_step *step, int fd, const struct iovec *parts
     }
 }
 
-/* Half of what a vector holds, as a plain write: short writes end within a part too. */
+/* Write half of a vector's bytes by a plain write, so that short writes also end within a
+ * part. */
 static long write_half(const struct iovec *parts, int count, int fd, off64_t offset)
 {
     size_t total = 0;
@@ -398,7 +400,7 @@ EXPORT ssize_t writev(int fd, const struct iovec *parts, int count)
     return mls_leave(&step, result);
 }
 
-/* Copies within the kernel; they move the position where no offset is given. */
+/* Copies within the kernel; they move the file position if no offset is given. */
 EXPORT ssize_t copy_file_range(int in, off64_t *in_offset, int out, off64_t *out_offset,
                                size_t bytes, unsigned flags)
 {
@@ -449,7 +451,7 @@ EXPORT int ftruncate(int fd, off_t bytes)
     return ftruncate64(fd, bytes);
 }
 
-/* By its path, which is opened for it: the recorder knows files by descriptor. */
+/* Open the path first: the recorder identifies files by descriptor. */
 EXPORT int truncate64(const char *path, off64_t bytes)
 {
     const long fd = syscall(SYS_openat, AT_FDCWD, path, O_WRONLY | O_CLOEXEC, 0);
@@ -468,7 +470,7 @@ EXPORT int truncate(const char *path, off_t bytes)
     return truncate64(path, bytes);
 }
 
-/* Room set aside: recorded where it makes the file longer. */
+/* Preallocation: recorded if it extends the file. */
 EXPORT int fallocate64(int fd, int mode, off64_t offset, off64_t bytes)
 {
     const mls_step step = mls_enter(MLS_allocate, mls_is_ours(fd));
@@ -492,7 +494,7 @@ EXPORT int fallocate(int fd, int mode, off_t offset, off_t bytes)
     return fallocate64(fd, mode, offset, bytes);
 }
 
-/* Gives the error instead of setting errno. */
+/* Returns the error instead of setting errno. */
 EXPORT int posix_fallocate64(int fd, off64_t offset, off64_t bytes)
 {
     const int before = errno;
@@ -508,8 +510,8 @@ EXPORT int posix_fallocate(int fd, off_t offset, off_t bytes)
 
 /* ---- sync ---- */
 
-/* With MLS_FAULT_SYNC=no the disk is left alone: no power fails here, and what a real
- * failure would leave is computed from the log. */
+/* With MLS_FAULT_SYNC=no nothing is synced: the power does not really fail here; the log
+ * tells which states a power failure could leave. */
 static int shim_sync(mls_call call, int fd, long number)
 {
     const mls_step step = mls_enter(call, mls_is_ours(fd));
@@ -539,7 +541,7 @@ EXPORT int syncfs(int fd)
     return shim_sync(MLS_syncfs, fd, SYS_syncfs);
 }
 
-/* A hint: promises nothing, so nothing is recorded. */
+/* A hint without a guarantee, so it is not recorded. */
 EXPORT int sync_file_range(int fd, off64_t offset, off64_t bytes, unsigned flags)
 {
     const mls_step step = mls_enter(MLS_sync_file_range, mls_is_ours(fd));
@@ -633,7 +635,7 @@ EXPORT int mkdir(const char *path, mode_t mode)
     return mkdirat(AT_FDCWD, path, mode);
 }
 
-/* Gives a second name to a file, or the first to one made by O_TMPFILE. */
+/* Adds a name to a file, or gives the first name to one opened with O_TMPFILE. */
 EXPORT int linkat(int from_at, const char *from, int to_at, const char *to, int flags)
 {
     mls_place place;
@@ -674,7 +676,7 @@ EXPORT int symlink(const char *content, const char *path)
     return symlinkat(content, AT_FDCWD, path);
 }
 
-/* ---- what is not recorded: permissions, mappings, questions, locks ---- */
+/* ---- calls that are not recorded: permissions, mappings, queries, locks ---- */
 
 EXPORT int fchmod(int fd, mode_t mode)
 {
@@ -689,7 +691,7 @@ EXPORT int fchown(int fd, uid_t owner, gid_t group)
         &step, mls_refused(&step) ? -1 : syscall(SYS_fchown, fd, owner, group));
 }
 
-/* Writing through a shared mapping would go past the recorder. */
+/* Writes through a shared mapping would bypass the recorder. */
 EXPORT void *mmap64(void *where, size_t bytes, int access, int flags, int fd,
                     off64_t offset)
 {
@@ -771,8 +773,8 @@ EXPORT int flock(int fd, int operation)
                           mls_refused(&step) ? -1 : syscall(SYS_flock, fd, operation));
 }
 
-/* Flags of descriptors, and locks of another kind.  Commands that hand out descriptors or
- * only ask are left alone. */
+/* Descriptor flags and locks of another kind. Commands that duplicate descriptors or only
+ * query are passed through. */
 static int shim_fcntl(int fd, int command, void *argument)
 {
     const bool acts = command == F_SETFL || command == F_SETLK || command == F_SETLKW ||
@@ -800,8 +802,8 @@ EXPORT int fcntl64(int fd, int command, ...)
     return shim_fcntl(fd, command, argument);
 }
 
-/* The library's own function of that name.  memcpy, since ISO C has no cast from an
- * object's address to a function's. */
+/* The C library's function of that name. memcpy, because ISO C has no cast from object to
+ * function pointers. */
 #define NEXT(function, name)                                                             \
     do {                                                                                 \
         void *found_ = dlsym(RTLD_NEXT, name);                                           \

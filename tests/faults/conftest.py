@@ -1,4 +1,4 @@
-"""The shim, built once, a server for each scenario, and which of them try what."""
+"""Fixtures: the shim, built once; a server for each scenario; the choice of cases to run."""
 
 import contextlib
 from typing import NamedTuple
@@ -9,7 +9,7 @@ import scenarios
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out of the ordinary test run what is not a scenario's turn: see fault_harness.turns."""
+    """Deselect cases that are not the scenario's turn in an ordinary run (fault_harness.turns)."""
     others = []
     for function, cases in marked(items).items():
         for scenario, name in enumerate(dict.fromkeys(name for name, _ in cases)):
@@ -23,13 +23,13 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Say how much was tried: a test tries many."""
+    """Print how many faults were tried, as one test tries many."""
     for kind, count in fault_harness.TRIED.items():
         terminalreporter.write_line(f"{count:,} {kind} tried")
 
 
 class Function(NamedTuple):
-    """A test function, and how many of its cases a scenario tries."""
+    """A test function, and the number of its cases that a scenario tries."""
 
     file: str
     name: str
@@ -49,7 +49,7 @@ def marked(items):
 
 @pytest.fixture(scope="session")
 def shim(tmp_path_factory):
-    """The preloaded library that fails calls and records them."""
+    """The preloaded library that fails and records calls."""
     reason = fault_harness.unsupported()
     if reason:
         pytest.skip(reason)
@@ -68,7 +68,7 @@ def alloc_shim(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def make_bench(shim, tmp_path_factory):
-    """A context in which a scenario is run under faults."""
+    """A context manager that runs a scenario under faults."""
 
     @contextlib.contextmanager
     def make(scenario):
@@ -90,6 +90,6 @@ PARAMS = [
 
 @pytest.fixture(scope="session", params=PARAMS)
 def bench(request, make_bench):
-    """Each good scenario."""
+    """The bench of each correct scenario."""
     with make_bench(scenarios.ALL[request.param]) as bench:
         yield bench

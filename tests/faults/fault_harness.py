@@ -1,8 +1,8 @@
-"""Run scenarios under faults and judge what they leave.
+"""Run scenarios under faults and judge the result.
 
-How much is tried is set by MLSTATE_FAULTS: "few" (the default, for the ordinary test run: each
-scenario and each kind of fault, but not each of the one with each of the other), "slice" (some
-minutes in all) or "all" (every call of every kind).
+MLSTATE_FAULTS sets the amount: "few" (the default, for the ordinary test run: each scenario and
+each kind of fault, but not each pair of them), "slice" (some minutes in all) or "all" (every call
+of every kind).
 """
 
 import collections
@@ -29,12 +29,12 @@ TRIED = collections.Counter()  # by kind; printed after the tests
 
 
 def amount(few, some, every=None):
-    """As many as MLSTATE_FAULTS asks for; None stands for all."""
+    """The amount for MLSTATE_FAULTS; None means all."""
     return {"few": few, "slice": some, "all": every}[AMOUNT]
 
 
 def spread(count, most):
-    """Numbers from 1 to `count`, at most `most` of them, first and last among them."""
+    """Numbers from 1 to `count`, at most `most` of them, including the first and the last."""
     if most is None or count <= most:
         return list(range(1, count + 1))
     if most == 1:
@@ -43,15 +43,17 @@ def spread(count, most):
 
 
 def turns(scenario, count, each):
-    """Which of a test's `count` cases the scenario of this number tries: all, if more than few
-    are asked for; otherwise `each` of them, from where the scenario before it ended."""
+    """Which of a test's `count` cases this scenario tries; all unless MLSTATE_FAULTS is "few".
+
+    For "few" it is `each` of them, starting after those of the previous scenario.
+    """
     if AMOUNT != "few":
         return set(range(count))
     return {(scenario * each + number) % count for number in range(min(each, count))}
 
 
 def unsupported():
-    """Why nothing can be preloaded here, or None."""
+    """Why libraries cannot be preloaded on this machine, or None."""
     if sys.platform != "linux" or sys.maxsize < 2**32:
         return "the shim is for 64-bit Linux"
     if "musl" in (sysconfig.get_config_var("HOST_GNU_TYPE") or ""):
@@ -77,7 +79,7 @@ def build(folder, name, *sources):
 
 
 def environment(library, **more):
-    """For a child: the same modules, the library in front, no threads of NumPy's own."""
+    """The environment of a child: the same modules, the preloaded library, no threads of NumPy."""
     return {
         **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "LD_PRELOAD": str(library), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", **more,
@@ -85,7 +87,7 @@ def environment(library, **more):
 
 
 class Server:
-    """A process that prepared one scenario and forks a child for each fault."""
+    """A process that has prepared one scenario and forks a child for each fault."""
 
     def __init__(self, library, scenario, errors):
         self.scenario = scenario
@@ -106,8 +108,10 @@ class Server:
         return line
 
     def run(self, root, which, *, fault=None, rank=0, log=None, seconds=60, mmap=False, **settings):
-        """Save `which` into `root`, or load from it if that is None, with a fault in one rank;
-        how each rank ended."""
+        """Save `which` into `root`, or load if that is None, with a fault in one rank.
+
+        Return how each rank ended.
+        """
         common = {"MLS_FAULT_ROOT": str(root), "MLS_FAULT_SYNC": "no", "MLS_FAULT": ""}
         common["MLS_FAULT_HINT"] = "lock"
         common |= {"MLS_FAULT_LOG": str(log or ""), **settings}
@@ -131,7 +135,7 @@ class Server:
 
 
 class Bench:
-    """A scenario's server, and copies of a folder where A is saved."""
+    """A scenario's server, and copies of a folder that holds state A."""
 
     def __init__(self, library, scenario, folder, **settings):
         self.scenario = scenario
@@ -150,13 +154,13 @@ class Bench:
         return self.server.run(root, which, **self.settings)
 
     def most(self, few, some):
-        """How many points to try: of heavy scenarios fewer, unless all are."""
+        """The number of points to try: fewer for heavy scenarios, unless all are requested."""
         if self.scenario.heavy:
             few, some = min(few, 1), max(1, some // 3)
         return amount(few, some)
 
     def fresh(self, start="A"):
-        """A folder of its own with A in it, or nothing ("-")."""
+        """A new folder with A in it, or an empty one ("-")."""
         self.used += 1
         root = self.folder / f"case-{self.used}"
         if start == "-":
@@ -166,7 +170,7 @@ class Bench:
         return root
 
     def counts(self, which="B", start="A"):
-        """How often a save of B over A, or a load (None), makes each call: a dict a rank."""
+        """How often a save of B over A, or a load (None), makes each call: a dict for each rank."""
         if (which, start) not in self.counted:
             root = self.fresh(start)
             ends = self.server.run(root, which, **self.settings)
@@ -176,7 +180,7 @@ class Bench:
         return self.counted[which, start]
 
     def try_fault(self, fault, rank=0, start="A"):
-        """Save B over A with one fault; complaints about what happened, each a line."""
+        """Save B over A with one fault; return complaints, one a line."""
         TRIED["faults"] += 1
         root = self.fresh(start)
         ends = self.server.run(root, "B", fault=fault, rank=rank, **self.settings)
@@ -189,7 +193,7 @@ class Bench:
         return [f"{where}: {text}" for text in complaints]
 
     def try_loading(self, fault, **how_to_load):
-        """Load A with one fault; complaints."""
+        """Load A with one fault; return complaints."""
         TRIED["faults"] += 1
         root = self.fresh()
         ends = self.server.run(root, None, fault=fault, **how_to_load, **self.settings)
@@ -203,12 +207,12 @@ class Bench:
         return [f"{self.scenario.name} loading, {fault}: {text}" for text in complaints]
 
     def judge_folder(self, root, ends, call, start):
-        """Complaints about what is found, and about the next save."""
+        """Complaints about the folder's content, and about the next save."""
         complaints = []
         returned = any(end["told"].get("returned") for end in ends)
         killed = any(end["exit"] == KILLED for end in ends)
         complaints += judge_content(self.scenario, root, "B" if returned else start + "B")
-        # Whoever cannot remove files leaves some, and so does an error once B is committed;
+        # A save that cannot remove files leaves some, and so does an error after B is committed;
         # the next save is judged below.
         committed = self.scenario.folder and judge_content(self.scenario, root, start)
         if not (killed or committed or call in ("unlink", "rmdir", "change")):
@@ -216,7 +220,7 @@ class Bench:
         return complaints + self.judge_next(root, killed or call in ("unlink", "rmdir", "change"))
 
     def judge_next(self, root, may_have_left):
-        """A clean save into the folder works, and leaves what it should and nothing else."""
+        """A clean save into the folder works, and leaves only the files it should."""
         ends = self.clean(root, "C")
         complaints = [f"next save: {e}" for e in ends if not e["told"].get("returned")]
         complaints += [f"after the next save: {c}" for c in judge_content(self.scenario, root, "C")]
@@ -230,8 +234,8 @@ class Bench:
 def judge_ends(scenario, ends, fault, rank):
     """Complaints about how the processes ended.
 
-    A save that returns has promised what only unfailing calls can keep, so it may not go
-    on over an error.  A load is judged by its arrays, and so is whoever got no memory.
+    A save may not return after a failed call, because it could not keep its promise. Loads and
+    failed allocations are judged by their arrays.
     """
     complaints = []
     call, turn, how = fault.split(":")
@@ -258,10 +262,10 @@ def judge_ends(scenario, ends, fault, rank):
 
 
 def judge_exception(told, is_own, call, how):
-    """An exception must be the right one: the system's own number, in a StoreError."""
+    """An exception must be the right one: a StoreError with the system's error number."""
     raised = told["raised"]
     if call in ("memory", "python") and is_own:
-        # CPython's own words for files and locks that it has no memory for
+        # CPython's messages for files and locks without memory
         good = "MemoryError" in raised or re.match(r"can't allocate (read )?lock", told["text"])
         return [] if good else [f"raised {raised[0]}: {told['text']}"]
     if not is_own:
@@ -277,7 +281,7 @@ def judge_exception(told, is_own, call, how):
 
 
 def judge_content(scenario, root, allowed):
-    """Complaints unless the folder holds one of the `allowed` states ("-": none), whole."""
+    """Complaints unless the folder holds one of the `allowed` states ("-": none), complete."""
     try:
         which, arrays = scenario.load(root)
     except FileNotFoundError as error:

@@ -2,10 +2,10 @@
 
     LD_PRELOAD=shim.so python fault_server.py save_file
 
-A request is one line of JSON on standard input: the folder, which state to save or that one
-is to be loaded, and the shim's settings for each rank.  The child arms the shim, does it,
-tells how it went through a pipe of its own, and ends without cleaning up; what it told, and
-how it ended, is one line on standard output.  Imports are paid once, so a fault costs milliseconds.
+A request is one line of JSON on standard input: the folder, the state to save (or null to load),
+and the shim's settings for each rank. The child arms the shim, saves or loads, writes a report to
+its pipe, and exits without cleaning up. The server prints the report and the exit status as one
+line on standard output. Modules are imported once, so a fault costs milliseconds.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ HANG = "hang"
 
 
 def calls():
-    """Names of the calls that the shim counts, from its header."""
+    """Names of the calls that the shim counts, read from its header."""
     text = (Path(__file__).parent / "shim.h").read_text(encoding="utf-8")
     return [line.split("(")[1].split(",")[0] for line in text.split("\n") if "    X(" in line]
 
@@ -34,7 +34,7 @@ CALLS = [*calls(), "change", "memory", "thread"]
 
 
 def describe(error):
-    """What an exception was, for judging it in another process."""
+    """A description of an exception, for judging it in another process."""
     return {
         "raised": [cls.__name__ for cls in type(error).__mro__],
         "errno": getattr(error, "errno", None),
@@ -43,7 +43,7 @@ def describe(error):
 
 
 def act(scenario, request):
-    """Save or load, as asked; what there is to tell of it."""
+    """Save or load as requested; return the report."""
     root = Path(request["root"])
     if request["which"]:
         scenario.save(root, request["which"])
@@ -56,7 +56,7 @@ def act(scenario, request):
 
 
 def run_out(settings):
-    """Let one of Python's own allocations fail, where the settings ask for it."""
+    """Make one of Python's own allocations fail, if the settings request it."""
     call, _, number = settings.get("MLS_FAULT", "").partition(":")
     if call != "python":
         return None
@@ -68,7 +68,7 @@ def run_out(settings):
 
 
 def act_under_fault(scenario, request, rank, pipe):
-    """Arm, act, tell.  Runs in a child, and never returns."""
+    """Arm the shim, save or load, report. Runs in a child, and never returns."""
     try:
         scenario.enter(rank, scenario.ranks, request["meeting"])
         for name, value in request["settings"][rank].items():
@@ -99,7 +99,7 @@ def act_under_fault(scenario, request, rank, pipe):
 
 
 def read_all(pipes, deadline):
-    """What came through each pipe until it was closed, or until the deadline."""
+    """The data from each pipe until it was closed, or until the deadline."""
     texts = [b""] * len(pipes)
     with selectors.DefaultSelector() as waiting:
         for index, pipe in enumerate(pipes):
@@ -114,7 +114,7 @@ def read_all(pipes, deadline):
 
 
 def run(scenario, request):
-    """Fork a child for each rank; how each ended: a code as subprocess has it, or a hang."""
+    """Fork a child for each rank; how each ended: a code as in subprocess, or a hang."""
     pids, pipes = [], []
     for rank in range(scenario.ranks):
         ours, theirs = os.pipe()
@@ -140,7 +140,7 @@ def run(scenario, request):
 
 
 def import_all():
-    """Import what a save or load would import first: CPython compiles badly without memory."""
+    """Import what a save or load would import first: CPython cannot compile without memory."""
     import socket  # the lock names this machine  # noqa: F401
 
     import mlstate

@@ -1,8 +1,8 @@
-/* The recorder: entries go to the end of one file, each in one write, under a lock that
- * other processes see as well.  A process that is killed leaves whole entries; replay.py
- * forgives a last one that is cut.
+/* The recorder: appends entries to one file, each by one write, under a lock that other
+ * processes see as well.  A killed process leaves complete entries; replay.py drops a
+ * truncated last one.
  *
- * System calls are made directly, so that what the recorder does is not recorded.
+ * It makes system calls directly, so that it does not record itself.
  */
 #include "shim.h"
 
@@ -19,7 +19,7 @@
 
 static pthread_mutex_t threads = PTHREAD_MUTEX_INITIALIZER;
 
-/* A recording with holes would prove nothing: better to end. */
+/* A recording with gaps would prove nothing, so the process ends. */
 static void give_up(const char *what)
 {
     fprintf(stderr, "shim: %s: %s\n", what, strerror(errno));
@@ -39,7 +39,8 @@ int mls_record_open(const char *path)
     return (int)log;
 }
 
-/* Threads of one process share the descriptor, and flock would let them all in. */
+/* flock alone does not exclude threads of one process, because they share the
+ * descriptor. */
 void mls_record_lock(int log)
 {
     if (log >= 0) {
@@ -60,7 +61,7 @@ void mls_record_unlock(int log)
     }
 }
 
-/* A line of numbers, then names and data of the lengths that it tells. */
+/* A line of numbers, then names and data, whose lengths are in the line. */
 void mls_record(const mls_step *step, const mls_entry *entry)
 {
     const int log = mls_log();

@@ -1,16 +1,16 @@
-"""What a power failure can leave on the disk, from a recording of what a program did.
+"""Compute the states that a power failure can leave on disk, from a recording of a program's calls.
 
-The shim's log has an entry for each change below the root: C create, M make a folder,
-D delete, R rename, L link, W write, T truncate, S sync (a file, a folder, or with inode 0
-everything), N a note of the program, X something that cannot be replayed (an error here).
+The shim's log has an entry for each change below the root: C create, M make a folder, D delete, R
+rename, L link, W write, T truncate, S sync (a file, a folder, or with inode 0 everything), N a note
+of the program, X a change that cannot be replayed (an error here).
 
-The model is that of ext4 and its like, on the side of caution:
+The model is a conservative one of ext4 and similar file systems:
 
-- What was synced is there: the bytes of a synced file, the names in a synced folder.  A
+- Synced data survive: the bytes of a synced file, the names in a synced folder.  A
   synced file's own name is not, until its folder is synced.
-- Of other writes any may be lost, kept or torn, page by page, in any order; what lies
+- Other writes may be lost, kept or torn, page by page, in any order; the bytes
   between kept ones reads as zeros, and the length may have grown without the bytes.
-- Of other changes of names in a folder, any prefix is there: they keep their order.  A
+- Of the other changes of names in a folder, any prefix survives: they keep their order.  A
   rename between two folders happens in both or in neither.
 """
 
@@ -35,7 +35,7 @@ class Entry:
 
 
 def parse(log):
-    """The entries of a log; a last one that is cut is left out."""
+    """The entries of a log, without a truncated last one."""
     entries = []
     at = 0
     while (end := log.find(b"\n", at)) >= 0:
@@ -54,7 +54,7 @@ def parse(log):
 
 
 class File:
-    """A file's bytes: those that are safe, and what happened since."""
+    """A file's bytes: the durable ones, and the changes since."""
 
     def __init__(self, safe=b""):
         self.safe = safe
@@ -72,12 +72,12 @@ class File:
 
 
 class Folder:
-    """A folder's names: those that are safe, and the changes since, in their order."""
+    """A folder's names: the durable ones, and the changes since, in order."""
 
     def __init__(self):
         self.safe = {}
         self.current = {}
-        self.pending = []  # Changes
+        self.pending = []  # instances of Change
 
 
 class Change:
@@ -94,7 +94,7 @@ class Change:
 
 
 def change(content, entry, pages=None):
-    """Carry out a write or truncation; of a write only `pages`, where they are given."""
+    """Apply a write or truncation; of a write only `pages`, if given."""
     if entry.kind == "T":
         del content[entry.number :]
         content.extend(bytes(entry.number - len(content)))
@@ -144,7 +144,7 @@ class Disk:
         if entry.kind in "WT":
             known[entry.a].apply(entry)
         elif entry.kind in "CM":
-            # an inode's number is given out again after its file is gone
+            # the number of a deleted inode is used again
             made = known[entry.b] = File() if entry.kind == "C" else Folder()
             if entry.a:
                 self._rename((known[entry.a], entry.name, made))
@@ -172,7 +172,7 @@ class Disk:
             if isinstance(file, File):
                 file.sync()
         wanted = {id(c): c for f in things if isinstance(f, Folder) for c in f.pending}
-        while True:  # what comes before a change in any of its folders is safe with it
+        while True:  # a change is durable once all earlier changes of its folders are
             before = {
                 id(earlier): earlier
                 for made in wanted.values()
@@ -190,7 +190,7 @@ class Disk:
             folder.pending = [c for c in folder.pending if id(c) not in wanted]
 
     def pending_names(self):
-        """All changes of names that are not safe, in order."""
+        """All changes of names that are not durable, in order."""
         found = {}
         for thing in self.by_inode.values():
             if isinstance(thing, Folder):
@@ -210,7 +210,7 @@ def put(names, name, thing):
 
 
 def names_kept(disk, rng, how):
-    """The changes of names that are kept: none, all, a prefix, or one for each folder."""
+    """The changes of names that survive: none, all, a prefix, or a prefix for each folder."""
     pending = disk.pending_names()
     if how in ("none", "all"):
         return pending if how == "all" else []
@@ -220,7 +220,7 @@ def names_kept(disk, rng, how):
     for made in pending:
         for folder in made.folders():
             cut.setdefault(id(folder), rng.choice(folder.pending).order + rng.randint(0, 1))
-    while True:  # a rename between folders is in both or in neither
+    while True:  # a rename between folders happens in both or in neither
         out = [c for c in pending if any(c.order >= cut[id(f)] for f in c.folders())]
         lower = dict(cut)
         for made in out:
@@ -232,7 +232,7 @@ def names_kept(disk, rng, how):
 
 
 def bytes_kept(file, rng, how):
-    """A file's content: without the unsynced writes, with all, with zeros, or some."""
+    """A file's content: without the unsynced writes, with all of them, with zeros, or with some."""
     if not file.pending or how == "none":
         return file.safe
     if how == "all":
@@ -274,7 +274,7 @@ def tree(disk, rng, names="some", data="some"):
     return content(disk.root)
 
 
-# The corners, tried at each point: (names, data).
+# The extreme states, tried at each point: (names, data).
 CORNERS = [
     ("none", "none"), ("all", "all"), ("all", "none"), ("all", "zeros"), ("none", "all"),
     ("all", "some"), ("prefix", "none"),
@@ -282,7 +282,7 @@ CORNERS = [
 
 
 def states(disk, rng, samples):
-    """Trees that a power failure could leave now: the corners, and `samples` at random."""
+    """The trees that a power failure could leave now: the extremes, and `samples` random ones."""
     for names, data in CORNERS:
         yield tree(disk, rng, names, data)
     for _ in range(samples):
@@ -290,7 +290,7 @@ def states(disk, rng, samples):
 
 
 def digest(state):
-    """A value that is the same for the same tree."""
+    """A value that is equal for equal trees."""
     found = hashlib.blake2b(digest_size=16)
     for name, content in state.items():
         inner = digest(content) if isinstance(content, dict) else content

@@ -1,7 +1,7 @@
-"""What is saved over what, how it is read back, and which files may lie there afterwards.
+"""The scenarios: what is saved over what, how it is loaded, and which files may remain.
 
-Each scenario has three states, "A", "B" and "C", which differ in the bytes of nearly
-every tensor, and in which tensors they have: so a mix of two is none of them.
+Each scenario has three states, "A", "B" and "C". They differ in the bytes of nearly every tensor
+and in the names of their tensors, so a mix of two equals none of them.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import numpy as np
 
-import mlstate.checkpoint  # with the C library, before processes are forked
+import mlstate.checkpoint  # also loads the C library, before processes are forked
 
 TENSORS = {
     # name: shape, dtype, and the states that have it
@@ -25,13 +25,13 @@ TENSORS = {
     "only.a": ((5,), "<i4", "A"),
     "only.b": ((7, 3), "<u2", "BC"),
     "empty": ((0, 3), "<f4", "ABC"),
-    "frozen": ((10_000,), "<f4", "ABC"),  # the same in all
+    "frozen": ((10_000,), "<f4", "ABC"),  # equal in all states
     "step": ((), "<i8", "ABC"),
 }
 
 
 def tensors(which, grow=1):
-    """The arrays of a state: the same ones in every process."""
+    """The arrays of a state, equal in every process."""
     state = {}
     for number, (name, (shape, dtype, states)) in enumerate(TENSORS.items()):
         if which in states:
@@ -44,7 +44,7 @@ def tensors(which, grow=1):
 
 
 def differences(got, expected):
-    """What makes `got` something else than `expected`; empty where they are the same."""
+    """The differences between `got` and `expected`; empty if they are equal."""
     if got.keys() != expected.keys():
         return [f"names {sorted(got)}"]
     return [
@@ -60,14 +60,14 @@ class SaveFile:
     """One safetensors file, replaced."""
 
     name = "save_file"
-    folder = None  # below the root, where the result is one
+    folder = None  # the checkpoint's path below the root, for scenarios that save a folder
     ranks = 1
     grow = 1
     marks: ClassVar = []  # names of pytest marks
     heavy = False  # fewer points are tried in the ordinary test run
-    older = None  # what a load may fall back to, with a warning
+    older = None  # the state that a load may fall back to, with a warning
 
-    # Calls whose failure need not be told, and why that does no harm.
+    # Calls whose failure need not be reported, and why that does no harm.
     harmless: ClassVar = {
         "sync_file_range": "a hint to the system; the sync that counts comes later",
         "close_read": "nothing was written through it",
@@ -76,40 +76,40 @@ class SaveFile:
     }
 
     def missing(self):
-        """Why it cannot run here, or None."""
+        """Why the scenario cannot run on this machine, or None."""
         return
 
     def prepare(self):
-        """Whatever takes long, once, before children are forked."""
+        """Slow preparations, made once, before children are forked."""
         self.states = {which: tensors(which, self.grow) for which in "ABC"}
 
     def enter(self, rank, world_size, meeting):
-        """Begin a child; `meeting` is a path outside the root for ranks to find each other."""
+        """Start in a child; `meeting` is a path outside the root for the ranks' rendezvous."""
 
     def save(self, root, which):
         """Save a state into the folder."""
         mlstate.save_file(self.states[which], f"{root}/state", {"which": which})
 
     def load(self, root, *, mmap=False):
-        """What a reader finds: which state the metadata name, and the arrays."""
-        path = f"{root}/state"  # os.fspath of a Path hides it when memory runs out
+        """Return which state the metadata name, and the loaded arrays."""
+        path = f"{root}/state"  # a str, because os.fspath of a Path hides a MemoryError
         which = mlstate.checkpoint.load_metadata(path)["which"]
         return which, mlstate.load_file(path, mmap=mmap)
 
     def other_complaints(self, root):
-        """What else is wrong with a folder that loads."""
+        """Further complaints about a folder that loads."""
         return []
 
     def strangers(self, root, was_killed):
-        """Files that should not be there once a save has ended."""
+        """Files that should not exist after a save."""
         found = [p.relative_to(root).as_posix() for p in sorted(root.rglob("*"))]
-        if was_killed:  # as save_file's documentation says
+        if was_killed:  # save_file documents that a killed process leaves this file
             found = [name for name in found if not re.fullmatch(r"\.mlstate-\w{16}\.tmp", name)]
         return [name for name in found if name != "state"]
 
 
 class SaveLargeFile(SaveFile):
-    """Large enough that writing starts before the end (sync_file_range)."""
+    """So large that writeback starts before the end (sync_file_range)."""
 
     name = "save_large_file"
     grow = 9
@@ -120,7 +120,7 @@ class SaveLargeFile(SaveFile):
 
 
 def strings_of(value):
-    """All texts in what JSON gave."""
+    """All strings in a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
@@ -129,7 +129,7 @@ def strings_of(value):
 
 
 def named_by(folder, root):
-    """Paths in the checkpoint `folder` that the manifest `root` and its indexes name."""
+    """The paths in the checkpoint `folder` that the manifest `root` and its indexes name."""
     found = json.loads((folder / root).read_bytes())
     indexes = {f"index/{found['generation']}.{n}.json" for n in range(found["world_size"])}
     texts = {t for name in indexes for t in strings_of(json.loads((folder / name).read_bytes()))}
@@ -137,7 +137,7 @@ def named_by(folder, root):
 
 
 def lacking(folder, root):
-    """What a manifest that is there needs and is not there, or cannot be read."""
+    """The files that an existing manifest needs and that are missing or unreadable."""
     try:
         return [f"{root} lacks {name}" for name in named_by(folder, root)
                 if not (folder / name).exists()]  # fmt: skip
@@ -160,8 +160,8 @@ class SaveCheckpoint(SaveFile):
         "unlock": "closing the file, or the end of the process, does it too",
         "fcntl": "asks to go past the system's cache, which is not needed",
     }
-    pack_below_bytes = 100_000  # some tensors share files, some have their own
-    options: ClassVar = {}  # of the save, others
+    pack_below_bytes = 100_000  # some tensors share files, others have their own
+    options: ClassVar = {}  # options of the save
 
     def missing(self):
         if not hasattr(mlstate, "save"):
@@ -187,7 +187,7 @@ class SaveCheckpoint(SaveFile):
         return tensors(which)
 
     def state(self, which):
-        """What is saved: model and optimizer."""
+        """The content of a save: model and optimizer."""
         model, moments = self.parts[which]
         optimizer = mlstate.OptimizerStateDict(moments, optimizer_type="adam", step=ord(which))
         return mlstate.ModelStateDict(model), optimizer
@@ -206,14 +206,14 @@ class SaveCheckpoint(SaveFile):
         return which, together(found.model, found.optimizer)
 
     def other_complaints(self, root):
-        """The folder must also verify: looked at now and then, as loading verifies too."""
+        """The folder must also verify; checked now and then, because loading verifies too."""
         self.looks = getattr(self, "looks", -1) + 1
         if self.looks % 5 != 0:
             return []
         return [f"verify: {p}" for p in mlstate.checkpoint.verify(f"{root}/{self.folder}").problems]
 
     def roots(self, folder):
-        """Manifests that are to be there, apart from the newest."""
+        """Manifests that must exist, except the newest."""
         return []
 
     def strangers(self, root, was_killed):
@@ -222,7 +222,7 @@ class SaveCheckpoint(SaveFile):
             return sorted(p.name for p in root.iterdir())
         known = {"lock", "manifest.json"}
         for name in ["manifest.json", *self.roots(folder)]:
-            with contextlib.suppress(OSError, ValueError):  # judge_content says so
+            with contextlib.suppress(OSError, ValueError):  # judge_content reports it
                 known |= {name, *named_by(folder, name)}
         files = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if not p.is_dir()}
         others = {p.name for p in root.iterdir()} - {self.folder}
@@ -230,7 +230,7 @@ class SaveCheckpoint(SaveFile):
 
 
 def together(model, optimizer):
-    """One dict of both."""
+    """Model and optimizer in one dict."""
     return {
         **{f"model {name}": np.asarray(array) for name, array in model.items()},
         **{f"optimizer {name}": np.asarray(array) for name, array in optimizer.items()},
@@ -238,7 +238,7 @@ def together(model, optimizer):
 
 
 class SaveStep(SaveCheckpoint):
-    """A manager's third step, with which its first is pruned."""
+    """A manager's third step, which prunes the first."""
 
     name = "manager"
     older = "C"  # step 1; "A" is step 2, "B" step 3
@@ -262,10 +262,10 @@ class SaveStep(SaveCheckpoint):
         return found.metadata["which"], together(found.model, found.optimizer)
 
     def other_complaints(self, root):
-        """Each root must be whole, not only the newest."""
+        """Every manifest must be complete, not only the newest."""
         folder = root / self.folder
         complaints = [text for name in self.roots(folder) for text in lacking(folder, name)]
-        # power may fail between a first step's own root and the manifest
+        # power may fail between writing a first step's own manifest and manifest.json
         has_manifest = (folder / "manifest.json").exists()
         return complaints + (super().other_complaints(root) if has_manifest else [])
 
@@ -274,7 +274,7 @@ class SaveStep(SaveCheckpoint):
 
 
 def some_rows(which, share, of):
-    """The parameters of a state, the large ones with `share` of their rows, and the rest `of`."""
+    """The parameters of a state: `share` of the rows of large ones, and the others from `of`."""
     model = tensors(which)
     for name, array in model.items():
         if array.ndim == 2 and array.nbytes > 1 << 18:
@@ -284,7 +284,7 @@ def some_rows(which, share, of):
 
 
 class SaveSparse(SaveCheckpoint):
-    """Rows of zeros are left out; one parameter's moments are nothing but zeros."""
+    """Rows of zeros are not stored; all moments of one parameter are zero."""
 
     name = "sparse"
     options: ClassVar = {"sparse": True}
@@ -295,9 +295,9 @@ class SaveSparse(SaveCheckpoint):
 
 
 class SaveIncremental(SaveStep):
-    """A manager's third step: a layer over that of the second, over what the first stored.
+    """A manager's third step: a layer over the layer of the second, over the first step's shard.
 
-    The first step is pruned, and what it stored is needed on.
+    The first step is pruned, but its shard is still needed.
     """
 
     name = "incremental"
@@ -308,7 +308,7 @@ class SaveIncremental(SaveStep):
 
 
 class SaveCompressed(SaveIncremental):
-    """The same of numbers that were rounded: what is compared, laid over and written is coded."""
+    """The same with rounded numbers: comparing, layering and writing work on compressed data."""
 
     name = "compressed"
     heavy = True
@@ -323,9 +323,9 @@ class SaveCompressed(SaveIncremental):
 
 
 class SaveAsync(SaveCheckpoint):
-    """A checkpoint that is written while its state is overwritten, as soon as that is allowed.
+    """A checkpoint written while its state is overwritten, as soon as that is allowed.
 
-    A part of it fits the staging memory: the rest is written before.
+    Only part of the state fits the staging memory: the rest is written before.
     """
 
     name = "async"
@@ -347,19 +347,19 @@ class SaveAsync(SaveCheckpoint):
         try:
             handle.staged()
             overwrite(model, moments)
-        finally:  # a process that ends here without waiting is as good as killed
+        finally:  # ending here without waiting would equal a kill
             handle.wait()
 
 
 def overwrite(*states):
-    """Train: nothing of what was is left."""
+    """Overwrite the whole state, as training does."""
     for state in states:
         for array in state.values():
             array[...] = 7
 
 
 class SaveStepAsync(SaveStep):
-    """A manager's third step, begun while the second is still written."""
+    """A manager's third step, started while the second is still being written."""
 
     name = "async-manager"
 
@@ -451,7 +451,7 @@ class MoveTiers(SaveFile):
         return None
 
     def prepare(self):
-        """One parameter; what else a state has becomes its optimizer states."""
+        """One parameter; the other tensors of a state become its optimizer states."""
         self.states = {}
         for which in "ABC":
             arrays = {name.replace(".", "_"): a for name, a in tensors(which).items()}
@@ -476,12 +476,12 @@ class MoveTiers(SaveFile):
             tiers.demote(self.unit, to="cold")
 
     def parts(self, which):
-        """The parameter and the others of a state."""
+        """The parameter of a state, and its other tensors."""
         states = {name: array.copy() for name, array in self.states[which].items()}
         return states.pop(self.unit.replace(".", "_")), states
 
     def load(self, root, *, mmap=False):
-        """Read the unit's file, as anybody can: nothing is changed."""
+        """Read the unit's file without changing it."""
         stored = mlstate.load_file(f"{root}/{self.folder}/{self.unit}.safetensors", mmap=mmap)
         prefix = f"optim_state/{self.unit}."
         arrays = {name.removeprefix(prefix): array for name, array in stored.items()}
@@ -489,7 +489,7 @@ class MoveTiers(SaveFile):
         return chr(arrays["which"]), arrays
 
     def other_complaints(self, root):
-        """It must also be what the next process takes over."""
+        """The next process must also be able to open it."""
         folder = f"{root}/{self.folder}"
         with mlstate.TieredState.open(folder) as tiers, tiers.use(self.unit) as unit:
             found = {self.unit.replace(".", "_"): unit.parameter, **unit.states}
@@ -505,12 +505,15 @@ class MoveTiers(SaveFile):
         return sorted(found | ({p.name for p in root.iterdir()} - {self.folder}))
 
 
-# ---- bad ones: what the harness must find out ----
+# ---- defective scenarios, which the harness must detect ----
 
 
 class Careless(SaveFile):
-    """What the harness must find out: writes into the file itself, is silent about some
-    errors and mistaken about others, and leaves what it cannot remove."""
+    """A defective writer that the harness must detect.
+
+    It writes into the file itself, ignores some errors, misinterprets others, and leaves files that
+    it cannot remove.
+    """
 
     name = "careless"
     harmless: ClassVar = {}
@@ -540,7 +543,7 @@ class Careless(SaveFile):
 
 
 class Forgetful(Careless):
-    """Replaces a file by renaming, but without one of the two syncs."""
+    """Replaces a file by renaming, but omits one of the two syncs."""
 
     def __init__(self, forgets):
         self.name = f"forgets-{forgets}"

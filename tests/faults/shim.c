@@ -1,7 +1,8 @@
-/* What happens to which call: settings, counters, and where a path or descriptor lies.
+/* Decides what happens to each call: settings, counters, and the location of a path or
+ * descriptor.
  *
- * A preloaded library is one for its process, so its state is static, unlike everything
- * in csrc.  Nothing here calls a function that calls.c stands in front of.
+ * There is one preloaded library a process, so its state is static, unlike all of csrc.
+ * No function here may call one that calls.c replaces.
  */
 #include "shim.h"
 
@@ -33,7 +34,7 @@ static struct {
     char hint[NAME_MAX + 1];
     int log;
     char log_path[PATH_MAX];
-    pid_t owner; /* who opened the log: a child opens its own */
+    pid_t owner; /* the process that opened the log: a child opens its own */
     atomic_long counts[MLS_CALL_COUNT];
     atomic_long changes;
     atomic_long hits;
@@ -57,7 +58,7 @@ static const struct {
 
 /* ---- settings ---- */
 
-/* A wrong setting would test nothing and pass. */
+/* A wrong setting would test nothing and pass, so it ends the process. */
 static void refuse(const char *what, const char *value)
 {
     fprintf(stderr, "shim: %s: '%s'\n", what, value);
@@ -75,7 +76,7 @@ static int error_of(const char *name)
     return 0;
 }
 
-/* NO_CALL for a name that is none. */
+/* Returns NO_CALL for an unknown name. */
 static int call_of(const char *name, size_t length)
 {
     if (length == strlen("change") && strncmp(name, "change", length) == 0) {
@@ -135,7 +136,7 @@ static void understand_fault(const char *fault)
     }
 }
 
-/* Start.  Called by the process under test, when its preparations are done. */
+/* Start. The process under test calls this when its preparations are done. */
 EXPORT void mls_shim_arm(void)
 {
     const char *root = getenv("MLS_FAULT_ROOT");
@@ -165,21 +166,21 @@ EXPORT void mls_shim_disarm(void)
     shim.armed = false;
 }
 
-/* How often a call was made since arming (`change`: all that change files), faults
- * included; -1 for a name that is none. */
+/* The number of times a call was made since arming, faults included; `change` counts all
+ * calls that change files; -1 for an unknown name. */
 EXPORT long mls_shim_count(const char *name)
 {
     const int call = call_of(name, strlen(name));
     return call == NO_CALL ? -1 : call == EVERY_CHANGE ? shim.changes : shim.counts[call];
 }
 
-/* How often the fault happened. */
+/* The number of times the fault happened. */
 EXPORT long mls_shim_hits(void)
 {
     return shim.hits;
 }
 
-/* Write a word of the process under test into the log, such as "returned". */
+/* Write a word of the process under test, such as "returned", into the log. */
 EXPORT void mls_shim_note(const char *text)
 {
     const mls_step step = {.ours = true};
@@ -193,7 +194,8 @@ bool mls_syncs(void)
     return shim.syncs;
 }
 
-/* flock tells processes apart by who opened the file, not by who uses it. */
+/* flock belongs to the open file, not to the process, so each process opens the log
+ * itself. */
 int mls_log(void)
 {
     if (shim.log >= 0 && shim.owner != getpid()) {
@@ -203,7 +205,7 @@ int mls_log(void)
     return shim.log;
 }
 
-/* ---- where things lie ---- */
+/* ---- paths ---- */
 
 static bool below_root(const char *path)
 {
@@ -211,7 +213,7 @@ static bool below_root(const char *path)
            (path[shim.root_length] == '/' || path[shim.root_length] == '\0');
 }
 
-/* The path that a descriptor was opened by, as the system knows it. */
+/* The path of an open descriptor, as the system knows it. */
 static bool path_of(int fd, char *out)
 {
     char link[40];
@@ -241,7 +243,7 @@ bool mls_is_hint(int fd)
            (slash = strrchr(path, '/')) != NULL && strcmp(slash + 1, shim.hint) == 0;
 }
 
-/* `path` as an absolute one, which may still hold links and dots. */
+/* `path` as an absolute one, which may still contain links and dots. */
 static bool absolute(int at, const char *path, char *out)
 {
     char base[PATH_MAX] = "";
@@ -310,7 +312,7 @@ static void end_process(void)
     }
 }
 
-/* Whether this is the call that the fault is for. */
+/* Whether the fault applies to this call. */
 static bool is_hit(mls_call call)
 {
     const long count = atomic_fetch_add(&shim.counts[call], 1) + 1;

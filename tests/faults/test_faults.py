@@ -1,7 +1,7 @@
-"""B is saved over A, and one call fails, or the process is killed in it.
+"""B is saved over A while one call fails, or while the process is killed in a call.
 
-Afterwards a reader finds A or B whole; B, if the save returned.  Errors are exceptions.
-The next save works and leaves no litter.
+Afterwards a reader finds A or B, complete; B, if the save returned. Errors are exceptions. The next
+save works and leaves no unused files.
 """
 
 import fault_harness
@@ -10,7 +10,7 @@ import scenarios
 
 import mlstate
 
-# What each call is made to fail with.  The first is tried in the ordinary test run.
+# Errors to fail each call with. The ordinary test run tries the first.
 ERRORS = {
     "open": ["EIO", "EMFILE", "EACCES", "EINTR"],
     "open_folder": ["EIO", "EMFILE", "EACCES"],
@@ -44,7 +44,7 @@ ERRORS = {
     "fcntl": ["EINVAL", "EIO", "EINTR"],
 }
 
-# What the ordinary test run makes fail.
+# The calls that the ordinary test run fails.
 USUAL = ["create", "close", "pwrite", "fsync", "fsync_folder", "syncfs", "rename", "unlink"]
 
 
@@ -54,7 +54,7 @@ def complain(complaints):
 
 
 def points(bench, call, most, start="A"):
-    """(rank, n) of the calls to try, spread over the whole save."""
+    """Pairs (rank, n) of the calls to try, spread over the whole save."""
     return [
         (rank, n)
         for rank, counts in enumerate(bench.counts(start=start))

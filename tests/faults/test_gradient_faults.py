@@ -1,7 +1,7 @@
-"""A gradient that is wrong on one rank: what `benchmarks/fault_table.py` shows, as far as asked.
+"""One rank passes a wrong gradient: each row of `benchmarks/fault_table.py` is as expected.
 
-MLSTATE_FAULTS=few runs processes of one host, "slice" threads and gloo too, "all" every engine,
-with 20 runs of each fault. Raw peers are measured by the script, not tested.
+MLSTATE_FAULTS=few runs processes on one host, "slice" also threads and gloo, "all" every engine,
+with 20 runs of each fault. Other implementations are measured by the script, not tested.
 """
 
 import json
@@ -23,22 +23,23 @@ ENGINES = fault_harness.amount(
 RUNS, JOBS = fault_harness.amount((2, 1), (3, 1), (20, 5))
 NAMED = "error names rank and parameter"
 pytestmark = pytest.mark.slow
-# fault: what all ranks see in every run, whether other gradients are right, whether the group lives
+# fault: the outcome on all ranks in every run, whether other gradients are right, whether the group
+# survives
 EXPECTED = {
     "order": ("all sums right", True, True),  # gradients are paired by name
     "order of calls": (NAMED, True, True),
-    "contents": ("silently wrong sums of a, b", True, True),  # until they are verified
+    "contents": ("silently wrong sums of a, b", True, True),  # until the gradients are verified
     "missing gradient": (NAMED, True, True),
     "dtype": (NAMED, True, True),
     "shape": (NAMED, True, True),
     "NaN": (NAMED, True, True),
-    # Ranks are one call apart from there on: who goes on all the same adds `d` to the next step's.
+    # From here on ranks are one call apart: a rank that continues adds `d` to the next step's sums.
     "missing call": (f"{NAMED}, wrong sums of d (2 of 3); {NAMED} (1 of 3)", None, False),
     "skipped step": ("silently wrong sums of a, b, c, d", None, False),
     "no call": ("error names rank", None, False),
     "killed rank": ("error names rank", None, False),
 }
-ELSEWHERE = {  # where the engine cannot know more
+ELSEWHERE = {  # if the engine cannot report more
     ("mpi mpich", "killed rank"): "the job is aborted",
     ("mpi openmpi", "killed rank"): "the job is aborted",
 }
@@ -46,7 +47,7 @@ ELSEWHERE = {  # where the engine cannot know more
 
 @pytest.fixture(scope="module", params=ENGINES)
 def rows(request, tmp_path_factory):
-    """What came of each fault on one engine."""
+    """The result of each fault on one engine."""
     if "gloo" in request.param:
         pytest.importorskip("torch", reason="gloo is torch's")
     path = tmp_path_factory.mktemp("faults") / "table.json"

@@ -1,6 +1,6 @@
-"""A rank is killed at a moment that nobody chose: the others learn of it, and nothing is left.
+"""A rank is killed at a random moment: the others report it, and no resource remains.
 
-How many times is set by MLSTATE_FAULTS, with which moments by MLSTATE_FAULTS_SEED: see
+MLSTATE_FAULTS sets the number of runs, MLSTATE_FAULTS_SEED the random moments: see
 fault_harness.py.
 """
 
@@ -19,7 +19,7 @@ import pytest
 
 from mlstate import CollectiveError
 from mlstate.collectives import LocalGroup
-from mlstate.collectives._local_rendezvous import _address
+from mlstate.collectives._local_rendezvous import _socket_address
 
 pytestmark = [
     pytest.mark.slow,
@@ -29,13 +29,13 @@ pytestmark = [
 
 RUNS = fault_harness.amount(10, 40, 200)
 SEED = int(os.environ.get("MLSTATE_FAULTS_SEED", "20"))
-MEETING_SECONDS = 1.0  # that ranks wait for one that was killed before it came
+MEETING_SECONDS = 1.0  # how long ranks wait for one that was killed before it joined
 LIMIT = 30.0
-MOST = 1 << 20  # bytes of an array: more than fits the memory that is shared at once
+MOST = 1 << 20  # bytes of an array: larger than the shared memory
 
 
 def work(name, rank, world, seed, pipe):
-    """Call one operation after the other, the same on all ranks, until one fails."""
+    """Make one operation after the other, the same on all ranks, until one fails."""
     generator = np.random.default_rng(seed)
     began = time.monotonic()
     joined = False
@@ -61,11 +61,11 @@ def work(name, rank, world, seed, pipe):
 
 
 def one_run(number):
-    """Kill one of two to four ranks: what the others told, by rank, and which it was."""
+    """Kill one of two to four ranks; return the reports of the others by rank, and the victim."""
     chance = random.Random(f"{SEED} {number}")
     world = chance.randint(2, 4)
     victim, delay = chance.randrange(world), chance.choice([0.01, 0.1]) * chance.random()
-    meets = chance.random() < 0.7  # or is killed before, most probably
+    meets = chance.random() < 0.7  # otherwise the rank is most likely killed before it joins
     name = f"killed {os.getpid()} {number}"
     context = multiprocessing.get_context("fork")
     processes, pipes = [], {}
@@ -93,7 +93,7 @@ def one_run(number):
 
 
 def told_by(pipes):
-    """What each rank said before it ended; one that hangs said nothing."""
+    """The reports of each rank before it ended; none if it hangs."""
     told, end = {}, time.monotonic() + LIMIT
     waiting = dict(pipes)
     while waiting and time.monotonic() < end:
@@ -108,7 +108,7 @@ def told_by(pipes):
 
 
 def complaints(number, victim, told):
-    """What is wrong with one run."""
+    """Complaints about one run."""
     others = [said for rank, said in told.items() if rank != victim]
     all_met = all(isinstance(said, tuple) and said[0] for said in others)
     for rank, said in sorted(told.items()):
@@ -125,7 +125,7 @@ def complaints(number, victim, told):
 
 
 def held():
-    """Descriptors and mapped memory of this process, by what they are."""
+    """Descriptors and mapped memory of this process, by kind."""
     found = []
     for descriptor in Path("/proc/self/fd").iterdir():
         try:
@@ -143,7 +143,7 @@ def test_a_rank_that_is_killed_at_any_moment_is_named():
         name, victim, told = one_run(number)
         found += complaints(number, victim, told)
         met += any(isinstance(said, tuple) and said[0] for said in told.values())
-        if _address(name)[1:] in Path("/proc/net/unix").read_text(encoding="utf-8"):
+        if _socket_address(name)[1:] in Path("/proc/net/unix").read_text(encoding="utf-8"):
             found.append(f"run {number}: the meeting place is left")
     assert found == []
     assert held() == before

@@ -1,5 +1,7 @@
-"""No memory, or no threads, at the n-th request of the library, of NumPy or of Python:
-MemoryError and nothing lost, or the same result with fewer threads."""
+"""The n-th allocation of the library, of NumPy or of Python fails, or the n-th thread creation.
+
+The call raises MemoryError and loses nothing, or returns the same result with fewer threads.
+"""
 
 import contextlib
 
@@ -8,6 +10,8 @@ import pytest
 import scenarios
 from test_faults import complain
 
+pytestmark = pytest.mark.long
+
 OBJECTS = {"library": "mlstate/_core.", "NumPy": "_multiarray_umath."}
 
 
@@ -15,10 +19,10 @@ CASES = [
     pytest.param((name, where), marks=[getattr(pytest.mark, mark) for mark in scenario.marks])
     for number, (name, scenario) in enumerate(scenarios.ALL.items())
     for where in OBJECTS
-    # NumPy's requests fail in a third of the scenarios of the ordinary test run
+    # in the ordinary test run NumPy's allocations fail in a third of the scenarios
     if where == "library" or number % fault_harness.amount(3, 1, 1) == fault_harness.amount(1, 0, 0)
 ]
-# Python's own allocations fail wherever they come from: one object and light scenarios do.
+# Python's allocator is shared by all callers, so one object and the light scenarios suffice.
 LIGHT = [
     (name, "library") for name, s in scenarios.ALL.items() if not s.heavy and s.ranks == 1
 ]  # fmt: skip

@@ -1,5 +1,7 @@
-"""The power fails at any point of a save: a reader finds the old state or the new one whole,
-and the new one if the save had returned."""
+"""The power fails at any point of a save.
+
+A reader finds the old state or the new one, complete; the new one if the save had returned.
+"""
 
 import os
 import random
@@ -10,11 +12,13 @@ import pytest
 import replay
 import scenarios
 
+pytestmark = pytest.mark.long
+
 SEED = int(os.environ.get("MLSTATE_FAULTS_SEED", "20"))
 
 
 def record(bench, start="A"):
-    """Save B over A, recorded: the folder, the disk as it was, and what was done."""
+    """Save B over A while recording; return the folder, the initial disk, and the entries."""
     root = bench.fresh(start)
     disk = replay.Disk(root)
     log = bench.folder / f"log-{bench.used}"
@@ -39,7 +43,7 @@ def test_the_recording_leads_to_what_is_there(bench):
 
 
 def judge_states(bench, disk, rng, samples, seen, allowed):
-    """Complaints about the states that a failure now could leave."""
+    """Complaints about the states that a power failure now could leave."""
     complaints = []
     for state in replay.states(disk, rng, samples):
         key = (replay.digest(state), allowed)
@@ -62,7 +66,7 @@ def judge_states(bench, disk, rng, samples, seen, allowed):
 
 
 def fail_everywhere(bench, start="A"):
-    """Complaints about the states after each entry, and how many states there were."""
+    """Complaints about the states after each entry, and the number of states."""
     _, disk, entries = record(bench, start)
     rng = random.Random(SEED)
     chosen = set(fault_harness.spread(len(entries), bench.most(3, 10)))

@@ -1,4 +1,4 @@
-"""Calls fail while a checkpoint is loaded: the arrays come whole, or an exception does."""
+"""Calls fail while a checkpoint is loaded: the load returns complete arrays or raises."""
 
 import fault_harness
 import pytest

@@ -1,4 +1,4 @@
-"""The model of a disk that loses power, on small logs."""
+"""The model of a disk that loses power, on short logs."""
 
 import random
 
@@ -20,7 +20,7 @@ def disk(tmp_path):
 
 
 def outcomes(disk, *entries, samples=400):
-    """All states that are found after `entries`, as sets of (name, content)."""
+    """All states that can follow `entries`, as sets of (name, content)."""
     for entry in entries:
         disk.apply(entry)
     rng = random.Random(1)

@@ -1,5 +1,4 @@
-"""The harness itself: the shim does what it says and sees every call, and writers that lose
-data are found out."""
+"""The harness itself: the shim works and sees every call, and lossy writers are detected."""
 
 import errno
 import json
@@ -119,7 +118,7 @@ def test_a_setting_that_makes_no_sense_ends_the_process(shim, tmp_path, fault):
     assert done.returncode < 0 and "shim: " in done.stderr
 
 
-# What may change files, as the kernel knows it; the shim must see each such call.
+# The system calls that may change files; the shim must see each of them.
 CHANGES = (
     "open,openat,openat2,creat,write,pwrite64,writev,pwritev,pwritev2,sendfile,copy_file_range,"
     "truncate,ftruncate,fallocate,fsync,fdatasync,syncfs,sync,rename,renameat,renameat2,unlink,"
@@ -128,7 +127,7 @@ CHANGES = (
 
 
 def changes_traced(trace, root):
-    """How many calls in strace's output changed something below `root`."""
+    """The number of calls in strace's output that changed a file below `root`."""
     count = 0
     for line in trace.read_text(encoding="utf-8", errors="replace").splitlines():
         call, _, rest = line.split(None, 1)[1].partition("(")
@@ -147,7 +146,7 @@ def changes_traced(trace, root):
     "bench", [name for name, s in scenarios.ALL.items() if s.ranks == 1], indirect=True
 )
 def test_no_change_to_a_file_goes_past_the_shim(bench, shim, tmp_path):
-    """What the kernel saw in a child of a scenario's server is what the shim counted."""
+    """The kernel's trace of a child of the server equals the counts of the shim."""
     strace = shutil.which("strace")
     if strace is None or subprocess.run([strace, "-qq", "true"], capture_output=True).returncode:
         pytest.skip("strace is not installed, or may not trace here")

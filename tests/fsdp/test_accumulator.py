@@ -16,7 +16,7 @@ DTYPES = ["float16", "float32", "float64", "int8", "uint16", "int64", "complex64
 
 
 class Cloning:
-    """The specification's algorithm, word for word: a clone per micro-batch, added up late."""
+    """The specification's algorithm, verbatim: a clone of each micro-batch, added at the end."""
 
     def __init__(self, steps):
         self.lists, self.steps = {}, steps
@@ -46,7 +46,7 @@ class Cloning:
 
 
 def same_bits(a, b):
-    """Equal to the bit, but one NaN is as good as another."""
+    """Equal to the bit, except that all NaNs are equal."""
     a, b = np.atleast_1d(a), np.atleast_1d(b)
     if a.dtype.kind == "c":
         a, b = a.view(np.float32), b.view(np.float32)
@@ -59,7 +59,7 @@ def same_bits(a, b):
 
 
 def random_array(rng, shape, dtype):
-    """Random bits, infinities, NaNs and subnormal numbers among them."""
+    """Random bits: infinities, NaNs and subnormal numbers included."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     return np.frombuffer(rng.bytes(size), dtype).reshape(shape)
 
@@ -171,7 +171,7 @@ def test_gradients_are_read_and_never_kept():
     assert total.tolist() == [8] * 4, "what was handed out is the caller's"
 
 
-# ---- figures ----
+# ---- memory and counters ----
 
 
 def test_memory_that_nobody_holds_is_used_again_and_no_other():
@@ -183,18 +183,19 @@ def test_memory_that_nobody_holds_is_used_again_and_no_other():
         accumulator.add_gradients({"w": gradient * scale})
         return accumulator.get_and_clear_gradients()["w"]
 
-    first = one_round(1).ctypes.data  # dropped at once
+    first = one_round(1).ctypes.data  # freed immediately
     second = one_round(2)
     assert second.ctypes.data == first
     part = second[10:20]
     del second
-    third = one_round(3)  # a view still has that memory
+    third = one_round(3)  # a view still uses that memory
     assert third.ctypes.data != first
     assert part.tolist() == (4 * gradient[10:20]).tolist()
     assert third.tolist() == (6 * gradient).tolist()
     kept = third.ctypes.data
     del third
-    accumulator.add_gradients({"w": np.ones(1000, np.int32)})  # as many bytes of another kind
+    # the same number of bytes, of another dtype
+    accumulator.add_gradients({"w": np.ones(1000, np.int32)})
     assert accumulator.get_and_clear_gradients()["w"].ctypes.data == kept
     accumulator.add_gradients({"w": np.ones((2, 3), np.float32)})
     assert accumulator.get_and_clear_gradients()["w"].tolist() == [[1] * 3] * 2
@@ -401,7 +402,7 @@ def test_memory_of_tensors_that_nobody_holds_is_used_again_and_no_other(torch):
     parameter = torch.nn.Parameter(torch.zeros(3, 4, dtype=torch.bfloat16))
     parameter.grad = one_round(2.0)
     assert parameter.grad.data_ptr() == first
-    third = one_round(3.0)  # torch holds the one before
+    third = one_round(3.0)  # torch still holds the previous one
     assert third.data_ptr() != first
     assert parameter.grad.tolist() == [[2] * 4] * 3 and third.tolist() == [[3] * 4] * 3
     storage = third.untyped_storage()

@@ -1,4 +1,4 @@
-"""Hooks, loops and calls that scatter gradients: what each does, and what it refuses."""
+"""Hooks, loops and calls that scatter gradients: results, and the errors they raise."""
 
 import asyncio
 import threading
@@ -34,7 +34,7 @@ def test_hooks_return_the_local_part_and_leave_the_model_when_closed():
     hook.close()
     hook.close()
     assert not model.functions
-    hook.register_hooks(model, units)  # another time
+    hook.register_hooks(model, units)  # registered again
     assert list(model.functions) == list(SHAPES)
 
 
@@ -239,9 +239,9 @@ def test_a_loop_that_names_no_parameter_or_one_twice_is_refused():
 
 @pytest.mark.parametrize("bucket_bytes", [0, 1 << 20])
 def test_buckets_are_reduced_while_the_backward_pass_goes_on(bucket_bytes):
-    """The first bucket is there before the last gradient is, unless all share one.
+    """The first bucket is reduced before the last gradient arrives, unless one bucket holds all.
 
-    That is said with the next message, and of four buckets or fewer at once.
+    The rank announces a full bucket in its next message; if there are at most four, at once.
     """
     units = units_of(0, dict.fromkeys("abcdef", (4,)))
     hook = FSDPBackwardHook(FSDP(SingleGroup(), bucket_bytes=bucket_bytes, nonfinite="allow"))
@@ -260,9 +260,9 @@ def test_buckets_are_reduced_while_the_backward_pass_goes_on(bucket_bytes):
 
 @pytest.mark.parametrize(("elements", "threads"), [(1 << 18, 1), ((1 << 18) - 1, 0)])
 def test_a_small_last_bucket_wakes_no_thread(elements, threads, monkeypatch):
-    """It is reduced where `finish` is called; one of 1 MiB goes on its way as soon as it is full.
+    """`finish` reduces it in the calling thread; a bucket of 1 MiB starts as soon as it is full.
 
-    The report says of both that they were full when their last gradient came.
+    In both cases the report's ready time is the arrival of the last gradient.
     """
     started = []
     start = threading.Thread.start
@@ -305,7 +305,7 @@ def test_gradients_may_come_from_several_threads():
 
 
 def test_full_gradients_are_let_go_as_soon_as_their_bucket_is_stored():
-    """That is said with the next message, and of four buckets or fewer at once."""
+    """The rank announces a full bucket in its next message; if there are at most four, at once."""
     units = units_of(0, dict.fromkeys("abcdef", (4,)))
     hook = FSDPBackwardHook(FSDP(SingleGroup(), bucket_bytes=0))
     hook.use_units(units)
@@ -327,7 +327,7 @@ def test_full_gradients_are_let_go_as_soon_as_their_bucket_is_stored():
 
 
 def sizes_of_messages(group):
-    """A list that gets the length of each message which this rank sends from now on."""
+    """A list that receives the length of each message that this rank sends from now on."""
     sizes = []
     plain = group.gather_bytes
 
@@ -341,7 +341,7 @@ def sizes_of_messages(group):
 
 @pytest.mark.parametrize(("count", "bucket_bytes"), [(1, 0), (50, 1 << 20), (50, 400), (50, 0)])
 def test_ranks_exchange_64_bytes_for_what_they_have_ready_and_once_more(count, bucket_bytes):
-    """Never for each parameter."""
+    """The number of messages does not grow with the number of parameters."""
 
     def work(group):
         sizes = sizes_of_messages(group)
@@ -357,7 +357,7 @@ def test_ranks_exchange_64_bytes_for_what_they_have_ready_and_once_more(count, b
 
 @pytest.mark.parametrize("slow", [0, 1])
 def test_buckets_that_only_one_rank_has_ready_wait_for_the_other(slow):
-    """Rank 1 has one bucket after the other; only the last messages can be for several."""
+    """Rank 1 fills one bucket at a time; only the last messages can name several."""
 
     def work(group):
         sizes = sizes_of_messages(group)
@@ -379,7 +379,7 @@ def test_buckets_that_only_one_rank_has_ready_wait_for_the_other(slow):
 
 
 def test_a_broken_group_leaves_no_gradient_of_the_step_before():
-    """Not in the buckets either that no message has named yet."""
+    """Also gradients in buckets that no message has named yet."""
 
     class Breakable(SingleGroup):
         is_broken = False
@@ -415,7 +415,7 @@ def test_a_backlog_of_a_backward_pass_goes_with_a_message_for_four_buckets():
         fsdp = FSDP(group, bucket_bytes=0)
         hook = FSDPBackwardHook(fsdp)
         hook.use_units(units)
-        with fsdp._reductions.queue._turn:  # nothing is reduced before all are there
+        with fsdp._reductions.queue._turn:  # no bucket is reduced before all are full
             for name in reversed(units):
                 hook.add_gradient(name, np.full(10, float(group.rank), np.float32))
         hook.finish()
@@ -423,7 +423,8 @@ def test_a_backlog_of_a_backward_pass_goes_with_a_message_for_four_buckets():
         assert set(sizes) == {64}
         return len(sizes), group.calls.count("all_to_all")
 
-    # of four, four, the last that the thread has, one of less than 1 MiB, and the end
+    # messages: two for four buckets each, one for the thread's last bucket, one for a bucket below
+    # 1 MiB, and the end
     assert run(work) == [(5, 10)] * 2
 
 
@@ -447,7 +448,7 @@ def test_another_reduction_inside_a_backward_pass_is_refused_and_does_it_no_harm
 
 
 def test_a_pass_that_was_given_up_is_over_when_the_hooks_are_closed():
-    """On all ranks: the next one starts afresh, and nothing of the old one is left."""
+    """On all ranks: the next pass starts from scratch, and nothing of the old one remains."""
 
     def work(group):
         fsdp = FSDP(group, bucket_bytes=0)
@@ -470,7 +471,7 @@ def test_a_pass_that_was_given_up_is_over_when_the_hooks_are_closed():
 
 
 def test_gradients_of_a_pass_that_was_given_up_are_let_go():
-    """Those whose bucket was never full, too."""
+    """Also gradients whose bucket never became full."""
     units = units_of(0, {"a": (4,), "b": (4,), "c": (4,)})
     gradient = np.ones(4, np.float32)
     kept = weakref.ref(gradient)
@@ -502,7 +503,7 @@ def test_a_pass_that_one_rank_gave_up_is_an_error_on_the_others():
     assert run(work) == [[[2.0], [2.0]]] * 2
 
 
-# ---- together ----
+# ---- asynchronous calls ----
 
 
 @pytest.mark.parametrize("nothing", [None, {}])
@@ -540,7 +541,7 @@ def test_calls_that_overlap_take_place_in_the_order_in_which_they_were_awaited()
 
 
 def test_the_event_loop_goes_on_while_gradients_are_scattered():
-    """The other rank comes once this one's loop has done something else."""
+    """The other rank arrives after this rank's event loop has run another task."""
     ticked = threading.Event()
 
     def work(group):

@@ -1,4 +1,4 @@
-"""Gradients that travel in fewer bytes: what arrives, and that nothing is lost in the long run."""
+"""Gradient compression: the reduced values, and error feedback over many steps."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ BLOCK = 256
 
 
 def through_the_wire(part, wire):
-    """What arrives of one rank's part, in NumPy."""
+    """One rank's part after compression and decompression, in NumPy."""
     if wire == "int8":
         found = np.empty_like(part)
         for start in range(0, len(part), BLOCK):
@@ -45,7 +45,7 @@ def through_the_wire(part, wire):
 
 
 class Compressed:
-    """A model of the ranks: each has what it lost of each element, and adds it the next time."""
+    """A model of the ranks: each adds the residual of the previous step to each element."""
 
     def __init__(self, world, length, wire):
         self.lost = np.zeros((world, length), np.float32)
@@ -68,7 +68,7 @@ class Compressed:
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("wire", WIRES)
 def test_sums_and_residuals_have_the_bits_of_the_model(wire, world, length, engine):
-    """Over several steps, with a mean."""
+    """Over several steps, with op="mean"."""
 
     def work(group):
         model = Compressed(world, length, wire)
@@ -87,14 +87,15 @@ def test_sums_and_residuals_have_the_bits_of_the_model(wire, world, length, engi
 @pytest.mark.parametrize("bucket_bytes", [0, 25 << 20])
 @pytest.mark.parametrize("wire", WIRES)
 def test_error_feedback_makes_good_what_is_lost(wire, bucket_bytes):
-    """After any number of steps the sums are off by what one step loses, not by all of it."""
+    """After any number of steps the error of the sums is at most that of one step."""
     world, steps, length = 2, 60, 600
 
     def work(group):
         rng = np.random.default_rng(group.rank)
         small = (rng.standard_normal(length) * 1e-4 + 3e-4).astype(np.float32)
-        small[::256] = 1.0  # next to which the others are nothing to 8 bits
-        small[1::256] = 1 + 0.4 * {"float16": 2.0**-10}.get(wire, 2.0**-7)  # nor its end to 16
+        small[::256] = 1.0  # so large that the other elements vanish in 8 bits
+        # and the low digits of these in 16 bits
+        small[1::256] = 1 + 0.4 * {"float16": 2.0**-10}.get(wire, 2.0**-7)
         off = {}
         for feedback in (True, False):
             unit = FSDPShardingUnit("w", (length,), "float32", group.rank, world_size=world)
@@ -112,7 +113,7 @@ def test_error_feedback_makes_good_what_is_lost(wire, bucket_bytes):
             off[feedback] = errors
         return off
 
-    # what one step may lose of an element that is about 1, on each rank
+    # the most that one step can lose of an element of about 1, on each rank
     one_step = world * {"float16": 2.0**-11, "bfloat16": 2.0**-8, "int8": 1 / 127}[wire]
     for off in run(work, world):
         assert max(off[True]) <= one_step

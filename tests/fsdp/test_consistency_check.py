@@ -1,4 +1,4 @@
-"""What goes wrong on one rank is said on all: who, which gradient, what; the rest is reduced."""
+"""Errors on one rank are raised on all ranks, naming rank and gradient; the rest is reduced."""
 
 import re
 
@@ -17,7 +17,7 @@ from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
 pytestmark = pytest.mark.timeout(120)
 
 SHAPES = {"a": (5, 3), "b": (7,), "c": (1,), "d": (20, 2)}
-SIZES = [0, 30, 100, 1 << 20]  # each alone, some together, all together
+SIZES = [0, 30, 100, 1 << 20]  # bucket sizes: one gradient each, some together, all together
 
 
 def units_of(group, shapes=SHAPES, dtype="float32"):
@@ -47,12 +47,12 @@ def expected_parts(units, world, failed):
 
 
 def text_of(error):
-    """What an error says, but for the rank that says it."""
+    """The text of an error without the rank that raised it."""
     return re.sub(r"on rank \d+:", "on rank *:", str(error), count=1)
 
 
 def scatter_with(fault, world=2, **keywords):
-    """Errors, parts and what came after of each rank; `fault` changes one rank's dicts."""
+    """Errors, parts and later results of each rank; `fault` changes one rank's dicts."""
 
     def work(group):
         fsdp = FSDP(group, **keywords)
@@ -67,7 +67,7 @@ def scatter_with(fault, world=2, **keywords):
         except CollectiveError as caught:
             error = caught
         found = units, error
-        again = units_of(group)  # the object goes on as if nothing had been
+        again = units_of(group)  # the same object works again
         hook.scatter_multiple(again, gradients_of(group, again))
         assert parts(again) == expected_parts(again, world, ())
         return found
@@ -250,7 +250,7 @@ def test_a_sum_that_overflows_is_told_from_gradients_that_were_infinite():
 
 @pytest.mark.parametrize("bucket_bytes", SIZES)
 def test_what_is_infinite_but_not_in_the_minimum_does_no_harm(bucket_bytes):
-    """Whether a gradient fails must not depend on what else is in its bucket."""
+    """Whether a gradient fails must not depend on the other gradients in its bucket."""
 
     def work(group):
         units = units_of(group)
@@ -287,7 +287,7 @@ def test_nan_and_infinity_are_let_through_where_that_was_asked_for():
 @pytest.mark.parametrize("at", range(6))
 @pytest.mark.parametrize("kind", ["none", "nan", "shape", "unit"])
 def test_one_bad_gradient_among_buckets_that_go_together_spoils_no_other(kind, at):
-    """Which of those that all ranks have ready it is makes no difference."""
+    """Its position among the gradients that all ranks have ready makes no difference."""
     shapes = {f"p{i}": (4,) for i in range(6)}
     name = f"p{at}"
     texts = {
@@ -308,7 +308,7 @@ def test_one_bad_gradient_among_buckets_that_go_together_spoils_no_other(kind, a
         fsdp = FSDP(group, bucket_bytes=0)
         hook = FSDPBackwardHook(fsdp)
         hook.use_units(units)
-        with fsdp._reductions.queue._turn:  # nothing is reduced before all are there
+        with fsdp._reductions.queue._turn:  # no bucket is reduced before all are full
             for given in reversed(units):
                 hook.add_gradient(given, gradients[given])
         with pytest.raises(CollectiveError) as caught:
@@ -366,7 +366,7 @@ def test_another_setting_on_one_rank_is_an_error_on_all(setting, mode, dtype):
 
 
 def test_dtypes_that_differ_do_not_make_other_gradients_fail():
-    """A dtype decides whether reduce_dtype applies; that is no setting of another gradient."""
+    """A dtype decides whether reduce_dtype applies; it does not affect other gradients."""
 
     def work(group):
         units = units_of(group)
@@ -381,7 +381,7 @@ def test_dtypes_that_differ_do_not_make_other_gradients_fail():
     assert run_ranks(work) == [True, True]
 
 
-# ---- one rank does something else ----
+# ---- one rank makes another call ----
 
 
 def test_a_rank_that_never_comes_ends_the_wait_of_the_others():
@@ -390,7 +390,7 @@ def test_a_rank_that_never_comes_ends_the_wait_of_the_others():
             return None
         units = units_of(group)
         hook = FSDPBackwardHook(FSDP(group, timeout=0.2))
-        units["a"].local_gradient = np.ones(8, np.float32)  # of the step before
+        units["a"].local_gradient = np.ones(8, np.float32)  # from the previous step
         try:
             hook.scatter_multiple(units, gradients_of(group, units))
         except CollectiveError as error:
@@ -438,7 +438,7 @@ def test_a_rank_that_gathers_bytes_of_its_own_is_named():
 
 
 def test_what_failed_in_a_run_that_was_broken_off_is_not_told_in_the_next_one():
-    """Failures, sequence numbers and tallies belong to one run."""
+    """Failures, sequence numbers and norm partials belong to one pass."""
 
     def work(group):
         units = units_of(group)
@@ -466,7 +466,7 @@ def test_what_failed_in_a_run_that_was_broken_off_is_not_told_in_the_next_one():
 @pytest.mark.parametrize("bucket_bytes", SIZES)
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_a_rank_that_ends_early_is_told_from_the_others(bucket_bytes, count):
-    """It reduces fewer gradients, under hooks of its own."""
+    """It reduces fewer gradients, with hooks that name only those."""
 
     def work(group):
         units = units_of(group)
@@ -534,7 +534,7 @@ def test_parameters_without_gradients_count_as_zero_where_that_was_agreed():
     assert run_ranks(work) == [[1.0, 1.0]] * 2
 
 
-# ---- anything at all ----
+# ---- random faults ----
 
 names = st.sampled_from(sorted(SHAPES))
 faults = st.sampled_from(["good", "good", "none", "nan", "shape", "dtype", "list", "absent"])
@@ -549,7 +549,7 @@ scripts = st.fixed_dictionaries(
 
 
 def play(script, group, *, hooks, calls):
-    """Do what a script says on one rank; the error, or None."""
+    """Run a script on one rank; return the error, or None."""
     order = script["order"] if hooks else sorted(SHAPES)
     units = {
         name: FSDPShardingUnit(name, SHAPES[name], "float32", group.rank)
@@ -582,18 +582,18 @@ def play(script, group, *, hooks, calls):
                 hook.finish()
             elif units:
                 hook.scatter_multiple(units, gradients)
-            else:  # what takes part with nothing, empty dicts do not
+            else:  # `finish` takes part without gradients; a call with empty dicts does not
                 hook.finish()
         except CollectiveError as caught:
             error = caught
     stored = {n: parts(units)[n] for n in units if parts(units)[n] is not None}
     for name, part in stored.items():
         assert part == [whole(group.world_size)] * units[name].counts[group.rank]
-    # the object is as good as new: all ranks agree on something else
+    # the object works again once all ranks pass the same units
     again = units_of(group)
     FSDPBackwardHook(FSDP(group)).scatter_multiple(again, gradients_of(group, again))
     assert parts(again) == expected_parts(again, group.world_size, ())
-    # a rank without units has nothing but `finish`, which is another operation
+    # a rank without units calls only `finish`, which is another operation
     return None if error is None else text_of(error).partition(": ")[2], set(stored)
 
 

@@ -1,4 +1,4 @@
-"""Clipping by the norm of all gradients of all ranks; a training run, with and without ranks."""
+"""Clipping by the norm of all gradients of all ranks; training with ranks and without."""
 
 import numpy as np
 import pytest
@@ -50,7 +50,7 @@ def test_the_norm_is_that_of_all_parts_and_so_is_the_factor(world, dtype, layout
     for _, before, after in results:
         for name, part in before.items():
             expected = part * (2.5 / (norm + 1e-6))
-            tiny = 6e-8 if dtype == "float16" else 0  # below it there are no numbers
+            tiny = 6e-8 if dtype == "float16" else 0  # half the spacing of subnormal numbers
             np.testing.assert_allclose(after[name], expected, rtol=precision, atol=tiny)
 
 
@@ -210,7 +210,7 @@ STEPS, MICRO, RATE, LIMIT = 6, 2, np.float32(0.3), 0.05
 
 
 def trained_alone(world):
-    """What one process makes of all data, without anything of mlstate."""
+    """The weights after training on all data in one process, without mlstate."""
     weights = first_weights()
     for step in range(STEPS):
         sums = []
@@ -232,7 +232,7 @@ def trained_alone(world):
 @pytest.mark.parametrize("layout", ["flat", "rows"])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_ranks_train_as_one_process_does(world, layout, bucket_bytes):
-    """Micro-batches in no_sync, clipping, a step on each rank's part, and weights made whole."""
+    """Micro-batches in no_sync, clipping, a step on each rank's part, and gathered weights."""
 
     def work(group):
         weights = first_weights()

@@ -1,4 +1,4 @@
-"""What the bindings of reductions promise: all or nothing, and names in errors."""
+"""The bindings of reductions: all or nothing, and errors that name the gradient."""
 
 import numpy as np
 import pytest
@@ -200,7 +200,7 @@ def test_targets_must_be_writable_and_their_own():
 
 def test_names_that_change_while_arrays_are_viewed_are_no_way_out_of_bounds():
     class Array:
-        """One that shortens its caller's list when it is asked for its memory."""
+        """An array that shortens its caller's list when asked for its memory."""
 
         def __init__(self, names):
             self.names, self.array = names, np.ones(4, np.float32)
@@ -236,7 +236,7 @@ def test_torch_parameters_are_added_to_in_place():
         _core.accumulate(["p"], [torch.ones(2, device="meta")], [torch.ones(2)], 1.0, False)
 
 
-# ---- what a bucket takes as it lies ----
+# ---- arrays that a bucket uses in place ----
 
 
 def _read_only(array):
@@ -272,7 +272,7 @@ def test_arrays_that_a_bucket_takes_as_they_lie(array, dtype, shape, reads, writ
 
 
 def _outputs():
-    """Outputs, by what is wrong with them for a bucket that wants two of float32."""
+    """Unsuitable outputs for a bucket that expects two float32 arrays, by their defect."""
     return {
         "": np.empty(2, np.float32),
         "dtype": np.empty(2),

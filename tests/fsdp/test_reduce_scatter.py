@@ -107,7 +107,7 @@ def test_a_gradient_that_does_not_fit_is_an_error_on_all_ranks(bad, text):
             operation.reduce_scatter(bad if group.rank else good)
         assert str(caught.value).startswith(f"reduce_scatter on rank {group.rank}: a gradient was")
         assert (caught.value.name, caught.value.rank) == ("gradient", 1)
-        return operation.reduce_scatter(good).tolist()  # as if nothing had been
+        return operation.reduce_scatter(good).tolist()  # usable after the error
 
     assert run(work) == [[2.0, 2.0]] * 2
 
@@ -145,6 +145,6 @@ def test_an_operation_that_is_closed_reduces_nothing_more():
     operation.close()
     with pytest.raises(ValueError, match="is closed; make another one"):
         operation.reduce_scatter(np.ones(2, np.float32))
-    another = ReduceScatterOperation(group, (2,), "float32", 0)  # the group goes on
+    another = ReduceScatterOperation(group, (2,), "float32", 0)  # the group stays usable
     assert another.reduce_scatter(np.ones(2, np.float32)).tolist() == [1, 1]
     another.close()

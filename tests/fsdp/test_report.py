@@ -1,4 +1,4 @@
-"""When gradients came and were reduced, and who was waited for: reports and pictures of them."""
+"""When gradients arrived and were reduced, and which rank was waited for: reports and plots."""
 
 import time
 
@@ -17,12 +17,12 @@ HOSTILE = "<script>alert('x')</script>\n\x1b[31m$x_$^" + "n" * 5000
 
 
 def event(names, size, times, waits):
-    """A bucket at (full, its turn, agreed, there), in seconds after 100."""
+    """The times of a bucket (full, its turn, agreed, reduced), in seconds after 100."""
     return Bucket(names, size, *(100 + t for t in times), waits)
 
 
 def two_buckets(waits=((0.0, 0.0), (0.5, 0.0), (1.5, 0.0))):
-    """The first bucket inside the backward pass, the second one half."""
+    """Two buckets: the first ends within the backward pass, the second half a phase later."""
     return BackwardReport(
         [("c", 100.0), ("b", 100.5), ("a", 104.0)],
         105.0,
@@ -34,7 +34,7 @@ def two_buckets(waits=((0.0, 0.0), (0.5, 0.0), (1.5, 0.0))):
     )
 
 
-# ---- what a report says ----
+# ---- content of a report ----
 
 
 def test_times_are_seconds_since_the_first_gradient():

@@ -1,4 +1,4 @@
-"""Gradients are scattered: the same bits by every public way, for every kind of array."""
+"""Scattered gradients: the same bits from every public function, for every kind of array."""
 
 import asyncio
 import weakref
@@ -65,7 +65,7 @@ def in_a_loop(fsdp, units, gradients, rng):
 def in_any_order(fsdp, units, gradients, rng):
     hook = FSDPBackwardHook(fsdp)
     hook.use_units(units)
-    for name in rng.permutation(list(gradients)):  # another order on each rank
+    for name in rng.permutation(list(gradients)):  # each rank in another order
         hook.add_gradient(str(name), gradients[name])
     hook.finish()
 
@@ -106,7 +106,7 @@ cases = st.fixed_dictionaries(
 @settings(max_examples=tries(150), deadline=None)
 @given(cases)
 def test_bits_are_those_of_a_sum_in_the_order_of_ranks(case):
-    """Whatever the call, the buckets, the engine, the threads."""
+    """For every call, bucket size, engine and number of threads."""
     named = {f"p{i}": shape for i, shape in enumerate(case["shapes"])}
     divided = case["op"] in ("mean", "divided")
     dtypes = {
@@ -166,7 +166,7 @@ def test_large_gradients_have_the_same_bits_with_any_number_of_threads(engine):
 
 
 def test_the_order_of_ranks_decides_the_bits():
-    """Gradients of the model do depend on it: the tests above would see another order."""
+    """The model's gradients depend on the order, so the tests above would notice another one."""
     each = [gradients_of(rank, SHAPES) for rank in range(3)]
     there = reduced([g["d"] for g in each])
     back = reduced([g["d"] for g in reversed(each)])
@@ -340,7 +340,7 @@ def test_the_next_pass_writes_into_the_same_memory(engine):
                 assert all(units[name].local_gradient is before[name] for name in units)
             before = {name: unit.local_gradient for name, unit in units.items()}
             for unit in units.values():
-                unit.local_gradient[...] = 99  # the optimizer's business
+                unit.local_gradient[...] = 99  # as an optimizer may do
 
     run(work, 2, engine)
 
@@ -380,7 +380,7 @@ def test_where_all_results_have_a_place_no_gradient_is_looked_at_by_itself(monke
     ids=["none", "dtype", "length", "shape", "strides", "byte order", "read-only"],
 )
 def test_memory_that_does_not_fit_is_left_alone(there):
-    """That of another gradient in the same bucket, which does fit, is used."""
+    """Memory of another gradient in the same bucket, which fits, is used."""
 
     def work(group):
         units = units_of(group.rank, {"v": (8,), "w": (8,)})
@@ -397,7 +397,7 @@ def test_memory_that_does_not_fit_is_left_alone(there):
 
 
 def test_local_gradients_are_never_the_full_gradients_memory():
-    """On one rank neither; the backward pass writes into that again."""
+    """Also on one rank: the backward pass overwrites the full gradient's memory."""
     full = np.ones((2, 2), np.float32)
     unit = FSDPShardingUnit("w", (2, 2), "float32", 0)
     FSDPBackwardHook(FSDP(SingleGroup())).scatter_gradient(unit, full)
@@ -405,7 +405,7 @@ def test_local_gradients_are_never_the_full_gradients_memory():
 
 
 def test_of_copies_there_is_one_bucket_at_a_time_and_the_one_before(monkeypatch):
-    """However many buckets one message is for; others are used where they lie."""
+    """However many buckets one message names; contiguous gradients are not copied."""
     copies, most = [], []
     pack = _fsdp_reduce.packed
 
@@ -428,7 +428,7 @@ def test_of_copies_there_is_one_bucket_at_a_time_and_the_one_before(monkeypatch)
 
 
 def sums_of(shapes, world, seeds):
-    """Reduced full gradients of several passes, added up in their order."""
+    """The reduced full gradients of several passes, added in order."""
     total = {}
     for seed in seeds:
         for name, shape in shapes.items():
@@ -469,7 +469,7 @@ def test_passes_add_up_in_the_local_gradients(hooks, bucket_bytes):
 
 
 def test_narrow_gradients_of_several_passes_add_up_in_float32():
-    """Where reduce_dtype asks for it: 4096 + 1 is 4096 in float16."""
+    """As reduce_dtype requests: 4096 + 1 is 4096 in float16."""
 
     def work(group):
         unit = FSDPShardingUnit("w", (4,), "float16", group.rank)
@@ -526,7 +526,7 @@ def test_a_sum_may_lie_in_memory_as_it_likes():
 
 @pytest.mark.parametrize("hooks", ["loop", "model"])
 def test_passes_inside_no_sync_add_up_before_they_travel(hooks):
-    """One exchange for all of them; the rank's own sum is made first."""
+    """One exchange for all of them: each rank adds its own passes first."""
 
     def work(group):
         named = {"w": (9,), "x": (2, 3)}
@@ -549,7 +549,7 @@ def test_passes_inside_no_sync_add_up_before_they_travel(hooks):
 
         with hook.no_sync():
             give(0)
-            hook.finish()  # as a loop does that is written the same for all its passes
+            hook.finish()  # as in a loop that treats all passes alike
             with hook.no_sync():
                 give(1)
             assert all(unit.local_gradient is None for unit in units.values())
@@ -627,7 +627,7 @@ def test_accumulate_gradients_adds_local_parts_and_copies_the_first():
 
 @pytest.mark.parametrize("bad", [np.ones(3, np.float32), np.ones(4, np.float64)])
 def test_a_part_of_another_shape_or_dtype_is_added_to_nothing(bad):
-    """The specification adds as many elements as the shorter one has."""
+    """The specification adds as many elements as the shorter array has."""
     units = {name: FSDPShardingUnit(name, (4,), "float32", 0) for name in "wx"}
     hook = FSDPBackwardHook(FSDP(SingleGroup()))
     good = np.ones(4, np.float32)

@@ -1,4 +1,4 @@
-"""What part of a parameter is whose: counts, shapes and what a unit refuses."""
+"""Which part of a parameter each rank owns: counts, shapes and invalid units."""
 
 from math import ceil, prod
 

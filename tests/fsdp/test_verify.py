@@ -1,4 +1,4 @@
-"""Whether scattered gradients are well: what is found, where, and how it is told."""
+"""Verification of scattered gradients: which errors it finds, and how the report names them."""
 
 import numpy as np
 import pytest
@@ -160,14 +160,14 @@ LARGE = {"v": (300, 70), "w": (300, 70), "x": (9,), "y": ()}
 
 
 def small_gradients(rank, shapes, dtype):
-    """As training has them: of one size, and small."""
+    """Small gradients, as in training, of similar size."""
     rng = np.random.default_rng([rank, 5])
     plain = gradient_of(0, (1,), dtype)
     return {n: (rng.standard_normal(s) * 1e-3).astype(plain.dtype) for n, s in shapes.items()}
 
 
 def after(work_on, *, world=2, dtype="float32", **keywords):
-    """The reports of all ranks after `work_on(units, gradients, rank)` of scattered ones."""
+    """The reports of all ranks after `work_on(units, gradients, rank)` changed gradients."""
 
     def work(group):
         units = units_of(group.rank, LARGE, dtype)

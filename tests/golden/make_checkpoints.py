@@ -1,8 +1,8 @@
-"""Write the checkpoints that are missing here; those that exist show what users' folders hold.
+"""Write the checkpoints that are missing here; existing ones represent users' folders.
 
 Usage: python tests/golden/make_checkpoints.py
 
-An existing folder is never written again: every version of mlstate must load it.
+An existing folder is never rewritten: every version of mlstate must load it.
 """
 
 import shutil
@@ -27,7 +27,7 @@ def table(step):
 
 
 def model(step=0):
-    """Parameters of several dtypes, with names that need escapes, of sizes down to none."""
+    """Parameters of several dtypes and sizes, some empty, with names that need escapes."""
     return mlstate.ModelStateDict(
         {
             "embed.weight": table(step),
@@ -44,7 +44,7 @@ def model(step=0):
 
 
 def optimizer():
-    """States of the shapes of their parameters, of another one, and of no parameter."""
+    """States shaped like their parameters, one of another shape, and one without a parameter."""
     made = mlstate.OptimizerStateDict.create("adafactor")
     made["layer.0.weight.m"] = np.linspace(0, 1, 42, dtype=np.float32).reshape(6, 7)
     made["layer.0.weight.row"] = np.arange(6, dtype=np.float32)
@@ -58,7 +58,7 @@ def small(state):
 
 
 def save_dense(folder):
-    """One rank, whole tensors, one of which has two blocks."""
+    """One rank, whole tensors, one of them of two blocks."""
     mlstate.save(folder, model(), optimizer(), step=3, metadata={"run": ["golden", 1.5, None]})
 
 
@@ -70,7 +70,7 @@ def save_ranks(folder):
 
 
 def save_layers(folder):
-    """Rows that are not zero, then a row that changed."""
+    """Rows that are not zero, then one changed row."""
     for step in (0, 1):
         mlstate.save(
             folder,
@@ -83,7 +83,7 @@ def save_layers(folder):
 
 
 def save_compressed(folder):
-    """A compressed tensor, and one that is sparse too."""
+    """A compressed tensor, and one that is also sparse."""
     counts = np.arange(8192, dtype=np.int64).reshape(512, 16) % 9
     sparse = np.zeros((4096, 16), np.int32)
     sparse[1024:1536] = np.random.default_rng(5).integers(0, 1 << 20, (512, 16))
@@ -92,7 +92,7 @@ def save_compressed(folder):
 
 
 def save_shard(folder):
-    """One part of a tensor that is cut twice, with a tier and a version."""
+    """One part of a tensor divided by two layouts, with a tier and a version."""
     layout = Layout.axis(1, 2) * Layout.flat(3)
     whole = np.arange(35, dtype=np.float32).reshape(5, 7)
     part = layout.shard(whole, 4, tier="cold", version=9)
@@ -110,7 +110,7 @@ SAVES = {
 
 
 def main():
-    """Write them."""
+    """Write the missing checkpoints."""
     HERE.mkdir(exist_ok=True)
     for name, save in SAVES.items():
         folder = HERE / f"{name}-3"

@@ -1,8 +1,8 @@
-"""Write the pickles that are missing here; those that exist show what users' files hold.
+"""Write the pickles that are missing here; existing ones represent users' files.
 
 Usage: python tests/golden/make_pickles.py
 
-An existing file is never written again: every version of mlstate must load it.
+An existing file is never rewritten: every version of mlstate must load it.
 """
 
 import pickle
@@ -16,7 +16,7 @@ STATES = {"state_dict": state_dict, "model_state": model_state, "optimizer_state
 
 
 def main():
-    """Write them."""
+    """Write the missing pickles."""
     HERE.mkdir(exist_ok=True)
     for name, make in OBJECTS.items():
         path = HERE / f"{name}.pickle"

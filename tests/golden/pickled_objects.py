@@ -235,7 +235,7 @@ OBJECTS = {
     "memory_aware": lambda: activation.MemoryAwareStrategy(
         0.5,
         total_memory=1 << 50,
-        clock=float,  # always 0.0: a pickle keeps the time that passed
+        clock=float,  # constant, because a pickle stores the elapsed time
     ),
     "memory_tracker": lambda: activation.MemoryTracker("process"),
     "combined": combined,
@@ -262,7 +262,7 @@ OBJECTS = {
     "bucket": lambda: fsdp.Bucket(("w",), 24, 0.0, 0.25, 0.5, 1.0, (0.25, 0.0)),
     # frameworks
     "torch_records": torch_records,
-    # what a pickle names instead of holding
+    # pickled by name
     "public_names": public_names,
     "bound_methods": lambda: [checkpoint.Layout.rows, model_state().get_layer_state],
 }

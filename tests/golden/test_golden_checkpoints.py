@@ -1,4 +1,4 @@
-"""Checkpoints that were written before load with exact values, and are written the same again."""
+"""Old checkpoints load with exact values, and saving again writes the same bytes."""
 
 import re
 import shutil
@@ -25,7 +25,7 @@ def same(found, expected):
 
 
 def copied(tmp_path, name):
-    """A copy, which may be written to."""
+    """A writable copy."""
     return shutil.copytree(FOLDER / name, tmp_path / name)
 
 
@@ -86,7 +86,7 @@ def test_all_bytes_are_good(name, tmp_path):
 
 
 def texts_of(folder):
-    """All indexes and shard files, with the generations numbered in the order of their files."""
+    """All indexes and shard files, with generations renumbered in the order of their files."""
     manifest = (folder / "manifest.json").read_text()
     newest = re.search(r'"generation": ?"([0-9a-f]{16})"', manifest)[1]
     made = {}
@@ -107,7 +107,7 @@ def texts_of(folder):
     return made
 
 
-# Not "compressed": its bytes are zlib's.
+# Not "compressed": its bytes depend on the version of zlib.
 @pytest.mark.parametrize("name", ["dense", "ranks", "layers", "shard"])
 def test_the_same_input_is_written_in_the_same_bytes(name, tmp_path):
     golden.SAVES[name](tmp_path / "again")

@@ -1,4 +1,4 @@
-"""Pickles and torch files that were written before load, and name public modules only."""
+"""Old pickles and torch files load, and refer to public modules only."""
 
 import io
 import pickle
@@ -15,7 +15,7 @@ from mlstate import checkpoint
 
 FOLDER = Path(__file__).parents[1] / "golden" / "pickles"
 STATES = {"state_dict": state_dict, "model_state": model_state, "optimizer_state": optimizer_state}
-# They hold locks, memory, processes, or other people's code.
+# Their objects hold locks, memory, processes or callables of the user.
 NEVER_PICKLED = {
     *("KVState", "Work", "LocalGroup", "SaveHandle", "Staging", "TieredState", "TieredUnit"),
     *("FSDP", "FSDPBackwardHook", "GradientAccumulator", "ReduceScatterOperation"),
@@ -25,7 +25,7 @@ NEVER_PICKLED = {
 
 
 class Recorder(pickle.Unpickler):
-    """An unpickler that notes what it imports."""
+    """An unpickler that records its imports."""
 
     def __init__(self, data):
         super().__init__(io.BytesIO(data))
@@ -37,16 +37,16 @@ class Recorder(pickle.Unpickler):
 
 
 def loaded(data):
-    """Return the object, and what it was made of: {(module, name): class or function}."""
+    """Return the object, and the globals it needed: {(module, name): class or function}."""
     recorder = Recorder(data)
     return recorder.load(), recorder.found
 
 
 def content(thing):
-    """All that an object holds, as something to compare."""
+    """The content of an object, in a comparable form."""
     if isinstance(thing, np.ndarray):
         return thing.dtype.str, thing.shape, thing.tobytes()
-    if isinstance(thing, checkpoint.Checkpoint):  # each save has a number and a time of its own
+    if isinstance(thing, checkpoint.Checkpoint):  # each save has its own number and time
         return thing.path, thing.step, thing.world_size, thing.metadata, set(thing.written)
     if isinstance(thing, type) or thing is None or isinstance(thing, str | bytes | int | float):
         return type(thing), thing
@@ -62,7 +62,7 @@ def content(thing):
 
 
 def private(modules):
-    """Those of mlstate's modules that may be renamed."""
+    """The names that belong to private modules of mlstate, which may be renamed."""
     return {name for name in modules if re.match(r"mlstate(\.|$)", name)} - set(PUBLIC)
 
 
@@ -111,7 +111,7 @@ def test_a_stored_torch_file_loads(name):
 
 def test_a_checkpoint_keeps_its_save_in_a_pickle(tmp_path):
     first = checkpoint.save(tmp_path / "run", {"w": np.ones(3)}, step=1)
-    found = checkpoint.inspect(tmp_path / "run")  # has read the indexes
+    found = checkpoint.inspect(tmp_path / "run")  # this reads the indexes
     checkpoint.save(tmp_path / "run", {"w": np.ones(3)}, step=2)
     for made in (first, found):
         back = pickle.loads(pickle.dumps(made))

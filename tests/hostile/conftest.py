@@ -1,4 +1,4 @@
-"""Checkpoints that the tests of this folder damage; each test gets them undamaged."""
+"""Checkpoints for the tests of this folder to damage; each test gets an undamaged copy."""
 
 import shutil
 
@@ -16,7 +16,7 @@ def one(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """The same of two ranks, each with rows of w."""
+    """The same for two ranks, each with rows of w."""
     base = tmp_path_factory.mktemp("hostile")
     reshard(saved(base / "source"), base / "two", layout="rows", world_size=2)
     return Victim(base / "two")

@@ -1,8 +1,8 @@
-"""Checkpoints whose manifest or indexes lie, contradict themselves, or are something else.
+"""Checkpoints with false, contradictory or unreadable manifests or indexes.
 
-Each case must raise an exception of ours that names a file of the checkpoint, at once; never
-crash, hang, or give arrays. Every lie is sealed, and the manifest knows the index that lies,
-so that it is not a checksum that refuses it.
+Each case must raise an exception of mlstate that names a file of the checkpoint, within little
+time; it must never crash, hang, or return arrays. Every false document has a correct checksum, and
+the manifest describes the false index, so that no checksum reveals it.
 """
 
 import copy
@@ -68,7 +68,7 @@ GONE = object()
 
 
 def wrong(members, optional=()):
-    """Every member with every value that it must not have, or gone."""
+    """Every member with every invalid value, or removed."""
     found = [(name, value) for name, ok in members.items() for value in VALUES if not ok(value)]
     return found + [(name, GONE) for name in members if name not in optional]
 
@@ -85,7 +85,7 @@ def with_member(document, path, value):
     return made
 
 
-# which document, where in it, and what is put there
+# the document, the place in it, and the new value
 WRONG_VALUES = {
     "manifest": [((name,), value) for name, value in wrong(MANIFEST_MEMBERS)],
     "manifest's indexes": [(("indexes", name), value) for name, value in wrong(RECORD_MEMBERS)]
@@ -121,7 +121,7 @@ def test_wrong_values_are_refused(kind, one):
         assert "another checkpoint" not in str(error) or path[0] in ("generation", "shards"), what
 
 
-# ---- lies of the right kind: members of the shard of w, in the index of one ----
+# ---- false values of the right kind: members of the shard of w, in the index of `one` ----
 
 W = {"section": "params", "name": "w"}
 SHARD_LIES = {
@@ -218,7 +218,7 @@ def test_a_lie_is_refused_in_every_way_of_reading(one):
     refused(one, "world_size", only=None)
 
 
-# ---- paths that lead elsewhere ----
+# ---- paths outside the checkpoint ----
 
 INDEX_PATHS = [
     "", "/", ".", "..", "manifest.json", "index", "index/", "index/.", "/etc/passwd",
@@ -263,7 +263,7 @@ def test_shard_files_elsewhere_are_not_read(one):
         assert isinstance(refused(one, path), FormatError)
 
 
-# ---- things said twice, and things that do not go together ----
+# ---- duplicates and contradictions ----
 
 
 def changed(document, change):
@@ -325,7 +325,7 @@ MANIFEST_LIES = {
 }
 
 
-# ---- lies about layers: w has 24 elements of 4 bytes, from 4096 on ----
+# ---- false layers: w has 24 elements of 4 bytes, from 4096 on ----
 
 
 def _layer(rows=None, row=6, start=0, **changes):
@@ -430,7 +430,7 @@ RANK_LIES = {
 def test_ranks_that_contradict_one_another_are_refused(name, patterns, two):
     two.patterns = patterns
     RANK_LIES[name](two)
-    # with patterns a rank that finds what it wants in one index does not read the other
+    # with patterns, a rank that finds its tensors in one index does not read the other
     one = {"the file of another rank, with another length", "another dtype of one tensor"}
     known = one if patterns else ()
     only = ("load", "inspect", "reshard") if name in known else None
@@ -487,7 +487,7 @@ TEXTS = [
     b"\x1f\x8b" + bytes(30),
 ]  # fmt: skip
 
-# put behind the head of a good text, and sealed
+# inserted after the start of a good text, with a correct checksum
 INSIDE = {
     "a key twice": b'"world_size":1,',
     "a key twice, in escapes": b'"\\u0077orld_size":1,',
@@ -560,7 +560,7 @@ def test_every_byte_of_the_texts_flipped(one):
 
 
 def test_every_byte_of_the_texts_flipped_and_sealed(one):
-    """What is refused is refused by us; what is not, is another good text."""
+    """Each changed text is refused with our exception, or is another valid text."""
     for name, put in (
         ("manifest.json", lambda data: one.put("manifest.json", data)),
         (one.path("index"), one.put_index),

@@ -1,7 +1,7 @@
-"""safetensors files that lie, end early, overlap, nest or never stop.
+"""safetensors files that are false, truncated, overlapping, nested or endless.
 
-Each class of bad file must raise FormatError that says where, at once, and within memory
-that the file accounts for; never crash, hang, or give arrays.
+Each class of bad file must raise FormatError with the place of the error, within little time and
+within memory proportional to the file; it must never crash, hang, or return arrays.
 """
 
 import json
@@ -20,7 +20,7 @@ from mlstate.errors import ChecksumError, FormatError, StoreError
 
 
 def file_of(header, payload=b"", length=None):
-    """A file from a header (dict, str or bytes), its payload, and a length to claim."""
+    """A file made of a header (dict, str or bytes), a payload, and a claimed header length."""
     if isinstance(header, dict):
         header = json.dumps(header)
     if isinstance(header, str):
@@ -203,7 +203,7 @@ def test_what_is_no_file(tmp_path):
     assert isinstance(caught.value, StoreError)
     assert caught.value.filename == str(tmp_path / "none")
     assert str(caught.value).startswith("[Errno 2] ")
-    assert str(caught.value).endswith(f": {str(tmp_path / 'none')!r}")  # as of every OSError
+    assert str(caught.value).endswith(f": {str(tmp_path / 'none')!r}")  # as for every OSError
     with pytest.raises(OSError, match="directory"):
         load_file(tmp_path)
     os.mkfifo(tmp_path / "fifo")
@@ -217,7 +217,7 @@ def test_what_is_no_file(tmp_path):
         load_file(3)
 
 
-# Costly headers: file bytes -> peak memory, in a process of its own.
+# Costly headers: file bytes -> peak memory, each in a new process.
 COSTLY = {
     "a list of numbers": lambda n: '{"a":[' + "1," * (n // 2) + "1]}",
     "empty lists": lambda n: '{"a":[' + "[]," * (n // 3) + "1]}",
@@ -258,7 +258,7 @@ def test_memory_and_time_grow_with_the_file(kind, tmp_path):
         capture_output=True, text=True, timeout=60, env=environment, check=True,
     )  # fmt: skip
     assert time.monotonic() - start < 20
-    factor = 100 if "asan" in os.environ.get("LD_PRELOAD", "") else 24  # it keeps freed blocks
+    factor = 100 if "asan" in os.environ.get("LD_PRELOAD", "") else 24  # ASan keeps freed blocks
     assert int(done.stdout) < factor * len(data) + (8 << 20)
 
 

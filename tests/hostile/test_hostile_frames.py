@@ -1,7 +1,7 @@
-"""Compressed shards that lie: bytes with good checksums that are no frames, and indexes.
+"""Compressed shards with invalid frames under correct checksums, and false indexes.
 
-Each case must raise an exception that names the tensor and its file, take no more memory than
-frames may, and never crash.
+Each case must raise an exception that names the tensor and its file, take no more memory than the
+frames allow, and never crash.
 """
 
 import gzip
@@ -35,7 +35,7 @@ def victim(tmp_path):
 
 
 def apart(data, item=4):
-    """All first bytes of elements, then all second ones, and so on."""
+    """All first bytes of the elements, then all second bytes, and so on."""
     return np.frombuffer(data, np.uint8).reshape(-1, item).T.tobytes()
 
 
@@ -49,7 +49,7 @@ def frames_of(codec, state):
 
 
 def lay(victim, frames, codec, changes=()):
-    """Give w one layer of these frames, all checksums of which are right."""
+    """Give w one layer of these frames, with correct checksums."""
     index = victim.index()
     data = b"".join(frames)
     offset = store(victim.folder / PATH, data, "U8", index["files"], PATH)
@@ -64,7 +64,7 @@ def lay(victim, frames, codec, changes=()):
 
 
 def put(victim, index):
-    """An index that is believed, by a manifest that knows how many bytes it lists."""
+    """Store an index and a manifest that describes it, so that the index is trusted."""
     victim.patterns = False
     sizes = {"w": 700 * 500 * 4, "b": 24}
     victim.put_index(index)
@@ -87,10 +87,10 @@ def everything(victim):
 
 @pytest.mark.parametrize("codec", ["zlib", "zstd"])
 def test_frames_of_other_writers_are_read(codec, victim):
-    """What is damaged below is good to begin with."""
+    """The cases damaged below are valid to begin with."""
     state = np.arange(700 * 500, dtype=np.float32).reshape(SHAPE)
     frames = frames_of(codec, state)
-    for second in (frames[1], state.tobytes()[MIB:]):  # also one that is stored as it was
+    for second in (frames[1], state.tobytes()[MIB:]):  # also a frame that is stored uncompressed
         put(victim, lay(victim, [frames[0], second], codec)[0])
         for read in everything(victim):
             found = read()
@@ -100,7 +100,7 @@ def test_frames_of_other_writers_are_read(codec, victim):
         assert {t.key: t.codec for t in inspect(str(victim)).tensors()} == {"b": None, "w": codec}
 
 
-# ---- bytes that lie ----
+# ---- invalid frames ----
 
 
 def nonsense(data, codec):
@@ -116,7 +116,7 @@ def with_dictionary(data, codec):
 
 
 def lying_length(data, codec):
-    """Sixty-four times as long, and says that it is not."""
+    """A frame whose content is sixty-four times as long as it claims."""
     if codec == "zlib":
         return zlib.compress(data * 64)
     coded = zstandard.ZstdCompressor().compress(bytes(64 * MIB))
@@ -159,7 +159,7 @@ def test_bytes_that_are_no_frame_are_refused(lie, codec, which, victim):
     frames = frames_of(codec, state)
     data = apart(state.tobytes()[MIB * which :][:MIB])
     frames[which] = LIES[lie](data, codec)
-    assert 0 < len(frames[which]) < FRAMES[which]  # else it would be stored as it is
+    assert 0 < len(frames[which]) < FRAMES[which]  # otherwise it is stored uncompressed
     index, _, offset = lay(victim, frames, codec)
     put(victim, index)
     start = time.monotonic()
@@ -176,11 +176,11 @@ def test_bytes_that_are_no_frame_are_refused(lie, codec, which, victim):
     assert tracemalloc.get_traced_memory()[1] < 20 * MIB
     tracemalloc.stop()
     assert time.monotonic() - start < 20
-    assert mlstate.verify(str(victim))  # checksums are those of the lie
+    assert mlstate.verify(str(victim))  # the checksums match the invalid frames
     assert mlstate.load(str(victim), names="b").model["b"].tolist() == [1, 1, 1]
 
 
-# ---- indexes that lie ----
+# ---- false indexes ----
 
 INDEX_LIES = {
     "codec unknown": {"codec": "lz4"},
@@ -212,7 +212,7 @@ INDEX_LIES = {
     "fewer than the bytes": {"frames": "1000,999"},
     "bytes of the elements": {"bytes": 700 * 500 * 4},
     "no bytes": {"bytes": 0},
-    "of rows": {"row": 500, "rows": "0,100"},  # one frame would do
+    "of rows": {"row": 500, "rows": "0,100"},  # a single frame would be correct
     "of no rows": {"row": 500, "rows": ""},
     "of rows without rows": {"row": 500},
 }
@@ -244,7 +244,7 @@ def test_two_full_layers_are_refused(victim):
 
 
 def test_coded_bytes_in_two_places_are_refused(victim):
-    """Frames of one layer are not also rows of another."""
+    """Frames of one layer may not also be rows of another."""
     index, shard, offset = lay(victim, [b"x" * 1000, b"y" * 1000], "zlib")
     rows = {**shard["layers"][0], **checksums(b"y" * 400), "bytes": 400, "offset": offset + 1000}
     rows.update(row=100, rows="0,1")

@@ -1,7 +1,7 @@
-"""Core ML packages that lie, end early, point elsewhere or never end.
+"""Core ML packages that are false, truncated, endless, or point elsewhere.
 
-Each must be refused with an exception of mlstate, at once and within little memory, or be
-read as something that the format allows.
+Each must be refused with an exception of mlstate, within little time and memory, or be read as a
+package that the format allows.
 """
 
 import json
@@ -23,7 +23,7 @@ SMALL = spec_bytes(
 
 
 def read(source):
-    """Read it, or give the exception, which must be one of ours."""
+    """Read the package, or return the exception, which must be one of mlstate."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", StateShapeWarning)
@@ -46,7 +46,7 @@ def refused(source, text=""):
 
 
 def test_truncated_at_every_byte(tmp_path):
-    whole = len(SMALL) - len(field(502, b"the program"))  # the program may be missing
+    whole = len(SMALL) - len(field(502, b"the program"))  # the program is optional
     for length in range(len(SMALL)):
         if length == whole:
             assert isinstance(read(SMALL[:length]), StateSpecs)
@@ -113,7 +113,7 @@ def test_groups_and_unknown_wire_types(wire):
 
 @pytest.mark.parametrize("wire", [2, 3])
 def test_deep_nesting_costs_nothing(wire):
-    if wire == 3:  # groups nest without lengths
+    if wire == 3:  # groups nest, and have no lengths
         refused(number(13 << 3 | 3) * 1_000_000, "wire type 3")
         return
     deep = b""
@@ -169,7 +169,7 @@ def test_states_outside_functions():
 
 
 def within(seconds, megabytes, source, text):
-    """Refused in little time and memory, however much the file claims."""
+    """Refused within little time and memory, whatever sizes the file claims."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
     refused(source, text)
@@ -190,7 +190,7 @@ def test_a_huge_description_is_not_fetched(tmp_path):
     file = tmp_path / "m.mlmodel"
     with file.open("wb") as out:
         out.write(number(2 << 3 | 2) + number(1 << 36))
-        out.truncate(out.tell() + (1 << 36))  # sparse: takes no room
+        out.truncate(out.tell() + (1 << 36))  # sparse: occupies no disk blocks
     within(5, 100, file, "68719476736 bytes")
 
 

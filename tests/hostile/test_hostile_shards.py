@@ -1,7 +1,7 @@
-"""Checkpoints with shard files, folders, locks and roots that lie, or are something else.
+"""Checkpoints with false shard files, folders, locks and manifests.
 
-Each case must raise an exception of ours, at once, and take no memory that the files do not
-account for; a save over it mends it or refuses, and loses nothing that was good.
+Each case must raise an exception of mlstate within little time, and with memory proportional to the
+files. A save over it either repairs it or is refused, and loses no good data.
 """
 
 import json
@@ -27,7 +27,7 @@ from mlstate.errors import ChecksumError, FormatError, MLStateError, StoreError
 
 
 def test_every_byte_of_a_header_flipped_is_found(one):
-    """Loading goes by the index and does not look at headers; verify does."""
+    """Loading uses the index and does not read headers; verify does."""
     name = one.path("params")
     good = one.good[name]
     for at in range(4096):
@@ -70,12 +70,12 @@ def test_shard_files_of_another_length_are_refused(one):
 
 
 def test_shard_files_that_are_others_are_found(one, tmp_path):
-    """Of the same length and with good checksums, but not what was committed."""
+    """The length and the checksums are correct, but it is not the committed file."""
     name = one.path("params")
     other = Victim(saved(tmp_path / "other"))
     foreign = bytearray(other.good[other.path("params")])
     assert len(foreign) == len(one.good[name])
-    one.put(name, foreign)  # the same tensors: nothing is lost, and nothing is wrong
+    one.put(name, foreign)  # it holds the same tensors, so loading is correct
     assert mlstate.verify(str(one))
     for data in (bytes(len(foreign)), os.urandom(len(foreign)), b"{}" * (len(foreign) // 2)):
         one.put(name, data)
@@ -90,7 +90,7 @@ def test_headers_that_lie_about_their_length_are_found(one):
         assert [problem.path for problem in report.problems] == [name]
 
 
-# ---- something else in the place of a file ----
+# ---- a directory, socket or link in the place of a file ----
 
 
 def put_directory(path, good):
@@ -129,7 +129,7 @@ def put_device(path, good):
 def put_socket(path, good):
     bound = socket.socket(socket.AF_UNIX)
     here = Path.cwd()
-    os.chdir(path.parent)  # names of sockets are short
+    os.chdir(path.parent)  # paths of sockets must be short
     try:
         bound.bind(path.name)
     except OSError:
@@ -190,7 +190,7 @@ def test_what_is_no_checkpoint_at_all(data, tmp_path):
         mlstate.verify(str(path))
 
 
-# ---- saving over what lies ----
+# ---- saving over false files ----
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_what_is_no_checkpoint_at_all(data, tmp_path):
     ids=lambda text: text[:20].decode("latin-1"),
 )  # fmt: skip
 def test_a_lock_that_lies_deletes_nothing(text, tmp_path):
-    """A lock names what a dead writer left: nothing that a root needs goes by it."""
+    """A lock names files of a dead writer; files that a manifest needs are kept all the same."""
     model = {"a.w-b": np.ones(4), "a.b-0": np.ones(3), "x": np.zeros(2)}
     path = str(tmp_path / "ckpt")
     mlstate.save(path, model, pack_below_bytes=0)
@@ -217,7 +217,7 @@ def test_a_lock_that_lies_deletes_nothing(text, tmp_path):
 @pytest.mark.parametrize("put", OTHERS, ids=lambda put: put.__name__[4:])
 def test_a_lock_that_is_no_file(put, one):
     put(one.folder / "lock" if not (one.folder / "lock").exists() else one.replace("lock"), b"")
-    with suppress(StoreError):  # refused: what was there is there
+    with suppress(StoreError):  # refused, with all files unchanged
         mlstate.save(str(one), {"w": np.ones(2)})
     assert mlstate.verify(str(one))
 
@@ -248,7 +248,7 @@ def test_roots_that_lie_are_passed_over(data, tmp_path):
     for step in (1, 2):
         manager.save(step, {"w": np.full(3, step)})
     newest = max((tmp_path / "roots").iterdir())
-    if data is None:  # a root whose name says something else
+    if data is None:  # a manifest whose name contradicts its content
         data = newest.read_bytes().replace(b'"step": 2', b'"step": 1')
     newest.write_bytes(data)
     (tmp_path / "roots" / "99999999.0123456789abcdef.json").write_bytes(b"junk")
@@ -297,12 +297,12 @@ def test_huge_tensors_of_small_files_take_no_memory(name, one):
     index["shards"] = [lying_shard(**HUGE[name])]
     index["files"] = index["files"][:1]
     if HUGE[name].get("bytes", 0) > 8:
-        index["files"][0]["bytes"] = 2**44  # as large as any
+        index["files"][0]["bytes"] = 2**44  # the largest size that is accepted
     one.put_index(index)
     manifest = json.loads((one.folder / "manifest.json").read_bytes())
     manifest["indexes"]["data_bytes"] = [index["shards"][0]["bytes"]]
     one.put_manifest(manifest)
-    inspect(str(one)).tensors()  # it may be said, but not be had
+    inspect(str(one)).tensors()  # the metadata are valid, but the memory cannot be allocated
     tracemalloc.start()
     try:
         for mmap in (False, True):
@@ -316,7 +316,7 @@ def test_huge_tensors_of_small_files_take_no_memory(name, one):
         tracemalloc.stop()
 
 
-# What costs most for its length: bytes of the text -> peak memory, in a process of its own.
+# The costliest documents for their length: bytes of the text -> peak memory, in a new process.
 COSTLY = {
     "numbers": lambda n: b'"x":[' + b"1," * (n // 2) + b"1]",
     "lists": lambda n: b'"x":[' + b"[]," * (n // 3) + b"1]",

@@ -1,6 +1,6 @@
-"""State dicts of arrays that lie, change while they are looked at, or run out of memory.
+"""State dicts of arrays that misreport themselves, change during a call, or exhaust memory.
 
-Nothing may crash or read what is not there; a call that fails changes nothing.
+No call may crash or read outside of an array; a call that fails changes nothing.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ F32 = np.dtype(np.float32)
 
 
 class Says:
-    """An array that says whatever it was told to, and lends the memory of another one."""
+    """An array that reports given attributes, and exports the memory of another array."""
 
     def __init__(self, array, **said):
         self.array = array
@@ -34,7 +34,7 @@ class Says:
         return self.array.__dlpack_device__()
 
 
-# ---- shapes, dtypes and sizes that are not so ----
+# ---- false shapes, dtypes and sizes ----
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -145,7 +145,7 @@ class _Tensor(ctypes.Structure):
 
 
 class Handmade:
-    """Exports what it is told to, true or not."""
+    """Exports given DLPack fields, true or false."""
 
     def __init__(self, *, data=True, rank=1, shape=(4,), strides=None, dtype=(2, 32, 1)):
         self.memory = (ctypes.c_char * 64)()
@@ -201,7 +201,7 @@ def test_what_handmade_tensors_hold_where_nothing_is_wrong():
 
 
 class SameCapsule:
-    """Gives the one capsule that it has to everybody."""
+    """Returns the same capsule to every caller."""
 
     shape, dtype = (4,), F32
 
@@ -306,7 +306,7 @@ def test_an_update_without_memory_changes_nothing():
         pytest.skip("no failing allocations here")
     new, failed = np.zeros(1), 0
     updates = StateDict.update, StateDict.__ior__, StateDict.__init__
-    # the old names have room for a few more: memory runs out in the middle
+    # the dict has spare capacity for a few names, so memory runs out half-way
     for count, added in ((0, 60), (60, 40), (80, 8)):
         old = {f"k{i}": np.ones(1) for i in range(count)}
         more = dict.fromkeys([f"k{i}" for i in range(0, count, 2)][:30], new)

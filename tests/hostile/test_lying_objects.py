@@ -1,4 +1,4 @@
-"""Objects that lie about themselves can at worst raise an exception."""
+"""Objects that misreport themselves cause an exception at worst."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from mlstate.state import diff
 
 
 class Liar:
-    """Says one shape and dtype, exports the memory of another array."""
+    """Reports one shape and dtype, and exports the memory of another array."""
 
     def __init__(self, says, has):
         self.shape, self.dtype, self.nbytes = says.shape, says.dtype, says.nbytes

@@ -1,8 +1,8 @@
-"""What each rank does in test_hosts.py, on one of two hosts.
+"""The ranks of test_hosts.py, on one of two hosts.
 
-`python host_ranks.py gloo RANK RANKS NAME...` meets the others through MASTER_ADDR, and
-`mpiexec ... python host_ranks.py mpi NAME...` through MPI. Each rank prints one line of JSON
-for each scenario: its name, the rank, what the scenario returned or what went wrong, the host.
+`python host_ranks.py gloo RANK RANKS NAME...` finds the others through MASTER_ADDR, and `mpiexec
+... python host_ranks.py mpi NAME...` through MPI. Each rank prints one line of JSON for each
+scenario: its name, the rank, the result or the error, the host.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from group_model import inputs, reduced, same_bits
 
 from mlstate import CollectiveError
 
-LARGE = 3 << 20  # elements of float32 that each rank gives
+LARGE = 3 << 20  # elements of float32 from each rank
 
 SCENARIOS = {}
 
@@ -33,7 +33,7 @@ def scenario(function):
 
 @scenario
 def large_sums(group):
-    """A reduce-scatter whose parts must travel; returns a digest of this rank's."""
+    """A reduce-scatter whose parts must cross the cable; returns a digest of this rank's part."""
     everyones = inputs(group.world_size, LARGE, "float32")
     part = group.reduce_scatter(everyones[group.rank])
     length = LARGE // group.world_size
@@ -49,7 +49,7 @@ def states_are_collected(group):
 
 @scenario
 def a_cut_cable_is_an_error(group):
-    """Ranks reduce until the cable between hosts is cut, and each is told; returns the error."""
+    """Ranks reduce until the cable between the hosts is cut; each must raise. Returns the error."""
     group.barrier()
     say("ready", group.rank, "")
     end = time.monotonic() + 60
@@ -64,7 +64,7 @@ def a_cut_cable_is_an_error(group):
 
 
 def function_of(name):
-    """The function of a scenario; those of groups in general are shared with other tests."""
+    """The function of a scenario; general scenarios of groups are shared with other tests."""
     if name in SCENARIOS:
         return SCENARIOS[name]
     module = hook_ranks if hasattr(hook_ranks, name) else importlib.import_module("group_ranks")
@@ -72,7 +72,7 @@ def function_of(name):
 
 
 def say(name, rank, what):
-    """One write for a line: launchers mix what ranks print."""
+    """One write a line, because launchers interleave the output of ranks."""
     sys.stdout.write(json.dumps([name, rank, what, socket.gethostname()]) + "\n")
     sys.stdout.flush()
 
@@ -90,7 +90,7 @@ def over_gloo(rank, world, names):
     )
     with TorchGroup() as group:
         perform(group, names)
-    if "a_cut_cable_is_an_error" not in names:  # which leaves gloo in the middle
+    if "a_cut_cable_is_an_error" not in names:  # it leaves gloo in the middle of an operation
         dist.destroy_process_group()
 
 
@@ -114,7 +114,7 @@ def perform(group, names):
 def main():
     engine, *arguments = sys.argv[1:]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of its own internals
+        warnings.simplefilter("ignore")  # warnings about torch's internals
         if engine == "gloo":
             over_gloo(arguments[0], arguments[1], arguments[2:])
         else:

@@ -1,7 +1,7 @@
-"""Groups whose ranks are on two hosts: `make test-hosts` makes those, and runs this.
+"""Groups whose ranks are on two hosts: `make test-hosts` creates the hosts and runs this file.
 
-Sums are to have the same bits as on one host, and what ranks send is to be seen on the cable:
-an engine that finds shared memory behind the back of a test proves nothing.
+Sums must have the same bits as on one host, and the traffic must be visible on the cable: if an
+engine used shared memory, the test would prove nothing.
 """
 
 import json
@@ -25,7 +25,7 @@ A, B = "mls-a", "mls-b"
 LIMIT = 250
 PORTS = iter(range(29500, 29999))
 
-# How an engine is told to go over a network; each is the engine's name, and variables.
+# Variables that make each engine use the network; each item is the engine and its variables.
 ENGINES = {
     "gloo": ("gloo", {"GLOO_SOCKET_IFNAME": "veth0", "TP_SOCKET_IFNAME": "veth0"}),
     "mpich-ucx": ("mpich", {}),
@@ -58,7 +58,7 @@ def start(host, command, **variables):
 
 
 def commands(engine, places, names):
-    """What is started where: (host, command, variables) for each process or launcher."""
+    """(host, command, variables) of each process or launcher."""
     library, variables = ENGINES[engine]
     world = len(places)
     if library == "gloo":
@@ -90,7 +90,7 @@ def commands(engine, places, names):
 
 
 class Job:
-    """Processes that run scenarios; each is ended when the job is left."""
+    """Processes that run scenarios; the job kills them when it is left."""
 
     def __init__(self, engine, places, *names):
         self.places = places
@@ -113,13 +113,13 @@ class Job:
                 process.communicate()
 
     def results(self):
-        """Wait; return what each rank said of each scenario, and what was said besides."""
+        """Wait; return the report of each rank for each scenario, and the other output."""
         deadline, found, log = time.monotonic() + LIMIT, {}, ""
         for process in self.processes:
             out, err = process.communicate(timeout=max(1, deadline - time.monotonic()))
             log += f"exit {process.returncode}\n{out[-3000:]}\n{err[-3000:]}"
             for line in out.splitlines():
-                if line.startswith('["'):  # what libraries say has no quotes there
+                if line.startswith('["'):  # lines of libraries start differently
                     name, rank, outcome, host = json.loads(line)
                     found[name, rank] = outcome
                     assert host == self.places[rank], f"rank {rank} is on {host}\n{log}"
@@ -145,7 +145,7 @@ def engine(request):
 
 
 def carried():
-    """Bytes that have gone from host a to host b, and back."""
+    """Bytes sent from host a to host b, and back."""
     process = start(A, ["ip", "-j", "-s", "link", "show", "veth0"])
     out, err = process.communicate(timeout=20)
     assert process.returncode == 0, err
@@ -174,7 +174,7 @@ def test_ranks_of_two_hosts_do_what_ranks_of_one_do(engine, places):
 
 @pytest.fixture(scope="module")
 def sums():
-    """The digests of sums that an engine made on so many hosts, and the bytes on the cable."""
+    """The digests of an engine's sums on that many hosts, and the bytes on the cable."""
     known = {}
 
     def made(engine, places):
@@ -191,7 +191,7 @@ def sums():
 
 
 def test_what_ranks_send_goes_over_the_cable_and_sums_have_the_bits_of_one_host(engine, sums):
-    least = 1 * 2 * LARGE * 4 // 3  # bytes in each direction: each rank's part from each other
+    least = 1 * 2 * LARGE * 4 // 3  # bytes each way: each rank's part from each other rank
     here, there = sums(engine, (A, A, A)), sums(engine, (A, B, B))
     assert here[0] == there[0]
     assert min(there[1]) >= least, there[1]
@@ -205,7 +205,7 @@ def test_all_engines_make_the_same_bits(sums):
 
 
 def test_a_cut_cable_is_an_error_on_every_rank(engine):
-    """The cable is plugged in again, because launchers use it too."""
+    """The test reconnects the cable afterwards, because launchers use it too."""
     with Job(engine, (A, B, B), "a_cut_cable_is_an_error") as job:
         assert any(line.startswith('["ready"') for line in job.processes[0].stdout)
         try:
@@ -232,7 +232,7 @@ except CollectiveError as error:
 
 @pytest.mark.parametrize("told", [True, False])
 def test_a_local_group_over_two_hosts_is_refused(told):
-    """Launchers that say how many ranks are here let it fail at once; else nobody comes."""
+    """If the launcher sets LOCAL_WORLD_SIZE, joining fails at once; otherwise it times out."""
     variables = {"WORLD_SIZE": "2", "MASTER_PORT": "29499", "PYTHONPATH": str(HERE.parents[1])}
     if told:
         variables["LOCAL_WORLD_SIZE"] = "1"

@@ -1,4 +1,4 @@
-"""A cache that grows in place: what moves, what is zeroed, who keeps memory alive."""
+"""A cache that grows in place: which bytes move or become zero, and what keeps memory alive."""
 
 import gc
 import os
@@ -258,7 +258,7 @@ def test_reserving_less_is_refused():
     assert state.capacity == 20
 
 
-# ---- life ----
+# ---- lifetime ----
 
 
 def test_an_array_outlives_its_state():
@@ -309,7 +309,7 @@ def test_the_parts_are_not_for_subclassing_or_making():
         type("Sub", (type(state._buffer),), {})
 
 
-# ---- ways in and out ----
+# ---- conversion ----
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -342,7 +342,7 @@ def test_contiguous_is_a_copy():
     assert not np.shares_memory(copy, state.array)
     copy[...] = 0
     assert (state.array == 7).all()
-    state.reserve(40)  # the copy is no view
+    state.reserve(40)  # the copy does not export the state's memory
 
 
 def test_numpy_takes_the_state_as_an_array():
@@ -370,7 +370,7 @@ def test_repr():
 
 
 class Growing(RuleBasedStateMachine):
-    """A state beside a plain list of positions that is cut and padded."""
+    """A state compared with a plain list of positions that is truncated and padded."""
 
     @initialize(
         length=st.integers(0, 9),
@@ -455,7 +455,7 @@ def test_eight_threads_share_one_state():
 
 @pytest.mark.timeout(60)
 def test_reserving_and_looking_at_once():
-    """Memory moves only while nobody looks; who looks never sees it move."""
+    """Memory moves only while nothing exports it; an exporter never sees it move."""
     state = filled(4, 8)
     stop, errors = threading.Event(), []
 

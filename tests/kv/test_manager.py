@@ -11,7 +11,7 @@ from mlstate.kv import StateTransitionManager
 @pytest.fixture
 def manager():
     made = StateTransitionManager()
-    for length in (512, 16, 8, 1024):  # in no order
+    for length in (512, 16, 8, 1024):  # in arbitrary order
         made.register_model(f"model_{length}", length)
     return made
 
@@ -120,7 +120,7 @@ def test_paths_lead_up(manager):
 
 
 def test_paths_begin_and_end_where_asked(manager):
-    """Other models of the ends' lengths are alternatives, not stations."""
+    """Other models with the length of an end are alternatives, and are not on the path."""
     manager.register_model("other_16", 16)
     path = manager.get_transition_path("model_16", "other_16")
     assert path[0] == "model_16" and path[-1] == "other_16"

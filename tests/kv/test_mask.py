@@ -1,4 +1,4 @@
-"""Attention masks, exact to their formula."""
+"""Attention masks, equal to their formula."""
 
 import itertools
 
@@ -14,7 +14,7 @@ FLOATS = ["float16", "bfloat16", "float32", "float64"]
 
 
 def formula(seq_length, attention_size, dtype=np.float16, fill=-np.inf):
-    """The source's own loop."""
+    """The source document's loop."""
     mask = np.full((1, 1, seq_length, seq_length), fill, dtype)
     for position in range(seq_length):
         start = max(0, position - attention_size)

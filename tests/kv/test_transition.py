@@ -1,4 +1,4 @@
-"""Expanding and compacting caches: every dtype, length and layout against plain NumPy."""
+"""Expanding and compacting caches: every dtype, length and layout compared with NumPy."""
 
 import functools
 
@@ -29,7 +29,7 @@ CONVERTIBLE = ["float16", "bfloat16", "float32", "float64"]
 
 
 def cache(length=8, dtype=np.float16):
-    """Every element another value, exact in all float formats but those of 8 bits."""
+    """Distinct elements, exact in all float formats of 16 bits and more."""
     return np.arange(2 * 3 * length * 5).reshape(2, 3, length, 5).astype(dtype)
 
 
@@ -209,7 +209,7 @@ def test_a_pad_is_a_number():
 
 @functools.cache
 def bits_to_convert(name):
-    """Each 16-bit pattern; for wider types the edges of every rounding and random bits."""
+    """Every 16-bit pattern; for wider types the edges of every rounding, and random bits."""
     dtype = dtype_of(name)
     if dtype.itemsize == 2:
         return np.arange(1 << 16, dtype=np.uint16).view(dtype)
@@ -219,7 +219,8 @@ def bits_to_convert(name):
     brains = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
     brains = brains[np.isfinite(brains)].astype(dtype)
     edges = [halves, brains]
-    with np.errstate(all="ignore"):  # the ties between two neighbours, and their neighbours
+    # the ties between two neighbours, and the values next to the ties
+    with np.errstate(all="ignore"):
         edges += [halves[:-1] / 2 + halves[1:] / 2, brains[:-1] / 2 + brains[1:] / 2]
     around = [e.view(unsigned) + np.array(d).astype(unsigned) for e in edges for d in (0, 1, -1)]
     random = random_bits((50_000,), unsigned)
@@ -227,7 +228,7 @@ def bits_to_convert(name):
 
 
 def assert_converts(values, dtype, wanted, **options):
-    """Transitions convert `values`, a flat array, to `wanted`."""
+    """Transitions convert the flat array `values` to `wanted`."""
     count = values.size // 7 * 7
     source = values[:count].reshape(1, 1, -1, 7)
     got = transition_kv_state(source, source.shape[2] + 1, dtype=dtype, **options)
@@ -331,7 +332,7 @@ def test_tokens_out_of_range_are_refused_before_anything_is_written(value, name,
         with pytest.raises(ValueError, match=f"NaN or out of the range of {wanted}"):
             transition_kv_state(source, 4, **options)
     assert (out == 7).all()
-    transition_kv_state(source, 4, 1, out=out)  # it is no token then
+    transition_kv_state(source, 4, 1, out=out)  # so the position is not in the cache
     assert not out.any()
 
 
@@ -488,7 +489,7 @@ def test_property_a_round_trip_keeps_the_tokens(case):
     assert back[:, :, position:].tobytes().strip(b"\0") == b""
 
 
-# ---- facts ----
+# ---- transition info ----
 
 
 def test_transition_info():

@@ -1,4 +1,4 @@
-"""What a transition refuses: one clear exception, raised before anything changes."""
+"""Invalid transitions raise one clear exception before anything changes."""
 
 import re
 
@@ -17,7 +17,7 @@ def cache(length=8, dtype=np.float16):
     return np.arange(2 * 3 * length * 5).reshape(2, 3, length, 5).astype(dtype)
 
 
-# Arguments behind the source, then the error with its text and facts.
+# Arguments after the source, then the error with its text and attributes.
 BAD_EXPANSIONS = [
     ((7,), CapacityError, "target_seq_length 7 is smaller than the source's 8: use compact_kv",
      ("at least 8", "7")),
@@ -116,7 +116,7 @@ def test_an_index_may_raise_what_it_likes():
 
 
 def refuses(error, text, source, length, position=None, *, out, **options):
-    """The call raises, and neither `out` nor the source has changed."""
+    """The call raises, and changes neither `out` nor the source."""
     before, source_before = out.copy(), source.copy()
     with pytest.raises(error, match=text) as caught:
         transition_kv_state(source, length, position, out=out, **options)
@@ -150,7 +150,7 @@ def test_out_and_dtype_must_agree():
     )  # fmt: skip
     assert transition_kv_state(cache(), 12, dtype="float32", out=out) is out
     assert_same_bits(out, expand(cache(), 12, None, 0, np.float32))
-    # bfloat16 is another dtype whether or not NumPy knows it
+    # bfloat16 is another dtype, with or without ml_dtypes
     refuses(CompatibilityError, "asks for bfloat16", cache(), 12, out=out, dtype="bfloat16")
 
 
@@ -181,7 +181,7 @@ def test_out_that_shares_memory_with_the_source():
 def test_out_beside_the_source_in_one_allocation():
     room = np.zeros((4, 3, 12, 5), np.float16)
     room[:2, :, :8] = cache()
-    # the first half's padding is out's neighbour
+    # the padding of the first half would overwrite `out`
     source = room[:2]
     assert transition_kv_state(source, 12, 8, out=room[2:]) is not None
     assert_same_bits(room[2:].copy(), expand(source, 12, 8))
@@ -225,7 +225,7 @@ def test_an_exporter_that_is_not_in_main_memory():
 
 @pytest.mark.parametrize("name", ["float16", "float32", "int8", "bool", "complex64"])
 def test_out_through_dlpack(name):
-    """Any exporter will do: the old form of the protocol, and the one with versions."""
+    """Any exporter works: the old form of the protocol, and the versioned one."""
     dtype = np.dtype(name)
     target = np.ones((2, 3, 12, 5), dtype)
 

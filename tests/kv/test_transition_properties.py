@@ -1,4 +1,4 @@
-"""Every instruction set gives the same bytes; memory is used as the documents say."""
+"""Every instruction set gives the same bytes, and memory use is as documented."""
 
 import os
 import tracemalloc
@@ -13,7 +13,7 @@ from mlstate.kv import compact_kv_state, transition_kv_state
 
 SETS = ("scalar", "avx2", "avx512", "neon")
 
-# What each instruction set computes, as one digest for each pair of dtypes.
+# The results of one instruction set, as one digest for each pair of dtypes.
 DIGESTS = """
 import hashlib, sys
 import numpy as np
@@ -72,7 +72,7 @@ for dtype in sorted(FLOATS & set(NAMES)):
 
 
 def offered():
-    """The instruction sets that this machine and this build have."""
+    """The instruction sets that this machine and this build support."""
     done = child.attempt("from mlstate import _core", MLSTATE_CPU="no such set")
     names = done.stderr.rpartition("choose one of:")[2]
     return [name for name in SETS if name in names.replace(",", " ").split()]
@@ -101,7 +101,7 @@ def test_each_way_to_store_gives_the_oracles_bytes(copy, of_the_oracle):
     assert sorted(lines) == sorted(of_the_oracle[1:])
 
 
-# Copies of every kind into memory beyond the cache; a fork while nothing is decided.
+# Copies of every kind into memory larger than the cache, and a fork before the choice is made.
 CHOICES = """
 import os
 import numpy as np
@@ -164,7 +164,7 @@ def test_the_best_set_is_chosen_by_default():
 
 
 def traced_peak(call):
-    """Bytes that NumPy and Python allocated at most, and the result."""
+    """The peak of bytes allocated by NumPy and Python, and the result."""
     tracemalloc.start()
     try:
         base = tracemalloc.get_traced_memory()[0]
@@ -202,7 +202,7 @@ def test_a_fresh_result_is_all_that_is_allocated(to, low_memory):
 @pytest.mark.parametrize("pad", [0.0, -0.0, 1.0])
 def test_low_memory_gives_the_same_result(low_memory, pad):
     source = np.arange(4 * 2 * 100 * 64, dtype=np.float32).reshape(4, 2, 100, 64)
-    for length in (200, 20_000):  # below and above the size from which pages stay untouched
+    for length in (200, 20_000):  # below and above the size at which zero pages stay untouched
         got = transition_kv_state(source, length, 77, pad, low_memory=low_memory)
         assert_same_bits(got, expand(source, length, 77, pad))
         got = transition_kv_state(source, length, 77, pad, np.float16, low_memory=low_memory)
@@ -218,7 +218,7 @@ def test_low_memory_gives_the_same_result_if_heads_span_huge_pages():
 
 
 def test_memory_that_was_used_before_is_padded_too():
-    """A fresh result may be memory that another array left behind, not all zeros."""
+    """A fresh result may use memory that another array freed, with old content."""
     for length in (300, 70_000):
         for _ in range(3):
             np.full((2, 1, length, 64), 7, np.float32)

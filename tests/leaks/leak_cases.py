@@ -1,4 +1,4 @@
-"""Cases of `test_leaks`: calls that must give back all they take."""
+"""Cases of `test_leaks`: calls that must release all they allocate."""
 
 import pytest
 
@@ -7,7 +7,7 @@ CASES = []
 
 
 def case(*names, calls=CALLS):
-    """Register a case that covers the public `names` ("Class.method" for methods)."""
+    """Register a case that covers these public `names` ("Class.method" for methods)."""
 
     def register(function):
         function.calls = calls
@@ -19,7 +19,7 @@ def case(*names, calls=CALLS):
 
 
 def raises(error, call, *args, **kwargs):
-    """A call that must end in `error`, which takes its traceback along when it is dropped."""
+    """A call that must raise `error`, whose traceback is dropped afterwards."""
 
     def run():
         try:
@@ -32,7 +32,7 @@ def raises(error, call, *args, **kwargs):
 
 
 def each(*calls):
-    """All `calls`, one after the other."""
+    """A function that makes all `calls` in turn."""
 
     def run():
         for call in calls:

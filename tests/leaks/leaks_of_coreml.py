@@ -1,4 +1,4 @@
-"""What `test_leaks` calls of Core ML states."""
+"""Leak cases of Core ML states."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def specs(_):
 
 @case()
 def hostile_specs(tmp_path):
-    # Readable as protobuf, but no Core ML specification: rejected deep in the reader.
+    # valid protobuf, but no Core ML specification: rejected late in the reader
     folder = tmp_path / "bad.mlpackage"
     for name in ("Manifest.json", "Data/com.apple.CoreML/model.mlmodel"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

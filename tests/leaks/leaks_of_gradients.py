@@ -1,4 +1,4 @@
-"""What `test_leaks` calls of gradients: accumulated, scattered, clipped, verified."""
+"""Leak cases of gradients: accumulated, scattered, clipped, verified."""
 
 import asyncio
 
@@ -126,7 +126,7 @@ def scattered(_):
         compressed.scatter_multiple(units, gradients)
         hook.use_units(units)
         hook.add_gradient("b", gradients["b"])
-        hook.close()  # a pass that is given up
+        hook.close()  # an abandoned pass
 
     return use, [gradients, *gradients.values(), *bad.values(), group]
 
@@ -142,7 +142,7 @@ def awaited(_):
         broken = hook.scatter_multiple_async(unit, {"w": None})
         raises(errors.CollectiveError, asyncio.run, broken)()
 
-    return use, []  # asyncio makes circles
+    return use, []  # asyncio creates reference cycles
 
 
 @case("FSDPShardingUnit", *public("FSDPShardingUnit"), "ReduceScatterOperation",

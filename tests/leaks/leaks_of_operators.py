@@ -1,4 +1,4 @@
-"""What `test_leaks` calls of the search for schedules and of the choice of operators."""
+"""Leak cases of the search for schedules and of operator selection."""
 
 import numpy as np
 import pytest

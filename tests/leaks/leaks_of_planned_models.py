@@ -1,4 +1,4 @@
-"""What `test_leaks` calls of plans on torch models: measured, checked, run."""
+"""Leak cases of plans on torch models: measured, checked, run."""
 
 import pytest
 from leak_cases import case, each, raises
@@ -25,7 +25,7 @@ def planned(_):
             loss = run(x).sum()
             loss.backward(retain_graph=True)
             raises(activation_error(), loss.backward)()
-            run(x)  # its backward pass never comes
+            run(x)  # the backward pass is omitted
         model.zero_grad()
 
     return use, [model, x, made]

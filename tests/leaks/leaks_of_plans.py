@@ -1,4 +1,4 @@
-"""What `test_leaks` calls of plans: chains, schedules, curves, and what is refused."""
+"""Leak cases of plans: chains, schedules, curves and errors."""
 
 import pickle
 
@@ -9,7 +9,7 @@ from mlstate import _core, activation, errors
 
 
 def chain_of(blocks, **options):
-    """A chain whose blocks differ, with names."""
+    """A chain of different blocks, with names."""
     rng = np.random.default_rng(3)
     activation_bytes = rng.integers(100, 1000, blocks + 1)
     return activation.Chain(

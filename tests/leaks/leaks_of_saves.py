@@ -1,4 +1,4 @@
-"""Cases of `test_leaks`: saves that go on while the state changes."""
+"""Leak cases of asynchronous saves."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""What `test_leaks` calls of strategies: decisions, copies, composites, managers."""
+"""Leak cases of strategies: decisions, copies, composites, managers."""
 
 import copy
 import pickle
@@ -13,7 +13,7 @@ NAMES = tuple(f"layers.{i}.größe" for i in range(40))
 
 
 class Shaped:
-    """An activation that has no elements, of more axes and sizes than most."""
+    """An activation without elements, with unusually many axes and large sizes."""
 
     shape, dtype = [np.int64(2), 3, 4, 5, 1], "bfloat16"
 

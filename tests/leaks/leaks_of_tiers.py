@@ -1,4 +1,4 @@
-"""What `test_leaks` calls of tiered states."""
+"""Leak cases of tiered states."""
 
 import itertools
 

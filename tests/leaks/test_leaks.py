@@ -1,8 +1,8 @@
-"""Every public function gives back what it takes: references, Python blocks, C memory.
+"""Every public function releases what it acquires: references, Python blocks, C memory.
 
-A case is a function that prepares its inputs and returns the call to repeat and the inputs
-whose reference counts must not change.  `test_every_public_name_has_a_case` fails when a
-public function, class or method has none, so a new name needs a line here.
+A case is a function that prepares its inputs and returns the call to repeat and the inputs whose
+reference counts must not change. `test_every_public_name_has_a_case` fails if a public function,
+class or method has no case, so a new name needs a case here.
 """
 
 import copy
@@ -47,6 +47,8 @@ from mlstate import (
 )
 from mlstate.collectives._group_base import Engine
 
+pytestmark = pytest.mark.long
+
 MODULES = (
     mlstate,
     activation,
@@ -60,12 +62,12 @@ MODULES = (
     state,
     threads,
 )
-FEW = 40  # calls of those that wait for the disk
-FIRST, SHORT = 12, 20  # calls while caches fill, and in a round that is enough for most
-ROUNDS = 6  # each twice as long as the one before: Python from 3.13 on has caches that fill slowly
-FEW_BYTES = 4  # a call
+FEW = 40  # number of calls for cases that wait for the disk
+FIRST, SHORT = 12, 20  # calls while caches fill, and in a round that is enough for most cases
+ROUNDS = 6  # each twice as long as the previous one: since Python 3.13 some caches fill slowly
+FEW_BYTES = 4  # allowed bytes a call
 
-# Names that nobody calls: protocols for annotations.
+# Names that cannot be called: protocols for annotations.
 NOT_CALLED = {
     "CheckpointStrategy",
     *(f"CheckpointStrategy.{n}" for n in vars(activation.CheckpointStrategy) if n[0] != "_"),
@@ -81,7 +83,7 @@ NOT_CALLED = {
 
 
 def members(thing):
-    """Public names of a class, those of its engine too."""
+    """Public names of a class, and of its engine."""
     classes = [thing, *(base for base in thing.__mro__ if base is Engine)]
     return {name: vars(owner)[name] for owner in classes for name in vars(owner) if name[0] != "_"}
 
@@ -175,7 +177,7 @@ def kv_state(_):
         view = state.array
         raises(errors.CapacityError, state.resize, 64)()
         del state
-        view[...] = 1  # a view keeps the memory
+        view[...] = 1  # a view keeps the memory alive
 
     return each(run, raises(ValueError, kv.KVState, (1, 1, 8, 4), 4)), [array]
 
@@ -303,7 +305,7 @@ def model_states(_):
         model = state.ModelStateDict(plain, model_type="x", layer_count=3)
         model.set_layer_state("layers.1", model.get_layer_state("layers.0"))
         model.layer_names(), model.layer_names(1)
-        model["layers.9.w"] = plain["layers.0.w"]  # the index is made again
+        model["layers.9.w"] = plain["layers.0.w"]  # the index is rebuilt
         model.get_layer_state("layers.9"), model.get_layer_state("none")
         raises(ValueError, model.get_layer_state, "layers.")()
         copy.copy(model)
@@ -510,7 +512,7 @@ def steps_of_a_run(tmp_path):
     numbers = itertools.count()
 
     def run():
-        warnings.simplefilter("ignore", UserWarning)  # keep=3 deletes steps of the manager before
+        warnings.simplefilter("ignore", UserWarning)  # keep=3 deletes steps of the previous manager
         with checkpoint.CheckpointManager(tmp_path / "run", keep=3) as manager:
             step = next(numbers)
             manager.save(step, model)
@@ -609,7 +611,7 @@ def local_groups(_):
         work(groups[0])
         helper.join()
         raises(errors.CollectiveError, groups[0].barrier, timeout=0.01)()
-        groups[0].abort(), groups[0].close()  # the other is not closed
+        groups[0].abort(), groups[0].close()  # the other group stays open
         raises(errors.CollectiveError, groups[0].barrier)()
         with collectives.LocalGroup.join("leaks", 0, 1) as group:
             group.barrier()
@@ -634,7 +636,7 @@ def local_processes(_):
 
 
 class LastOfAll:
-    """What is larger than a group."""
+    """An object greater than any number."""
 
     def __gt__(self, other):
         return True
@@ -672,7 +674,7 @@ def collected_states(_):
     return run, [whole, plain, other, target]
 
 
-# ---- the rest ----
+# ---- other functions ----
 
 
 @case("get_num_threads", "set_num_threads")
@@ -686,7 +688,7 @@ def thread_counts(_):
 
 @case("info")
 def described_machine(_):
-    found = mlstate.info()  # measures the copies, once
+    found = mlstate.info()  # measures copy speeds once
     return lambda: (str(mlstate.info()), found.to_dict(), found._repr_html_()), []
 
 
@@ -750,7 +752,7 @@ except (OSError, TypeError, AttributeError):
 
 
 def c_bytes():
-    """Bytes that malloc has given out and not got back, mapped blocks included, or 0."""
+    """The bytes that malloc has handed out, mapped blocks included, or 0."""
     if mallinfo is None:
         return 0
     info = mallinfo()
@@ -759,7 +761,7 @@ def c_bytes():
 
 @pytest.fixture(scope="module", autouse=True)
 def unlogged():
-    """Log nothing: pytest keeps each record."""
+    """Disable logging, because pytest keeps each record."""
     logging.disable()
     yield
     logging.disable(logging.NOTSET)
@@ -767,7 +769,7 @@ def unlogged():
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen():
-    """What was there before is not looked through at each collection: with torch that is much."""
+    """Exclude existing objects from collections: with torch they are many."""
     gc.collect()
     gc.freeze()
     yield
@@ -775,13 +777,13 @@ def frozen():
 
 
 def settle():
-    """Let threads that have done their work end: each keeps some memory until then."""
+    """Let idle threads end: each keeps some memory until then."""
     time.sleep(0.005)
     gc.collect()
 
 
 def measured(call, calls=CALLS):
-    """(blocks, C bytes) that so many calls leave behind."""
+    """(blocks, C bytes) that this many calls leave behind."""
     settle()
     blocks, memory = sys.getallocatedblocks(), c_bytes()
     for _ in itertools.repeat(None, calls):
@@ -791,12 +793,13 @@ def measured(call, calls=CALLS):
 
 
 def leavings(call, calls):
-    """What `calls` calls leave behind in each of some rounds, or nothing if they leak nothing.
+    """What `calls` calls leave behind in each of several rounds, or nothing if they do not leak.
 
-    A leak shows in every round, what a cache keeps in fewer and fewer: one clean round of
-    blocks and one of bytes are enough.  Most calls leave nothing at all, which a few show: less
-    is left than a third of a block a call, of C's smallest too, and no more than that was freed
-    beside it.  Others keep and free something now and then.
+    A leak shows in every round, a filling cache in fewer and fewer: one round clean of blocks and
+    one clean of bytes are enough. Most calls leave nothing at all, and short rounds prove it: the
+    number of blocks changes by less than a third of a block a call, C memory by less than the
+    smallest allocation a call, in either direction. Other calls keep and free memory now and then,
+    and need longer rounds.
     """
     clean, rounds = set(), []
     for number in range(-3, ROUNDS):
@@ -816,7 +819,7 @@ def leavings(call, calls):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder in memory, if there is one: thousands of saves need not wait for the disk."""
+    """A folder in memory, if possible: thousands of saves need not wait for the disk."""
     if not os.access("/dev/shm", os.W_OK):
         yield tmp_path
         return
@@ -830,7 +833,7 @@ def test_nothing_is_left_behind(prepare, folder):
     call, inputs = prepare(folder)
     for _ in range(FIRST):  # caches fill
         call()
-    gc.collect()  # what failed calls leave in circles is no loss, but counts
+    gc.collect()  # cycles left by failed calls are collected; they are not leaks
     gc.freeze()
     counts = [sys.getrefcount(thing) for thing in inputs]
     left = leavings(call, prepare.calls)
@@ -845,7 +848,7 @@ def test_nothing_is_left_behind(prepare, folder):
 @pytest.mark.skipif(sys.getallocatedblocks() == 0, reason="counts the blocks of pymalloc")
 def test_a_leak_would_be_seen():
     kept = []
-    # a few blocks of earlier tests may go meanwhile
+    # a few blocks of earlier tests may be freed meanwhile
     assert measured(lambda: kept.append(object()))[0] >= CALLS - CALLS // 6
     if mallinfo is not None:
         assert measured(lambda: kept.append(np.empty(1000)))[1] >= CALLS * 8000

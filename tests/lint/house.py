@@ -1,4 +1,4 @@
-"""What the lint tests share: where files are, and C text without its comments."""
+"""Shared by the lint tests: lists of files, and C text without its comments."""
 
 import re
 import shutil
@@ -12,7 +12,7 @@ BINDINGS = ROOT / "csrc" / "python"
 PACKAGE = ROOT / "mlstate"
 TESTS = ROOT / "tests"
 
-# One file per instruction set: its base name's test runs every variant.
+# One file per instruction set: the test of the base name runs every variant.
 VARIANT = re.compile(r"_(scalar|sse\w*|avx\w*|neon|sve|x86|armv8|arm)$")
 
 
@@ -22,8 +22,8 @@ def base_name(stem):
 
 
 def c_files(*folders):
-    """All sources and headers of `folders`, sorted."""
-    return sorted(p for folder in folders for p in folder.rglob("*.[ch]"))
+    """All sources, headers and tables of macros of `folders`, sorted."""
+    return sorted(p for f in folders for end in ("[ch]", "def") for p in f.rglob(f"*.{end}"))
 
 
 def python_files():
@@ -48,7 +48,7 @@ _C_TOKEN = re.compile(
 
 
 def c_code(path):
-    """The C text with comments blanked and strings emptied; line numbers stay."""
+    """The C text with comments blanked and strings emptied; line numbers are preserved."""
 
     def blank(match):
         text = match.group()
@@ -71,7 +71,7 @@ def matches(pattern, path):
 
 @cache
 def tracked_files():
-    """Every file that is, or would be, in the repository."""
+    """Every file that is tracked by git, or would be."""
     git = shutil.which("git")
     if git and (ROOT / ".git").exists():
         command = [git, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -93,7 +93,7 @@ def tracked_files():
 
 @cache
 def text_files():
-    """(path, text) of each tracked file that is UTF-8 text; pictures of notebooks are cut out."""
+    """(path, text) of each tracked file in UTF-8, without the images in notebooks."""
     texts = []
     for path in tracked_files():
         raw = path.read_bytes()

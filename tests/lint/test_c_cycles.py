@@ -1,4 +1,4 @@
-"""No C file depends, by an include or by a function that it calls, on a file that needs it."""
+"""C files do not depend on each other in cycles, by includes or by calls."""
 
 import re
 from graphlib import CycleError, TopologicalSorter
@@ -8,13 +8,13 @@ import pytest
 
 FILES = house.c_files(house.CORE, house.BINDINGS)
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
-# A definition begins at the margin: everything up to the name, and the parameters.
+# A definition starts in the first column: everything up to the name, and the parameters.
 FUNCTION = re.compile(r"^(?!static |typedef |#)[A-Za-z_][^;{}#=()]*?\b(mls\w*)\s*\([^;{}]*\)\s*\{")
 TABLE = re.compile(r"^(?!static |extern |typedef )[A-Za-z_][\w \*]*?\b(mls\w+)(?:\[[^\]]*\])? = \{")
 
 
 def definitions(path):
-    """Names of the functions and tables that a source defines for other files."""
+    """Names of the functions and tables that a source defines with external linkage."""
     if path.suffix != ".c":
         return set()
     code = house.c_code(path)

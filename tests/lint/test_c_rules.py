@@ -1,4 +1,4 @@
-"""Rules for C that no compiler checks."""
+"""Rules for C that compilers do not check."""
 
 import re
 
@@ -8,7 +8,7 @@ import pytest
 ALL = house.c_files(house.CORE, house.BINDINGS)
 SOURCES = [path for path in ALL if path.suffix == ".c"]
 
-# Tables that CPython's API takes as pointers to non-const; nothing writes to ours.
+# Tables that CPython's API takes as pointers to non-const; it does not write to them.
 API_TABLES = {"PyMethodDef", "PyModuleDef", "PyModuleDef_Slot", "PyType_Slot", "PyType_Spec"}
 API_TABLES |= {"PyMemberDef", "PyGetSetDef"}
 

@@ -7,13 +7,13 @@ import inspect
 import house
 import pytest
 
-# Importing these does something.
+# Importing these modules has side effects.
 SKIPPED = {"mlstate.__main__"}
 MODULES = [name for p in house.python_files() if (name := house.module_name(p)) not in SKIPPED]
 
 
 class Finder(doctest.DocTestFinder):
-    """Examples run once, in the module that a name reports; it may be written in another."""
+    """Each example runs once, in the module that a name reports, even if defined elsewhere."""
 
     def _from_module(self, module, thing):
         if isinstance(thing, property) or not hasattr(thing, "__module__"):
@@ -25,7 +25,7 @@ class Finder(doctest.DocTestFinder):
 def test_examples_run(name, tmp_path, monkeypatch):
     module = importlib.import_module(name)
     for public in getattr(module, "__all__", ()):
-        getattr(module, public)  # the top level imports a name when it is first used
+        getattr(module, public)  # the top level imports a name on first use
     if name.startswith("mlstate.integrations."):
         framework = {"mpi": "mpi4py"}.get(name.split(".")[2], name.split(".")[2])
         pytest.importorskip(framework, reason="its examples need the framework")
@@ -42,7 +42,7 @@ def public_names():
     for name in MODULES:
         module = importlib.import_module(name)
         if name.startswith("mlstate.cli") or any(p.startswith("_") for p in name.split(".")):
-            continue  # called by name only inside the package
+            continue  # called by name only within the package
         for public in getattr(module, "__all__", ()):
             yield pytest.param(getattr(module, public), id=f"{name}.{public}")
 

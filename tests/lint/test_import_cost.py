@@ -1,4 +1,4 @@
-"""`import mlstate` costs nearly nothing; its modules cost what NumPy costs, and little more."""
+"""`import mlstate` is nearly free; its modules cost little more than NumPy."""
 
 import os
 import statistics
@@ -56,7 +56,7 @@ def test_demo_and_command_line_are_not_loaded():
 
 @pytest.mark.slow
 def test_import_is_quick(record_property, tmp_path):
-    # with bytecode, as users have it: an empty variable is as good as none
+    # with bytecode, as users have it: an empty variable counts as unset
     compiled = {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
     run(MEASURE, **compiled)
     times = [float(run(MEASURE, **compiled)) for _ in range(7)]

@@ -1,4 +1,4 @@
-"""Data flows one way: core <- bindings <- package <- integrations <- command line."""
+"""Dependencies point one way: core <- bindings <- package <- integrations <- command line."""
 
 import ast
 import re
@@ -16,13 +16,53 @@ POSIX = {
     "dirent", "fcntl", "pthread", "sched", "signal", "sys/auxv", "sys/file", "sys/mman",
     "sys/random", "sys/stat", "sys/sysctl", "sys/types", "sys/uio", "sys/utsname", "unistd",
 }
-LINUX = {"linux/futex", "sys/syscall", "sys/vfs"}  # each behind its own #if
-APPLE = {"mach/mach"}  # the same
+LINUX = {"linux/futex", "sys/syscall", "sys/vfs"}  # each within its own #if
+APPLE = {"mach/mach"}  # likewise
 INTRINSICS = {"arm_acle", "arm_neon", "cpuid", "immintrin", "nmmintrin", "wmmintrin", "x86intrin"}
 WINDOWS = {"windows"}
 # fmt: on
 
-# Frameworks and tools that `import mlstate` must not need: only imported where used.
+# Each folder includes or imports only itself and folders of the lines above its own.
+CORE_ORDER = (
+    ("base", "planning/slots"),
+    ("runtime", "array", "activation"),
+    ("array/copy", "crc32c", "sharding", "planning"),
+    ("io", "kv", "state", "state/diff", "gradients/reduce"),
+    ("safetensors", "coreml", "gradients"),
+    ("collectives", "checkpoint/storage"),
+    ("checkpoint/index",),
+    ("checkpoint/read", "checkpoint/tiers"),
+    ("checkpoint/write", "checkpoint/ranks"),
+)
+BINDING_ORDER = (
+    ("common",),
+    ("activation", "checkpoint", "gradients", "kv", "state"),
+    (".",),
+)
+# A folder without a line belongs to the folder that it is in.
+PACKAGE_ORDER = (
+    ("_types", "_version", "_core"),
+    ("errors",),
+    ("_common",),
+    ("threads", "_sharding", "state", "kv", "activation", "collectives", "_info"),
+    ("coreml", "fsdp", "_safetensors"),
+    ("checkpoint/_store",),
+    ("distributed",),
+    ("checkpoint",),
+    ("plot",),
+    ("integrations/torch/_tensors",),
+    ("integrations/torch/_activation", "integrations/torch/_checkpoint"),
+    ("integrations/torch/_collectives", "integrations/torch/_gradients"),
+    ("integrations/torch", "integrations/mpi", "integrations"),
+    ("demo",),
+    ("cli",),
+    ("__main__",),
+)
+ALLOWED_BACK = {
+    ("kv", "coreml"): "mlstate.kv has two functions of mlstate.coreml, imported on first use",
+}
+
+# Frameworks and tools that `import mlstate` must not need: imported on use only.
 OPTIONAL = {
     "torch",
     "coremltools",
@@ -65,7 +105,8 @@ def test_core_headers_do_not_include_each_other_in_a_circle():
         path.relative_to(house.CORE).as_posix(): [
             name for bracket, name in includes(path) if bracket == '"'
         ]
-        for path in house.CORE.rglob("*.h")
+        for path in house.c_files(house.CORE)
+        if path.suffix != ".c"
     }
     done = set()
     while len(done) < len(graph):
@@ -150,3 +191,63 @@ def test_only_numpy_is_imported_from_outside(path):
         if name.split(".")[0] not in known
     ]
     assert not bad, "not in the dependencies:\n" + "\n".join(bad)
+
+
+def places_of(order):
+    """Return {folder: its line in an order}."""
+    return {folder: line for line, folders in enumerate(order) for folder in folders}
+
+
+def arrows_back(arrows, order):
+    """Return the arrows (from, to, where) that do not point to a line above."""
+    place = places_of(order)
+    return [
+        f"{where}: {mine} needs {other}"
+        for mine, other, where in arrows
+        if mine != other and (mine, other) not in ALLOWED_BACK and place[other] >= place[mine]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("root", "order"),
+    [(house.CORE, CORE_ORDER), (house.BINDINGS, BINDING_ORDER)],
+    ids=["core", "python"],
+)
+def test_folders_include_only_folders_above_them(root, order):
+    arrows = [
+        (
+            path.parent.relative_to(root).as_posix(),
+            name.rpartition("/")[0] or ".",
+            f"{house.relative(path)}: {name}",
+        )
+        for path in house.c_files(root)
+        for bracket, name in includes(path)
+        if bracket == '"' and (root / name).is_file()
+    ]
+    assert len(arrows) > 100
+    assert {mine for mine, _, _ in arrows} <= set(places_of(order)), "a folder without a line"
+    bad = arrows_back(arrows, order)
+    assert not bad, "\n".join(bad)
+
+
+def package_folder(parts):
+    """Return the longest beginning of a module's path that has a line in the package's order."""
+    known = places_of(PACKAGE_ORDER)
+    for length in range(len(parts), 0, -1):
+        name = "/".join(parts[:length])
+        if name in known:
+            return name
+    return None
+
+
+def test_packages_import_only_packages_above_them():
+    arrows = []
+    for path in house.python_files():
+        mine = package_folder(house.module_name(path).split(".")[1:])
+        for line, name, where in imports(path):
+            other = package_folder(name.split(".")[1:])
+            if where != "typing" and name.startswith("mlstate.") and mine and other:
+                arrows.append((mine, other, f"{house.relative(path)}:{line}"))
+    assert len(arrows) > 500
+    bad = arrows_back(arrows, PACKAGE_ORDER)
+    assert not bad, "\n".join(bad)

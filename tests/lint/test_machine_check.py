@@ -1,4 +1,4 @@
-"""A machine on which mlstate cannot be built is told what is missing, in one line."""
+"""If mlstate cannot be built on this machine, one line names the missing tool."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ def check(**environment):
 
 
 def fake(tmp_path, name, text):
-    """A program that stands in for Python or the compiler."""
+    """A fake program in the place of Python or the compiler."""
     path = tmp_path / name
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)

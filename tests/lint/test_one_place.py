@@ -57,6 +57,7 @@ def test_only_the_table_lists_all_dtypes():
     found = {
         path.relative_to(house.ROOT).as_posix()
         for path in sources
-        if LISTED.search(path.read_text().replace("DLPACK_F8_E4M3FNUZ", ""))
+        if path.name != "dtypes.def"
+        and LISTED.search(path.read_text().replace("DLPACK_F8_E4M3FNUZ", ""))
     }
     assert not found

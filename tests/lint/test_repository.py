@@ -1,4 +1,4 @@
-"""What the repository holds, and what it must not."""
+"""Files that the repository must contain, and files that it must not."""
 
 import ast
 import re
@@ -7,7 +7,7 @@ import house
 import pytest
 
 THIS = "tests/lint/test_repository.py"
-# Modules without behaviour of their own.
+# Modules without behaviour.
 UNTESTED = {"__init__", "__main__", "_version", "_types"}
 
 FORBIDDEN = {
@@ -99,7 +99,7 @@ def test_each_module_has_a_test():
         else:
             missing[path] = f"tests/test_{name}.py"
     grew = True
-    while grew:  # what a tested module imports from is tested through it, if private
+    while grew:  # a private module is tested through the tested modules that import it
         served = set().union(*(imported_by(path) for path in tested))
         grew = {path for path in missing if is_private(path) and path.stem in served}
         tested |= grew

@@ -1,4 +1,4 @@
-"""Files and functions that one can read in one sitting."""
+"""Limits for the length of files and functions."""
 
 import statistics
 
@@ -54,7 +54,7 @@ def test_file_can_be_read_in_one_sitting(path):
 
 
 def counted(path):
-    """(non-blank lines, lines that hold a comment) of a C file."""
+    """(non-blank lines, lines with a comment) of a C file."""
     total = comments = 0
     inside = False
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -85,7 +85,7 @@ def test_headers_are_commented():
 
 
 def code_lines(folder):
-    """Lines that hold code: the core's many comments ask for no tests."""
+    """Lines with code: the core's many comments need no tests."""
     return sum(sum(map(bool, house.c_code(p).split("\n"))) for p in house.c_files(folder))
 
 

@@ -1,4 +1,4 @@
-"""What the compiled module shows to the world, and what it can change."""
+"""The symbols that the compiled module exports, and its writable data."""
 
 import re
 import shutil
@@ -15,7 +15,7 @@ nm = shutil.which("nm")
 needs_nm = pytest.mark.skipif(
     sys.platform != "linux" or nm is None, reason="reads ELF files with GNU nm"
 )
-# Instrumented builds bring symbols of their own.
+# Instrumented builds add symbols.
 FOREIGN = re.compile(r"^(_init|_fini|_edata|_end|__bss_start|__asan\w*|__gcov\w*|mangle_path)$")
 
 
@@ -28,6 +28,7 @@ def test_only_the_init_function_is_exported():
 
 
 @needs_nm
+@pytest.mark.long  # compiles the core
 def test_the_core_has_no_writable_data():
     if core_build.missing():
         pytest.skip(core_build.missing())
@@ -41,7 +42,7 @@ def test_the_core_has_no_writable_data():
         listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         for line in listing.splitlines():
             fields = [field.strip() for field in line.split("|")]
-            # .data.rel.ro holds constant tables of pointers: read-only once loaded.
+            # .data.rel.ro holds constant tables of pointers: read-only after loading.
             if len(fields) == 7 and re.match(r"\.(data|bss|tdata|tbss)(?!\.rel\.ro)", fields[6]):
                 bad.append(f"{path.stem}.c: {fields[0]} in {fields[6]}")
     assert not bad, "\n".join(bad)

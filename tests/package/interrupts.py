@@ -1,10 +1,10 @@
-"""Interrupt calls at each line, or by signals, and look at what stays; test_interrupts.py runs it.
+"""Interrupt calls at each line, or by signals, and check the state; test_interrupts.py runs it.
 
     python interrupts.py lines CASE MOST
     python interrupts.py signals CASE TRIES SEED
 
-A process of its own runs each case: its descriptors and threads are counted, and its end is part
-of the test. The answer is one line of JSON. `MOST` is how many lines are tried (0: all).
+Each case runs in its own process, whose descriptors and threads are counted, and whose exit is part
+of the test. The output is one line of JSON. `MOST` is the number of lines to try (0: all).
 """
 
 import ast
@@ -30,14 +30,14 @@ from mlstate.checkpoint import CheckpointManager, prune, reshard, save_async
 from mlstate.checkpoint._files.convert import read_any, write_any
 
 PACKAGE = str(Path(mlstate.__file__).parent) + os.sep
-SECONDS = 20  # for threads to end
+SECONDS = 20  # limit for threads to end
 OLD = {"a": np.arange(8, dtype=np.float32), "b": np.zeros(3000), "c": np.ones((4, 4))}
 NEW = {"a": np.arange(8, dtype=np.float32) + 1, "b": np.ones(3000), "c": np.ones((4, 4))}
 LITTER = "0123456789abcdef"
 
-# Lines at which Python itself leaves no way, by the reason. The first is found from the source.
+# Lines at which Python itself allows no cleanup, by reason. The first set is found from the source.
 WITH_EXIT = "the tracer is called between a `with` block and __exit__; no signal handler is"
-# function -> reason; the call after the interrupt is not examined
+# function -> reason; the state is not checked after an interrupt there
 NO_WAY = {}
 
 
@@ -51,15 +51,15 @@ class Save:
     options = MappingProxyType({})
 
     def prepare(self, folder):
-        """Make what the call needs."""
+        """Prepare the inputs of the call."""
         mlstate.save(folder / "ckpt", OLD, **self.options)
 
     def call(self, folder):
-        """Do what is interrupted."""
+        """Make the call that is interrupted."""
         mlstate.save(folder / "ckpt", NEW, **self.options)
 
     def check(self, folder):
-        """Look at what is there, and use it again."""
+        """Check the folder, and save to it again."""
         found = mlstate.load(folder / "ckpt").model
         assert same(found, OLD) or same(found, NEW), "neither the old state nor the new"
         mlstate.save(folder / "ckpt", NEW, **self.options)
@@ -68,34 +68,34 @@ class Save:
 
 
 class New(Save):
-    """mlstate.save into a folder that is not there."""
+    """mlstate.save into a folder that does not exist."""
 
     def prepare(self, folder):
-        """Nothing."""
+        """Prepare nothing."""
 
     def check(self, folder):
-        """The folder may hold nothing yet."""
+        """Check the folder, which may be empty."""
         mlstate.save(folder / "ckpt", NEW)
         clean(folder / "ckpt")
 
 
 class Incremental(Save):
-    """The same with layers over older files."""
+    """An incremental save over older files."""
 
     options = MappingProxyType({"incremental": True, "pack_below_bytes": 0})
 
 
 class Asynchronous(Save):
-    """save_async and wait; a save whose handle got lost goes on, and ends."""
+    """save_async and wait; a save whose handle was lost continues to its end."""
 
     files = (PACKAGE, threading.__file__)
 
     def call(self, folder):
-        """Do what is interrupted."""
+        """Make the call that is interrupted."""
         save_async(folder / "ckpt", NEW).wait()
 
     def check(self, folder):
-        """Use it again."""
+        """Check the folder, and save to it again."""
         super().check(folder)
         save_async(folder / "ckpt", OLD).wait()
         clean(folder / "ckpt")
@@ -105,7 +105,7 @@ class Load(Save):
     """mlstate.load."""
 
     def call(self, folder):
-        """Do what is interrupted."""
+        """Make the call that is interrupted."""
         mlstate.load(folder / "ckpt")
 
 
@@ -113,15 +113,15 @@ class Verify(Save):
     """mlstate.verify."""
 
     def call(self, folder):
-        """Do what is interrupted."""
+        """Make the call that is interrupted."""
         mlstate.verify(folder / "ckpt")
 
 
 class Repair(Save):
-    """mlstate.verify that puts an older step in the place of a damaged one."""
+    """mlstate.verify that replaces a damaged step by an older one."""
 
     def prepare(self, folder):
-        """Three steps, the last of them damaged."""
+        """Prepare three steps, the last of them damaged."""
         manager = CheckpointManager(folder / "ckpt", keep=3)
         for step in (1, 2):
             manager.save(step, OLD)
@@ -131,11 +131,11 @@ class Repair(Save):
             file.write(b"x")
 
     def call(self, folder):
-        """Do what is interrupted."""
+        """Make the call that is interrupted."""
         mlstate.verify(folder / "ckpt", repair=True)
 
     def check(self, folder):
-        """Finish it."""
+        """Repeat the call, which must succeed."""
         self.call(folder)
         manager = CheckpointManager(folder / "ckpt", keep=3)
         manager.save(4, NEW)
@@ -144,10 +144,10 @@ class Repair(Save):
 
 
 class Mend(Repair):
-    """mlstate.verify that writes a damaged header again."""
+    """mlstate.verify that rewrites a damaged header."""
 
     def prepare(self, folder):
-        """Three steps, the last of them with a damaged header."""
+        """Prepare three steps, the last of them with a damaged header."""
         manager = CheckpointManager(folder / "ckpt", keep=3)
         for step in (1, 2):
             manager.save(step, OLD)
@@ -157,7 +157,7 @@ class Mend(Repair):
             file.write(b"x")
 
     def check(self, folder):
-        """Finish it."""
+        """Repeat the call, which must succeed."""
         self.call(folder)
         clean(folder / "ckpt")
         manager = CheckpointManager(folder / "ckpt", keep=None)
@@ -166,40 +166,40 @@ class Mend(Repair):
 
 
 class Prune(Save):
-    """Deleting what a dead writer left."""
+    """mlstate.prune of files that a dead writer left."""
 
     def prepare(self, folder):
-        """A checkpoint with litter."""
+        """Prepare a checkpoint with leftover files."""
         super().prepare(folder)
         litter(folder / "ckpt")
 
     def call(self, folder):
-        """Do what is interrupted."""
+        """Make the call that is interrupted."""
         prune(folder / "ckpt")
 
     def check(self, folder):
-        """Finish it."""
+        """Repeat the call, which must succeed."""
         self.call(folder)
         super().check(folder)
 
 
 class Manager(Save):
-    """Two steps of a manager that gives up the oldest."""
+    """A manager that saves two steps and deletes the oldest."""
 
     def prepare(self, folder):
-        """Two steps."""
+        """Prepare two steps."""
         manager = CheckpointManager(folder / "ckpt", keep=2)
         for step in (1, 2):
             manager.save(step, OLD)
 
     def call(self, folder):
-        """Do what is interrupted."""
+        """Make the call that is interrupted."""
         self.manager = CheckpointManager(folder / "ckpt", keep=2)
         self.manager.save(3, NEW)
         self.manager.delete(2)
 
     def check(self, folder):
-        """The same manager goes on."""
+        """Save with the same manager."""
         manager = self.manager or CheckpointManager(folder / "ckpt", keep=2)
         found = manager.restore_latest()
         assert same(found.model, OLD if found.step < 3 else NEW)
@@ -217,14 +217,14 @@ class ManagerAsync(Manager):
     files = (PACKAGE, threading.__file__)
 
     def call(self, folder):
-        """Do what is interrupted."""
+        """Make the call that is interrupted."""
         self.manager = CheckpointManager(folder / "ckpt", keep=2)
         self.manager.save_async(3, NEW)
         self.manager.save_async(3, NEW)
         self.manager.close()
 
     def check(self, folder):
-        """The same manager goes on."""
+        """Save with the same manager."""
         manager = self.manager or CheckpointManager(folder / "ckpt", keep=2)
         manager.save_async(4, NEW)
         manager.close()
@@ -232,29 +232,29 @@ class ManagerAsync(Manager):
 
 
 class Reshard(Save):
-    """A checkpoint cut anew."""
+    """mlstate.reshard."""
 
     def call(self, folder):
-        """Do what is interrupted."""
+        """Make the call that is interrupted."""
         reshard(folder / "ckpt", folder / "cut", layout="rows", world_size=2, overwrite=True)
 
     def check(self, folder):
-        """Finish it."""
+        """Repeat the call, which must succeed."""
         self.call(folder)
         clean(folder / "cut")
         assert same(mlstate.load(folder / "cut").model, OLD)
 
 
 class Convert(Save):
-    """A checkpoint as files of other formats."""
+    """mlstate.convert to files of other formats."""
 
     def call(self, folder):
-        """Do what is interrupted."""
+        """Make the call that is interrupted."""
         write_any(folder / "file.npz", *read_any(folder / "ckpt"), overwrite=True)
         write_any(folder / "file.safetensors", *read_any(folder / "file.npz"), overwrite=True)
 
     def check(self, folder):
-        """Finish it."""
+        """Repeat the call, which must succeed."""
         self.call(folder)
         assert not list(folder.glob("*.tmp"))
 
@@ -277,19 +277,19 @@ CASES = {
 
 
 def same(found, state):
-    """Whether a state is the one that was saved."""
+    """Whether a state equals the saved one."""
     return all(np.array_equal(found[name], state[name]) for name in state)
 
 
 def litter(folder):
-    """What a writer leaves that dies."""
+    """Leave the files that a killed writer leaves."""
     names = [f"params/w.0-1.{LITTER}-0.safetensors", f"index/{LITTER}.0.json"]
     for name in [*names, f".mlstate-{LITTER}.tmp", f"roots/.mlstate-{LITTER}.tmp"]:
         (folder / name).write_bytes(b"x")
 
 
 def clean(folder):
-    """Nothing is left over, or temporary."""
+    """Check that no temporary or unused file remains."""
     report = mlstate.verify(folder)
     assert report, report
     temporary = [str(path) for path in folder.rglob("*.tmp")]
@@ -301,7 +301,7 @@ def clean(folder):
 
 @functools.cache
 def with_blocks(file):
-    """(line of a `with`, its last line) by the first."""
+    """Pairs (line of a `with`, its last line), by the block's first line."""
     tree = ast.parse(Path(file).read_text())
     found = {}
     for node in ast.walk(tree):
@@ -313,7 +313,7 @@ def with_blocks(file):
 
 
 class Tracer:
-    """Raise KeyboardInterrupt at one line event of this thread; 0: count them."""
+    """Raises KeyboardInterrupt at one line event of this thread; 0: only counts them."""
 
     def __init__(self, files, at):
         self.files = files
@@ -323,11 +323,11 @@ class Tracer:
         self.last = {}
 
     def __call__(self, frame, event, argument):
-        """A call."""
+        """Trace a call."""
         return self.local if frame.f_code.co_filename.startswith(self.files) else None
 
     def local(self, frame, event, argument):
-        """A line."""
+        """Trace a line."""
         if event == "line":
             line, code = frame.f_lineno, frame.f_code
             end = with_blocks(code.co_filename).get(line)
@@ -347,7 +347,7 @@ class Tracer:
 
 
 def run_traced(case, folder, at):
-    """Run the call with an interrupt at a line; return the tracer."""
+    """Make the call with an interrupt at a line; return the tracer."""
     tracer = Tracer(case.files, at)
     try:
         sys.settrace(tracer)
@@ -367,7 +367,7 @@ def spread(count, most):
 
 
 def descriptors():
-    """What is open."""
+    """The open descriptors."""
     found = []
     for entry in list(Path("/proc/self/fd").iterdir()):
         try:
@@ -378,7 +378,7 @@ def descriptors():
 
 
 def threads_end():
-    """Wait until only this thread is left."""
+    """Wait until only this thread runs."""
     end = time.monotonic() + SECONDS
     while len(threading.enumerate()) > 1 and time.monotonic() < end:
         time.sleep(0.001)
@@ -386,7 +386,7 @@ def threads_end():
 
 
 class Bench:
-    """Folders of one case, each prepared and tried once."""
+    """The folders of one case, each prepared and tried once."""
 
     def __init__(self, name):
         self.make = CASES[name]
@@ -395,11 +395,11 @@ class Bench:
         self.model.mkdir()
         self.make().prepare(self.model)
         self.failures = []
-        self.try_once(lambda case, folder: case.call(folder))  # imports, and what is opened once
+        self.try_once(lambda case, folder: case.call(folder))  # imports, and files that stay open
         self.open = descriptors()
 
     def try_once(self, call):
-        """Interrupt a call and look; what is wrong is a text, or None."""
+        """Interrupt a call and check the state; return the defect as text, or None."""
         folder = self.root / "work"
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(self.model, folder)
@@ -423,14 +423,14 @@ class Bench:
 
 
 def try_lines(name, most):
-    """Try lines of a case."""
+    """Try the lines of a case."""
     bench = Bench(name)
     tracer, wrong = bench.try_once(lambda case, folder: run_traced(case, folder, 0))
     assert wrong is None, wrong
     tried, skipped = {}, {}
     for at in spread(tracer.count, most):
         done, wrong = bench.try_once(lambda case, folder, at=at: run_traced(case, folder, at))
-        if done.where is None:  # waiting took fewer lines than before
+        if done.where is None:  # the call took fewer lines than before
             continue
         line, reason = done.where
         into = tried if reason is None else skipped.setdefault(reason, {})
@@ -444,7 +444,7 @@ def try_lines(name, most):
 
 
 def run_signalled(case, folder, delay):
-    """Run the call with a signal after some seconds; return whether it came in time."""
+    """Make the call with a signal after `delay` seconds; return whether it arrived in time."""
 
     def interrupt(number, frame):
         raise KeyboardInterrupt
@@ -463,7 +463,7 @@ def run_signalled(case, folder, delay):
 
 
 def run_timed(case, folder):
-    """Run the call; return how many seconds it took."""
+    """Make the call; return the seconds it took."""
     start = time.perf_counter()
     case.call(folder)
     return time.perf_counter() - start
@@ -487,7 +487,7 @@ def try_signals(name, tries, seed):
 
 
 def main(kind, name, *numbers):
-    """Print the result."""
+    """Print the result as JSON."""
     result = {"lines": try_lines, "signals": try_signals}[kind](name, *map(int, numbers))
     print(json.dumps(result))
 

@@ -1,4 +1,4 @@
-"""The C tests of the core, one pytest test for each file of tests/core."""
+"""The C tests of the core: one pytest test for each file of tests/core."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ assert FILES
 
 @pytest.fixture(scope="module")
 def built():
-    """Build all tests, as far as they build: their folder, and what was said."""
+    """Build all tests that compile; return their folder, and the compiler's output."""
     if core_build.missing():
         pytest.skip(core_build.missing())
     return core_build.make("tests")

@@ -1,4 +1,4 @@
-"""The extension module itself: loaded once, in the main interpreter, importing little."""
+"""The extension module: loaded once, in the main interpreter only, with few imports."""
 
 import child
 import pytest
@@ -227,7 +227,7 @@ def test_the_names_of_the_design():
         assert name in coreml.__all__
 
 
-# ---- the functions behind the public ones ----
+# ---- the private functions ----
 
 
 @pytest.mark.parametrize(
@@ -256,8 +256,8 @@ def test_the_buffer_counts_its_arguments():
         made.dtype = "f4"
 
 
-# Every call below must return or raise an exception that is not a SystemError: that one, like
-# a crash, is a defect of the binding.
+# Every call below must return, or raise an exception other than SystemError: a SystemError, like a
+# crash, is a defect of the binding.
 WRONG_ARGUMENTS = """
 import pathlib
 import random

@@ -1,4 +1,4 @@
-"""The demo as a user sees it."""
+"""The demo as a user runs it."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def test_the_text_goes_on_after_the_prompt(told):
     assert report.text.startswith("class Cache:")
     assert report.text.isprintable() or "\n" in report.text
     continued = report.text[184:]
-    assert "self" in continued and "return" in continued  # it learnt what Python looks like
+    assert "self" in continued and "return" in continued  # the model learned Python's syntax
     assert report.text.splitlines()[0] in printed
 
 
@@ -202,7 +202,7 @@ def test_both_ranks_are_told_of_bad_gradients_and_keep_the_others(told):
 
 @pytest.fixture
 def embedded(told):
-    """The demo's model and embedding, and lines that were said."""
+    """The demo's model and embedding, and its output."""
     made = story._Story(Path(story.__file__).parent / "data", lambda line: None)
     weights = mlstate.load_file(made.data / "model.safetensors")
     return made.model, weights["embed.weight"], []

@@ -1,4 +1,4 @@
-"""The demo's model and fixtures: NumPy equals torch, bits do not depend on the cache's length."""
+"""The demo's model and fixtures: NumPy equals torch; cache length does not change bits."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def import_tool(name: str):
     sys.path.insert(0, str(TOOLS))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of coremltools' and torch's own imports
+            warnings.simplefilter("ignore")  # warnings during the imports of coremltools and torch
             return importlib.import_module(name)
     finally:
         sys.path.remove(str(TOOLS))
@@ -93,7 +93,7 @@ def test_steps_give_the_logits_of_torch(model, prompt, torch_models):
         expected = peer(torch.tensor([tokens]))[0].numpy()
     cache = model.new_cache(256)
     got = [model.step(token, place, cache) for place, token in enumerate(tokens)]
-    # The cache rounds keys and values to float16, torch's whole-sequence pass does not.
+    # The cache rounds keys and values to float16; torch's pass over the whole sequence does not.
     np.testing.assert_allclose(got, expected, rtol=0.02, atol=0.06)
     assert (np.argmax(got, axis=1) == expected.argmax(axis=1)).mean() > 0.98
 
@@ -138,7 +138,7 @@ def test_prefill_agrees_with_single_steps(model, prompt):
 
 
 def layouts(cache: np.ndarray):
-    """The same values in memory of other lengths, strides and alignments; junk behind them."""
+    """The same values in memory of other lengths, strides and alignments, followed by junk."""
     shape, room = cache.shape, cache.shape[2]
     for context in (room, room + 1, 300, 512):
         longer = np.full((*shape[:2], max(context, room), shape[3]), 7.5, np.float16)
@@ -163,7 +163,7 @@ def test_logits_have_the_same_bits_in_any_cache(model, prompt, position):
     cache = model.new_cache(256)
     if position:
         model.prefill(tokens[:-1], cache)
-    kept = []  # so that temporaries of the next call lie elsewhere
+    kept = []  # so that temporaries of the next call have other addresses
     expected = model.step(tokens[-1], position, cache.copy())
     for other in layouts(cache):
         kept.append(np.empty(len(kept) * 24 + 8, np.uint8))
@@ -213,7 +213,7 @@ def test_the_prompt_fits_the_story(model, prompt):
 
 
 def test_the_model_knows_python(model, prompt):
-    """Next characters of code it has not seen as such are guessed well above chance."""
+    """It predicts the next character of unseen code well above chance."""
     tokens, cache = model.encode(prompt), model.new_cache(256)
     hits = 0
     for place, (token, following) in enumerate(itertools.pairwise(tokens)):

@@ -1,19 +1,19 @@
-"""What README and the pages of docs/ show is run, page by page, top to bottom.
+"""The examples of README and docs/ run, page by page, from top to bottom.
 
 A page's blocks share one namespace and one temporary working directory. In README and the start
 page each block has its own, because readers copy single blocks:
 
-- ``python`` blocks run; with ``no-run`` behind it they are only compiled, with
-  ``needs=NAME`` they are skipped where that module is missing, with ``file=NAME`` they are
-  kept as that file for a later block to run.
-- ``pycon`` blocks are doctests: what they print is compared.
+- ``python`` blocks run; with ``no-run`` they are only compiled, with
+  ``needs=NAME`` they are skipped if that module is missing, with ``file=NAME`` they are
+  stored as that file for a later block to run.
+- ``pycon`` blocks are doctests: their output is compared.
 - ``console`` blocks: lines that start with ``$ mlstate``, ``$ python FILE`` or ``$ torchrun``
-  run, and what they print is compared, in scripts with ``...`` as in doctests. Other commands
-  are not run. ``needs=NAME`` is for these too. Several ranks of ``torchrun`` are started here,
-  as it does, but by one process that has imported torch, which takes each of them seconds.
+  run, and their output is compared; ``...`` in a script works as in doctests. Other commands
+  do not run. ``needs=NAME`` works here too. Instead of ``torchrun`` one process that has
+  imported torch forks the ranks, because each import of torch takes seconds.
 
-The directory has the demo's packages where a checkout has them, so that a reader can do
-the same from the repository's root.
+The directory holds the demo's packages at the same paths as a checkout, so readers can run the
+blocks from the repository's root.
 """
 
 import doctest
@@ -35,7 +35,7 @@ from mlstate.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SEPARATE = {"README", "index"}  # pages whose blocks run one by one, each in a fresh namespace
+SEPARATE = {"README", "index"}  # pages whose blocks run separately, each in a fresh namespace
 FENCE = re.compile(r"^```(python|pycon|console)\b([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -57,7 +57,7 @@ def blocks_of(page):
 
 
 def values(block, key):
-    """What stands behind a block's ``key=``."""
+    """The values of ``key=`` on a block's first line."""
     return [word[len(key) + 1 :] for word in block.words if word.startswith(key + "=")]
 
 
@@ -87,7 +87,7 @@ def run_doctest(block, where, namespace):
 
 
 def run_script(words):
-    """What a script prints that is run as the page says, in a process of its own."""
+    """The output of a script, run in its own process by the page's command."""
     start = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}[words[0]]
     package = str(Path(mlstate.__file__).parents[1])
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -106,7 +106,7 @@ def run_script(words):
 
 
 def run_ranks(world, program, arguments, environment):
-    """What the ranks of a job print, one after the other, with the variables that torchrun sets."""
+    """The output of each rank of a job in turn, with the variables that torchrun sets."""
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
     job = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
@@ -149,7 +149,7 @@ def test_there_are_pages():
 
 
 def enter(folder, monkeypatch):
-    """Make `folder` the working directory, with the demo's packages as a checkout has them."""
+    """Make `folder` the working directory, with the demo's packages at the paths of a checkout."""
     (folder / "mlstate").mkdir(parents=True)
     (folder / "mlstate" / "demo").symlink_to(Path(mlstate.__file__).parent / "demo")
     monkeypatch.chdir(folder)
@@ -177,7 +177,7 @@ def test_page_runs(page, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="no README beside these tests")
 def test_a_block_that_needs_another_fails_in_readme(tmp_path, monkeypatch, capsys):
-    """README's blocks see neither names nor files of the blocks above them."""
+    """Blocks of README see neither names nor files of earlier blocks."""
     first = "x = 1\nopen('f', 'w').close()\n"
     for i, second in enumerate(("x\n", "open('f')\n")):
         text = f"```python\n{first}```\n\n```python\n{second}```\n"
@@ -190,7 +190,7 @@ def test_a_block_that_needs_another_fails_in_readme(tmp_path, monkeypatch, capsy
 
 
 def test_a_wrong_page_fails(tmp_path, capsys):
-    """The test above can fail: wrong code, wrong output, wrong command, wrong script."""
+    """The test above can fail: on wrong code, output, commands and scripts."""
     script = tmp_path / "script.py"
     script.write_text("print(1 + 1)\n", encoding="utf-8")
     good = Block("console", [], f"$ python {script}\n2\n", 1)

@@ -1,4 +1,4 @@
-"""The exceptions: their family, their fields, their text, and that they travel."""
+"""The exceptions: base classes, attributes, messages and pickling."""
 
 import copy
 import errno

@@ -1,4 +1,4 @@
-"""The notebooks of examples/ run from top to bottom, and are stored with their outputs."""
+"""The notebooks of examples/ run from top to bottom; they are stored with outputs."""
 
 import hashlib
 import importlib.util
@@ -13,6 +13,8 @@ import pytest
 
 import mlstate
 
+pytestmark = pytest.mark.long
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 
@@ -25,7 +27,7 @@ def read(path):
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-# In a process of its own: the kernel's client leaves sockets behind in its process.
+# In its own process, because the kernel's client leaves sockets open.
 EXECUTE = """
 import sys
 import nbformat
@@ -37,11 +39,11 @@ nbformat.write(run_notebook(source, folder), target)
 
 
 def execute(path, folder):
-    """Run a notebook in `folder`: the process that ran it, and its cells with outputs."""
+    """Run a notebook in `folder`; return the finished process, and the cells with outputs."""
     for name in ("nbformat", "nbclient", "ipykernel"):
         pytest.importorskip(name, reason="notebooks are run with nbclient and ipykernel")
     done = folder / "done.ipynb"
-    # The package under test, which need not be installed; nothing of the user's IPython.
+    # The package under test, which may not be installed; no configuration of the user's IPython.
     package = str(Path(mlstate.__file__).parents[1])
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {
@@ -73,7 +75,7 @@ ABSOLUTE = re.compile(r"(?<![\w.:/<])(?:/[a-z]\w*){2,}|\b[A-Z]:\\\\")
 
 
 def faults_of_stored(notebook):
-    """What is wrong with the outputs that a notebook is stored with."""
+    """The defects of the outputs that a notebook is stored with."""
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     produced = [output for cell in code for output in cell["outputs"]]
     sources = "\0".join("".join(cell["source"]) for cell in code)
@@ -135,7 +137,7 @@ def test_coreml_transition_shows_what_it_says(tmp_path):
     assert "300 tokens: does not fit" in too_long
     printed = "".join(outputs(cells, "stdout"))
     assert "300 tokens do not fit the target state's 256 positions" in printed
-    assert printed.count("class Cache:") == 2  # the prompt, and the text that goes on from it
+    assert printed.count("class Cache:") == 2  # the prompt, and the text generated from it
     if importlib.util.find_spec("matplotlib"):
         assert outputs(cells, "image/png")
 

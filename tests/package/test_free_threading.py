@@ -1,4 +1,4 @@
-"""Eight threads on shared objects: right on every build, and without the GIL where it is off."""
+"""Eight threads on shared objects: correct on every build, and without the GIL if it is off."""
 
 import contextlib
 import subprocess
@@ -16,7 +16,7 @@ THREADS = 8
 
 
 def together(work):
-    """Run ``work(number)`` in eight threads that start at once; return what they raised."""
+    """Run ``work(number)`` in eight threads that start together; return their exceptions."""
     start = threading.Barrier(THREADS)
     raised = []
 
@@ -54,14 +54,14 @@ def test_one_cache_changes_length_under_many_readers():
             state.resize((number * 37 + turn * 11) % 512)
             array, copy = state.array, state.contiguous()
             assert array.shape[:2] == copy.shape[:2] == (4, 2)
-            assert not array.any() and not copy.any()  # nothing was ever written
+            assert not array.any() and not copy.any()  # no call wrote anything
             del array
             if turn % 25 == 0:
-                with contextlib.suppress(BufferError):  # another thread may hold an array
+                with contextlib.suppress(BufferError):  # another thread may export an array
                     state.reserve(state.capacity)
 
     assert together(work) == []
-    state.reserve(1024)  # every lease was given back
+    state.reserve(1024)  # no export remains
     assert state.capacity == 1024
 
 
@@ -95,7 +95,7 @@ def test_packages_and_masks_are_read_and_made_side_by_side():
 
 
 def test_one_state_dict_is_changed_read_and_compared_at_once():
-    """No crash, no hang, no torn layer: every array that comes out went in under its name."""
+    """No crash, hang or torn layer: every array that comes out was stored under that name."""
     start = {f"layers.{i}.{n}": np.full(64, i, np.float32) for i in range(40) for n in "abc"}
     shared = mlstate.ModelStateDict(start)
     target = {name: np.zeros_like(array) for name, array in start.items()}

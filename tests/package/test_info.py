@@ -1,4 +1,4 @@
-"""`mlstate.info` and ``mlstate info``: every fact in one line, on every kind of machine."""
+"""`mlstate.info` and ``mlstate info``: one line a fact, on every kind of machine."""
 
 import json
 import platform
@@ -52,7 +52,7 @@ KNOWN = choices(
 
 
 class Core:
-    """The two functions of the core that `mlstate.info` asks about copies."""
+    """The two functions of the core that tell `mlstate.info` how copies work."""
 
     def __init__(self, before, after=None):
         self.now, self.after, self.measured = before, after, 0
@@ -80,7 +80,7 @@ def lines_of(found):
     return dict(line.split(maxsplit=1) for line in str(found).splitlines())
 
 
-# ---- what it says ----
+# ---- output ----
 
 
 def test_every_fact_has_a_line(core):
@@ -149,7 +149,7 @@ def test_the_page_has_all_lines(core):
         assert line[14:] in page
 
 
-# ---- copies ----
+# ---- the choice of stores ----
 
 
 def test_copies_as_the_core_chose_them(core):

@@ -1,6 +1,6 @@
-"""Ctrl-C at any line leaves no lock, descriptor, thread or file; interrupts.py tries the lines.
+"""Ctrl-C at any line leaves no lock, descriptor, thread or file behind; runs interrupts.py.
 
-MLSTATE_FAULTS sets how much is tried: "few" (the default) some lines and signals of each case,
+MLSTATE_FAULTS sets the amount: "few" (the default) tries some lines and signals of each case,
 "slice" more of them, "all" every line.
 """
 
@@ -24,7 +24,7 @@ MORE_STORMS = ("incremental", "manager", "manager_async", "prune")
 
 
 def few_of(names, more):
-    """Cases of the ordinary test run, and others that only a longer one tries."""
+    """Cases of the ordinary test run, then the cases of longer runs."""
     marks = [pytest.mark.long] if AMOUNT == "few" else []
     return [*names, *(pytest.param(name, marks=marks) for name in more)]
 
@@ -36,7 +36,7 @@ pytestmark = [
 
 
 def attempt(*arguments):
-    """Run interrupts.py, which must end, and return what it found."""
+    """Run interrupts.py, which must end with status 0, and return its result."""
     command = [sys.executable, str(Path(__file__).with_name("interrupts.py"))]
     done = subprocess.run(
         [*command, *map(str, arguments)],

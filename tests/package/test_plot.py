@@ -1,4 +1,4 @@
-"""Pictures: what they show, and what happens where matplotlib is missing."""
+"""Plots: their content, and the error if matplotlib is missing."""
 
 import builtins
 import sys
@@ -23,7 +23,7 @@ def test_every_stage_is_a_bar_of_its_length():
     assert [bar.get_width() for bar in tokens] == [184, 184, 0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["prefill", "compact", "empty"]
     assert "184 of 256  (72 %)" in axes.texts[1].get_text()
-    assert axes.yaxis_inverted()  # first stage on top
+    assert axes.yaxis_inverted()  # the first stage is on top
 
 
 def test_the_picture_can_be_saved(tmp_path):
@@ -119,7 +119,7 @@ CHAIN = Chain(
 
 
 def heights(axes, label):
-    """The steps of a line: their edges, and how high each is."""
+    """The steps of a line: their edges and heights."""
     patch = next(patch for patch in axes.patches if patch.get_label() == label)
     values, edges, _ = patch.get_data()
     return edges.tolist(), values.tolist()
@@ -146,7 +146,7 @@ def test_memory_of_a_plan_is_drawn_over_time():
 
 
 def rows_of(axes, colour):
-    """Row, beginning and end of what is drawn in a colour."""
+    """Row, start and end of each bar in one colour."""
     from matplotlib.colors import to_rgba
 
     shapes = [c for c in axes.collections if tuple(c.get_facecolor()[0]) == to_rgba(colour)]
@@ -250,7 +250,7 @@ def test_saves_lie_beside_the_steps_and_waits():
         "training steps": [(0, 1), (1.5, 3.5)],
         "caller held up": [(1, 0.5), (4, 0.25), (4.5, 0.25)],
         "staged": [(1, 0.5), (4, 0.25)],
-        "written and synced": [(1.5, 1.5), (4.25, 0.75)],  # the second one goes on
+        "written and synced": [(1.5, 1.5), (4.25, 0.75)],  # the second part continues
     }
     assert [label.get_text() for label in axes.get_yticklabels()] == [
         "training",

@@ -1,4 +1,4 @@
-"""Every public name reports the public module that it is imported from."""
+"""Every public name reports the public module that exports it."""
 
 import importlib
 import inspect
@@ -16,14 +16,14 @@ from mlstate.checkpoint import Layout
 from mlstate.state import Difference
 
 INTERNAL = ("mlstate.cli", "mlstate.demo")
-RE_EXPORTS = {  # all others have their home where they are exported
+RE_EXPORTS = {  # every other name is defined by the module that exports it
     "mlstate": set(mlstate.__all__) - {"info"},
     "mlstate.kv": {"compact_coreml_state", "transition_coreml_state"},
 }
 
 
 def exported(module_name):
-    """Names and things that a module exports, modules and constants left out."""
+    """Exported names and their objects, without modules and constants."""
     module = importlib.import_module(module_name)
     things = ((name, getattr(module, name)) for name in module.__all__)
     return [(name, thing) for name, thing in things if callable(thing)]
@@ -42,7 +42,7 @@ def is_public(name):
 def test_the_public_modules_are_all_known():
     found = {m.name for m in pkgutil.walk_packages(mlstate.__path__, "mlstate.")}
     found = {n for n in found if is_public(n) and not n.startswith(INTERNAL)}
-    assert found | {"mlstate"} == {*PUBLIC, "mlstate.integrations"}  # which has no names
+    assert found | {"mlstate"} == {*PUBLIC, "mlstate.integrations"}  # which exports no names
 
 
 @home

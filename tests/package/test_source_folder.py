@@ -1,4 +1,4 @@
-"""Sources without a compiled module, as in a clone after `pip install .`."""
+"""The package's sources without a compiled module, as in a clone after `pip install .`."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ def folder(tmp_path):
 
 
 def started(folder, *arguments):
-    """Run Python there, with NumPy and without what an editable installation adds."""
+    """Run Python in that folder, with NumPy, and without an editable installation of mlstate."""
     paths = [str(folder), str(Path(np.__file__).parents[1])]
     return subprocess.run(
         [sys.executable, "-S", *arguments],

@@ -15,7 +15,7 @@ import mlstate
 from mlstate import get_num_threads, set_num_threads
 from mlstate.kv import compact_kv_state, transition_kv_state
 
-# Large enough for several threads, and for stores round the cache.
+# large enough for several threads, and for stores that bypass the cache
 SHAPE, LENGTH = (9, 3, 1000, 67), 5000
 
 
@@ -129,16 +129,16 @@ def test_changing_the_number_while_others_work():
 )
 @pytest.mark.timeout(120)
 def test_the_gil_is_released_while_memory_moves():
-    """Another thread runs during a move, where nothing else would let it run.
+    """Another thread runs during a move, which is possible only if the move releases the GIL.
 
-    The interpreter is told not to switch threads by itself for longer than the test takes.
+    The interpreter's switch interval is set to more than the duration of the test.
     """
     counted, stop = [0], threading.Event()
 
     def count():
         while not stop.is_set():
             counted[0] += 1
-            time.sleep(0)  # gives the GIL back at once
+            time.sleep(0)  # releases the GIL at once
 
     shared, small = source(), np.ones((1, 1, 4, 4), np.float16)
     out = np.empty((*SHAPE[:2], LENGTH, SHAPE[3]), np.float32)
@@ -193,7 +193,7 @@ def test_a_forked_child_works(busy):
             transition_kv_state(shared, LENGTH)
 
     worker = threading.Thread(target=keep_busy)
-    if busy:  # the fork falls into a run of another thread, which holds the pool
+    if busy:  # the fork happens while another thread works, which holds the pool
         worker.start()
     try:
         for _ in range(5):

@@ -31,4 +31,4 @@ def test_only_what_users_call_is_public():
     assert integration.__all__ == PUBLIC
     assert dir(integration) == PUBLIC
     assert all(hasattr(integration, name) for name in PUBLIC)
-    assert callable(integration.restore_state)  # files of torch.save name that function
+    assert callable(integration.restore_state)  # files of torch.save refer to that function

@@ -1,4 +1,4 @@
-"""States compared: names, shapes and dtypes, and elements against plain NumPy."""
+"""Comparing states: names, shapes and dtypes, and elements compared with NumPy."""
 
 import collections
 
@@ -99,7 +99,7 @@ def test_the_headline_says_how_much_would_be_loaded():
 
 
 class Odd:
-    """Says a shape and a dtype, and has memory, but compares as nothing usual does."""
+    """Reports a shape and a dtype, and exports memory, but its comparisons are unusual."""
 
     def __init__(self, shape):
         self.shape, self.dtype = shape, "odd"
@@ -107,7 +107,7 @@ class Odd:
 
 
 def test_a_first_look_says_what_the_full_comparison_says():
-    # where nothing differs at first sight no pair is looked at any further
+    # if nothing differs at first sight, no pair is examined further
     pairs = [
         (np.zeros(2, "<f4"), np.zeros(2, ">f4"), 0),
         (np.zeros(2, "<f4"), np.zeros(2, "<i4"), 1),
@@ -164,7 +164,7 @@ def test_what_is_no_state_is_refused(compare):
 
 
 def measured(a, b):
-    """What `diff` is to find, in plain NumPy and Python numbers."""
+    """The expected result of `diff`, in NumPy and Python numbers."""
     changed = nan = 0
     max_abs = max_rel = 0.0
     for x, y in zip(a.ravel(), b.ravel(), strict=True):
@@ -285,7 +285,7 @@ def test_the_worst_tensors_come_first_and_the_table_is_cut():
     assert lines[-1] == "… 39 more" and len(lines) == 23
     assert found._repr_html_().count("<tr>") == 51 and "… 9 more" in found._repr_html_()
     found = diff(a | {"s": np.zeros(2)}, b | {"s": np.zeros(3)})
-    assert str(found).splitlines()[2].startswith("s ")  # not lost behind the changes
+    assert str(found).splitlines()[2].startswith("s ")  # listed although many changes come first
 
 
 def test_memory_that_cannot_be_read_is_named():

@@ -1,4 +1,4 @@
-"""State dicts as a page shows them: a tree that is well formed, escaped, complete or counted."""
+"""HTML views of state dicts: a well-formed, escaped tree, complete or with counts."""
 
 import re
 from html.parser import HTMLParser
@@ -16,13 +16,13 @@ MIXED = (2, 3, 5, 7, 10_000)
 
 
 class Page(HTMLParser):
-    """Nesting and texts of a page; a tag that is not closed in order fails."""
+    """Nesting and texts of a page; a wrongly closed tag fails."""
 
     def __init__(self, text):
         super().__init__()
         self.tags, self.open, self.deepest, self.texts = [], [], 0, []
-        self.more = []  # of each open <details>: whether it opens rows that the outline hides
-        self.tensors = 0  # shown, or counted in a row that does not unfold
+        self.more = []  # for each open <details>: whether it contains rows that the preview hides
+        self.tensors = 0  # tensors shown, or counted in a row without details
         self.feed(text)
         self.close()
         assert not self.open, f"never closed: {self.open}"
@@ -44,7 +44,8 @@ class Page(HTMLParser):
         if self.open[-1:] != ["style"]:
             self.texts.append(data)
         in_summary = self.open[-2:] == ["summary", "i"]
-        hidden = any(self.more[:-1] if in_summary else self.more)  # counted in the row above
+        # already counted in the row above
+        hidden = any(self.more[:-1] if in_summary else self.more)
         if self.open[-1:] == ["i"] and not hidden:
             count = re.match(r"([\d,]+) tensors?, ", data)
             if self.open[-2] == "div" or self.more[-1]:
@@ -70,7 +71,7 @@ def test_a_model_unfolds_down_to_every_tensor():
     assert sum(text == "float32 (2, 3)" for text in found.texts) == len(state)
     assert not [text for text in found.texts if "more" in text]
     assert found.deepest == 4
-    assert "120 tensors, 2.81 KiB, float32" in found.texts  # of the only node at the top
+    assert "120 tensors, 2.81 KiB, float32" in found.texts  # belongs to the only node at the top
 
 
 @pytest.mark.parametrize(

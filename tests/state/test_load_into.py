@@ -1,4 +1,4 @@
-"""Loading copies everything or nothing, and errors say what to do; renaming by prefixes."""
+"""load_into copies everything or nothing; errors suggest a remedy; renaming by prefixes."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def filled(target, start=1):
     )
 
 
-# ---- what is copied ----
+# ---- copying ----
 
 
 def test_arrays_are_written_where_they_lie():
@@ -107,7 +107,7 @@ def test_tied_weights_are_written_in_order():
     assert (shared == 2).all()
 
 
-# ---- what is refused, with nothing written ----
+# ---- errors, which write nothing ----
 
 
 def refused(target, source, error=CompatibilityError, **options):
@@ -257,9 +257,9 @@ def test_the_result_is_the_same_with_any_number_of_threads():
 
 
 def python_rename(name, rules):
-    """The definition: each rule once, at the start or wherever a part starts.
+    """The definition: each rule applies once, at the start of the name or of a part.
 
-    Also the rules that match.
+    Returns also the rules that matched.
     """
     used = set()
     for rule, new in rules:
@@ -291,7 +291,7 @@ def test_rename_follows_its_rules(names, rules):
     wanted = [name for name, _ in found]
     unused = set(rules).difference(*(used for _, used in found))
     taken = next((i for i, name in enumerate(wanted) if name in wanted[:i]), len(names))
-    if "" in wanted[:taken]:  # the first name that cannot be is told of
+    if "" in wanted[:taken]:  # the error names the first invalid name
         with pytest.raises(ValueError, match="leave nothing of the name"):
             rename(source, rules)
     elif taken < len(names):

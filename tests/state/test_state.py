@@ -1,4 +1,4 @@
-"""The public face of state dicts: what is named, where, and the way through all of it."""
+"""The public module `mlstate.state`: its names, and one pass through all of them."""
 
 import numpy as np
 

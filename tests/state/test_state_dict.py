@@ -1,4 +1,4 @@
-"""StateDict and its kin: what goes in is checked whichever way it takes, and stays itself."""
+"""StateDict and its subclasses: every way to add arrays checks them, and keeps them as they are."""
 
 import collections
 import copy
@@ -31,7 +31,7 @@ GIL = getattr(sys, "_is_gil_enabled", lambda: True)()
 
 
 class Mine(ModelStateDict):
-    """A user's class, with a slot, a dict of attributes and arguments of its own."""
+    """A user's subclass with a slot, attributes and other arguments."""
 
     def __init__(self, note, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -42,7 +42,7 @@ def arrays(*names):
     return {name: np.full(3, i, np.float32) for i, name in enumerate(names)}
 
 
-# ---- what goes in is what comes out ----
+# ---- arrays stay the same objects ----
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -115,7 +115,7 @@ def test_missing_tensors_have_one_text_that_is_a_key_error():
         state[[]]
 
 
-# ---- what must not go in, by every way ----
+# ---- invalid values, by every method ----
 
 BAD = {
     "name": ({3: np.ones(1)}, TypeError, "tensor name must be a str, got int: 3"),
@@ -146,7 +146,7 @@ WAYS = {
 
 
 def smuggled(state, bad):
-    """Pickle a state dict that holds what never went through a check."""
+    """Pickle a state dict whose values bypassed all checks."""
     hostile = state.copy()
     for key, value in bad.items():
         dict.__setitem__(hostile, key, value)
@@ -461,7 +461,7 @@ def test_new_arrays_under_old_names_leave_the_index_as_it_is():
         model.set_layer_state(name, {"new": w})
         model.get_layer_state(name)
 
-    # the index takes 100 times as long as a layer
+    # building the index takes 100 times as long as adding a layer
     assert min(seconds(replace, 100) for _ in range(3)) < seconds(add, 20) / 5
 
 
@@ -546,7 +546,7 @@ def test_stateful_is_told_by_its_two_methods():
     assert isinstance(Both(), Stateful) and not isinstance(Half(), Stateful)
 
 
-# ---- seen by a person ----
+# ---- repr ----
 
 
 def test_repr_shows_first_and_last_and_counts_the_rest():

@@ -1,4 +1,4 @@
-"""Any sequence of calls: a state dict beside a plain dict, which it must always equal."""
+"""Random sequences of calls on a state dict and a plain dict, which must stay equal."""
 
 import copy
 import pickle
@@ -15,7 +15,7 @@ from mlstate.state import diff, get_missing_keys, keys_match, load_into
 
 KINDS = (StateDict, ModelStateDict, OptimizerStateDict)
 
-# Few names, so that calls meet each other: layers in layers, empty parts, text of any kind.
+# Few names, so that calls collide: nested layers, empty parts, any text.
 NAMES = st.sampled_from(["a", "a.w", "a.b", "a.b.w", "a..w", "ab.w", ".a", "é%s'.w", "b.", ""])
 LAYERS = ["a", "a.b", "b", "é%s'", "nothing"]
 ARRAYS = st.integers(0, 7).map(lambda n: np.full(n % 3, n, (np.float32, np.int8)[n % 2]))
@@ -30,19 +30,19 @@ def layer_of(model, name):
 
 
 def layers_of(model):
-    """Where tensors lie, by their first one; names that no layer can have are left out."""
+    """Layers by their first tensor, without names that no layer can have."""
     parts = dict.fromkeys(key.rpartition(".")[0] for key in model if "." in key)
     return [part for part in parts if part and not part.endswith(".")]
 
 
 def assert_same(state, model):
-    """Names in one order, and the very same arrays."""
+    """Names in the same order, and identical arrays."""
     assert list(state) == list(model)
     assert all(a is b for a, b in zip(state.values(), model.values(), strict=True))
 
 
 class BesideDict(RuleBasedStateMachine):
-    """Every call is made of both; errors change neither."""
+    """Every call is made on both; an error changes neither."""
 
     @initialize(kind=st.sampled_from(KINDS), entries=ENTRIES)
     def begin(self, kind, entries):
@@ -91,7 +91,7 @@ class BesideDict(RuleBasedStateMachine):
         if wanted is not None:
             assert self.state.get_tensor(name) is wanted
 
-    # ---- many ----
+    # ---- many entries ----
 
     @rule(entries=ENTRIES, way=st.sampled_from(["dict", "pairs", "state", "keywords"]))
     def update(self, entries, way):
@@ -127,7 +127,7 @@ class BesideDict(RuleBasedStateMachine):
         self.state.clear()
         self.model.clear()
 
-    # ---- others like it ----
+    # ---- copies ----
 
     @rule(copied=st.sampled_from([StateDict.copy, copy.copy]))
     def go_on_with_a_copy(self, copied):
@@ -139,7 +139,7 @@ class BesideDict(RuleBasedStateMachine):
         old, self.state = self.state, pickle.loads(pickle.dumps(self.state, protocol))
         assert self.state == old and self.state.digest() == old.digest()
         assert list(self.state) == list(old)
-        self.model = dict(self.state)  # arrays of its own
+        self.model = dict(self.state)  # copies of the arrays
 
     @rule()
     def compare_with_a_deep_copy(self):
@@ -157,7 +157,7 @@ class BesideDict(RuleBasedStateMachine):
         self.state.set_layer_state(name, entries)
         self.model.update({f"{name}.{key}": array for key, array in entries.items()})
 
-    # ---- always ----
+    # ---- invariants ----
 
     @invariant()
     def is_the_dict(self):
@@ -168,7 +168,7 @@ class BesideDict(RuleBasedStateMachine):
         assert self.state == self.model and self.state == self.model
         assert not get_missing_keys(self.state, self.model)
         assert self.state.nbytes == sum(array.nbytes for array in self.model.values())
-        if self.kind is ModelStateDict:  # whose index must notice every change of names
+        if self.kind is ModelStateDict:  # its index must follow every change of names
             assert self.state.layer_names() == layers_of(self.model)
             for name in LAYERS:
                 assert_same(self.state.get_layer_state(name), layer_of(self.model, name))

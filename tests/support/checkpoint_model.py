@@ -1,4 +1,4 @@
-"""Sharded checkpoints as plain NumPy does them: what the tests judge by."""
+"""Sharded checkpoints in plain NumPy: the model that tests compare with."""
 
 import numpy as np
 
@@ -16,13 +16,13 @@ STEPS = [
 
 
 def cut(count, parts, index):
-    """Start and end of a part, as torch.chunk cuts."""
+    """Start and end of a part, divided as torch.chunk does."""
     each = -(-count // parts) if count else 0
     return min(index * each, count), min((index + 1) * each, count)
 
 
 def part(array, steps, index):
-    """Part `index` of an array that is cut by `steps`, numbered row-major."""
+    """Part `index` of an array divided by `steps`, numbered row-major."""
     digits = []
     for _, parts in reversed(steps):
         digits.append(index % parts)

@@ -1,7 +1,7 @@
-"""A good checkpoint that tests damage in one place, and every way to notice.
+"""A good checkpoint that tests damage in one place, and every way to detect the damage.
 
-Every lie is sealed, and the manifest knows the index that lies, so that it is not a checksum
-that refuses it.
+Every false document has a correct checksum, and the manifest describes the false index, so that no
+checksum reveals it.
 """
 
 import json
@@ -20,24 +20,24 @@ START = b'{"checksum":"00000000"'
 
 
 def sealed(document):
-    """The text of a document, with a seal that is right."""
+    """The text of a document with a correct checksum."""
     rest = {name: value for name, value in document.items() if name != "checksum"}
     return _core.seal(START + b"," + json.dumps(rest).encode()[1:])
 
 
 def resealed(text):
-    """A text as it is, but for a seal that is right."""
+    """A text unchanged, except for a correct checksum."""
     return _core.seal(text[:13] + b"0" * 8 + text[21:])
 
 
 class Victim:
-    """A good checkpoint, of which one thing at a time is replaced."""
+    """A good checkpoint; tests replace one item of it at a time."""
 
     def __init__(self, folder):
         self.folder = folder
         files = [path for path in folder.rglob("*") if path.is_file()]
         self.good = {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
-        self.patterns = True  # whether the manifest says what the indexes list
+        self.patterns = True  # whether the manifest lists the patterns of the indexes
 
     def __str__(self):
         return str(self.folder)
@@ -57,11 +57,11 @@ class Victim:
         return records_of(json.loads(self.good[self.index_path(rank)]))
 
     def path(self, part):
-        """Path of the first file of a folder."""
+        """Path of the first file in a folder."""
         return min(name for name in self.good if name.startswith(f"{part}/"))
 
     def put(self, name, data):
-        """Write over a file; what is cut to nothing first goes to the disk on some systems."""
+        """Overwrite a file; some systems write a file that was truncated to 0 to disk first."""
         with (self.folder / name).open("r+b") as file:
             file.write(data)
             file.truncate()
@@ -70,7 +70,7 @@ class Victim:
         self.put("manifest.json", sealed(document))
 
     def put_index(self, data, rank=0):
-        """An index of records, or a text, which the manifest describes as it is."""
+        """Store an index, from records or text, and a manifest that describes it."""
         shards = data.get("shards") if isinstance(data, dict) else None
         data = sealed(tables_of(data)) if isinstance(data, dict) else data
         manifest = self.manifest
@@ -88,7 +88,7 @@ class Victim:
         self.put_manifest(manifest)
 
     def replace(self, name):
-        """Take a file away, for something else to be put there."""
+        """Remove a file, and return its path for something else."""
         path = self.folder / name
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -140,7 +140,7 @@ def ways(folder, target):
 
 
 def refused(victim, what, only=("load", "inspect"), kinds=(FormatError, StoreError)):
-    """Everything raises, and verify says why; the first error."""
+    """Every way raises, and verify names a problem; return the first error."""
     folder = str(victim)
     start = time.monotonic()
     first = None

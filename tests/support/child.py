@@ -1,4 +1,4 @@
-"""Code in a new Python, for what a process can do or measure only once."""
+"""Run code in a new Python, if a process can do or measure it only once."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 
 def run(code, *, timeout=120, **variables):
-    """Run `code` and return what it printed; fail with what it said where it failed."""
+    """Run `code` and return its output; fail with its error output if it fails."""
     done = attempt(code, timeout=timeout, **variables)
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}{done.stderr}"
     return done.stdout

@@ -1,9 +1,9 @@
-"""Starts a program as several processes that share the seconds which importing torch takes.
+"""Run a program as several processes that share one import of torch, which takes seconds.
 
-`python forked.py MODULES` imports the modules, given by commas, and reads jobs: a line of JSON for
-each. It forks a process for each pair of arguments and variables in the job; each runs the program
-as Python would, with what it prints in out-N and err-N of the job's folder. When all have ended it
-prints their exit codes. What is imported starts no threads.
+`python forked.py MODULES` imports the modules, separated by commas, and reads jobs, one line of
+JSON each. It forks a process for each pair of arguments and variables in the job. Each process runs
+the program as Python would, with its output in out-N and err-N of the job's folder. When all have
+ended, it prints their exit codes. The imports must not start threads.
 """
 
 import atexit
@@ -26,7 +26,7 @@ OPTIMIZERS = ("torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict
 
 
 class Server:
-    """A process that has imported modules and forks jobs, until this one ends."""
+    """A process that has imported modules and forks jobs until it is stopped."""
 
     def __init__(self, modules, environment):
         self.modules, self.environment = modules, environment
@@ -38,7 +38,7 @@ class Server:
 
     def answer(self, job, limit_seconds):
         """Return the exit codes of a job's processes."""
-        with contextlib.suppress(BrokenPipeError):  # there is no answer either
+        with contextlib.suppress(BrokenPipeError):  # the answer is missing too
             print(json.dumps(job), file=self.process.stdin, flush=True)
         if not select.select([self.process.stdout], [], [], limit_seconds)[0]:
             raise subprocess.TimeoutExpired(job["program"], limit_seconds)
@@ -47,17 +47,17 @@ class Server:
         return json.loads(line)
 
     def stop(self):
-        """Kill it, and all that it forked; return what it wrote to stderr."""
+        """Kill the server and all its children; return what it wrote to stderr."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         return self.process.communicate()[1]
 
 
-_servers = []  # one at most: each takes the memory of torch
+_servers = []  # one at most, because each takes the memory of torch
 
 
 def server_for(modules, environment):
-    """Return a server that was started like this; the one before it ends."""
+    """Return the server for these arguments; any other one is stopped."""
     kept = {name: text for name, text in environment.items() if name != "PYTEST_CURRENT_TEST"}
     if not _servers or (_servers[0].modules, _servers[0].environment) != (modules, kept):
         stop_server()
@@ -67,7 +67,7 @@ def server_for(modules, environment):
 
 @atexit.register
 def stop_server():
-    """End the process that was kept for more jobs."""
+    """Stop the server that was kept for more jobs."""
     while _servers:
         _servers.pop().stop()
 
@@ -75,10 +75,10 @@ def stop_server():
 def run(program, arguments, environment, limit_seconds, modules=TORCH, variables=None):
     """Run a program once for each list of arguments; (exit code, stdout, stderr) of each.
 
-    Beside the environment of all, each may have variables of its own: a dict for each list.
+    `variables` may add a dict of environment variables for each process.
 
-    The standard input of a process ends when the process before it has ended, that of the first
-    one at once. Every process has ended when this returns: those that take too long are killed.
+    The standard input of a process ends when the previous process has ended, that of the first one
+    at once. Every process has ended when this returns: those that take too long are killed.
     """
     with tempfile.TemporaryDirectory() as folder:
         own = variables or [{}] * len(arguments)
@@ -100,7 +100,7 @@ def run(program, arguments, environment, limit_seconds, modules=TORCH, variables
 
 
 def become(job, number, inputs):
-    """In a forked process: take the program's place."""
+    """In a forked process: become the program."""
     os.dup2(inputs[number][0], 0)
     for descriptor in (end for pair in inputs for end in pair):
         os.close(descriptor)
@@ -119,7 +119,7 @@ def become(job, number, inputs):
 def serve(jobs):
     """Fork the processes of each job, wait for them and print their exit codes.
 
-    Returns a program to run in each forked process, and None after the last job.
+    In each forked process it returns the program to run; after the last job it returns None.
     """
     for line in jobs:
         job = json.loads(line)
@@ -142,11 +142,11 @@ def serve(jobs):
 def main():
     """Import the modules and serve."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of its own internals
+        warnings.simplefilter("ignore")  # warnings about torch's internals
         for module in sys.argv[1].split(","):
             importlib.import_module(module)
-    gc.freeze()  # or each process copies the modules' memory when it ends, which takes a second
-    with os.fdopen(os.dup(0)) as jobs:  # what is forked gets another standard input
+    gc.freeze()  # otherwise each process copies the modules when it exits, which takes a second
+    with os.fdopen(os.dup(0)) as jobs:  # forked processes get another standard input
         return serve(jobs)
 
 

@@ -1,4 +1,4 @@
-"""What scattered gradients must be, in plain NumPy; ranks to try it with; gradients of any kind."""
+"""Expected results of scattered gradients in NumPy; ranks and gradients to test with."""
 
 import threading
 from math import ceil, prod
@@ -11,7 +11,7 @@ from mlstate.fsdp import FSDPShardingUnit
 
 try:
     from ml_dtypes import bfloat16
-except ImportError:  # an extra
+except ImportError:  # an optional dependency
     bfloat16 = None
 
 FLOATS = ["float16", "float32", "float64", *(["bfloat16"] if bfloat16 else [])]
@@ -24,7 +24,7 @@ def dtype_of(name):
 
 
 def gradient_of(seed, shape, dtype):
-    """A gradient whose sums depend on the order in which they are made."""
+    """A gradient whose sum depends on the order of addition."""
     rng = np.random.default_rng(seed)
     if dtype in INTEGERS:
         info = np.iinfo(dtype)
@@ -34,7 +34,7 @@ def gradient_of(seed, shape, dtype):
 
 
 def reduced(gradients, op="sum", divisor=1.0, reduce_dtype=None):
-    """The full reduced gradient: in the order of ranks, 16 bits in float32, rounded once."""
+    """The full reduced gradient: summed in the order of ranks, 16-bit in float32, rounded once."""
     first, *others = gradients
     narrow = str(first.dtype) in NARROW
     wide = np.dtype(np.float32) if narrow else first.dtype
@@ -49,14 +49,14 @@ def reduced(gradients, op="sum", divisor=1.0, reduce_dtype=None):
 
 
 def part_of(full, layout, rank, world):
-    """The part of a rank: rows, or elements in the order of C; the last ones may be empty."""
+    """The part of a rank: rows, or elements in C order; the last parts may be empty."""
     flat = full if layout == "rows" else full.reshape(-1)
     chunk = ceil(len(flat) / world)
     return flat[rank * chunk : (rank + 1) * chunk]
 
 
 def units_of(rank, shapes, dtypes="float32", layout="flat"):
-    """Units by name; dtypes and layouts are one for all, or by name."""
+    """Units by name; dtype and layout are one value, or a dict by name."""
     return {
         name: FSDPShardingUnit(
             name,
@@ -80,7 +80,7 @@ def gradients_of(rank, shapes, dtypes="float32"):
 
 
 def check_parts(units, world, shapes, dtypes="float32", layout="flat", **how):
-    """Local gradients have the bits, dtype and shape that the model says."""
+    """Local gradients have the bits, dtype and shape of the model."""
     each = [gradients_of(rank, shapes, dtypes) for rank in range(world)]
     for name, unit in units.items():
         whole = reduced([gradients[name] for gradients in each], **how)
@@ -92,7 +92,7 @@ def check_parts(units, world, shapes, dtypes="float32", layout="flat", **how):
 
 
 def assert_same(actual, expected, name=""):
-    """Arrays are equal to the bit; neither lies otherwise than NumPy's own."""
+    """Arrays are equal to the bit, and C-contiguous."""
     assert isinstance(actual, np.ndarray), name
     assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype), name
     assert actual.flags.c_contiguous, name
@@ -100,7 +100,7 @@ def assert_same(actual, expected, name=""):
 
 
 class Model:
-    """What the specification calls a model: it keeps a function for each parameter."""
+    """A model in the specification's sense: it keeps a function for each parameter."""
 
     def __init__(self, *, removable=True):
         self.functions = {}
@@ -111,7 +111,7 @@ class Model:
         return Handle(self, name) if self.removable else None
 
     def backward(self, gradients):
-        """Parameters in reverse order, as a backward pass meets them."""
+        """Call the parameters' functions in reverse order, as a backward pass does."""
         return {name: self.functions[name](gradients[name]) for name in reversed(gradients)}
 
 
@@ -124,7 +124,7 @@ class Handle:
 
 
 def run_local(function, world_size=2):
-    """As `run_ranks`, with threads that reduce buckets in the core where they lie."""
+    """As `run_ranks`, with threads that reduce buckets in place in the core."""
     groups = LocalGroup.threads(world_size)
     results = [None] * world_size
 
@@ -133,7 +133,7 @@ def run_local(function, world_size=2):
             results[rank] = function(groups[rank])
         except BaseException as error:
             results[rank] = error
-            groups[rank].abort()  # the others need not wait
+            groups[rank].abort()  # so that the other ranks need not wait
 
     threads = [
         threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(world_size)
@@ -152,7 +152,7 @@ ENGINES = {"messages": run_ranks, "shared memory": run_local}
 
 
 def run(function, world_size=2, engine="messages"):
-    """What each rank returns; the first error is raised."""
+    """The result of each rank; raises the first error."""
     results = ENGINES[engine](function, world_size)
     for result in results:
         if isinstance(result, BaseException):

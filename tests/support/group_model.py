@@ -1,8 +1,9 @@
-"""What the ranks of a group must get, in NumPy: for jobs of any engine."""
+"""The expected results of a group's operations in NumPy, for jobs of any engine."""
 
 import numpy as np
 
-LENGTHS = [0, 1, 7, 1000, 300_001]  # in elements: empty, small, above the small path, blocks
+# in elements: empty, small, above the limit of the small path, several blocks
+LENGTHS = [0, 1, 7, 1000, 300_001]
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
 INTEGERS = ["int8", "uint8", "int16", "uint16", "uint32", "int64", "uint64"]
 
@@ -16,7 +17,7 @@ def dtype_of(name):
 
 
 def inputs(world, length, dtype, seed=0):
-    """The arrays of all ranks, which every rank can make."""
+    """The inputs of all ranks; every rank can make them."""
     generator = np.random.default_rng(seed)
     known = dtype_of(dtype)
     raw = [generator.standard_normal(length) * 100 for _ in range(world)]
@@ -29,14 +30,15 @@ def inputs(world, length, dtype, seed=0):
 
 
 def reduced(arrays, op):
-    """In the order of ranks; small floats in float32, rounded once."""
+    """Summed in the order of ranks; small floats in float32, rounded once."""
     known = arrays[0].dtype
     wide = np.dtype(np.float32) if known.itemsize < 4 and known.kind not in "iub" else known
     step = {"min": np.minimum, "max": np.maximum}.get(op, np.add)
     total = arrays[0].astype(wide)
     for array in arrays[1:]:
         total = step(total, array.astype(wide))
-    if op == "mean" and wide.kind == "c":  # each part by itself, not by NumPy's complex division
+    # divide each component, because NumPy's complex division rounds differently
+    if op == "mean" and wide.kind == "c":
         parts = total.view(total.real.dtype)
         parts /= parts.dtype.type(len(arrays))
     elif op == "mean":
@@ -51,7 +53,7 @@ def same_bits(found, expected):
 
 
 def raises(error, text, call, *args, **keywords):
-    """Call, and return the error whose message has the text."""
+    """Call, and return the error, whose message must contain the text."""
     try:
         call(*args, **keywords)
     except error as caught:

@@ -1,7 +1,7 @@
-"""Gradients over a group that connects processes: each rank calls these functions with its own.
+"""Gradients over a group of processes: each rank calls these functions with its group.
 
-What must come out is made in NumPy. Processes of MPI run them (mpi_ranks.py), and those of two
-hosts (tests/hosts/ranks.py).
+NumPy computes the expected results. MPI jobs (mpi_ranks.py) and jobs on two hosts
+(tests/hosts/host_ranks.py) run them.
 """
 
 import numpy as np
@@ -11,12 +11,12 @@ from group_model import raises
 from mlstate import CollectiveError
 from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit, sharding_units
 
-# Nothing, less than there are ranks, rows that do not come out even, more than one message.
+# Empty, fewer elements than ranks, uneven rows, more than one message.
 SHAPES = {"empty": (0, 4), "scale": (), "bias": (2,), "rows": (7, 5), "large": (700, 301)}
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-# ---- what goes well ----
+# ---- success ----
 
 
 def scattered_gradients_are_sums_in_the_order_of_ranks(group):
@@ -44,7 +44,7 @@ def model_of(dtype):
 
 
 def backward(model, rank):
-    """A backward pass with the rows of a rank."""
+    """A backward pass over the rows of a rank."""
     import torch
 
     rows = torch.randn(4, 9, generator=torch.Generator().manual_seed(rank))
@@ -52,7 +52,7 @@ def backward(model, rank):
 
 
 def numpy_of(tensor):
-    """A tensor in NumPy, bfloat16 too."""
+    """A tensor as a NumPy array, also for bfloat16."""
     import torch
 
     if tensor.dtype != torch.bfloat16:
@@ -77,7 +77,7 @@ def hooks_of_a_model_scatter_sums_in_the_order_of_ranks(group):
             units = sharding_units(model, group, layout="flat")
             with FSDPBackwardHook(FSDP(group, bucket_bytes=bucket_bytes)) as hook:
                 hook.register_hooks(model, units)
-                for _ in range(2):  # memory is used again
+                for _ in range(2):  # the memory is reused
                     backward(model, group.rank)
                     for name, unit in units.items():
                         expected = unit.layout.take(sums[name], group.rank)
@@ -86,7 +86,7 @@ def hooks_of_a_model_scatter_sums_in_the_order_of_ranks(group):
             assert all(p.grad is None for p in model.parameters())
 
 
-# ---- what one rank does wrong is said on all ----
+# ---- errors of one rank, raised on all ----
 
 
 def is_missing(units, gradients, rank):
@@ -130,7 +130,7 @@ FAULTS = {
 
 
 def scatter_with(group, fault, bad, **settings):
-    """Scatter with a fault on one rank; all ranks must say so, and have all other parts."""
+    """Scatter with a fault on one rank; all ranks must raise, and get all other parts."""
     units = units_of(group.rank, SHAPES)
     gradients = gradients_of(group.rank, SHAPES)
     expected = dict(units)
@@ -142,7 +142,7 @@ def scatter_with(group, fault, bad, **settings):
     )
     assert "'rows'" in str(error), str(error)
     assert "a gradient was not reduced, all others were" in str(error), str(error)
-    # of two ranks that differ, neither is the odd one
+    # with two ranks that differ, neither is the exception
     undecided = fault is has_another_unit and group.world_size == 2
     who = None if undecided else bad
     assert (error.name, error.rank) == ("rows", who), (error.name, error.rank)
@@ -161,13 +161,13 @@ def a_wrong_gradient_is_named_on_every_rank(group):
         for bad in (0, group.world_size - 1):
             for bucket_bytes in (0, 25 << 20):
                 scatter_with(group, fault, bad, bucket_bytes=bucket_bytes)
-    units = units_of(group.rank, SHAPES)  # the group goes on
+    units = units_of(group.rank, SHAPES)  # the group stays usable
     FSDPBackwardHook(FSDP(group)).scatter_multiple(units, gradients_of(group.rank, SHAPES))
     check_parts(units, group.world_size, SHAPES)
 
 
 def the_backward_pass_of_one_rank_is_missing(group, wait):
-    """The others are told whom they waited for; `wait` lets ranks meet by other means."""
+    """The others learn which rank they waited for; `wait` synchronizes ranks outside the group."""
     last = group.world_size - 1
     model = model_of(None)
     units = sharding_units(model, group, layout="flat")

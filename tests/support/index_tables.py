@@ -1,7 +1,6 @@
-"""Indexes as one record for each file and shard, and as the tables that docs/format.md has.
+"""Indexes as one record for each file and shard, and as the tables of docs/format.md.
 
-Tests change records, also to values that no index may have: these are put into the tables as
-they are.
+Tests change records, also to invalid values, which are put into the tables unchanged.
 """
 
 import json
@@ -12,7 +11,7 @@ BLOCK = 1 << 20
 
 
 def numbers(column):
-    """The values of a column that is a string."""
+    """The numbers in a column that is stored as a string."""
     return [int(number) for number in column.split(",")] if column else []
 
 
@@ -40,7 +39,7 @@ def layers_of(table):
 
 
 def records_of(index):
-    """An index with lists of files and shards; a shard with one full layer is its place."""
+    """An index with lists of files and shards; a single full layer is stored in its shard."""
     files, shards = index["files"], index["shards"]
     made = {name: value for name, value in index.items() if name not in ("kinds", "layers")}
     columns = (files["path"], numbers(files["bytes"]), digits(files["header_crc32c"]))
@@ -71,7 +70,7 @@ def records_of(index):
 
 
 def as_text(value):
-    """What stands for a value in a column of numbers."""
+    """The text of a value in a column of numbers."""
     return "" if value is ... else json.dumps(value)
 
 
@@ -89,12 +88,12 @@ def shape_of(value):
 
 
 def is_table(value):
-    """Whether there is a record for each row."""
+    """Whether a value is a list of records, one for each row."""
     return isinstance(value, list) and all(isinstance(record, dict) for record in value)
 
 
 def tables_of(index):
-    """The tables of an index of records; what is no list of records stays as it is."""
+    """The tables for an index of records; anything but a list of records stays unchanged."""
     made = dict(index)
     files, shards = index.get("files"), index.get("shards")
     if is_table(files):

@@ -1,4 +1,4 @@
-"""The oracle of KV transitions in plain NumPy, and caches of every layout to try it on."""
+"""A NumPy model of KV transitions, and caches of every layout to test it with."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ REGISTERED = tuple(EXTENSIONS)  # bfloat16 first
 
 
 def dtype_of(name):
-    """A dtype by name, those of ml_dtypes too; skips where it is not installed."""
+    """A dtype by name, also one of ml_dtypes; skips the test if that is not installed."""
     if name in REGISTERED:
         ml_dtypes = pytest.importorskip("ml_dtypes", reason="NumPy has no such dtype of its own")
         return np.dtype(getattr(ml_dtypes, name))
@@ -19,7 +19,7 @@ def dtype_of(name):
 
 
 def expand(source, length, position=None, pad=0, dtype=None):
-    """The definition: the first `position` positions converted, the rest `pad`."""
+    """The definition: the first `position` positions converted, the others `pad`."""
     position = source.shape[2] if position is None else position
     dtype = source.dtype if dtype is None else dtype
     layers, heads, _, head_dim = source.shape
@@ -47,9 +47,9 @@ def assert_same_bits(got, wanted):
 
 
 def assert_same_values(got, wanted):
-    """As `assert_same_bits`, but any NaN equals any other: their payloads are no promise."""
+    """As `assert_same_bits`, but all NaNs are equal: their payloads may differ."""
     assert got.dtype == wanted.dtype and got.shape == wanted.shape
-    with np.errstate(invalid="ignore"):  # ml_dtypes complains of NaNs
+    with np.errstate(invalid="ignore"):  # ml_dtypes warns about NaNs
         nans, wanted_nans = got != got, wanted != wanted
     np.testing.assert_array_equal(nans, wanted_nans)
     unsigned = np.dtype(f"u{got.dtype.itemsize}")
@@ -97,7 +97,7 @@ LAYOUTS = {
 
 
 def layout(name, array):
-    """`array` laid out as `name` says; values are equal, strides and byte order may differ."""
+    """`array` in the layout `name`; values are equal, strides and byte order may differ."""
     made = LAYOUTS[name](array)
     np.testing.assert_array_equal(made, array)
     return made

@@ -1,4 +1,4 @@
-"""Writes Core ML packages byte by byte, so that tests need no coremltools and may lie."""
+"""Write Core ML packages byte by byte, valid or not, without coremltools."""
 
 import json
 
@@ -14,7 +14,7 @@ def number(value):
 
 
 def field(tag, value):
-    """A field: a number, or a text, bytes or sub-message."""
+    """A field: a number, text, bytes or a sub-message."""
     if isinstance(value, int):
         return number(tag << 3) + number(value)
     data = value.encode() if isinstance(value, str) else value
@@ -22,7 +22,7 @@ def field(tag, value):
 
 
 def state(name, shape, dtype=65552, packed=True):
-    """A state's FeatureDescription; float16 unless said otherwise."""
+    """A state's FeatureDescription; float16 by default."""
     if packed:
         array = field(1, b"".join(map(number, shape)))
     else:

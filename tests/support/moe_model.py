@@ -1,8 +1,8 @@
-"""Shapes of a mixture of experts with a trillion parameters, cut for thousands of ranks.
+"""Shapes of a mixture of experts with a trillion parameters, divided among thousands of ranks.
 
-Only shapes: arrays are views of one element. The sizes are those of an open model of that
-class: 61 layers, the first of them dense, 384 experts in each of the others, of which a token
-sees 8; hidden size 7168.
+Only shapes: arrays are views of one element. The sizes come from an open model of that class: 61
+layers, the first of them dense, the others with 384 experts, 8 of them for each token; hidden size
+7168.
 """
 
 import itertools
@@ -45,7 +45,7 @@ def mlp(prefix, inner):
 
 
 def dense_tensors(layers=LAYERS):
-    """Name and shape of all that is not an expert's."""
+    """Name and shape of all tensors that do not belong to an expert."""
     found = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "model.norm.weight": (HIDDEN,)}
     found["lm_head.weight"] = (VOCABULARY, HIDDEN)
     for layer in range(layers):
@@ -59,9 +59,9 @@ def dense_tensors(layers=LAYERS):
 class Moe:
     """The model for a world of `across` x `along` ranks.
 
-    Experts are divided among `across` groups of ranks, and each matrix by rows among the
-    `along` ranks of a group; all else is cut flat for all ranks. `stacked`: the experts of a
-    layer are one tensor; else each matrix of each is one.
+    Experts are divided among `across` groups of ranks, and each matrix by rows among the `along`
+    ranks of a group; all other tensors are divided flat among all ranks. `stacked`: the experts of
+    a layer are one tensor; otherwise each matrix of each expert is one.
     """
 
     def __init__(self, world, *, across=64, layers=LAYERS, stacked=True):
@@ -71,7 +71,7 @@ class Moe:
         self.layers, self.stacked = layers, stacked
 
     def parameters(self, rank):
-        """Name, shape, layout, part of all parameters that a rank has something of."""
+        """Name, shape, layout and part of all parameters that this rank stores."""
         for name, shape in dense_tensors(self.layers).items():
             yield name, shape, Layout.flat(self.world), rank
         if self.stacked:
@@ -102,7 +102,7 @@ class Moe:
         return model, optimizer
 
     def count(self):
-        """Parameters of the model."""
+        """Number of parameters of the model."""
         dense = sum(map(math.prod, dense_tensors(self.layers).values()))
         return dense + (self.layers - 1) * EXPERTS * sum(map(math.prod, EXPERT.values()))
 
@@ -110,7 +110,7 @@ class Moe:
         return plan_save(*self.states(rank), rank=rank, world_size=self.world)
 
     def told(self, rank):
-        """What a rank tells the first one, and the text of its index."""
+        """A rank's report to the first rank, and the text of its index."""
         plan = self.plan(rank)
         catalog = _core.Catalog((plan.index_text,), ("index",))
         [pattern] = _folder.patterns_of(catalog)
@@ -121,10 +121,10 @@ class Moe:
 
 
 class Simulated:
-    """A checkpoint of a `Moe` without shard files, and with those indexes that are read.
+    """A checkpoint of a `Moe` without shard files, and only with the indexes that are read.
 
-    The ranks that are read were really planned. Of all others the manifest has what ranks of
-    one pattern differ in.
+    The ranks that are read were planned in full. For all others the manifest has the data that
+    differ between ranks of one pattern.
     """
 
     def __init__(self, folder, moe, ranks):
@@ -153,16 +153,16 @@ class Simulated:
         self.index_bytes = sum(record.bytes for record in manifest.indexes)
 
     def _like(self, rank, mine):
-        """A rank whose index nobody reads: as the first of its pattern, but for its parts."""
+        """A rank whose index is not read: a copy of the first of its pattern, except its parts."""
         record, pattern, _ = mine[0 if self.moe.stacked else rank - rank % self.moe.along]
         cut = rank if self.moe.stacked else rank % self.moe.along
-        # groups come in the order of names: "lm_head" is before "model.layers.1.mlp.experts"
+        # groups are in the order of names: "lm_head" comes before "model.layers.1.mlp.experts"
         assert len(pattern["parts"]) == 2
         path = f"index/{GENERATION}.{rank}.json"
         return record._replace(path=path), {**pattern, "parts": (rank, cut)}
 
     def plan_load(self, moe, rank):
-        """What a rank of another world, or of this one, reads: all else, then the experts."""
+        """The plan of a rank of this or another world: dense tensors, then the experts."""
         dense = list(dense_tensors(moe.layers))
         experts = [name for name, *_ in moe.parameters(rank) if ".mlp.experts." in name]
         both = Layout([(0, moe.across), (1, moe.along)])
@@ -181,7 +181,7 @@ class Simulated:
 
     @classmethod
     def for_loads(cls, folder, moe, loads):
-        """With the indexes that `loads`, pairs of a `Moe` and a rank, need."""
+        """A checkpoint with the indexes that `loads`, pairs of a `Moe` and a rank, need."""
         bare = cls(Path(folder) / "bare", moe, [])
         planned = {}
         load_catalog = _folder.load_catalog

@@ -1,4 +1,4 @@
-"""MPI jobs from what tools/mpi.sh installs: one folder for each MPI, apart from the rest."""
+"""MPI jobs with the installations of tools/mpi.sh: a separate folder for each MPI."""
 
 import os
 import subprocess
@@ -21,13 +21,13 @@ def home(engine):
 
 
 def packages(folder):
-    """Where pip put Python's packages below a prefix."""
+    """The folder below a prefix where pip installs packages."""
     scheme = {"base": str(folder), "platbase": str(folder)}
     return Path(sysconfig.get_path("platlib", "posix_prefix", vars=scheme))
 
 
 def library(folder):
-    """The MPI library that mpi4py is to load."""
+    """The MPI library for mpi4py to load."""
     name = "libmpi*.dylib" if sys.platform == "darwin" else "libmpi.so.*"
     return min((folder / "lib").glob(name), key=lambda path: len(path.name))
 
@@ -46,7 +46,7 @@ def environment(engine):
 
 
 def command(engine, ranks, *arguments):
-    """The command line that runs Python on so many ranks of this machine."""
+    """The command line that runs Python on `ranks` ranks of this machine."""
     start = [str(home(engine) / "bin" / "mpiexec"), "-n", str(ranks)]
     if engine == "openmpi":  # more ranks than cores; root in a container
         start[1:1] = ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"]
@@ -56,7 +56,7 @@ def command(engine, ranks, *arguments):
 
 
 def run(engine, ranks, *arguments, limit_seconds=LIMIT_SECONDS, **variables):
-    """Run a job and return (exit status, what it printed, what it said); bounded in time."""
+    """Run a job with a time limit; return (exit status, output, error output)."""
     process = subprocess.Popen(
         command(engine, ranks, *arguments),
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

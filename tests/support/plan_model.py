@@ -1,9 +1,9 @@
-"""What schedules of a chain do and cost, in plain Python: the judge of the planner in C.
+"""A model of schedules and their costs in plain Python, to compare the C planner with.
 
-Nothing here looks at the planner.  `simulate` follows a list of steps one by one and refuses
-what cannot be run; `persistent_front` is the recursion of the persistent class over Pareto sets
-of (peak, time), exact to the byte; `any_front` searches through every state that valid steps
-can reach.  All are slow and small on purpose.
+Nothing here depends on the planner.  `simulate` follows a list of steps one by one and refuses
+invalid ones; `persistent_front` is the recursion of the persistent class over Pareto sets of (peak,
+time), exact to the byte; `any_front` searches through every state that valid steps can reach.  All
+are deliberately simple and slow.
 
 A chain is any object with the arrays of `Chain`; times that are multiples of 1/64 add up without
 rounding, so that two ways to the same optimum can be compared for equality.
@@ -81,7 +81,7 @@ class ChainModel:
 
 
 class InvalidSchedule(ValueError):
-    """A step that cannot be run where it stands, or backwards that are missing."""
+    """A step that is invalid in its state, or missing backwards."""
 
     def __init__(self, number, text):
         super().__init__(f"step {number}: {text}")
@@ -90,7 +90,7 @@ class InvalidSchedule(ValueError):
 
 @dataclass(frozen=True)
 class State:
-    """What is held: activations by themselves, saved blocks here and on the host."""
+    """The memory in use: activations alone, and saved blocks on the device and on the host."""
 
     alone: frozenset
     saved: frozenset
@@ -105,7 +105,7 @@ class State:
         return activation in self.alone or activation - 1 in self.saved
 
     def bytes(self, chain):
-        """Activation 0 counts from begin to end; the last gradient comes with its backward."""
+        """Activation 0 counts from start to end; the last gradient counts from its backward on."""
         after = self.next_backward + 1
         return (
             sum(chain.activation[k] for k in self.alone)
@@ -115,7 +115,7 @@ class State:
 
 
 def refusal(chain, state, kind, index):
-    """Why a step cannot be run in a state, or None."""
+    """Why a step is invalid in a state, or None."""
     blocks = chain.blocks
     if kind not in (FORWARD, SAVE, BACKWARD, DROP, OFFLOAD, LOAD):
         return f"{kind!r} is no kind of step"
@@ -155,7 +155,7 @@ def refusal(chain, state, kind, index):
 
 
 def run(chain, state, kind, index):
-    """The state after a step, the most it holds, and how long it takes."""
+    """The state after a step, the peak during it, and its duration."""
     before = state.bytes(chain)
     alone, saved, host, after = state.alone, state.saved, state.host, state.next_backward
     made = seconds = 0
@@ -175,7 +175,7 @@ def run(chain, state, kind, index):
         seconds = chain.backward[index]
     elif kind == DROP:
         alone = alone - {index}
-    elif kind == OFFLOAD:  # the output stays, as an activation by itself
+    elif kind == OFFLOAD:  # the output stays, as an activation alone
         saved, host, alone = saved - {index}, host | {index}, alone | {index + 1}
         seconds = chain.saved[index] / chain.offload_rate
     elif kind == LOAD:
@@ -187,7 +187,7 @@ def run(chain, state, kind, index):
 
 @dataclass
 class Simulation:
-    """Per step: bytes before, most, after, seconds; and the two figures of the whole."""
+    """Per step: bytes before, peak, bytes after, seconds; and the two totals."""
 
     before: list = field(default_factory=list)
     most: list = field(default_factory=list)
@@ -204,7 +204,7 @@ class Simulation:
 
 
 def simulate(chain, steps):
-    """Follow (kind, index) pairs; InvalidSchedule names the first step that cannot be run."""
+    """Follow (kind, index) pairs; InvalidSchedule names the first invalid step."""
     state, result, number = State.begin(chain), Simulation(), -1
     for number, (kind, index) in enumerate(steps):
         why = refusal(chain, state, kind, index)
@@ -221,7 +221,7 @@ def simulate(chain, steps):
 
 
 def front_of(pairs):
-    """The (peak, time) pairs that no other pair beats, by increasing peak."""
+    """The (peak, time) pairs that no other pair dominates, by increasing peak."""
     best = []
     for peak, seconds in sorted(pairs):
         if not best or seconds < best[-1][1]:
@@ -230,21 +230,21 @@ def front_of(pairs):
 
 
 def fastest(front, budget):
-    """The shortest time within a budget; None where nothing fits."""
+    """The shortest time within a budget; None if nothing fits."""
     return min((seconds for peak, seconds in front if peak <= budget), default=None)
 
 
 def persistent_front(chain, offload=False):
-    """All (peak, time) of the persistent class that are worth having, exact to the byte."""
+    """The Pareto front (peak, time) of the persistent class, exact to the byte."""
     last = chain.blocks - 1
     begin = chain.activation[0]
     return [(begin + peak, seconds) for peak, seconds in _segments(chain, offload)(0, last)]
 
 
 def _segments(chain, offload):
-    """Make solve(s, t): peaks above what is held as segment s..t begins.
+    """Make solve(s, t): peaks in excess of the memory in use as segment s..t begins.
 
-    That is activation s and, but for the end of the chain, gradient t + 1.
+    That memory is activation s and, except at the end of the chain, gradient t + 1.
     """
     blocks = chain.blocks
 
@@ -297,7 +297,7 @@ def _segments(chain, offload):
 
 
 def persistent_schedules(chain, offload=False):
-    """Every schedule of the persistent class, as lists of steps: for very short chains."""
+    """All schedules of the persistent class, as lists of steps: for very short chains."""
 
     def solve(s, t):
         if s == t:
@@ -328,7 +328,7 @@ def _steps_from(chain, state, offload):
 
 
 def any_front_slowly(chain, offload=False):
-    """As `any_front`, by `refusal` and `run` themselves: what judges the quicker one."""
+    """As `any_front`, directly by `refusal` and `run`: it validates the faster one."""
 
     def steps(state):
         for kind, index in _steps_from(chain, state, offload):
@@ -338,9 +338,9 @@ def any_front_slowly(chain, offload=False):
 
 
 def any_front(chain, offload=False, budget=None):
-    """All (peak, time) of all valid schedules that are worth having, within a budget if given.
+    """The Pareto front (peak, time) of all valid schedules, within a budget if given.
 
-    States are (alone, saved, host, backwards left) with sets as bits; activation 0 is no bit.
+    States are (alone, saved, host, backwards left) with sets as bits; activation 0 has no bit.
     """
     blocks = chain.blocks
     held = cache(
@@ -384,7 +384,7 @@ def _bytes_of(sizes, bits):
 
 
 def _dijkstra(begin, steps, is_end):
-    """By time, then peak: a state comes again only if on a lower peak than before."""
+    """By time, then peak: a state is visited again only at a lower peak."""
     queue = [(0, 0, 0, begin)]
     lowest, reached, count = {}, [], 0
     while queue:
@@ -404,7 +404,7 @@ def _dijkstra(begin, steps, is_end):
 
 
 def budgets_of(*fronts):
-    """Budgets at which a plan may change, and one byte on either side of them."""
+    """Budgets at which a plan may change, and one byte below and above them."""
     peaks = {peak for front in fronts for peak, _ in front}
     return sorted({peak + d for peak in peaks for d in (-1, 0, 1)})
 
@@ -455,7 +455,7 @@ KINDS = ("mixed", "uniform", "pyramid", "tokens")
 
 
 def random_chains(seed, count, most_blocks=5, **options):
-    """A fixed set of chains: of every kind and length, from one block on."""
+    """A fixed set of chains of every kind and length, from one block on."""
     rng = np.random.default_rng(seed)
     for number in range(count):
         blocks = 1 + int(rng.integers(most_blocks))
@@ -464,7 +464,7 @@ def random_chains(seed, count, most_blocks=5, **options):
 
 @st.composite
 def chains(draw, most_blocks=5, most_bytes=200, rates=False):
-    """Hypothesis: chains of small numbers, zeros among them."""
+    """A Hypothesis strategy: chains of small numbers, zeros included."""
     blocks = draw(st.integers(1, most_blocks))
 
     def lists(low, high, size):
@@ -490,5 +490,5 @@ def chains(draw, most_blocks=5, most_bytes=200, rates=False):
 
 
 def is_front(front):
-    """Whether peaks rise and times fall, strictly."""
+    """Whether peaks rise and times fall strictly."""
     return all(a[0] < b[0] and a[1] > b[1] for a, b in pairwise(front))

@@ -1,6 +1,6 @@
-"""Jobs of torch.distributed over gloo, for tests: processes that each run the same scenarios.
+"""Jobs of torch.distributed over gloo for tests: several processes run the same scenarios.
 
-What the processes run is a file of ranks, which torch_processes.py describes.
+The processes run a file of ranks; torch_processes.py describes such files.
 """
 
 import ast
@@ -19,9 +19,9 @@ MODULES = forked.TORCH + forked.OPTIMIZERS
 
 
 def skip_without_gloo():
-    """Skip a test, or a file of tests, if torch or its gloo is missing."""
+    """Skip a test, or a file of tests, if torch or gloo is missing."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of its own internals
+        warnings.simplefilter("ignore")  # warnings about torch's internals
         torch = pytest.importorskip("torch", reason="its groups connect the ranks")
     if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
         pytest.skip("this torch was built without gloo", allow_module_level=True)
@@ -57,7 +57,7 @@ def run_ranks(file, world, names, store, limit_seconds=LIMIT_SECONDS):
     """
     arguments = [(store, rank, world, *names) for rank in range(world)]
     outcomes = []
-    # the first rank to end lets the next go on, if it waits: its input ends
+    # when the first rank ends, the input of the next one ends, and it stops waiting
     for status, out, err in run(file, arguments, limit_seconds):
         found = {}
         for line in out.splitlines():
@@ -68,17 +68,17 @@ def run_ranks(file, world, names, store, limit_seconds=LIMIT_SECONDS):
 
 
 def check(outcomes, name):
-    """Fail with what a rank said, unless all are well."""
+    """Fail with the error of a rank, if any."""
     for rank, (found, log) in enumerate(outcomes):
         assert found.get(name) == "ok", f"rank {rank}: {found.get(name)}\n{log}"
         assert log.startswith("exit 0"), log
 
 
 def jobs(file, wanted, limit_seconds=LIMIT_SECONDS):
-    """Return a fixture that gives the outcomes of a job by its number of ranks.
+    """A fixture that returns the outcomes of a job by its number of ranks.
 
     `wanted` has the names of scenarios for each number of ranks. A job runs once, when a test
-    asks for it.
+    requests it.
     """
 
     @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def jobs(file, wanted, limit_seconds=LIMIT_SECONDS):
 
 
 def cases(wanted):
-    """Parameters (ranks, name) of a test; those of more than two ranks are long ones."""
+    """Parameters (ranks, name) of a test; jobs of more than two ranks are marked long."""
     return [
         pytest.param(world, name, marks=[pytest.mark.long] if world > 2 else [])
         for world, names in wanted.items()

@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process: a group of them, and a way to run them."""
+"""Ranks as threads of this process: a group of them, and functions to run them."""
 
 import threading
 
@@ -8,7 +8,7 @@ SECONDS = 20
 
 
 class Threads:
-    """A rank among threads.  Ranks that do not all do the same thing fail a test.
+    """A rank among threads. If ranks do not make the same calls, the test fails.
 
     Arrays are copied before another rank sees them, so nothing is shared by accident.
     """
@@ -59,9 +59,9 @@ class Threads:
 
 
 def run_ranks(function, world_size=2, *, seconds=SECONDS, groups=None):
-    """What `function` gives or raises with the group of each rank; waits no longer than that.
+    """The result or error of `function` with the group of each rank; waits up to `seconds`.
 
-    `groups` are those of an engine, one for each rank, in the place of `Threads`.
+    `groups` are the groups of an engine, one for each rank, instead of `Threads`.
     """
     world = ([None] * world_size, threading.Barrier(world_size, timeout=seconds))
     if groups is None:

@@ -1,7 +1,7 @@
-"""Checkpoints with sparse shards, made of plain ones as docs/format.md has it.
+"""Checkpoints with sparse shards, made from plain ones by the rules of docs/format.md.
 
-Nothing of the package decides how they are laid out: layers are what the random numbers say,
-so that a reader meets what no writer of ours would write.
+The package does not choose the layers; random numbers do, so that a reader sees layers that our
+writer would not write.
 """
 
 import json
@@ -18,14 +18,14 @@ SIZES = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8, "I64": 8, "U8": 1, "BOOL": 1, 
 
 
 def checksums(data):
-    """The members of a place that are checksums."""
+    """The members of a record that are checksums."""
     blocks = [f"{_core.crc32c(data[at : at + BLOCK]):08x}" for at in range(0, len(data), BLOCK)]
     found = {"crc32c": f"{_core.crc32c(data):08x}"}
     return {**found, "blocks": "".join(blocks)} if len(blocks) > 1 else found
 
 
 def as_pairs(rows):
-    """Rows that are held, as an index says it, and as ranges."""
+    """The rows of a layer, as an index lists them, and as ranges."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], rows.astype(np.int8), [0]))))
     begins, ends = edges[::2], edges[1::2]
     skips = begins - np.concatenate(([0], ends[:-1]))
@@ -34,13 +34,13 @@ def as_pairs(rows):
 
 
 class Layers:
-    """Random layers which together show some bytes."""
+    """Random layers that together contain given bytes."""
 
     def __init__(self, data, item, rng):
         self.rng = rng
         self.item = item
         self.data = np.frombuffer(data, np.uint8).reshape(-1, item)
-        self.layers = []  # of each its rows and its bytes
+        self.layers = []  # the rows and bytes of each layer
         count = len(self.data)
         if count == 0:
             return
@@ -69,14 +69,14 @@ class Layers:
         return held
 
     def _hide(self):
-        """What a later layer holds too may be anything in an earlier one."""
+        """Bytes that a later layer also holds may have any value in an earlier one."""
         later = np.zeros(len(self.data), bool)
         for _, held, data in reversed(self.layers):
             data[later[held]] = self.rng.integers(1, 256, self.item, dtype=np.uint8)
             later |= held
 
     def write(self, folder, name, dtype, files):
-        """Write each layer to a file of its own; return the layers for the index."""
+        """Write each layer to a separate file; return the layers for the index."""
         made = []
         for number, (row, held, data) in enumerate(self.layers):
             path = f"{name}-{number}.safetensors"
@@ -92,7 +92,7 @@ class Layers:
 
 
 def store(path, data, dtype, files, shown):
-    """Write a shard file with one tensor; return where its bytes begin."""
+    """Write a shard file with one tensor; return the offset of its bytes."""
     count = len(data) // SIZES[dtype]
     told = checksums(data)
     metadata = {
@@ -123,7 +123,7 @@ def index_path(manifest, rank):
 
 
 def put_index(folder, manifest, rank, index):
-    """Replace an index by one of records, and describe it in its manifest."""
+    """Replace an index by one made from records, and describe it in its manifest."""
     text = sealed(tables_of(index))
     (folder / index_path(manifest, rank)).write_bytes(text)
     columns = manifest["indexes"]
@@ -134,7 +134,7 @@ def put_index(folder, manifest, rank, index):
 
 
 def catalog(shape, item, layers, file_bytes):
-    """What a reader has of one tensor that has these layers, in one file."""
+    """A merged index of one tensor with these layers, in one file."""
     dtype = {1: "U8", 2: "I16", 4: "F32", 8: "F64"}[item]
     shard = {"section": "params", "name": "w", "dtype": dtype, "shape": shape, "layout": []}
     shard.update(part=0, version=1, layers=layers)
@@ -148,7 +148,7 @@ def catalog(shape, item, layers, file_bytes):
 
 
 def sparsen(folder, seed=0, share=0.8):
-    """Give shards of a plain checkpoint layers; what it holds stays the same."""
+    """Give shards of a plain checkpoint layers; the content stays the same."""
     folder = Path(folder)
     rng = np.random.default_rng(seed)
     manifest = json.loads((folder / "manifest.json").read_bytes())

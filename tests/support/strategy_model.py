@@ -1,6 +1,6 @@
-"""The strategies as their specification writes them, in plain Python: the judge of the core's.
+"""The strategies as their specification defines them, in plain Python, to compare with the core.
 
-Where the specification has C#'s float, so has this: `numpy.float32`.
+Where the specification has a C# float, this has `numpy.float32`.
 """
 
 import numpy as np
@@ -54,7 +54,7 @@ class SizeBased:
 
 
 class MemoryAware:
-    """`clock` gives ticks of 100 ns, as DateTime does; `tracker` bytes in use."""
+    """`clock` returns ticks of 100 ns, as DateTime does; `tracker` returns bytes in use."""
 
     def __init__(self, max_memory_percentage, tracker, total_memory, clock):
         self.max_memory_percentage = np.float32(max_memory_percentage)

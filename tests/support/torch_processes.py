@@ -1,7 +1,7 @@
-"""One process of torch.distributed over gloo, for tests: a rank, which runs scenarios.
+"""One rank of torch.distributed over gloo, for tests: a process that runs scenarios.
 
-A file of ranks marks its functions with `scenario` and ends with ``main()``. rank_jobs.py starts
-it as `python FILE STORE RANK RANKS SCENARIO...`.
+A file of ranks marks its functions with `scenario` and ends with ``main()``. rank_jobs.py starts it
+as `python FILE STORE RANK RANKS SCENARIO...`.
 """
 
 import contextlib
@@ -21,15 +21,15 @@ def scenario(function):
 
 
 def tell(name, outcome):
-    """Print what became of a scenario."""
+    """Print the outcome of a scenario."""
     print(json.dumps({name: outcome}), flush=True)
 
 
 def main(default=False, warn="ignore", check=False, timeout_seconds=30):
-    """Run scenarios as one rank; print one line of JSON for each: "ok" or what went wrong.
+    """Run scenarios as one rank; print one line of JSON for each: "ok" or the error.
 
-    Their group is a new one, or torch's default group. Warnings are ignored, as torch's wrappers
-    warn of themselves, or are errors.
+    They use a new group, or torch's default group. Warnings are ignored, because torch's wrappers
+    warn about themselves, or are errors.
     """
     warnings.simplefilter(warn)
     import torch
@@ -56,7 +56,7 @@ def main(default=False, warn="ignore", check=False, timeout_seconds=30):
             outcome = traceback.format_exc()
         tell(name, outcome)
         if outcome != "ok":
-            break  # the others may wait for this rank
+            break  # the other ranks may wait for this one
     group.close()
-    with contextlib.suppress(RuntimeError):  # of a group that a scenario broke
+    with contextlib.suppress(RuntimeError):  # if a scenario broke the group
         dist.destroy_process_group()

@@ -1,9 +1,8 @@
 """A bag-of-words model trained on the sources of Python's own library, in NumPy.
 
-Two embeddings, words in and words out (Mikolov et al., 2013, with negative samples), under
-dense Adam (Kingma and Ba, 2015). The vocabulary is that of much of the library, as one that
-was made for more text than a model sees: rows of words that the trained part does not have get no
-gradient, and their states stay zero.
+Two embeddings, words in and words out (Mikolov et al., 2013, with negative samples), under dense
+Adam (Kingma and Ba, 2015). The vocabulary covers more of the library than the training text, as in
+practice: rows of words outside of the training text get no gradient, and their states stay zero.
 """
 
 import re
@@ -44,7 +43,7 @@ class WordModel:
         self.step = 0
 
     def train(self, steps, batch=64, window=3, negatives=4, rate=0.01):
-        """Take some steps of Adam; return the mean loss of the last."""
+        """Take some steps of Adam; return the mean loss of the last one."""
         for _ in range(steps):
             self.step += 1
             at = self.rng.integers(window, len(self.text) - window, batch)
@@ -62,7 +61,7 @@ class WordModel:
         return float(loss)
 
     def _adam(self, name, rows, gradients, rate):
-        """Dense Adam: rows that no batch had yet stay as they are, their states zero."""
+        """Dense Adam: rows that no batch has used yet keep their values and zero states."""
         gradient = np.zeros_like(self.model[name])
         np.add.at(gradient, rows, gradients)
         m, v = self.states[f"{name}.m"], self.states[f"{name}.v"]

@@ -1,7 +1,7 @@
-/* chain: checks of a chain, and its schedules run on paper.
+/* chain: checks of a chain, and the simulation of its schedules.
  *
- * The simulator knows nothing of how schedules are found: it keeps one byte for each
- * activation and each saved, and looks at every rule at every step.
+ * The simulator is independent of the planners. It keeps one byte for each activation and
+ * for each saved block, and checks every rule at every step.
  */
 #include "activation/chain.h"
 
@@ -11,14 +11,14 @@
 #include <math.h>
 #include <string.h>
 
-/* As schedules are printed, and as users write them. */
+/* The names that schedules print and users write. */
 static const char *const names[MLS_STEP_KINDS] = {
     [MLS_STEP_FORWARD] = "forward",   [MLS_STEP_SAVE] = "save",
     [MLS_STEP_BACKWARD] = "backward", [MLS_STEP_DROP] = "drop",
     [MLS_STEP_OFFLOAD] = "offload",   [MLS_STEP_LOAD] = "load",
 };
 
-/* Kinds come from arrays of anybody: what is none has a name too. */
+/* Kinds come from unchecked arrays, so invalid ones have a name too. */
 const char *mls_step_name(int kind)
 {
     return kind >= 0 && kind < MLS_STEP_KINDS ? names[kind] : "?";
@@ -26,8 +26,8 @@ const char *mls_step_name(int kind)
 
 /* ---- checks ---- */
 
-/* Seconds of every block; their sum is added to `*sum`.  NaN is not at least 0, which is
- * why the comparison is written that way round. */
+/* Checks the seconds of every block, and adds their sum to `*sum`. The comparison is
+ * negated so that NaN fails. */
 static mls_code check_seconds(const char *name, const double *seconds, size_t count,
                               double *sum, mls_status *st)
 {
@@ -44,9 +44,9 @@ static mls_code check_seconds(const char *name, const double *seconds, size_t co
     return MLS_OK;
 }
 
-/* Bytes of every item; their sum is added to `*sum`, which stays within 62 bits:
- * planners add a little to it.  Items may be below 0 by as much as `below` has there;
- * NULL: not at all. */
+/* Checks the bytes of every item, and adds their sum to `*sum`, which is limited to 62
+ * bits: planners add a little to it. Item i may be as low as -below[i]; `below` NULL: not
+ * below 0. */
 static mls_code check_bytes(const char *name, const int64_t *bytes, size_t count,
                             const int64_t *below, int64_t *sum, mls_status *st)
 {
@@ -69,7 +69,8 @@ static mls_code check_bytes(const char *name, const int64_t *bytes, size_t count
     return MLS_OK;
 }
 
-/* All arrays of bytes, each by its name in Python, and what must hold between them. */
+/* Checks all arrays of bytes (with their Python names for messages), and the relations
+ * between them. */
 static mls_code check_all_bytes(const mls_chain *c, mls_status *st)
 {
     const size_t n = c->blocks;
@@ -102,7 +103,7 @@ static mls_code check_all_bytes(const mls_chain *c, mls_status *st)
                             ": what a block saves contains its output",
                             i, c->saved_bytes[i], i + 1, c->activation_bytes[i + 1]);
         }
-        /* a step that ends with more memory than its peak contradicts itself */
+        /* otherwise the step would end with more memory than its peak */
         const int64_t freed = c->saved_bytes[i] + c->gradient_bytes[i + 1];
         if (c->backward_temporary_bytes[i] < -freed) {
             return mls_fail(
@@ -116,7 +117,7 @@ static mls_code check_all_bytes(const mls_chain *c, mls_status *st)
     return MLS_OK;
 }
 
-/* Both ways to the host, or none: what cannot come back must not go. */
+/* Both rates or none: every offload needs a load. */
 static mls_code check_rates(const mls_chain *c, mls_status *st)
 {
     const bool none = c->offload_rate == 0 && c->load_rate == 0;
@@ -131,8 +132,8 @@ static mls_code check_rates(const mls_chain *c, mls_status *st)
                     c->offload_rate, c->load_rate);
 }
 
-/* No schedule that a planner makes runs a block more often than there are blocks: within
- * that, times stay finite. */
+/* No planner's schedule runs a block more often than there are blocks, so with the last
+ * check no schedule's time overflows. */
 mls_code mls_chain_check(const mls_chain *c, mls_status *st)
 {
     if (c->blocks == 0 || c->blocks > MLS_CHAIN_MAX_BLOCKS) {
@@ -161,7 +162,7 @@ mls_code mls_chain_check(const mls_chain *c, mls_status *st)
 
 /* ---- schedules ---- */
 
-/* Doubled when it is full: a schedule may have as many steps as blocks squared. */
+/* Grows by doubling: a schedule may have as many steps as blocks squared. */
 mls_code mls_schedule_push(mls_schedule *s, mls_step_kind kind, size_t index,
                            mls_status *st)
 {
@@ -178,7 +179,7 @@ mls_code mls_schedule_push(mls_schedule *s, mls_step_kind kind, size_t index,
     return MLS_OK;
 }
 
-/* A schedule that failed half way is freed like any other. */
+/* A partly built schedule is freed like any other. */
 void mls_schedule_fini(mls_schedule *s)
 {
     mls_free(s->steps);
@@ -187,40 +188,40 @@ void mls_schedule_fini(mls_schedule *s)
 
 /* ---- simulation ---- */
 
-/* Where saved i is.  On the host it takes no memory that anybody counts. */
+/* Location of saved i. Host memory is not counted. */
 enum { NOWHERE, ON_DEVICE, ON_HOST };
 
-/* What is held at a moment.  Gradients need no marks: there is one at a time. */
+/* State of the simulated device. Gradients need no flags: only one exists at a time. */
 typedef struct machine {
     const mls_chain *chain;
-    unsigned char *alone; /* n + 1: activation k lies by itself */
+    unsigned char *alone; /* n + 1: activation k has its own memory */
     unsigned char *saved; /* n: NOWHERE, ON_DEVICE or ON_HOST */
-    size_t left; /* backward passes to come: this is the gradient that is there */
+    size_t left;          /* remaining backward passes; gradient `left` is held */
     int64_t held;
     double seconds;
 } machine;
 
-/* What a step does to what is held.  What it frees it frees at its end: the peak is that
- * of everything together. */
+/* Effect of a step on memory. Memory is freed at the end of the step, so the peak
+ * contains everything. */
 typedef struct effect {
     int64_t makes, temporary, frees;
     double seconds;
 } effect;
 
-/* What is missing where a step is refused; `index` is that of `what`. */
+/* Why a step is invalid; `index` belongs to `what`. */
 typedef struct refusal {
     const char *what, *how;
     size_t index;
 } refusal;
 
-/* By itself, or inside what the block before it saved. */
+/* In its own memory, or inside the saved tensors of the block before it. */
 static bool activation_is_held(const machine *m, size_t k)
 {
     return m->alone[k] != 0 || (k > 0 && m->saved[k - 1] == ON_DEVICE);
 }
 
-/* The rules that forward and save share: the input is there, the output is not, in any
- * form. */
+/* Rules of both forward and save: the input is held, and the output is not, in any form.
+ */
 static bool can_run(const machine *m, size_t i, refusal *why)
 {
     if (!activation_is_held(m, i)) {
@@ -234,7 +235,7 @@ static bool can_run(const machine *m, size_t i, refusal *why)
     return true;
 }
 
-/* The output is memory of its own; nothing else is kept. */
+/* Only the output is kept, in its own memory. */
 static bool run_forward(machine *m, size_t i, effect *e, refusal *why)
 {
     if (!can_run(m, i, why)) {
@@ -247,7 +248,7 @@ static bool run_forward(machine *m, size_t i, effect *e, refusal *why)
     return true;
 }
 
-/* What is saved contains the output. */
+/* The saved tensors contain the output. */
 static bool run_save(machine *m, size_t i, effect *e, refusal *why)
 {
     if (m->saved[i] != NOWHERE) {
@@ -264,7 +265,7 @@ static bool run_save(machine *m, size_t i, effect *e, refusal *why)
     return true;
 }
 
-/* Only one gradient is ever there, so the order follows. */
+/* Only one gradient is held at a time, which fixes the order. */
 static bool run_backward(machine *m, size_t i, effect *e, refusal *why)
 {
     const mls_chain *c = m->chain;
@@ -291,7 +292,7 @@ static bool run_backward(machine *m, size_t i, effect *e, refusal *why)
     return true;
 }
 
-/* What lies inside something else goes with that, not by a drop. */
+/* An activation inside saved tensors is freed with them, not by a drop. */
 static bool run_drop(machine *m, size_t k, effect *e, refusal *why)
 {
     if (k == 0) {
@@ -307,8 +308,8 @@ static bool run_drop(machine *m, size_t k, effect *e, refusal *why)
     return true;
 }
 
-/* Saved i contains activation i + 1, which becomes memory of its own: nothing is made,
- * only less is freed. */
+/* Saved i contains activation i + 1, which stays in its own memory: the step makes
+ * nothing and frees less. */
 static bool run_offload(machine *m, size_t i, effect *e, refusal *why)
 {
     const mls_chain *c = m->chain;
@@ -327,7 +328,7 @@ static bool run_offload(machine *m, size_t i, effect *e, refusal *why)
     return true;
 }
 
-/* The activation that stayed behind must be dropped first: it comes back inside. */
+/* The activation that stayed must be dropped first, because it returns inside saved i. */
 static bool run_load(machine *m, size_t i, effect *e, refusal *why)
 {
     const mls_chain *c = m->chain;
@@ -345,18 +346,18 @@ static bool run_load(machine *m, size_t i, effect *e, refusal *why)
     return true;
 }
 
-/* Do a step: change the machine and say what that takes, or say what is missing. */
+/* Runs a step: changes the state and returns its effect, or returns false with the
+ * reason. */
 typedef bool (*runner)(machine *m, size_t index, effect *e, refusal *why);
 
-/* By kind. */
 static const runner runners[MLS_STEP_KINDS] = {
     [MLS_STEP_FORWARD] = run_forward,   [MLS_STEP_SAVE] = run_save,
     [MLS_STEP_BACKWARD] = run_backward, [MLS_STEP_DROP] = run_drop,
     [MLS_STEP_OFFLOAD] = run_offload,   [MLS_STEP_LOAD] = run_load,
 };
 
-/* One step, with all its rules.  Kind and index are checked here, before they choose a
- * function and entries of arrays. */
+/* Runs one step with all checks. Kind and index are checked first, because they select a
+ * function and array entries. */
 static mls_code run_step(machine *m, size_t number, mls_step step,
                          mls_step_record *record, mls_status *st)
 {
@@ -384,7 +385,7 @@ static mls_code run_step(machine *m, size_t number, mls_step step,
     return MLS_OK;
 }
 
-/* All bytes together fit into 62 bits, and nothing is held twice: no sum overflows. */
+/* All bytes together fit 62 bits and nothing is held twice, so no sum overflows. */
 static mls_code run_all(machine *m, const mls_step *steps, size_t count,
                         mls_step_record *records, mls_totals *out, mls_status *st)
 {
@@ -410,7 +411,7 @@ static mls_code run_all(machine *m, const mls_step *steps, size_t count,
     return MLS_OK;
 }
 
-/* One block of memory for both rows of marks. */
+/* One allocation for both arrays of flags. */
 mls_code mls_chain_simulate(const mls_chain *chain, const mls_step *steps, size_t count,
                             mls_step_record *records, mls_totals *out, mls_status *st)
 {

@@ -1,19 +1,19 @@
-/* runs: schedules without their drops; and with them again, placed by looking ahead. */
+/* compute_steps: removes the drops of a schedule, and adds them again in the best places.
+ */
 #include "activation/compute_steps.h"
 
 #include <string.h>
 
-/* The last gradient is nobody's before this step: it comes with it, and goes with it. */
+/* The last gradient is made by this step. */
 int64_t mls_backward_makes(const mls_chain *chain, size_t i)
 {
     const int64_t last = i + 1 == chain->blocks ? chain->gradient_bytes[i + 1] : 0;
     return chain->gradient_bytes[i] + last + chain->backward_temporary_bytes[i];
 }
 
-/* Each block is saved once, runs backward once, and is loaded as often as it is
- * offloaded: so a load is paid for where the offload is, and all the rest is common to
- * all schedules.
- */
+/* Every schedule saves each block once, runs its backward pass once, and loads it as
+ * often as it offloads it. So a load is charged to its offload, and only forwards and
+ * offloads differ between schedules. */
 double mls_run_extra(const mls_chain *chain, const mls_compute_step *run)
 {
     const double bytes = (double)chain->saved_bytes[run->index];
@@ -29,7 +29,7 @@ double mls_run_extra(const mls_chain *chain, const mls_compute_step *run)
 
 /* ---- lists ---- */
 
-/* What was dropped where is forgotten: tidying finds it again, or better. */
+/* Drops are omitted: mls_compute_steps_tidy places them again, possibly better. */
 size_t mls_compute_steps_of(const mls_step *steps, size_t count, mls_compute_step *out)
 {
     size_t taken = 0;
@@ -42,19 +42,19 @@ size_t mls_compute_steps_of(const mls_step *steps, size_t count, mls_compute_ste
     return taken;
 }
 
-/* Where saved i is. */
+/* Location of saved i. */
 enum { NOWHERE, ON_DEVICE, ON_HOST };
 
-/* What later runs ask for.  One pass backwards in time finds both the forwards that
- * nobody needs and the last use of each activation. */
+/* What later steps need. A single backward pass finds the unused forwards and the last
+ * use of each activation. */
 typedef struct demand {
-    unsigned char *wanted; /* n + 1: activation k is needed, by itself, later */
-    unsigned char *saved;  /* n: where saved i is */
+    unsigned char *wanted; /* n + 1: a later step needs activation k in its own memory */
+    unsigned char *saved;  /* n: location of saved i */
 } demand;
 
-/* Whether the run makes anything that is wanted; what it makes is wanted no more before
- * it. */
-static bool take_output(demand *d, mls_compute_step *run)
+/* Returns whether a later step needs the output of this one. Before this step the output
+ * is not needed. */
+static bool consume_output(demand *d, mls_compute_step *run)
 {
     const size_t i = (size_t)run->index;
     switch (run->kind) {
@@ -81,8 +81,8 @@ static bool take_output(demand *d, mls_compute_step *run)
     }
 }
 
-/* Ask for what the run reads, unless it lies inside what is saved. */
-static void ask_input(demand *d, mls_compute_step *run)
+/* Marks the step's input as needed, unless it is inside saved tensors. */
+static void require_input(demand *d, mls_compute_step *run)
 {
     const size_t i = (size_t)run->index;
     if (run->kind == MLS_STEP_OFFLOAD || run->kind == MLS_STEP_LOAD || i == 0 ||
@@ -93,8 +93,8 @@ static void ask_input(demand *d, mls_compute_step *run)
     d->wanted[i] = 1;
 }
 
-/* A forward that is left out asks for nothing either, so chains of them go in one pass.
- * The runs that stay gather at the end of the array, where there is always room. */
+/* An omitted forward needs no input, so a single pass removes chains of unused forwards.
+ * The kept steps collect at the end of the array, which always has room. */
 bool mls_compute_steps_tidy(const mls_chain *chain, mls_compute_step *runs, size_t *count,
                             unsigned char *scratch)
 {
@@ -104,8 +104,8 @@ bool mls_compute_steps_tidy(const mls_chain *chain, mls_compute_step *runs, size
     for (size_t t = *count; t-- > 0;) {
         mls_compute_step run = runs[t];
         run.drops = false;
-        if (take_output(&d, &run)) {
-            ask_input(&d, &run);
+        if (consume_output(&d, &run)) {
+            require_input(&d, &run);
             runs[--kept] = run;
         }
     }
@@ -114,8 +114,8 @@ bool mls_compute_steps_tidy(const mls_chain *chain, mls_compute_step *runs, size
     return memchr(d.wanted, 1, chain->blocks + 1) == NULL;
 }
 
-/* What a run drops goes right behind it: held longer, it would count against the budget
- * of all that follows. */
+/* Drops follow directly after the step: memory held longer would count against the budget
+ * of all later steps. */
 mls_code mls_compute_steps_write(const mls_compute_step *runs, size_t count,
                                  mls_schedule *out, mls_status *st)
 {

@@ -1,8 +1,8 @@
-/* runs: schedules without their drops.
+/* compute_steps: schedules without their drops.
  *
- * Dropping takes no time, and to drop early never costs memory.  So a schedule is known
- * by its other steps, its runs: each activation is dropped right after the run that needs
- * it last, and a forward whose output nobody needs is left out.
+ * A drop takes no time, and dropping earlier never costs memory. So the other steps, the
+ * compute steps, determine a schedule: each activation is dropped right after the last
+ * step that needs it, and a forward whose output is not used is omitted.
  */
 #ifndef MLS_COMPUTE_STEPS_H
 #define MLS_COMPUTE_STEPS_H
@@ -12,44 +12,46 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-/* A step that is no drop; `drops` says that its activation is dropped right after it:
- * that which it reads, or after an offload that which stays. */
+/* A step that is not a drop. `drops`: an activation is dropped right after it: the step's
+ * input, or after an offload the activation that stayed. */
 typedef struct mls_compute_step {
     int32_t kind, index;
     bool drops;
 } mls_compute_step;
 
-/* Bytes of scratch that a chain needs here. */
+/* Returns the scratch bytes that mls_compute_steps_tidy needs for a chain. */
 static inline size_t mls_compute_steps_scratch(const mls_chain *chain)
 {
     return 2 * (chain->blocks + 1);
 }
 
-/* Gradient bytes that are held while `left` backward passes are to come: the last
- * gradient comes with its backward pass. */
+/* Returns the gradient bytes held while `left` backward passes remain. The last gradient
+ * is made by its own backward pass. */
 static inline int64_t mls_held_gradient(const mls_chain *chain, size_t left)
 {
     return left < chain->blocks ? chain->gradient_bytes[left] : 0;
 }
 
-/* What the backward pass of block i makes beyond what is held, temporary included. */
+/* Returns the bytes that the backward pass of block i makes, including temporary memory.
+ */
 int64_t mls_backward_makes(const mls_chain *chain, size_t i);
 
-/* Seconds of a run that a schedule could do without: those of a forward, and of an
- * offload with the load that follows from it.  All other seconds are the same whatever
- * the schedule. */
+/* Returns the seconds of a step that not all schedules have in common: the time of a
+ * forward, or of an offload with its load. All other seconds are the same for every
+ * schedule. */
 double mls_run_extra(const mls_chain *chain, const mls_compute_step *run);
 
-/* The runs of a schedule, not tidy; returns how many.  `out` has room for `count`. */
+/* Copies the steps of a schedule without its drops; not yet tidy. `out` has room for
+ * `count`. Returns their number. */
 size_t mls_compute_steps_of(const mls_step *steps, size_t count, mls_compute_step *out);
 
-/* Leave out forwards that nobody needs, and place the drops: in place, and `*count`
- * falls. False: an activation is needed that no run makes; the runs are of no use then.
- */
+/* Removes unused forwards and places the drops, in place; lowers `*count`. `scratch` has
+ * mls_compute_steps_scratch bytes. Returns false if a step needs an activation that no
+ * step makes; the steps are then undefined. */
 bool mls_compute_steps_tidy(const mls_chain *chain, mls_compute_step *runs, size_t *count,
                             unsigned char *scratch);
 
-/* Append runs and their drops to a schedule.  MLS_E_MEMORY. */
+/* Appends compute steps and their drops to a schedule. MLS_E_MEMORY. */
 mls_code mls_compute_steps_write(const mls_compute_step *runs, size_t count,
                                  mls_schedule *out, mls_status *st);
 

@@ -1,7 +1,7 @@
-/* layer_table: facts about layers, found by the layer's name in constant time.
+/* layer_map: a hash table from layer names to data about layers.
  *
- * Open addressing with linear probing, at most half full.  A slot holds half of the hash,
- * so that nearly every probe of another layer is passed over without a look at it.
+ * Open addressing with linear probing, at most half full. A slot stores half of the hash,
+ * so most probes of other layers do not read the layer.
  */
 #include "activation/layer_map.h"
 
@@ -10,21 +10,20 @@
 
 #include <string.h>
 
-/* Numbers fit a slot, and twice their count a size. */
+/* Layer numbers fit a slot, and twice their count fits size_t. */
 #define MAX_LAYERS ((size_t)1 << 31)
 
 enum { FIRST_ROOM = 8, FIRST_TEXT = 128 };
 
-/* All bits of the caller's hash reach the lower half, which is what a slot holds. */
-static uint32_t mixed(uint64_t hash)
+/* Mixes all bits of the caller's hash into the lower half, which the slots store. */
+static uint32_t mix_hash(uint64_t hash)
 {
     hash *= UINT64_C(0x9E3779B97F4A7C15);
     return (uint32_t)(hash ^ (hash >> 32));
 }
 
-/* Whether `length` bytes are the same.  Names are short, and most comparisons are of
- * equal ones: a call of memcmp would take longer.  The last word overlaps the one before.
- */
+/* Compares names. Faster than memcmp, because names are short and usually equal. The last
+ * word overlaps the one before. */
 static bool same_bytes(const char *a, const char *b, size_t length)
 {
     uint64_t x, y;
@@ -47,7 +46,7 @@ static bool same_bytes(const char *a, const char *b, size_t length)
     return x == y;
 }
 
-/* The layer's own name against a key's; the whole hash first. */
+/* Compares a layer with a key, the full hash first. */
 static bool is_layer(const mls_layer_map *table, const mls_table_layer *layer,
                      const mls_layer_key *key)
 {
@@ -56,11 +55,11 @@ static bool is_layer(const mls_layer_map *table, const mls_table_layer *layer,
             same_bytes(table->text + layer->name_at, key->name.data, key->name.length));
 }
 
-/* The slot of the layer, or the empty one where it belongs.  The table has slots, and
- * half of them are empty. */
+/* Returns the slot of the layer, or the empty slot where it belongs. The table must have
+ * slots; half of them are empty. */
 static mls_layer_slot *slot_of(const mls_layer_map *table, const mls_layer_key *key)
 {
-    const uint32_t hash = mixed(key->hash);
+    const uint32_t hash = mix_hash(key->hash);
     const size_t mask = table->slot_count - 1;
     for (size_t at = hash & mask;; at = (at + 1) & mask) {
         mls_layer_slot *slot = &table->slots[at];
@@ -72,7 +71,7 @@ static mls_layer_slot *slot_of(const mls_layer_map *table, const mls_layer_key *
     }
 }
 
-/* An empty table has no slots to look at. */
+/* An empty table has no slots. */
 mls_table_layer *mls_layer_find(const mls_layer_map *table, const mls_layer_key *key)
 {
     if (table->slot_count == 0) {
@@ -82,8 +81,8 @@ mls_table_layer *mls_layer_find(const mls_layer_map *table, const mls_layer_key 
     return number == 0 ? NULL : &table->layers[number - 1];
 }
 
-/* Twice as many slots, all layers put into them anew: their hashes are all different
- * layers', so the first empty slot is theirs. */
+/* Doubles the slots and inserts all layers again. The layers are distinct, so each takes
+ * its first empty slot without comparisons. */
 static bool grow_slots(mls_layer_map *table, size_t slot_count)
 {
     mls_layer_slot *slots = mls_alloc(slot_count, sizeof *slots);
@@ -91,7 +90,7 @@ static bool grow_slots(mls_layer_map *table, size_t slot_count)
         return false;
     }
     for (size_t i = 0; i < table->count; i++) {
-        const uint32_t hash = mixed(table->layers[i].hash);
+        const uint32_t hash = mix_hash(table->layers[i].hash);
         size_t at = hash & (slot_count - 1);
         while (slots[at].number != 0) {
             at = (at + 1) & (slot_count - 1);
@@ -104,8 +103,8 @@ static bool grow_slots(mls_layer_map *table, size_t slot_count)
     return true;
 }
 
-/* Room for one more layer and its slot.  What was enlarged stays so on failure, which
- * does no harm. */
+/* Ensures room for one more layer and its slot. A partial enlargement is kept on failure;
+ * it is harmless. */
 static bool reserve_layer(mls_layer_map *table)
 {
     if (table->count == table->room) {
@@ -121,8 +120,8 @@ static bool reserve_layer(mls_layer_map *table)
            grow_slots(table, 2 * table->room);
 }
 
-/* Room for the bytes of one more name.  Twice what is needed, so that text is copied in
- * proportion to its length, however many names come one by one. */
+/* Ensures room for a name. Reserves twice the size needed, so that copying stays linear
+ * in the total length. */
 static bool reserve_text(mls_layer_map *table, size_t length)
 {
     size_t needed, room;
@@ -145,8 +144,7 @@ static bool reserve_text(mls_layer_map *table, size_t length)
     return true;
 }
 
-/* All memory is asked for before anything is written: on failure no layer is half there.
- */
+/* Reserves all memory before writing, so a failure leaves no partial layer. */
 mls_code mls_layer_add(mls_layer_map *table, const mls_layer_key *key,
                        mls_table_layer **out, mls_status *st)
 {
@@ -161,8 +159,8 @@ mls_code mls_layer_add(mls_layer_map *table, const mls_layer_key *key,
     if (!reserve_layer(table) || !reserve_text(table, key->name.length)) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for the table of layers");
     }
-    /* nothing fails from here on; the slot is looked for anew, as slots may have moved */
-    *slot_of(table, key) = (mls_layer_slot){.hash = mixed(key->hash),
+    /* nothing fails below; searched again because the slots may have moved */
+    *slot_of(table, key) = (mls_layer_slot){.hash = mix_hash(key->hash),
                                             .number = (uint32_t)(table->count + 1)};
     mls_table_layer *layer = &table->layers[table->count++];
     *layer = (mls_table_layer){
@@ -175,7 +173,7 @@ mls_code mls_layer_add(mls_layer_map *table, const mls_layer_key *key,
     return MLS_OK;
 }
 
-/* A layer that is added plain by a failing call does no harm: it has no mark. */
+/* If the call fails after adding the layer, the layer is plain, which is harmless. */
 mls_code mls_layer_set_choice(mls_layer_map *table, const mls_layer_key *key,
                               mls_layer_choice mark, mls_status *st)
 {
@@ -194,14 +192,14 @@ mls_code mls_layer_set_choice(mls_layer_map *table, const mls_layer_key *key,
     return MLS_OK;
 }
 
-/* An empty name may lie in a table without text. */
+/* A table without text can hold only an empty name. */
 mls_str mls_layer_name(const mls_layer_map *table, const mls_table_layer *layer)
 {
     return (mls_str){.data = table->text == NULL ? "" : table->text + layer->name_at,
                      .length = layer->name_length};
 }
 
-/* Zeroed, a table can be used anew. */
+/* A zeroed table can be used again. */
 void mls_layer_map_fini(mls_layer_map *table)
 {
     mls_free(table->layers);

@@ -1,11 +1,11 @@
-/* layer_table: facts about layers, found by the layer's name in constant time.
+/* layer_map: finds data about a layer by its name, in constant time.
  *
- * The caller brings a hash with every name, since whoever calls often has one already
- * (Python keeps one in every str).  Any hash will do that is the same for equal names; it
- * is mixed again here, so poor ones only cost time.
+ * The caller passes a hash with every name, because it often has one already (Python
+ * stores one in every str). Any hash is valid that is equal for equal names; it is mixed
+ * again here, so a weak hash only costs time.
  *
- * A zeroed table is empty and holds no memory.  Names are copied.  Not thread-safe: the
- * caller has a lock.
+ * A zeroed table is empty and owns no memory. Names are copied. Not thread-safe: the
+ * caller must hold a lock.
  */
 #ifndef MLS_LAYER_MAP_H
 #define MLS_LAYER_MAP_H
@@ -17,58 +17,59 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* What a user said about a layer. */
+/* The user's setting for a layer. */
 typedef enum mls_layer_choice {
-    MLS_LAYER_PLAIN,      /* nothing */
-    MLS_LAYER_CHECKPOINT, /* to be checkpointed */
-    MLS_LAYER_EXCLUDE     /* never to be checkpointed */
+    MLS_LAYER_PLAIN,      /* no setting */
+    MLS_LAYER_CHECKPOINT, /* always checkpoint */
+    MLS_LAYER_EXCLUDE     /* never checkpoint */
 } mls_layer_choice;
 
-/* A name to look up: borrowed, with any hash of it. */
+/* A name to look up; borrowed, with its hash. */
 typedef struct mls_layer_key {
     mls_str name;
     uint64_t hash;
 } mls_layer_key;
 
-/* What is known of one layer. */
+/* Data of one layer. */
 typedef struct mls_table_layer {
     uint64_t hash;
     size_t name_at, name_length; /* in the table's text */
     mls_layer_choice mark;
-    size_t bytes;   /* of its activation, when it was seen first */
-    uint64_t calls; /* decisions about it */
+    size_t bytes;   /* of its activation, when first seen */
+    uint64_t calls; /* number of decisions about it */
 } mls_table_layer;
 
-/* One place of the hash table; `number` counts from 1, and 0 means empty. */
+/* A slot of the hash table; `number` counts from 1, and 0 means empty. */
 typedef struct mls_layer_slot {
     uint32_t hash, number;
 } mls_layer_slot;
 
-/* All layers in the order in which they were added. */
+/* All layers in the order of insertion. */
 typedef struct mls_layer_map {
     mls_table_layer *layers;
     size_t count, room;
     mls_layer_slot *slots;
     size_t slot_count; /* a power of two, or 0 */
-    char *text;        /* all names, one behind the other */
+    char *text;        /* all names, concatenated */
     size_t text_bytes, text_room;
 } mls_layer_map;
 
-/* The layer of that name, or NULL.  Shares: valid until a layer is added. */
+/* Returns the layer with this name, or NULL. The pointer is valid until a layer is added.
+ */
 mls_table_layer *mls_layer_find(const mls_layer_map *table, const mls_layer_key *key);
 
-/* The layer of that name, added as a plain one with zeros if need be.  Shares: valid
- * until another is added.  MLS_E_MEMORY, MLS_E_CAPACITY (2**31 layers): the table has the
- * layers that it had. */
+/* Returns the layer with this name; adds a plain, zeroed one if there is none. The
+ * pointer is valid until another layer is added. MLS_E_MEMORY, MLS_E_CAPACITY (2**31
+ * layers): the layers are unchanged. */
 mls_code mls_layer_add(mls_layer_map *table, const mls_layer_key *key,
                        mls_table_layer **out, mls_status *st);
 
-/* Add the layer if need be, and mark it.  MLS_E_VALUE: it has another mark already; its
- * name is the status's name.  MLS_E_MEMORY, MLS_E_CAPACITY. */
+/* Sets the mark of a layer, adding the layer if needed. MLS_E_VALUE: the layer has
+ * another mark already; its name is the status's name. MLS_E_MEMORY, MLS_E_CAPACITY. */
 mls_code mls_layer_set_choice(mls_layer_map *table, const mls_layer_key *key,
                               mls_layer_choice mark, mls_status *st);
 
-/* The mark of a layer; MLS_LAYER_PLAIN for one that is not there. */
+/* Returns the mark of a layer; MLS_LAYER_PLAIN for an unknown layer. */
 static inline mls_layer_choice mls_layer_choice_of(const mls_layer_map *table,
                                                    const mls_layer_key *key)
 {
@@ -76,7 +77,7 @@ static inline mls_layer_choice mls_layer_choice_of(const mls_layer_map *table,
     return layer == NULL ? MLS_LAYER_PLAIN : layer->mark;
 }
 
-/* The name of one of the table's layers.  Shares: valid until a layer is added. */
+/* Returns the name of one of the table's layers. Valid until a layer is added. */
 mls_str mls_layer_name(const mls_layer_map *table, const mls_table_layer *layer);
 
 void mls_layer_map_fini(mls_layer_map *table); /* accepts a zeroed one; zeroes it */

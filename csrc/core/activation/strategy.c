@@ -1,10 +1,9 @@
-/* strategy: which layers of a model to checkpoint, decided layer by layer.
+/* strategy: decides layer by layer which layers of a model to checkpoint.
  *
- * The rules are those of the specification of checkpoint strategies, with its literals:
- * `index > 10`, `1.5 * average`, `0.7 * count`, 10 and 30 seconds.  Two things differ,
- * and no decision does: the sum of sizes runs along, where the source adds all of them up
- * each time, and memory is read when an adjustment is due, where the source reads it each
- * time.
+ * The rules and constants come from the specification of checkpoint strategies: `index
+ * > 10`, `1.5 * average`, `0.7 * count`, 10 and 30 seconds. Two things differ from its
+ * source without changing a decision: the sum of sizes is kept, not recomputed each time,
+ * and memory is read only when an adjustment is due, not each time.
  */
 #include "activation/strategy.h"
 
@@ -14,8 +13,8 @@
 #include <math.h>
 #include <time.h>
 
-/* Whether `index` is a multiple of `interval`.  Dividing 64 bits takes some processors
- * several times as long as 32 bits. */
+/* Returns whether `index` is a multiple of `interval`. On some processors a 64-bit
+ * division takes several times as long as a 32-bit one. */
 static inline bool is_multiple(int64_t index, int64_t interval)
 {
     const uint64_t a = (uint64_t)index, b = (uint64_t)interval;
@@ -26,7 +25,7 @@ enum { FIRST_INTERVAL = 2, LARGEST_INTERVAL = 10 };
 
 /* ---- decisions ---- */
 
-/* Index 0 is a multiple of everything: the first layer is always checkpointed. */
+/* Index 0 is a multiple of everything, so the first layer is always checkpointed. */
 int mls_decide_interval(mls_strategy *s, const mls_layer_question *q, mls_status *st)
 {
     (void)st;
@@ -35,14 +34,14 @@ int mls_decide_interval(mls_strategy *s, const mls_layer_question *q, mls_status
     return chosen;
 }
 
-/* No layer has two marks, so the one that excludes need not be asked for first. */
+/* A layer has one mark, so excluded layers need no separate check. */
 int mls_decide_selective(mls_strategy *s, const mls_layer_question *q, mls_status *st)
 {
     (void)st;
     return mls_layer_choice_of(&s->named, &q->layer) == MLS_LAYER_CHECKPOINT;
 }
 
-/* What has exactly the limit is large. */
+/* The limit itself counts as large. */
 int mls_decide_size_based(mls_strategy *s, const mls_layer_question *q, mls_status *st)
 {
     (void)st;
@@ -57,10 +56,10 @@ int mls_decide_memory_aware(mls_strategy *s, const mls_layer_question *q, mls_st
     return is_multiple(q->index, s->interval);
 }
 
-/* A layer that is seen for the first time, or was before.  The sum is checked first, so
- * that a layer without its bytes in the sum never exists. */
-static mls_code meet(mls_strategy *s, const mls_layer_key *key, size_t bytes,
-                     mls_table_layer **out, mls_status *st)
+/* Finds or adds a layer. The sum is checked first, so every added layer's bytes are in
+ * the sum. */
+static mls_code find_or_add_layer(mls_strategy *s, const mls_layer_key *key, size_t bytes,
+                                  mls_table_layer **out, mls_status *st)
 {
     size_t total;
     *out = mls_layer_find(&s->seen, key);
@@ -81,7 +80,7 @@ static mls_code meet(mls_strategy *s, const mls_layer_key *key, size_t bytes,
     return MLS_OK;
 }
 
-/* The three heuristics, in the source's types: a long is compared with a double. */
+/* The three heuristics, with the source's types: an integer is compared with a double. */
 static bool is_worth_it(const mls_strategy *s, const mls_table_layer *layer,
                         int64_t layer_index)
 {
@@ -91,12 +90,12 @@ static bool is_worth_it(const mls_strategy *s, const mls_table_layer *layer,
            (double)layer_index > count * 0.7;
 }
 
-/* Nothing is checkpointed up to and with the first layer beyond index 10.  Layers are
- * counted before all else, those excluded too: they are part of the average. */
+/* Checkpoints nothing up to and including the first layer beyond index 10. Excluded
+ * layers are counted too: they are part of the average. */
 int mls_decide_smart(mls_strategy *s, const mls_layer_question *q, mls_status *st)
 {
     mls_table_layer *known = NULL;
-    if (meet(s, &q->layer, q->bytes, &known, st) != MLS_OK) {
+    if (find_or_add_layer(s, &q->layer, q->bytes, &known, st) != MLS_OK) {
         return -1;
     }
     known->calls++;
@@ -118,7 +117,7 @@ mls_code mls_strategy_init(mls_strategy *out, const int64_t *number,
         return mls_fail(st, MLS_E_VALUE, "%s must be greater than 0, got %" PRId64,
                         number_name, *number);
     }
-    /* the comparison fails for NaN too */
+    /* NaN fails too */
     const float share = (float)max_share;
     if (!(share > 0.0F && share <= 1.0F)) {
         return mls_fail(st, MLS_E_VALUE, "%s must be above 0 and at most 1, got %g",
@@ -141,8 +140,8 @@ void mls_strategy_reset(mls_strategy *s, int64_t now)
     s->high = 0;
 }
 
-/* A pickle may have been written by another program: what no decision can lead to is
- * refused. */
+/* A pickle may be written by another program: states that no sequence of decisions
+ * reaches are refused. */
 mls_code mls_strategy_restore(mls_strategy *s, int64_t checkpointed, int64_t interval,
                               int64_t adjusted_at, int64_t high, mls_status *st)
 {
@@ -160,7 +159,7 @@ mls_code mls_strategy_restore(mls_strategy *s, int64_t checkpointed, int64_t int
     return MLS_OK;
 }
 
-/* Calls are at least one, since a layer is known by being asked about. */
+/* A known layer has had at least one call. */
 mls_code mls_strategy_restore_layer(mls_strategy *s, const mls_layer_key *layer,
                                     size_t bytes, uint64_t calls, mls_status *st)
 {
@@ -171,7 +170,7 @@ mls_code mls_strategy_restore_layer(mls_strategy *s, const mls_layer_key *layer,
         return MLS_E_VALUE;
     }
     mls_table_layer *known = NULL;
-    const mls_code code = meet(s, layer, bytes, &known, st);
+    const mls_code code = find_or_add_layer(s, layer, bytes, &known, st);
     if (code == MLS_OK) {
         known->calls = calls;
     }
@@ -187,20 +186,20 @@ void mls_strategy_fini(mls_strategy *s)
 
 /* ---- memory and time ---- */
 
-/* Seconds as the source has them, a double: both limits are compared with it. */
+/* As a double, as in the source: both limits are compared with it. */
 static double seconds_since(const mls_strategy *s, int64_t now)
 {
     return (double)(now - s->adjusted_at) / (double)MLS_TICKS_PER_SECOND;
 }
 
-/* The same as `seconds_since(s, now) >= 10` without the division. */
+/* Equal to `seconds_since(s, now) >= 10`, without the division. */
 bool mls_strategy_is_due(const mls_strategy *s, int64_t now)
 {
     return now - s->adjusted_at >= 10 * MLS_TICKS_PER_SECOND;
 }
 
-/* Between 80 and 100 % of the share the interval stays: it would swing to and fro
- * otherwise. */
+/* Between 80 and 100 % of the share the interval is unchanged, so that it does not
+ * oscillate. */
 void mls_strategy_adjust(mls_strategy *s, int64_t now, uint64_t used, uint64_t total)
 {
     if (!mls_strategy_is_due(s, now)) {
@@ -211,7 +210,7 @@ void mls_strategy_adjust(mls_strategy *s, int64_t now, uint64_t used, uint64_t t
         s->interval = s->interval > 1 ? s->interval - 1 : 1;
         s->high++;
     } else if (pressure < s->max_share * 0.8F) {
-        /* low pressure leaves `high` as it is: only what lies between takes it back */
+        /* low pressure keeps `high`; only pressure between the limits resets it */
         if (s->high == 0 || seconds_since(s, now) > 30) {
             s->interval =
                 s->interval < LARGEST_INTERVAL ? s->interval + 1 : LARGEST_INTERVAL;
@@ -222,8 +221,8 @@ void mls_strategy_adjust(mls_strategy *s, int64_t now, uint64_t used, uint64_t t
     s->adjusted_at = now;
 }
 
-/* Linux's coarse clock is a few nanoseconds of reading memory; the fine one would take
- * longer than the rest of a decision. */
+/* Linux's coarse clock costs a few nanoseconds; the fine one would take longer than the
+ * rest of a decision. */
 int64_t mls_ticks_now(void)
 {
 #if defined(CLOCK_MONOTONIC_COARSE)
@@ -234,11 +233,11 @@ int64_t mls_ticks_now(void)
     const clockid_t clock = CLOCK_MONOTONIC;
 #endif
     struct timespec now = {0};
-    (void)clock_gettime(clock, &now); /* cannot fail for a clock that exists */
+    (void)clock_gettime(clock, &now); /* cannot fail for an existing clock */
     return (int64_t)now.tv_sec * MLS_TICKS_PER_SECOND + now.tv_nsec / 100;
 }
 
-/* The comparison fails for NaN too. */
+/* NaN fails too. */
 mls_code mls_ticks_from_seconds(double seconds, int64_t *out, mls_status *st)
 {
     const double ticks = seconds * (double)MLS_TICKS_PER_SECOND;

@@ -1,4 +1,4 @@
-/* array_block: a block has room for exactly its arrays. */
+/* array_block: plan blocks that have room for exactly their arrays. */
 #include "array/array_block.h"
 
 size_t mls_block_lines(size_t bytes)
@@ -6,7 +6,7 @@ size_t mls_block_lines(size_t bytes)
     return (bytes + MLS_BLOCK_LINE - 1) / MLS_BLOCK_LINE * MLS_BLOCK_LINE;
 }
 
-/* One line more, since memory need not begin with a line. */
+/* Reserves one extra line, since the memory may not start at a line boundary. */
 size_t mls_block_plan(mls_block_bytes_of *bytes_of, const void *context, size_t from,
                       size_t count, size_t *until)
 {

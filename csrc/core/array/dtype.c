@@ -1,9 +1,8 @@
-/* dtype: one table of facts, indexed by mls_dtype.
+/* dtype: one table of names and sizes, indexed by mls_dtype.
  *
- * The order of the enum is its whole meaning: the table, the kernel tables and the test
- * for conversions all index by it.  Names are found by a walk over nineteen entries,
- * which is less work than any hash of so short a list, and each is compared with its
- * length, so that text from a file needs no terminating NUL.
+ * The kernel tables and the check for conversions use the same order. Names are found by
+ * a linear search over nineteen entries. They are compared with their length, so text
+ * from a file needs no terminating NUL.
  */
 #include "array/dtype.h"
 
@@ -11,8 +10,7 @@
 
 #include <string.h>
 
-/* Both names of a type and its size.  The names are those that NumPy or ml_dtypes give
- * the type; the file names are fixed by the safetensors format. */
+/* The first name is NumPy's or ml_dtypes'; the safetensors format defines the second. */
 #define ENTRY(kind, id, suffix, name, file_name, item, code, decode)                     \
     [MLS_##id] = {name, file_name, sizeof(item), kind},
 #define FLOAT_ENTRY(...)   ENTRY(MLS_KIND_FLOAT, __VA_ARGS__)
@@ -31,13 +29,13 @@ const mls_dtype_info *mls_dtype_of(mls_dtype dtype)
     return &infos[dtype];
 }
 
-/* Whether the first `length` bytes of `name` are all of `known`. */
+/* Return whether the `length` bytes of `name` equal `known`. */
 static bool same_text(const char *known, const char *name, size_t length)
 {
     return strlen(known) == length && memcmp(known, name, length) == 0;
 }
 
-/* Walked, not hashed: there are few, and each name is looked up once. */
+/* Linear search: the table is short, and each name is looked up once. */
 bool mls_dtype_from_name(const char *name, size_t length, mls_dtype *out)
 {
     for (int i = 0; i < MLS_DTYPE_COUNT; i++) {
@@ -49,7 +47,7 @@ bool mls_dtype_from_name(const char *name, size_t length, mls_dtype *out)
     return false;
 }
 
-/* The same by the name that files have; the two sets of names do not mix. */
+/* The same for the names in files; the two sets of names are separate. */
 bool mls_dtype_from_file_name(const char *name, size_t length, mls_dtype *out)
 {
     for (int i = 0; i < MLS_DTYPE_COUNT; i++) {
@@ -61,7 +59,7 @@ bool mls_dtype_from_file_name(const char *name, size_t length, mls_dtype *out)
     return false;
 }
 
-/* Types that do not convert are still copied to their own kind, bit for bit. */
+/* A type that does not convert can still be copied to the same type. */
 bool mls_dtype_converts(mls_dtype from, mls_dtype to)
 {
     return from == to || ((int)from < MLS_CONVERTIBLE && (int)to < MLS_CONVERTIBLE);

@@ -1,7 +1,7 @@
-/* dtype: the element types that the core knows, and their names elsewhere.
+/* dtype: the element types of the core and their names in NumPy and in files.
  *
- * All of them can be copied, filled with zeros and stored in files.  The first four are
- * also converted into one another (copy.h).  Types that NumPy lacks are known by size.
+ * All of them can be copied, filled with zeros and stored in files. The first four can
+ * also be converted into one another (copy.h).
  */
 #ifndef MLS_DTYPE_H
 #define MLS_DTYPE_H
@@ -12,11 +12,11 @@
 #include <stddef.h>
 
 /* One enumerator for each line of dtypes.def, in its order.  The numbers never leave the
- * process: files hold names. */
+ * process: files contain names. */
 #define MLS_DTYPE_ENUMERATOR(id, ...) MLS_##id,
 typedef enum mls_dtype { MLS_DTYPES(MLS_DTYPE_ENUMERATOR) MLS_DTYPE_COUNT } mls_dtype;
 
-/* How many dtypes, from the first, take part in conversions. */
+/* Number of dtypes, from the first, that take part in conversions. */
 #define MLS_DTYPE_PLUS_ONE(...) +1
 enum { MLS_CONVERTIBLE = 0 MLS_FLOAT_DTYPES(MLS_DTYPE_PLUS_ONE) };
 
@@ -37,14 +37,15 @@ typedef struct mls_dtype_info {
     mls_dtype_kind kind;
 } mls_dtype_info;
 
-/* Facts of a dtype; never NULL for a valid one. */
+/* Return name and size of a dtype; never NULL for a valid one. */
 const mls_dtype_info *mls_dtype_of(mls_dtype dtype);
 
-/* Look a dtype up by either name (`length` bytes, no NUL needed); false where unknown. */
+/* Find a dtype by one of its names (`length` bytes, no NUL needed). Returns false if the
+ * name is unknown. */
 bool mls_dtype_from_name(const char *name, size_t length, mls_dtype *out);
 bool mls_dtype_from_file_name(const char *name, size_t length, mls_dtype *out);
 
-/* Whether elements of `from` can be converted to `to`; equal types always can. */
+/* Return whether elements of `from` can be converted to `to`; true for equal types. */
 bool mls_dtype_converts(mls_dtype from, mls_dtype to);
 
 #endif

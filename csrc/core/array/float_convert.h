@@ -1,14 +1,15 @@
-/* convert: one element from one float format to another, by integer arithmetic.
+/* float_convert: convert one element from one float format to another, by integer
+ * arithmetic.
  *
- * These are the oracle that every vector kernel is held to.  All of them round to
- * nearest, ties to even.  A NaN stays a quiet NaN with the top of its payload, as the
- * hardware instructions do; a finite value beyond the range becomes infinity.  The 8-bit
+ * Every vector kernel must produce the same results as these functions. They round to
+ * nearest, ties to even. A NaN becomes a quiet NaN with the upper bits of its payload, as
+ * in hardware instructions; a finite value beyond the range becomes infinity. The 8-bit
  * formats are only read.
  *
- * Source of the formats: IEEE 754-2019 binary16, binary32, binary64; bfloat16 is the
- * upper half of a binary32; E4M3 and E5M2 as in the OCP 8-bit Floating Point
- * Specification 1.0, E8M0 as in its Microscaling Formats 1.0; the FNUZ forms have one
- * zero, no infinity, and NaN where negative zero would be.
+ * Sources of the formats: IEEE 754-2019 for binary16, binary32 and binary64; bfloat16 is
+ * the upper half of a binary32; E4M3 and E5M2 follow the OCP 8-bit Floating Point
+ * Specification 1.0, E8M0 the OCP Microscaling Formats Specification 1.0; the FNUZ
+ * formats have one zero, no infinity, and NaN in place of negative zero.
  */
 #ifndef MLS_FLOAT_CONVERT_H
 #define MLS_FLOAT_CONVERT_H
@@ -16,12 +17,13 @@
 #include <stdint.h>
 #include <string.h>
 
-/* As in memory. */
+/* One element of complex64 in memory. */
 typedef struct mls_complex64 {
     float real, imaginary;
 } mls_complex64;
 
-/* A float's bits and back, without the aliasing that a pointer cast would be. */
+/* Convert between floats and their bits with memcpy, since pointer casts break the
+ * aliasing rules. */
 static inline uint32_t mls_f32_bits(float value)
 {
     uint32_t bits;
@@ -50,7 +52,7 @@ static inline double mls_f64_from_bits(uint64_t bits)
     return value;
 }
 
-/* `value` / 2**`shift`, rounded to nearest, ties to even; 1 <= shift <= 63. */
+/* Return `value` / 2**`shift`, rounded to nearest, ties to even; 1 <= shift <= 63. */
 static inline uint64_t mls_round_shift(uint64_t value, unsigned shift)
 {
     const uint64_t half = (uint64_t)1 << (shift - 1);
@@ -59,7 +61,7 @@ static inline uint64_t mls_round_shift(uint64_t value, unsigned shift)
     return whole + (uint64_t)(rest > half || (rest == half && (whole & 1U) != 0));
 }
 
-/* Exact: every float16 is a float.  A signalling NaN becomes quiet. */
+/* Exact: every float16 is representable. A signalling NaN becomes quiet. */
 static inline float mls_f32_from_f16(uint16_t half)
 {
     const uint32_t sign = (uint32_t)(half & 0x8000U) << 16;
@@ -77,8 +79,8 @@ static inline float mls_f32_from_f16(uint16_t half)
     return mls_f32_from_bits(sign | mls_f32_bits(small));
 }
 
-/* The exponent is rebiased by subtraction, so that rounding may carry out of the mantissa
- * into it, and from the largest subnormal to the smallest normal number. */
+/* The exponent is rebiased by subtraction, so that rounding may carry from the mantissa
+ * into the exponent, and from the largest subnormal to the smallest normal number. */
 static inline uint16_t mls_f16_from_f32(float value)
 {
     const uint32_t bits = mls_f32_bits(value);
@@ -100,7 +102,7 @@ static inline uint16_t mls_f16_from_f32(float value)
     return (uint16_t)(sign | half);
 }
 
-/* Directly, and not by way of float: rounding twice could go the wrong way at a tie. */
+/* Not by way of float: rounding twice could give the wrong result at a tie. */
 static inline uint16_t mls_f16_from_f64(double value)
 {
     const uint64_t bits = mls_f64_bits(value);
@@ -128,8 +130,7 @@ static inline float mls_f32_from_bf16(uint16_t brain)
     return mls_f32_from_bits((uint32_t)brain << 16);
 }
 
-/* Rounding the bits rounds the value, infinity included; only a NaN must not be rounded.
- */
+/* Rounding the bits rounds the value and keeps infinity. A NaN must not be rounded. */
 static inline uint16_t mls_bf16_from_f32(float value)
 {
     const uint32_t bits = mls_f32_bits(value);
@@ -139,19 +140,20 @@ static inline uint16_t mls_bf16_from_f32(float value)
     return (uint16_t)mls_round_shift(bits, 16);
 }
 
-/* 2**exponent, which must be that of a normal number. */
+/* Return 2**exponent; the exponent must be valid for a normal number. */
 static inline double mls_f64_power(int exponent)
 {
     return mls_f64_from_bits((uint64_t)(exponent + 1023) << 52);
 }
 
-/* The number that 8 bits of sign, exponent and `digits` bits of mantissa stand for, codes
- * that mean something else not looked at. */
+/* Decode 8 bits with sign, exponent and `digits` bits of mantissa. Special codes
+ * (infinity, NaN) are not recognised here. */
 static inline double mls_f64_from_f8(uint8_t bits, unsigned digits, int bias)
 {
     const unsigned exponent = (bits & 0x7FU) >> digits;
     const unsigned mantissa = bits & ((1U << digits) - 1);
-    /* below the smallest normal number the leading 1 is missing, not the place */
+    /* a subnormal number has no implicit 1 and the exponent of the smallest normal number
+     */
     const unsigned whole = exponent == 0 ? mantissa : mantissa | 1U << digits;
     const int place = (exponent == 0 ? 1 : (int)exponent) - bias - (int)digits;
     const double value = (double)whole * mls_f64_power(place);
@@ -182,7 +184,7 @@ static inline double mls_f64_from_e8m0(uint8_t bits)
     return bits == 0xFFU ? mls_f64_nan() : mls_f64_power((int)bits - 127);
 }
 
-/* The bias is one more than without "FNUZ", here and below. */
+/* The FNUZ formats have a bias that is larger by one. */
 static inline double mls_f64_from_e4m3fnuz(uint8_t bits)
 {
     return bits == 0x80U ? mls_f64_nan() : mls_f64_from_f8(bits, 3, 8);

@@ -1,24 +1,23 @@
-/* walk: how strided views become runs.
+/* strided_iter: merge the axes of strided views into runs.
  *
- * Only the innermost axis matters for speed, so everything aims at making it long: axes
- * are sorted by the first view's stride, largest first, and then merged from the outside
- * in.  The second view follows in the same order; where the two are laid out alike, as
- * they mostly are, it is merged as far as the first.
+ * Speed depends on the length of the innermost axis. So axes are sorted by the first
+ * view's stride, largest first, and then merged from the outside in. The second view uses
+ * the same order; the layouts are usually equal, and both then merge equally far.
  */
 #include "array/strided_iter.h"
 
 #include <string.h>
 
-/* ---- reducing views ---- */
+/* ---- simplifying views ---- */
 
-/* The size of a stride; negating it as an unsigned number is right for the smallest too.
- */
+/* Return the absolute value of a stride; unsigned negation is correct for PTRDIFF_MIN
+ * too. */
 static size_t magnitude(ptrdiff_t stride)
 {
     return stride < 0 ? (size_t)0 - (size_t)stride : (size_t)stride;
 }
 
-/* Insert an axis so that the first view's strides stay in falling order. */
+/* Insert an axis so that the first view's strides stay in descending order. */
 static void insert_axis(mls_strided_iter *w, size_t length, ptrdiff_t a_stride,
                         ptrdiff_t b_stride)
 {
@@ -35,7 +34,8 @@ static void insert_axis(mls_strided_iter *w, size_t length, ptrdiff_t a_stride,
     w->rank++;
 }
 
-/* Merge each axis into the one inside it where one step out equals a walk along it. */
+/* Merge an axis with the one inside it if its stride equals the length of the inner axis
+ * times the inner stride, in both views. */
 static void merge_axes(mls_strided_iter *w)
 {
     int kept = 0;
@@ -54,7 +54,7 @@ static void merge_axes(mls_strided_iter *w)
     w->rank = kept + 1;
 }
 
-/* The innermost axis is taken off last: what is left are the axes that next counts. */
+/* The innermost axis becomes the run; mls_strided_iter_next counts the others. */
 bool mls_strided_iter_init(mls_strided_iter *w, const mls_tensor *a, const mls_tensor *b)
 {
     w->rank = 0;
@@ -82,7 +82,7 @@ bool mls_strided_iter_init(mls_strided_iter *w, const mls_tensor *a, const mls_t
 
 /* ---- stepping ---- */
 
-/* The innermost axis is the lowest digit of the run's number. */
+/* The innermost outer axis is the lowest digit of the run's number. */
 void mls_strided_iter_seek(mls_strided_iter *w, size_t run, ptrdiff_t *a, ptrdiff_t *b)
 {
     ptrdiff_t a_at = 0, b_at = 0;
@@ -98,7 +98,7 @@ void mls_strided_iter_seek(mls_strided_iter *w, size_t run, ptrdiff_t *a, ptrdif
 
 /* ---- items ---- */
 
-/* Inlined with a constant `item`, a copy is one load and one store and no call. */
+/* Inlined with a constant `item`, so that each copy is one load and one store. */
 static inline __attribute__((always_inline)) void gather_items(unsigned char *packed,
                                                                const unsigned char *from,
                                                                ptrdiff_t stride,
@@ -109,7 +109,7 @@ static inline __attribute__((always_inline)) void gather_items(unsigned char *pa
     }
 }
 
-/* The sizes that items have; each gets a loop of its own. */
+/* Each item size has its own loop; the default is 8. */
 void mls_gather(unsigned char *packed, const unsigned char *from, ptrdiff_t stride,
                 size_t item, size_t count)
 {
@@ -129,13 +129,12 @@ void mls_gather(unsigned char *packed, const unsigned char *from, ptrdiff_t stri
     }
 }
 
-/* The parts of a complex number stay where they are. */
+/* Real and imaginary part are swapped separately. */
 size_t mls_swap_unit(mls_dtype dtype)
 {
     return dtype == MLS_C64 ? 4 : mls_dtype_of(dtype)->item_bytes;
 }
 
-/* From both ends of each unit to its middle. */
 void mls_swap_items(unsigned char *items, size_t bytes, size_t unit)
 {
     for (size_t start = 0; start < bytes; start += unit) {

@@ -1,9 +1,9 @@
-/* walk: two strided views of one shape as runs of memory, and items packed or turned.
+/* strided_iter: iterate over one or two strided views of equal shape, run by run.
  *
- * A view is reduced first: axes of one index go, the others are ordered by the stride of
- * the first view, and axes that run on in both views are merged.  Whatever the layout
- * was, the innermost axis is then the longest run that memory offers.  The order in which
- * elements come is the same for both views, and no other promise is made about it.
+ * A view is first simplified: axes of length 1 are dropped, the others are sorted by the
+ * stride of the first view, and axes that are contiguous with each other in both views
+ * are merged. The innermost axis is then the longest run that the layout allows. Both
+ * views yield their elements in the same order; the order itself is unspecified.
  */
 #ifndef MLS_STRIDED_ITER_H
 #define MLS_STRIDED_ITER_H
@@ -13,26 +13,26 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-/* Plain storage, to be copied at will; nothing to free. */
+/* Plain data: may be copied, owns nothing. */
 typedef struct mls_strided_iter {
-    size_t length;            /* elements of each run, at least 1 */
-    ptrdiff_t a_step, b_step; /* bytes from one element of a run to the next */
-    int rank;                 /* axes outside the run; 0 where there is one run */
+    size_t length;            /* elements in each run, at least 1 */
+    ptrdiff_t a_step, b_step; /* bytes between neighbouring elements of a run */
+    int rank;                 /* number of axes outside the run; 0 if there is one run */
     size_t shape[MLS_MAX_RANK];
     ptrdiff_t a_strides[MLS_MAX_RANK];
     ptrdiff_t b_strides[MLS_MAX_RANK];
-    size_t
-        index[MLS_MAX_RANK]; /* of each outer axis, as mls_strided_iter_next counts it */
+    size_t index[MLS_MAX_RANK]; /* position on each outer axis */
 } mls_strided_iter;
 
-/* Start at the first run, whose element 0 is that of both views: offset 0.  `b` has the
- * shape of `a`; NULL stands for a view like `a`.  False where there is nothing to walk;
- * `w` is then of no use. */
+/* Start at the first run, at offset 0 of both views. `b` must have the shape of `a`; NULL
+ * means a view with the strides of `a`. Returns false if the views are empty; `w` must
+ * then not be used. */
 bool mls_strided_iter_init(mls_strided_iter *w, const mls_tensor *a, const mls_tensor *b);
 
-/* Go on to the next run: both offsets, in bytes from the views' `data`, move along; false
- * at the end, where they are of no use.  Counts like an odometer: an axis that is through
- * goes back, and the next outer one moves.  Inline, since runs may be very short. */
+/* Advance to the next run and update both offsets, in bytes from the views' `data`.
+ * Returns false at the end; the offsets are then invalid. Counts like an odometer: an
+ * axis at its end returns to 0 and the next outer axis advances. Inline, because runs may
+ * be very short. */
 static inline bool mls_strided_iter_next(mls_strided_iter *w, ptrdiff_t *a, ptrdiff_t *b)
 {
     for (int axis = w->rank - 1; axis >= 0; axis--) {
@@ -48,17 +48,18 @@ static inline bool mls_strided_iter_next(mls_strided_iter *w, ptrdiff_t *a, ptrd
     return false;
 }
 
-/* Go to run number `run`, counted from 0; the caller knows that there are so many. */
+/* Move to run number `run`, counted from 0, and set both offsets. The caller ensures that
+ * the run exists. */
 void mls_strided_iter_seek(mls_strided_iter *w, size_t run, ptrdiff_t *a, ptrdiff_t *b);
 
-/* Collect `count` items of `item` bytes, which lie `stride` apart, into `packed`. */
+/* Collect `count` items of `item` bytes, `stride` bytes apart, into `packed`. */
 void mls_gather(unsigned char *packed, const unsigned char *from, ptrdiff_t stride,
                 size_t item, size_t count);
 
-/* Bytes that are turned as one: an item, but a complex number is two of them. */
+/* Return the unit of byte swapping: the item size, or half of it for complex numbers. */
 size_t mls_swap_unit(mls_dtype dtype);
 
-/* Turn each `unit` of `bytes` bytes end for end, in place. */
+/* Reverse the bytes of each `unit` in place. */
 void mls_swap_items(unsigned char *items, size_t bytes, size_t unit);
 
 #endif

@@ -1,9 +1,9 @@
-/* tensor: what a strided view covers.
+/* tensor: sizes and address ranges of strided views.
  *
- * Sizes are multiplied through size.h, since shapes come from files and from callers. One
- * rule runs through all of them: an axis of length 0 makes the view empty, whatever the
- * other axes say, so that it has no elements, is contiguous and overlaps nothing. Strides
- * are in bytes and may be anything at all; only mls_tensor_init makes them itself.
+ * Sizes are multiplied with size.h, since shapes come from files and from callers. An
+ * axis of length 0 makes the view empty, regardless of the other axes: it then has no
+ * elements, is contiguous and overlaps nothing. Strides are in bytes and arbitrary; only
+ * mls_tensor_init computes them.
  */
 #include "array/tensor.h"
 
@@ -12,8 +12,8 @@
 #include <stdint.h>
 #include <stdio.h>
 
-/* Strides from the last axis outwards, each the bytes of everything inside it.  What is
- * counted must fit a ptrdiff_t, since strides are signed and pointers are subtracted. */
+/* Strides are computed from the last axis outwards. Sizes must fit a ptrdiff_t, since
+ * strides are signed and pointers are subtracted. */
 mls_code mls_tensor_init(mls_tensor *out, void *data, mls_dtype dtype, int rank,
                          const size_t *shape, mls_status *st)
 {
@@ -26,7 +26,7 @@ mls_code mls_tensor_init(mls_tensor *out, void *data, mls_dtype dtype, int rank,
     for (int axis = rank - 1; axis >= 0; axis--) {
         t.shape[axis] = shape[axis];
         t.strides[axis] = (ptrdiff_t)stride;
-        /* an empty axis makes the whole view empty: its stride does not matter */
+        /* an empty axis makes the whole view empty, so its stride does not matter */
         if (!mls_size_mul(stride, shape[axis] == 0 ? 1 : shape[axis], &stride) ||
             stride > PTRDIFF_MAX) {
             char text[MLS_FACT_BYTES];
@@ -39,13 +39,14 @@ mls_code mls_tensor_init(mls_tensor *out, void *data, mls_dtype dtype, int rank,
     return MLS_OK;
 }
 
-/* The dtype's, whatever the strides say: items may lie further apart. */
+/* The dtype's size; strides may place items further apart. */
 size_t mls_tensor_item_bytes(const mls_tensor *t)
 {
     return mls_dtype_of(t->dtype)->item_bytes;
 }
 
-/* All axes are looked at before an overflow counts: one that is empty undoes it. */
+/* All axes are read before an overflow is reported, since a later empty axis makes the
+ * product 0. */
 bool mls_tensor_count(const mls_tensor *t, size_t *out)
 {
     size_t count = 1;
@@ -63,7 +64,7 @@ bool mls_tensor_count(const mls_tensor *t, size_t *out)
     return fits;
 }
 
-/* As if packed, whatever the strides: what a copy of the view would take. */
+/* The packed size, regardless of strides: the size of a copy of the view. */
 bool mls_tensor_bytes(const mls_tensor *t, size_t *out)
 {
     size_t count;
@@ -71,7 +72,7 @@ bool mls_tensor_bytes(const mls_tensor *t, size_t *out)
            mls_size_mul(count, mls_tensor_item_bytes(t), out);
 }
 
-/* Axes of length 1 are never stepped along, so their strides say nothing. */
+/* The strides of axes of length 1 are never used, so they do not count. */
 bool mls_tensor_is_contiguous(const mls_tensor *t)
 {
     ptrdiff_t expected = (ptrdiff_t)mls_tensor_item_bytes(t);
@@ -86,8 +87,8 @@ bool mls_tensor_is_contiguous(const mls_tensor *t)
     return packed;
 }
 
-/* A slice of no length may start at the very end: its address is never read.  An empty
- * view may have no memory at all, and nothing may be added to a null pointer. */
+/* An empty slice may start at the very end: its address is never read. An empty view may
+ * have a null pointer, to which nothing may be added. */
 mls_tensor mls_tensor_slice(const mls_tensor *t, int axis, size_t start, size_t length)
 {
     mls_tensor part = *t;
@@ -98,7 +99,7 @@ mls_tensor mls_tensor_slice(const mls_tensor *t, int axis, size_t start, size_t 
     return part;
 }
 
-/* The owner's memory holds all of the addresses, so the sums cannot wrap. */
+/* The sums cannot wrap, because all addresses are inside the owner's memory. */
 bool mls_tensor_range(const mls_tensor *t, uintptr_t *low, uintptr_t *high)
 {
     *low = (uintptr_t)t->data;
@@ -117,8 +118,8 @@ bool mls_tensor_range(const mls_tensor *t, uintptr_t *low, uintptr_t *high)
     return true;
 }
 
-/* Ranges, not elements: whether two strided views share an element is a hard question,
- * and refusing two that only interleave costs little. */
+/* Compares ranges instead of elements: deciding whether two strided views share an
+ * element is hard, and refusing interleaved views costs little. */
 bool mls_tensor_overlap(const mls_tensor *a, const mls_tensor *b)
 {
     uintptr_t low_a, high_a, low_b, high_b;
@@ -126,8 +127,8 @@ bool mls_tensor_overlap(const mls_tensor *a, const mls_tensor *b)
            low_a < high_b && low_b < high_a;
 }
 
-/* snprintf says what it would have written, so `used` may pass the room: printing then
- * ends.  A single dimension gets Python's comma, "(3,)". */
+/* snprintf returns the untruncated length, so `used` may exceed the room; printing then
+ * ends. A single dimension has Python's comma: "(3,)". */
 char *mls_shape_text(char *text, size_t room, int rank, const size_t *shape)
 {
     size_t used = (size_t)snprintf(text, room, "(");

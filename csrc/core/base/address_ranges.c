@@ -1,9 +1,11 @@
-/* span: a merge sort of the runs that are there already, since tensors mostly lie in the
- * order in which they were made: no recursion, n log n at worst.
+/* address_ranges: a natural merge sort.
+ *
+ * Tensors are mostly allocated in address order, so the input has few sorted sequences.
+ * The sort does not recurse and takes O(n log n) at worst.
  */
 #include "base/address_ranges.h"
 
-/* The end of the run of rising addresses that starts at `from`. */
+/* Return the end of the ascending sequence that starts at `from`. */
 static size_t run_end(const mls_address_range *spans, size_t from, size_t count)
 {
     size_t at = from < count ? from + 1 : count;
@@ -13,7 +15,7 @@ static size_t run_end(const mls_address_range *spans, size_t from, size_t count)
     return at;
 }
 
-/* Merge two sorted runs, [0, half) and [half, count), into `to`. */
+/* Merge two sorted sequences, [0, half) and [half, count), into `to`. */
 static void merge_runs(const mls_address_range *from, size_t half, size_t count,
                        mls_address_range *to)
 {
@@ -25,7 +27,8 @@ static void merge_runs(const mls_address_range *from, size_t half, size_t count,
     }
 }
 
-/* Runs are merged by two, to and fro, until there is one. */
+/* Each pass merges neighbouring pairs into the other array, until one sequence is left.
+ */
 mls_address_range *mls_address_ranges_sort(mls_address_range *spans,
                                            mls_address_range *spare, size_t count)
 {
@@ -44,8 +47,8 @@ mls_address_range *mls_address_ranges_sort(mls_address_range *spans,
     return spans;
 }
 
-/* If nothing before overlapped, all spans before end where the last one ends or earlier:
- * it is enough to compare neighbours. */
+/* If no earlier pair overlapped illegally, all earlier ranges end at or before the end of
+ * the last one, so comparing neighbours is enough. */
 bool mls_address_ranges_tied(const mls_address_range *sorted, size_t count,
                              const size_t *kinds, bool *tied, size_t *pair)
 {

@@ -1,10 +1,9 @@
-/* mem: heap blocks and page ranges.
+/* memory: heap blocks and page ranges.
  *
- * Heap blocks go through calloc with the product checked first, so that no caller can be
- * handed a block shorter than it asked for.  Page ranges come straight from the system
- * where it has mmap: pages that nobody touches then cost no memory, and Linux can make a
- * range larger by moving its page table entries.  Without mmap the heap stands in: the
- * same contract, at the price of copies.
+ * The size product is checked before calloc, so a block is never shorter than requested.
+ * Page ranges come from mmap if the system has it: untouched pages then cost no memory,
+ * and Linux can grow a range by moving its page table entries. Without mmap, heap blocks
+ * serve as page ranges and growing copies them.
  */
 #include "base/memory.h"
 
@@ -22,7 +21,7 @@
 #    include <unistd.h>
 #endif
 
-/* A block of one byte stands for an empty one, so that NULL always means failure. */
+/* A block of one byte represents an empty one, so that NULL always means failure. */
 void *mls_alloc(size_t count, size_t size)
 {
     size_t bytes;
@@ -32,8 +31,7 @@ void *mls_alloc(size_t count, size_t size)
     return calloc(bytes == 0 ? 1 : bytes, 1);
 }
 
-/* Never shrinks to nothing: realloc with 0 bytes may free the block, and be called
- * failure. */
+/* Never asks for 0 bytes: realloc may then free the block and return NULL. */
 void *mls_realloc(void *block, size_t count, size_t size)
 {
     size_t bytes;
@@ -43,7 +41,6 @@ void *mls_realloc(void *block, size_t count, size_t size)
     return realloc(block, bytes == 0 ? 1 : bytes);
 }
 
-/* The counterpart of both above, so that the heap has one door. */
 void mls_free(void *block)
 {
     free(block);
@@ -61,46 +58,46 @@ static bool whole_pages(size_t bytes, size_t *out)
     return true;
 }
 
-/* The one message for memory that is not there, whatever the reason. */
-static mls_code no_pages(mls_status *st, size_t bytes)
+/* Report that a page range cannot be mapped. */
+static mls_code fail_mapping(mls_status *st, size_t bytes)
 {
     return mls_fail(st, MLS_E_MEMORY, "cannot map %zu bytes of memory", bytes);
 }
 
 #if MLS_HAVE_MMAP
 
-/* Asked each time: a cached value would be a mutable static. */
+/* Asked on each call: a cached value would be a mutable static. */
 size_t mls_page_bytes(void)
 {
     const long page = sysconf(_SC_PAGESIZE);
     return page > 0 ? (size_t)page : 4096;
 }
 
-/* Anonymous private memory: the system promises zeros, and gives each page at its first
- * touch. */
+/* Anonymous private memory reads as zeros; the system allocates each page at its first
+ * access. */
 mls_code mls_pages_init(mls_pages *out, size_t bytes, mls_status *st)
 {
     size_t mapped;
     if (!whole_pages(bytes, &mapped)) {
-        return no_pages(st, bytes);
+        return fail_mapping(st, bytes);
     }
     void *data =
         mmap(NULL, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);
     if (data == MAP_FAILED) {
-        return no_pages(st, bytes);
+        return fail_mapping(st, bytes);
     }
     *out = (mls_pages){.data = data, .bytes = bytes, .mapped = mapped};
     return MLS_OK;
 }
 
-/* Never shrinks: a smaller size is refused like one that cannot be had. */
+/* Never shrinks: a smaller size fails like one that the system refuses. */
 mls_code mls_pages_grow(mls_pages *pages, size_t bytes, mls_status *st)
 {
     size_t mapped;
     if (bytes < pages->bytes || !whole_pages(bytes, &mapped)) {
-        return no_pages(st, bytes);
+        return fail_mapping(st, bytes);
     }
-    /* the last page has room left; nobody wrote there, so it still reads as zeros */
+    /* the last page has room left; it was never written, so it still reads as zeros */
     if (mapped == pages->mapped) {
         pages->bytes = bytes;
         return MLS_OK;
@@ -108,7 +105,7 @@ mls_code mls_pages_grow(mls_pages *pages, size_t bytes, mls_status *st)
 #    if defined(__linux__)
     void *data = mremap(pages->data, pages->mapped, mapped, MREMAP_MAYMOVE);
     if (data == MAP_FAILED) {
-        return no_pages(st, bytes);
+        return fail_mapping(st, bytes);
     }
     *pages = (mls_pages){.data = data, .bytes = bytes, .mapped = mapped};
 #    else
@@ -124,7 +121,6 @@ mls_code mls_pages_grow(mls_pages *pages, size_t bytes, mls_status *st)
     return MLS_OK;
 }
 
-/* `mapped` and not `bytes` is what the system gave. */
 void mls_pages_fini(mls_pages *pages)
 {
     if (pages->data != NULL) {
@@ -134,14 +130,14 @@ void mls_pages_fini(mls_pages *pages)
 }
 
 #    if defined(__linux__)
-/* Advise on the whole pages, of `page` bytes, inside the range: those at its ends may
- * hold other data. */
+/* Give advice for the whole pages of `page` bytes inside the range. The partial pages at
+ * both ends may hold other data. */
 static void advise_pages(void *data, size_t bytes, size_t page, int advice)
 {
     const uintptr_t start = ((uintptr_t)data + page - 1) / page * page;
     const uintptr_t end = ((uintptr_t)data + bytes) / page * page;
     if (end > start) {
-        const int saved = errno; /* advice that is refused is no error */
+        const int saved = errno; /* refused advice is not an error */
         (void)madvise((void *)start, end - start, advice);
         errno = saved;
     }
@@ -157,8 +153,8 @@ static void advise(void *data, size_t bytes, int advice)
 void mls_advise_inner_huge_pages(void *data, size_t bytes)
 {
 #    if defined(__linux__)
-    /* a page table of 8-byte entries fills one page, so it maps a huge page of this size;
-     * advice for another size would do no harm */
+    /* A page table has 8-byte entries and fills one page, so it maps one huge page of
+     * this size. Advice for another size would do no harm. */
     const size_t page = mls_page_bytes();
     advise_pages(data, bytes, page / 8 * page, MADV_HUGEPAGE);
 #    else
@@ -175,7 +171,7 @@ void mls_advise_pages(void *data, size_t bytes, bool huge)
 #    endif
 }
 
-/* Systems that lack the request clear each page when it is touched. */
+/* Systems without this request clear each page when it is first accessed. */
 void mls_populate_pages(void *data, size_t bytes)
 {
 #    if defined(MADV_POPULATE_WRITE) /* Linux 5.14 */
@@ -185,9 +181,9 @@ void mls_populate_pages(void *data, size_t bytes)
 #    endif
 }
 
-#else /* no mmap: the heap serves, and growing copies */
+#else /* no mmap: use the heap; growing copies */
 
-/* Only a unit to round up to: nothing is mapped here. */
+/* Only the unit to round sizes up to: nothing is mapped. */
 size_t mls_page_bytes(void)
 {
     return 4096;
@@ -198,13 +194,13 @@ mls_code mls_pages_init(mls_pages *out, size_t bytes, mls_status *st)
     size_t mapped;
     void *data = whole_pages(bytes, &mapped) ? calloc(mapped, 1) : NULL;
     if (data == NULL) {
-        return no_pages(st, bytes);
+        return fail_mapping(st, bytes);
     }
     *out = (mls_pages){.data = data, .bytes = bytes, .mapped = mapped};
     return MLS_OK;
 }
 
-/* Both blocks exist for the length of the copy: the price of having no mremap. */
+/* Both blocks exist during the copy, for lack of mremap. */
 mls_code mls_pages_grow(mls_pages *pages, size_t bytes, mls_status *st)
 {
     mls_pages bigger;

@@ -1,7 +1,7 @@
-/* mem: heap blocks and page ranges.
+/* memory: heap blocks and page ranges.
  *
- * Heap blocks are for the core's own small bookkeeping; tensor data belongs to the
- * caller.  Page ranges hold what must grow in place and start as untouched zero pages.
+ * Heap blocks are for the core's own bookkeeping; tensor data belongs to the caller. Page
+ * ranges are for memory that grows in place and starts as untouched zero pages.
  */
 #ifndef MLS_MEMORY_H
 #define MLS_MEMORY_H
@@ -10,18 +10,19 @@
 
 #include <stddef.h>
 
-/* A block of `count * size` bytes, zeroed, or NULL (overflow counts as failure).
- * Gives: free with mls_free.  A count of 0 gives a block of one byte, never NULL. */
+/* Allocate a zeroed block of `count * size` bytes. Returns NULL if memory runs out or the
+ * product overflows. The caller frees the block with mls_free. A count of 0 returns a
+ * block of one byte, so NULL always means failure. */
 void *mls_alloc(size_t count, size_t size);
 
-/* Resize a block from mls_alloc; new bytes are not zeroed.  NULL leaves it as it was.  A
- * block of NULL is made, of bytes that are anything. */
+/* Resize a block from mls_alloc, or allocate one if `block` is NULL. New bytes are not
+ * initialised. Returns NULL on failure, and the old block stays valid. */
 void *mls_realloc(void *block, size_t count, size_t size);
 
 void mls_free(void *block); /* accepts NULL */
 
-/* A range of whole pages that reads as zeros until written.  `bytes` is what was asked
- * for, `mapped` what the system gave. */
+/* A range of whole pages that reads as zeros until written. `bytes` is the requested
+ * size, `mapped` the size that the system mapped. */
 typedef struct mls_pages {
     unsigned char *data;
     size_t bytes;
@@ -30,29 +31,31 @@ typedef struct mls_pages {
 
 size_t mls_page_bytes(void);
 
-/* Map `bytes` (0 is good) of zero pages.  Gives: free with mls_pages_fini.
+/* Map `bytes` (may be 0) of zero pages. The caller frees them with mls_pages_fini.
  * MLS_E_MEMORY: the system refused; `*out` is untouched. */
 mls_code mls_pages_init(mls_pages *out, size_t bytes, mls_status *st);
 
-/* Grow to `bytes`, keeping the content; the range may move, and new bytes are zero.
- * On Linux the pages themselves move (mremap): nothing is copied.  Elsewhere the old
- * content is copied.  MLS_E_MEMORY: `pages` is untouched. */
+/* Grow to `bytes` and keep the content; new bytes are zero. The range may move. On Linux
+ * the kernel moves the pages (mremap) without a copy; other systems copy the content.
+ * MLS_E_MEMORY: the system refused, or `bytes` is below the current size (not checked on
+ * systems without mmap); `pages` is untouched. */
 mls_code mls_pages_grow(mls_pages *pages, size_t bytes, mls_status *st);
 
 void mls_pages_fini(mls_pages *pages); /* accepts a zeroed struct; zeroes it */
 
-/* Advice on huge pages for the whole pages inside [data, data + bytes): a hint, which
- * may be ignored.  `huge` asks for them, else they are declined: a byte written then
- * costs one small page. */
+/* Advise the system about huge pages for the whole pages inside [data, data + bytes). The
+ * system may ignore this hint. If `huge` is true, it should use huge pages; if not, it
+ * should not, so that a byte written costs one small page only. */
 void mls_advise_pages(void *data, size_t bytes, bool huge);
 
-/* Advise huge pages for those that lie wholly inside [data, data + bytes), all of which
- * is about to be written, so that none of them costs memory that is not used. */
+/* Advise the system to use those huge pages that fit wholly inside [data, data + bytes).
+ * The caller must be about to write the whole range, so that no huge page costs memory
+ * that stays unused. */
 void mls_advise_inner_huge_pages(void *data, size_t bytes);
 
-/* Ask for the memory behind the whole pages inside [data, data + bytes), which is about
- * to be written: one request instead of a page fault for each.  A hint, which may be
- * ignored; the content stays as it is. */
+/* Ask the system to provide the memory of the whole pages inside [data, data + bytes),
+ * which the caller is about to write. One request replaces a page fault for each page.
+ * The system may ignore this hint; the content does not change. */
 void mls_populate_pages(void *data, size_t bytes);
 
 #endif

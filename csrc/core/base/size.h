@@ -1,13 +1,13 @@
 /* size: sums and products of sizes that cannot wrap.
  *
- * Every byte count, offset and element count in the core goes through these.  Each
- * returns true and stores the result, or returns false and leaves `*out` untouched; so
- * `out` may be one of the operands' own variables, and a chain of them with && stops at
- * the first that does not fit.
+ * Every byte count, offset and element count in the core is computed by these functions.
+ * Each returns true and stores the result, or returns false and leaves `*out` untouched.
+ * So `out` may point to one of the operands, and a chain of calls with && stops at the
+ * first overflow.
  *
- * Two kinds of quantities are kept apart: size_t for what lies in memory, uint64_t for
- * what lies in files, which may be larger than the memory of the machine that reads them.
- * mls_size_from_u64 narrows the one to the other.
+ * Sizes in memory are size_t. Sizes in files are uint64_t, because a file may be larger
+ * than the memory of the machine that reads it. mls_size_from_u64 narrows a file size to
+ * a memory size.
  */
 #ifndef MLS_SIZE_H
 #define MLS_SIZE_H
@@ -16,8 +16,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* a + b in memory.  The builtins need no branch of their own: they read the processor's
- * carry or overflow flag. */
+/* a + b for sizes in memory. The compiler's builtins read the processor's carry or
+ * overflow flag, so the check costs no extra comparison. */
 static inline bool mls_size_add(size_t a, size_t b, size_t *out)
 {
     size_t sum;
@@ -28,7 +28,7 @@ static inline bool mls_size_add(size_t a, size_t b, size_t *out)
     return true;
 }
 
-/* a * b in memory. */
+/* a * b for sizes in memory. */
 static inline bool mls_size_mul(size_t a, size_t b, size_t *out)
 {
     size_t product;
@@ -39,11 +39,10 @@ static inline bool mls_size_mul(size_t a, size_t b, size_t *out)
     return true;
 }
 
-/* As above for quantities that live in files: a sum, and below it a product. */
+/* The same for sizes in files: a sum, and below it a product. */
 static inline bool mls_u64_add(uint64_t a, uint64_t b, uint64_t *out)
 {
-    /* a local result: the builtin stores its wrapped one even when it reports an overflow
-     */
+    /* a local result: the builtin stores the wrapped value even if it overflows */
     uint64_t sum;
     if (__builtin_add_overflow(a, b, &sum)) {
         return false;
@@ -62,10 +61,10 @@ static inline bool mls_u64_mul(uint64_t a, uint64_t b, uint64_t *out)
     return true;
 }
 
-/* A file quantity as a memory size; false where size_t is too small for it. */
+/* Convert a file size to a memory size. Returns false if size_t is too small for it. */
 static inline bool mls_size_from_u64(uint64_t value, size_t *out)
 {
-    /* never true where size_t has 64 bits */
+    /* never true if size_t has 64 bits */
     if (value > SIZE_MAX) {
         return false;
     }
@@ -73,10 +72,10 @@ static inline bool mls_size_from_u64(uint64_t value, size_t *out)
     return true;
 }
 
-/* Little-endian integers at any address, written and read byte by byte. */
+/* Read a little-endian integer, byte by byte, at any alignment. */
 static inline uint64_t mls_load_le64(const unsigned char *bytes)
 {
-    /* from the highest byte down, so that no machine's own byte order matters */
+    /* from the highest byte down, so that the machine's byte order does not matter */
     uint64_t value = 0;
     for (int i = 7; i >= 0; i--) {
         value = (value << 8) | bytes[i];
@@ -84,7 +83,7 @@ static inline uint64_t mls_load_le64(const unsigned char *bytes)
     return value;
 }
 
-/* The other way: eight bytes at `bytes`, lowest first. */
+/* Write a little-endian integer of eight bytes, at any alignment. */
 static inline void mls_store_le64(unsigned char *bytes, uint64_t value)
 {
     for (int i = 0; i < 8; i++) {

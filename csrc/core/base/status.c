@@ -1,9 +1,9 @@
-/* status: filling in a failure.
+/* status: fill in a failure.
  *
- * Text goes into the caller's fixed arrays, and what does not fit is cut.  A cut never
- * leaves half a UTF-8 character, since the bindings decode these texts and names come
- * from files.  Nothing here allocates or has state of its own: reporting that memory ran
- * out must not need memory, and threads report at the same time.
+ * Text is written to the caller's fixed arrays and truncated to fit. A truncated text
+ * never ends in half a UTF-8 character: names come from files, and the bindings decode
+ * these texts. Nothing here allocates or keeps state, because running out of memory must
+ * be reportable and threads report at the same time.
  */
 #include "base/status.h"
 
@@ -11,15 +11,15 @@
 #include <stdio.h>
 #include <string.h>
 
-/* Zeros everywhere: MLS_OK is 0, and every string becomes empty. */
+/* Zeros are valid: MLS_OK is 0, and every string becomes empty. */
 void mls_status_clear(mls_status *st)
 {
     memset(st, 0, sizeof *st);
 }
 
-/* Cut `text`, which may have filled its `room`, back to the last whole UTF-8 character.
- * Text that left room was not cut and is left alone.  Only the last character is looked
- * at: its first byte says how many should follow. */
+/* Truncate `text` to its last whole UTF-8 character if it filled its `room`. Shorter text
+ * was not truncated and stays as it is. Only the last character is examined: its first
+ * byte tells how many should follow. */
 static void cut_at_character(char *text, size_t room)
 {
     size_t end = strlen(text);
@@ -40,8 +40,7 @@ static void cut_at_character(char *text, size_t room)
     }
 }
 
-/* snprintf into one of the status's arrays; "" where the format itself cannot be printed.
- */
+/* Print into one of the status's arrays; stores "" if the format fails. */
 MLS_PRINTF(3, 0)
 static void print_into(char *text, size_t room, const char *format, va_list args)
 {
@@ -51,8 +50,7 @@ static void print_into(char *text, size_t room, const char *format, va_list args
     cut_at_character(text, room);
 }
 
-/* Facts of an earlier failure must not stay beside the text of this one: all is cleared.
- */
+/* Clears everything first, so that no detail of an earlier failure remains. */
 mls_code mls_fail(mls_status *st, mls_code code, const char *format, ...)
 {
     mls_status_clear(st);
@@ -64,8 +62,8 @@ mls_code mls_fail(mls_status *st, mls_code code, const char *format, ...)
     return code;
 }
 
-/* strerror without its shared static buffer.  The XSI and GNU variants of strerror_r
- * differ in what they return: the text is taken from whichever place holds it. */
+/* strerror without its shared static buffer. The XSI and GNU variants of strerror_r
+ * return different types, so the text is taken from the result or from the buffer. */
 #if defined(_WIN32)
 static const char *error_text(int os_error, char *buffer, size_t room)
 {
@@ -73,13 +71,13 @@ static const char *error_text(int os_error, char *buffer, size_t room)
 }
 #else
 /* The XSI variant fills the buffer and returns 0, or an error number. */
-static const char *take_xsi(int result, const char *buffer)
+static const char *choose_xsi_text(int result, const char *buffer)
 {
     return result == 0 ? buffer : "unknown error";
 }
 
-/* The GNU variant returns the text, which may lie in the buffer or elsewhere. */
-static const char *take_gnu(const char *result, const char *buffer)
+/* The GNU variant returns the text, which may be in the buffer or elsewhere. */
+static const char *choose_gnu_text(const char *result, const char *buffer)
 {
     (void)buffer;
     return result;
@@ -88,12 +86,13 @@ static const char *take_gnu(const char *result, const char *buffer)
 /* The type of the result picks the variant at compile time. */
 static const char *error_text(int os_error, char *buffer, size_t room)
 {
-    return _Generic(strerror_r(os_error, buffer, room), int: take_xsi, char *: take_gnu)(
-        strerror_r(os_error, buffer, room), buffer);
+    return _Generic(strerror_r(os_error, buffer, room),
+        int: choose_xsi_text,
+        char *: choose_gnu_text)(strerror_r(os_error, buffer, room), buffer);
 }
 #endif
 
-/* The reason is appended as far as the room goes: what was tried comes first. */
+/* The message comes first and the reason is appended as far as there is room. */
 mls_code mls_fail_os(mls_status *st, int os_error, const char *format, ...)
 {
     mls_status_clear(st);
@@ -111,8 +110,7 @@ mls_code mls_fail_os(mls_status *st, int os_error, const char *format, ...)
     return MLS_E_IO;
 }
 
-/* The offset is kept as a number; callers that want it in the text print it themselves.
- */
+/* The offset is stored as a number only; callers that want it in the text print it. */
 mls_code mls_fail_at(mls_status *st, uint64_t offset, const char *format, ...)
 {
     mls_status_clear(st);
@@ -126,7 +124,7 @@ mls_code mls_fail_at(mls_status *st, uint64_t offset, const char *format, ...)
     return MLS_E_FORMAT;
 }
 
-/* Names may hold a NUL, as text from files may: what follows it is not shown. */
+/* Names from files may hold a NUL; the part after it is not shown. */
 void mls_status_name(mls_status *st, const char *name, size_t length)
 {
     const size_t kept = length < sizeof st->name - 1 ? length : sizeof st->name - 1;
@@ -135,7 +133,7 @@ void mls_status_name(mls_status *st, const char *name, size_t length)
     cut_at_character(st->name, kept + 1);
 }
 
-/* A short fact, in the words of the message: "at least 4", not a sentence. */
+/* A short phrase in the words of the message, such as "at least 4"; not a sentence. */
 void mls_status_expected(mls_status *st, const char *format, ...)
 {
     va_list args;
@@ -152,7 +150,7 @@ void mls_status_got(mls_status *st, const char *format, ...)
     va_end(args);
 }
 
-/* The cast makes a negative code, which only a bug can give, a large one. */
+/* The cast turns a negative code, which only a bug can produce, into a large one. */
 const char *mls_code_name(mls_code code)
 {
     static const char *const names[MLS_E_COUNT] = {

@@ -1,9 +1,9 @@
 /* status: how the core reports failure.
  *
- * Every fallible function returns an mls_code (MLS_OK is 0) and fills the caller's
- * mls_status with what a person needs to mend his script: what failed, where, what was
- * expected, what was found.  Results travel through out-parameters, which a failing
- * function leaves untouched.  The status is plain storage: nothing to free.
+ * Every fallible function returns an mls_code (MLS_OK is 0). On failure it fills the
+ * caller's mls_status with what a user needs to fix the call: what failed, where, the
+ * expected and the actual value. Results are returned through out-parameters, which a
+ * failing function leaves untouched. A status owns no memory: there is nothing to free.
  */
 #ifndef MLS_STATUS_H
 #define MLS_STATUS_H
@@ -15,18 +15,18 @@
 typedef enum mls_code {
     MLS_OK = 0,
     MLS_E_MEMORY,   /* an allocation failed */
-    MLS_E_VALUE,    /* an argument that makes no sense by itself */
-    MLS_E_SHAPE,    /* ranks or dimensions that do not go together */
-    MLS_E_DTYPE,    /* a dtype that is unknown, or a conversion that is not offered */
-    MLS_E_CAPACITY, /* a position or length that does not fit */
+    MLS_E_VALUE,    /* an argument is invalid */
+    MLS_E_SHAPE,    /* ranks or dimensions do not match */
+    MLS_E_DTYPE,    /* a dtype is unknown, or the conversion is not supported */
+    MLS_E_CAPACITY, /* a position or length does not fit */
     MLS_E_OVERLAP,  /* source and destination share memory */
-    MLS_E_SIZE,     /* a product or sum of sizes that exceeds the address space */
-    MLS_E_FORMAT,   /* a file that is not what it claims to be */
-    MLS_E_CHECKSUM, /* a file whose bytes changed since they were written */
-    MLS_E_IO,       /* the operating system said no: see os_error */
-    MLS_E_BUSY,     /* memory that may not move now, because a view of it is alive */
+    MLS_E_SIZE,     /* a product or sum of sizes exceeds the address space */
+    MLS_E_FORMAT,   /* a file does not follow its format */
+    MLS_E_CHECKSUM, /* the bytes of a file changed since they were written */
+    MLS_E_IO,       /* the operating system reported an error: see os_error */
+    MLS_E_BUSY,     /* memory may not move now, because a view of it is alive */
     MLS_E_STOPPED,  /* the caller asked to stop */
-    MLS_E_PEER,     /* another rank: it is gone, late, or does something else */
+    MLS_E_PEER,     /* another rank is gone, is late, or called another function */
     MLS_E_COUNT     /* number of codes; never returned */
 } mls_code;
 
@@ -36,16 +36,16 @@ enum {
     MLS_FACT_BYTES = 96   /* room for `expected` and for `got` */
 };
 
-/* All strings are NUL-terminated and cut at a UTF-8 character boundary. */
+/* All strings are NUL-terminated and truncated at a UTF-8 character boundary. */
 typedef struct mls_status {
     mls_code code;
     int os_error;    /* errno of MLS_E_IO, else 0 */
-    bool has_offset; /* whether `offset` means something */
-    uint64_t offset; /* byte offset in the file concerned */
+    bool has_offset; /* whether `offset` is set */
+    uint64_t offset; /* byte offset of the failure in the file */
     char text[MLS_TEXT_BYTES];
-    char name[MLS_NAME_BYTES];     /* tensor, state or key concerned, or "" */
-    char expected[MLS_FACT_BYTES]; /* short fact, or "" */
-    char got[MLS_FACT_BYTES];      /* short fact, or "" */
+    char name[MLS_NAME_BYTES];     /* tensor, state or key that failed, or "" */
+    char expected[MLS_FACT_BYTES]; /* short phrase, or "" */
+    char got[MLS_FACT_BYTES];      /* short phrase, or "" */
 } mls_status;
 
 #if defined(__GNUC__)
@@ -54,28 +54,28 @@ typedef struct mls_status {
 #    define MLS_PRINTF(text, first)
 #endif
 
-/* Make `st` say "nothing is wrong". */
+/* Reset `st` to MLS_OK and empty strings. */
 void mls_status_clear(mls_status *st);
 
-/* Fill `st` with `code` and a printf-style text, drop every earlier field, return `code`.
+/* Fill `st` with `code` and a printf-style text, clear all other fields, return `code`.
  * Use as `return mls_fail(st, MLS_E_SHAPE, "...")`. */
 mls_code mls_fail(mls_status *st, mls_code code, const char *format, ...)
     MLS_PRINTF(3, 4);
 
-/* As mls_fail with MLS_E_IO, keeping `os_error`; its strerror text is appended. */
+/* As mls_fail with MLS_E_IO. Stores `os_error` and appends its strerror text. */
 mls_code mls_fail_os(mls_status *st, int os_error, const char *format, ...)
     MLS_PRINTF(3, 4);
 
-/* As mls_fail with MLS_E_FORMAT, keeping the byte `offset` concerned. */
+/* As mls_fail with MLS_E_FORMAT. Stores the byte `offset` of the failure. */
 mls_code mls_fail_at(mls_status *st, uint64_t offset, const char *format, ...)
     MLS_PRINTF(3, 4);
 
-/* Add facts to a status that mls_fail filled.  Each is cut to fit. */
+/* Add details to a status that mls_fail filled. Each is truncated to fit. */
 void mls_status_name(mls_status *st, const char *name, size_t length);
 void mls_status_expected(mls_status *st, const char *format, ...) MLS_PRINTF(2, 3);
 void mls_status_got(mls_status *st, const char *format, ...) MLS_PRINTF(2, 3);
 
-/* A short constant name of a code, such as "shape"; "?" for an unknown one. */
+/* Return a short constant name of a code, such as "shape", or "?" for an unknown code. */
 const char *mls_code_name(mls_code code);
 
 #endif

@@ -1,14 +1,13 @@
-/* text: UTF-8 checked, texts compared.
+/* string_view: UTF-8 validation, comparison and hashing.
  *
- * Everything is a matter of bytes: two texts are the same where their bytes are, and no
- * form of a character is taken for another one.
+ * Strings are compared by bytes: Unicode normalisation is not applied.
  */
 #include "base/string_view.h"
 
 #include <string.h>
 
-/* The table of well-formed sequences of the Unicode standard: the lead byte fixes the
- * length, and for four lead bytes the range of the second byte is narrower. */
+/* Follows the Unicode standard's table of well-formed sequences: the lead byte determines
+ * the length, and four lead bytes restrict the range of the second byte. */
 size_t mls_utf8_length(const unsigned char *bytes, size_t room)
 {
     if (room == 0) {
@@ -34,7 +33,7 @@ size_t mls_utf8_length(const unsigned char *bytes, size_t room)
     return bad ? 0 : length;
 }
 
-/* One character after the other; a NUL character is a character like any other. */
+/* A NUL character is valid UTF-8. */
 bool mls_utf8_valid(const char *text, size_t length)
 {
     size_t at = 0;
@@ -49,7 +48,7 @@ bool mls_utf8_valid(const char *text, size_t length)
     return true;
 }
 
-/* The reverse of mls_utf8_length: whoever calls knows that the code point is good. */
+/* The reverse of mls_utf8_length. The caller has checked the code point. */
 size_t mls_utf8_put(char *out, unsigned long code)
 {
     if (code < 0x80) {
@@ -74,8 +73,8 @@ size_t mls_utf8_put(char *out, unsigned long code)
     return 4;
 }
 
-/* Byte by byte: the keys and words that are looked for are short, and most others differ
- * in the first byte. */
+/* Byte by byte: the expected keys and words are short, and most others differ in the
+ * first byte. */
 bool mls_str_is(mls_str text, const char *expected)
 {
     size_t same = 0;
@@ -86,14 +85,14 @@ bool mls_str_is(mls_str text, const char *expected)
     return same == text.length && expected[same] == '\0';
 }
 
-/* The same memory is the same text: names are often shared. */
+/* Names are often shared, so the pointers are compared first. */
 bool mls_str_equal(mls_str a, mls_str b)
 {
     return a.length == b.length &&
            (a.data == b.data || a.length == 0 || memcmp(a.data, b.data, a.length) == 0);
 }
 
-/* Of two that agree as far as they go, the shorter comes first. */
+/* If one string is a prefix of the other, the shorter comes first. */
 int mls_str_compare(mls_str a, mls_str b)
 {
     const size_t common = a.length < b.length ? a.length : b.length;
@@ -101,14 +100,14 @@ int mls_str_compare(mls_str a, mls_str b)
     return order != 0 ? order : (a.length > b.length) - (a.length < b.length);
 }
 
-/* memcmp wants no NULL, not even for no bytes. */
+/* memcmp does not accept NULL, even for zero bytes. */
 bool mls_str_starts(mls_str text, mls_str prefix)
 {
     return text.length >= prefix.length &&
            (prefix.length == 0 || memcmp(text.data, prefix.data, prefix.length) == 0);
 }
 
-/* One way to write each number, so that one list is one text. */
+/* Each number has one spelling, so equal lists are equal strings. */
 bool mls_str_next_number(const char **at, const char *end, uint64_t *out)
 {
     const char *p = *at;
@@ -130,16 +129,16 @@ bool mls_str_next_number(const char **at, const char *end, uint64_t *out)
     return true;
 }
 
-/* One round of mixing: each bit of `word` reaches the upper half of the product, and the
- * shift brings that back down. */
-static uint64_t mix(uint64_t hash, uint64_t word)
+/* Mix `word` into the hash: each bit of `word` reaches the upper half of the product, and
+ * the shift copies the upper half down. */
+static uint64_t mix_word(uint64_t hash, uint64_t word)
 {
     hash = (hash ^ word) * UINT64_C(0x9E3779B97F4A7C15);
     return hash ^ (hash >> 32);
 }
 
-/* The 0 to 8 last bytes of a text as a number.  Shorter ones are put together from
- * reads that overlap: the length, which is mixed in elsewhere, tells them apart. */
+/* Return the last 0 to 8 bytes as a number. Lengths below 8 use overlapping reads; the
+ * length, mixed in elsewhere, distinguishes them. */
 static uint64_t tail_word(const char *data, size_t length)
 {
     if (length >= 4) {
@@ -159,14 +158,14 @@ static uint64_t tail_word(const char *data, size_t length)
 /* Byte order does not matter: no hash leaves the process. */
 uint64_t mls_str_hash(uint64_t seed, mls_str text)
 {
-    uint64_t hash = mix(seed, text.length);
+    uint64_t hash = mix_word(seed, text.length);
     const char *data = text.data;
     size_t length = text.length;
     for (; length > 8; length -= 8, data += 8) {
         uint64_t word;
         memcpy(&word, data, sizeof word);
-        hash = mix(hash, word);
+        hash = mix_word(hash, word);
     }
-    hash = mix(hash, tail_word(data, length));
-    return mix(hash, length);
+    hash = mix_word(hash, tail_word(data, length));
+    return mix_word(hash, length);
 }

@@ -1,7 +1,7 @@
-/* text: UTF-8 with its length, where it lies.
+/* string_view: borrowed UTF-8 strings with a length.
  *
- * Names of tensors and states, keys and values of metadata: all of them are borrowed runs
- * of bytes, which may hold NUL characters and are not terminated.
+ * Names of tensors and states and the keys and values of metadata are mls_str. They point
+ * into memory of the caller, may hold NUL characters and are not NUL-terminated.
  */
 #ifndef MLS_STRING_VIEW_H
 #define MLS_STRING_VIEW_H
@@ -11,52 +11,53 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Borrowed; `data` may be NULL where `length` is 0. */
+/* Borrowed; `data` may be NULL if `length` is 0. */
 typedef struct mls_str {
     const char *data;
     size_t length;
 } mls_str;
 
-/* Bytes of the UTF-8 character that `bytes` starts with (1 to 4), or 0 where it is none:
- * cut off by `room`, overlong, a surrogate, beyond U+10FFFF. */
+/* Return the length of the UTF-8 character at `bytes` (1 to 4), or 0 if the bytes are not
+ * a valid character: truncated by `room`, overlong, a surrogate, or beyond U+10FFFF. */
 size_t mls_utf8_length(const unsigned char *bytes, size_t room);
 
-/* Write a code point, which is no surrogate and at most U+10FFFF, as UTF-8; returns how
- * many bytes that took, 1 to 4. */
+/* Write a code point as UTF-8 and return the number of bytes written, 1 to 4. `code` must
+ * be at most U+10FFFF and not a surrogate. */
 size_t mls_utf8_put(char *out, unsigned long code);
 
-/* Whether all of `text` is UTF-8. */
+/* Return whether all of `text` is UTF-8. */
 bool mls_utf8_valid(const char *text, size_t length);
 
-/* Whether `text` is exactly the C string `expected`. */
+/* Return whether `text` equals the C string `expected`. */
 bool mls_str_is(mls_str text, const char *expected);
 
-/* Whether two texts are the same bytes. */
+/* Return whether two strings have the same bytes. */
 bool mls_str_equal(mls_str a, mls_str b);
 
-/* Below, at or above 0: by bytes, which for UTF-8 is the order of code points, on every
- * machine and in every locale. */
+/* Compare by bytes; the result is below, equal to or above 0. For UTF-8 this is the order
+ * of code points, on every machine and in every locale. */
 int mls_str_compare(mls_str a, mls_str b);
 
-/* Whether `text` starts with all of `prefix`; true for an empty one. */
+/* Return whether `text` starts with `prefix`. An empty prefix is always found. */
 bool mls_str_starts(mls_str text, mls_str prefix);
 
-/* A hash of all bytes of a text, for tables in memory: it differs between machines. */
+/* Return a hash of all bytes of a string, for tables in memory. It depends on the
+ * machine's byte order. */
 uint64_t mls_str_hash(uint64_t seed, mls_str text);
 
-/* How many of the eight characters at `text` are plain before the first that is not, all
- * looked at together: no quote, no backslash, no DEL, nothing below a space or beyond
- * ASCII.  In JSON such a character can only stand for itself. */
+/* Return how many of the eight characters at `text` precede the first special one; all
+ * eight are tested together. Special are the quote, the backslash, DEL, characters below
+ * a space and bytes beyond ASCII. In JSON every other character represents itself. */
 static inline size_t mls_str_eight_plain(const char *text)
 {
     static const uint64_t ones = 0x0101010101010101U;
     uint64_t x;
     memcpy(&x, text, sizeof x);
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-    x = __builtin_bswap64(x); /* the first character lowest */
+    x = __builtin_bswap64(x); /* put the first character into the lowest byte */
 #endif
-    /* Each term lifts the top bit of a byte that is not plain.  Borrows only reach bytes
-     * above one that is lifted anyway, so the lowest one that is lifted is the first. */
+    /* Each term sets the top bit of a special byte. A borrow only reaches bytes above one
+     * that is already marked, so the lowest marked byte is the first special one. */
     const uint64_t quote = (x ^ (ones * '"')) - ones;
     const uint64_t slash = (x ^ (ones * '\\')) - ones;
     const uint64_t control = x - ones * ' ';
@@ -65,10 +66,10 @@ static inline size_t mls_str_eight_plain(const char *text)
     return lifted == 0 ? 8 : (size_t)__builtin_ctzll(lifted) / 8;
 }
 
-/* The decimal number at `*at`, which moves behind it and the comma that follows, where
- * one does: lists of numbers that are one string.  False: there is none, or not in its
- * only form (no sign, no zeros in front), or nothing behind the comma, or it is 2^64 or
- * more. */
+/* Read the decimal number at `*at` and move `*at` past it and the comma after it, if any;
+ * used for number lists stored in one string. Returns false if the text is not a number,
+ * if the number has a sign or leading zeros, if it is 2^64 or more, or if the list ends
+ * after a comma. */
 bool mls_str_next_number(const char **at, const char *end, uint64_t *out);
 
 #endif

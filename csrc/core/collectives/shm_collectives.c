@@ -1,9 +1,10 @@
-/* local_ops: what goes through the slots of each operation.
+/* shm_collectives: barrier, broadcast, all_gather, all_to_all and gather_bytes;
+ * shm_reduce.c has the sums.
  *
- * Threads publish the addresses of large arrays, and copy from these.
- * Where ranks send different bytes to each other, a slot has a piece for each peer; else
- * all read the whole slot.  A rank's own bytes go through no slot.
- * Sums are shm_reduce.c's.
+ * Threads publish the addresses of large arrays and copy directly. Otherwise data goes
+ * through the slots. If a rank sends different bytes to each peer, its slot is divided
+ * into one range for each peer; otherwise all ranks read the whole slot. A rank's own
+ * bytes never pass through a slot.
  */
 #if !defined(_WIN32)
 
@@ -11,32 +12,30 @@
 
 #    include <string.h>
 
-enum { NOBODY = -1 };
+enum { NO_RANK = -1 };
 
 /* ---- barrier ---- */
 
-/* One step of nothing. */
 mls_code mls_shm_barrier(mls_shm *g, const mls_shm_call *call, mls_status *st)
 {
     const mls_shm_flow flow = {.kind = MLS_SHM_BARRIER,
                                .fingerprint = mls_shm_mix_text(0, call->text),
-                               .source = NOBODY};
+                               .source = NO_RANK};
     return mls_shm_run(g, &flow, call, st);
 }
 
 /* ---- broadcast ---- */
 
-/* Bytes that were sent, and read. */
-typedef struct spread {
+typedef struct broadcast_state {
     mls_shm *g;
     unsigned char *data;
     size_t bytes, root, sent, taken;
-} spread;
+} broadcast_state;
 
-/* The root fills whole slots; the others' stay empty. */
-static void fill_spread(void *context, unsigned char *slot)
+/* Only the root fills slots; all ranks count the bytes. */
+static void fill_broadcast(void *context, unsigned char *slot)
 {
-    spread *s = context;
+    broadcast_state *s = context;
     const size_t n = mls_shm_least(s->bytes - s->sent, s->g->shape.slot_bytes);
     if (s->g->rank == s->root) {
         mls_shm_copy(s->g, slot, s->data + s->sent, n);
@@ -44,11 +43,10 @@ static void fill_spread(void *context, unsigned char *slot)
     s->sent += n;
 }
 
-/* From the root's slot into place. */
-static mls_code drain_spread(void *context, uint64_t step, mls_status *st)
+static mls_code drain_broadcast(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
-    spread *s = context;
+    broadcast_state *s = context;
     const size_t n = mls_shm_least(s->bytes - s->taken, s->g->shape.slot_bytes);
     if (s->g->rank != s->root) {
         mls_shm_copy(s->g, s->data + s->taken, mls_shm_slot(s->g, s->root, step), n);
@@ -57,25 +55,25 @@ static mls_code drain_spread(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* Every rank counts the same bytes. */
-static bool more_spread(void *context)
+static bool more_broadcast(void *context)
 {
-    const spread *s = context;
+    const broadcast_state *s = context;
     return s->sent < s->bytes;
 }
 
-/* Where this rank has the bytes, or wants them. */
-static void tell_spread(void *context, unsigned char *slot)
+/* Direct broadcast: publishes this rank's array, the source or a destination. */
+static void publish_broadcast_address(void *context, unsigned char *slot)
 {
-    const spread *s = context;
+    const broadcast_state *s = context;
     memcpy(slot, &s->data, sizeof s->data);
 }
 
-/* Each rank copies a part of the root's bytes to all others: the root would idle. */
-static mls_code copy_spread(void *context, uint64_t step, mls_status *st)
+/* Each rank copies a part of the root's bytes to all others; otherwise only the root
+ * would work. */
+static mls_code copy_broadcast(void *context, uint64_t step, mls_status *st)
 {
     enum { LINE = 64 };
-    const spread *s = context;
+    const broadcast_state *s = context;
     const size_t world = s->g->shape.world;
     const size_t each = (s->bytes / world + LINE - 1) / LINE * LINE;
     const size_t start = mls_shm_least(s->g->rank * each, s->bytes);
@@ -95,20 +93,20 @@ static mls_code copy_spread(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* After the first step the others wait for the root alone. */
+/* After the first step the other ranks wait only for the root. */
 mls_code mls_shm_broadcast(mls_shm *g, const mls_shm_call *call, void *data, size_t bytes,
                            size_t root, mls_status *st)
 {
     const bool direct = mls_shm_is_direct(g, bytes);
-    spread s = {.g = g, .data = data, .bytes = bytes, .root = root};
+    broadcast_state s = {.g = g, .data = data, .bytes = bytes, .root = root};
     const mls_shm_flow flow = {
         .kind = MLS_SHM_BROADCAST,
         .fingerprint =
             mls_shm_mix(mls_shm_mix(mls_shm_mix_text(0, call->text), bytes), root),
         .source = (int)root,
-        .fill = direct ? tell_spread : fill_spread,
-        .drain = direct ? copy_spread : drain_spread,
-        .more = more_spread,
+        .fill = direct ? publish_broadcast_address : fill_broadcast,
+        .drain = direct ? copy_broadcast : drain_broadcast,
+        .more = more_broadcast,
         .context = &s,
     };
     return direct ? mls_shm_run_direct(g, &flow, call, st)
@@ -117,7 +115,8 @@ mls_code mls_shm_broadcast(mls_shm *g, const mls_shm_call *call, void *data, siz
 
 /* ---- all_gather ---- */
 
-/* Slots filled and read so far stand for bytes of every rank. */
+/* State of a gather. `sent` and `taken` are offsets that apply to the bytes of every
+ * rank. */
 typedef struct gather {
     mls_shm *g;
     const unsigned char *data;
@@ -126,23 +125,22 @@ typedef struct gather {
     size_t most, sent, taken;
 } gather;
 
-/* How much of rank `rank`'s bytes is in the slot that begins at `from`. */
-static size_t part_of(const gather *s, size_t rank, size_t from)
+/* Returns the number of bytes of `rank` in the slot that begins at offset `from`. */
+static size_t bytes_in_slot(const gather *s, size_t rank, size_t from)
 {
     return from < s->sizes[rank]
                ? mls_shm_least(s->sizes[rank] - from, s->g->shape.slot_bytes)
                : 0;
 }
 
-/* The next bytes of this rank. */
 static void fill_gather(void *context, unsigned char *slot)
 {
     gather *s = context;
-    mls_shm_copy(s->g, slot, s->data + s->sent, part_of(s, s->g->rank, s->sent));
+    mls_shm_copy(s->g, slot, s->data + s->sent, bytes_in_slot(s, s->g->rank, s->sent));
     s->sent += s->g->shape.slot_bytes;
 }
 
-/* Those of the others; this rank's own from where they lie. */
+/* This rank's own bytes are copied from its array, not through a slot. */
 static mls_code drain_gather(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
@@ -151,28 +149,26 @@ static mls_code drain_gather(void *context, uint64_t step, mls_status *st)
     for (size_t rank = 0; rank < s->g->shape.world; rank++) {
         const unsigned char *from =
             rank == s->g->rank ? s->data + s->taken : mls_shm_slot(s->g, rank, step);
-        mls_shm_copy(s->g, place + s->taken, from, part_of(s, rank, s->taken));
+        mls_shm_copy(s->g, place + s->taken, from, bytes_in_slot(s, rank, s->taken));
         place += s->sizes[rank];
     }
     s->taken += s->g->shape.slot_bytes;
     return MLS_OK;
 }
 
-/* Until the longest is through. */
+/* Continues until the longest contribution has been sent. */
 static bool more_gather(void *context)
 {
     const gather *s = context;
     return s->sent < s->most;
 }
 
-/* This rank's address. */
-static void tell_gather(void *context, unsigned char *slot)
+static void publish_gather_address(void *context, unsigned char *slot)
 {
     const gather *s = context;
     memcpy(slot, &s->data, sizeof s->data);
 }
 
-/* From where each rank has it. */
 static mls_code read_gather(void *context, uint64_t step, mls_status *st)
 {
     const gather *s = context;
@@ -193,7 +189,6 @@ static mls_code read_gather(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* The state of a gather before its first step. */
 static gather gather_of(mls_shm *g, const void *data, const size_t *sizes, void *out)
 {
     gather s = {.g = g, .data = data, .out = out, .sizes = sizes};
@@ -203,7 +198,7 @@ static gather gather_of(mls_shm *g, const void *data, const size_t *sizes, void 
     return s;
 }
 
-/* Sizes are the same on all ranks, or the fingerprints differ. */
+/* The fingerprint contains all sizes, so ranks with different sizes fail. */
 mls_code mls_shm_all_gather(mls_shm *g, const mls_shm_call *call, const void *data,
                             const size_t *sizes, void *out, mls_status *st)
 {
@@ -216,8 +211,8 @@ mls_code mls_shm_all_gather(mls_shm *g, const mls_shm_call *call, const void *da
     const mls_shm_flow flow = {
         .kind = MLS_SHM_ALL_GATHER,
         .fingerprint = print,
-        .source = NOBODY,
-        .fill = direct ? tell_gather : fill_gather,
+        .source = NO_RANK,
+        .fill = direct ? publish_gather_address : fill_gather,
         .drain = direct ? read_gather : drain_gather,
         .more = more_gather,
         .context = &s,
@@ -226,14 +221,14 @@ mls_code mls_shm_all_gather(mls_shm *g, const mls_shm_call *call, const void *da
                   : mls_shm_run(g, &flow, call, st);
 }
 
-/* Nothing is compared: that was done when the operation began. */
+/* Compares nothing: the ranks compared their calls when the operation began. */
 mls_code mls_shm_gather_on(mls_shm *g, mls_shm_kind kind, const void *data,
                            const size_t *sizes, void *out, mls_shm_clock *clock,
                            mls_status *st)
 {
     gather s = gather_of(g, data, sizes, out);
     const mls_shm_flow flow = {.kind = kind,
-                               .source = NOBODY,
+                               .source = NO_RANK,
                                .fill = fill_gather,
                                .drain = drain_gather,
                                .more = more_gather,
@@ -243,21 +238,21 @@ mls_code mls_shm_gather_on(mls_shm *g, mls_shm_kind kind, const void *data,
 
 /* ---- all_to_all ---- */
 
-/* What goes to each rank and comes from it, and how much of that is through.  `most` is
- * the longest of all ways between two ranks. */
-typedef struct trade {
+/* Bytes for and from each rank, and progress. `most` is the largest transfer between two
+ * different ranks. */
+typedef struct exchange_state {
     mls_shm *g;
     const unsigned char *data;
     unsigned char *out;
     const size_t *sizes[2]; /* sent, wanted */
     size_t most, sent, taken;
     bool began;
-} trade;
+} exchange_state;
 
-/* First the sizes, for all to compare; then a piece for each peer. */
-static void fill_trade(void *context, unsigned char *slot)
+/* The first step sends the two size tables, the following ones a range for each peer. */
+static void fill_exchange(void *context, unsigned char *slot)
 {
-    trade *s = context;
+    exchange_state *s = context;
     const mls_shm *g = s->g;
     const size_t table = g->shape.world * sizeof(size_t);
     if (!s->began) {
@@ -276,9 +271,9 @@ static void fill_trade(void *context, unsigned char *slot)
     s->sent += g->piece_bytes;
 }
 
-/* Compare what each rank sends with what its receivers want; every rank looks at all, and
- * finds the same. */
-static mls_code compare_sizes(trade *s, uint64_t step, mls_status *st)
+/* Compares what each rank sends with what its receivers expect. Every rank checks all
+ * pairs, so all find the same mismatch. */
+static mls_code compare_sizes(exchange_state *s, uint64_t step, mls_status *st)
 {
     const mls_shm *g = s->g;
     const size_t world = g->shape.world;
@@ -304,8 +299,9 @@ static mls_code compare_sizes(trade *s, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* This rank's own bytes need no slot: they move while the others read the sizes. */
-static void keep_own(const trade *s)
+/* Copies this rank's own bytes, after its sizes were published: other ranks read these
+ * meanwhile. */
+static void copy_own(const exchange_state *s)
 {
     size_t from = 0, to = 0;
     for (size_t rank = 0; rank < s->g->rank; rank++) {
@@ -315,16 +311,15 @@ static void keep_own(const trade *s)
     mls_shm_copy(s->g, s->out + to, s->data + from, s->sizes[0][s->g->rank]);
 }
 
-/* From each peer's slot the piece that is for this rank. */
-static mls_code drain_trade(void *context, uint64_t step, mls_status *st)
+static mls_code drain_exchange(void *context, uint64_t step, mls_status *st)
 {
-    trade *s = context;
+    exchange_state *s = context;
     const mls_shm *g = s->g;
     if (!s->began) {
         s->began = true;
         const mls_code code = compare_sizes(s, step, st);
         if (code == MLS_OK) {
-            keep_own(s);
+            copy_own(s);
         }
         return code;
     }
@@ -341,26 +336,27 @@ static mls_code drain_trade(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* Until the longest way is through, on all ranks. */
-static bool more_trade(void *context)
+/* Continues until the largest transfer is done, on all ranks. */
+static bool more_exchange(void *context)
 {
-    const trade *s = context;
+    const exchange_state *s = context;
     return s->sent < s->most;
 }
 
-/* Sizes differ from rank to rank: they take a step of their own. */
+/* Sizes may differ between ranks, so they are not part of the fingerprint: the first step
+ * compares them. */
 mls_code mls_shm_all_to_all(mls_shm *g, const mls_shm_call *call, const void *data,
                             const size_t *sent, void *out, const size_t *wanted,
                             mls_status *st)
 {
-    trade s = {.g = g, .data = data, .out = out, .sizes = {sent, wanted}};
+    exchange_state s = {.g = g, .data = data, .out = out, .sizes = {sent, wanted}};
     const mls_shm_flow flow = {
         .kind = MLS_SHM_ALL_TO_ALL,
         .fingerprint = mls_shm_mix_text(0, call->text),
-        .source = NOBODY,
-        .fill = fill_trade,
-        .drain = drain_trade,
-        .more = more_trade,
+        .source = NO_RANK,
+        .fill = fill_exchange,
+        .drain = drain_exchange,
+        .more = more_exchange,
         .context = &s,
     };
     return mls_shm_run(g, &flow, call, st);
@@ -368,26 +364,28 @@ mls_code mls_shm_all_to_all(mls_shm *g, const mls_shm_call *call, const void *da
 
 /* ---- gather_bytes ---- */
 
-/* As a gather, with sizes that the first step tells. */
-typedef struct collect {
-    gather gather; /* `out` unused */
+/* A gather whose sizes are known after the first step. */
+typedef struct collect_state {
+    gather gather; /* its `out` is unused */
     size_t sizes[MLS_SHM_MAX_RANKS];
     unsigned char *places[MLS_SHM_MAX_RANKS];
     const mls_shm_places *asked;
-    bool takes; /* whether this rank gets the bytes */
+    bool takes; /* this rank receives the bytes */
     bool began;
-} collect;
+} collect_state;
 
-/* Bytes that the first step carries beside the size, so that short texts take one. */
-static size_t first_room(const mls_shm *g)
+/* Data bytes in the first step's slot, after the size, so that short texts need only one
+ * step. */
+static size_t first_step_bytes(const mls_shm *g)
 {
     return g->shape.slot_bytes - sizeof(uint64_t);
 }
 
-/* The size and the beginning, or a slot of what follows. */
+/* The first slot contains the size and the first bytes; the following slots only bytes.
+ */
 static void fill_collect(void *context, unsigned char *slot)
 {
-    collect *s = context;
+    collect_state *s = context;
     gather *t = &s->gather;
     const size_t mine = s->sizes[t->g->rank];
     if (s->began) {
@@ -396,12 +394,12 @@ static void fill_collect(void *context, unsigned char *slot)
     }
     const uint64_t size = mine;
     memcpy(slot, &size, sizeof size);
-    t->sent = first_room(t->g);
+    t->sent = first_step_bytes(t->g);
     mls_shm_copy(t->g, slot + sizeof size, t->data, mls_shm_least(mine, t->sent));
 }
 
-/* All sizes are known: ask for memory. */
-static mls_code learn_sizes(collect *s, uint64_t step, mls_status *st)
+/* Reads all sizes from the first slots and requests the buffers. */
+static mls_code read_sizes(collect_state *s, uint64_t step, mls_status *st)
 {
     gather *t = &s->gather;
     s->began = true;
@@ -417,14 +415,14 @@ static mls_code learn_sizes(collect *s, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* Into the places, this rank's own too. */
+/* Copies into the buffers, this rank's own bytes too. */
 static mls_code drain_collect(void *context, uint64_t step, mls_status *st)
 {
-    collect *s = context;
+    collect_state *s = context;
     gather *t = &s->gather;
     const bool first = !s->began;
-    const size_t room = first ? first_room(t->g) : t->g->shape.slot_bytes;
-    const mls_code code = first ? learn_sizes(s, step, st) : MLS_OK;
+    const size_t room = first ? first_step_bytes(t->g) : t->g->shape.slot_bytes;
+    const mls_code code = first ? read_sizes(s, step, st) : MLS_OK;
     if (code != MLS_OK) {
         return code;
     }
@@ -442,27 +440,26 @@ static mls_code drain_collect(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* The gather's question, at a place of its own. */
 static bool more_collect(void *context)
 {
-    collect *s = context;
+    collect_state *s = context;
     return more_gather(&s->gather);
 }
 
-/* Ranks that do not get the bytes step along. */
+/* Ranks that receive no bytes take part in every step. */
 mls_code mls_shm_gather_bytes(mls_shm *g, const mls_shm_call *call, const void *data,
                               size_t bytes, int root, const mls_shm_places *places,
                               mls_status *st)
 {
-    collect s = {.gather = {.g = g, .data = data},
-                 .asked = places,
-                 .takes = root < 0 || (size_t)root == g->rank};
+    collect_state s = {.gather = {.g = g, .data = data},
+                       .asked = places,
+                       .takes = root < 0 || (size_t)root == g->rank};
     s.gather.sizes = s.sizes;
     s.sizes[g->rank] = bytes;
     const mls_shm_flow flow = {
         .kind = MLS_SHM_GATHER_BYTES,
         .fingerprint = mls_shm_mix(mls_shm_mix_text(0, call->text), (uint64_t)root),
-        .source = NOBODY,
+        .source = NO_RANK,
         .fill = fill_collect,
         .drain = drain_collect,
         .more = more_collect,
@@ -472,6 +469,6 @@ mls_code mls_shm_gather_bytes(mls_shm *g, const mls_shm_call *call, const void *
 }
 
 #else
-/* See shm_group.c. */
+/* An empty file is not valid C; see shm_group.c. */
 typedef int mls_shm_ops_unused;
 #endif

@@ -1,13 +1,12 @@
-/* local: the memory of a group, who is in it, and who is to blame.
+/* shm_group: the memory of a group, its members, and the reason why it broke.
  *
- * The memory begins with a page of words about the group; then each rank has an area for
- * its counters and notes, and then each has its ring of slots.  Processes that join at
- * the same moment need no first one: the shape is one word, which whoever comes first
- * sets.
+ * The memory begins with a page that holds the header. Then each rank has an area with
+ * its counters and records, and then each has its ring of slots. Processes that join at
+ * the same moment need no leader: the shape is one word, which the first one sets.
  *
- * A process holds a record lock on its own byte of the file.  The system gives it up when
- * the process ends in whatever way, a zombie's too, and a forked child does not have it:
- * who asks for it learns whether that rank lives.
+ * Each process holds a record lock on its own byte of the file. The system releases the
+ * lock however the process ends, even if it stays a zombie, and a forked child does not
+ * inherit it. Another rank tests the lock to learn whether the process is alive.
  */
 #if !defined(_WIN32)
 
@@ -30,11 +29,10 @@
 
 enum { VERSION = 3, SLOT_BYTES = 256 * 1024, DEPTH = 4, SPIN_NANOSECONDS = 40 * 1000 };
 
-/* A slot is divided among all peers, and each piece must hold a block of the widest
- * elements. */
+/* A slot is divided among all peers, and the range of each must hold a block of the
+ * widest elements. */
 static const size_t piece_least = (size_t)MLS_NORM_BLOCK * 8;
 
-/* In the order of the kinds. */
 const char *mls_shm_kind_name(mls_shm_kind kind)
 {
     static const char *const names[MLS_SHM_KIND_COUNT] = {
@@ -52,7 +50,7 @@ const char *mls_shm_kind_name(mls_shm_kind kind)
 
 /* ---- how memory is divided ---- */
 
-/* Ranks that get a piece of each slot; a rank that is alone has one piece, unused. */
+/* Number of ranges in each slot. A single rank has one, unused. */
 static size_t peers_of(size_t world)
 {
     return world > 1 ? world - 1 : 1;
@@ -64,8 +62,8 @@ static size_t area_bytes(void)
     return (sizeof(mls_shm_area) + MLS_SHM_PAGE - 1) / MLS_SHM_PAGE * MLS_SHM_PAGE;
 }
 
-/* Slots of whole pages, so that pieces lie well. */
-static void fill_in(mls_shm_shape *shape)
+/* Slots have whole pages, so that ranges are aligned. */
+static void fill_defaults(mls_shm_shape *shape)
 {
     const size_t least = peers_of(shape->world) * piece_least;
     if (shape->slot_bytes == 0) {
@@ -81,7 +79,7 @@ static void fill_in(mls_shm_shape *shape)
     }
 }
 
-/* Slots above a gigabyte help nobody, and a limit keeps the products small. */
+/* Slots above 1 GiB gain nothing, and the limit keeps the products from overflowing. */
 mls_code mls_shm_measure(mls_shm_shape *shape, size_t *bytes, mls_status *st)
 {
     enum { SLOT_MOST = 1 << 30 };
@@ -95,7 +93,7 @@ mls_code mls_shm_measure(mls_shm_shape *shape, size_t *bytes, mls_status *st)
         return mls_fail(st, MLS_E_VALUE, "slots of %zu bytes: choose at most %d",
                         full.slot_bytes, (int)SLOT_MOST);
     }
-    fill_in(&full);
+    fill_defaults(&full);
     if (full.depth < 2 || full.depth > MLS_SHM_MAX_DEPTH) {
         return mls_fail(st, MLS_E_VALUE, "%zu slots for each rank: choose 2 to %d",
                         full.depth, (int)MLS_SHM_MAX_DEPTH);
@@ -111,27 +109,24 @@ mls_code mls_shm_measure(mls_shm_shape *shape, size_t *bytes, mls_status *st)
     return MLS_OK;
 }
 
-/* A shape as the word that ranks compare, never 0. */
+/* Returns the shape as one word, never 0, which ranks compare. */
 static uint64_t shape_word(const mls_shm_shape *shape)
 {
     return (uint64_t)VERSION << 56 | (uint64_t)shape->world << 48 |
            (uint64_t)shape->depth << 40 | (uint64_t)shape->slot_bytes;
 }
 
-/* The memory's first page. */
 mls_shm_header *mls_shm_header_of(const mls_shm *g)
 {
     return (mls_shm_header *)(void *)g->memory->data;
 }
 
-/* Areas follow the header. */
 mls_shm_area *mls_shm_area_of(const mls_shm *g, size_t rank)
 {
     unsigned char *start = g->memory->data + MLS_SHM_PAGE;
     return (mls_shm_area *)(void *)(start + rank * area_bytes());
 }
 
-/* Rings follow the areas. */
 unsigned char *mls_shm_slot(const mls_shm *g, size_t rank, uint64_t step)
 {
     const size_t number = rank * g->shape.depth + (size_t)(step % g->shape.depth);
@@ -139,17 +134,16 @@ unsigned char *mls_shm_slot(const mls_shm *g, size_t rank, uint64_t step)
     return rings + number * g->shape.slot_bytes;
 }
 
-/* ---- blame ---- */
+/* ---- why the group broke ---- */
 
-/* One word, never 0 where something is wrong. */
-static uint64_t pack(mls_shm_blame blame)
+/* Never 0: `why` is not MLS_SHM_WORKS in a broken group. */
+static uint64_t pack_blame(mls_shm_blame blame)
 {
     return (uint64_t)blame.why | (uint64_t)blame.kind << 8 |
            (uint64_t)blame.reporter << 16 | (uint64_t)blame.culprit << 32;
 }
 
-/* The other way. */
-static mls_shm_blame unpack(uint64_t word)
+static mls_shm_blame unpack_blame(uint64_t word)
 {
     return (mls_shm_blame){.why = (mls_shm_why)(word & 0xFF),
                            .kind = (mls_shm_kind)(word >> 8 & 0xFF),
@@ -157,8 +151,8 @@ static mls_shm_blame unpack(uint64_t word)
                            .culprit = (size_t)(word >> 32 & 0xFFFF)};
 }
 
-/* Wake a rank that sleeps on its bell (shm_sync.c). */
-static void wake(_Atomic(uint32_t) *bell)
+/* Wakes a rank that sleeps on its bell (shm_sync.c). */
+static void wake_rank(_Atomic(uint32_t) *bell)
 {
     atomic_fetch_add(bell, 1);
 #    if defined(__linux__)
@@ -166,28 +160,29 @@ static void wake(_Atomic(uint32_t) *bell)
 #    endif
 }
 
-/* One who took the word "sleeping" back is not rung for twice. */
+/* The exchange avoids a second wake-up of a rank that already cleared `sleeping`. */
 void mls_shm_wake(const mls_shm *g)
 {
     for (size_t rank = 0; rank < g->shape.world; rank++) {
         mls_shm_area *area = mls_shm_area_of(g, rank);
         if (rank != g->rank && atomic_load(&area->sleeping) != 0 &&
             atomic_exchange(&area->sleeping, 0) != 0) {
-            wake(&area->bell);
+            wake_rank(&area->bell);
         }
     }
 }
 
-/* The first one is believed: what follows is mostly its consequence. */
+/* The first reason is kept: later ones are mostly its consequences. */
 void mls_shm_mark_broken(mls_shm *g, mls_shm_blame blame)
 {
     uint64_t none = 0;
-    atomic_compare_exchange_strong(&mls_shm_header_of(g)->broken, &none, pack(blame));
+    atomic_compare_exchange_strong(&mls_shm_header_of(g)->broken, &none,
+                                   pack_blame(blame));
     mls_shm_wake(g);
 }
 
-/* What happened, told by a rank that is not to blame, or is. */
-static void tell(const mls_shm *g, mls_shm_blame b, char *text, size_t room)
+/* Writes the reason, in words that suit any rank. */
+static void describe_blame(const mls_shm *g, mls_shm_blame b, char *text, size_t room)
 {
     const char *kind = mls_shm_kind_name(b.kind);
     const mls_shm_area *area = mls_shm_area_of(g, b.culprit);
@@ -217,30 +212,29 @@ static void tell(const mls_shm *g, mls_shm_blame b, char *text, size_t room)
     }
 }
 
-/* `more` is what this rank alone knows, such as how long it waited. */
 mls_code mls_shm_failed_rank(mls_shm *g, mls_shm_kind kind, const char *more,
                              mls_status *st)
 {
-    const mls_shm_blame blame = unpack(atomic_load(&mls_shm_header_of(g)->broken));
+    const mls_shm_blame blame = unpack_blame(atomic_load(&mls_shm_header_of(g)->broken));
     char text[MLS_TEXT_BYTES];
-    tell(g, blame, text, sizeof text);
+    describe_blame(g, blame, text, sizeof text);
     mls_fail(st, MLS_E_PEER, "%s on rank %zu: %s; the group is of no use any more",
              mls_shm_kind_name(kind), g->rank, more[0] != '\0' ? more : text);
     mls_status_name(st, mls_shm_kind_name(kind), strlen(mls_shm_kind_name(kind)));
     return MLS_E_PEER;
 }
 
-/* Others' wishes are theirs to tell: this rank's own state is not looked at. */
 bool mls_shm_ended(mls_shm *g, char *text, size_t room)
 {
     const uint64_t word = atomic_load(&mls_shm_header_of(g)->broken);
     if (word != 0 && text != NULL) {
-        tell(g, unpack(word), text, room);
+        describe_blame(g, unpack_blame(word), text, room);
     }
     return word != 0;
 }
 
-/* This rank is the culprit and the reporter.  A forked child has no say. */
+/* This rank is both culprit and reporter. A forked child is not a member and cannot
+ * abort. */
 void mls_shm_abort(mls_shm *g)
 {
     if (g->process != getpid()) {
@@ -253,8 +247,9 @@ void mls_shm_abort(mls_shm *g)
 
 /* ---- joining and leaving ---- */
 
-/* Map a file, or for -1 memory of this process.  NULL with `st` filled. */
-static mls_shm_memory *map(int fd, size_t bytes, mls_status *st)
+/* Maps a file, or memory of this process if `fd` is -1. Returns NULL with `st` filled on
+ * failure. */
+static mls_shm_memory *map_memory(int fd, size_t bytes, mls_status *st)
 {
     mls_shm_memory *memory = mls_alloc(1, sizeof *memory);
     if (memory == NULL) {
@@ -275,7 +270,7 @@ static mls_shm_memory *map(int fd, size_t bytes, mls_status *st)
 }
 
 /* The last user unmaps. */
-static void unmap(mls_shm_memory *memory)
+static void release_memory(mls_shm_memory *memory)
 {
     if (memory != NULL && atomic_fetch_sub(&memory->users, 1) == 1) {
         munmap(memory->data, memory->bytes);
@@ -283,8 +278,9 @@ static void unmap(mls_shm_memory *memory)
     }
 }
 
-/* A rank with all that needs no memory of the group. */
-static mls_shm *make(const mls_shm_shape *shape, size_t rank, const mls_kernels *kernels)
+/* Creates a handle without memory of the group. Returns NULL without memory. */
+static mls_shm *create_handle(const mls_shm_shape *shape, size_t rank,
+                              const mls_kernels *kernels)
 {
     mls_shm *g = mls_alloc(1, sizeof *g);
     if (g == NULL) {
@@ -301,8 +297,8 @@ static mls_shm *make(const mls_shm_shape *shape, size_t rank, const mls_kernels 
     return g;
 }
 
-/* Agree on the shape, and take the place of `rank`. */
-static mls_code enter(mls_shm *g, mls_status *st)
+/* Compares or sets the shape, and marks `rank` as joined. */
+static mls_code claim_rank(mls_shm *g, mls_status *st)
 {
     uint64_t found = 0;
     const uint64_t word = shape_word(&g->shape);
@@ -320,8 +316,8 @@ static mls_code enter(mls_shm *g, mls_status *st)
     return MLS_OK;
 }
 
-/* Check the file's size, which the map relies on, and lock this rank's byte. */
-static mls_code hold_file(int fd, size_t rank, size_t bytes, mls_status *st)
+/* Checks that the file is large enough for the mapping, and locks this rank's byte. */
+static mls_code lock_rank_byte(int fd, size_t rank, size_t bytes, mls_status *st)
 {
     struct stat about;
     struct flock lock = mls_shm_lock_on(rank);
@@ -340,7 +336,7 @@ static mls_code hold_file(int fd, size_t rank, size_t bytes, mls_status *st)
     return MLS_OK;
 }
 
-/* Descriptor first, since it is ours whatever happens. */
+/* `fd` is owned from the start, so every failure closes it. */
 mls_code mls_shm_join(const mls_shm_shape *shape, size_t rank, int fd,
                       const mls_kernels *kernels, mls_shm **out, mls_status *st)
 {
@@ -351,19 +347,19 @@ mls_code mls_shm_join(const mls_shm_shape *shape, size_t rank, int fd,
     if (code == MLS_OK && rank >= full.world) {
         code = mls_fail(st, MLS_E_VALUE, "rank %zu of %zu ranks", rank, full.world);
     }
-    if (code != MLS_OK || (code = hold_file(fd, rank, bytes, st)) != MLS_OK) {
+    if (code != MLS_OK || (code = lock_rank_byte(fd, rank, bytes, st)) != MLS_OK) {
         goto done;
     }
-    g = make(&full, rank, kernels);
+    g = create_handle(&full, rank, kernels);
     if (g == NULL) {
         code = mls_fail(st, MLS_E_MEMORY, "no memory for a group");
         goto done;
     }
-    g->memory = map(fd, bytes, st);
-    code = g->memory == NULL ? st->code : enter(g, st);
+    g->memory = map_memory(fd, bytes, st);
+    code = g->memory == NULL ? st->code : claim_rank(g, st);
 done:
     if (code != MLS_OK) {
-        unmap(g == NULL ? NULL : g->memory);
+        release_memory(g == NULL ? NULL : g->memory);
         mls_free(g);
         close(fd);
         return code;
@@ -373,7 +369,7 @@ done:
     return MLS_OK;
 }
 
-/* The first rank maps, the others share what it mapped. */
+/* One mapping is shared by all handles. */
 mls_code mls_shm_threads(const mls_shm_shape *shape, const mls_kernels *kernels,
                          mls_shm **out, mls_status *st)
 {
@@ -384,28 +380,28 @@ mls_code mls_shm_threads(const mls_shm_shape *shape, const mls_kernels *kernels,
     if (code != MLS_OK) {
         return code;
     }
-    mls_shm_memory *memory = map(-1, bytes, st);
+    mls_shm_memory *memory = map_memory(-1, bytes, st);
     if (memory == NULL) {
         return st->code;
     }
     for (size_t rank = 0; rank < full.world; rank++) {
-        made[rank] = make(&full, rank, kernels);
+        made[rank] = create_handle(&full, rank, kernels);
         if (made[rank] == NULL) {
             while (rank > 0) {
                 mls_free(made[--rank]);
             }
-            unmap(memory);
+            release_memory(memory);
             return mls_fail(st, MLS_E_MEMORY, "no memory for a group");
         }
         made[rank]->memory = memory;
-        (void)enter(made[rank], st); /* new memory refuses nobody */
+        (void)claim_rank(made[rank], st); /* cannot fail: the memory is new */
     }
     atomic_store(&memory->users, full.world);
     memcpy(out, made, full.world * sizeof(mls_shm *));
     return MLS_OK;
 }
 
-/* A forked child holds neither the lock nor the place: both are its parent's. */
+/* A forked child owns neither the lock nor the rank: both stay the parent's. */
 void mls_shm_free(mls_shm *g)
 {
     if (g == NULL) {
@@ -416,7 +412,7 @@ void mls_shm_free(mls_shm *g)
         mls_shm_wake(g);
     }
     const int fd = g->fd;
-    unmap(g->memory);
+    release_memory(g->memory);
     mls_free(g);
     if (fd >= 0) {
         close(fd);
@@ -424,6 +420,6 @@ void mls_shm_free(mls_shm *g)
 }
 
 #else
-/* Neither files of POSIX nor its locks: see file.h. */
+/* Windows has neither POSIX shared mappings nor record locks; see file.h. */
 typedef int mls_shm_unused;
 #endif

@@ -1,15 +1,15 @@
-/* local: operations across the ranks of one host, over memory that they share.
+/* shm_group: collective operations across the ranks of one host, over shared memory.
  *
- * Ranks are processes, which map one file, or threads of one process.  All of them call
- * the same operations in the same order.  Data goes through a ring of a few slots for
- * each rank: while one slot is read by the others, its rank fills the next.
+ * Ranks are processes that map one file, or threads of one process. All ranks call the
+ * same operations in the same order. Each rank has a ring of a few slots: while other
+ * ranks read one slot, the rank fills the next.
  *
- * Calls that do not go together are an error on every rank, and the group lives on. After
- * a timeout, an interruption, an abort, or the death of a rank it is of no use any more:
- * every rank learns who was to blame at its next look, at once where it waits.
+ * Failures:
+ * - Mismatched calls fail on every rank, and the group stays usable.
+ * - A timeout, an interruption, an abort, or the death of a rank breaks the group for
+ *   good. Every rank learns the culprit at its next check, and at once while it waits.
  *
- * Sums are made in the order of ranks (reduce.h), so that their bits depend on nothing
- * but the arrays.
+ * Sums are computed in rank order (reduce.h), so their bits depend only on the arrays.
  */
 #ifndef MLS_SHM_GROUP_H
 #define MLS_SHM_GROUP_H
@@ -23,10 +23,10 @@
 
 enum {
     MLS_SHM_MAX_RANKS = 64,
-    MLS_SHM_CALL_BYTES = 160 /* room for what a rank says of its call, with its NUL */
+    MLS_SHM_CALL_BYTES = 160 /* bytes of a call's text, with its NUL */
 };
 
-/* The operations, by the names that messages have for them. */
+/* The operations; mls_shm_kind_name returns their names for messages. */
 typedef enum mls_shm_kind {
     MLS_SHM_NONE, /* no operation yet */
     MLS_SHM_BARRIER,
@@ -39,116 +39,123 @@ typedef enum mls_shm_kind {
     MLS_SHM_KIND_COUNT
 } mls_shm_kind;
 
-/* "all_reduce", and so on. */
+/* Returns the operation's public name, such as "all_reduce". */
 const char *mls_shm_kind_name(mls_shm_kind kind);
 
 /* ---- a group ---- */
 
-/* One rank's place in a group. */
+/* One rank's handle of a group. */
 typedef struct mls_shm mls_shm;
 
-/* How the memory is divided; the same on every rank. */
+/* How the memory is divided; equal on every rank. */
 typedef struct mls_shm_shape {
-    size_t world;      /* ranks, 1 to MLS_SHM_MAX_RANKS */
-    size_t slot_bytes; /* of each slot; 0 for what suits the world */
-    size_t depth;      /* slots of each rank, 2 to 16; 0 for what suits */
+    size_t world;      /* number of ranks, 1 to MLS_SHM_MAX_RANKS */
+    size_t slot_bytes; /* bytes of one slot; 0 chooses a default */
+    size_t depth;      /* slots of each rank, 2 to 16; 0 chooses a default */
 } mls_shm_shape;
 
-/* Fill in what is 0, and the bytes of memory that this takes.
- * MLS_E_VALUE: a number out of range; nothing was changed. */
+/* Replaces zeros in `shape` by defaults, and computes the bytes of memory that the group
+ * needs. MLS_E_VALUE: a number is out of range; nothing was changed. */
 mls_code mls_shm_measure(mls_shm_shape *shape, size_t *bytes, mls_status *st);
 
-/* Take a rank's place in the memory behind a file of mls_shm_measure's bytes, zeros
- * until the first rank came, and lock the file's byte `rank`, so that others can tell
- * whether this process lives.  Use no descriptor of that file besides: closing one gives
- * the lock up.  Give: free with mls_shm_free.
+/* Joins the group as `rank`, in the memory of a file. The file has the size that
+ * mls_shm_measure computed, and is zero until the first rank joins. Locks byte `rank` of
+ * the file, so that other ranks can detect whether this process is alive. The caller must
+ * not open and close that file elsewhere in this process: closing any descriptor releases
+ * the lock.
  *
- * Takes `fd`, and closes it with the group; a failure closes it too.
- * MLS_E_VALUE: a shape or a rank out of range, memory of another shape or version, a rank
- * that is taken.  MLS_E_IO, MLS_E_MEMORY. */
+ * Ownership: takes `fd`, also on failure, and closes it with the group. Free the group
+ * with mls_shm_free. Errors: MLS_E_VALUE: the shape or the rank is out of range, the
+ * memory has another shape or version, or the rank is taken. MLS_E_IO, MLS_E_MEMORY.
+ */
 mls_code mls_shm_join(const mls_shm_shape *shape, size_t rank, int fd,
                       const mls_kernels *kernels, mls_shm **out, mls_status *st);
 
-/* Make the places of all ranks, `shape->world` of them, in memory of this process: for
- * threads.  Free each.  MLS_E_VALUE, MLS_E_MEMORY: nothing was made. */
+/* Creates the handles of all ranks (`shape->world` of them) in memory of this process,
+ * for threads. Free each with mls_shm_free. MLS_E_VALUE, MLS_E_MEMORY: nothing was
+ * created. */
 mls_code mls_shm_threads(const mls_shm_shape *shape, const mls_kernels *kernels,
                          mls_shm **out, mls_status *st);
 
-/* Leave the group: others that need this rank learn that it closed.  Accepts NULL.  In a
- * forked child it only lets the memory go.  No operation may be under way. */
+/* Leaves the group: ranks that still need this rank fail with "closed". Accepts NULL. In
+ * a forked child it only frees the memory. No operation may be in progress on this rank.
+ */
 void mls_shm_free(mls_shm *g);
 
-/* Make the operations of all ranks fail.  Any thread may, while an operation is under way
- * too. */
+/* Breaks the group: the operations of all ranks fail. Any thread may call it, also during
+ * an operation. */
 void mls_shm_abort(mls_shm *g);
 
-/* Whether the group is of no use any more; `text` (NULL for none) then says why, as in
- * "this group was ...". */
+/* Returns whether the group is broken. Then `text` (may be NULL) receives the reason, a
+ * clause such as "rank 3 aborted the group". */
 bool mls_shm_ended(mls_shm *g, char *text, size_t room);
 
 /* ---- operations ---- */
 
-/* What all operations take. */
+/* Arguments of all operations. */
 typedef struct mls_shm_call {
     double timeout; /* seconds, above 0 */
-    /* NULL, or asked now and then while the caller's thread waits: false to stop. */
+    /* Called now and then while the caller's thread waits; returns false to stop. May be
+     * NULL. */
     bool (*poll)(void *context);
     void *context;
-    /* What all ranks must say alike, beside what the operation compares by itself: shapes
-     * and dtypes, in words for the message where they differ.  NULL for nothing. */
+    /* Text that must be equal on all ranks, for example shapes and dtypes, in addition to
+     * what the operation compares. Messages quote it if it differs. NULL for none. */
     const char *text;
 } mls_shm_call;
 
-/* Each operation fails with
- * MLS_E_PEER: ranks called what does not go together, named in the text; or, with the
- *     group ended (see mls_shm_ended), a timeout, or a rank that died, left or aborted;
- * MLS_E_STOPPED: `poll` said so; the group is ended;
- * MLS_E_MEMORY: nothing was sent, the group lives on (another rank may time out).
- * Outputs are filled in part then. */
+/* Errors of every operation; outputs may then be partly filled.
+ * - MLS_E_PEER: the calls of the ranks do not match (the message names them; the group
+ *   stays usable), or the group is broken (see mls_shm_ended): timeout, or a rank died,
+ *   left or aborted.
+ * - MLS_E_STOPPED: `poll` returned false; the group is broken.
+ * - MLS_E_MEMORY (mls_shm_gather_bytes only): `place` returned false; the group is
+ * broken.
+ */
 
-/* Wait until every rank is here. */
+/* Waits until every rank has called it. */
 mls_code mls_shm_barrier(mls_shm *g, const mls_shm_call *call, mls_status *st);
 
-/* Copy `bytes` at `data` from rank `root` to every other one. */
+/* Copies `bytes` bytes at `data` from rank `root` to every other rank. */
 mls_code mls_shm_broadcast(mls_shm *g, const mls_shm_call *call, void *data, size_t bytes,
                            size_t root, mls_status *st);
 
-/* Every rank's bytes, sizes[rank] of them, one behind the other into `out`.  `data` may
- * lie at its own place there. */
+/* Concatenates the bytes of all ranks, sizes[rank] of each, in `out`. `data` may be this
+ * rank's own range of `out`. */
 mls_code mls_shm_all_gather(mls_shm *g, const mls_shm_call *call, const void *data,
                             const size_t *sizes, void *out, mls_status *st);
 
-/* sent[r] bytes to each rank r, from one behind the other; wanted[r] bytes from each, one
- * behind the other into `out`, which does not overlap.  What one rank sends and another
- * wants is compared before anything moves: MLS_E_PEER on all ranks. */
+/* Sends sent[r] bytes to each rank r and receives wanted[r] bytes from each. Both buffers
+ * are packed in rank order and must not overlap. All sizes are compared before any data
+ * is copied; a mismatch is MLS_E_PEER on all ranks. */
 mls_code mls_shm_all_to_all(mls_shm *g, const mls_shm_call *call, const void *data,
                             const size_t *sent, void *out, const size_t *wanted,
                             mls_status *st);
 
-/* Reduce n elements of all ranks into `out`, of the same dtype, which may be `data`.
- * Arrays are aligned to their items.  MLS_E_DTYPE, MLS_E_VALUE: see mls_reduce_check;
+/* Reduces n elements of all ranks into `out`, which has the same dtype and may be `data`.
+ * Arrays are aligned to their items. MLS_E_DTYPE, MLS_E_VALUE: see mls_reduce_check;
  * nothing was sent. */
 mls_code mls_shm_all_reduce(mls_shm *g, const mls_shm_call *call, const void *data,
                             void *out, size_t n, const mls_reduction *reduction,
                             mls_status *st);
 
-/* Reduce the `count` arrays of a bucket (bucket.h) as one operation, without packing
- * them.  Their tallies are zero unless `is_tallied`, which takes time.  Errors as
- * mls_shm_all_reduce. */
+/* Reduces the `count` arrays of a bucket (bucket.h) in one operation, without packing
+ * them. Computes the norm partials only if `is_tallied`, which takes time; otherwise they
+ * are zero. Errors as for mls_shm_all_reduce. */
 mls_code mls_shm_reduce_scatter(mls_shm *g, const mls_shm_call *call,
                                 mls_segment *segments, size_t count, bool is_tallied,
                                 mls_status *st);
 
-/* Where the bytes of other ranks go: fill out[r] with memory for sizes[r] bytes, this
- * rank's own too.  Called once, from within the operation; false ends it and the group.
- */
+/* Provides buffers for gathered bytes: sets out[r] to memory for sizes[r] bytes, for
+ * every rank including this one. Called once, during the operation. Returning false fails
+ * the operation with MLS_E_MEMORY and breaks the group. */
 typedef struct mls_shm_places {
     bool (*place)(void *context, const size_t *sizes, unsigned char **out);
     void *context;
 } mls_shm_places;
 
-/* The bytes of all ranks, of any lengths.  `root` is the rank that gets them, or -1 for
- * all; `places` is asked there only. */
+/* Gathers the bytes of all ranks, of any lengths. `root` is the receiving rank, or -1 for
+ * all ranks. `places` is used on receiving ranks only. */
 mls_code mls_shm_gather_bytes(mls_shm *g, const mls_shm_call *call, const void *data,
                               size_t bytes, int root, const mls_shm_places *places,
                               mls_status *st);

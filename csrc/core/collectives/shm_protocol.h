@@ -1,16 +1,16 @@
-/* local_steps: what shm_group.c, shm_sync.c and shm_collectives.c share: the memory of a
- * group, and the steps that every operation is made of.
+/* shm_protocol: the shared memory of a group, and the steps of every operation; for
+ * shm_group.c, shm_sync.c, shm_collectives.c and shm_reduce.c.
  *
  * In each step every rank fills one slot of its ring, publishes it, and reads the slots
- * of the others.  Steps are counted from the group's beginning, by two numbers of each
- * rank: `published`, and `consumed`, steps that it has read from everybody.  A slot is
- * free again when all have consumed the step that was in it.  All operations take equally
- * many steps on every rank, so that the numbers stay together.
+ * of the other ranks. Steps are counted from the group's creation by two counters of each
+ * rank: `published`, and `consumed` (steps that the rank has read from all ranks). A slot
+ * is free again when all ranks have consumed its step. Every operation takes the same
+ * number of steps on every rank, so the counters stay in step.
  *
- * A rank that finds nothing to do spins for a while and then sleeps on its own `bell`.
- * Who publishes or consumes rings the bells of those who sleep.  All of these words are
- * read and written in one order that all ranks agree on (memory_order_seq_cst): a sleeper
- * first says that he sleeps and then looks again, so that nobody is forgotten.
+ * A rank that has to wait spins for a while and then sleeps on its own `bell`. A rank
+ * that publishes or consumes rings the bells of all sleepers. All of these words are
+ * accessed with memory_order_seq_cst, so all ranks agree on one order. A sleeper sets
+ * `sleeping` before it checks again, so no wake-up is lost.
  */
 #ifndef MLS_SHM_PROTOCOL_H
 #define MLS_SHM_PROTOCOL_H
@@ -26,89 +26,90 @@
 #    include <sys/types.h>
 #    include <unistd.h>
 
-/* Words of different ranks lie this far apart: processors fetch lines in pairs. */
+/* Words of different ranks are this many bytes apart: processors prefetch cache lines in
+ * pairs. */
 enum { MLS_SHM_LINE = 128, MLS_SHM_PAGE = 4096 };
 
-/* What a rank says of the operation that begins with this slot. */
+/* A rank's description of the operation that begins with this slot. */
 typedef struct mls_shm_record {
-    uint64_t number;      /* of the operation, from 1 */
-    uint64_t fingerprint; /* of all that ranks must call alike */
+    uint64_t number;      /* of the operation, counted from 1 */
+    uint64_t fingerprint; /* hash of all arguments that must match */
     uint32_t kind;
     char text[MLS_SHM_CALL_BYTES];
 } mls_shm_record;
 
 enum { MLS_SHM_MAX_DEPTH = 16 };
 
-/* Written by one rank, read by all. */
+/* Written by one rank, read by all; `bell` and `sleeping` are also written by others. */
 typedef struct mls_shm_area {
     _Alignas(MLS_SHM_LINE) _Atomic(uint64_t) published;
     _Alignas(MLS_SHM_LINE) _Atomic(uint64_t) consumed;
-    _Alignas(MLS_SHM_LINE) _Atomic(uint32_t) bell; /* others write these two */
+    _Alignas(MLS_SHM_LINE) _Atomic(uint32_t) bell; /* see the top of this file */
     _Atomic(uint32_t) sleeping;
     _Alignas(MLS_SHM_LINE) _Atomic(uint64_t) doing; /* operation number << 8 | kind */
-    _Atomic(uint32_t) state;                        /* mls_shm_state */
-    _Atomic(uint32_t) direct; /* it reads or writes arrays of other ranks */
+    _Atomic(uint32_t) state;                        /* an mls_shm_state */
+    _Atomic(uint32_t) direct; /* 1 while the rank accesses arrays of other ranks */
     _Atomic(int64_t) process;
     _Alignas(MLS_SHM_LINE) mls_shm_record notes[MLS_SHM_MAX_DEPTH];
 } mls_shm_area;
 
-/* Where a rank is in its life. */
+/* State of a rank. */
 typedef enum mls_shm_state {
     MLS_SHM_ABSENT,
     MLS_SHM_JOINED,
     MLS_SHM_CLOSED
 } mls_shm_state;
 
-/* Why a group is of no use any more. */
+/* Why a group is broken. */
 typedef enum mls_shm_why {
     MLS_SHM_WORKS,
-    MLS_SHM_TIMEOUT,     /* `reporter` waited for `culprit` */
-    MLS_SHM_DIED,        /* the process of `culprit` */
-    MLS_SHM_LEFT,        /* `culprit` closed, and `reporter` needed it */
-    MLS_SHM_ABORTED,     /* by `culprit` */
-    MLS_SHM_INTERRUPTED, /* `culprit`, by its caller */
-    MLS_SHM_FAILED       /* an operation of `culprit`, for reasons of its own */
+    MLS_SHM_TIMEOUT,     /* `reporter` timed out waiting for `culprit` */
+    MLS_SHM_DIED,        /* the process of `culprit` died */
+    MLS_SHM_LEFT,        /* `culprit` closed the group, and `reporter` needed it */
+    MLS_SHM_ABORTED,     /* `culprit` aborted the group */
+    MLS_SHM_INTERRUPTED, /* the caller of `culprit` stopped it */
+    MLS_SHM_FAILED       /* an operation of `culprit` failed for a local reason */
 } mls_shm_why;
 
-/* The first bytes of the memory.  Both words are 0 at first and set once. */
+/* The first bytes of the memory. Both words begin as 0 and are set once. */
 typedef struct mls_shm_header {
     _Alignas(MLS_SHM_LINE) _Atomic(uint64_t) shape;  /* version and mls_shm_shape */
     _Alignas(MLS_SHM_LINE) _Atomic(uint64_t) broken; /* an mls_shm_blame, packed */
 } mls_shm_header;
 
-/* Who is to blame.  It fits one word, so that a rank which dies while it writes leaves
- * all of it or nothing. */
+/* Why the group broke. It is packed into one word, so that a rank that dies while writing
+ * leaves all of it or nothing. */
 typedef struct mls_shm_blame {
     mls_shm_why why;
     size_t reporter, culprit;
-    mls_shm_kind kind; /* the operation that was under way */
+    mls_shm_kind kind; /* the operation in progress */
 } mls_shm_blame;
 
-/* The memory, held by those ranks of this process that use it. */
+/* The mapped memory, shared by the handles of this process. */
 typedef struct mls_shm_memory {
     unsigned char *data;
     size_t bytes;
     atomic_size_t users;
 } mls_shm_memory;
 
-/* A place among destinations that are dealt out piece by piece (shm_collectives.c). */
+/* Position in a bucket's segments (shm_reduce.c). */
 typedef struct mls_shm_cursor {
     size_t segment;
-    size_t at;   /* elements of its share that were dealt out */
-    size_t base; /* where the share begins in the segment */
+    size_t at;   /* elements of the rank's share already sent or read */
+    size_t base; /* index of the share's first element in the segment */
 } mls_shm_cursor;
 
 struct mls_shm {
-    mls_shm_memory *memory; /* shares */
+    mls_shm_memory *memory; /* one reference */
     mls_shm_shape shape;
     size_t rank;
-    int fd; /* owned; -1 among threads */
+    int fd; /* owned; -1 for threads */
     pid_t process;
     const mls_kernels *kernels; /* borrowed */
     uint64_t written, read;     /* steps published and consumed by this rank */
     uint64_t number;            /* operations begun */
     long spins;                 /* nanoseconds to spin before sleeping */
-    size_t piece_bytes;         /* of a slot, for one peer */
+    size_t piece_bytes;         /* bytes of a slot for one peer */
     mls_shm_cursor cursors[MLS_SHM_MAX_RANKS];
 };
 
@@ -117,81 +118,83 @@ struct mls_shm {
 mls_shm_header *mls_shm_header_of(const mls_shm *g);
 mls_shm_area *mls_shm_area_of(const mls_shm *g, size_t rank);
 
-/* The slot of a rank that holds a step. */
+/* Returns the slot of a rank that holds a step. */
 unsigned char *mls_shm_slot(const mls_shm *g, size_t rank, uint64_t step);
 
-/* Ring for every rank that sleeps. */
+/* Wakes every sleeping rank. */
 void mls_shm_wake(const mls_shm *g);
 
-/* Declare the group to be of no use, unless somebody did before, and wake everybody. */
+/* Marks the group as broken, unless it is already, and wakes all ranks. */
 void mls_shm_mark_broken(mls_shm *g, mls_shm_blame blame);
 
-/* Fill `st` (MLS_E_PEER) with who is to blame, as this rank tells it in `kind`.  Returns
- * the code. */
+/* Fills `st` (MLS_E_PEER) with the reason why the group is broken, for the operation
+ * `kind`. `more` is a reason that only this rank knows, such as how long it waited; ""
+ * for none. Returns the code. */
 mls_code mls_shm_failed_rank(mls_shm *g, mls_shm_kind kind, const char *more,
                              mls_status *st);
 
-/* ---- shm_sync.c: one operation, step by step ---- */
+/* ---- shm_sync.c: the steps of one operation ---- */
 
-/* An operation as the steps see it. */
+/* Callbacks of one operation. */
 typedef struct mls_shm_flow {
     mls_shm_kind kind;
     uint64_t fingerprint;
-    int source; /* the one rank whose slots are read after the first step; -1 for all */
-    /* Write this rank's part of a step; NULL where it never has one. */
+    int source; /* rank whose slots are read after the first step; -1 for all */
+    /* Writes this rank's part of a step; NULL if it never has one. */
     void (*fill)(void *context, unsigned char *slot);
-    /* Read everybody's; NULL for nothing. */
+    /* Reads the slots of all ranks; NULL if there are none to read. */
     mls_code (*drain)(void *context, uint64_t step, mls_status *st);
-    /* Whether another step is to be filled; asked after the first one was drained. */
+    /* Returns whether another step must be filled; called after the first step was
+     * drained. */
     bool (*more)(void *context);
     void *context;
 } mls_shm_flow;
 
-/* When an operation must end. */
+/* Deadline of an operation. */
 typedef struct mls_shm_clock {
     const mls_shm_call *call;
     int64_t deadline, polled; /* nanoseconds */
 } mls_shm_clock;
 
-/* Begin an operation: take its first step, in which ranks find out whether they called
- * the same. */
+/* Begins an operation with its first step, in which the ranks compare their calls. */
 mls_code mls_shm_begin(mls_shm *g, const mls_shm_flow *flow, const mls_shm_call *call,
                        mls_shm_clock *clock, mls_status *st);
 
-/* The steps that follow, until there are no more. */
+/* Runs the remaining steps. */
 mls_code mls_shm_continue(mls_shm *g, const mls_shm_flow *flow, mls_shm_clock *clock,
                           mls_status *st);
 
-/* Begin and continue. */
+/* mls_shm_begin, then mls_shm_continue. */
 mls_code mls_shm_run(mls_shm *g, const mls_shm_flow *flow, const mls_shm_call *call,
                      mls_status *st);
 
-/* Whether ranks access arrays of `bytes` bytes of each other by their addresses: they are
- * threads, and the array is large enough.  All ranks find the same. */
+/* Returns whether ranks access each other's arrays of `bytes` bytes by address: they are
+ * threads, and the array is large enough. The result is equal on all ranks. */
 bool mls_shm_is_direct(const mls_shm *g, size_t bytes);
 
-/* An operation of one step, in which slots contain addresses.  Returns when no rank uses
- * this one's arrays any more, after a failure too: the caller may free them. */
+/* Runs an operation of one step, whose slots contain addresses. Returns only when no rank
+ * uses this rank's arrays any more, also after a failure, so that the caller may free
+ * them. */
 mls_code mls_shm_run_direct(mls_shm *g, const mls_shm_flow *flow,
                             const mls_shm_call *call, mls_status *st);
 
-/* Begin to access arrays of other ranks, in the drain of mls_shm_run_direct.  False:
- * the group is broken, and the arrays may be gone.  End with mls_shm_end_direct. */
+/* Announces access to arrays of other ranks, in the drain of mls_shm_run_direct. Returns
+ * false if the group is broken: the arrays may be freed. End with mls_shm_end_direct. */
 bool mls_shm_begin_direct(mls_shm *g);
 
-/* No array of another rank is accessed any more. */
+/* Ends the access to arrays of other ranks. */
 void mls_shm_end_direct(mls_shm *g);
 
-/* ---- small things ---- */
+/* ---- helpers ---- */
 
-/* Mix a number into a fingerprint. */
+/* Mixes a number into a fingerprint. */
 static inline uint64_t mls_shm_mix(uint64_t print, uint64_t value)
 {
     print = (print ^ value) * 0x9E3779B97F4A7C15U;
     return print ^ print >> 29;
 }
 
-/* What a call says in words takes part. */
+/* Mixes a text (may be NULL) into a fingerprint. */
 static inline uint64_t mls_shm_mix_text(uint64_t print, const char *text)
 {
     for (const char *c = text; c != NULL && *c != '\0'; c++) {
@@ -200,15 +203,14 @@ static inline uint64_t mls_shm_mix_text(uint64_t print, const char *text)
     return mls_shm_mix(print, 0x100);
 }
 
-/* The smaller one. */
 static inline size_t mls_shm_least(size_t a, size_t b)
 {
     return a < b ? a : b;
 }
 
-/* Copy through the cache, to a slot or from one; empty ranges may be at NULL.  Slots
- * begin at pages and arrays of NumPy 16 bytes behind one, the case in which memcpy may be
- * slowest (copy_avx2.c). */
+/* Copies to or from a slot through the cache; empty ranges may be NULL. Does not use
+ * memcpy: slots begin at pages and NumPy arrays 16 bytes after one, which may be memcpy's
+ * slowest case (copy_avx2.c). */
 static inline void mls_shm_copy(const mls_shm *g, void *to, const void *from,
                                 size_t bytes)
 {
@@ -217,7 +219,7 @@ static inline void mls_shm_copy(const mls_shm *g, void *to, const void *from,
     }
 }
 
-/* Copy from one array to another, of an operation that writes `all` bytes. */
+/* Copies between arrays, in an operation that writes `all` bytes altogether. */
 static inline void mls_shm_copy_direct(const mls_shm *g, void *to, const void *from,
                                        size_t bytes, size_t all)
 {
@@ -226,7 +228,7 @@ static inline void mls_shm_copy_direct(const mls_shm *g, void *to, const void *f
     }
 }
 
-/* Address number i in the slot of a rank, in a step of mls_shm_run_direct. */
+/* Returns address i of a rank's slot, in a step of mls_shm_run_direct. */
 static inline unsigned char *mls_shm_address(const mls_shm *g, size_t rank, uint64_t step,
                                              size_t i)
 {
@@ -235,7 +237,7 @@ static inline unsigned char *mls_shm_address(const mls_shm *g, size_t rank, uint
     return address;
 }
 
-/* A write lock on a rank's byte of the group's file. */
+/* Returns a write lock on a rank's byte of the group's file. */
 static inline struct flock mls_shm_lock_on(size_t rank)
 {
     struct flock lock;
@@ -247,7 +249,7 @@ static inline struct flock mls_shm_lock_on(size_t rank)
     return lock;
 }
 
-/* Which of a rank's pieces is that of `peer`. */
+/* Returns the offset of the bytes for `peer` in a slot of `rank`. */
 static inline size_t mls_shm_piece_of(const mls_shm *g, size_t rank, size_t peer)
 {
     return (peer < rank ? peer : peer - 1) * g->piece_bytes;
@@ -255,7 +257,7 @@ static inline size_t mls_shm_piece_of(const mls_shm *g, size_t rank, size_t peer
 
 /* ---- shm_collectives.c ---- */
 
-/* Continue an operation of that kind by an all_gather through the slots. */
+/* Continues an operation of this kind with an all_gather through the slots. */
 mls_code mls_shm_gather_on(mls_shm *g, mls_shm_kind kind, const void *data,
                            const size_t *sizes, void *out, mls_shm_clock *clock,
                            mls_status *st);

@@ -1,11 +1,11 @@
-/* local_reduce: sums over the ranks of a host.
+/* shm_reduce: sums over the ranks of a host.
  *
  * Threads publish the addresses of large arrays, and each rank sums its share directly
- * from these.  Otherwise each rank sends its peers their shares through the slots, a
- * piece for each, and sums its own share in the order of ranks.
+ * from these. Otherwise each rank sends every peer that peer's share through the slots,
+ * in a range for each peer, and sums its own share in rank order.
  *
- * Writer and reader advance the same cursors over the same counts, and so agree on the
- * contents of a piece without writing them down.
+ * Writer and reader advance equal cursors over equal counts, so they agree on the
+ * contents of a range without a description in the slot.
  */
 #if !defined(_WIN32)
 
@@ -13,19 +13,19 @@
 
 #    include <string.h>
 
-enum { NOBODY = -1 };
+enum { NO_RANK = -1 };
 
-/* Compilers need leave to ask for a line as its future writer.  Processors of 64 bits
- * have the instruction, or take it for none. */
+/* Lets the compiler emit PREFETCHW. 64-bit processors either have it or treat it as a
+ * no-op. */
 #    if defined(__x86_64__) && (defined(__clang__) || defined(__GNUC__))
 #        define PREFETCHES __attribute__((target("prfchw")))
 #    else
 #        define PREFETCHES
 #    endif
 
-/* ---- small things ---- */
+/* ---- helpers ---- */
 
-/* Reductions compare by all that decides their bits. */
+/* Mixes in everything that decides the bits of a result. */
 static uint64_t mix_reduction(uint64_t print, const mls_reduction *r)
 {
     uint64_t divisor;
@@ -35,14 +35,14 @@ static uint64_t mix_reduction(uint64_t print, const mls_reduction *r)
     return mls_shm_mix(print, divisor);
 }
 
-/* Take the cache line of an address to write to from whoever has it; a wish. */
-PREFETCHES static inline void claim(const void *address)
+/* Prefetches the cache line of an address for writing. A hint only; never faults. */
+PREFETCHES static inline void prefetch_for_write(const void *address)
 {
     __builtin_prefetch(address, 1, 3);
 }
 
-/* memcpy into a slot.  Its lines are in the cache of the rank that read them last, and
- * each is far to fetch: they are asked for in advance, as is what will be read. */
+/* memcpy into a slot. The slot's lines are in the cache of the rank that read them last
+ * and are slow to fetch, so both source and target are prefetched. */
 PREFETCHES static void copy_ahead(unsigned char *to, const unsigned char *from,
                                   size_t bytes)
 {
@@ -50,7 +50,7 @@ PREFETCHES static void copy_ahead(unsigned char *to, const unsigned char *from,
     for (size_t at = 0; at < bytes; at += STEP) {
         for (size_t line = at + AHEAD; line < at + AHEAD + STEP; line += LINE) {
             __builtin_prefetch((const void *)((uintptr_t)from + line));
-            claim((const void *)((uintptr_t)to + line));
+            prefetch_for_write((const void *)((uintptr_t)to + line));
         }
         memcpy(to + at, from + at, mls_shm_least(bytes - at, STEP));
     }
@@ -58,27 +58,28 @@ PREFETCHES static void copy_ahead(unsigned char *to, const unsigned char *from,
 
 /* ---- reduce_scatter ---- */
 
-/* The group has the cursors of the writer, one for each rank; the reader has one for its
+/* The handle holds the writer's cursors, one for each rank; the reader needs one, for its
  * own share. */
 typedef struct scatter {
     mls_shm *g;
     mls_segment *segments;
     size_t count;
     mls_shm_cursor reader;
-    bool is_tallied; /* the tallies of the segments are wanted */
+    bool is_tallied; /* compute the norm partials of the segments */
 } scatter;
 
-/* What one segment has in a piece. */
-typedef struct stretch {
+/* The elements of one segment within a range. */
+typedef struct share_range {
     size_t segment;
-    size_t start;  /* elements from the beginning of the rank's share */
-    size_t at;     /* elements from the beginning of the segment */
+    size_t start;  /* index of the first element in the rank's share */
+    size_t at;     /* index of the first element in the segment */
     size_t length; /* elements */
-    size_t offset; /* bytes into the piece */
-} stretch;
+    size_t offset; /* bytes from the start of the range */
+} share_range;
 
-/* Stand at the first segment that has elements left for `rank`; false at the end. */
-static bool settle(const scatter *s, size_t rank, mls_shm_cursor *c)
+/* Advances to the first segment that has elements left for `rank`; returns false at the
+ * end. */
+static bool advance_cursor(const scatter *s, size_t rank, mls_shm_cursor *c)
 {
     while (c->segment < s->count) {
         const size_t *counts = s->segments[c->segment].counts;
@@ -97,13 +98,13 @@ static bool settle(const scatter *s, size_t rank, mls_shm_cursor *c)
     return false;
 }
 
-/* The next stretch of `rank`'s shares into a piece of which `*used` bytes are taken;
- * false where it is full or nothing is left.  Shares are cut at whole blocks of a tally.
- */
-static bool next_stretch(const scatter *s, size_t rank, mls_shm_cursor *c, size_t *used,
-                         stretch *out)
+/* Finds the next elements of `rank` for a range with `*used` bytes already filled.
+ * Returns false if the range is full or nothing is left. Shares are split at whole norm
+ * blocks, so that norms do not depend on the split. */
+static bool next_range(const scatter *s, size_t rank, mls_shm_cursor *c, size_t *used,
+                       share_range *out)
 {
-    if (!settle(s, rank, c)) {
+    if (!advance_cursor(s, rank, c)) {
         return false;
     }
     const mls_segment *segment = &s->segments[c->segment];
@@ -116,45 +117,46 @@ static bool next_stretch(const scatter *s, size_t rank, mls_shm_cursor *c, size_
     if (length == 0) {
         return false;
     }
-    *out = (stretch){.segment = c->segment,
-                     .start = c->at,
-                     .at = c->base + c->at,
-                     .length = length,
-                     .offset = *used};
+    *out = (share_range){.segment = c->segment,
+                         .start = c->at,
+                         .at = c->base + c->at,
+                         .length = length,
+                         .offset = *used};
     c->at += length;
     const size_t end = *used + length * item;
     *used = mls_shm_least((end + 63) / 64 * 64, s->g->piece_bytes);
     return true;
 }
 
-/* The bytes of a stretch in this rank's own array. */
-static const unsigned char *own(const scatter *s, const stretch *part)
+/* Returns the elements in this rank's own array. */
+static const unsigned char *own_elements(const scatter *s, const share_range *part)
 {
     const mls_segment *segment = &s->segments[part->segment];
     const size_t item = mls_dtype_of(segment->reduction.dtype)->item_bytes;
     return (const unsigned char *)segment->data + part->at * item;
 }
 
-/* A piece for each peer.  The cursor of this rank itself only advances, to know when all
- * are through. */
+/* Fills a range for each peer. The cursor of this rank advances too, so that more_scatter
+ * knows when all shares are done. */
 static void fill_scatter(void *context, unsigned char *slot)
 {
     scatter *s = context;
     const mls_shm *g = s->g;
     for (size_t rank = 0; rank < g->shape.world; rank++) {
         size_t used = 0;
-        stretch part;
-        while (next_stretch(s, rank, &s->g->cursors[rank], &used, &part)) {
+        share_range part;
+        while (next_range(s, rank, &s->g->cursors[rank], &used, &part)) {
             if (rank != g->rank) {
                 const mls_dtype dtype = s->segments[part.segment].reduction.dtype;
                 copy_ahead(slot + mls_shm_piece_of(g, g->rank, rank) + part.offset,
-                           own(s, &part), part.length * mls_dtype_of(dtype)->item_bytes);
+                           own_elements(s, &part),
+                           part.length * mls_dtype_of(dtype)->item_bytes);
             }
         }
     }
 }
 
-/* Bytes of the results of this rank. */
+/* Returns the bytes of this rank's results. */
 static size_t share_bytes(const scatter *s)
 {
     size_t bytes = 0;
@@ -166,7 +168,8 @@ static size_t share_bytes(const scatter *s)
     return bytes;
 }
 
-/* Sum the pieces of all in the order of ranks, this rank's from its own array. */
+/* Sums the ranges of all ranks in rank order; this rank's elements come from its own
+ * array. */
 static mls_code drain_scatter(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
@@ -175,13 +178,13 @@ static mls_code drain_scatter(void *context, uint64_t step, mls_status *st)
     const mls_destination destination = {.bytes = share_bytes(s)};
     const void *sources[MLS_SHM_MAX_RANKS];
     size_t used = 0;
-    stretch part;
-    while (next_stretch(s, g->rank, &s->reader, &used, &part)) {
+    share_range part;
+    while (next_range(s, g->rank, &s->reader, &used, &part)) {
         mls_segment *segment = &s->segments[part.segment];
         const size_t item = mls_dtype_of(segment->reduction.out_dtype)->item_bytes;
         for (size_t rank = 0; rank < g->shape.world; rank++) {
             sources[rank] = rank == g->rank
-                                ? own(s, &part)
+                                ? own_elements(s, &part)
                                 : mls_shm_slot(g, rank, step) +
                                       mls_shm_piece_of(g, rank, g->rank) + part.offset;
         }
@@ -192,22 +195,21 @@ static mls_code drain_scatter(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* Whether any rank's share goes on. */
 static bool more_scatter(void *context)
 {
     scatter *s = context;
     for (size_t rank = 0; rank < s->g->shape.world; rank++) {
-        if (settle(s, rank, &s->g->cursors[rank])) {
+        if (advance_cursor(s, rank, &s->g->cursors[rank])) {
             return true;
         }
     }
     return false;
 }
 
-/* ... of arrays of threads, without slots */
+/* ---- reduce_scatter of threads, by address ---- */
 
-/* Bytes of all arrays. */
-static size_t bytes_of(const scatter *s)
+/* Returns the bytes of all arrays. */
+static size_t total_bytes(const scatter *s)
 {
     size_t bytes = 0;
     for (size_t i = 0; i < s->count; i++) {
@@ -220,7 +222,6 @@ static size_t bytes_of(const scatter *s)
     return bytes;
 }
 
-/* The addresses of this rank's arrays. */
 static void fill_addresses(void *context, unsigned char *slot)
 {
     const scatter *s = context;
@@ -230,7 +231,7 @@ static void fill_addresses(void *context, unsigned char *slot)
     }
 }
 
-/* Sum this rank's share of each array, from the arrays of all ranks. */
+/* Sums this rank's share of each array, from the arrays of all ranks. */
 static mls_code sum_addressed(void *context, uint64_t step, mls_status *st)
 {
     scatter *s = context;
@@ -261,9 +262,9 @@ static mls_code sum_addressed(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* All that decides the contents of the slots, and the bits of the sums. */
-static uint64_t print_segments(const mls_shm *g, const mls_shm_call *call,
-                               const mls_segment *segments, size_t count)
+/* Hashes everything that decides the contents of the slots and the bits of the sums. */
+static uint64_t hash_segments(const mls_shm *g, const mls_shm_call *call,
+                              const mls_segment *segments, size_t count)
 {
     uint64_t print = mls_shm_mix(mls_shm_mix_text(0, call->text), count);
     for (size_t i = 0; i < count; i++) {
@@ -275,20 +276,20 @@ static uint64_t print_segments(const mls_shm *g, const mls_shm_call *call,
     return print;
 }
 
-/* The steps of a scatter through the slots; `s` is set to its beginning. */
+/* Returns the steps of a scatter through the slots, and resets the cursors. */
 static mls_shm_flow scatter_flow(scatter *s, mls_shm_kind kind, uint64_t print)
 {
     memset(s->g->cursors, 0, sizeof s->g->cursors);
     return (mls_shm_flow){.kind = kind,
                           .fingerprint = print,
-                          .source = NOBODY,
+                          .source = NO_RANK,
                           .fill = fill_scatter,
                           .drain = drain_scatter,
                           .more = more_scatter,
                           .context = s};
 }
 
-/* Nothing is sent before all reductions were checked. */
+/* All reductions are checked before anything is sent. */
 mls_code mls_shm_reduce_scatter(mls_shm *g, const mls_shm_call *call,
                                 mls_segment *segments, size_t count, bool is_tallied,
                                 mls_status *st)
@@ -301,10 +302,10 @@ mls_code mls_shm_reduce_scatter(mls_shm *g, const mls_shm_call *call,
         segments[i].tally = (mls_norm_partial){0};
     }
     scatter s = {.g = g, .segments = segments, .count = count, .is_tallied = is_tallied};
-    mls_shm_flow flow = scatter_flow(&s, MLS_SHM_REDUCE_SCATTER,
-                                     print_segments(g, call, segments, count));
+    mls_shm_flow flow =
+        scatter_flow(&s, MLS_SHM_REDUCE_SCATTER, hash_segments(g, call, segments, count));
     if (count > g->shape.slot_bytes / sizeof(void *) ||
-        !mls_shm_is_direct(g, bytes_of(&s))) {
+        !mls_shm_is_direct(g, total_bytes(&s))) {
         return mls_shm_run(g, &flow, call, st);
     }
     flow.fill = fill_addresses;
@@ -314,7 +315,8 @@ mls_code mls_shm_reduce_scatter(mls_shm *g, const mls_shm_call *call,
 
 /* ---- all_reduce ---- */
 
-/* A small array is sent to all ranks, and each reduces all of it. */
+/* State of an all_reduce. A small array is sent whole to all ranks, and each rank reduces
+ * it. */
 typedef struct total {
     mls_shm *g;
     const void *data;
@@ -323,7 +325,6 @@ typedef struct total {
     const mls_reduction *reduction;
 } total;
 
-/* The whole array. */
 static void fill_total(void *context, unsigned char *slot)
 {
     const total *s = context;
@@ -344,8 +345,9 @@ static mls_code drain_total(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* Equal shares, of whole lines as far as there are enough elements. */
-static void share_out(size_t n, size_t world, size_t *counts)
+/* Divides n elements into shares of a multiple of 64 elements, so of whole cache lines;
+ * the last shares may be smaller or empty. */
+static void divide_evenly(size_t n, size_t world, size_t *counts)
 {
     enum { MULTIPLE = 64 };
     const size_t each = ((n + world - 1) / world + MULTIPLE - 1) / MULTIPLE * MULTIPLE;
@@ -356,18 +358,18 @@ static void share_out(size_t n, size_t world, size_t *counts)
     }
 }
 
-/* Where this rank's share of the array begins, in bytes; `counts` gets all shares. */
+/* Returns the byte offset of this rank's share, and all shares in `counts`. */
 static size_t find_share(const total *s, size_t *counts)
 {
     size_t start = 0;
-    share_out(s->n, s->g->shape.world, counts);
+    divide_evenly(s->n, s->g->shape.world, counts);
     for (size_t rank = 0; rank < s->g->rank; rank++) {
         start += counts[rank];
     }
     return start * mls_dtype_of(s->reduction->dtype)->item_bytes;
 }
 
-/* The addresses of this rank's array and of its result. */
+/* Publishes the addresses of this rank's array and of its result. */
 static void fill_pair(void *context, unsigned char *slot)
 {
     const total *s = context;
@@ -375,11 +377,12 @@ static void fill_pair(void *context, unsigned char *slot)
     memcpy(slot + sizeof s->data, &s->out, sizeof s->out);
 }
 
-/* Sum this rank's share piece by piece, and copy each piece to the results of all.  Only
- * this rank reads or writes the share, in any array, so results may be arrays. */
-static mls_code sum_for_all(void *context, uint64_t step, mls_status *st)
+/* Sums this rank's share block by block, and copies each block into the results of all
+ * ranks. Only this rank reads or writes this share, in any array, so a result may be the
+ * array itself. */
+static mls_code sum_into_all(void *context, uint64_t step, mls_status *st)
 {
-    enum { PIECE = 64 * 1024 }; /* elements, which stay in the cache */
+    enum { PIECE = 64 * 1024 }; /* elements; a block stays in the cache */
     const total *s = context;
     mls_shm *g = s->g;
     const size_t item = mls_dtype_of(s->reduction->dtype)->item_bytes;
@@ -407,9 +410,9 @@ static mls_code sum_for_all(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* A large array: each rank reduces a share into its place in `out`, and all gather them.
- * That is safe if `out` is the array itself: a rank overwrites its own share after it
- * read it, and the shares of others after it sent them. */
+/* A large array: each rank reduces its share into `out`, and then all ranks gather the
+ * shares. `out` may be the array itself: a rank overwrites its own share after it read
+ * it, and the shares of others after it sent them. */
 static mls_code reduce_large(const total *s, const mls_shm_call *call, uint64_t print,
                              mls_status *st)
 {
@@ -435,7 +438,8 @@ static mls_code reduce_large(const total *s, const mls_shm_call *call, uint64_t 
     return code;
 }
 
-/* Small is what fits a slot and is summed by all sooner than it would be sent again. */
+/* An array is small if it fits a slot and if all ranks sum it faster than they would
+ * exchange the shares of the result. */
 mls_code mls_shm_all_reduce(mls_shm *g, const mls_shm_call *call, const void *data,
                             void *out, size_t n, const mls_reduction *reduction,
                             mls_status *st)
@@ -457,9 +461,9 @@ mls_code mls_shm_all_reduce(mls_shm *g, const mls_shm_call *call, const void *da
     const mls_shm_flow flow = {
         .kind = MLS_SHM_ALL_REDUCE,
         .fingerprint = print,
-        .source = NOBODY,
+        .source = NO_RANK,
         .fill = direct ? fill_pair : fill_total,
-        .drain = direct ? sum_for_all : drain_total,
+        .drain = direct ? sum_into_all : drain_total,
         .context = &s,
     };
     return direct ? mls_shm_run_direct(g, &flow, call, st)
@@ -467,6 +471,6 @@ mls_code mls_shm_all_reduce(mls_shm *g, const mls_shm_call *call, const void *da
 }
 
 #else
-/* See shm_group.c. */
+/* An empty file is not valid C; see shm_group.c. */
 typedef int mls_shm_reduce_unused;
 #endif

@@ -1,10 +1,10 @@
-/* local_wait: operations step by step, and how ranks wait for each other.
+/* shm_sync: the steps of an operation, and how ranks wait for each other.
  *
- * A rank fills slots as long as some are free, and reads as soon as all have published;
- * so both sides of a copy are at work at the same time.  The first step of an operation
- * is taken by itself: when all have published it, each compares what the others say of
- * their call.  All find the same, and none has published more, so that after a difference
- * they stand at one place and the group lives on.
+ * A rank fills slots while some are free, and reads as soon as all have published, so
+ * both sides of a copy work at the same time. Only the first step of an operation is
+ * taken alone: when all ranks have published it, each compares the calls of the others.
+ * All ranks reach the same result, and none has published more. After a mismatch they are
+ * still at the same step, and the group stays usable.
  */
 #if !defined(_WIN32)
 
@@ -22,28 +22,28 @@
 #        include <sys/syscall.h>
 #    endif
 
-/* What a rank can do next, where it waits for either. */
-typedef struct wish {
+/* The conditions that a rank waits for; one of `reads` and `writes` is enough. */
+typedef struct wait_condition {
     bool reads, writes;
-    bool settles; /* nobody reads any more what this rank published */
-    int source;   /* whose slots it reads; -1 for everybody's */
-} wish;
+    bool all_consumed; /* wait until no rank reads the published slots any more */
+    int source;        /* rank whose slots are read; -1 for all */
+} wait_condition;
 
-enum { NOBODY = -1 };
+enum { NO_RANK = -1 };
 
 static const int64_t second = 1000000000;
-static const int64_t nap = 20 * 1000 * 1000; /* between two looks at a rank's life */
+static const int64_t nap = 20 * 1000 * 1000; /* between two checks of a rank's life */
 
-/* What deadlines are in. */
-static int64_t now(void)
+/* Nanoseconds of the clock that deadlines use. */
+static int64_t read_clock(void)
 {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (int64_t)t.tv_sec * second + t.tv_nsec;
 }
 
-/* Lets the other thread of this core, or its power, profit from a wait. */
-static inline void relax(void)
+/* Saves power, and leaves the core to its other hardware thread, while spinning. */
+static inline void pause_cpu(void)
 {
 #    if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
@@ -52,10 +52,10 @@ static inline void relax(void)
 #    endif
 }
 
-/* ---- who is not there yet ---- */
+/* ---- ranks that are not ready ---- */
 
-/* The first rank that has not published the step that is read next. */
-static int unpublished(const mls_shm *g, int source)
+/* Returns the first rank that has not published the next step to read, or -1. */
+static int find_unpublished(const mls_shm *g, int source)
 {
     const size_t first = source < 0 ? 0 : (size_t)source;
     const size_t end = source < 0 ? g->shape.world : first + 1;
@@ -64,12 +64,13 @@ static int unpublished(const mls_shm *g, int source)
             return (int)rank;
         }
     }
-    return NOBODY;
+    return NO_RANK;
 }
 
-/* The first rank that still needs the last slots that this one wrote, all but `most - 1`
- * of them: the one that is written next where `most` is all that there are. */
-static int unconsumed(const mls_shm *g, size_t most)
+/* Returns the first rank that has not consumed all but the last `most - 1` slots that
+ * this rank wrote, or -1. With `most` equal to the depth, -1 means that the next slot is
+ * free. */
+static int find_unconsumed(const mls_shm *g, size_t most)
 {
     for (size_t rank = 0; rank < g->shape.world; rank++) {
         const uint64_t consumed = atomic_load(&mls_shm_area_of(g, rank)->consumed);
@@ -77,39 +78,39 @@ static int unconsumed(const mls_shm *g, size_t most)
             return (int)rank;
         }
     }
-    return NOBODY;
+    return NO_RANK;
 }
 
-/* The rank that keeps this one from doing anything it wishes to. */
-static int missing(const mls_shm *g, wish w)
+/* Returns the rank that blocks every condition of `w`, or -1 if one of them holds. */
+static int find_blocking_rank(const mls_shm *g, wait_condition w)
 {
-    int who = NOBODY;
-    if (w.settles) {
-        return unconsumed(g, 1);
+    int who = NO_RANK;
+    if (w.all_consumed) {
+        return find_unconsumed(g, 1);
     }
     if (w.reads) {
-        who = unpublished(g, w.source);
-        if (who == NOBODY) {
-            return NOBODY;
+        who = find_unpublished(g, w.source);
+        if (who == NO_RANK) {
+            return NO_RANK;
         }
     }
     if (w.writes) {
-        const int slow = unconsumed(g, g->shape.depth);
-        return slow == NOBODY || who == NOBODY ? slow : who;
+        const int slow = find_unconsumed(g, g->shape.depth);
+        return slow == NO_RANK || who == NO_RANK ? slow : who;
     }
     return who;
 }
 
 /* ---- sleeping ---- */
 
-/* Sleep until the bell is no longer at `value`, at most for `length`. */
-static void sleep_on(_Atomic(uint32_t) *bell, uint32_t value, int64_t length)
+/* Sleeps until the bell differs from `value`, at most `length` nanoseconds. */
+static void sleep_on_bell(_Atomic(uint32_t) *bell, uint32_t value, int64_t length)
 {
 #    if defined(__linux__)
     struct timespec t = {.tv_sec = (time_t)(length / second), .tv_nsec = length % second};
     (void)syscall(SYS_futex, bell, FUTEX_WAIT, value, &t, NULL, 0);
 #    else
-    /* no bell that processes share: look again soon */
+    /* no futex: poll soon */
     const int64_t soon = 50 * 1000;
     struct timespec t = {.tv_nsec = (long)(length < soon ? length : soon)};
     if (atomic_load(bell) == value) {
@@ -118,7 +119,7 @@ static void sleep_on(_Atomic(uint32_t) *bell, uint32_t value, int64_t length)
 #    endif
 }
 
-/* Whether the process of a rank has ended: nobody holds its lock. */
+/* Returns whether the process of a rank has ended: its lock is free. */
 static bool is_dead(const mls_shm *g, size_t rank)
 {
     struct flock lock = mls_shm_lock_on(rank);
@@ -128,11 +129,11 @@ static bool is_dead(const mls_shm *g, size_t rank)
     return fcntl(g->fd, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
 }
 
-/* ---- giving up ---- */
+/* ---- failing ---- */
 
-/* How a rank stands to the operation, for the message of one that waited in vain. */
-static void describe(const mls_shm *g, mls_shm_kind kind, size_t rank, char *text,
-                     size_t room)
+/* Describes how far a rank is, for the message of a rank that waited in vain. */
+static void describe_progress(const mls_shm *g, mls_shm_kind kind, size_t rank,
+                              char *text, size_t room)
 {
     const uint64_t doing = atomic_load(&mls_shm_area_of(g, rank)->doing);
     const uint64_t number = doing >> 8;
@@ -152,9 +153,9 @@ static void describe(const mls_shm *g, mls_shm_kind kind, size_t rank, char *tex
     }
 }
 
-/* Declare the group broken over `who`, and fail. */
-static mls_code give_up(mls_shm *g, mls_shm_kind kind, mls_shm_why why, size_t who,
-                        const char *more, mls_status *st)
+/* Marks the group as broken, with `who` as the culprit, and fails. */
+static mls_code break_group(mls_shm *g, mls_shm_kind kind, mls_shm_why why, size_t who,
+                            const char *more, mls_status *st)
 {
     mls_shm_mark_broken(
         g,
@@ -162,27 +163,27 @@ static mls_code give_up(mls_shm *g, mls_shm_kind kind, mls_shm_why why, size_t w
     return mls_shm_failed_rank(g, kind, more, st);
 }
 
-/* The deadline has passed while `who` was waited for. */
-static mls_code time_out(mls_shm *g, const mls_shm_clock *clock, mls_shm_kind kind,
-                         size_t who, mls_status *st)
+/* The deadline passed while this rank waited for `who`. */
+static mls_code fail_on_timeout(mls_shm *g, const mls_shm_clock *clock, mls_shm_kind kind,
+                                size_t who, mls_status *st)
 {
     char text[MLS_TEXT_BYTES / 2], more[MLS_TEXT_BYTES];
-    describe(g, kind, who, text, sizeof text);
+    describe_progress(g, kind, who, text, sizeof text);
     snprintf(more, sizeof more, "not done after %g s: %s", clock->call->timeout, text);
-    return give_up(g, kind, MLS_SHM_TIMEOUT, who, more, st);
+    return break_group(g, kind, MLS_SHM_TIMEOUT, who, more, st);
 }
 
-/* Who waits long, or works long, looks up: is the group whole, is there time, does the
- * caller want to go on? */
-static mls_code look_up(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind, int who,
-                        mls_status *st)
+/* Checks now and then, while waiting or working: is the group broken, has the deadline
+ * passed, does the caller want to stop? */
+static mls_code check_progress(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind,
+                               int who, mls_status *st)
 {
     if (atomic_load(&mls_shm_header_of(g)->broken) != 0) {
         return mls_shm_failed_rank(g, kind, "", st);
     }
-    const int64_t time = now();
-    if (time >= clock->deadline && who != NOBODY) {
-        return time_out(g, clock, kind, (size_t)who, st);
+    const int64_t time = read_clock();
+    if (time >= clock->deadline && who != NO_RANK) {
+        return fail_on_timeout(g, clock, kind, (size_t)who, st);
     }
     if (clock->call->poll == NULL || time - clock->polled < nap) {
         return MLS_OK;
@@ -191,72 +192,73 @@ static mls_code look_up(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind, int
     if (clock->call->poll(clock->call->context)) {
         return MLS_OK;
     }
-    (void)give_up(g, kind, MLS_SHM_INTERRUPTED, g->rank, "", st);
+    (void)break_group(g, kind, MLS_SHM_INTERRUPTED, g->rank, "", st);
     st->code = MLS_E_STOPPED;
     return MLS_E_STOPPED;
 }
 
-/* A rank that is waited for may have left, or died.  The lock is asked before the state:
- * who leaves changes them in the other order.  What it had published counts, so that the
- * wish is looked at once more. */
-static mls_code check_life(mls_shm *g, mls_shm_kind kind, wish w, int who, mls_status *st)
+/* Checks whether the rank that this one waits for has left or died. Tests the lock before
+ * the state, because a leaving rank changes them in the other order. Steps that it
+ * published before still count, so the condition is checked once more. */
+static mls_code check_alive(mls_shm *g, mls_shm_kind kind, wait_condition w, int who,
+                            mls_status *st)
 {
     const mls_shm_area *area = mls_shm_area_of(g, (size_t)who);
     const bool dead = is_dead(g, (size_t)who);
     const uint32_t state = atomic_load(&area->state);
     if (state == MLS_SHM_ABSENT || (state == MLS_SHM_JOINED && !dead) ||
-        missing(g, w) != who) {
+        find_blocking_rank(g, w) != who) {
         return MLS_OK;
     }
     const bool left = state == MLS_SHM_CLOSED;
-    return give_up(g, kind, left ? MLS_SHM_LEFT : MLS_SHM_DIED, (size_t)who, "", st);
+    return break_group(g, kind, left ? MLS_SHM_LEFT : MLS_SHM_DIED, (size_t)who, "", st);
 }
 
 /* ---- waiting ---- */
 
-/* Look again and again for a while; whether there is something to do. */
-static bool spin(const mls_shm *g, wish w)
+/* Polls for a while; returns whether a condition holds. */
+static bool spin_until_ready(const mls_shm *g, wait_condition w)
 {
-    const int64_t end = g->spins == 0 ? 0 : now() + g->spins;
+    const int64_t end = g->spins == 0 ? 0 : read_clock() + g->spins;
     do {
         for (int i = 0; i < 64; i++) {
-            if (missing(g, w) == NOBODY) {
+            if (find_blocking_rank(g, w) == NO_RANK) {
                 return true;
             }
-            relax();
+            pause_cpu();
         }
         if (atomic_load(&mls_shm_header_of(g)->broken) != 0) {
             return false;
         }
-    } while (now() < end);
+    } while (read_clock() < end);
     return false;
 }
 
-/* Return when one of the wishes can be had. */
-static mls_code wait_for(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind, wish w,
-                         mls_status *st)
+/* Returns when one of the conditions holds. */
+static mls_code wait_for(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind,
+                         wait_condition w, mls_status *st)
 {
-    if (missing(g, w) == NOBODY || spin(g, w)) {
+    if (find_blocking_rank(g, w) == NO_RANK || spin_until_ready(g, w)) {
         return MLS_OK;
     }
     mls_shm_area *mine = mls_shm_area_of(g, g->rank);
     for (;;) {
         const uint32_t value = atomic_load(&mine->bell);
         atomic_store(&mine->sleeping, 1);
-        const int who = missing(g, w);
-        if (who == NOBODY) {
+        const int who = find_blocking_rank(g, w);
+        if (who == NO_RANK) {
             break;
         }
-        mls_code code = look_up(g, clock, kind, who, st);
+        mls_code code = check_progress(g, clock, kind, who, st);
         if (code == MLS_OK) {
-            code = check_life(g, kind, w, who, st);
+            code = check_alive(g, kind, w, who, st);
         }
         if (code != MLS_OK) {
             atomic_store(&mine->sleeping, 0);
             return code;
         }
-        const int64_t left = clock->deadline - now();
-        sleep_on(&mine->bell, value, left < 1 ? 1 : left < nap ? left : nap);
+        const int64_t left = clock->deadline - read_clock();
+        sleep_on_bell(&mine->bell, value, left < 1 ? 1 : left < nap ? left : nap);
     }
     atomic_store(&mine->sleeping, 0);
     return MLS_OK;
@@ -264,8 +266,8 @@ static mls_code wait_for(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind, wi
 
 /* ---- steps ---- */
 
-/* Fill the next slot and show it. */
-static void publish(mls_shm *g, const mls_shm_flow *flow)
+/* Fills the next slot and publishes it. */
+static void publish_step(mls_shm *g, const mls_shm_flow *flow)
 {
     if (flow->fill != NULL) {
         flow->fill(flow->context, mls_shm_slot(g, g->rank, g->written));
@@ -275,17 +277,17 @@ static void publish(mls_shm *g, const mls_shm_flow *flow)
     mls_shm_wake(g);
 }
 
-/* Done with everybody's slots of the step that was read. */
-static void consume(mls_shm *g)
+/* Marks the slots of all ranks as read, for the current step. */
+static void consume_step(mls_shm *g)
 {
     g->read++;
     atomic_store(&mls_shm_area_of(g, g->rank)->consumed, g->read);
     mls_shm_wake(g);
 }
 
-/* Read a step.  Where that fails the others go on without this rank: the group is
- * broken. */
-static mls_code drain(mls_shm *g, const mls_shm_flow *flow, mls_status *st)
+/* Reads a step. If that fails, the other ranks go on without this one, so the group is
+ * marked as broken. */
+static mls_code drain_step(mls_shm *g, const mls_shm_flow *flow, mls_status *st)
 {
     const mls_code code =
         flow->drain == NULL ? MLS_OK : flow->drain(flow->context, g->read, st);
@@ -296,12 +298,12 @@ static mls_code drain(mls_shm *g, const mls_shm_flow *flow, mls_status *st)
                                                .kind = flow->kind});
         return code;
     }
-    consume(g);
+    consume_step(g);
     return code;
 }
 
-/* Say what this rank is about to do, beside the slot that its first step will fill. */
-static void take_note(mls_shm *g, const mls_shm_flow *flow, const char *text)
+/* Records this rank's call next to the slot that its first step will fill. */
+static void record_call(mls_shm *g, const mls_shm_flow *flow, const char *text)
 {
     mls_shm_area *area = mls_shm_area_of(g, g->rank);
     mls_shm_record *note = &area->notes[g->written % g->shape.depth];
@@ -313,9 +315,10 @@ static void take_note(mls_shm *g, const mls_shm_flow *flow, const char *text)
     snprintf(note->text, sizeof note->text, "%s", text == NULL ? "" : text);
 }
 
-/* Refuse a call that does not go with that of another rank: the first that differs. */
-static mls_code differs(const mls_shm *g, const mls_shm_record *mine, size_t rank,
-                        const mls_shm_record *other, mls_status *st)
+/* Fails for a call that does not match that of another rank; the message quotes the
+ * difference. */
+static mls_code fail_mismatch(const mls_shm *g, const mls_shm_record *mine, size_t rank,
+                              const mls_shm_record *other, mls_status *st)
 {
     const char *name = mls_shm_kind_name((mls_shm_kind)mine->kind);
     const char *theirs = mls_shm_kind_name((mls_shm_kind)other->kind);
@@ -336,22 +339,22 @@ static mls_code differs(const mls_shm *g, const mls_shm_record *mine, size_t ran
     return MLS_E_PEER;
 }
 
-/* All have published: compare the notes.  Where they are not all alike, each rank finds
- * one that differs from its own. */
-static mls_code compare(const mls_shm *g, mls_status *st)
+/* Compares the records, which all ranks have published. If they are not all equal, each
+ * rank finds one that differs from its own. */
+static mls_code compare_records(const mls_shm *g, mls_status *st)
 {
     const size_t at = (size_t)(g->read % g->shape.depth);
     const mls_shm_record *mine = &mls_shm_area_of(g, g->rank)->notes[at];
     for (size_t rank = 0; rank < g->shape.world; rank++) {
         const mls_shm_record *other = &mls_shm_area_of(g, rank)->notes[at];
         if (other->fingerprint != mine->fingerprint || other->kind != mine->kind) {
-            return differs(g, mine, rank, other, st);
+            return fail_mismatch(g, mine, rank, other, st);
         }
     }
     return MLS_OK;
 }
 
-/* Whether this process may use the group at all. */
+/* Fails if this process must not use the group: a forked child, or a broken group. */
 static mls_code check_usable(mls_shm *g, mls_shm_kind kind, mls_status *st)
 {
     const char *name = mls_shm_kind_name(kind);
@@ -367,7 +370,7 @@ static mls_code check_usable(mls_shm *g, mls_shm_kind kind, mls_status *st)
     return MLS_OK;
 }
 
-/* Nothing else is published before all notes were compared. */
+/* Publishes nothing else before all records were compared. */
 mls_code mls_shm_begin(mls_shm *g, const mls_shm_flow *flow, const mls_shm_call *call,
                        mls_shm_clock *clock, mls_status *st)
 {
@@ -375,29 +378,30 @@ mls_code mls_shm_begin(mls_shm *g, const mls_shm_flow *flow, const mls_shm_call 
     if (code != MLS_OK) {
         return code;
     }
-    const int64_t start = now();
+    const int64_t start = read_clock();
     *clock = (mls_shm_clock){.call = call,
                              .deadline = start + (int64_t)(call->timeout * 1e9),
                              .polled = start};
-    code = wait_for(g, clock, flow->kind, (wish){.writes = true}, st);
+    code = wait_for(g, clock, flow->kind, (wait_condition){.writes = true}, st);
     if (code != MLS_OK) {
         return code;
     }
-    take_note(g, flow, call->text);
-    publish(g, flow);
-    code = wait_for(g, clock, flow->kind, (wish){.reads = true, .source = NOBODY}, st);
+    record_call(g, flow, call->text);
+    publish_step(g, flow);
+    code = wait_for(g, clock, flow->kind,
+                    (wait_condition){.reads = true, .source = NO_RANK}, st);
     if (code != MLS_OK) {
         return code;
     }
-    code = compare(g, st);
+    code = compare_records(g, st);
     if (code != MLS_OK) {
-        consume(g);
+        consume_step(g);
         return code;
     }
-    return drain(g, flow, st);
+    return drain_step(g, flow, st);
 }
 
-/* Writing comes first: others wait for it. */
+/* Writing comes first: other ranks wait for it. */
 mls_code mls_shm_continue(mls_shm *g, const mls_shm_flow *flow, mls_shm_clock *clock,
                           mls_status *st)
 {
@@ -407,16 +411,17 @@ mls_code mls_shm_continue(mls_shm *g, const mls_shm_flow *flow, mls_shm_clock *c
         if (!more && !behind) {
             return MLS_OK;
         }
-        mls_code code = look_up(g, clock, flow->kind, NOBODY, st);
+        mls_code code = check_progress(g, clock, flow->kind, NO_RANK, st);
         if (code != MLS_OK) {
             return code;
         }
-        if (more && unconsumed(g, g->shape.depth) == NOBODY) {
-            publish(g, flow);
-        } else if (behind && unpublished(g, flow->source) == NOBODY) {
-            code = drain(g, flow, st);
+        if (more && find_unconsumed(g, g->shape.depth) == NO_RANK) {
+            publish_step(g, flow);
+        } else if (behind && find_unpublished(g, flow->source) == NO_RANK) {
+            code = drain_step(g, flow, st);
         } else {
-            const wish w = {.reads = behind, .writes = more, .source = flow->source};
+            const wait_condition w = {
+                .reads = behind, .writes = more, .source = flow->source};
             code = wait_for(g, clock, flow->kind, w, st);
         }
         if (code != MLS_OK) {
@@ -425,7 +430,6 @@ mls_code mls_shm_continue(mls_shm *g, const mls_shm_flow *flow, mls_shm_clock *c
     }
 }
 
-/* Operations of one kind of steps. */
 mls_code mls_shm_run(mls_shm *g, const mls_shm_flow *flow, const mls_shm_call *call,
                      mls_status *st)
 {
@@ -438,12 +442,14 @@ mls_code mls_shm_run(mls_shm *g, const mls_shm_flow *flow, const mls_shm_call *c
 
 bool mls_shm_is_direct(const mls_shm *g, size_t bytes)
 {
-    enum { LEAST = 256 << 10 }; /* smaller ones are sent sooner than waited for */
+    enum {
+        LEAST = 256 << 10
+    }; /* smaller arrays are copied faster than their ranks can wait for each other */
     return g->fd < 0 && g->shape.world > 1 && bytes >= LEAST;
 }
 
-/* A rank that breaks the group reads `direct` afterwards, and one that copies reads
- * `broken` afterwards: one of them sees the other. */
+/* A rank that breaks the group reads `direct` afterwards, and a rank that sets `direct`
+ * reads `broken` afterwards, so at least one of them sees the other. */
 bool mls_shm_begin_direct(mls_shm *g)
 {
     atomic_store(&mls_shm_area_of(g, g->rank)->direct, 1);
@@ -459,8 +465,9 @@ void mls_shm_end_direct(mls_shm *g)
     atomic_store(&mls_shm_area_of(g, g->rank)->direct, 0);
 }
 
-/* Wait until no thread accesses an array of this rank, whose operation failed.  The group
- * is broken, so none begins to; one that does waits for no rank, and ends soon. */
+/* Waits until no thread accesses an array of this rank, whose operation failed. The group
+ * is broken, so no thread begins an access. A thread that accesses one waits for no rank
+ * and ends soon. */
 static void await_direct(const mls_shm *g)
 {
     for (size_t rank = 0; rank < g->shape.world; rank++) {
@@ -470,14 +477,15 @@ static void await_direct(const mls_shm *g)
     }
 }
 
-/* The last wait is for the others to finish with this rank's arrays. */
+/* The last wait lets the other ranks finish with this rank's arrays. */
 mls_code mls_shm_run_direct(mls_shm *g, const mls_shm_flow *flow,
                             const mls_shm_call *call, mls_status *st)
 {
     mls_shm_clock clock;
     mls_code code = mls_shm_begin(g, flow, call, &clock, st);
     if (code == MLS_OK) {
-        code = wait_for(g, &clock, flow->kind, (wish){.settles = true}, st);
+        code =
+            wait_for(g, &clock, flow->kind, (wait_condition){.all_consumed = true}, st);
     }
     if (code != MLS_OK) {
         await_direct(g);
@@ -486,6 +494,6 @@ mls_code mls_shm_run_direct(mls_shm *g, const mls_shm_flow *flow,
 }
 
 #else
-/* Neither futexes nor record locks: see file.h. */
+/* Windows has neither futexes nor record locks; see file.h. */
 typedef int mls_shm_wait_unused;
 #endif

@@ -1,6 +1,6 @@
 /* mlpackage: the states that a Core ML model declares, read from its package.
  *
- * What is walked, by field number (Core ML's Model.proto and its siblings):
+ * These messages are read, by field number (Core ML's Model.proto and related files):
  *
  *   Model             2 description
  *   description      13 state*, 20 function*, 21 name of the default function
@@ -8,15 +8,16 @@
  *   state             1 name, 3 type -> 8 state type -> 1 array type
  *   array type        1 shape* (packed or one by one), 2 data type
  *
- * Everything else is stepped over unread, the program (field 502) and all inputs and
- * outputs included: a converter newer than this file may add fields as it likes.
+ * All other fields are skipped, including the program (field 502) and all inputs and
+ * outputs, so newer converters may add fields.
  *
- * From the inside out: array type -> state -> function -> description -> specification
- * (in memory or in a file) -> package.  A reader of each level takes the message of that
- * level, so that depth is the depth of these calls and nothing in a file adds to it.
+ * The functions are ordered from the inside out: array type -> state -> function ->
+ * description -> specification (in memory or in a file) -> package. Each level has one
+ * reader, which takes the message of that level, so the nesting of calls is fixed and a
+ * file cannot increase it.
  *
- * Where protobuf merges a second message of one field into the first, or lets a second
- * name win, this reader refuses the file: no converter writes such.
+ * If a field that must be unique is repeated, protobuf merges the messages or uses the
+ * last name. This reader refuses such a file: no converter writes one.
  */
 #include "coreml/mlpackage.h"
 
@@ -43,9 +44,9 @@ enum {
     FIELD_ARRAY_DTYPE = 2
 };
 
-/* Numbers of ArrayFeatureType.ArrayDataType: a kind in the high half, the bits of an item
- * in the low one.  Converters make float16 states only; the others are what the format
- * allows, and reading them is no promise that Core ML runs them. */
+/* Values of ArrayFeatureType.ArrayDataType: the kind in the upper half, the bits of an
+ * item in the lower half. Converters write float16 states only. The format allows the
+ * others, but Core ML may not run them. */
 static const struct {
     uint64_t number;
     mls_dtype dtype;
@@ -56,7 +57,7 @@ static const struct {
 
 /* ---- names ---- */
 
-/* A name of 1 to MLS_ML_MAX_NAME_BYTES bytes; `what` says whose. */
+/* Read a name of 1 to MLS_ML_MAX_NAME_BYTES bytes; `what` names its owner in errors. */
 static mls_code read_name(mls_protobuf bytes, const char *what, mls_str *out,
                           mls_status *st)
 {
@@ -66,7 +67,7 @@ static mls_code read_name(mls_protobuf bytes, const char *what, mls_str *out,
                                  "%s has %zu bytes, where 1 to %d are allowed", what,
                                  bytes.length, MLS_ML_MAX_NAME_BYTES);
     }
-    /* a NUL would cut the name short wherever C strings are used */
+    /* a NUL would truncate the name in code that uses C strings */
     if (!mls_utf8_valid(text, bytes.length) || memchr(text, 0, bytes.length) != NULL) {
         return mls_protobuf_fail(st, mls_protobuf_offset(&bytes), "%s is not UTF-8 text",
                                  what);
@@ -75,9 +76,8 @@ static mls_code read_name(mls_protobuf bytes, const char *what, mls_str *out,
     return MLS_OK;
 }
 
-/* The one name that every function and state has, in field `number` of its message;
- * `what` says whose.  A missing name is a failure as well: nothing could refer to its
- * owner. */
+/* Find the name of a function or state, field `number` of its message. A missing name is
+ * an error: nothing could refer to its owner. `what` is for errors. */
 static mls_code find_name(mls_protobuf message, uint32_t number, const char *what,
                           mls_str *out, mls_status *st)
 {
@@ -92,28 +92,28 @@ static mls_code find_name(mls_protobuf message, uint32_t number, const char *wha
                                      what);
 }
 
-/* Names are compared by their bytes, as protobuf does: no Unicode normalisation. */
+/* Names are compared by bytes, as in protobuf, without Unicode normalisation. */
 static bool same_name(mls_str a, mls_str b)
 {
     return a.length == b.length && memcmp(a.data, b.data, a.length) == 0;
 }
 
-/* A name as printf takes it with %.*s, cut to what a message has room for.  It was
- * checked to be UTF-8; a character that is cut in half is shown escaped. */
+/* A name as arguments for %.*s, truncated for messages. If this splits a character, the
+ * message shows it escaped. */
 #define NAME_ARGS(name) (int)((name).length < 80 ? (name).length : 80), (name).data
 
 /* ---- a state ---- */
 
-/* Put the state's name into a failure that was filled in before; the caller returns it.
+/* Add the state's name to a status that is already filled. The caller returns the code.
  */
-static mls_code blame_state(mls_status *st, mls_str name)
+static mls_code add_state_name(mls_status *st, mls_str name)
 {
     mls_status_name(st, name.data, name.length);
     return st->code;
 }
 
-/* Append a dimension.  It is signed in the format, so that -1, which elsewhere means
- * "any", arrives as a number of 64 bits. */
+/* Append a dimension. The format's type is signed, so -1, which means "any" in other
+ * places, arrives as a 64-bit number. */
 static mls_code add_dimension(mls_ml_state *state, uint64_t value, uint64_t offset,
                               mls_status *st)
 {
@@ -137,8 +137,8 @@ static mls_code add_dimension(mls_ml_state *state, uint64_t value, uint64_t offs
     return MLS_OK;
 }
 
-/* A repeated number: packed into one field or not, as the writer liked.  Both forms may
- * even alternate; the dimensions are those of all of them, in order. */
+/* Read a repeated number. Writers may pack it into one field or not, or mix both forms;
+ * all dimensions are appended in order. */
 static mls_code read_shape(mls_protobuf_field field, mls_ml_state *state, mls_status *st)
 {
     if (field.wire == MLS_PROTOBUF_VARINT) {
@@ -164,7 +164,7 @@ static mls_code read_shape(mls_protobuf_field field, mls_ml_state *state, mls_st
     return MLS_OK;
 }
 
-/* ArrayDataType -> dtype; 0, which is also what a missing field means, is none. */
+/* Convert ArrayDataType to a dtype; 0, also the value of a missing field, is invalid. */
 static mls_code read_dtype(uint64_t number, uint64_t offset, mls_ml_state *state,
                            mls_status *st)
 {
@@ -184,8 +184,8 @@ static mls_code read_dtype(uint64_t number, uint64_t offset, mls_ml_state *state
     return st->code;
 }
 
-/* The bytes of a state are computed by everyone who allocates one: see that they fit,
- * even in a signed size, which is what array libraries count in. */
+/* Check that the state's bytes fit a signed size, as array libraries use it: every caller
+ * that allocates a state computes them. */
 static mls_code check_array(const mls_ml_state *state, uint64_t offset, mls_status *st)
 {
     size_t bytes = mls_dtype_of(state->dtype)->item_bytes;
@@ -201,8 +201,8 @@ static mls_code check_array(const mls_ml_state *state, uint64_t offset, mls_stat
         state->rank == 0 ? "no shape" : "a shape whose bytes exceed the address space");
 }
 
-/* ArrayFeatureType -> dtype and shape.  Its flexible shapes (ranges, enumerations) are
- * not read: Core ML does not allow them for states. */
+/* Read dtype and shape from ArrayFeatureType. Its flexible shapes (ranges, enumerations)
+ * are ignored: Core ML does not allow them for states. */
 static mls_code read_array(mls_protobuf array, mls_ml_state *state, mls_status *st)
 {
     const uint64_t start = mls_protobuf_offset(&array);
@@ -226,7 +226,7 @@ static mls_code read_array(mls_protobuf array, mls_ml_state *state, mls_status *
     return code != MLS_OK ? code : check_array(state, start, st);
 }
 
-/* Open the message two levels down: FeatureType.stateType.arrayType. */
+/* Open FeatureType.stateType.arrayType, two levels down. */
 static mls_code open_array(mls_protobuf type, mls_protobuf *out, bool *found,
                            mls_status *st)
 {
@@ -240,8 +240,8 @@ static mls_code open_array(mls_protobuf type, mls_protobuf *out, bool *found,
     return code;
 }
 
-/* FeatureDescription -> a state.  The name is read first, wherever it stands, so that
- * whatever is wrong afterwards can be told by name.  `out` is untouched on failure. */
+/* Read a state from FeatureDescription. The name is read first, wherever it is in the
+ * message, so that later errors can include it. `out` is untouched on failure. */
 static mls_code read_state(mls_protobuf feature, mls_ml_state *out, mls_status *st)
 {
     mls_ml_state state = {.rank = 0};
@@ -263,7 +263,7 @@ static mls_code read_state(mls_protobuf feature, mls_ml_state *out, mls_status *
                                          NAME_ARGS(state.name));
     }
     if (code != MLS_OK) {
-        return blame_state(st, state.name);
+        return add_state_name(st, state.name);
     }
     *out = state;
     return MLS_OK;
@@ -271,8 +271,8 @@ static mls_code read_state(mls_protobuf feature, mls_ml_state *out, mls_status *
 
 /* ---- lists that grow, up to a limit ---- */
 
-/* Make room for one more of `size` bytes in `*items`, which holds `count`.  Grows when
- * the count is a power of two: so the block is never over twice what the file filled. */
+/* Make room for one more item of `size` bytes in `*items`, which holds `count`. Grows if
+ * the count is a power of two, so the block is at most twice as large as needed. */
 static mls_code make_room(void **items, size_t count, size_t size, mls_status *st)
 {
     if ((count & (count - 1)) != 0) {
@@ -286,9 +286,9 @@ static mls_code make_room(void **items, size_t count, size_t size, mls_status *s
     return MLS_OK;
 }
 
-/* Append the state in `feature` to the last function of the package.  Looking for its
- * name among the earlier ones is quadratic, but the limits keep the worst file to some 16
- * million comparisons of lengths. */
+/* Append the state in `feature` to the last function of the package. The search for
+ * duplicate names is quadratic, but the limits bound it to about 16 million comparisons
+ * of lengths. */
 static mls_code add_state(mls_mlpackage *package, mls_protobuf feature, mls_status *st)
 {
     mls_ml_function *function = &package->functions[package->function_count - 1];
@@ -306,7 +306,7 @@ static mls_code add_state(mls_mlpackage *package, mls_protobuf feature, mls_stat
         if (same_name(package->states[function->first + i].name, state.name)) {
             mls_protobuf_fail(st, at, "two states are called %.*s",
                               NAME_ARGS(state.name));
-            return blame_state(st, state.name);
+            return add_state_name(st, state.name);
         }
     }
     void *states = package->states;
@@ -319,8 +319,8 @@ static mls_code add_state(mls_mlpackage *package, mls_protobuf feature, mls_stat
     return code;
 }
 
-/* Append a function that has no states yet; its states will be the next ones added.
- * `offset` is where errors point. */
+/* Append a function without states; the next states are added to it. Errors have
+ * `offset`. */
 static mls_code add_function(mls_mlpackage *package, mls_str name, uint64_t offset,
                              mls_status *st)
 {
@@ -347,12 +347,11 @@ static mls_code add_function(mls_mlpackage *package, mls_str name, uint64_t offs
 
 /* ---- the description ---- */
 
-/* What to do with one sub-message.  A visitor may add to the package, and nothing else.
- */
+/* Processes one sub-message. A visitor may only add to the package. */
 typedef mls_code (*visitor)(mls_mlpackage *package, mls_protobuf message, mls_status *st);
 
-/* Visit every field `number` of a message in order; `what` names one in errors.  The
- * fields of other numbers are checked for their bounds and passed by. */
+/* Visit every field `number` of a message in order; `what` names it in errors. Other
+ * fields are skipped after a check of their bounds. */
 static mls_code visit_each(mls_mlpackage *package, mls_protobuf message, uint32_t number,
                            const char *what, visitor visit, mls_status *st)
 {
@@ -372,8 +371,8 @@ static mls_code visit_each(mls_mlpackage *package, mls_protobuf message, uint32_
     return MLS_OK;
 }
 
-/* FunctionDescription: the name first, wherever it stands, since the states are added to
- * a function that exists. */
+/* Read FunctionDescription. The name comes first, wherever it is in the message, since
+ * states are added to an existing function. */
 static mls_code read_function(mls_mlpackage *package, mls_protobuf function,
                               mls_status *st)
 {
@@ -388,8 +387,8 @@ static mls_code read_function(mls_mlpackage *package, mls_protobuf function,
                                        add_state, st);
 }
 
-/* Choose the function that Core ML runs when none is asked for.  An only function needs
- * no word about it; several without a default are a model that can still be read. */
+/* Choose the function that Core ML runs by default. A single function is the default
+ * without being named. Several functions without a default are accepted. */
 static mls_code choose_default(mls_mlpackage *package, mls_protobuf description,
                                mls_status *st)
 {
@@ -418,7 +417,7 @@ static mls_code choose_default(mls_mlpackage *package, mls_protobuf description,
                              "the default function is none of the model's functions");
 }
 
-/* The visitor of states where none may be. */
+/* Visitor that refuses states outside of functions. */
 static mls_code refuse_state(mls_mlpackage *package, mls_protobuf feature, mls_status *st)
 {
     (void)package;
@@ -427,15 +426,14 @@ static mls_code refuse_state(mls_mlpackage *package, mls_protobuf feature, mls_s
         "a state that belongs to no function, in a model with functions");
 }
 
-/* ModelDescription: functions in a first pass, since their absence decides whether the
- * states of the description itself count.  They then belong to the one function, which
- * Core ML and its converters call "main". */
+/* Read ModelDescription. The first pass reads the functions. If there are none, the
+ * states of the description belong to the only function, which Core ML and its converters
+ * call "main". */
 static mls_code read_description(mls_mlpackage *package, mls_protobuf description,
                                  mls_status *st)
 {
     static const mls_str main_name = {"main", 4};
-    /* states outside of functions are an error until it is known that there are no
-     * functions */
+    /* states outside of functions are an error unless the model has no functions */
     visitor visit = refuse_state;
     mls_code code = visit_each(package, description, FIELD_DESCRIPTION_FUNCTION,
                                "a function", read_function, st);
@@ -450,7 +448,7 @@ static mls_code read_description(mls_mlpackage *package, mls_protobuf descriptio
     return code != MLS_OK ? code : choose_default(package, description, st);
 }
 
-/* The names lie in `text`: all views of them end here. */
+/* The names point into `text`, so they become invalid. */
 void mls_mlpackage_fini(mls_mlpackage *package)
 {
     mls_free(package->functions);
@@ -461,8 +459,8 @@ void mls_mlpackage_fini(mls_mlpackage *package)
 
 /* ---- the specification, in memory or in a file ---- */
 
-/* Where the bytes of a specification are.  Reads exactly `bytes` from `offset`, which
- * lie inside its `size`. */
+/* A specification in memory or in a file. `read` reads exactly `bytes` from `offset`; the
+ * range must be inside `size`. */
 typedef struct source {
     mls_code (*read)(const struct source *from, uint64_t offset, unsigned char *out,
                      size_t bytes, mls_status *st);
@@ -471,7 +469,7 @@ typedef struct source {
     uint64_t size;
 } source;
 
-/* The source reads of a specification that is in memory already. */
+/* `read` for a specification in memory. */
 static mls_code read_memory(const source *from, uint64_t offset, unsigned char *out,
                             size_t bytes, mls_status *st)
 {
@@ -480,8 +478,8 @@ static mls_code read_memory(const source *from, uint64_t offset, unsigned char *
     return MLS_OK;
 }
 
-/* The field whose tag lies at `offset`: reads its header alone, checks that its payload
- * lies inside the source, and gives the offset of the payload. */
+/* Read the header of the field at `offset` only, check that its payload is inside the
+ * source, and set `*payload` to its offset. */
 static mls_code peek_field(const source *from, uint64_t offset, mls_protobuf_field *field,
                            uint64_t *payload, mls_status *st)
 {
@@ -512,9 +510,9 @@ static mls_code peek_field(const source *from, uint64_t offset, mls_protobuf_fie
     return MLS_OK;
 }
 
-/* Find the one description among the fields at the top: `*start` and `*length` of it.
- * Goes on to the end, so that a file that was cut off in its program is refused here and
- * not by Core ML later.  One small read for each field: their number is capped. */
+/* Find the only description among the top-level fields and set its `*start` and
+ * `*length`. Continues to the end, so that a file truncated in its program fails here and
+ * not in Core ML later. One small read for each field; their number is limited. */
 static mls_code find_description(const source *from, uint64_t *start, uint64_t *length,
                                  mls_status *st)
 {
@@ -550,7 +548,8 @@ static mls_code find_description(const source *from, uint64_t *start, uint64_t *
                        "Core ML specification");
 }
 
-/* Fetch the description alone and read it.  Its bytes are kept: the names lie in them. */
+/* Read and parse the description only. Its bytes are kept, because the names point into
+ * them. */
 static mls_code parse_source(const source *from, mls_mlpackage *out, mls_status *st)
 {
     mls_mlpackage package = {0};
@@ -560,13 +559,14 @@ static mls_code parse_source(const source *from, mls_mlpackage *out, mls_status 
     if (code != MLS_OK) {
         return code;
     }
-    /* the file is at least this long, but a sparse one costs its maker nothing */
+    /* the file is at least this long, but a sparse file can claim any length */
     if (length > MLS_ML_MAX_DESCRIPTION) {
         return mls_protobuf_fail(st, start,
                                  "a description of %llu bytes, where %d are allowed",
                                  (unsigned long long)length, MLS_ML_MAX_DESCRIPTION);
     }
-    /* from here on the package owns it: mls_mlpackage_fini releases all on failure */
+    /* the package owns the text from here on, and mls_mlpackage_fini frees it on failure
+     */
     package.text = mls_alloc((size_t)length, 1);
     if (package.text == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for a description of %llu bytes",
@@ -586,8 +586,7 @@ static mls_code parse_source(const source *from, mls_mlpackage *out, mls_status 
     return MLS_OK;
 }
 
-/* The description is copied as from a file, so that the two ways differ in reading only.
- */
+/* The description is copied as from a file, so that both cases differ in `read` only. */
 mls_code mls_mlpackage_parse(const unsigned char *spec, size_t length, mls_mlpackage *out,
                              mls_status *st)
 {
@@ -606,19 +605,19 @@ mls_code mls_mlpackage_parse(const unsigned char *spec, size_t length, mls_mlpac
 #    include <sys/stat.h>
 #    include <unistd.h>
 
-/* A manifest names a handful of items: these limits are far above any real one. */
+/* Limits far above real manifests, which name a few items. */
 enum { MANIFEST_BYTES = 1 << 20, MANIFEST_DEPTH = 16, MANIFEST_NODES = 1 << 16 };
 
-/* The same for an open file: pread, since nothing else shares its position. */
+/* `read` for a specification in an open file. */
 static mls_code read_descriptor(const source *from, uint64_t offset, unsigned char *out,
                                 size_t bytes, mls_status *st)
 {
     return mls_file_read_at(from->file, out, bytes, offset, st);
 }
 
-/* Put the name of the file concerned, or its end, before the text of a failure.  The two
- * share the room: a long path must not push out the reason. */
-static mls_code blame_file(mls_status *st, const char *name)
+/* Put the file's name before the text of a failure. A long name is truncated to its end,
+ * so that the reason still fits. */
+static mls_code prepend_file_name(mls_status *st, const char *name)
 {
     enum { NAME_ROOM = 96 };
     char text[MLS_TEXT_BYTES];
@@ -631,8 +630,7 @@ static mls_code blame_file(mls_status *st, const char *name)
     return st->code;
 }
 
-/* The specification in the regular file `path`, which is closed again whatever happens.
- */
+/* Read the specification in the regular file `path`. */
 static mls_code read_spec_file(const char *path, mls_mlpackage *out, mls_status *st)
 {
     source from = {.read = read_descriptor, .file = -1};
@@ -644,8 +642,9 @@ static mls_code read_spec_file(const char *path, mls_mlpackage *out, mls_status 
     return code;
 }
 
-/* Whether `part` may be one component of a path inside a package: not empty, not "." or
- * "..", without a backslash (a separator elsewhere) and without a NUL (an end for C). */
+/* Return whether `part` is allowed as a component of a path in a package: not empty, not
+ * "." or "..", without a backslash (a separator on Windows) and without a NUL (the end of
+ * a C string). */
 static bool part_is_plain(const char *part, size_t length)
 {
     return length > 0 && !(length == 1 && part[0] == '.') &&
@@ -653,7 +652,8 @@ static bool part_is_plain(const char *part, size_t length)
            memchr(part, '\\', length) == NULL && memchr(part, '\0', length) == NULL;
 }
 
-/* Whether a manifest's path stays inside its package: relative, of plain components. */
+/* Return whether a manifest's path stays inside its package: relative, with allowed
+ * components. */
 static bool path_is_safe(mls_str path)
 {
     if (path.length > MLS_ML_MAX_NAME_BYTES) {
@@ -661,7 +661,7 @@ static bool path_is_safe(mls_str path)
     }
     size_t start = 0;
     for (size_t i = 0; i <= path.length; i++) {
-        /* each slash, and the end, completes a component; a leading slash an empty one */
+        /* each slash, and the end, ends a component; a leading slash ends an empty one */
         if (i == path.length || path.data[i] == '/') {
             if (!part_is_plain(path.data + start, i - start)) {
                 return false;
@@ -672,9 +672,9 @@ static bool path_is_safe(mls_str path)
     return true;
 }
 
-/* Member `key` of an object, where it is of the wanted type; else MLS_JSON_NONE. */
-static mls_json_node member(const mls_json *doc, mls_json_node object, const char *key,
-                            mls_json_type type)
+/* Return member `key` of an object if it has the given type, else MLS_JSON_NONE. */
+static mls_json_node find_typed_member(const mls_json *doc, mls_json_node object,
+                                       const char *key, mls_json_type type)
 {
     const mls_json_node node =
         object == MLS_JSON_NONE ? MLS_JSON_NONE : mls_json_find(doc, object, key);
@@ -682,7 +682,7 @@ static mls_json_node member(const mls_json *doc, mls_json_node object, const cha
                                                                         : MLS_JSON_NONE;
 }
 
-/* The member of `items` whose key is the text of `root`, or MLS_JSON_NONE. */
+/* Return the member of `items` whose key is the text of `root`, or MLS_JSON_NONE. */
 static mls_json_node find_item(const mls_json *doc, mls_json_node items,
                                mls_json_node root)
 {
@@ -694,18 +694,21 @@ static mls_json_node find_item(const mls_json *doc, mls_json_node items,
     return item;
 }
 
-/* rootModelIdentifier -> itemInfoEntries[that].path; shares the document's memory. */
+/* Find itemInfoEntries[rootModelIdentifier].path; `*out` is borrowed from the document.
+ */
 static mls_code find_root(const mls_json *doc, mls_str *out, mls_status *st)
 {
-    const mls_json_node root = member(doc, 0, "rootModelIdentifier", MLS_JSON_STRING);
-    const mls_json_node items = member(doc, 0, "itemInfoEntries", MLS_JSON_OBJECT);
+    const mls_json_node root =
+        find_typed_member(doc, 0, "rootModelIdentifier", MLS_JSON_STRING);
+    const mls_json_node items =
+        find_typed_member(doc, 0, "itemInfoEntries", MLS_JSON_OBJECT);
     if (root == MLS_JSON_NONE || items == MLS_JSON_NONE) {
         return mls_protobuf_fail(st, 0,
                                  "no rootModelIdentifier or no itemInfoEntries: not the "
                                  "manifest of a Core ML package");
     }
     const mls_json_node path =
-        member(doc, find_item(doc, items, root), "path", MLS_JSON_STRING);
+        find_typed_member(doc, find_item(doc, items, root), "path", MLS_JSON_STRING);
     if (path == MLS_JSON_NONE) {
         return mls_protobuf_fail(st, mls_json_offset(doc, root),
                                  "the root model has no entry with a path");
@@ -722,9 +725,9 @@ static mls_code find_root(const mls_json *doc, mls_str *out, mls_status *st)
     return MLS_OK;
 }
 
-/* "folder/middle" + the text, as a string.  Gives: free with mls_free.  A folder given
- * with a slash at its end gets a second one, which means nothing. */
-static char *join(const char *folder, const char *middle, mls_str last)
+/* Return "folder/middle" + `last` as a new string, or NULL. The caller frees it with
+ * mls_free. If the folder ends in a slash, the path has two, which is harmless. */
+static char *join_path(const char *folder, const char *middle, mls_str last)
 {
     const size_t head = strlen(folder);
     const size_t body = strlen(middle);
@@ -745,9 +748,9 @@ static char *join(const char *folder, const char *middle, mls_str last)
     return path;
 }
 
-/* Read the manifest of a package and give the path of its specification; `*inner` is
- * where, in that path, the part inside the package starts.  Every package has a manifest:
- * a folder without one is most likely a compiled model. */
+/* Read the manifest of a package and return the path of its specification. `*inner` is
+ * the position in that path at which the part inside the package starts. Every package
+ * has a manifest; a folder without one is probably a compiled model. */
 static mls_code find_spec(const char *folder, char **spec, size_t *inner, mls_status *st)
 {
     mls_code code = MLS_OK;
@@ -757,7 +760,7 @@ static mls_code find_spec(const char *folder, char **spec, size_t *inner, mls_st
     const mls_json_limits limits = {.depth = MANIFEST_DEPTH, .nodes = MANIFEST_NODES};
     mls_str root = {0};
     char *found = NULL;
-    char *manifest = join(folder, "Manifest.json", (mls_str){0});
+    char *manifest = join_path(folder, "Manifest.json", (mls_str){0});
     if (manifest == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for a path");
     }
@@ -775,10 +778,10 @@ static mls_code find_spec(const char *folder, char **spec, size_t *inner, mls_st
         code = find_root(doc, &root, st);
     }
     if (code != MLS_OK) {
-        blame_file(st, "Manifest.json");
+        prepend_file_name(st, "Manifest.json");
         goto done;
     }
-    found = join(folder, "Data/", root);
+    found = join_path(folder, "Data/", root);
     if (found == NULL) {
         code = mls_fail(st, MLS_E_MEMORY, "no memory for a path");
         goto done;
@@ -792,21 +795,21 @@ done:
     return code;
 }
 
-/* A folder is a package, anything else a specification: names and endings are not looked
- * at. */
+/* A folder is a package and anything else a specification; names and extensions are
+ * ignored. */
 mls_code mls_mlpackage_read(const char *path, mls_mlpackage *out, mls_status *st)
 {
     struct stat facts;
     if (stat(path, &facts) != 0) {
         mls_fail_os(st, errno, "cannot open");
-        return blame_file(st, path);
+        return prepend_file_name(st, path);
     }
     if (!S_ISDIR(facts.st_mode)) {
         const mls_code code = read_spec_file(path, out, st);
-        return code == MLS_OK ? code : blame_file(st, path);
+        return code == MLS_OK ? code : prepend_file_name(st, path);
     }
-    /* a package: its manifest leads to the specification, whose errors name it from
-     * `inner` on */
+    /* the manifest names the specification; its errors contain its path from `inner` on
+     */
     char *spec = NULL;
     size_t inner = 0;
     mls_code code = find_spec(path, &spec, &inner, st);
@@ -815,7 +818,7 @@ mls_code mls_mlpackage_read(const char *path, mls_mlpackage *out, mls_status *st
     }
     code = read_spec_file(spec, out, st);
     if (code != MLS_OK) {
-        blame_file(st, spec + inner);
+        prepend_file_name(st, spec + inner);
     }
     mls_free(spec);
     return code;

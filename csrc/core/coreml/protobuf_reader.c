@@ -1,16 +1,16 @@
-/* protobuf: a reader of the protobuf wire format, one field at a time.
+/* protobuf_reader: read the protobuf wire format, one field at a time.
  *
- * A message keeps one promise: `at` never exceeds `length`, and both lie inside memory
- * that the caller vouched for.  Every function reads from a copy or checks first, and
- * moves `at` only when all of what it reads is there.
+ * Invariant of a message: `at` never exceeds `length`, and both are inside the caller's
+ * memory. Every function reads from a copy or checks first, and moves `at` only if all
+ * the bytes that it reads are present.
  */
 #include "coreml/protobuf_reader.h"
 
 #include <stdarg.h>
 #include <stdio.h>
 
-/* The text is printed first, then put behind its offset: the two formats know nothing of
- * each other. */
+/* The text is printed first and then appended to its offset, because the two formats are
+ * independent. */
 mls_code mls_protobuf_fail(mls_status *st, uint64_t offset, const char *format, ...)
 {
     char text[MLS_TEXT_BYTES - 32]; /* room for "byte " and the largest offset */
@@ -23,14 +23,13 @@ mls_code mls_protobuf_fail(mls_status *st, uint64_t offset, const char *format, 
     return mls_fail_at(st, offset, "byte %llu: %s", (unsigned long long)offset, text);
 }
 
-/* `base` is where the message lies in its file, so that errors name places in that. */
+/* Errors add `base`, so that they report offsets in the file. */
 mls_protobuf mls_protobuf_init(const unsigned char *data, size_t length, uint64_t base)
 {
     return (mls_protobuf){.data = data, .length = length, .at = 0, .base = base};
 }
 
-/* `at` cannot pass `length`; >= all the same, so that a bug ends a loop instead of a
- * page. */
+/* `at` cannot exceed `length`; >= makes a bug end the loop instead of reading on. */
 bool mls_protobuf_done(const mls_protobuf *message)
 {
     return message->at >= message->length;
@@ -41,8 +40,8 @@ uint64_t mls_protobuf_offset(const mls_protobuf *message)
     return message->base + message->at;
 }
 
-/* Seven bits a byte, lowest first; the top bit says that another byte follows.  The tenth
- * byte has room for one bit only. */
+/* Seven bits per byte, lowest first; the top bit means that another byte follows. The
+ * tenth byte has room for one bit only. */
 mls_code mls_protobuf_varint(mls_protobuf *message, uint64_t *out, mls_status *st)
 {
     uint64_t value = 0;
@@ -51,9 +50,9 @@ mls_code mls_protobuf_varint(mls_protobuf *message, uint64_t *out, mls_status *s
             return mls_protobuf_fail(st, mls_protobuf_offset(message),
                                      "the data ends inside a number");
         }
-        /* looked at in place: `at` moves only when the number is whole */
+        /* `at` moves only when the number is complete */
         const unsigned char byte = message->data[message->at + i];
-        /* overlong forms of small numbers are allowed: writers reserve room with them */
+        /* overlong forms are allowed: writers reserve room with them */
         if (i == MLS_PROTOBUF_VARINT_BYTES - 1 && byte > 1) {
             break;
         }
@@ -68,8 +67,8 @@ mls_code mls_protobuf_varint(mls_protobuf *message, uint64_t *out, mls_status *s
                              "a number of more than 64 bits");
 }
 
-/* A little-endian number of `width` bytes, 4 or 8; `message` moves only where all are
- * there. */
+/* Read a little-endian number of `width` bytes, 4 or 8. `message` moves only if all of
+ * them are present. */
 static mls_code read_fixed(mls_protobuf *message, size_t width, uint64_t *out,
                            mls_status *st)
 {
@@ -86,8 +85,8 @@ static mls_code read_fixed(mls_protobuf *message, size_t width, uint64_t *out,
     return MLS_OK;
 }
 
-/* The tag: field number and wire type in one number of at most 32 bits.  No field has the
- * number 0, so a run of zeros (a hole in a file) is refused at once. */
+/* Read the tag: field number and wire type in one number of at most 32 bits. Field number
+ * 0 is invalid, so a run of zeros (a hole in a file) is refused at once. */
 static mls_code read_tag(mls_protobuf *message, mls_protobuf_field *field, mls_status *st)
 {
     uint64_t tag;
@@ -104,8 +103,8 @@ static mls_code read_tag(mls_protobuf *message, mls_protobuf_field *field, mls_s
     return MLS_OK;
 }
 
-/* The failure for a wire type that is not read.  Groups end where a matching tag says so:
- * skipping one would need a stack. */
+/* Fail for an unsupported wire type. Groups are unsupported because they end at a
+ * matching tag: skipping one would need a stack. */
 static mls_code refuse_wire(const mls_protobuf_field *field, mls_status *st)
 {
     const unsigned wire = (unsigned)field->wire;
@@ -114,7 +113,7 @@ static mls_code refuse_wire(const mls_protobuf_field *field, mls_status *st)
         (unsigned)field->number, wire, wire == 3 || wire == 4 ? " (a group)" : "");
 }
 
-/* Reads from a copy, so that a failure leaves the message where it was. */
+/* Reads from a copy, so that a failure leaves the message unchanged. */
 mls_code mls_protobuf_header(mls_protobuf *message, mls_protobuf_field *out,
                              mls_status *st)
 {
@@ -124,7 +123,7 @@ mls_code mls_protobuf_header(mls_protobuf *message, mls_protobuf_field *out,
     if (code != MLS_OK) {
         return code;
     }
-    /* the enum was read from the file: any of eight values */
+    /* the wire type comes from the file and can have any of eight values */
     switch (field.wire) {
     case MLS_PROTOBUF_VARINT:
     case MLS_PROTOBUF_BYTES:
@@ -146,9 +145,7 @@ mls_code mls_protobuf_header(mls_protobuf *message, mls_protobuf_field *out,
     return code;
 }
 
-/* As mls_protobuf_header, on a copy; the payload is bounded here, before anyone may look
- * at it.
- */
+/* As mls_protobuf_header, on a copy. Checks the bounds of the payload. */
 mls_code mls_protobuf_next(mls_protobuf *message, mls_protobuf_field *out, mls_status *st)
 {
     mls_protobuf rest = *message;
@@ -158,7 +155,7 @@ mls_code mls_protobuf_next(mls_protobuf *message, mls_protobuf_field *out, mls_s
         return code;
     }
     if (field.wire == MLS_PROTOBUF_BYTES) {
-        /* compared with what is left, never added to a pointer first */
+        /* compared with the rest, not added to a pointer, so that nothing overflows */
         const size_t left = rest.length - rest.at;
         if (field.value > left) {
             mls_protobuf_fail(
@@ -177,8 +174,8 @@ mls_code mls_protobuf_next(mls_protobuf *message, mls_protobuf_field *out, mls_s
     return MLS_OK;
 }
 
-/* Goes on to the end after a find: a second one would win elsewhere, and two readers
- * that disagree about a file are what an attacker looks for. */
+/* Continues to the end after the first match. Other readers would use a second one, and
+ * attackers exploit readers that disagree about a file. */
 mls_code mls_protobuf_only(mls_protobuf message, uint32_t number, const char *what,
                            mls_protobuf *out, bool *found, mls_status *st)
 {
@@ -191,7 +188,7 @@ mls_code mls_protobuf_only(mls_protobuf message, uint32_t number, const char *wh
             return code;
         }
         if (field.number != number) {
-            continue; /* unknown fields are the format's way to grow */
+            continue; /* unknown fields are allowed: they are how the format grows */
         }
         if (field.wire != MLS_PROTOBUF_BYTES || seen) {
             return mls_protobuf_fail(st, field.offset, "%s %s", what,

@@ -1,13 +1,14 @@
-/* The oracle: one table look-up a byte.  Arithmetic on checksums is that of polynomials
- * over two elements, modulo the Castagnoli polynomial, lowest power in the highest bit.
+/* crc32c: the scalar reference, one table look-up per byte, and the choice of a table.
+ *
+ * Checksums are polynomials over GF(2) modulo the Castagnoli polynomial, with the lowest
+ * power in the highest bit.
  */
 #include "crc32c/crc32c.h"
 
 #include "crc32c/crc32c_constants.h"
 
-/* The checksum register after eight shifts, for each byte that can leave it: the
- * remainder of that byte's polynomial.  A constant, so that no thread need wait for it to
- * be filled. */
+/* The checksum register after eight shifts, for each byte shifted out: the remainder of
+ * that byte's polynomial. A constant, so threads need not wait until it is filled. */
 static const uint32_t table[256] = {
     0x00000000U, 0xf26b8303U, 0xe13b70f7U, 0x1350f3f4U, 0xc79a971fU, 0x35f1141cU,
     0x26a1e7e8U, 0xd4ca64ebU, 0x8ad958cfU, 0x78b2dbccU, 0x6be22838U, 0x9989ab3bU,
@@ -54,11 +55,11 @@ static const uint32_t table[256] = {
     0xbe2da0a5U, 0x4c4623a6U, 0x5f16d052U, 0xad7d5351U,
 };
 
-/* In the register's bit order: x**0 in the highest bit. */
+/* x**8 in the register's bit order: x**0 is the highest bit. */
 #define X_TO_THE_8 0x00800000U
 
-/* The register starts with all bits set and is inverted at the end: so leading zeros
- * count, and a finished value can be taken up again. */
+/* The register starts with all bits set, so that leading zeros count. It is inverted at
+ * the end, so that a finished value can be continued. */
 static uint32_t update_scalar(uint32_t crc, const void *data, size_t bytes)
 {
     const unsigned char *from = data;
@@ -69,8 +70,7 @@ static uint32_t update_scalar(uint32_t crc, const void *data, size_t bytes)
     return ~crc;
 }
 
-/* The same loop with a store: kept apart, so that each stays as plain as an oracle
- * should be. */
+/* The same loop with a store, kept separate so that both stay simple. */
 static uint32_t copy_scalar(uint32_t crc, void *dst, const void *src, size_t bytes,
                             mls_store store)
 {
@@ -88,8 +88,9 @@ static uint32_t copy_scalar(uint32_t crc, void *dst, const void *src, size_t byt
 const mls_crc_kernels mls_crc_scalar = {
     .update = update_scalar, .copy = copy_scalar, .copy_variants = 1};
 
-/* A machine with AVX2 has SSE4.2 and PCLMULQDQ (see cpu_features.c), but not always VPCLMULQDQ; an
- * early ARMv8 may lack the CRC extension, and then the oracle serves. */
+/* A machine with AVX2 has SSE4.2 and PCLMULQDQ (see cpu_features.c) but not always
+ * VPCLMULQDQ. An early ARMv8 may lack the CRC extension and then uses the scalar table.
+ */
 const mls_crc_kernels *mls_crc_of(mls_cpu cpu)
 {
 #if defined(__x86_64__)
@@ -127,8 +128,8 @@ uint32_t mls_crc_copy(const mls_crc_kernels *crc32c, mls_store_choices *choices,
     return crc;
 }
 
-/* Bytes behind the first run multiply its checksum by x**8 each; the power is formed by
- * repeated squaring, so the time grows with the logarithm of the length. */
+/* Each byte of the second range multiplies the first checksum by x**8. Repeated squaring
+ * computes the power, so the time grows with the logarithm of the length. */
 uint32_t mls_crc_combine(uint32_t first, uint32_t second, uint64_t second_bytes)
 {
     uint32_t shift = MLS_CRC_X_TO_THE_0;

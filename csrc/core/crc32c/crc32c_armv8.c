@@ -1,5 +1,7 @@
-/* ARMv8 CRC: lanes (crc32c_interleave.h) are joined by a plain multiplication, which needs no
- * further extension and, with long lanes only, is rare enough not to matter.
+/* crc32c_armv8: the CRC extension of ARMv8.
+ *
+ * Lanes (crc32c_interleave.h) are joined by a plain multiplication, which needs no
+ * further extension. It is slow, but there are only long lanes, so it is rare.
  */
 #include "crc32c/crc32c.h"
 
@@ -15,7 +17,7 @@
 #    endif
 
 #    if defined(__clang__)
-#        define CRC "crc" /* clang knows "+crc" from its 16th version on only */
+#        define CRC "crc" /* clang accepts "+crc" from version 16 on only */
 #    else
 #        define CRC "+crc"
 #    endif
@@ -32,36 +34,35 @@ typedef struct lane_size {
 
 static const lane_size sizes[] = {{8192, 0x28461564U, 0xbf455269U}};
 
-/* Asks the system: user code may not read the registers that say so. */
+/* Asks the system, because user code may not read the feature registers. */
 bool mls_crc_arm_offered(void)
 {
 #    if defined(__linux__)
-    enum { CRC_BIT = 1 << 7 }; /* HWCAP_CRC32; optional in the first ARMv8 */
+    enum { CRC_BIT = 1 << 7 }; /* HWCAP_CRC32; optional in the first version of ARMv8 */
     return (getauxval(AT_HWCAP) & CRC_BIT) != 0;
 #    else
     return true; /* every Mac has it */
 #    endif
 }
 
-/* Written as assembly because compilers name the intrinsics and the header differently;
- * the function's target lets the assembler accept it. */
-TARGET_INLINE crc_word take8(crc_word crc, uint64_t word)
+/* Inline assembly, because compilers differ in the names of the intrinsics and their
+ * header. The function's target attribute makes the assembler accept it. */
+TARGET_INLINE crc_word add_word(crc_word crc, uint64_t word)
 {
     uint32_t result;
     __asm__("crc32cx %w0, %w1, %x2" : "=r"(result) : "r"(crc), "r"(word));
     return result;
 }
 
-/* One byte. */
-TARGET_INLINE crc_word take1(crc_word crc, unsigned char byte)
+TARGET_INLINE crc_word add_byte(crc_word crc, unsigned char byte)
 {
     uint32_t result;
     __asm__("crc32cb %w0, %w1, %w2" : "=r"(result) : "r"(crc), "r"((uint32_t)byte));
     return result;
 }
 
-/* `crc` moved past the bytes that `power` stands for. */
-TARGET_INLINE crc_word shifted(crc_word crc, uint32_t power)
+/* Return `crc` moved past the bytes that `power` represents. */
+TARGET_INLINE crc_word shift_checksum(crc_word crc, uint32_t power)
 {
     return mls_crc_multiply(crc, power);
 }

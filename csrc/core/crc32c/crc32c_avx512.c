@@ -1,6 +1,7 @@
-/* AVX-512 with VPCLMULQDQ: 64 bytes at a time by carry-less multiplication; the loops are
- * those of crc32c_clmul.h.  The instruction is newer than AVX-512 itself: see
- * mls_crc_fold_offered.
+/* crc32c_avx512: AVX-512 with VPCLMULQDQ, 64 bytes at a time; the loops are in
+ * crc32c_clmul.h.
+ *
+ * VPCLMULQDQ is newer than AVX-512: see mls_crc_fold_offered.
  */
 #include "crc32c/crc32c.h"
 
@@ -18,7 +19,7 @@
 enum { WIDTH = 64 }; /* bytes of a vector */
 typedef __m512i vector;
 
-/* How far a lane stands before the last one, and from its next block. */
+/* Distances of the lanes from the last one, and from a lane to its next block. */
 typedef struct lane_size {
     mls_crc_move past_one, past_two, past_three, next_block;
 } lane_size;
@@ -28,7 +29,7 @@ static const lane_size by_vectors = {MLS_CRC_BY_64, MLS_CRC_BY_128, MLS_CRC_BY_1
 static const lane_size by_pages = {MLS_CRC_BY_4096, MLS_CRC_BY_8192, MLS_CRC_BY_12288,
                                    MLS_CRC_BY_12352};
 
-/* One register from memory or to it, at any address. */
+/* Load or store one register at any address. */
 TARGET_INLINE vector load(const unsigned char *src)
 {
     return _mm512_loadu_si512(src);
@@ -39,33 +40,34 @@ TARGET_INLINE void store(unsigned char *dst, vector value)
     _mm512_storeu_si512(dst, value);
 }
 
-/* To an address that is a multiple of WIDTH, round the cache. */
+/* Store to an address that is a multiple of WIDTH, bypassing the cache. */
 TARGET_INLINE void store_past_cache(unsigned char *dst, vector value)
 {
     _mm512_stream_si512((__m512i *)(void *)dst, value);
 }
 
-/* Zero but for the first 4 bytes. */
-TARGET_INLINE vector first4(uint32_t bytes)
+/* Return a vector with `bytes` in its first 4 bytes and zeros after them. */
+TARGET_INLINE vector make_vector4(uint32_t bytes)
 {
     return _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)bytes));
 }
 
-/* The sum of polynomials. */
-TARGET_INLINE vector added(vector a, vector b)
+/* Return the sum of two polynomials. */
+TARGET_INLINE vector add_vectors(vector a, vector b)
 {
     return _mm512_xor_si512(a, b);
 }
 
-/* Each 16 bytes get the same two constants: all of them move by as much. */
-TARGET_INLINE vector constants(mls_crc_move move)
+/* Each 16 bytes get the same two constants, because all move by the same distance. */
+TARGET_INLINE vector move_constants(mls_crc_move move)
 {
     const mls_crc_power power = mls_crc_powers[move];
     return _mm512_set4_epi64(power.upper, power.lower, power.upper, power.lower);
 }
 
-/* The two products of crc32c_constants.h, and the data; 0x96 is the sum of three. */
-TARGET_INLINE vector fold(vector remainder, vector power, vector data)
+/* Add the two products of crc32c_constants.h and the data; 0x96 is the XOR of three
+ * operands. */
+TARGET_INLINE vector fold_vector(vector remainder, vector power, vector data)
 {
     const vector lower = _mm512_clmulepi64_epi128(remainder, power, 0x00);
     const vector upper = _mm512_clmulepi64_epi128(remainder, power, 0x11);

@@ -1,19 +1,19 @@
-/* crc32c_powers: the constants that move a remainder on, for folding (crc32c_clmul.h,
- * crc32c_sse42.c).
+/* crc32c_constants: the constants that move a remainder forward, for folding
+ * (crc32c_clmul.h, crc32c_sse42.c).
  *
- * Bits stand for powers of x in reverse, as everywhere in this checksum: bit 0 of 64 for
- * x**63, and of the two halves of 16 bytes the lower one, L, comes first.  Such 16 bytes
- * are the polynomial L * x**64 + H, and `n` bits later in a run they count
+ * Bits represent powers of x in reverse order, as everywhere in this checksum: bit 0 of
+ * 64 is x**63. Of the two halves of 16 bytes the lower one, L, comes first. The 16 bytes
+ * are the polynomial L * x**64 + H. If `n` more bits follow them, they represent
  *
  *     L * x**(n + 64) + H * x**n
  *
- * which modulo the checksum's polynomial is the sum of two products of 64 by 32 bits: 16
- * bytes again.  That is one move, by two carry-less multiplications.
+ * which is, modulo the checksum's polynomial, the sum of two products of 64 by 32 bits:
+ * 16 bytes again. Two carry-less multiplications thus move a remainder by n bits.
  *
- * The powers are reduced and have 32 bits, which lie in the lower half of 64: in reverse
- * that is a factor of x**32.  The product of 64 by 64 bits has 127, not 128, and lies one
- * bit lower than it should: in reverse, a factor of x.  Both are taken off beforehand,
- * so that the constants are x**(n + 64 - 33) and x**(n - 33).
+ * The powers are reduced to 32 bits and stored in the lower half of 64; in reverse order
+ * this is a factor of x**32. A product of 64 by 64 bits has 127 bits, not 128, so it is
+ * one bit lower than it should be; in reverse order this is a factor of x. The constants
+ * compensate for both: they are x**(n + 64 - 33) and x**(n - 33).
  *
  * Private to crc32c*.c and to the test that computes each constant.
  */
@@ -23,25 +23,24 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* The Castagnoli polynomial without its highest power, and 1, in this order of bits: bit
- * 31 of 32 is x**0. */
+/* The Castagnoli polynomial without its highest power, and 1, in this bit order: bit 31
+ * of 32 is x**0. */
 #define MLS_CRC_POLYNOMIAL 0x82F63B78U
 #define MLS_CRC_X_TO_THE_0 0x80000000U
 
-/* a * b in the field of the checksum: schoolbook multiplication, one bit of `a` at a
- * time.
- */
+/* Return a * b in the checksum's field. Schoolbook multiplication, one bit of `a` at a
+ * time. */
 static inline uint32_t mls_crc_multiply(uint32_t a, uint32_t b)
 {
     uint32_t product = 0;
-    for (; a != 0; a <<= 1) { /* from x**0 upwards, b being multiplied by x each time */
+    for (; a != 0; a <<= 1) { /* from x**0 upwards; each step multiplies b by x */
         product ^= (a & MLS_CRC_X_TO_THE_0) != 0 ? b : 0;
         b = (b >> 1) ^ ((b & 1U) != 0 ? MLS_CRC_POLYNOMIAL : 0);
     }
     return product;
 }
 
-/* By how many bytes; each is a sum of vectors (16, 32 or 64 bytes) and pages. */
+/* Distance of a move in bytes: a sum of vectors (16, 32 or 64 bytes) and pages. */
 typedef enum mls_crc_move {
     MLS_CRC_BY_16,
     MLS_CRC_BY_32,
@@ -60,14 +59,14 @@ typedef enum mls_crc_move {
     MLS_CRC_MOVES
 } mls_crc_move;
 
-/* The constants of one move, in the order of mls_crc_multiply's bits. */
+/* The constants of one move, in the bit order of mls_crc_multiply. */
 typedef struct mls_crc_power {
     size_t bytes;
     uint32_t lower; /* x**(8 * bytes + 31), for the half that comes first */
     uint32_t upper; /* x**(8 * bytes - 33) */
 } mls_crc_power;
 
-/* Constants of the machine code wherever the index is one. */
+/* With a constant index, the compiler inlines the constants. */
 static const mls_crc_power mls_crc_powers[MLS_CRC_MOVES] = {
     [MLS_CRC_BY_16] = {16, 0xf20c0dfeU, 0x493c7d27U},
     [MLS_CRC_BY_32] = {32, 0x3da6d0cbU, 0xba4fc28eU},

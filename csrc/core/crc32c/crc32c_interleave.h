@@ -1,21 +1,22 @@
-/* crc32c_lanes: runs of a CRC instruction, written once for every instruction set.
+/* crc32c_interleave: checksums with a CRC instruction, for any instruction set.
  *
- * Such an instruction takes 8 bytes at a time and answers later than the next can be
- * issued, so three lanes run side by side over neighbouring stretches; in the end each is
- * moved past the bytes of those behind it, and they are added.
+ * The CRC instruction takes 8 bytes, and its latency exceeds the interval at which it can
+ * be issued. So three lanes run in parallel over consecutive ranges. At the end, the
+ * checksum of each lane is moved past the bytes of the lanes after it, and the results
+ * are added.
  *
- * Private to crc32c_sse42.c and crc32c_armv8.c, which include it after they have defined:
- *   TARGET, TARGET_INLINE   what lets a function use the instruction set
+ * Private to crc32c_sse42.c and crc32c_armv8.c, which must define before they include it:
+ *   TARGET, TARGET_INLINE   attributes that allow the instruction set
  *   crc_word                the type that the instruction works on
- *   lane_size, sizes        `bytes` of a lane, and what `shifted` wants for moving past
- *                           one and two of them; from the longest to the shortest
- *   take8, take1            the checksum after 8 bytes, after one
- *   shifted                 the checksum moved past the bytes that a power stands for
+ *   lane_size, sizes        `bytes` of a lane, and the powers with which shift_checksum
+ *                           moves past one and two lanes; ordered from the longest
+ *   add_word, add_byte      the checksum after 8 bytes, after one
+ *   shift_checksum          the checksum moved past the bytes of a power
  */
 #ifndef MLS_CRC32C_INTERLEAVE_H
 #define MLS_CRC32C_INTERLEAVE_H
 
-/* Unaligned load; one instruction. */
+/* Load 8 bytes at any address; one instruction. */
 TARGET_INLINE uint64_t load8(const unsigned char *from)
 {
     uint64_t word;
@@ -23,10 +24,11 @@ TARGET_INLINE uint64_t load8(const unsigned char *from)
     return word;
 }
 
-/* Three neighbouring lanes, joined at the end; `to` is not used unless `copies`. */
-TARGET_INLINE crc_word three_lanes(crc_word crc, unsigned char *to,
-                                   const unsigned char *from, const lane_size *size,
-                                   bool copies)
+/* Read three consecutive lanes and join their checksums. `to` is used only if `copies`.
+ */
+TARGET_INLINE crc_word checksum_lanes(crc_word crc, unsigned char *to,
+                                      const unsigned char *from, const lane_size *size,
+                                      bool copies)
 {
     const size_t lane = size->bytes;
     crc_word second = 0, third = 0;
@@ -39,24 +41,26 @@ TARGET_INLINE crc_word three_lanes(crc_word crc, unsigned char *to,
             memcpy(to + lane + i, &b, 8);
             memcpy(to + 2 * lane + i, &c, 8);
         }
-        crc = take8(crc, a);
-        second = take8(second, b);
-        third = take8(third, c);
+        crc = add_word(crc, a);
+        second = add_word(second, b);
+        third = add_word(third, c);
     }
-    return shifted(crc, size->past_two) ^ shifted(second, size->past_one) ^ third;
+    return shift_checksum(crc, size->past_two) ^ shift_checksum(second, size->past_one) ^
+           third;
 }
 
-/* The longest lanes first, then shorter ones for what is left, then words and bytes:
- * short runs do not pay for the joining of long ones.  `copies` is a constant wherever
- * this is inlined, and the stores vanish where it is false. */
-TARGET_INLINE uint32_t run(uint32_t start, unsigned char *to, const unsigned char *from,
-                           size_t bytes, bool copies)
+/* Long lanes first, then shorter ones, then words and bytes, so that short ranges do not
+ * pay for joining long lanes. `copies` is constant after inlining, so the stores vanish
+ * if it is false. */
+TARGET_INLINE uint32_t checksum_range(uint32_t start, unsigned char *to,
+                                      const unsigned char *from, size_t bytes,
+                                      bool copies)
 {
     crc_word crc = ~start;
     for (size_t s = 0; s < sizeof sizes / sizeof sizes[0]; s++) {
         const size_t step = 3 * sizes[s].bytes;
         for (; bytes >= step; bytes -= step, from += step) {
-            crc = three_lanes(crc, to, from, &sizes[s], copies);
+            crc = checksum_lanes(crc, to, from, &sizes[s], copies);
             to = copies ? to + step : NULL;
         }
     }
@@ -66,30 +70,29 @@ TARGET_INLINE uint32_t run(uint32_t start, unsigned char *to, const unsigned cha
             memcpy(to, &word, 8);
             to += 8;
         }
-        crc = take8(crc, word);
+        crc = add_word(crc, word);
     }
     for (size_t i = 0; i < bytes; i++) {
         if (copies) {
             to[i] = from[i];
         }
-        crc = take1(crc, from[i]);
+        crc = add_byte(crc, from[i]);
     }
     return ~(uint32_t)crc;
 }
 
-/* Checksum alone. */
 TARGET static uint32_t update_run(uint32_t crc, const void *data, size_t bytes)
 {
-    return run(crc, NULL, data, bytes, false);
+    return checksum_range(crc, NULL, data, bytes, false);
 }
 
-/* Loads, checksums and stores in one pass: two passes over a large run cost more than
- * the arithmetic. */
+/* One pass for load, checksum and store: two passes over a large range cost more than the
+ * arithmetic. */
 TARGET static uint32_t copy_run(uint32_t crc, void *dst, const void *src, size_t bytes,
                                 mls_store store)
 {
     (void)store;
-    return run(crc, dst, src, bytes, true);
+    return checksum_range(crc, dst, src, bytes, true);
 }
 
 #endif

@@ -1,4 +1,4 @@
-/* sketch: signs from a hash, sixty-four at a time. */
+/* ams_sketch: random signs from a hash of the index, 64 elements at a time. */
 #include "gradients/ams_sketch.h"
 
 #include "array/float_convert.h"
@@ -6,10 +6,10 @@
 #include <math.h>
 #include <string.h>
 
-/* The signs of 64 elements, one in each bit: what splitmix64 (Steele, Lea and Flood,
- * 2014) gives as output number `block`, from 0, when it starts from `seed`.  It can be
- * asked for any block, so that a part of an array needs nothing of what lies before it.
- * Products wrap, as they are meant to. */
+/* Returns the signs of 64 elements, one bit each: output number `block` (from 0) of
+ * splitmix64 (Steele, Lea and Flood, 2014) with this seed. Any block can be computed
+ * directly, so a part of an array does not need the elements before it. Products wrap
+ * intentionally. */
 static uint64_t signs_of(uint64_t seed, uint64_t block)
 {
     uint64_t z = seed + (block + 1) * 0x9e3779b97f4a7c15u;
@@ -18,10 +18,9 @@ static uint64_t signs_of(uint64_t seed, uint64_t block)
     return z ^ (z >> 31);
 }
 
-/* One element as float64; false where the dtype has no such thing: bool, complex numbers
- * and 8-bit floats.  Integers beyond 53 bits are rounded; the magnitude tells the caller
- * how much that may be. */
-static bool element(const unsigned char *at, mls_dtype dtype, double *out)
+/* Reads one element as float64; returns false for bool, complex and 8-bit float dtypes.
+ * Integers beyond 53 bits are rounded; the sketch's magnitude bounds the error. */
+static bool read_element(const unsigned char *at, mls_dtype dtype, double *out)
 {
 #define ELEMENT_CASE(id, suffix, name, file_name, item, code, decode)                    \
     case MLS_##id: {                                                                     \
@@ -40,7 +39,7 @@ static bool element(const unsigned char *at, mls_dtype dtype, double *out)
 #undef ELEMENT_CASE
 }
 
-/* Works on a copy: after an error the caller's sketch is as it was. */
+/* Works on a copy, so an error leaves the caller's sketch unchanged. */
 mls_code mls_ams_sketch_add(mls_ams_sketch *sketch, const void *data, mls_dtype dtype,
                             size_t start, size_t count, uint64_t seed, mls_status *st)
 {
@@ -50,14 +49,14 @@ mls_code mls_ams_sketch_add(mls_ams_sketch *sketch, const void *data, mls_dtype 
     uint64_t signs = 0;
     for (size_t i = start; i < start + count; i++, at += item) {
         double value = 0;
-        if (!element(at, dtype, &value)) {
+        if (!read_element(at, dtype, &value)) {
             mls_fail(st, MLS_E_DTYPE, "dtype %s cannot be verified: not a number",
                      mls_dtype_of(dtype)->name);
             mls_status_got(st, "%s", mls_dtype_of(dtype)->name);
             return MLS_E_DTYPE;
         }
-        /* blocks count from the array's first element, not from the part's: who cuts an
-         * array anywhere gives each element the same sign */
+        /* Blocks are counted from the array's first element, not the part's, so an
+         * element has the same sign however the array is divided. */
         if (i == start || i % 64 == 0) {
             signs = signs_of(seed, i / 64);
         }

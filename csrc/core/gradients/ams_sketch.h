@@ -1,10 +1,10 @@
-/* sketch: one number that stands for an array, and adds up as arrays do.
+/* ams_sketch: a number that summarises an array and is linear in it (AMS sketch).
  *
- * Each element is added with a sign that a hash of its index gives.  The sketch of a sum
- * is the sum of the sketches, but for rounding, so ranks that never see each other's
- * arrays can tell whether what one of them holds is the sum of all; elements that were
- * swapped, lost or doubled change it nearly always.  (Alon, Matias and Szegedy, "The
- * space complexity of approximating the frequency moments", 1996.)
+ * Each element is added with a sign from a hash of its index. The sketch of a sum is the
+ * sum of the sketches, up to rounding. So ranks that never see each other's arrays can
+ * check whether the result of one of them is the sum of all. Swapped, lost or doubled
+ * elements almost always change the sketch. (Alon, Matias and Szegedy, "The space
+ * complexity of approximating the frequency moments", 1996.)
  */
 #ifndef MLS_AMS_SKETCH_H
 #define MLS_AMS_SKETCH_H
@@ -13,13 +13,12 @@
 #include "base/status.h"
 
 typedef struct mls_ams_sketch {
-    double signed_sum; /* in float64; integers too */
-    double magnitude;  /* sum of the absolute values: what rounding errors are to be seen
-                          by */
+    double signed_sum; /* in float64, also for integers */
+    double magnitude;  /* sum of absolute values, the scale for rounding errors */
 } mls_ams_sketch;
 
-/* Add `count` packed, aligned elements to a sketch.  The first one has index `start`.
- * MLS_E_DTYPE: neither a float of 16 bits or more, nor an integer; nothing was added. */
+/* Adds `count` packed, aligned elements to a sketch; the first one has index `start`.
+ * MLS_E_DTYPE: neither an integer nor a float of 16 bits or more; nothing was added. */
 mls_code mls_ams_sketch_add(mls_ams_sketch *sketch, const void *data, mls_dtype dtype,
                             size_t start, size_t count, uint64_t seed, mls_status *st);
 

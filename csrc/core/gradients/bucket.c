@@ -1,7 +1,7 @@
-/* bucket: parts of many arrays in one message for each rank.
+/* bucket: parts of many arrays in one message to each rank.
  *
- * There is no table of offsets: the place of a part follows from the counts before it,
- * and all loops here visit segments in the same order.
+ * A message has no table of offsets: the offset of a part follows from the counts before
+ * it, and all loops here visit segments in the same order.
  */
 #include "gradients/bucket.h"
 
@@ -9,7 +9,8 @@
 
 #include <string.h>
 
-/* Parts of a complex64 alone would need 4 bytes of alignment. */
+/* A complex64 needs only 4 bytes of alignment for its components; 8 bytes are required
+ * here. */
 bool mls_bucket_takes(const mls_tensor *t)
 {
     const size_t item = mls_tensor_item_bytes(t);
@@ -55,7 +56,7 @@ size_t mls_segment_elements(const mls_segment *segment, size_t world)
     return total;
 }
 
-/* Bytes that a part takes in a message, padding included; false where they overflow. */
+/* Computes the bytes of a part in a message, with padding; returns false on overflow. */
 static bool padded_bytes(const mls_segment *s, size_t of, size_t *out)
 {
     size_t bytes;
@@ -68,7 +69,7 @@ static bool padded_bytes(const mls_segment *s, size_t of, size_t *out)
     return true;
 }
 
-/* Every product and sum is checked here: part_bytes and the copies below rely on it. */
+/* Checks every product and sum: part_bytes and the copies below rely on it. */
 mls_code mls_bucket_bytes(const mls_bucket *b, size_t of, size_t *out, mls_status *st)
 {
     size_t total = 0;
@@ -86,8 +87,8 @@ mls_code mls_bucket_bytes(const mls_bucket *b, size_t of, size_t *out, mls_statu
     return MLS_OK;
 }
 
-/* Bytes of one message for each other rank; `sent`: to it, else as long as this rank's.
- */
+/* Returns the total bytes of the messages to all other ranks (`sent`) or from all of
+ * them. */
 static mls_code message_bytes(const mls_bucket *b, bool sent, size_t *out, mls_status *st)
 {
     size_t total = 0;
@@ -117,7 +118,7 @@ mls_code mls_bucket_received_bytes(const mls_bucket *b, size_t *out, mls_status 
     return message_bytes(b, false, out, st);
 }
 
-/* What mls_bucket_bytes found to fit. */
+/* Must follow mls_bucket_bytes, which checked for overflow. */
 static size_t part_bytes(const mls_segment *s, size_t of)
 {
     size_t bytes = 0;
@@ -125,7 +126,7 @@ static size_t part_bytes(const mls_segment *s, size_t of)
     return bytes;
 }
 
-/* The first element of a rank's part in the array itself. */
+/* Returns the first element of a rank's part in the array. */
 static const unsigned char *part_of(const mls_segment *s, size_t of)
 {
     size_t start = 0;
@@ -135,8 +136,8 @@ static const unsigned char *part_of(const mls_segment *s, size_t of)
     return s->data + start * mls_dtype_of(s->reduction.dtype)->item_bytes;
 }
 
-/* Padding is zeroed: what lies in a message does not depend on what the memory held, and
- * no bytes of another array leave the process. */
+/* Zeroes the padding: the message does not depend on old memory contents, and no stray
+ * bytes leave the process. */
 void mls_bucket_pack(const mls_bucket *b, unsigned char *send)
 {
     for (size_t to = 0; to < b->world; to++) {
@@ -153,8 +154,8 @@ void mls_bucket_pack(const mls_bucket *b, unsigned char *send)
     }
 }
 
-/* Where the part of this rank lies that rank `of` has: in its message, `at` bytes from
- * the start, or in the array itself. */
+/* Returns rank `of`'s contribution to this rank's part of segment i: `at` bytes into its
+ * message, or in the array itself. */
 static const unsigned char *source_of(const mls_bucket *b, size_t i, size_t of,
                                       const unsigned char *received, size_t message,
                                       size_t at)
@@ -162,13 +163,14 @@ static const unsigned char *source_of(const mls_bucket *b, size_t i, size_t of,
     if (of == b->rank) {
         return part_of(&b->segments[i], b->rank);
     }
-    const size_t before = of < b->rank ? of : of - 1; /* none comes from this rank */
+    const size_t before =
+        of < b->rank ? of : of - 1; /* this rank sends itself no message */
     return received + before * message + at;
 }
 
-/* All messages for this rank have one length, since all senders have the same counts.
- * `out` may be the rank's own part of `data`: the kernels have read an element from all
- * sources before they write it. */
+/* All messages to this rank have the same length, since all senders have the same counts.
+ * `out` may be the rank's own part of `data`: the kernels read an element of all sources
+ * before they write it. */
 void mls_bucket_reduce(const mls_bucket *b, const mls_kernels *kernels,
                        const unsigned char *received, const void **sources)
 {

@@ -1,9 +1,10 @@
-/* bucket: several arrays that are reduced as one operation.
+/* bucket: several arrays that are reduced in one operation.
  *
- * Each array is divided among the ranks, and every rank wants the sum of its own part
- * over all ranks.  An engine that only moves bytes gets all parts of a rank in one
- * message: packed here in the order of the arrays, each part starting at a multiple of
- * MLS_BUCKET_ALIGN, and reduced here when all messages are there, in the order of ranks.
+ * Each array is divided among the ranks, and every rank receives the sum of its own part
+ * over all ranks. An engine that only moves bytes sends all parts for a rank in one
+ * message. This module packs the message, in the order of the arrays with each part at a
+ * multiple of MLS_BUCKET_ALIGN. After all messages have arrived, it reduces them in rank
+ * order.
  */
 #ifndef MLS_BUCKET_H
 #define MLS_BUCKET_H
@@ -14,56 +15,56 @@
 
 enum { MLS_BUCKET_ALIGN = 16 };
 
-/* One array of a bucket.  Borrows everything. */
+/* One array of a bucket. Borrows all pointers. */
 typedef struct mls_segment {
-    const unsigned char *data; /* all elements, packed, part after part */
-    const size_t *counts;      /* elements of each rank's part, the same on every rank */
-    void *out; /* the reduced part of this rank, in `reduction.out_dtype`; where the
-                * dtypes are equal it may be that part of `data` */
+    const unsigned char *data; /* all elements, packed, in rank order */
+    const size_t *counts;      /* elements of each rank's part; equal on every rank */
+    void *out; /* this rank's reduced part, in `reduction.out_dtype`; may be the rank's
+                  part of `data` if the dtypes are equal */
     mls_reduction reduction;
-    mls_norm_partial tally; /* of `out`, once it is there */
+    mls_norm_partial tally; /* of `out`, after the reduction */
 } mls_segment;
 
-/* Which segments are sent to whom: `world` ranks, of which this is `rank`. */
+/* The segments of `world` ranks, as seen by `rank`. */
 typedef struct mls_bucket {
     mls_segment *segments; /* borrowed */
     size_t count;
     size_t world, rank;
 } mls_bucket;
 
-/* Whether a bucket takes an array where it is: packed, in the machine's byte order, and
- * aligned to its items, a complex64 to 8 bytes. */
+/* Returns whether a bucket can use an array without a copy: packed, in native byte order,
+ * and aligned to min(item size, 8) bytes. */
 bool mls_bucket_takes(const mls_tensor *t);
 
-/* Check the arrays of a segment, both of which a bucket takes, against the elements of
- * each rank's part.  Pack and reduce trust these counts.  An output is memory of its own,
- * or this rank's part of `data` in the same dtype: anywhere else sums would overwrite
- * elements that were not sent yet. MLS_E_VALUE: the counts do not add up to `data`, or
- * rank's count is not that of `out`. MLS_E_OVERLAP. */
+/* Checks the arrays of a segment against the element counts of the ranks' parts; pack and
+ * reduce trust these counts. mls_bucket_takes must hold for both arrays. The output must
+ * be separate memory, or this rank's part of `data` in the same dtype: otherwise sums
+ * would overwrite elements that are not sent yet. MLS_E_VALUE: the counts do not add up
+ * to the size of `data`, or this rank's count is not the size of `out`. MLS_E_OVERLAP. */
 mls_code mls_segment_check(const mls_tensor *data, const mls_tensor *out,
                            const size_t *counts, size_t world, size_t rank,
                            mls_status *st);
 
-/* Elements of all parts of a segment that was checked. */
+/* Returns the elements of all parts of a checked segment. */
 size_t mls_segment_elements(const mls_segment *segment, size_t world);
 
-/* Bytes of the message to rank `of`: its parts of all segments.  MLS_E_SIZE: more than
- * memory has. */
+/* Computes the bytes of the message to rank `of`: its parts of all segments. MLS_E_SIZE:
+ * overflow. */
 mls_code mls_bucket_bytes(const mls_bucket *b, size_t of, size_t *out, mls_status *st);
 
-/* Bytes of the messages to all other ranks together, or from all of them: each of these
- * has the length of this rank's own message.  MLS_E_SIZE. */
+/* Compute the bytes of the messages to all other ranks, or from all of them. Each
+ * received message is as long as this rank's own part. MLS_E_SIZE: overflow. */
 mls_code mls_bucket_sent_bytes(const mls_bucket *b, size_t *out, mls_status *st);
 mls_code mls_bucket_received_bytes(const mls_bucket *b, size_t *out, mls_status *st);
 
-/* Copy the parts of all other ranks into `send`, rank after rank; nothing for this one.
- */
+/* Copies the parts of all other ranks into `send`, in rank order without this rank. */
 void mls_bucket_pack(const mls_bucket *b, unsigned char *send);
 
-/* Reduce what the other ranks packed for this one: `received` holds their messages in the
- * order of ranks, mls_bucket_bytes of this rank from each other one.  This rank's own
- * elements are read where they lie.  Sets the tallies.  `sources` has room for a pointer
- * for each rank.  Reductions were checked; `received` is aligned to MLS_BUCKET_ALIGN. */
+/* Reduces the messages that the other ranks packed for this one, and sets the norm
+ * partials. `received` holds the messages in rank order, mls_bucket_bytes of this rank
+ * from each other rank, and is aligned to MLS_BUCKET_ALIGN. This rank's own elements are
+ * read from its arrays. `sources` is scratch for `world` pointers. The reductions must
+ * have passed mls_reduce_check. */
 void mls_bucket_reduce(const mls_bucket *b, const mls_kernels *kernels,
                        const unsigned char *received, const void **sources);
 

@@ -1,8 +1,9 @@
-/* wire: elements go through in blocks, so that what is lost is known while it is warm.
+/* gradient_compression: encodes in blocks, so that the residual is computed while a block
+ * is in the cache.
  *
- * An INT8 part has the scales of all its blocks first, then the codes: one byte for each
- * element.  16-bit parts are the elements alone.  Either is padded with zeros to
- * MLS_BUCKET_ALIGN: what memory held before stays with its rank.
+ * An INT8 part holds the scales of all its blocks and then the codes, one byte for each
+ * element. A 16-bit part holds only the elements. Both are padded with zeros to
+ * MLS_BUCKET_ALIGN, so that old memory contents never leave the rank.
  */
 #include "gradients/gradient_compression.h"
 
@@ -22,13 +23,13 @@ const char *mls_gradient_compression_name(mls_gradient_compression wire)
     return names[wire];
 }
 
-/* Blocks of n elements; the last one may be short. */
+/* Returns the blocks of n elements; the last one may be short. */
 static size_t blocks_of(size_t n)
 {
     return n / MLS_GRADIENT_COMPRESSION_BLOCK + (n % MLS_GRADIENT_COMPRESSION_BLOCK != 0);
 }
 
-/* Without padding. */
+/* Bytes without padding. */
 static size_t encoded_bytes(mls_gradient_compression wire, size_t n)
 {
     return wire == MLS_GRADIENT_COMPRESSION_INT8 ? n + blocks_of(n) * sizeof(float)
@@ -47,7 +48,7 @@ bool mls_gradient_compression_from_name(mls_str name, mls_gradient_compression *
     return false;
 }
 
-/* Padded, so that what follows in a message is aligned too. */
+/* Padding keeps the next part of a message aligned. */
 size_t mls_gradient_compression_bytes(mls_gradient_compression wire, size_t n)
 {
     const size_t bytes = encoded_bytes(wire, n);
@@ -56,18 +57,19 @@ size_t mls_gradient_compression_bytes(mls_gradient_compression wire, size_t n)
 
 /* ---- one block ---- */
 
-/* Elements with what was lost of them the last time. */
-static void take(float *block, const float *src, const float *residual, size_t count)
+/* Adds the residual of the previous step to the elements. */
+static void add_residual(float *block, const float *src, const float *residual,
+                         size_t count)
 {
     for (size_t i = 0; i < count; i++) {
         block[i] = residual == NULL ? src[i] : src[i] + residual[i];
     }
 }
 
-/* Keep finite what is finite: an infinite difference could never be made good.  What is
- * above the limit stays in the residual.  An infinity becomes NaN, so that all three
- * wires tell of it alike; NaN fails every comparison and stays. */
-static void saturate(float *block, size_t count, float limit)
+/* Clamps finite values to the limit: an infinite difference could never be compensated.
+ * The excess stays in the residual. Infinities become NaN, so that all three formats
+ * report them alike; a NaN fails every comparison and is kept. */
+static void clamp_values(float *block, size_t count, float limit)
 {
     for (size_t i = 0; i < count; i++) {
         const float value = block[i];
@@ -78,26 +80,26 @@ static void saturate(float *block, size_t count, float limit)
     }
 }
 
-/* Codes of a block, and their scale, which is NaN where an element is not finite: the
- * whole block then arrives as NaN, its finite elements too. */
-static float quantize(const float *block, signed char *codes, size_t count)
+/* Writes the codes of a block and returns its scale. The scale is NaN if any element is
+ * not finite; the whole block then decodes as NaN, including its finite elements. */
+static float quantize_block(const float *block, signed char *codes, size_t count)
 {
-    /* 1.5 * 2^23: floats of this size are one apart, so that adding it rounds to the
-     * nearest integer, ties to even, and taking it off again is exact.  The compiler may
-     * not join the product before it into one rounding: see -ffp-contract. */
+    /* 1.5 * 2^23: floats of this size are 1 apart, so adding it rounds to the nearest
+     * integer, ties to even, and subtracting it again is exact. The compiler must not
+     * fuse the product with the addition: see -ffp-contract. */
     const float shift = 12582912.0f;
     float largest = 0, spoiled = 0;
     for (size_t i = 0; i < count; i++) {
         const float size = fabsf(block[i]);
         largest = size > largest ? size : largest;
-        spoiled += block[i] * 0.0f; /* NaN for NaN and for infinity, else 0 */
+        spoiled += block[i] * 0.0f; /* NaN if the element is NaN or infinite, else 0 */
     }
     if (!(spoiled == 0)) {
-        memset(codes, 1, count); /* any code would do: times NaN it is NaN */
+        memset(codes, 1, count); /* any code: times NaN it is NaN */
         return NAN;
     }
     const float scale = largest / 127.0f;
-    /* the inverse of a subnormal scale may be infinite: such elements are as good as 0 */
+    /* the inverse of a subnormal scale may be infinite: treat such elements as 0 */
     const float inverse = largest < 1e-36f ? 0.0f : 127.0f / largest;
     for (size_t i = 0; i < count; i++) {
         codes[i] = (signed char)((block[i] * inverse + shift) - shift);
@@ -105,18 +107,19 @@ static float quantize(const float *block, signed char *codes, size_t count)
     return inverse == 0 ? 0.0f : scale;
 }
 
-/* The other way.  Codes and scales come from another rank: any byte is a valid code. */
-static void dequantize(const signed char *codes, float scale, float *block, size_t count)
+/* Codes and scales come from another rank: every byte is a valid code. */
+static void dequantize_block(const signed char *codes, float scale, float *block,
+                             size_t count)
 {
     for (size_t i = 0; i < count; i++) {
         block[i] = (float)codes[i] * scale;
     }
 }
 
-/* What was meant, less what arrives; nothing where either is not finite: a residual that
- * is NaN would spoil every step to come, and this one is lost in any case. */
-static void keep_lost(float *residual, const float *meant, const float *arrives,
-                      size_t count)
+/* Stores the difference between intended and decoded values. Stores 0 if either is not
+ * finite: a NaN residual would spoil every later step, and this step is lost anyway. */
+static void store_residual(float *residual, const float *meant, const float *arrives,
+                           size_t count)
 {
     for (size_t i = 0; i < count; i++) {
         const float lost = meant[i] - arrives[i];
@@ -126,22 +129,22 @@ static void keep_lost(float *residual, const float *meant, const float *arrives,
 
 /* ---- arrays ---- */
 
-/* The dtype that a 16-bit wire is made of; not asked for INT8. */
-static mls_dtype half_of(mls_gradient_compression wire)
+/* Returns the dtype of a 16-bit format; not valid for INT8. */
+static mls_dtype dtype_of_format(mls_gradient_compression wire)
 {
     return wire == MLS_GRADIENT_COMPRESSION_F16 ? MLS_F16 : MLS_BF16;
 }
 
-/* `n` tells where the codes begin: behind the scales of all blocks, of which a caller may
- * want only some. */
+/* `n` determines where the codes begin, after the scales of all blocks, even if the
+ * caller decodes only some of them. */
 void mls_gradient_compression_decode(const mls_kernels *kernels,
                                      mls_gradient_compression wire,
                                      const unsigned char *src, size_t n, size_t start,
                                      size_t count, float *dst)
 {
     if (wire != MLS_GRADIENT_COMPRESSION_INT8) {
-        kernels->convert[half_of(wire)][MLS_F32](dst, src + 2 * start, count,
-                                                 MLS_STORE_PLAIN);
+        kernels->convert[dtype_of_format(wire)][MLS_F32](dst, src + 2 * start, count,
+                                                         MLS_STORE_PLAIN);
         return;
     }
     const signed char *codes = (const signed char *)src + blocks_of(n) * sizeof(float);
@@ -152,12 +155,12 @@ void mls_gradient_compression_decode(const mls_kernels *kernels,
                                 : MLS_GRADIENT_COMPRESSION_BLOCK;
         memcpy(&scale, src + (start + i) / MLS_GRADIENT_COMPRESSION_BLOCK * sizeof scale,
                sizeof scale);
-        dequantize(codes + start + i, scale, dst + i, left);
+        dequantize_block(codes + start + i, scale, dst + i, left);
     }
 }
 
-/* The three blocks take 3 KiB of the stack.  What arrives is found by decoding what was
- * just written, so that the residual is what was lost, whatever the kernels do. */
+/* The three blocks take 3 KiB of stack. The residual is computed from the decoded output,
+ * so it is exact whatever the kernels do. */
 void mls_gradient_compression_encode(const mls_kernels *kernels,
                                      mls_gradient_compression wire, const float *src,
                                      float *residual, unsigned char *dst, size_t n)
@@ -170,23 +173,24 @@ void mls_gradient_compression_encode(const mls_kernels *kernels,
         const size_t left = n - start < MLS_GRADIENT_COMPRESSION_BLOCK
                                 ? n - start
                                 : MLS_GRADIENT_COMPRESSION_BLOCK;
-        take(meant, src + start, residual == NULL ? NULL : residual + start, left);
+        add_residual(meant, src + start, residual == NULL ? NULL : residual + start,
+                     left);
         if (wire == MLS_GRADIENT_COMPRESSION_INT8) {
             signed char *codes = (signed char *)dst + blocks_of(n) * sizeof(float);
-            const float scale = quantize(meant, codes + start, left);
+            const float scale = quantize_block(meant, codes + start, left);
             memcpy(dst + start / MLS_GRADIENT_COMPRESSION_BLOCK * sizeof scale, &scale,
                    sizeof scale);
         } else {
-            /* a copy: the residual is measured against what was meant */
+            /* a copy: the residual is measured against the unclamped values */
             memcpy(saturated, meant, left * sizeof *meant);
-            saturate(saturated, left,
-                     wire == MLS_GRADIENT_COMPRESSION_F16 ? F16_MAX : BF16_MAX);
-            kernels->convert[MLS_F32][half_of(wire)](dst + 2 * start, saturated, left,
-                                                     MLS_STORE_PLAIN);
+            clamp_values(saturated, left,
+                         wire == MLS_GRADIENT_COMPRESSION_F16 ? F16_MAX : BF16_MAX);
+            kernels->convert[MLS_F32][dtype_of_format(wire)](dst + 2 * start, saturated,
+                                                             left, MLS_STORE_PLAIN);
         }
         if (residual != NULL) {
             mls_gradient_compression_decode(kernels, wire, dst, n, start, left, arrives);
-            keep_lost(residual + start, meant, arrives, left);
+            store_residual(residual + start, meant, arrives, left);
         }
     }
 }
@@ -204,7 +208,7 @@ mls_code mls_gradient_compression_check(const mls_bucket *b, mls_status *st)
     return MLS_OK;
 }
 
-/* Every rank has the same counts, so that sender and receiver find the same number. */
+/* All ranks have equal counts, so sender and receiver compute the same size. */
 size_t mls_gradient_compression_bucket_bytes(const mls_bucket *b,
                                              mls_gradient_compression wire, size_t of)
 {
@@ -215,7 +219,7 @@ size_t mls_gradient_compression_bucket_bytes(const mls_bucket *b,
     return total;
 }
 
-/* No more than the arrays have in memory, so the sum cannot overflow. */
+/* The messages are smaller than the arrays in memory, so the sum cannot overflow. */
 size_t mls_gradient_compression_sent_bytes(const mls_bucket *b,
                                            mls_gradient_compression wire)
 {
@@ -227,7 +231,9 @@ size_t mls_gradient_compression_sent_bytes(const mls_bucket *b,
     return total;
 }
 
-/* Rank after rank, and within a message segment after segment, as add_up reads them. */
+/* Messages in rank order, and segments in order within a message, as sum_segment reads
+ * them.
+ */
 void mls_gradient_compression_pack(const mls_bucket *b, const mls_kernels *kernels,
                                    mls_gradient_compression wire, float *const *residuals,
                                    unsigned char *send, unsigned char *own)
@@ -249,14 +255,14 @@ void mls_gradient_compression_pack(const mls_bucket *b, const mls_kernels *kerne
     }
 }
 
-/* Add up what all ranks sent of one segment, `at` bytes into their messages, each of
- * `message` bytes.  All ranks of a block come before the next block: it stays in the
- * innermost cache.  `out` may be this rank's part of the array, which is not read any
- * more: `own` has it as the others would have seen it. */
-static void add_up(const mls_bucket *b, const mls_kernels *kernels,
-                   mls_gradient_compression wire, const unsigned char *own,
-                   const unsigned char *received, size_t message, size_t at,
-                   const mls_segment *s)
+/* Sums one segment over all ranks. The segment begins `at` bytes into each message of
+ * `message` bytes. All ranks of a block come before the next block, so that the block
+ * stays in the L1 cache. `out` may be this rank's part of the array, which is not read
+ * any more: `own` holds it as the other ranks would decode it. */
+static void sum_segment(const mls_bucket *b, const mls_kernels *kernels,
+                        mls_gradient_compression wire, const unsigned char *own,
+                        const unsigned char *received, size_t message, size_t at,
+                        const mls_segment *s)
 {
     float block[MLS_GRADIENT_COMPRESSION_BLOCK];
     float *out = s->out;
@@ -266,11 +272,11 @@ static void add_up(const mls_bucket *b, const mls_kernels *kernels,
                                 ? n - start
                                 : MLS_GRADIENT_COMPRESSION_BLOCK;
         for (size_t of = 0; of < b->world; of++) {
-            /* this rank sends itself nothing: later messages lie one place earlier */
+            /* no message from this rank: skip it */
             const size_t before = of < b->rank ? of : of - 1;
             const unsigned char *from =
                 of == b->rank ? own + at : received + before * message + at;
-            /* rank 0 begins the sum, so that no zero is added and -0 stays what it is */
+            /* rank 0 initialises the sum: adding to zero would turn -0 into +0 */
             mls_gradient_compression_decode(kernels, wire, from, n, start, left,
                                             of == 0 ? out + start : block);
             for (size_t i = 0; of > 0 && i < left; i++) {
@@ -280,8 +286,7 @@ static void add_up(const mls_bucket *b, const mls_kernels *kernels,
     }
 }
 
-/* Decoded sums lie in the output already, so the reduction that follows has one source.
- */
+/* The output already holds the decoded sum, so the reduction has one source. */
 void mls_gradient_compression_reduce(const mls_bucket *b, const mls_kernels *kernels,
                                      mls_gradient_compression wire,
                                      const unsigned char *own,
@@ -293,8 +298,8 @@ void mls_gradient_compression_reduce(const mls_bucket *b, const mls_kernels *ker
         mls_segment *s = &b->segments[i];
         const void *sum = s->out;
         s->tally = (mls_norm_partial){0};
-        add_up(b, kernels, wire, own, received, message, at, s);
-        /* one source, in place: what is left to do is to divide and to tally */
+        sum_segment(b, kernels, wire, own, received, message, at, s);
+        /* one source, in place: only the division and the norm partial remain */
         mls_reduce_run(kernels, &s->reduction, &sum, 1, s->out, s->counts[b->rank],
                        mls_cached(), &s->tally);
         at += mls_gradient_compression_bytes(wire, s->counts[b->rank]);

@@ -1,11 +1,12 @@
-/* Reading goes through descriptors that were examined after they were opened.  Replacing
- * goes: resolve links, hold the folder open, write a temporary in it, sync, rename, sync
- * the folder.  Of every call that can fail, the test suite makes it fail.
+/* file: reading and atomic replacement.
  *
- * What the steps of a commit are for, by what is found after a power failure when one is
- * left out: without the first sync, the new name with none or some of its bytes; without
- * the rename, half of each file; without the last sync, the old file after success was
- * reported.
+ * Files are examined after they are opened. Replacing a file takes these steps: resolve
+ * links, keep the folder open, write a temporary in it, sync, rename, sync the folder.
+ * The test suite makes every call fail that can fail.
+ *
+ * Each step of a commit prevents one state after a power failure. Without the first sync:
+ * the new name with some or none of its bytes. Without the rename: a mix of both files.
+ * Without the last sync: the old file although success was reported.
  */
 #if !defined(_WIN32)
 
@@ -27,13 +28,12 @@
 #        include <sys/random.h>
 #    endif
 
-/* How files are opened for reading.  O_NONBLOCK: opening a FIFO that nobody writes to
- * must not wait. */
+/* Flags for reading. O_NONBLOCK: opening a FIFO without a writer must not wait. */
 enum { READ_FLAGS = O_RDONLY | O_CLOEXEC | O_NONBLOCK };
 
-/* Look at what was opened rather than at the path: between two calls the path could
- * come to mean another file.  `opened` is below 0 where opening failed with `reason`.
- * Takes `opened`: it becomes `*fd`, or is closed. */
+/* Examine the opened file instead of the path, which could name another file by now.
+ * `opened` is negative if opening failed with `reason`. Takes `opened`: it becomes `*fd`
+ * or is closed. */
 static mls_code examine_opened(int opened, int reason, int *fd, uint64_t *length,
                                mls_status *st)
 {
@@ -57,14 +57,14 @@ static mls_code examine_opened(int opened, int reason, int *fd, uint64_t *length
     return st->code;
 }
 
-/* Links are followed: the path is the user's own. */
+/* Follows links: the path is the user's own. */
 mls_code mls_file_open(const char *path, int *fd, uint64_t *length, mls_status *st)
 {
     const int opened = open(path, READ_FLAGS);
     return examine_opened(opened, errno, fd, length, st);
 }
 
-/* Links are not followed: what lies in the folder may be anybody's, and a link would lead
+/* Does not follow links: the folder may contain files of others, and a link could point
  * out of it. */
 mls_code mls_file_open_at(int folder, const char *path, int *fd, uint64_t *length,
                           mls_status *st)
@@ -78,8 +78,8 @@ mls_code mls_file_open_at(int folder, const char *path, int *fd, uint64_t *lengt
     return examine_opened(opened, errno, fd, length, st);
 }
 
-/* What is found when the file is opened later counts; this only spares work, and memory
- * for what cannot be in the file. */
+/* Only saves work and memory for a file that cannot be right. The result is not binding:
+ * the file is examined again when it is opened. */
 mls_code mls_file_expect(int folder, const char *path, uint64_t bytes, mls_status *st)
 {
     struct stat info;
@@ -100,13 +100,13 @@ mls_code mls_file_expect(int folder, const char *path, uint64_t bytes, mls_statu
     return MLS_E_FORMAT;
 }
 
-/* pread leaves the descriptor's own position alone, so threads may share one. */
+/* pread does not use the descriptor's position, so threads may share a descriptor. */
 mls_code mls_file_read_at(int fd, void *data, size_t bytes, uint64_t offset,
                           mls_status *st)
 {
     unsigned char *to = data;
     while (bytes > 0) {
-        /* one call moves at most 2 GiB on Linux, and fails above that on macOS */
+        /* one call transfers at most 2 GiB on Linux and fails above that on macOS */
         const size_t step = bytes < MLS_FILE_STEP ? bytes : MLS_FILE_STEP;
         const ssize_t got = pread(fd, to, step, (off_t)offset);
         if (got < 0 && errno == EINTR) {
@@ -129,8 +129,8 @@ mls_code mls_file_read_at(int fd, void *data, size_t bytes, uint64_t offset,
     return MLS_OK;
 }
 
-/* A write of nothing counts as an error: some file systems answer so when they are
- * full, and trying again would never end. */
+/* A write of 0 bytes is an error: some file systems return 0 when they are full, and
+ * retrying would never end. */
 mls_code mls_file_write_at(int fd, const void *data, size_t bytes, uint64_t offset,
                            mls_status *st)
 {
@@ -153,8 +153,7 @@ mls_code mls_file_write_at(int fd, const void *data, size_t bytes, uint64_t offs
     return MLS_OK;
 }
 
-/* fsync, and on macOS the stronger form that empties the drive's own cache, where the
- * file system has it. */
+/* On macOS F_FULLFSYNC also flushes the drive's cache, if the file system supports it. */
 int mls_file_sync(int fd)
 {
     int result;
@@ -169,16 +168,16 @@ int mls_file_sync(int fd)
     return result == 0 ? 0 : errno;
 }
 
-/* EINVAL: a file system whose folders cannot be synced at all. */
+/* EINVAL and ENOTSUP: the file system cannot sync folders. */
 int mls_folder_sync(int fd)
 {
     const int reason = mls_file_sync(fd);
     return reason == EINVAL || reason == ENOTSUP ? 0 : reason;
 }
 
-/* The length is asked for first and believed only as a bound: a file that grows or
- * shrinks meanwhile is being written by somebody else, and what was read of it may be
- * two versions mixed.  One byte behind the end is asked for to see the file grow. */
+/* The length serves as a bound only. A file that grows or shrinks is being written by
+ * another process, and the content read may mix two versions. One more byte is read to
+ * detect growth. */
 mls_code mls_file_read(const char *path, size_t limit, unsigned char **data,
                        size_t *length, mls_status *st)
 {
@@ -218,13 +217,12 @@ done:
     return MLS_OK;
 }
 
-/* ---- mappings: for those who want to read a part of a large file, or to share it ----
- */
+/* ---- mappings: to read a part of a large file, or to share its pages ---- */
 
-/* Private, so that a write by someone who does not know that he must not (torch has no
- * read-only tensors) changes a copy of that page, and neither the file nor the life of
- * the process.  Until then the pages are those of the system's cache, and reserve
- * nothing. Where such a mapping is refused, a read-only one does for all who read. */
+/* A private mapping, so that a write (torch has no read-only tensors) changes a copy of
+ * the page, neither the file nor the process's fate. Unwritten pages belong to the
+ * system's cache and reserve no memory. If the system refuses such a mapping, a read-only
+ * one is used. */
 static void *map_private(size_t length, int fd)
 {
     void *data =
@@ -232,7 +230,7 @@ static void *map_private(size_t length, int fd)
     return data != MAP_FAILED ? data : mmap(NULL, length, PROT_READ, MAP_SHARED, fd, 0);
 }
 
-/* No bytes are no mapping: mmap refuses a length of 0. */
+/* An empty file has no mapping, because mmap refuses a length of 0. */
 mls_code mls_mapping_init(mls_mapping *out, int fd, uint64_t bytes, mls_status *st)
 {
     size_t length;
@@ -251,11 +249,12 @@ mls_code mls_mapping_init(mls_mapping *out, int fd, uint64_t bytes, mls_status *
     return MLS_OK;
 }
 
-/* Arrays over the mapping must be gone: touching one after this ends the process. */
+/* No array over the mapping may exist any more: accessing one afterwards crashes the
+ * process. */
 void mls_mapping_fini(mls_mapping *mapping)
 {
     if (mapping->data != NULL) {
-        /* the system takes addresses without const */
+        /* munmap takes a pointer without const */
         (void)munmap((void *)(uintptr_t)mapping->data, mapping->bytes);
     }
     *mapping = (mls_mapping){0};
@@ -264,19 +263,19 @@ void mls_mapping_fini(mls_mapping *mapping)
 /* ---- the target: folder and name, links resolved ----
  *
  * A link is followed because a program that opens the path for writing would follow it:
- * people put links where large files must lie on another disk.
- */
+ * users create links to keep large files on another disk. */
 
 enum {
-    MAX_LINKS = 40,        /* as many as Linux follows */
-    NAME_TRIES = 16,       /* a random name that exists is a bug or an attack */
-    START_STEP = 8 << 20,  /* how much is written before it is sent to the disk */
-    PERMISSION_BITS = 0777 /* what chmod sets, without set-user-id and the like */
+    MAX_LINKS = 40,       /* the limit of Linux */
+    NAME_TRIES = 16,      /* a random name that exists is a bug or an attack */
+    START_STEP = 8 << 20, /* bytes written before their writeback starts */
+    PERMISSION_BITS =
+        0777 /* permission bits without set-user-id, set-group-id and sticky bit */
 };
 
-/* `folder_length` bytes of `folder`, then `name`, as a fresh string; NULL without
- * memory. */
-static char *join(const char *folder, size_t folder_length, const char *name)
+/* Return `folder_length` bytes of `folder` followed by `name` as a new string, or NULL if
+ * memory runs out. */
+static char *join_path(const char *folder, size_t folder_length, const char *name)
 {
     const size_t name_length = strlen(name);
     size_t bytes;
@@ -289,34 +288,35 @@ static char *join(const char *folder, size_t folder_length, const char *name)
     return path;
 }
 
-/* Length of a path's folder with its last slash; 0 where there is none. */
+/* Return the length of a path's folder with its last slash, or 0 without a slash. */
 static size_t folder_length(const char *path)
 {
     const char *slash = strrchr(path, '/');
     return slash == NULL ? 0 : (size_t)(slash - path) + 1;
 }
 
-/* What the link `path` points to, as a path: relative to the link's own folder where it
- * is relative.  MLS_OK with NULL where it is no link. */
+/* Return the target of the link `path` as a path; a relative target is relative to the
+ * link's own folder. Returns MLS_OK with NULL if `path` is not a link. */
 static mls_code read_link(const char *path, char **out, mls_status *st)
 {
     char target[PATH_MAX];
     const ssize_t length = readlink(path, target, sizeof target - 1);
     *out = NULL;
     if (length < 0) {
-        /* no link, or nothing there: whoever opens it finds out what is wrong */
+        /* not a link, or missing: opening it later reports the error */
         return MLS_OK;
     }
     target[length] = '\0';
-    *out = join(path, target[0] == '/' ? 0 : folder_length(path), target);
+    *out = join_path(path, target[0] == '/' ? 0 : folder_length(path), target);
     return *out != NULL ? MLS_OK : mls_fail(st, MLS_E_MEMORY, "no memory for a path");
 }
 
-/* A copy of `path` with the links at its end followed, dangling ones too, as opening it
- * for writing would.  Links among the folders are left to the system.  Gives. */
-static mls_code resolve(const char *path, char **out, mls_status *st)
+/* Copy `path` with the links at its end followed, as opening it for writing would;
+ * dangling links too. The system follows links among the folders. The caller frees
+ * `*out`. */
+static mls_code resolve_links(const char *path, char **out, mls_status *st)
 {
-    char *here = join(path, 0, path);
+    char *here = join_path(path, 0, path);
     if (here == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for a path");
     }
@@ -337,12 +337,12 @@ static mls_code resolve(const char *path, char **out, mls_status *st)
     return mls_fail_os(st, ELOOP, "cannot write the file");
 }
 
-/* The folder is held open from here on: the temporary, the rename and the sync all
- * happen in this very folder, even if somebody moves it meanwhile. */
+/* The folder stays open from here on, so the temporary, the rename and the sync use the
+ * same folder even if another process moves it. */
 static mls_code open_folder(const char *path, int *out, mls_status *st)
 {
     const size_t length = folder_length(path);
-    char *folder = length == 0 ? join(".", 1, "") : join(path, length, "");
+    char *folder = length == 0 ? join_path(".", 1, "") : join_path(path, length, "");
     if (folder == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for a path");
     }
@@ -352,9 +352,8 @@ static mls_code open_folder(const char *path, int *out, mls_status *st)
     return *out >= 0 ? MLS_OK : mls_fail_os(st, reason, "cannot open the file's folder");
 }
 
-/* Examine what is to be replaced.  `*exists` says whether there is anything.  Renaming
- * would replace a file that may not be written as well, but write protection is how
- * people protect a file. */
+/* Examine the file to be replaced; `*exists` tells whether it exists. Renaming would also
+ * replace a file without write permission, but users rely on that protection. */
 static mls_code examine_target(const mls_atomic_file *file, struct stat *info,
                                bool *exists, mls_status *st)
 {
@@ -382,16 +381,16 @@ static mls_code examine_target(const mls_atomic_file *file, struct stat *info,
 
 /* ---- the temporary ---- */
 
-/* A random name nobody can lay a trap under beforehand, and O_EXCL for the case that
- * somebody guesses it all the same.  The mode of a file that is replaced follows
- * (take_after). */
+/* A random name prevents an attack with a prepared file; O_EXCL covers a guessed name.
+ * The mode of a replaced file is set afterwards (copy_owner_and_mode). */
 static mls_code open_temporary(mls_atomic_file *file, unsigned mode, mls_status *st)
 {
     for (int tries = 0; tries < NAME_TRIES; tries++) {
         uint64_t random;
         if (getentropy(&random, sizeof random) != 0) {
             const int failed = errno;
-            file->temporary[0] = '\0'; /* that of the last try is somebody else's file */
+            file->temporary[0] =
+                '\0'; /* the name of the last try belongs to another process's file */
             return mls_fail_os(st, failed, "cannot get random bytes");
         }
         snprintf(file->temporary, sizeof file->temporary, ".mlstate-%016llx.tmp",
@@ -411,9 +410,9 @@ static mls_code open_temporary(mls_atomic_file *file, unsigned mode, mls_status 
     return mls_fail_os(st, reason, "cannot create a temporary file beside the target");
 }
 
-/* Give the temporary the owner and permissions of the file that it will replace.  Only
- * root may give files away: others keep what they can. */
-static mls_code take_after(int fd, const struct stat *old, mls_status *st)
+/* Give the temporary the owner and permissions of the file that it replaces. Only root
+ * may change the owner; other users keep what they can. */
+static mls_code copy_owner_and_mode(int fd, const struct stat *old, mls_status *st)
 {
     struct stat now;
     if (fstat(fd, &now) == 0 &&
@@ -427,8 +426,8 @@ static mls_code take_after(int fd, const struct stat *old, mls_status *st)
     return MLS_OK;
 }
 
-/* Everything that can be refused is refused here, before any byte is written.  `file` is
- * one that can be aborted at every step, which is what a failure does with it. */
+/* All refusals happen here, before any byte is written. `file` can be aborted at every
+ * step, and a failure does so. */
 mls_code mls_atomic_begin(const char *path, unsigned mode, mls_atomic_file *out,
                           mls_status *st)
 {
@@ -436,7 +435,7 @@ mls_code mls_atomic_begin(const char *path, unsigned mode, mls_atomic_file *out,
     struct stat old;
     bool exists = false;
     char *resolved = NULL;
-    mls_code code = resolve(path, &resolved, st);
+    mls_code code = resolve_links(path, &resolved, st);
     if (code != MLS_OK) {
         goto done;
     }
@@ -444,7 +443,7 @@ mls_code mls_atomic_begin(const char *path, unsigned mode, mls_atomic_file *out,
     if (code != MLS_OK) {
         goto done;
     }
-    file.name = join(resolved, 0, resolved + folder_length(resolved));
+    file.name = join_path(resolved, 0, resolved + folder_length(resolved));
     if (file.name == NULL) {
         code = mls_fail(st, MLS_E_MEMORY, "no memory for a path");
         goto done;
@@ -454,7 +453,7 @@ mls_code mls_atomic_begin(const char *path, unsigned mode, mls_atomic_file *out,
         code = open_temporary(&file, mode, st);
     }
     if (code == MLS_OK && exists) {
-        code = take_after(file.fd, &old, st);
+        code = copy_owner_and_mode(file.fd, &old, st);
     }
 done:
     mls_free(resolved);
@@ -466,8 +465,8 @@ done:
     return code;
 }
 
-/* Send what was written so far on its way to the disk, so that the final sync finds
- * little left to do.  Only a hint. */
+/* Start writing the new bytes to the disk, so that the final sync has little left to do.
+ * Only a hint. */
 static void start_writeback(mls_atomic_file *file, uint64_t end)
 {
 #    if defined(__linux__)
@@ -481,8 +480,8 @@ static void start_writeback(mls_atomic_file *file, uint64_t end)
 #    endif
 }
 
-/* To the temporary: whoever opens the target meanwhile sees the old file.  After a
- * failure the temporary has any part of the bytes, and is only good for an abort. */
+/* Writes to the temporary: other processes still see the old file. After a failure the
+ * temporary holds an unknown part of the bytes and can only be aborted. */
 mls_code mls_atomic_write(mls_atomic_file *file, const void *data, size_t bytes,
                           uint64_t offset, mls_status *st)
 {
@@ -495,12 +494,11 @@ mls_code mls_atomic_write(mls_atomic_file *file, const void *data, size_t bytes,
 
 /* ---- commit ----
  *
- * Up to the rename every failure is undone by removing the temporary.  After it nothing
- * can be undone, and nothing needs to be: the new file is whole.
- */
+ * A failure up to the rename is undone by removing the temporary. After the rename the
+ * new file is complete, so nothing needs to be undone. */
 
-/* Close descriptors and free the name, leaving the temporary where it is. */
-static void release(mls_atomic_file *file)
+/* Close descriptors and free the name; the temporary stays. */
+static void release_file(mls_atomic_file *file)
 {
     if (file->fd >= 0) {
         (void)close(file->fd);
@@ -512,19 +510,19 @@ static void release(mls_atomic_file *file)
     *file = (mls_atomic_file){.fd = -1, .folder = -1};
 }
 
-/* Also the way out of every failure, so that no path leaves a temporary behind.  Removing
- * it may fail too; then there is nothing left to try, and the first error is told. */
+/* Every failure ends here, so no temporary is left behind. If removing it fails too, the
+ * first error is reported. */
 void mls_atomic_abort(mls_atomic_file *file)
 {
     if (file->temporary[0] != '\0') {
         (void)unlinkat(file->folder, file->temporary, 0);
     }
-    release(file);
+    release_file(file);
 }
 
-/* The order is what makes it safe: the bytes reach the disk before the name points to
- * them, and the name reaches the disk before success is reported.  A close that was
- * interrupted has closed the file all the same, so it counts as done. */
+/* The order makes the commit safe: the bytes are on the disk before the name refers to
+ * them, and the name is on the disk before success is reported. An interrupted close has
+ * closed the file, so it counts as done. */
 mls_code mls_atomic_commit(mls_atomic_file *file, mls_status *st)
 {
     int reason = mls_file_sync(file->fd);
@@ -543,7 +541,7 @@ mls_code mls_atomic_commit(mls_atomic_file *file, mls_status *st)
         goto failed;
     }
     reason = mls_folder_sync(file->folder);
-    release(file);
+    release_file(file);
     if (reason != 0) {
         return mls_fail_os(st, reason,
                            "the file is replaced, but its new name may not survive a "

@@ -1,8 +1,8 @@
-/* seal: the checksum of a text, in the text.
+/* json_checksum: the checksum of a text, stored in the text.
  *
- * The digits have their place at the start, so neither side has to look for them, and
- * nothing of the text is believed before it was compared.  Writer and reader compute over
- * the same bytes: a start with zeros for digits, then the text behind it as it is.
+ * The digits have a fixed position at the start, so they are found without parsing, and
+ * the text is verified before it is parsed. Writer and reader compute over the same
+ * bytes: the start with zeros for digits, then the rest of the text.
  */
 #include "io/json_checksum.h"
 
@@ -10,11 +10,10 @@
 
 #include <string.h>
 
-/* Where the digits start: the closing quote is the last character of the start. */
+/* Position of the digits; the start ends with their closing quote. */
 enum { DIGITS_AT = sizeof MLS_JSON_CHECKSUM_START - 1 - 1 - MLS_CRC_DIGITS };
 
-/* The highest digit first, always all eight: whoever leaves room for them knows how much.
- */
+/* The highest digit first, always eight digits. */
 void mls_crc_to_digits(uint32_t crc, char *digits)
 {
     static const char hexadecimal[] = "0123456789abcdef";
@@ -23,12 +22,12 @@ void mls_crc_to_digits(uint32_t crc, char *digits)
     }
 }
 
-/* Exactly what mls_crc_to_digits writes.  Capitals are refused, so that a flipped bit
- * that makes one of a small letter is noticed.
+/* Accepts exactly the output of mls_crc_to_digits. Capitals are refused, so that a
+ * flipped bit that turns a small letter into a capital is noticed.
  *
- * All eight at once, since an index has one for each shard: a sum lifts the top bit of
- * each byte that is at least some character, and no sum of a byte of ASCII and less than
- * 0x80 reaches the byte above. */
+ * All eight digits are tested at once, since an index has a checksum for each shard. Each
+ * sum sets the top bit of every byte that is at least a given character. ASCII bytes plus
+ * less than 0x80 never carry into the next byte. */
 bool mls_crc_from_digits(const char *digits, uint32_t *out)
 {
     const uint64_t ones = 0x0101010101010101U, tops = ones * 0x80U;
@@ -40,7 +39,8 @@ bool mls_crc_from_digits(const char *digits, uint32_t *out)
     if ((x & tops) != 0 || ((digit | letter) & tops) != tops) {
         return false;
     }
-    /* letters alone have the bit of 0x40, and 'a' ends in 1; the first is the lowest */
+    /* only letters have bit 0x40, and 'a' ends in 1; the first digit is the lowest byte
+     */
     uint64_t value = (x & ones * 0x0FU) + (x >> 6 & ones) * 9;
     value = (value << 4 | value >> 8) & 0x00FF00FF00FF00FFU;
     value = (value << 8 | value >> 16) & 0x0000FFFF0000FFFFU;
@@ -48,24 +48,25 @@ bool mls_crc_from_digits(const char *digits, uint32_t *out)
     return true;
 }
 
-/* Of a text whose start is MLS_JSON_CHECKSUM_START but for the digits. */
-static uint32_t checksum(const char *text, size_t length, const mls_crc_kernels *crc)
+/* Return the checksum of a text that starts with MLS_JSON_CHECKSUM_START and any digits.
+ */
+static uint32_t checksum_text(const char *text, size_t length, const mls_crc_kernels *crc)
 {
     const size_t start = sizeof MLS_JSON_CHECKSUM_START - 1;
     const uint32_t first = crc->update(0, MLS_JSON_CHECKSUM_START, start);
     return crc->update(first, text + start, length - start);
 }
 
-/* The digits are not part of what is summed: the constant start stands in for them. */
+/* The digits are not part of the sum; the constant start replaces them. */
 uint32_t mls_json_checksum_set(char *text, size_t length, const mls_crc_kernels *crc)
 {
-    const uint32_t found = checksum(text, length, crc);
+    const uint32_t found = checksum_text(text, length, crc);
     mls_crc_to_digits(found, text + DIGITS_AT);
     return found;
 }
 
-/* A byte of the start that changed is not a sealed text any more, which says the same.
- * It has to be compared: the checksum is computed over what the start should be. */
+/* The start must be compared, because the checksum is computed over the expected start. A
+ * changed byte in the start is reported as a missing checksum. */
 mls_code mls_json_checksum_check(const char *text, size_t length,
                                  const mls_crc_kernels *crc, mls_status *st)
 {
@@ -78,7 +79,7 @@ mls_code mls_json_checksum_check(const char *text, size_t length,
         mls_status_expected(st, "{\"checksum\":\"xxxxxxxx\"");
         return MLS_E_FORMAT;
     }
-    const uint32_t found = checksum(text, length, crc);
+    const uint32_t found = checksum_text(text, length, crc);
     if (found == expected) {
         return MLS_OK;
     }

@@ -1,9 +1,9 @@
-/* seal: JSON texts that carry a checksum of themselves.
+/* json_checksum: JSON texts that contain their own checksum.
  *
- * The text starts with {"checksum":"xxxxxxxx" and goes on with a comma or its closing
- * brace.  The eight lower-case hexadecimal digits are the CRC32C of the whole text with
- * those digits as '0': so the text stays JSON for everyone, and every flipped bit of it,
- * spaces included, is found before it is parsed.
+ * The text starts with {"checksum":"xxxxxxxx" followed by a comma or the closing brace.
+ * The eight lower-case hexadecimal digits are the CRC32C of the whole text with '0' for
+ * these digits. The text is valid JSON for every reader, and any changed bit, in spaces
+ * too, is detected before the text is parsed.
  */
 #ifndef MLS_JSON_CHECKSUM_H
 #define MLS_JSON_CHECKSUM_H
@@ -15,20 +15,19 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* What a sealed text starts with, before its checksum is known. */
+/* Start of such a text, before its checksum is known. */
 #define MLS_JSON_CHECKSUM_START "{\"checksum\":\"00000000\""
 
-/* Fill in the checksum of a text that starts with MLS_JSON_CHECKSUM_START.  Returns it.
- */
+/* Store the checksum in a text that starts with MLS_JSON_CHECKSUM_START. Returns it. */
 uint32_t mls_json_checksum_set(char *text, size_t length, const mls_crc_kernels *crc);
 
-/* Whether a text is what was sealed.  MLS_E_FORMAT: it does not start so;
- * MLS_E_CHECKSUM: other bytes than were sealed. */
+/* Verify the checksum of a text. MLS_E_FORMAT: the text does not start with a checksum.
+ * MLS_E_CHECKSUM: the text changed since it was written. */
 mls_code mls_json_checksum_check(const char *text, size_t length,
                                  const mls_crc_kernels *crc, mls_status *st);
 
-/* Eight lower-case hexadecimal digits: written to `digits`, without a NUL; read from
- * them, false where they are none. */
+/* Convert a checksum to eight lower-case hexadecimal digits, without a NUL, and back.
+ * mls_crc_from_digits returns false if `digits` has other characters. */
 enum { MLS_CRC_DIGITS = 8 };
 void mls_crc_to_digits(uint32_t crc, char *digits);
 bool mls_crc_from_digits(const char *digits, uint32_t *out);

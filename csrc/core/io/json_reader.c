@@ -1,16 +1,17 @@
-/* The document is copied once, strings are unescaped inside that copy, and a node takes
- * 20 bytes.  Nodes lie in file order, so the first member of a container is the node
- * right after it.  While a container is open its `next` holds its parent: that is the
+/* json_reader: parse a document into an array of nodes.
+ *
+ * The document is copied once, strings are unescaped inside that copy, and a node takes
+ * 20 bytes. Nodes are stored in file order, so the first member of a container is the
+ * node right after it. While a container is open, its `next` is its parent: this is the
  * whole stack, so depth costs no memory.
  *
- * The parser is a loop over three states (json_state).  Each function below reads one
- * thing at p->at, leaves p->at behind it, and returns a code; the first failure ends the
- * loop with the status filled.  Nothing is given to the caller before the whole text was
- * seen to be good.
+ * The parser is a loop over three states (json_state). Each function below reads one item
+ * at p->at, moves p->at past it, and returns a code. The first failure ends the loop with
+ * the status filled. The caller gets no data before the whole text has passed.
  *
- * What is refused beyond the grammar, and why: duplicate keys, because readers disagree
- * on which of the two counts; half surrogates and bad UTF-8, because no name can be made
- * of them; numbers are only checked, because what they mean is the accessors' business.
+ * Some input is refused beyond the grammar. Duplicate keys: readers disagree on which one
+ * counts. Half surrogates and invalid UTF-8: they cannot form a name. Numbers are only
+ * checked here; the accessors convert them.
  */
 #include "io/json_reader.h"
 
@@ -20,8 +21,8 @@
 #include <stdbool.h>
 #include <string.h>
 
-/* 20 bytes, so that a hostile text of short values costs ten times its length and no
- * more.  Type and length share a word. */
+/* 20 bytes, so that a hostile text of short values costs at most ten times its length.
+ * Type and length share a word. */
 typedef struct json_node {
     uint32_t type : 3;
     uint32_t length : 29; /* bytes of text, or number of members */
@@ -31,20 +32,20 @@ typedef struct json_node {
     mls_json_node next; /* the next member; the parent while a container is open */
 } json_node;
 
-/* What the 29 bits of a length can hold. */
+/* The largest length that fits 29 bits. */
 #define MAX_TEXT ((size_t)0x1FFFFFFF)
 
-enum { SAFE_DIGITS = 19 }; /* of a number that surely is below 2**64 */
+enum { SAFE_DIGITS = 19 }; /* digits of a number that is certainly below 2**64 */
 
-/* The text is unescaped in place while it is parsed: keys and strings are parts of it. */
+/* The text is unescaped in place while it is parsed; keys and strings point into it. */
 struct mls_json {
     char *text;
     json_node *nodes;
     size_t count, room;
 };
 
-/* Where the parser is.  Everything that grows belongs to `doc`, except the scratch, and
- * is freed in one place at the end of mls_json_parse. */
+/* State of the parser. Growing memory belongs to `doc`, except the scratch array, and is
+ * freed at the end of mls_json_parse. */
 typedef struct json_parser {
     mls_json *doc;
     const mls_json_limits *limits;
@@ -52,18 +53,19 @@ typedef struct json_parser {
     size_t at, end;
     size_t depth;
     mls_json_node open;  /* innermost open container, or MLS_JSON_NONE */
-    bool object;         /* it is one, not an array: what comes next is a key */
+    bool object;         /* it is an object: the next token is a key */
     mls_json_node last;  /* its last member so far, or MLS_JSON_NONE */
-    mls_str key;         /* of the member to come */
+    mls_str key;         /* of the next member */
     mls_json_node seen;  /* the last object without a duplicate key, or MLS_JSON_NONE */
     mls_json_node guess; /* its member whose key may come next, or MLS_JSON_NONE */
-    bool alike;   /* each key so far of the open object is that of `seen` at its place */
-    bool escaped; /* a key was spelled with an escape: nothing is guessed any more */
-    uint32_t *scratch; /* room to sort members in */
+    bool
+        alike; /* the keys of the open object so far equal the keys of `seen`, in order */
+    bool escaped;      /* a key contained an escape: keys are no longer guessed */
+    uint32_t *scratch; /* memory for sorting members */
     size_t scratch_room;
 } json_parser;
 
-/* What the parser waits for, white space aside. */
+/* What the parser expects next, after white space. */
 typedef enum json_state {
     JSON_WANTS_VALUE,
     JSON_WANTS_MEMBER, /* right after an opening bracket */
@@ -72,12 +74,10 @@ typedef enum json_state {
 
 /* ---- characters ----
  *
- * Bytes are compared as int, with -1 for the end of the text: so no check of a character
- * needs a check of the length beside it, and nothing is read beyond the end.
- */
+ * Bytes are compared as int, with -1 for the end of the text. So a check of a character
+ * includes the check of the length, and nothing is read beyond the end. */
 
-/* The four characters that may stand between tokens; form feeds and the like may not.
- * Mostly there are none. */
+/* Skip the four characters that JSON allows between tokens. Usually there are none. */
 static inline void skip_space(json_parser *p)
 {
     while (p->at < p->end && (unsigned char)p->doc->text[p->at] <= ' ') {
@@ -89,8 +89,9 @@ static inline void skip_space(json_parser *p)
     }
 }
 
-/* Whether two keys of one length are the same.  Most have 4 to 16 bytes: their first and
- * their last few, which may overlap, are all of them, and no function is called. */
+/* Return whether two keys of equal length are the same. Most keys have 4 to 16 bytes: two
+ * loads from the start and two from the end, which may overlap, compare them without a
+ * call. */
 static inline bool same_bytes(const char *a, const char *b, size_t length)
 {
     uint64_t first[2], last[2];
@@ -112,16 +113,16 @@ static inline bool same_bytes(const char *a, const char *b, size_t length)
     return memcmp(a, b, length) == 0;
 }
 
-/* The byte at `at`, or -1 at the end. */
+/* Return the byte at `at`, or -1 at the end. */
 static int byte_at(const json_parser *p, size_t at)
 {
     return at < p->end ? (unsigned char)p->doc->text[at] : -1;
 }
 
-/* Say what stands at p->at and what should.  Printable characters are shown as they
- * are, everything else by its number, so that a message never carries a stray control
- * character or half of a UTF-8 one. */
-static mls_code unexpected(json_parser *p, const char *expected)
+/* Report the unexpected byte at p->at. Printable characters are shown as they are, others
+ * as numbers, so that a message never contains a control character or half a UTF-8
+ * character. */
+static mls_code fail_unexpected(json_parser *p, const char *expected)
 {
     const int c = byte_at(p, p->at);
     if (c < 0) {
@@ -141,7 +142,7 @@ static mls_code unexpected(json_parser *p, const char *expected)
 
 /* ---- strings ---- */
 
-/* The four hexadecimal digits at p->at; steps over them. */
+/* Read four hexadecimal digits at p->at. */
 static mls_code read_hex4(json_parser *p, unsigned long *out)
 {
     unsigned long value = 0;
@@ -156,7 +157,7 @@ static mls_code read_hex4(json_parser *p, unsigned long *out)
             digit = c - 'A' + 10;
         }
         if (digit < 0) {
-            return unexpected(p, "a hexadecimal digit");
+            return fail_unexpected(p, "a hexadecimal digit");
         }
         value = value * 16 + (unsigned long)digit;
     }
@@ -164,9 +165,9 @@ static mls_code read_hex4(json_parser *p, unsigned long *out)
     return MLS_OK;
 }
 
-/* A \u escape, p->at being after the 'u'.  A high surrogate takes its low half along;
- * either half alone has no UTF-8 form and is refused, where other readers would put a
- * replacement character, and two different names could become one. */
+/* Read a \u escape; p->at is after the 'u'. A high surrogate needs its low half. A lone
+ * half has no UTF-8 form and is refused; other readers insert a replacement character,
+ * which could make two names equal. */
 static mls_code read_unicode(json_parser *p, unsigned long *out)
 {
     const size_t start = p->at - 2;
@@ -193,8 +194,8 @@ static mls_code read_unicode(json_parser *p, unsigned long *out)
     return MLS_OK;
 }
 
-/* An escape, p->at being on the backslash.  Writes its character over text that was
- * read already: no escape is shorter than what it stands for. */
+/* Read an escape; p->at is on the backslash. The character overwrites text that has been
+ * read: every escape is at least as long as its character. */
 static mls_code read_escape(json_parser *p, size_t *write)
 {
     static const char letters[] = "\"\\/bfnrt";
@@ -208,21 +209,20 @@ static mls_code read_escape(json_parser *p, size_t *write)
         return MLS_OK;
     }
     if (c != 'u') {
-        return unexpected(p, "an escape (one of \"\\/bfnrtu)");
+        return fail_unexpected(p, "an escape (one of \"\\/bfnrtu)");
     }
     p->at++;
     unsigned long code = 0;
     if (read_unicode(p, &code) != MLS_OK) {
         return MLS_E_FORMAT;
     }
-    /* an escape takes at least six bytes, so the four of the longest form fit there */
+    /* this escape has at least six bytes, enough for the longest UTF-8 form of four */
     *write += mls_utf8_put(p->doc->text + *write, code);
     return MLS_OK;
 }
 
-/* Take the characters up to the next one that needs a look: most texts are plain ASCII.
- */
-static inline void take_plain(json_parser *p, size_t *write)
+/* Copy the characters up to the next special one: most texts are plain ASCII. */
+static inline void copy_plain(json_parser *p, size_t *write)
 {
     char *text = p->doc->text;
     const size_t start = p->at;
@@ -231,7 +231,7 @@ static inline void take_plain(json_parser *p, size_t *write)
         plain = mls_str_eight_plain(text + at);
         at += plain;
     }
-    /* the last few of the text, which are less than eight */
+    /* the last characters of the text, less than eight */
     while (plain == 8 && at < p->end && text[at] >= ' ' && text[at] < 0x7F &&
            text[at] != '"' && text[at] != '\\') {
         at++;
@@ -243,16 +243,16 @@ static inline void take_plain(json_parser *p, size_t *write)
     p->at = at;
 }
 
-/* A string, p->at being on the opening quote; unescapes it in place.  `write` never
- * overtakes p->at.  The text up to it is final, and what lies between the two is never
- * looked at again. */
+/* Read a string and unescape it in place; p->at is on the opening quote. `write` never
+ * overtakes p->at. The text before `write` is final; the bytes from there to p->at are
+ * not used again. */
 static mls_code read_string(json_parser *p, mls_str *out)
 {
     char *text = p->doc->text;
     const size_t start = ++p->at;
     size_t write = start;
     for (;;) {
-        take_plain(p, &write);
+        copy_plain(p, &write);
         const int c = byte_at(p, p->at);
         if (c == '"') {
             p->at++;
@@ -260,7 +260,8 @@ static mls_code read_string(json_parser *p, mls_str *out)
             return MLS_OK;
         }
         if (c < ' ') {
-            return unexpected(p, c < 0 ? "'\"'" : "a string without control characters");
+            return fail_unexpected(p, c < 0 ? "'\"'"
+                                            : "a string without control characters");
         }
         if (c == '\\') {
             if (read_escape(p, &write) != MLS_OK) {
@@ -271,7 +272,7 @@ static mls_code read_string(json_parser *p, mls_str *out)
         const size_t step =
             mls_utf8_length((const unsigned char *)text + p->at, p->end - p->at);
         if (step == 0) {
-            return unexpected(p, "UTF-8");
+            return fail_unexpected(p, "UTF-8");
         }
         for (size_t i = 0; i < step; i++) {
             text[write++] = text[p->at++];
@@ -281,18 +282,16 @@ static mls_code read_string(json_parser *p, mls_str *out)
 
 /* ---- nodes ----
  *
- * Nodes are known by index, since the array moves when it grows; no pointer to one is
- * kept across add_node.
- */
+ * Nodes are referred to by index, since the array moves when it grows. No pointer to a
+ * node may be kept across add_node. */
 
-/* What the parser was doing when an allocation failed. */
-static mls_code no_memory(json_parser *p)
+static mls_code fail_memory(json_parser *p)
 {
     return mls_fail(p->st, MLS_E_MEMORY, "no memory for %zu JSON values", p->doc->count);
 }
 
-/* Make room for more values, the next of which is at offset `at`: by half, so that what
- * is held in vain stays below half of what is used. */
+/* Make room for more values; the next one is at offset `at`. Grows by half, so that the
+ * unused part stays below half of the used part. */
 static mls_code add_room(json_parser *p, size_t at)
 {
     mls_json *doc = p->doc;
@@ -304,16 +303,15 @@ static mls_code add_room(json_parser *p, size_t at)
     room = room < p->limits->nodes ? room : p->limits->nodes;
     json_node *nodes = mls_realloc(doc->nodes, room, sizeof *nodes);
     if (nodes == NULL) {
-        return no_memory(p);
+        return fail_memory(p);
     }
     doc->nodes = nodes;
     doc->room = room;
     return MLS_OK;
 }
 
-/* Add a value at offset `at` to the open container: after its last member, with the key
- * that was read before.  The key is used up.  Offsets fit 32 bits, since MAX_TEXT does.
- */
+/* Add a value at offset `at` to the open container, after its last member and with the
+ * key read before, which is then used up. Offsets fit 32 bits because MAX_TEXT does. */
 static inline mls_code add_node(json_parser *p, mls_json_type type, size_t at)
 {
     mls_json *doc = p->doc;
@@ -344,8 +342,7 @@ static inline mls_code add_node(json_parser *p, mls_json_type type, size_t at)
     return MLS_OK;
 }
 
-/* Add a container and make it the open one.  From now on its `next` is its parent,
- * until close_container takes that back. */
+/* Add a container and open it. Its `next` is its parent until close_container. */
 static mls_code open_container(json_parser *p, mls_json_type type)
 {
     if (p->depth >= p->limits->depth) {
@@ -371,11 +368,11 @@ static mls_code open_container(json_parser *p, mls_json_type type)
     return MLS_OK;
 }
 
-/* ---- duplicate keys: members sorted by key, so that a hostile file cannot make the
+/* ---- duplicate keys: members are sorted by key, so that a hostile file cannot make the
  * search quadratic ---- */
 
-/* Any total order will do, so the cheap one: by length first, then by bytes.  Only
- * equal keys must compare equal. */
+/* Any total order works; comparing the length first is cheap. Only equal keys compare
+ * equal. */
 static int compare_keys(const mls_json *doc, uint32_t a, uint32_t b)
 {
     const json_node *x = &doc->nodes[a], *y = &doc->nodes[b];
@@ -385,7 +382,7 @@ static int compare_keys(const mls_json *doc, uint32_t a, uint32_t b)
     return memcmp(doc->text + x->key, doc->text + y->key, x->key_length);
 }
 
-/* Merge two sorted runs [0, half) and [half, count) of `from` into `to`, stable. */
+/* Merge the sorted ranges [0, half) and [half, count) of `from` into `to`; stable. */
 static void merge_runs(const mls_json *doc, const uint32_t *from, size_t half,
                        size_t count, uint32_t *to)
 {
@@ -398,9 +395,9 @@ static void merge_runs(const mls_json *doc, const uint32_t *from, size_t half,
     }
 }
 
-/* Sort `count` members; `spare` is as long.  Returns whichever holds the result.
- * Bottom-up merge sort: no recursion, n log n at worst, and stable, so that of two
- * equal keys the later one in the file comes second. */
+/* Sort `count` members. `spare` has the same length; the result is in the array that is
+ * returned. Bottom-up merge sort: no recursion, n log n at worst, and stable, so that of
+ * two equal keys the later one in the file comes second. */
 static uint32_t *sort_members(const mls_json *doc, uint32_t *members, uint32_t *spare,
                               size_t count)
 {
@@ -418,7 +415,7 @@ static uint32_t *sort_members(const mls_json *doc, uint32_t *members, uint32_t *
     return members;
 }
 
-/* Whether two objects have the same keys in the same order. */
+/* Return whether two objects have the same keys in the same order. */
 static bool same_keys(const mls_json *doc, mls_json_node a, mls_json_node b)
 {
     bool same = doc->nodes[a].length == doc->nodes[b].length;
@@ -429,10 +426,9 @@ static bool same_keys(const mls_json *doc, mls_json_node a, mls_json_node b)
     return same;
 }
 
-/* Refuse an object that says a key twice: readers disagree on which of the two counts,
- * which is how files are made that look harmless to one program and not to another. Lists
- * are of objects that say the same of one thing after the other: one with the keys of the
- * object before it needs no sorting. */
+/* Refuse an object with a duplicate key. Readers disagree on which one counts, so such a
+ * file can look harmless to one program and not to another. Lists usually contain objects
+ * with equal keys, so an object with the keys of the previous one is not sorted. */
 static mls_code check_duplicates(json_parser *p, mls_json_node object)
 {
     const mls_json *doc = p->doc;
@@ -444,7 +440,7 @@ static mls_code check_duplicates(json_parser *p, mls_json_node object)
     if (p->scratch_room < 2 * count) {
         uint32_t *scratch = mls_realloc(p->scratch, 2 * count, sizeof *scratch);
         if (scratch == NULL) {
-            return no_memory(p);
+            return fail_memory(p);
         }
         p->scratch = scratch;
         p->scratch_room = 2 * count;
@@ -472,8 +468,8 @@ static mls_code check_duplicates(json_parser *p, mls_json_node object)
     return MLS_E_FORMAT;
 }
 
-/* Close the open container, p->at being on its closing bracket.  Its `next` gave the
- * parent, and becomes a link to a sibling again. */
+/* Close the open container; p->at is on its closing bracket. Its `next` was the parent
+ * and becomes a link to a sibling again. */
 static mls_code close_container(json_parser *p)
 {
     const mls_json_node closed = p->open;
@@ -482,7 +478,8 @@ static mls_code close_container(json_parser *p)
     node->next = MLS_JSON_NONE;
     if (node->type == MLS_JSON_OBJECT) {
         const mls_code code = check_duplicates(p, closed);
-        p->guess = MLS_JSON_NONE; /* of the object around it nothing is known any more */
+        p->guess =
+            MLS_JSON_NONE; /* the keys of the enclosing object are not tracked any more */
         p->alike = false;
         if (code != MLS_OK) {
             return code;
@@ -498,18 +495,18 @@ static mls_code close_container(json_parser *p)
 
 /* ---- values: each function adds one node, or opens a container ---- */
 
-/* Step over digits, at least one. */
+/* Skip digits, at least one. */
 static mls_code read_digits(json_parser *p)
 {
     const size_t start = p->at;
     while (byte_at(p, p->at) >= '0' && byte_at(p, p->at) <= '9') {
         p->at++;
     }
-    return p->at > start ? MLS_OK : unexpected(p, "a digit");
+    return p->at > start ? MLS_OK : fail_unexpected(p, "a digit");
 }
 
-/* The grammar of RFC 8259, stricter than strtod: no leading zeros or plus, no bare
- * point, no hexadecimal, no NaN.  The text is kept; nothing is rounded. */
+/* The grammar of RFC 8259, stricter than strtod: no leading zeros or plus, no bare point,
+ * no hexadecimal, no NaN. The text is kept; nothing is rounded. */
 static mls_code read_number(json_parser *p)
 {
     const size_t start = p->at;
@@ -543,21 +540,19 @@ static mls_code read_number(json_parser *p)
     return code;
 }
 
-/* true, false or null, to the letter.  What follows it is the business of read_between.
- */
+/* Read true, false or null. read_separator checks the character after it. */
 static mls_code read_literal(json_parser *p, const char *word, mls_json_type type)
 {
     const size_t start = p->at;
     for (size_t i = 0; word[i] != '\0'; i++, p->at++) {
         if (byte_at(p, p->at) != word[i]) {
-            return unexpected(p, word);
+            return fail_unexpected(p, word);
         }
     }
     return add_node(p, type, start);
 }
 
-/* A string that is a value.  The key that was read before it stays in p->key until
- * add_node takes it. */
+/* Read a string value. The key read before stays in p->key until add_node takes it. */
 static mls_code read_text_value(json_parser *p)
 {
     const size_t start = p->at;
@@ -572,8 +567,8 @@ static mls_code read_text_value(json_parser *p)
     return code;
 }
 
-/* The value at p->at, known by its first character.  `*state` becomes what may come
- * next: the members of a container, or whatever follows a whole value. */
+/* Read the value at p->at; its first character decides its type. Sets `*state` to what
+ * may come next: the members of a container, or the token after a whole value. */
 static mls_code read_value(json_parser *p, json_state *state)
 {
     const int c = byte_at(p, p->at);
@@ -593,18 +588,18 @@ static mls_code read_value(json_parser *p, json_state *state)
         return read_literal(p, "null", MLS_JSON_NULL);
     default:
         return c == '-' || (c >= '0' && c <= '9') ? read_number(p)
-                                                  : unexpected(p, "a value");
+                                                  : fail_unexpected(p, "a value");
     }
 }
 
-/* Whether the next key and its colon are, byte for byte, those of the same member of the
- * object before; then they are behind us.  Lists are of objects that say the same of one
- * thing after the other. */
-static bool guess_key(json_parser *p)
+/* Return whether the next key and its colon equal, byte for byte, those of the
+ * corresponding member of the previous object; if so, skip them. Lists usually contain
+ * objects with equal keys. */
+static bool match_guessed_key(json_parser *p)
 {
     const mls_json *doc = p->doc;
     if (p->guess == MLS_JSON_NONE) {
-        p->alike = false; /* it has more members than the other one */
+        p->alike = false; /* it has more members than the previous object */
         return false;
     }
     const json_node *node = &doc->nodes[p->guess];
@@ -622,15 +617,16 @@ static bool guess_key(json_parser *p)
     return true;
 }
 
-/* The key of an object's next member and its colon; nothing inside an array. */
+/* Read the key of an object's next member and its colon. Reads nothing inside an array.
+ */
 static mls_code read_key(json_parser *p)
 {
-    if (!p->object || guess_key(p)) {
+    if (!p->object || match_guessed_key(p)) {
         return MLS_OK;
     }
     const size_t start = p->at;
     if (byte_at(p, p->at) != '"') {
-        return unexpected(p, "a key in quotes");
+        return fail_unexpected(p, "a key in quotes");
     }
     if (read_string(p, &p->key) != MLS_OK) {
         return MLS_E_FORMAT;
@@ -638,14 +634,14 @@ static mls_code read_key(json_parser *p)
     p->escaped = p->escaped || p->at - start != p->key.length + 2;
     skip_space(p);
     if (byte_at(p, p->at) != ':') {
-        return unexpected(p, "':'");
+        return fail_unexpected(p, "':'");
     }
     p->at++;
     return MLS_OK;
 }
 
-/* What may follow a value, or an opening bracket where `first`. */
-static mls_code read_between(json_parser *p, bool first, json_state *state)
+/* Read what may follow a value, or an opening bracket if `first`. */
+static mls_code read_separator(json_parser *p, bool first, json_state *state)
 {
     const int closer = p->object ? '}' : ']';
     const int c = byte_at(p, p->at);
@@ -655,7 +651,7 @@ static mls_code read_between(json_parser *p, bool first, json_state *state)
     }
     if (!first) {
         if (c != ',') {
-            return unexpected(p, p->object ? "',' or '}'" : "',' or ']'");
+            return fail_unexpected(p, p->object ? "',' or '}'" : "',' or ']'");
         }
         p->at++;
         skip_space(p);
@@ -664,8 +660,8 @@ static mls_code read_between(json_parser *p, bool first, json_state *state)
     return read_key(p);
 }
 
-/* The state machine: between any two tokens it knows which of three things it waits
- * for, and the innermost open container; nothing else.  So depth costs no stack. */
+/* The state machine needs only its state and the innermost open container, so depth costs
+ * no stack. */
 static mls_code parse_document(json_parser *p)
 {
     json_state state = JSON_WANTS_VALUE;
@@ -675,9 +671,9 @@ static mls_code parse_document(json_parser *p)
         if (state == JSON_WANTS_VALUE) {
             code = read_value(p, &state);
         } else if (p->open == MLS_JSON_NONE) {
-            return p->at == p->end ? MLS_OK : unexpected(p, "the end of the text");
+            return p->at == p->end ? MLS_OK : fail_unexpected(p, "the end of the text");
         } else {
-            code = read_between(p, state == JSON_WANTS_MEMBER, &state);
+            code = read_separator(p, state == JSON_WANTS_MEMBER, &state);
         }
         if (code != MLS_OK) {
             return code;
@@ -685,9 +681,9 @@ static mls_code parse_document(json_parser *p)
     }
 }
 
-/* The nodes grow as they are needed, and the scratch to the largest object: a text of n
- * bytes costs n bytes for the copy, at most 30 for each of its values, and 8 for each
- * member of its largest object. */
+/* Nodes grow on demand, the scratch array to the largest object. A text of n bytes costs
+ * n bytes for the copy, at most 30 for each value, and 8 for each member of the largest
+ * object. */
 mls_code mls_json_parse(const char *text, size_t length, mls_json_limits limits,
                         mls_json **out, mls_status *st)
 {
@@ -730,7 +726,7 @@ void mls_json_forget(mls_json *doc)
     doc->count = doc->room = 0;
 }
 
-/* A document is three blocks, however many values it has. */
+/* A document has three blocks, regardless of the number of values. */
 void mls_json_free(mls_json *doc)
 {
     if (doc != NULL) {
@@ -742,47 +738,47 @@ void mls_json_free(mls_json *doc)
 
 /* ---- access ----
  *
- * A document never changes once it was given out, so threads may share it. */
+ * A document does not change after mls_json_parse returned it, so threads may share it.
+ */
 
-/* None of these checks a node: whoever asks has it from the document itself. */
+/* These functions do not check `node`: callers obtain it from the document. */
 mls_json_type mls_json_type_of(const mls_json *doc, mls_json_node node)
 {
     return (mls_json_type)doc->nodes[node].type;
 }
 
-/* Whether `length` counts members and not bytes. */
+/* Return whether `length` counts members instead of bytes. */
 static bool is_container(const json_node *node)
 {
     return node->type == MLS_JSON_OBJECT || node->type == MLS_JSON_ARRAY;
 }
 
-/* Of the value, behind its key: where a message points. */
+/* The position of the value, after its key. */
 size_t mls_json_offset(const mls_json *doc, mls_json_node node)
 {
     return doc->nodes[node].at;
 }
 
-/* Nodes lie in file order, so the first member is the next node. */
+/* Nodes are stored in file order, so the first member is the next node. */
 mls_json_node mls_json_first(const mls_json *doc, mls_json_node parent)
 {
     return mls_json_size(doc, parent) > 0 ? parent + 1 : MLS_JSON_NONE;
 }
 
-/* Over everything inside the node, to its parent's next member. */
+/* Skips everything inside the node. */
 mls_json_node mls_json_next(const mls_json *doc, mls_json_node node)
 {
     return doc->nodes[node].next;
 }
 
-/* 0 for what has no members. */
+/* 0 for values without members. */
 size_t mls_json_size(const mls_json *doc, mls_json_node parent)
 {
     const json_node *node = &doc->nodes[parent];
     return is_container(node) ? node->length : 0;
 }
 
-/* Keys are compared as they read after unescaping.  A key that holds a NUL character
- * equals no C string. */
+/* Keys are compared after unescaping. A key with a NUL character equals no C string. */
 mls_json_node mls_json_find(const mls_json *doc, mls_json_node object, const char *key)
 {
     if (mls_json_type_of(doc, object) != MLS_JSON_OBJECT) {
@@ -795,9 +791,10 @@ mls_json_node mls_json_find(const mls_json *doc, mls_json_node object, const cha
     return member;
 }
 
-/* The number of the member with that key, looked for from `next` on; `count`: none. */
-static size_t which_member(mls_str key, const mls_json_member *table, size_t count,
-                           size_t next)
+/* Return the index of the entry with that key, searched from `next` on; `count` if none
+ * matches. */
+static size_t find_table_entry(mls_str key, const mls_json_member *table, size_t count,
+                               size_t next)
 {
     for (size_t tries = 0; tries < count; tries++) {
         const size_t i = next + tries < count ? next + tries : next + tries - count;
@@ -809,7 +806,7 @@ static size_t which_member(mls_str key, const mls_json_member *table, size_t cou
     return count;
 }
 
-/* Members mostly come in the order of the table, so that each is compared about once. */
+/* Members usually come in the order of the table, so each is compared about once. */
 size_t mls_json_members(const mls_json *doc, mls_json_node object, mls_json_member *table,
                         size_t count)
 {
@@ -821,7 +818,7 @@ size_t mls_json_members(const mls_json *doc, mls_json_node object, mls_json_memb
          found = doc->nodes[found].next) {
         const json_node *node = &doc->nodes[found];
         const mls_str key = {doc->text + node->key, node->key_length};
-        const size_t i = which_member(key, table, count, next);
+        const size_t i = find_table_entry(key, table, count, next);
         if (i < count) {
             table[i].node = found;
             next = i + 1 < count ? i + 1 : 0;
@@ -835,15 +832,15 @@ size_t mls_json_members(const mls_json *doc, mls_json_node object, mls_json_memb
     return bad;
 }
 
-/* Members of arrays, and the root, have the empty text. */
+/* Members of arrays, and the root, have an empty key. */
 mls_str mls_json_key(const mls_json *doc, mls_json_node node)
 {
     const json_node *n = &doc->nodes[node];
     return (mls_str){.data = doc->text + n->key, .length = n->key_length};
 }
 
-/* A string starts after its quote, and was unescaped from there; a number starts where
- * it was found. */
+/* A string starts after its quote and was unescaped from there; a number starts at its
+ * offset. */
 mls_str mls_json_text(const mls_json *doc, mls_json_node node)
 {
     const json_node *n = &doc->nodes[node];
@@ -854,8 +851,8 @@ mls_str mls_json_text(const mls_json *doc, mls_json_node node)
     return (mls_str){.data = doc->text + n->at, .length = number ? n->length : 0};
 }
 
-/* Digits only: a sign, a fraction or an exponent makes it something else than a count
- * or an offset, whatever its value. */
+/* Digits only: a number with a sign, a fraction or an exponent is neither a count nor an
+ * offset. */
 bool mls_json_u64(const mls_json *doc, mls_json_node node, uint64_t *out)
 {
     const mls_str text = mls_json_text(doc, node);

@@ -1,8 +1,8 @@
-/* json: a reader for small JSON documents from files that nobody vouches for.
+/* json_reader: a reader for small JSON documents from untrusted files.
  *
- * The whole document is checked before the caller sees any of it: RFC 8259 grammar,
- * UTF-8, no duplicate keys, no lone surrogates, bounded length, depth and node count.
- * Numbers are kept as text; the accessors convert those that fit.
+ * The whole document is checked before the caller sees any part of it: RFC 8259 grammar,
+ * UTF-8, no duplicate keys, no lone surrogates, limits on length, depth and node count.
+ * Numbers are kept as text; the accessors convert them.
  */
 #ifndef MLS_JSON_READER_H
 #define MLS_JSON_READER_H
@@ -27,68 +27,67 @@ typedef enum mls_json_type {
 } mls_json_type;
 
 typedef struct mls_json_limits {
-    size_t depth; /* nested arrays and objects, at most */
-    size_t nodes; /* values, at most */
+    size_t depth; /* nesting of arrays and objects, at most */
+    size_t nodes; /* number of values, at most */
 } mls_json_limits;
 
-/* A value inside a document; the root is node 0. */
+/* A value in a document; the root is node 0. */
 typedef uint32_t mls_json_node;
 #define MLS_JSON_NONE UINT32_MAX
 
-/* Parse `length` bytes, which need not outlive the call.  Gives: free with mls_json_free.
- * Costs a copy of the text and 20 to 30 bytes a value, and time that grows as n log n at
- * worst, whatever the text.
- * MLS_E_FORMAT with the byte offset, from the start of `text`, of a fault (the message
- * does not repeat the offset: callers put the text's own place in the file before it):
- * not JSON, a duplicate key, a limit passed, more than 512 MiB.  MLS_E_MEMORY.
- * `*out` is untouched on failure. */
+/* Parse `length` bytes, which need not outlive the call. The caller frees the document
+ * with mls_json_free. Memory: a copy of the text and 20 to 30 bytes for each value. Time:
+ * n log n at worst, for any text. `*out` is untouched on failure.
+ * MLS_E_FORMAT: not JSON, a duplicate key, a limit exceeded, or more than 512 MiB. The
+ * status has the byte offset from the start of `text`; the message does not repeat it,
+ * because callers add the text's position in the file. MLS_E_MEMORY. */
 mls_code mls_json_parse(const char *text, size_t length, mls_json_limits limits,
                         mls_json **out, mls_status *st);
 
 void mls_json_free(mls_json *doc); /* accepts NULL */
 
-/* Give back all memory but that of the texts: of the functions of this file only
- * mls_json_free may be called from now on, and texts that were asked for before stay
- * good. */
+/* Free all memory except the text. Strings obtained before stay valid. Afterwards only
+ * mls_json_free may be called. */
 void mls_json_forget(mls_json *doc);
 
 mls_json_type mls_json_type_of(const mls_json *doc, mls_json_node node);
 
-/* Byte offset of a value in the parsed text, for error messages. */
+/* Return the byte offset of a value in the parsed text, for error messages. */
 size_t mls_json_offset(const mls_json *doc, mls_json_node node);
 
-/* Members of an object or array, in file order: the first one and the one after, or
- * MLS_JSON_NONE.  Number of members. */
+/* Iterate over the members of an object or array in file order: the first member, the
+ * next one, or MLS_JSON_NONE; and the number of members. */
 mls_json_node mls_json_first(const mls_json *doc, mls_json_node parent);
 mls_json_node mls_json_next(const mls_json *doc, mls_json_node node);
 size_t mls_json_size(const mls_json *doc, mls_json_node parent);
 
-/* Member of an object by key, or MLS_JSON_NONE (also where `object` is no object).  Looks
- * at one member after the other: for objects of many members, walk them instead. */
+/* Return the member of an object with a key, or MLS_JSON_NONE, also if `object` is not an
+ * object. The search is linear: iterate over objects with many members instead. */
 mls_json_node mls_json_find(const mls_json *doc, mls_json_node object, const char *key);
 
-/* A member that an object may have. */
+/* A member that an object may have, for mls_json_members. */
 typedef struct mls_json_member {
-    const char *key; /* without NUL characters, and its length in bytes */
+    const char *key; /* without NUL characters; `length` is its length in bytes */
     size_t length;
-    mls_json_type type; /* that it must have */
+    mls_json_type type; /* required type */
     bool needed;
-    mls_json_node node; /* where it was found, or MLS_JSON_NONE */
+    mls_json_node node; /* the member found, or MLS_JSON_NONE */
 } mls_json_member;
 
-/* Find the members of an object that are in a table, all in one walk; others are passed
- * over.  Quickest where they come in the order of the table.  Returns the number of the
- * first that is needed and not there, or not of its type; `count`: all are good. */
+/* Find the members of an object that a table lists, in one pass; other members are
+ * ignored. Fastest if they occur in the order of the table. Returns the index of the
+ * first entry that is needed and missing, or has another type; `count` if all are good.
+ */
 size_t mls_json_members(const mls_json *doc, mls_json_node object, mls_json_member *table,
                         size_t count);
 
-/* Key of an object's member; text of a string or number.  Shares the document's memory.
+/* Key of an object's member; text of a string or number. Borrowed from the document.
  * Empty for any other node. */
 mls_str mls_json_key(const mls_json *doc, mls_json_node node);
 mls_str mls_json_text(const mls_json *doc, mls_json_node node);
 
-/* A number that is a non-negative integer below 2**64, written without fraction or
- * exponent; false otherwise. */
+/* Convert a number that is a non-negative integer below 2**64, written without fraction
+ * or exponent. Returns false for any other value. */
 bool mls_json_u64(const mls_json *doc, mls_json_node node, uint64_t *out);
 
 #endif

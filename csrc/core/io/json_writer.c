@@ -1,5 +1,5 @@
-/* buffer: text that grows by half of itself, so that a long one is copied a few times
- * only.
+/* json_writer: text that grows by half of its length, so that it is copied only a few
+ * times.
  */
 #include "io/json_writer.h"
 
@@ -9,17 +9,17 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { NUMBER_ROOM = 24 }; /* digits of the largest number, and more */
+enum { NUMBER_ROOM = 24 }; /* more than the digits of the largest number */
 
-/* Also forgets a failure: the buffer is as new. */
+/* Also clears a failure: the writer is as new. */
 void mls_json_writer_fini(mls_json_writer *b)
 {
     mls_free(b->data);
     *b = (mls_json_writer){0};
 }
 
-/* The limit is checked first: a text that is too long is that, however much memory there
- * is. */
+/* The limit is checked before memory, so that a text that is too long always fails in the
+ * same way. */
 void mls_json_writer_put(mls_json_writer *b, const char *bytes, size_t length)
 {
     size_t needed;
@@ -44,13 +44,13 @@ void mls_json_writer_put(mls_json_writer *b, const char *bytes, size_t length)
     b->length = needed;
 }
 
-/* For the constant pieces between what is put in. */
+/* For the constant parts of a text. */
 void mls_json_writer_text(mls_json_writer *b, const char *text)
 {
     mls_json_writer_put(b, text, strlen(text));
 }
 
-/* Not by snprintf: an index has some numbers for each of its shards. */
+/* Faster than snprintf: an index has several numbers for each shard. */
 void mls_json_writer_number(mls_json_writer *b, uint64_t number)
 {
     char text[NUMBER_ROOM];
@@ -62,10 +62,11 @@ void mls_json_writer_number(mls_json_writer *b, uint64_t number)
     mls_json_writer_put(b, text + at, sizeof text - at);
 }
 
-/* Quotes, backslashes and control characters are escaped; runs of others go as one. */
+/* Escapes quotes, backslashes and control characters; copies the bytes between them at
+ * once. */
 void mls_json_writer_json(mls_json_writer *b, mls_str text)
 {
-    size_t plain = 0; /* start of what was not put yet */
+    size_t plain = 0; /* start of the bytes not yet appended */
     mls_json_writer_text(b, "\"");
     for (size_t i = 0; i < text.length; i++) {
         const unsigned char c = (unsigned char)text.data[i];
@@ -74,7 +75,7 @@ void mls_json_writer_json(mls_json_writer *b, mls_str text)
         }
         mls_json_writer_put(b, text.data + plain, i - plain);
         plain = i + 1;
-        if (c >= ' ') { /* a quote goes with what follows, behind its backslash */
+        if (c >= ' ') { /* the quote itself is appended with the bytes after it */
             mls_json_writer_put(b, "\\", 1);
             plain = i;
         } else {
@@ -83,7 +84,7 @@ void mls_json_writer_json(mls_json_writer *b, mls_str text)
             mls_json_writer_text(b, escape);
         }
     }
-    if (plain < text.length) { /* else there may be no data at all */
+    if (plain < text.length) { /* otherwise `data` may be NULL */
         mls_json_writer_put(b, text.data + plain, text.length - plain);
     }
     mls_json_writer_text(b, "\"");

@@ -1,7 +1,7 @@
-/* filename: bytes kept or escaped, one after the other.
+/* safe_filename: keep or escape each byte.
  *
- * Each byte is encoded by itself, but for what stands before it; so the result can be
- * read back byte by byte, which is why no two names share one.
+ * The encoding of a byte depends only on that byte and on those before it. The result can
+ * be decoded byte by byte, so two names never have the same result.
  */
 #include "io/safe_filename.h"
 
@@ -11,12 +11,12 @@
 #include <string.h>
 
 enum {
-    ESCAPE_BYTES = 3,   /* of one escaped byte */
+    ESCAPE_BYTES = 3,   /* bytes of an escape */
     MARK_BYTES = 2 + 16 /* "=~" and a number in hexadecimal */
 };
 
-/* Whether `name` up to its first dot is a device on Windows, in lower case: other letters
- * are escaped anyway. */
+/* Return whether `name` up to its first dot is a device name on Windows. Only lower case
+ * is tested: capitals are escaped anyway. */
 static bool is_device(mls_str name)
 {
     static const char *const devices[] = {"con", "prn", "aux", "nul"};
@@ -36,7 +36,7 @@ static bool is_device(mls_str name)
     return false;
 }
 
-/* Whether byte `at` of `name` stands for itself. */
+/* Return whether byte `at` of `name` is kept. */
 static bool is_plain(mls_str name, size_t at, bool device)
 {
     const char c = name.data[at];
@@ -49,9 +49,10 @@ static bool is_plain(mls_str name, size_t at, bool device)
     return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9') || c == '_' || c == '-';
 }
 
-/* Encode as much of `name` as fits into `room` bytes, never half an escape.  Returns the
- * bytes written; `*taken` says how much of the name they stand for. */
-static size_t encode(mls_str name, char *out, size_t room, size_t *taken)
+/* Encode as much of `name` as fits into `room` bytes, without splitting an escape.
+ * Returns the bytes written; `*taken` is the number of bytes of the name that they
+ * encode. */
+static size_t encode_name(mls_str name, char *out, size_t room, size_t *taken)
 {
     static const char digits[] = "0123456789abcdef";
     const bool device = is_device(name);
@@ -74,17 +75,16 @@ static size_t encode(mls_str name, char *out, size_t room, size_t *taken)
     return length;
 }
 
-/* A cut name is encoded again with less room: what was written before may end where the
- * mark has to go. */
+/* A name that is too long is encoded again with less room, so that the mark fits. */
 size_t mls_filename_encode(mls_str name, uint64_t number,
                            char out[MLS_FILENAME_BYTES + 1])
 {
     size_t taken;
-    size_t length = encode(name, out, MLS_FILENAME_BYTES, &taken);
+    size_t length = encode_name(name, out, MLS_FILENAME_BYTES, &taken);
     if (name.length == 0) {
         out[length++] = '=';
     } else if (taken < name.length) {
-        length = encode(name, out, MLS_FILENAME_BYTES - MARK_BYTES, &taken);
+        length = encode_name(name, out, MLS_FILENAME_BYTES - MARK_BYTES, &taken);
         length += (size_t)snprintf(out + length, MARK_BYTES + 1, "=~%" PRIx64, number);
     }
     out[length] = '\0';

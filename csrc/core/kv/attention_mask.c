@@ -1,14 +1,14 @@
-/* mask: rows of an attention mask.
+/* attention_mask: fill the rows of an attention mask.
  *
- * A row has at most three parts: masked positions too far back, positions in sight,
- * masked positions still to come.  Each is one run of equal elements, so a row costs
- * three fills and no comparison for each column.
+ * A row has at most three parts: masked positions too far back, visible positions, and
+ * masked future positions. Each part is one run of equal elements, so a row takes three
+ * fills and no comparison for each column.
  */
 #include "kv/attention_mask.h"
 
 #include <inttypes.h>
 
-/* The order of the checks is the order of the arguments, as users count them. */
+/* The checks follow the order of the caller's arguments. */
 mls_code mls_mask_check(int64_t seq_length, int64_t attention_size, int64_t position,
                         const mls_mask_names *names, mls_status *st)
 {
@@ -30,7 +30,7 @@ mls_code mls_mask_check(int64_t seq_length, int64_t attention_size, int64_t posi
     return MLS_OK;
 }
 
-/* Columns start .. end-1 of a row. */
+/* Fill columns start .. end-1 of a row. */
 static void fill_columns(const mls_kernels *kernels, const mls_tensor *row, size_t start,
                          size_t end, mls_element element)
 {
@@ -40,7 +40,7 @@ static void fill_columns(const mls_kernels *kernels, const mls_tensor *row, size
     }
 }
 
-/* Rows may lie beyond the columns: all of such a row is cut to what columns there are. */
+/* A row may be beyond the last column; its parts are then clipped to the columns. */
 void mls_mask_rows(const mls_kernels *kernels, const mls_tensor *dst, size_t first_row,
                    size_t attention_size, mls_element fill)
 {

@@ -1,15 +1,15 @@
-/* kv_buffer: a cache that grows and shrinks inside memory reserved for it.
+/* kv_buffer: a key-value cache that grows and shrinks within reserved memory.
  *
- * A row is what one head of one layer has room for: `capacity` positions.  The invariant
- * behind every function is that all bytes of a row beyond `length` are zero: fresh pages
- * are, shrinking zeroes what goes out of view, and moving rows apart zeroes what they
- * leave.  So a longer length finds zeros without writing any, and pages that were never
- * in view are never touched.
+ * A row is the memory of one head of one layer: `capacity` positions. Invariant: all
+ * bytes of a row beyond `length` are zero. Fresh pages are zero, shrinking zeroes the
+ * positions that leave the view, and moving rows apart zeroes their old memory. So
+ * growing the length writes nothing, and pages that were never in the view are never
+ * touched.
  */
 #include "kv/kv_buffer.h"
 
-#include "kv/kv_transition.h"
 #include "base/size.h"
+#include "kv/kv_transition.h"
 
 #include <string.h>
 
@@ -19,8 +19,9 @@ typedef struct extent {
     size_t step, row, rows, total;
 } extent;
 
-/* The extent of a buffer if it had this capacity; false where its bytes are too many. */
-static bool extent_of(const mls_kv_buffer *b, size_t capacity, extent *out)
+/* Compute the extent of the buffer for a capacity. Returns false if its bytes overflow.
+ */
+static bool compute_extent(const mls_kv_buffer *b, size_t capacity, extent *out)
 {
     extent e;
     if (!mls_size_mul(b->head_dim, mls_dtype_of(b->dtype)->item_bytes, &e.step) ||
@@ -33,17 +34,17 @@ static bool extent_of(const mls_kv_buffer *b, size_t capacity, extent *out)
     return true;
 }
 
-/* The failure that goes with extent_of, with the shape as users know it. */
-static mls_code too_large(const mls_kv_buffer *b, size_t capacity, mls_status *st)
+/* Fail because compute_extent overflowed; the message has the user's shape. */
+static mls_code fail_too_large(const mls_kv_buffer *b, size_t capacity, mls_status *st)
 {
     return mls_fail(st, MLS_E_SIZE, "(%zu, %zu, %zu, %zu) of %s is larger than memory",
                     b->layers, b->heads, capacity, b->head_dim,
                     mls_dtype_of(b->dtype)->name);
 }
 
-/* MLS_E_CAPACITY: `what` is `got`, and `limit`, which is `most`, forbids it. */
-static mls_code beyond(mls_status *st, const char *what, size_t got, const char *limit,
-                       size_t most)
+/* Fail with MLS_E_CAPACITY: `what` is `got`, but at most `most`, the value of `limit`. */
+static mls_code fail_capacity(mls_status *st, const char *what, size_t got,
+                              const char *limit, size_t most)
 {
     mls_fail(st, MLS_E_CAPACITY, "%s %zu is beyond %s %zu", what, got, limit, most);
     mls_status_expected(st, "at most %zu", most);
@@ -51,7 +52,7 @@ static mls_code beyond(mls_status *st, const char *what, size_t got, const char 
     return MLS_E_CAPACITY;
 }
 
-/* The pages are zeros as they come, which is the invariant for every length at once. */
+/* New pages are zero, so the invariant holds for every length. */
 mls_code mls_kv_buffer_init(mls_kv_buffer *out, const size_t *shape, size_t capacity,
                             mls_dtype dtype, mls_status *st)
 {
@@ -62,17 +63,17 @@ mls_code mls_kv_buffer_init(mls_kv_buffer *out, const size_t *shape, size_t capa
                        .head_dim = shape[3],
                        .capacity = capacity};
     if (b.length > capacity) {
-        return beyond(st, "sequence length", b.length, "the capacity", capacity);
+        return fail_capacity(st, "sequence length", b.length, "the capacity", capacity);
     }
     extent e;
-    if (!extent_of(&b, capacity, &e)) {
-        return too_large(&b, capacity, st);
+    if (!compute_extent(&b, capacity, &e)) {
+        return fail_too_large(&b, capacity, st);
     }
     const mls_code code = mls_pages_init(&b.pages, e.total, st);
     if (code != MLS_OK) {
         return code;
     }
-    /* capacity that is never used shall cost no memory: no huge pages */
+    /* no huge pages, so that unused capacity costs no memory */
     mls_advise_pages(b.pages.data, b.pages.mapped, false);
     *out = b;
     return MLS_OK;
@@ -85,11 +86,11 @@ void mls_kv_buffer_fini(mls_kv_buffer *buffer)
     *buffer = (mls_kv_buffer){0};
 }
 
-/* Positions start .. start+length-1 of every row. */
-static mls_tensor positions(const mls_kv_buffer *b, size_t start, size_t length)
+/* Return positions start .. start+length-1 of every row. */
+static mls_tensor slice_positions(const mls_kv_buffer *b, size_t start, size_t length)
 {
     extent e = {0};
-    (void)extent_of(b, b->capacity, &e); /* it fitted when the buffer was made */
+    (void)compute_extent(b, b->capacity, &e); /* did not overflow before */
     mls_tensor t = {.data = b->pages.data + e.step * start,
                     .dtype = b->dtype,
                     .rank = MLS_KV_RANK,
@@ -100,13 +101,12 @@ static mls_tensor positions(const mls_kv_buffer *b, size_t start, size_t length)
     return t;
 }
 
-/* What is used; the room behind it belongs to the buffer. */
 mls_tensor mls_kv_buffer_view(const mls_kv_buffer *buffer)
 {
-    return positions(buffer, 0, buffer->length);
+    return slice_positions(buffer, 0, buffer->length);
 }
 
-/* Rows without room for more follow each other: huge pages may span them. */
+/* If length and capacity are equal, rows are adjacent and huge pages may span them. */
 void mls_kv_buffer_fill(const mls_kv_buffer *buffer, const mls_kernels *kernels,
                         mls_pool *pool, const mls_tensor *src)
 {
@@ -117,34 +117,36 @@ void mls_kv_buffer_fill(const mls_kv_buffer *buffer, const mls_kernels *kernels,
     mls_kv_move(kernels, pool, &dst, src, buffer->length, NULL, MLS_KV_SPARSE);
 }
 
-/* Checks both numbers before it touches memory: on failure the buffer is what it was. */
+/* Checks both numbers before it changes memory, so the buffer is unchanged on failure. */
 mls_code mls_kv_buffer_resize(mls_kv_buffer *buffer, const mls_kernels *kernels,
                               size_t length, size_t position, const char *position_name,
                               mls_status *st)
 {
     if (length > buffer->capacity) {
-        return beyond(st, "sequence length", length, "the reserved capacity",
-                      buffer->capacity);
+        return fail_capacity(st, "sequence length", length, "the reserved capacity",
+                             buffer->capacity);
     }
     const size_t shorter = length < buffer->length ? length : buffer->length;
     if (position > shorter) {
-        return beyond(st, position_name, position, "the sequence length", shorter);
+        return fail_capacity(st, position_name, position, "the sequence length", shorter);
     }
-    /* whatever leaves the view, or stays in view without a token, becomes zero */
+    /* positions that leave the view, or stay in it without a token, become zero */
     if (position < buffer->length) {
-        const mls_tensor dropped = positions(buffer, position, buffer->length - position);
+        const mls_tensor dropped =
+            slice_positions(buffer, position, buffer->length - position);
         const mls_element zero = {.size = mls_dtype_of(buffer->dtype)->item_bytes};
         size_t bytes = 0;
-        (void)mls_tensor_bytes(&dropped, &bytes); /* less than the buffer has */
+        (void)mls_tensor_bytes(
+            &dropped, &bytes); /* smaller than the buffer, so it cannot overflow */
         mls_fill(kernels, &dropped, zero, (mls_destination){.bytes = bytes});
     }
     buffer->length = length;
     return MLS_OK;
 }
 
-/* Move rows from `old` to `now` bytes apart, and zero what they leave behind.  The last
- * row goes first: its new place is beyond all that is still to be moved.  Only `used`
- * bytes of a row can be other than zero, so only those move. */
+/* Move rows from `old` to `now` bytes apart, and zero their old memory. The last row
+ * moves first: its new place is beyond all rows that are still to be moved. Only the
+ * `used` first bytes of a row can be nonzero, so only those move. */
 static void spread_rows(unsigned char *data, size_t rows, size_t used, size_t old,
                         size_t now)
 {
@@ -153,7 +155,7 @@ static void spread_rows(unsigned char *data, size_t rows, size_t used, size_t ol
         const size_t end = row * now + used;
         const size_t next = (row + 1) * now;
         const size_t stale = next < old_total ? next : old_total;
-        if (row * now >= old_total) { /* pages that were never touched */
+        if (row * now >= old_total) { /* these pages were never touched */
             mls_advise_inner_huge_pages(data + row * now, used);
             mls_populate_pages(data + row * now, used);
         }
@@ -164,7 +166,7 @@ static void spread_rows(unsigned char *data, size_t rows, size_t used, size_t ol
     }
 }
 
-/* Nothing of the buffer changes before the memory is there. */
+/* The buffer does not change before the memory is available. */
 mls_code mls_kv_buffer_reserve(mls_kv_buffer *buffer, size_t capacity, mls_status *st)
 {
     extent old, now;
@@ -176,9 +178,9 @@ mls_code mls_kv_buffer_reserve(mls_kv_buffer *buffer, size_t capacity, mls_statu
         mls_status_got(st, "%zu", capacity);
         return MLS_E_CAPACITY;
     }
-    if (!extent_of(buffer, buffer->capacity, &old) ||
-        !extent_of(buffer, capacity, &now)) {
-        return too_large(buffer, capacity, st);
+    if (!compute_extent(buffer, buffer->capacity, &old) ||
+        !compute_extent(buffer, capacity, &now)) {
+        return fail_too_large(buffer, capacity, st);
     }
     const mls_code code = mls_pages_grow(&buffer->pages, now.total, st);
     if (code != MLS_OK) {

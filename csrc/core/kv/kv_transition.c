@@ -1,12 +1,12 @@
-/* kv: moving the key-value cache of a language model to another sequence length.
+/* kv_transition: move the key-value cache of a language model to another sequence length.
  *
- * The checks and the move are apart: a binding checks first, allocates the target only
- * when the request makes sense, and then moves without any way to fail.  Messages are
- * shown to users as they are, so the request carries the names that users know.
+ * Checks and move are separate: a binding checks first, allocates the target only if the
+ * request is valid, and then moves, which cannot fail. Messages are shown to users
+ * unchanged, so the request contains the users' parameter names.
  *
- * The move cuts a cache by layer and head.  As a rule the positions of one head lie
- * together, so its tokens are one run to copy and its padding, right behind them, one run
- * to fill.
+ * The move divides a cache by layer and head. The positions of one head are usually
+ * contiguous, so its tokens are one run to copy and its padding, right after them, is one
+ * run to fill.
  */
 #include "kv/kv_transition.h"
 
@@ -15,7 +15,7 @@
 
 #include <inttypes.h>
 
-/* The names of a cache's axes, as users know them. */
+/* The axis names of a cache in messages. */
 static const char *const axis_names[MLS_KV_RANK] = {"layers", "heads", "sequence length",
                                                     "head_dim"};
 
@@ -26,13 +26,13 @@ static const mls_kv_names own_words = {.source = "the source",
                                        .if_shorter = "compact instead of expanding",
                                        .if_shared = "pass another target"};
 
-/* The names that a request carries. */
+/* Return the names of a request, or the default ones. */
 static const mls_kv_names *names_of(const mls_kv_request *request)
 {
     return request->names != NULL ? request->names : &own_words;
 }
 
-/* MLS_E_SHAPE unless `rank` is that of a cache; `what` names the argument. */
+/* MLS_E_SHAPE unless `rank` is 4; `what` names the argument. */
 static mls_code check_rank(const char *what, int rank, const size_t *shape,
                            mls_status *st)
 {
@@ -50,16 +50,16 @@ static mls_code check_rank(const char *what, int rank, const size_t *shape,
     return MLS_E_SHAPE;
 }
 
-/* Add the facts to a failure that the caller filled in just before. */
-static mls_code out_of_capacity(mls_status *st, int64_t limit, int64_t got)
+/* Add the expected and the actual value to a status that is already filled. */
+static mls_code add_capacity_range(mls_status *st, int64_t limit, int64_t got)
 {
     mls_status_expected(st, "0..%" PRId64, limit);
     mls_status_got(st, "%" PRId64, got);
     return MLS_E_CAPACITY;
 }
 
-/* Shape first, then the target's length against the source's, then the tokens against
- * both: the first message is the one that a user should mend first. */
+/* Checks the shape first, then the target's length against the source's, then the tokens
+ * against both: the first message is the one that the user should fix first. */
 mls_code mls_kv_check(int rank, const size_t *shape, mls_kv_request request,
                       mls_status *st)
 {
@@ -74,7 +74,7 @@ mls_code mls_kv_check(int rank, const size_t *shape, mls_kv_request request,
         return mls_fail(st, MLS_E_CAPACITY, "%s %" PRId64 " is negative",
                         names->target_length, target);
     }
-    /* expanding never drops a position, whether it holds a token or not */
+    /* expanding keeps all positions, with or without a token */
     if (request.kind == MLS_KV_EXPAND && target < length) {
         mls_fail(st, MLS_E_CAPACITY,
                  "%s %" PRId64 " is smaller than the source's %" PRId64 ": %s",
@@ -87,20 +87,20 @@ mls_code mls_kv_check(int rank, const size_t *shape, mls_kv_request request,
         mls_fail(st, MLS_E_CAPACITY,
                  "%s %" PRId64 " is outside 0..%" PRId64 ", the source's sequence length",
                  names->position, request.position, length);
-        return out_of_capacity(st, length, request.position);
+        return add_capacity_range(st, length, request.position);
     }
     if (request.position > target) {
         mls_fail(st, MLS_E_CAPACITY,
                  "%" PRId64 " tokens do not fit into %" PRId64
                  " positions: pass a %s of at least %" PRId64,
                  request.position, target, names->target_length, request.position);
-        return out_of_capacity(st, target, request.position);
+        return add_capacity_range(st, target, request.position);
     }
     return MLS_OK;
 }
 
-/* Each axis but the sequence belongs to the model, so a difference there is no question
- * of capacity. */
+/* All axes except the sequence belong to the model, so a difference in them is a shape
+ * error. */
 mls_code mls_kv_check_shapes(int source_rank, const size_t *source, int target_rank,
                              const size_t *target, mls_kv_kind kind, mls_status *st)
 {
@@ -134,8 +134,8 @@ mls_code mls_kv_check_shapes(int source_rank, const size_t *source, int target_r
     return MLS_OK;
 }
 
-/* The target's length is put into the source's shape; what differs then is a real
- * mismatch. */
+/* The source's shape with the target's length is the expected shape; any other difference
+ * is a mismatch. */
 mls_code mls_kv_check_target(const mls_tensor *dst, const mls_tensor *src,
                              mls_kv_request request, mls_status *st)
 {
@@ -153,20 +153,20 @@ mls_code mls_kv_check_target(const mls_tensor *dst, const mls_tensor *src,
     return MLS_OK;
 }
 
-/* One transition, cut by layer so that threads can take layers. */
+/* One transition, divided by layer so that threads can share it. */
 typedef struct job {
     const mls_kernels *kernels;
-    mls_tensor filled;      /* the part of the target that tokens go to */
-    mls_tensor tokens;      /* where they come from */
+    mls_tensor filled;      /* the part of the target that receives the tokens */
+    mls_tensor tokens;      /* the tokens in the source */
     mls_tensor padding;     /* the rest of the target */
-    const mls_element *pad; /* NULL: the padding is right already */
+    const mls_element *pad; /* NULL: the padding is already correct */
     mls_destination destination;
-    bool populate;   /* ask for the pages of a head before it is copied */
-    bool inner_huge; /* those that tokens fill may be huge */
+    bool populate;   /* request the pages of a head before it is copied */
+    bool inner_huge; /* use huge pages where tokens fill them */
 } job;
 
-/* One layer, as a task for the pool: `context` is a job, which all threads only read.
- * Fresh memory is written from its end, as next_part in copy.c does. */
+/* Move one layer, as a task for the pool. `context` is a job, which the threads only
+ * read. Fresh memory is written from its end, as in next_part in copy.c. */
 static void move_layer(void *context, size_t turn)
 {
     const job *j = context;
@@ -182,7 +182,8 @@ static void move_layer(void *context, size_t turn)
         const mls_tensor from = mls_tensor_slice(&tokens, 1, head, 1);
         if (j->populate) {
             size_t bytes = 0;
-            (void)mls_tensor_bytes(&to, &bytes); /* the target as a whole fitted */
+            (void)mls_tensor_bytes(
+                &to, &bytes); /* cannot overflow: the whole target did not */
             if (j->inner_huge) {
                 mls_advise_inner_huge_pages(to.data, bytes);
             }
@@ -196,12 +197,12 @@ static void move_layer(void *context, size_t turn)
     }
 }
 
-/* The system keeps a record for each range of pages with advice of its own, and allows
+/* The system keeps a record for each range of pages with its own advice, and allows
  * 65,530 of them in a process. */
 enum { MOST_ADVISED = 4096 };
 
-/* Layers are what threads take: enough of them to share, and few enough that handing one
- * out costs nothing beside moving it. */
+/* Threads share layers: there are enough of them, and each is large compared with the
+ * cost of handing it out. */
 void mls_kv_move(const mls_kernels *kernels, mls_pool *pool, const mls_tensor *dst,
                  const mls_tensor *src, size_t position, const mls_element *pad,
                  mls_kv_memory memory)

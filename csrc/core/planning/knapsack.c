@@ -1,4 +1,5 @@
-/* knapsack: lists of (bytes, seconds), cut by Dantzig's bound. */
+/* knapsack: dynamic programming over lists of (bytes, seconds), pruned by Dantzig's
+ * bound. */
 #include "planning/knapsack.h"
 
 #include "base/memory.h"
@@ -9,46 +10,46 @@
 
 enum { NOTHING = UINT32_MAX };
 
-/* The list begins with the empty choice.  With each item every choice in it is there
- * twice, as it was and with the item, merged by bytes; most go at once, since the items
- * come in the best order and the bound is sharp.  What goes is not lost: choices stay
- * where they are made, and those that survive point back to them. */
+/* The list begins with the empty choice. Each item doubles it: every choice without the
+ * item and with it, merged by bytes. Most choices are pruned at once, because the items
+ * come in the best order and the bound is tight. Pruned choices stay in memory, because
+ * surviving choices refer to them. */
 
-/* A choice: that of `before`, and `item` with it. */
+/* A choice: the choice `before` plus `item`. */
 typedef struct pick {
     int64_t bytes;
     double seconds;
     uint32_t before; /* NOTHING: the empty choice */
-    uint32_t item;   /* in the order of work */
+    uint32_t item;   /* index in `order` */
 } pick;
 
-/* Whole items that fit: a choice, and all items from .. to - 1 after it. */
+/* Whole items that fit: a choice, plus all items from .. to - 1 after it. */
 typedef struct whole {
     double seconds;
-    uint32_t choice; /* or NOTHING */
+    uint32_t choice; /* may be NOTHING */
     size_t from, to;
 } whole;
 
 typedef struct knapsack {
     const mls_knapsack_items *items;
-    int64_t room;    /* budget, at most all bytes */
-    uint32_t *order; /* owned: items in question, by seconds per byte */
+    int64_t room;    /* the budget, at most all bytes */
+    uint32_t *order; /* owned: undecided items, by seconds per byte */
     size_t count;
-    int64_t *bytes_before; /* owned: sums over the items before one, in that order */
+    int64_t *bytes_before; /* owned: prefix sums in that order */
     double *seconds_before;
     pick *choices; /* owned */
     size_t made, space, most;
-    uint32_t *list, *next; /* owned: choices, by bytes and by seconds, both rising */
+    uint32_t *list, *next; /* owned: choices, ascending in both bytes and seconds */
     size_t length, list_space;
     whole best;
-    double slack; /* differences below this are rounding */
+    double slack; /* smaller differences are rounding */
     mls_poll poll;
     mls_status *st;
 } knapsack;
 
 /* ---- checks ---- */
 
-/* Name the entry and what it is, the time first. */
+/* Fails for an invalid item, and names the entry; seconds come first. */
 static mls_code refuse_item(const mls_knapsack_items *items, size_t i, mls_status *st)
 {
     const bool bad_time = !(items->seconds[i] >= 0) || !isfinite(items->seconds[i]);
@@ -67,9 +68,9 @@ static mls_code refuse_item(const mls_knapsack_items *items, size_t i, mls_statu
     return st->code;
 }
 
-/* All seconds together go to `*all`, all bytes to `*bytes`. */
-static mls_code check(const mls_knapsack_items *items, int64_t budget, double *all,
-                      int64_t *bytes, mls_status *st)
+/* Checks all items; computes the sums of all seconds (`*all`) and bytes (`*bytes`). */
+static mls_code check_items(const mls_knapsack_items *items, int64_t budget, double *all,
+                            int64_t *bytes, mls_status *st)
 {
     int64_t sum = 0;
     *all = 0;
@@ -98,13 +99,13 @@ static mls_code check(const mls_knapsack_items *items, int64_t budget, double *a
                                      "all seconds together exceed the range of a double");
 }
 
-/* ---- the order of work ---- */
+/* ---- the order of the items ---- */
 
-/* Whether item a saves more seconds per byte than item b; of equals the larger one, then
- * the earlier one. */
+/* Returns whether item a saves more seconds per byte than item b. Ties: the larger item
+ * first, then the earlier one. */
 static bool comes_first(const mls_knapsack_items *items, uint32_t a, uint32_t b)
 {
-    /* no item here is without bytes */
+    /* all items here have at least one byte */
     const double x = items->seconds[a] / (double)items->bytes[a];
     const double y = items->seconds[b] / (double)items->bytes[b];
     if (x < y || y < x) {
@@ -113,14 +114,14 @@ static bool comes_first(const mls_knapsack_items *items, uint32_t a, uint32_t b)
     return items->bytes[a] != items->bytes[b] ? items->bytes[a] > items->bytes[b] : a < b;
 }
 
-/* Heap sort: in place, and as quick whatever comes. */
-static void sift(const mls_knapsack_items *items, uint32_t *order, size_t at,
-                 size_t count)
+/* Heap sort: in place, and O(n log n) for any input. */
+static void sift_down(const mls_knapsack_items *items, uint32_t *order, size_t at,
+                      size_t count)
 {
     const uint32_t moved = order[at];
     for (size_t child = 2 * at + 1; child < count; child = 2 * at + 1) {
         if (child + 1 < count && comes_first(items, order[child], order[child + 1])) {
-            child++; /* the last to come is on top */
+            child++; /* the top is the item that comes last */
         }
         if (!comes_first(items, moved, order[child])) {
             break;
@@ -131,35 +132,37 @@ static void sift(const mls_knapsack_items *items, uint32_t *order, size_t at,
     order[at] = moved;
 }
 
-/* Whether anybody still waits for the answer: a choice among many items may take long. */
-static mls_code ask(const knapsack *k)
+/* Polls the caller, because many items may take long. */
+static mls_code poll_caller(const knapsack *k)
 {
     return k->poll.go_on == NULL || k->poll.go_on(k->poll.context)
                ? MLS_OK
                : mls_fail(k->st, MLS_E_STOPPED, "the choice was stopped");
 }
 
-/* The item that comes last goes to the top, and from there to the end. */
-static mls_code sort(const knapsack *k)
+/* Moves the last item in order to the top, and from there to the end. */
+static mls_code sort_items(const knapsack *k)
 {
     const mls_knapsack_items *items = k->items;
     for (size_t at = k->count / 2; at-- > 0;) {
-        sift(items, k->order, at, k->count);
+        sift_down(items, k->order, at, k->count);
     }
     for (size_t last = k->count; last-- > 1;) {
         const uint32_t top = k->order[0];
         k->order[0] = k->order[last];
         k->order[last] = top;
-        sift(items, k->order, 0, last);
-        if ((last & 8191) == 0 && ask(k) != MLS_OK) { /* a few milliseconds apart */
+        sift_down(items, k->order, 0, last);
+        if ((last & 8191) == 0 &&
+            poll_caller(k) != MLS_OK) { /* a few milliseconds apart */
             return k->st->code;
         }
     }
     return MLS_OK;
 }
 
-/* Items that are not decided by themselves, sorted; with the sums before each. */
-static mls_code put_in_order(knapsack *k)
+/* Sorts the undecided items and computes prefix sums. Items without bytes or seconds, or
+ * larger than the budget, are decided already. */
+static mls_code order_items(knapsack *k)
 {
     const mls_knapsack_items *items = k->items;
     for (size_t i = 0; i < items->count; i++) {
@@ -167,7 +170,7 @@ static mls_code put_in_order(knapsack *k)
             k->order[k->count++] = (uint32_t)i;
         }
     }
-    const mls_code code = sort(k);
+    const mls_code code = sort_items(k);
     for (size_t i = 0; i < k->count && code == MLS_OK; i++) {
         k->bytes_before[i + 1] = k->bytes_before[i] + items->bytes[k->order[i]];
         k->seconds_before[i + 1] = k->seconds_before[i] + items->seconds[k->order[i]];
@@ -177,26 +180,28 @@ static mls_code put_in_order(knapsack *k)
 
 /* ---- bounds ---- */
 
-/* The empty choice has no place of its own. */
+/* The empty choice has no entry. */
 static int64_t bytes_of(const knapsack *k, uint32_t choice)
 {
     return choice == NOTHING ? 0 : k->choices[choice].bytes;
 }
 
-/* What keeping it spares; keeping nothing spares nothing. */
+/* Seconds saved by a choice; 0 for the empty one. */
 static double seconds_of(const knapsack *k, uint32_t choice)
 {
     return choice == NOTHING ? 0 : k->choices[choice].seconds;
 }
 
-/* The seconds that a choice of `bytes` and `seconds` can come to with items from `from`
- * on, whole but for the last of them; `*to` is the first that does not fit as a whole.
- * `*to` goes down from where the last call left it: bytes rise from call to call. */
-static double most_with(const knapsack *k, int64_t bytes, double seconds, size_t from,
-                        size_t *to)
+/* Returns the most seconds that a choice of `bytes` and `seconds` can reach with items
+ * from `from` on, the last of them as a fraction. `*to` becomes the first item that does
+ * not fit whole. It only decreases between calls, because bytes ascend from call to call.
+ */
+static double bound_seconds(const knapsack *k, int64_t bytes, double seconds, size_t from,
+                            size_t *to)
 {
     const int64_t reach = k->bytes_before[from] + (k->room - bytes);
-    /* the sums say how far whole items go; a part of the next one fills up the rest */
+    /* the prefix sums determine how many whole items fit; a fraction of the next one
+     * fills the rest */
     while (*to > from && k->bytes_before[*to] > reach) {
         --*to;
     }
@@ -210,9 +215,9 @@ static double most_with(const knapsack *k, int64_t bytes, double seconds, size_t
     return sum + part * k->items->seconds[broken];
 }
 
-/* Remember the whole items of a bound if they are the best so far. */
-static void note_whole(knapsack *k, uint32_t choice, double seconds, size_t from,
-                       size_t to)
+/* Records the whole items of a bound if they are the best so far. */
+static void record_whole(knapsack *k, uint32_t choice, double seconds, size_t from,
+                         size_t to)
 {
     const double sum = seconds + (k->seconds_before[to] - k->seconds_before[from]);
     if (sum > k->best.seconds) {
@@ -222,14 +227,14 @@ static void note_whole(knapsack *k, uint32_t choice, double seconds, size_t from
 
 /* ---- lists ---- */
 
-/* One text for all that can run short. */
 static mls_code no_memory(const knapsack *k)
 {
     return mls_fail(k->st, MLS_E_MEMORY, "no memory for %zu choices", k->made);
 }
 
-/* Room for as many more choices as the list is long, and for a list twice as long. */
-static mls_code make_room(knapsack *k)
+/* Ensures room for as many more choices as the list is long, and for a list twice as
+ * long. */
+static mls_code reserve_choices(knapsack *k)
 {
     while (k->space < k->made + k->length) {
         const size_t space = k->space == 0 ? 256 : 2 * k->space;
@@ -257,23 +262,24 @@ static mls_code make_room(knapsack *k)
     return MLS_OK;
 }
 
-/* Two ways through the old list: as it is, and with item `at` added. */
+/* State of a merge of the old list with the same list plus item `at`. */
 typedef struct merge {
-    size_t plain, with; /* places in the old list */
-    size_t length;      /* of the new one */
-    size_t to;          /* for most_with */
-    double last;        /* seconds of the last one in the new list, or -1 */
+    size_t plain, with; /* positions in the old list */
+    size_t length;      /* of the new list */
+    size_t to;          /* argument of bound_seconds */
+    double last;        /* seconds of the last entry of the new list, or -1 */
 } merge;
 
-/* Append what is not worse than all before it and may yet beat the best. */
-static bool append(knapsack *k, merge *m, size_t at, uint32_t choice, int64_t bytes,
-                   double seconds)
+/* Appends a choice if it is not dominated by an earlier one and may still beat the best.
+ */
+static bool append_choice(knapsack *k, merge *m, size_t at, uint32_t choice,
+                          int64_t bytes, double seconds)
 {
-    /* more bytes than the last one, and no more seconds */
+    /* dominated: more bytes than the last one, but not more seconds */
     if (!(seconds > m->last)) {
         return false;
     }
-    const double most = most_with(k, bytes, seconds, at + 1, &m->to);
+    const double most = bound_seconds(k, bytes, seconds, at + 1, &m->to);
     if (!(most > k->best.seconds + k->slack)) {
         return false;
     }
@@ -282,20 +288,21 @@ static bool append(knapsack *k, merge *m, size_t at, uint32_t choice, int64_t by
     return true;
 }
 
-/* The next choice of the old list, with the item: it gets a place of its own if it stays.
- */
-static void append_with(knapsack *k, merge *m, size_t at, int64_t bytes, double seconds)
+/* Appends the next choice of the old list with the item added; it gets an entry only if
+ * it is kept. */
+static void append_with_item(knapsack *k, merge *m, size_t at, int64_t bytes,
+                             double seconds)
 {
     const uint32_t before = k->list[m->with++];
-    if (append(k, m, at, (uint32_t)k->made, bytes, seconds)) {
+    if (append_choice(k, m, at, (uint32_t)k->made, bytes, seconds)) {
         k->choices[k->made] = (pick){
             .bytes = bytes, .seconds = seconds, .before = before, .item = (uint32_t)at};
-        note_whole(k, (uint32_t)k->made, seconds, at + 1, m->to);
+        record_whole(k, (uint32_t)k->made, seconds, at + 1, m->to);
         k->made++;
     }
 }
 
-/* Item `at` joins in: a new list from the old one, by rising bytes. */
+/* Adds item `at`: builds a new list from the old one, by ascending bytes. */
 static void add_item(knapsack *k, size_t at)
 {
     const int64_t bytes = k->items->bytes[k->order[at]];
@@ -318,54 +325,54 @@ static void add_item(knapsack *k, size_t at)
             with_bytes < plain_bytes ||
             (with_bytes == plain_bytes && with_seconds > seconds_of(k, plain));
         if (added) {
-            append_with(k, &m, at, with_bytes, with_seconds);
+            append_with_item(k, &m, at, with_bytes, with_seconds);
         } else {
-            append(k, &m, at, plain, plain_bytes, seconds_of(k, plain));
+            append_choice(k, &m, at, plain, plain_bytes, seconds_of(k, plain));
             m.plain++;
         }
     }
-    /* the new list takes the place of the old one, which is written over next time */
+    /* swap the lists; the old one is overwritten next time */
     uint32_t *old = k->list;
     k->list = k->next;
     k->next = old;
     k->length = m.length;
 }
 
-/* All items, or as many as the states allow; `*most` is what an unfinished list may yet
- * come to. */
+/* Adds all items, or as many as the limit of states allows. `*most` is the best value
+ * that an unfinished list could still reach. */
 static mls_code add_items(knapsack *k, double *most)
 {
     size_t to = k->count;
-    most_with(k, 0, 0, 0, &to);
-    note_whole(k, NOTHING, 0, 0, to);
+    bound_seconds(k, 0, 0, 0, &to);
+    record_whole(k, NOTHING, 0, 0, to);
     mls_code code = MLS_OK;
     size_t at = 0;
     for (; at < k->count && k->length > 0 && code == MLS_OK; at++) {
-        code = ask(k);
-        /* each choice of the list may be made once more with this item */
+        code = poll_caller(k);
+        /* each choice of the list may be copied with this item */
         if (k->made + k->length > k->most) {
             break;
         }
-        code = code == MLS_OK ? make_room(k) : code;
+        code = code == MLS_OK ? reserve_choices(k) : code;
         if (code == MLS_OK) {
             add_item(k, at);
         }
     }
-    /* none if all items joined in; else the best that any choice could become */
+    /* if items are left: the best value that any choice could still reach */
     *most = k->best.seconds;
     to = k->count;
     for (size_t i = 0; i < k->length && code == MLS_OK && at < k->count; i++) {
         const double each =
-            most_with(k, bytes_of(k, k->list[i]), seconds_of(k, k->list[i]), at, &to);
+            bound_seconds(k, bytes_of(k, k->list[i]), seconds_of(k, k->list[i]), at, &to);
         *most = each > *most ? each : *most;
     }
     return code;
 }
 
-/* ---- all of it ---- */
+/* ---- the solver ---- */
 
-/* Sorted items, sums, and a list with the empty choice in it. */
-static mls_code begin(knapsack *k)
+/* Sorts the items, computes the sums, and creates a list with the empty choice. */
+static mls_code init_knapsack(knapsack *k)
 {
     const size_t count = k->items->count;
     k->order = mls_alloc(count, sizeof *k->order);
@@ -374,17 +381,17 @@ static mls_code begin(knapsack *k)
     if (k->order == NULL || k->bytes_before == NULL || k->seconds_before == NULL) {
         return no_memory(k);
     }
-    mls_code code = put_in_order(k);
+    mls_code code = order_items(k);
     k->length = 1; /* the empty choice */
-    code = code == MLS_OK ? make_room(k) : code;
+    code = code == MLS_OK ? reserve_choices(k) : code;
     if (code == MLS_OK) {
         k->list[0] = NOTHING;
     }
     return code;
 }
 
-/* Everything that was allocated, whether or not all of it was. */
-static void release(knapsack *k)
+/* Frees everything, also if only a part was allocated. */
+static void free_knapsack(knapsack *k)
 {
     mls_free(k->order);
     mls_free(k->bytes_before);
@@ -394,15 +401,15 @@ static void release(knapsack *k)
     mls_free(k->next);
 }
 
-/* Write down the best choice, and what it comes to. */
-static void give(const knapsack *k, double most, double all, unsigned char *kept,
-                 mls_knapsack_result *out)
+/* Writes the best choice and its totals. */
+static void write_result(const knapsack *k, double most, double all, unsigned char *kept,
+                         mls_knapsack_result *out)
 {
     const mls_knapsack_items *items = k->items;
     for (size_t i = 0; i < items->count; i++) {
         kept[i] = items->bytes[i] == 0;
     }
-    /* whole items after the choice, and then the choice itself */
+    /* whole items after the choice, then the choice itself */
     for (size_t at = k->best.from; at < k->best.to; at++) {
         kept[k->order[at]] = 1;
     }
@@ -422,14 +429,15 @@ static void give(const knapsack *k, double most, double all, unsigned char *kept
     out->least = out->least < 0 ? 0 : out->least;
 }
 
-/* Room beyond all bytes together is of no use, and keeps sums within 63 bits. */
+/* A budget above the sum of all bytes has no effect; limiting it keeps sums within 63
+ * bits. */
 mls_code mls_knapsack(const mls_knapsack_items *items, int64_t budget_bytes,
                       size_t states, mls_poll poll, unsigned char *kept,
                       mls_knapsack_result *out, mls_status *st)
 {
     double all = 0, most = 0;
     int64_t bytes = 0;
-    mls_code code = check(items, budget_bytes, &all, &bytes, st);
+    mls_code code = check_items(items, budget_bytes, &all, &bytes, st);
     if (code != MLS_OK) {
         return code;
     }
@@ -441,13 +449,13 @@ mls_code mls_knapsack(const mls_knapsack_items *items, int64_t budget_bytes,
                   .poll = poll,
                   .st = st};
     k.most = k.most < NOTHING ? k.most : NOTHING - 1;
-    code = begin(&k);
+    code = init_knapsack(&k);
     if (code == MLS_OK) {
         code = add_items(&k, &most);
     }
     if (code == MLS_OK) {
-        give(&k, most, all, kept, out);
+        write_result(&k, most, all, kept, out);
     }
-    release(&k);
+    free_knapsack(&k);
     return code;
 }

@@ -1,13 +1,13 @@
-/* plan: which solver is asked, and what happens where one cannot answer.
+/* plan: chooses a solver, and falls back if it cannot solve a chain.
  *
- * A budget that holds the plain run needs no solver.  Otherwise fronts are the first
- * choice, since they are exact; they grow with the number of different sums that sizes
- * have, which nobody knows in advance, so they have a cap.  Beyond it a table of slots is
- * made, whose size is known: it is refused where it would be too large.  Slots round
- * every size up, so that a budget near the least one may seem too small: then any
- * schedule that fits is better than none.
+ * A budget that holds the plain run needs no solver. Otherwise fronts are tried first,
+ * because they are exact. Their size grows with the number of different sums of sizes,
+ * which is not known in advance, so it is capped. Beyond the cap a table of slots is
+ * used, whose size is known; it is refused if it would be too large. Slots round every
+ * size up, so a budget near the least one may seem too small; then any schedule that fits
+ * is used.
  *
- * Only the table of needs, in bytes, decides that nothing fits.
+ * Only the table of needs, which counts bytes, can prove that no schedule fits.
  */
 #include "planning/plan.h"
 
@@ -18,13 +18,13 @@
 
 /* ---- budgets ---- */
 
-/* In bytes whatever the solver counts in: this is the figure that refusals name. */
+/* Counts bytes, independent of the solver's units: messages report this number. */
 mls_code mls_plan_least_bytes(const mls_chain *chain, bool offload, mls_poll poll,
                               int64_t *out, mls_status *st)
 {
     mls_plan_costs costs;
     mls_plan_needs needs;
-    /* the needs do not depend on a budget: the least that is accepted will do */
+    /* the needs do not depend on the budget, so the smallest valid one is used */
     const int64_t input = chain->activation_bytes[0];
     mls_code code = mls_plan_costs_init(&costs, chain, input, 0, offload, st);
     if (code != MLS_OK) {
@@ -39,9 +39,9 @@ mls_code mls_plan_least_bytes(const mls_chain *chain, bool offload, mls_poll pol
     return code;
 }
 
-/* The budget above which nothing changes: the peak of the plain run.  Offloading plays no
- * part in it. */
-static mls_code enough_bytes(const mls_chain *chain, int64_t *out, mls_status *st)
+/* Computes the peak of the plain run; a larger budget changes nothing. Offloading does
+ * not matter. */
+static mls_code compute_plain_peak(const mls_chain *chain, int64_t *out, mls_status *st)
 {
     mls_plan_costs costs;
     const int64_t input = chain->activation_bytes[0];
@@ -53,9 +53,10 @@ static mls_code enough_bytes(const mls_chain *chain, int64_t *out, mls_status *s
     return code;
 }
 
-/* Refuse a budget, with the least one that would do: `expected` has it for programs,
- * which may simply ask again with that. */
-static mls_code refuse(const mls_chain *chain, const mls_plan_request *r, mls_status *st)
+/* Fails for a budget that is too small. `expected` is the least sufficient budget, so
+ * that programs can retry with it. */
+static mls_code fail_budget(const mls_chain *chain, const mls_plan_request *r,
+                            mls_status *st)
 {
     int64_t least;
     const mls_code code = mls_plan_least_bytes(chain, r->offload, r->poll, &least, st);
@@ -71,10 +72,10 @@ static mls_code refuse(const mls_chain *chain, const mls_plan_request *r, mls_st
     return st->code;
 }
 
-/* ---- the ways to a schedule ---- */
+/* ---- solvers ---- */
 
-/* Any schedule that fits, for budgets too tight for slots.  Its time is what it happens
- * to be: the trace prefers to keep, then the restart that repeats least. */
+/* Finds any schedule that fits, for budgets too tight for slots. Its time is not
+ * optimised: the trace prefers to keep, then the restart with the least recomputation. */
 static mls_code make_fitting(const mls_chain *chain, const mls_plan_request *r,
                              mls_plan *out, mls_status *st)
 {
@@ -95,8 +96,8 @@ static mls_code make_fitting(const mls_chain *chain, const mls_plan_request *r,
     return code;
 }
 
-/* Slots that a table of allowed size has; 0 where it has not even one.  Sizes of tables
- * are no simple function of slots (lines of the cache, tiles): so they are tried. */
+/* Returns the largest number of slots, at most `wanted`, whose table has an allowed size;
+ * 0 if there is none. Searches, because padding makes the size irregular. */
 static size_t slots_that_fit(size_t blocks, size_t wanted)
 {
     while (wanted > 0 && mls_plan_table_bytes(blocks, wanted) > MLS_PLAN_TABLE_BYTES) {
@@ -105,7 +106,8 @@ static size_t slots_that_fit(size_t blocks, size_t wanted)
     return wanted;
 }
 
-/* Refused before anything is allocated, with what would be possible. */
+/* Checks the table's size before any allocation; the error contains the possible number
+ * of slots. */
 static mls_code check_table(size_t blocks, size_t slots, mls_status *st)
 {
     if (slots > MLS_PLAN_MAX_SLOTS) {
@@ -122,8 +124,7 @@ static mls_code check_table(size_t blocks, size_t slots, mls_status *st)
                     blocks, slots, MLS_PLAN_TABLE_BYTES >> 20, possible);
 }
 
-/* By slots; MLS_E_CAPACITY where the rounded sizes do not fit, which does not mean that
- * the true ones do not. */
+/* Plans by slots. MLS_E_CAPACITY: the rounded sizes do not fit; the true sizes may. */
 static mls_code make_by_slots(const mls_chain *chain, const mls_plan_request *r,
                               size_t slots, mls_plan *out, mls_status *st)
 {
@@ -148,9 +149,9 @@ static mls_code make_by_slots(const mls_chain *chain, const mls_plan_request *r,
     return code;
 }
 
-/* The fronts of all segments; MLS_E_SIZE where they take too much, be it blocks or
- * points.  Gives both, to be freed in the other order; nothing on failure, so that memory
- * is free before anything else is tried. */
+/* Computes the fronts of all segments. MLS_E_SIZE: too many blocks or points. The caller
+ * frees `fronts` and then `costs`; on failure both are already freed, so that the memory
+ * is available for the next attempt. */
 static mls_code solve_exact(const mls_chain *chain, const mls_plan_request *r,
                             mls_plan_costs *costs, mls_plan_fronts *fronts,
                             mls_status *st)
@@ -171,7 +172,7 @@ static mls_code solve_exact(const mls_chain *chain, const mls_plan_request *r,
     return code;
 }
 
-/* To the byte; MLS_E_SIZE as above. */
+/* Plans to the byte. MLS_E_SIZE as for solve_exact. */
 static mls_code make_exact(const mls_chain *chain, const mls_plan_request *r,
                            mls_plan *out, mls_status *st)
 {
@@ -190,13 +191,13 @@ static mls_code make_exact(const mls_chain *chain, const mls_plan_request *r,
     return code;
 }
 
-/* A request whose budget is cut to what can be used, so that slots are as small as they
- * can be; `*plain` where that is enough to keep everything. */
-static mls_code cut_budget(const mls_chain *chain, mls_plan_request *r, bool *plain,
-                           mls_status *st)
+/* Limits the budget to the useful maximum, so that slots are as small as possible. Sets
+ * `*plain` if the budget is enough to keep everything. */
+static mls_code limit_budget(const mls_chain *chain, mls_plan_request *r, bool *plain,
+                             mls_status *st)
 {
     int64_t enough;
-    const mls_code code = enough_bytes(chain, &enough, st);
+    const mls_code code = compute_plain_peak(chain, &enough, st);
     if (code == MLS_OK) {
         *plain = r->budget_bytes >= enough;
         r->budget_bytes = *plain ? enough : r->budget_bytes;
@@ -204,8 +205,8 @@ static mls_code cut_budget(const mls_chain *chain, mls_plan_request *r, bool *pl
     return code;
 }
 
-/* Keep everything: the best plan in any class.  No solver would find another, but slots
- * would round its sizes up and miss it. */
+/* Writes the schedule that keeps everything, which is the best one. Slots might miss it,
+ * because they round sizes up. */
 static mls_code make_plain(const mls_chain *chain, mls_plan *out, mls_status *st)
 {
     mls_code code = MLS_OK;
@@ -221,8 +222,8 @@ static mls_code make_plain(const mls_chain *chain, mls_plan *out, mls_status *st
     return code;
 }
 
-/* By slots, and where these are too coarse, anything that fits.  That may fail as well,
- * and then nothing fits at all. */
+/* Plans by slots; if these are too coarse, uses any schedule that fits. If that fails
+ * too, no schedule fits. */
 static mls_code make_coarse(const mls_chain *chain, const mls_plan_request *r,
                             size_t slots, mls_plan *out, mls_status *st)
 {
@@ -230,24 +231,24 @@ static mls_code make_coarse(const mls_chain *chain, const mls_plan_request *r,
     return code == MLS_E_CAPACITY ? make_fitting(chain, r, out, st) : code;
 }
 
-/* As many slots as are taken where to plan to the byte takes too much: fewer for chains
- * so long that their table would not fit.  One at least, so that there is something to
- * refuse. */
-static size_t slots_instead(size_t blocks)
+/* Returns the number of slots to use if planning to the byte is too expensive: fewer if
+ * the table would be too large. At least 1, so that check_table can fail with a message.
+ */
+static size_t fallback_slots(size_t blocks)
 {
     const size_t slots = slots_that_fit(blocks, MLS_PLAN_AUTO_SLOTS);
     return slots == 0 ? 1 : slots;
 }
 
-/* Plain where that fits; else to the byte, and by slots where that is wanted or the only
- * way.  Whichever way says that nothing fits, the refusal is the same. */
+/* Plain if it fits; otherwise to the byte, or by slots if requested or if there is no
+ * other way. If no schedule fits, the error is the same for all solvers. */
 mls_code mls_plan_make(const mls_chain *chain, const mls_plan_request *request,
                        mls_plan *out, mls_status *st)
 {
     mls_plan_request r = *request;
     mls_plan plan = {0};
     bool plain = false;
-    mls_code code = cut_budget(chain, &r, &plain, st);
+    mls_code code = limit_budget(chain, &r, &plain, st);
     if (code != MLS_OK) {
         return code;
     }
@@ -258,11 +259,11 @@ mls_code mls_plan_make(const mls_chain *chain, const mls_plan_request *request,
     } else {
         code = make_exact(chain, &r, &plan, st);
         if (code == MLS_E_SIZE) {
-            code = make_coarse(chain, &r, slots_instead(chain->blocks), &plan, st);
+            code = make_coarse(chain, &r, fallback_slots(chain->blocks), &plan, st);
         }
     }
     if (code == MLS_E_CAPACITY) {
-        return refuse(chain, request, st);
+        return fail_budget(chain, request, st);
     }
     if (code == MLS_OK) {
         *out = plan;
@@ -270,17 +271,15 @@ mls_code mls_plan_make(const mls_chain *chain, const mls_plan_request *request,
     return code;
 }
 
-/* Only the schedule is owned. */
 void mls_plan_fini(mls_plan *plan)
 {
     mls_schedule_fini(&plan->schedule);
     *plan = (mls_plan){0};
 }
 
-/* ---- the whole curve ---- */
+/* ---- the Pareto curve ---- */
 
-/* Seconds without any recomputation, to which values of the solvers are added: they leave
- * out what is the same in all schedules. */
+/* Seconds without any recomputation. Solver values are relative to this sum. */
 static double plain_seconds(const mls_chain *chain)
 {
     double seconds = 0;
@@ -290,8 +289,8 @@ static double plain_seconds(const mls_chain *chain)
     return seconds;
 }
 
-/* The front of the whole chain, in terms of budgets: activation 0 is above what solvers
- * count, and all plain seconds are. */
+/* Converts the front of the whole chain to budgets: adds activation 0 and the plain
+ * seconds, which solvers do not count. */
 static mls_code curve_of_fronts(const mls_chain *chain, const mls_plan_fronts *fronts,
                                 mls_plan_curve *out, mls_status *st)
 {
@@ -310,8 +309,8 @@ static mls_code curve_of_fronts(const mls_chain *chain, const mls_plan_fronts *f
     return MLS_OK;
 }
 
-/* The row of the whole chain, where it changes, and the plain run.  A slot's bytes are
- * rounded up: that is a budget which has as many slots. */
+/* Converts the row of the whole chain to points where its value changes, and adds the
+ * plain run. A slot's bytes are rounded up, to a budget that has that many slots. */
 static mls_code curve_of_table(const mls_chain *chain, const mls_plan_table *table,
                                int64_t bytes, mls_plan_curve *out, mls_status *st)
 {
@@ -333,7 +332,7 @@ static mls_code curve_of_table(const mls_chain *chain, const mls_plan_table *tab
             last = value;
         }
     }
-    if (last > 0) { /* rounded up, the plain run exceeds its own bytes */
+    if (last > 0) { /* with rounded sizes the plain run exceeds its own bytes */
         const mls_plan_point kept = {chain->activation_bytes[0] + bytes, plain};
         count -= count > 0 && points[count - 1].memory == kept.memory ? 1 : 0;
         points[count++] = kept;
@@ -342,7 +341,7 @@ static mls_code curve_of_table(const mls_chain *chain, const mls_plan_table *tab
     return MLS_OK;
 }
 
-/* To the byte; MLS_E_SIZE where that takes too much. */
+/* Computes the curve to the byte. MLS_E_SIZE: too expensive. */
 static mls_code curve_exact(const mls_chain *chain, const mls_plan_request *r,
                             mls_plan_curve *out, mls_status *st)
 {
@@ -358,7 +357,7 @@ static mls_code curve_exact(const mls_chain *chain, const mls_plan_request *r,
     return code;
 }
 
-/* One table has the values of all budgets that are whole slots of the largest. */
+/* One table has the values of all budgets that are whole slots of the largest budget. */
 static mls_code curve_by_slots(const mls_chain *chain, const mls_plan_request *r,
                                size_t slots, mls_plan_curve *out, mls_status *st)
 {
@@ -381,7 +380,7 @@ static mls_code curve_by_slots(const mls_chain *chain, const mls_plan_request *r
     return code;
 }
 
-/* The budget is what a plain run needs: above it there is nothing to see. */
+/* The budget is the peak of the plain run: the curve ends there. */
 mls_code mls_plan_pareto(const mls_chain *chain, const mls_plan_request *request,
                          mls_plan_curve *out, mls_status *st)
 {
@@ -389,19 +388,18 @@ mls_code mls_plan_pareto(const mls_chain *chain, const mls_plan_request *request
     size_t slots = r.slots;
     bool plain;
     r.budget_bytes = INT64_MAX;
-    mls_code code = cut_budget(chain, &r, &plain, st);
+    mls_code code = limit_budget(chain, &r, &plain, st);
     if (code == MLS_OK && slots == 0) {
         code = curve_exact(chain, &r, out, st);
         if (code != MLS_E_SIZE) {
             return code;
         }
-        slots = slots_instead(chain->blocks);
+        slots = fallback_slots(chain->blocks);
         code = MLS_OK;
     }
     return code == MLS_OK ? curve_by_slots(chain, &r, slots, out, st) : code;
 }
 
-/* The points are one block. */
 void mls_plan_curve_fini(mls_plan_curve *curve)
 {
     mls_free(curve->points);

@@ -1,15 +1,14 @@
-/* plan_costs: sizes as a solver counts them, the least budget, and the way back from
- * values to steps.
+/* plan_costs: sizes in a solver's units, the least budget, and the conversion of values
+ * to steps.
  *
- * Sums of sizes are rounded to slots as sums: two peaks that go together are rounded once
- * and not twice.  What is added later by solvers (a gradient that is held, an activation
- * below a segment) is rounded by itself, and a sum of numbers rounded up is at least the
- * true one: what fits in slots fits in bytes.
+ * Sums of sizes are rounded to slots as sums, so that the parts of one peak are rounded
+ * only once. Sizes that solvers add later (a held gradient, an activation below a
+ * segment) are rounded separately. A sum of rounded-up numbers is at least the true one:
+ * a schedule that fits in slots fits in bytes.
  *
- * The trace keeps no choices of the solver: it tries all of a segment's choices again,
- * with the values that the solver left, and takes the best.  That costs little, since a
- * schedule has few segments next to those that were solved, and it spares a solver a
- * second table as large as the first.
+ * Solvers do not store their choices. The trace evaluates all choices of a segment again
+ * with the solver's values and takes the best one. That is cheap, since a schedule has
+ * few segments compared with the table, and it saves a second table of the same size.
  */
 #include "planning/plan_costs.h"
 
@@ -20,14 +19,14 @@
 
 enum { ARRAYS = 10 };
 
-/* How bytes become units.  A budget of 0 bytes has slots of none: what has bytes then
+/* Conversion of bytes to units. Slots of an empty budget have 0 bytes: every size above 0
  * exceeds it. */
 typedef struct unit_scale {
     int64_t bytes; /* of the whole budget above activation 0 */
     int64_t slots; /* 0: units are bytes */
 } unit_scale;
 
-/* Round up; what exceeds the budget is cut to one slot more than there are. */
+/* Rounds up; sizes above the budget become one slot more than the budget has. */
 static int64_t units_of(unit_scale s, int64_t bytes)
 {
     if (s.slots == 0) {
@@ -43,14 +42,15 @@ static int64_t units_of(unit_scale s, int64_t bytes)
     if (!__builtin_mul_overflow(bytes, s.slots, &product)) {
         return (product - 1) / s.bytes + 1;
     }
-    /* too large for 64 bits: whole slots of `each` bytes are a little smaller than the
-     * true ones, which rounds up a little more */
+    /* overflow: slots of `each` whole bytes are slightly smaller than the true slots, so
+     * this rounds up a little more */
     const int64_t each = s.bytes / s.slots;
     const int64_t units = (bytes - 1) / each + 1;
     return units > s.slots ? s.slots + 1 : units;
 }
 
-/* Sizes of one block.  A saved block and what runs above it form one peak each. */
+/* Computes the sizes of one block. A saved block and the memory above it form one peak.
+ */
 static void fill_block(mls_plan_costs *c, const mls_chain *chain, size_t i,
                        unit_scale scale)
 {
@@ -67,8 +67,8 @@ static void fill_block(mls_plan_costs *c, const mls_chain *chain, size_t i,
     c->sweep[i] = units_of(scale, activation[i] + made);
 }
 
-/* Times of one block.  The way to the host and back is paid in full: nothing else runs
- * meanwhile. */
+/* Computes the times of one block. Transfers are not overlapped, so their time counts in
+ * full. */
 static void fill_seconds(mls_plan_costs *c, const mls_chain *chain, size_t i,
                          bool offload)
 {
@@ -80,7 +80,7 @@ static void fill_seconds(mls_plan_costs *c, const mls_chain *chain, size_t i,
                      : (double)INFINITY;
 }
 
-/* One block of memory for all arrays, 8 bytes an entry: sizes first, then seconds. */
+/* One allocation for all arrays, 8 bytes an entry: sizes first, then seconds. */
 static bool make_arrays(mls_plan_costs *c, size_t n)
 {
     int64_t *memory = mls_alloc(n + 1, ARRAYS * sizeof *memory);
@@ -101,8 +101,8 @@ static bool make_arrays(mls_plan_costs *c, size_t n)
     return true;
 }
 
-/* What is asked for, before anything is allocated: limits of numbers come before those of
- * memory, which are for the solvers to say. */
+/* Checks the request before any allocation. Limits of memory are checked later, by the
+ * solvers. */
 static mls_code check_request(const mls_chain *chain, int64_t budget, size_t slots,
                               mls_status *st)
 {
@@ -129,8 +129,8 @@ static mls_code check_request(const mls_chain *chain, int64_t budget, size_t slo
     return MLS_OK;
 }
 
-/* Everything that depends on one block or one activation is computed once here: solvers
- * look at it for every pair and triple of blocks. */
+/* Computes once everything that depends on a single block or activation; solvers use it
+ * for every pair and triple of blocks. */
 mls_code mls_plan_costs_init(mls_plan_costs *out, const mls_chain *chain,
                              int64_t budget_bytes, size_t slots, bool offload,
                              mls_status *st)
@@ -155,7 +155,6 @@ mls_code mls_plan_costs_init(mls_plan_costs *out, const mls_chain *chain,
     return MLS_OK;
 }
 
-/* All arrays lie in one block. */
 void mls_plan_costs_fini(mls_plan_costs *c)
 {
     mls_free(c->memory);
@@ -164,20 +163,18 @@ void mls_plan_costs_fini(mls_plan_costs *c)
 
 /* ---- the least budget ---- */
 
-/* The larger one of two sizes, */
-static int64_t largest(int64_t a, int64_t b)
+static int64_t max_size(int64_t a, int64_t b)
 {
     return a > b ? a : b;
 }
 
-/* and the smaller one. */
-static int64_t least(int64_t a, int64_t b)
+static int64_t min_size(int64_t a, int64_t b)
 {
     return a < b ? a : b;
 }
 
-/* The least memory for s .. t.  `row` has that of s .. s, s .. s + 1, ..., `column` that
- * of k .. t for k > s. */
+/* Returns the least memory for s .. t. `row` has the values of s .. s, s .. s + 1, ...;
+ * `column` has those of k .. t for k > s. */
 static int64_t least_of(const mls_plan_costs *c, size_t s, size_t t, const int64_t *row,
                         const int64_t *column)
 {
@@ -185,21 +182,21 @@ static int64_t least_of(const mls_plan_costs *c, size_t s, size_t t, const int64
     if (s == t) {
         return save;
     }
-    int64_t best = largest(save, c->saved[s] + column[s + 1]);
+    int64_t best = max_size(save, c->saved[s] + column[s + 1]);
     if (isfinite(c->away[s])) {
-        best = least(best, largest(save, c->activation[s + 1] + column[s + 1]));
+        best = min_size(best, max_size(save, c->activation[s + 1] + column[s + 1]));
     }
     int64_t sweep = 0;
     for (size_t k = s + 1; k <= t; k++) {
         sweep = mls_plan_sweep(c, s, k, sweep);
-        const int64_t sides = largest(c->activation[k] + column[k], row[k - 1 - s]);
-        best = least(best, largest(sides, sweep + c->hold[t]));
+        const int64_t sides = max_size(c->activation[k] + column[k], row[k - 1 - s]);
+        best = min_size(best, max_size(sides, sweep + c->hold[t]));
     }
     return best;
 }
 
-/* Column by column, each from the diagonal up: what lies below in a column and to the
- * left in a row is then known. */
+/* Fills column by column, each from the diagonal upwards: then the entries below in the
+ * column and to the left in the row are known. */
 static bool fill_least(const mls_plan_costs *c, mls_poll poll, int64_t *table,
                        int64_t *column)
 {
@@ -216,14 +213,15 @@ static bool fill_least(const mls_plan_costs *c, mls_poll poll, int64_t *table,
     return true;
 }
 
-/* The same recursion as the solvers', with peaks in place of times: it has no memory to
- * try, so that a cell is one number. */
+/* The recursion of the solvers, with peaks instead of times. A cell is one number,
+ * because no memory size has to be tried. */
 mls_code mls_plan_least(const mls_plan_costs *c, mls_poll poll, mls_plan_needs *out,
                         mls_status *st)
 {
     const size_t n = c->blocks, cells = n * (n + 1) / 2;
     *out = (mls_plan_needs){.blocks = n};
-    out->memory = mls_alloc(cells + n, sizeof *out->memory); /* the last n: a column */
+    out->memory =
+        mls_alloc(cells + n, sizeof *out->memory); /* the last n entries are a column */
     if (out->memory == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for a table of %zu blocks", n);
     }
@@ -234,14 +232,14 @@ mls_code mls_plan_least(const mls_plan_costs *c, mls_poll poll, mls_plan_needs *
     return MLS_OK;
 }
 
-/* The table is one block. */
 void mls_plan_needs_fini(mls_plan_needs *needs)
 {
     mls_free(needs->memory);
     *needs = (mls_plan_needs){0};
 }
 
-/* All that fits is worth the same, so that a trace takes the first choice that does. */
+/* Every segment that fits has the same value, so a trace takes the first choice that
+ * fits. */
 double mls_plan_fits(const void *context, size_t s, size_t t, int64_t memory)
 {
     const mls_plan_needs *needs = context;
@@ -249,29 +247,29 @@ double mls_plan_fits(const void *context, size_t s, size_t t, int64_t memory)
     return fits ? 0 : (double)INFINITY;
 }
 
-/* From the last block back: what is saved lies below the peaks of what follows. */
+/* Works from the last block back: saved blocks are below the peaks of later blocks. */
 int64_t mls_plan_enough(const mls_plan_costs *c)
 {
     const size_t last = c->blocks - 1;
     int64_t enough = 0;
     for (size_t s = c->blocks; s-- > 0;) {
         const int64_t need = mls_plan_save_need(c, s, last);
-        enough = largest(need, s == last ? 0 : c->saved[s] + enough);
+        enough = max_size(need, s == last ? 0 : c->saved[s] + enough);
     }
     return enough;
 }
 
 /* ---- from values to steps ---- */
 
-/* What is still to be written: a step, or the schedule of a segment with the memory that
- * it may take above its input. */
+/* A pending item: a step, or a segment to schedule with the memory that it may use above
+ * its input. */
 typedef struct item {
     int32_t kind; /* of a step; MLS_STEP_KINDS: a segment */
     uint32_t s, t;
     int64_t memory;
 } item;
 
-/* Items, the next one on top. */
+/* A stack of items, the next one on top. */
 typedef struct tracer {
     const mls_plan_costs *costs;
     mls_plan_value value;
@@ -281,11 +279,15 @@ typedef struct tracer {
     size_t count, room;
 } tracer;
 
-enum { KEEP, AWAY }; /* what is done with s; above that it is the k to restart from */
+enum {
+    KEEP,
+    AWAY
+}; /* what to do with block s; larger values encode the restart point k */
 
-/* The best choice for s .. t: KEEP, AWAY, or AWAY + k - s.  Its value is INFINITY where
- * nothing fits.  Of equal ones the first: no recomputation, if possible. */
-static size_t choose(const tracer *r, size_t s, size_t t, int64_t memory, double *best)
+/* Returns the best choice for s .. t: KEEP, AWAY, or AWAY + k - s. `*best` is INFINITY if
+ * nothing fits. Of equal choices it returns the first, which prefers no recomputation. */
+static size_t choose_option(const tracer *r, size_t s, size_t t, int64_t memory,
+                            double *best)
 {
     const mls_plan_costs *c = r->costs;
     size_t choice = KEEP;
@@ -307,7 +309,7 @@ static size_t choose(const tracer *r, size_t s, size_t t, int64_t memory, double
         }
         const double again = c->before[k] - c->before[s];
         if (again >= *best) {
-            break; /* later ones repeat even more */
+            break; /* later restarts recompute even more */
         }
         const double seconds = again + r->value(r->context, s, k - 1, memory) +
                                r->value(r->context, k, t, memory - c->activation[k]);
@@ -319,7 +321,7 @@ static size_t choose(const tracer *r, size_t s, size_t t, int64_t memory, double
     return choice;
 }
 
-/* Put an item on top. */
+/* Pushes an item. */
 static mls_code push_item(tracer *r, item added, mls_status *st)
 {
     if (r->count == r->room) {
@@ -335,7 +337,7 @@ static mls_code push_item(tracer *r, item added, mls_status *st)
     return MLS_OK;
 }
 
-/* Several at once, given in the order in which they come: the last is put down first. */
+/* Pushes several items that are given in order, the last one first. */
 static mls_code push_items(tracer *r, const item *items, size_t count, mls_status *st)
 {
     mls_code code = MLS_OK;
@@ -345,8 +347,9 @@ static mls_code push_items(tracer *r, const item *items, size_t count, mls_statu
     return code;
 }
 
-/* "forward s .. k - 1" keeping activations s and k only, and the two segments. */
-static mls_code restart(tracer *r, item seg, size_t k, mls_status *st)
+/* Writes "forward s .. k - 1", which keeps only activations s and k, and pushes the two
+ * segments. */
+static mls_code push_restart(tracer *r, item seg, size_t k, mls_status *st)
 {
     mls_code code = mls_schedule_push(r->out, MLS_STEP_FORWARD, seg.s, st);
     for (size_t j = seg.s + 1; code == MLS_OK && j < k; j++) {
@@ -364,20 +367,20 @@ static mls_code restart(tracer *r, item seg, size_t k, mls_status *st)
     return code == MLS_OK ? push_items(r, rest, 3, st) : code;
 }
 
-/* Replace a segment by what its best choice does.  Where nothing fits although the whole
- * did, the solver's values contradict each other; that is refused like a small budget. */
-static mls_code expand(tracer *r, item seg, mls_status *st)
+/* Replaces a segment by its best choice. If nothing fits although the whole chain did,
+ * the solver's values are inconsistent; this fails like a small budget. */
+static mls_code expand_segment(tracer *r, item seg, mls_status *st)
 {
     const mls_plan_costs *c = r->costs;
     const uint32_t s = seg.s;
     double best;
-    const size_t choice = choose(r, s, seg.t, seg.memory, &best);
+    const size_t choice = choose_option(r, s, seg.t, seg.memory, &best);
     if (!isfinite(best)) {
         return mls_fail(st, MLS_E_CAPACITY, "blocks %u to %u do not fit into the budget",
                         (unsigned)s, (unsigned)seg.t);
     }
     if (choice > AWAY) {
-        return restart(r, seg, s + (choice - AWAY), st);
+        return push_restart(r, seg, s + (choice - AWAY), st);
     }
     const item saved[] = {{MLS_STEP_SAVE, s, 0, 0},
                           {MLS_STEP_KINDS, s + 1, seg.t, seg.memory - c->saved[s]},
@@ -396,7 +399,7 @@ static mls_code expand(tracer *r, item seg, mls_status *st)
     return choice == KEEP ? push_items(r, saved, 3, st) : push_items(r, moved, 6, st);
 }
 
-/* With a stack of its own: segments nest as deep as there are blocks. */
+/* Uses an explicit stack, because segments nest as deep as there are blocks. */
 mls_code mls_plan_trace(const mls_plan_costs *costs, mls_plan_value value,
                         const void *context, mls_poll poll, mls_schedule *out,
                         mls_status *st)
@@ -412,7 +415,7 @@ mls_code mls_plan_trace(const mls_plan_costs *costs, mls_plan_value value,
         } else if (poll.go_on != NULL && !poll.go_on(poll.context)) {
             code = mls_fail(st, MLS_E_STOPPED, "planning was stopped");
         } else {
-            code = expand(&r, next, st);
+            code = expand_segment(&r, next, st);
         }
     }
     mls_free(r.items);

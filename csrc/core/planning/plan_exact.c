@@ -1,13 +1,13 @@
-/* plan_exact: fronts of all segments, diagonal by diagonal.
+/* plan_exact: computes the fronts of all segments, diagonal by diagonal.
  *
- * Segments of one length depend on shorter ones alone, so threads share them out.  The
- * value of a choice at some memory is a constant, and the value of one front at that
- * memory less a shift, and for a restart that of a second front.
+ * Segments depend only on shorter ones, so threads share the segments of one length. The
+ * value of a choice for some memory is a constant, plus the value of one front at that
+ * memory minus a shift, plus the value of a second front for a restart.
  *
- * On the grid, entry g is the value at memory g * step.  Within interval g (from g * step
- * to the next entry) a choice is worth no less than what the entries above it give, and
- * the best choice at the interval's beginning is worth no more from there on.  So a
- * choice is looked at only where the first is below the second.
+ * On the grid, entry g is the value at memory g * step. Within interval g (from g * step
+ * to the next entry), the value of a choice is at least the one computed from the upper
+ * entries. The best value at the interval's beginning is an upper bound for the whole
+ * interval. So a choice is considered only if its lower bound is below that upper bound.
  */
 #include "planning/plan_exact.h"
 
@@ -21,20 +21,20 @@ enum { GRID = MLS_PLAN_GRID, ROW = GRID + 1 };
 
 /* One way to solve a segment. */
 typedef struct option {
-    const mls_plan_front *right, *left; /* `left` NULL: there is one front only */
+    const mls_plan_front *right, *left; /* `left` is NULL if there is only one front */
     const double *right_grid, *left_grid;
-    int64_t shift, start; /* added to the memory of `right`; least memory of all */
-    size_t low, high;     /* the shift in steps of the grid, rounded down and up */
+    int64_t shift, start; /* added to the memory of `right`; least memory of the choice */
+    size_t low, high;     /* the shift in grid steps, rounded down and up */
     double seconds;
 } option;
 
-/* Points that grow. */
+/* A growing list of points. */
 typedef struct points {
     mls_plan_point *items;
     size_t count, room;
 } points;
 
-/* What one thread needs for itself. */
+/* Working memory of one thread. */
 typedef struct scratch {
     atomic_bool taken;
     option *options;
@@ -46,25 +46,25 @@ typedef struct scratch {
     points front, found, added, merged;
 } scratch;
 
-/* All fronts in the making. */
+/* State of the solver. */
 typedef struct solver {
     const mls_plan_costs *costs;
     mls_plan_fronts *out;
     mls_poll poll;
-    size_t most_points, length; /* of the segments at hand, less one */
-    double noise;               /* seconds that are rounding and nothing else */
+    size_t most_points, length; /* length: of the current segments, minus 1 */
+    double noise;               /* differences of seconds up to this are rounding */
     scratch *scratches;
     size_t tasks;
     atomic_size_t points;
     atomic_int failed; /* an mls_code */
 } solver;
 
-static const double zeros[ROW]; /* the grid of no front */
+static const double zeros[ROW]; /* the grid of a missing front */
 
 /* ---- points ---- */
 
-/* Room for so many points; what is there stays. */
-static bool reserve(points *p, size_t room)
+/* Ensures room for this many points; keeps the present ones. */
+static bool reserve_points(points *p, size_t room)
 {
     if (room <= p->room) {
         return true;
@@ -78,8 +78,8 @@ static bool reserve(points *p, size_t room)
     return true;
 }
 
-/* The last point with at most that much memory; the front has one. */
-static size_t find(const mls_plan_front *f, int64_t memory)
+/* Returns the last point with at most that much memory. The front is not empty. */
+static size_t find_point(const mls_plan_front *f, int64_t memory)
 {
     size_t low = 0, high = f->count;
     while (high - low > 1) {
@@ -93,7 +93,7 @@ static size_t find(const mls_plan_front *f, int64_t memory)
     return low;
 }
 
-/* Less memory than the first point has is not enough. */
+/* Less memory than the first point's is not enough. */
 double mls_plan_exact_value(const void *context, size_t s, size_t t, int64_t memory)
 {
     const mls_plan_fronts *f = context;
@@ -101,13 +101,13 @@ double mls_plan_exact_value(const void *context, size_t s, size_t t, int64_t mem
     if (front->count == 0 || memory < front->points[0].memory) {
         return (double)INFINITY;
     }
-    return front->points[find(front, memory)].seconds;
+    return front->points[find_point(front, memory)].seconds;
 }
 
 /* ---- options of a segment ---- */
 
-/* Add a choice unless it never fits.  `threshold` is the least memory that it needs apart
- * from its fronts. */
+/* Adds a choice if it fits at all. `threshold` is the least memory that it needs without
+ * its fronts. */
 static void add_option(solver *v, scratch *w, option o, int64_t threshold, int64_t limit)
 {
     if (o.right->count == 0 || (o.left != NULL && o.left->count == 0)) {
@@ -126,7 +126,8 @@ static void add_option(solver *v, scratch *w, option o, int64_t threshold, int64
     w->options[w->option_count++] = o;
 }
 
-/* All choices of s .. t that fit somewhere: save, offload, and every restart. */
+/* Lists all choices of s .. t that fit within the limit: save, offload, and every
+ * restart. */
 static void list_options(solver *v, scratch *w, size_t s, size_t t, int64_t limit)
 {
     const mls_plan_costs *c = v->costs;
@@ -160,8 +161,8 @@ static void list_options(solver *v, scratch *w, size_t s, size_t t, int64_t limi
 
 /* ---- the grid ---- */
 
-/* The best choice at the beginning of each interval.  Entries of shifted fronts are taken
- * where the memory is less than it is, so that values are too large if they are wrong. */
+/* Finds the best choice at the beginning of each interval. Shifted fronts are read at
+ * less memory than they have, so errors only make values too large. */
 static void bound_above(const solver *v, scratch *w)
 {
     const int64_t step = v->out->step;
@@ -184,8 +185,9 @@ static void bound_above(const solver *v, scratch *w)
     }
 }
 
-/* Which choices may matter in which interval.  Here entries are those of more memory: the
- * values are too small if they are wrong.  The best of above always matters. */
+/* Lists the choices that may matter in each interval. Here fronts are read at more
+ * memory, so errors only make values too small. The best choice of bound_above always
+ * matters. */
 static void list_by_interval(const solver *v, scratch *w)
 {
     const size_t stride = v->costs->blocks + 2;
@@ -201,8 +203,7 @@ static void list_by_interval(const solver *v, scratch *w)
     }
 }
 
-/* The front's row of the grid: what each entry's memory buys, infinity where that is
- * nothing. */
+/* Fills the front's row of the grid: the value at each entry's memory, or infinity. */
 static void fill_grid(const mls_plan_front *f, int64_t step, double *row)
 {
     size_t i = 0;
@@ -217,24 +218,24 @@ static void fill_grid(const mls_plan_front *f, int64_t step, double *row)
 
 /* ---- envelopes ---- */
 
-/* Where a front changes next, seen through a shift. */
+/* Returns the memory at which a shifted front changes next. */
 static int64_t next_memory(const mls_plan_front *f, size_t i, int64_t shift)
 {
     return i + 1 < f->count ? f->points[i + 1].memory + shift : INT64_MAX;
 }
 
-/* The points of a choice from `from` to below `to`: both of its fronts side by side, a
- * point wherever one of them changes. */
-static bool unroll(const option *o, int64_t from, int64_t to, points *out)
+/* Writes the points of a choice from `from` to below `to`: traverses both fronts
+ * together, with a point wherever one of them changes. */
+static bool unroll_option(const option *o, int64_t from, int64_t to, points *out)
 {
     const mls_plan_front *r = o->right, *l = o->left;
     out->count = 0;
-    if (!reserve(out, r->count + (l == NULL ? 0 : l->count) + 1)) {
+    if (!reserve_points(out, r->count + (l == NULL ? 0 : l->count) + 1)) {
         return false;
     }
     int64_t memory = from > o->start ? from : o->start;
-    size_t i = find(r, memory - o->shift);
-    size_t j = l == NULL ? 0 : find(l, memory);
+    size_t i = find_point(r, memory - o->shift);
+    size_t j = l == NULL ? 0 : find_point(l, memory);
     while (memory < to) {
         const double left = l == NULL ? 0 : l->points[j].seconds;
         out->items[out->count++] =
@@ -251,14 +252,14 @@ static bool unroll(const option *o, int64_t from, int64_t to, points *out)
     return true;
 }
 
-/* The lower envelope of two lists of points: by memory, and only what is quicker than all
- * before it. */
-static bool merge(const points *a, const points *b, points *out)
+/* Computes the lower envelope of two lists: ordered by memory, keeping only points that
+ * are faster than all before. */
+static bool merge_points(const points *a, const points *b, points *out)
 {
     size_t i = 0, j = 0;
     double best = (double)INFINITY;
     out->count = 0;
-    if (!reserve(out, a->count + b->count)) {
+    if (!reserve_points(out, a->count + b->count)) {
         return false;
     }
     while (i < a->count || j < b->count) {
@@ -273,11 +274,11 @@ static bool merge(const points *a, const points *b, points *out)
     return true;
 }
 
-/* Append what is better than the front's last point; of points with the same memory, the
- * last one is the best. */
-static bool append(const solver *v, points *front, const points *found)
+/* Appends the points that are better than the front's last one. Of points with equal
+ * memory, the last one is the best. */
+static bool append_points(const solver *v, points *front, const points *found)
 {
-    if (!reserve(front, front->count + found->count)) {
+    if (!reserve_points(front, front->count + found->count)) {
         return false;
     }
     for (size_t i = 0; i < found->count; i++) {
@@ -295,8 +296,7 @@ static bool append(const solver *v, points *front, const points *found)
     return true;
 }
 
-/* All intervals, one after the other, into `front`.  Lists change places instead of being
- * copied. */
+/* Processes all intervals in order into `front`. Lists are swapped instead of copied. */
 static bool sweep_intervals(const solver *v, scratch *w, int64_t limit)
 {
     const size_t stride = v->costs->blocks + 2;
@@ -308,15 +308,15 @@ static bool sweep_intervals(const solver *v, scratch *w, int64_t limit)
         w->found.count = 0;
         for (size_t i = 0; i < w->counts[g]; i++) {
             const option *o = &w->options[w->lists[g * stride + i]];
-            if (!unroll(o, from, to, &w->added) ||
-                !merge(&w->found, &w->added, &w->merged)) {
+            if (!unroll_option(o, from, to, &w->added) ||
+                !merge_points(&w->found, &w->added, &w->merged)) {
                 return false;
             }
             const points swapped = w->found;
             w->found = w->merged;
             w->merged = swapped;
         }
-        if (!append(v, &w->front, &w->found)) {
+        if (!append_points(v, &w->front, &w->found)) {
             return false;
         }
     }
@@ -325,9 +325,9 @@ static bool sweep_intervals(const solver *v, scratch *w, int64_t limit)
 
 /* ---- segments ---- */
 
-/* Keep the front of a segment.  The count of all points is shared by threads; who goes
- * beyond the cap stops all of them. */
-static mls_code keep(solver *v, const points *front, size_t cell)
+/* Stores the front of a segment. All threads share the count of points; a thread that
+ * exceeds the limit stops all of them. */
+static mls_code store_front(solver *v, const points *front, size_t cell)
 {
     mls_plan_front *f = &v->out->fronts[cell];
     const size_t before = atomic_fetch_add(&v->points, front->count);
@@ -347,8 +347,8 @@ static mls_code keep(solver *v, const points *front, size_t cell)
     return MLS_OK;
 }
 
-/* Nobody asks for more memory than is left beside activation s. */
-static mls_code solve(solver *v, scratch *w, size_t s, size_t t)
+/* The limit is the budget without activation s: no caller uses more memory. */
+static mls_code solve_segment(solver *v, scratch *w, size_t s, size_t t)
 {
     const mls_plan_costs *c = v->costs;
     const int64_t limit = c->budget - (s == 0 ? 0 : c->activation[s]);
@@ -356,7 +356,7 @@ static mls_code solve(solver *v, scratch *w, size_t s, size_t t)
         const mls_plan_point only = {mls_plan_save_need(c, s, t), 0};
         w->front.count = 0;
         if (only.memory <= limit) {
-            if (!reserve(&w->front, 1)) {
+            if (!reserve_points(&w->front, 1)) {
                 return MLS_E_MEMORY;
             }
             w->front.items[w->front.count++] = only;
@@ -369,11 +369,11 @@ static mls_code solve(solver *v, scratch *w, size_t s, size_t t)
             return MLS_E_MEMORY;
         }
     }
-    return keep(v, &w->front, mls_plan_cell(c->blocks, s, t));
+    return store_front(v, &w->front, mls_plan_cell(c->blocks, s, t));
 }
 
-/* What nobody works with; there are as many as there are threads.  Should there be more
- * threads by now, the last of them waits here for another's segment. */
+/* Takes a free scratch; there is one for each thread. If more threads have appeared
+ * since, the last of them waits here for another segment to finish. */
 static scratch *take_scratch(solver *v)
 {
     for (size_t i = 0;; i = (i + 1) % v->tasks) {
@@ -383,9 +383,9 @@ static scratch *take_scratch(solver *v)
     }
 }
 
-/* One segment of a diagonal.  It is short work next to what a person notices: to ask
- * between segments is often enough. */
-static void work(void *context, size_t s)
+/* Solves one segment of a diagonal. A segment takes little time, so polling between
+ * segments is enough. */
+static void solve_task(void *context, size_t s)
 {
     solver *v = context;
     if (atomic_load(&v->failed) != MLS_OK) {
@@ -396,30 +396,30 @@ static void work(void *context, size_t s)
         return;
     }
     scratch *w = take_scratch(v);
-    const mls_code code = solve(v, w, s, s + v->length);
+    const mls_code code = solve_segment(v, w, s, s + v->length);
     atomic_store(&w->taken, false);
     if (code != MLS_OK) {
         atomic_store(&v->failed, (int)code);
     }
 }
 
-/* Segments of one length after those of the length below it. */
+/* Solves the segments by ascending length. */
 static void run_diagonals(solver *v, mls_pool *pool)
 {
-    enum { WORTH = 24 }; /* blocks from which on helpers are worth waking */
+    enum { WORTH = 24 }; /* blocks from which on waking helper threads pays off */
     const size_t n = v->costs->blocks;
     for (v->length = 0; v->length < n; v->length++) {
         const bool alone = n < WORTH || v->length == 0;
-        mls_pool_run(alone ? NULL : pool, work, v, n - v->length);
+        mls_pool_run(alone ? NULL : pool, solve_task, v, n - v->length);
         if (atomic_load(&v->failed) != MLS_OK) {
             return;
         }
     }
 }
 
-/* ---- all of it ---- */
+/* ---- the solver ---- */
 
-/* Accepts what new_scratches left half done. */
+/* Accepts partly constructed scratches. */
 static void free_scratches(scratch *all, size_t count)
 {
     for (size_t i = 0; all != NULL && i < count; i++) {
@@ -433,7 +433,7 @@ static void free_scratches(scratch *all, size_t count)
     mls_free(all);
 }
 
-/* One for each thread; lists of points grow when they are used. */
+/* Creates one scratch for each thread; lists of points grow on use. */
 static scratch *new_scratches(size_t count, size_t blocks)
 {
     scratch *all = mls_alloc(count, sizeof *all);
@@ -448,8 +448,8 @@ static scratch *new_scratches(size_t count, size_t blocks)
     return all;
 }
 
-/* The tables, one entry for each segment, and rows of the grid.  A step of the grid is
- * such that its last entry lies above the budget. */
+/* Allocates the tables, with one entry and one grid row for each segment. The step is
+ * chosen so that the last grid entry is above the budget. */
 static bool make_fronts(const mls_plan_costs *c, mls_plan_fronts *out)
 {
     const size_t cells = c->blocks * (c->blocks + 1) / 2;
@@ -463,7 +463,7 @@ static bool make_fronts(const mls_plan_costs *c, mls_plan_fronts *out)
     return true;
 }
 
-/* Each front is a block of its own: their lengths are known one by one. */
+/* Each front has its own allocation, because the lengths become known one by one. */
 void mls_plan_fronts_fini(mls_plan_fronts *f)
 {
     const size_t cells = f->fronts == NULL ? 0 : f->blocks * (f->blocks + 1) / 2;
@@ -475,10 +475,10 @@ void mls_plan_fronts_fini(mls_plan_fronts *f)
     *f = (mls_plan_fronts){0};
 }
 
-/* What a failure means, in words.  Threads leave a code and no more: a status has one
+/* Converts a code to an error. Threads only set a code, because a status has a single
  * writer. */
-static mls_code explain(mls_code code, const mls_plan_costs *c, size_t most,
-                        mls_status *st)
+static mls_code fail_planning(mls_code code, const mls_plan_costs *c, size_t most,
+                              mls_status *st)
 {
     switch (code) {
     case MLS_E_STOPPED:
@@ -494,7 +494,7 @@ static mls_code explain(mls_code code, const mls_plan_costs *c, size_t most,
     }
 }
 
-/* Times that differ by less than sums of doubles are sure of are the same time. */
+/* Times that differ by less than the rounding of the sums count as equal. */
 mls_code mls_plan_exact(const mls_plan_costs *costs, size_t most_points, mls_pool *pool,
                         mls_poll poll, mls_plan_fronts *out, mls_status *st)
 {
@@ -509,14 +509,14 @@ mls_code mls_plan_exact(const mls_plan_costs *costs, size_t most_points, mls_poo
     v.scratches = new_scratches(tasks, costs->blocks);
     if (v.scratches == NULL || !make_fronts(costs, out)) {
         free_scratches(v.scratches, tasks);
-        return explain(MLS_E_MEMORY, costs, most_points, st);
+        return fail_planning(MLS_E_MEMORY, costs, most_points, st);
     }
     run_diagonals(&v, pool);
     free_scratches(v.scratches, tasks);
     const mls_code code = (mls_code)atomic_load(&v.failed);
     if (code != MLS_OK) {
         mls_plan_fronts_fini(out);
-        return explain(code, costs, most_points, st);
+        return fail_planning(code, costs, most_points, st);
     }
     out->points = atomic_load(&v.points);
     return MLS_OK;

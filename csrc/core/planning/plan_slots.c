@@ -1,19 +1,18 @@
-/* plan_slots: the table, filled diagonal by diagonal of large tiles.
+/* plan_slots: fills the table, by diagonals of large tiles.
  *
- * A segment s .. t needs what lies to the left of it in its row (s .. k - 1) and below it
- * in its column (k .. t).  A large tile takes first, block of k by block of k, what lies
- * in tiles that are complete; then its small tiles follow, from the diagonal outwards,
- * each with a product for what is complete by now and its last few k segment by segment.
+ * A segment s .. t needs the segments to its left in the row (s .. k - 1) and below it in
+ * the column (k .. t). A large tile first uses complete tiles, in blocks of k. Then its
+ * small tiles follow, from the diagonal outwards: each computes a product for the
+ * complete k, and its last few k segment by segment.
  *
- * Entries are seconds of recomputation plus the seconds of all blocks before s.  With
- * that a restart from k costs (k, t) + (s, k - 1) - seconds before s: inner loops add two
- * numbers and nothing else.
+ * Entries are seconds of recomputation. Kernels add the seconds of blocks s .. k - 1 to
+ * each restart in two parts, so that inner loops only add and compare.
  */
 #include "planning/plan_slots.h"
 
 #include "base/memory.h"
-#include "planning/slots/plan_slots_kernels.h"
 #include "base/size.h"
+#include "planning/slots/plan_slots_kernels.h"
 
 #include <math.h>
 #include <stdatomic.h>
@@ -22,32 +21,31 @@
 enum {
     SMALL = MLS_PLAN_TILE,
     LARGE = 32, /* segments along each side of a large tile, and restarts in a block */
-    WORTH = 64, /* blocks from which on helpers are worth waking, ... */
-    MANY = 256, /* ... and up to here they have enough to do with smaller tiles only */
+    WORTH = 64, /* blocks from which on helper threads pay off, ... */
+    MANY = 256, /* ... and below which only smaller tiles give them enough work */
     TILES = (LARGE / SMALL) * (LARGE / SMALL),
     STRIP = MLS_PLAN_STRIP,
     LANES = MLS_PLAN_LANES,
-    NEVER = INT32_MAX / 4 /* slots that no budget has */
+    NEVER = INT32_MAX / 4 /* more slots than any budget has */
 };
 
-/* The table in the making. */
+/* State of the solver. */
 typedef struct solver {
     const mls_plan_costs *costs;
     const mls_plan_kernels *kernels;
     mls_plan_table *table;
     mls_poll poll;
     size_t n, entries;
-    size_t large;    /* segments along each side of a large tile: LARGE or half of it */
+    size_t large;    /* segments along each side of a large tile: LARGE, or half of it */
     uint32_t *shift; /* activations, in slots */
-    int32_t *need;   /* by mls_plan_cell: first entry that is finite */
+    int32_t *need;   /* by mls_plan_cell: first finite entry */
     int32_t *full;   /* by mls_plan_cell: first entry without recomputation */
     int32_t *sweep;  /* by mls_plan_cell: largest forward peak of s .. t */
-    float *blank;    /* infinity for each entry of a segment, padding included */
-    size_t distance; /* of the large tiles at hand from the diagonal */
+    float *blank;    /* infinity for each entry of a segment, with padding */
+    size_t distance; /* of the current large tiles from the diagonal */
     atomic_bool stopped;
 } solver;
 
-/* The one place that chooses. */
 static const mls_plan_kernels *kernels_of(mls_cpu cpu)
 {
     switch (cpu) {
@@ -66,33 +64,31 @@ static const mls_plan_kernels *kernels_of(mls_cpu cpu)
     }
 }
 
-/* To the next multiple of `unit`. */
+/* Rounds up to a multiple of `unit`. */
 static size_t round_up(size_t value, size_t unit)
 {
     return (value + unit - 1) / unit * unit;
 }
 
-/* The larger one of two numbers, */
-static size_t most(size_t a, size_t b)
+static size_t max_size(size_t a, size_t b)
 {
     return a > b ? a : b;
 }
 
-/* and the smaller one. */
-static size_t fewest(size_t a, size_t b)
+static size_t min_size(size_t a, size_t b)
 {
     return a < b ? a : b;
 }
 
-/* An odd number of cache lines: with an even one, what is worked on at a time would lie
- * in a few places of the caches, and push itself out of there. */
+/* Returns an odd number of cache lines. With an even number, the entries of one step
+ * would map to few cache sets and evict each other. */
 static size_t stride_of(size_t slots)
 {
     const size_t stride = round_up(slots + 1, LANES);
     return stride / LANES % 2 == 0 ? stride + LANES : stride;
 }
 
-/* What make_tables asks for, but for small arrays. */
+/* Bytes that make_tables allocates, without small arrays. */
 size_t mls_plan_table_bytes(size_t blocks, size_t slots)
 {
     const size_t padded = round_up(blocks, SMALL);
@@ -105,13 +101,13 @@ size_t mls_plan_table_bytes(size_t blocks, size_t slots)
     return bytes;
 }
 
-/* Entry 0 of a segment. */
+/* Returns entry 0 of a segment. */
 static float *values_of(const mls_plan_table *table, size_t s, size_t t)
 {
     return table->values + table->rows[s] + t * table->stride;
 }
 
-/* Traces ask for less than nothing where a size exceeds what is left. */
+/* A trace asks for negative memory if a size exceeds the remaining memory. */
 double mls_plan_slots_value(const void *context, size_t s, size_t t, int64_t memory)
 {
     const mls_plan_table *table = context;
@@ -123,30 +119,30 @@ double mls_plan_slots_value(const void *context, size_t s, size_t t, int64_t mem
 
 /* ---- restarts of a small tile ---- */
 
-/* Seconds of the blocks s .. k - 1, which a restart runs once more. */
+/* Returns the seconds of blocks s .. k - 1, which a restart runs once more. */
 static float again_of(const solver *v, size_t s, size_t k)
 {
     return (float)(v->costs->before[k] - v->costs->before[s]);
 }
 
-/* Restarts `from` to before `to` for one segment, entries below `end` alone.  Each begins
- * where the rules allow it and both of its parts are finite.  Cells of a row lie side by
- * side, those of a column each a cell closer to the next than the ones before. */
-static void restart(const solver *v, size_t s, size_t t, size_t from, size_t to,
-                    size_t end)
+/* Tries restarts `from` to before `to` for one segment, for entries below `end` only.
+ * Each begins where the rules allow it and both of its parts are finite. The cells of a
+ * row are adjacent; in a column, the distance between cells shrinks by one each time. */
+static void try_restarts(const solver *v, size_t s, size_t t, size_t from, size_t to,
+                         size_t end)
 {
-    if (from >= to) { /* may lie beyond the last block */
+    if (from >= to) { /* `from` may be beyond the last block */
         return;
     }
     const size_t row = mls_plan_cell(v->n, s, 0), hold = (size_t)v->costs->hold[t];
     const int32_t *below = v->need + mls_plan_cell(v->n, from, t);
     float *values = values_of(v->table, s, t);
-    end = fewest(end, v->entries);
+    end = min_size(end, v->entries);
     for (size_t k = from; k < to; k++) {
         const size_t shift = v->shift[k], left = row + k - 1;
-        const size_t bound = most((size_t)v->sweep[left] + hold, shift);
-        const size_t finite = most((size_t)v->need[left], shift + (size_t)*below);
-        const size_t first = most(bound, finite);
+        const size_t bound = max_size((size_t)v->sweep[left] + hold, shift);
+        const size_t finite = max_size((size_t)v->need[left], shift + (size_t)*below);
+        const size_t first = max_size(bound, finite);
         if (first < end) {
             v->kernels->row(values + first, values_of(v->table, s, k - 1) + first,
                             values_of(v->table, k, t) + first - shift, again_of(v, s, k),
@@ -156,60 +152,61 @@ static void restart(const solver *v, size_t s, size_t t, size_t from, size_t to,
     }
 }
 
-/* Kernels know no rules, only where to start, and look at whole registers.  Where a
- * kernel may start with restart k: where the rules allow it for every segment of
- * the tile, and not before some segment has finite parts.  The rest is done here. */
+/* Returns the first entry at which a kernel may try restart k: valid for every segment of
+ * the tile, and a multiple of LANES. Kernels do not check the rules and process whole
+ * registers, so the entries before it are computed here. */
 static uint32_t begin_of(const solver *v, size_t s, size_t t, size_t k)
 {
-    const size_t s_end = fewest(s + SMALL, v->n), t_end = fewest(t + SMALL, v->n);
+    const size_t s_end = min_size(s + SMALL, v->n), t_end = min_size(t + SMALL, v->n);
     size_t sweep = 0, hold = 0, natural = NEVER, lowest = NEVER;
     for (size_t i = s; i < s_end; i++) {
         const size_t cell = mls_plan_cell(v->n, i, k - 1);
-        lowest = fewest(lowest, (size_t)v->need[cell]);
-        sweep = most(sweep, (size_t)v->sweep[cell]);
+        lowest = min_size(lowest, (size_t)v->need[cell]);
+        sweep = max_size(sweep, (size_t)v->sweep[cell]);
     }
     for (size_t l = t; l < t_end; l++) {
-        natural = fewest(natural, (size_t)v->need[mls_plan_cell(v->n, k, l)]);
-        hold = most(hold, (size_t)v->costs->hold[l]);
+        natural = min_size(natural, (size_t)v->need[mls_plan_cell(v->n, k, l)]);
+        hold = max_size(hold, (size_t)v->costs->hold[l]);
     }
-    const size_t bound = most(sweep + hold, v->shift[k]); /* the largest of all */
-    natural = most(natural + v->shift[k], lowest) / LANES * LANES;
+    const size_t bound =
+        max_size(sweep + hold, v->shift[k]); /* the largest of the tile */
+    natural = max_size(natural + v->shift[k], lowest) / LANES * LANES;
     if (natural >= bound) {
         return (uint32_t)natural;
     }
     const size_t begin = round_up(bound, LANES);
     for (size_t i = s; i < s_end; i++) {
         for (size_t l = t; l < t_end; l++) {
-            restart(v, i, l, k, k + 1, begin);
+            try_restarts(v, i, l, k, k + 1, begin);
         }
     }
     return (uint32_t)begin;
 }
 
-/* The entries of a small tile that can be anything but infinite or without recomputation.
- */
+/* Returns the end of the entries of a small tile that are neither infinite nor free of
+ * recomputation. */
 static size_t last_of(const solver *v, size_t s, size_t t)
 {
     size_t full = 0;
-    for (size_t i = s; i < fewest(s + SMALL, v->n); i++) {
-        for (size_t l = t; l < fewest(t + SMALL, v->n); l++) {
-            full = most(full, (size_t)v->full[mls_plan_cell(v->n, i, l)]);
+    for (size_t i = s; i < min_size(s + SMALL, v->n); i++) {
+        for (size_t l = t; l < min_size(t + SMALL, v->n); l++) {
+            full = max_size(full, (size_t)v->full[mls_plan_cell(v->n, i, l)]);
         }
     }
-    return round_up(fewest(full, v->entries), LANES);
+    return round_up(min_size(full, v->entries), LANES);
 }
 
-/* What a kernel is told of a block of restarts. */
+/* A kernel's arguments for a block of restarts. */
 typedef struct block {
     uint32_t begin[LARGE];
     float plus[LARGE];
 } block;
 
-/* Make ready a small tile above the diagonal for restarts `first` to before `last`. */
-static mls_plan_tile prepare(const solver *v, block *b, size_t s, size_t t, size_t first,
-                             size_t last)
+/* Prepares a small tile above the diagonal for restarts `first` to before `last`. */
+static mls_plan_tile prepare_tile(const solver *v, block *b, size_t s, size_t t,
+                                  size_t first, size_t last)
 {
-    const size_t s_last = fewest(s + SMALL, v->n) - 1;
+    const size_t s_last = min_size(s + SMALL, v->n) - 1;
     mls_plan_tile job = {.values = v->table->values,
                          .rows = v->table->rows,
                          .stride = v->table->stride,
@@ -228,23 +225,23 @@ static mls_plan_tile prepare(const solver *v, block *b, size_t s, size_t t, size
     for (size_t k = first; k < last; k++) {
         b->begin[k - first] = begin_of(v, s, t, k);
         b->plus[k - first] = again_of(v, s_last, k);
-        job.from = fewest(job.from, b->begin[k - first]);
+        job.from = min_size(job.from, b->begin[k - first]);
     }
     return job;
 }
 
-/* Restarts for one small tile. */
-static void multiply(const solver *v, size_t s, size_t t, size_t first, size_t last)
+/* Tries restarts for one small tile. */
+static void multiply_tile(const solver *v, size_t s, size_t t, size_t first, size_t last)
 {
     block b;
     for (size_t k = first; k < last; k += LARGE) {
-        const mls_plan_tile job = prepare(v, &b, s, t, k, fewest(k + LARGE, last));
+        const mls_plan_tile job = prepare_tile(v, &b, s, t, k, min_size(k + LARGE, last));
         v->kernels->tile(&job);
     }
 }
 
-/* A block of restarts for a large tile above the diagonal, strip by strip: what is read
- * for one strip stays in the cache for all small tiles. */
+/* Tries a block of restarts for a large tile above the diagonal, strip by strip: the
+ * entries of one strip stay in the cache for all small tiles. */
 static void multiply_large(const solver *v, size_t s, size_t t, size_t s_end,
                            size_t t_end, size_t first, size_t last)
 {
@@ -253,17 +250,17 @@ static void multiply_large(const solver *v, size_t s, size_t t, size_t s_end,
     size_t count = 0, from = NEVER, to = 0;
     for (size_t i = s; i < s_end; i += SMALL) {
         for (size_t l = t; l < t_end; l += SMALL) {
-            jobs[count] = prepare(v, &blocks[count], i, l, first, last);
-            from = fewest(from, jobs[count].from);
-            to = most(to, jobs[count].to);
+            jobs[count] = prepare_tile(v, &blocks[count], i, l, first, last);
+            from = min_size(from, jobs[count].from);
+            to = max_size(to, jobs[count].to);
             count++;
         }
     }
     for (size_t strip = from; strip < to; strip += STRIP) {
         for (size_t i = 0; i < count; i++) {
             mls_plan_tile job = jobs[i];
-            job.from = most(job.from, strip);
-            job.to = fewest(job.to, strip + STRIP);
+            job.from = max_size(job.from, strip);
+            job.to = min_size(job.to, strip + STRIP);
             v->kernels->tile(&job);
         }
     }
@@ -271,13 +268,14 @@ static void multiply_large(const solver *v, size_t s, size_t t, size_t s_end,
 
 /* ---- single segments ---- */
 
-/* Saving s, with `moved` slots held beside what follows and `seconds` more. */
-static void save(const solver *v, size_t s, size_t t, int64_t moved, double seconds)
+/* Tries to save s, with `moved` slots held during the segment s + 1 .. t, at a cost of
+ * `seconds`. */
+static void try_save(const solver *v, size_t s, size_t t, int64_t moved, double seconds)
 {
     const mls_plan_costs *c = v->costs;
     const size_t shift = (size_t)moved;
     const size_t rest = shift + (size_t)v->need[mls_plan_cell(v->n, s + 1, t)];
-    const size_t first = most((size_t)mls_plan_save_need(c, s, t), rest);
+    const size_t first = max_size((size_t)mls_plan_save_need(c, s, t), rest);
     if (first < v->entries) {
         v->kernels->keep(values_of(v->table, s, t) + first,
                          values_of(v->table, s + 1, t) + first - shift, (float)seconds,
@@ -285,8 +283,8 @@ static void save(const solver *v, size_t s, size_t t, int64_t moved, double seco
     }
 }
 
-/* The first entry that is finite, or `count`: whatever fits some memory fits more of it,
- * so that the finite ones are those behind a place. */
+/* Returns the first finite entry, or `count`. A segment that fits some memory fits more,
+ * so all later entries are finite too. */
 static size_t first_finite(const float *values, size_t count)
 {
     size_t low = 0, high = count;
@@ -301,24 +299,24 @@ static size_t first_finite(const float *values, size_t count)
     return low;
 }
 
-/* The rest of a segment, once all restarts but those of its own small tile are in. */
-static void finish(const solver *v, size_t s, size_t t)
+/* Completes a segment, after all restarts outside its own small tile. */
+static void finish_segment(const solver *v, size_t s, size_t t)
 {
     const mls_plan_costs *c = v->costs;
     float *values = values_of(v->table, s, t);
     const size_t cell = mls_plan_cell(v->n, s, t);
     const size_t s_end = s / SMALL * SMALL + SMALL, t_begin = t / SMALL * SMALL;
-    /* beyond `full` nothing is recomputed, and a restart wins nothing */
-    restart(v, s, t, s + 1, fewest(s_end, t + 1), (size_t)v->full[cell]);
-    restart(v, s, t, most(s_end, t_begin + 1), t + 1, (size_t)v->full[cell]);
+    /* from `full` on nothing is recomputed, so a restart gains nothing */
+    try_restarts(v, s, t, s + 1, min_size(s_end, t + 1), (size_t)v->full[cell]);
+    try_restarts(v, s, t, max_size(s_end, t_begin + 1), t + 1, (size_t)v->full[cell]);
     if (s == t) {
         for (size_t m = (size_t)mls_plan_save_need(c, s, t); m < v->entries; m++) {
             values[m] = 0;
         }
     } else {
-        save(v, s, t, c->saved[s], 0);
+        try_save(v, s, t, c->saved[s], 0);
         if (isfinite(c->away[s])) {
-            save(v, s, t, c->activation[s + 1], c->away[s]);
+            try_save(v, s, t, c->activation[s + 1], c->away[s]);
         }
     }
     const size_t first = first_finite(values, v->entries);
@@ -327,20 +325,20 @@ static void finish(const solver *v, size_t s, size_t t)
 
 /* ---- large tiles ---- */
 
-/* Infinity everywhere, in what only pads the tile too: kernels read and write all of a
- * tile, whose segments may go beyond the last block. */
+/* Sets all entries to infinity, including padding: kernels read and write whole tiles,
+ * whose segments may be beyond the last block. */
 static void clear_tile(const solver *v, size_t s, size_t t, size_t s_end, size_t t_end)
 {
     for (size_t i = s; i < s_end; i++) {
-        for (size_t l = most(i, t); l < t_end; l++) {
+        for (size_t l = max_size(i, t); l < t_end; l++) {
             memcpy(values_of(v->table, i, l), v->blank,
                    v->table->stride * sizeof *v->blank);
         }
     }
 }
 
-/* A segment's memory into the cache, soon to be written. */
-static void ask_for(const solver *v, size_t s, size_t t)
+/* Prefetches a segment's memory for writing. */
+static void prefetch_segment(const solver *v, size_t s, size_t t)
 {
     const float *values = values_of(v->table, s, t);
     for (size_t m = 0; s <= t && m < v->table->stride; m += LANES) {
@@ -348,36 +346,36 @@ static void ask_for(const solver *v, size_t s, size_t t)
     }
 }
 
-/* One small tile, once the tiles to the left and below are complete.  Restarts before
- * `early` and after `late` are still to come.  What the tile at `next` will be written to
- * is asked for meanwhile, segment by segment; NEVER: nothing is. */
+/* Completes one small tile, after the tiles to its left and below it. Restarts before
+ * `early` and after `late` are still missing. Prefetches the tile at `next` meanwhile,
+ * segment by segment; NEVER: no prefetch. */
 static void finish_small(const solver *v, size_t s, size_t t, size_t early, size_t late,
                          size_t next_s, size_t next_t)
 {
     if (s < t) {
-        multiply(v, s, t, s + SMALL, fewest(early, t + 1));
-        multiply(v, s, t, most(late + 1, s + SMALL), t + 1);
+        multiply_tile(v, s, t, s + SMALL, min_size(early, t + 1));
+        multiply_tile(v, s, t, max_size(late + 1, s + SMALL), t + 1);
     }
-    for (size_t i = fewest(s + SMALL, v->n); i-- > s;) {
-        for (size_t l = most(i, t); l < fewest(t + SMALL, v->n); l++) {
+    for (size_t i = min_size(s + SMALL, v->n); i-- > s;) {
+        for (size_t l = max_size(i, t); l < min_size(t + SMALL, v->n); l++) {
             if (next_s < NEVER) {
-                ask_for(v, next_s + i - s, next_t + l - t);
+                prefetch_segment(v, next_s + i - s, next_t + l - t);
             }
-            finish(v, i, l);
+            finish_segment(v, i, l);
         }
     }
 }
 
-/* A large tile on the diagonal: small tiles are cleared one by one, each right before it
- * is worked on.  Short chains have no other, and to clear memory that is out of the
- * cache all at once takes them a quarter of their time. */
+/* Fills a large tile on the diagonal. Small tiles are cleared one by one, right before
+ * use. Short chains have only this tile; clearing all of its memory at once, outside the
+ * cache, would take a quarter of their time. */
 static void fill_diagonal(const solver *v, size_t begin, size_t end)
 {
     const size_t padded = v->table->padded;
     for (size_t s = end; s > begin;) {
         s -= SMALL;
         for (size_t t = s; t < end; t += SMALL) {
-            const bool down = t + SMALL == end; /* then comes the row above */
+            const bool down = t + SMALL == end; /* continue in the row above */
             const size_t above = s > begin ? s - SMALL : NEVER;
             clear_tile(v, s, t, s + SMALL, t + SMALL);
             finish_small(v, s, t, padded, padded, down ? above : s,
@@ -386,7 +384,7 @@ static void fill_diagonal(const solver *v, size_t begin, size_t end)
     }
 }
 
-/* Whether to go on; asked often enough for a person who waits. */
+/* Returns whether to go on; called often enough for an interactive user. */
 static bool go_on(solver *v)
 {
     if (v->poll.go_on != NULL && !v->poll.go_on(v->poll.context)) {
@@ -395,12 +393,12 @@ static bool go_on(solver *v)
     return !atomic_load(&v->stopped);
 }
 
-/* A large tile, unless it is stopped.  To clear it is work too: its pages are new. */
+/* Fills a large tile, unless stopped. Clearing it takes time too: its pages are new. */
 static void fill_large(solver *v, size_t s, size_t t)
 {
     const size_t padded = v->table->padded;
-    const size_t s_end = fewest(s + v->large, padded);
-    const size_t t_end = fewest(t + v->large, padded);
+    const size_t s_end = min_size(s + v->large, padded);
+    const size_t t_end = min_size(t + v->large, padded);
     if (!go_on(v)) {
         return;
     }
@@ -413,26 +411,26 @@ static void fill_large(solver *v, size_t s, size_t t)
         if (!go_on(v)) {
             return;
         }
-        multiply_large(v, s, t, s_end, t_end, k, fewest(k + v->large, t + 1));
+        multiply_large(v, s, t, s_end, t_end, k, min_size(k + v->large, t + 1));
     }
-    for (size_t i = s_end; i > s; i -= SMALL) { /* the restarts s_end .. t are in */
+    for (size_t i = s_end; i > s; i -= SMALL) { /* restarts s_end .. t are done */
         for (size_t l = t; l < t_end; l += SMALL) {
             finish_small(v, i - SMALL, l, s_end, t, NEVER, NEVER);
         }
     }
 }
 
-/* One large tile of a diagonal. */
-static void work(void *context, size_t index)
+/* Task: one large tile of a diagonal. */
+static void fill_task(void *context, size_t index)
 {
     solver *v = context;
     fill_large(v, index * v->large, (index + v->distance) * v->large);
 }
 
-/* ---- all of it ---- */
+/* ---- the solver ---- */
 
-/* Forward peaks, and where nothing is recomputed any more: from there on a segment's
- * values are 0, and no restart is tried. */
+/* Computes the forward peaks, and the entries from which on nothing is recomputed: there
+ * values are 0 and no restart is tried. */
 static void fill_bounds(solver *v)
 {
     const mls_plan_costs *c = v->costs;
@@ -453,7 +451,7 @@ static void fill_bounds(solver *v)
     }
 }
 
-/* Accepts one that make_tables left half done. */
+/* Accepts a partly constructed solver. */
 static void free_solver(solver *v)
 {
     mls_free(v->shift);
@@ -463,9 +461,9 @@ static void free_solver(solver *v)
     mls_free(v->blank);
 }
 
-/* The table's memory and the solver's.  Values are anything to begin with: each tile is
- * cleared by the thread that fills it.  Segments that are read together lie far apart, a
- * small page each, so that large pages are asked for. */
+/* Allocates the memory of the table and of the solver. The values are not initialised:
+ * the thread that fills a tile clears it first. Segments that are read together are far
+ * apart, so huge pages are requested. */
 static bool make_tables(solver *v, mls_plan_table *out)
 {
     const size_t n = v->n, padded = round_up(n, SMALL), cells = n * (n + 1) / 2;
@@ -479,7 +477,7 @@ static bool make_tables(solver *v, mls_plan_table *out)
     out->rows = mls_alloc(padded, sizeof *out->rows);
     out->values =
         mls_realloc(NULL, padded * (padded + 1) / 2, out->stride * sizeof(float));
-    if (out->values != NULL) { /* neighbours of a segment lie a small page away each */
+    if (out->values != NULL) { /* adjacent segments are a small page apart */
         mls_advise_pages(out->values, mls_plan_table_bytes(n, v->entries - 1), true);
     }
     for (size_t s = 0; out->rows != NULL && s < padded; s++) {
@@ -492,7 +490,6 @@ static bool make_tables(solver *v, mls_plan_table *out)
            v->blank != NULL && out->rows != NULL && out->values != NULL;
 }
 
-/* The costs are borrowed and stay. */
 void mls_plan_table_fini(mls_plan_table *table)
 {
     mls_free(table->rows);
@@ -500,20 +497,21 @@ void mls_plan_table_fini(mls_plan_table *table)
     *table = (mls_plan_table){0};
 }
 
-/* Diagonals one after the other; helpers where there is enough for them to do.  Tiles are
- * handed out one by one: whoever began the work comes back to poll between its own. */
+/* Fills the diagonals one after the other, with helper threads if there is enough work.
+ * Tiles are dispatched one by one, so the calling thread polls between its own. */
 static void run_diagonals(solver *v, mls_pool *pool)
 {
     const size_t larges = (v->table->padded + v->large - 1) / v->large;
     for (v->distance = 0; v->distance < larges; v->distance++) {
-        mls_pool_run(v->n < (size_t)WORTH ? NULL : pool, work, v, larges - v->distance);
+        mls_pool_run(v->n < (size_t)WORTH ? NULL : pool, fill_task, v,
+                     larges - v->distance);
         if (atomic_load(&v->stopped)) {
             return;
         }
     }
 }
 
-/* Memory first: nothing is computed that could not be kept. */
+/* Allocates first: nothing is computed that could not be stored. */
 mls_code mls_plan_slots(const mls_plan_costs *costs, mls_cpu cpu, mls_pool *pool,
                         mls_poll poll, mls_plan_table *out, mls_status *st)
 {

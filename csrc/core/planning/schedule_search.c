@@ -1,7 +1,7 @@
-/* search: Dijkstra's algorithm over what may be held.
+/* schedule_search: Dijkstra's algorithm over memory states.
  *
- * Nodes lie in one growing array; a table of open addressing finds them by their key, a
- * binary heap of node numbers orders those that are still open.
+ * Nodes are in one growing array. A hash table with open addressing finds them by key,
+ * and a binary heap of node numbers orders the open ones.
  */
 #include "planning/schedule_search.h"
 
@@ -14,27 +14,27 @@
 #include <string.h>
 
 enum {
-    SAVED_AT = MLS_SEARCH_BLOCKS + 1, /* bits of a key: alone, saved, host, left */
+    SAVED_AT =
+        MLS_SEARCH_BLOCKS + 1, /* bit positions in a key: alone, saved, host, left */
     HOST_AT = SAVED_AT + MLS_SEARCH_BLOCKS,
     LEFT_AT = HOST_AT + MLS_SEARCH_BLOCKS,
-    POLL = 1023, /* nodes between two polls, less one; a mask */
+    POLL = 1023, /* nodes between two polls, minus one; a mask */
     FIRST_ROOM = 256,
     NONE = UINT32_MAX,
-    CLOSED = UINT32_MAX - 1 /* place in the heap of a node that is done with */
+    CLOSED = UINT32_MAX - 1 /* `place` of a node that has left the heap */
 };
 
-/* A search of a thousand states takes a fraction of a millisecond, and most that fit into
- * memory take less than a second; so there is no clever bound beyond what the header
- * says, and everything here is kept small instead: 40 bytes a node, 4 in the heap, 8 in
- * the table.
+/* A search of a thousand states takes a fraction of a millisecond, and most searches that
+ * fit in memory take less than a second. So there is no bound besides the one in the
+ * header; instead nodes are small: 40 bytes each, plus 4 in the heap and 8 in the table.
  */
 
-/* One state, and the best known way to it. */
+/* A state, and the best known path to it. */
 typedef struct node {
     uint64_t key;
-    double cost;     /* extra seconds, or in a search for the least peak nothing */
-    int64_t peak;    /* of the way; counts in a search for the least peak only */
-    uint32_t parent; /* NONE: the beginning */
+    double cost;     /* extra seconds; unused in a search for the least peak */
+    int64_t peak;    /* of the path; used only in a search for the least peak */
+    uint32_t parent; /* NONE: the initial state */
     uint32_t place;  /* in the heap, or CLOSED */
     int8_t kind, block;
     bool away; /* the block is offloaded right after the step */
@@ -45,7 +45,7 @@ typedef struct search {
     const mls_search_limits *limits;
     bool by_peak;
     bool ran_out;
-    size_t most; /* states */
+    size_t most; /* limit of states */
     node *nodes;
     size_t count, room;
     uint32_t *table; /* node number + 1, or 0; its length is a power of 2 */
@@ -55,14 +55,14 @@ typedef struct search {
     mls_status *st;
 } search;
 
-/* Bit k of `alone` is activation k, bit i of `saved` and `host` is block i.  Activation 0
- * is there all the time and has no bit. */
+/* Bit k of `alone` is activation k; bit i of `saved` and `host` is block i. Activation 0
+ * is always held and has no bit. */
 typedef struct state {
     uint64_t alone, saved, host;
-    size_t left; /* backward passes to come */
+    size_t left; /* remaining backward passes */
 } state;
 
-/* A node taken apart, as it is expanded. */
+/* A node, decoded for expansion. */
 typedef struct moment {
     state state;
     uint64_t there; /* activations that can be read */
@@ -76,14 +76,13 @@ static const uint64_t one = 1;
 
 /* ---- keys ---- */
 
-static uint64_t pack(const state *s)
+static uint64_t pack_state(const state *s)
 {
     return s->alone | s->saved << SAVED_AT | s->host << HOST_AT |
            (uint64_t)s->left << LEFT_AT;
 }
 
-/* The other way. */
-static state unpack(uint64_t key)
+static state unpack_state(uint64_t key)
 {
     const uint64_t blocks = (one << MLS_SEARCH_BLOCKS) - 1;
     return (state){
@@ -94,7 +93,7 @@ static state unpack(uint64_t key)
     };
 }
 
-/* The sum over the bits that are set, lowest first. */
+/* Sums the entries of the set bits, lowest bit first. */
 static int64_t bytes_of(const int64_t *bytes, uint64_t bits)
 {
     int64_t sum = 0;
@@ -106,9 +105,9 @@ static int64_t bytes_of(const int64_t *bytes, uint64_t bits)
 
 /* ---- the heap ---- */
 
-/* Whether node a comes out before node b; of equals the newer one, which is nearer to the
- * end more often. */
-static bool before(const search *s, uint32_t a, uint32_t b)
+/* Returns whether node a comes out before node b. Of equal nodes the newer one comes
+ * first, because it is more often closer to the end. */
+static bool comes_before(const search *s, uint32_t a, uint32_t b)
 {
     const node *x = &s->nodes[a], *y = &s->nodes[b];
     if (s->by_peak) {
@@ -120,77 +119,77 @@ static bool before(const search *s, uint32_t a, uint32_t b)
     return a > b;
 }
 
-/* A node knows its place, so that it can rise from there when a better way is found. */
-static void put(search *s, size_t place, uint32_t number)
+/* A node stores its place, so that it can move up when a better path is found. */
+static void place_node(search *s, size_t place, uint32_t number)
 {
     s->heap[place] = number;
     s->nodes[number].place = (uint32_t)place;
 }
 
-/* Costs only ever fall: there is no sinking but from the top. */
-static void rise(search *s, size_t place)
+/* Costs only decrease, so nodes only move up, except after a removal. */
+static void move_up(search *s, size_t place)
 {
     const uint32_t number = s->heap[place];
-    while (place > 0 && before(s, number, s->heap[(place - 1) / 2])) {
-        put(s, place, s->heap[(place - 1) / 2]);
+    while (place > 0 && comes_before(s, number, s->heap[(place - 1) / 2])) {
+        place_node(s, place, s->heap[(place - 1) / 2]);
         place = (place - 1) / 2;
     }
-    put(s, place, number);
+    place_node(s, place, number);
 }
 
-/* The last one sinks from the top to where it belongs. */
-static uint32_t take_first(search *s)
+/* Removes the first node; the last one moves down from the top to its place. */
+static uint32_t pop_first(search *s)
 {
     const uint32_t first = s->heap[0], last = s->heap[--s->open];
     s->nodes[first].place = CLOSED;
     size_t place = 0;
     for (size_t child = 1; child < s->open; child = 2 * place + 1) {
-        if (child + 1 < s->open && before(s, s->heap[child + 1], s->heap[child])) {
+        if (child + 1 < s->open && comes_before(s, s->heap[child + 1], s->heap[child])) {
             child++;
         }
-        if (!before(s, s->heap[child], last)) {
+        if (!comes_before(s, s->heap[child], last)) {
             break;
         }
-        put(s, place, s->heap[child]);
+        place_node(s, place, s->heap[child]);
         place = child;
     }
     if (s->open > 0) {
-        put(s, place, last);
+        place_node(s, place, last);
     }
     return first;
 }
 
 /* ---- nodes ---- */
 
-/* splitmix64's finish: keys differ in few bits. */
-static uint64_t hash(uint64_t z)
+/* The finaliser of splitmix64: keys differ in few bits. */
+static uint64_t hash_key(uint64_t z)
 {
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
     return z ^ (z >> 31);
 }
 
-/* The slot that has the key, or the free one where it belongs.  The table is never more
- * than half full. */
+/* Returns the slot of the key, or the free slot where it belongs. The table is at most
+ * half full. */
 static size_t slot_of(const search *s, uint64_t key)
 {
-    size_t slot = (size_t)hash(key) & (s->slots - 1);
+    size_t slot = (size_t)hash_key(key) & (s->slots - 1);
     while (s->table[slot] != 0 && s->nodes[s->table[slot] - 1].key != key) {
         slot = (slot + 1) & (s->slots - 1);
     }
     return slot;
 }
 
-/* The states tell the user how far it got, and so what to lower. */
+/* The number of states tells the user what limit to lower. */
 static mls_code no_memory(search *s)
 {
     return mls_fail(s->st, MLS_E_MEMORY, "no memory to search through %zu states",
                     s->count);
 }
 
-/* Room grows with what is found, not with what was allowed. */
-/* Twice the room, and a table twice as long as that. */
-static mls_code grow(search *s)
+/* Doubles the room for nodes, and makes the table twice as long as that. Memory grows
+ * with the states found, not with the limit. */
+static mls_code grow_tables(search *s)
 {
     const size_t room = s->room == 0 ? FIRST_ROOM : 2 * s->room;
     node *nodes = mls_realloc(s->nodes, room, sizeof *nodes);
@@ -211,25 +210,25 @@ static mls_code grow(search *s)
     s->table = table;
     s->slots = 2 * room;
     s->room = room;
-    /* keys go to other slots in the new table */
+    /* insert all keys into the new table */
     for (size_t i = 0; i < s->count; i++) {
         s->table[slot_of(s, s->nodes[i].key)] = (uint32_t)i + 1;
     }
     return MLS_OK;
 }
 
-/* A way to a state: new, better than the known one, or of no use. */
-static mls_code reach(search *s, const node *way)
+/* Adds a path to a state: a new state, a better path, or no improvement. */
+static mls_code add_path(search *s, const node *way)
 {
     if (s->count == s->room) {
-        const mls_code code = grow(s);
+        const mls_code code = grow_tables(s);
         if (code != MLS_OK) {
             return code;
         }
     }
     const size_t slot = slot_of(s, way->key);
     uint32_t number;
-    /* a new state, as long as there may be more of them */
+    /* a new state, unless the limit is reached */
     if (s->table[slot] == 0) {
         if (s->count >= s->most) {
             s->ran_out = true;
@@ -238,13 +237,13 @@ static mls_code reach(search *s, const node *way)
         number = (uint32_t)s->count++;
         s->table[slot] = number + 1;
         s->nodes[number] = *way;
-        put(s, s->open++, number);
+        place_node(s, s->open++, number);
     } else {
         number = s->table[slot] - 1;
         node *known = &s->nodes[number];
         const bool better =
             s->by_peak ? way->peak < known->peak : way->cost < known->cost;
-        /* closed ones came out of the heap on their best way */
+        /* closed nodes already have their best path */
         if (known->place == CLOSED || !better) {
             return MLS_OK;
         }
@@ -252,13 +251,13 @@ static mls_code reach(search *s, const node *way)
         *known = *way;
         known->place = place;
     }
-    rise(s, s->nodes[number].place);
+    move_up(s, s->nodes[number].place);
     return MLS_OK;
 }
 
 /* ---- steps ---- */
 
-/* What a step leads to; `away` says that an offload of the same block follows at once. */
+/* Result of a step; `away`: an offload of the same block follows at once. */
 typedef struct outcome {
     state state;
     int64_t peak;
@@ -267,9 +266,9 @@ typedef struct outcome {
     bool away;
 } outcome;
 
-/* Go where a step leads, unless it takes too much.  What is of no use is not held there:
- * an activation whose block is through, or that lies in what is saved. */
-static mls_code lead(search *s, const moment *m, const outcome *o)
+/* Adds the result of a step, unless it exceeds a limit. Useless activations are removed:
+ * those whose block is done, and those that are also inside saved tensors. */
+static mls_code add_outcome(search *s, const moment *m, const outcome *o)
 {
     if (!s->by_peak && o->peak > s->limits->budget_bytes) {
         return MLS_OK;
@@ -281,62 +280,63 @@ static mls_code lead(search *s, const moment *m, const outcome *o)
         return MLS_OK;
     }
     state next = o->state;
-    /* activations from the block on whose backward comes next are not read any more */
+    /* later steps do not read activations from the next backward block on */
     next.alone &= ((one << next.left) - 1) & ~(next.saved << 1);
-    return reach(s, &(node){.key = pack(&next),
-                            .cost = cost,
-                            .peak = o->peak > m->peak ? o->peak : m->peak,
-                            .parent = m->node,
-                            .kind = (int8_t)o->kind,
-                            .away = o->away,
-                            .block = (int8_t)o->block});
+    return add_path(s, &(node){.key = pack_state(&next),
+                               .cost = cost,
+                               .peak = o->peak > m->peak ? o->peak : m->peak,
+                               .parent = m->node,
+                               .kind = (int8_t)o->kind,
+                               .away = o->away,
+                               .block = (int8_t)o->block});
 }
 
-/* As it is, and with activation `bit` dropped, where it lies by itself. */
-static mls_code lead_both(search *s, const moment *m, outcome *o, uint64_t bit)
+/* Adds a result as it is, and also with activation `bit` dropped, if that has its own
+ * memory. */
+static mls_code add_outcome_both(search *s, const moment *m, outcome *o, uint64_t bit)
 {
-    const mls_code code = lead(s, m, o);
+    const mls_code code = add_outcome(s, m, o);
     if (code != MLS_OK || (o->state.alone & bit) == 0) {
         return code;
     }
     o->state.alone &= ~bit;
-    return lead(s, m, o);
+    return add_outcome(s, m, o);
 }
 
-/* Not when the output is there, or of no use any more. */
+/* Skipped if the output is held already or not needed any more. */
 static mls_code try_forward(search *s, const moment *m, size_t i)
 {
     const mls_chain *c = s->chain;
     const uint64_t output = one << (i + 1);
-    /* the block next in line for backward is saved, never just run */
+    /* the block whose backward pass is next is saved, never only run */
     if (i + 1 >= m->state.left || (m->there & output) != 0) {
         return MLS_OK;
     }
     outcome o = {.state = m->state, .kind = MLS_STEP_FORWARD, .block = i};
     o.peak = m->held + c->activation_bytes[i + 1] + c->forward_temporary_bytes[i];
     o.state.alone |= output;
-    return lead_both(s, m, &o, one << i);
+    return add_outcome_both(s, m, &o, one << i);
 }
 
-/* Bytes that are held once the output of block i does not lie by itself. */
-static int64_t without_output(const search *s, const moment *m, size_t i)
+/* Returns the held bytes without the separate output of block i. */
+static int64_t bytes_without_output(const search *s, const moment *m, size_t i)
 {
     const bool alone = (m->state.alone >> (i + 1) & 1) != 0;
     return alone ? m->held - s->chain->activation_bytes[i + 1] : m->held;
 }
 
-/* What was just saved or loaded goes to the host at once: nothing is gained by keeping it
- * for a while, since the output may stay behind. */
-static mls_code lead_away(search *s, const moment *m, outcome *o, uint64_t bit)
+/* Offloads right after a save or load: waiting gains nothing, because the output may
+ * stay. */
+static mls_code add_offloaded(search *s, const moment *m, outcome *o, uint64_t bit)
 {
     o->away = true;
     o->state.saved &= ~bit;
     o->state.host |= bit;
     o->state.alone = (o->state.alone & ~bit) | (m->state.alone & bit) | bit << 1;
-    /* the input may be dropped or not, and so may the output */
+    /* with and without the input, and with and without the output */
     for (int dropped = 0; dropped < 2; dropped++) {
         outcome each = *o;
-        const mls_code code = lead_both(s, m, &each, bit << 1);
+        const mls_code code = add_outcome_both(s, m, &each, bit << 1);
         if (code != MLS_OK || (o->state.alone & bit) == 0) {
             return code;
         }
@@ -345,8 +345,8 @@ static mls_code lead_away(search *s, const moment *m, outcome *o, uint64_t bit)
     return MLS_OK;
 }
 
-/* A block is saved for its backward pass.  Its output is dropped first where it lies by
- * itself: made twice it would be refused. */
+/* Saves a block for its backward pass. A separate output is dropped first, because making
+ * it twice is invalid. */
 static mls_code try_save(search *s, const moment *m, size_t i)
 {
     const mls_chain *c = s->chain;
@@ -355,34 +355,35 @@ static mls_code try_save(search *s, const moment *m, size_t i)
         return MLS_OK;
     }
     outcome o = {.state = m->state, .kind = MLS_STEP_SAVE, .block = i};
-    o.peak = without_output(s, m, i) + c->saved_bytes[i] + c->saving_temporary_bytes[i];
+    o.peak =
+        bytes_without_output(s, m, i) + c->saved_bytes[i] + c->saving_temporary_bytes[i];
     o.state.saved |= bit;
     o.state.alone &= ~(bit << 1);
-    const mls_code code = lead_both(s, m, &o, bit);
-    return code == MLS_OK && s->limits->offload ? lead_away(s, m, &o, bit) : code;
+    const mls_code code = add_outcome_both(s, m, &o, bit);
+    return code == MLS_OK && s->limits->offload ? add_offloaded(s, m, &o, bit) : code;
 }
 
-/* Back from the host: for its backward, or for an output that is not there, which may
- * stay while the rest goes away again. */
+/* Loads a block for its backward pass, or for an output that is not held; then the output
+ * may stay while the rest is offloaded again. */
 static mls_code try_load(search *s, const moment *m, size_t i)
 {
     const uint64_t bit = one << i;
-    /* a load that nobody waits for can wait: what stayed behind is smaller */
+    /* other loads can wait: the activation that stayed is smaller */
     const bool next = i + 1 == m->state.left;
     if ((m->state.host & bit) == 0 || (!next && (m->state.alone & bit << 1) != 0)) {
         return MLS_OK;
     }
     outcome o = {.state = m->state, .kind = MLS_STEP_LOAD, .block = i};
-    o.peak = without_output(s, m, i) + s->chain->saved_bytes[i];
+    o.peak = bytes_without_output(s, m, i) + s->chain->saved_bytes[i];
     o.state.host &= ~bit;
     o.state.saved |= bit;
     o.state.alone &= ~(bit << 1);
-    const mls_code code = lead(s, m, &o);
-    return code == MLS_OK && !next ? lead_away(s, m, &o, bit) : code;
+    const mls_code code = add_outcome(s, m, &o);
+    return code == MLS_OK && !next ? add_offloaded(s, m, &o, bit) : code;
 }
 
-/* Backward, or the save or load that is all it lacks; `*done` says that nothing else
- * needs a look. */
+/* Runs the next backward pass, or the only save or load that it lacks. Sets `*done` if no
+ * other step needs to be tried. */
 static mls_code try_backward(search *s, const moment *m, bool *done)
 {
     const mls_chain *c = s->chain;
@@ -401,12 +402,12 @@ static mls_code try_backward(search *s, const moment *m, bool *done)
     const int64_t limit = s->by_peak ? m->peak : s->limits->budget_bytes;
     outcome o = {.state = m->state, .kind = MLS_STEP_BACKWARD, .block = i};
     o.peak = held + mls_backward_makes(c, i);
-    /* now or never better: it fits, and leaves no more than there was before */
+    /* never better later: it fits, and it leaves no more memory held than before */
     *done = o.peak <= limit && saving <= limit && c->gradient_bytes[i] <= freed;
     if (saved) {
         o.state.saved &= ~bit;
         o.state.left--;
-        return lead(s, m, &o);
+        return add_outcome(s, m, &o);
     }
     if (!*done) {
         return MLS_OK;
@@ -415,17 +416,17 @@ static mls_code try_backward(search *s, const moment *m, bool *done)
     o.peak = saving;
     o.state.host &= ~bit;
     o.state.saved |= bit;
-    return lead(s, m, &o);
+    return add_outcome(s, m, &o);
 }
 
 /* ---- the search ---- */
 
-/* A node's state spelled out: what can be read, and how many bytes that is. */
+/* Decodes a node's state: the readable activations and the held bytes. */
 static moment moment_of(const search *s, uint32_t number)
 {
     const mls_chain *c = s->chain;
     const node *at = &s->nodes[number];
-    moment m = {.state = unpack(at->key), .node = number};
+    moment m = {.state = unpack_state(at->key), .node = number};
     m.cost = at->cost;
     m.peak = at->peak;
     m.there = m.state.alone | m.state.saved << 1 | 1;
@@ -435,12 +436,12 @@ static moment moment_of(const search *s, uint32_t number)
     return m;
 }
 
-/* All steps that may be part of a best way.  Where the next backward pass can be had for
- * nothing it is the only one: whatever else is to be done takes no more memory after it.
- */
-static mls_code expand(search *s, uint32_t number)
+/* Tries all steps that may be part of a best path. If the next backward pass is possible
+ * without extra memory, it is the only step: every other step needs no more memory after
+ * it. */
+static mls_code expand_node(search *s, uint32_t number)
 {
-    /* a copy: the array of nodes may move as it grows */
+    /* a copy: the array of nodes may move */
     const moment m = moment_of(s, number);
     bool done;
     mls_code code = try_backward(s, &m, &done);
@@ -458,9 +459,9 @@ static mls_code expand(search *s, uint32_t number)
     return code;
 }
 
-/* What every way holds at some moment: a block's input, what it saved, and what its
- * backward pass needs. */
-static int64_t least_of_all(const mls_chain *c)
+/* Returns a lower bound of every schedule's peak: a block's input, its saved tensors, and
+ * the needs of its backward pass. */
+static int64_t bound_least_peak(const mls_chain *c)
 {
     const int64_t base = c->activation_bytes[0];
     int64_t least = base;
@@ -473,28 +474,29 @@ static int64_t least_of_all(const mls_chain *c)
     return least;
 }
 
-/* The first end that comes out of the heap is the best one: no step has a negative cost,
- * and none lowers a peak. */
+/* The first final state that leaves the heap is optimal: no step has a negative cost or
+ * lowers a peak. */
 static mls_code run_search(search *s, uint32_t *end)
 {
     *end = NONE;
-    /* nothing is held at the beginning but the input, and nothing else at the end */
+    /* at the beginning only the input is held, and at the end nothing else */
     const state begin = {.left = s->chain->blocks};
-    mls_code code = reach(
-        s, &(node){.key = pack(&begin), .parent = NONE, .peak = least_of_all(s->chain)});
+    mls_code code = add_path(s, &(node){.key = pack_state(&begin),
+                                        .parent = NONE,
+                                        .peak = bound_least_peak(s->chain)});
     for (size_t taken = 0; code == MLS_OK && s->open > 0; taken++) {
         const mls_poll *poll = &s->limits->poll;
         if ((taken & POLL) == POLL && poll->go_on != NULL &&
             !poll->go_on(poll->context)) {
             return mls_fail(s->st, MLS_E_STOPPED, "the search was stopped");
         }
-        const uint32_t number = take_first(s);
-        if (unpack(s->nodes[number].key).left == 0) {
+        const uint32_t number = pop_first(s);
+        if (unpack_state(s->nodes[number].key).left == 0) {
             *end = number;
             return MLS_OK;
         }
-        code = expand(s, number);
-        /* from here on the best way might be among those that were left out */
+        code = expand_node(s, number);
+        /* the best path might contain states that were omitted */
         if (s->ran_out) {
             return code;
         }
@@ -502,14 +504,14 @@ static mls_code run_search(search *s, uint32_t *end)
     return code;
 }
 
-/* The way to a node, turned round. */
-static mls_code trace(const search *s, uint32_t end, mls_schedule *runs)
+/* Writes the path to a node. */
+static mls_code write_path(const search *s, uint32_t end, mls_schedule *runs)
 {
     for (uint32_t at = end; s->nodes[at].parent != NONE; at = s->nodes[at].parent) {
         const node *n = &s->nodes[at];
         const size_t block = (size_t)n->block;
         mls_code code = MLS_OK;
-        if (n->away) { /* backwards: what comes later goes first */
+        if (n->away) { /* collected backwards: the later step comes first */
             code = mls_schedule_push(runs, MLS_STEP_OFFLOAD, block, s->st);
         }
         if (code == MLS_OK) {
@@ -519,7 +521,7 @@ static mls_code trace(const search *s, uint32_t end, mls_schedule *runs)
             return code;
         }
     }
-    /* parents lead from the end to the beginning */
+    /* reverse: parents lead from the end to the beginning */
     for (size_t i = 0, j = runs->count; i + 1 < j; i++) {
         const mls_step step = runs->steps[--j];
         runs->steps[j] = runs->steps[i];
@@ -528,14 +530,14 @@ static mls_code trace(const search *s, uint32_t end, mls_schedule *runs)
     return MLS_OK;
 }
 
-/* Search, trace, and give back all that was allocated. */
-static mls_code find(search *s, mls_found *out)
+/* Searches, writes the path, and frees the working memory. */
+static mls_code find_best(search *s, mls_found *out)
 {
     uint32_t end;
     mls_found found = {0};
     mls_code code = run_search(s, &end);
     if (code == MLS_OK && end != NONE) {
-        code = trace(s, end, &found.runs);
+        code = write_path(s, end, &found.runs);
         found.found = true;
         found.extra = s->nodes[end].cost;
         found.least = s->nodes[end].peak;
@@ -553,7 +555,7 @@ static mls_code find(search *s, mls_found *out)
     return code;
 }
 
-/* One more state than the numbers can tell apart is never made. */
+/* Limits the states to the numbers that a node can have. */
 static search search_of(const mls_chain *chain, const mls_search_limits *limits,
                         bool by_peak, mls_status *st)
 {
@@ -565,25 +567,25 @@ static search search_of(const mls_chain *chain, const mls_search_limits *limits,
                     .st = st};
 }
 
-/* Seconds for costs; a peak need only stay within the budget. */
+/* Costs are seconds; the peak must only stay within the budget. */
 mls_code mls_search(const mls_chain *chain, const mls_search_limits *limits,
                     mls_found *out, mls_status *st)
 {
     search s = search_of(chain, limits, false, st);
-    return find(&s, out);
+    return find_best(&s, out);
 }
 
-/* The same search with peaks for costs: the peak of a way is that of its worst step. */
+/* Costs are peaks: the peak of a path is the largest peak of its steps. */
 mls_code mls_search_least(const mls_chain *chain, const mls_search_limits *limits,
                           mls_found *out, mls_status *st)
 {
     search s = search_of(chain, limits, true, st);
-    return find(&s, out);
+    return find_best(&s, out);
 }
 
 /* ---- the best schedule ---- */
 
-/* The drops placed, and all of it simulated: nothing leaves that was not looked at. */
+/* Adds the drops and simulates the schedule, so that every result is verified. */
 static mls_code write_best(const mls_chain *chain, const mls_step *steps, size_t count,
                            mls_best *best, mls_status *st)
 {
@@ -606,9 +608,9 @@ static mls_code write_best(const mls_chain *chain, const mls_step *steps, size_t
     return code;
 }
 
-/* Give the steps with their drops; `optimal` and `states` as found. */
-static mls_code give_steps(const mls_chain *chain, const mls_step *steps, size_t count,
-                           const mls_found *found, mls_best *out, mls_status *st)
+/* Returns the steps with their drops; sets `optimal` and `states` from the search. */
+static mls_code write_steps(const mls_chain *chain, const mls_step *steps, size_t count,
+                            const mls_found *found, mls_best *out, mls_status *st)
 {
     mls_best best = {.optimal = !found->ran_out, .states = found->states};
     const mls_code code = write_best(chain, steps, count, &best, st);
@@ -620,9 +622,9 @@ static mls_code give_steps(const mls_chain *chain, const mls_step *steps, size_t
     return code;
 }
 
-/* The least budget goes into `expected`, where programs find it. */
-static mls_code refuse(const mls_chain *chain, int64_t budget, const char *which,
-                       int64_t least, mls_status *st)
+/* Fails for a budget that is too small. `expected` has the least budget, for programs. */
+static mls_code fail_budget(const mls_chain *chain, int64_t budget, const char *which,
+                            int64_t least, mls_status *st)
 {
     mls_fail(st, MLS_E_CAPACITY,
              "no schedule of %zu blocks was found that fits a budget of %" PRId64
@@ -633,20 +635,21 @@ static mls_code refuse(const mls_chain *chain, int64_t budget, const char *which
     return st->code;
 }
 
-/* Nothing was found, and not all was looked at: what is enough for a persistent schedule
- * is enough. */
-static mls_code refuse_some(const mls_chain *chain, const mls_best_options *o,
-                            mls_status *st)
+/* Fails after an incomplete search. The budget of a persistent schedule is known to be
+ * sufficient. */
+static mls_code fail_incomplete(const mls_chain *chain, const mls_best_options *o,
+                                mls_status *st)
 {
     int64_t least;
     const mls_code code = mls_plan_least_bytes(chain, o->offload, o->poll, &least, st);
-    return code == MLS_OK ? refuse(chain, o->budget_bytes, "a persistent one", least, st)
-                          : code;
+    return code == MLS_OK
+               ? fail_budget(chain, o->budget_bytes, "a persistent one", least, st)
+               : code;
 }
 
-/* Nothing fits: say what would. */
-static mls_code refuse_all(const mls_chain *chain, const mls_search_limits *limits,
-                           const mls_best_options *o, mls_status *st)
+/* Fails after a complete search, with the least sufficient budget. */
+static mls_code fail_complete(const mls_chain *chain, const mls_search_limits *limits,
+                              const mls_best_options *o, mls_status *st)
 {
     mls_found found;
     const mls_code code = mls_search_least(chain, limits, &found, st);
@@ -654,11 +657,11 @@ static mls_code refuse_all(const mls_chain *chain, const mls_search_limits *limi
         return code;
     }
     mls_schedule_fini(&found.runs);
-    return found.found ? refuse(chain, o->budget_bytes, "any one", found.least, st)
-                       : refuse_some(chain, o, st);
+    return found.found ? fail_budget(chain, o->budget_bytes, "any one", found.least, st)
+                       : fail_incomplete(chain, o, st);
 }
 
-/* The seconds that the start could do without; INFINITY without a start. */
+/* Computes the extra seconds of the start schedule; INFINITY without one. */
 static mls_code extra_of_start(const mls_chain *chain, const mls_best_options *o,
                                double *extra, mls_status *st)
 {
@@ -678,7 +681,7 @@ static mls_code extra_of_start(const mls_chain *chain, const mls_best_options *o
                         " bytes, above the budget of %" PRId64,
                         totals.peak_bytes, o->budget_bytes);
     }
-    /* only less than this is of interest, so the search need not go further */
+    /* the search only has to find smaller values */
     *extra = 0;
     for (size_t i = 0; i < o->start_count; i++) {
         const mls_compute_step run = {.kind = o->start[i].kind,
@@ -688,8 +691,8 @@ static mls_code extra_of_start(const mls_chain *chain, const mls_best_options *o
     return MLS_OK;
 }
 
-/* Only what is faster than the start is searched for: if nothing is found, the start is
- * the fastest, or if the search ran out of states, the best that is known. */
+/* Searches only for faster schedules than the start. If none is found, the start is the
+ * fastest, or the best known if the search ran out of states. */
 mls_code mls_best_schedule(const mls_chain *chain, const mls_best_options *o,
                            mls_best *out, mls_status *st)
 {
@@ -706,13 +709,13 @@ mls_code mls_best_schedule(const mls_chain *chain, const mls_best_options *o,
         return code;
     }
     if (found.found) {
-        code = give_steps(chain, found.runs.steps, found.runs.count, &found, out, st);
+        code = write_steps(chain, found.runs.steps, found.runs.count, &found, out, st);
     } else if (o->start != NULL) {
-        code = give_steps(chain, o->start, o->start_count, &found, out, st);
+        code = write_steps(chain, o->start, o->start_count, &found, out, st);
     } else if (found.ran_out) {
-        code = refuse_some(chain, o, st);
+        code = fail_incomplete(chain, o, st);
     } else {
-        code = refuse_all(chain, &limits, o, st);
+        code = fail_complete(chain, &limits, o, st);
     }
     mls_schedule_fini(&found.runs);
     return code;

@@ -1,20 +1,20 @@
-/* search: the best of all valid schedules of a short chain.
+/* schedule_search: the best of all valid schedules of a short chain.
  *
- * A state is what is held: activations by themselves, saved blocks on the device or on
- * the host, backward passes to come.  The search is Dijkstra's over these states.  Only
- * seconds that could be done without are counted (plain forwards, and transfers): what
- * remains is the same for all schedules, so this is A* with all of that as the bound.
- * What makes it small, without losing an optimum:
+ * A state describes the held memory: activations with their own memory, saved blocks on
+ * the device or on the host, and the remaining backward passes. The search is Dijkstra's
+ * algorithm over these states. It counts only avoidable seconds (plain forwards and
+ * transfers); the rest is the same for all schedules, so this is A* with the rest as the
+ * bound. These rules make it small without losing an optimum:
  *
- *   - An activation is dropped right after it was used, or kept until it is used again:
- *     an earlier drop never costs memory.
- *   - An activation that lies in what is saved, or whose block is through with backward,
- *     is not held by itself.
- *   - A backward pass that fits and leaves no more held than before is done at once, with
- *     the save before it if that is all it lacks: every schedule could have it done now.
- *   - What goes to the host goes right after it was saved or loaded.
+ * - An activation is dropped right after a use, or kept until its next use: an earlier
+ *   drop never costs memory.
+ * - An activation that is inside saved tensors, or whose block's backward pass is done,
+ *   is not held separately.
+ * - A backward pass that fits and leaves no more memory held than before is done at once,
+ *   with the save before it if that is all it lacks: every schedule could do it now.
+ * - An offload follows directly after the save or load.
  *
- * Memory and time are bounded by a number of states; a caller that exceeds it is told.
+ * The number of states limits memory and time; results report if the limit was reached.
  */
 #ifndef MLS_SCHEDULE_SEARCH_H
 #define MLS_SCHEDULE_SEARCH_H
@@ -28,36 +28,37 @@
 #include <stdint.h>
 
 enum {
-    MLS_SEARCH_BLOCKS = 19,      /* of a chain, at most: a state is 64 bits */
-    MLS_SEARCH_STATES = 1 << 20, /* of one search, unless told: 52 bytes each */
+    MLS_SEARCH_BLOCKS = 19,      /* longest chain: a state has 64 bits */
+    MLS_SEARCH_STATES = 1 << 20, /* default limit of a search, 52 bytes each */
 };
 
-/* How far to go. */
+/* Limits of a search. */
 typedef struct mls_search_limits {
-    bool offload; /* the host may be used: the chain has rates */
+    bool offload; /* allow offloading; the chain must have rates */
     int64_t budget_bytes;
-    double below;  /* look for less extra seconds only; INFINITY: for any */
+    double below;  /* search only for fewer extra seconds; INFINITY: no limit */
     size_t states; /* 0: MLS_SEARCH_STATES */
     mls_poll poll; /* its function may be NULL */
 } mls_search_limits;
 
 typedef struct mls_found {
-    bool found;        /* a way, which is the best one */
-    bool ran_out;      /* of states, before it was known whether there is one */
-    double extra;      /* its seconds that count, see mls_run_extra */
-    int64_t least;     /* of mls_search_least: the least peak */
-    size_t states;     /* that were looked at */
-    mls_schedule runs; /* steps without drops; owned: release with mls_schedule_fini */
+    bool found;        /* a best schedule was found */
+    bool ran_out;      /* of states, before the search was complete */
+    double extra;      /* its avoidable seconds, see mls_run_extra */
+    int64_t least;     /* for mls_search_least: the least peak */
+    size_t states;     /* visited */
+    mls_schedule runs; /* steps without drops; owned: free with mls_schedule_fini */
 } mls_found;
 
-/* The fewest extra seconds within the budget; the same result on every machine.  The
- * chain was checked and has at most MLS_SEARCH_BLOCKS blocks.  Nothing found is no
- * failure. MLS_E_MEMORY, MLS_E_STOPPED: `*out` is untouched. */
+/* Finds the schedule with the fewest extra seconds within the budget; deterministic
+ * across machines. The chain was checked and has at most MLS_SEARCH_BLOCKS blocks.
+ * Returns MLS_OK also if nothing was found. MLS_E_MEMORY, MLS_E_STOPPED: `*out` is
+ * unchanged. */
 mls_code mls_search(const mls_chain *chain, const mls_search_limits *limits,
                     mls_found *out, mls_status *st);
 
-/* The least peak of all schedules, whatever they take; `budget_bytes` and `below` are not
- * looked at, and `runs` is one of these schedules.  Failures as above. */
+/* Finds the least peak of all schedules, regardless of time. Ignores `budget_bytes` and
+ * `below`; `runs` is one of the schedules with that peak. Errors as for mls_search. */
 mls_code mls_search_least(const mls_chain *chain, const mls_search_limits *limits,
                           mls_found *out, mls_status *st);
 
@@ -71,19 +72,21 @@ typedef struct mls_best_options {
 } mls_best_options;
 
 typedef struct mls_best {
-    mls_schedule schedule; /* owned: release with mls_schedule_fini */
+    mls_schedule schedule; /* owned: free with mls_schedule_fini */
     mls_totals totals;
-    bool optimal;  /* none is faster within the budget */
-    size_t states; /* that were looked at; 0: the chain is too long for a search */
+    bool optimal;  /* no schedule within the budget is faster */
+    size_t states; /* visited; 0: the chain is too long for a search */
 } mls_best;
 
-/* The fastest schedule, drops included, by a search; or the start, if the chain has more
- * than MLS_SEARCH_BLOCKS blocks or asks for too many states.  The chain was checked; it
- * has rates if the host may be used.
- * MLS_E_CAPACITY: no schedule fits, or the search is too long and there is no start;
- * `expected` is the least budget that is known to be enough, and the text says for which
- * schedules.  MLS_E_VALUE: the start is not valid, or exceeds the budget.  MLS_E_MEMORY,
- * MLS_E_STOPPED.  `*out` is untouched then. */
+/* Finds the fastest schedule by search, with drops. Returns the start if the chain has
+ * more than MLS_SEARCH_BLOCKS blocks, or if the search needs too many states. The chain
+ * was checked; it must have rates if `offload` is set. On failure `*out` is unchanged.
+ * - MLS_E_CAPACITY: no schedule fits, or the search is too long and there is no start.
+ *   `expected` is the least budget known to be sufficient; the text names the class of
+ *   schedules.
+ * - MLS_E_VALUE: the start is invalid or exceeds the budget.
+ * - MLS_E_MEMORY, MLS_E_STOPPED.
+ */
 mls_code mls_best_schedule(const mls_chain *chain, const mls_best_options *options,
                            mls_best *out, mls_status *st);
 

@@ -1,9 +1,9 @@
-/* cpu: what the processor, the operating system and the build offer together.
+/* cpu_features: detect the instruction sets that can be used.
  *
- * A set counts as offered only where all three agree: the processor has the instructions,
- * the system saves their registers on a context switch, and the compiler targeted the
- * architecture.  Each set promises whatever its kernels use: the x86 ones stand for the
- * CRC and carry-less multiplication instructions of crc32c_sse42.c too.
+ * A set is offered only if the processor has the instructions, the operating system saves
+ * their registers on a context switch, and the compiler targets the architecture. Each
+ * set includes everything that its kernels use: the x86 sets also require the CRC and
+ * carry-less multiplication instructions of crc32c_sse42.c.
  */
 #include "runtime/cpu_features.h"
 
@@ -25,7 +25,7 @@
 #    include <sys/sysctl.h>
 #endif
 
-/* As users write them in MLSTATE_CPU. */
+/* Names as in MLSTATE_CPU. */
 static const char *const names[MLS_CPU_COUNT] = {
     [MLS_CPU_SCALAR] = "scalar",
     [MLS_CPU_AVX2] = "avx2",
@@ -40,7 +40,7 @@ const char *mls_cpu_name(mls_cpu cpu)
 
 #if defined(__x86_64__)
 
-/* Which register sets the operating system saves on a context switch (XCR0). */
+/* Return which register sets the operating system saves on a context switch (XCR0). */
 static unsigned saved_registers(void)
 {
     unsigned low, high;
@@ -51,13 +51,13 @@ static unsigned saved_registers(void)
 
 enum {
     YMM_STATE = 0x6,  /* XMM and the upper halves of YMM */
-    ZMM_STATE = 0xE6, /* those, the mask registers and all of ZMM */
+    ZMM_STATE = 0xE6, /* XMM, YMM, the mask registers and all of ZMM */
     LEAF1_WANTED = bit_FMA | bit_F16C | bit_AVX | bit_POPCNT | bit_SSE4_2 | bit_PCLMUL,
     LEAF7_AVX512 = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW
 };
 
-/* Instructions by CPUID, registers by XCR0; xgetbv exists only where OSXSAVE is set, so
- * that is asked first. */
+/* CPUID reports instructions, XCR0 reports registers. xgetbv exists only if OSXSAVE is
+ * set, so OSXSAVE is tested first. */
 bool mls_cpu_offers(mls_cpu cpu)
 {
     unsigned a, b, c, d;
@@ -97,8 +97,8 @@ bool mls_cpu_offers(mls_cpu cpu)
 
 #endif
 
-/* What the compiler's own library noted when the program was loaded: CPUID itself takes
- * microseconds under a hypervisor, and this is asked in every kernel. */
+/* Uses the value that the compiler's runtime library stored at load time: CPUID takes
+ * microseconds under a hypervisor, and every kernel calls this function. */
 bool mls_cpu_follows_runs(void)
 {
 #if defined(__x86_64__)
@@ -108,7 +108,7 @@ bool mls_cpu_follows_runs(void)
 #endif
 }
 
-/* "scalar, avx2": what this machine offers. */
+/* Write the sets that this machine offers, such as "scalar, avx2". */
 static void list_offered(char *text, size_t room)
 {
     size_t used = 0;
@@ -120,7 +120,7 @@ static void list_offered(char *text, size_t room)
     }
 }
 
-/* From the back of the enum, where the best sets are. */
+/* The enum is ordered from the simplest to the best set. */
 mls_code mls_cpu_choose(const char *wanted, mls_cpu *out, mls_status *st)
 {
     const bool any = wanted == NULL || wanted[0] == '\0';
@@ -139,7 +139,8 @@ mls_code mls_cpu_choose(const char *wanted, mls_cpu *out, mls_status *st)
 
 #if defined(__linux__)
 
-/* The first line of a file in the folder of cache `index`; false if it does not exist. */
+/* Read the first line of a file in the sysfs folder of cache `index`. Returns false if
+ * the file does not exist. */
 static bool read_cache_file(int index, const char *name, char *text, int room)
 {
     char path[80];
@@ -153,8 +154,9 @@ static bool read_cache_file(int index, const char *name, char *text, int room)
     return good;
 }
 
-/* The size of a level that Linux gives in /sys, such as "32768K", or 0. */
-static size_t size_in_sys(int level)
+/* Return the size in bytes of a cache level from /sys, which states it as "32768K"; 0 if
+ * unknown. */
+static size_t read_sys_cache_bytes(int level)
 {
     enum { CACHES = 8 };
     char text[32];
@@ -162,7 +164,7 @@ static size_t size_in_sys(int level)
         const bool wanted = read_cache_file(index, "level", text, sizeof text) &&
                             text[0] == (char)('0' + level) &&
                             read_cache_file(index, "type", text, sizeof text) &&
-                            text[0] != 'I'; /* not for instructions */
+                            text[0] != 'I'; /* skip instruction caches */
         if (wanted && read_cache_file(index, "size", text, sizeof text)) {
             return (size_t)strtoul(text, NULL, 10) << 10;
         }
@@ -170,11 +172,12 @@ static size_t size_in_sys(int level)
     return 0;
 }
 
-/* Sandboxes may hide /sys.  The C library comes second: glibc reports the sum of all
- * level 3 caches of an AMD chip, 256 MiB where one processor reaches 32. */
+/* Sandboxes may hide /sys; the C library is then asked. It comes second because glibc
+ * reports the sum of all level 3 caches of an AMD chip: 256 MiB, although one processor
+ * reaches 32. */
 static size_t reported_cache_bytes(int level)
 {
-    const size_t bytes = size_in_sys(level);
+    const size_t bytes = read_sys_cache_bytes(level);
 #    if defined(_SC_LEVEL1_DCACHE_SIZE)
     static const int levels[] = {_SC_LEVEL1_DCACHE_SIZE, _SC_LEVEL2_CACHE_SIZE,
                                  _SC_LEVEL3_CACHE_SIZE};
@@ -224,13 +227,13 @@ size_t mls_cpu_cache_bytes(int level)
     return bytes != 0 ? bytes : usual[level - 1];
 }
 
-/* The processors that this process was given, which may be fewer than the machine has:
- * containers and batch systems hand out some of them. */
+/* The processors that this process may use can be fewer than the machine has, for example
+ * in containers and batch systems. */
 size_t mls_cpu_count(void)
 {
     long count = 1;
 #if defined(__linux__)
-    cpu_set_t allowed; /* fails where a machine has more processors than it holds */
+    cpu_set_t allowed; /* the call fails with more processors than this holds */
     count = sched_getaffinity(0, sizeof allowed, &allowed) == 0 ? CPU_COUNT(&allowed)
                                                                 : CPU_SETSIZE;
 #elif !defined(_WIN32)

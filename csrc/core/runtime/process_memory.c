@@ -1,7 +1,7 @@
-/* footprint: how much memory this process uses, and how much it may use.
+/* process_memory: how much memory this process uses, and how much it may use.
  *
- * The files of Linux are short texts.  They are read whole into small buffers; a line
- * that does not fit, or says what is not understood, counts as one that is not there.
+ * Linux reports the figures in short text files, which are read whole into small buffers.
+ * A line that does not fit or cannot be parsed is ignored.
  */
 #include "runtime/process_memory.h"
 
@@ -22,7 +22,7 @@ enum { PATH_BYTES = 4096, TEXT_BYTES = 8192 };
 
 /* ---- limits of control groups ---- */
 
-/* Read a file as text, cut to `room`; false where it cannot be read. */
+/* Read a file as text, truncated to `room`. Returns false if it cannot be read. */
 static bool read_text(const char *path, char *text, size_t room)
 {
     FILE *file = fopen(path, "rb");
@@ -36,21 +36,22 @@ static bool read_text(const char *path, char *text, size_t room)
     return good;
 }
 
-/* The number that a file starts with; UINT64_MAX where there is none ("max" means that
- * there is no limit). */
-static uint64_t number_in(const char *path)
+/* Return the number at the start of a file; UINT64_MAX if there is none ("max" means no
+ * limit). */
+static uint64_t read_number(const char *path)
 {
     char text[64];
     if (!read_text(path, text, sizeof text) || text[0] < '0' || text[0] > '9') {
         return UINT64_MAX;
     }
-    return strtoull(text, NULL, 10); /* ULLONG_MAX where it is too large */
+    return strtoull(text, NULL, 10); /* ULLONG_MAX if it is too large */
 }
 
-/* The least limit of one group and its parents: `path` loses one part after the other.
- * Seen from inside a container the path may lead nowhere, and the root be the group. */
-static uint64_t limit_of_group(const char *root, const char *mount, char *path,
-                               const char *file)
+/* Return the lowest limit of a group and its parents, by removing the last part of `path`
+ * step by step. Inside a container the path may not exist, and the root is then the
+ * process's group. */
+static uint64_t read_group_limit(const char *root, const char *mount, char *path,
+                                 const char *file)
 {
     char name[PATH_BYTES + 256];
     uint64_t least = UINT64_MAX;
@@ -58,9 +59,9 @@ static uint64_t limit_of_group(const char *root, const char *mount, char *path,
         const int length =
             snprintf(name, sizeof name, "%s%s%s/%s", root, mount, path, file);
         const uint64_t limit =
-            length > 0 && (size_t)length < sizeof name ? number_in(name) : UINT64_MAX;
+            length > 0 && (size_t)length < sizeof name ? read_number(name) : UINT64_MAX;
         least = limit < least ? limit : least;
-        /* at last the path is empty, and the root itself was asked */
+        /* the last round has an empty path and reads the root itself */
         char *slash = strrchr(path, '/');
         if (slash == NULL) {
             return least;
@@ -69,13 +70,13 @@ static uint64_t limit_of_group(const char *root, const char *mount, char *path,
     }
 }
 
-/* Whether `list`, names with commas between them, has "memory". */
+/* Return whether the comma-separated `list` contains "memory". */
 static bool controls_memory(const char *list, size_t length)
 {
     static const char wanted[] = "memory";
     const size_t size = sizeof wanted - 1;
     for (const char *at = list, *end = list + length; at < end;) {
-        /* names that only begin with it ("memoryless") are other names */
+        /* compare whole names: "memoryless" is a different controller */
         const char *comma = memchr(at, ',', (size_t)(end - at));
         const char *stop = comma == NULL ? end : comma;
         if ((size_t)(stop - at) == size && memcmp(at, wanted, size) == 0) {
@@ -86,8 +87,9 @@ static bool controls_memory(const char *list, size_t length)
     return false;
 }
 
-/* The limit by one line, "number:controllers:path"; no controllers mean version 2. */
-static uint64_t limit_by_line(const char *root, const char *line, size_t length)
+/* Return the limit for one line, "number:controllers:path". A line without controllers is
+ * version 2. */
+static uint64_t read_line_limit(const char *root, const char *line, size_t length)
 {
     char path[PATH_BYTES];
     const char *first = memchr(line, ':', length);
@@ -102,39 +104,40 @@ static uint64_t limit_by_line(const char *root, const char *line, size_t length)
     if (rest >= sizeof path || (named > 0 && !controls_memory(first + 1, named))) {
         return UINT64_MAX;
     }
-    /* cut apart by limit_of_group, so it is copied */
+    /* a copy, because read_group_limit modifies the path */
     memcpy(path, second + 1, rest);
     path[rest] = '\0';
-    return named == 0 ? limit_of_group(root, "", path, "memory.max")
-                      : limit_of_group(root, "/memory", path, "memory.limit_in_bytes");
+    return named == 0 ? read_group_limit(root, "", path, "memory.max")
+                      : read_group_limit(root, "/memory", path, "memory.limit_in_bytes");
 }
 
-/* Version 1 has a line for each controller, version 2 one line, mixed systems both. */
+/* Version 1 has a line for each controller, version 2 has one line, mixed systems have
+ * both. */
 uint64_t mls_process_memory_limit(const char *root, const char *memberships)
 {
     uint64_t least = UINT64_MAX;
     for (const char *line = memberships; *line != '\0';) {
         const size_t length = strcspn(line, "\n");
-        const uint64_t limit = limit_by_line(root, line, length);
+        const uint64_t limit = read_line_limit(root, line, length);
         least = limit < least ? limit : least;
         line += length + (line[length] == '\n');
     }
     return least;
 }
 
-/* ---- the system's figures ---- */
+/* ---- figures of the system ---- */
 
 #if defined(__linux__)
 
-/* The kilobytes of a line such as "VmRSS:  1234 kB" as bytes; 0 where there is none. */
-static uint64_t field_of(const char *text, const char *field)
+/* Return the bytes of a line such as "VmRSS:  1234 kB"; 0 if the line is missing. */
+static uint64_t parse_kilobytes(const char *text, const char *field)
 {
     const char *line = strstr(text, field);
     return line == NULL ? 0 : strtoull(line + strlen(field), NULL, 10) * 1024;
 }
 
-/* Resident pages are the second number of statm, which is exact where the sums of
- * /proc/self/status lag behind; only the latter knows the peak. */
+/* Resident pages are the second number of statm, which is exact; the sums in
+ * /proc/self/status lag behind, but only that file has the peak. */
 static bool read_system(mls_process_memory *out)
 {
     char text[TEXT_BYTES];
@@ -146,7 +149,7 @@ static bool read_system(mls_process_memory *out)
     }
     out->used = resident * (uint64_t)page;
     out->peak = read_text("/proc/self/status", text, sizeof text)
-                    ? field_of(text, "\nVmHWM:")
+                    ? parse_kilobytes(text, "\nVmHWM:")
                     : 0;
     out->total = (uint64_t)pages * (uint64_t)page;
     const uint64_t limit = read_text("/proc/self/cgroup", text, sizeof text)
@@ -158,7 +161,7 @@ static bool read_system(mls_process_memory *out)
 
 #elif defined(__APPLE__)
 
-/* What `footprint` and Activity Monitor call resident size. */
+/* The same figure as the resident size in `footprint` and Activity Monitor. */
 static bool read_system(mls_process_memory *out)
 {
     struct mach_task_basic_info info;
@@ -177,7 +180,6 @@ static bool read_system(mls_process_memory *out)
 
 #else
 
-/* Elsewhere: an honest refusal. */
 static bool read_system(mls_process_memory *out)
 {
     (void)out;
@@ -186,7 +188,7 @@ static bool read_system(mls_process_memory *out)
 
 #endif
 
-/* Nothing is cached: the numbers are of the moment of the call. */
+/* Nothing is cached: the figures are current. */
 mls_code mls_process_memory_read(mls_process_memory *out, mls_status *st)
 {
     mls_process_memory found = {0};

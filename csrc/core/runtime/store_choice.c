@@ -1,4 +1,4 @@
-/* store_choice: trials of the ways to store, counted and compared. */
+/* store_choice: time the store variants and compare them. */
 #include "runtime/store_choice.h"
 
 #include "runtime/cpu_features.h"
@@ -49,8 +49,8 @@ static mls_code parse_forced(const char *text, int *out, mls_status *st)
         text);
 }
 
-/* A source of the same size shares the last level.  A forced variant also shows what it
- * costs below the classes. */
+/* Source and result share the last-level cache, hence the half. A forced variant starts
+ * at a lower size, so that its cost below the usual classes can be measured. */
 static void limit_sizes(mls_store_choices *choices)
 {
     enum { FORCED_LEAST = 1 << 20 };
@@ -63,7 +63,7 @@ static void limit_sizes(mls_store_choices *choices)
     choices->least[MLS_STORING_PAST] = past;
 }
 
-/* The class of a result that is not too small for any. */
+/* Return the size class of a result that is large enough for one. */
 static mls_store_size size_of(const mls_store_choices *choices, size_t bytes)
 {
     int size = MLS_STORING_PAST;
@@ -97,19 +97,19 @@ mls_code mls_store_choices_init(mls_store_choices *out, const char *forced,
     return MLS_OK;
 }
 
-/* Nanoseconds of a clock that nobody sets. */
-static uint64_t now(void)
+/* Return nanoseconds of a monotonic clock. */
+static uint64_t read_nanoseconds(void)
 {
     struct timespec t = {0};
 #if defined(_WIN32)
     (void)timespec_get(&t, TIME_UTC);
 #else
-    (void)clock_gettime(CLOCK_MONOTONIC, &t); /* cannot fail for a clock that exists */
+    (void)clock_gettime(CLOCK_MONOTONIC, &t); /* cannot fail for an existing clock */
 #endif
     return (uint64_t)t.tv_sec * 1000000000U + (uint64_t)t.tv_nsec;
 }
 
-/* Whether a variant was measured often enough, or lost already. */
+/* Return whether a variant has enough trials, or is already far too slow. */
 static bool is_measured(mls_store_choice *choice, unsigned store, uint64_t best)
 {
     const unsigned count = atomic_load(&choice->counted[store]);
@@ -117,7 +117,7 @@ static bool is_measured(mls_store_choice *choice, unsigned store, uint64_t best)
     return count >= MLS_STORE_TRIALS || (count >= 2 && rate < best / 2);
 }
 
-/* The best rate of all variants. */
+/* Return the best rate of all variants. */
 static uint64_t best_rate(mls_store_choice *choice, unsigned variants)
 {
     uint64_t best = 0;
@@ -128,7 +128,7 @@ static uint64_t best_rate(mls_store_choice *choice, unsigned variants)
     return best;
 }
 
-/* Variants take turns; one that is measured is passed over. */
+/* The variants alternate; those already measured are skipped. */
 mls_store mls_store_next(mls_store_choice *choice, unsigned variants)
 {
     const uint64_t best = best_rate(choice, variants);
@@ -157,12 +157,14 @@ static void raise_rate(atomic_uint_fast64_t *known, uint64_t rate)
     }
 }
 
-/* Choose the simplest of the fast variants, for some time. */
-static void decide(mls_store_choice *choice, unsigned variants, uint64_t best)
+/* Choose the simplest of the fast variants, until the decision expires. */
+static void decide_store(mls_store_choice *choice, unsigned variants, uint64_t best)
 {
     const bool first = atomic_load(&choice->chosen) == UNDECIDED;
     const bool within = choice->size != MLS_STORING_PAST;
-    const uint64_t enough = best - best / (within ? 5 : 16); /* a quarter more is best */
+    const uint64_t enough =
+        best -
+        best / (within ? 5 : 16); /* 4/5 of the best: the best is a quarter faster */
     for (unsigned store = 0; store < variants; store++) {
         if (atomic_load(&choice->rate[store]) >= enough) {
             atomic_store(&choice->chosen, (int)store);
@@ -175,7 +177,8 @@ static void decide(mls_store_choice *choice, unsigned variants, uint64_t best)
     atomic_store(&choice->is_decided, true);
 }
 
-/* Two threads may both decide; the later one has seen more, and both answers are good. */
+/* Two threads may both decide. The later decision has seen more trials; both are valid.
+ */
 void mls_store_count(mls_store_choice *choice, unsigned variants, mls_store store,
                      size_t bytes, uint64_t nanoseconds)
 {
@@ -188,12 +191,12 @@ void mls_store_count(mls_store_choice *choice, unsigned variants, mls_store stor
             return;
         }
     }
-    decide(choice, variants, best);
+    decide_store(choice, variants, best);
 }
 
-/* Note that `bytes` will be stored, and begin the trials again when it is time: one
- * thread does, and what others count meanwhile is lost or counts, either of which is
- * good.  Returns how many bytes were stored before. */
+/* Record that `bytes` bytes will be stored, and restart the trials if the decision has
+ * expired. One thread restarts them; trials that other threads count meanwhile may or may
+ * not be lost, which is harmless. Returns how many bytes were stored before. */
 static uint64_t note_stored(mls_store_choice *choice, size_t bytes)
 {
     const uint64_t before = atomic_fetch_add(&choice->stored, bytes);
@@ -212,7 +215,7 @@ static uint64_t note_stored(mls_store_choice *choice, size_t bytes)
     return before;
 }
 
-/* Begin the next trial, or go on without if the decision was made meanwhile. */
+/* Begin the next trial, or use the decision if one was made meanwhile. */
 static void begin_trial(mls_store_trial *trial)
 {
     if (atomic_load(&trial->choice->is_decided)) {
@@ -225,7 +228,7 @@ static void begin_trial(mls_store_trial *trial)
                                      : mls_store_next(trial->choice, trial->variants);
     trial->left = MLS_STORE_TRIAL_BYTES;
     trial->stored = 0;
-    trial->started = now();
+    trial->started = read_nanoseconds();
 }
 
 mls_store_trial mls_store_begin(mls_store_choices *choices, mls_store_operation operation,
@@ -276,12 +279,12 @@ void mls_store_advance(mls_store_trial *trial, size_t bytes)
     }
 }
 
-/* What is too short to be timed does not count. */
+/* A part that is too short for timing does not count. */
 void mls_store_end(mls_store_trial *trial)
 {
     if (trial->choice != NULL && trial->counts &&
         trial->stored >= MLS_STORE_TRIAL_LEAST) {
         mls_store_count(trial->choice, trial->variants, trial->store, trial->stored,
-                        now() - trial->started);
+                        read_nanoseconds() - trial->started);
     }
 }

@@ -1,12 +1,11 @@
-/* pool: a few threads that run the same function on many indices.
+/* thread_pool: a few threads that run the same function on many indices.
  *
- * Work is handed out by one atomic counter: each thread takes the next index until none
- * is left, so a slow thread never holds up the others' share.  The caller works too, and
- * the helpers are only needed where they are quicker to wake than the work is long.
+ * One atomic counter hands out the work: each thread takes the next index until none is
+ * left, so a slow thread does not delay the rest. The calling thread works too.
  *
- * What could fail is only ever a missing helper, and then those who are there do the
- * work: this is why mls_pool_run has no status.  Two locks, always taken in this order:
- * `busy` (one run at a time) and inside it the crew's `lock` (who joins and who leaves).
+ * The only possible failure is a missing helper thread. The other threads then do its
+ * work, so mls_pool_run needs no status. There are two locks, always taken in this order:
+ * `busy` (one run at a time), then the crew's `lock` (helpers that join and leave).
  */
 #include "runtime/thread_pool.h"
 
@@ -16,11 +15,12 @@
 #include <stdatomic.h>
 #include <unistd.h>
 
-/* What one process's threads share.  A forked child leaves its parent's crew alone (its
- * locks may be held by threads that do not exist here) and makes its own. */
+/* State shared by the threads of one process. A forked child abandons its parent's crew,
+ * whose locks may be held by threads that do not exist in the child, and makes its own.
+ */
 typedef struct crew {
     pthread_mutex_t lock;
-    pthread_cond_t wake;     /* a new round, or the end */
+    pthread_cond_t wake;     /* a new round, or closing */
     pthread_cond_t finished; /* the last helper left the round */
     uint64_t round;          /* counts runs; a helper joins each round once */
     bool closing;
@@ -29,23 +29,23 @@ typedef struct crew {
     mls_task task;
     void *context;
     size_t count;
-    atomic_size_t next; /* the next index that nobody has taken */
+    atomic_size_t next; /* the next index to hand out */
     size_t started;
     pthread_t helpers[MLS_POOL_MAX_THREADS];
 } crew;
 
-/* The crew is made late and can be left behind, so that what a fork does not copy
- * (threads) is kept apart from what it does. */
+/* The crew is separate from the pool because fork copies the pool but not the threads: a
+ * child replaces the crew only. */
 struct mls_pool {
-    pthread_mutex_t busy; /* held for the length of a run or a resize */
+    pthread_mutex_t busy; /* held during a run or a resize */
     atomic_size_t threads;
     _Atomic(pid_t) owner; /* the process that `crew` and `busy` belong to; negative while
                              that process takes over from its parent */
-    crew *crew;           /* NULL until a run wants helpers */
+    crew *crew;           /* NULL until a run needs helpers */
 };
 
-/* Work until the indices run out.  The order of memory is settled by the crew's lock,
- * which every helper takes before and after; the counter itself needs none. */
+/* Work until no index is left. The counter can be relaxed: every helper takes the crew's
+ * lock before and after, which orders memory. */
 static void take_indices(crew *c)
 {
     for (;;) {
@@ -57,9 +57,8 @@ static void take_indices(crew *c)
     }
 }
 
-/* A helper's life: sleep until there is a round that it has not seen and that still takes
- * helpers, work, and tell the caller when the last one leaves.  Holds the lock except
- * while it works. */
+/* Main loop of a helper: wait for a new round that still accepts helpers, work, and
+ * signal the caller when the last helper leaves. Holds the lock except while it works. */
 static void *helper_main(void *argument)
 {
     crew *c = argument;
@@ -85,7 +84,7 @@ static void *helper_main(void *argument)
     return NULL;
 }
 
-/* A crew without helpers yet, or NULL where there is no memory. */
+/* Allocate a crew without helpers. Returns NULL if memory runs out. */
 static crew *crew_new(void)
 {
     crew *c = mls_alloc(1, sizeof *c);
@@ -98,7 +97,7 @@ static crew *crew_new(void)
     return c;
 }
 
-/* Wake all helpers for the last time and wait for each.  Accepts NULL. */
+/* Stop and join all helpers. Accepts NULL. */
 static void crew_free(crew *c)
 {
     if (c == NULL) {
@@ -117,7 +116,7 @@ static void crew_free(crew *c)
     mls_free(c);
 }
 
-/* Start helpers up to `wanted`; fewer where the system refuses. */
+/* Start helpers until there are `wanted`, or fewer if the system refuses. */
 static void crew_staff(crew *c, size_t wanted)
 {
     while (c->started < wanted &&
@@ -126,24 +125,23 @@ static void crew_staff(crew *c, size_t wanted)
     }
 }
 
-/* What a run is made of. */
+/* Arguments of a run. */
 typedef struct work {
-    void (*own)(void *context); /* of the calling thread, or NULL */
+    void (*own)(void *context); /* called first by the calling thread, or NULL */
     mls_task task;
     void *context;
     size_t count;
 } work;
 
-/* The caller's own part, if it has one. */
-static void begin(const work *w)
+static void run_own_part(const work *w)
 {
     if (w->own != NULL) {
         w->own(w->context);
     }
 }
 
-/* One round: publish the task, work along, and return when no helper is inside any more,
- * so that the context may die. */
+/* One round: publish the task, take part, and return when no helper is inside. After that
+ * no thread uses the context. */
 static void crew_run(crew *c, const work *w, size_t helpers)
 {
     pthread_mutex_lock(&c->lock);
@@ -156,35 +154,34 @@ static void crew_run(crew *c, const work *w, size_t helpers)
     pthread_cond_broadcast(&c->wake);
     pthread_mutex_unlock(&c->lock);
 
-    begin(w);
+    run_own_part(w);
     take_indices(c);
 
     pthread_mutex_lock(&c->lock);
-    c->wanted = 0; /* who has not joined by now would find nothing to do */
+    c->wanted = 0; /* a helper that joined now would find no work */
     while (c->inside > 0) {
         pthread_cond_wait(&c->finished, &c->lock);
     }
     pthread_mutex_unlock(&c->lock);
 }
 
-/* The calling thread counts, so that there is always one. */
-static bool threads_valid(size_t threads)
+/* The calling thread counts, so at least 1 is needed. */
+static bool is_thread_count(size_t threads)
 {
     return threads >= 1 && threads <= MLS_POOL_MAX_THREADS;
 }
 
-/* The one message for a number of threads that cannot be. */
-static mls_code bad_threads(size_t threads, mls_status *st)
+static mls_code fail_thread_count(size_t threads, mls_status *st)
 {
     return mls_fail(st, MLS_E_VALUE, "%zu threads: choose 1 to %d", threads,
                     (int)MLS_POOL_MAX_THREADS);
 }
 
-/* No thread is started yet: most pools of small programs never need one. */
+/* No thread is started yet: most small programs never need one. */
 mls_code mls_pool_new(size_t threads, mls_pool **out, mls_status *st)
 {
-    if (!threads_valid(threads)) {
-        return bad_threads(threads, st);
+    if (!is_thread_count(threads)) {
+        return fail_thread_count(threads, st);
     }
     mls_pool *pool = mls_alloc(1, sizeof *pool);
     if (pool == NULL) {
@@ -197,8 +194,8 @@ mls_code mls_pool_new(size_t threads, mls_pool **out, mls_status *st)
     return MLS_OK;
 }
 
-/* In a forked child: forget the parent's crew and start over with a fresh lock.  One
- * thread does it; others of the same child wait for it. */
+/* In a forked child: abandon the parent's crew and reinitialise the lock. One thread does
+ * this; the other threads of the child wait for it. */
 static void adopt_after_fork(mls_pool *pool)
 {
     const pid_t me = getpid();
@@ -213,7 +210,7 @@ static void adopt_after_fork(mls_pool *pool)
     }
 }
 
-/* A forked child adopts the pool first: its parent's threads cannot be joined here. */
+/* A forked child adopts the pool first, because it cannot join its parent's threads. */
 void mls_pool_free(mls_pool *pool)
 {
     if (pool == NULL) {
@@ -225,18 +222,18 @@ void mls_pool_free(mls_pool *pool)
     mls_free(pool);
 }
 
-/* What was asked for; how many run is seen in a run. */
+/* The configured number; a run may use fewer. */
 size_t mls_pool_threads(const mls_pool *pool)
 {
     return atomic_load(&pool->threads);
 }
 
-/* Fewer threads end the whole crew, and the next run starts what it needs; more threads
- * are only noted, and started when a run wants them. */
+/* Fewer threads stop the whole crew, and the next run starts what it needs. More threads
+ * are only recorded, and started when a run needs them. */
 mls_code mls_pool_resize(mls_pool *pool, size_t threads, mls_status *st)
 {
-    if (!threads_valid(threads)) {
-        return bad_threads(threads, st);
+    if (!is_thread_count(threads)) {
+        return fail_thread_count(threads, st);
     }
     adopt_after_fork(pool);
     pthread_mutex_lock(&pool->busy);
@@ -249,7 +246,8 @@ mls_code mls_pool_resize(mls_pool *pool, size_t threads, mls_status *st)
     return MLS_OK;
 }
 
-/* Try to run with helpers, `busy` being held; false where there are none. */
+/* Try to run with helpers; the caller holds `busy`. Returns false if there are no
+ * helpers. */
 static bool run_with_helpers(mls_pool *pool, const work *w)
 {
     const size_t threads = atomic_load(&pool->threads);
@@ -268,8 +266,7 @@ static bool run_with_helpers(mls_pool *pool, const work *w)
     return true;
 }
 
-/* A pool that is at work already is not waited for: each caller then does its own
- * work, and nobody sleeps. */
+/* Does not wait for a busy pool: the caller then does all its work itself. */
 void mls_pool_run_beside(mls_pool *pool, void (*own)(void *context), mls_task task,
                          void *context, size_t count)
 {
@@ -284,13 +281,12 @@ void mls_pool_run_beside(mls_pool *pool, void (*own)(void *context), mls_task ta
             }
         }
     }
-    begin(&w);
+    run_own_part(&w);
     for (size_t i = 0; i < count; i++) {
         task(context, i);
     }
 }
 
-/* Nothing of its own. */
 void mls_pool_run(mls_pool *pool, mls_task task, void *context, size_t count)
 {
     mls_pool_run_beside(pool, NULL, task, context, count);

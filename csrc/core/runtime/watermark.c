@@ -1,7 +1,8 @@
-/* gate: a counter that is read without the lock; whoever comes too early sleeps. */
+/* watermark: a counter that is read without the lock; waiters sleep until it reaches
+ * their value. */
 #include "runtime/watermark.h"
 
-/* Default attributes cannot fail where threads exist. */
+/* Default attributes cannot fail on systems with threads. */
 void mls_watermark_init(mls_watermark *gate)
 {
     atomic_init(&gate->open, 0);
@@ -15,8 +16,8 @@ void mls_watermark_fini(mls_watermark *gate)
     pthread_mutex_destroy(&gate->lock);
 }
 
-/* Under the lock, so that nobody looks at the old number and falls asleep after the
- * broadcast. */
+/* The store is made under the lock, so that no waiter reads the old value and sleeps
+ * after the broadcast. */
 void mls_watermark_advance(mls_watermark *gate, size_t count)
 {
     pthread_mutex_lock(&gate->lock);
@@ -25,7 +26,7 @@ void mls_watermark_advance(mls_watermark *gate, size_t count)
     pthread_mutex_unlock(&gate->lock);
 }
 
-/* Mostly the things are there long since. */
+/* Fast path: usually the counter has already reached `count`. */
 void mls_watermark_wait(mls_watermark *gate, size_t count)
 {
     if (atomic_load_explicit(&gate->open, memory_order_acquire) >= count) {

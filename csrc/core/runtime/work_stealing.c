@@ -1,7 +1,7 @@
-/* stretches: a counter for each, and one for those that nobody has taken.
+/* work_stealing: one counter for each queue, and one for the queues not yet started.
  *
- * A counter may be driven past its stretch's end by threads that come too late: by no
- * more than there are threads, since each looks before it counts.
+ * Late threads may increment a counter past the end of its queue, but by at most the
+ * number of threads, since each thread checks before it increments.
  */
 #include "runtime/work_stealing.h"
 
@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-/* The counters are not shared yet. */
+/* Plain initialisation: the counters are not shared yet. */
 bool mls_work_queues_init(mls_work_queues *all, const size_t *starts, size_t count)
 {
     *all = (mls_work_queues){.starts = starts, .count = count};
@@ -24,15 +24,15 @@ bool mls_work_queues_init(mls_work_queues *all, const size_t *starts, size_t cou
     return true;
 }
 
-/* The starts are the caller's. */
+/* `starts` belongs to the caller. */
 void mls_work_queues_fini(mls_work_queues *all)
 {
     mls_free(all->next);
 }
 
-/* The next item of one stretch, if any is left.  Items say nothing about memory: what
- * they stand for was there before the threads began. */
-static bool take_from(mls_work_queues *all, size_t which, size_t *item)
+/* Take the next item of one queue, if any is left. Relaxed order is enough: the data
+ * behind the items was written before the threads started. */
+static bool take_queue_item(mls_work_queues *all, size_t which, size_t *item)
 {
     const size_t end = all->starts[which + 1];
     if (atomic_load_explicit(&all->next[which], memory_order_relaxed) >= end) {
@@ -42,22 +42,23 @@ static bool take_from(mls_work_queues *all, size_t which, size_t *item)
     return *item < end;
 }
 
-/* Untouched ones first.  Helpers begin behind the stretch that they were at and stay with
- * the one that they find, so that they seldom look through all of them. */
+/* Queues that no thread has started come first. The search for another queue begins after
+ * the current one and stays with the one found, so a thread seldom searches all of them.
+ */
 bool mls_work_queues_take(mls_work_queues *all, size_t *mine, size_t *item)
 {
-    if (*mine < all->count && take_from(all, *mine, item)) {
+    if (*mine < all->count && take_queue_item(all, *mine, item)) {
         return true;
     }
     while (atomic_load_explicit(&all->untouched, memory_order_relaxed) < all->count) {
         *mine = atomic_fetch_add_explicit(&all->untouched, 1, memory_order_relaxed);
-        if (*mine < all->count && take_from(all, *mine, item)) {
+        if (*mine < all->count && take_queue_item(all, *mine, item)) {
             return true;
         }
     }
     for (size_t i = 0, at = *mine; i < all->count; i++) {
         at = at + 1 < all->count ? at + 1 : 0;
-        if (take_from(all, at, item)) {
+        if (take_queue_item(all, at, item)) {
             *mine = at;
             return true;
         }

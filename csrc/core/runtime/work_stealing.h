@@ -1,8 +1,9 @@
-/* stretches: work that is best gone on with by whoever began it, handed out to threads.
+/* work_stealing: work queues of consecutive items, shared by threads.
  *
- * Items 0 .. n - 1 lie in stretches, one behind the other, such as the parts of a file.
- * Each thread takes a stretch to itself and goes along it; one that finds none untouched
- * helps others with the rest of theirs, so that all end together.
+ * Items 0 .. n - 1 are divided into consecutive queues, such as the parts of one file.
+ * Each thread takes a queue that no thread has started and works through it in order. If
+ * none is left, it takes items from other threads' queues, so that all threads end
+ * together.
  */
 #ifndef MLS_WORK_STEALING_H
 #define MLS_WORK_STEALING_H
@@ -11,22 +12,24 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-/* Make it with mls_work_queues_init. */
+/* Initialised by mls_work_queues_init. */
 typedef struct mls_work_queues {
-    const size_t *starts;    /* the first item of each, and the end; borrowed */
-    size_t count;            /* of stretches */
-    atomic_size_t *next;     /* the next item of each */
-    atomic_size_t untouched; /* the first stretch that nobody has taken */
+    const size_t
+        *starts;  /* the first item of each queue, and the end of the last; borrowed */
+    size_t count; /* number of queues */
+    atomic_size_t *next;     /* the next item of each queue */
+    atomic_size_t untouched; /* the first queue that no thread has started */
 } mls_work_queues;
 
-/* Gives: free with mls_work_queues_fini.  False: no memory. */
+/* Initialise queues; `starts` has `count` + 1 entries. The caller ends them with
+ * mls_work_queues_fini. Returns false if memory runs out. */
 bool mls_work_queues_init(mls_work_queues *all, const size_t *starts, size_t count);
 
-/* Accepts stretches of zeros. */
+/* Accepts a zeroed struct. */
 void mls_work_queues_fini(mls_work_queues *all);
 
-/* The next item for a thread, each item once; false: there are no more.  `*mine` is the
- * thread's own note of where it is, SIZE_MAX to begin with. */
+/* Take the next item for a thread; each item is taken once. Returns false if no item is
+ * left. `*mine` is the thread's current queue, SIZE_MAX at first. */
 bool mls_work_queues_take(mls_work_queues *all, size_t *mine, size_t *item);
 
 #endif

@@ -1,8 +1,8 @@
-/* safetensors_header: laid out with zeros for length and checksums, which are filled in
- * when all else is written.
+/* safetensors_header: build the header with zeros for length and checksums, which are
+ * filled in at the end.
  *
- * Everything has its place by rule: metadata by key, tensors by item size and name,
- * members as the package writes them.  So the same content gives the same bytes.
+ * The order of everything is fixed: metadata by key, tensors by item size and name,
+ * members as the package writes them. So equal content produces equal bytes.
  */
 #include "safetensors/safetensors_header.h"
 
@@ -23,16 +23,15 @@ static const char blocks_key[] = MLS_SAFETENSORS_PREFIX "blocks.crc32c";
 
 /* ---- order ---- */
 
-/* For qsort: by name, bytes compared as numbers. */
+/* For qsort: by the bytes of the names. */
 static int compare_names(const void *a, const void *b)
 {
     return mls_str_compare(((const mls_header_tensor *)a)->name,
                            ((const mls_header_tensor *)b)->name);
 }
 
-/* By falling item size, then by name.  Every tensor's size is a multiple of its item
- * size, which is a power of two, so each starts aligned without any padding between
- * them. */
+/* By descending item size, then by name. A tensor's size is a multiple of its item size,
+ * which is a power of two, so each tensor starts aligned without padding. */
 static int compare_places(const void *a, const void *b)
 {
     const size_t x = mls_dtype_of(((const mls_header_tensor *)a)->dtype)->item_bytes;
@@ -40,14 +39,14 @@ static int compare_places(const void *a, const void *b)
     return x != y ? (x < y ? 1 : -1) : compare_names(a, b);
 }
 
-/* For qsort: metadata by key, in the same order. */
+/* For qsort: metadata by the bytes of the keys. */
 static int compare_pairs(const void *a, const void *b)
 {
     return mls_str_compare(((const mls_str_pair *)a)->key,
                            ((const mls_str_pair *)b)->key);
 }
 
-/* "what 'name' why", the name cut to a length that leaves room for the reason. */
+/* Fail with "what 'name' why". The name is truncated to leave room for the reason. */
 static mls_code fail_name(const char *what, mls_str name, const char *why, mls_status *st)
 {
     const int shown = (int)(name.length < SHOWN_NAME ? name.length : SHOWN_NAME);
@@ -56,14 +55,14 @@ static mls_code fail_name(const char *what, mls_str name, const char *why, mls_s
     return MLS_E_VALUE;
 }
 
-/* For the tables of metadata and checksums too: they are what becomes the header. */
-static mls_code no_memory(mls_status *st)
+/* Also used for the tables of metadata and checksums, which are part of the header. */
+static mls_code fail_memory(mls_status *st)
 {
     return mls_fail(st, MLS_E_MEMORY, "no memory for the file's header");
 }
 
-/* Check names, and bring the tensors into the file's order.  Sorted by name first,
- * duplicates are neighbours. */
+/* Check the names and sort the tensors into file order. Sorting by name first puts
+ * duplicates next to each other. */
 static mls_code sort_tensors(mls_header *h, mls_status *st)
 {
     for (size_t i = 0; i < h->count; i++) {
@@ -81,22 +80,22 @@ static mls_code sort_tensors(mls_header *h, mls_status *st)
             return fail_name("tensor name", h->tensors[i].name, "appears twice", st);
         }
     }
-    /* by name once more among equals: no order of the caller's shows in the file */
+    /* ties are sorted by name again, so the caller's order does not affect the file */
     qsort(h->tensors, h->count, sizeof *h->tensors, compare_places);
     return MLS_OK;
 }
 
-/* Room for the checksums of all blocks, now that the order is known.  One run for all
- * tensors, as in the text; they start at zero, where a running checksum does. */
+/* Allocate the checksums of all blocks in file order, in one array for all tensors. They
+ * start at zero, as a running checksum does. */
 static mls_code place_checksums(mls_header *h, mls_status *st)
 {
     for (size_t i = 0; i < h->count; i++) {
-        /* no more blocks than bytes of memory */
+        /* cannot overflow: there are no more blocks than bytes of memory */
         h->block_count += mls_safetensors_blocks(h->tensors[i].bytes);
     }
     h->crcs = mls_alloc(h->block_count, sizeof *h->crcs);
     if (h->crcs == NULL) {
-        return no_memory(st);
+        return fail_memory(st);
     }
     uint32_t *next = h->crcs;
     for (size_t i = 0; i < h->count; i++) {
@@ -106,8 +105,8 @@ static mls_code place_checksums(mls_header *h, mls_status *st)
     return MLS_OK;
 }
 
-/* A copy of the metadata with our two entries, by key.  Gives.  The caller's own entries
- * may be ours too, but never these two: that is a duplicate. */
+/* Copy the metadata with the two checksum entries added, sorted by key. The caller frees
+ * `*out`. Other reserved keys are allowed here; these two are duplicates. */
 static mls_code sort_metadata(const mls_str_pair *metadata, size_t count,
                               mls_str_pair **out, mls_status *st)
 {
@@ -115,13 +114,13 @@ static mls_code sort_metadata(const mls_str_pair *metadata, size_t count,
     mls_str_pair *sorted = NULL;
     if (!mls_size_add(count, 2, &room) ||
         (sorted = mls_alloc(room, sizeof *sorted)) == NULL) {
-        return no_memory(st);
+        return fail_memory(st);
     }
     for (size_t i = 0; i < count; i++) {
         sorted[i] = metadata[i];
     }
-    /* ours have no value yet; sorted among the others, they keep the order that the same
-     * content always gives */
+    /* they have no value yet, but are sorted with the others, so that equal content
+     * always has the same order */
     sorted[count].key = (mls_str){header_key, sizeof header_key - 1};
     sorted[count + 1].key = (mls_str){blocks_key, sizeof blocks_key - 1};
     qsort(sorted, room, sizeof *sorted, compare_pairs);
@@ -145,8 +144,8 @@ static mls_code sort_metadata(const mls_str_pair *metadata, size_t count,
 
 /* ---- the text, with zeros for checksums ---- */
 
-/* `count` checksums to be; remembers where their digits start.  As a place, not as an
- * address: the text moves while it grows. */
+/* Append zeros for `count` checksums and store the position of their digits. A position,
+ * because the text moves while it grows. */
 static void put_digits(mls_json_writer *b, size_t count, size_t *at)
 {
     mls_json_writer_text(b, "\"");
@@ -157,8 +156,8 @@ static void put_digits(mls_json_writer *b, size_t count, size_t *at)
     mls_json_writer_text(b, "\"");
 }
 
-/* The first member of the header's object: other readers look for it by its key.  Our
- * keys are known by their address, since the user's may not be the same. */
+/* Append the metadata, the first member of the header. The two checksum keys are
+ * recognised by their address. */
 static void put_metadata(mls_header *h, const mls_str_pair *metadata, size_t count)
 {
     mls_json_writer *b = &h->text;
@@ -178,8 +177,8 @@ static void put_metadata(mls_header *h, const mls_str_pair *metadata, size_t cou
     mls_json_writer_text(b, "}");
 }
 
-/* One tensor's entry; its members in the order in which the package writes them.  Offsets
- * count from the first tensor. */
+/* Append one tensor's entry, with members in the package's order. Offsets count from the
+ * first tensor. */
 static void put_tensor(mls_json_writer *b, const mls_header_tensor *t)
 {
     mls_json_writer_text(b, ",");
@@ -198,28 +197,28 @@ static void put_tensor(mls_json_writer *b, const mls_header_tensor *t)
     mls_json_writer_text(b, "]}");
 }
 
-/* Spaces up to the next multiple, which the format allows behind the object.  They are
- * part of the header, so its checksum covers every byte up to the first tensor. */
-static void pad(mls_json_writer *b, size_t alignment)
+/* Append spaces up to the next multiple; the format allows them after the object. They
+ * are part of the header, so its checksum covers every byte up to the first tensor. */
+static void pad_text(mls_json_writer *b, size_t alignment)
 {
     while (b->code == MLS_OK && b->length % alignment != 0) {
         mls_json_writer_text(b, " ");
     }
 }
 
-/* Why the text could not be made: too long for the format, or for memory. */
+/* Report why the text failed: too long for the format, or no memory. */
 static mls_code fail_text(const mls_json_writer *b, mls_status *st)
 {
     return b->code == MLS_E_MEMORY
-               ? no_memory(st)
+               ? fail_memory(st)
                : mls_fail(st, b->code,
                           "names and metadata take more than %zu bytes, the most that "
                           "the format allows: split the state over several files",
                           MLS_SAFETENSORS_MAX_HEADER);
 }
 
-/* Offsets count from the first tensor in the text, and from the file's start in the end,
- * which is only known when the text is. */
+/* Build the text. Its offsets count from the first tensor. They are converted to
+ * file offsets at the end, when the length of the text is known. */
 static mls_code build_text(mls_header *h, const mls_str_pair *metadata, size_t count,
                            size_t alignment, mls_status *st)
 {
@@ -234,21 +233,21 @@ static mls_code build_text(mls_header *h, const mls_str_pair *metadata, size_t c
         put_tensor(&h->text, &h->tensors[i]);
     }
     mls_json_writer_text(&h->text, "}");
-    pad(&h->text, alignment);
+    pad_text(&h->text, alignment);
     if (h->text.code != MLS_OK) {
         return fail_text(&h->text, st);
     }
     h->file_bytes = h->text.length + place;
-    /* the payload starts where the text ends: from here on places are the file's */
+    /* the tensors start at the end of the text */
     for (size_t i = 0; i < h->count; i++) {
         h->tensors[i].offset += h->text.length;
     }
     return MLS_OK;
 }
 
-/* Nothing of the caller's is changed but the order of the tensors, and what is given.
- * In this order: names decide the order of the file, the order decides whose checksums
- * are where, and the number of all decides how long the text is. */
+/* Changes only the order of the caller's tensors and their output fields. The names
+ * determine the file order, the order determines the position of the checksums, and their
+ * number determines the length of the text. */
 mls_code mls_header_init(mls_header *out, mls_header_tensor *tensors, size_t count,
                          const mls_str_pair *metadata, size_t metadata_count,
                          size_t alignment, mls_status *st)
@@ -275,8 +274,8 @@ mls_code mls_header_init(mls_header *out, mls_header_tensor *tensors, size_t cou
     return MLS_OK;
 }
 
-/* The header's own checksum comes last: over all of it, while its own digits are still
- * zeros. */
+/* The header's checksum is computed last, over the whole header with zeros for its own
+ * digits. */
 uint32_t mls_header_finish(mls_header *header, const mls_crc_kernels *crc)
 {
     char *text = header->text.data;
@@ -286,13 +285,13 @@ uint32_t mls_header_finish(mls_header *header, const mls_crc_kernels *crc)
         mls_crc_to_digits(header->crcs[i],
                           text + header->block_crcs + i * MLS_CRC_DIGITS);
     }
-    /* length and all other digits are in by now, so it covers them too */
+    /* the length and all other digits are filled in, so the checksum covers them */
     const uint32_t own = crc->update(0, text, length);
     mls_crc_to_digits(own, text + header->header_crc);
     return own;
 }
 
-/* The tensors are the caller's. */
+/* The tensors belong to the caller. */
 void mls_header_fini(mls_header *header)
 {
     mls_free(header->crcs);

@@ -1,8 +1,8 @@
-/* safetensors_header: the header of a file in the making.
+/* safetensors_header: build the header of a file.
  *
- * It is laid out before any tensor is written: checksums have a fixed width, so its
- * length, and with it every tensor's place, is known before they are.  For the files that
- * save_file writes and for those of sharded checkpoints.
+ * The header is laid out before any tensor is written: checksums have a fixed width, so
+ * its length and the offsets of all tensors are known before the checksums. Used by
+ * save_file and for the files of sharded checkpoints.
  */
 #ifndef MLS_SAFETENSORS_HEADER_H
 #define MLS_SAFETENSORS_HEADER_H
@@ -17,46 +17,46 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* One tensor; texts and shapes are borrowed. */
+/* One tensor; borrows name and shape. */
 typedef struct mls_header_tensor {
     mls_str name;
     const size_t *shape;
     int rank;
     mls_dtype dtype;
-    size_t bytes;    /* what shape and dtype make */
-    size_t number;   /* the caller's own; nothing here looks at it */
-    uint64_t offset; /* given: of its first byte in the file */
+    size_t bytes;    /* the product of shape and item size */
+    size_t number;   /* chosen by the caller; not used here */
+    uint64_t offset; /* set here: offset of the tensor's first byte in the file */
     uint32_t
-        *crcs; /* given: room for the checksums of its blocks, the caller's to fill */
+        *crcs; /* set here: array for the checksums of its blocks, filled by the caller */
 } mls_header_tensor;
 
 typedef struct mls_header {
-    mls_header_tensor *tensors; /* the caller's, in the order of the file */
+    mls_header_tensor *tensors; /* belong to the caller; in file order */
     size_t count;
-    mls_json_writer text; /* the length bytes and the JSON, padded: the file up to the
-                        first tensor */
-    uint64_t file_bytes;  /* all of it */
-    uint32_t *crcs;       /* of all blocks */
+    mls_json_writer
+        text; /* the length bytes and the padded JSON: the file up to the first tensor */
+    uint64_t file_bytes; /* length of the whole file */
+    uint32_t *crcs;      /* checksums of all blocks */
     size_t block_count;
-    size_t header_crc, block_crcs; /* where their digits go in the text */
+    size_t header_crc, block_crcs; /* positions of their digits in `text` */
 } mls_header;
 
-/* Bring `tensors` into the file's order (by falling item size, then by name, so that each
- * lies at a multiple of its item size), give them their places and lay out the header.
- * The first tensor starts at a multiple of `alignment`.  `metadata` is written as it is,
- * by key; the two entries of checksums are added.  Gives: release with mls_header_fini;
- * `tensors` must outlive it.
- * MLS_E_VALUE: a name that is not UTF-8, is reserved or appears twice, a key that appears
- * twice or is not UTF-8.  MLS_E_SIZE: a header over 100 MB, or a file over 2**63 bytes.
- * MLS_E_MEMORY.  On failure there is nothing to release. */
+/* Sort `tensors` into file order (by descending item size, then by name, so that each
+ * starts at a multiple of its item size), compute their offsets and build the header.
+ * The first tensor starts at a multiple of `alignment`. Metadata is sorted by key, and
+ * the two checksum entries are added to it. The caller releases `*out` with
+ * mls_header_fini; `tensors` must outlive it. On failure nothing needs to be released.
+ * MLS_E_VALUE: a name is not UTF-8, is reserved or is a duplicate; a key is not UTF-8 or
+ * is a duplicate. MLS_E_SIZE: a header over 100 MB, or tensors of 2**62 bytes or more.
+ * MLS_E_MEMORY. */
 mls_code mls_header_init(mls_header *out, mls_header_tensor *tensors, size_t count,
                          const mls_str_pair *metadata, size_t metadata_count,
                          size_t alignment, mls_status *st);
 
-/* Fill in length and checksums, those of all blocks being known now.  `text` is then what
- * the file starts with.  Returns the header's own checksum. */
+/* Fill in the length and the checksums; the caller has set the block checksums. `text` is
+ * then the start of the file. Returns the header's own checksum. */
 uint32_t mls_header_finish(mls_header *header, const mls_crc_kernels *crc);
 
-void mls_header_fini(mls_header *header); /* accepts a zeroed one; zeroes it */
+void mls_header_fini(mls_header *header); /* accepts a zeroed struct; zeroes it */
 
 #endif

@@ -1,15 +1,15 @@
-/* Reading: the header is checked whole before anything is believed.
+/* safetensors_read: the whole header is checked before it is used.
  *
- * What a file can lie about, and where that is caught:
- *   its header's length     header_length, before a byte is allocated
- *   its grammar and names   json_reader.c: one pass, no recursion, no name twice
- *   a tensor's own facts    read_dtype, read_shape, read_offsets
- *   all tensors together    check_coverage: no overlap, no gap, nothing left over
- *   its age                 read_checksums; mls_safetensors_read for the contents
+ * What can be wrong in a file, and which function detects it:
+ *   the header's length     header_length, before memory is allocated
+ *   its grammar and names   json_reader.c: one pass, no recursion, no duplicate names
+ *   one tensor's entry      read_dtype, read_shape, read_offsets
+ *   all tensors together    check_coverage: no overlaps, no gaps, no bytes left over
+ *   changes since writing   read_checksums; mls_safetensors_read for the contents
  *
  * Memory: the header, its parsed form, one mls_stored for each tensor and one size_t for
- * each dimension.  Each of them takes several bytes of header to ask for, so all of it
- * stays within a constant factor of the header, which the file really holds.
+ * each dimension. Each of these needs several bytes of header, so memory stays within a
+ * constant factor of the header's length in the file.
  */
 #include "safetensors/safetensors.h"
 
@@ -28,32 +28,31 @@
 #endif
 
 enum {
-    LENGTH_BYTES = 8,     /* in front of the header */
-    HEADER_DEPTH = 16,    /* the format needs 3; other writers may say more */
+    LENGTH_BYTES = 8,     /* before the header */
+    HEADER_DEPTH = 16,    /* the format needs 3; other writers may nest deeper */
     SHOWN_NAME = 100,     /* bytes of a name in a message */
-    READ_STEP = 256 << 10 /* stays in the cache between reading and checksum */
+    READ_STEP = 256 << 10 /* small enough to stay cached between reading and checksum */
 };
 
-/* A header while it is read.  What is found goes straight into `file`, which is given to
- * the caller whole or released whole. */
+/* State while a header is read. Results are stored in `file`, which is returned whole or
+ * released whole. */
 typedef struct header_reader {
-    const char *text; /* the JSON as it is in the file */
+    const char *text; /* the JSON text of the file */
     size_t length;
-    uint64_t payload, file_bytes; /* where the tensors start and end */
+    uint64_t payload, file_bytes; /* file offsets at which the tensors start and end */
     mls_safetensors file;
-    size_t dims_used;                     /* of file.dims; shapes are parts of it */
-    mls_json_node header_crc, block_crcs; /* our entries, or MLS_JSON_NONE */
+    size_t dims_used;                     /* of file.dims; the shapes point into it */
+    mls_json_node header_crc, block_crcs; /* the checksum entries, or MLS_JSON_NONE */
     mls_status *st;
 } header_reader;
 
 /* ---- messages ----
  *
- * Offsets in messages are those in the file, so that a hex dump shows the place: JSON
- * offsets are moved by the 8 bytes in front of the header.
- */
+ * Offsets in messages count from the start of the file, as in a hex dump: JSON offsets
+ * are increased by the 8 bytes before the header. */
 
-/* "tensor 'x': what", at the place of `node` in the file.  The name is cut: a hostile
- * file may give one of megabytes. */
+/* Fail with "tensor 'x': what" at the offset of `node`. The name is truncated, because a
+ * hostile file may contain a name of megabytes. */
 static mls_code fail_tensor(header_reader *r, mls_json_node node, mls_str name,
                             const char *what)
 {
@@ -64,16 +63,16 @@ static mls_code fail_tensor(header_reader *r, mls_json_node node, mls_str name,
     return MLS_E_FORMAT;
 }
 
-/* As fail_tensor, for what belongs to no tensor. */
+/* As fail_tensor, for nodes outside of tensors. */
 static mls_code fail_node(header_reader *r, mls_json_node node, const char *what)
 {
     return mls_fail_at(r->st, LENGTH_BYTES + mls_json_offset(r->file.json, node),
                        "safetensors header: %s", what);
 }
 
-/* All that is allocated is in proportion to the header, so that is what the text names.
- */
-static mls_code no_memory(header_reader *r)
+/* All allocations are proportional to the header, so the message gives the header's
+ * length. */
+static mls_code fail_memory(header_reader *r)
 {
     return mls_fail(r->st, MLS_E_MEMORY, "no memory for a header of %zu bytes",
                     r->length);
@@ -81,12 +80,10 @@ static mls_code no_memory(header_reader *r)
 
 /* ---- one tensor ----
  *
- * dtype, shape, offsets: in this order, since each is checked against what came before.
- */
+ * dtype, shape, offsets: in this order, since each is checked against those before it. */
 
-/* The member `key` of a tensor's entry, which must be of `type`.  Members that the
- * format does not know are passed over, as the package does: a later version may add
- * some. */
+/* Find the member `key` of a tensor's entry, which must be of `type`. Unknown members are
+ * ignored, as in the package: a later version may add some. */
 static mls_code find_member(header_reader *r, mls_json_node entry, mls_str name,
                             const char *key, mls_json_type type, mls_json_node *out)
 {
@@ -105,8 +102,8 @@ static mls_code find_member(header_reader *r, mls_json_node entry, mls_str name,
     return MLS_OK;
 }
 
-/* Names are compared to the letter.  The package knows types of less than a byte, which
- * this library cannot hold: those are refused by name, not misread. */
+/* Names must match exactly. The package has types of less than a byte, which this library
+ * does not support; they are refused by name. */
 static mls_code read_dtype(header_reader *r, mls_json_node entry, mls_stored *t)
 {
     mls_json_node node;
@@ -126,9 +123,8 @@ static mls_code read_dtype(header_reader *r, mls_json_node entry, mls_stored *t)
     return MLS_OK;
 }
 
-/* The product is formed without the empty axes, as in mls_tensor_init, so that an array
- * can be made of every shape that passes here.  Any product that fits PTRDIFF_MAX fits
- * a size_t. */
+/* The product skips empty axes, as in mls_tensor_init, so that every accepted shape can
+ * become an array. A product that fits PTRDIFF_MAX fits a size_t. */
 static mls_code read_shape(header_reader *r, mls_json_node entry, mls_stored *t)
 {
     const mls_json *json = r->file.json;
@@ -139,7 +135,6 @@ static mls_code read_shape(header_reader *r, mls_json_node entry, mls_stored *t)
     if (mls_json_size(json, node) > MLS_MAX_RANK) {
         return fail_tensor(r, node, t->name, "has more than 64 dimensions");
     }
-    /* as mls_tensor_init: the product without empty axes must fit memory as well */
     size_t bytes = mls_dtype_of(t->dtype)->item_bytes;
     bool is_empty = false;
     size_t *shape = r->file.dims + r->dims_used;
@@ -164,7 +159,7 @@ static mls_code read_shape(header_reader *r, mls_json_node entry, mls_stored *t)
     return MLS_OK;
 }
 
-/* Offsets count from the end of the header.  They are compared with the file's length
+/* Offsets count from the end of the header. They are compared with the file's length
  * before anything is added to them, so no sum can wrap. */
 static mls_code read_offsets(header_reader *r, mls_json_node entry, mls_stored *t)
 {
@@ -200,7 +195,7 @@ static mls_code read_offsets(header_reader *r, mls_json_node entry, mls_stored *
     return MLS_OK;
 }
 
-/* One member of the header's object other than "__metadata__". */
+/* Read one member of the header other than "__metadata__". */
 static mls_code read_tensor(header_reader *r, mls_json_node entry)
 {
     mls_stored *t = &r->file.tensors[r->file.count];
@@ -221,12 +216,11 @@ static mls_code read_tensor(header_reader *r, mls_json_node entry)
 
 /* ---- metadata and checksums ----
  *
- * The header's checksum guards everything the header says, the tensors' checksums
- * included; those guard the payload.  So a file is whole when all of them match.
- */
+ * The header's checksum covers the whole header, including the tensors' checksums, and
+ * those cover the tensors. So the file is intact if all checksums match. */
 
-/* A map of strings to strings.  Our own two entries are set aside: they are no text of
- * the user's. */
+/* Read a map from strings to strings. The two checksum entries are kept apart from the
+ * user's metadata. */
 static mls_code read_metadata(header_reader *r, mls_json_node node)
 {
     const mls_json *json = r->file.json;
@@ -235,7 +229,7 @@ static mls_code read_metadata(header_reader *r, mls_json_node node)
     }
     r->file.metadata = mls_alloc(mls_json_size(json, node), sizeof *r->file.metadata);
     if (r->file.metadata == NULL) {
-        return no_memory(r);
+        return fail_memory(r);
     }
     for (mls_json_node pair = mls_json_first(json, node); pair != MLS_JSON_NONE;
          pair = mls_json_next(json, pair)) {
@@ -255,14 +249,14 @@ static mls_code read_metadata(header_reader *r, mls_json_node node)
     return MLS_OK;
 }
 
-/* The last block of a tensor may be shorter; a tensor without bytes has none. */
+/* The last block of a tensor may be shorter; an empty tensor has no block. */
 size_t mls_safetensors_blocks(size_t bytes)
 {
     return bytes / MLS_SAFETENSORS_BLOCK + (bytes % MLS_SAFETENSORS_BLOCK != 0 ? 1 : 0);
 }
 
-/* Besides damage there is an innocent cause: programs that copy a file's metadata into
- * another file carry our checksums along, where they cannot match. */
+/* A mismatch can have a harmless cause: a program copied the metadata of an mlstate file
+ * into another file, whose checksums differ. */
 static mls_code fail_checksum(header_reader *r, const char *what)
 {
     mls_fail(r->st, MLS_E_CHECKSUM,
@@ -272,9 +266,9 @@ static mls_code fail_checksum(header_reader *r, const char *what)
     return MLS_E_CHECKSUM;
 }
 
-/* Compare the header with its own checksum: over the bytes as they lie in the file, its
- * own digits taken as zeros.  An escape within the digits would move the bytes behind
- * them, hence the comparison of the length and the characters first. */
+/* Compare the header with its checksum, computed over the bytes in the file with zeros
+ * for its own digits. The digits must be 8 plain characters: an escape would shift the
+ * bytes after them. */
 static mls_code verify_header(header_reader *r, const mls_crc_kernels *crc)
 {
     static const char zeros[] = "00000000";
@@ -301,9 +295,10 @@ static mls_code verify_header(header_reader *r, const mls_crc_kernels *crc)
     return MLS_OK;
 }
 
-/* The digits in the order of the tensors, each of which keeps where its own start.  False
- * where they are not as many as there are blocks, or no digits. */
-static bool share_blocks(header_reader *r, mls_str digits)
+/* Assign to each tensor the start of its digits, in the order of the tensors. Returns
+ * false if the number of digits does not match the blocks, or if other characters occur.
+ */
+static bool assign_block_digits(header_reader *r, mls_str digits)
 {
     size_t left = digits.length / MLS_CRC_DIGITS;
     const char *next = digits.data;
@@ -324,8 +319,8 @@ static bool share_blocks(header_reader *r, mls_str digits)
     return left == 0 && digits.length % MLS_CRC_DIGITS == 0;
 }
 
-/* Both entries or none: damage to one of the two keys would otherwise turn the check
- * off. */
+/* A file must have both entries or neither: otherwise damage to one key would disable the
+ * check. */
 static mls_code read_checksums(header_reader *r, const mls_crc_kernels *crc, bool verify)
 {
     if (!verify || (r->header_crc == MLS_JSON_NONE && r->block_crcs == MLS_JSON_NONE)) {
@@ -338,20 +333,19 @@ static mls_code read_checksums(header_reader *r, const mls_crc_kernels *crc, boo
     if (code != MLS_OK) {
         return code;
     }
-    if (!share_blocks(r, mls_json_text(r->file.json, r->block_crcs))) {
+    if (!assign_block_digits(r, mls_json_text(r->file.json, r->block_crcs))) {
         return fail_checksum(r, "its tensors' checksums are not 8 digits for each MiB");
     }
     r->file.has_crc = true;
     return MLS_OK;
 }
 
-/* ---- the whole ----
+/* ---- the whole file ----
  *
- * Facts about all tensors together, and the two ways in: from memory and from a path.
- */
+ * Checks across tensors, and the two entry points: from memory and from a path. */
 
-/* By place in the file.  An empty tensor lies in front of the one that starts where it
- * does; the address breaks ties, so that the order is the same with every qsort. */
+/* Order by offset. Of two tensors at the same offset, the empty one comes first; the
+ * address breaks ties, so that every qsort gives the same order. */
 static int compare_places(const void *a, const void *b)
 {
     const mls_stored *x = *(const mls_stored *const *)a;
@@ -359,15 +353,14 @@ static int compare_places(const void *a, const void *b)
     if (x->offset != y->offset) {
         return x->offset < y->offset ? -1 : 1;
     }
-    /* an empty tensor lies in front of the one that starts where it does */
     if (x->bytes != y->bytes) {
         return x->bytes < y->bytes ? -1 : 1;
     }
     return x < y ? -1 : x > y;
 }
 
-/* Walk `tensors`, sorted by place: each must start where the one before ended, and the
- * last must end with the file.  So no byte belongs to two tensors, or to none. */
+/* Check `tensors`, sorted by offset: each must start at the end of the one before, and
+ * the last must end with the file. So each byte belongs to exactly one tensor. */
 static mls_code check_places(header_reader *r, const mls_stored *const *tensors)
 {
     uint64_t end = r->payload;
@@ -383,7 +376,7 @@ static mls_code check_places(header_reader *r, const mls_stored *const *tensors)
             mls_status_name(r->st, t->name.data, t->name.length);
             return MLS_E_FORMAT;
         }
-        end += t->bytes; /* lies inside the file: checked with the offsets */
+        end += t->bytes; /* cannot wrap: the offsets were checked */
     }
     if (end != r->file_bytes) {
         return mls_fail_at(r->st, end, "%llu bytes behind the last tensor belong to none",
@@ -392,13 +385,13 @@ static mls_code check_places(header_reader *r, const mls_stored *const *tensors)
     return MLS_OK;
 }
 
-/* Writers list tensors in file order, so sorting is rarely needed. */
+/* Writers usually list tensors in file order, so sorting is rare. */
 static mls_code check_coverage(header_reader *r)
 {
     bool sorted = true;
     const mls_stored **order = mls_alloc(r->file.count, sizeof *order);
     if (order == NULL) {
-        return no_memory(r);
+        return fail_memory(r);
     }
     for (size_t i = 0; i < r->file.count; i++) {
         order[i] = &r->file.tensors[i];
@@ -412,8 +405,8 @@ static mls_code check_coverage(header_reader *r)
     return code;
 }
 
-/* Number of dimensions of all tensors together: their shapes share one block.  An upper
- * bound, since entries are not checked yet; no larger than the header. */
+/* Return the number of dimensions of all tensors: their shapes share one block. It is an
+ * upper bound, since entries are not checked yet, but not larger than the header. */
 static size_t count_dims(const mls_json *json)
 {
     size_t count = 0;
@@ -425,14 +418,14 @@ static size_t count_dims(const mls_json *json)
     return count;
 }
 
-/* Room for all entries at once: the parsed JSON says how many there are. */
+/* Allocates the arrays for all entries at once: the parsed JSON has their number. */
 static mls_code read_entries(header_reader *r)
 {
     const mls_json *json = r->file.json;
     r->file.tensors = mls_alloc(mls_json_size(json, 0), sizeof *r->file.tensors);
     r->file.dims = mls_alloc(count_dims(json), sizeof *r->file.dims);
     if (r->file.tensors == NULL || r->file.dims == NULL) {
-        return no_memory(r);
+        return fail_memory(r);
     }
     for (mls_json_node entry = mls_json_first(json, 0); entry != MLS_JSON_NONE;
          entry = mls_json_next(json, entry)) {
@@ -446,11 +439,11 @@ static mls_code read_entries(header_reader *r)
     return MLS_OK;
 }
 
-/* Parse the header's text.  The format wants '{' as its first byte, not even a space
+/* Parse the header's text. The format requires '{' as the first byte, without a space
  * before it. */
 static mls_code read_json(header_reader *r)
 {
-    /* no value is shorter than a byte and the comma behind it */
+    /* a value takes at least one byte and a comma */
     const mls_json_limits limits = {.depth = HEADER_DEPTH, .nodes = r->length / 2 + 1};
     if (r->length == 0 || r->text[0] != '{') {
         return mls_fail_at(r->st, LENGTH_BYTES,
@@ -468,8 +461,8 @@ static mls_code read_json(header_reader *r)
     return code;
 }
 
-/* The header's length from the first 8 bytes of a file, believed only as far as the
- * file reaches.  Compared before anything is allocated. */
+/* Read the header's length from the first 8 bytes of a file and compare it with the
+ * file's length before anything is allocated. */
 static mls_code header_length(const unsigned char *head, uint64_t file_bytes, size_t *out,
                               mls_status *st)
 {
@@ -492,23 +485,23 @@ static mls_code header_length(const unsigned char *head, uint64_t file_bytes, si
     return MLS_OK;
 }
 
-/* Too few bytes even for the length: also what an empty file is told. */
-static mls_code too_short(uint64_t file_bytes, mls_status *st)
+/* Report that the file has no room for the length; an empty file fails here too. */
+static mls_code fail_too_short(uint64_t file_bytes, mls_status *st)
 {
     return mls_fail_at(st, file_bytes,
                        "not a safetensors file: %llu bytes are too few for one",
                        (unsigned long long)file_bytes);
 }
 
-/* In this order: grammar, each entry by itself, all entries together, checksums.  What
- * fails first is nearest to the cause. */
+/* Checks in this order: grammar, single entries, all entries together, checksums. The
+ * first failure is closest to the cause. */
 mls_code mls_safetensors_parse(const unsigned char *head, size_t head_bytes,
                                uint64_t file_bytes, const mls_crc_kernels *crc,
                                bool verify, mls_safetensors *out, mls_status *st)
 {
     size_t length;
     if (head_bytes < LENGTH_BYTES || file_bytes < head_bytes) {
-        return too_short(file_bytes, st);
+        return fail_too_short(file_bytes, st);
     }
     mls_code code = header_length(head, file_bytes, &length, st);
     if (code != MLS_OK) {
@@ -543,7 +536,7 @@ mls_code mls_safetensors_parse(const unsigned char *head, size_t head_bytes,
     return MLS_OK;
 }
 
-/* Tensors are in the header's order, which need not be that of their offsets. */
+/* Tensors are in the header's order, which may differ from the order of their offsets. */
 uint64_t mls_safetensors_end(const mls_safetensors *file)
 {
     uint64_t last = 0;
@@ -554,7 +547,7 @@ uint64_t mls_safetensors_end(const mls_safetensors *file)
     return last;
 }
 
-/* The names and the metadata lie in the JSON document, which goes last. */
+/* Names and metadata point into the JSON document, which is freed last. */
 void mls_safetensors_fini(mls_safetensors *file)
 {
     mls_free(file->tensors);
@@ -580,7 +573,7 @@ mls_code mls_safetensors_open(const char *path, const mls_crc_kernels *crc, bool
         return code;
     }
     code = file_bytes < LENGTH_BYTES
-               ? too_short(file_bytes, st)
+               ? fail_too_short(file_bytes, st)
                : mls_file_read_at(opened, start, LENGTH_BYTES, 0, st);
     if (code == MLS_OK) {
         code = header_length(start, file_bytes, &length, st);
@@ -609,9 +602,9 @@ done:
     return MLS_OK;
 }
 
-/* Say which block of which tensor is not what was written. */
-static mls_code block_changed(const mls_stored *tensor, size_t start, uint32_t found,
-                              uint32_t expected, mls_status *st)
+/* Report the changed block of a tensor. */
+static mls_code fail_block(const mls_stored *tensor, size_t start, uint32_t found,
+                           uint32_t expected, mls_status *st)
 {
     const size_t left = tensor->bytes - start;
     const size_t length = left < MLS_SAFETENSORS_BLOCK ? left : MLS_SAFETENSORS_BLOCK;
@@ -630,9 +623,9 @@ static mls_code block_changed(const mls_stored *tensor, size_t start, uint32_t f
     return MLS_E_CHECKSUM;
 }
 
-/* Read one block, from `start` of the tensor on, and compare it with its checksum.  In
- * steps that stay in the cache between the system's copy and the checksum, so memory is
- * passed over once. */
+/* Read one block, from byte `start` of the tensor on, and compare it with its checksum.
+ * The steps are small enough to stay cached between the system's copy and the checksum,
+ * so main memory is read once. */
 static mls_code read_block(int fd, const mls_stored *tensor, size_t start,
                            const mls_crc_kernels *crc, unsigned char *to, mls_status *st)
 {
@@ -649,39 +642,39 @@ static mls_code read_block(int fd, const mls_stored *tensor, size_t start,
         found = crc->update(found, to + done, step);
         done += step;
     }
-    /* the digits were looked at when the header was read */
+    /* the digits were checked when the header was read */
     (void)mls_crc_from_digits(
         tensor->blocks + start / MLS_SAFETENSORS_BLOCK * MLS_CRC_DIGITS, &expected);
-    return found == expected ? MLS_OK : block_changed(tensor, start, found, expected, st);
+    return found == expected ? MLS_OK : fail_block(tensor, start, found, expected, st);
 }
 
 /* ---- all tensors ----
  *
- * Cut into parts, which threads take in order.  The first part that fails is what the
- * caller hears of, however many threads there are: it is done again, alone, to say why.
- */
+ * The tensors are divided into parts, which threads take in order. If parts fail, the
+ * first one is read again by the calling thread to report its error, so that the error
+ * does not depend on the number of threads. */
 
 enum {
-    PART = 4 << 20,        /* of whole blocks: enough to be worth handing out */
-    SHARED_BYTES = 8 << 20 /* less is read by the calling thread */
+    PART = 4 << 20,        /* a multiple of the block size, large enough to hand out */
+    SHARED_BYTES = 8 << 20 /* below this, the calling thread reads alone */
 };
 
 /* Bytes `start` .. `start + length` of a tensor. */
 typedef struct part {
     const mls_stored *tensor;
-    unsigned char *to; /* of byte `start` */
+    unsigned char *to; /* destination of byte `start` */
     size_t start, length;
 } part;
 
-/* What the tasks share. */
+/* State shared by the tasks. */
 typedef struct reading {
     int fd;
-    const mls_crc_kernels *crc; /* NULL: nothing to compare */
+    const mls_crc_kernels *crc; /* NULL: no checksums to verify */
     const part *parts;
-    atomic_size_t failed; /* the first part that failed so far, else SIZE_MAX */
+    atomic_size_t failed; /* the first part that has failed, or SIZE_MAX */
 } reading;
 
-/* Without checksums to compare, in one piece. */
+/* Without checksums, one read for the whole part. */
 static mls_code read_part(const reading *r, const part *p, mls_status *st)
 {
     mls_code code = MLS_OK;
@@ -699,7 +692,7 @@ static mls_code read_part(const reading *r, const part *p, mls_status *st)
     return code;
 }
 
-/* Parts behind one that failed are not read any more. */
+/* Parts after a failed one are skipped. */
 static void read_task(void *context, size_t index)
 {
     reading *r = context;
@@ -712,7 +705,8 @@ static void read_task(void *context, size_t index)
     }
 }
 
-/* How many parts the tensors make; no more than bytes and tensors, so it fits. */
+/* Return an upper bound of the number of parts. Cannot overflow: it is limited by bytes
+ * and tensors. */
 static size_t count_parts(const mls_safetensors *file)
 {
     size_t count = 0;
@@ -722,9 +716,9 @@ static size_t count_parts(const mls_safetensors *file)
     return count;
 }
 
-/* Fill in the parts; returns how many there are, and the bytes of all of them. */
-static size_t cut_parts(const mls_safetensors *file, void *const *places, part *parts,
-                        uint64_t *bytes)
+/* Fill in the parts. Returns their number, and sets `*bytes` to their total size. */
+static size_t make_parts(const mls_safetensors *file, void *const *places, part *parts,
+                         uint64_t *bytes)
 {
     size_t count = 0;
     *bytes = 0;
@@ -742,7 +736,8 @@ static size_t cut_parts(const mls_safetensors *file, void *const *places, part *
     return count;
 }
 
-/* What failed once may succeed when it is done again: then all behind it is done too. */
+/* The repeated read of a failed part may succeed; all parts after it are then read too.
+ */
 mls_code mls_safetensors_read(int fd, const mls_safetensors *file, void *const *places,
                               const mls_crc_kernels *crc, mls_pool *pool, mls_status *st)
 {
@@ -753,7 +748,7 @@ mls_code mls_safetensors_read(int fd, const mls_safetensors *file, void *const *
     }
     reading r = {.fd = fd, .crc = file->has_crc ? crc : NULL, .parts = parts};
     atomic_init(&r.failed, SIZE_MAX);
-    const size_t count = cut_parts(file, places, parts, &bytes);
+    const size_t count = make_parts(file, places, parts, &bytes);
     mls_pool_run(bytes >= SHARED_BYTES ? pool : NULL, read_task, &r, count);
     mls_code code = MLS_OK;
     for (size_t i = atomic_load(&r.failed); code == MLS_OK && i < count; i++) {

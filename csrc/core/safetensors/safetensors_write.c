@@ -1,11 +1,13 @@
-/* Writing: the header's length is known before its checksums are, since those have a
- * fixed width.  So the tensors are written first, each byte being touched once, and the
- * header last.
+/* safetensors_write: tensors first, header last.
  *
- * All bytes pass through the buffer: what is checksummed is then what is written, even if
- * another thread changes the tensor meanwhile.  Contiguous ones are checksummed while
- * they are copied, strided or swapped ones after they were packed, in the largest pieces
- * that fit.  The buffer is the only memory that does not depend on the number of tensors.
+ * The checksums have a fixed width, so the header's length is known before them. The
+ * tensors are written first, in one pass over their bytes, and the header last.
+ *
+ * All bytes pass through the buffer, so the checksum always matches the bytes written,
+ * even if another thread changes the tensor meanwhile. Contiguous tensors are checksummed
+ * while they are copied; strided or byte-swapped tensors are packed in the largest parts
+ * that fit the buffer, then checksummed. Only the buffer's size does not depend on the
+ * number of tensors.
  */
 #if !defined(_WIN32)
 
@@ -21,20 +23,20 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
                "files are little-endian, and so must the machine be");
 
 enum {
-    PAYLOAD_ALIGNMENT = 64, /* a cache line, and enough for every vector */
-    BUFFER_BYTES = 1 << 20, /* packs strided tensors */
-    STEP_BYTES = 256 << 10, /* of contiguous tensors, gathered for one system call */
+    PAYLOAD_ALIGNMENT = 64, /* a cache line, enough for every vector register */
+    BUFFER_BYTES = 1 << 20, /* for packing strided tensors */
+    STEP_BYTES = 256 << 10, /* bytes of contiguous tensors in one system call */
     SHOWN_NAME = 100        /* bytes of a name in a message */
 };
 
-/* A tensor in its place. */
+/* A tensor and its entry in the header. */
 typedef struct placed {
     const mls_tensor *tensor;
     const mls_header_tensor *at;
-    size_t done; /* bytes that were checksummed */
+    size_t done; /* bytes checksummed so far */
 } placed;
 
-/* One file in the making; all of it is released at the end of mls_safetensors_write. */
+/* State of one write; all of it is released at the end of mls_safetensors_write. */
 typedef struct writer {
     const mls_kernels *kernels;
     const mls_crc_kernels *crc;
@@ -43,10 +45,10 @@ typedef struct writer {
     mls_atomic_file file;
     unsigned char *buffer; /* BUFFER_BYTES */
     size_t buffered;
-    uint64_t written; /* offset of what is in the buffer */
+    uint64_t written; /* file offset of the buffer's first byte */
 } writer;
 
-/* Keys that could be taken for ours when they are read. */
+/* Refuse reserved keys. */
 static mls_code check_keys(const mls_safetensors_content *content, mls_status *st)
 {
     const mls_str prefix = {.data = MLS_SAFETENSORS_PREFIX,
@@ -66,9 +68,9 @@ static mls_code check_keys(const mls_safetensors_content *content, mls_status *s
     return MLS_OK;
 }
 
-/* What the header says of each tensor.  Gives `*out`, which the header points to. */
-static mls_code describe(const mls_safetensors_content *content, mls_header_tensor **out,
-                         mls_status *st)
+/* Fill in the header's entries. The caller frees `*out`, which the header refers to. */
+static mls_code describe_tensors(const mls_safetensors_content *content,
+                                 mls_header_tensor **out, mls_status *st)
 {
     mls_header_tensor *tensors = mls_alloc(content->count, sizeof *tensors);
     if (tensors == NULL) {
@@ -95,8 +97,8 @@ static mls_code describe(const mls_safetensors_content *content, mls_header_tens
 
 /* ---- tensors ---- */
 
-/* Send on what was gathered.  `written` is then where the next byte goes. */
-static mls_code flush(writer *w)
+/* Write the buffer. `written` is then the offset of the next byte. */
+static mls_code flush_buffer(writer *w)
 {
     const mls_code code =
         mls_atomic_write(&w->file, w->buffer, w->buffered, w->written, w->st);
@@ -107,8 +109,8 @@ static mls_code flush(writer *w)
     return code;
 }
 
-/* Take the next bytes of a tensor into the checksums of its blocks. */
-static void checksum(writer *w, placed *p, const unsigned char *data, size_t bytes)
+/* Add the next bytes of a tensor to the checksums of its blocks. */
+static void checksum_bytes(writer *w, placed *p, const unsigned char *data, size_t bytes)
 {
     while (bytes > 0) {
         uint32_t *crc = &p->at->crcs[p->done / MLS_SAFETENSORS_BLOCK];
@@ -121,12 +123,12 @@ static void checksum(writer *w, placed *p, const unsigned char *data, size_t byt
     }
 }
 
-/* Contiguous: copied and checksummed in one pass, in steps that stay in the cache up to
- * the system call. */
+/* Contiguous tensors: copy and checksum in one pass, in steps that stay cached until the
+ * system call. */
 static mls_code write_contiguous(writer *w, placed *p)
 {
     /* packed tensors may have filled more of the buffer than a step */
-    mls_code code = w->buffered >= STEP_BYTES ? flush(w) : MLS_OK;
+    mls_code code = w->buffered >= STEP_BYTES ? flush_buffer(w) : MLS_OK;
     while (code == MLS_OK && p->done < p->at->bytes) {
         uint32_t *crc = &p->at->crcs[p->done / MLS_SAFETENSORS_BLOCK];
         const size_t left = p->at->bytes - p->done, room = STEP_BYTES - w->buffered;
@@ -137,21 +139,21 @@ static mls_code write_contiguous(writer *w, placed *p)
                             step, MLS_STORE_PLAIN);
         w->buffered += step;
         p->done += step;
-        code = w->buffered == STEP_BYTES ? flush(w) : MLS_OK;
+        code = w->buffered == STEP_BYTES ? flush_buffer(w) : MLS_OK;
     }
     return code;
 }
 
-/* How a strided tensor is cut: along `axis`, `step` indices at a time, for each index of
- * the axes in front of it. */
+/* How a strided tensor is divided: along `axis`, `step` indices at a time, for each index
+ * of the axes before it. */
 typedef struct packing {
     int axis;
     size_t step;
-    size_t inner; /* bytes of one index along `axis`, packed */
+    size_t inner; /* packed bytes of one index along `axis` */
 } packing;
 
-/* The largest pieces that fit the buffer: an axis of one index at least always does,
- * since an item is no longer than 8 bytes. */
+/* Choose the largest parts that fit the buffer. One index of the last axis always fits,
+ * since an item has at most 8 bytes. */
 static packing choose_packing(const mls_tensor *t)
 {
     packing p = {.axis = t->rank - 1, .inner = mls_tensor_item_bytes(t)};
@@ -163,11 +165,11 @@ static packing choose_packing(const mls_tensor *t)
     return p;
 }
 
-/* Pack `view` into the buffer and send it on.  It fits: see choose_packing. */
+/* Pack `view` into the buffer. It fits: see choose_packing. */
 static mls_code write_piece(writer *w, placed *p, const mls_tensor *view, size_t bytes)
 {
     if (bytes > BUFFER_BYTES - w->buffered) {
-        const mls_code code = flush(w);
+        const mls_code code = flush_buffer(w);
         if (code != MLS_OK) {
             return code;
         }
@@ -180,12 +182,12 @@ static mls_code write_piece(writer *w, placed *p, const mls_tensor *view, size_t
         return code;
     }
     mls_copy(w->kernels, &packed, view, mls_cached());
-    checksum(w, p, to, bytes);
+    checksum_bytes(w, p, to, bytes);
     w->buffered += bytes;
     return MLS_OK;
 }
 
-/* All pieces along `how.axis` for one index of the axes in front. */
+/* Write all parts along `how.axis` for one index of the axes before it. */
 static mls_code write_row(writer *w, placed *p, const mls_tensor *row, packing how)
 {
     for (size_t start = 0; start < row->shape[how.axis]; start += how.step) {
@@ -200,8 +202,8 @@ static mls_code write_row(writer *w, placed *p, const mls_tensor *row, packing h
     return MLS_OK;
 }
 
-/* Step `index` over the axes in front of `axis`, the last of them fastest, as C order
- * wants it; false after the last. */
+/* Advance `index` over the axes before `axis` in C order. Returns false after the last.
+ */
 static bool next_index(const mls_tensor *t, int axis, size_t *index)
 {
     for (int i = axis - 1; i >= 0; i--) {
@@ -213,8 +215,8 @@ static bool next_index(const mls_tensor *t, int axis, size_t *index)
     return false;
 }
 
-/* Not contiguous, or in the other byte order; not empty.  A tensor of no dimensions is
- * written as one of a single index. */
+/* For tensors that are not contiguous or have the other byte order, but are not empty. A
+ * 0-d tensor is written as one with a single index. */
 static mls_code write_packed(writer *w, placed *p)
 {
     mls_tensor t = *p->tensor;
@@ -238,7 +240,6 @@ static mls_code write_packed(writer *w, placed *p)
     return MLS_OK;
 }
 
-/* Two ways, by shape; both read every byte of the tensor once. */
 static mls_code write_tensor(writer *w, placed *p)
 {
     const mls_tensor *t = p->tensor;
@@ -248,8 +249,8 @@ static mls_code write_tensor(writer *w, placed *p)
     return write_contiguous(w, p);
 }
 
-/* Tensors first, header last.  Should the process die in between, the temporary has no
- * valid header, and nobody takes it for a file. */
+/* Tensors first, header last. If the process dies in between, the temporary has no valid
+ * header, so no reader accepts it. */
 static mls_code write_content(writer *w, const mls_safetensors_content *content)
 {
     w->written = w->header.text.length;
@@ -262,7 +263,7 @@ static mls_code write_content(writer *w, const mls_safetensors_content *content)
             return code;
         }
     }
-    const mls_code code = flush(w);
+    const mls_code code = flush_buffer(w);
     if (code != MLS_OK) {
         return code;
     }
@@ -271,8 +272,8 @@ static mls_code write_content(writer *w, const mls_safetensors_content *content)
                             w->st);
 }
 
-/* Everything about the content is checked before the file system is touched; from begin
- * on, every way out goes through commit or abort. */
+/* The content is checked before the file system is accessed. After mls_atomic_begin,
+ * every path ends in commit or abort. */
 mls_code mls_safetensors_write(const char *path, const mls_safetensors_content *content,
                                const mls_kernels *kernels, const mls_crc_kernels *crc,
                                mls_status *st)
@@ -282,7 +283,7 @@ mls_code mls_safetensors_write(const char *path, const mls_safetensors_content *
     bool is_open = false;
     mls_code code = check_keys(content, st);
     if (code == MLS_OK) {
-        code = describe(content, &tensors, st);
+        code = describe_tensors(content, &tensors, st);
     }
     if (code == MLS_OK) {
         code = mls_header_init(&w.header, tensors, content->count, content->metadata,

@@ -1,12 +1,12 @@
-/* layout: parts computed, and two parts laid over one another.
+/* layout: computes parts, and intersects two parts.
  *
- * What two boxes have in common is a box again.  It is walked row by row: along a row,
- * the positions in both parts grow by one, so that the flat ranges of either cut a row at
- * its ends only.  Inner axes that both boxes have whole are merged first, which makes
- * rows as long as memory allows.
+ * The intersection of two boxes is a box. It is visited row by row: along a row, the
+ * positions in both parts grow by one, so a flat range of either part cuts a row only at
+ * its ends. Inner axes that both boxes contain whole are merged first, which makes the
+ * rows as long as possible.
  *
- * No function here allocates, and none can wrap once mls_layout_part has counted the
- * tensor's elements: every later product is of lengths inside that tensor.
+ * No function here allocates. No product overflows after mls_layout_part has checked the
+ * tensor's element count: every later product is of lengths within that tensor.
  */
 #include "sharding/layout.h"
 
@@ -112,8 +112,9 @@ bool mls_layout_parse(mls_str text, mls_layout *out, bool *has_parts)
 
 /* ---- parts ---- */
 
-/* Why a step cannot be; the earlier steps are good.  Whether the tensor has the axis is
- * asked when there is a tensor: a layout is made before, and for many of them. */
+/* Checks one step, independently of a tensor; the earlier steps are valid. Whether a
+ * tensor has the axis is checked later (check_shape), because one layout serves many
+ * tensors. */
 static mls_code check_step(const mls_layout *layout, int which, mls_status *st)
 {
     const mls_layout_step step = layout->steps[which];
@@ -132,7 +133,7 @@ static mls_code check_step(const mls_layout *layout, int which, mls_status *st)
     return MLS_OK;
 }
 
-/* The one place where a layout is judged by itself; the tensor comes in later. */
+/* The only check of a layout that needs no tensor. */
 mls_code mls_layout_parts(const mls_layout *layout, size_t *out, mls_status *st)
 {
     size_t parts = 1;
@@ -154,30 +155,33 @@ mls_code mls_layout_parts(const mls_layout *layout, size_t *out, mls_status *st)
     return MLS_OK;
 }
 
-/* The range that part `index` of `parts` gets of `count`, as torch.chunk cuts: a piece
- * that torch's own sharding made must be the same piece here.  Parts that get nothing
- * start at `count`, inside the bounds. */
-static void cut(size_t count, size_t parts, size_t index, size_t *start, size_t *length)
+/* Computes the range that part `index` of `parts` has of `count` elements. Matches
+ * torch.chunk, so that a part made by torch's own sharding is the same part here. Empty
+ * parts start at `count`, which is within bounds. */
+static void compute_range(size_t count, size_t parts, size_t index, size_t *start,
+                          size_t *length)
 {
     const size_t each = count / parts + (count % parts != 0 ? 1 : 0);
-    /* `index` is below `parts`, so the product is at most one part beyond the count, but
-     * for wrapping, which the division rules out */
+    /* `index` is below `parts`, so the product exceeds the count by less than one part;
+     * the division rules out overflow */
     const size_t first = each == 0 || index > count / each ? count : index * each;
     *start = first < count ? first : count;
     *length = count - *start < each ? count - *start : each;
 }
 
-/* Elements of a part's box; 1 for a scalar, which has no axes. */
+/* Returns the elements of a part's box; 1 for a scalar. */
 static size_t box_count(const mls_part *part)
 {
     size_t count = 1;
     for (int axis = 0; axis < part->rank; axis++) {
-        count *= part->length[axis]; /* no more than the tensor's, which was counted */
+        count *=
+            part->length[axis]; /* cannot overflow: the tensor's elements were counted */
     }
     return count;
 }
 
-/* Why a tensor of that shape cannot be cut so. */
+/* Checks that a tensor's elements can be counted, and that it has the axes of the layout.
+ */
 static mls_code check_shape(const mls_layout *layout, int rank, const size_t *shape,
                             mls_status *st)
 {
@@ -197,8 +201,8 @@ static mls_code check_shape(const mls_layout *layout, int rank, const size_t *sh
     return MLS_OK;
 }
 
-/* Only what the part has is written: most of it is room, and there are parts by the
- * thousand. */
+/* Copies only used entries: thousands of parts are copied, and most of a part is unused
+ * room for axes. */
 void mls_part_copy(mls_part *to, const mls_part *from)
 {
     to->rank = from->rank;
@@ -211,23 +215,23 @@ void mls_part_copy(mls_part *to, const mls_part *from)
     }
 }
 
-/* Parts that get nothing are at the end of their axis, or of their box. */
+/* Empty parts are at the end of their axis or box. */
 void mls_part_cut(mls_part *part, mls_layout_step step, size_t index)
 {
     size_t start, length;
     if (step.axis == MLS_LAYOUT_FLAT) {
-        cut(box_count(part), step.parts, index, &part->begin, &length);
+        compute_range(box_count(part), step.parts, index, &part->begin, &length);
         part->end = part->begin + length;
         part->flat = true;
         return;
     }
-    cut(part->length[step.axis], step.parts, index, &start, &length);
+    compute_range(part->length[step.axis], step.parts, index, &start, &length);
     part->length[step.axis] = length;
     part->start[step.axis] += start;
     part->end = box_count(part);
 }
 
-/* From the whole tensor inward: each step narrows the box, or ends in a range of it. */
+/* Starts with the whole tensor; each step narrows the box or takes a range of it. */
 mls_code mls_layout_part(const mls_layout *layout, int rank, const size_t *shape,
                          size_t index, mls_part *out, mls_status *st)
 {
@@ -246,7 +250,7 @@ mls_code mls_layout_part(const mls_layout *layout, int rank, const size_t *shape
     if ((code = check_shape(layout, rank, shape, st)) != MLS_OK) {
         return code;
     }
-    /* the whole tensor first; nothing can fail any more */
+    /* the whole tensor; no failure is possible below */
     out->rank = rank;
     out->flat = false;
     out->begin = 0;
@@ -255,8 +259,8 @@ mls_code mls_layout_part(const mls_layout *layout, int rank, const size_t *shape
         out->length[axis] = shape[axis];
     }
     out->end = box_count(out);
-    /* each step cuts what the one before left; `parts` becomes the number of parts that
-     * the later steps make of each */
+    /* each step divides the result of the one before; `parts` becomes the number of parts
+     * that the later steps make of each */
     for (int i = 0; i < layout->count; i++) {
         const mls_layout_step step = layout->steps[i];
         parts /= step.parts;
@@ -265,7 +269,7 @@ mls_code mls_layout_part(const mls_layout *layout, int rank, const size_t *shape
     return MLS_OK;
 }
 
-/* Flat parts are one-dimensional, whatever their tensor is. */
+/* Flat parts are one-dimensional, whatever the tensor's rank is. */
 int mls_part_dims(const mls_part *part, size_t *dims)
 {
     if (part->flat) {
@@ -278,13 +282,13 @@ int mls_part_dims(const mls_part *part, size_t *dims)
     return part->rank;
 }
 
-/* Of a part that is its whole box too: `begin` and `end` are then those of the box. */
+/* Holds for unflattened parts too: `begin` and `end` then span the box. */
 size_t mls_part_count(const mls_part *part)
 {
     return part->end - part->begin;
 }
 
-/* Whether a box is whole or flat changes nothing of its elements. */
+/* `flat` is not compared: it does not change the elements. */
 bool mls_part_equal(const mls_part *a, const mls_part *b)
 {
     bool same = a->begin == b->begin && a->end == b->end;
@@ -296,8 +300,9 @@ bool mls_part_equal(const mls_part *a, const mls_part *b)
 
 /* ---- overlap ---- */
 
-/* Where the common range of two axes starts, and how long it is. */
-static size_t common(const mls_part *a, const mls_part *b, int axis, size_t *start)
+/* Returns the length of the common range of an axis, and its start. */
+static size_t intersect_axis(const mls_part *a, const mls_part *b, int axis,
+                             size_t *start)
 {
     const size_t a_end = a->start[axis] + a->length[axis];
     const size_t b_end = b->start[axis] + b->length[axis];
@@ -306,9 +311,9 @@ static size_t common(const mls_part *a, const mls_part *b, int axis, size_t *sta
     return end > *start ? end - *start : 0;
 }
 
-/* Step over rows while those stepped to start at or before `begin`, in the part whose
- * strides are given and which is at `at` now.  Rows rise and do not overlap, so whatever
- * is stepped over ends there too. */
+/* Skips rows while their start is at or before `begin`, in the part that has these
+ * strides and is at `at`. Rows ascend and do not overlap, so every skipped row ends
+ * before `begin` too. */
 static void skip_rows(mls_overlap *o, size_t at, size_t begin, const size_t *stride)
 {
     size_t rest = begin > at ? begin - at : 0;
@@ -322,9 +327,9 @@ static void skip_rows(mls_overlap *o, size_t at, size_t begin, const size_t *str
     }
 }
 
-/* Where, in `a`, the last element ends that lies in front of b's end: of the last row
- * that starts there, as much as does. */
-static size_t end_by_b(const mls_overlap *o)
+/* Returns the position in `a` just after the last element that precedes b's end: in the
+ * last row that starts before b's end, as much as precedes it. */
+static size_t find_end_by_b(const mls_overlap *o)
 {
     size_t rest = o->b_end > o->b_at ? o->b_end - o->b_at : 0, at = o->a_at;
     for (int axis = 0; axis < o->rank - 1 && rest > 0; axis++) {
@@ -337,23 +342,24 @@ static size_t end_by_b(const mls_overlap *o)
     return at + (rest < length ? rest : length);
 }
 
-/* Only the rows between the flat ranges' ends need to be walked: a small part of a large
- * tensor costs no more than it has rows. */
-static void skip_ends(mls_overlap *o)
+/* Restricts the iteration to the rows within both flat ranges, so that a small part of a
+ * large tensor costs only its own rows. */
+static void skip_outside_rows(mls_overlap *o)
 {
-    const size_t end = end_by_b(o);
+    const size_t end = find_end_by_b(o);
     o->a_end = end < o->a_end ? end : o->a_end;
     skip_rows(o, o->a_at, o->a_begin, o->a_stride);
     skip_rows(o, o->b_at, o->b_begin, o->b_stride);
 }
 
-/* Axes from the innermost out.  An axis that both boxes have whole, and all inside it
- * too, becomes part of the one outside it.  The innermost axis always joins the row that
- * is there to begin with, so that there are no more rows than axes (one for a scalar). */
+/* Visits the axes from the innermost outwards. An axis is merged into the axis outside it
+ * if both boxes contain it, and all axes inside it, whole. The innermost axis always
+ * merges with the initial row of one element, so there are at most as many rows as axes
+ * (one for a scalar). */
 void mls_overlap_init(mls_overlap *overlap, const mls_part *a, const mls_part *b)
 {
     size_t a_stride = 1, b_stride = 1;
-    mls_overlap *o = overlap; /* filled in where it is: most of its room stays unused */
+    mls_overlap *o = overlap; /* filled in place: most of it stays unused */
     o->a_begin = a->begin;
     o->a_end = a->end;
     o->b_begin = b->begin;
@@ -363,21 +369,21 @@ void mls_overlap_init(mls_overlap *overlap, const mls_part *a, const mls_part *b
     o->done = false;
     size_t length[MLS_LAYOUT_RANK + 1], a_strides[MLS_LAYOUT_RANK + 1],
         b_strides[MLS_LAYOUT_RANK + 1];
-    /* the innermost row to begin with: one element, which the first axis takes in */
+    /* initial row: one element, into which the first axis is merged */
     length[0] = a_strides[0] = b_strides[0] = 1;
     int rows = 1;
     for (int axis = a->rank - 1; axis >= 0; axis--) {
         size_t start;
-        const size_t shared = common(a, b, axis, &start);
-        /* nothing in common along one axis is nothing in common at all */
+        const size_t shared = intersect_axis(a, b, axis, &start);
+        /* empty along one axis means an empty intersection */
         o->done = o->done || shared == 0;
         o->a_at += (start - a->start[axis]) * a_stride;
         o->b_at += (start - b->start[axis]) * b_stride;
-        /* the row inside: where it is as long as the stride, there is no gap */
+        /* if the inner row is as long as this stride, there is no gap */
         const size_t inside = length[rows - 1] * a_strides[rows - 1];
         const size_t b_inside = length[rows - 1] * b_strides[rows - 1];
         if (inside == a_stride && b_inside == b_stride) {
-            length[rows - 1] *= shared; /* goes on where the axis inside ends */
+            length[rows - 1] *= shared; /* continues where the inner axis ends */
         } else {
             length[rows] = shared;
             a_strides[rows] = a_stride;
@@ -386,7 +392,7 @@ void mls_overlap_init(mls_overlap *overlap, const mls_part *a, const mls_part *b
         a_stride *= a->length[axis];
         b_stride *= b->length[axis];
     }
-    /* outermost first, as it is walked */
+    /* outermost first, the order of iteration */
     for (int i = rows - 1; i >= 0; i--) {
         o->index[o->rank] = 0;
         o->length[o->rank] = length[i];
@@ -394,11 +400,11 @@ void mls_overlap_init(mls_overlap *overlap, const mls_part *a, const mls_part *b
         o->b_stride[o->rank++] = b_strides[i];
     }
     if (!o->done) {
-        skip_ends(o);
+        skip_outside_rows(o);
     }
 }
 
-/* Step to the next row; sets `done` after the last. */
+/* Moves to the next row; sets `done` after the last. */
 static void next_row(mls_overlap *o)
 {
     for (int axis = o->rank - 2; axis >= 0; axis--) {
@@ -414,11 +420,11 @@ static void next_row(mls_overlap *o)
     o->done = true;
 }
 
-/* The present row as far as both flat ranges have it; false where no element of it is in
- * both.  Positions in the run are those in the parts, which start where the ranges do. */
-static bool row_run(const mls_overlap *o, mls_run *out)
+/* Clips the current row to both flat ranges; returns false if nothing is left. Positions
+ * in the run count from the start of each part's range. */
+static bool clip_row(const mls_overlap *o, mls_run *out)
 {
-    /* `skip` elements at the front are before one of the ranges, `keep` of them end it */
+    /* `skip` elements precede one of the ranges; the row ends after `keep` elements */
     const size_t length = o->length[o->rank - 1];
     size_t skip = 0, keep = length;
     skip = o->a_begin > o->a_at ? o->a_begin - o->a_at : 0;
@@ -437,25 +443,25 @@ static bool row_run(const mls_overlap *o, mls_run *out)
     return true;
 }
 
-/* Rows that follow on from one another in both parts become one run here, which is what
- * makes a few large reads of many small rows. */
+/* Joins rows that are consecutive in both parts, so that many small rows become few large
+ * reads. */
 bool mls_overlap_next(mls_overlap *overlap, mls_run *out)
 {
     mls_run run = {0}, next;
     while (!overlap->done) {
-        /* rows rise in both, so nothing more comes behind the end of either */
+        /* rows ascend in both parts, so none follows the end of either */
         if (overlap->a_at >= overlap->a_end || overlap->b_at >= overlap->b_end) {
             overlap->done = true;
             break;
         }
-        if (row_run(overlap, &next)) {
-            /* joined as long as the rows go on in both; the first that does not waits */
+        if (clip_row(overlap, &next)) {
+            /* join consecutive rows */
             if (run.count == 0) {
                 run = next;
             } else if (next.a == run.a + run.count && next.b == run.b + run.count) {
                 run.count += next.count;
             } else {
-                break; /* the row stays for the next call */
+                break; /* keep the row for the next call */
             }
         } else if (run.count > 0) {
             next_row(overlap);

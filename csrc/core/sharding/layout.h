@@ -1,31 +1,31 @@
-/* layout: which part of a tensor each rank has, and what two parts have in common.
+/* layout: which part of a tensor each rank has, and the intersection of two parts.
  *
- * A layout cuts a tensor step by step.  A step along an axis gives each part a range of
- * its indices, ceil(n / parts) of them as long as there are any (as torch.chunk does), so
- * that the last parts may have fewer or none.  A flat step, which can only be the last
- * one, cuts what is left in C order the same way.  With several steps the parts are
- * numbered row-major: the last step counts fastest.
- *   fully sharded, flat chunks    {flat, n}
- *   fully sharded, rows           {axis 0, n}
- *   tensor parallel               {axis k, n}
- *   both                          {axis k, t} {axis 0, n}   or   {axis k, t} {flat, n}
- * An axis may be cut again, as where both go along axis 0: then each part is.
- * No step at all is the whole tensor.
+ * A layout divides a tensor in steps. A step along an axis gives each part a range of
+ * ceil(n / parts) indices, as torch.chunk does, so the last parts may be shorter or
+ * empty. A flat step, which must be the last one, divides the remaining elements in C
+ * order the same way. With several steps, parts are numbered row-major: the last step
+ * varies fastest.
+ *     fully sharded, flat chunks    {flat, n}
+ *     fully sharded, rows           {axis 0, n}
+ *     tensor parallel               {axis k, n}
+ *     both                          {axis k, t} {axis 0, n}   or   {axis k, t} {flat, n}
+ * Several steps may divide the same axis (for example if both use axis 0): each divides
+ * the parts of the step before. A layout without steps is the whole tensor.
  */
 #ifndef MLS_LAYOUT_H
 #define MLS_LAYOUT_H
 
+#include "array/tensor.h"
 #include "base/status.h"
 #include "base/string_view.h"
-#include "array/tensor.h"
 
 #include <stdbool.h>
 #include <stddef.h>
 
 enum {
     MLS_LAYOUT_STEPS = 4,
-    MLS_LAYOUT_RANK = 16, /* axes of a tensor: parts are kept by the thousand */
-    MLS_LAYOUT_FLAT = -1  /* in place of an axis */
+    MLS_LAYOUT_RANK = 16, /* axes of a tensor; small, since thousands of parts are kept */
+    MLS_LAYOUT_FLAT = -1  /* used instead of an axis */
 };
 
 typedef struct mls_layout_step {
@@ -46,75 +46,83 @@ const char *mls_layout_name(size_t which);
  * any other text: `*out` and `*has_parts` are untouched. */
 bool mls_layout_parse(mls_str text, mls_layout *out, bool *has_parts);
 
-/* The name of a step that cuts along no axis, such as "flat" for MLS_LAYOUT_FLAT, or NULL.
- * Indexes and mlstate.checkpoint.Layout have it in place of an axis. */
+/* The name of a step that cuts along no axis, such as "flat" for MLS_LAYOUT_FLAT, or
+ * NULL. Indexes and mlstate.checkpoint.Layout have it in place of an axis. */
 const char *mls_layout_step_name(int axis);
 
 /* The same the other way round; false if the core has no such step. */
 bool mls_layout_step_from_name(mls_str name, int *axis);
 
-/* A part: a box of the tensor and, of the box's elements in C order, those from `begin`
- * to before `end`.  They lie packed, so that element `begin` comes first. */
+/* A part: a box of the tensor and, of the box's elements in C order, the range from
+ * `begin` to before `end`. The part's array is packed and starts with element `begin`. */
 typedef struct mls_part {
     int rank;
-    bool flat; /* a one-dimensional piece of the box; else the whole box in its shape */
+    bool flat; /* true: a one-dimensional range of the box; false: the whole box */
     size_t begin, end;
-    size_t
-        start[MLS_LAYOUT_RANK]; /* here and below, what is beyond the rank is anything */
+    size_t start[MLS_LAYOUT_RANK];  /* entries beyond `rank` are undefined, also in
+                                       `length` */
     size_t length[MLS_LAYOUT_RANK]; /* any may be 0 */
 } mls_part;
 
-/* Number of parts.  MLS_E_VALUE: too many steps, no parts, an axis that is negative, a
- * flat step that is not the last.
- * MLS_E_SIZE: more parts than size_t counts.  `*out` is untouched on failure. */
+/* Computes the number of parts. On failure `*out` is unchanged.
+ * - MLS_E_VALUE: too many steps, a step with 0 parts, a negative axis, or a flat step
+ *   that is not the last.
+ * - MLS_E_SIZE: more parts than size_t can count.
+ */
 mls_code mls_layout_parts(const mls_layout *layout, size_t *out, mls_status *st);
 
-/* Part `index` of a tensor of `shape`.  As above, and MLS_E_SHAPE: an axis that the
- * tensor lacks, or more than MLS_LAYOUT_RANK of them; MLS_E_VALUE: no such part;
- * MLS_E_SIZE: more elements than size_t counts.  `*out` is untouched on failure. */
+/* Computes part `index` of a tensor of `shape`. On failure `*out` is unchanged. Errors as
+ * for mls_layout_parts, and:
+ * - MLS_E_SHAPE: an axis that the tensor does not have, or more than MLS_LAYOUT_RANK
+ *   axes.
+ * - MLS_E_VALUE: `index` is out of range.
+ * - MLS_E_SIZE: more elements than size_t can count.
+ */
 mls_code mls_layout_part(const mls_layout *layout, int rank, const size_t *shape,
                          size_t index, mls_part *out, mls_status *st);
 
-/* Cut one part further: it becomes part `index` of those that a step makes of it.  The
- * step is a good one for it: not behind a flat one, along an axis that there is. */
+/* Replaces a part by part `index` of those that a step makes of it. The step must be
+ * valid: the part is not flat, and it has the axis. */
 void mls_part_cut(mls_part *part, mls_layout_step step, size_t index);
 
-/* Copy a part, but not its room for more axes, which is most of it. */
+/* Copies a part without its unused entries, which are most of it. */
 void mls_part_copy(mls_part *to, const mls_part *from);
 
-/* Elements of a part. */
+/* Returns the elements of a part. */
 size_t mls_part_count(const mls_part *part);
 
-/* Shape of a part's array: of the box, or one dimension if it is flat.  `dims` has room
- * for MLS_LAYOUT_RANK; returns the rank, at least 1 for a flat part. */
+/* Computes the shape of a part's array: the box, or one dimension if it is flat. `dims`
+ * has room for MLS_LAYOUT_RANK. Returns the rank. */
 int mls_part_dims(const mls_part *part, size_t *dims);
 
-/* Whether two parts of one tensor have the same elements in the same order. */
+/* Returns whether two parts of one tensor have the same elements in the same order. */
 bool mls_part_equal(const mls_part *a, const mls_part *b);
 
-/* Elements that two parts of one tensor have in common, run by run, in the order in which
- * they lie in `a`.  Start with mls_overlap_init; it cannot fail. */
+/* Iterates over the common elements of two parts of one tensor, run by run, in the order
+ * of `a`. Start with mls_overlap_init, which cannot fail. */
 typedef struct mls_overlap {
-    int rank; /* of the box, after axes that both have whole were merged */
+    int rank; /* of the box, after merging axes that both parts have whole */
     size_t index[MLS_LAYOUT_RANK];
-    size_t length[MLS_LAYOUT_RANK];   /* of what the boxes have in common */
+    size_t length[MLS_LAYOUT_RANK];   /* of the intersection of the boxes */
     size_t a_stride[MLS_LAYOUT_RANK]; /* in elements of a's box */
     size_t b_stride[MLS_LAYOUT_RANK];
-    size_t a_at, b_at; /* of the present row, in elements of the boxes */
-    size_t a_begin, a_end, b_begin, b_end; /* no run ends behind a_end */
+    size_t a_at, b_at; /* start of the current row, in elements of the boxes */
+    size_t a_begin, a_end, b_begin,
+        b_end; /* the flat ranges; a_end is lowered to the last common element */
     bool done;
 } mls_overlap;
 
-/* A run: `count` elements that are `from` .. in part a and `to` .. in part b. */
+/* A run of `count` elements, at positions `a` and `b` of the two parts' arrays. */
 typedef struct mls_run {
     size_t a, b, count;
 } mls_run;
 
-/* The two parts are of one shape; neither is kept. */
+/* Starts the iteration. The two parts belong to tensors of the same shape; no pointer is
+ * kept. */
 void mls_overlap_init(mls_overlap *overlap, const mls_part *a, const mls_part *b);
 
-/* The next run, never empty; false after the last.  Runs that go on in both parts are
- * given as one. */
+/* Returns the next run, never empty; returns false after the last. Runs that are
+ * consecutive in both parts are joined. */
 bool mls_overlap_next(mls_overlap *overlap, mls_run *out);
 
 #endif

@@ -1,14 +1,15 @@
-/* meeting: a walk through the steps of a layout, into those positions that matter.
+/* layout_intersection: descends through the steps of a layout, visiting only indices that
+ * may intersect.
  *
- * Each step cuts a range into pieces of one length, so which of them a range touches is a
- * division.  Flat ranges are judged by the box round them, which may be a little larger:
- * whatever the walk arrives at is asked once more, exactly.
+ * Each step divides a range into parts of one length, so a division finds the first and
+ * the last part that a range touches. A flat range is replaced by its bounding box, which
+ * may be larger; therefore every candidate is checked exactly at the end.
  */
 #include "sharding/layout_intersection.h"
 
-/* The smallest box round a part.  Its first and last element agree in their outer
- * coordinates up to some axis; all that is inside that one is taken whole. */
-static mls_part box_round(const mls_part *part)
+/* Returns the bounding box of a part. The part's first and last element have equal outer
+ * coordinates up to some axis; all axes inside that one are taken whole. */
+static mls_part bounding_box(const mls_part *part)
 {
     mls_part box = *part;
     size_t inside[MLS_LAYOUT_RANK + 1]; /* elements of one index along an axis */
@@ -29,9 +30,10 @@ static mls_part box_round(const mls_part *part)
     return box;
 }
 
-/* What two boxes share along an axis, counted from the start of `a`; false: nothing. */
-static bool shared(const mls_part *a, const mls_part *b, int axis, size_t *from,
-                   size_t *end)
+/* Computes the common range of two boxes along an axis, from the start of `a`; returns
+ * false if it is empty. */
+static bool intersect_axis(const mls_part *a, const mls_part *b, int axis, size_t *from,
+                           size_t *end)
 {
     const size_t a_end = a->start[axis] + a->length[axis];
     const size_t b_end = b->start[axis] + b->length[axis];
@@ -43,7 +45,6 @@ static bool shared(const mls_part *a, const mls_part *b, int axis, size_t *from,
     return stop > start;
 }
 
-/* Whether two parts have the same box. */
 static bool same_box(const mls_part *a, const mls_part *b)
 {
     bool same = a->rank == b->rank;
@@ -53,15 +54,15 @@ static bool same_box(const mls_part *a, const mls_part *b)
     return same;
 }
 
-/* The elements of `box`, in C order, from the first to behind the last that may be of the
- * wanted part.  False: none. */
+/* Computes the range of elements of `box`, in C order, that may belong to the wanted
+ * part. Returns false if it is empty. */
 static bool flat_range(const mls_layout_intersection *m, const mls_part *box,
                        size_t *from, size_t *end)
 {
     size_t stride = 1, first = 0, last = 0;
     for (int axis = box->rank - 1; axis >= 0; axis--) {
         size_t low, high;
-        if (!shared(box, &m->near, axis, &low, &high)) {
+        if (!intersect_axis(box, &m->near, axis, &low, &high)) {
             return false;
         }
         first += low * stride;
@@ -70,15 +71,15 @@ static bool flat_range(const mls_layout_intersection *m, const mls_part *box,
     }
     *from = first;
     *end = last + 1;
-    if (same_box(box, m->to)) { /* then its own range is to the point */
+    if (same_box(box, m->to)) { /* equal boxes: the part's own range is exact */
         *from = m->to->begin > first ? m->to->begin : first;
         *end = m->to->end < last + 1 ? m->to->end : last + 1;
     }
     return *from < *end;
 }
 
-/* Which positions of the next step to look at. */
-static void enter(mls_layout_intersection *m)
+/* Computes the indices to visit in the next step. */
+static void enter_step(mls_layout_intersection *m)
 {
     const mls_part *box = &m->box[m->depth];
     const mls_layout_step step = m->layout->steps[m->depth];
@@ -89,32 +90,32 @@ static void enter(mls_layout_intersection *m)
         any = flat_range(m, box, &from, &end);
     } else {
         length = box->length[step.axis];
-        any = shared(box, &m->near, step.axis, &from, &end);
+        any = intersect_axis(box, &m->near, step.axis, &from, &end);
     }
     const size_t each = length / step.parts + (length % step.parts != 0 ? 1 : 0);
-    m->from[m->depth] = any ? from / each : 0; /* there is something: each is above 0 */
+    m->from[m->depth] = any ? from / each : 0; /* `any` implies that `each` is above 0 */
     m->end[m->depth] = any ? (end - 1) / each + 1 : 0;
 }
 
-/* Without elements, wanted or at all, no part has any of them. */
+/* An empty part intersects nothing. */
 void mls_layout_intersection_init(mls_layout_intersection *meeting,
                                   const mls_layout *layout, int rank, const size_t *shape,
                                   const mls_part *to)
 {
     static const mls_layout none = {0};
-    mls_status ignored; /* the shape was accepted before */
+    mls_status ignored; /* cannot fail: the shape was accepted before */
     meeting->layout = layout;
     meeting->to = to;
-    meeting->near = box_round(to);
+    meeting->near = bounding_box(to);
     meeting->depth = mls_part_count(to) > 0 ? 0 : -1;
     (void)mls_layout_part(&none, rank, shape, 0, &meeting->box[0], &ignored);
     if (meeting->depth == 0 && layout->count > 0) {
-        enter(meeting);
+        enter_step(meeting);
     }
 }
 
-/* The number of the part that the walk has arrived at. */
-static size_t number(const mls_layout_intersection *m)
+/* Returns the number of the part that the descent has reached. */
+static size_t part_number(const mls_layout_intersection *m)
 {
     size_t part = 0;
     for (int i = 0; i < m->layout->count; i++) {
@@ -123,7 +124,7 @@ static size_t number(const mls_layout_intersection *m)
     return part;
 }
 
-/* Down into the next position, up where there is none left. */
+/* Descends to the next index, and returns to the step above if none is left. */
 bool mls_layout_intersection_next(mls_layout_intersection *meeting, size_t *part)
 {
     mls_layout_intersection *m = meeting;
@@ -135,14 +136,14 @@ bool mls_layout_intersection_next(mls_layout_intersection *meeting, size_t *part
             mls_overlap_init(&overlap, &m->box[depth], m->to);
             m->depth--;
             if (mls_overlap_next(&overlap, &run)) {
-                *part = number(m);
+                *part = part_number(m);
                 return true;
             }
         } else if (m->from[depth] < m->end[depth]) {
             m->box[depth + 1] = m->box[depth];
             mls_part_cut(&m->box[depth + 1], m->layout->steps[depth], m->from[depth]++);
             if (++m->depth < m->layout->count) {
-                enter(m);
+                enter_step(m);
             }
         } else {
             m->depth--;

@@ -1,7 +1,7 @@
-/* meeting: which parts of a layout have something of a given part.
+/* layout_intersection: the parts of a layout that intersect a given part.
  *
- * Found by arithmetic, not by looking at every part: a tensor that was cut for thousands
- * of ranks costs a rank as many steps as there are parts that it needs.
+ * They are computed, not searched: for a tensor divided among thousands of ranks, a
+ * rank's cost is proportional to the number of parts that it needs.
  */
 #ifndef MLS_LAYOUT_INTERSECTION_H
 #define MLS_LAYOUT_INTERSECTION_H
@@ -11,24 +11,25 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-/* The numbers of those parts, in rising order.  Plain storage: nothing to free. */
+/* Iterates over the numbers of those parts, in ascending order. Owns no memory. */
 typedef struct mls_layout_intersection {
     const mls_layout *layout; /* borrowed, like `to` */
     const mls_part *to;
-    mls_part near;                      /* the smallest box that has all of `to` */
-    int depth;                          /* steps that are decided; -1: no more parts */
-    mls_part box[MLS_LAYOUT_STEPS + 1]; /* what each step cuts; the last is the part */
-    size_t from[MLS_LAYOUT_STEPS];      /* positions that are still to be looked at ... */
-    size_t end[MLS_LAYOUT_STEPS];       /* ... in each step */
+    mls_part near; /* bounding box of `to` */
+    int depth;     /* steps that are decided; -1 at the end */
+    mls_part box[MLS_LAYOUT_STEPS +
+                 1]; /* the box before each step; the last one is the part */
+    size_t from[MLS_LAYOUT_STEPS]; /* index of the next part to visit ... */
+    size_t end[MLS_LAYOUT_STEPS];  /* ... and the end, in each step */
 } mls_layout_intersection;
 
-/* Start.  `to` is a part of a tensor of `shape`, and `layout` one that fits it
- * (mls_layout_part has accepted both).  Cannot fail. */
+/* Starts the iteration. `to` is a part of a tensor of `shape`, and `layout` is valid for
+ * that shape (mls_layout_part has accepted both). Cannot fail. */
 void mls_layout_intersection_init(mls_layout_intersection *meeting,
                                   const mls_layout *layout, int rank, const size_t *shape,
                                   const mls_part *to);
 
-/* The next part that has an element of `to`; false after the last. */
+/* Computes the next part that has an element of `to`; returns false after the last. */
 bool mls_layout_intersection_next(mls_layout_intersection *meeting, size_t *part);
 
 #endif

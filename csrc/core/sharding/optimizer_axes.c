@@ -1,14 +1,15 @@
-/* align: the axes of a state, found by its shape and its name.
+/* optimizer_axes: finds the axes of an optimizer state from its shape and its name.
  *
- * Nothing in a state dict says how a state lies beside its parameter, so it is guessed
- * from what does not lie: shapes.  Names are asked where a square matrix leaves it open.
+ * A state dict does not record how the axes of a state relate to its parameter, so they
+ * are inferred from the shapes. The name decides if the shapes are ambiguous, as for a
+ * square matrix.
  */
 #include "sharding/optimizer_axes.h"
 
 #include <string.h>
 
-/* Whether `text` holds `word`. */
-static bool holds(mls_str text, const char *word)
+/* Returns whether `text` contains `word`. */
+static bool contains_word(mls_str text, const char *word)
 {
     const size_t length = strlen(word);
     for (size_t i = 0; i + length <= text.length; i++) {
@@ -19,9 +20,9 @@ static bool holds(mls_str text, const char *word)
     return false;
 }
 
-/* Whether the shape is the parameter's without its axis `without`. */
-static bool lacks(const size_t *shape, int parameter_rank, const size_t *parameter_shape,
-                  int without)
+/* Returns whether the shape is the parameter's without the axis `without`. */
+static bool lacks_axis(const size_t *shape, int parameter_rank,
+                       const size_t *parameter_shape, int without)
 {
     for (int i = 0, j = 0; j < parameter_rank; j++) {
         if (j != without && shape[i++] != parameter_shape[j]) {
@@ -31,30 +32,30 @@ static bool lacks(const size_t *shape, int parameter_rank, const size_t *paramet
     return true;
 }
 
-/* Which axis of the parameter the state lacks, or MLS_NO_AXIS.  Sums over rows leave the
- * rows: "row" states lack the last axis, "col" states the one before it. */
-static int lacking(mls_str state, const size_t *shape, int parameter_rank,
-                   const size_t *parameter_shape)
+/* Returns the parameter's axis that the state lacks, or MLS_NO_AXIS. Row statistics are
+ * summed over the last axis: "row" states lack the last axis, "col" states the one before
+ * it. */
+static int find_missing_axis(mls_str state, const size_t *shape, int parameter_rank,
+                             const size_t *parameter_shape)
 {
-    /* Adafactor of transformers says "exp_avg_sq_row", torch's own "row_var": the word is
-     * what they have in common */
-    const int hint = holds(state, "row")   ? parameter_rank - 1
-                     : holds(state, "col") ? parameter_rank - 2
-                                           : MLS_NO_AXIS;
-    if (hint >= 0 && lacks(shape, parameter_rank, parameter_shape, hint)) {
+    /* Adafactor has "exp_avg_sq_row" in transformers and "row_var" in torch; both contain
+     * the word */
+    const int hint = contains_word(state, "row")   ? parameter_rank - 1
+                     : contains_word(state, "col") ? parameter_rank - 2
+                                                   : MLS_NO_AXIS;
+    if (hint >= 0 && lacks_axis(shape, parameter_rank, parameter_shape, hint)) {
         return hint;
     }
     for (int without = parameter_rank - 1; without >= 0; without--) {
-        if (lacks(shape, parameter_rank, parameter_shape, without)) {
+        if (lacks_axis(shape, parameter_rank, parameter_shape, without)) {
             return without;
         }
     }
     return MLS_NO_AXIS;
 }
 
-/* Three cases, from the plain to the odd: the same shape; the same number of axes, some
- * of them of one index only; one axis less.  Whatever else a state may be, none of its
- * axes goes with the parameter's. */
+/* Three cases in this order: the same shape; the same number of axes, some with length 1;
+ * one axis fewer. In all other cases no axis corresponds to one of the parameter's. */
 bool mls_optimizer_axes(mls_str state, int rank, const size_t *shape, int parameter_rank,
                         const size_t *parameter_shape, signed char *axes)
 {
@@ -66,11 +67,12 @@ bool mls_optimizer_axes(mls_str state, int rank, const size_t *shape, int parame
     if (same || rank == 0) {
         return false;
     }
-    /* an axis that is lacking is looked for first: the shapes that allow both readings
-     * are those of sums, and a broadcast axis has length 1 in the state */
-    const int without = rank == parameter_rank - 1
-                            ? lacking(state, shape, parameter_rank, parameter_shape)
-                            : MLS_NO_AXIS;
+    /* A missing axis takes precedence over a broadcast one; a broadcast axis has length 1
+     * in the state. */
+    const int without =
+        rank == parameter_rank - 1
+            ? find_missing_axis(state, shape, parameter_rank, parameter_shape)
+            : MLS_NO_AXIS;
     for (int i = 0; i < rank; i++) {
         const int axis = without != MLS_NO_AXIS ? i + (i >= without)
                          : broadcast && shape[i] == parameter_shape[i] ? i
@@ -80,7 +82,7 @@ bool mls_optimizer_axes(mls_str state, int rank, const size_t *shape, int parame
     return true;
 }
 
-/* The tensor's axis for an axis of its parameter, or MLS_NO_AXIS. */
+/* Returns the tensor's axis for an axis of its parameter, or MLS_NO_AXIS. */
 static int axis_of(int parameter_axis, int rank, const signed char *axes)
 {
     for (int i = 0; i < rank; i++) {
@@ -91,13 +93,12 @@ static int axis_of(int parameter_axis, int rank, const signed char *axes)
     return MLS_NO_AXIS;
 }
 
-/* The parts are numbered like digits: those of the steps that stay make the new number.
- */
+/* Part numbers are mixed-radix: the digits of the remaining steps form the new number. */
 void mls_layout_project(const mls_layout *layout, size_t index, int rank,
                         const signed char *axes, mls_layout *out, size_t *out_index)
 {
-    size_t after = 1; /* parts of the later steps */
-    /* none of the steps may stay: that is the whole tensor, whose only part is 0 */
+    size_t after = 1; /* number of parts of the later steps */
+    /* without remaining steps: the whole tensor, part 0 */
     *out = (mls_layout){0};
     *out_index = 0;
     for (int i = 0; i < layout->count; i++) {

@@ -1,15 +1,15 @@
-/* load: a plan first, then the copies.
+/* load_into: makes a plan first, and then copies.
  *
- * The plan is made in three steps.  Each pair is looked at once, since a view takes a
- * kilobyte and ten thousand of them no longer fit a cache: what is needed later goes into
- * short items.  Then the address ranges of everything written and read are sorted and
- * swept, which finds a destination that shares memory with a source, and destinations
- * that share memory with each other, in n log n.  At last the copies are listed as pieces
- * and the pieces grouped into tasks, one of which a thread takes at a time.
+ * Planning has three steps. First, each pair is read once and summarised in a short item,
+ * because a view takes a kilobyte and ten thousand views exceed the cache. Second, the
+ * address ranges of all reads and writes are sorted and swept, in O(n log n). This finds
+ * a destination that shares memory with a source, and destinations that share memory with
+ * each other. Third, the copies are listed as chunks, and the chunks are grouped into
+ * tasks; a thread takes one task at a time.
  *
- * A task is about PART bytes: many small tensors, or one piece of a large one.
- * Destinations that share memory form one task, whatever its size, and their pieces are
- * in the order of the pairs.
+ * A task has about PART bytes: many small tensors, or one chunk of a large one.
+ * Destinations that share memory form one task of any size, with their chunks in the
+ * order of the pairs.
  */
 #include "state/load_into.h"
 
@@ -24,31 +24,32 @@
 
 enum {
     PART = 256 << 10, /* bytes of a task: 8 us of copying */
-    AHEAD = 4,        /* pairs */
-    SHOWN_NAME = 72   /* bytes of a name that go into a message */
+    AHEAD = 4,        /* pairs to prefetch ahead */
+    SHOWN_NAME = 72   /* bytes of a name that a message shows */
 };
 
-/* One copy that a thread makes at a stretch. */
-typedef struct piece {
-    const mls_load_into_pair *pair; /* NULL: plain bytes on both sides */
+/* One copy by one thread. */
+typedef struct chunk {
+    const mls_load_into_pair *pair; /* NULL: a plain copy of bytes */
     unsigned char *to;
     const unsigned char *from;
-    size_t size; /* plain: bytes; else rows along the axis that is cut, 0 for all of the
-                    pair */
-} piece;
+    size_t size; /* plain: bytes; else: rows along the axis that is divided, or 0 for the
+                    whole pair */
+} chunk;
 
 struct mls_load_into {
-    size_t bytes; /* in all */
-    piece *pieces;
-    size_t *starts; /* of each task's pieces, and the end of the last */
+    size_t bytes; /* total bytes to write */
+    chunk *chunks;
+    size_t *starts; /* first chunk of each task, and the end of the last task */
     size_t tasks;
 };
 
-/* ---- how a pair is cut ---- */
+/* ---- dividing a pair ---- */
 
-/* Both views with as few axes as they need, the outermost first.  Strides that go the
- * other way keep doing so.  False where there are no elements. */
-static bool reduce(const mls_load_into_pair *pair, mls_tensor *dst, mls_tensor *src)
+/* Simplifies both views to as few axes as possible, outermost first. Negative strides
+ * stay negative. Returns false if there are no elements. */
+static bool simplify_axes(const mls_load_into_pair *pair, mls_tensor *dst,
+                          mls_tensor *src)
 {
     mls_strided_iter w;
     if (!mls_strided_iter_init(&w, pair->dst, pair->src)) {
@@ -66,9 +67,10 @@ static bool reduce(const mls_load_into_pair *pair, mls_tensor *dst, mls_tensor *
     return true;
 }
 
-/* The outermost axis one index of which is at most PART, and the indices of it that make
- * a piece.  One of the innermost axis is an element, so there always is such an axis. */
-static int cut_axis(const mls_tensor *reduced, size_t bytes, size_t *rows)
+/* Returns the outermost axis with at most PART bytes for one index, and the number of its
+ * indices in a chunk. The innermost axis always qualifies: its indices are single
+ * elements. */
+static int choose_split_axis(const mls_tensor *reduced, size_t bytes, size_t *rows)
 {
     int axis = 0;
     size_t inner = bytes / reduced->shape[0];
@@ -80,8 +82,8 @@ static int cut_axis(const mls_tensor *reduced, size_t bytes, size_t *rows)
     return axis;
 }
 
-/* Where the element at index `number` of the first `axes` axes, counted like the digits
- * of a number, lies behind the view's first one. */
+/* Returns the byte offset of an element from the view's first one. `number` is the
+ * row-major index over the first `axes` axes; the other indices are 0. */
 static ptrdiff_t offset_of(const mls_tensor *t, int axes, size_t number)
 {
     ptrdiff_t offset = 0;
@@ -92,44 +94,44 @@ static ptrdiff_t offset_of(const mls_tensor *t, int axes, size_t number)
     return offset;
 }
 
-/* ---- what a plan is made from ---- */
+/* ---- data of the planner ---- */
 
-/* What later steps need of a pair.  Zero bytes: nothing to do. */
+/* Summary of a pair. Zero bytes: nothing to copy. */
 typedef struct item {
     size_t bytes;
     unsigned char *to;
     const unsigned char *from;
-    bool plain;     /* packed on both sides and the same bytes */
-    size_t cluster; /* of destinations that share memory, from 1; 0: it shares none */
-    size_t next;    /* the pair after it in the cluster, or `count` */
+    bool plain;     /* packed on both sides, with equal dtype and byte order */
+    size_t cluster; /* group of destinations that share memory, from 1; 0: none */
+    size_t next;    /* next pair of the cluster, or `count` */
 } item;
 
-/* Everything that is gone when the plan stands. */
+/* State during planning; only `load` survives it. */
 typedef struct planner {
     const mls_load_into_pair *pairs;
     size_t count;
     bool cast;
     item *items;
-    mls_address_range *spans, *spare; /* room for two per pair each; first, what is read
-                                is in the one and what is written in the other */
+    mls_address_range *spans, *spare; /* two per pair; at first, the reads are in `spans`
+                                         and the writes in `spare` */
     size_t reads, writes;
     size_t clusters;
-    size_t *heads; /* the first pair of each cluster, or `count` */
+    size_t *heads; /* first pair of each cluster, or `count` */
     mls_load_into *load;
-    size_t room, pieces; /* how many there may be, and are */
-    size_t filled;       /* bytes of the task that is being filled */
+    size_t room, chunks; /* capacity and number of chunks */
+    size_t filled;       /* bytes in the current task */
     mls_status *st;
 } planner;
 
 /* ---- checks ---- */
 
-/* A name in quotes, as far as messages have room, cut between characters. */
+/* A quoted name for messages, shortened between characters if it is long. */
 typedef struct quoted {
     char text[SHOWN_NAME + 8];
 } quoted;
 
-/* Continuation bytes of UTF-8 begin with 10: a cut never leaves half a character. */
-static quoted quote(mls_str name)
+/* Continuation bytes of UTF-8 begin with the bits 10, so a character is never split. */
+static quoted quote_name(mls_str name)
 {
     size_t length = name.length;
     if (length > SHOWN_NAME) {
@@ -144,9 +146,8 @@ static quoted quote(mls_str name)
     return q;
 }
 
-/* Add the pair's name to the failure that was just filled in; an empty one may have no
- * bytes to point at. */
-static mls_code named(mls_status *st, const mls_load_into_pair *pair)
+/* Adds the pair's name to the error in `st`. The data of an empty name may be NULL. */
+static mls_code add_pair_name(mls_status *st, const mls_load_into_pair *pair)
 {
     if (pair->name.length > 0) {
         mls_status_name(st, pair->name.data, pair->name.length);
@@ -154,8 +155,8 @@ static mls_code named(mls_status *st, const mls_load_into_pair *pair)
     return st->code;
 }
 
-/* MLS_E_SHAPE, MLS_E_DTYPE.  Without `cast`, dtypes that would convert are refused too.
- * The name is made ready only for a failure. */
+/* Returns MLS_E_SHAPE or MLS_E_DTYPE if the pair cannot be copied. Without `cast`,
+ * different dtypes fail. The name is quoted only on failure. */
 static mls_code check_kind(const mls_load_into_pair *pair, bool cast, mls_status *st)
 {
     const mls_dtype to = pair->dst->dtype, from = pair->src->dtype;
@@ -163,21 +164,21 @@ static mls_code check_kind(const mls_load_into_pair *pair, bool cast, mls_status
     if (copies && (to == from || cast)) {
         return MLS_OK;
     }
-    const quoted name = quote(pair->name);
+    const quoted name = quote_name(pair->name);
     if (!copies) {
         (void)mls_copy_check(pair->dst, pair->src, name.text, st);
-        return named(st, pair);
+        return add_pair_name(st, pair);
     }
     mls_fail(st, MLS_E_DTYPE,
              "%s: the target has dtype %s, the source %s, and nothing is converted",
              name.text, mls_dtype_of(to)->name, mls_dtype_of(from)->name);
     mls_status_expected(st, "%s", mls_dtype_of(from)->name);
     mls_status_got(st, "%s", mls_dtype_of(to)->name);
-    return named(st, pair);
+    return add_pair_name(st, pair);
 }
 
-/* Whether two views of equal shapes are one and the same.  Strides along an axis of one
- * index say nothing, and a byte has no order. */
+/* Returns whether two views of equal shapes are the same. The stride of an axis of length
+ * 1 and the byte order of single bytes do not matter. */
 static bool same_view(const mls_tensor *a, const mls_tensor *b)
 {
     if (a->data != b->data || a->dtype != b->dtype ||
@@ -192,13 +193,14 @@ static bool same_view(const mls_tensor *a, const mls_tensor *b)
     return true;
 }
 
-/* Whether no two elements of a view share memory, as far as it is easy to tell: from the
- * inside out, each step must pass over all that lies inside it.  Two axes that dodge each
- * other in another way are not recognised; nobody makes such views on purpose. */
-static bool elements_apart(const mls_tensor *t)
+/* Returns whether the elements of a view certainly do not overlap: from the innermost
+ * axis outwards, each stride must exceed the extent of the inner axes. Some unusual views
+ * without overlap fail this test. */
+static bool has_separate_elements(const mls_tensor *t)
 {
     mls_strided_iter w;
-    size_t reach = mls_tensor_item_bytes(t); /* from the lowest byte to the highest */
+    size_t reach =
+        mls_tensor_item_bytes(t); /* bytes from the lowest to the highest address */
     bool apart = true;
     if (mls_tensor_is_contiguous(t) || !mls_strided_iter_init(&w, t, NULL)) {
         return true;
@@ -214,7 +216,8 @@ static bool elements_apart(const mls_tensor *t)
     return apart;
 }
 
-/* Whether a pair is a copy of bytes, all of which lie together on either side. */
+/* Returns whether a pair is one memcpy: both sides packed, with equal dtype and byte
+ * order. */
 static bool is_plain(const mls_load_into_pair *pair)
 {
     const mls_tensor *dst = pair->dst, *src = pair->src;
@@ -225,14 +228,14 @@ static bool is_plain(const mls_load_into_pair *pair)
     if (mls_tensor_is_contiguous(dst) && mls_tensor_is_contiguous(src)) {
         return true;
     }
-    mls_strided_iter w; /* packed in another order, the same on both sides */
+    mls_strided_iter w; /* packed in the same other order on both sides */
     return mls_strided_iter_init(&w, dst, src) && w.rank == 0 &&
            w.a_step == (ptrdiff_t)bytes && w.b_step == (ptrdiff_t)bytes;
 }
 
-/* Remember the memory of a view, if it has any. */
-static void add_span(mls_address_range *spans, size_t *count, const mls_tensor *t,
-                     size_t pair, bool written)
+/* Appends the address range of a view, if it has elements. */
+static void add_range(mls_address_range *spans, size_t *count, const mls_tensor *t,
+                      size_t pair, bool written)
 {
     mls_address_range s = {.owner = pair, .written = written};
     if (mls_tensor_range(t, &s.low, &s.high)) {
@@ -240,9 +243,9 @@ static void add_span(mls_address_range *spans, size_t *count, const mls_tensor *
     }
 }
 
-/* Ask for the views of a pair some turns later.  Two lines of each are read, too far
- * apart for the processor to guess the second: measured with ten thousand pairs that were
- * not in the cache, waiting for them took a third of the time. */
+/* Prefetches the views of a later pair: two cache lines of each, too far apart for the
+ * hardware prefetcher. Without it, waiting for them took a third of the time (measured
+ * with ten thousand pairs outside the cache). */
 static void prefetch_pair(const planner *p, size_t index)
 {
     if (index < p->count) {
@@ -254,8 +257,8 @@ static void prefetch_pair(const planner *p, size_t index)
     }
 }
 
-/* All that is asked of a pair alone, and its item and spans. */
-static mls_code take_pair(planner *p, size_t index)
+/* Checks one pair, and fills its item and address ranges. */
+static mls_code check_pair(planner *p, size_t index)
 {
     const mls_load_into_pair *pair = &p->pairs[index];
     item *it = &p->items[index];
@@ -263,34 +266,35 @@ static mls_code take_pair(planner *p, size_t index)
     if (code != MLS_OK) {
         return code;
     }
-    add_span(p->spans, &p->reads, pair->src, index, false);
+    add_range(p->spans, &p->reads, pair->src, index, false);
     if (same_view(pair->dst, pair->src)) {
         return MLS_OK;
     }
-    if (!elements_apart(pair->dst) || !mls_tensor_bytes(pair->dst, &it->bytes)) {
+    if (!has_separate_elements(pair->dst) || !mls_tensor_bytes(pair->dst, &it->bytes)) {
         mls_fail(p->st, MLS_E_OVERLAP,
                  "%s: elements of the target share memory with one another, as in a "
                  "broadcast view: load into a copy of it",
-                 quote(pair->name).text);
-        return named(p->st, pair);
+                 quote_name(pair->name).text);
+        return add_pair_name(p->st, pair);
     }
     it->to = pair->dst->data;
     it->from = pair->src->data;
     it->plain = is_plain(pair);
-    add_span(p->spare, &p->writes, pair->dst, index, true);
+    add_range(p->spare, &p->writes, pair->dst, index, true);
     if (!mls_size_add(p->load->bytes, it->bytes, &p->load->bytes)) {
-        p->load->bytes = SIZE_MAX; /* tied many times over; only asked whether large */
+        p->load->bytes =
+            SIZE_MAX; /* saturates; needed only to tell whether the load is large */
     }
     return MLS_OK;
 }
 
-/* ---- who shares memory with whom ---- */
+/* ---- destinations that share memory ---- */
 
-/* Destination `written` meets the source of `read`. */
-static mls_code overlap(planner *p, size_t written, size_t read)
+/* Fails because destination `written` overlaps the source of `read`. */
+static mls_code fail_overlap(planner *p, size_t written, size_t read)
 {
     const mls_load_into_pair *pair = &p->pairs[written];
-    const quoted name = quote(pair->name);
+    const quoted name = quote_name(pair->name);
     if (written == read) {
         mls_fail(p->st, MLS_E_OVERLAP,
                  "%s: the target shares memory with its own source but is another view "
@@ -299,12 +303,12 @@ static mls_code overlap(planner *p, size_t written, size_t read)
     } else {
         mls_fail(p->st, MLS_E_OVERLAP,
                  "%s: the target shares memory with the source of %s: load from a copy",
-                 name.text, quote(p->pairs[read].name).text);
+                 name.text, quote_name(p->pairs[read].name).text);
     }
-    return named(p->st, pair);
+    return add_pair_name(p->st, pair);
 }
 
-/* Put a destination into the cluster of another one, which may have to be opened. */
+/* Adds a destination to the cluster of another one, creating the cluster if needed. */
 static void join_cluster(planner *p, size_t pair, size_t other)
 {
     if (p->items[other].cluster == 0) {
@@ -313,11 +317,11 @@ static void join_cluster(planner *p, size_t pair, size_t other)
     p->items[pair].cluster = p->items[other].cluster;
 }
 
-/* Sweep the sorted spans of all that is read and written.  It is enough to keep the span
- * that reaches highest, among those written and among those read. */
+/* Sweeps the sorted ranges of all reads and writes. Only the range with the highest end
+ * has to be kept, among the reads and among the writes. */
 static mls_code find_overlaps(planner *p)
 {
-    const mls_address_range *top[2] = {NULL, NULL}; /* read, written */
+    const mls_address_range *top[2] = {NULL, NULL}; /* index 0: reads, 1: writes */
     const size_t count = p->reads + p->writes;
     memcpy(p->spans + p->reads, p->spare, p->writes * sizeof *p->spans);
     const mls_address_range *sorted = mls_address_ranges_sort(p->spans, p->spare, count);
@@ -326,8 +330,8 @@ static mls_code find_overlaps(planner *p)
         const mls_address_range *other = top[!s->written];
         const mls_address_range *like = top[s->written];
         if (other != NULL && s->low < other->high) {
-            return s->written ? overlap(p, s->owner, other->owner)
-                              : overlap(p, other->owner, s->owner);
+            return s->written ? fail_overlap(p, s->owner, other->owner)
+                              : fail_overlap(p, other->owner, s->owner);
         }
         if (s->written && like != NULL && s->low < like->high) {
             join_cluster(p, s->owner, like->owner);
@@ -339,8 +343,8 @@ static mls_code find_overlaps(planner *p)
     return MLS_OK;
 }
 
-/* Chain the pairs of each cluster in their order: from the last to the first, each is put
- * in front. */
+/* Links the pairs of each cluster in order. Iterates backwards, so each pair is
+ * prepended. */
 static void link_clusters(planner *p)
 {
     for (size_t cluster = 0; cluster < p->clusters; cluster++) {
@@ -355,30 +359,30 @@ static void link_clusters(planner *p)
     }
 }
 
-/* ---- pieces and tasks ---- */
+/* ---- chunks and tasks ---- */
 
-/* Nothing of the plan remains where this is returned. */
 static mls_code no_memory(mls_status *st, size_t count)
 {
     return mls_fail(st, MLS_E_MEMORY, "no memory to plan the loading of %zu tensors",
                     count);
 }
 
-/* Room for one piece more, and for the task that it may start and the end of that. */
-static bool grow(planner *p)
+/* Ensures capacity for one more chunk, and for the task that it may start with the end of
+ * that task. */
+static bool reserve_chunk(planner *p)
 {
-    if (p->pieces < p->room) {
+    if (p->chunks < p->room) {
         return true;
     }
     size_t room;
     if (!mls_size_mul(p->room == 0 ? p->count : p->room, 2, &room)) {
         return false;
     }
-    piece *pieces = mls_realloc(p->load->pieces, room, sizeof *pieces);
-    if (pieces == NULL) {
+    chunk *chunks = mls_realloc(p->load->chunks, room, sizeof *chunks);
+    if (chunks == NULL) {
         return false;
     }
-    p->load->pieces = pieces;
+    p->load->chunks = chunks;
     size_t *starts = mls_realloc(p->load->starts, room + 1, sizeof *starts);
     if (starts == NULL) {
         return false;
@@ -389,65 +393,66 @@ static bool grow(planner *p)
     return true;
 }
 
-/* End the task that is being filled, if there is something in it. */
+/* Ends the current task, unless it is empty. */
 static void end_task(planner *p)
 {
     mls_load_into *load = p->load;
     if (p->filled > 0) {
-        load->starts[++load->tasks] = p->pieces;
+        load->starts[++load->tasks] = p->chunks;
         p->filled = 0;
     }
 }
 
-/* Add a piece of `bytes` bytes; it starts a task where the one that is being filled is
- * full enough, unless `together`. */
-static bool add_piece(planner *p, piece part, size_t bytes, bool together)
+/* Appends a chunk of `bytes` bytes. Starts a new task if the current one is full enough,
+ * unless `together`. */
+static bool add_chunk(planner *p, chunk part, size_t bytes, bool together)
 {
-    if (!grow(p)) {
+    if (!reserve_chunk(p)) {
         return false;
     }
     if (!together && bytes > PART - (p->filled < PART ? p->filled : PART)) {
         end_task(p);
     }
-    p->load->pieces[p->pieces++] = part;
+    p->load->chunks[p->chunks++] = part;
     p->filled += bytes;
     return true;
 }
 
-/* All of a pair as one piece. */
+/* Adds a whole pair as one chunk. */
 static bool add_whole(planner *p, size_t index, bool together)
 {
     const mls_load_into_pair *pair = &p->pairs[index];
     const item *it = &p->items[index];
-    const piece whole = {.pair = it->plain ? NULL : pair,
+    const chunk whole = {.pair = it->plain ? NULL : pair,
                          .to = it->to,
                          .from = it->from,
                          .size = it->plain ? it->bytes : 0};
-    return add_piece(p, whole, it->bytes, together);
+    return add_chunk(p, whole, it->bytes, together);
 }
 
-/* A plain pair in pieces of PART bytes and a rest, which may share its task. */
-static bool cut_plain(planner *p, const item *it)
+/* Divides a plain pair into chunks of PART bytes and a remainder, which may share a task.
+ */
+static bool split_plain(planner *p, const item *it)
 {
     bool fits = true;
     for (size_t at = 0; at < it->bytes && fits; at += PART) {
         const size_t rest = it->bytes - at;
         const size_t size = rest < PART ? rest : PART;
-        fits = add_piece(p, (piece){NULL, it->to + at, it->from + at, size}, size, false);
+        fits = add_chunk(p, (chunk){NULL, it->to + at, it->from + at, size}, size, false);
     }
     return fits;
 }
 
-/* Any other pair in pieces of some rows of one axis: every index of the axes outside it
- * has pieces of its own.  A large view has few of them, as each is over PART. */
-static bool cut_strided(planner *p, const mls_load_into_pair *pair, size_t bytes)
+/* Divides any other pair into chunks of some rows of one axis, separately for every index
+ * of the outer axes. One such index exceeds PART bytes, so there are few of them. */
+static bool split_strided(planner *p, const mls_load_into_pair *pair, size_t bytes)
 {
     mls_tensor dst, src;
     size_t rows;
-    if (!reduce(pair, &dst, &src)) {
+    if (!simplify_axes(pair, &dst, &src)) {
         return true;
     }
-    const int axis = cut_axis(&dst, bytes, &rows);
+    const int axis = choose_split_axis(&dst, bytes, &rows);
     const size_t length = dst.shape[axis];
     size_t row_bytes = mls_tensor_item_bytes(&dst), outer = 1;
     for (int i = 0; i < dst.rank; i++) {
@@ -460,17 +465,16 @@ static bool cut_strided(planner *p, const mls_load_into_pair *pair, size_t bytes
         const ptrdiff_t from = offset_of(&src, axis, number);
         for (size_t row = 0; row < length && fits; row += rows) {
             const size_t size = length - row < rows ? length - row : rows;
-            const piece part = {pair, dst.data + to + dst.strides[axis] * (ptrdiff_t)row,
+            const chunk part = {pair, dst.data + to + dst.strides[axis] * (ptrdiff_t)row,
                                 src.data + from + src.strides[axis] * (ptrdiff_t)row,
                                 size};
-            fits = add_piece(p, part, size * row_bytes, false);
+            fits = add_chunk(p, part, size * row_bytes, false);
         }
     }
     return fits;
 }
 
-/* Clusters first: they cannot be shared out, so the other threads must find work beside
- * them. */
+/* Clusters come first: each is one task, so other threads must find work meanwhile. */
 static bool add_clusters(planner *p)
 {
     bool fits = true;
@@ -484,7 +488,7 @@ static bool add_clusters(planner *p)
     return fits;
 }
 
-/* The pairs that share nothing, in their order. */
+/* Adds the pairs that share no memory, in order. */
 static bool add_others(planner *p)
 {
     bool fits = true;
@@ -496,9 +500,9 @@ static bool add_others(planner *p)
         if (it->bytes <= PART) {
             fits = add_whole(p, i, false);
         } else if (it->plain) {
-            fits = cut_plain(p, it);
+            fits = split_plain(p, it);
         } else {
-            fits = cut_strided(p, &p->pairs[i], it->bytes);
+            fits = split_strided(p, &p->pairs[i], it->bytes);
         }
     }
     end_task(p);
@@ -507,13 +511,13 @@ static bool add_others(planner *p)
 
 /* ---- the plan ---- */
 
-/* Check all pairs, then how they lie to each other, then list the work. */
+/* Checks all pairs, then their overlaps, then lists the work. */
 static mls_code make_plan(planner *p)
 {
     mls_code code = MLS_OK;
     for (size_t i = 0; i < p->count && code == MLS_OK; i++) {
         prefetch_pair(p, i + AHEAD);
-        code = take_pair(p, i);
+        code = check_pair(p, i);
     }
     if (code == MLS_OK) {
         code = find_overlaps(p);
@@ -532,7 +536,7 @@ static mls_code make_plan(planner *p)
     return MLS_OK;
 }
 
-/* The tables are for the planning only; what stays is the plan. */
+/* Frees everything but the plan. */
 mls_code mls_load_into_new(const mls_load_into_pair *pairs, size_t count, bool cast,
                            mls_load_into **out, mls_status *st)
 {
@@ -565,42 +569,42 @@ size_t mls_load_into_bytes(const mls_load_into *load)
     return load->bytes;
 }
 
-/* ---- running it ---- */
+/* ---- running ---- */
 
-/* What every thread reads. */
+/* Shared by all threads; constant. */
 typedef struct job {
     const mls_load_into *load;
     const mls_kernels *kernels;
     mls_destination destination;
 } job;
 
-/* The rows of a piece as views of their own: the axes outside have one index here. */
-static void copy_rows(const job *j, const piece *part)
+/* Copies the rows of a chunk as smaller views: the outer axes have length 1. */
+static void copy_rows(const job *j, const chunk *part)
 {
     mls_tensor dst, src;
     size_t bytes = 0, rows;
-    if (!reduce(part->pair, &dst, &src)) {
+    if (!simplify_axes(part->pair, &dst, &src)) {
         return;
     }
-    (void)mls_tensor_bytes(&dst, &bytes); /* it fitted when the plan was made */
-    const int axis = cut_axis(&dst, bytes, &rows);
+    (void)mls_tensor_bytes(&dst, &bytes); /* cannot overflow: checked while planning */
+    const int axis = choose_split_axis(&dst, bytes, &rows);
     for (int outer = 0; outer < axis; outer++) {
         dst.shape[outer] = src.shape[outer] = 1;
     }
     dst.shape[axis] = src.shape[axis] = part->size;
     dst.data = part->to;
-    /* the source is only read, but a view does not say so */
+    /* only read, although the view is not const */
     src.data += part->from - src.data;
     mls_copy(j->kernels, &dst, &src, j->destination);
 }
 
-/* One task, for the pool. */
+/* Runs one task of the thread pool. */
 static void run_task(void *context, size_t task)
 {
     const job *j = context;
     const mls_load_into *load = j->load;
     for (size_t i = load->starts[task]; i < load->starts[task + 1]; i++) {
-        const piece *part = &load->pieces[i];
+        const chunk *part = &load->chunks[i];
         if (part->pair == NULL) {
             mls_copy_bytes(j->kernels, part->to, part->from, part->size, j->destination);
         } else if (part->size == 0) {
@@ -611,8 +615,8 @@ static void run_task(void *context, size_t task)
     }
 }
 
-/* All tensors together count as one destination: they may exceed the cache although each
- * of them would fit. */
+/* All tensors count as one destination: together they may exceed the cache although each
+ * of them fits. */
 void mls_load_into_run(const mls_load_into *load, const mls_kernels *kernels,
                        mls_pool *pool)
 {
@@ -621,11 +625,10 @@ void mls_load_into_run(const mls_load_into *load, const mls_kernels *kernels,
     mls_pool_run(shared, run_task, &j, load->tasks);
 }
 
-/* Sources and targets are borrowed and stay. */
 void mls_load_into_free(mls_load_into *load)
 {
     if (load != NULL) {
-        mls_free(load->pieces);
+        mls_free(load->chunks);
         mls_free(load->starts);
         mls_free(load);
     }

@@ -1,7 +1,6 @@
-/* load: copy many tensors into others, all or none.
+/* load_into: copies many tensors into others, all or none.
  *
- * Everything that can be wrong is found before the first byte is written; after that
- * nothing can fail.
+ * All errors are found before the first byte is written; the copying itself cannot fail.
  */
 #ifndef MLS_LOAD_INTO_H
 #define MLS_LOAD_INTO_H
@@ -13,40 +12,44 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-/* One tensor to be loaded, and where it comes from.  Names and views are borrowed: a view
- * takes a kilobyte, which ten thousand pairs should not hold a second time. */
+/* One tensor to load, and its source. Names and views are borrowed, because copies of ten
+ * thousand views of a kilobyte each would waste memory. */
 typedef struct mls_load_into_pair {
     mls_str name;
     const mls_tensor *dst, *src;
 } mls_load_into_pair;
 
-/* A plan: what is copied where, in which parts.  It does not change while it runs. */
+/* A plan of all copies; constant while it runs. */
 typedef struct mls_load_into mls_load_into;
 
-/* Check every pair and plan the work.  Shapes must be equal; dtypes too, or convertible
- * into one another where `cast`.
+/* Checks every pair and plans the work.
  *
- * A pair whose two views are the very same (address, shape, strides, dtype, byte order)
- * has nothing to copy and is left out.  Any other destination must share no memory with
- * any source, of its own pair, of another one or of one left out: what a source holds is
- * what its own destination gets, so it may not change on the way.  Destinations may share
- * memory with each other (tied weights): they are then written one after the other, in
- * the order of the pairs.  The elements of one destination must lie apart: no stride of
- * 0, as in a broadcast view, along an axis longer than 1, and no windows that slide over
- * each other.  Memory is compared by mls_tensor_range: views that interleave count as
- * sharing.  Sources may be anything, and share what they like.
+ * Rules for pairs:
+ * - Shapes must be equal. Dtypes must be equal too, or convertible if `cast`.
+ * - A pair of two identical views (address, shape, strides, dtype, byte order) has
+ *   nothing to copy and is left out.
+ * - Any other destination must share no memory with any source, including its own and
+ *   those of pairs left out: a copy must not change a source.
+ * - Destinations may share memory with each other (tied weights). They are written one
+ *   after the other, in the order of the pairs.
+ * - The elements of one destination must not overlap: no stride of 0 along an axis longer
+ *   than 1 (broadcast views), and no sliding windows.
+ * - Sources may overlap in any way.
+ * Memory is compared by address range (mls_tensor_range), so interleaved views count as
+ * overlapping.
  *
- * `pairs` and the views are borrowed until the plan is freed.  Gives: free with
- * mls_load_into_free.  The status's name is the pair's.  MLS_E_SHAPE, MLS_E_DTYPE,
- * MLS_E_OVERLAP (where two pairs are concerned the text has both names), MLS_E_MEMORY (no
- * name).  On failure `*out` is untouched. */
+ * `pairs` and the views are borrowed until the plan is freed. Free `*out` with
+ * mls_load_into_free. Errors: MLS_E_SHAPE, MLS_E_DTYPE and MLS_E_OVERLAP set the status's
+ * name to the pair's name (if two pairs overlap, the text has both names); MLS_E_MEMORY
+ * sets none. On failure `*out` is unchanged.
+ */
 mls_code mls_load_into_new(const mls_load_into_pair *pairs, size_t count, bool cast,
                            mls_load_into **out, mls_status *st);
 
-/* Bytes that will be written: pairs that are left out count nothing. */
+/* Returns the bytes to write, without pairs that are left out. */
 size_t mls_load_into_bytes(const mls_load_into *load);
 
-/* Write them, large tensors in parts by several threads.  Cannot fail. */
+/* Copies everything; several threads share large tensors. Cannot fail. */
 void mls_load_into_run(const mls_load_into *load, const mls_kernels *kernels,
                        mls_pool *pool);
 

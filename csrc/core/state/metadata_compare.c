@@ -1,7 +1,7 @@
-/* compat: pairs of facts compared one by one.
+/* metadata_compare: compares pairs of metadata one by one.
  *
- * Most dtypes are named by the same constant of dtype.c on both sides, so that a look at
- * the pointers is enough; the text decides where they come from different places.
+ * Most dtype names are the same constants of dtype.c on both sides, so comparing pointers
+ * is enough; otherwise the text is compared.
  */
 #include "state/metadata_compare.h"
 
@@ -9,7 +9,7 @@
 
 #include <string.h>
 
-/* Dimensions only count where there are as many on both sides. */
+/* Ranks are compared first: `shape` has `rank` entries. */
 bool mls_tensor_meta_same_shape(const mls_tensor_meta *a, const mls_tensor_meta *b)
 {
     if (a->rank != b->rank) {
@@ -23,7 +23,7 @@ bool mls_tensor_meta_same_shape(const mls_tensor_meta *a, const mls_tensor_meta 
     return true;
 }
 
-/* Names are mostly the core's own constants, whose addresses tell already. */
+/* Equal pointers are the common case. */
 bool mls_tensor_meta_same_dtype(const mls_tensor_meta *a, const mls_tensor_meta *b)
 {
     return a->dtype == b->dtype || strcmp(a->dtype, b->dtype) == 0;
@@ -42,7 +42,7 @@ size_t mls_tensor_meta_head(mls_str name, const mls_tensor_meta *facts,
     return 24 + 8 * rank;
 }
 
-/* Shape and dtype are only looked at where both sides have the tensor. */
+/* Shape and dtype are compared only if both sides have the tensor. */
 static unsigned char bits_of(const mls_fact_pair *pair)
 {
     if (!pair->has_target) {
@@ -58,8 +58,8 @@ static unsigned char bits_of(const mls_fact_pair *pair)
     return (unsigned char)(shape | dtype);
 }
 
-/* Bits and counts in one walk: most often the counts are zeros, and nobody asks further.
- */
+/* Sets bits and counts in one pass: usually the counts are zero and the caller needs no
+ * more. */
 mls_metadata_counts mls_metadata_compare(const mls_fact_pair *pairs, size_t count,
                                          unsigned char *out)
 {

@@ -1,7 +1,7 @@
-/* compat: what two state dicts have in common, and where they differ in names, shapes and
- * dtypes.  The bytes of the tensors are not looked at (diff.h does that).
+/* metadata_compare: compares two state dicts by the names, shapes and dtypes of their
+ * tensors; diff.h compares the values.
  *
- * Names are paired up before (name_match.h).
+ * name_match.h pairs the names beforehand.
  */
 #ifndef MLS_METADATA_COMPARE_H
 #define MLS_METADATA_COMPARE_H
@@ -13,23 +13,23 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-/* What is known of a tensor without touching its memory.  All of it is borrowed.  The
- * dtype is a name, so that types which the core does not know can be told apart too. */
+/* Metadata of a tensor. All pointers are borrowed. The dtype is a name, so that dtypes
+ * unknown to the core can be compared too. */
 typedef struct mls_tensor_meta {
     const size_t *shape;
     const char *dtype;
     int rank;
 } mls_tensor_meta;
 
-/* One name with what each side has under it; `has_source` or `has_target` may be false,
- * not both. */
+/* A name with the metadata of each side; at least one of `has_source` and `has_target` is
+ * true. */
 typedef struct mls_fact_pair {
     mls_str name;
     mls_tensor_meta source, target;
     bool has_source, has_target;
 } mls_fact_pair;
 
-/* A pair can differ in shape and in dtype at once, so these are bits. */
+/* Result bits: a pair may differ in both shape and dtype. */
 enum {
     MLS_SAME = 0,
     MLS_MISSING = 1,    /* only the source has it */
@@ -38,7 +38,7 @@ enum {
     MLS_DTYPE_DIFFERS = 8
 };
 
-/* How often each bit occurs, and how many pairs have none. */
+/* Number of pairs with each bit, and without any. */
 typedef struct mls_metadata_counts {
     size_t missing, unexpected, shapes, dtypes, same;
 } mls_metadata_counts;
@@ -48,13 +48,14 @@ bool mls_tensor_meta_same_dtype(const mls_tensor_meta *a, const mls_tensor_meta 
 
 enum { MLS_FACTS_HEAD_MOST = 8 * (3 + MLS_MAX_RANK) };
 
-/* Write to `out` what a digest of a tensor begins with, as 64-bit little-endian numbers:
- * the lengths of its name and of its dtype's name, the rank and the dimensions.  Returns
- * the bytes, at most MLS_FACTS_HEAD_MOST. */
+/* Writes the first bytes of a tensor's digest to `out`, as 64-bit little-endian numbers:
+ * the lengths of its name and of its dtype's name, the rank, and the dimensions. Returns
+ * the number of bytes, at most MLS_FACTS_HEAD_MOST. */
 size_t mls_tensor_meta_head(mls_str name, const mls_tensor_meta *facts,
                             unsigned char *out);
 
-/* The bits of each pair into `out` (`count` of them), and their sums. */
+/* Writes the result bits of each pair to `out` (`count` entries), and returns their
+ * counts. */
 mls_metadata_counts mls_metadata_compare(const mls_fact_pair *pairs, size_t count,
                                          unsigned char *out);
 

@@ -1,16 +1,14 @@
-/* name_match: one walk while the lists agree, then open addressing with linear probing,
- * at most half full.
- */
+/* name_match: one pass while the lists agree, then a hash table with open addressing and
+ * linear probing, at most half full. */
 #include "state/name_match.h"
 
 #include "base/memory.h"
 #include "base/size.h"
 
-/* A name of `b`.  A name that got its partner stays in the table, so that probing goes on
- * past it. */
+/* A name of `b`. A matched name stays in the table, so that probing continues past it. */
 typedef struct slot {
     uint64_t hash;
-    size_t position; /* 1 more than that in `b`; 0: empty */
+    size_t position; /* position in `b` plus 1; 0: empty */
     bool taken;
 } slot;
 
@@ -19,7 +17,7 @@ typedef struct table {
     size_t mask;
 } table;
 
-/* A table of the names of `b` from `first` on. */
+/* Builds a table of the names of `b` from `first` on. */
 static mls_code table_init(table *t, const mls_str *b, size_t first, size_t count,
                            mls_status *st)
 {
@@ -45,7 +43,7 @@ static mls_code table_init(table *t, const mls_str *b, size_t first, size_t coun
     return MLS_OK;
 }
 
-/* Take the first equal name that has no partner yet: its position. */
+/* Marks the first equal unmatched name as taken, and returns its position. */
 static size_t table_take(table *t, const mls_str *b, mls_str name)
 {
     const uint64_t hash = mls_str_hash(0, name);
@@ -60,8 +58,7 @@ static size_t table_take(table *t, const mls_str *b, mls_str name)
     return MLS_NO_PARTNER;
 }
 
-/* Mark in `rest` which names of `b` have a partner, then keep the numbers of the others.
- */
+/* Marks the matched names of `b` in `rest`, then keeps the positions of the others. */
 static size_t list_rest(const size_t *partners, size_t a_count, size_t b_count,
                         size_t first, size_t *rest)
 {
@@ -82,7 +79,7 @@ static size_t list_rest(const size_t *partners, size_t a_count, size_t b_count,
     return count;
 }
 
-/* The same object's text is at one address: mostly nothing is compared. */
+/* Often both are the same object, so the pointers are equal. */
 static bool same_name(mls_str a, mls_str b)
 {
     return a.length == b.length && (a.data == b.data || mls_str_equal(a, b));

@@ -1,4 +1,4 @@
-/* name_match: two lists of names paired up by equality. */
+/* name_match: pairs two lists of names by equality. */
 #ifndef MLS_NAME_MATCH_H
 #define MLS_NAME_MATCH_H
 
@@ -10,16 +10,17 @@
 
 #define MLS_NO_PARTNER SIZE_MAX
 
-/* For each name of `a`, store in `partners` the position of the same name in `b`, or
- * MLS_NO_PARTNER.  Store in `rest` the positions of the names of `b` without a partner,
- * rising, and their number in `*rest_count`.  `partners` has room for `a_count` numbers,
- * `rest` for `b_count`.
+/* Stores in `partners`, for each name of `a`, the position of the equal name in `b`, or
+ * MLS_NO_PARTNER. Stores in `rest` the positions of the unmatched names of `b` in
+ * ascending order, and their number in `*rest_count`. `partners` has room for `a_count`
+ * entries, `rest` for `b_count`.
  *
- * No name has two partners: of equal names in one list, each is paired with another one
- * of the other list, if there are as many.  Lists in the same order take one comparison
- * for each name; from the first difference on a hash table is used.
+ * Each name has at most one partner: if a list repeats a name, each copy is matched with
+ * a different copy in the other list, as far as there are enough. While both lists agree,
+ * each name takes one comparison; a hash table is used from the first difference on.
  *
- * MLS_E_MEMORY: the results are undefined. */
+ * MLS_E_MEMORY: the results are undefined.
+ */
 mls_code mls_names_match(const mls_str *a, size_t a_count, const mls_str *b,
                          size_t b_count, size_t *partners, size_t *rest,
                          size_t *rest_count, mls_status *st);

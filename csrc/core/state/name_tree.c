@@ -1,15 +1,16 @@
-/* names: the tree of dotted names.
+/* name_tree: a tree of dotted names.
  *
- * All nodes lie in one array, and one open-addressing table finds the child of a node by
- * its segment: there are no lists to search, however many children a node has.  A first
- * child is known to its parent and is not in the table: so each name needs one place of
- * it at most, where it leaves the names before it, and the table never has to grow. Names
- * of one layer usually follow each other, so each name is begun at the node that it
- * shares with the name before it; most of a name is then compared and not looked up.
+ * All nodes are in one array. A hash table with open addressing finds the child of a node
+ * by its segment, so a lookup does not depend on the number of children. The first child
+ * of a node is linked from its parent and is not in the table. So each name adds at most
+ * one entry, at the segment in which it differs from the names before it, and the table
+ * never grows. Names of one layer are usually adjacent, so insertion of a name begins at
+ * the node that it shares with the previous name; most of a name is then compared, not
+ * looked up.
  *
- * Nothing here recurses: a name of thousands of segments is as good as any.
+ * No function recurses: names may have thousands of segments.
  *
- * Once made, a tree is only read, so any number of threads may use it.
+ * A finished tree is read-only, so any number of threads may use it.
  */
 #include "state/name_tree.h"
 
@@ -18,34 +19,34 @@
 
 #include <string.h>
 
-/* Node numbers stay clear of MLS_NAME_NONE, and twice their number fits a slot's hash. */
+/* Keeps node numbers below MLS_NAME_NONE, and twice their number within a slot's hash. */
 #define MAX_NODES ((size_t)1 << 31)
 
-/* One place of the table.  The root is nobody's child, so node 0 means empty. */
+/* An entry of the table. The root is not a child, so node 0 means empty. */
 typedef struct name_slot {
     uint32_t hash;
     uint32_t node;
 } name_slot;
 
-/* Nodes are known by number and never by pointer while the tree is made: the array moves
+/* During construction nodes are identified by number, not by pointer: the array moves
  * when it grows. */
 struct mls_name_tree {
     mls_name_node *nodes;
     size_t size, room;
-    name_slot *slots;  /* all children but the first ones */
+    name_slot *slots;  /* all children except first children */
     size_t slot_count; /* a power of two */
 };
 
 /* ---- the table ---- */
 
-/* Hash of a segment under a parent. */
+/* Returns the hash of a segment below a parent. */
 static uint32_t hash_segment(uint32_t parent, mls_str segment)
 {
     return (uint32_t)mls_str_hash(parent, segment);
 }
 
-/* The slot that holds the child, or the empty one where it belongs.  There always is an
- * empty one, since the table is at most half full. */
+/* Returns the slot of the child, or the empty slot where it belongs. The table is at most
+ * half full, so an empty slot exists. */
 static name_slot *find_slot(const mls_name_tree *names, uint32_t hash, uint32_t parent,
                             mls_str segment)
 {
@@ -55,7 +56,7 @@ static name_slot *find_slot(const mls_name_tree *names, uint32_t hash, uint32_t 
         if (slot->node == 0) {
             return slot;
         }
-        /* other hashes need no look at the node */
+        /* compare nodes only if the hashes are equal */
         if (slot->hash == hash) {
             const mls_name_node *node = &names->nodes[slot->node];
             if (node->parent == parent && mls_str_equal(node->segment, segment)) {
@@ -65,10 +66,10 @@ static name_slot *find_slot(const mls_name_tree *names, uint32_t hash, uint32_t 
     }
 }
 
-/* The child with this segment, or 0: the root is no child, so the number is free. */
+/* Returns the child with this segment, or 0: the root is never a child. */
 static uint32_t find_child(const mls_name_tree *names, uint32_t parent, mls_str segment)
 {
-    /* the first child and an only child are decided without the table */
+    /* the first child and an only child need no table lookup */
     const uint32_t first = names->nodes[parent].first_child;
     if (first == MLS_NAME_NONE) {
         return 0;
@@ -82,13 +83,13 @@ static uint32_t find_child(const mls_name_tree *names, uint32_t parent, mls_str 
     return find_slot(names, hash_segment(parent, segment), parent, segment)->node;
 }
 
-/* Whether a node other than the root is where `name` ends. */
+/* Returns whether `name` ends at this node; false for the root. */
 static bool ends_at(const mls_name_tree *names, uint32_t node, mls_str name)
 {
     return node != 0 && names->nodes[node].path.length == name.length;
 }
 
-/* The segment of `name` that comes after `node`, a node on its way. */
+/* Returns the segment of `name` after `node`, which is on the path of `name`. */
 static mls_str segment_after(const mls_name_tree *names, uint32_t node, mls_str name)
 {
     const size_t start = node == 0 ? 0 : names->nodes[node].path.length + 1;
@@ -97,16 +98,14 @@ static mls_str segment_after(const mls_name_tree *names, uint32_t node, mls_str 
     return (mls_str){from, dot == NULL ? name.length - start : (size_t)(dot - from)};
 }
 
-/* ---- making the tree ---- */
+/* ---- construction ---- */
 
-/* The one message for a list that the machine cannot hold. */
 static mls_code no_memory(mls_status *st)
 {
     return mls_fail(st, MLS_E_MEMORY, "no memory for the tree of names");
 }
 
-/* Room for one more node.  Doubling keeps the copying in proportion; on failure the nodes
- * are what they were. */
+/* Ensures room for one more node, by doubling. On failure the nodes are unchanged. */
 static mls_code reserve_node(mls_name_tree *names, mls_status *st)
 {
     if (names->size == MAX_NODES) {
@@ -127,8 +126,8 @@ static mls_code reserve_node(mls_name_tree *names, mls_status *st)
     return MLS_OK;
 }
 
-/* Append a node to its parent's children.  Room for it is there.  While the tree is made,
- * `count` holds the last child, so that appending needs no walk. */
+/* Appends a child; room is reserved. During construction `count` holds the last child, so
+ * appending takes constant time. */
 static uint32_t append_node(mls_name_tree *names, uint32_t parent, mls_str path,
                             mls_str segment)
 {
@@ -153,12 +152,12 @@ static uint32_t append_node(mls_name_tree *names, uint32_t parent, mls_str path,
     return added;
 }
 
-/* How many bytes two texts share at their start. */
+/* Returns the length of the common prefix of two texts. */
 static size_t common_length(mls_str a, mls_str b)
 {
     const size_t shorter = a.length < b.length ? a.length : b.length;
     size_t at = 0;
-    /* whole words first */
+    /* eight bytes at a time first */
     while (shorter - at >= 8 && memcmp(a.data + at, b.data + at, 8) == 0) {
         at += 8;
     }
@@ -168,8 +167,8 @@ static size_t common_length(mls_str a, mls_str b)
     return at;
 }
 
-/* The deepest node that `name` shares with the name that ends at `leaf`.  The way up from
- * there is never longer than the way down that made it. */
+/* Returns the deepest node that `name` shares with the name that ends at `leaf`. The way
+ * up is never longer than the way down that inserted that name. */
 static uint32_t shared_node(const mls_name_tree *names, uint32_t leaf, mls_str name)
 {
     const size_t common = common_length(names->nodes[leaf].path, name);
@@ -184,9 +183,9 @@ static uint32_t shared_node(const mls_name_tree *names, uint32_t leaf, mls_str n
     return node;
 }
 
-/* The node where `name` ends, made with all that leads to it.  `*leaf` is where the name
- * before it ends, and becomes this one's.  A failure leaves nodes that lead nowhere: the
- * caller drops the whole tree. */
+/* Inserts `name` with all nodes on its path. `*leaf` is the node of the previous name,
+ * and becomes this one's node. A failure leaves unfinished nodes: the caller frees the
+ * whole tree. */
 static mls_code add_path(mls_name_tree *names, mls_str name, uint32_t *leaf,
                          mls_status *st)
 {
@@ -208,14 +207,14 @@ static mls_code add_path(mls_name_tree *names, mls_str name, uint32_t *leaf,
     return MLS_OK;
 }
 
-/* All names in turn.  A name that ends where another one did is found here without a set
- * of its own: the node knows who came first. */
+/* Inserts all names. The node where a name ends records the name, so a duplicate is
+ * detected without a set. */
 static mls_code add_names(mls_name_tree *names, const mls_str *list, size_t count,
                           mls_status *st)
 {
     uint32_t leaf = 0;
     for (size_t i = 0; i < count; i++) {
-        /* memchr and arithmetic want no NULL, not even for no bytes */
+        /* memchr and pointer arithmetic do not allow NULL, even for no bytes */
         const mls_str name = list[i].length == 0 ? (mls_str){.data = ""} : list[i];
         const mls_code code = add_path(names, name, &leaf, st);
         if (code != MLS_OK) {
@@ -233,8 +232,8 @@ static mls_code add_names(mls_name_tree *names, const mls_str *list, size_t coun
     return MLS_OK;
 }
 
-/* Put the number of names where the last child was.  Children come after their parents,
- * so one way back through the array sums them up. */
+/* Replaces `count` by the number of names. Children come after their parents, so one
+ * backward pass sums them. */
 static void count_names(mls_name_tree *names)
 {
     for (size_t i = 0; i < names->size; i++) {
@@ -245,15 +244,15 @@ static void count_names(mls_name_tree *names)
     }
 }
 
-/* An empty tree for `count` names.  Models have up to two and a half nodes for each name,
- * and what is too much is never touched; the table is at most half full. */
-static mls_name_tree *names_alloc(size_t count)
+/* Allocates an empty tree for `count` names. Models have up to 2.5 nodes for each name,
+ * and unused memory is never touched. The table is at most half full. */
+static mls_name_tree *alloc_tree(size_t count)
 {
     mls_name_tree *names = mls_alloc(1, sizeof *names);
     if (names == NULL) {
         return NULL;
     }
-    /* at least a few, for short lists of deep names */
+    /* a minimum, for short lists of deep names */
     names->room = 2 * count + count / 2 + 8;
     names->slot_count = 16;
     while (names->slot_count < 2 * count) {
@@ -275,16 +274,16 @@ static mls_name_tree *names_alloc(size_t count)
     return names;
 }
 
-/* The tree is whole before the caller sees it: a failure drops all of it. */
+/* A failure frees the whole tree. */
 mls_code mls_name_tree_new(const mls_str *names, size_t count, mls_name_tree **out,
                            mls_status *st)
 {
-    /* each name has a node of its own; with this, no sum below can wrap */
+    /* each name has its own node; this check rules out overflow below */
     if (count >= MAX_NODES || count > SIZE_MAX / 8) {
         return mls_fail(st, MLS_E_CAPACITY, "%zu names have more than %zu segments",
                         count, MAX_NODES);
     }
-    mls_name_tree *made = names_alloc(count);
+    mls_name_tree *made = alloc_tree(count);
     if (made == NULL) {
         return no_memory(st);
     }
@@ -298,7 +297,7 @@ mls_code mls_name_tree_new(const mls_str *names, size_t count, mls_name_tree **o
     return MLS_OK;
 }
 
-/* Half-made ones too: what is not there yet is NULL. */
+/* Accepts partly constructed trees. */
 void mls_name_tree_free(mls_name_tree *names)
 {
     if (names != NULL) {
@@ -308,23 +307,21 @@ void mls_name_tree_free(mls_name_tree *names)
     }
 }
 
-/* ---- looking things up ---- */
+/* ---- lookup ---- */
 
-/* One array, in the order in which the nodes were met: readers may walk it directly. */
 const mls_name_node *mls_name_tree_nodes(const mls_name_tree *names)
 {
     return names->nodes;
 }
 
-/* The root counts. */
 size_t mls_name_tree_size(const mls_name_tree *names)
 {
     return names->size;
 }
 
-/* Down from the root, one lookup for each segment; an empty path has one, empty segment.
- */
-static uint32_t descend(const mls_name_tree *names, mls_str path)
+/* Descends from the root with one lookup for each segment; an empty path has one empty
+ * segment. */
+static uint32_t descend_path(const mls_name_tree *names, mls_str path)
 {
     const mls_str name = path.length == 0 ? (mls_str){.data = ""} : path;
     uint32_t node = 0;
@@ -337,22 +334,22 @@ static uint32_t descend(const mls_name_tree *names, mls_str path)
     return node;
 }
 
-/* The root's path is empty as well, and it is the one that is meant. */
+/* An empty path means the root, not an empty name. */
 uint32_t mls_name_tree_find(const mls_name_tree *names, mls_str path)
 {
-    return path.length == 0 ? 0 : descend(names, path);
+    return path.length == 0 ? 0 : descend_path(names, path);
 }
 
-/* No special case here: an empty name lies under the root and is not the root.  A path on
- * the way to longer names has a node too, which then has no position. */
+/* An empty name is a child of the root, so it needs no special case. A path that is only
+ * a prefix of longer names has a node without a position. */
 uint32_t mls_name_tree_position(const mls_name_tree *names, mls_str name)
 {
-    const uint32_t node = descend(names, name);
+    const uint32_t node = descend_path(names, name);
     return node == MLS_NAME_NONE ? MLS_NAME_NONE : names->nodes[node].name;
 }
 
-/* The links are enough to find the way back: no stack, however deep the tree is.
- * The walk stops at `top` on its way up, and so never sees the siblings of `top`. */
+/* Follows the links, without a stack, so depth is unlimited. Stops at `top` on the way
+ * up, before the siblings of `top`. */
 uint32_t mls_name_tree_next(const mls_name_tree *names, uint32_t top, uint32_t node,
                             bool skip)
 {
@@ -366,7 +363,7 @@ uint32_t mls_name_tree_next(const mls_name_tree *names, uint32_t top, uint32_t n
     return node == top ? MLS_NAME_NONE : nodes[node].next_sibling;
 }
 
-/* Let the value at `at` of a heap sink to its place. */
+/* Moves the value at `at` down to its position in a heap. */
 static void sift_down(uint32_t *heap, size_t at, size_t count)
 {
     const uint32_t value = heap[at];
@@ -383,8 +380,8 @@ static void sift_down(uint32_t *heap, size_t at, size_t count)
     heap[at] = value;
 }
 
-/* Heap sort: in place, and n log n for any order.  qsort promises neither, and names come
- * from files. */
+/* Heap sort: in place, and O(n log n) for any input. qsort guarantees neither, and names
+ * may come from untrusted files. */
 static void sort_positions(uint32_t *positions, size_t count)
 {
     for (size_t i = count / 2; i-- > 0;) {
@@ -398,8 +395,8 @@ static void sort_positions(uint32_t *positions, size_t count)
     }
 }
 
-/* Where the names of a layer are not together in the list, the tree has another order
- * than the list, and the positions are sorted. */
+/* If the names of a layer are not adjacent in the list, the tree has a different order,
+ * and the positions are sorted. */
 size_t mls_name_tree_under(const mls_name_tree *names, uint32_t node, uint32_t *out)
 {
     size_t count = 0;
@@ -420,14 +417,15 @@ size_t mls_name_tree_under(const mls_name_tree *names, uint32_t node, uint32_t *
 
 /* ---- layers ---- */
 
-/* The smaller of two positions, where MLS_NAME_NONE is the largest. */
-static uint32_t earlier(uint32_t a, uint32_t b)
+/* MLS_NAME_NONE compares as the largest. */
+static uint32_t earlier_position(uint32_t a, uint32_t b)
 {
     return a < b ? a : b;
 }
 
-/* Into `first`, for every node, the first name that makes it a layer.  Children come
- * after their parents, so from the end each node is complete when it is passed on. */
+/* Computes for every node the first name that makes it a layer, in `first`. Children come
+ * after their parents, so in a backward pass each node is complete before it is passed
+ * on. */
 static void find_first(const mls_name_tree *names, bool direct, uint32_t *first)
 {
     const mls_name_node *nodes = mls_name_tree_nodes(names);
@@ -436,16 +434,18 @@ static void find_first(const mls_name_tree *names, bool direct, uint32_t *first)
         first[i] = MLS_NAME_NONE;
     }
     for (size_t i = size; i-- > 1;) {
-        const uint32_t own = direct ? nodes[i].name : earlier(nodes[i].name, first[i]);
-        first[nodes[i].parent] = earlier(first[nodes[i].parent], own);
+        const uint32_t own =
+            direct ? nodes[i].name : earlier_position(nodes[i].name, first[i]);
+        first[nodes[i].parent] = earlier_position(first[nodes[i].parent], own);
     }
 }
 
-/* No two layers of one kind have the same first name: it has one parent, and one ancestor
- * at each depth.  So the names themselves are the order.
+/* Two layers of the same kind never have the same first name, because a name has one
+ * parent and one ancestor at each depth. So the first names define the order.
  *
- * `layers` first has the layer of each name that begins one, and is then packed in place:
- * what is written is never in front of what is read. */
+ * `layers` first holds the layer of each name that begins one, and is then packed in
+ * place: the write position never passes the read position.
+ */
 mls_code mls_name_tree_layers(const mls_name_tree *names, uint32_t depth, uint32_t **out,
                               size_t *count, mls_status *st)
 {

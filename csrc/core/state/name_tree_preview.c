@@ -1,8 +1,8 @@
-/* outline: rows chosen level by level, then put into pre-order.
+/* name_tree_preview: chooses rows level by level, and then arranges them in pre-order.
  *
- * The choice goes breadth-first, so that the top of the tree is complete before any part
- * of it goes deep.  Both walks keep their own list: a tree may be as deep as a name is
- * long.
+ * The choice is breadth-first, so that the top levels are complete before any branch goes
+ * deeper. Both passes use an explicit list instead of recursion: the tree may be very
+ * deep.
  */
 #include "state/name_tree_preview.h"
 
@@ -10,18 +10,17 @@
 
 #include <string.h>
 
-/* What both walks need. */
-typedef struct outline {
+/* State of both passes. */
+typedef struct preview_state {
     const mls_name_node *nodes;
     size_t max_rows, max_children;
-    bool *open;                       /* of each node */
-    mls_name_tree_preview_row *rows;  /* what is shown */
-    mls_name_tree_preview_row *stack; /* rows still to come, the next one on top */
-    uint32_t *queue; /* nodes that may be opened, in the order of the levels */
-} outline;
+    bool *open;                       /* one for each node */
+    mls_name_tree_preview_row *rows;  /* the result */
+    mls_name_tree_preview_row *stack; /* rows still to write, the next one on top */
+    uint32_t *queue;                  /* nodes that may be opened, level by level */
+} preview_state;
 
-/* Children of a node. */
-static size_t child_count(const outline *o, uint32_t node)
+static size_t child_count(const preview_state *o, uint32_t node)
 {
     size_t count = 0;
     for (uint32_t child = o->nodes[node].first_child; child != MLS_NAME_NONE;
@@ -31,8 +30,9 @@ static size_t child_count(const outline *o, uint32_t node)
     return count;
 }
 
-/* How many rows the children of a node take: the root's are cut to what there is. */
-static size_t rows_for(const outline *o, uint32_t node)
+/* Returns the rows that the children of a node need. The root's children are also limited
+ * to the available rows. */
+static size_t rows_for(const preview_state *o, uint32_t node)
 {
     const size_t count = child_count(o, node);
     size_t most = o->max_children;
@@ -42,9 +42,9 @@ static size_t rows_for(const outline *o, uint32_t node)
     return count < most ? count : most;
 }
 
-/* The rows of a node's children, `room` of them: the first ones, one that counts, and the
- * last one. */
-static void child_rows(const outline *o, uint32_t node, size_t room,
+/* Computes the rows for a node's children, `room` of them: the first ones, one that
+ * counts the hidden ones, and the last one. */
+static void child_rows(const preview_state *o, uint32_t node, size_t room,
                        mls_name_tree_preview_row *out)
 {
     const size_t count = child_count(o, node);
@@ -63,14 +63,14 @@ static void child_rows(const outline *o, uint32_t node, size_t room,
     }
 }
 
-/* Open nodes as long as there are rows.  Returns the number of rows. */
-static size_t choose(outline *o)
+/* Opens nodes while rows are left. Returns the number of rows. */
+static size_t choose_rows(preview_state *o)
 {
     size_t used = 0, head = 0, tail = 0;
     o->queue[tail++] = 0;
     while (head < tail) {
         const uint32_t node = o->queue[head++];
-        /* a node with one name under it is that name, and needs no row below its own */
+        /* a node with a single name shows that name in its own row */
         if (node != 0 && o->nodes[node].count == 1) {
             continue;
         }
@@ -90,8 +90,8 @@ static size_t choose(outline *o)
     return used;
 }
 
-/* Put the rows of a node's children on the stack, the first one on top. */
-static size_t push_children(outline *o, uint32_t node, size_t depth)
+/* Pushes the rows of a node's children, the first one on top. */
+static size_t push_children(preview_state *o, uint32_t node, size_t depth)
 {
     const size_t count = rows_for(o, node);
     mls_name_tree_preview_row *top = o->stack + depth;
@@ -104,8 +104,8 @@ static size_t push_children(outline *o, uint32_t node, size_t depth)
     return depth + count;
 }
 
-/* Write the rows of all open nodes in pre-order.  Returns how many. */
-static size_t arrange(outline *o)
+/* Writes the rows of all open nodes in pre-order; returns their number. */
+static size_t arrange_rows(preview_state *o)
 {
     size_t count = 0;
     size_t depth = o->open[0] ? push_children(o, 0, 0) : 0;
@@ -120,16 +120,17 @@ static size_t arrange(outline *o)
     return count;
 }
 
-/* No more rows are ever on the stack than are shown in all, since each was paid for. */
+/* The stack never holds more rows than the result, because `choose_rows` counted each
+ * row. */
 mls_code mls_name_tree_preview_new(const mls_name_tree *names, size_t max_rows,
                                    size_t max_children, mls_name_tree_preview_row **rows,
                                    size_t *count, mls_status *st)
 {
     const size_t nodes = mls_name_tree_size(names);
-    /* no more rows than nodes, however many are allowed */
-    outline o = {.nodes = mls_name_tree_nodes(names),
-                 .max_rows = max_rows < nodes ? max_rows : nodes,
-                 .max_children = max_children};
+    /* at most as many rows as nodes, whatever the limit */
+    preview_state o = {.nodes = mls_name_tree_nodes(names),
+                       .max_rows = max_rows < nodes ? max_rows : nodes,
+                       .max_children = max_children};
     o.open = mls_alloc(nodes, sizeof *o.open);
     o.rows = mls_alloc(o.max_rows, sizeof *o.rows);
     o.stack = mls_alloc(o.max_rows, sizeof *o.stack);
@@ -137,8 +138,8 @@ mls_code mls_name_tree_preview_new(const mls_name_tree *names, size_t max_rows,
     const bool good =
         o.open != NULL && o.rows != NULL && o.stack != NULL && o.queue != NULL;
     if (good) {
-        (void)choose(&o);
-        *count = arrange(&o);
+        (void)choose_rows(&o);
+        *count = arrange_rows(&o);
         *rows = o.rows;
     } else {
         mls_free(o.rows);
@@ -151,10 +152,9 @@ mls_code mls_name_tree_preview_new(const mls_name_tree *names, size_t max_rows,
                            nodes);
 }
 
-/* ---- what rows show ---- */
+/* ---- contents of rows ---- */
 
-/* Add a part to the whole.  Dtypes are compared by name: arrays may have dtypes that the
- * core lacks. */
+/* Dtypes are compared by name: arrays may have dtypes that the core does not know. */
 static void add_sum(mls_name_tree_preview_sum *whole,
                     const mls_name_tree_preview_sum *part)
 {
@@ -166,8 +166,8 @@ static void add_sum(mls_name_tree_preview_sum *whole,
     }
 }
 
-/* Parents come before their children: from the end on, each sum is complete when it is
- * added to its parent's. */
+/* Parents come before their children, so in a backward pass each sum is complete before
+ * it is added to its parent's. */
 mls_code mls_name_tree_preview_sums(const mls_name_tree *names,
                                     const mls_name_tree_preview_sum *leaves,
                                     mls_name_tree_preview_sum **sums, mls_status *st)
@@ -190,7 +190,7 @@ mls_code mls_name_tree_preview_sums(const mls_name_tree *names,
     return MLS_OK;
 }
 
-/* Sum up the siblings that a row hides, from its node on. */
+/* Sums the siblings that a row hides, beginning with its node. */
 static void add_hidden(const mls_name_node *nodes, const mls_name_tree_preview_sum *sums,
                        const mls_name_tree_preview_row *row,
                        mls_name_tree_preview_entry *out)

@@ -1,12 +1,14 @@
-/* rename: rules applied to names, and rules found by comparing two lists of names.
+/* rename_rules: applies rename rules to names, and infers rules by comparing two lists of
+ * names.
  *
- * Names are changed in place in the caller's memory, one rule after the other, so that
- * renaming ten thousand of them takes no allocation but the caller's own.
+ * Names are rewritten in the caller's buffer, one rule after the other, so renaming ten
+ * thousand names needs no allocation.
  *
- * Rules are found by guessing and checking: a few names of the shorter list are compared
- * with all of the other one, what would make them equal gets a vote, and the guesses with
- * the most votes are checked against all names by means of a tree (name_tree.h).  A wrong
- * guess costs time and never gives a wrong rule: only what was checked is reported.
+ * Rules are inferred by guessing and checking. A few names of the shorter list are
+ * compared with all names of the other list, and each prefix that would make two names
+ * equal gets a vote. The guesses with the most votes are checked against all names with a
+ * tree (name_tree.h). A wrong guess costs time but never gives a wrong rule: only checked
+ * rules are reported.
  */
 #include "state/rename_rules.h"
 
@@ -19,16 +21,17 @@
 
 /* ---- applying rules ---- */
 
-/* In place of a position: no name is that long. */
+/* Instead of a position; no name is that long. */
 #define NO_HIT SIZE_MAX
 
-/* Whether a rule looks at all segments.  An empty `old` would be at all of them. */
+/* Returns whether a rule applies at every segment. An empty `old` applies only at the
+ * start. */
 static bool is_anywhere(const mls_rename_rule *rule)
 {
     return rule->anywhere && rule->old.length > 0;
 }
 
-/* Where the segment after the one at `from` starts, or NO_HIT. */
+/* Returns the start of the segment after the one at `from`, or NO_HIT. */
 static size_t next_start(mls_str name, size_t from)
 {
     const char *dot =
@@ -36,9 +39,9 @@ static size_t next_start(mls_str name, size_t from)
     return dot == NULL ? NO_HIT : (size_t)(dot - name.data) + 1;
 }
 
-/* Whether `old` is at `at` and ends where a segment ends: with its own dot, in front of
- * a dot, or with the name.  An empty `old` is everywhere. */
-static bool is_at(mls_str name, mls_str old, size_t at)
+/* Returns whether `old` is at `at` and ends with a segment: with its own dot, before a
+ * dot, or at the end of the name. An empty `old` always matches. */
+static bool matches_at(mls_str name, mls_str old, size_t at)
 {
     if (old.length == 0) {
         return true;
@@ -51,12 +54,12 @@ static bool is_at(mls_str name, mls_str old, size_t at)
     return end == name.length || name.data[end - 1] == '.' || name.data[end] == '.';
 }
 
-/* The first place from `from` on, where a segment starts, that the rule replaces.  A rule
- * for the start looks at `from` alone, which is 0 then. */
+/* Returns the first segment start from `from` on at which the rule matches, or NO_HIT. A
+ * rule for the start of a name checks only `from`, which is then 0. */
 static size_t next_hit(mls_str name, const mls_rename_rule *rule, size_t from)
 {
     for (size_t at = from; at != NO_HIT; at = next_start(name, at)) {
-        if (is_at(name, rule->old, at)) {
+        if (matches_at(name, rule->old, at)) {
             return at;
         }
         if (!is_anywhere(rule)) {
@@ -66,8 +69,8 @@ static size_t next_hit(mls_str name, const mls_rename_rule *rule, size_t from)
     return NO_HIT;
 }
 
-/* The first segment start after a hit.  Only what lies behind the hit is read: what is in
- * front of it may be overwritten already. */
+/* Returns the first segment start after a match. Reads only bytes after the match: the
+ * bytes before it may be overwritten already. */
 static size_t start_after(mls_str name, const mls_rename_rule *rule, size_t hit)
 {
     if (!is_anywhere(rule)) {
@@ -77,8 +80,8 @@ static size_t start_after(mls_str name, const mls_rename_rule *rule, size_t hit)
     return rule->old.data[rule->old.length - 1] == '.' ? end : next_start(name, end);
 }
 
-/* How often the rule replaces something.  Counted before anything is written: the new
- * length decides whether there is room, and where the name must move first. */
+/* Returns how often the rule matches. Counted before anything is written, because the new
+ * length decides whether the buffer is large enough and how far the name moves first. */
 static size_t count_hits(mls_str name, const mls_rename_rule *rule)
 {
     size_t hits = 0;
@@ -91,7 +94,6 @@ static size_t count_hits(mls_str name, const mls_rename_rule *rule)
     return hits;
 }
 
-/* Dots in a text. */
 static size_t count_dots(mls_str text)
 {
     size_t dots = 0;
@@ -101,19 +103,19 @@ static size_t count_dots(mls_str text)
     return dots;
 }
 
-/* Length of a name after `hits` replacements; false where size_t cannot say it. */
+/* Computes the length of a name after `hits` replacements; returns false on overflow. */
 static bool length_after(size_t length, size_t hits, const mls_rename_rule *rule,
                          size_t *out)
 {
     size_t added;
-    /* hits do not overlap, so what they take away is part of the name */
+    /* matches do not overlap, so the removed bytes are part of the name */
     return mls_size_mul(hits, rule->new.length, &added) &&
            mls_size_add(length - hits * rule->old.length, added, out);
 }
 
-/* Bytes that are enough for a name under all rules, whatever they do to each other:
- * nothing shrinks, and every segment there can be is hit. */
-static size_t enough_room(mls_str name, const mls_rename_rule *rules, size_t count)
+/* Returns a sufficient buffer size for a name under all rules: assumes that no rule
+ * shrinks the name, and that every possible segment matches. */
+static size_t bound_length(mls_str name, const mls_rename_rule *rules, size_t count)
 {
     size_t length = name.length;
     size_t segments = count_dots(name) + 1;
@@ -132,9 +134,8 @@ static size_t enough_room(mls_str name, const mls_rename_rule *rules, size_t cou
     return length;
 }
 
-/* Rewrite the name of `length` bytes in `out` to its new length.  A name that grows moves
- * to the end of its new place first: what is written then never overtakes what is read.
- */
+/* Rewrites the name of `length` bytes in `out`. A name that grows is first moved to the
+ * end of its new range, so the write position never passes the read position. */
 static void replace_hits(char *out, size_t length, size_t new_length, size_t hits,
                          const mls_rename_rule *rule)
 {
@@ -156,7 +157,7 @@ static void replace_hits(char *out, size_t length, size_t new_length, size_t hit
     memmove(out + written, name.data + read, length - read);
 }
 
-/* Without a star the old part may be empty: it then matches the start of each name. */
+/* Without a star `old` may be empty: it matches the start of every name. */
 bool mls_rename_rule_of(mls_str old, mls_str new, mls_rename_rule *out)
 {
     *out = (mls_rename_rule){.old = old, .new = new};
@@ -167,13 +168,13 @@ bool mls_rename_rule_of(mls_str old, mls_str new, mls_rename_rule *out)
     return !out->anywhere || out->old.length > 0;
 }
 
-/* A name that no rule hits costs one copy and one look for each rule.  Where the room
- * ends on the way, what is asked for covers the rules that are still to come. */
+/* A name that no rule matches costs one copy and one check for each rule. If the buffer
+ * is too small at rule i, the result covers the remaining rules. */
 size_t mls_name_apply(mls_str name, const mls_rename_rule *rules, size_t count, char *out,
                       size_t room, bool *used)
 {
     if (name.length > room) {
-        return enough_room(name, rules, count);
+        return bound_length(name, rules, count);
     }
     if (name.length > 0) {
         memcpy(out, name.data, name.length);
@@ -183,7 +184,7 @@ size_t mls_name_apply(mls_str name, const mls_rename_rule *rules, size_t count, 
         const size_t hits = count_hits(now, &rules[i]);
         size_t length;
         if (!length_after(now.length, hits, &rules[i], &length) || length > room) {
-            return enough_room(now, rules + i, count - i);
+            return bound_length(now, rules + i, count - i);
         }
         if (hits > 0 && used != NULL) {
             used[i] = true;
@@ -196,33 +197,34 @@ size_t mls_name_apply(mls_str name, const mls_rename_rule *rules, size_t count, 
     return now.length;
 }
 
-/* ---- finding rules ---- */
+/* ---- inferring rules ---- */
 
 #define LITERAL(text) {.data = (text), .length = sizeof(text) - 1}
 
 enum {
-    MARKS = 3,       /* of wrappers */
-    SEEDS = 4,       /* guesses that are always there, so that they win a tie */
-    SAMPLES = 16,    /* names of the shorter list that are compared with all others */
-    NEW_GUESSES = 4, /* per sample: a name like "weight" would otherwise fill the table */
-    TRIES = 4        /* guesses that are checked against all names */
+    MARKS = 3,       /* number of wrapper marks */
+    SEEDS = 4,       /* predefined guesses; first, so that they win ties */
+    SAMPLES = 16,    /* names of the shorter list to compare with all others */
+    NEW_GUESSES = 4, /* per sample: a name such as "weight" would fill the table */
+    TRIES = 4        /* guesses to check against all names */
 };
 
-/* What torch.compile, FSDP and activation checkpoints put in front of a module. */
+/* Marks that torch.compile, FSDP and activation checkpointing insert before module names.
+ */
 static const mls_rename_rule marks[MARKS] = {
     {.old = LITERAL("_orig_mod."), .anywhere = true},
     {.old = LITERAL("_fsdp_wrapped_module."), .anywhere = true},
     {.old = LITERAL("_checkpoint_wrapped_module."), .anywhere = true},
 };
 
-/* A prefix to take away or to put in front, and how many samples ask for it. */
+/* A prefix to remove or to add (`in_front`), and its votes. */
 typedef struct prefix_guess {
     mls_str prefix;
     bool in_front;
     int votes;
 } prefix_guess;
 
-/* What wrappers and training scripts mostly put in front; each still needs a vote. */
+/* Usual prefixes of wrappers and training scripts; each still needs a vote. */
 static const prefix_guess seeds[SEEDS] = {
     {.prefix = LITERAL("module.")},
     {.prefix = LITERAL("model.")},
@@ -230,23 +232,23 @@ static const prefix_guess seeds[SEEDS] = {
     {.prefix = LITERAL("model."), .in_front = true},
 };
 
-/* What is known while rules are looked for.  Owns the trees, `plain`, `chars` and `best`;
- * the texts of guesses lie in `chars` or in the caller's names, or are constants;
- * keep_best copies the one that leads. */
+/* State of the inference. Owns the trees, `plain`, `chars` and `best`. The texts of
+ * guesses are in `chars` or in the caller's names, or are constants; keep_best copies the
+ * prefix of the best guess. */
 typedef struct explainer {
     const mls_str *unexpected, *missing;
     size_t unexpected_count, missing_count;
     mls_name_tree *wanted; /* tree of `missing` */
-    mls_str *plain;        /* `unexpected` without some marks */
-    char *chars;           /* memory for those that had marks */
+    mls_str *plain;        /* `unexpected` without the current set of marks */
+    char *chars;           /* buffer of the names without marks */
     mls_name_tree *kept;   /* tree of `plain` */
     prefix_guess guesses[SEEDS + SAMPLES * NEW_GUESSES];
     size_t guess_count;
     mls_explanation best;
 } explainer;
 
-/* Which marks stand in a name: a bit for each. */
-static unsigned marks_in(const explainer *e)
+/* Returns the marks that occur in any name, one bit each. */
+static unsigned find_marks(const explainer *e)
 {
     unsigned found = 0;
     for (unsigned mark = 0; mark < MARKS; mark++) {
@@ -259,7 +261,7 @@ static unsigned marks_in(const explainer *e)
     return found;
 }
 
-/* The rules for a set of marks; how many. */
+/* Writes the rules for a set of marks, and returns their number. */
 static size_t rules_of(unsigned set, mls_rename_rule *out)
 {
     size_t count = 0;
@@ -271,9 +273,9 @@ static size_t rules_of(unsigned set, mls_rename_rule *out)
     return count;
 }
 
-/* Take a set of marks away from all names, and make the tree of what is left.  `kept` is
- * NULL where two names become the same, or one becomes empty: such a set is no answer,
- * but no error.  Where no marks are taken away, twins are the caller's: an error. */
+/* Removes a set of marks from all names, and builds the tree of the results. If two names
+ * become equal, or one becomes empty, the set is not an answer: `kept` is NULL, without
+ * an error. With an empty set, duplicates are the caller's error. */
 static mls_code strip_marks(explainer *e, unsigned set, mls_status *st)
 {
     mls_rename_rule rules[MARKS];
@@ -283,7 +285,7 @@ static mls_code strip_marks(explainer *e, unsigned set, mls_status *st)
     e->kept = NULL;
     for (size_t i = 0; i < e->unexpected_count; i++) {
         const mls_str name = e->unexpected[i];
-        /* names only get shorter, so that each fits where its own bytes do */
+        /* names only get shorter, so each fits in the bytes of the original */
         const size_t length = mls_name_apply(name, rules, count, out, name.length, NULL);
         e->plain[i] =
             length == name.length ? name : (mls_str){.data = out, .length = length};
@@ -296,8 +298,8 @@ static mls_code strip_marks(explainer *e, unsigned set, mls_status *st)
     return code == MLS_E_VALUE && set != 0 ? MLS_OK : code;
 }
 
-/* Length of what `longer` has in front of `shorter`, up to a dot; 0 where the one does
- * not end with the other. */
+/* Returns the length of the prefix, with its dot, that `longer` has before `shorter`; 0
+ * if `longer` does not end with `shorter`. */
 static size_t prefix_length(mls_str longer, mls_str shorter)
 {
     if (shorter.length == 0 || longer.length <= shorter.length) {
@@ -309,9 +311,9 @@ static size_t prefix_length(mls_str longer, mls_str shorter)
     return ends ? length : 0;
 }
 
-/* Count a vote, if need be for a new guess where `may_add`.  Returns whether it is new.
- */
-static bool vote(explainer *e, mls_str prefix, bool in_front, bool may_add)
+/* Adds a vote; adds a new guess if needed and `may_add`. Returns whether the guess is
+ * new. */
+static bool add_vote(explainer *e, mls_str prefix, bool in_front, bool may_add)
 {
     for (size_t i = 0; i < e->guess_count; i++) {
         prefix_guess *guess = &e->guesses[i];
@@ -327,8 +329,8 @@ static bool vote(explainer *e, mls_str prefix, bool in_front, bool may_add)
     return may_add;
 }
 
-/* Compare one sample with all names of the other list.  `is_unexpected`: the sample is an
- * unexpected name, so that what it has too much is taken away. */
+/* Compares one sample with all names of the other list. `is_unexpected`: the sample is an
+ * unexpected name, so its extra prefix is removed rather than added. */
 static void compare_sample(explainer *e, mls_str sample, bool is_unexpected)
 {
     const mls_str *others = is_unexpected ? e->missing : e->plain;
@@ -341,13 +343,13 @@ static void compare_sample(explainer *e, mls_str sample, bool is_unexpected)
         const size_t length = prefix_length(longer, is_longer ? other : sample);
         if (length > 0) {
             const mls_str prefix = {.data = longer.data, .length = length};
-            room -= vote(e, prefix, is_longer != is_unexpected, room > 0);
+            room -= add_vote(e, prefix, is_longer != is_unexpected, room > 0);
         }
     }
 }
 
-/* Collect guesses from samples of the shorter list: what explains more than half of it
- * is what about half of the samples ask for. */
+/* Collects guesses from samples of the shorter list. A prefix that explains more than
+ * half of that list gets votes from about half of the samples. */
 static void collect_guesses(explainer *e)
 {
     memcpy(e->guesses, seeds, sizeof seeds);
@@ -358,14 +360,14 @@ static void collect_guesses(explainer *e)
     /* a short list is compared whole */
     const size_t samples = count < SAMPLES ? count : SAMPLES;
     for (size_t i = 0; i < samples; i++) {
-        /* scattered, since names repeat themselves at regular distances */
+        /* scattered, because names repeat at regular distances */
         const size_t part = count / samples;
         compare_sample(e, names[i * part + i * 7919 % part], is_unexpected);
     }
 }
 
-/* The guess with the most votes (of several, the first), which are then spent; NULL where
- * none is left. */
+/* Returns the guess with the most votes (the first of several) and clears its votes; NULL
+ * if none is left. */
 static const prefix_guess *best_guess(explainer *e)
 {
     prefix_guess *best = NULL;
@@ -380,9 +382,9 @@ static const prefix_guess *best_guess(explainer *e)
     return best;
 }
 
-/* How many names become missing ones once `prefix` is taken away from those that have it;
- * 0 where two become the same, or one becomes empty. */
-static size_t count_without(const explainer *e, mls_str prefix)
+/* Counts the names that become missing names if `prefix` is removed from those that have
+ * it. Returns 0 if two become equal or one becomes empty. */
+static size_t count_without_prefix(const explainer *e, mls_str prefix)
 {
     size_t matched = 0;
     for (size_t i = 0; i < e->unexpected_count; i++) {
@@ -391,7 +393,7 @@ static size_t count_without(const explainer *e, mls_str prefix)
             name = (mls_str){.data = name.data + prefix.length,
                              .length = name.length - prefix.length};
             const uint32_t same = mls_name_tree_position(e->kept, name);
-            /* another name that has the prefix makes way for this one */
+            /* not a conflict if the other name loses the prefix too */
             if (name.length == 0 ||
                 (same != MLS_NAME_NONE && !mls_str_starts(e->plain[same], prefix))) {
                 return 0;
@@ -402,9 +404,9 @@ static size_t count_without(const explainer *e, mls_str prefix)
     return matched;
 }
 
-/* How many names become missing ones once `prefix` stands in front of all of them.  Seen
- * from the other side, so that no name need be put together. */
-static size_t count_behind(const explainer *e, mls_str prefix)
+/* Counts the names that become missing names if `prefix` is added to all of them.
+ * Searches from the missing names, so that no name has to be built. */
+static size_t count_with_prefix(const explainer *e, mls_str prefix)
 {
     size_t matched = 0;
     for (size_t i = 0; i < e->missing_count; i++) {
@@ -417,8 +419,8 @@ static size_t count_behind(const explainer *e, mls_str prefix)
     return matched;
 }
 
-/* Keep these rules if they are the best so far.  The prefix is copied: a part of a name
- * without its marks may be part of no name that the caller has. */
+/* Keeps these rules if they are the best so far. Copies the prefix: part of a name
+ * without marks may not be contiguous in any of the caller's names. */
 static mls_code keep_best(explainer *e, unsigned set, const prefix_guess *guess,
                           size_t matched, mls_status *st)
 {
@@ -429,7 +431,7 @@ static mls_code keep_best(explainer *e, unsigned set, const prefix_guess *guess,
         (matched == e->best.matched && rule_count >= e->best.rule_count)) {
         return MLS_OK;
     }
-    /* the marks are constants; only a prefix has to be kept alive */
+    /* marks are constants; only a prefix needs its own memory */
     if (guess != NULL) {
         found.prefix = mls_alloc(guess->prefix.length, 1);
         if (found.prefix == NULL) {
@@ -445,30 +447,30 @@ static mls_code keep_best(explainer *e, unsigned set, const prefix_guess *guess,
     return MLS_OK;
 }
 
-/* Try a set of marks alone, and with each of the likeliest prefixes. */
+/* Tries a set of marks alone, and with each of the most frequent prefixes. */
 static mls_code try_marks(explainer *e, unsigned set, mls_status *st)
 {
     mls_code code = strip_marks(e, set, st);
     if (code != MLS_OK || e->kept == NULL) {
         return code;
     }
-    code = keep_best(e, set, NULL, count_without(e, (mls_str){0}), st);
+    code = keep_best(e, set, NULL, count_without_prefix(e, (mls_str){0}), st);
     collect_guesses(e);
-    /* checking costs a look at each name, so only a few guesses are worth it */
+    /* each check visits all names, so only a few guesses are checked */
     for (int i = 0; i < TRIES && code == MLS_OK; i++) {
         const prefix_guess *guess = best_guess(e);
         if (guess == NULL) {
             break;
         }
-        const size_t matched = guess->in_front ? count_behind(e, guess->prefix)
-                                               : count_without(e, guess->prefix);
+        const size_t matched = guess->in_front ? count_with_prefix(e, guess->prefix)
+                                               : count_without_prefix(e, guess->prefix);
         code = keep_best(e, set, guess, matched, st);
     }
     return code;
 }
 
-/* Memory for the names without marks, and the tree of the missing ones.  Taken once, for
- * the longest case: every set of marks writes over the one before. */
+/* Allocates memory for the names without marks, and builds the tree of the missing names.
+ * Allocated once for the longest case: every set of marks overwrites the previous one. */
 static mls_code explainer_init(explainer *e, mls_status *st)
 {
     size_t bytes = 0;
@@ -485,9 +487,9 @@ static mls_code explainer_init(explainer *e, mls_status *st)
     return mls_name_tree_new(e->missing, e->missing_count, &e->wanted, st);
 }
 
-/* Every set of the marks that occur is tried: one that both sides have must stay.  There
- * are at most eight.  What explains no more than half of the shorter list may be chance,
- * and is not given. */
+/* Tries every subset of the marks that occur (at most eight): a mark that both sides have
+ * must stay. Rules that explain at most half of the shorter list may be a coincidence and
+ * are not reported. */
 mls_code mls_name_tree_explain(const mls_str *unexpected, size_t unexpected_count,
                                const mls_str *missing, size_t missing_count,
                                mls_explanation *out, mls_status *st)
@@ -498,7 +500,7 @@ mls_code mls_name_tree_explain(const mls_str *unexpected, size_t unexpected_coun
                    .missing_count = missing_count,
                    .best = {.rule_count = MLS_EXPLAIN_RULES}};
     mls_code code = explainer_init(&e, st);
-    const unsigned present = marks_in(&e);
+    const unsigned present = find_marks(&e);
     for (unsigned set = 0; set < 1U << MARKS && code == MLS_OK; set++) {
         if ((set & ~present) == 0) {
             code = try_marks(&e, set, st);
@@ -511,7 +513,7 @@ mls_code mls_name_tree_explain(const mls_str *unexpected, size_t unexpected_coun
             mls_explanation_fini(&e.best);
         }
         *out = e.best;
-        e.best.prefix = NULL; /* the caller's now */
+        e.best.prefix = NULL; /* ownership moves to the caller */
     }
     mls_explanation_fini(&e.best);
     mls_name_tree_free(e.kept);
@@ -521,7 +523,7 @@ mls_code mls_name_tree_explain(const mls_str *unexpected, size_t unexpected_coun
     return code;
 }
 
-/* Leaves nothing that could be freed again. */
+/* A second call is harmless. */
 void mls_explanation_fini(mls_explanation *explanation)
 {
     mls_free(explanation->prefix);

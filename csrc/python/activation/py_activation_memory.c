@@ -1,8 +1,8 @@
-/* py_activation: the size of an activation, and the memory that this process uses.
+/* py_activation_memory: the size of an activation, and the memory that this process uses.
  *
- * An activation is asked for its shape and dtype and for nothing else: it may be on a
- * device, on torch's meta device, or a description that has no elements at all.  A torch
- * tensor of one of torch's own classes is asked for its bytes instead, once.
+ * Only the shape and dtype of an activation are read: it may be on a device, on torch's
+ * meta device, or a description without elements. For torch's own tensor classes its
+ * `nbytes` is read instead.
  */
 #include "activation/activation_bindings.h"
 #include "activation/strategy_args.h"
@@ -12,7 +12,7 @@
 
 #include "runtime/process_memory.h"
 
-/* Raise TypeError for what has no shape or no dtype; what else went wrong stays. */
+/* Raises TypeError for an object without a shape or dtype; keeps any other exception. */
 static int refuse_activation(PyObject *activation)
 {
     if (PyErr_ExceptionMatches(PyExc_AttributeError)) {
@@ -24,15 +24,15 @@ static int refuse_activation(PyObject *activation)
     return -1;
 }
 
-/* Multiply the sizes of a tuple into `*bytes`; 0 if all of them are sizes, 1 where the
- * product is too large, -1 with an exception set. */
+/* Multiplies the sizes of a tuple into `*bytes`. Returns 0 on success, 1 on overflow, -1
+ * with an exception set. */
 static int multiply_sizes(PyObject *sizes, size_t *bytes)
 {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(sizes); i++) {
         PyObject *number = PyNumber_Index(PyTuple_GET_ITEM(sizes, i));
         const Py_ssize_t size = number == NULL ? -1 : PyLong_AsSsize_t(number);
         Py_XDECREF(number);
-        /* a size may be negative, no number at all, or an int of many digits */
+        /* a size may be negative, not a number, or an int of many digits */
         if (size < 0) {
             if (!PyErr_Occurred() || PyErr_ExceptionMatches(PyExc_TypeError)) {
                 PyErr_Format(PyExc_ValueError, "activation has the shape %.200R", sizes);
@@ -46,11 +46,11 @@ static int multiply_sizes(PyObject *sizes, size_t *bytes)
     return 0;
 }
 
-/* Bytes of one element: what the dtype says itself, or what NumPy or the core make of its
- * name.  -1 with an exception set. */
+/* Computes the bytes of one element: from the dtype itself, or from its name by the core
+ * or NumPy. Returns -1 with an exception set. */
 static int item_bytes(const mlspy_state *state, PyObject *dtype, size_t *out)
 {
-    /* NumPy's own first, then names, then whoever says a size */
+    /* first NumPy dtypes, then names, then objects with an item size */
     if (PyArray_DescrCheck(dtype)) {
         *out = (size_t)PyDataType_ELSIZE((PyArray_Descr *)dtype);
         return 0;
@@ -63,8 +63,9 @@ static int item_bytes(const mlspy_state *state, PyObject *dtype, size_t *out)
         *out = mls_dtype_of(known)->item_bytes;
         return 0;
     }
-    PyErr_Clear(); /* a str that is no UTF-8 is no dtype either */
-    /* torch's dtypes have the attribute; NumPy's scalar types have one that is no int */
+    PyErr_Clear(); /* a str without a UTF-8 form is not a dtype either */
+    /* torch dtypes have this attribute as an int; for NumPy's scalar types it is not an
+     * int */
     PyObject *said = PyObject_GetAttr(dtype, state->itemsize_name);
     const Py_ssize_t bytes =
         said != NULL && PyLong_Check(said) ? PyLong_AsSsize_t(said) : -1;
@@ -85,12 +86,13 @@ static int item_bytes(const mlspy_state *state, PyObject *dtype, size_t *out)
     return 0;
 }
 
-/* As mlspy_activation_bytes with the two attributes at hand; 1 for too many bytes. */
+/* As mlspy_activation_bytes, for a given shape and dtype. Returns 1 if there are too many
+ * bytes. */
 static int bytes_of(const mlspy_state *state, PyObject *shape, PyObject *dtype,
                     size_t *out)
 {
     size_t bytes;
-    /* torch.Size is a tuple, and need not be copied into one */
+    /* torch.Size is a tuple, so it needs no copy */
     PyObject *sizes = PyTuple_Check(shape) ? Py_NewRef(shape) : PySequence_Tuple(shape);
     if (sizes == NULL) {
         if (PyErr_ExceptionMatches(PyExc_TypeError)) {
@@ -114,10 +116,10 @@ static int bytes_of(const mlspy_state *state, PyObject *shape, PyObject *dtype,
 
 /* ---- torch tensors ---- */
 
-/* `nbytes` is the cheapest question a tensor answers: shape and dtype cost three times as
+/* `nbytes` is the cheapest attribute of a tensor: shape and dtype cost three times as
  * much, and the DLPack exchange function raises for tensors on the meta device, which
- * takes a millisecond.  Half of the cost of PyObject_GetAttr is finding the descriptor,
- * so the C function behind it is kept for the exact classes Tensor and Parameter. */
+ * takes a millisecond. Half of the cost of PyObject_GetAttr is finding the descriptor, so
+ * the C function behind it is cached for the exact classes Tensor and Parameter. */
 static PyObject *tensor_nbytes(const mlspy_state *state, PyObject *tensor)
 {
     for (int i = 0; i < MLSPY_TENSOR_CLASSES; i++) {
@@ -129,7 +131,7 @@ static PyObject *tensor_nbytes(const mlspy_state *state, PyObject *tensor)
     return NULL;
 }
 
-/* Store the getter in the first free place; each class is stored once.  The caller holds
+/* Stores the getter in the first free entry; each class is stored once. The caller holds
  * the module's lock. */
 static void keep_getter(mlspy_state *state, PyTypeObject *type, const PyGetSetDef *found)
 {
@@ -149,9 +151,9 @@ static void keep_getter(mlspy_state *state, PyTypeObject *type, const PyGetSetDe
     }
 }
 
-/* Keep the getter of a class if reading the attribute does nothing but call it: the class
- * has no __getattribute__ of its own, and `nbytes` is a C property of one of its bases.
- * Never fails, and leaves no exception. */
+/* Caches the getter of a class if reading the attribute only calls it: the class has no
+ * __getattribute__, and `nbytes` is a C property of one of its bases. Never fails, and
+ * leaves no exception. */
 static void keep_tensor_class(PyObject *module, PyTypeObject *type)
 {
     mlspy_state *state = mlspy_state_of(module);
@@ -168,9 +170,9 @@ static void keep_tensor_class(PyObject *module, PyTypeObject *type)
     Py_XDECREF(found);
 }
 
-/* Bytes by the attribute `nbytes`, for a class named as torch names its own: subclasses
- * may define it otherwise, and sparse tensors raise.  False, without an exception, if
- * shape and dtype have to be asked. */
+/* Reads the bytes from the attribute `nbytes`, for classes with the names of torch's own:
+ * subclasses may define it differently, and sparse tensors raise. Returns false, without
+ * an exception, if shape and dtype must be read. */
 static bool tensor_bytes(PyObject *module, PyObject *activation, size_t *out)
 {
     const mlspy_state *state = mlspy_state_of(module);
@@ -194,8 +196,8 @@ static bool tensor_bytes(PyObject *module, PyObject *activation, size_t *out)
     return true;
 }
 
-/* Bytes by the attributes `shape` and `dtype`; 1 for too many bytes, -1 with an exception
- * set. */
+/* Computes the bytes from the attributes `shape` and `dtype`. Returns 1 if there are too
+ * many bytes, -1 with an exception set. */
 static int described_bytes(const mlspy_state *state, PyObject *activation, size_t *out)
 {
     PyObject *shape = PyObject_GetAttr(activation, state->shape_name);
@@ -203,7 +205,7 @@ static int described_bytes(const mlspy_state *state, PyObject *activation, size_
         shape == NULL ? NULL : PyObject_GetAttr(activation, state->dtype_name);
     const int failed = dtype == NULL ? refuse_activation(activation)
                                      : bytes_of(state, shape, dtype, out);
-    /* both attributes may be made for this call alone */
+    /* the attributes may be temporary objects */
     Py_XDECREF(shape);
     Py_XDECREF(dtype);
     return failed;
@@ -221,7 +223,7 @@ int mlspy_activation_bytes(PyObject *module, PyObject *activation, size_t *out)
     } else {
         failed = described_bytes(state, activation, out);
     }
-    /* the one failure that has no exception yet */
+    /* only this failure has no exception yet */
     if (failed > 0) {
         mls_status st;
         mls_fail(&st, MLS_E_SIZE, "activation has more bytes than memory can have");
@@ -230,7 +232,7 @@ int mlspy_activation_bytes(PyObject *module, PyObject *activation, size_t *out)
     return failed == 0 ? 0 : -1;
 }
 
-/* What mlstate.activation._manager counts. */
+/* Used by mlstate.activation._manager. */
 static PyObject *activation_bytes(PyObject *module, PyObject *activation)
 {
     size_t bytes;
@@ -240,8 +242,8 @@ static PyObject *activation_bytes(PyObject *module, PyObject *activation)
     return PyLong_FromSize_t(bytes);
 }
 
-/* Read files of the system with the GIL released: they are short, but a system may be
- * slow to write them. */
+/* Reads system files with the GIL released: they are short, but the system may be slow to
+ * produce them. */
 static PyObject *memory_footprint(PyObject *module, PyObject *unused)
 {
     (void)unused;

@@ -1,6 +1,6 @@
-/* py_chain: chains checked, schedules simulated.  The public names and their docstrings
- * are in mlstate/activation/_chain.py and mlstate/activation/_plan.py; these take positional arguments only.
- */
+/* py_chain: checks chains, simulates schedules. The public functions are in
+ * mlstate/activation/_chain.py and mlstate/activation/_plan.py; these take positional
+ * arguments only. */
 #include "activation/chain_args.h"
 
 #include "activation/activation_bindings.h"
@@ -12,7 +12,7 @@
 
 enum { ARRAYS = 8, ITEMS = 10 }; /* of the tuple that a Chain keeps */
 
-/* Which arrays have n + 1 entries, and which hold seconds. */
+/* Returns whether array `i` has n + 1 entries. */
 static bool is_long(size_t i)
 {
     return i == 2 || i == 3;
@@ -24,7 +24,7 @@ static int type_of(size_t i)
     return i < 2 ? NPY_FLOAT64 : NPY_INT64;
 }
 
-/* An entry of the tuple as a packed array of the right type and length.  NULL with
+/* Returns an entry of the tuple as a packed array of the right type and length; NULL with
  * TypeError set. */
 static PyArrayObject *array_at(PyObject *tuple, size_t i, npy_intp count)
 {
@@ -40,8 +40,8 @@ static PyArrayObject *array_at(PyObject *tuple, size_t i, npy_intp count)
     return array;
 }
 
-/* Copy all arrays into `memory`, one after the other, 8 bytes an entry: float64 and int64
- * alike. */
+/* Copies all arrays into `memory`, one after the other; float64 and int64 both have 8
+ * bytes an entry. */
 static int copy_arrays(PyObject *tuple, npy_intp n, unsigned char *memory,
                        const void *places[ARRAYS])
 {
@@ -58,7 +58,7 @@ static int copy_arrays(PyObject *tuple, npy_intp n, unsigned char *memory,
     return 0;
 }
 
-/* Once the memory is there: copy, point into the copies, and check what they hold.  -1
+/* Copies the arrays, sets the pointers to the copies, and checks the chain. Returns -1
  * with an exception set. */
 static int fill_chain(const mlspy_state *state, PyObject *tuple, npy_intp n,
                       mlspy_chain *out)
@@ -89,7 +89,7 @@ static int fill_chain(const mlspy_state *state, PyObject *tuple, npy_intp n,
     return 0;
 }
 
-/* The first array says how many blocks there are, all others must agree. */
+/* The first array determines the number of blocks; the others must match. */
 int mlspy_take_chain(const mlspy_state *state, PyObject *tuple, mlspy_chain *out)
 {
     *out = (mlspy_chain){0};
@@ -114,14 +114,14 @@ int mlspy_take_chain(const mlspy_state *state, PyObject *tuple, mlspy_chain *out
     return 0;
 }
 
-/* The chain's pointers lead into the one block. */
+/* All pointers of the chain refer to one block of memory. */
 void mlspy_chain_release(mlspy_chain *chain)
 {
     mls_free(chain->memory);
     *chain = (mlspy_chain){0};
 }
 
-/* A copy, 8 bytes a step: the schedule is freed by who made it. */
+/* Copies the steps; the caller still frees the schedule. */
 PyObject *mlspy_steps_array(const mls_schedule *schedule)
 {
     const npy_intp shape[2] = {(npy_intp)schedule->count, 2};
@@ -130,7 +130,7 @@ PyObject *mlspy_steps_array(const mls_schedule *schedule)
         memcpy(PyArray_DATA((PyArrayObject *)array), schedule->steps,
                schedule->count * sizeof *schedule->steps);
     }
-    if (array != NULL) { /* a plan keeps it as it is */
+    if (array != NULL) { /* read-only, because a plan keeps it */
         PyArray_CLEARFLAGS((PyArrayObject *)array, NPY_ARRAY_WRITEABLE);
     }
     return array;
@@ -138,8 +138,7 @@ PyObject *mlspy_steps_array(const mls_schedule *schedule)
 
 /* ---- functions ---- */
 
-/* The check itself is part of taking a chain: this is for the constructor, which wants to
- * know at once. */
+/* The check is part of mlspy_take_chain; the constructor calls this to fail early. */
 static PyObject *chain_check(PyObject *module, PyObject *tuple)
 {
     mlspy_chain chain;
@@ -150,8 +149,8 @@ static PyObject *chain_check(PyObject *module, PyObject *tuple)
     Py_RETURN_NONE;
 }
 
-/* Four new arrays out of the records: bytes before, at the peak and after, and seconds.
- */
+/* Returns four new arrays from the records: bytes before, at the peak and after, and
+ * seconds. */
 static PyObject *arrays_of(const mls_step_record *records, npy_intp count,
                            const mls_totals *totals)
 {
@@ -195,8 +194,8 @@ const mls_step *mlspy_take_steps(PyObject *object, npy_intp *count)
     return PyArray_DATA(array);
 }
 
-/* With the chain taken: totals, and all records where they are wanted.  The GIL is kept:
- * a step takes some nanoseconds. */
+/* Simulates a parsed chain: returns the totals, and all records if `detailed`. Keeps the
+ * GIL, because a step takes a few nanoseconds. */
 static PyObject *simulate(const mlspy_state *state, const mls_chain *chain,
                           PyObject *steps_object, bool detailed)
 {
@@ -228,8 +227,7 @@ static PyObject *simulate(const mlspy_state *state, const mls_chain *chain,
 }
 
 /* chain_simulate(chain, steps, detailed) -> (seconds, peak[, before, peaks, after,
- * times])
- */
+ * times]) */
 static PyObject *chain_simulate(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of(module);
@@ -246,7 +244,6 @@ static PyObject *chain_simulate(PyObject *module, PyObject *const *args, Py_ssiz
     return result;
 }
 
-/* Known to module.c. */
 PyMethodDef mlspy_chain_methods[] = {
     {"chain_check", chain_check, METH_O,
      "chain_check(chain, /)\n--\n\nRefuse costs that make no sense."},

@@ -1,27 +1,27 @@
-/* py_plan: plans made by the core.  The public names and their docstrings are in
- * mlstate/activation/_plan.py; these take positional arguments only.
+/* py_plan: makes plans. The public functions are in mlstate/activation/_plan.py; these
+ * take positional arguments only.
  *
- * The GIL is released while the core plans; now and then the calling thread takes it back
- * to look for signals, so that Ctrl-C ends a long search.
+ * The GIL is released while the core plans. Now and then the calling thread reacquires it
+ * to check for signals, so that Ctrl-C ends a long search.
  */
 #include "activation/activation_bindings.h"
-#include "common/args.h"
 #include "activation/chain_args.h"
+#include "common/args.h"
 #include "common/errors.h"
 #include "common/module_state.h"
 #include "common/progress.h"
 
 #include "planning/plan.h"
 
-/* The core's poll, through the way back into Python that progress.c keeps.  Any thread of
- * the pool may ask; only the one that began the work looks for signals. */
+/* The core's poll, through the callback of progress.c. Any thread of the pool may call
+ * it; only the thread that began the work checks for signals. */
 static bool go_on(void *context)
 {
     mlspy_progress *progress = context;
     return progress->core.report(progress->core.context, 0);
 }
 
-/* Everything of one call. */
+/* State of one call. */
 typedef struct job {
     const mlspy_state *state;
     mlspy_chain chain;
@@ -30,8 +30,8 @@ typedef struct job {
     mls_status st;
 } job;
 
-/* Take the chain and what all functions are told.  -1 with an exception set, and nothing
- * to release. */
+/* Parses the chain and the common arguments. Returns -1 with an exception set, and
+ * nothing to release. */
 static int job_init(job *j, PyObject *module, PyObject *chain, PyObject *slots,
                     PyObject *offload)
 {
@@ -58,9 +58,9 @@ static int job_init(job *j, PyObject *module, PyObject *chain, PyObject *slots,
     return 0;
 }
 
-/* What went wrong: a signal's exception is set already.  A search that was stopped has no
- * other reason. */
-static PyObject *raise_of(const job *j, mls_code code)
+/* Raises the error of a failed call. If it was stopped, a signal's exception is already
+ * set. */
+static PyObject *raise_failure(const job *j, mls_code code)
 {
     if (code == MLS_E_STOPPED && PyErr_Occurred()) {
         return NULL;
@@ -68,7 +68,7 @@ static PyObject *raise_of(const job *j, mls_code code)
     return mlspy_raise(j->state, &j->st, NULL);
 }
 
-/* What mlstate/activation/_planner.py turns into sentences. */
+/* Names of methods, which mlstate/activation/_planner.py turns into sentences. */
 static const char *const methods[] = {[MLS_PLAN_BY_BYTES] = "bytes",
                                       [MLS_PLAN_BY_SLOTS] = "slots",
                                       [MLS_PLAN_THAT_FITS] = "fits"};
@@ -91,7 +91,7 @@ static PyObject *plan_make(PyObject *module, PyObject *const *args, Py_ssize_t c
     mlspy_progress_end(&j.progress);
     mlspy_chain_release(&j.chain);
     if (code != MLS_OK) {
-        return raise_of(&j, code);
+        return raise_failure(&j, code);
     }
     PyObject *result = NULL;
     PyObject *steps = mlspy_steps_array(&plan.schedule);
@@ -103,8 +103,8 @@ static PyObject *plan_make(PyObject *module, PyObject *const *args, Py_ssize_t c
     return result;
 }
 
-/* plan_least(chain, offload) -> bytes.  Quick next to a plan, but cubic in the number of
- * blocks all the same: it can be interrupted too. */
+/* plan_least(chain, offload) -> bytes. Faster than a plan, but still cubic in the number
+ * of blocks, so it can be interrupted too. */
 static PyObject *plan_least(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     job j;
@@ -123,11 +123,11 @@ static PyObject *plan_least(PyObject *module, PyObject *const *args, Py_ssize_t 
                                                j.request.poll, &least, &j.st);
     mlspy_progress_end(&j.progress);
     mlspy_chain_release(&j.chain);
-    return code == MLS_OK ? PyLong_FromLongLong(least) : raise_of(&j, code);
+    return code == MLS_OK ? PyLong_FromLongLong(least) : raise_failure(&j, code);
 }
 
-/* New arrays of budgets and seconds, in a tuple with how they were found; the curve stays
- * the caller's. */
+/* Returns a tuple of new arrays of budgets and seconds, the method and the slots; the
+ * caller keeps the curve. */
 static PyObject *curve_of(const mls_plan_curve *curve)
 {
     const npy_intp count = (npy_intp)curve->count;
@@ -163,14 +163,13 @@ static PyObject *plan_pareto(PyObject *module, PyObject *const *args, Py_ssize_t
     mlspy_progress_end(&j.progress);
     mlspy_chain_release(&j.chain);
     if (code != MLS_OK) {
-        return raise_of(&j, code);
+        return raise_failure(&j, code);
     }
     PyObject *result = curve_of(&curve);
     mls_plan_curve_fini(&curve);
     return result;
 }
 
-/* Known to module.c. */
 PyMethodDef mlspy_plan_methods[] = {
     {"plan_make", MLSPY_FASTCALL(plan_make),
      "plan_make(chain, budget_bytes, slots, offload, /)\n--\n\nThe fastest persistent "

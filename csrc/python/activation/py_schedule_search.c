@@ -1,10 +1,9 @@
-/* py_search: the best of all schedules, and the best of all choices of operators.  The
- * public names are in mlstate/activation/_planner.py and mlstate/activation/_operator_selection.py; these take
- * positional arguments only.
- */
+/* py_schedule_search: the best schedule, and the best choice of operators. The public
+ * functions are in mlstate/activation/_planner.py and
+ * mlstate/activation/_operator_selection.py; these take positional arguments only. */
 #include "activation/activation_bindings.h"
-#include "common/args.h"
 #include "activation/chain_args.h"
+#include "common/args.h"
 #include "common/errors.h"
 #include "common/module_state.h"
 #include "common/progress.h"
@@ -12,17 +11,17 @@
 #include "planning/knapsack.h"
 #include "planning/schedule_search.h"
 
-/* The core's poll, through the way back into Python that progress.c keeps. */
+/* The core's poll, through the callback of progress.c. */
 static bool go_on(void *context)
 {
     mlspy_progress *progress = context;
     return progress->core.report(progress->core.context, 0);
 }
 
-/* The search itself, without the GIL; now and then this thread takes it back to look for
- * signals.  NULL with an exception set. */
-static PyObject *search(const mlspy_state *state, const mls_chain *chain,
-                        mls_best_options *options)
+/* Runs the search without the GIL; this thread reacquires it now and then to check for
+ * signals. Returns NULL with an exception set. */
+static PyObject *run_search(const mlspy_state *state, const mls_chain *chain,
+                            mls_best_options *options)
 {
     mlspy_progress progress;
     mls_best best;
@@ -30,12 +29,12 @@ static PyObject *search(const mlspy_state *state, const mls_chain *chain,
     if (mlspy_progress_init(&progress, Py_None) < 0) {
         return NULL;
     }
-    /* the same way back into Python that long reads and writes have */
+    /* the callback that long reads and writes use too */
     options->poll = (mls_poll){.go_on = go_on, .context = &progress};
     mlspy_progress_begin(&progress);
     const mls_code code = mls_best_schedule(chain, options, &best, &st);
     mlspy_progress_end(&progress);
-    /* a signal's exception is set already, and says more than that the work stopped */
+    /* a signal's exception is already set and is more specific than MLS_E_STOPPED */
     if (code != MLS_OK) {
         return PyErr_Occurred() ? NULL : mlspy_raise(state, &st, NULL);
     }
@@ -49,8 +48,8 @@ static PyObject *search(const mlspy_state *state, const mls_chain *chain,
     return result;
 }
 
-/* Numbers and the schedule to start from, which the caller keeps.  -1 with an exception
- * set. */
+/* Parses the numbers and the start schedule, which the caller keeps alive. Returns -1
+ * with an exception set. */
 static int take_options(const mlspy_state *state, PyObject *const *args,
                         mls_best_options *out)
 {
@@ -68,7 +67,7 @@ static int take_options(const mlspy_state *state, PyObject *const *args,
     }
     out->offload = offload != 0;
     out->states = (size_t)states;
-    /* without a start any time is of interest */
+    /* without a start, any time is acceptable */
     if (args[3] == Py_None) {
         return 0;
     }
@@ -78,9 +77,11 @@ static int take_options(const mlspy_state *state, PyObject *const *args,
     return out->start == NULL ? -1 : 0;
 }
 
-/* search_schedules(chain, budget, offload, start, states) -> (steps, optimal, states).
- * The chain is a copy; the steps to start from are read without the GIL, and are an array
- * that no one writes to: a plan's own. */
+/* search_schedules(chain, budget, offload, start, states) -> (steps, optimal, states)
+ *
+ * The chain is a copy. The start steps are read without the GIL; they are the read-only
+ * array of a plan.
+ */
 static PyObject *search_schedules(PyObject *module, PyObject *const *args,
                                   Py_ssize_t count)
 {
@@ -98,7 +99,7 @@ static PyObject *search_schedules(PyObject *module, PyObject *const *args,
         PyErr_SetString(PyExc_ValueError,
                         "offload: the chain has no rates to the host and back");
     } else {
-        result = search(state, &chain.chain, &options);
+        result = run_search(state, &chain.chain, &options);
     }
     mlspy_chain_release(&chain);
     return result;
@@ -106,7 +107,8 @@ static PyObject *search_schedules(PyObject *module, PyObject *const *args,
 
 /* ---- operators ---- */
 
-/* The numbers of an array of one axis, packed, of a type.  NULL with TypeError set. */
+/* Returns the numbers of a packed one-dimensional array of a type; NULL with TypeError
+ * set. */
 static const void *take_numbers(PyObject *object, int type, size_t *count)
 {
     PyArrayObject *array = (PyArrayObject *)object;
@@ -120,11 +122,11 @@ static const void *take_numbers(PyObject *object, int type, size_t *count)
     return PyArray_DATA(array);
 }
 
-/* -1 with an exception set. */
+/* Parses the items. Returns -1 with an exception set. */
 static int take_items(PyObject *const *args, mls_knapsack_items *out)
 {
     size_t others;
-    /* as NumPy makes them from what the user gave; nothing is copied again */
+    /* arrays that NumPy made from the user's input; not copied again */
     out->seconds = take_numbers(args[0], NPY_FLOAT64, &out->count);
     out->bytes = out->seconds == NULL ? NULL : take_numbers(args[1], NPY_INT64, &others);
     if (out->bytes == NULL) {
@@ -138,10 +140,10 @@ static int take_items(PyObject *const *args, mls_knapsack_items *out)
     return 0;
 }
 
-/* The choice itself, without the GIL: the arrays belong to the caller, who shows them to
- * nobody else.  NULL with an exception set. */
-static PyObject *choose(const mlspy_state *state, const mls_knapsack_items *items,
-                        int64_t budget, size_t states)
+/* Chooses without the GIL: the arrays belong to the caller, who does not share them.
+ * Returns NULL with an exception set. */
+static PyObject *run_choice(const mlspy_state *state, const mls_knapsack_items *items,
+                            int64_t budget, size_t states)
 {
     const npy_intp count = (npy_intp)items->count;
     mlspy_progress progress;
@@ -152,7 +154,7 @@ static PyObject *choose(const mlspy_state *state, const mls_knapsack_items *item
         Py_XDECREF(kept);
         return NULL;
     }
-    /* bool arrays hold one byte each, 0 or 1, which is what the core writes */
+    /* bool arrays hold one byte of 0 or 1 for each item, as the core writes them */
     unsigned char *flags = PyArray_DATA((PyArrayObject *)kept);
     mlspy_progress_begin(&progress);
     const mls_code code =
@@ -168,7 +170,7 @@ static PyObject *choose(const mlspy_state *state, const mls_knapsack_items *item
 }
 
 /* choose_operators(seconds, bytes, budget, states) -> (kept, bytes, seconds, least,
- * optimal, states). */
+ * optimal, states) */
 static PyObject *choose_operators(PyObject *module, PyObject *const *args,
                                   Py_ssize_t count)
 {
@@ -186,7 +188,7 @@ static PyObject *choose_operators(PyObject *module, PyObject *const *args,
                      (long long)states);
         return NULL;
     }
-    return choose(state, &items, budget, (size_t)states);
+    return run_choice(state, &items, budget, (size_t)states);
 }
 
 PyMethodDef mlspy_search_methods[] = {

@@ -1,15 +1,15 @@
-/* py_strategy: the type behind the strategies of mlstate.activation, and a thin subclass
- * of it for each kind of the core's.
+/* py_strategy: the base type of the strategies of mlstate.activation, and a thin subclass
+ * for each kind of the core.
  *
- * A decision is asked for once for each layer of each step, so the way in is short: three
- * positional arguments, a str whose hash Python keeps, a small int, an ndarray.  All else
- * takes a second look.  The Python classes derive from these and add names, settings
- * as users write them, and operators; only a clock or a tracker of the user's is called
- * in a decision.
+ * A decision runs once for each layer of each step, so the usual call is fast: three
+ * positional arguments, a str with a cached hash, a small int, an ndarray. Other
+ * arguments take a slower path. The Python classes derive from these types and add names,
+ * settings as users write them, and operators. A decision calls Python code only for a
+ * user's clock or tracker.
  *
- * The lock of each object is Python's own (MLSPY_BEGIN_LOCKED).  A clock or tracker may
- * do what it likes, so it is called outside of the lock, and the core asks again whether
- * an adjustment is still due.
+ * The lock of each object is Python's own (MLSPY_BEGIN_LOCKED). A clock or tracker may
+ * run any code, so it is called outside the lock, and the core then checks again whether
+ * an adjustment is due.
  */
 #include "activation/activation_bindings.h"
 #include "activation/strategy_args.h"
@@ -24,13 +24,14 @@
 typedef struct strategy_object {
     PyObject_HEAD mls_strategy s;
     unsigned flags;     /* of the kind */
-    double given_share; /* as the user wrote it, before it became a float32 */
-    PyObject *clock;    /* gives seconds when called, or None: the core's */
+    double given_share; /* as the user wrote it, before rounding to float32 */
+    PyObject *clock;    /* returns seconds when called; None: the core's clock */
 } strategy_object;
 
-/* Ticks of the strategy's clock, or 0 if its kind needs none.  -1 with an exception set.
- * A clock of the user's gives seconds as a float, such as time.monotonic and time.time
- * do; rounding to ticks makes ten seconds ten whatever the float's last digits. */
+/* Reads the strategy's clock in ticks; 0 if its kind needs none. Returns -1 with an
+ * exception set. A user's clock returns seconds as a float, like time.monotonic and
+ * time.time. Rounding to ticks makes ten seconds exact, independent of the float's last
+ * digits. */
 static int read_clock(strategy_object *self, int64_t *out)
 {
     mls_status st;
@@ -55,8 +56,8 @@ static int read_clock(strategy_object *self, int64_t *out)
 
 /* ---- decisions ---- */
 
-/* One figure of the tracker's; `least` is the smallest that makes sense.  -1 with an
- * exception set. */
+/* Parses a number of bytes from the tracker; `least` is the smallest valid value. Returns
+ * -1 with an exception set. */
 static int take_figure(strategy_object *self, PyObject *said, const char *name,
                        int64_t least, uint64_t *out)
 {
@@ -73,9 +74,9 @@ static int take_figure(strategy_object *self, PyObject *said, const char *name,
     return 0;
 }
 
-/* Read the memory and adjust the interval to it.  -1 with an exception set, and nothing
- * adjusted. */
-static int adjust(strategy_object *self, int64_t now)
+/* Reads the memory and adjusts the interval. Returns -1 with an exception set, and
+ * nothing adjusted. */
+static int adjust_interval(strategy_object *self, int64_t now)
 {
     PyObject *in_use, *there_are;
     uint64_t used, total;
@@ -95,8 +96,8 @@ static int adjust(strategy_object *self, int64_t now)
     return 0;
 }
 
-/* The time first: the memory is read once in ten seconds. */
-static int adjust_if_due(strategy_object *self)
+/* Checks the time first: memory is read once in ten seconds. */
+static int adjust_interval_if_due(strategy_object *self)
 {
     int64_t now;
     bool due;
@@ -106,14 +107,14 @@ static int adjust_if_due(strategy_object *self)
     MLSPY_BEGIN_LOCKED(self)
     due = mls_strategy_is_due(&self->s, now);
     MLSPY_END_LOCKED()
-    return due ? adjust(self, now) : 0;
+    return due ? adjust_interval(self, now) : 0;
 }
 
-/* Fill in what the kind needs: 1 if there is a question, 0 if the answer is no, -1 with
- * an exception set.  A size is asked for outside of the lock: that may run code of the
- * user's.  What the user named never changes: it is read without a lock. */
-static inline int fill_question(strategy_object *self, const mlspy_question *q,
-                                unsigned flags, mls_layer_question *out)
+/* Fills in the arguments that the kind needs. Returns 1 to ask the core, 0 if the answer
+ * is no, -1 with an exception set. Sizes are read outside the lock, because that may run
+ * user code. Named layers never change, so they are read without a lock. */
+static inline int fill_request(strategy_object *self, const mlspy_strategy_args *q,
+                               unsigned flags, mls_layer_question *out)
 {
     const bool skips = (flags & MLS_SKIPS_EXCLUDED) != 0 && self->s.named.count > 0;
     if ((skips || (flags & MLS_NEEDS_NAME) != 0) &&
@@ -125,25 +126,25 @@ static inline int fill_question(strategy_object *self, const mlspy_question *q,
     }
     if (((flags & MLS_NEEDS_BYTES) != 0 &&
          mlspy_take_bytes((PyObject *)self, q->activation, &out->bytes) < 0) ||
-        ((flags & MLS_NEEDS_MEMORY) != 0 && adjust_if_due(self) < 0)) {
+        ((flags & MLS_NEEDS_MEMORY) != 0 && adjust_interval_if_due(self) < 0)) {
         return -1;
     }
     out->index = q->index;
     return 1;
 }
 
-/* Flags and function are constants: each kind gets a copy that does what it needs. */
+/* Flags and function are constants, so each kind has its own specialised copy. */
 static inline __attribute__((always_inline)) PyObject *
-ask(strategy_object *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names,
-    unsigned flags, mls_decide *decide)
+decide_layer(strategy_object *self, PyObject *const *args, Py_ssize_t nargs,
+             PyObject *names, unsigned flags, mls_decide *decide)
 {
-    mlspy_question q;
+    mlspy_strategy_args q;
     mls_layer_question filled;
     mls_status failure, *st = (flags & MLS_CAN_FAIL) != 0 ? &failure : NULL;
-    if (mlspy_take_question((PyObject *)self, args, nargs, names, &q) < 0) {
+    if (mlspy_take_strategy_args((PyObject *)self, args, nargs, names, &q) < 0) {
         return NULL;
     }
-    int chosen = fill_question(self, &q, flags, &filled);
+    int chosen = fill_request(self, &q, flags, &filled);
     if (chosen <= 0) {
         return chosen < 0 ? NULL : Py_NewRef(Py_False);
     }
@@ -160,13 +161,13 @@ ask(strategy_object *self, PyObject *const *args, Py_ssize_t nargs, PyObject *na
     return Py_NewRef(chosen != 0 ? Py_True : Py_False);
 }
 
-/* What FirstMatch asks: None for a layer that the user did not name. */
-static PyObject *opinion(strategy_object *self, PyObject *const *args, Py_ssize_t nargs,
-                         PyObject *names)
+/* For FirstMatch: returns None for a layer that the user did not name. */
+static PyObject *decide_or_none(strategy_object *self, PyObject *const *args,
+                                Py_ssize_t nargs, PyObject *names)
 {
-    mlspy_question q;
+    mlspy_strategy_args q;
     mls_layer_key key;
-    if (mlspy_take_question((PyObject *)self, args, nargs, names, &q) < 0 ||
+    if (mlspy_take_strategy_args((PyObject *)self, args, nargs, names, &q) < 0 ||
         mlspy_take_key(q.layer_id, &key) < 0) {
         return NULL;
     }
@@ -176,10 +177,10 @@ static PyObject *opinion(strategy_object *self, PyObject *const *args, Py_ssize_
                                                     : Py_False);
 }
 
-/* ---- the constructor and the end ---- */
+/* ---- construction and destruction ---- */
 
-/* Begin with a number, or None.  -1 with an exception set. */
-static int begin(strategy_object *self, const char *what, PyObject *object)
+/* Initialises the strategy with a number or None. Returns -1 with an exception set. */
+static int init_settings(strategy_object *self, const char *what, PyObject *object)
 {
     int64_t now, number;
     mls_status st;
@@ -197,11 +198,13 @@ static int begin(strategy_object *self, const char *what, PyObject *object)
     return 0;
 }
 
-/* Strategy(number, checkpoint_layers, exclude_layers, share, clock), all optional. Layers
- * are tuples of str, each name once: users' lists are made such by
- * mlstate/activation/_strategies.py, which also names all layers that are in both; here
- * the first of them is refused.  The clock is read once: the first adjustment is due ten
- * seconds after the constructor. */
+/* Strategy(number, checkpoint_layers, exclude_layers, share, clock), all optional
+ *
+ * Layers are tuples of str without duplicates; mlstate/activation/_strategies.py converts
+ * users' lists, and reports all layers that are in both tuples. Here the first such layer
+ * is refused. The clock is read once: the first adjustment is due ten seconds after
+ * construction.
+ */
 static PyObject *new_strategy(PyTypeObject *type, PyObject *args, const char *what,
                               unsigned flags)
 {
@@ -214,7 +217,7 @@ static PyObject *new_strategy(PyTypeObject *type, PyObject *args, const char *wh
          mlspy_take_double(share, "max_memory_percentage", &given) < 0)) {
         return NULL;
     }
-    /* the object comes first, since errors are raised by the module of its type */
+    /* created first, because errors are raised through the module of its type */
     strategy_object *self = (strategy_object *)type->tp_alloc(type, 0);
     if (self == NULL) {
         return NULL;
@@ -222,7 +225,7 @@ static PyObject *new_strategy(PyTypeObject *type, PyObject *args, const char *wh
     self->flags = flags;
     self->clock = Py_NewRef(clock);
     self->given_share = given;
-    if (begin(self, what, number) < 0 ||
+    if (init_settings(self, what, number) < 0 ||
         mlspy_mark_layers((PyObject *)self, chosen, MLS_LAYER_CHECKPOINT,
                           &self->s.named) < 0 ||
         mlspy_mark_layers((PyObject *)self, excluded, MLS_LAYER_EXCLUDE, &self->s.named) <
@@ -232,7 +235,7 @@ static PyObject *new_strategy(PyTypeObject *type, PyObject *args, const char *wh
     return (PyObject *)self;
 }
 
-/* A clock may hold on to the strategy. */
+/* A clock may refer to the strategy. */
 static int strategy_traverse(strategy_object *self, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(self));
@@ -240,7 +243,7 @@ static int strategy_traverse(strategy_object *self, visitproc visit, void *arg)
     return 0;
 }
 
-/* Part of breaking a cycle: never NULL, since a method may still be running. */
+/* Breaks a cycle. Never sets NULL, because a method may still be running. */
 static int strategy_clear(strategy_object *self)
 {
     PyObject *clock = self->clock;
@@ -249,7 +252,7 @@ static int strategy_clear(strategy_object *self)
     return 0;
 }
 
-/* Whatever the constructor has got to: a zeroed strategy holds nothing. */
+/* Accepts a partly constructed object: a zeroed strategy owns nothing. */
 static void strategy_dealloc(strategy_object *self)
 {
     PyTypeObject *type = Py_TYPE(self);
@@ -262,8 +265,8 @@ static void strategy_dealloc(strategy_object *self)
 
 /* ---- state ---- */
 
-/* Ten seconds from now nothing is adjusted: the source has it so. */
-static PyObject *reset(strategy_object *self, PyObject *unused)
+/* As in the source, the next adjustment is due ten seconds from now. */
+static PyObject *reset_state(strategy_object *self, PyObject *unused)
 {
     int64_t now;
     (void)unused;
@@ -276,7 +279,7 @@ static PyObject *reset(strategy_object *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* New reference to a tuple (name, bytes, calls) of layer `i`. */
+/* Returns a new tuple (name, bytes, calls) of layer `i`. */
 static PyObject *layer_facts(const mls_layer_map *table, size_t i)
 {
     const mls_table_layer layer = table->layers[i];
@@ -286,9 +289,9 @@ static PyObject *layer_facts(const mls_layer_map *table, size_t i)
                                         (unsigned long long)layer.calls);
 }
 
-/* New reference to a list of all layers' facts; the lock is held.  Making objects may run
- * a collection, and that other code, which may reset the strategy: asked anew each time.
- */
+/* Returns a new list of all layers' tuples; the lock is held. Creating objects may run a
+ * garbage collection, and that may run code which resets the strategy; so the count is
+ * read again each time. */
 static PyObject *all_facts(const mls_layer_map *table)
 {
     PyObject *list = PyList_New(0);
@@ -302,10 +305,10 @@ static PyObject *all_facts(const mls_layer_map *table)
     return list;
 }
 
-/* (checkpointed, interval, ticks since the last adjustment, times of high pressure,
- * collecting, [(name, bytes, calls), ...]).  The time since the adjustment and not when
- * that was: another process has another clock.  The order in which layers were met is
- * part of nothing that is decided, but copies of copies are equal by it. */
+/* Returns (checkpointed, interval, ticks since the last adjustment, adjustments under
+ * high pressure, collecting, [(name, bytes, calls), ...]). Saves the time since the
+ * adjustment, not its tick, because clocks differ between processes. The order of the
+ * layers affects no decision, but it makes copies of copies equal. */
 static PyObject *get_state(strategy_object *self, PyObject *unused)
 {
     int64_t now;
@@ -326,8 +329,8 @@ static PyObject *get_state(strategy_object *self, PyObject *unused)
                                (long long)s.high, PyBool_FromLong(s.collecting), facts);
 }
 
-/* Take one layer out of a state.  -1 with an exception set.  The hash is computed anew:
- * Python's are other ones in each process. */
+/* Restores one layer of a state. Returns -1 with an exception set. The hash is computed
+ * anew, because Python's hashes differ between processes. */
 static int restore_layer(PyObject *self, mls_strategy *s, PyObject *facts)
 {
     PyObject *name;
@@ -338,7 +341,7 @@ static int restore_layer(PyObject *self, mls_strategy *s, PyObject *facts)
     if (mlspy_take_tuple(facts, "a layer", "UnL", &name, &bytes, &calls) < 0) {
         return -1;
     }
-    /* the core counts without a sign */
+    /* the core's counts are unsigned */
     if (bytes < 0 || calls < 0) {
         PyErr_Format(PyExc_ValueError, "layer %R has %zd bytes and %lld calls", name,
                      bytes, calls);
@@ -355,7 +358,7 @@ static int restore_layer(PyObject *self, mls_strategy *s, PyObject *facts)
     return 0;
 }
 
-/* Fill a strategy that was just reset.  -1 with an exception set. */
+/* Fills a fresh strategy from a state. Returns -1 with an exception set. */
 static int take_state(strategy_object *self, PyObject *state, mls_strategy *fresh)
 {
     long long checkpointed, interval, since, high;
@@ -370,9 +373,9 @@ static int take_state(strategy_object *self, PyObject *state, mls_strategy *fres
         return -1;
     }
     if (since < -2 * MLS_MAX_TICKS || since > 2 * MLS_MAX_TICKS) {
-        since = MLS_MAX_TICKS; /* only that it is long ago */
+        since = MLS_MAX_TICKS; /* any value that is long ago */
     }
-    /* as far back from this process's now as it was from the other's */
+    /* relative to this process's clock */
     if (mls_strategy_restore(fresh, checkpointed, interval, now - since, high, &st) !=
         MLS_OK) {
         mlspy_strategy_fail((PyObject *)self, &st);
@@ -390,10 +393,11 @@ static int take_state(strategy_object *self, PyObject *state, mls_strategy *fres
     return 0;
 }
 
-/* Collected on the side, and put in place of the old state when all of it is good. */
-static PyObject *restore(strategy_object *self, PyObject *state)
+/* Fills a separate strategy first, and replaces the old state only if everything is
+ * valid. */
+static PyObject *restore_state(strategy_object *self, PyObject *state)
 {
-    const mls_strategy *s = &self->s; /* its settings are constant once made */
+    const mls_strategy *s = &self->s; /* its settings are constant after construction */
     mls_strategy fresh = {.number = s->number,
                           .named = s->named, /* borrowed */
                           .max_share = s->max_share};
@@ -412,26 +416,27 @@ static PyObject *restore(strategy_object *self, PyObject *state)
 
 /* ---- the type ---- */
 
-/* Names lie in the core's table: each time a new tuple of them. */
+/* The core stores the names; each call creates a new tuple. */
 static PyObject *named_layers(strategy_object *self, void *mark)
 {
     return mlspy_marked_layers(&self->s.named, (mls_layer_choice)(intptr_t)mark);
 }
 
 static PyMethodDef strategy_methods[] = {
-    {"_opinion", (PyCFunction)(void (*)(void))opinion, METH_FASTCALL | METH_KEYWORDS,
+    {"_opinion", (PyCFunction)(void (*)(void))decide_or_none,
+     METH_FASTCALL | METH_KEYWORDS,
      "_opinion($self, /, layer_id, activation, layer_index)\n--\n\nDecide as "
      "should_checkpoint does, but return None for a layer in neither list."},
-    {"reset", (PyCFunction)(void (*)(void))reset, METH_NOARGS,
+    {"reset", (PyCFunction)(void (*)(void))reset_state, METH_NOARGS,
      "reset($self, /)\n--\n\nForget what was counted; settings stay."},
     {"_state", (PyCFunction)(void (*)(void))get_state, METH_NOARGS,
      "_state($self, /)\n--\n\nWhat changed since the constructor, as a tuple."},
-    {"_restore", (PyCFunction)(void (*)(void))restore, METH_O,
+    {"_restore", (PyCFunction)(void (*)(void))restore_state, METH_O,
      "_restore($self, state, /)\n--\n\nPut back what _state returned."},
     {NULL, NULL, 0, NULL},
 };
 
-/* Words that a decision changes under the lock, read here without it: one at a time. */
+/* Decisions change these under the lock; here each is read without it. */
 static PyMemberDef strategy_members[] = {
     {"_number", T_LONGLONG, offsetof(strategy_object, s.number), READONLY,
      "The kind's number, as given; 0: none."},
@@ -460,7 +465,7 @@ static PyGetSetDef strategy_properties[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-/* No tp_init: settings are those of the constructor, for ever. */
+/* No tp_init: settings are constant after construction. */
 static PyType_Slot strategy_slots[] = {
     {Py_tp_dealloc, (void *)strategy_dealloc},
     {Py_tp_traverse, (void *)strategy_traverse},
@@ -499,20 +504,20 @@ static PyType_Spec strategy_spec = {
      "ValueError\n    A negative index, or a shape that is none.\n"                      \
      "CapacityError\n    A number beyond 64 bits."}
 
-/* A constructor and a should_checkpoint that know their kind at compile time: to look for
- * it in each decision would take some percent of its time. */
+/* A constructor and a should_checkpoint that know their kind at compile time: finding it
+ * in each decision would cost some percent of its time. */
 #define DEFINE_KIND(kind, class, number, flags)                                          \
     static PyObject *new_##kind(PyTypeObject *type, PyObject *args, PyObject *kwargs)    \
     {                                                                                    \
         (void)kwargs;                                                                    \
         return new_strategy(type, args, (number), (flags));                              \
     }                                                                                    \
-    static PyObject *ask_##kind(strategy_object *self, PyObject *const *args,            \
-                                Py_ssize_t nargs, PyObject *names)                       \
+    static PyObject *should_checkpoint_##kind(                                           \
+        strategy_object *self, PyObject *const *args, Py_ssize_t nargs, PyObject *names) \
     {                                                                                    \
-        return ask(self, args, nargs, names, (flags), mls_decide_##kind);                \
+        return decide_layer(self, args, nargs, names, (flags), mls_decide_##kind);       \
     }                                                                                    \
-    static PyMethodDef methods_##kind[] = {SHOULD_CHECKPOINT(ask_##kind),                \
+    static PyMethodDef methods_##kind[] = {SHOULD_CHECKPOINT(should_checkpoint_##kind),  \
                                            {NULL, NULL, 0, NULL}};                       \
     static PyType_Slot slots_##kind[] = {                                                \
         {Py_tp_new, (void *)new_##kind}, {Py_tp_methods, methods_##kind}, {0, NULL}};
@@ -525,7 +530,7 @@ MLS_STRATEGY_KINDS(DEFINE_KIND)
      .slots = slots_##kind},
 static PyType_Spec kind_specs[] = {MLS_STRATEGY_KINDS(KIND_SPEC)};
 
-/* New reference to a type that was added to the module, or NULL. */
+/* Returns a new reference to a type that was added to the module, or NULL. */
 static PyObject *add_type(PyObject *module, PyType_Spec *spec, PyObject *base)
 {
     PyObject *type = PyType_FromModuleAndSpec(module, spec, base);
@@ -535,7 +540,8 @@ static PyObject *add_type(PyObject *module, PyType_Spec *spec, PyObject *base)
     return type;
 }
 
-/* The module's state need not know them: methods find the state by their own type. */
+/* The module's state does not store the types: methods find the state through their own
+ * type. */
 int mlspy_strategy_add(PyObject *module)
 {
     PyObject *base = add_type(module, &strategy_spec, NULL);
@@ -543,7 +549,7 @@ int mlspy_strategy_add(PyObject *module)
     for (size_t i = 0; type != NULL && i < sizeof kind_specs / sizeof kind_specs[0];
          i++) {
         type = add_type(module, &kind_specs[i], base);
-        Py_XDECREF(type); /* the module has it */
+        Py_XDECREF(type); /* the module holds a reference */
     }
     Py_XDECREF(base);
     return type == NULL ? -1 : 0;

@@ -1,9 +1,9 @@
-/* question: what all strategies take from Python: the arguments of a decision when they
- * are not the usual ones, lists of layers.
+/* strategy_args: parses the arguments of all strategies: unusual arguments of a decision,
+ * and lists of layers.
  *
- * Nothing here is called for the usual decision (strategy_args.h), so all of it may take
- * its time to say what is wrong.  Arguments are checked before anything is counted: a
- * call that raises leaves a strategy as it was.
+ * The usual decision does not come here (strategy_args.h), so these functions may take
+ * time for good messages. Arguments are checked before anything is counted: a call that
+ * raises leaves the strategy unchanged.
  */
 #include "activation/strategy_args.h"
 
@@ -11,21 +11,22 @@
 #include "common/errors.h"
 #include "common/module_state.h"
 
-/* The module's state (borrowed); NULL with TypeError set. */
+/* Returns the module's state (borrowed); NULL with TypeError set. */
 static const mlspy_state *state_by_type(PyTypeObject *type)
 {
     PyObject *module = mlspy_module_of(type);
     return module == NULL ? NULL : mlspy_state_of(module);
 }
 
-/* Raise what the core says; NULL, always. */
+/* Raises the core's error. Always returns NULL. */
 PyObject *mlspy_strategy_fail(PyObject *self, const mls_status *st)
 {
     const mlspy_state *state = state_by_type(Py_TYPE(self));
     return state == NULL ? NULL : mlspy_raise(state, st, NULL);
 }
 
-/* Put named arguments in their places.  -1 with TypeError set, as for any function. */
+/* Assigns keyword arguments to their positions. Returns -1 with TypeError set, as for any
+ * function. */
 static int place_arguments(PyObject *const *args, Py_ssize_t nargs, PyObject *names,
                            PyObject **placed)
 {
@@ -36,14 +37,14 @@ static int place_arguments(PyObject *const *args, Py_ssize_t nargs, PyObject *na
                      nargs + named);
         return -1;
     }
-    /* positional ones come first in `args`, the values of `names` behind them */
+    /* `args` has the positional arguments first, then the values of `names` */
     for (Py_ssize_t i = 0; i < nargs; i++) {
         placed[i] = args[i];
     }
     for (Py_ssize_t i = 0; i < named; i++) {
         PyObject *name = PyTuple_GET_ITEM(names, i);
         int at = 0;
-        /* three names: no table is quicker */
+        /* for three names a table would not be faster */
         while (at < 3 && PyUnicode_CompareWithASCIIString(name, known[at]) != 0) {
             at++;
         }
@@ -64,7 +65,7 @@ static int place_arguments(PyObject *const *args, Py_ssize_t nargs, PyObject *na
     return 0;
 }
 
-/* Any int that is not negative, with every error there can be. */
+/* Parses any non-negative int, with all errors. */
 static int take_index(PyObject *self, PyObject *object, int64_t *out)
 {
     const mlspy_state *state = state_by_type(Py_TYPE(self));
@@ -79,15 +80,15 @@ static int take_index(PyObject *self, PyObject *object, int64_t *out)
     return 0;
 }
 
-/* The second look: keywords, wrong counts and types, large numbers. */
-int mlspy_question_slowly(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
-                          PyObject *names, mlspy_question *q)
+/* The slow path: keywords, wrong counts and types, large numbers. */
+int mlspy_parse_strategy_args(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
+                              PyObject *names, mlspy_strategy_args *q)
 {
     PyObject *placed[3] = {NULL, NULL, NULL};
     if (place_arguments(args, nargs, names, placed) < 0) {
         return -1;
     }
-    /* in the order of the parameters, so that the first mistake is the one named */
+    /* in the order of the parameters, so that the first mistake is reported */
     if (!PyUnicode_Check(placed[0])) {
         PyErr_Format(PyExc_TypeError, "layer_id must be a str, got %.100s",
                      Py_TYPE(placed[0])->tp_name);
@@ -98,7 +99,7 @@ int mlspy_question_slowly(PyObject *self, PyObject *const *args, Py_ssize_t narg
     return take_index(self, placed[2], &q->index);
 }
 
-/* Mark all names of a tuple; NULL: none.  -1 with an exception set. */
+/* Marks all names of a tuple, or none for NULL. Returns -1 with an exception set. */
 int mlspy_mark_layers(PyObject *self, PyObject *names, mls_layer_choice mark,
                       mls_layer_map *table)
 {
@@ -114,7 +115,7 @@ int mlspy_mark_layers(PyObject *self, PyObject *names, mls_layer_choice mark,
         if (mlspy_take_key(name, &key) < 0) {
             return -1;
         }
-        /* the caller has listed all that are in both; this holds for the core's users */
+        /* the Python caller has checked for conflicts already */
         if (mls_layer_set_choice(table, &key, mark, &st) != MLS_OK) {
             mlspy_strategy_fail(self, &st);
             return -1;
@@ -123,7 +124,7 @@ int mlspy_mark_layers(PyObject *self, PyObject *names, mls_layer_choice mark,
     return 0;
 }
 
-/* New reference to a tuple of the names that have a mark, in their order. */
+/* Returns a new tuple of the names that have a mark, in order. */
 PyObject *mlspy_marked_layers(const mls_layer_map *table, mls_layer_choice mark)
 {
     PyObject *list = PyList_New(0);
@@ -142,7 +143,7 @@ PyObject *mlspy_marked_layers(const mls_layer_map *table, mls_layer_choice mark)
     return tuple;
 }
 
-/* An int of a setting or state.  -1 with an exception set. */
+/* Parses an int of a setting or state. Returns -1 with an exception set. */
 int mlspy_strategy_number(PyObject *self, PyObject *object, const char *what,
                           int64_t *out)
 {

@@ -1,8 +1,8 @@
-/* strategyp: what py_strategy.c, py_activation_memory.c and strategy_args.c share.
+/* strategy_args: shared by py_strategy.c, py_activation_memory.c and strategy_args.c.
  *
- * A decision is asked for once for each layer of each step, so the way in is short and
- * inline: three positional arguments, a str whose hash Python keeps, a small int, an
- * ndarray.  All else takes a second look, in strategy_args.c and py_activation_memory.c.
+ * A decision runs once for each layer of each step, so the usual call is short and
+ * inline: three positional arguments, a str with a cached hash, a small int, an ndarray.
+ * Other arguments take a slower path, in strategy_args.c and py_activation_memory.c.
  */
 #ifndef MLSPY_STRATEGY_ARGS_H
 #define MLSPY_STRATEGY_ARGS_H
@@ -17,42 +17,44 @@
 
 /* ---- py_activation_memory.c ---- */
 
-/* Bytes of an activation's elements by its shape and dtype, whatever memory it is in: an
- * ndarray, a torch tensor (of the meta device too), anything with both attributes.  -1
- * with TypeError, ValueError or CapacityError set. */
+/* Computes the bytes of an activation's elements from its shape and dtype, in any memory:
+ * an ndarray, a torch tensor (also on the meta device), or any object with both
+ * attributes. Returns -1 with TypeError, ValueError or CapacityError set. */
 int mlspy_activation_bytes(PyObject *module, PyObject *activation, size_t *out);
 
 /* ---- strategy_args.c ---- */
 
 /* The arguments of should_checkpoint; the objects are borrowed. */
-typedef struct mlspy_question {
+typedef struct mlspy_strategy_args {
     PyObject *layer_id, *activation;
     int64_t index; /* 0 or more */
-} mlspy_question;
+} mlspy_strategy_args;
 
-/* Any arguments: keywords, wrong counts and types, large numbers.  -1 with TypeError,
- * ValueError or CapacityError set. */
-int mlspy_question_slowly(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
-                          PyObject *names, mlspy_question *q);
+/* Parses any arguments: keywords, wrong counts and types, large numbers. Returns -1 with
+ * TypeError, ValueError or CapacityError set. */
+int mlspy_parse_strategy_args(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
+                              PyObject *names, mlspy_strategy_args *q);
 
-/* Raise what the core says.  Returns NULL, always. */
+/* Raises the core's error. Always returns NULL. */
 PyObject *mlspy_strategy_fail(PyObject *self, const mls_status *st);
 
-/* An int of a setting or state, called `what`.  -1 with an exception set. */
+/* Parses an int of a setting or state; messages call it `what`. Returns -1 with an
+ * exception set. */
 int mlspy_strategy_number(PyObject *self, PyObject *object, const char *what,
                           int64_t *out);
 
-/* Mark all names of a tuple; NULL: none.  -1 with TypeError or ValueError set. */
+/* Marks all names of a tuple, or none for NULL. Returns -1 with TypeError or ValueError
+ * set. */
 int mlspy_mark_layers(PyObject *self, PyObject *names, mls_layer_choice mark,
                       mls_layer_map *table);
 
-/* New reference to a tuple of the names that have a mark, in their order. */
+/* Returns a new tuple of the names that have a mark, in order. */
 PyObject *mlspy_marked_layers(const mls_layer_map *table, mls_layer_choice mark);
 
-/* ---- the short way in ---- */
+/* ---- the fast path ---- */
 
-/* As mlspy_activation_bytes for an ndarray, which needs no state; false where the product
- * of its sizes is beyond a size. */
+/* As mlspy_activation_bytes for an ndarray, without module state; returns false on
+ * overflow. */
 static inline bool mlspy_ndarray_bytes(PyArrayObject *array, size_t *out)
 {
     size_t bytes = (size_t)PyDataType_ELSIZE(PyArray_DESCR(array));
@@ -66,7 +68,7 @@ static inline bool mlspy_ndarray_bytes(PyArrayObject *array, size_t *out)
     return true;
 }
 
-/* An int of Python's that fits one digit and is not negative. */
+/* Parses a non-negative int of one digit; returns false for any other object. */
 static inline bool mlspy_small_index(PyObject *object, int64_t *out)
 {
     if (!PyLong_CheckExact(object)) {
@@ -82,10 +84,11 @@ static inline bool mlspy_small_index(PyObject *object, int64_t *out)
 #endif
 }
 
-/* -1 with an exception set. */
-static inline int mlspy_take_question(PyObject *self, PyObject *const *args,
-                                      Py_ssize_t nargs, PyObject *names,
-                                      mlspy_question *q)
+/* Parses the usual arguments here, all others in mlspy_parse_strategy_args. Returns -1
+ * with an exception set. */
+static inline int mlspy_take_strategy_args(PyObject *self, PyObject *const *args,
+                                           Py_ssize_t nargs, PyObject *names,
+                                           mlspy_strategy_args *q)
 {
     if (nargs == 3 && names == NULL && PyUnicode_Check(args[0]) &&
         mlspy_small_index(args[2], &q->index)) {
@@ -93,11 +96,11 @@ static inline int mlspy_take_question(PyObject *self, PyObject *const *args,
         q->activation = args[1];
         return 0;
     }
-    return mlspy_question_slowly(self, args, nargs, names, q);
+    return mlspy_parse_strategy_args(self, args, nargs, names, q);
 }
 
-/* A str as the core's tables want it.  The hash is the one of plain str, whatever a
- * subclass thinks of itself: equal names have to have equal hashes. */
+/* Converts a str to a key of the core's tables. Uses the hash of plain str, even for
+ * subclasses, because equal names must have equal hashes. */
 static inline int mlspy_take_key(PyObject *layer_id, mls_layer_key *out)
 {
     if (PyUnicode_IS_COMPACT_ASCII(layer_id)) {
@@ -115,8 +118,8 @@ static inline int mlspy_take_key(PyObject *layer_id, mls_layer_key *out)
     return 0;
 }
 
-/* Bytes of the elements of `activation`.  An exact ndarray needs no module state; every
- * other object does.  -1 with an exception set. */
+/* Computes the bytes of the elements of `activation`. An exact ndarray needs no module
+ * state; other objects do. Returns -1 with an exception set. */
 static inline int mlspy_take_bytes(PyObject *self, PyObject *activation, size_t *out)
 {
     if (PyArray_CheckExact(activation) &&

@@ -1,4 +1,5 @@
-/* checkpoint_folder: the folder of a checkpoint, and errors about files in it. */
+/* checkpoint_folder: open the folder of a checkpoint, and raise errors about its files.
+ */
 #include "checkpoint/checkpoint_folder.h"
 
 #include "common/errors.h"
@@ -7,8 +8,8 @@
 #include <errno.h>
 #include <fcntl.h>
 
-/* The descriptor stands for the folder from here on, even where its name becomes that of
- * another.  A network file system may take its time: the GIL is released. */
+/* The descriptor refers to this folder even if it is renamed later. Network file systems
+ * may be slow, so the GIL is released. */
 int mlspy_open_folder(const mlspy_state *state, PyObject *path, int *out)
 {
     PyObject *encoded = NULL;
@@ -32,9 +33,9 @@ int mlspy_open_folder(const mlspy_state *state, PyObject *path, int *out)
     return 0;
 }
 
-/* "path/relative", or `path`; a new reference.  Paths of bytes stay as they are: what a
- * file system has for names need not be text. */
-static PyObject *joined(PyObject *path, const char *relative)
+/* Return a new reference to "path/relative", or to `path`. Paths of type bytes are not
+ * joined: file names need not be valid text. */
+static PyObject *join_path(PyObject *path, const char *relative)
 {
     if (relative == NULL || relative[0] == '\0' || !PyUnicode_Check(path)) {
         return Py_NewRef(path);
@@ -42,27 +43,27 @@ static PyObject *joined(PyObject *path, const char *relative)
     return PyUnicode_FromFormat("%U/%s", path, relative);
 }
 
-/* What is wrong with the content of a file starts with the file's name, and the tensor
- * concerned; an OSError shows its path by itself.  The path that the exception carries is
- * that of the file, where one is known. */
+/* Errors about contents start with the file's name and the tensor. An OSError shows its
+ * path anyway. The exception's path is the file's path, if the file is known. */
 PyObject *mlspy_raise_under(const mlspy_state *state, const mls_status *st,
                             PyObject *path, const char *relative)
 {
     mls_status named = *st;
     if (st->code == MLS_E_STOPPED && PyErr_Occurred()) {
-        return NULL; /* the callback's own exception, or KeyboardInterrupt */
+        return NULL; /* keep the callback's exception, or KeyboardInterrupt */
     }
     const bool about_file = st->code == MLS_E_FORMAT || st->code == MLS_E_CHECKSUM;
     const char *file = about_file && relative != NULL ? relative : "";
     if (strncmp(st->text, "tensor '", strlen("tensor '")) == 0) {
-        /* the core named tensor and file: saying it twice would cut off the reason */
+        /* the core already added tensor and file; repeating them would truncate the
+         * reason */
     } else if (st->name[0] != '\0') {
         PyOS_snprintf(named.text, sizeof named.text, "%.120s%s'%.60s': %.130s", file,
                       file[0] != '\0' ? ": " : "", st->name, st->text);
     } else if (file[0] != '\0') {
         PyOS_snprintf(named.text, sizeof named.text, "%.120s: %.195s", file, st->text);
     }
-    PyObject *full = joined(path, relative);
+    PyObject *full = join_path(path, relative);
     if (full != NULL) {
         mlspy_raise(state, &named, full);
         Py_DECREF(full);

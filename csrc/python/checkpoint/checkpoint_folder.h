@@ -1,4 +1,5 @@
-/* checkpoint_folder: the folder of a checkpoint, and errors about files in it. */
+/* checkpoint_folder: open the folder of a checkpoint, and raise errors about its files.
+ */
 #ifndef MLSPY_CHECKPOINT_FOLDER_H
 #define MLSPY_CHECKPOINT_FOLDER_H
 
@@ -6,11 +7,12 @@
 
 #include "common/module_state.h"
 
-/* Open a folder for work under it; the caller closes it.  -1 with an exception set. */
+/* Open a folder; the caller closes the descriptor. Returns -1 with an exception set on
+ * failure. */
 int mlspy_open_folder(const mlspy_state *state, PyObject *path, int *out);
 
-/* Raise `st`, about the file `relative` (or NULL) under the folder `path`.  Returns NULL.
- */
+/* Raise `st`. It concerns the file `relative`, which may be NULL, in the folder `path`.
+ * Returns NULL. */
 PyObject *mlspy_raise_under(const mlspy_state *state, const mls_status *st,
                             PyObject *path, const char *relative);
 

@@ -1,30 +1,29 @@
-/* codecs: zlib and zstd of Python, for the core.
+/* codecs: Python's zlib and zstd, for the core.
  *
- * mlstate/checkpoint/_store/codecs.py has them.  They are called by threads of the pool, each of which has
- * a thread state for as long as the call takes; zlib and zstd let go of the GIL while
- * they work, so the threads do so side by side.
- */
+ * mlstate/checkpoint/_store/codecs.py implements them. Threads of the pool call them,
+ * each with a Python thread state for the duration of the call. zlib and zstd release the
+ * GIL, so the threads run in parallel. */
 #include "checkpoint/codecs.h"
 
 #include "common/python_api.h"
 
 #include <string.h>
 
-/* An exception becomes a status.  What is no codec's failure stays set in the thread that
- * began the work: KeyboardInterrupt, and whatever else handlers of signals raise, which
- * Python runs there.  Other threads lose their exceptions with their states. */
-static mls_code failed(bool began, mls_status *st)
+/* Convert an exception to a status. Exceptions that do not come from a codec
+ * (KeyboardInterrupt, or any exception of a signal handler) stay set in the thread that
+ * began the work, where Python runs signal handlers. Other threads lose their exceptions
+ * with their thread states. */
+static mls_code set_status(bool began, mls_status *st)
 {
     mls_code result = MLS_E_FORMAT;
     if (PyErr_ExceptionMatches(PyExc_MemoryError)) {
         result = MLS_E_MEMORY;
     } else if (PyErr_ExceptionMatches(PyExc_ImportError)) {
-        result = MLS_E_VALUE; /* it is not installed; its message says what to do */
+        result = MLS_E_VALUE; /* not installed; the message contains the remedy */
     } else if (began && !PyErr_ExceptionMatches(PyExc_ValueError)) {
         return mls_fail(st, MLS_E_STOPPED, "stopped");
     }
-    /* its words go on; which file and tensor they are about is added where that is known
-     */
+    /* keep the message; callers that know file and tensor add them */
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
     PyObject *text = value == NULL ? NULL : PyObject_Str(value);
@@ -38,25 +37,26 @@ static mls_code failed(bool began, mls_status *st)
     return result;
 }
 
-/* Give a view up.  Whoever has kept it, be it in the frames of a traceback, must not look
- * at memory that is ours and goes. */
-static void release(PyObject *view)
+/* Release a view. Another owner, such as the frames of a traceback, must not access the
+ * memory later: it belongs to the core and will be freed. */
+static void release_view(PyObject *view)
 {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
     PyObject *result = PyObject_CallMethod(view, "release", NULL);
     if (result == NULL) {
-        PyErr_Clear(); /* somebody reads it at this moment, and is done before we are */
+        PyErr_Clear(); /* another thread is reading it, and finishes before the memory is
+                          freed */
     }
     Py_XDECREF(result);
     Py_DECREF(view);
     PyErr_Restore(type, value, traceback);
 }
 
-/* Call `encode` or `decode` with a view of the bytes; a new reference to what comes of
- * it, which has the buffer protocol. */
-static PyObject *call(const char *function, mls_codec codec, const unsigned char *from,
-                      size_t bytes, size_t limit)
+/* Call `encode` or `decode` with a view of the bytes. Returns a new reference to the
+ * result, which supports the buffer protocol. */
+static PyObject *call_codec(const char *function, mls_codec codec,
+                            const unsigned char *from, size_t bytes, size_t limit)
 {
     PyObject *result = NULL;
     PyObject *module = PyImport_ImportModule("mlstate.checkpoint._store.codecs");
@@ -67,22 +67,22 @@ static PyObject *call(const char *function, mls_codec codec, const unsigned char
                                      (Py_ssize_t)limit);
     }
     if (view != NULL) {
-        release(view);
+        release_view(view);
     }
     Py_XDECREF(module);
     return result;
 }
 
-/* Copy what came of it, at most `room` bytes, and forget it.  `*out` 0: it has more. */
-static mls_code take(PyObject *result, bool began, unsigned char *to, size_t room,
-                     size_t *out, mls_status *st)
+/* Copy the result, at most `room` bytes, and release it. `*out` is 0 if it is longer. */
+static mls_code copy_result(PyObject *result, bool began, unsigned char *to, size_t room,
+                            size_t *out, mls_status *st)
 {
     Py_buffer view;
     if (result == NULL || PyObject_GetBuffer(result, &view, PyBUF_SIMPLE) < 0) {
         Py_XDECREF(result);
-        return failed(began, st);
+        return set_status(began, st);
     }
-    /* the bytes are ours until the view is released: nobody needs the GIL to copy them */
+    /* the view keeps the bytes alive, so the copy does not need the GIL */
     *out = (size_t)view.len <= room ? (size_t)view.len : 0;
     Py_BEGIN_ALLOW_THREADS
         memcpy(to, view.buf, *out);
@@ -92,45 +92,46 @@ static mls_code take(PyObject *result, bool began, unsigned char *to, size_t roo
     return MLS_OK;
 }
 
-/* Both ways with the GIL, in a thread that may never have had it.  Only the one that
- * began the work has a state already; that of others ends with the call. */
-static mls_code run(const char *function, mls_codec codec, const unsigned char *from,
-                    size_t bytes, unsigned char *to, size_t room, size_t *out,
-                    mls_status *st)
+/* Take the GIL, possibly in a thread without a thread state, and call a codec. The thread
+ * that began the work has a state; the state of other threads ends with the call. */
+static mls_code run_codec(const char *function, mls_codec codec,
+                          const unsigned char *from, size_t bytes, unsigned char *to,
+                          size_t room, size_t *out, mls_status *st)
 {
     const bool began = PyGILState_GetThisThreadState() != NULL;
     const PyGILState_STATE gil = PyGILState_Ensure();
     const mls_code code =
-        PyErr_Occurred() != NULL /* an interrupt that waits: no more is begun */
+        PyErr_Occurred() != NULL /* a pending interrupt: start no further work */
             ? mls_fail(st, MLS_E_STOPPED, "stopped")
-            : take(call(function, codec, from, bytes, room), began, to, room, out, st);
+            : copy_result(call_codec(function, codec, from, bytes, room), began, to, room,
+                          out, st);
     PyGILState_Release(gil);
     return code;
 }
 
-/* What is longer than the room is dropped, and 0 stands for it: see compressed_frames.h. */
+/* `*out` is 0 if the result does not fit: see compressed_frames.h. */
 static mls_code encode(void *context, mls_codec codec, const unsigned char *from,
                        size_t bytes, unsigned char *to, size_t room, size_t *out,
                        mls_status *st)
 {
     (void)context;
-    return run("encode", codec, from, bytes, to, room, out, st);
+    return run_codec("encode", codec, from, bytes, to, room, out, st);
 }
 
-/* The function of Python answers for the length. */
+/* The Python function checks the length too. */
 static mls_code decode(void *context, mls_codec codec, const unsigned char *from,
                        size_t bytes, unsigned char *to, size_t out, mls_status *st)
 {
     size_t found = 0;
     (void)context;
-    const mls_code code = run("decode", codec, from, bytes, to, out, &found, st);
+    const mls_code code = run_codec("decode", codec, from, bytes, to, out, &found, st);
     return code != MLS_OK || found == out
                ? code
                : mls_fail(st, MLS_E_FORMAT, "%s gave another number of bytes",
                           mls_codec_name(codec));
 }
 
-/* One pair for all: which codec it is is said with each call. */
+/* One table for all codecs: each call names its codec. */
 const mls_codecs *mlspy_codecs(void)
 {
     static const mls_codecs codecs = {.encode = encode, .decode = decode};

@@ -1,4 +1,4 @@
-/* catalog_load: what is wanted of a Catalog, shared by loading and by looking ahead. */
+/* load_job: the parts to load from a Catalog. Loading and dry runs share it. */
 #ifndef MLSPY_LOAD_JOB_H
 #define MLSPY_LOAD_JOB_H
 
@@ -9,10 +9,10 @@
 
 #include "checkpoint/ranks/load_plan.h"
 
-/* What Python has of one part that is wanted. */
+/* Python objects of one part to load. */
 typedef struct mlspy_wanted {
-    PyObject *key;   /* strong: as it was asked for */
-    PyObject *array; /* strong: the result, or what owns the target's memory */
+    PyObject *key;   /* strong: the requested key */
+    PyObject *array; /* strong: the result, or the owner of the target's memory */
 } mlspy_wanted;
 
 typedef struct mlspy_load_job {
@@ -23,17 +23,17 @@ typedef struct mlspy_load_job {
     int folder;     /* owned; -1: none */
     mls_load_plan plan;
     mlspy_wanted *wanted;     /* one for each part of the plan */
-    mls_load_target *targets; /* likewise, of arrays that exist; NULL: new arrays */
+    mls_load_target *targets; /* one for each part, when loading into existing arrays;
+                                 NULL: new arrays */
 } mlspy_load_job;
 
-/* Choose tensors and parts; no file is looked at.  `path` is for errors.  `cuts` is
+/* Choose tensors and parts, without accessing files. `path` is used in errors. `cuts` is
  * (layout or None, index, world) for all tensors, or a list with a place for each key.
- * -1 with an exception set; end with mlspy_load_fini either way. */
+ * Returns -1 with an exception set on failure. Call mlspy_load_fini in both cases. */
 int mlspy_load_begin(mlspy_load_job *job, PyObject *object, PyObject *path,
                      PyObject *section, PyObject *keys, PyObject *cuts);
 
-/* Needs the GIL: arrays may die here.  Accepts a job that was left half done at any
- * point. */
+/* Needs the GIL, since it releases arrays. Accepts a partly initialized job. */
 void mlspy_load_fini(mlspy_load_job *job);
 
 #endif

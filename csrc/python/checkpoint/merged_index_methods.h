@@ -1,4 +1,4 @@
-/* catalog_methods: the methods of a Catalog that have files of their own. */
+/* merged_index_methods: methods of a Catalog that are implemented in other files. */
 #ifndef MLSPY_MERGED_INDEX_METHODS_H
 #define MLSPY_MERGED_INDEX_METHODS_H
 

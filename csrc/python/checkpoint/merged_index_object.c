@@ -1,4 +1,4 @@
-/* catalog_object: what the methods of a Catalog share. */
+/* merged_index_object: functions that the methods of a Catalog share. */
 #include "checkpoint/merged_index_object.h"
 
 #include "common/args.h"
@@ -7,14 +7,14 @@
 #include "base/memory.h"
 #include "checkpoint/index/shard_header.h"
 
-/* The module's state, from an object of ours. */
 const mlspy_state *mlspy_catalog_state(PyObject *self)
 {
     return mlspy_state_of(mlspy_module_of(Py_TYPE(self)));
 }
 
-/* A world that was smaller has no index of that rank; a Catalog may also hold only some
- * of the ranks.  Borrowed from the Catalog, which the caller holds. */
+/* The rank may be missing because the saved world was smaller, or because the Catalog
+ * contains only some ranks. The result is borrowed from the Catalog, which the caller
+ * holds. */
 int mlspy_catalog_index(const mlspy_state *state, PyObject *catalog, int64_t rank,
                         const mls_index **out)
 {
@@ -32,9 +32,8 @@ int mlspy_catalog_index(const mlspy_state *state, PyObject *catalog, int64_t ran
     return 0;
 }
 
-/* New reference to the key under which a state dict has a tensor.  An index keeps name
- * and state apart, as files of other programs might divide them elsewhere than at a dot.
- * Nearly all keys are short: these are joined as bytes. */
+/* An index stores name and state separately, since other programs may split the key
+ * elsewhere than at a dot. Almost all keys are short; these are joined on the stack. */
 PyObject *mlspy_catalog_key(const mls_tensor_id *id)
 {
     char few[256];
@@ -51,7 +50,6 @@ PyObject *mlspy_catalog_key(const mls_tensor_id *id)
     return result;
 }
 
-/* A section's number as an argument. */
 int mlspy_take_section(const mlspy_state *state, PyObject *object, mls_section *out)
 {
     int64_t number;

@@ -1,4 +1,4 @@
-/* catalog_object: a Catalog as Python holds it, and what its methods share. */
+/* merged_index_object: the Catalog type, and functions that its methods share. */
 #ifndef MLSPY_MERGED_INDEX_OBJECT_H
 #define MLSPY_MERGED_INDEX_OBJECT_H
 
@@ -9,24 +9,24 @@
 #include "checkpoint/index/index.h"
 #include "checkpoint/ranks/merged_index.h"
 
-/* A Catalog: immutable once it exists. */
+/* A Catalog: immutable after construction. */
 typedef struct mlspy_catalog {
     PyObject_HEAD mls_index *indexes;
     size_t index_count;
     mls_merged_index catalog;
 } mlspy_catalog;
 
-/* The module's state, from a Catalog. */
+/* Return the module's state for a Catalog. */
 const mlspy_state *mlspy_catalog_state(PyObject *self);
 
-/* New reference to the key under which a state dict has a tensor. */
+/* Return a new reference to the state dict key of a tensor. */
 PyObject *mlspy_catalog_key(const mls_tensor_id *id);
 
-/* A section's number as an argument.  -1 with an exception set. */
+/* Convert an argument to a section. Returns -1 with an exception set on failure. */
 int mlspy_take_section(const mlspy_state *state, PyObject *object, mls_section *out);
 
-/* The index of a rank in a Catalog, NULL if it has none; borrowed.  -1 with TypeError
- * set. */
+/* Find the index of a rank in a Catalog; borrowed, NULL if there is none. Returns -1 with
+ * TypeError set if the object is not a Catalog. */
 int mlspy_catalog_index(const mlspy_state *state, PyObject *catalog, int64_t rank,
                         const mls_index **out);
 

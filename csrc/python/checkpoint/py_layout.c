@@ -1,8 +1,7 @@
-/* py_layout: layouts of parts, as tuples of pairs.
+/* py_layout: layouts as tuples of pairs.
  *
- * mlstate.checkpoint.Layout is a thin class round such a tuple: a pair is an axis, or the
- * core's name of a step without one, and a number of parts.
- */
+ * mlstate.checkpoint.Layout is a thin class around such a tuple. A pair is an axis, or
+ * the core's name of a step without an axis, and a number of parts. */
 #include "checkpoint/py_layout.h"
 
 #include "checkpoint/checkpoint_bindings.h"
@@ -12,8 +11,8 @@
 
 #include "sharding/optimizer_axes.h"
 
-/* The axis of a step, or what its name stands for: 0, or 1 for a name.  -1 with an
- * exception set. */
+/* Convert an axis or the name of a step. Returns 0 for a number, 1 for a name, and -1
+ * with an exception set on failure. */
 static int take_axis(const mlspy_state *state, PyObject *object, int64_t *out)
 {
     Py_ssize_t length = 0;
@@ -28,8 +27,8 @@ static int take_axis(const mlspy_state *state, PyObject *object, int64_t *out)
     return PyErr_Occurred() ? -1 : mlspy_take_int64(state, object, "axis", out);
 }
 
-/* Checked pair by pair, in the user's terms; the core has the last word, on what the
- * steps are together. */
+/* Each pair is checked with a message in the user's terms; the core checks the
+ * combination of the steps. */
 int mlspy_take_layout(const mlspy_state *state, PyObject *object, mls_layout *out)
 {
     mls_layout layout = {0};
@@ -52,7 +51,8 @@ int mlspy_take_layout(const mlspy_state *state, PyObject *object, mls_layout *ou
             mlspy_take_int64(state, PyTuple_GET_ITEM(pair, 1), "parts", &parts) < 0) {
             return -1;
         }
-        /* before they become smaller types, in which they might look good */
+        /* checked before the conversion to smaller types, which could make invalid values
+         * look valid */
         if ((named == 0 && (axis < 0 || axis >= MLS_LAYOUT_RANK)) || parts < 1) {
             PyErr_Format(PyExc_ValueError,
                          "a layout cuts an axis from 0 to %d into 1 part or more, not "
@@ -71,7 +71,7 @@ int mlspy_take_layout(const mlspy_state *state, PyObject *object, mls_layout *ou
     return 0;
 }
 
-/* The other way round; what the core has is a layout already. */
+/* Cannot contain an invalid layout, since the core made it. */
 PyObject *mlspy_layout_tuple(const mls_layout *layout)
 {
     PyObject *tuple = PyTuple_New(layout->count);
@@ -90,8 +90,7 @@ PyObject *mlspy_layout_tuple(const mls_layout *layout)
     return tuple;
 }
 
-/* A shape from a tuple of ints; returns its rank, or -1 with an exception set.  The tuple
- * is one that Python code made: what it holds was not looked at yet. */
+/* The tuple comes from Python code and is not validated yet. */
 int mlspy_take_shape(const mlspy_state *state, PyObject *object, size_t *shape)
 {
     mls_status st;
@@ -99,7 +98,7 @@ int mlspy_take_shape(const mlspy_state *state, PyObject *object, size_t *shape)
         PyErr_SetString(PyExc_TypeError, "a shape is a tuple of ints");
         return -1;
     }
-    /* the caller's array has room for so many */
+    /* capacity of the caller's array */
     const Py_ssize_t rank = PyTuple_GET_SIZE(object);
     if (rank > MLS_LAYOUT_RANK) {
         mls_fail(&st, MLS_E_SHAPE, "%zd dimensions: at most %d can be stored", rank,
@@ -124,8 +123,8 @@ int mlspy_take_shape(const mlspy_state *state, PyObject *object, size_t *shape)
 
 /* layout_part(layout, shape, index) -> ((start, ...), (length, ...), begin, end, flat)
  *
- * The box that a part is of its tensor, and the range of the box's elements: what slices
- * and a reshape make of an array. */
+ * Returns the box of a part in its tensor, and the range of elements in the box. Slices
+ * and a reshape of an array select the same part. */
 static PyObject *layout_part(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of(module);
@@ -143,7 +142,7 @@ static PyObject *layout_part(PyObject *module, PyObject *const *args, Py_ssize_t
     if (rank < 0) {
         return NULL;
     }
-    /* a negative index is no part either; the core says so with the number of parts */
+    /* a negative index is invalid too; the core's message contains the number of parts */
     if (mls_layout_part(&layout, rank, shape, index < 0 ? SIZE_MAX : (size_t)index, &part,
                         &st) != MLS_OK) {
         return mlspy_raise(state, &st, NULL);
@@ -153,7 +152,7 @@ static PyObject *layout_part(PyObject *module, PyObject *const *args, Py_ssize_t
     for (int i = 0; good && i < rank; i++) {
         PyObject *start = PyLong_FromSize_t(part.start[i]);
         PyObject *length = PyLong_FromSize_t(part.length[i]);
-        /* a NULL may go into the tuple: it is dropped with it */
+        /* a NULL entry is allowed: the tuple is released */
         good = start != NULL && length != NULL;
         PyTuple_SET_ITEM(starts, i, start);
         PyTuple_SET_ITEM(lengths, i, length);
@@ -167,8 +166,8 @@ static PyObject *layout_part(PyObject *module, PyObject *const *args, Py_ssize_t
                          (Py_ssize_t)part.end, part.flat ? Py_True : Py_False);
 }
 
-/* The axes of a state from a tuple of ints and None, which stands for an axis that its
- * parameter lacks.  False with an exception set. */
+/* Convert a tuple of ints and None to the axes of a state. None marks an axis that the
+ * parameter lacks. Returns false with an exception set on failure. */
 static bool take_axes(const mlspy_state *state, PyObject *object, int64_t rank,
                       signed char *axes)
 {
@@ -188,8 +187,9 @@ static bool take_axes(const mlspy_state *state, PyObject *object, int64_t rank,
     return true;
 }
 
-/* layout_project(layout, index, rank, axes or None) -> (layout, index) of a tensor of
- * that rank */
+/* layout_project(layout, index, rank, axes or None) -> (layout, index)
+ *
+ * Returns layout and index for one tensor of that rank. */
 static PyObject *layout_project(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of(module);
@@ -204,7 +204,7 @@ static PyObject *layout_project(PyObject *module, PyObject *const *args, Py_ssiz
         mlspy_take_int64(state, args[2], "rank", &rank) < 0) {
         return NULL;
     }
-    /* cannot fail, as the layout was taken: only the number of parts is wanted */
+    /* cannot fail: the layout was checked; only the number of parts is needed */
     (void)mls_layout_parts(&layout, &parts, &st);
     if (index < 0 || (size_t)index >= parts || rank < 0 || rank > MLS_LAYOUT_RANK) {
         return PyErr_Format(PyExc_ValueError, "part %lld of %zu does not exist",

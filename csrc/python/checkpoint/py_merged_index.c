@@ -1,9 +1,9 @@
-/* py_catalog: what a checkpoint holds, read from its indexes, and how it is loaded.
+/* py_merged_index: the Catalog type: tensors and shards of a checkpoint, from its
+ * indexes.
  *
- * A Catalog is immutable once it exists, so any number of threads may use it.  Loading
- * goes: choose tensors and parts, see that all of it is stored and that the files are
- * there, make or view the arrays (with the GIL), read (without).
- */
+ * A Catalog is immutable after construction, so any number of threads may use it. Loading
+ * has these steps: choose tensors and parts, check that they are stored and that the
+ * files exist, create or view the arrays (with the GIL), read (without it). */
 #include "checkpoint/checkpoint_bindings.h"
 #include "checkpoint/checkpoint_folder.h"
 #include "checkpoint/merged_index_methods.h"
@@ -24,10 +24,10 @@
 
 #include <unistd.h>
 
-/* ---- life ---- */
+/* ---- construction ---- */
 
-/* The catalog points into the indexes and goes before them.  It holds nothing of
- * Python's, so that no collection has to look into it.  Half-filled ones end here too. */
+/* The merged index borrows the indexes, so it is released first. The type holds no Python
+ * references, so it needs no garbage collection. Also accepts a partly filled object. */
 static void catalog_dealloc(PyObject *object)
 {
     mlspy_catalog *self = (mlspy_catalog *)object;
@@ -41,13 +41,13 @@ static void catalog_dealloc(PyObject *object)
     Py_DECREF(type);
 }
 
-/* Say in which file of the checkpoint an index is that is none. */
+/* Raise an error about an invalid index, with the name of its file. */
 static void fail_index(const mlspy_state *state, const mls_status *st, PyObject *path)
 {
     mls_status named = *st;
     const char *text = PyUnicode_Check(path) ? PyUnicode_AsUTF8(path) : NULL;
     if (text == NULL) {
-        PyErr_Clear(); /* a path that is no UTF-8 is told by the error's own field */
+        PyErr_Clear(); /* the exception's path attribute shows a path that is not UTF-8 */
     } else {
         const char *file = strrchr(text, '/');
         PyOS_snprintf(named.text, sizeof named.text, "index/%.60s: %.230s",
@@ -56,9 +56,9 @@ static void fail_index(const mlspy_state *state, const mls_status *st, PyObject 
     mlspy_raise(state, &named, path);
 }
 
-/* Parse one index; `name` (borrowed) is that of its file, for errors.  A text of
- * megabytes is parsed without the GIL: the bytes object cannot change, and its caller
- * holds it. */
+/* Parse one index; `name` (borrowed) is its file's name, for errors. Texts may have
+ * megabytes, so they are parsed without the GIL: the bytes object is immutable, and the
+ * caller holds it. */
 static int add_index(const mlspy_state *state, mlspy_catalog *self, PyObject *text,
                      PyObject *name)
 {
@@ -82,10 +82,10 @@ static int add_index(const mlspy_state *state, mlspy_catalog *self, PyObject *te
     return 0;
 }
 
-/* All indexes, and the catalog over them.  Whatever fails leaves a Catalog that can be
- * freed: `index_count` says how many indexes there are. */
-static int fill(const mlspy_state *state, mlspy_catalog *self, PyObject *texts,
-                PyObject *names)
+/* Parse all indexes and merge them. On failure the Catalog can be freed: `index_count` is
+ * the number of valid indexes. */
+static int fill_catalog(const mlspy_state *state, mlspy_catalog *self, PyObject *texts,
+                        PyObject *names)
 {
     const size_t count = (size_t)PyTuple_GET_SIZE(texts);
     mls_status st;
@@ -119,7 +119,7 @@ done:
 
 /* Catalog((text, ...), (file, ...))
  *
- * In __new__ and not in __init__, which could be called again on one that is in use. */
+ * Implemented in __new__, since __init__ could be called again on a Catalog in use. */
 static PyObject *catalog_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     PyObject *texts, *names, *module = mlspy_module_of(type);
@@ -137,15 +137,15 @@ static PyObject *catalog_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
     }
     PyObject *self = type->tp_alloc(type, 0);
     if (self != NULL &&
-        fill(mlspy_state_of(module), (mlspy_catalog *)self, texts, names) < 0) {
+        fill_catalog(mlspy_state_of(module), (mlspy_catalog *)self, texts, names) < 0) {
         Py_CLEAR(self);
     }
     return self;
 }
 
-/* ---- what it holds ---- */
+/* ---- queries ---- */
 
-/* keys(section) -> [key, ...], in the order of their bytes */
+/* keys(section) -> [key, ...], in byte order */
 static PyObject *catalog_keys(PyObject *object, PyObject *argument)
 {
     const mlspy_catalog *self = (mlspy_catalog *)object;
@@ -167,15 +167,15 @@ static PyObject *catalog_keys(PyObject *object, PyObject *argument)
     return list;
 }
 
-/* New reference to a tuple of sizes, by the one function that makes shapes. */
+/* Return a new reference to a tuple of sizes, made by the common shape function. */
 static PyObject *sizes_tuple(const size_t *sizes, int count)
 {
     const mls_tensor_meta facts = {.rank = count, .shape = sizes};
     return mlspy_shape_tuple(&facts);
 }
 
-/* New reference to None, or to a tuple of the axes of a state's parameter.  None is the
- * common case: the state has the axes of its parameter. */
+/* Return a new reference to a tuple of parameter axes for a state. It is None in the
+ * usual case, if the state has the axes of its parameter. */
 static PyObject *axes_tuple(const mls_index_shard *shard)
 {
     PyObject *tuple = shard->axes == NULL ? Py_NewRef(Py_None) : PyTuple_New(shard->rank);
@@ -191,15 +191,14 @@ static PyObject *axes_tuple(const mls_index_shard *shard)
     return tuple;
 }
 
-/* What people ask of a tensor, over all of its shards.  The dtype has NumPy's name here:
- * that of the file is nobody's business.
+/* Describe a tensor over all of its shards. The dtype is NumPy's name, not the name in
+ * the file.
  *
- * A tensor as a tuple: section, key, parameter, state or None, dtype, shape, layout, axes
- * or None, shards that are there, their bytes, the highest version, tier or None, bytes
- * that are stored of them, how many of them are sparse, the codec of one that is coded or
- * None.
+ * The tuple contains: section, key, parameter, state or None, dtype, shape, layout, axes
+ * or None, number of shards, their uncompressed bytes, highest version, tier or None,
+ * stored bytes, number of sparse shards, codec of a compressed shard or None.
  *
- * Each N takes its reference, or passes a NULL on as the exception that is set. */
+ * Each N takes its reference; a NULL keeps the exception that is set. */
 static PyObject *tensor_tuple(const mlspy_catalog *self, const mls_merged_index_tensor *t)
 {
     const mls_index_shard *facts = t->facts;
@@ -233,9 +232,9 @@ static PyObject *catalog_tensors(PyObject *object, PyObject *unused)
     return list;
 }
 
-/* New reference to None, or to a tuple of the layers of a sparse shard, each as a tuple:
- * file, offset, bytes, CRC32C, bytes of the shard that it holds, those of them that
- * count, codec or None. */
+/* Return a new reference to a tuple of a shard's layers, or None for a plain shard. Each
+ * layer is a tuple: file, offset, bytes, CRC32C, uncompressed bytes, visible bytes, codec
+ * or None. */
 static PyObject *layers_tuple(const mls_index *index, const mls_index_shard *shard)
 {
     if (shard->layers == NULL) {
@@ -264,16 +263,16 @@ static PyObject *layers_tuple(const mls_index *index, const mls_index_shard *sha
     return tuple;
 }
 
-/* A shard as a tuple: section, key, part, shape of the part, rank, file, offset, bytes,
- * CRC32C, version, layers or None.  One with layers has None for file, offset and CRC32C.
- */
+/* Describe a shard: section, key, part, shape of the part, rank, file, offset, bytes,
+ * CRC32C, version, layers or None. A shard with layers has None for file, offset and
+ * CRC32C. */
 static PyObject *shard_tuple(const mls_index *index, const mls_index_shard *shard)
 {
     size_t dims[MLS_LAYOUT_RANK];
     char crc[MLS_CRC_DIGITS];
     const mls_part part = mls_index_part(shard);
     const int rank = mls_part_dims(&part, dims);
-    /* None rather than 0 of a sparse one: there is no such place */
+    /* None instead of 0 for a shard with layers, which has no single place */
     const bool plain = shard->layers == NULL;
     PyObject *offset =
         plain ? PyLong_FromUnsignedLongLong(shard->offset) : Py_NewRef(Py_None);
@@ -307,7 +306,7 @@ static PyObject *catalog_shards(PyObject *object, PyObject *unused)
 
 /* files() -> {path: bytes}, of all ranks
  *
- * A file that several indexes name is in it once. */
+ * A file that several indexes list appears once. */
 static PyObject *catalog_files(PyObject *object, PyObject *unused)
 {
     const mlspy_catalog *self = (mlspy_catalog *)object;
@@ -328,7 +327,7 @@ static PyObject *catalog_files(PyObject *object, PyObject *unused)
 
 /* header(path) -> bytes or None
  *
- * That of the first index that lists all of the file. */
+ * Rebuilds the header of a file from the first index that lists the complete file. */
 static PyObject *catalog_header(PyObject *object, PyObject *argument)
 {
     const mlspy_catalog *self = (mlspy_catalog *)object;
@@ -354,7 +353,7 @@ static PyObject *catalog_header(PyObject *object, PyObject *argument)
     return result;
 }
 
-/* heads() -> [(generation, rank, world_size, shards, their bytes, stored bytes), ...] */
+/* heads() -> [(generation, rank, world_size, shards, bytes, stored bytes), ...] */
 static PyObject *catalog_heads(PyObject *object, PyObject *unused)
 {
     const mlspy_catalog *self = (mlspy_catalog *)object;
@@ -376,11 +375,11 @@ static PyObject *catalog_heads(PyObject *object, PyObject *unused)
     return list;
 }
 
-/* ---- verifying ---- */
+/* ---- verification ---- */
 
-/* A problem as a tuple: kind, file, key or None, part or None, rank, offset, bytes, text.
- * One of a whole file has neither key nor part.  The text may quote the system, in
- * whatever encoding that has. */
+/* Describe a problem: kind, file, key or None, part or None, rank, offset, bytes, text.
+ * Key and part are None for a problem of a whole file. The text may quote the system in
+ * any encoding. */
 static PyObject *problem_tuple(const mls_index *index, const mls_problem *problem)
 {
     const bool whole = problem->shard == SIZE_MAX;
@@ -395,7 +394,7 @@ static PyObject *problem_tuple(const mls_index *index, const mls_problem *proble
         (unsigned long long)problem->bytes, text);
 }
 
-/* Add the problems of one index to a list; they come by file and offset. */
+/* Append the problems of one index to a list, by file and offset. */
 static int add_problems(const mls_index *index, const mls_problems *problems,
                         PyObject *list)
 {
@@ -412,9 +411,9 @@ static int add_problems(const mls_index *index, const mls_problems *problems,
 
 /* verify(folder, progress) -> (bytes read, [problem, ...])
  *
- * Index by index, so that no more is listed at once than one rank's problems.  A problem
- * is a finding and no error: raised is only what keeps the work from going on.  The
- * folder is closed whatever happens. */
+ * Processes one index at a time, so that only one rank's problems are in memory twice.
+ * Problems are results, not errors: the function raises only if verification cannot
+ * continue. */
 static PyObject *catalog_verify(PyObject *object, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_catalog *self = (mlspy_catalog *)object;
@@ -510,7 +509,7 @@ static PyType_Spec catalog_spec = {
     .slots = catalog_slots,
 };
 
-/* Immutable, so that nobody replaces a method that others rely on. */
+/* The type is immutable, so that no code can replace methods that others rely on. */
 int mlspy_catalog_add(PyObject *module)
 {
     mlspy_state *state = mlspy_state_of(module);

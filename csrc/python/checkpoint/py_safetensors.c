@@ -1,11 +1,10 @@
-/* py_file: safetensors files.  The public names and their docstrings are in
- * mlstate/checkpoint/__init__.py; these take positional arguments only.
+/* py_safetensors: safetensors files. mlstate/checkpoint/__init__.py has the public
+ * functions and their docstrings; these functions take positional arguments only.
  *
- * Each function works in three parts: with the GIL, everything that touches Python
- * objects is turned into plain pointers, which strong references keep valid; without it,
- * the core does the work; with it again, a status becomes an exception.  The arguments
- * are tuples made by checkpoint.py for this one call: no other thread can change them.
- */
+ * Each function has three parts. With the GIL, it converts Python objects to plain
+ * pointers, which strong references keep valid. Without the GIL, the core does the work.
+ * With the GIL again, it converts the status to an exception. The arguments are tuples
+ * that the Python wrapper made for this call, so no other thread can change them. */
 #include "checkpoint/py_safetensors.h"
 
 #include "checkpoint/checkpoint_bindings.h"
@@ -24,14 +23,14 @@
 
 #include <unistd.h>
 
-/* A path as the caller gave it and as the system takes it. */
+/* A path as the caller passed it, and encoded for the system. */
 typedef struct file_path {
     PyObject *given;   /* borrowed: str or bytes */
     PyObject *encoded; /* bytes, strong */
-    const char *text;  /* of `encoded` */
+    const char *text;  /* contents of `encoded` */
 } file_path;
 
-/* str, bytes or anything with __fspath__, as the system wants it; a NUL inside is
+/* Encode a str, bytes or object with __fspath__ for the system. A path with a NUL is
  * refused. */
 static int take_path(PyObject *given, file_path *out)
 {
@@ -44,9 +43,10 @@ static int take_path(PyObject *given, file_path *out)
     return 0;
 }
 
-/* Raise `st`.  What is wrong with a file starts with the file's name; an OSError shows
- * the path by itself. */
-static PyObject *raise_of(PyObject *module, const mls_status *st, const file_path *path)
+/* Raise `st`. Errors about contents start with the file's name; an OSError shows its path
+ * anyway. */
+static PyObject *raise_status(PyObject *module, const mls_status *st,
+                              const file_path *path)
 {
     mls_status named = *st;
     if (st->code == MLS_E_FORMAT || st->code == MLS_E_CHECKSUM) {
@@ -57,7 +57,7 @@ static PyObject *raise_of(PyObject *module, const mls_status *st, const file_pat
     return mlspy_raise(mlspy_state_of(module), &named, path->given);
 }
 
-/* Checksums follow the instruction set that the module chose, MLSTATE_CPU included. */
+/* Checksums use the instruction set of the module, which respects MLSTATE_CPU. */
 static const mls_crc_kernels *crc_of(PyObject *module)
 {
     return mls_crc_of(mlspy_state_of(module)->kernels->cpu);
@@ -67,10 +67,9 @@ static const mls_crc_kernels *crc_of(PyObject *module)
  *
  * file_save -> save_job_init (views of all arrays, with the GIL)
  *           -> mls_safetensors_write (without)
- *           -> save_job_fini (references given back, with the GIL again)
- */
+ *           -> save_job_fini (releases references, with the GIL again) */
 
-/* What a save holds on to while the GIL is released. */
+/* Everything that a save holds while the GIL is released. */
 typedef struct save_job {
     mls_safetensors_content content;
     mls_named_tensor *tensors;
@@ -78,8 +77,7 @@ typedef struct save_job {
     mlspy_view *views;
 } save_job;
 
-/* Accepts a job that save_job_init left half done: `count` says how many views there
- * are. */
+/* Accepts a partly initialized job: `content.count` is the number of views. */
 static void save_job_fini(save_job *job)
 {
     for (size_t i = 0; job->views != NULL && i < job->content.count; i++) {
@@ -90,7 +88,7 @@ static void save_job_fini(save_job *job)
     mls_free(job->views);
 }
 
-/* Item `i` of a tuple of pairs; borrowed. */
+/* Return pair `i` of a tuple; borrowed. */
 static int take_pair(PyObject *pairs, Py_ssize_t i, PyObject **first, PyObject **second)
 {
     PyObject *pair = PyTuple_GET_ITEM(pairs, i);
@@ -103,8 +101,8 @@ static int take_pair(PyObject *pairs, Py_ssize_t i, PyObject **first, PyObject *
     return 0;
 }
 
-/* The view holds the array (or its DLPack capsule), so nothing is freed while the GIL
- * is released, whatever becomes of the dict it came from. */
+/* The view holds the array (or its DLPack capsule), so its memory stays valid without the
+ * GIL, even if the dict changes. */
 static int take_tensor(PyObject *module, PyObject *items, Py_ssize_t i, save_job *job)
 {
     PyObject *name, *array;
@@ -113,7 +111,8 @@ static int take_tensor(PyObject *module, PyObject *items, Py_ssize_t i, save_job
         mlspy_take_text(name, "tensor name", &t->name) < 0) {
         return -1;
     }
-    /* names the tensor in errors about the array; cut, and never in a file */
+    /* names the tensor in errors about the array; may be truncated, never written to a
+     * file */
     char what[MLS_NAME_BYTES];
     PyOS_snprintf(what, sizeof what, "tensor '%.140s'", t->name.data);
     if (mlspy_view_of(mlspy_state_of(module), array, what, &job->views[i]) < 0) {
@@ -124,7 +123,7 @@ static int take_tensor(PyObject *module, PyObject *items, Py_ssize_t i, save_job
     return 0;
 }
 
-/* The pairs of the metadata; the strings stay where they are. */
+/* Convert the metadata pairs. The strings are borrowed. */
 static int take_metadata(PyObject *pairs, save_job *job)
 {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(pairs); i++) {
@@ -140,7 +139,7 @@ static int take_metadata(PyObject *pairs, save_job *job)
     return 0;
 }
 
-/* Everything that needs Python is done here, before the GIL is released. */
+/* Do everything that needs Python, before the GIL is released. */
 static int save_job_init(PyObject *module, PyObject *items, PyObject *pairs,
                          save_job *job)
 {
@@ -186,7 +185,7 @@ static PyObject *file_save(PyObject *module, PyObject *const *args, Py_ssize_t c
     Py_BEGIN_ALLOW_THREADS
         code = mls_safetensors_write(path.text, &job.content, kernels, crc, &st);
     Py_END_ALLOW_THREADS
-    result = code == MLS_OK ? Py_NewRef(Py_None) : raise_of(module, &st, &path);
+    result = code == MLS_OK ? Py_NewRef(Py_None) : raise_status(module, &st, &path);
 done:
     save_job_fini(&job);
     Py_XDECREF(path.encoded);
@@ -195,12 +194,11 @@ done:
 
 /* ---- loading ----
  *
- * The header is read first, and says how large each array is; file_load then maps the
- * file or reads it.  A file that is replaced in between does no harm: the descriptor
- * stays with the version whose header was read.
- */
+ * The header is read first and gives the size of each array. Then file_load maps or reads
+ * the file. Replacing the file in between is harmless: the descriptor refers to the file
+ * whose header was read. */
 
-/* A dict in the header's order. */
+/* Convert the metadata to a dict, in the header's order. */
 static PyObject *metadata_of(const mls_safetensors *file)
 {
     PyObject *result = PyDict_New();
@@ -216,14 +214,14 @@ static PyObject *metadata_of(const mls_safetensors *file)
     return result;
 }
 
-/* Bytes of a new array. */
+/* Size of a new array. */
 static size_t bytes_of(const void *context, size_t index)
 {
     return ((const mls_safetensors *)context)->tensors[index].bytes;
 }
 
-/* A dict of arrays in the header's order, over a mapping or, where `base` is NULL, of new
- * memory. */
+/* Return a dict of arrays in the header's order: over a mapping, or in new memory if
+ * `base` is NULL. */
 static PyObject *arrays_of(const mls_safetensors *file, const unsigned char *mapped,
                            PyObject *base)
 {
@@ -249,7 +247,7 @@ static PyObject *arrays_of(const mls_safetensors *file, const unsigned char *map
 
 static const char capsule_name[] = "mlstate.mapping";
 
-/* The last array over the mapping is gone. */
+/* Called when the last array over the mapping is freed. */
 static void mapping_end(PyObject *capsule)
 {
     mls_mapping *mapping = PyCapsule_GetPointer(capsule, capsule_name);
@@ -280,14 +278,14 @@ const unsigned char *mlspy_mapping_data(PyObject *capsule)
     return mapping->data;
 }
 
-/* The file as read-only arrays over one mapping, which lives as long as any of them. */
+/* Return read-only arrays over one mapping, which exists as long as any of them. */
 static PyObject *load_mapped(PyObject *module, const file_path *path, int fd,
                              const mls_safetensors *file)
 {
     mls_status st;
     mls_mapping mapping;
     if (mls_mapping_init(&mapping, fd, mls_safetensors_end(file), &st) != MLS_OK) {
-        return raise_of(module, &st, path);
+        return raise_status(module, &st, path);
     }
     PyObject *capsule = mlspy_mapping_capsule(&mapping);
     if (capsule == NULL) {
@@ -298,8 +296,9 @@ static PyObject *load_mapped(PyObject *module, const file_path *path, int fd,
     return arrays;
 }
 
-/* Where the arrays' memory lies, in the header's order.  The dict is not shared yet. */
-static void **places_of(PyObject *arrays, size_t count)
+/* Return the addresses of the arrays' memory, in the header's order. No other thread has
+ * the dict yet. */
+static void **array_addresses(PyObject *arrays, size_t count)
 {
     void **places = mls_alloc(count, sizeof *places);
     PyObject *name, *array;
@@ -310,9 +309,8 @@ static void **places_of(PyObject *arrays, size_t count)
     return places;
 }
 
-/* The file as arrays of their own memory, read straight into them.  They are made
- * first, since that needs the GIL, and filled without it; nobody else has seen them
- * yet. */
+/* Read the file into new arrays. They are created with the GIL and filled without it; no
+ * other thread has them yet. */
 static PyObject *load_copied(PyObject *module, const file_path *path, int fd,
                              const mls_safetensors *file)
 {
@@ -324,7 +322,7 @@ static PyObject *load_copied(PyObject *module, const file_path *path, int fd,
     if (arrays == NULL) {
         return NULL;
     }
-    void **places = places_of(arrays, file->count);
+    void **places = array_addresses(arrays, file->count);
     if (places == NULL) {
         Py_DECREF(arrays);
         return PyErr_NoMemory();
@@ -335,12 +333,13 @@ static PyObject *load_copied(PyObject *module, const file_path *path, int fd,
     mls_free(places);
     if (code != MLS_OK) {
         Py_CLEAR(arrays);
-        raise_of(module, &st, path);
+        raise_status(module, &st, path);
     }
     return arrays;
 }
 
-/* Open a file and read its header, without the GIL. -1 with an exception set. */
+/* Open a file and read its header, without the GIL. Returns -1 with an exception set on
+ * failure. */
 static int open_file(PyObject *module, const file_path *path, bool verify, int *fd,
                      mls_safetensors *file)
 {
@@ -351,7 +350,7 @@ static int open_file(PyObject *module, const file_path *path, bool verify, int *
         code = mls_safetensors_open(path->text, crc, verify, fd, file, &st);
     Py_END_ALLOW_THREADS
     if (code != MLS_OK) {
-        raise_of(module, &st, path);
+        raise_status(module, &st, path);
         return -1;
     }
     return 0;

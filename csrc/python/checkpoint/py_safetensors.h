@@ -1,4 +1,4 @@
-/* py_file: mapped files as the base of arrays. */
+/* py_safetensors: mapped files as the base of arrays. */
 #ifndef MLSPY_PY_SAFETENSORS_H
 #define MLSPY_PY_SAFETENSORS_H
 
@@ -6,12 +6,12 @@
 
 #include "io/file.h"
 
-/* New reference to a capsule that owns `mapping`, the base of arrays over it.  A capsule
- * has no buffer, so NumPy never lets these arrays be made writeable.  NULL with an
- * exception set, and the mapping ended. */
+/* Return a new reference to a capsule that owns `mapping`, as the base of arrays over it.
+ * A capsule has no buffer, so NumPy refuses to make these arrays writeable. On failure
+ * returns NULL with an exception set, and releases the mapping. */
 PyObject *mlspy_mapping_capsule(mls_mapping *mapping);
 
-/* The first byte of the mapping that such a capsule owns. */
+/* Return the first byte of a capsule's mapping. */
 const unsigned char *mlspy_mapping_data(PyObject *capsule);
 
 #endif

@@ -1,9 +1,8 @@
-/* py_catalog_load: tensors of a Catalog, or parts of them, as arrays.
+/* py_shard_load: load tensors of a Catalog, or parts of them, into arrays.
  *
- * Both ways of loading go alike: choose tensors and parts; see that all of it is stored,
- * and that the files are there; make the arrays or view the caller's; read, without the
- * GIL.  Nothing that was found out about a file is believed when it is opened later.
- */
+ * Both ways of loading have the same steps: choose tensors and parts; check that they are
+ * stored and that the files exist; create the arrays or view the caller's; read without
+ * the GIL. Files are checked again when they are opened for reading. */
 #include "checkpoint/load_job.h"
 
 #include "checkpoint/checkpoint_folder.h"
@@ -24,10 +23,8 @@
 
 #include <unistd.h>
 
-/* ---- loading: what is wanted ---- */
+/* ---- loading: choose parts ---- */
 
-/* Needs the GIL: arrays may die here.  Accepts a job that was left half done at any
- * point. */
 void mlspy_load_fini(mlspy_load_job *job)
 {
     for (size_t i = 0; i < job->plan.count; i++) {
@@ -45,9 +42,8 @@ void mlspy_load_fini(mlspy_load_job *job)
     mls_load_plan_fini(&job->plan);
 }
 
-/* (layout or None, index, world)
- *
- * Without a layout the world counts: 0 is everybody's whole state. */
+/* Convert (layout or None, index, world). Without a layout, `world` is used; 0 loads the
+ * whole state. */
 static int take_cutting(const mlspy_state *state, PyObject *object, mls_cutting *out)
 {
     PyObject *layout;
@@ -73,19 +69,18 @@ static int take_cutting(const mlspy_state *state, PyObject *object, mls_cutting 
     return 0;
 }
 
-/* Raise what the core refuses, under the path of the checkpoint.  -1, always. */
-static int raise_of(const mlspy_load_job *job, const mls_status *st)
+/* Raise an error of the core with the checkpoint's path. Always returns -1. */
+static int raise_status(const mlspy_load_job *job, const mls_status *st)
 {
     mlspy_raise_under(job->state, st, job->path, NULL);
     return -1;
 }
 
-/* The wanted part of one tensor whose place says what it is: (shape of the whole, layout,
- * index) or (shape of the whole, begin, end).
+/* Choose the part of one tensor from its place: (whole shape, layout, index) or (whole
+ * shape, begin, end).
  *
- * The layout is the tensor's own, and is taken as it is: whoever has a state cut along
- * the axes of its parameter has done so already.  How the tensor was cut when it was
- * stored plays no part here. */
+ * The layout is used unchanged: the caller has already projected it to the axes of a
+ * state. The stored layout does not matter. */
 static int take_place(const mlspy_load_job *job, PyObject *place, mls_wanted *w)
 {
     size_t shape[MLS_LAYOUT_RANK];
@@ -102,32 +97,33 @@ static int take_place(const mlspy_load_job *job, PyObject *place, mls_wanted *w)
         return -1;
     }
     if (mls_wanted_check_whole(w, rank, shape, &st) != MLS_OK) {
-        return raise_of(job, &st);
+        return raise_status(job, &st);
     }
     if (!PyTuple_Check(how)) {
         if (mlspy_take_int64(job->state, how, "begin", &begin) < 0) {
             return -1;
         }
-        return mls_wanted_run(w, begin, end, &st) == MLS_OK ? 0 : raise_of(job, &st);
+        return mls_wanted_run(w, begin, end, &st) == MLS_OK ? 0 : raise_status(job, &st);
     }
     if (mlspy_take_layout(job->state, how, &layout) < 0) {
         return -1;
     }
-    /* a negative index is a large one, of which there is no part either */
-    return mls_wanted_part(w, &layout, (size_t)end, &st) == MLS_OK ? 0
-                                                                   : raise_of(job, &st);
+    /* a negative index becomes a large one, which is refused too */
+    return mls_wanted_part(w, &layout, (size_t)end, &st) == MLS_OK
+               ? 0
+               : raise_status(job, &st);
 }
 
-/* Look up all keys of a list, in its order, which becomes that of the result.  `places`
- * has one for each, or is NULL: then all are cut alike. */
-static int choose(mlspy_load_job *job, mls_section section, PyObject *keys,
-                  const mls_cutting *how, PyObject *places)
+/* Look up all keys of a list; the result has the same order. `places` has one entry for
+ * each key, or is NULL if all tensors are cut in the same way. */
+static int choose_parts(mlspy_load_job *job, mls_section section, PyObject *keys,
+                        const mls_cutting *how, PyObject *places)
 {
     const Py_ssize_t count = PyList_GET_SIZE(keys);
     mls_status st;
     if (mls_load_plan_init(&job->plan, &job->catalog->catalog, (size_t)count, &st) !=
         MLS_OK) {
-        return raise_of(job, &st);
+        return raise_status(job, &st);
     }
     job->wanted = mls_realloc(NULL, (size_t)count, sizeof *job->wanted);
     if (job->wanted == NULL) {
@@ -153,16 +149,16 @@ static int choose(mlspy_load_job *job, mls_section section, PyObject *keys,
                 return -1;
             }
         } else if (mls_wanted_cut(w, how, &st) != MLS_OK) {
-            return raise_of(job, &st);
+            return raise_status(job, &st);
         }
     }
     return 0;
 }
 
-/* ---- loading: what must be read ---- */
+/* ---- loading: find stored ranges ---- */
 
-/* Find the pieces without the GIL, before any memory for the result is asked for. */
-static int plan(mlspy_load_job *job)
+/* Find the stored ranges without the GIL, before memory for the result is allocated. */
+static int find_pieces(mlspy_load_job *job)
 {
     mls_status st;
     mls_code code;
@@ -179,14 +175,14 @@ static int plan(mlspy_load_job *job)
 
 /* ---- loading: new arrays ---- */
 
-/* Bytes of a new array; none where one of zeros pays. */
+/* Size of a new array in the shared block; 0 if the array gets its own zeroed memory. */
 static size_t new_bytes(const void *context, size_t index)
 {
     const mls_wanted *w = &((const mlspy_load_job *)context)->plan.wanted[index];
     return w->long_zeros ? 0 : mls_wanted_bytes(w);
 }
 
-/* A new array for a part, in the room for all of them or, where `alone`, by itself. */
+/* Create an array for a part, in the shared block, or with its own memory if `alone`. */
 static PyObject *new_array(const mlspy_load_job *job, size_t index, mlspy_room *room,
                            bool alone)
 {
@@ -199,8 +195,8 @@ static PyObject *new_array(const mlspy_load_job *job, size_t index, mlspy_room *
                : mlspy_room_array(room, index, dtype, rank, dims);
 }
 
-/* The whole of a file, mapped once for all tensors in it; borrowed from the dict.  The
- * arrays keep the capsules, and these the mappings, when the dict is gone. */
+/* Map a whole file, once for all of its tensors; the result is borrowed from the dict.
+ * The arrays keep the capsules alive, and these the mappings. */
 static PyObject *map_file(mlspy_load_job *job, PyObject *capsules,
                           const mls_index_file *file)
 {
@@ -227,12 +223,12 @@ static PyObject *map_file(mlspy_load_job *job, PyObject *capsules,
         Py_XDECREF(capsule);
         return NULL;
     }
-    Py_DECREF(capsule); /* the dict has it */
+    Py_DECREF(capsule); /* the dict holds it */
     return capsule;
 }
 
-/* The part as a view of its file, where it lies there in one run; None where it does
- * not.  A new reference. */
+/* Return a new reference to a view of the file if the part is one contiguous range there,
+ * else None. */
 static PyObject *mapped_array(mlspy_load_job *job, const mls_wanted *w,
                               PyObject *capsules, mlspy_room *room)
 {
@@ -252,20 +248,20 @@ static PyObject *mapped_array(mlspy_load_job *job, const mls_wanted *w,
                             mlspy_mapping_data(capsule) + offset, capsule);
 }
 
-/* Arrays for all that is wanted, as {key: array}; what is mapped needs no reading, so its
- * pieces are left out and those of the others move up.
+/* Create all arrays and return {key: array}. Mapped arrays need no reading, so their
+ * pieces are removed and later ones move down.
  *
- * Each goes into the dict at once, while both of them are in the cache.  The job keeps
- * the arrays as well: their memory must last while it is read to, whoever may get hold of
- * the dict meanwhile, and also where one of them cannot be made.  `made` is told how many
- * pieces have their places; NULL: nobody waits. */
+ * Each array is added to the dict at once, while both are in the cache. The job holds the
+ * arrays too: their memory must stay valid during the read, even if other code gets the
+ * dict or a later array fails. `made` receives the number of pieces with destinations;
+ * NULL: no thread waits. */
 static PyObject *make_arrays(mlspy_load_job *job, bool maps, mls_watermark *made)
 {
     size_t used = 0;
     PyObject *result = PyDict_New(), *capsules = maps ? PyDict_New() : NULL;
     mlspy_room room = {new_bytes, job, job->plan.count, NULL, 0, 0, {NULL}};
     bool good = result != NULL && (!maps || capsules != NULL);
-    enum { TOGETHER = 64 }; /* told of by one call */
+    enum { TOGETHER = 64 }; /* arrays for each update of the watermark */
     for (size_t i = 0; good && i < job->plan.count; i++) {
         mlspy_wanted *w = &job->wanted[i];
         PyObject *array = maps ? mapped_array(job, &job->plan.wanted[i], capsules, &room)
@@ -297,34 +293,34 @@ static PyObject *make_arrays(mlspy_load_job *job, bool maps, mls_watermark *made
 
 /* ---- loading: reading ---- */
 
-/* Arrays that are made while the first of them are read to. */
+/* Arrays that are created while earlier ones are being read. */
 typedef struct making {
     mlspy_load_job *job;
     mlspy_progress *progress;
     PyObject *result; /* NULL with an exception set, or not called yet */
-} making;
+} make_state;
 
-/* In the calling thread, which takes the GIL back for it. */
-static bool make_meanwhile(void *context, mls_watermark *made)
+/* Runs in the calling thread, which takes the GIL for it. */
+static bool make_during_read(void *context, mls_watermark *made)
 {
-    making *m = context;
+    make_state *m = context;
     mlspy_progress_end(m->progress);
     m->result = make_arrays(m->job, false, made);
     mlspy_progress_begin(m->progress);
     return m->result != NULL;
 }
 
-/* Read all pieces, checksummed while they are in the cache; `*result` is made meanwhile,
- * where that is not NULL.  Which file a failure concerns is known for all but those of
- * our own. */
+/* Read all pieces; checksums are computed while the data is in the cache. If `result` is
+ * not NULL, the arrays are created meanwhile, and `*result` receives them. Every error
+ * except no memory or a stop names the file. */
 static int read_all(mlspy_load_job *job, bool verify, PyObject *callback,
                     PyObject **result)
 {
     mlspy_progress progress;
     mls_status st;
     size_t failed = 0;
-    making m = {job, &progress, NULL};
-    const mls_maker maker = {make_meanwhile, &m};
+    make_state m = {job, &progress, NULL};
+    const mls_maker maker = {make_during_read, &m};
     if (mlspy_progress_init(&progress, callback) < 0) {
         return -1;
     }
@@ -353,7 +349,7 @@ static int read_all(mlspy_load_job *job, bool verify, PyObject *callback,
     return mlspy_progress_finish(&progress);
 }
 
-/* Arrays first: what is mapped is not read. */
+/* The arrays are created first, since mapped ones are not read. */
 static PyObject *map_and_read(mlspy_load_job *job, bool verify, PyObject *callback)
 {
     PyObject *result = make_arrays(job, true, NULL);
@@ -363,8 +359,7 @@ static PyObject *map_and_read(mlspy_load_job *job, bool verify, PyObject *callba
     return result;
 }
 
-/* Arrays while the first of them are read to: their memory must be had for each, and that
- * takes a while where there are many. */
+/* Arrays are created during the read: allocating memory for many arrays takes a while. */
 static PyObject *make_and_read(mlspy_load_job *job, bool verify, PyObject *callback)
 {
     PyObject *result = NULL;
@@ -375,8 +370,7 @@ static PyObject *make_and_read(mlspy_load_job *job, bool verify, PyObject *callb
     return result;
 }
 
-/* The arguments that all ways of loading begin with, and what is wrong with them before
- * any file is looked at.  `cuts` is one for all tensors, or a list of places. */
+/* Check the arguments that all ways of loading share, before any file is accessed. */
 int mlspy_load_begin(mlspy_load_job *job, PyObject *object, PyObject *path,
                      PyObject *section, PyObject *keys, PyObject *cuts)
 {
@@ -398,17 +392,18 @@ int mlspy_load_begin(mlspy_load_job *job, PyObject *object, PyObject *path,
     }
     return mlspy_take_section(job->state, section, &which) < 0 ||
                    (places == NULL && take_cutting(job->state, cuts, &how) < 0) ||
-                   choose(job, which, keys, &how, places) < 0
+                   choose_parts(job, which, keys, &how, places) < 0
                ? -1
                : 0;
 }
 
-/* The same, and all else that can be found wrong before there is anything to undo. */
+/* The same, and all other checks that are possible before anything must be undone. */
 static int load_init(mlspy_load_job *job, PyObject *object, PyObject *path,
                      PyObject *section, PyObject *keys, PyObject *cuts)
 {
     return mlspy_load_begin(job, object, path, section, keys, cuts) < 0 ||
-                   mlspy_open_folder(job->state, path, &job->folder) < 0 || plan(job) < 0
+                   mlspy_open_folder(job->state, path, &job->folder) < 0 ||
+                   find_pieces(job) < 0
                ? -1
                : 0;
 }
@@ -432,23 +427,23 @@ PyObject *mlspy_catalog_load(PyObject *object, PyObject *const *args, Py_ssize_t
     return result;
 }
 
-/* ---- loading: into arrays that exist ---- */
+/* ---- loading: into existing arrays ---- */
 
-/* Keep what is needed of a view: the memory of a packed target, and a copy of the view of
- * any other.  Takes the view's reference. */
+/* Keep what the read needs: the memory of a packed target, or a copy of the view of any
+ * other. Takes the view's reference. */
 static int keep_target(const mlspy_load_job *job, size_t i, mlspy_view *view)
 {
     mls_status st;
     if (mls_wanted_check_target(&job->plan.wanted[i], &view->tensor, &st) != MLS_OK ||
         mls_load_target_init(&job->targets[i], &view->tensor, &st) != MLS_OK) {
-        return raise_of(job, &st);
+        return raise_status(job, &st);
     }
     job->wanted[i].array = view->owner;
     view->owner = NULL;
     return 0;
 }
 
-/* View a target; what is to be said of one that is none is only made up for that. */
+/* View a target. The name for the error message is only built on failure. */
 static int view_array(const mlspy_load_job *job, const mls_wanted *w, PyObject *array,
                       mlspy_view *out)
 {
@@ -463,8 +458,8 @@ static int view_array(const mlspy_load_job *job, const mls_wanted *w, PyObject *
     return mlspy_view_writable(job->state, array, what, out);
 }
 
-/* View the target of one tensor, and see that it is what its part is.  The array is held
- * by its owner's reference from then on. */
+/* View the target of one tensor, and check dtype and shape. The view's owner then keeps
+ * the array alive. */
 static int view_target(const mlspy_load_job *job, size_t i, PyObject *targets)
 {
     mlspy_view view;
@@ -484,8 +479,7 @@ static int view_target(const mlspy_load_job *job, size_t i, PyObject *targets)
     return failed;
 }
 
-/* View all targets, each of which then is what goes there.  Nothing is read before all of
- * them were looked at. */
+/* View and check all targets before anything is read. */
 static int view_targets(mlspy_load_job *job, PyObject *targets)
 {
     if (!PyDict_Check(targets)) {
@@ -507,9 +501,9 @@ static int view_targets(mlspy_load_job *job, PyObject *targets)
 
 /* fits(folder, section, keys, cutting, targets)
  *
- * What load_into would refuse for the targets' sake, without a look at files: whoever
- * fills several sections, or goes on together with other ranks, asks for all of them
- * before the first is changed.  The folder is for the text of errors. */
+ * Raises the errors that load_into would raise because of the targets, without accessing
+ * files. Callers that fill several sections, or load together with other ranks, check all
+ * of them before the first one changes. The folder is only used in errors. */
 PyObject *mlspy_catalog_fits(PyObject *object, PyObject *const *args, Py_ssize_t count)
 {
     mlspy_load_job job = {.folder = -1};
@@ -526,8 +520,8 @@ PyObject *mlspy_catalog_fits(PyObject *object, PyObject *const *args, Py_ssize_t
 /* load_into(folder, section, keys, cutting, targets, verify, progress)
  *
  * `cutting` is (layout, index, world) for all tensors, or a list with a place for each.
- * `targets` are writable arrays or tensors by key; where they are not packed, bytes go by
- * way of new memory. */
+ * `targets` maps keys to writable arrays or tensors; targets that are not packed are read
+ * through temporary memory. */
 PyObject *mlspy_catalog_load_into(PyObject *object, PyObject *const *args,
                                   Py_ssize_t count)
 {
@@ -541,7 +535,7 @@ PyObject *mlspy_catalog_load_into(PyObject *object, PyObject *const *args,
     if (verify >= 0 && load_init(&job, object, args[0], args[1], args[2], args[3]) == 0 &&
         view_targets(&job, args[4]) == 0) {
         if (mls_load_plan_place_all(&job.plan, job.targets, &st) != MLS_OK) {
-            raise_of(&job, &st);
+            raise_status(&job, &st);
         } else if (read_all(&job, verify != 0, args[6], NULL) == 0) {
             mls_load_plan_scatter(&job.plan, job.targets, job.state->kernels);
             good = true;

@@ -1,7 +1,7 @@
-/* py_owners: which parts of tensors, and which bytes of files, a load needs.
+/* py_shard_owners: which parts of tensors, and which bytes of files, a load needs.
  *
- * A Catalog may hold one index of each pattern only (index_pattern.h).
- * mlstate/checkpoint/_store/index_patterns.py knows which ranks store which parts.
+ * A Catalog may contain only one index for each pattern (index_pattern.h).
+ * mlstate/checkpoint/_store/index_patterns.py determines which ranks store which parts.
  */
 #include "checkpoint/checkpoint_folder.h"
 #include "checkpoint/load_job.h"
@@ -17,7 +17,8 @@
 
 /* ---- patterns ---- */
 
-/* New reference to (bytes, (part, ...)), or to None for an index without a pattern. */
+/* Return a new reference to (bytes, (part, ...)), or to None for an index without a
+ * pattern. */
 static PyObject *pattern_tuple(const mlspy_state *state, const mls_index *index)
 {
     mls_index_pattern pattern;
@@ -84,7 +85,7 @@ static void free_patterns(const mlspy_catalog *self, mls_index_pattern *patterns
     mls_free(patterns);
 }
 
-/* The patterns of all indexes, or NULL with an exception set. */
+/* Return the patterns of all indexes, or NULL with an exception set. */
 static mls_index_pattern *find_patterns(const mlspy_catalog *self,
                                         const mlspy_state *state)
 {
@@ -104,7 +105,7 @@ static mls_index_pattern *find_patterns(const mlspy_catalog *self,
     return patterns;
 }
 
-/* New reference to the places of a tensor: pairs of 32-bit numbers as bytes. */
+/* Return a new reference to the places of a tensor: pairs of 32-bit numbers as bytes. */
 static PyObject *places_bytes(const mlspy_catalog *self,
                               const mls_index_pattern *patterns,
                               const mls_merged_index_tensor *tensor)
@@ -139,26 +140,26 @@ PyObject *mlspy_catalog_places(PyObject *object, PyObject *unused)
     return list;
 }
 
-/* The set of parts under `key` in a dict, which may have none yet; borrowed. */
-static PyObject *set_under(PyObject *dict, PyObject *key)
+/* Return the set of parts for `key` in a dict, created if needed; borrowed. */
+static PyObject *part_set_for(PyObject *dict, PyObject *key)
 {
     PyObject *set = PyDict_GetItemWithError(dict, key);
     if (set == NULL && !PyErr_Occurred() && (set = PySet_New(NULL)) != NULL) {
         const int failed = PyDict_SetItem(dict, key, set);
-        Py_DECREF(set); /* the dict has it */
+        Py_DECREF(set); /* the dict holds it */
         set = failed < 0 ? NULL : set;
     }
     return set;
 }
 
-/* Add the parts that have elements of what is wanted of one tensor, the first `most` of
- * them: a layout may claim any number of parts. */
+/* Add the parts that intersect the requested part of one tensor, at most `most` of them:
+ * a layout may claim any number of parts. */
 static int add_parts(const mlspy_load_job *job, const mls_index_pattern *patterns,
                      const mls_wanted *w, Py_ssize_t most, PyObject *dict)
 {
     const mls_index_shard *facts = w->tensor->facts;
     PyObject *key = places_bytes(job->catalog, patterns, w->tensor);
-    PyObject *set = key == NULL ? NULL : set_under(dict, key);
+    PyObject *set = key == NULL ? NULL : part_set_for(dict, key);
     mls_layout_intersection meeting;
     size_t part;
     int failed = set == NULL ? -1 : 0;
@@ -175,7 +176,7 @@ static int add_parts(const mlspy_load_job *job, const mls_index_pattern *pattern
 
 /* wanted_parts(folder, section, keys, cutting, most) -> {places: {part, ...}, ...}
  *
- * The folder is for errors: nothing is opened. */
+ * The folder is only used in errors; no file is opened. */
 PyObject *mlspy_catalog_wanted_parts(PyObject *object, PyObject *const *args,
                                      Py_ssize_t count)
 {
@@ -203,9 +204,9 @@ PyObject *mlspy_catalog_wanted_parts(PyObject *object, PyObject *const *args,
 
 /* ---- reads ---- */
 
-/* Add what one tensor needs to a list of (path, begin, end, bytes), a tuple for each
- * place. The pieces are those that a load would read, from the same function, but without
- * a place for the bytes.  What was never stored is not read. */
+/* Append the reads of one tensor to a list of (path, begin, end, bytes), one for each
+ * place. They are computed by the same function as in a load, but without destinations.
+ * Zeros that were not stored are not read. */
 static int add_reads(const mlspy_load_job *job, const mls_wanted *w, bool verify,
                      PyObject *list)
 {
@@ -244,7 +245,7 @@ static int add_reads(const mlspy_load_job *job, const mls_wanted *w, bool verify
 
 /* reads(folder, section, keys, cutting, verify) -> [(path, begin, end, bytes), ...]
  *
- * No shard file is looked at: it need not even be there. */
+ * Shard files are not accessed and need not exist. */
 PyObject *mlspy_catalog_reads(PyObject *object, PyObject *const *args, Py_ssize_t count)
 {
     mlspy_load_job job = {.folder = -1};

@@ -1,10 +1,9 @@
-/* py_shards: one rank's shards written, and small things that checkpoints need.  The
- * public names and their docstrings are in mlstate/checkpoint/__init__.py; these take
- * positional arguments only.
+/* py_shard_write: write one rank's shards, and small helpers for checkpoints.
+ * mlstate/checkpoint/__init__.py has the public functions and their docstrings; these
+ * functions take positional arguments only.
  *
- *   shards_gather, shards_stage (py_staging.c): what is to be stored
- *   shards_write: without the GIL, mls_shards_write
- */
+ * shards_gather, shards_stage (py_staging.c): list and copy the shards
+ * shards_write: calls mls_shards_write without the GIL */
 #include "checkpoint/checkpoint_bindings.h"
 #include "checkpoint/checkpoint_folder.h"
 #include "checkpoint/codecs.h"
@@ -39,18 +38,18 @@ static PyObject *written_dict(const mls_shards_written *w)
         "new_files", (unsigned long long)w->new_files);
 }
 
-/* Somebody waits for his arrays: a save that goes on while they are changed. */
+/* State of a background save whose caller waits until its arrays may change. */
 typedef struct waiting {
     mlspy_gathering *gathering;
-    mlspy_progress *progress; /* keeps the thread state while the GIL is released */
+    mlspy_progress *progress; /* stores the thread state while the GIL is released */
     PyObject *call;           /* borrowed */
-} waiting;
+} waiting_caller;
 
-/* The core does not read them any more.  What the call raises is shown and forgotten: it
- * is ours, and the save goes on. */
-static void arrays_are_free(void *context)
+/* Called when the core no longer reads the arrays. An exception of the callback is
+ * printed and ignored, since the save continues. */
+static void release_arrays(void *context)
 {
-    const waiting *w = context;
+    const waiting_caller *w = context;
     PyEval_RestoreThread(w->progress->saved);
     mlspy_gathering_let_go(w->gathering, true);
     PyObject *result = PyObject_CallNoArgs(w->call);
@@ -61,9 +60,10 @@ static void arrays_are_free(void *context)
     w->progress->saved = PyEval_SaveThread();
 }
 
-/* What is written while others work has threads of its own: the module's pool serves one
- * call at a time, and would be taken for as long as the disk takes. */
-static mls_code write_aside(mls_shard_job *job, mls_shards_written *out, mls_status *st)
+/* A background save has its own threads: the module's pool serves one call at a time, and
+ * would be blocked until the disk is done. */
+static mls_code write_in_background(mls_shard_job *job, mls_shards_written *out,
+                                    mls_status *st)
 {
     mls_pool *pool = NULL;
     mls_code code = mls_pool_new(mlspy_threads_aside(job->pool), &pool, st);
@@ -75,8 +75,8 @@ static mls_code write_aside(mls_shard_job *job, mls_shards_written *out, mls_sta
     return code;
 }
 
-/* With everything gathered: write it.  The folder is opened once, and everything happens
- * in that very folder, even if somebody moves it meanwhile. */
+/* Write a gathering. The folder is opened once and used by its descriptor, so that
+ * renaming it during the save is harmless. */
 static PyObject *write_gathered(mlspy_gathering *g, PyObject *path, mls_shard_job *job,
                                 PyObject *callback, PyObject *freed)
 {
@@ -84,7 +84,7 @@ static PyObject *write_gathered(mlspy_gathering *g, PyObject *path, mls_shard_jo
     mls_shards_written written;
     mls_status st;
     mls_code code;
-    waiting who = {.gathering = g, .progress = &progress, .call = freed};
+    waiting_caller who = {.gathering = g, .progress = &progress, .call = freed};
     if (mlspy_progress_init(&progress, callback) < 0 ||
         mlspy_open_folder(g->state, path, &job->folder) < 0) {
         return NULL;
@@ -97,12 +97,12 @@ static PyObject *write_gathered(mlspy_gathering *g, PyObject *path, mls_shard_jo
     job->crc = mls_crc_of(g->state->kernels->cpu);
     job->pool = g->state->pool;
     job->progress = &progress.core;
-    /* the thread that calls back is this one: progress keeps its state meanwhile */
-    job->freed = freed == Py_None ? NULL : arrays_are_free;
+    /* the callback runs in this thread, whose state `progress` stores */
+    job->freed = freed == Py_None ? NULL : release_arrays;
     job->freed_context = &who;
     mlspy_progress_begin(&progress);
     code = freed == Py_None ? mls_shards_write(job, &written, &st)
-                            : write_aside(job, &written, &st);
+                            : write_in_background(job, &written, &st);
     (void)close(job->folder);
     mlspy_progress_end(&progress);
     if (code != MLS_OK) {
@@ -111,7 +111,7 @@ static PyObject *write_gathered(mlspy_gathering *g, PyObject *path, mls_shard_jo
     return mlspy_progress_finish(&progress) < 0 ? NULL : written_dict(&written);
 }
 
-/* Permission bits of new files. */
+/* Convert the permission bits of new files. */
 static int take_mode(const mlspy_state *state, PyObject *object, unsigned *out)
 {
     int64_t mode;
@@ -127,7 +127,7 @@ static int take_mode(const mlspy_state *state, PyObject *object, unsigned *out)
     return 0;
 }
 
-/* The codec of a name, which the package has looked at; None is none. */
+/* Convert the name of a codec, which Python has checked; None means no compression. */
 static int take_codec(PyObject *name, mls_shard_job *job)
 {
     mls_str text;
@@ -148,8 +148,8 @@ static int take_codec(PyObject *name, mls_shard_job *job)
     return -1;
 }
 
-/* How it is stored: (pack_below, sparse, incremental, compress).  The package has looked
- * at the two flags, so whatever is not True is False here; the number is the user's. */
+/* Convert (pack_below, sparse, incremental, compress). Python has checked the two flags,
+ * so any value except True is False; the number comes from the user. */
 static int take_how(const mlspy_state *state, PyObject *how, mls_shard_job *job)
 {
     int64_t pack_below;
@@ -175,9 +175,10 @@ static int take_how(const mlspy_state *state, PyObject *how, mls_shard_job *job)
 
 /* shards_write(folder, generation, gathering, before, how, progress, freed, mode) -> dict
  *
- * `before` is a Catalog of what is committed, or None: all is written.  `progress` is
- * called with bytes, `freed` once, without arguments, when the arrays of the gathering
- * are not read any more; with it the work has threads of its own. */
+ * `before` is a Catalog of the committed checkpoint, or None to write everything.
+ * `progress` is called with bytes. `freed` is called once, without arguments, when the
+ * arrays of the gathering are no longer read; if it is set, the save has its own threads.
+ */
 static PyObject *shards_write(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of(module);
@@ -205,8 +206,9 @@ static PyObject *shards_write(PyObject *module, PyObject *const *args, Py_ssize_
     return write_gathered(g, args[0], &job, args[5], args[6]);
 }
 
-/* shards_plan(generation, gathering, pack_below) -> bytes: the index that shards_write
- * would make, without its checksums */
+/* shards_plan(generation, gathering, pack_below) -> bytes
+ *
+ * Returns the index that shards_write would make, without its checksums. */
 static PyObject *shards_plan(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of(module);
@@ -249,9 +251,9 @@ static PyObject *shards_plan(PyObject *module, PyObject *const *args, Py_ssize_t
     return result;
 }
 
-/* ---- sealed texts and small files ---- */
+/* ---- JSON checksums and small files ---- */
 
-/* seal(text) -> bytes: a text that starts with the seal, with its checksum filled in */
+/* seal(text) -> bytes: set the checksum of a text that starts with the checksum member */
 static PyObject *seal(PyObject *module, PyObject *text)
 {
     char *bytes;
@@ -273,7 +275,7 @@ static PyObject *seal(PyObject *module, PyObject *text)
     return sealed;
 }
 
-/* seal_check(data, path): raise unless `data` is what was sealed */
+/* seal_check(data, path): raise unless the checksum of `data` is correct */
 static PyObject *seal_check(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     char *bytes;
@@ -290,7 +292,7 @@ static PyObject *seal_check(PyObject *module, PyObject *const *args, Py_ssize_t 
                : mlspy_raise(state, &st, args[1]);
 }
 
-/* json_check(data, depth, path): raise unless `data` is JSON as docs/format.md wants it
+/* json_check(data, depth, path): raise unless `data` is JSON as docs/format.md requires
  */
 static PyObject *json_check(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
@@ -316,8 +318,10 @@ static PyObject *json_check(PyObject *module, PyObject *const *args, Py_ssize_t 
                           : mlspy_raise(mlspy_state_of(module), &st, args[2]);
 }
 
-/* crc32c(data) -> int: of any buffer, without the GIL, however small: indexes are what it
- * is called with, and they are not */
+/* crc32c(data) -> int
+ *
+ * Accepts any buffer. Always releases the GIL: the usual input is an index, which is
+ * large. */
 static PyObject *crc32c(PyObject *module, PyObject *data)
 {
     Py_buffer view;
@@ -333,10 +337,9 @@ static PyObject *crc32c(PyObject *module, PyObject *data)
     return PyLong_FromUnsignedLong(found);
 }
 
-/* Write all of `data` in the place of `path`, durably: roots of checkpoints, which decide
- * what is there. */
-static mls_code replace(const char *path, unsigned mode, const char *data, size_t length,
-                        mls_status *st)
+/* Replace a file atomically and durably. Used for the roots of checkpoints. */
+static mls_code replace_file(const char *path, unsigned mode, const char *data,
+                             size_t length, mls_status *st)
 {
     mls_atomic_file file;
     mls_code code = mls_atomic_begin(path, mode, &file, st);
@@ -351,8 +354,10 @@ static mls_code replace(const char *path, unsigned mode, const char *data, size_
     return mls_atomic_commit(&file, st);
 }
 
-/* file_replace(path, data, mode): afterwards the file holds all of `data`, on the disk,
- * or what it held before; `mode`, less the umask, is that of a new file */
+/* file_replace(path, data, mode)
+ *
+ * Afterwards the file contains all of `data`, durably; after a failure it is unchanged.
+ * `mode`, less the umask, applies to a new file. */
 static PyObject *file_replace(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     char *bytes;
@@ -369,15 +374,15 @@ static PyObject *file_replace(PyObject *module, PyObject *const *args, Py_ssize_
     }
     const char *to = PyBytes_AS_STRING(encoded);
     Py_BEGIN_ALLOW_THREADS
-        code = replace(to, mode, bytes, (size_t)length, &st);
+        code = replace_file(to, mode, bytes, (size_t)length, &st);
     Py_END_ALLOW_THREADS
     Py_DECREF(encoded);
     return code == MLS_OK ? Py_NewRef(Py_None)
                           : mlspy_raise(mlspy_state_of(module), &st, args[0]);
 }
 
-/* folder_sync(path): make the names in a folder durable; what is in the files is another
- * matter, and was brought to the disk before */
+/* folder_sync(path): make the names in a folder durable; the contents of its files are
+ * synced separately */
 static PyObject *folder_sync(PyObject *module, PyObject *path)
 {
     const mlspy_state *state = mlspy_state_of(module);

@@ -1,30 +1,29 @@
-/* py_staging: the first half of a save, for which arrays are needed: which shards there
- * are, and copies of them.  The second half is shards_write (py_shard_write.c).
+/* py_staging: the first half of a save, which needs the arrays: list the shards and copy
+ * them. The second half is shards_write (py_shard_write.c).
  *
- * A gathering is a capsule between the two: it holds arrays, or the copies' memory, until
- * it dies.
- */
-#include "common/args.h"
+ * A gathering is a capsule that connects the two. It holds the arrays, or the memory of
+ * their copies, until it is freed. */
 #include "checkpoint/checkpoint_bindings.h"
-#include "common/errors.h"
-#include "checkpoint/shard_items.h"
-#include "common/module_state.h"
 #include "checkpoint/py_layout.h"
+#include "checkpoint/shard_items.h"
+#include "common/args.h"
+#include "common/errors.h"
+#include "common/module_state.h"
 
 #include "base/memory.h"
 #include "checkpoint/write/staging.h"
 
 #define NAME "mlstate.gathering"
 
-/* Arrays may die here: needs the GIL, as a destructor has it. */
-static void capsule_dies(PyObject *capsule)
+/* Releases arrays, so it needs the GIL, which a capsule destructor has. */
+static void free_capsule(PyObject *capsule)
 {
     mlspy_gathering *g = PyCapsule_GetPointer(capsule, NAME);
     mlspy_gathering_fini(g);
     mls_free(g);
 }
 
-/* A capsule's name is its type: nothing else can be passed in its place. */
+/* The capsule's name identifies its type, so no other capsule is accepted. */
 mlspy_gathering *mlspy_gathering_of(PyObject *capsule)
 {
     return PyCapsule_GetPointer(capsule, NAME);
@@ -38,7 +37,8 @@ size_t mlspy_threads_aside(const mls_pool *pool)
     return threads < BACKGROUND_THREADS ? threads : BACKGROUND_THREADS;
 }
 
-/* Fill in what is known before arrays are looked at.  -1 with an exception set. */
+/* Set the members that do not depend on arrays. Returns -1 with an exception set on
+ * failure. */
 static int take_arguments(mlspy_gathering *g, PyObject *const *args, PyObject **dicts)
 {
     int64_t rank, world_size;
@@ -64,9 +64,9 @@ static int take_arguments(mlspy_gathering *g, PyObject *const *args, PyObject **
 /* shards_gather((rank, world_size), (model, optimizer), Shard, mine, layout)
  *     -> (gathering, bytes)
  *
- * `mine` are two sets of names of whole arrays that this rank is to store, or None: all
- * of them.  What is wrong with an array is raised here, before a folder is touched; so is
- * a layout that the arrays do not have.  The bytes are those of all shards, packed. */
+ * `mine` is two sets of names of whole arrays that this rank stores, or None for all of
+ * them. Invalid arrays, and a layout that does not fit them, raise here, before any
+ * folder is modified. `bytes` is the packed size of all shards. */
 static PyObject *shards_gather(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     PyObject *dicts[MLS_SECTION_COUNT];
@@ -75,9 +75,9 @@ static PyObject *shards_gather(PyObject *module, PyObject *const *args, Py_ssize
     if (mlspy_take_count("shards_gather", 5, count) < 0) {
         return NULL;
     }
-    /* from here on the capsule frees it, however far it gets */
+    /* from here on the capsule frees it, also after a failure */
     mlspy_gathering *g = mls_alloc(1, sizeof *g);
-    PyObject *capsule = g == NULL ? NULL : PyCapsule_New(g, NAME, capsule_dies);
+    PyObject *capsule = g == NULL ? NULL : PyCapsule_New(g, NAME, free_capsule);
     if (capsule == NULL) {
         mls_free(g);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
@@ -97,7 +97,8 @@ static PyObject *shards_gather(PyObject *module, PyObject *const *args, Py_ssize
 
 /* shards_besides(gathering, compress) -> bytes
  *
- * What writing these shards, while others work, takes at most beyond their copies. */
+ * Returns the most memory that a background write of these shards needs, in addition to
+ * the copies. */
 static PyObject *shards_besides(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of(module);
@@ -121,10 +122,10 @@ static PyObject *shards_besides(PyObject *module, PyObject *const *args, Py_ssiz
 
 /* shards_stage(gathering, memory, used) -> (bytes used, shards not copied)
  *
- * The first `used` bytes of the memory hold copies that the caller made, of tensors that
- * only their framework can read.  The gathering keeps the memory as long as it lives, and
- * lets go of every array that it has a copy of: whoever replaces his arrays gets their
- * memory back before the disk is done. */
+ * The first `used` bytes of the memory contain copies that the caller made of tensors
+ * that only their framework can read. The gathering holds the memory until it is freed.
+ * It releases every array that was copied, so a caller that replaces its arrays gets
+ * their memory back before the write ends. */
 static PyObject *shards_stage(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of(module);
@@ -156,7 +157,7 @@ static PyObject *shards_stage(PyObject *module, PyObject *const *args, Py_ssize_
                             .bytes = (size_t)(g->staging.len - (Py_ssize_t)used),
                             .kernels = state->kernels,
                             .pool = state->pool};
-    /* nobody else has the gathering, and items point to memory that its owners keep */
+    /* no other thread has the gathering, and it keeps the items' memory alive */
     Py_BEGIN_ALLOW_THREADS
         code = mls_stage(&to, g->list.items, g->list.count, &staged, &st);
     Py_END_ALLOW_THREADS
@@ -168,8 +169,8 @@ static PyObject *shards_stage(PyObject *module, PyObject *const *args, Py_ssize_
                          (Py_ssize_t)staged.lent);
 }
 
-/* memory_touch(memory): write zeros all over it, so that the system has given every page
- * before somebody waits for a copy to it */
+/* memory_touch(memory): write zeros to all of it, so that the system allocates every page
+ * before a copy needs it */
 static PyObject *memory_touch(PyObject *module, PyObject *memory)
 {
     Py_buffer view;

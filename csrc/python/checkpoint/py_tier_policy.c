@@ -1,9 +1,8 @@
-/* py_tiers: the bookkeeping behind mlstate.TieredState, and names of files.
+/* py_tier_policy: the table behind mlstate.TieredState, and names of files.
  *
- * A Tiers object counts bytes and uses; mlstate/checkpoint/_tiers/tiered_state.py moves
- * the arrays and holds a lock whenever it asks one of these.  Tiers go by their names,
- * units by their numbers.
- */
+ * A Tiers object counts bytes and uses. mlstate/checkpoint/_tiers/tiered_state.py moves
+ * the arrays, and holds a lock during every call. Tiers are identified by name, units by
+ * number. */
 #include "checkpoint/checkpoint_bindings.h"
 #include "common/args.h"
 #include "common/errors.h"
@@ -12,28 +11,28 @@
 #include "checkpoint/tiers/tier_policy.h"
 #include "io/safe_filename.h"
 
-/* The core's structure and nothing of Python's: no references, so no cycles.  The lock is
- * the caller's, since what it guards is more than this table. */
+/* Contains only the core's structure. Without Python references there are no cycles. The
+ * caller has the lock, which also protects its own data. */
 typedef struct tiers_object {
     PyObject_HEAD mls_tiers tiers;
 } tiers_object;
 
-/* Methods of a heap type get no module: it is found by the type. */
+/* Methods of a heap type do not receive the module, so it is found by the type. */
 static const mlspy_state *state_of(PyObject *self)
 {
     return mlspy_state_of(mlspy_module_of(Py_TYPE(self)));
 }
 
-/* No file is concerned: the path stays None. */
-static PyObject *fail(PyObject *self, const mls_status *st)
+/* No file is involved, so the exception's path stays None. */
+static PyObject *raise_status(PyObject *self, const mls_status *st)
 {
     return mlspy_raise(state_of(self), st, NULL);
 }
 
 /* ---- arguments ---- */
 
-/* A number of bytes, as much as a signed 64-bit integer holds, which is more than files
- * have; None is `none`, where that is not 0. */
+/* Convert a number of bytes that fits a signed 64-bit integer. None is converted to
+ * `none`, unless that is 0. */
 static int take_bytes(const mlspy_state *state, PyObject *object, const char *what,
                       uint64_t none, uint64_t *out)
 {
@@ -54,7 +53,7 @@ static int take_bytes(const mlspy_state *state, PyObject *object, const char *wh
     return 0;
 }
 
-/* The number of a unit that is there: the core does not look. */
+/* Convert the number of an existing unit, which the core does not check. */
 static int take_unit(PyObject *self, PyObject *object, size_t *out)
 {
     uint64_t number;
@@ -70,7 +69,7 @@ static int take_unit(PyObject *self, PyObject *object, size_t *out)
     return 0;
 }
 
-/* The name of one of the three tiers: a str, and so a member of Tier too. */
+/* Convert the name of a tier. Members of Tier are accepted too, since they are str. */
 static int take_tier(PyObject *object, mls_tier *out)
 {
     mls_str text;
@@ -87,7 +86,7 @@ static int take_tier(PyObject *object, mls_tier *out)
     return -1;
 }
 
-/* What most methods take. */
+/* Convert the arguments that most methods share. */
 static int take_unit_and_tier(PyObject *self, const char *name, PyObject *const *args,
                               Py_ssize_t wanted, Py_ssize_t count, size_t *unit,
                               mls_tier *tier)
@@ -98,12 +97,12 @@ static int take_unit_and_tier(PyObject *self, const char *name, PyObject *const 
                : 0;
 }
 
-/* ---- life ---- */
+/* ---- construction ---- */
 
 /* Tiers(hot budget or None, warm budget or None)
  *
- * In __new__ and not in __init__, which could be called again on a table with units.
- * The object comes first, since errors are raised by the module of its type. */
+ * Implemented in __new__, since __init__ could be called again on a table with units. The
+ * object is created first, since errors need the module of its type. */
 static PyObject *tiers_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     PyObject *hot, *warm;
@@ -131,7 +130,7 @@ static PyObject *tiers_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return self;
 }
 
-/* Not tracked by the collector: there is nothing in it to visit. */
+/* The type has no references to visit, so it is not tracked by the garbage collector. */
 static void tiers_dealloc(PyObject *self)
 {
     PyTypeObject *type = Py_TYPE(self);
@@ -156,12 +155,12 @@ static PyObject *tiers_add(PyObject *self, PyObject *const *args, Py_ssize_t cou
     }
     if (mls_tiers_add(&((tiers_object *)self)->tiers, bytes, tier, &unit, &st) !=
         MLS_OK) {
-        return fail(self, &st);
+        return raise_status(self, &st);
     }
     return PyLong_FromSize_t(unit);
 }
 
-/* remove(number): of a unit that does not move, as its caller has seen to. */
+/* remove(number): the caller ensures that the unit is not moving. */
 static PyObject *tiers_remove(PyObject *self, PyObject *number)
 {
     size_t unit;
@@ -172,7 +171,7 @@ static PyObject *tiers_remove(PyObject *self, PyObject *number)
     Py_RETURN_NONE;
 }
 
-/* resize(unit, bytes): an optimizer made states, or dropped some. */
+/* resize(unit, bytes): called after an optimizer created or dropped states. */
 static PyObject *tiers_resize(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     size_t unit;
@@ -183,12 +182,12 @@ static PyObject *tiers_resize(PyObject *self, PyObject *const *args, Py_ssize_t 
         return NULL;
     }
     if (mls_tiers_resize(&((tiers_object *)self)->tiers, unit, bytes, &st) != MLS_OK) {
-        return fail(self, &st);
+        return raise_status(self, &st);
     }
     Py_RETURN_NONE;
 }
 
-/* A use begins: counted, and the unit stays where it is until release. */
+/* hold(number): count a use, and pin the unit until release. */
 static PyObject *tiers_hold(PyObject *self, PyObject *number)
 {
     size_t unit;
@@ -200,7 +199,7 @@ static PyObject *tiers_hold(PyObject *self, PyObject *number)
     Py_RETURN_NONE;
 }
 
-/* As often as hold: more would let a unit go that is in use. */
+/* release(number): calls must match those of hold, else a unit in use could move. */
 static PyObject *tiers_release(PyObject *self, PyObject *number)
 {
     size_t unit;
@@ -217,7 +216,7 @@ static PyObject *tiers_release(PyObject *self, PyObject *number)
 
 /* unit(number) -> (bytes, tier, uses, score, pins)
  *
- * The score in uses, as people count: 1.0 is one use since the last rebalance. */
+ * The score is in uses: a new use counts 1.0 until the next rebalance. */
 static PyObject *tiers_unit(PyObject *self, PyObject *number)
 {
     size_t unit;
@@ -232,7 +231,7 @@ static PyObject *tiers_unit(PyObject *self, PyObject *number)
 
 /* totals() -> ((bytes, budget or None) of hot, of warm, of cold)
  *
- * Bytes of units that move are in both tiers. */
+ * Moving units count in both tiers. */
 static PyObject *tiers_totals(PyObject *self, PyObject *unused)
 {
     const mls_tiers *t = &((tiers_object *)self)->tiers;
@@ -254,7 +253,7 @@ static PyObject *tiers_totals(PyObject *self, PyObject *unused)
 
 /* ---- moves ---- */
 
-/* fits(unit, tier): raises CapacityError where it does not. */
+/* fits(unit, tier): raises CapacityError if the unit does not fit. */
 static PyObject *tiers_fits(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     size_t unit;
@@ -264,12 +263,12 @@ static PyObject *tiers_fits(PyObject *self, PyObject *const *args, Py_ssize_t co
         return NULL;
     }
     if (mls_tiers_fits(&((tiers_object *)self)->tiers, unit, tier, &st) != MLS_OK) {
-        return fail(self, &st);
+        return raise_status(self, &st);
     }
     Py_RETURN_NONE;
 }
 
-/* begin(unit, tier): whoever calls this also calls end, whatever happens between. */
+/* begin(unit, tier): every begin must be followed by an end, even after a failed move. */
 static PyObject *tiers_begin(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     size_t unit;
@@ -279,12 +278,12 @@ static PyObject *tiers_begin(PyObject *self, PyObject *const *args, Py_ssize_t c
         return NULL;
     }
     if (mls_tiers_begin(&((tiers_object *)self)->tiers, unit, tier, &st) != MLS_OK) {
-        return fail(self, &st);
+        return raise_status(self, &st);
     }
     Py_RETURN_NONE;
 }
 
-/* end(unit, tier, moved): it is there now, or where it was. */
+/* end(unit, tier, moved): `moved` is false if the unit is still in its old tier. */
 static PyObject *tiers_end(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     size_t unit;
@@ -300,9 +299,9 @@ static PyObject *tiers_end(PyObject *self, PyObject *const *args, Py_ssize_t cou
     Py_RETURN_NONE;
 }
 
-/* [(unit, tier), ...] in the order in which they are to be carried out; ends `moves`,
- * also where there is no memory for the list. */
-static PyObject *list_of(mls_tier_moves *moves)
+/* Return [(unit, tier), ...] in the order of execution. Frees `moves`, also on failure.
+ */
+static PyObject *moves_list(mls_tier_moves *moves)
 {
     PyObject *list = PyList_New((Py_ssize_t)moves->count);
     for (size_t i = 0; list != NULL && i < moves->count; i++) {
@@ -318,10 +317,10 @@ static PyObject *list_of(mls_tier_moves *moves)
     return list;
 }
 
-/* make_room(unit, tier) -> moves that come before the unit's own
+/* make_room(unit, tier) -> moves to make before the unit's own move
  *
- * Sorts the units of a tier, with the GIL: a million of them take a fraction of the time
- * that any file does. */
+ * Sorts the units of a tier while holding the GIL: sorting a million units takes a
+ * fraction of the time of any file access. */
 static PyObject *tiers_make_room(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     size_t unit;
@@ -333,21 +332,21 @@ static PyObject *tiers_make_room(PyObject *self, PyObject *const *args, Py_ssize
     }
     if (mls_tiers_make_room(&((tiers_object *)self)->tiers, unit, tier, &moves, &st) !=
         MLS_OK) {
-        return fail(self, &st);
+        return raise_status(self, &st);
     }
-    return list_of(&moves);
+    return moves_list(&moves);
 }
 
-/* rebalance() -> moves; uses have aged then */
+/* rebalance() -> moves; also ages the use counts */
 static PyObject *tiers_rebalance(PyObject *self, PyObject *unused)
 {
     mls_status st;
     mls_tier_moves moves;
     (void)unused;
     if (mls_tiers_rebalance(&((tiers_object *)self)->tiers, &moves, &st) != MLS_OK) {
-        return fail(self, &st);
+        return raise_status(self, &st);
     }
-    return list_of(&moves);
+    return moves_list(&moves);
 }
 
 /* ---- the type ---- */
@@ -393,9 +392,10 @@ static PyType_Spec tiers_spec = {
     .slots = tiers_slots,
 };
 
-/* file_name(name, number) -> a name for files, on any system
+/* file_name(name, number) -> a valid file name on any system
  *
- * Without a suffix.  Only a long name is cut, and has the number in it. */
+ * The result has no suffix. Only long names are truncated, and then contain the number.
+ */
 static PyObject *file_name(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     mls_str text;
@@ -416,7 +416,7 @@ static PyMethodDef tiers_functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-/* Immutable, so that nobody replaces a method that others rely on. */
+/* The type is immutable, so that no code can replace methods that others rely on. */
 int mlspy_tiers_add(PyObject *module)
 {
     PyObject *type = PyType_FromModuleAndSpec(module, &tiers_spec, NULL);

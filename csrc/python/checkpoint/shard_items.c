@@ -1,14 +1,13 @@
-/* gathering: the arrays of a state as the core's items, held for as long as it needs
- * them.
+/* shard_items: convert the arrays of a state to items of the core, and keep their memory
+ * alive.
  *
- * Whole states come as dicts, so that no loop over names runs in Python: each value is an
- * array that the rank has whole, or a Shard, whose attributes are read here.
+ * Whole states are passed as dicts, so that no Python code loops over names. Each value
+ * is an array, which the rank holds whole, or a Shard, whose attributes are read here.
  *
- *   mlspy_gather         snapshots of both dicts, an item for each shard
- *     -> add_whole      an array: its parts that are ours
- *     -> add_shard      a Shard: that part
- *   mlspy_gathering_fini references given back
- */
+ * mlspy_gather          copies both dicts, and adds items
+ *   -> add_whole        an array: the parts that this rank stores
+ *   -> add_shard        a Shard: its part
+ * mlspy_gathering_fini  releases all references */
 #include "checkpoint/shard_items.h"
 
 #include "checkpoint/py_layout.h"
@@ -23,7 +22,7 @@
 
 /* ---- arrays held ---- */
 
-/* Copies do not need the arrays that they were made of. */
+/* A copied item does not need its array. */
 void mlspy_gathering_let_go(mlspy_gathering *g, bool all)
 {
     for (size_t i = 0; i < g->owner_count; i++) {
@@ -31,7 +30,7 @@ void mlspy_gathering_let_go(mlspy_gathering *g, bool all)
             Py_CLEAR(g->owners[i]);
         }
     }
-    /* each array that is still needed has an owner of its own above */
+    /* every array that is still needed has its own owner above */
     for (int s = 0; s < MLS_SECTION_COUNT; s++) {
         for (size_t i = 0; i < g->sections[s].count; i++) {
             Py_CLEAR(g->sections[s].items[i].value);
@@ -39,7 +38,7 @@ void mlspy_gathering_let_go(mlspy_gathering *g, bool all)
     }
 }
 
-/* The copies' memory goes last: items point into it. */
+/* The memory of the copies is released last, since items point into it. */
 void mlspy_gathering_fini(mlspy_gathering *g)
 {
     for (size_t i = 0; i < g->owner_count; i++) {
@@ -56,15 +55,15 @@ void mlspy_gathering_fini(mlspy_gathering *g)
     }
 }
 
-/* Raise a failure of the core.  -1, always. */
-static int raise_of(const mlspy_gathering *g, const mls_status *st)
+/* Raise an error of the core. Always returns -1. */
+static int raise_status(const mlspy_gathering *g, const mls_status *st)
 {
     mlspy_raise(g->state, st, NULL);
     return -1;
 }
 
-/* Hold `owner` for every item that was added last. */
-static int hold(mlspy_gathering *g, PyObject *owner)
+/* Hold `owner` for all items added since the last call. */
+static int hold_owner(mlspy_gathering *g, PyObject *owner)
 {
     if (g->owner_room < g->list.item_room) {
         PyObject **larger = mls_realloc(g->owners, g->list.item_room, sizeof *g->owners);
@@ -81,14 +80,16 @@ static int hold(mlspy_gathering *g, PyObject *owner)
     return 0;
 }
 
-/* "params 'x'", for errors about an array.  Cut, and never in a file. */
-static void describe(const mls_tensor_id *id, const char *key, char what[MLS_NAME_BYTES])
+/* Write "params 'x'", for errors about an array. May be truncated; never written to a
+ * file. */
+static void describe_tensor(const mls_tensor_id *id, const char *key,
+                            char what[MLS_NAME_BYTES])
 {
     PyOS_snprintf(what, MLS_NAME_BYTES, "%s '%.130s'", mls_section_name(id->section),
                   key);
 }
 
-/* Too many axes for a shard. */
+/* Check that an array has at most MLS_LAYOUT_RANK axes. */
 static int check_rank(const mlspy_gathering *g, const mls_tensor *t, const char *what)
 {
     mls_status st;
@@ -101,9 +102,9 @@ static int check_rank(const mlspy_gathering *g, const mls_tensor *t, const char 
     return -1;
 }
 
-/* The shape that a value says it has; its rank, or -1 without an exception where it says
- * nothing of use. */
-static int said_shape(const mlspy_gathering *g, PyObject *value, size_t *shape)
+/* Read the `shape` attribute of a value. Returns its rank, or -1 without an exception if
+ * the attribute is missing or invalid. */
+static int stated_shape(const mlspy_gathering *g, PyObject *value, size_t *shape)
 {
     PyObject *said = PyObject_GetAttr(value, g->state->shape_name);
     PyObject *tuple = said == NULL ? NULL : PySequence_Tuple(said);
@@ -114,10 +115,10 @@ static int said_shape(const mlspy_gathering *g, PyObject *value, size_t *shape)
     return rank;
 }
 
-/* Where a state's axes are not its parameter's own, fill in `axes` and return them. Asked
- * where arrays are cut, and where another rank may store the parameter: else the core
- * finds out by itself what it writes down.  A parameter that cannot say its shape is as
- * good as one that is not there. */
+/* If a state's axes differ from its parameter's, fill in `axes` and return it; else
+ * return NULL. Needed only to cut arrays, and if another rank may store the parameter;
+ * otherwise the core derives the axes. A parameter without a valid shape counts as
+ * missing. */
 static const signed char *axes_of(const mlspy_gathering *g, PyObject *model,
                                   const mls_tensor_id *id, int rank, const size_t *dims,
                                   signed char *axes)
@@ -127,7 +128,7 @@ static const signed char *axes_of(const mlspy_gathering *g, PyObject *model,
     bool differ = false;
     if (id->has_state && model != Py_None && (name = mlspy_str_of(id->name)) != NULL &&
         mlspy_dict_get(model, name, &parameter) == 1) {
-        const int said = said_shape(g, parameter, shape);
+        const int said = stated_shape(g, parameter, shape);
         differ =
             said >= 0 && mls_optimizer_axes(id->state, rank, dims, said, shape, axes);
     }
@@ -137,7 +138,7 @@ static const signed char *axes_of(const mlspy_gathering *g, PyObject *model,
     return differ ? axes : NULL;
 }
 
-/* An array that this rank has whole: all of it, or the parts that are this rank's. */
+/* Add a whole array: all of it, or the parts that this rank stores. */
 static int add_whole(mlspy_gathering *g, PyObject *model, const mls_tensor_id *id,
                      const mlspy_view *view)
 {
@@ -148,14 +149,14 @@ static int add_whole(mlspy_gathering *g, PyObject *model, const mls_tensor_id *i
         g->parts > 1 ? axes_of(g, model, id, t->rank, t->shape, room) : NULL;
     if (mls_shard_list_add_whole(&g->list, id, t, &g->layout, axes, g->rank,
                                  g->world_size, &st) != MLS_OK) {
-        return raise_of(g, &st);
+        return raise_status(g, &st);
     }
-    return hold(g, view->owner);
+    return hold_owner(g, view->owner);
 }
 
 /* ---- Shard objects ---- */
 
-/* An attribute of a Shard that is an int. */
+/* Read an attribute of a Shard that is an int. */
 static int shard_number(const mlspy_gathering *g, PyObject *shard, const char *name,
                         int64_t *out)
 {
@@ -165,7 +166,7 @@ static int shard_number(const mlspy_gathering *g, PyObject *shard, const char *n
     return failed;
 }
 
-/* Where the shard says it is kept; the class has checked the name. */
+/* Read the tier of a Shard; the class has checked the name. */
 static int shard_tier(PyObject *shard, mls_tier *out)
 {
     mls_str text;
@@ -181,8 +182,8 @@ static int shard_tier(PyObject *shard, mls_tier *out)
     return failed;
 }
 
-/* The layout and shape of a Shard, which describe the whole tensor and not the memory
- * that the part lies in; returns the rank, or -1 with an exception set. */
+/* Read layout and shape of a Shard, which describe the whole tensor, not the memory of
+ * the part. Returns the rank, or -1 with an exception set. */
 static int shard_shape(const mlspy_gathering *g, PyObject *shard, mls_layout *layout,
                        size_t *shape)
 {
@@ -196,8 +197,8 @@ static int shard_shape(const mlspy_gathering *g, PyObject *shard, mls_layout *la
     return rank;
 }
 
-/* Add the part that the array of a Shard is.  The class has checked the array when the
- * Shard was made, but arrays can be given another shape. */
+/* Add the part of a Shard. The class checked the array when the Shard was made, but
+ * arrays can be reshaped later. */
 static int add_part(mlspy_gathering *g, const mls_tensor_id *id, const char *what,
                     const mls_shard_item *facts, const size_t *shape,
                     const mlspy_view *view)
@@ -205,25 +206,25 @@ static int add_part(mlspy_gathering *g, const mls_tensor_id *id, const char *wha
     mls_status st;
     const mls_tensor *t = &view->tensor;
     if (mls_shard_item_check(facts, shape, t, what, &st) != MLS_OK) {
-        return raise_of(g, &st);
+        return raise_status(g, &st);
     }
     mls_shard_item *item =
         mls_shard_list_add(&g->list, id, t->dtype, facts->rank, shape, &st);
     if (item == NULL) {
-        return raise_of(g, &st);
+        return raise_status(g, &st);
     }
     item->layout = facts->layout;
     item->part = facts->part;
     item->version = facts->version;
     item->tier = facts->tier;
     if (mls_shard_list_set_memory(&g->list, t, 0, &st) != MLS_OK) {
-        return raise_of(g, &st);
+        return raise_status(g, &st);
     }
-    return hold(g, view->owner);
+    return hold_owner(g, view->owner);
 }
 
-/* A Shard, which is this rank's unless it is a copy of another's.  Its attributes may be
- * anything by now, so each is taken as any argument is. */
+/* Add a Shard, unless it is a replica that another rank stores. Its attributes may have
+ * changed, so each is checked like an argument. */
 static int add_shard(mlspy_gathering *g, const mls_tensor_id *id, const char *what,
                      PyObject *shard)
 {
@@ -237,7 +238,8 @@ static int add_shard(mlspy_gathering *g, const mls_tensor_id *id, const char *wh
         shard_number(g, shard, "replica", &replica) < 0 || shard_tier(shard, &tier) < 0) {
         return -1;
     }
-    /* alone there is nobody who could have it; of many, rank 0 looks when it commits */
+    /* a single rank has no other rank that could store it; with several ranks, rank 0
+     * checks at commit */
     if (replica > 0 && g->world_size == 1) {
         PyErr_Format(PyExc_ValueError,
                      "%s is a Shard with replica=%lld, and nobody else saves: no rank "
@@ -265,17 +267,17 @@ static int add_shard(mlspy_gathering *g, const mls_tensor_id *id, const char *wh
     return failed;
 }
 
-/* ---- all of a state ---- */
+/* ---- whole states ---- */
 
-/* One entry of a dict: a Shard says itself which part it is, an array is looked at only
- * where it is ours to store.  Most are plain arrays, which have a short way. */
+/* Add one entry of a dict. A Shard defines its own part; an array is viewed only if this
+ * rank stores it. Most values are plain arrays, which take a fast path. */
 static int add_value(mlspy_gathering *g, PyObject *model, mls_section section,
                      const mlspy_item *entry)
 {
     char what[MLS_NAME_BYTES];
     mlspy_view view;
     const mls_tensor_id id = mls_tensor_id_of(section, entry->name);
-    describe(&id, entry->name.data, what);
+    describe_tensor(&id, entry->name.data, what);
     const int is_shard = PyObject_IsInstance(entry->value, g->shard_type);
     if (is_shard != 0) {
         return is_shard < 0 ? -1 : add_shard(g, &id, what, entry->value);
@@ -296,9 +298,9 @@ static int add_value(mlspy_gathering *g, PyObject *model, mls_section section,
     return failed;
 }
 
-/* Say which axes states have.  A rank that stores a state knows the parameter even where
- * it is another rank's to store, and the core sees only what this one stores. */
-static int align_states(mlspy_gathering *g, PyObject *model)
+/* Set the axes of states. Only this rank's items reach the core, so it cannot find a
+ * parameter that another rank stores. */
+static int set_state_axes(mlspy_gathering *g, PyObject *model)
 {
     g->axes = mls_alloc(g->list.dims_used, 1);
     if (g->axes == NULL) {
@@ -313,7 +315,7 @@ static int align_states(mlspy_gathering *g, PyObject *model)
     return 0;
 }
 
-/* Section by section, so that a state finds its parameter in the model's dict. */
+/* By section, so that a state finds its parameter in the model's dict. */
 int mlspy_gather(mlspy_gathering *g, PyObject *const *dicts)
 {
     for (int s = 0; s < MLS_SECTION_COUNT; s++) {
@@ -331,5 +333,5 @@ int mlspy_gather(mlspy_gathering *g, PyObject *const *dicts)
         }
     }
     mls_shard_list_seal(&g->list);
-    return g->world_size > 1 ? align_states(g, dicts[0]) : 0;
+    return g->world_size > 1 ? set_state_axes(g, dicts[0]) : 0;
 }

@@ -1,6 +1,5 @@
-/* gathering: the arrays of a state as the core's items, held for as long as it needs
- * them.
- */
+/* shard_items: convert the arrays of a state to items of the core, and keep their memory
+ * alive. */
 #ifndef MLSPY_SHARD_ITEMS_H
 #define MLSPY_SHARD_ITEMS_H
 
@@ -12,43 +11,44 @@
 #include "checkpoint/write/shard_list.h"
 #include "sharding/layout.h"
 
-/* What a save holds on to.  Zeroed, and then its first fields set, before it is filled.
- */
+/* A gathering: all objects of a save. Zero it and set its first members before filling
+ * it. */
 typedef struct mlspy_gathering {
     const mlspy_state *state;
     PyObject *shard_type;              /* borrowed */
-    PyObject *mine[MLS_SECTION_COUNT]; /* borrowed sets of keys; NULL: all whole arrays
-                                          are ours */
-    mls_layout layout;                 /* that whole arrays are cut by */
-    size_t parts;                      /* of it */
+    PyObject *mine[MLS_SECTION_COUNT]; /* borrowed sets of keys; NULL: this rank stores
+                                          all whole arrays */
+    mls_layout layout;                 /* layout for whole arrays */
+    size_t parts;                      /* number of parts of `layout` */
     uint64_t rank, world_size;
     mlspy_items sections[MLS_SECTION_COUNT]; /* keep keys and values alive */
     mls_shard_list list;
-    PyObject **owners; /* strong: what keeps the memory of each item, the array or a
-                          capsule that it gave out */
+    PyObject **owners; /* strong: the owner of each item's memory: array or capsule */
     size_t owner_count, owner_room;
-    signed char *axes; /* of states, at the places of their shapes; NULL: not asked for */
-    Py_buffer staging; /* where copies of items lie; `obj` is NULL where there are none */
+    signed char *axes; /* of states, at the positions of their shapes; NULL: not needed */
+    Py_buffer staging; /* memory of the items' copies; `obj` is NULL if there is none */
 } mlspy_gathering;
 
-/* Fill it from `dicts`: the model's and the optimizer's, either may be None.  Both are
- * taken as they are at one moment; code of others (an array's own) may change them
- * afterwards.  -1 with an exception set; release it in any case. */
+/* Fill the gathering from `dicts`: those of model and optimizer, each may be None. Both
+ * dicts are copied at the start; foreign code, such as an array's own methods, may change
+ * them later. Returns -1 with an exception set on failure. Release the gathering in both
+ * cases. */
 int mlspy_gather(mlspy_gathering *g, PyObject *const *dicts);
 
-/* Let go of all arrays but those whose memory is still to be read: of none, where `all`;
- * else those of items that were not copied aside.  Names stay. */
+/* Release arrays that are no longer read: all if `all` is set, else those of copied
+ * items. Names are kept. */
 void mlspy_gathering_let_go(mlspy_gathering *g, bool all);
 
-/* Needs the GIL.  Accepts one that was left half done. */
+/* Needs the GIL. Accepts a partly filled gathering. */
 void mlspy_gathering_fini(mlspy_gathering *g);
 
 /* ---- py_staging.c ---- */
 
-/* That of a capsule from shards_gather, which owns it.  NULL with an exception set. */
+/* Return the gathering of a capsule from shards_gather, which owns it, or NULL with an
+ * exception set. */
 mlspy_gathering *mlspy_gathering_of(PyObject *capsule);
 
-/* Threads of a save that goes on while others work. */
+/* Number of threads of a background save. */
 size_t mlspy_threads_aside(const mls_pool *pool);
 
 #endif

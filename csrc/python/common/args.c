@@ -1,15 +1,14 @@
-/* args: what the bindings take from positional arguments, each with one clear error.
+/* args: convert positional arguments, with one clear error for each.
  *
- * The public functions in Python name their parameters; these are the last line behind
- * them.  Numbers are taken as Python means them: anything with __index__ counts as an
- * integer, a float never does.
+ * The public functions in Python name and check their parameters; these checks come
+ * second. As in Python, any object with __index__ is an integer, and a float is not.
  */
 #include "common/args.h"
 
 #include "common/errors.h"
 #include "common/module_state.h"
 
-/* METH_FASTCALL hands over whatever came: `args` may be read only after this. */
+/* METH_FASTCALL passes any number of arguments, so check it before `args` is read. */
 int mlspy_take_count(const char *name, Py_ssize_t wanted, Py_ssize_t got)
 {
     if (wanted == got) {
@@ -33,20 +32,20 @@ int mlspy_take_tuple(PyObject *object, const char *what, const char *format, ...
     return good ? 0 : -1;
 }
 
-/* By __index__ and not by __int__, which would cut a float down without a word. */
+/* Uses __index__, because __int__ would silently truncate a float. */
 int mlspy_take_int64(const mlspy_state *state, PyObject *object, const char *what,
                      int64_t *out)
 {
     PyObject *number = PyNumber_Index(object);
     if (number == NULL) {
-        /* __index__ itself may raise something else, which is the caller's to see */
+        /* __index__ itself may raise another exception, which is kept */
         if (PyErr_ExceptionMatches(PyExc_TypeError)) {
             PyErr_Format(PyExc_TypeError, "%s must be an integer, got %.100s", what,
                          Py_TYPE(object)->tp_name);
         }
         return -1;
     }
-    /* an int of any size is understood; beyond 64 bits it is no position of anything */
+    /* a Python int may be larger than 64 bits, but no size or position is */
     int overflow;
     const long long value = PyLong_AsLongLongAndOverflow(number, &overflow);
     Py_DECREF(number);
@@ -63,13 +62,12 @@ int mlspy_take_int64(const mlspy_state *state, PyObject *object, const char *wha
     return 0;
 }
 
-/* NaN and infinities pass: whether a dtype has them is the core's to say. */
+/* Accepts NaN and infinities; the core decides whether a dtype has them. */
 int mlspy_take_double(PyObject *object, const char *what, double *out)
 {
     const double value = PyFloat_AsDouble(object);
     if (value == -1.0 && PyErr_Occurred()) {
-        /* an int too large for a double is a value that fits no dtype, not a new kind of
-         * error */
+        /* an int too large for a double fits no dtype, so this is a ValueError */
         if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
             PyErr_Format(PyExc_ValueError, "%s is beyond the range of every dtype", what);
         } else if (PyErr_ExceptionMatches(PyExc_TypeError)) {
@@ -82,7 +80,7 @@ int mlspy_take_double(PyObject *object, const char *what, double *out)
     return 0;
 }
 
-/* No copy: a str keeps its UTF-8 once it was asked for it, as long as it lives. */
+/* No copy: a str caches its UTF-8 as long as it lives. */
 int mlspy_take_text(PyObject *object, const char *what, mls_str *out)
 {
     if (!PyUnicode_Check(object)) {
@@ -93,7 +91,7 @@ int mlspy_take_text(PyObject *object, const char *what, mls_str *out)
     Py_ssize_t length;
     const char *data = PyUnicode_AsUTF8AndSize(object, &length);
     if (data == NULL) {
-        /* memory may be short as well, which is to be said as it is */
+        /* keep a MemoryError */
         if (PyErr_ExceptionMatches(PyExc_UnicodeEncodeError)) {
             PyErr_Format(PyExc_ValueError,
                          "%s %.200R has half of a surrogate pair, which no file can hold",
@@ -105,7 +103,7 @@ int mlspy_take_text(PyObject *object, const char *what, mls_str *out)
     return 0;
 }
 
-/* The same text as mlspy_items_of. */
+/* Uses the same message as mlspy_items_of. */
 int mlspy_take_dict(PyObject *object, const char *what)
 {
     if (PyDict_Check(object)) {
@@ -116,8 +114,7 @@ int mlspy_take_dict(PyObject *object, const char *what)
     return -1;
 }
 
-/* Strict all the same: text that is not UTF-8 is a mistake of ours, and must not pass as
- * some other name. */
+/* Strict, because text that is not UTF-8 is a bug and must not become another name. */
 PyObject *mlspy_str_of(mls_str text)
 {
     return PyUnicode_DecodeUTF8(text.data, (Py_ssize_t)text.length, "strict");

@@ -1,4 +1,4 @@
-/* args: arguments and attributes taken from Python, each with one clear error. */
+/* args: convert arguments and attributes from Python, with one clear error for each. */
 #ifndef MLSPY_ARGS_H
 #define MLSPY_ARGS_H
 
@@ -8,31 +8,33 @@
 
 #include "base/string_view.h"
 
-/* TypeError unless a function called `name` got as many arguments as it wants. */
+/* Raise TypeError unless a function called `name` got the expected number of arguments.
+ */
 int mlspy_take_count(const char *name, Py_ssize_t wanted, Py_ssize_t got);
 
-/* Parse a tuple inside an argument with the codes of PyArg_ParseTuple, which raises
- * SystemError if `object` is not a tuple.  -1 with an exception set; TypeError names
+/* Parse a tuple inside an argument with the format codes of PyArg_ParseTuple. Returns -1
+ * with an exception set. If `object` is not a tuple, this is a TypeError that names
  * `what`. */
 int mlspy_take_tuple(PyObject *object, const char *what, const char *format, ...);
 
-/* An int, or anything with __index__, NumPy's integers too; `what` names it in errors.
- * -1 with TypeError or CapacityError set, and `*out` untouched. */
+/* Convert an int, or any object with __index__, such as NumPy's integers. `what` names
+ * the argument in errors. Returns -1 with TypeError or CapacityError set, and `*out`
+ * untouched. */
 int mlspy_take_int64(const mlspy_state *state, PyObject *object, const char *what,
                      int64_t *out);
 
-/* A float, or anything with __float__.  -1 with TypeError or ValueError set, and `*out`
- * untouched. */
+/* Convert a float, or any object with __float__. Returns -1 with TypeError or ValueError
+ * set, and `*out` untouched. */
 int mlspy_take_double(PyObject *object, const char *what, double *out);
 
-/* The UTF-8 of a str, which owns it.  -1 with TypeError, or with ValueError for half of a
- * surrogate pair, and `*out` untouched. */
+/* Get the UTF-8 of a str; borrowed from it. Returns -1 with TypeError set, or ValueError
+ * for half of a surrogate pair, and `*out` untouched. */
 int mlspy_take_text(PyObject *object, const char *what, mls_str *out);
 
-/* TypeError unless an object is a dict; `what` names it. */
+/* Raise TypeError unless `object` is a dict; `what` names it in errors. */
 int mlspy_take_dict(PyObject *object, const char *what);
 
-/* New reference to a str of text that is known to be UTF-8. */
+/* Return a new str for text that is known to be UTF-8. */
 PyObject *mlspy_str_of(mls_str text);
 
 #endif

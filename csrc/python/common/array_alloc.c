@@ -1,10 +1,10 @@
-/* new_arrays: arrays for the tensors of files. */
+/* array_alloc: allocate arrays for the tensors of files. */
 #include "common/array_alloc.h"
 
 #include "common/array_view.h"
 
-/* New reference to a descriptor: looking for ml_dtypes takes longer than making an array,
- * most of all in vain. */
+/* Return a new reference to a descriptor. Cached, because finding ml_dtypes takes longer
+ * than making an array, in particular if it is not installed. */
 static PyArray_Descr *find_descr(mlspy_room *room, mls_dtype dtype)
 {
     if (room->descrs[dtype] == NULL) {
@@ -14,15 +14,16 @@ static PyArray_Descr *find_descr(mlspy_room *room, mls_dtype dtype)
     return room->descrs[dtype];
 }
 
-/* All arrays are made here: of their own memory where `data` is NULL. */
-static PyObject *make(mlspy_room *room, mls_dtype dtype, int rank, const size_t *shape,
-                      void *data, int flags, bool zeros)
+/* Make an array, with its own memory if `data` is NULL. */
+static PyObject *make_array(mlspy_room *room, mls_dtype dtype, int rank,
+                            const size_t *shape, void *data, int flags, bool zeros)
 {
     npy_intp dims[MLS_MAX_RANK];
     for (int i = 0; i < rank; i++) {
-        dims[i] = (npy_intp)shape[i]; /* readers bound what all make together */
+        dims[i] = (npy_intp)
+            shape[i]; /* fits: the readers check the product of the dimensions */
     }
-    /* NumPy takes this reference, even when it fails */
+    /* NumPy steals this reference, even on failure */
     PyArray_Descr *descr = find_descr(room, dtype);
     if (descr == NULL) {
         return NULL;
@@ -32,7 +33,8 @@ static PyObject *make(mlspy_room *room, mls_dtype dtype, int rank, const size_t 
                                         flags, NULL);
 }
 
-/* `array` keeps `base` alive; takes the reference to the array, and gives it back. */
+/* Make `base` the owner of the array's memory. Steals and returns the reference to the
+ * array. */
 static PyObject *keep_alive(PyObject *array, PyObject *base)
 {
     if (array != NULL &&
@@ -45,16 +47,17 @@ static PyObject *keep_alive(PyObject *array, PyObject *base)
 PyObject *mlspy_array_new(mlspy_room *room, mls_dtype dtype, int rank,
                           const size_t *shape, bool zeros)
 {
-    return make(room, dtype, rank, shape, NULL, 0, zeros);
+    return make_array(room, dtype, rank, shape, NULL, 0, zeros);
 }
 
-/* Files of other writers may place it anywhere: NumPy then reads it more slowly, but
- * rightly, if it is told so. */
+/* Files of other writers may contain unaligned tensors. NumPy then reads the array more
+ * slowly but correctly, if the flag is right. */
 PyObject *mlspy_array_over(mlspy_room *room, mls_dtype dtype, int rank,
                            const size_t *shape, const unsigned char *data, PyObject *base)
 {
-    /* NumPy takes the address without const, and keeps the array read-only */
-    PyObject *array = make(room, dtype, rank, shape, (void *)(uintptr_t)data, 0, false);
+    /* NumPy takes a pointer without const; the array is made read-only below */
+    PyObject *array =
+        make_array(room, dtype, rank, shape, (void *)(uintptr_t)data, 0, false);
     if (array != NULL) {
         PyArray_UpdateFlags((PyArrayObject *)array, NPY_ARRAY_ALIGNED);
         PyArray_CLEARFLAGS((PyArrayObject *)array, NPY_ARRAY_WRITEABLE);
@@ -62,7 +65,7 @@ PyObject *mlspy_array_over(mlspy_room *room, mls_dtype dtype, int rank,
     return keep_alive(array, base);
 }
 
-/* The block for the arrays from `index` on, or none. */
+/* Allocate the block for the arrays from `index` on, if they need one. */
 static int next_block(mlspy_room *room, size_t index)
 {
     Py_CLEAR(room->block);
@@ -92,11 +95,11 @@ PyObject *mlspy_room_array(mlspy_room *room, size_t index, mls_dtype dtype, int 
     }
     char *data = PyArray_BYTES((PyArrayObject *)room->block) + room->used;
     room->used += mls_block_lines(bytes);
-    return keep_alive(make(room, dtype, rank, shape, data, NPY_ARRAY_CARRAY, false),
+    return keep_alive(make_array(room, dtype, rank, shape, data, NPY_ARRAY_CARRAY, false),
                       room->block);
 }
 
-/* Its arrays keep the last block. */
+/* The arrays keep the last block alive. */
 void mlspy_room_fini(mlspy_room *room)
 {
     for (int i = 0; i < MLS_DTYPE_COUNT; i++) {

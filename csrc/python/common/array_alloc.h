@@ -1,5 +1,5 @@
-/* new_arrays: arrays for the tensors of files, over new memory or over a mapping.  Small
- * ones share blocks (array_block.h). */
+/* array_alloc: allocate arrays for the tensors of files, over new memory or over a
+ * mapping. Small arrays share blocks (array_block.h). */
 #ifndef MLSPY_ARRAY_ALLOC_H
 #define MLSPY_ARRAY_ALLOC_H
 
@@ -11,31 +11,32 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-/* Memory for `count` arrays that are made in their order.  Zeroed but for its first
- * fields; end with mlspy_room_fini, when all arrays are made or none is to be made any
- * more. */
+/* Memory for `count` arrays, which are made in order. Initialise the first three fields
+ * and zero the rest. End it with mlspy_room_fini after the last array or on failure. */
 typedef struct mlspy_room {
     mls_block_bytes_of *bytes_of;
     const void *context;
     size_t count;
-    PyObject *block; /* what the next arrays lie in; NULL: each has memory of its own */
-    size_t used;     /* bytes of it, from its address on */
-    size_t until;    /* arrays before this one were looked at */
-    PyArray_Descr *descrs[MLS_DTYPE_COUNT]; /* of the arrays so far, or NULL */
+    PyObject *block; /* memory of the next arrays; NULL: each has its own memory */
+    size_t used;     /* bytes used, from the start of the block */
+    size_t until;    /* arrays before this index are planned */
+    PyArray_Descr
+        *descrs[MLS_DTYPE_COUNT]; /* descriptors of the arrays so far, or NULL */
 } mlspy_room;
 
-/* A new array of its own memory, which is zero where `zeros`, and then not even touched.
- * NULL with an exception set, here and below. */
+/* Return a new array with its own memory, zeroed and untouched if `zeros`. Returns NULL
+ * with an exception set on failure, as do the functions below. */
 PyObject *mlspy_array_new(mlspy_room *room, mls_dtype dtype, int rank,
                           const size_t *shape, bool zeros);
 
-/* A read-only array over `data`, which `base` keeps alive.  It may lie unaligned. */
+/* Return a read-only array over `data`, which `base` keeps alive. `data` may be
+ * unaligned. */
 PyObject *mlspy_array_over(mlspy_room *room, mls_dtype dtype, int rank,
                            const size_t *shape, const unsigned char *data,
                            PyObject *base);
 
-/* The array `index`: of its own memory where it is large, or where there is not enough
- * for a block, and else part of a block, aligned to 64 bytes. */
+/* Return array `index`. It gets its own memory if it is large or if the next arrays are
+ * too small for a block. Otherwise it is part of a block, aligned to 64 bytes. */
 PyObject *mlspy_room_array(mlspy_room *room, size_t index, mls_dtype dtype, int rank,
                            const size_t *shape);
 

@@ -1,14 +1,14 @@
-/* convert: NumPy arrays and DLPack exporters to views, dtypes both ways.
+/* array_view: NumPy arrays and DLPack exporters as views, and dtypes in both directions.
  *
- * A view says where the elements lie and keeps one reference to whatever owns them;
- * nothing is copied here.  NumPy arrays are read through NumPy's own API, which is the
- * fastest way and the only one for the types of ml_dtypes, since those have no buffer
- * protocol.  All others come through DLPack, which has names for every type of the core,
- * or through NumPy's own __array_interface__ where they have nothing better.
+ * A view has the address of the elements and a reference to their owner; nothing is
+ * copied. NumPy arrays are read through NumPy's API, which is the fastest way and the
+ * only one for the types of ml_dtypes, which have no buffer protocol. Other objects use
+ * DLPack, which has every type of the core, or else NumPy's __array_interface__.
  *
- * A type of the core is known to NumPy by its number where NumPy has it, and else by the
- * name under which ml_dtypes registered it.  Without ml_dtypes, files are read as
- * unsigned integers of the same size, whose descriptor has the name in its metadata.
+ * A dtype of the core is identified by NumPy's type number if NumPy has the type,
+ * otherwise by the name under which ml_dtypes registered it. Without ml_dtypes, such
+ * tensors are read as unsigned integers of the same size, whose descriptor has the name
+ * in its metadata.
  */
 #include "common/array_view.h"
 
@@ -24,12 +24,12 @@
 
 enum { MOST_ITEM_BYTES = 16 };
 
-/* The dtype with a DLPack type code and an item size.  No two dtypes share both. */
+/* Find the dtype with a DLPack type code and an item size; no two dtypes share both. */
 static bool dtype_of_code(unsigned code, size_t bytes, mls_dtype *out)
 {
 #define CODE_ENTRY(id, suffix, name, file_name, item, code, ...)                         \
     [DLPACK_##code][sizeof(item)] = MLS_##id + 1,
-    /* each plus 1: 0 is no dtype */
+    /* plus 1, since 0 is no dtype */
     static const unsigned char dtypes[DLPACK_CODES][MOST_ITEM_BYTES + 1] = {
         MLS_DTYPES(CODE_ENTRY)};
     if (code >= DLPACK_CODES || bytes > MOST_ITEM_BYTES || dtypes[code][bytes] == 0) {
@@ -39,24 +39,24 @@ static bool dtype_of_code(unsigned code, size_t bytes, mls_dtype *out)
     return true;
 }
 
-/* A type that another package registered, by the name of its scalar type. */
+/* Find a dtype that another package registered, by the name of its scalar type. */
 static bool registered_of(PyArray_Descr *descr, mls_dtype *out)
 {
     const char *name = descr->typeobj->tp_name;
     const char *dot = strrchr(name, '.');
-    /* tp_name may or may not have the module in front */
+    /* tp_name may start with the module */
     name = dot == NULL ? name : dot + 1;
     return mls_dtype_from_name(name, strlen(name), out) &&
            mls_dtype_of(*out)->item_bytes == (size_t)PyDataType_ELSIZE(descr);
 }
 
-/* NumPy's type number, or NPY_NOTYPE where ml_dtypes has the type. */
+/* Return NumPy's type number, or NPY_NOTYPE if only ml_dtypes has the type. */
 static int type_number(mls_dtype dtype)
 {
 #define DTYPE_CODE(id, suffix, name, file_name, item, code, ...)                         \
     [MLS_##id] = DLPACK_##code,
     static const unsigned char codes[MLS_DTYPE_COUNT] = {MLS_DTYPES(DTYPE_CODE)};
-    /* each plus 1: 0 is none of NumPy's types */
+    /* plus 1, since 0 is no type of NumPy */
     static const unsigned char numbers[DLPACK_CODES][MOST_ITEM_BYTES + 1] = {
         [DLPACK_INT] = {[1] = NPY_INT8 + 1,
                         [2] = NPY_INT16 + 1,
@@ -79,11 +79,11 @@ bool mlspy_dtype_in_numpy(mls_dtype dtype)
     return type_number(dtype) != NPY_NOTYPE;
 }
 
-/* The key under which the metadata of integers name the dtype of their bits. */
+/* Metadata key of unsigned integers that hold the bits of another dtype. */
 static const char label_key[] = "mlstate.dtype";
 
-/* The dtype that unsigned integers are labelled with: one that NumPy lacks, of their
- * size.  Any other label is ignored. */
+/* Find the dtype that labels unsigned integers: a dtype that NumPy lacks, of the same
+ * size. Other labels are ignored. */
 static bool labelled_of(PyArray_Descr *descr, mls_dtype *out)
 {
     PyObject *metadata = PyDataType_METADATA(descr);
@@ -97,7 +97,7 @@ static bool labelled_of(PyArray_Descr *descr, mls_dtype *out)
                            : NULL;
     mls_dtype named;
     if (name == NULL) {
-        PyErr_Clear(); /* a label that is no text of UTF-8 */
+        PyErr_Clear(); /* a label that is not a UTF-8 str */
         return false;
     }
     const bool known =
@@ -110,7 +110,7 @@ static bool labelled_of(PyArray_Descr *descr, mls_dtype *out)
     return known;
 }
 
-/* Registered types have numbers that differ from run to run: they go by name. */
+/* Registered types are found by name, because their numbers differ between processes. */
 bool mlspy_dtype_of_descr(PyArray_Descr *descr, mls_dtype *out)
 {
     const int number = descr->type_num;
@@ -140,7 +140,8 @@ bool mlspy_dtype_of_descr(PyArray_Descr *descr, mls_dtype *out)
     }
 }
 
-/* New reference to a dtype that ml_dtypes registers; NULL with what its import raised. */
+/* Return a new reference to a dtype of ml_dtypes; NULL with the exception of its import.
+ */
 static PyArray_Descr *registered_descr(mls_dtype dtype)
 {
     PyObject *package = PyImport_ImportModule("ml_dtypes");
@@ -157,7 +158,7 @@ static PyArray_Descr *registered_descr(mls_dtype dtype)
     return descr;
 }
 
-/* New reference to unsigned integers of a dtype's size, labelled with its name. */
+/* Return unsigned integers of a dtype's size, labelled with its name. */
 static PyArray_Descr *labelled_descr(mls_dtype dtype)
 {
     const mls_dtype_info *info = mls_dtype_of(dtype);
@@ -171,7 +172,7 @@ static PyArray_Descr *labelled_descr(mls_dtype dtype)
     return (PyArray_Descr *)descr;
 }
 
-/* ml_dtypes is imported only when one of its types is wanted. */
+/* ml_dtypes is imported only if one of its types is needed. */
 PyArray_Descr *mlspy_descr_of_dtype(mls_dtype dtype)
 {
     const int number = type_number(dtype);
@@ -179,7 +180,7 @@ PyArray_Descr *mlspy_descr_of_dtype(mls_dtype dtype)
         return PyArray_DescrFromType(number);
     }
     PyArray_Descr *descr = registered_descr(dtype);
-    /* one that is installed and broken is an error */
+    /* an ml_dtypes that is installed but broken is an error */
     if (descr == NULL && PyErr_ExceptionMatches(PyExc_ModuleNotFoundError)) {
         PyErr_Clear();
         descr = labelled_descr(dtype);
@@ -187,8 +188,9 @@ PyArray_Descr *mlspy_descr_of_dtype(mls_dtype dtype)
     return descr;
 }
 
-/* The same for a dtype that a user asks for, who may compute with it: no integers. */
-static PyArray_Descr *asked_descr(mls_dtype dtype)
+/* The same for a dtype that a user requests. Labelled integers do not qualify, because
+ * users may compute with the result. */
+static PyArray_Descr *requested_descr(mls_dtype dtype)
 {
     const int number = type_number(dtype);
     PyArray_Descr *descr =
@@ -202,7 +204,8 @@ static PyArray_Descr *asked_descr(mls_dtype dtype)
     return descr;
 }
 
-/* The core's own names first: NumPy knows "bfloat16" only once ml_dtypes was imported. */
+/* The core's own names come first: NumPy knows "bfloat16" only after an import of
+ * ml_dtypes. */
 PyArray_Descr *mlspy_descr_of_object(const mlspy_state *state, PyObject *object,
                                      mls_dtype *out)
 {
@@ -212,12 +215,12 @@ PyArray_Descr *mlspy_descr_of_object(const mlspy_state *state, PyObject *object,
     const char *name =
         PyUnicode_Check(object) ? PyUnicode_AsUTF8AndSize(object, &length) : NULL;
     if (name != NULL && mls_dtype_from_name(name, (size_t)length, &named)) {
-        descr = asked_descr(named);
+        descr = requested_descr(named);
     } else if (PyErr_Occurred() ||
                PyArray_DescrConverter(object, &descr) != NPY_SUCCEED) {
         return NULL;
     }
-    /* NumPy has types that the core does not: text, dates, objects, long double */
+    /* NumPy has types that the core lacks: text, dates, objects, long double */
     if (descr != NULL && !mlspy_dtype_of_descr(descr, out)) {
         mls_status st;
         mls_fail(&st, MLS_E_DTYPE, "dtype %.60s is not supported",
@@ -230,7 +233,8 @@ PyArray_Descr *mlspy_descr_of_object(const mlspy_state *state, PyObject *object,
 
 /* ---- ndarrays ---- */
 
-/* Only what the array has is written: most of a view is room for dimensions. */
+/* Writes only the dimensions that the array has, because most of a view is room for
+ * dimensions. */
 static void fill_view(PyArrayObject *array, mls_dtype dtype, mlspy_view *out)
 {
     mls_tensor *t = &out->tensor;
@@ -246,8 +250,8 @@ static void fill_view(PyArrayObject *array, mls_dtype dtype, mlspy_view *out)
     out->owner = Py_NewRef((PyObject *)array);
 }
 
-/* The array itself is the owner.  Only its dtype can be refused: shape and strides may be
- * whatever NumPy allows. */
+/* The array is the owner. Only its dtype can be refused: any shape and strides are
+ * accepted. */
 static int view_of_ndarray(const mlspy_state *state, PyArrayObject *array,
                            const char *what, mlspy_view *out)
 {
@@ -266,20 +270,20 @@ static int view_of_ndarray(const mlspy_state *state, PyArrayObject *array,
 
 /* ---- DLPack ---- */
 
-/* The core's dtype of a DLPack element; false if there is none, or if several lanes make
- * up one element. */
+/* Find the core's dtype of a DLPack element. Returns false if the core has none or the
+ * element has several lanes. */
 static bool dlpack_dtype_of(dlpack_dtype kind, mls_dtype *out)
 {
     return kind.lanes == 1 && kind.bits % 8 == 0 &&
            dtype_of_code(kind.code, kind.bits / 8, out);
 }
 
-/* New reference to `array`, or to what its detach() gives where it requires a gradient:
- * torch exports no tensor that is part of a graph, and the memory is the same. */
+/* Return `array`, or its detach() if it requires a gradient: torch does not export
+ * tensors that are part of a graph. Both have the same memory. */
 static PyObject *without_graph(PyObject *array)
 {
     PyObject *flag = PyObject_GetAttrString(array, "requires_grad");
-    if (flag == NULL) { /* most exporters know of no gradients */
+    if (flag == NULL) { /* most exporters have no gradients */
         if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
             return NULL;
         }
@@ -294,12 +298,12 @@ static PyObject *without_graph(PyObject *array)
     return PyObject_CallMethod(array, "detach", NULL);
 }
 
-/* Whether the elements of a tensor are what its memory has with another sign: torch
- * exports such a view as if it were not one.  -1 with an exception set. */
+/* Return whether a torch tensor is a lazily negated view, which torch exports without its
+ * negation. Returns -1 with an exception set. */
 static int is_negated(const mlspy_state *state, PyObject *array)
 {
     PyObject *method = PyObject_GetAttr(array, state->negative_name);
-    if (method == NULL) { /* others have no such views */
+    if (method == NULL) { /* other libraries have no such views */
         if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
             return -1;
         }
@@ -313,10 +317,9 @@ static int is_negated(const mlspy_state *state, PyObject *array)
     return negated;
 }
 
-/* Put in front of an exporter's exception which array it is about: of a state of
- * thousands, what torch says alone leads nowhere.  Only of those types that are made of a
- * text alone; others go on as they are. */
-static void name_error(const char *what)
+/* Prepend `what` to an exporter's exception, since its message does not name the array.
+ * Only for exception types that take a single text; others stay unchanged. */
+static void prefix_error(const char *what)
 {
     PyObject *const types[] = {PyExc_BufferError, PyExc_RuntimeError, PyExc_TypeError,
                                PyExc_ValueError};
@@ -334,12 +337,11 @@ static void name_error(const char *what)
     PyErr_Restore(type, error, trace);
 }
 
-/* New reference to the capsule that `array` exports.  Read-only memory is only declared
- * by the versioned form, which older exporters do not know. */
+/* Return the capsule that `array` exports. Asks for the versioned form first, since only
+ * that one declares read-only memory; older exporters do not support it. */
 static PyObject *export_capsule(PyObject *array)
 {
-    /* max_version=(1, 1); the stream argument is left out, since only devices have
-     * streams */
+    /* max_version=(1, 1); no stream argument, since only devices have streams */
     PyObject *plain = without_graph(array);
     PyObject *method = plain == NULL ? NULL : PyObject_GetAttrString(plain, "__dlpack__");
     PyObject *options =
@@ -347,9 +349,9 @@ static PyObject *export_capsule(PyObject *array)
     PyObject *nothing = options == NULL ? NULL : PyTuple_New(0);
     PyObject *capsule = NULL;
     if (nothing != NULL) {
-        /* the capsule holds what it was made from: `plain` may go */
+        /* the capsule keeps its memory alive, so `plain` can be released */
         capsule = PyObject_Call(method, nothing, options);
-        /* an exporter from before the protocol had versions */
+        /* an exporter older than the versioned protocol */
         if (capsule == NULL && PyErr_ExceptionMatches(PyExc_TypeError)) {
             PyErr_Clear();
             capsule = PyObject_CallNoArgs(method);
@@ -362,14 +364,14 @@ static PyObject *export_capsule(PyObject *array)
     return capsule;
 }
 
-/* The tensor inside a capsule (borrowed), or NULL with TypeError set. */
+/* Return the tensor inside a capsule (borrowed), or NULL with TypeError set. */
 static const dlpack_tensor *capsule_tensor(PyObject *capsule, bool *readonly)
 {
     *readonly = false;
     if (PyCapsule_IsValid(capsule, "dltensor_versioned")) {
         const dlpack_managed_versioned *m =
             PyCapsule_GetPointer(capsule, "dltensor_versioned");
-        /* a higher major version may lay the structure out in another way */
+        /* a higher major version may have another layout */
         if (m->major == 1) {
             *readonly = (m->flags & DLPACK_READ_ONLY) != 0;
             return &m->tensor;
@@ -382,13 +384,13 @@ static const dlpack_tensor *capsule_tensor(PyObject *capsule, bool *readonly)
     return NULL;
 }
 
-/* Whether all elements have an address, going from that of the first one. */
+/* Return whether the addresses of all elements are valid numbers. */
 static bool steps_fit(const mls_tensor *t)
 {
     ptrdiff_t forth = 0, back = 0;
     for (int axis = 0; axis < t->rank; axis++) {
         if (t->shape[axis] == 0) {
-            return true; /* there are no elements */
+            return true; /* an empty tensor */
         }
     }
     for (int axis = 0; axis < t->rank; axis++) {
@@ -404,11 +406,11 @@ static bool steps_fit(const mls_tensor *t)
            !__builtin_add_overflow((uintptr_t)t->data, back, &last);
 }
 
-/* Fill the shape and strides of `t`, which has its address; false where they do not fit.
- */
+/* Fill in shape and strides of `t`, which has its address. Returns false if they do not
+ * fit. */
 static bool take_dlpack_shape(const dlpack_tensor *from, mls_tensor *t)
 {
-    /* `packed` grows to the stride that C order gives the axis, should there be none */
+    /* `packed` is the stride of the axis in C order, used if there are no strides */
     size_t packed = mls_tensor_item_bytes(t);
     const ptrdiff_t item = (ptrdiff_t)packed;
     if (from->rank < 0 || from->rank > MLS_MAX_RANK ||
@@ -430,12 +432,12 @@ static bool take_dlpack_shape(const dlpack_tensor *from, mls_tensor *t)
     return steps_fit(t);
 }
 
-/* The two kinds of owners: what a tensor came in tells which deleter it has. */
+/* Names of the two kinds of owners; the name determines the deleter. */
 static const char plain_owner[] = "mlstate.dltensor";
 static const char versioned_owner[] = "mlstate.dltensor_versioned";
 
-/* Call the deleter of the tensor that an owner has; it may run Python, and the owner may
- * go while an exception is on its way. */
+/* Call the deleter of an owner's tensor. The deleter may run Python code, and the owner
+ * may be freed while an exception is set, so the exception is saved. */
 static void owner_end(PyObject *owner)
 {
     PyObject *type, *error, *trace;
@@ -454,9 +456,9 @@ static void owner_end(PyObject *owner)
     PyErr_Restore(type, error, trace);
 }
 
-/* New reference to an owner of the tensor in `capsule`, which is marked as used, as the
- * protocol wants it: an exporter that gives the same capsule to others must not free the
- * memory under us.  NULL with an exception set, and the capsule as it was. */
+/* Return a new owner of the tensor in `capsule`, and mark the capsule as used, as the
+ * protocol requires: otherwise another consumer of the same capsule could free the
+ * memory. Returns NULL with an exception set, and the capsule unchanged. */
 static PyObject *take_capsule(PyObject *capsule)
 {
     PyObject *owner = NULL;
@@ -468,7 +470,7 @@ static PyObject *take_capsule(PyObject *capsule)
         owner =
             PyCapsule_New(managed, versioned ? versioned_owner : plain_owner, owner_end);
     }
-    if (owner != NULL) { /* cannot fail: it is a capsule, and the name is given */
+    if (owner != NULL) { /* cannot fail: it is a capsule, and the name is valid */
         (void)PyCapsule_SetName(capsule,
                                 versioned ? "used_dltensor_versioned" : "used_dltensor");
     }
@@ -476,7 +478,7 @@ static PyObject *take_capsule(PyObject *capsule)
     return owner;
 }
 
-/* Look at what a capsule has: device, type, shape and address. */
+/* Check device, dtype, shape and address of a DLPack tensor, and fill in `out`. */
 static mls_code check_dlpack(const dlpack_tensor *from, const char *what, mls_tensor *out,
                              mls_status *st)
 {
@@ -489,7 +491,7 @@ static mls_code check_dlpack(const dlpack_tensor *from, const char *what, mls_te
                         "%s: DLPack type code %d with %d bits is not supported", what,
                         from->dtype.code, from->dtype.bits);
     }
-    /* an offset from nowhere, or past the last address, leads nowhere */
+    /* a NULL address, or one that wraps, is invalid */
     uintptr_t address;
     const bool wraps =
         __builtin_add_overflow((uintptr_t)from->data, from->byte_offset, &address);
@@ -497,7 +499,7 @@ static mls_code check_dlpack(const dlpack_tensor *from, const char *what, mls_te
     if (!take_dlpack_shape(from, out)) {
         return mls_fail(st, MLS_E_SHAPE, "%s: DLPack gives an impossible shape", what);
     }
-    /* where there are no elements there may be no memory either */
+    /* an empty tensor may have no memory */
     if (out->data == NULL && mls_tensor_count(out, &elements) && elements > 0) {
         return mls_fail(st, MLS_E_VALUE, "%s: DLPack gives elements without memory",
                         what);
@@ -521,7 +523,7 @@ static int view_of_dlpack(const mlspy_state *state, PyObject *array, const char 
     }
     PyObject *capsule = negated != 0 ? NULL : export_capsule(array);
     if (capsule == NULL && negated == 0) {
-        name_error(what);
+        prefix_error(what);
     }
     const dlpack_tensor *from =
         capsule == NULL ? NULL : capsule_tensor(capsule, &readonly);
@@ -530,7 +532,7 @@ static int view_of_dlpack(const mlspy_state *state, PyObject *array, const char 
     } else if (from != NULL) {
         owner = take_capsule(capsule);
     }
-    Py_XDECREF(capsule); /* where it is not used it frees its tensor */
+    Py_XDECREF(capsule); /* an unused capsule frees its tensor */
     if (owner == NULL) {
         return -1;
     }
@@ -540,25 +542,25 @@ static int view_of_dlpack(const mlspy_state *state, PyObject *array, const char 
 
 /* ---- __array_interface__ ---- */
 
-/* New reference to an ndarray over the memory that `object` offers, which it keeps alive;
- * NULL without an exception where it offers none.  NumPy's scalars are copied: they have
- * the interface too, but for the types of ml_dtypes it gives plain bytes. */
+/* Return an ndarray over the memory of `object`, which it keeps alive, or NULL without an
+ * exception if the object has no interface. NumPy's scalars are copied: they have the
+ * interface too, but for ml_dtypes' types it describes plain bytes. */
 static PyObject *array_over(PyObject *object)
 {
     if (PyArray_IsScalar(object, Generic)) {
         return PyArray_FromScalar(object, NULL);
     }
     PyObject *array = PyArray_FromInterface(object);
-    return array == Py_NotImplemented ? NULL : array; /* that one comes borrowed */
+    return array == Py_NotImplemented ? NULL : array; /* Py_NotImplemented is borrowed */
 }
 
-/* A write to the copy of a scalar would be lost, so that is read-only. */
+/* A view of a scalar's copy is read-only, because a write to the copy would be lost. */
 static int view_of_interface(const mlspy_state *state, PyObject *object, const char *what,
                              mlspy_view *out)
 {
     PyObject *array = array_over(object);
     if (array == NULL) {
-        /* the last kind that is tried: what is not this either is no array */
+        /* all other ways failed: the object is not an array */
         if (!PyErr_Occurred()) {
             PyErr_Format(PyExc_TypeError,
                          "%s must be a NumPy array or a torch tensor, got %.100s", what,
@@ -570,15 +572,14 @@ static int view_of_interface(const mlspy_state *state, PyObject *object, const c
     if (failed == 0 && PyArray_IsScalar(object, Generic)) {
         out->readonly = true;
     }
-    Py_DECREF(array); /* the view has a reference of its own */
+    Py_DECREF(array); /* the view has its own reference */
     return failed;
 }
 
 /* ---- views ---- */
 
-/* Subclasses of ndarray are taken as arrays, whatever else they offer.  DLPack comes
- * before the interface: it has every type of the core, and says where memory is on a
- * device. */
+/* Subclasses of ndarray are treated as arrays, whatever else they offer. DLPack comes
+ * before the interface, because it has every type of the core and states the device. */
 int mlspy_view_of(const mlspy_state *state, PyObject *array, const char *what,
                   mlspy_view *out)
 {
@@ -592,9 +593,9 @@ int mlspy_view_of(const mlspy_state *state, PyObject *array, const char *what,
     return view_of_interface(state, array, what, out);
 }
 
-/* The exchange functions of an object's own type; NULL without an exception where it has
- * none.  They are for objects of just that type: a subclass, which inherits them, may be
- * more than its memory. */
+/* Return the exchange functions of an object's exact type, or NULL without an exception.
+ * Subclasses inherit the attribute but may have more than their memory, so they do not
+ * qualify. */
 static const dlpack_exchange *exchange_of(const mlspy_state *state, PyObject *array)
 {
     const PyTypeObject *type = Py_TYPE(array);
@@ -610,9 +611,8 @@ static const dlpack_exchange *exchange_of(const mlspy_state *state, PyObject *ar
     return found != NULL && found->major == 1 && found->tensor_of != NULL ? found : NULL;
 }
 
-/* Whether a tensor is no part of a graph, and its elements are those in memory: torch
- * has tensors whose negation is to come.  False with an exception where it cannot be
- * asked. */
+/* Return whether a torch tensor is not part of a graph and not lazily negated. Returns
+ * false, possibly with an exception set, if this cannot be determined. */
 static bool is_plain_tensor(const mlspy_state *state, PyObject *array)
 {
     PyObject *graph = PyObject_GetAttr(array, state->graph_name);
@@ -624,9 +624,9 @@ static bool is_plain_tensor(const mlspy_state *state, PyObject *array)
     return plain;
 }
 
-/* A tensor through its type's exchange functions, which take a tenth of the time of
- * __dlpack__.  The owner is the tensor itself.  What torch raises for a tensor without
- * memory of its own is dropped: the long way finds out again. */
+/* View a tensor through its type's exchange functions, which take a tenth of the time of
+ * __dlpack__. The owner is the tensor itself. Exceptions are cleared: the caller uses the
+ * slow path, which raises them again. */
 static bool view_by_exchange(const mlspy_state *state, PyObject *array, mlspy_view *out)
 {
     const dlpack_exchange *exchange = exchange_of(state, array);
@@ -635,7 +635,7 @@ static bool view_by_exchange(const mlspy_state *state, PyObject *array, mlspy_vi
     if (exchange == NULL || !is_plain_tensor(state, array) ||
         exchange->tensor_of(array, &from) != 0 ||
         check_dlpack(&from, "an array", &out->tensor, &st) != MLS_OK ||
-        out->tensor.dtype == MLS_C64) { /* a conjugate may be to come */
+        out->tensor.dtype == MLS_C64) { /* may be lazily conjugated */
         PyErr_Clear();
         return false;
     }
@@ -675,7 +675,7 @@ int mlspy_view_writable(const mlspy_state *state, PyObject *array, const char *w
     return 0;
 }
 
-/* Needs the GIL: the owner may die here. */
+/* Needs the GIL: the owner may be deallocated. */
 void mlspy_view_release(mlspy_view *view)
 {
     Py_CLEAR(view->owner);

@@ -1,4 +1,4 @@
-/* array_view: arrays of NumPy and other libraries as the core's tensors. */
+/* array_view: arrays of NumPy and other libraries as tensors of the core. */
 #ifndef MLSPY_ARRAY_VIEW_H
 #define MLSPY_ARRAY_VIEW_H
 
@@ -11,7 +11,7 @@
 
 #include <stdbool.h>
 
-/* A view of an array and what keeps its memory alive.  Clear `owner`, fill the view,
+/* A view of an array, with the owner of its memory. Set `owner` to NULL, fill the view,
  * release it. */
 typedef struct mlspy_view {
     mls_tensor tensor;
@@ -19,38 +19,38 @@ typedef struct mlspy_view {
     PyObject *owner; /* strong reference, or NULL */
 } mlspy_view;
 
-/* View an ndarray, or anything with __dlpack__ on the CPU (torch tensors, bf16 included)
- * or with __array_interface__ (NumPy's scalars too, which are copied and read-only).
- * `what` names the argument in errors.  Returns -1 with TypeError or a mlstate exception
- * set, and no owner. */
+/* View an ndarray, or an object on the CPU with __dlpack__ (torch tensors, also bf16) or
+ * __array_interface__ (NumPy's scalars too, which are copied and read-only). `what` names
+ * the argument in errors. Returns -1 with TypeError or an mlstate exception set, and no
+ * owner. */
 int mlspy_view_of(const mlspy_state *state, PyObject *array, const char *what,
                   mlspy_view *out);
 
-/* As above, and refuse a read-only array with ValueError. */
+/* As above, but a read-only array raises ValueError. */
 int mlspy_view_writable(const mlspy_state *state, PyObject *array, const char *what,
                         mlspy_view *out);
 
-/* The same for a plain ndarray or torch tensor.  False for everything else, without an
- * exception and with an undefined `*out`: use one of the functions above. */
+/* The same for a plain ndarray or torch tensor. For any other object returns false
+ * without an exception and with an undefined `*out`: use one of the functions above. */
 bool mlspy_view_quickly(const mlspy_state *state, PyObject *array, bool writable,
                         mlspy_view *out);
 
-void mlspy_view_release(mlspy_view *view); /* accepts a view without owner; leaves none */
+void mlspy_view_release(mlspy_view *view); /* accepts a view without owner; clears it */
 
-/* The core's dtype of a NumPy descriptor; false if the core has none. */
+/* Get the core's dtype of a NumPy descriptor. Returns false if the core has none. */
 bool mlspy_dtype_of_descr(PyArray_Descr *descr, mls_dtype *out);
 
-/* Whether NumPy has the dtype without ml_dtypes. */
+/* Return whether NumPy has the dtype without ml_dtypes. */
 bool mlspy_dtype_in_numpy(mls_dtype dtype);
 
-/* New reference to the NumPy descriptor of a dtype; ml_dtypes is imported for those that
- * NumPy lacks.  If it is not installed, a descriptor of unsigned integers of the same
- * size, whose metadata name the dtype.  NULL with an exception set. */
+/* Return a new reference to the NumPy descriptor of a dtype. For dtypes that NumPy lacks,
+ * ml_dtypes is imported; if it is not installed, the descriptor is an unsigned integer of
+ * the same size, whose metadata names the dtype. Returns NULL with an exception set. */
 PyArray_Descr *mlspy_descr_of_dtype(mls_dtype dtype);
 
-/* New reference to the descriptor that a user's dtype argument means: whatever NumPy
- * accepts, or the name of any dtype of the core.  NULL with an exception set: ImportError
- * naming the extra for one of ml_dtypes that is not installed. */
+/* Return a new reference to the descriptor for a user's dtype argument: anything that
+ * NumPy accepts, or the name of any dtype of the core. Returns NULL with an exception
+ * set: ImportError, naming the extra, if ml_dtypes is needed and not installed. */
 PyArray_Descr *mlspy_descr_of_object(const mlspy_state *state, PyObject *object,
                                      mls_dtype *out);
 

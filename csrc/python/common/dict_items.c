@@ -1,8 +1,8 @@
-/* items: what a dict of arrays holds, held fast while it is worked on.
+/* dict_items: a snapshot of the entries of a dict of arrays.
  *
- * A dict may change under whoever walks it: another thread assigns, or an array's own
- * code runs.  So its entries are taken at one moment, with references of their own, and
- * everything else works on those.
+ * A dict may change during an iteration: another thread assigns to it, or an array's own
+ * code runs. So its entries are copied at once, with their own references, and all other
+ * functions use the copy.
  */
 #include "common/dict_items.h"
 
@@ -16,8 +16,9 @@
 
 /* ---- keys and values ---- */
 
-/* Whether a value that is no ndarray can be used as one.  A class is not an array, though
- * NumPy's scalar classes have the attribute; text is not, though NumPy's is a scalar. */
+/* Return whether a value that is not an ndarray can be used as one. Classes are refused
+ * although NumPy's scalar classes have the attribute; text is refused although NumPy's
+ * text is a scalar. */
 static bool is_array_like(PyObject *value)
 {
     if (PyType_Check(value) || PyUnicode_Check(value) || PyBytes_Check(value)) {
@@ -27,7 +28,7 @@ static bool is_array_like(PyObject *value)
            PyObject_HasAttrString(value, "__array_interface__");
 }
 
-/* Say why `value` is no tensor of a state. */
+/* Raise the reason why `value` cannot be a tensor of a state. */
 static void refuse_value(PyObject *key, PyObject *value)
 {
     if (PyDict_Check(value)) {
@@ -49,7 +50,7 @@ static void refuse_value(PyObject *key, PyObject *value)
     }
 }
 
-/* Anything else takes a second look. */
+/* Other entries need mlspy_check_entry. */
 bool mlspy_entry_is_plain(PyObject *key, PyObject *value)
 {
     return PyUnicode_CheckExact(key) && PyUnicode_IS_COMPACT_ASCII(key) &&
@@ -57,7 +58,7 @@ bool mlspy_entry_is_plain(PyObject *key, PyObject *value)
            !PyDataType_REFCHK(PyArray_DESCR((PyArrayObject *)value));
 }
 
-/* A subclass of str becomes a plain one. */
+/* A subclass of str is converted to an exact str. */
 PyObject *mlspy_check_entry(PyObject *key, PyObject *value)
 {
     mls_str name;
@@ -81,7 +82,7 @@ PyObject *mlspy_check_entry(PyObject *key, PyObject *value)
 
 /* ---- taking the entries ---- */
 
-/* New references to all keys and values.  No code of others runs in between. */
+/* Take new references to all keys and values. No other Python code runs meanwhile. */
 static int take_all(PyObject *dict, mlspy_items *out)
 {
     bool failed = false;
@@ -102,7 +103,7 @@ static int take_all(PyObject *dict, mlspy_items *out)
     return 0;
 }
 
-/* After this the dict may become what it likes. */
+/* Later changes of the dict do not matter. */
 int mlspy_items_of(PyObject *dict, const char *what, mlspy_items *out)
 {
     *out = (mlspy_items){0};
@@ -114,7 +115,8 @@ int mlspy_items_of(PyObject *dict, const char *what, mlspy_items *out)
     if (take_all(dict, out) < 0) {
         return -1;
     }
-    /* names after entries: encoding one allocates, which may run a collection */
+    /* after all entries are taken, because encoding a name allocates and may run the
+     * garbage collector */
     for (size_t i = 0; i < out->count; i++) {
         mlspy_item *item = &out->items[i];
         if (PyUnicode_CheckExact(item->key) && PyUnicode_IS_COMPACT_ASCII(item->key)) {
@@ -128,7 +130,7 @@ int mlspy_items_of(PyObject *dict, const char *what, mlspy_items *out)
     return 0;
 }
 
-/* The facts alone: key and value stay, to be asked again. */
+/* Keeps key and value, so that facts can be filled in again. */
 void mlspy_item_forget(mlspy_item *item)
 {
     Py_CLEAR(item->text);
@@ -136,7 +138,7 @@ void mlspy_item_forget(mlspy_item *item)
     item->owned_shape = NULL;
 }
 
-/* Needs the GIL: arrays may die here. */
+/* Needs the GIL: arrays may be deallocated. */
 void mlspy_items_release(mlspy_items *items)
 {
     for (size_t i = 0; i < items->count; i++) {
@@ -148,7 +150,8 @@ void mlspy_items_release(mlspy_items *items)
     *items = (mlspy_items){0};
 }
 
-/* A new reference in any version: a borrowed one may die in a free-threaded Python. */
+/* Returns a strong reference, because a borrowed one may be freed in a free-threaded
+ * Python. */
 int mlspy_dict_get(PyObject *dict, PyObject *key, PyObject **out)
 {
 #if PY_VERSION_HEX >= 0x030D0000
@@ -160,7 +163,7 @@ int mlspy_dict_get(PyObject *dict, PyObject *key, PyObject **out)
 #endif
 }
 
-/* The dict keeps the key. */
+/* Only the dict keeps the key. */
 int mlspy_dict_set(PyObject *dict, const char *key, PyObject *value)
 {
     PyObject *text = PyUnicode_FromString(key);
@@ -170,7 +173,8 @@ int mlspy_dict_set(PyObject *dict, const char *key, PyObject *value)
 }
 
 #if !defined(Py_GIL_DISABLED)
-/* Whether two keys are the same str; a key that is none is looked up. */
+/* Return whether two keys are equal strs. Keys of other types count as different and are
+ * looked up. */
 static bool same_key(PyObject *a, PyObject *b)
 {
     return a == b || (PyUnicode_CheckExact(a) && PyUnicode_CheckExact(b) &&
@@ -179,8 +183,8 @@ static bool same_key(PyObject *a, PyObject *b)
 }
 #endif
 
-/* The next entry of the dict, where it is the one looked for; hashing starts with the
- * first that is not. */
+/* Return whether the next entry of the dict has the key. After the first mismatch keys
+ * are looked up by hash. */
 static bool next_is(mlspy_finder *finder, PyObject *key, PyObject **out)
 {
 #if defined(Py_GIL_DISABLED)
@@ -198,7 +202,7 @@ static bool next_is(mlspy_finder *finder, PyObject *key, PyObject **out)
 #endif
 }
 
-/* Equal state dicts have equal order: then each name is found without its hash. */
+/* Equal state dicts usually have equal order, so most names are found without a hash. */
 int mlspy_find(mlspy_finder *finder, PyObject *key, PyObject **out)
 {
     return next_is(finder, key, out) ? 1 : mlspy_dict_get(finder->dict, key, out);
@@ -206,8 +210,8 @@ int mlspy_find(mlspy_finder *finder, PyObject *key, PyObject **out)
 
 /* ---- shapes and dtypes ---- */
 
-/* The name of a dtype: the core's, or as its package prints it, "torch." left out, which
- * the item keeps. */
+/* Set the name of a dtype: the core's name, or the text of the dtype without "torch.",
+ * which the item keeps. */
 static int take_dtype_text(PyObject *dtype, mlspy_item *item)
 {
     mls_dtype known;
@@ -222,14 +226,14 @@ static int take_dtype_text(PyObject *dtype, mlspy_item *item)
         Py_XDECREF(text);
         return -1;
     }
-    /* torch.float32 is what NumPy calls float32, and all names of the core are NumPy's */
+    /* torch.float32 is called float32 in NumPy and in the core */
     const size_t skipped = strncmp(name, "torch.", 6) == 0 ? 6 : 0;
     item->text = text;
     item->facts.dtype = name + skipped;
     return 0;
 }
 
-/* Room in the item for its shape; NULL with MemoryError set. */
+/* Make room in the item for its shape. Returns NULL with MemoryError set. */
 static size_t *make_shape(mlspy_item *item, int rank)
 {
     size_t *sizes = item->few;
@@ -245,8 +249,8 @@ static size_t *make_shape(mlspy_item *item, int rank)
     return sizes;
 }
 
-/* Copied, since the array's own are gone when somebody assigns to its .shape meanwhile:
- * another item's code, or another thread's. */
+/* Copies the shape, because NumPy frees it if other code assigns to the array's .shape:
+ * another item's code or another thread. */
 static int facts_of_ndarray(mlspy_item *item)
 {
     PyArrayObject *array = (PyArrayObject *)item->value;
@@ -263,15 +267,14 @@ static int facts_of_ndarray(mlspy_item *item)
         item->facts.dtype = mls_dtype_of(dtype)->name;
         return 0;
     }
-    /* the byte order is no part of a dtype's name here, as it is none for our own dtypes
-     */
+    /* names of dtypes exclude the byte order */
     PyArray_Descr *native = PyArray_DescrNewByteorder(PyArray_DESCR(array), NPY_NATIVE);
     const int failed = native == NULL ? -1 : take_dtype_text((PyObject *)native, item);
     Py_XDECREF(native);
     return failed;
 }
 
-/* A dimension as its array says it, of any kind of int; false with an exception set. */
+/* Convert a dimension of any integer type. Returns false with an exception set. */
 static bool take_size(PyObject *object, size_t *out)
 {
     PyObject *number = PyNumber_Index(object);
@@ -287,8 +290,8 @@ static bool take_size(PyObject *object, size_t *out)
     return true;
 }
 
-/* Dimensions out of a tuple of anybody's: it may be longer than any array's, or hold no
- * numbers.  False with or without an exception. */
+/* Convert the dimensions in any object's tuple, which may be too long or contain other
+ * objects. Returns false with or without an exception. */
 static bool take_sizes(PyObject *tuple, mlspy_item *item)
 {
     const Py_ssize_t rank = PyTuple_GET_SIZE(tuple);
@@ -300,7 +303,7 @@ static bool take_sizes(PyObject *tuple, mlspy_item *item)
     return good;
 }
 
-/* -1 with an exception set: CompatibilityError for what is no shape. */
+/* Returns -1 with an exception set: CompatibilityError if `shape` is not a shape. */
 static int take_shape(const mlspy_state *state, PyObject *shape, mlspy_item *item)
 {
     mls_status st;
@@ -310,7 +313,7 @@ static int take_shape(const mlspy_state *state, PyObject *shape, mlspy_item *ite
     if (good) {
         return 0;
     }
-    /* what the object itself raised is its own affair */
+    /* keep other exceptions of the object */
     if (!PyErr_Occurred() || PyErr_ExceptionMatches(PyExc_TypeError) ||
         PyErr_ExceptionMatches(PyExc_OverflowError)) {
         PyErr_Clear();
@@ -322,8 +325,8 @@ static int take_shape(const mlspy_state *state, PyObject *shape, mlspy_item *ite
     return -1;
 }
 
-/* An array that says its shape and dtype is asked for them, whatever memory it is in: a
- * tensor on a device, or on torch's meta device, has facts too. */
+/* Use the attributes `shape` and `dtype`, regardless of the memory: a tensor on a device,
+ * or on torch's meta device, has them too. */
 static int facts_of_attributes(const mlspy_state *state, PyObject *shape, PyObject *dtype,
                                mlspy_item *item)
 {
@@ -331,7 +334,7 @@ static int facts_of_attributes(const mlspy_state *state, PyObject *shape, PyObje
                                                                                   : 0;
 }
 
-/* What offers nothing but its memory is viewed. */
+/* View objects without these attributes. */
 static int facts_of_view(const mlspy_state *state, mlspy_item *item)
 {
     char what[MLS_NAME_BYTES];
@@ -340,7 +343,7 @@ static int facts_of_view(const mlspy_state *state, mlspy_item *item)
     if (mlspy_view_of(state, item->value, what, &view) < 0) {
         return -1;
     }
-    /* the view goes, its shape must stay */
+    /* the view is released, so its shape is copied */
     size_t *sizes = make_shape(item, view.tensor.rank);
     if (sizes != NULL) {
         memcpy(sizes, view.tensor.shape, (size_t)view.tensor.rank * sizeof *sizes);
@@ -350,14 +353,14 @@ static int facts_of_view(const mlspy_state *state, mlspy_item *item)
     return sizes == NULL ? -1 : 0;
 }
 
-/* Asked when they are needed, not for every array: a property may cost a lot. */
+/* Called for arrays to be compared only, since a property may be slow. */
 int mlspy_item_facts(const mlspy_state *state, mlspy_item *item)
 {
-    /* the quick way first: nearly all arrays are NumPy's */
+    /* the fast path first: nearly all arrays are NumPy's */
     if (PyArray_Check(item->value)) {
         return facts_of_ndarray(item);
     }
-    /* both may be properties that run code of others: everything is held meanwhile */
+    /* both may be properties that run Python code, so references are held meanwhile */
     PyObject *shape = PyObject_GetAttr(item->value, state->shape_name);
     PyObject *dtype =
         shape == NULL ? NULL : PyObject_GetAttr(item->value, state->dtype_name);
@@ -373,7 +376,7 @@ int mlspy_item_facts(const mlspy_state *state, mlspy_item *item)
     return failed;
 }
 
-/* Of all; the first that fails ends it, and the release forgets the others. */
+/* Stops at the first failure; mlspy_items_release frees the facts. */
 int mlspy_items_facts(const mlspy_state *state, mlspy_items *items)
 {
     for (size_t i = 0; i < items->count; i++) {
@@ -384,9 +387,9 @@ int mlspy_items_facts(const mlspy_state *state, mlspy_items *items)
     return 0;
 }
 
-/* What an array says of its bytes: 1, 0 where it says nothing of use, -1 with an
- * exception set. */
-static int said_bytes(PyObject *array, uint64_t *out)
+/* Read the attribute `nbytes` of an array. Returns 1, or 0 if it is missing or not a
+ * size, or -1 with an exception set. */
+static int read_nbytes(PyObject *array, uint64_t *out)
 {
     PyObject *said = PyObject_GetAttrString(array, "nbytes");
     PyObject *number = said == NULL ? NULL : PyNumber_Index(said);
@@ -406,14 +409,14 @@ static int said_bytes(PyObject *array, uint64_t *out)
     return 0;
 }
 
-/* An array that says how many bytes it has is believed; others are viewed. */
+/* The attribute `nbytes` is trusted; arrays without it are viewed. */
 int mlspy_array_bytes(const mlspy_state *state, PyObject *array, uint64_t *out)
 {
     if (PyArray_Check(array)) {
         *out = (uint64_t)PyArray_NBYTES((PyArrayObject *)array);
         return 0;
     }
-    const int said = said_bytes(array, out);
+    const int said = read_nbytes(array, out);
     if (said != 0) {
         return said < 0 ? -1 : 0;
     }
@@ -422,13 +425,14 @@ int mlspy_array_bytes(const mlspy_state *state, PyObject *array, uint64_t *out)
     if (mlspy_view_of(state, array, "tensor", &view) < 0) {
         return -1;
     }
-    (void)mls_tensor_bytes(&view.tensor, &bytes); /* it lies in memory, so it fits */
+    (void)mls_tensor_bytes(&view.tensor,
+                           &bytes); /* cannot overflow, because the array is in memory */
     *out = bytes;
     mlspy_view_release(&view);
     return 0;
 }
 
-/* As NumPy and torch say shapes, so that the two can be compared in Python. */
+/* The same form as in NumPy and torch, so that Python can compare shapes. */
 PyObject *mlspy_shape_tuple(const mls_tensor_meta *facts)
 {
     PyObject *tuple = PyTuple_New(facts->rank);

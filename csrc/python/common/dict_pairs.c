@@ -1,7 +1,7 @@
-/* pairs: two dicts side by side, what differs as lists, and views of both sides.
+/* dict_pairs: the entries of two dicts in pairs, their differences as lists, and views.
  *
- * Source and target are each taken at one moment; the core pairs their names up.  The
- * arrays of every pair are held, whatever happens to the dicts.
+ * Source and target are each copied at one moment, and the core pairs their names. The
+ * pairs hold references to all arrays, so later changes of the dicts do not matter.
  */
 #include "common/dict_pairs.h"
 
@@ -14,7 +14,7 @@
 #include "base/memory.h"
 #include "state/name_match.h"
 
-/* Accepts pairs that mlspy_pairs_init left half done. */
+/* Accepts pairs that mlspy_pairs_init left incomplete. */
 void mlspy_pairs_fini(mlspy_pairs *p)
 {
     mlspy_items_release(&p->source);
@@ -24,8 +24,8 @@ void mlspy_pairs_fini(mlspy_pairs *p)
     *p = (mlspy_pairs){0};
 }
 
-/* Texts of the names of some items; NULL with MemoryError set. */
-static mls_str *texts_of(const mlspy_items *items)
+/* Return the names of some items, or NULL with MemoryError set. */
+static mls_str *copy_names(const mlspy_items *items)
 {
     mls_str *texts = mls_realloc(NULL, items->count, sizeof *texts);
     if (texts == NULL) {
@@ -38,17 +38,18 @@ static mls_str *texts_of(const mlspy_items *items)
     return texts;
 }
 
-/* Arrange the target's items in the order of the pairs: the partner of each source item,
- * or an item without key, then the rest.  `all` is emptied. */
-static int arrange(mlspy_pairs *p, mlspy_items *all, const size_t *partners,
-                   const size_t *rest, size_t rest_count)
+/* Put the target's items in the order of the pairs: the partner of each source item, or
+ * an item without key, then the rest. Empties `all`. */
+static int arrange_targets(mlspy_pairs *p, mlspy_items *all, const size_t *partners,
+                           const size_t *rest, size_t rest_count)
 {
-    p->count = p->source.count + rest_count; /* no more than both dicts have in memory */
+    p->count =
+        p->source.count + rest_count; /* cannot overflow: both dicts are in memory */
     size_t in_step = 0;
     while (in_step < p->source.count && partners[in_step] == in_step) {
         in_step++;
     }
-    if (in_step == p->count) { /* nothing needs to move */
+    if (in_step == p->count) { /* already in order */
         p->target = *all;
         *all = (mlspy_items){0};
         return 0;
@@ -65,18 +66,18 @@ static int arrange(mlspy_pairs *p, mlspy_items *all, const size_t *partners,
             p->target.items[i] = all->items[from];
         }
     }
-    mls_free(all->items); /* its references moved */
+    mls_free(all->items); /* the items were moved, so no reference is released */
     *all = (mlspy_items){0};
     return 0;
 }
 
-/* Pair the names of both dicts up. */
+/* Pair the names of both dicts. */
 static int match_items(const mlspy_state *state, mlspy_pairs *p, mlspy_items *all)
 {
     mls_status st;
     size_t rest_count;
-    mls_str *source = texts_of(&p->source);
-    mls_str *target = source == NULL ? NULL : texts_of(all);
+    mls_str *source = copy_names(&p->source);
+    mls_str *target = source == NULL ? NULL : copy_names(all);
     size_t *partners = mls_realloc(NULL, p->source.count, sizeof *partners);
     size_t *rest = mls_realloc(NULL, all->count, sizeof *rest);
     int failed = -1;
@@ -86,7 +87,7 @@ static int match_items(const mlspy_state *state, mlspy_pairs *p, mlspy_items *al
                                rest, &rest_count, &st) != MLS_OK) {
         mlspy_raise(state, &st, NULL);
     } else {
-        failed = arrange(p, all, partners, rest, rest_count);
+        failed = arrange_targets(p, all, partners, rest, rest_count);
     }
     mls_free(rest);
     mls_free(partners);
@@ -95,8 +96,8 @@ static int match_items(const mlspy_state *state, mlspy_pairs *p, mlspy_items *al
     return failed;
 }
 
-/* Fill in the pairs from the items.  After this no item may move: facts of few axes point
- * into the item that has them. */
+/* Fill in the pairs from the items. No item may move afterwards: short shapes are stored
+ * in the item itself. */
 static int make_pairs(const mlspy_state *state, mlspy_pairs *p)
 {
     p->pairs = mls_alloc(p->count, sizeof *p->pairs);
@@ -112,7 +113,7 @@ static int make_pairs(const mlspy_state *state, mlspy_pairs *p)
         pair->has_source = from != NULL;
         pair->has_target = to->key != NULL;
         pair->name = from != NULL ? from->name : to->name;
-        /* shapes and dtypes are only asked for where there is something to compare */
+        /* shapes and dtypes are read only if both sides exist */
         if (from == NULL || to->key == NULL) {
             continue;
         }
@@ -126,8 +127,7 @@ static int make_pairs(const mlspy_state *state, mlspy_pairs *p)
     return 0;
 }
 
-/* The target's type is looked at first, before the source's entries are taken in
- * vain. */
+/* The target's type is checked before the source's entries are taken. */
 int mlspy_pairs_init(const mlspy_state *state, PyObject *source, PyObject *target,
                      mlspy_pairs *p)
 {
@@ -144,15 +144,14 @@ int mlspy_pairs_init(const mlspy_state *state, PyObject *source, PyObject *targe
     return good ? 0 : -1;
 }
 
-/* ---- what differs, as lists ---- */
+/* ---- differences as lists ---- */
 
-/* The key of a pair (borrowed). */
 PyObject *mlspy_pair_key(const mlspy_pairs *p, size_t i)
 {
     return i < p->source.count ? p->source.items[i].key : p->target.items[i].key;
 }
 
-/* New list of the names that have a bit. */
+/* Return a new list of the names whose pairs have `bit`. */
 static PyObject *names_with(const mlspy_pairs *p, unsigned bit)
 {
     PyObject *list = PyList_New(0);
@@ -181,7 +180,7 @@ static PyObject *dtype_entry(PyObject *key, const mls_fact_pair *pair)
     return Py_BuildValue("(Oss)", key, pair->source.dtype, pair->target.dtype);
 }
 
-/* New list of what `entry` makes of the pairs that have a bit. */
+/* Return a new list of `entry` for the pairs that have `bit`. */
 static PyObject *entries_with(const mlspy_pairs *p, unsigned bit,
                               PyObject *(*entry)(PyObject *, const mls_fact_pair *))
 {
@@ -198,21 +197,20 @@ static PyObject *entries_with(const mlspy_pairs *p, unsigned bit,
     return list;
 }
 
-/* (missing, unexpected, shapes, dtypes), seen from the source or from the target. */
 PyObject *mlspy_pairs_report(const mlspy_pairs *p, bool from_target)
 {
     const unsigned missing = from_target ? MLS_UNEXPECTED : MLS_MISSING;
     const unsigned unexpected = from_target ? MLS_MISSING : MLS_UNEXPECTED;
-    /* Py_BuildValue passes a NULL on as an error and drops the others */
+    /* Py_BuildValue treats NULL as an error and releases the others */
     return Py_BuildValue("(NNNN)", names_with(p, missing), names_with(p, unexpected),
                          entries_with(p, MLS_SHAPE_DIFFERS, shape_entry),
                          entries_with(p, MLS_DTYPE_DIFFERS, dtype_entry));
 }
 
-/* ---- views, and work without the GIL ---- */
+/* ---- views and bytes ---- */
 
-/* New reference to what lends the memory of an array: tensors that are part of a graph,
- * parameters above all, only lend it detached. */
+/* Return an object that exports the memory of an array: for tensors that require a
+ * gradient, such as parameters, their detach(). */
 static PyObject *lender_of(PyObject *array)
 {
     PyObject *needs =
@@ -232,7 +230,8 @@ static PyObject *lender_of(PyObject *array)
     return detach ? PyObject_CallMethod(array, "detach", NULL) : Py_NewRef(array);
 }
 
-/* Turn the BufferError of a tensor without memory here into our own, with its name. */
+/* Replace the BufferError of a tensor without accessible memory by CompatibilityError
+ * with its name. */
 static void name_buffer_error(const mlspy_state *state, const char *what)
 {
     PyObject *reason;
@@ -250,8 +249,8 @@ static void name_buffer_error(const mlspy_state *state, const char *what)
     Py_XDECREF(reason);
 }
 
-/* View one array; errors name it.  The view has an owner of its own, so that a lender
- * made for the occasion may go. */
+/* View one array; errors name it. The view holds its own reference, so a temporary lender
+ * can be released. */
 int mlspy_view_item(const mlspy_state *state, const mlspy_item *item, const char *side,
                     bool writable, mlspy_view *out)
 {
@@ -274,7 +273,7 @@ int mlspy_view_item(const mlspy_state *state, const mlspy_item *item, const char
     return failed;
 }
 
-/* What array.tobytes() gives.  Not all arrays have it, and none of torch has. */
+/* Return array.tobytes(). Some arrays lack it, among them torch's. */
 static PyObject *bytes_of(const mlspy_state *state, const mlspy_item *item)
 {
     PyObject *raw = PyObject_CallMethod(item->value, "tobytes", NULL);
@@ -286,8 +285,8 @@ static PyObject *bytes_of(const mlspy_state *state, const mlspy_item *item)
     return raw;
 }
 
-/* New reference to the bytes of an array of a dtype that only its package knows, packed
- * and in this machine's byte order: so that byte order alone makes no difference. */
+/* Arrays in the other byte order are converted first, so that the byte order alone makes
+ * no difference. */
 PyObject *mlspy_raw_bytes(const mlspy_state *state, const mlspy_item *item)
 {
     PyObject *array = item->value;
@@ -303,11 +302,11 @@ PyObject *mlspy_raw_bytes(const mlspy_state *state, const mlspy_item *item)
     return raw;
 }
 
-/* Whether the core knows the dtype of an array: others are compared as bytes. */
+/* Arrays of other dtypes are compared as bytes. */
 bool mlspy_is_known(const mlspy_item *item)
 {
     mls_dtype dtype;
-    /* a name without a text of its own is a constant of the core */
+    /* without `text`, the name is a constant of the core */
     return item->text == NULL ||
            mls_dtype_from_name(item->facts.dtype, strlen(item->facts.dtype), &dtype);
 }

@@ -1,20 +1,23 @@
-/* dlpack: the structures of the DLPack exchange protocol, as its specification lays them
- * out (version 1.1, https://dmlc.github.io/dlpack/latest/c_api.html).
+/* dlpack: the structures of the DLPack exchange protocol, version 1.1
+ * (https://dmlc.github.io/dlpack/latest/c_api.html).
  *
- * An exporter's __dlpack__ gives a capsule around one of the two managed structures.  Who
- * consumes a capsule renames it and calls the deleter in the end; who does not leaves
- * that to the capsule itself, which is what array_view.c relies on.  Field order and
- * widths are an interface between binaries: nothing here may be changed.
+ * An exporter's __dlpack__ returns a capsule that contains one of the two managed
+ * structures. A consumer renames the capsule and calls the deleter when it is done.
+ * Without a consumer, the capsule frees its structure; array_view.c relies on this. Field
+ * order and widths are a binary interface: do not change them.
  */
 #ifndef MLSPY_DLPACK_H
 #define MLSPY_DLPACK_H
 
 #include <stdint.h>
 
-enum { DLPACK_CPU = 1, DLPACK_CUDA_HOST = 3 }; /* device types whose memory we can read */
+enum {
+    DLPACK_CPU = 1,
+    DLPACK_CUDA_HOST = 3
+}; /* device types whose memory the CPU can read */
 
-/* Type codes; those from 7 on are floats of 8 bits or less.  dtypes.def names the codes
- * that the core knows. */
+/* Type codes; from 7 on, floats of 8 bits or less. dtypes.def names the codes that the
+ * core supports. */
 enum {
     DLPACK_INT = 0,
     DLPACK_UINT = 1,
@@ -37,16 +40,17 @@ enum {
     DLPACK_CODES
 };
 
-enum { DLPACK_READ_ONLY = 1 }; /* bit of dlpack_managed_versioned.flags */
+enum { DLPACK_READ_ONLY = 1 }; /* flag of dlpack_managed_versioned.flags */
 
-/* `bits` of one lane; vectors have several lanes, and the core takes none of them. */
+/* `bits` is the size of one lane. Vector types have several lanes; the core supports none
+ * of them. */
 typedef struct dlpack_dtype {
     uint8_t code; /* element kind */
     uint8_t bits;
     uint16_t lanes;
 } dlpack_dtype;
 
-/* The first element lies at `data` + `byte_offset`. */
+/* The address of the first element is `data` + `byte_offset`. */
 typedef struct dlpack_tensor {
     void *data;
     int32_t device_type;
@@ -58,14 +62,14 @@ typedef struct dlpack_tensor {
     uint64_t byte_offset;
 } dlpack_tensor;
 
-/* What a capsule named "dltensor" points to. */
+/* Content of a capsule named "dltensor". */
 typedef struct dlpack_managed {
     dlpack_tensor tensor;
     void *context;
     void (*deleter)(struct dlpack_managed *self);
 } dlpack_managed;
 
-/* What a capsule named "dltensor_versioned" points to. */
+/* Content of a capsule named "dltensor_versioned". */
 typedef struct dlpack_managed_versioned {
     uint32_t major;
     uint32_t minor;
@@ -75,18 +79,18 @@ typedef struct dlpack_managed_versioned {
     dlpack_tensor tensor;
 } dlpack_managed_versioned;
 
-/* What the capsule "dlpack_exchange_api" points to, which a type may have as
- * __dlpack_c_exchange_api__ (version 1.2 of the specification).  It lives as long as the
- * process.  A function that we do not call has a type that fits none of its calls. */
+/* Content of the capsule "dlpack_exchange_api", which a type may have as
+ * __dlpack_c_exchange_api__ (version 1.2 of the specification). It is valid until the
+ * process ends. Functions that mlstate does not call have a placeholder type. */
 typedef struct dlpack_exchange {
-    uint32_t major; /* another one has other functions */
+    uint32_t major; /* a different version has different functions */
     uint32_t minor;
     const void *earlier;
     void (*allocate)(void);
     void (*managed_of)(void);
     void (*object_of)(void);
-    /* Fill `out`, which borrows everything from `object`; 0, or -1 with an exception set.
-     * NULL where the exporter has none. */
+    /* Fill `out`, which borrows everything from `object`. Returns 0, or -1 with an
+     * exception set. NULL if the exporter does not support it. */
     int (*tensor_of)(void *object, dlpack_tensor *out);
     void (*stream)(void);
 } dlpack_exchange;

@@ -1,12 +1,12 @@
-/* errors: the exception classes, and the one place where a status becomes an exception.
+/* errors: the exception classes, and the only place where a status becomes an exception.
  *
- * Each class derives from MLStateError and, where users of other libraries would catch a
- * builtin class, from that one too: a missing tensor is a KeyError, a missing file a
- * FileNotFoundError.  Facts (name, expected, got, path, offset) are attributes that every
- * instance has, None where they do not apply.
+ * Each class derives from MLStateError and, if users would expect it, from a builtin
+ * class: a missing tensor is a KeyError, a missing file a FileNotFoundError. Every
+ * instance has the attributes name, expected, got, path, offset and rank; they are None
+ * if they do not apply.
  *
- * What is wrong with an argument by itself, with no state or file behind it, stays a
- * plain ValueError, as in all of Python.
+ * An invalid argument that concerns no state or file raises a plain ValueError, as usual
+ * in Python.
  */
 #include "common/errors.h"
 
@@ -14,12 +14,12 @@
 
 #include <errno.h>
 
-/* What a class is made of. */
+/* Definition of a class. */
 typedef struct error_spec {
-    const char *name; /* dotted, as pickled */
+    const char *name; /* dotted, as in pickles */
     const char *doc;  /* the class docstring */
     mlspy_error base; /* another class of this table; its own index for the root */
-    PyObject **mixin; /* a builtin class that old code catches, or NULL */
+    PyObject **mixin; /* a builtin class that existing code catches, or NULL */
 } error_spec;
 
 static const char *const base_doc =
@@ -31,11 +31,11 @@ static const char *const base_doc =
     "offset : int or None\n    Byte offset in that file.\n"
     "rank : int or None\n    Rank of the process concerned.";
 
-/* Class attributes of the root, so that they exist on every instance. */
+/* Attributes of the root class, so that every instance has them. */
 static const char *const field_names[] = {"name", "expected", "got",
                                           "path", "offset",   "rank"};
 
-/* PyExc_* are not constant expressions, so the table is filled by a function. */
+/* A function instead of a table, because PyExc_* are not constant expressions. */
 static error_spec spec_of(mlspy_error which)
 {
     switch (which) {
@@ -84,7 +84,7 @@ static error_spec spec_of(mlspy_error which)
                         &PyExc_Exception};
 }
 
-/* New reference to the tuple of bases of `which`. */
+/* Return a new tuple of the bases of `which`. */
 static PyObject *bases_of(const mlspy_state *state, mlspy_error which)
 {
     const error_spec spec = spec_of(which);
@@ -97,9 +97,9 @@ static PyObject *bases_of(const mlspy_state *state, mlspy_error which)
     return PyTuple_Pack(2, state->errors[spec.base], *spec.mixin);
 }
 
-/* KeyError prints the repr of its argument: its subclass restores the plain text.  The
- * root class must not, since an OSError prints its number, text and path by a __str__ of
- * its own. */
+/* KeyError prints the repr of its argument; its subclass restores the plain text. The
+ * root class must not do so, because OSError has its own __str__, which prints number,
+ * text and path. */
 static int restore_plain_text(PyObject *class)
 {
     PyObject *plain = PyObject_GetAttrString(PyExc_Exception, "__str__");
@@ -111,7 +111,7 @@ static int restore_plain_text(PyObject *class)
     return failed;
 }
 
-/* Give the root class its attributes. */
+/* Add the attributes to the root class. */
 static int add_fields(PyObject *root)
 {
     for (size_t i = 0; i < sizeof field_names / sizeof field_names[0]; i++) {
@@ -122,7 +122,7 @@ static int add_fields(PyObject *root)
     return 0;
 }
 
-/* A failed load lists all that stood in its way; every CompatibilityError has the field.
+/* Add the attribute `differences`: the reasons of a failed load, empty for other errors.
  */
 static int add_differences(PyObject *class)
 {
@@ -133,7 +133,7 @@ static int add_differences(PyObject *class)
     return failed;
 }
 
-/* In the table's order: a class comes after the one that it derives from. */
+/* In the order of the enum: a class comes after its base. */
 int mlspy_errors_add(PyObject *module)
 {
     mlspy_state *state = mlspy_state_of(module);
@@ -157,7 +157,7 @@ int mlspy_errors_add(PyObject *module)
     return 0;
 }
 
-/* The class (borrowed) that stands for a status. */
+/* Return the class (borrowed) for a status. */
 static PyObject *class_of(const mlspy_state *state, const mls_status *st)
 {
     switch (st->code) {
@@ -183,7 +183,7 @@ static PyObject *class_of(const mlspy_state *state, const mls_status *st)
                                  ? MLSPY_ERROR_STORE_DENIED
                                  : MLSPY_ERROR_STORE];
     case MLS_OK:
-    case MLS_E_STOPPED: /* whoever stopped it knows why, and raises that */
+    case MLS_E_STOPPED: /* the code that stopped the work raises its own exception */
     case MLS_E_VALUE:
     case MLS_E_OVERLAP:
     case MLS_E_COUNT:
@@ -192,7 +192,7 @@ static PyObject *class_of(const mlspy_state *state, const mls_status *st)
     return PyExc_ValueError;
 }
 
-/* Set `field` to a new reference, which is consumed; NULL means an error is set. */
+/* Set `field` to `value`, whose reference is consumed; NULL means an exception is set. */
 static int set_field(PyObject *error, const char *field, PyObject *value)
 {
     if (value == NULL) {
@@ -203,19 +203,20 @@ static int set_field(PyObject *error, const char *field, PyObject *value)
     return failed;
 }
 
-/* New reference to a str; bytes that are no UTF-8 are shown escaped, never an error. */
+/* Return a new str. Bytes that are not UTF-8 are escaped, so this fails only without
+ * memory. */
 static PyObject *text_object(const char *text)
 {
     return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "backslashreplace");
 }
 
-/* As set_field for a text; an empty one leaves the class's None in place. */
+/* As set_field for a text. An empty text leaves the class's None. */
 static int set_text(PyObject *error, const char *field, const char *text)
 {
     return text[0] == '\0' ? 0 : set_field(error, field, text_object(text));
 }
 
-/* Copy the facts of a status onto the exception.  -1 with an exception set. */
+/* Copy the fields of a status to the exception. Returns -1 with an exception set. */
 static int set_fields(PyObject *error, const mls_status *st, PyObject *path)
 {
     if (set_text(error, "name", st->name) < 0 ||
@@ -230,14 +231,14 @@ static int set_fields(PyObject *error, const mls_status *st, PyObject *path)
     return path == NULL ? 0 : PyObject_SetAttrString(error, "path", path);
 }
 
-/* New reference to the exception; an OSError gets its errno as the first argument. */
+/* Return a new exception. An OSError gets errno as the first argument. */
 static PyObject *make_error(PyObject *type, const mls_status *st, PyObject *path)
 {
     PyObject *text = text_object(st->text);
     if (text == NULL) {
         return NULL;
     }
-    /* an OSError made of (errno, text, path) shows all three */
+    /* an OSError made from (errno, text, path) shows all three */
     PyObject *error = NULL;
     if (st->code != MLS_E_IO) {
         error = PyObject_CallOneArg(type, text);
@@ -249,14 +250,14 @@ static PyObject *make_error(PyObject *type, const mls_status *st, PyObject *path
     return error;
 }
 
-/* A text that fills its room keeps its beginning. */
+/* If the text is full, the hint is truncated. */
 void mlspy_status_hint(mls_status *st, const char *hint)
 {
     const size_t length = strlen(st->text);
     PyOS_snprintf(st->text + length, sizeof st->text - length, ": %s", hint);
 }
 
-/* Where making the exception fails, what went wrong there is raised in its place. */
+/* If making the exception fails, that failure is raised instead. */
 PyObject *mlspy_raise(const mlspy_state *state, const mls_status *st, PyObject *path)
 {
     PyObject *type = class_of(state, st);

@@ -1,4 +1,4 @@
-/* errors: the exception classes, and how a status becomes an exception. */
+/* errors: the exception classes, and the conversion of a status to an exception. */
 #ifndef MLSPY_ERRORS_H
 #define MLSPY_ERRORS_H
 
@@ -23,14 +23,15 @@ typedef enum mlspy_error {
 
 typedef struct mlspy_state mlspy_state; /* module_state.h */
 
-/* Create the exception classes and add them to the module.  -1 with an exception set. */
+/* Create the exception classes and add them to the module. Returns -1 with an exception
+ * set. */
 int mlspy_errors_add(PyObject *module);
 
-/* Append ": hint" to the text of a failure: what a user of Python should do. */
+/* Append ": hint" to the text of a failure: advice for users of the Python API. */
 void mlspy_status_hint(mls_status *st, const char *hint);
 
-/* Raise the exception for `st`; `path` (borrowed, may be NULL) becomes its attribute
- * `path`.  Returns NULL, always. */
+/* Raise the exception for `st`. `path` (borrowed, may be NULL) becomes its attribute
+ * `path`. Always returns NULL. */
 PyObject *mlspy_raise(const mlspy_state *state, const mls_status *st, PyObject *path);
 
 #endif

@@ -6,17 +6,17 @@
 
 #include <stdint.h>
 
-/* Work on fewer bytes keeps the GIL: releasing it would cost more than it gains. */
+/* Below this size, releasing the GIL costs more than it gains. */
 enum { MLSPY_RELEASE_BYTES = 64 * 1024 };
 
-/* Release the GIL for work on `bytes` bytes, if that pays.  Pass the result to
+/* Release the GIL for work on `bytes` bytes, if that pays off. Pass the result to
  * mlspy_resume_python after the work. */
 static inline PyThreadState *mlspy_leave_python(uint64_t bytes)
 {
     return bytes >= MLSPY_RELEASE_BYTES ? PyEval_SaveThread() : NULL;
 }
 
-/* Take the GIL back; NULL: it was not released. */
+/* Acquire the GIL again. NULL: it was not released. */
 static inline void mlspy_resume_python(PyThreadState *saved)
 {
     if (saved != NULL) {
@@ -24,8 +24,8 @@ static inline void mlspy_resume_python(PyThreadState *saved)
     }
 }
 
-/* Around a few lines during which no other thread may change `object`.  The GIL is that
- * lock already; a free-threaded Python locks the object. */
+/* Enclose a few lines during which no other thread may change `object`. With the GIL no
+ * lock is needed; a free-threaded Python locks the object. */
 #if defined(Py_GIL_DISABLED)
 #    define MLSPY_BEGIN_LOCKED(object) Py_BEGIN_CRITICAL_SECTION(object);
 #    define MLSPY_END_LOCKED()         Py_END_CRITICAL_SECTION()

@@ -1,29 +1,30 @@
-/* module_state: the state of the extension module, from its creation to its end. */
+/* module_state: the state of the extension module, from creation to deallocation. */
 #include "common/module_state.h"
 
-#include "runtime/cpu_features.h"
 #include "base/memory.h"
 #include "base/status.h"
+#include "runtime/cpu_features.h"
 
 #include <stdlib.h>
 
-/* ---- finding it ---- */
+/* ---- access ---- */
 
-/* Never NULL for a module made from mlspy_module_def; `m_size` asks for the memory. */
+/* Never NULL for a module made from mlspy_module_def, because `m_size` reserves the
+ * memory. */
 mlspy_state *mlspy_state_of(PyObject *module)
 {
     return PyModule_GetState(module);
 }
 
-/* Searches the bases, so that a Python subclass finds us too. */
+/* Searches the bases, so that it works for Python subclasses. */
 PyObject *mlspy_module_of(PyTypeObject *type)
 {
     return PyType_GetModuleByDef(type, &mlspy_module_def);
 }
 
-/* ---- filling it ---- */
+/* ---- initialisation ---- */
 
-/* Threads to begin with: a few, since memory and not arithmetic is the limit. */
+/* Initial number of threads: few, since memory bandwidth is the limit. */
 static size_t default_threads(void)
 {
     enum { ENOUGH = 4 };
@@ -31,8 +32,8 @@ static size_t default_threads(void)
     return cpus < ENOUGH ? cpus : ENOUGH;
 }
 
-/* Choose kernels and make the pool, which starts no thread yet.  A wrong MLSTATE_CPU
- * fails the import. */
+/* Choose kernels and create the pool; no thread is started yet. A wrong MLSTATE_CPU fails
+ * the import. */
 static int start_core(mlspy_state *state)
 {
     mls_status st;
@@ -55,7 +56,7 @@ static int start_core(mlspy_state *state)
     return 0;
 }
 
-/* Names of attributes that are asked of every tensor. */
+/* Names of attributes that are read from every tensor. */
 static int intern_names(mlspy_state *state)
 {
     state->shape_name = PyUnicode_InternFromString("shape");
@@ -73,7 +74,7 @@ static int intern_names(mlspy_state *state)
                : 0;
 }
 
-/* Kernels first: a wrong environment variable is the likeliest failure. */
+/* Kernels first, because a wrong environment variable is the most likely failure. */
 int mlspy_state_init(mlspy_state *state)
 {
     return start_core(state) < 0 || intern_names(state) < 0 ? -1 : 0;
@@ -91,7 +92,7 @@ static int visit_bytes_getters(mlspy_state *state, visitproc visit, void *arg)
     return 0;
 }
 
-/* For tp_clear; the places are free afterwards. */
+/* For tp_clear; the entries are unused afterwards. */
 static void clear_bytes_getters(mlspy_state *state)
 {
     for (int i = 0; i < MLSPY_TENSOR_CLASSES; i++) {
@@ -100,7 +101,7 @@ static void clear_bytes_getters(mlspy_state *state)
     }
 }
 
-/* Every Python object of the state; kernels and pool hold none. */
+/* Visits every Python object of the state; kernels and pool have none. */
 static int core_traverse(PyObject *module, visitproc visit, void *arg)
 {
     mlspy_state *state = mlspy_state_of(module);
@@ -122,7 +123,7 @@ static int core_traverse(PyObject *module, visitproc visit, void *arg)
     return visit_bytes_getters(state, visit, arg);
 }
 
-/* May run more than once, and while functions of the module are still referred to. */
+/* May run more than once, and while functions of the module are still referenced. */
 static int core_clear(PyObject *module)
 {
     mlspy_state *state = mlspy_state_of(module);
@@ -145,8 +146,8 @@ static int core_clear(PyObject *module)
     return 0;
 }
 
-/* The pool's threads hold no Python objects, and take the GIL within a run only, where a
- * codec is called: none goes on here, and joining them is safe. */
+/* Joining the pool's threads is safe: they hold no Python objects, and they acquire the
+ * GIL only within a run that calls a codec. No run is in progress here. */
 static void core_free(void *module)
 {
     mlspy_state *state = mlspy_state_of(module);
@@ -155,8 +156,8 @@ static void core_free(void *module)
     state->pool = NULL;
 }
 
-/* `m_size` above zero and no static objects: every module object has a state of its own.
- */
+/* `m_size` is positive and there are no static objects, so every module object has its
+ * own state. */
 struct PyModuleDef mlspy_module_def = {
     PyModuleDef_HEAD_INIT,
     .m_name = "mlstate._core",

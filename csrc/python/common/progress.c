@@ -1,8 +1,8 @@
-/* progress: the way back into Python from work that runs without the GIL.
+/* progress: call Python from work that runs without the GIL.
  *
- * Threads of the pool only add to a counter.  The thread that began the work, which does
- * its share of it, takes the GIL from time to time, hands the sum to the callback and
- * lets Python look for signals.
+ * The threads of the pool only add to a counter. The thread that began the work takes
+ * part in it; at intervals it acquires the GIL, passes the sum to the callback and checks
+ * for signals.
  */
 #include "common/progress.h"
 
@@ -11,21 +11,21 @@
 
 enum { INTERVAL = 50 * 1000 * 1000 }; /* nanoseconds between two calls */
 
-static int64_t now(void)
+static int64_t read_nanoseconds(void)
 {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* The bytes that nobody was told of, which are told now. */
+/* Return the bytes not yet reported, and reset them. */
 static unsigned long long take_pending(mlspy_progress *p)
 {
     return __atomic_exchange_n(&p->pending, 0, __ATOMIC_RELAXED);
 }
 
-/* With the GIL: call back.  -1 with an exception set. */
-static int tell(mlspy_progress *p)
+/* Call the callback, with the GIL held. Returns -1 with an exception set. */
+static int report_pending(mlspy_progress *p)
 {
     const unsigned long long bytes = take_pending(p);
     if (p->callback == NULL || bytes == 0) {
@@ -36,22 +36,23 @@ static int tell(mlspy_progress *p)
     return result == NULL ? -1 : 0;
 }
 
-/* The core's callback, from any thread. */
-static bool report(void *context, uint64_t bytes)
+/* The core's callback, called from any thread. */
+static bool add_progress(void *context, uint64_t bytes)
 {
     mlspy_progress *p = context;
     __atomic_add_fetch(&p->pending, bytes, __ATOMIC_RELAXED);
-    if (p->thread != (unsigned long)pthread_self() || now() - p->told < INTERVAL) {
+    if (p->thread != (unsigned long)pthread_self() ||
+        read_nanoseconds() - p->told < INTERVAL) {
         return true;
     }
     PyEval_RestoreThread(p->saved);
-    const bool good = PyErr_CheckSignals() == 0 && tell(p) == 0;
+    const bool good = PyErr_CheckSignals() == 0 && report_pending(p) == 0;
     p->saved = PyEval_SaveThread();
-    p->told = now();
+    p->told = read_nanoseconds();
     return good;
 }
 
-/* Nothing is called yet: an object that is no callable is refused before any work. */
+/* An object that is not callable is refused before the work begins. */
 int mlspy_progress_init(mlspy_progress *progress, PyObject *callback)
 {
     if (callback != Py_None && !PyCallable_Check(callback)) {
@@ -60,27 +61,27 @@ int mlspy_progress_init(mlspy_progress *progress, PyObject *callback)
         return -1;
     }
     *progress = (mlspy_progress){.callback = callback == Py_None ? NULL : callback,
-                                 .core = {.report = report, .context = progress}};
+                                 .core = {.report = add_progress, .context = progress}};
     return 0;
 }
 
-/* From here on the thread state is kept for those moments when the GIL is taken back. */
+/* The thread state is kept, so that add_progress can acquire the GIL. */
 void mlspy_progress_begin(mlspy_progress *progress)
 {
     progress->thread = (unsigned long)pthread_self();
-    progress->told = now();
+    progress->told = read_nanoseconds();
     progress->saved = PyEval_SaveThread();
 }
 
-/* An exception that stopped the work is set in this thread, and stays set. */
+/* If an exception stopped the work, it stays set in this thread. */
 void mlspy_progress_end(mlspy_progress *progress)
 {
     PyEval_RestoreThread(progress->saved);
 }
 
-/* What the last interval left untold, so that the counts add up to the whole.  Called
- * with the GIL. */
+/* Reports the bytes since the last interval, so that the reports add up to the total.
+ * Called with the GIL held. */
 int mlspy_progress_finish(mlspy_progress *progress)
 {
-    return tell(progress);
+    return report_pending(progress);
 }

@@ -1,8 +1,8 @@
-/* py_descriptor: a file or folder that is open, and closed with the object.
+/* py_descriptor: an open file or folder, closed when the object is deallocated.
  *
- * An interrupt can come between any two steps of a Python function.  A number that
- * os.open returned is lost then, and what it locks stays locked; an object that is lost
- * is deallocated.  Every step here is one call, before or after an interrupt.
+ * An interrupt can occur between any two steps of a Python function. It can lose a number
+ * returned by os.open, and a lock on that file then stays. A lost object is deallocated.
+ * So every step here is one call, which an interrupt precedes or follows.
  */
 #include "common/common_bindings.h"
 
@@ -12,14 +12,15 @@
 #include <sys/file.h>
 #include <unistd.h>
 
-/* Closed: `number` is -1. */
+/* `number` is -1 if the file is closed. */
 typedef struct descriptor_object {
     PyObject_HEAD int number;
     bool locked;
-    pid_t pid; /* a fork shares the lock, which only this process may release */
+    pid_t pid; /* a forked child shares the lock, but only this process may release it */
 } descriptor_object;
 
-/* Open a file for `self`.  -1 with an exception set: of the system, or of a signal. */
+/* Open a file for `self`. Returns -1 with an exception set, by the system or by a signal
+ * handler. */
 static int open_path(descriptor_object *self, PyObject *path, int flags)
 {
     PyObject *encoded = NULL;
@@ -63,7 +64,7 @@ static PyObject *descriptor_new(PyTypeObject *type, PyObject *args, PyObject *kw
     return (PyObject *)self;
 }
 
-/* Unlock first: a child that was forked meanwhile has the open file, too.  Errors are
+/* Unlocks first, because a child forked meanwhile has the open file too. Errors are
  * ignored: the number is free in any case. */
 static void close_number(descriptor_object *self)
 {
@@ -78,7 +79,8 @@ static void close_number(descriptor_object *self)
     errno = error;
 }
 
-/* Deallocation closes; it needs no Python code, and no exception can stop it. */
+/* Deallocation closes the file. It runs no Python code, so no exception can prevent it.
+ */
 static void descriptor_dealloc(descriptor_object *self)
 {
     PyTypeObject *type = Py_TYPE(self);
@@ -100,7 +102,7 @@ static PyObject *descriptor_fileno(descriptor_object *self, PyObject *unused)
     return PyLong_FromLong(self->number);
 }
 
-/* Never waits.  False: another open file has the lock. */
+/* lock() -> True, or False if another open file has the lock; never waits */
 static PyObject *descriptor_lock(descriptor_object *self, PyObject *unused)
 {
     int failed;
@@ -121,7 +123,7 @@ static PyObject *descriptor_enter(descriptor_object *self, PyObject *unused)
     return Py_NewRef(self);
 }
 
-/* No interrupt comes between a `with` statement's block and this. */
+/* No interrupt can occur between the block of a `with` statement and this call. */
 static PyObject *descriptor_exit(descriptor_object *self, PyObject *unused)
 {
     (void)unused;

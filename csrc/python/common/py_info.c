@@ -1,13 +1,13 @@
-/* py_info: how the core decided to copy, for mlstate.info(). */
+/* py_info: the decisions about copies, for mlstate.info(). */
 #include "common/common_bindings.h"
-#include "common/errors.h"
 #include "common/dict_items.h"
+#include "common/errors.h"
 #include "common/module_state.h"
 
-#include "crc32c/crc32c.h"
 #include "base/memory.h"
+#include "crc32c/crc32c.h"
 
-/* The variant of a decision, or None. */
+/* Return the variant of a decision, or None. */
 static PyObject *chosen_name(mls_store_choice *choice)
 {
     const int chosen = atomic_load(&choice->chosen);
@@ -17,7 +17,7 @@ static PyObject *chosen_name(mls_store_choice *choice)
     return PyUnicode_FromString(mls_store_name((mls_store)chosen));
 }
 
-/* {"plain": GB/s or None, ...}: the best trial of each variant. */
+/* Return {"plain": GB/s or None, ...}: the best trial of each variant. */
 static PyObject *rates_dict(mls_store_choice *choice)
 {
     PyObject *rates = PyDict_New();
@@ -34,7 +34,7 @@ static PyObject *rates_dict(mls_store_choice *choice)
     return rates;
 }
 
-/* One decision as a dict. */
+/* Return one decision as a dict. */
 static PyObject *choice_dict(mls_store_operation operation, bool is_fresh,
                              mls_store_choice *choice)
 {
@@ -45,7 +45,7 @@ static PyObject *choice_dict(mls_store_operation operation, bool is_fresh,
                          "gigabytes_per_second", rates_dict(choice));
 }
 
-/* The smallest result of each size class, by the class's name. */
+/* Return the smallest result of each size class, by the class's name. */
 static PyObject *least_dict(const mls_store_choices *choices)
 {
     PyObject *dict = PyDict_New();
@@ -88,8 +88,8 @@ static PyObject *copy_choices(PyObject *module, PyObject *unused)
                          least_dict(&state->choices), "choices", list);
 }
 
-/* Copy, convert, fill and checksum large ranges of our own, as long as it takes to
- * decide: each operation is decided by its first 3 MiB or so. */
+/* Run one copy, two conversions, a fill and a checksum over large ranges, so that each
+ * operation collects trials. */
 static void run_trials(const mlspy_state *state, unsigned char *to,
                        const unsigned char *from, size_t bytes, mls_destination large)
 {
@@ -98,7 +98,7 @@ static void run_trials(const mlspy_state *state, unsigned char *to,
         {MLS_F32, MLS_F32}, {MLS_F32, MLS_F16}, {MLS_F16, MLS_F32}};
     mls_status st;
     for (size_t i = 0; i < sizeof pairs / sizeof pairs[0]; i++) {
-        const size_t count = bytes / 4; /* of the larger items */
+        const size_t count = bytes / 4; /* number of the larger items */
         mls_tensor a, b;
         if (mls_tensor_init(&a, to, pairs[i][1], 1, &count, &st) == MLS_OK &&
             mls_tensor_init(&b, (void *)(uintptr_t)from, pairs[i][0], 1, &count, &st) ==
@@ -115,13 +115,13 @@ static void run_trials(const mlspy_state *state, unsigned char *to,
                        from, bytes, large);
 }
 
-/* measure_copies(): decide what is not decided yet of copies of 16 MiB, over memory that
- * is freed again */
+/* measure_copies(): make the missing decisions for copies of 16 MiB now, with temporary
+ * memory */
 static PyObject *measure_copies(PyObject *module, PyObject *unused)
 {
     (void)unused;
-    enum { BYTES = 16 << 20 }; /* of each side */
-    enum { RESULTS = 4 };      /* two of each variant: see mls_store_turn */
+    enum { BYTES = 16 << 20 }; /* bytes of source and of destination */
+    enum { RESULTS = 4 };      /* two for each variant: see mls_store_turn */
     const mlspy_state *state = mlspy_state_of(module);
     mls_pages pages;
     mls_status st;
@@ -144,7 +144,7 @@ static PyObject *measure_copies(PyObject *module, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* Private to mlstate/_info.py. */
+/* Used by mlstate/_common/copy_choices.py only. */
 PyMethodDef mlspy_info_methods[] = {
     {"copy_choices", copy_choices, METH_NOARGS,
      "copy_choices()\n--\n\nHow large copies store their result, and how fast each way "

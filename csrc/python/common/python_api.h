@@ -1,6 +1,6 @@
-/* python_api: the headers of Python and NumPy, set up as every binding file needs them.
+/* python_api: the headers of Python and NumPy, configured for all binding files.
  *
- * NumPy's API is one static pointer, which module.c defines and fills: it defines
+ * NumPy's API is one static pointer. module.c defines and fills it: it defines
  * MLSPY_IMPORT_NUMPY before this include.
  */
 #ifndef MLSPY_PYTHON_API_H
@@ -14,7 +14,7 @@
 #endif
 #include <numpy/arrayobject.h>
 
-/* A METH_FASTCALL function as PyMethodDef holds it: one pointer type for all. */
+/* A METH_FASTCALL function for a PyMethodDef entry. */
 #define MLSPY_FASTCALL(function) (PyCFunction)(void (*)(void))(function), METH_FASTCALL
 
 #endif

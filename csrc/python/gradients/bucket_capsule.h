@@ -1,5 +1,4 @@
-/* bucketp: buckets as Python holds them, for every engine that reduces one.
- */
+/* bucket_capsule: buckets as Python objects, for every engine that reduces one. */
 #ifndef MLSPY_BUCKET_CAPSULE_H
 #define MLSPY_BUCKET_CAPSULE_H
 
@@ -10,26 +9,28 @@
 #include "gradients/bucket.h"
 #include "gradients/reduce/reduce.h"
 
-/* A bucket, and what keeps its arrays alive. */
+/* A bucket, with references that keep its arrays alive. */
 typedef struct mlspy_bucket {
     mls_bucket bucket;
-    PyObject **owners; /* strong: of the array and the output of each segment */
-    size_t *counts;    /* of all segments */
+    PyObject **owners; /* strong: array and output of each segment */
+    size_t *counts;    /* counts of all segments */
 } mlspy_bucket;
 
-/* "sum", "min" or "max".  -1 with TypeError or ValueError set, and `*out` untouched. */
+/* Parses "sum", "min" or "max". Returns -1 with TypeError or ValueError set; then `*out`
+ * is unchanged. */
 int mlspy_take_op(PyObject *object, mls_reduce_op *out);
 
-/* The bucket in a capsule, which keeps it; NULL with ValueError set.  Who works on it
- * without the GIL holds a reference to the capsule, as the arguments of a call do. */
+/* Returns the bucket of a capsule, which owns it; NULL with ValueError set. A caller that
+ * uses it without the GIL must hold a reference to the capsule; the arguments of a call
+ * do. */
 mlspy_bucket *mlspy_bucket_of(PyObject *capsule);
 
-/* A view that lies packed, aligned and in the machine's byte order.  -1 with an exception
- * set, which says that it is `what` of a bucket. */
+/* Views an array that is packed, aligned and in native byte order. Returns -1 with an
+ * exception set; the message calls the array `what` of a bucket. */
 int mlspy_view_packed(const mlspy_state *state, PyObject *array, const char *what,
                       bool writable, mlspy_view *out);
 
-/* New list of (squares, nonfinite) of all segments. */
+/* Returns a new list of (squares, nonfinite), one for each segment. */
 PyObject *mlspy_bucket_tallies(const mls_bucket *b);
 
 #endif

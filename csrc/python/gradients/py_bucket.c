@@ -1,7 +1,7 @@
 /* py_bucket: buckets of gradients, and sketches of arrays.
  *
  * A bucket is parsed once, from tuples (array, counts, out), into a capsule that keeps
- * the arrays alive; packing and reducing then need no look at Python.
+ * the arrays alive. Packing and reducing then need no Python objects.
  */
 #include "gradients/bucket_capsule.h"
 
@@ -17,10 +17,10 @@
 
 #include <string.h>
 
-/* The capsule's name, by which a capsule of anybody else's is told apart. */
+/* The capsule's name, which identifies capsules of this file. */
 static const char BUCKET[] = "mlstate.bucket";
 
-/* Lengths are compared too: a str may hold a NUL. */
+/* Lengths are compared too: a str may contain a NUL. */
 int mlspy_take_op(PyObject *object, mls_reduce_op *out)
 {
     static const char *const names[] = {
@@ -39,11 +39,10 @@ int mlspy_take_op(PyObject *object, mls_reduce_op *out)
     return -1;
 }
 
-/* ---- making ---- */
+/* ---- construction ---- */
 
-/* Free all that a bucket holds; accepts one that was half made, where `count` says how
- * many segments have their owners.  Needs the GIL, since the last reference to an array
- * may go here. */
+/* Frees a bucket; accepts a partly constructed one, in which `count` segments have
+ * owners. Needs the GIL, because it may drop the last reference to an array. */
 static void bucket_free(mlspy_bucket *held)
 {
     if (held == NULL) {
@@ -58,20 +57,21 @@ static void bucket_free(mlspy_bucket *held)
     mls_free(held);
 }
 
-/* The destructor.  The name fits, since only this file makes such capsules. */
+/* The name always matches, because only this file creates such capsules. */
 static void capsule_free(PyObject *capsule)
 {
     bucket_free(PyCapsule_GetPointer(capsule, BUCKET));
 }
 
-/* Also refuses what is no capsule at all. */
+/* Also refuses objects that are not capsules. */
 mlspy_bucket *mlspy_bucket_of(PyObject *capsule)
 {
     return PyCapsule_GetPointer(capsule, BUCKET);
 }
 
-/* Room for `count` segments of `world` ranks, of which it has none yet; NULL with an
- * exception set.  Segments point into `counts`, so that nothing here grows later. */
+/* Allocates a bucket with room for `count` segments of `world` ranks, and no segments
+ * yet. Returns NULL with an exception set. The arrays never grow later, because segments
+ * point into `counts`. */
 static mlspy_bucket *bucket_new(size_t count, size_t world)
 {
     size_t numbers;
@@ -93,8 +93,8 @@ static mlspy_bucket *bucket_new(size_t count, size_t world)
     return held;
 }
 
-/* The quick way is for plain arrays, of which a bucket may have thousands.  Where it
- * declines, the long way finds out what the object is, or raises what fits. */
+/* The quick path is for plain arrays; a bucket may have thousands. If it declines, the
+ * slow path handles the object or raises the right error. */
 int mlspy_view_packed(const mlspy_state *state, PyObject *array, const char *what,
                       bool writable, mlspy_view *out)
 {
@@ -114,9 +114,10 @@ int mlspy_view_packed(const mlspy_state *state, PyObject *array, const char *wha
     return 0;
 }
 
-/* Look at an array that a bucket takes as it lies, of this dtype and shape: a plain
- * ndarray or tensor in main memory.  1 with a view that the caller releases; 0 without,
- * for all others; -1 with TypeError set where dtype or shape are none. */
+/* Views an array that a bucket can use without a copy and that has this dtype and shape:
+ * a plain ndarray, or a tensor in main memory. Returns 1 with a view for the caller to
+ * release, 0 without a view for any other object, and -1 with TypeError set if `dtype` or
+ * `shape` is invalid. */
 static int view_fitting(const mlspy_state *state, PyObject *array, PyObject *dtype,
                         PyObject *shape, bool writable, mlspy_view *out)
 {
@@ -129,7 +130,7 @@ static int view_fitting(const mlspy_state *state, PyObject *array, PyObject *dty
         PyErr_SetString(PyExc_TypeError, "shape must be a tuple");
         return -1;
     }
-    /* a subclass of ndarray may be more than its memory */
+    /* a subclass of ndarray may hold more than its memory */
     if ((PyArray_Check(array) && !PyArray_CheckExact(array)) ||
         !mls_dtype_from_name(name.data, name.length, &wanted) ||
         !mlspy_view_quickly(state, array, writable, out)) {
@@ -144,7 +145,7 @@ static int view_fitting(const mlspy_state *state, PyObject *array, PyObject *dty
     }
     if (!same) {
         mlspy_view_release(out);
-        PyErr_Clear(); /* of lengths that no array has */
+        PyErr_Clear(); /* set by lengths beyond size_t */
     }
     return same;
 }
@@ -183,8 +184,8 @@ static PyObject *bucket_fits(PyObject *module, PyObject *const *args, Py_ssize_t
     return PyBool_FromLong(fits);
 }
 
-/* The elements of each rank's part from a tuple; -1 with an exception set.  A tuple
- * cannot change while __index__ of one of its items runs. */
+/* Parses a tuple of the elements of each rank's part. Returns -1 with an exception set. A
+ * tuple cannot change while __index__ of an item runs. */
 static int take_counts(const mlspy_state *state, PyObject *tuple, size_t world,
                        size_t *counts)
 {
@@ -207,9 +208,9 @@ static int take_counts(const mlspy_state *state, PyObject *tuple, size_t world,
     return 0;
 }
 
-/* The output of a segment: of any dtype that reductions have, or, in a tuple that has
- * dtype and shape as well, just that, of the kind of the array.  -1 with an exception
- * set. */
+/* Views the output of a segment. A tuple of 3 allows any dtype that reductions support. A
+ * tuple of 5 also has a dtype and a shape: the output must match them and have the
+ * array's type. Returns -1 with an exception set. */
 static int view_output(const mlspy_state *state, PyObject *tuple, mlspy_view *out)
 {
     PyObject *output = PyTuple_GET_ITEM(tuple, 2);
@@ -229,9 +230,9 @@ static int view_output(const mlspy_state *state, PyObject *tuple, mlspy_view *ou
     return fits > 0 ? 0 : -1;
 }
 
-/* Fill segment `held->bucket.count` from a tuple, and count it.  -1 with an exception
- * set; the caller then frees the whole bucket.  `reduction` comes without its dtypes,
- * which each segment has from its own arrays. */
+/* Fills segment `held->bucket.count` from a tuple, and counts it. Returns -1 with an
+ * exception set; the caller then frees the whole bucket. Each segment sets the dtypes of
+ * `reduction` from its own arrays. */
 static int bucket_add(const mlspy_state *state, PyObject *tuple, mls_reduction reduction,
                       mlspy_bucket *held)
 {
@@ -255,7 +256,7 @@ static int bucket_add(const mlspy_state *state, PyObject *tuple, mls_reduction r
     }
     held->owners[2 * b->count] = views[0].owner;
     held->owners[2 * b->count + 1] = views[1].owner;
-    b->count++; /* from here on bucket_free lets the owners go */
+    b->count++; /* from here on bucket_free drops the owners */
     if (take_counts(state, PyTuple_GET_ITEM(tuple, 1), b->world, counts) < 0) {
         return -1;
     }
@@ -276,8 +277,9 @@ static int bucket_add(const mlspy_state *state, PyObject *tuple, mls_reduction r
 
 /* bucket(segments, world, rank, op, divisor) -> capsule
  *
- * The capsule has its own references to the arrays: the list may go.  Until there is a
- * capsule the bucket is freed here, afterwards by its destructor. */
+ * The capsule holds its own references to the arrays. Before the capsule exists, errors
+ * free the bucket here; afterwards its destructor does.
+ */
 static PyObject *bucket(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of(module);
@@ -290,13 +292,13 @@ static PyObject *bucket(PyObject *module, PyObject *const *args, Py_ssize_t coun
         mlspy_take_double(args[4], "divisor", &reduction.divisor) < 0) {
         return NULL;
     }
-    /* a rank below `world` that is not negative says that `world` is at least 1 */
+    /* a non-negative rank below `world` implies that `world` is at least 1 */
     if (!PyList_Check(args[0]) || rank < 0 || rank >= world || world > INT_MAX) {
         PyErr_SetString(PyExc_TypeError,
                         "a bucket is a list of segments, for one of its ranks");
         return NULL;
     }
-    /* a copy: the list may change while outputs are looked at */
+    /* a copy: the list may change while outputs are viewed */
     PyObject *segments = PyList_AsTuple(args[0]);
     mlspy_bucket *held = NULL;
     if (segments == NULL ||
@@ -320,12 +322,13 @@ done:
     return capsule;
 }
 
-/* ---- using ---- */
+/* ---- use ---- */
 
 /* bucket_sizes(bucket) -> (bytes to each rank with 0 for this one, bytes from each)
  *
- * Each other rank sends equally much here, what it has of this rank's parts: one number
- * is enough for all.  "N" passes the list on, in case of failure too. */
+ * Every other rank sends the same number of bytes: the size of this rank's parts. "N"
+ * consumes the list, also on failure.
+ */
 static PyObject *bucket_sizes(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of(module);
@@ -354,10 +357,9 @@ static PyObject *bucket_sizes(PyObject *module, PyObject *const *args, Py_ssize_
     return to == NULL ? NULL : Py_BuildValue("(Nn)", to, (Py_ssize_t)mine);
 }
 
-/* View a buffer with room for all messages; -1 with an exception set, and no view.  Parts
- * lie at multiples of MLS_BUCKET_ALIGN in it and kernels read them where they are, so
- * that the buffer must begin at one.  One to send from is filled here: it must be
- * writable. */
+/* Views a buffer with room for all messages. Returns -1 with an exception set, without a
+ * view. Kernels read the parts in place, at multiples of MLS_BUCKET_ALIGN, so the buffer
+ * itself must be aligned. A send buffer must be writable. */
 static int view_messages(const mlspy_state *state, const mls_bucket *b, PyObject *array,
                          bool sent, mlspy_view *out)
 {
@@ -384,8 +386,9 @@ static int view_messages(const mlspy_state *state, const mls_bucket *b, PyObject
 
 /* bucket_pack(bucket, send)
  *
- * The arguments of a call are held by the caller: the capsule, and with it the arrays,
- * stays while the GIL is let go. */
+ * The caller holds the arguments of the call, so the capsule and its arrays stay alive
+ * while the GIL is released.
+ */
 static PyObject *bucket_pack(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of(module);
@@ -404,7 +407,7 @@ static PyObject *bucket_pack(PyObject *module, PyObject *const *args, Py_ssize_t
     Py_RETURN_NONE;
 }
 
-/* A list that is filled in part can be let go: its empty places are NULL. */
+/* A partly filled list can be dropped: its empty entries are NULL. */
 PyObject *mlspy_bucket_tallies(const mls_bucket *b)
 {
     PyObject *list = PyList_New((Py_ssize_t)b->count);
@@ -423,8 +426,8 @@ PyObject *mlspy_bucket_tallies(const mls_bucket *b)
 
 /* bucket_reduce(bucket, received) -> [(squares, nonfinite), ...]
  *
- * Tallies are kept in the bucket, so that one thread at a time may reduce it; two would
- * mix their figures. */
+ * The bucket stores the norm partials, so only one thread at a time may reduce it.
+ */
 static PyObject *bucket_reduce(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of(module);
@@ -452,7 +455,8 @@ static PyObject *bucket_reduce(PyObject *module, PyObject *const *args, Py_ssize
 
 /* sketch(array, start, seed) -> (signed sum, sum of absolute values)
  *
- * `array` lies packed; its first element has index `start`. */
+ * `array` is packed; its first element has index `start`.
+ */
 static PyObject *sketch(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of(module);

@@ -1,8 +1,8 @@
-/* py_wire: buckets that travel in fewer bytes.
+/* py_gradient_compression: buckets with compressed messages.
  *
- * The bucket is the one of py_bucket, in its capsule; only the messages differ.  They are
- * encoded and decoded without the GIL, while the caller's arguments hold the capsule, and
- * views made here hold the buffers.
+ * The bucket is the capsule of py_bucket; only the messages differ. Messages are encoded
+ * and decoded without the GIL: the caller's arguments hold the capsule, and the views
+ * hold the buffers.
  */
 #include "common/args.h"
 #include "common/array_view.h"
@@ -16,8 +16,8 @@
 
 #include <string.h>
 
-/* "float16", "bfloat16" or "int8"; -1 with an exception set.  Names are the core's, so
- * that there is one list of them. */
+/* Parses "float16", "bfloat16" or "int8". Returns -1 with an exception set. The core has
+ * the only list of names. */
 static int take_wire(PyObject *object, mls_gradient_compression *out)
 {
     mls_str text;
@@ -32,9 +32,9 @@ static int take_wire(PyObject *object, mls_gradient_compression *out)
     return -1;
 }
 
-/* A bucket of sums of float32 (borrowed from its capsule), and a wire, from the first two
- * arguments.  NULL with an exception set.  The core casts the arrays of such a bucket to
- * float without a further look, so every call checks it. */
+/* Parses the first two arguments: a bucket of float32 sums (borrowed from its capsule),
+ * and a format. Returns NULL with an exception set. Every call checks the bucket, because
+ * the core casts its arrays to float without a check. */
 static mls_bucket *take_bucket(const mlspy_state *state, PyObject *const *args,
                                mls_gradient_compression *wire)
 {
@@ -52,7 +52,8 @@ static mls_bucket *take_bucket(const mlspy_state *state, PyObject *const *args,
 
 /* bucket_wire_sizes(bucket, compression) -> (bytes to each rank with 0 for this one, own)
  *
- * "Own" is also what each other rank sends here.  "N" passes the list on. */
+ * "Own" is also the size of each message from another rank. "N" consumes the list.
+ */
 static PyObject *bucket_wire_sizes(PyObject *module, PyObject *const *args,
                                    Py_ssize_t count)
 {
@@ -77,9 +78,9 @@ static PyObject *bucket_wire_sizes(PyObject *module, PyObject *const *args,
                                           b, wire, b->rank));
 }
 
-/* View a buffer of at least `wanted` bytes for messages.  -1 with an exception set, and
- * no view.  Parts are aligned to MLS_BUCKET_ALIGN counted from the buffer's start, so
- * that it must be aligned itself. */
+/* Views a buffer of at least `wanted` bytes for messages. Returns -1 with an exception
+ * set, without a view. Parts are aligned relative to the buffer's start, so the buffer
+ * itself must be aligned. */
 static int view_buffer(const mlspy_state *state, PyObject *array, size_t wanted,
                        bool writable, mlspy_view *out)
 {
@@ -98,15 +99,15 @@ static int view_buffer(const mlspy_state *state, PyObject *array, size_t wanted,
     return 0;
 }
 
-/* What a pack holds on to while the GIL is released. */
+/* Views that are held while the GIL is released. */
 typedef struct pack_job {
     mlspy_view send, own;
     mlspy_view *views; /* of the residuals; NULL for none */
-    float **residuals; /* likewise */
+    float **residuals; /* data of `views`; NULL for none */
     size_t count;
 } pack_job;
 
-/* Accepts a job that is half done, or zeroed: `count` says how many views there are. */
+/* Accepts a partly filled or zeroed job; `count` is the number of views. */
 static void pack_fini(pack_job *job)
 {
     for (size_t i = 0; i < job->count; i++) {
@@ -118,11 +119,12 @@ static void pack_fini(pack_job *job)
     mls_free(job->residuals);
 }
 
-/* View the residuals: float32, as many elements as their segments; None leaves the job
- * without any.  -1 with an exception set, and views that pack_fini lets go.
+/* Views the residuals: float32, with as many elements as their segments; None means no
+ * residuals. Returns -1 with an exception set; pack_fini releases the views.
  *
- * A residual covers the whole array, not this rank's part alone: something is lost of
- * what goes to every rank. */
+ * A residual covers the whole array, not only this rank's part, because the messages to
+ * all ranks lose precision.
+ */
 static int take_residuals(const mlspy_state *state, const mls_bucket *b, PyObject *list,
                           pack_job *job)
 {
@@ -147,7 +149,7 @@ static int take_residuals(const mlspy_state *state, const mls_bucket *b, PyObjec
                               true, view) < 0) {
             return -1;
         }
-        job->count++; /* from here on pack_fini lets the view go */
+        job->count++; /* from here on pack_fini releases the view */
         if (view->tensor.dtype != MLS_F32 ||
             !mls_tensor_count(&view->tensor, &elements) ||
             elements != mls_segment_elements(&b->segments[i], b->world)) {
@@ -162,8 +164,9 @@ static int take_residuals(const mlspy_state *state, const mls_bucket *b, PyObjec
 
 /* bucket_wire_pack(bucket, compression, residuals, send, own)
  *
- * Changes the residuals: a bucket is packed once in each step.  All is checked before the
- * first of them is touched. */
+ * Updates the residuals, so a bucket must be packed once in each step. Everything is
+ * checked before the first residual changes.
+ */
 static PyObject *bucket_wire_pack(PyObject *module, PyObject *const *args,
                                   Py_ssize_t count)
 {
@@ -195,8 +198,9 @@ done:
 
 /* bucket_wire_reduce(bucket, compression, own, received) -> [(squares, nonfinite), ...]
  *
- * `own` is what bucket_wire_pack put there.  The tallies are of the outputs, after they
- * were divided, and are kept in the bucket: one thread at a time. */
+ * `own` was filled by bucket_wire_pack. The norm partials are those of the divided
+ * outputs. The bucket stores them, so only one thread at a time may reduce it.
+ */
 static PyObject *bucket_wire_reduce(PyObject *module, PyObject *const *args,
                                     Py_ssize_t count)
 {

@@ -1,9 +1,9 @@
-/* py_reduce: arrays added up, scaled, cleared and tallied.  The public names and their
- * docstrings are in mlstate/fsdp/__init__.py; these take positional arguments only.
+/* py_reduce: reduces, adds, scales, clears arrays, and computes norm partials. The public
+ * functions are in mlstate/fsdp; these take positional arguments only.
  *
- * Work on many arrays is all or nothing: every one is viewed and checked before the first
- * is changed, and the views hold the arrays while the GIL is let go.  What other threads
- * write meanwhile changes numbers and nothing else.
+ * Work on many arrays is all or nothing: every array is viewed and checked before the
+ * first one changes, and the views hold the arrays while the GIL is released. Writes by
+ * other threads meanwhile only affect the numbers.
  */
 #include "common/args.h"
 #include "common/array_view.h"
@@ -17,18 +17,19 @@
 
 #include "base/memory.h"
 
-/* ---- many arrays under names ---- */
+/* ---- many named arrays ---- */
 
-/* Views of the arrays of one argument; zero it, fill it, release it.  The tuples are
- * copies: what becomes of the caller's lists does not matter. */
+/* Views of the arrays of one argument. Initialise with zeros; release with
+ * named_views_release. The tuples are copies, so later changes of the caller's lists have
+ * no effect. */
 typedef struct named_views {
-    PyObject *names, *arrays; /* strong: tuples of one length */
-    mlspy_view *views;        /* of each array */
+    PyObject *names, *arrays; /* strong: tuples of equal length */
+    mlspy_view *views;        /* one for each array */
     Py_ssize_t count;
     uint64_t bytes;
 } named_views;
 
-/* Accepts views that named_views_of left half done. */
+/* Accepts views that named_views_of left incomplete. */
 static void named_views_release(named_views *v)
 {
     for (Py_ssize_t i = 0; i < v->count; i++) {
@@ -40,16 +41,16 @@ static void named_views_release(named_views *v)
     *v = (named_views){0};
 }
 
-/* The name of an array, for errors and for whoever reads them, borrowed from its str.
- * -1 with an exception set. */
+/* Returns an array's name, borrowed from its str, for errors. Returns -1 with an
+ * exception set. */
 static int name_at(const named_views *v, Py_ssize_t i, mls_str *out)
 {
     return mlspy_take_text(PyTuple_GET_ITEM(v->names, i), "parameter name", out);
 }
 
-/* View one array more.  -1 with an exception set, and nothing to release for it.  The
- * item has no facts, and borrows: it does not outlive the call.  Where the quick way
- * declines, the long one finds out what the object is, or raises what fits. */
+/* Views one more array. Returns -1 with an exception set, without a view. The item
+ * borrows its references and has no metadata; it is used only during this call. If the
+ * quick path declines, the slow path handles the object or raises the right error. */
 static int view_next(const mlspy_state *state, named_views *v, bool writable)
 {
     size_t bytes = 0;
@@ -64,13 +65,13 @@ static int view_next(const mlspy_state *state, named_views *v, bool writable)
         return -1;
     }
     v->count++;
-    /* strides of 0 may make more bytes than there are: then it is large in any case */
+    /* strides of 0 may overflow the byte count; such an array counts as large */
     v->bytes += mls_tensor_bytes(&view->tensor, &bytes) ? bytes : MLSPY_RELEASE_BYTES;
     return 0;
 }
 
-/* View every array of two sequences of one length.  -1 with an exception set, and `*v`
- * zeroed. */
+/* Views every array of two sequences of equal length. Returns -1 with an exception set,
+ * and `*v` zeroed. */
 static int named_views_of(const mlspy_state *state, PyObject *names, PyObject *arrays,
                           bool writable, named_views *v)
 {
@@ -103,10 +104,10 @@ static int named_views_of(const mlspy_state *state, PyObject *names, PyObject *a
     return 0;
 }
 
-/* Raise what `st` says of array `i`, which it names.  The core knows no names: they are
- * put in front of its text, and into the exception's field. */
-static void raise_of(const mlspy_state *state, const named_views *v, Py_ssize_t i,
-                     const mls_status *st)
+/* Raises the error of `st` for array `i`. Puts the name before the text and into the
+ * exception's attribute, because the core does not know names. */
+static void raise_for_array(const mlspy_state *state, const named_views *v, Py_ssize_t i,
+                            const mls_status *st)
 {
     mls_status named;
     mls_str name;
@@ -120,14 +121,14 @@ static void raise_of(const mlspy_state *state, const named_views *v, Py_ssize_t 
     mlspy_raise(state, &named, NULL);
 }
 
-/* The instruction set that the module chose. */
+/* The instruction set that the module selected. */
 static mls_cpu cpu_of(const mlspy_state *state)
 {
     return state->kernels->cpu;
 }
 
-/* New list of (squares, nonfinite). */
-static PyObject *list_of(const mls_norm_partial *tallies, Py_ssize_t count)
+/* Returns a new list of (squares, nonfinite). */
+static PyObject *tallies_list(const mls_norm_partial *tallies, Py_ssize_t count)
 {
     PyObject *list = PyList_New(count);
     for (Py_ssize_t i = 0; list != NULL && i < count; i++) {
@@ -142,7 +143,7 @@ static PyObject *list_of(const mls_norm_partial *tallies, Py_ssize_t count)
     return list;
 }
 
-/* Tallies for `count` arrays, zeroed; NULL with MemoryError set. */
+/* Allocates `count` zeroed norm partials; returns NULL with MemoryError set. */
 static mls_norm_partial *new_tallies(Py_ssize_t count)
 {
     mls_norm_partial *tallies = mls_alloc((size_t)count, sizeof *tallies);
@@ -154,8 +155,8 @@ static mls_norm_partial *new_tallies(Py_ssize_t count)
 
 /* ---- targets += scale * sources ---- */
 
-/* Check every pair before the first is changed.  -1 with an exception set.  Pairs are
- * seen one by one: a target that is there twice is no error, and gets both sums. */
+/* Checks every pair before the first one changes. Returns -1 with an exception set. Pairs
+ * are independent: a repeated target is allowed and receives both sums. */
 static int check_pairs(const mlspy_state *state, const named_views *targets,
                        const named_views *sources, double scale)
 {
@@ -163,15 +164,15 @@ static int check_pairs(const mlspy_state *state, const named_views *targets,
     for (Py_ssize_t i = 0; i < targets->count; i++) {
         if (mls_accumulate_check(&targets->views[i].tensor, &sources->views[i].tensor,
                                  scale, &st) != MLS_OK) {
-            raise_of(state, targets, i, &st);
+            raise_for_array(state, targets, i, &st);
             return -1;
         }
     }
     return 0;
 }
 
-/* Add all pairs, which were checked: nothing can fail any more.  `tallies`, NULL for
- * none, are zeroed.  The pool shares one array at a time. */
+/* Adds all pairs, which were checked, so this cannot fail. `tallies` are zeroed, or NULL
+ * for none. The pool works on one array at a time. */
 static void add_pairs(const mlspy_state *state, const named_views *targets,
                       const named_views *sources, double scale, mls_norm_partial *tallies)
 {
@@ -185,8 +186,8 @@ static void add_pairs(const mlspy_state *state, const named_views *targets,
     mlspy_resume_python(saved);
 }
 
-/* The result of `accumulate`, once both sides are viewed; NULL with an exception set.
- * Room for the tallies is found before the first array is changed. */
+/* Implements `accumulate` for viewed arrays; returns NULL with an exception set.
+ * Allocates the norm partials before the first array changes. */
 static PyObject *accumulate_views(const mlspy_state *state, const named_views *targets,
                                   const named_views *sources, double scale, bool tally)
 {
@@ -202,15 +203,16 @@ static PyObject *accumulate_views(const mlspy_state *state, const named_views *t
         return NULL;
     }
     add_pairs(state, targets, sources, scale, tallies);
-    PyObject *list = list_of(tallies, targets->count);
+    PyObject *list = tallies_list(tallies, targets->count);
     mls_free(tallies);
     return list;
 }
 
 /* accumulate(names, targets, sources, scale, tally) -> [(squares, nonfinite)] or None
  *
- * The names are read once for each side.  Viewing an array may run code of its own, which
- * may change the list between the two. */
+ * The names are read once for each side. Viewing an array may run code that changes the
+ * list in between.
+ */
 static PyObject *accumulate(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of(module);
@@ -235,22 +237,22 @@ static PyObject *accumulate(PyObject *module, PyObject *const *args, Py_ssize_t 
     return result;
 }
 
-/* ---- arrays by themselves ---- */
+/* ---- single arrays ---- */
 
-/* Whether all may be scaled; -1 with an exception set. */
+/* Checks that all arrays can be scaled. Returns -1 with an exception set. */
 static int check_scaling(const mlspy_state *state, const named_views *v, double factor)
 {
     mls_status st;
     for (Py_ssize_t i = 0; i < v->count; i++) {
         if (mls_scale_check(&v->views[i].tensor, factor, &st) != MLS_OK) {
-            raise_of(state, v, i, &st);
+            raise_for_array(state, v, i, &st);
             return -1;
         }
     }
     return 0;
 }
 
-/* scale(names, arrays, factor): all or nothing */
+/* scale(names, arrays, factor): all or none */
 static PyObject *scale(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of(module);
@@ -276,7 +278,7 @@ static PyObject *scale(PyObject *module, PyObject *const *args, Py_ssize_t count
 
 /* tally(names, arrays) -> [(squares, nonfinite)]
  *
- * Any dtype has figures: once the arrays are viewed only the lack of memory is an error.
+ * Supports every dtype: after the arrays are viewed, only allocation can fail.
  */
 static PyObject *tally(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
@@ -295,14 +297,14 @@ static PyObject *tally(PyObject *module, PyObject *const *args, Py_ssize_t count
                                 &tallies[i]);
         }
         mlspy_resume_python(saved);
-        list = list_of(tallies, v.count);
+        list = tallies_list(tallies, v.count);
     }
     mls_free(tallies);
     named_views_release(&v);
     return list;
 }
 
-/* clear(names, arrays): zeros everywhere */
+/* clear(names, arrays): fills all arrays with zeros */
 static PyObject *clear(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of(module);
@@ -316,7 +318,7 @@ static PyObject *clear(PyObject *module, PyObject *const *args, Py_ssize_t count
         const mls_tensor *t = &v.views[i].tensor;
         size_t bytes = 0;
         (void)mls_tensor_bytes(t, &bytes);
-        /* 0 is the one number that all dtypes take, as bytes that are all 0 */
+        /* in all dtypes, zero has only zero bytes */
         const mls_element zero = {.size = mls_tensor_item_bytes(t)};
         mls_fill(state->kernels, t, zero, (mls_destination){.bytes = bytes});
     }
@@ -327,17 +329,17 @@ static PyObject *clear(PyObject *module, PyObject *const *args, Py_ssize_t count
 
 /* ---- one reduction ---- */
 
-/* Views of the sources, and of the output at the end. */
+/* Views of the sources, followed by the output. */
 typedef struct reduction {
     PyObject *sources; /* strong: a tuple */
     mlspy_view *views;
     const void **data;
-    size_t count; /* views that are there */
+    size_t count; /* number of views */
     mls_reduction what;
     size_t n;
 } reduction;
 
-/* Accepts one that is half done: `count` says how many views there are. */
+/* Accepts an incomplete reduction; `count` is the number of views. */
 static void reduction_fini(reduction *r)
 {
     for (size_t i = 0; i < r->count; i++) {
@@ -348,8 +350,9 @@ static void reduction_fini(reduction *r)
     Py_CLEAR(r->sources);
 }
 
-/* The core reads plain memory only.  -1 with an exception set.  The two floats of a
- * complex number are read one by one, so that the alignment of one is enough. */
+/* Checks that an array is plain memory, which the core requires. Returns -1 with an
+ * exception set. The two floats of a complex number are read separately, so the alignment
+ * of a float is enough. */
 static int check_plain(const mlspy_state *state, const mls_tensor *t, const char *what)
 {
     mls_status st;
@@ -366,9 +369,9 @@ static int check_plain(const mlspy_state *state, const mls_tensor *t, const char
     return -1;
 }
 
-/* View one array more, which must have the first one's length, and for a source its
- * dtype.  The output may be a source, but not lie half over one: see check_output.  -1
- * with an exception set.  Lengths are compared, shapes are not. */
+/* Views one more array, which must have the first one's number of elements (shapes are
+ * not compared), and, for a source, its dtype. The output may be a source, but must not
+ * partly overlap one: see check_output. Returns -1 with an exception set. */
 static int reduction_add(const mlspy_state *state, reduction *r, PyObject *array,
                          const char *what, bool output)
 {
@@ -383,7 +386,8 @@ static int reduction_add(const mlspy_state *state, reduction *r, PyObject *array
     if (check_plain(state, &view->tensor, what) < 0) {
         return -1;
     }
-    (void)mls_tensor_count(&view->tensor, &n); /* it lies in memory, so it fits */
+    (void)mls_tensor_count(&view->tensor,
+                           &n); /* cannot overflow: the array is in memory */
     if (r->count == 1) {
         r->n = n;
     }
@@ -402,10 +406,10 @@ static int reduction_add(const mlspy_state *state, reduction *r, PyObject *array
     return -1;
 }
 
-/* No source may overlap the output unless it is the output.  All have one length and lie
- * packed, so that the same address and dtype means the same elements, each of which is
- * read before it is written.  In a wider dtype the output would run over elements that
- * are still to be read. */
+/* Checks that no source overlaps the output unless it is the output. All are packed and
+ * have the same number of elements, so an equal address and dtype means the same
+ * elements, and each element is read before it is written. An output of a wider dtype
+ * would overwrite elements that are not read yet. */
 static int check_output(const mlspy_state *state, const reduction *r)
 {
     const mls_tensor *out = &r->views[r->count - 1].tensor;
@@ -426,7 +430,7 @@ static int check_output(const mlspy_state *state, const reduction *r)
     return 0;
 }
 
-/* View everything.  The reduction is zeroed before, and ended by the caller. */
+/* Views everything. The caller zeroes the reduction before and calls reduction_fini. */
 static int reduction_init(const mlspy_state *state, PyObject *sources, PyObject *out,
                           reduction *r)
 {
@@ -464,7 +468,9 @@ static int reduction_init(const mlspy_state *state, PyObject *sources, PyObject 
 
 /* reduce(sources, out, op, divisor) -> (squares, nonfinite) of out
  *
- * The GIL is let go by the number of elements: of bytes there are at least as many. */
+ * The number of elements decides whether to release the GIL; there are at least as many
+ * bytes.
+ */
 static PyObject *reduce(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of(module);

@@ -1,9 +1,10 @@
-/* py_local: one rank's place in a group of this host, for mlstate.collectives.LocalGroup.
+/* py_shm_group: one rank's handle of a host-local group, for
+ * mlstate.collectives.LocalGroup.
  *
- * Operations wait for other ranks, so each of them lets go of the GIL, and takes it back
- * now and then to let Python look for signals.  A link does one operation at a time; it
- * may be aborted and closed meanwhile from another thread.  Closing waits for nobody: the
- * place is given up when the operation has ended.
+ * Operations wait for other ranks, so each releases the GIL and reacquires it now and
+ * then to let Python check for signals. A link runs one operation at a time. Other
+ * threads may abort or close it meanwhile. Closing does not wait: the handle is freed
+ * when the running operation has ended.
  */
 #include "common/args.h"
 #include "common/array_view.h"
@@ -18,35 +19,35 @@
 
 #include <pthread.h>
 
-/* A place, and whether it is in use. */
+/* A group handle, and whether it is in use. */
 typedef struct link_object {
-    PyObject_HEAD pthread_mutex_t lock; /* guards what follows; held for moments only */
+    PyObject_HEAD pthread_mutex_t lock; /* guards the fields below; held only briefly */
     mls_shm *place;                     /* NULL when closed */
     bool busy, closing;
     size_t rank, world;
 } link_object;
 
-/* An operation that is under way.  It lives on the caller's stack; the core has a pointer
- * to it, for its questions, until the operation returns. */
+/* A running operation. It is on the caller's stack; the core has a pointer to it, for its
+ * callbacks, until the operation returns. */
 typedef struct session {
     link_object *link;
     mls_shm *place;
-    PyThreadState *saved; /* of this thread, while it is without the GIL */
+    PyThreadState *saved; /* of this thread, while the GIL is released */
     mls_shm_call call;
     mls_str text;
     mls_status st;
 } session;
 
-/* The module's state from a link (borrowed). */
+/* Returns the module's state from a link (borrowed). */
 static const mlspy_state *state_of_link(link_object *self)
 {
     PyObject *module = mlspy_module_of(Py_TYPE(self));
     return module == NULL ? NULL : mlspy_state_of(module);
 }
 
-/* The place, for the caller to free, if it was closed and nobody is in it; else NULL.
- * Called with the lock held, so that of all threads that leave just one gets it.  It is
- * freed outside the lock: that rings for other ranks and unmaps memory. */
+/* Returns the handle, for the caller to free, if the link was closed and no operation
+ * uses it; otherwise NULL. The caller holds the lock, so only one thread gets the handle.
+ * It is freed outside the lock, because that wakes other ranks and unmaps memory. */
 static mls_shm *take_unused(link_object *self)
 {
     mls_shm *unused = NULL;
@@ -59,9 +60,10 @@ static mls_shm *take_unused(link_object *self)
 
 /* ---- one operation ---- */
 
-/* The core's question, asked without the GIL: shall it go on waiting?  The exception of a
- * handler stays set in this thread; the core returns MLS_E_STOPPED, and finish() finds
- * it.  Handlers run in the main thread alone: in others the answer is always yes. */
+/* The core's poll, called without the GIL: whether to go on waiting. The exception of a
+ * signal handler stays set in this thread; the core then returns MLS_E_STOPPED, and
+ * finish_operation() keeps the exception. Handlers run only in the main thread; in other
+ * threads the result is always true. */
 static bool look_for_signals(void *context)
 {
     session *s = context;
@@ -71,10 +73,9 @@ static bool look_for_signals(void *context)
     return good;
 }
 
-/* Take the link for an operation.  -1 with RuntimeError set.  It is taken with the GIL
- * held, and nobody waits for the GIL while he has the lock: the two cannot block each
- * other. */
-static int occupy(link_object *self)
+/* Marks the link as busy. Returns -1 with RuntimeError set. Called with the GIL held; no
+ * thread waits for the GIL while it holds the lock, so there is no deadlock. */
+static int occupy_link(link_object *self)
 {
     const char *trouble = NULL;
     pthread_mutex_lock(&self->lock);
@@ -93,25 +94,26 @@ static int occupy(link_object *self)
     return 0;
 }
 
-/* `timeout` in seconds and `text`, which all ranks say alike, end the arguments of every
- * operation.  -1 with an exception set, and the link not taken; after 0 finish() must
- * follow.  The text is borrowed from its str, which the arguments of the call hold. */
-static int begin(session *s, PyObject *self, PyObject *timeout, PyObject *text)
+/* Begins an operation. `timeout` (seconds) and `text` (equal on all ranks) are the last
+ * arguments of every operation. Returns -1 with an exception set, and the link not busy;
+ * after 0, finish_operation() must follow. The text is borrowed from its str, which the
+ * arguments of the call hold. */
+static int begin_operation(session *s, PyObject *self, PyObject *timeout, PyObject *text)
 {
     s->link = (link_object *)self;
     s->call = (mls_shm_call){.poll = look_for_signals, .context = s};
     if (mlspy_take_double(timeout, "timeout", &s->call.timeout) < 0 ||
-        mlspy_take_text(text, "text", &s->text) < 0 || occupy(s->link) < 0) {
+        mlspy_take_text(text, "text", &s->text) < 0 || occupy_link(s->link) < 0) {
         return -1;
     }
-    s->call.text = s->text.data; /* a str's UTF-8 ends with a NUL */
-    /* read without the lock: while the link is busy nobody takes its place away */
+    s->call.text = s->text.data; /* the UTF-8 of a str ends with a NUL */
+    /* no lock needed: a busy link keeps its handle */
     s->place = s->link->place;
     return 0;
 }
 
-/* Give the link back; what was closed meanwhile is freed. */
-static void leave(session *s)
+/* Marks the link as free; frees the handle if the link was closed meanwhile. */
+static void leave_link(session *s)
 {
     pthread_mutex_lock(&s->link->lock);
     s->link->busy = false;
@@ -120,25 +122,24 @@ static void leave(session *s)
     mls_shm_free(unused);
 }
 
-/* Give the link back after an operation.  NULL with an exception set, or `result`, which
- * is let go in case of failure. */
-static PyObject *finish(session *s, mls_code code, PyObject *result)
+/* Ends an operation. Returns `result`, or NULL with an exception set; on failure it drops
+ * `result`. */
+static PyObject *finish_operation(session *s, mls_code code, PyObject *result)
 {
-    leave(s);
+    leave_link(s);
     if (code == MLS_OK) {
         return result;
     }
     Py_XDECREF(result);
-    /* what a signal raised, or the lack of memory in a callback, is set already */
+    /* the exception of a signal or of a callback is set already */
     const mlspy_state *state = PyErr_Occurred() ? NULL : state_of_link(s->link);
     return state == NULL ? NULL : mlspy_raise(state, &s->st, NULL);
 }
 
 /* ---- arguments ---- */
 
-/* A view of packed elements in this machine's byte order, each aligned to its size.  -1
- * with an exception set, and no owner.  An array without elements may be anywhere:
- * nothing of it is read. */
+/* Views packed elements in native byte order, each aligned to its size. Returns -1 with
+ * an exception set, and no owner. An empty array may have any address: it is not read. */
 static int take_packed(const mlspy_state *state, PyObject *array, const char *what,
                        bool writable, mlspy_view *view)
 {
@@ -158,9 +159,9 @@ static int take_packed(const mlspy_state *state, PyObject *array, const char *wh
     return 0;
 }
 
-/* Numbers of bytes or elements from a list, one for each rank. -1 with an exception set.
- * Only ints are taken, not what has __index__: no code of others runs that could change
- * the list meanwhile. */
+/* Parses a list of byte or element counts, one for each rank. Returns -1 with an
+ * exception set. Accepts only ints, no other objects with __index__, whose code could
+ * change the list. */
 static int take_counts(PyObject *list, size_t world, size_t *out)
 {
     if (!PyList_Check(list) || PyList_GET_SIZE(list) != (Py_ssize_t)world) {
@@ -176,8 +177,8 @@ static int take_counts(PyObject *list, size_t world, size_t *out)
     return 0;
 }
 
-/* The sum of counts; false where it overflows, as numbers of a user's own choice may. */
-static bool sum_of(const size_t *counts, size_t world, size_t *out)
+/* Adds counts; returns false on overflow, which user-supplied counts may cause. */
+static bool add_counts(const size_t *counts, size_t world, size_t *out)
 {
     size_t sum = 0;
     for (size_t rank = 0; rank < world; rank++) {
@@ -189,14 +190,14 @@ static bool sum_of(const size_t *counts, size_t world, size_t *out)
     return true;
 }
 
-/* -1 with ValueError set unless a view has as many elements as the counts of all ranks
- * together, or as that of one.  This is what keeps the core within the array: where it
- * counts in bytes, an array of wider elements has only more room than it uses. */
+/* Checks that a view has as many elements as the counts together. Returns -1 with
+ * ValueError set. This keeps the core within the array: where the core counts bytes,
+ * wider elements only mean spare room. */
 static int check_length(const mlspy_view *view, const char *what, const size_t *counts,
                         size_t world)
 {
     size_t count, wanted;
-    if (!mls_tensor_count(&view->tensor, &count) || !sum_of(counts, world, &wanted) ||
+    if (!mls_tensor_count(&view->tensor, &count) || !add_counts(counts, world, &wanted) ||
         count != wanted) {
         PyErr_Format(PyExc_ValueError, "%s has not as many elements as the counts say",
                      what);
@@ -207,9 +208,10 @@ static int check_length(const mlspy_view *view, const char *what, const size_t *
 
 /* ---- operations ----
  *
- * Each views its arrays before it begins, and lets them go after it has ended, since both
- * need the GIL.  Between begin() and finish() there is no early return.  A result is made
- * before finish(), which lets it go if the operation failed.
+ * Each operation views its arrays before it begins and releases them after it has ended,
+ * because both need the GIL. There is no early return between begin_operation() and
+ * finish_operation(). The result is created before finish_operation(), which drops it if
+ * the operation failed.
  */
 
 /* barrier(timeout, text) */
@@ -217,17 +219,16 @@ static PyObject *link_barrier(PyObject *self, PyObject *const *args, Py_ssize_t 
 {
     session s;
     if (mlspy_take_count("barrier", 2, count) < 0 ||
-        begin(&s, self, args[0], args[1]) < 0) {
+        begin_operation(&s, self, args[0], args[1]) < 0) {
         return NULL;
     }
     s.saved = PyEval_SaveThread();
     const mls_code code = mls_shm_barrier(s.place, &s.call, &s.st);
     PyEval_RestoreThread(s.saved);
-    return finish(&s, code, Py_NewRef(Py_None));
+    return finish_operation(&s, code, Py_NewRef(Py_None));
 }
 
-/* broadcast(array, root, timeout, text): bytes that the root reads and others write.  The
- * root's array may be read-only. */
+/* broadcast(array, root, timeout, text): bytes; the root's array may be read-only */
 static PyObject *link_broadcast(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     link_object *link = (link_object *)self;
@@ -249,19 +250,19 @@ static PyObject *link_broadcast(PyObject *self, PyObject *const *args, Py_ssize_
         return NULL;
     }
     (void)mls_tensor_bytes(&view.tensor, &bytes);
-    if (begin(&s, self, args[2], args[3]) == 0) {
+    if (begin_operation(&s, self, args[2], args[3]) == 0) {
         s.saved = PyEval_SaveThread();
         const mls_code code = mls_shm_broadcast(s.place, &s.call, view.tensor.data, bytes,
                                                 (size_t)root, &s.st);
         PyEval_RestoreThread(s.saved);
-        result = finish(&s, code, Py_NewRef(Py_None));
+        result = finish_operation(&s, code, Py_NewRef(Py_None));
     }
     mlspy_view_release(&view);
     return result;
 }
 
-/* all_gather(array, out, sizes, timeout, text): all of them in bytes.  The sizes fit the
- * stack, since no group has more than MLS_SHM_MAX_RANKS. */
+/* all_gather(array, out, sizes, timeout, text): all in bytes. The sizes fit the stack,
+ * because a group has at most MLS_SHM_MAX_RANKS ranks. */
 static PyObject *link_all_gather(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     link_object *link = (link_object *)self;
@@ -278,19 +279,19 @@ static PyObject *link_all_gather(PyObject *self, PyObject *const *args, Py_ssize
         take_packed(state, args[1], "out", true, &out) == 0 &&
         check_length(&data, "array", &sizes[link->rank], 1) == 0 &&
         check_length(&out, "out", sizes, link->world) == 0 &&
-        begin(&s, self, args[3], args[4]) == 0) {
+        begin_operation(&s, self, args[3], args[4]) == 0) {
         s.saved = PyEval_SaveThread();
         const mls_code code = mls_shm_all_gather(s.place, &s.call, data.tensor.data,
                                                  sizes, out.tensor.data, &s.st);
         PyEval_RestoreThread(s.saved);
-        result = finish(&s, code, Py_NewRef(Py_None));
+        result = finish_operation(&s, code, Py_NewRef(Py_None));
     }
     mlspy_view_release(&data);
     mlspy_view_release(&out);
     return result;
 }
 
-/* all_to_all(array, sent, out, wanted, timeout, text): all of them in bytes */
+/* all_to_all(array, sent, out, wanted, timeout, text): all in bytes */
 static PyObject *link_all_to_all(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     link_object *link = (link_object *)self;
@@ -308,20 +309,20 @@ static PyObject *link_all_to_all(PyObject *self, PyObject *const *args, Py_ssize
         take_packed(state, args[2], "out", true, &out) == 0 &&
         check_length(&data, "array", sent, link->world) == 0 &&
         check_length(&out, "out", wanted, link->world) == 0 &&
-        begin(&s, self, args[4], args[5]) == 0) {
+        begin_operation(&s, self, args[4], args[5]) == 0) {
         s.saved = PyEval_SaveThread();
         const mls_code code = mls_shm_all_to_all(s.place, &s.call, data.tensor.data, sent,
                                                  out.tensor.data, wanted, &s.st);
         PyEval_RestoreThread(s.saved);
-        result = finish(&s, code, Py_NewRef(Py_None));
+        result = finish_operation(&s, code, Py_NewRef(Py_None));
     }
     mlspy_view_release(&data);
     mlspy_view_release(&out);
     return result;
 }
 
-/* all_reduce(array, out, op, divisor, timeout, text).  Whether the dtype has such an op
- * is the core's to say, before anything is sent. */
+/* all_reduce(array, out, op, divisor, timeout, text). The core checks that the dtype
+ * supports the op before anything is sent. */
 static PyObject *link_all_reduce(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = state_of_link((link_object *)self);
@@ -343,12 +344,12 @@ static PyObject *link_all_reduce(PyObject *self, PyObject *const *args, Py_ssize
         if (check_length(&out, "out", &n, 1) < 0) {
         } else if (r.dtype != r.out_dtype) {
             PyErr_SetString(PyExc_ValueError, "out has another dtype than the array");
-        } else if (begin(&s, self, args[4], args[5]) == 0) {
+        } else if (begin_operation(&s, self, args[4], args[5]) == 0) {
             s.saved = PyEval_SaveThread();
             const mls_code code = mls_shm_all_reduce(s.place, &s.call, data.tensor.data,
                                                      out.tensor.data, n, &r, &s.st);
             PyEval_RestoreThread(s.saved);
-            result = finish(&s, code, Py_NewRef(Py_None));
+            result = finish_operation(&s, code, Py_NewRef(Py_None));
         }
     }
     mlspy_view_release(&data);
@@ -361,8 +362,9 @@ static PyObject *link_all_reduce(PyObject *self, PyObject *const *args, Py_ssize
 /* reduce_scatter(bucket, tallied, timeout, text) -> [(squares, nonfinite), ...]; empty
  * unless tallied
  *
- * If there is no memory for the list, the sums are there all the same, and the exception
- * passes through finish(), which has no failure of its own to report. */
+ * If the list cannot be allocated, the sums are complete nevertheless, and
+ * finish_operation() passes the exception on.
+ */
 static PyObject *link_reduce_scatter(PyObject *self, PyObject *const *args,
                                      Py_ssize_t count)
 {
@@ -383,7 +385,7 @@ static PyObject *link_reduce_scatter(PyObject *self, PyObject *const *args,
         PyErr_SetString(PyExc_ValueError, "the bucket is that of another rank or group");
         return NULL;
     }
-    if (begin(&s, self, args[2], args[3]) < 0) {
+    if (begin_operation(&s, self, args[2], args[3]) < 0) {
         return NULL;
     }
     s.saved = PyEval_SaveThread();
@@ -393,21 +395,21 @@ static PyObject *link_reduce_scatter(PyObject *self, PyObject *const *args,
     if (code == MLS_OK) {
         found = is_tallied ? mlspy_bucket_tallies(b) : PyList_New(0);
     }
-    return finish(&s, code, found);
+    return finish_operation(&s, code, found);
 }
 
 /* ---- gather_bytes ---- */
 
-/* Where the bytes of all ranks go. */
+/* Context of make_places. */
 typedef struct parcel {
     session *session;
     PyObject *list; /* strong, or NULL */
 } parcel;
 
-/* The core's request for memory: with the GIL, for a moment.  False with an exception set
- * in this thread.  A bytes object may be written to as long as nobody else has seen it.
- * A size that comes from another rank may be anything: what no bytes object can have
- * counts as a lack of memory. */
+/* Callback that provides the buffers; acquires the GIL briefly. Returns false with an
+ * exception set in this thread. A bytes object may be written while no other code has
+ * seen it. Sizes come from other ranks and may be invalid: a size beyond a bytes object's
+ * limit is reported as a lack of memory. */
 static bool make_places(void *context, const size_t *sizes, unsigned char **out)
 {
     parcel *p = context;
@@ -429,10 +431,11 @@ static bool make_places(void *context, const size_t *sizes, unsigned char **out)
     return p->list != NULL;
 }
 
-/* gather_bytes(data, root or -1, timeout, text) -> list of bytes, or None
+/* gather_bytes(data, root or -1, timeout, text) -> list of bytes, or None if this rank is
+ * not the root
  *
- * None where this rank is not the root.  In case of failure the list, whose bytes may be
- * filled in part, is let go and never seen. */
+ * On failure the list, whose bytes may be partly filled, is dropped.
+ */
 static PyObject *link_gather_bytes(PyObject *self, PyObject *const *args,
                                    Py_ssize_t count)
 {
@@ -450,7 +453,7 @@ static PyObject *link_gather_bytes(PyObject *self, PyObject *const *args,
         PyErr_SetString(PyExc_TypeError, "gather_bytes takes bytes, and a rank or -1");
         return NULL;
     }
-    if (begin(&s, self, args[2], args[3]) < 0) {
+    if (begin_operation(&s, self, args[2], args[3]) < 0) {
         return NULL;
     }
     s.saved = PyEval_SaveThread();
@@ -458,13 +461,13 @@ static PyObject *link_gather_bytes(PyObject *self, PyObject *const *args,
         s.place, &s.call, PyBytes_AS_STRING(args[0]), (size_t)PyBytes_GET_SIZE(args[0]),
         (int)root, &places, &s.st);
     PyEval_RestoreThread(s.saved);
-    return finish(&s, code, p.list == NULL ? Py_NewRef(Py_None) : p.list);
+    return finish_operation(&s, code, p.list == NULL ? Py_NewRef(Py_None) : p.list);
 }
 
-/* ---- the end ---- */
+/* ---- abort and close ---- */
 
-/* abort(): from any thread, during an operation too.  The lock is held: it sets a word
- * and rings, and waits for no thread. */
+/* abort(): from any thread, also during an operation. Holds the lock: mls_shm_abort sets
+ * a word and wakes sleepers but never blocks. */
 static PyObject *link_abort(PyObject *self, PyObject *unused)
 {
     (void)unused;
@@ -477,8 +480,7 @@ static PyObject *link_abort(PyObject *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* close(): now, or when the operation that is under way has ended.  May be called again.
- */
+/* close(): now, or when the running operation has ended. May be called repeatedly. */
 static PyObject *link_close(PyObject *self, PyObject *unused)
 {
     (void)unused;
@@ -491,8 +493,8 @@ static PyObject *link_close(PyObject *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* ended() -> why the group is of no use any more, or "".  The lock is held for the look:
- * it reads a word and prints, and waits for nobody. */
+/* ended() -> why the group is broken, or "". Holds the lock: it reads a word and formats
+ * a text but never blocks. */
 static PyObject *link_ended(PyObject *self, PyObject *unused)
 {
     (void)unused;
@@ -508,8 +510,8 @@ static PyObject *link_ended(PyObject *self, PyObject *unused)
     return PyUnicode_FromString(text);
 }
 
-/* Nobody can be in it: an operation holds a reference.  The type is on the heap, and
- * every link has a reference to it. */
+/* No operation can be running, because each holds a reference. The type is a heap type,
+ * and every link holds a reference to it. */
 static void link_dealloc(link_object *self)
 {
     PyTypeObject *type = Py_TYPE(self);
@@ -546,7 +548,7 @@ static PyMethodDef link_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-/* Refers to no object of Python's: it is in no cycle. */
+/* References no Python objects, so it cannot be part of a cycle. */
 static PyType_Slot link_slots[] = {
     {Py_tp_dealloc, (void *)link_dealloc},
     {Py_tp_methods, link_methods},
@@ -554,7 +556,7 @@ static PyType_Slot link_slots[] = {
     {0, NULL},
 };
 
-/* Made by the functions below only. */
+/* Instances are created only by the functions below. */
 static PyType_Spec link_spec = {
     .name = "mlstate._core.LocalLink",
     .basicsize = sizeof(link_object),
@@ -563,10 +565,10 @@ static PyType_Spec link_spec = {
     .slots = link_slots,
 };
 
-/* ---- making links ---- */
+/* ---- construction ---- */
 
-/* New reference to a link, which takes the place; NULL with MemoryError set, and the
- * place freed. */
+/* Returns a new link that owns the handle; NULL with MemoryError set, and the handle
+ * freed. */
 static PyObject *link_of(const mlspy_state *state, mls_shm *place, size_t rank,
                          size_t world)
 {
@@ -583,8 +585,8 @@ static PyObject *link_of(const mlspy_state *state, mls_shm *place, size_t rank,
     return (PyObject *)link;
 }
 
-/* A shape from three arguments: ranks, bytes of a slot, slots.  -1 with an exception set.
- */
+/* Parses a shape from three arguments: ranks, bytes of a slot, slots. Returns -1 with an
+ * exception set. */
 static int take_shape(const mlspy_state *state, PyObject *const *args, mls_shm_shape *out,
                       size_t *bytes)
 {
@@ -621,10 +623,11 @@ static PyObject *local_measure(PyObject *module, PyObject *const *args, Py_ssize
     return PyLong_FromSize_t(bytes);
 }
 
-/* local_join(world, slot_bytes, depth, rank, fd) -> LocalLink, which has the descriptor
+/* local_join(world, slot_bytes, depth, rank, fd) -> LocalLink, which owns the descriptor
  *
- * From mls_shm_join on the descriptor is the core's, which closes it after a failure
- * too.  An argument that is refused before leaves it to the caller. */
+ * From mls_shm_join on the core owns the descriptor and closes it also on failure. An
+ * argument error before that leaves it to the caller.
+ */
 static PyObject *local_join(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of(module);
@@ -653,8 +656,9 @@ static PyObject *local_join(PyObject *module, PyObject *const *args, Py_ssize_t 
 
 /* local_threads(world, slot_bytes, depth) -> a LocalLink for each rank
  *
- * Each place goes into a link, or is freed.  After a failure the list frees those that it
- * has, link_of has freed its own, and the loop goes on to free the rest. */
+ * Every handle is owned by a link or freed. After a failure the list frees the links that
+ * it has, link_of has freed its own handle, and the loop frees the rest.
+ */
 static PyObject *local_threads(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of(module);
@@ -695,7 +699,7 @@ PyMethodDef mlspy_local_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-/* Functions make links; the type has a name for isinstance alone. */
+/* The type is added only for isinstance checks. */
 int mlspy_local_add(PyObject *module)
 {
     mlspy_state *state = mlspy_state_of(module);

@@ -1,15 +1,15 @@
-/* kv_bindings: the functions and types for key-value caches and model packages, added by
+/* kv_bindings: functions and types for key-value caches and model packages, added by
  * module.c. */
 #ifndef MLSPY_KV_BINDINGS_H
 #define MLSPY_KV_BINDINGS_H
 
 #include "common/python_api.h"
 
-/* Tables of functions, NULL-terminated. */
+/* Method tables, NULL-terminated. */
 extern PyMethodDef mlspy_kv_methods[];
 extern PyMethodDef mlspy_mlpackage_methods[];
 
-/* Add the types of py_kv_buffer.c.  -1 with an exception set. */
+/* Add the types of py_kv_buffer.c. Returns -1 with an exception set on failure. */
 int mlspy_kv_buffer_add(PyObject *module);
 
 #endif

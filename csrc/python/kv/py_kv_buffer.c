@@ -1,40 +1,40 @@
 /* py_kv_buffer: the memory behind mlstate.kv.KVState.
  *
- * A view is an ndarray whose base is a lease: the lease holds the buffer alive and
- * counts, so that memory never moves under an array that somebody still has.  Changing
- * the length moves nothing and is always allowed; reserving more may move everything and
- * is refused while a lease is out.
+ * A view is an ndarray whose base is a lease. A lease keeps the buffer alive and is
+ * counted, so that memory never moves under an existing array. Changing the length moves
+ * nothing and is always allowed. Reserving more may move everything and is refused while
+ * a lease exists.
  *
- * One lock guards each buffer.  Whoever waits for it has let go of the GIL first, so that
- * its holder can always go on, even where that means waiting for the GIL.
+ * One lock guards each buffer. A thread releases the GIL before it waits for the lock, so
+ * the thread that holds the lock can always continue, even if it needs the GIL.
  */
 #include "common/args.h"
 #include "common/array_view.h"
 #include "common/errors.h"
-#include "kv/kv_bindings.h"
 #include "common/module_state.h"
+#include "kv/kv_bindings.h"
 
-#include "kv/kv_transition.h"
 #include "kv/kv_buffer.h"
+#include "kv/kv_transition.h"
 
 #include <inttypes.h>
 #include <pthread.h>
 
-/* The memory, what its elements are, and how many arrays look at it. */
+/* The memory, its dtype, and the number of arrays that view it. */
 typedef struct buffer_object {
     PyObject_HEAD pthread_mutex_t
-        lock; /* guards `buffer` and `leases`; taken without the GIL */
+        lock; /* guards `buffer` and `leases`; acquired without the GIL */
     mls_kv_buffer buffer;
     PyArray_Descr *descr;
     size_t leases;
 } buffer_object;
 
-/* What an ndarray holds on to: the base of every view. */
+/* The base of every view. */
 typedef struct lease_object {
     PyObject_HEAD buffer_object *owner;
 } lease_object;
 
-/* Take the lock with the GIL released: its holder may be at work for a while. */
+/* Acquire the lock with the GIL released: another thread may hold it for a while. */
 static void lock_buffer(buffer_object *self)
 {
     Py_BEGIN_ALLOW_THREADS
@@ -42,20 +42,21 @@ static void lock_buffer(buffer_object *self)
     Py_END_ALLOW_THREADS
 }
 
-/* The other half of lock_buffer; never waits, so the GIL stays as it is. */
+/* Release the lock; never waits, so the GIL stays held. */
 static void unlock_buffer(buffer_object *self)
 {
     pthread_mutex_unlock(&self->lock);
 }
 
-/* The module's state from one of our types (borrowed); NULL with TypeError set. */
+/* Return the module's state from one of its types (borrowed), or NULL with TypeError set.
+ */
 static const mlspy_state *state_of_type(PyTypeObject *type)
 {
     PyObject *module = mlspy_module_of(type);
     return module == NULL ? NULL : mlspy_state_of(module);
 }
 
-/* A length that is not negative.  -1 with TypeError or CapacityError set. */
+/* Read a length that is not negative. Returns -1 with TypeError or CapacityError set. */
 static int take_length(const mlspy_state *state, PyObject *object, const char *what,
                        size_t *out)
 {
@@ -64,7 +65,7 @@ static int take_length(const mlspy_state *state, PyObject *object, const char *w
     if (mlspy_take_int64(state, object, what, &length) < 0) {
         return -1;
     }
-    /* sizes have no sign in the core: what is negative is refused here, in its words */
+    /* the core's sizes are unsigned, so negative lengths are refused here */
     if (length < 0) {
         mls_fail(&st, MLS_E_CAPACITY, "%s %" PRId64 " is negative", what, length);
         mlspy_raise(state, &st, NULL);
@@ -89,7 +90,6 @@ static PyObject *buffer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
                           &numbers[3], &numbers[4], &dtype)) {
         return NULL;
     }
-    /* order of the arguments: layers, heads, length, head_dim, capacity */
     for (int i = 0; i < MLS_KV_RANK; i++) {
         if (take_length(state, numbers[i], "a dimension of the shape", &shape[i]) < 0) {
             return NULL;
@@ -107,7 +107,7 @@ static PyObject *buffer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         Py_DECREF(descr);
         return NULL;
     }
-    /* the lock first: from here on buffer_dealloc may run, and it destroys the lock */
+    /* the lock first: buffer_dealloc may run from here on, and it destroys the lock */
     pthread_mutex_init(&self->lock, NULL);
     self->descr = descr;
     if (mls_kv_buffer_init(&self->buffer, shape, capacity, wanted, &st) != MLS_OK) {
@@ -118,7 +118,7 @@ static PyObject *buffer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     return (PyObject *)self;
 }
 
-/* Nobody has a lease any more, since each holds a reference; so no lock is needed. */
+/* No lock is needed: each lease holds a reference, so no lease exists any more. */
 static void buffer_dealloc(buffer_object *self)
 {
     PyTypeObject *type = Py_TYPE(self);
@@ -129,7 +129,7 @@ static void buffer_dealloc(buffer_object *self)
     Py_DECREF(type);
 }
 
-/* Give the lease back, then the buffer, which may die with it. */
+/* Uncount the lease, then release the buffer, which may be deallocated. */
 static void lease_dealloc(lease_object *self)
 {
     PyTypeObject *type = Py_TYPE(self);
@@ -143,7 +143,7 @@ static void lease_dealloc(lease_object *self)
     Py_DECREF(type);
 }
 
-/* New reference to a lease on `self`, counted; `*now` is what it holds still. */
+/* Return a new, counted lease on `self`; `*now` is the view at that moment. */
 static PyObject *take_lease(const mlspy_state *state, buffer_object *self,
                             mls_tensor *now)
 {
@@ -160,7 +160,7 @@ static PyObject *take_lease(const mlspy_state *state, buffer_object *self,
     return (PyObject *)lease;
 }
 
-/* view() -> a writable ndarray of the present length, over the buffer's own memory */
+/* view() -> a writable ndarray of the current length over the buffer's own memory */
 static PyObject *buffer_view(buffer_object *self, PyObject *unused)
 {
     (void)unused;
@@ -176,7 +176,7 @@ static PyObject *buffer_view(buffer_object *self, PyObject *unused)
         strides[axis] = (npy_intp)now.strides[axis];
     }
     Py_INCREF(self->descr); /* stolen */
-    /* the strides are the buffer's: rows lie `capacity` positions apart, not `length` */
+    /* rows are `capacity` positions apart, not `length` */
     PyObject *array = PyArray_NewFromDescr(&PyArray_Type, self->descr, MLS_KV_RANK, shape,
                                            strides, now.data, NPY_ARRAY_WRITEABLE, NULL);
     if (array == NULL) {
@@ -189,7 +189,7 @@ static PyObject *buffer_view(buffer_object *self, PyObject *unused)
     return array;
 }
 
-/* fill(array): copy an array into a buffer that was made with its shape and dtype */
+/* fill(array): copy an array into the buffer; shape and dtype must be the buffer's */
 static PyObject *buffer_fill(buffer_object *self, PyObject *array)
 {
     const mlspy_state *state = state_of_type(Py_TYPE(self));
@@ -198,7 +198,8 @@ static PyObject *buffer_fill(buffer_object *self, PyObject *array)
     if (state == NULL || mlspy_view_of(state, array, "array", &source) < 0) {
         return NULL;
     }
-    source.tensor.swapped = false; /* both have one byte order: bytes are copied */
+    source.tensor.swapped =
+        false; /* both have the same byte order, so the bytes are copied unchanged */
     mls_code code;
     Py_BEGIN_ALLOW_THREADS
         pthread_mutex_lock(&self->lock);
@@ -217,8 +218,8 @@ static PyObject *buffer_fill(buffer_object *self, PyObject *array)
     Py_RETURN_NONE;
 }
 
-/* resize(length, position | None): keep `position` positions, by default as many as both
- * lengths have, and zero the rest */
+/* resize(length, position | None): keep `position` positions (default: all that both
+ * lengths have) and zero the rest */
 static PyObject *buffer_resize(buffer_object *self, PyObject *args)
 {
     const mlspy_state *state = state_of_type(Py_TYPE(self));
@@ -236,7 +237,7 @@ static PyObject *buffer_resize(buffer_object *self, PyObject *args)
     }
     Py_BEGIN_ALLOW_THREADS
         pthread_mutex_lock(&self->lock);
-        /* decided under the lock: another thread may have changed the length just now */
+        /* computed under the lock, because another thread may change the length */
         if (keeps_all) {
             position = length < self->buffer.length ? length : self->buffer.length;
         }
@@ -250,7 +251,7 @@ static PyObject *buffer_resize(buffer_object *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* reserve(capacity): the rows move apart; refused while a view is alive */
+/* reserve(capacity): raise the capacity; refused while a view exists */
 static PyObject *buffer_reserve(buffer_object *self, PyObject *args)
 {
     const mlspy_state *state = state_of_type(Py_TYPE(self));
@@ -264,7 +265,8 @@ static PyObject *buffer_reserve(buffer_object *self, PyObject *args)
     }
     Py_BEGIN_ALLOW_THREADS
         pthread_mutex_lock(&self->lock);
-        /* asked under the lock: no lease can be taken between this and the move */
+        /* checked under the lock, so no lease can be made between the check and the move
+         */
         if (self->leases > 0) {
             code =
                 mls_fail(&st, MLS_E_BUSY,
@@ -282,7 +284,7 @@ static PyObject *buffer_reserve(buffer_object *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* (layers, heads, length, head_dim, capacity), all of one moment */
+/* (layers, heads, length, head_dim, capacity), read under one lock */
 static PyObject *buffer_extent(buffer_object *self, PyObject *unused)
 {
     (void)unused;
@@ -294,14 +296,14 @@ static PyObject *buffer_extent(buffer_object *self, PyObject *unused)
                          (Py_ssize_t)now.capacity);
 }
 
-/* The descriptor that the buffer was made with, and that its views have. */
+/* Return the descriptor of the buffer and its views. */
 static PyObject *buffer_dtype(buffer_object *self, void *unused)
 {
     (void)unused;
     return Py_NewRef((PyObject *)self->descr);
 }
 
-/* mlstate/kv/__init__.py is the only caller; it holds the public names and their checks. */
+/* Called by mlstate/kv/__init__.py only, which has the public names and their checks. */
 static PyMethodDef buffer_methods[] = {
     {"view", (PyCFunction)(void (*)(void))buffer_view, METH_NOARGS,
      "view($self, /)\n--\n\nThe cache as it is now, as an ndarray."},
@@ -317,7 +319,7 @@ static PyMethodDef buffer_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-/* Read-only: the dtype of a buffer never changes. */
+/* Read-only, because a buffer's dtype never changes. */
 static PyGetSetDef buffer_properties[] = {
     {"dtype", (getter)(void (*)(void))buffer_dtype, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
@@ -335,8 +337,8 @@ static PyType_Slot buffer_slots[] = {
     {0, NULL},
 };
 
-/* No subclasses, and no garbage collection: a buffer refers to a descriptor and nothing
- * else, so it can be in no cycle. */
+/* No subclasses and no garbage collection: a buffer refers only to a descriptor, so it
+ * cannot be part of a cycle. */
 static PyType_Spec buffer_spec = {
     .name = "mlstate._core.KVBuffer",
     .basicsize = sizeof(buffer_object),
@@ -344,13 +346,14 @@ static PyType_Spec buffer_spec = {
     .slots = buffer_slots,
 };
 
-/* Nothing but a life: a lease has neither methods nor a constructor. */
+/* A lease has no methods and no constructor. */
 static PyType_Slot lease_slots[] = {
     {Py_tp_dealloc, (void *)lease_dealloc},
     {0, NULL},
 };
 
-/* Made by take_lease only; it refers to a buffer, so it is in no cycle either. */
+/* Only take_lease makes leases. A lease refers only to a buffer, so it cannot be part of
+ * a cycle. */
 static PyType_Spec lease_spec = {
     .name = "mlstate._core.KVLease",
     .basicsize = sizeof(lease_object),
@@ -359,7 +362,7 @@ static PyType_Spec lease_spec = {
     .slots = lease_slots,
 };
 
-/* The lease's type is not added to the module: it has no name for users. */
+/* The lease's type is not added to the module, because users need no name for it. */
 int mlspy_kv_buffer_add(PyObject *module)
 {
     mlspy_state *state = mlspy_state_of(module);

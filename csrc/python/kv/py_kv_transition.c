@@ -1,43 +1,43 @@
-/* py_kv: KV-cache transitions and masks.  The public names and their docstrings are in
- * mlstate/kv/__init__.py; these take positional arguments only.
+/* py_kv_transition: KV-cache transitions and masks. The public names and their docstrings
+ * are in mlstate/kv/__init__.py; these functions take positional arguments only.
  *
- * A transition goes through fixed steps: view the source, take the numbers and check
- * them, find or make the target, encode the padding, move.  Nothing is allocated before
- * the request was checked, and nothing can fail once the target is written to, so that a
- * caller who passed `out` keeps it untouched on every error.
+ * The steps of a transition are: view the source, read and check the numbers, find or
+ * allocate the target, encode the padding, move. Nothing is allocated before the request
+ * was checked, and nothing can fail after the first write to the target, so that a
+ * caller's `out` is untouched on every error.
  */
 #include "common/args.h"
 #include "common/array_view.h"
 #include "common/errors.h"
 #include "common/gil.h"
-#include "kv/kv_bindings.h"
 #include "common/module_state.h"
+#include "kv/kv_bindings.h"
 
-#include "kv/kv_transition.h"
-#include "kv/attention_mask.h"
 #include "base/memory.h"
+#include "kv/attention_mask.h"
+#include "kv/kv_transition.h"
 
 #include <inttypes.h>
 
-/* Fresh zeroed memory of this size comes as untouched pages of its own, so padding with
- * zeros is a matter of not touching them; below, the allocator may have to clear it. */
+/* Zeroed memory of at least this size consists of untouched pages, so zero padding needs
+ * no write. Below this size the allocator may have to clear the memory. */
 enum { UNTOUCHED_BYTES = 32 << 20 };
 
 /* ---- transitions ---- */
 
-/* Everything one transition needs; released by transition_fini. */
+/* State of one transition; released by transition_fini. */
 typedef struct transition {
     mls_kv_request request;
     mlspy_view source, target;
-    double pad_value; /* of the positions behind the tokens */
+    double pad_value; /* value of the positions after the tokens */
     bool low_memory;
-    bool is_zeroed;       /* it reads as zeros already */
-    mls_kv_memory memory; /* the target's */
+    bool is_zeroed;       /* the target reads as zeros already */
+    mls_kv_memory memory; /* state of the target's memory */
     PyObject *result;
 } transition;
 
-/* Release what a transition holds, at whatever step it stopped: it starts zeroed, and
- * what was not reached has no owner. */
+/* Release a transition at any step. It starts zeroed, so members of later steps are
+ * empty. */
 static void transition_fini(transition *t)
 {
     mlspy_view_release(&t->source);
@@ -45,7 +45,7 @@ static void transition_fini(transition *t)
     Py_CLEAR(t->result);
 }
 
-/* What users pass, for the core's messages. */
+/* The public parameter names, for the core's messages. */
 static const mls_kv_names parameter_names = {
     .source = "source_state",
     .target = "out",
@@ -57,8 +57,8 @@ static const mls_mask_names mask_parameter_names = {.seq_length = "seq_length",
                                                     .attention_size = "attention_size",
                                                     .position = "current_position"};
 
-/* View the source, take the numbers, check both.  No position means a full source; of
- * another rank none is taken, since the check refuses that anyway. */
+/* View the source, read the numbers, check both. Without a position the source is full.
+ * The position is left at 0 if the rank is wrong, since the check then fails anyway. */
 static int take_request(const mlspy_state *state, PyObject *const *args, transition *t)
 {
     mls_status st;
@@ -85,16 +85,16 @@ static int take_request(const mlspy_state *state, PyObject *const *args, transit
     return mlspy_take_double(args[3], "pad_value", &t->pad_value);
 }
 
-/* What the result of a transition shall be: its dtype in the core, and the descriptor to
- * allocate it with.  The result for a foreign source, which NumPy may have no dtype for,
- * is unsigned integers that hold its bits; the integration gives them their name. */
+/* The dtype of a result and the descriptor to allocate it with. If the source is not an
+ * ndarray, NumPy may have no dtype for it: the result is then unsigned integers with the
+ * same bits, and the integration converts them. */
 typedef struct result_kind {
     mls_dtype dtype;
     PyArray_Descr *descr; /* strong reference */
 } result_kind;
 
-/* A new ndarray of the target's shape.  Zeroed ones above UNTOUCHED_BYTES stay untouched
- * where nothing is written. */
+/* Allocate an ndarray of the target's shape. A zeroed one of at least UNTOUCHED_BYTES
+ * stays untouched except where tokens are written. */
 static int allocate_target(const mlspy_state *state, const result_kind *kind,
                            transition *t)
 {
@@ -103,7 +103,7 @@ static int allocate_target(const mlspy_state *state, const result_kind *kind,
     mls_tensor wanted = t->source.tensor;
     mls_status st;
     wanted.shape[MLS_KV_AXIS] = (size_t)t->request.target_length;
-    /* NumPy would refuse what memory cannot hold too, but not in these words */
+    /* NumPy would refuse too large a shape with a less helpful message */
     if (mls_tensor_init(&wanted, NULL, kind->dtype, MLS_KV_RANK, wanted.shape, &st) !=
         MLS_OK) {
         mlspy_raise(state, &st, NULL);
@@ -114,10 +114,10 @@ static int allocate_target(const mlspy_state *state, const result_kind *kind,
         shape[axis] = (npy_intp)wanted.shape[axis];
     }
     t->memory = MLS_KV_FRESH;
-    /* a zero pad without a sign is stored as bits 0 in every dtype; -0.0 is not */
+    /* +0.0 is all zero bits in every dtype; -0.0 is not */
     t->is_zeroed =
         t->pad_value == 0.0 && !signbit(t->pad_value) && bytes >= UNTOUCHED_BYTES;
-    Py_INCREF(kind->descr); /* both calls steal it */
+    Py_INCREF(kind->descr); /* both calls steal a reference */
     t->result = t->is_zeroed ? PyArray_Zeros(MLS_KV_RANK, shape, kind->descr, 0)
                              : PyArray_Empty(MLS_KV_RANK, shape, kind->descr, 0);
     if (t->result == NULL) {
@@ -130,11 +130,11 @@ static int allocate_target(const mlspy_state *state, const result_kind *kind,
     return mlspy_view_writable(state, t->result, "the new state", &t->target);
 }
 
-/* Decide `out` for a source that is no ndarray, from a dtype's name or None.  Names only:
- * NumPy may have no descriptor to hand over. */
+/* Set `out` for a source that is not an ndarray, from a dtype's name or None. A name,
+ * because NumPy may have no descriptor. */
 static int foreign_kind(const mlspy_state *state, PyObject *dtype, result_kind *out)
 {
-    /* by item size; every type of the core has one of these */
+    /* by item size; covers every dtype of the core */
     static const int unsigned_of[] = {
         [1] = NPY_UINT8, [2] = NPY_UINT16, [4] = NPY_UINT32, [8] = NPY_UINT64};
     Py_ssize_t length = 0;
@@ -152,7 +152,7 @@ static int foreign_kind(const mlspy_state *state, PyObject *dtype, result_kind *
     return out->descr == NULL ? -1 : 0;
 }
 
-/* Decide `out`, whose dtype is the source's to begin with, from the caller's `dtype`. */
+/* Set `out` from the caller's `dtype`; None means the source's dtype. */
 static int take_kind(const mlspy_state *state, PyObject *source, PyObject *dtype,
                      const transition *t, result_kind *out)
 {
@@ -171,7 +171,7 @@ static int take_kind(const mlspy_state *state, PyObject *source, PyObject *dtype
             return -1;
         }
     }
-    /* only the dtypes can differ between these two: the shapes are the source's */
+    /* the shapes are equal, so only the dtypes are checked */
     mls_tensor target = t->source.tensor;
     target.dtype = out->dtype;
     if (mls_copy_check(&target, &t->source.tensor, "dtype", &st) != MLS_OK) {
@@ -182,8 +182,8 @@ static int take_kind(const mlspy_state *state, PyObject *source, PyObject *dtype
     return 0;
 }
 
-/* The dtype of the core that a user means.  Its own names are taken as they are: no
- * descriptor is needed here, and NumPy may have none. */
+/* Convert the caller's dtype to a core dtype. The core's own names need no descriptor,
+ * which NumPy may not have. */
 static int take_dtype(const mlspy_state *state, PyObject *object, mls_dtype *out)
 {
     Py_ssize_t length = 0;
@@ -200,8 +200,8 @@ static int take_dtype(const mlspy_state *state, PyObject *object, mls_dtype *out
     return descr == NULL ? -1 : 0;
 }
 
-/* Point the transition at the caller's `out`, or at a new array.  Everything that can be
- * wrong with `out` is found here, before anything is written to it. */
+/* Set the target to the caller's `out` or a new array. All errors in `out` are found
+ * here, before it is written to. */
 static int take_target(const mlspy_state *state, PyObject *source, PyObject *dtype,
                        PyObject *out, transition *t)
 {
@@ -236,8 +236,8 @@ static int take_target(const mlspy_state *state, PyObject *source, PyObject *dty
     return -1;
 }
 
-/* Encode the padding and move.  The views hold references, so that the memory stays where
- * it is while other threads run. */
+/* Encode the padding and move. The views hold references, so the memory stays valid while
+ * other threads run. */
 static int run_transition(const mlspy_state *state, transition *t)
 {
     mls_status st;
@@ -248,7 +248,7 @@ static int run_transition(const mlspy_state *state, transition *t)
         return -1;
     }
     (void)mls_tensor_bytes(&t->target.tensor, &bytes);
-    /* short moves are over before another thread could take the GIL */
+    /* a short move ends before another thread could acquire the GIL */
     PyThreadState *released = bytes >= MLSPY_RELEASE_BYTES ? PyEval_SaveThread() : NULL;
     mls_kv_move(state->kernels, state->pool, &t->target.tensor, &t->source.tensor,
                 (size_t)t->request.position, t->is_zeroed ? NULL : &pad, t->memory);
@@ -258,19 +258,22 @@ static int run_transition(const mlspy_state *state, transition *t)
     return 0;
 }
 
-/* Nothing to do: same length, every position in use, nothing else asked for.  The source
- * is the result then: a caller who wants a copy says so with `out`. */
+/* Return whether nothing has to be done: same length, every position in use, no `dtype`,
+ * no `out`. The result is then the source itself; a caller that wants a copy passes
+ * `out`. */
 static bool is_identity(const transition *t, PyObject *dtype, PyObject *out)
 {
-    /* compacting never gives the source itself, nor does any `out` or dtype */
+    /* compacting never returns the source itself */
     const int64_t length = (int64_t)t->source.tensor.shape[MLS_KV_AXIS];
     return t->request.kind == MLS_KV_EXPAND && dtype == Py_None && out == Py_None &&
            t->request.target_length == length && t->request.position == length;
 }
 
 /* kv_move(source, target_length, position | None, pad_value, dtype | None, out | None,
- *         low_memory, compact) -> ndarray, `out`, or the source itself; for a source that
- * is no ndarray, `dtype` is a name and the result unsigned integers */
+ *         low_memory, compact) -> ndarray, `out`, or the source itself
+ *
+ * If the source is not an ndarray, `dtype` is a name and the result is unsigned integers.
+ */
 static PyObject *kv_move(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of(module);
@@ -293,13 +296,14 @@ static PyObject *kv_move(PyObject *module, PyObject *const *args, Py_ssize_t cou
     return result;
 }
 
-/* The dimensions in a sequence of non-negative integers.  -1 with an exception set.  More
- * than four are refused in time, fewer by the check of the request. */
+/* Read the dimensions from a sequence of non-negative integers. Returns -1 with an
+ * exception set. Refuses more than MLS_MAX_RANK of them; the check of the request refuses
+ * any number but 4. */
 static int take_shape(const mlspy_state *state, PyObject *object, const char *what,
                       int *rank, size_t *shape)
 {
     mls_status st;
-    /* a tuple of our own: an item's __index__ may change the caller's list */
+    /* a copy, because an item's __index__ may change the caller's list */
     PyObject *items = PySequence_Tuple(object);
     if (items == NULL) {
         return -1;
@@ -330,7 +334,7 @@ static int take_shape(const mlspy_state *state, PyObject *object, const char *wh
 
 /* kv_check(shape, target_length, position, compact) -> None, or the error of kv_move
  *
- * For callers that must know before they have an array, or whose array is elsewhere. */
+ * For callers that check before they have an array, or whose array is elsewhere. */
 static PyObject *kv_check(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of(module);
@@ -356,7 +360,7 @@ static PyObject *kv_check(PyObject *module, PyObject *const *args, Py_ssize_t co
 
 /* kv_check_shapes(source_shape, target_shape, compact) -> None
  *
- * Without a position: what the shapes alone rule out. */
+ * Checks only the shapes, without a position. */
 static PyObject *kv_check_shapes(PyObject *module, PyObject *const *args,
                                  Py_ssize_t count)
 {
@@ -383,14 +387,14 @@ static PyObject *kv_check_shapes(PyObject *module, PyObject *const *args,
 
 /* ---- masks ---- */
 
-/* What a mask call asks for. */
+/* Arguments of a mask call. */
 typedef struct mask_request {
     int64_t seq_length, attention_size, position;
-    size_t rows, first_row; /* written: all of them, or only that of `position` */
+    size_t rows, first_row; /* rows to write: all, or the one of `position` */
     double fill;            /* at masked positions */
 } mask_request;
 
-/* Take and check the numbers of a mask; `decode` asks for the row `position` alone. */
+/* Read and check the numbers of a mask. `decode` requests only the row `position`. */
 static int take_mask(const mlspy_state *state, PyObject *const *args, mask_request *m)
 {
     mls_status st;
@@ -405,14 +409,14 @@ static int take_mask(const mlspy_state *state, PyObject *const *args, mask_reque
         mlspy_raise(state, &st, NULL);
         return -1;
     }
-    /* decoding makes one token at a time and needs its row alone */
+    /* decoding produces one token at a time and needs its row only */
     m->rows = decode ? 1 : (size_t)m->seq_length;
     m->first_row = decode ? (size_t)m->position : 0;
     return mlspy_take_double(args[4], "fill", &m->fill);
 }
 
-/* New reference to an array for a mask, refused where memory could not hold it.  The two
- * leading dimensions are 1 and do not count. */
+/* Return a new array for a mask, or fail if it exceeds the address space. The two leading
+ * dimensions are 1. */
 static PyObject *new_mask(const mlspy_state *state, PyObject *dtype, npy_intp *shape)
 {
     mls_dtype wanted;
@@ -430,8 +434,8 @@ static PyObject *new_mask(const mlspy_state *state, PyObject *dtype, npy_intp *s
     return PyArray_Empty(4, shape, descr, 0); /* steals the descriptor */
 }
 
-/* New reference to the mask to write: `out` once it is known to fit, or a new array.  On
- * failure there is no view either. */
+/* Return a new reference to the mask to write: `out` after a check, or a new array. On
+ * failure `view` is released. */
 static PyObject *mask_target(const mlspy_state *state, PyObject *dtype, PyObject *out,
                              const mask_request *m, mlspy_view *view)
 {
@@ -447,7 +451,7 @@ static PyObject *mask_target(const mlspy_state *state, PyObject *dtype, PyObject
         return NULL;
     }
     mls_status st;
-    /* an `out` must have this shape exactly; a new array passes by construction */
+    /* `out` must have exactly this shape; a new array always has it */
     mls_tensor wanted = view->tensor;
     wanted.rank = 4;
     for (int axis = 0; axis < 4; axis++) {
@@ -468,8 +472,8 @@ static PyObject *mask_target(const mlspy_state *state, PyObject *dtype, PyObject
 
 /* kv_mask(seq_length, attention_size, position, dtype, fill, out | None, decode)
  *
- * The fill is encoded once, before the first element is written: one that the dtype
- * cannot hold leaves `out` as it was. */
+ * The fill is encoded before the first element is written, so `out` is unchanged if the
+ * dtype cannot hold it. */
 static PyObject *kv_mask(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of(module);

@@ -1,11 +1,11 @@
 /* py_mlpackage: the states of Core ML packages as plain Python data.
  *
- * Both functions give (default, [(function, [(state, dtype, shape), ...]), ...]), where
- * `default` is an index or None.  mlstate/coreml/__init__.py makes the public objects of
- * it.
+ * Both functions return (default, [(function, [(state, dtype, shape), ...]), ...]).
+ * `default` is an index or None. mlstate/coreml/__init__.py converts the result to public
+ * objects.
  *
- * The core's package is turned into Python objects at once and released: nothing of it
- * outlives the call, so no object has to own it.
+ * The core's package is converted to Python objects and released before the call returns,
+ * so no Python object owns it.
  */
 #include "common/errors.h"
 #include "common/module_state.h"
@@ -13,13 +13,13 @@
 
 #include "coreml/mlpackage.h"
 
-/* New reference to a str.  The core checked the UTF-8, so only memory can be missing. */
+/* Return a new str. The core has checked the UTF-8, so only a lack of memory can fail. */
 static PyObject *name_object(mls_str name)
 {
     return PyUnicode_DecodeUTF8(name.data, (Py_ssize_t)name.length, NULL);
 }
 
-/* New reference to a tuple of int. */
+/* Return a new tuple of int. */
 static PyObject *shape_object(const mls_ml_state *state)
 {
     PyObject *shape = PyTuple_New(state->rank);
@@ -34,7 +34,7 @@ static PyObject *shape_object(const mls_ml_state *state)
     return shape;
 }
 
-/* (name, dtype, shape); a NULL from a part makes the whole NULL. */
+/* Return (name, dtype, shape), or NULL if a part fails. */
 static PyObject *state_object(const mls_ml_state *state)
 {
     PyObject *name = name_object(state->name);
@@ -68,7 +68,8 @@ static PyObject *function_object(const mls_mlpackage *package,
     return result;
 }
 
-/* The whole, as the head of this file shows it.  The format "N" takes the list over. */
+/* Return the whole result, as described at the top of this file. "N" takes the reference
+ * to the list. */
 static PyObject *package_object(const mls_mlpackage *package)
 {
     PyObject *functions = PyList_New((Py_ssize_t)package->function_count);
@@ -89,9 +90,9 @@ static PyObject *package_object(const mls_mlpackage *package)
     return Py_BuildValue("(nN)", (Py_ssize_t)package->default_function, functions);
 }
 
-/* A status or a package, whichever the core gave; consumes the package. */
-static PyObject *finish(PyObject *module, mls_code code, const mls_status *st,
-                        mls_mlpackage *package, PyObject *path)
+/* Raise the status, or convert and release the package. */
+static PyObject *finish_package(PyObject *module, mls_code code, const mls_status *st,
+                                mls_mlpackage *package, PyObject *path)
 {
     if (code != MLS_OK) {
         return mlspy_raise(mlspy_state_of(module), st, path);
@@ -101,7 +102,7 @@ static PyObject *finish(PyObject *module, mls_code code, const mls_status *st,
     return result;
 }
 
-/* read_mlpackage(path): str, bytes or os.PathLike. */
+/* read_mlpackage(path): `path` is str, bytes or os.PathLike. */
 static PyObject *read_mlpackage(PyObject *module, PyObject *path)
 {
     PyObject *encoded = NULL;
@@ -116,19 +117,19 @@ static PyObject *read_mlpackage(PyObject *module, PyObject *path)
         ;
         code = mls_mlpackage_read(name, &package, &st);
     Py_END_ALLOW_THREADS;
-    PyObject *shown = PyOS_FSPath(path); /* what the exception's `path` says */
+    PyObject *shown = PyOS_FSPath(path); /* the exception's `path` */
     Py_DECREF(encoded);
     if (shown == NULL) {
         mls_mlpackage_fini(&package);
         return NULL;
     }
-    PyObject *result = finish(module, code, &st, &package, shown);
+    PyObject *result = finish_package(module, code, &st, &package, shown);
     Py_DECREF(shown);
     return result;
 }
 
-/* parse_mlspec(data): anything with a contiguous buffer of bytes.  Only the model's
- * description is looked at, and copied first: short enough to keep the GIL. */
+/* parse_mlspec(data): `data` is a contiguous buffer of bytes. Only the model's
+ * description is read, after a copy; it is short, so the GIL stays held. */
 static PyObject *parse_mlspec(PyObject *module, PyObject *data)
 {
     Py_buffer buffer;
@@ -140,7 +141,7 @@ static PyObject *parse_mlspec(PyObject *module, PyObject *data)
     const mls_code code =
         mls_mlpackage_parse(buffer.buf, (size_t)buffer.len, &package, &st);
     PyBuffer_Release(&buffer);
-    return finish(module, code, &st, &package, NULL);
+    return finish_package(module, code, &st, &package, NULL);
 }
 
 PyMethodDef mlspy_mlpackage_methods[] = {

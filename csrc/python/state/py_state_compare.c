@@ -1,9 +1,8 @@
-/* py_state: two state dicts compared: names, shapes, dtypes, elements.  The public names
- * and their docstrings are in mlstate/state/__init__.py; these take positional arguments
- * only.
+/* py_state_compare: compares two state dicts: names, shapes, dtypes, elements. The public
+ * functions are in mlstate/state; these take positional arguments only.
  *
- * Cheap questions come first everywhere: names before shapes, shapes before elements, and
- * the answer that nearly all callers get (nothing differs) before any list is made.
+ * Cheap checks come first: names before shapes, shapes before elements. The most frequent
+ * result (no difference) is found before any list is created.
  */
 #include "state/py_state_compare.h"
 
@@ -21,18 +20,19 @@
 
 /* ---- quick answers ----
  *
- * No items are taken here: the first dict is walked as it is, with a reference to what is
- * being looked at.  A dict that changes meanwhile gives an answer about either state.
+ * These iterate over the first dict directly, with a reference to the current entry,
+ * instead of taking a snapshot. If a dict changes meanwhile, the result refers to either
+ * version.
  */
 
-/* What is asked of each entry of the first dict: 1 yes, 0 no, -1 with an exception set.
+/* A check of one entry of the first dict: returns 1 yes, 0 no, -1 with an exception set.
  */
-typedef int (*entry_question)(const mlspy_state *state, PyObject *key, PyObject *value,
-                              mlspy_finder *other);
+typedef int (*entry_check)(const mlspy_state *state, PyObject *key, PyObject *value,
+                           mlspy_finder *other);
 
-/* Whether the answer is yes for all entries of `dict`. */
-static int ask_all(const mlspy_state *state, PyObject *dict, PyObject *other,
-                   entry_question ask)
+/* Returns whether the check holds for all entries of `dict`. */
+static int check_all_entries(const mlspy_state *state, PyObject *dict, PyObject *other,
+                             entry_check ask)
 {
     mlspy_finder finder = {.dict = other, .in_step = true};
     int answer = 1;
@@ -40,7 +40,7 @@ static int ask_all(const mlspy_state *state, PyObject *dict, PyObject *other,
     PyObject *key, *value;
     Py_ssize_t at = 0;
     while (answer == 1 && PyDict_Next(dict, &at, &key, &value)) {
-        /* the lookup may run code that drops the entry */
+        /* the lookup may run code that removes the entry */
         Py_INCREF(key);
         Py_INCREF(value);
         answer = ask(state, key, value, &finder);
@@ -51,10 +51,11 @@ static int ask_all(const mlspy_state *state, PyObject *dict, PyObject *other,
     return answer;
 }
 
-/* Ask about two dicts, after a look at the arguments.  Where both must have the same
- * names, lengths decide first: then it is enough to find all of the one in the other. */
-static PyObject *ask_two(PyObject *module, const char *name, PyObject *const *args,
-                         Py_ssize_t count, bool same_length, entry_question ask)
+/* Parses two dicts and checks all entries. If both must have the same names, lengths are
+ * compared first; then it is enough to find all names of one in the other. */
+static PyObject *check_two_dicts(PyObject *module, const char *name,
+                                 PyObject *const *args, Py_ssize_t count,
+                                 bool same_length, entry_check ask)
 {
     if (mlspy_take_count(name, 2, count) < 0 || mlspy_take_dict(args[0], "state1") < 0 ||
         mlspy_take_dict(args[1], "state2") < 0) {
@@ -63,12 +64,12 @@ static PyObject *ask_two(PyObject *module, const char *name, PyObject *const *ar
     if (same_length && PyDict_GET_SIZE(args[0]) != PyDict_GET_SIZE(args[1])) {
         Py_RETURN_FALSE;
     }
-    const int answer = ask_all(mlspy_state_of(module), args[0], args[1], ask);
+    const int answer = check_all_entries(mlspy_state_of(module), args[0], args[1], ask);
     return answer < 0 ? NULL : PyBool_FromLong(answer);
 }
 
-/* Look a name up; one that is no str is refused.  1 and a new reference, 0, or -1 with an
- * exception set. */
+/* Looks a name up; refuses a key that is not a str. Returns 1 with a new reference, 0, or
+ * -1 with an exception set. */
 static int find_name(mlspy_finder *other, PyObject *key, PyObject **found)
 {
     if (!PyUnicode_Check(key)) {
@@ -79,7 +80,7 @@ static int find_name(mlspy_finder *other, PyObject *key, PyObject **found)
     return mlspy_find(other, key, found);
 }
 
-/* Is there an entry of that name? */
+/* Check: the other dict has the name. */
 static int has_name(const mlspy_state *state, PyObject *key, PyObject *value,
                     mlspy_finder *other)
 {
@@ -96,11 +97,11 @@ static int has_name(const mlspy_state *state, PyObject *key, PyObject *value,
 static PyObject *state_keys_match(PyObject *module, PyObject *const *args,
                                   Py_ssize_t count)
 {
-    return ask_two(module, "state_keys_match", args, count, true, has_name);
+    return check_two_dicts(module, "state_keys_match", args, count, true, has_name);
 }
 
-/* Whether two attributes are the same tuple of plain ints.  Running no code of others,
- * and raising nothing, is the point: what is anything else is looked at in full. */
+/* Returns whether two attributes are equal tuples of plain ints. Runs no foreign code and
+ * raises nothing; for other objects it returns false, and the caller compares in full. */
 static bool same_sizes(PyObject *a, PyObject *b)
 {
     if (!PyTuple_Check(a) || !PyTuple_Check(b) ||
@@ -117,9 +118,9 @@ static bool same_sizes(PyObject *a, PyObject *b)
     return true;
 }
 
-/* Whether two tensors, of torch for one, have the same shape and, where `dtypes`, the
- * very same object as dtype: false where that takes a second look.  Most of the time goes
- * into the tensors' making of the two shapes. */
+/* Returns whether two tensors (of torch, for example) have the same shape and, if
+ * `dtypes`, the identical dtype object. False means that a full comparison is needed.
+ * Most of the time is spent in the tensors' creation of the shapes. */
 static bool same_attributes(const mlspy_state *state, PyObject *a, PyObject *b,
                             bool dtypes)
 {
@@ -136,8 +137,8 @@ static bool same_attributes(const mlspy_state *state, PyObject *a, PyObject *b,
     return same;
 }
 
-/* The shapes of two arrays that can only be asked for them.  Items without keys do: facts
- * need the value, and the name for errors. */
+/* Compares the shapes of two arrays through their attributes. The items have no keys:
+ * metadata needs only the value, and the name for errors. */
 static int same_facts(const mlspy_state *state, PyObject *key, PyObject *a, PyObject *b)
 {
     mlspy_item one = {.value = a}, other = {.value = b};
@@ -153,7 +154,7 @@ static int same_facts(const mlspy_state *state, PyObject *key, PyObject *a, PyOb
     return same;
 }
 
-/* Is there an array of that name and shape? */
+/* Check: the other dict has an array with this name and shape. */
 static int has_shape(const mlspy_state *state, PyObject *key, PyObject *value,
                      mlspy_finder *other)
 {
@@ -163,7 +164,7 @@ static int has_shape(const mlspy_state *state, PyObject *key, PyObject *value,
         return there;
     }
     int same;
-    /* no facts are taken where NumPy has both shapes at hand */
+    /* for ndarrays both shapes are directly accessible */
     if (PyArray_Check(value) && PyArray_Check(found)) {
         same = PyArray_SAMESHAPE((PyArrayObject *)value, (PyArrayObject *)found) ? 1 : 0;
     } else {
@@ -175,14 +176,15 @@ static int has_shape(const mlspy_state *state, PyObject *key, PyObject *value,
     return same;
 }
 
-/* state_shapes_match(a, b) -> whether b has all tensors of a in the same shapes */
+/* state_shapes_match(a, b) -> whether b has all tensors of a with the same shapes */
 static PyObject *state_shapes_match(PyObject *module, PyObject *const *args,
                                     Py_ssize_t count)
 {
-    return ask_two(module, "state_shapes_match", args, count, false, has_shape);
+    return check_two_dicts(module, "state_shapes_match", args, count, false, has_shape);
 }
 
-/* Whether two dtypes of NumPy are sure to have one name: byte orders do not count. */
+/* Returns whether two NumPy dtypes certainly have the same name; byte orders are ignored.
+ */
 static bool same_descr(PyArrayObject *a, PyArrayObject *b)
 {
     mls_dtype one, other;
@@ -191,8 +193,8 @@ static bool same_descr(PyArrayObject *a, PyArrayObject *b)
             mlspy_dtype_of_descr(PyArray_DESCR(b), &other) && one == other);
 }
 
-/* Is there, without a second look, an array of that name, shape and dtype?  0 is "perhaps
- * not": it sends the caller the long way, which finds the same or says what differs. */
+/* Check: the other dict certainly has an array with this name, shape and dtype. 0 means
+ * "not certain": the caller then compares in full. */
 static int has_same(const mlspy_state *state, PyObject *key, PyObject *value,
                     mlspy_finder *other)
 {
@@ -225,10 +227,9 @@ static PyObject *state_compare(PyObject *module, PyObject *const *args, Py_ssize
         mlspy_take_dict(args[1], "target") < 0) {
         return NULL;
     }
-    /* mostly nothing differs, and then nothing needs to be remembered of any pair, which
-     * would take four times as long */
+    /* usually nothing differs; storing all pairs first would take four times as long */
     const int same = PyDict_GET_SIZE(args[0]) == PyDict_GET_SIZE(args[1])
-                         ? ask_all(state, args[0], args[1], has_same)
+                         ? check_all_entries(state, args[0], args[1], has_same)
                          : 0;
     if (same != 0) {
         return same < 0 ? NULL : Py_BuildValue("([][][][])");
@@ -241,9 +242,10 @@ static PyObject *state_compare(PyObject *module, PyObject *const *args, Py_ssize
     return report;
 }
 
-/* state_missing(a, b) -> the names that a has and b lacks, as a set
+/* state_missing(a, b) -> the names in a but not in b, as a set
  *
- * `a` is taken at one moment, since looking a key up may run code that changes it. */
+ * Takes a snapshot of `a`, because a lookup may run code that changes it.
+ */
 static PyObject *state_missing(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     (void)module;
@@ -266,8 +268,8 @@ static PyObject *state_missing(PyObject *module, PyObject *const *args, Py_ssize
 
 /* ---- views of many arrays ----
  *
- * A view takes a kilobyte, most of it room for dimensions that nobody has: so they are
- * made for a batch of pairs at a time, which stays in the cache.
+ * A view takes a kilobyte, mostly for unused dimensions. So views are created in batches
+ * that fit the cache.
  */
 
 enum { BATCH = 128 };
@@ -276,13 +278,13 @@ enum { BATCH = 128 };
 typedef struct view_batch {
     size_t count;
     uint64_t bytes;      /* of one side */
-    size_t where[BATCH]; /* position of each in the mlspy_pairs */
+    size_t where[BATCH]; /* position of each pair in the mlspy_pairs */
     mls_diff_pair pairs[BATCH];
     mls_diff_result found[BATCH];
     mlspy_view views[2 * BATCH];
 } view_batch;
 
-/* Give the views back; the batch is empty then. */
+/* Releases the views and empties the batch. */
 static void batch_clear(view_batch *batch)
 {
     for (size_t i = 0; i < 2 * batch->count; i++) {
@@ -292,8 +294,8 @@ static void batch_clear(view_batch *batch)
     batch->bytes = 0;
 }
 
-/* View both arrays of pair `i` of `p`.  On failure the batch is as it was, and the views
- * of this pair are given back. */
+/* Views both arrays of pair `i` of `p`. On failure the batch is unchanged, and the views
+ * of this pair are released. */
 static int batch_add(const mlspy_state *state, const mlspy_pairs *p, size_t i,
                      view_batch *batch)
 {
@@ -307,7 +309,7 @@ static int batch_add(const mlspy_state *state, const mlspy_pairs *p, size_t i,
         mlspy_view_release(&views[0]);
         return -1;
     }
-    /* what an object said of its shape and dtype need not be what its memory is */
+    /* an object's attributes may disagree with its memory */
     if (mls_diff_check(&views[0].tensor, &views[1].tensor, &st) != MLS_OK) {
         mlspy_view_release(&views[0]);
         mlspy_view_release(&views[1]);
@@ -317,7 +319,8 @@ static int batch_add(const mlspy_state *state, const mlspy_pairs *p, size_t i,
         mlspy_raise(state, &st, NULL);
         return -1;
     }
-    (void)mls_tensor_bytes(&views[0].tensor, &bytes); /* it lies in memory, so it fits */
+    (void)mls_tensor_bytes(&views[0].tensor,
+                           &bytes); /* cannot overflow: the array is in memory */
     batch->pairs[batch->count] =
         (mls_diff_pair){.a = &views[0].tensor, .b = &views[1].tensor};
     batch->where[batch->count++] = i;
@@ -325,10 +328,10 @@ static int batch_add(const mlspy_state *state, const mlspy_pairs *p, size_t i,
     return 0;
 }
 
-/* Fill an empty batch with the pairs from `*at` on whose elements are to be compared:
- * those of one shape and dtype that are not the same object.  Those of a dtype that only
- * NumPy knows are left out where `known`, else they are an error.  `*at` is where the
- * next batch goes on; a failure empties the batch. */
+/* Fills an empty batch with pairs from `*at` on whose elements must be compared: equal
+ * shape and dtype, but not the same object. Pairs of a dtype that only NumPy knows are
+ * skipped if `known`; otherwise they are an error. Sets `*at` to the start of the next
+ * batch. A failure empties the batch. */
 static int batch_fill(const mlspy_state *state, const mlspy_pairs *p, bool known,
                       size_t *at, view_batch *batch)
 {
@@ -346,15 +349,15 @@ static int batch_fill(const mlspy_state *state, const mlspy_pairs *p, bool known
     return 0;
 }
 
-/* Kernels follow the instruction set that the module chose. */
-static const mls_diff_kernels *differ_of(const mlspy_state *state)
+/* Kernels for the instruction set that the module selected. */
+static const mls_diff_kernels *diff_kernels_of(const mlspy_state *state)
 {
     return mls_diff_of(state->kernels->cpu);
 }
 
 /* ---- differences ---- */
 
-/* Append (name, changed, size, nan, max_abs, max_rel) for each tensor that changed. */
+/* Appends (name, changed, size, nan, max_abs, max_rel) for each changed tensor. */
 static int append_changes(const mlspy_pairs *p, const view_batch *batch, PyObject *list)
 {
     for (size_t i = 0; i < batch->count; i++) {
@@ -377,14 +380,15 @@ static int append_changes(const mlspy_pairs *p, const view_batch *batch, PyObjec
     return 0;
 }
 
-/* Measure the pairs of a batch and note what changed.  The views hold their arrays while
- * the GIL is let go; others may write to them, which changes numbers and nothing else. */
+/* Compares the pairs of a batch and appends the changes. The views hold their arrays
+ * while the GIL is released. Writes by other threads meanwhile only affect the numbers.
+ */
 static int measure_batch(const mlspy_state *state, const mlspy_pairs *p,
                          view_batch *batch, PyObject *list)
 {
     mls_status st;
     PyThreadState *saved = mlspy_leave_python(batch->bytes);
-    const mls_code code = mls_diff(differ_of(state), state->pool, batch->pairs,
+    const mls_code code = mls_diff(diff_kernels_of(state), state->pool, batch->pairs,
                                    batch->count, batch->found, &st);
     mlspy_resume_python(saved);
     if (code != MLS_OK) {
@@ -394,14 +398,13 @@ static int measure_batch(const mlspy_state *state, const mlspy_pairs *p,
     return append_changes(p, batch, list);
 }
 
-/* New list of all changes.  The batch is on the heap: its views would take a large part
- * of a thread's stack. */
+/* Returns a new list of all changes. The batch is on the heap because of its size. */
 static PyObject *changes_of(const mlspy_state *state, const mlspy_pairs *p)
 {
     view_batch *batch = mls_alloc(1, sizeof *batch);
     PyObject *list = batch == NULL ? PyErr_NoMemory() : PyList_New(0);
-    /* large tensors are shared out over threads within a batch, so nothing is lost by
-     * taking one batch after the other */
+    /* threads share large tensors within a batch, so processing batches in sequence costs
+     * nothing */
     for (size_t at = 0; list != NULL && at < p->source.count;) {
         if (batch_fill(state, p, false, &at, batch) < 0 ||
             measure_batch(state, p, batch, list) < 0) {
@@ -426,8 +429,7 @@ static PyObject *state_diff(PyObject *module, PyObject *const *args, Py_ssize_t 
     PyObject *changes = changes_of(state, &p);
     PyObject *report = changes == NULL ? NULL : mlspy_pairs_report(&p, false);
     if (report != NULL) {
-        /* of the pairs of one shape and dtype, those whose elements changed are not the
-         * same */
+        /* unchanged: pairs of equal shape and dtype, minus those with changed elements */
         result = Py_BuildValue("(OOOOOn)", PyTuple_GET_ITEM(report, 0),
                                PyTuple_GET_ITEM(report, 1), PyTuple_GET_ITEM(report, 2),
                                PyTuple_GET_ITEM(report, 3), changes,
@@ -441,7 +443,7 @@ static PyObject *state_diff(PyObject *module, PyObject *const *args, Py_ssize_t 
 
 /* ---- equality ---- */
 
-/* Whether two arrays of a dtype that only NumPy knows are the same bytes. */
+/* Returns whether two arrays of a dtype that only NumPy knows have equal bytes. */
 static int same_bytes(const mlspy_state *state, const mlspy_item *a, const mlspy_item *b)
 {
     PyObject *first = mlspy_raw_bytes(state, a);
@@ -452,8 +454,8 @@ static int same_bytes(const mlspy_state *state, const mlspy_item *a, const mlspy
     return same;
 }
 
-/* Those pairs that NumPy alone knows.  Their bytes are compared: what they mean, and so
- * whether other bytes could be equal, is not known here. */
+/* Compares the pairs of dtypes that only NumPy knows, byte by byte: whether different
+ * bytes could mean equal values is unknown. */
 static int same_unknown(const mlspy_state *state, const mlspy_pairs *p)
 {
     int same = 1;
@@ -466,7 +468,7 @@ static int same_unknown(const mlspy_state *state, const mlspy_pairs *p)
     return same;
 }
 
-/* All other pairs, batch after batch, and no more of them than it takes to say no. */
+/* Compares all other pairs, batch by batch, and stops at the first difference. */
 static int same_elements(const mlspy_state *state, const mlspy_pairs *p)
 {
     view_batch *batch = mls_alloc(1, sizeof *batch);
@@ -479,8 +481,8 @@ static int same_elements(const mlspy_state *state, const mlspy_pairs *p)
         same = batch_fill(state, p, true, &at, batch) < 0 ? -1 : 1;
         if (same == 1) {
             PyThreadState *saved = mlspy_leave_python(batch->bytes);
-            same =
-                mls_diff_same(differ_of(state), state->pool, batch->pairs, batch->count);
+            same = mls_diff_same(diff_kernels_of(state), state->pool, batch->pairs,
+                                 batch->count);
             mlspy_resume_python(saved);
         }
         batch_clear(batch);
@@ -489,8 +491,8 @@ static int same_elements(const mlspy_state *state, const mlspy_pairs *p)
     return same;
 }
 
-/* Whether any dict at all holds names and arrays, and nothing else.  Errors that mean
- * "no" are swallowed; all others, such as a lack of memory, are passed on. */
+/* Returns whether an arbitrary dict holds only names and arrays. TypeError and ValueError
+ * mean "no"; other errors, such as MemoryError, are passed on. */
 static int holds_arrays(PyObject *dict)
 {
     PyObject *key, *value;
@@ -514,12 +516,12 @@ static int holds_arrays(PyObject *dict)
     return good ? 1 : -1;
 }
 
-/* Everything but the elements first: that is cheap.  A dict of something else is not
- * equal, which is no error. */
+/* Compares everything except the elements first, because that is cheap. A dict with other
+ * contents is unequal, without an error. */
 int mlspy_states_equal(const mlspy_state *state, PyObject *a, PyObject *b)
 {
     mlspy_pairs p;
-    /* different lengths need no look at any name */
+    /* different lengths decide without looking at names */
     if (PyDict_GET_SIZE(a) != PyDict_GET_SIZE(b)) {
         return 0;
     }

@@ -1,4 +1,4 @@
-/* py_state: equality of state dicts. */
+/* py_state_compare: equality of state dicts. */
 #ifndef MLSPY_PY_STATE_COMPARE_H
 #define MLSPY_PY_STATE_COMPARE_H
 
@@ -6,8 +6,8 @@
 
 #include "common/module_state.h"
 
-/* Whether two dicts have the same names, shapes, dtypes and elements: 1 or 0, -1 with an
- * exception set. */
+/* Returns 1 if two dicts have the same names, shapes, dtypes and elements, 0 if not, and
+ * -1 with an exception set. */
 int mlspy_states_equal(const mlspy_state *state, PyObject *a, PyObject *b);
 
 #endif

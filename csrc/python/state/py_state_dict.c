@@ -1,44 +1,45 @@
-/* py_statedict: StateDict, a dict whose keys are names and whose values are arrays.
+/* py_state_dict: StateDict, a dict whose keys are names and whose values are arrays.
  *
- * The arrays are the ones that were put in: nothing is copied or wrapped.  dict's own
- * methods would go round the check in `__setitem__`, so every one that adds entries is
- * here again: the constructor, update, setdefault, |, |=, copy and fromkeys.  Each takes
- * all it is given into a dict of its own first, checks that, and merges it in one step,
- * so that an error changes nothing.  What cannot be stopped is dict.__setitem__ called on
- * a state dict by name: whoever reads one in C checks again.
+ * Arrays are stored as given, neither copied nor wrapped. dict's own methods would bypass
+ * the check in `__setitem__`, so every method that adds entries is reimplemented: the
+ * constructor, update, setdefault, |, |=, copy and fromkeys. Each first collects its
+ * arguments in a temporary dict, checks that, and merges it in one step, so that an error
+ * changes nothing. An explicit call of dict.__setitem__ on a state dict cannot be
+ * prevented: C code that reads a state dict must check again.
  */
 #include "state/py_state_dict.h"
 
+#include "common/dict_items.h"
 #include "common/errors.h"
 #include "common/gil.h"
-#include "common/dict_items.h"
 #include "common/module_state.h"
 #include "state/py_state_compare.h"
 #include "state/state_bindings.h"
 
 #include <stdatomic.h>
 
-/* The dict, and what was last said about its names.  `changes` counts whatever may have
- * changed them: what is said of count n holds while the count is n and the length is the
- * same, which notices pop, popitem and clear of dict's own. */
+/* The dict, and a cached description of its names. `changes` counts operations that may
+ * have changed the names. A description made at count n is valid while the count is n and
+ * the length is unchanged; the length detects pop, popitem and clear of dict itself. */
 typedef struct statedict_object {
     PyDictObject dict;
     PyObject *description;    /* strong, or NULL */
-    uint64_t described;       /* `changes` when it was made */
-    Py_ssize_t described_len; /* the length then */
+    uint64_t described;       /* `changes` when the description was made */
+    Py_ssize_t described_len; /* the length at that time */
     _Atomic uint64_t changes;
 } statedict_object;
 
-/* The module's state from a StateDict or a subclass of it; NULL with TypeError set.
- * Asked by type: slots get no module, and no state of ours is static. */
+/* Returns the module's state from a StateDict or a subclass; NULL with TypeError set.
+ * Found through the type, because slots do not receive the module and there is no static
+ * state. */
 static const mlspy_state *state_of(PyObject *self)
 {
     PyObject *module = mlspy_module_of(Py_TYPE(self));
     return module == NULL ? NULL : mlspy_state_of(module);
 }
 
-/* Raise TensorNotFoundError; its text is the same for every way to miss a tensor.  If
- * anything fails on the way, that is the exception instead. */
+/* Raises TensorNotFoundError, with the same text for every kind of lookup. If anything
+ * fails here, that exception is set instead. */
 static void raise_missing(PyObject *self, PyObject *key)
 {
     const mlspy_state *state = state_of(self);
@@ -56,7 +57,7 @@ static void raise_missing(PyObject *self, PyObject *key)
     Py_XDECREF(name);
 }
 
-/* Whether an object is a StateDict, or of a subclass. */
+/* Returns whether an object is a StateDict or an instance of a subclass. */
 static bool is_statedict(PyObject *object)
 {
     if (!PyDict_Check(object) || PyDict_CheckExact(object)) {
@@ -67,15 +68,14 @@ static bool is_statedict(PyObject *object)
     return module != NULL;
 }
 
-/* ---- what is known of the names ---- */
+/* ---- the cached description ---- */
 
-/* Note that the names may have changed.  Called after the change, so that whoever looked
- * at the names before it has an older count. */
-static void note_change(PyObject *self)
+/* Records that the names may have changed. Must be called after the change, so that a
+ * description made before has an older count. */
+static void record_change(PyObject *self)
 {
     statedict_object *state = (statedict_object *)self;
-#if defined(Py_GIL_DISABLED) /* a count that goes back would make an old description new \
-                              */
+#if defined(Py_GIL_DISABLED) /* a lower count would revive an old description */
     atomic_fetch_add_explicit(&state->changes, 1, memory_order_release);
 #else
     const uint64_t count =
@@ -84,9 +84,10 @@ static void note_change(PyObject *self)
 #endif
 }
 
-/* The same after entries were set, with the length from before: assigning to names that
- * are there makes none, and where nobody can come in between, the length tells. */
-static void note_entries(PyObject *self, Py_ssize_t before)
+/* Like record_change, after entries were set; `before` is the length before. Assigning to
+ * existing names changes no names. With the GIL no other thread can intervene, so the
+ * length tells whether names were added. */
+static void record_entries(PyObject *self, Py_ssize_t before)
 {
 #if defined(Py_GIL_DISABLED)
     const bool changed = true;
@@ -95,12 +96,13 @@ static void note_entries(PyObject *self, Py_ssize_t before)
     const bool changed = PyDict_GET_SIZE(self) != before;
 #endif
     if (changed) {
-        note_change(self);
+        record_change(self);
     }
 }
 
-/* New reference to the description that still holds, or NULL without an exception.  On
- * free-threaded builds under a lock: else it could be freed between look and count. */
+/* Returns a new reference to the description if it is still valid, or NULL without an
+ * exception. Free-threaded builds need the lock, or the description could be freed before
+ * the reference is taken. */
 static PyObject *known_description(statedict_object *state)
 {
     PyObject *known = NULL;
@@ -114,9 +116,9 @@ static PyObject *known_description(statedict_object *state)
     return known;
 }
 
-/* The count and length are read before the names: a change in between makes the new
- * description an old one.  The one that is replaced is let go outside of the lock, as its
- * end may take time. */
+/* Reads the count and the length before the names, so that a change in between
+ * invalidates the new description. The replaced description is dropped outside the lock,
+ * because destroying it may take time. */
 PyObject *mlspy_describe_names(PyObject *dict, PyObject *(*make)(PyObject *dict))
 {
     if (!is_statedict(dict)) {
@@ -143,7 +145,7 @@ PyObject *mlspy_describe_names(PyObject *dict, PyObject *(*make)(PyObject *dict)
     return made;
 }
 
-/* ---- one entry ---- */
+/* ---- single entries ---- */
 
 /* A subclass may define __missing__, as with any dict. */
 static PyObject *missing_value(PyObject *self, PyObject *key)
@@ -172,8 +174,8 @@ static PyObject *statedict_subscript(PyObject *self, PyObject *key)
     return missing_value(self, key);
 }
 
-/* Set one entry after a look at it.  Noted on failure too: a count that is too high only
- * costs a description. */
+/* Checks and sets one entry. Calls record_entries also on failure: a count that is too
+ * high only costs a new description. */
 static int set_entry(PyObject *self, PyObject *key, PyObject *value)
 {
     PyObject *name = mlspy_check_entry(key, value);
@@ -182,21 +184,22 @@ static int set_entry(PyObject *self, PyObject *key, PyObject *value)
     }
     const Py_ssize_t before = PyDict_GET_SIZE(self);
     const int failed = PyDict_SetItem(self, name, value);
-    note_entries(self, before);
+    record_entries(self, before);
     Py_DECREF(name);
     return failed;
 }
 
 /* self[key] = value and del self[key]
  *
- * Deleting raises the same error as looking up, and asks no __missing__, as with dict. */
+ * Deleting raises the same error as a lookup and does not call __missing__, like dict.
+ */
 static int statedict_assign(PyObject *self, PyObject *key, PyObject *value)
 {
     if (value != NULL) {
         return set_entry(self, key, value);
     }
     const int failed = PyDict_DelItem(self, key);
-    note_change(self);
+    record_change(self);
     if (failed < 0) {
         if (PyErr_ExceptionMatches(PyExc_KeyError)) {
             PyErr_Clear();
@@ -209,8 +212,9 @@ static int statedict_assign(PyObject *self, PyObject *key, PyObject *value)
 
 /* setdefault(key, default)
  *
- * Only what is going to be put in is checked: without a default that is None, an error,
- * unless the name is there. */
+ * Only a value that would be stored is checked: the missing default None is an error
+ * unless the name exists.
+ */
 static PyObject *statedict_setdefault(PyObject *self, PyObject *const *args,
                                       Py_ssize_t count)
 {
@@ -229,21 +233,21 @@ static PyObject *statedict_setdefault(PyObject *self, PyObject *const *args,
     if (name == NULL) {
         return NULL;
     }
-    /* looked up once more, since another thread may have been here in between */
+    /* looked up again, because another thread may have added it */
 #if PY_VERSION_HEX >= 0x030D0000
     (void)PyDict_SetDefaultRef(self, name, wanted, &value);
 #else
     value = Py_XNewRef(PyDict_SetDefault(self, name, wanted));
 #endif
-    note_change(self);
+    record_change(self);
     Py_DECREF(name);
     return value;
 }
 
-/* ---- many entries at once ---- */
+/* ---- many entries ---- */
 
-/* The one dict among the arguments, if that is all there is and it is walked as a dict is
- * (borrowed); else NULL. */
+/* Returns the dict among the arguments (borrowed) if it is the only argument and has
+ * dict's own iteration; otherwise NULL. */
 static PyObject *only_dict(PyObject *args, PyObject *kwargs)
 {
     PyObject *only = PyTuple_GET_SIZE(args) == 1 ? PyTuple_GET_ITEM(args, 0) : NULL;
@@ -253,13 +257,13 @@ static PyObject *only_dict(PyObject *args, PyObject *kwargs)
 }
 
 #if !defined(Py_GIL_DISABLED)
-/* Whether every entry of a dict passes without a second look.  No code of others runs, so
- * that with one lock for everything the dict is still the same afterwards. */
+/* Returns whether every entry passes the quick check. Runs no foreign code, so under the
+ * GIL the dict cannot change before the merge. */
 static bool all_plain(PyObject *dict)
 {
     PyObject *key, *value;
     Py_ssize_t at = 0;
-    /* most arrays share a few descriptors: each is looked into when it comes up */
+    /* most arrays share a few descriptors; each is checked once in a row */
     const PyArray_Descr *known = NULL;
     while (PyDict_Next(dict, &at, &key, &value)) {
         const bool same = PyUnicode_CheckExact(key) && PyUnicode_IS_COMPACT_ASCII(key) &&
@@ -276,10 +280,10 @@ static bool all_plain(PyObject *dict)
 }
 #endif
 
-/* New reference to a dict, of nobody else's, of what dict(*args, **kwargs) would hold; or
- * to the dict among the arguments where nobody can change it before it is merged.
- * `*checked` says that all entries are known to be good; NULL with an exception set. */
-static PyObject *stage(PyObject *args, PyObject *kwargs, bool *checked)
+/* Returns a new reference to a private dict with the entries of dict(*args, **kwargs), or
+ * to the given dict itself if no other code can change it before the merge. Sets
+ * `*checked` if all entries are known to be valid. Returns NULL with an exception set. */
+static PyObject *stage_entries(PyObject *args, PyObject *kwargs, bool *checked)
 {
     PyObject *only = only_dict(args, kwargs);
     *checked = false;
@@ -292,8 +296,8 @@ static PyObject *stage(PyObject *args, PyObject *kwargs, bool *checked)
     return *checked ? Py_NewRef(only) : PyDict_Copy(only);
 }
 
-/* Replace the one key at fault by the exact str `name`; the order of entries is kept by
- * making the dict anew.  Consumes `staged`. */
+/* Replaces keys of str subclasses by exact str. Rebuilds the dict to keep the order of
+ * entries. Consumes `staged`. */
 static PyObject *with_plain_names(PyObject *staged)
 {
     PyObject *result = PyDict_New();
@@ -310,7 +314,7 @@ static PyObject *with_plain_names(PyObject *staged)
     return result;
 }
 
-/* Check all entries of a dict that nobody else has; consumes it, gives one to merge. */
+/* Checks all entries of a private dict. Consumes it and returns the dict to merge. */
 static PyObject *check_staged(PyObject *staged)
 {
     PyObject *key, *value;
@@ -328,9 +332,9 @@ static PyObject *check_staged(PyObject *staged)
     return staged == NULL || plain ? staged : with_plain_names(staged);
 }
 
-/* Undo a merge that failed: the entries of `old`, if there is one, as they were, and out
- * with whatever comes after the first `kept`.  Allocates nothing; the exception that is
- * set stays set. */
+/* Undoes a failed merge: restores the entries of `old` (may be NULL), and removes all
+ * entries after the first `kept`. Allocates nothing, and keeps the exception that is set.
+ */
 static void undo_merge(PyObject *self, PyObject *old, Py_ssize_t kept)
 {
     PyObject *type, *error, *trace;
@@ -341,7 +345,7 @@ static void undo_merge(PyObject *self, PyObject *old, Py_ssize_t kept)
         PyErr_Clear();
     }
     for (Py_ssize_t i = 0; PyDict_Next(self, &at, &key, &value); i++) {
-        if (i >= kept) { /* taking an entry out moves no other one */
+        if (i >= kept) { /* deletion does not move other entries */
             Py_INCREF(key);
             if (PyDict_DelItem(self, key) < 0) {
                 PyErr_Clear();
@@ -352,8 +356,8 @@ static void undo_merge(PyObject *self, PyObject *old, Py_ssize_t kept)
     PyErr_Restore(type, error, trace);
 }
 
-/* Merge a few entries into many.  Memory can only be short for names that are new, so
- * these go first: the values that others have are still there. */
+/* Merges few entries into many. Memory can run out only for new names, so these are added
+ * first, while existing values are still unchanged. */
 static int merge_few(PyObject *self, PyObject *staged)
 {
     const Py_ssize_t before = PyDict_GET_SIZE(self);
@@ -365,8 +369,8 @@ static int merge_few(PyObject *self, PyObject *staged)
     return all_new ? 0 : PyDict_Update(self, staged);
 }
 
-/* Merge many entries.  A copy of the whole is quicker then than to look all names up
- * twice. */
+/* Merges many entries. Copying the dict is then faster than looking all names up twice.
+ */
 static int merge_many(PyObject *self, PyObject *staged)
 {
     const Py_ssize_t before = PyDict_GET_SIZE(self);
@@ -382,20 +386,22 @@ static int merge_many(PyObject *self, PyObject *staged)
     return failed;
 }
 
-/* Merge what was checked, all or nothing: dict's own way stops where memory runs out. */
+/* Merges checked entries, all or none: dict's own merge stops midway if memory runs out.
+ */
 static int merge_checked(PyObject *self, PyObject *staged)
 {
     const Py_ssize_t added = PyDict_GET_SIZE(staged);
     if (added <= 1) {
         return PyDict_Update(self, staged);
     }
-    /* a subclass that walks in its own way would be copied in that way */
+    /* PyDict_Copy would use a subclass's own iteration */
     const bool copies = Py_TYPE(self)->tp_iter == PyDict_Type.tp_iter;
     return !copies || added < PyDict_GET_SIZE(self) / 4 ? merge_few(self, staged)
                                                         : merge_many(self, staged);
 }
 
-/* Refuse a torch module or optimizer.  Some modules are iterable, but hold no pairs. */
+/* Refuses a torch module or optimizer. Some modules are iterable but do not hold pairs.
+ */
 static int refuse_torch_object(PyObject *given)
 {
     if (PyDict_Check(given) || !PyObject_HasAttrString(given, "state_dict")) {
@@ -409,9 +415,10 @@ static int refuse_torch_object(PyObject *given)
     return -1;
 }
 
-/* Add everything that dict(*args, **kwargs) would hold, or nothing.  `name` is what the
- * user called, for errors. */
-static int merge(PyObject *self, const char *name, PyObject *args, PyObject *kwargs)
+/* Adds all entries of dict(*args, **kwargs), or none. `name` is the called function, for
+ * errors. */
+static int merge_entries(PyObject *self, const char *name, PyObject *args,
+                         PyObject *kwargs)
 {
     if (PyTuple_GET_SIZE(args) > 1) {
         PyErr_Format(PyExc_TypeError, "%s expected at most 1 argument, got %zd", name,
@@ -423,7 +430,7 @@ static int merge(PyObject *self, const char *name, PyObject *args, PyObject *kwa
         return -1;
     }
     bool checked;
-    PyObject *staged = stage(args, kwargs, &checked);
+    PyObject *staged = stage_entries(args, kwargs, &checked);
     if (!checked) {
         staged = check_staged(staged);
     }
@@ -432,16 +439,16 @@ static int merge(PyObject *self, const char *name, PyObject *args, PyObject *kwa
     }
     const Py_ssize_t before = PyDict_GET_SIZE(self);
     const int failed = merge_checked(self, staged);
-    note_entries(self, before);
+    record_entries(self, before);
     Py_DECREF(staged);
     return failed;
 }
 
-/* The same for one mapping or iterable of pairs. */
-static int merge_one(PyObject *self, PyObject *other)
+/* Merges one mapping or iterable of pairs. */
+static int merge_mapping(PyObject *self, PyObject *other)
 {
     PyObject *args = PyTuple_Pack(1, other);
-    const int failed = args == NULL ? -1 : merge(self, "update", args, NULL);
+    const int failed = args == NULL ? -1 : merge_entries(self, "update", args, NULL);
     Py_XDECREF(args);
     return failed;
 }
@@ -449,18 +456,18 @@ static int merge_one(PyObject *self, PyObject *other)
 /* StateDict(mapping_or_pairs, **arrays) */
 static int statedict_init(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-    return merge(self, "StateDict", args, kwargs);
+    return merge_entries(self, "StateDict", args, kwargs);
 }
 
 /* update(mapping_or_pairs, **arrays) */
 static PyObject *statedict_update(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-    return merge(self, "update", args, kwargs) < 0 ? NULL : Py_NewRef(Py_None);
+    return merge_entries(self, "update", args, kwargs) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* ---- new ones made of old ones ---- */
+/* ---- copies ---- */
 
-/* Give `copy` the attributes of `self`: what pickle would carry over, by reference. */
+/* Copies the attributes of `self` that pickle would save, by reference. */
 static int copy_attributes(PyObject *self, PyObject *copy)
 {
     PyObject *state = PyObject_CallMethod(self, "__getstate__", NULL);
@@ -479,9 +486,8 @@ static int copy_attributes(PyObject *self, PyObject *copy)
     return done == NULL ? -1 : 0;
 }
 
-/* Set every attribute that a dict names; `names` may be None.  What is walked is a copy,
- * since the dict may be another object's own, and setting attributes runs others' code.
- */
+/* Sets every attribute that a dict names; `names` may be None. Iterates over a copy,
+ * because setting attributes runs foreign code that may change the dict. */
 static int set_attributes(PyObject *self, PyObject *names)
 {
     if (!PyDict_Check(names)) {
@@ -498,8 +504,8 @@ static int set_attributes(PyObject *self, PyObject *names)
     return failed;
 }
 
-/* __setstate__(state): what __getstate__ gave, a dict or (dict or None, slots).  Entries
- * are no part of it: pickle sets those one by one, through the check. */
+/* __setstate__(state): the result of __getstate__, a dict or (dict or None, slots).
+ * Entries are not part of it: pickle sets those one by one, with the check. */
 static PyObject *statedict_setstate(PyObject *self, PyObject *state)
 {
     int failed;
@@ -512,15 +518,16 @@ static PyObject *statedict_setstate(PyObject *self, PyObject *state)
     return failed ? NULL : Py_NewRef(Py_None);
 }
 
-/* New reference to an empty one of the same class and attributes; its __init__ does not
- * run. */
+/* Returns a new, empty instance of the same class with the same attributes; __init__ does
+ * not run. */
 static PyObject *empty_like(PyObject *self)
 {
     PyTypeObject *type = Py_TYPE(self);
     PyObject *nothing = PyTuple_New(0);
     PyObject *empty = nothing == NULL ? NULL : type->tp_new(type, nothing, NULL);
     Py_XDECREF(nothing);
-    /* a subclass may make anything in its __new__: what follows writes to a state dict */
+    /* __new__ of a subclass may return any object, so its type is checked before writing
+     */
     if (empty != NULL && (!is_statedict(empty) || PyDict_GET_SIZE(empty) != 0)) {
         PyErr_Format(PyExc_TypeError,
                      "%.100s.__new__ must give an empty state dict, got %.100s",
@@ -535,26 +542,28 @@ static PyObject *empty_like(PyObject *self)
 
 /* copy(), __copy__()
  *
- * Of the same class, with the same attributes, and with the arrays themselves. */
+ * Returns the same class with the same attributes and the same arrays.
+ */
 static PyObject *statedict_copy(PyObject *self, PyObject *unused)
 {
     (void)unused;
     PyObject *copy = empty_like(self);
-    if (copy != NULL && merge_one(copy, self) < 0) {
+    if (copy != NULL && merge_mapping(copy, self) < 0) {
         Py_CLEAR(copy);
     }
     return copy;
 }
 
-/* a | b, where either may be the state dict and the other any dict: the class is that of
- * the left state dict, the order that of dict. */
+/* a | b, where either may be the state dict and the other any dict. The class is that of
+ * the leftmost state dict; the order is dict's. */
 static PyObject *statedict_or(PyObject *left, PyObject *right)
 {
     if (!PyDict_Check(left) || !PyDict_Check(right)) {
         Py_RETURN_NOTIMPLEMENTED;
     }
     PyObject *result = empty_like(is_statedict(left) ? left : right);
-    if (result != NULL && (merge_one(result, left) < 0 || merge_one(result, right) < 0)) {
+    if (result != NULL &&
+        (merge_mapping(result, left) < 0 || merge_mapping(result, right) < 0)) {
         Py_CLEAR(result);
     }
     return result;
@@ -563,12 +572,13 @@ static PyObject *statedict_or(PyObject *left, PyObject *right)
 /* self |= mapping_or_pairs */
 static PyObject *statedict_ior(PyObject *self, PyObject *other)
 {
-    return merge_one(self, other) < 0 ? NULL : Py_NewRef(self);
+    return merge_mapping(self, other) < 0 ? NULL : Py_NewRef(self);
 }
 
 /* fromkeys(names, array): one array under many names
  *
- * By way of a plain dict, so that the class sees all entries at once in its __init__. */
+ * Builds a plain dict first, so that __init__ receives all entries at once.
+ */
 static PyObject *statedict_fromkeys(PyObject *class, PyObject *args)
 {
     PyObject *plain = PyObject_GetAttrString((PyObject *)&PyDict_Type, "fromkeys");
@@ -581,8 +591,8 @@ static PyObject *statedict_fromkeys(PyObject *class, PyObject *args)
 
 /* ---- type ---- */
 
-/* Bytes of all arrays: an array under two names counts twice.  Sizes are what the arrays
- * say, who may say anything, so the sum is guarded. */
+/* Bytes of all arrays; an array under two names counts twice. The sums are checked for
+ * overflow, because arrays may report any size. */
 static PyObject *statedict_nbytes(PyObject *self, void *unused)
 {
     (void)unused;
@@ -606,7 +616,7 @@ static PyObject *statedict_nbytes(PyObject *self, void *unused)
     return failed < 0 ? NULL : PyLong_FromUnsignedLongLong(sum);
 }
 
-/* == and !=: the order of entries does not count, everything else does. */
+/* == and !=: ignores only the order of entries. */
 static PyObject *statedict_compare(PyObject *self, PyObject *other, int how)
 {
     if ((how != Py_EQ && how != Py_NE) || !PyDict_Check(other)) {
@@ -620,14 +630,14 @@ static PyObject *statedict_compare(PyObject *self, PyObject *other, int how)
     return PyBool_FromLong((same != 0) == (how == Py_EQ));
 }
 
-/* The description holds only texts, which lead nowhere. */
+/* The description holds only texts, so it cannot be part of a cycle. */
 static int statedict_traverse(PyObject *self, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(self));
     return PyDict_Type.tp_traverse(self, visit, arg);
 }
 
-/* dict's own part frees the memory; it knows nothing of a type that is counted. */
+/* dict's dealloc frees the memory but does not drop the reference to the heap type. */
 static void statedict_dealloc(PyObject *self)
 {
     PyTypeObject *type = Py_TYPE(self);
@@ -682,7 +692,8 @@ static PyType_Spec statedict_spec = {
     .slots = statedict_slots,
 };
 
-/* Made with the module, so that every instance finds the module's state by its type. */
+/* Created from the module, so that every instance finds the module's state through its
+ * type. */
 int mlspy_statedict_add(PyObject *module)
 {
     mlspy_state *state = mlspy_state_of(module);

@@ -1,8 +1,6 @@
-/* py_load: one state dict read as a whole: loaded into another one, looked through for
- * arrays that share memory, or digested.  The
- * public names and their docstrings are in mlstate/state/__init__.py; these take
- * positional arguments only.
- */
+/* py_state_load: operations on a whole state dict: loads it into another one, finds
+ * targets that share memory, and digests it. The public functions are in mlstate/state;
+ * these take positional arguments only. */
 #include "common/args.h"
 #include "common/array_view.h"
 #include "common/dict_items.h"
@@ -18,7 +16,7 @@
 
 /* ---- loading ---- */
 
-/* What a load holds on to while the GIL is released. */
+/* Data that is held while the GIL is released. */
 typedef struct load_job {
     mlspy_view *views; /* destination and source of each pair */
     mls_load_into_pair *pairs;
@@ -26,7 +24,7 @@ typedef struct load_job {
     mls_load_into *load;
 } load_job;
 
-/* Accepts a job that job_init left half done. */
+/* Accepts a job that job_init left incomplete. */
 static void job_fini(load_job *job)
 {
     for (size_t i = 0; job->views != NULL && i < 2 * job->count; i++) {
@@ -37,7 +35,7 @@ static void job_fini(load_job *job)
     mls_free(job->pairs);
 }
 
-/* View both arrays of pair `i`, the target to be written. */
+/* Views both arrays of pair `i`; the target must be writable. */
 static int job_add(const mlspy_state *state, const mlspy_pairs *p, size_t i,
                    load_job *job)
 {
@@ -54,7 +52,7 @@ static int job_add(const mlspy_state *state, const mlspy_pairs *p, size_t i,
     return 0;
 }
 
-/* Views of all pairs that both sides have, and the checks of the core. */
+/* Views all pairs that both sides have, and runs the core's checks. */
 static int job_init(const mlspy_state *state, const mlspy_pairs *p, bool cast,
                     load_job *job)
 {
@@ -80,7 +78,7 @@ static int job_init(const mlspy_state *state, const mlspy_pairs *p, bool cast,
     return 0;
 }
 
-/* Copy all pairs, or raise before the first byte is written. */
+/* Copies all pairs, or raises before the first byte is written. */
 static int load_pairs(const mlspy_state *state, const mlspy_pairs *p, bool cast)
 {
     load_job job = {0};
@@ -95,7 +93,7 @@ static int load_pairs(const mlspy_state *state, const mlspy_pairs *p, bool cast)
     return 0;
 }
 
-/* New list of the targets that were written and are no ndarrays. */
+/* Returns a new list of the written targets that are not ndarrays. */
 static PyObject *written_tensors(const mlspy_pairs *p)
 {
     PyObject *list = PyList_New(0);
@@ -108,8 +106,8 @@ static PyObject *written_tensors(const mlspy_pairs *p)
     return list;
 }
 
-/* state_load(target, source, strict, cast) -> list when done: the targets that are no
- * ndarrays; else a tuple of what stands in the way, seen from the target: (missing,
+/* state_load(target, source, strict, cast) -> on success a list of the targets that are
+ * not ndarrays; otherwise a tuple of the differences, seen from the target: (missing,
  * unexpected, shapes, dtypes) */
 static PyObject *state_load(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
@@ -129,7 +127,8 @@ static PyObject *state_load(PyObject *module, PyObject *const *args, Py_ssize_t 
     if (refused) {
         result = mlspy_pairs_report(&p, true);
     } else {
-        result = written_tensors(&p); /* before, since nothing may fail afterwards */
+        result = written_tensors(
+            &p); /* created first, because nothing may fail after the copy */
         if (result != NULL && load_pairs(state, &p, cast != 0) < 0) {
             Py_CLEAR(result);
         }
@@ -140,23 +139,23 @@ static PyObject *state_load(PyObject *module, PyObject *const *args, Py_ssize_t 
 
 /* ---- targets that share memory ---- */
 
-/* One array that is to be filled. */
+/* One array to fill. */
 typedef struct tied_target {
     PyObject *key; /* borrowed from the list of keys */
     Py_ssize_t section;
 } tied_target;
 
-/* All targets of all sections, and where those lie that are packed. */
+/* All targets of all sections, and the address ranges of the packed ones. */
 typedef struct tied_job {
     tied_target *targets;
-    size_t *kinds; /* of each: two of one section and dtype are of one kind */
-    bool *tied;    /* of each: a later target is the same array */
+    size_t *kinds; /* for each target: section and dtype, as one number */
+    bool *tied;    /* for each target: a later target is the same array */
     mls_address_range *spans, *spare;
     size_t count, dense;
 } tied_job;
 
-/* Add one target.  Views with gaps get no span: their elements need not meet those that
- * lie between them, and they are filled one after the other, when all else is read. */
+/* Adds one target. Views with gaps get no address range: their elements may interleave
+ * without overlapping, and they are filled one after the other at the end. */
 static int tied_add(const mlspy_state *state, tied_job *job, Py_ssize_t section,
                     PyObject *key, PyObject *targets)
 {
@@ -186,7 +185,8 @@ static int tied_add(const mlspy_state *state, tied_job *job, Py_ssize_t section,
     return 0;
 }
 
-/* Sections as (keys, targets), and room for all of their targets. */
+/* Checks the sections, which are pairs (keys, targets), and allocates memory for all
+ * targets. */
 static int tied_init(PyObject *sections, tied_job *job)
 {
     size_t count = 0;
@@ -215,7 +215,6 @@ static int tied_init(PyObject *sections, tied_job *job)
     return 0;
 }
 
-/* View all targets. */
 static int tied_view(const mlspy_state *state, PyObject *sections, tied_job *job)
 {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(sections); i++) {
@@ -230,8 +229,8 @@ static int tied_view(const mlspy_state *state, PyObject *sections, tied_job *job
     return 0;
 }
 
-/* The same memory under another name of a section is filled for the last of its names;
- * all else that overlaps is an error. */
+/* Finds ties: if several names of a section have the same memory, only the last one is
+ * filled. Any other overlap is an error. */
 static int tied_find(tied_job *job)
 {
     size_t pair[2];
@@ -247,7 +246,7 @@ static int tied_find(tied_job *job)
     return -1;
 }
 
-/* [[key, ...], ...]: of each section those that are left out. */
+/* Returns [[key, ...], ...]: the keys to skip, for each section. */
 static PyObject *tied_result(const tied_job *job, Py_ssize_t sections)
 {
     PyObject *result = PyList_New(sections);
@@ -271,9 +270,10 @@ static PyObject *tied_result(const tied_job *job, Py_ssize_t sections)
 
 /* targets_tied([(keys, targets), ...]) -> [[key, ...], ...]
  *
- * Keys whose array is that of a later key too, so that nothing need be read into it.
- * ValueError where arrays share memory in any other way: they are filled at the same
- * time, and each would hold a part of the other. */
+ * Returns the keys whose array also belongs to a later key, so that they need no read.
+ * Raises ValueError if arrays share memory in any other way: they are filled at the same
+ * time, and each would contain a part of the other.
+ */
 static PyObject *targets_tied(PyObject *module, PyObject *sections)
 {
     tied_job job = {0};
@@ -292,24 +292,24 @@ static PyObject *targets_tied(PyObject *module, PyObject *sections)
 
 /* ---- digest ----
  *
- * The stream that is hashed, for each tensor in the order of the names' bytes: as 64-bit
- * little-endian numbers the length of the name, of the dtype's name, the rank and the
- * dimensions, then the name, the dtype's name, and the elements in C order.
+ * The hashed stream has for each tensor, in the order of the names' bytes: the length of
+ * the name, the length of the dtype's name, the rank and the dimensions as 64-bit
+ * little-endian numbers; then the name, the dtype's name, and the elements in C order.
  */
 
-/* By the bytes of the names, which sorts as their code points do. */
-static int by_name(const void *a, const void *b)
+/* Compares the bytes of the names, which is the order of their code points. */
+static int compare_names(const void *a, const void *b)
 {
     return mls_str_compare(((const mlspy_item *)a)->name, ((const mlspy_item *)b)->name);
 }
 
-/* Call update(bytes) with memory that stays as it is during the call. */
-static int feed(PyObject *update, const void *data, size_t bytes)
+/* Calls update(bytes) with memory that does not change during the call. */
+static int feed_bytes(PyObject *update, const void *data, size_t bytes)
 {
     if (bytes == 0) {
         return 0;
     }
-    /* read-only, though the interface wants a plain pointer */
+    /* PyBUF_READ makes it read-only, although the parameter is not const */
     PyObject *memory =
         PyMemoryView_FromMemory((char *)(uintptr_t)data, (Py_ssize_t)bytes, PyBUF_READ);
     PyObject *done = memory == NULL ? NULL : PyObject_CallOneArg(update, memory);
@@ -318,20 +318,20 @@ static int feed(PyObject *update, const void *data, size_t bytes)
     return done == NULL ? -1 : 0;
 }
 
-/* The part of the stream in front of the elements. */
+/* Feeds the part of the stream before the elements. */
 static int feed_facts(PyObject *update, const mlspy_item *item)
 {
     unsigned char head[MLS_FACTS_HEAD_MOST];
     const size_t dtype_length = strlen(item->facts.dtype);
     const size_t bytes = mls_tensor_meta_head(item->name, &item->facts, head);
-    return feed(update, head, bytes) < 0 ||
-                   feed(update, item->name.data, item->name.length) < 0 ||
-                   feed(update, item->facts.dtype, dtype_length) < 0
+    return feed_bytes(update, head, bytes) < 0 ||
+                   feed_bytes(update, item->name.data, item->name.length) < 0 ||
+                   feed_bytes(update, item->facts.dtype, dtype_length) < 0
                ? -1
                : 0;
 }
 
-/* Elements that lie scattered, or in the other byte order, are packed first. */
+/* Packs strided or byte-swapped elements first. */
 static int feed_packed(const mlspy_state *state, PyObject *update, const mls_tensor *t,
                        size_t bytes)
 {
@@ -347,18 +347,17 @@ static int feed_packed(const mlspy_state *state, PyObject *update, const mls_ten
     Py_BEGIN_ALLOW_THREADS
         mls_copy(state->kernels, &packed, t, mls_cached());
     Py_END_ALLOW_THREADS
-    const int failed = feed(update, data, bytes);
+    const int failed = feed_bytes(update, data, bytes);
     mls_free(data);
     return failed;
 }
 
-/* The elements of one tensor. */
 static int feed_elements(const mlspy_state *state, PyObject *update,
                          const mlspy_item *item)
 {
     mlspy_view view;
     size_t bytes = 0;
-    if (!mlspy_is_known(item)) { /* only NumPy knows how its elements lie */
+    if (!mlspy_is_known(item)) { /* only NumPy knows the layout of its elements */
         PyObject *raw = mlspy_raw_bytes(state, item);
         PyObject *done = raw == NULL ? NULL : PyObject_CallOneArg(update, raw);
         Py_XDECREF(raw);
@@ -368,15 +367,16 @@ static int feed_elements(const mlspy_state *state, PyObject *update,
     if (mlspy_view_item(state, item, "", false, &view) < 0) {
         return -1;
     }
-    (void)mls_tensor_bytes(&view.tensor, &bytes); /* it lies in memory, so it fits */
+    (void)mls_tensor_bytes(&view.tensor,
+                           &bytes); /* cannot overflow: the array is in memory */
     const bool plain = mls_tensor_is_contiguous(&view.tensor) && !view.tensor.swapped;
-    const int failed = plain ? feed(update, view.tensor.data, bytes)
+    const int failed = plain ? feed_bytes(update, view.tensor.data, bytes)
                              : feed_packed(state, update, &view.tensor, bytes);
     mlspy_view_release(&view);
     return failed;
 }
 
-/* state_digest(state, update): feed the stream to update() in pieces */
+/* state_digest(state, update): feeds the stream to update() in parts */
 static PyObject *state_digest(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of(module);
@@ -385,8 +385,8 @@ static PyObject *state_digest(PyObject *module, PyObject *const *args, Py_ssize_
         mlspy_items_of(args[0], "state", &items) < 0) {
         return NULL;
     }
-    /* sorted before there are facts, which point into their items */
-    qsort(items.items, items.count, sizeof *items.items, by_name);
+    /* sorted first: metadata contains pointers into the items */
+    qsort(items.items, items.count, sizeof *items.items, compare_names);
     int failed = mlspy_items_facts(state, &items);
     for (size_t i = 0; failed == 0 && i < items.count; i++) {
         failed = feed_facts(args[1], &items.items[i]) < 0 ||

@@ -1,10 +1,8 @@
-/* py_names: the layers of a state dict, its outline, and renaming.  The public names and
- * their docstrings are in mlstate/state/__init__.py; these take positional arguments
- * only.
+/* py_state_names: the layers of a state dict, its preview, and renaming. The public
+ * functions are in mlstate/state; these take positional arguments only.
  *
- * The tree of names is made once and kept by the state dict; the arrays are always looked
- * up anew, so that an index which is out of date can miss a name but never give a wrong
- * array.
+ * The name tree is built once and cached by the state dict. Arrays are always looked up
+ * again, so an outdated index may miss a name but never returns a wrong array.
  */
 #include "common/args.h"
 #include "common/dict_items.h"
@@ -19,19 +17,19 @@
 
 /* ---- the index ----
  *
- * A capsule, since it must live as long as the state dict keeps it or a call uses it.
- * Once made it is only read: threads share it, and a change of the dict makes another.
+ * A capsule, because both the state dict and a running call may hold it. It is read-only
+ * after construction: threads share it, and a change of the dict creates a new one.
  */
 
 typedef struct name_index {
     PyObject *keys; /* a tuple of str, in the dict's order */
-    mls_str *texts; /* their UTF-8, which the str hold */
+    mls_str *texts; /* UTF-8 of the keys, borrowed from them */
     mls_name_tree *names;
 } name_index;
 
 static const char index_name[] = "mlstate.names";
 
-/* Accepts an index that make_index left half done. */
+/* Accepts an index that make_index left incomplete. */
 static void free_index(name_index *index)
 {
     mls_name_tree_free(index->names);
@@ -40,19 +38,17 @@ static void free_index(name_index *index)
     mls_free(index);
 }
 
-/* Nobody uses the index any more.  Its keys are plain str, so that its end runs no code
- * of others. */
-static void index_end(PyObject *capsule)
+/* Capsule destructor. The keys are plain str, so it runs no foreign code. */
+static void free_capsule(PyObject *capsule)
 {
     free_index(PyCapsule_GetPointer(capsule, index_name));
 }
 
-/* Fill an index from the items of a dict.  On failure what is there already stays in it,
- * for the caller to free. */
+/* Fills an index from the items of a dict. After a failure the caller frees the index. */
 static int fill_index(name_index *index, const mlspy_items *items)
 {
     mls_status st;
-    /* the tuple keeps the str alive, and with them the texts that the tree borrows */
+    /* the tuple keeps the str alive, and thus the texts that the tree borrows */
     index->texts = mls_alloc(items->count, sizeof *index->texts);
     index->keys = PyTuple_New((Py_ssize_t)items->count);
     if (index->texts == NULL || index->keys == NULL) {
@@ -60,8 +56,8 @@ static int fill_index(name_index *index, const mlspy_items *items)
         return -1;
     }
     for (size_t i = 0; i < items->count; i++) {
-        /* a plain str leads nowhere, while one of a subclass may lead back to the dict,
-         * and no collection looks into a capsule */
+        /* plain str only: a subclass instance may refer to the dict, and the garbage
+         * collector does not look into capsules */
         PyObject *key = PyUnicode_FromObject(items->items[i].key);
         if (key == NULL) {
             return -1;
@@ -71,7 +67,7 @@ static int fill_index(name_index *index, const mlspy_items *items)
             return -1;
         }
     }
-    /* the names of a dict are all different, so only memory can be short */
+    /* the names of a dict are unique, so only memory can be short */
     if (mls_name_tree_new(index->texts, items->count, &index->names, &st) != MLS_OK) {
         PyErr_SetString(st.code == MLS_E_MEMORY ? PyExc_MemoryError : PyExc_ValueError,
                         st.text);
@@ -80,8 +76,8 @@ static int fill_index(name_index *index, const mlspy_items *items)
     return 0;
 }
 
-/* New capsule for the names that `dict` has now.  The arrays are let go again: an index
- * that a state dict keeps must not keep alive what is deleted from it. */
+/* Returns a new capsule for the current names of `dict`. Releases the arrays: a cached
+ * index must not keep deleted arrays alive. */
 static PyObject *make_index(PyObject *dict)
 {
     mlspy_items items;
@@ -93,7 +89,7 @@ static PyObject *make_index(PyObject *dict)
     if (index == NULL) {
         PyErr_NoMemory();
     } else if (fill_index(index, &items) == 0) {
-        capsule = PyCapsule_New(index, index_name, index_end);
+        capsule = PyCapsule_New(index, index_name, free_capsule);
     }
     if (capsule == NULL && index != NULL) {
         free_index(index);
@@ -102,7 +98,7 @@ static PyObject *make_index(PyObject *dict)
     return capsule;
 }
 
-/* The index in a capsule (borrowed from it). */
+/* Returns the index in a capsule (borrowed). */
 static const name_index *index_in(PyObject *capsule)
 {
     return PyCapsule_GetPointer(capsule, index_name);
@@ -110,7 +106,7 @@ static const name_index *index_in(PyObject *capsule)
 
 /* ---- layers ---- */
 
-/* The name of a layer: not empty, and without the dot that the function adds itself. */
+/* Parses the name of a layer: not empty, and without a trailing dot. */
 static int layer_name(PyObject *object, mls_str *out)
 {
     if (mlspy_take_text(object, "layer name", out) < 0) {
@@ -129,8 +125,8 @@ static int layer_name(PyObject *object, mls_str *out)
     return 0;
 }
 
-/* Add the array under `key`, with `skipped` characters of the name left out.  1 where the
- * dict has no such name any more, -1 with an exception set. */
+/* Adds the array of `key`, without the first `skipped` characters of the name. Returns 1
+ * if the dict does not have the name any more, -1 with an exception set. */
 static int add_part(PyObject *layer, PyObject *dict, PyObject *key, Py_ssize_t skipped)
 {
     PyObject *array;
@@ -147,8 +143,8 @@ static int add_part(PyObject *layer, PyObject *dict, PyObject *key, Py_ssize_t s
     return failed;
 }
 
-/* Fill an empty dict with what lies under a layer.  1 where the index is out of date: the
- * dict is then partly filled, and the caller starts again. */
+/* Fills an empty dict with the tensors of a layer. Returns 1 if the index is outdated:
+ * the dict is then partly filled, and the caller starts again. */
 static int fill_layer(PyObject *layer, PyObject *dict, PyObject *name,
                       const name_index *index)
 {
@@ -157,7 +153,7 @@ static int fill_layer(PyObject *layer, PyObject *dict, PyObject *name,
         return -1;
     }
     const uint32_t node = mls_name_tree_find(index->names, path);
-    /* no such layer is a layer without tensors, as the specification has it */
+    /* by specification, an unknown layer is a layer without tensors */
     if (node == MLS_NAME_NONE) {
         return 0;
     }
@@ -168,7 +164,7 @@ static int fill_layer(PyObject *layer, PyObject *dict, PyObject *name,
         return -1;
     }
     const size_t count = mls_name_tree_under(index->names, node, positions);
-    /* in characters, not bytes: the name of the layer and its dot */
+    /* in characters, not bytes: the layer's name and its dot */
     const Py_ssize_t skipped = PyUnicode_GET_LENGTH(name) + 1;
     int result = 0;
     for (size_t i = 0; result == 0 && i < count; i++) {
@@ -179,8 +175,8 @@ static int fill_layer(PyObject *layer, PyObject *dict, PyObject *name,
     return result;
 }
 
-/* New, empty instance of a class; its __init__ does not run: it may want arguments that
- * nobody here knows. */
+/* Returns a new, empty instance of a class; __init__ does not run, because it may require
+ * unknown arguments. */
 static PyObject *new_empty(PyObject *class)
 {
     if (!PyType_Check(class) || !PyType_IsSubtype((PyTypeObject *)class, &PyDict_Type)) {
@@ -194,22 +190,23 @@ static PyObject *new_empty(PyObject *class)
     return made;
 }
 
-/* state_layer(state, name, class) -> the tensors under a layer, in a new `class`
+/* state_layer(state, name, class) -> the tensors below a layer, in a new `class`
  *
- * Tried twice at most: a dict that loses names between both looks is being changed by
- * another thread, and an answer about some moment of it is not to be had. */
+ * Tries at most twice: if a name disappears again, another thread keeps changing the
+ * dict, and no consistent result is possible.
+ */
 static PyObject *state_layer(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     (void)module;
     if (mlspy_take_count("state_layer", 3, count) < 0) {
         return NULL;
     }
-    /* the index may have been made long ago, the arrays are those of this moment */
+    /* the index may be old; the arrays are current */
     PyObject *capsule = mlspy_describe_names(args[0], make_index);
     PyObject *layer = capsule == NULL ? NULL : new_empty(args[2]);
     int result =
         layer == NULL ? -1 : fill_layer(layer, args[0], args[1], index_in(capsule));
-    if (result == 1) { /* dict's own methods went round us: look at the names again */
+    if (result == 1) { /* dict's own methods bypassed the cache: read the names again */
         Py_DECREF(capsule);
         PyDict_Clear(layer);
         capsule = make_index(args[0]);
@@ -226,20 +223,21 @@ static PyObject *state_layer(PyObject *module, PyObject *const *args, Py_ssize_t
     return layer;
 }
 
-/* Whether the name is one that layer_name accepts: "a..b" has a layer "a." that it does
- * not. */
-static bool can_be_asked(mls_str path)
+/* Returns whether layer_name accepts the path: "a..b" has a layer "a.", which it refuses.
+ */
+static bool is_layer_name(mls_str path)
 {
     return path.length > 0 && path.data[path.length - 1] != '.';
 }
 
-/* New list of the paths of some nodes, those left out that nobody could ask for. */
+/* Returns a new list of the paths of some nodes, without those that layer_name refuses.
+ */
 static PyObject *paths_list(const mls_name_node *nodes, const uint32_t *layers,
                             size_t count)
 {
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < count; i++) {
-        if (!can_be_asked(nodes[layers[i]].path)) {
+        if (!is_layer_name(nodes[layers[i]].path)) {
             continue;
         }
         PyObject *path = mlspy_str_of(nodes[layers[i]].path);
@@ -251,8 +249,8 @@ static PyObject *paths_list(const mls_name_node *nodes, const uint32_t *layers,
     return list;
 }
 
-/* What None or a number of parts asks for, as the core counts: 0 for None.  -1 with an
- * exception set. */
+/* Parses None or a number of segments; None becomes 0. Returns -1 with an exception set.
+ */
 static int take_depth(const mlspy_state *state, PyObject *object, uint32_t *out)
 {
     int64_t depth = 0;
@@ -265,7 +263,7 @@ static int take_depth(const mlspy_state *state, PyObject *object, uint32_t *out)
                      (long long)depth);
         return -1;
     }
-    /* no name has as many parts, so nothing is lost */
+    /* no name has that many segments */
     *out = depth > UINT32_MAX ? UINT32_MAX : (uint32_t)depth;
     return 0;
 }
@@ -298,10 +296,11 @@ static PyObject *state_layer_names(PyObject *module, PyObject *const *args,
     return result;
 }
 
-/* state_prefixed(layer name, state) -> a dict whose names begin with the layer's
+/* state_prefixed(layer name, state) -> a dict with the layer's name before each name
  *
- * No two names can become one: all get the same in front.  Values are looked at when the
- * state takes them in. */
+ * Names stay distinct, because all get the same prefix. The state checks the values when
+ * they are added.
+ */
 static PyObject *state_prefixed(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     (void)module;
@@ -326,8 +325,8 @@ static PyObject *state_prefixed(PyObject *module, PyObject *const *args, Py_ssiz
 
 /* ---- renaming ---- */
 
-/* A pair (old, new) of str; a star in front of `old` means anywhere.  The rule borrows
- * the text of both, which the caller's tuple keeps. */
+/* Parses a pair (old, new) of str; a star before `old` means anywhere. The rule borrows
+ * both texts, which the caller's tuple keeps. */
 static int take_rule(PyObject *pair, mls_rename_rule *out)
 {
     if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) {
@@ -346,18 +345,18 @@ static int take_rule(PyObject *pair, mls_rename_rule *out)
     return 0;
 }
 
-/* A buffer that grows to the longest name, so that most names take no allocation. */
+/* A buffer that grows to the longest name, so that most names need no allocation. */
 typedef struct name_buffer {
     char *data;
     size_t room;
 } name_buffer;
 
-/* New reference to the name that `item` gets.  A name that was empty may stay so; one
- * that becomes empty has lost what told it apart, which no rule can be meant for. */
-static PyObject *renamed(const mlspy_item *item, const mls_rename_rule *rules,
-                         size_t rule_count, bool *used, name_buffer *buffer)
+/* Returns a new reference to the new name of `item`. An empty name may stay empty; a name
+ * that becomes empty is an error, because no rule can intend that. */
+static PyObject *rename_item(const mlspy_item *item, const mls_rename_rule *rules,
+                             size_t rule_count, bool *used, name_buffer *buffer)
 {
-    /* asked with the room there is: most names fit where the one before did */
+    /* most names fit the buffer of the previous one */
     size_t length =
         mls_name_apply(item->name, rules, rule_count, buffer->data, buffer->room, used);
     if (length > buffer->room) {
@@ -365,7 +364,7 @@ static PyObject *renamed(const mlspy_item *item, const mls_rename_rule *rules,
         if (larger == NULL) {
             return PyErr_NoMemory();
         }
-        /* the old block is gone, whatever happens next */
+        /* the old block is already freed */
         *buffer = (name_buffer){.data = larger, .room = length};
         length = mls_name_apply(item->name, rules, rule_count, larger, length, used);
     }
@@ -377,10 +376,10 @@ static PyObject *renamed(const mlspy_item *item, const mls_rename_rule *rules,
     return mlspy_str_of((mls_str){.data = buffer->data, .length = length});
 }
 
-/* Raise for two names that would become one.  The error carries the new name, as
- * errors of one tensor do. */
-static void refuse_collapse(const mlspy_state *state, PyObject *first, PyObject *second,
-                            PyObject *name)
+/* Raises for two names that would become equal. The error's `name` is the new name, as in
+ * errors about one tensor. */
+static void raise_collapse(const mlspy_state *state, PyObject *first, PyObject *second,
+                           PyObject *name)
 {
     PyObject *class = state->errors[MLSPY_ERROR_COMPATIBILITY];
     PyObject *text = PyUnicode_FromFormat(
@@ -394,22 +393,21 @@ static void refuse_collapse(const mlspy_state *state, PyObject *first, PyObject 
     Py_XDECREF(text);
 }
 
-/* Put every array under its new name.  `origin` maps new names to old ones. */
+/* Stores every array under its new name. `origin` maps new names to old ones. */
 static int rename_all(const mlspy_state *state, const mlspy_items *items,
                       const mls_rename_rule *rules, size_t rule_count, bool *used,
                       PyObject *result)
 {
-    /* two names that become one are found before anyone sees the result, which is
-     * dropped then */
+    /* duplicates are found before the result is visible; it is then dropped */
     name_buffer buffer = {0};
     PyObject *origin = PyDict_New();
     int failed = origin == NULL ? -1 : 0;
     for (size_t i = 0; failed == 0 && i < items->count; i++) {
         const mlspy_item *item = &items->items[i];
-        PyObject *name = renamed(item, rules, rule_count, used, &buffer);
+        PyObject *name = rename_item(item, rules, rule_count, used, &buffer);
         PyObject *earlier = name == NULL ? NULL : PyDict_GetItemWithError(origin, name);
         if (earlier != NULL) {
-            refuse_collapse(state, earlier, item->key, name);
+            raise_collapse(state, earlier, item->key, name);
         }
         failed = name == NULL || PyErr_Occurred() ||
                          PyDict_SetItem(origin, name, item->key) < 0 ||
@@ -423,7 +421,7 @@ static int rename_all(const mlspy_state *state, const mlspy_items *items,
     return failed;
 }
 
-/* A list of the numbers of the rules that matched no name. */
+/* Returns a list of the indices of rules that matched no name. */
 static PyObject *unused_rules(const bool *used, size_t rule_count)
 {
     PyObject *list = PyList_New(0);
@@ -437,7 +435,7 @@ static PyObject *unused_rules(const bool *used, size_t rule_count)
     return list;
 }
 
-/* state_rename(state, ((old, new), ...)) -> (a dict with the new names, the numbers of
+/* state_rename(state, ((old, new), ...)) -> (a dict with the new names, the indices of
  * the rules that matched no name) */
 static PyObject *state_rename(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
@@ -482,8 +480,8 @@ done:
     return Py_BuildValue("(NN)", result, unused);
 }
 
-/* The texts of a list of str, which must not change while they are used; NULL with an
- * exception set.  Gives: free with mls_free. */
+/* Returns the texts of a list of str, which must not change while they are used; NULL
+ * with an exception set. Free with mls_free. */
 static mls_str *texts_of(PyObject *list)
 {
     if (!PyList_Check(list)) {
@@ -505,8 +503,8 @@ static mls_str *texts_of(PyObject *list)
     return texts;
 }
 
-/* ([(old, new), ...], matched) of an explanation: rules in the form that state_rename
- * takes, the star included. */
+/* Returns ([(old, new), ...], matched) for an explanation, with rules as state_rename
+ * takes them, including the star. */
 static PyObject *explanation_tuple(const mls_explanation *found)
 {
     PyObject *rules = PyList_New(0);
@@ -533,7 +531,8 @@ static PyObject *explanation_tuple(const mls_explanation *found)
 
 /* state_explain(unexpected, missing) -> (rules, matched)
  *
- * No rules and 0 where nothing explains the names, which is no error. */
+ * Returns no rules and 0 if no explanation is found.
+ */
 static PyObject *state_explain(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     if (mlspy_take_count("state_explain", 2, count) < 0) {
@@ -557,10 +556,10 @@ static PyObject *state_explain(PyObject *module, PyObject *const *args, Py_ssize
     return result;
 }
 
-/* ---- the outline ---- */
+/* ---- the preview ---- */
 
-/* Bytes and dtype of each array, in the order of the items; NULL with an exception set.
- * Gives: free with mls_free. */
+/* Returns bytes and dtype of each array, in the order of the items; NULL with an
+ * exception set. Free with mls_free. */
 static mls_name_tree_preview_sum *leaves_of(const mlspy_state *state,
                                             const mlspy_items *items)
 {
@@ -589,7 +588,7 @@ static PyObject *row_tuple(const mls_name_tree *names,
     PyObject *shape = e.name == MLS_NAME_NONE
                           ? Py_NewRef(Py_None)
                           : mlspy_shape_tuple(&items->items[e.name].facts);
-    /* each N takes its reference, or passes a NULL on as the exception that is set */
+    /* each N consumes its reference, or passes a NULL on as the exception that is set */
     return Py_BuildValue("(INnKsNIO)", mls_name_tree_nodes(names)[row->node].depth,
                          mlspy_str_of(e.label), (Py_ssize_t)e.count,
                          (unsigned long long)e.sum.bytes,
@@ -597,8 +596,8 @@ static PyObject *row_tuple(const mls_name_tree *names,
                          row->open ? Py_True : Py_False);
 }
 
-/* The rows as a list of tuples.  All sums are made, shown or not: a row says what lies
- * under it, and that may be the whole state. */
+/* Returns the rows as a list of tuples. All sums are computed, because a row may
+ * summarise the whole state. */
 static PyObject *rows_list(const mlspy_state *state, const mls_name_tree *names,
                            const mlspy_items *items,
                            const mls_name_tree_preview_row *rows, size_t count)
@@ -623,7 +622,7 @@ static PyObject *rows_list(const mlspy_state *state, const mls_name_tree *names,
     return list;
 }
 
-/* state_outline(state, max_rows, max_children) -> rows for the page that a person sees */
+/* state_outline(state, max_rows, max_children) -> rows for a page */
 static PyObject *state_outline(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of(module);
@@ -639,14 +638,15 @@ static PyObject *state_outline(PyObject *module, PyObject *const *args, Py_ssize
     size_t row_count;
     mls_status st;
     PyObject *result = NULL;
-    /* made anew: rows, arrays and names must be of one moment */
+    /* not the cached index: rows, arrays and names must come from one snapshot */
     if (mlspy_items_of(args[0], "state", &items) < 0) {
         return NULL;
     }
     if (mlspy_items_facts(state, &items) < 0 || fill_index(&index, &items) < 0) {
         goto done;
     }
-    /* negative or tiny limits are the core's least ones: a page can always be drawn */
+    /* limits that are too small are raised to the core's minimum, so a page is always
+     * possible */
     if (mls_name_tree_preview_new(index.names, max_rows < 0 ? 0 : (size_t)max_rows,
                                   max_children < 3 ? 3 : (size_t)max_children, &rows,
                                   &row_count, &st) != MLS_OK) {

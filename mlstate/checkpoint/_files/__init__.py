@@ -1,1 +1,1 @@
-"""Files of other formats, and their conversion."""
+"""Reading, writing and converting files of other formats."""

@@ -1,6 +1,6 @@
-"""State from and to the files of other programs: what ``mlstate convert`` does.
+"""Read and write states in the formats of other programs; implements ``mlstate convert``.
 
-A path's format is that of its suffix; of a directory, what lies in it says which.
+The suffix of a path determines the format. For a directory, its content does.
 
 ==============  ==========================  ====================================================
 format          path                        holds
@@ -12,9 +12,10 @@ format          path                        holds
 ``dcp``         a directory, or ``.dcp``    a checkpoint of torch.distributed.checkpoint
 ==============  ==========================  ====================================================
 
-Safetensors and npz files have one level of names. A model and an optimizer in one such file
-have the prefixes ``model.`` and ``optimizer.``, and the metadata entry ``mlstate_parts`` says
-so; either alone has no prefix. Files of other writers, without that entry, hold a model.
+Safetensors and npz files have one flat level of names. If such a file holds a model and an
+optimizer, their names have the prefixes ``model.`` and ``optimizer.``, and the metadata entry
+``mlstate_parts`` records this. A single state has no prefix. A file without that entry is from
+another program and holds a model.
 """
 
 from __future__ import annotations
@@ -45,16 +46,16 @@ if TYPE_CHECKING:
 
     Parts: TypeAlias = tuple[StateDict | None, OptimizerStateDict | None, dict[str, Any]]
 
-# The entry that tells the parts of a flat file apart; it is no metadata of the user's.
+# Metadata entry that describes the parts of a flat file; it is not part of the user's metadata.
 PARTS = "mlstate_parts"
 _PREFIXES = {"model": "model.", "optimizer": "optimizer."}
 
 
-# ---- which format ----
+# ---- formats ----
 
 
 class Format(NamedTuple):
-    """How one kind of file is read and written, and which suffixes say that it is that."""
+    """Reader, writer and path suffixes of one file format."""
 
     read: Callable[[Path], Parts]
     write: Callable[[Path, StateDict | None, OptimizerStateDict | None, dict[str, Any], bool], None]
@@ -62,12 +63,12 @@ class Format(NamedTuple):
 
 
 def format_of(path: str | os.PathLike[str]) -> str:
-    """Tell a path's format by what is there, or by its suffix.
+    """Return the format of a path, from an existing directory's content or the suffix.
 
     Parameters
     ----------
     path : str or os.PathLike
-        It need not exist.
+        The path; it need not exist.
 
     Returns
     -------
@@ -77,7 +78,7 @@ def format_of(path: str | os.PathLike[str]) -> str:
     Raises
     ------
     ValueError
-        An unknown suffix.
+        The suffix is unknown.
 
     Examples
     --------
@@ -105,7 +106,7 @@ def format_of(path: str | os.PathLike[str]) -> str:
     return "mlstate"
 
 
-def _named(format: str | None, path: Path) -> Format:
+def _find_format(format: str | None, path: Path) -> Format:
     name = format_of(path) if format is None else format
     if name not in FORMATS:
         raise ValueError(f"format {format!r} is none of {', '.join(FORMATS)}")
@@ -117,14 +118,14 @@ def _named(format: str | None, path: Path) -> Format:
 
 @contextmanager
 def _store_errors(path: Path) -> Iterator[None]:
-    """Let the operating system's refusals be those of every other function here."""
+    """Convert OSError to StoreError, as the other functions of mlstate do."""
     try:
         yield
     except MLStateError:
         raise
     except OSError as error:
         kind = StoreNotFoundError if error.errno == errno.ENOENT else StoreError
-        # filename2: what a temporary file was to replace
+        # filename2 is the target of a failed rename of a temporary file
         shown = error.filename2 or error.filename or path
         raise kind(error.errno, error.strerror, str(shown)) from error
 
@@ -136,32 +137,32 @@ def read_any(path: str | os.PathLike[str], *, format: str | None = None) -> Part
     Parameters
     ----------
     path : str or os.PathLike
-        What to read.
+        Path to read.
     format : str, optional
-        A name of `FORMATS`; default: what `format_of` tells.
+        A name of `FORMATS`. Default: the result of `format_of`.
 
     Returns
     -------
     model : StateDict or None
-        Arrays; those of torch files may be over the mapped file.
+        Arrays; those of torch files may be views of the memory-mapped file.
     optimizer : OptimizerStateDict or None
-        Keys ``"<parameter>.<state name>"``. Where a file numbers its parameters, as
-        ``optimizer.state_dict()`` does, names are the ``param_names`` of its groups, else
+        Keys ``"<parameter>.<state name>"``. If a file numbers its parameters, as
+        ``optimizer.state_dict()`` does, the names are the ``param_names`` of its groups, else
         ``param_0``, ``param_1``, ...
     metadata : dict
-        What else the file holds as plain values.
+        Other plain values in the file.
 
     Raises
     ------
     FormatError
-        Damaged, no file of that format, or one with objects that no state holds; the message
-        names them.
+        The file is damaged, has another format, or holds objects that a state cannot hold; the
+        message names them.
     ValueError
-        An unknown suffix or format.
+        The suffix or format is unknown.
     StoreError
         The operating system refused.
     ImportError
-        A torch file without torch, or a dtype such as int4 without ml_dtypes.
+        A torch file without torch installed, or a dtype such as int4 without ml_dtypes.
 
     Examples
     --------
@@ -174,9 +175,9 @@ def read_any(path: str | os.PathLike[str], *, format: str | None = None) -> Part
     (array([0., 1., 2.]), None, {})
     """
     place = Path(local_path(path))
-    found = _named(format, place)
+    found = _find_format(format, place)
     with _store_errors(place):
-        place.stat()  # a missing one is that, whatever its format makes of it
+        place.stat()  # a missing path raises FileNotFoundError for every format
         return found.read(place)
 
 
@@ -192,30 +193,32 @@ def write_any(
     """
     Write a state to a file or directory of any known format.
 
-    Files appear whole, or the old ones stay.
+    The write is atomic: after a failure the old files are unchanged.
 
     Parameters
     ----------
     path : str or os.PathLike
-        What to write.
+        Path to write.
     model, optimizer : mapping of str to array, optional
-        At least one.
+        At least one of them is needed.
     metadata : mapping of str to plain values, optional
-        Numbers, texts, None, lists and dicts of such: what JSON can hold.
+        JSON values: numbers, str, None, and lists and dicts of these.
     format : str, optional
         As for `read_any`.
     overwrite : bool, default False
-        Replace an existing file, checkpoint or torch directory of the same format, all steps of
-        a `CheckpointManager` included.
+        Replace an existing file, checkpoint or torch directory of the same format, including
+        all steps of a `CheckpointManager`.
 
     Raises
     ------
     CompatibilityError
-        The format has no such dtype, or a value is a `Shard` and the format not mlstate's own.
+        The format does not support a dtype, or a value is a `Shard` and the format is not
+        mlstate's.
     TypeError
-        A value is no array, or metadata are no plain values.
+        A value is not an array, or a metadata value is not a plain value.
     ValueError
-        Nothing to write, an unknown suffix or format, or a torch directory with other files.
+        There is nothing to write, the suffix or format is unknown, or a torch directory
+        contains other files.
     StoreError
         The operating system refused, or `path` exists (EEXIST). An empty directory is replaced.
 
@@ -232,7 +235,7 @@ def write_any(
     if model is None and optimizer is None:
         raise ValueError(f"{path}: neither a model nor an optimizer is given to write")
     place = Path(local_path(path))
-    found = _named(format, place)
+    found = _find_format(format, place)
     weights = model if model is None or isinstance(model, StateDict) else StateDict(model)
     moments = optimizer
     if moments is not None and not isinstance(moments, OptimizerStateDict):
@@ -245,7 +248,7 @@ def write_any(
 
 
 def _refuse_parts(*states: StateDict | None) -> None:
-    """Raise for shards, of which other formats would take the part for the whole."""
+    """Raise for shards: other formats cannot record that a shard is only a part of a tensor."""
     from ..._sharding.layout import Shard
 
     for state in states:
@@ -275,13 +278,13 @@ def _checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
     return taken
 
 
-# ---- one level of names ----
+# ---- model and optimizer in one flat file ----
 
 
-def _joined(
+def _join_states(
     model: StateDict | None, optimizer: OptimizerStateDict | None
 ) -> tuple[StateDict, dict[str, Any]]:
-    """Return one state for both, and what tells them apart again; nothing if there is one."""
+    """Return one state for both, and the record to split it again; {} for a single state."""
     parts = {"model": model, "optimizer": optimizer}
     present = {name: state for name, state in parts.items() if state is not None}
     if len(present) == 1:
@@ -292,32 +295,34 @@ def _joined(
     return joined, {"parts": {name: describe(state) for name, state in present.items()}}
 
 
-def _parted(path: Path, state: Mapping[str, Any], record: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return model and optimizer of what `_joined` made, or of another writer's file."""
+def _split_state(
+    path: Path, state: Mapping[str, Any], record: Mapping[str, Any]
+) -> tuple[Any, Any]:
+    """Split the state of a flat file into model and optimizer."""
     texts = record.get("parts")
     if texts is None:
         return (None, state) if isinstance(state, OptimizerStateDict) else (state, None)
     if not (isinstance(texts, dict) and set(texts) == set(_PREFIXES)):
-        raise _misdescribed(path, "names no parts")
+        raise _description_error(path, "names no parts")
     arrays: dict[str, dict[str, Any]] = {name: {} for name in _PREFIXES}
     for key, value in state.items():
         name, dot, rest = key.partition(".")
         if not dot or name not in arrays:
-            raise _misdescribed(path, f"array {key!r} belongs to no part")
+            raise _description_error(path, f"array {key!r} belongs to no part")
         arrays[name][rest] = value
-    made = [_restored(path, arrays[name], texts[name]) for name in _PREFIXES]
+    made = [_restore_state(path, arrays[name], texts[name]) for name in _PREFIXES]
     if not isinstance(made[1], OptimizerStateDict):
-        raise _misdescribed(path, "the optimizer is none")
+        raise _description_error(path, "the optimizer is none")
     return made[0], made[1]
 
 
-def _restored(path: Path, arrays: dict[str, Any], text: Any) -> StateDict:
+def _restore_state(path: Path, arrays: dict[str, Any], text: Any) -> StateDict:
     if not (text is None or isinstance(text, str)):
-        raise _misdescribed(path, f"{text!r} is no description of a state")
+        raise _description_error(path, f"{text!r} is no description of a state")
     return restore(arrays, text, str(path))
 
 
-def _misdescribed(path: Path, what: str) -> FormatError:
+def _description_error(path: Path, what: str) -> FormatError:
     error = FormatError(f"{path}: entry {PARTS!r} does not describe the file: {what}")
     error.path, error.name = str(path), PARTS
     return error
@@ -333,10 +338,10 @@ def _write_safetensors(
     metadata: dict[str, Any],
     _overwrite: bool,
 ) -> None:
-    """Metadata that are no texts are stored as JSON; the record says which."""
+    """Write a safetensors file; metadata values other than str are stored as JSON."""
     from .. import save_file
 
-    state, record = _joined(model, optimizer)
+    state, record = _join_states(model, optimizer)
     plain = {key: value for key, value in metadata.items() if not isinstance(value, str)}
     if plain:
         record["json"] = sorted(plain)
@@ -353,7 +358,7 @@ def _read_safetensors(path: Path) -> Parts:
 
 
 def read_file(path: Path, *, mmap: bool) -> Parts:
-    """Read, or map, a plain safetensors file."""
+    """Read or memory-map a plain safetensors file."""
     from .. import load_file, load_metadata
 
     metadata: dict[str, Any] = dict(load_metadata(path))
@@ -364,15 +369,15 @@ def read_file(path: Path, *, mmap: bool) -> Parts:
         for key in record.get("json", ()):
             metadata[key] = json.loads(metadata[key])
     except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
-        raise _misdescribed(path, repr(error)) from None
-    return *_parted(path, state, record), metadata
+        raise _description_error(path, repr(error)) from None
+    return *_split_state(path, state, record), metadata
 
 
 # ---- npz ----
 
 
 def _as_arrays(state: StateDict) -> dict[str, NDArray]:
-    """Return NumPy arrays for all values; tensors are viewed, or copied from their device."""
+    """Return all values as NumPy arrays; tensors are viewed, or copied from their device."""
     import numpy as np
 
     from ..._common.arrays import is_torch
@@ -404,7 +409,7 @@ def _write_npz(
 ) -> None:
     from .npz import write_npz
 
-    state, record = _joined(model, optimizer)
+    state, record = _join_states(model, optimizer)
     kind = describe(state)
     write_npz(path, _as_arrays(state), {**record, "kind": kind, "metadata": metadata})
 
@@ -415,12 +420,12 @@ def _read_npz(path: Path) -> Parts:
     arrays, record = read_npz(path)
     metadata = record.get("metadata", {})
     if not isinstance(metadata, dict):
-        raise _misdescribed(path, "metadata are no object")
-    state = _restored(path, arrays, record.get("kind"))
-    return *_parted(path, state, record), metadata
+        raise _description_error(path, "metadata are no object")
+    state = _restore_state(path, arrays, record.get("kind"))
+    return *_split_state(path, state, record), metadata
 
 
-# ---- mlstate's own, and torch ----
+# ---- mlstate checkpoints and torch files ----
 
 
 def _read_mlstate(path: Path) -> Parts:
@@ -430,7 +435,7 @@ def _read_mlstate(path: Path) -> Parts:
 
 
 def parts_of(found: LoadedState) -> Parts:
-    """Return what a checkpoint gave, as `read_any` does."""
+    """Return a loaded checkpoint in the form of `read_any`."""
     metadata = dict(found.metadata or {})
     optimizer = found.optimizer
     if optimizer is None and found.step is not None:

@@ -1,8 +1,8 @@
-"""Arrays in ``.npz`` files, of any name and of the dtypes that NumPy itself cannot name.
+"""Arrays in ``.npz`` files, with any names, and with dtypes that NumPy itself cannot name.
 
-``numpy.load`` reads what is written here. Names that a zip archive would not give back as they
-are, and bfloat16 and the other dtypes of ml_dtypes, which ``numpy.savez`` loses, are stored as
-something else: the entry ``mlstate.json``, a text, says what.
+``numpy.load`` can read these files. Names that a zip archive would not preserve are stored as
+other names. bfloat16 and the other dtypes of ml_dtypes, which ``numpy.savez`` loses, are stored
+as unsigned integers. The text entry ``mlstate.json`` records both.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 RECORD = "mlstate.json"
 _SUFFIX = ".npy"
-# What deflate can make of one byte, and a margin.
+# Largest expansion ratio of deflate, plus a margin.
 _MOST_PER_BYTE = 1100
-# Zip archives hold 16-bit lengths of names; NumPy's reader cuts its suffix off once.
+# Zip archives store name lengths in 16 bits; NumPy's reader removes the suffix once.
 _LONGEST_NAME = 60_000
 
 
 def _is_plain(name: str) -> bool:
-    """Whether every reader of zip archives gives a name back as it is."""
+    """Return whether every reader of zip archives preserves a name."""
     parts = name.split("/")
     return (
         name.isprintable()
@@ -48,7 +48,7 @@ def _is_plain(name: str) -> bool:
 
 
 def _member_names(names: list[str]) -> dict[str, str]:
-    """Return what each entry is called in the archive: its name, or a number."""
+    """Return the name of each entry in the archive: its own name, or a numbered one."""
     taken = set(names)
     numbered = (name for i in range(2 * len(names) + 1) if (name := f"array_{i}") not in taken)
     return {name: name if _is_plain(name) else next(numbered) for name in names}
@@ -61,16 +61,16 @@ def _is_ml_dtype(dtype: NumpyDType) -> bool:
 def write_npz(
     path: str | os.PathLike[str], arrays: Mapping[str, NDArray], record: Mapping[str, Any]
 ) -> None:
-    """Write arrays, and what else is to be known of them, atomically.
+    """Write arrays and a record of additional values, atomically.
 
     Parameters
     ----------
     path : str or os.PathLike
         File to write.
     arrays : mapping of str to ndarray
-        No dtype that holds references.
+        Arrays without object dtypes.
     record : mapping
-        Values for JSON; without the keys ``names`` and ``dtypes``.
+        JSON values, without the keys ``names`` and ``dtypes``.
     """
     members = _member_names(list(arrays))
     dtypes = {name: name_of(a.dtype) for name, a in arrays.items() if _is_ml_dtype(a.dtype)}
@@ -84,19 +84,19 @@ def write_npz(
 
 
 def _write_member(archive: zipfile.ZipFile, name: str, array: NDArray) -> None:
-    info = zipfile.ZipInfo(name + _SUFFIX)  # of 1980: the same state gives the same bytes
+    info = zipfile.ZipInfo(name + _SUFFIX)  # fixed date (1980), so equal states give equal bytes
     info.external_attr = 0o600 << 16
     with archive.open(info, "w", force_zip64=True) as member:
         np.lib.format.write_array(member, np.asanyarray(array), allow_pickle=False)
 
 
 def read_npz(path: str | os.PathLike[str]) -> tuple[dict[str, NDArray], dict[str, Any]]:
-    """Read arrays, and what `write_npz` noted; of files of others, nothing.
+    """Read arrays, and the record of `write_npz`; the record is empty for files of others.
 
     Parameters
     ----------
     path : str or os.PathLike
-        File to read, of any writer. Objects are refused: they would be pickles.
+        File to read, from any program. Object arrays are refused, because they are pickles.
 
     Returns
     -------
@@ -105,20 +105,20 @@ def read_npz(path: str | os.PathLike[str]) -> tuple[dict[str, NDArray], dict[str
     Raises
     ------
     FormatError
-        No such file, or a damaged one; ``name`` says which array.
+        The file is not an .npz file or is damaged; ``name`` is the array concerned.
     """
     try:
         with zipfile.ZipFile(path) as archive:
             arrays = _read_members(archive, path)
     except (zipfile.BadZipFile, NotImplementedError) as error:
-        raise _damaged(path, None, error) from None
+        raise _damage_error(path, None, error) from None
     record: dict[str, Any] = {}
     if RECORD in arrays:
-        record = _parsed(path, arrays.pop(RECORD))
-    return _renamed(path, arrays, record), record
+        record = _parse_record(path, arrays.pop(RECORD))
+    return _restore_names(path, arrays, record), record
 
 
-def _damaged(path: Any, name: str | None, reason: object) -> FormatError:
+def _damage_error(path: Any, name: str | None, reason: object) -> FormatError:
     where = "" if name is None else f"array {name!r}: "
     error = FormatError(f"{path}: {where}{reason or 'the file ends too early'}")
     error.path, error.name = os.fspath(path), name
@@ -132,21 +132,21 @@ def _read_members(archive: zipfile.ZipFile, path: Any) -> dict[str, NDArray]:
     for info in archive.infolist():
         name = info.filename.removesuffix(_SUFFIX)
         if name == info.filename:
-            raise _damaged(path, name, "is no .npy entry, as all of an .npz file are")
+            raise _damage_error(path, name, "is no .npy entry, as all of an .npz file are")
         if name in arrays:
-            raise _damaged(path, name, "is there twice")
+            raise _damage_error(path, name, "is there twice")
         if info.file_size > info.compress_size * _MOST_PER_BYTE + 1024:
-            raise _damaged(path, name, "claims more bytes than it can hold")
+            raise _damage_error(path, name, "claims more bytes than it can hold")
         try:
             with archive.open(info) as member:
                 arrays[name] = _read_array(member, info.file_size)
         except (ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-            raise _damaged(path, name, error) from None
+            raise _damage_error(path, name, error) from None
     return arrays
 
 
 def _read_array(member: IO[bytes], size: int) -> NDArray:
-    """Read one array, after its shape was seen to fit the bytes that are there."""
+    """Read one array after a check that its shape fits the available bytes."""
     version = np.lib.format.read_magic(member)
     readers = {(1, 0): "read_array_header_1_0", (2, 0): "read_array_header_2_0"}
     if version not in readers:
@@ -163,32 +163,34 @@ def _read_array(member: IO[bytes], size: int) -> NDArray:
     return array
 
 
-def _parsed(path: Any, array: NDArray) -> dict[str, Any]:
+def _parse_record(path: Any, array: NDArray) -> dict[str, Any]:
     try:
         found = json.loads(str(array[()]))
         if not isinstance(found, dict):
             raise ValueError("is no object")
     except (ValueError, RecursionError) as error:
-        raise _damaged(path, RECORD, f"does not describe the others: {error}") from None
+        raise _damage_error(path, RECORD, f"does not describe the others: {error}") from None
     return found
 
 
-def _renamed(path: Any, arrays: dict[str, NDArray], record: dict[str, Any]) -> dict[str, NDArray]:
-    """Give arrays the names and dtypes that the record says they had."""
+def _restore_names(
+    path: Any, arrays: dict[str, NDArray], record: dict[str, Any]
+) -> dict[str, NDArray]:
+    """Restore the names and dtypes of arrays from the record."""
     names, dtypes = record.pop("names", {}), record.pop("dtypes", {})
     if not isinstance(names, dict) or not isinstance(dtypes, dict):
-        raise _damaged(path, RECORD, "does not describe the others")
+        raise _damage_error(path, RECORD, "does not describe the others")
     renamed: dict[str, NDArray] = {}
     for member, array in arrays.items():
         name = names.get(member, member)
         if not isinstance(name, str) or name in renamed:
-            raise _damaged(path, RECORD, f"gives a wrong name to {member!r}")
-        renamed[name] = _retyped(path, name, array, dtypes[name]) if name in dtypes else array
+            raise _damage_error(path, RECORD, f"gives a wrong name to {member!r}")
+        renamed[name] = _restore_dtype(path, name, array, dtypes[name]) if name in dtypes else array
     return renamed
 
 
-def _retyped(path: Any, name: str, array: NDArray, dtype: Any) -> NDArray:
+def _restore_dtype(path: Any, name: str, array: NDArray, dtype: Any) -> NDArray:
     try:
         return array.view(stored_dtype(dtype))
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise _damaged(path, name, f"{array.dtype} does not hold {dtype!r}") from None
+        raise _damage_error(path, name, f"{array.dtype} does not hold {dtype!r}") from None

@@ -1,4 +1,4 @@
-"""What is in one plain safetensors file, and what is wrong with it, without loading it."""
+"""Inspect and verify one plain safetensors file without loading it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .._verify import Problem, VerifyReport
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-BLOCK = 1 << 20  # bytes that one checksum of `save_file` is of
+BLOCK = 1 << 20  # bytes that one checksum of `save_file` covers
 CHECKSUMS = "mlstate.blocks.crc32c"
 _DIGITS = 8
 
 
 class FileTensor(NamedTuple):
-    """What a file's header says of one tensor; the bytes are counted from the file's start."""
+    """A file header's entry for one tensor; `offset` counts from the start of the file."""
 
     key: str
     dtype: str
@@ -31,7 +31,7 @@ class FileTensor(NamedTuple):
 
 
 class FileHeader(NamedTuple):
-    """A header: its tensors in their order, its texts, and the file's size."""
+    """A file's header: its tensors in file order, its metadata texts, and the file's size."""
 
     tensors: list[FileTensor]
     texts: dict[str, str]
@@ -39,17 +39,17 @@ class FileHeader(NamedTuple):
 
     @property
     def has_checksums(self) -> bool:
-        """Whether `save_file` wrote the file."""
+        """Whether the file has checksums, that is, `save_file` wrote it."""
         return CHECKSUMS in self.texts
 
 
 def read_header(path: str) -> FileHeader:
-    """Read the header of a file, after the core found that it can be believed.
+    """Read the header of a file after the core has validated it.
 
     Raises
     ------
     FormatError, ChecksumError, StoreError
-        As `mlstate.load_file`.
+        As for `mlstate.load_file`.
     """
     import json
 
@@ -62,7 +62,7 @@ def read_header(path: str) -> FileHeader:
         entries: dict[str, Any] = json.loads(text)
     except OSError as error:
         raise store_error(error, "cannot read the file", path) from None
-    except ValueError:  # another file than a moment ago
+    except ValueError:  # the file was replaced since the core read it
         changed = FormatError(f"{path}: replaced while it was read; try again")
         changed.path = path
         raise changed from None
@@ -81,10 +81,10 @@ def read_header(path: str) -> FileHeader:
     return FileHeader(tensors, texts, size)
 
 
-def _altered(
+def _find_altered(
     file: Any, tensor: FileTensor, digits: str, progress: Callable[[int], object] | None
 ) -> Iterator[tuple[int, int]]:
-    """Ranges of bytes, block by block, that do not have the checksum that was stored."""
+    """Yield the byte ranges of blocks whose checksum does not match."""
     buffer = memoryview(bytearray(min(BLOCK, tensor.nbytes)))
     file.seek(tensor.offset)
     for index, begin in enumerate(range(0, tensor.nbytes, BLOCK)):
@@ -97,8 +97,8 @@ def _altered(
             progress(wanted)
 
 
-def _joined(ranges: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges that touch, as one."""
+def _merge_ranges(ranges: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Merge adjacent ranges."""
     joined: list[tuple[int, int]] = []
     for offset, length in ranges:
         if joined and sum(joined[-1]) == offset:
@@ -111,7 +111,7 @@ def verify_file(
     path: str | os.PathLike[str], progress: Callable[[int], object] | None = None
 ) -> tuple[VerifyReport, bool]:
     """
-    Read every byte of a plain file, and say what is not as `save_file` wrote it.
+    Read every byte of a plain file, and report bytes that changed since `save_file`.
 
     Parameters
     ----------
@@ -123,14 +123,14 @@ def verify_file(
     Returns
     -------
     report : VerifyReport
-        True if nothing is wrong; every tensor with other bytes is a problem of its own.
+        True if no problem was found; each damaged tensor is a separate problem.
     has_checksums : bool
-        False: the file is of another program, and only its structure was looked at.
+        False if another program wrote the file: then only its structure was checked.
 
     Raises
     ------
     StoreError
-        The system refused; a `FileNotFoundError` too where there is no file.
+        The operating system refused. Also a `FileNotFoundError` if the file does not exist.
 
     Notes
     -----
@@ -164,7 +164,7 @@ def verify_file(
             for tensor in header.tensors:
                 blocks = -(-tensor.nbytes // BLOCK)
                 mine, digits = digits[: blocks * _DIGITS], digits[blocks * _DIGITS :]
-                for offset, length in _joined(_altered(file, tensor, mine, progress)):
+                for offset, length in _merge_ranges(_find_altered(file, tensor, mine, progress)):
                     text = "the bytes are not those that were written"
                     problem = Problem("altered", name, tensor.key, None, 0, offset, length, text)
                     report.problems.append(problem)

@@ -1,6 +1,6 @@
-"""What compresses states: zlib, and zstd where it is installed.
+"""Codecs for compressed shards: zlib, and zstd if it is installed.
 
-The compiled module calls this from several threads at once.
+The C core calls these functions from several threads at once.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 NAMES = ("zlib", "zstd")
 
-# Bytes that the core codes at a time: nobody needs to look back further.
+# The core compresses blocks of this size, so a larger window is never needed.
 _FRAME = 1 << 20
 
-# Level 6 takes up to four times as long, and gains at most a few percent of numbers put apart.
+# Level 6 takes up to four times as long and gains at most a few percent on byte-shuffled numbers.
 _LEVEL = 1
 
 
@@ -31,14 +31,14 @@ def _zstandard() -> ModuleType:
 
 
 def check(name: str | None) -> None:
-    """See that a codec can be used.
+    """Check that a codec can be used.
 
     Raises
     ------
     ValueError
-        There is none of that name.
+        The name is unknown.
     ImportError
-        It is not installed.
+        The codec's package is not installed.
     """
     if name is not None and name not in NAMES:
         raise ValueError(f"compress must be 'zlib', 'zstd' or None, got {name!r}")
@@ -47,7 +47,7 @@ def check(name: str | None) -> None:
 
 
 def encode(name: str, data: Buffer, room: int) -> bytes:
-    """Compress; what comes of it may be longer than `room`, and then is of no use."""
+    """Compress `data`; the caller discards a result longer than `room`."""
     if name == "zlib":
         return zlib.compress(data, _LEVEL)
     result: bytes = _zstandard().ZstdCompressor(level=_LEVEL).compress(data)
@@ -55,14 +55,14 @@ def encode(name: str, data: Buffer, room: int) -> bytes:
 
 
 def decode(name: str, data: Buffer, size: int) -> bytes:
-    """Decompress what must be exactly `size` bytes; never more memory than that is taken.
+    """Decompress to exactly `size` bytes, without ever allocating more memory than that.
 
     Raises
     ------
     ValueError
-        It is not what `encode` gives of so many bytes.
+        `data` is not the compressed form of `size` bytes.
     ImportError
-        The codec is not installed.
+        The codec's package is not installed.
     """
     return _inflate(data, size) if name == "zlib" else _decode_zstd(data, size)
 
@@ -81,8 +81,8 @@ def _inflate(data: Buffer, size: int) -> bytes:
 def _decode_zstd(data: Buffer, size: int) -> bytes:
     zstandard = _zstandard()
     try:
-        # the header says how much memory is needed, and is not to be trusted: neither in how
-        # long it becomes nor in how far back it looks
+        # the header declares the content and window sizes; check both before trusting them, as
+        # they determine how much memory is allocated
         said = zstandard.frame_content_size(data)
         if said == size:
             decompressor = zstandard.ZstdDecompressor(max_window_size=_FRAME)

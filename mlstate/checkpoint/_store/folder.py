@@ -1,4 +1,4 @@
-"""The folder of a checkpoint: its roots, its files by name, and files that no root needs."""
+"""The folder of a checkpoint: its roots, its files by name, and the files that no root needs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NONE: Mapping[str, Any] = {}
 _MOST_BYTES = 512 << 20  # of a manifest or an index
 SECTIONS = ("params", "optim_state")
 FOLDERS = (*SECTIONS, "index", "roots")
-TRIES = 20  # to read a checkpoint that is replaced meanwhile
+TRIES = 20  # attempts to read a checkpoint that writers keep replacing
 _ROOT = re.compile(r"(\d{8}|[1-9]\d{8,18})\.([0-9a-f]{16})\.json\Z", re.ASCII)
 _SHARDS = re.compile(r".+\.[0-9a-f]{16}-\d+\.safetensors(\.tmp)?\Z", re.ASCII)
 _INDEX = re.compile(r"[0-9a-f]{16}\.\d+\.json(\.tmp)?\Z", re.ASCII)
@@ -33,15 +33,15 @@ _TEMPORARY = re.compile(r"\.mlstate-[0-9a-f]{16}\.tmp\Z", re.ASCII)
 
 
 class Root(NamedTuple):
-    """A root that is kept under ``roots/``."""
+    """A root under ``roots/``."""
 
     sequence: int
     generation: str
-    path: str  # in the folder
+    path: str  # relative to the folder
 
 
 def store_error(error: OSError, what: str, path: Any) -> StoreError:
-    """Return the error of the system as one of ours, of the class that goes with its number."""
+    """Return an OSError as a StoreError, of the subclass for its errno."""
     cls: Any = StoreError
     if isinstance(error, FileNotFoundError):
         cls = _core.StoreNotFoundError
@@ -53,7 +53,7 @@ def store_error(error: OSError, what: str, path: Any) -> StoreError:
 
 
 def _read_descriptor(descriptor: int, path: str) -> bytes:
-    """Read an open file whole; it must be a regular one and not too long."""
+    """Read all of an open file; raise FormatError unless it is a regular file of valid size."""
     import stat
 
     found = os.fstat(descriptor)
@@ -65,12 +65,12 @@ def _read_descriptor(descriptor: int, path: str) -> bytes:
     data = os.read(descriptor, found.st_size + 1)
     if len(data) == found.st_size:
         return data
-    with open(descriptor, "rb", buffering=0, closefd=False) as file:  # it grows, or is very long
+    with open(descriptor, "rb", buffering=0, closefd=False) as file:  # it grew, or read was short
         return data + file.read()
 
 
 def read_bytes(folder: str, name: str) -> bytes:
-    """Read a small file of the folder, which must be a regular one."""
+    """Read a small regular file of the folder."""
     path = os.path.join(folder, name)
     try:
         with _core.Descriptor(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW) as descriptor:
@@ -84,7 +84,7 @@ def read_bytes(folder: str, name: str) -> bytes:
 
 
 def read_manifest(folder: str, name: str = MANIFEST) -> Manifest:
-    """Read a root; a FormatError if a file under ``roots/`` holds another root than it names."""
+    """Read a root; raise FormatError if a file under ``roots/`` does not match its own name."""
     try:
         data = read_bytes(folder, name)
     except StoreError as error:
@@ -104,7 +104,7 @@ def read_manifest(folder: str, name: str = MANIFEST) -> Manifest:
 
 
 def is_replaced(folder: str, root: str, generation: str) -> bool:
-    """Whether a writer replaced a root since it was read, and may have deleted its files."""
+    """Return whether a writer replaced a root since it was read; its files may be deleted."""
     return read_manifest(folder, root).generation != generation
 
 
@@ -116,8 +116,8 @@ def read_root(
 ) -> _Result:
     """Call `read` with a root, and return its result.
 
-    If `read` misses a file and a writer has replaced the root meanwhile, begin again: files are
-    deleted only after every root that names them. `manifest` is the root, if it was read.
+    If `read` misses a file and a writer has replaced the root meanwhile, start again: files are
+    deleted only after every root that names them. `manifest` is the root if already read.
 
     Raises
     ------
@@ -136,8 +136,8 @@ def read_root(
 
 
 def _no_checkpoint(folder: str, number: int) -> StoreError:
-    """Say what is there in the place of a checkpoint."""
-    reason = OSError(number, "there is no such folder")  # of the class that its number has
+    """Return the error for a missing checkpoint; it describes the actual content of the path."""
+    reason = OSError(number, "there is no such folder")  # OSError picks the subclass by errno
     if os.path.isfile(folder):
         reason.strerror = (
             "it is a file, and a checkpoint is a folder; load_file reads .safetensors, "
@@ -151,12 +151,12 @@ def _no_checkpoint(folder: str, number: int) -> StoreError:
 
 
 def _opened(folder: str, part: str) -> _core.Descriptor:
-    """Open one of the folder's folders, or with "" the folder; only that may be a link.
+    """Open a subfolder, or the folder itself if `part` is ""; only the latter may be a link.
 
     Raises
     ------
     StoreError
-        It is a symbolic link (ELOOP): the files behind it may be another checkpoint's.
+        The subfolder is a symbolic link (ELOOP): its files may belong to another checkpoint.
     """
     path = os.path.join(folder, part)
     try:
@@ -179,7 +179,7 @@ def _refuse_link(path: str) -> None:
 
 
 def list_names(folder: str, part: str) -> list[str]:
-    """Names in one of the folder's folders; none if it does not exist."""
+    """Return the names in a subfolder; an empty list if it does not exist."""
     try:
         with _opened(folder, part) as descriptor:
             return os.listdir(descriptor.fileno())
@@ -192,7 +192,7 @@ def list_names(folder: str, part: str) -> list[str]:
 
 
 def _root_of(name: str) -> Root | None:
-    """Return the root that a name under ``roots/`` stands for; None if no save writes it."""
+    """Return the root for a file name under ``roots/``; None if no save writes such a name."""
     match = _ROOT.match(name)
     if match is None or not 1 <= int(match[1]) <= MOST_SEQUENCE:
         return None
@@ -200,19 +200,19 @@ def _root_of(name: str) -> Root | None:
 
 
 def list_roots(folder: str) -> list[Root]:
-    """Return the roots under ``roots/``, the oldest first."""
+    """Return the roots under ``roots/``, oldest first."""
     return sorted(filter(None, map(_root_of, list_names(folder, "roots"))))
 
 
 def next_sequence(folder: str, newest: Manifest | None) -> int:
-    """Return the number of the next save: one more than the newest root that can be read.
+    """Return the sequence number of the next save: the newest valid root's, plus one.
 
-    A file name alone proves nothing: a stray file would decide every later number.
+    A file name alone is not trusted: a stray file would determine all later numbers.
 
     Raises
     ------
     FormatError
-        The newest root has the largest number that a manifest can hold.
+        The newest root has the largest sequence number that a manifest can hold.
     """
     found = 0 if newest is None else newest.sequence
     for root in reversed(list_roots(folder)):
@@ -228,9 +228,9 @@ def next_sequence(folder: str, newest: Manifest | None) -> int:
 
 
 def holds_steps(folder: str) -> bool:
-    """Whether a `CheckpointManager` saved steps there.
+    """Return whether the folder holds steps of a `CheckpointManager`.
 
-    A file that only has the name of a root does not count: its content must be a root's.
+    A file with the name of a root counts only if its content is a root.
     """
     roots = list_roots(folder)
     for root in reversed(roots):
@@ -244,7 +244,7 @@ def holds_steps(folder: str) -> bool:
 
 
 def refuse_existing(path: str | os.PathLike[str], overwrite: bool) -> None:
-    """Raise StoreError (EEXIST) if a path exists, is not an empty folder, and must stay."""
+    """Raise StoreError (EEXIST) if a path exists, except an empty folder or with `overwrite`."""
     if overwrite or not os.path.lexists(path):
         return
     try:
@@ -264,12 +264,12 @@ def refuse_existing(path: str | os.PathLike[str], overwrite: bool) -> None:
 
 
 def root_path(manifest: Manifest) -> str:
-    """Where a root is kept."""
+    """Return the path of a root under ``roots/``."""
     return f"roots/{manifest.sequence:08d}.{manifest.generation}.json"
 
 
 def _is_folder(path: str) -> bool:
-    """Whether a folder is there; unlike os.path.isdir this does not take errors for no."""
+    """Return whether a path is a folder; unlike os.path.isdir, raise errors other than ENOENT."""
     import stat
 
     try:
@@ -279,7 +279,7 @@ def _is_folder(path: str) -> bool:
 
 
 def _make(path: str, mode: int = 0o777) -> None:
-    """Make one folder; another process that begins to save may be quicker."""
+    """Create one folder; do nothing if another process created it first."""
     try:
         os.mkdir(path, mode)
     except FileExistsError:
@@ -288,7 +288,7 @@ def _make(path: str, mode: int = 0o777) -> None:
 
 
 def make_path(folder: str) -> None:
-    """Make a folder, and those above it, durably; errors are the system's own."""
+    """Create a folder and its missing parents durably; raise the system's OSError."""
     missing = []
     path = os.path.abspath(folder)
     while not _is_folder(path):
@@ -300,7 +300,7 @@ def make_path(folder: str) -> None:
 
 
 def new_file_mode(folder: str) -> int:
-    """Return the mode of new files: others get what the folder and its manifest let them do."""
+    """Return the mode of new files: no more access than the folder and its manifest allow."""
     mode = 0o666
     for path in (folder, os.path.join(folder, MANIFEST)):
         try:
@@ -313,7 +313,7 @@ def new_file_mode(folder: str) -> int:
 
 
 def create(folder: str) -> None:
-    """Make the folder and what belongs in it, durably; inner folders are as private as it."""
+    """Create the folder and its subfolders durably; subfolders have the folder's mode."""
     try:
         make_path(folder)
         made = False
@@ -336,7 +336,7 @@ def create(folder: str) -> None:
 
 
 def _belongs(part: str, name: str) -> bool:
-    """Whether a file in one of the folder's folders has a name that a save gives."""
+    """Return whether a file of a subfolder has a name that a save can give."""
     if part == "":  # manifests, temporary files, units of tiers
         return name not in {"", ".", "..", "lock"}
     if part == "roots":
@@ -345,13 +345,13 @@ def _belongs(part: str, name: str) -> bool:
 
 
 def remove_files(folder: str, names: list[str]) -> list[str]:
-    """Delete files by their paths in the folder, and return the paths of those that existed.
+    """Delete files by their paths in the folder; return the paths of those that existed.
 
     Raises
     ------
     StoreError
-        A path leaves the folder, is not that of a file that a save writes, or is behind a
-        symbolic link (nothing was deleted in that folder); or the system refuses.
+        A path leaves the folder, is not a name that a save gives, or is behind a symbolic
+        link (nothing was deleted in that subfolder). Or the operating system refused.
     """
     removed = []
     by_part: dict[str, list[str]] = {}
@@ -367,7 +367,7 @@ def remove_files(folder: str, names: list[str]) -> list[str]:
 
 
 def _remove_from(folder: str, part: str, names: list[str]) -> list[str]:
-    """Delete files of one of the folder's folders; a folder that is gone has none."""
+    """Delete files of a subfolder; do nothing if the subfolder does not exist."""
     removed: list[str] = []
     path = os.path.join(folder, part)
     try:
@@ -391,7 +391,7 @@ def _remove_from(folder: str, part: str, names: list[str]) -> list[str]:
 
 
 def overwrite_start(folder: str, path: str, data: bytes) -> None:
-    """Write the first bytes of a file of the folder again, durably; the rest stays."""
+    """Rewrite the first bytes of a file durably; the rest stays."""
     _refuse_link(os.path.join(folder, os.path.dirname(path)))
     name = os.path.join(folder, path)
     try:
@@ -405,7 +405,7 @@ def overwrite_start(folder: str, path: str, data: bytes) -> None:
 
 
 def discard(folder: str, generation: str, rank: int | None = None) -> list[str]:
-    """Delete what a save left behind that was not committed, of one rank or of all."""
+    """Delete the files of an uncommitted save, of one rank or of all ranks."""
     shards = f".{generation}-" if rank is None else f".{generation}-{rank}.safetensors"
     index = f"{generation}." if rank is None else f"{generation}.{rank}.json"
     names = [
@@ -423,7 +423,7 @@ def discard(folder: str, generation: str, rank: int | None = None) -> list[str]:
 
 
 def temporary_files(folder: str) -> list[str]:
-    """Paths of what a killed writer left of small files, unless one is at work."""
+    """Return the paths of temporary small files; they are garbage unless a writer is running."""
     return [
         os.path.join(part, name)
         for part in ("", "roots")
@@ -433,12 +433,12 @@ def temporary_files(folder: str) -> list[str]:
 
 
 def discard_temporaries(folder: str) -> list[str]:
-    """Delete what a killed writer left of small files; no other writer may be at work."""
+    """Delete the temporary small files of a killed writer; no other writer may be running."""
     return remove_files(folder, temporary_files(folder))
 
 
 def known_files(folder: str) -> set[str]:
-    """Paths of all files that look like files of ours, roots and the like excepted."""
+    """Return the paths of shard files and indexes, by their names; roots are not included."""
     found = {
         f"{part}/{name}"
         for part in SECTIONS
@@ -448,7 +448,7 @@ def known_files(folder: str) -> set[str]:
 
 
 def foreign_files(folder: str) -> list[str]:
-    """Return the paths of files that mlstate did not write, and of linked folders."""
+    """Return the paths of files that mlstate did not write, and of linked subfolders."""
     linked = [part for part in FOLDERS if os.path.islink(os.path.join(folder, part))]
     foreign = [
         f"{part}/{name}"
@@ -466,14 +466,14 @@ def foreign_files(folder: str) -> list[str]:
 
 
 class ManifestSummary(NamedTuple):
-    """A digest of an index's pattern, and the part of each of its groups."""
+    """Digest of an index's pattern, and the part of each of its groups."""
 
     pattern: str
     parts: tuple[int, ...]
 
 
 def patterns_of(catalog: Any) -> list[ManifestSummary | None]:
-    """Return the pattern of each index of a catalog; None if it has too many groups."""
+    """Return the pattern of each index of a merged index; None if it has too many groups."""
     import hashlib
 
     return [
@@ -485,7 +485,7 @@ def patterns_of(catalog: Any) -> list[ManifestSummary | None]:
 
 
 def load_index(folder: str, record: IndexRecord) -> bytes:
-    """Read one rank's index; a ChecksumError where it is not what was written."""
+    """Read one rank's index; raise ChecksumError if it is not the committed one."""
     data = read_bytes(folder, record.path)
     crc = f"{_core.crc32c(data):08x}"
     if len(data) != record.bytes or crc != record.crc32c:
@@ -503,7 +503,7 @@ def load_index(folder: str, record: IndexRecord) -> bytes:
 def _check_patterns(
     folder: str, manifest: Manifest, summaries: dict[int, ManifestSummary | None]
 ) -> None:
-    """Refuse indexes whose pattern or parts are not those that the manifest has."""
+    """Raise FormatError if an index's pattern or parts differ from the manifest's."""
     for pattern in manifest.patterns or ():
         first = None
         for place, rank in enumerate(pattern.ranks):
@@ -525,9 +525,9 @@ def load_catalog(
     ranks: Iterable[int] | None = None,
     texts: dict[int, bytes] | None = None,
 ) -> Any:
-    """Read the indexes of a root, of all ranks or some; a FormatError names a wrong one.
+    """Read and merge the indexes of a root, of all ranks or some; a FormatError names a bad one.
 
-    `texts` are those that were read before, and become those that are read now.
+    `texts` caches the texts of indexes by rank. It is replaced by the texts of this call.
     """
     chosen = list(range(len(manifest.indexes)) if ranks is None else ranks)
     records = [manifest.indexes[rank] for rank in chosen]
@@ -557,7 +557,7 @@ def load_catalog(
 
 
 def has_files(folder: str, sizes: Mapping[str, int]) -> bool:
-    """Whether files of the folder exist and have these sizes; nothing of them is read."""
+    """Return whether files of the folder exist with these sizes; the files are not opened."""
     import stat
 
     for path, size in sizes.items():
@@ -580,13 +580,13 @@ def needed_files(
 ) -> set[str]:
     """Return the paths of all shard files and indexes that any root needs.
 
-    Roots in `without` do not count. `catalogs` by generation and `roots` by path were read
-    already; of roots, only a process that holds the lock can know that.
+    Roots in `without` do not count. `catalogs` by generation and `roots` by path are already
+    read; only a process that holds the lock may pass `roots`, because they can change otherwise.
 
     Raises
     ------
     FormatError, StoreError
-        A root or an index cannot be read: the needed files are unknown.
+        A root or an index cannot be read, so the needed files are unknown.
     """
     needed: set[str] = set()
     names = [root.path for root in list_roots(folder) if root not in without]
@@ -621,14 +621,14 @@ def prune(
 ) -> list[str]:
     """Delete the shard files and indexes that no root needs; the caller holds the lock.
 
-    `catalogs` and `roots` as for `needed_files`. Returns the paths.
+    `catalogs` and `roots` as for `needed_files`. Returns the paths, also in a dry run.
     """
     dead = sorted(known_files(folder) - needed_files(folder, (), catalogs, roots))
     return dead if dry_run else remove_files(folder, dead)
 
 
 def delete_roots(folder: str, roots: list[Root]) -> None:
-    """Give up kept roots, durably; only then may a `prune` delete what they needed."""
+    """Delete roots durably; `prune` may delete the files that they needed only afterwards."""
     steps = _steps_of_roots(folder, roots) if is_logged("INFO") else []
     if remove_files(folder, [root.path for root in roots]):
         _core.folder_sync(os.path.join(folder, "roots"))
@@ -637,7 +637,7 @@ def delete_roots(folder: str, roots: list[Root]) -> None:
 
 
 def _steps_of_roots(folder: str, roots: list[Root]) -> list[str]:
-    """The steps of roots as texts, ``?`` for a damaged root."""
+    """Return the steps of roots as texts, ``?`` for a damaged root."""
     steps = ["?"] * len(roots)
     for number, root in enumerate(roots):
         with suppress(FormatError, StoreError):

@@ -1,7 +1,8 @@
 """Garbage collection after a commit of many ranks: each rank deletes its own files.
 
-A rank's index names files of that rank only, and only the rank's index of a later root may name
-the same files. So a rank finds its garbage in its own indexes, and reads no other rank's.
+The index of a rank names only files of that rank, and only the same rank's index of a later root
+may name the same files. So each rank finds its garbage in its own indexes, without reading the
+indexes of other ranks.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from .manifest import Manifest
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_OURS = "mlstate "  # start of `writer` if files are named as above
+_OURS = "mlstate "  # prefix of `writer` if file names follow this scheme
 
 
 class Generation(NamedTuple):
-    """A save that a root names, or named."""
+    """A save that a root names or named."""
 
     generation: str
     world_size: int
 
 
 def read_all_roots(folder: str) -> list[Manifest]:
-    """Return all roots of a folder, each generation once.
+    """Return all roots of a folder, without duplicate generations.
 
     Raises
     ------
     FormatError, StoreError
-        A root cannot be read, or another program wrote it: the needed files are unknown.
+        A root cannot be read, or another program wrote it, so the needed files are unknown.
     """
     found: dict[str, Manifest] = {}
     for name in (*(root.path for root in _folder.list_roots(folder)), _folder.MANIFEST):
@@ -49,7 +50,7 @@ def read_all_roots(folder: str) -> list[Manifest]:
 def generations_to_delete(
     before: Iterable[Manifest], now: Iterable[Manifest]
 ) -> dict[str, list[Generation]]:
-    """Return which generations are gone and which are kept, as a message to all ranks."""
+    """Return the deleted and the kept generations, as a message to all ranks."""
     worlds = {m.generation: m.world_size for m in before}
     kept = {m.generation: m.world_size for m in now}
     gone = {name: world for name, world in worlds.items() if name not in kept}
@@ -60,7 +61,7 @@ def generations_to_delete(
 
 
 def _index_files(folder: str, which: Generation, rank: int) -> tuple[str, set[str]]:
-    """Return the path of one rank's index, and the files that it names."""
+    """Return the path of one rank's index, and the files that the index names."""
     path = f"index/{which.generation}.{rank}.json"
     data = _folder.read_bytes(folder, path)
     catalog = _core.Catalog((data,), (os.path.join(folder, path),))
@@ -75,9 +76,11 @@ def _index_files(folder: str, which: Generation, rank: int) -> tuple[str, set[st
 def delete_own_files(
     folder: str, rank: int, world_size: int, gone: list[Generation], kept: list[Generation]
 ) -> list[str]:
-    """Delete a rank's files of generations that are gone, and those of ranks beyond the group.
+    """Delete a rank's files of deleted generations; low ranks also handle missing ranks.
 
-    The folders are synced: no deleted file comes back after a power failure.
+    A rank that does not exist in the current group is handled by the rank with its number
+    modulo `world_size`. The folders are synced, so no deleted file reappears after a power
+    failure.
 
     Raises
     ------
@@ -100,7 +103,7 @@ def delete_own_files(
         own = f"-{mine}.safetensors"
         dead = [name for name in dict.fromkeys(dead) if name.endswith((own, ".json"))]
         deleted += _folder.remove_files(folder, dead)
-    # no later save looks for files that come back after a power failure
+    # no later save looks for files that reappear after a power failure
     for part in sorted({os.path.dirname(name) for name in deleted}):
         _core.folder_sync(os.path.join(folder, part))
     return deleted

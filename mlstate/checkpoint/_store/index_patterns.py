@@ -1,8 +1,9 @@
 """Index patterns: which rank stores which part, from one index of each pattern.
 
-Most ranks of a job store the same tensors, cut alike. Their indexes have the same pattern and
-differ in the parts that they list. The manifest has the ranks of each pattern, and of each rank
-the part of each group of shards (csrc/core/checkpoint/ranks/index_pattern.h).
+Most ranks of a job store the same tensors with the same layout. Their indexes have the same
+pattern and differ only in the parts that they list. The manifest records the ranks of each
+pattern, and for each rank its part of each group of shards
+(csrc/core/checkpoint/ranks/index_pattern.h).
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ _WHOLE = (None, 0, 0)  # a cutting: all of each tensor
 
 
 def pattern_of(text: bytes) -> dict[str, Any]:
-    """Return what a rank reports of its index: digest of its pattern, or None, and parts."""
-    [told] = _folder.patterns_of(_core.Catalog((text,), ("index",)))
-    return {"pattern": None, "parts": ()} if told is None else told._asdict()
+    """Return a rank's report of its index: digest of the pattern (or None), and parts."""
+    [summary] = _folder.patterns_of(_core.Catalog((text,), ("index",)))
+    return {"pattern": None, "parts": ()} if summary is None else summary._asdict()
 
 
 def owners_of(places: bytes, patterns: Sequence[Pattern]) -> dict[int, list[int]]:
     """Return the ranks that store each part of a tensor.
 
-    `places` are those of the tensor in a catalog of one index for each of `patterns`.
+    `places` are the tensor's places in a merged index that has one index for each pattern.
     """
     owners: dict[int, list[int]] = {}
     for index, group in struct.iter_unpack("=II", places):
@@ -43,7 +44,7 @@ def owners_of(places: bytes, patterns: Sequence[Pattern]) -> dict[int, list[int]
 
 
 def _all_owners(catalog: Any, patterns: Sequence[Pattern] | None) -> list[dict[int, list[int]]]:
-    """Return the owners of each tensor; without patterns the catalog has every rank's index."""
+    """Return the owners of each tensor; without patterns the merged index has all ranks."""
     if patterns is not None:
         owners = lru_cache(None)(partial(owners_of, patterns=patterns))
         return [owners(places) for places in catalog.places()]
@@ -60,7 +61,7 @@ def check_complete(catalog: Any, patterns: Sequence[Pattern] | None) -> None:
         parts = prod(count for _, count in layout)
         if len(owners) == parts:
             continue
-        # one part more than there are owners: if all of those exist, none is missing
+        # ask for one part more than there are owners: if all of those are owned, none is missing
         ask = (_folder.SECTIONS.index(section), [key], _WHOLE, len(owners) + 1)
         [wanted] = catalog.wanted_parts("", *ask).values()
         if missing := wanted - owners.keys():
@@ -77,20 +78,20 @@ def check_complete(catalog: Any, patterns: Sequence[Pattern] | None) -> None:
 
 
 def with_patterns(
-    folder: str, manifest: Manifest, told: Sequence[dict[str, Any]]
+    folder: str, manifest: Manifest, reports: Sequence[dict[str, Any]]
 ) -> tuple[Manifest, Any]:
-    """Add to a manifest the patterns that ranks reported; also return a catalog.
+    """Add the patterns that ranks reported to a manifest; also return a merged index.
 
-    The catalog has one index of each pattern, and so all tensors. If some index has no pattern,
-    the manifest has none, and the catalog has all indexes.
+    The merged index has one index of each pattern, so it lists all tensors. If an index has no
+    pattern, the manifest gets no patterns, and the merged index has the indexes of all ranks.
 
     Raises
     ------
     FormatError
-        The ranks' indexes do not make one checkpoint, or lack a part of a tensor.
+        The ranks' indexes do not form one checkpoint, or lack a part of a tensor.
     """
     ranks_of: dict[str | None, list[int]] = {}
-    for rank, one in enumerate(told):
+    for rank, one in enumerate(reports):
         ranks_of.setdefault(one["pattern"], []).append(rank)
     patterns, first = None, None
     if None not in ranks_of:
@@ -98,7 +99,10 @@ def with_patterns(
         patterns = tuple(
             Pattern(
                 ranks,
-                [list(each) for each in zip(*(told[rank]["parts"] for rank in ranks), strict=True)],
+                [
+                    list(each)
+                    for each in zip(*(reports[rank]["parts"] for rank in ranks), strict=True)
+                ],
             )
             for ranks in ranks_of.values()
         )

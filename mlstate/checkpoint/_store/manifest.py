@@ -1,4 +1,4 @@
-"""The root of a checkpoint: ``manifest.json``, written sealed and read with suspicion."""
+"""The root of a checkpoint, ``manifest.json``: written with a checksum, validated when read."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _INT64 = (1 << 63) - 1
 MOST_SEQUENCE = _INT64  # of a save
 _GENERATION = re.compile(r"[0-9a-f]{16}\Z", re.ASCII)
 _CRCS = re.compile(r"(?:[0-9a-f]{8})*\Z", re.ASCII)
-_MOST_DEPTH = 128  # nested arrays and objects, so that readers may recurse
+_MOST_DEPTH = 128  # of nested arrays and objects, so that recursive readers are safe
 _MOST_GROUPS = 32  # MLS_PATTERN_GROUPS
 
 
 class IndexRecord(NamedTuple):
-    """What the manifest says of one rank's index."""
+    """The manifest's record of one rank's index."""
 
     path: str
     bytes: int
@@ -36,11 +36,11 @@ class Pattern(NamedTuple):
     """Ranks whose indexes list the same tensors in the same groups."""
 
     ranks: list[int]
-    parts: list[list[int]]  # of each group, the part that each of the ranks stores
+    parts: list[list[int]]  # for each group, the part that each of the ranks stores
 
 
 class Manifest(NamedTuple):
-    """A root: what there is besides the indexes, and which they are."""
+    """A root: the description of the state, and the records of the ranks' indexes."""
 
     generation: str
     sequence: int
@@ -56,7 +56,7 @@ class Manifest(NamedTuple):
 
 
 def build(manifest: Manifest) -> bytes:
-    """Write a manifest as sealed text; TypeError or ValueError for what JSON cannot say."""
+    """Return a manifest as JSON with its checksum; raise TypeError or ValueError if invalid."""
     import json
 
     indexes = manifest.indexes
@@ -79,7 +79,7 @@ def build(manifest: Manifest) -> bytes:
 
 
 class _WrongError(Exception):
-    """What is wrong, in words."""
+    """A problem with a manifest, as text."""
 
 
 def _member(found: dict[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
@@ -163,7 +163,7 @@ def _patterns(found: dict[str, Any], world_size: int) -> tuple[Pattern, ...] | N
 
 
 def _read(found: Any) -> Manifest:
-    """Check the text's object, member by member."""
+    """Convert the parsed JSON to a Manifest, checking each member."""
     if not isinstance(found, dict):
         raise _WrongError("the text is no object")
     if _member(found, "format", str) != FORMAT:
@@ -190,9 +190,9 @@ def _read(found: Any) -> Manifest:
 
 
 def parse(data: bytes, path: Any = "manifest.json") -> Manifest:
-    """Read a manifest; FormatError or ChecksumError, naming `path`, for what is none.
+    """Parse a manifest; raise FormatError or ChecksumError, with `path`, if it is invalid.
 
-    RecursionError says nothing of the manifest, but that the caller's stack is nearly full.
+    A RecursionError means that the caller's stack is nearly full, not that the manifest is bad.
     """
     import json
 
@@ -202,7 +202,7 @@ def parse(data: bytes, path: Any = "manifest.json") -> Manifest:
         _core.seal_check(data, path)
         _core.json_check(data, _MOST_DEPTH, path)
         return _read(json.loads(data))
-    except FormatError as broken:  # of the core, which knows no files
+    except FormatError as broken:  # raised by the core, which does not know the path
         place = "" if broken.offset is None else f"byte {broken.offset}: "
         broken.args = (f"{path}: {place}{broken}",)
         raise

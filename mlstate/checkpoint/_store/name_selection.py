@@ -1,4 +1,4 @@
-"""What `names=` means: tensors, layers, globs."""
+"""Select tensors by the `names=` argument: names of tensors and layers, and globs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GLOB = re.compile(r"[*?\[]")
 
 
 def listed_names(names: str | Iterable[str] | None) -> list[str] | None:
-    """Return what was given as `names`, one or several, as a list."""
+    """Return the `names` argument, one name or several, as a list."""
     if names is None:
         return None
     if not hasattr(names, "__iter__"):
@@ -25,8 +25,8 @@ def listed_names(names: str | Iterable[str] | None) -> list[str] | None:
     return listed
 
 
-def _glob(name: str, state: bool) -> re.Pattern[str]:
-    """What matches a glob, and states of what matches."""
+def _compile_glob(name: str, state: bool) -> re.Pattern[str]:
+    """Return a pattern for keys that match a glob, and for optimizer states of such keys."""
     import fnmatch
 
     suffix = r"(?:\.[^.]*)?" if state else ""
@@ -34,36 +34,39 @@ def _glob(name: str, state: bool) -> re.Pattern[str]:
     return re.compile(rf"(?s:{glob}{suffix})\Z")
 
 
-def _called(ordered: list[str], name: str) -> list[str]:
-    """Keys of that very name, and of the layer of that name, out of sorted ones."""
+def _find_named(ordered: list[str], name: str) -> list[str]:
+    """Return the key with exactly this name and the keys of the layer with this name.
+
+    `ordered` is sorted.
+    """
     at = bisect_left(ordered, name)
     found = ordered[at : at + 1] if ordered[at : at + 1] == [name] else []
-    # "/" comes next to "."
+    # "/" is the successor of "."
     return found + ordered[bisect_left(ordered, f"{name}.") : bisect_left(ordered, f"{name}/")]
 
 
 class Names:
-    """Names that were asked for, and how each is meant among the tensors that there are.
+    """The requested names, resolved against the existing tensors.
 
-    A name is that of a tensor, or of a layer: what goes on with a dot. Where nothing of either
-    section has that very name, it may be a glob.
+    A name is a tensor, or a layer: the keys that continue the name with a dot. If neither
+    section has such a key, the name may be a glob.
 
     Parameters
     ----------
     listed : list of str or None
-        The names; None means everything.
+        The names; None selects everything.
     *sections : list of str
-        Keys of all sections that there are.
+        All existing keys, by section.
     """
 
     def __init__(self, listed: list[str] | None, *sections: list[str]) -> None:
         self.listed = listed
         globs = list(filter(GLOB.search, listed or ()))
         ordered = [sorted(keys) for keys in sections if globs]
-        self._globs = {name for name in globs if not any(_called(o, name) for o in ordered)}
+        self._globs = {name for name in globs if not any(_find_named(o, name) for o in ordered)}
 
     def select(self, keys: list[str], section: int) -> tuple[list[str], set[str]]:
-        """Return those of some keys that are meant, and the names that mean any of them."""
+        """Return the keys that the names select, and the names that select at least one."""
         if self.listed is None:
             return keys, set()
         ordered = sorted(keys)
@@ -71,9 +74,9 @@ class Names:
         used = set()
         for name in self.listed:
             if name in self._globs:
-                found = list(filter(_glob(name, section == 1).match, keys))
+                found = list(filter(_compile_glob(name, section == 1).match, keys))
             else:
-                found = _called(ordered, name)
+                found = _find_named(ordered, name)
             if found:
                 used.add(name)
                 chosen.update(found)

@@ -1,8 +1,8 @@
 """The indexes of a root, read as far as a load needs them.
 
-One index of each pattern tells which tensors exist and how they are cut. The manifest tells
-which ranks store which parts. So a rank reads the indexes that list what it wants, and their
-number does not grow with the number of ranks.
+One index of each pattern lists all tensors with their layouts. The manifest records which ranks
+store which parts. So a rank reads only the indexes that list its parts, and their number does not
+grow with the number of ranks.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 class Indexes:
-    """The indexes of a root that were read.
+    """The indexes of a root that have been read.
 
     Attributes
     ----------
     catalog : Catalog
-        Of the indexes in `ranks`. To begin with it has all tensors; after `need`, all that is
-        stored of the wanted parts.
+        Merged index of the ranks in `ranks`. Initially it lists all tensors; after `need`, it
+        lists all shards of the requested parts.
     ranks : list of int
-        Ranks whose indexes were read.
+        Ranks whose indexes have been read.
     """
 
     def __init__(self, folder: str, manifest: Manifest, rank: int | None) -> None:
@@ -37,8 +37,8 @@ class Indexes:
         self._own = rank
         self._patterns = [pattern for pattern in manifest.patterns or () if pattern.ranks]
         self._needed: set[int] = set()
-        self._owners: dict[bytes, dict[int, list[int]]] = {}  # by the places of a tensor
-        self._texts: dict[int, bytes] = {}  # those that were read to begin with
+        self._owners: dict[bytes, dict[int, list[int]]] = {}  # by `places` of a tensor
+        self._texts: dict[int, bytes] = {}  # texts of the indexes that were read first
         if manifest.patterns is None:
             self.ranks = list(range(manifest.world_size))
         else:
@@ -46,10 +46,10 @@ class Indexes:
         self._first = self.ranks
         self.catalog = self._first_catalog = self._read(self.ranks)
         if len(self.ranks) == manifest.world_size:
-            self._texts.clear()  # no more will be read
+            self._texts.clear()  # all indexes have been read
 
     def _choose(self, ranks: list[int]) -> int:
-        """Return this rank if it is one of `ranks`, else the lowest."""
+        """Return this rank if it is in `ranks`, else the lowest rank."""
         return self._own if self._own is not None and self._own in ranks else min(ranks)
 
     def _read(self, ranks: list[int]) -> Any:
@@ -62,7 +62,7 @@ class Indexes:
             self.catalog = self._read(self.ranks)
 
     def _owners_of(self, places: bytes, parts: set[int]) -> set[int]:
-        """Return ranks that store the parts of a tensor; for no part, one that lists it."""
+        """Return ranks that store the given parts of a tensor; without parts, one that lists it."""
         if places not in self._owners:
             self._owners[places] = owners_of(places, self._patterns)
         owners = self._owners[places]
@@ -70,10 +70,10 @@ class Indexes:
         return found or {self._first[int.from_bytes(places[:4], sys.byteorder)]}
 
     def need(self, wanted: Iterable[tuple[int, list[str], Any]]) -> None:
-        """Read what lists the parts that are wanted: sections, keys, and how these are cut."""
+        """Read the indexes that list the requested parts, given as section, keys and cutting."""
         if len(self.ranks) == self._manifest.world_size:
             return
-        # a tensor of more parts than that is not complete
+        # a tensor with more parts than this cannot be complete
         most = sum(len(pattern.ranks) * len(pattern.parts) for pattern in self._patterns) + 1
         for section, keys, cutting in wanted:
             found = self._first_catalog.wanted_parts(self._folder, section, keys, cutting, most)

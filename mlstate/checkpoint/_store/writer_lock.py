@@ -1,12 +1,14 @@
-"""One writer at a time in a checkpoint's folder.
+"""Lock of a checkpoint's folder: one writer at a time.
 
-The lock is an ``flock`` on the file ``lock``, whose text says who holds it and which
-generation he is writing. An ``flock`` outlives its owner where a forked child still has the
-descriptor: an owner that is dead is recognised by host, boot, process id and start time, and
-the file is replaced by a fresh one. Looking at the lock, taking it and writing down who has it
-are one step for everybody, under an ``flock`` on the folder itself that is held only for that
-moment: else one process takes a lock whose text still names a dead owner, and the next one
-believes the text. Between hosts (NFS) nothing is recognised: one host writes.
+The lock is an ``flock`` on the file ``lock``. The file's text names the owner and the generation
+that it is writing. An ``flock`` outlives its owner if a forked child still has the descriptor.
+So a dead owner is recognised by host, boot id, process id and start time, and the file is then
+replaced by a new one.
+
+Reading the text, locking the file and writing the new text must be atomic. Otherwise a process
+could hold the lock while the text still names a dead owner, and the next process would replace
+the file. So these steps run under an ``flock`` on the folder, held only for that moment. Owners
+on other hosts (NFS) cannot be recognised: only one host may write.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from .folder import new_file_mode, store_error
 
 _NAME = "lock"
 _TRIES = 64
-_PAUSE = 0.05  # seconds between two tries, of which the first few are needed at most
+_PAUSE = 0.05  # seconds between two attempts; normally the first few attempts suffice
 _UNLOCKABLE = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
 _GENERATION = re.compile(r"[0-9a-f]{16}\Z", re.ASCII)
 
@@ -36,7 +38,7 @@ def _read(path: str) -> str:
 
 
 def _start_time(pid: int) -> str:
-    """When a process began, in ticks since boot; "" where nobody knows."""
+    """Return the start time of a process in ticks since boot; "" if unknown."""
     text = ""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -47,7 +49,7 @@ def _start_time(pid: int) -> str:
 
 
 def _pid_space() -> str:
-    """Which process ids are meant: containers of one host have their own; "" where unknown."""
+    """Return the namespace of process ids, which differs between containers; "" if unknown."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -68,14 +70,14 @@ def _me() -> dict[str, Any]:
 
 
 def _alive(owner: dict[str, Any]) -> bool:
-    """Whether the owner that a lock's text names may still be at work."""
+    """Return whether the owner that a lock's text names may still be running."""
     me = _me()
     if owner.get("host") != me["host"]:
-        return True  # nobody here can tell
+        return True  # unknown on this host
     if owner.get("boot") != me["boot"]:
         return False
     if owner.get("pid_space", "") != me["pid_space"]:
-        return True  # his number means nothing here
+        return True  # its process id has no meaning in this namespace
     pid = owner.get("pid")
     if not isinstance(pid, int) or pid <= 0:
         return False
@@ -99,18 +101,18 @@ def _try_lock(descriptor: _core.Descriptor) -> bool:
 
 
 def _lock_folder(folder: str) -> tuple[_core.Descriptor, bool]:
-    """Open the folder and try to lock it: only one writer at a time looks at the lock's file."""
+    """Open the folder and try to lock it: only one writer at a time may inspect the lock file."""
     descriptor = _core.Descriptor(folder, os.O_RDONLY)
     try:
         return descriptor, _try_lock(descriptor)
     except OSError as error:
-        if error.errno != errno.EBADF:  # NFS locks only what is open for writing
+        if error.errno != errno.EBADF:  # NFS locks only descriptors that are open for writing
             raise
     return descriptor, True
 
 
 def check_timeout(seconds: float) -> float:
-    """Return the seconds to wait for the lock, if they are a number from 0."""
+    """Return the seconds to wait for the lock; raise unless they are a number of at least 0."""
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
         raise TypeError(f"lock_timeout must be a number of seconds, got {type(seconds).__name__}")
     if not seconds >= 0:
@@ -119,20 +121,20 @@ def check_timeout(seconds: float) -> float:
 
 
 class WriterLock:
-    """Held by the process that writes; `unfinished` names a generation that a dead one left."""
+    """The lock of a writing process; `unfinished` is the generation of a writer that died."""
 
     def __init__(self, folder: str, what: str = "checkpoint", timeout: float = 0.0) -> None:
         self._timeout = timeout
         self._what = what
         self._path = os.path.join(folder, _NAME)
-        self._descriptor: _core.Descriptor | None = None  # closed, and unlocked, if it is dropped
+        self._descriptor: _core.Descriptor | None = None  # dropping it closes and unlocks
         self._is_new = False
         self.unfinished: str | None = None
 
     def acquire(self) -> _core.Descriptor:
-        """Take the lock, or raise StoreError (EBUSY) naming the owner after the timeout.
+        """Take the lock; after the timeout raise StoreError (EBUSY) that names the owner.
 
-        The descriptor unlocks at the end of a `with` statement, whatever interrupts it.
+        The descriptor unlocks at the end of a `with` statement, even after an interrupt.
         """
         import time
 
@@ -158,7 +160,7 @@ class WriterLock:
                 if taken is None:
                     time.sleep(_PAUSE)
         except OSError as error:
-            self.release()  # it may be ours, with a text that could not be written
+            self.release()  # we may hold it, with a text that could not be written
             if isinstance(error, StoreError):
                 raise
             raise store_error(error, f"cannot lock the {self._what}", self._path) from None
@@ -172,7 +174,7 @@ class WriterLock:
         )
 
     def _try_alone(self) -> bool | None:
-        """Try once, with the folder locked; None: another writer has locked the folder."""
+        """Try once with the folder locked; return None if another writer has locked the folder."""
         folder, alone = _lock_folder(os.path.dirname(self._path))
         try:
             return self._try() if alone else None
@@ -187,21 +189,21 @@ class WriterLock:
             self.release()
             return False
         if not self._is_current(descriptor):
-            self.release()  # another writer replaced the file in between
+            self.release()  # another writer replaced the file meanwhile
             return False
         found = os.fstat(descriptor.fileno())
         self._is_new = found.st_size == 0
         if self._is_new:
             self._limit_mode(descriptor.fileno(), found.st_mode)
         generation = self._text(descriptor).get("generation")
-        # files are deleted by it: what no writer of ours wrote is not believed
+        # its files will be deleted, so only a valid generation is accepted
         known = isinstance(generation, str) and _GENERATION.match(generation)
         self.unfinished = generation if known else None
         self._write(self.unfinished)
         return True
 
     def _limit_mode(self, number: int, mode: int) -> None:
-        """Let others do no more with a new file than with the rest of the folder."""
+        """Restrict the mode of a new lock file to the mode of the other files."""
         limited = mode & new_file_mode(os.path.dirname(self._path))
         if limited != mode & 0o777:
             os.fchmod(number, limited)
@@ -216,7 +218,7 @@ class WriterLock:
     def _text(self, descriptor: _core.Descriptor) -> dict[str, Any]:
         import json
 
-        # a writer that was stopped before it cut the file leaves the end of a longer text
+        # a writer killed before ftruncate leaves the end of a longer text after the first line
         line = os.pread(descriptor.fileno(), 4096, 0).partition(b"\n")[0]
         try:
             found = json.loads(line)
@@ -225,10 +227,10 @@ class WriterLock:
         return found if isinstance(found, dict) else {}
 
     def _refuse_or_replace(self, descriptor: _core.Descriptor) -> None:
-        """Somebody has it: an owner that lives, or the children of one that does not."""
+        """Raise if the owner may be alive; replace the file if only its children hold the lock."""
         owner = self._text(descriptor)
         if not owner or _alive(owner):
-            # one that has only just taken the lock has not written who it is
+            # an owner that has just taken the lock has not written its text yet
             known = f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
             who = known if owner else "another process"
             raise store_error(
@@ -237,7 +239,7 @@ class WriterLock:
                 self._path,
             )
         if self._is_current(descriptor):
-            # its text goes on to the new file, for the sake of what is unfinished
+            # keep the text: the new file must name the unfinished generation too
             fresh = f"{self._path}.{os.getpid()}"
             with open(fresh, "wb") as file:
                 self._limit_mode(file.fileno(), os.fstat(file.fileno()).st_mode)
@@ -253,20 +255,20 @@ class WriterLock:
         os.ftruncate(number, len(text) + 1)
 
     def note(self, generation: str | None) -> None:
-        """Write down what is being written, before anything of it is; None: nothing is."""
+        """Record the generation before its first file is written; None if nothing is written."""
         try:
             self._write(generation)
             if generation is not None:
                 assert self._descriptor is not None
                 os.fsync(self._descriptor.fileno())
-                if self._is_new:  # else its name is lost with the power, and its text with it
+                if self._is_new:  # otherwise a power failure could lose the file
                     _core.folder_sync(os.path.dirname(self._path))
                     self._is_new = False
         except OSError as error:
             raise store_error(error, "cannot write the lock", self._path) from None
 
     def release(self) -> None:
-        """Unlock and close the file; a forked child leaves its parent's lock alone."""
+        """Unlock and close the file; in a forked child the parent keeps its lock."""
         if self._descriptor is not None:
             self._descriptor.close()
 

@@ -1,1 +1,1 @@
-"""Units of a state that move between device, main memory and files."""
+"""Move units of a state between device, main memory and files."""

@@ -1,7 +1,7 @@
-"""How the units of a tiered state are taken in, moved and kept within budgets.
+"""Add the units of a tiered state, move them, and keep tiers within their budgets.
 
-One lock guards the bookkeeping and is never held while bytes move: a unit that moves is
-marked, and whoever wants it waits. Which unit goes where is decided in the core.
+One lock guards the bookkeeping and is never held while bytes are copied. A moving unit is marked,
+and other threads that need it wait. The core decides the tier of each unit.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 NEARER = {Tier.COLD: Tier.WARM, Tier.WARM: Tier.HOT, Tier.HOT: Tier.HOT}
 FARTHER = {Tier.HOT: Tier.WARM, Tier.WARM: Tier.COLD, Tier.COLD: Tier.COLD}
 _ORDER = tuple(Tier)
-_TRIES = 16  # to make room that other threads take
+_TRIES = 16  # attempts to free space that other threads keep taking
 
 
 def given_states(model: Any, optimizer: Any) -> tuple[Any, Any, Any]:
-    """Return both states as mappings, of torch objects their own tensors, and a torch optimizer."""
+    """Return both states as mappings, and the torch optimizer if one was given."""
     module = None
     if is_module(model):
         module, model = model, model.state_dict(keep_vars=True)
@@ -65,10 +65,12 @@ def given_states(model: Any, optimizer: Any) -> tuple[Any, Any, Any]:
 
 
 class TierMoves:
-    """The units of a `TieredState`, without what users see."""
+    """Implementation of `TieredState`: its units and their moves, without the public methods."""
 
-    def _start(self, directory: Any, hot: MemorySize | None, warm: MemorySize | None) -> None:
-        """Set what every instance has; nothing is touched."""
+    def _init_attributes(
+        self, directory: Any, hot: MemorySize | None, warm: MemorySize | None
+    ) -> None:
+        """Initialise the attributes of every instance; files and arrays are not touched."""
         self._budgets = {
             tier: parse_budget(f"{tier}_budget_bytes", given)
             for tier, given in ((Tier.HOT, hot), (Tier.WARM, warm))
@@ -77,20 +79,20 @@ class TierMoves:
         most = {tier: budget.nbytes for tier, budget in self._budgets.items()}
         self._table = _core.Tiers(most.get(Tier.HOT), most.get(Tier.WARM))
         self._directory: str = local_folder(directory)
-        self._changed = threading.Condition()  # guards what follows; told when a move ends
+        self._changed = threading.Condition()  # guards the following; notified after a move
         self._making_room = threading.Lock()
         self._units: dict[str, Unit] = {}
         self._by_number: dict[int, Unit] = {}
         self._traffic: dict[tuple[Tier, Tier], Traffic] = {}
         self._device: Any = None
-        self._optimizer: Any = None  # of torch, which makes states as it goes
+        self._optimizer: Any = None  # torch optimizer; it may create states during training
         self._templates: tuple[StateDict, OptimizerStateDict] = (
             ModelStateDict(),
             OptimizerStateDict(),
         )
 
-    def _take(self, model: Any, optimizer: Any, device: Any) -> tuple[Any, Any, Any]:
-        """Look at what was given: the states, of which class they are, and the hot device."""
+    def _prepare_states(self, model: Any, optimizer: Any, device: Any) -> tuple[Any, Any, Any]:
+        """Return the given states as mappings; record their classes and choose the device."""
         given = given_states(model, optimizer)
         if given[2] is not None:
             optimizer = OptimizerStateDict.from_torch(optimizer, model)
@@ -110,8 +112,8 @@ class TierMoves:
             arrays = [v.array if isinstance(v, Shard) else v for v in values]
             self._device = backend_named("torch").accelerator(arrays, device)
 
-    def _checked(self, model: Any, optimizer: Any) -> list[Unit]:
-        """Make units, and refuse what could not be kept, before anything is changed."""
+    def _make_units(self, model: Any, optimizer: Any) -> list[Unit]:
+        """Return the new units; raise for invalid ones before anything is changed."""
         plain = [None if state is None else StateDict(state) for state in (model, optimizer)]
         for state in plain:
             refuse_given_away(state or {})
@@ -137,7 +139,7 @@ class TierMoves:
         return self._device is not None and kind == self._device.type != "cpu"
 
     def _check_alone(self, unit: Unit) -> None:
-        """Refuse a unit that could be nowhere but in a file."""
+        """Raise CapacityError if a unit exceeds both budgets, so it could never be used."""
         budgets = self._budgets
         if len(budgets) == 2 and all(unit.nbytes > one.nbytes for one in budgets.values()):
             hot, warm = (one.text(one.nbytes) for one in budgets.values())
@@ -161,7 +163,7 @@ class TierMoves:
 
     def _lock_directory(self) -> None:
         lock = WriterLock(self._directory, "folder of tiers")
-        self._close = weakref.finalize(self, lock.release)  # first: an interrupt finds it
+        self._close = weakref.finalize(self, lock.release)  # before acquire, for interrupts
         lock.acquire()
 
     def _files(self) -> list[str]:
@@ -184,8 +186,8 @@ class TierMoves:
                 self._directory,
             )
 
-    def _refuse_others(self, units: list[Unit]) -> None:
-        """Refuse names of units whose files are there: they are somebody else's."""
+    def _refuse_existing_files(self, units: list[Unit]) -> None:
+        """Raise StoreError if a unit's file exists already: another program owns it."""
         there = set(self._files())
         for unit in units:
             if unit.file in there:
@@ -198,7 +200,7 @@ class TierMoves:
     def _path(self, unit: Unit) -> str:
         return os.path.join(self._directory, unit.file)
 
-    def _take_over(self) -> None:
+    def _open_units(self) -> None:
         import warnings
 
         _folder.discard_temporaries(self._directory)
@@ -210,10 +212,10 @@ class TierMoves:
         units = self._units.values()
         self._choose_device([part.array for unit in units for part in unit.parts])
 
-    def _undo(self) -> None:
-        """A constructor failed: tensors get their memory back, and files of ours go."""
+    def _undo_constructor(self) -> None:
+        """Undo a failed constructor: restore tensors' memory, delete the files written."""
         written = [unit for unit in self._units.values() if unit.tier == Tier.COLD]
-        with suppress(Exception):  # the first error is the one to tell; files stay then
+        with suppress(Exception):  # the first error is raised; remaining files stay
             for unit in written:
                 self._move(unit, Tier.WARM)
                 _folder.remove_files(self._directory, [unit.file])
@@ -235,7 +237,9 @@ class TierMoves:
             elif wanted == Tier.HOT != unit.tier:
                 with suppress(CapacityError):
                     self._move(unit, wanted, checks=True)
-        for unit in reversed(units):  # nothing is known of them: what is there stays
+        for unit in reversed(
+            units
+        ):  # new units have no uses yet, so they move, not the existing ones
             while self._is_over(unit):
                 try:
                     self._move(unit, FARTHER[unit.tier], checks=True)
@@ -243,13 +247,13 @@ class TierMoves:
                     self._move(unit, Tier.COLD)
 
     def _is_over(self, unit: Unit) -> bool:
-        """Whether the tier that a unit is in holds more than it may."""
+        """Return whether the unit's tier exceeds its budget."""
         with self._changed:
             used, budget = self._table.totals()[_ORDER.index(unit.tier)]
             return budget is not None and used > budget
 
-    def _keep_budget(self, unit: Unit) -> None:
-        """Make others go, or this one, where it has grown beyond what its tier may hold."""
+    def _enforce_budget(self, unit: Unit) -> None:
+        """Move other units away, or this one, if its growth exceeds the tier's budget."""
         while self._is_over(unit):
             try:
                 self._make_room(unit, unit.tier)
@@ -258,7 +262,7 @@ class TierMoves:
                 self._move(unit, FARTHER[unit.tier])
 
     def _unit(self, name: str) -> Unit:
-        """Find a unit, under the lock."""
+        """Return a unit by name; the caller holds the lock."""
         if not self._close.alive:
             raise ValueError("this TieredState is closed")
         try:
@@ -270,8 +274,8 @@ class TierMoves:
         error.name = name
         raise error
 
-    def _still(self, name: str) -> Unit:
-        """Find a unit, under the lock, once no move of it is under way."""
+    def _unit_at_rest(self, name: str) -> Unit:
+        """Return a unit by name after its current move has ended; the caller holds the lock."""
         unit = self._unit(name)
         while unit.is_moving:
             self._changed.wait()
@@ -283,27 +287,27 @@ class TierMoves:
             raise BufferError(f"unit {unit.name!r} is in use: it moves once that has ended")
 
     def _refusal(self, error: CapacityError, unit: Unit, to: Tier) -> CapacityError:
-        """Return an error of the core that names the unit, and the budget as the user gave it."""
+        """Return an error of the core with the unit's name and the budget in the user's unit."""
         made = CapacityError(f"unit {unit.name!r}: {self._budgets[to].in_unit(str(error))}")
         made.name = unit.name
         return made
 
-    def _fits(self, unit: Unit, to: Tier) -> None:
+    def _check_fits(self, unit: Unit, to: Tier) -> None:
         try:
             self._table.fits(unit.number, to)
         except CapacityError as error:
             raise self._refusal(error, unit, to) from None
 
     def _move(self, unit: Unit, to: Tier, *, checks: bool = False) -> bool:
-        """Move a unit; False: it is there already. `checks`: only where there is room."""
+        """Move a unit; return False if it has this tier. `checks`: raise if it does not fit."""
         with self._changed:
-            self._still(unit.name)
+            self._unit_at_rest(unit.name)
             source = unit.tier
             if source == to:
                 return False
             self._refuse_used(unit)
             if checks:
-                self._fits(unit, to)
+                self._check_fits(unit, to)
             self._table.begin(unit.number, to)
             unit.is_moving = True
         moved = False
@@ -330,7 +334,7 @@ class TierMoves:
         return True
 
     def _make_room(self, unit: Unit, to: Tier) -> None:
-        """Move the least used units away until this one fits."""
+        """Move the least used units away until this unit fits."""
         with self._making_room:
             for _ in range(_TRIES):
                 with self._changed:
@@ -341,15 +345,15 @@ class TierMoves:
                     others = [(self._by_number[number], Tier(tier)) for number, tier in moves]
                 if not others:
                     return
-                with suppress(BufferError):  # somebody began to use it: others are chosen
+                with suppress(BufferError):  # another thread uses it now: choose again
                     for other, tier in others:
                         self._move(other, tier)
         with self._changed:
-            self._fits(unit, to)
+            self._check_fits(unit, to)
 
-    def _towards(self, name: str, to: Any, steps: Mapping[Tier, Tier], what: str) -> Tier:
+    def _move_towards(self, name: str, to: Any, steps: Mapping[Tier, Tier], what: str) -> Tier:
         with self._changed:
-            unit = self._still(name)
+            unit = self._unit_at_rest(name)
             target = steps[unit.tier] if to is None else Tier(to)
             ahead = _ORDER.index(target) - _ORDER.index(unit.tier)
             if ahead and (ahead < 0) != (steps is NEARER):
@@ -359,33 +363,33 @@ class TierMoves:
         self._move(unit, target, checks=True)
         return target
 
-    def _hold(self, name: str, to: Tier | None) -> Unit:
-        """Bring a unit to where it can be used, and keep it there."""
+    def _hold_unit(self, name: str, to: Tier | None) -> Unit:
+        """Bring a unit to a usable tier, and keep it there until it is released."""
         for _ in range(_TRIES):
             with self._changed:
-                unit = self._still(name)
-                target = to or self._usable(unit)
+                unit = self._unit_at_rest(name)
+                target = to or self._usable_tier(unit)
                 if unit.tier == target:
                     self._table.hold(unit.number)
                     return unit
                 self._refuse_used(unit)
             self._make_room(unit, target)
-            with suppress(CapacityError):  # another thread was quicker
+            with suppress(CapacityError):  # another thread took the space
                 self._move(unit, target, checks=True)
         with self._changed:
-            self._fits(unit, target)
+            self._check_fits(unit, target)
         raise BufferError(f"unit {name!r} is moved away as often as it is brought here")
 
-    def _usable(self, unit: Unit) -> Tier:
-        """Where a unit is to be used: where it is, or the tier that can hold it."""
+    def _usable_tier(self, unit: Unit) -> Tier:
+        """Return a usable tier for a unit: its own, or one that can hold it."""
         if unit.tier != Tier.COLD:
             return unit.tier
         (_, hot), (_, warm), _ = self._table.totals()
         too_large = warm is not None and unit.nbytes > warm
         return Tier.HOT if too_large and (hot is None or unit.nbytes <= hot) else Tier.WARM
 
-    def _accept(self, unit: Unit, used: TieredUnit) -> None:
-        """Take over what the user put in the place of arrays."""
+    def _take_back_arrays(self, unit: Unit, used: TieredUnit) -> None:
+        """Store the arrays that the user replaced."""
         with self._changed:
             states = {}
             if self._optimizer is not None and unit.parts[0].is_tensor:

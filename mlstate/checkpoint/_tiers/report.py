@@ -1,4 +1,4 @@
-"""What is in which tier, for people: text and HTML."""
+"""Report the tier of each unit, as text and HTML."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ class TierRecord(NamedTuple):
     Attributes
     ----------
     name : str
-        The parameter's.
+        The parameter's name.
     tier : Tier
-        Where it is.
+        Its current tier.
     nbytes : int
-        Of all its arrays.
+        Bytes of all its arrays.
     arrays : list of str
         ``"parameter"`` and the names of its states.
     uses : int
-        How often it was used.
+        Number of uses.
     lately : float
-        The same, where uses count half after each rebalance.
+        Number of uses with decay: each rebalance halves it.
 
     Examples
     --------
@@ -70,18 +70,18 @@ class TierRecord(NamedTuple):
 
 @set_module("mlstate.checkpoint")
 class Traffic(NamedTuple):
-    """All that was moved from one tier to another.
+    """Totals of all moves from one tier to another.
 
     Attributes
     ----------
     source, target : Tier
-        From which tier, to which.
+        The two tiers.
     moves : int
-        How many units were moved.
+        Number of moves.
     nbytes : int
-        Bytes of all moves together.
+        Bytes of all moves.
     seconds : float
-        Time that they took.
+        Duration of all moves.
     """
 
     source: Tier
@@ -93,16 +93,16 @@ class Traffic(NamedTuple):
 
 @set_module("mlstate.checkpoint")
 class TierReport:
-    """What is where, what was used, and what was moved; see `TieredState.report`.
+    """Tiers, uses and moves of all units; see `TieredState.report`.
 
     Attributes
     ----------
     units : list of TierRecord
-        In the order in which they were given.
+        One record for each unit, in the order of their addition.
     totals : dict of Tier to (int, int or None)
         Bytes and budget of each tier.
     traffic : list of Traffic
-        What was moved so far.
+        Totals of the moves so far, one for each pair of tiers.
 
     Examples
     --------
@@ -129,7 +129,7 @@ class TierReport:
 
     @property
     def summary(self) -> str:
-        """One line: units and bytes of each tier."""
+        """One line with the number of units and bytes in each tier."""
         count = len(self.units)
         size = sum(unit.nbytes for unit in self.units)
         head = f"TieredState: {count:,} unit{'' if count == 1 else 's'}, {bytes_text(size)}"
@@ -147,7 +147,7 @@ class TierReport:
         rows = [_cells(unit) for unit in self.units]
         heads = ("unit", "tier", "bytes", "arrays", "uses", "lately")
         lines = [self.summary, table_text(heads, rows, _ROWS)]
-        return "\n".join(lines + [_moved(traffic) for traffic in self.traffic])
+        return "\n".join(lines + [_traffic_text(traffic) for traffic in self.traffic])
 
     def _repr_html_(self) -> str:
         return tiers_html(self)
@@ -159,7 +159,7 @@ def _cells(unit: TierRecord) -> tuple[str, ...]:
     return unit.name, str(unit.tier), size, arrays, f"{unit.uses:,}", f"{unit.lately:.1f}"
 
 
-def _moved(traffic: Traffic) -> str:
+def _traffic_text(traffic: Traffic) -> str:
     count = f"{traffic.moves:,} move{'' if traffic.moves == 1 else 's'}"
     return (
         f"{traffic.source} to {traffic.target}: {count}, {bytes_text(traffic.nbytes)} in "
@@ -204,8 +204,8 @@ def _units(units: Sequence[TierRecord], most: int) -> str:
 
 
 def tiers_html(report: TierReport) -> str:
-    """Write the tiers with a bar each, and the units, as many as fit."""
-    moved = "".join(f"<p>{_moved(traffic)}</p>" for traffic in report.traffic)
+    """Return the tiers, each with a bar, and as many units as fit the byte limit."""
+    moved = "".join(f"<p>{_traffic_text(traffic)}</p>" for traffic in report.traffic)
     most = 160
     while True:
         units = _units(report.units, most) if report.units else ""

@@ -1,4 +1,4 @@
-"""A state kept in tiers: near what computes, in main memory, in files.
+"""Keep a state in tiers: device memory, main memory and files.
 
 Public through `mlstate.checkpoint`.
 """
@@ -32,9 +32,9 @@ class StateDicts(NamedTuple):
     Attributes
     ----------
     model : StateDict
-        Parameters; each value is a `Shard`, whose ``tier`` says where it is.
+        Parameters; each value is a `Shard` with its ``tier``.
     optimizer : OptimizerStateDict
-        States of the optimizer, likewise.
+        States of the optimizer, in the same form.
 
     Examples
     --------
@@ -51,69 +51,71 @@ class StateDicts(NamedTuple):
 
 @set_module("mlstate.checkpoint")
 class TieredState(TierMoves):
-    """The state of a model and its optimizer, of which each unit is hot, warm or cold.
+    """The state of a model and its optimizer, with each unit in a hot, warm or cold tier.
 
-    A unit is one parameter, or this rank's shard of it, with its optimizer states; they move
-    together, and a move touches nothing else.
+    A unit is one parameter, or this rank's shard of it, with its optimizer states. They move
+    together, and a move affects no other unit.
 
-    - hot: the memory of an accelerator, through torch. Without one, main memory: hot units
-      then differ from warm ones by their budget only, and nothing is copied between the two.
+    - hot: the memory of an accelerator, through torch. Without an accelerator, main memory: hot
+      and warm units then differ only in their budgets, and nothing is copied between them.
     - warm: main memory.
-    - cold: a checked safetensors file for each unit, in `directory`.
+    - cold: a checksummed safetensors file for each unit, in `directory`.
 
     Parameters
     ----------
     model : mapping of str to array or Shard, or torch.nn.Module, optional
-        Parameters by name. Arrays are taken over as they are: they belong to this object
-        from then on, and are reached by `use`. Memory is given free when a unit goes cold and
-        nobody else has its arrays: drop the mapping.
+        Parameters by name. This object takes over the arrays without a copy; access them only
+        through `use` afterwards. A unit's memory is freed when the unit becomes cold and no
+        other reference to its arrays exists, so drop the mapping.
     optimizer : mapping of str to array or Shard, or torch.optim.Optimizer, optional
-        Keys ``"<parameter>.<state>"``. States of a parameter that `model` lacks are a unit
-        too. A torch optimizer goes with its module; states that it makes later join their
-        units at the end of `use`.
+        Keys ``"<parameter>.<state>"``. States of a parameter that `model` lacks form a unit
+        too. A torch optimizer needs its module as `model`; states that it creates later are
+        added to their units at the end of `use`.
     directory : str or os.PathLike
-        Folder of the cold units; made where there is none. One `TieredState` at a time has it.
+        Folder of the cold units; created if it does not exist. Only one `TieredState` at a time
+        can use it.
     hot_budget_bytes, warm_budget_bytes : int, float or str, optional
-        Most bytes in a tier, or a size such as ``"6GiB"``; a unit that moves counts in both.
-        Default: no limit.
+        Limit of a tier, in bytes or as a size such as ``"6GiB"``. A moving unit counts in both
+        tiers. Default: no limit.
     device : str or torch.device, optional
-        Where hot units are, as torch tensors. Default: for tensors, the device of one of them
-        that is on a device, else CUDA where there is some; for NumPy arrays, main memory.
-        ``"cpu"``: tensors in memory of their own, which stands in for an accelerator.
+        Device of hot units, which are then torch tensors. Default for tensors: the device of
+        one that is on a device, else CUDA if available. Default for NumPy arrays: main memory.
+        ``"cpu"`` uses separately allocated tensors in main memory to emulate an accelerator.
     discard : bool, default False
-        Delete units that an earlier process left in the folder. Else they are an error.
+        Delete units that an earlier process left in the folder. If False, such units raise
+        `StoreError`.
 
     Raises
     ------
     TypeError, ValueError
-        A value is no array, a name is no str, two units share an array, or a budget is
+        A value is not an array, a name is not a str, two units share an array, or a budget is
         negative.
     CapacityError
-        A unit is larger than each of the budgets. Nothing was changed.
+        A unit is larger than both budgets. Nothing was changed.
     StoreError
-        The system refused: an `OSError` with its ``errno``. EBUSY: another `TieredState` has
-        the folder; EEXIST: there are units in it, which `TieredState.open` would take over.
+        The operating system refused: an `OSError` with its ``errno``. EBUSY: another
+        `TieredState` uses the folder. EEXIST: the folder holds units; use `TieredState.open`.
 
     Notes
     -----
-    Units begin where their arrays are, or where a `Shard` says; where that exceeds a budget,
-    the last ones go on to the next tier. They move by `promote` and `demote`, by `use` as far
-    as it must, and by `rebalance`, which goes by how often they were used. Neither copies what
-    does not change: nothing is copied but the unit that moves, once.
+    A unit starts in the tier that holds its arrays, or that a `Shard` gives. If a budget is
+    exceeded, the last units move to the next tier. Later moves happen by `promote` and
+    `demote`, by `use` if necessary, and by `rebalance`, which uses the number of uses. Only the
+    moving unit is copied, and only once.
 
-    **What a kill leaves.** A cold unit's file is written under another name, synced, and
-    renamed. It stays when the unit is promoted, until the next demotion replaces it: at any
-    moment the folder has one whole copy of each unit that ever was cold, as it was when it was
-    last demoted. So the folder is no checkpoint, of which all units are of one step: use
-    `state_dicts` with `mlstate.save` for that.
+    **After a kill.** A cold unit's file is written under a temporary name, synced and renamed.
+    It stays when the unit is promoted, until the next demotion replaces it. So at any time the
+    folder holds one complete copy of each unit that was ever cold, in its state at the last
+    demotion. The folder is not a checkpoint, because its units may be from different steps: for
+    a checkpoint, use `state_dicts` with `mlstate.save`.
 
-    Threads may use and move different units at once, so that the next one is promoted while
-    this one is computed with. The GIL is released while bytes move.
+    Threads may use and move different units at the same time, for example to promote the next
+    unit during computation with this one. The GIL is released while bytes are copied.
 
-    Cold parts of NumPy arrays become new arrays, writeable, in C order. A torch tensor stays
-    the object that its module or optimizer knows: its memory is exchanged (``tensor.data``),
-    and has no elements while the unit is cold. States without dimensions, such as Adam's
-    ``step``, are never taken to a device. Gradients do not move.
+    A NumPy array that was cold becomes a new, writeable array in C order. A torch tensor stays
+    the object that its module or optimizer refers to: its memory is exchanged
+    (``tensor.data``), and it has no elements while the unit is cold. States without dimensions,
+    such as Adam's ``step``, are never moved to a device. Gradients do not move.
 
     References
     ----------
@@ -147,16 +149,16 @@ class TieredState(TierMoves):
         device: Any = None,
         discard: bool = False,
     ) -> None:
-        self._start(directory, hot_budget_bytes, warm_budget_bytes)
-        model, optimizer, torch_optimizer = self._take(model, optimizer, device)
-        units = self._checked(model, optimizer)
+        self._init_attributes(directory, hot_budget_bytes, warm_budget_bytes)
+        model, optimizer, torch_optimizer = self._prepare_states(model, optimizer, device)
+        units = self._make_units(model, optimizer)
         self._open_directory()
         try:
             self._refuse_or_discard(discard)
-            self._refuse_others(units)
+            self._refuse_existing_files(units)
             self._add(units)
         except BaseException:
-            self._undo()
+            self._undo_constructor()
             raise
         self._optimizer = torch_optimizer
 
@@ -169,28 +171,28 @@ class TieredState(TierMoves):
         warm_budget_bytes: MemorySize | None = None,
         device: Any = None,
     ) -> TieredState:
-        """Take over the units that an earlier process left in a folder, all of them cold.
+        """Open the units that an earlier process left in a folder; all of them are cold.
 
         Parameters
         ----------
         directory : str or os.PathLike
             The folder.
         hot_budget_bytes, warm_budget_bytes, device
-            As for the constructor; the default device is main memory, or CUDA where there is
-            some and the units were torch tensors.
+            As for the constructor. The default device is main memory; it is CUDA if available
+            and the units were torch tensors.
 
         Returns
         -------
         TieredState
-            Each unit as it was when it was last demoted. Headers are read, and nothing else:
-            damage of a unit's bytes is found when it is promoted. A file whose header is
-            damaged, or that is no unit's, is left out, with a warning.
+            Each unit in its state at the last demotion. Only headers are read: damaged data of
+            a unit is found when it is promoted. A file whose header is damaged, or that is not
+            a unit's file, is left out with a warning.
 
         Raises
         ------
         StoreError
-            The system refused; EBUSY: another `TieredState` has the folder. A
-            `FileNotFoundError` too where there is none.
+            The operating system refused. EBUSY: another `TieredState` uses the folder. Also a
+            `FileNotFoundError` if the folder does not exist.
 
         Examples
         --------
@@ -205,20 +207,20 @@ class TieredState(TierMoves):
         (array([0., 1., 2.]), {'m': array([1., 1., 1.])})
         """
         made = cls.__new__(cls)
-        made._start(directory, hot_budget_bytes, warm_budget_bytes)
+        made._init_attributes(directory, hot_budget_bytes, warm_budget_bytes)
         made._choose_device([], device)
         made._lock_directory()
         try:
-            made._take_over()
+            made._open_units()
         except BaseException:
             made._close()
             raise
         return made
 
     def add(self, model: Any = None, optimizer: Any = None) -> None:
-        """Take in more units, such as those of the next layer of a state larger than memory.
+        """Add more units, such as the next layer of a state larger than memory.
 
-        Where there is no room for all of them, the last ones go to their files at once.
+        If not all of them fit, the last ones are written to their files at once.
 
         Parameters
         ----------
@@ -227,7 +229,9 @@ class TieredState(TierMoves):
 
         Raises
         ------
-        As the constructor. After a StoreError the units are in, and a budget may be exceeded.
+        TypeError, ValueError, CapacityError, StoreError
+            As for the constructor. After a StoreError the units are added, and a budget may be
+            exceeded.
 
         Examples
         --------
@@ -248,26 +252,26 @@ class TieredState(TierMoves):
                 raise ValueError("this TieredState is closed")
             values = [v for state in (given, states) if state is not None for v in state.values()]
             self._choose_device(values)
-            units = self._checked(given, states)
-            self._refuse_others(units)
+            units = self._make_units(given, states)
+            self._refuse_existing_files(units)
         self._add(units)
 
     def remove(self, name: str) -> None:
-        """Forget a unit, and delete its file.
+        """Remove a unit, and delete its file.
 
         Parameters
         ----------
         name : str
-            The unit; whether its file is damaged does not matter.
+            Name of the unit; its file may be damaged.
 
         Raises
         ------
         TensorNotFoundError
-            There is no such unit.
+            The unit does not exist.
         BufferError
-            It is in use.
+            The unit is in use.
         StoreError
-            The file cannot be deleted; the unit is still there.
+            The file cannot be deleted; the unit is not removed.
 
         Examples
         --------
@@ -279,7 +283,7 @@ class TieredState(TierMoves):
         0
         """
         with self._changed:
-            unit = self._still(name)
+            unit = self._unit_at_rest(name)
             self._refuse_used(unit)
             unit.is_durable = False
             _folder.remove_files(self._directory, [unit.file])
@@ -302,11 +306,11 @@ class TieredState(TierMoves):
 
     @property
     def device(self) -> Any:
-        """Where hot units are: a torch.device, or None for main memory."""
+        """Device of hot units: a torch.device, or None for main memory."""
         return self._device
 
     def tier(self, name: str) -> Tier:
-        """Say where a unit is.
+        """Return the tier of a unit.
 
         Parameters
         ----------
@@ -316,12 +320,12 @@ class TieredState(TierMoves):
         Returns
         -------
         Tier
-            Of a unit that moves, the one that it leaves.
+            The tier; of a moving unit, its old tier.
 
         Raises
         ------
         TensorNotFoundError
-            There is no such unit.
+            The unit does not exist.
 
         Examples
         --------
@@ -335,41 +339,41 @@ class TieredState(TierMoves):
             return self._unit(name).tier
 
     def promote(self, name: str, to: Tier | str | None = None) -> Tier:
-        """Bring a unit nearer: from its file to memory, from memory to the device.
+        """Move a unit to a faster tier: from its file to memory, from memory to the device.
 
         Parameters
         ----------
         name : str
             The parameter's name.
         to : Tier or str, optional
-            Default: the next tier; a unit that is hot stays.
+            The new tier. Default: the next faster tier; a hot unit stays hot.
 
         Returns
         -------
         Tier
-            Where it is now.
+            The new tier.
 
         Raises
         ------
         TensorNotFoundError
-            There is no such unit.
+            The unit does not exist.
         ValueError
-            `to` is no tier, or a farther one.
+            `to` is not a tier, or is a slower tier.
         CapacityError
-            It does not fit into the budget. No other unit is moved to make room: that is
-            what `use` and `rebalance` do.
+            The unit does not fit the budget. `promote` moves no other unit to make room; `use`
+            and `rebalance` do.
         BufferError
-            It is in use, and moves once that has ended.
+            The unit is in use.
         ChecksumError, FormatError
-            Its file is damaged. The text names unit and file; the unit stays cold, and all
-            others are as good as before.
+            The unit's file is damaged; the message names unit and file. The unit stays cold,
+            and all others are unaffected.
         StoreError
-            The system refused.
+            The operating system refused.
 
         Notes
         -----
-        Whatever is raised, the unit is where it was. Its file stays. Cost: reading the file
-        and its checksums, or one copy.
+        After any error the unit is in its old tier. Its file is kept. The cost is one read and
+        verification of the file, or one copy.
 
         Examples
         --------
@@ -379,42 +383,42 @@ class TieredState(TierMoves):
         ...     tiers.demote("w"), tiers.promote("w")
         (<Tier.COLD: 'cold'>, <Tier.WARM: 'warm'>)
         """
-        return self._towards(name, to, NEARER, "promote")
+        return self._move_towards(name, to, NEARER, "promote")
 
     def demote(self, name: str, to: Tier | str | None = None) -> Tier:
-        """Take a unit farther away: from the device to memory, from memory to its file.
+        """Move a unit to a slower tier: from the device to memory, from memory to its file.
 
         Parameters
         ----------
         name : str
             The parameter's name.
         to : Tier or str, optional
-            Default: the next tier; a unit that is cold stays.
+            The new tier. Default: the next slower tier; a cold unit stays cold.
 
         Returns
         -------
         Tier
-            Where it is now.
+            The new tier.
 
         Raises
         ------
         TensorNotFoundError
-            There is no such unit.
+            The unit does not exist.
         ValueError
-            `to` is no tier, or a nearer one.
+            `to` is not a tier, or is a faster tier.
         CapacityError
-            It does not fit into warm; ``to="cold"`` always does.
+            The unit does not fit the warm budget; ``to="cold"`` always succeeds.
         CompatibilityError
-            Files have no name for a dtype of its.
+            The file format has no name for one of its dtypes.
         BufferError
-            It is in use, and moves once that has ended.
+            The unit is in use.
         StoreError
-            The system refused, as where the disk is full (ENOSPC).
+            The operating system refused, for example because the disk is full (ENOSPC).
 
         Notes
         -----
-        Whatever is raised, the unit is where it was. When this returns, a cold unit is on the
-        disk. A unit whose bytes are those of its file is not written again.
+        After any error the unit is in its old tier. When `demote` returns, a cold unit is on
+        disk. A unit is not written again if its file has the same bytes.
 
         Examples
         --------
@@ -424,43 +428,44 @@ class TieredState(TierMoves):
         ...     tiers.demote("w", to="cold")
         <Tier.COLD: 'cold'>
         """
-        return self._towards(name, to, FARTHER, "demote")
+        return self._move_towards(name, to, FARTHER, "demote")
 
     @contextmanager
     def use(self, name: str, to: Tier | str | None = None) -> Iterator[TieredUnit]:
-        """Give a unit's arrays, for as long as the block lasts, and count the use.
+        """Provide a unit's arrays inside a ``with`` block, and count the use.
 
         Parameters
         ----------
         name : str
             The parameter's name.
         to : Tier or str, optional
-            Where it is to be. Default: where it is; a cold unit comes to warm, or to hot where
-            the warm budget cannot hold it. Other units that are used less make room.
+            The tier to use it in. Default: its tier; a cold unit moves to warm, or to hot if
+            the warm budget is smaller than the unit. Less used units make room.
 
         Yields
         ------
         TieredUnit
-            ``parameter``, ``states`` and ``tier``. Arrays may be changed in place. Other ones
-            of the same shape and dtype may be put in their place, and states added or
-            removed: that holds once the block ends without an exception.
+            ``parameter``, ``states`` and ``tier``. Arrays may be changed in place, replaced by
+            others of the same shape and dtype, and states may be added or removed. Replacements
+            take effect when the block ends without an exception.
 
         Raises
         ------
         TensorNotFoundError
-            There is no such unit.
+            The unit does not exist.
         ValueError
-            `to` is no tier, or cold.
+            `to` is not a tier, or is cold.
         CapacityError
-            It exceeds the budget by itself, or with all that is in use.
+            The unit exceeds the budget, alone or together with all units in use.
         CompatibilityError
-            At the end: an array has another shape or dtype. The unit keeps its own.
+            At the end of the block: a replacement has another shape or dtype. The unit keeps
+            its array.
         ChecksumError, FormatError, StoreError
-            As for `promote`, and for `demote` of those that make room.
+            As for `promote`, and as for `demote` of the units that make room.
 
         Notes
         -----
-        Nobody moves the unit meanwhile. Several blocks may have it at once.
+        The unit does not move during the block. Several blocks may use it at the same time.
 
         Examples
         --------
@@ -476,36 +481,36 @@ class TieredState(TierMoves):
         """
         if to is not None and Tier(to) == Tier.COLD:
             raise ValueError("a cold unit cannot be used: to must be hot or warm")
-        unit = self._hold(name, None if to is None else Tier(to))
+        unit = self._hold_unit(name, None if to is None else Tier(to))
         try:
             used = TieredUnit(unit)
             yield used
-            self._accept(unit, used)
+            self._take_back_arrays(unit, used)
         finally:
             with self._changed:
                 self._table.release(unit.number)
                 self._changed.notify_all()
-        with suppress(BufferError):  # somebody else has it: the end of his block sees to it
-            self._keep_budget(unit)
+        with suppress(BufferError):  # another block uses it, and will check at its end
+            self._enforce_budget(unit)
 
     def rebalance(self) -> dict[str, Tier]:
-        """Move units to where the count of their uses says they should be, within the budgets.
+        """Move units according to their number of uses, within the budgets.
 
         Returns
         -------
         dict of str to Tier
-            The units that were moved, and where they are now. One that is in use stays.
+            The moved units and their new tiers. Units in use stay.
 
         Raises
         ------
         ChecksumError, FormatError, StoreError
-            As `promote` and `demote`. What was moved until then stays moved.
+            As for `promote` and `demote`. Earlier moves of this call are kept.
 
         Notes
         -----
-        The most used units are nearest, as far as they fit; a unit keeps its place unless
-        another was used a quarter more often. Uses count half after each call, so that what
-        was used lately matters most. What was never used is not brought nearer.
+        The most used units go to the fastest tiers, as far as they fit. A unit keeps its tier
+        unless another unit was used a quarter more often. Each call halves the counts, so
+        recent uses count most. A unit that was never used is not promoted.
 
         Examples
         --------
@@ -532,7 +537,7 @@ class TieredState(TierMoves):
                         moved[unit.name] = tier
         return moved
 
-    # ---- what there is ----
+    # ---- state and report ----
 
     def state_dicts(self) -> StateDicts:
         """Return all units as two states, for ``mlstate.save(path, *tiers.state_dicts())``.
@@ -540,21 +545,21 @@ class TieredState(TierMoves):
         Returns
         -------
         StateDicts
-            ``(model, optimizer)``, of the classes that were given, with the attributes that
-            they had; set ``optimizer.step`` and the like before saving. Each value is a
-            `Shard` with its tier: the arrays themselves of what is hot or warm, read-only
-            arrays over the mapped file, which was compared with its checksums, of what is
-            cold. So a save needs no memory for it.
+            ``(model, optimizer)``, with the classes and attributes of the given states; set
+            ``optimizer.step`` and other attributes before saving. Each value is a `Shard` with
+            its tier. Hot and warm units contribute their arrays without a copy. Cold units
+            contribute read-only arrays over their verified, memory-mapped files, so a save
+            needs no memory for them.
 
         Raises
         ------
         ChecksumError, FormatError, StoreError
-            A cold file is damaged or cannot be read. The text names unit and file.
+            A cold unit's file is damaged or cannot be read; the message names unit and file.
 
         Notes
         -----
-        Do not use or move units until the save has ended, or is `SaveHandle.staged`: arrays
-        are shared. `save_async` copies cold units, too, as far as its budget allows.
+        The arrays are shared: do not use or move units until the save has ended or is
+        `SaveHandle.staged`. `save_async` copies cold units too, within its budget.
 
         Examples
         --------
@@ -571,7 +576,7 @@ class TieredState(TierMoves):
         states = StateDicts(model.copy(), optimizer.copy())
         for name in self:
             with self._changed:
-                unit = self._still(name)
+                unit = self._unit_at_rest(name)
                 self._table.hold(unit.number)
             try:
                 arrays = [part.elements for part in unit.parts]
@@ -586,12 +591,12 @@ class TieredState(TierMoves):
         return states
 
     def report(self) -> TierReport:
-        """Say what is where, what was used, and what was moved.
+        """Return tiers, uses and moves of all units.
 
         Returns
         -------
         TierReport
-            Prints as a table, also in notebooks.
+            Its repr is a table, also in notebooks.
 
         Examples
         --------
@@ -618,13 +623,13 @@ class TieredState(TierMoves):
     def _repr_html_(self) -> str:
         return tiers_html(self.report())
 
-    # ---- the end ----
+    # ---- closing ----
 
     def close(self) -> None:
-        """Give the folder free, for another `TieredState`; files and arrays stay.
+        """Release the folder for another `TieredState`; files and arrays stay.
 
-        Warm and hot units are not written: demote those that the folder is to hold as they
-        are now.
+        Warm and hot units are not written: demote them first if the folder must hold their
+        current values.
 
         Examples
         --------

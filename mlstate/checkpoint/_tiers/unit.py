@@ -1,8 +1,8 @@
 """Units of a tiered state: a parameter's shard and its optimizer states, and their files.
 
-A unit's file is a safetensors file of its own, with a tensor for each part under the name
-``params/<key>`` or ``optim_state/<key>``, and, as the metadata entry ``tiers.unit``, a JSON
-text: the unit's name, and of each part what its array alone does not tell.
+Each unit has its own safetensors file, with a tensor for each part under the name
+``params/<key>`` or ``optim_state/<key>``. The metadata entry ``tiers.unit`` is a JSON text: the
+unit's name, and for each part the properties that its array does not have.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 KEY = "tiers.unit"
 SUFFIX = ".safetensors"
-_CUT = "=~"  # in a file's name that did not fit whole
-_FACTS = ("layout", "index", "shape", "replica")  # of a Shard, besides its array
+_CUT = "=~"  # marks a shortened file name
+_FACTS = ("layout", "index", "shape", "replica")  # of a Shard, without its array
 
 
 def file_of(name: str) -> str:
-    """Return the name of a unit's file: safe on any system, and of no other unit."""
+    """Return the name of a unit's file: valid on every system, and unique to the unit."""
     encoded = _core.file_name(name, 0)
     if _CUT in encoded:
         import hashlib
@@ -46,15 +46,15 @@ def file_of(name: str) -> str:
 
 
 def unit_of(section: int, key: str) -> str:
-    """Return the name of the unit that an entry of the model or the optimizer belongs to."""
+    """Return the name of the unit that owns an entry of the model or the optimizer."""
     return key.rpartition(".")[0] or key if section else key
 
 
 class Part:
     """One array of a unit: the parameter, or one of its states.
 
-    A torch tensor stays the object that a module or an optimizer knows, and is given other
-    memory; a NumPy array cannot be, so there is another one after a move, and none in a file.
+    A torch tensor stays the object that a module or an optimizer refers to, and its memory is
+    exchanged. A NumPy array is replaced by a new one after a move; a cold part has none.
     """
 
     __slots__ = ("array", "dtype", "facts", "is_tensor", "key", "marked", "section", "shape")
@@ -63,7 +63,7 @@ class Part:
         self.section = section
         self.key = key
         self.facts: dict[str, Any] | None = None
-        self.marked: Tier | None = None  # where a Shard says it was
+        self.marked: Tier | None = None  # the tier that a Shard gives
         if isinstance(value, Shard):
             self.marked = None if value.tier is None else Tier(value.tier)
             self.facts = {name: getattr(value, name) for name in _FACTS}
@@ -75,49 +75,49 @@ class Part:
 
     @property
     def state(self) -> str:
-        """Name of the optimizer's state."""
+        """Name of the optimizer state."""
         return self.key.rpartition(".")[2]
 
     @property
     def stored(self) -> str:
-        """Its name in the unit's file."""
+        """Name in the unit's file."""
         return f"{SECTIONS[self.section]}/{self.key}"
 
     @property
     def dtype_name(self) -> str:
-        """The dtype's name, the same for NumPy and torch and either byte order."""
+        """Name of the dtype, equal for NumPy and torch and for both byte orders."""
         if self.is_tensor:
             return str(self.dtype).removeprefix("torch.")
         return text_of(self.dtype)
 
     @property
     def stays(self) -> bool:
-        """Whether it is never taken to a device: optimizers keep their counters in memory."""
+        """Whether the part never moves to a device: optimizers keep counters in main memory."""
         return self.section == 1 and not self.shape
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the array, wherever it is."""
+        """Bytes of the array, in any tier."""
         return int(math.prod(self.shape) * self.dtype.itemsize)
 
     @property
     def elements(self) -> Any:
-        """The array without autograd's record; None: it is in the file."""
+        """The array, detached from autograd; None if the part is cold."""
         return self.array.detach() if self.is_tensor else self.array
 
     def put(self, array: Any) -> None:
-        """Take an array's memory in place of what was there; None: nothing but the file."""
+        """Replace the array's memory by another array's; None for a cold part."""
         if self.is_tensor:
             backend_of(self.array).give_memory(self.array, array)
         else:
             self.array = array
 
     def shard(self, array: Any, tier: Tier) -> Shard:
-        """Return an array as what a checkpoint stores of this part."""
+        """Return an array as the `Shard` that a checkpoint stores for this part."""
         return Shard(array, tier=tier, **(self.facts or {}))
 
     def describe(self) -> dict[str, Any]:
-        """Return what the file's own header does not say, for JSON."""
+        """Return the properties that are missing in the file's header, for JSON."""
         about: dict[str, Any] = {"name": self.stored}
         if self.is_tensor:
             about["torch"] = True
@@ -127,7 +127,7 @@ class Part:
 
 
 class Unit:
-    """What moves together, and where it is."""
+    """Arrays that move together, and their tier."""
 
     __slots__ = ("file", "is_durable", "is_moving", "name", "number", "parts", "tier")
 
@@ -138,7 +138,7 @@ class Unit:
         self.number = -1
         self.file = file_of(name)
         self.is_moving = False
-        self.is_durable = False  # whether the file is known to be whole and on the disk
+        self.is_durable = False  # whether the file is known to be complete and on disk
 
     @property
     def nbytes(self) -> int:
@@ -146,11 +146,11 @@ class Unit:
         return sum(part.nbytes for part in self.parts)
 
 
-# ---- units of states ----
+# ---- grouping states into units ----
 
 
 def units_of(model: Mapping[str, Any] | None, optimizer: Mapping[str, Any] | None) -> list[Unit]:
-    """Put the entries of both states together by parameter, in the model's order."""
+    """Group the entries of both states by parameter, in the model's order."""
     units: dict[str, Unit] = {}
     for section, state in enumerate((model, optimizer)):
         for key, value in (state or {}).items():
@@ -166,7 +166,7 @@ def units_of(model: Mapping[str, Any] | None, optimizer: Mapping[str, Any] | Non
 
 
 def write_unit(path: str, unit: Unit, arrays: list[Any]) -> None:
-    """Write a unit's file, whole and durably, unless those very bytes are there."""
+    """Write a unit's file durably, unless it has these bytes already."""
     import json
 
     text = json.dumps({"unit": unit.name, "parts": [part.describe() for part in unit.parts]})
@@ -183,7 +183,7 @@ def write_unit(path: str, unit: Unit, arrays: list[Any]) -> None:
 
 
 def _bytes_of(array: Any) -> Any:
-    """View an array as bytes, so that comparing it means its bits; None: it is no one piece."""
+    """View an array as bytes, to compare bits; None if it is not contiguous in native order."""
     if is_torch(array):
         array = StateDict.from_torch({"": array})[""]
     if not array.flags.c_contiguous or not array.dtype.isnative:
@@ -192,7 +192,7 @@ def _bytes_of(array: Any) -> Any:
 
 
 def _is_there(path: str, stored: Iterable[tuple[str, Any]], text: str) -> bool:
-    """Whether a file has these bytes already; anything odd about it means no."""
+    """Return whether a file has these bytes already; on any doubt return False."""
     with suppress(MLStateError, ImportError):
         arrays, texts = _core.file_load(path, True, True)
         wanted = {name: _bytes_of(array) for name, array in stored}
@@ -202,8 +202,8 @@ def _is_there(path: str, stored: Iterable[tuple[str, Any]], text: str) -> bool:
     return False
 
 
-def damaged(name: str, error: MLStateError) -> MLStateError:
-    """Return an error of the same class that names the unit too."""
+def name_unit_error(name: str, error: MLStateError) -> MLStateError:
+    """Return an error of the same class that also names the unit."""
     made = type(error)(f"unit {name!r}: {error}")
     for field in ("expected", "got", "path", "offset"):
         setattr(made, field, getattr(error, field))
@@ -212,23 +212,23 @@ def damaged(name: str, error: MLStateError) -> MLStateError:
 
 
 def read_unit(path: str, unit: Unit, *, mmap: bool = False) -> list[Any]:
-    """Read a unit's arrays, compared with their checksums, in the order of its parts.
+    """Read and verify a unit's arrays, in the order of its parts.
 
     Raises
     ------
     FormatError, ChecksumError
-        The file is damaged, or of something else. The text names unit and file.
+        The file is damaged, or not this unit's; the message names unit and file.
     StoreError
-        It cannot be read.
+        The file cannot be read.
     """
     try:
         if mmap:
             _verify(path)
         arrays, texts = _core.file_load(path, mmap, True)
-        if _described(texts, path)["unit"] != unit.name:
-            raise _wrong(path, "is the file of another unit")
+        if _read_description(texts, path)["unit"] != unit.name:
+            raise _format_error(path, "is the file of another unit")
     except FormatError as error:
-        raise damaged(unit.name, error) from None
+        raise name_unit_error(unit.name, error) from None
     except StoreError as error:
         error.name = unit.name
         raise
@@ -238,13 +238,15 @@ def read_unit(path: str, unit: Unit, *, mmap: bool = False) -> list[Any]:
         if array is None or array.shape != part.shape or dtype_of(array) != part.dtype_name:
             what = "nothing" if array is None else f"{array.dtype} {array.shape}"
             wanted = f"{part.dtype_name} {part.shape}"
-            raise damaged(unit.name, _wrong(path, f"holds {what} as {part.stored!r}, not {wanted}"))
+            raise name_unit_error(
+                unit.name, _format_error(path, f"holds {what} as {part.stored!r}, not {wanted}")
+            )
         found.append(array)
     return found
 
 
 def _verify(path: str) -> None:
-    """Compare a whole file with its checksums, block by block."""
+    """Verify a whole file by its checksums, block by block."""
     report, _ = verify_file(path)
     for problem in report.problems:
         error = _core.ChecksumError(
@@ -254,14 +256,14 @@ def _verify(path: str) -> None:
         raise error
 
 
-def _wrong(path: str, text: str) -> FormatError:
+def _format_error(path: str, text: str) -> FormatError:
     error = FormatError(f"{os.path.basename(path)}: {text}")
     error.path = path
     return error
 
 
-def _described(texts: Mapping[str, str], path: str) -> dict[str, Any]:
-    """Return what a file says of its unit, of the form that is relied on."""
+def _read_description(texts: Mapping[str, str], path: str) -> dict[str, Any]:
+    """Return a file's description of its unit, after a check of its form."""
     import json
 
     try:
@@ -270,11 +272,11 @@ def _described(texts: Mapping[str, str], path: str) -> dict[str, Any]:
             raise TypeError("no unit")
         return dict(found)
     except (KeyError, TypeError, ValueError, RecursionError):
-        raise _wrong(path, "is not the file of a unit") from None
+        raise _format_error(path, "is not the file of a unit") from None
 
 
 def _value_of(about: Mapping[str, Any], array: Any) -> Any:
-    """Return what was stored: an array, a tensor where there is torch, or a part of either."""
+    """Return the stored value: an array, a tensor if torch is installed, or a Shard of either."""
     if about.get("torch") is True:
         with suppress(ImportError):
             array = backend_named("torch").tensors_of({"": array})[""]
@@ -286,33 +288,33 @@ def _value_of(about: Mapping[str, Any], array: Any) -> Any:
 
 
 def is_unit_file(path: str) -> bool:
-    """Whether a file is that of a unit, as far as its header can be read."""
+    """Return whether a file is a unit's file; False if its header cannot be read."""
     with suppress(MLStateError):
         return KEY in _core.file_metadata(path, False)
     return False
 
 
 def open_unit(path: str) -> Unit:
-    """Return the cold unit of a file, of which only the header is read.
+    """Return the cold unit of a file; only the header is read.
 
     Raises
     ------
     FormatError, ChecksumError, StoreError
-        The file is damaged, is that of something else, or cannot be read.
+        The file is damaged, not a unit's file, or cannot be read.
     """
     arrays, texts = _core.file_load(path, True, True)
-    found = _described(texts, path)
+    found = _read_description(texts, path)
     try:
         unit = Unit(found["unit"], Tier.COLD)
         for about in found["parts"]:
             section, _, key = about["name"].partition("/")
             value = _value_of(about, arrays.pop(about["name"]))
             unit.parts.append(Part(SECTIONS.index(section), key, value))
-            unit.parts[-1].put(None)  # it was over the mapped file
+            unit.parts[-1].put(None)  # drop the view of the mapped file
     except (AttributeError, KeyError, TypeError, ValueError) as reason:
-        raise _wrong(path, f"does not describe its unit: {reason}") from None
+        raise _format_error(path, f"does not describe its unit: {reason}") from None
     if arrays or unit.file != os.path.basename(path):
-        raise _wrong(path, "is not the file of its unit")
+        raise _format_error(path, "is not the file of its unit")
     unit.is_durable = True
     return unit
 
@@ -321,10 +323,10 @@ def open_unit(path: str) -> Unit:
 
 
 def arrays_in(unit: Unit, to: Tier, path: str, device: Any) -> list[Any] | None:
-    """Return a unit's arrays as another tier has them; nothing changes in the unit.
+    """Return a unit's arrays in the form of another tier; the unit is not changed.
 
-    `device` is that of the hot tier, None: main memory, between which and warm nothing is
-    moved. None for the result: the arrays stay as they are.
+    `device` is the device of the hot tier. None means main memory: then nothing is copied
+    between hot and warm. Returns None if the arrays stay as they are.
     """
     if device is None and Tier.COLD not in (unit.tier, to):
         return None
@@ -346,16 +348,16 @@ def arrays_in(unit: Unit, to: Tier, path: str, device: Any) -> list[Any] | None:
 
 
 def _of_kind(part: Part, array: Any) -> Any:
-    """Make of an array that was read what the part is: a tensor, or of the other byte order."""
+    """Convert a loaded array to the kind of its part: tensor or array, dtype and byte order."""
     if not part.is_tensor:
-        if label_of(part.dtype):  # of a process without ml_dtypes, which this one may have
+        if label_of(part.dtype):  # the file was written without ml_dtypes
             array = array.view(part.dtype.newbyteorder("="))
         return array.astype(part.dtype, copy=False)
     return backend_named("torch").tensors_of({"": array})[""]
 
 
 def _from_device(part: Part, tensor: Any) -> Any:
-    """Copy a tensor to main memory, as what the part is there."""
+    """Copy a tensor to main memory, in the kind of its part."""
     backend = backend_of(tensor)
     copied = backend.in_memory(tensor)
     if part.is_tensor:

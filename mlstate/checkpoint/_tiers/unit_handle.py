@@ -1,4 +1,4 @@
-"""What a user has of a unit while he uses it, and what is taken over from him afterwards."""
+"""The handle through which a user accesses a unit, and the changes taken over afterwards."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 @set_module("mlstate.checkpoint")
 class TieredUnit:
-    """A parameter and its optimizer states, as `TieredState.use` gives them.
+    """A parameter and its optimizer states, provided by `TieredState.use`.
 
     Attributes
     ----------
     name : str
-        The parameter's.
+        The parameter's name.
     tier : Tier
         Hot or warm.
     parameter : array or None
-        The parameter, or the shard of it that is kept here; None: there are states only.
-        Torch tensors are the module's own.
+        The parameter, or this rank's shard of it; None if the unit has only states. Torch
+        tensors are the module's own.
     states : dict of str to array
         Optimizer states by name.
 
@@ -70,7 +70,7 @@ class TieredUnit:
 
 
 def _check(unit: Unit, part: Part, array: Any) -> Part:
-    """Refuse an array that is not like the one whose place it takes."""
+    """Return the part for a replacement array; raise if shape, dtype or kind differ."""
     made = Part(part.section, part.key, array)
     facts = [(p.shape, p.dtype, p.dtype_name, p.is_tensor) for p in (made, part)]
     if facts[0] != facts[1]:
@@ -85,10 +85,10 @@ def _check(unit: Unit, part: Part, array: Any) -> Part:
 
 
 def take_back(unit: Unit, used: TieredUnit, states: Mapping[str, Any]) -> None:
-    """Take over arrays that a user put in the place of others, and states that he added.
+    """Take over arrays that the user replaced, and states that the user added or removed.
 
-    `states` are those that a torch optimizer has of the parameter now. All is checked before
-    anything is changed.
+    `states` are the states that a torch optimizer now has for the parameter. Everything is
+    checked before anything is changed.
     """
     added = {name: value for name, value in states.items() if is_torch(value)}
     wanted = {**added, **used.states}

@@ -1,6 +1,6 @@
-"""MPI: groups of processes that mpiexec or a batch system started.
+"""MPI: groups of processes started by mpiexec or a batch system.
 
-Each file here imports mpi4py inside its functions.
+The modules of this package import mpi4py inside functions.
 """
 
 from ._group import MPIGroup

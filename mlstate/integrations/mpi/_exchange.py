@@ -1,11 +1,11 @@
-"""How bytes travel over MPI, and how the parts of a reduction become one.
+"""Byte exchange over MPI, and the reduction of received parts.
 
-Each rank exchanges messages with every other, point to point: so a rank that waits knows for
-whom. Messages carry a tag that depends on the call; ranks that call different things find out
-by the first message.
+Ranks exchange point-to-point messages, so a waiting rank knows which rank it waits for. The tag
+of a message depends on the call, so the first message reveals ranks that call different
+operations.
 
-Nothing blocks inside MPI. Requests are tested until they are done, so that a deadline, an
-abort or Ctrl-C ends an operation that never will be.
+No MPI call blocks. Requests are polled, so that a deadline, an abort or Ctrl-C can end an
+operation that would never complete.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ._memory import bytes_of, reals_of, wide_like
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-# Larger parts travel as messages of this size, below what a count in C can say.
+# Larger parts are split into messages of this size, below the limit of a C int count.
 _MESSAGE_BYTES = 16 << 20
-# How long to look without a pause since something last arrived, and the longest pause then.
+# Time of polling without a pause since the last arrival, and the longest pause after that.
 _EAGER_SECONDS = 200e-6
 _PAUSE_SECONDS = 1e-3
 _ONLY_IN_NUMPY = (np.dtype(np.longdouble).name, np.dtype(np.clongdouble).name)
 
-# A tag is an operation, and 12 bits of what was called: below 32768, which any MPI has.
+# A tag has the operation and 12 bits of a digest of the call: below 32768, which MPI guarantees.
 _OPERATIONS = (
     "reduce_scatter",
     "all_gather",
@@ -43,18 +43,18 @@ _OPERATIONS = (
     "barrier",
     "gather_bytes",
 )
-_GONE = 7  # in place of an operation: that rank gave up in what the other bits say
+_GONE = 7  # replaces the operation: the rank gave up in the operation that the other bits encode
 _ENDINGS = (*_OPERATIONS, "abort")
 _yield = getattr(os, "sched_yield", lambda: sleep(0))
 
 
 class Channel:
-    """A communicator of a group's own.
+    """A group's own communicator, with its state.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm
-        Borrowed; used for nothing else.
+        Borrowed; the channel is its only user.
     """
 
     def __init__(self, comm: Any) -> None:
@@ -64,31 +64,31 @@ class Channel:
         self.comm = comm
         self.rank: int = comm.Get_rank()
         self.world_size: int = comm.Get_size()
-        self.aborted = False  # set by any thread: what is under way fails
-        self.gone: dict[int, str] = {}  # ranks that gave up, as far as was seen
+        self.aborted = False  # set by any thread: running operations fail
+        self.gone: dict[int, str] = {}  # ranks known to have given up, and the operation
         self._calls = 0
         self._unfinished: list[Any] = []  # memory that MPI may still read or write
 
     def link(self, operation: str, call: str, timeout: float) -> Link:
-        """Begin an operation."""
+        """Return the link of a new operation."""
         self._calls += 1
         digest = zlib.crc32(f"{self._calls} {call}".encode()) & 0xFFF
         tag = digest << 3 | _OPERATIONS.index(operation)
         return Link(self, operation, tag, timeout)
 
     def keep(self, *memory: Any) -> None:
-        """Hold what requests that never ended refer to, for as long as the process lives."""
+        """Keep memory of unfinished requests alive until the process ends."""
         self._unfinished.append(memory)
 
     def give_up(self, operation: str) -> None:
-        """Tell every other rank that this one does not go on; waits for nobody."""
+        """Notify all other ranks that this rank gives up; does not wait."""
         tag = _ENDINGS.index(operation) << 3 | _GONE
         others = [r for r in range(self.world_size) if r != self.rank]
         nothing = bytearray()
         self.keep([self.comm.Isend([nothing, self.mpi.BYTE], r, tag) for r in others], nothing)
 
     def look_for_gone(self) -> dict[int, str]:
-        """Return the ranks that are known to have given up, and in which operation each."""
+        """Return the ranks known to have given up, and the operation of each."""
         status = self.mpi.Status()
         for number, operation in enumerate(_ENDINGS):
             tag = number << 3 | _GONE
@@ -99,7 +99,7 @@ class Channel:
 
 
 def wait_for(request: Any, seconds: float) -> bool:
-    """Wait until one request is done, or time is up; tell which."""
+    """Wait until one request is done or the time is up; return whether it is done."""
     deadline = monotonic() + seconds
     while not request.Test():
         if monotonic() > deadline:
@@ -109,49 +109,49 @@ def wait_for(request: Any, seconds: float) -> bool:
 
 
 class _Messages:
-    """Messages under way.
+    """The messages of one exchange.
 
-    What comes is looked at before it is received: a message that is longer than its place
-    would make MPI fail in ways of its own, down to a crash.
+    A message is probed before it is received: receiving a message that is longer than its buffer
+    makes MPI fail or crash.
     """
 
     def __init__(self, link: Link, sends: Sequence[Any], receives: Sequence[Any]) -> None:
         channel = link.channel
         self.memory: list[Any] = [sends, receives]
         self.requests: list[Any] = []
-        self.peers: list[tuple[int, bool]] = []  # of each request: the rank, whether it sends
+        self.peers: list[tuple[int, bool]] = []  # by request: other rank, whether it sends
         self.left: set[int] = set()  # requests that are not done
-        self.expected: dict[int, deque[Any]] = {}  # places of messages that were not seen yet
+        self.expected: dict[int, deque[Any]] = {}  # buffers of messages that have not been probed
         world = channel.world_size
-        # begin with the next rank, so that not all write to one at first
+        # start with the next rank, so that not all ranks send to the same rank first
         for step in range(1, world):
             target, source = (channel.rank + step) % world, (channel.rank - step) % world
             if len(receives[source]):
-                self.expected[source] = deque(_pieces(receives[source]))
-            for part in _pieces(sends[target]):
+                self.expected[source] = deque(_split_messages(receives[source]))
+            for part in _split_messages(sends[target]):
                 request = channel.comm.Isend([part, channel.mpi.BYTE], target, link.tag)
                 self.add(request, target, False)
 
     def add(self, request: Any, rank: int, sends: bool) -> None:
-        """Note that a request was made."""
+        """Register a request."""
         self.left.add(len(self.requests))
         self.requests.append(request)
         self.peers.append((rank, sends))
 
     def waiting_for(self) -> tuple[list[int], list[int]]:
-        """Return the ranks from which something is to come, and those that take nothing."""
+        """Return the ranks that still have to send, and the other ranks that have not received."""
         left = [self.peers[index] for index in self.left]
         sources = {rank for rank, sends in left if sends}.union(self.expected)
         return sorted(sources), sorted({rank for rank, sends in left if not sends} - sources)
 
 
-def _pieces(part: Any) -> Iterable[Any]:
-    """Cut what belongs to one rank into messages; none where it is empty."""
+def _split_messages(part: Any) -> Iterable[Any]:
+    """Yield one rank's part in messages; an empty part has none."""
     return (part[at : at + _MESSAGE_BYTES] for at in range(0, len(part), _MESSAGE_BYTES))
 
 
 class Link:
-    """One operation's way to the other ranks, until its time is up."""
+    """Connection of one operation to the other ranks, with a deadline."""
 
     __slots__ = ("_deadline", "_timeout", "began", "channel", "operation", "rank", "tag")
 
@@ -170,15 +170,15 @@ class Link:
         return self.channel.world_size
 
     def error(self, what: str) -> Exception:
-        """Make this operation's error."""
+        """Return the error of this operation."""
         return failed(self.operation, self.rank, f"{what}; the group is of no use any more")
 
     def exchange(self, sends: Sequence[Any], receives: Sequence[Any]) -> None:
-        """Send and receive messages; see the protocol."""
+        """Send and receive messages; implements `Link.exchange` of the protocol."""
         self.began = True
         messages = _Messages(self, sends, receives)
         try:
-            self._finish(messages)
+            self._poll_messages(messages)
         except BaseException as error:
             self.channel.keep(messages.requests, messages.memory)
             if isinstance(error, self.channel.mpi.Exception):
@@ -187,11 +187,11 @@ class Link:
             raise
 
     def bytes_of(self, flat: Any) -> Any:
-        """Return an array of uint8 over the same memory."""
+        """Return a uint8 array over the same memory."""
         return bytes_of(flat)
 
     def from_bytes(self, data: bytes) -> Any:
-        """Return an array over bytes."""
+        """Return a read-only array over `data`."""
         return np.frombuffer(data, np.uint8)
 
     def to_bytes(self, memory: Any) -> bytes:
@@ -200,15 +200,15 @@ class Link:
         return copied
 
     def reduce(self, parts: Sequence[Any], op: str, out: Any) -> None:
-        """Reduce in the order of the parts."""
+        """Reduce parts in list order."""
         reduce_parts(parts, op, out)
 
-    def _finish(self, messages: _Messages) -> None:
-        """Look until everything has arrived, here and there."""
+    def _poll_messages(self, messages: _Messages) -> None:
+        """Poll until all messages have been sent and received."""
         testsome = self.channel.mpi.Request.Testsome
         quiet_since, pause = monotonic(), _EAGER_SECONDS / 2
         while messages.left or messages.expected:
-            seen = messages.expected and self._receive(messages)
+            seen = messages.expected and self._receive_messages(messages)
             done = testsome(messages.requests)
             messages.left.difference_update(done or ())
             if seen or done:
@@ -216,12 +216,12 @@ class Link:
             elif monotonic() - quiet_since < _EAGER_SECONDS:
                 _yield()
             else:
-                self._look_up(messages)
+                self._check_waiting(messages)
                 sleep(pause)
                 pause = min(pause * 1.25, _PAUSE_SECONDS)
 
-    def _receive(self, messages: _Messages) -> bool:
-        """Begin to receive what has come; tell whether anything has."""
+    def _receive_messages(self, messages: _Messages) -> bool:
+        """Start to receive messages that have arrived; return whether there were any."""
         mpi, comm, seen = self.channel.mpi, self.channel.comm, False
         status = mpi.Status()
         for source, places in [*messages.expected.items()]:
@@ -231,21 +231,21 @@ class Link:
             seen, length, tag = True, status.Get_count(mpi.BYTE), status.Get_tag()
             place = places.popleft()
             fits = tag == self.tag and length == len(place)
-            if not fits:  # taken all the same, so that MPI can end well
+            if not fits:  # received nevertheless, so that MPI can finalize
                 place = np.empty(length, np.uint8)
                 messages.memory.append(place)
             messages.add(message.Irecv([place, mpi.BYTE]), source, True)
             if not places:
                 del messages.expected[source]
             if not fits:
-                raise self._mismatch(source, tag)
+                raise self._mismatch_error(source, tag)
         return seen
 
-    def _mismatch(self, source: int, tag: int) -> Exception:
-        """Say why a message is not the one that this operation expects."""
+    def _mismatch_error(self, source: int, tag: int) -> Exception:
+        """Return the error for a message that this operation does not expect."""
         if tag & 7 == _GONE:
             self.channel.gone[source] = _ENDINGS[tag >> 3]
-            return self._left_by(source, _ENDINGS[tag >> 3])
+            return self._departure_error(source, _ENDINGS[tag >> 3])
         name = _OPERATIONS[tag & 7]
         if tag == self.tag:
             what = f"rank {source} sent more or fewer bytes than this rank expects"
@@ -255,21 +255,21 @@ class Link:
             what = f"rank {source} called {name}, this rank {self.operation}"
         return self.error(f"{what}; all ranks must call the same in the same order")
 
-    def _left_by(self, source: int, operation: str) -> Exception:
+    def _departure_error(self, source: int, operation: str) -> Exception:
         how = "aborted the group" if operation == "abort" else f"gave up in {operation}"
         return self.error(f"rank {source} {how}: look there")
 
-    def _look_up(self, messages: _Messages) -> None:
-        """See, while nothing arrives, whether to go on waiting."""
+    def _check_waiting(self, messages: _Messages) -> None:
+        """While nothing arrives: raise if the operation must end."""
         if self.channel.aborted:
             raise self.error("this group was aborted meanwhile")
         sources, targets = messages.waiting_for()
         for rank, operation in self.channel.look_for_gone().items():
             if operation != "abort" and rank not in (*sources, *targets):
-                continue  # has done its part of this one
-            if self._receive(messages):
-                return  # was sent before
-            raise self._left_by(rank, operation)
+                continue  # that rank has finished its part of this operation
+            if self._receive_messages(messages):
+                return  # its message was sent before it gave up
+            raise self._departure_error(rank, operation)
         if monotonic() < self._deadline:
             return
         limit = f"not done after {self._timeout:g} s"
@@ -282,7 +282,7 @@ class Link:
 
 
 def reduce_parts(parts: Sequence[Any], op: str, out: Any) -> None:
-    """Reduce flat arrays in their order into `out`, which may be one of them."""
+    """Reduce flat arrays in list order into `out`, which may be one of them."""
     from ... import _core
 
     name = dtype_name(out)
@@ -290,23 +290,23 @@ def reduce_parts(parts: Sequence[Any], op: str, out: Any) -> None:
         _reduce_in_numpy(parts, op, out)
         return
     kind, divisor = ("sum", float(len(parts))) if op == "mean" else (op, 1.0)
-    if name == "complex128":  # sums of complex numbers are those of their parts
+    if name == "complex128":  # add real and imaginary parts separately
         parts, out = [reals_of(part) for part in parts], reals_of(out)
     if not name.startswith("float8"):
         _core.reduce(parts, out, kind, divisor)
         return
-    wide = wide_like(out)  # the core leaves it to others to round to 8 bits
+    wide = wide_like(out)  # the core does not round to 8 bits
     _core.reduce(parts, wide, kind, divisor)
     place = out if is_torch(out) else as_numbers(out)
     place[:] = wide if is_torch(out) else wide.astype(place.dtype)
 
 
 def _reduce_in_numpy(parts: Sequence[Any], op: str, out: Any) -> None:
-    """The same for numbers that only NumPy computes with."""
+    """Reduce dtypes that only NumPy supports."""
     steps: dict[str, Any] = {"min": np.minimum, "max": np.maximum}
     total = parts[0].copy()
     for part in parts[1:]:
         steps.get(op, np.add)(total, part, out=total)
     if op == "mean":
-        total.view(np.longdouble)[...] /= len(parts)  # complex numbers part by part
+        total.view(np.longdouble)[...] /= len(parts)  # divides real and imaginary parts
     out[...] = total

@@ -1,4 +1,4 @@
-"""A communicator of MPI as a `mlstate.collectives.ProcessGroup`."""
+"""An MPI communicator as a `mlstate.collectives.ProcessGroup`."""
 
 from __future__ import annotations
 
@@ -18,56 +18,56 @@ if TYPE_CHECKING:
 
     from ...collectives._group_base import Call
 
-# What torch.distributed allows an operation, too.
+# The default of torch.distributed.
 _DEFAULT_SECONDS = 1800.0
 
 
 @set_module("mlstate.integrations.mpi")
 class MPIGroup(ExchangeEngine):
-    """The processes of an MPI communicator, as mlstate uses them.
+    """The processes of an MPI communicator as a process group.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm, optional
-        Default: ``MPI.COMM_WORLD``. It is borrowed and duplicated, so that nothing mixes with
-        the messages of a program: every rank of it makes the group.
+        The communicator. Default: ``MPI.COMM_WORLD``. It is duplicated, so that messages of the
+        program and of the group do not mix; every rank must therefore create the group.
     timeout : float, optional
-        Seconds that an operation may take which is not told otherwise. Default: 1800.
+        Timeout in seconds of operations without a ``timeout`` argument. Default: 1800.
 
     Raises
     ------
     ImportError
-        mpi4py is not installed.
+        If mpi4py is not installed.
     TypeError, ValueError
-        `comm` is no intracommunicator, or this process is no member of it.
+        If `comm` is not an intracommunicator, or this process is not a member of it.
     CollectiveError
-        MPI was finalized, or another rank did not make the group in time.
+        If MPI was finalized, or another rank did not create the group in time.
 
     Notes
     -----
-    Methods are those of `mlstate.collectives.ProcessGroup`. NumPy arrays and tensors in main
-    memory travel from and to the memory they lie in, if it is contiguous, in every dtype and
-    of any length; tensors on a device go over a copy in main memory.
+    See `mlstate.collectives.ProcessGroup` for the methods. NumPy arrays and CPU tensors are sent
+    and received without a copy if they are contiguous, in every dtype and of any length. Tensors
+    on a device are copied through main memory.
 
-    Reductions never use those of MPI, whose order is not told and whose 16-bit floats would
-    round at every step: parts are exchanged as bytes and summed here, in the order of ranks,
-    bfloat16 and float16 in float32, rounded once. The bits are the same with every MPI and
-    every other group of mlstate that promises this, so no operation of MPI's needs to be
-    defined. The price: memory for the parts of other ranks, at most as much as the input
-    takes, and messages to every other rank, also for short arrays (up to 64 KiB in all) and
-    barriers, where trees would need fewer.
+    Reductions do not use MPI's own, whose order is unspecified and which would round 16-bit
+    floats at every step. Ranks exchange parts as bytes and sum them in rank order, bfloat16 and
+    float16 in float32, rounded once. The bits are equal for all MPI libraries, and for the other
+    groups of mlstate that follow this rule. The cost is memory for the parts of other ranks, at
+    most the size of the input, and messages to every other rank, also for short arrays (up to
+    64 KiB in total) and barriers, for which trees would need fewer messages.
 
-    What is under way is polled, with pauses of up to 1 ms while nothing arrives: a timeout, an
-    abort or Ctrl-C ends it. Then, and where ranks call operations that do not go together, the
-    group is of no use any more and the other ranks are told. MPI may still write to arrays
-    of an operation that failed: let go of them. A process that is killed takes the whole
-    job down: mpiexec ends the other ranks, which see no exception. End a job after an uncaught
-    exception the same way with ``mpiexec ... python -m mpi4py script.py``; otherwise that
-    rank waits for the others in ``MPI_Finalize``.
+    Running operations are polled, with pauses of up to 1 ms while nothing arrives; a timeout, an
+    abort or Ctrl-C ends them. After that, or if the operations of ranks do not match, the group
+    cannot be used any more, and the other ranks are notified. MPI may still write to arrays of a
+    failed operation: do not use them again. If a process is killed, mpiexec ends the other ranks
+    of the job without an exception. To end a job after an uncaught exception in the same way,
+    use ``mpiexec ... python -m mpi4py script.py``. Otherwise that rank waits for the others in
+    ``MPI_Finalize``.
 
-    With ``async_op=True`` a thread runs the operation. It calls MPI while others may, so MPI
-    must provide ``MPI_THREAD_MULTIPLE``, for which mpi4py asks by itself; where it does not,
-    operations are done when they return. With less than ``MPI_THREAD_SERIALIZED`` only the
+    With ``async_op=True`` a thread runs the operation, concurrently with MPI calls of other
+    threads. This requires ``MPI_THREAD_MULTIPLE``, which mpi4py requests by default. If MPI does
+    not provide it, operations complete before they return. Below ``MPI_THREAD_SERIALIZED``, only
+    the thread that initialised MPI can use the group.
     thread that initialised MPI can use the group.
 
     Examples
@@ -104,11 +104,11 @@ class MPIGroup(ExchangeEngine):
         self._rank = self._channel.rank
         self._world_size = self._channel.world_size
         self._ended = ""
-        self._inside = False  # an operation is under way
+        self._inside = False  # an operation is running
         self._turns = Turns("mlstate-mpi-group", self._rank)
 
     def _duplicate(self, comm: Any) -> Any:
-        """Make the group's own communicator, without waiting for ever for the others."""
+        """Return a duplicate of the communicator; raise after the timeout."""
         from mpi4py import MPI
 
         own, request = comm.Idup()
@@ -121,10 +121,10 @@ class MPIGroup(ExchangeEngine):
         own.Set_errhandler(MPI.ERRORS_RETURN)
         return own
 
-    # ---- one operation after the other ----
+    # ---- call order ----
 
     def _check_thread(self, operation: str, rank: int) -> None:
-        """Refuse a thread that must not call MPI."""
+        """Raise CollectiveError if this thread must not call MPI."""
         from mpi4py import MPI
 
         if self._level < MPI.THREAD_SERIALIZED and not MPI.Is_thread_main():
@@ -136,7 +136,7 @@ class MPIGroup(ExchangeEngine):
             )
 
     def _run(self, call: Call, task: Callable[[], Any]) -> Any:
-        """Do at once what MPI does not allow another thread to do."""
+        """Run an asynchronous operation at once if MPI forbids calls from another thread."""
         from mpi4py import MPI
 
         if not call.async_op or self._level >= MPI.THREAD_MULTIPLE:
@@ -155,7 +155,7 @@ class MPIGroup(ExchangeEngine):
         try:
             return perform(link)
         except BaseException:
-            if link.began:  # ranks are not at one place any more
+            if link.began:  # ranks are out of step
                 self._ended = self._ended or f"broken by {call.name}, which failed"
                 self._channel.give_up(call.name)
             raise
@@ -173,30 +173,30 @@ class MPIGroup(ExchangeEngine):
     def _put(self, target: Any, place: Any) -> None:
         put(target, place)
 
-    # ---- the end ----
+    # ---- end of the group ----
 
     def abort(self) -> None:
-        """Make operations of this group fail, here and on the ranks that wait for this one.
+        """Make operations of this group fail, on this rank and on ranks that wait for it.
 
-        The job goes on; ``MPI.COMM_WORLD.Abort()`` would end it.
+        The job continues; ``MPI.COMM_WORLD.Abort()`` would end it.
         """
         if self._ended:
             return
         self._ended = "aborted"
         self._channel.aborted = True
-        if not self._inside:  # what is under way sees it, and tells the others
-            self._turns.run("abort", self._leave)
+        if not self._inside:  # a running operation sees it and notifies the others
+            self._turns.run("abort", self._notify_abort)
 
-    def _leave(self) -> None:
+    def _notify_abort(self) -> None:
         from mpi4py import MPI
 
         if not MPI.Is_finalized():
             self._channel.give_up("abort")
 
     def close(self) -> None:
-        """Wait for operations that are under way, and free the group's communicator.
+        """Wait for queued operations, and free the group's communicator.
 
-        Every rank does so. Closing again does nothing.
+        Every rank must call this. Later calls do nothing.
         """
         from mpi4py import MPI
 

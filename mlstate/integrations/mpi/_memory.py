@@ -1,7 +1,7 @@
-"""Arrays of either kind as flat memory in this process, which MPI can read and write.
+"""NumPy arrays and tensors as flat memory in this process, which MPI can read and write.
 
-A flat array is of the kind that the caller's is, NumPy or torch; its bytes are a NumPy array
-over the same memory.
+A flat array is of the caller's kind, NumPy or torch. Its bytes are a NumPy array over the same
+memory.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from ...collectives._arguments import check_plain
 
 
 def flat_of(operation: str, array: Any, *, native: bool = False) -> Any:
-    """Return the elements as a flat array: its own memory if it is contiguous and here.
+    """Return the elements as a flat array: the array's own memory if contiguous and on the CPU.
 
-    `native` asks for numbers to compute with, in this machine's byte order.
+    With `native`, the result is in native byte order, as arithmetic requires.
     """
     check_plain(operation, array)
     if is_torch(array):
@@ -27,7 +27,7 @@ def flat_of(operation: str, array: Any, *, native: bool = False) -> Any:
 
 
 def target_for(operation: str, place: Any, *, native: bool = False) -> Any:
-    """Return flat memory for a result: that of `place`, or new memory where that is not flat."""
+    """Return flat memory for a result: the memory of `place` if it is flat, else new memory."""
     check_plain(operation, place)
     if is_torch(place):
         if place.device.type == "cpu" and place.is_contiguous():
@@ -40,7 +40,7 @@ def target_for(operation: str, place: Any, *, native: bool = False) -> Any:
 
 
 def put(flat: Any, place: Any) -> None:
-    """Copy a result to where it belongs; nothing to do where it is there."""
+    """Copy a result to `place`, unless it is the same memory."""
     if is_torch(place):
         if flat.data_ptr() != place.data_ptr() or not place.is_contiguous():
             place.copy_(flat.view(place.shape))
@@ -55,7 +55,7 @@ def put(flat: Any, place: Any) -> None:
 
 
 def bytes_of(flat: Any) -> Any:
-    """See a flat array as bytes, in NumPy."""
+    """Return a NumPy uint8 view of a flat array."""
     if is_torch(flat):
         import torch
 
@@ -64,7 +64,7 @@ def bytes_of(flat: Any) -> Any:
 
 
 def wide_like(flat: Any) -> Any:
-    """Return new flat memory for as many float32."""
+    """Return new flat float32 memory with as many elements."""
     if is_torch(flat):
         import torch
 
@@ -73,7 +73,7 @@ def wide_like(flat: Any) -> Any:
 
 
 def reals_of(flat: Any) -> Any:
-    """See flat complex128 as float64, real and imaginary parts in turn."""
+    """Return a float64 view of flat complex128: alternating real and imaginary parts."""
     if is_torch(flat):
         import torch
 

@@ -1,9 +1,9 @@
-"""torch tensors: as KV caches, as state dicts, in files of torch's own; groups of processes.
+"""torch integration: tensors, modules, optimizers, torch's file formats, and process groups.
 
-Importing this lets ``torch.load`` read state dicts that ``torch.save`` stored, with
-``weights_only``. `mlstate` imports it by itself where torch was imported first, and whenever
-it meets a tensor; a fresh process that does neither before ``torch.load`` imports it by name.
-Each file here imports torch inside its functions.
+Importing this package registers state dicts with ``torch.load(weights_only=True)``, so that it
+can read them from files of ``torch.save``. `mlstate` imports this package if torch is
+already imported, or when it first receives a tensor. In other processes, import it before
+``torch.load``. The modules of this package import torch inside functions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""torch's backend: the operations of `mlstate._common.backend.Backend`, as this module's names.
+"""The torch backend: this module's names implement `mlstate._common.backend.Backend`.
 
-Each comes from a file here that is imported on its first use: most of them load subsystems of
-the package that a program may not need.
+Each operation is imported on first use, because most of them load subsystems that a program may
+not need.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""States to and from safetensors and npz files, and how a path says its format."""
+"""States to and from safetensors and npz files, and the format that a path selects."""
 
 import json
 import stat
@@ -26,7 +26,7 @@ from mlstate.checkpoint._files.convert import FORMATS, PARTS, format_of, read_an
 from mlstate.checkpoint._files.npz import read_npz, write_npz
 
 FLAT = [".safetensors", ".npz"]
-ANY = [*FLAT, ""]  # a directory: a checkpoint of mlstate's own
+ANY = [*FLAT, ""]  # a directory: an mlstate checkpoint
 # fmt: off
 AWKWARD = [
     "a", "a/b", "/a", "../a", "a\\b", "a.npy", "a.npy.npy", "file", "mlstate.json", "A", "ä",
@@ -182,7 +182,7 @@ def test_awkward_names_survive(tmp_path):
     state = StateDict({name: np.full(2, i) for i, name in enumerate(AWKWARD)})
     write_any(path, state)
     assert_same(read_any(path)[0], state)
-    with np.load(path) as found:  # whatever they are called, each is there
+    with np.load(path) as found:  # every array is found under its name
         assert len(found.files) == len(AWKWARD) + 1
         assert found["a/b"].tolist() == [1, 1]
     with zipfile.ZipFile(path) as archive:
@@ -229,7 +229,7 @@ def test_dtypes_of_ml_dtypes_survive(tmp_path):
     path = tmp_path / "x.npz"
     write_any(path, state)
     assert_same(read_any(path)[0], state)
-    with np.load(path) as found:  # what NumPy itself sees
+    with np.load(path) as found:  # as NumPy reads it
         assert found["bfloat16"].dtype == np.uint16
         record = json.loads(str(found["mlstate.json"]))
     assert record["dtypes"]["bfloat16"] == "bfloat16"
@@ -242,7 +242,7 @@ def test_the_same_state_gives_the_same_bytes(tmp_path):
 
 
 def damaged_npz(path, kind):
-    """Write a file that is wrong in one way, and return what the error must say."""
+    """Write a file with one defect, and return the text that the error must contain."""
     write_any(path, {"w": np.arange(100.0)})
     data = path.read_bytes()
     if kind == "cut":
@@ -292,7 +292,7 @@ def test_a_bomb_is_refused_unread(tmp_path):
     np.savez_compressed(path, w=np.zeros(1 << 20))
     assert read_any(path)[0]["w"].shape == (1 << 20,)
     data = bytearray(path.read_bytes())
-    entry = data.rindex(b"PK\x01\x02")  # says how large it is once more
+    entry = data.rindex(b"PK\x01\x02")  # the central directory repeats the size
     data[entry + 24 : entry + 28] = (1 << 31).to_bytes(4, "little")
     path.write_bytes(data)
     with pytest.raises(FormatError):
@@ -396,7 +396,7 @@ def test_metadata_are_plain_values(tmp_path, value):
         write_any(tmp_path / "x.npz", {"w": np.ones(2)}, None, {3: "a"})
 
 
-# ---- files that appear whole ----
+# ---- atomic replacement of files ----
 
 
 def test_a_failed_write_leaves_what_was_there(tmp_path):

@@ -1,4 +1,4 @@
-"""`convert` and `reshard` refuse a target that exists, or replace all of it if asked to."""
+"""`convert` and `reshard` refuse an existing target unless asked to overwrite all of it."""
 
 import errno
 from pathlib import Path
@@ -27,7 +27,7 @@ COMMANDS = {
 
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
-    """A source, and a run of three steps."""
+    """A source checkpoint, and a run of three steps."""
     monkeypatch.chdir(tmp_path)
     mlstate.save("source", NEW, step=9)
     manager = CheckpointManager("run", keep=None)

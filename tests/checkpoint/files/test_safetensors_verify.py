@@ -1,4 +1,4 @@
-"""Looking at plain files without loading them: headers as the loader sees them, every bit."""
+"""`verify` on safetensors files: it reads headers as the loader does, and checks every bit."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Saving compressed: fewer bytes, and the same arrays for whoever loads, in whatever way."""
+"""Compressed saves: fewer bytes, and the same arrays for every way to load."""
 
 import os
 import signal
@@ -50,13 +50,13 @@ def threads_as_before():
 
 
 def rounded(rows=ROWS, width=WIDTH, seed=0):
-    """Numbers that were rounded: half of their digits are zeros."""
+    """Rounded numbers, half of whose digits are zeros."""
     rng = np.random.default_rng(seed)
     return np.round(rng.normal(size=(rows, width)) * 8).astype(np.float32) / 8
 
 
 def random(rows=ROWS, width=WIDTH, seed=0):
-    """Numbers that do not become smaller."""
+    """Random numbers, which do not compress."""
     return np.random.default_rng(seed).normal(size=(rows, width)).astype(np.float32)
 
 
@@ -65,7 +65,7 @@ def codecs_of(checkpoint):
 
 
 def good(path, model, optimizer=None):
-    """Whether the checkpoint is whole, and holds these arrays."""
+    """Check that the checkpoint verifies and holds these arrays."""
     found = load(path)
     assert verify(path), verify(path)
     return same(found.model, model) and (optimizer is None or same(found.optimizer, optimizer))
@@ -127,7 +127,7 @@ def test_what_inspect_says(path):
 
 
 def numbers(dtype, size):
-    """Small numbers of a dtype, and what is special to it."""
+    """A few numbers of a dtype, its special values included."""
     array = np.random.default_rng(size).integers(0, 4, size).astype(np.float32).astype(dtype)
     if array.dtype.kind in "fc":
         array[:3] = [-0.0, np.nan, np.inf]
@@ -162,13 +162,13 @@ def test_memory_of_any_kind(path, kind):
     assert good(path, {"w": views[kind].astype("<f4")})
 
 
-# ---- again ----
+# ---- repeated saves ----
 
 
 def test_nothing_is_compressed_unasked(path):
     state = {"w": rounded()}
     assert codecs_of(mlstate.save(path, state)) == {"w": None}
-    saved = mlstate.save(path, state, compress="zlib")  # but it did not change
+    saved = mlstate.save(path, state, compress="zlib")  # the codec changed, but the content did not
     assert codecs_of(saved) == {"w": None}
     assert saved.written["new_bytes"] == 0
 
@@ -202,14 +202,14 @@ def test_rows_lie_over_compressed_ones(path):
     assert good(path, state)
 
 
-# ---- anything, in any order ----
+# ---- random sequences of saves ----
 
 SHAPES = [(700, 500), (37, 130), (5, 90, 40), (30_000,), (1,), (0, 4), (4100, 8)]
 DTYPES = [np.float32, np.float64, np.uint8, np.complex64, np.int16]
 
 
 def change(rng, array):
-    """Change some of an array, in place."""
+    """Change part of an array in place."""
     if array.size == 0:
         return
     rows = rng.random(len(array)) < rng.choice([0.02, 0.2, 0.6, 1])
@@ -257,13 +257,13 @@ def test_any_saves_give_what_plain_ones_would(tmp_path_factory, seed):
     assert verify(path)
 
 
-# ---- what others write ----
+# ---- frames of other writers ----
 
 FRAME = 1 << 20
 
 
 def frames_of(data, item, rng):
-    """Bytes as frames, as docs/format.md has them; some are stored as they were."""
+    """Bytes as frames, as docs/format.md defines them; some are stored uncompressed."""
     import zstandard
 
     name = ["zlib", "zstd"][rng.integers(0, 2)]
@@ -285,7 +285,7 @@ def frames_of(data, item, rng):
 @settings(max_examples=tries(15), deadline=None)
 @given(st.data())
 def test_any_frames_are_read(tmp_path_factory, data):
-    """Against a model that lays each layer over those before it."""
+    """Compared with a model that applies each layer over the earlier ones."""
     folder = tmp_path_factory.mktemp("any")
     item = data.draw(st.sampled_from([1, 2, 4, 8]), label="item")
     width = data.draw(st.integers(1, 700), label="width")
@@ -332,15 +332,15 @@ def test_any_frames_are_read(tmp_path_factory, data):
             assert found.tobytes() == columns.take(model.view(dtype), part_number).tobytes()
 
 
-# ---- whoever loads ----
+# ---- ways to load ----
 
 
 @pytest.fixture(scope="module", params=["zlib", "zstd"])
 def made(request, tmp_path_factory):
-    """A checkpoint with frames of all kinds, in two layers, and what is in it."""
+    """A checkpoint with frames of all kinds in two layers, and its content."""
     path = tmp_path_factory.mktemp("made") / "ckpt"
     state = {"a.w": rounded(rows=20_000), "b.w": random(rows=500), "c": rounded(rows=100)}
-    state["a.w"][3000:5000] = random(rows=2000)  # a frame that does not get shorter
+    state["a.w"][3000:5000] = random(rows=2000)  # a frame that does not compress
     mlstate.save(path, state, {"a.w.m": state["a.w"] * 2}, compress=request.param)
     state["a.w"][10_000:10_300] += 1
     mlstate.save(path, state, {"a.w.m": state["a.w"] * 2}, incremental=True, compress=request.param)
@@ -385,7 +385,7 @@ def test_into(made, verified):
 
 @pytest.mark.parametrize("verified", [True, False])
 def test_what_a_load_will_read_is_known(made, verified):
-    """Coded bytes, those of whole frames, and no more than there are."""
+    """The plan counts compressed bytes in whole frames, and no more than are stored."""
     path, _ = made
     everything = sum(
         layer.nbytes if shard.layers else 0
@@ -394,7 +394,7 @@ def test_what_a_load_will_read_is_known(made, verified):
     ) + sum(shard.nbytes for shard in inspect(path).shards() if shard.layers is None)
     planned = plan_load(path, verify=verified).nbytes
     assert planned <= everything
-    assert planned > 0.9 * everything  # of a frame all rows of which are hidden nothing is read
+    assert planned > 0.9 * everything  # a frame whose rows are all hidden is not read
     options = {"rank": 0, "world_size": 20, "layout": "rows", "verify": verified}
     assert plan_load(path, **options).nbytes < everything / 2
 
@@ -426,7 +426,7 @@ def test_threads_load_at_once(made):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes are forked here")
 def test_forked_processes_load(made):
-    """Also what was forked when threads had been at work."""
+    """Also in a child forked after threads had been at work."""
     path, _ = made
     code = f"""
 import os, mlstate
@@ -440,7 +440,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
     assert child.run(code).strip() == "0"
 
 
-# ---- whoever saves ----
+# ---- ways to save ----
 
 
 def test_resharding_compresses_again(path, tmp_path):
@@ -505,7 +505,7 @@ def test_ranks_compress_their_own(path):
 
 
 def test_all_bytes_are_reported_as_done(path):
-    tricky = random(rows=8000)  # only what samples look at gets smaller
+    tricky = random(rows=8000)  # only the rows that the writer samples compress well
     for at in (0, 3700, 7600):
         tricky[at : at + 400] = 1
     state = {"w": rounded(rows=20_000), "noise": random(), "tricky": tricky, "s": np.ones(9)}
@@ -521,7 +521,7 @@ def test_all_bytes_are_reported_as_done(path):
     assert good(path, load(path).model)
 
 
-# ---- stopped ----
+# ---- interruption ----
 
 
 class StopNow(Exception):
@@ -551,7 +551,7 @@ def test_what_progress_raises_stops_the_save(path, error, threads, threads_as_be
 
 
 class Interrupting:
-    """Codecs that get a signal in their nth call."""
+    """Codecs that receive a signal in their nth call."""
 
     def __init__(self, monkeypatch, function, call):
         self.original = getattr(_codecs, function)
@@ -567,7 +567,7 @@ class Interrupting:
 
 @pytest.fixture(params=[KeyboardInterrupt, StopNow])
 def interrupt(request):
-    """What the handler of a signal raises: not all of them end the program."""
+    """The handler raises exceptions of several classes, not only those that end a program."""
 
     def handler(number, frame):
         raise request.param
@@ -604,7 +604,7 @@ def test_interrupts_stop_the_coding(path, call, threads, interrupt, monkeypatch,
 def test_interrupts_stop_the_comparing(
     path, incremental, threads, interrupt, monkeypatch, threads_as_before
 ):
-    """It is not taken for damage, which would have it written again."""
+    """An interrupt is not mistaken for damage, which would rewrite the shard."""
     mlstate.set_num_threads(threads)
     state = {"w": rounded(rows=5000), "v": rounded(rows=5000, seed=1)}
     mlstate.save(path, state, compress="zlib")
@@ -677,7 +677,7 @@ def test_codecs_that_break_are_said(path, threads, monkeypatch, threads_as_befor
         load(path)
 
 
-# ---- what was there is not good ----
+# ---- damage in the existing checkpoint ----
 
 
 @codecs
@@ -701,7 +701,7 @@ def test_damage_is_found(path, codec):
         assert problem.offset <= layer.offset + at < problem.offset + problem.length
         with pytest.raises(ChecksumError):
             load(path, mmap=True, verify="first")
-        try:  # unverified, what the codec does not notice is other numbers
+        try:  # without verification, damage that the codec does not notice loads as wrong numbers
             found = load(path, verify=False).model["w"]
             assert found.shape == state["w"].shape
         except FormatError as error:
@@ -712,12 +712,12 @@ def test_damage_is_found(path, codec):
         with pytest.raises(FormatError, match="bytes long"):
             load(path)
         assert verify(path).problems[0].kind == "length"
-    saved = mlstate.save(path, state, compress=codec, incremental=True)  # and it mends it
+    saved = mlstate.save(path, state, compress=codec, incremental=True)  # the next save repairs it
     assert saved.written["new_shards"] == 1
     assert good(path, state)
 
 
-# ---- what is not installed, and what is none ----
+# ---- codecs that are missing or unknown ----
 
 
 def test_without_zstandard_nothing_is_begun(path, monkeypatch):
@@ -751,7 +751,7 @@ def test_without_zstandard_what_it_wrote_is_not_read(path, tmp_path, monkeypatch
     assert inspect(path).tensors()[1].codec == "zstd"
     with pytest.raises((ImportError, ValueError), match="pip install"):
         reshard(path, tmp_path / "other", layout="rows", world_size=2)
-    # saving again is possible: what cannot be compared counts as changed
+    # saving again works: data that cannot be compared count as changed
     saved = mlstate.save(path, state, compress="zlib")
     assert saved.written["new_shards"] == 1
     assert good(path, state)

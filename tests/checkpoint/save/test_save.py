@@ -24,7 +24,7 @@ from mlstate.checkpoint import CheckpointManager, Layout, Shard, inspect, reshar
 DTYPES = [
     np.float32, np.float64, np.float16, np.int8, np.uint16, np.int64, np.bool_, np.complex64,
 ]  # fmt: skip
-with contextlib.suppress(ImportError):  # there is none for some versions of Python
+with contextlib.suppress(ImportError):  # ml_dtypes does not support every version of Python
     import ml_dtypes
 
     DTYPES += [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]
@@ -38,7 +38,7 @@ def random(shape, dtype=np.float32, seed=0):
 
 
 def every_kind():
-    """A state with all that is awkward."""
+    """A state with every awkward kind of array and name."""
     state = {f"dtype.{np.dtype(d).name}": random((3, 5), d, i) for i, d in enumerate(DTYPES)}
     big = random((700, 600))
     return state | {
@@ -76,7 +76,7 @@ def files_of(path):
     }
 
 
-# ---- what comes back ----
+# ---- round trips ----
 
 
 @pytest.mark.parametrize("pack", [0, 1, 2000, 1 << 18, 1 << 40])
@@ -102,7 +102,7 @@ def test_classes_attributes_and_metadata_come_back(path):
     assert (loaded.optimizer.step, loaded.optimizer.learning_rate) == (7, 0.5)
     assert loaded.metadata == checkpoint.metadata == metadata
     assert loaded.step == checkpoint.step == 7
-    again = mlstate.save(path, model, metadata={"pair": (1, (2,))})  # as JSON has it
+    again = mlstate.save(path, model, metadata={"pair": (1, (2,))})  # as JSON returns it
     assert mlstate.load(path).metadata == again.metadata == {"pair": [1, [2]]}
 
 
@@ -165,7 +165,7 @@ def test_new_files_have_the_permissions_that_the_umask_leaves(path):
     assert {f.stat().st_mode & 0o777 for f in path.rglob("*.safetensors")} == {0o640}
 
 
-# ---- what did not change ----
+# ---- unchanged shards ----
 
 
 def test_what_did_not_change_is_not_written_again(path):
@@ -190,7 +190,7 @@ def test_states_of_one_checksum_are_told_apart(path):
     """CRC32C is linear: a multiple of its polynomial changes no checksum."""
     state = {"w": np.zeros(64, np.uint8)}
     crc = mlstate.save(path, state).shards()[0].crc32c
-    # x**32 + the Castagnoli polynomial, bits reflected as they lie in memory
+    # x**32 + the Castagnoli polynomial, in the bit order of memory
     state["w"][10:15] ^= np.frombuffer((0x82F63B78 << 1 | 1).to_bytes(5, "little"), np.uint8)
     changed = mlstate.save(path, state)
     assert changed.written["new_shards"] == 1
@@ -355,7 +355,7 @@ def test_states_are_cut_along_the_axes_of_their_parameter(path):
     columns = mlstate.load(path, layout=Layout.axis(1, 2), rank=0).optimizer
     assert same({"x": columns["w.cols"]}, {"x": adafactor["w.cols"][:2]})
     assert same({"x": columns["w.rows"]}, {"x": adafactor["w.rows"]})
-    # ... and so they are saved
+    # ... and the moments are saved with them
     mlstate.save(path, model, adafactor, layout="rows")
     cut = mlstate.save(path / "cut", model, adafactor, layout=Layout.rows(2))
     layouts = {t.key: t.layout for t in cut.tensors()}
@@ -387,7 +387,7 @@ def test_a_missing_part_is_told_only_to_who_wants_it(path):
 
 
 def bytes_read():
-    """What this process asked the system for by reading."""
+    """The number of bytes that this process has requested from the system by reads."""
     text = Path("/proc/self/io").read_text(encoding="ascii")
     return int(text.partition("rchar: ")[2].split()[0])
 
@@ -403,7 +403,7 @@ def test_no_more_is_read_than_what_is_wanted(path, verify):
     ]
     read = bytes_read() - before
     assert same({"w": part_of}, {"w": state["w1"][768:1024]})
-    blocks = 2 << 20 if verify else 0  # of 1 MiB, at both ends
+    blocks = 2 << 20 if verify else 0  # blocks of 1 MiB, one at either end
     assert read <= part_of.nbytes + blocks + 64 * 1024
 
 
@@ -469,7 +469,7 @@ def test_arrays_that_exist_are_filled(path):
     state = every_kind()
     mlstate.save(path, state)
     targets = {k: np.zeros(v.shape, v.dtype.newbyteorder("=")) for k, v in state.items()}
-    targets["big"] = np.zeros((600, 700), np.float32).T  # not packed
+    targets["big"] = np.zeros((600, 700), np.float32).T  # too large to share a file
     before = dict(targets)
     loaded = mlstate.load(path, into={"model": targets})
     assert loaded.model is targets
@@ -637,7 +637,7 @@ def test_folders_that_another_process_makes_meanwhile_are_taken(path, monkeypatc
     make = os.mkdir
 
     def late(name, *arguments):
-        make(name, *arguments)  # the other one was quicker
+        make(name, *arguments)  # the other process was quicker
         make(name, *arguments)
 
     monkeypatch.setattr(os, "mkdir", late)
@@ -716,7 +716,7 @@ def test_what_progress_raises_stops_and_leaves_nothing(path):
     assert report and not report.leftover
 
 
-# ---- writers and readers at once ----
+# ---- concurrent writers and readers ----
 
 
 def _hold(path, ready, release):
@@ -748,7 +748,7 @@ def test_the_lock_of_a_dead_owner_whose_child_lives_is_taken_over(path):
     mlstate.save(path, {"w": np.ones(2)})
     reader, writer = os.pipe()
     owner = os.fork()
-    if owner == 0:  # takes the lock, forks a child that keeps the descriptor, and dies
+    if owner == 0:  # takes the lock, forks a child that keeps the descriptor, and exits
         from mlstate.checkpoint._store.writer_lock import WriterLock
 
         lock = WriterLock(str(path))
@@ -847,7 +847,7 @@ def test_a_layout_part_by_part_is_what_numpy_cuts():
             expected = part(array, steps, index)
             assert same({"x": expected}, {"x": layout.take(array, index)})
             assert layout.shape((7, 5), index) == expected.shape
-    for axis in (-1, -2):  # NumPy's way to count from the end is none of a layout's
+    for axis in (-1, -2):  # negative axes, as in NumPy, are not valid in a layout
         with pytest.raises(ValueError, match=f"counts axes from 0, not axis {axis}"):
             Layout.axis(axis, 2)
 
@@ -876,7 +876,7 @@ def test_paths_may_be_relative_and_folders_may_be_moved(tmp_path, monkeypatch):
 
 
 def test_loads_hold_no_text_of_indexes(path, monkeypatch):
-    """Of twenty thousand tensors it is megabytes, and nobody asks for it again."""
+    """The indexes of twenty thousand tensors are megabytes of text, which is not needed again."""
     from mlstate.checkpoint._store import folder as _folder
 
     gone, seen = [], []
@@ -891,4 +891,4 @@ def test_loads_hold_no_text_of_indexes(path, monkeypatch):
     loaded = mlstate.load(path, progress=lambda count: seen.append(list(gone)))
     assert same({"w": random(3)}, loaded.model)
     assert seen
-    assert all(seen)  # it was let go before the first byte was read
+    assert all(seen)  # the text was freed before the first byte was read

@@ -1,4 +1,4 @@
-"""Saving while the state changes: what is on the disk, what it costs, and how it can fail."""
+"""Saving while the state changes: the stored content, memory, and failures."""
 
 import contextlib
 import errno
@@ -43,12 +43,12 @@ def bytes_of(state):
 
 
 def differ(found, expected):
-    """Names of tensors whose bits are not those that are expected."""
+    """Names of tensors whose bits differ from the expected ones."""
     return [name for name in expected if found[name].tobytes() != expected[name].tobytes()]
 
 
 def spoil(state):
-    """Overwrite what can be overwritten."""
+    """Overwrite all arrays that are writable."""
     for array in state.values():
         if array.flags.writeable:
             array.reshape(-1)[...] = 0 if array.dtype == bool else 1
@@ -57,7 +57,7 @@ def spoil(state):
 
 @pytest.fixture
 def held(monkeypatch):
-    """Saves stop where nothing of the state is to be read any more; `set` lets them go on."""
+    """Saves stop once nothing of the state is left to read; `set` lets them go on."""
     go = threading.Event()
     write = _core.shards_write
 
@@ -68,7 +68,7 @@ def held(monkeypatch):
             freed()
             assert go.wait(SECONDS)
 
-        if threading.current_thread() is threading.main_thread():  # a save that is no thread's
+        if threading.current_thread() is threading.main_thread():  # a synchronous save
             return write(*given)
         if freed is None:
             assert go.wait(SECONDS)
@@ -80,7 +80,7 @@ def held(monkeypatch):
     go.set()
 
 
-# ---- what is saved ----
+# ---- content ----
 
 
 @pytest.mark.parametrize("share", [None, 1, 0.5, 0.25, 0.01, 0])
@@ -116,7 +116,7 @@ def test_nothing_is_spoiled_while_a_callback_holds_the_writer_up(path):
         called.set()
         assert go.wait(SECONDS)
 
-    mlstate.set_num_threads(1)  # nobody else goes on meanwhile
+    mlstate.set_num_threads(1)  # no other thread works meanwhile
     try:
         handle = save_async(path, state, max_staging_bytes=1 << 20, progress=block)
         called.wait(SECONDS)
@@ -240,14 +240,14 @@ def test_extra_memory_is_within_the_budget(tmp_path, share):
     code = f"import sys; sys.argv[1:] = {[str(tmp_path / 'ckpt'), str(share)]}\n{PEAK}"
     for line in child.run(code).splitlines():
         extra, kept, budget = map(int, line.split())
-        # what the writer takes is part of the budget, where that is more than the writer needs
+        # the writer's memory counts against the budget, if the budget is large enough for it
         assert extra <= (budget if budget and not kept else 16 << 20), line
 
 
 @pytest.mark.parametrize("share", [1, 0.25, 0])
 def test_arrays_are_let_go_when_they_are_staged(path, held, share):
     class Array(np.ndarray):
-        """One that can be watched."""
+        """An array that a weak reference can watch."""
 
     state = {f"w{i}": np.full(1000 + i, i, np.float32).view(Array) for i in range(9)}
     state["shard"] = Shard(np.ones(2000).view(Array))
@@ -271,15 +271,15 @@ def test_staging_memory_serves_one_save_at_a_time(path, held):
         save_async(path, {"w": np.zeros(3)}, staging=staging)
     held.set()
     first.wait()
-    second = save_async(path, {"w": np.ones(40)}, staging=staging)  # more than there is
+    second = save_async(path, {"w": np.ones(40)}, staging=staging)  # more than the budget
     assert second.wait().load().model["w"].sum() == 40
 
 
 def test_memory_is_given_back_without_taking_any(path, held, monkeypatch):
-    """Else nobody would be told of the end where memory is short."""
+    """Otherwise a lack of memory would keep the end of the save from being reported."""
 
     class Short:
-        """NumPy, of which no array is to be had."""
+        """A NumPy that cannot allocate any array."""
 
         @staticmethod
         def empty(*_):
@@ -301,7 +301,7 @@ def test_staging_refuses_what_is_no_size():
         Staging(1 << 62)
 
 
-# ---- what goes wrong ----
+# ---- failures ----
 
 
 def test_wrong_arguments_are_refused_at_once(path):
@@ -332,14 +332,14 @@ def test_wrong_arguments_are_refused_at_once(path):
 
 @contextlib.contextmanager
 def shown_errors(monkeypatch):
-    """What was shown because nobody asked."""
+    """Errors that were printed because `wait` was never called."""
     shown = []
     monkeypatch.setattr(threading, "excepthook", shown.append)
     yield shown
 
 
 def blocked(path):
-    """A path where no checkpoint can be."""
+    """A path at which no checkpoint can be created."""
     path.write_bytes(b"")
     return path
 
@@ -443,7 +443,7 @@ def test_another_writer_is_told(path, held):
             ends.append(handle.wait(SECONDS))
         except StoreError as error:
             assert error.errno == errno.EBUSY
-    assert ends  # either was late enough, or it was refused
+    assert ends  # at least one save succeeds; the other may find the lock held
 
 
 def test_without_a_thread_it_is_saved_at_once(path, monkeypatch):
@@ -595,7 +595,7 @@ def test_a_manager_does_not_repeat_what_somebody_was_told(path):
     with pytest.raises(KeyError), manager:
         pass
     manager.save_async(4, {"w": np.zeros(3)}, progress=complain)
-    with pytest.raises(ZeroDivisionError) as caught, manager:  # the block's own error goes on
+    with pytest.raises(ZeroDivisionError) as caught, manager:  # the block's error propagates
         raise ZeroDivisionError
     (note,) = caught.value.__notes__
     assert note == "a save that was under way has failed, too: KeyError: 'enough'"
@@ -623,7 +623,7 @@ def spoil_shards(state):
 
 
 def save_as_rank(group, path, budget):
-    """What each rank does: two saves, the state being overwritten as soon as it may be."""
+    """The work of each rank: two saves, with the state overwritten as soon as that is allowed."""
     for step in (1, 2):
         state = shards(group, step)
         handle = save_async(path, state, step=step, group=group, max_staging_bytes=budget)
@@ -667,7 +667,7 @@ def test_ranks_that_are_processes(path):
 
 
 def fail_as_rank(group, path, victim):
-    """One rank has a state that cannot be saved, or gives up; nobody hangs."""
+    """One rank has a state that cannot be saved, or cancels; no rank hangs."""
     mlstate.save(path, shards(group, 1), step=1, group=group)
     state = shards(group, 2)
 
@@ -677,7 +677,7 @@ def fail_as_rank(group, path, victim):
     bad = {"progress": stop} if group.rank == 1 else {}
     if victim == "dtype" and group.rank == 1:
         state["more"], bad = np.array("text"), {}
-    if victim == "cancelled" and group.rank == 1:  # before the ranks exchange what they save
+    if victim == "cancelled" and group.rank == 1:  # before the ranks exchange their parts
         check, bad = _save_async._Job.check, {}
         _save_async._Job.check = lambda job: (setattr(job, "cancelled", True), check(job))
     handle = save_async(path, state, step=2, group=group, **bad)
@@ -699,7 +699,7 @@ def test_a_rank_that_fails_is_named_by_the_others(path, victim):
 
 
 def die_as_rank(group, path, moment):
-    """One rank is killed while staging, while writing, or with everything written."""
+    """One rank is killed while it stages, while it writes, or after it has written everything."""
     mlstate.save(path, shards(group, 1), step=1, group=group)
     if group.rank == 1:
         real = {"staging": _core.shards_stage, "writing": _core.shards_write}
@@ -809,7 +809,7 @@ def _tensor_of(torch, value):
 
 @pytest.mark.torch
 def test_tensors_as_on_a_device(path, monkeypatch):
-    """Their copies, with tensors that are not really on one."""
+    """The code path for device copies, with tensors that are in fact on the host."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("ml_dtypes")
     for module in (mlstate.checkpoint._save, _save_async):
@@ -835,7 +835,7 @@ def test_tensors_on_a_device(path):
         pytest.skip("no CUDA device")
     state = device_state(torch, "cuda")
     with torch.cuda.stream(torch.cuda.Stream()):
-        state["a"] *= 2  # not done yet when the save begins
+        state["a"] *= 2  # the copy is not finished when the save begins
         handle = save_async(path, state)
     check_device_state(torch, path, handle, state)
 
@@ -894,6 +894,6 @@ def test_killed_at_any_moment(tmp_path, share):
             continue
         assert saved <= found.step <= begun
         assert all((array == found.step).all() for array in found.model.values())
-        with CheckpointManager(folder) as manager:  # the next one deletes the litter
+        with CheckpointManager(folder) as manager:  # the next manager deletes the leftover files
             manager.save_async(20_000, {"w": np.ones(3)})
         assert mlstate.verify(folder).leftover == []

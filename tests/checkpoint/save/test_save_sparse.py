@@ -1,4 +1,4 @@
-"""Saving sparse and incremental shards: fewer bytes, and the same arrays for whoever loads."""
+"""Saving sparse and incremental shards: fewer bytes, and the same arrays after loading."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def path(tmp_path):
 
 
 def table(rows=ROWS, seed=0, held=1.0):
-    """Numbers in some of the rows, zeros in the others."""
+    """A table with numbers in some rows and zeros in the others."""
     rng = np.random.default_rng(seed)
     array = rng.normal(size=(rows, WIDTH)).astype(np.float32)
     array[rng.random(rows) >= held] = 0
@@ -30,7 +30,7 @@ def table(rows=ROWS, seed=0, held=1.0):
 
 
 def layers_of(checkpoint):
-    """For each shard how many layers it has; None: it is plain."""
+    """The number of layers of each shard; None for a plain shard."""
     return {
         shard.key: None if shard.layers is None else len(shard.layers)
         for shard in checkpoint.shards()
@@ -38,7 +38,7 @@ def layers_of(checkpoint):
 
 
 def good(path, model, optimizer=None):
-    """Whether the checkpoint is whole, and holds these arrays."""
+    """Check that the checkpoint verifies and holds these arrays."""
     found = load(path)
     assert verify(path), verify(path)
     return same(found.model, model) and (optimizer is None or same(found.optimizer, optimizer))
@@ -63,7 +63,7 @@ def test_states_that_are_zero_write_nothing(path):
     assert not list((path / "optim_state").iterdir())
     assert layers_of(saved) == {"w": None, "b": None, "w.m": 0, "b.m": 0}
     assert good(path, model, states)
-    states["b.m"][1] = 1  # and then it is a shard like any other
+    states["b.m"][1] = 1  # now it is an ordinary shard
     saved = mlstate.save(path, model, states, sparse=True)
     assert saved.written["new_bytes"] == 12
     assert good(path, model, states)
@@ -107,7 +107,7 @@ def test_no_more_than_the_rows_that_changed_are_written(path, changed):
     saved = mlstate.save(path, state, incremental=True, pack_below_bytes=0)
     after = sum(file.stat().st_size for file in path.rglob("*.safetensors"))
     assert saved.written["new_bytes"] == changed * ROW_BYTES
-    assert after - before <= changed * ROW_BYTES + 8192  # its header, too
+    assert after - before <= changed * ROW_BYTES + 8192  # the header of the file included
     assert layers_of(saved) == {"e": 2}
     assert good(path, state)
 
@@ -125,7 +125,7 @@ def test_more_than_half_is_written_as_a_whole(path):
 def test_versions_go_up_with_changes_only(path):
     state = {"e": table(), "f": table(seed=1)}
     mlstate.save(path, state, incremental=True, pack_below_bytes=0)
-    state["e"][5] = 0  # a row of zeros, stored like any
+    state["e"][5] = 0  # a row of zeros, stored like any other row
     first = mlstate.save(path, state, incremental=True, sparse=True, pack_below_bytes=0)
     again = mlstate.save(path, state, incremental=True, sparse=True, pack_below_bytes=0)
     assert first.written["new_bytes"] == ROW_BYTES
@@ -144,7 +144,7 @@ def test_layers_are_written_anew_in_the_end(path):
         assert good(path, state)
         assert saved.stored_nbytes <= 2 * state["e"].nbytes
     assert seen[:9] == [1, 2, 3, 4, 5, 6, 7, 8, 1]
-    assert len(list((path / "params").iterdir())) == seen[-1]  # of others nothing is left
+    assert len(list((path / "params").iterdir())) == seen[-1]  # files of other steps are deleted
 
 
 def test_a_row_may_be_wide_or_narrow(path):
@@ -159,21 +159,21 @@ def test_a_row_may_be_wide_or_narrow(path):
     for array in state.values():
         array.reshape(-1)[array.size // 2] += 1
     saved = mlstate.save(path, state, incremental=True, pack_below_bytes=0)
-    # a row of 500, and 86, 64 and 3 elements that make 256 bytes at least
+    # a row of 500, and runs of 86, 64 and 3 elements, so that each is at least 256 bytes
     assert {s.key: s.layers[1].nbytes for s in saved.shards()} == {
         "wide": 500 * 8, "narrow": 33 * 8, "flat": 64 * 8, "bytes": 300,
     }  # fmt: skip
     assert good(path, state)
 
 
-# ---- anything, in any order ----
+# ---- random sequences of saves ----
 
 SHAPES = [(40, 64), (37, 130), (5, 9, 40), (3000,), (1,), (0, 4), (6, 0)]
 DTYPES = [np.float32, np.float64, np.uint8, np.complex64, np.int16]
 
 
 def change(rng, array):
-    """Change some of an array, in place."""
+    """Change part of an array in place."""
     if array.size == 0:
         return
     rows = rng.random(len(array)) < rng.choice([0.02, 0.2, 0.6])
@@ -204,7 +204,7 @@ def test_any_saves_give_what_plain_ones_would(tmp_path_factory, seed):
                 change(rng, array)
         options = {"sparse": rng.random() < 0.6, "incremental": rng.random() < 0.8}
         given = {
-            # what is strided is stored like what is not
+            # a strided array is stored like a contiguous one
             name: np.asfortranarray(array) if rng.random() < 0.3 else array
             for name, array in state.items()
         }
@@ -216,7 +216,7 @@ def test_any_saves_give_what_plain_ones_would(tmp_path_factory, seed):
     assert verify(path)
 
 
-# ---- whoever saves ----
+# ---- ways to save ----
 
 
 def test_copies_that_wait_are_looked_at_like_arrays(path):
@@ -227,7 +227,7 @@ def test_copies_that_wait_are_looked_at_like_arrays(path):
         options = {"sparse": True, "incremental": True, "pack_below_bytes": 0}
         handle = save_async(path, state, max_staging_bytes=most, **options)
         handle.staged()
-        state["e"][10 + step] = -1  # none of the save's business
+        state["e"][10 + step] = -1  # after staging, so the save must not see it
         saved = handle.wait()
         assert handle.progress() == (2 * state["e"].nbytes,) * 2
         assert layers_of(saved) == {"e": 1 + step, "z": 0}
@@ -266,7 +266,7 @@ def test_ranks_save_their_own_rows(path):
         return mlstate.save(path, state, group=group, step=step, **options)
 
     for step in range(3):
-        whole[step : step + 5] += 1  # all of them are the first rank's
+        whole[step : step + 5] += 1  # the first rank holds all of them
         results = run_ranks(lambda group, step=step: save(group, step))
         written = [checkpoint.written["new_bytes"] for checkpoint in results]
         assert step == 0 or written == [5 * ROW_BYTES, 0]
@@ -304,7 +304,7 @@ def test_resharding_leaves_zeros_out_again(path, tmp_path):
     resharded = mlstate.checkpoint.reshard(path, tmp_path / "three", **options)
     assert resharded.stored_nbytes == int(state["e"].any(axis=1).sum()) * ROW_BYTES
     assert good(tmp_path / "three", state)
-    mlstate.save(path, state)  # not asked for: but nothing changed, and nothing is written
+    mlstate.save(path, state)  # the option is off, but nothing changed, so nothing is written
     assert mlstate.checkpoint.inspect(path).stored_nbytes == resharded.stored_nbytes
     plain = mlstate.save(tmp_path / "plain", state)
     assert mlstate.checkpoint.reshard(plain.path, tmp_path / "four", **options).nbytes == (
@@ -329,7 +329,7 @@ def test_a_model_of_words_is_smaller_sparse_and_quick_to_save_again(path):
     assert good(path, words.model, words.states)
 
 
-# ---- what was there is not good ----
+# ---- damage in the existing checkpoint ----
 
 
 def test_nothing_is_laid_over_what_is_damaged(path):
@@ -339,7 +339,7 @@ def test_nothing_is_laid_over_what_is_damaged(path):
     data = bytearray(file.read_bytes())
     data[4096 + 50 * ROW_BYTES] ^= 1
     file.write_bytes(data)
-    state["e"][50] += 1  # the damaged row itself is one that changed
+    state["e"][50] += 1  # the damaged row itself changed
     saved = mlstate.save(path, state, incremental=True, pack_below_bytes=0)
     assert saved.written["new_bytes"] == state["e"].nbytes
     assert good(path, state)
@@ -371,7 +371,7 @@ def test_a_save_that_is_stopped_leaves_the_old_layers(path):
         assert good(path, {"e": kept})
 
 
-# ---- what is said ----
+# ---- reports and errors ----
 
 
 @pytest.mark.parametrize("name", ["sparse", "incremental"])

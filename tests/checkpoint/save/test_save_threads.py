@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks, as threads of this process: what one says, all must hear."""
+"""Checkpoints of several ranks, run as threads: all ranks agree on results and errors."""
 
 import errno
 import os
@@ -68,7 +68,7 @@ def _part_of_both(group):
 
 
 def _many_groups(group):
-    """So many that an index has no pattern."""
+    """So many groups of shards that an index has no pattern."""
     cuts = {f"a{i}": Layout.rows(i + 4).shard(np.ones(99), group.rank) for i in range(40)}
     return cuts | _part_of_both(group)
 
@@ -125,7 +125,7 @@ def test_parts_without_elements_and_copies_are_not_missed(path):
         part = group.rank
         state = {"short": Shard(ROWS[:2][part : part + 1], layout, part, shape=(2, 2))}
         if part == 2:
-            del state["short"]  # it would have no elements
+            del state["short"]  # its part would have no elements
         state["copied"] = Shard(ROWS, replica=part)
         return mlstate.save(path, state, group=group)
 
@@ -203,7 +203,7 @@ def test_what_could_not_be_taken_back_goes_with_the_next_save(path, monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(_core, "file_replace", full)
         patch.setattr("mlstate.checkpoint._store.folder.discard", stuck)
-        with pytest.raises(mlstate.StoreError, match="no room"):  # what went wrong first
+        with pytest.raises(mlstate.StoreError, match="no room"):  # the first error
             mlstate.save(path, {"w": np.ones(3)})
     assert len(files_of(path)) > 1
     mlstate.save(path, {"w": np.zeros(3)})
@@ -227,7 +227,7 @@ def test_ranks_that_see_other_steps_restore_the_same_one(manager, monkeypatch):
     list_roots = _folder.list_roots
     late = threading.local()
 
-    def listed(folder):  # the second rank has not seen the newest one
+    def listed(folder):  # the second rank has not seen the newest step
         roots = list_roots(folder)
         return roots[:-1] if getattr(late, "is_set", False) else roots
 
@@ -258,7 +258,7 @@ def test_steps_that_are_given_up_while_they_are_looked_for_are_looked_for_again(
     pending = [4]
 
     def late(*arguments, **keywords):
-        if pending:  # a writer is faster than this reader
+        if pending:  # a writer commits before this reader reads
             newer = CheckpointManager(manager.directory, keep=1)
             newer.save(pending.pop(), model={"w": np.full(4, 4.0)})
         return load(*arguments, **keywords)
@@ -287,7 +287,7 @@ def test_damaged_steps_of_several_ranks_do_not_count_to_keep(path):
     assert not mlstate.verify(path).leftover
 
 
-# ---- what one rank stores of what another one has ----
+# ---- parts stored by another rank ----
 
 
 def test_states_are_cut_with_parameters_that_another_rank_stores(path):
@@ -327,7 +327,7 @@ def test_repairing_leaves_a_checkpoint_that_was_replaced_meanwhile(path, monkeyp
 
     def late(lock):
         monkeypatch.undo()
-        manager.save(3, model={"w": np.full(4, 3.0)})  # a writer that was faster
+        manager.save(3, model={"w": np.full(4, 3.0)})  # another writer commits first
         return acquire(lock)
 
     monkeypatch.setattr(_lock.WriterLock, "acquire", late)

@@ -1,4 +1,4 @@
-"""When asynchronous saves say that they did what."""
+"""The times that asynchronous saves report for their phases."""
 
 import threading
 import time
@@ -18,7 +18,7 @@ SECONDS = 20
 
 @pytest.fixture
 def held():
-    """A callback that holds the writer up, and what lets it go on."""
+    """A callback that blocks the writer, and the event that releases it."""
     go, called = threading.Event(), threading.Event()
 
     def hold(count):
@@ -48,7 +48,7 @@ def test_a_wait_is_counted_for_as_long_as_it_takes(tmp_path, held):
     handle = save_async(tmp_path / "ckpt", {"w": np.ones(9)}, progress=held)
     handle.staged(SECONDS)
     blocked = handle.times().blocked_seconds
-    time.sleep(0.02)  # is no wait of the save's, as training is not
+    time.sleep(0.02)  # time spent training does not count as waiting for the save
     start = time.perf_counter()
     with pytest.raises(TimeoutError):
         handle.wait(0.05)
@@ -58,7 +58,7 @@ def test_a_wait_is_counted_for_as_long_as_it_takes(tmp_path, held):
     handle.wait()
     after = handle.times()
     handle.wait(), handle.staged(), handle.done(), handle.progress()
-    assert handle.times() == after  # what is there already is not waited for
+    assert handle.times() == after  # a finished save is not waited for
 
 
 def test_the_managers_next_save_waits_for_the_one_before(tmp_path, held):

@@ -1,4 +1,4 @@
-"""A save keeps only files that verify: damage to unchanged shards is written over."""
+"""A save keeps only files that verify: it rewrites damaged shards, even unchanged ones."""
 
 import random
 import shutil
@@ -26,7 +26,7 @@ def header_bits(path):
 
 
 def check_saved(folder, state, **options):
-    """Save what is unchanged, and see that all of it verifies and loads."""
+    """Save an unchanged state, and check that all of it verifies and loads."""
     mlstate.save(folder, state, **options)
     assert not mlstate.verify(folder).problems
     loaded = mlstate.load(folder).model
@@ -37,7 +37,7 @@ def check_saved(folder, state, **options):
 
 @pytest.fixture
 def state():
-    """A tensor with a file of its own, and small ones that share a segment."""
+    """A tensor with its own file, and small ones that share a segment."""
     made = {"large": np.arange(100_000, dtype=np.float32)}
     return made | {f"small.{n}": np.full(50, n, np.int16) for n in range(5)}
 
@@ -93,7 +93,7 @@ def test_damage_to_hidden_rows_is_not_reused(tmp_path):
     state["w"][:100] = 2
     mlstate.save(tmp_path / "ckpt", state, incremental=True)
     assert len(shard_files(tmp_path / "ckpt")) == 2
-    flip(path, header_bits(path) + 8)  # of a row that the new layer hides
+    flip(path, header_bits(path) + 8)  # damage in a row that the new layer hides
     assert mlstate.verify(tmp_path / "ckpt").problems
     check_saved(tmp_path / "ckpt", state)
 

@@ -1,4 +1,4 @@
-"""The codecs by themselves: what goes in comes out, and what is no such thing is refused."""
+"""The codecs alone: round trips, and rejection of invalid input."""
 
 import sys
 import threading
@@ -53,7 +53,7 @@ def test_what_is_no_code_is_refused(name):
     bad = [data[:n] for n in range(len(data))]
     bad += [data + b"\0", data + data, data + b"x" * 100, empty + data, data + empty, b"\0" * 50]
     bad += [data[1:], b"x" + data, coded("zstd" if name == "zlib" else "zlib", b"abc" * 100)]
-    bad += [b"\x50\x2a\x4d\x18\x04\0\0\0abcd" + data]  # a frame of zstd that is to be skipped
+    bad += [b"\x50\x2a\x4d\x18\x04\0\0\0abcd" + data]  # a skippable frame of zstd
     for text in bad:
         with pytest.raises(ValueError, match=name):
             _codecs.decode(name, text, 300)
@@ -88,7 +88,7 @@ def test_what_becomes_longer_than_it_says_takes_no_memory():
     assert peak(lambda: _codecs.decode("zlib", bomb, MIB)) < 5 * MIB
     bomb = zstandard.ZstdCompressor().compress(zeros)
     assert peak(lambda: _codecs.decode("zstd", bomb, MIB)) < 5 * MIB
-    # the header is of 4 bytes, of which the last 4 say how long it becomes
+    # the frame header ends with 4 bytes that hold the decompressed size
     at = bomb.index((64 * MIB).to_bytes(4, "little"))
     bomb = bomb[:at] + MIB.to_bytes(4, "little") + bomb[at + 4 :]
     assert zstandard.frame_content_size(bomb) == MIB
@@ -98,7 +98,7 @@ def test_what_becomes_longer_than_it_says_takes_no_memory():
 
 
 def test_a_header_of_zstd_does_not_say_how_much_memory_is_taken():
-    """A window of 128 MiB, for a frame that says it becomes 1 MiB and is not all there."""
+    """A window of 128 MiB in a truncated frame that claims 1 MiB of content."""
     header = b"\x28\xb5\x2f\xfd" + bytes([0x80, (27 - 10) << 3]) + MIB.to_bytes(4, "little")
     assert zstandard.get_frame_parameters(header).window_size == 1 << 27
     with pytest.raises(ValueError, match="too much memory"):

@@ -1,4 +1,4 @@
-"""The folder of a checkpoint: names found in it are hints, and links in it are refused."""
+"""The folder of a checkpoint: file names are hints only, and symbolic links are refused."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ import pytest
 import mlstate
 from mlstate.checkpoint import CheckpointManager, prune, save_async
 
-# ---- names in the folder are hints ----
+# ---- file names are hints ----
 
 
 @pytest.mark.parametrize("sequence", ["9223372036854775807", "9223372036854775808", "000000007"])
@@ -23,7 +23,7 @@ def test_a_stray_root_does_not_choose_the_next_number(tmp_path, sequence, text):
     stray.write_bytes(text)
     for number in (1, 2):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the stray root's own needs are unknown
+            warnings.simplefilter("ignore")  # the files that the stray manifest needs are unknown
             saved = mlstate.save(tmp_path / "ckpt", {"w": np.full(3, number)})
         assert saved.sequence == number + 1
         assert mlstate.load(tmp_path / "ckpt").model["w"][0] == number
@@ -87,7 +87,8 @@ def test_a_save_never_commits_what_it_cannot_read(tmp_path, monkeypatch, what):
         mlstate.save(tmp_path / "ckpt", {"w": np.ones(3)})
     assert (tmp_path / "ckpt" / _folder.MANIFEST).read_bytes() == before
     assert mlstate.load(tmp_path / "ckpt").model["w"][0] == 0
-    assert len(list((tmp_path / "ckpt" / "index").iterdir())) == 1  # what failed is gone
+    # the file of the failed save is deleted
+    assert len(list((tmp_path / "ckpt" / "index").iterdir())) == 1
 
 
 # ---- linked folders ----
@@ -104,7 +105,7 @@ def files_of(folder):
 
 @pytest.fixture
 def linked(tmp_path, request):
-    """Two checkpoints; a folder of the second one is a link to that of the first."""
+    """Two checkpoints; one folder of the second is a link to that folder of the first."""
     part = request.param
     manager = CheckpointManager(tmp_path / "mine", keep=None)
     for step in (1, 2):
@@ -188,7 +189,7 @@ def test_only_files_of_a_checkpoint_are_deleted(tmp_path, path):
 
 
 def permissions(folder):
-    """Permission bits of the folder and of all in it."""
+    """Permission bits of the folder and its content."""
     return {path: path.stat().st_mode & 0o777 for path in [folder, *folder.rglob("*")]}
 
 

@@ -1,4 +1,4 @@
-"""Files of replaced saves of many ranks: gone, and gone for good."""
+"""Deleting the files of replaced saves of many ranks, durably."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ def test_files_that_came_back_go_with_the_save_after_one_that_did_not_end(tmp_pa
     second = save(path, 2)
     assert files(path) and not any(first in name for name in files(path))
 
-    for name in files(kept):  # a power failure undid what was deleted, and the unlocking
+    for name in files(kept):  # a power failure undid the deletions and the unlocking
         shutil.copy(kept / name, path / name)
     text = {**_lock._me(), "boot": "another", "generation": second if unfinished else None}
     (path / "lock").write_text(json.dumps(text))
@@ -42,7 +42,8 @@ def test_files_that_came_back_go_with_the_save_after_one_that_did_not_end(tmp_pa
 
     third = save(path, 3)
     left = {name for name in files(path) if third not in name}
-    # without a sign of it nobody looks: so deletions are synced before the lock is let go
+    # without a mark of an unfinished save the folder is not searched, so deletions are synced
+    # before the lock is released
     assert left == (set() if unfinished else {name for name in files(kept) if first in name})
     assert (mlstate.load(path).model["layer.1"] == 4).all()
 
@@ -80,7 +81,7 @@ def test_a_folder_that_cannot_be_synced_is_told_and_looked_through_next_time(tmp
         patches.setattr(mlstate.checkpoint._commit, "delete_own_files", delete_unsynced)
         with pytest.warns(UserWarning, match="old files .* rank 1: .*cannot sync"):
             second = save(path, 2)
-    assert noted == [second]  # the lock still says that a save did not end
+    assert noted == [second]  # the lock still records an unfinished save
     assert not any(first in name for name in files(path))
     assert (mlstate.load(path).model["layer.1"] == 3).all()
     third = save(path, 3)

@@ -1,4 +1,4 @@
-"""Which ranks store which parts, from one index of each pattern: against all indexes."""
+"""Which ranks store which parts, from one index per pattern: compared with reading all indexes."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ WHOLE = (None, 0, 0)
 
 
 def state(rank):
-    """Two patterns: the last rank has a tensor more, which is whole."""
+    """Two patterns: the last rank has one more tensor, stored whole."""
     model = {
         "dense": Shard(np.zeros(10), Layout.flat(WORLD), (rank * 5) % WORLD, shape=(24, 10)),
         "experts": BOTH.shard(np.zeros((6, 8, 5)), rank),
@@ -24,7 +24,7 @@ def state(rank):
 
 
 def catalog_of(states):
-    """A catalog of these ranks' indexes, and what the ranks report of them."""
+    """The merged index of these ranks, and the ranks' reports for the manifest."""
     texts = [plan_save(one, rank=rank, world_size=WORLD).index_text for rank, one in states.items()]
     told = [_patterns.pattern_of(text) for text in texts]
     return _core.Catalog(tuple(texts), ("index",) * len(texts)), told
@@ -32,7 +32,7 @@ def catalog_of(states):
 
 @pytest.fixture(scope="module")
 def job():
-    """A catalog of one rank of each pattern, the patterns, and a catalog of all ranks."""
+    """A merged index of one rank per pattern, the patterns, and a merged index of all ranks."""
     every, told = catalog_of({rank: state(rank) for rank in range(WORLD)})
     assert len({one["pattern"] for one in told[:-1]}) == 1
     assert told[0]["pattern"] != told[-1]["pattern"]
@@ -63,7 +63,7 @@ def test_wanted_parts_are_those_that_share_elements(job, world):
     places = dict(zip(keys, catalog.places(), strict=True))
     layout = Layout.flat(world)
     for index in range(world):
-        cutting = (tuple((-1, parts) for _, parts in layout.steps), index, 0)
+        cutting = (layout.steps, index, 0)
         found = catalog.wanted_parts("", 0, keys, cutting, 100)
         assert set(found) == set(places.values())
         for key in keys:
@@ -111,7 +111,7 @@ def test_a_part_that_no_rank_stores_is_missed(job):
 
 
 def test_parts_without_elements_need_not_be_stored():
-    """Five elements in 24 parts: only the first five have any."""
+    """Five elements in 24 parts: only the first five parts have an element."""
     rows = Layout.rows(WORLD)
     for count in range(1, WORLD + 1):
         parts = {rank: {"b": rows.shard(np.zeros(5), rank)} for rank in range(count)}

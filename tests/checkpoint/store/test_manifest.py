@@ -1,4 +1,4 @@
-"""Manifests are read as they were written, and anything else is refused."""
+"""Manifests are read as they were written; any other text is refused."""
 
 import json
 import random
@@ -11,7 +11,7 @@ from mlstate.checkpoint._store.manifest import IndexRecord, Manifest, Pattern
 from mlstate.errors import FormatError
 
 GENERATION = "0123456789abcdef"
-# keys and brackets that are not those of the list
+# keys and brackets that resemble the list of indexes
 METADATA = {"indexes": [{"path": "]}"}], "text": '],"indexes":[\\', "über": [[[]], {"a": 1.5}]}
 
 
@@ -28,7 +28,7 @@ def manifest(records, patterns=None, **changed):
 
 
 def sealed(text):
-    """The same text with a seal that is right."""
+    """The same text with a correct checksum."""
     start = b'{"checksum":"'
     return _core.seal(start + b"0" * 8 + text[len(start) + 8 :])
 

@@ -1,4 +1,4 @@
-"""Catalogs: what is read of indexes, whoever wrote them, and arrays made of it."""
+"""Merged indexes: reading indexes of any writer, and the arrays made from them."""
 
 import json
 

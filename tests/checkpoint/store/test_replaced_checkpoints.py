@@ -20,7 +20,7 @@ def state(step):
 
 
 class Writer:
-    """Saves again whenever a reader has read a root, or its indexes; `times` is how often."""
+    """Saves again each time a reader has read a manifest, or its indexes, `times` times in all."""
 
     def __init__(self, folder, monkeypatch, save):
         self.folder, self.save = str(folder), save
@@ -29,7 +29,7 @@ class Writer:
         self.patch = monkeypatch
 
     def begin(self, moment):
-        """`moment` is "root" or "indexes": what the reader has read when it is replaced."""
+        """`moment` is "root" or "indexes": the read after which the writer replaces it."""
         name = {"root": "read_manifest", "indexes": "load_catalog"}[moment]
 
         def read(folder, *arguments):
@@ -131,7 +131,7 @@ def test_a_plan_to_load_begins_again(writer):
 
 
 def test_a_trial_of_prune_begins_again(writer):
-    writer.times = 4  # the last two when it looks for the files that are needed
+    writer.times = 4  # during the last two the reader looks for the files that are needed
     assert not prune(writer.begin("root").folder, dry_run=True).steps
     assert writer.times == 0
 

@@ -1,8 +1,8 @@
-"""The published schemas and our own readers agree on what a manifest and an index are.
+"""The published schemas and our readers agree on valid manifests and indexes.
 
-Good documents are changed in every place, one change at a time. What the schema refuses our
-readers refuse; what our readers refuse the schema refuses, but for the rules listed here,
-which hold between members and which a schema cannot say.
+Valid documents are changed in every place, one change at a time. The schema and our readers must
+refuse the same documents, except for the rules listed below: these relate several members, which a
+schema cannot express.
 """
 
 import copy
@@ -27,7 +27,7 @@ jsonschema = pytest.importorskip("jsonschema", reason="judges documents by the s
 FOLDER = Path(mlstate.__file__).parent / "schema"
 START = b'{"checksum":"00000000"'
 
-# What our readers say of documents that no schema can refuse.
+# Errors of our readers for documents that a schema cannot refuse.
 BETWEEN_MEMBERS = {
     "index": {
         "the rank is below the world's size": r'"rank" is no whole number in its range',
@@ -75,14 +75,14 @@ def validators():
 
 
 def sealed(document):
-    """The text of a document, with a seal that is right."""
+    """The text of a document with a correct checksum."""
     rest = {name: value for name, value in document.items() if name != "checksum"}
     text = json.dumps(rest).encode()
     return _core.seal(START + (b"," + text[1:] if rest else b"}"))
 
 
 def refusal(kind, text):
-    """Why our reader does not take a text, or None."""
+    """The reader's error for a text, or None."""
     try:
         if kind == "manifest":
             _manifest.parse(text)
@@ -93,7 +93,7 @@ def refusal(kind, text):
     return None
 
 
-# ---- good documents ----
+# ---- valid documents ----
 
 LAYERED = {
     "checksum": "00000000",
@@ -151,7 +151,7 @@ def saved(folder):
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
-    """Documents of each kind, as they are written, without the seal's value."""
+    """Valid documents of each kind, without the checksum's value."""
     folder = tmp_path_factory.mktemp("checkpoint")
     saved(str(folder))
     manifest = json.loads((folder / "manifest.json").read_bytes())
@@ -209,7 +209,7 @@ VALUES = [
 
 
 def places(value, path=()):
-    """The path of every value in a document, its own excepted."""
+    """The path of every value in a document, except its checksum."""
     items = []
     if isinstance(value, dict):
         items = list(value.items())
@@ -228,14 +228,14 @@ def at(document, path):
 
 
 def changed(document, path, change):
-    """A copy in which `change` was done to what holds the last name of a path."""
+    """A copy in which `change` was applied to the parent of the value at a path."""
     copied = json.loads(json.dumps(document))
     change(at(copied, path[:-1]), path[-1])
     return copied
 
 
 def changes(document, every=1):
-    """Documents that are one change away, with what was changed: each `every`-th value."""
+    """Documents that differ by one change, with a description: every `every`-th value."""
     for number, path in enumerate(places(document)):
         for value in VALUES[number % every :: every]:
             made = changed(
@@ -277,7 +277,7 @@ def test_schema_and_reader_agree(kind, every, good, validators):
             seen[rule] += 1
     assert not wrong, "\n".join(wrong[:20])
     assert min(agreed.values()) > 100
-    # a rule that nothing needs would hide a difference
+    # an unused rule would hide a difference
     unused = {rule for rule, count in seen.items() if not count} - {"ranks agree on a tensor"}
     assert not unused or every > 1, unused
 
@@ -292,7 +292,7 @@ def test_without_a_member_both_refuse(kind, good, validators):
             assert refusal(kind, sealed(less)) is not None, name
 
 
-# ---- what the text must be, of which a schema sees nothing ----
+# ---- rules for the text, which a schema cannot express ----
 
 TEXTS = {
     "a whole number with a fraction": (b'"world_size": 1', b'"world_size": 1.0'),

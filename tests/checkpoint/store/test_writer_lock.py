@@ -1,4 +1,4 @@
-"""The lock of writers: never two owners, whatever an old text in it says."""
+"""The lock of writers: never two owners, even if the file holds stale text."""
 
 import contextlib
 import errno
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(_lock.os.name == "nt", reason="checkpoints need 
 
 
 def _dead_text(folder, **changed):
-    """The text of an owner that died before this machine was started last."""
+    """The text of an owner that died before the last boot of this machine."""
     text = {**_lock._me(), "boot": "another", "generation": None, **changed}
     (folder / "lock").write_text(json.dumps(text))
 
@@ -38,7 +38,7 @@ def test_a_lock_that_is_being_taken_is_not_taken_over_for_its_old_text(tmp_path,
 
     def slow(self, generation):
         if not taken.is_set():
-            taken.set()  # locked, and the text is still the old one
+            taken.set()  # locked, while the old text is still in the file
             assert go_on.wait(20)
         write(self, generation)
 
@@ -59,7 +59,7 @@ def test_a_lock_that_is_being_taken_is_not_taken_over_for_its_old_text(tmp_path,
 
 def test_only_one_of_several_takes_over_what_a_dead_owner_left(tmp_path):
     _dead_text(tmp_path)
-    with (tmp_path / "lock").open("rb") as file:  # as a child of the dead owner keeps it
+    with (tmp_path / "lock").open("rb") as file:  # a child of the dead owner keeps the descriptor
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         locks = [WriterLock(str(tmp_path)) for _ in range(8)]
         start = threading.Barrier(len(locks))
@@ -133,7 +133,7 @@ def test_a_reshard_that_was_interrupted_keeps_no_lock(tmp_path, monkeypatch):
     mlstate.save(tmp_path / "a", {"w": np.ones(4)})
 
     def interrupted(lock):
-        folder = _lock._lock_folder(str(tmp_path / "b"))  # held by this frame
+        folder = _lock._lock_folder(str(tmp_path / "b"))  # this frame holds the lock
         raise KeyboardInterrupt(folder)
 
     def cut():
@@ -169,7 +169,7 @@ NEW = {"w": np.ones(8)}
 
 @pytest.fixture(scope="module")
 def holder():
-    """A process that locks the folders of a line, until the next line."""
+    """A process that locks the folders named in a line, until it reads the next line."""
     paths = os.pathsep.join([str(Path(mlstate.__file__).parents[1]), *sys.path])
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER],
@@ -185,7 +185,7 @@ def holder():
 
 @pytest.fixture
 def held(holder, tmp_path, monkeypatch):
-    """Lock the checkpoint ``plain`` and the steps in ``run``; return how to release them."""
+    """Lock the checkpoint ``plain`` and the steps in ``run``; return the function to unlock."""
     monkeypatch.chdir(tmp_path)
     mlstate.save("plain", {"w": np.zeros(8)})
     manager = CheckpointManager("run")
@@ -206,7 +206,7 @@ def held(holder, tmp_path, monkeypatch):
 
 
 def command(*words):
-    """Return a call of a command, which raises the error that it prints."""
+    """A function that runs a command and raises the error that it prints."""
 
     def run(seconds):
         errors = io.StringIO()
@@ -239,7 +239,7 @@ WRITERS = {
 
 
 def contents():
-    """Bytes of all files but the locks."""
+    """The bytes of all files except the locks."""
     files = (path for path in Path().rglob("*") if path.is_file() and path.name != "lock")
     return {str(path): path.read_bytes() for path in files}
 

@@ -1,4 +1,4 @@
-"""Where units go is what a plain model in Python says, and budgets hold."""
+"""Tier placement compared with a plain Python model; budgets are never exceeded."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ TIERS = ("hot", "warm", "cold")
 
 @dataclass
 class Unit:
-    """As in csrc/core/checkpoint/tiers/tier_policy.h; a use is worth 2**20."""
+    """The fields of csrc/core/checkpoint/tiers/tier_policy.h; one use counts 2**20."""
 
     number: int
     nbytes: int
@@ -25,7 +25,7 @@ class Unit:
 
 
 class Model:
-    """The same decisions, written as they are described."""
+    """The same decisions, written as the documentation describes them."""
 
     def __init__(self, hot, warm):
         self.budgets = {"hot": hot, "warm": warm}
@@ -50,7 +50,7 @@ class Model:
         return sorted(movable, key=lambda u: (u.score, u.used_at, -u.number))
 
     def victims(self, tier, besides, need):
-        """The least used until there are enough, less those that were not needed; or None."""
+        """The least used units that free enough, without unneeded ones; None if impossible."""
         chosen = []
         for unit in self.worst_first(tier, besides):
             if sum(u.nbytes for u in chosen) >= need:
@@ -92,7 +92,7 @@ class Model:
         return [(u.number, "cold") for u in second] + [(u.number, "warm") for u in first]
 
     def rebalance(self):
-        """The final places by number."""
+        """The final tiers by unit number."""
         movable = [u for u in self.units if not u.held]
         pinned = [u for u in self.units if u.held]
         left = {tier: self.left(tier, self.used(tier, pinned)) for tier in ("hot", "warm")}
@@ -164,7 +164,7 @@ def test_decisions_are_those_of_a_plain_model(hot, warm, steps):
             assert moves == expected
             follow(table, model, moves)
             if unit.tier != tier:
-                table.fits(unit.number, tier)  # there is room now
+                table.fits(unit.number, tier)  # now it fits
         elif what == "rebalance":
             expected = model.rebalance()
             moves = table.rebalance()

@@ -1,4 +1,4 @@
-"""States in tiers: what moves, what does not, and what is left whatever happens."""
+"""States in tiers: which data move, which do not, and the files left after any end."""
 
 import errno
 import gc
@@ -27,7 +27,7 @@ def arrays(shape=(64, 33), dtype=np.float32, seed=SEED):
 
 
 def states(count=4, **options):
-    """A model and its Adam states: as many parameters, each with m and v and a counter."""
+    """A model and its Adam states: m, v and a step counter for each parameter."""
     model = {f"experts.{i}.weight": arrays(seed=3 * i, **options) for i in range(count)}
     adam = {}
     for i, name in enumerate(model):
@@ -43,7 +43,7 @@ def folder(tmp_path):
 
 
 def bits(tiers):
-    """Every array of a tiered state, wherever it is, as bytes."""
+    """Every array of a tiered state, in any tier, as bytes."""
     model, optimizer = tiers.state_dicts()
     both = {
         **{f"p {k}": v for k, v in model.items()},
@@ -58,7 +58,7 @@ def given_bits(model, adam):
 
 
 def file_facts(folder):
-    """What tells whether a file was touched."""
+    """Facts that change if a file is written."""
     facts = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         s = path.stat()
@@ -179,7 +179,7 @@ def test_a_move_touches_nothing_but_its_unit(folder):
         assert {n: after[n] for n in files} == files and len(after) == 3
         tiers.promote(names[2])
         tiers.promote(names[2])
-        assert file_facts(folder) == after  # promotion writes nothing at all
+        assert file_facts(folder) == after  # promotion writes nothing
         assert others() == memory
         assert all(model[name].tobytes() == data for name, data in before.items())
         totals = {t: n for t, (n, _) in tiers.report().totals.items()}
@@ -291,7 +291,7 @@ def test_budgets_hold_and_what_was_used_stays(folder):
                 assert unit.tier == "warm"
         used = {t: (b, limit) for t, (b, limit) in tiers.report().totals.items()}
         assert used["warm"] == (2 * one, 2 * one)
-        assert tiers.tier(names[0]) == "warm"  # the least used made room
+        assert tiers.tier(names[0]) == "warm"  # the least used unit was demoted
         assert tiers.tier(names[3]) == "cold"
         moved = tiers.rebalance()
         assert tiers.tier(names[0]) == "hot" and moved[names[0]] == "hot"
@@ -307,7 +307,7 @@ def test_budgets_hold_and_what_was_used_stays(folder):
         in_use = pytest.raises(errors.CapacityError, match="in use or moving")
         with tiers.use(names[3]), tiers.use(names[5]), in_use:
             tiers.use(names[1]).__enter__()
-        with tiers.use(names[1], to="hot") as unit:  # which sends the hot one to warm
+        with tiers.use(names[1], to="hot") as unit:  # so the hot unit moves to warm
             assert unit.tier == "hot" and tiers.tier(names[0]) == "warm"
         assert all(b <= limit for b, limit in list(tiers.report().totals.values())[:2])
         assert bits(tiers) == expected
@@ -323,7 +323,7 @@ def test_a_unit_that_no_budget_holds_is_refused(folder):
     assert caught.value.name == "large" and not folder.exists()
     with TieredState(model, {}, folder, hot_budget_bytes="0.8kB", warm_budget_bytes=1e2) as tiers:
         assert tiers.tier("large") == "cold"
-        with tiers.use("large") as unit:  # warm cannot hold it, hot can
+        with tiers.use("large") as unit:  # warm is too small for it, hot is not
             assert unit.tier == "hot"
         with pytest.raises(errors.CapacityError, match="more than the whole warm budget"):
             tiers.demote("large")
@@ -401,7 +401,7 @@ def test_what_does_not_fit_is_refused_and_nothing_taken(folder, change, error):
             change(unit)
         with tiers.use("w") as unit:
             assert unit.parameter.tolist() == [1, 1, 1] and list(unit.states) == ["m"]
-        tiers.demote("w")  # it is held by nobody
+        tiers.demote("w")  # no `use` holds it
 
 
 def test_a_unit_that_grows_sends_others_away(folder):
@@ -412,7 +412,7 @@ def test_a_unit_that_grows_sends_others_away(folder):
         assert (tiers.tier("a"), tiers.tier("b")) == ("warm", "cold")
 
 
-# ---- what is left on the disk ----
+# ---- files after the end ----
 
 
 def test_files_of_others_are_not_replaced(folder):
@@ -637,7 +637,7 @@ def test_one_at_a_time_has_the_folder(folder):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert done.returncode and "folder of tiers" in done.stderr
     tiers = TieredState({"w": np.ones(1)}, {}, folder)
-    del tiers  # without close
+    del tiers  # without close()
     gc.collect()
     with TieredState({"w": np.ones(1)}, {}, folder):
         pass
@@ -674,7 +674,7 @@ def test_whenever_it_is_killed_each_unit_is_whole(folder, seconds):
         for name in tiers:
             with tiers.use(name) as unit:
                 values = {*unit.parameter.tolist(), *unit.states["m"].tolist()}
-                assert len(values) == 1  # parameter and state of one step
+                assert len(values) == 1  # parameter and state are of the same step
     assert not list(folder.glob(".mlstate*"))
 
 
@@ -704,7 +704,7 @@ def test_a_checkpoint_has_all_tiers_and_their_marks(folder, tmp_path):
 
 
 class Experts:
-    """A mixture of experts in NumPy: a gate that is not trained, and experts with Adam."""
+    """A mixture of experts in NumPy: a gate that is not trained, and experts trained by Adam."""
 
     def __init__(self, count=8, width=24):
         rng = np.random.default_rng(5)
@@ -721,7 +721,7 @@ class Experts:
         return {f"{n}.{s}": np.zeros_like(a) for n, a in self.model.items() for s in "mv"}
 
     def step(self, number, use):
-        """Each row goes to its best expert; `use` gives a parameter with its states."""
+        """Each row is routed to its best expert; `use` yields a parameter with its states."""
         x = self.inputs[number % len(self.inputs)]
         chosen = (x @ self.gate).argmax(1)
         loss = 0.0
@@ -817,7 +817,7 @@ def test_threads_use_and_move_at_once(folder):
         assert sum(unit.uses for unit in tiers.report().units) == 108
 
 
-# ---- for people ----
+# ---- reports ----
 
 
 def test_reports_are_short_and_escaped(folder):

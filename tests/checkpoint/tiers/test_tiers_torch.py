@@ -1,4 +1,4 @@
-"""Tiered states of torch tensors, modules and optimizers, and of arrays on a device."""
+"""Tiered states of torch tensors, modules and optimizers, and of device arrays."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def test_tensors_stay_the_objects_they_are(folder):
         for name in ("w", "b"):
             pointer = kept[name].data_ptr()
             tiers.promote(name)
-            assert kept[name].data_ptr() != pointer  # memory of the stand-in's own
+            assert kept[name].data_ptr() != pointer  # memory that belongs to the stand-in
             tiers.demote(name, to="cold")
             assert kept[name].numel() == 0 and kept[name].device.type == "cpu"
             tiers.promote(name)
@@ -75,7 +75,7 @@ def test_copies_have_memory_of_their_own_and_the_same_bits():
 
 
 def experts_and_adam(torch):
-    """Experts that take turns, of which two are never used; Adam; inputs."""
+    """Experts used in turn, two of them never; an Adam optimizer; inputs."""
     torch.manual_seed(3)
     experts = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
     adam = torch.optim.Adam(experts.parameters(), lr=0.01, foreach=False)
@@ -156,7 +156,7 @@ def test_what_is_cold_is_not_saved_as_empty(tmp_path, folder):
     torch = pytest.importorskip("torch")
     module = torch.nn.Linear(3, 2)
     expected = module.weight.detach().clone()
-    module.register_buffer("nothing", torch.empty(0))  # as it is meant to be
+    module.register_buffer("nothing", torch.empty(0))  # intended usage
     file, checkpoint = tmp_path / "model.safetensors", tmp_path / "checkpoint"
     mlstate.save(checkpoint, module)
     tiers = TieredState(module, None, folder)

@@ -78,7 +78,7 @@ static void bad_wholes_are_refused(void)
     CHECK(mls_chain_check(&c.chain, &st) == MLS_E_SIZE);
 }
 
-/* Steps as they are written in a test. */
+/* Steps as tests write them. */
 #define S(kind, index) {MLS_STEP_##kind, index}
 
 static void a_plain_run_is_added_up(void)

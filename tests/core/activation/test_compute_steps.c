@@ -1,9 +1,9 @@
-/* Runs: where drops belong, and which runs nobody needs. */
+/* Compute steps: where drops belong, and which steps are superfluous. */
 #include "activation/compute_steps.h"
 
 #include "support/runner.h"
 
-/* Blocks of which each costs as much as the others, but for the rates. */
+/* Blocks of equal costs, except for the rates. */
 enum { N = 3 };
 static const double forward[N] = {1, 2, 4}, backward[N] = {8, 16, 32};
 static const int64_t activation[N + 1] = {10, 20, 30, 5}, saved[N] = {50, 60, 15};
@@ -37,7 +37,7 @@ static const mls_step to_the_host[] = {
 };
 enum { HOST_STEPS = sizeof to_the_host / sizeof to_the_host[0] };
 
-/* The schedule that `count` runs stand for equals `steps`. */
+/* The schedule that `count` compute steps stand for equals `steps`. */
 static void check_written(const mls_compute_step *runs, size_t count,
                           const mls_step *steps, size_t expected)
 {
@@ -65,7 +65,7 @@ static void drops_come_back_where_they_were(void)
     check_written(runs, count, to_the_host, HOST_STEPS);
 }
 
-/* An output that nobody reads while its block is away goes as well. */
+/* An output is dropped too if nothing reads it while its block is offloaded. */
 static void offload_drops_what_nobody_reads(void)
 {
     static const mls_step steps[] = {
@@ -86,7 +86,7 @@ static void offload_drops_what_nobody_reads(void)
 
 static void what_nobody_needs_is_left_out(void)
 {
-    /* activation 1 is there when it is made again; activation 3 is never read */
+    /* activation 1 exists when it is recomputed; activation 3 is never read */
     mls_compute_step runs[] = {
         {.kind = MLS_STEP_SAVE, .index = 0},     {.kind = MLS_STEP_FORWARD, .index = 0},
         {.kind = MLS_STEP_SAVE, .index = 1},     {.kind = MLS_STEP_FORWARD, .index = 2},
@@ -110,7 +110,8 @@ static void what_nobody_makes_is_noticed(void)
     CHECK(!mls_compute_steps_tidy(&chain, runs, &count, scratch));
 }
 
-/* Forwards, and both ways of what goes to the host: the rest is the same anyway. */
+/* Forwards, and both transfers of offloaded blocks; all schedules share the other
+ * steps. */
 static void extra_seconds_are_what_can_be_saved(void)
 {
     const mls_compute_step run = {.kind = MLS_STEP_FORWARD, .index = 2};

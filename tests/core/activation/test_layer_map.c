@@ -3,7 +3,7 @@
 
 #include <stdio.h>
 
-/* A key that points into `room`, which may be overwritten once it was used. */
+/* A key that points into `room`, which may be overwritten after the call. */
 static mls_layer_key key_of(char *room, size_t bytes, int number, uint64_t hash)
 {
     const int length = snprintf(room, bytes, "layers.%d.attention", number);
@@ -29,7 +29,7 @@ static void an_empty_table_knows_nobody(void)
     mls_layer_map_fini(&t);
 }
 
-/* Hashes of a good function, of one with few values, and of one that is constant. */
+/* Hashes of a good function, of one with few values, and of a constant one. */
 static uint64_t hash_of(int number, int kind)
 {
     const uint64_t wide = (uint64_t)number * UINT64_C(0xD1342543DE82EF95);
@@ -100,7 +100,7 @@ static void names_are_bytes_of_any_kind(void)
     mls_layer_map_fini(&t);
 }
 
-/* Equal hashes and lengths, and one byte that differs, at every place of every length. */
+/* Equal hashes and lengths, and one different byte, at every position of every length. */
 static void names_are_compared_to_the_last_byte(void)
 {
     enum { LONGEST = 40 };

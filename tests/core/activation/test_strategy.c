@@ -13,7 +13,7 @@ static mls_layer_key named(const char *name)
     return (mls_layer_key){.name = {name, strlen(name)}, .hash = hash};
 }
 
-/* A strategy that was just made, at `SECONDS(100)`. */
+/* A new strategy, at time `SECONDS(100)`. */
 #define SECONDS(n) ((int64_t)((n) * 1e7))
 
 static mls_strategy made(int64_t number, double share)
@@ -25,7 +25,7 @@ static mls_strategy made(int64_t number, double share)
     return s;
 }
 
-/* What it decides, which must be possible. */
+/* The strategy's decision, which must not fail. */
 static bool ask(mls_decide *decide, mls_strategy *s, const char *name, size_t bytes,
                 int64_t index)
 {
@@ -119,33 +119,34 @@ static void pressure_moves_the_interval(void)
     CHECK(mls_strategy_is_due(&s, SECONDS(110)));
     mls_strategy_adjust(&s, SECONDS(110), 81, 100); /* high */
     CHECK(s.interval == 1 && s.high == 1 && s.adjusted_at == SECONDS(110));
-    mls_strategy_adjust(&s, SECONDS(120), 100, 100); /* no lower than 1 */
+    mls_strategy_adjust(&s, SECONDS(120), 100, 100); /* at least 1 */
     CHECK(s.interval == 1 && s.high == 2);
     mls_strategy_adjust(&s, SECONDS(130), 63, 100); /* low, too soon after high */
     CHECK(s.interval == 1 && s.high == 2 && s.adjusted_at == SECONDS(130));
-    mls_strategy_adjust(&s, SECONDS(160), 63, 100); /* 30 seconds are not enough */
+    mls_strategy_adjust(&s, SECONDS(160), 63, 100); /* 30 seconds are too short */
     CHECK(s.interval == 1);
-    mls_strategy_adjust(&s, SECONDS(190) + 1, 63, 100); /* and one tick more is */
+    mls_strategy_adjust(&s, SECONDS(190) + 1, 63, 100); /* one more tick suffices */
     CHECK(s.interval == 2 && s.high == 2);
-    mls_strategy_adjust(&s, SECONDS(201), 70, 100); /* between: calm again */
+    mls_strategy_adjust(&s, SECONDS(201), 70, 100); /* in between: high is reset */
     CHECK(s.interval == 2 && s.high == 0);
     for (int i = 0; i < 12; i++) {
         mls_strategy_adjust(&s, SECONDS(211 + 10 * i), 1, 100);
     }
-    CHECK(s.interval == 10); /* no higher */
+    CHECK(s.interval == 10); /* at most 10 */
     mls_strategy_reset(&s, SECONDS(400));
     CHECK(s.interval == 2 && s.high == 0 && s.adjusted_at == SECONDS(400));
 }
 
 static void the_share_is_a_float(void)
 {
-    /* 0.8 as a float32 lies above 0.8: a pressure of exactly 0.8 is not above it */
+    /* 0.8 as a float32 is greater than 0.8: a pressure of exactly 0.8 does not exceed
+     * it */
     mls_strategy s = made(0, 0.8);
     mls_strategy_adjust(&s, SECONDS(110), 80, 100);
     CHECK(s.interval == 2 && s.high == 0);
     mls_strategy_adjust(&s, SECONDS(120), 800001, 1000000);
     CHECK(s.interval == 1);
-    /* a used size that float32 rounds to the total is no more than all of it */
+    /* a used size that float32 rounds to the total does not exceed the total */
     s = made(0, 1.0);
     mls_strategy_adjust(&s, SECONDS(110), UINT64_MAX, UINT64_MAX - 1);
     CHECK(s.interval == 2 && s.high == 0);
@@ -206,7 +207,7 @@ static void memory_aware_is_restored(void)
     CHECK(s.checkpointed == 9);
 }
 
-/* A clock that goes back is a clock by which nothing is due. */
+/* If the clock jumps back, nothing is due. */
 static void time_may_go_back(void)
 {
     mls_strategy s = made(0, 0.8);
@@ -228,7 +229,7 @@ static void smart_collects_first(void)
         CHECK(!ask(mls_decide_smart, &s, name, 100, i) && s.collecting);
     }
     CHECK(!ask(mls_decide_smart, &s, "l11", 100, 11) &&
-          !s.collecting); /* the one that ends it neither */
+          !s.collecting); /* nor does the call that ends it */
     CHECK(s.seen.count == 12 && s.total_bytes == 1200);
     CHECK(ask(mls_decide_smart, &s, "new", 100, 0)); /* seen once */
     mls_strategy_fini(&s);
@@ -302,7 +303,7 @@ static void smart_is_restored(void)
     mls_strategy_fini(&s);
 }
 
-/* The rules as the source has them, with its loops. */
+/* The rules of the source document, with its loops. */
 static bool by_the_source(const size_t *sizes, const int *calls, int count, int layer,
                           int64_t index)
 {

@@ -1,5 +1,5 @@
-/* Walks against plain nested loops: every pair of elements once, in runs as long as the
- * memory allows; packing and turning of items. */
+/* Strided iterators compared with plain nested loops: every pair of elements once, in
+ * runs as long as the memory allows; packing and byte swapping of items. */
 #include "array/strided_iter.h"
 #include "support/runner.h"
 
@@ -8,7 +8,7 @@
 
 enum { SIDE = 3, COUNT = SIDE * SIDE * SIDE, MOST = 600 };
 
-/* Where an element of `a` lies, and the element of `b` with the same index. */
+/* The address of an element of `a`, and of the element of `b` with the same index. */
 typedef struct place {
     ptrdiff_t a, b;
 } place;
@@ -43,7 +43,7 @@ static size_t expect(const mls_tensor *a, const mls_tensor *b, place *places)
     return count;
 }
 
-/* The same by a walk; the number of runs goes to `runs`. */
+/* The same by an iterator; stores the number of runs in `runs`. */
 static size_t collect(const mls_tensor *a, const mls_tensor *b, place *places,
                       size_t *runs)
 {
@@ -77,7 +77,7 @@ static mls_tensor view(size_t x, size_t y, size_t z, ptrdiff_t sx, ptrdiff_t sy,
         .dtype = MLS_F16, .rank = 3, .shape = {x, y, z}, .strides = {sx, sy, sz}};
 }
 
-/* Every order, sign and spacing of the strides, of both views. */
+/* Every order, sign and spacing of the strides of both views. */
 static void every_pair_of_elements_comes_once(void)
 {
     static const ptrdiff_t strides[][3] = {
@@ -145,7 +145,7 @@ static void a_scalar_is_one_run_of_one_element(void)
     CHECK(!mls_strided_iter_next(&w, &a, &b));
 }
 
-/* Items from odd addresses, forwards, backwards and over each other. */
+/* Items from unaligned addresses, forwards, backwards and overlapping. */
 static void items_are_gathered_by_any_stride(void)
 {
     unsigned char from[400], packed[64 + 1];

@@ -1,5 +1,5 @@
-#include "support/runner.h"
 #include "array/tensor.h"
+#include "support/runner.h"
 
 #include <stdint.h>
 
@@ -100,7 +100,7 @@ static void shapes_read_as_python_writes_them(void)
     CHECK_TEXT(mls_shape_text(text, sizeof text, 3, shape), "(2, 30, 4)");
     CHECK_TEXT(mls_shape_text(text, sizeof text, 1, shape), "(2,)");
     CHECK_TEXT(mls_shape_text(text, sizeof text, 0, shape), "()");
-    CHECK_TEXT(mls_shape_text(text, 6, 3, shape), "(2, 3"); /* cut, not overrun */
+    CHECK_TEXT(mls_shape_text(text, 6, 3, shape), "(2, 3"); /* truncated */
 }
 
 static const test_case tests[] = {

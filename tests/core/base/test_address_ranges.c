@@ -1,10 +1,11 @@
-/* Spans are sorted by where they start, and otherwise keep their order. */
+/* Address ranges are sorted by their start; the sort is stable. */
 #include "base/address_ranges.h"
 #include "support/runner.h"
 
 enum { MOST = 200 };
 
-/* Spans in some order, numbered in it; every second one starts where another does. */
+/* Address ranges in some order, numbered in that order; every second one has the same
+ * start as another. */
 static void fill(mls_address_range *spans, size_t count, unsigned seed)
 {
     for (size_t i = 0; i < count; i++) {
@@ -46,7 +47,7 @@ static void falling_addresses_are_turned_round(void)
     }
 }
 
-/* Owners 0 .. 3, by address; kinds of two of them differ. */
+/* Owners 0 .. 3, by address; two of them differ in kind. */
 static void equal_memory_of_one_kind_is_tied(void)
 {
     const size_t kinds[] = {1, 1, 2, 1};

@@ -36,7 +36,7 @@ static void pages_grow_with_their_content_and_zeros_behind(void)
     CHECK(pages.data[99] == 7 && pages.data[100] == 0 && pages.data[300 * page] == 0);
     mls_advise_pages(pages.data, pages.mapped, false);
     mls_advise_pages(pages.data, pages.mapped, true);
-    mls_advise_pages(pages.data + 1, 10, true); /* holds no whole page */
+    mls_advise_pages(pages.data + 1, 10, true); /* contains no whole page */
     mls_populate_pages(pages.data, pages.mapped);
     mls_populate_pages(pages.data + 1, 10);
     CHECK(pages.data[99] == 7 && pages.data[200 * page] == 0);

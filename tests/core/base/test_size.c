@@ -1,5 +1,5 @@
-#include "support/runner.h"
 #include "base/size.h"
+#include "support/runner.h"
 
 static void sums_and_products_stop_at_the_limit(void)
 {

@@ -1,5 +1,5 @@
-#include "support/runner.h"
 #include "base/status.h"
+#include "support/runner.h"
 
 #include <errno.h>
 

@@ -71,7 +71,7 @@ static void order_is_that_of_the_bytes(void)
     CHECK(mls_str_compare((mls_str){0}, text_of("")) == 0);
 }
 
-/* One by one, as RFC 8259 has it: what may stand in a string for itself, of ASCII. */
+/* The ASCII characters that RFC 8259 allows unescaped in a string, one by one. */
 static size_t plain_of(const char *text)
 {
     size_t at = 0;

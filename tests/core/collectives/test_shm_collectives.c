@@ -5,7 +5,7 @@ static unsigned char byte_of(size_t rank, size_t i)
     return (unsigned char)(rank * 31 + i * 7 + i / 251);
 }
 
-/* Arrays are this many times as long: threads read large ones where they lie. */
+/* Arrays are this many times as long: threads read large ones in place. */
 static size_t scale = 1;
 enum { LARGE = 40 };
 
@@ -25,7 +25,7 @@ static void gather(rank_case *c)
     for (int round = 0; round < 2; round++) {
         memset(out, 0, all);
         memcpy(out + start, mine, sizes[c->rank]);
-        const void *from = round == 0 ? mine : out + start; /* where it belongs */
+        const void *from = round == 0 ? mine : out + start; /* in place */
         EXPECT(c, mls_shm_all_gather(c->g, &quick, from, sizes, out, &st) == MLS_OK);
         size_t at = 0;
         for (size_t r = 0; r < c->world; r++) {
@@ -112,7 +112,7 @@ static void trade(rank_case *c)
         }
     }
     EXPECT(c, wrong == 0);
-    wanted[0] += c->rank + 1 == c->world; /* one rank wants what it does not get */
+    wanted[0] += c->rank + 1 == c->world; /* one rank expects more than it gets */
     const mls_code code = mls_shm_all_to_all(c->g, &quick, data, sent, out, wanted, &st);
     EXPECT(c, code == MLS_E_PEER && strstr(st.text, "rank 0 sends") != NULL);
     EXPECT(c, mls_shm_barrier(c->g, &quick, &st) == MLS_OK);
@@ -193,7 +193,7 @@ static void memory_that_runs_out_half_way_ends_the_group(void)
 }
 
 /* Rank 0 gathers in place, so it waits while rank 1 copies to new pages. It gives up
- * meanwhile, and unmaps its array at once: nobody may read it then. */
+ * meanwhile, and unmaps its array at once: no rank may read the array afterwards. */
 static void unmap_after_giving_up(rank_case *c)
 {
     enum { BYTES = 16 << 20 };

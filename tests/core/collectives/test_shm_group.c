@@ -100,7 +100,7 @@ static void an_aborted_group_says_who(void)
             MLS_OK);
     CHECK(!mls_shm_ended(groups[0], text, sizeof text));
     mls_shm_abort(groups[1]);
-    mls_shm_abort(groups[0]); /* too late to be blamed */
+    mls_shm_abort(groups[0]); /* the first abort counts */
     for (int r = 0; r < 2; r++) {
         CHECK(mls_shm_ended(groups[r], text, sizeof text));
         CHECK_TEXT(text, "rank 1 aborted the group");

@@ -1,6 +1,6 @@
 #include "support/shm_ranks.h"
 
-/* Element i of a rank's array: sums of these are not exact in float32. */
+/* Element i of a rank's array: the sums are not exact in float32. */
 static float element(size_t rank, size_t i)
 {
     return (float)(i % 1013) * 0.37F + (float)rank * 1e-3F + (i % 7 == 0 ? 1e6F : 0.0F);
@@ -59,9 +59,9 @@ static void all_ranks_get_the_sum_in_the_order_of_ranks(void)
     everywhere(reduce_all);
 }
 
-static bool large; /* arrays that threads read by their addresses */
+static bool large; /* arrays that threads read directly */
 
-/* Three arrays with shares of all lengths, the ranks' uneven and some empty. */
+/* Three arrays whose shares have all kinds of lengths: uneven, and some empty. */
 static size_t count_of(size_t segment, size_t rank, size_t world)
 {
     switch (segment) {
@@ -130,8 +130,8 @@ static void shares_are_summed_and_tallied_however_they_are_cut(void)
     }
 }
 
-/* Many steps of whole slots, an `out` that lies across cache lines, and a segment that
- * becomes wider on the way. */
+/* Many steps of whole slots, an `out` that is not aligned to cache lines, and a segment
+ * that becomes wider on the way. */
 static void scatter_large(rank_case *c)
 {
     enum { COUNT = 1200007, WIDE = 70001 };
@@ -177,7 +177,7 @@ static void scatter_large(rank_case *c)
     free(wide);
 }
 
-/* Both operations on arrays that change as soon as each has returned. */
+/* Both operations, with arrays that change as soon as each has returned. */
 static void overwrite(rank_case *c)
 {
     enum { COUNT = 100001 };
@@ -195,7 +195,7 @@ static void overwrite(rank_case *c)
             data[i] = (float)(round + (int)c->rank);
         }
         if (c->rank == 1) {
-            usleep(5 * 1000); /* the last to come is the last to read */
+            usleep(5 * 1000); /* the last to arrive is the last to read */
         }
         EXPECT(c, (all ? mls_shm_all_reduce(c->g, &quick, data, out, 2 * COUNT, &sum_f32,
                                             &st)

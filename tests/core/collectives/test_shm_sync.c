@@ -104,7 +104,7 @@ static void leave_early(rank_case *c)
     mls_status st;
     EXPECT(c, mls_shm_barrier(c->g, &quick, &st) == MLS_OK);
     if (c->rank == 1) {
-        return; /* and closes */
+        return; /* and closes the group */
     }
     const double start = seconds();
     EXPECT(c, mls_shm_barrier(c->g, &quick, &st) == MLS_E_PEER);
@@ -170,7 +170,7 @@ static void a_killed_process_is_named(void)
 }
 #endif
 
-/* A small generator, so that ranks agree on what comes next. */
+/* A small generator, so that ranks agree on the next operation. */
 static void stress(rank_case *c)
 {
     mls_status st;

@@ -1,4 +1,4 @@
-/* test_mlpackage: states are read as declared; a file that lies is refused. */
+/* Reading Core ML packages: states as declared, and errors for false files. */
 #include "coreml/mlpackage.h"
 
 #include "support/runner.h"
@@ -11,7 +11,7 @@
 
 static mls_status st;
 
-/* ---- a writer of messages, just big enough for the tests ---- */
+/* ---- a minimal writer of messages ---- */
 
 typedef struct bytes {
     unsigned char data[1 << 18];
@@ -46,7 +46,7 @@ static void put_text(bytes *to, unsigned field, const char *text)
     put_bytes(to, field, text, strlen(text));
 }
 
-/* Append a state as field `number`; a dtype of 0 is left out. */
+/* Append a state as field `number`; a dtype of 0 is omitted. */
 static void put_state(bytes *to, unsigned number, const char *name, uint64_t dtype,
                       int rank, const uint64_t *shape, bool packed)
 {
@@ -90,7 +90,7 @@ static const bytes *spec_of(const bytes *description)
     return &spec;
 }
 
-static bytes description; /* what the test at hand builds */
+static bytes description; /* of the current test */
 
 static mls_code parse(mls_mlpackage *out)
 {
@@ -103,7 +103,7 @@ static bool name_is(mls_str name, const char *expected)
     return mls_str_is(name, expected);
 }
 
-/* The description must be refused, with `part` in the text. */
+/* The description must be refused, with `part` in the message. */
 static void refuses(const char *part)
 {
     mls_mlpackage package = {0};
@@ -117,7 +117,7 @@ static void refuses(const char *part)
     mls_mlpackage_fini(&package);
 }
 
-/* ---- what is read ---- */
+/* ---- valid specifications ---- */
 
 static void reads_the_states_of_a_plain_model(void)
 {
@@ -214,7 +214,7 @@ static void reads_every_data_type_of_core_ml(void)
     }
 }
 
-/* ---- what is refused ---- */
+/* ---- errors ---- */
 
 static void refuses_unknown_data_types(void)
 {
@@ -354,7 +354,7 @@ static void refuses_a_specification_cut_off_anywhere(void)
     put_function("short", 256, 2);
     put_text(&description, 21, "short");
     const bytes *spec = spec_of(&description);
-    /* The two fields before the program make a whole specification without one. */
+    /* The two fields before the program form a whole specification without one. */
     const size_t whole = spec->length - 304;
     for (size_t length = 0; length < spec->length; length++) {
         unsigned char *copy = malloc(length + 1);
@@ -514,7 +514,7 @@ static void refuses_a_fifo_without_waiting(void)
     end_package();
 }
 
-/* A program of many gigabytes is stepped over, not read. */
+/* A program of many gigabytes is skipped, not read. */
 static void steps_over_a_large_program(void)
 {
     static bytes head;

@@ -1,4 +1,5 @@
-/* test_protobuf: the wire format is read as far as it is sound, and no further. */
+/* Reading protobuf's wire format: valid messages, and errors at the first invalid
+ * byte. */
 #include "coreml/protobuf_reader.h"
 
 #include "support/runner.h"
@@ -112,7 +113,7 @@ static void refuses_a_payload_beyond_its_message(void)
     CHECK(mls_protobuf_next(&huge, &field, &st) == MLS_E_FORMAT);
 }
 
-/* The inner message may not read on into the outer one. */
+/* The inner message must not extend beyond the outer one. */
 static void keeps_a_sub_message_inside_its_bounds(void)
 {
     mls_protobuf outer = MESSAGE("\x0A\x02\x0A\x03zzz");
@@ -132,7 +133,7 @@ static void refuses_fixed_numbers_cut_off(void)
     CHECK(mls_protobuf_next(&four, &field, &st) == MLS_E_FORMAT);
 }
 
-/* A header may end where the memory does: the payload is somewhere else. */
+/* A header may end where the memory ends: the payload is not in it. */
 static void reads_a_header_without_its_payload(void)
 {
     mls_protobuf message = MESSAGE("\xB2\x1F\x80\x80\x80\x80\x04");

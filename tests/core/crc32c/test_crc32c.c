@@ -1,4 +1,4 @@
-/* CRC32C: known answers, and every variant against the oracle. */
+/* CRC32C: known values, and every variant compared with the oracle. */
 #include "crc32c/crc32c.h"
 #include "crc32c/crc32c_constants.h"
 #include "support/runner.h"
@@ -20,7 +20,7 @@ static void fill_noise(unsigned char *data, size_t bytes, uint32_t seed)
     }
 }
 
-/* Every table that this machine can run, also those that mls_crc_of passes over here. */
+/* Every table that this machine can run, also those that mls_crc_of does not select. */
 static size_t variants(const mls_crc_kernels *out[MLS_CPU_COUNT + 1])
 {
     size_t count = 0;
@@ -72,7 +72,7 @@ static void known_answers_of_rfc_3720(void)
 }
 
 /* The table for a set is the oracle or one of those; a set never gets instructions that
- * it does not promise. */
+ * it does not include. */
 static void each_set_gets_a_variant_that_the_machine_can_run(void)
 {
     const mls_crc_kernels *all[MLS_CPU_COUNT + 1];
@@ -95,14 +95,14 @@ static void each_set_gets_a_variant_that_the_machine_can_run(void)
 }
 
 enum {
-    EDGE = 64,     /* bytes looked at on either side of a copy */
+    EDGE = 64,     /* guard bytes on either side of a copy */
     SHORT = 2048,  /* up to here, every length */
     MIB = 1 << 20, /* up to here, some lengths */
     ROOM = 2 * MIB /* of a buffer */
 };
 
-/* One run: the checksum from `start`, read alone and copied; the bytes of the copy, and
- * those on either side of it. */
+/* One comparison: the checksum from `start`, computed alone and while copying; the copied
+ * bytes, and the guard bytes. */
 static bool agrees(const mls_crc_kernels *k, uint32_t start, const unsigned char *data,
                    size_t bytes, unsigned char *to, uint32_t wanted, mls_store store)
 {
@@ -116,7 +116,7 @@ static bool agrees(const mls_crc_kernels *k, uint32_t start, const unsigned char
     return good;
 }
 
-/* All variants over one run, whose copy has another alignment. */
+/* All variants over one range, copied to another alignment. */
 static void check_run(const unsigned char *data, unsigned char *copy, size_t bytes,
                       uint32_t start, uint32_t wanted)
 {
@@ -130,7 +130,7 @@ static void check_run(const unsigned char *data, unsigned char *copy, size_t byt
     }
 }
 
-/* The oracle takes one byte more for each length. */
+/* For each length the oracle continues with one more byte. */
 static void short_runs_of_every_length_and_alignment_agree_with_the_oracle(void)
 {
     unsigned char *data = malloc(SHORT + EDGE), *copy = malloc(SHORT + 4 * EDGE);
@@ -148,8 +148,8 @@ static void short_runs_of_every_length_and_alignment_agree_with_the_oracle(void)
     free(copy);
 }
 
-/* Around the blocks of each variant: of lanes, of vectors and of pages side by side,
- * which begin after one vector; then any lengths up to a MiB. */
+/* Lengths around the blocks of each variant: lanes, vectors and interleaved pages, which
+ * start after one vector; then random lengths up to a MiB. */
 static size_t longer(size_t i, uint32_t *seed)
 {
     static const size_t blocks[] = {3072, 12288, 16384, 24576, 32768, 49152, 65536};
@@ -178,8 +178,7 @@ static void longer_runs_agree_with_the_oracle(void)
     free(copy);
 }
 
-/* A checksum taken up again after each part, whatever the lengths: many short ones, some
- * longer. */
+/* A checksum continued over parts of any length: many short ones, some longer. */
 static void running_checksums_agree_with_the_oracle(void)
 {
     const mls_crc_kernels *all[MLS_CPU_COUNT + 1];
@@ -219,7 +218,7 @@ static void the_oracle_copies_too(void)
     CHECK(memcmp(copy + 1, data, 100) == 0 && copy[0] == 0 && copy[101] == 0);
 }
 
-/* x to any power, in the order of bits that mls_crc_multiply has. */
+/* x to any power, in the bit order of mls_crc_multiply. */
 static uint32_t power_of_x(uint64_t exponent)
 {
     uint32_t power = 0x80000000U, square = 0x40000000U; /* x**0 and x**1 */
@@ -262,7 +261,7 @@ static void checksums_of_parts_combine_to_that_of_the_whole(void)
     free(data);
 }
 
-/* (a + b) + c = a + (b + c), with lengths that no memory holds. */
+/* (a + b) + c = a + (b + c), with lengths larger than any memory. */
 static void combining_is_associative_for_huge_lengths(void)
 {
     const uint32_t a = 0x12345678U, b = 0x9ABCDEF0U, c = 0x0F1E2D3CU;

@@ -1,5 +1,4 @@
-/* Sketches: they add up as arrays do, and see what is lost, doubled or in the wrong
- * place. */
+/* AMS sketches: they are additive, and detect lost, doubled or misplaced elements. */
 #include "gradients/ams_sketch.h"
 #include "support/runner.h"
 
@@ -68,7 +67,7 @@ static void swapped_elements_and_another_seed_are_seen(void)
         a[i + 1] = a[i];
         a[i] = kept;
     }
-    CHECK(seen > COUNT / 3); /* where neighbours have opposite signs */
+    CHECK(seen > COUNT / 3); /* if neighbours have opposite signs */
     CHECK(sketch_of(a + 1, 1, COUNT - 1).signed_sum !=
           sketch_of(a + 1, 0, COUNT - 1).signed_sum);
 }

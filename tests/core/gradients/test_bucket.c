@@ -1,5 +1,4 @@
-/* Buckets: every part reaches the rank that owns it, and is summed in the order of ranks.
- */
+/* Buckets: every part reaches its owner, and is summed in the order of ranks. */
 #include "gradients/bucket.h"
 #include "support/runner.h"
 
@@ -10,7 +9,8 @@ enum { WORLD = 3, WEIGHTS = 7, BIASES = 2 };
 static const size_t weight_counts[WORLD] = {3, 3, 1};
 static const size_t bias_counts[WORLD] = {1, 1, 0}; /* the last rank has none */
 
-/* What one rank has: float32 weights, int16 biases, and room for its parts of them. */
+/* The data of one rank: float32 weights, int16 biases, and memory for its parts of
+ * them. */
 typedef struct rank_data {
     _Alignas(16) float weights[WEIGHTS];
     int16_t biases[BIASES];
@@ -44,7 +44,7 @@ static void rank_init(rank_data *r, size_t rank)
         (mls_bucket){.segments = r->segments, .count = 2, .world = WORLD, .rank = rank};
 }
 
-/* What an engine does with the messages. */
+/* Deliver the messages, as an engine does. */
 static void exchange(rank_data *ranks)
 {
     mls_status st;
@@ -102,8 +102,8 @@ static void parts_start_where_any_element_may_lie(void)
     CHECK(mls_bucket_bytes(&r.bucket, 2, &bytes, &st) == MLS_OK && bytes == 16);
     mls_bucket_pack(&r.bucket, r.send);
     CHECK(memcmp(r.send, r.weights, 12) == 0 && memcmp(r.send + 16, r.biases, 2) == 0);
-    CHECK(r.send[12] == 0 && r.send[18] == 0); /* padding says nothing of our memory */
-    CHECK(r.send[64] == 0xAA);                 /* no message to itself */
+    CHECK(r.send[12] == 0 && r.send[18] == 0); /* padding does not leak memory content */
+    CHECK(r.send[64] == 0xAA);                 /* a rank sends no message to itself */
 }
 
 static void sizes_beyond_memory_are_refused(void)
@@ -170,7 +170,7 @@ static void a_bucket_takes_packed_and_aligned_arrays(void)
     CHECK(!mls_bucket_takes(&t));
     t = floats(memory + 1, 4);
     CHECK(mls_bucket_takes(&t));
-    t.dtype = MLS_C64; /* of two floats, and aligned like none of them */
+    t.dtype = MLS_C64; /* as large as two floats, but aligned differently */
     t.strides[0] = 8;
     CHECK(!mls_bucket_takes(&t));
     t = floats(memory, 4);

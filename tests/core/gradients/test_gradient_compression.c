@@ -1,4 +1,4 @@
-/* Gradients in fewer bytes: what is lost is known, kept, and made good. */
+/* Gradient compression: the error is known, kept as a residual, and fed back. */
 #include "gradients/gradient_compression.h"
 #include "support/runner.h"
 
@@ -39,7 +39,7 @@ static void elements_arrive_within_the_precision_of_the_wire(void)
           8.0f / 256);
     CHECK(round_trip(MLS_CPU_SCALAR, MLS_GRADIENT_COMPRESSION_INT8, src, NULL, back) <=
           7.2f / 254);
-    for (int i = 256; i < COUNT; i++) { /* small blocks have scales of their own */
+    for (int i = 256; i < COUNT; i++) { /* each block has its own scale */
         CHECK(fabsf(back[i] - src[i]) <= 7.2e-4f / 254);
     }
 }
@@ -161,7 +161,7 @@ static void a_bucket_is_summed_from_what_the_wire_makes_of_every_part(void)
                                       MLS_GRADIENT_COMPRESSION_INT8, NULL, send[rank],
                                       own[rank]);
     }
-    for (size_t rank = 0; rank < 2; rank++) { /* each part is encoded by itself */
+    for (size_t rank = 0; rank < 2; rank++) { /* each part is encoded alone */
         _Alignas(16) unsigned char bytes[4 * COUNT];
         mls_gradient_compression_encode(kernels, MLS_GRADIENT_COMPRESSION_INT8,
                                         grads[rank], NULL, bytes, 400);

@@ -1,6 +1,6 @@
 /* Files: read safely, replaced atomically. */
-#include "io/file.h"
 #include "base/memory.h"
+#include "io/file.h"
 #include "support/runner.h"
 
 #include <dirent.h>
@@ -12,7 +12,7 @@
 
 enum { PATH_ROOM = 256 };
 
-/* A folder of the test's own, removed by leave_folder. */
+/* The test's own folder; leave_folder deletes it. */
 static char folder[PATH_ROOM / 2];
 
 static void enter_folder(void)
@@ -25,7 +25,7 @@ static void enter_folder(void)
     }
 }
 
-/* Number of entries in the folder; removes them where `removes`. */
+/* Number of entries in the folder; deletes them if `removes`. */
 static int entries(bool removes)
 {
     int count = 0;
@@ -208,7 +208,7 @@ static void a_failed_write_or_sync_leaves_no_trace(void)
     enter_folder();
     write_plain(in_folder(path, "a"), "old");
     REQUIRE(mls_atomic_begin(path, 0666, &file, &st) == MLS_OK);
-    close(file.fd); /* what a failing disk would do, in short */
+    close(file.fd); /* simulates a failing disk */
     CHECK(mls_atomic_write(&file, "new", 3, 0, &st) == MLS_E_IO);
     CHECK(st.os_error == EBADF);
     CHECK(mls_atomic_commit(&file, &st) == MLS_E_IO);
@@ -225,7 +225,7 @@ static void a_failed_rename_leaves_no_trace(void)
     in_folder(path, "a");
     REQUIRE(mls_atomic_begin(path, 0666, &file, &st) == MLS_OK);
     CHECK(mls_atomic_write(&file, "new", 3, 0, &st) == MLS_OK);
-    CHECK(mkdir(path, 0700) == 0); /* somebody else was quicker */
+    CHECK(mkdir(path, 0700) == 0); /* another process was quicker */
     CHECK(mls_atomic_commit(&file, &st) == MLS_E_IO);
     CHECK(entries(false) == 1);
     leave_folder();

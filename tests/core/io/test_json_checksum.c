@@ -1,4 +1,4 @@
-/* Sealed texts: the checksum that stands in the text it covers. */
+/* JSON with its own checksum, which is stored in the text that it covers. */
 #include "io/json_checksum.h"
 #include "support/runner.h"
 
@@ -11,7 +11,7 @@ static const char sealed_text[] =
 
 enum { LENGTH = sizeof sealed_text - 1, DIGITS_AT = 13 };
 
-/* A sealed copy of the text above. */
+/* A copy of the text above. */
 static void make(char *text)
 {
     memcpy(text, sealed_text, sizeof sealed_text);
@@ -27,14 +27,14 @@ static void the_digits_are_the_checksum_of_the_text_with_zeros_in_their_place(vo
     CHECK(sum == crc->update(0, sealed_text, LENGTH));
     mls_crc_to_digits(sum, digits);
     CHECK(memcmp(text + DIGITS_AT, digits, sizeof digits) == 0);
-    /* and nothing else changed */
+    /* no other byte changed */
     memset(text + DIGITS_AT, '0', MLS_CRC_DIGITS);
     CHECK_TEXT(text, sealed_text);
 }
 
 static void a_known_text_has_a_known_seal(void)
 {
-    /* worked out apart from this library, for those who write another one */
+    /* computed without this library, as a reference for other implementations */
     char text[] = "{\"checksum\":\"00000000\",\"format\":\"mlstate.index\"}\n";
     mls_status st;
     CHECK(mls_json_checksum_set(text, strlen(text), crc) == 0x972186f1U);
@@ -55,7 +55,7 @@ static void what_was_sealed_passes(void)
 
 static void sealing_again_needs_zeros_first(void)
 {
-    /* the digits are taken for zeros, whatever they are: sealing twice gives the same */
+    /* the old digits are ignored: setting the checksum twice gives the same text */
     char text[sizeof sealed_text], again[sizeof sealed_text];
     make(text);
     memcpy(again, text, sizeof text);
@@ -71,7 +71,7 @@ static void every_flipped_bit_is_found(void)
         mls_status st;
         text[bit / 8] = (char)(text[bit / 8] ^ (1 << bit % 8));
         const mls_code code = mls_json_checksum_check(text, LENGTH, crc, &st);
-        /* of the start, digits aside, a change is a text that is not sealed */
+        /* a change in the start, apart from the digits, makes it another kind of text */
         const bool start = bit / 8 < sizeof MLS_JSON_CHECKSUM_START - 1;
         CHECK(code == MLS_E_CHECKSUM || (start && code == MLS_E_FORMAT));
         CHECK(code == st.code && st.text[0] != '\0');
@@ -85,7 +85,7 @@ static void every_other_length_is_found(void)
     mls_status st;
     make(text);
     for (size_t length = 0; length < LENGTH; length++) {
-        /* memory of that length, so that reading behind it would be noticed */
+        /* memory of exactly that length, so that reads past the end are noticed */
         char *cut = malloc(length + 1);
         REQUIRE(cut != NULL);
         memcpy(cut, text, length);

@@ -1,4 +1,4 @@
-/* The JSON reader: the grammar of RFC 8259, and what it refuses. */
+/* The JSON reader: the grammar of RFC 8259, and invalid documents. */
 #include "base/memory.h"
 #include "io/json_reader.h"
 #include "support/runner.h"
@@ -76,7 +76,8 @@ static void members_after_a_nested_container_are_found(void)
     mls_json_free(doc);
 }
 
-/* Strings are looked through eight bytes at a time: each byte counts at each place. */
+/* Strings are scanned eight bytes at a time: every byte value counts at every
+ * position. */
 static void every_byte_is_seen_at_every_place_of_a_string(void)
 {
     for (int byte = 0; byte < 256; byte++) {
@@ -244,7 +245,7 @@ static void duplicates_are_found_among_many_keys(void)
     free(text);
 }
 
-/* What follows an object is read with its keys in mind, and must come out the same. */
+/* The reader tries the previous object's keys first; the result must be the same. */
 static void objects_after_one_another_are_each_read_for_themselves(void)
 {
     static const struct {
@@ -284,8 +285,8 @@ static void objects_after_one_another_are_each_read_for_themselves(void)
     mls_json_free(doc);
 }
 
-/* What is found in an object of that text: which entry is bad, and whether all that are
- * there have their texts. */
+/* Members found in an object: returns the first bad entry, and checks the texts of all
+ * members found. */
 static size_t members_of(const char *text, mls_json_node *nodes)
 {
     mls_json_member table[] = {
@@ -316,14 +317,14 @@ static void members_are_found_by_a_table(void)
                      "\"longer_than_sixteen\":[]}",
                      n) == 4);
     CHECK(n[0] == 1 && n[1] == 2 && n[2] == 3 && n[3] == 4);
-    /* in another order, with others between them, without what need not be there */
+    /* another order, unknown members in between, and optional members missing */
     CHECK(members_of("{\"has_eight\":2,\"b\":0,\"a\":1,\"c\":{\"a\":\"\"}}", n) == 4);
     CHECK(n[1] == MLS_JSON_NONE && n[3] == MLS_JSON_NONE);
-    /* keys that differ in one character only, at any place */
+    /* keys that differ in one character, at any position */
     CHECK(members_of("{\"a\":1,\"foul\":1,\"gour\":1,\"has_eighu\":2,\"ias_eight\":1,"
                      "\"has_fight\":1,\"longer_than_sixteem\":1}",
                      n) == 2);
-    /* the first that is bad in the order of the table, not of the text */
+    /* the first bad one in the order of the table, not of the text */
     CHECK(members_of("{\"has_eight\":null,\"four\":4,\"a\":1}", n) == 1);
     CHECK(members_of("{\"has_eight\":[],\"a\":1}", n) == 2);
     CHECK(members_of("{}", n) == 0);

@@ -58,7 +58,7 @@ static void devices_of_windows_are_no_names(void)
     CHECK(becomes("x.con", "x.con"));
 }
 
-/* Read a file name back; the definition of what it stands for. */
+/* Decode a file name: the definition of its meaning. */
 static size_t decoded(const char *text, char *out)
 {
     size_t length = 0;
@@ -78,7 +78,7 @@ static size_t decoded(const char *text, char *out)
 
 static void no_two_names_share_a_file(void)
 {
-    /* all names of up to two bytes: each can be read back from its own */
+    /* all names of up to two bytes: each can be decoded from its file name */
     for (unsigned first = 0; first < 256; first++) {
         for (unsigned second = 0; second < 256; second++) {
             const char name[] = {(char)first, (char)second};
@@ -101,7 +101,7 @@ static void long_names_are_told_apart_by_number(void)
     CHECK(mls_filename_encode(text, 1, first) <= MLS_FILENAME_BYTES);
     CHECK(mls_filename_encode(text, UINT64_MAX, second) <= MLS_FILENAME_BYTES);
     CHECK(strcmp(first, second) != 0 && strstr(first, "=~1") != NULL);
-    /* the longest name that fits is not cut, and the mark never is */
+    /* the longest name that fits is not truncated, and the mark never is */
     memset(name, 'x', sizeof name);
     const mls_str fits = {.data = name, .length = MLS_FILENAME_BYTES};
     CHECK(mls_filename_encode(fits, 1, first) == MLS_FILENAME_BYTES);

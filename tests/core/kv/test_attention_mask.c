@@ -16,7 +16,7 @@ static void numbers_are_checked(void)
     CHECK(mls_mask_check(4, -2, 0, &names, &st) == MLS_E_CAPACITY);
 }
 
-/* The formula of the source, written down once more. */
+/* The formula of the source document. */
 static float formula(size_t row, size_t column, size_t attention_size)
 {
     const size_t start = row > attention_size ? row - attention_size : 0;

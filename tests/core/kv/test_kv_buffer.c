@@ -1,5 +1,5 @@
-#include "kv/kv_transition.h"
 #include "kv/kv_buffer.h"
+#include "kv/kv_transition.h"
 #include "support/runner.h"
 
 #include <stdint.h>
@@ -11,7 +11,7 @@ static const mls_kernels *kernels(void)
     return mls_kernels_of(MLS_CPU_SCALAR);
 }
 
-/* The two bytes at a row and position, of its first element. */
+/* The two bytes of the first element at a row and position. */
 static unsigned char *element(const mls_kv_buffer *b, size_t row, size_t position)
 {
     const mls_tensor t = mls_kv_buffer_view(b);

@@ -1,4 +1,4 @@
-/* What to keep within a budget: against every choice, and what is refused. */
+/* Selection within a budget: compared with exhaustive search, and invalid arguments. */
 #include "planning/knapsack.h"
 
 #include "support/random_chain.h"
@@ -8,7 +8,7 @@
 
 static const mls_poll nobody;
 
-/* The fewest seconds that any of the 2^n choices leaves to be made again. */
+/* The fewest seconds that any of the 2^n choices leaves to recompute. */
 static double fewest(const mls_knapsack_items *items, int64_t budget)
 {
     double best = INFINITY;
@@ -27,7 +27,7 @@ static double fewest(const mls_knapsack_items *items, int64_t budget)
     return best;
 }
 
-/* What the result says of its choice is so. */
+/* The result describes its choice correctly. */
 static void check_choice(const mls_knapsack_items *items, int64_t budget,
                          const unsigned char *kept, const mls_knapsack_result *result)
 {
@@ -49,7 +49,7 @@ typedef struct random_items {
     int64_t bytes[MANY];
 } random_items;
 
-/* `alike`: as many seconds as bytes, which is what makes choices hard. */
+/* `alike`: as many seconds as bytes, which makes the problem hard. */
 static mls_knapsack_items fill(random_items *r, size_t count, uint64_t *seed, bool alike)
 {
     for (size_t i = 0; i < count; i++) {

@@ -1,5 +1,5 @@
-#include "support/chains.h"
 #include "planning/plan.h"
+#include "support/chains.h"
 #include "support/runner.h"
 
 #include <stdlib.h>
@@ -9,7 +9,7 @@ static mls_plan_request request_of(int64_t budget, size_t slots, bool offload)
     return (mls_plan_request){.budget_bytes = budget, .slots = slots, .offload = offload};
 }
 
-/* A plan is valid, within the budget, and as fast as the recursion says. */
+/* A plan is valid, within the budget, and as fast as the recursion finds. */
 static void check_plan(const test_chain *c, const mls_plan_request *request, double best)
 {
     mls_status st;
@@ -126,7 +126,7 @@ static void tables_that_are_too_large_are_refused(void)
     free(bytes);
 }
 
-/* Every point's budget buys its time, and a byte less does not. */
+/* Each point's budget achieves its time, and a byte less does not. */
 static void the_curve_has_all_plans(void)
 {
     for (uint64_t seed = 0; seed < 20; seed++) {
@@ -151,7 +151,7 @@ static void the_curve_has_all_plans(void)
     }
 }
 
-/* By slots: budgets that fit, in order. */
+/* By slots: budgets that fit, in increasing order. */
 static void the_curve_by_slots_can_be_planned(void)
 {
     test_chain c;

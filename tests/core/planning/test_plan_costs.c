@@ -1,5 +1,5 @@
-#include "support/chains.h"
 #include "planning/plan_costs.h"
+#include "support/chains.h"
 #include "support/runner.h"
 
 static const mls_poll nobody = {0};
@@ -37,7 +37,7 @@ static void slots_round_up(void)
     CHECK(costs.budget == 10);
     CHECK(costs.activation[0] == 0 && costs.activation[1] == 1);
     CHECK(costs.activation[2] == 10 && costs.activation[3] == 10);
-    CHECK(costs.saved[0] == 11); /* more than there is */
+    CHECK(costs.saved[0] == 11); /* more than the device has */
     mls_plan_costs_fini(&costs);
 }
 
@@ -84,7 +84,7 @@ static void the_least_budget_is_the_least(void)
     }
 }
 
-/* Traced with needs, a schedule fits wherever one does. */
+/* If any schedule fits, the one traced by needs does. */
 static void what_fits_is_found(void)
 {
     for (uint64_t seed = 0; seed < 60; seed++) {

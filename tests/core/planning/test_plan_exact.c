@@ -1,5 +1,5 @@
-#include "support/chains.h"
 #include "planning/plan_exact.h"
+#include "support/chains.h"
 #include "support/runner.h"
 
 static const mls_poll nobody = {0};
@@ -12,7 +12,7 @@ static bool says_no(void *context)
     return (*left)-- > 0;
 }
 
-/* Every segment of a chain at every memory, against the plain recursion. */
+/* Every segment of a chain at every memory size, compared with the plain recursion. */
 static void check_all(const mls_chain *chain, int64_t budget, bool offload)
 {
     mls_status st;
@@ -56,7 +56,7 @@ static void front_is_a_front(const mls_plan_front *front)
     }
 }
 
-/* Threads share the segments out; fronts are the same. */
+/* Threads divide the segments; the fronts are the same. */
 static void threads_change_nothing(void)
 {
     enum { BLOCKS = 40 };

@@ -1,5 +1,5 @@
-#include "support/chains.h"
 #include "planning/plan_slots.h"
+#include "support/chains.h"
 #include "support/runner.h"
 
 static const mls_poll nobody = {0};
@@ -10,7 +10,7 @@ static bool says_no(void *context)
     return (*left)-- > 0;
 }
 
-/* Where a slot is a byte, values are those of the plain recursion. */
+/* If a slot is a byte, the values equal those of the plain recursion. */
 static void check_all(const mls_chain *chain, int64_t above, mls_cpu cpu, bool offload)
 {
     mls_status st;
@@ -56,7 +56,7 @@ static bool same_table(const mls_plan_table *a, const mls_plan_table *b, size_t 
     return true;
 }
 
-/* Long enough for all kinds of tiles; every set of instructions gives the same bits. */
+/* Long enough for all kinds of tiles; every instruction set gives the same bits. */
 static void all_kernels_and_threads_agree(void)
 {
     static test_chain c;
@@ -88,7 +88,7 @@ static void all_kernels_and_threads_agree(void)
     mls_pool_free(pool);
 }
 
-/* The recursion over the costs themselves, as a table without tiles. */
+/* The recursion over the costs, as a table without tiles. */
 static float plainly(const mls_plan_costs *c, float *const *table, size_t s, size_t t,
                      int64_t m)
 {

@@ -1,6 +1,6 @@
-/* The search through all schedules of a chain.  That what it finds is the best there is,
- * tests/activation/test_plan_search.py compares with an exhaustive search in Python; here it is
- * compared with every order of steps on the shortest chains, and its limits are tried. */
+/* The search through all schedules of a chain.  tests/activation/test_plan_search.py
+ * compares its results with an exhaustive search in Python. This file compares it with
+ * every order of steps on the shortest chains, and tests its limits. */
 #include "planning/schedule_search.h"
 
 #include "support/random_chain.h"
@@ -8,11 +8,11 @@
 
 #include <math.h>
 
-/* ---- every schedule, by trying each step that can be run ---- */
+/* ---- exhaustive search ---- */
 
 enum { TINY = 3 };
 
-/* What is held, as bits; activation 0 is always there. */
+/* The memory in use, as bits; activation 0 is always in memory. */
 typedef struct spot {
     unsigned alone, saved;
     size_t left;
@@ -22,7 +22,7 @@ typedef struct spot {
 static double least_extra(const mls_chain *c, spot at, int64_t budget, double so_far,
                           double best);
 
-/* Go on after a step that makes `peak`. */
+/* Continue after a step whose memory peak is `peak`. */
 static double after(const mls_chain *c, spot at, int64_t peak, int64_t budget,
                     double so_far, double best)
 {
@@ -56,8 +56,8 @@ static double try_block(const mls_chain *c, spot at, size_t i, int64_t budget,
     return after(c, save, save.held + c->saving_temporary_bytes[i], budget, so_far, best);
 }
 
-/* No recursion on states that went before without paying for it: a forward costs at least
- * a second, saves and backwards come to an end, drops too.  `best` prunes. */
+/* The recursion ends, because no state returns for free: a forward costs at least a
+ * second, and the numbers of saves, backwards and drops are limited.  `best` prunes. */
 static double least_extra(const mls_chain *c, spot at, int64_t budget, double so_far,
                           double best)
 {
@@ -91,9 +91,9 @@ static void nothing_is_better_on_the_shortest_chains(void)
         random_chain r;
         random_chain_fill(&r, 1 + (size_t)round % TINY, &seed, false);
         const mls_chain *c = &r.chain;
-        double most = 1; /* more than any way of the persistent kind takes */
+        double most = 1; /* more than any persistent schedule takes */
         for (size_t i = 0; i + 1 < c->blocks; i++) {
-            r.forward[i] += 200; /* no more than a few forwards come into question */
+            r.forward[i] += 200; /* so that only a few forwards are worth trying */
             most += 1.5 * (double)(c->blocks - 1 - i) * r.forward[i];
         }
         for (int64_t budget = 100; budget < 600; budget += 41) {
@@ -164,7 +164,7 @@ static void few_states_are_too_few(void)
     CHECK(!found.found && found.ran_out && found.states == 50 && found.runs.count == 0);
 }
 
-/* Only what is below a bound is looked for, and the bound itself is not below it. */
+/* The search finds only schedules below the bound; the bound itself is excluded. */
 static void nothing_below_the_best_is_found(void)
 {
     random_chain r;
@@ -204,7 +204,7 @@ static void a_search_can_be_stopped(void)
 
 /* ---- the best schedule ---- */
 
-/* All blocks run again for each backward pass: valid, whatever the chain. */
+/* Recompute all blocks for each backward pass: valid for every chain. */
 static mls_code keep_nothing(const mls_chain *c, mls_schedule *out, mls_status *st)
 {
     mls_code code = MLS_OK;
@@ -256,7 +256,7 @@ static void a_short_chain_is_searched_through(void)
     mls_schedule_fini(&best.schedule);
 }
 
-/* The start is the answer: for too long a chain, and for too few states. */
+/* The start is the result if the chain is too long, or the states are too few. */
 static void what_is_not_searched_through_is_the_start(void)
 {
     double before;
@@ -280,7 +280,7 @@ static void a_budget_that_nothing_fits_is_refused(void)
     mls_best_options options = {.budget_bytes = 0};
     CHECK(mls_best_schedule(&r.chain, &options, &best, &st) == MLS_E_CAPACITY);
     CHECK(best.states == 77 && st.expected[0] != '\0');
-    /* the figure that it names is the least that works */
+    /* the budget named by the error is the least that works */
     long long least = 0;
     REQUIRE(sscanf(st.expected, "at least %lld", &least) == 1);
     options.budget_bytes = least - 1;

@@ -16,7 +16,7 @@ static void make_root(void)
              (long)getpid());
 }
 
-/* Write `root`/`name`; its folders are made as they come. */
+/* Write `root`/`name`; creates the folders. */
 static void put(const char *name, const char *text)
 {
     char path[400];
@@ -35,7 +35,7 @@ static void put(const char *name, const char *text)
     }
 }
 
-/* Forget `root`/`name`; a folder must be empty. */
+/* Delete `root`/`name`; a folder must be empty. */
 static void forget(const char *name)
 {
     char path[400];

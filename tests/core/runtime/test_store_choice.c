@@ -1,7 +1,7 @@
-/* How a way to store is chosen: with injected timings, and with real copies. */
+/* The choice of store instructions, with injected timings and with real copies. */
 #include "array/copy/copy.h"
-#include "runtime/cpu_features.h"
 #include "crc32c/crc32c.h"
+#include "runtime/cpu_features.h"
 #include "support/runner.h"
 
 #include <pthread.h>
@@ -10,7 +10,7 @@
 
 enum { ALL = MLS_STORES, MIB = 1 << 20, LARGE = 24 * MIB, THREADS = 4 };
 
-/* Times of a trial by variant, in nanoseconds; the bytes are always the same. */
+/* Times of a trial by variant, in nanoseconds; the number of bytes is constant. */
 typedef struct script {
     uint64_t plain, stream1, stream4;
 } script;
@@ -30,7 +30,7 @@ static mls_store_choice undecided(void)
 }
 
 /* Run trials until the choice is made; every third one takes `noise` times as long.
- * Gives the number of trials, or 0 if there is no end to them. */
+ * Returns the number of trials, or 0 if they do not end. */
 static unsigned decide(mls_store_choice *choice, const script *times, unsigned variants,
                        uint64_t noise)
 {
@@ -64,7 +64,7 @@ static void a_tie_goes_to_the_simpler_variant(void)
     CHECK(decide(&c, &wins, ALL, 1) > 0 && atomic_load(&c.chosen) == MLS_STORE_STREAM1);
 }
 
-/* Every third trial is interrupted: it takes a hundred times as long. */
+/* Every third trial is preempted: it takes a hundred times as long. */
 static void a_stolen_core_changes_nothing(void)
 {
     const script times = {100, 60, 110};
@@ -82,8 +82,8 @@ static void a_hopeless_variant_is_tried_twice_only(void)
     CHECK(atomic_load(&choice.chosen) == MLS_STORE_STREAM1);
 }
 
-/* The first copy went to memory that the system had just cleared, where plain stores
- * win.  Some copies later the choice is made again. */
+/* The first copy went to memory that the system had just cleared, where plain stores win.
+ * After some copies the choice is made again. */
 static void a_decision_is_made_again_after_some_bytes(void)
 {
     mls_store_choices choices;
@@ -99,7 +99,7 @@ static void a_decision_is_made_again_after_some_bytes(void)
         trial = mls_store_begin(&choices, MLS_STORING_COPY, ALL, large, MIB);
         CHECK((trial.choice != NULL) == (stored == MLS_STORE_FIRST_LASTS));
     }
-    /* what is too short for a trial follows the last decision meanwhile */
+    /* a copy too short for a trial uses the previous decision */
     CHECK(mls_store_begin(&choices, MLS_STORING_COPY, ALL, large, 99).choice == NULL);
     CHECK(decide(choice, &usual, ALL, 1) == ALL * MLS_STORE_TRIALS);
     CHECK(atomic_load(&choice->chosen) == MLS_STORE_STREAM1);
@@ -111,7 +111,7 @@ static void a_decision_is_made_again_after_some_bytes(void)
     CHECK(trial.choice == choice);
 }
 
-/* A trial that never ends, of a thread that a fork did not copy, is made up for. */
+/* A trial whose thread did not survive a fork never ends; another one replaces it. */
 static void lost_trials_are_replaced(void)
 {
     const script times = {100, 50, 100};
@@ -154,7 +154,8 @@ static void the_environment_forces_a_variant(void)
     CHECK(choices.forced < 0);
 }
 
-/* A stream evicts what is read next, so within the last level it must win by a quarter.
+/* Streaming evicts data that are read next, so within the last level it must win by a
+ * quarter.
  */
 static void a_stream_must_win_by_a_quarter_where_the_cache_may_hold_the_result(void)
 {
@@ -171,7 +172,7 @@ static void a_stream_must_win_by_a_quarter_where_the_cache_may_hold_the_result(v
     CHECK(atomic_load(&some[MLS_STORING_PAST][0].chosen) == MLS_STORE_STREAM1);
 }
 
-/* Plain stores to lines that a stream evicted are no measure of plain stores. */
+/* Plain stores to lines evicted by streaming are no fair measure of plain stores. */
 static void within_the_cache_each_variant_stores_two_results_and_the_second_counts(void)
 {
     static const struct {
@@ -203,7 +204,7 @@ static void within_the_cache_each_variant_stores_two_results_and_the_second_coun
     }
 }
 
-/* 480 MiB of a last level that other machines share decide nothing by themselves. */
+/* A last level of 480 MiB, shared with other machines, does not decide alone. */
 static void a_large_cache_is_measured_too(void)
 {
     mls_store_choices choices;
@@ -242,13 +243,13 @@ static void results_are_measured_by_their_size_and_their_pages(void)
     d.is_fresh = true;
     trial = mls_store_begin(&choices, MLS_STORING_COPY, ALL, d, MIB);
     CHECK(trial.choice == &choices.choice[MLS_STORING_COPY][MLS_STORING_PAST][1]);
-    /* too little to be timed, and nothing is known yet */
+    /* too short to be timed, before the first decision */
     trial = mls_store_begin(&choices, MLS_STORING_COPY, ALL, d, 4096);
     CHECK(trial.choice == NULL && trial.store == MLS_STORE_PLAIN);
     CHECK(mls_store_begin(NULL, MLS_STORING_COPY, ALL, d, MIB).choice == NULL);
 }
 
-/* What several threads copy at once, with one set of choices. */
+/* The copies of several threads at the same time, with one set of choices. */
 typedef struct worker {
     const mls_kernels *kernels;
     unsigned char *to;
@@ -264,7 +265,7 @@ static void *copy_part(void *argument)
     return NULL;
 }
 
-/* Copy all by threads, at an odd address; whether the bytes arrived. */
+/* Copy by threads to an unaligned address; returns whether the bytes arrived. */
 static bool copy_by_threads(const mls_kernels *kernels, unsigned char *to,
                             const unsigned char *from)
 {
@@ -310,7 +311,7 @@ static void threads_decide_together_and_every_byte_arrives(void)
     free(from);
 }
 
-/* A checksum over the trials is that of one pass. */
+/* A checksum over several trials equals that of one pass. */
 static void checksums_go_on_over_trials(void)
 {
     unsigned char *to = malloc(LARGE), *from = calloc(LARGE, 1);

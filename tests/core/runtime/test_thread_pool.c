@@ -108,7 +108,7 @@ static void threads_may_share_a_pool(void)
     mls_pool_free(pool);
 }
 
-/* What the calling thread does of its own, while helpers are at work or not. */
+/* The calling thread's own work, with or without helpers at work. */
 typedef struct beside {
     pthread_t caller;
     bool waits; /* for a helper */
@@ -145,13 +145,13 @@ static void others_work_while_the_caller_is_at_its_own(void)
         beside b = {.caller = pthread_self(), .waits = i < 3 && count > 1};
         mls_pool_run_beside(i < 3 ? pool : NULL, own_work, count_task, &b, count);
         CHECK(atomic_load(&b.owns) == 1 && (size_t)atomic_load(&b.tasks) == count);
-        CHECK((atomic_load(&b.early) > 0) == b.waits); /* alone: first its own */
+        CHECK((atomic_load(&b.early) > 0) == b.waits); /* alone: own work first */
     }
     mls_pool_free(pool);
 }
 
-#if !defined(WITHOUT_FORK) /* TSan and qemu die where a forked child starts a thread */
-/* Forked with its parent's threads asleep: must neither hang nor join them. */
+#if !defined(WITHOUT_FORK) /* TSan and qemu crash if a forked child starts a thread */
+/* A fork while the parent's threads sleep: the child must neither hang nor join them. */
 static void a_forked_child_works_and_can_end(void)
 {
     mls_pool *pool = NULL;
@@ -162,7 +162,7 @@ static void a_forked_child_works_and_can_end(void)
         const pid_t pid = fork();
         REQUIRE(pid >= 0);
         if (pid == 0) {
-            alarm(20); /* a hang becomes a failure */
+            alarm(20); /* turns a hang into a failure */
             bool good = child == 2 || all_once(pool);
             if (child == 1) {
                 good = good && mls_pool_resize(pool, 2, &st) == MLS_OK && all_once(pool);

@@ -1,4 +1,4 @@
-/* Things that are made in their order, and threads that use them meanwhile. */
+/* Items made in order, while other threads use them. */
 #include "runtime/watermark.h"
 #include "support/runner.h"
 
@@ -7,7 +7,7 @@
 
 enum { THINGS = 2000, READERS = 4 };
 
-/* Plain memory: a sanitizer for threads sees any use of it before the gate allows it. */
+/* Plain memory: ThreadSanitizer reports any use before the watermark allows it. */
 typedef struct factory {
     mls_watermark gate;
     size_t things[THINGS];

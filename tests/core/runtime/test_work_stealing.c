@@ -1,4 +1,4 @@
-/* Work along stretches: who gets which item, and that each is done once. */
+/* Work queues: which thread gets which item, and that each item is done once. */
 #include "runtime/work_stealing.h"
 #include "support/runner.h"
 
@@ -31,7 +31,7 @@ static void who_has_no_stretch_helps_another(void)
     REQUIRE(mls_work_queues_init(&all, starts, 3));
     CHECK(mls_work_queues_take(&all, &first, &item) && item == 0);
     CHECK(mls_work_queues_take(&all, &second, &item) &&
-          item == 4); /* the empty one: no */
+          item == 4); /* not the empty queue */
     CHECK(mls_work_queues_take(&all, &second, &item) && item == 1 && second == 0);
     CHECK(mls_work_queues_take(&all, &first, &item) && item == 2);
     CHECK(mls_work_queues_take(&all, &second, &item) && item == 3);
@@ -52,7 +52,7 @@ static void nothing_is_nothing_to_take(void)
     }
 }
 
-/* Plain memory: a sanitizer for threads sees an item that is given twice. */
+/* Plain memory: ThreadSanitizer reports an item that is handed out twice. */
 typedef struct yard {
     mls_work_queues all;
     int done[STRETCHES * (STRETCHES - 1) / 2];

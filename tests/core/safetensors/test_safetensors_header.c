@@ -1,4 +1,4 @@
-/* Headers of files in the making: order, places, room for checksums. */
+/* Building headers: order, offsets, room for checksums. */
 #include "base/memory.h"
 #include "base/size.h"
 #include "safetensors/safetensors_header.h"
@@ -26,7 +26,7 @@ static mls_header_tensor tensor(const char *name, mls_dtype dtype, int rank,
         .name = text(name), .dtype = dtype, .rank = rank, .shape = shape, .bytes = bytes};
 }
 
-/* Four tensors in an order that is not the file's, numbered as they come. */
+/* Four tensors, not in the file's order, numbered by position. */
 static void four(mls_header_tensor *out)
 {
     out[0] = tensor("b", MLS_U8, 1, five);
@@ -38,7 +38,8 @@ static void four(mls_header_tensor *out)
     }
 }
 
-/* Whether the finished text is the start of a good file of ours; its header in `out`. */
+/* Whether the finished text is the start of a valid file of mlstate; stores its header in
+ * `out`. */
 static bool parses(const mls_header *h, mls_safetensors *out)
 {
     mls_status st;
@@ -93,7 +94,7 @@ static void the_first_tensor_lies_at_the_asked_alignment(void)
     }
 }
 
-/* By metadata of one length after the other, to and beyond the next multiple. */
+/* Metadata of increasing length, beyond the next multiple of the alignment. */
 static void no_length_of_the_text_moves_the_payload_off_its_place(void)
 {
     char long_value[200];
@@ -116,7 +117,7 @@ static void no_length_of_the_text_moves_the_payload_off_its_place(void)
     }
 }
 
-/* "0000abcd" in the text at `at`. */
+/* Whether the text at `at` contains these digits, such as "0000abcd". */
 static bool digits_are(const mls_header *h, size_t at, uint32_t value)
 {
     char digits[9];
@@ -181,7 +182,7 @@ static void metadata_goes_by_key_among_our_own(void)
     mls_header_tensor unused;
     REQUIRE(mls_header_init(&h, &unused, 0, pairs, 3, 8, &st) == MLS_OK);
     (void)mls_header_finish(&h, crc);
-    mls_json_writer_put(&h.text, "", 1); /* so that it can be searched */
+    mls_json_writer_put(&h.text, "", 1); /* terminated for strstr */
     h.text.length--;
     const char *at = h.text.data + 8, *before = at;
     static const char *const keys[] = {"\"a\":\"\"", "\"mlstate.blocks.crc32c\":\"\"",
@@ -198,7 +199,7 @@ static void metadata_goes_by_key_among_our_own(void)
     mls_header_fini(&h);
 }
 
-/* Refused, by its name, with nothing to release. */
+/* Refused, with the tensor's name, and with nothing to release. */
 static bool refuses(mls_header_tensor *tensors, size_t count, const mls_str_pair *pairs,
                     size_t pair_count, const char *name, const char *why)
 {
@@ -216,11 +217,11 @@ static void names_and_keys_that_cannot_be_are_refused(void)
         tensors[i] =
             tensor(i == 1 ? "other" : "same", i == 0 ? MLS_U8 : MLS_F32, 1, five);
     }
-    CHECK(refuses(tensors, 3, NULL, 0, "same", "twice")); /* whatever their types */
+    CHECK(refuses(tensors, 3, NULL, 0, "same", "twice")); /* for any dtypes */
     mls_header_tensor one = tensor("__metadata__", MLS_U8, 1, five);
     CHECK(refuses(&one, 1, NULL, 0, "__metadata__", "reserved"));
     one = tensor("a\xC3", MLS_U8, 1, five);
-    CHECK(refuses(&one, 1, NULL, 0, "a", "UTF-8")); /* as far as it can be shown */
+    CHECK(refuses(&one, 1, NULL, 0, "a", "UTF-8")); /* the printable part of the name */
     one = tensor("a", MLS_U8, 1, five);
     const mls_str_pair twice[] = {
         {text("k"), text("1")}, {text("l"), text("2")}, {text("k"), text("3")}};

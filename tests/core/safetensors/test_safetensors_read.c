@@ -1,4 +1,4 @@
-/* Reading safetensors: other writers' headers, and headers that lie. */
+/* Reading safetensors: headers of other writers, and false headers. */
 #include "base/size.h"
 #include "safetensors/safetensors.h"
 #include "support/runner.h"
@@ -34,7 +34,7 @@ static mls_code parse(const image *file, mls_safetensors *out, mls_status *st)
 
 static void another_writers_header_is_understood(void)
 {
-    /* unsorted, with a gap-free payload, an unknown field, empty and 0-d tensors */
+    /* unsorted, with a contiguous payload, an unknown field, empty and 0-d tensors */
     const image file =
         image_of("{\"__metadata__\":{\"format\":\"pt\",\"\":\"\"}," T(
                      "b", "F16", "2,1", 4,
@@ -78,7 +78,7 @@ static void headers_that_lie_are_refused(void)
     static const struct {
         const char *header;
         size_t payload;
-        const char *name; /* of the tensor to blame */
+        const char *name; /* the tensor that the error names */
     } cases[] = {
         {"[]", 0, ""},
         {" {}", 0, ""},

@@ -1,4 +1,4 @@
-/* Writing safetensors: what is written comes back, and damage to it is noticed. */
+/* Writing safetensors: round trips, and detection of damage. */
 #include "base/memory.h"
 #include "base/size.h"
 #include "io/file.h"
@@ -132,7 +132,7 @@ static void the_order_of_the_arguments_does_not_matter(void)
     unlink(path);
 }
 
-/* The same numbers seen through strides, against a packed copy of them. */
+/* The same numbers through strided views, compared with a packed copy. */
 static void strided_and_swapped_tensors_are_packed(void)
 {
     enum { ROWS = 700, COLUMNS = 900 }; /* more than the buffer holds */
@@ -145,7 +145,7 @@ static void strided_and_swapped_tensors_are_packed(void)
     t.strides[0] = 4;
     t.strides[1] = 4 * COLUMNS;
     mls_tensor back =
-        view(numbers, MLS_U32, 2, ROWS, COLUMNS); /* rows upwards, swapped */
+        view(numbers, MLS_U32, 2, ROWS, COLUMNS); /* rows in reverse, byte-swapped */
     back.data += 4 * COLUMNS * (ROWS - 1);
     back.strides[0] = -4 * COLUMNS;
     back.swapped = true;
@@ -216,7 +216,7 @@ static void a_header_over_100_megabytes_is_refused(void)
     free(long_text);
 }
 
-/* Parse all of a file's bytes after one of them was changed. */
+/* Parse a whole file after one of its bytes was changed. */
 static mls_code parse_all(const unsigned char *data, size_t length, bool verify,
                           mls_status *st)
 {

@@ -1,7 +1,7 @@
 #include "sharding/layout.h"
 #include "support/runner.h"
 
-enum { MOST = 400 }; /* elements of the tensors here */
+enum { MOST = 400 }; /* maximum number of elements of a tensor */
 
 static const mls_layout whole_tensor = {0};
 
@@ -17,8 +17,8 @@ static mls_layout two_steps(int axis, size_t parts, int then, size_t more)
         .steps = {{.axis = axis, .parts = parts}, {.axis = then, .parts = more}}};
 }
 
-/* The number of every element of a part, by the definition: all elements of the box in C
- * order, of which the flat range is kept. */
+/* The number of every element of a part, by the definition: the elements of the box in C
+ * order, restricted to the flat range. */
 static size_t elements_of(const mls_part *part, const size_t *shape, size_t *out)
 {
     size_t total = 1, box = 0, kept = 0;
@@ -84,7 +84,7 @@ static void the_last_step_counts_fastest(void)
     CHECK(part.length[0] == 2 && part.length[1] == 3);
 }
 
-/* Every layout that is tried below, over a tensor of three dimensions. */
+/* All layouts under test, for a tensor of three dimensions. */
 static size_t layouts(mls_layout *out)
 {
     size_t count = 0;
@@ -124,7 +124,7 @@ static void the_parts_of_a_layout_are_the_tensor(void)
     }
 }
 
-/* Compare the runs with the definition: an element for each that both have, in order. */
+/* Compare the runs with the definition: each common element once, in order. */
 static void check_overlap(const mls_part *a, const mls_part *b, const size_t *shape)
 {
     size_t in_a[MOST], in_b[MOST];
@@ -141,7 +141,7 @@ static void check_overlap(const mls_part *a, const mls_part *b, const size_t *sh
               run.b != last.b + last.count);
         for (size_t k = 0; k < run.count && run.a + k < a_count; k++) {
             CHECK(in_a[run.a + k] == in_b[run.b + k]);
-            /* everything of a in between is not in b */
+            /* the elements of a in between are not in b */
             for (; i < run.a + k; i++) {
                 for (size_t j = 0; j < b_count; j++) {
                     CHECK(in_b[j] != in_a[i]);
@@ -152,7 +152,7 @@ static void check_overlap(const mls_part *a, const mls_part *b, const size_t *sh
         last = run;
         CHECK(run.a + run.count <= overlap.a_end - overlap.a_begin);
     }
-    /* only a's own end, which may be in a gap of the box, lies behind the last run */
+    /* after the last run there is only the end of a, which may be in a gap of the box */
     CHECK(last.count == 0 || overlap.a_end == a->end ||
           overlap.a_end - overlap.a_begin == last.a + last.count);
     for (; i < a_count; i++) {
@@ -255,7 +255,7 @@ static void a_copy_of_a_part_is_that_part(void)
     }
 }
 
-/* What is beyond the rank is anything, and a flat part may be a whole box. */
+/* Values beyond the rank are ignored, and a flat part may be a whole box. */
 static void parts_with_the_same_elements_are_equal(void)
 {
     const mls_part rows = {

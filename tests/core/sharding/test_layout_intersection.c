@@ -1,4 +1,4 @@
-/* Which parts have something of a part: against asking every one of them. */
+/* The parts that intersect a part, compared with testing each one. */
 #include "sharding/layout_intersection.h"
 #include "support/runner.h"
 
@@ -44,7 +44,7 @@ static mls_part part_of(const mls_layout *layout, int rank, const size_t *shape,
     return part;
 }
 
-/* Both ways give the same parts, in the same order. */
+/* Both methods give the same parts, in the same order. */
 static void compare(const mls_layout *stored, int rank, const size_t *shape,
                     const mls_part *to)
 {
@@ -91,7 +91,7 @@ static void a_scalar_is_in_the_first_part(void)
     }
 }
 
-/* Parts by the thousand million: nothing here is as large as their number. */
+/* A thousand million parts: the cost does not depend on their number. */
 static void the_number_of_parts_does_not_matter(void)
 {
     const size_t shape[] = {1U << 20, 1U << 12};

@@ -1,4 +1,5 @@
-/* Which axes of a parameter its optimizer states have, and how they are cut with it. */
+/* Which axes optimizer states share with their parameter, and how its layout divides
+ * them. */
 #include "sharding/optimizer_axes.h"
 #include "support/runner.h"
 
@@ -37,7 +38,7 @@ static void a_counter_has_no_axes_at_all(void)
 {
     const size_t shape[] = {4, 4};
     CHECK(aligns("step", 0, NULL, 2, shape, NULL));
-    CHECK(aligns("step", 0, NULL, 1, shape, NULL)); /* not one axis lacking */
+    CHECK(aligns("step", 0, NULL, 1, shape, NULL)); /* more than one axis missing */
     CHECK(aligns("step", 0, NULL, 0, NULL, NULL));
 }
 
@@ -46,7 +47,7 @@ static void sums_over_an_axis_lack_it(void)
     const size_t shape[] = {6, 4}, rows[] = {6}, columns[] = {4};
     CHECK(aligns("exp_avg_sq_row", 1, rows, 2, shape, (const signed char[]){0}));
     CHECK(aligns("exp_avg_sq_col", 1, columns, 2, shape, (const signed char[]){1}));
-    /* the shapes leave one answer, whatever the name */
+    /* the shapes permit one answer, for any name */
     CHECK(aligns("vr", 1, rows, 2, shape, (const signed char[]){0}));
     CHECK(aligns("vc", 1, columns, 2, shape, (const signed char[]){1}));
     CHECK(aligns("col", 1, rows, 2, shape, (const signed char[]){0}));
@@ -83,7 +84,7 @@ static void axes_of_length_one_are_lacking_too(void)
     CHECK(aligns("v", 2, columns, 2, shape, (const signed char[]){NONE, 1}));
     CHECK(aligns("v", 2, both, 2, shape, (const signed char[]){NONE, NONE}));
     CHECK(aligns("v", 1, one, 1, vector, (const signed char[]){NONE}));
-    /* an axis of which the parameter has one too is its own */
+    /* an axis of length 1 is kept if the parameter has one too */
     CHECK(aligns("v", 2, both, 2, narrow, (const signed char[]){0, NONE}));
 }
 
@@ -113,7 +114,7 @@ static mls_layout cut_twice(int axis, size_t parts, int then, size_t more)
     return layout;
 }
 
-/* Whether a projection is `expected`, and part `index` becomes `becomes`. */
+/* Whether a projection equals `expected`, and part `index` becomes `becomes`. */
 static bool projects(mls_layout layout, size_t index, int rank, const signed char *axes,
                      mls_layout expected, size_t becomes)
 {
@@ -172,7 +173,7 @@ static void flat_pieces_are_only_of_what_has_the_same_axes(void)
     CHECK(projects(both, 7, 0, NULL, (mls_layout){0}, 0));
 }
 
-/* Each rank's part of a row sum is the sum over that rank's rows, by any layout. */
+/* Each rank's part of a row sum covers that rank's rows, for any layout. */
 static void a_projected_part_has_the_indices_of_its_parameter(void)
 {
     const size_t shape[] = {7, 5}, sums[] = {7};

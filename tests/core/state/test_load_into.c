@@ -9,7 +9,7 @@ enum { SMALL = 4096, LARGE = 4 << 20, MANY = 3000, MOST_THREADS = 4 };
 static unsigned char small[SMALL], before[SMALL];
 static unsigned char from_bytes[2 * LARGE], to_bytes[2 * LARGE], wanted_bytes[2 * LARGE];
 
-/* A small generator with a fixed seed: every run tests the same values. */
+/* A small generator with a fixed seed: every execution tests the same values. */
 static uint64_t next_random(uint64_t *seed)
 {
     *seed ^= *seed << 13;
@@ -53,7 +53,7 @@ static const mls_kernels *best_kernels(void)
     return mls_kernels_of(cpu);
 }
 
-/* Load with a number of threads; false where it was refused. */
+/* Load with a number of threads; returns false if it was refused. */
 static bool load(const mls_load_into_pair *pairs, size_t count, size_t threads)
 {
     mls_load_into *plan = NULL;
@@ -69,7 +69,7 @@ static bool load(const mls_load_into_pair *pairs, size_t count, size_t threads)
     return ready;
 }
 
-/* The code of a refusal that must leave everything as it is. */
+/* The code of a refusal that must leave everything unchanged. */
 static mls_code refusal(const mls_load_into_pair *pairs, size_t count, bool cast,
                         mls_status *st)
 {
@@ -95,7 +95,7 @@ static void shapes_and_dtypes_are_refused_by_name(void)
     mls_status st;
     mls_load_into_pair pairs[2] = {pair("first", &good, &source),
                                    pair("second", &half, &flat)};
-    CHECK(refusal(pairs, 2, true, &st) == MLS_E_SHAPE); /* the shape comes first */
+    CHECK(refusal(pairs, 2, true, &st) == MLS_E_SHAPE); /* the shape is checked first */
     CHECK_TEXT(st.name, "second");
     CHECK_TEXT(st.expected, "(2, 8)");
     CHECK_TEXT(st.got, "(4, 4)");
@@ -112,7 +112,7 @@ static void shapes_and_dtypes_are_refused_by_name(void)
     CHECK_TEXT(st.got, "float16");
     CHECK(strstr(st.text, "nothing is converted") != NULL);
     pairs[1].dst = &whole;
-    for (int cast = 0; cast < 2; cast++) { /* nothing to be gained by casting */
+    for (int cast = 0; cast < 2; cast++) { /* casting does not help */
         CHECK(refusal(pairs, 2, cast != 0, &st) == MLS_E_DTYPE);
         CHECK_TEXT(st.name, "third");
         CHECK(strstr(st.text, "cast=") == NULL);
@@ -128,7 +128,8 @@ static void a_target_over_its_own_source_is_refused(void)
     CHECK(refusal(&one, 1, true, &st) == MLS_E_OVERLAP);
     CHECK_TEXT(st.name, "weight");
     CHECK(strstr(st.text, "its own source") != NULL);
-    source = target; /* transposed, turned, or of another kind: no longer the same */
+    source = target; /* transposed, byte-swapped, or of another kind: no longer the same
+                        view */
     source.strides[0] = target.strides[1], source.strides[1] = target.strides[0];
     CHECK(refusal(&one, 1, true, &st) == MLS_E_OVERLAP);
     source = target;
@@ -157,7 +158,7 @@ static void a_target_over_another_source_is_refused_with_both_names(void)
     CHECK(refusal(chained, 2, false, &st) == MLS_E_OVERLAP);
     CHECK_TEXT(st.name, "here");
     CHECK(strstr(st.text, "'there'") != NULL);
-    /* a source that stays where it is must keep what it holds */
+    /* a source that is its own target must keep its content */
     chained[0] = pair("kept", &c, &c);
     chained[1] = pair("moved", &over_c, &a);
     CHECK(refusal(chained, 2, false, &st) == MLS_E_OVERLAP);
@@ -169,7 +170,7 @@ static void both_names_are_seen_however_long_they_are(void)
 {
     char long_a[602] = "a", long_b[602] = "b";
     for (size_t i = 1; i < 601;
-         i += 3) { /* characters of three bytes, cut in the middle */
+         i += 3) { /* characters of three bytes, truncated in the middle */
         memcpy(long_a + i, "\xE2\x82\xAC", 3);
         memcpy(long_b + i, "\xE2\x86\x92", 3);
     }
@@ -200,13 +201,13 @@ static void targets_that_lie_on_themselves_are_refused(void)
     CHECK(refusal(&one, 1, false, &st) == MLS_E_OVERLAP);
     target.strides[0] = -28;
     CHECK(refusal(&one, 1, false, &st) == MLS_E_OVERLAP);
-    target.strides[0] = PTRDIFF_MIN; /* no sum may wrap */
+    target.strides[0] = PTRDIFF_MIN; /* no sum may overflow */
     CHECK(refusal(&one, 1, false, &st) == MLS_E_OVERLAP);
-    target.strides[0] = 32, target.strides[1] = 2; /* items over each other */
+    target.strides[0] = 32, target.strides[1] = 2; /* overlapping items */
     CHECK(refusal(&one, 1, false, &st) == MLS_E_OVERLAP);
 }
 
-/* ---- what is left alone ---- */
+/* ---- pairs that are skipped ---- */
 
 static void a_target_that_is_its_source_is_left_out(void)
 {
@@ -217,9 +218,9 @@ static void a_target_that_is_its_source_is_left_out(void)
     mls_tensor wide = view(small + 1024, MLS_F32, 4, 8);
     mls_tensor turned = bytes, row = view(small + 2048, MLS_F32, 1, 8);
     mls_tensor same_row = row;
-    wide.strides[0] = 0;       /* not written, so this is no fault */
-    turned.swapped = true;     /* a byte has no order */
-    same_row.strides[0] = 999; /* one index: the stride says nothing */
+    wide.strides[0] = 0;       /* not written, so this is valid */
+    turned.swapped = true;     /* a byte has no byte order */
+    same_row.strides[0] = 999; /* one index: the stride is not used */
     const mls_load_into_pair pairs[] = {
         pair("plain", &plain, &plain), pair("tied", &plain, &plain),
         pair("bytes", &bytes, &turned), pair("wide", &wide, &wide),
@@ -259,8 +260,8 @@ static void nothing_and_empty_tensors_are_fine(void)
 
 /* ---- copies ---- */
 
-/* Load one pair with 1 to 4 threads, and hold it to one plain copy by the oracle: in all
- * bytes of the target's memory, those between its elements included. */
+/* Load one pair with 1 to 4 threads, and compare it with a plain copy by the oracle: all
+ * bytes of the target's memory, gaps included. */
 static void check_pair(const mls_tensor *dst, const mls_tensor *src)
 {
     const mls_load_into_pair one = pair("it", dst, src);
@@ -287,7 +288,7 @@ static void large_tensors_of_any_layout_arrive_whole(void)
     check_pair(&dst, &src);
     src.swapped = true;
     check_pair(&dst, &src);
-    dst = target, src = source; /* gaps, rows and columns backwards */
+    dst = target, src = source; /* gaps, rows and columns in reverse */
     dst.strides[0] += 40;
     check_pair(&dst, &src);
     dst.data += (ROWS - 1) * dst.strides[0], dst.strides[0] = -dst.strides[0];
@@ -299,7 +300,7 @@ static void large_tensors_of_any_layout_arrive_whole(void)
     check_pair(&dst, &src);
     src = source, src.strides[0] = 4, src.strides[1] = ROWS * 4;
     check_pair(&dst, &src);
-    src = source, src.strides[0] = 0; /* one row for all */
+    src = source, src.strides[0] = 0; /* one row broadcast to all */
     check_pair(&target, &src);
     src.strides[1] = 0;
     check_pair(&target, &src);
@@ -308,7 +309,7 @@ static void large_tensors_of_any_layout_arrive_whole(void)
 static void large_tensors_are_cut_along_inner_axes_too(void)
 {
     enum { INNER = 290000 };
-    const size_t shape[3] = {3, 2, INNER}; /* one row is over a part */
+    const size_t shape[3] = {3, 2, INNER}; /* one row is larger than a part */
     mls_tensor dst = {0}, src = {0};
     mls_status st;
     fill_random(from_bytes, sizeof from_bytes, 5);
@@ -347,7 +348,7 @@ static void tied_targets_are_written_in_the_order_of_the_pairs(void)
 {
     enum { BYTES = 3 << 20 };
     fill_random(from_bytes, sizeof from_bytes, 7);
-    /* one, its second half, and a neighbour that is not tied to them */
+    /* an array, its second half, and an unrelated neighbour */
     const mls_tensor whole = view(to_bytes, MLS_U8, 3, 1 << 20);
     const mls_tensor half = view(to_bytes + BYTES / 2, MLS_U8, 1, BYTES / 2);
     const mls_tensor beside = view(to_bytes + BYTES, MLS_U8, 1, LARGE);
@@ -358,7 +359,7 @@ static void tied_targets_are_written_in_the_order_of_the_pairs(void)
                                          pair("beside", &beside, &beside_from),
                                          pair("half", &half, &half_from)};
     for (size_t threads = 1; threads <= MOST_THREADS; threads++) {
-        for (int turned = 0; turned < 2; turned++) { /* either may be the last */
+        for (int turned = 0; turned < 2; turned++) { /* either may be the last one */
             mls_load_into_pair order[3] = {pairs[0], pairs[1], pairs[2]};
             if (turned != 0) {
                 order[0] = pairs[2], order[2] = pairs[0];
@@ -382,7 +383,7 @@ static void many_tensors_in_any_order_arrive(void)
     static size_t place[MANY];
     uint64_t seed = 8;
     fill_random(from_bytes, sizeof from_bytes, 9);
-    for (size_t i = 0; i < MANY; i++) { /* shuffled as they come */
+    for (size_t i = 0; i < MANY; i++) { /* in random order */
         const size_t other = next_random(&seed) % (i + 1);
         place[i] = place[other];
         place[other] = i;
@@ -405,11 +406,12 @@ static void many_tensors_in_any_order_arrive(void)
     }
 }
 
-/* ---- the sweep against every pair with every other ---- */
+/* ---- the sweep compared with testing all pairs ---- */
 
 enum { FEW = 7 };
 
-/* What mls_load_into_new should say of targets and sources that are never the same view.
+/* The expected result of mls_load_into_new for targets and sources that are never the
+ * same view.
  */
 static bool collides(const mls_tensor *targets, const mls_tensor *sources, size_t count)
 {
@@ -436,7 +438,7 @@ static void the_sweep_agrees_with_comparing_all(void)
         mls_load_into *plan = NULL;
         for (size_t i = 0; i < count; i++) {
             const size_t bytes = next_random(&seed) % 40;
-            /* the even half of the tests keeps the two sides apart */
+            /* even rounds keep targets and sources apart */
             const size_t shift = round % 2 == 0 ? 512 : 120;
             targets[i] = view(small + next_random(&seed) % 400, MLS_U8, 1, bytes);
             sources[i] =

@@ -1,4 +1,4 @@
-/* Names paired up: against a search through both lists. */
+/* Matching of names, compared with a search through both lists. */
 #include "state/name_match.h"
 #include "support/runner.h"
 
@@ -11,7 +11,7 @@ static mls_str text(const char *chars)
     return (mls_str){.data = chars, .length = strlen(chars)};
 }
 
-/* Match, and compare with what the header says. */
+/* Match, and check the promises of the header. */
 static void check(const mls_str *a, size_t a_count, const mls_str *b, size_t b_count)
 {
     size_t partners[MOST], rest[MOST], rest_count = 0;
@@ -34,7 +34,7 @@ static void check(const mls_str *a, size_t a_count, const mls_str *b, size_t b_c
         }
     }
     CHECK(left == rest_count);
-    /* none is left out that could have a partner */
+    /* no name is left out that could have a partner */
     for (size_t i = 0; i < a_count; i++) {
         for (size_t j = 0; partners[i] == MLS_NO_PARTNER && j < b_count; j++) {
             CHECK(taken[j] || !mls_str_equal(a[i], b[j]));
@@ -86,7 +86,7 @@ static void any_two_lists_are_matched(void)
     }
     for (int round = 0; round < TRIES(400); round++) {
         const size_t a_count = (size_t)rand() % MOST, b_count = (size_t)rand() % MOST;
-        const size_t same = (size_t)rand() % MOST; /* as many begin alike */
+        const size_t same = (size_t)rand() % MOST; /* the same number begin alike */
         for (size_t i = 0; i < MOST; i++) {
             a[i] = pool[rand() % MOST];
             b[i] = i < same ? a[i] : pool[rand() % MOST];

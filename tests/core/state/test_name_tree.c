@@ -9,7 +9,7 @@
 /* A literal with all its bytes, NUL characters included. */
 #define TEXT(literal) ((mls_str){.data = "" literal, .length = sizeof(literal) - 1})
 
-/* The tree of a list that is known to be good. */
+/* The tree of a list without errors. */
 static mls_name_tree *tree_of(const mls_str *list, size_t count)
 {
     mls_name_tree *names = NULL;
@@ -24,7 +24,7 @@ static const mls_name_node *node_at(const mls_name_tree *names, mls_str path)
     return node == MLS_NAME_NONE ? NULL : &mls_name_tree_nodes(names)[node];
 }
 
-/* Whether exactly these positions lie under `path`. */
+/* Whether exactly these positions are below `path`. */
 static bool under_is(const mls_name_tree *names, mls_str path, const uint32_t *want,
                      size_t count)
 {
@@ -99,7 +99,7 @@ static void children_stand_in_the_order_of_the_list(void)
         CHECK(mls_str_is(nodes[node].path, order[i]));
     }
     CHECK(mls_name_tree_next(names, 0, node, false) == MLS_NAME_NONE);
-    /* but positions rise */
+    /* but positions are sorted */
     CHECK(UNDER(names, TEXT("z"), 0, 2));
     CHECK(UNDER(names, TEXT(""), 0, 1, 2, 3, 4));
     mls_name_tree_free(names);
@@ -154,7 +154,7 @@ static void empty_segments_are_segments(void)
     CHECK(UNDER(names, TEXT("a"), 0, 1, 3));
     CHECK(UNDER(names, TEXT("a."), 0));
     CHECK(UNDER(names, TEXT("."), 5));
-    /* the empty path is the root and not the empty name */
+    /* the empty path is the root, not the empty name */
     CHECK(mls_name_tree_find(names, TEXT("")) == 0);
     CHECK(UNDER(names, TEXT(""), 0, 1, 2, 3, 4, 5));
     mls_name_tree_free(names);
@@ -231,7 +231,7 @@ enum { DEPTH = 2000, LONG = 5000 };
 
 static void depth_costs_no_stack(void)
 {
-    /* "a.a.a...", and the same with another end, and all its ancestors' brothers */
+    /* "a.a.a...", the same with another end, and siblings of all its ancestors */
     static char deep[2][2 * DEPTH];
     for (size_t i = 0; i < DEPTH; i++) {
         memcpy(deep[0] + 2 * i, "a.", 2);
@@ -278,14 +278,14 @@ static void long_names_are_told_apart_by_any_byte(void)
     mls_name_tree_free(names);
 }
 
-/* Whether `name` lies under `path`, by its bytes alone. */
+/* Whether `name` is below `path`, by its bytes alone. */
 static bool lies_under(mls_str name, mls_str path)
 {
     return mls_str_starts(name, path) && name.length > path.length &&
            name.data[path.length] == '.';
 }
 
-/* Random names of few letters, none twice; how many. */
+/* Random distinct names of few letters; returns their number. */
 static size_t random_names(char chars[][12], mls_str *list, size_t count)
 {
     static const char letters[] = "ab.";
@@ -305,7 +305,7 @@ static size_t random_names(char chars[][12], mls_str *list, size_t count)
     return made;
 }
 
-/* Compare one node with a look at all names. */
+/* Compare one node with a scan of all names. */
 static void check_node(const mls_name_tree *names, uint32_t node, const mls_str *list,
                        size_t count)
 {
@@ -346,8 +346,8 @@ static void random_trees_agree_with_a_look_at_all_names(void)
 
 enum { MANY = 60000 };
 
-/* Names that differ in a few bytes only, as generated names do: a number, in no order,
- * between two constants. */
+/* Names that differ in a few bytes only, as generated names do: a number, in random
+ * order, between two constants. */
 static void many_names(const char *head, int digits, const char *tail, char (*chars)[48],
                        mls_str *list)
 {
@@ -374,13 +374,13 @@ static void many_children_of_one_node_take_no_longer(void)
         for (uint32_t i = 0; i < MANY; i += 7) {
             CHECK(mls_name_tree_position(names, list[i]) == i);
         }
-        /* about 20 ms; lists to search would take a minute */
+        /* about 20 ms; with linear searches it would take a minute */
         CHECK((double)(clock() - start) / CLOCKS_PER_SEC < 10);
         mls_name_tree_free(names);
     }
 }
 
-/* The paths of the layers, one behind the other, each followed by a bar. */
+/* The paths of the layers, concatenated, each followed by a bar. */
 static const char *layers_of(const char *const *list, size_t count, uint32_t depth)
 {
     static char text[400];

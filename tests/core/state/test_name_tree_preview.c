@@ -7,7 +7,7 @@ enum { MOST = 12000, NAME = 48 };
 static char texts[MOST][NAME];
 static mls_str names[MOST];
 
-/* The tree of `count` names that `write` gives. */
+/* The tree of `count` names written by `write`. */
 static mls_name_tree *tree_of(size_t count, void (*write)(char *text, size_t i))
 {
     mls_status st;
@@ -35,8 +35,8 @@ static void few(char *text, size_t i)
     snprintf(text, NAME, "%c.%zu", (char)('a' + i / 2), i % 2);
 }
 
-/* Names that the rows stand for: those of closed rows, of counted siblings, and those
- * that end at an open row. */
+/* The number of names that the rows stand for: names below closed rows, below counted
+ * siblings, and names that end at an open row. */
 static size_t names_shown(const mls_name_tree *tree,
                           const mls_name_tree_preview_row *rows, size_t count)
 {
@@ -85,7 +85,7 @@ static void rows_come_in_pre_order_with_the_last_sibling(void)
     mls_name_tree *tree = tree_of(8, few); /* a.0 a.1 b.0 ... d.1 */
     const mls_name_node *nodes = mls_name_tree_nodes(tree);
     CHECK(mls_name_tree_preview_new(tree, 7, 3, &rows, &count, &st) == MLS_OK);
-    /* a, its two, two siblings counted, d, its two */
+    /* a with two members, two siblings counted, d with two members */
     CHECK(count == 7);
     CHECK(mls_str_is(nodes[rows[0].node].path, "a") && rows[0].open);
     CHECK(mls_str_is(nodes[rows[1].node].path, "a.0") && !rows[1].open);
@@ -142,7 +142,7 @@ static void a_deep_name_costs_no_stack(void)
     for (size_t i = 0; i < DEEP; i++) {
         text[i] = i % 2 == 0 ? 'x' : '.';
     }
-    /* two names that share all but their last parts */
+    /* two names that share all parts except the last */
     const mls_str both[] = {{.data = text, .length = DEEP - 1},
                             {.data = text, .length = DEEP - 3}};
     CHECK(mls_name_tree_new(both, 2, &tree, &st) == MLS_OK);
@@ -172,7 +172,7 @@ static void rows_say_what_lies_under_them(void)
     mls_name_tree_preview_entry e = mls_name_tree_preview_describe(tree, sums, &row);
     CHECK(e.count == 2 && e.name == 0 && e.sum.bytes == 3 && mls_str_is(e.label, "a"));
     CHECK_TEXT(e.sum.dtype, "int8");
-    row.node = c; /* one name: shown as a whole */
+    row.node = c; /* a single name is shown in full */
     e = mls_name_tree_preview_describe(tree, sums, &row);
     CHECK(e.count == 1 && e.name == 2 && mls_str_is(e.label, "c.x.y"));
     CHECK(e.sum.bytes == 4 && e.sum.dtype == NULL);

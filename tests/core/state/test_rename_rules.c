@@ -18,7 +18,7 @@ static mls_rename_rule rule(mls_str old, mls_str new, bool anywhere)
     return (mls_rename_rule){.old = old, .new = new, .anywhere = anywhere};
 }
 
-/* Whether `name` becomes `want`, with just enough room and with plenty. */
+/* Whether `name` becomes `want`, with just enough memory and with plenty. */
 static bool becomes(mls_str name, const mls_rename_rule *rules, size_t count,
                     mls_str want)
 {
@@ -29,7 +29,7 @@ static bool becomes(mls_str name, const mls_rename_rule *rules, size_t count,
         enough < length) {
         return false;
     }
-    /* a block of its own, so that a sanitizer sees each byte too many */
+    /* a separate block, so that a sanitizer detects each byte too many */
     char *exact = mls_alloc(enough, 1);
     const size_t again = mls_name_apply(name, rules, count, exact, enough, NULL);
     const bool same = again == length && memcmp(exact, plenty, length) == 0;
@@ -69,7 +69,7 @@ static void anywhere_means_wherever_a_segment_starts(void)
                    TEXT("a.x_orig_mod.b")));
     CHECK(one_rule(TEXT("a._orig_mod"), mark, TEXT(""), true, TEXT("a._orig_mod")));
     CHECK(one_rule(TEXT("a._orig_mod."), mark, TEXT(""), true, TEXT("a.")));
-    /* an old text without a dot at its end: the next start is behind the next dot */
+    /* an old text without a dot at its end: the next start is after the next dot */
     CHECK(one_rule(TEXT("a.aaa.a"), TEXT("a"), TEXT("xyz"), true, TEXT("xyz.aaa.xyz")));
     CHECK(one_rule(TEXT("aa.a"), TEXT("a"), TEXT("."), true, TEXT("aa..")));
     CHECK(one_rule(TEXT("a.b.a.b.a"), TEXT("a.b"), TEXT("c"), true, TEXT("c.c.a")));
@@ -106,7 +106,7 @@ static void rules_see_what_the_rules_before_them_made(void)
     const mls_rename_rule unwrap[] = {rule(TEXT("_orig_mod."), TEXT(""), true),
                                       rule(TEXT("module."), TEXT("model."), false)};
     CHECK(becomes(TEXT("_orig_mod.module.a._orig_mod.b"), unwrap, 2, TEXT("model.a.b")));
-    /* it grows on the way and ends short */
+    /* longer in between, short at the end */
     const mls_rename_rule there_and_back[] = {rule(TEXT("a"), TEXT("a.a.a.a.a.a"), true),
                                               rule(TEXT("a.a.a.a.a.a"), TEXT("b"), true),
                                               rule(TEXT("b."), TEXT(""), true)};
@@ -136,7 +136,7 @@ static void without_room_it_says_what_is_enough(void)
 
 static void endless_growth_is_told_and_not_tried(void)
 {
-    /* each rule makes a hundred segments of one: 100 ** 12 is more than there can be */
+    /* each rule makes a hundred segments of one: 100 ** 12 exceeds any memory */
     enum { SEGMENTS = 100, RULES = 12 };
     static char many[2 * SEGMENTS];
     for (size_t i = 0; i < SEGMENTS; i++) {
@@ -151,7 +151,7 @@ static void endless_growth_is_told_and_not_tried(void)
     CHECK(mls_name_apply(TEXT("a"), rules, 2, NULL, 0, NULL) < 200000);
 }
 
-/* The definition once more, on a string that may be long, a segment at a time. */
+/* The definition for names of any length, a segment at a time. */
 static size_t by_definition(const char *name, size_t length, const char *old,
                             const char *new, char *out)
 {
@@ -249,7 +249,7 @@ static void marks_of_wrappers_are_found_wherever_they_stand(void)
 
 static void marks_and_a_prefix_are_found_together(void)
 {
-    /* "module.model." is a part of no name */
+    /* no name contains the part "module.model." */
     const mls_str unexpected[] = {TEXT("module._orig_mod.model.a"),
                                   TEXT("module._orig_mod.model.b._orig_mod.w")};
     const mls_str missing[] = {TEXT("a"), TEXT("b.w"), TEXT("z")};
@@ -266,7 +266,7 @@ static void marks_and_a_prefix_are_found_together(void)
 
 static void the_fewest_rules_are_given(void)
 {
-    /* one mark at the front is a prefix; a mark that both sides have is left alone */
+    /* a mark at the front alone is a prefix; a mark in both lists is kept */
     const mls_str front[] = {TEXT("_orig_mod.a"), TEXT("_orig_mod.b")};
     const mls_str plain[] = {TEXT("a"), TEXT("b")};
     mls_explanation found = explain(front, 2, plain, 2);
@@ -307,14 +307,14 @@ static void nothing_explains_empty_lists(void)
     CHECK(found.rule_count == 0);
     found = explain(NULL, 0, NULL, 0);
     CHECK(found.rule_count == 0);
-    /* and names that match as they are need no rules */
+    /* names that match already need no rules */
     found = explain(names, 2, names, 2);
     CHECK(found.rule_count == 0 && found.matched == 0);
 }
 
 static void rules_that_make_names_one_are_not_given(void)
 {
-    /* "module.a" would become "a", which is there */
+    /* "module.a" would become "a", which exists */
     const mls_str prefix[] = {TEXT("module.a"), TEXT("module.b"), TEXT("a")};
     const mls_str b[] = {TEXT("b")};
     mls_explanation found = explain(prefix, 3, b, 1);
@@ -322,12 +322,12 @@ static void rules_that_make_names_one_are_not_given(void)
     found = explain(prefix, 2, b, 1);
     CHECK(found.rule_count == 1 && found.matched == 1);
     mls_explanation_fini(&found);
-    /* without its mark one name is another */
+    /* without the mark one name would equal another */
     const mls_str marked[] = {TEXT("x._orig_mod.a"), TEXT("x.a"), TEXT("y._orig_mod.b")};
     const mls_str missing[] = {TEXT("y.b")};
     found = explain(marked, 3, missing, 1);
     CHECK(found.rule_count == 0);
-    /* a name that moves on makes way for the next one */
+    /* a renamed name makes way for the next one */
     const mls_str twice[] = {TEXT("m.m.a"), TEXT("m.a"), TEXT("m.b")};
     const mls_str once[] = {TEXT("a"), TEXT("b"), TEXT("c")};
     found = explain(twice, 3, once, 3);
@@ -408,7 +408,7 @@ static void long_and_strange_names_are_explained(void)
 
 enum { MANY = 3000 };
 
-/* A model's names, each with something in front and in the middle. */
+/* A model's names, with a text at the front and in the middle of each. */
 static void model_names(const char *front, const char *middle, char (*chars)[96],
                         mls_str *list)
 {
@@ -426,7 +426,7 @@ static void a_whole_model_is_explained_from_both_sides(void)
     static mls_str wrapped[MANY], plain[MANY];
     model_names("_orig_mod.net.", "_checkpoint_wrapped_module.", chars[0], wrapped);
     model_names("", "", chars[1], plain);
-    /* each list the longer one in turn */
+    /* each list in turn is the longer one */
     for (size_t fewer = 0; fewer <= 400; fewer += 400) {
         mls_explanation found = explain(wrapped, MANY - fewer, plain, MANY - 200);
         CHECK(found.matched == MANY - (fewer > 200 ? fewer : 200));

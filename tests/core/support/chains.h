@@ -1,4 +1,4 @@
-/* chains: chains of blocks for tests, and a plain recursion that judges plans of them. */
+/* chains: chains of blocks for tests, and a plain recursion to compare plans with. */
 #ifndef MLS_CHAINS_H
 #define MLS_CHAINS_H
 
@@ -17,7 +17,7 @@ typedef struct test_chain {
     mls_chain chain;
 } test_chain;
 
-/* Numbers that are the same everywhere. */
+/* Random numbers that are the same on every machine. */
 static inline uint64_t next_number(uint64_t *state, uint64_t below)
 {
     *state = *state * 6364136223846793005U + 1442695040888963407U;
@@ -64,8 +64,8 @@ static inline int64_t judge_most(int64_t a, int64_t b)
     return a > b ? a : b;
 }
 
-/* The least extra seconds of s .. t with that much memory above activation s, by trying
- * everything: for a handful of blocks. */
+/* The least extra seconds of s .. t with that much memory above activation s, by
+ * exhaustive search: for a handful of blocks. */
 static inline double judge(const mls_chain *c, size_t s, size_t t, int64_t memory,
                            bool offload)
 {

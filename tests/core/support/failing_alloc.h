@@ -1,11 +1,11 @@
-/* failing_alloc: allocations that fail when a test wants them to.  Included by one file
- * of a program, which is linked with -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc.
+/* failing_alloc: allocations that fail on request.  Included by one file of a program,
+ * which is linked with -Wl,--wrap=malloc,--wrap=calloc,--wrap=realloc.
  */
 #ifndef MLS_FAILING_ALLOC_H
 #define MLS_FAILING_ALLOC_H
 
-#include "support/runner.h"
 #include "base/status.h"
+#include "support/runner.h"
 
 #include <stdbool.h>
 #include <stdlib.h>
@@ -17,7 +17,7 @@ void *__wrap_malloc(size_t bytes);
 void *__wrap_calloc(size_t count, size_t size);
 void *__wrap_realloc(void *block, size_t bytes);
 
-static long countdown; /* allocations until one fails; 0 and below: none does */
+static long countdown; /* allocations until one fails; 0 and below: none fails */
 static bool has_failed;
 
 static inline bool fails_now(void)
@@ -44,8 +44,8 @@ void *__wrap_realloc(void *block, size_t bytes)
     return fails_now() ? NULL : __real_realloc(block, bytes);
 }
 
-/* Run `job` with the n-th allocation failing, for n = 1, 2, ... until none fails; the
- * number of failures it took. */
+/* Run `job` with the n-th allocation failing, for n = 1, 2, ... until none fails; returns
+ * the number of failures. */
 static inline long fail_each(mls_code (*job)(mls_status *st))
 {
     for (long n = 1; n < 10000; n++) {

@@ -17,7 +17,7 @@ typedef struct random_chain {
     int64_t temporary[3][CHAIN_MOST];
 } random_chain;
 
-/* xorshift64 (Marsaglia, 2003): the same numbers everywhere. */
+/* xorshift64 (Marsaglia, 2003): the same numbers on every machine. */
 static inline uint64_t random_next(uint64_t *state)
 {
     *state ^= *state << 13;
@@ -31,7 +31,7 @@ static inline int64_t random_below(uint64_t *state, uint64_t bound)
     return (int64_t)(random_next(state) % bound);
 }
 
-/* Seconds are whole, so that sums have no rounding. */
+/* Seconds are whole, so that sums are exact. */
 static inline void random_chain_fill(random_chain *out, size_t blocks, uint64_t *state,
                                      bool rates)
 {

@@ -1,7 +1,7 @@
-/* runner: enough of a test framework for plain C.
+/* runner: a minimal test framework for plain C.
  *
  * A test file lists its tests in one table and calls RUN_TESTS from main.  CHECK counts a
- * failure and goes on; REQUIRE leaves the test.  No test depends on another.
+ * failure and continues; REQUIRE leaves the test.  Tests do not depend on each other.
  */
 #ifndef MLS_RUNNER_H
 #define MLS_RUNNER_H
@@ -14,9 +14,10 @@ typedef struct test_case {
     void (*run)(void);
 } test_case;
 
-/* TRIES: so many random cases; EVERY: each of many cases, as a step. In the slices of
- * sanitizers and emulators, which look at memory and at kernels, it is an eighth of the
- * random ones and each so-manieth of the others: the plain run tries all. */
+/* TRIES: the number of random cases; EVERY: the step through many cases. The slices of
+ * sanitizers and emulators check memory and kernels; they define MLS_FEWER_TRIES, which
+ * runs an eighth of the random cases and every n-th of the others. The plain run tries
+ * all. */
 #ifdef MLS_FEWER_TRIES
 #    define TRIES(n) (((n) + 7) / 8)
 #    define EVERY(n) (n)
@@ -25,7 +26,7 @@ typedef struct test_case {
 #    define EVERY(n) 1
 #endif
 
-static int runner_failures; /* of the test that is running */
+static int runner_failures; /* of the current test */
 
 #define CHECK(condition)                                                                 \
     do {                                                                                 \

@@ -1,5 +1,5 @@
 /* shards: a checkpoint's pool in a temporary folder, and items to store in it; for the
- * tests of what plans, compares, writes and verifies shards.
+ * tests that plan, compare, write and verify shards.
  */
 #ifndef MLS_SHARDS_H
 #define MLS_SHARDS_H
@@ -29,7 +29,7 @@ static const char *const generations[] = {"0123456789abcdef", "1123456789abcdef"
 
 static const char *const pool_folders[] = {"params", "optim_state", "index"};
 
-/* Make a pool under `base`, or in the usual place. */
+/* Make a pool under `base`, or in the usual place if that is NULL. */
 static inline void enter_pool(const char *base)
 {
     const char *usual = getenv("TMPDIR");
@@ -48,7 +48,7 @@ static inline void enter_pool(const char *base)
     }
 }
 
-/* Files in one of the pool's folders; deletes them where asked. */
+/* Number of files in one of the pool's folders; deletes them if requested. */
 static inline size_t files_in(const char *folder, bool delete)
 {
     size_t count = 0;
@@ -67,7 +67,7 @@ static inline size_t files_in(const char *folder, bool delete)
     return count;
 }
 
-/* All files of the pool. */
+/* Number of all files of the pool. */
 static inline size_t pool_files(void)
 {
     return files_in("params", false) + files_in("optim_state", false) +
@@ -84,7 +84,7 @@ static inline void leave_pool(void)
     CHECK(rmdir(pool_path) == 0);
 }
 
-/* Run all tests of a file, in a pool of their own. */
+/* Run all tests of a file, in a new pool. */
 static inline int run_in_pool(const char *file, const test_case *tests, size_t count)
 {
     mls_cpu cpu;
@@ -102,7 +102,7 @@ static inline int run_in_pool(const char *file, const test_case *tests, size_t c
     return result;
 }
 
-/* Bytes that repeat nowhere soon; free() them. */
+/* Bytes that do not repeat soon; the caller frees them. */
 static inline unsigned char *noise(size_t bytes)
 {
     unsigned char *data = malloc(bytes + 1);
@@ -119,7 +119,7 @@ static inline mls_str text(const char *chars)
     return (mls_str){.data = chars, .length = strlen(chars)};
 }
 
-/* A whole tensor; with `state` one of the optimizer. */
+/* A whole tensor; with `state` an optimizer state. */
 static inline mls_shard_item item_of(const char *name, const char *state, mls_dtype dtype,
                                      int rank, const size_t *shape, const void *data)
 {
@@ -134,7 +134,7 @@ static inline mls_shard_item item_of(const char *name, const char *state, mls_dt
         .data = data};
 }
 
-/* One part of it. */
+/* One part of a tensor. */
 static inline mls_shard_item part_of(mls_shard_item whole, int axis, size_t parts,
                                      size_t part)
 {
@@ -143,7 +143,7 @@ static inline mls_shard_item part_of(mls_shard_item whole, int axis, size_t part
     return whole;
 }
 
-/* The only rank's job. */
+/* The job of a single rank. */
 static inline mls_shard_job job_of(const mls_shard_item *items, size_t count,
                                    const char *generation, const mls_index *before)
 {
@@ -160,7 +160,8 @@ static inline mls_shard_job job_of(const mls_shard_item *items, size_t count,
                            .pool = four_threads};
 }
 
-/* Read one of the pool's files whole; mls_free() it.  NULL where it is not there. */
+/* Read one of the pool's files; release with mls_free().  Returns NULL if it is
+ * missing. */
 static inline unsigned char *read_pool_file(const char *path, size_t *length)
 {
     char whole[sizeof pool_path + MLS_PATH_BYTES + 2];
@@ -187,7 +188,7 @@ static inline mls_index read_index(const char *path)
     return index;
 }
 
-/* Write all of a job, which must do; its index parsed. */
+/* Write all of a job, which must succeed; returns its parsed index. */
 static inline mls_index write_all(const mls_shard_job *job, mls_shards_written *written)
 {
     mls_status st;
@@ -199,7 +200,8 @@ static inline mls_index write_all(const mls_shard_job *job, mls_shards_written *
     return read_index(written->path);
 }
 
-/* Read a whole tensor back from all its parts, by way of a catalog: verified, and not. */
+/* Read a whole tensor back from all its parts through a merged index: with and without
+ * checksums. */
 static inline bool reads_back(const mls_index *index, const mls_shard_item *item,
                               const void *expected, const mls_codecs *codecs)
 {
@@ -239,7 +241,7 @@ static inline bool reads_back(const mls_index *index, const mls_shard_item *item
     return good;
 }
 
-/* Change one byte of a file; false where there is none. */
+/* Change one byte of a file; returns false if the file is too short. */
 static inline bool flip(const char *path, uint64_t offset, unsigned bits)
 {
     unsigned char byte;
@@ -257,10 +259,10 @@ static inline bool set_length(const char *path, uint64_t bytes)
     return (fd < 0 || close(fd) == 0) && good;
 }
 
-/* What somebody who waits has seen. */
+/* The state of a progress callback. */
 typedef struct watcher {
     atomic_ullong bytes;
-    atomic_int calls, allowed; /* false is answered from so many calls on */
+    atomic_int calls, allowed; /* the callback returns false after this many calls */
 } watcher;
 
 static inline bool watch(void *context, uint64_t bytes)

@@ -1,4 +1,4 @@
-/* local_ranks: the same function on every rank of a group, in threads or in processes. */
+/* shm_ranks: the same function on every rank of a group, in threads or in processes. */
 #ifndef LOCAL_RANKS_H
 #define LOCAL_RANKS_H
 
@@ -16,7 +16,7 @@
 
 enum { RANKS_MOST = 6 };
 
-/* What a rank is given; failures of a forked rank travel as its exit status. */
+/* The arguments of a rank; failures of a forked rank are passed by its exit status. */
 typedef struct rank_case {
     mls_shm *g;
     size_t rank, world;
@@ -24,7 +24,7 @@ typedef struct rank_case {
     atomic_int failures;
 } rank_case;
 
-/* CHECK is not for threads: they count for themselves. */
+/* CHECK is not thread-safe, so ranks count their own failures. */
 #define EXPECT(c, condition)                                                             \
     do {                                                                                 \
         if (!(condition)) {                                                              \
@@ -68,8 +68,8 @@ static inline void in_threads(mls_shm_shape shape, void (*run)(rank_case *c))
     threads_with(MLS_CPU_SCALAR, shape, run);
 }
 
-/* A nameless file of zeros; in memory where there is such a thing, as the groups of the
- * package have it: on a disk that is busy, ranks would wait for it. */
+/* An unlinked file of zeros; in memory if possible, as for the groups of the package:
+ * with a busy disk, ranks would wait for it. */
 static inline int shared_file(size_t bytes)
 {
 #if defined(__linux__)

@@ -1,5 +1,4 @@
-/* toy_codec: run lengths, as a codec that tests can look into and make fail.
- */
+/* toy_codec: a run-length codec that tests can observe and make fail. */
 #ifndef MLS_TOY_CODEC_H
 #define MLS_TOY_CODEC_H
 
@@ -8,15 +7,15 @@
 #include <stdatomic.h>
 #include <string.h>
 
-/* What the calls of one codec came to.  Zeroed: nothing fails. */
+/* The counters and failures of one codec.  Zeroed: no call fails. */
 typedef struct toy {
     atomic_int encoded, decoded;          /* calls */
-    int encode_fails_at, decode_fails_at; /* the nth call, and all later ones; 0: none */
-    mls_code failure;                     /* what these say */
+    int encode_fails_at, decode_fails_at; /* from the nth call on; 0: none */
+    mls_code failure;                     /* the code that failing calls return */
     mls_codecs codecs;
 } toy;
 
-/* Pairs of how often and what. */
+/* Pairs of a count and a byte. */
 static inline mls_code toy_encode(void *context, mls_codec codec,
                                   const unsigned char *from, size_t bytes,
                                   unsigned char *to, size_t room, size_t *out,

@@ -1,4 +1,4 @@
-"""One rank of plans on sharded and replicated models: run by `test_activation_ranks`."""
+"""Plans on sharded and replicated models, as one rank: run by `test_activation_ranks`."""
 
 import random
 
@@ -24,7 +24,7 @@ BLOCKS = 4
 
 
 def plans():
-    """Every block, every second, and what no planner would make."""
+    """Plans that keep every block or every second one, and a plan that no planner would make."""
     yield segments(BLOCKS, 1)
     yield segments(BLOCKS, 2)
     for seed in range(3):

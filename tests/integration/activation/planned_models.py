@@ -29,7 +29,7 @@ class TransformerBlock(nn.Module):
 
 
 class Language(nn.Module):
-    """Token ids in; a loop over blocks in the middle; the embedding is the head's weight too."""
+    """A language model: embedding, a loop over blocks, and a head that shares the embedding."""
 
     def __init__(self, blocks=4, width=32, tokens=50):
         super().__init__()
@@ -48,11 +48,11 @@ class Language(nn.Module):
 
 
 class Cache:
-    """Keys of all blocks so far, in an object that every block changes in place."""
+    """Keys of all previous blocks, in an object that every block changes in place."""
 
     def __init__(self):
         self.layers = []
-        self.tokens = None  # as a static cache has it: one tensor, written to
+        self.tokens = None  # a static cache: one tensor that blocks write to
 
     def update(self, layer, keys):
         if self.tokens is None:
@@ -65,7 +65,7 @@ class Cache:
 
 
 class CachedBlock(nn.Module):
-    """Attends to what a cache holds after this block added to it."""
+    """Attends to the content of a cache after this block has added to it."""
 
     def __init__(self, layer, width):
         super().__init__()
@@ -80,7 +80,7 @@ class CachedBlock(nn.Module):
 
 
 class Cached(nn.Module):
-    """A loop over blocks that share a cache, as decoders of language models do."""
+    """A loop over blocks that share a cache, as in decoders of language models."""
 
     def __init__(self, blocks=3, width=8):
         super().__init__()
@@ -102,7 +102,7 @@ def transformer(blocks=6, width=32):
 
 
 def pyramid(stages=3, each=2, side=12):
-    """Convolutions that get smaller and wider, and an input."""
+    """Convolutions of decreasing size and increasing width, and an input."""
     torch.manual_seed(0)
     layers, before = [], 3
     for stage in range(stages):
@@ -126,7 +126,7 @@ def perceptron(blocks=5, width=16, batch=8):
 
 
 def chain_of(blocks, *, host=False):
-    """A chain of so many blocks; what it says of their sizes does not matter to torch."""
+    """A chain of `count` blocks; torch does not use its sizes."""
     rates = {"offload_bytes_per_second": 1e9, "load_bytes_per_second": 1e9} if host else {}
     ones = [1] * blocks
     return Chain(ones, ones, [*ones, 1], [3] * blocks, **rates)
@@ -147,7 +147,7 @@ def segments(blocks, size, first=0):
 
 
 class _Walk:
-    """A schedule that is valid, and otherwise made at random."""
+    """A random valid schedule."""
 
     def __init__(self, blocks, rng, host):
         self.rng, self.host, self.left = rng, host, blocks
@@ -174,7 +174,7 @@ class _Walk:
             del self.saved[i]
 
     def possible(self):
-        """All steps but backward that are allowed now."""
+        """All steps except backward that are valid now."""
         found = [("drop", k) for k in self.alone if k]
         for i in range(self.left):
             if self.held(i) and not self.held(i + 1):
@@ -209,19 +209,19 @@ class _Walk:
 
 
 def random_steps(blocks, rng, *, host=False, wander=0.35):
-    """Steps of a valid schedule, hardly ever a persistent one."""
+    """Steps of a random valid schedule, which is rarely a persistent one."""
     return _Walk(blocks, rng, host).run(wander)
 
 
 def loss_of(out):
-    """A loss that all outputs have a part in."""
+    """A loss that depends on all outputs."""
     if isinstance(out, torch.Tensor):
         return out.float().square().mean()
     return sum(loss_of(part) for part in out)
 
 
 def results(model, inputs, call=None, passes=2, seed=7, **kwargs):
-    """Train for some passes; return outputs, gradients, buffers and the next random numbers."""
+    """Train for some passes; return outputs, gradients, buffers, and the next random numbers."""
     torch.manual_seed(seed)
     made = []
     for _ in range(passes):
@@ -240,7 +240,7 @@ def results(model, inputs, call=None, passes=2, seed=7, **kwargs):
 
 
 def assert_same_bits(first, second):
-    """Compare lists of tensors and None."""
+    """Compare lists that contain tensors and None."""
     assert len(first) == len(second)
     for k, (one, two) in enumerate(zip(first, second, strict=True)):
         if one is None or two is None:

@@ -1,4 +1,4 @@
-"""What is measured of a model's blocks: a plan's predicted peak is the measured one."""
+"""Measurements of a model's blocks: the predicted peak of a plan equals the measured peak."""
 
 import time
 import warnings
@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch warns of its own internals
+    warnings.simplefilter("ignore")  # warnings about torch's internals
     torch = pytest.importorskip("torch", reason="its models are what is measured here")
 
 import child
@@ -68,12 +68,12 @@ def measured(request):
 
 
 def peak_of(model, x, chain, device="cpu"):
-    """The peak of a training step whose parameters' gradients exist."""
+    """The peak of a training step if the gradients of all parameters exist."""
 
     def step():
-        seed_of(model(x)).backward()  # holds neither the output nor its gradient
+        seed_of(model(x)).backward()  # keeps neither the output nor its gradient alive
 
-    step()  # gradients come into being
+    step()  # allocates the gradients
     return measure_peak(step, device=device).peak_bytes + int(chain.activation_bytes[0])
 
 
@@ -112,7 +112,7 @@ def test_what_is_measured_is_what_was_made():
 
 
 def test_the_saved_bytes_are_those_of_the_hooks():
-    """Another way to count: the memory of all tensors that autograd asks to keep."""
+    """A second way to count: the memory of all tensors that autograd's hooks see."""
     model, x = transformer(1)
     chain = Chain.from_torch(model, x.requires_grad_(), repeats=1)
     own = {p.untyped_storage()._cdata for p in model.parameters()} | {x.untyped_storage()._cdata}
@@ -121,7 +121,7 @@ def test_the_saved_bytes_are_those_of_the_hooks():
     def pack(tensor):
         storage = tensor.untyped_storage()
         if storage._cdata not in own:
-            found[storage._cdata] = storage  # alive, so that no other gets its address
+            found[storage._cdata] = storage  # kept alive, so that its address is not used again
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -155,7 +155,7 @@ def test_blocks_inside_a_model_and_arguments_by_name():
 
 
 class Sleeps(nn.Linear):
-    """A block whose runs take as long as it is told."""
+    """A block whose run times are given."""
 
     def __init__(self, seconds, width=8):
         super().__init__(width, width)
@@ -167,7 +167,7 @@ class Sleeps(nn.Linear):
 
 
 def test_equal_blocks_are_measured_together():
-    slow = [0.1] * 4  # one is disturbed while it is measured
+    slow = [0.1] * 4  # one run is disturbed during the measurement
     model = nn.Sequential(nn.Tanh(), *(Sleeps(s) for s in ([], [], slow, [])))
     chain = Chain.from_torch(model, torch.ones(4, 8, requires_grad=True), repeats=3)
     assert len(set(chain.forward_seconds[1:].tolist())) == 1
@@ -182,7 +182,7 @@ def test_equal_blocks_are_measured_together():
 def test_blocks_that_differ_are_measured_apart():
     slow = [0.1] * 3
     model = nn.Sequential(Sleeps([]), Sleeps(slow), Sleeps([]).requires_grad_(False))
-    model[1].eval()  # not the same as the first one
+    model[1].eval()  # now different from the first one
     chain = Chain.from_torch(model, torch.ones(4, 8), repeats=2)
     assert chain.forward_seconds[1] > 0.05 > chain.forward_seconds[[0, 2]].max()
 
@@ -271,7 +271,7 @@ def test_but_not_less_than_without_its_gradient():
         Chain(*sizes, saving_temporary_bytes=[-1])
 
 
-# The measuring itself
+# measure_peak itself
 
 
 def test_measure_peak_counts_what_is_held_at_once():
@@ -293,7 +293,7 @@ def test_measure_peak_counts_what_is_held_at_once():
 def test_what_was_there_before_is_not_counted():
     kept = [torch.ones(1000)]
     assert measure_peak(kept.clear)[:2] == (0, 0)
-    # nor where torch remembers the address from another measurement
+    # also if torch remembers the address from another measurement
     measure_peak(lambda: kept.append(torch.ones(1000)))
     address = kept[0].data_ptr()
     for _ in range(100):

@@ -1,4 +1,4 @@
-"""Plans on models that are sharded by FSDP2 or replicated by DDP: two processes over gloo."""
+"""Plans on models sharded by FSDP2 or replicated by DDP: two processes over gloo."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Plans step by step: what torch holds is what was expected, and the report says what differs."""
+"""Plans step by step: torch's memory is as predicted, and the report names differences."""
 
 import random
 import warnings
@@ -6,7 +6,7 @@ import warnings
 import pytest
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch warns of its own internals
+    warnings.simplefilter("ignore")  # warnings about torch's internals
     torch = pytest.importorskip("torch", reason="its models are what is measured here")
 
 from planned_models import Cache, Cached, perceptron, pyramid, random_steps, segments, transformer
@@ -51,7 +51,7 @@ def measured(request):
 
 
 def judge(use):
-    """Each step, and both peaks; where the plan itself is off, the report has the reason."""
+    """Check each step and both peaks; if the plan itself is off, the report names the reason."""
     for step in use.steps:
         if step.kind in ("forward", "save", "backward"):
             close = pytest.approx(step.expected_bytes, rel=0.05)
@@ -82,7 +82,7 @@ def test_plans_that_were_searched_for(measured):
 
 
 def test_recomputed_blocks_hold_the_input_that_was_dropped_once():
-    """An input that is dropped while its block is saved, and comes back before its backward."""
+    """An input dropped while its block is saved, and recomputed before its backward."""
     model, x = perceptron(3, width=64, batch=128)
     steps = [("forward", 0), ("forward", 1), ("save", 2), ("backward", 2), ("drop", 2)]
     steps += [("save", 1), ("drop", 1), ("forward", 0), ("backward", 1), ("drop", 1)]

@@ -1,4 +1,4 @@
-"""Plans on torch models: the same bits by any schedule, and errors where it cannot be."""
+"""Plans on torch models: the same bits for any schedule, and errors for unsupported models."""
 
 import copy
 import gc
@@ -9,7 +9,7 @@ import weakref
 import pytest
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch warns of its own internals
+    warnings.simplefilter("ignore")  # warnings about torch's internals
     torch = pytest.importorskip("torch", reason="its models are what is planned here")
 
 from planned_models import (
@@ -42,7 +42,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 @pytest.fixture(autouse=True)
 def one_thread():
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # so small that a second one costs more than it does
+    torch.set_num_threads(1)  # the models are too small for a second thread
     yield
     torch.set_num_threads(threads)
 
@@ -53,7 +53,7 @@ def planned(steps, *, host=False):
 
 
 def compare(make, steps, *, host=False, offload_to=None, blocks=None, **kwargs):
-    """Train a model plainly and by a plan; all bits must be the same."""
+    """Train a model with and without a plan; all bits must be equal."""
     model, *inputs = make()
     wanted = results(model, inputs, **kwargs)
     model, *inputs = make()
@@ -151,7 +151,7 @@ def test_the_state_dict_and_the_class_stay():
     applied = planned(segments(5, 1)).apply(model)
     assert list(model.state_dict()) == names
     assert type(model) is kind
-    clone = copy.deepcopy(model)  # a copy runs without the plan
+    clone = copy.deepcopy(model)  # a copy of the model runs without the plan
     seen = []
     applied.remove()
     applied.remove()
@@ -247,7 +247,7 @@ def test_batch_norm_counts_each_pass_once():
 
 
 class PowerIteration(nn.Module):
-    """Its buffer changes in each run, and the result depends on what it was."""
+    """Its buffer changes in each run, and its result depends on the old value."""
 
     def __init__(self):
         super().__init__()
@@ -344,7 +344,7 @@ def test_nothing_is_kept_when_the_pass_has_ended():
 
 
 class Nested(nn.Module):
-    """Recomputes a part of itself already."""
+    """Already recomputes a part of itself."""
 
     def __init__(self, use_reentrant):
         super().__init__()
@@ -388,7 +388,7 @@ def test_other_hooks_of_saved_tensors_stay_in_force():
         assert_same_bits(wanted, results(model, [x], call=call))
 
 
-# What cannot be
+# unsupported models
 
 
 def raised(model, x, steps, match, error=MLStateError, backward=None):
@@ -445,7 +445,7 @@ def test_what_stands_between_blocks_is_refused():
 
 
 class Grows(nn.Module):
-    """Saves one tensor more each time it runs."""
+    """Saves one more tensor in each run."""
 
     def __init__(self):
         super().__init__()
@@ -505,7 +505,7 @@ def test_a_change_of_mode_before_the_backward_pass_is_refused():
 
 
 class Fails(nn.Module):
-    """Fails in the run it is told to, after it changed a buffer and drew numbers."""
+    """Fails in a given run, after it has changed a buffer and drawn random numbers."""
 
     def __init__(self, at):
         super().__init__()
@@ -537,7 +537,7 @@ def test_an_error_inside_a_block_leaves_state_as_it_should_be(at):
         if at == 2:
             assert torch.equal(torch.get_rng_state(), state)
         model.zero_grad()
-        loss_of(model(x)).backward()  # the next pass begins anew
+        loss_of(model(x)).backward()  # the next pass starts from scratch
         assert int(model[1].inner[0].num_batches_tracked) == counted + 1
 
 
@@ -577,7 +577,7 @@ def test_arguments_that_are_no_model():
 
 # torch.compile
 
-compiles = pytest.mark.filterwarnings("ignore")  # of torch: it warns of its own internals
+compiles = pytest.mark.filterwarnings("ignore")  # torch warns about its own internals
 
 
 @compiles

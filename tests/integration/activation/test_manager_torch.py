@@ -1,4 +1,4 @@
-"""Strategies at work on torch modules: what is recomputed, and the same bits of gradients."""
+"""Strategies on torch modules: which modules are recomputed, and gradients with the same bits."""
 
 import pytest
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.torch
 
 
 class Block(nn.Module):
-    """Counts how often it runs; takes and gives more than one tensor, and keywords."""
+    """Counts its runs; takes and returns more than one tensor, and accepts keywords."""
 
     def __init__(self, width, drop=0.0):
         super().__init__()
@@ -94,7 +94,7 @@ def test_blocks_run_again_as_decided(strategy, again):
 
 
 def test_less_is_saved():
-    """Bytes that autograd keeps, as its hooks see them."""
+    """The bytes that autograd saves, as its hooks see them."""
     kept = 0
 
     def count(tensor):

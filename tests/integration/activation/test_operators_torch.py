@@ -1,4 +1,4 @@
-"""Selective checkpointing of a real transformer: same bits, less memory, less run again."""
+"""Selective checkpointing of a transformer: same bits, less memory, less recomputation."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.torch
 
 
 class Block(torch.nn.Module):
-    """A transformer block with attention written out, dropout included."""
+    """A transformer block with explicit attention, and with dropout."""
 
     def __init__(self, width, heads, dropout):
         super().__init__()
@@ -85,7 +85,7 @@ def step(model, sample, **options):
 
 
 def peak(model, sample, **options):
-    step(model, sample, **options)  # so that what is made once is there
+    step(model, sample, **options)  # so that one-time allocations are not measured
     return measure_peak(lambda: step(model, sample, **options)).peak_bytes
 
 
@@ -108,13 +108,13 @@ def test_memory_goes_down_as_the_budget_does(model, sample, profile):
     ]
     assert peaks == sorted(peaks)
     everything, nothing = peak(model, sample, keep_all=True), peak(model, sample)
-    assert peaks[0] < 0.6 * everything  # nothing kept: what is left is one block's
+    assert peaks[0] < 0.6 * everything  # nothing is kept: the rest is the memory of one block
     assert nothing <= peaks[0] * 1.01
     assert peaks[1] < peaks[2] < everything
 
 
 def test_what_is_kept_costs_what_was_said(model, sample, profile):
-    """Each block keeps the bytes of the selection, beside what checkpointing keeps anyway."""
+    """Each block keeps the selected bytes, in addition to the input that is always kept."""
     chosen = profile.select(int(profile.bytes[profile.can_keep].sum()) // 3)
     none = profile.select(0)
 
@@ -177,7 +177,7 @@ def test_bytes_are_those_of_new_memory():
     profile = profile_operators(function, torch.ones(8, requires_grad=True), repeats=1)
     found = dict(zip(profile.names, zip(profile.bytes.tolist(), profile.can_keep.tolist(),
                                         strict=True), strict=True))  # fmt: skip
-    assert found["aten.mul.Tensor 0"] == (32, False)  # it is changed later, by a view of it
+    assert found["aten.mul.Tensor 0"] == (32, False)  # changed later, through a view
     assert found["aten.mul.Tensor 1"] == (32, True)
     assert found["aten.view.default 0"] == (0, False)
     assert found["aten.add_.Tensor 0"] == (0, False)

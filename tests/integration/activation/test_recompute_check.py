@@ -1,4 +1,4 @@
-"""What keeps blocks from being recomputed is found, and named."""
+"""The check finds and names the operators and modules that prevent exact recomputation."""
 
 import random
 import warnings
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch warns of its own internals
+    warnings.simplefilter("ignore")  # warnings about torch's internals
     torch = pytest.importorskip("torch", reason="its models are what is checked here")
 
 from planned_models import (
@@ -32,7 +32,7 @@ def plan_of(blocks, size=1):
 
 
 def found_in(block, *, x=None, blocks=3):
-    """Check a chain with `block` in the middle; return its findings for that block."""
+    """Check a chain with `block` in the middle; return the findings for that block."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), block, nn.Linear(8, 8))
     report = check(model, plan_of(3), torch.randn(16, 8) if x is None else x)
@@ -103,7 +103,7 @@ def test_numbers_from_elsewhere(draw, source):
 
 
 class Clock(nn.Module):
-    """Gives something else in each run, by an operator of the inner module."""
+    """Returns another value in each run, by an operator of the inner module."""
 
     def __init__(self):
         super().__init__()
@@ -153,7 +153,7 @@ def test_a_saved_tensor_that_is_changed():
 
 
 class Caches(nn.Module):
-    """Saves more in its first run."""
+    """Saves more tensors in its first run."""
 
     def __init__(self):
         super().__init__()
@@ -173,7 +173,7 @@ def test_another_number_of_saved_tensors():
 
 
 class Router(nn.Module):
-    """A mixture of two experts whose router is not the same twice."""
+    """A mixture of two experts with a router that differs between runs."""
 
     def __init__(self):
         super().__init__()
@@ -200,7 +200,7 @@ def test_routing_that_flips():
 
 
 class Noisy(nn.Module):
-    """Routing differs for a few tokens only, by noise that no generator restores."""
+    """Routing differs for a few tokens only, because of noise that no generator restores."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What each rank does in test_checkpoint_ranks.py, each scenario in a folder of its own."""
+"""The ranks of test_checkpoint_ranks.py; each scenario has its own folder."""
 
 import functools
 import os
@@ -11,7 +11,7 @@ import numpy as np
 import torch_processes
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch warns of its own internals
+    warnings.simplefilter("ignore")  # warnings about torch's internals
     import torch.distributed as dist
 
 import mlstate
@@ -20,7 +20,7 @@ from mlstate.integrations.torch import TorchGroup
 
 
 def scenario(function):
-    """Mark a function that every rank calls with its group, a folder, and a barrier behind."""
+    """Mark a function that every rank calls with its group and a folder, followed by a barrier."""
 
     @functools.wraps(function)
     def run(group):
@@ -31,7 +31,7 @@ def scenario(function):
 
 
 def whole(step=0):
-    """A state that every rank can make: what the shards of all ranks are together."""
+    """The full state, which every rank can make; the shards of all ranks together equal it."""
     generator = np.random.default_rng(step)
     return {
         "w": generator.standard_normal((7, 6)).astype(np.float32),
@@ -42,7 +42,7 @@ def whole(step=0):
 
 
 def shards(group, kind, step=0, names=("w", "b", "big")):
-    """This rank's shards of the state; the scalar is one that all have whole."""
+    """This rank's shards of the state; every rank holds the whole scalar."""
     layout = {"rows": Layout.rows, "flat": Layout.flat}[kind](group.world_size)
     state = whole(step)
     made = {name: layout.shard(state[name], group.rank) for name in names}
@@ -90,7 +90,7 @@ def a_state_may_change_while_it_is_saved(group, folder):
         for step, budget in ((1, None), (2, 100_000), (3, 0)):
             state = shards(group, "flat", step)
             handle = save_async(folder, state, group=own, max_staging_bytes=budget, step=step)
-            group.all_reduce(np.ones(3))  # training goes on, in a group of its own
+            group.all_reduce(np.ones(3))  # training continues, in another group
             handle.staged(20)
             for value in state.values():
                 getattr(value, "array", value)[...] = -1
@@ -274,7 +274,7 @@ def a_killed_rank_leaves_the_old_checkpoint(group, folder):
         report = mlstate.verify(folder)
         assert report and not report.leftover, report
     torch_processes.tell("a_killed_rank_leaves_the_old_checkpoint", "ok")
-    os._exit(0)  # the group is of no use any more
+    os._exit(0)  # the group cannot be used any more
 
 
 if __name__ == "__main__":

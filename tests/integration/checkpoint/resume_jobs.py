@@ -1,4 +1,4 @@
-"""Starts ranks that train, save, are killed, and resume; compares what they wrote."""
+"""Start ranks that train, save, are killed, and resume; compare their results."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ KILL = json.dumps({"do": "kill"})
 
 
 def _start(world, jobs, folder, killed=False):
-    """Run jobs on so many ranks; raise what a rank said, unless all are well."""
+    """Run jobs on `world` ranks; raise the error of a rank, if any."""
     folder.mkdir(exist_ok=True)
     store = folder / f"store-{len(list(folder.iterdir()))}"
     texts = [json.dumps(job) for job in jobs] + [KILL] * killed
@@ -29,9 +29,9 @@ def _name(kind, optimizer, world):
 def train_and_kill(world, cases, *runs):
     """Train (kind, optimizer) twice on new processes, and kill them by signal 9.
 
-    Once without an interruption, which is what the others are compared with; once half of it,
-    up to a save and a step more. Each of `runs` is a folder, or a folder and the staging memory
-    of a save that is written during the step: bytes, or None for all.
+    The first run is uninterrupted, as a reference. The second ends after a save and one more step.
+    Each of `runs` is a folder, or a folder and the staging memory of a save that is written during
+    the step: bytes, or None for the whole state.
     """
     jobs = []
     for folder, *staging in (run if isinstance(run, tuple) else (run,) for run in runs):
@@ -54,8 +54,10 @@ def _jobs_that_save(world, cases, folder, options):
 
 
 def resume(world, cases, *folders):
-    """Resume (kind, optimizer, world that saved, kind that resumes) on other processes, from
-    each of the folders."""
+    """Resume jobs on other processes, from each of the folders.
+
+    A job is (kind, optimizer, world that saved, kind that resumes).
+    """
     jobs = []
     for folder in folders:
         for kind, optimizer, saved, other in cases:
@@ -69,7 +71,7 @@ def resume(world, cases, *folders):
 
 
 def losses(folder, name, world):
-    """Losses of each rank, as texts that keep every bit."""
+    """The losses of each rank, as texts that preserve every bit."""
     return [json.loads(Path(folder, f"{name}.{r}.json").read_text()) for r in range(world)]
 
 
@@ -81,7 +83,7 @@ def full_state(folder, name):
 
 
 def difference(first, second, path=""):
-    """Say where two full states differ by their bits; empty where they do not."""
+    """Describe the bitwise differences of two full states; empty if there are none."""
     import torch
 
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
@@ -105,14 +107,14 @@ def difference(first, second, path=""):
 
 
 def state_difference(folder, kind, optimizer, saved, other, world):
-    """Say where the state that was saved and the one that was loaded differ."""
+    """Describe the differences of the saved state and the loaded state."""
     before = full_state(folder, f"{_name(kind, optimizer, saved)}-saved")
     after = full_state(folder, f"{_name(kind, optimizer, saved)}-{other}-{world}-loaded")
     return difference(_by_name(before), _by_name(after))
 
 
 def _by_name(state):
-    """Groups in one order of names: FSDP1 lists its units, others the module's parameters."""
+    """Parameter groups sorted by name: FSDP1 lists its units, others the module's parameters."""
     groups = [
         {**group, "params": sorted(group["params"])} for group in state["optimizer"]["param_groups"]
     ]
@@ -120,13 +122,13 @@ def _by_name(state):
 
 
 def curves(folder, kind, optimizer, saved, other, world):
-    """Losses after the resume, and those of the run that nothing interrupted, by rank."""
+    """Losses after the resume, and the losses of the uninterrupted run, by rank."""
     name = f"{_name(kind, optimizer, saved)}-{other}-{world}-resumed"
     whole = losses(folder, f"{_name(kind, optimizer, saved)}-whole", saved)
     return losses(folder, name, world), [steps[SAVED:] for steps in whole]
 
 
 def means(curves):
-    """The loss of each step, as a mean over ranks."""
+    """The loss of each step, averaged over the ranks."""
     steps = zip(*curves, strict=True)
     return [sum(float.fromhex(loss) for loss in step) / len(step) for step in steps]

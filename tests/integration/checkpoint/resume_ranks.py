@@ -1,17 +1,16 @@
-"""What each rank does in test_resume.py and in benchmarks/resume_table.py: one process.
+"""One rank of the jobs of test_resume.py and benchmarks/resume_table.py.
 
 `python resume_ranks.py STORE RANK RANKS JOB...` runs jobs, each a JSON object, over gloo, and
-prints one line of JSON for each: the job and "ok" or what went wrong. A job trains a small
-transformer:
+prints one line of JSON for each: the job and "ok" or the error. A job trains a small transformer:
 
     {"do": "train", "kind": "fsdp2", "optimizer": "adam", "until": 6, "out": PATH}
-    {"do": "save",  ..., "until": 3, "folder": FOLDER}: trains, saves, says what all ranks have
-    {"do": "save",  ..., "staging": BYTES}: goes on with training while the save is written
-    {"do": "resume", ..., "folder": FOLDER}: loads into a fresh module first, and goes on
+    {"do": "save",  ..., "until": 3, "folder": FOLDER}: trains, saves, stores the full state
+    {"do": "save",  ..., "staging": BYTES}: trains on while the save is written
+    {"do": "resume", ..., "folder": FOLDER}: loads into a new module, then trains on
     {"do": "kill"}: kills its own process
 
-PATH.RANK.json gets the losses of each step, bit for bit, PATH.pt the full state, as torch
-gathers it.
+PATH.RANK.json receives the losses of each step, bit for bit; PATH.pt the full state, gathered by
+torch.
 """
 
 import json
@@ -24,7 +23,7 @@ from functools import partial
 from pathlib import Path
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch warns of its own internals
+    warnings.simplefilter("ignore")  # warnings about torch's internals
     import torch
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
@@ -39,7 +38,7 @@ import torch_processes
 import mlstate
 from mlstate.checkpoint import save_async
 
-WORDS, WIDTH, HEADS, LENGTH, BATCH = 37, 20, 2, 10, 8  # rows that neither 2 nor 4 ranks divide
+WORDS, WIDTH, HEADS, LENGTH, BATCH = 37, 20, 2, 10, 8  # neither 2 nor 4 divides the rows
 OPTIMIZERS = {
     "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.01),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
@@ -84,11 +83,11 @@ class Transformer(torch.nn.Module):
 
 
 def wrapped(kind, world):
-    """The same module in every kind, whatever the number of ranks."""
+    """The same module in every kind, for any number of ranks."""
     torch.manual_seed(0)
     module = Transformer()
     if kind == "plain":
-        # else DDP orders its buckets, and so the sums of four ranks, anew after its first step
+        # otherwise DDP reorders its buckets after its first step, and so the sums of four ranks
         keywords = {"find_unused_parameters": True}
         return DistributedDataParallel(module, **keywords) if world > 1 else module
     if kind == "fsdp2":
@@ -102,15 +101,15 @@ def wrapped(kind, world):
 
 
 def batch_of(step, rank, world):
-    """Sequences of a rank at a step: all ranks together have the same ones in every world."""
+    """The sequences of a rank at a step: all ranks together have the same ones in every world."""
     torch.manual_seed(1000 + step)
     tokens = torch.randint(WORDS, (BATCH, LENGTH + 1))
-    tokens[:, 1:] = (tokens[:, :-1] * 3 + 1) % WORDS  # something to learn
+    tokens[:, 1:] = (tokens[:, :-1] * 3 + 1) % WORDS  # a rule that can be learned
     return tokens[rank::world]
 
 
 class Run:
-    """A module, its optimizer and its schedule, as one rank has them."""
+    """One rank's module, optimizer and schedule."""
 
     def __init__(self, job, group):
         self.group = group
@@ -138,12 +137,12 @@ class Run:
             model=self.module,
             optimizer=self.optimizer,
             metadata={"step": self.step, "schedule": self.schedule.state_dict()},
-            group=self.group,  # none that the module uses
+            group=self.group,  # a group that the module does not use
             **options,
         )
 
     def load(self, folder):
-        """Fill the module where it lies."""
+        """Load into the module in place."""
         before = [p.data_ptr() for p in self.module.parameters()]
         into = {"model": self.module, "optimizer": self.optimizer}
         loaded = mlstate.load(folder, into=into, group=self.group)
@@ -153,7 +152,7 @@ class Run:
         self.schedule.load_state_dict(loaded.metadata["schedule"])
 
     def full(self):
-        """The state as torch gathers it, which knows nothing of checkpoints."""
+        """The full state, gathered by torch without mlstate."""
         options = StateDictOptions(full_state_dict=True)
         model = get_model_state_dict(self.module, options=options)
         states = get_optimizer_state_dict(self.module, self.optimizer, options=options)
@@ -184,7 +183,7 @@ def run(job, group):
         made.save(job["folder"])
     made.tell(job["out"])
     if job["do"] == "save":
-        made.train(job["until"] + 1)  # what is saved is of no step that came later
+        made.train(job["until"] + 1)  # the save must not contain the later step
     if handle is not None:
         assert handle.wait().world_size == group.world_size
 

@@ -1,4 +1,4 @@
-"""What each rank does in test_torch_sharded.py."""
+"""The ranks of test_torch_sharded.py."""
 
 import pickle
 import sys
@@ -10,7 +10,7 @@ from group_model import raises
 from torch_processes import main, scenario
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch warns of its own internals
+    warnings.simplefilter("ignore")  # warnings about torch's internals
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
@@ -36,7 +36,7 @@ from mlstate.distributed import DistributedStateCollector
 
 
 class Recording:
-    """A group that counts the bytes of its largest message of elements."""
+    """A group that records the size of its largest message of elements."""
 
     def __init__(self, group):
         self._group = group
@@ -55,7 +55,7 @@ class Recording:
 
 
 def model(dtype=torch.float32):
-    """Five rows: uneven over two ranks, none for the last of four."""
+    """Five rows: uneven on two ranks, none for the last of four."""
     torch.manual_seed(0)
     layers = torch.nn.Sequential(
         torch.nn.Linear(3, 5), torch.nn.LayerNorm(5), torch.nn.Tanh(), torch.nn.Linear(5, 1)
@@ -65,7 +65,7 @@ def model(dtype=torch.float32):
 
 
 def train(module, optimizer, steps=2, dtype=torch.float32):
-    torch.manual_seed(7)  # the same data everywhere, so that sharded sums have no other bits
+    torch.manual_seed(7)  # the same data on all ranks, so that sums have the same bits
     for _ in range(steps):
         optimizer.zero_grad()
         module(torch.randn(4, 3, dtype=dtype)).square().sum().backward()
@@ -81,7 +81,7 @@ def same(found, expected):
 
 
 def gathered(group, source, **keywords):
-    """The full state on rank 0, in messages of a few bytes; None elsewhere."""
+    """The full state on rank 0, gathered in messages of a few bytes; None on other ranks."""
     recording = Recording(group)
     full = DistributedStateCollector(recording).gather_full_state(source, max_bytes=64, **keywords)
     assert recording.largest <= 64
@@ -92,7 +92,7 @@ def gathered(group, source, **keywords):
 
 
 def merged(group, source):
-    """The full state on every rank, of states that travelled as a whole."""
+    """The full state on every rank, merged from states that were sent whole."""
     collector = DistributedStateCollector(group)
     state = dict(collector.collect_local_state(source))
     states = [pickle.loads(data) for data in group.gather_bytes(pickle.dumps(state))]
@@ -100,15 +100,15 @@ def merged(group, source):
 
 
 def fill(module):
-    """Other elements, so that a broadcast has something to do."""
+    """Set other elements, so that a broadcast changes them."""
     with torch.no_grad():
         for tensor in [*module.parameters(), *module.buffers()]:
             tensor.fill_(-1)
 
 
 def sent_back(group, module, full):
-    """Let rank 0 send a full state into a module that gets other elements first."""
-    if full is not None:  # replicas are the module's own
+    """Rank 0 distributes a full state into a module that first got other elements."""
+    if full is not None:  # replicas are the module's own arrays
         full = {name: value.clone() for name, value in full.items()}
     fill(module)
     recording = Recording(group)
@@ -278,7 +278,7 @@ def a_module_between_forward_and_backward_has_its_shards(group):
 @scenario
 def memory_is_bounded(group):
     rows, columns = 4096, 1024
-    layout = Layout.axis(1, group.world_size)  # nothing lies in one piece at the root
+    layout = Layout.axis(1, group.world_size)  # no parameter is contiguous at the root
     shape = (rows, columns)
     part = np.full(layout.shape(shape, group.rank), group.rank, np.float32)
     state = {"w": mlstate.checkpoint.Shard(part, layout, group.rank, shape=shape)}
@@ -470,7 +470,7 @@ def tensor_parallel_modules_under_fsdp_are_assembled(group):
     fully_shard(module, mesh=mesh["dp"])
     shard = DistributedStateCollector(group).collect_local_state(module)["0.weight"]
     assert shard.layout == Layout([(0, 2), (0, 2)])
-    assert shard.index == (group.rank % 2) * 2 + group.rank // 2  # tensor parallel cuts first
+    assert shard.index == (group.rank % 2) * 2 + group.rank // 2  # tensor parallelism divides first
     full = gathered(group, module)
     if full is not None:
         same(full, plain.state_dict())

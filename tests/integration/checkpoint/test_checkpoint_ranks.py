@@ -1,4 +1,4 @@
-"""Checkpoints of two and three real ranks over gloo, loaded by worlds of other sizes."""
+"""Checkpoints of two and three processes over gloo, loaded by worlds of other sizes."""
 
 from pathlib import Path
 

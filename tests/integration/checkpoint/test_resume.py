@@ -1,7 +1,7 @@
-"""Training that was killed goes on: on as many ranks with the same bits, on others with the state.
+"""Killed training resumes: with the same bits on as many ranks, with the same state on others.
 
-Each case trains a small transformer on real processes, saves, kills them by signal 9, and resumes
-on new ones. What torch gathers before and after is compared bit for bit.
+Each case trains a small transformer on several processes, saves, kills them by signal 9, and
+resumes on new ones. The states that torch gathers before and after are compared bit for bit.
 """
 
 import pytest
@@ -14,7 +14,7 @@ rank_jobs.skip_without_gloo()
 
 FEW = [("plain", "adafactor"), ("fsdp1", "adam"), ("fsdp2", "adamw")]
 KINDS = ["plain", "fsdp1", "fsdp1-orig", "fsdp2"]
-# torch's own Adafactor does not run on DTensors, and knows no rows of flat parameters
+# torch's Adafactor does not run on DTensors, and does not know the rows of flat parameters
 ALL = [(kind, name) for kind in KINDS for name in ("adam", "adamw", "momentum")]
 ALL += [("plain", "adafactor"), ("fsdp1", "adafactor")]
 
@@ -24,7 +24,7 @@ def check_resumed(folder, cases, saved, world, *, same_bits):
 
 
 def check_each_resumed(folders, cases, saved, world, *, same_bits):
-    """One start of processes resumes from all folders."""
+    """One group of processes resumes from all folders."""
     resumed = [(kind, name, saved, other) for kind, name, other in cases]
     resume_jobs.resume(world, resumed, *folders)
     for folder in folders:
@@ -40,14 +40,15 @@ def compare(folder, cases, saved, world, same_bits):
         if same_bits:
             assert resumed_losses == whole, what
         elif (other, name) != ("fsdp1", "adafactor"):
-            # that one measures each rank's piece; the means of others are of the same sequences
+            # FSDP1's Adafactor measures each rank's piece, so its bits depend on the world; mean
+            # losses of the others cover the same sequences in every world
             assert resume_jobs.means(resumed_losses) == pytest.approx(
                 resume_jobs.means(whole), rel=2e-4
             ), what
 
 
 def test_two_ranks_go_on_with_the_same_bits(tmp_path):
-    """From saves that the training waits for, and from one that is written while it goes on."""
+    """From saves that the training waits for, and from one that is written during training."""
     waited, written = tmp_path / "waited", tmp_path / "written"
     resume_jobs.train_and_kill(2, FEW, waited, (written, 20_000))
     cases = [(k, n, k) for k, n in FEW]

@@ -1,4 +1,4 @@
-"""Sharded modules and their optimizers in checkpoints: two and four real processes over gloo."""
+"""Checkpoints of sharded modules and their optimizers: two and four processes over gloo."""
 
 from pathlib import Path
 

@@ -12,7 +12,7 @@ from mlstate.checkpoint import CheckpointManager, Layout, inspect
 pytestmark = pytest.mark.torch
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch warns of its own internals
+    warnings.simplefilter("ignore")  # warnings about torch's internals
     torch = pytest.importorskip("torch", reason="its modules are what is saved")
 
 OPTIMIZERS = {
@@ -55,7 +55,7 @@ def test_training_goes_on_bit_for_bit(tmp_path, kind, dtype):
     assert saved.step == (0 if kind in ("sgd", "momentum") else 3)
     expected = train(module, optimizer, 4, start=3)
 
-    # in place, of a fresh module and a fresh optimizer
+    # in place, into a new module and a new optimizer
     fresh = model(dtype)
     other = OPTIMIZERS[kind](fresh.parameters())
     pointers = [p.data_ptr() for p in fresh.parameters()]
@@ -172,7 +172,7 @@ def negated():
 
 
 def test_a_view_that_is_negated_when_read_is_refused_everywhere(tmp_path):
-    """Its memory has the other sign, and __dlpack__ exports that."""
+    """Its memory has the opposite sign, and __dlpack__ exports the memory."""
     path, view, array = tmp_path / "c", negated(), np.zeros(1, np.float32)
     layout = Layout.rows(1)
     calls = [

@@ -1,4 +1,4 @@
-"""States to and from files of torch: bit for bit, and readable by torch without mlstate."""
+"""States to and from torch files: bit for bit, and readable by torch without mlstate."""
 
 import datetime
 import pickle
@@ -25,7 +25,7 @@ from mlstate.checkpoint._files.convert import format_of, read_any, write_any
 pytestmark = pytest.mark.torch
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch warns of its own internals
+    warnings.simplefilter("ignore")  # warnings about torch's internals
     torch = pytest.importorskip("torch", reason="torch is the peer to agree with")
     dcp = pytest.importorskip("torch.distributed.checkpoint", reason="torch's own checkpoints")
 pytest.importorskip("ml_dtypes", reason="torch has bfloat16")
@@ -40,7 +40,7 @@ OPTIMIZERS = {
 if hasattr(optim, "Adafactor"):  # since torch 2.5
     OPTIMIZERS["Adafactor"] = lambda p: optim.Adafactor(p, lr=1e-2)
 FORMATS = ["pt", "dcp", "npz", "safetensors", "checkpoint"]
-NAMED = {"checkpoint": "mlstate"}  # which no suffix says
+NAMED = {"checkpoint": "mlstate"}  # a format without a suffix
 
 
 def make(optimizer, seed=0, dtype=torch.float32):
@@ -64,7 +64,7 @@ def train(module, optimizer, first, last):
 
 
 def assert_same_tree(found, expected):
-    """Tensors by their bits and dtype, lists and tuples alike."""
+    """Tensors equal in bits and dtype; lists and tuples count as equal."""
     if isinstance(expected, torch.Tensor):
         assert isinstance(found, torch.Tensor)
         assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
@@ -88,12 +88,12 @@ def write_by_torch(path, tree):
         torch.save(tree, path)
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process
+        warnings.simplefilter("ignore")  # torch warns that there is only one process
         dcp.save(tree, checkpoint_id=path, no_dist=True)
 
 
 def read_by_torch(path, tree):
-    """Read what mlstate wrote, as a user without it would: `tree` has the shapes."""
+    """Read mlstate's file as a user without mlstate would; `tree` provides the shapes."""
     if path.suffix == ".pt":
         return torch.load(path, weights_only=True)
     with warnings.catch_warnings():
@@ -102,10 +102,11 @@ def read_by_torch(path, tree):
     return tree
 
 
-# ---- whole trips ----
+# ---- round trips ----
 
 
-# "all" passes each optimizer's state through every format, so one of them shows each by itself.
+# "all" passes each optimizer's state through every format, so that one optimizer covers each format
+# alone.
 TRIPS = [
     pytest.param(
         way, start, end, name,
@@ -119,7 +120,7 @@ TRIPS = [
 
 @pytest.mark.parametrize(("way", "start", "end", "optimizer_name"), TRIPS)
 def test_training_goes_on_bit_for_bit(tmp_path, way, start, end, optimizer_name):
-    """From torch's file, through another format, to torch's file again."""
+    """From torch's file, through another format, to a torch file again."""
     make_optimizer = OPTIMIZERS[optimizer_name]
     whole, optimizer = make(make_optimizer)
     train(whole, optimizer, 0, 6)
@@ -137,7 +138,7 @@ def test_training_goes_on_bit_for_bit(tmp_path, way, start, end, optimizer_name)
     write_any(path, *parts)
 
     second, new = make(make_optimizer, seed=9)
-    train(second, new, 0, 1)  # so that there is a state to be replaced
+    train(second, new, 0, 1)  # so that there is a state to replace
     tree = {"model": second.state_dict(), "optimizer": new.state_dict()}
     found = read_by_torch(path, tree)
     assert_same_tree(found["model"], dict(first.state_dict()))
@@ -209,7 +210,7 @@ def test_plain_state_dicts_are_models(tmp_path, legacy):
 def test_a_file_is_mapped_not_read(tmp_path):
     torch.save({"w": torch.zeros(1 << 20)}, tmp_path / "a.pt")
     found = read_any(tmp_path / "a.pt")[0]["w"]
-    found[0] = 1  # a page of ours
+    found[0] = 1  # a private page
     assert torch.load(tmp_path / "a.pt", weights_only=True)["w"][0] == 0
 
 
@@ -238,7 +239,7 @@ def test_an_optimizer_alone(tmp_path):
 
 
 def test_names_of_parameters_are_kept(tmp_path):
-    """As of an optimizer that was given names, or as FSDP gathers them."""
+    """State of an optimizer with named parameters, or as FSDP gathers it."""
     state = {"exp_avg": torch.ones(2), "step": 3}
     numbered = {
         "state": {0: state, 1: {}},
@@ -308,7 +309,7 @@ def test_torch_reads_it_without_mlstate(tmp_path):
 
 
 class Strange:
-    """Something that only a pickle can bring back."""
+    """An object that only unpickling can restore."""
 
 
 def groups(params, state):
@@ -363,7 +364,7 @@ def test_a_damaged_file_is_refused(tmp_path, keep):
 
 
 class Trap:
-    """Would write a file, if a reader ran what it finds."""
+    """Would write a file, if a reader executed the pickle."""
 
     def __init__(self, path):
         self.path = path
@@ -443,7 +444,7 @@ def test_shards_of_two_ranks_become_whole(tmp_path):
 def test_a_directory_with_something_in_it_is_left_alone(tmp_path):
     target = tmp_path / "a.dcp"
     target.mkdir()
-    write_any(target, {"w": np.ones(2)})  # empty: taken
+    write_any(target, {"w": np.ones(2)})  # an empty folder is accepted
     before = sorted(p.name for p in target.iterdir())
     with pytest.raises(StoreError, match="exists already"):
         write_any(target, {"w": np.zeros(2)})

@@ -1,4 +1,4 @@
-"""State of torch's optimizers: by name, without copies, and training goes on bit for bit."""
+"""State of torch optimizers: by name, without copies; training resumes bit for bit."""
 
 import json
 import warnings
@@ -11,7 +11,7 @@ from mlstate import CompatibilityError, OptimizerStateDict, StateDict
 pytestmark = pytest.mark.torch
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch warns of its own internals
+    warnings.simplefilter("ignore")  # warnings about torch's internals
     torch = pytest.importorskip("torch", reason="torch is the peer to agree with")
 
 optim = torch.optim
@@ -80,7 +80,7 @@ if hasattr(optim, "Adafactor"):  # since torch 2.5
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_training_goes_on_bit_for_bit(make):
-    """Three steps, the state as text and arrays into fresh objects, three more."""
+    """Three steps, the state as text and arrays into new objects, three more steps."""
     whole = model()
     optimizer = make(whole.parameters())
     train(whole, optimizer, 0, 6)
@@ -184,7 +184,7 @@ def test_names_from_a_list_from_the_optimizer_and_numbered():
     ]
     listed = OptimizerStateDict.from_torch(optimizer, iter(["a", "b", "c", "d"]))
     assert listed.parameters() == ["a", "b", "c"]
-    if "param_names" in optim.Adam(module.named_parameters()).param_groups[0]:  # torch 2.6
+    if "param_names" in optim.Adam(module.named_parameters()).param_groups[0]:  # since torch 2.6
         named = optim.Adam(module.named_parameters())
         named.load_state_dict(listed.to_torch(named, list("abcd")))
         assert named.param_groups[0]["param_names"] == [n for n, _ in module.named_parameters()]
@@ -229,7 +229,7 @@ def test_only_optimizers_have_such_state():
         OptimizerStateDict.from_torch(model())
 
 
-# ---- what cannot be said in arrays and names ----
+# ---- unsupported state ----
 
 
 def test_lists_are_refused_by_name():
@@ -345,7 +345,7 @@ def test_a_state_without_groups_or_rate_keeps_the_optimizers_rate():
     assert loaded["param_groups"][0]["lr"] == 0.7
 
 
-# ---- checked before anything is loaded ----
+# ---- checks before anything is loaded ----
 
 
 def trained():
@@ -447,7 +447,7 @@ def test_copies_are_asked_for():
 
 
 def test_torch_casts_states_to_the_parameters_dtype():
-    """What torch itself does on loading: the docs say so."""
+    """torch's own load_state_dict does the same."""
     module = model(dtype=torch.bfloat16)
     optimizer = optim.Adam(module.parameters())
     state = OptimizerStateDict(

@@ -1,4 +1,4 @@
-"""States of torch modules on several ranks: two and four real processes over gloo."""
+"""States of torch modules on several ranks: two and four processes over gloo."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Torch modules and optimizers as places to load into, in one process."""
+"""Loading into torch modules and optimizers, in one process."""
 
 import warnings
 
@@ -12,7 +12,7 @@ from mlstate.checkpoint import Layout
 pytestmark = pytest.mark.torch
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch warns of its own internals
+    warnings.simplefilter("ignore")  # warnings about torch's internals
     torch = pytest.importorskip("torch", reason="its modules are what is filled")
 
 

@@ -1,4 +1,4 @@
-"""The example that trains: its losses have the same bits with every method and engine."""
+"""The training example: its losses have the same bits with every method and engine."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ if not EXAMPLE.exists():
 
 
 def run(program, *arguments):
-    """Run a program with the package under test; return what it printed."""
+    """Run a program with the package under test; return its output."""
     ((status, out, err),) = rank_jobs.run(program, [arguments], 290)
     assert status == 0, out[-1000:] + err[-3000:]
     return out
@@ -28,7 +28,7 @@ def run(program, *arguments):
 
 @pytest.fixture(scope="module")
 def trained():
-    """What a job of so many ranks found, by their number."""
+    """The results of a job, by number of ranks."""
     found = {}
 
     def of(world):
@@ -47,7 +47,7 @@ def test_two_ranks_have_the_bits_of_fsdp2(trained):
     printed = trained(2)["printed"]
     theirs = printed.pop("fsdp2, gloo, rows")
     assert [line.split()[0] for line in theirs.splitlines()] == [str(i) for i in range(STEPS[2])]
-    assert losses(theirs)[-1] < 0.7 * losses(theirs)[0]  # it learns
+    assert losses(theirs)[-1] < 0.7 * losses(theirs)[0]  # the loss decreases
     resumed = printed.pop("resumed")
     assert printed == dict.fromkeys(printed, theirs)
     assert len(printed) == 5
@@ -64,7 +64,7 @@ def test_four_ranks_have_one_curve_and_gloo_sums_in_another_order(trained):
     assert len(printed) == 5
     assert resumed.splitlines() == ours.splitlines()[: STEPS[4] // 2]
     assert losses(theirs) == pytest.approx(losses(ours), rel=1e-4)
-    assert losses(theirs)[0] == losses(ours)[0]  # nothing was reduced before the first loss
+    assert losses(theirs)[0] == losses(ours)[0]  # the first loss precedes any reduction
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
@@ -72,7 +72,7 @@ def test_gradients_are_sums_in_the_order_of_ranks(trained, world):
     counts = trained(world)["differing"]
     elements, other, none = counts["ours"]
     assert elements > 100_000 and other == none == 0
-    # those of gloo are sums of the same numbers, in an order that depends on their place
+    # gloo adds the same numbers, in an order that depends on the position
     assert counts["gloo"][0] == elements
     assert counts["gloo"][2] == 0
     if world == 2:

@@ -1,6 +1,6 @@
-"""What test_train_sharded.py starts: the example's training with every method, in one job.
+"""The ranks of test_train_sharded.py: the example's training with every method, in one job.
 
-Prints one line of JSON: what each method printed, and how many gradients differ by their bits.
+Prints one line of JSON: the output of each method, and the number of gradients with other bits.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from argparse import Namespace
 from pathlib import Path
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch warns of its own internals
+    warnings.simplefilter("ignore")  # warnings about torch's internals
     import torch
     import torch.distributed as dist
 
@@ -40,7 +40,7 @@ def example():
 
 
 def first_gradients(module, group, reduced_by):
-    """The full gradients of the first step, by name, as FSDP2 has them."""
+    """The full gradients of the first step, by name, as FSDP2 computes them."""
     torch.manual_seed(0)
     trained = module.WithFSDP2(module.Model(), group, ours=False)
     if reduced_by is not None:
@@ -72,7 +72,7 @@ def in_rank_order(values):
 
 
 def in_any_order(values):
-    """The sums of a few tensors in every order there is: 1 of two, 3 of three, 15 of four."""
+    """The sums of a few tensors in every order: 1 of two, 3 of three, 15 of four."""
     if len(values) == 1:
         return [values[0]]
     first, *rest = values
@@ -85,7 +85,7 @@ def in_any_order(values):
 
 
 def differing(found, ranks):
-    """Elements: all, those that are not sums in the order of ranks, and in no order at all."""
+    """Counts of elements: all, those unequal to the rank-order sum, those equal to no order."""
     other = none = 0
     for name, gradient in found.items():
         values = [of[name] for of in ranks]
@@ -97,7 +97,7 @@ def differing(found, ranks):
 
 def every_method(group, steps, folder):
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # of torch: FSDP2 warns of itself
+    warnings.simplefilter("ignore")  # FSDP2 warns about itself
     module = example()
     store = dist.FileStore(f"{folder}/store", group.world_size)
     dist.init_process_group("gloo", store=store, rank=group.rank, world_size=group.world_size)

@@ -1,6 +1,6 @@
-"""What each rank does in test_resume_ranks.py: checkpoints of sharded modules, one at a time.
+"""The ranks of test_resume_ranks.py: checkpoints of sharded modules, one at a time.
 
-`python training_ranks.py STORE RANK RANKS SCENARIO...`; folders are made beside STORE.
+`python training_ranks.py STORE RANK RANKS SCENARIO...`; folders are created next to STORE.
 """
 
 import copy
@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch warns of its own internals
+    warnings.simplefilter("ignore")  # warnings about torch's internals
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -38,7 +38,7 @@ def folder_of(name):
 
 
 def model(dtype=torch.float32, seed=0):
-    """Five rows: uneven over two ranks, none for the last of four."""
+    """Five rows: uneven on two ranks, none for the last of four."""
     torch.manual_seed(seed)
     layers = torch.nn.Sequential(
         torch.nn.Linear(3, 5), torch.nn.LayerNorm(5), torch.nn.Tanh(), torch.nn.Linear(5, 1)
@@ -81,7 +81,7 @@ def bits(tensor):
 
 
 def local_bits(module, optimizer):
-    """What this rank has, bit for bit: of parameters, buffers and states."""
+    """This rank's data, bit for bit: parameters, buffers and states."""
     found = [bits(t) for t in [*module.parameters(), *module.buffers()]]
     for parameter in module.parameters():
         for name, value in sorted(optimizer.state.get(parameter, {}).items()):
@@ -112,7 +112,7 @@ def every_kind_is_filled_where_it_lies(group):
         other = torch.optim.Adam(fresh.parameters(), lr=0.5)
         pointers = [p.data_ptr() for p in fresh.parameters()]
         with torch.no_grad():
-            fresh(torch.ones(2, 3))  # leaves what was gathered of the old elements
+            fresh(torch.ones(2, 3))  # invalidates what was gathered from the old elements
         mlstate.load(folder, into={"model": fresh, "optimizer": other}, group=group)
         assert [p.data_ptr() for p in fresh.parameters()] == pointers
         assert other.param_groups[0]["lr"] == 1e-3
@@ -123,7 +123,7 @@ def every_kind_is_filled_where_it_lies(group):
         train(fresh, other, steps=1)
         mlstate.load(folder, into={"model": fresh, "optimizer": other}, group=group)
         now = [s["exp_avg"].data_ptr() for s in other.state.values() if "exp_avg" in s]
-        assert held == now  # states that are there are filled too
+        assert held == now  # existing states are filled too
         same(local_bits(fresh, other), expected)
 
 
@@ -184,7 +184,7 @@ def tied_weights_are_one_tensor_under_two_names(group):
 
 
 class Factored(torch.optim.Optimizer):
-    """Keeps squares of gradients by rows and columns, as DTensors cut along their own axes."""
+    """Keeps squares of gradients by rows and columns, as DTensors with their own placement."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 0.1})
@@ -287,7 +287,7 @@ def steps_of_a_run_are_kept_by_a_manager(group):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             into = {"model": module, "optimizer": optimizer}
-            # the damage is in what one rank reads: all go back to the step before
+            # one rank reads the damaged part: all ranks fall back to the previous step
             assert manager.restore_latest(into=into, group=group).step == 1
         assert any(
             not torch.equal(a, b)
@@ -297,7 +297,7 @@ def steps_of_a_run_are_kept_by_a_manager(group):
     group.barrier()
 
 
-# ---- what is refused ----
+# ---- errors ----
 
 
 @scenario
@@ -339,11 +339,11 @@ def other_names_and_shapes_are_refused_on_every_rank(group):
         shape[0] = torch.nn.Linear(3, 6)
         shape[1], shape[3] = torch.nn.LayerNorm(6), torch.nn.Linear(6, 1)
         refused(shape, kind, "0.bias")
-        turned = model()  # as many elements
+        turned = model()  # with the same number of elements
         turned[0].weight = torch.nn.Parameter(torch.zeros(1, 15))
         refused(turned, kind, "0.weight")
         refused(torch.nn.Sequential(model()), kind, "Missing key(s)")
-    # what one rank alone finds is an error on all, before anything is changed
+    # an error that only one rank finds is raised on all, before anything is changed
     own = model(seed=3)
     if group.rank == 1:
         own[0] = torch.nn.Linear(3, 4)
@@ -372,7 +372,7 @@ def an_optimizer_of_another_module_is_refused(group):
         raises(ValueError, words, mlstate.save, folder, module, optimizer, group=group)
     early = model()
     optimizer = torch.optim.Adam(early.parameters())
-    module = sharded(early)  # which gives the module other parameters
+    module = sharded(early)  # this replaces the module's parameters
     words = "after fully_shard an optimizer has to be made anew"
     raises(ValueError, words, mlstate.save, folder, module, optimizer, group=group)
     assert mlstate.verify(folder)

@@ -1,4 +1,4 @@
-"""What each rank does in test_collect_engines.py: states gathered and sent out.
+"""The ranks of test_collect_engines.py: states gathered and distributed.
 
 `mpiexec -n RANKS python collect_ranks.py` prints one line for each rank: its number and "ok".
 """
@@ -11,7 +11,7 @@ from mlstate.distributed import DistributedStateCollector
 
 
 def gathered_and_sent_back(collector, layout):
-    """Every rank's part of a tensor becomes the tensor on the last rank, and its part again."""
+    """Gather the parts of a tensor on the last rank, and send the parts back."""
     rank, root = collector.group.rank, collector.group.world_size - 1
     whole = np.arange(35_000, dtype=np.float32).reshape(50, 700)
     state = {"w": layout.shard(whole, rank), "b": np.ones(4)}
@@ -38,13 +38,13 @@ def differences_are_said_on_every_rank(collector):
 
 
 def collect(group):
-    """All of it, on any engine."""
+    """All scenarios, on any engine."""
     collector = DistributedStateCollector(group)
     world = group.world_size
     for layout in (Layout.rows(world), Layout.axis(1, world), Layout.flat(world)):
         gathered_and_sent_back(collector, layout)
     differences_are_said_on_every_rank(collector)
-    collector.gather_full_state({"w": np.ones(3)})  # the group goes on
+    collector.gather_full_state({"w": np.ones(3)})  # the group stays usable
     return f"{group.rank} ok"
 
 

@@ -1,4 +1,4 @@
-"""What each rank does in test_torch_group.py; MPI jobs run some of it too."""
+"""The ranks of test_torch_group.py; MPI jobs run some of the scenarios too."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ from group_model import (
 from torch_processes import SCENARIOS, main, scenario
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch warns of its own internals
+    warnings.simplefilter("ignore")  # warnings about torch's internals
     import torch
     import torch.distributed as dist
 
@@ -78,7 +78,7 @@ def rows_are_scattered_and_gathered(group):
     total = sum(np.arange(world * 6.0).reshape(world * 2, 3) + r for r in range(world))
     same_bits(mine, total[rank * 2 : rank * 2 + 2])
     same_bits(group.all_gather(mine), total)
-    counts = [0, *range(3, 3 + world - 1)]  # rank 0 has none
+    counts = [0, *range(3, 3 + world - 1)]  # rank 0 has no elements
     rows = np.full((counts[rank], 2), rank, np.int16)
     expected = np.repeat(np.arange(world, dtype=np.int16), counts)[:, None] * [[1, 1]]
     same_bits(group.all_gather(rows, counts=counts), expected.astype(np.int16))
@@ -115,7 +115,7 @@ def rows_go_to_each_rank(group):
     assert found.tolist() == [100 * r + 2 * rank + i for r in range(world) for i in (0, 1)]
     assert group.all_to_all(array, out=array) is array
     assert array.tolist() == found.tolist()
-    # rank r sends r rows to each; so it gets s rows from rank s
+    # rank r sends r rows to each rank, and receives s rows from rank s
     rows = np.full((rank * world, 2), rank, np.float32)
     found = group.all_to_all(rows, counts=[rank] * world, out_counts=range(world))
     same_bits(
@@ -157,7 +157,7 @@ def out_is_filled_where_it_lies(group):
     swapped = mine.astype(">f4")
     same_bits(group.all_reduce(swapped), total.astype(">f4"))
     assert group.all_reduce(swapped[:0]).shape == group.reduce_scatter(swapped[:0]).shape == (0,)
-    odd = np.empty(world * 40_000 + 1, np.uint8)[1:].view("f4")  # at an odd address
+    odd = np.empty(world * 40_000 + 1, np.uint8)[1:].view("f4")  # at an unaligned address
     odd[...] = mine
     assert group.all_reduce(odd, out=odd) is odd
     same_bits(odd.copy(), total)
@@ -181,7 +181,7 @@ def nothing_is_copied_on_the_way(group):
     group.all_reduce(out, op="max", out=out)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 1 << 19, peak  # of NumPy's memory
+    assert peak < 1 << 19, peak  # of memory that NumPy allocates
 
 
 @scenario
@@ -210,7 +210,7 @@ def async_operations_keep_their_order(group):
     for number in range(5):
         works.append(group.all_reduce(everyones[rank] * number, async_op=True, timeout=30))
         works.append(group.gather_bytes(b"%d" % (rank * number), async_op=True))
-    plain = group.all_gather(np.array([rank]))  # behind them
+    plain = group.all_gather(np.array([rank]))  # after them
     assert plain.tolist() == list(range(world))
     assert all(isinstance(work, Work) for work in works)
     for number in reversed(range(5)):
@@ -223,7 +223,7 @@ def async_operations_keep_their_order(group):
 
 @scenario
 def several_threads_use_one_group(group):
-    """Each operation is whole; which comes first is up to the ranks, so all are alike."""
+    """Operations do not mix. Their order depends on the ranks, so all are alike."""
     found = []
 
     def work():
@@ -303,7 +303,7 @@ def a_checked_group_tells_calls_that_do_not_go_together(group):
         else:
             assert text in str(caught), (text, str(caught))
         assert caught.rank == rank
-    checked.barrier()  # nothing was sent: the group goes on
+    checked.barrier()  # nothing was sent: the group stays usable
 
 
 @scenario
@@ -337,7 +337,7 @@ def a_closed_group_says_so(group):
     caught = raises(CollectiveError, "this group was closed", other.barrier)
     assert (caught.name, caught.rank) == ("barrier", group.rank)
     other.close()
-    group.barrier()  # torch's group lives on
+    group.barrier()  # torch's group still exists
 
 
 @scenario
@@ -354,7 +354,7 @@ def a_part_of_the_ranks_is_a_group(group):
     group.barrier()
 
 
-# ---- failures: each in processes of its own ----
+# ---- failures: each in new processes ----
 
 
 @scenario
@@ -372,7 +372,7 @@ def a_rank_that_does_not_come_is_a_timeout(group):
         assert (caught.name, caught.rank) == ("all_reduce", 0)
         raises(CollectiveError, "broken by all_reduce, which failed", group.barrier)
     else:
-        sys.stdin.readline()  # until rank 0 is through
+        sys.stdin.readline()  # until rank 0 has finished
 
 
 def stop_at_once(name):
@@ -446,7 +446,7 @@ def a_rank_that_dies_is_seen(group):
 
 @scenario
 def what_fails_half_way_breaks_the_group(group):
-    """Memory that ran out, a key that was pressed: ranks are not at one place any more."""
+    """Out of memory, or Ctrl-C: the ranks are out of step."""
     from mlstate.integrations.torch._collectives import exchange as _exchange
 
     def fail(*_):
@@ -460,7 +460,7 @@ def what_fails_half_way_breaks_the_group(group):
     else:
         assert group.all_reduce(np.zeros(3)).tolist() == [0, 0, 0]
         raises(TypeError, "sparse", group.broadcast, torch.eye(2).to_sparse(), root=1)
-        assert repr(group) == "TorchGroup(rank 1 of 2)"  # nothing had begun
+        assert repr(group) == "TorchGroup(rank 1 of 2)"  # nothing had started
 
 
 @scenario

@@ -1,7 +1,7 @@
-"""What each rank does in test_local_processes.py: functions that LocalGroup.run can send.
+"""The ranks of test_local_processes.py: functions that LocalGroup.run can pickle.
 
 `python local_ranks.py` joins the group that a launcher describes; `python local_ranks.py wait
-FOLDER` runs ranks that wait until somebody presses Ctrl-C.
+FOLDER` runs ranks that wait for Ctrl-C.
 """
 
 import os
@@ -17,15 +17,15 @@ from group_model import inputs, raises, reduced, same_bits
 from mlstate import CollectiveError
 from mlstate.collectives import LocalGroup
 
-LONG = 60.0  # seconds that nobody waits for
-LARGE = 3_000_001  # float32: more than the memory that ranks share
+LONG = 60.0  # seconds, more than any test waits
+LARGE = 3_000_001  # float32 elements: more than the shared memory
 
 
-# ---- what goes well ----
+# ---- success ----
 
 
 def every_operation(group, scale=1):
-    """One call of each, against NumPy."""
+    """One call of each operation, compared with NumPy."""
     world, rank = group.world_size, group.rank
     everyones = [array * np.float32(scale) for array in inputs(world, 10_000 * world, "float32")]
     mine, total = everyones[rank], reduced(everyones, "sum")
@@ -61,7 +61,7 @@ def arrays_larger_than_the_memory_that_is_shared(group):
 
 
 def runs_of_their_own(group):
-    """Each rank starts a group of its own, and goes on."""
+    """Each rank starts another group, and continues."""
     inner = LocalGroup.run(every_operation, 2, start_method="fork", timeout=LONG)
     assert [rank for rank, _ in inner] == [0, 1]
     assert os.getpid() not in [process for _, process in inner]
@@ -69,7 +69,7 @@ def runs_of_their_own(group):
 
 
 def forked_children_are_no_members(group):
-    """A child is refused and its end changes nothing; the same with an exit of Python's own."""
+    """A forked child is refused; neither its exit nor its exec changes anything."""
     for leave in (os._exit, sys.exit):
         group.barrier()
         process = os.fork()
@@ -89,11 +89,11 @@ def forked_children_are_no_members(group):
         every_operation(group)
 
 
-# ---- what does not ----
+# ---- failures ----
 
 
 class OddError(Exception):
-    """Cannot be unpickled: it takes two arguments and keeps one."""
+    """Cannot be unpickled: it takes two arguments and stores one."""
 
     def __init__(self, first, second):
         super().__init__(first)
@@ -116,14 +116,14 @@ def fail(group, who, what):
 
 
 def note(folder, group, text):
-    """Leave a text for the test, whole or not at all."""
+    """Leave a text for the test, atomically."""
     path = Path(folder) / f"rank{group.rank}"
     path.with_suffix(".new").write_text(text)
     path.with_suffix(".new").rename(path)
 
 
 def survive(group, folder, call):
-    """Tell what a call raised after how long, and that the group is of no use any more."""
+    """Report what a call raised and after how long, and check that the group is unusable."""
     began = time.monotonic()
     try:
         call()
@@ -149,7 +149,7 @@ OPERATIONS = {
 
 
 def be_killed_in(group, folder, name, who=1):
-    """One rank is killed while it takes part in an operation, over and over."""
+    """One rank is killed while it takes part in operations in a loop."""
     pids = [int(text) for text in group.gather_bytes(b"%d" % os.getpid())]
     if group.rank == who:
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -164,21 +164,21 @@ def be_killed_in(group, folder, name, who=1):
 
 
 def be_killed_while_waiting(group, folder):
-    """The last rank kills one that waits for it, and only then calls."""
+    """The last rank kills one that waits for it, and only then makes the call."""
     pids = [int(text) for text in group.gather_bytes(b"%d" % os.getpid())]
     last = group.world_size - 1
     if group.rank == last:
         os.kill(pids[1], signal.SIGKILL)
 
     def call():
-        for _ in range(3):  # the rank may have given all that the first needs
+        for _ in range(3):  # the rank may have sent all that the first operation needs
             group.all_reduce(np.ones(9), timeout=LONG)
 
     return survive(group, folder, call)
 
 
 def be_stopped(group, folder):
-    """One rank is stopped (SIGSTOP), and the others do not wait for ever."""
+    """One rank is stopped (SIGSTOP); the others do not wait for ever."""
     pids = [int(text) for text in group.gather_bytes(b"%d" % os.getpid())]
     if group.rank == 1:
         for _ in range(2):  # it may have taken part in the first before it stopped
@@ -206,7 +206,7 @@ def be_interrupted(group, folder):
         group.all_gather(np.ones(1), timeout=LONG)
 
     if group.rank == group.world_size - 1:
-        time.sleep(0.1)  # until it waits, most probably; earlier or later makes no difference
+        time.sleep(0.1)  # probably long enough for it to wait; other moments make no difference
         os.kill(pids[0], signal.SIGINT)
         end = time.monotonic() + LONG
         while "interrupted" not in repr(group) and time.monotonic() < end:

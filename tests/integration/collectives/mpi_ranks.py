@@ -1,8 +1,8 @@
-"""What each rank does in test_mpi.py: started by mpiexec.
+"""The ranks of test_mpi.py, started by mpiexec.
 
-`python mpi_ranks.py SCENARIO...` runs the scenarios and prints one line of JSON from each
-rank and for each scenario: its name, the rank, and "ok" or what went wrong. What every group
-must do is in group_ranks.py and hook_ranks.py, what an MPI job alone does is here.
+`python mpi_ranks.py SCENARIO...` runs the scenarios. Each rank prints one line of JSON for each
+scenario: its name, the rank, and "ok" or the error. Scenarios for every kind of group are in
+group_ranks.py and hook_ranks.py, those for MPI alone are here.
 """
 
 import importlib
@@ -26,7 +26,7 @@ from mlstate import CollectiveError, CompatibilityError
 from mlstate.collectives import ProcessGroup, Work
 from mlstate.integrations.mpi import MPIGroup
 
-# What any group of real processes does, whatever connects them.
+# Scenarios for groups of processes of any engine.
 SHARED = [
     "reductions_have_the_bits_of_sums_in_the_order_of_ranks",
     "nan_wins",
@@ -40,7 +40,7 @@ SHARED = [
     "several_threads_use_one_group",
     "checkpoints_are_saved_and_loaded_by_all",
 ]
-# What buckets of gradients do, on any engine: see hook_ranks.py.
+# Scenarios of gradient buckets on any engine: see hook_ranks.py.
 HOOKS = [
     "scattered_gradients_are_sums_in_the_order_of_ranks",
     "hooks_of_a_model_scatter_sums_in_the_order_of_ranks",
@@ -75,7 +75,7 @@ def messages_of_the_program_do_not_mix_with_the_groups(group):
 
 @scenario
 def long_arrays_travel_in_several_messages(group):
-    """17 MiB and one byte, from every rank as the root, in place and beside it."""
+    """17 MiB and one byte, from every rank as the root, in place and into another array."""
     length = (17 << 20) + 1
     whole = np.arange(length, dtype=np.uint32).astype(np.uint8)
     for root in range(group.world_size):
@@ -119,7 +119,7 @@ def counts_may_be_empty_and_uneven(group):
 
 @scenario
 def a_bucket_is_traded_as_bytes(group):
-    """What buckets of gradients do: uneven parts of one buffer, and short texts before."""
+    """The messages of gradient buckets: short texts, then uneven parts of one buffer."""
     world, rank = group.world_size, group.rank
     sent = [100 * rank + to for to in range(world)]
     wanted = [100 * source + rank for source in range(world)]
@@ -140,7 +140,7 @@ def a_part_of_the_ranks_is_a_group(group):
         with MPIGroup(part) as pair:
             assert (pair.rank, pair.world_size) == (group.rank, 2)
             assert pair.gather_bytes(b"%d" % group.rank) == [b"0", b"1"]
-        part.Free()  # was borrowed
+        part.Free()  # borrowed memory
     else:
         raises(ValueError, "no member", MPIGroup, part)
     with MPIGroup(MPI.COMM_SELF) as alone:
@@ -185,7 +185,7 @@ def tensors_that_were_written_to_have_a_new_version(group):
 
     weight = torch.ones(3, requires_grad=True)
     place = torch.ones(3)
-    product = (weight * place).sum()  # its backward pass needs `place` as it is
+    product = (weight * place).sum()  # its backward pass needs `place` unchanged
     group.all_reduce(as_tensor(np.ones(3, np.float32)), out=place)
     raises(RuntimeError, "modified by an inplace operation", product.backward)
 
@@ -200,17 +200,17 @@ def a_closed_group_says_so(group):
     assert repr(other).endswith(", closed)")
     other.close()
     other.abort()
-    group.barrier()  # the communicator that was given lives on
+    group.barrier()  # the caller's communicator still exists
 
 
 WORKING = [*SHARED, *HOOKS, *OWN]
 
 
-# ---- failures: each with a group of its own, which it breaks ----
+# ---- failures: each breaks its own group ----
 
 
 def await_the_end(group):
-    """Let ranks wait for each other by other means than their group."""
+    """Let ranks wait for each other without their group."""
     deadline, request = time.monotonic() + 100, MPI.COMM_WORLD.Ibarrier()
     while not request.Test():
         assert time.monotonic() < deadline
@@ -226,13 +226,13 @@ def a_rank_that_does_not_come_is_named(group):
         text = str(caught)
         assert f"all_reduce on rank {group.rank}: " in text, text
         assert f"not done after 0.5 s: nothing more came from rank {last}" in text or (
-            "gave up in all_reduce" in text  # the first one tells the others
+            "gave up in all_reduce" in text  # the first one informs the others
         ), text
         assert time.monotonic() - began < 30
         assert (caught.name, caught.rank) == ("all_reduce", group.rank)
         raises(CollectiveError, "broken by all_reduce, which failed", group.barrier)
     await_the_end(group)
-    if group.rank == last:  # comes too late
+    if group.rank == last:  # arrives too late
         twice = (group.all_reduce(np.zeros(9)) for _ in range(2))  # the first one was sent
         raises(CollectiveError, "gave up in all_reduce", list, twice)
 
@@ -294,7 +294,7 @@ def an_abort_ends_what_waits_everywhere(group):
     await_the_end(group)
     other = MPIGroup()
     if group.rank == 0:
-        other.abort()  # while nothing is under way
+        other.abort()  # while no operation is in progress
     else:
         caught = raises(CollectiveError, "", other.barrier)
         known = ("rank 0 aborted the group", "gave up in barrier")
@@ -304,7 +304,7 @@ def an_abort_ends_what_waits_everywhere(group):
 
 @scenario
 def what_fails_half_way_breaks_the_group(group):
-    """Memory that ran out, a key that was pressed: ranks are not at one place any more."""
+    """Out of memory, or Ctrl-C: the ranks are out of step."""
     from mlstate.integrations.mpi import _exchange
 
     def fail(*_):
@@ -317,7 +317,7 @@ def what_fails_half_way_breaks_the_group(group):
         raises(CollectiveError, "broken by all_reduce, which failed", group.barrier)
     else:
         group.all_reduce(np.zeros(3))
-        raises(CollectiveError, " gave up in ", group.barrier)  # rank 0, or who saw that first
+        raises(CollectiveError, " gave up in ", group.barrier)  # rank 0, or the first to notice
     await_the_end(group)
 
 
@@ -346,7 +346,7 @@ def a_group_that_others_do_not_make_is_a_timeout(group):
 
 @scenario
 def with_fewer_threads_operations_are_done_at_once(group):
-    """MPI_THREAD_SERIALIZED and less: an operation's thread must not meet the program's."""
+    """Below MPI_THREAD_MULTIPLE an operation runs in the caller's thread, before it returns."""
     import threading
 
     work = group.all_gather(np.array([group.rank]), async_op=True)
@@ -370,7 +370,7 @@ def with_fewer_threads_operations_are_done_at_once(group):
     else:
         assert "MPI was initialised for one thread" in found[0]
     group.barrier()
-    if group.rank == 0:  # a failure is the work's, too
+    if group.rank == 0:  # the failed operation also fails its work
         work = group.barrier(async_op=True, timeout=0.3)
         raises(CollectiveError, "not done after 0.3 s", work.wait)
     await_the_end(group)
@@ -395,14 +395,14 @@ def an_uncaught_error_under_mpi4py_ends_the_job(group):
 
 
 def function_of(name):
-    """The function of a scenario; only shared ones need torch to be loaded."""
+    """The function of a scenario; only the shared ones import torch."""
     if name in OWN:
         return OWN[name]
     return getattr(importlib.import_module("hook_ranks" if name in HOOKS else "group_ranks"), name)
 
 
 def say(line):
-    """One write for a line: mpiexec mixes what ranks print."""
+    """One write a line, because mpiexec interleaves the output of ranks."""
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
 

@@ -1,4 +1,4 @@
-"""States of ranks that MPI or shared memory connect; torch.distributed has tests of its own."""
+"""States of ranks connected by MPI or shared memory; torch.distributed has other tests."""
 
 import threading
 from pathlib import Path

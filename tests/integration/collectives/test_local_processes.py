@@ -1,4 +1,4 @@
-"""Ranks that are processes of this host: how they meet, what they share, and how they end."""
+"""Ranks that are processes of this host: their rendezvous, shared memory and exit."""
 
 import contextlib
 import gc
@@ -26,24 +26,24 @@ from group_model import inputs, raises, reduced, same_bits
 import mlstate
 from mlstate import CollectiveError
 from mlstate.collectives import LocalGroup
-from mlstate.collectives._local_rendezvous import _address
+from mlstate.collectives._local_rendezvous import _socket_address
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(120),
-    # Python 3.12 and later warn of threads when a process forks: pytest's own watch is one
+    # Python 3.12 and later warn if a process with threads forks; pytest's watchdog is a thread
     pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning"),
 ]
 
-LIMIT = 60.0  # seconds: a hang, not a busy machine, is longer
-SOON = 10.0  # for what is seen in some hundredths of a second on an idle machine
+LIMIT = 60.0  # seconds: much longer than a busy machine needs
+SOON = 10.0  # for events that take tens of milliseconds on an idle machine
 METHODS = ["fork", "spawn"]
 RANKS = Path(local_ranks.__file__)
 LINUX = sys.platform == "linux"
 
 
 def environment(**variables):
-    """The variables for a process that imports the same mlstate, and no launcher's."""
+    """The variables for a process that imports the same mlstate, without a launcher's."""
     helpers = str(Path(mpi_jobs.__file__).parent)
     paths = [str(Path(mlstate.__file__).parents[1]), helpers, os.environ.get("PYTHONPATH", "")]
     launchers = (
@@ -64,7 +64,7 @@ def run(function, *args, world=3, method="fork"):
     return LocalGroup.run(function, world, *args, start_method=method, timeout=LIMIT)
 
 
-# ---- what is left ----
+# ---- leftover resources ----
 
 
 def names_of(folder):
@@ -72,14 +72,14 @@ def names_of(folder):
 
 
 def held():
-    """What this process holds of the system, and files that a group might leave."""
+    """The resources of this process, and files that a group might leave."""
     if not LINUX:
         return [], []
     kinds = []
     for descriptor in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the one that lists them
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
             kinds.append(str(descriptor.readlink()))
-    temporary = ("mlstate-group", f"mlstate-{os.getuid()}-")  # others test here at the same time
+    temporary = ("mlstate-group", f"mlstate-{os.getuid()}-")  # other tests run at the same time
     folders = ("/dev/shm", tempfile.gettempdir())
     files = [name for folder in folders for name in names_of(folder) if name.startswith(temporary)]
     with Path("/proc/self/maps").open() as maps:
@@ -89,11 +89,11 @@ def held():
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(monkeypatch):
-    """Of any test here: no process, descriptor, mapping, file, or place to meet."""
+    """No test here leaves a process, descriptor, mapping, file or socket behind."""
     names = iter(range(1000))
     token = secrets.token_hex(8)
     monkeypatch.setattr(secrets, "token_hex", lambda n: f"{token}-{next(names)}")
-    resource_tracker.ensure_running()  # lives on, once one process was spawned
+    resource_tracker.ensure_running()  # it keeps running after the first spawned process
     before, threads = held(), threading.active_count()
     yield
     assert multiprocessing.active_children() == []
@@ -103,10 +103,10 @@ def nothing_is_left(monkeypatch):
     if LINUX:
         used = Path("/proc/net/unix").read_text()
         for number in range(next(names)):
-            assert _address(f"run-{os.getpid()}-{token}-{number}")[1:] not in used
+            assert _socket_address(f"run-{os.getpid()}-{token}-{number}")[1:] not in used
 
 
-# ---- what goes well ----
+# ---- success ----
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -184,7 +184,7 @@ def test_what_is_not_done_in_time_is_ended(tmp_path):
 
 
 def killed(function, folder, *args, who, world=3, method="fork"):
-    """Run ranks of which one is killed: what each of the others tells."""
+    """Run ranks and kill one of them; return the reports of the others."""
     with pytest.raises(CollectiveError, match="killed by SIGKILL") as caught:
         run(function, str(folder), *args, world=world, method=method)
     assert caught.value.rank == who
@@ -240,7 +240,7 @@ def test_an_interrupted_rank_ends_the_operations_of_all(tmp_path):
 
 
 def processes_of(group):
-    """Those of a process group that live."""
+    """The live processes of a process group."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -275,7 +275,7 @@ def test_ctrl_c_and_a_killed_parent_leave_no_process(whom, method, tmp_path):
             process.send_signal(signal.SIGKILL if "killed" in whom else signal.SIGINT)
         _, said = process.communicate(timeout=LIMIT)
         assert process.returncode == (-signal.SIGKILL if "killed" in whom else 130), said
-        # multiprocessing's own tracker ends a moment after the process that it served
+        # multiprocessing's resource tracker ends a moment after the process it served
         wait_until(lambda: not processes_of(process.pid), "a process is left")
     finally:
         if processes_of(process.pid):
@@ -284,7 +284,7 @@ def test_ctrl_c_and_a_killed_parent_leave_no_process(whom, method, tmp_path):
         process.stderr.close()
 
 
-# ---- meeting by name, and by what launchers say ----
+# ---- joining by name, and by a launcher's variables ----
 
 
 def joined(name, rank, world, timeout, pipe):
@@ -296,7 +296,7 @@ def joined(name, rank, world, timeout, pipe):
 
 
 def join_all(name, claims, timeout=LIMIT):
-    """Let a process join for each claim (rank, world): what they get, or are told."""
+    """Let a process join for each claim (rank, world); return their results or errors."""
     context = multiprocessing.get_context("fork")
     pipes, processes = [], []
     for rank, world in claims:
@@ -359,7 +359,7 @@ def test_a_name_can_be_used_again():
 
 
 def started(commands, **variables):
-    """Run commands at once, each with its variables: what they print, line by line."""
+    """Run commands at once, each with its variables; return their lines of output."""
     pipe = subprocess.PIPE
     processes = [
         subprocess.Popen(
@@ -443,16 +443,16 @@ def test_a_place_that_cannot_be_is_refused(arguments, error):
         LocalGroup.join(*arguments)
 
 
-# ---- strangers ----
+# ---- unknown clients ----
 
 
 def speak(name, said):
-    """Come to the meeting place as a stranger, say this, and return the answer."""
+    """Connect to the rendezvous as an unknown client, send this, and return the answer."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
 
         def there():
             with contextlib.suppress(ConnectionRefusedError):
-                stranger.connect(_address(name))
+                stranger.connect(_socket_address(name))
                 return True
 
         wait_until(there, "rank 0 does not listen")
@@ -467,7 +467,7 @@ def speak(name, said):
 
 @pytest.mark.skipif(not LINUX, reason="knows where the socket is, and how it refuses")
 def test_who_speaks_something_else_is_sent_away():
-    """A stranger at the meeting place neither joins nor keeps others from joining."""
+    """An unknown client at the rendezvous neither joins nor prevents others from joining."""
     name = f"stranger {os.getpid()}"
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
@@ -485,7 +485,7 @@ def test_who_speaks_something_else_is_sent_away():
             assert error.endswith("world_size=2; pass an int from 0 to 1")
         descriptors = Path(f"/proc/{first.pid}/fd")
         kept = len(list(descriptors.iterdir()))
-        for _ in range(20):  # descriptors that strangers send are closed
+        for _ in range(20):  # descriptors sent by unknown clients are closed
             speak(name, b"{}\n")
         assert len(list(descriptors.iterdir())) <= kept + 1
         results = join_all(name, [(1, 2)])
@@ -495,7 +495,7 @@ def test_who_speaks_something_else_is_sent_away():
 
 
 def test_arrays_of_the_parent_are_the_childrens_own():
-    """A forked rank changes a copy, as processes do; results are what comes back."""
+    """A forked rank changes its own copy; only results are returned."""
     array = np.zeros(4)
 
     def add(group):

@@ -10,17 +10,17 @@ import mpi_jobs
 import pytest
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch warns of its own internals
+    warnings.simplefilter("ignore")  # warnings about torch's internals
     pytest.importorskip("torch", reason="ranks exchange tensors, too")
 pytest.importorskip("ml_dtypes", reason="ranks compare bfloat16 in NumPy")
 
-LIMIT = 400  # seconds; jobs take a few, and many times that where others use the cores
+LIMIT = 400  # seconds; jobs take a few, and many times that while others use the cores
 RANKS = Path(__file__).with_name("mpi_ranks.py")
 LISTS = ("SHARED", "HOOKS")
 
 
 def scenarios():
-    """Names of the shared scenarios and of those that ranks run here, in the file's order."""
+    """Names of the shared scenarios and of those in mpi_ranks.py, in the file's order."""
     tree = ast.parse(RANKS.read_text(encoding="utf-8"))
     shared, own = [], []
     for node in tree.body:
@@ -35,7 +35,7 @@ def scenarios():
 
 SHARED, OWN, FAILURES = scenarios()
 WORKING = SHARED + OWN
-# Four processes that load torch take long where there are two cores.
+# Importing torch in four processes takes long on two cores.
 PLAIN = [
     name
     for name in OWN
@@ -59,7 +59,7 @@ def engine(request):
 
 
 def run(engine, ranks, names, **variables):
-    """Run scenarios in one job; return the outcomes by name and rank, and what it said."""
+    """Run scenarios in one job; return the outcomes by name and rank, and the output."""
     status, out, err = mpi_jobs.run(engine, ranks, str(RANKS), *names, **variables)
     found = {}
     for line in out.splitlines():
@@ -79,7 +79,7 @@ def check(found, log, names, ranks):
     assert not wrong, "\n".join([*wrong, log])
 
 
-# Ranks that wait do so busily: three of them on two cores are slow, so one engine has them.
+# MPI ranks wait busily, so three of them on two cores are slow: only one engine runs them.
 JOBS = [
     pytest.param((name, str(ranks)), marks=[] if ranks == usual else [pytest.mark.long])
     for name, usual in zip(mpi_jobs.ENGINES, (3, 2), strict=True)
@@ -89,7 +89,7 @@ JOBS = [
 
 @pytest.fixture(scope="module", params=JOBS, ids="-".join)
 def worked(request):
-    """One job for all: each failure has a group of its own."""
+    """One job for all scenarios: each failure has its own group."""
     name, ranks = request.param[0], int(request.param[1])
     return run(installed(name), ranks, WORKING + FAILURES), ranks
 

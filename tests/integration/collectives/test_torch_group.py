@@ -1,4 +1,4 @@
-"""Groups of torch.distributed: two and three real processes over gloo."""
+"""Groups of torch.distributed: two and three processes over gloo."""
 
 import time
 from pathlib import Path
@@ -65,7 +65,7 @@ def test_torch_must_be_initialised():
 
 
 def test_on_a_device_the_backend_moves_the_bytes():
-    """A process group that notes what it is asked for, with tensors that need no device."""
+    """A process group that records its calls, with tensors that need no device."""
     import torch
 
     from mlstate.integrations.torch import TorchGroup

@@ -1,4 +1,4 @@
-"""What each rank does in test_data_parallel.py: FSDP2 and DDP whose gradients mlstate reduces."""
+"""The ranks of test_data_parallel.py: FSDP2 and DDP whose gradients mlstate reduces."""
 
 import warnings
 
@@ -6,7 +6,7 @@ from group_model import raises
 from torch_processes import main, scenario
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch warns of its own internals
+    warnings.simplefilter("ignore")  # warnings about torch's internals
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -18,7 +18,7 @@ from mlstate.integrations.torch import all_reduce_with, reduce_scatter_with
 
 
 def layers():
-    """Rows that do not divide equally, and a rank without any."""
+    """Rows that do not divide evenly, and a rank without rows."""
     torch.manual_seed(0)
     return torch.nn.Sequential(
         torch.nn.Linear(6, 13), torch.nn.Tanh(), torch.nn.Linear(13, 7), torch.nn.Tanh(),
@@ -48,7 +48,7 @@ def backward(module, inputs):
 
 
 def full(module):
-    """Full gradients of a module of FSDP2."""
+    """The full gradients of an FSDP2 module."""
     return {name: p.grad.full_tensor() for name, p in module.named_parameters()}
 
 
@@ -85,7 +85,7 @@ def same(found, expected):
 def fsdp2_sums_in_the_order_of_ranks(group):
     module = sharded(group.world_size)
     reduce_scatter_with(module, group)
-    for step in range(3):  # memory is used again
+    for step in range(3):  # the memory is reused
         backward(module, data(group.rank, step))
         same(full(module), in_rank_order(group, step=step))
 
@@ -243,7 +243,7 @@ def fsdp2_names_who_is_not_finite(group):
                 assert gradient.isnan().all()
             else:
                 assert torch.equal(gradient, expected[name])
-        backward(module, inputs)  # the group and FSDP2 are as good as before
+        backward(module, inputs)  # the group and FSDP2 still work
         same(full(module), expected)
         reduce_scatter_with(module, group, nonfinite="allow")
         if here:
@@ -305,7 +305,7 @@ def ddp_sums_in_the_order_of_ranks_whatever_the_buckets(group):
     ):
         module = replicated(**keywords)
         all_reduce_with(module, group)
-        for step in range(3):  # DDP makes new buckets after the first
+        for step in range(3):  # DDP rebuilds its buckets after the first step
             backward(module, data(group.rank, step))
             same(own(module), in_rank_order(group, step=step))
 

@@ -1,6 +1,6 @@
-"""What each rank does in test_fsdp_torch.py: gradients of real torch models, by hooks.
+"""The ranks of test_fsdp_torch.py: gradients of torch models, scattered by hooks.
 
-Ranks are threads of one process or processes over gloo; the same functions run as both.
+Ranks are threads of one process or processes over gloo; both run the same functions.
 """
 
 import threading
@@ -12,7 +12,7 @@ from group_model import raises
 from torch_processes import main, scenario
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch warns of its own internals
+    warnings.simplefilter("ignore")  # warnings about torch's internals
     import torch
     from torch import nn
     from torch.nn import functional
@@ -21,7 +21,7 @@ with warnings.catch_warnings():
 from mlstate import CollectiveError
 from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit, clip_grad_norm, sharding_units
 
-SEEDED = threading.Lock()  # of torch's own generator, which threads share
+SEEDED = threading.Lock()  # guards torch's default generator, which threads share
 FAULTS = (CollectiveError, "backward pass on rank")
 
 
@@ -41,14 +41,14 @@ class Block(nn.Module):
 
 
 class Language(nn.Module):
-    """A transformer whose head is its embedding, whose positions are frozen."""
+    """A transformer whose head shares the embedding, and whose positions are frozen."""
 
     def __init__(self, tokens=13, width=10):
         super().__init__()
         self.embedding = nn.Embedding(tokens, width)
         self.positions = nn.Parameter(torch.randn(8, width), requires_grad=False)
         self.blocks = nn.ModuleList([Block(width), Block(width)])
-        self.extra = nn.Linear(width, width)  # used when asked for
+        self.extra = nn.Linear(width, width)  # used on request
         self.head = nn.Linear(width, tokens, bias=False)
         self.head.weight = self.embedding.weight
 
@@ -96,7 +96,7 @@ def square_of(model, rank):
 
 
 def in_rank_order(group, own, divisor=1.0):
-    """Sums of ``own(rank)``, each rank's gradients, in the order of ranks; rounded once."""
+    """The sums of ``own(rank)``, each rank's gradients, in the order of ranks; rounded once."""
     ranks = [own(rank) for rank in range(group.world_size)]
     sums = {}
     for name, first in ranks[0].items():
@@ -108,7 +108,7 @@ def in_rank_order(group, own, divisor=1.0):
 
 
 def own_gradients(loss, make=language):
-    """A function of the rank: gradients before any reduction."""
+    """A function that returns the gradients of a rank before any reduction."""
 
     def of(rank):
         model = make()
@@ -127,7 +127,7 @@ def hooked(group, model, *, layout="flat", keep_full_gradient=False, accumulate=
 
 
 def same(units, sums, but=()):
-    """The parts are those of the sums, to the bit; those of `but` are absent."""
+    """Check that the parts equal those of the sums, to the bit; the names in `but` have none."""
     assert set(units) == set(sums) | set(but), set(units) ^ set(sums)
     for name, unit in units.items():
         if name in but:
@@ -140,7 +140,7 @@ def same(units, sums, but=()):
         assert torch.equal(found, expected), (name, found, expected)
 
 
-# ---- what goes well ----
+# ---- success ----
 
 
 @scenario
@@ -151,7 +151,7 @@ def a_tied_transformer_with_frozen_parameters(group):
             model = language()
             units, hook = hooked(group, model, layout=layout, bucket_bytes=bucket_bytes)
             assert "positions" not in units and "head.weight" not in units
-            for _ in range(2):  # memory is used again
+            for _ in range(2):  # the memory is reused
                 loss_of(model, group.rank).backward()
                 same(units, sums)
             assert all(p.grad is None for p in model.parameters())
@@ -220,7 +220,7 @@ def full_gradients_are_kept_where_asked_for(group):
 
 
 def trained(group, steps=3, **settings):
-    """A model that plain SGD trains with reduced full gradients, and what it must become."""
+    """A model that plain SGD trains with reduced full gradients, and its expected weights."""
     model, expected = layers(), layers()
     hook = FSDPBackwardHook(FSDP(group, op="mean", **settings))
     hook.register_hooks(model, sharding_units(model, group), gradients="full")
@@ -399,7 +399,7 @@ def micro_batches_without_synchronisation(group):
     sums = in_rank_order(group, own)
     for _ in range(2):
         with hook.no_sync():
-            for step in range(3):  # one parameter has its gradient here alone
+            for step in range(3):  # one parameter has a gradient on this rank only
                 loss_of(model, group.rank, step, extra=step == 1).backward()
         assert not group.rank or model.extra.weight.grad is not None
         loss_of(model, group.rank, 3, extra=False).backward()
@@ -459,7 +459,7 @@ def buckets_move_while_the_backward_pass_goes_on(group):
     units, hook = hooked(group, model, bucket_bytes=0, record=True)
     wait_until = time.monotonic() + 30
 
-    def wait_for_a_bucket(gradient):  # the first layer's gradients come after this
+    def wait_for_a_bucket(gradient):  # the first layer's gradients come after this hook
         while not hook._pass.session.events:
             assert time.monotonic() < wait_until, "no bucket was reduced meanwhile"
             time.sleep(0.001)
@@ -491,7 +491,7 @@ def activation_checkpointing(group):
     with hook:
         loss(model, group.rank).backward()
         same(units, sums)
-        # each block a pass of its own, but the first gradient is that of the last layer
+        # each block runs a backward pass, but the first gradient belongs to the last layer
         loss_of(model, group.rank, reentrant=True).backward()
         same(units, {**sums})
 
@@ -517,7 +517,7 @@ def passes_inside_a_pass_are_refused(group):
         same(units, in_rank_order(group, own_gradients(square_of, layers)))
 
 
-# ---- what goes wrong ----
+# ---- failures ----
 
 
 @scenario
@@ -541,7 +541,7 @@ def unused_parameters_are_named_or_zero(group):
         assert "2 gradients were not reduced, all others were" in str(error), str(error)
         assert (error.name, error.rank) == ("extra.bias", last), (error.name, error.rank)
         same(units, {n: s for n, s in sums.items() if n not in extras}, but=extras)
-        if group.rank != last:  # it is where torch has it
+        if group.rank != last:  # the gradient stays where torch stores it
             own_extra = own_gradients(loss)(group.rank)["extra.weight"]
             assert torch.equal(model.extra.weight.grad, own_extra)
         model.zero_grad()
@@ -570,7 +570,7 @@ def a_gradient_that_is_not_finite_is_named(group):
             assert kept == (set(units) if keep else {name}), kept
             handle.remove()
             model.zero_grad()
-            loss_of(model, group.rank).backward()  # as good as before
+            loss_of(model, group.rank).backward()  # works as before
             same(units, sums)
             hook.close()
 
@@ -584,7 +584,7 @@ def infinity_is_passed_on_to_who_scales_gradients(group):
     (loss_of(model, group.rank) * scale * scale).backward()
     found = [unit.local_gradient for unit in units.values()]
     assert any(not part.isfinite().all() for part in found)
-    # every rank learns of it, those too whose own part is finite
+    # every rank reports it, also those whose own part is finite
     before = [part.clone() for part in found]
     raises(CollectiveError, "not finite", clip_grad_norm, units, 1.0, group)
     for part, was in zip(found, before, strict=True):
@@ -618,7 +618,7 @@ class Stumble(Exception):
 
 
 def stumbling(model, here):
-    """Let the backward pass of a model fail half-way; return what ends that."""
+    """Make the backward pass of a model fail half-way if `here`; return the hook's handle."""
 
     def fail(gradient):
         if here:
@@ -667,7 +667,7 @@ def a_pass_that_is_cut_short_on_one_rank_is_an_error_on_the_others(group):
         units, hook = hooked(group, model, bucket_bytes=bucket_bytes)
         if group.rank == last:
             raises(Stumble, "half-way", stumble_once, model, group)
-        # the next pass of that rank meets this one of the others
+        # the next pass of that rank meets the current pass of the others
         try:
             square_of(model, group.rank).backward()
         except CollectiveError as error:
@@ -697,7 +697,7 @@ def what_hooks_cannot_reduce_is_refused(group):
     raises(ValueError, "float64 (13, 10), its unit", hook.register_hooks, wide, units)
     with torch.device("meta"):
         empty = nn.Linear(3, 2)
-    nowhere = sharding_units(empty, group)  # shapes are known there, memory is not
+    nowhere = sharding_units(empty, group)  # a meta tensor has a shape, but no memory
     raises(ValueError, "meta device", hook.register_hooks, empty, nowhere)
     sparse = {"w": torch.eye(2).to_sparse()}
     units_of_sparse = {"w": FSDPShardingUnit("w", (2, 2), "float32", group.rank)}
@@ -711,7 +711,7 @@ def what_hooks_cannot_reduce_is_refused(group):
     same(units, in_rank_order(group, own_gradients(loss_of)))
 
 
-# ---- processes alone: torch's own groups, and its compiler, which is no matter of threads ----
+# ---- processes only: torch's own groups, and its compiler, which does not support threads ----
 
 
 @scenario

@@ -1,4 +1,4 @@
-"""FSDP2 and DDP whose gradients mlstate reduces: two to four real processes over gloo."""
+"""FSDP2 and DDP whose gradients mlstate reduces: two to four processes over gloo."""
 
 from pathlib import Path
 

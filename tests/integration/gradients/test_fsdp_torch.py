@@ -1,4 +1,4 @@
-"""Gradients of real torch models by hooks: ranks as threads, and as processes over gloo."""
+"""Gradients of torch models by hooks: ranks as threads, and as processes over gloo."""
 
 import importlib
 import threading
@@ -16,7 +16,7 @@ from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(250)]
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch warns of its own internals
+    warnings.simplefilter("ignore")  # warnings about torch's internals
     torch = pytest.importorskip("torch", reason="its models are what has gradients here")
 
 RANKS = Path(__file__).with_name("fsdp_torch_ranks.py")
@@ -27,7 +27,7 @@ SECONDS = 60
 
 
 def in_threads(function, world):
-    """Run a scenario in threads that are the ranks of a LocalGroup, and raise what one raises."""
+    """Run a scenario in threads, the ranks of a LocalGroup; raise the error of a rank."""
     groups = LocalGroup.threads(world, timeout=SECONDS)
     errors = [None] * world
 
@@ -61,19 +61,19 @@ def test_ranks_that_are_processes(outcomes, world, name):
     rank_jobs.check(outcomes(world), name)
 
 
-# ---- tensors that the core sees by itself ----
+# ---- tensors that the core reads directly ----
 
 
 class Special(torch.Tensor):
-    """A class of its own, of which nobody knows what else it has."""
+    """A subclass, which may have properties that mlstate does not know."""
 
 
 def _negative():
-    """Elements that are the negation of those in memory."""
+    """A view whose elements are the negated elements in memory."""
     return torch.complex(torch.zeros(3), torch.ones(3)).conj().imag
 
 
-PLAIN = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")  # from 2.10 on
+PLAIN = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")  # since torch 2.10
 TENSORS = {
     "plain": (torch.ones(3), PLAIN),
     "one of many": (torch.ones(2, 3)[1], PLAIN),
@@ -98,7 +98,7 @@ def test_only_plain_tensors_are_seen_by_the_core_itself(kind):
 
 @pytest.mark.parametrize("kind", ["a tensor", *TENSORS])
 def test_an_output_is_of_the_kind_of_its_gradient(kind):
-    """So that a gradient of NumPy's never ends up in what was a tensor."""
+    """A NumPy gradient is never stored into the memory of a tensor."""
     out, seen = TENSORS.get(kind, (torch.ones(3), PLAIN))
     for gradient, good in ((torch.ones(3), seen), (np.ones(3, np.float32), False)):
         segments = [(gradient, (3,), out, "float32", (3,))]

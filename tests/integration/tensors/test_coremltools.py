@@ -1,4 +1,4 @@
-"""Real packages, made by coremltools' own converter, read as coremltools reads them."""
+"""Packages made by coremltools' converter, read as coremltools reads them."""
 
 import gc
 import logging
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.coremltools, pytest.mark.torch]
 
 
 with warnings.catch_warnings():
-    # The peers warn of versions that they were not tested with, and of their own internals.
+    # The libraries warn about untested versions and their own internals.
     warnings.simplefilter("ignore")
     torch = pytest.importorskip("torch", reason="torch makes the models to convert")
     ct = pytest.importorskip("coremltools", reason="coremltools is the peer to agree with")
@@ -31,7 +31,7 @@ logging.getLogger("coremltools").setLevel(logging.ERROR)
 
 @pytest.fixture(autouse=True)
 def peers_may_warn():
-    """Only the peers' own warnings are let through: ours still fail a test."""
+    """Only warnings of the libraries are ignored; a warning of mlstate still fails a test."""
     warnings.filterwarnings("ignore")
     warnings.filterwarnings("error", category=StateShapeWarning)
 
@@ -46,7 +46,7 @@ def peers_may_litter():
 
 
 class Cache(torch.nn.Module):
-    """Writes the first position of every state, and sums what they hold."""
+    """Writes the first position of every state, and sums the states."""
 
     def __init__(self, states):
         super().__init__()
@@ -82,7 +82,7 @@ def convert(states):
 
 
 def peer_functions(spec):
-    """{function: [(state, dtype number, shape)]}, as the peer's protobuf reads it."""
+    """{function: [(state, dtype number, shape)]}, as coremltools' protobuf reads it."""
     owners = [(function.name, function.state) for function in spec.description.functions]
     owners = owners or [("main", spec.description.state)]
     return {
@@ -213,7 +213,7 @@ DTYPES = sorted(NUMBERS.values())
 
 @pytest.mark.parametrize("seed", range(20))
 def test_agrees_on_random_specifications(seed):
-    """Specs written by protobuf itself, with fields around that are none of our business."""
+    """Specifications written by protobuf itself, with unrelated fields."""
     rng = np.random.default_rng(seed)
     spec = ct.proto.Model_pb2.Model()
     spec.specificationVersion = 9
@@ -246,7 +246,7 @@ def test_agrees_on_random_specifications(seed):
 
 
 def unpack_shapes(spec):
-    """The same specification with every shape written number by number, not packed."""
+    """The same specification with every shape unpacked, number by number."""
     from mlpackage_writer import spec_bytes, state
 
     return spec_bytes(
@@ -280,7 +280,7 @@ def test_packages_plan_and_carry_a_state(packages):
 
 
 def test_the_double_has_the_methods_of_the_real_state():
-    """Same names, same parameters, so that keyword calls work on either."""
+    """Same method names and parameters, so that keyword calls work on either."""
     import inspect
 
     for name in ("read_state", "write_state"):

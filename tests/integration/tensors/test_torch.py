@@ -1,4 +1,4 @@
-"""torch tensors as KV caches: dtype, device and autograd kept, torch's own rules followed."""
+"""torch tensors as KV caches: dtype, device and autograd are preserved as torch does it."""
 
 import gc
 import multiprocessing
@@ -22,7 +22,7 @@ from mlstate.kv import (
 pytestmark = pytest.mark.torch
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch warns of its own internals
+    warnings.simplefilter("ignore")  # warnings about torch's internals
     torch = pytest.importorskip("torch", reason="torch is the peer to agree with")
 
 OTHERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool")
@@ -31,12 +31,12 @@ ALL = [getattr(torch, info.name) for info in DTYPES if hasattr(torch, info.name)
 UNSIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-# torch.jit, which torch's own forward mode still uses, warns of itself.
+# torch.jit, which torch's forward mode still uses, warns about itself.
 forward_mode = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.jit._script")
 
 
 def bits(tensor):
-    """A tensor's elements as integers, for comparing NaNs and the types of 8 bits too."""
+    """A tensor's elements as integers, so that NaNs and 8-bit types can be compared."""
     return tensor.detach().contiguous().view(UNSIGNED[tensor.element_size()])
 
 
@@ -51,7 +51,7 @@ def cache(length=8, dtype=torch.float32, **options):
 
 
 def random_cache(shape, dtype, seed=0):
-    """Any bit patterns."""
+    """A cache of random bit patterns."""
     raw = np.random.default_rng(seed).bytes(int(np.prod(shape)) * dtype.itemsize)
     if dtype == torch.bool:
         raw = bytes(byte & 1 for byte in raw)
@@ -60,7 +60,7 @@ def random_cache(shape, dtype, seed=0):
 
 
 def expand(source, length, position=None, pad=0.0, dtype=None):
-    """The definition, by torch's own indexing."""
+    """The definition, by torch's indexing."""
     position = source.shape[2] if position is None else position
     shape = (*source.shape[:2], length, source.shape[3])
     target = torch.zeros(shape, dtype=UNSIGNED[(dtype or source.dtype).itemsize])
@@ -74,7 +74,7 @@ def expand(source, length, position=None, pad=0.0, dtype=None):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Count the moves that the core makes."""
+    """Count the moves made by the core."""
     from mlstate import _core
 
     calls = []
@@ -106,7 +106,7 @@ def test_keeps_every_dtype_bit_for_bit(dtype, kernels):
 @pytest.mark.parametrize("to", [getattr(torch, name) for name in FLOATS], ids=str)
 @pytest.mark.parametrize("dtype", [getattr(torch, name) for name in FLOATS], ids=str)
 def test_converts_as_torch_does(dtype, to):
-    """Each value of 16 bits, random others; payloads of NaNs are no promise."""
+    """Every 16-bit value, and random other values; payloads of NaNs may differ."""
     if dtype.itemsize == 2:
         source = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(dtype)
     else:
@@ -275,7 +275,7 @@ def test_masks_into_tensors():
 
 @pytest.mark.parametrize("of_numpy", [False, True])
 def test_writing_to_out_counts_a_version(of_numpy):
-    """A backward pass that saved the old content fails instead of going wrong."""
+    """A backward pass that saved the old content raises instead of using wrong values."""
     source = cache(dtype=torch.float32)
     out = torch.ones(2, 3, 12, 5)
     weight = torch.ones(2, 3, 12, 5, requires_grad=True)
@@ -417,7 +417,7 @@ def test_function_transforms():
     assert torch.equal(tangent, expand(cache(), 12, 5))
 
 
-# ---- other places ----
+# ---- other devices and tensors ----
 
 
 def test_a_meta_tensor_stays_one():
@@ -447,7 +447,7 @@ def test_a_gpu():
 
 
 class Marked(torch.Tensor):
-    """A subclass, whose operations may mean something else."""
+    """A subclass, whose operations may have another meaning."""
 
 
 def test_a_subclass_goes_through_torch(kernels):
@@ -464,7 +464,7 @@ def test_a_subclass_goes_through_torch(kernels):
     assert_same_bits(array, expand(cache(), 12, 5).numpy())
 
 
-# Sources that the core serves, and sources that torch serves.
+# Sources that the core handles, and sources that torch handles.
 WAYS = {
     "kernels": lambda t: t,
     "graph": lambda t: t.requires_grad_(),
@@ -525,7 +525,7 @@ def test_other_tensors_are_refused():
 @pytest.mark.slow
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_compiles(fullgraph):
-    """Without a graph break, whatever calls it; `aot_eager` traces all but needs no compiler."""
+    """Without a graph break, for all callers; `aot_eager` traces but needs no compiler."""
 
     def step(source):
         larger = transition_kv_state(source * 2, 12, 5, 1.0)
@@ -551,7 +551,7 @@ def test_the_manager_takes_tensors():
 
 
 class Moving(torch.utils.data.Dataset):
-    """Items that are large transitions, with threads."""
+    """A dataset whose items are large transitions, which use threads."""
 
     def __init__(self):
         self.source = torch.ones(8, 2, 2000, 64)

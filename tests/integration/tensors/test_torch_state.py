@@ -22,7 +22,7 @@ from mlstate.state import load_into
 pytestmark = pytest.mark.torch
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch warns of its own internals
+    warnings.simplefilter("ignore")  # warnings about torch's internals
     torch = pytest.importorskip("torch", reason="torch is the peer to agree with")
 
 NATIVE = [info.name for info in DTYPES if info.in_numpy]
@@ -38,7 +38,7 @@ def numpy_dtype(name):
 
 
 def integers(tensor):
-    """A tensor as elements that NumPy has."""
+    """A tensor as integers, a dtype that NumPy supports."""
     return tensor.detach().view(getattr(torch, SAME_SIZE[tensor.element_size()])).numpy()
 
 
@@ -335,7 +335,7 @@ def test_what_torch_cannot_lay_out_is_copied(array):
 
 @st.composite
 def views(draw):
-    """Arrays of one memory in any layout, some of them overlapping."""
+    """Arrays that share one memory, in any layout, some of them overlapping."""
     dtype = draw(st.sampled_from(["f4", "i2", "u1", "f8", ">f4", "c8"]))
     shape = draw(st.lists(st.integers(0, 5), min_size=1, max_size=4))
     base = np.arange(np.prod(shape, dtype=int) * 2).astype(dtype)[: int(np.prod(shape))]
@@ -584,7 +584,7 @@ def test_attributes_come_back(through):
 
 
 class Mine(ModelStateDict):
-    """What torch is told of."""
+    """A class registered with torch's safe globals."""
 
     def __init__(self, note):
         super().__init__()
@@ -602,7 +602,7 @@ def test_subclasses_with_attributes_come_back(through):
 
 
 class Unknown(StateDict):
-    """What torch is not told of."""
+    """A class that is not registered."""
 
 
 def test_a_subclass_that_torch_was_not_told_of_is_refused_by_torch():

@@ -1,11 +1,11 @@
-/* copy: strided views turned into contiguous runs, and one element encoded for a fill.
+/* copy: split strided views into contiguous runs, and encode one element for a fill.
  *
- * A view is first reduced to runs (strided_iter.h), ordered by the destination's strides.
- * The run decides how everything is moved: packed on both sides, a kernel takes it whole;
- * else it goes through the stack in chunks, where it is packed, brought to this machine's
- * byte order, converted, and spread out again.
+ * Views are first simplified into runs (strided_iter.h), sorted by the destination's
+ * strides. If both sides are packed and in this machine's byte order, a kernel handles
+ * the whole run. Otherwise the run passes through a stack buffer in chunks: gather, swap
+ * bytes, convert, scatter.
  *
- * The order in which elements are moved is free, since the two views share no memory.
+ * Elements may be moved in any order, since the two views do not overlap.
  */
 #include "array/copy/copy.h"
 
@@ -18,12 +18,12 @@
 #include <string.h>
 
 enum {
-    CHUNK = 256,       /* elements that pass through the stack at a time */
-    STREAM_RUN = 1024, /* shorter runs lose more at their ends than streaming gains */
+    CHUNK = 256,            /* elements that pass through the stack buffer at a time */
+    STREAM_RUN = 1024,      /* bytes; streaming does not pay off for shorter runs */
     FRESH_PART = 256 << 10, /* bytes; see next_part */
 };
 
-/* Sets of another architecture get the scalar table, which works everywhere. */
+/* Instruction sets of other architectures get the scalar table. */
 const mls_kernels *mls_kernels_of(mls_cpu cpu)
 {
     switch (cpu) {
@@ -44,13 +44,13 @@ const mls_kernels *mls_kernels_of(mls_cpu cpu)
 
 /* ---- encoding one element ---- */
 
-/* What an integer type holds.  The upper end is excluded, since 2**64 is a double and the
- * number before it is not. */
+/* The values that an integer type can hold. The upper end is excluded, because 2**64 is a
+ * double and 2**64 - 1 is not. */
 typedef struct integer_range {
     double low, end; /* low <= value < end; both are exact */
 } integer_range;
 
-/* The range of an integer type; an empty one for all other types. */
+/* Return the range of an integer type, or an empty range for other types. */
 static integer_range range_of(mls_dtype dtype)
 {
     switch (dtype) {
@@ -73,21 +73,21 @@ static integer_range range_of(mls_dtype dtype)
     }
 }
 
-/* Whether a value is 0 or -0, by its bits: floats are not compared for equality here. */
+/* Return whether a value is 0 or -0. Compares bits, because the code base does not
+ * compare floats for equality. */
 static bool is_exactly_zero(double value)
 {
     return mls_f64_bits(value) << 1 == 0;
 }
 
-/* Two's complement of an integral value, lowest byte first. */
+/* Store an integral value in two's complement, lowest byte first. */
 static void encode_integer(double value, unsigned char *bytes)
 {
     mls_store_le64(bytes, value < 0 ? (uint64_t)(int64_t)value : (uint64_t)value);
 }
 
-/* Store `value` rounded to a float type.  False where a finite value became infinite,
- * which would not be what the caller asked for; infinity itself, and NaN, are stored as
- * they are. */
+/* Store `value` rounded to a float type. Returns false if a finite value became infinite.
+ * Infinity and NaN are stored as they are. */
 static bool encode_float(double value, mls_dtype dtype, unsigned char *bytes)
 {
     double reads_as;
@@ -109,8 +109,8 @@ static bool encode_float(double value, mls_dtype dtype, unsigned char *bytes)
     return isinf(value) || !isinf(reads_as);
 }
 
-/* The machine's own byte order, without asking the preprocessor. */
-static bool little_endian(void)
+/* Return the machine's byte order without the preprocessor. */
+static bool is_little_endian(void)
 {
     const uint16_t one = 1;
     unsigned char first;
@@ -118,8 +118,7 @@ static bool little_endian(void)
     return first == 1;
 }
 
-/* Three kinds of types: floats round, integers must hold the value exactly, and the rest
- * take only zero, as bytes that are all 0. */
+/* Floats are rounded, integers must be exact, and all other types accept only zero. */
 mls_code mls_element_encode(double value, const mls_tensor *destination, mls_element *out,
                             mls_status *st)
 {
@@ -137,8 +136,8 @@ mls_code mls_element_encode(double value, const mls_tensor *destination, mls_ele
                             mls_dtype_of(dtype)->name);
         }
         encode_integer(value, element.bytes);
-        /* the low bytes, which hold the number, come last on such a machine */
-        if (!little_endian()) {
+        /* on a big-endian machine the low bytes come last */
+        if (!is_little_endian()) {
             mls_swap_items(element.bytes, 8, 8);
             memmove(element.bytes, element.bytes + 8 - element.size, element.size);
         }
@@ -155,7 +154,8 @@ mls_code mls_element_encode(double value, const mls_tensor *destination, mls_ele
 
 /* ---- copying ---- */
 
-/* The source is what was wanted, the target what was found: users choose the target. */
+/* The source's shape is reported as expected and the target's as got: users choose the
+ * target. */
 mls_code mls_copy_check(const mls_tensor *dst, const mls_tensor *src, const char *what,
                         mls_status *st)
 {
@@ -185,26 +185,26 @@ mls_code mls_copy_check(const mls_tensor *dst, const mls_tensor *src, const char
     return MLS_OK;
 }
 
-/* Spread `count` packed items out, `stride` apart. */
-static void scatter(unsigned char *to, ptrdiff_t stride, const unsigned char *packed,
-                    size_t item, size_t count)
+/* Store `count` packed items `stride` bytes apart. */
+static void scatter_items(unsigned char *to, ptrdiff_t stride,
+                          const unsigned char *packed, size_t item, size_t count)
 {
     for (size_t i = 0; i < count; i++, to += stride) {
         memcpy(to, packed + i * item, item);
     }
 }
 
-/* What one copy needs to know at each run. */
+/* Properties of a copy that all its runs share. */
 typedef struct copier {
     const mls_kernels *kernels;
     mls_convert_run convert; /* NULL: same dtype */
     mls_dtype dst_dtype, src_dtype;
     size_t dst_item, src_item;
     bool dst_swapped, src_swapped;
-    bool is_fresh; /* the destination; see next_part */
+    bool is_fresh; /* of the destination; see next_part */
 } copier;
 
-/* `count` elements through the stack: gather, turn, convert, turn, scatter. */
+/* Copy `count` elements through the stack: gather, swap, convert, swap, scatter. */
 static void copy_chunk(const copier *c, unsigned char *dst, ptrdiff_t dst_stride,
                        const unsigned char *src, ptrdiff_t src_stride, size_t count)
 {
@@ -222,10 +222,10 @@ static void copy_chunk(const copier *c, unsigned char *dst, ptrdiff_t dst_stride
     if (c->dst_swapped) {
         mls_swap_items(ready, count * c->dst_item, mls_swap_unit(c->dst_dtype));
     }
-    scatter(dst, dst_stride, ready, c->dst_item, count);
+    scatter_items(dst, dst_stride, ready, c->dst_item, count);
 }
 
-/* A run of any length and any strides, CHUNK elements at a time. */
+/* Copy a run of any length and strides, CHUNK elements at a time. */
 static void copy_chunks(const copier *c, unsigned char *dst, ptrdiff_t dst_stride,
                         const unsigned char *src, ptrdiff_t src_stride, size_t count)
 {
@@ -238,8 +238,7 @@ static void copy_chunks(const copier *c, unsigned char *dst, ptrdiff_t dst_strid
     }
 }
 
-/* Decide once what every run of a copy needs.  Items of one byte have no order to turn.
- */
+/* Fill in the shared properties. Items of one byte need no swap. */
 static copier copier_for(const mls_kernels *kernels, const mls_tensor *dst,
                          const mls_tensor *src)
 {
@@ -252,14 +251,13 @@ static copier copier_for(const mls_kernels *kernels, const mls_tensor *dst,
                 .src_swapped = src->swapped && mls_tensor_item_bytes(src) > 1};
     if (dst->dtype != src->dtype) {
         c.convert = kernels->convert[src->dtype][dst->dtype];
-    } else if (c.dst_swapped && c.src_swapped) { /* turned alike: plain bytes */
+    } else if (c.dst_swapped && c.src_swapped) { /* both swapped: copy plain bytes */
         c.dst_swapped = c.src_swapped = false;
     }
     return c;
 }
 
-/* Begin to store elements of `item` bytes, in runs of `count`.  Short runs are stored the
- * plain way. */
+/* Begin to store elements in runs of `count`. Short runs use plain stores. */
 static mls_store_trial begin_runs(const mls_kernels *kernels,
                                   mls_store_operation operation, const mls_tensor *dst,
                                   size_t count, mls_destination destination)
@@ -267,7 +265,8 @@ static mls_store_trial begin_runs(const mls_kernels *kernels,
     size_t bytes = 0;
     const unsigned variants =
         operation == MLS_STORING_COPY ? kernels->copy_variants : kernels->variants;
-    (void)mls_tensor_bytes(dst, &bytes); /* the view exists, so its size fits */
+    (void)mls_tensor_bytes(dst,
+                           &bytes); /* the view exists, so its size does not overflow */
     if (count * mls_tensor_item_bytes(dst) < STREAM_RUN) {
         destination = mls_cached();
     }
@@ -279,12 +278,13 @@ typedef struct part {
     size_t first, count; /* elements */
 } part;
 
-/* All `left` elements of a run, or as many as the trial has room for.
+/* Return the next part of a run: all `left` elements, or as many as the trial has room
+ * for.
  *
- * Fresh memory is written from its end.  The first store to a huge page makes the system
- * clear it in ascending order, so its end is in the cache and its beginning is not.  A
- * copy to fresh memory took 0.65 times as long that way (64 MiB, AMD EPYC family 25
- * model 17). */
+ * Fresh memory is written from its end. The first store to a huge page makes the system
+ * clear it in ascending order, so the end of the page is cached and the beginning is not.
+ * This order took 0.65 times as long for a copy to fresh memory (64 MiB, AMD EPYC family
+ * 25 model 17). */
 static part next_part(const mls_store_trial *trial, size_t left, size_t item,
                       bool is_fresh)
 {
@@ -296,7 +296,7 @@ static part next_part(const mls_store_trial *trial, size_t left, size_t item,
     return (part){.first = is_fresh ? left - count : 0, .count = count};
 }
 
-/* A run of packed elements in this machine's order, as the kernels take it. */
+/* Copy a run of packed elements in this machine's byte order, with kernels. */
 static void copy_run(const copier *c, mls_store_trial *trial, unsigned char *to,
                      const unsigned char *from, size_t count)
 {
@@ -318,7 +318,7 @@ static void copy_run(const copier *c, mls_store_trial *trial, unsigned char *to,
     }
 }
 
-/* What a copier does, as far as measurements are kept apart. */
+/* Return the operation under which store_choice.h measures this copy. */
 static mls_store_operation operation_of(const copier *c)
 {
     if (c->convert == NULL) {
@@ -339,7 +339,7 @@ void mls_copy(const mls_kernels *kernels, const mls_tensor *dst, const mls_tenso
     const size_t count = w.length;
     const ptrdiff_t dst_stride = w.a_step;
     const ptrdiff_t src_stride = w.b_step;
-    /* packed on both sides and in this machine's order: kernels take it as it is */
+    /* packed on both sides and in this machine's byte order: kernels can copy the run */
     const bool run = dst_stride == (ptrdiff_t)c.dst_item &&
                      src_stride == (ptrdiff_t)c.src_item && !c.dst_swapped &&
                      !c.src_swapped;
@@ -374,7 +374,7 @@ void mls_copy_bytes(const mls_kernels *kernels, void *dst, const void *src, size
     mls_store_end(&trial);
 }
 
-/* The element repeated until it fills eight bytes. */
+/* Return the element repeated to fill eight bytes. */
 static uint64_t pattern_of(mls_element element)
 {
     unsigned char bytes[8];
@@ -386,8 +386,8 @@ static uint64_t pattern_of(mls_element element)
     return pattern;
 }
 
-/* A run of packed elements.  A pattern of eight bytes holds each item size a whole number
- * of times, so a run may be cut anywhere between elements. */
+/* Fill a run of packed elements. Every item size divides eight, so the pattern fits at
+ * any element. */
 static void fill_run(const mls_kernels *kernels, mls_store_trial *trial,
                      unsigned char *to, uint64_t pattern, size_t item, size_t count)
 {
@@ -400,7 +400,7 @@ static void fill_run(const mls_kernels *kernels, mls_store_trial *trial,
     }
 }
 
-/* Runs are filled by a kernel, elements apart from each other one by one. */
+/* Kernels fill packed runs; strided elements are stored one by one. */
 void mls_fill(const mls_kernels *kernels, const mls_tensor *dst, mls_element element,
               mls_destination destination)
 {
@@ -414,7 +414,8 @@ void mls_fill(const mls_kernels *kernels, const mls_tensor *dst, mls_element ele
     const bool run = stride == (ptrdiff_t)element.size;
     mls_store_trial trial =
         begin_runs(kernels, MLS_STORING_FILL, dst, run ? count : 0, destination);
-    ptrdiff_t at = 0, unused = 0; /* the second follows the same strides */
+    ptrdiff_t at = 0,
+              unused = 0; /* offset of the second view, which has the same strides */
     do {
         unsigned char *to = dst->data + at;
         if (run) {

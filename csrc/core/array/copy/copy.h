@@ -1,72 +1,74 @@
-/* copy: move, convert and fill elements, the same for every instruction set.
+/* copy: move, convert and fill elements, with the same result for every instruction set.
  *
- * A kernel table serves contiguous runs; mls_copy and mls_fill walk strided views and
- * hand runs to it.  The scalar table is the oracle: every other one gives the same bits,
- * except for the payload of NaNs.  Conversions round to nearest, ties to even: float16 as
- * NumPy does, bfloat16 as torch does; what is too large becomes infinity, NaN stays NaN.
+ * A kernel table handles contiguous runs of elements; mls_copy and mls_fill iterate over
+ * strided views and pass runs to it. The scalar table is the reference: every other table
+ * produces the same bits, except for the payload of NaNs. Conversions round to nearest,
+ * ties to even: float16 as NumPy does, bfloat16 as torch does. A value that is too large
+ * becomes infinity; NaN stays NaN.
  */
 #ifndef MLS_COPY_H
 #define MLS_COPY_H
 
+#include "array/tensor.h"
 #include "runtime/cpu_features.h"
 #include "runtime/store_choice.h"
-#include "array/tensor.h"
 
 #include <stdint.h>
 
-/* Convert `count` elements.  `store` is how to store them (store_choice.h); the bytes are
- * the same for each. */
+/* Convert `count` elements. `store` selects the kind of store (store_choice.h); it does
+ * not affect the result. */
 typedef void (*mls_convert_run)(void *dst, const void *src, size_t count,
                                 mls_store store);
 
 typedef struct mls_kernels {
     mls_cpu cpu;
-    unsigned copy_variants;     /* of mls_store that `copy` has, from the first on */
-    unsigned variants;          /* of mls_store that `fill` and `convert` have */
-    mls_store_choices *choices; /* NULL: plain stores.  NULL in the constant tables */
-    /* Copy `bytes` bytes; no alignment needed, no overlap allowed. */
+    unsigned copy_variants;     /* `copy` implements the first so many of mls_store */
+    unsigned variants;          /* `fill` and `convert` implement the first so many */
+    mls_store_choices *choices; /* NULL: plain stores. NULL in the constant tables */
+    /* Copy `bytes` bytes. Any alignment; the ranges must not overlap. */
     void (*copy)(void *dst, const void *src, size_t bytes, mls_store store);
     /* Repeat the 8 bytes of `pattern`, in memory order, over `bytes` bytes. */
     void (*fill)(void *dst, uint64_t pattern, size_t bytes, mls_store store);
-    /* Convert `count` elements; [from][to] over the convertible dtypes.  Runs may be
-     * unaligned and must not overlap.  NULL on the diagonal. */
+    /* Convert `count` elements; [from][to] for the convertible dtypes. Runs may be
+     * unaligned and must not overlap. NULL on the diagonal. */
     mls_convert_run convert[MLS_CONVERTIBLE][MLS_CONVERTIBLE];
 } mls_kernels;
 
-/* The table of an instruction set that mls_cpu_offers. */
+/* Return the table of an instruction set; mls_cpu_offers(cpu) must be true. */
 const mls_kernels *mls_kernels_of(mls_cpu cpu);
 
-/* One element as it lies in memory, in the dtype and byte order of its destination. */
+/* One element in the dtype and byte order of its destination. */
 typedef struct mls_element {
     unsigned char bytes[8];
     size_t size;
 } mls_element;
 
-/* Encode `value` for a destination.  MLS_E_DTYPE where a non-zero value has no meaning
- * (complex, 8-bit floats); MLS_E_VALUE where the dtype cannot hold it: a fraction or too
- * large a number in an integer, a finite number beyond a float's range. */
+/* Encode `value` for a destination.
+ * MLS_E_DTYPE: the dtype (complex, 8-bit floats) can only hold 0 here.
+ * MLS_E_VALUE: the dtype cannot hold the value: a fraction or too large a number for an
+ * integer, or a finite number beyond a float's range. */
 mls_code mls_element_encode(double value, const mls_tensor *destination, mls_element *out,
                             mls_status *st);
 
-/* Check that `src` can be copied to `dst`: equal shapes, dtypes that convert.  `what`
- * names the operation in errors.  MLS_E_SHAPE, MLS_E_DTYPE. */
+/* Check that `src` can be copied to `dst`. `what` names the operation in errors.
+ * MLS_E_SHAPE: the shapes differ. MLS_E_DTYPE: the dtypes do not convert. */
 mls_code mls_copy_check(const mls_tensor *dst, const mls_tensor *src, const char *what,
                         mls_status *st);
 
-/* Copy every element, converting dtype and byte order on the way.  The views passed
- * mls_copy_check and share no memory.  Allocates nothing, cannot fail. */
+/* Copy every element and convert dtype and byte order. The views must have passed
+ * mls_copy_check and must not overlap. Allocates nothing, cannot fail. */
 void mls_copy(const mls_kernels *kernels, const mls_tensor *dst, const mls_tensor *src,
               mls_destination destination);
 
-/* Copy `bytes` packed bytes.  The two ranges share no memory. */
+/* Copy `bytes` packed bytes. The two ranges must not overlap. */
 void mls_copy_bytes(const mls_kernels *kernels, void *dst, const void *src, size_t bytes,
                     mls_destination destination);
 
-/* Store `element` everywhere in `dst`. */
+/* Store `element` in every element of `dst`. */
 void mls_fill(const mls_kernels *kernels, const mls_tensor *dst, mls_element element,
               mls_destination destination);
 
-/* The destination of a copy whose result is read again at once: plain stores. */
+/* Return the destination for a copy whose result is read again at once: plain stores. */
 static inline mls_destination mls_cached(void)
 {
     return (mls_destination){0};

@@ -4,8 +4,9 @@
  * Processors with AVX-512 use these kernels too: on an AMD EPYC (family 25 model 17)
  * registers twice as wide took 0.92 to 1.08 times as long (bench_kernels.py).
  *
- * Halves are float16, which the processor converts itself; brains are bfloat16, for which
- * AVX2 has no instruction: they are made by integer arithmetic, as in float_convert.h.
+ * In names, "half" means float16 and "brain" means bfloat16. F16C converts float16. AVX2
+ * has no instruction for bfloat16, so integer arithmetic converts it, as in
+ * float_convert.h.
  */
 #include "array/copy/copy_kernels.h"
 
@@ -19,7 +20,7 @@
 enum { WIDTH = 32 }; /* bytes of a vector */
 typedef __m256i vector;
 
-/* One register from memory or to it, at any address. */
+/* Load or store one register at any address. */
 TARGET static inline vector load(const unsigned char *src)
 {
     return _mm256_loadu_si256((const __m256i *)(const void *)src);
@@ -30,22 +31,22 @@ TARGET static inline void store(unsigned char *dst, vector value)
     _mm256_storeu_si256((__m256i *)(void *)dst, value);
 }
 
-/* To an address that is a multiple of WIDTH, round the cache. */
+/* Store to an address that is a multiple of WIDTH, bypassing the cache. */
 TARGET static inline void store_past_cache(unsigned char *dst, vector value)
 {
     _mm256_stream_si256((__m256i *)(void *)dst, value);
 }
 
-/* Eight bytes four times over. */
-TARGET static inline vector repeat(uint64_t bytes)
+/* Return a register that repeats eight bytes four times. */
+TARGET static inline vector repeat_pattern(uint64_t bytes)
 {
     return _mm256_set1_epi64x((long long)bytes);
 }
 
-/* 8 floats as the lower halves of 8 lanes of bfloat16, rounded to nearest even.  Adding
- * just less than half a unit, and one more where the result would be odd, carries into
- * the upper half exactly when rounding goes up.  NaN takes its upper half with the quiet
- * bit set: it must not be rounded, which could make it infinity. */
+/* Round 8 floats to bfloat16, ties to even; results are in the lower halves of 8 lanes.
+ * The function adds just less than half a unit, and one more if the result would be odd,
+ * so that a carry reaches the upper half exactly if the value rounds up. A NaN keeps its
+ * upper half with the quiet bit set: rounding could turn it into infinity. */
 TARGET static inline __m256i round_to_brain(__m256i bits)
 {
     const __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(0x7FFFFFFF));
@@ -58,46 +59,46 @@ TARGET static inline __m256i round_to_brain(__m256i bits)
     return _mm256_blendv_epi8(rounded, quiet, nan);
 }
 
-/* The two halves of a register. */
-TARGET static inline __m256i join(__m128i low, __m128i high)
+/* Join two halves of a register. */
+TARGET static inline __m256i join_lanes(__m128i low, __m128i high)
 {
     return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
 }
 
-/* 8 float16 from memory as floats; always exact. */
+/* Load 8 float16 and convert them to floats; always exact. */
 TARGET static inline __m256 load_halves(const unsigned char *src)
 {
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)src));
 }
 
-/* 8 bfloat16 from memory as the bits of floats: each is the upper half of one. */
+/* Load 8 bfloat16 as the bits of floats: each is the upper half of a float. */
 TARGET static inline __m256i load_brains(const unsigned char *src)
 {
     const __m128i brains = _mm_loadu_si128((const __m128i *)(const void *)src);
     return _mm256_slli_epi32(_mm256_cvtepu16_epi32(brains), 16);
 }
 
-/* 8 floats as float16.  The rounding is named, so that the thread's own mode has no say.
- */
+/* Convert 8 floats to float16. The rounding mode is explicit, so that the thread's own
+ * mode has no effect. */
 TARGET static inline __m128i to_halves(__m256 values)
 {
     return _mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
-/* Two times 8 brains as 16; packing works per 128-bit half, so the halves are reordered.
- */
+/* Round twice 8 floats to 16 bfloat16. The pack instruction works on each 128-bit half,
+ * so the result is reordered. */
 TARGET static inline __m256i pack_brains(__m256i low, __m256i high)
 {
     const __m256i packed = _mm256_packus_epi32(round_to_brain(low), round_to_brain(high));
     return _mm256_permute4x64_epi64(packed, _MM_SHUFFLE(3, 1, 2, 0));
 }
 
-/* vector_A_B reads one register full of B elements and converts it.  From 2-byte to
- * 4-byte items 8 are read, else 16. */
+/* vector_A_B reads the A elements for one register of B and converts them: 8 elements if
+ * 2-byte items become 4-byte items, else 16. */
 TARGET static inline vector vector_f32_f16(const unsigned char *src)
 {
-    return join(to_halves(_mm256_castsi256_ps(load(src))),
-                to_halves(_mm256_castsi256_ps(load(src + 32))));
+    return join_lanes(to_halves(_mm256_castsi256_ps(load(src))),
+                      to_halves(_mm256_castsi256_ps(load(src + 32))));
 }
 
 TARGET static inline vector vector_f16_f32(const unsigned char *src)
@@ -123,25 +124,25 @@ TARGET static inline vector vector_f16_bf16(const unsigned char *src)
 
 TARGET static inline vector vector_bf16_f16(const unsigned char *src)
 {
-    return join(to_halves(_mm256_castsi256_ps(load_brains(src))),
-                to_halves(_mm256_castsi256_ps(load_brains(src + 16))));
+    return join_lanes(to_halves(_mm256_castsi256_ps(load_brains(src))),
+                      to_halves(_mm256_castsi256_ps(load_brains(src + 16))));
 }
 
 #    define MLS_INLINED static inline __attribute__((always_inline))
 
 enum {
     PAGE = 4096, /* bytes of destination that one stream of a block covers */
-    STREAMS = 4, /* pages that a block of MLS_STORE_STREAM4 writes side by side */
-    LINE = 64    /* bytes that a stream stores in one go: part of a cache line would take
-                  * twice the time */
+    STREAMS = 4, /* pages that a block of MLS_STORE_STREAM4 writes at the same time */
+    LINE = 64    /* bytes that a stream stores before the next stream's turn: a part of a
+                    cache line would take twice the time */
 };
 
-/* Any of the vector_A_B.  Always a constant where it is passed, and inlined with its
- * caller: no pointer is left in the machine code. */
+/* Type of vector_A_B. Always passed as a constant and inlined into its caller, so no
+ * indirect call remains. */
 typedef vector (*vector_function)(const unsigned char *src);
 
-/* Whole vectors, past the cache; `dst` is aligned.  Four at a time: loads before stores.
- */
+/* Convert whole vectors with stores that bypass the cache; `dst` is aligned. Four at a
+ * time, with loads before stores. */
 TARGET MLS_INLINED size_t stream_vectors(unsigned char *dst, const unsigned char *src,
                                          size_t count, size_t from_bytes, size_t to_bytes,
                                          vector_function convert)
@@ -166,15 +167,15 @@ TARGET MLS_INLINED size_t stream_vectors(unsigned char *dst, const unsigned char
     return count - left;
 }
 
-/* A run of any conversion: scalar up to alignment when streaming, whole vectors, scalar
- * rest.  Inlined into each conversion, so that `convert` is no call. */
+/* Convert a run: scalar up to alignment if streaming, then whole vectors, then the scalar
+ * rest. Inlined into each conversion, so that `convert` is not a function call. */
 TARGET MLS_INLINED void convert_run(unsigned char *dst, const unsigned char *src,
                                     size_t count, mls_store how, size_t from_bytes,
                                     size_t to_bytes, vector_function convert,
                                     mls_convert_run scalar)
 {
-    /* `head` elements bring the destination to a multiple of WIDTH, which streaming needs
-     */
+    /* streaming needs a destination that is a multiple of WIDTH: `head` elements precede
+     * it */
     const size_t items = WIDTH / to_bytes;
     const size_t head = mls_bytes_to_align(dst, WIDTH) / to_bytes;
     if (how != MLS_STORE_PLAIN && (uintptr_t)dst % to_bytes == 0 && head <= count) {
@@ -183,7 +184,7 @@ TARGET MLS_INLINED void convert_run(unsigned char *dst, const unsigned char *src
         const size_t done =
             stream_vectors(dst, src, count, from_bytes, to_bytes, convert);
         dst += done * to_bytes, src += done * from_bytes, count -= done;
-        _mm_sfence(); /* such stores are ordered by nothing else */
+        _mm_sfence(); /* nothing else orders non-temporal stores */
     } else {
         for (; count >= items; count -= items) {
             store(dst, convert(src));
@@ -193,8 +194,8 @@ TARGET MLS_INLINED void convert_run(unsigned char *dst, const unsigned char *src
     scalar(dst, src, count, MLS_STORE_PLAIN);
 }
 
-/* The run that converts A to B, whose items have the given sizes.  Those of a table's
- * entry take void pointers; the sizes become constants of the inlined loop. */
+/* Define the run that converts A to B, with the given item sizes. The function takes void
+ * pointers for the table; the sizes become constants of the inlined loop. */
 #    define MLS_DEFINE_RUN(A, B, from_bytes, to_bytes)                                   \
         TARGET static void A##_##B(void *dst, const void *src, size_t count,             \
                                    mls_store how)                                        \
@@ -210,7 +211,8 @@ MLS_DEFINE_RUN(bf16, f32, 2, 4)
 MLS_DEFINE_RUN(f32, f16, 4, 2)
 MLS_DEFINE_RUN(f32, bf16, 4, 2)
 
-/* STREAMS pages of an aligned destination side by side, a cache line of each in turn. */
+/* Write STREAMS pages of an aligned destination at the same time, one cache line of each
+ * in turn. */
 TARGET MLS_INLINED void stream_pages(unsigned char *dst, const unsigned char *src)
 {
     for (size_t i = 0; i < PAGE; i += LINE) {
@@ -223,7 +225,7 @@ TARGET MLS_INLINED void stream_pages(unsigned char *dst, const unsigned char *sr
     }
 }
 
-/* Through the cache, from the end: see next_part in copy.c.  Long runs do not go to
+/* Copy through the cache, from the end: see next_part in copy.c. Long runs do not use
  * memcpy: between a few KiB and the size of the L2 cache glibc uses `rep movsb`, which on
  * an AMD EPYC (Zen 3) has half the speed of this loop, and a tenth if `dst` is 1 to 31
  * bytes ahead of `src` modulo 4096. */
@@ -233,7 +235,7 @@ TARGET MLS_INLINED void copy_through_cache(unsigned char *dst, const unsigned ch
     enum { SHORT = 2048, STEP = 4 * WIDTH };
     if (bytes >= SHORT) {
         const size_t tail = (uintptr_t)(dst + bytes) % WIDTH;
-        /* the loop stores most of it again */
+        /* the unaligned end; the loop stores most of it again */
         store(dst + bytes - WIDTH, load(src + bytes - WIDTH));
         for (bytes -= tail; bytes >= STEP; bytes -= STEP) {
             const unsigned char *const from = src + bytes;
@@ -249,7 +251,7 @@ TARGET MLS_INLINED void copy_through_cache(unsigned char *dst, const unsigned ch
     memcpy(dst, src, bytes);
 }
 
-/* Past the cache, bytes are "converted" by loading them. */
+/* Stores that bypass the cache use convert_run; its "conversion" is a load. */
 TARGET static void copy_run(void *dst, const void *src, size_t bytes, mls_store how)
 {
     if (how == MLS_STORE_PLAIN) {
@@ -270,8 +272,8 @@ TARGET static void copy_run(void *dst, const void *src, size_t bytes, mls_store 
     convert_run(to, from, bytes, how, 1, 1, load, mls_kernels_scalar.copy);
 }
 
-/* Past the cache with aligned stores: the bytes in front are filled first, and the
- * pattern is then turned so that it goes on after them. */
+/* Fill with aligned stores. The bytes before the aligned address are filled first, and
+ * the pattern is then rotated to continue after them. */
 TARGET static void fill_run(void *dst, uint64_t pattern, size_t bytes, mls_store how)
 {
     unsigned char *to = dst;
@@ -284,7 +286,7 @@ TARGET static void fill_run(void *dst, uint64_t pattern, size_t bytes, mls_store
     mls_kernels_scalar.fill(to, pattern, head, how);
     to += head, bytes -= head;
     const uint64_t turned = mls_pattern_at(pattern, head);
-    const vector filled = repeat(turned);
+    const vector filled = repeat_pattern(turned);
     for (; bytes >= WIDTH; bytes -= WIDTH, to += WIDTH) {
         if (how != MLS_STORE_PLAIN) {
             store_past_cache(to, filled);
@@ -308,8 +310,8 @@ TARGET static void fill_run(void *dst, uint64_t pattern, size_t bytes, mls_store
             .convert = MLS_CONVERT_TABLE,                                                \
         }
 
-/* mls_cpu_offers(MLS_CPU_AVX2) must be true before any of these is called.  The second
- * table differs in its name alone: other kernels are chosen by it. */
+/* mls_cpu_offers must be true for a table's set before any of its kernels is called. The
+ * second table differs by its name only, which selects kernels elsewhere. */
 const mls_kernels mls_kernels_avx2 = MLS_TABLE_OF(MLS_CPU_AVX2);
 const mls_kernels mls_kernels_avx512 = MLS_TABLE_OF(MLS_CPU_AVX512);
 

@@ -1,15 +1,15 @@
-/* copy_kernels: what the kernel files share; private to copy*.c.
+/* copy_kernels: declarations shared by the kernel files; private to copy*.c.
  *
- * Each kernel file defines one table and nothing else that is seen outside.  A table
- * exists only where its architecture does; whether the machine at hand can run it is for
- * mls_cpu_offers to say, and mls_kernels_of is the one place that chooses.
+ * Each kernel file exports its tables and nothing else. A table exists only on its
+ * architecture. mls_cpu_offers tells whether the machine can run it; only mls_kernels_of
+ * chooses one.
  */
 #ifndef MLS_COPY_KERNELS_H
 #define MLS_COPY_KERNELS_H
 
 #include "array/copy/copy.h"
 
-/* The tables, constant and complete: no entry but the diagonal of `convert` is NULL. */
+/* Constant tables. No entry is NULL except the diagonal of `convert`. */
 extern const mls_kernels mls_kernels_scalar;
 #if defined(__x86_64__)
 extern const mls_kernels mls_kernels_avx2;
@@ -19,8 +19,8 @@ extern const mls_kernels mls_kernels_avx512;
 extern const mls_kernels mls_kernels_neon;
 #endif
 
-/* The oracle's runs, for the ends of vector runs and for pairs without a vector kernel.
- * mls_run_A_B converts A to B. */
+/* The scalar runs, used for the ends of vector runs and for pairs without a vector
+ * kernel. mls_run_A_B converts A to B. */
 void mls_run_f16_bf16(void *dst, const void *src, size_t count, mls_store store);
 void mls_run_f16_f32(void *dst, const void *src, size_t count, mls_store store);
 void mls_run_f16_f64(void *dst, const void *src, size_t count, mls_store store);
@@ -34,8 +34,8 @@ void mls_run_f64_f16(void *dst, const void *src, size_t count, mls_store store);
 void mls_run_f64_bf16(void *dst, const void *src, size_t count, mls_store store);
 void mls_run_f64_f32(void *dst, const void *src, size_t count, mls_store store);
 
-/* The conversions of a vector table, whose file has runs called A_B for the pairs of 16-
- * and 32-bit floats; those with float64 are rare and left to the oracle's. */
+/* The conversions of a vector table. Its file defines runs named A_B for pairs of 16- and
+ * 32-bit floats. Conversions from or to float64 are rare and use the scalar runs. */
 #define MLS_CONVERT_TABLE                                                                \
     {                                                                                    \
         [MLS_F16] =                                                                      \
@@ -49,22 +49,21 @@ void mls_run_f64_f32(void *dst, const void *src, size_t count, mls_store store);
                      [MLS_F32] = mls_run_f64_f32},                                       \
     }
 
-/* Whether a pattern repeats one byte, as zero does: the C library's memset fills it. */
+/* Return whether a pattern repeats one byte, as zero does; memset can then fill it. */
 static inline bool mls_pattern_is_byte(uint64_t pattern)
 {
     return pattern == (pattern & 0xFFU) * 0x0101010101010101U;
 }
 
-/* The pattern as it reads `offset` bytes further on: what a fill goes on with after
- * storing that many bytes. */
+/* Return the pattern as it continues after a fill has stored `offset` bytes. */
 static inline uint64_t mls_pattern_at(uint64_t pattern, size_t offset)
 {
     const unsigned bits = (unsigned)(offset % 8) * 8;
     return bits == 0 ? pattern : (pattern >> bits) | (pattern << (64 - bits));
 }
 
-/* Bytes from `address` up to the next multiple of `alignment` (a power of two); 0 where
- * it is one already. */
+/* Return the bytes from `address` up to the next multiple of `alignment` (a power of
+ * two); 0 if it is already a multiple. */
 static inline size_t mls_bytes_to_align(const void *address, size_t alignment)
 {
     return (size_t)(-(uintptr_t)address & (alignment - 1));

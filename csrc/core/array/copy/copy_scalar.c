@@ -1,19 +1,19 @@
-/* copy_scalar: the oracle.  Plain C, one element at a time, for every pair of float
- * formats.
+/* copy_scalar: the reference kernels in plain C, one element at a time, for every pair of
+ * float formats.
  *
- * These runs are what every vector kernel is compared with, bit for bit, and what it
- * calls for the ends of a run that fill no vector.  They are written to be read: the
- * rules of rounding are in float_convert.h, and nothing here depends on the processor.
+ * Every vector kernel must match these runs bit for bit, and calls them for the elements
+ * that do not fill a vector. They are written for clarity: the rounding rules are in
+ * float_convert.h, and nothing depends on the processor.
  *
- * The table is also the whole of what a machine without vector kernels uses.
+ * A machine without vector kernels uses this table.
  */
-#include "array/float_convert.h"
 #include "array/copy/copy_kernels.h"
+#include "array/float_convert.h"
 
 #include <string.h>
 
-/* Define a run that loads a `from_type`, applies `expression` to `x`, and stores it as
- * `to_type`.  Addresses may be unaligned, so both sides go through memcpy. */
+/* Define a run that loads a `from_type` as `x`, evaluates `expression`, and stores the
+ * result as `to_type`. Uses memcpy, because addresses may be unaligned. */
 #define DEFINE_RUN(name, from_type, to_type, expression)                                 \
     void name(void *dst, const void *src, size_t count, mls_store store)                 \
     {                                                                                    \
@@ -38,18 +38,17 @@ DEFINE_RUN(mls_run_f32_f16, float, uint16_t, mls_f16_from_f32(x))
 DEFINE_RUN(mls_run_f32_bf16, float, uint16_t, mls_bf16_from_f32(x))
 DEFINE_RUN(mls_run_f32_f64, float, double, (double)x)
 DEFINE_RUN(mls_run_f64_f16, double, uint16_t, mls_f16_from_f64(x))
-/* bfloat16 has no direct rule for double: torch and ml_dtypes both pass through float. */
+/* torch and ml_dtypes convert double to bfloat16 by way of float; so does this run. */
 DEFINE_RUN(mls_run_f64_bf16, double, uint16_t, mls_bf16_from_f32((float)x))
 DEFINE_RUN(mls_run_f64_f32, double, float, (float)x)
 
-/* The C library's copy, the one variant of this table. */
 static void copy_run(void *dst, const void *src, size_t bytes, mls_store store)
 {
     (void)store;
     memcpy(dst, src, bytes);
 }
 
-/* Whole patterns, then as much of one as is left. */
+/* Store whole patterns, then the part that remains. */
 static void fill_run(void *dst, uint64_t pattern, size_t bytes, mls_store store)
 {
     (void)store;
@@ -65,7 +64,6 @@ static void fill_run(void *dst, uint64_t pattern, size_t bytes, mls_store store)
     memcpy(to + done, &pattern, bytes - done);
 }
 
-/* Complete by itself: every pair, nothing borrowed from another table. */
 const mls_kernels mls_kernels_scalar = {
     .cpu = MLS_CPU_SCALAR,
     .copy_variants = 1,

@@ -1,7 +1,7 @@
-/* pack: any run of a tensor's elements, in C order, packed.
+/* pack_range: copy consecutive elements of a tensor, in C order, to packed memory.
  *
- * What is written to files in parts, by several threads, is fetched so from tensors of
- * any strides and either byte order.
+ * Threads that write parts of a tensor to a file use it for tensors with any strides and
+ * either byte order.
  */
 #ifndef MLS_PACK_RANGE_H
 #define MLS_PACK_RANGE_H
@@ -11,8 +11,8 @@
 
 #include <stddef.h>
 
-/* Copy elements `first` .. `first + count` of `t`, which has so many, to `to`, in this
- * machine's byte order. */
+/* Copy elements `first` .. `first + count` of `t` to `to`, in this machine's byte order.
+ * The range must be inside the tensor. */
 void mls_pack_range(const mls_kernels *kernels, const mls_tensor *t, size_t first,
                     size_t count, unsigned char *to);
 

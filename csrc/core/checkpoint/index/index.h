@@ -1,11 +1,11 @@
-/* index: which shards one rank has stored, and where.
+/* index: the shards that one rank has stored, and their locations.
  *
- * An index is a sealed JSON text (json_checksum.h) that lists files and, of each shard,
- * what it is of which tensor, its version and checksums, and where in which file its
- * bytes lie. docs/format.md describes it member by member.  Reading believes nothing: a
- * text that passes describes shards that fit their tensors, their files and the address
- * space.
- */
+ * An index is a JSON text with its own checksum (json_checksum.h). It lists the files,
+ * and for each shard its tensor, its part of that tensor, version, checksums, and the
+ * byte ranges in files that store it. docs/format.md describes every member.
+ *
+ * The parser treats the text as untrusted. An index that parses describes shards that fit
+ * their tensors, their files and the address space. */
 #ifndef MLS_INDEX_H
 #define MLS_INDEX_H
 
@@ -23,153 +23,156 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* What a tensor belongs to; also the folder of its files. */
+/* The section of a tensor; also the name of the folder that stores its files. */
 typedef enum mls_section { MLS_PARAMS, MLS_OPTIM_STATE, MLS_SECTION_COUNT } mls_section;
 
-/* "params", "optim_state". */
+/* Returns "params" or "optim_state". */
 const char *mls_section_name(mls_section section);
 
-/* Where the tensor was kept when it was saved; nothing of it matters to its file. */
+/* Storage tier of the tensor when it was saved. It does not affect the stored bytes. */
 typedef enum mls_tier {
-    MLS_TIER_NONE, /* not stated */
-    MLS_TIER_HOT,  /* memory of an accelerator */
+    MLS_TIER_NONE, /* not recorded */
+    MLS_TIER_HOT,  /* accelerator memory */
     MLS_TIER_WARM, /* main memory */
     MLS_TIER_COLD, /* a file */
     MLS_TIER_COUNT
 } mls_tier;
 
-/* "", "hot", "warm", "cold". */
+/* Returns "", "hot", "warm" or "cold". */
 const char *mls_tier_name(mls_tier tier);
 
 enum {
-    MLS_INDEX_VERSION = 3,      /* of the format; earlier ones were drafts */
-    MLS_GENERATION_DIGITS = 16, /* lower-case hexadecimal */
-    MLS_PATH_BYTES = 240        /* of a file's path in the pool, without NUL */
+    MLS_INDEX_VERSION = 3,      /* format version; earlier versions were drafts */
+    MLS_GENERATION_DIGITS = 16, /* lower-case hexadecimal digits */
+    MLS_PATH_BYTES = 240        /* longest file path in the pool, without NUL */
 };
 
-/* A tensor, whichever of its shards is concerned. */
+/* Identifies a tensor, independent of its shards. */
 typedef struct mls_tensor_id {
     mls_section section;
-    mls_str name;   /* of the parameter */
-    mls_str state;  /* of the optimizer, such as "m"; without dots */
-    bool has_state; /* never in `params` */
+    mls_str name;   /* parameter name */
+    mls_str state;  /* optimizer state such as "m"; contains no dots */
+    bool has_state; /* always false in `params` */
 } mls_tensor_id;
 
-/* The tensor under a key of a section: of MLS_OPTIM_STATE, "layer.0.weight.m" is the
- * state "m" of the parameter "layer.0.weight".  Shares the key's text. */
+/* Parse a key of a section. In MLS_OPTIM_STATE, "layer.0.weight.m" is the state "m" of
+ * the parameter "layer.0.weight". The result shares the key's text. */
 mls_tensor_id mls_tensor_id_of(mls_section section, mls_str key);
 
-/* By section, name and state: below, at or above 0. */
+/* Compare by section, name and state. Returns a value below, equal to or above 0. */
 int mls_tensor_id_compare(const mls_tensor_id *a, const mls_tensor_id *b);
 
-/* One of the files that shards lie in. */
+/* A file that stores shards. */
 typedef struct mls_index_file {
-    char path[MLS_PATH_BYTES + 1]; /* "params/x.safetensors": no way out of the pool */
+    char path[MLS_PATH_BYTES + 1]; /* "params/x.safetensors"; stays in the pool */
     uint64_t bytes;
-    uint32_t header_crc; /* "mlstate.header.crc32c" of its header: tells it from others */
+    uint32_t header_crc; /* "mlstate.header.crc32c" of its header; identifies this version
+                            of the file */
 } mls_index_file;
 
-/* One shard.  A plain one has its place in the shard itself, since there may be a million
- * of them; a sparse one has layers, and then `file`, `offset`, `crc` and `crcs` say
- * nothing and are zero.  `bytes` are those of the part either way. */
+/* One shard. A plain shard stores its place in this struct, since there may be a million
+ * of them. A sparse or compressed shard has `layers`; its `file`, `offset`, `crc` and
+ * `crcs` are unused and zero. In both cases `bytes` is the uncompressed size of the part.
+ */
 typedef struct mls_index_shard {
     mls_tensor_id id;
     mls_dtype dtype;
     int rank;            /* at most MLS_LAYOUT_RANK */
-    const size_t *shape; /* of the whole tensor */
+    const size_t *shape; /* shape of the whole tensor */
     mls_layout layout;
-    size_t part;             /* which part of the layout */
-    const signed char *axes; /* for each axis of a state the parameter's, or MLS_NO_AXIS;
-                                NULL: they have the same axes */
-    uint64_t version;        /* from 1 */
-    size_t file;             /* in the index's files */
-    uint64_t offset;         /* of its first byte in that file */
-    size_t bytes;            /* fit part and dtype */
+    size_t part;             /* index of the part in the layout */
+    const signed char *axes; /* parameter axis of each state axis, or MLS_NO_AXIS; NULL:
+                                state and parameter have the same axes */
+    uint64_t version;        /* at least 1 */
+    size_t file;             /* index into `files` */
+    uint64_t offset;         /* offset of its first byte in that file */
+    size_t bytes;            /* size of the part in this dtype */
     mls_tier tier;
-    uint32_t crc;             /* of all of it */
-    const uint32_t *crcs;     /* of its blocks */
+    uint32_t crc;             /* CRC32C of all bytes */
+    const uint32_t *crcs;     /* CRC32C of each block */
     const mls_layers *layers; /* NULL: plain */
 } mls_index_shard;
 
 typedef struct mls_index {
     char generation[MLS_GENERATION_DIGITS + 1];
     uint64_t rank, world_size;
-    mls_index_file *files; /* no path twice */
+    mls_index_file *files; /* paths are unique */
     size_t file_count;
-    mls_index_shard *shards; /* by id, then by part; no part twice, no byte in two
-                                places */
+    mls_index_shard *shards; /* sorted by id, then part; parts are unique, and no byte
+                                belongs to two places */
     size_t shard_count;
-    /* what the shards point to; NULL if another owns it */
-    mls_json *json; /* names */
+    /* Storage that the shards point into; NULL if it has another owner. */
+    mls_json *json; /* holds the names */
     size_t *dims;
     signed char *axes;
     uint32_t *crcs;
-    mls_layers *sparse; /* of all sparse shards; below, of all of these */
+    mls_layers *sparse; /* layers of all shards that have them; the arrays below cover all
+                           of these */
     mls_layer *layers;
     mls_row_range *extents;
-    mls_compressed_frames
-        *frames; /* of all layers that are coded; below, of all of these */
+    mls_compressed_frames *frames; /* of all compressed layers */
     size_t *ends;
 } mls_index;
 
-/* Understand an index.  `text` need not outlive the call.  Gives: release with
- * mls_index_fini.  Memory grows with the text only.
- * MLS_E_FORMAT, with offset and tensor name where they apply; MLS_E_CHECKSUM;
- * MLS_E_MEMORY.  `*out` is untouched on failure. */
+/* Parse an index. `text` need not outlive the call. Gives: release with mls_index_fini.
+ * Memory is proportional to the length of the text.
+ * Errors: MLS_E_FORMAT, with offset and tensor name if they apply; MLS_E_CHECKSUM;
+ * MLS_E_MEMORY. `*out` is untouched on failure. */
 mls_code mls_index_parse(const char *text, size_t length, const mls_crc_kernels *crc,
                          mls_index *out, mls_status *st);
 
-/* Append the text of an index to an empty buffer; returns its CRC32C as a whole by
- * `*crc_out`.  Of layers only what is stored matters, not what is visible.  What is
- * written is what mls_index_parse would accept: the caller's names are UTF-8, its shards
- * in order and of a size that fits.  MLS_E_MEMORY, MLS_E_SIZE (over 512 MiB). */
+/* Append the text of an index to an empty buffer, and return the CRC32C of the whole text
+ * in `*crc_out`. Of layers, only the stored rows matter, not the visible ones. The caller
+ * guarantees that the result parses with mls_index_parse: names are UTF-8, shards are
+ * sorted, and sizes are in range. Errors: MLS_E_MEMORY; MLS_E_SIZE (over 512 MiB). */
 mls_code mls_index_build(const mls_index *index, const mls_crc_kernels *crc,
                          mls_json_writer *out, uint32_t *crc_out, mls_status *st);
 
-/* Append the start of a shard's JSON object, what it is and its version, without a
- * closing brace: shard files say the same of what they hold. */
+/* Append the start of a shard's JSON object (tensor, part and version) without the
+ * closing brace. Headers of shard files contain the same text. */
 void mls_index_put_shard(mls_json_writer *b, const mls_index_shard *shard);
 
-/* Append the members of a layer that are not its place, each with its comma in front:
- * "row" and "rows", unless it is full; "codec" and "frames", where it is coded.  Shard
- * files say the same of what they hold. */
+/* Append the members of a layer except its place, each with a leading comma: "row" and
+ * "rows" unless the layer is full, "codec" and "frames" if it is compressed. Headers of
+ * shard files contain the same text. */
 void mls_index_put_layer(mls_json_writer *b, const mls_layer *layer);
 
-/* Whether a path is one that a shard file can have, "params/x.safetensors": one folder
- * and one file, so that whoever opens or deletes what an index names stays inside the
- * pool, whoever wrote the index. */
+/* Return whether a path is a valid path of a shard file, such as "params/x.safetensors":
+ * one folder and one file. Paths from an untrusted index therefore cannot leave the pool.
+ */
 bool mls_index_is_path(mls_str path);
 
-/* Whether a tensor of that shape could lie in memory: its bytes, with dimensions of 0
- * taken for 1, so that any library can hold it. */
+/* Return whether a tensor of this shape fits the address space. Dimensions of 0 count as
+ * 1, because other libraries multiply the remaining dimensions. */
 bool mls_index_fits(mls_dtype dtype, int rank, const size_t *shape);
 
-/* The part of its tensor that a shard of a good index is. */
+/* Return the part of the tensor that a shard of a valid index stores. */
 mls_part mls_index_part(const mls_index_shard *shard);
 
-/* Whether two shards say the same of their tensor: dtype, shape and layout. */
+/* Return whether two shards have the same dtype, shape and layout. */
 bool mls_index_same_tensor(const mls_index_shard *a, const mls_index_shard *b);
 
-/* Shards are sorted by this: id, then part. */
+/* The sort order of shards: id, then part. */
 int mls_index_compare(const mls_index_shard *a, const mls_index_shard *b);
 
-/* Places where a shard's bytes lie: one of a plain shard, else as many as it has layers.
- */
+/* Number of places (byte ranges in files) that store a shard: 1 for a plain shard, else
+ * the number of its layers. */
 size_t mls_index_place_count(const mls_index_shard *shard);
 
-/* One of them; that of a plain shard is a full layer of which nothing is said to be
- * visible. */
+/* Return one place. The place of a plain shard is returned as a full layer without
+ * visible ranges. */
 mls_layer mls_index_place(const mls_index_shard *shard, size_t number);
 
-/* Whether it has layers of rows, or none at all: not whether it is merely coded. */
+/* Return whether a shard stores rows or several layers, or consists of zeros only. A
+ * shard that is only compressed is not sparse. */
 bool mls_index_is_sparse(const mls_index_shard *shard);
 
-/* Bytes of all places. */
+/* Total bytes of all places. */
 uint64_t mls_index_stored_bytes(const mls_index_shard *shard);
 
-/* Sort the shards of an index that is good otherwise, and see that no shard and no path
- * is in it twice, and no byte in two places.  Part of parsing.  MLS_E_FORMAT with the
- * tensor's name; MLS_E_MEMORY. */
+/* Sort the shards of an index that is otherwise valid, and check that shards and paths
+ * are unique and that no byte belongs to two places. mls_index_parse calls it. Errors:
+ * MLS_E_FORMAT with the tensor's name; MLS_E_MEMORY. */
 mls_code mls_index_arrange(mls_index *index, mls_status *st);
 
 void mls_index_fini(mls_index *index); /* accepts a zeroed one; zeroes it */

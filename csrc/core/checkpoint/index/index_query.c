@@ -1,9 +1,6 @@
-/* index_facts: what can be asked of an index, and what holds for all of its shards
- * together.
+/* index_query: queries on one index, and checks across all of its shards.
  *
- * Sorting comes first: equal shards are neighbours then, and places that share a byte are
- * too.
- */
+ * The checks sort first: equal shards and overlapping places are then neighbours. */
 #include "checkpoint/index/index.h"
 
 #include "base/memory.h"
@@ -14,7 +11,6 @@
 
 enum { SHOWN_NAME = 100 }; /* bytes of a name in a message */
 
-/* Also the names of the folders that the files of a section are in. */
 const char *mls_section_name(mls_section section)
 {
     static const char *const names[MLS_SECTION_COUNT] = {
@@ -22,7 +18,7 @@ const char *mls_section_name(mls_section section)
     return names[section];
 }
 
-/* The first has no name: a shard that states no tier has no such member. */
+/* Index 0 is unused in files: a shard without a tier has no "tier" member. */
 const char *mls_tier_name(mls_tier tier)
 {
     static const char *const names[MLS_TIER_COUNT] = {[MLS_TIER_NONE] = "",
@@ -32,7 +28,7 @@ const char *mls_tier_name(mls_tier tier)
     return names[tier];
 }
 
-/* Parameters may have dots in their names; names of optimizer states have none. */
+/* Parameter names may contain dots; names of optimizer states do not. */
 mls_tensor_id mls_tensor_id_of(mls_section section, mls_str key)
 {
     size_t dot = key.length;
@@ -48,8 +44,8 @@ mls_tensor_id mls_tensor_id_of(mls_section section, mls_str key)
                            .has_state = true};
 }
 
-/* Names are compared as bytes, never by locale: the order is part of the format, and two
- * machines must agree on it. */
+/* Names are compared as bytes, independent of the locale: the order is part of the
+ * format, so it must be equal on all machines. */
 int mls_tensor_id_compare(const mls_tensor_id *a, const mls_tensor_id *b)
 {
     if (a->section != b->section) {
@@ -65,14 +61,13 @@ int mls_tensor_id_compare(const mls_tensor_id *a, const mls_tensor_id *b)
     return a->has_state ? mls_str_compare(a->state, b->state) : 0;
 }
 
-/* Parts of one tensor follow one another. */
+/* Parts of one tensor become neighbours. */
 int mls_index_compare(const mls_index_shard *a, const mls_index_shard *b)
 {
     const int ids = mls_tensor_id_compare(&a->id, &b->id);
     return ids != 0 ? ids : a->part < b->part ? -1 : a->part > b->part;
 }
 
-/* Dimensions of 0 count as 1: NumPy and torch multiply the others all the same. */
 bool mls_index_fits(mls_dtype dtype, int rank, const size_t *shape)
 {
     size_t bytes = mls_dtype_of(dtype)->item_bytes;
@@ -84,7 +79,7 @@ bool mls_index_fits(mls_dtype dtype, int rank, const size_t *shape)
     return bytes <= PTRDIFF_MAX;
 }
 
-/* Axes and tier may differ: they do not say what the bytes are. */
+/* Axes and tier may differ: they do not affect the bytes. */
 bool mls_index_same_tensor(const mls_index_shard *a, const mls_index_shard *b)
 {
     bool same =
@@ -99,18 +94,19 @@ bool mls_index_same_tensor(const mls_index_shard *a, const mls_index_shard *b)
     return same;
 }
 
-/* Made anew for each who asks: a part takes 300 bytes, and an index has many. */
+/* Computed at each call instead of stored: a part takes 300 bytes, and an index has many.
+ */
 mls_part mls_index_part(const mls_index_shard *shard)
 {
     mls_part part = {0};
     mls_status ignored;
-    /* it was made once already, when the index was */
+    /* cannot fail: parsing the index made the same call */
     (void)mls_layout_part(&shard->layout, shard->rank, shard->shape, shard->part, &part,
                           &ignored);
     return part;
 }
 
-/* The names are freed last. */
+/* The names, which other arrays point into, are freed last. */
 void mls_index_fini(mls_index *index)
 {
     mls_free(index->files);
@@ -127,15 +123,14 @@ void mls_index_fini(mls_index *index)
     *index = (mls_index){0};
 }
 
-/* What is not sparse has one place, wherever that is. */
 size_t mls_index_place_count(const mls_index_shard *shard)
 {
     return shard->layers == NULL ? 1 : shard->layers->count;
 }
 
-/* Characters of our own file names (safe_filename.h), so that no path leads anywhere
- * else. */
-static bool plain_name(mls_str text)
+/* Characters of the file names that we write (safe_filename.h). Anything else could leave
+ * the folder. */
+static bool is_plain_name(mls_str text)
 {
     for (size_t i = 0; i < text.length; i++) {
         const char c = text.data[i];
@@ -147,7 +142,7 @@ static bool plain_name(mls_str text)
     return text.length > 0 && text.data[0] != '.';
 }
 
-/* The suffix has a length of its own: a name of nothing else is none. */
+/* The name before the suffix must not be empty. */
 bool mls_index_is_path(mls_str path)
 {
     static const char suffix[] = ".safetensors";
@@ -158,14 +153,14 @@ bool mls_index_is_path(mls_str path)
         if (path.length > start + suffix_length && path.length <= MLS_PATH_BYTES &&
             memcmp(path.data, folder, start - 1) == 0 && path.data[start - 1] == '/') {
             const mls_str name = {path.data + start, path.length - start};
-            return plain_name(name) && memcmp(path.data + path.length - suffix_length,
-                                              suffix, suffix_length) == 0;
+            return is_plain_name(name) && memcmp(path.data + path.length - suffix_length,
+                                                 suffix, suffix_length) == 0;
         }
     }
     return false;
 }
 
-/* By value: a plain shard has no layer that could be pointed to. */
+/* By value: a plain shard has no stored layer to point to. */
 mls_layer mls_index_place(const mls_index_shard *shard, size_t number)
 {
     if (shard->layers != NULL) {
@@ -178,14 +173,15 @@ mls_layer mls_index_place(const mls_index_shard *shard, size_t number)
                        .crcs = shard->crcs};
 }
 
-/* A full layer that is the only one holds what a plain shard would. */
+/* A single full layer stores the same elements as a plain shard. */
 bool mls_index_is_sparse(const mls_index_shard *shard)
 {
     const mls_layers *layers = shard->layers;
     return layers != NULL && (layers->count != 1 || layers->list[0].row != 0);
 }
 
-/* The layers' bytes fit their files, of which there are no more than a size can count. */
+/* Cannot overflow: the bytes of the layers fit their files, and the number of files fits
+ * size_t. */
 uint64_t mls_index_stored_bytes(const mls_index_shard *shard)
 {
     uint64_t bytes = 0;
@@ -195,12 +191,12 @@ uint64_t mls_index_stored_bytes(const mls_index_shard *shard)
     return bytes;
 }
 
-/* ---- the whole ---- */
+/* ---- checks across all shards ---- */
 
-/* qsort, for what mostly is in order: then nothing is moved, and no memory is taken.
- * False: no two are equal.  True: some may be. */
-static bool sort(void *base, size_t count, size_t size,
-                 int (*compare)(const void *, const void *))
+/* qsort for input that is usually sorted: then no element is moved and no memory
+ * allocated. Returns false if no two elements are equal, true if some may be. */
+static bool sort_unless_sorted(void *base, size_t count, size_t size,
+                               int (*compare)(const void *, const void *))
 {
     const char *at = base;
     bool twins = false;
@@ -215,14 +211,14 @@ static bool sort(void *base, size_t count, size_t size,
     return twins;
 }
 
-/* For sort. */
+/* For sort_unless_sorted. */
 static int compare_shards(const void *a, const void *b)
 {
     return mls_index_compare(a, b);
 }
 
-/* What is wrong with which member; of a shard, or of none. */
-static mls_code refuse(const mls_index_shard *shard, const char *what, mls_status *st)
+/* Report an error about a shard, or about the index if `shard` is NULL. */
+static mls_code fail_shard(const mls_index_shard *shard, const char *what, mls_status *st)
 {
     if (shard == NULL || shard->id.name.data == NULL) {
         return mls_fail_at(st, 0, "%s", what);
@@ -234,19 +230,21 @@ static mls_code refuse(const mls_index_shard *shard, const char *what, mls_statu
     return MLS_E_FORMAT;
 }
 
-/* Ours are sorted already; others' may not be.  Then equal ones are neighbours. */
+/* Indexes that we write are sorted already; others may not be. Equal shards become
+ * neighbours. */
 static mls_code sort_shards(const mls_index *x, mls_status *st)
 {
-    const bool twins = sort(x->shards, x->shard_count, sizeof *x->shards, compare_shards);
+    const bool twins =
+        sort_unless_sorted(x->shards, x->shard_count, sizeof *x->shards, compare_shards);
     for (size_t i = 1; twins && i < x->shard_count; i++) {
         if (mls_index_compare(&x->shards[i - 1], &x->shards[i]) == 0) {
-            return refuse(&x->shards[i], "\"part\" appears twice", st);
+            return fail_shard(&x->shards[i], "\"part\" appears twice", st);
         }
     }
     return MLS_OK;
 }
 
-/* For sort, over pointers to files. */
+/* For sort_unless_sorted, over pointers to files. */
 static int compare_paths(const void *a, const void *b)
 {
     const mls_index_file *x = *(const mls_index_file *const *)a;
@@ -254,34 +252,32 @@ static int compare_paths(const void *a, const void *b)
     return strcmp(x->path, y->path);
 }
 
-/* A place, and whose it is; `layer` is NULL where the shard is plain. */
+/* A place and its shard; `layer` is NULL for a plain shard. */
 typedef struct spot {
     const mls_index_shard *shard;
     const mls_layer *layer;
-} spot;
+} shard_place;
 
-/* The file of a place, and below, where it begins there. */
-static size_t file_of(const spot *s)
+static size_t file_of(const shard_place *s)
 {
     return s->layer == NULL ? s->shard->file : s->layer->file;
 }
 
-/* Of the first byte, in that file. */
-static uint64_t offset_of(const spot *s)
+static uint64_t offset_of(const shard_place *s)
 {
     return s->layer == NULL ? s->shard->offset : s->layer->offset;
 }
 
-/* For sort, over spots: as they lie in their files. */
+/* For sort_unless_sorted, over places: by file and offset. */
 static int compare_places(const void *a, const void *b)
 {
-    const spot *x = a, *y = b;
+    const shard_place *x = a, *y = b;
     return file_of(x) != file_of(y)       ? (file_of(x) < file_of(y) ? -1 : 1)
            : offset_of(x) != offset_of(y) ? (offset_of(x) < offset_of(y) ? -1 : 1)
                                           : 0;
 }
 
-/* No file is listed twice. */
+/* Check that paths are unique. */
 static mls_code check_files(const mls_index *x, mls_status *st)
 {
     const void **sorted = mls_alloc(x->file_count, sizeof *sorted);
@@ -293,11 +289,12 @@ static mls_code check_files(const mls_index *x, mls_status *st)
     for (size_t i = 0; i < x->file_count; i++) {
         sorted[i] = &x->files[i];
     }
-    const bool twins = sort(sorted, x->file_count, sizeof *sorted, compare_paths);
+    const bool twins =
+        sort_unless_sorted(sorted, x->file_count, sizeof *sorted, compare_paths);
     for (size_t i = 1; twins && code == MLS_OK && i < x->file_count; i++) {
         const mls_index_file *file = sorted[i];
         if (compare_paths(&sorted[i - 1], &sorted[i]) == 0) {
-            code = refuse(NULL, "\"path\" appears twice among the files", st);
+            code = fail_shard(NULL, "\"path\" appears twice among the files", st);
             mls_status_got(st, "%.*s", SHOWN_NAME, file->path);
         }
     }
@@ -305,9 +302,9 @@ static mls_code check_files(const mls_index *x, mls_status *st)
     return code;
 }
 
-/* All places that have bytes; returns how many.  With `out` NULL they are only counted.
- */
-static size_t list_places(const mls_index *x, spot *out)
+/* List all places that have bytes; returns their number. If `out` is NULL, they are only
+ * counted. */
+static size_t list_places(const mls_index *x, shard_place *out)
 {
     size_t count = 0;
     for (size_t i = 0; i < x->shard_count; i++) {
@@ -315,63 +312,66 @@ static size_t list_places(const mls_index *x, spot *out)
         const size_t layers = shard->layers == NULL ? 0 : shard->layers->count;
         if (shard->layers == NULL && shard->bytes > 0) {
             if (out != NULL) {
-                out[count] = (spot){.shard = shard};
+                out[count] = (shard_place){.shard = shard};
             }
             count++;
         }
         for (size_t j = 0; j < layers; j++, count++) {
             if (out != NULL) {
-                out[count] = (spot){.shard = shard, .layer = &shard->layers->list[j]};
+                out[count] =
+                    (shard_place){.shard = shard, .layer = &shard->layers->list[j]};
             }
         }
     }
     return count;
 }
 
-/* No byte belongs to two places: so all that is read by an index is no larger than its
- * files. */
+/* Check that no byte belongs to two places. Reading every place of an index then reads at
+ * most the size of its files. */
 static mls_code check_overlaps(const mls_index *x, mls_status *st)
 {
     const size_t count = list_places(x, NULL);
-    spot *sorted = mls_alloc(count, sizeof *sorted);
+    shard_place *sorted = mls_alloc(count, sizeof *sorted);
     mls_code code = MLS_OK;
     if (sorted == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for an index of %zu shards",
                         x->shard_count);
     }
     (void)list_places(x, sorted);
-    (void)sort(sorted, count, sizeof *sorted, compare_places);
+    (void)sort_unless_sorted(sorted, count, sizeof *sorted, compare_places);
     for (size_t i = 1; code == MLS_OK && i < count; i++) {
-        const spot *before = &sorted[i - 1], *next = &sorted[i];
+        const shard_place *before = &sorted[i - 1], *next = &sorted[i];
         const size_t bytes =
             before->layer == NULL ? before->shard->bytes : before->layer->bytes;
         if (file_of(before) == file_of(next) &&
             offset_of(next) - offset_of(before) < bytes) {
-            code = refuse(next->shard,
-                          next->shard == before->shard
-                              ? "\"offset\" is inside another of its layers"
-                              : "\"offset\" is inside another shard of the file",
-                          st);
+            code = fail_shard(next->shard,
+                              next->shard == before->shard
+                                  ? "\"offset\" is inside another of its layers"
+                                  : "\"offset\" is inside another shard of the file",
+                              st);
         }
     }
     mls_free(sorted);
     return code;
 }
 
-/* A manifest says how many bytes all shards have: those that are stored fit their files,
- * but zeros that are not may be any number. */
+/* A manifest records the total bytes of all shards. Stored bytes are limited by the
+ * files, but sparse shards may have any number of zeros, so the sum is checked for
+ * overflow. */
 static mls_code check_sum(const mls_index *x, mls_status *st)
 {
     uint64_t sum = 0;
     for (size_t i = 0; i < x->shard_count; i++) {
         if (!mls_u64_add(sum, x->shards[i].bytes, &sum) || sum > INT64_MAX) {
-            return refuse(&x->shards[i], "\"shape\" makes too many bytes in all", st);
+            return fail_shard(&x->shards[i], "\"shape\" makes too many bytes in all", st);
         }
     }
     return MLS_OK;
 }
 
-/* In this order, so that of several faults always the same one is told. */
+/* The order is fixed, so that an index with several faults always reports the same one.
+ */
 mls_code mls_index_arrange(mls_index *index, mls_status *st)
 {
     mls_code code = sort_shards(index, st);

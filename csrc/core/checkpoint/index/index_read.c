@@ -1,10 +1,10 @@
-/* index: reading.
+/* index_read: parse an index.
  *
- * The reader goes over the document twice: first it counts what the shards need, then it
- * fills the index, shard by shard, with one cursor in each column.  Each count is a
- * number of JSON values or digits, so memory grows with the text only.  Errors name the
- * shard, once its name was read.
- */
+ * The reader makes two passes over the document. The first counts the elements that the
+ * shards need; the second fills the index shard by shard, with one cursor for each
+ * column. Each count is bounded by a number of JSON values or digits, so memory is
+ * proportional to the length of the text. Errors name the shard once its name has been
+ * read. */
 #include "checkpoint/index/index.h"
 
 #include "base/memory.h"
@@ -18,15 +18,15 @@
 
 enum {
     DEPTH = 8,           /* an index needs 5 */
-    NODES = 64 << 20,    /* values: more than 512 MiB of rows can hold */
-    HEADER_BYTES = 8,    /* the shortest start of a shard file */
+    NODES = 64 << 20,    /* JSON values; more than the rows in 512 MiB of text */
+    HEADER_BYTES = 8,    /* the smallest prefix of a shard file */
     WORLD_MOST = 1 << 24 /* ranks */
 };
 
-typedef mls_json_member member;  /* one that an object may have */
+typedef mls_json_member member;  /* an entry for mls_index_find_members */
 typedef mls_index_column column; /* of numbers or checksums */
 
-/* Columns of the shards: numbers, then arrays. */
+/* Columns of the shards: strings of numbers first, then arrays. */
 enum {
     KIND,
     SHAPE,
@@ -38,7 +38,7 @@ enum {
     SHARD_COLUMNS
 };
 
-/* Columns of the layers: numbers and checksums, then arrays. */
+/* Columns of the layers: strings of numbers and checksums first, then arrays. */
 enum {
     FILE_NUMBER,
     OFFSET,
@@ -55,7 +55,7 @@ enum {
 
 enum { LAYER_ARRAYS = LAYER_COLUMNS - LAYER_NUMBERS };
 
-/* What many shards have in common, and its values in the text, for messages. */
+/* Properties that many shards share, and their nodes in the text, for errors. */
 typedef struct shard_kind {
     mls_section section;
     mls_str state;
@@ -70,17 +70,17 @@ typedef struct shard_kind {
 
 typedef struct reader {
     mls_index_source in;
-    mls_index index; /* its counts are final, its arrays are being filled */
+    mls_index index; /* counts are final; arrays are being filled */
     shard_kind *kinds;
     size_t kind_count;
     column shards[SHARD_NUMBERS], layers[LAYER_NUMBERS];
-    mls_json_node name, arrays[LAYER_ARRAYS]; /* next values of columns, or NONE */
-    size_t layer_rows, layer; /* rows of the table of layers; of these, were read */
-    size_t dims_used, axes_used, crcs_used; /* of what was counted beforehand */
+    mls_json_node name, arrays[LAYER_ARRAYS]; /* next values, or MLS_JSON_NONE */
+    size_t layer_rows, layer;                 /* rows of the layer table; rows read */
+    size_t dims_used, axes_used, crcs_used;   /* used elements of the arrays */
     size_t sparse_used, layers_used, extents_used, frames_used, ends_used; /* the same */
 } reader;
 
-/* For read_word, which takes enums as int; so are the next two. */
+/* These three are for mls_index_read_word, which takes enums as int. */
 static const char *section_of(int i)
 {
     return mls_section_name((mls_section)i);
@@ -91,7 +91,7 @@ static const char *codec_of(int i)
     return mls_codec_name((mls_codec)i);
 }
 
-/* Without the empty name of MLS_TIER_NONE, which no text has. */
+/* Skips the empty name of MLS_TIER_NONE, which is never written. */
 static const char *tier_of(int i)
 {
     return mls_tier_name((mls_tier)(i + 1));
@@ -99,7 +99,7 @@ static const char *tier_of(int i)
 
 /* ---- files ---- */
 
-/* All files.  None is shorter than the length that each starts with. */
+/* Read all files. Each is at least as long as its header's length field. */
 static mls_code read_files(reader *r, mls_json_node object)
 {
     enum { PATH, FILE_BYTES, HEADER_CRC, COUNT };
@@ -143,7 +143,7 @@ static mls_code read_files(reader *r, mls_json_node object)
 
 /* ---- kinds ---- */
 
-/* [axis or "flat", parts]: the only arrays of two kinds of values in the format. */
+/* Read [axis or "flat", parts], the only array with mixed types in the format. */
 static bool read_step(reader *r, mls_json_node node, mls_layout_step *step)
 {
     uint64_t axis, parts;
@@ -164,7 +164,7 @@ static bool read_step(reader *r, mls_json_node node, mls_layout_step *step)
     return true;
 }
 
-/* The steps of a layout.  Whether they fit a shape is checked with each shard. */
+/* Read the steps of a layout. Each shard checks whether they fit its shape. */
 static mls_code read_layout(reader *r, const member *m, mls_layout *layout)
 {
     if (mls_json_size(r->in.json, m->node) > MLS_LAYOUT_STEPS) {
@@ -181,8 +181,8 @@ static mls_code read_layout(reader *r, const member *m, mls_layout *layout)
     return MLS_OK;
 }
 
-/* For each axis of the state the parameter's, or null.  The parameter may be in another
- * index, or in none: the axes are only used to cut. */
+/* Read the parameter axis, or null, of each state axis. The parameter need not be in this
+ * index, so the axes are not checked against it: they only serve resharding. */
 static mls_code read_axes(reader *r, const member *m, shard_kind *kind)
 {
     signed char *axes = r->index.axes + r->axes_used;
@@ -205,7 +205,7 @@ static mls_code read_axes(reader *r, const member *m, shard_kind *kind)
     return MLS_OK;
 }
 
-/* Dots separate parameter and state in the key of a state dict, so a state has none. */
+/* A dot separates parameter and state in a state dict key, so a state contains none. */
 static mls_code read_state(reader *r, const member *m, shard_kind *kind)
 {
     kind->has_state = m->node != MLS_JSON_NONE;
@@ -225,7 +225,6 @@ static mls_code read_state(reader *r, const member *m, shard_kind *kind)
 
 enum { SECTION, STATE, DTYPE, LAYOUT, AXES, TIER, KIND_MEMBERS };
 
-/* One kind of shards, from its members. */
 static mls_code read_kind(reader *r, const member *m, shard_kind *kind)
 {
     int section, tier = -1;
@@ -256,7 +255,6 @@ static mls_code read_kind(reader *r, const member *m, shard_kind *kind)
     return MLS_OK;
 }
 
-/* All kinds: a short list of objects. */
 static mls_code read_kinds(reader *r, mls_json_node array)
 {
     member m[KIND_MEMBERS] = {[SECTION] =
@@ -292,9 +290,9 @@ static mls_code read_kinds(reader *r, mls_json_node array)
     return code;
 }
 
-/* ---- layers: bytes in files ---- */
+/* ---- layers: byte ranges in files ---- */
 
-/* As mls_index_next_number, for a number that must fit the address space. */
+/* Like mls_index_next_number, for a number that must fit size_t. */
 static mls_code next_size(reader *r, column *c, size_t most, size_t *out)
 {
     uint64_t value;
@@ -305,7 +303,8 @@ static mls_code next_size(reader *r, column *c, size_t most, size_t *out)
     return code;
 }
 
-/* The next value of an array, or MLS_JSON_NONE: the column was not found, or has null. */
+/* The next value of an array, or MLS_JSON_NONE if the column is absent or the value is
+ * null. */
 static mls_json_node next_value(const reader *r, mls_json_node *cursor)
 {
     const mls_json_node node = *cursor;
@@ -316,8 +315,8 @@ static mls_json_node next_value(const reader *r, mls_json_node *cursor)
     return mls_json_type_of(r->in.json, node) == MLS_JSON_NULL ? MLS_JSON_NONE : node;
 }
 
-/* The range of bytes is inside its file, as far as the file's recorded length tells.
- * Whether the file has that length is checked when it is opened. */
+/* Check that the byte range is inside its file, by the file's recorded length. The actual
+ * length is checked when the file is opened. */
 static mls_code read_range(reader *r, mls_layer *layer)
 {
     const column file = r->layers[FILE_NUMBER], offset = r->layers[OFFSET];
@@ -347,8 +346,8 @@ static mls_code read_range(reader *r, mls_layer *layer)
     return MLS_OK;
 }
 
-/* The checksum of the layer and those of its blocks, of which a single one is the same.
- * They are not compared with each other: to verify a layer, its blocks are read. */
+/* Read the checksum of the layer and those of its blocks. A layer of one block stores
+ * only the first. The two are not compared: verification reads the blocks. */
 static mls_code read_crcs(reader *r, mls_layer *layer)
 {
     const column crc = r->layers[CRC];
@@ -365,7 +364,7 @@ static mls_code read_crcs(reader *r, mls_layer *layer)
         return mls_index_fail_column(&r->in, &r->layers[BLOCKS],
                                      "has not 8 digits for each MiB of the layers");
     }
-    crcs[0] = layer->crc; /* room was counted with the layer's row */
+    crcs[0] = layer->crc; /* allocated for each row of the layer table */
     for (size_t i = 0; code == MLS_OK && count > 1 && i < count; i++) {
         code = mls_index_next_crc(&r->in, &r->layers[BLOCKS], &crcs[i]);
     }
@@ -374,7 +373,7 @@ static mls_code read_crcs(reader *r, mls_layer *layer)
     return code;
 }
 
-/* Which elements a layer holds: rows of `layer->row`, for whose runs room was counted. */
+/* Read the row ranges that a layer holds, in units of `layer->row` elements. */
 static mls_code read_rows(reader *r, mls_json_node node, size_t elements,
                           mls_layer *layer)
 {
@@ -395,7 +394,7 @@ static mls_code read_rows(reader *r, mls_json_node node, size_t elements,
     return MLS_OK;
 }
 
-/* How a layer is compressed: "codec" and "frames", for whose lengths room was counted. */
+/* Read "codec" and "frames" of a compressed layer. */
 static mls_code read_frames(reader *r, mls_json_node codec_node, mls_json_node node,
                             size_t item, size_t elements, mls_layer *layer)
 {
@@ -413,7 +412,8 @@ static mls_code read_frames(reader *r, mls_json_node codec_node, mls_json_node n
                                       .item = item,
                                       .bytes = mls_layer_held(layer, elements) * item,
                                       .ends = r->index.ends + r->ends_used};
-    /* room was counted by the text, so the lengths are counted before they are read */
+    /* memory was allocated by the length of the text, so the frames are counted before
+     * reading */
     const size_t count = mls_compressed_frames_count(frames->bytes);
     if (count == 0 || count != mls_compressed_frames_text_count(text) ||
         !mls_compressed_frames_read(frames, text)) {
@@ -427,7 +427,7 @@ static mls_code read_frames(reader *r, mls_json_node codec_node, mls_json_node n
     return MLS_OK;
 }
 
-/* How the next layer holds its elements.  Only a shard's first layer may be full. */
+/* Read rows and compression of the next layer. Only a shard's first layer may be full. */
 static mls_code read_coding(reader *r, const mls_index_shard *shard, size_t elements,
                             bool first, mls_layer *layer)
 {
@@ -469,7 +469,7 @@ static mls_code read_coding(reader *r, const mls_index_shard *shard, size_t elem
                : code;
 }
 
-/* The next layer, which is number `number` of a shard of so many elements. */
+/* Read the next layer, which is number `number` of a shard with `elements` elements. */
 static mls_code read_layer(reader *r, const mls_index_shard *shard, size_t elements,
                            size_t number, mls_layer *layer)
 {
@@ -496,9 +496,8 @@ static mls_code read_layer(reader *r, const mls_index_shard *shard, size_t eleme
     return read_crcs(r, layer);
 }
 
-/* All layers of a shard.  Which of their elements are visible is computed at once, into
- * room that was counted.  A full layer that is alone, and not compressed, is a plain
- * shard, as most are. */
+/* Read all layers of a shard, and compute their visible ranges. A single full,
+ * uncompressed layer makes a plain shard, which is the usual case. */
 static mls_code read_layers(reader *r, mls_index_shard *shard, size_t elements,
                             size_t count)
 {
@@ -538,8 +537,8 @@ static mls_code read_layers(reader *r, mls_index_shard *shard, size_t elements,
 
 /* ---- shards ---- */
 
-/* "4,6" of "3;4,6;", up to the semicolon.  Dimensions are stored in the index's array of
- * all of them, for which room was counted. */
+/* Read one shape: "4,6" of "3;4,6;". The dimensions are appended to the index's shared
+ * array. */
 static mls_code read_shape(reader *r, mls_index_shard *shard)
 {
     column *all = &r->shards[SHAPE], one = *all;
@@ -565,7 +564,7 @@ static mls_code read_shape(reader *r, mls_index_shard *shard)
     return code;
 }
 
-/* Which tensor, and what it has in common with others. */
+/* Read name and kind of a shard. */
 static mls_code read_identity(reader *r, mls_index_shard *shard, const shard_kind **out)
 {
     const mls_json_node node = r->name;
@@ -596,14 +595,14 @@ static mls_code read_identity(reader *r, mls_index_shard *shard, const shard_kin
     shard->axes = kind->axes;
     shard->tier = kind->tier;
     *out = kind;
-    /* its name alone is the key then, which is cut at the last dot */
+    /* without a state the name is the whole key, which would be split at its last dot */
     return kind->section == MLS_OPTIM_STATE && !kind->has_state && name.length > 0 &&
                    memchr(name.data, '.', name.length) != NULL
                ? mls_index_fail_value(&r->in, node, "name", "has a dot")
                : MLS_OK;
 }
 
-/* Elements and bytes of the part, by shape, layout and dtype. */
+/* Compute the elements and bytes of the part from shape, layout and dtype. */
 static mls_code read_part(reader *r, const column *shape, const shard_kind *kind,
                           mls_index_shard *shard, size_t *elements)
 {
@@ -624,11 +623,12 @@ static mls_code read_part(reader *r, const column *shape, const shard_kind *kind
                                         : "does not fit the shape");
     }
     *elements = mls_part_count(&part);
-    shard->bytes = *elements * mls_dtype_of(shard->dtype)->item_bytes; /* that fits */
+    shard->bytes =
+        *elements * mls_dtype_of(shard->dtype)->item_bytes; /* cannot overflow */
     return MLS_OK;
 }
 
-/* How many of the next rows of the table of layers belong to a shard. */
+/* Read how many of the next rows of the layer table belong to a shard. */
 static mls_code read_layer_count(reader *r, size_t *out)
 {
     const column c = r->shards[LAYER_COUNT];
@@ -642,8 +642,8 @@ static mls_code read_layer_count(reader *r, size_t *out)
                : code;
 }
 
-/* The next shard: the shape before the layout that cuts it, both before the bytes that
- * must fit them, the bytes before their checksums. */
+/* Read the next shard. The order matters: the layout is checked against the shape, the
+ * bytes against both, and the number of checksums depends on the bytes. */
 static mls_code read_shard(reader *r, mls_index_shard *shard)
 {
     const shard_kind *kind = NULL;
@@ -663,15 +663,15 @@ static mls_code read_shard(reader *r, mls_index_shard *shard)
     return read_layers(r, shard, elements, count);
 }
 
-/* ---- the whole ---- */
+/* ---- the whole index ---- */
 
-/* How many of each there will be, at most. */
+/* Upper bounds for the array sizes. */
 typedef struct needs {
     size_t dims, sparse, layers, extents, frames, ends;
 } needs;
 
-/* Each run of rows needs an extent, and resolving takes two more, as mls_layers_room
- * counts them. */
+/* Each row range takes one element, and resolving takes two more, as in mls_layers_room.
+ */
 static void count_layers(const reader *r, needs *n)
 {
     mls_json_node rows = r->arrays[0], frames = r->arrays[FRAMES - ROWS];
@@ -692,12 +692,12 @@ static void count_layers(const reader *r, needs *n)
     }
 }
 
-/* Make all arrays at once: shards point into them, so they must not move. */
-static mls_code allocate(reader *r)
+/* Allocate all arrays at once: shards point into them, so they must not move. */
+static mls_code allocate_arrays(reader *r)
 {
     mls_index *x = &r->index;
     needs n = {0};
-    /* a digit and a mark for each */
+    /* each dimension has at least a digit and a separator */
     n.dims = r->shards[SHAPE].rest.length / 2;
     if (r->shards[LAYER_COUNT].rest.data != NULL || r->arrays[0] != MLS_JSON_NONE ||
         r->arrays[FRAMES - ROWS] != MLS_JSON_NONE) {
@@ -718,7 +718,7 @@ static mls_code allocate(reader *r)
     return MLS_OK;
 }
 
-/* The columns of the shards, of which there are as many as names. */
+/* Open the columns of the shards. The number of names is the number of shards. */
 static mls_code open_shards(reader *r, mls_json_node object)
 {
     member m[SHARD_COLUMNS] = {
@@ -740,7 +740,7 @@ static mls_code open_shards(reader *r, mls_json_node object)
     return MLS_OK;
 }
 
-/* The columns of the layers, of which there are as many as checksums. */
+/* Open the columns of the layers. The number of checksums is the number of layers. */
 static mls_code open_layers(reader *r, mls_json_node object)
 {
     member m[LAYER_COLUMNS] = {
@@ -767,12 +767,12 @@ static mls_code open_layers(reader *r, mls_json_node object)
     return code;
 }
 
-/* All shards, and with them all layers. */
+/* Read all shards and their layers. */
 static mls_code read_shards(reader *r, mls_json_node shards, mls_json_node layers)
 {
     mls_code code = open_shards(r, shards);
     code = code == MLS_OK ? open_layers(r, layers) : code;
-    code = code == MLS_OK ? allocate(r) : code;
+    code = code == MLS_OK ? allocate_arrays(r) : code;
     for (size_t i = 0; code == MLS_OK && i < r->index.shard_count; i++) {
         code = read_shard(r, &r->index.shards[i]);
     }
@@ -785,8 +785,8 @@ static mls_code read_shards(reader *r, mls_json_node shards, mls_json_node layer
                           : code;
 }
 
-/* Whether the text is an index of a version that is understood; checked before anything
- * else, since other versions may differ in everything else. */
+/* Check that the text is an index of a supported version. This comes first, since other
+ * versions may differ in everything else. */
 static mls_code read_format(reader *r)
 {
     enum { FORMAT, FORMAT_NUMBER, COUNT };
@@ -816,7 +816,7 @@ static mls_code read_format(reader *r)
     return MLS_E_FORMAT;
 }
 
-/* The members in front of the tables. */
+/* Read the members before the tables. */
 static mls_code read_head(reader *r, const member *generation, const member *rank,
                           const member *world)
 {
@@ -835,7 +835,7 @@ static mls_code read_head(reader *r, const member *generation, const member *ran
                           : code;
 }
 
-/* Everything but the seal. */
+/* Read everything except the JSON checksum. */
 static mls_code read_index(reader *r)
 {
     enum { GENERATION, RANK, WORLD, FILES, KINDS, SHARDS, LAYERS, COUNT };
@@ -859,7 +859,7 @@ static mls_code read_index(reader *r)
     return mls_index_arrange(&r->index, r->in.st);
 }
 
-/* The seal is checked first: nothing of a damaged text is parsed. */
+/* The JSON checksum is verified first, so that a damaged text is never parsed. */
 mls_code mls_index_parse(const char *text, size_t length, const mls_crc_kernels *crc,
                          mls_index *out, mls_status *st)
 {
@@ -871,13 +871,13 @@ mls_code mls_index_parse(const char *text, size_t length, const mls_crc_kernels 
         return code;
     }
     reader r = {.in = {.json = json, .st = st}, .index = {.json = json}};
-    code = read_index(&r); /* a sealed text starts with a brace: the root is an object */
+    code = read_index(&r); /* the prefix is a brace: the root is an object */
     mls_free(r.kinds);
     if (code != MLS_OK) {
         mls_index_fini(&r.index);
         return code;
     }
-    mls_json_forget(json); /* names stay */
+    mls_json_forget(json); /* frees the nodes; the names remain */
     *out = r.index;
     return MLS_OK;
 }

@@ -1,19 +1,18 @@
-/* index_values: reading; messages, single values, columns. */
+/* index_values: errors, single values, columns. */
 #include "checkpoint/index/index_values.h"
 
 #include "io/json_checksum.h"
 
 enum {
     SHOWN_NAME = 100, /* bytes of a name or value in a message */
-    SHOWN_VALUE = 24, /* bytes of a number or checksum there */
-    SURE_DIGITS = 19  /* of a number that is below 2**64 */
+    SHOWN_VALUE = 24, /* bytes of a number or checksum in a message */
+    SURE_DIGITS = 19  /* any number of 19 digits is below 2**64 */
 };
 
 static const char out_of_range[] = "is no whole number in its range";
 
-/* ---- messages ---- */
+/* ---- errors ---- */
 
-/* "shard of 'x': "key" what", at an offset of the text. */
 mls_code mls_index_fail_at(const mls_index_source *in, size_t at, const char *key,
                            const char *what)
 {
@@ -27,7 +26,7 @@ mls_code mls_index_fail_at(const mls_index_source *in, size_t at, const char *ke
     return MLS_E_FORMAT;
 }
 
-/* The same at a value, which is reported as what was got. */
+/* Also records the value in the status. */
 mls_code mls_index_fail_value(const mls_index_source *in, mls_json_node node,
                               const char *key, const char *what)
 {
@@ -49,7 +48,7 @@ mls_code mls_index_fail_value(const mls_index_source *in, mls_json_node node,
     return MLS_E_FORMAT;
 }
 
-/* Add the range to a message; returns MLS_E_FORMAT. */
+/* Add the valid range to an error; returns MLS_E_FORMAT. */
 static mls_code expect_range(const mls_index_source *in, uint64_t least, uint64_t most)
 {
     mls_status_expected(in->st, "%llu to %llu", (unsigned long long)least,
@@ -57,7 +56,7 @@ static mls_code expect_range(const mls_index_source *in, uint64_t least, uint64_
     return MLS_E_FORMAT;
 }
 
-/* A value of another type than the format has there. */
+/* Report a value of the wrong type. */
 static mls_code fail_type(const mls_index_source *in, mls_json_node node, const char *key,
                           mls_json_type type)
 {
@@ -70,8 +69,6 @@ static mls_code fail_type(const mls_index_source *in, mls_json_node node, const 
 
 /* ---- values ---- */
 
-/* Find the members of an object and check their types.  Members that are not in the table
- * are passed over. */
 mls_code mls_index_find_members(const mls_index_source *in, mls_json_node object,
                                 mls_json_member *table, size_t count)
 {
@@ -86,7 +83,6 @@ mls_code mls_index_find_members(const mls_index_source *in, mls_json_node object
                : fail_type(in, m->node, m->key, m->type);
 }
 
-/* A number that is a member by itself. */
 mls_code mls_index_read_number(const mls_index_source *in, const mls_json_member *m,
                                uint64_t least, uint64_t most, uint64_t *out)
 {
@@ -99,7 +95,6 @@ mls_code mls_index_read_number(const mls_index_source *in, const mls_json_member
     return MLS_OK;
 }
 
-/* A string; its bytes belong to the document. */
 mls_code mls_index_read_text(const mls_index_source *in, mls_json_node node,
                              const char *key, mls_str *out)
 {
@@ -110,7 +105,6 @@ mls_code mls_index_read_text(const mls_index_source *in, mls_json_node node,
     return MLS_OK;
 }
 
-/* One of `count` names. */
 mls_code mls_index_read_word(const mls_index_source *in, mls_json_node node,
                              const char *key, const char *(*name_of)(int), int count,
                              const char *what, int *out)
@@ -128,7 +122,7 @@ mls_code mls_index_read_word(const mls_index_source *in, mls_json_node node,
 
 /* ---- columns ---- */
 
-/* A string starts behind its quote. */
+/* The offset points behind the opening quote. */
 mls_index_column mls_index_open_column(const mls_index_source *in,
                                        const mls_json_member *m)
 {
@@ -139,7 +133,6 @@ mls_index_column mls_index_open_column(const mls_index_source *in,
                                     .rest = mls_json_text(in->json, m->node)};
 }
 
-/* An empty table has no first value. */
 mls_code mls_index_open_array(const mls_index_source *in, const mls_json_member *m,
                               size_t rows, mls_json_node *out)
 {
@@ -159,7 +152,7 @@ mls_code mls_index_open_array(const mls_index_source *in, const mls_json_member 
     return MLS_OK;
 }
 
-/* The value ends at a comma, or for checksums after their digits. */
+/* A number ends at a comma; a checksum is cut at SHOWN_VALUE bytes. */
 mls_code mls_index_fail_column(const mls_index_source *in, const mls_index_column *column,
                                const char *what)
 {
@@ -173,15 +166,14 @@ mls_code mls_index_fail_column(const mls_index_source *in, const mls_index_colum
     return MLS_E_FORMAT;
 }
 
-/* Step over what was read. */
-static void advance(mls_index_column *column, size_t length)
+static void advance_column(mls_index_column *column, size_t length)
 {
     column->offset += length;
     column->rest.data += length;
     column->rest.length -= length;
 }
 
-/* The cursor stays at a value that is wrong, for the message. */
+/* On failure the cursor stays at the invalid value, for the message. */
 mls_code mls_index_next_number(const mls_index_source *in, mls_index_column *column,
                                uint64_t least, uint64_t most, uint64_t *out)
 {
@@ -201,13 +193,12 @@ mls_code mls_index_next_number(const mls_index_source *in, mls_index_column *col
         mls_index_fail_column(in, column, out_of_range);
         return expect_range(in, least, most);
     }
-    /* a comma behind the last number is left, and found to be too much */
-    advance(column, at + (at + 1 < length ? 1 : 0));
+    /* a comma behind the last number is left in place, and reported as an extra value */
+    advance_column(column, at + (at + 1 < length ? 1 : 0));
     *out = value;
     return MLS_OK;
 }
 
-/* Eight digits, in the writer's own form. */
 mls_code mls_index_next_crc(const mls_index_source *in, mls_index_column *column,
                             uint32_t *out)
 {
@@ -220,11 +211,11 @@ mls_code mls_index_next_crc(const mls_index_source *in, mls_index_column *column
         mls_status_got(in->st, "%.*s", (int)MLS_CRC_DIGITS, column->rest.data);
         return MLS_E_FORMAT;
     }
-    advance(column, MLS_CRC_DIGITS);
+    advance_column(column, MLS_CRC_DIGITS);
     return MLS_OK;
 }
 
-/* In their order, so that of several faults always the same one is reported. */
+/* The order is fixed, so that the same fault is always reported first. */
 mls_code mls_index_end_columns(const mls_index_source *in,
                                const mls_index_column *columns, size_t count)
 {

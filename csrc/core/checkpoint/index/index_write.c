@@ -1,10 +1,9 @@
-/* index_write: indexes as text.
+/* index_write: write an index as text.
  *
- * Members come in one order and numbers in one form, so that the same index has the same
+ * The order of members and the form of numbers are fixed, so that an index has the same
  * bytes on every machine.
  *
- * Nothing is checked here: index.h lists the caller's duties.
- */
+ * Nothing is checked here: index.h lists the caller's duties. */
 #include "checkpoint/index/index.h"
 
 #include "base/memory.h"
@@ -13,18 +12,18 @@
 
 #include <string.h>
 
-/* The longest text that the JSON reader takes: what we write, we can read. */
+/* The longest text that the JSON reader accepts, so that we can read everything we write.
+ */
 #define TEXT_MOST (((size_t)512 << 20) - 1)
 
-/* A member whose value is any text.  Keys bring their comma, quotes and colon along, so
- * that a member is two appends and no format is parsed. */
+/* A member with any string as its value. Keys include their comma, quotes and colon, so
+ * that a member takes two appends and no format string is parsed. */
 static void put_string(mls_json_writer *b, const char *key, mls_str text)
 {
     mls_json_writer_text(b, key);
     mls_json_writer_json(b, text);
 }
 
-/* A member whose value is a count. */
 static void put_number(mls_json_writer *b, const char *key, uint64_t number)
 {
     mls_json_writer_text(b, key);
@@ -37,7 +36,7 @@ static void put_plain(mls_json_writer *b, const char *key, const char *text)
     put_string(b, key, (mls_str){text, strlen(text)});
 }
 
-/* The digits of checksums, inside one string for all of a column. */
+/* Append the digits of checksums; one string holds the whole column. */
 static void put_crcs(mls_json_writer *b, const uint32_t *crcs, size_t count)
 {
     for (size_t i = 0; i < count; i++) {
@@ -73,8 +72,8 @@ static void put_layout(mls_json_writer *b, const mls_layout *layout)
     mls_json_writer_text(b, "]");
 }
 
-/* The members of a shard, or those of its kind.  Defaults (no state, the parameter's
- * axes, no tier) are left out, so that there is one way to write them. */
+/* Write the members of a shard (`whole`), or of its kind. Defaults (no state, the
+ * parameter's axes, no tier) are omitted, so that each shard has only one form. */
 static void put_members(mls_json_writer *b, const mls_index_shard *s, bool whole)
 {
     put_plain(b, "{\"section\":", mls_section_name(s->id.section));
@@ -108,7 +107,7 @@ static void put_members(mls_json_writer *b, const mls_index_shard *s, bool whole
     }
 }
 
-/* Without its layers: they may change while the shard does not. */
+/* Without its layers: they may change while the shard's data stays the same. */
 void mls_index_put_shard(mls_json_writer *b, const mls_index_shard *s)
 {
     put_members(b, s, true);
@@ -126,15 +125,15 @@ static void put_frames(mls_json_writer *b, const mls_compressed_frames *frames)
     mls_json_writer_text(b, "\"");
 }
 
-/* "0,2,17,1": how many rows are passed over, how many follow that are held, and so on.
- * Rows behind the last run are left out.  One string has all numbers: there may be
- * thousands, and as many values are slow to read. */
+/* "0,2,17,1": the number of rows to skip, the number of rows held, and so on. Rows behind
+ * the last range are omitted. All numbers are in one string, because there may be
+ * thousands of them, and JSON values are slow to parse. */
 static void put_rows(mls_json_writer *b, const mls_layer *layer)
 {
-    size_t end = 0; /* of the run before */
+    size_t end = 0; /* end of the previous range */
     for (size_t i = 0; i < layer->run_count; i++) {
         const mls_row_range *run = &layer->runs[i];
-        /* the shard's last row may be short, and only a last run has it */
+        /* the shard's last row may be short, and only the last range can contain it */
         const size_t rows =
             run->count / layer->row + (run->count % layer->row != 0 ? 1 : 0);
         put_number(b, i == 0 ? "\"" : ",", (run->begin - end) / layer->row);
@@ -144,7 +143,7 @@ static void put_rows(mls_json_writer *b, const mls_layer *layer)
     mls_json_writer_text(b, "\"");
 }
 
-/* A full layer has no rows, one that is not compressed no frames. */
+/* A full layer has no rows; an uncompressed layer has no frames. */
 void mls_index_put_layer(mls_json_writer *b, const mls_layer *layer)
 {
     if (layer->row != 0) {
@@ -161,18 +160,18 @@ void mls_index_put_layer(mls_json_writer *b, const mls_layer *layer)
 
 /* ---- kinds ---- */
 
-/* How many of the last kinds are compared with a shard before it gets a new one: so the
- * time is in proportion to the shards, however many kinds they have. */
+/* A shard is compared with at most this many of the latest kinds before it gets a new
+ * kind. So the time is linear in the number of shards, even if there are many kinds. */
 enum { KINDS_COMPARED = 32 };
 
-/* The first shard of each kind, and each shard's kind. */
+/* The first shard of each kind, and the kind of each shard. */
 typedef struct kind_table {
     size_t *firsts, count;
     size_t *of_shards;
 } kind_table;
 
-/* Whether put_members writes the same kind for both. */
-static bool same_kind(const mls_index_shard *a, const mls_index_shard *b)
+/* Return whether put_members writes the same kind for both. */
+static bool is_same_kind(const mls_index_shard *a, const mls_index_shard *b)
 {
     const bool axes = a->axes != NULL && a->rank > 0;
     bool same =
@@ -188,8 +187,8 @@ static bool same_kind(const mls_index_shard *a, const mls_index_shard *b)
     return same;
 }
 
-/* Number the kinds, in the order of their first shards.  Both lists are one block, at
- * `firsts`; NULL: no memory. */
+/* Number the kinds in the order of their first shards. Both lists share one allocation,
+ * at `firsts`; it is NULL if there is no memory. */
 static kind_table number_kinds(const mls_index *index)
 {
     kind_table t = {.firsts = mls_alloc(index->shard_count, 2 * sizeof *t.firsts)};
@@ -201,7 +200,7 @@ static kind_table number_kinds(const mls_index *index)
         const size_t least = t.count < KINDS_COMPARED ? 0 : t.count - KINDS_COMPARED;
         size_t kind = t.count;
         while (kind > least &&
-               !same_kind(&index->shards[t.firsts[kind - 1]], &index->shards[i])) {
+               !is_same_kind(&index->shards[t.firsts[kind - 1]], &index->shards[i])) {
             kind--;
         }
         if (kind == least) {
@@ -213,7 +212,7 @@ static kind_table number_kinds(const mls_index *index)
     return t;
 }
 
-/* One line each. */
+/* One line for each kind. */
 static void put_kinds(mls_json_writer *b, const mls_index *index, const kind_table *kinds)
 {
     mls_json_writer_text(b, ",\n\"kinds\":[");
@@ -225,9 +224,9 @@ static void put_kinds(mls_json_writer *b, const mls_index *index, const kind_tab
     mls_json_writer_text(b, "]");
 }
 
-/* ---- tables: one line each column ---- */
+/* ---- tables: one line for each column ---- */
 
-/* The shards' columns, then the layers'. */
+/* The columns of the shards, then those of the layers. */
 typedef enum table_column {
     NAME,
     KIND,
@@ -247,7 +246,7 @@ typedef enum table_column {
     TABLE_COLUMNS
 } table_column;
 
-/* In front of a column's values, between two, behind them. */
+/* Text before a column's values, between two values, and after them. */
 static const char *const column_marks[TABLE_COLUMNS][3] = {
     [NAME] = {",\n\"shards\":{\n\"name\":[", ",", "]"},
     [KIND] = {",\n\"kind\":\"", ",", "\""},
@@ -265,7 +264,7 @@ static const char *const column_marks[TABLE_COLUMNS][3] = {
     [CODEC] = {",\n\"codec\":[", ",", "]"},
     [FRAMES] = {",\n\"frames\":[", ",", "]"}};
 
-/* Whether a shard or layer needs an optional column. */
+/* Return whether a shard or layer needs a value in a column. */
 static bool needs_column(table_column column, const mls_index_shard *s,
                          const mls_layer *layer)
 {
@@ -285,7 +284,6 @@ static bool needs_column(table_column column, const mls_index_shard *s,
     }
 }
 
-/* The value of a shard or layer. */
 static void put_value(mls_json_writer *b, table_column column, const mls_index_shard *s,
                       size_t kind, const mls_layer *layer)
 {
@@ -326,25 +324,25 @@ static void put_value(mls_json_writer *b, table_column column, const mls_index_s
     }
 }
 
-/* Rows that a shard has in the table of a column. */
-static size_t row_count(table_column column, const mls_index_shard *s)
+/* Number of rows of a shard in the table that contains the column. */
+static size_t count_rows(table_column column, const mls_index_shard *s)
 {
     return column < FILE_NUMBER ? 1 : mls_index_place_count(s);
 }
 
-/* The layer in a row; an empty one in the table of shards. */
+/* The layer of a row; zeroed for columns of the shard table. */
 static mls_layer layer_of(table_column column, const mls_index_shard *s, size_t number)
 {
     return column < FILE_NUMBER ? (mls_layer){0} : mls_index_place(s, number);
 }
 
-/* Whether any shard or layer needs a column. */
-static bool is_needed(table_column column, const mls_index *index)
+/* Return whether any shard or layer needs a column. */
+static bool is_column_needed(table_column column, const mls_index *index)
 {
     bool needed = column != LAYER_COUNT && column < BLOCKS;
     for (size_t i = 0; !needed && i < index->shard_count; i++) {
         const mls_index_shard *s = &index->shards[i];
-        for (size_t j = 0; !needed && j < row_count(column, s); j++) {
+        for (size_t j = 0; !needed && j < count_rows(column, s); j++) {
             const mls_layer layer = layer_of(column, s, j);
             needed = needs_column(column, s, &layer);
         }
@@ -352,7 +350,7 @@ static bool is_needed(table_column column, const mls_index *index)
     return needed;
 }
 
-/* A column of all shards or layers.  Arrays have null for a layer without a value. */
+/* Write one column. Arrays contain null for a layer without a value. */
 static void put_column(mls_json_writer *b, table_column column, const mls_index *index,
                        const size_t *kinds)
 {
@@ -361,7 +359,7 @@ static void put_column(mls_json_writer *b, table_column column, const mls_index 
     mls_json_writer_text(b, marks[0]);
     for (size_t i = 0, row = 0; i < index->shard_count; i++) {
         const mls_index_shard *s = &index->shards[i];
-        for (size_t j = 0; j < row_count(column, s); j++, row++) {
+        for (size_t j = 0; j < count_rows(column, s); j++, row++) {
             const mls_layer layer = layer_of(column, s, j);
             mls_json_writer_text(b, row == 0 ? "" : marks[1]);
             if (nulls && !needs_column(column, s, &layer)) {
@@ -374,7 +372,6 @@ static void put_column(mls_json_writer *b, table_column column, const mls_index 
     mls_json_writer_text(b, marks[2]);
 }
 
-/* The files, which have a table of their own. */
 static void put_files(mls_json_writer *b, const mls_index *index)
 {
     const mls_index_file *files = index->files;
@@ -393,9 +390,9 @@ static void put_files(mls_json_writer *b, const mls_index *index)
     mls_json_writer_text(b, "\"}");
 }
 
-/* A buffer that failed takes no more, so its code is checked once, at the end.  The seal
- * comes last, over all that was written; the checksum of the whole, with the digits of
- * the seal, is what a manifest records of its indexes. */
+/* A writer that failed ignores further appends, so its code is checked once, at the end.
+ * The JSON checksum is set last and covers all other bytes. A manifest records the CRC32C
+ * of the whole text, including the digits of that checksum. */
 mls_code mls_index_build(const mls_index *index, const mls_crc_kernels *crc,
                          mls_json_writer *out, uint32_t *crc_out, mls_status *st)
 {
@@ -412,7 +409,7 @@ mls_code mls_index_build(const mls_index *index, const mls_crc_kernels *crc,
     put_files(b, index);
     put_kinds(b, index, &kinds);
     for (table_column column = 0; b->code == MLS_OK && column < TABLE_COLUMNS; column++) {
-        if (is_needed(column, index)) {
+        if (is_column_needed(column, index)) {
             put_column(b, column, index, kinds.of_shards);
         }
     }

@@ -1,5 +1,5 @@
-/* shard_header: the same steps as for a new file, with places and checksums of the index.
- */
+/* shard_header: the same steps as for a new file, with places and checksums from the
+ * index. */
 #include "checkpoint/index/shard_header.h"
 
 #include "base/memory.h"
@@ -7,7 +7,8 @@
 
 #include <string.h>
 
-/* The one that a state dict has, so that any reader of safetensors shows it. */
+/* The same key as in a state dict, so that any safetensors reader shows the familiar
+ * name. */
 size_t mls_shard_key_length(const mls_tensor_id *id)
 {
     return id->name.length + (id->has_state ? 1 + id->state.length : 0);
@@ -23,8 +24,7 @@ void mls_shard_write_key(const mls_tensor_id *id, char *to)
     }
 }
 
-/* A tensor of the file: which place of which shard it is.  `shape` is that of the part.
- */
+/* A tensor of the file: one place of one shard. `shape` is the shape of the part. */
 typedef struct member {
     const mls_index_shard *shard;
     mls_layer place;
@@ -39,19 +39,21 @@ typedef struct rebuild {
     char *keys;
 } rebuild;
 
-static mls_code no_memory(mls_status *st)
+static mls_code fail_memory(mls_status *st)
 {
     return mls_fail(st, MLS_E_MEMORY, "no memory for the file's header");
 }
 
-/* Whether a place is stored as an array of the part's shape; others are rows of bytes. */
+/* Return whether a place is stored as an array of the part's shape; other places are
+ * stored as one-dimensional uint8 arrays. */
 static bool is_tensor(const mls_layer *place)
 {
     return place->row == 0 && place->frames == NULL;
 }
 
-/* Allocate room for all places in a file. */
-static mls_code allocate(rebuild *r, const mls_index *index, size_t file, mls_status *st)
+/* Allocate the arrays for all places in a file. */
+static mls_code allocate_members(rebuild *r, const mls_index *index, size_t file,
+                                 mls_status *st)
 {
     size_t count = 0, keys = 0;
     for (size_t i = 0; i < index->shard_count; i++) {
@@ -66,11 +68,11 @@ static mls_code allocate(rebuild *r, const mls_index *index, size_t file, mls_st
     r->members = mls_alloc(count, sizeof *r->members);
     r->tensors = mls_alloc(count, sizeof *r->tensors);
     r->keys = mls_alloc(keys, 1);
-    return r->members == NULL || r->tensors == NULL || r->keys == NULL ? no_memory(st)
+    return r->members == NULL || r->tensors == NULL || r->keys == NULL ? fail_memory(st)
                                                                        : MLS_OK;
 }
 
-/* Fill in the tensor of a member.  The shape of a flat part is its length. */
+/* Fill in the tensor of a member. The shape of a flat part is its length. */
 static void describe_tensor(member *m, size_t number, mls_header_tensor *out)
 {
     const mls_index_shard *shard = m->shard;
@@ -92,7 +94,7 @@ static void describe_tensor(member *m, size_t number, mls_header_tensor *out)
 }
 
 /* Collect the places in a file, in the order in which a save lists them. */
-static void collect(rebuild *r, const mls_index *index, size_t file)
+static void collect_places(rebuild *r, const mls_index *index, size_t file)
 {
     char *key = r->keys;
     for (size_t i = 0; i < index->shard_count; i++) {
@@ -112,7 +114,7 @@ static void collect(rebuild *r, const mls_index *index, size_t file)
     }
 }
 
-/* The text that says of each tensor which shard it is, as a save writes it. */
+/* Write the text that maps each tensor to its shard, as a save writes it. */
 static void describe_shards(const rebuild *r, mls_json_writer *text)
 {
     mls_json_writer_text(text, "{");
@@ -129,8 +131,8 @@ static void describe_shards(const rebuild *r, mls_json_writer *text)
     mls_json_writer_text(text, "}");
 }
 
-/* Lay out the header, with the checksums that the index has.  Gives: mls_header_fini. */
-static mls_code lay_out(const rebuild *r, mls_header *header, mls_status *st)
+/* Lay out the header, with the checksums of the index. Gives: mls_header_fini. */
+static mls_code lay_out_header(const rebuild *r, mls_header *header, mls_status *st)
 {
     static const char key[] = MLS_SAFETENSORS_PREFIX "shards";
     mls_json_writer text = {.most = MLS_SAFETENSORS_MAX_HEADER};
@@ -154,7 +156,8 @@ static mls_code lay_out(const rebuild *r, mls_header *header, mls_status *st)
     return code;
 }
 
-/* Append the header if its checksum is the recorded one: then it is what was written. */
+/* Append the header if its checksum equals the recorded one, which proves that it is the
+ * original header. */
 static mls_code append_header(mls_header *header, const mls_index_file *record,
                               const mls_crc_kernels *crc, mls_json_writer *out,
                               mls_status *st)
@@ -164,7 +167,7 @@ static mls_code append_header(mls_header *header, const mls_index_file *record,
         return mls_fail(st, MLS_E_VALUE, "the index does not list all of the file");
     }
     mls_json_writer_put(out, header->text.data, header->text.length);
-    return out->code == MLS_OK ? MLS_OK : no_memory(st);
+    return out->code == MLS_OK ? MLS_OK : fail_memory(st);
 }
 
 mls_code mls_shard_header(const mls_index *index, size_t file, const mls_crc_kernels *crc,
@@ -172,10 +175,10 @@ mls_code mls_shard_header(const mls_index *index, size_t file, const mls_crc_ker
 {
     rebuild r = {0};
     mls_header header = {0};
-    mls_code code = allocate(&r, index, file, st);
+    mls_code code = allocate_members(&r, index, file, st);
     if (code == MLS_OK) {
-        collect(&r, index, file);
-        code = lay_out(&r, &header, st);
+        collect_places(&r, index, file);
+        code = lay_out_header(&r, &header, st);
     }
     if (code == MLS_OK) {
         code = append_header(&header, &index->files[file], crc, out, st);
@@ -187,7 +190,7 @@ mls_code mls_shard_header(const mls_index *index, size_t file, const mls_crc_ker
     return code;
 }
 
-/* Ranks may share a file: an index that lists only a part of it is passed over. */
+/* Ranks may share a file: an index that lists only some of its tensors is skipped. */
 mls_code mls_shard_header_find(const mls_index *indexes, size_t count, const char *path,
                                const mls_crc_kernels *crc, mls_json_writer *out,
                                mls_status *st)

@@ -1,15 +1,15 @@
-/* pattern: group the shards of an index by layout and part.
+/* index_pattern: group the shards of an index by layout and part.
  *
- * A rank has few groups: one for each way in which tensors are cut, and one for whole
- * tensors.  So each shard is compared with all groups, the previous shard's group first.
- */
+ * An index has few groups: one for each way of cutting tensors, and one for whole
+ * tensors. So each shard is compared with all groups, starting with the previous shard's
+ * group. */
 #include "checkpoint/ranks/index_pattern.h"
 
 #include "base/memory.h"
 
-/* Whether two shards have the same layout and part.  Shapes may differ, so tensors of all
- * sizes that are cut alike form one group. */
-static bool same_group(const mls_index_shard *shard, const mls_index_shard *other)
+/* Return whether two shards have the same layout and part. Shapes may differ, so tensors
+ * of all sizes with the same layout form one group. */
+static bool is_same_group(const mls_index_shard *shard, const mls_index_shard *other)
 {
     bool same = shard->part == other->part && shard->layout.count == other->layout.count;
     for (int i = 0; same && i < shard->layout.count; i++) {
@@ -19,21 +19,21 @@ static bool same_group(const mls_index_shard *shard, const mls_index_shard *othe
     return same;
 }
 
-/* The group of a shard, or the number of groups if it has none yet. */
+/* Return the group of a shard, or the number of groups if it needs a new one. */
 static size_t find_group(const mls_index_shard *shard,
                          const mls_index_shard *const *firsts, size_t count, size_t hint)
 {
-    if (hint < count && same_group(shard, firsts[hint])) {
+    if (hint < count && is_same_group(shard, firsts[hint])) {
         return hint;
     }
     size_t group = 0;
-    while (group < count && !same_group(shard, firsts[group])) {
+    while (group < count && !is_same_group(shard, firsts[group])) {
         group++;
     }
     return group;
 }
 
-/* Give up at the first group that is one too many. */
+/* Stops when the number of groups exceeds the limit. */
 mls_code mls_index_pattern_init(const mls_index *index, mls_index_pattern *out,
                                 mls_status *st)
 {
@@ -62,7 +62,6 @@ mls_code mls_index_pattern_init(const mls_index *index, mls_index_pattern *out,
     return MLS_OK;
 }
 
-/* Nothing else is allocated. */
 void mls_index_pattern_fini(mls_index_pattern *pattern)
 {
     mls_free(pattern->groups);
@@ -74,7 +73,7 @@ static void put_numbers(mls_json_writer *b, const size_t *numbers, size_t count)
     mls_json_writer_put(b, (const char *)numbers, count * sizeof *numbers);
 }
 
-/* Lengths come first, so that no two lists of shards have the same bytes. */
+/* Lengths come first, so that different lists of shards have different bytes. */
 void mls_index_pattern_bytes(const mls_index *index, const mls_index_pattern *pattern,
                              mls_json_writer *out)
 {
@@ -99,7 +98,7 @@ void mls_index_pattern_bytes(const mls_index *index, const mls_index_pattern *pa
     }
 }
 
-/* The first shard of a tensor, or of the first tensor after it. */
+/* Position of the first shard of a tensor, or of the first tensor after it. */
 static size_t find_shard(const mls_index *index, const mls_tensor_id *id)
 {
     size_t low = 0, high = index->shard_count;
@@ -114,7 +113,7 @@ static size_t find_shard(const mls_index *index, const mls_tensor_id *id)
     return low;
 }
 
-/* Shards of one tensor are neighbours in an index, and each is of another group. */
+/* Shards of one tensor are neighbours in an index, and belong to different groups. */
 void mls_index_pattern_places(const mls_index *indexes, const mls_index_pattern *patterns,
                               size_t count, const mls_tensor_id *id, mls_json_writer *out)
 {
@@ -125,7 +124,7 @@ void mls_index_pattern_places(const mls_index *indexes, const mls_index_pattern 
             if (mls_tensor_id_compare(&index->shards[j].id, id) != 0) {
                 break;
             }
-            /* no more indexes are in memory than a number of 32 bits can count */
+            /* indexes in memory are fewer than 2**32 */
             const mls_index_pattern_place place = {(uint32_t)i, patterns[i].groups[j]};
             mls_json_writer_put(out, (const char *)&place, sizeof place);
         }

@@ -1,12 +1,11 @@
-/* pattern: what the indexes of several ranks have in common.
+/* index_pattern: the structure that the indexes of several ranks share.
  *
- * The ranks of a job mostly store the same tensors, cut alike.  Their indexes differ in
- * the parts that they list.  The shards of an index form groups: shards of one layout and
- * one part.  Groups are numbered in the order of their first shards.  Two indexes have
- * the same pattern if they list the same tensors (with dtype, shape, layout and axes) in
- * the same groups.  So the index of one rank, and the part of every group for each other
- * rank, say which rank stores which part of which tensor.
- */
+ * The ranks of a job usually store the same tensors with the same layouts. Their indexes
+ * differ only in the parts that they list. The shards of an index form groups: shards
+ * with the same layout and part. Groups are numbered in the order of their first shards.
+ * Two indexes have the same pattern if they list the same tensors (with dtype, shape,
+ * layout and axes) in the same groups. So the index of one rank, and the part of every
+ * group of each other rank, determine which rank stores each part of each tensor. */
 #ifndef MLS_INDEX_PATTERN_H
 #define MLS_INDEX_PATTERN_H
 
@@ -16,35 +15,37 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* An index of more groups has no pattern: its parts would be as long as the index. */
+/* An index with more groups has no pattern: the list of its parts would be as long as the
+ * index. */
 enum { MLS_PATTERN_GROUPS = 32 };
 
 typedef struct mls_index_pattern {
-    unsigned char *groups;            /* of each shard */
-    size_t parts[MLS_PATTERN_GROUPS]; /* of each group */
+    unsigned char *groups;            /* group of each shard */
+    size_t parts[MLS_PATTERN_GROUPS]; /* part of each group */
     size_t group_count;
-    bool known; /* false: too many groups, and all else is zero */
+    bool known; /* false: too many groups, and all other members are zero */
 } mls_index_pattern;
 
-/* Number the groups.  Gives: release with mls_index_pattern_fini.  MLS_E_MEMORY. */
+/* Number the groups of an index. Gives: release with mls_index_pattern_fini.
+ * MLS_E_MEMORY. */
 mls_code mls_index_pattern_init(const mls_index *index, mls_index_pattern *out,
                                 mls_status *st);
 
 void mls_index_pattern_fini(
     mls_index_pattern *pattern); /* accepts a zeroed one; zeroes it */
 
-/* Append bytes that are equal for two indexes if, and only if, their patterns are.  They
- * depend on the machine's byte order.  The caller checks the buffer for a failure. */
+/* Append bytes that are equal for two indexes if and only if their patterns are equal.
+ * They depend on the machine's byte order. The caller checks the writer for errors. */
 void mls_index_pattern_bytes(const mls_index *index, const mls_index_pattern *pattern,
                              mls_json_writer *out);
 
-/* Where an index lists one part of a tensor. */
+/* An index that lists a tensor, and the group of that shard. */
 typedef struct mls_index_pattern_place {
     uint32_t index, group;
 } mls_index_pattern_place;
 
-/* Append every place of a tensor in `count` indexes, by index.  An index without a
- * pattern has none.  The caller checks the buffer for a failure. */
+/* Append every place of a tensor in `count` indexes, ordered by index. Indexes without a
+ * pattern are skipped. The caller checks the writer for errors. */
 void mls_index_pattern_places(const mls_index *indexes, const mls_index_pattern *patterns,
                               size_t count, const mls_tensor_id *id,
                               mls_json_writer *out);

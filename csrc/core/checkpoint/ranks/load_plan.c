@@ -1,15 +1,17 @@
-/* load_plan: parts of tensors chosen, looked up in the catalog, and placed. */
-#include "checkpoint/ranks/load_plan.h"
+/* load_plan: choose parts, look them up in the merged index, set destinations. */
+#if !defined(_WIN32)
 
-#include "base/memory.h"
-#include "io/file.h"
+#    include "checkpoint/ranks/load_plan.h"
 
-#include <string.h>
+#    include "base/memory.h"
+#    include "io/file.h"
 
-/* ---- what is wanted ---- */
+#    include <string.h>
 
-/* A part takes hundreds of bytes, most of which are never touched: so the table is not
- * cleared, here and in mls_load_plan_find. */
+/* ---- choose parts ---- */
+
+/* A part takes hundreds of bytes, most of which are never touched. So the arrays are not
+ * zeroed, here and in mls_load_plan_find. */
 mls_code mls_load_plan_init(mls_load_plan *plan, const mls_merged_index *catalog,
                             size_t most, mls_status *st)
 {
@@ -19,7 +21,7 @@ mls_code mls_load_plan_init(mls_load_plan *plan, const mls_merged_index *catalog
         return mls_fail(st, MLS_E_MEMORY, "no memory to load %zu tensors", most);
     }
     plan->catalog = catalog;
-    plan->last = SIZE_MAX; /* the first one is at 0 */
+    plan->last = SIZE_MAX; /* so that the next position is 0 */
     return MLS_OK;
 }
 
@@ -32,8 +34,8 @@ void mls_load_plan_fini(mls_load_plan *plan)
     *plan = (mls_load_plan){0};
 }
 
-/* Callers that want all tensors add them in the catalog's order: then each follows the
- * one before, and no search is needed. */
+/* Callers that load all tensors add them in the order of the merged index. Then each
+ * tensor follows the previous one, and no search is needed. */
 mls_wanted *mls_load_plan_add(mls_load_plan *plan, const mls_tensor_id *id)
 {
     const mls_merged_index *catalog = plan->catalog;
@@ -55,7 +57,7 @@ mls_wanted *mls_load_plan_add(mls_load_plan *plan, const mls_tensor_id *id)
     return w;
 }
 
-/* Name the tensor of a failure. */
+/* Add the tensor's name to an error. */
 static mls_code name_tensor(const mls_wanted *w, mls_status *st)
 {
     const mls_str name = w->tensor->facts->id.name;
@@ -63,7 +65,7 @@ static mls_code name_tensor(const mls_wanted *w, mls_status *st)
     return st->code;
 }
 
-/* One number of ranks says how to cut one axis; two cannot be made of it. */
+/* A number of ranks defines how to cut one axis, but not several. */
 mls_code mls_wanted_cut(mls_wanted *w, const mls_cutting *how, mls_status *st)
 {
     const mls_index_shard *facts = w->tensor->facts;
@@ -85,7 +87,7 @@ mls_code mls_wanted_cut(mls_wanted *w, const mls_cutting *how, mls_status *st)
     return mls_layout_part(&layout, facts->rank, facts->shape, index, &w->part, st);
 }
 
-/* Put both shapes into the fields of a failure. */
+/* Add both shapes and the tensor's name to an error. */
 static mls_code set_shapes(const mls_wanted *w, const char *have, const char *want,
                            mls_status *st)
 {
@@ -116,8 +118,8 @@ mls_code mls_wanted_part(mls_wanted *w, const mls_layout *layout, size_t index,
     return mls_layout_part(layout, facts->rank, facts->shape, index, &w->part, st);
 }
 
-/* A flat part of the whole tensor, which no layout describes: several tensors one behind
- * the other may be cut anywhere. */
+/* A flat range of the whole tensor. No layout describes it: several concatenated tensors
+ * may be cut anywhere. */
 mls_code mls_wanted_run(mls_wanted *w, int64_t begin, int64_t end, mls_status *st)
 {
     const mls_index_shard *facts = w->tensor->facts;
@@ -159,11 +161,11 @@ mls_code mls_wanted_check_target(const mls_wanted *w, const mls_tensor *target,
     return set_shapes(w, have, want, st);
 }
 
-/* ---- what must be read ---- */
+/* ---- find stored ranges ---- */
 
-/* Whether ranges that were never stored span many pages on average.  Pages of zeroed
- * memory in long ranges are never touched; between short ranges every page is, and
- * zeroing them first would be wasted. */
+/* Return whether ranges that were never stored are long on average. Pages of zeroed
+ * memory inside long ranges are never touched. Between short ranges every page is
+ * touched, so zeroing first would be wasted. */
 static bool has_long_zeros(const mls_stored_shard *stored, size_t count)
 {
     enum { LONG = 64 << 10 };
@@ -177,8 +179,8 @@ static bool has_long_zeros(const mls_stored_shard *stored, size_t count)
     return ranges > 0 && bytes / ranges >= LONG;
 }
 
-/* Compare the files of some pieces with their records; neighbours mostly share one, which
- * is looked at once. */
+/* Compare the files of some pieces with their recorded sizes. Neighbours usually share a
+ * file, which is checked once. */
 static mls_code check_files(const mls_stored_shard *stored, size_t count, int folder,
                             const char **file, mls_status *st)
 {
@@ -226,13 +228,13 @@ mls_code mls_load_plan_find(mls_load_plan *plan, int folder, const char **file,
     return MLS_OK;
 }
 
-/* The bytes of a part fit: mls_index_fits. */
+/* Cannot overflow: mls_index_fits. */
 size_t mls_wanted_bytes(const mls_wanted *w)
 {
     return mls_part_count(&w->part) * mls_dtype_of(w->tensor->facts->dtype)->item_bytes;
 }
 
-/* ---- where it goes ---- */
+/* ---- set destinations ---- */
 
 void mls_load_plan_place(mls_load_plan *plan, size_t i, unsigned char *data, bool zeroed)
 {
@@ -243,7 +245,7 @@ void mls_load_plan_place(mls_load_plan *plan, size_t i, unsigned char *data, boo
     }
 }
 
-/* The reader's plan only compares addresses (mls_maker). */
+/* The read plan only compares addresses (mls_maker). */
 void mls_load_plan_foresee(mls_load_plan *plan)
 {
     for (size_t i = 0; i < plan->count; i++) {
@@ -291,7 +293,7 @@ mls_code mls_load_plan_place_all(mls_load_plan *plan, mls_load_target *targets,
         mls_load_target *t = &targets[i];
         size_t bytes = 0;
         if (t->strided != NULL) {
-            (void)mls_tensor_bytes(t->strided, &bytes); /* fits: it is in memory */
+            (void)mls_tensor_bytes(t->strided, &bytes); /* fits, being in memory */
             t->block = mls_alloc(bytes, 1);
             if (t->block == NULL) {
                 return mls_fail(st, MLS_E_MEMORY, "no memory to read %zu bytes", bytes);
@@ -315,3 +317,8 @@ void mls_load_plan_scatter(const mls_load_plan *plan, const mls_load_target *tar
         }
     }
 }
+
+#else
+/* No POSIX files: see io/file.h. */
+typedef int mls_load_plan_unused;
+#endif

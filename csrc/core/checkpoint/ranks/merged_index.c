@@ -1,8 +1,7 @@
-/* catalog: shards of all indexes sorted by tensor and part.
+/* merged_index: the shards of all indexes, sorted by tensor and part.
  *
- * Pointers only: what an index says stays where it was parsed.  Ranks may each have
- * stored any part of any tensor, so nothing is known of who has what before all of them
- * are sorted together.
+ * The merged index stores pointers only; all data stays in the parsed indexes. Any rank
+ * may have stored any part of any tensor, so shards are matched by sorting all of them.
  */
 #include "checkpoint/ranks/merged_index.h"
 
@@ -12,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* For qsort: by id, part and rank, so that of equal parts the first rank's comes first.
+/* For qsort: by id, part and rank, so that the lowest rank comes first among equal parts.
  */
 static int compare_shards(const void *a, const void *b)
 {
@@ -23,11 +22,10 @@ static int compare_shards(const void *a, const void *b)
                                              : x->index->rank > y->index->rank;
 }
 
-/* Put the next shard to its tensor, or to a new one.  A part that the shard before it is
- * as well was stored by several ranks, which held the same of it: one is enough to
- * read. */
-static mls_code add(mls_merged_index *c, const mls_merged_index_shard *next,
-                    mls_status *st)
+/* Append the next shard to its tensor, or start a new tensor. Several ranks may have
+ * stored the same part with the same data; only the first is kept. */
+static mls_code add_shard(mls_merged_index *c, const mls_merged_index_shard *next,
+                          mls_status *st)
 {
     mls_merged_index_tensor *tensor =
         c->tensor_count == 0 ? NULL : &c->tensors[c->tensor_count - 1];
@@ -53,22 +51,22 @@ static mls_code add(mls_merged_index *c, const mls_merged_index_shard *next,
     return MLS_OK;
 }
 
-/* A file as one index lists it, and the bytes that this index has shards in. */
+/* A file as listed by one index, and the number of its bytes that this index uses. */
 typedef struct listed {
     const mls_index_file *file;
     uint64_t used;
 } listed;
 
-/* For qsort: so that what several indexes say of one file comes together. */
+/* For qsort: the entries for one file become neighbours. */
 static int compare_listed(const void *a, const void *b)
 {
     const listed *x = a, *y = b;
     return strcmp(x->file->path, y->file->path);
 }
 
-/* Whether indexes that list the same file agree on it, and leave each other room in it:
- * within an index shards do not overlap, but any number of indexes might claim one file,
- * and what they list be far larger than all there is. */
+/* Check that indexes that share a file agree on its size and checksum, and that their
+ * shards together fit the file. Shards of one index do not overlap, but several indexes
+ * could claim the same bytes, and so claim more data than the files contain. */
 static mls_code check_sharing(const listed *files, size_t count, mls_status *st)
 {
     uint64_t used = 0;
@@ -87,12 +85,12 @@ static mls_code check_sharing(const listed *files, size_t count, mls_status *st)
     return MLS_OK;
 }
 
-/* The files of all indexes; a single one was looked at when it was parsed. */
+/* Check the files of all indexes. A single index is checked when it is parsed. */
 static mls_code check_files(const mls_index *const *indexes, size_t count, mls_status *st)
 {
     size_t all = 0, first = 0;
     for (size_t i = 0; i < count; i++) {
-        all += indexes[i]->file_count; /* all of them lie in memory */
+        all += indexes[i]->file_count; /* cannot overflow: all of them are in memory */
     }
     listed *files = mls_alloc(all, sizeof *files);
     if (files == NULL) {
@@ -107,7 +105,7 @@ static mls_code check_files(const mls_index *const *indexes, size_t count, mls_s
             const size_t places = mls_index_place_count(&index->shards[j]);
             for (size_t k = 0; k < places; k++) {
                 const mls_layer place = mls_index_place(&index->shards[j], k);
-                /* no more than the file has, since no byte is in two places */
+                /* at most the file's size, since no byte is in two places */
                 files[first + place.file].used += place.bytes;
             }
         }
@@ -119,8 +117,7 @@ static mls_code check_files(const mls_index *const *indexes, size_t count, mls_s
     return code;
 }
 
-/* An index is sorted already: one alone needs no more than to be grouped.  Room is made
- * for as many tensors as there are shards, since each shard may be the only one. */
+/* The indexes are sorted, so a single index only needs grouping. */
 mls_code mls_merged_index_init(mls_merged_index *out, const mls_index *const *indexes,
                                size_t count, mls_status *st)
 {
@@ -128,9 +125,9 @@ mls_code mls_merged_index_init(mls_merged_index *out, const mls_index *const *in
     mls_code code = MLS_OK;
     size_t all = 0;
     for (size_t i = 0; i < count; i++) {
-        all += indexes[i]->shard_count; /* all of them lie in memory */
+        all += indexes[i]->shard_count; /* cannot overflow: all of them are in memory */
     }
-    /* as many as there are shards, should no two be of one tensor or part */
+    /* as many tensors as shards, in case each tensor has one shard */
     mls_merged_index_shard *sorted = mls_alloc(all, sizeof *sorted);
     c.shards = mls_alloc(all, sizeof *c.shards);
     c.tensors = mls_alloc(all, sizeof *c.tensors);
@@ -147,12 +144,12 @@ mls_code mls_merged_index_init(mls_merged_index *out, const mls_index *const *in
             sorted[all++] = (mls_merged_index_shard){indexes[i], &indexes[i]->shards[j]};
         }
     }
-    /* one index is in order by itself, which spares a single rank the sorting */
+    /* a single index is already sorted */
     if (count > 1) {
         qsort(sorted, all, sizeof *sorted, compare_shards);
     }
     for (size_t i = 0; code == MLS_OK && i < all; i++) {
-        code = add(&c, &sorted[i], st);
+        code = add_shard(&c, &sorted[i], st);
     }
 done:
     mls_free(sorted);
@@ -164,7 +161,7 @@ done:
     return MLS_OK;
 }
 
-/* The indexes stay: whoever made them frees them. */
+/* The caller frees the indexes. */
 void mls_merged_index_fini(mls_merged_index *catalog)
 {
     mls_free(catalog->tensors);
@@ -172,8 +169,8 @@ void mls_merged_index_fini(mls_merged_index *catalog)
     *catalog = (mls_merged_index){0};
 }
 
-/* By halves: tensors are in the order of their ids.  A name is looked up once for each
- * tensor that is loaded, so a table of hashes would not pay for itself. */
+/* Binary search; tensors are sorted by id. Each loaded tensor is looked up once, so a
+ * hash table would not pay off. */
 size_t mls_merged_index_find(const mls_merged_index *catalog, const mls_tensor_id *id)
 {
     size_t low = 0, high = catalog->tensor_count;
@@ -192,9 +189,10 @@ size_t mls_merged_index_find(const mls_merged_index *catalog, const mls_tensor_i
     return SIZE_MAX;
 }
 
-/* Whether a shard, which is part `a`, has an element of `b`: the first run of what they
- * share is enough to know.  One that is the whole tensor has all of them. */
-static bool meet(const mls_index_shard *shard, const mls_part *a, const mls_part *b)
+/* Return whether a shard, which is part `a`, has any element of `b`. The first common run
+ * is enough. A shard that is the whole tensor has all elements. */
+static bool intersects_part(const mls_index_shard *shard, const mls_part *a,
+                            const mls_part *b)
 {
     mls_overlap overlap;
     if (shard->layout.count == 0) {
@@ -205,9 +203,9 @@ static bool meet(const mls_index_shard *shard, const mls_part *a, const mls_part
     return mls_overlap_next(&overlap, &run);
 }
 
-/* How many elements two parts have in common.  Runs are counted, not elements, so this
- * costs no more than planning what to read. */
-static size_t common(const mls_part *a, const mls_part *b)
+/* Number of elements that two parts share. This iterates over runs, not elements, so it
+ * costs no more than planning the read. */
+static size_t count_common(const mls_part *a, const mls_part *b)
 {
     size_t count = 0;
     mls_overlap overlap;
@@ -219,23 +217,23 @@ static size_t common(const mls_part *a, const mls_part *b)
     return count;
 }
 
-/* Parts that nobody stored do not matter where nothing of them is wanted.  What is stored
- * is counted, rather than what is missing looked for: a file may claim any number of
- * parts. */
+/* Check that all elements of `to` were stored; missing parts elsewhere are allowed.
+ * Counting stored elements is bounded by the index, whereas a file may claim any number
+ * of missing parts. */
 static mls_code check_missing(const mls_merged_index *catalog,
                               const mls_merged_index_tensor *tensor, const mls_part *to,
                               mls_status *st)
 {
     size_t parts = 1, there = 0;
-    mls_status ignored; /* a good index has good layouts */
+    mls_status ignored; /* cannot fail: the layout was checked by the parser */
     (void)mls_layout_parts(&tensor->facts->layout, &parts, &ignored);
-    /* the usual case, for which nothing needs to be counted */
+    /* the usual case: every part is stored */
     if (tensor->count == parts) {
         return MLS_OK;
     }
     for (size_t i = 0; i < tensor->count; i++) {
         const mls_part part = mls_index_part(catalog->shards[tensor->from + i].shard);
-        there += common(&part, to);
+        there += count_common(&part, to);
     }
     if (there == mls_part_count(to)) {
         return MLS_OK;
@@ -249,24 +247,24 @@ static mls_code check_missing(const mls_merged_index *catalog,
     return MLS_E_FORMAT;
 }
 
-/* What is being listed: the places that have something of `to`. */
+/* State while listing the places that intersect `to`. */
 typedef struct listing {
     const mls_merged_index_shard *from;
-    const mls_part *part; /* that the shard is */
+    const mls_part *part; /* part of the shard */
     const mls_part *to;
     unsigned char *data;
     mls_read_scratch room;
     size_t count;
 } listing;
 
-/* A place more, of a file or of none.  Visible are extents of it, or all where there are
- * none to name. */
+/* Append a place, or zeros if `place` is NULL. `visible` is NULL if all elements are
+ * visible. */
 static void list_place(listing *l, const mls_layer *place, const mls_row_range *visible,
                        size_t visible_count)
 {
     const mls_index_shard *shard = l->from->shard;
     mls_stored_shard *next = &l->room.stored[l->count];
-    /* all of it: nothing was there before */
+    /* sets every member: the memory is uninitialized */
     next->file = NULL;
     next->file_bytes = next->offset = 0;
     next->crcs = NULL;
@@ -286,7 +284,7 @@ static void list_place(listing *l, const mls_layer *place, const mls_row_range *
     next->visible = visible;
     next->visible_count = visible_count;
     next->part = l->to;
-    if (!mls_part_equal(l->part, l->to)) { /* memory that is not used is not touched */
+    if (!mls_part_equal(l->part, l->to)) { /* do not touch memory that is not needed */
         mls_part_copy(&l->room.parts[l->count], l->part);
         next->part = &l->room.parts[l->count];
     }
@@ -295,7 +293,7 @@ static void list_place(listing *l, const mls_layer *place, const mls_row_range *
     l->count++;
 }
 
-/* Of a sparse shard each layer that shows something of what is wanted, and the zeros. */
+/* List each layer of a sparse shard that has visible elements of `to`, and its zeros. */
 static void list_layers(listing *l)
 {
     const mls_layers *layers = l->from->shard->layers;
@@ -306,7 +304,8 @@ static void list_layers(listing *l)
         const size_t count = layer == NULL ? layers->zero_count : layer->visible_count;
         if (count > 0) {
             list_place(l, layer, visible, count);
-            /* asked of what was listed, which is taken back where nothing is wanted */
+            /* checked on the appended place, which is removed again if nothing of it is
+             * needed */
             if (!mls_stored_range_of(&l->room.stored[l->count - 1], l->to, &range)) {
                 l->count--;
             }
@@ -314,8 +313,8 @@ static void list_layers(listing *l)
     }
 }
 
-/* Places without an element in common are left out here, so that their files need not
- * even be there: a rank of a large world looks at few of them. */
+/* Places without a common element are skipped, so their files need not exist: a rank of a
+ * large world reads few of them. */
 mls_code mls_merged_index_pieces(const mls_merged_index *catalog,
                                  const mls_merged_index_tensor *tensor,
                                  const mls_part *to, unsigned char *data,
@@ -327,14 +326,14 @@ mls_code mls_merged_index_pieces(const mls_merged_index *catalog,
     for (size_t i = 0; code == MLS_OK && i < tensor->count; i++) {
         const mls_index_shard *shard = catalog->shards[tensor->from + i].shard;
         mls_part part;
-        mls_status ignored; /* a good index has good parts */
+        mls_status ignored; /* cannot fail: the part was checked by the parser */
         l.from = &catalog->shards[tensor->from + i];
         l.part = &part;
         (void)mls_layout_part(&shard->layout, shard->rank, shard->shape, shard->part,
                               &part, &ignored);
         if (shard->layers != NULL) {
             list_layers(&l);
-        } else if (meet(shard, &part, to)) {
+        } else if (intersects_part(shard, &part, to)) {
             const mls_layer place = mls_index_place(shard, 0);
             list_place(&l, &place, NULL, 0);
         }
@@ -343,8 +342,8 @@ mls_code mls_merged_index_pieces(const mls_merged_index *catalog,
     return code;
 }
 
-/* The first shard that has any of it has all of it, or no shard has: parts of one layout
- * do not overlap. */
+/* Parts of one layout do not overlap, so either the first intersecting shard contains the
+ * whole part, or no shard does. */
 const mls_merged_index_shard *mls_merged_index_run(const mls_merged_index *catalog,
                                                    const mls_merged_index_tensor *tensor,
                                                    const mls_part *to, uint64_t *offset)
@@ -355,7 +354,6 @@ const mls_merged_index_shard *mls_merged_index_run(const mls_merged_index *catal
         mls_overlap overlap;
         mls_run run;
         mls_overlap_init(&overlap, &part, to);
-        /* the first shard that has some of it has all of it, or none does */
         if (mls_overlap_next(&overlap, &run)) {
             *offset = from->shard->offset +
                       run.a * mls_dtype_of(from->shard->dtype)->item_bytes;

@@ -1,8 +1,7 @@
-/* catalog: the indexes of all ranks together, by tensor.
+/* merged_index: the indexes of all ranks, merged by tensor.
  *
- * Borrows the indexes.  A tensor's shards may come from several of them; the same part of
- * a tensor may have been stored by more than one rank, and is taken from the first.
- */
+ * Borrows the indexes. A tensor's shards may come from several indexes. If several ranks
+ * stored the same part, the shard of the lowest rank is used. */
 #ifndef MLS_MERGED_INDEX_H
 #define MLS_MERGED_INDEX_H
 
@@ -12,59 +11,59 @@
 
 #include <stddef.h>
 
-/* A shard, and the index that knows its file. */
+/* A shard, and the index that lists its file. */
 typedef struct mls_merged_index_shard {
     const mls_index *index;
     const mls_index_shard *shard;
 } mls_merged_index_shard;
 
-/* Shards `from` .. `from + count` of the catalog are those of one tensor, by part.  What
- * concerns the whole tensor is the same in all of them. */
+/* Shards `from` .. `from + count` of the merged index belong to one tensor, sorted by
+ * part. Properties of the whole tensor are equal in all of them. */
 typedef struct mls_merged_index_tensor {
     const mls_index_shard *facts; /* one of them */
     size_t from, count;
-    size_t places; /* that reading all of it takes: files' and, where there are zeros that
-                      no file has, one more for each shard */
+    size_t places; /* upper bound of the pieces for the whole tensor: one for each place,
+                      and one more for each shard with zeros that are not stored */
 } mls_merged_index_tensor;
 
 typedef struct mls_merged_index {
-    mls_merged_index_tensor *tensors; /* by id */
+    mls_merged_index_tensor *tensors; /* sorted by id */
     size_t tensor_count;
     mls_merged_index_shard *shards;
     size_t shard_count;
 } mls_merged_index;
 
-/* Gives: release with mls_merged_index_fini, before the indexes.
- * MLS_E_FORMAT: shards that do not agree on what tensor they are of, or indexes on what a
- * file is and whose shards fill it.  MLS_E_MEMORY. */
+/* Merge indexes. Gives: release with mls_merged_index_fini, before the indexes.
+ * MLS_E_FORMAT: shards disagree on their tensor, or indexes disagree on a file's size or
+ * checksum, or their shards need more bytes than the file has. MLS_E_MEMORY. */
 mls_code mls_merged_index_init(mls_merged_index *out, const mls_index *const *indexes,
                                size_t count, mls_status *st);
 
 void mls_merged_index_fini(
     mls_merged_index *catalog); /* accepts a zeroed one; zeroes it */
 
-/* Where a tensor of that id is, or SIZE_MAX. */
+/* Return the position of a tensor in `tensors`, or SIZE_MAX. */
 size_t mls_merged_index_find(const mls_merged_index *catalog, const mls_tensor_id *id);
 
-/* Where pieces go, each with room for the `places` of their tensor. */
+/* Output arrays; each needs space for `places` elements of the tensor. */
 typedef struct mls_read_scratch {
     mls_stored_shard *stored;
-    mls_part *parts; /* of those of `stored` that are not just the part that is wanted */
+    mls_part *parts; /* shards' parts that differ from `to` */
     mls_read_range *pieces;
 } mls_read_scratch;
 
-/* What must be read for `to`, a part of a tensor, which must last as long: the places
- * that have something of it and, with `data` (where the part lies packed), the pieces to
- * read. Places without a file are those of zeros that were not stored. MLS_E_FORMAT: no
- * rank has stored some of it; the status names the tensor. */
+/* List what to read for `to`, a part of a tensor; `to` must outlive the result. Outputs
+ * are the places that intersect `to`, and pieces whose destination is `data` (the packed
+ * part). Places without a file are zeros that were not stored.
+ * MLS_E_FORMAT: no rank stored some of the part; the status names the tensor. */
 mls_code mls_merged_index_pieces(const mls_merged_index *catalog,
                                  const mls_merged_index_tensor *tensor,
                                  const mls_part *to, unsigned char *data,
                                  const mls_read_scratch *room, size_t *count,
                                  mls_status *st);
 
-/* The same for a part that one plain shard has in one run: where in its file that starts.
- * NULL: it is in several places, or the shard is sparse. */
+/* Find a part that is stored as one contiguous range of one plain shard. Returns the
+ * shard, and the range's offset in its file. NULL: the part is not stored in this way. */
 const mls_merged_index_shard *mls_merged_index_run(const mls_merged_index *catalog,
                                                    const mls_merged_index_tensor *tensor,
                                                    const mls_part *to, uint64_t *offset);

@@ -1,6 +1,5 @@
-/* catalog_summary: sums cannot overflow, since an index is refused if its bytes exceed
- * what an integer of a manifest can hold.
- */
+/* merged_index_summary: sums cannot overflow, since the parser refuses an index whose
+ * bytes exceed the integers of a manifest. */
 #include "checkpoint/ranks/merged_index_summary.h"
 
 mls_tensor_summary mls_tensor_summarize(const mls_merged_index *catalog,

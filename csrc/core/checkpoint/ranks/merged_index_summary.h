@@ -1,4 +1,5 @@
-/* catalog_summary: totals over the shards of a tensor, of an index, and of a layer. */
+/* merged_index_summary: totals over the shards of a tensor, of an index, and of a layer.
+ */
 #ifndef MLS_MERGED_INDEX_SUMMARY_H
 #define MLS_MERGED_INDEX_SUMMARY_H
 
@@ -9,27 +10,27 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* A tensor over all of its shards. */
+/* Totals over all shards of a tensor. */
 typedef struct mls_tensor_summary {
-    uint64_t bytes;        /* of the shards' elements */
-    uint64_t stored_bytes; /* that they take in files */
-    uint64_t version;      /* the highest */
-    size_t sparse;         /* how many of the shards are sparse */
-    const char *codec;     /* of the last place that is compressed; NULL: none is */
+    uint64_t bytes;        /* uncompressed size of the shards */
+    uint64_t stored_bytes; /* bytes in files */
+    uint64_t version;      /* highest version */
+    size_t sparse;         /* number of sparse shards */
+    const char *codec; /* codec of the last compressed place; NULL: none is compressed */
 } mls_tensor_summary;
 
 mls_tensor_summary mls_tensor_summarize(const mls_merged_index *catalog,
                                         const mls_merged_index_tensor *tensor);
 
-/* Bytes of the elements of all shards of an index, and those that they take in files. */
+/* Uncompressed size of all shards of an index, and their bytes in files. */
 typedef struct mls_index_summary {
     uint64_t bytes, stored_bytes;
 } mls_index_summary;
 
 mls_index_summary mls_index_summarize(const mls_index *index);
 
-/* Bytes of the shard's elements that a layer holds, and of those that no later layer
- * hides; `item_bytes` is that of one element. */
+/* Uncompressed bytes of all elements of a layer, and of its visible elements.
+ * `item_bytes` is the size of one element. */
 uint64_t mls_layer_element_bytes(const mls_layer *layer);
 uint64_t mls_layer_visible_bytes(const mls_layer *layer, size_t item_bytes);
 

@@ -1,8 +1,7 @@
-/* The plan of reading: spans, their order, tasks.
+/* read_plan: spans, their order, tasks.
  *
- * All costs are in bytes that could be read meanwhile, so that small tensors and what has
- * to be decoded weigh what they take.
- */
+ * Costs are measured in bytes that could be read in the same time, so that small tensors
+ * and compressed data get realistic weights. */
 #include "checkpoint/read/read_plan.h"
 
 #include "base/memory.h"
@@ -13,23 +12,24 @@
 #include <string.h>
 
 enum {
-    SPAN = 4 * MLS_SAFETENSORS_BLOCK, /* enough to be worth handing out */
-    STRETCH = 16 * SPAN,              /* long enough to read ahead of it */
-    SPAN_COST = 16 << 10,             /* what a span costs besides its bytes */
-    CODED_COST = 8                    /* what a coded byte costs more than a plain one */
+    SPAN = 4 * MLS_SAFETENSORS_BLOCK, /* large enough for one task */
+    STRETCH = 16 * SPAN,              /* long enough for the system's read-ahead */
+    SPAN_COST = 16 << 10,             /* fixed cost of a span */
+    CODED_COST = 8 /* cost of a compressed byte, relative to an uncompressed one */
 };
 
-/* What a span costs, in bytes: what it takes besides them, what it reads, zeros. */
-static uint64_t cost_of(const mls_read_span *s)
+/* Cost of a span: a fixed part, and the larger of the bytes read and the bytes written.
+ */
+static uint64_t span_cost(const mls_read_span *s)
 {
     const uint64_t bytes = s->piece->data == NULL ? 0 : s->end - s->from;
-    const uint64_t all = s->zeros_end - s->zeros_from; /* zeros, and what is read */
+    const uint64_t all = s->zeros_end - s->zeros_from; /* zeros and read data */
     return SPAN_COST + (s->piece->shard->frames != NULL ? CODED_COST * bytes
                         : all > bytes                   ? all
                                                         : bytes);
 }
 
-/* A span more, at the end of those that there are. */
+/* Append a span. */
 static mls_code add_span(mls_read_plan *plan, mls_read_span s, mls_status *st)
 {
     if (plan->count == plan->room) {
@@ -41,30 +41,29 @@ static mls_code add_span(mls_read_plan *plan, mls_read_span s, mls_status *st)
         plan->spans = grown;
         plan->room = room;
     }
-    s.cost = cost_of(&s);
+    s.cost = span_cost(&s);
     plan->spans[plan->count++] = s;
     plan->cost += s.cost;
     return MLS_OK;
 }
 
-/* Where byte `from` of a place's elements is among the stored ones; of coded bytes, where
- * its frame begins.  It is inside the file. */
-static size_t place_of(const mls_stored_shard *shard, size_t from)
+/* Offset in the stored bytes of byte `from` of a place's elements; for compressed data,
+ * the offset of its frame. Cannot exceed the file. */
+static size_t stored_offset(const mls_stored_shard *shard, size_t from)
 {
     return shard->frames == NULL
                ? from
                : mls_compressed_frame_begin(shard->frames, from / MLS_FRAME_BYTES);
 }
 
-/* What a piece shows of its shard, and the zeros that are the rest of it: bytes `from` ..
- * `end` of what is wanted, where these lie together. */
+/* Destination range of a piece whose gaps are filled with zeros while it is read. */
 typedef struct filling {
-    size_t from, end; /* the same: there are no zeros to be filled in */
-    size_t first;     /* element of the shard that is byte `from` */
-} filling;
+    size_t from, end; /* equal: no zeros to fill */
+    size_t first;     /* element of the shard at byte `from` */
+} zero_fill;
 
-/* Elements of extents. */
-static size_t elements_of(const mls_stored_shard *shard)
+/* Number of visible elements. */
+static size_t count_visible(const mls_stored_shard *shard)
 {
     size_t count = 0;
     for (size_t i = 0; i < shard->visible_count; i++) {
@@ -73,11 +72,12 @@ static size_t elements_of(const mls_stored_shard *shard)
     return count;
 }
 
-/* Whether the piece behind `piece` is of the zeros between its runs, and both go to one
- * run of bytes: then these are written in one pass, while they are in the cache. */
-static filling zeros_between(const mls_read_range *piece, const mls_read_range *next)
+/* Return the range to fill if the next piece consists of the zeros between the runs of
+ * `piece`, and both have the same contiguous destination. Then data and zeros are written
+ * in one pass, while the memory is in the cache. */
+static zero_fill find_zero_fill(const mls_read_range *piece, const mls_read_range *next)
 {
-    const filling none = {0};
+    const zero_fill none = {0};
     const mls_stored_shard *shard = piece->shard;
     const size_t item = shard->item_bytes;
     mls_overlap overlap;
@@ -87,7 +87,8 @@ static filling zeros_between(const mls_read_range *piece, const mls_read_range *
         piece->data == NULL || next->data != piece->data || next->to != piece->to ||
         shard->name.data != next->shard->name.data ||
         !mls_part_equal(shard->part, next->shard->part) ||
-        elements_of(shard) + elements_of(next->shard) != mls_part_count(shard->part)) {
+        count_visible(shard) + count_visible(next->shard) !=
+            mls_part_count(shard->part)) {
         return none;
     }
     mls_overlap_init(&overlap, shard->part, piece->to);
@@ -95,23 +96,23 @@ static filling zeros_between(const mls_read_range *piece, const mls_read_range *
         !mls_stored_range_of(shard, piece->to, &range)) {
         return none;
     }
-    return (filling){first.b * item, (first.b + first.count) * item, first.a};
+    return (zero_fill){first.b * item, (first.b + first.count) * item, first.a};
 }
 
-/* Where byte `at` of a piece's place goes among what is wanted; of what goes nowhere, as
- * it lies behind all that does, the end. */
-static size_t goes_to(const mls_stored_shard *shard, const filling *f, size_t at)
+/* Destination offset of byte `at` of a piece's place, or the end of the destination if
+ * `at` is behind all requested bytes. */
+static size_t destination_of(const mls_stored_shard *shard, const zero_fill *f, size_t at)
 {
     const size_t element = mls_stored_element(shard, at / shard->item_bytes);
     const size_t to = f->from + (element - f->first) * shard->item_bytes;
     return to < f->end ? to : f->end;
 }
 
-/* Cut what a piece needs into spans, at multiples of a span from the place's first byte,
- * so that no block is in two of them.  Zeros that are there already need no cutting. What
- * is filled with zeros belongs to the span behind it, and to the last one. */
-static mls_code plan_piece(mls_read_plan *plan, const mls_read_range *piece,
-                           const filling *zeros, mls_status *st)
+/* Divide a piece into spans, at multiples of the span size from the start of the place,
+ * so that no block belongs to two spans. Zeros that are already in memory are not
+ * divided. Zeros between two spans are filled by the earlier span. */
+static mls_code plan_spans(mls_read_plan *plan, const mls_read_range *piece,
+                           const zero_fill *zeros, mls_status *st)
 {
     const mls_stored_shard *shard = piece->shard;
     size_t bytes;
@@ -128,12 +129,14 @@ static mls_code plan_piece(mls_read_plan *plan, const mls_read_range *piece,
     size_t from = range.from;
     for (size_t filled = zeros->from; from < range.end;) {
         const bool fills = zeros->end > 0;
-        const size_t most = fills ? MLS_SAFETENSORS_BLOCK : SPAN; /* more is written */
+        const size_t most =
+            fills ? MLS_SAFETENSORS_BLOCK : SPAN; /* zeros are written too */
         const size_t left = range.end - from, room = most - from % most;
         const size_t length = left < room || piece->data == NULL ? left : room;
-        const size_t until = !fills           ? 0
-                             : length == left ? zeros->end
-                                              : goes_to(shard, zeros, from + length);
+        const size_t until = !fills ? 0
+                             : length == left
+                                 ? zeros->end
+                                 : destination_of(shard, zeros, from + length);
         const mls_read_span next = {.piece = piece,
                                     .from = from,
                                     .end = from + length,
@@ -142,7 +145,7 @@ static mls_code plan_piece(mls_read_plan *plan, const mls_read_range *piece,
                                     .zeros_from = filled,
                                     .zeros_end = until,
                                     .file = shard->file == NULL ? "" : shard->file,
-                                    .at = shard->offset + place_of(shard, from)};
+                                    .at = shard->offset + stored_offset(shard, from)};
         const mls_code code = add_span(plan, next, st);
         if (code != MLS_OK) {
             return mls_stored_blame(shard, st);
@@ -153,14 +156,14 @@ static mls_code plan_piece(mls_read_plan *plan, const mls_read_range *piece,
     return MLS_OK;
 }
 
-/* By file alone; most are not only equal but the same. */
+/* Compares files only; equal names usually have the same address. */
 static int compare_names(const mls_read_span *x, const mls_read_span *y)
 {
     return x->file == y->file ? 0 : strcmp(x->file, y->file);
 }
 
-/* By file, then by place; the address breaks ties, so that the order is the same with
- * every qsort. */
+/* By file, then offset. The address breaks ties, so that the order does not depend on
+ * qsort. */
 static int compare_places(const void *a, const void *b)
 {
     const mls_read_span *x = *(const mls_read_span *const *)a;
@@ -175,17 +178,17 @@ static int compare_places(const void *a, const void *b)
     return x < y ? -1 : x > y;
 }
 
-/* The same for qsort. */
+/* Compares files only, for qsort. */
 static int compare_files(const void *a, const void *b)
 {
     return compare_names(*(const mls_read_span *const *)a,
                          *(const mls_read_span *const *)b);
 }
 
-/* Whether all spans of each file follow one another, in the order of their places; then
- * the order of the files does not matter, and that of the pieces is the best: places are
- * made in it.  The first span of each file is noted where the order will be. */
-static bool lie_together(mls_read_plan *plan)
+/* Return whether the spans of each file are consecutive and in ascending order. Then the
+ * order of the pieces is kept, which is the best order: destinations are allocated in it.
+ * Uses `order` as scratch space for the first span of each file. */
+static bool are_spans_sorted(mls_read_plan *plan)
 {
     size_t files = 0;
     for (size_t i = 0; i < plan->count; i++) {
@@ -205,10 +208,10 @@ static bool lie_together(mls_read_plan *plan)
     return true;
 }
 
-/* Put the spans in the order of the files.  They mostly are, and then need no sorting. */
+/* Sort the spans by file. They are usually in order already. */
 static void sort_spans(mls_read_plan *plan)
 {
-    const bool sorted = lie_together(plan);
+    const bool sorted = are_spans_sorted(plan);
     for (size_t i = 0; i < plan->count; i++) {
         plan->order[i] = &plan->spans[i];
     }
@@ -217,8 +220,8 @@ static void sort_spans(mls_read_plan *plan)
     }
 }
 
-/* Group neighbours until they cost as much as a whole span. */
-static void cut_tasks(mls_read_plan *plan)
+/* Group neighbours until their cost exceeds one full span. */
+static void group_tasks(mls_read_plan *plan)
 {
     uint64_t cost = 0;
     for (size_t i = 0; i < plan->count; i++) {
@@ -232,9 +235,9 @@ static void cut_tasks(mls_read_plan *plan)
     plan->tasks[plan->task_count] = plan->count;
 }
 
-/* Group tasks that go on in the file of the one before them, as long as a stretch is not
- * so long that threads would have to wait for places or for each other. */
-static void cut_stretches(mls_read_plan *plan)
+/* Group consecutive tasks of one file. The cost of a work queue is limited, so that
+ * threads do not wait for destinations or for each other. */
+static void group_stretches(mls_read_plan *plan)
 {
     uint64_t cost = 0;
     for (size_t i = 0; i < plan->task_count; i++) {
@@ -251,7 +254,7 @@ static void cut_stretches(mls_read_plan *plan)
     plan->stretches[plan->stretch_count] = plan->task_count;
 }
 
-/* Nothing is cut and sorted that could not be planned for want of memory. */
+/* After MLS_E_MEMORY no tasks are built. */
 mls_code mls_read_plan_make(mls_read_plan *plan, const mls_read_range *pieces,
                             size_t count, size_t *planned, mls_status *st)
 {
@@ -259,11 +262,11 @@ mls_code mls_read_plan_make(mls_read_plan *plan, const mls_read_range *pieces,
     *planned = 0;
     while (*planned < count) {
         const mls_read_range *piece = &pieces[*planned];
-        filling zeros = {0};
+        zero_fill zeros = {0};
         if (*planned + 1 < count) {
-            zeros = zeros_between(piece, piece + 1);
+            zeros = find_zero_fill(piece, piece + 1);
         }
-        code = plan_piece(plan, piece, &zeros, st);
+        code = plan_spans(plan, piece, &zeros, st);
         if (code != MLS_OK) {
             break;
         }
@@ -280,12 +283,12 @@ mls_code mls_read_plan_make(mls_read_plan *plan, const mls_read_range *pieces,
         return mls_fail(st, MLS_E_MEMORY, "no memory to read %zu parts", plan->count);
     }
     sort_spans(plan);
-    cut_tasks(plan);
-    cut_stretches(plan);
+    group_tasks(plan);
+    group_stretches(plan);
     return code;
 }
 
-/* The pieces are the caller's. */
+/* The caller owns the pieces. */
 void mls_read_plan_fini(mls_read_plan *plan)
 {
     mls_free(plan->spans);

@@ -1,10 +1,9 @@
-/* shard_read: bytes of stored shards, brought to where they are wanted.
+/* shard_read: read stored shards into destination memory.
  *
- * What is stored and what is wanted are parts of one tensor (see layout.h), and need not
- * be the same part: only the bytes that both have in common are read, or, where they are
- * verified, the checksummed blocks that hold such bytes.  A file that the caller's
- * records do not describe (another length, no regular file) is refused before it is read.
- */
+ * The stored shard and the requested part are parts of one tensor (see layout.h), and may
+ * differ. Only their common bytes are read; with verification, the checksummed blocks
+ * that contain them. A file that does not match its record (different length, or not a
+ * regular file) is refused before it is read. */
 #ifndef MLS_SHARD_READ_H
 #define MLS_SHARD_READ_H
 
@@ -18,18 +17,18 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Called by any of the threads, also by several at once, with the number of bytes that
- * were done since the last call; false stops the work as soon as may be. */
+/* Progress callback. Any thread may call it, also several at once, with the number of
+ * bytes since the last call. Return false to stop as soon as possible. */
 typedef struct mls_progress {
     bool (*report)(void *context, uint64_t bytes);
     void *context;
 } mls_progress;
 
-/* Allocates destination buffers while earlier ones are being filled.  `make` is called
- * once, by the calling thread: it sets the pieces' `data`, in their order, and opens the
- * gate up to the number of pieces that have it.  Before that, `data` is NULL if it stays
- * NULL, and else any address, the same for all pieces of a tensor: the plan depends on
- * it.  `make` returns false if it cannot set all of them. */
+/* Allocates destination buffers while earlier ones are being filled. The calling thread
+ * calls `make` once. It sets the `data` of the pieces in their order, and advances the
+ * watermark to the number of pieces that have it. Before the call, `data` is NULL if it
+ * stays NULL; otherwise it is any address, the same for all pieces of a tensor, because
+ * the plan depends on it. `make` returns false if it cannot set all of them. */
 typedef struct mls_maker {
     bool (*make)(void *context, mls_watermark *made);
     void *context;
@@ -41,23 +40,26 @@ typedef struct mls_maker {
 typedef struct mls_read_request {
     int folder; /* descriptor of the checkpoint's folder */
     const mls_read_range *pieces;
-    size_t count;                 /* of pieces */
-    const mls_crc_kernels *crc;   /* NULL: checksums are not compared */
+    size_t count;                 /* number of pieces */
+    const mls_crc_kernels *crc;   /* NULL: checksums are not verified */
     const mls_codecs *codecs;     /* NULL: compressed shards cannot be read */
     mls_pool *pool;               /* NULL: the calling thread reads */
     const mls_progress *progress; /* NULL: no reports */
     const mls_maker *maker;       /* NULL: all pieces have their `data` */
 } mls_read_request;
 
-/* Read all pieces; several threads divide large ones.  Allocates at most 1 MiB a thread,
- * 5 MiB if a shard is compressed; each thread has at most one file open.
- * MLS_E_IO, with os_error (ENOENT: a file is missing); MLS_E_FORMAT: not a regular file,
- * or another length than recorded, or shorter by now; MLS_E_CHECKSUM: a block's bytes are
- * not those that were written, with the offset of the block; MLS_E_MEMORY: the maker was
- * not called if the plan found none; errors of a codec; MLS_E_STOPPED: `progress` or
- * `maker` returned false.  The status names the tensor, and `*failed` is the index of the
- * piece: of several failures, that of the first piece.  After a failure the contents of
- * all destinations are undefined. */
+/* Read all pieces; threads share large ones. Each thread allocates at most 1 MiB, or 5
+ * MiB if a shard is compressed, and has at most one open file.
+ * On failure, the status names the tensor, and `*failed` is the index of the piece; if
+ * several pieces fail, the first one is reported. The contents of all destinations are
+ * then undefined. Errors:
+ * - MLS_E_IO: with os_error (ENOENT: a file is missing).
+ * - MLS_E_FORMAT: not a regular file, a length that differs from the record, or a file
+ *   that became shorter.
+ * - MLS_E_CHECKSUM: a block is damaged; with its offset.
+ * - MLS_E_MEMORY: if the plan failed, the maker was not called.
+ * - MLS_E_STOPPED: `progress` or `maker` returned false.
+ * - errors of a codec. */
 mls_code mls_shards_read(const mls_read_request *request, size_t *failed, mls_status *st);
 
 #endif

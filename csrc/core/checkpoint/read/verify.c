@@ -1,14 +1,14 @@
-/* verify: files one beside the other, large shards in parts.
+/* verify: files in parallel, large shards in parts.
  *
- * A task either looks at a file's header, or reads a part of a shard.  Parts of a file
- * that is missing or has another length are passed over: that was said once, of the file.
+ * A task checks the header of a file, or reads some places of it. Places of a file that
+ * is missing or has the wrong length are skipped: the header task reports the file once.
  */
 #include "checkpoint/read/verify.h"
 
-#include "io/file.h"
 #include "base/memory.h"
-#include "safetensors/safetensors.h"
 #include "base/size.h"
+#include "io/file.h"
+#include "safetensors/safetensors.h"
 
 #include <errno.h>
 #include <pthread.h>
@@ -20,7 +20,7 @@
 #    include <unistd.h>
 #endif
 
-/* Words that scripts may rely on. */
+/* Scripts may rely on these words. */
 const char *mls_problem_name(mls_problem_kind kind)
 {
     static const char *const names[MLS_PROBLEM_COUNT] = {
@@ -30,7 +30,6 @@ const char *mls_problem_name(mls_problem_kind kind)
     return names[kind];
 }
 
-/* Texts lie in the problems themselves. */
 void mls_problems_fini(mls_problems *problems)
 {
     mls_free(problems->list);
@@ -41,18 +40,19 @@ void mls_problems_fini(mls_problems *problems)
 
 enum {
     STEP = 256 << 10, /* stays in the cache between reading and checksum */
-    PART = 8 << 20,   /* of whole blocks, for one task */
-    LENGTH_BYTES = 8, /* in front of a header */
-    FIRST_ROOM = 16   /* of the list */
+    PART = 8 << 20,   /* bytes of one task; a multiple of the block size */
+    LENGTH_BYTES = 8, /* length field before a header */
+    FIRST_ROOM = 16   /* initial capacity of the list */
 };
 
-/* A place that a shard's bytes lie in: a plain shard's only one, or one of its layers. */
+/* A place of a shard: the only one of a plain shard, or one of its layers. */
 typedef struct spot {
     size_t shard, layer;
 } spot;
 
-/* Places `first` .. `first + count` in the order of files; of a single one the bytes from
- * `start` on, at most PART.  No places: the file of place `first`. */
+/* Places `first` .. `first + count` in the order of files. A single place is read from
+ * byte `start` on, at most PART bytes. If `count` is 0, the task checks the file of place
+ * `first`. */
 typedef struct task {
     size_t first, count, start;
 } task;
@@ -62,34 +62,33 @@ typedef struct verifier {
     const mls_index *index;
     const mls_crc_kernels *crc;
     const mls_progress *progress;
-    const spot *order; /* places by file and offset */
+    const spot *order; /* places sorted by file and offset */
     size_t spots;
     const task *tasks;
-    pthread_mutex_t lock; /* round everything below */
+    pthread_mutex_t lock; /* protects everything below */
     mls_problems found;
     size_t room;
-    mls_code code; /* the first failure of our own */
+    mls_code code; /* first failure of the verification itself */
 } verifier;
 
-/* A place by its number in the order. */
 static mls_layer place_of(const verifier *v, size_t number)
 {
     const spot *s = &v->order[number];
     return mls_index_place(&v->index->shards[s->shard], s->layer);
 }
 
-/* ---- the list ---- */
+/* ---- the list of problems ---- */
 
-/* Note that this cannot go on: memory ran out, or somebody wants to stop. */
-static void give_up(verifier *v, mls_code code)
+/* Record that verification cannot continue: no memory, or stopped by the caller. */
+static void set_failure(verifier *v, mls_code code)
 {
     pthread_mutex_lock(&v->lock);
     v->code = v->code == MLS_OK ? code : v->code;
     pthread_mutex_unlock(&v->lock);
 }
 
-/* Asked between blocks, so that stopping takes no longer than reading one. */
-static bool gave_up(verifier *v)
+/* Checked between blocks, so that a stop takes effect within one block. */
+static bool has_failed(verifier *v)
 {
     pthread_mutex_lock(&v->lock);
     const bool result = v->code != MLS_OK;
@@ -97,9 +96,9 @@ static bool gave_up(verifier *v)
     return result;
 }
 
-/* Add a copy of `problem`; needs the lock.  The list ends somewhere: a pool that was
- * emptied would else have one problem for each of a million files. */
-static void append(verifier *v, const mls_problem *problem)
+/* Add a copy of `problem`; requires the lock. The list is limited: an empty pool would
+ * otherwise produce a problem for each of a million files. */
+static void append_problem(verifier *v, const mls_problem *problem)
 {
     mls_problems *found = &v->found;
     if (found->count == MLS_PROBLEMS_MOST) {
@@ -118,19 +117,19 @@ static void append(verifier *v, const mls_problem *problem)
     found->list[found->count++] = *problem;
 }
 
-/* One more for the list. */
-static void add(verifier *v, mls_problem_kind kind, size_t file, size_t shard,
-                uint64_t offset, uint64_t bytes, const char *text)
+/* Create a problem and add it to the list. */
+static void add_problem(verifier *v, mls_problem_kind kind, size_t file, size_t shard,
+                        uint64_t offset, uint64_t bytes, const char *text)
 {
     mls_problem problem = {
         .kind = kind, .file = file, .shard = shard, .offset = offset, .bytes = bytes};
     snprintf(problem.text, sizeof problem.text, "%s", text);
     pthread_mutex_lock(&v->lock);
-    append(v, &problem);
+    append_problem(v, &problem);
     pthread_mutex_unlock(&v->lock);
 }
 
-/* For qsort: by file and offset, since tasks end in any order. */
+/* For qsort, by file and offset: tasks finish in any order. */
 static int compare_problems(const void *a, const void *b)
 {
     const mls_problem *x = a, *y = b;
@@ -139,21 +138,21 @@ static int compare_problems(const void *a, const void *b)
                                    : x->offset > y->offset;
 }
 
-/* Tell whoever waits, and count: what was read is part of the report. */
-static void report(verifier *v, uint64_t bytes)
+/* Report progress, and count the bytes read. */
+static void report_progress(verifier *v, uint64_t bytes)
 {
     pthread_mutex_lock(&v->lock);
     v->found.bytes_read += bytes;
     pthread_mutex_unlock(&v->lock);
     if (v->progress != NULL && !v->progress->report(v->progress->context, bytes)) {
-        give_up(v, MLS_E_STOPPED);
+        set_failure(v, MLS_E_STOPPED);
     }
 }
 
 /* ---- a file ---- */
 
-/* A file that is not there, or is another one, is a problem of the file.  False then.
- * Told by the task that looks at the file, and by none of those that read its shards. */
+/* Open a file. If it is missing or differs from its record, return false; if `tell` is
+ * set, add a problem. Only the header task of a file sets `tell`. */
 static bool open_file(verifier *v, size_t file, bool tell, int *fd)
 {
     const mls_index_file *record = &v->index->files[file];
@@ -168,23 +167,24 @@ static bool open_file(verifier *v, size_t file, bool tell, int *fd)
     }
     if (tell && code == MLS_OK) {
         const bool cut = length < record->bytes;
-        add(v, MLS_PROBLEM_LENGTH, file, SIZE_MAX, cut ? length : record->bytes,
-            cut ? record->bytes - length : length - record->bytes,
-            cut ? "the file is cut off" : "the file is longer than it was");
+        add_problem(v, MLS_PROBLEM_LENGTH, file, SIZE_MAX, cut ? length : record->bytes,
+                    cut ? record->bytes - length : length - record->bytes,
+                    cut ? "the file is cut off" : "the file is longer than it was");
     } else if (tell) {
-        add(v,
-            st.code == MLS_E_FORMAT || st.os_error == EISDIR ? MLS_PROBLEM_FOREIGN
-            : st.os_error == ENOENT                          ? MLS_PROBLEM_MISSING
-                                                             : MLS_PROBLEM_UNREADABLE,
-            file, SIZE_MAX, 0, record->bytes, st.text);
+        add_problem(v,
+                    st.code == MLS_E_FORMAT || st.os_error == EISDIR ? MLS_PROBLEM_FOREIGN
+                    : st.os_error == ENOENT                          ? MLS_PROBLEM_MISSING
+                                            : MLS_PROBLEM_UNREADABLE,
+                    file, SIZE_MAX, 0, record->bytes, st.text);
     }
     return false;
 }
 
-/* Whether the header has all places of its file, of which `first` is one in `order`, as
- * recorded.  To a file a layer of rows, or one that is coded, is a row of bytes; another
- * full one was a plain shard when it was written, and its file does not change. */
-static bool header_agrees(const verifier *v, const mls_safetensors *header, size_t first)
+/* Return whether the header lists all places of its file as recorded; place `first` in
+ * `order` is the first of them. In a file, a layer of rows or a compressed layer is an
+ * array of bytes. A full, uncompressed layer was a plain shard when it was written. */
+static bool is_header_recorded(const verifier *v, const mls_safetensors *header,
+                               size_t first)
 {
     const size_t file = place_of(v, first).file;
     for (size_t i = first; i < v->spots; i++) {
@@ -195,7 +195,7 @@ static bool header_agrees(const verifier *v, const mls_safetensors *header, size
         if (place.file != file) {
             break;
         }
-        size_t low = 0, high = header->count; /* tensors lie by offset */
+        size_t low = 0, high = header->count; /* tensors are sorted by offset */
         while (low < high) {
             const size_t middle = low + (high - low) / 2;
             if (header->tensors[middle].offset < place.offset) {
@@ -204,7 +204,7 @@ static bool header_agrees(const verifier *v, const mls_safetensors *header, size
                 high = middle;
             }
         }
-        /* empty tensors lie where the next one begins, so several may have the offset */
+        /* an empty tensor has the offset of the next one, so several may match */
         while (low < header->count && header->tensors[low].offset == place.offset &&
                (header->tensors[low].bytes != place.bytes ||
                 header->tensors[low].dtype != dtype)) {
@@ -217,7 +217,7 @@ static bool header_agrees(const verifier *v, const mls_safetensors *header, size
     return true;
 }
 
-/* Read the header of an open file, which ends before `end`.  Gives. */
+/* Read the header of an open file; it must end before `end`. Gives. */
 static mls_code read_head(int fd, uint64_t end, unsigned char **out, size_t *length,
                           mls_status *st)
 {
@@ -226,7 +226,8 @@ static mls_code read_head(int fd, uint64_t end, unsigned char **out, size_t *len
     if (code != MLS_OK) {
         return code;
     }
-    /* the length itself may be what changed: nothing is allocated by it unasked */
+    /* the length field itself may be damaged, so it is checked before it sets an
+     * allocation */
     const uint64_t said = mls_load_le64(start);
     if (said > MLS_SAFETENSORS_MAX_HEADER || said + LENGTH_BYTES > end) {
         return mls_fail_at(st, 0, "its header's length changed");
@@ -245,9 +246,10 @@ static mls_code read_head(int fd, uint64_t end, unsigned char **out, size_t *len
     return MLS_OK;
 }
 
-/* The header's own checksum tells whether it changed; the recorded one whether it is this
- * file's.  A good header with another checksum is a file of another time: some copy went
- * wrong, but no disk did.  Gives both outputs, after a failure too. */
+/* Read and check a header. Its own checksum detects damage; the recorded checksum detects
+ * a different file. A valid header with another checksum belongs to a file of another
+ * save: a copy went wrong, but the disk is fine. Gives both outputs, also after a
+ * failure. */
 static mls_code read_header(int fd, uint64_t end, const mls_index_file *record,
                             const mls_crc_kernels *crc, unsigned char **head,
                             mls_safetensors *header, mls_status *st)
@@ -264,7 +266,6 @@ static mls_code read_header(int fd, uint64_t end, const mls_index_file *record,
     return code;
 }
 
-/* For those who keep a file without reading all of it. */
 mls_code mls_index_check_header(int fd, uint64_t end, const mls_index_file *record,
                                 const mls_crc_kernels *crc, mls_status *st)
 {
@@ -276,7 +277,7 @@ mls_code mls_index_check_header(int fd, uint64_t end, const mls_index_file *reco
     return code;
 }
 
-/* The header of a file, and whether it has what the index says. */
+/* Check the header of a file, and whether it lists the places of the index. */
 static mls_code check_header(verifier *v, int fd, size_t first, mls_status *st)
 {
     const mls_layer place = place_of(v, first);
@@ -284,7 +285,7 @@ static mls_code check_header(verifier *v, int fd, size_t first, mls_status *st)
     unsigned char *head = NULL;
     mls_safetensors header = {0};
     mls_code code = read_header(fd, place.offset, record, v->crc, &head, &header, st);
-    if (code == MLS_OK && !header_agrees(v, &header, first)) {
+    if (code == MLS_OK && !is_header_recorded(v, &header, first)) {
         code = mls_fail(st, MLS_E_VALUE, "it is another file than was written");
     }
     mls_safetensors_fini(&header);
@@ -292,8 +293,8 @@ static mls_code check_header(verifier *v, int fd, size_t first, mls_status *st)
     return code;
 }
 
-/* The task of a file: everything about it but its tensors' bytes.  Shards that nobody
- * needs any more may lie in front of the first that counts; they are passed over. */
+/* The task of a file: everything except the bytes of its tensors. Obsolete shards may
+ * precede the first listed place; they are skipped. */
 static void verify_file(verifier *v, size_t first)
 {
     const mls_layer place = place_of(v, first);
@@ -305,21 +306,21 @@ static void verify_file(verifier *v, size_t first)
     const mls_code code = check_header(v, fd, first, &st);
     (void)close(fd);
     if (code == MLS_E_MEMORY) {
-        give_up(v, code);
+        set_failure(v, code);
     } else if (code != MLS_OK) {
-        add(v,
-            code == MLS_E_VALUE ? MLS_PROBLEM_FOREIGN
-            : code == MLS_E_IO  ? MLS_PROBLEM_UNREADABLE
-                                : MLS_PROBLEM_HEADER,
-            place.file, SIZE_MAX, 0, place.offset, st.text);
+        add_problem(v,
+                    code == MLS_E_VALUE ? MLS_PROBLEM_FOREIGN
+                    : code == MLS_E_IO  ? MLS_PROBLEM_UNREADABLE
+                                        : MLS_PROBLEM_HEADER,
+                    place.file, SIZE_MAX, 0, place.offset, st.text);
     }
-    report(v, place.offset);
+    report_progress(v, place.offset);
 }
 
 /* ---- bytes ---- */
 
-/* What altered bytes are of.  Of a shard with layers the file says which one it is; how
- * old the layer is, this. */
+/* Add a problem for damaged bytes. For a shard with layers the message includes the
+ * layer's position. */
 static void add_altered(verifier *v, const spot *s, size_t file, uint64_t at,
                         uint64_t length)
 {
@@ -327,16 +328,16 @@ static void add_altered(verifier *v, const spot *s, size_t file, uint64_t at,
     const mls_layers *layers = v->index->shards[s->shard].layers;
     char text[120];
     if (layers == NULL) {
-        add(v, MLS_PROBLEM_ALTERED, file, s->shard, at, length, what);
+        add_problem(v, MLS_PROBLEM_ALTERED, file, s->shard, at, length, what);
         return;
     }
     snprintf(text, sizeof text, "%s, in layer %zu of %zu", what, s->layer + 1,
              layers->count);
-    add(v, MLS_PROBLEM_ALTERED, file, s->shard, at, length, text);
+    add_problem(v, MLS_PROBLEM_ALTERED, file, s->shard, at, length, text);
 }
 
-/* One block of a place: the smallest range that damage is narrowed down to, since a
- * checksum says only that some byte of it changed. */
+/* Verify one block of a place. A block is the smallest range that a checksum can identify
+ * as damaged. */
 static void verify_block(verifier *v, int fd, size_t number, size_t start,
                          unsigned char *buffer)
 {
@@ -349,23 +350,24 @@ static void verify_block(verifier *v, int fd, size_t number, size_t start,
     for (size_t done = 0; done < length;) {
         const size_t step = length - done < STEP ? length - done : STEP;
         if (mls_file_read_at(fd, buffer, step, at + done, &st) != MLS_OK) {
-            add(v, st.code == MLS_E_IO ? MLS_PROBLEM_UNREADABLE : MLS_PROBLEM_LENGTH,
+            add_problem(
+                v, st.code == MLS_E_IO ? MLS_PROBLEM_UNREADABLE : MLS_PROBLEM_LENGTH,
                 place.file, v->order[number].shard, at + done, length - done, st.text);
             return;
         }
         crc = v->crc->update(crc, buffer, step);
         done += step;
     }
-    /* the index has the checksum too: the file's own copy of it may be what changed */
+    /* compare with the index: the checksum in the file may be damaged too */
     if (crc != place.crcs[start / MLS_SAFETENSORS_BLOCK]) {
         add_altered(v, &v->order[number], place.file, at, length);
     }
-    report(v, length);
+    report_progress(v, length);
 }
 
-/* How many of at most `most` places, from `first` on, lie one behind the other and fit
- * the buffer; `*bytes` is what they have together. */
-static size_t adjacent(const verifier *v, size_t first, size_t most, size_t *bytes)
+/* Number of places, at most `most` from `first` on, that are adjacent and fit the buffer;
+ * `*bytes` is their total size. */
+static size_t count_adjacent(const verifier *v, size_t first, size_t most, size_t *bytes)
 {
     const uint64_t start = place_of(v, first).offset;
     size_t count = 0;
@@ -379,8 +381,8 @@ static size_t adjacent(const verifier *v, size_t first, size_t most, size_t *byt
     return count;
 }
 
-/* Such places, none longer than a block, read with one call.  False where they cannot be
- * read: then it is for each of them to say so. */
+/* Verify adjacent places, none longer than a block, with one read. Returns false if the
+ * read failed; the caller then reads each place separately. */
 static bool verify_adjacent(verifier *v, int fd, size_t first, size_t count, size_t bytes,
                             unsigned char *buffer)
 {
@@ -390,8 +392,8 @@ static bool verify_adjacent(verifier *v, int fd, size_t first, size_t count, siz
         MLS_OK) {
         return false;
     }
-    /* each still has its own checksum, so damage is told as if it had been read alone;
-     * an empty place has none */
+    /* each place has its own checksum, so damage is reported as if it had been read
+     * separately; an empty place has none */
     for (size_t i = first; i < first + count; i++) {
         const mls_layer place = place_of(v, i);
         if (place.bytes > 0 && v->crc->update(0, data, place.bytes) != place.crcs[0]) {
@@ -399,35 +401,35 @@ static bool verify_adjacent(verifier *v, int fd, size_t first, size_t count, siz
         }
         data += place.bytes;
     }
-    report(v, bytes);
+    report_progress(v, bytes);
     return true;
 }
 
-/* One place, from `start` on: all of it, or a PART. */
+/* Verify one place from `start` on: all of it, or PART bytes. */
 static void verify_place(verifier *v, int fd, size_t number, size_t start,
                          unsigned char *buffer)
 {
     const size_t bytes = place_of(v, number).bytes;
     const size_t end = bytes - start > PART ? start + PART : bytes;
-    for (size_t at = start; at < end && !gave_up(v); at += MLS_SAFETENSORS_BLOCK) {
+    for (size_t at = start; at < end && !has_failed(v); at += MLS_SAFETENSORS_BLOCK) {
         verify_block(v, fd, number, at, buffer);
     }
 }
 
-/* The task of some places in one file, in the order in which they lie there. */
+/* The task of some places in one file, in ascending order. */
 static void verify_places(verifier *v, const task *t)
 {
     int fd;
     unsigned char *buffer = mls_alloc(STEP, 1);
     if (buffer == NULL) {
-        give_up(v, MLS_E_MEMORY);
+        set_failure(v, MLS_E_MEMORY);
         return;
     }
     if (open_file(v, place_of(v, t->first).file, false, &fd)) {
-        for (size_t i = 0; i < t->count && !gave_up(v);) {
+        for (size_t i = 0; i < t->count && !has_failed(v);) {
             size_t bytes = 0;
             const size_t first = t->first + i;
-            const size_t count = adjacent(v, first, t->count - i, &bytes);
+            const size_t count = count_adjacent(v, first, t->count - i, &bytes);
             if (count < 2 || !verify_adjacent(v, fd, first, count, bytes, buffer)) {
                 verify_place(v, fd, first, t->start, buffer);
                 i += 1;
@@ -440,12 +442,12 @@ static void verify_places(verifier *v, const task *t)
     mls_free(buffer);
 }
 
-/* Which of the two kinds a task is, its count says. */
+/* `count` selects the kind of task. */
 static void verify_task(void *context, size_t index)
 {
     verifier *v = context;
     const task *t = &v->tasks[index];
-    if (gave_up(v)) {
+    if (has_failed(v)) {
         return;
     }
     if (t->count == 0) {
@@ -455,9 +457,9 @@ static void verify_task(void *context, size_t index)
     }
 }
 
-/* ---- the whole ---- */
+/* ---- the whole index ---- */
 
-/* A place and where it is, for sorting. */
+/* A place and its location, for sorting. */
 typedef struct located {
     size_t file;
     uint64_t offset;
@@ -474,8 +476,8 @@ static int compare_places(const void *a, const void *b)
                                            : x->spot.shard > y->spot.shard;
 }
 
-/* All places by file and offset: the order in which disks like to be read, and in which
- * the places in one file are neighbours.  Gives. */
+/* List all places by file and offset, for sequential reads; the places of a file become
+ * neighbours. Gives. */
 static mls_code sort_places(const mls_index *index, spot **out, size_t *count,
                             mls_status *st)
 {
@@ -509,11 +511,11 @@ static mls_code sort_places(const mls_index *index, spot **out, size_t *count,
     return MLS_OK;
 }
 
-/* One task for each file, which comes first, and for every PART or so of its bytes. */
+/* Create a header task for each file, followed by tasks of about PART bytes. */
 static size_t make_tasks(const verifier *v, task *tasks)
 {
     size_t count = 0, bytes = 0, file = SIZE_MAX;
-    bool open = false; /* whether the last task takes more places */
+    bool open = false; /* the last task can take more places */
     for (size_t i = 0; i < v->spots; i++) {
         const mls_layer place = place_of(v, i);
         if (i == 0 || file != place.file) {
@@ -521,7 +523,7 @@ static size_t make_tasks(const verifier *v, task *tasks)
             file = place.file;
             open = false;
         }
-        /* a large place is shared by several tasks, several small ones share one */
+        /* several tasks share a large place; small places share a task */
         if (place.bytes > PART) {
             for (size_t start = 0; start < place.bytes; start += PART) {
                 tasks[count++] = (task){.first = i, .count = 1, .start = start};
@@ -540,11 +542,12 @@ static size_t make_tasks(const verifier *v, task *tasks)
     return count;
 }
 
-/* At most so many tasks; the files are only claimed, so they are not trusted to be small,
- * but bounded by what can be counted. */
+/* Upper bound of the number of tasks. The sizes come from an untrusted index, so the sum
+ * is checked against the address space. */
 static bool count_tasks(const verifier *v, size_t *out)
 {
-    /* one for its file, one that it shares or opens, and one for each PART begun */
+    /* for each place: its file's task, a task that it starts, and one for each started
+     * PART */
     uint64_t most = 0;
     for (size_t i = 0; i < v->spots; i++) {
         most += 3 + place_of(v, i).bytes / PART;
@@ -553,8 +556,7 @@ static bool count_tasks(const verifier *v, size_t *out)
     return most < SIZE_MAX / sizeof(task);
 }
 
-/* Problems are gathered by all threads and sorted at the end, so that the same damage
- * gives the same list. */
+/* Problems are sorted at the end, so that the same damage produces the same list. */
 mls_code mls_index_verify(int folder, const mls_index *index, const mls_crc_kernels *crc,
                           mls_pool *pool, const mls_progress *progress, mls_problems *out,
                           mls_status *st)
@@ -573,7 +575,7 @@ mls_code mls_index_verify(int folder, const mls_index *index, const mls_crc_kern
         return mls_fail(st, MLS_E_MEMORY, "no memory to verify %zu shards",
                         index->shard_count);
     }
-    /* the lock is only for what tasks find; what they look for does not change */
+    /* the lock protects the results; the input is constant */
     v.tasks = tasks;
     pthread_mutex_init(&v.lock, NULL);
     mls_pool_run(pool, verify_task, &v, make_tasks(&v, tasks));

@@ -1,9 +1,8 @@
-/* frames: bytes put apart, coded, and read again.
+/* compressed_frames: shuffle, compress, and read frames.
  *
- * Coded frames do not begin where checksummed blocks of the file do.  Who verifies reads
- * the one or two blocks that a frame lies in, and keeps the second one: it is mostly the
- * first of the next frame.
- */
+ * Compressed frames are not aligned with the checksummed blocks of the file. A verified
+ * read loads the one or two blocks that contain a frame, and keeps the second block,
+ * which is usually the first block of the next frame. */
 #include "checkpoint/storage/compressed_frames.h"
 
 #include "base/memory.h"
@@ -12,7 +11,7 @@
 
 #include <string.h>
 
-/* What an index calls them, and the package that brings them along. */
+/* The names in an index, and of the packages that provide the codecs. */
 const char *mls_codec_name(mls_codec codec)
 {
     static const char *const names[MLS_CODEC_COUNT] = {
@@ -20,7 +19,7 @@ const char *mls_codec_name(mls_codec codec)
     return names[codec];
 }
 
-/* The last one is short. */
+/* The last frame may be shorter. */
 size_t mls_compressed_frame_bytes(const mls_compressed_frames *frames, size_t number)
 {
     const size_t left = frames->bytes - number * MLS_FRAME_BYTES;
@@ -29,7 +28,6 @@ size_t mls_compressed_frame_bytes(const mls_compressed_frames *frames, size_t nu
 
 /* ---- lengths as text ---- */
 
-/* One comma less than numbers. */
 size_t mls_compressed_frames_text_count(mls_str text)
 {
     size_t commas = 0;
@@ -39,8 +37,8 @@ size_t mls_compressed_frames_text_count(mls_str text)
     return commas + 1;
 }
 
-/* A frame is never longer than what it codes, so that sums stay below those of bytes in
- * memory. */
+/* A compressed frame is never longer than its uncompressed bytes, so the sums cannot
+ * overflow. */
 bool mls_compressed_frames_read(mls_compressed_frames *frames, mls_str text)
 {
     const char *at = text.data, *end = at + text.length;
@@ -58,17 +56,17 @@ bool mls_compressed_frames_read(mls_compressed_frames *frames, mls_str text)
     return at == end;
 }
 
-/* ---- bytes put apart ---- */
+/* ---- byte shuffle ---- */
 
-/* Clang does such loops with vectors at -O2, gcc at -O3 only: ten times as fast. */
+/* Clang vectorizes these loops at -O2, gcc only at -O3: ten times as fast. */
 #if defined(__GNUC__) && !defined(__clang__)
 #    pragma GCC push_options
 #    pragma GCC optimize("O3")
 #endif
 
-/* Byte b of every element goes to plane b.  `item` is a constant where it is called. */
-static inline void apart(const unsigned char *restrict from, size_t count, size_t item,
-                         unsigned char *restrict to)
+/* Move byte b of every element to plane b. `item` is a constant at each call. */
+static inline void shuffle_items(const unsigned char *restrict from, size_t count,
+                                 size_t item, unsigned char *restrict to)
 {
     for (size_t i = 0; i < count; i++) {
         for (size_t b = 0; b < item; b++) {
@@ -77,24 +75,24 @@ static inline void apart(const unsigned char *restrict from, size_t count, size_
     }
 }
 
-/* For each size that elements have, one loop of its own. */
-static void put_apart(const unsigned char *from, size_t bytes, size_t item,
-                      unsigned char *to)
+/* One specialized loop for each element size. */
+static void shuffle_bytes(const unsigned char *from, size_t bytes, size_t item,
+                          unsigned char *to)
 {
     if (item == 2) {
-        apart(from, bytes / 2, 2, to);
+        shuffle_items(from, bytes / 2, 2, to);
     } else if (item == 4) {
-        apart(from, bytes / 4, 4, to);
+        shuffle_items(from, bytes / 4, 4, to);
     } else {
-        apart(from, bytes / 8, 8, to);
+        shuffle_items(from, bytes / 8, 8, to);
     }
 }
 
 #if !defined(_WIN32)
 
-/* The way back. */
-static inline void together(const unsigned char *restrict from, size_t count, size_t item,
-                            unsigned char *restrict to)
+/* The inverse of `shuffle_items`. */
+static inline void unshuffle_items(const unsigned char *restrict from, size_t count,
+                                   size_t item, unsigned char *restrict to)
 {
     for (size_t i = 0; i < count; i++) {
         for (size_t b = 0; b < item; b++) {
@@ -103,17 +101,16 @@ static inline void together(const unsigned char *restrict from, size_t count, si
     }
 }
 
-/* The same the other way round: what was decoded becomes elements again, where whoever
- * asked for the frame looks. */
-static void put_together(const unsigned char *from, size_t bytes, size_t item,
-                         unsigned char *to)
+/* The inverse of `shuffle_bytes`. */
+static void unshuffle_bytes(const unsigned char *from, size_t bytes, size_t item,
+                            unsigned char *to)
 {
     if (item == 2) {
-        together(from, bytes / 2, 2, to);
+        unshuffle_items(from, bytes / 2, 2, to);
     } else if (item == 4) {
-        together(from, bytes / 4, 4, to);
+        unshuffle_items(from, bytes / 4, 4, to);
     } else {
-        together(from, bytes / 8, 8, to);
+        unshuffle_items(from, bytes / 8, 8, to);
     }
 }
 
@@ -123,8 +120,8 @@ static void put_together(const unsigned char *from, size_t bytes, size_t item,
 #    pragma GCC pop_options
 #endif
 
-/* Elements of one byte are apart already.  They are copied all the same: a codec may read
- * its input twice, and must find the same bytes even if the array changes meanwhile. */
+/* Elements of one byte need no shuffle, but are copied anyway: a codec may read its input
+ * twice, and must see the same bytes even if another thread changes the array. */
 mls_code mls_compressed_frame_encode(const mls_codecs *codecs, mls_codec codec,
                                      size_t item, const unsigned char *from, size_t bytes,
                                      unsigned char *apart, unsigned char *to, size_t *out,
@@ -132,11 +129,11 @@ mls_code mls_compressed_frame_encode(const mls_codecs *codecs, mls_codec codec,
 {
     size_t coded = 0;
     if (item > 1) {
-        put_apart(from, bytes, item, apart);
+        shuffle_bytes(from, bytes, item, apart);
     } else {
         memcpy(apart, from, bytes);
     }
-    /* the room is one byte too small for what would not be shorter */
+    /* one byte short, so that a frame that does not shrink is rejected */
     const mls_code code =
         codecs->encode(codecs->context, codec, apart, bytes, to, bytes - 1, &coded, st);
     if (code == MLS_OK && coded == 0) {
@@ -153,7 +150,7 @@ mls_code mls_compressed_frame_encode(const mls_codecs *codecs, mls_codec codec,
 
 #if !defined(_WIN32)
 
-/* Where everything is in the room: two blocks, what was decoded, the elements. */
+/* Offsets in the buffer: two blocks, the decompressed bytes, the unshuffled elements. */
 enum {
     BLOCK = MLS_SAFETENSORS_BLOCK,
     APART = 2 * BLOCK,
@@ -163,7 +160,8 @@ enum {
 
 _Static_assert((int)MLS_FRAME_BYTES == (int)BLOCK, "a frame lies in two blocks at most");
 
-/* Its digits are those of the index, for people to find. */
+/* The checksums have the same digits as in the index, so that users can search for them.
+ */
 mls_code mls_block_changed(uint64_t offset, size_t start, size_t length, uint32_t found,
                            uint32_t expected, mls_status *st)
 {
@@ -178,7 +176,8 @@ mls_code mls_block_changed(uint64_t offset, size_t start, size_t length, uint32_
     return MLS_E_CHECKSUM;
 }
 
-/* Read one block of the coded bytes to the room's place `slot`, and verify it. */
+/* Read one block of the compressed bytes into position `slot` of the buffer, and verify
+ * it. */
 static mls_code read_block(const mls_compressed_frame_room *room, const mls_coded *coded,
                            size_t block, size_t slot, mls_status *st)
 {
@@ -196,11 +195,11 @@ static mls_code read_block(const mls_compressed_frame_room *room, const mls_code
                                                            found, coded->crcs[block], st);
 }
 
-/* Have the blocks from `first` to `last` in the room, which are one or two. */
-static mls_code need_blocks(mls_compressed_frame_room *room, const mls_coded *coded,
+/* Ensure that blocks `first` to `last`, one or two, are in the buffer. */
+static mls_code load_blocks(mls_compressed_frame_room *room, const mls_coded *coded,
                             size_t first, size_t last, mls_status *st)
 {
-    size_t have = 0; /* of them */
+    size_t have = 0; /* blocks that are in the buffer already */
     if (room->crcs == coded->crcs && room->count > 0) {
         if (first == room->first) {
             have = room->count;
@@ -209,7 +208,7 @@ static mls_code need_blocks(mls_compressed_frame_room *room, const mls_coded *co
             have = 1;
         }
     }
-    room->count = 0; /* should reading fail */
+    room->count = 0; /* in case reading fails */
     for (size_t i = have; i <= last - first; i++) {
         const mls_code code = read_block(room, coded, first + i, i, st);
         if (code != MLS_OK) {
@@ -223,10 +222,10 @@ static mls_code need_blocks(mls_compressed_frame_room *room, const mls_coded *co
     return MLS_OK;
 }
 
-/* The coded bytes of a frame, in the room. */
-static mls_code read_coded(mls_compressed_frame_room *room, const mls_coded *coded,
-                           size_t begin, size_t end, const unsigned char **out,
-                           mls_status *st)
+/* Read the compressed bytes of a frame into the buffer. */
+static mls_code read_frame_bytes(mls_compressed_frame_room *room, const mls_coded *coded,
+                                 size_t begin, size_t end, const unsigned char **out,
+                                 mls_status *st)
 {
     mls_code code;
     if (coded->crc == NULL) {
@@ -235,12 +234,12 @@ static mls_code read_coded(mls_compressed_frame_room *room, const mls_coded *cod
         return mls_file_read_at(coded->fd, room->room, end - begin, coded->offset + begin,
                                 st);
     }
-    code = need_blocks(room, coded, begin / BLOCK, (end - 1) / BLOCK, st);
+    code = load_blocks(room, coded, begin / BLOCK, (end - 1) / BLOCK, st);
     *out = room->room + begin % BLOCK;
     return code;
 }
 
-/* A frame as long as what it codes is not coded. */
+/* A frame whose stored length equals its uncompressed length is stored uncompressed. */
 mls_code mls_compressed_frame_read(mls_compressed_frame_room *room,
                                    const mls_coded *coded, size_t number,
                                    const unsigned char **data, mls_status *st)
@@ -254,7 +253,7 @@ mls_code mls_compressed_frame_read(mls_compressed_frame_room *room,
     if (room->room == NULL && (room->room = mls_realloc(NULL, ROOM, 1)) == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for a buffer of %d MiB", ROOM >> 20);
     }
-    mls_code code = read_coded(room, coded, begin, end, &from, st);
+    mls_code code = read_frame_bytes(room, coded, begin, end, &from, st);
     if (code != MLS_OK || end - begin == bytes) {
         *data = from;
         return code;
@@ -263,8 +262,8 @@ mls_code mls_compressed_frame_read(mls_compressed_frame_room *room,
         return mls_fail(st, MLS_E_VALUE, "nothing here decodes %s",
                         mls_codec_name(frames->codec));
     }
-    /* what is to be put together goes aside first; the codec's bytes stay in the blocks,
-     * of which the last may be the first of the next frame */
+    /* decompress to scratch memory if unshuffling follows; the blocks keep the compressed
+     * bytes, as the last block may be the first of the next frame */
     unsigned char *to = room->room + (frames->item > 1 ? APART : DATA);
     code =
         codecs->decode(codecs->context, frames->codec, from, end - begin, to, bytes, st);
@@ -273,13 +272,12 @@ mls_code mls_compressed_frame_read(mls_compressed_frame_room *room,
         st->offset = coded->offset + begin;
     }
     if (code == MLS_OK && frames->item > 1) {
-        put_together(to, bytes, frames->item, room->room + DATA);
+        unshuffle_bytes(to, bytes, frames->item, room->room + DATA);
     }
     *data = room->room + DATA;
     return code;
 }
 
-/* What it was of does not matter any more. */
 void mls_compressed_frame_room_fini(mls_compressed_frame_room *room)
 {
     mls_free(room->room);

@@ -1,13 +1,13 @@
-/* frames: the compressed bytes of a layer.
+/* compressed_frames: the compressed bytes of a layer.
  *
- * What a layer holds is cut into frames of 1 MiB, the last one short, and each is coded
- * by itself: so that threads share the work, and a part is read without the rest.  Before
- * coding, bytes of elements are put apart, all first ones in front, then all second ones:
- * those of numbers that are much alike are neighbours then.  A frame that is not shorter
- * when it is coded is stored as it was.
+ * The elements of a layer are divided into frames of 1 MiB; the last frame may be
+ * shorter. Each frame is compressed independently, so that threads can share the work and
+ * a part can be read without the rest. Before compression the bytes of the elements are
+ * shuffled: all first bytes, then all second bytes, and so on. Similar numbers then have
+ * equal bytes side by side. A frame that compression does not shorten is stored
+ * uncompressed.
  *
- * The codecs are not ours.  Who writes and reads brings them along.
- */
+ * The caller provides the codecs. */
 #ifndef MLS_COMPRESSED_FRAMES_H
 #define MLS_COMPRESSED_FRAMES_H
 
@@ -19,64 +19,65 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Bytes of a frame before it is coded: as many as a checksummed block of a file has, so
- * that no coded frame lies in more than two of them. */
+/* Uncompressed bytes of a frame. It equals the size of a checksummed block of a file, so
+ * a compressed frame intersects at most two blocks. */
 enum { MLS_FRAME_BYTES = 1 << 20 };
 
 typedef enum mls_codec { MLS_ZLIB, MLS_ZSTD, MLS_CODEC_COUNT } mls_codec;
 
-/* "zlib", "zstd". */
+/* Returns "zlib" or "zstd". */
 const char *mls_codec_name(mls_codec codec);
 
-/* What codes and decodes; called by any thread, by several at once. */
+/* Compression functions of the caller. Several threads may call them at once. */
 typedef struct mls_codecs {
-    /* Code `bytes` bytes; `*out` are written to `to`, where there is room for `room`.
-     * `*out` 0: that would have been more.  MLS_E_MEMORY, MLS_E_VALUE (it is not there),
-     * MLS_E_STOPPED. */
+    /* Compress `bytes` bytes into `to`, which has space for `room` bytes; `*out` receives
+     * the length. `*out` is 0 if the result would be longer than `room`. Errors:
+     * MLS_E_MEMORY, MLS_E_VALUE (codec not available), MLS_E_STOPPED. */
     mls_code (*encode)(void *context, mls_codec codec, const unsigned char *from,
                        size_t bytes, unsigned char *to, size_t room, size_t *out,
                        mls_status *st);
-    /* Decode `bytes` bytes, of which exactly `out` must come.  The same, and
-     * MLS_E_FORMAT: these are no such bytes. */
+    /* Decompress `bytes` bytes, which must produce exactly `out` bytes. Errors as above,
+     * and MLS_E_FORMAT: the input is not valid. */
     mls_code (*decode)(void *context, mls_codec codec, const unsigned char *from,
                        size_t bytes, unsigned char *to, size_t out, mls_status *st);
     void *context;
 } mls_codecs;
 
-/* How a layer's bytes are coded. */
+/* How a layer is compressed. */
 typedef struct mls_compressed_frames {
     mls_codec codec;
     size_t item;  /* bytes of an element: 1, 2, 4 or 8 */
-    size_t bytes; /* of all elements that the layer holds, never 0 */
-    size_t *ends; /* of each frame: where it ends among the coded bytes */
+    size_t bytes; /* uncompressed size of the layer, never 0 */
+    size_t *ends; /* end offset of each frame in the compressed bytes */
 } mls_compressed_frames;
 
-/* How many frames so many bytes make. */
+/* Number of frames for `bytes` uncompressed bytes. */
 static inline size_t mls_compressed_frames_count(size_t bytes)
 {
     return bytes / MLS_FRAME_BYTES + (bytes % MLS_FRAME_BYTES != 0 ? 1 : 0);
 }
 
-/* Bytes of one frame, before it is coded. */
+/* Uncompressed bytes of one frame. */
 size_t mls_compressed_frame_bytes(const mls_compressed_frames *frames, size_t number);
 
-/* Where a frame begins among the coded bytes. */
+/* Offset of a frame in the compressed bytes. */
 static inline size_t mls_compressed_frame_begin(const mls_compressed_frames *frames,
                                                 size_t number)
 {
     return number == 0 ? 0 : frames->ends[number - 1];
 }
 
-/* How many numbers a text such as "812,900" may be. */
+/* Number of values in a text such as "812,900". */
 size_t mls_compressed_frames_text_count(mls_str text);
 
-/* Read the lengths of all coded frames: `ends` are filled in, whose number is known by
- * `bytes`.  False: they are not as many, or one is 0 or more than what it codes. */
+/* Parse the lengths of all compressed frames into `ends`; `bytes` determines their
+ * number. Returns false if the number differs, or a length is 0 or exceeds the
+ * uncompressed length. */
 bool mls_compressed_frames_read(mls_compressed_frames *frames, mls_str text);
 
-/* Code the bytes of one frame to `to`, where there is room for as many.  `apart` is room
- * for them, too.  `*out`: how many it became; as many as they were: it was not shorter,
- * and is stored as it was.  Errors of the codec. */
+/* Compress one frame into `to`, which has space for `bytes` bytes, as has the scratch
+ * buffer `apart`. `*out` receives the length. If it equals `bytes`, compression did not
+ * shorten the frame, and `to` contains the original bytes. Errors of the codec. */
 mls_code mls_compressed_frame_encode(const mls_codecs *codecs, mls_codec codec,
                                      size_t item, const unsigned char *from, size_t bytes,
                                      unsigned char *apart, unsigned char *to, size_t *out,
@@ -84,34 +85,35 @@ mls_code mls_compressed_frame_encode(const mls_codecs *codecs, mls_codec codec,
 
 #if !defined(_WIN32)
 
-/* A place in a file whose bytes are coded. */
+/* A compressed byte range of a file. */
 typedef struct mls_coded {
     int fd;
-    uint64_t offset;      /* of the first coded byte */
-    size_t bytes;         /* coded ones */
-    const uint32_t *crcs; /* of blocks of these; looked at where `crc` is given */
+    uint64_t offset;      /* offset of the first byte in the file */
+    size_t bytes;         /* compressed bytes */
+    const uint32_t *crcs; /* CRC32C of each block; used only if `crc` is set */
     const mls_compressed_frames *frames;
     const mls_crc_kernels *crc; /* NULL: not verified */
-    const mls_codecs *codecs;   /* NULL: there are none, and nothing can be decoded */
+    const mls_codecs *codecs;   /* NULL: cannot decompress */
 } mls_coded;
 
-/* Room to read frames in, one after the other: 4 MiB. */
+/* Buffer for reading frames one at a time: 4 MiB. */
 typedef struct mls_compressed_frame_room {
     unsigned char *room;  /* NULL: not yet allocated */
-    const uint32_t *crcs; /* of the place that was read last, and which block ... */
-    size_t first, count;  /* ... of it is the first of so many that are there */
+    const uint32_t *crcs; /* identifies the range that was read last */
+    size_t first, count;  /* its blocks in the buffer: the first, and their number */
 } mls_compressed_frame_room;
 
-/* Read one frame, and decode it: `*data` is in the room, and good until the next call.
- * Where it is verified whole blocks are read, each once if frames are read in their
- * order. MLS_E_IO, MLS_E_FORMAT (with offset), MLS_E_CHECKSUM (with offset),
+/* Read and decompress one frame. `*data` points into the buffer and is valid until the
+ * next call. With verification, whole blocks are read; frames in ascending order read
+ * each block once.
+ * Errors: MLS_E_IO, MLS_E_FORMAT (with offset), MLS_E_CHECKSUM (with offset),
  * MLS_E_MEMORY, and errors of the codec. */
 mls_code mls_compressed_frame_read(mls_compressed_frame_room *room,
                                    const mls_coded *coded, size_t number,
                                    const unsigned char **data, mls_status *st);
 
-/* Say which block, `length` bytes from `start` on of a place at `offset`, is not what was
- * written. */
+/* Report a damaged block: `length` bytes at `start` of a place at `offset`. Returns
+ * MLS_E_CHECKSUM. */
 mls_code mls_block_changed(uint64_t offset, size_t start, size_t length, uint32_t found,
                            uint32_t expected, mls_status *st);
 

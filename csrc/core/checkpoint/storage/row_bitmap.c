@@ -1,23 +1,21 @@
-/* rows: bits for rows, and runs from bits.
+/* row_bitmap: set bits for rows, and convert bits to row ranges.
  *
- * A row that holds something mostly shows it in its first bytes, so looking for zeros
- * costs a dense state one line of the cache for each row, and an empty one a single pass
- * over its memory.
- */
+ * A non-zero row usually has a non-zero byte near its start. So the scan costs one cache
+ * line for each row of a dense state, and one pass over the memory of an empty one. */
 #include "checkpoint/storage/row_bitmap.h"
 
 #include <stdint.h>
 #include <string.h>
 
 enum {
-    ROW_LEAST = 256,     /* bytes: so lists of rows stay short beside what they list */
-    ROW_MOST = 64 << 10, /* and what changes a little is not stored as a whole */
-    FLAT_ROW = 64,       /* elements, where there are no rows */
-    STRIDE = 64          /* bytes that are looked at in one go */
+    ROW_LEAST = 256,     /* bytes; keeps lists of rows short compared with the rows */
+    ROW_MOST = 64 << 10, /* bytes; a small change stores little unchanged data */
+    FLAT_ROW = 64,       /* elements of a row for parts without rows */
+    STRIDE = 64          /* bytes compared at a time */
 };
 
-/* Rows of one shard are the same whenever it is saved: so what one save stores of it lies
- * in rows of the next one, and layers hide each other as a whole. */
+/* The division depends only on shape and dtype, so every save of a shard uses the same
+ * rows, and a newer layer hides rows of older layers completely. */
 mls_row_cut mls_rows_of(const mls_part *part, size_t item_bytes)
 {
     mls_row_cut rows = {
@@ -25,8 +23,7 @@ mls_row_cut mls_rows_of(const mls_part *part, size_t item_bytes)
     if (!part->flat && part->rank >= 2) {
         int axis = part->rank - 1;
         rows.row = part->length[axis];
-        /* outwards as long as they are small enough: products are below those of a part
-         */
+        /* cannot overflow: the products divide the size of the part */
         while (axis > 1 && rows.row * part->length[axis - 1] * item_bytes <= ROW_MOST) {
             rows.row *= part->length[--axis];
         }
@@ -39,8 +36,8 @@ mls_row_cut mls_rows_of(const mls_part *part, size_t item_bytes)
     return rows;
 }
 
-/* Eight words at a time, without a branch among them: the compiler takes registers that
- * are as wide as there are.  What is not zero ends it at the next multiple of a line. */
+/* Eight words without a branch, so that the compiler can use the widest registers. The
+ * scan stops at the first STRIDE with a non-zero byte. */
 bool mls_rows_zero(const unsigned char *data, size_t bytes)
 {
     for (; bytes >= STRIDE; data += STRIDE, bytes -= STRIDE) {
@@ -60,14 +57,14 @@ bool mls_rows_zero(const unsigned char *data, size_t bytes)
     return any == 0;
 }
 
-/* Bits of one byte belong to different threads where tasks meet, so it is one step. */
-static size_t mark(unsigned char *bits, size_t row)
+/* Atomic: at task boundaries, threads set different bits of the same byte. */
+static size_t mark_row(unsigned char *bits, size_t row)
 {
     const unsigned char bit = (unsigned char)(1U << row % 8);
     return (__atomic_fetch_or(&bits[row / 8], bit, __ATOMIC_RELAXED) & bit) == 0;
 }
 
-/* Row by row, the first and the last of which may be in part somebody else's. */
+/* Other threads may process the rest of the first and last row. */
 size_t mls_rows_mark_filled(const mls_row_cut *rows, unsigned char *bits, size_t first,
                             size_t count, const unsigned char *data)
 {
@@ -76,7 +73,7 @@ size_t mls_rows_mark_filled(const mls_row_cut *rows, unsigned char *bits, size_t
         const size_t left = rows->row - first % rows->row;
         const size_t n = count < left ? count : left;
         if (!mls_rows_zero(data, n * rows->item)) {
-            marked += mark(bits, first / rows->row);
+            marked += mark_row(bits, first / rows->row);
         }
         first += n;
         count -= n;
@@ -85,20 +82,20 @@ size_t mls_rows_mark_filled(const mls_row_cut *rows, unsigned char *bits, size_t
     return marked;
 }
 
-/* First as a whole, then row by row where there is a difference to be found. */
+/* One comparison of the whole range first, then row by row if it differs. */
 size_t mls_rows_mark_changed(const mls_row_cut *rows, unsigned char *bits, size_t first,
                              size_t count, const unsigned char *now,
                              const unsigned char *before)
 {
     size_t marked = 0;
     if (memcmp(now, before, count * rows->item) == 0) {
-        return 0; /* the most of what is compared */
+        return 0; /* the usual case */
     }
     while (count > 0) {
         const size_t left = rows->row - first % rows->row;
         const size_t n = count < left ? count : left;
         if (memcmp(now, before, n * rows->item) != 0) {
-            marked += mark(bits, first / rows->row);
+            marked += mark_row(bits, first / rows->row);
         }
         first += n;
         count -= n;
@@ -108,9 +105,9 @@ size_t mls_rows_mark_changed(const mls_row_cut *rows, unsigned char *bits, size_
     return marked;
 }
 
-/* The first row from `row` on whose bit is `set`, or `end`: eight at a time where none of
- * them is. */
-static size_t next_row(const unsigned char *bits, size_t row, size_t end, bool set)
+/* Return the first row from `row` on whose bit equals `set`, or `end`. Skips eight rows
+ * at a time. */
+static size_t find_row(const unsigned char *bits, size_t row, size_t end, bool set)
 {
     const unsigned char none = set ? 0 : UINT8_MAX;
     while (row < end) {
@@ -125,25 +122,24 @@ static size_t next_row(const unsigned char *bits, size_t row, size_t end, bool s
     return end;
 }
 
-/* Rows that follow each other make one run: what is between two runs is one row at least,
- * which costs more bytes than naming it. */
+/* Adjacent rows form one range. A gap has at least one row, which is larger than the
+ * description of a range. */
 size_t mls_rows_runs(const mls_row_cut *rows, const unsigned char *bits,
                      mls_row_range *out)
 {
     const size_t end = mls_rows_count(rows);
     size_t count = 0, at = 0;
-    for (size_t row = next_row(bits, 0, end, true); row < end;) {
-        /* up to here all are set; of the last row there may be less than of others */
-        const size_t stop = next_row(bits, row, end, false);
+    for (size_t row = find_row(bits, 0, end, true); row < end;) {
+        /* rows `row` .. `stop` are set */
+        const size_t stop = find_row(bits, row, end, false);
         const size_t begin = row * rows->row;
-        const size_t length = (stop == end ? rows->elements : stop * rows->row) -
-                              begin; /* the last is short */
+        const size_t length = (stop == end ? rows->elements : stop * rows->row) - begin;
         if (out != NULL) {
             out[count] = (mls_row_range){.begin = begin, .count = length, .at = at};
         }
         at += length;
         count++;
-        row = next_row(bits, stop, end, true);
+        row = find_row(bits, stop, end, true);
     }
     return count;
 }

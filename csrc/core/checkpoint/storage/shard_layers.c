@@ -1,12 +1,11 @@
-/* layers: what is visible of each.
+/* shard_layers: compute the visible ranges of each layer.
  *
- * One walk along the shard with a cursor in each layer: at every place the newest layer
- * that has it counts, up to where it ends or a newer one begins.  So each step ends at an
- * end of some run, and there are no more steps than twice as many as there are runs.
- */
+ * A sweep over the shard has one cursor for each layer. At each position the newest layer
+ * that stores the element is visible, until its range ends or a range of a newer layer
+ * begins. Each step ends at a boundary of some row range, so the number of steps is at
+ * most twice the number of row ranges, plus one. */
 #include "checkpoint/storage/shard_layers.h"
 
-/* A full layer has no runs to add up. */
 size_t mls_layer_held(const mls_layer *layer, size_t elements)
 {
     if (layer->row == 0) {
@@ -15,12 +14,12 @@ size_t mls_layer_held(const mls_layer *layer, size_t elements)
     if (layer->run_count == 0) {
         return 0;
     }
-    /* the last run knows how many elements were in front of it */
+    /* the last range's `at` counts the elements before it */
     const mls_row_range *last = &layer->runs[layer->run_count - 1];
     return last->at + last->count;
 }
 
-/* The last row may be short. */
+/* The last row may be shorter. */
 mls_rows mls_layer_rows(size_t row, size_t elements)
 {
     return (mls_rows){.row = row,
@@ -28,8 +27,8 @@ mls_rows mls_layer_rows(size_t row, size_t elements)
                       .all = elements / row + (elements % row != 0 ? 1 : 0)};
 }
 
-/* Rows are counted before they are multiplied: so many fit the shard, whose elements fit
- * a size. */
+/* Rows are checked before the multiplication, so the product is at most the number of
+ * elements. */
 bool mls_rows_next(mls_rows *rows, uint64_t skip, uint64_t count, mls_row_range *out)
 {
     const size_t row = rows->row, left = rows->all - rows->at;
@@ -44,7 +43,6 @@ bool mls_rows_next(mls_rows *rows, uint64_t skip, uint64_t count, mls_row_range 
     return true;
 }
 
-/* One comma less than numbers. */
 size_t mls_layer_rows_count(mls_str text)
 {
     size_t commas = 0;
@@ -54,7 +52,7 @@ size_t mls_layer_rows_count(mls_str text)
     return (commas + 1) / 2;
 }
 
-/* Numbers come in pairs, and each pair is a run. */
+/* Each pair of numbers is a range. */
 bool mls_layer_rows_read(mls_rows *rows, mls_str text, mls_row_range *runs, size_t *count)
 {
     const char *at = text.data, *end = at + text.length;
@@ -71,7 +69,8 @@ bool mls_layer_rows_read(mls_rows *rows, mls_str text, mls_row_range *runs, size
     return *count > 0;
 }
 
-/* Each end of a run begins at most one visible extent, and so does the shard. */
+/* Each boundary of a row range starts at most one visible range, and so does the start of
+ * the shard. */
 size_t mls_layers_room(const mls_layers *layers)
 {
     size_t runs = 0;
@@ -81,7 +80,7 @@ size_t mls_layers_room(const mls_layers *layers)
     return 2 * runs + 1;
 }
 
-/* By halves: lists are ascending. */
+/* Binary search; lists are ascending. */
 size_t mls_row_ranges_find(const mls_row_range *list, size_t count, size_t element)
 {
     size_t low = 0, high = count;
@@ -96,24 +95,24 @@ size_t mls_row_ranges_find(const mls_row_range *list, size_t count, size_t eleme
     return low;
 }
 
-/* A walk along a shard. */
+/* A sweep over a shard. */
 typedef struct walk {
     const mls_layers *layers;
     size_t elements;
-    size_t at;                    /* all before this is done */
-    size_t next[MLS_LAYERS_MOST]; /* of each layer the first run that ends behind `at` */
-} walk;
+    size_t at;                    /* all elements before this are done */
+    size_t next[MLS_LAYERS_MOST]; /* first range of each layer that ends after `at` */
+} layer_sweep;
 
-/* What is visible from the present place on, and of which layer: its number, or the
- * number of layers for zeros.  False at the end. */
-static bool step(walk *w, size_t *which, mls_row_range *out)
+/* Return the next visible range and its layer; the number of layers stands for zeros.
+ * Returns false at the end. */
+static bool next_visible(layer_sweep *w, size_t *which, mls_row_range *out)
 {
     const size_t count = w->layers->count;
     size_t end = w->elements, i = count;
     if (w->at == end) {
         return false;
     }
-    /* zeros up to the end, unless some layer has something to say */
+    /* zeros up to the end, unless a layer intersects */
     *which = count;
     *out = (mls_row_range){.begin = w->at, .at = w->at};
     while (*which == count && i-- > 0) {
@@ -129,7 +128,7 @@ static bool step(walk *w, size_t *which, mls_row_range *out)
         if (w->next[i] == layer->run_count) {
             continue;
         }
-        /* it is here, and ends the search, or it begins later, and ends what is found */
+        /* a range that contains `at` ends the search; a later one limits the result */
         const mls_row_range *run = &layer->runs[w->next[i]];
         if (run->begin <= w->at) {
             *which = i;
@@ -143,9 +142,9 @@ static bool step(walk *w, size_t *which, mls_row_range *out)
     return true;
 }
 
-/* A single layer shows all that it holds, and between its runs there are zeros: no walk
- * is needed, of shards that were saved once and have thousands of runs. */
-static size_t resolve_one(mls_layers *layers, size_t elements, mls_row_range *room)
+/* A single layer is completely visible, and the gaps between its ranges are zeros. This
+ * avoids the sweep for shards that were saved once and have thousands of ranges. */
+static size_t resolve_single(mls_layers *layers, size_t elements, mls_row_range *room)
 {
     mls_layer *only = &layers->list[0];
     size_t at = 0, count = 0;
@@ -166,19 +165,20 @@ static size_t resolve_one(mls_layers *layers, size_t elements, mls_row_range *ro
     return count;
 }
 
-/* Twice along: the first time to count, so that each layer's extents lie together. */
+/* Two sweeps: the first only counts, so that each layer's ranges can be stored together.
+ */
 size_t mls_layers_resolve(mls_layers *layers, size_t elements, mls_row_range *room)
 {
     if (layers->count == 1 && layers->list[0].row != 0) {
-        return resolve_one(layers, elements, room);
+        return resolve_single(layers, elements, room);
     }
     size_t starts[MLS_LAYERS_MOST + 2] = {0}, which;
     mls_row_range extent;
-    walk w = {.layers = layers, .elements = elements};
-    while (step(&w, &which, &extent)) {
+    layer_sweep w = {.layers = layers, .elements = elements};
+    while (next_visible(&w, &which, &extent)) {
         starts[which + 1]++;
     }
-    /* counts become places; the zeros come last */
+    /* convert counts to start positions; the zeros come last */
     for (size_t i = 0; i <= layers->count; i++) {
         starts[i + 1] += starts[i];
     }
@@ -188,10 +188,10 @@ size_t mls_layers_resolve(mls_layers *layers, size_t elements, mls_row_range *ro
     }
     layers->zeros = room + starts[layers->count];
     layers->zero_count = starts[layers->count + 1] - starts[layers->count];
-    w = (walk){.layers = layers, .elements = elements};
-    while (step(&w, &which, &extent)) {
+    w = (layer_sweep){.layers = layers, .elements = elements};
+    while (next_visible(&w, &which, &extent)) {
         room[starts[which]++] = extent;
     }
-    /* the end of the last list, to which filling it moved its start */
+    /* the second sweep advanced each start to the end of its list */
     return starts[layers->count];
 }

@@ -1,13 +1,12 @@
-/* layers: shards that are stored in several runs of bytes, or not at all.
+/* shard_layers: shards that are stored as several byte ranges, or partly not at all.
  *
- * A shard's elements, in their packed order, are numbered from 0.  A plain shard has all
- * of them in one place of one file.  A sparse one has layers: each is a place that holds,
- * packed one after the other, the elements of its runs.  Where two layers hold the same
- * element the later one counts, and what no layer holds is zero in all its bytes.
+ * The elements of a shard are numbered from 0 in their packed order. A plain shard stores
+ * all elements in one place of one file. A sparse shard has layers. Each layer is a place
+ * that stores the elements of its row ranges, packed. If two layers store the same
+ * element, the later layer wins. Elements that no layer stores are zero.
  *
- * Nobody who reads lays one layer over another: which elements of each layer are visible
- * is worked out once (mls_layers_resolve), and what is not visible is never read.
- */
+ * Readers do not apply layers on top of each other. mls_layers_resolve computes once
+ * which elements of each layer are visible, and only those are read. */
 #ifndef MLS_SHARD_LAYERS_H
 #define MLS_SHARD_LAYERS_H
 
@@ -18,79 +17,82 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Of a shard: each layer costs every reader a little, and a file to be kept. */
+/* Limit for one shard: each layer costs some time to read, and keeps a file alive. */
 enum { MLS_LAYERS_MOST = 16 };
 
-/* Elements `begin` .. `begin + count` of a shard.  `at` is where the first of them is in
- * its layer, in elements; of what is in no layer, the same as `begin`. */
+/* Elements `begin` .. `begin + count` of a shard. `at` is the position of the first
+ * element in its layer, in elements; for elements that no layer stores it equals `begin`.
+ */
 typedef struct mls_row_range {
     size_t begin, count;
     size_t at;
 } mls_row_range;
 
-/* One run of stored bytes.  Lists of extents are ascending, and no two of them meet. */
+/* One stored byte range. Lists of row ranges are ascending, and adjacent ranges are
+ * merged. */
 typedef struct mls_layer {
-    size_t file;     /* in the index's files */
-    uint64_t offset; /* of its first byte in that file */
-    size_t bytes;    /* that it takes there; never 0 */
-    uint32_t crc;    /* of all of it */
-    const uint32_t
-        *crcs;  /* one for each MLS_SAFETENSORS_BLOCK bytes; fewer: the same as crc */
-    size_t row; /* elements of a row, of which the shard's last may have fewer; 0: the
-                   layer is full, that is, it holds all elements, and has no runs */
-    const mls_row_range *runs; /* all that it holds, in whole rows */
+    size_t file;          /* index into the index's files */
+    uint64_t offset;      /* offset of its first byte in that file */
+    size_t bytes;         /* bytes in the file; never 0 in a sparse shard */
+    uint32_t crc;         /* CRC32C of all bytes */
+    const uint32_t *crcs; /* CRC32C of each MLS_SAFETENSORS_BLOCK bytes; a single block
+                             has the same value as `crc` */
+    size_t row; /* elements of a row; the shard's last row may have fewer. 0: the layer is
+                   full: it stores all elements and has no row ranges */
+    const mls_row_range *runs; /* all stored elements, in whole rows */
     size_t run_count;
-    const mls_row_range *visible; /* what no later layer holds */
+    const mls_row_range *visible; /* elements that no later layer stores */
     size_t visible_count;
-    const mls_compressed_frames *frames; /* how the bytes are coded; NULL: they are not,
-                                 and are those of the elements */
+    const mls_compressed_frames *frames; /* NULL: not compressed */
 } mls_layer;
 
-/* What a sparse shard has instead of a place. */
+/* The layers of a shard that is not plain. */
 typedef struct mls_layers {
-    mls_layer *list; /* oldest first; at most MLS_LAYERS_MOST, and only the first full */
-    size_t count;    /* 0: all elements are zero */
-    const mls_row_range *zeros; /* what no layer holds */
+    mls_layer *list;            /* oldest first; only the first may be full */
+    size_t count;               /* 0: all elements are zero */
+    const mls_row_range *zeros; /* elements that no layer stores */
     size_t zero_count;
 } mls_layers;
 
-/* Elements that a layer of a shard of so many holds. */
+/* Number of elements that a layer stores, for a shard of `elements` elements. */
 size_t mls_layer_held(const mls_layer *layer, size_t elements);
 
-/* Making runs of numbers of rows: how many are passed over, how many follow that are
- * held, and so on, from the shard's first row on. */
+/* A builder of row ranges from pairs of numbers: rows to skip, then rows stored, starting
+ * at the shard's first row. */
 typedef struct mls_rows {
-    size_t row, elements; /* of a row; of the shard */
+    size_t row, elements; /* elements of a row; elements of the shard */
     size_t all;           /* rows of the shard */
-    size_t at, held;      /* rows so far; elements that were held */
+    size_t at, held;      /* rows so far; stored elements so far */
 } mls_rows;
 
-/* Of a shard of so many elements; a row has one at least. */
+/* Start a builder. `row` must be at least 1. */
 mls_rows mls_layer_rows(size_t row, size_t elements);
 
-/* The next run.  False: none of it makes sense, since no rows are passed over between two
- * runs, none are held, or the shard has not so many. */
+/* Return the next range in `*out`. Returns false if the pair is invalid: no rows are
+ * skipped between two ranges, no rows are stored, or the shard has too few rows. */
 bool mls_rows_next(mls_rows *rows, uint64_t skip, uint64_t count, mls_row_range *out);
 
-/* How many runs a text such as "0,2,17,1" can be: two numbers each. */
+/* Maximum number of ranges in a text such as "0,2,17,1", which has two numbers for each.
+ */
 size_t mls_layer_rows_count(mls_str text);
 
-/* All runs of such a text, for which there is room.  False: it is none, holds nothing, or
- * makes no sense. */
+/* Parse all ranges of such a text into `runs`, which must be large enough. Returns false
+ * if the text is invalid or empty. */
 bool mls_layer_rows_read(mls_rows *rows, mls_str text, mls_row_range *runs,
                          size_t *count);
 
-/* How many extents mls_layers_resolve may need room for: no more than two for each run,
- * and one. */
+/* Maximum number of ranges that mls_layers_resolve writes: two for each row range, plus
+ * one. */
 size_t mls_layers_room(const mls_layers *layers);
 
-/* Fill in what is visible of each layer, and the zeros, of a shard of so many elements.
- * They lie in `room`, which is the caller's, but for those of a layer that is alone:
- * these are its runs.  Returns how many are in the room.  Takes time for each run and
- * layer, none for elements. */
+/* Compute the visible ranges of each layer, and the zeros, of a shard of `elements`
+ * elements. They are written to `room`, which the caller owns. The visible ranges of a
+ * single layer are its own row ranges and need no space. Returns the number of ranges in
+ * `room`. The time depends on the number of row ranges and layers, not on the number of
+ * elements. */
 size_t mls_layers_resolve(mls_layers *layers, size_t elements, mls_row_range *room);
 
-/* The first extent of a list that ends behind an element, or `count`. */
+/* Position of the first range that ends after an element, or `count`. */
 size_t mls_row_ranges_find(const mls_row_range *list, size_t count, size_t element);
 
 #endif

@@ -1,9 +1,9 @@
-/* stored: runs of stored bytes.
+/* stored_ranges: iterate over runs of stored bytes.
  *
- * Where a place holds the whole shard, a run is what shard and part have in common. Where
- * it is a layer, these runs and the layer's extents are walked side by side, and each
- * skips ahead where the other does: extents by halves, runs by starting the walk anew.
- */
+ * If a place stores the whole shard, the runs are the intersection of shard and requested
+ * part. If it is a layer, these runs are intersected with the layer's visible ranges.
+ * Both sequences skip ahead: visible ranges by binary search, runs by restarting the
+ * iterator. */
 #include "checkpoint/storage/stored_ranges.h"
 
 #include "base/size.h"
@@ -11,35 +11,34 @@
 
 enum {
     SHOWN_NAME = 80, /* bytes of a name in a message */
-    SHOWN_FILE = 90  /* and of a file's path */
+    SHOWN_FILE = 90  /* bytes of a file path in a message */
 };
 
-/* All that is stored of coded bytes. */
-static size_t coded_bytes(const mls_compressed_frames *frames)
+/* Number of compressed bytes. */
+static size_t compressed_bytes(const mls_compressed_frames *frames)
 {
     return frames->ends[mls_compressed_frames_count(frames->bytes) - 1];
 }
 
-/* What is not in a file cannot lie behind its end. */
+/* Zeros without a file cannot exceed it. */
 bool mls_stored_bytes(const mls_stored_shard *shard, size_t *out)
 {
     uint64_t end;
     size_t stored;
-    /* a layer has as many as its elements make, which is more than are visible */
+    /* a layer's size includes its hidden elements */
     if (shard->visible != NULL) {
         *out = shard->bytes;
     } else if (!mls_size_mul(mls_part_count(shard->part), shard->item_bytes, out)) {
         return false;
     }
-    stored = shard->frames == NULL ? *out : coded_bytes(shard->frames);
+    stored = shard->frames == NULL ? *out : compressed_bytes(shard->frames);
     return shard->file == NULL ||
            (mls_u64_add(shard->offset, stored, &end) && end <= shard->file_bytes &&
-            end <= INT64_MAX); /* what the system takes as an offset */
+            end <= INT64_MAX); /* the largest offset that the system accepts */
 }
 
-/* Walk what is wanted of the shard's elements from `first` on, and of no more than those
- * in front of `end`. */
-static void walk_from(mls_stored_runs *r, size_t first, size_t end)
+/* Iterate over requested elements `first` .. `end` of the shard. */
+static void start_overlap(mls_stored_runs *r, size_t first, size_t end)
 {
     mls_part part;
     mls_part_copy(&part, r->shard->part);
@@ -50,7 +49,8 @@ static void walk_from(mls_stored_runs *r, size_t first, size_t end)
     mls_overlap_init(&r->overlap, &part, r->to);
 }
 
-/* The first extent that ends behind element `at` of the layer, or the number of them. */
+/* Position of the first visible range that ends after element `at` of the layer, or their
+ * number. */
 static size_t find_stored(const mls_stored_shard *shard, size_t at)
 {
     size_t low = 0, high = shard->visible_count;
@@ -65,8 +65,8 @@ static size_t find_stored(const mls_stored_shard *shard, size_t at)
     return low;
 }
 
-/* Elements that are only in part between `from` and `end` count; what is too much of
- * their bytes is cut off later. */
+/* Includes elements that are only partly in `from` .. `end`; mls_stored_runs_next clips
+ * their bytes. */
 void mls_stored_runs_init(mls_stored_runs *runs, const mls_stored_shard *shard,
                           const mls_part *to, size_t from, size_t end)
 {
@@ -78,29 +78,28 @@ void mls_stored_runs_init(mls_stored_runs *runs, const mls_stored_shard *shard,
     runs->end = end;
     runs->missed = false;
     if (shard->visible != NULL) {
-        /* the extents that have some of these elements: by halves, as there may be
-         * thousands of them in front */
+        /* find the visible ranges by binary search: thousands may precede them */
         runs->extent = find_stored(shard, first);
         runs->last = behind == 0 ? 0 : find_stored(shard, behind - 1);
         if (runs->last < shard->visible_count && shard->visible[runs->last].at < behind) {
             runs->last++;
         }
         if (runs->extent >= runs->last) {
-            /* what lies there is hidden by later layers, all of it */
+            /* later layers hide all of these elements */
             runs->run.count = 0;
             runs->overlap.done = true;
             return;
         }
-        /* elements of the layer become elements of the shard */
+        /* convert positions in the layer to positions in the shard */
         const mls_row_range *a = &shard->visible[runs->extent];
         const mls_row_range *b = &shard->visible[runs->last - 1];
         first = a->begin + (first > a->at ? first - a->at : 0);
         behind = b->begin + (behind - b->at < b->count ? behind - b->at : b->count);
     }
-    walk_from(runs, first, behind);
+    start_overlap(runs, first, behind);
 }
 
-/* The next run of the walk, in elements of the shard. */
+/* Return the next run, in elements of the shard. */
 static bool next_run(mls_stored_runs *r)
 {
     if (!mls_overlap_next(&r->overlap, &r->run)) {
@@ -110,11 +109,12 @@ static bool next_run(mls_stored_runs *r)
     return true;
 }
 
-/* The extent that ends behind the present run's start; false behind the last. */
+/* Advance to the visible range that ends after the current run's start. Returns false
+ * after the last. */
 static bool next_extent(mls_stored_runs *r)
 {
     const mls_row_range *list = r->shard->visible;
-    /* mostly the very next one; where much is skipped the list is searched */
+    /* usually the next range; search if more are skipped */
     size_t at = r->extent + 1;
     if (at < r->last && list[at].begin + list[at].count <= r->run.a) {
         at += mls_row_ranges_find(list + at, r->last - at, r->run.a);
@@ -123,24 +123,25 @@ static bool next_extent(mls_stored_runs *r)
     return at < r->last;
 }
 
-/* The present run ends in front of the extent.  The next one may do; where it does not
- * either, those between are not walked one by one. */
+/* Skip the current run, which ends before the visible range. If the next run also ends
+ * before it, the iterator restarts at the visible range instead of visiting the runs
+ * between. */
 static void skip_run(mls_stored_runs *r, const mls_row_range *extent)
 {
     r->run.count = 0;
     if (r->missed) {
         const size_t end = r->first + (r->overlap.a_end - r->overlap.a_begin);
         if (extent->begin >= end) {
-            r->overlap.done = true; /* nothing is wanted from there on */
+            r->overlap.done = true; /* no requested element follows */
         } else {
-            walk_from(r, extent->begin, end);
+            start_overlap(r, extent->begin, end);
         }
     }
     r->missed = !r->missed;
 }
 
-/* What the present run and the present extent have in common, next; as an element of the
- * layer, of what is wanted, and how many. */
+/* Return the next intersection of a run and a visible range: position in the layer,
+ * position in the requested part, and length. */
 static bool next_common(mls_stored_runs *r, mls_run *out)
 {
     while (r->run.count > 0 || next_run(r)) {
@@ -153,7 +154,7 @@ static bool next_common(mls_stored_runs *r, mls_run *out)
         } else if (run_end <= e->begin) {
             skip_run(r, e);
         } else {
-            /* what both have; the rest of the run waits for the next extent */
+            /* the rest of the run is kept for the next visible range */
             const size_t from = r->run.a > e->begin ? r->run.a : e->begin;
             const size_t until = run_end < end ? run_end : end;
             *out = (mls_run){e->at + (from - e->begin), r->run.b + (from - r->run.a),
@@ -168,7 +169,7 @@ static bool next_common(mls_stored_runs *r, mls_run *out)
     return false;
 }
 
-/* Runs are of whole elements; what is outside the range of bytes is cut off. */
+/* Runs have whole elements; bytes outside the requested range are clipped. */
 bool mls_stored_runs_next(mls_stored_runs *runs, mls_stored_run *out)
 {
     const size_t item = runs->shard->item_bytes;
@@ -182,7 +183,7 @@ bool mls_stored_runs_next(mls_stored_runs *runs, mls_stored_run *out)
         } else if (!next_common(runs, &next)) {
             return false;
         }
-        /* an element may lie across the end of a span: each reads its own bytes of it */
+        /* an element may cross the end of a span; each span reads its own bytes of it */
         const size_t at = next.a * item, end = at + next.count * item;
         const size_t from = at < runs->from ? runs->from : at;
         const size_t until = end < runs->end ? end : runs->end;
@@ -193,7 +194,7 @@ bool mls_stored_runs_next(mls_stored_runs *runs, mls_stored_run *out)
     }
 }
 
-/* In the place of a whole shard they are the same. */
+/* Without visible ranges both positions are equal. */
 size_t mls_stored_element(const mls_stored_shard *shard, size_t at)
 {
     if (shard->visible == NULL) {
@@ -203,7 +204,7 @@ size_t mls_stored_element(const mls_stored_shard *shard, size_t at)
     return extent->begin + (at - extent->at);
 }
 
-/* The end is that of the last element that may be wanted; there may be none so far. */
+/* The end follows from the last requested element; the runs between are not visited. */
 bool mls_stored_range_of(const mls_stored_shard *shard, const mls_part *to,
                          mls_stored_range *out)
 {
@@ -217,10 +218,10 @@ bool mls_stored_range_of(const mls_stored_shard *shard, const mls_part *to,
     if (!mls_stored_runs_next(&runs, &first)) {
         return false;
     }
-    /* no element behind this one is wanted, by what shard and part have in common */
+    /* the intersection of shard and part has no element from here on */
     size_t last = runs.first + (runs.overlap.a_end - runs.overlap.a_begin);
     if (shard->visible != NULL) {
-        /* the extent of the last element, or the one in front of it */
+        /* the visible range of the last element, or the one before it */
         const mls_row_range *list = shard->visible;
         const size_t at = mls_row_ranges_find(list, shard->visible_count, last - 1);
         const bool inside = at < shard->visible_count && list[at].begin < last;
@@ -232,15 +233,16 @@ bool mls_stored_range_of(const mls_stored_shard *shard, const mls_part *to,
     return true;
 }
 
-/* Of coded bytes whole frames are read. */
-static void to_coded(const mls_compressed_frames *frames, size_t *begin, size_t *end)
+/* Compressed bytes are read in whole frames. */
+static void round_to_frames(const mls_compressed_frames *frames, size_t *begin,
+                            size_t *end)
 {
     *begin = mls_compressed_frame_begin(frames, *begin / MLS_FRAME_BYTES);
     *end = frames->ends[(*end - 1) / MLS_FRAME_BYTES];
 }
 
-/* Runs come in the order of the bytes, so that one walk finds both ends, and a block or a
- * frame that two runs share is counted once. */
+/* Runs are ascending, so one pass finds both ends, and a block or frame that two runs
+ * share is counted once. */
 mls_stored_reads mls_stored_reads_of(const mls_stored_shard *shard, const mls_part *to,
                                      bool verify)
 {
@@ -253,20 +255,20 @@ mls_stored_reads mls_stored_reads_of(const mls_stored_shard *shard, const mls_pa
         return reads;
     }
     mls_stored_runs_init(&runs, shard, to, 0, all);
-    all = shard->frames == NULL ? all : coded_bytes(shard->frames);
+    all = shard->frames == NULL ? all : compressed_bytes(shard->frames);
     while (mls_stored_runs_next(&runs, &run)) {
         size_t begin = run.at, end = run.at + run.count;
         if (shard->frames != NULL) {
-            to_coded(shard->frames, &begin, &end);
+            round_to_frames(shard->frames, &begin, &end);
         }
         if (verify) {
-            /* as far as the ends of its blocks, of which the last may be short */
+            /* round up to a block; the last block may be shorter */
             const size_t rest = end % block == 0 ? 0 : block - end % block;
             begin -= begin % block;
             end += rest < all - end ? rest : all - end;
         }
         if (verify || shard->frames != NULL) {
-            begin = begin > last ? begin : last; /* runs rise, and may share a block */
+            begin = begin > last ? begin : last; /* count shared blocks once */
         }
         first = first == SIZE_MAX ? begin : first;
         reads.bytes += end > begin ? end - begin : 0;
@@ -279,7 +281,6 @@ mls_stored_reads mls_stored_reads_of(const mls_stored_shard *shard, const mls_pa
     return reads;
 }
 
-/* Of thousands of files in a folder, this one. */
 mls_code mls_stored_blame(const mls_stored_shard *shard, mls_status *st)
 {
     const mls_status why = *st;

@@ -1,9 +1,8 @@
-/* stored: which stored bytes hold what is wanted of a shard.
+/* stored_ranges: the stored bytes that contain a requested part of a shard.
  *
- * A place holds a whole shard, or one layer of it, of which some elements are visible
- * (shard_layers.h); wanted is a part of the tensor (layout.h).  What the two have in
- * common is walked run by run, in the order in which the bytes lie.
- */
+ * A place stores a whole shard, or one layer of it with some visible elements
+ * (shard_layers.h). The requested part is a part of the tensor (layout.h). The iterator
+ * returns their intersection run by run, in the order of the stored bytes. */
 #ifndef MLS_STORED_RANGES_H
 #define MLS_STORED_RANGES_H
 
@@ -16,82 +15,83 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* One place; everything is borrowed.  Elements that no place holds are one too: without a
- * file, and with the bytes that the whole shard would have. */
+/* One place; all pointers are borrowed. Elements that no layer stores also form a place,
+ * without a file and with the size of the whole shard. */
 typedef struct mls_stored_shard {
-    const char *file;    /* its path under the folder; NULL: not stored, all zeros */
-    uint64_t file_bytes; /* length that the file must have */
-    uint64_t offset;     /* of the place's first byte in it */
-    size_t item_bytes;   /* of one element */
-    const uint32_t
-        *crcs;    /* one for each MLS_SAFETENSORS_BLOCK bytes, the last one short */
-    mls_str name; /* of the tensor, for messages */
-    size_t bytes; /* of the place's elements; counts only with `visible` */
-    const mls_row_range
-        *visible; /* NULL: it holds the whole shard, its elements packed */
+    const char *file;     /* path relative to the folder; NULL: not stored, all zeros */
+    uint64_t file_bytes;  /* required length of the file */
+    uint64_t offset;      /* offset of the place in the file */
+    size_t item_bytes;    /* bytes of one element */
+    const uint32_t *crcs; /* CRC32C of each MLS_SAFETENSORS_BLOCK bytes; the last block
+                             may be shorter */
+    mls_str name;         /* name of the tensor, for errors */
+    size_t bytes;         /* uncompressed size of the place; used only with `visible` */
+    const mls_row_range *visible; /* NULL: the place stores the whole shard, packed */
     size_t visible_count;
-    const mls_compressed_frames
-        *frames;          /* of coded bytes; NULL: they are those of the elements */
-    const mls_part *part; /* what the shard is of its tensor; borrowed */
+    const mls_compressed_frames *frames; /* NULL: not compressed */
+    const mls_part *part;                /* the shard's part of the tensor */
 } mls_stored_shard;
 
-/* Bytes of the place's elements.  False: more than can be counted, or those that are
- * stored lie behind the end of the file. */
+/* Compute the uncompressed size of the place. Returns false if it overflows, or the
+ * stored bytes exceed the file. */
 bool mls_stored_bytes(const mls_stored_shard *shard, size_t *out);
 
-/* Bytes `at` .. `at + count` of the place's elements are bytes `to` .. of what is wanted,
- * where that lies packed. */
+/* Bytes `at` .. `at + count` of the place's elements are bytes `to` .. of the packed
+ * requested part. */
 typedef struct mls_stored_run {
     size_t at, count, to;
 } mls_stored_run;
 
-/* The runs of bytes `from` .. `end` of a place.  `shard` and `to` are borrowed. */
+/* Iterator over the runs in bytes `from` .. `end` of a place. `shard` and `to` are
+ * borrowed. */
 typedef struct mls_stored_runs {
     const mls_stored_shard *shard;
     const mls_part *to;
     size_t from, end;
-    mls_overlap overlap; /* of what is wanted with the shard from element `first` on */
+    mls_overlap overlap; /* intersection of `to` with the shard from element `first` on */
     size_t first;
-    size_t extent, last; /* of what is visible: the present one, and the end */
-    mls_run run;         /* what is left of the present run, in elements of the shard */
-    bool missed;         /* the last run was in front of the present extent */
+    size_t extent, last; /* current visible range, and the end of those to visit */
+    mls_run run;         /* rest of the current run, in elements of the shard */
+    bool missed;         /* the previous run ended before the current visible range */
 } mls_stored_runs;
 
-/* Start at byte `from`: neither what lies in front of it nor what lies behind `end` is
- * walked. */
+/* Start at byte `from`. Runs before it or after `end` are not visited. */
 void mls_stored_runs_init(mls_stored_runs *runs, const mls_stored_shard *shard,
                           const mls_part *to, size_t from, size_t end);
 
-/* The next run, never empty; false after the last.  Each starts behind the one before. */
+/* Return the next run, never empty and behind the previous one. Returns false after the
+ * last. */
 bool mls_stored_runs_next(mls_stored_runs *runs, mls_stored_run *out);
 
-/* Which element of the shard element `at` of a place is, one that is visible. */
+/* Convert visible element `at` of a place to its position in the shard. */
 size_t mls_stored_element(const mls_stored_shard *shard, size_t at);
 
-/* Bytes `from` .. `end` of a place hold all that is wanted of it; `from` is the first of
- * these, and goes to byte `to` of what is wanted.  `together`: so do all others, one
- * behind the other. */
+/* The smallest range `from` .. `end` of a place that contains all requested bytes. Byte
+ * `from` goes to byte `to` of the packed requested part. `together`: the whole range is
+ * requested and contiguous in the part. */
 typedef struct mls_stored_range {
     size_t from, end, to;
     bool together;
 } mls_stored_range;
 
-/* False: nothing is wanted of the place.  Its bytes are good, as mls_stored_bytes says.
- */
+/* Compute that range. Returns false if nothing of the place is requested. The caller has
+ * checked the place with mls_stored_bytes. */
 bool mls_stored_range_of(const mls_stored_shard *shard, const mls_part *to,
                          mls_stored_range *out);
 
-/* What reading takes of a file: bytes `begin` .. `end` of it, of which `bytes` are read.
- * Where they are verified these are whole blocks. */
+/* Bytes `begin` .. `end` of a file, of which a read loads `bytes`. With verification
+ * these are whole blocks. */
 typedef struct mls_stored_reads {
     uint64_t begin, end, bytes;
 } mls_stored_reads;
 
-/* The same for what is wanted of a place that has a file; `bytes` 0: nothing is. */
+/* Compute what reading a part loads from a place that has a file; `bytes` is 0 if nothing
+ * is requested. */
 mls_stored_reads mls_stored_reads_of(const mls_stored_shard *shard, const mls_part *to,
                                      bool verify);
 
-/* Put tensor and file in front of what failed; the status is otherwise as it was. */
+/* Prefix an error with tensor and file; other fields of the status are kept. Returns its
+ * code. */
 mls_code mls_stored_blame(const mls_stored_shard *shard, mls_status *st);
 
 #endif

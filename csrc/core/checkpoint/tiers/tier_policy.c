@@ -1,7 +1,7 @@
-/* The bookkeeping is an array of units by number, with sums for each tier that every
- * change keeps right; a decision sorts a copy of what it needs and changes nothing, so
- * that an owner may carry it out, or not, and ask again.
- */
+/* tier_policy: an array of units by number, and the sum of bytes for each tier.
+ *
+ * Decisions sort a copy of the units and change nothing, so the owner may carry out a
+ * plan or drop it and ask again. */
 #include "checkpoint/tiers/tier_policy.h"
 
 #include "base/memory.h"
@@ -12,10 +12,9 @@
 
 enum { FIRST_ROOM = 16 };
 
-/* Far below what overflows when a quarter is added twice. */
+/* Small enough that adding a quarter twice cannot overflow. */
 #define MOST_SCORE (UINT64_C(1) << 60)
 
-/* Lists are given with the room of all units: what is left of it goes with them. */
 void mls_tier_moves_fini(mls_tier_moves *moves)
 {
     mls_free(moves->list);
@@ -24,8 +23,7 @@ void mls_tier_moves_fini(mls_tier_moves *moves)
 
 /* ---- units ---- */
 
-/* Cold is a tier like the others, whose budget is never asked for: so one function
- * serves all three. */
+/* Cold has an unlimited budget, so the same code handles all three tiers. */
 void mls_tiers_init(mls_tiers *out, uint64_t hot_budget, uint64_t warm_budget)
 {
     *out = (mls_tiers){0};
@@ -36,7 +34,6 @@ void mls_tiers_init(mls_tiers *out, uint64_t hot_budget, uint64_t warm_budget)
     out->budgets[MLS_TIER_WARM] = warm_budget;
 }
 
-/* Units hold nothing but numbers. */
 void mls_tiers_fini(mls_tiers *t)
 {
     mls_free(t->units);
@@ -49,9 +46,9 @@ bool mls_tiers_has(const mls_tiers *t, size_t unit)
     return unit < t->count && t->units[unit].tier != MLS_TIER_NONE;
 }
 
-/* A number for a new unit: one that is free again, or the next.  SIZE_MAX: no memory.
- * Free ones are looked for from the start, since units are seldom removed; the count of
- * them says when there is nothing to look for. */
+/* Return a number for a new unit: a free one, or the next. SIZE_MAX: no memory. The
+ * search for a free number is linear, since units are seldom removed; `vacant` skips it
+ * if there is none. */
 static size_t free_number(mls_tiers *t)
 {
     if (t->vacant > 0) {
@@ -76,14 +73,14 @@ static size_t free_number(mls_tiers *t)
     return t->count;
 }
 
-/* Bytes of memory never come near this; those of a file that lies may. */
+/* Sizes of real memory never reach this limit; sizes from a damaged file may. */
 static mls_code fail_sum(mls_status *st)
 {
     return mls_fail(st, MLS_E_SIZE, "more bytes in a tier than 64 bits count");
 }
 
-/* The sum is tried first: after it nothing but the allocation can fail, and both leave
- * everything as it was. */
+/* The sum is checked first. Only the allocation can fail after it, and both failures
+ * leave `t` unchanged. */
 mls_code mls_tiers_add(mls_tiers *t, uint64_t bytes, mls_tier tier, size_t *out,
                        mls_status *st)
 {
@@ -106,7 +103,7 @@ mls_code mls_tiers_add(mls_tiers *t, uint64_t bytes, mls_tier tier, size_t *out,
     return MLS_OK;
 }
 
-/* What it was used for is forgotten too: a unit of the same name begins anew. */
+/* The use counts are dropped too. */
 void mls_tiers_remove(mls_tiers *t, size_t unit)
 {
     t->bytes[t->units[unit].tier] -= t->units[unit].bytes;
@@ -114,7 +111,7 @@ void mls_tiers_remove(mls_tiers *t, size_t unit)
     t->vacant++;
 }
 
-/* The budget is not looked at: the bytes are there already, and the owner makes room. */
+/* The budget is not checked: the bytes already exist, and the owner makes space. */
 mls_code mls_tiers_resize(mls_tiers *t, size_t unit, uint64_t bytes, mls_status *st)
 {
     mls_tier_unit *u = &t->units[unit];
@@ -127,7 +124,7 @@ mls_code mls_tiers_resize(mls_tiers *t, size_t unit, uint64_t bytes, mls_status 
     return MLS_OK;
 }
 
-/* A score that has reached its limit stays there until it ages. */
+/* A score at its limit stays there until it ages. */
 void mls_tiers_touch(mls_tiers *t, size_t unit)
 {
     mls_tier_unit *u = &t->units[unit];
@@ -137,8 +134,7 @@ void mls_tiers_touch(mls_tiers *t, size_t unit)
     u->uses++;
 }
 
-/* Pins are counted, since several users may have a unit at once, and a move is one more.
- */
+/* A count, since several users may pin a unit, and a move pins it too. */
 void mls_tiers_pin(mls_tiers *t, size_t unit)
 {
     t->units[unit].pins++;
@@ -151,13 +147,13 @@ void mls_tiers_unpin(mls_tiers *t, size_t unit)
 
 /* ---- one move ---- */
 
-/* What is left of a budget; 0 where it is exceeded. */
-static uint64_t left_of(uint64_t budget, uint64_t used)
+/* Bytes left of a budget; 0 if it is exceeded. */
+static uint64_t bytes_left(uint64_t budget, uint64_t used)
 {
     return used > budget ? 0 : budget - used;
 }
 
-/* The one refusal that no other unit's leaving would help. */
+/* Report that moving other units cannot help. */
 static mls_code fail_alone(const mls_tiers *t, size_t unit, mls_tier tier, mls_status *st)
 {
     return mls_fail(st, MLS_E_CAPACITY,
@@ -166,8 +162,8 @@ static mls_code fail_alone(const mls_tiers *t, size_t unit, mls_tier tier, mls_s
                     t->units[unit].bytes, mls_tier_name(tier), t->budgets[tier]);
 }
 
-/* A unit fits where it is, whatever the sums: it is there.  The two refusals are told
- * apart because only the second one can be mended by moving others. */
+/* A unit always fits its current tier. The two errors differ because moving other units
+ * can only help in the second case. */
 mls_code mls_tiers_fits(const mls_tiers *t, size_t unit, mls_tier tier, mls_status *st)
 {
     const mls_tier_unit *u = &t->units[unit];
@@ -178,7 +174,7 @@ mls_code mls_tiers_fits(const mls_tiers *t, size_t unit, mls_tier tier, mls_stat
     if (u->bytes > budget) {
         return fail_alone(t, unit, tier, st);
     }
-    const uint64_t left = left_of(budget, t->bytes[tier]);
+    const uint64_t left = bytes_left(budget, t->bytes[tier]);
     if (budget != MLS_TIERS_UNLIMITED && u->bytes > left) {
         return mls_fail(st, MLS_E_CAPACITY,
                         "a unit of %" PRIu64
@@ -189,8 +185,8 @@ mls_code mls_tiers_fits(const mls_tiers *t, size_t unit, mls_tier tier, mls_stat
     return MLS_OK;
 }
 
-/* Counted in the new tier from the beginning, since memory is taken before bytes come;
- * the old one gives up its bytes at the end. */
+/* The new tier counts the bytes from the start, since memory is allocated before the
+ * copy. The old tier releases them at the end. */
 mls_code mls_tiers_begin(mls_tiers *t, size_t unit, mls_tier to, mls_status *st)
 {
     uint64_t sum;
@@ -202,8 +198,7 @@ mls_code mls_tiers_begin(mls_tiers *t, size_t unit, mls_tier to, mls_status *st)
     return MLS_OK;
 }
 
-/* One of the two tiers gives up the bytes: the old one, or after a failure the new one.
- */
+/* The old tier releases the bytes, or the new tier if the move failed. */
 void mls_tiers_end(mls_tiers *t, size_t unit, mls_tier to, bool moved)
 {
     mls_tier_unit *u = &t->units[unit];
@@ -212,20 +207,20 @@ void mls_tiers_end(mls_tiers *t, size_t unit, mls_tier to, bool moved)
     u->pins--;
 }
 
-/* ---- the order of units ---- */
+/* ---- ranking ---- */
 
-/* A unit with what it is sorted by, and where it goes. */
+/* A unit, its sort key, and its new tier. */
 typedef struct ranked {
     uint64_t weight, used_at, bytes;
     size_t unit;
     mls_tier from, to;
-} ranked;
+} unit_rank;
 
-/* The most used first; of equals the one that is nearer, then the one used last.  The
- * number decides last, so that no two are equal and every machine sorts alike. */
+/* Most used first; then the nearer tier, then the latest use. The number comes last, so
+ * that no two units are equal and the order is the same on every machine. */
 static int compare_best(const void *left, const void *right)
 {
-    const ranked *a = left, *b = right;
+    const unit_rank *a = left, *b = right;
     if (a->weight != b->weight) {
         return a->weight > b->weight ? -1 : 1;
     }
@@ -238,43 +233,44 @@ static int compare_best(const void *left, const void *right)
     return a->unit < b->unit ? -1 : 1;
 }
 
-/* A unit has to be used a quarter more often to take a place one tier nearer. */
-static uint64_t weight_of(const mls_tier_unit *u)
+/* A unit must be used a quarter more often to displace another one from the next nearer
+ * tier. */
+static uint64_t unit_weight(const mls_tier_unit *u)
 {
     return u->score + u->score / 4 * (uint64_t)(MLS_TIER_COLD - u->tier);
 }
 
-/* With all that the comparison needs: qsort passes nothing else on. */
-static ranked rank_of(const mls_tiers *t, size_t unit, uint64_t weight)
+/* Copies the sort key, because qsort passes no context. */
+static unit_rank rank_unit(const mls_tiers *t, size_t unit, uint64_t weight)
 {
     const mls_tier_unit *u = &t->units[unit];
-    return (ranked){.weight = weight,
-                    .used_at = u->used_at,
-                    .bytes = u->bytes,
-                    .unit = unit,
-                    .from = u->tier,
-                    .to = u->tier};
+    return (unit_rank){.weight = weight,
+                       .used_at = u->used_at,
+                       .bytes = u->bytes,
+                       .unit = unit,
+                       .from = u->tier,
+                       .to = u->tier};
 }
 
-/* The list has room: no unit moves twice. */
-static void push(mls_tier_moves *moves, const ranked *r, mls_tier to)
+/* The list is large enough: no unit moves twice. */
+static void push_move(mls_tier_moves *moves, const unit_rank *r, mls_tier to)
 {
     moves->list[moves->count++] = (mls_tier_move){.unit = r->unit, .to = to};
 }
 
-/* ---- making room ---- */
+/* ---- making space ---- */
 
-/* Units that are to leave a tier, and their bytes. */
+/* Units that leave a tier, and their total bytes. */
 typedef struct victims {
-    ranked *list; /* has room for all units */
+    unit_rank *list; /* large enough for all units */
     size_t count;
     uint64_t bytes;
 } victims;
 
-/* Take what the larger ones have made needless off again, the most used first.  Units
- * were taken in order of use until there was enough, so a large one at the end may do
- * for all the small ones in front of it. */
-static void spare(victims *v, uint64_t need)
+/* Drop units that are not needed to reach `need` bytes, the most used first. Units were
+ * chosen in order of use, so one large unit at the end may be enough without the small
+ * ones before it. */
+static void drop_needless(victims *v, uint64_t need)
 {
     size_t kept = 0;
     for (size_t i = v->count; i-- > 0;) {
@@ -291,10 +287,10 @@ static void spare(victims *v, uint64_t need)
     v->count = kept;
 }
 
-/* Choose the least used units of a tier, for at least `need` bytes; false: there are not
- * enough that may move.  `besides` is not chosen. */
-static bool choose(const mls_tiers *t, mls_tier tier, size_t besides, uint64_t need,
-                   victims *v)
+/* Choose the least used units of a tier with at least `need` bytes in total. Returns
+ * false if the movable units are not enough. Unit `besides` is never chosen. */
+static bool choose_victims(const mls_tiers *t, mls_tier tier, size_t besides,
+                           uint64_t need, victims *v)
 {
     size_t found = 0;
     v->count = 0;
@@ -302,12 +298,12 @@ static bool choose(const mls_tiers *t, mls_tier tier, size_t besides, uint64_t n
     for (size_t i = 0; need > 0 && i < t->count; i++) {
         const mls_tier_unit *u = &t->units[i];
         if (u->tier == tier && u->pins == 0 && i != besides && u->bytes > 0) {
-            v->list[found++] = rank_of(t, i, u->score);
+            v->list[found++] = rank_unit(t, i, u->score);
         }
     }
     qsort(v->list, found, sizeof *v->list, compare_best);
-    for (size_t i = 0; i < found / 2; i++) { /* the least used first */
-        const ranked other = v->list[i];
+    for (size_t i = 0; i < found / 2; i++) { /* reverse: least used first */
+        const unit_rank other = v->list[i];
         v->list[i] = v->list[found - 1 - i];
         v->list[found - 1 - i] = other;
     }
@@ -315,40 +311,40 @@ static bool choose(const mls_tiers *t, mls_tier tier, size_t besides, uint64_t n
         v->bytes += v->list[v->count++].bytes;
     }
     const bool enough = v->bytes >= need;
-    spare(v, need);
+    drop_needless(v, need);
     return enough;
 }
 
-/* How much of a tier must go so that `bytes` more fit into it. */
-static uint64_t excess(const mls_tiers *t, mls_tier tier, uint64_t leaving,
-                       uint64_t bytes)
+/* Bytes that must leave a tier before `bytes` more fit into it. */
+static uint64_t excess_bytes(const mls_tiers *t, mls_tier tier, uint64_t leaving,
+                             uint64_t bytes)
 {
-    const uint64_t left = left_of(t->budgets[tier], t->bytes[tier] - leaving);
+    const uint64_t left = bytes_left(t->budgets[tier], t->bytes[tier] - leaving);
     if (t->budgets[tier] == MLS_TIERS_UNLIMITED || bytes <= left) {
         return 0;
     }
-    /* what exceeds the budget already goes too */
+    /* includes bytes that already exceed the budget */
     return t->bytes[tier] - leaving + bytes - t->budgets[tier];
 }
 
-/* Where what leaves hot goes: to warm, after others went cold for it, or cold itself.
- * `second` has room for all units. */
-static void cascade(const mls_tiers *t, size_t unit, const victims *first,
-                    victims *second, mls_tier_moves *out)
+/* Plan the moves of units that leave hot: to warm, after moving others to cold, or to
+ * cold if warm cannot hold them. `second` is large enough for all units. */
+static void plan_demotions(const mls_tiers *t, size_t unit, const victims *first,
+                           victims *second, mls_tier_moves *out)
 {
     const mls_tier_unit *u = &t->units[unit];
     const uint64_t leaving = u->tier == MLS_TIER_WARM ? u->bytes : 0;
-    const uint64_t need = excess(t, MLS_TIER_WARM, leaving, first->bytes);
-    const bool fits = choose(t, MLS_TIER_WARM, unit, need, second);
+    const uint64_t need = excess_bytes(t, MLS_TIER_WARM, leaving, first->bytes);
+    const bool fits = choose_victims(t, MLS_TIER_WARM, unit, need, second);
     for (size_t i = 0; fits && i < second->count; i++) {
-        push(out, &second->list[i], MLS_TIER_COLD);
+        push_move(out, &second->list[i], MLS_TIER_COLD);
     }
     for (size_t i = 0; i < first->count; i++) {
-        push(out, &first->list[i], fits ? MLS_TIER_WARM : MLS_TIER_COLD);
+        push_move(out, &first->list[i], fits ? MLS_TIER_WARM : MLS_TIER_COLD);
     }
 }
 
-/* All that may move would not be enough. */
+/* Report that moving all movable units would not be enough. */
 static mls_code fail_pinned(const mls_tiers *t, size_t unit, mls_tier tier,
                             mls_status *st)
 {
@@ -359,8 +355,7 @@ static mls_code fail_pinned(const mls_tiers *t, size_t unit, mls_tier tier,
                     t->units[unit].bytes, mls_tier_name(tier), t->budgets[tier]);
 }
 
-/* Nothing is changed, here or in the units: what is given is a plan, which is good as
- * long as the caller keeps his lock, and may be asked for again when it is not. */
+/* Changes nothing. The plan is valid while the caller holds its lock. */
 mls_code mls_tiers_make_room(const mls_tiers *t, size_t unit, mls_tier tier,
                              mls_tier_moves *out, mls_status *st)
 {
@@ -378,21 +373,21 @@ mls_code mls_tiers_make_room(const mls_tiers *t, size_t unit, mls_tier tier,
         code = mls_fail(st, MLS_E_MEMORY, "no memory to choose what goes");
         goto done;
     }
-    /* a unit that is there already and grew: its bytes are in the sum */
+    /* a unit that is already in the tier and grew is part of the sum */
     const uint64_t mine = u->tier == tier ? u->bytes : 0;
-    if (!choose(t, tier, unit, excess(t, tier, mine, u->bytes), &first)) {
+    if (!choose_victims(t, tier, unit, excess_bytes(t, tier, mine, u->bytes), &first)) {
         code = fail_pinned(t, unit, tier, st);
         goto done;
     }
     if (tier == MLS_TIER_HOT) {
-        cascade(t, unit, &first, &second, &moves);
+        plan_demotions(t, unit, &first, &second, &moves);
     } else {
         for (size_t i = 0; i < first.count; i++) {
-            push(&moves, &first.list[i], MLS_TIER_COLD);
+            push_move(&moves, &first.list[i], MLS_TIER_COLD);
         }
     }
     *out = moves;
-    moves = (mls_tier_moves){0}; /* given */
+    moves = (mls_tier_moves){0}; /* moved to the caller */
 done:
     mls_free(first.list);
     mls_free(second.list);
@@ -400,10 +395,10 @@ done:
     return code;
 }
 
-/* ---- all at once ---- */
+/* ---- rebalancing ---- */
 
-/* Units that may move, the best first; what pinned ones leave of the budgets. */
-static size_t rank_all(const mls_tiers *t, ranked *list, uint64_t left[MLS_TIER_COUNT])
+/* List the movable units, best first, and the budget that pinned units leave. */
+static size_t rank_all(const mls_tiers *t, unit_rank *list, uint64_t left[MLS_TIER_COUNT])
 {
     size_t found = 0;
     uint64_t used[MLS_TIER_COUNT];
@@ -413,19 +408,20 @@ static size_t rank_all(const mls_tiers *t, ranked *list, uint64_t left[MLS_TIER_
     for (size_t i = 0; i < t->count; i++) {
         const mls_tier_unit *u = &t->units[i];
         if (u->tier != MLS_TIER_NONE && u->pins == 0) {
-            list[found++] = rank_of(t, i, weight_of(u));
+            list[found++] = rank_unit(t, i, unit_weight(u));
             used[u->tier] -= u->bytes;
         }
     }
     for (int i = 0; i < MLS_TIER_COUNT; i++) {
-        left[i] = left_of(t->budgets[i], used[i]);
+        left[i] = bytes_left(t->budgets[i], used[i]);
     }
     qsort(list, found, sizeof *list, compare_best);
     return found;
 }
 
-/* The nearest tier with room for it; what was never used is brought no nearer. */
-static mls_tier place_of(const ranked *r, const uint64_t left[MLS_TIER_COUNT])
+/* The nearest tier with space for a unit. A unit that was never used does not move
+ * nearer. */
+static mls_tier choose_tier(const unit_rank *r, const uint64_t left[MLS_TIER_COUNT])
 {
     const mls_tier nearest = r->weight > 0 ? MLS_TIER_HOT : r->from;
     for (mls_tier tier = nearest; tier < MLS_TIER_COLD; tier++) {
@@ -436,22 +432,22 @@ static mls_tier place_of(const ranked *r, const uint64_t left[MLS_TIER_COUNT])
     return MLS_TIER_COLD;
 }
 
-/* Where all go: each takes of what the better ones left. */
-static void place_all(ranked *list, size_t count, uint64_t left[MLS_TIER_COUNT])
+/* Place units in ranking order; each uses the space that better units left. */
+static void choose_tiers(unit_rank *list, size_t count, uint64_t left[MLS_TIER_COUNT])
 {
     for (size_t i = 0; i < count; i++) {
-        list[i].to = place_of(&list[i], left);
+        list[i].to = choose_tier(&list[i], left);
         if (list[i].to != MLS_TIER_COLD) {
             left[list[i].to] -= list[i].bytes;
         }
     }
 }
 
-/* The next unit at or behind `at` that goes to hot, or from hot to warm. */
-static size_t next_of(const ranked *list, size_t count, size_t at, bool to_hot)
+/* Position of the next unit, from `at` on, that moves to hot, or from hot to warm. */
+static size_t find_move(const unit_rank *list, size_t count, size_t at, bool to_hot)
 {
     for (; at < count; at++) {
-        const ranked *r = &list[at];
+        const unit_rank *r = &list[at];
         if (to_hot ? r->to == MLS_TIER_HOT && r->from != MLS_TIER_HOT
                    : r->from == MLS_TIER_HOT && r->to == MLS_TIER_WARM) {
             break;
@@ -460,66 +456,66 @@ static size_t next_of(const ranked *list, size_t count, size_t at, bool to_hot)
     return at;
 }
 
-/* Exchange hot and warm: whatever fits into hot goes there, else one unit leaves it.  So
- * hot never exceeds its budget, and warm by no more than what is on its way through.
- * It ends, since all that goes to hot fits once all that leaves it has left. */
-static void exchange(const mls_tiers *t, const ranked *list, size_t count,
-                     mls_tier_moves *out)
+/* Order the moves between hot and warm: move a unit to hot if it fits, else move one out.
+ * So hot never exceeds its budget, and warm exceeds it at most by the units in transit.
+ * The loop ends, since all incoming units fit once all outgoing units have left. */
+static void order_exchange(const mls_tiers *t, const unit_rank *list, size_t count,
+                           mls_tier_moves *out)
 {
     uint64_t used = t->bytes[MLS_TIER_HOT];
-    for (size_t i = 0; i < count; i++) { /* those went cold before */
+    for (size_t i = 0; i < count; i++) { /* these moved to cold before */
         used -= list[i].from == MLS_TIER_HOT && list[i].to == MLS_TIER_COLD
                     ? list[i].bytes
                     : 0;
     }
-    size_t up = next_of(list, count, 0, true);
-    size_t down = next_of(list, count, 0, false);
+    size_t up = find_move(list, count, 0, true);
+    size_t down = find_move(list, count, 0, false);
     while (up < count || down < count) {
-        const uint64_t left = left_of(t->budgets[MLS_TIER_HOT], used);
+        const uint64_t left = bytes_left(t->budgets[MLS_TIER_HOT], used);
         if (up < count && (list[up].bytes <= left || down == count)) {
-            push(out, &list[up], MLS_TIER_HOT);
+            push_move(out, &list[up], MLS_TIER_HOT);
             used += list[up].bytes;
-            up = next_of(list, count, up + 1, true);
+            up = find_move(list, count, up + 1, true);
         } else {
-            push(out, &list[down], MLS_TIER_WARM);
+            push_move(out, &list[down], MLS_TIER_WARM);
             used -= list[down].bytes;
-            down = next_of(list, count, down + 1, false);
+            down = find_move(list, count, down + 1, false);
         }
     }
 }
 
-/* What goes cold first, the least used before all; what comes from there last, when all
- * that makes room for it has gone. */
-static void order_moves(const mls_tiers *t, const ranked *list, size_t count,
+/* Moves to cold come first, least used first. Moves from cold to warm come last, when
+ * their space is free. */
+static void order_moves(const mls_tiers *t, const unit_rank *list, size_t count,
                         mls_tier_moves *out)
 {
     for (size_t i = count; i-- > 0;) {
         if (list[i].to == MLS_TIER_COLD && list[i].from != MLS_TIER_COLD) {
-            push(out, &list[i], MLS_TIER_COLD);
+            push_move(out, &list[i], MLS_TIER_COLD);
         }
     }
-    exchange(t, list, count, out);
+    order_exchange(t, list, count, out);
     for (size_t i = 0; i < count; i++) {
         if (list[i].to == MLS_TIER_WARM && list[i].from == MLS_TIER_COLD) {
-            push(out, &list[i], MLS_TIER_WARM);
+            push_move(out, &list[i], MLS_TIER_WARM);
         }
     }
 }
 
-/* Scores age after the decision, and only where there is one: a failure changes nothing.
- * Pinned units age as all others do. */
+/* Scores age only after a successful decision: a failure changes nothing. Pinned units
+ * age too. */
 mls_code mls_tiers_rebalance(mls_tiers *t, mls_tier_moves *out, mls_status *st)
 {
     uint64_t left[MLS_TIER_COUNT];
     mls_tier_moves moves = {.list = mls_alloc(t->count, sizeof *moves.list)};
-    ranked *list = mls_alloc(t->count, sizeof *list);
+    unit_rank *list = mls_alloc(t->count, sizeof *list);
     if (moves.list == NULL || list == NULL) {
         mls_free(list);
         mls_tier_moves_fini(&moves);
         return mls_fail(st, MLS_E_MEMORY, "no memory to place %zu units", t->count);
     }
     const size_t count = rank_all(t, list, left);
-    place_all(list, count, left);
+    choose_tiers(list, count, left);
     order_moves(t, list, count, &moves);
     for (size_t i = 0; i < t->count; i++) {
         t->units[i].score /= 2;

@@ -1,22 +1,22 @@
-/* shard_list: three arrays that grow together; until the list is sealed nothing points
- * into them.
- */
+/* shard_list: three arrays that grow together. Until the list is sealed, nothing points
+ * into them. */
 #include "checkpoint/write/shard_list.h"
 
-#include "sharding/optimizer_axes.h"
 #include "base/memory.h"
+#include "sharding/optimizer_axes.h"
 
 #include <string.h>
 
-/* Room for `more` elements behind the `used` ones of a block; false: no memory, and the
- * block is as it was. */
-static bool make_room(void *block, size_t size, size_t used, size_t more, size_t *room)
+/* Ensure capacity for `more` elements behind the `used` ones of a block. Returns false if
+ * there is no memory; the block is then unchanged. */
+static bool ensure_capacity(void *block, size_t size, size_t used, size_t more,
+                            size_t *room)
 {
     void *old, *larger;
     if (used + more <= *room) {
         return true;
     }
-    memcpy(&old, block, sizeof old); /* pointers to any type have one size */
+    memcpy(&old, block, sizeof old); /* pointers to any type have the same size */
     larger = mls_realloc(old, 2 * (used + more), size);
     if (larger == NULL) {
         return false;
@@ -42,10 +42,10 @@ mls_shard_item *mls_shard_list_add(mls_shard_list *list, const mls_tensor_id *id
                                    mls_status *st)
 {
     const size_t count = list->count;
-    if (!make_room(&list->items, sizeof *list->items, count, 1, &list->item_room) ||
-        !make_room(&list->views, sizeof *list->views, count, 1, &list->view_room) ||
-        !make_room(&list->dims, sizeof *list->dims, list->dims_used, (size_t)rank,
-                   &list->dims_room)) {
+    if (!ensure_capacity(&list->items, sizeof *list->items, count, 1, &list->item_room) ||
+        !ensure_capacity(&list->views, sizeof *list->views, count, 1, &list->view_room) ||
+        !ensure_capacity(&list->dims, sizeof *list->dims, list->dims_used, (size_t)rank,
+                         &list->dims_room)) {
         mls_fail(st, MLS_E_MEMORY, "no memory to save %zu shards", count + 1);
         return NULL;
     }
@@ -57,7 +57,8 @@ mls_shard_item *mls_shard_list_add(mls_shard_list *list, const mls_tensor_id *id
     return &list->items[list->count++];
 }
 
-/* An array without elements may have no address, which must not look like no memory. */
+/* An array without elements may have a NULL address, which must not look like missing
+ * memory. */
 mls_code mls_shard_list_set_memory(mls_shard_list *list, const mls_tensor *memory,
                                    size_t first, mls_status *st)
 {
@@ -77,8 +78,8 @@ mls_code mls_shard_list_set_memory(mls_shard_list *list, const mls_tensor *memor
     return MLS_OK;
 }
 
-/* One part of a whole array: its box as a view, and of a flat part the first element in
- * the box. */
+/* Add one part of a replicated array: its box as a view, and for a flat part the position
+ * of its first element in the box. */
 static mls_code add_part(mls_shard_list *list, const mls_tensor_id *id,
                          const mls_tensor *array, const mls_layout *layout, size_t index,
                          mls_status *st)
@@ -116,7 +117,7 @@ mls_code mls_shard_list_add_whole(mls_shard_list *list, const mls_tensor_id *id,
         return add_part(list, id, array, &own, 0, st);
     }
     mls_layout_project(layout, 0, array->rank, axes, &own, &ignored);
-    (void)mls_layout_parts(&own, &parts, st); /* no more than those of `layout` */
+    (void)mls_layout_parts(&own, &parts, st); /* at most as many as `layout` has */
     for (uint64_t part = rank; part < parts; part += world_size) {
         if (add_part(list, id, array, &own, (size_t)part, st) != MLS_OK) {
             return st->code;
@@ -134,7 +135,7 @@ mls_code mls_shard_item_check(const mls_shard_item *item, const size_t *shape,
         MLS_OK) {
         return st->code;
     }
-    (void)mls_tensor_count(memory, &count); /* fits: it is in memory */
+    (void)mls_tensor_count(memory, &count); /* fits: the array is in memory */
     if (count == mls_part_count(&part)) {
         return MLS_OK;
     }

@@ -1,14 +1,13 @@
-/* shard_write: planned files, written by several threads.
+/* shard_write: write planned files with several threads.
  *
- * A task is a part of a large shard, or a whole file of small ones.  Bytes go through an
- * aligned buffer where they are checksummed while they are copied, and from there to the
- * disk past the system's cache, where the file system allows it: twice as fast as through
- * the cache and a sync, and training keeps its cache.  The task that completes a file
- * writes its header, which makes it one, and gives it its name.
+ * A task is a part of a large shard, or a whole file of small ones. Bytes are copied
+ * through an aligned buffer and checksummed in the same pass. If the file system allows
+ * it, the buffer is written with direct I/O: this is twice as fast as the page cache plus
+ * a sync, and leaves the cache to training. The task that completes a file writes its
+ * header, which makes the file valid, and renames it.
  *
- * Making all of it durable is one call where there are many files (every one of them
- * would cost a commit of the file system's journal), else one for each file.
- */
+ * Many files are made durable with one syncfs (each fsync would commit the file system's
+ * journal), few files with one fsync each. */
 #if !defined(_WIN32)
 
 #    include "checkpoint/write/shard_write.h"
@@ -32,60 +31,60 @@
 #    endif
 
 enum {
-    ALIGNMENT = 4096,       /* of memory, places and lengths of direct writes */
-    TASK_BYTES = 8 << 20,   /* of a large shard, of whole blocks */
-    DIRECT_LEAST = 1 << 20, /* smaller files are left to the cache */
-    PLAIN_STEP = 256 << 10, /* through the cache: stays in the processor's meanwhile */
-    FEW_FILES = 4           /* are synced one by one */
+    ALIGNMENT = 4096,       /* of memory, offsets and lengths of direct writes */
+    TASK_BYTES = 8 << 20,   /* of a large shard; a multiple of the block size */
+    DIRECT_LEAST = 1 << 20, /* smaller files use the page cache */
+    PLAIN_STEP = 256 << 10, /* step of cached writes; stays in the processor's cache */
+    FEW_FILES = 4           /* up to this number of files, each is synced separately */
 };
 
-/* A file in the making.  What must be taken back after a failure is written down as soon
- * as it exists. */
+/* A file being written. Everything that must be undone after a failure is recorded as
+ * soon as it exists. */
 typedef struct output {
     mls_planned_file *planned;
     const char *path;
     char temporary[MLS_PATH_BYTES + 8];
     int fd;       /* -1: not open */
-    bool direct;  /* past the system's cache */
-    bool created; /* the temporary exists */
-    bool named;   /* the file exists */
-    size_t tasks; /* that are still to be done */
+    bool direct;  /* direct I/O */
+    bool created; /* the temporary file exists */
+    bool named;   /* the file has its final name */
+    size_t tasks; /* unfinished tasks */
 } output;
 
-/* A part of the work: all tensors of a file; of a single one bytes `start` .. `start +
- * bytes`. */
+/* A task: all tensors of a file, or bytes `start` .. `start + bytes` of its only tensor.
+ */
 typedef struct task {
     size_t file;
     size_t start, bytes;
 } task;
 
-/* Folders of a checkpoint that files are written to: one for each section, one for
- * indexes. */
+/* Folders of a checkpoint that receive files: one for each section, and one for indexes.
+ */
 enum { INDEX_FOLDER = MLS_SECTION_COUNT, FOLDER_COUNT };
 
 typedef struct writer {
     const mls_shard_job *job;
     mls_write_plan plan;
-    int folders[FOLDER_COUNT]; /* open; a symbolic link is none of them */
+    int folders[FOLDER_COUNT]; /* open descriptors; never symbolic links */
     output *outputs;
     task *tasks;
     size_t task_count;
-    size_t first_count;   /* tasks that come first, since they read memory of others */
-    size_t begun;         /* the number of the first task of a run */
-    bool sync_once;       /* the whole file system at the end */
-    bool indexed;         /* the index has its name */
-    pthread_mutex_t lock; /* round everything below, and `output`s but for their bytes */
-    mls_pages buffers[MLS_POOL_MAX_THREADS]; /* that nobody uses now */
+    size_t first_count;   /* tasks that read the caller's memory; they run first */
+    size_t begun;         /* first task of the current pool run */
+    bool sync_once;       /* sync the whole file system at the end */
+    bool indexed;         /* the index has its final name */
+    pthread_mutex_t lock; /* protects all below, and outputs except their bytes */
+    mls_pages buffers[MLS_POOL_MAX_THREADS]; /* unused buffers */
     size_t buffer_count;
-    size_t failed; /* the first task that failed, SIZE_MAX: none */
+    size_t failed; /* first task that failed; SIZE_MAX: none */
     mls_status why;
 } writer;
 
 /* ---- buffers ---- */
 
-/* One that was given back, else a new one: at most as many as there are threads.  Whole
- * pages, since direct writes want aligned memory; what malloc is given back it may keep.
- * No data: there is no memory. */
+/* Return an unused buffer, or a new one; there are at most as many as threads. Direct
+ * writes need aligned memory, and freed pages return to the system, which malloc does not
+ * guarantee. `data` is NULL if there is no memory. */
 static mls_pages take_buffer(writer *w)
 {
     mls_pages buffer = {0};
@@ -101,8 +100,8 @@ static mls_pages take_buffer(writer *w)
     return buffer;
 }
 
-/* Kept for the next task: fresh memory would cost as much as the copying. */
-static void give_buffer(writer *w, mls_pages buffer)
+/* Kept for the next task: fresh memory costs as much as the copying. */
+static void return_buffer(writer *w, mls_pages buffer)
 {
     pthread_mutex_lock(&w->lock);
     const bool room = w->buffer_count < MLS_POOL_MAX_THREADS;
@@ -115,7 +114,7 @@ static void give_buffer(writer *w, mls_pages buffer)
     }
 }
 
-/* When nothing is written any more. */
+/* Call it after all writing. */
 static void free_buffers(writer *w)
 {
     while (w->buffer_count > 0) {
@@ -133,11 +132,11 @@ typedef struct sink {
     unsigned char *buffer;
     size_t used;
     uint64_t offset;
-    bool silent; /* whoever waits was told already */
+    bool silent; /* progress was already reported */
 } sink;
 
-/* Tell whoever waits; he may want to stop, which is a failure like any other. */
-static mls_code report(const sink *s, size_t bytes)
+/* Report progress. A stop is handled like any other failure. */
+static mls_code report_progress(const sink *s, size_t bytes)
 {
     const mls_progress *progress = s->w->job->progress;
     return s->silent || progress == NULL || progress->report(progress->context, bytes)
@@ -145,13 +144,13 @@ static mls_code report(const sink *s, size_t bytes)
                : mls_fail(s->st, MLS_E_STOPPED, "stopped");
 }
 
-/* Write `bytes` from an aligned buffer.  A file system that takes direct writes for open
- * and refuses them later is asked without. */
+/* Write `bytes` from the aligned buffer. Some file systems accept direct I/O in open but
+ * fail the write; then the write is repeated without it. */
 static mls_code write_aligned(sink *s, size_t bytes)
 {
     size_t length = bytes;
     if (s->out->direct && bytes % ALIGNMENT != 0) {
-        /* the end of the file: what is too much is cut off when it is whole */
+        /* at the end of the file, pad to a whole block; the file is truncated later */
         length += ALIGNMENT - bytes % ALIGNMENT;
         memset(s->buffer + bytes, 0, length - bytes);
     }
@@ -166,35 +165,35 @@ static mls_code write_aligned(sink *s, size_t bytes)
     return code;
 }
 
-/* Send on what was gathered.  Bytes count as done when the system has them. */
-static mls_code flush(sink *s)
+/* Write the buffer. Bytes count as done after the system call. */
+static mls_code flush_buffer(sink *s)
 {
     mls_code code = s->used == 0 ? MLS_OK : write_aligned(s, s->used);
     if (code == MLS_OK) {
-        code = report(s, s->used);
+        code = report_progress(s, s->used);
         s->offset += s->used;
         s->used = 0;
     }
     return code;
 }
 
-/* Bytes that fit the buffer before it is sent on: little of it through the cache, where
- * what was copied is read again at once. */
+/* Free bytes of the buffer before the next flush. It is small for cached writes, where
+ * the copied bytes are read again at once. */
 static size_t buffer_room(const sink *s)
 {
     return (s->out->direct ? (size_t)MLS_WRITE_BUFFER : (size_t)PLAIN_STEP) - s->used;
 }
 
-/* A write buffer that the disk reads and the processor does not: whether it fits the
- * cache does not matter, so the fastest way to store is measured. */
-static mls_destination buffer_of(const sink *s)
+/* The disk reads a direct-I/O buffer, not the processor. So cache size does not matter,
+ * and the fastest stores, by measurement, are used. */
+static mls_destination buffer_destination(const sink *s)
 {
     return s->out->direct ? (mls_destination){.bytes = SIZE_MAX} : mls_cached();
 }
 
-/* Put a piece of one block, which fits the buffer, into it: elements `first` on.  Copy
- * and checksum are one pass over the memory where it lies packed; else the packed bytes
- * are still in the cache. */
+/* Append a piece of one block, which fits the buffer: elements from `first` on. Packed
+ * memory is copied and checksummed in one pass; other memory is packed first, and
+ * checksummed while it is in the cache. */
 static void put_buffered(sink *s, const mls_shard_item *item, size_t first, size_t bytes,
                          uint32_t *crc)
 {
@@ -202,23 +201,23 @@ static void put_buffered(sink *s, const mls_shard_item *item, size_t first, size
     const size_t size = mls_dtype_of(item->dtype)->item_bytes;
     const unsigned char *from =
         mls_planned_elements(s->w->job, item, first, bytes / size, to);
-    /* what was packed is in its place already */
+    /* packed elements are already in place */
     *crc = from == to ? s->w->job->crc->update(*crc, to, bytes)
                       : mls_crc_copy(s->w->job->crc, s->w->job->kernels->choices, *crc,
-                                     to, from, bytes, buffer_of(s));
+                                     to, from, bytes, buffer_destination(s));
     s->used += bytes;
 }
 
-/* Where byte `start` of what is stored is among the elements of the shard, and how many
- * bytes follow it there without a gap.  `run` is the number of a run, at or before that
- * where it is; it goes on to that one. */
+/* Convert byte `start` of the stored data to an element of the shard, and limit `*bytes`
+ * to the contiguous rest. `*run` is the number of a row range at or before that element;
+ * it advances to the range of the element. */
 static size_t find_stored(const mls_planned *planned, size_t size, size_t start,
                           size_t *run, size_t *bytes)
 {
     const mls_layer *fresh = planned->fresh;
     const size_t at = start / size;
     if (fresh == NULL) {
-        return at; /* all of it, and as it is */
+        return at; /* everything is stored, in order */
     }
     while (fresh->runs[*run].at + fresh->runs[*run].count <= at) {
         ++*run;
@@ -229,8 +228,8 @@ static size_t find_stored(const mls_planned *planned, size_t size, size_t start,
     return here->begin + (at - here->at);
 }
 
-/* The last run that starts at or before byte `start` of a layer: by halves, since each
- * task begins somewhere. */
+/* Number of the last row range that starts at or before byte `start` of a layer. Binary
+ * search, since a task may start anywhere. */
 static size_t first_run(const mls_planned *planned, size_t size, size_t start)
 {
     const mls_layer *fresh = planned->fresh;
@@ -246,8 +245,8 @@ static size_t first_run(const mls_planned *planned, size_t size, size_t start)
     return low;
 }
 
-/* Bytes `start` .. `end` of one tensor, `start` being that of a block: so no block
- * belongs to two tasks, and its checksum is one task's to build up piece by piece. */
+/* Write bytes `start` .. `end` of one tensor. `start` is a block boundary, so each block
+ * and its checksum belong to one task. */
 static mls_code put_tensor(sink *s, const mls_header_tensor *tensor, size_t start,
                            size_t end)
 {
@@ -260,12 +259,12 @@ static mls_code put_tensor(sink *s, const mls_header_tensor *tensor, size_t star
         uint32_t *crc = &tensor->crcs[start / MLS_SAFETENSORS_BLOCK];
         const size_t block = MLS_SAFETENSORS_BLOCK - start % MLS_SAFETENSORS_BLOCK;
         size_t step = end - start < block ? end - start : block;
-        /* of a layer no further than its run: what follows lies elsewhere in memory, but
-         * goes into the same buffer, block and file */
+        /* stop at the end of the row range: the next range is elsewhere in memory, but
+         * continues in the same buffer, block and file */
         const size_t first = find_stored(planned, size, start, &run, &step);
-        /* always copied, and checksummed on the way: the array may change meanwhile */
+        /* checksum the copy, never the array, which may change at any time */
         if (buffer_room(s) == 0) {
-            code = flush(s);
+            code = flush_buffer(s);
         }
         const size_t room = buffer_room(s);
         step = step < room ? step : room;
@@ -277,9 +276,9 @@ static mls_code put_tensor(sink *s, const mls_header_tensor *tensor, size_t star
     return code;
 }
 
-/* All of a coded tensor. */
-static mls_code put_coded(sink *s, const mls_header_tensor *tensor,
-                          const unsigned char *coded)
+/* Write a compressed tensor. */
+static mls_code put_compressed(sink *s, const mls_header_tensor *tensor,
+                               const unsigned char *coded)
 {
     mls_code code = MLS_OK;
     for (size_t start = 0; code == MLS_OK && start < tensor->bytes;) {
@@ -288,25 +287,25 @@ static mls_code put_coded(sink *s, const mls_header_tensor *tensor,
         size_t step = left < block ? left : block;
         step = step < room ? step : room;
         uint32_t *crc = &tensor->crcs[start / MLS_SAFETENSORS_BLOCK];
-        *crc = mls_crc_copy(s->w->job->crc, s->w->job->kernels->choices, *crc,
-                            s->buffer + s->used, coded + start, step, buffer_of(s));
+        *crc =
+            mls_crc_copy(s->w->job->crc, s->w->job->kernels->choices, *crc,
+                         s->buffer + s->used, coded + start, step, buffer_destination(s));
         s->used += step;
         start += step;
-        code = buffer_room(s) == 0 ? flush(s) : MLS_OK;
+        code = buffer_room(s) == 0 ? flush_buffer(s) : MLS_OK;
     }
     return code;
 }
 
 /* ---- folders ---- */
 
-/* The name of one of them. */
 static const char *folder_name(int number)
 {
     return number == INDEX_FOLDER ? "index" : mls_section_name((mls_section)number);
 }
 
-/* Open all of them.  A link is refused: the files behind it may be another checkpoint's.
- * What is open stays the same folder, even if its name becomes another one's. */
+/* Open all folders. A symbolic link is refused: it may lead to another checkpoint. An
+ * open descriptor keeps referring to the same folder, even after a rename. */
 static mls_code open_folders(writer *w, mls_status *st)
 {
     for (int i = 0; i < FOLDER_COUNT; i++) {
@@ -321,7 +320,7 @@ static mls_code open_folders(writer *w, mls_status *st)
     return MLS_OK;
 }
 
-/* The open folder that a path is in; `*name` is the rest of it. */
+/* Return the open folder of a path; `*name` is the rest of the path. */
 static int folder_of(const writer *w, const char *path, const char **name)
 {
     for (int i = 0; i < FOLDER_COUNT; i++) {
@@ -331,11 +330,11 @@ static int folder_of(const writer *w, const char *path, const char **name)
             return w->folders[i];
         }
     }
-    *name = path; /* no path of ours is: opening it fails */
+    *name = path; /* not a path of the writer: opening it fails */
     return -1;
 }
 
-/* Create a file that must not exist: a descriptor, or -1 and errno. */
+/* Create a file that must not exist. Returns a descriptor, or -1 and errno. */
 static int create_file(const writer *w, const char *path)
 {
     const char *name;
@@ -348,7 +347,7 @@ static int create_file(const writer *w, const char *path)
     return fd;
 }
 
-/* Give a file of one of the folders another name there: 0, or -1 and errno. */
+/* Rename a file, by paths of the writer. Returns 0, or -1 and errno. */
 static int rename_file(const writer *w, const char *from, const char *to)
 {
     const char *old, *name;
@@ -356,7 +355,7 @@ static int rename_file(const writer *w, const char *from, const char *to)
     return renameat(source, old, target, name);
 }
 
-/* Delete a file that this save made. */
+/* Delete a file that this save created. */
 static void remove_file(const writer *w, const char *path)
 {
     const char *name;
@@ -366,9 +365,10 @@ static void remove_file(const writer *w, const char *path)
 
 /* ---- files ---- */
 
-/* Reserve the room, so that a full disk is noticed before anything is written, and that
- * several threads may write behind the present end.  Elsewhere the file just grows. */
-static mls_code reserve(const output *out, mls_status *st)
+/* Allocate disk space, so that a full disk is detected before writing, and so that
+ * several threads can write behind the current end. On other systems the file just grows.
+ */
+static mls_code reserve_space(const output *out, mls_status *st)
 {
 #    if defined(__linux__)
     const uint64_t bytes = out->planned->header.file_bytes;
@@ -386,9 +386,9 @@ static mls_code reserve(const output *out, mls_status *st)
     return MLS_OK;
 }
 
-/* The generation makes a name one that nobody has.  Where somebody has it after all, the
- * file is committed already, and giving ours its name would take it away. */
-static mls_code expect_new(const writer *w, const char *path, mls_status *st)
+/* The generation makes names unique. If the name exists anyway, that file is already
+ * committed, and a rename would destroy it. */
+static mls_code check_new_name(const writer *w, const char *path, mls_status *st)
 {
     struct stat info;
     const char *name;
@@ -398,11 +398,11 @@ static mls_code expect_new(const writer *w, const char *path, mls_status *st)
                : MLS_OK;
 }
 
-/* Lay the file out and create the temporary, which nobody else has open either. */
+/* Lay out the file and create its temporary file, which must not exist. */
 static mls_code open_output(writer *w, output *out, mls_status *st)
 {
     if (mls_write_plan_lay_out(&w->plan, out->planned, st) != MLS_OK ||
-        expect_new(w, out->path, st) != MLS_OK) {
+        check_new_name(w, out->path, st) != MLS_OK) {
         return st->code;
     }
     snprintf(out->temporary, sizeof out->temporary, "%s.tmp", out->path);
@@ -411,7 +411,7 @@ static mls_code open_output(writer *w, output *out, mls_status *st)
         return mls_fail_os(st, errno, "cannot create a file");
     }
     out->created = true;
-    const mls_code code = reserve(out, st);
+    const mls_code code = reserve_space(out, st);
 #    if defined(O_DIRECT)
     if (code == MLS_OK && out->planned->header.file_bytes >= DIRECT_LEAST) {
         const int flags = fcntl(out->fd, F_GETFL);
@@ -421,10 +421,9 @@ static mls_code open_output(writer *w, output *out, mls_status *st)
     return code;
 }
 
-/* The first task of a file opens it; others wait.  Files are opened late, and closed
- * early, so that a hundred thousand of them need no more descriptors than there are
- * threads. */
-static mls_code need_output(writer *w, output *out, mls_status *st)
+/* The first task of a file opens it; others wait. Files are opened late and closed early,
+ * so that even a hundred thousand files need few descriptors. */
+static mls_code ensure_output(writer *w, output *out, mls_status *st)
 {
     mls_code code = MLS_OK;
     pthread_mutex_lock(&w->lock);
@@ -435,9 +434,8 @@ static mls_code need_output(writer *w, output *out, mls_status *st)
     return code;
 }
 
-/* The header, which is what makes it a file, in steps of the buffer.  It ends where the
- * first tensor starts, at a multiple of the alignment, so it needs no padding of its own.
- */
+/* Write the header, which makes the file valid, in steps of the buffer. It ends at the
+ * first tensor, at a multiple of the alignment, so it needs no padding. */
 static mls_code write_header(sink *s)
 {
     mls_header *header = &s->out->planned->header;
@@ -457,8 +455,8 @@ static mls_code write_header(sink *s)
     return MLS_OK;
 }
 
-/* Its last bytes, its length, its way to the disk, its name.  The header goes last: a
- * file that was not finished is none that anybody could take for whole. */
+/* Finish a file: header, length, sync, rename. The header is written last, so an
+ * incomplete file is never mistaken for a valid one. */
 static mls_code finish_output(sink *s)
 {
     output *out = s->out;
@@ -466,7 +464,7 @@ static mls_code finish_output(sink *s)
     if (code != MLS_OK) {
         return code;
     }
-    /* direct writes have filled up the last block of the disk */
+    /* remove the padding of the last direct write */
     if (out->direct && ftruncate(out->fd, (off_t)out->planned->header.file_bytes) != 0) {
         return mls_fail_os(s->st, errno, "cannot set the length of a file");
     }
@@ -489,9 +487,9 @@ static mls_code finish_output(sink *s)
 
 /* ---- tasks ---- */
 
-/* The bytes of one task; whoever does the last one of a file finishes that.  The lock
- * round the count makes the checksums of all others visible to him. */
-static mls_code do_task(writer *w, const task *t, unsigned char *buffer, mls_status *st)
+/* Write the bytes of one task. The task that finishes last completes the file; the lock
+ * around the counter makes the other tasks' checksums visible to it. */
+static mls_code run_task(writer *w, const task *t, unsigned char *buffer, mls_status *st)
 {
     output *out = &w->outputs[t->file];
     const size_t count = out->planned->count, first = out->planned->shards[0];
@@ -503,19 +501,19 @@ static mls_code do_task(writer *w, const task *t, unsigned char *buffer, mls_sta
         s.silent = true;
     }
     if (code == MLS_OK) {
-        code = need_output(w, out, st);
+        code = ensure_output(w, out, st);
     }
     const mls_header_tensor *tensors = out->planned->tensors;
     s.offset = code == MLS_OK ? tensors[0].offset + t->start : 0;
     if (code == MLS_OK && coded != NULL) {
-        code = put_coded(&s, &tensors[0], coded);
+        code = put_compressed(&s, &tensors[0], coded);
     }
     for (size_t i = 0; code == MLS_OK && coded == NULL && i < count; i++) {
         const size_t end = count == 1 ? t->start + t->bytes : tensors[i].bytes;
         code = put_tensor(&s, &tensors[i], t->start, end);
     }
     if (code == MLS_OK) {
-        code = flush(&s);
+        code = flush_buffer(&s);
     }
     mls_free(coded);
     if (code != MLS_OK) {
@@ -527,9 +525,9 @@ static mls_code do_task(writer *w, const task *t, unsigned char *buffer, mls_sta
     return last ? finish_output(&s) : MLS_OK;
 }
 
-/* Of several failures the first is told: by the order of tasks, not by time, so that it
- * is the same one however many threads there are. */
-static void note_failure(writer *w, size_t index, const mls_status *st)
+/* Record a failure. The first task in order wins, so that the reported error does not
+ * depend on the number of threads. */
+static void record_failure(writer *w, size_t index, const mls_status *st)
 {
     pthread_mutex_lock(&w->lock);
     if (index < w->failed) {
@@ -539,7 +537,7 @@ static void note_failure(writer *w, size_t index, const mls_status *st)
     pthread_mutex_unlock(&w->lock);
 }
 
-/* After a failure nothing more is begun. */
+/* After a failure no further task is started. */
 static void write_task(void *context, size_t index)
 {
     writer *w = context;
@@ -555,14 +553,14 @@ static void write_task(void *context, size_t index)
     const mls_code code =
         buffer.data == NULL
             ? mls_fail(&st, MLS_E_MEMORY, "no memory for a buffer of 2 MiB")
-            : do_task(w, t, buffer.data, &st);
+            : run_task(w, t, buffer.data, &st);
     if (buffer.data != NULL) {
-        give_buffer(w, buffer);
+        return_buffer(w, buffer);
     }
     if (code != MLS_OK) {
         const mls_str key = w->plan.planned[w->plan.files[t->file].shards[0]].key;
         mls_status_name(&st, key.data, key.length);
-        note_failure(w, w->begun + index, &st);
+        record_failure(w, w->begun + index, &st);
     }
 }
 
@@ -573,8 +571,9 @@ static size_t first_bytes(const mls_write_plan *plan, size_t number)
     return mls_planned_bytes(&plan->planned[shard], &plan->index.shards[shard]);
 }
 
-/* Tasks of one file: a single large shard is cut at blocks, all else is one task.  So is
- * what is coded, since each byte's place follows from those before it. */
+/* Divide a file into tasks: a single large shard at block boundaries; everything else is
+ * one task. A compressed shard is one task too, since the position of each byte depends
+ * on the previous ones. */
 static size_t cut_file(const mls_write_plan *plan, size_t number, task *out)
 {
     const size_t bytes = first_bytes(plan, number);
@@ -593,9 +592,9 @@ static size_t cut_file(const mls_write_plan *plan, size_t number, task *out)
     return count;
 }
 
-/* Whether a file takes a shard whose memory is not a copy of ours.  One such shard makes
- * a whole segment urgent: small shards are copied first, so that is seldom. */
-static bool is_lent(const writer *w, size_t number)
+/* Return whether a file contains a shard whose memory is not staged. One such shard makes
+ * its whole segment urgent; this is rare, since small shards are staged first. */
+static bool has_unstaged(const writer *w, size_t number)
 {
     const mls_planned_file *file = &w->plan.files[number];
     for (size_t i = 0; i < file->count; i++) {
@@ -606,12 +605,12 @@ static bool is_lent(const writer *w, size_t number)
     return false;
 }
 
-/* The tasks of all files that are lent, or of all others.  Where nobody waits all files
- * are in one list, in their order. */
+/* Add the tasks of all files with (`lent`) or without unstaged memory. Without a `freed`
+ * callback all files are in one list, in order. */
 static void add_tasks(writer *w, bool lent)
 {
     for (size_t i = 0; i < w->plan.file_count; i++) {
-        if (w->job->freed == NULL || is_lent(w, i) == lent) {
+        if (w->job->freed == NULL || has_unstaged(w, i) == lent) {
             mls_planned_file *file = &w->plan.files[i];
             w->outputs[i] = (output){
                 .planned = file, .fd = -1, .path = w->plan.index.files[file->file].path};
@@ -621,17 +620,17 @@ static void add_tasks(writer *w, bool lent)
     }
 }
 
-/* All of them, in the order of files: threads take them from the front.  Where somebody
- * waits for his memory, what lies in it comes first. */
+/* Create all tasks, in the order of files. If the caller waits for its memory, files that
+ * read it come first. */
 static mls_code make_tasks(writer *w, mls_status *st)
 {
-    /* each file has one task at least, and one for each further TASK_BYTES */
+    /* at least one task for each file, and one more for each further TASK_BYTES */
     size_t most = w->plan.file_count;
     for (size_t i = 0; i < w->plan.file_count; i++) {
-        most += first_bytes(&w->plan, i) / TASK_BYTES; /* far below SIZE_MAX */
+        most += first_bytes(&w->plan, i) / TASK_BYTES; /* cannot overflow */
     }
     w->tasks = mls_alloc(most, sizeof *w->tasks);
-    if (w->tasks != NULL) { /* once there are outputs, release() closes them */
+    if (w->tasks != NULL) { /* release_writer() would close fd 0 of zeroed outputs */
         w->outputs = mls_alloc(w->plan.file_count, sizeof *w->outputs);
     }
     if (w->outputs == NULL) {
@@ -646,14 +645,14 @@ static mls_code make_tasks(writer *w, mls_status *st)
     return MLS_OK;
 }
 
-/* ---- durable ---- */
+/* ---- durability ---- */
 
-/* Whether one call brings all of a file system to the disk and says so when it fails: the
- * usual local ones, from Linux 5.8 on. */
+/* Return whether syncfs makes a whole file system durable and reports errors: the usual
+ * local file systems, since Linux 5.8. */
 static bool can_sync_once(int folder)
 {
 #    if defined(__linux__)
-    /* ext4, XFS, Btrfs, F2FS, tmpfs, ramfs: others may take the call and do nothing */
+    /* ext4, XFS, Btrfs, F2FS, tmpfs, ramfs; others may accept the call and do nothing */
     static const unsigned long known[] = {0xEF53,     0x58465342, 0x9123683E,
                                           0xF2F52010, 0x01021994, 0x858458F6};
     struct statfs info;
@@ -675,7 +674,7 @@ static bool can_sync_once(int folder)
     return false;
 }
 
-/* Everything that has a name now. */
+/* Make all renamed files durable. */
 static mls_code make_durable(const writer *w, mls_status *st)
 {
 #    if defined(__linux__)
@@ -688,7 +687,7 @@ static mls_code make_durable(const writer *w, mls_status *st)
                            : mls_fail_os(st, errno, "cannot bring the files to the disk");
     }
 #    endif
-    /* a file that is on the disk without a name is lost */
+    /* a file is lost if its data is durable but its name is not */
     for (int i = 0; i < FOLDER_COUNT; i++) {
         const int reason = mls_folder_sync(w->folders[i]);
         if (reason != 0) {
@@ -701,8 +700,8 @@ static mls_code make_durable(const writer *w, mls_status *st)
 
 /* ---- the index ---- */
 
-/* The checksum of `bytes` bytes from those of their blocks. */
-static uint32_t combined(const uint32_t *crcs, size_t bytes)
+/* Combine the checksums of blocks into the checksum of `bytes` bytes. */
+static uint32_t combine_crcs(const uint32_t *crcs, size_t bytes)
 {
     uint32_t crc = 0;
     for (size_t start = 0, i = 0; start < bytes; start += MLS_SAFETENSORS_BLOCK) {
@@ -713,12 +712,13 @@ static uint32_t combined(const uint32_t *crcs, size_t bytes)
     return crc;
 }
 
-/* Write a small file: temporary, name; durable only where every file is by itself. */
+/* Write a small file: temporary file, rename. It is synced here only if files are synced
+ * separately. */
 static mls_code write_small(const writer *w, const char *path,
                             const mls_json_writer *text, mls_status *st)
 {
     char temporary[MLS_INDEX_PATH_BYTES + 8];
-    if (expect_new(w, path, st) != MLS_OK) {
+    if (check_new_name(w, path, st) != MLS_OK) {
         return st->code;
     }
     snprintf(temporary, sizeof temporary, "%s.tmp", path);
@@ -743,30 +743,29 @@ static mls_code write_small(const writer *w, const char *path,
     return code;
 }
 
-/* Every checksum is known now.  The index is the last file: whoever has one may rely on
- * all that it lists. */
+/* Write the index, when all checksums are known. It is the last file, so everything that
+ * an index lists exists. */
 static mls_code write_index(writer *w, mls_shards_written *out, mls_status *st)
 {
     mls_index *index = &w->plan.index;
     mls_json_writer text = {0};
-    /* kept shards have their checksum from before; those of new blocks are known by now
-     */
+    /* kept shards have their old checksums; new ones are combined from blocks */
     for (size_t i = 0; i < index->shard_count; i++) {
         mls_index_shard *shard = &index->shards[i];
         const mls_planned *planned = &w->plan.planned[i];
         const size_t bytes = mls_planned_bytes(planned, shard);
         out->data_bytes += shard->bytes;
         if (planned->fresh != NULL) {
-            planned->fresh->crc = combined(planned->fresh->crcs, bytes);
+            planned->fresh->crc = combine_crcs(planned->fresh->crcs, bytes);
         } else if (mls_planned_is_written(planned)) {
-            shard->crc = combined(shard->crcs, bytes);
+            shard->crc = combine_crcs(shard->crcs, bytes);
         }
         out->new_shards += mls_planned_is_written(planned);
         out->new_bytes += bytes;
     }
     out->shard_count = index->shard_count;
     out->new_files = w->plan.file_count;
-    /* one for each rank: no two processes ever write the same name */
+    /* the name contains the rank, so no two processes write the same file */
     snprintf(out->path, sizeof out->path, "index/%s.%llu.json", index->generation,
              (unsigned long long)index->rank);
     mls_code code = mls_index_build(index, w->job->crc, &text, &out->crc, st);
@@ -779,10 +778,10 @@ static mls_code write_index(writer *w, mls_shards_written *out, mls_status *st)
     return code;
 }
 
-/* ---- the whole ---- */
+/* ---- the whole save ---- */
 
-/* Take back everything that was made, and nothing else. */
-static void discard(const writer *w, const char *index)
+/* Delete all files that this save created, and no others. */
+static void discard_files(const writer *w, const char *index)
 {
     for (size_t i = 0; w->outputs != NULL && i < w->plan.file_count; i++) {
         const output *out = &w->outputs[i];
@@ -795,8 +794,8 @@ static void discard(const writer *w, const char *index)
     }
 }
 
-/* Descriptors of files are open only after a failure. */
-static void release(writer *w)
+/* File descriptors are open only after a failure. */
+static void release_writer(writer *w)
 {
     for (size_t i = 0; w->outputs != NULL && i < w->plan.file_count; i++) {
         if (w->outputs[i].fd >= 0) {
@@ -815,24 +814,24 @@ static void release(writer *w)
     pthread_mutex_destroy(&w->lock);
 }
 
-/* From the plan to files that have their names.  Nothing of it is durable yet, but for
- * files that are synced one by one. */
+/* Write and rename all planned files. They are durable only if files are synced
+ * separately. */
 static mls_code write_files(writer *w, mls_status *st)
 {
     mls_code code = make_tasks(w, st);
     if (code != MLS_OK) {
         return code;
     }
-    /* decided before any file is written, since each would else sync itself */
+    /* decided before writing, since it determines whether each file is synced */
     w->sync_once = w->plan.file_count > FEW_FILES && can_sync_once(w->job->folder);
-    /* two runs: the first ends when no thread reads memory that somebody waits for */
+    /* two pool runs: after the first one no thread reads the caller's memory */
     mls_pool_run(w->job->pool, write_task, w, w->first_count);
     if (w->job->freed != NULL && w->failed == SIZE_MAX) {
         w->job->freed(w->job->freed_context);
         w->begun = w->first_count;
         mls_pool_run(w->job->pool, write_task, w, w->task_count - w->first_count);
     }
-    free_buffers(w); /* the text of the index comes next */
+    free_buffers(w); /* frees memory for the text of the index */
     if (w->failed != SIZE_MAX) {
         *st = w->why;
         return st->code;
@@ -840,8 +839,8 @@ static mls_code write_files(writer *w, mls_status *st)
     return MLS_OK;
 }
 
-/* Step by step, each of which may end it; up to the last one nothing is committed, and
- * whatever was made is taken back. */
+/* Each step may fail. Nothing is committed before the last one, and a failure deletes
+ * everything that was created. */
 mls_code mls_shards_write(const mls_shard_job *job, mls_shards_written *out,
                           mls_status *st)
 {
@@ -866,11 +865,11 @@ mls_code mls_shards_write(const mls_shard_job *job, mls_shards_written *out,
         code = make_durable(&w, st);
     }
     if (code != MLS_OK) {
-        discard(&w, written.path);
+        discard_files(&w, written.path);
     } else {
         *out = written;
     }
-    release(&w);
+    release_writer(&w);
     return code;
 }
 

@@ -1,104 +1,105 @@
-/* shard_write: one rank's shards, written as files of the pool, durable but not yet
+/* shard_write: write one rank's shards as files of the pool. They are durable but not
  * committed.
  *
- * Nothing that exists is touched.  New files get names that carry the generation, and
- * nobody looks at them before a manifest names the index that this makes: up to then they
- * can be thrown away, by their names.
- */
+ * Existing files are not modified. File names contain the generation. New files are
+ * invisible until a manifest references their index; until then they can be deleted by
+ * name. */
 #ifndef MLS_SHARD_WRITE_H
 #define MLS_SHARD_WRITE_H
 
 #include "array/copy/copy.h"
-#include "crc32c/crc32c.h"
-#include "checkpoint/index/index.h"
-#include "runtime/thread_pool.h"
-#include "checkpoint/read/shard_read.h"
 #include "base/status.h"
+#include "checkpoint/index/index.h"
+#include "checkpoint/read/shard_read.h"
+#include "crc32c/crc32c.h"
+#include "runtime/thread_pool.h"
 
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
-/* One shard that is to be stored, and the memory that it is in.  All is borrowed. */
+/* A shard to store, and its memory. Everything is borrowed. */
 typedef struct mls_shard_item {
     mls_tensor_id id;
     mls_dtype dtype;
-    int rank;            /* of the whole tensor */
-    const size_t *shape; /* of the whole tensor */
-    /* of a state, those of its parameter (optimizer_axes.h); NULL: found among the items, which
-     * lack the parameter where another rank stores it */
+    int rank;            /* rank of the whole tensor */
+    const size_t *shape; /* shape of the whole tensor */
+    /* parameter axis of each axis of a state (optimizer_axes.h). NULL: derived from the
+     * parameter, if it is among the items; another rank may store it */
     const signed char *axes;
     mls_layout layout;
     size_t part;
     mls_tier tier;
-    bool staged;      /* the memory is a copy, which nobody changes (staging.h) */
-    uint64_t version; /* as the caller counts; 0: decided by comparing bytes */
-    const unsigned char *data; /* packed, in this machine's byte order; NULL where ... */
-    const mls_tensor *strided; /* ... this is used, which need not be */
-    size_t first; /* of the memory's elements in C order, the first one of the part */
+    bool staged;      /* the memory is a private copy that does not change (staging.h) */
+    uint64_t version; /* version set by the caller; 0: determined by comparing bytes */
+    const unsigned char *data; /* packed memory in native byte order; NULL: ... */
+    const mls_tensor *strided; /* ... this strided tensor is used */
+    size_t first; /* element of the memory, in C order, at which the part starts */
 } mls_shard_item;
 
-/* What is to be stored, and where. */
+/* What to store, and where. */
 typedef struct mls_shard_job {
-    int folder;             /* the pool, open; its folders exist */
-    unsigned mode;          /* of new files, less the umask */
-    const char *generation; /* MLS_GENERATION_DIGITS and NUL */
+    int folder;             /* descriptor of the pool; its folders exist */
+    unsigned mode;          /* mode of new files, before the umask */
+    const char *generation; /* MLS_GENERATION_DIGITS digits and NUL */
     uint64_t rank, world_size;
     const mls_shard_item *items;
     size_t count;
-    const mls_index *before; /* what this rank committed last, or NULL */
-    uint64_t pack_below;     /* shards of fewer bytes share files */
-    bool sparse;             /* rows that are zero are not stored, where that pays */
-    bool incremental;        /* of what changed a little only the rows that did are */
-    bool compress;           /* what gets smaller by it is coded, with ... */
-    mls_codec codec;         /* ... this */
-    const mls_codecs
-        *codecs; /* NULL: there are none, and what is coded counts as changed */
+    const mls_index *before;  /* this rank's last committed index, or NULL */
+    uint64_t pack_below;      /* smaller shards share files */
+    bool sparse;              /* omit rows of zeros if that saves enough */
+    bool incremental;         /* if few rows of a shard changed, store only these */
+    bool compress;            /* compress shards that become smaller, with ... */
+    mls_codec codec;          /* ... this codec */
+    const mls_codecs *codecs; /* NULL: compressed shards count as changed */
     const mls_kernels *kernels;
     const mls_crc_kernels *crc;
     mls_pool *pool;
     const mls_progress *progress; /* or NULL */
-    /* or NULL; called once, by the calling thread, when the memory of items that are not
-     * `staged` is not read any more.  Not called where the write failed before. */
+    /* or NULL. The calling thread calls it once, when the memory of items that are not
+     * `staged` is no longer read. Not called if writing failed before. */
     void (*freed)(void *context);
     void *freed_context;
 } mls_shard_job;
 
 enum {
     MLS_INDEX_PATH_BYTES = 64,
-    MLS_WRITE_BUFFER = 2 << 20 /* of each thread that writes */
+    MLS_WRITE_BUFFER = 2 << 20 /* for each writing thread */
 };
 
-/* What became of it. */
+/* Result of a write. */
 typedef struct mls_shards_written {
-    char path[MLS_INDEX_PATH_BYTES];           /* of the index, in the pool */
-    uint64_t bytes;                            /* of the index */
-    uint32_t crc;                              /* of the index, all of it */
-    uint64_t shard_count, data_bytes;          /* that the index lists */
-    uint64_t new_shards, new_bytes, new_files; /* that were written now, or in part */
+    char path[MLS_INDEX_PATH_BYTES];           /* path of the index in the pool */
+    uint64_t bytes;                            /* size of the index */
+    uint32_t crc;                              /* CRC32C of the whole index */
+    uint64_t shard_count, data_bytes;          /* of all shards that the index lists */
+    uint64_t new_shards, new_bytes, new_files; /* written by this call */
 } mls_shards_written;
 
 #if !defined(_WIN32)
 
-/* Store all items.  A shard that was committed before and did not change is not written
- * again: its record goes on to point where it lies.  Unchanged is what has the version of
- * before, where the caller states one, else what has the same bytes.  The version of what
- * changed goes up by one, or is the caller's.  A shard whose file is gone or has become
- * another is written again.  Shards that did not change move, too, when they share a file
- * of which less than half is still in use.
- * `sparse`: a new or changed shard leaves out its rows (row_bitmap.h) of zeros, where those are
- * a quarter of them or more; one below `pack_below` is there or, all zero, not at all.
- * `compress`: of what is written and has `pack_below` bytes or more, samples are coded;
- * what becomes shorter by a quarter is stored that way, each file by one thread, which
- * has all that it is coded to in memory until it is written. `incremental`: a shard of
- * which half of the rows changed, or fewer, gets one more layer of these, up to 8 layers
- * and twice its bytes; what is below was read and found good. Memory: about 400 bytes a
- * shard, a bit for each row that is looked at, and, for each thread, the header of a file
- * and 2 MiB for what is on its way; then the text of the index. MLS_E_VALUE: a part
- * twice, a name that is no UTF-8, a version that goes back, a layout or part that cannot
- * be; MLS_E_SHAPE; MLS_E_SIZE; MLS_E_IO (EEXIST: the generation was written before);
- * MLS_E_MEMORY; MLS_E_STOPPED.  On failure all files that this call made are deleted, and
- * no others. */
+/* Store all items, and the index that lists them.
+ * - Unchanged shards are not written again: the new index references their old place. A
+ *   shard is unchanged if its version equals the committed one, or, without a caller's
+ *   version, if its bytes are equal. The version of a changed shard is the caller's, or
+ *   the old one plus one. A shard whose file is missing or replaced is written again.
+ *   Unchanged shards are also rewritten if less than half of their file is still in use.
+ * - `sparse`: a new or changed shard omits its zero rows (row_bitmap.h) if they are at
+ *   least a quarter of all rows. A shard below `pack_below` is omitted only if all of it
+ *   is zero.
+ * - `compress`: samples are compressed of each shard that is written with at least
+ *   `pack_below` bytes. If they shrink by a quarter, the shard is compressed. One thread
+ *   writes each compressed file, and holds its whole compressed data in memory.
+ * - `incremental`: if at most half of a shard's rows changed, these rows become a new
+ *   layer, up to 8 layers and twice the shard's bytes. The existing layers have been
+ *   verified.
+ * - Memory: about 400 bytes for each shard, one bit for each compared row, the header of
+ *   a file and 2 MiB of buffer for each thread, and the text of the index.
+ *
+ * Errors: MLS_E_VALUE (a duplicate part, a name that is not UTF-8, a version that
+ * decreases, an invalid layout or part); MLS_E_SHAPE; MLS_E_SIZE; MLS_E_IO (EEXIST: the
+ * generation was already written); MLS_E_MEMORY; MLS_E_STOPPED. On failure all files that
+ * this call created are deleted, and no others. */
 mls_code mls_shards_write(const mls_shard_job *job, mls_shards_written *out,
                           mls_status *st);
 

@@ -1,8 +1,7 @@
-/* staging: items sorted by size, places given out, pieces copied by several threads.
+/* staging: sort items by size, assign offsets, copy with several threads.
  *
- * Copies lie close together without regard to alignment: whoever reads them takes bytes.
- * So a budget of just the state's size holds all of it.
- */
+ * Copies are packed without alignment, because the writer reads bytes. So a budget of
+ * exactly the state's size holds all of it. */
 #include "checkpoint/write/staging.h"
 
 #include "array/copy/pack_range.h"
@@ -15,32 +14,31 @@
 #include <string.h>
 
 enum {
-    PIECE_BYTES = 2 << 20, /* of one task; a multiple of any item's size */
-    RECORD_BYTES = 512,    /* of an item, while it is saved */
-    THREAD_BYTES =
-        64 << 10,        /* of a thread, beyond its buffer: what it touches of a stack */
-    SAVE_BYTES = 1 << 20 /* of a save: lists, names, messages between ranks */
+    PIECE_BYTES = 2 << 20,   /* bytes of one task; a multiple of every element size */
+    RECORD_BYTES = 512,      /* memory for each item during a save */
+    THREAD_BYTES = 64 << 10, /* memory of a thread besides its buffer: touched stack */
+    SAVE_BYTES = 1 << 20     /* memory of a save: lists, names, messages between ranks */
 };
 
-/* An item that is to be copied. */
+/* An item to copy. */
 typedef struct chosen {
     size_t bytes;
-    size_t number; /* of the item */
-    size_t place;  /* in the memory */
-} chosen;
+    size_t number; /* index of the item */
+    size_t place;  /* offset in the memory */
+} staged_item;
 
-/* One task: a piece of a large item, or several small ones. */
+/* Shared state of the copy tasks. */
 typedef struct copying {
     const mls_staging *to;
     mls_shard_item *items;
-    const chosen *order;
+    const staged_item *order;
     size_t count;
-    size_t bytes; /* of all copies */
-} copying;
+    size_t bytes; /* total of all copies */
+} copy_state;
 
-/* ---- how large ---- */
+/* ---- sizes ---- */
 
-/* Bytes of one item's part. */
+/* Size of one item's part in bytes. */
 static mls_code item_bytes(const mls_shard_item *item, size_t *out, mls_status *st)
 {
     mls_part part;
@@ -56,7 +54,7 @@ static mls_code item_bytes(const mls_shard_item *item, size_t *out, mls_status *
     return code;
 }
 
-/* They lie in memory, so only views of the same memory can make the sum overflow. */
+/* The items are in memory, so the sum can only overflow if they share memory. */
 mls_code mls_staging_need(const mls_shard_item *items, size_t count, size_t *out,
                           mls_status *st)
 {
@@ -76,12 +74,12 @@ mls_code mls_staging_need(const mls_shard_item *items, size_t count, size_t *out
     return MLS_OK;
 }
 
-/* Measured with 150 and 20,000 items.  What is coded is there as a whole, by one thread
- * each, and at most three quarters as long as it was. */
+/* Measured with 150 and 20,000 items. Each thread holds one compressed shard, at most
+ * three quarters of its size. */
 mls_code mls_staging_besides(const mls_shard_item *items, size_t count, size_t threads,
                              bool compress, size_t *out, mls_status *st)
 {
-    size_t sum = count * RECORD_BYTES + SAVE_BYTES; /* items lie in memory, so it fits */
+    size_t sum = count * RECORD_BYTES + SAVE_BYTES; /* cannot overflow */
     size_t largest = 0;
     for (size_t i = 0; compress && i < count; i++) {
         size_t bytes = 0;
@@ -102,19 +100,19 @@ mls_code mls_staging_besides(const mls_shard_item *items, size_t count, size_t t
     return MLS_OK;
 }
 
-/* ---- what fits ---- */
+/* ---- choose items ---- */
 
-/* For qsort: by size, then by number, so that the choice is the same on every machine. */
+/* For qsort, by size, then index, so that the choice is the same on every machine. */
 static int compare_chosen(const void *a, const void *b)
 {
-    const chosen *x = a, *y = b;
+    const staged_item *x = a, *y = b;
     return x->bytes != y->bytes ? (x->bytes < y->bytes ? -1 : 1)
                                 : (x->number < y->number ? -1 : x->number > y->number);
 }
 
-/* The first of `count` items, smallest first, that has so many bytes or more; `count`:
- * none. */
-static size_t first_of(const chosen *order, size_t count, size_t bytes)
+/* Position of the first of `count` items, sorted by size, with at least `bytes` bytes;
+ * `count` if there is none. */
+static size_t find_item_of_size(const staged_item *order, size_t count, size_t bytes)
 {
     size_t low = 0, high = count;
     while (low < high) {
@@ -128,18 +126,19 @@ static size_t first_of(const chosen *order, size_t count, size_t bytes)
     return low;
 }
 
-/* Leave out items that together have `excess` bytes or more, which all of them have: mark
- * them by a place beyond any.  The largest that is too small goes, again and again; the
- * smallest that is enough for the rest goes last, at whichever step that costs least.
+/* Choose items with at least `excess` bytes in total, and set their place to SIZE_MAX.
+ * All items together have at least that many bytes.
  *
- * There always is such a last one: as long as none was found nothing was passed over, so
- * that what is left still has all that must go. */
-static void leave_out(chosen *order, size_t count, size_t excess)
+ * Each step considers the smallest item that covers the remaining excess as the last one.
+ * It then omits the largest item that does not cover it, and continues. The step with the
+ * fewest omitted bytes wins. A last item always exists: until one is found, no item is
+ * skipped, so the remaining items still cover the excess. */
+static void omit_items(staged_item *order, size_t count, size_t excess)
 {
     size_t gone = 0, least = SIZE_MAX, last = count, best = 0;
-    size_t high = count; /* items below are still to be had */
+    size_t high = count; /* items below this position are available */
     for (size_t step = 0; gone < excess; step++) {
-        const size_t enough = first_of(order, high, excess - gone);
+        const size_t enough = find_item_of_size(order, high, excess - gone);
         if (enough < high && gone + order[enough].bytes < least) {
             least = gone + order[enough].bytes;
             last = enough;
@@ -158,17 +157,17 @@ static void leave_out(chosen *order, size_t count, size_t excess)
     }
 }
 
-/* List what is to be copied, smallest first, and give each its place; the rest is left
- * out. */
-static mls_code choose(const mls_staging *to, const mls_shard_item *items, size_t count,
-                       chosen *order, copying *out, mls_status *st)
+/* List the items to copy, smallest first, and assign their offsets. */
+static mls_code choose_items(const mls_staging *to, const mls_shard_item *items,
+                             size_t count, staged_item *order, copy_state *out,
+                             mls_status *st)
 {
     size_t listed = 0, sum = 0, kept = 0;
     for (size_t i = 0; i < count; i++) {
         if (items[i].staged) {
             continue;
         }
-        order[listed] = (chosen){.number = i, .place = SIZE_MAX - 1};
+        order[listed] = (staged_item){.number = i, .place = SIZE_MAX - 1};
         const mls_code code = item_bytes(&items[i], &order[listed].bytes, st);
         if (code != MLS_OK) {
             return code;
@@ -181,7 +180,7 @@ static mls_code choose(const mls_staging *to, const mls_shard_item *items, size_
     }
     qsort(order, listed, sizeof *order, compare_chosen);
     if (sum > to->bytes) {
-        leave_out(order, listed, sum - to->bytes);
+        omit_items(order, listed, sum - to->bytes);
     }
     sum = 0;
     for (size_t i = 0; i < listed; i++) {
@@ -198,14 +197,15 @@ static mls_code choose(const mls_staging *to, const mls_shard_item *items, size_
 
 /* ---- copying ---- */
 
-/* Copy the bytes `start` .. `start + bytes` of an item, both multiples of its elements'
+/* Copy bytes `start` .. `start + bytes` of an item; both are multiples of its element
  * size. */
-static void copy_bytes(const copying *c, const chosen *which, size_t start, size_t bytes)
+static void copy_bytes(const copy_state *c, const staged_item *which, size_t start,
+                       size_t bytes)
 {
     const mls_shard_item *item = &c->items[which->number];
     const size_t size = mls_dtype_of(item->dtype)->item_bytes;
     unsigned char *to = c->to->memory + which->place + start;
-    /* any strides, either byte order; or bytes as they are */
+    /* any strides and either byte order, or plain bytes */
     if (item->data == NULL) {
         mls_pack_range(c->to->kernels, item->strided, item->first + start / size,
                        bytes / size, to);
@@ -215,8 +215,8 @@ static void copy_bytes(const copying *c, const chosen *which, size_t start, size
     }
 }
 
-/* The last item that begins at `place` or before; there is one. */
-static size_t item_at(const copying *c, size_t place)
+/* Position of the last item that starts at or before `place`. It always exists. */
+static size_t find_item(const copy_state *c, size_t place)
 {
     size_t low = 0, high = c->count;
     while (high - low > 1) {
@@ -230,9 +230,9 @@ static size_t item_at(const copying *c, size_t place)
     return low;
 }
 
-/* The first multiple of an element's size, in its item, at `place` or behind it.  Tasks
- * meet in the middle of an item, which may begin anywhere, but never of an element. */
-static size_t element_at(const copying *c, const chosen *which, size_t place)
+/* Offset in the item of the first element boundary at or after `place`. Tasks may divide
+ * an item, which is unaligned, but not an element. */
+static size_t element_offset(const copy_state *c, const staged_item *which, size_t place)
 {
     if (place <= which->place) {
         return 0;
@@ -243,26 +243,26 @@ static size_t element_at(const copying *c, const chosen *which, size_t place)
     return rounded < which->bytes ? rounded : which->bytes;
 }
 
-/* A task copies what lies in one piece of the memory: parts of large items, or many small
- * ones. */
+/* Copy the data in one piece of the memory: parts of large items, or many small ones. */
 static void copy_task(void *context, size_t index)
 {
-    const copying *c = context;
+    const copy_state *c = context;
     const size_t from = index * PIECE_BYTES;
     const size_t to = c->bytes - from < PIECE_BYTES ? c->bytes : from + PIECE_BYTES;
-    for (size_t i = item_at(c, from); i < c->count && c->order[i].place < to; i++) {
-        /* both ends are rounded alike, so each element is copied by one task */
-        const size_t start = element_at(c, &c->order[i], from);
-        const size_t end = element_at(c, &c->order[i], to);
+    for (size_t i = find_item(c, from); i < c->count && c->order[i].place < to; i++) {
+        /* both ends are rounded in the same way, so exactly one task copies each element
+         */
+        const size_t start = element_offset(c, &c->order[i], from);
+        const size_t end = element_offset(c, &c->order[i], to);
         if (start < end) {
             copy_bytes(c, &c->order[i], start, end - start);
         }
     }
 }
 
-/* Items are pointed to their copies only when all of them are there: threads read the
- * items meanwhile. */
-static void point_to_copies(const copying *c)
+/* Set the items to their copies after all copying is done: the copy threads read the
+ * items. */
+static void point_to_copies(const copy_state *c)
 {
     for (size_t i = 0; i < c->count; i++) {
         mls_shard_item *item = &c->items[c->order[i].number];
@@ -285,17 +285,17 @@ void mls_staging_note(mls_shard_item *items, size_t count, const void *memory,
     }
 }
 
-/* Sorting costs less than a thousandth of the copying.  Pieces are of the memory, not of
- * the items: a large item is shared out, and a task of small ones has enough to do. */
+/* Sorting takes less than a thousandth of the time of copying. Tasks divide the memory,
+ * not the items: several threads share a large item, and small items are grouped. */
 mls_code mls_stage(const mls_staging *to, mls_shard_item *items, size_t count,
                    mls_staged *out, mls_status *st)
 {
-    chosen *order = mls_alloc(count, sizeof *order);
+    staged_item *order = mls_alloc(count, sizeof *order);
     if (order == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory to stage %zu shards", count);
     }
-    copying c = {.to = to, .items = items, .order = order};
-    const mls_code code = choose(to, items, count, order, &c, st);
+    copy_state c = {.to = to, .items = items, .order = order};
+    const mls_code code = choose_items(to, items, count, order, &c, st);
     if (code == MLS_OK) {
         const size_t pieces = c.bytes / PIECE_BYTES + (c.bytes % PIECE_BYTES != 0);
         mls_pool_run(to->pool, copy_task, &c, pieces);
@@ -310,9 +310,9 @@ mls_code mls_stage(const mls_staging *to, mls_shard_item *items, size_t count,
     return code;
 }
 
-/* ---- touching ---- */
+/* ---- page allocation ---- */
 
-/* Writing is what makes a page exist; several threads have them sooner. */
+/* Writing allocates a page. */
 static void touch_task(void *context, size_t index)
 {
     const mls_staging *s = context;
@@ -321,7 +321,8 @@ static void touch_task(void *context, size_t index)
     memset(s->memory + from, 0, left < PIECE_BYTES ? left : PIECE_BYTES);
 }
 
-/* By several threads: the system clears the pages in whichever asks. */
+/* The system clears a page in the thread that touches it, so several threads are faster.
+ */
 void mls_staging_touch(const mls_staging *staging)
 {
     mls_staging copy = *staging;

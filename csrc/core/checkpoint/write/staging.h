@@ -1,21 +1,22 @@
-/* staging: items of a save copied aside, within a budget, so that their arrays may be
- * changed while the copies are written.
+/* staging: copy items of a save within a memory budget, so that their arrays may change
+ * while the copies are written.
  *
- * What does not fit is written from where it lies, before all else, while somebody waits;
- * see mls_shard_job.freed.  So as few bytes as can be found quickly are left out, and few
- * items: each costs a write as many operations, however small it is.
- */
+ * Items that exceed the budget are written directly from their arrays, before all others,
+ * while the caller waits; see mls_shard_job.freed. So a fast heuristic keeps their bytes
+ * low, and also their number: every write of an item has the same overhead, even for a
+ * small item. */
 #ifndef MLS_STAGING_H
 #define MLS_STAGING_H
 
 #include "array/copy/copy.h"
-#include "runtime/thread_pool.h"
-#include "checkpoint/write/shard_write.h"
 #include "base/status.h"
+#include "checkpoint/write/shard_write.h"
+#include "runtime/thread_pool.h"
 
 #include <stddef.h>
 
-/* Where copies go.  All is borrowed; the memory must outlive the items. */
+/* Destination of the copies. Everything is borrowed; the memory must outlive the items.
+ */
 typedef struct mls_staging {
     unsigned char *memory;
     size_t bytes;
@@ -23,39 +24,39 @@ typedef struct mls_staging {
     mls_pool *pool;
 } mls_staging;
 
-/* What came of it. */
+/* Result of staging. */
 typedef struct mls_staged {
-    size_t bytes; /* of the memory that are in use, from its start on */
-    size_t lent;  /* items that were not copied */
+    size_t bytes; /* used bytes at the start of the memory */
+    size_t lent;  /* number of items that were not copied */
 } mls_staged;
 
-/* Bytes of all items together, each of which is looked at: what staging all would take.
- * MLS_E_VALUE, MLS_E_SHAPE: a layout or part that cannot be; MLS_E_SIZE. `*out` is
- * untouched on failure. */
+/* Compute the total bytes of all items, which is the memory needed to stage them all.
+ * Checks every item. MLS_E_VALUE, MLS_E_SHAPE: invalid layout or part; MLS_E_SIZE. `*out`
+ * is untouched on failure. */
 mls_code mls_staging_need(const mls_shard_item *items, size_t count, size_t *out,
                           mls_status *st);
 
-/* What a save of these items takes besides, at most: what `threads` have on its way to
- * the disk, records of the items, and with `compress` what the largest of them become.
- * Errors as above. */
+/* Compute the writer's own memory for these items, at most: write buffers of `threads`
+ * threads, records of the items, and with `compress` the compressed data of the largest
+ * items. Errors as above. */
 mls_code mls_staging_besides(const mls_shard_item *items, size_t count, size_t threads,
                              bool compress, size_t *out, mls_status *st);
 
-/* Mark as `staged` exactly the items whose memory is in the first `bytes` bytes of
- * `memory`: copies that the caller made. */
+/* Set `staged` for exactly the items whose memory is in the first `bytes` bytes of
+ * `memory`, which are copies that the caller made. */
 void mls_staging_note(mls_shard_item *items, size_t count, const void *memory,
                       size_t bytes);
 
-/* Copy what there is room for, one behind the other and packed.  Left out are the largest
- * items, until one will do; then the smallest that does.  Each that was copied points to
- * its copy and is `staged`.  Items that are staged
- * already stay as they are.  Errors as above, and MLS_E_MEMORY (24 bytes an item are
- * taken meanwhile); then no item was changed. */
+/* Copy as many items as fit, adjacent and packed. The omitted items are the largest ones
+ * until one more is enough, and then the smallest one that is enough. A copied item
+ * points to its copy and is `staged`; items that are already staged do not change. Errors
+ * as above, and MLS_E_MEMORY (24 temporary bytes for each item); on failure no item
+ * changed. */
 mls_code mls_stage(const mls_staging *to, mls_shard_item *items, size_t count,
                    mls_staged *out, mls_status *st);
 
-/* Write to every page of `memory`, so that the system has given it before it is needed:
- * first touching it costs more than the copying.  Its content is lost. */
+/* Write to every page of `memory`, so that the system allocates it in advance: first
+ * touching a page costs more than copying to it. The contents are lost. */
 void mls_staging_touch(const mls_staging *staging);
 
 #endif

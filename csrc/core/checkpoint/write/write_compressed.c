@@ -1,12 +1,11 @@
-/* shard_compress: which new files are coded, and the coding.
+/* write_compressed: choose the shards to compress, and compress them.
  *
- * Most states do not get much smaller: random digits of floats do not.  So a few samples
- * of each shard are coded before it is decided, and a shard that was to be coded and did
- * not get smaller is written as it is after all.
+ * Most states do not shrink much, because the low bits of floats are random. So a few
+ * samples of each shard are compressed first. A chosen shard that does not shrink enough
+ * is written uncompressed.
  *
- * How long coded bytes are is known when all of them are there, and where the next tensor
- * begins with it: a coded shard has a file of its own, which one thread codes and writes.
- */
+ * The compressed length, and so the offset of the next tensor, is only known at the end.
+ * So a compressed shard has its own file, which one thread compresses and writes. */
 #if !defined(_WIN32)
 
 #    include "checkpoint/write/write_plan.h"
@@ -17,14 +16,14 @@
 #    include <string.h>
 
 enum {
-    LEAST = 16 << 10, /* of a shard: less would not even fill a few blocks of the disk */
+    LEAST = 16 << 10,   /* bytes of a shard; less is only a few disk blocks */
     SAMPLE = 128 << 10, /* bytes */
-    SAMPLES = 3         /* of a shard: its start, its middle, its end */
+    SAMPLES = 3         /* of a shard: start, middle, end */
 };
 
-/* ---- what is to be coded ---- */
+/* ---- access to elements ---- */
 
-/* By halves: the run that has an element of the layer. */
+/* Number of the row range that contains an element of the layer. Binary search. */
 static size_t find_run(const mls_layer *layer, size_t at)
 {
     size_t low = 0, high = layer->run_count;
@@ -39,10 +38,11 @@ static size_t find_run(const mls_layer *layer, size_t at)
     return low;
 }
 
-/* Elements `first` .. `first + count` of what is written of a shard: where they lie, or
- * one after the other in `room`. */
-static const unsigned char *packed(const mls_write_plan *plan, const mls_planned *planned,
-                                   size_t first, size_t count, unsigned char *room)
+/* Return elements `first` .. `first + count` of the data to write: a pointer into the
+ * array, or a packed copy in `room`. */
+static const unsigned char *packed_elements(const mls_write_plan *plan,
+                                            const mls_planned *planned, size_t first,
+                                            size_t count, unsigned char *room)
 {
     const mls_layer *fresh = planned->fresh;
     const size_t item = planned->frames->item;
@@ -50,8 +50,8 @@ static const unsigned char *packed(const mls_write_plan *plan, const mls_planned
         return mls_planned_elements(plan->job, planned->item, first, count, room);
     }
     unsigned char *to = room;
-    /* runs follow one another without a gap in the layer, but not in memory; what is
-     * strided is packed to its place at once */
+    /* row ranges are adjacent in the layer but not in memory; strided data is packed
+     * directly into place */
     for (size_t run = find_run(fresh, first); count > 0; run++) {
         const mls_row_range *here = &fresh->runs[run];
         const size_t skip = first - here->at, left = here->count - skip;
@@ -68,30 +68,30 @@ static const unsigned char *packed(const mls_write_plan *plan, const mls_planned
     return room;
 }
 
-/* Whether what is coded is shorter by a quarter: less is not worth the time that reading
- * it takes for ever after. */
-static bool pays(size_t coded, size_t bytes)
+/* Return whether the compressed size saves at least a quarter. A smaller gain is not
+ * worth the time for decompression at every load. */
+static bool saves_enough(size_t coded, size_t bytes)
 {
     return coded <= bytes - bytes / 4;
 }
 
 /* ---- samples ---- */
 
-/* What the tasks share. */
+/* State shared by the tasks. */
 typedef struct sampling {
     mls_write_plan *plan;
-    const size_t *shards; /* the candidates */
-    pthread_mutex_t lock; /* round what follows */
-    size_t failed;        /* the first shard that failed, SIZE_MAX: none */
+    const size_t *shards; /* candidates */
+    pthread_mutex_t lock; /* protects the members below */
+    size_t failed;        /* first shard that failed; SIZE_MAX: none */
     mls_status why;
-} sampling;
+} sample_state;
 
-/* Give a planned shard frames, and a layer where it has none that is new. */
+/* Give a shard frames, and a new layer if it has none. */
 static mls_code set_frames(const mls_write_plan *plan, mls_planned *planned,
                            const mls_index_shard *shard, mls_status *st)
 {
     const size_t bytes = mls_planned_bytes(planned, shard);
-    /* each is one block with what it points to, so that one call frees it */
+    /* each is one allocation with its arrays, so that one call frees it */
     mls_compressed_frames *frames = mls_alloc(
         1, sizeof *frames + mls_compressed_frames_count(bytes) * sizeof *frames->ends);
     mls_layers *layers =
@@ -117,10 +117,10 @@ static mls_code set_frames(const mls_write_plan *plan, mls_planned *planned,
     return MLS_OK;
 }
 
-/* Undo it: the shard is what it would have been. */
+/* Undo set_frames. */
 static void unset_frames(mls_planned *planned)
 {
-    /* a full layer was made for the frames alone; one of rows stays, as it is */
+    /* a full layer exists only for the frames; a layer of rows stays */
     if (planned->fresh->row == 0) {
         mls_planned_drop_layers(planned);
         return;
@@ -131,9 +131,9 @@ static void unset_frames(mls_planned *planned)
     planned->frames = NULL;
 }
 
-/* Code the samples of a shard; `room` is for three of them. */
-static mls_code sample(const mls_write_plan *plan, const mls_planned *planned,
-                       unsigned char *room, bool *out, mls_status *st)
+/* Compress the samples of a shard; `room` is large enough for three samples. */
+static mls_code test_samples(const mls_write_plan *plan, const mls_planned *planned,
+                             unsigned char *room, bool *out, mls_status *st)
 {
     const mls_shard_job *job = plan->job;
     const size_t item = planned->frames->item, bytes = planned->frames->bytes;
@@ -141,11 +141,11 @@ static mls_code sample(const mls_write_plan *plan, const mls_planned *planned,
     const size_t all = bytes / item;
     size_t coded = 0, sampled = 0;
     for (int i = 0; i < (bytes < SAMPLES * SAMPLE ? 1 : SAMPLES); i++) {
-        /* from the first element to the last; the only one of a small shard is its start
-         */
+        /* evenly spaced, from the first element to the last; a small shard is sampled at
+         * its start only */
         const size_t first = (all - count) / (SAMPLES - 1) * (size_t)i;
         size_t more = 0;
-        const unsigned char *from = packed(plan, planned, first, count, room);
+        const unsigned char *from = packed_elements(plan, planned, first, count, room);
         const mls_code code =
             mls_compressed_frame_encode(job->codecs, job->codec, item, from, length,
                                         room + SAMPLE, room + 2 * SAMPLE, &more, st);
@@ -155,12 +155,12 @@ static mls_code sample(const mls_write_plan *plan, const mls_planned *planned,
         coded += more;
         sampled += length;
     }
-    *out = pays(coded, sampled);
+    *out = saves_enough(coded, sampled);
     return MLS_OK;
 }
 
-/* After a failure nothing more is begun. */
-static bool has_failed(sampling *s)
+/* After a failure no further sample is started. */
+static bool has_failed(sample_state *s)
 {
     pthread_mutex_lock(&s->lock);
     const bool failed = s->failed != SIZE_MAX;
@@ -168,10 +168,10 @@ static bool has_failed(sampling *s)
     return failed;
 }
 
-/* One shard, for the pool: each is looked at by one task, which alone changes it. */
+/* Sample one shard. Only this task modifies it. */
 static void sample_task(void *context, size_t index)
 {
-    sampling *s = context;
+    sample_state *s = context;
     const size_t number = s->shards[index];
     mls_planned *planned = &s->plan->planned[number];
     mls_status st;
@@ -184,7 +184,7 @@ static void sample_task(void *context, size_t index)
         room == NULL ? mls_fail(&st, MLS_E_MEMORY, "no memory for a sample")
                      : set_frames(s->plan, planned, &s->plan->index.shards[number], &st);
     if (code == MLS_OK) {
-        code = sample(s->plan, planned, room, &good, &st);
+        code = test_samples(s->plan, planned, room, &good, &st);
         if (code != MLS_OK || !good) {
             unset_frames(planned);
         }
@@ -193,7 +193,7 @@ static void sample_task(void *context, size_t index)
     if (code != MLS_OK) {
         mls_status_name(&st, planned->key.data, planned->key.length);
         pthread_mutex_lock(&s->lock);
-        if (number < s->failed) { /* the same one however many threads there are */
+        if (number < s->failed) { /* report the first in order */
             s->failed = number;
             s->why = st;
         }
@@ -201,8 +201,7 @@ static void sample_task(void *context, size_t index)
     }
 }
 
-/* What shares a file with others is not coded: files of many small shards are written in
- * the order in which they were laid out. */
+/* Shards that share a file are not compressed: their offsets are fixed at layout. */
 static bool is_candidate(const mls_write_plan *plan, size_t number)
 {
     const size_t bytes =
@@ -210,7 +209,7 @@ static bool is_candidate(const mls_write_plan *plan, size_t number)
     return bytes >= LEAST && bytes >= plan->job->pack_below;
 }
 
-/* Everything that is written as a file of its own is sampled. */
+/* Samples every shard that has its own file. */
 mls_code mls_write_plan_compress(mls_write_plan *plan, mls_status *st)
 {
     size_t count = 0;
@@ -227,7 +226,7 @@ mls_code mls_write_plan_compress(mls_write_plan *plan, mls_status *st)
             shards[count++] = i;
         }
     }
-    sampling s = {.plan = plan, .shards = shards, .failed = SIZE_MAX};
+    sample_state s = {.plan = plan, .shards = shards, .failed = SIZE_MAX};
     pthread_mutex_init(&s.lock, NULL);
     mls_pool_run(plan->job->pool, sample_task, &s, count);
     pthread_mutex_destroy(&s.lock);
@@ -238,10 +237,10 @@ mls_code mls_write_plan_compress(mls_write_plan *plan, mls_status *st)
     return s.failed != SIZE_MAX ? st->code : MLS_OK;
 }
 
-/* ---- coding ---- */
+/* ---- compression ---- */
 
-/* Tell whoever waits, who may want to stop. */
-static mls_code report(const mls_shard_job *job, size_t bytes, mls_status *st)
+/* Report progress; the callback may stop the save. */
+static mls_code report_progress(const mls_shard_job *job, size_t bytes, mls_status *st)
 {
     const mls_progress *progress = job->progress;
     return progress == NULL || progress->report(progress->context, bytes)
@@ -249,8 +248,8 @@ static mls_code report(const mls_shard_job *job, size_t bytes, mls_status *st)
                : mls_fail(st, MLS_E_STOPPED, "stopped");
 }
 
-/* All frames, one after the other; none any more when it is known that it does not pay.
- * So there is never more than that and one frame. */
+/* Compress all frames, and stop as soon as the gain is too small. So the output never
+ * exceeds that limit by more than one frame. */
 static mls_code encode_frames(const mls_write_plan *plan, mls_planned *planned,
                               unsigned char *room, unsigned char *to, size_t *out,
                               mls_status *st)
@@ -263,7 +262,7 @@ static mls_code encode_frames(const mls_write_plan *plan, mls_planned *planned,
         const size_t bytes = mls_compressed_frame_bytes(frames, i),
                      count = bytes / frames->item;
         size_t coded = 0;
-        const unsigned char *from = packed(plan, planned, first, count, room);
+        const unsigned char *from = packed_elements(plan, planned, first, count, room);
         code = mls_compressed_frame_encode(job->codecs, frames->codec, frames->item, from,
                                            bytes, room + MLS_FRAME_BYTES, to + end,
                                            &coded, st);
@@ -271,19 +270,19 @@ static mls_code encode_frames(const mls_write_plan *plan, mls_planned *planned,
         first += count;
         frames->ends[i] = end;
         if (code == MLS_OK) {
-            code = report(job, bytes, st);
+            code = report_progress(job, bytes, st);
         }
-        if (!pays(end, frames->bytes)) {
+        if (!saves_enough(end, frames->bytes)) {
             break;
         }
     }
-    /* what is written as it is after all counts as done by then */
+    /* the rest is written uncompressed, but counts as done here */
     const size_t left = frames->bytes - first * frames->item;
     *out = end;
-    return code == MLS_OK && left > 0 ? report(job, left, st) : code;
+    return code == MLS_OK && left > 0 ? report_progress(job, left, st) : code;
 }
 
-/* The memory is as large as what pays may become, and a frame; what is not used of it is
+/* The buffer has the largest useful compressed size plus one frame; unused pages are
  * never touched. */
 mls_code mls_planned_encode(mls_write_plan *plan, size_t number, unsigned char **out,
                             mls_status *st)
@@ -298,15 +297,15 @@ mls_code mls_planned_encode(mls_write_plan *plan, size_t number, unsigned char *
                         ? mls_fail(st, MLS_E_MEMORY, "no memory to code %zu bytes", bytes)
                         : encode_frames(plan, planned, room, to, &coded, st);
     mls_free(room);
-    if (code == MLS_OK && pays(coded, bytes)) {
-        /* the file is not laid out yet: it will be as long as this makes it */
+    if (code == MLS_OK && saves_enough(coded, bytes)) {
+        /* the file is laid out after this, with the new length */
         planned->fresh->bytes = coded;
         *out = to;
         return MLS_OK;
     }
     mls_free(to);
     if (code == MLS_OK) {
-        /* the index was told of a layer; the file, too, was the layer's */
+        /* the index referenced a layer, and the file belonged to that layer */
         unset_frames(planned);
         shard->layers = planned->layers;
         shard->file = planned->layers == NULL ? file : shard->file;

@@ -1,9 +1,8 @@
-/* shard_plan: items sorted, matched with what was committed, and laid out in files.
+/* write_plan: sort items, match them with the committed shards, and assign files.
  *
- * Items and the index of before are in one order, so they are matched in one walk.  Small
- * shards share segments: files of a bounded size, so that several threads write them and
- * so that what is not needed any more can go without much being written again.
- */
+ * Items and the previous index have the same order, so one merge pass matches them. Small
+ * shards share segments: files of limited size, so that several threads can write them,
+ * and obsolete data can be dropped without rewriting much. */
 #include "checkpoint/write/write_plan.h"
 
 #include "base/memory.h"
@@ -16,28 +15,26 @@
 #include <string.h>
 
 enum {
-    SEGMENT_BYTES = 32 << 20, /* no more small shards than that in one file */
-    PARTS_MOST = 1000000000   /* of a tensor, so that file names stay short */
+    SEGMENT_BYTES = 32 << 20, /* most bytes of small shards in one file */
+    PARTS_MOST = 1000000000   /* parts of a tensor, to keep file names short */
 };
 
-/* ---- items in order ---- */
+/* ---- sort items ---- */
 
-/* All tables of a plan grow with its shards, so one message serves for each of them. */
-static mls_code no_memory(const mls_write_plan *plan, mls_status *st)
+/* All arrays of a plan grow with the number of shards, so they share one message. */
+static mls_code fail_memory(const mls_write_plan *plan, mls_status *st)
 {
     return mls_fail(st, MLS_E_MEMORY, "no memory to save %zu shards", plan->job->count);
 }
 
-/* Name the tensor concerned in `st`, which holds a failure.  Its parameter's name says
- * enough: a state is where its parameter is. */
-static mls_code about(const mls_shard_item *item, mls_status *st)
+/* Add the tensor's name to an error. The parameter's name is enough to find a state. */
+static mls_code name_tensor(const mls_shard_item *item, mls_status *st)
 {
     mls_status_name(st, item->id.name.data, item->id.name.length);
     return st->code;
 }
 
-/* For qsort, over pointers to items: these are large, and the caller's array stays as it
- * is. */
+/* For qsort, over pointers: items are large, and the caller's array must not change. */
 static int compare_items(const void *a, const void *b)
 {
     const mls_shard_item *x = *(const mls_shard_item *const *)a;
@@ -46,30 +43,30 @@ static int compare_items(const void *a, const void *b)
     return ids != 0 ? ids : x->part < y->part ? -1 : x->part > y->part;
 }
 
-/* Dimensions that the shape of any part of the tensor may have: a flat part has one, even
- * where the tensor has none. */
+/* Most dimensions of the shape of any part. A flat part has one, even if the tensor has
+ * none. */
 static size_t dims_of(const mls_shard_item *item)
 {
     return item->rank > 0 ? (size_t)item->rank : 1;
 }
 
-/* Room for everything that has its size from the items.  Each sum is below that of what
- * the items themselves take in memory. */
+/* Allocate everything whose size follows from the items. The sums cannot overflow, since
+ * they are smaller than the items in memory. */
 static mls_code allocate(mls_write_plan *plan, mls_status *st)
 {
     const mls_shard_job *job = plan->job;
     size_t dims = 0, keys = 0;
     for (size_t i = 0; i < job->count; i++) {
-        /* asked here already, since the sums below rely on it */
+        /* checked first, since the sums below rely on it */
         if (job->items[i].rank < 0 || job->items[i].rank > MLS_LAYOUT_RANK) {
             mls_fail(st, MLS_E_SHAPE, "%d dimensions: at most %d can be stored",
                      job->items[i].rank, (int)MLS_LAYOUT_RANK);
-            return about(&job->items[i], st);
+            return name_tensor(&job->items[i], st);
         }
         dims += dims_of(&job->items[i]);
         keys += mls_shard_key_length(&job->items[i].id);
     }
-    /* axes are those of the shapes, so their number bounds both */
+    /* there are at most as many axes as dimensions */
     plan->index.shards = mls_alloc(job->count, sizeof *plan->index.shards);
     plan->planned = mls_alloc(job->count, sizeof *plan->planned);
     plan->dims = mls_alloc(dims, sizeof *plan->dims);
@@ -77,14 +74,14 @@ static mls_code allocate(mls_write_plan *plan, mls_status *st)
     plan->keys = mls_alloc(keys, 1);
     return plan->index.shards == NULL || plan->planned == NULL || plan->dims == NULL ||
                    plan->axes == NULL || plan->keys == NULL
-               ? no_memory(plan, st)
+               ? fail_memory(plan, st)
                : MLS_OK;
 }
 
-/* What a shard is, from its item; `dims` is room for its part's shape.  Layout and shape
- * are looked at here, once: everything behind relies on parts that can be made. */
-static mls_code describe(const mls_shard_item *item, mls_index_shard *shard,
-                         mls_planned *planned, size_t *dims, mls_status *st)
+/* Fill in a shard from its item; `dims` receives the shape of its part. Layout and shape
+ * are validated here, once, for all later steps. */
+static mls_code describe_shard(const mls_shard_item *item, mls_index_shard *shard,
+                               mls_planned *planned, size_t *dims, mls_status *st)
 {
     mls_part part;
     size_t parts;
@@ -99,13 +96,13 @@ static mls_code describe(const mls_shard_item *item, mls_index_shard *shard,
     if (mls_layout_parts(&item->layout, &parts, st) != MLS_OK ||
         mls_layout_part(&item->layout, item->rank, item->shape, item->part, &part, st) !=
             MLS_OK) {
-        return about(item, st);
+        return name_tensor(item, st);
     }
     if (parts > PARTS_MOST || !mls_index_fits(item->dtype, item->rank, item->shape) ||
         !mls_size_mul(mls_part_count(&part), mls_dtype_of(item->dtype)->item_bytes,
                       &shard->bytes)) {
         mls_fail(st, MLS_E_SIZE, "the tensor has more parts or bytes than can be stored");
-        return about(item, st);
+        return name_tensor(item, st);
     }
     planned->item = item;
     planned->shape = dims;
@@ -116,11 +113,11 @@ static mls_code describe(const mls_shard_item *item, mls_index_shard *shard,
     return MLS_OK;
 }
 
-/* What a file cannot say, or what the reader would refuse. */
+/* Check for names that a file cannot store or the reader would refuse. */
 static mls_code check_id(const mls_shard_item *item, mls_str key, mls_status *st)
 {
     const mls_tensor_id *id = &item->id;
-    /* what stands behind the key's last dot: of a tensor without state the whole name */
+    /* the text behind the key's last dot; for a tensor without state, the whole name */
     const mls_str undivided = id->has_state ? id->state : id->name;
     if (!mls_utf8_valid(key.data, key.length)) {
         mls_fail(st, MLS_E_VALUE, "a name is not valid UTF-8");
@@ -132,14 +129,13 @@ static mls_code check_id(const mls_shard_item *item, mls_str key, mls_status *st
     } else {
         return MLS_OK;
     }
-    return about(item, st);
+    return name_tensor(item, st);
 }
 
-/* Fill in shards and planned, in order.  `sorted` are the items: in the order of an
- * index, so that duplicates are neighbours, and so that what is written is sorted
- * already. */
-static mls_code describe_all(mls_write_plan *plan, const mls_shard_item **sorted,
-                             mls_status *st)
+/* Fill in shards and planned from `sorted`, the items in index order. Duplicates are
+ * neighbours, and the output is sorted. */
+static mls_code describe_shards(mls_write_plan *plan, const mls_shard_item **sorted,
+                                mls_status *st)
 {
     size_t *dims = plan->dims;
     char *keys = plan->keys;
@@ -149,7 +145,7 @@ static mls_code describe_all(mls_write_plan *plan, const mls_shard_item **sorted
         mls_shard_write_key(&sorted[i]->id, keys);
         mls_code code = check_id(sorted[i], planned->key, st);
         if (code == MLS_OK) {
-            code = describe(sorted[i], &plan->index.shards[i], planned, dims, st);
+            code = describe_shard(sorted[i], &plan->index.shards[i], planned, dims, st);
         }
         if (code != MLS_OK) {
             return code;
@@ -157,7 +153,7 @@ static mls_code describe_all(mls_write_plan *plan, const mls_shard_item **sorted
         if (i > 0 && compare_items(&sorted[i - 1], &sorted[i]) == 0) {
             mls_fail(st, MLS_E_VALUE, "part %zu of one tensor appears twice",
                      sorted[i]->part);
-            return about(sorted[i], st);
+            return name_tensor(sorted[i], st);
         }
         dims += dims_of(sorted[i]);
         keys += planned->key.length;
@@ -166,9 +162,10 @@ static mls_code describe_all(mls_write_plan *plan, const mls_shard_item **sorted
     return MLS_OK;
 }
 
-/* Where a state's axes are not its parameter's own, say which they are, unless the caller
- * did.  Parameters come first and both are sorted by name, so one walk finds them. */
-static void align_states(mls_write_plan *plan)
+/* Set the axes of states whose axes differ from their parameter's, unless the caller set
+ * them. Parameters come first and both are sorted by name, so one merge pass is enough.
+ */
+static void set_state_axes(mls_write_plan *plan)
 {
     mls_index_shard *shards = plan->index.shards;
     signed char *axes = plan->axes;
@@ -178,7 +175,7 @@ static void align_states(mls_write_plan *plan)
         if (s->id.section == MLS_PARAMS) {
             continue;
         }
-        /* ends at the latest at the first state, which is no parameter */
+        /* stops at the first state at the latest */
         while (shards[parameter].id.section == MLS_PARAMS &&
                mls_str_compare(shards[parameter].id.name, s->id.name) < 0) {
             parameter++;
@@ -193,9 +190,9 @@ static void align_states(mls_write_plan *plan)
     }
 }
 
-/* Both lists are sorted alike, so one walk pairs them.  A shard that is another one now,
- * by shape, dtype or layout, has no predecessor: its versions start anew. */
-static void match_before(mls_write_plan *plan)
+/* Match shards with the previous index by a merge pass. A shard whose shape, dtype or
+ * layout changed has no predecessor; its versions restart. */
+static void match_committed(mls_write_plan *plan)
 {
     const mls_index *before = plan->job->before;
     size_t old = 0;
@@ -213,7 +210,7 @@ static void match_before(mls_write_plan *plan)
     }
 }
 
-/* The items are the caller's and stay as they are: only pointers to them are sorted. */
+/* Only pointers to the items are sorted. */
 mls_code mls_write_plan_init(mls_write_plan *plan, const mls_shard_job *job,
                              mls_status *st)
 {
@@ -225,27 +222,26 @@ mls_code mls_write_plan_init(mls_write_plan *plan, const mls_shard_job *job,
     const mls_shard_item **sorted =
         code == MLS_OK ? mls_alloc(job->count, sizeof *sorted) : NULL;
     if (code == MLS_OK && sorted == NULL) {
-        code = no_memory(plan, st);
+        code = fail_memory(plan, st);
     }
     for (size_t i = 0; code == MLS_OK && i < job->count; i++) {
         sorted[i] = &job->items[i];
     }
     if (code == MLS_OK) {
         qsort(sorted, job->count, sizeof *sorted, compare_items);
-        code = describe_all(plan, sorted, st);
+        code = describe_shards(plan, sorted, st);
     }
     mls_free(sorted);
     if (code != MLS_OK) {
         mls_write_plan_fini(plan);
         return code;
     }
-    align_states(plan);
-    match_before(plan);
+    set_state_axes(plan);
+    match_committed(plan);
     return MLS_OK;
 }
 
-/* The index shares everything that it points to with the items and with this plan, so
- * there is nothing more of it to free. */
+/* The index borrows from the items and this plan, so it owns nothing else. */
 void mls_write_plan_fini(mls_write_plan *plan)
 {
     for (size_t i = 0; i < plan->file_count; i++) {
@@ -267,7 +263,7 @@ void mls_write_plan_fini(mls_write_plan *plan)
 
 /* ---- layers of a shard ---- */
 
-/* The new layer and its runs are in the same block. */
+/* The new layer and its row ranges are in the same allocation. */
 void mls_planned_drop_layers(mls_planned *planned)
 {
     mls_free(planned->layers);
@@ -277,8 +273,8 @@ void mls_planned_drop_layers(mls_planned *planned)
     planned->fresh = NULL;
 }
 
-/* Of a layer that nobody sees any more nothing is read: leaving it out gives its file up,
- * as soon as nothing else lives there. */
+/* Keep only visible layers. A hidden layer is dropped, so that its file can be deleted
+ * when nothing else needs it. */
 static size_t keep_layers(const mls_index_shard *before, mls_layer *out)
 {
     size_t kept = 0;
@@ -291,8 +287,8 @@ static size_t keep_layers(const mls_index_shard *before, mls_layer *out)
     return kept;
 }
 
-/* The block has the list and the new layer's runs behind its head: all of it is there as
- * long as the plan, and goes with one call. */
+/* One allocation contains the struct, the list and the new layer's row ranges, so that
+ * one call frees all. */
 mls_code mls_planned_set_layers(mls_planned *planned, bool keep, const mls_row_cut *rows,
                                 const unsigned char *bits, mls_status *st)
 {
@@ -300,7 +296,7 @@ mls_code mls_planned_set_layers(mls_planned *planned, bool keep, const mls_row_c
     const size_t runs = bits == NULL ? 0 : mls_rows_runs(rows, bits, NULL);
     mls_layers *layers =
         mls_alloc(1, sizeof *layers + (old + 1) * sizeof(mls_layer) +
-                         runs * sizeof(mls_row_range)); /* less than the shard itself */
+                         runs * sizeof(mls_row_range)); /* cannot overflow */
     if (layers == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for a layer of %zu runs", runs);
     }
@@ -318,41 +314,41 @@ mls_code mls_planned_set_layers(mls_planned *planned, bool keep, const mls_row_c
     return MLS_OK;
 }
 
-/* ---- what stays where it is ---- */
+/* ---- keep stored bytes ---- */
 
-/* Of each file of before: the bytes of everything in it, and of what stays if it does.
- */
+/* For each file of the previous index: its total bytes, and the bytes of shards that may
+ * be kept. */
 typedef struct use {
     uint64_t all, live;
-    size_t moved; /* where it is in the new index; SIZE_MAX: nothing of it stays so far */
-} use;
+    size_t moved; /* position in the new index; SIZE_MAX: not listed yet */
+} file_use;
 
-/* Whether nothing, or not much, of a shard changed: what is stored of it may stay. */
-static bool may_stay(const mls_planned *planned)
+/* Return whether a shard is unchanged, or changed so little that its stored bytes may be
+ * kept. */
+static bool may_keep(const mls_planned *planned)
 {
     return planned->same || planned->layers != NULL;
 }
 
-/* Whether a place of before is of use to a shard that stays: a layer that is hidden is
- * not. */
-static bool is_seen(const mls_index_shard *before, const mls_layer *place)
+/* Return whether a committed place is visible. */
+static bool is_visible(const mls_index_shard *before, const mls_layer *place)
 {
     return before->layers == NULL || place->visible_count > 0;
 }
 
-/* By file of before, in one walk over each of the two indexes.  Shards that are gone
- * since count as dead, like those that changed. */
-static mls_code count_use(const mls_write_plan *plan, use **out, mls_status *st)
+/* Count bytes by file, in one pass over each index. Removed shards count as dead, like
+ * changed ones. */
+static mls_code count_use(const mls_write_plan *plan, file_use **out, mls_status *st)
 {
     const mls_index *before = plan->job->before;
-    use *uses = mls_alloc(before->file_count, sizeof *uses);
+    file_use *uses = mls_alloc(before->file_count, sizeof *uses);
     if (uses == NULL) {
-        return no_memory(plan, st);
+        return fail_memory(plan, st);
     }
     for (size_t i = 0; i < before->file_count; i++) {
         uses[i].moved = SIZE_MAX;
     }
-    /* all that lies there, what is hidden too: it takes room like anything else */
+    /* includes hidden layers, which use disk space too */
     for (size_t i = 0; i < before->shard_count; i++) {
         for (size_t j = 0; j < mls_index_place_count(&before->shards[i]); j++) {
             const mls_layer place = mls_index_place(&before->shards[i], j);
@@ -362,36 +358,36 @@ static mls_code count_use(const mls_write_plan *plan, use **out, mls_status *st)
     for (size_t i = 0; i < plan->index.shard_count; i++) {
         const mls_index_shard *shard = plan->planned[i].before;
         for (size_t j = 0;
-             may_stay(&plan->planned[i]) && j < mls_index_place_count(shard); j++) {
+             may_keep(&plan->planned[i]) && j < mls_index_place_count(shard); j++) {
             const mls_layer place = mls_index_place(shard, j);
-            uses[place.file].live += is_seen(shard, &place) ? place.bytes : 0;
+            uses[place.file].live += is_visible(shard, &place) ? place.bytes : 0;
         }
     }
     *out = uses;
     return MLS_OK;
 }
 
-/* A file that is mostly dead is given up, be it a segment or one of layers: what lives in
- * it is in memory now, and is written with the rest.  So of a shard all places stay, or
- * none. */
-static bool can_stay(const mls_planned *planned, const use *uses)
+/* Return whether all places of a shard can be kept. A file with less than half of its
+ * bytes in use is given up: its live shards are in memory, and are written again. So
+ * either all places of a shard stay, or none. */
+static bool can_keep(const mls_planned *planned, const file_use *uses)
 {
     const mls_index_shard *before = planned->before;
-    for (size_t i = 0; may_stay(planned) && i < mls_index_place_count(before); i++) {
+    for (size_t i = 0; may_keep(planned) && i < mls_index_place_count(before); i++) {
         const mls_layer place = mls_index_place(before, i);
-        const use *u = &uses[place.file];
-        if (is_seen(before, &place) && u->live < u->all - u->live) {
+        const file_use *u = &uses[place.file];
+        if (is_visible(before, &place) && u->live < u->all - u->live) {
             return false;
         }
     }
-    return may_stay(planned);
+    return may_keep(planned);
 }
 
-/* Where a file of before is in the new index, which lists only those that something lives
- * in. */
-static size_t move_file(mls_write_plan *plan, use *uses, size_t file)
+/* Return the position of a previous file in the new index, which lists only files in use.
+ */
+static size_t list_kept_file(mls_write_plan *plan, file_use *uses, size_t file)
 {
-    use *u = &uses[file];
+    file_use *u = &uses[file];
     if (u->moved == SIZE_MAX) {
         u->moved = plan->index.file_count;
         plan->index.files[plan->index.file_count++] = plan->job->before->files[file];
@@ -399,21 +395,22 @@ static size_t move_file(mls_write_plan *plan, use *uses, size_t file)
     return u->moved;
 }
 
-/* Give a shard its record in the new index. */
-static mls_code keep(mls_write_plan *plan, size_t number, use *uses, mls_status *st)
+/* Keep a shard: copy its record to the new index. */
+static mls_code keep_shard(mls_write_plan *plan, size_t number, file_use *uses,
+                           mls_status *st)
 {
     mls_planned *planned = &plan->planned[number];
     mls_index_shard *shard = &plan->index.shards[number];
     const mls_index_shard *before = planned->before;
     planned->kept = true;
-    /* what did not change has its layers on, what changed a little got them when it was
-     * compared: with the new one behind */
+    /* an unchanged shard keeps its layers; a partly changed one got them during
+     * comparison, with the new layer at the end */
     if (before->layers != NULL && planned->layers == NULL &&
         mls_planned_set_layers(planned, true, NULL, NULL, st) != MLS_OK) {
         return st->code;
     }
     if (planned->layers == NULL) {
-        shard->file = move_file(plan, uses, before->file);
+        shard->file = list_kept_file(plan, uses, before->file);
         shard->offset = before->offset;
         shard->crc = before->crc;
         shard->crcs = before->crcs;
@@ -422,21 +419,20 @@ static mls_code keep(mls_write_plan *plan, size_t number, use *uses, mls_status 
     for (size_t i = 0; i < planned->layers->count; i++) {
         mls_layer *layer = &planned->layers->list[i];
         if (layer != planned->fresh) {
-            layer->file = move_file(plan, uses, layer->file);
+            layer->file = list_kept_file(plan, uses, layer->file);
         }
     }
     return MLS_OK;
 }
 
-/* What cannot stay where it is is written as a whole, whatever was meant to be added to
- * it. */
-static mls_code keep_all(mls_write_plan *plan, mls_status *st)
+/* Shards that cannot be kept are written whole, even if they have new layers. */
+static mls_code keep_shards(mls_write_plan *plan, mls_status *st)
 {
-    use *uses = NULL;
+    file_use *uses = NULL;
     mls_code code = count_use(plan, &uses, st);
     for (size_t i = 0; code == MLS_OK && i < plan->index.shard_count; i++) {
-        if (can_stay(&plan->planned[i], uses)) {
-            code = keep(plan, i, uses, st);
+        if (can_keep(&plan->planned[i], uses)) {
+            code = keep_shard(plan, i, uses, st);
         } else {
             mls_planned_drop_layers(&plan->planned[i]);
         }
@@ -445,8 +441,8 @@ static mls_code keep_all(mls_write_plan *plan, mls_status *st)
     return code;
 }
 
-/* At most one file for each shard that is written, and those of before.  Pages of the
- * table that stay unused are never touched, and cost nothing. */
+/* At most one file for each written shard, plus the previous files. Unused pages of the
+ * table are never touched, so they cost nothing. */
 static mls_code allocate_files(mls_write_plan *plan, mls_status *st)
 {
     const mls_index *before = plan->job->before;
@@ -454,21 +450,21 @@ static mls_code allocate_files(mls_write_plan *plan, mls_status *st)
     if (!mls_size_add(plan->index.shard_count, before == NULL ? 0 : before->file_count,
                       &most) ||
         (plan->index.files = mls_alloc(most, sizeof *plan->index.files)) == NULL) {
-        return no_memory(plan, st);
+        return fail_memory(plan, st);
     }
     return MLS_OK;
 }
 
-/* What is kept decides what is left to write, and its files come first in the list. */
+/* Kept files come first in the list. */
 mls_code mls_write_plan_reuse(mls_write_plan *plan, mls_status *st)
 {
     const mls_code code = allocate_files(plan, st);
-    return code == MLS_OK && plan->job->before != NULL ? keep_all(plan, st) : code;
+    return code == MLS_OK && plan->job->before != NULL ? keep_shards(plan, st) : code;
 }
 
-/* Versions go up with changes only; the caller's own, where there is one, was checked.
- * One that cannot go up (a caller who counts in hashes has had it) would make an index
- * that nobody can read. */
+/* Versions increase only with changes; caller-supplied versions were checked before. A
+ * version that cannot increase (for example a hash that a caller used as version) would
+ * make the index unreadable. */
 static mls_code set_versions(mls_write_plan *plan, mls_status *st)
 {
     for (size_t i = 0; i < plan->index.shard_count; i++) {
@@ -479,7 +475,7 @@ static mls_code set_versions(mls_write_plan *plan, mls_status *st)
             mls_fail(st, MLS_E_VALUE,
                      "the version of a shard cannot go up any more: it "
                      "is the highest one, as a caller set it");
-            return about(planned->item, st);
+            return name_tensor(planned->item, st);
         }
         plan->index.shards[i].version = planned->item->version != 0
                                             ? planned->item->version
@@ -491,15 +487,15 @@ static mls_code set_versions(mls_write_plan *plan, mls_status *st)
 
 /* ---- new files ---- */
 
-/* A shard that must be written, and how its file is chosen: one of its own, or the next
- * segment that takes the nth shard of its tensor. */
+/* A shard to write, and its kind of file: its own, or the next segment for the nth shards
+ * of tensors. */
 typedef struct placing {
     size_t shard;
-    size_t nth; /* of the shards of one tensor, or SIZE_MAX: a file of its own */
+    size_t nth; /* position among the shards of its tensor; SIZE_MAX: its own file */
 } placing;
 
-/* For qsort: segments by section, first shards of tensors first, so that no file has two
- * of one tensor, which its keys could not tell apart. */
+/* For qsort: by `nth`, then shard, so that no segment contains two shards of one tensor,
+ * whose keys would be equal. */
 static int compare_placings(const void *a, const void *b)
 {
     const placing *x = a, *y = b;
@@ -508,8 +504,8 @@ static int compare_placings(const void *a, const void *b)
                                   : 0;
 }
 
-/* Everything that is not kept, in the order in which it goes into files.  Counting starts
- * anew with each tensor, whether or not its earlier shards are written. */
+/* List everything to write, in file order. `nth` counts all shards of a tensor, including
+ * kept ones: numbers only need to be unique. */
 static size_t list_placings(const mls_write_plan *plan, placing *out)
 {
     size_t count = 0, nth = 0;
@@ -518,8 +514,6 @@ static size_t list_placings(const mls_write_plan *plan, placing *out)
         const bool again = i > 0 && mls_tensor_id_compare(&shard[-1].id, &shard->id) == 0;
         nth = again ? nth + 1 : 0;
         if (mls_planned_is_written(&plan->planned[i])) {
-            /* counted over all shards of the tensor, kept ones too: what matters is only
-             * that no two have the same number */
             const bool small =
                 mls_planned_bytes(&plan->planned[i], shard) < plan->job->pack_below;
             out[count++] = (placing){.shard = i, .nth = small ? nth : SIZE_MAX};
@@ -529,13 +523,14 @@ static size_t list_placings(const mls_write_plan *plan, placing *out)
     return count;
 }
 
-/* Bytes that one of the placings takes. */
+/* Bytes that a placing writes. */
 static size_t placed_bytes(const mls_write_plan *plan, const placing *p)
 {
     return mls_planned_bytes(&plan->planned[p->shard], &plan->index.shards[p->shard]);
 }
 
-/* How many of `left` placings share the next file.  At least one, however large it is. */
+/* Number of placings, at most `left`, that share the next file. At least one, even if it
+ * is large. */
 static size_t next_file(const mls_write_plan *plan, const placing *placings, size_t left)
 {
     const mls_index_shard *shards = plan->index.shards;
@@ -551,8 +546,9 @@ static size_t next_file(const mls_write_plan *plan, const placing *placings, siz
     return count;
 }
 
-/* "params/layer.0.weight.3-8.<generation>-<rank>.safetensors", or "segment-12" in place
- * of a name and its parts, which no name can become: it lacks them. */
+/* Make a file name: "params/layer.0.weight.3-8.<generation>-<rank>.safetensors", or
+ * "segment-12" instead of tensor and part. No tensor's file can have that name, since it
+ * has no part. */
 static mls_code name_file(const mls_write_plan *plan, const placing *first, char *path,
                           mls_status *st)
 {
@@ -563,9 +559,9 @@ static mls_code name_file(const mls_write_plan *plan, const placing *first, char
     } else {
         char encoded[MLS_FILENAME_BYTES + 1];
         size_t parts = 1;
-        /* its number in the index tells names apart that are cut alike */
+        /* the shard number distinguishes names that are truncated to the same text */
         (void)mls_filename_encode(plan->planned[first->shard].key, first->shard, encoded);
-        (void)mls_layout_parts(&shard->layout, &parts, st); /* looked at before */
+        (void)mls_layout_parts(&shard->layout, &parts, st); /* cannot fail */
         snprintf(name, sizeof name, "%s.%zu-%zu", encoded, shard->part, parts);
     }
     const int length =
@@ -577,8 +573,7 @@ static mls_code name_file(const mls_write_plan *plan, const placing *first, char
                : mls_fail(st, MLS_E_SIZE, "the name of a file is too long");
 }
 
-/* Decide on one file: its name, and which shards it takes, whose numbers go to `shards`.
- */
+/* Create one file: its name and its shards, whose numbers are stored in `shards`. */
 static mls_code place_file(mls_write_plan *plan, const placing *placings, size_t count,
                            size_t *shards, mls_status *st)
 {
@@ -591,7 +586,7 @@ static mls_code place_file(mls_write_plan *plan, const placing *placings, size_t
     for (size_t i = 0; i < count; i++) {
         mls_planned *planned = &plan->planned[placings[i].shard];
         shards[i] = placings[i].shard;
-        /* of a shard with layers only the new one is in this file */
+        /* of a shard with layers, only the new layer is in this file */
         if (planned->fresh != NULL) {
             planned->fresh->file = plan->index.file_count;
         } else {
@@ -605,26 +600,26 @@ static mls_code place_file(mls_write_plan *plan, const placing *placings, size_t
     return MLS_OK;
 }
 
-/* First versions, which the files' headers repeat; then the files. */
+/* Versions first, since the headers of files contain them. */
 mls_code mls_write_plan_assign_files(mls_write_plan *plan, mls_status *st)
 {
     mls_code code = set_versions(plan, st);
     placing *placings = NULL;
     size_t count = 0;
     for (size_t i = 0; i < plan->index.shard_count; i++) {
-        /* known for good now: the new ones' places are filled in as files come about */
+        /* final now, except for the places of new layers */
         plan->index.shards[i].layers = plan->planned[i].layers;
     }
     if (code == MLS_OK &&
         (placings = mls_alloc(plan->index.shard_count, sizeof *placings)) == NULL) {
-        code = no_memory(plan, st);
+        code = fail_memory(plan, st);
     }
     if (code == MLS_OK) {
         count = list_placings(plan, placings);
         plan->files = mls_alloc(count, sizeof *plan->files);
         plan->written = mls_alloc(count, sizeof *plan->written);
         code =
-            plan->files == NULL || plan->written == NULL ? no_memory(plan, st) : MLS_OK;
+            plan->files == NULL || plan->written == NULL ? fail_memory(plan, st) : MLS_OK;
     }
     for (size_t done = 0; code == MLS_OK && done < count;) {
         const size_t shared = next_file(plan, placings + done, count - done);
@@ -637,8 +632,8 @@ mls_code mls_write_plan_assign_files(mls_write_plan *plan, mls_status *st)
 
 /* ---- one file ---- */
 
-/* The text that says of each tensor in a file which shard it is: with it a file speaks
- * for itself when its index is lost. */
+/* Write the text that maps each tensor of a file to its shard, so that a file is usable
+ * without its index. */
 static void describe_file(const mls_write_plan *plan, const mls_planned_file *file,
                           mls_json_writer *text)
 {
@@ -656,7 +651,7 @@ static void describe_file(const mls_write_plan *plan, const mls_planned_file *fi
     mls_json_writer_text(text, "}");
 }
 
-/* The header, with what it is to say of its shards. */
+/* Make the header, including the shard descriptions. */
 static mls_code make_header(mls_write_plan *plan, mls_planned_file *file, mls_status *st)
 {
     static const char key[] = MLS_SAFETENSORS_PREFIX "shards";
@@ -673,8 +668,8 @@ static mls_code make_header(mls_write_plan *plan, mls_planned_file *file, mls_st
     return code;
 }
 
-/* What a file's header says of a shard: its part, as it is, or a layer's bytes. */
-static mls_header_tensor header_of(const mls_write_plan *plan, size_t number)
+/* Describe a shard for the header: its part, or the bytes of a layer. */
+static mls_header_tensor header_tensor(const mls_write_plan *plan, size_t number)
 {
     const mls_planned *planned = &plan->planned[number];
     const mls_index_shard *shard = &plan->index.shards[number];
@@ -684,8 +679,8 @@ static mls_header_tensor header_of(const mls_write_plan *plan, size_t number)
                                 .dtype = shard->dtype,
                                 .bytes = shard->bytes,
                                 .number = number};
-    /* what a layer's rows are a part of stands in "mlstate.shards": here, where any
-     * reader of safetensors looks, they are bytes and no tensor of some other shape */
+    /* "mlstate.shards" describes the rows of a layer; other safetensors readers see bytes
+     * instead of a tensor with a wrong shape */
     if (planned->fresh != NULL) {
         tensor.shape = &planned->fresh->bytes;
         tensor.rank = 1;
@@ -695,16 +690,16 @@ static mls_header_tensor header_of(const mls_write_plan *plan, size_t number)
     return tensor;
 }
 
-/* The header sorts the tensors, so who is where is read off it. */
+/* The header sorts the tensors, so offsets are read from it. */
 mls_code mls_write_plan_lay_out(mls_write_plan *plan, mls_planned_file *file,
                                 mls_status *st)
 {
     file->tensors = mls_alloc(file->count, sizeof *file->tensors);
     if (file->tensors == NULL) {
-        return no_memory(plan, st);
+        return fail_memory(plan, st);
     }
     for (size_t i = 0; i < file->count; i++) {
-        file->tensors[i] = header_of(plan, file->shards[i]);
+        file->tensors[i] = header_tensor(plan, file->shards[i]);
     }
     const mls_code code = make_header(plan, file, st);
     if (code != MLS_OK) {
@@ -727,7 +722,7 @@ mls_code mls_write_plan_lay_out(mls_write_plan *plan, mls_planned_file *file,
     return MLS_OK;
 }
 
-/* The index lists the checksums, which go with the plan. */
+/* The checksums remain until the plan is released, since the index needs them. */
 void mls_write_plan_finish(mls_planned_file *file)
 {
     mls_json_writer_fini(&file->header.text);
@@ -735,7 +730,7 @@ void mls_write_plan_finish(mls_planned_file *file)
     file->tensors = NULL;
 }
 
-/* Every step of a save but those that look at bytes. */
+/* All steps of a save except those that read bytes. */
 mls_code mls_write_plan_index(const mls_shard_job *job, mls_json_writer *out,
                               mls_status *st)
 {

@@ -1,9 +1,8 @@
-/* shard_plan: which shards are written, into which files.
+/* write_plan: which shards are written, and into which files.
  *
- * Between the caller's items and the writing: items in the order of an index, each beside
- * what was committed of it before; then, when it is known what changed, the new files and
- * the new index.
- */
+ * A plan sorts the caller's items into index order and matches each item with its
+ * committed shard. When the changes are known, it lists the new files and builds the new
+ * index. */
 #ifndef MLS_WRITE_PLAN_H
 #define MLS_WRITE_PLAN_H
 
@@ -17,84 +16,83 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-/* A shard of the new index, beside it: the same number in both. */
+/* State of a shard in the plan; it has the same number in the new index. */
 typedef struct mls_planned {
     const mls_shard_item *item;
-    const mls_index_shard *before; /* the same shard as committed; NULL: there is none */
+    const mls_index_shard *before; /* the committed shard, or NULL */
     bool same;                     /* its bytes did not change */
-    bool kept;                     /* what is stored of it stays where it is */
+    bool kept;                     /* its stored bytes stay in place */
     int rank;
-    const size_t *shape; /* of the part */
-    mls_str key;         /* its name in a file */
-    mls_layers *layers;  /* what it will be stored as; NULL: plain.  One block */
-    mls_layer *fresh;    /* of these the one that is written now, the last, or NULL */
-    mls_compressed_frames
-        *frames; /* how that one is coded, or NULL.  One block with its lengths */
+    const size_t *shape; /* shape of the part */
+    mls_str key;         /* its key in a file */
+    mls_layers *layers;  /* its layers after this save; NULL: plain. One allocation */
+    mls_layer *fresh;    /* the layer that this save writes, the last one; or NULL */
+    mls_compressed_frames *frames; /* of `fresh`, or NULL. One allocation with `ends` */
 } mls_planned;
 
 /* A file to write. */
 typedef struct mls_planned_file {
-    const size_t *shards; /* the numbers of those that it takes */
+    const size_t *shards; /* numbers of its shards */
     size_t count;
-    size_t file; /* in the new index's files */
-    /* from when it is laid out up to when it is written; checksums stay */
-    mls_header header; /* its tensors' numbers are those of the shards */
+    size_t file; /* index into the new index's files */
+    /* Both exist from layout until the file is written; checksums remain. */
+    mls_header header; /* tensor numbers are shard numbers */
     mls_header_tensor *tensors;
 } mls_planned_file;
 
 typedef struct mls_write_plan {
     const mls_shard_job *job;
-    mls_index index;      /* shares names, shapes and axes with the items */
-    mls_planned *planned; /* as many as the index has shards */
+    mls_index index;      /* borrows names, shapes and axes from the items */
+    mls_planned *planned; /* one for each shard of the index */
     size_t *dims;         /* shapes of parts */
-    signed char *axes;    /* of states that do not have their parameter's own */
+    signed char *axes;    /* of states whose axes differ from their parameter's */
     char *keys;
-    size_t *written; /* the numbers of all shards that files take, file by file */
+    size_t *written; /* numbers of all shards in files, grouped by file */
     mls_planned_file *files;
     size_t file_count;
 } mls_write_plan;
 
-/* Check the items and bring them into order.  Gives: release with mls_write_plan_fini.
- * MLS_E_VALUE, MLS_E_SHAPE, MLS_E_SIZE, MLS_E_MEMORY; then nothing is to be released. */
+/* Check and sort the items. Gives: release with mls_write_plan_fini. MLS_E_VALUE,
+ * MLS_E_SHAPE, MLS_E_SIZE, MLS_E_MEMORY; on failure nothing must be released. */
 mls_code mls_write_plan_init(mls_write_plan *plan, const mls_shard_job *job,
                              mls_status *st);
 
-/* Find out what did not change (planned.same), by versions, else by reading the files;
- * where the job is incremental also which rows did, where these are to become one more
- * layer (planned.fresh).
- * MLS_E_VALUE: a version that goes back.  MLS_E_MEMORY, MLS_E_STOPPED. */
+/* Find the unchanged shards (planned.same), by version or by reading the files. If the
+ * job is incremental, also find shards whose changed rows can become a new layer
+ * (planned.fresh). MLS_E_VALUE: a version decreases, or exceeds INT64_MAX. MLS_E_MEMORY,
+ * MLS_E_STOPPED. */
 mls_code mls_write_plan_unchanged(mls_write_plan *plan, mls_status *st);
 
-/* Decide what stays where it is (planned.kept), and list its files.  MLS_E_MEMORY. */
+/* Decide which stored bytes stay in place (planned.kept), and list their files.
+ * MLS_E_MEMORY. */
 mls_code mls_write_plan_reuse(mls_write_plan *plan, mls_status *st);
 
-/* Where the job asks for it: look which rows of the shards that are written hold anything
- * at all, and leave out the others where that pays.  MLS_E_MEMORY, MLS_E_STOPPED. */
+/* If the job is sparse, find the zero rows of the shards to write, and omit them if that
+ * saves enough. MLS_E_MEMORY, MLS_E_STOPPED. */
 mls_code mls_write_plan_sparse(mls_write_plan *plan, mls_status *st);
 
-/* Where the job asks for it: code samples of what is written, and note what becomes
- * shorter by it (planned.frames), which has a new layer then, be it a full one.
+/* If the job compresses, compress samples of the shards to write. A shard that shrinks
+ * enough gets frames (planned.frames) and a new layer, which may be a full one.
  * MLS_E_MEMORY, MLS_E_STOPPED, errors of the codec. */
 mls_code mls_write_plan_compress(mls_write_plan *plan, mls_status *st);
 
-/* Give everything that must be written its file, and all shards their versions, once it
- * is decided what stays.  What is left open in the new index are lengths and checksums of
- * new files, and the places of shards in them.  MLS_E_VALUE, MLS_E_SIZE, MLS_E_MEMORY. */
+/* Assign files to everything that must be written, and versions to all shards. Call it
+ * after the functions above. Lengths and checksums of new files, and places in them, are
+ * set later. MLS_E_VALUE, MLS_E_SIZE, MLS_E_MEMORY. */
 mls_code mls_write_plan_assign_files(mls_write_plan *plan, mls_status *st);
 
-/* Lay out a file: its header, its length, the places of its shards.  Files are laid out
- * when they are written, since all headers together are twice as long as the index; by
- * different threads, each file by one.  MLS_E_SIZE, MLS_E_MEMORY. */
+/* Lay out a file: its header, its length, the places of its shards. Files are laid out
+ * when they are written, because all headers together are twice as long as the index.
+ * Different threads may lay out different files. MLS_E_SIZE, MLS_E_MEMORY. */
 mls_code mls_write_plan_lay_out(mls_write_plan *plan, mls_planned_file *file,
                                 mls_status *st);
 
-/* Give back what a file needs no more that was written. */
+/* Release the header and tensors of a written file. */
 void mls_write_plan_finish(mls_planned_file *file);
 
-/* Append to an empty buffer the index that saving would give where nothing was saved
- * before, with zeros for checksums.  Of the items only what they are is looked at, not
- * their memory, and no file either: shapes are enough.  MLS_E_VALUE, MLS_E_SHAPE,
- * MLS_E_SIZE, MLS_E_MEMORY. */
+/* Append to an empty buffer the index that a first save would write, with zeros for
+ * checksums. Neither the items' memory nor any file is read, so shapes are enough.
+ * MLS_E_VALUE, MLS_E_SHAPE, MLS_E_SIZE, MLS_E_MEMORY. */
 mls_code mls_write_plan_index(const mls_shard_job *job, mls_json_writer *out,
                               mls_status *st);
 
@@ -102,13 +100,13 @@ void mls_write_plan_fini(mls_write_plan *plan); /* accepts a zeroed one; zeroes 
 
 /* ---- one shard ---- */
 
-/* Whether anything of a shard goes into a new file, be it nothing but a name. */
+/* Return whether a shard has an entry in a new file; an empty shard has one too. */
 static inline bool mls_planned_is_written(const mls_planned *planned)
 {
     return planned->layers == NULL ? !planned->kept : planned->fresh != NULL;
 }
 
-/* Bytes of the shard that do. */
+/* Bytes of the shard in a new file. */
 static inline size_t mls_planned_bytes(const mls_planned *planned,
                                        const mls_index_shard *shard)
 {
@@ -117,22 +115,24 @@ static inline size_t mls_planned_bytes(const mls_planned *planned,
                                              : 0;
 }
 
-/* Give a shard layers: with `keep` those of before of which anything is visible, and then
- * one of the rows whose bit is set, if there are any; `bits` NULL: none is.
- * MLS_E_MEMORY. */
+/* Give a shard layers: with `keep`, the committed layers that are still visible; then a
+ * new layer of the rows whose bits are set. `bits` may be NULL for no rows. MLS_E_MEMORY.
+ */
 mls_code mls_planned_set_layers(mls_planned *planned, bool keep, const mls_row_cut *rows,
                                 const unsigned char *bits, mls_status *st);
 
-/* Code a shard that has frames, before its file is laid out.  Gives: free `*out` with
- * mls_free, which is as long as the new layer.  NULL: it did not become shorter, and has
- * no frames any more.  As mls_write_plan_compress; progress is told of all its bytes. */
+/* Compress a shard that has frames, before its file is laid out. Gives: free `*out` with
+ * mls_free; it has the size of the new layer. `*out` is NULL if the shard did not shrink
+ * enough; its frames are then removed. Errors as mls_write_plan_compress. Reports the
+ * progress of all its bytes. */
 mls_code mls_planned_encode(mls_write_plan *plan, size_t number, unsigned char **out,
                             mls_status *st);
 
-/* Take layers, and frames, away again: it is plain. */
+/* Remove layers and frames: the shard becomes plain. */
 void mls_planned_drop_layers(mls_planned *planned);
 
-/* The item's elements `first` .. `first + count`: where they lie, or packed to `room`. */
+/* Return the item's elements `first` .. `first + count`: a pointer into its memory if it
+ * is packed, else a packed copy in `room`. */
 const unsigned char *mls_planned_elements(const mls_shard_job *job,
                                           const mls_shard_item *item, size_t first,
                                           size_t count, unsigned char *room);

@@ -1,9 +1,7 @@
-/* shard_sparse: what of a shard is not worth writing, since it is zero.
+/* write_sparse: find rows of zeros, which are not written.
  *
- * Memory is looked at once before anything is written, in pieces by several threads.  A
- * shard whose rows mostly hold something is given up as soon as that is known, so a dense
- * state costs a line of the cache for each of most of its rows.
- */
+ * Several threads scan the memory once before writing. The scan of a shard stops when too
+ * few of its rows are zero, so a dense state costs about one cache line for most rows. */
 #include "checkpoint/write/write_plan.h"
 
 #include "array/copy/pack_range.h"
@@ -13,13 +11,13 @@
 #include <string.h>
 
 enum {
-    PIECE = 4 << 20, /* bytes that one task looks at */
-    STEP = 256 << 10 /* bytes that are packed at a time: they stay in the cache */
+    PIECE = 4 << 20, /* bytes that one task scans */
+    STEP = 256 << 10 /* bytes that are packed at a time; stays in the cache */
 };
 
 /* ---- one shard ---- */
 
-/* What lies packed is looked at, and written, from where it lies. */
+/* Packed memory is scanned and written in place. */
 const unsigned char *mls_planned_elements(const mls_shard_job *job,
                                           const mls_shard_item *item, size_t first,
                                           size_t count, unsigned char *room)
@@ -31,35 +29,33 @@ const unsigned char *mls_planned_elements(const mls_shard_job *job,
     return room;
 }
 
-/* ---- many ---- */
+/* ---- many shards ---- */
 
-/* A shard that is looked at. */
+/* A shard that is scanned. */
 typedef struct sifted {
     size_t shard;
     mls_row_cut rows;
-    size_t most;          /* rows that may hold something, for others to be left out */
-    unsigned char *bits;  /* of those that do */
-    atomic_size_t filled; /* how many these are */
-} sifted;
+    size_t most;          /* most non-zero rows for which zero rows are omitted */
+    unsigned char *bits;  /* bits of the non-zero rows */
+    atomic_size_t filled; /* number of non-zero rows */
+} scanned_shard;
 
-/* A part of one, or all of several small ones; of the only one elements `from` .. `to`.
- */
+/* A task: several small shards, or elements `from` .. `to` of one. */
 typedef struct piece {
-    size_t first, count; /* of the sifted */
+    size_t first, count; /* range in the scanned shards */
     size_t from, to;
 } piece;
 
 typedef struct sifting {
     mls_write_plan *plan;
-    sifted *shards;
+    scanned_shard *shards;
     size_t count;
     piece *pieces;
-    unsigned char *bits; /* of all of them */
+    unsigned char *bits; /* bits of all shards */
     atomic_bool no_memory;
-} sifting;
+} sparse_scan;
 
-/* Whether it is to be looked at: what is not written anyway, and what has no bytes, is
- * not. */
+/* Return whether a shard is scanned: it must be written whole and have bytes. */
 static bool is_candidate(const mls_write_plan *plan, size_t number)
 {
     const mls_planned *planned = &plan->planned[number];
@@ -67,9 +63,9 @@ static bool is_candidate(const mls_write_plan *plan, size_t number)
            plan->index.shards[number].bytes > 0;
 }
 
-/* What is small shares a file, and lists of its rows would be as long as itself: it is
- * one row, which is there or not. */
-static mls_row_cut cut(const mls_write_plan *plan, size_t number)
+/* A small shard shares a file, and a list of rows would be as large as the shard. So it
+ * is treated as one row. */
+static mls_row_cut divide_rows(const mls_write_plan *plan, size_t number)
 {
     const mls_index_shard *shard = &plan->index.shards[number];
     const mls_part part = mls_index_part(shard);
@@ -80,14 +76,14 @@ static mls_row_cut cut(const mls_write_plan *plan, size_t number)
     return rows;
 }
 
-/* Room for everything, and who is looked at. */
-static mls_code list_candidates(sifting *s, mls_status *st)
+/* List the shards to scan, and allocate everything. */
+static mls_code list_candidates(sparse_scan *s, mls_status *st)
 {
     const mls_write_plan *plan = s->plan;
     size_t shards = 0, pieces = 0, bits = 0;
     for (size_t i = 0; i < plan->index.shard_count; i++) {
         if (is_candidate(plan, i)) {
-            const mls_row_cut rows = cut(plan, i);
+            const mls_row_cut rows = divide_rows(plan, i);
             shards++;
             pieces += plan->index.shards[i].bytes / PIECE + 1;
             bits += mls_rows_bits(&rows);
@@ -100,14 +96,13 @@ static mls_code list_candidates(sifting *s, mls_status *st)
         return mls_fail(st, MLS_E_MEMORY, "no memory to look for zeros in %zu shards",
                         shards);
     }
-    /* a second time along, now that there is room: the bits of one lie behind those of
-     * the one before */
+    /* a second pass assigns each shard its range of bits */
     unsigned char *at = s->bits;
     for (size_t i = 0; i < plan->index.shard_count; i++) {
         if (is_candidate(plan, i)) {
-            sifted *one = &s->shards[s->count++];
+            scanned_shard *one = &s->shards[s->count++];
             one->shard = i;
-            one->rows = cut(plan, i);
+            one->rows = divide_rows(plan, i);
             const size_t count = mls_rows_count(&one->rows);
             one->most = count - (count + 3) / 4; /* three quarters */
             one->bits = at;
@@ -118,15 +113,15 @@ static mls_code list_candidates(sifting *s, mls_status *st)
     return MLS_OK;
 }
 
-/* Cut large ones, put small ones together; returns how many pieces there are. */
-static size_t make_pieces(const sifting *s)
+/* Divide large shards and group small ones; returns the number of pieces. */
+static size_t make_pieces(const sparse_scan *s)
 {
-    size_t count = 0, room = 0; /* bytes that the last piece still takes */
+    size_t count = 0, room = 0; /* bytes that the last piece can still take */
     for (size_t i = 0; i < s->count; i++) {
         const mls_row_cut *rows = &s->shards[i].rows;
         const size_t bytes = rows->elements * rows->item;
         const size_t step = PIECE / rows->item;
-        /* one that fits behind others is no piece of its own */
+        /* fits into the previous piece */
         if (bytes <= room) {
             s->pieces[count - 1].count++;
             room -= bytes;
@@ -144,13 +139,13 @@ static size_t make_pieces(const sifting *s)
     return count;
 }
 
-/* Elements `from` .. `to` of one shard, until too many rows hold something. */
-static void sift(const sifting *s, sifted *one, size_t from, size_t to,
-                 unsigned char *buffer)
+/* Scan elements `from` .. `to` of one shard, until too many rows are non-zero. */
+static void scan_rows(const sparse_scan *s, scanned_shard *one, size_t from, size_t to,
+                      unsigned char *buffer)
 {
     const mls_shard_item *item = s->plan->planned[one->shard].item;
     const mls_row_cut *rows = &one->rows;
-    /* other tasks count rows of the same shard: whoever sees that it is full stops all */
+    /* other tasks count rows of the same shard; all of them stop at the limit */
     while (from < to && atomic_load(&one->filled) <= one->most) {
         const size_t left = to - from, most = STEP / rows->item;
         const size_t step = left < most ? left : most;
@@ -162,35 +157,36 @@ static void sift(const sifting *s, sifted *one, size_t from, size_t to,
     }
 }
 
-/* For the pool.  Only what is strided needs memory. */
-static void sift_task(void *context, size_t index)
+/* Scan one piece. Only strided memory needs a buffer. */
+static void scan_task(void *context, size_t index)
 {
-    sifting *s = context;
+    sparse_scan *s = context;
     const piece *p = &s->pieces[index];
     unsigned char *buffer = NULL;
     for (size_t i = p->first; i < p->first + p->count; i++) {
-        sifted *one = &s->shards[i];
+        scanned_shard *one = &s->shards[i];
         if (s->plan->planned[one->shard].item->data == NULL && buffer == NULL &&
             (buffer = mls_alloc(STEP, 1)) == NULL) {
             atomic_store(&s->no_memory, true);
             return;
         }
         const bool alone = p->count == 1;
-        sift(s, one, alone ? p->from : 0, alone ? p->to : one->rows.elements, buffer);
+        scan_rows(s, one, alone ? p->from : 0, alone ? p->to : one->rows.elements,
+                  buffer);
     }
     mls_free(buffer);
 }
 
-/* What was found decides; what is left out counts as done. */
-static mls_code settle(const sifting *s, mls_status *st)
+/* Create the layers of sparse shards. Omitted bytes count as done. */
+static mls_code set_sparse_layers(const sparse_scan *s, mls_status *st)
 {
     const mls_progress *progress = s->plan->job->progress;
     for (size_t i = 0; i < s->count; i++) {
-        const sifted *one = &s->shards[i];
+        const scanned_shard *one = &s->shards[i];
         mls_planned *planned = &s->plan->planned[one->shard];
         const mls_index_shard *shard = &s->plan->index.shards[one->shard];
         if (atomic_load(&one->filled) > one->most) {
-            continue; /* plain, and reported when it is written */
+            continue; /* stays plain, and is reported when it is written */
         }
         if (mls_planned_set_layers(planned, false, &one->rows, one->bits, st) != MLS_OK) {
             return st->code;
@@ -204,21 +200,21 @@ static mls_code settle(const sifting *s, mls_status *st)
     return MLS_OK;
 }
 
-/* Between what stays and where the rest goes: only what is to be written is looked at,
- * and how much of it is decides which file it goes into. */
+/* Runs after reuse is decided and before files are assigned: only shards to write are
+ * scanned, and their remaining size determines their file. */
 mls_code mls_write_plan_sparse(mls_write_plan *plan, mls_status *st)
 {
     if (!plan->job->sparse) {
         return MLS_OK;
     }
-    sifting s = {.plan = plan};
+    sparse_scan s = {.plan = plan};
     atomic_init(&s.no_memory, false);
     mls_code code = list_candidates(&s, st);
     if (code == MLS_OK) {
-        mls_pool_run(plan->job->pool, sift_task, &s, make_pieces(&s));
+        mls_pool_run(plan->job->pool, scan_task, &s, make_pieces(&s));
         code = atomic_load(&s.no_memory)
                    ? mls_fail(st, MLS_E_MEMORY, "no memory for a buffer of 256 KiB")
-                   : settle(&s, st);
+                   : set_sparse_layers(&s, st);
     }
     mls_free(s.shards);
     mls_free(s.pieces);

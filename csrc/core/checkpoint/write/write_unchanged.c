@@ -1,14 +1,13 @@
-/* shard_same: what did not change since it was committed.
+/* write_unchanged: find the shards that did not change since the last commit.
  *
- * Bytes are compared with bytes: two states of one checksum would be taken for one, once
- * in four thousand million times.  Reading stops at the first difference, which in a
- * state that was trained on is the first block.  A file that would not verify is as good
- * as different, even if its bytes are those in memory: its shards are written again.  So
- * the header and the checksums of all bytes read are checked, too.
+ * Bytes are compared with bytes, because a 32-bit checksum would treat one of four
+ * billion changes as unchanged. Reading stops at the first difference, which in a trained
+ * state is usually in the first block. A damaged file counts as different even if its
+ * bytes match the memory, so that its shards are written again. For that, the header and
+ * the checksums of all bytes read are verified.
  *
- * Where rows that changed are to become one more layer, reading goes on up to the end, or
- * until too many of them did.
- */
+ * If changed rows may become a new layer, reading continues to the end, or until too many
+ * rows changed. */
 #if !defined(_WIN32)
 
 #    include "checkpoint/write/write_plan.h"
@@ -24,69 +23,69 @@
 #    include <unistd.h>
 
 enum {
-    FIRST_STEP = 16 << 10, /* what changed, mostly changed here */
+    FIRST_STEP = 16 << 10, /* most changes are found here */
     STEP = 256 << 10,      /* stays in the cache between reading and comparing */
-    PIECE = 8 << 20, /* bytes of a large shard that one task compares: whole blocks */
-    BATCH = 4 << 20, /* bytes of small shards that one task compares, at least */
-    LAYERS_MOST = 8  /* of a shard, after which it is written as a whole */
+    PIECE = 8 << 20, /* bytes of a large shard that one task compares; a multiple of the
+                        block size */
+    BATCH = 4 << 20, /* least bytes of small shards that one task compares */
+    LAYERS_MOST = 8  /* a shard with this many layers is written whole */
 };
 
 /* A shard that is compared. */
 typedef struct compared {
     size_t shard;
     mls_row_cut rows;
-    size_t most; /* rows that may have changed, for these to become a layer */
-    unsigned char
-        *bits; /* of those that did; NULL: that any did is all there is to know */
-    atomic_size_t changed; /* how many these are; LOST: what was stored is not good */
-    atomic_size_t left;    /* pieces that are still to be compared */
-} compared;
+    size_t most;           /* most changed rows that may become a layer */
+    unsigned char *bits;   /* bits of changed rows; NULL: rows are not recorded */
+    atomic_size_t changed; /* number of changed rows; LOST: the stored data is damaged */
+    atomic_size_t left;    /* unfinished pieces */
+} compared_shard;
 
 #    define LOST (SIZE_MAX / 2)
 
-/* A part of one: bytes `from` .. `to` of a place, or of what is in none. */
+/* Bytes `from` .. `to` of a place, or of the zeros of a shard. */
 typedef struct piece {
-    size_t shard; /* the number of the compared one */
-    size_t place; /* of before; ZEROS: elements that are not stored */
+    size_t shard; /* position in the compared shards */
+    size_t place; /* place of the committed shard; ZEROS: elements that are not stored */
     size_t from, to;
 } piece;
 
 #    define ZEROS SIZE_MAX
 
-/* Some pieces that are compared one after the other. */
+/* Pieces that one task compares. */
 typedef struct batch {
     size_t from, to;
 } batch;
 
-/* Whether a file's header was checked. */
+/* State of the check of a file's header. */
 enum header_state { UNKNOWN, GOOD, BAD };
 
 typedef struct comparing {
     mls_write_plan *plan;
-    compared *shards;
+    compared_shard *shards;
     piece *pieces;
     batch *batches;
-    unsigned char *bits;   /* of all of them */
-    atomic_uchar *headers; /* of each file of before: header_state */
+    unsigned char *bits;   /* bits of all shards */
+    atomic_uchar *headers; /* header_state of each previous file */
     size_t count, piece_count, batch_count;
-    size_t buffer; /* bytes that a task reads at a time, at most */
+    size_t buffer; /* most bytes that a task reads at a time */
     atomic_bool no_memory, stopped;
-} comparing;
+} compare_state;
 
-/* What a task has at hand: the file that it read last stays open for the next shard,
- * since neighbours in an index mostly share a segment. */
+/* State of a task. The last file stays open, since neighbours in an index usually share a
+ * segment. */
 typedef struct reading {
     int fd;
-    size_t file;                      /* of the index of before */
-    unsigned char *read, *packed;     /* as long as a buffer, each */
-    mls_compressed_frame_room frames; /* for what is coded */
-} reading;
+    size_t file;                      /* position in the previous index */
+    unsigned char *read, *packed;     /* `buffer` bytes each */
+    mls_compressed_frame_room frames; /* for compressed places */
+} file_reader;
 
 /* ---- bytes ---- */
 
-/* Whether the header of an open file, of which a place is at `end`, is as recorded.  The
- * first task that opens a file reads it. */
-static bool header_is_good(comparing *c, int fd, size_t number, uint64_t end)
+/* Return whether the header of an open file is as recorded; `end` is the offset of one of
+ * its places. The first task that opens a file checks it. */
+static bool header_is_good(compare_state *c, int fd, size_t number, uint64_t end)
 {
     mls_status ignored;
     const mls_shard_job *job = c->plan->job;
@@ -103,8 +102,9 @@ static bool header_is_good(comparing *c, int fd, size_t number, uint64_t end)
     return state == GOOD;
 }
 
-/* Open the file of a place, or go on with it; false if it is not what was recorded. */
-static bool open_file(comparing *c, reading *r, const mls_layer *place)
+/* Open the file of a place, unless it is open. Returns false if it differs from its
+ * record. */
+static bool open_file(compare_state *c, file_reader *r, const mls_layer *place)
 {
     uint64_t length;
     mls_status ignored;
@@ -121,8 +121,7 @@ static bool open_file(comparing *c, reading *r, const mls_layer *place)
         return false;
     }
     r->file = place->file;
-    /* cut off, another file, or one that no reader takes: nothing in it is worth reading
-     */
+    /* truncated, replaced or damaged: nothing in it is usable */
     if (length != file->bytes || !header_is_good(c, r->fd, place->file, place->offset)) {
         (void)close(r->fd);
         r->fd = -1;
@@ -131,12 +130,12 @@ static bool open_file(comparing *c, reading *r, const mls_layer *place)
     return true;
 }
 
-/* Compare elements `first` .. `first + count` with what was stored of them. */
-static void compare_elements(const comparing *c, compared *one, size_t first,
-                             size_t count, const unsigned char *before, reading *r)
+/* Compare elements `first` .. `first + count` with their stored bytes. */
+static void compare_elements(const compare_state *c, compared_shard *one, size_t first,
+                             size_t count, const unsigned char *before, file_reader *r)
 {
     const mls_planned *planned = &c->plan->planned[one->shard];
-    /* neither side is copied where the memory lies packed */
+    /* packed memory is compared without a copy */
     const unsigned char *now =
         mls_planned_elements(c->plan->job, planned->item, first, count, r->packed);
     if (one->bits != NULL) {
@@ -147,15 +146,15 @@ static void compare_elements(const comparing *c, compared *one, size_t first,
     }
 }
 
-/* Compare what is visible of `bytes` bytes of a place's elements, which are those from
- * `start` on and lie in `data`. */
-static void compare_read(const comparing *c, compared *one, const mls_layer *place,
-                         size_t start, size_t bytes, const unsigned char *data,
-                         reading *r)
+/* Compare the visible elements in `data`, which contains `bytes` bytes of a place from
+ * `start` on. */
+static void compare_read(const compare_state *c, compared_shard *one,
+                         const mls_layer *place, size_t start, size_t bytes,
+                         const unsigned char *data, file_reader *r)
 {
     const size_t item = one->rows.item, from = start / item, to = from + bytes / item;
     size_t low = 0, high = place->visible_count;
-    while (low < high) { /* the first extent that ends behind `from` */
+    while (low < high) { /* find the first visible range that ends after `from` */
         const size_t middle = low + (high - low) / 2;
         const mls_row_range *extent = &place->visible[middle];
         if (extent->at + extent->count > from) {
@@ -173,17 +172,18 @@ static void compare_read(const comparing *c, compared *one, const mls_layer *pla
     }
 }
 
-/* Whether a block that ends before byte `end` of a place has the checksum recorded. */
-static bool is_good(const mls_layer *place, size_t end, uint32_t crc)
+/* Return whether the block that ends at byte `end` of a place matches its recorded
+ * checksum. */
+static bool is_block_good(const mls_layer *place, size_t end, uint32_t crc)
 {
     return crc == (place->bytes <= MLS_SAFETENSORS_BLOCK
                        ? place->crc
                        : place->crcs[(end - 1) / MLS_SAFETENSORS_BLOCK]);
 }
 
-/* Bytes to read next of a piece, within one block: a small step first, since the block
- * that differs is mostly the first. */
-static size_t next_step(const compared *one, const piece *p, size_t done)
+/* Number of bytes to read next, within one block. The first step is small, since changed
+ * shards usually differ at the start. */
+static size_t next_read_size(const compared_shard *one, const piece *p, size_t done)
 {
     const size_t most = one->bits != NULL ? (size_t)MLS_SAFETENSORS_BLOCK
                         : done == p->from ? (size_t)FIRST_STEP
@@ -193,21 +193,21 @@ static size_t next_step(const compared *one, const piece *p, size_t done)
     return left < most ? left : most;
 }
 
-/* A piece of a place, read up to where there is nothing more to know.  Also of bytes that
- * are those in memory the checksum counts: the damaged file may be where these are from.
+/* Compare a piece of a place until the result is known. The checksum must match even if
+ * the bytes equal those in memory: the memory may have been loaded from the damaged file.
  */
-static void compare_stored(comparing *c, compared *one, const mls_layer *place,
-                           const piece *p, reading *r)
+static void compare_stored(compare_state *c, compared_shard *one, const mls_layer *place,
+                           const piece *p, file_reader *r)
 {
     mls_status ignored;
-    uint32_t crc = 0; /* of the block so far; a piece starts with a block */
+    uint32_t crc = 0; /* of the current block; a piece starts at a block boundary */
     if (!open_file(c, r, place)) {
         atomic_store(&one->changed, LOST);
         return;
     }
     for (size_t done = p->from;
          done < p->to && atomic_load(&one->changed) <= one->most;) {
-        const size_t step = next_step(one, p, done);
+        const size_t step = next_read_size(one, p, done);
         if (mls_file_read_at(r->fd, r->read, step, place->offset + done, &ignored) !=
             MLS_OK) {
             atomic_store(&one->changed, LOST);
@@ -217,7 +217,7 @@ static void compare_stored(comparing *c, compared *one, const mls_layer *place,
         compare_read(c, one, place, done, step, r->read, r);
         done += step;
         if (done % MLS_SAFETENSORS_BLOCK == 0 || done == p->to) {
-            if (!is_good(place, done, crc)) {
+            if (!is_block_good(place, done, crc)) {
                 atomic_store(&one->changed, LOST);
                 return;
             }
@@ -226,9 +226,9 @@ static void compare_stored(comparing *c, compared *one, const mls_layer *place,
     }
 }
 
-/* The same of a place whose bytes are coded: frame by frame. */
-static void compare_coded(comparing *c, compared *one, const mls_layer *place,
-                          const piece *p, reading *r)
+/* The same for a compressed place, frame by frame. */
+static void compare_compressed(compare_state *c, compared_shard *one,
+                               const mls_layer *place, const piece *p, file_reader *r)
 {
     mls_status st;
     const unsigned char *data;
@@ -249,7 +249,7 @@ static void compare_coded(comparing *c, compared *one, const mls_layer *place,
         const mls_code code =
             mls_compressed_frame_read(&r->frames, &coded, number, &data, &st);
         if (code != MLS_OK) {
-            /* what a codec says of files is one thing, what stops everybody another */
+            /* other codec errors mean a damaged file; these two stop the whole save */
             atomic_store(&one->changed, LOST);
             if (code == MLS_E_STOPPED) {
                 atomic_store(&c->stopped, true);
@@ -269,11 +269,11 @@ static void compare_coded(comparing *c, compared *one, const mls_layer *place,
     }
 }
 
-/* A piece of what was in no layer: whether it is zero still. */
-static void compare_zeros(const comparing *c, compared *one, const mls_layers *layers,
-                          const piece *p, reading *r)
+/* Compare a piece of the zeros: check that the elements are still zero. */
+static void compare_zeros(const compare_state *c, compared_shard *one,
+                          const mls_layers *layers, const piece *p, file_reader *r)
 {
-    /* the piece is of the shard's own bytes here: nothing is read, zeros are at hand */
+    /* here the piece is in bytes of the shard; nothing is read from files */
     const size_t item = one->rows.item, from = p->from / item, to = p->to / item;
     memset(r->read, 0, c->buffer);
     for (size_t i = mls_row_ranges_find(layers->zeros, layers->zero_count, from);
@@ -292,10 +292,10 @@ static void compare_zeros(const comparing *c, compared *one, const mls_layers *l
     }
 }
 
-/* One piece.  What is visible of a plain shard's place is all of it. */
-static void compare_piece(comparing *c, const piece *p, reading *r)
+/* Compare one piece. The place of a plain shard is completely visible. */
+static void compare_piece(compare_state *c, const piece *p, file_reader *r)
 {
-    compared *one = &c->shards[p->shard];
+    compared_shard *one = &c->shards[p->shard];
     const mls_index_shard *before = c->plan->planned[one->shard].before;
     const mls_row_range all = {.count = one->rows.elements};
     if (p->place == ZEROS) {
@@ -308,38 +308,38 @@ static void compare_piece(comparing *c, const piece *p, reading *r)
         place.visible_count = 1;
     }
     if (place.frames != NULL) {
-        compare_coded(c, one, &place, p, r);
+        compare_compressed(c, one, &place, p, r);
     } else {
         compare_stored(c, one, &place, p, r);
     }
 }
 
-/* Whether nothing more is to be begun. */
-static bool is_over(const comparing *c)
+/* Return whether no further piece is started. */
+static bool has_stopped(const compare_state *c)
 {
     return atomic_load(&c->stopped) || atomic_load(&c->no_memory);
 }
 
-/* One batch.  What is the same is done with, and reported by who compares the last piece
- * of it; what is not is reported when it is written. */
+/* Compare one batch. The task that compares the last piece of an unchanged shard reports
+ * its progress; changed shards are reported when they are written. */
 static void compare_task(void *context, size_t index)
 {
-    comparing *c = context;
+    compare_state *c = context;
     const mls_progress *progress = c->plan->job->progress;
-    reading r = {.fd = -1};
-    if (is_over(c)) {
+    file_reader r = {.fd = -1};
+    if (has_stopped(c)) {
         return;
     }
-    /* one block for both, so that there is one failure to think of */
+    /* one allocation for both buffers */
     r.read = mls_alloc(2, c->buffer);
     if (r.read == NULL) {
         atomic_store(&c->no_memory, true);
         return;
     }
     r.packed = r.read + c->buffer;
-    for (size_t i = c->batches[index].from; i < c->batches[index].to && !is_over(c);
+    for (size_t i = c->batches[index].from; i < c->batches[index].to && !has_stopped(c);
          i++) {
-        compared *one = &c->shards[c->pieces[i].shard];
+        compared_shard *one = &c->shards[c->pieces[i].shard];
         compare_piece(c, &c->pieces[i], &r);
         if (atomic_fetch_sub(&one->left, 1) == 1 && atomic_load(&one->changed) == 0 &&
             progress != NULL &&
@@ -355,12 +355,12 @@ static void compare_task(void *context, size_t index)
     mls_free(r.read);
 }
 
-/* ---- what is compared ---- */
+/* ---- choose what to compare ---- */
 
-/* How many rows of a shard may have changed for these to become a layer: half of it, and
- * no more than what keeps all layers together below two times the shard. */
-static size_t rows_most(const mls_write_plan *plan, const mls_planned *planned,
-                        const mls_row_cut *rows)
+/* Number of rows of a shard that may change and still become a layer: half of the shard,
+ * and all layers together at most twice the shard. */
+static size_t most_changed_rows(const mls_write_plan *plan, const mls_planned *planned,
+                                const mls_row_cut *rows)
 {
     const mls_index_shard *before = planned->before;
     size_t places = 0, stored = 0;
@@ -376,7 +376,7 @@ static size_t rows_most(const mls_write_plan *plan, const mls_planned *planned,
             }
         }
     }
-    /* one more would make reading slower, or the files larger than two plain ones */
+    /* another layer would slow down reading, or exceed twice the plain size */
     if (places + 1 > LAYERS_MOST || stored / 2 >= before->bytes) {
         return 0;
     }
@@ -384,35 +384,35 @@ static size_t rows_most(const mls_write_plan *plan, const mls_planned *planned,
     return (room < half ? room : half) / (rows->row * rows->item);
 }
 
-/* How a shard is cut into rows, and how many of them may have changed. */
-static size_t look_at(const mls_write_plan *plan, size_t number, mls_row_cut *rows)
+/* Divide a shard into rows, and return how many of them may change. */
+static size_t divide_rows(const mls_write_plan *plan, size_t number, mls_row_cut *rows)
 {
     const mls_index_shard *shard = &plan->index.shards[number];
     const mls_planned *planned = &plan->planned[number];
     *rows = (mls_row_cut){.row = 1, .item = mls_dtype_of(shard->dtype)->item_bytes};
     if (shard->bytes == 0) {
-        return 0; /* no rows at all */
+        return 0; /* no rows */
     }
     const mls_part part = mls_index_part(shard);
     *rows = mls_rows_of(&part, rows->item);
-    return planned->same ? 0 : rows_most(plan, planned, rows);
+    return planned->same ? 0 : most_changed_rows(plan, planned, rows);
 }
 
-/* Whether it is compared at all: of one whose version says that it changed only rows are
- * of interest. */
+/* Return whether a shard is compared. If its version shows a change, only its rows are of
+ * interest. */
 static bool is_candidate(const mls_write_plan *plan, size_t number)
 {
     const mls_planned *planned = &plan->planned[number];
     mls_row_cut ignored;
     return planned->before != NULL &&
            (planned->item->version == 0 || planned->same ||
-            (plan->job->incremental && look_at(plan, number, &ignored) > 0));
+            (plan->job->incremental && divide_rows(plan, number, &ignored) > 0));
 }
 
-/* Pieces of a shard, of whole frames, counted where `out` is NULL.  One that has nothing
- * to be read has one for each place all the same: somebody must look whether its file is
- * there. */
-static size_t cut(const comparing *c, size_t number, piece *out)
+/* List the pieces of a shard, in whole frames; if `out` is NULL, they are only counted. A
+ * place without bytes to compare still gets one piece, which checks that its file exists.
+ */
+static size_t list_shard_pieces(const compare_state *c, size_t number, piece *out)
 {
     const mls_planned *planned = &c->plan->planned[number];
     const mls_index_shard *before = planned->before;
@@ -420,9 +420,9 @@ static size_t cut(const comparing *c, size_t number, piece *out)
     for (size_t i = 0; i < mls_index_place_count(before); i++) {
         const mls_layer place = mls_index_place(before, i);
         if (before->layers != NULL && place.visible_count == 0) {
-            continue; /* hidden: it goes, whatever is in it */
+            continue; /* hidden: it is dropped in any case */
         }
-        /* the caller knows his bytes, but not whether the file is still there */
+        /* the version proves that the bytes are equal, but not that the file exists */
         const size_t bytes = planned->same          ? 0
                              : place.frames == NULL ? place.bytes
                                                     : place.frames->bytes;
@@ -445,7 +445,7 @@ static size_t cut(const comparing *c, size_t number, piece *out)
         }
         from = to;
     }
-    if (count == 0) { /* nothing is stored of it, and that is to be reported */
+    if (count == 0) { /* nothing is stored, but progress must be reported */
         if (out != NULL) {
             out[0] = (piece){.shard = c->count, .place = ZEROS};
         }
@@ -454,18 +454,18 @@ static size_t cut(const comparing *c, size_t number, piece *out)
     return count;
 }
 
-/* Room for everything.  A buffer takes a block where any shard is compared by row, since
- * blocks are what has checksums; else less, which stays in the cache. */
-static mls_code allocate(comparing *c, mls_status *st)
+/* Allocate everything. If any shard is compared by row, buffers have the size of a block,
+ * the unit of checksums; otherwise they are smaller and stay in the cache. */
+static mls_code allocate_arrays(compare_state *c, mls_status *st)
 {
     const mls_write_plan *plan = c->plan;
     size_t shards = 0, pieces = 0, bits = 0;
     for (size_t i = 0; i < plan->index.shard_count; i++) {
         if (is_candidate(plan, i)) {
             mls_row_cut rows;
-            const bool by_row = look_at(plan, i, &rows) > 0;
+            const bool by_row = divide_rows(plan, i, &rows) > 0;
             shards++;
-            pieces += cut(c, i, NULL);
+            pieces += list_shard_pieces(c, i, NULL);
             bits += by_row ? mls_rows_bits(&rows) : 0;
         }
     }
@@ -481,19 +481,19 @@ static mls_code allocate(comparing *c, mls_status *st)
                : MLS_OK;
 }
 
-/* All candidates and their pieces, in the order of the index: so neighbours of a segment
- * are read one after the other. */
-static void list_pieces(comparing *c)
+/* List all candidates and their pieces in index order, so that neighbours in a segment
+ * are read in sequence. */
+static void list_pieces(compare_state *c)
 {
     unsigned char *bits = c->bits;
     for (size_t i = 0; i < c->plan->index.shard_count; i++) {
         if (!is_candidate(c->plan, i)) {
             continue;
         }
-        compared *one = &c->shards[c->count];
-        const size_t pieces = cut(c, i, c->pieces + c->piece_count);
+        compared_shard *one = &c->shards[c->count];
+        const size_t pieces = list_shard_pieces(c, i, c->pieces + c->piece_count);
         one->shard = i;
-        one->most = look_at(c->plan, i, &one->rows);
+        one->most = divide_rows(c->plan, i, &one->rows);
         if (one->most > 0) {
             one->bits = bits;
             bits += mls_rows_bits(&one->rows);
@@ -505,8 +505,8 @@ static void list_pieces(comparing *c)
     }
 }
 
-/* Put pieces into batches: one of a few bytes is not worth a task. */
-static void make_batches(comparing *c)
+/* Group small pieces into batches. */
+static void make_batches(compare_state *c)
 {
     size_t bytes = 0;
     for (size_t i = 0; i < c->piece_count; i++) {
@@ -519,10 +519,11 @@ static void make_batches(comparing *c)
     }
 }
 
-/* ---- what came of it ---- */
+/* ---- results ---- */
 
-/* What stays of a shard that gets a layer counts as done. */
-static mls_code report_kept(const comparing *c, const compared *one, mls_status *st)
+/* Report progress for the kept bytes of a shard that gets a layer. */
+static mls_code report_kept(const compare_state *c, const compared_shard *one,
+                            mls_status *st)
 {
     const mls_progress *progress = c->plan->job->progress;
     const mls_planned *planned = &c->plan->planned[one->shard];
@@ -533,15 +534,15 @@ static mls_code report_kept(const comparing *c, const compared *one, mls_status 
                : mls_fail(st, MLS_E_STOPPED, "stopped");
 }
 
-/* The same, changed in a few rows, or to be written as a whole. */
-static mls_code settle(const comparing *c, mls_status *st)
+/* Apply the results: unchanged, a new layer, or written whole. */
+static mls_code apply_results(const compare_state *c, mls_status *st)
 {
     mls_code code = MLS_OK;
     for (size_t i = 0; code == MLS_OK && i < c->count; i++) {
-        compared *one = &c->shards[i];
+        compared_shard *one = &c->shards[i];
         mls_planned *planned = &c->plan->planned[one->shard];
         const size_t changed = atomic_load(&one->changed);
-        /* also of one whose version went up for nothing */
+        /* also if its version increased without a change */
         planned->same = changed == 0;
         if (changed > 0 && changed <= one->most) {
             code = mls_planned_set_layers(planned, true, &one->rows, one->bits, st);
@@ -551,7 +552,7 @@ static mls_code settle(const comparing *c, mls_status *st)
     return code;
 }
 
-/* Whoever counts versions himself is believed, as long as he does not count back. */
+/* A caller-supplied version is trusted but must not decrease. */
 static mls_code check_versions(mls_write_plan *plan, mls_status *st)
 {
     for (size_t i = 0; i < plan->index.shard_count; i++) {
@@ -562,7 +563,7 @@ static mls_code check_versions(mls_write_plan *plan, mls_status *st)
             mls_fail(st, MLS_E_VALUE, "version %llu of a shard whose version is %llu",
                      (unsigned long long)version, (unsigned long long)old);
             mls_status_name(st, planned->key.data, planned->key.length);
-            if (version > INT64_MAX) { /* no index can hold it */
+            if (version > INT64_MAX) { /* an index cannot store it */
                 mls_status_expected(st, "at most %llu", (unsigned long long)INT64_MAX);
             } else {
                 mls_status_expected(st, "%llu or more", (unsigned long long)old);
@@ -575,19 +576,19 @@ static mls_code check_versions(mls_write_plan *plan, mls_status *st)
     return MLS_OK;
 }
 
-/* Versions first: they refuse before anything is read.  Without a record of before there
- * is nothing to compare with, and everything is new. */
+/* Versions are checked before anything is read. Without a previous index everything is
+ * new. */
 mls_code mls_write_plan_unchanged(mls_write_plan *plan, mls_status *st)
 {
     mls_code code = check_versions(plan, st);
     if (code != MLS_OK || plan->job->before == NULL) {
         return code;
     }
-    comparing c = {.plan = plan};
-    /* each task looks at both, and begins nothing once either is set */
+    compare_state c = {.plan = plan};
+    /* each task checks both before it starts a piece */
     atomic_init(&c.no_memory, false);
     atomic_init(&c.stopped, false);
-    code = allocate(&c, st);
+    code = allocate_arrays(&c, st);
     if (code == MLS_OK) {
         list_pieces(&c);
         make_batches(&c);
@@ -596,7 +597,7 @@ mls_code mls_write_plan_unchanged(mls_write_plan *plan, mls_status *st)
                    ? mls_fail(st, MLS_E_MEMORY, "no memory for a buffer of %zu KiB",
                               2 * c.buffer >> 10)
                : atomic_load(&c.stopped) ? mls_fail(st, MLS_E_STOPPED, "stopped")
-                                         : settle(&c, st);
+                                         : apply_results(&c, st);
     }
     mls_free(c.shards);
     mls_free(c.pieces);

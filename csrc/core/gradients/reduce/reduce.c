@@ -1,11 +1,13 @@
-/* reduce: what may be reduced, and how an array is cut into blocks, and shared out.
+/* reduce: argument checks, and the division of arrays into blocks for the kernels and the
+ * threads.
  *
- * All work is a job: a step that computes a stretch of the output, and what is needed to
- * tally it while it is still in the innermost cache.  A job is cut into blocks, each of
- * which has a sum of squares of its own; the blocks' sums are added up in order at the
- * end, so that no bit depends on which thread did what.
+ * All work is a job: a step that computes a range of the output, and the kernels that
+ * compute its norm partial while the range is in the L1 cache. A job is divided into
+ * blocks, each with its own sum of squares. The blocks' sums are added in order at the
+ * end, so no bit depends on the threads.
  *
- * A complex number is two float32 here: jobs count items, and a block has twice as many.
+ * A complex number is two float32 items here: jobs count items, and a block has twice as
+ * many of them.
  */
 #include "gradients/reduce/reduce_kernels.h"
 
@@ -14,13 +16,14 @@
 #include <math.h>
 
 enum {
-    PART_BLOCKS = 16,         /* what a thread takes at a time: 64 Ki items */
-    ROUND_BLOCKS = 2048,      /* whose sums are kept, on the stack, until all are there */
-    SHARED_BYTES = 512 << 10, /* below this, waking a thread costs more than it brings */
-    CHUNK = 256               /* strided elements that pass through the stack at a time */
+    PART_BLOCKS = 16, /* blocks of a task: 64 Ki items */
+    ROUND_BLOCKS =
+        2048, /* blocks whose sums are kept on the stack until all are computed */
+    SHARED_BYTES = 512 << 10, /* below this, waking a thread costs more than it saves */
+    CHUNK = 256               /* strided elements gathered on the stack at a time */
 };
 
-/* Sets of another architecture get the scalar table, which works everywhere. */
+/* Instruction sets of other architectures fall back to the scalar table. */
 static const mls_reduce_kernels *kernels_of(mls_cpu cpu)
 {
     switch (cpu) {
@@ -41,31 +44,31 @@ static const mls_reduce_kernels *kernels_of(mls_cpu cpu)
 
 /* ---- the kernels of a dtype ---- */
 
-/* What a dtype is to the kernels, and how many items an element is. */
+/* Returns the item dtype of an element, which the kernels work on. */
 static mls_dtype part_of(mls_dtype dtype)
 {
     return dtype == MLS_C64 ? MLS_F32 : dtype;
 }
 
-/* Two for complex numbers. */
+/* Returns the items of an element: 2 for complex numbers. */
 static size_t parts_of(mls_dtype dtype)
 {
     return dtype == MLS_C64 ? 2 : 1;
 }
 
-/* Whether an array can hold float sums: all that mls_accumulate may add to, or scale. */
+/* Returns whether mls_accumulate can add to such an array and mls_scale can scale it. */
 static bool is_summed(mls_dtype dtype)
 {
     return (int)part_of(dtype) < MLS_CONVERTIBLE;
 }
 
-/* A float of any size, or a complex number. */
+/* Returns whether a dtype is a float of any size, or complex. */
 static bool is_float(mls_dtype dtype)
 {
     return is_summed(dtype) || mls_dtype_of(dtype)->kind == MLS_KIND_FLOAT8;
 }
 
-/* NULL where there is no such reduction. */
+/* Returns NULL for an unsupported reduction. */
 static mls_reduce_kernel reduce_kernel(const mls_reduce_kernels *k,
                                        const mls_reduction *r)
 {
@@ -84,21 +87,20 @@ static mls_reduce_kernel reduce_kernel(const mls_reduce_kernels *k,
                                          : mls_reduce_scalar.wide[r->op][dtype];
 }
 
-/* Floats of any two dtypes; NULL for the rest. */
+/* Returns the kernel for two float dtypes; NULL for others. */
 static mls_add_kernel add_kernel(const mls_reduce_kernels *k, mls_dtype dst,
                                  mls_dtype src)
 {
     return k->add[dst][src] != NULL ? k->add[dst][src] : mls_reduce_scalar.add[dst][src];
 }
 
-/* Never NULL. */
 static mls_squares_kernel squares_kernel(const mls_reduce_kernels *k, mls_dtype dtype)
 {
     return k->squares[dtype] != NULL ? k->squares[dtype]
                                      : mls_reduce_scalar.squares[dtype];
 }
 
-/* Sums of some floats; NULL for the rest. */
+/* Returns the fused kernel for sums of some floats; NULL if none exists. */
 static mls_sum_squares_kernel sum_squares_kernel(const mls_reduce_kernels *k,
                                                  const mls_reduction *r)
 {
@@ -111,19 +113,20 @@ static mls_sum_squares_kernel sum_squares_kernel(const mls_reduce_kernels *k,
 
 typedef struct job job;
 
-/* Compute items start .. start + n - 1 of the output. */
+/* Computes items start .. start + n - 1 of the output. */
 typedef void (*job_step)(const job *j, size_t start, size_t n);
 
 struct job {
-    job_step step;   /* NULL: the output is there, and only tallied */
+    job_step
+        step; /* NULL: the output exists already, and only its norm partial is computed */
     size_t count;    /* items of the output */
     size_t block;    /* items of a block */
-    mls_dtype dtype; /* of the output, elements */
-    size_t item;     /* bytes of one of its items */
+    mls_dtype dtype; /* dtype of the output's elements */
+    size_t item;     /* bytes of an output item */
     unsigned char *out;
-    mls_squares_kernel squares;         /* NULL: no tally is wanted */
-    mls_sum_squares_kernel sum_squares; /* NULL: the step, and then squares */
-    /* what the step needs */
+    mls_squares_kernel squares;         /* NULL: no norm partial is computed */
+    mls_sum_squares_kernel sum_squares; /* NULL: run the step, then `squares` */
+    /* arguments of the steps */
     mls_reduce_kernel reduce;
     const void *const *sources;
     size_t source_count;
@@ -134,7 +137,7 @@ struct job {
     double number; /* divisor, scale or factor */
 };
 
-/* A job without a step, over `count` elements at `out`. */
+/* Returns a job without a step, over `count` elements at `out`. */
 static job job_over(const mls_reduce_kernels *k, mls_dtype dtype, void *out, size_t count,
                     bool tally)
 {
@@ -147,24 +150,25 @@ static job job_over(const mls_reduce_kernels *k, mls_dtype dtype, void *out, siz
                  .squares = tally ? squares_kernel(k, part_of(dtype)) : NULL};
 }
 
-/* The part of a job whose blocks' sums are kept at a time. */
+/* A part of a job: as many blocks as the sums on the stack have room for. */
 typedef struct job_round {
     const job *j;
-    size_t first, blocks; /* of the round */
+    size_t first, blocks; /* first block, and number of blocks */
     double squares[ROUND_BLOCKS];
-    uint64_t nonfinite[ROUND_BLOCKS / PART_BLOCKS]; /* of each part */
+    uint64_t nonfinite[ROUND_BLOCKS / PART_BLOCKS]; /* of each task */
 } job_round;
 
-/* Elements that are no numbers: where there are any, the squares are not finite either.
- * Float64 may exceed its range without; then none are found. */
-static uint64_t nonfinite_in(const job *j, double squares, const unsigned char *at,
-                             size_t n)
+/* Counts the non-finite elements of a block, but only if its squares do not add up to a
+ * finite number. (Float64 squares may overflow without such elements; the count is then
+ * 0.) */
+static uint64_t count_nonfinite(const job *j, double squares, const unsigned char *at,
+                                size_t n)
 {
     return isfinite(squares) ? 0
                              : mls_reduce_nonfinite(j->dtype, at, n / parts_of(j->dtype));
 }
 
-/* Compute a block, and its sum of squares. */
+/* Computes a block, and returns its sum of squares. */
 static double block_squares(const job *j, size_t start, size_t n)
 {
     if (j->sum_squares != NULL) {
@@ -176,8 +180,9 @@ static double block_squares(const job *j, size_t start, size_t n)
     return j->squares(j->out + start * j->item, n);
 }
 
-/* PART_BLOCKS blocks, as a task: each is tallied as soon as it is computed. */
-static void tally_task(void *context, size_t index)
+/* Task: computes PART_BLOCKS blocks with their norm partials, each block while it is in
+ * the cache. */
+static void norm_task(void *context, size_t index)
 {
     job_round *r = context;
     const job *j = r->j;
@@ -187,13 +192,13 @@ static void tally_task(void *context, size_t index)
         const size_t start = (r->first + b) * j->block, rest = j->count - start;
         const size_t n = rest < j->block ? rest : j->block;
         const double squares = block_squares(j, start, n);
-        nonfinite += nonfinite_in(j, squares, j->out + start * j->item, n);
+        nonfinite += count_nonfinite(j, squares, j->out + start * j->item, n);
         r->squares[b] = squares;
     }
     r->nonfinite[index] = nonfinite;
 }
 
-/* As many blocks without a tally. */
+/* Task: computes as many blocks without norm partials. */
 static void plain_task(void *context, size_t index)
 {
     const job *j = context;
@@ -202,30 +207,30 @@ static void plain_task(void *context, size_t index)
     j->step(j, start, rest < part ? rest : part);
 }
 
-/* a / b, rounded up. */
-static size_t quotient(size_t a, size_t b)
+static size_t divide_up(size_t a, size_t b)
 {
     return a / b + (a % b != 0);
 }
 
-/* Add a block's sum.  All NaNs become one, so that the bits are the same everywhere. */
+/* Adds a block's sum. All NaNs become one canonical NaN, so that the bits are the same
+ * everywhere. */
 static void add_squares(mls_norm_partial *tally, double squares)
 {
     const double sum = tally->squares + squares;
     tally->squares = isnan(sum) ? mls_f64_nan() : sum;
 }
 
-/* Round after round, each shared out: blocks are added in order once all are there. */
-static void job_tally(const job *j, mls_pool *pool, mls_norm_partial *tally)
+/* Divides each round among the threads, and then adds its blocks in order. */
+static void job_norm(const job *j, mls_pool *pool, mls_norm_partial *tally)
 {
-    const size_t blocks = quotient(j->count, j->block);
-    job_round r; /* large: only the sums that were written are read */
+    const size_t blocks = divide_up(j->count, j->block);
+    job_round r; /* large, so not initialised: only written entries are read */
     r.j = j;
     for (r.first = 0; r.first < blocks; r.first += ROUND_BLOCKS) {
         const size_t rest = blocks - r.first;
         r.blocks = rest < ROUND_BLOCKS ? rest : ROUND_BLOCKS;
-        const size_t parts = quotient(r.blocks, PART_BLOCKS);
-        mls_pool_run(pool, tally_task, &r, parts);
+        const size_t parts = divide_up(r.blocks, PART_BLOCKS);
+        mls_pool_run(pool, norm_task, &r, parts);
         for (size_t b = 0; b < r.blocks; b++) {
             add_squares(tally, r.squares[b]);
         }
@@ -235,38 +240,38 @@ static void job_tally(const job *j, mls_pool *pool, mls_norm_partial *tally)
     }
 }
 
-/* Do all of a job.  Small ones are not worth a second thread. */
+/* Runs a job. Small jobs use only this thread. */
 static void job_run(job *j, mls_pool *pool, mls_norm_partial *tally)
 {
     mls_pool *shared = j->count >= SHARED_BYTES / j->item ? pool : NULL;
     if (tally != NULL) {
-        job_tally(j, shared, tally);
+        job_norm(j, shared, tally);
     } else if (j->count > 0) {
-        mls_pool_run(shared, plain_task, j, quotient(j->count, PART_BLOCKS * j->block));
+        mls_pool_run(shared, plain_task, j, divide_up(j->count, PART_BLOCKS * j->block));
     }
 }
 
 /* ---- reducing ---- */
 
-/* The names of the operations, for messages. */
 static const char *op_name(mls_reduce_op op)
 {
     return op == MLS_REDUCE_SUM ? "sum" : op == MLS_REDUCE_MIN ? "minimum" : "maximum";
 }
 
-/* Whether a number is a number in what is computed with it: float32 unless `wide`. */
+/* Returns whether a number is finite in the dtype of the computation, float32 unless
+ * `wide`. */
 static bool is_number(double value, bool wide)
 {
     return isfinite(wide ? value : (double)(float)value);
 }
 
-/* Not 1, by value: floats are not compared for equality here. */
+/* Written with comparisons because the build warns about float equality. */
 static bool is_not_one(double value)
 {
     return !(value >= 1 && value <= 1);
 }
 
-/* 0 is what a divisor too small for float32 becomes, too. */
+/* A divisor too small for float32 becomes 0, which is refused too. */
 static mls_code check_divisor(const mls_reduction *r, mls_status *st)
 {
     const bool wide = r->dtype == MLS_F64;
@@ -285,7 +290,7 @@ static mls_code check_divisor(const mls_reduction *r, mls_status *st)
     return MLS_OK;
 }
 
-/* The scalar table says what there is. */
+/* The scalar table defines the supported reductions. */
 mls_code mls_reduce_check(const mls_reduction *r, mls_status *st)
 {
     const char *name = mls_dtype_of(r->dtype)->name;
@@ -309,16 +314,16 @@ mls_code mls_reduce_check(const mls_reduction *r, mls_status *st)
     return MLS_E_DTYPE;
 }
 
-/* A stretch of all sources. */
 static void reduce_step(const job *j, size_t start, size_t n)
 {
     j->reduce(j->out, j->sources, j->source_count, start, n, j->number);
 }
 
-/* Only this many sources are read part by part: their addresses are on the stack. */
+/* More sources than this are not divided into ranges, because the addresses are on the
+ * stack. */
 enum { MOST_CUT = 64 };
 
-/* Reduce into `out` through the cache. */
+/* Reduces into `out` through the cache. */
 static void reduce_plain(const mls_reduce_kernels *k, const mls_reduction *r,
                          const void *const *sources, size_t count, void *out, size_t n,
                          mls_norm_partial *tally)
@@ -333,8 +338,8 @@ static void reduce_plain(const mls_reduce_kernels *k, const mls_reduction *r,
     job_run(&j, NULL, tally);
 }
 
-/* Reduce block by block into a buffer that stays in the first level of the cache, and
- * store each block past the cache. */
+/* Reduces block by block into a buffer that stays in the L1 cache, and stores each block
+ * with non-temporal stores. */
 static void reduce_past_cache(const mls_kernels *kernels, const mls_reduction *r,
                               const void *const *sources, size_t count,
                               unsigned char *out, size_t n, mls_store store,
@@ -356,7 +361,8 @@ static void reduce_past_cache(const mls_kernels *kernels, const mls_reduction *r
     }
 }
 
-/* Parts of a trial are whole blocks of the tally, so its bits do not depend on them. */
+/* A store trial covers whole norm blocks, so the bits of the norm partial do not depend
+ * on the trials. */
 void mls_reduce_run(const mls_kernels *kernels, const mls_reduction *r,
                     const void *const *sources, size_t count, void *out, size_t n,
                     mls_destination destination, mls_norm_partial *tally)
@@ -391,7 +397,6 @@ void mls_reduce_run(const mls_kernels *kernels, const mls_reduction *r,
 
 /* ---- checks of dst += scale * src ---- */
 
-/* Whether two views have the same rank and lengths. */
 static bool same_shape(const mls_tensor *a, const mls_tensor *b)
 {
     bool same = a->rank == b->rank;
@@ -401,7 +406,7 @@ static bool same_shape(const mls_tensor *a, const mls_tensor *b)
     return same;
 }
 
-/* The target is what was expected, the source what was found. */
+/* In the error, "expected" is the target's shape and "got" the source's. */
 static mls_code check_shapes(const mls_tensor *dst, const mls_tensor *src, mls_status *st)
 {
     char wanted[MLS_FACT_BYTES], found[MLS_FACT_BYTES];
@@ -421,8 +426,9 @@ static mls_code check_shapes(const mls_tensor *dst, const mls_tensor *src, mls_s
     return MLS_OK;
 }
 
-/* Two floats, the first of which can be rounded to, or two equal dtypes with a sum. */
-static bool dtypes_add(mls_dtype dst, mls_dtype src)
+/* Returns whether `src` can be added to `dst`: two floats of which `dst` can be rounded
+ * to, or equal dtypes that have a sum. */
+static bool can_add_dtypes(mls_dtype dst, mls_dtype src)
 {
     if (dst == src) {
         return mls_reduce_scalar.same[MLS_REDUCE_SUM][part_of(dst)] != NULL;
@@ -430,7 +436,7 @@ static bool dtypes_add(mls_dtype dst, mls_dtype src)
     return dst != MLS_C64 && src != MLS_C64 && is_summed(dst) && is_float(src);
 }
 
-/* A NaN for a scale would ruin everything and is a mistake for certain. */
+/* A NaN scale would destroy the array and is certainly a mistake. */
 static mls_code check_scale(mls_dtype dst, mls_dtype src, double scale, mls_status *st)
 {
     const bool wide = dst == MLS_F64 || src == MLS_F64;
@@ -446,7 +452,8 @@ static mls_code check_scale(mls_dtype dst, mls_dtype src, double scale, mls_stat
     return MLS_OK;
 }
 
-/* Whether two views are the same elements at the same places. */
+/* Returns whether two views have the same elements at the same addresses. Their shapes
+ * are equal. */
 static bool same_view(const mls_tensor *a, const mls_tensor *b)
 {
     bool same = a->data == b->data && a->dtype == b->dtype;
@@ -456,8 +463,9 @@ static bool same_view(const mls_tensor *a, const mls_tensor *b)
     return same;
 }
 
-/* Whether an axis of a view stands still: one element has several places then. */
-static bool repeats(const mls_tensor *t)
+/* Returns whether a view has an axis with stride 0, so that several indices share one
+ * element. */
+static bool has_zero_stride(const mls_tensor *t)
 {
     bool found = false, empty = false;
     for (int axis = 0; axis < t->rank; axis++) {
@@ -467,14 +475,14 @@ static bool repeats(const mls_tensor *t)
     return found && !empty;
 }
 
-/* Cheap questions first. */
+/* Cheap checks first. */
 mls_code mls_accumulate_check(const mls_tensor *dst, const mls_tensor *src, double scale,
                               mls_status *st)
 {
     if (check_shapes(dst, src, st) != MLS_OK) {
         return st->code;
     }
-    if (!dtypes_add(dst->dtype, src->dtype)) {
+    if (!can_add_dtypes(dst->dtype, src->dtype)) {
         mls_fail(st, MLS_E_DTYPE, "%s cannot be added to %s",
                  mls_dtype_of(src->dtype)->name, mls_dtype_of(dst->dtype)->name);
         mls_status_expected(st, "%s", mls_dtype_of(dst->dtype)->name);
@@ -484,7 +492,7 @@ mls_code mls_accumulate_check(const mls_tensor *dst, const mls_tensor *src, doub
     if (check_scale(dst->dtype, src->dtype, scale, st) != MLS_OK) {
         return st->code;
     }
-    if (repeats(dst)) {
+    if (has_zero_stride(dst)) {
         return mls_fail(st, MLS_E_OVERLAP,
                         "nothing can be added to an array that repeats its elements");
     }
@@ -498,25 +506,25 @@ mls_code mls_accumulate_check(const mls_tensor *dst, const mls_tensor *src, doub
 
 /* ---- strided views ---- */
 
-/* Spread `count` packed items out, `stride` apart. */
-static void scatter(unsigned char *to, ptrdiff_t stride, const unsigned char *packed,
-                    size_t item, size_t count)
+/* Writes `count` packed items `stride` bytes apart. */
+static void scatter_items(unsigned char *to, ptrdiff_t stride,
+                          const unsigned char *packed, size_t item, size_t count)
 {
     for (size_t i = 0; i < count; i++, to += stride) {
         memcpy(to, packed + i * item, item);
     }
 }
 
-/* Whether a run of such elements is plain memory. */
+/* Returns whether elements with this step are packed, in native byte order. */
 static bool is_plain(const mls_tensor *t, ptrdiff_t step)
 {
     const size_t item = mls_tensor_item_bytes(t);
     return step == (ptrdiff_t)item && (!t->swapped || item == 1);
 }
 
-/* Collect elements, in this machine's byte order. */
-static void fetch(unsigned char *packed, const mls_tensor *t, const unsigned char *at,
-                  ptrdiff_t step, size_t count)
+/* Gathers elements, in native byte order. */
+static void gather_native(unsigned char *packed, const mls_tensor *t,
+                          const unsigned char *at, ptrdiff_t step, size_t count)
 {
     const size_t item = mls_tensor_item_bytes(t);
     mls_gather(packed, at, step, item, count);
@@ -525,20 +533,20 @@ static void fetch(unsigned char *packed, const mls_tensor *t, const unsigned cha
     }
 }
 
-/* The other way; `packed` is of no use afterwards. */
-static void put_back(const mls_tensor *t, unsigned char *at, ptrdiff_t step,
-                     unsigned char *packed, size_t count)
+/* Inverse of `gather_native`; overwrites `packed`. */
+static void scatter_native(const mls_tensor *t, unsigned char *at, ptrdiff_t step,
+                           unsigned char *packed, size_t count)
 {
     const size_t item = mls_tensor_item_bytes(t);
     if (t->swapped && item > 1) {
         mls_swap_items(packed, count * item, mls_swap_unit(t->dtype));
     }
-    scatter(at, step, packed, item, count);
+    scatter_items(at, step, packed, item, count);
 }
 
-/* A job over memory that is packed, at other places: its elements and their sources. */
-static void run_at(const job *like, unsigned char *out, const unsigned char *src,
-                   size_t count)
+/* Runs a job's step on packed memory at other addresses. */
+static void run_packed(const job *like, unsigned char *out, const unsigned char *src,
+                       size_t count)
 {
     const void *const sources[] = {out, src};
     job j = *like;
@@ -550,8 +558,8 @@ static void run_at(const job *like, unsigned char *out, const unsigned char *src
     j.step(&j, 0, count * parts_of(j.dtype));
 }
 
-/* One run of both views, CHUNK elements at a time.  Without a source there is just `t`.
- */
+/* Runs a job's step on one row of both views, CHUNK elements at a time. `src` may be
+ * NULL. */
 static void step_chunks(const job *j, const mls_tensor *t, const mls_tensor *src,
                         const mls_strided_iter *w, unsigned char *at,
                         const unsigned char *other)
@@ -559,19 +567,19 @@ static void step_chunks(const job *j, const mls_tensor *t, const mls_tensor *src
     unsigned char packed[CHUNK * 8], added[CHUNK * 8];
     for (size_t done = 0; done < w->length; done += CHUNK) {
         const size_t rest = w->length - done, count = rest < CHUNK ? rest : CHUNK;
-        fetch(packed, t, at, w->a_step, count);
+        gather_native(packed, t, at, w->a_step, count);
         if (src != NULL) {
-            fetch(added, src, other, w->b_step, count);
+            gather_native(added, src, other, w->b_step, count);
             other += w->b_step * (ptrdiff_t)count;
         }
-        run_at(j, packed, added, count);
-        put_back(t, at, w->a_step, packed, count);
+        run_packed(j, packed, added, count);
+        scatter_native(t, at, w->a_step, packed, count);
         at += w->a_step * (ptrdiff_t)count;
     }
 }
 
-/* The step of a job for all elements of views that are not packed, in any order. */
-static void walk_step(const job *j, const mls_tensor *t, const mls_tensor *src)
+/* Runs a job's step on all elements of unpacked views, in any order. */
+static void run_strided(const job *j, const mls_tensor *t, const mls_tensor *src)
 {
     mls_strided_iter w;
     ptrdiff_t at = 0, other = 0;
@@ -582,21 +590,21 @@ static void walk_step(const job *j, const mls_tensor *t, const mls_tensor *src)
     do {
         const unsigned char *from = src == NULL ? t->data + at : src->data + other;
         if (plain) {
-            run_at(j, t->data + at, from, w.length);
+            run_packed(j, t->data + at, from, w.length);
         } else {
             step_chunks(j, t, src, &w, t->data + at, from);
         }
     } while (mls_strided_iter_next(&w, &at, &other));
 }
 
-/* Both in C order, packed, and in this machine's byte order. */
+/* Returns whether a view is in C order, packed, and in native byte order. */
 static bool is_packed(const mls_tensor *t)
 {
     return mls_tensor_is_contiguous(t) && (!t->swapped || mls_tensor_item_bytes(t) == 1);
 }
 
-/* Rows of the innermost axis in C order: unlike mls_strided_iter_init, which may reorder.
- */
+/* Iterates over rows of the innermost axis in C order; mls_strided_iter_init may reorder
+ * axes. Returns false for an empty view. */
 static bool rows_of(mls_strided_iter *w, const mls_tensor *t)
 {
     *w = (mls_strided_iter){.length = 1,
@@ -616,15 +624,15 @@ static bool rows_of(mls_strided_iter *w, const mls_tensor *t)
     return true;
 }
 
-/* A block that is being filled, and what it is tallied with. */
+/* A block that is being filled, and the job that computes its norm partial. */
 typedef struct gathered {
     job j;
     size_t filled; /* elements */
     unsigned char items[MLS_NORM_BLOCK * 8];
 } gathered;
 
-/* The block is full, or all there is. */
-static void gathered_tally(gathered *g, mls_norm_partial *tally)
+/* Adds a full (or the last) block to the norm partial. */
+static void add_gathered(gathered *g, mls_norm_partial *tally)
 {
     g->j.out = g->items;
     g->j.count = g->filled * parts_of(g->j.dtype);
@@ -632,12 +640,12 @@ static void gathered_tally(gathered *g, mls_norm_partial *tally)
     g->filled = 0;
 }
 
-/* Elements in C order, collected block by block. */
-static void tally_strided(const mls_reduce_kernels *k, const mls_tensor *t,
-                          mls_norm_partial *tally)
+/* Collects the elements in C order, block by block. */
+static void norm_strided(const mls_reduce_kernels *k, const mls_tensor *t,
+                         mls_norm_partial *tally)
 {
     mls_strided_iter w;
-    gathered g; /* large: only what is filled is read */
+    gathered g; /* large, so not initialised: only written elements are read */
     const size_t item = mls_tensor_item_bytes(t);
     ptrdiff_t at = 0, unused = 0;
     g.j = job_over(k, t->dtype, NULL, 0, true);
@@ -650,47 +658,46 @@ static void tally_strided(const mls_reduce_kernels *k, const mls_tensor *t,
         for (size_t done = 0; done < w.length;) {
             const size_t room = MLS_NORM_BLOCK - g.filled, rest = w.length - done;
             const size_t count = rest < room ? rest : room;
-            fetch(g.items + g.filled * item, t, from, w.a_step, count);
+            gather_native(g.items + g.filled * item, t, from, w.a_step, count);
             from += w.a_step * (ptrdiff_t)count;
             done += count;
             g.filled += count;
             if (g.filled == MLS_NORM_BLOCK) {
-                gathered_tally(&g, tally);
+                add_gathered(&g, tally);
             }
         }
     } while (mls_strided_iter_next(&w, &at, &unused));
-    gathered_tally(&g, tally);
+    add_gathered(&g, tally);
 }
 
-/* A job whose step works in place on `t`, with `src` or without. */
-static void run_on(mls_cpu cpu, mls_pool *pool, job *j, const mls_tensor *t,
-                   const mls_tensor *src, mls_norm_partial *tally)
+/* Runs a job whose step works in place on `t`. `src` may be NULL. */
+static void run_in_place(mls_cpu cpu, mls_pool *pool, job *j, const mls_tensor *t,
+                         const mls_tensor *src, mls_norm_partial *tally)
 {
     if (is_packed(t) && (src == NULL || is_packed(src))) {
         job_run(j, pool, tally);
         return;
     }
-    walk_step(j, t, src);
+    run_strided(j, t, src);
     if (tally != NULL) {
         mls_norm_partial_of(cpu, pool, t, tally);
     }
 }
 
-/* ---- dst += scale * src, t *= factor, and figures alone ---- */
+/* ---- dst += scale * src, t *= factor, norm partials ---- */
 
-/* A stretch of both. */
 static void add_step(const job *j, size_t start, size_t n)
 {
     j->add(j->out + start * j->item, j->src + start * j->src_item, n, j->number);
 }
 
-/* As above. */
 static void scale_step(const job *j, size_t start, size_t n)
 {
     j->scale(j->out + start * j->item, n, j->number);
 }
 
-/* Integers have no scale: theirs is a sum of two sources, the first of which is `dst`. */
+/* Integers have no scale: they use the kernel for a sum of two sources, the first of
+ * which is `dst`. */
 mls_code mls_accumulate(mls_cpu cpu, mls_pool *pool, const mls_tensor *dst,
                         const mls_tensor *src, double scale, mls_norm_partial *tally,
                         mls_status *st)
@@ -701,7 +708,7 @@ mls_code mls_accumulate(mls_cpu cpu, mls_pool *pool, const mls_tensor *dst,
     if (mls_accumulate_check(dst, src, scale, st) != MLS_OK) {
         return st->code;
     }
-    (void)mls_tensor_count(dst, &count); /* checked to fit */
+    (void)mls_tensor_count(dst, &count); /* cannot overflow: checked */
     job j = job_over(k, dst->dtype, dst->data, count, tally != NULL);
     j.number = scale;
     if (is_summed(dst->dtype)) {
@@ -716,11 +723,10 @@ mls_code mls_accumulate(mls_cpu cpu, mls_pool *pool, const mls_tensor *dst,
         j.sources = sources;
         j.source_count = 2;
     }
-    run_on(cpu, pool, &j, dst, src, tally);
+    run_in_place(cpu, pool, &j, dst, src, tally);
     return MLS_OK;
 }
 
-/* As mls_accumulate_check. */
 mls_code mls_scale_check(const mls_tensor *t, double factor, mls_status *st)
 {
     const char *name = mls_dtype_of(t->dtype)->name;
@@ -736,7 +742,7 @@ mls_code mls_scale_check(const mls_tensor *t, double factor, mls_status *st)
     if (!is_number(factor, t->dtype == MLS_F64)) {
         return mls_fail(st, MLS_E_VALUE, "%s cannot be scaled by %g", name, factor);
     }
-    if (repeats(t)) {
+    if (has_zero_stride(t)) {
         return mls_fail(st, MLS_E_OVERLAP,
                         "an array that repeats its elements cannot be scaled");
     }
@@ -753,18 +759,18 @@ mls_code mls_scale(mls_cpu cpu, mls_pool *pool, const mls_tensor *t, double fact
     if (mls_scale_check(t, factor, st) != MLS_OK) {
         return st->code;
     }
-    (void)mls_tensor_count(t, &count); /* checked to fit */
+    (void)mls_tensor_count(t, &count); /* cannot overflow: checked */
     job j = job_over(k, t->dtype, t->data, count, false);
     const mls_dtype part = part_of(t->dtype);
     j.step = scale_step;
     j.scale = k->scale[part] != NULL ? k->scale[part] : mls_reduce_scalar.scale[part];
     j.number = factor;
-    run_on(cpu, pool, &j, t, NULL, NULL);
+    run_in_place(cpu, pool, &j, t, NULL, NULL);
     return MLS_OK;
 }
 
-/* An array of more elements than a size_t counts can only be one of strides of 0; it is
- * taken row by row like every other that is not packed. */
+/* An array with more elements than size_t can count has strides of 0; like every unpacked
+ * array it is read row by row. */
 void mls_norm_partial_of(mls_cpu cpu, mls_pool *pool, const mls_tensor *t,
                          mls_norm_partial *tally)
 {
@@ -774,6 +780,6 @@ void mls_norm_partial_of(mls_cpu cpu, mls_pool *pool, const mls_tensor *t,
         job j = job_over(k, t->dtype, t->data, count, true);
         job_run(&j, pool, tally);
     } else {
-        tally_strided(k, t, tally);
+        norm_strided(k, t, tally);
     }
 }

@@ -1,20 +1,20 @@
-/* reduce_scalar: the oracle.  Plain C, one element at a time, for every dtype.
+/* reduce_scalar: the reference kernels. Plain C, one element at a time, for every dtype.
  *
- * These kernels are what every vector kernel is compared with, bit for bit, and what it
- * calls for the ends of a run that fill no vector.  They are written to be read: each is
- * a loop round get, one operation and put, and the rules of rounding are in
+ * Tests compare every vector kernel with these, bit for bit, and the vector kernels call
+ * them for the last items that do not fill a vector. They are written for readability:
+ * each is a loop of get, one operation and put. The rounding rules are in
  * float_convert.h.
  *
- * The compiler never contracts a product and a sum into one rounding here: the build
- * says -ffp-contract=off.
+ * The build uses -ffp-contract=off, so the compiler never fuses a product and a sum into
+ * one rounding.
  */
 #include "gradients/reduce/reduce_kernels.h"
 
 #include <math.h>
 
-/* ---- one element from memory, and to it ---- */
+/* ---- load and store one element ---- */
 
-/* An item as `type`, from any address, then decoded: exact in all cases. */
+/* Loads an item from any address and decodes it to `type`; exact in all cases. */
 #define DEFINE_GET(name, stored, type, expression)                                       \
     static inline type get_##name(const unsigned char *at)                               \
     {                                                                                    \
@@ -35,8 +35,8 @@ MLS_FLOAT8_DTYPES(GET_FLOAT8)
 MLS_INT_DTYPES(GET_INTEGER)
 MLS_UINT_DTYPES(GET_INTEGER)
 
-/* Round `value`, which has the given type, to an item and store it: nothing is rounded
- * to 16 bits anywhere else.  8-bit floats are only read, and have no put. */
+/* Rounds `value`, which has the given type, to an item and stores it. No other code
+ * rounds to 16 bits. 8-bit floats are never stored, and have no put. */
 #define DEFINE_PUT(name, stored, type, expression)                                       \
     static inline void put_##name(unsigned char *at, type value)                         \
     {                                                                                    \
@@ -52,28 +52,28 @@ DEFINE_PUT(f64, double, double, value)
     DEFINE_PUT(suffix, item, item, value)
 MLS_INT_DTYPES(PUT_INTEGER)
 MLS_UINT_DTYPES(PUT_INTEGER)
-/* what was computed in float64, as the conversions of copy.h round it */
+/* computed in float64, rounded like the conversions of copy.h */
 DEFINE_PUT(f16_f64, uint16_t, double, mls_f16_from_f64(value))
 DEFINE_PUT(bf16_f64, uint16_t, double, mls_bf16_from_f32((float)value))
 DEFINE_PUT(f32_f64, float, double, (float)value)
 
 /* ---- sums, minima, maxima ---- */
 
-/* The next value y joins what x is so far.  Integers are added without a sign, where
- * wrapping is defined. */
+/* x is the result so far and y the next value. Integers are added as unsigned, which
+ * wraps without undefined behaviour. */
 #define ADD(x, y)              ((x) + (y))
 #define WRAP(type, wide, x, y) ((type)((wide)(x) + (wide)(y)))
-/* y's NaN is taken; x's stays, since y is not below it; so does x where they are equal,
- * as the two zeros are */
+/* A NaN in y is taken; a NaN in x stays, since no comparison with it is true. If both are
+ * equal, as +0 and -0 are, x stays. */
 #define LEAST(x, y)            ((y) < (x) || isnan(y) ? (y) : (x))
 #define MOST(x, y)             ((y) > (x) || isnan(y) ? (y) : (x))
 #define LEAST_INTEGER(x, y)    ((y) < (x) ? (y) : (x))
 #define MOST_INTEGER(x, y)     ((y) > (x) ? (y) : (x))
 
-/* A kernel over items that are read as `type`; `join` has x, so far, and y, the next;
- * `finish` is what becomes of x in the end.  Sources are joined in their order, which is
- * what fixes the bits of a sum.  An element is read from all of them before it is stored,
- * so that `out` may be one of them where items are equally large. */
+/* Defines a kernel that reads items as `type`. `join` combines x (the result so far) with
+ * y (the next value); `finish` computes the stored value from x. Sources are joined in
+ * order, which fixes the bits of a sum. An element is read from all sources before it is
+ * stored, so `out` may be a source if the items have the same size. */
 #define DEFINE_REDUCE(name, from, to, type, join, finish, from_bytes, to_bytes)          \
     static void name(void *out, const void *const *sources, size_t count, size_t start,  \
                      size_t n, double divisor)                                           \
@@ -90,8 +90,8 @@ DEFINE_PUT(f32_f64, float, double, (float)value)
         }                                                                                \
     }
 
-/* The sum and both extremes of a float, into `to`.  Dividing by 1 changes nothing.  The
- * sum is divided before it is rounded to 16 bits, in the type that it was computed in. */
+/* Sum, minimum and maximum of a float dtype, into `to`. Dividing by 1 is exact. The sum
+ * is divided in the dtype of the computation, before it is rounded to 16 bits. */
 #define DEFINE_FLOAT_SUM(name, from, to, type, from_bytes, to_bytes)                     \
     DEFINE_REDUCE(name, from, to, type, ADD(x, y), x / (type)divisor, from_bytes,        \
                   to_bytes)
@@ -99,8 +99,8 @@ DEFINE_PUT(f32_f64, float, double, (float)value)
     DEFINE_REDUCE(min_##name, from, to, type, LEAST(x, y), x, from_bytes, to_bytes)      \
     DEFINE_REDUCE(max_##name, from, to, type, MOST(x, y), x, from_bytes, to_bytes)
 
-/* "wide" ends in float32.  The 8-bit floats have that alone: a sum of theirs is seldom an
- * 8-bit float itself. */
+/* "wide" kernels store float32. 8-bit floats have only these, because their sums are
+ * seldom 8-bit floats. */
 DEFINE_FLOAT_SUM(sum_f16, f16, f16, float, 2, 2)
 DEFINE_FLOAT_SUM(sum_bf16, bf16, bf16, float, 2, 2)
 DEFINE_FLOAT_SUM(sum_f32, f32, f32, float, 4, 4)
@@ -118,7 +118,7 @@ DEFINE_FLOAT_EXTREMES(f64, f64, f64, double, 8, 8)
 DEFINE_FLOAT_EXTREMES(wide_f16, f16, f32, float, 2, 4)
 DEFINE_FLOAT_EXTREMES(wide_bf16, bf16, f32, float, 2, 4)
 
-/* Signed types are summed by the kernel of the unsigned one: the bits are the same. */
+/* Signed dtypes use the unsigned kernel: the bits are equal. */
 #define DEFINE_INTEGER_SUM(name, type, wide)                                             \
     DEFINE_REDUCE(sum_##name, name, name, type, WRAP(type, wide, x, y), x, sizeof(type), \
                   sizeof(type))
@@ -139,9 +139,9 @@ MLS_UINT_DTYPES(INTEGER_EXTREMES)
 
 /* ---- dst += scale * src ---- */
 
-/* Product and sum are rounded each: two statements, so that no reader takes them for
- * one.  `scale` is rounded to the type first; the caller made sure that it stays finite.
- * dst and src may be the same items, as each is read before it is written. */
+/* Product and sum are separate statements, because both are rounded. `scale` is rounded
+ * to the type first; the caller checked that it stays finite. dst and src may be the same
+ * items: each is read before it is written. */
 #define DEFINE_ADD(to, from, put, type, to_bytes, from_bytes)                            \
     static void add_##to##_##from(void *dst, const void *src, size_t n, double scale)    \
     {                                                                                    \
@@ -154,7 +154,8 @@ MLS_UINT_DTYPES(INTEGER_EXTREMES)
         }                                                                                \
     }
 
-/* One source into each float.  Any float64 in it makes it a sum of float64. */
+/* One source dtype into each float dtype. If either is float64, the sum is computed in
+ * float64. */
 #define DEFINE_ADDS(from, from_bytes)                                                    \
     DEFINE_ADD(f16, from, put_f16, float, 2, from_bytes)                                 \
     DEFINE_ADD(bf16, from, put_bf16, float, 2, from_bytes)                               \
@@ -174,7 +175,7 @@ MLS_FLOAT8_DTYPES(ADD_FLOAT8)
 
 /* ---- items *= factor ---- */
 
-/* As above: the factor is rounded to the type that the product is computed in. */
+/* The factor is rounded to the dtype of the product. */
 #define DEFINE_SCALE(name, type, bytes)                                                  \
     static void scale_##name(void *items, size_t n, double factor)                       \
     {                                                                                    \
@@ -189,12 +190,12 @@ DEFINE_SCALE(bf16, float, 2)
 DEFINE_SCALE(f32, float, 4)
 DEFINE_SCALE(f64, double, 8)
 
-/* ---- tallies ---- */
+/* ---- norm partials ---- */
 
-/* Every value as a double first, so that only the squares of integers and of float64
- * beyond 26 bits are rounded before they are added.  There are as many lanes as the
- * widest registers have places, several times over; narrower kernels keep the same lanes
- * in more of them, and so all find the same bits. */
+/* Every value is converted to double first, so only squares of integers and of float64
+ * values with more than 26 significant bits are rounded before the addition. There are
+ * several times as many lanes as the widest register has. Narrower kernels keep the same
+ * lanes in more registers, so all compute the same bits. */
 #define DEFINE_SQUARES(name, bytes)                                                      \
     static double squares_##name(const void *items, size_t n)                            \
     {                                                                                    \
@@ -215,7 +216,7 @@ MLS_INT_DTYPES(SQUARES)
 MLS_UINT_DTYPES(SQUARES)
 MLS_FLOAT8_DTYPES(SQUARES)
 
-/* One item as a double; integers are not looked at, being finite. */
+/* Returns one item as a double; 0 for integers, which are always finite. */
 static double value_at(mls_dtype dtype, const unsigned char *at)
 {
 #define VALUE_CASE(id, suffix, ...)                                                      \
@@ -229,7 +230,7 @@ static double value_at(mls_dtype dtype, const unsigned char *at)
     }
 }
 
-/* A complex number counts once, however many of its parts are not finite. */
+/* A complex number counts once, even if both components are not finite. */
 uint64_t mls_reduce_nonfinite(mls_dtype dtype, const void *items, size_t n)
 {
     const bool complex = dtype == MLS_C64;
@@ -246,9 +247,8 @@ uint64_t mls_reduce_nonfinite(mls_dtype dtype, const void *items, size_t n)
 
 /* ---- the table ---- */
 
-/* The floats that there are no kernels to store have entries of their own in `wide`.  A
- * bool is a byte of 0 or 1 here; it has extremes, which are "and" and "or", but no sum.
- */
+/* Floats without a put have entries only in `wide`. A bool is a byte of 0 or 1: its
+ * minimum and maximum are "and" and "or", and it has no sum. */
 #define MIN_ENTRY(id, suffix, ...)      [MLS_##id] = min_##suffix,
 #define MAX_ENTRY(id, suffix, ...)      [MLS_##id] = max_##suffix,
 #define SUM_WIDE_ENTRY(id, suffix, ...) [MLS_##id] = sum_wide_##suffix,
@@ -266,8 +266,8 @@ uint64_t mls_reduce_nonfinite(mls_dtype dtype, const void *items, size_t n)
 #define ADD_F64_ENTRY(id, suffix, ...)  [MLS_##id] = add_f64_##suffix,
 #define ADD_TO(entry)                   {MLS_FLOAT_DTYPES(entry) MLS_FLOAT8_DTYPES(entry)}
 
-/* Complete by itself: what is NULL here no dtype check lets through.  Integers are not in
- * `add` and `scale`, which are for floats: reduce.c adds them by the kernels of sums. */
+/* Complete: dtype checks refuse what is NULL here. `add` and `scale` are for floats only;
+ * reduce.c adds integers with the kernels of `same`. */
 const mls_reduce_kernels mls_reduce_scalar = {
     .same = {[MLS_REDUCE_SUM] = {[MLS_F16] = sum_f16,
                                  [MLS_BF16] = sum_bf16,

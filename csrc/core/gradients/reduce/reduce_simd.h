@@ -1,20 +1,21 @@
-/* reduce_lanes: the kernels of a vector table, written once for any width.
+/* reduce_simd: the kernels of a vector table, for any register width.
  *
- * Private to reduce_avx2.c, reduce_avx512.c and reduce_neon.c, which include it after
- * they have defined:
- *   TARGET             the attribute that lets a function use the instruction set
- *   WIDTH              bytes of a register
- *   floats, doubles    a register of each; + * / on them are the compiler's own
- *   floats_X           WIDTH / 4 items of dtype X from memory as floats, exactly
- *   store_X            the other way, rounded to nearest even
- *   kept_X             floats as they are once store_X has rounded them (not for bf16)
- *   lower_half, upper_half    half of the floats of a register as doubles, exactly
- *   doubles_X          WIDTH / 8 items of dtype X from memory as doubles, exactly
- *   store_f64, repeat, repeat_f64    one register to memory; one number in all lanes
- *   even_bf16, odd_bf16    every other item of a register full of bfloat16, as floats
- *   join_bf16          the other way, rounded to nearest even
+ * Private to reduce_avx2.c, reduce_avx512.c and reduce_neon.c, which define these names
+ * and then include this file:
+ *     TARGET             the attribute that lets a function use the instruction set
+ *     WIDTH              bytes of a register
+ *     floats, doubles    a register of each; + * / on them are the compiler's own
+ *     floats_X           loads WIDTH / 4 items of dtype X as floats, exactly
+ *     store_X            the inverse, rounded to nearest even
+ *     kept_X             the floats that store_X would leave (not for bf16)
+ *     lower_half, upper_half    half of the floats of a register as doubles, exactly
+ *     doubles_X          loads WIDTH / 8 items of dtype X as doubles, exactly
+ *     store_f64, repeat, repeat_f64    store one register; one number in all lanes
+ *     even_bf16, odd_bf16    every other item of a register full of bfloat16, as floats
+ *     join_bf16          the inverse, rounded to nearest even
  *
- * Addresses may be any.  What fills no register at the end of a run is the oracle's.
+ * Addresses need no alignment. The last items that do not fill a register are handled by
+ * the scalar kernels.
  */
 #ifndef MLS_REDUCE_SIMD_H
 #define MLS_REDUCE_SIMD_H
@@ -23,10 +24,10 @@
 
 #define MLS_INLINED static inline __attribute__((always_inline))
 
-/* Loops over the registers of an array of them must go, or the array is kept in memory.
+/* Loops over arrays of registers must be unrolled; otherwise the array is kept in memory.
  */
 #if defined(__clang__)
-#    define MLS_UNROLLED /* does it anyway */
+#    define MLS_UNROLLED /* unrolls without it */
 #else
 #    define MLS_UNROLLED _Pragma("GCC unroll 16")
 #endif
@@ -34,22 +35,21 @@
 enum {
     FLOATS = WIDTH / 4,
     DOUBLES = WIDTH / 8,
-    AHEAD = 2048, /* bytes asked for in advance: bfloat16 gains a quarter */
-    PAGE = 4096,  /* where processors that follow a run stop following it */
-    TOGETHER = 4, /* registers in flight, so that none waits for another's sum */
-    SQUARES = MLS_SQUARE_LANES / DOUBLES /* registers that hold the lanes of a tally */
+    AHEAD = 2048, /* bytes to prefetch ahead: bfloat16 gains a quarter */
+    PAGE = 4096,  /* hardware prefetchers stop at page ends */
+    TOGETHER = 4, /* registers in flight, so that no sum waits for another */
+    SQUARES = MLS_SQUARE_LANES / DOUBLES /* registers that hold the lanes of a block */
 };
 
-/* Any of floats_X, store_X and doubles_X.  Always constants where they are passed, and
- * inlined with their caller: no pointer is left in the machine code. */
+/* Types of floats_X, store_X, kept_X and doubles_X. Arguments are always constants and
+ * callees are inlined, so no pointer remains in the machine code. */
 typedef floats (*floats_function)(const unsigned char *items);
 typedef void (*store_function)(unsigned char *items, floats values);
 typedef floats (*kept_function)(floats values);
 typedef doubles (*doubles_function)(const unsigned char *items);
 
-/* Ask for the cache lines of `bytes` bytes; a wish, which may reach past the end: a
- * prefetch of memory that is not there does nothing. */
-MLS_INLINED void ask_for(const void *address, size_t bytes)
+/* Prefetches `bytes` bytes; may run past the end (prefetching never faults). */
+MLS_INLINED void prefetch_bytes(const void *address, size_t bytes)
 {
     MLS_UNROLLED
     for (size_t line = 0; line < bytes; line += 64) {
@@ -57,33 +57,33 @@ MLS_INLINED void ask_for(const void *address, size_t bytes)
     }
 }
 
-/* Ask for what comes after a step of `bytes` bytes in a run: line by line, or, by
- * `pages`, for the first line of the next page alone, once in a page. */
-MLS_INLINED void ask_ahead(const void *address, size_t bytes, bool pages)
+/* Prefetches ahead of a step of `bytes` bytes: line by line, or, with `pages`, only the
+ * first line of the next page, once in each page. */
+MLS_INLINED void prefetch_ahead(const void *address, size_t bytes, bool pages)
 {
     if (!pages) {
-        ask_for((const void *)((uintptr_t)address + AHEAD), bytes);
+        prefetch_bytes((const void *)((uintptr_t)address + AHEAD), bytes);
     } else if ((uintptr_t)address % PAGE < bytes) {
-        ask_for((const void *)((uintptr_t)address + PAGE), 1);
+        prefetch_bytes((const void *)((uintptr_t)address + PAGE), 1);
     }
 }
 
 /* ---- sums ---- */
 
-/* The sum of a few registers' items of all sources, from byte `at` on, in their order. */
+/* Sums TOGETHER registers of items of all sources in order, beginning at byte `at`. */
 TARGET MLS_INLINED void sum_lanes(floats *sum, const void *const *sources, size_t count,
                                   size_t at, size_t bytes, bool pages,
                                   floats_function load)
 {
     const unsigned char *first = sources[0];
-    ask_ahead(first + at, (size_t)TOGETHER * FLOATS * bytes, pages);
+    prefetch_ahead(first + at, (size_t)TOGETHER * FLOATS * bytes, pages);
     MLS_UNROLLED
     for (size_t k = 0; k < TOGETHER; k++) {
         sum[k] = load(first + at + k * FLOATS * bytes);
     }
     for (size_t s = 1; s < count; s++) {
         const unsigned char *next = sources[s];
-        ask_ahead(next + at, (size_t)TOGETHER * FLOATS * bytes, pages);
+        prefetch_ahead(next + at, (size_t)TOGETHER * FLOATS * bytes, pages);
         MLS_UNROLLED
         for (size_t k = 0; k < TOGETHER; k++) {
             sum[k] = sum[k] + load(next + at + k * FLOATS * bytes);
@@ -91,7 +91,8 @@ TARGET MLS_INLINED void sum_lanes(floats *sum, const void *const *sources, size_
     }
 }
 
-/* Whole steps of a sum; where it stopped.  `count` and `divides` are constants. */
+/* Runs whole steps of a sum; returns the first item that is left. `count` and `divides`
+ * are constants. */
 TARGET MLS_INLINED size_t sum_steps(unsigned char *out, const void *const *sources,
                                     size_t count, size_t start, size_t end, float divisor,
                                     bool divides, size_t from_bytes, size_t to_bytes,
@@ -114,7 +115,7 @@ TARGET MLS_INLINED size_t sum_steps(unsigned char *out, const void *const *sourc
     return i;
 }
 
-/* A sum of any number of sources; two, as most are, get a loop of their own. */
+/* Sums any number of sources. Two sources, the usual number, have their own loop. */
 TARGET MLS_INLINED void sum_run(void *out, const void *const *sources, size_t count,
                                 size_t start, size_t n, double divisor, size_t from_bytes,
                                 size_t to_bytes, floats_function load,
@@ -136,7 +137,7 @@ TARGET MLS_INLINED void sum_run(void *out, const void *const *sources, size_t co
     scalar(out, sources, count, done, end - done, divisor);
 }
 
-/* The sum of A as B. */
+/* Defines the sum of dtype A, stored as B. */
 #define MLS_DEFINE_SUM(name, A, B, from_bytes, to_bytes, table)                          \
     TARGET static void name(void *out, const void *const *sources, size_t count,         \
                             size_t start, size_t n, double divisor)                      \
@@ -147,14 +148,14 @@ TARGET MLS_INLINED void sum_run(void *out, const void *const *sources, size_t co
 
 MLS_DEFINE_SUM(sum_f16, f16, f16, 2, 2, same[MLS_REDUCE_SUM][MLS_F16])
 MLS_DEFINE_SUM(sum_bf16, bf16, bf16, 2, 2, same[MLS_REDUCE_SUM][MLS_BF16])
-#if !defined(MLS_SUM_F32) /* the table of another width has it */
+#if !defined(MLS_SUM_F32) /* the including file may use a sum of another width */
 MLS_DEFINE_SUM(sum_f32, f32, f32, 4, 4, same[MLS_REDUCE_SUM][MLS_F32])
 #    define MLS_SUM_F32 sum_f32
 #endif
 MLS_DEFINE_SUM(sum_wide_f16, f16, f32, 2, 4, wide[MLS_REDUCE_SUM][MLS_F16])
 MLS_DEFINE_SUM(sum_wide_bf16, bf16, f32, 2, 4, wide[MLS_REDUCE_SUM][MLS_BF16])
 
-/* The sum of float64, one register at a time: memory is slower anyway. */
+/* The sum of float64, one register at a time: memory is the bottleneck. */
 TARGET static void sum_f64(void *out, const void *const *sources, size_t count,
                            size_t start, size_t n, double divisor)
 {
@@ -174,7 +175,8 @@ TARGET static void sum_f64(void *out, const void *const *sources, size_t count,
 
 /* ---- dst += scale * src ---- */
 
-/* Whole steps.  Product and sum are rounded each: the build forbids their contraction. */
+/* Runs whole steps. Product and sum are rounded separately: the build forbids
+ * contraction. */
 TARGET MLS_INLINED size_t add_steps(unsigned char *dst, const unsigned char *src,
                                     size_t n, float scale, size_t to_bytes,
                                     size_t from_bytes, floats_function load_dst,
@@ -185,8 +187,9 @@ TARGET MLS_INLINED size_t add_steps(unsigned char *dst, const unsigned char *src
     size_t i = 0;
     for (; n - i >= (size_t)TOGETHER * FLOATS; i += (size_t)TOGETHER * FLOATS) {
         floats sum[TOGETHER];
-        ask_ahead(dst + i * to_bytes, (size_t)TOGETHER * FLOATS * to_bytes, pages);
-        ask_ahead(src + i * from_bytes, (size_t)TOGETHER * FLOATS * from_bytes, pages);
+        prefetch_ahead(dst + i * to_bytes, (size_t)TOGETHER * FLOATS * to_bytes, pages);
+        prefetch_ahead(src + i * from_bytes, (size_t)TOGETHER * FLOATS * from_bytes,
+                       pages);
         MLS_UNROLLED
         for (size_t k = 0; k < TOGETHER; k++) {
             const size_t at = i + k * FLOATS;
@@ -201,8 +204,8 @@ TARGET MLS_INLINED size_t add_steps(unsigned char *dst, const unsigned char *src
     return i;
 }
 
-/* The same for bfloat16 on both sides, a register full of items at a time: each half of a
- * pair is a float after one shift or mask, and nothing needs to be widened. */
+/* As add_steps for bfloat16 on both sides, a full register of items at a time: one shift
+ * or mask turns each half of a pair into a float, so no widening is needed. */
 TARGET MLS_INLINED size_t add_pairs(unsigned char *dst, const unsigned char *src,
                                     size_t n, float scale)
 {
@@ -212,8 +215,8 @@ TARGET MLS_INLINED size_t add_pairs(unsigned char *dst, const unsigned char *src
     size_t i = 0;
     for (; n - i >= step; i += step) {
         floats sum[TOGETHER / 2];
-        ask_ahead(dst + i * 2, step * 2, pages);
-        ask_ahead(src + i * 2, step * 2, pages);
+        prefetch_ahead(dst + i * 2, step * 2, pages);
+        prefetch_ahead(src + i * 2, step * 2, pages);
         MLS_UNROLLED
         for (size_t k = 0; k < TOGETHER / 2; k++) {
             const floats to = floats_f32(dst + i * 2 + k * WIDTH);
@@ -229,7 +232,7 @@ TARGET MLS_INLINED size_t add_pairs(unsigned char *dst, const unsigned char *src
     return i;
 }
 
-/* bfloat16 is added to bfloat16. */
+/* Adds bfloat16 to bfloat16. */
 TARGET static void add_bf16_bf16(void *dst, const void *src, size_t n, double scale)
 {
     const size_t done = add_pairs(dst, src, n, (float)scale);
@@ -238,7 +241,7 @@ TARGET static void add_bf16_bf16(void *dst, const void *src, size_t n, double sc
                                               n - done, scale);
 }
 
-/* B is added to A. */
+/* Defines the addition of B to A. */
 #define MLS_DEFINE_ADD(A, B, to_bytes, from_bytes, dst_dtype, src_dtype)                 \
     TARGET static void add_##A##_##B(void *dst, const void *src, size_t n, double scale) \
     {                                                                                    \
@@ -258,7 +261,7 @@ MLS_DEFINE_ADD(f32, f16, 4, 2, MLS_F32, MLS_F16)
 MLS_DEFINE_ADD(f32, bf16, 4, 2, MLS_F32, MLS_BF16)
 MLS_DEFINE_ADD(f32, f32, 4, 4, MLS_F32, MLS_F32)
 
-/* As in sum_f64. */
+/* One register at a time, like sum_f64. */
 TARGET static void add_f64_f64(void *dst, const void *src, size_t n, double scale)
 {
     unsigned char *to = dst;
@@ -301,9 +304,9 @@ TARGET static void scale_f64(void *items, size_t n, double factor)
     mls_reduce_scalar.scale[MLS_F64](at, n, factor);
 }
 
-/* ---- tallies ---- */
+/* ---- norm partials ---- */
 
-/* Add the squares of MLS_SQUARE_LANES items, each to its own lane. */
+/* Adds the squares of MLS_SQUARE_LANES items, each to its own lane. */
 TARGET MLS_INLINED void square_lanes(doubles *lanes, const unsigned char *items,
                                      size_t bytes, doubles_function load)
 {
@@ -314,14 +317,13 @@ TARGET MLS_INLINED void square_lanes(doubles *lanes, const unsigned char *items,
     }
 }
 
-/* The squares of n items.  What fills no step is made one with zeros, which change no
- * lane. */
+/* Adds the squares of n items. Zeros fill the last step; they change no lane. */
 TARGET MLS_INLINED void square_items(doubles *lanes, const unsigned char *items, size_t n,
                                      size_t bytes, doubles_function load)
 {
     unsigned char rest[MLS_SQUARE_LANES * 8] = {0};
     for (; n >= MLS_SQUARE_LANES; n -= MLS_SQUARE_LANES) {
-        ask_for(items + MLS_NORM_BLOCK * bytes, MLS_SQUARE_LANES * bytes);
+        prefetch_bytes(items + MLS_NORM_BLOCK * bytes, MLS_SQUARE_LANES * bytes);
         square_lanes(lanes, items, bytes, load);
         items += MLS_SQUARE_LANES * bytes;
     }
@@ -329,7 +331,6 @@ TARGET MLS_INLINED void square_items(doubles *lanes, const unsigned char *items,
     square_lanes(lanes, rest, bytes, load);
 }
 
-/* No squares yet. */
 TARGET MLS_INLINED void clear_lanes(doubles *lanes)
 {
     MLS_UNROLLED
@@ -338,7 +339,6 @@ TARGET MLS_INLINED void clear_lanes(doubles *lanes)
     }
 }
 
-/* All of them. */
 TARGET MLS_INLINED double fold_lanes(const doubles *lanes)
 {
     double sums[MLS_SQUARE_LANES];
@@ -349,8 +349,7 @@ TARGET MLS_INLINED double fold_lanes(const doubles *lanes)
     return mls_fold_squares(sums);
 }
 
-/* A block that is there.  The next one is asked for meanwhile: memory would have nothing
- * to do. */
+/* Returns the sum of squares of a block, and prefetches the next block meanwhile. */
 TARGET MLS_INLINED double squares_run(const unsigned char *items, size_t n, size_t bytes,
                                       doubles_function load)
 {
@@ -360,7 +359,7 @@ TARGET MLS_INLINED double squares_run(const unsigned char *items, size_t n, size
     return fold_lanes(lanes);
 }
 
-/* The squares of A. */
+/* Defines the sum of squares of A. */
 #define MLS_DEFINE_SQUARES(A, bytes)                                                     \
     TARGET static double squares_##A(const void *items, size_t n)                        \
     {                                                                                    \
@@ -374,11 +373,11 @@ MLS_DEFINE_SQUARES(f64, 8)
 
 /* ---- sums with their squares ---- */
 
-enum { PAIR = 2 * MLS_SQUARE_LANES }; /* items that are summed and then squared at once */
+enum { PAIR = 2 * MLS_SQUARE_LANES }; /* items that are summed and squared in one step */
 
-/* A few registers of a sum, and the squares of what is stored of them, which are not read
- * back: loads of a part of what was just stored are slow.  `first` is the place of the
- * first item among the lanes, a constant. */
+/* Sums TOGETHER registers and adds the squares of the stored values. The stored values
+ * are not read back: loading a part of a recent store is slow. `first` is the lane of the
+ * first item, a constant. */
 TARGET MLS_INLINED void sum_and_square(doubles *lanes, size_t first, unsigned char *out,
                                        const void *const *sources, size_t count,
                                        size_t at, floats by, bool divides,
@@ -402,7 +401,8 @@ TARGET MLS_INLINED void sum_and_square(doubles *lanes, size_t first, unsigned ch
     }
 }
 
-/* Whole pairs; how many items that were.  `count` and `divides` are constants. */
+/* Runs whole pairs; returns the number of items done. `count` and `divides` are
+ * constants. */
 TARGET MLS_INLINED size_t sum_pairs(doubles *lanes, unsigned char *out,
                                     const void *const *sources, size_t count,
                                     size_t start, size_t n, float divisor, bool divides,
@@ -422,8 +422,7 @@ TARGET MLS_INLINED size_t sum_pairs(doubles *lanes, unsigned char *out,
     return done;
 }
 
-/* A block of a sum, and the sum of its squares: the bits are those of one after the
- * other. */
+/* Sums a block and returns its sum of squares, with the same bits as separate passes. */
 TARGET MLS_INLINED double sum_squares_run(void *out, const void *const *sources,
                                           size_t count, size_t start, size_t n,
                                           double divisor, size_t from_bytes,
@@ -452,7 +451,7 @@ TARGET MLS_INLINED double sum_squares_run(void *out, const void *const *sources,
     return fold_lanes(lanes);
 }
 
-/* The sum of A as B, and its squares. */
+/* Defines the sum of A stored as B, with its squares. */
 #define MLS_DEFINE_SUM_SQUARES(name, A, B, from_bytes, to_bytes, table)                  \
     TARGET static double name(void *out, const void *const *sources, size_t count,       \
                               size_t start, size_t n, double divisor)                    \
@@ -470,10 +469,10 @@ MLS_DEFINE_SUM_SQUARES(sum_squares_f32, f32, f32, 4, 4, same[MLS_REDUCE_SUM][MLS
 enum {
     FULL = 2 * FLOATS,
     QUARTERS = 4
-}; /* items of a register, and registers of them
-    * as doubles: even low, even high, odd ... */
+}; /* FULL: items of a register. QUARTERS: registers of doubles for them, in the order
+      even low, even high, odd low, odd high. */
 
-/* Store a register full of sums, and add their squares to four registers of lanes. */
+/* Stores a full register of sums, and adds their squares to four registers of lanes. */
 TARGET MLS_INLINED void sum_full(doubles *lanes, unsigned char *out,
                                  const void *const *sources, size_t count, size_t at,
                                  floats by, bool divides)
@@ -501,7 +500,7 @@ TARGET MLS_INLINED void sum_full(doubles *lanes, unsigned char *out,
     }
 }
 
-/* As sum_pairs.  `count` and `divides` are constants. */
+/* As sum_pairs. `count` and `divides` are constants. */
 TARGET MLS_INLINED size_t sum_full_pairs(doubles *lanes, unsigned char *out,
                                          const void *const *sources, size_t count,
                                          size_t start, size_t n, float divisor,
@@ -512,7 +511,8 @@ TARGET MLS_INLINED size_t sum_full_pairs(doubles *lanes, unsigned char *out,
     for (; n - done >= PAIR; done += PAIR) {
         const size_t at = (start + done) * 2;
         for (size_t s = 0; s < count; s++) {
-            ask_ahead((const unsigned char *)sources[s] + at, (size_t)PAIR * 2, false);
+            prefetch_ahead((const unsigned char *)sources[s] + at, (size_t)PAIR * 2,
+                           false);
         }
         MLS_UNROLLED
         for (size_t k = 0; k < PAIR; k += FULL) {
@@ -523,7 +523,7 @@ TARGET MLS_INLINED size_t sum_full_pairs(doubles *lanes, unsigned char *out,
     return done;
 }
 
-/* Bring lanes from the order of sum_full into the order of items. */
+/* Reorders the lanes from the order of sum_full to the order of the items. */
 TARGET MLS_INLINED void order_lanes(doubles *lanes)
 {
     double ordered[MLS_SQUARE_LANES], some[DOUBLES];
@@ -539,8 +539,8 @@ TARGET MLS_INLINED void order_lanes(doubles *lanes)
     }
 }
 
-/* The sum of bfloat16 as bfloat16, and its squares: the bits of sum_squares_run, from a
- * register full of items at a time. */
+/* The sum of bfloat16 as bfloat16, with its squares. The bits are those of
+ * sum_squares_run; it processes a full register of items at a time. */
 TARGET static double sum_squares_bf16(void *out, const void *const *sources, size_t count,
                                       size_t start, size_t n, double divisor)
 {
@@ -564,7 +564,7 @@ TARGET static double sum_squares_bf16(void *out, const void *const *sources, siz
     return fold_lanes(lanes);
 }
 
-/* The table that each of the files defines; what is not in it is the oracle's. */
+/* The table that each including file defines; NULL entries use the scalar kernels. */
 #define MLS_REDUCE_TABLE                                                                 \
     {                                                                                    \
         .same = {[MLS_REDUCE_SUM] = {[MLS_F16] = sum_f16,                                \

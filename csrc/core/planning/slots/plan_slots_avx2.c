@@ -1,6 +1,6 @@
 /* plan_slots_avx2: min-plus products with AVX2, 8 floats at a time.
  *
- * The loops are those of plan_slots_simd.h; here is what one register does.
+ * The loops are in plan_slots_simd.h; this file defines the operations on one register.
  */
 #include "planning/slots/plan_slots_kernels.h"
 
@@ -11,35 +11,32 @@
 #    define TARGET         __attribute__((target("avx2")))
 #    define MLS_PLAN_TABLE mls_plan_avx2
 
-/* Of one register, and of a tile at a time. */
+/* floats in a register; columns of a tile processed together */
 enum { LANES = 8, COLUMNS = 2 };
 typedef __m256 floats;
 
-/* From any address, and to any. */
+/* Any address is valid. */
 TARGET static inline floats load(const float *p)
 {
     return _mm256_loadu_ps(p);
 }
 
-/* As above. */
 TARGET static inline void store(float *p, floats values)
 {
     _mm256_storeu_ps(p, values);
 }
 
-/* The same number in all lanes. */
 TARGET static inline floats repeat(float value)
 {
     return _mm256_set1_ps(value);
 }
 
-/* Rounded as every kernel's additions are. */
 TARGET static inline floats add(floats a, floats b)
 {
     return _mm256_add_ps(a, b);
 }
 
-/* Without NaN, of which there is none. */
+/* NaN does not occur. */
 TARGET static inline floats least(floats a, floats b)
 {
     return _mm256_min_ps(a, b);

@@ -1,9 +1,8 @@
-/* plan_slots_kernels: what the kernel files share; private to plan_slots*.c.
+/* plan_slots_kernels: types and tables of the kernel files; private to plan_slots*.c.
  *
- * Each kernel file defines one table and nothing else that is seen outside.  Whether the
- * machine at hand can run it is for mls_cpu_offers to say, and plan_slots.c is the one
- * place that chooses.  All kernels do the same additions and comparisons in the same
- * order: their results are the same bits.
+ * Each kernel file defines one table; plan_slots.c chooses the table. mls_cpu_offers
+ * tests whether the processor supports its instruction set. All kernels do the same
+ * additions and comparisons in the same order, so their results are equal bit for bit.
  */
 #ifndef MLS_PLAN_SLOTS_KERNELS_H
 #define MLS_PLAN_SLOTS_KERNELS_H
@@ -13,15 +12,15 @@
 
 enum {
     MLS_PLAN_TILE = 4,   /* segments along each side of a kernel's tile */
-    MLS_PLAN_LANES = 16, /* every kernel's vector divides this many entries */
-    MLS_PLAN_STRIP = 64  /* entries that are worked on at a time */
+    MLS_PLAN_LANES = 16, /* a multiple of every kernel's register width */
+    MLS_PLAN_STRIP = 64  /* entries processed at a time */
 };
 
 /* A tile of segments s .. s + 3 by t .. t + 3, and the restarts k from `first` to before
- * `last` that are tried for all of them.  Entry m of segment s .. t lies at
- * rows[s] + t * stride + m.  Restart k is tried from entry begin[k - first] on, a
- * multiple of MLS_PLAN_LANES that is at least shift[k]; it costs plus[k - first] more,
- * and row i of the tile rest[i] more than that. */
+ * `last` to try for all of them. Entry m of segment s .. t is at rows[s] + t * stride +
+ * m. Restart k applies from entry begin[k - first] on, a multiple of MLS_PLAN_LANES that
+ * is at least shift[k]. It costs plus[k - first], and rest[i] more for row i of the tile.
+ */
 typedef struct mls_plan_tile {
     float *values;
     const size_t *rows;
@@ -30,20 +29,20 @@ typedef struct mls_plan_tile {
     const float *plus;
     float rest[MLS_PLAN_TILE];
     size_t s, t, first, last;
-    size_t from, to; /* entries, multiples of MLS_PLAN_LANES */
+    size_t from, to; /* range of entries, multiples of MLS_PLAN_LANES */
 } mls_plan_tile;
 
 typedef struct mls_plan_kernels {
-    /* (s, t)[m] = the least of itself and for all k, rest + (s, k - 1)[m] +
-     * ((k, t)[m - shift[k]] + plus) */
+    /* (s, t)[m] = minimum of itself and, for all k, rest + (s, k - 1)[m] + ((k, t)[m -
+     * shift[k]] + plus) */
     void (*tile)(const mls_plan_tile *job);
-    /* c[m] = the least of c[m] and a[m] + (b[m] + plus) */
+    /* c[m] = minimum of c[m] and a[m] + (b[m] + plus) */
     void (*row)(float *c, const float *a, const float *b, float plus, size_t count);
-    /* c[m] = the least of c[m] and b[m] + plus */
+    /* c[m] = minimum of c[m] and b[m] + plus */
     void (*keep)(float *c, const float *b, float plus, size_t count);
 } mls_plan_kernels;
 
-/* The tables, constant. */
+/* The tables; constant. */
 extern const mls_plan_kernels mls_plan_scalar;
 #if defined(__x86_64__)
 extern const mls_plan_kernels mls_plan_avx2;

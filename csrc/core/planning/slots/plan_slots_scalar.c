@@ -1,17 +1,17 @@
-/* plan_slots_scalar: the oracle, one number at a time.
+/* plan_slots_scalar: the reference kernel, one number at a time.
  *
- * The loops are those of all kernels; a register is a float here.
+ * Uses the loops of all kernels; a register is one float here.
  */
 #include "planning/slots/plan_slots_kernels.h"
 
 #define TARGET
 #define MLS_PLAN_TABLE mls_plan_scalar
 
-/* Of one register, and of a tile at a time. */
+/* floats in a register; columns of a tile processed together */
 enum { LANES = 1, COLUMNS = 2 };
 typedef float floats;
 
-/* Any address will do. */
+/* Any address is valid. */
 static inline floats load(const float *p)
 {
     return *p;
@@ -32,7 +32,7 @@ static inline floats add(floats a, floats b)
     return a + b;
 }
 
-/* Nothing here is NaN: infinities are added, never subtracted from each other. */
+/* NaN does not occur: infinities are added, never subtracted from each other. */
 static inline floats least(floats a, floats b)
 {
     return b < a ? b : a;

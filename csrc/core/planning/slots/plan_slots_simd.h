@@ -1,30 +1,31 @@
-/* plan_slots_lanes: the loops of a kernel file, which comes with
+/* plan_slots_simd: the loops of a kernel file, which defines these names and then
+ * includes this file:
  *
- *   TARGET      the function attribute that allows its instructions
- *   LANES       floats in one register
- *   COLUMNS     segments along t that are worked on at a time: 2 or 4
- *   floats      the register
- *   load, store, repeat, add, least
+ *     TARGET      the function attribute that allows its instructions
+ *     LANES       floats in one register
+ *     COLUMNS     segments along t processed together: 2 or 4
+ *     floats      the register
+ *     load, store, repeat, add, least
  *
- * and names its table with MLS_PLAN_TABLE.  Included once by each kernel file.  What
- * fills no register is done one by one with the same operations.
+ * It names its table with MLS_PLAN_TABLE. Entries that do not fill a register are
+ * processed one by one with the same operations.
  */
 #ifndef MLS_PLAN_SLOTS_SIMD_H
 #define MLS_PLAN_SLOTS_SIMD_H
 
 #include <math.h>
 
-/* Loops over a tile are short and constant: written out, they need no memory. */
+/* Loops over a tile are short and constant; unrolled, they keep arrays in registers. */
 #if defined(__clang__)
 #    define MLS_UNROLL _Pragma("unroll")
 #else
 #    define MLS_UNROLL _Pragma("GCC unroll 4")
 #endif
 
-/* One register's worth of entries of a tile, `COLUMNS` segments wide, for all restarts.
- * The sums stay in registers from the first restart to the last.  What the next strip
- * will read is asked for meanwhile: it lies in many places, none of them long enough for
- * the machine to see what comes. */
+/* Processes one register of entries of a tile, `COLUMNS` segments wide, for all restarts.
+ * The sums stay in registers from the first restart to the last. Prefetches the entries
+ * of the next strip: they are in many short ranges, too short for the hardware
+ * prefetcher. */
 TARGET static void tile_part(const mls_plan_tile *j, size_t t, size_t m)
 {
     floats sums[MLS_PLAN_TILE][COLUMNS];
@@ -79,7 +80,7 @@ TARGET static void tile(const mls_plan_tile *j)
     }
 }
 
-/* Two lists added, where that is less. */
+/* c = min(c, a + (b + plus)). */
 TARGET static void row(float *c, const float *a, const float *b, float plus, size_t count)
 {
     const floats more = repeat(plus);
@@ -94,7 +95,7 @@ TARGET static void row(float *c, const float *a, const float *b, float plus, siz
     }
 }
 
-/* One list and a constant, where that is less. */
+/* c = min(c, b + plus). */
 TARGET static void keep(float *c, const float *b, float plus, size_t count)
 {
     const floats more = repeat(plus);

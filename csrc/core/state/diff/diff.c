@@ -1,12 +1,12 @@
-/* differ: pairs of tensors cut into parts, and each part into runs for a kernel.
+/* diff: divides pairs of tensors into parts, and parts into runs for a kernel.
  *
- * A pair is walked in the order of its first tensor's memory (strided_iter.h).  A run
- * that is packed on both sides, in this machine's byte order, goes to the kernel as it
- * lies; else it goes through the stack in chunks.  A part is a stretch of the walk, of a
- * fixed number of elements: it may start and end inside runs, so that one long run is
- * shared out as well as many short ones.
+ * A pair is traversed in the memory order of its first tensor (strided_iter.h). A run
+ * that is packed on both sides, in native byte order, is passed to the kernel directly;
+ * other runs are gathered on the stack in chunks. A part is a fixed number of consecutive
+ * elements of that traversal. It may start and end inside runs, so one long run is
+ * divided among threads as well as many short ones.
  *
- * Sums and maxima do not depend on the order, so neither does the result on the threads.
+ * Sums and maxima do not depend on the order, so the result does not depend on threads.
  */
 #include "state/diff/diff_kernels.h"
 
@@ -17,12 +17,13 @@
 #include <stdatomic.h>
 
 enum {
-    CHUNK = 256,            /* elements that pass through the stack at a time */
-    PART_BYTES = 256 << 10, /* of each side; handing a part out costs nothing beside it */
-    SHARED_BYTES = 512 << 10 /* below this, waking a thread costs more than it brings */
+    CHUNK = 256, /* elements gathered on the stack at a time */
+    PART_BYTES =
+        256 << 10, /* of each side; dispatching a part costs little in comparison */
+    SHARED_BYTES = 512 << 10 /* below this, waking a thread costs more than it saves */
 };
 
-/* Sets of another architecture get the scalar table, which works everywhere. */
+/* Instruction sets of other architectures fall back to the scalar table. */
 const mls_diff_kernels *mls_diff_of(mls_cpu cpu)
 {
     switch (cpu) {
@@ -43,7 +44,6 @@ const mls_diff_kernels *mls_diff_of(mls_cpu cpu)
 
 /* ---- checks ---- */
 
-/* Whether two views have the same rank and lengths. */
 static bool same_shape(const mls_tensor *a, const mls_tensor *b)
 {
     bool same = a->rank == b->rank;
@@ -53,7 +53,7 @@ static bool same_shape(const mls_tensor *a, const mls_tensor *b)
     return same;
 }
 
-/* The first tensor is taken for what was expected, the second for what was found. */
+/* In errors, "expected" is the first tensor and "got" the second. */
 mls_code mls_diff_check(const mls_tensor *a, const mls_tensor *b, mls_status *st)
 {
     char wanted[MLS_FACT_BYTES], found[MLS_FACT_BYTES];
@@ -85,24 +85,24 @@ mls_code mls_diff_check(const mls_tensor *a, const mls_tensor *b, mls_status *st
 
 /* ---- runs ---- */
 
-/* One side of a run: where it is, and what must be done to it. */
+/* One side of a run. */
 typedef struct side {
     const unsigned char *at;
     ptrdiff_t step;
     bool swapped;
 } side;
 
-/* What all runs of one pair have in common. */
+/* Common to all runs of one pair. */
 typedef struct measurer {
     mls_diff_run run;
-    size_t item, unit; /* bytes of an element, and of what is turned as one */
-    bool packed;       /* both sides are as the kernel wants them */
+    size_t item, unit; /* bytes of an element, and of the unit whose bytes are swapped */
+    bool packed;       /* both sides are packed, in native byte order */
 } measurer;
 
-/* `count` elements, at most CHUNK, packed and in this machine's order: where they lie, if
- * they are, else in `room`. */
-static const unsigned char *make_ready(const measurer *m, side from, size_t count,
-                                       unsigned char *room)
+/* Returns `count` elements (at most CHUNK), packed and in native byte order: in their own
+ * memory if they already are, otherwise gathered in `room`. */
+static const unsigned char *gather_native(const measurer *m, side from, size_t count,
+                                          unsigned char *room)
 {
     if (from.step == (ptrdiff_t)m->item && !from.swapped) {
         return from.at;
@@ -114,7 +114,7 @@ static const unsigned char *make_ready(const measurer *m, side from, size_t coun
     return room;
 }
 
-/* A run of any length and any steps. */
+/* Compares a run of any length and strides. */
 static void measure_run(const measurer *m, side a, side b, size_t count,
                         mls_diff_result *into)
 {
@@ -125,7 +125,7 @@ static void measure_run(const measurer *m, side a, side b, size_t count,
     }
     while (count > 0) {
         const size_t part = count < CHUNK ? count : CHUNK;
-        m->run(make_ready(m, a, part, a_room), make_ready(m, b, part, b_room), part,
+        m->run(gather_native(m, a, part, a_room), gather_native(m, b, part, b_room), part,
                into);
         a.at += a.step * (ptrdiff_t)part;
         b.at += b.step * (ptrdiff_t)part;
@@ -133,8 +133,8 @@ static void measure_run(const measurer *m, side a, side b, size_t count,
     }
 }
 
-/* `count` elements of a pair's walk, from number `start` on; there are so many.  Items of
- * one byte have no order to turn. */
+/* Compares `count` elements of a pair's traversal, beginning with number `start`. The
+ * elements must exist. Single bytes have no byte order. */
 static void measure_part(const mls_diff_kernels *kernels, mls_diff_pair pair,
                          size_t start, size_t count, mls_diff_result *into)
 {
@@ -151,7 +151,7 @@ static void measure_part(const mls_diff_kernels *kernels, mls_diff_pair pair,
                         .unit = mls_swap_unit(pair.a->dtype),
                         .packed = a.step == (ptrdiff_t)item && !a.swapped &&
                                   b.step == (ptrdiff_t)item && !b.swapped};
-    size_t skipped = start % w.length; /* of the first run */
+    size_t skipped = start % w.length; /* elements of the first run before `start` */
     mls_strided_iter_seek(&w, start / w.length, &a_at, &b_at);
     do {
         const size_t rest = w.length - skipped;
@@ -166,7 +166,7 @@ static void measure_part(const mls_diff_kernels *kernels, mls_diff_pair pair,
 
 /* ---- pairs ---- */
 
-/* Elements to compare: none where both views are one and the same. */
+/* Returns the number of elements to compare: 0 if both views are identical. */
 static size_t elements_of(mls_diff_pair pair)
 {
     size_t count = 0;
@@ -175,55 +175,54 @@ static size_t elements_of(mls_diff_pair pair)
         same = same && (pair.a->shape[axis] <= 1 ||
                         pair.a->strides[axis] == pair.b->strides[axis]);
     }
-    (void)mls_tensor_count(pair.a, &count); /* checked to fit */
+    (void)mls_tensor_count(pair.a, &count); /* cannot overflow: checked */
     return same ? 0 : count;
 }
 
-/* Elements of a part. */
 static size_t part_length(mls_diff_pair pair)
 {
     return PART_BYTES / mls_tensor_item_bytes(pair.a);
 }
 
-/* How many parts a pair of `count` elements is cut into. */
 static size_t part_count(mls_diff_pair pair, size_t count)
 {
     const size_t length = part_length(pair);
     return count / length + (count % length != 0);
 }
 
-/* The elements of part `index` of `count` elements. */
+/* Returns the number of elements of part `index`. */
 static size_t part_rest(mls_diff_pair pair, size_t count, size_t index)
 {
     const size_t length = part_length(pair), rest = count - index * length;
     return rest < length ? rest : length;
 }
 
-/* One part and what was found in it. */
+/* One part and its result. */
 typedef struct part {
     size_t pair, start, count;
     mls_diff_result found;
 } part;
 
-/* All parts of all pairs; tasks share it, each writing to its own part. */
+/* All parts of all pairs, shared by the tasks; each task writes only its own part. */
 typedef struct job {
     const mls_diff_kernels *kernels;
     const mls_diff_pair *pairs;
     part *parts;
 } job;
 
-/* One part, as a task for the pool. */
+/* Task: compares one part. */
 static void measure_task(void *context, size_t index)
 {
     const job *j = context;
     part *p = &j->parts[index];
-    mls_diff_result found = {0}; /* local: parts are neighbours in the cache */
+    mls_diff_result found = {
+        0}; /* on the stack, because neighbouring parts share cache lines */
     measure_part(j->kernels, j->pairs[p->pair], p->start, p->count, &found);
     p->found = found;
 }
 
-/* Sums and maxima; the bytes decide whether threads are worth waking.  Cannot wrap where
- * memory could hold a part for each. */
+/* Counts the parts and the bytes of all pairs; the bytes decide whether to use other
+ * threads. Returns false on overflow, when no memory could hold the parts either. */
 static bool count_parts(const mls_diff_pair *pairs, size_t count, size_t *parts,
                         size_t *bytes)
 {
@@ -241,8 +240,8 @@ static bool count_parts(const mls_diff_pair *pairs, size_t count, size_t *parts,
     return true;
 }
 
-/* Cut the pairs, in order. */
-static void cut_parts(const mls_diff_pair *pairs, size_t count, part *parts)
+/* Divides the pairs into parts, in order. */
+static void divide_parts(const mls_diff_pair *pairs, size_t count, part *parts)
 {
     size_t next = 0;
     for (size_t i = 0; i < count; i++) {
@@ -255,8 +254,8 @@ static void cut_parts(const mls_diff_pair *pairs, size_t count, part *parts)
     }
 }
 
-/* Add what was found elsewhere. */
-static void add(mls_diff_result *into, mls_diff_result found)
+/* Adds the result of a part. */
+static void add_result(mls_diff_result *into, mls_diff_result found)
 {
     into->changed += found.changed;
     into->nan += found.nan;
@@ -264,8 +263,8 @@ static void add(mls_diff_result *into, mls_diff_result found)
     into->max_rel = found.max_rel > into->max_rel ? found.max_rel : into->max_rel;
 }
 
-/* The parts are kept until all are done: threads need no lock, and nothing is written to
- * `out` before nothing can fail. */
+/* Results are kept for each part until all are done, so threads need no lock, and `out`
+ * is written only when no failure is possible any more. */
 mls_code mls_diff(const mls_diff_kernels *kernels, mls_pool *pool,
                   const mls_diff_pair *pairs, size_t count, mls_diff_result *out,
                   mls_status *st)
@@ -278,29 +277,29 @@ mls_code mls_diff(const mls_diff_kernels *kernels, mls_pool *pool,
     if (j.parts == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory to compare %zu tensors", count);
     }
-    cut_parts(pairs, count, j.parts);
+    divide_parts(pairs, count, j.parts);
     mls_pool_run(bytes >= SHARED_BYTES ? pool : NULL, measure_task, &j, parts);
     for (size_t i = 0; i < count; i++) {
         out[i] = (mls_diff_result){0};
     }
     for (size_t i = 0; i < parts; i++) {
-        add(&out[j.parts[i].pair], j.parts[i].found);
+        add_result(&out[j.parts[i].pair], j.parts[i].found);
     }
     mls_free(j.parts);
     return MLS_OK;
 }
 
-/* ---- whether all is the same ---- */
+/* ---- mls_diff_same ---- */
 
-/* What the tasks of mls_diff_same share. */
+/* Shared by the tasks of mls_diff_same. */
 typedef struct search {
     const mls_diff_kernels *kernels;
-    const mls_diff_pair *pairs; /* all of them, or the one that is cut */
-    size_t elements;            /* of the one that is cut */
+    const mls_diff_pair *pairs; /* all pairs, or the large pair that is divided */
+    size_t elements;            /* of the divided pair */
     atomic_bool differs;
 } search;
 
-/* Look at `count` elements unless a difference is known. */
+/* Compares `count` elements, unless a difference is known. */
 static void search_part(search *s, mls_diff_pair pair, size_t start, size_t count)
 {
     mls_diff_result found = {0};
@@ -313,7 +312,7 @@ static void search_part(search *s, mls_diff_pair pair, size_t start, size_t coun
     }
 }
 
-/* A pair of one part at most, as a task; the others have tasks of their own. */
+/* Task: compares a pair of at most one part; larger pairs are skipped here. */
 static void search_small(void *context, size_t index)
 {
     search *s = context;
@@ -323,7 +322,7 @@ static void search_small(void *context, size_t index)
     }
 }
 
-/* A part of the pair that is cut, as a task. */
+/* Task: compares a part of the divided pair. */
 static void search_large(void *context, size_t index)
 {
     search *s = context;
@@ -331,8 +330,8 @@ static void search_large(void *context, size_t index)
     search_part(s, pair, index * part_length(pair), part_rest(pair, s->elements, index));
 }
 
-/* Nothing is allocated, so it cannot fail: the small pairs are one run of the pool, and
- * each large one is another. */
+/* Allocates nothing, so it cannot fail: one call of the pool for all small pairs, and one
+ * for each large pair. */
 bool mls_diff_same(const mls_diff_kernels *kernels, mls_pool *pool,
                    const mls_diff_pair *pairs, size_t count)
 {

@@ -1,16 +1,20 @@
-/* differ: how much the elements of two tensors differ.
+/* diff: how much the elements of two tensors differ.
  *
- * Two elements are the same where their bits are, or where both are NaN; so -0 and 0
- * differ, by a distance of 0.  Of those that are not the same, the distance |a - b| and
- * the relative distance |a - b| / max(|a|, |b|) are measured in float64; 0 / 0 counts as
- * 0. An element that is NaN on one side only is counted apart and takes no part in the
- * maxima.  Infinity and anything else are infinitely far apart, in both measures; so are
- * two float64 whose distance is beyond float64.  Integers of 64 bits are subtracted
- * exactly and rounded once; a bool is its byte.  The distance of complex numbers is the
- * modulus of their difference; one is NaN, or infinite, where a part of it is, and NaN
- * comes first.
+ * Definitions:
+ * - Two elements are equal if their bits are equal or if both are NaN. So -0 and 0
+ *   differ, with a distance of 0.
+ * - The distance is |a - b|, the relative distance |a - b| / max(|a|, |b|), both in
+ *   float64; 0 / 0 counts as 0.
+ * - An element that is NaN on one side only is counted separately and does not enter the
+ *   maxima.
+ * - The distance between infinity and any other number is infinite, in both measures; so
+ *   is the distance of two float64 if it overflows.
+ * - 64-bit integers are subtracted exactly and rounded once. A bool is its byte.
+ * - The distance of complex numbers is the modulus of their difference. A complex number
+ *   is NaN or infinite if a component is; NaN takes precedence.
  *
- * The scalar table is the oracle: every other one gives the same numbers, bit for bit.
+ * The scalar table is the reference: every other table computes the same numbers, bit for
+ * bit.
  */
 #ifndef MLS_DIFF_H
 #define MLS_DIFF_H
@@ -23,17 +27,17 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Of a run, a tensor, or several put together; starts zeroed. */
+/* Result for a run, a tensor, or several of them; initialise with zeros. */
 typedef struct mls_diff_result {
-    uint64_t changed; /* elements that are not the same, NaN on one side included */
-    uint64_t nan;     /* of those, the ones that are NaN on exactly one side */
-    double max_abs;   /* 0 where nothing changed */
+    uint64_t changed; /* unequal elements, including NaN on one side */
+    uint64_t nan;     /* of these, elements that are NaN on exactly one side */
+    double max_abs;   /* 0 if nothing changed */
     double max_rel;   /* 0 .. 2, or infinity */
 } mls_diff_result;
 
-/* Add what `count` elements, packed and in this machine's byte order, differ by.  `into`
- * is zeroed, or has what runs of the same dtype found: a run may take for granted that
- * the ratio there is one of two such elements. */
+/* Compares `count` elements, packed and in native byte order, and adds the result. `into`
+ * must be zeroed or hold results of the same dtype: kernels rely on its ratio being that
+ * of two such elements. */
 typedef void (*mls_diff_run)(const void *a, const void *b, size_t count,
                              mls_diff_result *into);
 
@@ -41,26 +45,27 @@ typedef struct mls_diff_kernels {
     mls_diff_run run[MLS_DTYPE_COUNT]; /* complete */
 } mls_diff_kernels;
 
-/* The table for a set that mls_cpu_offers.  Never NULL; constant. */
+/* Returns the table for an instruction set that mls_cpu_offers. Never NULL; constant. */
 const mls_diff_kernels *mls_diff_of(mls_cpu cpu);
 
-/* Two tensors of the same shape and dtype, any strides and byte orders, which may share
- * memory.  MLS_E_SHAPE, MLS_E_DTYPE.  MLS_E_SIZE: more elements than a size_t counts,
- * which strides of 0 allow. */
+/* Checks two tensors: the same shape and dtype, with any strides and byte orders; they
+ * may share memory. MLS_E_SHAPE, MLS_E_DTYPE. MLS_E_SIZE: more elements than size_t can
+ * count, which is possible with strides of 0. */
 mls_code mls_diff_check(const mls_tensor *a, const mls_tensor *b, mls_status *st);
 
-/* A pair that mls_diff_check passed. */
+/* A pair that passed mls_diff_check. */
 typedef struct mls_diff_pair {
     const mls_tensor *a, *b;
 } mls_diff_pair;
 
-/* Measure `count` pairs into `out`.  Large tensors are shared out over the pool.
- * MLS_E_MEMORY: `out` is untouched. */
+/* Compares `count` pairs, and stores their results in `out`. The threads of the pool
+ * share large tensors. MLS_E_MEMORY: `out` is unchanged. */
 mls_code mls_diff(const mls_diff_kernels *kernels, mls_pool *pool,
                   const mls_diff_pair *pairs, size_t count, mls_diff_result *out,
                   mls_status *st);
 
-/* Whether all elements of all pairs are the same, in the sense above; stops early. */
+/* Returns whether all elements of all pairs are equal, as defined above; stops at the
+ * first difference. */
 bool mls_diff_same(const mls_diff_kernels *kernels, mls_pool *pool,
                    const mls_diff_pair *pairs, size_t count);
 

@@ -1,6 +1,5 @@
-/* differ_avx2: compare elements with AVX2, 4 doubles at a time; the loops are those of
- * diff_simd.h.
- */
+/* diff_avx2: compares elements with AVX2, 4 doubles at a time; the loops are in
+ * diff_simd.h. */
 #include "state/diff/diff_kernels.h"
 
 #if defined(__x86_64__)
@@ -12,7 +11,7 @@
 enum { WIDTH = 32 };
 MLS_DIFF_REGISTERS(32);
 
-/* The instruction gives its second operand if one is NaN. */
+/* The instruction returns its second operand if one is NaN. */
 TARGET static inline wide wide_max(wide x, wide y)
 {
     return _mm256_max_ps(x, y);
@@ -38,7 +37,7 @@ TARGET static inline vector fma_of(vector x, vector y, vector z)
     return _mm256_fmadd_pd(x, y, z);
 }
 
-/* By the instructions for it, which not all compilers choose for the conversion. */
+/* Intrinsics, because not all compilers use these instructions for the conversion. */
 TARGET static inline vector widened(half_wide x)
 {
     return _mm256_cvtps_pd(x);
@@ -61,7 +60,7 @@ TARGET static inline bool any(bits_32 x)
 
 #    include "state/diff/diff_simd.h"
 
-/* mls_cpu_offers(MLS_CPU_AVX2) must be true before any of these is called. */
+/* Requires mls_cpu_offers(MLS_CPU_AVX2). */
 const mls_diff_kernels mls_diff_avx2 = {.run = MLS_DIFF_TABLE};
 
 #endif

@@ -1,18 +1,17 @@
-/* differ_neon: compare elements with NEON, 2 doubles at a time; the loops are those of
- * diff_simd.h.  Every arm64 processor has these instructions.
- */
+/* diff_neon: compares elements with NEON, 2 doubles at a time; the loops are in
+ * diff_simd.h. Every arm64 processor has these instructions. */
 #include "state/diff/diff_kernels.h"
 
 #if defined(__aarch64__)
 
 #    include <arm_neon.h>
 
-#    define TARGET /* nothing has to be asked for */
+#    define TARGET /* no attribute is needed */
 
 enum { WIDTH = 16 };
 MLS_DIFF_REGISTERS(16);
 
-/* A number, if only one of them is NaN. */
+/* Returns the number if only one of them is NaN. */
 static inline wide wide_max(wide x, wide y)
 {
     return vmaxnmq_f32(x, y);
@@ -38,7 +37,7 @@ static inline vector fma_of(vector x, vector y, vector z)
     return vfmaq_f64(z, x, y);
 }
 
-/* By the instructions for it, which not all compilers choose for the conversion. */
+/* Intrinsics, because not all compilers use these instructions for the conversion. */
 static inline vector widened(half_wide x)
 {
     return vcvt_f64_f32(x);
@@ -61,7 +60,6 @@ static inline bool any(bits_32 x)
 
 #    include "state/diff/diff_simd.h"
 
-/* For every arm64 machine. */
 const mls_diff_kernels mls_diff_neon = {.run = MLS_DIFF_TABLE};
 
 #endif

@@ -1,20 +1,19 @@
-/* differ_scalar: the oracle.  Plain C, one element at a time, for every dtype.
+/* diff_scalar: the reference kernels. Plain C, one element at a time, for every dtype.
  *
- * These runs are what every vector kernel is compared with, bit for bit, and what it
- * calls where NaN makes the rules many.  They are written to be read.  Only one thing is
- * for speed: blocks whose bytes are equal are passed over, since most of what is
- * compared has not changed.
+ * Tests compare every vector kernel with these, bit for bit, and the vector kernels call
+ * them for blocks with NaN. They are written for readability, with one optimisation:
+ * blocks with equal bytes are skipped, because most compared data has not changed.
  */
 #include "array/float_convert.h"
 #include "state/diff/diff_kernels.h"
 
 #include <math.h>
 
-enum { BLOCK = 4096 }; /* bytes that are compared at once, first */
+enum { BLOCK = 4096 }; /* bytes compared with memcmp first */
 
-/* Count an element that is not the same, and measure it where neither side is NaN.
+/* Counts an unequal element, neither side of which is NaN, and updates the maxima.
  * `largest` is the larger of the two magnitudes. */
-static void note(double distance, double largest, mls_diff_result *into)
+static void add_difference(double distance, double largest, mls_diff_result *into)
 {
     double relative = largest > 0 ? distance / largest : 0;
     if (isinf(distance)) {
@@ -25,79 +24,79 @@ static void note(double distance, double largest, mls_diff_result *into)
     into->max_rel = relative > into->max_rel ? relative : into->max_rel;
 }
 
-/* NaN on one side; the caller knows that it is not on both. */
-static void note_nan(mls_diff_result *into)
+/* Counts an element that is NaN on exactly one side. */
+static void add_nan(mls_diff_result *into)
 {
     into->changed++;
     into->nan++;
 }
 
-/* Two elements whose bits differ, as the numbers they stand for. */
-static void measure(double a, double b, mls_diff_result *into)
+/* Compares the values of two elements whose bits differ. */
+static void measure_values(double a, double b, mls_diff_result *into)
 {
     if (isnan(a) || isnan(b)) {
         if (!isnan(a) || !isnan(b)) {
-            note_nan(into);
+            add_nan(into);
         }
         return;
     }
     const double largest = fabs(a) > fabs(b) ? fabs(a) : fabs(b);
-    note(fabs(a - b), largest, into);
+    add_difference(fabs(a - b), largest, into);
 }
 
-/* Exactly subtracted, without a sign in the way; then rounded once. */
+/* Subtracts exactly in unsigned arithmetic, then rounds once. */
 static void measure_u64(uint64_t a, uint64_t b, mls_diff_result *into)
 {
     const uint64_t large = a > b ? a : b;
     const uint64_t small = a > b ? b : a;
-    note((double)(large - small), (double)large, into);
+    add_difference((double)(large - small), (double)large, into);
 }
 
-/* The magnitude of the smallest number fits an unsigned one only. */
+/* Unsigned, because the magnitude of INT64_MIN does not fit int64_t. */
 static uint64_t magnitude(int64_t value)
 {
     return value < 0 ? (uint64_t)0 - (uint64_t)value : (uint64_t)value;
 }
 
-/* As above.  The difference of two signed numbers is right as an unsigned one. */
+/* The difference of two signed numbers is exact as an unsigned number. */
 static void measure_i64(int64_t a, int64_t b, mls_diff_result *into)
 {
     const uint64_t distance =
         a > b ? (uint64_t)a - (uint64_t)b : (uint64_t)b - (uint64_t)a;
     const uint64_t largest = magnitude(a) > magnitude(b) ? magnitude(a) : magnitude(b);
-    note((double)distance, (double)largest, into);
+    add_difference((double)distance, (double)largest, into);
 }
 
-/* The squares of two float32, and their sum, are far inside the range of a double.  The
- * square root is rounded correctly everywhere, which hypot is not. */
+/* The squares of two float32 and their sum do not overflow a double. sqrt is correctly
+ * rounded everywhere; hypot is not. */
 static double modulus(double real, double imaginary)
 {
     return sqrt(real * real + imaginary * imaginary);
 }
 
-/* An infinite part may not meet its equal, whose difference would be NaN. */
+/* Infinite values are handled first: the difference of two equal infinities is NaN. */
 static void measure_complex(mls_complex64 a, mls_complex64 b, mls_diff_result *into)
 {
     const bool a_nan = isnan(a.real) || isnan(a.imaginary);
     const bool b_nan = isnan(b.real) || isnan(b.imaginary);
     if (a_nan || b_nan) {
         if (a_nan != b_nan) {
-            note_nan(into);
+            add_nan(into);
         }
         return;
     }
     const double left = modulus((double)a.real, (double)a.imaginary);
     const double right = modulus((double)b.real, (double)b.imaginary);
     const double largest = left > right ? left : right;
-    note(isinf(largest) ? largest
-                        : modulus((double)a.real - (double)b.real,
-                                  (double)a.imaginary - (double)b.imaginary),
-         largest, into);
+    add_difference(isinf(largest) ? largest
+                                  : modulus((double)a.real - (double)b.real,
+                                            (double)a.imaginary - (double)b.imaginary),
+                   largest, into);
 }
 
-/* Define a run over elements of `type`, loaded as x and y, whose bits `type` holds as
- * they are; `action` measures two that differ.  Addresses may be unaligned, so both
- * sides go through memcpy. */
+/* Defines a kernel for elements of `type`, which holds their bits, loaded as x and y.
+ * `action` compares two that differ. Addresses may be unaligned, so both sides are loaded
+ * with memcpy. */
 #define DEFINE_RUN(name, type, action)                                                   \
     void name(const void *a, const void *b, size_t count, mls_diff_result *into)         \
     {                                                                                    \
@@ -125,7 +124,7 @@ static void measure_complex(mls_complex64 a, mls_complex64 b, mls_diff_result *i
 /* Floats are compared as doubles; integers exactly. */
 #define DEFINE_VALUES(id, suffix, name, file_name, item, code, decode)                   \
     DEFINE_RUN(mls_diff_##suffix, item,                                                  \
-               measure((double)decode(x), (double)decode(y), into))
+               measure_values((double)decode(x), (double)decode(y), into))
 #define DEFINE_INT(id, suffix, name, file_name, item, ...)                               \
     DEFINE_RUN(mls_diff_##suffix, item, measure_i64(x, y, into))
 #define DEFINE_UINT(id, suffix, name, file_name, item, ...)                              \
@@ -137,5 +136,4 @@ MLS_UINT_DTYPES(DEFINE_UINT)
 MLS_FLOAT8_DTYPES(DEFINE_VALUES)
 DEFINE_RUN(mls_diff_c64, mls_complex64, measure_complex(x, y, into))
 
-/* Complete by itself. */
 const mls_diff_kernels mls_diff_scalar = {.run = {MLS_DTYPES(MLS_DIFF_ENTRY)}};

@@ -1,42 +1,41 @@
-/* differ_lanes: the runs of a vector table, in the compiler's vector extensions.
+/* diff_simd: the kernels of a vector table, in the compiler's vector extensions.
  *
- * Private to diff_avx2.c, diff_avx512.c and diff_neon.c.  Each includes this file
- * after it has defined:
- *   TARGET              the attribute that lets a function use the instruction set
- *   WIDTH               bytes of a register
- *   registers           the types below, by MLS_DIFF_REGISTERS
- *   wide_max, max       the larger of two floats (doubles); x or y if one of them is NaN
- *   signed_max          the larger of two integers of 32 bits
- *   wide_fma, fma_of    x * y + z, rounded once
- *   widened             doubles from half a register of floats
- *   signed_widened      doubles from half a register of integers
- *   wide_f16            floats from WIDTH / 2 bytes of float16, exactly
- *   any                 whether a bit is set
+ * Private to diff_avx2.c, diff_avx512.c and diff_neon.c, which define these names and
+ * then include this file:
+ *     TARGET              the attribute that lets a function use the instruction set
+ *     WIDTH               bytes of a register
+ *     registers           the types below, by MLS_DIFF_REGISTERS
+ *     wide_max, max       the larger of two floats (doubles); x or y if one of them is
+ * NaN signed_max          the larger of two integers of 32 bits wide_fma, fma_of    x * y
+ * + z, rounded once widened             doubles from half a register of floats
+ *     signed_widened      doubles from half a register of integers
+ *     wide_f16            floats from WIDTH / 2 bytes of float16, exactly
+ *     any                 whether a bit is set
  *
- * Equal bytes are skipped.  From the first difference on, a block that stays in the
- * innermost cache is measured: items whose bits are equal are counted, and the maxima are
- * raised.  The cost is arithmetic, not memory: a division takes as long as all the rest,
- * and doubles take two or four times as many registers as floats.  So nearly all items
- * are only sieved.
+ * Equal bytes are skipped. From the first difference on, one block that fits in the L1
+ * cache is measured: items with equal bits are counted, and the maxima are updated. The
+ * cost is arithmetic, not memory: a division takes as long as all the rest, and doubles
+ * need two or four times as many registers as floats. So nearly all items pass only
+ * through a cheap filter, the sieve, that rejects items which raise no maximum.
  *
- * Sieve in float32, for all types that are exact in it, with results rounded upwards.  So
- * a distance that is above a number stays above it, and a sum above 0 stays above 0:
- * items that raise no maximum pass only if a maximum is no float.
+ * The sieve computes in float32, for all dtypes that are exact in it, with results
+ * rounded upwards. So a distance that is above a number stays above it, and a sum above 0
+ * stays above 0. An item that raises no maximum passes only if a maximum is not exact in
+ * float32.
  * - The greatest distance and the greatest ratio r are rounded down to floats.
- * - Numbers of 11 bits have ratios below a half that are 2^-22 apart, relatively.  For
- *   such types r is rounded up: data of few different values meets its maximum all the
- *   time.
- * - Other data may have an equal ratio in all items.  If half of the groups of a block
+ * - Numbers of 11 bits have ratios below one half that are 2^-22 apart, relatively. For
+ *   such dtypes r is rounded up: data with few distinct values reaches its maximum all
+ *   the time.
+ * - Other data may have an equal ratio in all items. If half of the groups of a block
  *   pass, the next blocks are measured without the sieve.
  *
- * Items that pass are measured in float64, rounded to the nearest number.  There, the
- * quotient d / m is rounded to more than r only if it exceeds r by half a unit in the
- * last place; then d - r * m exceeds half a unit times m, and only then is divided.
- * Nothing may be lost to underflow for this: true of all types but float64, which divides
- * always.
+ * Items that pass are measured in float64, rounded to nearest. There, the quotient d / m
+ * is rounded to more than r only if it exceeds r by half a unit in the last place. Then d
+ * - r * m exceeds half a unit times m, and only then is the division done. Underflow must
+ * not lose anything here: this holds for all dtypes except float64, which always divides.
  *
- * NaN never raises a maximum.  It shows in the largest bits, or in a sum of doubles, as
- * infinities of both signs do; the oracle counts such a block again.
+ * NaN never raises a maximum. It is detected in the largest bits, or in a sum of doubles
+ * (as are infinities of both signs); the reference kernel then measures that block again.
  */
 #ifndef MLS_DIFF_SIMD_H
 #define MLS_DIFF_SIMD_H
@@ -48,31 +47,32 @@
 enum {
     LANES = WIDTH / 8,       /* doubles in a register */
     GROUP = 4,               /* registers of numbers that share a test */
-    BLOCK = 128 * WIDTH,     /* bytes of each side; counters of 8 bits must not wrap */
+    BLOCK = 128 * WIDTH,     /* bytes of each side; 8-bit counters must not wrap */
     LARGEST = GROUP * WIDTH, /* bytes of a group of float32 or float64 */
-    DIRECT = 64, /* blocks until the sieve is tried again: its cost is spread */
+    DIRECT = 64, /* blocks until the sieve is tried again, to spread its cost */
     LINE = 64,
-    INFINITE = 0x7F800000 /* the bits of infinity as a float; NaN is above */
+    INFINITE = 0x7F800000 /* the bits of infinity as a float; NaNs are above */
 };
 
-/* Register number `index` of a group, as numbers.  The order of the items is the same on
- * both sides, but not always memory's.  Constant where passed, and inlined. */
+/* Loads register `index` of a group as numbers. The order of the items is the same on
+ * both sides, but may differ from memory order. Arguments are constant and callees
+ * inlined. */
 typedef wide (*wide_load)(const unsigned char *group, int index);
 typedef vector (*vector_load)(const unsigned char *group, int index);
 
-/* What is known of the items so far. */
-typedef struct mls_norm_partial {
-    vector distance;              /* the greatest one that each lane has seen */
-    vector ratio;                 /* the greatest relative distance of all lanes */
+/* Running maxima of a run. */
+typedef struct mls_diff_maxima {
+    vector distance;              /* greatest distance of each lane */
+    vector ratio;                 /* greatest relative distance; equal in all lanes */
     vector half;                  /* half a unit in the last place of `ratio`, or less */
-    wide distance_bar, minus_bar; /* what the sieve goes by: one float in all lanes */
-    size_t passed;                /* groups of the block at hand that passed the sieve */
+    wide distance_bar, minus_bar; /* thresholds of the sieve: one float in all lanes */
+    size_t passed;                /* groups of the current block that passed the sieve */
     size_t direct;                /* blocks to measure without the sieve */
-} mls_norm_partial;
+} mls_diff_maxima;
 
 /* ---- loads ---- */
 
-/* A register from any address. */
+/* Loads a register from any address. */
 #define MLS_DEFINE_LOAD(name, type)                                                      \
     MLS_INLINED type name(const unsigned char *items)                                    \
     {                                                                                    \
@@ -98,14 +98,15 @@ MLS_INLINED wide load_f16(const unsigned char *group, int index)
     return wide_f16(group + index * (WIDTH / 2));
 }
 
-/* The upper half of a float: first all at even places, then all at odd ones. */
+/* bfloat16 is the upper half of a float: first all items at even positions, then all at
+ * odd ones. */
 MLS_INLINED wide load_bf16(const unsigned char *group, int index)
 {
     const bits_32 two = load_bits(group + index / 2 * WIDTH);
     return (wide)(index % 2 == 0 ? two << 16 : two & 0xFFFF0000U);
 }
 
-/* Integers: moved to the top of 32 bits, then down with zeros or the sign. */
+/* Integers: shifted to the top of 32 bits, then down with zeros or with the sign. */
 MLS_INLINED wide load_u16(const unsigned char *group, int index)
 {
     const bits_32 two = load_bits(group + index / 2 * WIDTH);
@@ -130,7 +131,6 @@ MLS_INLINED wide load_i8(const unsigned char *group, int index)
     return __builtin_convertvector(load_signed(group) << (24 - 8 * index) >> 24, wide);
 }
 
-/* Doubles. */
 MLS_INLINED vector load_f64(const unsigned char *group, int index)
 {
     return load_vector(group + index * WIDTH);
@@ -146,7 +146,7 @@ MLS_INLINED vector load_i32(const unsigned char *group, int index)
     return signed_widened(load_half_signed(group + index * (WIDTH / 2)));
 }
 
-/* Moved down by 2^31 as an integer, and up again as a double. */
+/* Subtracts 2^31 as an integer and adds it back as a double. */
 MLS_INLINED vector load_u32(const unsigned char *group, int index)
 {
     const half_signed items = load_half_signed(group + index * (WIDTH / 2));
@@ -170,7 +170,7 @@ MLS_INLINED vector magnitude(vector x)
     return (vector)((bits_64)x & 0x7FFFFFFFFFFFFFFFU);
 }
 
-/* The maximum over all lanes, none of which is NaN. */
+/* Returns the maximum of all lanes; none of them is NaN. */
 MLS_INLINED double greatest(vector x)
 {
     double most = x[0];
@@ -182,8 +182,8 @@ MLS_INLINED double greatest(vector x)
 
 /* ---- float64 ---- */
 
-/* Divide the items of a group.  0 / 0 is NaN, which is left out. */
-MLS_INLINED void divide_group(mls_norm_partial *t, const unsigned char *a,
+/* Divides the items of a group. 0 / 0 is NaN, which `max` ignores. */
+MLS_INLINED void divide_group(mls_diff_maxima *t, const unsigned char *a,
                               const unsigned char *b, vector_load load)
 {
     for (int i = 0; i < GROUP; i++) {
@@ -193,9 +193,9 @@ MLS_INLINED void divide_group(mls_norm_partial *t, const unsigned char *a,
     }
 }
 
-/* Measure one group.  `filtered`: divide only if some quotient is above all so far.
- * `sum` becomes NaN if an item is. */
-MLS_INLINED void measure_doubles(mls_norm_partial *t, const unsigned char *a,
+/* Measures one group. `filtered`: divide only if a quotient exceeds the maximum so far.
+ * `sum` becomes NaN if an item is NaN. */
+MLS_INLINED void measure_doubles(mls_diff_maxima *t, const unsigned char *a,
                                  const unsigned char *b, vector_load load, bool filtered,
                                  vector *sum)
 {
@@ -220,7 +220,7 @@ MLS_INLINED void measure_doubles(mls_norm_partial *t, const unsigned char *a,
 
 /* ---- sieve ---- */
 
-/* The float next to `value`, which is not negative: below it, or above. */
+/* Rounds `value`, which is not negative, to a float: down, or `up`. */
 static inline float round_float(double value, bool up)
 {
     const float nearest = (float)value;
@@ -228,19 +228,19 @@ static inline float round_float(double value, bool up)
     return mls_f32_from_bits(mls_f32_bits(nearest) + (up && low) - (!up && high));
 }
 
-/* What the sieve goes by, from the maxima. */
-TARGET static void set_sieve(mls_norm_partial *t, bool few_digits)
+/* Sets the thresholds of the sieve from the maxima. */
+TARGET static void set_sieve(mls_diff_maxima *t, bool few_digits)
 {
     const double ratio = greatest(t->ratio);
     t->distance_bar = wide_repeat(round_float(greatest(t->distance), false));
     t->minus_bar = wide_repeat(-round_float(ratio, few_digits && ratio < 0.5));
 }
 
-/* Measure a group of floats that passed the sieve.  By memory, since it is rare. */
+/* Measures a group of floats that passed the sieve. Not inlined, because it is rare. */
 TARGET __attribute__((noinline)) static void
-measure_group(mls_norm_partial *t, const wide *x, const wide *y, bool few_digits)
+measure_group(mls_diff_maxima *t, const wide *x, const wide *y, bool few_digits)
 {
-    vector sum = {0}; /* of no use here */
+    vector sum = {0}; /* not used here */
     mls_diff_set_control(MLS_DIFF_NEAREST);
     for (int half = 0; half < 2; half++) {
         measure_doubles(t, (const unsigned char *)(x + half * GROUP / 2),
@@ -254,8 +254,8 @@ measure_group(mls_norm_partial *t, const wide *x, const wide *y, bool few_digits
 
 /* ---- blocks ---- */
 
-/* Items that have equal bits in two registers, added to a counter for each place: true is
- * -1 there. */
+/* Counts items with equal bits in two registers, with a counter for each position. A true
+ * comparison is -1. */
 MLS_INLINED bits_32 count_equal(bits_32 count, bits_32 x, bits_32 y, size_t item)
 {
     switch (item) {
@@ -270,7 +270,6 @@ MLS_INLINED bits_32 count_equal(bits_32 count, bits_32 x, bits_32 y, size_t item
     }
 }
 
-/* The sum of the counters. */
 MLS_INLINED size_t sum_counters(bits_32 count, size_t item)
 {
     const size_t each = item == 1 ? 0xFF : item == 2 ? 0xFFFF : UINT32_MAX;
@@ -283,7 +282,7 @@ MLS_INLINED size_t sum_counters(bits_32 count, size_t item)
     return sum;
 }
 
-/* Bytes from the start, in groups of `step`, that are equal. */
+/* Returns the length of the equal prefix, in units of `step` bytes. */
 MLS_INLINED size_t equal_bytes(const unsigned char *a, const unsigned char *b,
                                size_t bytes, size_t step)
 {
@@ -300,18 +299,19 @@ MLS_INLINED size_t equal_bytes(const unsigned char *a, const unsigned char *b,
     return bytes;
 }
 
-/* What the run of a dtype needs; constant, so that it is inlined. */
+/* Parameters of a dtype's kernel; constant, so everything is inlined. */
 typedef struct mls_items {
-    size_t bytes;       /* of one */
+    size_t bytes;       /* of one item */
     wide_load wide;     /* NULL if the items are not exact in float32 */
-    vector_load vector; /* NULL if the sieve is always the faster way */
+    vector_load vector; /* NULL if the sieve is always faster */
     bool filtered;      /* see measure_doubles */
-    bool few_digits;    /* of 11 bits at most: see above */
+    bool few_digits;    /* at most 11 bits: see the top of this file */
     mls_diff_run oracle;
 } mls_items;
 
-/* Sieve one group.  `largest_bits`: of all items, to see NaN, which is above infinity. */
-MLS_INLINED void sieve_group(mls_norm_partial *t, const unsigned char *a,
+/* Sieves one group. `largest_bits` accumulates the largest bits of all items, to detect
+ * NaN, which is above infinity. */
+MLS_INLINED void sieve_group(mls_diff_maxima *t, const unsigned char *a,
                              const unsigned char *b, mls_items of,
                              signed_32 *largest_bits)
 {
@@ -337,16 +337,15 @@ MLS_INLINED void sieve_group(mls_norm_partial *t, const unsigned char *a,
     }
 }
 
-/* Bytes of a group. */
 MLS_INLINED size_t group_bytes(mls_items of)
 {
     return GROUP * of.bytes * (of.wide != NULL ? 2 * LANES : LANES);
 }
 
-/* What the oracle finds in a block that may hold NaN.  Results are rounded to the nearest
- * number from here on. */
+/* Measures a block that may hold NaN with the reference kernel. From here on the rounding
+ * mode is to nearest. */
 TARGET __attribute__((noinline)) static void
-measure_by_oracle(mls_norm_partial *t, const unsigned char *a, const unsigned char *b,
+measure_by_oracle(mls_diff_maxima *t, const unsigned char *a, const unsigned char *b,
                   size_t count, mls_items of, mls_diff_result *into)
 {
     mls_diff_result found = {0};
@@ -360,11 +359,10 @@ measure_by_oracle(mls_norm_partial *t, const unsigned char *a, const unsigned ch
     set_sieve(t, of.few_digits);
 }
 
-/* Measure a block, or the last part of one, in whole groups.  The next block is
- * prefetched meanwhile: a block takes longer to compute than memory to answer, and the
- * innermost cache holds two.  While it computes, the processor does not look so far
- * ahead. */
-MLS_INLINED void measure_block(mls_norm_partial *t, const unsigned char *a,
+/* Measures a block, or the last part of one, in whole groups, and prefetches the next
+ * block. A block takes longer to compute than memory needs to respond, and the L1 cache
+ * holds two blocks. The processor itself does not look that far ahead. */
+MLS_INLINED void measure_block(mls_diff_maxima *t, const unsigned char *a,
                                const unsigned char *b, size_t bytes, mls_items of,
                                mls_diff_result *into)
 {
@@ -395,8 +393,9 @@ MLS_INLINED void measure_block(mls_norm_partial *t, const unsigned char *a,
     }
 }
 
-/* Measure a block with the sieve, and note whether the next ones do better without. */
-MLS_INLINED void sieve_block(mls_norm_partial *t, const unsigned char *a,
+/* Measures a block with the sieve, and decides whether the next blocks are faster
+ * without. */
+MLS_INLINED void sieve_block(mls_diff_maxima *t, const unsigned char *a,
                              const unsigned char *b, size_t bytes, mls_items of,
                              mls_diff_result *into)
 {
@@ -407,8 +406,8 @@ MLS_INLINED void sieve_block(mls_norm_partial *t, const unsigned char *a,
     t->direct = 2 * t->passed > bytes / group_bytes(of) ? DIRECT : 0;
 }
 
-/* Measure a block in float64. */
-MLS_INLINED void measure_directly(mls_norm_partial *t, const unsigned char *a,
+/* Measures a block in float64. */
+MLS_INLINED void measure_directly(mls_diff_maxima *t, const unsigned char *a,
                                   const unsigned char *b, size_t bytes, mls_items of,
                                   mls_diff_result *into)
 {
@@ -420,8 +419,8 @@ MLS_INLINED void measure_directly(mls_norm_partial *t, const unsigned char *a,
     }
 }
 
-/* Any number of whole groups. */
-MLS_INLINED void measure_groups(mls_norm_partial *t, const unsigned char *a,
+/* Measures any number of whole groups. */
+MLS_INLINED void measure_groups(mls_diff_maxima *t, const unsigned char *a,
                                 const unsigned char *b, size_t bytes, mls_items of,
                                 mls_diff_result *into)
 {
@@ -439,16 +438,17 @@ MLS_INLINED void measure_groups(mls_norm_partial *t, const unsigned char *a,
     }
 }
 
-/* A run of any dtype.  An incomplete group is filled up with zeros, which are equal. */
-MLS_INLINED void differ_run(const unsigned char *a, const unsigned char *b, size_t count,
-                            mls_items of, mls_diff_result *into)
+/* Measures a run of any dtype. An incomplete group is padded with zeros, which are equal.
+ */
+MLS_INLINED void diff_run(const unsigned char *a, const unsigned char *b, size_t count,
+                          mls_items of, mls_diff_result *into)
 {
     const size_t bytes = count * of.bytes,
                  whole = bytes / group_bytes(of) * group_bytes(of);
     const unsigned control = mls_diff_control();
-    mls_norm_partial t = {.distance = repeat(into->max_abs),
-                          .ratio = repeat(into->max_rel),
-                          .half = repeat(mls_diff_half_unit(into->max_rel))};
+    mls_diff_maxima t = {.distance = repeat(into->max_abs),
+                         .ratio = repeat(into->max_rel),
+                         .half = repeat(mls_diff_half_unit(into->max_rel))};
     mls_diff_set_control(MLS_DIFF_NEAREST);
     set_sieve(&t, of.few_digits);
     measure_groups(&t, a, b, whole, of, into);
@@ -460,34 +460,34 @@ MLS_INLINED void differ_run(const unsigned char *a, const unsigned char *b, size
     }
     mls_diff_set_control(control);
     into->max_abs = greatest(t.distance);
-    into->max_rel = mls_diff_settle(into->max_abs, greatest(t.ratio));
+    into->max_rel = mls_diff_final_ratio(into->max_abs, greatest(t.ratio));
 }
 
-/* The run of dtype X. */
-#define MLS_DEFINE_DIFFER(X, size, ...)                                                  \
-    TARGET static void differ_##X(const void *a, const void *b, size_t count,            \
-                                  mls_diff_result *into)                                 \
+/* Defines the kernel of dtype X. */
+#define MLS_DEFINE_DIFF(X, size, ...)                                                    \
+    TARGET static void diff_##X(const void *a, const void *b, size_t count,              \
+                                mls_diff_result *into)                                   \
     {                                                                                    \
         const mls_items of = {.bytes = (size), .oracle = mls_diff_##X, __VA_ARGS__};     \
-        differ_run(a, b, count, of, into);                                               \
+        diff_run(a, b, count, of, into);                                                 \
     }
 
-MLS_DEFINE_DIFFER(f16, 2, .wide = load_f16, .few_digits = true)
-MLS_DEFINE_DIFFER(bf16, 2, .wide = load_bf16, .few_digits = true)
-MLS_DEFINE_DIFFER(f32, 4, .wide = load_f32, .vector = load_f32_as_f64, .filtered = true)
-MLS_DEFINE_DIFFER(f64, 8, .vector = load_f64)
-MLS_DEFINE_DIFFER(i8, 1, .wide = load_i8, .few_digits = true)
-MLS_DEFINE_DIFFER(i16, 2, .wide = load_i16)
-MLS_DEFINE_DIFFER(i32, 4, .vector = load_i32, .filtered = true)
-MLS_DEFINE_DIFFER(u8, 1, .wide = load_u8, .few_digits = true)
-MLS_DEFINE_DIFFER(u16, 2, .wide = load_u16)
-MLS_DEFINE_DIFFER(u32, 4, .vector = load_u32, .filtered = true)
+MLS_DEFINE_DIFF(f16, 2, .wide = load_f16, .few_digits = true)
+MLS_DEFINE_DIFF(bf16, 2, .wide = load_bf16, .few_digits = true)
+MLS_DEFINE_DIFF(f32, 4, .wide = load_f32, .vector = load_f32_as_f64, .filtered = true)
+MLS_DEFINE_DIFF(f64, 8, .vector = load_f64)
+MLS_DEFINE_DIFF(i8, 1, .wide = load_i8, .few_digits = true)
+MLS_DEFINE_DIFF(i16, 2, .wide = load_i16)
+MLS_DEFINE_DIFF(i32, 4, .vector = load_i32, .filtered = true)
+MLS_DEFINE_DIFF(u8, 1, .wide = load_u8, .few_digits = true)
+MLS_DEFINE_DIFF(u16, 2, .wide = load_u16)
+MLS_DEFINE_DIFF(u32, 4, .vector = load_u32, .filtered = true)
 
-/* The table of these runs and the oracle's. */
+/* The table: these kernels and the reference kernels. */
 #define MLS_DIFF_TABLE                                                                   \
-    {[MLS_F16] = differ_f16, [MLS_BF16] = differ_bf16, [MLS_F32] = differ_f32,           \
-     [MLS_F64] = differ_f64, [MLS_I8] = differ_i8,     [MLS_I16] = differ_i16,           \
-     [MLS_I32] = differ_i32, [MLS_U8] = differ_u8,     [MLS_U16] = differ_u16,           \
-     [MLS_U32] = differ_u32, [MLS_BOOL] = differ_u8,   MLS_DIFF_RARE}
+    {[MLS_F16] = diff_f16, [MLS_BF16] = diff_bf16, [MLS_F32] = diff_f32,                 \
+     [MLS_F64] = diff_f64, [MLS_I8] = diff_i8,     [MLS_I16] = diff_i16,                 \
+     [MLS_I32] = diff_i32, [MLS_U8] = diff_u8,     [MLS_U16] = diff_u16,                 \
+     [MLS_U32] = diff_u32, [MLS_BOOL] = diff_u8,   MLS_DIFF_RARE}
 
 #endif

@@ -1,4 +1,4 @@
-"""Plans on torch models: which modules are the blocks, and how their calls come to the plan."""
+"""Application of plans to torch models: selection of blocks, and interception of their calls."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from .schedule import Block, Program, Run, flatten
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-_HOOK = "_compiled_call_impl"  # what torch.nn.Module.__call__ looks at before all hooks
+_HOOK = "_compiled_call_impl"  # torch.nn.Module.__call__ uses it before all hooks
 
 
 def find_blocks(module: Any, blocks: Any, count: int | None) -> list[tuple[str, Any]]:
-    """Find the blocks of a model, in their order, with their names.
+    """Return the blocks of a model with their names, in order.
 
     Parameters
     ----------
     module : torch.nn.Module, sequence of blocks, or None
         The model.
     blocks : str, sequence or None
-        A pattern of names, or the blocks themselves. Default: the children of a Sequential or
-        ModuleList, or the only one of these in the model that has `count` of them.
+        A name pattern, or the blocks themselves. Default: the children of a Sequential or
+        ModuleList, or of the only one in the model that has `count` children.
     count : int, optional
-        How many there must be.
+        Required number of blocks.
 
     Returns
     -------
@@ -40,7 +40,7 @@ def find_blocks(module: Any, blocks: Any, count: int | None) -> list[tuple[str, 
     Raises
     ------
     ValueError
-        If there are not as many, or it is not clear which they are.
+        If the number of blocks differs from `count`, or the choice is ambiguous.
     """
     import torch
 
@@ -90,19 +90,18 @@ def _children(module: Any, count: int | None) -> list[tuple[str, Any]]:
 
 
 class _Entry(partial[Any]):
-    """What stands in the place of a module's call."""
+    """Replacement of a module's call."""
 
 
 class Interceptor:
-    """Takes over the calls of modules, before their hooks, and lets them go again.
+    """Intercepts the calls of modules, before their hooks, until `remove`.
 
     Parameters
     ----------
     found : sequence of (str, module)
-        The blocks; a module may be there more than once.
+        The blocks; a module may occur more than once.
     enter : callable
-        Gets the positions of the called block, how it is called without this, and the
-        arguments.
+        Called with the positions of the called block, its original call, and the arguments.
     """
 
     def __init__(self, found: Sequence[tuple[str, Any]], enter: Callable[..., Any]) -> None:
@@ -114,10 +113,10 @@ class Interceptor:
         made: dict[int, Callable[..., Any]] = {}
         for name, block in found:
             if id(block) not in made:
-                made[id(block)] = self._take(name, block, enter)
+                made[id(block)] = self._intercept(name, block, enter)
             self.calls.append(made[id(block)])
 
-    def _take(self, name: str, block: Any, enter: Callable[..., Any]) -> Callable[..., Any]:
+    def _intercept(self, name: str, block: Any, enter: Callable[..., Any]) -> Callable[..., Any]:
         import torch
 
         if not isinstance(block, torch.nn.Module):
@@ -134,7 +133,7 @@ class Interceptor:
         return original
 
     def remove(self) -> None:
-        """Let the modules be as they were."""
+        """Restore the original calls of the modules."""
         for block, before, mine, handle in reversed(self._undo):
             if block.__dict__.get(_HOOK) is mine:
                 del block.__dict__[_HOOK]
@@ -146,7 +145,7 @@ class Interceptor:
 
 
 def _break_graph(module: Any, args: Any) -> None:
-    """Keep torch.compile from tracing through a block, past the plan that stands before it."""
+    """Keep torch.compile from tracing through a block, which would bypass the plan."""
     import torch
 
     if torch.compiler.is_compiling():
@@ -156,7 +155,7 @@ def _break_graph(module: Any, args: Any) -> None:
 def run_blocks(
     modules: Sequence[Any], enter: Callable[..., Any] | None, args: Any, kwargs: Any
 ) -> Any:
-    """Run blocks one after the other; those that are no modules through `enter`."""
+    """Run blocks in sequence; call blocks that are not modules through `enter`."""
     import torch
 
     out, *others = args
@@ -171,19 +170,19 @@ def run_blocks(
 
 @set_module("mlstate.integrations.torch")
 class PlannedModel:
-    """A model whose blocks run by a plan; `Plan.apply` makes these.
+    """A model whose blocks run by a plan; `Plan.apply` returns it.
 
-    The model itself is what it was: its parameters, the names in its state dict, its class.
-    Calling this calls the model.
+    The model keeps its parameters, the names in its state dict, and its class. Calling this
+    object calls the model.
 
     Attributes
     ----------
     plan : Plan
         The plan.
     module : torch.nn.Module or None
-        The model; None where blocks came as a list.
+        The model; None if the blocks were passed as a list.
     names : list of str
-        The blocks.
+        Names of the blocks.
 
     Examples
     --------
@@ -211,7 +210,7 @@ class PlannedModel:
         self._modules = [block for _, block in found]
         self._program = Program(plan.steps())
         self._options = (folder, observe)
-        self._is_plain = self._program.is_plain and observe is None  # then torch does all
+        self._is_plain = self._program.is_plain and observe is None  # then blocks run directly
         self._local = threading.local()
         self._compiled: Callable[..., Any] | None = None
         refuse_overlap(found)
@@ -222,10 +221,11 @@ class PlannedModel:
         ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model, or the blocks one after the other.
+        """Run the model, or the blocks in sequence.
 
-        A list of blocks gets the first argument, a tensor or a tuple of what a block takes;
-        what a block returns goes to the next one. The other arguments go to every block.
+        A list of blocks receives the first argument, a tensor or a tuple of a block's arguments.
+        The output of each block is the input of the next one. The other arguments are passed to
+        every block.
         """
         if self.module is not None:
             return self.module(*args, **kwargs)
@@ -235,13 +235,13 @@ class PlannedModel:
     def _enter(
         self, positions: tuple[int, ...], original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Run a block that is called: by the plan where gradients are wanted."""
+        """Run a called block, by the plan if gradients are enabled."""
         if "torch._dynamo" not in sys.modules:
             return self._run(positions, original, args, kwargs)
         if self._compiled is None:
             import torch
 
-            disable: Any = torch.compiler.disable  # recomputation would not be compiled either
+            disable: Any = torch.compiler.disable  # recomputation is not compiled either
             self._compiled = disable(self._run)
         assert self._compiled is not None
         return self._compiled(positions, original, args, kwargs)
@@ -258,14 +258,14 @@ class PlannedModel:
         self._local.run = None  # an error ends the pass
         if run is None or run.next not in positions or not run.matches(leaves):
             if 0 not in positions:
-                raise self._astray(run, positions)
+                raise self._order_error(run, positions)
             run = Run(self._program, self._blocks, *self._options)
         out = run.first(args, kwargs, leaves, spec)
         if run.next < self._program.blocks:
             self._local.run = run
         return out
 
-    def _astray(self, run: Run | None, positions: tuple[int, ...]) -> ValueError:
+    def _order_error(self, run: Run | None, positions: tuple[int, ...]) -> ValueError:
         name = self.names[positions[0]]
         if run is None or run.next not in positions:
             turn = self.names[0 if run is None else run.next]
@@ -280,7 +280,7 @@ class PlannedModel:
         )
 
     def remove(self) -> None:
-        """Let the model run without the plan again; graphs that exist stay good."""
+        """Remove the plan from the model; existing graphs stay valid."""
         if self._interceptor is not None:
             self._interceptor.remove()
             self._interceptor = None
@@ -311,51 +311,50 @@ def apply_plan(
     Parameters
     ----------
     plan : Plan
-        For as many blocks as there are.
+        A plan for this number of blocks.
     module : torch.nn.Module or sequence of blocks, optional
-        The model. Its class and its names stay, and it is called as before.
+        The model. Its class and names do not change, and it is called as before.
     blocks : str or sequence of callables, optional
-        Which of its modules are the blocks: a pattern of names (``"layers.*"``, where a star
-        stands for one part of a name), or the blocks in their order, without `module` too.
-        Default: the children of a Sequential or ModuleList, or of the only one in the model
-        that has as many.
+        The modules of the blocks: a name pattern (``"layers.*"``; ``*`` matches one part of a
+        name), or the blocks in order, which may be passed without `module`. Default: the children
+        of a Sequential or ModuleList, or of the only one in the model with as many children.
     offload_to : path, optional
-        A folder for what the plan offloads: files without names, of the size of what is
-        saved. Default: main memory, pinned where the model is on an accelerator.
+        A folder for offloaded memory: unnamed files with the size of the saved memory. Default:
+        main memory, pinned if the model is on an accelerator.
     observe : callable, optional
-        Gets the kind and the index of each step before it is taken; a block's backward pass
-        itself follows on its step.
+        Called with kind and index before each step. A block's backward pass follows directly
+        after its step.
 
     Returns
     -------
     PlannedModel
-        Calls the model; its ``remove()``, or the end of a ``with`` block, ends the plan.
+        A callable that runs the model. Its ``remove()``, or the end of a ``with`` block, removes
+        the plan.
 
     Raises
     ------
     ValueError
-        The number of blocks is another one, it is not clear which modules are the blocks, or
-        they follow a plan already. While the model runs: a block is called out of turn, or
-        what enters it is not what the block before returned.
+        If the number of blocks differs from the plan's, the choice of blocks is ambiguous, or
+        the blocks have a plan already. While the model runs: if a block is called out of order,
+        or its input is not the output of the previous block.
     MLStateError
-        While the model runs: a block changes its input in place, recomputing gives other
-        tensors than the first run, a second backward pass, or ``create_graph=True``.
+        While the model runs: if a block changes its input in place, recomputed tensors differ
+        from the first run's, or there is a second backward pass or ``create_graph=True``.
 
     Notes
     -----
-    Gradients have the bits of a run without the plan, hooks of parameters fire at the same
-    places and once, and what the blocks draw from torch's generators is the same. Arguments
-    that are not what the block before returned (masks, tables, flags) go to each run as they
-    are; of objects that a block may change, such as a KV cache, each run gets a copy. Buffers
-    that a block changes, such as BatchNorm's statistics, change once: for recomputation their
-    earlier values are kept. Without gradients (``torch.no_grad()``)
-    blocks run as if there was no plan.
+    Gradients have the same bits as without the plan. Hooks of parameters run once and in the same
+    order, and blocks draw the same numbers from torch's generators. Arguments other than the
+    previous block's output (masks, tables, flags) are passed unchanged to each run. Each run gets
+    a copy of objects that a block may change, such as a KV cache. Buffers that a block changes,
+    such as BatchNorm's statistics, are updated once: recomputation uses copies of their earlier
+    values. With ``torch.no_grad()``, blocks run without the plan.
 
-    Copies that autocast makes of parameters live as long as its ``with`` block, planned or
-    not. Recomputation ends as soon as the last saved tensor is there.
+    With or without a plan, autocast's copies of parameters exist until the end of its ``with``
+    block. Recomputation ends with the last saved tensor.
 
-    ``torch.compile``: compile the blocks before the plan is applied. In a model that is
-    compiled whole the blocks run by the plan, but not compiled; ``fullgraph=True`` fails.
+    With ``torch.compile``, compile the blocks before the plan is applied. In a model that is
+    compiled as a whole, the blocks run by the plan but uncompiled, and ``fullgraph=True`` fails.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Calls of a model's blocks, each of which is measured or compared in its turn."""
+"""Calls of a model's blocks, for measurement or comparison of each block."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a model for a sample: a tensor, a tuple or a dict."""
+    """Return the model arguments for a sample: a tensor, a tuple or a dict."""
     args, kwargs = ((), sample) if isinstance(sample, dict) else (sample, {})
     args = args if isinstance(args, tuple) else (args,)
     if not tensors_in((args, kwargs)):
@@ -31,7 +31,7 @@ def arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 class BlockCall:
-    """One call of a block, with arguments that have no history."""
+    """One call of a block, with arguments detached from the graph."""
 
     def __init__(self, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
         import torch
@@ -45,14 +45,14 @@ class BlockCall:
         ]
 
     def tensors(self) -> list[tuple[torch.Tensor, bool]]:
-        """Return the tensors among the arguments, and whether they want gradients."""
+        """Return the tensor arguments, and whether they require gradients."""
         return [(leaf, flag) for leaf, flag in self._leaves if flag is not None]
 
     def bind(self, *, copies: bool = True) -> Callable[[], Any]:
-        """Return the call with arguments for one run.
+        """Return the call with its arguments, for one run.
 
         Each run gets its own copies of objects that the block may change, such as a KV cache.
-        Without `copies` it gets the objects themselves: the model's blocks behind this one see
+        Without `copies`, it gets the objects themselves, so that later blocks of the model see
         the changes.
         """
         from torch.utils import _pytree
@@ -79,7 +79,7 @@ def tensors_in(out: Any) -> list[torch.Tensor]:
 
 
 def seed_of(out: Any) -> torch.Tensor | None:
-    """Return a loss whose gradients are ones that come into being when they are asked for."""
+    """Return a loss whose gradients are ones, allocated when the backward pass needs them."""
     import torch
 
     class Seed(torch.autograd.Function):
@@ -98,7 +98,7 @@ def seed_of(out: Any) -> torch.Tensor | None:
 
 
 class Pass:
-    """One run of the model in which each block is measured when it is called."""
+    """One run of the model that measures each block when it is called."""
 
     def __init__(self, names: Sequence[str], measure: Callable[[BlockCall], Any]) -> None:
         self._names = names
@@ -127,7 +127,7 @@ class Pass:
     def enter(
         self, positions: tuple[int, ...], original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Measure a block, and return what it returns, without a history."""
+        """Measure a block, run it, and return its detached output."""
         from torch.utils import _pytree
 
         if self.next not in positions:
@@ -154,7 +154,7 @@ def _leaf(value: Any) -> Any:
 
 @contextmanager
 def untouched(modules: Sequence[Any], args: Any, kwargs: Any) -> Iterator[None]:
-    """Leave generators, buffers and gradients as they were; gradients are zeros at first."""
+    """Restore generators, buffers and gradients at exit; gradients are zeros inside."""
     import torch
 
     states = generator_states(devices_of(tensors_in((args, kwargs))))

@@ -1,4 +1,4 @@
-"""Modules by patterns of their names, for whatever is told which of them are blocks."""
+"""Selection of a model's blocks by name patterns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def modules_named(module: Any, pattern: str) -> list[tuple[str, Any]]:
-    """Return names and modules; names match part by part, so that a star stands for one part."""
+    """Return matching names and modules; patterns match part by part, and ``*`` one part."""
     parts = pattern.split(".")
     found = []
     for name, child in module.named_modules(remove_duplicate=False):
@@ -21,7 +21,7 @@ def modules_named(module: Any, pattern: str) -> list[tuple[str, Any]]:
 
 
 def refuse_overlap(found: Sequence[tuple[str, Any]]) -> None:
-    """Refuse blocks of which one lies inside another."""
+    """Raise ValueError if a block is inside another one."""
     ids = {id(block): name for name, block in found}
     for name, block in found:
         for path, inner in block.named_modules() if hasattr(block, "named_modules") else ():

@@ -1,4 +1,4 @@
-"""Saved tensors on the host, or in a file, while the device needs the memory."""
+"""Offloading of saved tensors to main memory or files."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     import torch
 
 
-class Away(NamedTuple):
-    """A tensor whose elements are on the host: which copy, and how it looks at them."""
+class Offloaded(NamedTuple):
+    """An offloaded tensor: the number of its copy, and its geometry."""
 
     copy: int
     dtype: Any
@@ -23,30 +23,30 @@ class Away(NamedTuple):
 
 
 class Host:
-    """Copies of the memory of one block's saved tensors; tensors that share it share a copy.
+    """Copies of the memory of one block's saved tensors; tensors of one storage share a copy.
 
     Parameters
     ----------
     folder : str, optional
-        Where copies are files, which have no name and vanish with the process. Default: main
-        memory, pinned for the sake of accelerators.
+        Folder for unnamed files, which vanish with the process. Default: main memory, pinned for
+        accelerators.
     """
 
     def __init__(self, folder: str | None) -> None:
-        self.outputs: list[Away] = []  # the block's output, if it is wanted back
+        self.outputs: list[Offloaded] = []  # the block's output, if it is needed again
         self._folder = folder
         self._copies: list[tuple[torch.Tensor, torch.device]] = []
         self._index: dict[int, int] = {}
         self._back: dict[int, torch.Tensor] = {}
 
-    def put(self, tensor: torch.Tensor) -> Away:
-        """Copy a tensor's memory, unless another one brought it already."""
+    def put(self, tensor: torch.Tensor) -> Offloaded:
+        """Copy a tensor's storage, unless it was copied for another tensor."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._index:
             self._index[key] = len(self._copies)
             self._copies.append((self._copied(_bytes_of(tensor)), tensor.device))
-        return Away(
+        return Offloaded(
             self._index[key],
             tensor.dtype,
             tuple(tensor.shape),
@@ -54,8 +54,8 @@ class Host:
             int(tensor.storage_offset()),
         )
 
-    def get(self, away: Away) -> torch.Tensor:
-        """Bring a tensor back; those that shared memory share it again."""
+    def get(self, away: Offloaded) -> torch.Tensor:
+        """Return a copy on the original device; tensors that shared memory share it again."""
         import torch
 
         raw = self._back.get(away.copy)
@@ -80,7 +80,7 @@ class Host:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all bytes of the memory that a tensor lies in."""
+    """Return all bytes of a tensor's storage."""
     import torch
 
     raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
@@ -88,7 +88,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _file(folder: str, count: int) -> torch.Tensor:
-    """Map a new file without a name."""
+    """Return a tensor over a new unnamed file."""
     import torch
 
     if not count:

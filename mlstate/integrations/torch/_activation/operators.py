@@ -1,4 +1,4 @@
-"""Operators of a torch module: measured one by one, and kept or run again by choice."""
+"""Operators of a torch module: measurement of each call, and selective checkpointing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HEADERS = ["operator", "calls", "seconds", "bytes", "can be kept"]
 
 
 class _Call(NamedTuple):
-    """One call of an operator: its name with the number of the call, and what it did."""
+    """One call of an operator: name with call number, time, and new memory."""
 
     name: str
     seconds: float
@@ -33,7 +33,7 @@ class _Call(NamedTuple):
 
 
 def _storages(values: Any) -> dict[int, int]:
-    """Map each piece of memory under the tensors of nested values to its bytes."""
+    """Return the size of each storage of the tensors in nested values."""
     import torch
     from torch.utils._pytree import tree_leaves
 
@@ -45,8 +45,8 @@ def _storages(values: Any) -> dict[int, int]:
     return found
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """List the arguments that an operator changes in place."""
+def _written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Return the arguments that an operator modifies in place."""
     places = enumerate(func._schema.arguments)
     return [
         args[i] if i < len(args) else kwargs.get(place.name)
@@ -64,8 +64,8 @@ def _random_states(device: Any) -> list[Any]:
     return states
 
 
-def _recorder(device: Any, look: bool) -> Any:
-    """Make a mode that notes each call; `look` also finds out which may be kept."""
+def _make_recorder(device: Any, look: bool) -> Any:
+    """Return a mode that records each call; `look` also determines which outputs can be kept."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.checkpoint import SAC_IGNORED_OPS
@@ -80,15 +80,15 @@ def _recorder(device: Any, look: bool) -> Any:
             super().__init__()  # type: ignore[no-untyped-call]
             self.calls: list[_Call] = []
             self._numbers: Counter[str] = Counter()
-            self._makers: dict[int, int] = {}  # of a piece of memory: the number of its call
+            self._makers: dict[int, int] = {}  # number of the call that allocated a storage
 
         def _look(self, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, bool]:
-            """Return bytes of new memory, and whether it is that and nothing else."""
+            """Return bytes of new memory, and whether the output is only new memory."""
             given = _storages((args, kwargs))
             fresh = {k: n for k, n in _storages(out).items() if k not in given}
-            for changed in _storages(_written(func, args, kwargs)):
+            for changed in _storages(_written_arguments(func, args, kwargs)):
                 maker = self._makers.get(changed)
-                if maker is not None:  # what changes later is not what was made
+                if maker is not None:  # modified later, so it must not be kept
                     self.calls[maker] = self.calls[maker]._replace(can_keep=False)
             self._makers.update(dict.fromkeys(fresh, len(self.calls)))
             return sum(fresh.values()), bool(fresh) and not func._schema.is_mutable
@@ -106,7 +106,7 @@ def _recorder(device: Any, look: bool) -> Any:
             made, can_keep = 0, False
             if look:
                 made, can_keep = self._look(func, args, kwargs, out)
-                after = _random_states(device)  # what draws has to draw again
+                after = _random_states(device)  # random numbers must be drawn again
                 can_keep &= all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
             name = str(func)
             self.calls.append(_Call(f"{name} {self._numbers[name]}", seconds, made, can_keep))
@@ -118,21 +118,21 @@ def _recorder(device: Any, look: bool) -> Any:
 
 @set_module("mlstate.integrations.torch")
 class OperatorProfile:
-    """Time and memory of every call of an operator in a module's forward run.
+    """Time and memory of every operator call in a module's forward run.
 
-    `profile_operators` makes these.
+    `profile_operators` returns it.
 
     Parameters
     ----------
     names : sequence of str, (calls,)
-        The operator's overload and the number of the call: ``"aten.addmm.default 0"``.
+        Overload of the operator and number of the call: ``"aten.addmm.default 0"``.
     seconds : sequence of float, (calls,)
-        Of each call.
+        Time of each call.
     bytes : sequence of int, (calls,)
-        Of the memory that the call made for its output.
+        Memory that each call allocated for its output.
     can_keep : sequence of bool, (calls,)
-        Whether the output can be kept: it is memory of its own that nobody changes in place,
-        and no random numbers are drawn, which a run again has to draw as well.
+        Whether the output can be kept: it is new memory that is not modified in place, and the
+        call draws no random numbers, which recomputation has to draw again.
 
     Examples
     --------
@@ -150,26 +150,27 @@ class OperatorProfile:
         self.can_keep: NDArray = np.array(can_keep, np.bool_)
 
     def select(self, budget_bytes: MemorySize, *, by: str = "call") -> OperatorSelection:
-        """Choose which outputs to keep within a budget.
+        """Choose the outputs to keep within a budget.
 
         Parameters
         ----------
         budget_bytes : int, float or str
-            For all that one run of the module keeps, as for `select_operators`; a fraction is
-            one of the outputs that can be kept.
+            Limit for all outputs kept by one run of the module, see `select_operators`. A
+            fraction refers to the sum of all outputs that can be kept.
         by : {"call", "operator"}
-            Choose call by call, or all calls of an operator together: coarser, and the same
-            for a module that calls its operators another number of times.
+            Choose single calls, or all calls of an operator together. The latter is coarser, but
+            also valid for another number of calls.
 
         Returns
         -------
         OperatorSelection
-            Of those that can be kept; hand its `contexts` to ``torch.utils.checkpoint``.
+            A selection of the outputs that can be kept; pass its `contexts` to
+            ``torch.utils.checkpoint``.
 
         Raises
         ------
         ValueError
-            If the budget is negative, or `by` is neither.
+            If the budget is negative, or `by` is invalid.
 
         Examples
         --------
@@ -217,12 +218,12 @@ class OperatorProfile:
         )
 
     def report(self) -> str:
-        """Describe the operators for a person.
+        """Return a readable description of the operators.
 
         Returns
         -------
         str
-            One line, then a table by operator, the slowest first.
+            One line, and a table by operator, slowest first.
 
         Examples
         --------
@@ -248,31 +249,31 @@ def profile_operators(module: Any, sample: Any, *, repeats: int = 5) -> Operator
     Parameters
     ----------
     module : torch.nn.Module or callable
-        What is to be checkpointed, as a whole.
+        The module to be checkpointed as a whole.
     sample : torch.Tensor or tuple
-        Its input; a tuple holds several arguments.
+        Its input; a tuple has several arguments.
     repeats : int
-        Runs of which the median counts, after one that finds out what each call does.
+        Number of measured runs, whose medians are used, after a run that examines each call.
 
     Returns
     -------
     OperatorProfile
-        One entry per call, in order. Operators that torch's selective checkpointing leaves
-        alone are not among them.
+        One entry per call, in order, without operators that torch's selective checkpointing
+        ignores.
 
     Raises
     ------
     ValueError
-        If `repeats` is not positive, or the module calls other operators from run to run.
+        If `repeats` is not positive, or the module's operators differ between runs.
     ImportError
-        If torch has no selective checkpointing: before 2.4.
+        If torch has no selective checkpointing (before 2.4).
 
     Notes
     -----
-    The module runs ``repeats + 1`` times: buffers that it changes are changed. Random numbers
-    are afterwards where they were. Time is the wall clock's, with the accelerator in step.
-    What is done with the module's result is not seen: where it is changed in place, torch
-    refuses to run the module again with its last operator kept.
+    The module runs ``repeats + 1`` times and may change its buffers. Random generators are
+    restored. Times are wall-clock times, synchronised with the accelerator. Operations on the
+    module's result are not recorded: if the result is modified in place, torch refuses to
+    recompute the module with its last operator kept.
 
     Examples
     --------
@@ -296,7 +297,7 @@ def profile_operators(module: Any, sample: Any, *, repeats: int = 5) -> Operator
     devices = [device] if device.type == "cuda" else []
     for number in range(repeats + 1):
         with torch.random.fork_rng(devices), torch.enable_grad():
-            recorder = _recorder(device, look=number == 0)
+            recorder = _make_recorder(device, look=number == 0)
             with recorder:
                 module(*arguments)
         runs.append(recorder.calls)
@@ -313,8 +314,8 @@ def profile_operators(module: Any, sample: Any, *, repeats: int = 5) -> Operator
     )
 
 
-def _take_names(names: Iterable[str]) -> tuple[set[str], set[str]]:
-    """Split names into operators of which all calls are meant, and single calls."""
+def _split_names(names: Iterable[str]) -> tuple[set[str], set[str]]:
+    """Split names into operators (all calls) and single calls."""
     whole, single = set(), set()
     for name in names:
         operator, space, number = name.rpartition(" ")
@@ -327,23 +328,23 @@ def _take_names(names: Iterable[str]) -> tuple[set[str], set[str]]:
 
 @set_module("mlstate.integrations.torch")
 def operator_contexts(saved: Iterable[str]) -> tuple[Any, Any]:
-    """Make the contexts in which one checkpointed call keeps the outputs of some operators.
+    """Return contexts for a checkpointed call that keeps the outputs of some operators.
 
     Parameters
     ----------
     saved : iterable of str
-        Overloads of operators, all calls of which are kept, or single calls of them:
+        Overloads of operators, to keep the outputs of all calls, or single calls:
         ``"aten.mm.default"``, ``"aten.mm.default 3"``.
 
     Returns
     -------
     tuple of context managers
-        What ``context_fn`` of ``torch.utils.checkpoint.checkpoint`` returns.
+        The return value of a ``context_fn`` of ``torch.utils.checkpoint.checkpoint``.
 
     Raises
     ------
     ImportError
-        If torch has no selective checkpointing: before 2.4.
+        If torch has no selective checkpointing (before 2.4).
 
     Examples
     --------
@@ -358,12 +359,13 @@ def operator_contexts(saved: Iterable[str]) -> tuple[Any, Any]:
     """
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-    whole, single = _take_names(saved)
+    whole, single = _split_names(saved)
     counts: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
 
     def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = str(func)
-        count = counts[bool(context.is_recompute)]  # some versions ask again in backward
+        # Some torch versions call this again in the backward pass.
+        count = counts[bool(context.is_recompute)]
         number = count[name]
         count[name] += 1
         kept = name in whole or f"{name} {number}" in single

@@ -1,4 +1,4 @@
-"""How much memory torch allocates, and when: from its allocators, not from a model of them."""
+"""Measurement of torch's memory allocations over time, from its allocators."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
     import torch
 
 _MARK = "mlstate.mark"
-_LOG_LEVEL = "KINETO_LOG_LEVEL"  # of the library behind torch's profiler
+_LOG_LEVEL = "KINETO_LOG_LEVEL"  # read by the library behind torch's profiler
 _NO_TRACEPOINTS = "6"  # it prints "USDT" lines at level 5
 
 
 @set_module("mlstate.integrations.torch")
 class MemoryUse(NamedTuple):
-    """Memory that torch allocated during a call; `measure_peak` makes these.
+    """Memory that torch allocated during a call; `measure_peak` returns it.
 
     Attributes
     ----------
     peak_bytes : int
-        The most that was held at once, of what was allocated since the call began.
+        Largest memory held at once, counting only allocations during the call.
     left_bytes : int
-        What of it was still held when the call returned, its result included.
+        Memory of these allocations still held at the return, including the result.
     curve : list of (float, int)
-        Seconds since the beginning, and bytes held from then on: one entry per allocation and
-        per release. Empty for accelerators, whose allocators tell the peak only.
+        Seconds since the start, and bytes held from then on: one entry per allocation and
+        release. Empty for accelerators, whose allocators report only the peak.
 
     Examples
     --------
@@ -47,7 +47,7 @@ class MemoryUse(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Bytes held when a span began, at its worst moment, and when it ended."""
+    """Bytes held at the start of a span, at its peak, and at its end."""
 
     before: int
     peak: int
@@ -56,7 +56,7 @@ class Span(NamedTuple):
 
 @contextmanager
 def _quiet_profiler() -> Iterator[None]:
-    """Keep the profiler's library from printing; it reads its level once, at its first start."""
+    """Suppress output of the profiler's library, which reads its log level once, at first start."""
     if _LOG_LEVEL in os.environ:
         yield
         return
@@ -68,12 +68,12 @@ def _quiet_profiler() -> Iterator[None]:
 
 
 class Allocations:
-    """Watches an allocator of torch, in spans that begin and end with `mark`.
+    """Records an allocator of torch, in spans that start and end with `mark`.
 
-    Bytes are counted from zero at the first mark. On the CPU they come from the allocator's
-    events in torch's profiler: every tensor, and what operators allocate for themselves as
-    tensors; not what libraries such as oneDNN take from the system by themselves. On CUDA they
-    come from the allocator's statistics, in blocks of 512 bytes.
+    Bytes are relative to the first mark. On the CPU they come from the allocator's events in
+    torch's profiler: all tensors, and temporaries that operators allocate as tensors, but not
+    memory that libraries such as oneDNN allocate directly. On CUDA they come from the allocator's
+    statistics, in blocks of 512 bytes.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ class Allocations:
         self._on_cpu = device.type == "cpu"
         self._profile: Any = None
         self._marks = 0
-        self._read: list[tuple[int, int]] = []  # at each mark: held, peak since the one before
+        self._read: list[tuple[int, int]] = []  # by mark: bytes held, peak since the last mark
         self.curve: list[tuple[float, int]] = []
 
     def __enter__(self) -> Allocations:
@@ -108,7 +108,7 @@ class Allocations:
             self._profile = None
 
     def mark(self) -> None:
-        """End one span and begin the next."""
+        """End one span and start the next."""
         import torch
 
         self._marks += 1
@@ -123,14 +123,14 @@ class Allocations:
     def _read_events(self, roots: Any) -> None:
         held = peak = 0
         began = None
-        sizes: dict[int, int] = {}  # of what was allocated meanwhile, by address
+        sizes: dict[int, int] = {}  # sizes of recorded allocations, by address
         for at, event in sorted(_memory_and_marks(roots), key=lambda one: one[0]):
             if event is None:
                 began = at if began is None else began
                 self._read.append((held, peak))
                 peak = held
                 continue
-            # torch may know an older size for an address that it did not see allocated
+            # torch may report an old size for an address whose allocation was not recorded
             if event.alloc_size > 0:
                 change = sizes[event.ptr] = event.alloc_size
             else:
@@ -141,7 +141,7 @@ class Allocations:
                 self.curve.append(((at - began) * 1e-9, held))
 
     def spans(self) -> list[Span]:
-        """Return the spans between marks, once the watching is over."""
+        """Return the spans between marks, after the recording."""
         base = self._read[0][0] if self._read else 0
         return [
             Span(before[0] - base, after[1] - base, after[0] - base)
@@ -150,7 +150,7 @@ class Allocations:
 
 
 def _memory_and_marks(roots: Any) -> Iterator[tuple[int, Any]]:
-    """Go through a tree of events: when memory was taken or released, and None for marks."""
+    """Yield times of a tree of events: with memory events, or None for marks."""
     waiting = list(roots)
     while waiting:
         event = waiting.pop()
@@ -163,36 +163,36 @@ def _memory_and_marks(roots: Any) -> Iterator[tuple[int, Any]]:
 
 @set_module("mlstate.integrations.torch")
 def measure_peak(function: Callable[[], Any], *, device: Any = "cpu") -> MemoryUse:
-    """Call a function and measure the memory that torch allocates meanwhile.
+    """Call a function and measure the memory that torch allocates during the call.
 
     Parameters
     ----------
     function : callable
-        Called without arguments, once.
+        Called once, without arguments.
     device : torch.device or str, default "cpu"
-        Whose memory is measured: the CPU, or a CUDA device.
+        The device to measure: the CPU, or a CUDA device.
 
     Returns
     -------
     MemoryUse
-        Peak, what is left, and the curve.
+        Peak, remaining memory, and the curve.
 
     Raises
     ------
     RuntimeError
-        On a CPU: a profiler of torch runs already.
+        On a CPU, if a torch profiler is already running.
     ValueError
-        The device is neither a CPU nor CUDA.
+        If the device is neither a CPU nor CUDA.
 
     Notes
     -----
-    What was there before the call is not counted, nor is its release. To compare with a plan:
-    the plan counts the chain's input, which was there before; it does not count parameters'
-    gradients, so let these exist (``zero_grad(set_to_none=False)``).
+    Memory allocated before the call is not counted, nor is its release. For comparison with a
+    plan: the plan counts the chain's input, which is allocated before the call. It does not
+    count gradients of parameters, so allocate these first (``zero_grad(set_to_none=False)``).
 
-    The CPU's figures come from torch's profiler and are exact to the byte for what goes
-    through torch's allocator. If ``KINETO_LOG_LEVEL`` is not set, and nothing used torch's
-    profiler before, the library behind it prints nothing in this process from then on.
+    On the CPU, the values come from torch's profiler and are exact to the byte for torch's
+    allocator. If ``KINETO_LOG_LEVEL`` is not set and torch's profiler was not used before, its
+    library is silenced for the rest of the process.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Blocks of a torch model, measured: time and memory of their forward and backward runs."""
+"""Measurement of a torch model's blocks: time and memory of forward and backward runs."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _RATE_BYTES = 64 << 20
 
 
 def _storage_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    """Return the bytes of the memory in which tensors lie, each piece once."""
+    """Return the total size of the tensors' storages, each counted once."""
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
 
 def _call_key(call: BlockCall) -> tuple[Any, ...]:
-    """Return what the arguments of equal calls have in common."""
+    """Return a key that is equal for calls with equivalent arguments."""
     return tuple((t.shape, t.stride(), t.dtype, t.device, flag) for t, flag in call.tensors())
 
 
 def _block_key(block: Any) -> Any:
-    """Return what equal blocks have in common: their modules, and shapes of parameters."""
+    """Return a key that is equal for blocks with equal modules and parameter shapes."""
     import torch
 
     if not isinstance(block, torch.nn.Module):
@@ -77,13 +77,13 @@ class _Times:
             if loss is not None:
                 loss.backward()  # type: ignore[no-untyped-call]
             runs.append((ran - began, self._now() - again))
-        self._runs.append(runs[1:])  # the first one is to warm up
+        self._runs.append(runs[1:])  # without the warm-up run
         self._keys.append(_call_key(call))
 
     def of_blocks(self, keys: list[Any]) -> tuple[list[float], list[float], list[float]]:
-        """Return times forward and backward, and their spread; equal blocks have equal ones.
+        """Return forward times, backward times and spreads of the blocks.
 
-        `keys` says, with the shapes of arguments, which blocks are equal.
+        Blocks with equal `keys` and argument shapes share their measurements.
         """
         equal: dict[Any, list[tuple[float, float]]] = {}
         whole = list(zip(keys, self._keys, strict=True))
@@ -101,7 +101,7 @@ def _median_and_spread(runs: NDArray) -> tuple[float, float, float]:
 
 
 class _Bytes:
-    """Measures the memory of blocks; what it measured is read when the watching is over."""
+    """Measures the memory of blocks; `of_blocks` returns the results after the recording."""
 
     def __init__(self, watched: Allocations) -> None:
         self._watched = watched
@@ -136,11 +136,11 @@ class _Bytes:
         mark()
         if loss is not None:
             loss.backward()  # type: ignore[no-untyped-call]
-        del loss, run  # a cache among the arguments keeps what the block put into it
+        del loss, run  # frees tensors that the block stored in a cache argument
         mark()
 
     def of_blocks(self) -> tuple[list[int], list[int], list[int], list[int]]:
-        """Return what blocks save, and their temporary peaks: forward, saving, backward."""
+        """Return saved bytes, and temporary peaks of forward, saving and backward runs."""
         spans = self._watched.spans()
         made: tuple[list[int], ...] = ([], [], [], [])
         for i, out in enumerate(self.activations[1:]):
@@ -159,8 +159,8 @@ def _refuse(_: Any) -> Any:
     raise RuntimeError("a block takes gradients inside its own forward: it cannot be recomputed")
 
 
-def _rates(offload: Any, device: torch.device) -> dict[str, float]:
-    """Measure copies to the host and back."""
+def _measure_rates(offload: Any, device: torch.device) -> dict[str, float]:
+    """Measure the speed of copies to the host and back."""
     import torch
 
     folder = None if offload is True else offload
@@ -198,17 +198,17 @@ def profile_chain(
     Parameters
     ----------
     module : torch.nn.Module or sequence of blocks
-        The model, on the CPU or a CUDA device, in the mode in which it is trained.
+        The model, on the CPU or a CUDA device, in training mode if it is trained so.
     sample : torch.Tensor, tuple or dict
-        What the model is called with: its only argument, its arguments, or its arguments by
-        name. As large as in training. Let it require a gradient only if it does in training.
+        Arguments of the model: a single argument, positional arguments, or keyword arguments,
+        with the size used in training. It must require a gradient only if it does in training.
     blocks : str or sequence of callables, optional
-        Which of its modules are the blocks, as for `Plan.apply`.
+        The modules of the blocks, see `Plan.apply`.
     repeats : int, default 5
-        Runs of each block, after one to warm up. Its times are medians over all runs of the
-        blocks that are equal to it, and `Chain.seconds_spread` says how far these are apart.
+        Number of measured runs of each block, after a warm-up run. A block's times are medians
+        over all runs of equal blocks; `Chain.seconds_spread` is their spread.
     offload : bool or path, default False
-        Whether to measure copies to the host and back too, or to files in a folder.
+        Whether to measure copies to the host and back too. A path measures files in that folder.
 
     Returns
     -------
@@ -218,27 +218,27 @@ def profile_chain(
     Raises
     ------
     ValueError
-        It is not clear which modules are the blocks, or the model does not call each once,
-        in their order; `repeats` is below 1.
+        If the choice of blocks is ambiguous, the model does not call each block once and in
+        order, or `repeats` is below 1.
     TypeError
-        There is no tensor in `sample`.
+        If `sample` contains no tensor.
     RuntimeError
-        A profiler of torch runs already.
+        If a torch profiler is already running.
 
     Notes
     -----
-    Memory is what torch's allocator says, see `measure_peak`: what exists after a block ran
-    and did not before, and the peaks of its runs. Parameters and their gradients are not
-    counted: the gradients exist while it measures. Where autograd frees saved tensors before
-    the block's gradient is there, ``backward_temporary_bytes`` is negative.
+    Memory is measured with torch's allocator, see `measure_peak`: the memory that a block's run
+    adds, and the peaks of its runs. Parameters and their gradients are not counted; the
+    gradients are allocated during the measurement. If autograd frees saved tensors before the
+    block's gradient is allocated, ``backward_temporary_bytes`` is negative.
 
-    Call it under ``torch.autocast`` if training is. Half-precision copies of parameters count
-    as memory of the block. Generators, buffers and gradients are as before afterwards. The
+    Call it under ``torch.autocast`` if training uses that. Half-precision copies of parameters
+    count as memory of the block. Random generators, buffers and gradients are restored. The
     model runs twice, each block ``repeats + 6`` times.
 
-    Each run of a block gets a copy of the objects among its arguments, such as a KV cache that
-    it adds to. A cache keeps tensors of every block until the model's output is freed, also of
-    blocks that a plan recomputes: train with ``use_cache=False``.
+    Each run of a block gets a copy of object arguments, such as a KV cache to which it adds. A
+    cache keeps tensors of every block until the model's output is freed, also of blocks that a
+    plan recomputes: train with ``use_cache=False``.
 
     Examples
     --------
@@ -277,5 +277,5 @@ def profile_chain(
         backward_temporary_bytes=backward,
         seconds_spread=spread,
         names=names,
-        **(_rates(offload, device) if offload else {}),
+        **(_measure_rates(offload, device) if offload else {}),
     )

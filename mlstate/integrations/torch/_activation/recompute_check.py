@@ -1,4 +1,4 @@
-"""Blocks of a torch model, run again and compared bit by bit with their first run."""
+"""Recomputation of a torch model's blocks, compared bit by bit with their first run."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _INDICES = ("topk", "argmax", "argmin", "sort", "argsort", "multinomial", "nonze
 _NO_VALUES = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 
 
-def _same(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors have the same bits."""
+def _has_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two tensors have the same bits."""
     import torch
 
     if first.shape != second.shape or first.dtype != second.dtype:
@@ -45,8 +45,8 @@ def _describe(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
-def _difference(first: torch.Tensor, second: torch.Tensor) -> str:
-    """Say how much two tensors differ that do not have the same bits."""
+def _describe_difference(first: torch.Tensor, second: torch.Tensor) -> str:
+    """Describe the difference of two tensors with different bits."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return f"{_describe(first)}, then {_describe(second)}"
     different = first.detach() != second.detach()
@@ -59,7 +59,7 @@ def _difference(first: torch.Tensor, second: torch.Tensor) -> str:
 
 
 class _Where:
-    """Follows which module inside a block runs."""
+    """Tracks the running module inside a block."""
 
     def __init__(self, block: Any) -> None:
         self._stack: list[str] = []
@@ -88,7 +88,7 @@ class _Where:
 
 
 class _Run:
-    """What one run of a block saved and returned."""
+    """Tensors that one run of a block saved and returned."""
 
     def __init__(self, call: BlockCall, where: _Where) -> None:
         import torch
@@ -116,7 +116,7 @@ def _refuse(_: Any) -> Any:
 
 
 class _Checker:
-    """Runs each block twice when it is called, and notes what differs."""
+    """Runs each block twice when it is called, and records differences."""
 
     def __init__(self, names: Sequence[str], modules: Sequence[Any], wanted: set[int]) -> None:
         self.findings: list[Finding] = []
@@ -145,11 +145,11 @@ class _Checker:
         outside = _outside_states()
         surroundings = Surroundings(module, Buffers(module), entering)
         first = _Run(call, where)
-        surroundings.settle()
-        self._random(name, outside)
+        surroundings.drop_unused()
+        self._check_random(name, outside)
         changed = False
         for k, (tensor, copy) in enumerate(zip(entering, before, strict=True)):
-            if not _same(tensor, copy):
+            if not _has_same_bits(tensor, copy):
                 changed = True
                 text = "the block changes its input in place; let its operations make new tensors"
                 self.findings.append(
@@ -165,12 +165,12 @@ class _Checker:
         if changed:
             for tensor, copy in zip(entering, before, strict=True):
                 tensor.detach().copy_(copy)
-        found = _compare(first, second)
+        found = _find_difference(first, second)
         if found is None:
             return
         place, kind, text = found
         if kind in ("values", "saved"):
-            trace = self._traced(name, module, call, where, surroundings)
+            trace = self._trace_runs(name, module, call, where, surroundings)
             if trace.found is not None:
                 text = f"{place}: {text}; the runs part at {trace.found[0]}: {trace.found[1]}"
                 place = trace.found[0]
@@ -179,7 +179,7 @@ class _Checker:
                 text = f"{trace.routing[0]} chooses otherwise: {trace.routing[1]}; {text}"
         self.findings.append(Finding(name, place, kind, text))
 
-    def _random(self, name: str, before: tuple[Any, ...]) -> None:
+    def _check_random(self, name: str, before: tuple[Any, ...]) -> None:
         for source, then, now in zip(
             ("random", "numpy.random"), before, _outside_states(), strict=True
         ):
@@ -190,7 +190,7 @@ class _Checker:
                 )
                 self.findings.append(Finding(name, source, "random", text))
 
-    def _traced(
+    def _trace_runs(
         self,
         name: str,
         module: Any,
@@ -198,7 +198,7 @@ class _Checker:
         where: _Where,
         surroundings: Surroundings,
     ) -> _Trace:
-        """Run the block twice more, and find the operator from which on the runs differ."""
+        """Run the block twice more, and find the first operator with different results."""
         trace = _Trace(where)
         with surroundings.restored(name, module), trace:
             call()
@@ -213,7 +213,7 @@ class _Checker:
 
 
 def _outside_states() -> tuple[Any, ...]:
-    """Return the states of generators that are not torch's, as what compares."""
+    """Return the states of Python's and NumPy's generators, in comparable form."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     return random.getstate(), (kind, np.asarray(keys).tobytes(), *rest)
 
@@ -222,14 +222,14 @@ def _place(module: str, what: str) -> str:
     return f"{module}: {what}" if module else what
 
 
-def _compare(first: _Run, second: _Run) -> tuple[str, str, str] | None:
-    """Return where two runs part, the kind of difference, and what differs."""
+def _find_difference(first: _Run, second: _Run) -> tuple[str, str, str] | None:
+    """Return the place, kind and description of the first difference of two runs, or None."""
     for k, (one, two) in enumerate(zip(first.saved, second.saved, strict=False)):
         place = _place(first.places[k], f"saved tensor {k}, {_describe(one)}")
         if one.shape != two.shape or one.dtype != two.dtype:
             return place, "saved", f"{_describe(one)} first, {_describe(two)} when run again"
-        if not _same(one, two):
-            return place, "values", _difference(one, two)
+        if not _has_same_bits(one, two):
+            return place, "values", _describe_difference(one, two)
     if len(first.saved) != len(second.saved):
         longer = max(first, second, key=lambda run: len(run.saved))
         k = min(len(first.saved), len(second.saved))
@@ -238,8 +238,8 @@ def _compare(first: _Run, second: _Run) -> tuple[str, str, str] | None:
     if len(first.out) != len(second.out):
         return "outputs", "saved", f"{len(first.out)} first, {len(second.out)} when run again"
     for k, (one, two) in enumerate(zip(first.out, second.out, strict=True)):
-        if not _same(one, two):
-            return f"output {k}, {_describe(one)}", "values", _difference(one, two)
+        if not _has_same_bits(one, two):
+            return f"output {k}, {_describe(one)}", "values", _describe_difference(one, two)
     return None
 
 
@@ -256,8 +256,8 @@ class _Trace:
         self, where: _Where, record: list[tuple[str, str, list[torch.Tensor]]] | None = None
     ) -> None:
         self.made: list[tuple[str, str, list[torch.Tensor]]] = []
-        self.found: tuple[str, str] | None = None  # the first operator that differs, and how
-        self.routing: tuple[str, str] | None = None  # the first that gives other indices
+        self.found: tuple[str, str] | None = None  # first operator with other results, and how
+        self.routing: tuple[str, str] | None = None  # first operator with other indices
         self._parted = False
         self._where = where
         self._record = record
@@ -271,7 +271,7 @@ class _Trace:
                 self, func: Any, types: Any, args: Any = (), kwargs: Any = None
             ) -> Any:
                 out = func(*args, **(kwargs or {}))
-                trace.note(func, out)
+                trace.record_result(func, out)
                 return out
 
         self._mode = Mode()
@@ -281,8 +281,8 @@ class _Trace:
     def __exit__(self, *error: Any) -> None:
         self._mode.__exit__(*error)
 
-    def note(self, func: Any, out: Any) -> None:
-        """Keep, or compare, what an operator made."""
+    def record_result(self, func: Any, out: Any) -> None:
+        """Record the results of an operator, or compare them with the record."""
         if self._parted or func.__name__.split(".")[0] in _NO_VALUES:
             return
         k, operator = len(self.made), f"aten.{func.__name__}"
@@ -300,12 +300,12 @@ class _Trace:
             self.found = self.found or (_place(place, before), text)
             return
         for one, two in zip(results, tensors, strict=False):
-            if not _same(one, two):
-                self._differs(_place(place, operator), one, two)
+            if not _has_same_bits(one, two):
+                self._record_difference(_place(place, operator), one, two)
 
-    def _differs(self, place: str, one: torch.Tensor, two: torch.Tensor) -> None:
+    def _record_difference(self, place: str, one: torch.Tensor, two: torch.Tensor) -> None:
         operator = place.rpartition("aten.")[2].split(".")[0]
-        text = _difference(one, two)
+        text = _describe_difference(one, two)
         self.found = self.found or (place, text)
         if operator in _INDICES and not one.dtype.is_floating_point:
             self.routing = self.routing or (place, text)
@@ -313,23 +313,23 @@ class _Trace:
 
 @set_module("mlstate.integrations.torch")
 def check_recompute(module: Any, plan: Any, sample: Any, *, blocks: Any = None) -> RecomputeReport:
-    """Run blocks again and compare; public as `mlstate.activation.check`.
+    """Recompute blocks and compare; public as `mlstate.activation.check`.
 
     Parameters
     ----------
     module : torch.nn.Module or sequence of blocks
         The model.
     plan : Plan or None
-        Whose recomputed blocks are checked; None: all.
+        Its recomputed blocks are checked; None: all blocks.
     sample : torch.Tensor, tuple or dict
-        What the model is called with.
+        Arguments of the model.
     blocks : str or sequence of callables, optional
-        Which of its modules are the blocks.
+        The modules of the blocks.
 
     Returns
     -------
     RecomputeReport
-        What was found.
+        The findings.
 
     Examples
     --------
@@ -349,14 +349,14 @@ def check_recompute(module: Any, plan: Any, sample: Any, *, blocks: Any = None) 
     findings = checker.findings
     if plan is not None:
         with untouched([module, *modules], args, kwargs):
-            findings = [*findings, *_gradients_differ(module, plan, found, args, kwargs)]
+            findings = [*findings, *_compare_gradients(module, plan, found, args, kwargs)]
     return RecomputeReport(findings, [names[i] for i in sorted(wanted)])
 
 
 def _gradients_of(
     module: Any, found: Sequence[tuple[str, Any]], args: Any, kwargs: Any, planned: Any = None
 ) -> dict[str, torch.Tensor]:
-    """Run the model forward and backward, and return what parameters and inputs get."""
+    """Run the model forward and backward; return gradients and outputs by name."""
     import torch
     from torch.utils import _pytree
 
@@ -396,10 +396,10 @@ def _parameters(module: Any, found: Sequence[tuple[str, Any]]) -> dict[str, Any]
     }
 
 
-def _gradients_differ(
+def _compare_gradients(
     module: Any, plan: Any, found: Sequence[tuple[str, Any]], args: Any, kwargs: Any
 ) -> list[Finding]:
-    """Compare the gradients of a run by the plan with those of a plain run."""
+    """Compare gradients of a run by the plan with gradients of a plain run."""
     modules = [module, *(block for _, block in found)]
 
     def run(planned: Any = None) -> dict[str, torch.Tensor]:
@@ -407,9 +407,9 @@ def _gradients_differ(
             return _gradients_of(module, found, args, kwargs, planned)
 
     first, second = run(), run()
-    other = [name for name in first if not _same(first[name], second[name])]
+    other = [name for name in first if not _has_same_bits(first[name], second[name])]
     if other:
-        text = f"two plain runs differ: {_difference(first[other[0]], second[other[0]])}"
+        text = f"two plain runs differ: {_describe_difference(first[other[0]], second[other[0]])}"
         return [Finding("model", other[0], "gradients", text)]
     blocks = [block for _, block in found]
     try:
@@ -418,7 +418,7 @@ def _gradients_differ(
     except (MLStateError, ValueError, RuntimeError) as error:
         return [Finding("model", "with the plan", "error", str(error))]
     return [
-        Finding("model", name, "gradients", _difference(first[name], planned[name]))
+        Finding("model", name, "gradients", _describe_difference(first[name], planned[name]))
         for name in first
-        if not _same(first[name], planned[name])
+        if not _has_same_bits(first[name], planned[name])
     ]

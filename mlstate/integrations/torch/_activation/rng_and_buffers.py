@@ -1,4 +1,4 @@
-"""What a run of a block depends on besides its arguments, so that it can be run again."""
+"""State that a run of a block depends on besides its arguments, for recomputation."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _Place = tuple[Any, str]  # a module, and the name of a buffer in it
 def refusal(
     name: str, text: str, expected: str | None = None, got: str | None = None
 ) -> MLStateError:
-    """Make an error; whoever raises it keeps no reference to it, which would be a cycle."""
+    """Return an error. The caller must keep no reference to it, which would be a cycle."""
     error = MLStateError(text)
     error.name, error.expected, error.got = name, expected, got
     return error
 
 
 def devices_of(leaves: Iterable[Any]) -> set[torch.device]:
-    """Return the devices, beside the CPU, on which tensors lie."""
+    """Return the devices of tensors, except the CPU and meta."""
     import torch
 
     return {
@@ -41,12 +41,12 @@ def devices_of(leaves: Iterable[Any]) -> set[torch.device]:
 
 
 def generator_states(devices: Iterable[torch.device]) -> dict[Any, torch.Tensor]:
-    """Return the states of torch's generators: the CPU's, and those of devices."""
+    """Return the states of torch's generators, of the CPU and of `devices`."""
     import torch
 
     states: dict[Any, torch.Tensor] = {"cpu": torch.get_rng_state()}
     for device in devices:
-        of_device = getattr(torch, device.type)  # torch.mps has one device, and no name for it
+        of_device = getattr(torch, device.type)  # torch.mps takes no device argument
         states[device] = of_device.get_rng_state(*_named(device))
     return states
 
@@ -56,7 +56,7 @@ def _named(device: torch.device) -> tuple[torch.device, ...]:
 
 
 def set_generator_states(states: dict[Any, torch.Tensor]) -> None:
-    """Set generators to states that `generator_states` returned."""
+    """Restore states that `generator_states` returned."""
     import torch
 
     for device, state in states.items():
@@ -67,7 +67,7 @@ def set_generator_states(states: dict[Any, torch.Tensor]) -> None:
 
 
 def enter_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that wants a gradient and is not a leaf, so that it may be written to."""
+    """Return a non-leaf tensor that requires a gradient, so that it may be changed in place."""
     import torch
 
     class Enter(torch.autograd.Function):
@@ -85,34 +85,34 @@ def enter_graph(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_objects(values: Any) -> Any:
-    """Copy nested arguments and the objects in them, such as KV caches.
+    """Copy nested arguments, including objects such as KV caches.
 
-    A block may change an object that it is given. Each further run gets a copy, so that it
-    sees the object as the first run did. Tensors in objects share their memory with the
-    original and lose their history; modules, functions and arrays are not copied.
+    A block may change an object that it receives. Each further run gets a copy, so that it sees
+    the object as the first run did. Tensors in objects are detached and share their memory with
+    the original. Modules, functions and arrays are not copied.
     """
-    return _copied(values, {})
+    return _copy_value(values, {})
 
 
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
+def _copy_value(value: Any, memo: dict[int, Any]) -> Any:
     import torch
 
     if id(value) in memo:
         return memo[id(value)]
     made: Any
     if isinstance(value, torch.Tensor):
-        made = _without_history(value)
+        made = _detach_tensor(value)
     elif type(value) is tuple:
-        made = tuple(_copied(item, memo) for item in value)
+        made = tuple(_copy_value(item, memo) for item in value)
     elif callable(value) or isinstance(value, str | bytes | np.ndarray | ModuleType):
         return value
     else:
-        made = _copied_object(value, memo)
+        made = _copy_object(value, memo)
     memo[id(value)] = made
     return made
 
 
-def _without_history(tensor: torch.Tensor) -> torch.Tensor:
+def _detach_tensor(tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
     if isinstance(tensor, torch.nn.Parameter):
@@ -120,7 +120,7 @@ def _without_history(tensor: torch.Tensor) -> torch.Tensor:
     return enter_graph(tensor.detach()) if tensor.requires_grad else tensor.detach()
 
 
-def _copied_object(value: Any, memo: dict[int, Any]) -> Any:
+def _copy_object(value: Any, memo: dict[int, Any]) -> Any:
     try:
         made = copy.copy(value)
     except Exception:  # locks, generators, handles of devices: all runs share them
@@ -129,22 +129,22 @@ def _copied_object(value: Any, memo: dict[int, Any]) -> Any:
         return value
     memo[id(value)] = made  # an object may contain itself
     if isinstance(made, list | deque):
-        items = [_copied(item, memo) for item in made]
+        items = [_copy_value(item, memo) for item in made]
         made.clear()
         made.extend(items)
     elif isinstance(made, dict):
         for key, item in made.items():
-            dict.__setitem__(made, key, _copied(item, memo))
+            dict.__setitem__(made, key, _copy_value(item, memo))
     for name, item in getattr(made, "__dict__", {}).items():
-        made.__dict__[name] = _copied(item, memo)
+        made.__dict__[name] = _copy_value(item, memo)
     return made
 
 
 class Buffers:
-    """The buffers of a block that its own runs change, such as BatchNorm's statistics.
+    """The buffers that a block's own runs change, such as BatchNorm's statistics.
 
-    The first run tells which these are: all are copied before it and compared after it. From
-    then on only those that changed are copied.
+    The first run finds them: all buffers are copied before it and compared after it. Later runs
+    copy only the buffers that changed.
     """
 
     def __init__(self, module: Any) -> None:
@@ -158,7 +158,7 @@ class Buffers:
                     yield module, name
 
     def copy(self) -> tuple[dict[_Place, Any], dict[_Place, Any]]:
-        """Copy the buffers that may change; note the versions of the others."""
+        """Copy the buffers that may change; return the copies, and versions of the others."""
         copies, versions = {}, {}
         for place in self._places():
             module, name = place
@@ -172,7 +172,7 @@ class Buffers:
     def changed(
         self, copies: dict[_Place, Any], versions: dict[_Place, Any]
     ) -> dict[_Place, torch.Tensor]:
-        """Return those copies that differ from the buffers now."""
+        """Return the copies that differ from the current buffers."""
         import torch
 
         different = {}
@@ -185,17 +185,18 @@ class Buffers:
         for place, (buffer, version) in versions.items():
             module, name = place
             if module._buffers[name] is not buffer or buffer._version != version:
-                self._known.add(place)  # too late for this pass: its runs start from now
+                # Its old value is lost; recomputation in this pass starts from the current one.
+                self._known.add(place)
                 different[place] = module._buffers[name].detach().clone()
         return different
 
 
-def _packed(states: dict[Any, torch.Tensor]) -> dict[Any, bytes]:
-    """Return states as bytes: a plan keeps one for each recomputed block."""
+def _pack_states(states: dict[Any, torch.Tensor]) -> dict[Any, bytes]:
+    """Return states as bytes; a plan keeps one set for each recomputed block."""
     return {device: state.numpy().tobytes() for device, state in states.items()}
 
 
-def _unpacked(states: dict[Any, bytes]) -> dict[Any, torch.Tensor]:
+def _unpack_states(states: dict[Any, bytes]) -> dict[Any, torch.Tensor]:
     import torch
 
     return {
@@ -205,10 +206,9 @@ def _unpacked(states: dict[Any, bytes]) -> dict[Any, torch.Tensor]:
 
 
 class Surroundings:
-    """Generators, autocast and buffers as they were before a block's first run.
+    """Generators, autocast and buffers before a block's first run.
 
-    States of generators are kept as bytes, in the host's memory: 5 kB for the CPU's, 16 B for
-    a GPU's.
+    States of generators are kept as bytes in main memory: 5 kB for the CPU, 16 B for a GPU.
     """
 
     def __init__(self, module: Any, buffers: Buffers, leaves: Sequence[Any]) -> None:
@@ -217,7 +217,7 @@ class Surroundings:
         self._training = getattr(module, "training", None)
         self._buffers = buffers
         self._devices = devices_of(leaves)
-        self._states = _packed(generator_states(self._devices))
+        self._states = _pack_states(generator_states(self._devices))
         self._copies: dict[_Place, torch.Tensor] = {}
         self._before = buffers.copy()
         kinds = {"cpu", *(device.type for device in self._devices)}
@@ -227,9 +227,9 @@ class Surroundings:
             for kind in sorted(kinds)
         ]
 
-    def settle(self) -> None:
-        """Forget what the first run neither used nor changed."""
-        now = _packed(generator_states(self._devices))
+    def drop_unused(self) -> None:
+        """Discard the state that the first run neither used nor changed."""
+        now = _pack_states(generator_states(self._devices))
         self._states = {
             device: state for device, state in self._states.items() if state != now[device]
         }
@@ -238,7 +238,7 @@ class Surroundings:
 
     @contextmanager
     def restored(self, name: str, module: Any) -> Iterator[None]:
-        """Run a block once more as it ran first; afterwards all is as it was."""
+        """Restore the state before the first run inside this context, and undo that at exit."""
         import torch
 
         if getattr(module, "training", None) != self._training:
@@ -250,7 +250,7 @@ class Surroundings:
                 "change the mode after the backward pass",
             )
         places = [(m, buffer, m._buffers[buffer]) for m, buffer in self._copies]
-        states = _packed(generator_states(self._devices)) if self._states else {}
+        states = _pack_states(generator_states(self._devices)) if self._states else {}
         with ExitStack() as stack:
             for kind, enabled, dtype, cached in self._autocast:
                 if enabled or torch.is_autocast_enabled(kind):
@@ -258,9 +258,9 @@ class Surroundings:
             try:
                 for (owner, buffer), copy in self._copies.items():
                     owner._buffers[buffer] = copy.clone()  # the buffer itself stays untouched
-                set_generator_states(_unpacked(self._states))
+                set_generator_states(_unpack_states(self._states))
                 yield
             finally:
                 for owner, buffer, value in places:
                     owner._buffers[buffer] = value
-                set_generator_states(_unpacked({one: states[one] for one in self._states}))
+                set_generator_states(_unpack_states({one: states[one] for one in self._states}))

@@ -1,9 +1,9 @@
-"""Any valid schedule of a chain of blocks, run by torch's own backward pass.
+"""Execution of a schedule of a chain of blocks in torch's own backward pass.
 
-The forward pass runs every block once and builds one graph. Where the schedule says ``forward``
-the graph keeps no tensor, only marks; before the backward pass comes to a block, the steps that
-the schedule has there run, and fill the marks of that block. So gradients flow where they would
-without a plan: nodes, their order and hooks of parameters are the same.
+The forward pass runs every block once and builds one graph. For a ``forward`` step, the graph
+contains slots instead of saved tensors. Before the backward pass reaches a block, the steps
+scheduled before it run and fill that block's slots. So the backward pass is the same as without
+a plan: the same nodes in the same order, with the same hooks of parameters.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ....errors import MLStateError
-from .offload import Away, Host
+from .offload import Host, Offloaded
 from .rng_and_buffers import Buffers, Surroundings, copy_objects, refusal
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _KINDS = ("forward", "save", "backward", "drop", "offload", "load")
 
 
 class Program:
-    """A schedule, and what follows from it for every step.
+    """A schedule, with data derived for every step.
 
     Parameters
     ----------
@@ -40,18 +40,18 @@ class Program:
             raise ValueError(f"{unknown!r} is no kind of step that torch can run: {_KINDS}")
         n = self.blocks = 1 + max(i for kind, i in self.steps if kind == "backward")
         self.runs = [0] * n
-        self.first = [-1] * n  # the step that runs a block for the first time
+        self.first = [-1] * n  # first step that runs each block
         self.backward_at = [-1] * n
         self.offloads = [False] * n
-        self.input_leaves = [False] * n  # the block's input is dropped while it is saved
-        self._read()
-        self.keeps = [False] * len(self.steps)  # a later step runs a block on the output
-        self.free_after: list[list[int]] = [[] for _ in self.steps]  # activations, by step
-        self.keeps_input = self._look_back()
-        self.acts_before = self._between()
+        self.input_leaves = [False] * n  # whether a saved block's input is dropped
+        self._read_steps()
+        self.keeps = [False] * len(self.steps)  # whether a later step uses the step's output
+        self.free_after: list[list[int]] = [[] for _ in self.steps]  # activations to free, by step
+        self.keeps_input = self._find_last_uses()
+        self.acts_before = self._find_active_steps()
         self.is_plain = not any(self.hooked(i) or self.runs[i] > 1 for i in range(n))
 
-    def _read(self) -> None:
+    def _read_steps(self) -> None:
         saved: set[int] = set()
         for at, (kind, i) in enumerate(self.steps):
             if kind in ("forward", "save"):
@@ -68,17 +68,17 @@ class Program:
             elif kind == "drop" and i in saved:
                 self.input_leaves[i] = True
 
-    def _look_back(self) -> bool:
-        """Find the last use of each activation; say whether the first one has any."""
+    def _find_last_uses(self) -> bool:
+        """Find the last use of each activation; return whether the chain's input is used again."""
         wanted = [False] * (self.blocks + 1)
-        loads = [False] * self.blocks  # the next load of a block brings its output
+        loads = [False] * self.blocks  # whether the block's next load restores its output
         for at in range(len(self.steps) - 1, -1, -1):
             kind, i = self.steps[at]
             uses: list[int] = []
             if kind in ("forward", "save"):
                 self.keeps[at] = wanted[i + 1]
                 wanted[i + 1] = False
-                if at != self.first[i]:  # a first run takes what the model gives it
+                if at != self.first[i]:  # a first run uses the model's arguments
                     uses = [i]
             elif kind == "load":
                 self.keeps[at] = loads[i] = wanted[i + 1]
@@ -94,8 +94,8 @@ class Program:
                     wanted[k] = True
         return wanted[0]
 
-    def _between(self) -> list[bool]:
-        """Say before which backward runs there is something to do."""
+    def _find_active_steps(self) -> list[bool]:
+        """Return by block whether any steps precede its backward run."""
         acts = [True] * self.blocks
         for i in range(self.blocks - 1):
             before, at = self.backward_at[i + 1], self.backward_at[i]
@@ -103,13 +103,13 @@ class Program:
         return acts
 
     def hooked(self, i: int) -> bool:
-        """Whether the first run's saved tensors are held here, not by the graph."""
+        """Return whether this module holds the first run's saved tensors, rather than the graph."""
         first = self.steps[self.first[i]][0]
         return first == "forward" or self.offloads[i] or self.input_leaves[i]
 
 
 class Block:
-    """One block of a chain: how it is called, and what to call it in messages."""
+    """One block of a chain: its name for messages, its call and its module."""
 
     def __init__(self, name: str, call: Callable[..., Any], module: Any) -> None:
         self.name = name
@@ -118,8 +118,8 @@ class Block:
         self.buffers = Buffers(module)
 
 
-class _Slot:
-    """What the graph has in the place of a saved tensor."""
+class _SavedSlot:
+    """Placeholder of a saved tensor in the graph."""
 
     __slots__ = ("__weakref__", "block", "looks", "run", "value")
 
@@ -127,11 +127,11 @@ class _Slot:
         self.run = run
         self.block = block
         self.looks = looks
-        self.value: Any = None  # _Held, _OfInput, Away, or None
+        self.value: Any = None  # _Held, _InputAlias, Offloaded, or None
 
 
-class _OfInput:
-    """A saved tensor that lies in the memory of the block's input."""
+class _InputAlias:
+    """A saved tensor that is a view of the block's input."""
 
     __slots__ = ("geometry", "leaf")
 
@@ -140,18 +140,18 @@ class _OfInput:
         self.geometry = geometry
 
 
-class _Enough(Exception):  # noqa: N818 (no error: it ends a run whose rest nobody needs)
+class _StopRecompute(Exception):  # noqa: N818 (ends a run early; not an error)
     """All saved tensors were recomputed."""
 
 
 class _Call:
-    """What it takes to run a block again as it was run first."""
+    """Data to run a block again as in its first run."""
 
     def __init__(self) -> None:
-        self.slots: list[weakref.ref[_Slot]] = []
+        self.slots: list[weakref.ref[_SavedSlot]] = []
         self.spec: Any = None
-        self.leaves: list[_Link | _Held | None] = []  # of its arguments; None: an object
-        self.objects: dict[int, Any] = {}  # as they were before the first run
+        self.leaves: list[_Link | _Held | None] = []  # leaves of its arguments; None: an object
+        self.objects: dict[int, Any] = {}  # copies from before the first run
         self.flags: list[bool] = []
         self.surroundings: Surroundings | None = None
         self.made: list[tuple[Any, ...]] = []
@@ -159,7 +159,7 @@ class _Call:
         self.complete = False
 
 
-def _looks(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _meta_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tuple(tensor.shape), tensor.device
 
 
@@ -173,7 +173,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-    """Return the leaves of arguments, and what puts them together again; None: they are all."""
+    """Return the leaves of arguments and their tree spec; None: all are positional tensors."""
     import torch
     from torch.utils import _pytree
 
@@ -192,7 +192,7 @@ def _unflatten(leaves: list[Any], spec: Any) -> tuple[Any, Any]:
 
 
 def _outputs(out: Any) -> list[torch.Tensor]:
-    """Return the tensors that a block returned."""
+    """Return the tensors in a block's output."""
     import torch
     from torch.utils import _pytree
 
@@ -202,18 +202,18 @@ def _outputs(out: Any) -> list[torch.Tensor]:
 
 
 class Run:
-    """One forward pass through the chain, and its backward pass.
+    """One forward pass through the chain and its backward pass.
 
     Parameters
     ----------
     program : Program
         The schedule.
     blocks : sequence of Block
-        In their order.
+        The blocks, in order.
     folder : str, optional
-        For saved tensors that are offloaded.
+        Folder for offloaded tensors.
     observe : callable, optional
-        Gets the kind and index of each step just before it is taken.
+        Called with kind and index before each step.
     """
 
     def __init__(
@@ -223,16 +223,16 @@ class Run:
         folder: str | None = None,
         observe: Callable[[str, int], None] | None = None,
     ) -> None:
-        self.next = 0  # the block whose turn it is in the forward pass
+        self.next = 0  # next block of the forward pass
         self._program = program
         self._blocks = blocks
         self._folder = folder
         self._observe = observe
         self._calls: list[_Call | None] = [None] * program.blocks
         self._held: list[list[_Held] | None] = [None] * (program.blocks + 1)
-        self._came_out: list[tuple[weakref.ref[Any], int]] = []  # tensors and their versions
+        self._came_out: list[tuple[weakref.ref[Any], int]] = []  # last outputs, with versions
         self._position = 0
-        self._under_way = program.blocks  # the block whose backward pass is: none
+        self._under_way = program.blocks  # block whose backward pass is running; initially none
         self._free_later: list[int] = []
         self._watching = False
         self._spent = False
@@ -240,26 +240,26 @@ class Run:
     # The forward pass
 
     def matches(self, leaves: list[Any]) -> bool:
-        """Whether arguments have in them what the block before returned."""
+        """Return whether the arguments contain the previous block's output."""
         came = [tensor for tensor in (ref() for ref, _ in self._came_out) if tensor is not None]
         return any(leaf is tensor for leaf in leaves for tensor in came)
 
     def first(self, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Any:
-        """Run the block whose turn it is for the first time, and the steps around it."""
+        """Run the next block for the first time, and the steps around that."""
         i, program = self.next, self._program
         block = self._blocks[i]
         self._take_steps_until(program.first[i])
         call = self._calls[i] = _Call()
         again = program.runs[i] > 1
-        links = self._link(i, leaves) if again or program.input_leaves[i] or not i else []
+        links = self._link_arguments(i, leaves) if again or program.input_leaves[i] or not i else []
         if again:
-            self._remember(call, block, leaves, spec, links)
+            self._record_call(call, block, leaves, spec, links)
         versions = [_version(leaf) for leaf in self._tensors(leaves)] if again else []
         out = self._run_first(i, call, leaves, args, kwargs)
         if call.surroundings is not None:
-            call.surroundings.settle()
+            call.surroundings.drop_unused()
             self._refuse_changes(block, leaves, versions)
-        self._hand_on(i, out, call)
+        self._keep_output(i, out, call)
         call.complete = True
         self._position += 1
         self.next += 1
@@ -273,8 +273,8 @@ class Run:
 
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
-    def _link(self, i: int, leaves: Sequence[Any]) -> list[int | None]:
-        """Say which arguments are the activation, by the number of its tensors."""
+    def _link_arguments(self, i: int, leaves: Sequence[Any]) -> list[int | None]:
+        """Return for each argument its tensor number in the activation, or None."""
         import torch
 
         if i:
@@ -292,7 +292,7 @@ class Run:
         return [next(count) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
 
     def _refuse_between(self, i: int, tensor: torch.Tensor, version: int) -> None:
-        """Refuse an activation that was changed on its way to the next block."""
+        """Raise if an activation was changed in place before the next block."""
         if _version(tensor) != version and self._program.runs[i - 1] > 1:
             name, before = self._blocks[i].name, self._blocks[i - 1].name
             raise refusal(
@@ -302,7 +302,7 @@ class Run:
                 "inside a block",
             )
 
-    def _remember(
+    def _record_call(
         self, call: _Call, block: Block, leaves: list[Any], spec: Any, links: list[int | None]
     ) -> None:
         import torch
@@ -331,20 +331,20 @@ class Run:
             return self._blocks[i].call(*args, **kwargs)
         places = {}
         if self._program.input_leaves[i]:
-            places = _places(zip(leaves, self._link(i, leaves), strict=True))
+            places = _map_storages(zip(leaves, self._link_arguments(i, leaves), strict=True))
 
-        def pack(tensor: torch.Tensor) -> _Slot:
-            slot = _Slot(self, i, _looks(tensor))
+        def pack(tensor: torch.Tensor) -> _SavedSlot:
+            slot = _SavedSlot(self, i, _meta_of(tensor))
             call.slots.append(weakref.ref(slot))
             if kind == "save":
-                slot.value = _kept(tensor, places)
+                slot.value = _keep_tensor(tensor, places)
             return slot
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             return self._blocks[i].call(*args, **kwargs)
 
     def _refuse_changes(self, block: Block, leaves: list[Any], versions: list[int]) -> None:
-        """Refuse a block that changed its arguments, if it has to run on them again."""
+        """Raise if a block changed its arguments, which its recomputation needs."""
         changed = [
             k
             for k, (tensor, version) in enumerate(zip(self._tensors(leaves), versions, strict=True))
@@ -358,19 +358,19 @@ class Run:
                 "are not in place, or make it one block with what stands before it",
             )
 
-    def _hand_on(self, i: int, out: Any, call: _Call) -> None:
-        """Keep what a block returned as far as the schedule needs it, and watch its gradient."""
+    def _keep_output(self, i: int, out: Any, call: _Call) -> None:
+        """Keep a block's output if the schedule needs it, and watch its gradient."""
         tensors = _outputs(out)
         if not tensors:
             raise TypeError(f"{self._blocks[i].name} returned no tensor: {type(out).__name__}")
         self._came_out = [(weakref.ref(tensor), _version(tensor)) for tensor in tensors]
         if self._program.runs[i] > 1:
-            call.made = [_looks(tensor) for tensor in tensors]
+            call.made = [_meta_of(tensor) for tensor in tensors]
         watched = self._program.acts_before[i] or self._observe is not None
         for tensor in tensors:
             if watched and tensor.grad_fn is not None:
                 watch: Any = tensor.register_hook
-                watch(partial(self._gradient_came, i))
+                watch(partial(self._on_gradient, i))
         if self._program.keeps[self._position]:
             self._held[i + 1] = [_Held(tensor) for tensor in tensors]
         for k in self._program.free_after[self._position]:
@@ -403,7 +403,7 @@ class Run:
         self._position = at + 1
 
     def _run_again(self, i: int, save: bool, keep: bool) -> None:
-        """Recompute a block: its output, and its saved tensors if wanted."""
+        """Recompute a block: its output if `keep`, and its saved tensors if `save`."""
         import torch
 
         call, block = self._calls[i], self._blocks[i]
@@ -414,7 +414,7 @@ class Run:
         places = {}
         if save and self._program.input_leaves[i]:
             links = (one.number if isinstance(one, _Link) else None for one in call.leaves)
-            places = _places(zip(leaves, links, strict=True))
+            places = _map_storages(zip(leaves, links, strict=True))
         packer = _Packer(block.name, call.slots if save else None, keep, places)
         hooks = torch.autograd.graph.saved_tensors_hooks(packer, partial(_refuse_inner, block.name))
         args, kwargs = _unflatten(leaves, call.spec)
@@ -423,17 +423,17 @@ class Run:
         try:
             with call.surroundings.restored(block.name, block.module), torch.enable_grad(), hooks:
                 out = block.call(*args, **kwargs)
-        except _Enough:
+        except _StopRecompute:
             return
         finally:
             del args, kwargs
         packer.finish()
         tensors = _outputs(out)
-        made = [_looks(tensor) for tensor in tensors]
+        made = [_meta_of(tensor) for tensor in tensors]
         if made != call.made:
             equal = [a == b for a, b in zip(made, call.made, strict=False)]
             k = equal.index(False) if False in equal else len(equal)
-            raise _differs(block.name, f"output {k}", call.made[k:], made[k:])
+            raise _difference_error(block.name, f"output {k}", call.made[k:], made[k:])
         if keep:
             self._held[i + 1] = [_Held(tensor) for tensor in tensors]
 
@@ -455,15 +455,15 @@ class Run:
         call = self._calls[i]
         assert call is not None
         host = call.host = Host(self._folder)
-        ours = _lasting(self._blocks[i].module)
+        ours = _persistent_storages(self._blocks[i].module)
         inputs = {held.value.untyped_storage()._cdata for held in self._held[i] or ()}
         for ref in call.slots:
             slot = ref()
-            if slot is None or slot.value is None or isinstance(slot.value, _OfInput):
+            if slot is None or slot.value is None or isinstance(slot.value, _InputAlias):
                 continue
             storage = slot.value.value.untyped_storage()
             if storage._cdata in ours or storage._cdata in inputs or not storage.nbytes():
-                continue  # nbytes: FSDP frees its parameters after a forward pass
+                continue  # 0 bytes: FSDP frees its parameters after a forward pass
             slot.value = host.put(slot.value.tensor(self._blocks[i].name))
         if output:
             outputs = self._held[i + 1]
@@ -476,7 +476,7 @@ class Run:
         host = call.host
         for ref in call.slots:
             slot = ref()
-            if slot is not None and isinstance(slot.value, Away):
+            if slot is not None and isinstance(slot.value, Offloaded):
                 slot.value = _Held(host.get(slot.value))
         if output:
             self._held[i + 1] = [_Held(host.get(away)) for away in host.outputs]
@@ -484,16 +484,16 @@ class Run:
 
     # The backward pass
 
-    def _gradient_came(self, i: int, _: torch.Tensor) -> None:
-        """Prepare a block's backward pass: the gradient of its output is there."""
+    def _on_gradient(self, i: int, _: torch.Tensor) -> None:
+        """Prepare a block's backward pass; called when the gradient of its output exists."""
         import torch
 
         if torch.is_grad_enabled():
-            raise _double(self._blocks[i].name)
+            raise _double_backward_error(self._blocks[i].name)
         self.prepare(i)
 
     def prepare(self, i: int) -> None:
-        """Take the steps before a block's backward pass."""
+        """Run the steps before a block's backward pass."""
         import torch
 
         at = self._program.backward_at[i]
@@ -501,45 +501,45 @@ class Run:
             return
         if not self._watching:
             self._watching = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        self._end(i)
+            torch.autograd.Variable._execution_engine.queue_callback(self._free_all)
+        self._free_finished(i)
         while self._position <= at:
             self._take_step()
 
-    def _end(self, i: int) -> None:
-        """Free what blocks behind this one had saved: their backward passes are over."""
+    def _free_finished(self, i: int) -> None:
+        """Free saved memory of later blocks, whose backward passes are complete."""
         for k in self._free_later:
             self._held[k] = None
         self._free_later = []
         while self._under_way > i + 1:
             self._under_way -= 1
-            _empty(self._calls[self._under_way])
+            _empty_slots(self._calls[self._under_way])
             self._calls[self._under_way] = None
 
-    def _finish(self) -> None:
-        """Free all: the backward pass has ended."""
+    def _free_all(self) -> None:
+        """Free everything at the end of the backward pass."""
         self._spent = True
         for call in self._calls:
-            _empty(call)
+            _empty_slots(call)
         self._calls = []
         self._held = []
 
-    def tensor_of(self, slot: _Slot) -> torch.Tensor:
-        """Return a saved tensor when the backward pass asks for it."""
+    def tensor_of(self, slot: _SavedSlot) -> torch.Tensor:
+        """Return a saved tensor; the backward pass calls this."""
         import torch
 
         name = self._blocks[slot.block].name
         if torch._C._current_graph_task_id() < 0:
             raise MLStateError(f"{name}: its saved tensors are there in a backward pass only")
         if torch.is_grad_enabled():
-            raise _double(name)
+            raise _double_backward_error(name)
         if slot.value is None and not self._spent:
             call = self._calls[slot.block]
             if call is not None and not call.complete:
-                raise _inner(name)
+                raise _inner_gradient_error(name)
             self.prepare(slot.block)
         value = slot.value
-        if isinstance(value, _OfInput):
+        if isinstance(value, _InputAlias):
             held = self._held[slot.block]
             assert held is not None
             return held[value.leaf].tensor(name).as_strided(*value.geometry)
@@ -553,7 +553,7 @@ class Run:
 
 
 class _Held:
-    """A tensor that is needed again as it is, without its history."""
+    """A tensor that is needed again unchanged, detached."""
 
     __slots__ = ("value", "version")
 
@@ -562,32 +562,32 @@ class _Held:
         self.version = _version(tensor)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return it for a block, unless it was written to since."""
+        """Return the tensor for a block; raise if it was changed in place."""
         if _version(self.value) != self.version:
             raise refusal(
                 name,
                 f"{name}: a tensor that its recomputation or its backward pass needs, "
-                f"{_text(_looks(self.value))}, was changed in place meanwhile: use an operation "
+                f"{_text(_meta_of(self.value))}, was changed in place meanwhile: use an operation "
                 "that is not in place",
             )
         return self.value.detach()
 
 
-def _places(linked: Iterable[tuple[Any, int | None]]) -> dict[int, int]:
-    """Say where the tensors of an activation lie: their numbers, by their memory."""
+def _map_storages(linked: Iterable[tuple[Any, int | None]]) -> dict[int, int]:
+    """Map the storages of an activation's tensors to their numbers."""
     return {leaf.untyped_storage()._cdata: k for leaf, k in linked if k is not None}
 
 
-def _kept(tensor: torch.Tensor, places: dict[int, int]) -> _Held | _OfInput:
-    """Hold a saved tensor, or say where it is in an input that will be dropped and come back."""
+def _keep_tensor(tensor: torch.Tensor, places: dict[int, int]) -> _Held | _InputAlias:
+    """Keep a saved tensor, or its position in an input that is dropped and recomputed."""
     leaf = places.get(tensor.untyped_storage()._cdata) if places else None
     if leaf is None:
         return _Held(tensor)
-    return _OfInput(leaf, (tensor.shape, tensor.stride(), tensor.storage_offset()))
+    return _InputAlias(leaf, (tensor.shape, tensor.stride(), tensor.storage_offset()))
 
 
 class _Link:
-    """An argument that is a tensor of the activation."""
+    """An argument that is a tensor of the activation, by number."""
 
     __slots__ = ("number",)
 
@@ -596,12 +596,12 @@ class _Link:
 
 
 class _Packer:
-    """Gives recomputed tensors to the marks of the first run, in their order, or to nobody."""
+    """Stores recomputed tensors in the slots of the first run, in order, or discards them."""
 
     def __init__(
         self,
         name: str,
-        slots: list[weakref.ref[_Slot]] | None,
+        slots: list[weakref.ref[_SavedSlot]] | None,
         keep: bool,
         places: dict[int, int],
     ) -> None:
@@ -615,18 +615,18 @@ class _Packer:
         k = self._count
         self._count += 1
         if self._slots is None or k >= len(self._slots):
-            return  # finish() tells how many there are too many
+            return  # finish() reports the surplus
         slot = self._slots[k]()
         if slot is not None:
-            looks = _looks(tensor)
+            looks = _meta_of(tensor)
             if looks != slot.looks:
-                raise _differs(self._name, f"saved tensor {k}", [slot.looks], [looks])
-            slot.value = _kept(tensor, self._places)
+                raise _difference_error(self._name, f"saved tensor {k}", [slot.looks], [looks])
+            slot.value = _keep_tensor(tensor, self._places)
         if k + 1 == len(self._slots) and not self._keep:
-            raise _Enough
+            raise _StopRecompute
 
     def finish(self) -> None:
-        """Refuse a run that saved another number of tensors than the first one."""
+        """Raise if the number of saved tensors differs from the first run's."""
         if self._slots is not None and self._count != len(self._slots):
             raise refusal(
                 self._name,
@@ -638,30 +638,30 @@ class _Packer:
             )
 
 
-def _unpack(slot: _Slot) -> torch.Tensor:
+def _unpack(slot: _SavedSlot) -> torch.Tensor:
     return slot.run.tensor_of(slot)
 
 
 def _refuse_inner(name: str, _: Any) -> Any:
-    raise _inner(name)
+    raise _inner_gradient_error(name)
 
 
-def _empty(call: _Call | None) -> None:
+def _empty_slots(call: _Call | None) -> None:
     for ref in call.slots if call is not None else ():
         slot = ref()
         if slot is not None:
             slot.value = None
 
 
-def _lasting(module: Any) -> set[int]:
-    """Return the memory of parameters and buffers, which a plan leaves where it is."""
+def _persistent_storages(module: Any) -> set[int]:
+    """Return the storages of parameters and buffers, which a plan does not offload."""
     if not hasattr(module, "parameters"):
         return set()
     tensors = [*module.parameters(), *module.buffers()]
     return {t.untyped_storage()._cdata for t in tensors if not hasattr(t, "placements")}
 
 
-def _differs(name: str, what: str, first: list[Any], now: list[Any]) -> MLStateError:
+def _difference_error(name: str, what: str, first: list[Any], now: list[Any]) -> MLStateError:
     texts = [_text(looks[0]) if looks else "none" for looks in (first, now)]
     return refusal(
         name,
@@ -671,7 +671,7 @@ def _differs(name: str, what: str, first: list[Any], now: list[Any]) -> MLStateE
     )
 
 
-def _double(name: str) -> MLStateError:
+def _double_backward_error(name: str) -> MLStateError:
     return refusal(
         name,
         f"{name}: create_graph=True does not work through a planned model: recomputed tensors "
@@ -679,7 +679,7 @@ def _double(name: str) -> MLStateError:
     )
 
 
-def _inner(name: str) -> MLStateError:
+def _inner_gradient_error(name: str) -> MLStateError:
     return refusal(
         name,
         f"{name} takes gradients inside its own forward; such a block cannot be recomputed: "

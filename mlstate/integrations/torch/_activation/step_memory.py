@@ -1,4 +1,4 @@
-"""Where a plan's memory goes when torch runs it: each step, predicted and measured."""
+"""Memory of each step of a plan in torch, predicted and measured."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ _SEED = "more: the gradient of the result is there already"
 
 @set_module("mlstate.integrations.torch")
 class StepUse(NamedTuple):
-    """Peak memory of one step; `PlanUse` has these.
+    """Peak memory of one step, part of a `PlanUse`.
 
     Attributes
     ----------
     kind, block : str, int
         The step.
     predicted_bytes : int
-        By the plan: its simulation.
+        Peak in the plan's simulation.
     expected_bytes : int
-        As torch runs it, which frees an activation after its last use and ends a
+        Expected peak in torch, which frees an activation after its last use and ends a
         recomputation early.
     measured_bytes : int
-        By torch's allocator.
+        Peak measured with torch's allocator.
     why : str
-        What makes the run differ from what the plan counts.
+        Why the run differs from the plan's count.
 
     Examples
     --------
@@ -59,14 +59,14 @@ class StepUse(NamedTuple):
 
 @set_module("mlstate.integrations.torch")
 class PlanUse:
-    """Peak memory of a plan, predicted and measured; `measure_plan` makes these.
+    """Peak memory of a plan, predicted and measured; `measure_plan` returns it.
 
     Attributes
     ----------
     steps : list of StepUse
-        In their order.
+        The steps, in order.
     predicted_bytes, expected_bytes, measured_bytes : int
-        The largest of all steps.
+        Maximum over all steps.
 
     Examples
     --------
@@ -88,12 +88,12 @@ class PlanUse:
         )
 
     def report(self) -> str:
-        """Say where the peaks are, and what makes them differ.
+        """Return a description of the peaks and the causes of differences.
 
         Returns
         -------
         str
-            A few lines, then a table with at most 60 steps.
+            A few lines, and a table with at most 60 steps.
 
         Examples
         --------
@@ -123,21 +123,21 @@ class PlanUse:
         return f"<PlanUse: {self._title()}>"
 
 
-class _Again(NamedTuple):
-    """What a block leaves, and takes at most, when it is recomputed as far as it has to be."""
+class _Recompute(NamedTuple):
+    """Memory that a block's early-ended recomputation leaves, and its peak."""
 
     left: int
     peak: int
-    keeps_input: bool  # autograd keeps it, or part of it
+    keeps_input: bool  # autograd saves at least a part of it
     keeps_output: bool
 
 
-class _Enough(Exception):  # noqa: N818 (no error: it ends a run whose rest nobody needs)
+class _StopRecompute(Exception):  # noqa: N818 (ends a run early; not an error)
     """The last tensor was saved."""
 
 
 class _Recomputation:
-    """Measures blocks as a plan recomputes them; what it measured is read afterwards."""
+    """Measures recomputations of blocks; `of_blocks` returns the results afterwards."""
 
     def __init__(self, watched: Allocations) -> None:
         self._watched = watched
@@ -163,45 +163,45 @@ class _Recomputation:
         def pack(tensor: torch.Tensor) -> None:
             saved.append(tensor.detach())
             if len(saved) == count:
-                raise _Enough
+                raise _StopRecompute
 
         self._watched.mark()
         try:
             with hooks(pack, lambda _: None):
                 call()
-        except _Enough:
+        except _StopRecompute:
             pass
         self._watched.mark()
 
-    def of_blocks(self) -> list[_Again]:
-        """Return what was measured of each block."""
+    def of_blocks(self) -> list[_Recompute]:
+        """Return the measurements of each block."""
         runs = self._watched.spans()[::2]
         return [
-            _Again(run.after - run.before, run.peak - run.before, *keeps)
+            _Recompute(run.after - run.before, run.peak - run.before, *keeps)
             for run, keeps in zip(runs, self._keeps, strict=True)
         ]
 
 
-class _Walk:
-    """A plan's steps as torch runs them: what is held, beside what the plan counts.
+class _StepSimulation:
+    """A plan's steps as torch runs them: memory held, and differences from the plan's count.
 
-    An activation is there by itself (`held`), as the argument of the block that runs next for
-    the first time (`passing`), or because the blocks beside it keep it for their backward
-    runs. What a block saved is counted without its input and its output.
+    An activation is in memory if it is kept (`held`), if it is the argument of the next first
+    run (`passing`), or if a neighbouring block saved it for its backward run. A block's saved
+    memory is counted without its input and output.
     """
 
-    def __init__(self, plan: Plan, again: list[_Again]) -> None:
+    def __init__(self, plan: Plan, again: list[_Recompute]) -> None:
         self._chain = plan.chain
         self._again = again
         self._program = Program(plan.steps())
         self._activations: list[int] = plan.chain.activation_bytes.tolist()
         self._held = {0} if self._program.keeps_input else set()
         self._passing = 0
-        self._twice = 0  # what passes was dropped and made again: the model has it still
-        self._own: dict[int, int] = {}  # what blocks saved, by block
+        self._twice = 0  # bytes of a dropped and recomputed activation that the model still holds
+        self._own: dict[int, int] = {}  # saved bytes by block
         self._gradient = 0
-        self._seeded = False  # the gradient of the result is there before its block's turn
-        self._alone: set[int] = set()  # as the plan counts: what lies by itself
+        self._seeded = False  # the result's gradient exists before the last block's backward step
+        self._alone: set[int] = set()  # activations that the plan counts separately
 
     def _is_there(self, k: int) -> bool:
         if k in self._held or k == self._passing or k == 0:
@@ -216,16 +216,16 @@ class _Walk:
         return sum([*there, *self._own.values(), self._gradient, self._twice])
 
     def free(self) -> list[int]:
-        """Return the activations that the plan counts and that are free."""
+        """Return the activations that the plan counts and that are already free."""
         counted = self._alone | {i + 1 for i in self._own}
         return sorted(k for k in counted if not self._is_there(k))
 
     def step(self, at: int) -> tuple[int, str]:
-        """Take a step; return its peak, and why the plan says otherwise."""
+        """Simulate a step; return its peak, and why it differs from the plan."""
         kind, i = self._program.steps[at]
         why = self._seed(at) if kind in ("forward", "save", "load") else []
         why += [_TWICE] if self._twice else []
-        inside = i + 1 if kind == "backward" else -1  # its figures are without the output
+        inside = i + 1 if kind == "backward" else -1  # the backward figures exclude the output
         free = [str(k) for k in self.free() if k != inside]
         if free:
             why.append(f"free already: activation {', '.join(free)}")
@@ -258,7 +258,7 @@ class _Walk:
         return peak, "; ".join(why)
 
     def _run(self, at: int, save: bool, i: int) -> tuple[int, int, bool]:
-        """Run a block: what it makes, what it takes for a while, whether it ends early."""
+        """Run a block: return bytes made, temporary bytes, and whether the run ends early."""
         chain, size = self._chain, self._activations[i + 1]
         first, keep = at == self._program.first[i], self._program.keeps[at]
         if not save:
@@ -273,9 +273,9 @@ class _Walk:
         return again.peak, 0, True
 
     def _backward(self, i: int) -> int:
-        """Run a block's backward pass: what is held at its worst moment."""
+        """Run a block's backward pass; return the peak bytes held."""
         chain = self._chain
-        entering = self._is_there(i)  # also where it goes with what the block saved
+        entering = self._is_there(i)  # also true if only the block's saved memory holds it
         del self._own[i]
         before = self._total()
         if entering and not self._is_there(i):
@@ -289,7 +289,7 @@ class _Walk:
         return before + made + taken
 
     def _seed(self, at: int) -> list[str]:
-        """Count the gradient of the result, which is there before a block is run again."""
+        """Count the result's gradient, which exists before a block is recomputed."""
         n = self._chain.blocks
         if self._seeded or not self._program.first[n - 1] < at < self._program.backward_at[n - 1]:
             return []
@@ -305,35 +305,36 @@ def measure_plan(plan: Plan, module: Any, sample: Any, *, blocks: Any = None) ->
     Parameters
     ----------
     plan : Plan
-        For as many blocks as there are, of a chain that was measured of this model.
+        A plan for this number of blocks, of a chain measured on this model.
     module : torch.nn.Module or sequence of blocks
-        The model, to which no plan is applied.
+        The model, without an applied plan.
     sample : torch.Tensor, tuple or dict
-        As for `profile_chain`.
+        See `profile_chain`.
     blocks : str or sequence of callables, optional
-        As for `Plan.apply`.
+        See `Plan.apply`.
 
     Returns
     -------
     PlanUse
-        What each step was predicted to take, and what it took.
+        Predicted and measured memory of each step.
 
     Raises
     ------
     ValueError
-        The number of blocks is another one, or a plan is applied to them.
+        If the number of blocks differs from the plan's, or a plan is applied to them.
     RuntimeError
-        A profiler of torch runs already.
+        If a torch profiler is already running.
 
     Notes
     -----
-    The chain's input counts, parameters and their gradients do not. Nobody holds the model's
-    output in this step. Two things make a run take less than its plan: an activation is freed
-    after its last use, be its drop a later step; and a block that is recomputed for its own
-    backward run ends with its last saved tensor, without its output. Plans that `plan` finds
-    drop what they no longer need, and lose little by the second. ``expected_bytes`` has both.
+    The chain's input is counted; parameters and their gradients are not. In this step, the
+    model's output is not kept. A run can need less memory than its plan for two reasons. An
+    activation is freed after its last use, even if its drop is a later step. A block that is
+    recomputed for its own backward run ends with its last saved tensor, without its output.
+    Plans found by `plan` drop activations when they are no longer needed, so the second effect
+    is small for them. ``expected_bytes`` includes both effects.
 
-    Generators, buffers and gradients are as before afterwards. The model runs three times.
+    Random generators, buffers and gradients are restored. The model runs three times.
 
     Examples
     --------
@@ -368,7 +369,7 @@ def measure_plan(plan: Plan, module: Any, sample: Any, *, blocks: Any = None) ->
             again = _Recomputation(watched)
             Pass([name for name, _ in found], again).run(module, modules, found, args, kwargs)
         with plan.apply(module, blocks=blocks, observe=observe) as planned:
-            step()  # the first run of a plan copies all buffers
+            step()  # warm-up: the first run of a plan copies all buffers
             with Allocations(device) as watched:
                 marks.append(watched)
                 watched.mark()
@@ -377,7 +378,7 @@ def measure_plan(plan: Plan, module: Any, sample: Any, *, blocks: Any = None) ->
     spans = watched.spans()[1:]
     base = int(plan.chain.activation_bytes[0])
     predicted = plan.simulate().peak_bytes.tolist()
-    walk = _Walk(plan, again.of_blocks())
+    walk = _StepSimulation(plan, again.of_blocks())
     made = []
     for at, (kind, block) in enumerate(plan.steps()):
         expected, why = walk.step(at)

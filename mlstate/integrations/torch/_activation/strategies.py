@@ -1,4 +1,4 @@
-"""Strategies for torch modules: blocks that run under torch.utils.checkpoint when told to."""
+"""Strategies for torch modules: checkpointed blocks run under torch.utils.checkpoint."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
 
 class AppliedStrategy:
-    """Blocks whose forward pass asks a manager, until this is removed.
+    """Blocks whose forward pass queries a manager, until `remove`.
 
     Attributes
     ----------
     blocks : tuple of str
-        Their names, in the order of their indexes.
+        Names of the blocks, in index order.
     """
 
     def __init__(self, manager: ActivationManager, blocks: dict[str, torch.nn.Module]) -> None:
         self.blocks = tuple(blocks)
         self._modules = list(blocks.values())
-        # torch's hooks cannot run a block another way, its own forward can
+        # Hooks of torch cannot replace a block's forward pass; its own `forward` can.
         self._before = [vars(block).get("forward") for block in self._modules]
         for number, (name, block) in enumerate(blocks.items()):
             block.forward = _Forward(manager, name, number, block.forward)
 
     def remove(self) -> None:
-        """Let the blocks run as they did before; doing it again does nothing."""
+        """Restore the blocks' own forward; later calls do nothing."""
         for block, before in zip(self._modules, self._before, strict=True):
             if before is None:
                 del block.forward
@@ -56,7 +56,7 @@ class AppliedStrategy:
 
 
 class _Forward:
-    """Stands in for a block's forward: plain, or checkpointed if the manager says so."""
+    """Replacement of a block's forward: plain or checkpointed, as the manager decides."""
 
     def __init__(self, manager: ActivationManager, name: str, number: int, plain: Any) -> None:
         self.manager, self.name, self.number, self.plain = manager, name, number, plain
@@ -70,12 +70,12 @@ class _Forward:
         activation = next(_tensors((args, kwargs)), None)
         if not self.manager.decide(self.name, activation, self.number):
             return self.plain(*args, **kwargs)
-        # the block's own keywords may have names that checkpoint takes for its own
+        # checkpoint's own keywords could collide with the block's
         return checkpoint(partial(self.plain, **kwargs), *args, use_reentrant=False)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors among arguments, in tuples, lists and dicts too."""
+    """Yield the tensors in arguments, also in nested tuples, lists and dicts."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -88,7 +88,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _blocks_of(module: torch.nn.Module, blocks: Any) -> dict[str, torch.nn.Module]:
-    """Modules by name, in the module's order."""
+    """Return the blocks' modules by name, in the module's order."""
     if blocks is None:
         return dict(module.named_children())
     patterns = [blocks] if isinstance(blocks, str) else list(blocks)
@@ -107,21 +107,21 @@ def _blocks_of(module: torch.nn.Module, blocks: Any) -> dict[str, torch.nn.Modul
 def apply_strategy(
     manager: ActivationManager, module: Any, blocks: str | Iterable[str] | None
 ) -> AppliedStrategy:
-    """Let a manager decide for blocks of a module; see `ActivationManager.apply`.
+    """Apply a manager to blocks of a module; see `ActivationManager.apply`.
 
     Parameters
     ----------
     manager : ActivationManager
-        Decides.
+        The manager that decides.
     module : torch.nn.Module
-        Changed in place.
+        The module; modified in place.
     blocks : str or iterable of str, optional
-        Patterns of names. Default: the children of `module`.
+        Name patterns. Default: the children of `module`.
 
     Returns
     -------
     AppliedStrategy
-        ``remove()`` undoes all.
+        A handle; ``remove()`` undoes all changes.
 
     Examples
     --------
@@ -153,22 +153,22 @@ def apply_strategy(
 
 @set_module("mlstate.integrations.torch")
 def cuda_memory(source: str) -> tuple[int, int, int, str]:
-    """Read the memory of a CUDA device, for `MemoryTracker`.
+    """Return the memory use of a CUDA device, for `MemoryTracker`.
 
     Parameters
     ----------
     source : str
-        ``"cuda"``, the current device, or ``"cuda:N"``.
+        ``"cuda"`` (the current device) or ``"cuda:N"``.
 
     Returns
     -------
     tuple of (int, int, int, str)
-        Bytes allocated now, at most ever, in all; the device's name.
+        Bytes allocated now, peak bytes allocated, total bytes; the device's name.
 
     Raises
     ------
     RuntimeError
-        torch has no such device.
+        If torch does not have the device.
 
     Examples
     --------

@@ -1,7 +1,7 @@
-"""torch's own reader of its distributed checkpoints, kept from running what they name.
+"""torch's reader of distributed checkpoints, restricted so that it cannot run code from files.
 
-torch reads ``.metadata`` and every plain value by pickle. Here both bring back nothing but the
-classes that such checkpoints are made of.
+torch reads ``.metadata`` and all plain values with pickle. Here both can only create objects of
+the classes that such checkpoints consist of.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import os
 
 _CHECKPOINT = "torch.distributed.checkpoint"
-# Classes of `.metadata`, besides all of torch.distributed.checkpoint.metadata.
+# Classes allowed in `.metadata`, in addition to torch.distributed.checkpoint.metadata.
 _ALLOWED = {
     (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
@@ -28,10 +28,10 @@ _ALLOWED = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Brings back what describes a checkpoint, and nothing that could run."""
+    """Unpickler that only finds classes of checkpoint metadata."""
 
     def find_class(self, module: str, name: str, /) -> Any:
-        """Return what the file names, if it is one of those."""
+        """Return a class that the file names, if it is allowed."""
         import torch
         from torch.distributed.checkpoint import metadata
 
@@ -43,7 +43,7 @@ class _Unpickler(pickle.Unpickler):
                 return known
         elif (module, name) in _ALLOWED:
             if module.startswith("pathlib"):
-                return PurePath  # one of another system cannot be made here
+                return PurePath  # a path class of another system cannot be created here
             return super().find_class(module, name)
         raise FormatError(
             f".metadata names {module}.{name}, which describes no checkpoint: it was not written "
@@ -66,7 +66,7 @@ def _read_metadata(file: Any) -> Any:
 
 
 def _check(metadata: Any, available: int) -> None:
-    """Refuse to look outside the directory, or to allocate what its files cannot hold."""
+    """Raise FormatError for paths outside of the directory, or tensors larger than its files."""
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     transformed = False
@@ -87,7 +87,7 @@ def _check(metadata: Any, available: int) -> None:
 
 
 def Reader(path: str | os.PathLike[str]) -> Any:  # noqa: N802
-    """Return torch's reader of a directory, with the pickles that it may read."""
+    """Return torch's reader of a directory, with restricted pickles."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import StorageMeta
 
@@ -108,7 +108,7 @@ def Reader(path: str | os.PathLike[str]) -> Any:  # noqa: N802
 
 
 def planner() -> Any:
-    """Return a plan to load all of a checkpoint, whose plain values must be plain."""
+    """Return a plan that loads the whole checkpoint and accepts only tensors and plain values."""
     import torch
     from torch.distributed.checkpoint._traverse import set_element
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner

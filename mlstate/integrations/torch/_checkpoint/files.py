@@ -1,8 +1,8 @@
-"""Files of torch: what ``torch.save`` writes, and directories of torch.distributed.checkpoint.
+"""Files of torch: ``torch.save`` files, and directories of torch.distributed.checkpoint.
 
-Both hold one tree of dicts: a plain state dict, or one dict with a model, an optimizer in the
-form of ``optimizer.state_dict()``, and plain values beside them. What is written here is made
-of tensors and plain values, so that torch reads it without mlstate.
+Both contain a tree of dicts: a plain state dict, or a dict with a model, an optimizer in the form
+of ``optimizer.state_dict()``, and plain values. This module writes only tensors and plain values,
+so that torch can read the files without mlstate.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 
     Parts: TypeAlias = tuple[StateDict | None, OptimizerStateDict | None, dict[str, Any]]
 
-# What programs call the parts of a tree.
+# Keys of model and optimizer that programs commonly use.
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
-# What `tree_of` notes besides: of which class the state dicts were.
+# Key of the entry with the classes of the state dicts, which `tree_of` adds.
 _RECORD = "mlstate"
-# Deeper trees are no state dicts, but dicts that hold themselves.
+# Deeper trees are not state dicts, but dicts that contain themselves.
 _DEEPEST = 64
 
 
-def _unfit(path: Path, what: str) -> FormatError:
+def _format_error(path: Path, what: str) -> FormatError:
     error = FormatError(f"{path}: {what}")
     error.path = str(path)
     return error
@@ -54,7 +54,7 @@ def _unfit(path: Path, what: str) -> FormatError:
 
 
 def _leaves(tree: Any, prefix: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Give what lies in a tree, by its keys joined with dots, as torch's checkpoints do."""
+    """Yield the leaves of a tree, with keys joined by dots, as in torch's checkpoints."""
     if depth > _DEEPEST:
         raise ValueError(f"{prefix[:60]!r} lies more than {_DEEPEST} levels deep")
     items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
@@ -67,7 +67,7 @@ def _leaves(tree: Any, prefix: str, depth: int = 0) -> Iterator[tuple[str, Any]]
 
 
 def _state_from(tree: Mapping[Any, Any], path: Path) -> StateDict:
-    """Return tensors and numbers as arrays, under flat names."""
+    """Return the tensors and numbers of a tree as arrays, under flat names."""
     import torch
 
     taken: dict[str, Any] = {}
@@ -75,14 +75,16 @@ def _state_from(tree: Mapping[Any, Any], path: Path) -> StateDict:
     try:
         for name, value in _leaves(tree, ""):
             if name in taken:
-                raise _unfit(path, f"two entries have the name {name!r} once levels are joined")
+                raise _format_error(
+                    path, f"two entries have the name {name!r} once levels are joined"
+                )
             taken[name] = as_array(value) if is_number(value) else value
             if not isinstance(taken[name], torch.Tensor | np.ndarray | np.generic):
                 strange.append(f"{name!r} (a {type(value).__name__})")
     except ValueError as error:
-        raise error if isinstance(error, FormatError) else _unfit(path, str(error)) from None
+        raise error if isinstance(error, FormatError) else _format_error(path, str(error)) from None
     if strange:
-        raise _unfit(
+        raise _format_error(
             path,
             f"no state can hold {join(strange)}: take what is neither tensor nor number out of "
             "the file, and keep it elsewhere",
@@ -91,48 +93,54 @@ def _state_from(tree: Mapping[Any, Any], path: Path) -> StateDict:
 
 
 def _names_of(groups: list[Any], path: Path) -> dict[Any, str]:
-    """Return the parameters of an optimizer's groups by what its state calls them."""
+    """Map the keys of an optimizer's state to parameter names, from its groups."""
     names: dict[Any, str] = {}
     for group in groups:
         if not isinstance(group, Mapping) or not isinstance(group.get("params"), list | tuple):
-            raise _unfit(path, "a group of the optimizer has no list of 'params'")
+            raise _format_error(path, "a group of the optimizer has no list of 'params'")
         members = group["params"]
         given = group.get("param_names")
         if not (isinstance(given, list | tuple) and len(given) == len(members)):
             given = None
         for number, member in enumerate(members):
             if not isinstance(member, int | str) or member in names:
-                raise _unfit(path, f"the optimizer's parameter {member!r} is no number, or twice")
+                raise _format_error(
+                    path, f"the optimizer's parameter {member!r} is no number, or twice"
+                )
             default = member if isinstance(member, str) else f"param_{len(names)}"
             names[member] = str(given[number]) if given else default
     if len(set(names.values())) != len(names):
-        raise _unfit(path, "two parameters of the optimizer have one name")
+        raise _format_error(path, "two parameters of the optimizer have one name")
     return names
 
 
 def _optimizer_from(tree: Mapping[str, Any], path: Path) -> OptimizerStateDict:
-    """Return what ``optimizer.state_dict()`` holds, parameters by name."""
+    """Return the contents of ``optimizer.state_dict()``, with parameter names."""
     import torch
 
     groups = tree["param_groups"]
     held = tree.get("state", {})
     if not isinstance(groups, list) or not isinstance(held, Mapping):
-        raise _unfit(path, "the optimizer has no list of groups, or no dict of states")
+        raise _format_error(path, "the optimizer has no list of groups, or no dict of states")
     names = _names_of(groups, path)
     states: dict[str, Any] = {}
     for key, entries in held.items():
-        # torch's checkpoints write numbers as texts
+        # torch's checkpoints store numbers as strings
         member = int(key) if key not in names and str(key).isdecimal() else key
         if member not in names or not isinstance(entries, Mapping):
-            raise _unfit(path, f"the optimizer has a state for {key!r}, which no group lists")
+            raise _format_error(
+                path, f"the optimizer has a state for {key!r}, which no group lists"
+            )
         for state, value in entries.items():
             name = f"{names[member]}.{state}"
             if value is None:  # SGD without momentum
                 continue
             if not isinstance(state, str) or not state or "." in state:
-                raise _unfit(path, f"the optimizer's {names[member]!r} has a state named {state!r}")
+                raise _format_error(
+                    path, f"the optimizer's {names[member]!r} has a state named {state!r}"
+                )
             if not is_number(value) and not isinstance(value, torch.Tensor):
-                raise _unfit(
+                raise _format_error(
                     path,
                     f"the optimizer's {name!r} is a {type(value).__name__}: only tensors and "
                     "numbers by parameter can be converted",
@@ -151,7 +159,7 @@ def _optimizer_from(tree: Mapping[str, Any], path: Path) -> OptimizerStateDict:
 
 
 def _plain_values(value: Any, depth: int = 0) -> Any:
-    """Return what JSON can hold, NotImplemented for the rest."""
+    """Return a value as JSON can store it, or NotImplemented."""
     import torch
 
     if value is None or isinstance(value, bool | int | float | str):
@@ -170,13 +178,13 @@ def _plain_values(value: Any, depth: int = 0) -> Any:
 
 
 def _metadata_from(rest: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return what lies beside model and optimizer, if it is plain."""
+    """Return the other entries of a tree as metadata; raise FormatError if one is not plain."""
     plain = {str(key): _plain_values(value) for key, value in rest.items()}
     strange = [
         f"{key!r} (a {type(rest[key]).__name__})" for key, v in plain.items() if v is NotImplemented
     ]
     if strange:
-        raise _unfit(
+        raise _format_error(
             path,
             f"beside model and optimizer there is {join(strange)}, which is no plain value: "
             "take it out of the file, and keep it elsewhere",
@@ -190,8 +198,8 @@ def _is_optimizer(value: Any) -> bool:
     )
 
 
-def _part(value: Any, kind: str, texts: Mapping[str, Any], path: Path) -> Any:
-    """Return one part as a state, of the class that the record names."""
+def _restore_part(value: Any, kind: str, texts: Mapping[str, Any], path: Path) -> Any:
+    """Return a model or optimizer as a state, of the class recorded in the file."""
     if isinstance(value, StateDict):
         return value
     if kind == "model":
@@ -207,12 +215,12 @@ def _part(value: Any, kind: str, texts: Mapping[str, Any], path: Path) -> Any:
 
 
 def parts_of(tree: Any, path: Path) -> Parts:
-    """Take a tree apart: model, optimizer, and plain values beside them.
+    """Split a tree into model, optimizer, and plain values.
 
     Parameters
     ----------
     tree : mapping
-        What a file of torch holds.
+        Contents of a torch file.
     path : pathlib.Path
         For errors.
 
@@ -225,16 +233,16 @@ def parts_of(tree: Any, path: Path) -> Parts:
     Raises
     ------
     FormatError
-        Something in it is neither; the message names it.
+        If an entry is neither; the message names it.
     """
     if isinstance(tree, OptimizerStateDict):
         return None, tree, {}
     if isinstance(tree, StateDict):
         return tree, None, {}
     if not isinstance(tree, Mapping):
-        raise _unfit(path, f"holds a {type(tree).__name__}, not a dict of tensors")
+        raise _format_error(path, f"holds a {type(tree).__name__}, not a dict of tensors")
     if _is_optimizer(tree):
-        return None, _part(tree, "optimizer", {}, path), {}
+        return None, _restore_part(tree, "optimizer", {}, path), {}
     models = [key for key in _MODEL_KEYS if isinstance(tree.get(key), Mapping)]
     optimizers = [key for key in _OPTIMIZER_KEYS if _is_optimizer(tree.get(key))]
     if not models and not optimizers:
@@ -243,11 +251,11 @@ def parts_of(tree: Any, path: Path) -> Parts:
     rest = {key: value for key, value in tree.items() if key not in used}
     texts = rest.pop(_RECORD, {})
     if not isinstance(texts, Mapping) or not all(isinstance(v, str) for v in texts.values()):
-        raise _unfit(path, f"entry {_RECORD!r} does not describe the file")
+        raise _format_error(path, f"entry {_RECORD!r} does not describe the file")
     if "metadata" in rest and texts:
         rest = dict(rest["metadata"])
-    model = _part(tree[models[0]], "model", texts, path) if models else None
-    optimizer = _part(tree[optimizers[0]], "optimizer", texts, path) if optimizers else None
+    model = _restore_part(tree[models[0]], "model", texts, path) if models else None
+    optimizer = _restore_part(tree[optimizers[0]], "optimizer", texts, path) if optimizers else None
     return model, optimizer, _metadata_from(rest, path)
 
 
@@ -255,14 +263,14 @@ def parts_of(tree: Any, path: Path) -> Parts:
 
 
 def _as_tuples(value: Any) -> Any:
-    """Write lists of hyperparameters as tuples, as torch's optimizers have them."""
+    """Return lists of hyperparameters as tuples, which torch's optimizers use."""
     return tuple(_as_tuples(item) for item in value) if isinstance(value, list) else value
 
 
-def _compact(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copy tensors that fill less than their memory: files would hold all of it.
+def _compact_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copy tensors that use only a part of their storage: a file would contain all of it.
 
-    Tied ones, which fill theirs, stay tied.
+    Tied tensors that together use their whole storage stay tied.
     """
     filled: Counter[int] = Counter()
     for tensor in {id(tensor): tensor for tensor in tensors.values()}.values():
@@ -275,16 +283,16 @@ def _compact(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: copies[id(tensor)] for name, tensor in tensors.items()}
 
 
-def _tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return plain tensors in main memory for all values."""
+def _cpu_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return all values as plain CPU tensors."""
     made = tensors_of(state)
-    return _compact({name: tensor.cpu() for name, tensor in made.items()})
+    return _compact_tensors({name: tensor.cpu() for name, tensor in made.items()})
 
 
 def _optimizer_tree(state: OptimizerStateDict) -> dict[str, Any]:
     """Return the form of ``optimizer.state_dict()``.
 
-    Parameters are numbers where names are only that, ``param_0`` and so on; else names.
+    Parameters are numbers if all names are numbered (``param_0`` and so on), else names.
     """
     saved = state.param_groups or ({"lr": state.learning_rate, "params": list(state.parameters())},)
     listed = [str(name) for group in saved for name in group.get("params", ())]
@@ -304,7 +312,7 @@ def _optimizer_tree(state: OptimizerStateDict) -> dict[str, Any]:
         for name in group.get("params", ())
     }
     states: dict[Any, dict[str, Any]] = {}
-    for key, tensor in _tensors(state).items():
+    for key, tensor in _cpu_tensors(state).items():
         name, _, kind = key.rpartition(".")
         plain = key in numbers and tensor.numel() == 1
         states.setdefault(order[name], {})[kind] = tensor.item() if plain else tensor
@@ -321,7 +329,7 @@ def _optimizer_tree(state: OptimizerStateDict) -> dict[str, Any]:
 def tree_of(
     model: StateDict | None, optimizer: OptimizerStateDict | None, metadata: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Make what torch can store of a model, an optimizer and plain values.
+    """Return a tree that torch can store, of a model, an optimizer and plain values.
 
     Parameters
     ----------
@@ -333,17 +341,17 @@ def tree_of(
     Returns
     -------
     dict
-        A model alone: its tensors by name, for ``module.load_state_dict``. Otherwise the
-        entries ``model``, ``optimizer``, ``metadata``, and ``mlstate``, which says of which
-        classes they are.
+        For a model alone: its tensors by name, for ``module.load_state_dict``. Otherwise the
+        entries ``model``, ``optimizer``, ``metadata``, and ``mlstate``, which records the
+        classes of the states.
     """
     kinds = {"model": describe(model), "optimizer": describe(optimizer)}
     texts = {kind: text for kind, text in kinds.items() if text is not None}
     if model is not None and optimizer is None and not metadata and not texts:
-        return dict(_tensors(model))
+        return dict(_cpu_tensors(model))
     tree: dict[str, Any] = {}
     if model is not None:
-        tree["model"] = _tensors(model)
+        tree["model"] = _cpu_tensors(model)
     if optimizer is not None:
         tree["optimizer"] = _optimizer_tree(optimizer)
     return {**tree, "metadata": dict(metadata), _RECORD: {"version": "1", **texts}}
@@ -353,22 +361,22 @@ def tree_of(
 
 
 def read_pt(path: Path) -> Parts:
-    """Read a file of ``torch.save``, without running what it may hold.
+    """Read a ``torch.save`` file without running code from it.
 
     Parameters
     ----------
     path : pathlib.Path
-        Arrays are over the mapped file where its format allows that.
+        The file. If its format allows, it is memory-mapped and the arrays share its memory.
 
     Returns
     -------
     tuple
-        As `parts_of`.
+        See `parts_of`.
 
     Raises
     ------
     FormatError
-        Damaged, or it holds more than tensors and plain values.
+        If the file is damaged, or contains more than tensors and plain values.
     """
     from pickle import UnpicklingError
 
@@ -378,16 +386,16 @@ def read_pt(path: Path) -> Parts:
         zipped = file.read(4) == b"PK\x03\x04"
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own, about its storages
+            warnings.simplefilter("ignore")  # torch's warnings about its storage classes
             tree = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except UnpicklingError as error:
-        raise _unfit(path, _refused(str(error))) from None
+        raise _format_error(path, _describe_refusal(str(error))) from None
     except OSError as error:
-        if error.errno != errno.EINVAL:  # which torch says of an archive that was cut off
+        if error.errno != errno.EINVAL:  # torch's error for a truncated archive
             raise
-        raise _unfit(path, "torch cannot read it: it ends too early") from None
+        raise _format_error(path, "torch cannot read it: it ends too early") from None
     except (RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError) as error:
-        raise _unfit(path, f"torch cannot read it: {_first_line(error)}") from None
+        raise _format_error(path, f"torch cannot read it: {_first_line(error)}") from None
     return parts_of(tree, path)
 
 
@@ -396,8 +404,8 @@ def _first_line(error: object) -> str:
     return lines[0][:300] if lines else type(error).__name__
 
 
-def _refused(text: str) -> str:
-    """Say in our words what torch's reader would not bring back."""
+def _describe_refusal(text: str) -> str:
+    """Return an error text for an object that torch's reader refused."""
     import re
 
     found = re.search(r"GLOBAL ([\w.]+)", text)
@@ -416,13 +424,13 @@ def write_pt(
     optimizer: OptimizerStateDict | None,
     metadata: Mapping[str, Any],
 ) -> None:
-    """Write a file that ``torch.load`` reads with ``weights_only``, atomically.
+    """Atomically write a file that ``torch.load`` reads with ``weights_only``.
 
     Parameters
     ----------
     path : pathlib.Path
     model, optimizer, metadata
-        As `tree_of`.
+        See `tree_of`.
     """
     import torch
 
@@ -435,22 +443,23 @@ def write_pt(
 
 
 def read_dcp(path: Path) -> Parts:
-    """Read a checkpoint of torch.distributed.checkpoint, of however many ranks.
+    """Read a checkpoint of torch.distributed.checkpoint, written by any number of ranks.
 
     Parameters
     ----------
     path : pathlib.Path
-        Its directory.
+        The directory.
 
     Returns
     -------
     tuple
-        As `parts_of`.
+        See `parts_of`.
 
     Raises
     ------
     FormatError
-        Damaged, or it holds more than tensors and plain values. Nothing that it names is run.
+        If it is damaged, or contains more than tensors and plain values. No code from the files
+        is run.
     """
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
@@ -460,7 +469,7 @@ def read_dcp(path: Path) -> Parts:
     reader = Reader(path)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is one process
+            warnings.simplefilter("ignore")  # torch warns that there is only one process
             _load_state_dict(tree, storage_reader=reader, planner=planner(), no_dist=True)
     except FormatError as error:
         error.path = str(path)
@@ -468,7 +477,7 @@ def read_dcp(path: Path) -> Parts:
     except OSError:
         raise
     except BaseException as error:
-        # torch collects what went wrong in an exception that is no Exception
+        # torch collects errors in a class that does not derive from Exception
         if not (isinstance(error, Exception) or hasattr(error, "failures")):
             raise
         reason = next(iter(getattr(error, "failures", {}).values()), (error,))
@@ -478,7 +487,7 @@ def read_dcp(path: Path) -> Parts:
         if isinstance(cause, FormatError):
             cause.path = str(path)
             raise cause from None
-        raise _unfit(path, f"torch cannot read it: {_first_line(cause)}") from None
+        raise _format_error(path, f"torch cannot read it: {_first_line(cause)}") from None
     return parts_of(tree, path)
 
 
@@ -494,16 +503,16 @@ def write_dcp(
     Parameters
     ----------
     path : pathlib.Path
-        Absent, or an empty directory.
+        A new path, or an empty directory.
     model, optimizer, metadata
-        As `tree_of`.
+        See `tree_of`.
     overwrite : bool
-        Replace a torch checkpoint in `path`.
+        Whether to replace an existing torch checkpoint.
 
     Raises
     ------
     ValueError
-        `path` holds something else.
+        If `path` contains something else.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -517,7 +526,7 @@ def write_dcp(
     temporary = temporary_name(target)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is one process
+            warnings.simplefilter("ignore")  # torch warns that there is only one process
             dcp.save(tree, checkpoint_id=temporary, no_dist=True)  # type: ignore[attr-defined]
         sync_folder(temporary)
         _replace_folder(temporary, target)
@@ -529,16 +538,17 @@ def write_dcp(
 
 
 def _is_replaceable(target: Path, overwrite: bool) -> bool:
-    """Whether a path is an empty directory, or a torch checkpoint that may be replaced."""
+    """Return whether a path is an empty directory, or a torch checkpoint to be replaced."""
     if not target.is_dir():
         return False
     return not any(target.iterdir()) or (overwrite and (target / ".metadata").is_file())
 
 
 def _replace_folder(new: Path, target: Path) -> None:
-    """Rename `new` to `target`; an older folder there is deleted once the new one has its name.
+    """Rename `new` to `target`; an older folder there is deleted after that.
 
-    Between the two renames neither has the name. If the second one fails, the old one returns.
+    Between two renames, `target` does not exist. If the second one fails, the old folder is
+    renamed back.
     """
     if not target.exists():
         new.rename(target)

@@ -1,7 +1,7 @@
-"""FSDP1's flat parameters: which run of each parameter this rank has, and where.
+"""FSDP1's flat parameters: the elements of each parameter that this rank has.
 
-FullyShardedDataParallel puts the parameters of a unit behind each other, and gives each rank an
-equal piece of that. So a rank has of each parameter a run of its elements in C order, or none.
+FullyShardedDataParallel concatenates the parameters of a unit and gives each rank an equal shard
+of the result. So each rank has a contiguous run of a parameter's elements in C order, or none.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ if TYPE_CHECKING:
 
 
 class FlatRun(NamedTuple):
-    """The elements of a parameter that this rank has."""
+    """The run of a parameter's elements that this rank has."""
 
-    owner: torch.Tensor  # what the optimizer knows: the flat parameter, or its own
-    flat: torch.Tensor  # this rank's piece of the unit
-    shape: tuple[int, ...]  # of the whole parameter
-    begin: int  # the first of its elements that this rank has
+    owner: torch.Tensor  # the tensor in the optimizer: the flat or the original parameter
+    flat: torch.Tensor  # this rank's shard of the unit
+    shape: tuple[int, ...]  # shape of the whole parameter
+    begin: int  # index of the run's first element in the parameter
     length: int
-    offset: int  # of that in the piece
-    in_owner: int  # of that in the owner
-    tied: bool  # another name of a parameter that is there already
+    offset: int  # offset of the run in `flat`
+    in_owner: int  # offset of the run in `owner`
+    tied: bool  # another name of a parameter that has a run already
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the elements in a tensor like the owner, such as a state.
+        """Return the run's elements in a tensor with the owner's layout, such as a state.
 
         Parameters
         ----------
         tensor : torch.Tensor
-            As long as the owner.
+            A tensor with as many elements as the owner.
         """
         return tensor.reshape(-1)[self.in_owner : self.in_owner + self.length]
 
     def place(self, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...], int, int]:
-        """Return memory, shape of the whole, begin and end of the run.
+        """Return the run's memory, the shape of the whole parameter, and begin and end of the run.
 
         Parameters
         ----------
         tensor : torch.Tensor
-            The piece of the unit, or one like the owner.
+            The shard `flat`, or a tensor with the owner's layout.
         """
         own = tensor is self.flat
         start = self.offset if own else self.in_owner
@@ -51,7 +51,7 @@ class FlatRun(NamedTuple):
 
 
 def is_flattened(tensor: torch.Tensor) -> bool:
-    """Whether FSDP1 has a parameter: the flat one, or one that is a view of it.
+    """Return whether FSDP1 manages a parameter: a flat parameter, or a view of one.
 
     Parameters
     ----------
@@ -62,42 +62,42 @@ def is_flattened(tensor: torch.Tensor) -> bool:
 
 
 def reshard_flat(wrappers: Iterable[Any]) -> None:
-    """Let go of whole parameters that a forward pass left, so that pieces are what counts.
+    """Free whole parameters left by a forward pass, so that the sharded ones are in use.
 
     Parameters
     ----------
     wrappers : iterable of FullyShardedDataParallel
-        All of a module.
+        All FSDP1 wrappers of a module.
     """
     for wrapper in wrappers:
         handle = wrapper._handle
         if handle is None or not handle.uses_sharded_strategy:
             continue
-        # the root keeps what it gathered after its piece is in use again; before the first
-        # forward pass there is nothing
+        # The root keeps gathered parameters although its shard is in use again. Before the first
+        # forward pass there are none.
         if hasattr(handle.flat_param, "_full_param_padded"):
             handle.reshard(True)
 
 
 def flat_runs(module: torch.nn.Module, wrappers: Iterable[Any]) -> dict[str, FlatRun]:
-    """Return what this rank has of all parameters of FSDP1's units, by name.
+    """Return this rank's runs of all parameters of FSDP1 units, by name.
 
     Parameters
     ----------
     module : torch.nn.Module
-        Their root; names begin there, without the prefixes of wrappers.
+        Their root. Names start there, without the prefixes of wrappers.
     wrappers : iterable of FullyShardedDataParallel
-        All of the module.
+        All FSDP1 wrappers of the module.
 
     Returns
     -------
     dict of str to FlatRun
-        Parameters of which this rank has nothing too, with a length of 0.
+        The runs; a parameter without elements on this rank has a run of length 0.
 
     Raises
     ------
     TypeError
-        A parameter is cut by tensor parallelism as well.
+        If a parameter is also divided by tensor parallelism.
     """
     from .sharded import unwrapped_name
 
@@ -122,7 +122,7 @@ def flat_runs(module: torch.nn.Module, wrappers: Iterable[Any]) -> dict[str, Fla
 
 
 def _run(name: str, handle: Any, number: int) -> FlatRun:
-    """The run of one parameter of a unit."""
+    """Return the run of one parameter of a unit."""
     flat = handle.flat_param
     if flat._param_extensions[number] is not None:
         raise TypeError(

@@ -1,8 +1,8 @@
-"""Torch modules and optimizers as places to load into: each rank's own memory.
+"""Torch modules and optimizers as load targets: this rank's own memory.
 
-A `Place` is a tensor of this rank and the part of a checkpoint's tensor that belongs there: all
-of it, a part of a layout (DTensors), or a run of elements (FSDP1's flat parameters). The core
-reads each part to where it lies; ranks exchange nothing.
+A `Place` is a tensor of this rank and the part of a checkpoint's tensor that it receives: all of
+it, a part of a layout (DTensors), or a run of elements (FSDP1's flat parameters). The core reads
+each part directly into its memory; ranks exchange no data.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ....errors import CompatibilityError
 from .._tensors.dtypes import torch_has
 from .._tensors.memory import note_written
 from .fsdp1_flat import FlatRun, flat_runs, is_flattened, reshard_flat
-from .optimizer import NUMBERS, _named, group_values, is_number, refuse_unfit
+from .optimizer import NUMBERS, _name_parameters, group_values, is_number, refuse_unfit
 from .sharded import (
     _by_name,
     _flat_sharded,
@@ -36,23 +36,23 @@ if TYPE_CHECKING:
 
 
 class Place(NamedTuple):
-    """Memory of this rank for a tensor of a checkpoint, and which part of it goes there."""
+    """Memory of this rank for a tensor of a checkpoint, and the part that it receives."""
 
     tensor: torch.Tensor
-    shape: tuple[int, ...]  # of the whole
-    cut: Steps | int  # a layout, or where a run of elements begins
-    last: int  # which part of the layout, or where the run ends
+    shape: tuple[int, ...]  # shape of the whole tensor
+    cut: Steps | int  # steps of a layout, or begin of a run of elements
+    last: int  # index of the part in the layout, or end of the run
 
 
 def _place(name: str, value: Any) -> Place:
-    """Where this rank has a value of a state dict."""
+    """Return this rank's memory for a value of a state dict."""
     part = part_of(name, value)
     if isinstance(part, Shard):
         return Place(part.array, part.shape, part._steps, part.index)
     return Place(part, tuple(part.shape), (), 0)
 
 
-# ---- what is saved ----
+# ---- saving ----
 
 
 def _refuse_alone(name: str, parts: int, ranks: int) -> ValueError:
@@ -64,13 +64,13 @@ def _refuse_alone(name: str, parts: int, ranks: int) -> ValueError:
 
 
 def _ranks_of(wrapper: Any) -> int:
-    """Over how many ranks FSDP1 spreads a module, replicas included."""
+    """Return the number of ranks over which FSDP1 spreads a module, including replicas."""
     between = getattr(wrapper, "_inter_node_pg", None)
     return int(wrapper.process_group.size() * (1 if between is None else between.size()))
 
 
 def _check_ranks(module: torch.nn.Module, ranks: int) -> None:
-    """Refuse to save a module on fewer ranks than have it."""
+    """Raise ValueError if a module is spread over more ranks than save."""
     for wrapper in _flat_sharded(module):
         if _ranks_of(wrapper) > ranks:
             name = next(iter(flat_runs(module, [wrapper])), type(module).__name__)
@@ -94,26 +94,26 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, ranks: int) -> None:
 
 
 def saved_module(module: torch.nn.Module, ranks: int) -> dict[str, Any]:
-    """Return what this rank stores of a module.
+    """Return this rank's part of a module, for saving.
 
     Parameters
     ----------
     module : torch.nn.Module
-        Plain, DDP, compiled, FSDP2 or FSDP1. Of FSDP1 every rank calls this.
+        Plain, DDP, compiled, FSDP2 or FSDP1. For FSDP1, every rank must call this.
     ranks : int
-        How many save together.
+        Number of ranks that save together.
 
     Returns
     -------
     dict of str to torch.Tensor or Shard
-        As `module_state` gives them.
+        The state of `module_state`.
 
     Raises
     ------
     ValueError
-        The module is spread over more ranks than save.
+        If the module is spread over more ranks than save.
     TypeError
-        A value is no tensor, or cut as no `Layout` can say.
+        If a value is not a tensor, or no `Layout` can describe its sharding.
     """
     _check_ranks(module, ranks)
     return module_state(module)[0]
@@ -122,31 +122,31 @@ def saved_module(module: torch.nn.Module, ranks: int) -> dict[str, Any]:
 def saved_optimizer(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module | None, ranks: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what this rank stores of an optimizer.
+    """Return this rank's part of an optimizer, for saving.
 
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
-        Of parameters that are plain, or sharded by FSDP2 or FSDP1.
+        An optimizer of parameters that are plain, or sharded by FSDP2 or FSDP1.
     module : torch.nn.Module, optional
-        Whose parameters they are. Of FSDP1 every rank calls this.
+        The module with these parameters. For FSDP1, every rank must call this.
     ranks : int
-        How many save together.
+        Number of ranks that save together.
 
     Returns
     -------
     states : dict of str to array, torch.Tensor or Shard
         By ``"<parameter>.<state name>"``.
     keywords : dict
-        The others of `mlstate.OptimizerStateDict`.
+        The other arguments of `mlstate.OptimizerStateDict`.
 
     Raises
     ------
     ValueError
-        The module lacks parameters of the optimizer, or they are spread over more ranks than
+        If the module lacks parameters of the optimizer, or they are spread over more ranks than
         save.
     TypeError
-        A state is neither tensor nor number, or the module of FSDP1 is missing.
+        If a state is neither tensor nor number, or the module is missing and FSDP1's.
     """
     if module is None:
         _check_optimizer(optimizer, ranks)
@@ -156,21 +156,21 @@ def saved_optimizer(
     return states, keywords
 
 
-# ---- filling ----
+# ---- loading into modules ----
 
 
 class Filling:
-    """Memory of this rank that one section of a checkpoint is read into.
+    """Memory of this rank for one section of a checkpoint.
 
     Attributes
     ----------
     arrays : dict of str to torch.Tensor
-        Where the bytes go: the tensors themselves, or for those on a device tensors in main
-        memory, which `done` copies from.
+        Memory that the core writes: the tensors themselves, or for tensors on a device, CPU
+        tensors that `done` copies from.
     optional : frozenset of str
-        Names that a checkpoint need not have, as they are others' names for the same memory.
+        Names that a checkpoint may lack, because they are further names of the same memory.
     known : collection of str
-        Names of all that is there.
+        All names.
     """
 
     def __init__(self, places: dict[str, Place], optional: Iterable[str] = ()) -> None:
@@ -181,16 +181,16 @@ class Filling:
         self.zeros: list[torch.Tensor] = []
 
     def cuts(self, keys: Sequence[str]) -> list[tuple[tuple[int, ...], Any, int]]:
-        """Return what the core is to know of the places of some keys."""
+        """Return the parts of some keys in the core's form."""
         return [self.places[key][1:] for key in keys]
 
     def whole(self) -> None:
-        """Refuse places that are parts: they cannot be cut once more.
+        """Raise if a place is a part of a tensor, which cannot be divided again.
 
         Raises
         ------
         TypeError
-            Names the first that is a part.
+            If a place is a part; the message names the first one.
         """
         for name, place in self.places.items():
             if place.cut != ():
@@ -200,11 +200,11 @@ class Filling:
                 )
 
     def zero(self, name: str) -> None:
-        """Let a tensor that the checkpoint lacks become zeros when all else is read."""
+        """Register a tensor that the checkpoint lacks, to become zeros in `done`."""
         self.zeros.append(self.places[name].tensor)
 
     def done(self) -> None:
-        """Take over what was read; nothing here fails for reasons of the checkpoint."""
+        """Complete the load after all reads; the checkpoint can cause no error here."""
         import torch
 
         with torch.no_grad():
@@ -218,7 +218,7 @@ class Filling:
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor itself, or memory like it that the core can write."""
+    """Return a tensor itself, or for a tensor on a device, new CPU memory like it."""
     import torch
 
     if tensor.device.type == "cpu":
@@ -227,7 +227,7 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fill_module(module: torch.nn.Module) -> Filling:
-    """Return where this rank has a module's parameters and buffers.
+    """Return this rank's memory for a module's parameters and buffers.
 
     Parameters
     ----------
@@ -237,16 +237,16 @@ def fill_module(module: torch.nn.Module) -> Filling:
     Returns
     -------
     Filling
-        By the names under which `saved_module` stores them.
+        Memory by the names under which `saved_module` stores the parts.
 
     Raises
     ------
     TypeError
-        A value is no tensor, or cut as no `Layout` can say.
+        If a value is not a tensor, or no `Layout` can describe its sharding.
     """
     wrappers = _flat_sharded(module)
     if not wrappers:
-        _reshard(module)  # of FSDP2: what was gathered of the old elements is of no use
+        _reshard(module)  # FSDP2: gathered parameters would be outdated
         named = _by_name(module, module.state_dict())
         return Filling({name: _place(name, value) for name, value in named.items()})
     reshard_flat(wrappers)
@@ -259,7 +259,7 @@ def fill_module(module: torch.nn.Module) -> Filling:
 
 
 def _not_flat(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    """Parameters that FSDP1 was told to ignore, and buffers that state dicts have."""
+    """Yield parameters that FSDP1 ignores, and persistent buffers."""
     for prefix, child in module.named_modules(remove_duplicate=False):
         start = prefix + "." if prefix else ""
         for name, parameter in child._parameters.items():
@@ -270,48 +270,48 @@ def _not_flat(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
                 yield start + name, buffer
 
 
-# ---- filling an optimizer ----
+# ---- loading into optimizers ----
 
 
-class _Slot(NamedTuple):
-    """A parameter as the optimizer has it: its own tensor, or a run of a flat one."""
+class _ParameterSlot(NamedTuple):
+    """A parameter in the optimizer: its own tensor, or a run of a flat parameter."""
 
     owner: torch.Tensor
     shape: tuple[int, ...]
     run: FlatRun | None
 
 
-def _slots(
+def _parameter_slots(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module | None, names: Any
-) -> tuple[dict[str, _Slot], list[list[str]]]:
-    """Return all parameters by name, and the names of each group."""
+) -> tuple[dict[str, _ParameterSlot], list[list[str]]]:
+    """Return all parameters by name, and the parameter names of each group."""
     wrappers = [] if module is None else _flat_sharded(module)
     if module is None or not wrappers:
-        named = _named(optimizer, names)
+        named = _name_parameters(optimizer, names)
         if module is not None and names is module:
             named = _by_name(module, named)
-        slots = {name: _Slot(p, tuple(p.shape), None) for name, p in named.items()}
+        slots = {name: _ParameterSlot(p, tuple(p.shape), None) for name, p in named.items()}
     else:
         runs = {n: run for n, run in flat_runs(module, wrappers).items() if not run.tied}
-        slots = {name: _Slot(run.owner, run.shape, run) for name, run in runs.items()}
+        slots = {name: _ParameterSlot(run.owner, run.shape, run) for name, run in runs.items()}
         for name, p in module.named_parameters():
             if not is_flattened(p):
-                slots[unwrapped_name(module, name)] = _Slot(p, tuple(p.shape), None)
+                slots[unwrapped_name(module, name)] = _ParameterSlot(p, tuple(p.shape), None)
     by_owner: dict[int, list[str]] = {}
     for name, slot in slots.items():
         by_owner.setdefault(id(slot.owner), []).append(name)
     members = []
     for group in optimizer.param_groups:
         if any(id(p) not in by_owner for p in group["params"]):
-            _named(optimizer, module)  # says which
+            _name_parameters(optimizer, module)  # raises an error that lists them
             raise ValueError(f"the optimizer has parameters that {type(module).__name__} lacks")
         members.append([name for p in group["params"] for name in by_owner[id(p)]])
     listed = {name for group in members for name in group}
     return {name: slot for name, slot in slots.items() if name in listed}, members
 
 
-def _new_state(key: str, slot: _Slot, record: OptimizerRecord) -> torch.Tensor:
-    """Make a state as the optimizer would: like its parameter, or along the axes it has of it."""
+def _new_state(key: str, slot: _ParameterSlot, record: OptimizerRecord) -> torch.Tensor:
+    """Return a new state as the optimizer would create it, sharded like its parameter."""
     import torch
 
     if not torch_has(record.dtype):
@@ -339,8 +339,8 @@ def _new_state(key: str, slot: _Slot, record: OptimizerRecord) -> torch.Tensor:
     return distributed.zeros(*record.shape, dtype=dtype, device_mesh=mesh, placements=placements)
 
 
-def _scalar(slot: _Slot, group: dict[str, Any], array: NDArray) -> torch.Tensor:
-    """Make a count of steps where the optimizer wants it."""
+def _make_scalar(slot: _ParameterSlot, group: dict[str, Any], array: NDArray) -> torch.Tensor:
+    """Return a step count on the device that the optimizer requires."""
     import torch
 
     on_device = group.get("capturable") or group.get("fused")
@@ -349,33 +349,33 @@ def _scalar(slot: _Slot, group: dict[str, Any], array: NDArray) -> torch.Tensor:
 
 
 class OptimizerFilling(Filling):
-    """Memory of this rank that the states of an optimizer are read into.
+    """Memory of this rank for the states of an optimizer.
 
-    States that do not exist yet are made, and given to the optimizer by `done` only.
+    Missing states are created; `done` adds them to the optimizer.
 
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
-        Of a plain module, or one sharded by FSDP2 or FSDP1.
+        An optimizer of a plain module, or one sharded by FSDP2 or FSDP1.
     module : torch.nn.Module, optional
-        Whose parameters it has.
+        The module with its parameters.
     records : dict of str to OptimizerRecord
-        The states that are loaded, by key.
+        The states to load, by key.
     saved : OptimizerStateDict
-        What the checkpoint says of groups; without arrays.
+        The groups of the checkpoint, without arrays.
     read : callable
-        Returns arrays of some keys of the checkpoint.
+        Returns the arrays of some keys of the checkpoint.
     names : torch.nn.Module, list of str or None
-        Where names come from.
+        The source of names.
     meant : callable
-        Returns those of some keys that the load is about: other states stay as they are.
+        Returns those keys that the load includes; other states are not changed.
 
     Raises
     ------
     CompatibilityError
-        The checkpoint has parameters that the optimizer lacks, or states of other shapes.
+        If the checkpoint has parameters that the optimizer lacks, or states of other shapes.
     ValueError, TypeError
-        The optimizer's parameters are not the module's, or cut as no layout can say.
+        If the optimizer's parameters are not the module's, or no layout can describe them.
     """
 
     def __init__(
@@ -392,7 +392,7 @@ class OptimizerFilling(Filling):
             _check_optimizer(optimizer, 1 << 62)
         self.optimizer = optimizer
         self.records = records
-        self.slots, members = _slots(optimizer, module, names)
+        self.slots, members = _parameter_slots(optimizer, module, names)
         wanted = {
             name: (slot.shape, {} if slot.run else optimizer.state.get(slot.owner, {}))
             for name, slot in self.slots.items()
@@ -405,25 +405,25 @@ class OptimizerFilling(Filling):
             for name in names_of
         }
         self.made: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
-        places, alone = self._sort(saved)
+        places, alone = self._sort_states(saved)
         self.numbers = self._read_scalars(read(sorted(alone)) if alone else {}, alone)
         super().__init__(places)
-        others = self._others()
+        others = self._list_unsaved()
         self.rest = {key: others[key] for key in meant(list(others))}
         self.known = {**records, **self.rest}.keys()
 
-    def _held(self, slot: _Slot, state: str) -> Any:
-        """A state that exists or was made."""
+    def _find_state(self, slot: _ParameterSlot, state: str) -> Any:
+        """Return a state that exists or was created, or None."""
         made = self.made.get(id(slot.owner))
         if made is not None and state in made[1]:
             return made[1][state]
         return self.optimizer.state.get(slot.owner, {}).get(state)
 
-    def _keep(self, slot: _Slot, state: str, value: Any) -> None:
+    def _add_state(self, slot: _ParameterSlot, state: str, value: Any) -> None:
         self.made.setdefault(id(slot.owner), (slot.owner, {}))[1][state] = value
 
-    def _sort(self, saved: Any) -> tuple[dict[str, Place], dict[str, bool]]:
-        """Return states that are read in place, and scalars that are set; True: as numbers."""
+    def _sort_states(self, saved: Any) -> tuple[dict[str, Place], dict[str, bool]]:
+        """Return states to read in place, and scalar states to set; True: as a number."""
         numbers = {
             (name, state)
             for group in saved.param_groups
@@ -435,7 +435,7 @@ class OptimizerFilling(Filling):
         for key, record in self.records.items():
             slot = self.slots[record.parameter]
             state = record.state or ""
-            held = self._held(slot, state)
+            held = self._find_state(slot, state)
             number = is_number(held) or (held is None and (record.parameter, state) in numbers)
             if (
                 record.shape != slot.shape
@@ -449,7 +449,9 @@ class OptimizerFilling(Filling):
                 places[key] = self._place_of(key, slot, record, held)
         return places, alone
 
-    def _place_of(self, key: str, slot: _Slot, record: OptimizerRecord, held: Any) -> Place:
+    def _place_of(
+        self, key: str, slot: _ParameterSlot, record: OptimizerRecord, held: Any
+    ) -> Place:
         state = record.state or ""
         run = slot.run
         if run is not None and record.shape != slot.shape:
@@ -459,20 +461,20 @@ class OptimizerFilling(Filling):
             )
             error.name = key
             raise error
-        if run is not None and slot.owner.numel() == 0:  # torch never makes a state for it
+        if run is not None and slot.owner.numel() == 0:  # torch never creates a state for it
             import torch
 
             return Place(*run.place(torch.empty(0, dtype=getattr(torch, record.dtype))))
         if held is None:
             held = _new_state(key, slot, record)
-            self._keep(slot, state, held)
+            self._add_state(slot, state, held)
         return _place(key, held) if run is None else Place(*run.place(held.detach()))
 
     def _read_scalars(
         self, arrays: dict[str, NDArray], alone: dict[str, bool]
-    ) -> dict[tuple[int, str], tuple[_Slot, Any]]:
-        """Return what is set when all is read: one value for each state of an owner."""
-        found: dict[tuple[int, str], tuple[_Slot, Any]] = {}
+    ) -> dict[tuple[int, str], tuple[_ParameterSlot, Any]]:
+        """Return the scalars to set in `done`: one value for each state of an owner."""
+        found: dict[tuple[int, str], tuple[_ParameterSlot, Any]] = {}
         first: dict[tuple[int, str], str] = {}
         for key, array in arrays.items():
             record = self.records[key]
@@ -490,12 +492,12 @@ class OptimizerFilling(Filling):
                 raise error
             first.setdefault(where, key)
             group = self.group_of[record.parameter]
-            value = array.item() if alone[key] else _scalar(slot, group, array)
+            value = array.item() if alone[key] else _make_scalar(slot, group, array)
             found[where] = (slot, value)
         return found
 
-    def _others(self) -> dict[str, tuple[_Slot, str, Any]]:
-        """States that the optimizer has and the checkpoint has not."""
+    def _list_unsaved(self) -> dict[str, tuple[_ParameterSlot, str, Any]]:
+        """Return states that the optimizer has and the checkpoint lacks."""
         found = {}
         for name, slot in self.slots.items():
             for state, value in self.optimizer.state.get(slot.owner, {}).items():
@@ -505,7 +507,7 @@ class OptimizerFilling(Filling):
         return found
 
     def zero(self, name: str) -> None:
-        """Let a state that the checkpoint lacks become zeros when all else is read."""
+        """Register a state that the checkpoint lacks, to become zeros in `done`."""
         import torch
 
         slot, state, value = self.rest.pop(name)
@@ -514,13 +516,13 @@ class OptimizerFilling(Filling):
             flat = slot.run is not None and own.numel() == slot.owner.numel()
             self.zeros.append(slot.run.view(own) if slot.run and flat else own)
         else:
-            self._keep(slot, state, type(value)(0))
+            self._add_state(slot, state, type(value)(0))
 
     def done(self) -> None:
-        """Give the optimizer what was made and read, and its groups their values."""
+        """Complete the load: add created and read states, and set the groups' values."""
         super().done()
         for slot, state, value in self.rest.values():
-            self._drop(slot, state, value)
+            self._drop_state(slot, state, value)
         for owner, states in self.made.values():
             self.optimizer.state[owner].update(states)
         for (_, state), (slot, value) in self.numbers.items():
@@ -528,9 +530,9 @@ class OptimizerFilling(Filling):
         for group, values in zip(self.optimizer.param_groups, self.groups, strict=True):
             group.update(values)
 
-    def _drop(self, slot: _Slot, state: str, value: Any) -> None:
-        """Forget a state that was not saved: the optimizer makes it anew when it is needed."""
-        if slot.run is not None and self._shared(slot, state):
+    def _drop_state(self, slot: _ParameterSlot, state: str, value: Any) -> None:
+        """Remove a state that was not saved; the optimizer creates it again if needed."""
+        if slot.run is not None and self._is_shared(slot, state):
             if hasattr(value, "numel") and value.numel() == slot.owner.numel():
                 slot.run.view(value.detach()).zero_()
             return
@@ -540,8 +542,8 @@ class OptimizerFilling(Filling):
             if not states:
                 del self.optimizer.state[slot.owner]
 
-    def _shared(self, slot: _Slot, state: str) -> bool:
-        """Whether another parameter of the same flat one has the state afterwards."""
+    def _is_shared(self, slot: _ParameterSlot, state: str) -> bool:
+        """Return whether another parameter in the same flat one keeps the state."""
         return any(
             other.owner is slot.owner and f"{name}.{state}" not in self.rest
             for name, other in self.slots.items()

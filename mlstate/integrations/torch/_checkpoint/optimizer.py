@@ -1,4 +1,4 @@
-"""The state of torch optimizers, by names of parameters."""
+"""The state of torch optimizers, by parameter name."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from ...._types import NDArray
     from ....state._optimizer_state import OptimizerStateDict
 
-# Of a group, what is no hyperparameter.
+# Keys of a group that are not hyperparameters.
 _NAMES = frozenset({"params", "param_names"})
-# In a group, which states were Python numbers: files hold them as arrays.
+# Key in a group: names of states that were Python numbers; files store them as arrays.
 NUMBERS = "python_numbers"
-# States that are smaller than the parameter on purpose, as Adafactor's.
+# States that are smaller than the parameter by design, such as Adafactor's.
 _FACTOR = re.compile(r"row|col")
 
 
@@ -33,7 +33,7 @@ _FACTOR = re.compile(r"row|col")
 
 
 def _names_of_module(module: torch.nn.Module, parameters: list[torch.Tensor]) -> list[str]:
-    """Find each parameter in the module, by identity."""
+    """Return the name of each parameter in the module, found by identity."""
     names = {id(p): name for name, p in module.named_parameters()}
     lost = [
         f"number {i} of shape {tuple(p.shape)}"
@@ -50,13 +50,13 @@ def _names_of_module(module: torch.nn.Module, parameters: list[torch.Tensor]) ->
 
 
 def _names_of_groups(groups: list[dict[str, Any]], count: int) -> list[str]:
-    """Return the names that the optimizer was given, or numbered ones."""
+    """Return the names stored in the optimizer's groups, or numbered names."""
     if all("param_names" in group for group in groups):
         return list(chain.from_iterable(group["param_names"] for group in groups))
     return [f"param_{i}" for i in range(count)]
 
 
-def _named(
+def _name_parameters(
     optimizer: torch.optim.Optimizer, names: torch.nn.Module | Iterable[str] | None
 ) -> dict[str, torch.Tensor]:
     """Return the optimizer's parameters by name, in its order."""
@@ -90,8 +90,8 @@ def _named(
 # ---- from torch ----
 
 
-def _plain(value: Any) -> Any:
-    """Return a hyperparameter as plain values; NotImplemented where it is none."""
+def _plain_value(value: Any) -> Any:
+    """Return a hyperparameter as plain values, or NotImplemented if it is not plain."""
     import torch
 
     if value is None or isinstance(value, bool | int | float | str):
@@ -99,7 +99,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor | np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, list | tuple):
-        items = [_plain(item) for item in value]
+        items = [_plain_value(item) for item in value]
         return NotImplemented if any(item is NotImplemented for item in items) else items
     return NotImplemented
 
@@ -109,12 +109,14 @@ def is_number(value: object) -> bool:
 
 
 def as_array(number: complex) -> NDArray:
-    """Return a number as an array without dimensions: of int64, float64, bool, complex128."""
+    """Return a number as a 0-d array of int64, float64, bool or complex128."""
     return np.asarray(number, np.int64 if type(number) is int else None)
 
 
-def _states(named: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return all states as ``"<parameter>.<state name>"`` to tensor or number."""
+def _collect_states(
+    named: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """Return all states, tensors or numbers, by ``"<parameter>.<state name>"``."""
     import torch
 
     known = {id(parameter) for parameter in named.values()}
@@ -142,7 +144,7 @@ def _states(named: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer) ->
 
 
 def _kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """Name the optimizer by the first of its classes that is known."""
+    """Return the optimizer type of the first known class in the optimizer's MRO."""
     from ....state._optimizer_state import OptimizerType
 
     known = set(OptimizerType)
@@ -153,13 +155,13 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> str:
 def groups_from(
     optimizer: torch.optim.Optimizer, named: dict[str, torch.Tensor], states: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return the groups as plain values, parameters by name."""
+    """Return the groups as plain values, with parameter names."""
     names = iter(named)
     groups = []
     for group in optimizer.param_groups:
         plain: dict[str, Any] = {"params": [next(names) for _ in group["params"]]}
         for key, value in group.items():
-            if key not in _NAMES and (taken := _plain(value)) is not NotImplemented:
+            if key not in _NAMES and (taken := _plain_value(value)) is not NotImplemented:
                 plain[key] = taken
         members = set(plain["params"])
         numbers = {
@@ -179,26 +181,26 @@ def groups_from(
 def optimizer_state(
     optimizer: torch.optim.Optimizer, names: torch.nn.Module | Iterable[str] | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Take over an optimizer's state; see `mlstate.OptimizerStateDict.from_torch`.
+    """Return an optimizer's state as arrays; see `mlstate.OptimizerStateDict.from_torch`.
 
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
-        Keeps tensors and numbers for each parameter.
+        An optimizer whose state is tensors and numbers by parameter.
     names : torch.nn.Module, iterable of str or None
-        Where names come from.
+        The source of names.
 
     Returns
     -------
     arrays : dict of str to array
-        Over the tensors' memory; numbers as arrays without dimensions.
+        Arrays over the tensors' memory; numbers are 0-d arrays.
     keywords : dict
-        The others of `mlstate.OptimizerStateDict`: ``optimizer_type``, ``step`` (the largest),
-        ``learning_rate`` (of the first group), ``param_groups``. What is no plain value is left
-        out of the groups; which states were numbers is noted there.
+        The other arguments of `mlstate.OptimizerStateDict`: ``optimizer_type``, ``step`` (the
+        largest), ``learning_rate`` (of the first group), ``param_groups``. The groups omit values
+        that are not plain, and list the states that were numbers.
     """
-    named = _named(optimizer, names)
-    states = _states(named, optimizer)
+    named = _name_parameters(optimizer, names)
+    states = _collect_states(named, optimizer)
     steps = [int(value) for key, value in states.items() if key.endswith(".step")]
     groups = groups_from(optimizer, named, states)
     arrays = {key: as_array(v) if is_number(v) else v for key, v in states.items()}
@@ -213,10 +215,10 @@ def optimizer_state(
 # ---- to torch ----
 
 
-def _fits(
+def _is_valid_shape(
     state: str, have: tuple[int, ...], want: tuple[int, ...], present: Mapping[str, Any]
 ) -> bool:
-    """Whether a state may have this shape: the parameter's, none, that of a factor."""
+    """Return whether a state may have shape `have`: the parameter's, a scalar's, or a factor's."""
     if have == want or have in ((), (1,)):
         return True
     held = present.get(state)
@@ -234,19 +236,19 @@ def refuse_unfit(
     states: Mapping[str, tuple[int, ...]],
     named: Mapping[str, tuple[tuple[int, ...], Mapping[str, Any]]],
 ) -> None:
-    """Raise one error for all that does not fit the optimizer's parameters.
+    """Raise one error for all states that do not fit the optimizer's parameters.
 
     Parameters
     ----------
     states : mapping of str to tuple of int
         Shapes by ``"<parameter>.<state name>"``.
     named : mapping of str to (tuple of int, mapping of str to value)
-        Of each parameter its shape, and the states that it has.
+        Shape and existing states of each parameter.
 
     Raises
     ------
     CompatibilityError
-        Parameters are unknown, or shapes do not fit.
+        If parameters are unknown, or shapes do not fit.
     """
     unknown: dict[str, None] = {}
     shapes = []
@@ -254,7 +256,7 @@ def refuse_unfit(
         name, _, state = key.rpartition(".")
         if name not in named:
             unknown[name or key] = None
-        elif not _fits(state, have, *named[name]):
+        elif not _is_valid_shape(state, have, *named[name]):
             shapes.append((key, have, named[name][0]))
     if not unknown and not shapes:
         return
@@ -277,8 +279,8 @@ def refuse_unfit(
     raise error
 
 
-def _changeable(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Copy what an optimizer cannot change in place: read-only arrays, those that overlap."""
+def _copy_unwritable(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Copy arrays that an optimizer cannot change in place: read-only or overlapping ones."""
     mine = {
         name: array.copy() if isinstance(array, np.ndarray) and not array.flags.writeable else array
         for name, array in arrays.items()
@@ -290,35 +292,35 @@ def _changeable(arrays: dict[str, Any]) -> dict[str, Any]:
     return mine
 
 
-def _like(own: Any, value: Any) -> Any:
-    """Give a hyperparameter the type that the optimizer has it in: a tensor, a tuple."""
+def _cast_like(own: Any, value: Any) -> Any:
+    """Return a hyperparameter in the optimizer's type, such as a tensor or a tuple."""
     import torch
 
     if isinstance(own, torch.Tensor) and value is not None:
         return torch.as_tensor(value, dtype=own.dtype, device=own.device)
     if isinstance(value, list) and not isinstance(own, list):
-        return tuple(_like(None, item) for item in value)
+        return tuple(_cast_like(None, item) for item in value)
     return value
 
 
 def group_values(
     osd: OptimizerStateDict, optimizer: torch.optim.Optimizer, members: list[list[str]]
 ) -> list[dict[str, Any]]:
-    """Return the hyperparameters of each group: the state's where they fit, else its own.
+    """Return the hyperparameters of each group: the saved ones if they fit, else its own.
 
     Parameters
     ----------
     osd : OptimizerStateDict
-        Whose groups and learning rate are loaded.
+        The saved state, with groups and learning rate.
     optimizer : torch.optim.Optimizer
-        It is left as it is.
+        The optimizer; it is not changed.
     members : list of list of str
-        Names of the parameters of each of its groups.
+        Parameter names of each of its groups.
 
     Returns
     -------
     list of dict
-        Without ``params``.
+        Hyperparameters, without ``params``.
     """
     saved = osd.param_groups
     fits = len(saved) == len(members) and all(
@@ -330,17 +332,17 @@ def group_values(
         if fits:
             for key, value in saved[number].items():
                 if key not in _NAMES and key != NUMBERS:
-                    values[key] = _like(group.get(key), value)
+                    values[key] = _cast_like(group.get(key), value)
         elif osd.learning_rate and group.get("lr") == optimizer.param_groups[0].get("lr"):
-            values["lr"] = _like(group.get("lr"), osd.learning_rate)
+            values["lr"] = _cast_like(group.get("lr"), osd.learning_rate)
         groups.append(values)
     return groups
 
 
-def _groups_to(
+def _torch_groups(
     osd: OptimizerStateDict, optimizer: torch.optim.Optimizer, named: dict[str, torch.Tensor]
 ) -> list[dict[str, Any]]:
-    """Return the groups as torch loads them, parameters by number."""
+    """Return the groups in the form of torch's state dict, with parameter numbers."""
     names = iter(named)
     members = [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
     groups = group_values(osd, optimizer, members)
@@ -359,19 +361,19 @@ def optimizer_dict(
     *,
     copy: bool = False,
 ) -> dict[str, Any]:
-    """Return what ``optimizer.load_state_dict`` takes; see `mlstate.OptimizerStateDict.to_torch`.
+    """Return a dict for ``optimizer.load_state_dict``; see `mlstate.OptimizerStateDict.to_torch`.
 
     Parameters
     ----------
     osd : OptimizerStateDict
         The state.
     optimizer : torch.optim.Optimizer
-        What is going to load it; it is left as it is.
+        The optimizer that will load it; it is not changed.
     names : torch.nn.Module, iterable of str or None
-        Where names come from.
+        The source of names.
     copy : bool, default False
-        Copy every array. Those that an optimizer cannot change in place, because they are
-        read-only or share memory with each other, are copied anyhow.
+        Copy every array. Arrays that an optimizer cannot change in place, because they are
+        read-only or share memory, are always copied.
 
     Returns
     -------
@@ -381,9 +383,9 @@ def optimizer_dict(
     Raises
     ------
     CompatibilityError
-        Parameters are unknown, or shapes do not fit. The message lists all of them.
+        If parameters are unknown, or shapes do not fit. The message lists all of them.
     """
-    named = _named(optimizer, names)
+    named = _name_parameters(optimizer, names)
     taken = dict(osd)
     shapes = {key: tuple(np.shape(value)) for key, value in taken.items()}
     have = {name: (tuple(p.shape), optimizer.state.get(p, {})) for name, p in named.items()}
@@ -394,7 +396,7 @@ def optimizer_dict(
         for state in group.get(NUMBERS, ())
         for name in group.get("params", ())
     }
-    tensors = tensors_of(taken if copy else _changeable(taken), copy=copy)
+    tensors = tensors_of(taken if copy else _copy_unwritable(taken), copy=copy)
     order = {name: i for i, name in enumerate(named)}
     states: dict[int, dict[str, Any]] = {}
     for key, tensor in tensors.items():
@@ -403,4 +405,4 @@ def optimizer_dict(
         number = key in numbers if held is None else is_number(held)
         value = tensor.item() if number and tensor.numel() == 1 else tensor
         states.setdefault(order[name], {})[state] = value
-    return {"state": states, "param_groups": _groups_to(osd, optimizer, named)}
+    return {"state": states, "param_groups": _torch_groups(osd, optimizer, named)}

@@ -1,4 +1,4 @@
-"""What a rank has of modules and optimizers that torch spread over several ranks."""
+"""Collection of this rank's part of modules and optimizers that torch shards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ...._sharding.layout import Layout, Shard
 from ....errors import CompatibilityError
 from .._tensors.state import why_not_plain
-from .optimizer import _kind_of, _named, _states, as_array, groups_from, is_number
+from .optimizer import _collect_states, _kind_of, _name_parameters, as_array, groups_from, is_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     Store = Callable[[], None]
 
-_STEPS = 4  # of a layout, at most
-# Wrappers by the module and the class that they are, and under which name they keep the module.
+_STEPS = 4  # largest number of steps of a layout
+# Wrappers: the torch module and name of the class, and the attribute of the wrapped module.
 _WRAPPERS = (
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
     ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
@@ -41,35 +41,34 @@ _WRAPPERS = (
 # ---- names ----
 
 
-def _inner(module: torch.nn.Module) -> str:
-    """Return under which name a wrapper keeps its module; empty for what is none."""
+def _wrapped_attribute(module: torch.nn.Module) -> str:
+    """Return the attribute with a wrapper's module, or "" if it is not a wrapper."""
     for path, kind, name in _WRAPPERS:
-        loaded = sys.modules.get(path)  # who has such a module has imported it
+        loaded = sys.modules.get(path)  # a program with such a wrapper has imported it
         if loaded is not None and isinstance(module, getattr(loaded, kind)):
             return name
     return ""
 
 
 def unwrapped_name(module: torch.nn.Module, name: str) -> str:
-    """Return a parameter's name without the parts that wrappers put in.
+    """Return a parameter's name without the parts that wrappers add.
 
     Parameters
     ----------
     module : torch.nn.Module
-        Whose ``state_dict`` or ``named_parameters`` has the name.
+        The module whose ``state_dict`` or ``named_parameters`` has the name.
     name : str
-        With or without such parts: some wrappers take theirs out.
+        With or without these parts: some wrappers remove theirs.
 
     Returns
     -------
     str
-        The name in the module that is wrapped. A module of the user's that is called
-        ``module`` keeps its name.
+        The name in the wrapped module. A user's submodule called ``module`` keeps its name.
     """
     here: Any = module
     kept = []
     for part in name.split("."):
-        while here is not None and (inner := _inner(here)):
+        while here is not None and (inner := _wrapped_attribute(here)):
             here = here._modules.get(inner)
             if part == inner:
                 break
@@ -80,7 +79,7 @@ def unwrapped_name(module: torch.nn.Module, name: str) -> str:
 
 
 def _by_name(module: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Return values by their names in the module that is wrapped."""
+    """Return values by their names in the wrapped module."""
     named = {unwrapped_name(module, name): value for name, value in state.items()}
     if len(named) != len(state):
         raise CompatibilityError(
@@ -92,17 +91,17 @@ def _by_name(module: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 # ---- tensors ----
 
 
-def _refuse(name: str, value: Any, why: str) -> TypeError:
+def _sharding_error(name: str, value: Any, why: str) -> TypeError:
     placements = getattr(value, "placements", None)
     where = f"a DTensor with placements {placements}" if placements is not None else "a tensor"
     return TypeError(f"{name!r} is {where}: {why}")
 
 
-def _order(name: str, value: Any) -> list[int]:
-    """Return the dimensions of the mesh that cut a tensor, those that cut first in front.
+def _sharding_order(name: str, value: Any) -> list[int]:
+    """Return the mesh dimensions that shard a tensor, in the order of division.
 
-    That is the order of the mesh, but for what torch marks as cut before: FSDP on top of
-    tensor parallelism along the same axis.
+    This is the order of the mesh, except for dimensions that torch marks as divided earlier:
+    FSDP on top of tensor parallelism along the same axis.
     """
     order: list[int] = []
     mesh = value.device_mesh
@@ -111,7 +110,7 @@ def _order(name: str, value: Any) -> list[int]:
             continue
         factor = getattr(placement, "split_factor", None)
         if not hasattr(placement, "dim") or placement.is_partial():
-            raise _refuse(
+            raise _sharding_error(
                 name, value, "only Shard and Replicate can be collected; redistribute() it first"
             )
         if factor is None:
@@ -121,7 +120,7 @@ def _order(name: str, value: Any) -> list[int]:
         for other in order:
             before *= mesh.size(other) if value.placements[other].dim == placement.dim else 1
         if factor != before:
-            raise _refuse(
+            raise _sharding_error(
                 name, value, f"strides of {factor} cannot be said by a Layout; redistribute() it"
             )
         order.append(number)
@@ -129,17 +128,17 @@ def _order(name: str, value: Any) -> list[int]:
 
 
 def _part_of_dtensor(name: str, value: Any) -> Any:
-    """Return a DTensor's local tensor: a `Shard`, or itself where nothing is cut."""
+    """Return a DTensor's local tensor: as a `Shard`, or plain if it is not sharded."""
     mesh = value.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        raise _refuse(name, value, "this rank is not in its mesh")
+        raise _sharding_error(name, value, "this rank is not in its mesh")
     local = value.detach().to_local()
-    if hasattr(local, "wait"):  # a collective under way
+    if hasattr(local, "wait"):  # a running collective
         local = local.wait()
-    order = _order(name, value)
+    order = _sharding_order(name, value)
     if len(order) > _STEPS:
-        raise _refuse(name, value, f"a Layout has {_STEPS} steps at most")
+        raise _sharding_error(name, value, f"a Layout has {_STEPS} steps at most")
     index = replica = 0
     for number in order:
         index = index * mesh.size(number) + coordinate[number]
@@ -147,21 +146,21 @@ def _part_of_dtensor(name: str, value: Any) -> Any:
         if placement.is_replicate():
             replica = replica * mesh.size(number) + coordinate[number]
     if not order:
-        return _plain(name, local)
+        return _plain_memory(name, local)
     layout = Layout([(value.placements[n].dim, mesh.size(n)) for n in order])
     shape = tuple(value.shape)
     if layout.shape(shape, index) != tuple(local.shape):
-        raise _refuse(
+        raise _sharding_error(
             name,
             value,
             f"part {index} of {layout!r} of shape {shape} has shape {layout.shape(shape, index)}, "
             f"the local tensor has {tuple(local.shape)}; redistribute() it to even shards",
         )
-    return Shard(_plain(name, local), layout, index, shape=shape, replica=replica)
+    return Shard(_plain_memory(name, local), layout, index, shape=shape, replica=replica)
 
 
 def _part_of_sharded(name: str, value: Any, replica: int) -> Shard:
-    """Return the rows that this rank has of a ShardedTensor, as FSDP1 makes them."""
+    """Return this rank's rows of a ShardedTensor, as FSDP1 creates them."""
     import torch.distributed as dist
 
     group = value._process_group
@@ -173,7 +172,7 @@ def _part_of_sharded(name: str, value: Any, replica: int) -> Shard:
     if len(shards) > 1:
         raise TypeError(f"{name!r} is a ShardedTensor with {len(shards)} shards on one rank")
     if not shards:
-        # the kind and dtype of the others, without elements
+        # an empty tensor with the dtype of the other shards
         local = value.metadata().tensor_properties
         import torch
 
@@ -189,11 +188,11 @@ def _part_of_sharded(name: str, value: Any, replica: int) -> Shard:
             f"{placed.shard_offsets} is not part {index} of {parts} of the rows of {shape}"
         )
     tensor = shards[0].tensor.detach()
-    return Shard(_plain(name, tensor), layout, index, shape=shape, replica=replica)
+    return Shard(_plain_memory(name, tensor), layout, index, shape=shape, replica=replica)
 
 
-def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's own memory, without autograd's record."""
+def _plain_memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a detached tensor over the same memory; raise if it has no plain memory."""
     reason = why_not_plain(tensor)
     if reason:
         raise TypeError(f"{name!r} is {reason}")
@@ -203,26 +202,26 @@ def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def part_of(name: str, value: Any, replica: int = 0) -> Any:
-    """Return what this rank has of a value of torch's state dict.
+    """Return this rank's part of a value in torch's state dict.
 
     Parameters
     ----------
     name : str
         For errors.
     value : torch.Tensor
-        Plain, or a DTensor or ShardedTensor.
+        A plain tensor, a DTensor or a ShardedTensor.
     replica : int, default 0
-        Of a ShardedTensor, which does not say.
+        Replica number for a ShardedTensor, which does not record it.
 
     Returns
     -------
     torch.Tensor or Shard
-        Over the value's own memory.
+        The part, over the value's own memory.
 
     Raises
     ------
     TypeError
-        No tensor, or one that cannot be described by a `Layout`.
+        If the value is not a tensor, or no `Layout` can describe it.
     """
     import torch
 
@@ -233,14 +232,18 @@ def part_of(name: str, value: Any, replica: int = 0) -> Any:
             f"{name!r} is a {type(value).__name__}, not a tensor: take it out of the state "
             "first, and store it on its own"
         )
-    return _part_of_dtensor(name, value) if hasattr(value, "device_mesh") else _plain(name, value)
+    return (
+        _part_of_dtensor(name, value)
+        if hasattr(value, "device_mesh")
+        else _plain_memory(name, value)
+    )
 
 
 # ---- modules ----
 
 
 def _flat_sharded(module: torch.nn.Module) -> list[Any]:
-    """Return the modules that FSDP1 wraps."""
+    """Return the FSDP1 wrappers in a module."""
     loaded = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     if loaded is None:
         return []
@@ -249,19 +252,19 @@ def _flat_sharded(module: torch.nn.Module) -> list[Any]:
 
 
 def needs_all_ranks(source: Any, module: torch.nn.Module) -> str:
-    """Say why all ranks must collect a state together; empty where each can alone.
+    """Return why all ranks must collect a state together; empty if each can do so alone.
 
     Parameters
     ----------
     source : torch.nn.Module or torch.optim.Optimizer
-        Whose state it is.
+        The object with the state.
     module : torch.nn.Module
         The module itself, or the optimizer's.
 
     Returns
     -------
     str
-        Which of FSDP1's states it is.
+        The kind of FSDP1 state.
     """
     if not _flat_sharded(module):
         return ""
@@ -272,7 +275,7 @@ def needs_all_ranks(source: Any, module: torch.nn.Module) -> str:
 
 
 def _replica_of(wrappers: list[Any]) -> int:
-    """Return which replica this rank has where FSDP1 shards within nodes only."""
+    """Return this rank's replica number if FSDP1 shards only within nodes, else 0."""
     import torch.distributed as dist
 
     between = getattr(wrappers[0], "_inter_node_pg", None)
@@ -280,8 +283,8 @@ def _replica_of(wrappers: list[Any]) -> int:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep what torch says of its own parts, which users cannot change, from them."""
+def _suppress_warnings() -> Iterator[None]:
+    """Suppress torch's warnings about its own internals, which users cannot act on."""
     with warnings.catch_warnings():
         for category in (FutureWarning, UserWarning, DeprecationWarning):
             warnings.simplefilter("ignore", category)
@@ -289,25 +292,25 @@ def _quiet() -> Iterator[None]:
 
 
 def module_state(module: torch.nn.Module) -> tuple[dict[str, Any], Store | None]:
-    """Return what this rank has of a module's parameters and buffers.
+    """Return this rank's part of a module's parameters and buffers.
 
     Parameters
     ----------
     module : torch.nn.Module
-        Plain, DDP, compiled, FSDP2 or FSDP1. Of FSDP1 every rank calls this.
+        Plain, DDP, compiled, FSDP2 or FSDP1. For FSDP1, every rank must call this.
 
     Returns
     -------
     state : dict of str to torch.Tensor or Shard
-        By names without the prefixes of wrappers; over the module's own memory, but for
-        FSDP1, whose shards are copies.
+        By names without the prefixes of wrappers. The values share the module's memory, except
+        FSDP1 shards, which are copies.
     store : callable or None
-        Puts copies back into the module, on every rank.
+        Writes the copies back into the module; every rank must call it.
 
     Raises
     ------
     TypeError
-        A value is no tensor, or cut as no `Layout` can say.
+        If a value is not a tensor, or no `Layout` can describe its sharding.
     """
     wrappers = _flat_sharded(module)
     if not wrappers:
@@ -316,12 +319,12 @@ def module_state(module: torch.nn.Module) -> tuple[dict[str, Any], Store | None]
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
     replica = _replica_of(wrappers)
-    with _quiet():
+    with _suppress_warnings():
         sharded = get_model_state_dict(module)
         state = {name: part_of(name, value, replica) for name, value in sharded.items()}
 
     def store() -> None:
-        with _quiet():
+        with _suppress_warnings():
             set_model_state_dict(module, sharded)
 
     return state, store
@@ -331,7 +334,7 @@ def module_state(module: torch.nn.Module) -> tuple[dict[str, Any], Store | None]
 
 
 def _reshard(module: torch.nn.Module) -> None:
-    """Let FSDP2 have its sharded parameters again, which optimizers know, after a forward pass."""
+    """Restore FSDP2's sharded parameters, which optimizers hold, after a forward pass."""
     loaded = sys.modules.get("torch.distributed.fsdp")
     kind: Any = getattr(loaded, "FSDPModule", None)
     for child in module.modules() if kind is not None else ():
@@ -342,31 +345,31 @@ def _reshard(module: torch.nn.Module) -> None:
 def optimizer_parts(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module | None, *, fill: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any], Store | None]:
-    """Return what this rank has of an optimizer's states, as ``"<parameter>.<state name>"``.
+    """Return this rank's part of an optimizer's states, by ``"<parameter>.<state name>"``.
 
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
-        Of parameters that are plain, or sharded by FSDP2 or FSDP1.
+        An optimizer of parameters that are plain, or sharded by FSDP2 or FSDP1.
     module : torch.nn.Module, optional
-        Whose parameters they are, for names; needed for FSDP1.
+        The module with these parameters, for their names; required for FSDP1.
     fill : bool, default False
-        Whether the states are going to be filled in place.
+        Whether the caller will fill the states in place.
 
     Returns
     -------
     states : dict of str to array, torch.Tensor or Shard
-        Numbers as arrays without dimensions.
+        The states; numbers are 0-d arrays.
     keywords : dict
-        The others of `mlstate.OptimizerStateDict`.
+        The other arguments of `mlstate.OptimizerStateDict`.
     store : callable or None
-        Puts numbers back into the optimizer.
+        Writes numbers back into the optimizer.
 
     Raises
     ------
     TypeError, ValueError
-        The state is more than tensors and numbers by parameter, or the module lacks some; or
-        it is FSDP1's, which cannot be filled.
+        If the state is more than tensors and numbers by parameter, the module lacks a
+        parameter, or the optimizer is FSDP1's and `fill` is set.
     """
     wrappers = [] if module is None else _flat_sharded(module)
     if module is not None and wrappers:
@@ -378,10 +381,10 @@ def optimizer_parts(
         return (*_parts_of_flat(optimizer, module, _replica_of(wrappers)), None)
     if module is not None:
         _reshard(module)
-    named = _named(optimizer, module)
+    named = _name_parameters(optimizer, module)
     if module is not None:
         named = _by_name(module, named)
-    values = _states(named, optimizer)
+    values = _collect_states(named, optimizer)
     _refuse_local(named, values)
     numbers = {key: as_array(value) for key, value in values.items() if is_number(value)}
     states = {key: numbers[key] if key in numbers else part_of(key, v) for key, v in values.items()}
@@ -395,7 +398,7 @@ def optimizer_parts(
 
 
 def _refuse_local(named: dict[str, Any], values: dict[str, Any]) -> None:
-    """Refuse plain states of DTensors that are this rank's part, which nothing says of them."""
+    """Raise TypeError for plain states of DTensors that are a part: nothing records which part."""
     for key, value in values.items():
         parameter = named[key.rpartition(".")[0]]
         if hasattr(parameter, "device_mesh") and not hasattr(value, "device_mesh"):
@@ -423,7 +426,7 @@ def _keywords(
 
 
 def _any_rank(here: bool, module: torch.nn.Module) -> bool:
-    """Whether something is so on any rank of an FSDP1 module: one may have no elements at all."""
+    """Return whether `here` is true on any rank of an FSDP1 module; a rank may have no elements."""
     import torch
     import torch.distributed as dist
 
@@ -436,13 +439,13 @@ def _any_rank(here: bool, module: torch.nn.Module) -> bool:
 def _parts_of_flat(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module, replica: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Let torch cut FSDP1's flat states by parameter."""
+    """Return an FSDP1 optimizer's states, divided by torch into parameters."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    _named(optimizer, module)  # refuses parameters of other modules
-    if not _any_rank(bool(optimizer.state), module):  # torch would take a step to make one
+    _name_parameters(optimizer, module)  # raises for parameters of other modules
+    if not _any_rank(bool(optimizer.state), module):  # torch would run a step to create states
         return {}, {"optimizer_type": _kind_of(optimizer)}
-    with _quiet():
+    with _suppress_warnings():
         found: dict[str, Any] = dict(get_optimizer_state_dict(module, optimizer))
         states: dict[str, Any] = {}
         for name, by_state in found["state"].items():

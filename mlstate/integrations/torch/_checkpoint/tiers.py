@@ -1,4 +1,4 @@
-"""Tensors of a tiered state: on a device, in main memory, or without memory of their own."""
+"""Tensors of a tiered state: on a device, in main memory, or without memory."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 def accelerator(values: Iterable[Any], device: Any) -> Any:
-    """Return the device of the hot tier, or None for main memory.
+    """Return the device of the hot tier, or None if that is main memory.
 
     Parameters
     ----------
     values : iterable
-        The state's arrays: where one is a tensor on a device, that is the hot one, and where
-        one is any tensor, CUDA is, if there is some.
+        The arrays of the state. The first tensor on a device determines the device. If there are
+        only CPU tensors, it is CUDA if available.
     device : str, torch.device or None
-        What the user asked for.
+        The device that the user chose, or None.
 
     Returns
     -------
@@ -49,10 +49,10 @@ def accelerator(values: Iterable[Any], device: Any) -> Any:
     return torch.device("cuda") if tensors and torch.cuda.is_available() else None
 
 
-def _new(tensor: torch.Tensor, device: Any) -> torch.Tensor:
-    """Return new memory for a tensor's elements, its strides kept.
+def _allocate_like(tensor: torch.Tensor, device: Any) -> torch.Tensor:
+    """Return new memory for a tensor's elements, with the same strides.
 
-    Main memory is NumPy's, which asks for huge pages: torch's costs a fault for every 4 KiB.
+    In main memory, NumPy allocates: it uses huge pages, while torch has a page fault per 4 KiB.
     """
     import torch
 
@@ -62,14 +62,14 @@ def _new(tensor: torch.Tensor, device: Any) -> torch.Tensor:
     return torch.from_numpy(flat).view(tensor.dtype).view(tensor.shape)
 
 
-def _copied(tensor: torch.Tensor, device: Any) -> torch.Tensor:
+def _copy_tensor(tensor: torch.Tensor, device: Any) -> torch.Tensor:
     """Copy a tensor to new memory.
 
-    From main memory to main memory by memcpy: torch's threads would wait for each other, for
-    milliseconds where processors are busy.
+    Copies within main memory use memcpy: torch's threads would wait for each other, for
+    milliseconds if processors are busy.
     """
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    made = _new(tensor, device)
+    made = _allocate_like(tensor, device)
     if made.device.type == tensor.device.type == "cpu" and tensor.is_contiguous():
         np.copyto(_bytes_of(made), _bytes_of(tensor))
         return made
@@ -77,31 +77,31 @@ def _copied(tensor: torch.Tensor, device: Any) -> torch.Tensor:
 
 
 def _bytes_of(tensor: torch.Tensor) -> Any:
-    """View a contiguous tensor in main memory as bytes."""
+    """Return a byte view of a contiguous CPU tensor."""
     import torch
 
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 def on_device(array: Any, device: Any) -> torch.Tensor:
-    """Copy an array or a tensor to new memory of a device.
+    """Copy an array or a tensor to new memory on a device.
 
     Parameters
     ----------
     array : ndarray or torch.Tensor
         Any shape, and any dtype that torch has.
     device : str or torch.device
-        Where to; ``"cpu"`` copies too.
+        The target device; ``"cpu"`` copies too.
 
     Returns
     -------
     torch.Tensor
-        Of the same shape, dtype and bits; a tensor's strides are kept.
+        A copy with the same shape, dtype and bits; a tensor keeps its strides.
 
     Raises
     ------
     TypeError
-        torch has no such dtype.
+        If torch lacks the dtype.
 
     Examples
     --------
@@ -115,7 +115,7 @@ def on_device(array: Any, device: Any) -> torch.Tensor:
     """
     if isinstance(array, np.ndarray):
         array = tensors_of({"": array})[""]
-    return _copied(array, device)
+    return _copy_tensor(array, device)
 
 
 def in_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -124,12 +124,12 @@ def in_memory(tensor: torch.Tensor) -> torch.Tensor:
     Parameters
     ----------
     tensor : torch.Tensor
-        On any device.
+        A tensor on any device.
 
     Returns
     -------
     torch.Tensor
-        On the CPU, of the same shape, strides, dtype and bits.
+        A CPU copy with the same shape, strides, dtype and bits.
 
     Examples
     --------
@@ -140,21 +140,21 @@ def in_memory(tensor: torch.Tensor) -> torch.Tensor:
     >>> copy.stride(), copy.data_ptr() == tensor.data_ptr()
     ((1, 3), False)
     """
-    return _copied(tensor, "cpu")
+    return _copy_tensor(tensor, "cpu")
 
 
 def give_memory(tensor: torch.Tensor, source: torch.Tensor | None) -> None:
-    """Let a tensor have the memory of another one, and give back its own.
+    """Replace a tensor's memory with the memory of another tensor, without a copy.
 
-    The tensor stays the object that it is, so a module and an optimizer that hold it go on
-    with the new memory. Nothing is copied.
+    The tensor remains the same object, so a module and an optimizer that hold it use the new
+    memory.
 
     Parameters
     ----------
     tensor : torch.Tensor
-        Which; a parameter, too.
+        The tensor; may be a parameter.
     source : torch.Tensor or None
-        Of the same dtype. None: no elements at all, as of a unit that is in a file.
+        A tensor of the same dtype. None removes all elements, for a unit that is in a file.
 
     Examples
     --------
@@ -176,20 +176,20 @@ def give_memory(tensor: torch.Tensor, source: torch.Tensor | None) -> None:
     tensor.data = source
 
 
-# What tensors have that were given away: views of them, as a module's state_dict() has, too.
+# The storage of all tensors without elements, and of their views, such as in state_dict().
 _nowhere: list[torch.UntypedStorage] = []
 
 
 def has_given_away() -> bool:
-    """Whether any tensor's elements were given away in this process."""
+    """Return whether `give_memory` removed any tensor's elements in this process."""
     return bool(_nowhere)
 
 
 def is_given_away(tensor: torch.Tensor) -> bool:
-    """Whether `give_memory` left a tensor without elements; call it after `has_given_away`."""
+    """Return whether `give_memory` removed a tensor's elements; needs a true `has_given_away`."""
     import torch
 
-    if torch.nn.parameter.is_lazy(tensor):  # it has no shape yet, and no memory to give away
+    if torch.nn.parameter.is_lazy(tensor):  # it has no shape and no memory yet
         return False
     if tensor.numel() or tensor.is_sparse or tensor.device.type != "cpu":
         return False
@@ -199,19 +199,19 @@ def is_given_away(tensor: torch.Tensor) -> bool:
 def tensors_of_optimizer(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors themselves of an optimizer's state, by ``"<parameter>.<state>"``.
+    """Return the tensors of an optimizer's state, by ``"<parameter>.<state>"``.
 
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
-        States that are no tensors are left out.
+        States that are not tensors are omitted.
     module : torch.nn.Module
-        Names the parameters; states of others are left out.
+        Provides the names of parameters; states of other parameters are omitted.
 
     Returns
     -------
     dict of str to torch.Tensor
-        No copies: what is changed in them is changed in the optimizer.
+        The optimizer's own tensors, not copies.
 
     Examples
     --------

@@ -1,7 +1,7 @@
-"""How bytes travel over torch.distributed, and how torch reduces.
+"""Byte exchange over torch.distributed, and reduction by torch.
 
-With gloo each rank exchanges messages with every other: gloo's own collectives do not report
-which rank they wait for.
+With gloo, each rank exchanges messages with every other rank, because gloo's collectives do not
+report which rank they wait for.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 
     import torch
 
-# Keeps messages apart from those that a program sends over the same group by itself.
+# Separates these messages from messages that a program sends over the same group.
 _TAG = 0x6D6C73
-# Elements that are summed at a time, so that the sum stays in the cache.
+# Number of elements per summation step, so that the sum stays in the cache.
 _BLOCK = 1 << 18
 
 
 class Link:
-    """One operation's way into a group of torch's: who is who, and when time is up.
+    """Connection of one operation to a torch group, with a deadline.
 
     Parameters
     ----------
     group : torch.distributed.ProcessGroup
         The group.
     device : torch.device
-        Where bytes from this process must be to travel.
+        Device that bytes must be on to be sent.
     timeout : float or None
-        Seconds from now, None for the group's own.
+        Seconds from now; None for the group's timeout.
     """
 
     __slots__ = (
@@ -48,28 +48,28 @@ class Link:
     def __init__(self, group: Any, device: torch.device, timeout: float | None) -> None:
         self._group = group
         self._deadline = None if timeout is None else monotonic() + timeout
-        self.began = False  # something is under way, or was
-        self.peer: int | None = None  # the rank that is waited for, where it is one
-        self.meanwhile: Callable[[], None] | None = None  # runs once something is under way
+        self.began = False  # communication was started
+        self.peer: int | None = None  # the rank that this one waits for, if it is a single rank
+        self.meanwhile: Callable[[], None] | None = None  # runs once communication was started
         self._device = device
         self.rank: int = group.rank()
         self.world_size: int = group.size()
 
     def wait(self, work: Any) -> None:
-        """Wait for a piece of work of torch's that was started."""
+        """Wait for a torch work object."""
         self.began = True
         self.run_meanwhile()
         remaining = self.remaining()
         work.wait() if remaining is None else work.wait(remaining)
 
     def run_meanwhile(self) -> None:
-        """Run `meanwhile` unless it ran."""
+        """Run `meanwhile` unless it has run."""
         task, self.meanwhile = self.meanwhile, None
         if task is not None:
             task()
 
     def remaining(self) -> timedelta | None:
-        """Return the time that is left, never 0, which torch takes for forever."""
+        """Return the remaining time; at least 1 ms, because torch takes 0 as no limit."""
         if self._deadline is None:
             return None
         return timedelta(seconds=max(0.001, self._deadline - monotonic()))
@@ -81,7 +81,7 @@ class Link:
         return options
 
     def exchange(self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> None:
-        """Send and receive bytes on the device of the tensors; see the protocol."""
+        """Send and receive bytes on the tensors' device; implements `Link.exchange`."""
         if sends[0].device.type == "cpu":
             for peer, work in self._messages(sends, receives):
                 self.peer = peer
@@ -98,10 +98,10 @@ class Link:
     def _messages(
         self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]
     ) -> list[tuple[int, Any]]:
-        """Start all messages; begin with the next rank, so that not all write to one at first.
+        """Start all messages, with the next rank first, so that ranks start with different peers.
 
-        A rank that is gone does not keep the others from getting theirs: they would wait for
-        this one, and blame it.
+        If a message cannot be started because its peer is gone, the others are still started:
+        otherwise the other ranks would wait for this one and report it as the failed rank.
         """
         steps = range(1, self.world_size)
         calls = [
@@ -124,7 +124,7 @@ class Link:
         return works
 
     def broadcast(self, flat: torch.Tensor, root: int) -> None:
-        """Overwrite a tensor with that of `root`, by torch's own broadcast."""
+        """Overwrite a tensor with the tensor of rank `root`, with torch's broadcast."""
         from torch.distributed.distributed_c10d import BroadcastOptions
 
         options = self._timed(BroadcastOptions())
@@ -133,7 +133,7 @@ class Link:
         self.wait(self._group.broadcast([flat], options))
 
     def barrier(self) -> None:
-        """Wait for every rank, by torch's own barrier."""
+        """Wait for every rank, with torch's barrier."""
         from torch.distributed.distributed_c10d import BarrierOptions
 
         options = self._timed(BarrierOptions())
@@ -141,11 +141,11 @@ class Link:
         self.wait(self._group.barrier(options))
 
     def bytes_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of uint8 over the same memory."""
+        """Return a uint8 tensor over the same memory."""
         return as_bytes(flat)
 
     def from_bytes(self, data: bytes) -> torch.Tensor:
-        """Return a copy of bytes that can travel."""
+        """Return a copy of `data` that can be sent."""
         import torch
 
         if not data:
@@ -153,16 +153,16 @@ class Link:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
 
     def to_bytes(self, memory: torch.Tensor) -> bytes:
-        """Return a copy of bytes that have come."""
+        """Return a copy of received bytes."""
         return memory.cpu().numpy().tobytes()
 
     def reduce(self, parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
-        """Reduce by torch, in the order of the parts."""
+        """Reduce parts in list order, with torch."""
         reduce_parts(parts, op, out)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which elements are summed."""
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype for sums of a dtype."""
     import torch
 
     if dtype.is_floating_point and dtype.itemsize < 4:
@@ -170,11 +170,11 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.complex64 if dtype == torch.complex32 else dtype
 
 
-def _signed(parts: list[torch.Tensor], op: str) -> tuple[list[torch.Tensor], int]:
-    """See unsigned elements, which torch cannot add, as signed ones, and what to add to order them.
+def _view_signed(parts: list[torch.Tensor], op: str) -> tuple[list[torch.Tensor], int]:
+    """Return signed views of unsigned parts, which torch cannot add, and an ordering offset.
 
-    Sums are the same bits. For min and max, adding the smallest number puts signed ones into
-    the order of unsigned ones.
+    Sums have the same bits. For min and max, adding the smallest signed number orders the views
+    as unsigned numbers.
     """
     import torch
 
@@ -187,11 +187,11 @@ def _signed(parts: list[torch.Tensor], op: str) -> tuple[list[torch.Tensor], int
 
 
 def reduce_parts(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
-    """Reduce flat tensors in their order into `out`, which may be one of them."""
+    """Reduce flat tensors in list order into `out`, which may be one of them."""
     import torch
 
-    (*views, target), shift = _signed([*parts, out], op)
-    wide = _wide(target.dtype)
+    (*views, target), shift = _view_signed([*parts, out], op)
+    wide = _sum_dtype(target.dtype)
     for start in range(0, len(target), _BLOCK):
         block = slice(start, start + _BLOCK)
         total = views[0][block].to(wide, copy=True)
@@ -205,7 +205,7 @@ def reduce_parts(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> N
                 torch.maximum(total, other, out=total)
             else:
                 total.add_(other)
-        if op == "mean":  # of complex numbers each part by itself, as everywhere in mlstate
+        if op == "mean":  # divide real and imaginary parts, as all groups do
             real = torch.view_as_real(total) if total.is_complex() else total
             real.div_(len(views))
         total.sub_(shift) if shift else None
@@ -213,7 +213,7 @@ def reduce_parts(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> N
 
 
 def as_bytes(flat: torch.Tensor) -> torch.Tensor:
-    """See a flat contiguous tensor as bytes."""
+    """Return a byte view of a flat contiguous tensor."""
     import torch
 
     return flat.view(torch.uint8)

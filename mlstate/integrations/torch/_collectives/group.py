@@ -1,4 +1,4 @@
-"""A group of torch.distributed as a `mlstate.collectives.ProcessGroup`."""
+"""A torch.distributed group as a `mlstate.collectives.ProcessGroup`."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 
 def _flat(operation: str, array: Any, *, reduced: bool) -> torch.Tensor:
-    """Return the elements as a flat tensor: the array's own memory where it is contiguous.
+    """Return the elements as a flat tensor: the array's own memory if it is contiguous.
 
-    `reduced` asks for torch's own dtype; otherwise NumPy's arrays become bytes.
+    With `reduced`, the tensor has the array's dtype; otherwise NumPy arrays become bytes.
     """
     import torch
 
@@ -50,19 +50,19 @@ def _flat(operation: str, array: Any, *, reduced: bool) -> torch.Tensor:
         error.name, error.got = operation, str(flat.dtype)
         raise error
     native = flat.astype(flat.dtype.newbyteorder("="), copy=False)
-    # the steps of an empty array may be 0, with which torch sees no bytes
+    # an empty array may have strides of 0, which torch cannot view as bytes
     return tensor_over(native if native.size else np.empty(1, native.dtype)[:0])
 
 
 def _is_flat(array: Any) -> bool:
-    """Whether elements lie one behind the other, so that a flat tensor is the same memory."""
+    """Return whether a flat tensor can share the array's memory: contiguous and native."""
     if is_torch(array):
         return bool(array.is_contiguous())
     return bool(array.flags.c_contiguous and array.flags.aligned and array.dtype.isnative)
 
 
 def _put(flat: torch.Tensor, place: Any) -> None:
-    """Copy flat elements to where they belong; nothing to do where they are there."""
+    """Copy flat elements to `place`, unless they share memory."""
     if is_torch(place):
         if flat.data_ptr() != place.data_ptr() or not place.is_contiguous():
             place.copy_(flat.view(place.dtype).reshape(place.shape))
@@ -77,41 +77,41 @@ def _put(flat: torch.Tensor, place: Any) -> None:
 
 @set_module("mlstate.integrations.torch")
 class TorchGroup(ExchangeEngine):
-    """A group of torch.distributed, on any backend, as mlstate uses one.
+    """A torch.distributed group, on any backend, as a process group of mlstate.
 
     Parameters
     ----------
     process_group : torch.distributed.ProcessGroup, optional
-        Default: the one that ``torch.distributed.init_process_group`` made. It is borrowed:
-        who made it destroys it. Use it for nothing else while operations of this object are
-        under way.
+        The group. Default: the group created by ``torch.distributed.init_process_group``. It is
+        borrowed: its creator destroys it. Do not use it otherwise while operations of this
+        object are running.
     check : bool, default False
-        Let ranks compare what they are about to do before each operation, for another 0.1 to
-        0.5 ms: calls that do not go together raise `CollectiveError` on every rank. Without it
-        they can wait until the timeout, mix up results, or, with gloo, end the process.
+        Compare the calls of all ranks before each operation, which takes another 0.1 to 0.5 ms.
+        If calls do not match, `CollectiveError` is raised on every rank. Without this check,
+        they may wait until the timeout, mix up results, or, with gloo, end the process.
 
     Raises
     ------
     CollectiveError
-        torch.distributed was not initialised.
+        If torch.distributed is not initialised.
     ValueError
-        This process is no member of the group.
+        If this process is not a member of the group.
 
     Notes
     -----
-    Methods are those of `mlstate.collectives.ProcessGroup`. NumPy arrays and torch tensors
-    travel from and to the memory they lie in, if it is contiguous, in every dtype; what the
-    backend cannot reach (a NumPy array with NCCL, a CUDA tensor with a group for the CPU
-    alone) goes over a copy. Every rank must pass shapes, counts and dtypes that go together.
+    See `mlstate.collectives.ProcessGroup` for the methods. NumPy arrays and torch tensors are
+    sent and received without a copy if they are contiguous, in every dtype. If the backend
+    cannot access the memory (a NumPy array with NCCL, a CUDA tensor with a CPU-only group), a
+    copy is sent. Shapes, counts and dtypes must match on all ranks.
 
-    Reductions exchange the parts and sum them here, in the order of ranks: reproducible, and
-    on gloo quicker than its own reduce_scatter. The price is memory for the parts of other
-    ranks, at most as much as the input takes. Other operations take no memory besides.
+    For reductions, the ranks exchange parts and sum them in rank order. This is reproducible, and
+    on gloo faster than its own reduce_scatter. The cost is memory for the parts of other ranks,
+    at most the size of the input. Other operations need no additional memory.
 
-    After a timeout or another failure the group is of no use any more, and says so. One
-    operation takes place at a time; ``async_op=True`` for arrays in main memory hands it to a
-    thread, and for tensors on a device puts it on the current stream. Close a group before torch
-    destroys its own; a process that ends waits for operations under way, unless `abort` is called.
+    After a timeout or another failure, the group raises `CollectiveError` for every operation.
+    One operation runs at a time. ``async_op=True`` runs an operation on CPU memory in a thread,
+    and an operation on a device in the current stream. Close a group before its torch group is
+    destroyed. At exit, a process waits for running operations, unless `abort` was called.
 
     Examples
     --------
@@ -152,15 +152,15 @@ class TorchGroup(ExchangeEngine):
 
     @property
     def is_default(self) -> bool:
-        """Whether this is torch's default group, which DDP and others use too."""
+        """Whether this is torch's default group, which DDP and other users share."""
         import torch.distributed as dist
 
         return dist.is_initialized() and self._group is dist.distributed_c10d._get_default_group()
 
-    # ---- one operation after the other ----
+    # ---- call order ----
 
     def _run(self, call: Call, task: Callable[[], Any]) -> Any:
-        """Put an operation for a tensor on a device on the current stream."""
+        """Run an asynchronous operation on a device in the current stream."""
         if call.async_op and call.device is not None and call.device.type != "cpu":
             return self._turns.run_at_once(call.name, task)
         return super()._run(call, task)
@@ -169,20 +169,20 @@ class TorchGroup(ExchangeEngine):
         link = Link(self._group, self._device, call.seconds)
         try:
             if self._check:
-                self._compare(link, call)
+                self._compare_calls(link, call)
             return perform(link)
-        except CollectiveError:  # of the check, on every rank
+        except CollectiveError:  # from the check, on every rank
             raise
         except BaseException as error:
             ended = self._ended
-            if link.began or isinstance(error, RuntimeError):  # ranks are not at one place any more
+            if link.began or isinstance(error, RuntimeError):  # ranks are out of step
                 self._ended = ended or f"broken by {call.name}, which failed"
-            if not isinstance(error, RuntimeError):  # which all is that torch raises
+            if not isinstance(error, RuntimeError):  # torch raises only RuntimeError
                 raise
-            raise self._explained(call, link.peer, ended, error) from error
+            raise self._explain_error(call, link.peer, ended, error) from error
 
-    def _compare(self, link: Link, call: Call) -> None:
-        """Let ranks tell each other what they call before they do."""
+    def _compare_calls(self, link: Link, call: Call) -> None:
+        """Compare the calls of all ranks; raise CollectiveError on every rank if they differ."""
         mine = f"{call.name} {call.text}".strip()
         told = self._gather(link, json.dumps([mine, *call.rows]).encode(), None)
         calls = [json.loads(text) for text in told or ()]
@@ -195,10 +195,10 @@ class TorchGroup(ExchangeEngine):
                 what = f"rank {rank} sends {sent} rows to rank {to}, which expects {expected}"
                 raise failed(call.name, link.rank, what)
 
-    def _explained(
+    def _explain_error(
         self, call: Call, peer: int | None, ended: str, error: RuntimeError
     ) -> CollectiveError:
-        """Make the error of an operation that torch let fail while `peer` was waited for."""
+        """Return the error of an operation that failed in torch while waiting for `peer`."""
         text = " ".join(str(error).split())
         who = None if peer is None else f"rank {peer}"
         if ended:
@@ -215,12 +215,12 @@ class TorchGroup(ExchangeEngine):
 
     # ---- memory ----
 
-    def _near(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the tensor where the backend reaches it."""
+    def _move_near(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the tensor on a device that the backend can access."""
         return flat if flat.device.type in self._reached else flat.to(self._device)
 
     def _source(self, operation: str, array: Any, *, reduced: bool) -> torch.Tensor:
-        return self._near(_flat(operation, array, reduced=reduced))
+        return self._move_near(_flat(operation, array, reduced=reduced))
 
     def _target(self, operation: str, place: Any, *, reduced: bool) -> torch.Tensor:
         import torch
@@ -229,12 +229,12 @@ class TorchGroup(ExchangeEngine):
             place = torch.empty_like(place, memory_format=torch.contiguous_format)
         elif not _is_flat(place):
             place = np.empty_like(place, order="C", subok=False)
-        return self._near(_flat(operation, place, reduced=reduced))
+        return self._move_near(_flat(operation, place, reduced=reduced))
 
     def _put(self, target: torch.Tensor, place: Any) -> None:
         _put(target, place)
 
-    # ---- how bytes travel ----
+    # ---- data transfer ----
 
     def _broadcast(self, link: Any, memory: torch.Tensor, root: int) -> None:
         if memory.device.type == "cpu":
@@ -251,7 +251,7 @@ class TorchGroup(ExchangeEngine):
     def _gather_meanwhile(
         self, data: bytes, task: Callable[[], None], timeout: float | None
     ) -> list[bytes]:
-        """Gather bytes as `gather_bytes` does, and run a task while they travel."""
+        """Gather bytes like `gather_bytes`, and run a task during the transfer."""
 
         def perform(link: Link) -> Any:
             link.meanwhile = task
@@ -264,12 +264,12 @@ class TorchGroup(ExchangeEngine):
         )
         return texts
 
-    # ---- the end ----
+    # ---- end of the group ----
 
     def abort(self) -> None:
-        """Make operations that are under way fail, here and on the ranks that wait for this one.
+        """Make running operations fail, on this rank and on ranks that wait for it.
 
-        The group of torch is aborted too, where its backend can be.
+        Also aborts the torch group, if its backend supports that.
         """
         self._ended = self._ended or "aborted"
         abort = getattr(self._group, "abort", None)
@@ -277,16 +277,16 @@ class TorchGroup(ExchangeEngine):
             abort()
 
     def close(self) -> None:
-        """Wait for operations that are under way, and let the group of torch go.
+        """Wait for queued operations, and release the torch group without destroying it.
 
-        It is not destroyed. Closing again does nothing.
+        Later calls do nothing.
         """
         self._turns.join()
         self._ended = self._ended or "closed"
 
 
 def _rows_between(calls: list[Any]) -> Iterator[tuple[int, int, int, int]]:
-    """Give each pair of ranks, with what one sends and what the other expects."""
+    """Yield for each pair of ranks the rows that one sends and the other expects."""
     for rank, (_, sent, _) in enumerate(calls):
         for to, (_, _, expected) in enumerate(calls):
             yield rank, to, sent[to], expected[rank]

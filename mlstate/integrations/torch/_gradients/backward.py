@@ -1,4 +1,4 @@
-"""Gradients of torch models, as soon as the backward pass has made them."""
+"""Hooks that receive gradients of torch models during the backward pass."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 def parameters_of(module: Any) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters of a module by name; those that are shared have one name."""
+    """Return the parameters of a module by name; a shared parameter has only its first name."""
     return dict(module.named_parameters())
 
 
 def _tied_to(module: Any, name: str) -> str | None:
-    """Return the name that `parameters_of` has for a parameter that is shared under `name`."""
+    """Return the name in `parameters_of` of a parameter that is shared under `name`."""
     parameter = dict(module.named_parameters(remove_duplicate=False)).get(name)
     return next((n for n, p in module.named_parameters() if p is parameter), None)
 
@@ -41,29 +41,29 @@ class ModuleHooks(Hooks):
     module : torch.nn.Module
         The module.
     units : dict of str to FSDPShardingUnit
-        By the parameter's name.
+        Units by parameter name.
     receive : callable
-        Called with a name and its parameter each time torch has made the gradient.
+        Called with a name and its parameter each time torch has computed the gradient.
     is_full : bool
-        Whether reduced full gradients are to be stored in ``parameter.grad``.
+        Whether reduced full gradients are stored in ``parameter.grad``.
     keep : bool
-        Whether full gradients that are not reduced stay in ``parameter.grad``.
+        Whether unreduced full gradients stay in ``parameter.grad``.
 
     Attributes
     ----------
     parameters : dict of str to torch.nn.Parameter
-        Those with hooks, in the module's order, which is the same on all ranks.
+        The parameters with hooks, in the module's order, which is equal on all ranks.
     taken : set of str
         Parameters whose gradients were removed.
     has_warned : bool
-        Whether an optimizer that found no gradients has been reported.
+        Whether the warning about an optimizer without gradients was shown.
     unsent : set of str
         Parameters whose ``grad`` has gradients of passes in ``no_sync``.
 
     Raises
     ------
     ValueError
-        A unit does not fit the module, or a parameter has a hook of another object.
+        If a unit does not fit the module, or a parameter has a hook of another object.
     """
 
     def __init__(
@@ -107,9 +107,10 @@ class ModuleHooks(Hooks):
     def take(
         self, name: str, token: Callable[[], Any] | None
     ) -> tuple[Any, Callable[[], None] | None]:
-        """Remove a parameter's gradient, unless it is to be kept, and return it.
+        """Return a parameter's gradient, and remove it unless it is to be kept.
 
-        The second value puts it back while the backward pass of `token` goes on.
+        The second value is a function that restores the gradient if the backward pass of `token`
+        is still running.
         """
         parameter = self.parameters[name]
         gradient = parameter.grad
@@ -123,7 +124,7 @@ class ModuleHooks(Hooks):
     def take_missing(
         self, name: str, token: Callable[[], Any] | None
     ) -> tuple[Any, Callable[[], None] | None]:
-        """Return what `take` does for a gradient of earlier passes that this pass did not make."""
+        """Apply `take` to a gradient of earlier passes that this pass did not compute."""
         if name in self.unsent:
             return self.take(name, token)
         if self.is_full:
@@ -131,7 +132,7 @@ class ModuleHooks(Hooks):
         return None, None
 
     def _set_aside(self, name: str, _: Any = None) -> None:
-        """Move away a reduced gradient before torch adds one that is not."""
+        """Move a reduced gradient away before torch adds an unreduced one."""
         parameter = self.parameters[name]
         if parameter.grad is None:
             self._earlier.pop(name, None)
@@ -141,7 +142,7 @@ class ModuleHooks(Hooks):
     def gather_full(
         self, buckets: Iterable[Sequence[FSDPShardingUnit]], group: Any, timeout: float | None
     ) -> None:
-        """Add the reduced full gradients to those that each parameter has."""
+        """Add the reduced full gradients to the existing gradient of each parameter."""
         for units in buckets:
             _gather_bucket(group, units, self.parameters, timeout)
         for name, earlier in self._earlier.items():
@@ -150,20 +151,20 @@ class ModuleHooks(Hooks):
         self._earlier = {}
 
     def drop_full(self) -> None:
-        """Leave no gradient, since not all are reduced."""
+        """Remove all gradients, because not all are reduced."""
         for parameter in self.parameters.values():
             parameter.grad = None
         self._earlier = {}
 
 
 def _put_back(parameter: Any, gradient: Any, token: Callable[[], Any] | None) -> None:
-    """Give a parameter its gradient back if it was not reduced and its pass goes on."""
+    """Restore a parameter's gradient if its pass is still running."""
     if token is not None and token() is not None:
         parameter.grad = gradient
 
 
 class _NodeHook:
-    """A hook on a node of autograd, which torch frees with its last reference."""
+    """A hook on an autograd node; torch frees it with its last reference."""
 
     def __init__(self, node: Any, function: Callable[[Any], None]) -> None:
         self._node = node
@@ -202,16 +203,16 @@ def _check_parameter(
 
 
 def call_at_end(function: Callable[[], None]) -> None:
-    """Call a function when the backward pass that is under way has ended."""
+    """Call a function at the end of the running backward pass."""
     import torch
 
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 class PassErrors:
-    """Errors of one backward pass, which are raised together when it has ended.
+    """Errors of one backward pass, raised together at its end.
 
-    Torch frees the object with the pass, also if that fails.
+    Torch frees the object with the pass, also if the pass fails.
     """
 
     def __init__(self) -> None:
@@ -219,7 +220,7 @@ class PassErrors:
         call_at_end(self._end)
 
     def _end(self) -> None:
-        call_at_end(self._raise)  # after what DDP and FSDP2 do when the pass ends
+        call_at_end(self._raise)  # after the callbacks of DDP and FSDP2
 
     def _raise(self) -> None:
         if self.errors:
@@ -230,9 +231,9 @@ class PassErrors:
 
 
 def begin_pass(on_end: Callable[[], None], rank: int) -> weakref.ref[Any]:
-    """Call a function when the backward pass that is under way ends, unless an error aborts it.
+    """Call a function at the end of the running backward pass, unless an error aborts the pass.
 
-    Returns a reference that is dead after the pass.
+    Returns a weak reference that is dead after the pass.
     """
     if _is_inside_another():
         error = CollectiveError(
@@ -248,7 +249,7 @@ def begin_pass(on_end: Callable[[], None], rank: int) -> weakref.ref[Any]:
 
 
 def _is_inside_another() -> bool:
-    """Whether a function of one backward pass started the pass that is under way."""
+    """Return whether a function in one backward pass started the running pass."""
     from torch.autograd.function import BackwardCFunction
 
     frame: FrameType | None = sys._getframe(1)
@@ -260,7 +261,7 @@ def _is_inside_another() -> bool:
 
 
 def why_not_reduced(tensor: torch.Tensor) -> str:
-    """Say what a parameter or gradient is that cannot be reduced as it is, or nothing."""
+    """Return why a parameter or gradient cannot be reduced, or an empty string."""
     import torch
 
     if hasattr(tensor, "placements"):
@@ -278,7 +279,7 @@ def why_not_reduced(tensor: torch.Tensor) -> str:
 def reduce_on_device(
     group: Any, entry: Entry, terms: Terms, timeout: float | None
 ) -> tuple[float, int]:
-    """Reduce a gradient outside main memory; return its squares and non-finite elements."""
+    """Reduce a gradient on a device; return sum of squares and number of non-finite elements."""
     import torch
 
     wide, flat = entry.source, entry.out.view(-1)
@@ -299,7 +300,7 @@ def _gather_bucket(
 ) -> None:
     """Gather the parts of reduced gradients from all ranks into ``parameter.grad``.
 
-    Parameters of one dtype and device travel in one message.
+    Parameters of one dtype and device are sent in one message.
     """
     kinds: dict[Any, list[tuple[FSDPShardingUnit, torch.nn.Parameter]]] = {}
     for unit in units:

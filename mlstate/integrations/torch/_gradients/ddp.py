@@ -19,40 +19,39 @@ if TYPE_CHECKING:
 def all_reduce_with(
     model: Any, group: Any, *, nonfinite: str = "error", timeout: float | None = None
 ) -> None:
-    """Let a group reduce the gradients of a DDP model: their mean, in every backward pass.
+    """Make a group reduce the gradients of a DDP model to their mean, in every backward pass.
 
     Parameters
     ----------
     model : torch.nn.parallel.DistributedDataParallel
-        The model. It can have one hook of this kind only.
+        The model. It can have only one communication hook.
     group : ProcessGroup
-        The same ranks as those of the model. A `TorchGroup` wants a group of torch of its own,
-        from ``torch.distributed.new_group``: DDP uses its own while this one is at work.
+        The same ranks as the model's. A `TorchGroup` needs its own torch group from
+        ``torch.distributed.new_group``, because DDP uses the model's group concurrently.
     nonfinite : {"error", "allow"}, default "error"
-        Whether NaN and infinity in a gradient are an error, on every rank, when the backward
-        pass ends. Allow them where a gradient scaler looks for them.
+        Whether NaN or infinity in a gradient raises an error on every rank, at the end of the
+        backward pass. Use ``"allow"`` if a gradient scaler looks for them.
     timeout : float, optional
-        Seconds for each operation. Default: the group's own.
+        Timeout of each operation in seconds. Default: the group's timeout.
 
     Raises
     ------
     TypeError
-        `model` is not of DDP, or `group` is none.
+        If `model` is not a DDP model, or `group` is not a process group.
     ValueError
-        The group has other ranks than the model, or an argument makes no sense.
+        If the ranks of group and model differ, or another argument is invalid.
 
     Notes
     -----
-    Gradients are summed in the order of ranks, in float32 or wider, divided by their number and
-    rounded once: the same bits on every engine and for any ``bucket_cap_mb``. Means of two are
-    those of DDP itself; those of more can differ from it in the last bits, because gloo and
-    NCCL add in an order of their own. Buckets move in a thread of their own, one after the
-    other, while the backward pass goes on. ``model.no_sync()`` works as ever.
+    Gradients are summed in rank order, in float32 or wider, divided by the number of ranks and
+    rounded once. The bits are equal on every engine and for any ``bucket_cap_mb``. For two ranks
+    they equal DDP's own; for more they can differ in the last bits, because gloo and NCCL add in
+    another order. A separate thread reduces the buckets one after the other, while the backward
+    pass continues. ``model.no_sync()`` works as usual.
 
-    Before each bucket ranks compare what they are about to reduce, in 64 bytes. Where they do
-    not agree, neither that bucket nor those after it are reduced; one with elements that are
-    not finite is left out alone. Then ``backward`` raises `CollectiveError` on every rank, which
-    names ranks and parameters.
+    Before each bucket, the ranks compare 64-byte headers. If the headers disagree, that bucket
+    and all later ones are not reduced. A bucket with non-finite elements is skipped alone. Then
+    ``backward`` raises `CollectiveError` on every rank, which names ranks and parameters.
 
     Examples
     --------
@@ -88,7 +87,7 @@ def all_reduce_with(
 
 
 class _Pass(PassErrors):
-    """One backward pass."""
+    """Errors and state of one backward pass."""
 
     is_lost = False  # ranks are out of step, or the group is broken
 
@@ -105,9 +104,9 @@ class _Buckets:
         self._pass: _Pass | None = None
 
     def reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        """Start to reduce a bucket, and return what DDP waits for: its buffer.
+        """Start to reduce a bucket; return the future of its buffer, for DDP.
 
-        Errors are not for torch to carry, which keeps their text alone.
+        Errors are raised at the end of the pass, because torch would keep only their text.
         """
         import torch
 
@@ -132,7 +131,7 @@ class _Buckets:
 
         if buffer.device.type == "cpu":
             self._turns.run("all_reduce", task, async_op=True)
-        else:  # on the stream that is current here
+        else:  # runs on the current stream
             self._turns.run_at_once("all_reduce", task)
         return done
 

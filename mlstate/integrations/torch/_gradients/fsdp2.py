@@ -24,45 +24,43 @@ if TYPE_CHECKING:
 def reduce_scatter_with(
     module: Any, group: Any, *, nonfinite: str = "error", timeout: float | None = None
 ) -> None:
-    """Let a group reduce the gradients of all FSDP2 modules in a module.
+    """Make a group reduce the gradients of all FSDP2 modules in a module.
 
     Parameters
     ----------
     module : torch.nn.Module
-        With modules to which ``torch.distributed.fsdp.fully_shard`` was applied.
+        A module with submodules that ``torch.distributed.fsdp.fully_shard`` has sharded.
     group : ProcessGroup
-        The ranks among which they are sharded, in the order of the mesh.
+        The ranks of the sharding, in mesh order.
     nonfinite : {"error", "allow"}, default "error"
-        Whether NaN and infinity in a sum are an error, on every rank, when the backward pass
-        ends. Allow them where a gradient scaler looks for them.
+        Whether NaN or infinity in a sum raises an error on every rank, at the end of the
+        backward pass. Use ``"allow"`` if a gradient scaler looks for them.
     timeout : float, optional
-        Seconds for each operation. Default: the group's own.
+        Timeout of each operation in seconds. Default: the group's timeout.
 
     Raises
     ------
     TypeError
-        `group` is none.
+        If `group` is not a process group.
     ValueError
-        No module in `module` is one of FSDP2, or they are sharded among other ranks than
-        those of `group`.
+        If `module` has no FSDP2 modules, or they are sharded over ranks other than `group`'s.
 
     Notes
     -----
-    Gradients are summed in the order of ranks, in float32 or wider, divided as FSDP2 wants, and
-    rounded once to its ``reduce_dtype``. That is the same on every engine; sums of two float32
-    are those of torch itself, sums of more can differ from it in the last bits, because gloo
-    and NCCL add in an order of their own. ``set_gradient_divide_factor`` works on CPUs too,
-    where gloo refuses it.
+    Gradients are summed in rank order, in float32 or wider, divided as FSDP2 requests, and
+    rounded once to its ``reduce_dtype``. The bits are equal on every engine. For two ranks in
+    float32 they equal torch's own; for more they can differ in the last bits, because gloo and
+    NCCL add in another order. ``set_gradient_divide_factor`` also works on CPUs, where gloo
+    refuses it.
 
-    Before each module ranks compare what they are about to reduce, in 64 bytes. Where they do
-    not agree, or a sum is not finite, ``backward`` raises `CollectiveError` on every rank when
-    all other modules are reduced; it names module and rank, and the gradients of that module
-    are NaN. One buffer, of the size of the largest module's gradients, is kept for the next
-    step.
+    Before each module, the ranks compare 64-byte headers. If they disagree, or a sum is not
+    finite, the other modules are still reduced. Then ``backward`` raises `CollectiveError` on
+    every rank, which names module and rank, and the gradients of that module are NaN. One
+    buffer, of the size of the largest module's gradients, is kept for the next step.
 
-    FSDP2 waits for each reduction on a CPU: the backward pass goes on afterwards. Calling this
-    again replaces the group. With a mesh of two dimensions (HSDP) `group` reduces among the
-    ranks that share the shards, and torch among the replicas.
+    On CPUs, FSDP2 waits for each reduction before the backward pass continues. Another call of
+    this function replaces the group. With a two-dimensional mesh (HSDP), `group` reduces over
+    the sharding ranks, and torch over the replicas.
 
     Examples
     --------
@@ -99,7 +97,7 @@ def reduce_scatter_with(
 
 
 def _check_mesh(name: str, parameter: Any, group: Any) -> None:
-    """Refuse a parameter that is sharded among other ranks than those of the group."""
+    """Raise ValueError if a parameter is sharded over ranks other than the group's."""
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is None:
         return
@@ -114,7 +112,7 @@ def _check_mesh(name: str, parameter: Any, group: Any) -> None:
 
 
 class _Reduction:
-    """What the modules of one `reduce_scatter_with` share."""
+    """State shared by the modules of one `reduce_scatter_with`."""
 
     def __init__(self, group: Any, nonfinite: str, timeout: float | None) -> None:
         self._group = group
@@ -124,7 +122,7 @@ class _Reduction:
         self._errors: weakref.ref[PassErrors] | None = None  # dead after the backward pass
 
     def take(self, count: int, dtype: Any) -> torch.Tensor:
-        """Return memory for an input: that of another module, whose pages are there already."""
+        """Return input memory: another module's buffer if large enough, else new memory."""
         import torch
 
         buffer = self._free.pop(dtype, None)
@@ -132,13 +130,13 @@ class _Reduction:
             buffer = torch.empty(count, dtype=dtype)
         return buffer[:count]
 
-    def _give(self, buffer: torch.Tensor) -> None:
-        """Keep an input that FSDP2 fills anew for the next module."""
+    def _keep_buffer(self, buffer: torch.Tensor) -> None:
+        """Keep an input buffer, which FSDP2 fills again for the next module."""
         if buffer.device.type == "cpu":
             self._free[buffer.dtype] = buffer if buffer._base is None else buffer._base
 
     def reduce(self, name: str, source: torch.Tensor, out: torch.Tensor, divisor: float) -> None:
-        """Reduce the gradients of one module; ranks find out together what is wrong with them."""
+        """Reduce the gradients of one module; on a failure that all ranks agree on, set NaN."""
         ranks, rank = self._group.world_size, self._group.rank
         unit = FSDPShardingUnit(name, source.shape, source.dtype, rank, world_size=ranks)
         unit.local_gradient = out
@@ -156,10 +154,10 @@ class _Reduction:
             self._raise_at_end(error)
         finally:
             session.close()
-            self._give(source)
+            self._keep_buffer(source)
 
     def _raise_at_end(self, error: CollectiveError) -> None:
-        """Raise when the backward pass has ended: other modules are reduced meanwhile."""
+        """Raise at the end of the backward pass, so that other modules are still reduced."""
         current = None if self._errors is None else self._errors()
         if current is None:
             current = PassErrors()
@@ -168,7 +166,7 @@ class _Reduction:
 
 
 class _ReduceScatter:
-    """What FSDP2 calls for one module; the protocol is torch's."""
+    """The reduce-scatter of one module; implements torch's protocol."""
 
     def __init__(self, name: str, shared: _Reduction) -> None:
         self._name = name
@@ -176,7 +174,7 @@ class _ReduceScatter:
         self._is_input = False
 
     def allocate(self, size: Sequence[int], *, dtype: Any, device: Any) -> torch.Tensor:
-        """Return memory for an input, and then for its output, which becomes the gradients."""
+        """Return memory, in alternating calls for an input and for its output (the gradients)."""
         import torch
 
         self._is_input = not self._is_input
@@ -198,7 +196,7 @@ class _ReduceScatter:
 
 
 class _Done:
-    """Work of torch's kind that has ended."""
+    """A completed `Work` for torch."""
 
     def wait(self, timeout: Any = None) -> bool:
         return True
@@ -208,7 +206,7 @@ class _Done:
 
 
 def _divisor(op: Any, ranks: int) -> float:
-    """Return what sums are divided by, for an operation of torch.distributed."""
+    """Return the divisor of the sums, for a torch.distributed reduce operation."""
     from torch.distributed import ReduceOp
 
     kind = getattr(op, "op", op)

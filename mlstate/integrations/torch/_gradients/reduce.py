@@ -1,4 +1,4 @@
-"""Gradients of torch added up: what the core may read, and torch's own way for the rest."""
+"""Accumulation of torch gradients: access for the core, and torch operations for the rest."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor as plain main memory, or None where torch itself must add it.
+    """Return the tensor as plain main memory, or None if only torch can add it.
 
-    A view that is negated or conjugated is resolved, which copies it.
+    A negated or conjugated view is resolved, which copies it.
     """
     return tensor.resolve_neg().resolve_conj() if plain_memory(tensor) else None
 
 
 def copy_of(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
-    """Return a copy to add to, in C order where the tensor is strided."""
+    """Return a copy for accumulation, in C order if the tensor is strided."""
     import torch
 
     with torch.no_grad():
@@ -35,20 +35,20 @@ def copy_of(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
 
 
 def item_bytes(dtype: str, like: torch.Tensor) -> int:
-    """Return the size of an element of a dtype."""
+    """Return the size of an element of a dtype in bytes."""
     size: int = torch_dtype(dtype, like).itemsize
     return size
 
 
 def tensor_in(memory: np.ndarray, dtype: str, like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of another one's shape in these bytes, which it keeps alive."""
+    """Return a tensor over `memory` with the shape of `like`; it keeps the memory alive."""
     import torch
 
     return torch.from_numpy(memory).view(torch_dtype(dtype, like)).view(like.shape)
 
 
 def add_gradient(total: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Add by torch's own operation: other devices, layouts and subclasses."""
+    """Add with torch's operation, for other devices, layouts and subclasses."""
     import torch
 
     with torch.no_grad():
@@ -56,9 +56,9 @@ def add_gradient(total: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 def norm_partial(tensor: torch.Tensor) -> tuple[float, int]:
-    """Return the sum of squares and how many elements are infinite or NaN, by torch.
+    """Return the sum of squares and the number of non-finite elements, computed by torch.
 
-    Waits for the device. A tensor on the meta device has no elements, and a NaN for a sum.
+    Waits for the device. A meta tensor has no elements; its sum is NaN.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""A warning before an optimizer steps over parameters whose gradients were taken off."""
+"""Warning for optimizer steps over parameters whose gradients were removed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 @cache
 def watch_steps() -> None:
-    """Look at the parameters of every optimizer before each step, from the first call on."""
+    """Check the parameters of every optimizer before each step, from the first call on."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     register_optimizer_step_pre_hook(_warn_of_taken_gradients)
 
 
 def _warn_of_taken_gradients(optimizer: Optimizer, *_: Any) -> None:
-    """Warn once for each hook object whose parameters an optimizer passes over."""
+    """Warn once for each hook object if an optimizer skips its parameters."""
     for hooks in live_hooks():
         if not isinstance(hooks, ModuleHooks) or not hooks.taken or hooks.has_warned:
             continue

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 def _fits(source: torch.Tensor, target_seq_length: int, position: int, compact: bool) -> bool:
-    """Whether the core's check would pass, in terms that torch.compile can trace."""
+    """Return whether the core's check would pass; torch.compile can trace this function."""
     if source.dim() != 4 or not 0 <= position <= source.shape[2]:
         return False
     return position <= target_seq_length and (compact or source.shape[2] <= target_seq_length)
 
 
 def _are_plain(source: torch.Tensor, out: Any) -> bool:
-    """Whether the core reads, converts and writes both, and autograd records neither."""
+    """Return whether the core can read and write both, and autograd records neither."""
     return (
         _core.is_plain(source, False)
         and _core.is_plain(out, True)
@@ -41,7 +41,7 @@ def _are_plain(source: torch.Tensor, out: Any) -> bool:
     )
 
 
-def _by_torch(
+def _move_with_torch(
     source: torch.Tensor,
     target_seq_length: int,
     position: int,
@@ -49,7 +49,7 @@ def _by_torch(
     dtype: torch.dtype,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Move by torch's own operations: other devices, autograd, compilation."""
+    """Move with torch operations: for other devices, autograd and compilation."""
     import torch
 
     tokens = source[:, :, :position]
@@ -67,7 +67,7 @@ def _check_out(
     target_seq_length: int,
     dtype: torch.dtype | None,
 ) -> None:
-    """Refuse an `out` of another shape, or of another dtype than the one asked for."""
+    """Raise CompatibilityError if `out` has the wrong shape, or a dtype other than `dtype`."""
     from ....errors import CompatibilityError
 
     layers, heads, _, head_dim = source.shape
@@ -84,19 +84,19 @@ def _check_out(
 
 
 def _check_values(source: torch.Tensor, dtype: torch.dtype, pad_value: float) -> None:
-    """Refuse a conversion or padding that the core would refuse, in its words."""
+    """Raise the core's error for an unsupported conversion or padding value."""
     import torch
 
     nothing = torch.empty((0, 0, 0, 0), dtype=source.dtype)
-    if plain_memory(nothing):  # under torch.func not even a new tensor is
+    if plain_memory(nothing):  # false under torch.func, even for a new tensor
         _core.kv_move(nothing, 0, 0, pad_value, name_of(dtype), None, False, True)
 
 
-def _converted(tokens: torch.Tensor, target: str) -> torch.Tensor:
-    """Convert tokens from or to integers, or raise ValueError if one does not fit."""
+def _convert_tokens(tokens: torch.Tensor, target: str) -> torch.Tensor:
+    """Convert tokens from or to integers; raise ValueError if a value does not fit."""
     import torch
 
-    if target == "bfloat16":  # its range is that of float32
+    if target == "bfloat16":  # same range as float32
         return tokens.to(torch.bfloat16)
     array = (tokens.float() if tokens.dtype == torch.bfloat16 else tokens).numpy()
     return torch.from_numpy(convert_tokens(array, target))
@@ -114,22 +114,22 @@ def move_kv(
 ) -> Any:
     """Move a torch KV cache; see `mlstate.kv.transition_kv_state`.
 
-    The core's kernels serve tensors in main memory that need no gradient; torch's own
-    operations serve all others, so that device and autograd graph are kept.
+    The core handles CPU tensors that need no gradient. torch operations handle all other
+    tensors, so that device and autograd graph are kept.
 
     Parameters
     ----------
     source : torch.Tensor, shape (layers, heads, source_seq, head_dim)
         The cache.
     target_seq_length, position, pad_value, dtype, out, low_memory
-        As `mlstate.kv.transition_kv_state` has them.
+        See `mlstate.kv.transition_kv_state`.
     compact : bool
-        Whether the target may be shorter, as in `mlstate.kv.compact_kv_state`.
+        Whether the target may be shorter, see `mlstate.kv.compact_kv_state`.
 
     Returns
     -------
     torch.Tensor or ndarray
-        `out` if given, else a tensor.
+        `out` if passed, else a new tensor.
     """
     import torch
 
@@ -152,24 +152,24 @@ def move_kv(
         return source
     wanted = torch_dtype(dtype, source)
     if compiling and (out is None or isinstance(out, torch.Tensor)):
-        return _by_torch(source, target_seq_length, position, pad_value, wanted, out)
+        return _move_with_torch(source, target_seq_length, position, pad_value, wanted, out)
     length, position = index(target_seq_length), index(position)
     if out is not None:
         refuse_graph(source, out)
     by_torch = not plain_memory(source) or needs_graph(source)
     if isinstance(out, torch.Tensor):
         by_torch = by_torch or not writable_memory(out)
-    elif by_torch and out is not None:  # an array cannot follow the tensor to where it is
+    elif by_torch and out is not None:  # copy to the CPU: the array is in main memory
         source, by_torch = source.detach().cpu().as_subclass(torch.Tensor), False
     if by_torch:
         _check_values(source, wanted if out is None else out.dtype, pad_value)
         if out is not None:
             _check_out(out, source, length, None if dtype is None else wanted)
-        return _by_torch(source, length, position, pad_value, wanted, out)
+        return _move_with_torch(source, length, position, pad_value, wanted, out)
     plain = source.detach().resolve_conj().resolve_neg()
     target = result_dtype(name_of(wanted), out)
     if converts(name_of(source.dtype), target):
-        plain = _converted(plain[:, :, :position], target)
+        plain = _convert_tokens(plain[:, :, :position], target)
     if out is None:
         name = name_of(wanted)
         bits = _core.kv_move(plain, length, position, pad_value, name, None, low_memory, compact)

@@ -1,4 +1,4 @@
-"""What of a torch tensor the core may read and write, and what torch must hear of it."""
+"""Access of the core to tensor memory, and notification of torch about writes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def plain_memory(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements lie in main memory for the core to read or write."""
+    """Return whether the core can access the tensor's elements in main memory."""
     import torch
 
     if (
@@ -23,13 +23,13 @@ def plain_memory(tensor: torch.Tensor) -> bool:
         return False
     try:
         tensor.data_ptr()
-    except RuntimeError:  # under torch.vmap and torch.func a tensor has no memory of its own
+    except RuntimeError:  # a tensor under torch.vmap or torch.func has no memory
         return False
     return True
 
 
 def needs_graph(tensor: torch.Tensor) -> bool:
-    """Whether torch must see what happens to the tensor: for gradients or for tangents."""
+    """Return whether torch must record operations on the tensor, for gradients or tangents."""
     import torch
 
     if tensor.requires_grad and torch.is_grad_enabled():
@@ -38,7 +38,7 @@ def needs_graph(tensor: torch.Tensor) -> bool:
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
-    """Whether forward-mode differentiation follows the tensor."""
+    """Return whether the tensor is part of forward-mode differentiation."""
     import torch
 
     dual = torch.autograd.forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
@@ -46,7 +46,7 @@ def has_tangent(tensor: torch.Tensor) -> bool:
 
 
 def refuse_graph(*tensors: Any) -> None:
-    """Refuse an `out` that autograd would have to record."""
+    """Raise ValueError if autograd would have to record a write to a tensor."""
     import torch
 
     if any(isinstance(tensor, torch.Tensor) and needs_graph(tensor) for tensor in tensors):
@@ -57,22 +57,22 @@ def refuse_graph(*tensors: Any) -> None:
 
 
 def writable_memory(tensor: torch.Tensor) -> bool:
-    """Whether the core may write the tensor's elements as they lie in memory."""
+    """Return whether the core may write the tensor's elements directly."""
     return plain_memory(tensor) and not tensor.is_neg() and not tensor.is_conj()
 
 
 def write_into_tensor(out: torch.Tensor, write: Callable[[Any], Any]) -> torch.Tensor:
-    """Let `write` fill a tensor, as an in-place operation of torch's own would.
+    """Let `write` fill a tensor, with the checks of torch's in-place operations.
 
-    Refuses a tensor that autograd records, and counts a new version of it, so that a
-    backward pass which needs the old content fails instead of going wrong.
+    Raises if autograd records the tensor. Increments the tensor's version, so that a backward
+    pass that needs the old content raises instead of using the new content.
 
     Parameters
     ----------
     out : torch.Tensor
         A plain CPU tensor.
     write : callable
-        Gets `out` detached.
+        Receives `out` detached.
 
     Returns
     -------
@@ -82,7 +82,7 @@ def write_into_tensor(out: torch.Tensor, write: Callable[[Any], Any]) -> torch.T
     Raises
     ------
     ValueError
-        If `out` is part of an autograd graph, or not plain main memory.
+        If `out` is part of an autograd graph, or is not plain main memory.
     """
     refuse_graph(out)
     if not writable_memory(out):
@@ -96,21 +96,21 @@ def write_into_tensor(out: torch.Tensor, write: Callable[[Any], Any]) -> torch.T
 
 
 def note_written(tensors: Iterable[torch.Tensor]) -> None:
-    """Count a new version of tensors that were written to.
+    """Increment the version of tensors that were written to.
 
-    A backward pass that needs the old content fails then, instead of going wrong. Tensors
-    made in inference mode have no versions.
+    A backward pass that needs the old content then raises instead of using the new content.
+    Inference tensors have no version and are skipped.
 
     Parameters
     ----------
     tensors : iterable of torch.Tensor
-        Leaves that need gradients are taken too.
+        May include leaves that require gradients.
     """
     import torch
 
     counted = [tensor for tensor in tensors if not tensor.is_inference()]
     try:
         torch.autograd.graph.increment_version(counted)
-    except (RuntimeError, TypeError):  # of a torch that takes one tensor only
+    except (RuntimeError, TypeError):  # older torch accepts only one tensor
         for tensor in counted:
             torch.autograd.graph.increment_version(tensor)

@@ -1,4 +1,4 @@
-"""State dicts in files of ``torch.save``: as torch tensors, read back by ``weights_only``."""
+"""State dicts in ``torch.save`` files: stored as torch tensors, readable with ``weights_only``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _own_classes() -> dict[str, type[_core.StateDict]]:
-    """Classes that files call by these names, wherever they are defined."""
+    """Return the classes that files refer to by name, wherever they are defined."""
     from ....state._optimizer_state import OptimizerStateDict
     from ....state._state_dict import ModelStateDict, StateDict
 
@@ -31,9 +31,9 @@ def _own_classes() -> dict[str, type[_core.StateDict]]:
 
 
 def _attributes(state: Any) -> Any:
-    """Return what ``__getstate__`` gives, slots by the names of their properties.
+    """Return the result of ``__getstate__``, with slots under the names of their properties.
 
-    So files hold no private names, and reading them goes through the setters' checks.
+    So files contain no private names, and reading them uses the checks of the setters.
     """
     attributes = state.__getstate__()
     if not (isinstance(attributes, tuple) and isinstance(attributes[-1], dict)):
@@ -49,20 +49,20 @@ def _attributes(state: Any) -> Any:
 
 
 def _is_plain(dtype: NumpyDType) -> bool:
-    """Whether elements are bytes that mean the same elsewhere: no references, no arenas."""
+    """Return whether elements are portable bytes: no references, no external storage."""
     legacy = bool(getattr(type(dtype), "_legacy", True))
     return dtype.itemsize > 0 and not dtype.hasobject and legacy
 
 
 def _dtype_text(dtype: NumpyDType) -> Any:
-    """Return a text, or for records a list, that `_dtype_of` reads."""
+    """Return a text (for records a list) that `_dtype_of` reads."""
     if label_of(dtype) or dtype.type.__module__.startswith("ml_dtypes"):
         return "ml_dtypes." + name_of(dtype)
     return np.lib.format.dtype_to_descr(dtype)
 
 
-def _pickled(value: Any) -> tuple[Any, NDArray] | None:
-    """Return how an array is kept, and one that torch can have; None if NumPy must keep it."""
+def _encode_array(value: Any) -> tuple[Any, NDArray] | None:
+    """Return how an array is stored, and an array for torch; None if NumPy must store it."""
     array = np.asarray(value)
     dtype = array.dtype
     known = name_of(dtype)
@@ -79,20 +79,21 @@ def _pickled(value: Any) -> tuple[Any, NDArray] | None:
 
 
 def reduce_state(state: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return what ``__reduce_ex__`` gives to ``torch.save``, and to pickle's protocol 2.
+    """Return the result of ``__reduce_ex__`` for ``torch.save`` and for pickle protocol 2.
 
     Parameters
     ----------
     state : StateDict
-        Of any subclass.
+        A state dict of any subclass.
 
     Returns
     -------
     callable, tuple
-        `restore_state` and its arguments: the class, attributes, torch tensors that share the
-        arrays' memory, and which of them were what. Dtypes that torch lacks, texts, records
-        and the other byte order included, go as bytes. What is no bytes, such as an array of
-        empty texts, stays with NumPy, and needs ``weights_only=False`` to be read.
+        `restore_state` and its arguments: class, attributes, torch tensors that share the
+        arrays' memory, and the original forms. Dtypes that torch lacks are stored as bytes;
+        these include strings, records and non-native byte order. An array that bytes cannot
+        represent, such as one of empty strings, is pickled by NumPy; reading it requires
+        ``weights_only=False``.
 
     Examples
     --------
@@ -107,11 +108,11 @@ def reduce_state(state: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     values = dict(state)
     forms: dict[str, Any] = {}
     arrays: dict[str, NDArray] = {}
-    made: dict[int, tuple[Any, NDArray] | None] = {}  # one array under two names stays one
+    made: dict[int, tuple[Any, NDArray] | None] = {}  # by id: keeps tied arrays tied
     for name, value in values.items():
         if isinstance(value, np.ndarray | np.generic):
             if id(value) not in made:
-                made[id(value)] = _pickled(value)
+                made[id(value)] = _encode_array(value)
             found = made[id(value)]
             if found is not None:
                 forms[name], arrays[name] = found
@@ -130,7 +131,7 @@ def reduce_state(state: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 def _dtype_of(text: Any) -> NumpyDType:
-    """Return the dtype that a file names; no file can ask for Python objects."""
+    """Return the dtype that a file names; raise ValueError for dtypes of Python objects."""
     dtype: NumpyDType
     if isinstance(text, str) and text.startswith("ml_dtypes."):
         dtype = stored_dtype(text.removeprefix("ml_dtypes."))
@@ -141,8 +142,8 @@ def _dtype_of(text: Any) -> NumpyDType:
     return dtype
 
 
-def _restored(name: str, form: Any, tensor: Any) -> Any:
-    """Make what was saved of a loaded tensor; on a device it stays a tensor if it can."""
+def _decode_array(name: str, form: Any, tensor: Any) -> Any:
+    """Return the original value of a loaded tensor; on a device it stays a tensor if possible."""
     import torch
 
     if form in ("array", "scalar"):
@@ -163,29 +164,29 @@ def _restored(name: str, form: Any, tensor: Any) -> Any:
 def restore_state(
     kind: str | type[Any], attributes: Any, values: dict[str, Any], forms: dict[str, Any]
 ) -> Any:
-    """Make a state dict of what `reduce_state` gave: pickle calls this.
+    """Create a state dict from the arguments of `reduce_state`; pickle calls this.
 
     Parameters
     ----------
     kind : str or type
         Name of a class of mlstate, or a subclass.
     attributes : object
-        For ``__setstate__``; None for none.
+        Argument of ``__setstate__``, or None.
     values : dict of str to array
-        Tensors, mostly.
+        Values; mostly tensors.
     forms : dict of str
-        What was no tensor: ``"array"``, ``"scalar"``, or dtype and shape of what is kept as
-        bytes; without shape, what is kept as integers of the same size.
+        Forms of values that were not tensors: ``"array"``, ``"scalar"``, or (dtype, shape) of
+        a value stored as bytes; shape is None for one stored as integers of the same size.
 
     Returns
     -------
     StateDict
-        Arrays share the memory of the tensors in `values`.
+        A state dict whose arrays share the memory of the tensors in `values`.
 
     Raises
     ------
     TypeError, ValueError
-        A file that was not made by `reduce_state`.
+        If the file was not written by `reduce_state`.
     """
     found = _own_classes().get(kind) if isinstance(kind, str) else kind
     if not (isinstance(found, type) and issubclass(found, _core.StateDict)):
@@ -195,7 +196,7 @@ def restore_state(
     for name, value in values.items():
         if name in forms:
             if id(value) not in made:
-                made[id(value)] = _restored(name, forms[name], value)
+                made[id(value)] = _decode_array(name, forms[name], value)
             value = made[id(value)]
         restored[name] = value
     state: Any = found.__new__(found)
@@ -206,14 +207,14 @@ def restore_state(
 
 
 def register() -> None:
-    """Tell torch, where it is installed, that its files may hold state dicts.
+    """Register state dicts with ``torch.load(weights_only=True)``, if torch is installed.
 
     Notes
     -----
-    Costs nothing where torch was imported already, and imports it otherwise.
+    Costs nothing if torch is already imported; otherwise imports it.
     """
     try:
         from torch.serialization import add_safe_globals
-    except ImportError:  # not installed, or itself being imported
+    except ImportError:  # not installed, or currently being imported
         return
     add_safe_globals([restore_state, *_own_classes().values()])

@@ -1,4 +1,4 @@
-"""State dicts of torch tensors and of NumPy arrays, made from each other without a copy."""
+"""Conversion between state dicts of torch tensors and NumPy arrays, without copies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def why_not_plain(tensor: torch.Tensor) -> str:
-    """Say what a tensor is besides its memory, and what to do; empty if nothing."""
+    """Return why a tensor is not plain memory, with a remedy; empty if it is."""
     import torch
 
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
@@ -71,7 +71,7 @@ def _view_as_array(name: str, tensor: torch.Tensor) -> NDArray:
         )
         error.name, error.got = name, dtype
         raise error
-    # Elements that share memory, as expand() makes them: a write to one changes others.
+    # Elements that share memory (from expand()): a write to one would change others.
     steps = array.strides
     if 0 in steps and any(a == 0 and n > 1 for a, n in zip(steps, array.shape, strict=True)):
         array.flags.writeable = False
@@ -79,7 +79,7 @@ def _view_as_array(name: str, tensor: torch.Tensor) -> NDArray:
 
 
 def _array_of(name: str, value: Any) -> Any:
-    """Return what stands for one value of torch's state dict."""
+    """Return the array or tensor for one value of torch's state dict."""
     import torch
 
     if isinstance(value, np.ndarray | np.generic):
@@ -103,22 +103,22 @@ def arrays_of(state: torch.nn.Module | Mapping[str, Any]) -> dict[str, Any]:
     Parameters
     ----------
     state : torch.nn.Module or mapping of str to torch.Tensor
-        A module stands for its ``state_dict()``. NumPy arrays among the values are passed on.
+        A module, for its ``state_dict()``, or a mapping. NumPy arrays are returned unchanged.
 
     Returns
     -------
     dict of str to ndarray
-        One array for each tensor, in this order; one tensor under two names is one array.
+        One array per tensor, in the same order; one tensor under two names is one array.
         Arrays over expanded tensors are read-only. Tensors on a device, or on ``meta``, are
-        passed on detached.
+        returned detached.
 
     Raises
     ------
     TypeError
-        A value is no tensor, or a tensor that is more than its memory: sparse, quantized,
-        nested, conjugated, negated, of a subclass such as DTensor.
+        If a value is not a tensor, or not plain memory: sparse, quantized, nested, conjugated,
+        negated, or of a subclass such as DTensor.
     CompatibilityError
-        NumPy has no such dtype.
+        If NumPy lacks the dtype.
 
     Examples
     --------
@@ -152,9 +152,9 @@ def arrays_of(state: torch.nn.Module | Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Writable:
-    """Memory of an array as NumPy takes it over, without the flag that says read-only.
+    """Array interface of an array's memory, without the read-only flag.
 
-    torch has no such flag: it shares read-only arrays all the same, but warns each time.
+    torch has no such flag: it shares read-only arrays too, but warns each time.
     """
 
     __slots__ = ("__array_interface__", "owner")
@@ -170,7 +170,7 @@ def _address(array: NDArray) -> int:
 
 
 def _extent(array: NDArray) -> tuple[int, int]:
-    """Addresses of the first byte and behind the last, of an array without negative strides."""
+    """Return the addresses of the first byte and after the last; strides are not negative."""
     start = _address(array)
     if array.flags.c_contiguous or array.size == 0:
         return start, start + array.nbytes
@@ -179,19 +179,19 @@ def _extent(array: NDArray) -> tuple[int, int]:
 
 
 def clusters(arrays: Mapping[str, NDArray]) -> Iterator[tuple[int, int, list[str]]]:
-    """Give start, end and names of arrays whose memory overlaps, each array in one cluster.
+    """Yield address range and names of arrays with overlapping memory; each array occurs once.
 
     Parameters
     ----------
     arrays : mapping of str to ndarray
-        Without negative strides.
+        Arrays without negative strides.
 
     Yields
     ------
     start, end : int
         Addresses.
     names : list of str
-        Arrays in between, most often one.
+        Arrays in this range, usually one.
     """
     extents = sorted((*_extent(array), name) for name, array in arrays.items())
     start = end = -1
@@ -209,12 +209,12 @@ def clusters(arrays: Mapping[str, NDArray]) -> Iterator[tuple[int, int, list[str
 
 
 def _is_viewed(dtype: NumpyDType) -> bool:
-    # 2: a dtype of another package, which is ml_dtypes; names of dtypes take time to make.
+    # 2: a dtype of another package, here ml_dtypes; faster than comparing names of dtypes.
     return dtype.isbuiltin == 2 or bool(label_of(dtype))
 
 
-def _integers(array: NDArray) -> NDArray:
-    """See the elements as a dtype that torch and NumPy both have."""
+def _view_integers(array: NDArray) -> NDArray:
+    """Return a view with a dtype that torch and NumPy both have."""
     return array.view(VIEWED[name_of(array.dtype)]) if _is_viewed(array.dtype) else array
 
 
@@ -222,7 +222,7 @@ def tensor_over(array: NDArray) -> torch.Tensor:
     """Return a tensor over an array that torch can share."""
     import torch
 
-    plain = _integers(array)
+    plain = _view_integers(array)
     if not plain.flags.writeable:
         plain = np.asarray(_Writable(plain, plain.__array_interface__, _address(plain)))
     tensor = torch.from_numpy(plain)
@@ -231,7 +231,7 @@ def tensor_over(array: NDArray) -> torch.Tensor:
 
 
 def _tensors_over_one(start: int, end: int, arrays: list[NDArray]) -> list[torch.Tensor]:
-    """Return tensors of one storage, over arrays that overlap: so torch knows they are tied."""
+    """Return tensors of one storage over overlapping arrays, so that torch sees them as tied."""
     import torch
 
     interface = {"version": 3, "typestr": "|u1", "shape": (end - start,)}
@@ -246,19 +246,19 @@ def _tensors_over_one(start: int, end: int, arrays: list[NDArray]) -> list[torch
 
 
 def share(arrays: Mapping[str, NDArray], *, pack: bool = False) -> dict[str, torch.Tensor]:
-    """Return tensors over arrays; those that overlap are over one storage.
+    """Return tensors over arrays; overlapping arrays share one storage.
 
     Parameters
     ----------
     arrays : mapping of str to ndarray
-        Such as `sharable` gives them.
+        Arrays for which `sharable` is true.
     pack : bool, default False
-        Copy an array that is alone in its memory and has gaps between its elements.
+        Copy an array with gaps between its elements if no other array shares its memory.
 
     Returns
     -------
     dict of str to torch.Tensor
-        In no order.
+        Tensors by name.
     """
     tensors: dict[str, torch.Tensor] = {}
     # One object under several names is one tensor.
@@ -279,7 +279,7 @@ def share(arrays: Mapping[str, NDArray], *, pack: bool = False) -> dict[str, tor
 
 
 def sharable(array: NDArray) -> bool:
-    """Whether torch can have the memory as it lies: its byte order, strides, alignment."""
+    """Return whether torch can share the memory: byte order, strides and alignment fit."""
     return (
         array.dtype.isnative
         and array.flags.aligned
@@ -287,7 +287,7 @@ def sharable(array: NDArray) -> bool:
     )
 
 
-def _refuse_dtype(name: str, dtype: Any) -> CompatibilityError:
+def _dtype_error(name: str, dtype: Any) -> CompatibilityError:
     error = CompatibilityError(
         f"{name!r} is {dtype}, for which torch has no dtype: convert it, or take it out of "
         "the state first"
@@ -303,25 +303,25 @@ def tensors_of(state: Mapping[str, Any], *, copy: bool = False) -> dict[str, tor
     Parameters
     ----------
     state : mapping of str to array
-        Tensors among the values are passed on, detached.
+        Tensors among the values are returned detached.
     copy : bool, default False
-        Give each tensor memory of its own.
+        Copy each tensor to new memory.
 
     Returns
     -------
     dict of str to torch.Tensor
-        In this order. Arrays that overlap, as tied weights do, have one storage, and one
-        array under two names is one tensor.
+        Tensors in the same order. Overlapping arrays, such as tied weights, share one storage,
+        and one array under two names is one tensor.
 
     Raises
     ------
     CompatibilityError
-        torch has no such dtype.
+        If torch lacks a dtype.
 
     Notes
     -----
-    Copied are arrays in the other byte order, with negative strides, and with elements at odd
-    addresses, such as the fields of records.
+    Arrays are copied if they have non-native byte order, negative strides or unaligned elements,
+    such as fields of records.
 
     Examples
     --------
@@ -352,7 +352,7 @@ def tensors_of(state: Mapping[str, Any], *, copy: bool = False) -> dict[str, tor
             array = np.asarray(value)
             if array.dtype not in known:
                 if not torch_has(name_of(array.dtype)):
-                    raise _refuse_dtype(name, array.dtype)
+                    raise _dtype_error(name, array.dtype)
                 known.add(array.dtype)
             if copy or not sharable(array):
                 array = array.astype(array.dtype.newbyteorder("="), order="K", copy=True)

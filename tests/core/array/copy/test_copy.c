@@ -1,4 +1,4 @@
-/* Kernels against the oracle, strided walks against a plain loop. */
+/* Kernels compared with the oracle, strided copies with a plain loop. */
 #include "array/copy/copy.h"
 #include "support/runner.h"
 
@@ -9,7 +9,7 @@ enum { LONGEST = 40000, ROOM = LONGEST * 8 + 256 };
 
 static unsigned char source[ROOM], expected[ROOM], result[ROOM];
 
-/* A small generator with a fixed seed: every run tests the same values. */
+/* A small generator with a fixed seed: every execution tests the same values. */
 static uint64_t next_random(uint64_t *seed)
 {
     *seed ^= *seed << 13;
@@ -30,7 +30,7 @@ static size_t item(int dtype)
     return mls_dtype_of((mls_dtype)dtype)->item_bytes;
 }
 
-/* Compare one run of both tables, with guard bytes around the destination. */
+/* Compare one call of both tables, with guard bytes around the destination. */
 static bool run_agrees(const mls_kernels *k, int from, int to, size_t offset,
                        size_t count, mls_store store)
 {
@@ -70,7 +70,8 @@ static void every_set_converts_as_the_oracle(void)
     }
 }
 
-/* All 65,536 halves and brains, and every float around each rounding boundary. */
+/* All 65,536 float16 and bfloat16 values, and every float around each rounding
+ * boundary. */
 static void every_half_and_boundary_agrees(void)
 {
     for (int i = 0; i < 65536; i++) {
@@ -226,7 +227,7 @@ static void strided_copies_reach_every_element(void)
                           .strides = {s[0], s[1]}};
         if (d[0] == 0 || (d[0] == 2 && d[1] == 600)) {
             dst.shape[0] = src.shape[0] =
-                d[0] == 0 ? 1 : 37; /* no element written twice */
+                d[0] == 0 ? 1 : 37; /* no element is written twice */
         }
         mls_copy(mls_kernels_of(MLS_CPU_SCALAR), &dst, &src, mls_cached());
         for (size_t i = 0; i < dst.shape[0]; i++) {

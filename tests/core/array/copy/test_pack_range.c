@@ -1,4 +1,4 @@
-/* Any run of any tensor's elements, against a plain loop over them. */
+/* Any range of any tensor's elements, compared with a plain loop over them. */
 #include "array/copy/pack_range.h"
 #include "support/runner.h"
 
@@ -9,7 +9,7 @@ enum { GUARD = 16, MOST = 1 << 16 };
 
 static const mls_kernels *kernels; /* the machine's fastest */
 
-/* Numbers of which no two are equal, in whatever byte order they are read. */
+/* Distinct numbers in either byte order. */
 static unsigned char memory[8 * MOST];
 
 static void fill_memory(void)
@@ -43,7 +43,7 @@ static unsigned char *packed_by_loop(const mls_tensor *t, size_t *count)
             rest /= t->shape[axis];
         }
         for (size_t i = 0; i < item; i++) {
-            /* complex numbers are swapped by halves */
+            /* each half of a complex number is swapped */
             const size_t half = t->dtype == MLS_C64 ? 4 : item;
             const size_t j = t->swapped ? i / half * half + half - 1 - i % half : i;
             out[element * item + i] = from[j];
@@ -52,7 +52,7 @@ static unsigned char *packed_by_loop(const mls_tensor *t, size_t *count)
     return out;
 }
 
-/* Pack elements `first` .. `first + n` and compare; nothing around may be written. */
+/* Pack elements `first` .. `first + n` and compare; the guard bytes must not change. */
 static bool range_is_right(const mls_tensor *t, const unsigned char *expected,
                            size_t first, size_t n)
 {
@@ -119,7 +119,7 @@ static void tensors_with_gaps_are_packed(void)
 {
     const size_t shape[] = {4, 3, 4};
     mls_tensor t = view(MLS_F32, 3, shape);
-    t.strides[0] = 1001; /* no multiple of the item */
+    t.strides[0] = 1001; /* not a multiple of the item size */
     t.strides[1] = 64;
     t.strides[2] = 12;
     check_all_ranges(&t);
@@ -134,7 +134,7 @@ static void backward_tensors_are_packed(void)
         t.strides[axis] = -t.strides[axis];
     }
     check_all_ranges(&t);
-    t.strides[1] = -t.strides[1]; /* one axis forward among them */
+    t.strides[1] = -t.strides[1]; /* one of the axes runs forward */
     t.data -= 4 * 9;
     check_all_ranges(&t);
 }
@@ -157,7 +157,7 @@ static void axes_of_one_and_none_do_no_harm(void)
 {
     const size_t ones[] = {1, 3, 1, 1, 4, 1}, none[] = {3, 0, 4};
     mls_tensor t = view(MLS_F32, 6, ones);
-    t.strides[0] = t.strides[3] = 123456789; /* of which nobody goes a step */
+    t.strides[0] = t.strides[3] = 123456789; /* axes of length 1 */
     check_all_ranges(&t);
     t = view(MLS_F32, 3, none);
     check_all_ranges(&t);
@@ -173,7 +173,7 @@ static void the_most_axes_that_there_are_can_be_packed(void)
     check_all_ranges(&t);
 }
 
-/* As a file is written: one piece behind the other, of sizes that fit nothing. */
+/* As a file is written: consecutive pieces of sizes that match no axis. */
 static void pieces_put_together_are_the_tensor(void)
 {
     static const size_t steps[] = {1, 7, 129, 1000, 4096, 40000};

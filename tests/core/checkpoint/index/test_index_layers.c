@@ -1,4 +1,4 @@
-/* Indexes with sparse shards: there and back, and those that lie about their layers. */
+/* Indexes with sparse shards: round trips, and false layers. */
 #include "checkpoint/index/index.h"
 #include "io/json_checksum.h"
 #include "support/runner.h"
@@ -27,7 +27,7 @@ static const mls_crc_kernels *const crc = &mls_crc_scalar;
 static size_t change(const char *from, const char *to, char out[ROOM])
 {
     const char *at = strstr(good, from);
-    CHECK(at != NULL); /* the good index has it */
+    CHECK(at != NULL); /* the good index contains it */
     at = at == NULL ? good : at;
     snprintf(out, ROOM, "%.*s%s%s", (int)(at - good), good, to, at + strlen(from));
     (void)mls_json_checksum_set(out, strlen(out), crc);
@@ -69,7 +69,7 @@ static void layers_go_there_and_back(void)
     CHECK(is(&full->visible[0], 0, 4, 0) && is(&full->visible[1], 8, 4, 8));
     CHECK(w->layers->zero_count == 0 && zero->layers->count == 0);
     REQUIRE(zero->layers->zero_count == 1 && is(zero->layers->zeros, 0, 15, 0));
-    /* written again it is the very text */
+    /* writing it again gives the same text */
     CHECK(mls_index_build(&index, crc, &text, &sum, &st) == MLS_OK);
     char expected[ROOM];
     const size_t length = change("\"rank\":0", "\"rank\":0", expected);
@@ -110,7 +110,7 @@ static void layers_that_lie_are_refused(void)
         {"0,0,4", "0,0,18446744073709551616", "w", "range"},
         {"0,0,4", "0,0", "w", "one value for each"},
         {"0,0,4", "0,0,4,4", "", "more values"},
-        {"0,0,4", "0,0,5", "w", "\"rows\" are not"}, /* only three of them */
+        {"0,0,4", "0,0,5", "w", "\"rows\" are not"}, /* there are only three of them */
         {"0,0,4", "0,0,9999999999999999999", "w", "\"rows\" are not"},
         {"0,0,4", "0,0,3", "w", "\"bytes\" are not"},
         {"\"1,1,1,1\"", "\"\"", "w", "\"rows\" are not"},
@@ -144,7 +144,7 @@ static void layers_that_lie_are_refused(void)
          "\"frames\" are not"},
         {ROWS, ROWS ",\"codec\":[null,null,\"zlib\"],\"frames\":[null,null,\"13\"]", "w",
          "\"bytes\" are not"},
-        /* no elements: a full layer of several would have no bytes */
+        /* without elements, a full layer among several would have no bytes */
         {"15;6,5;6,5;", "15;0,5;6,5;", "w", "\"bytes\" are not"},
         {"15;6,5;6,5;", "15;6,5;4611686018427387904;", "w", "memory"},
     };
@@ -163,7 +163,7 @@ static void layers_that_lie_are_refused(void)
     }
 }
 
-/* Any value by any other one: refused, or good; never worse. */
+/* Any value replaced by any other: refused, or accepted as valid; never a crash. */
 static void every_value_may_be_anything_else(void)
 {
     static const char *const values[] = {

@@ -1,5 +1,5 @@
-/* What is asked of an index that exists, and what must hold of all its shards together.
- * That each single shard is good is for the tests of reading. */
+/* Queries of an index, and rules that relate several shards. The tests of the reader
+ * cover single shards. */
 #include "checkpoint/index/index.h"
 #include "support/runner.h"
 
@@ -91,7 +91,7 @@ static void no_path_is_there_twice(void)
     CHECK_TEXT(st.text, "\"path\" appears twice among the files");
 }
 
-/* Two places, of one shard or two, plain or layers, `apart` bytes apart. */
+/* Two places, of one shard or two, plain or in layers, `apart` bytes apart. */
 static mls_code arrange(bool sparse, bool same_shard, uint64_t apart, mls_status *st)
 {
     mls_index_file files[2];
@@ -138,7 +138,7 @@ static void zeros_are_no_more_than_can_be_counted(void)
     CHECK(mls_index_arrange(&index, &st) == MLS_E_FORMAT && strcmp(st.name, "b") == 0);
 }
 
-/* A key of a section, and what its parts must be; `state` NULL: none. */
+/* A key of a section, and its expected parts; `state` NULL: none. */
 static void check_key(mls_section section, const char *key, const char *name,
                       const char *state)
 {

@@ -1,4 +1,4 @@
-/* Indexes: what is written is read back, and nothing else is believed. */
+/* Indexes: round trips, and other writers' texts. */
 #include "checkpoint/index/index.h"
 #include "io/json_checksum.h"
 #include "safetensors/safetensors.h"
@@ -13,7 +13,7 @@ static mls_str text(const char *chars)
     return (mls_str){.data = chars, .length = strlen(chars)};
 }
 
-/* ---- there and back ---- */
+/* ---- round trips ---- */
 
 static bool same_place(const mls_index_shard *a, const mls_index_shard *b)
 {
@@ -24,7 +24,7 @@ static bool same_place(const mls_index_shard *a, const mls_index_shard *b)
                         : memcmp(a->crcs, b->crcs, blocks * sizeof *a->crcs) == 0);
 }
 
-/* All members of two shards. */
+/* Compare all members of two shards. */
 static bool same_shard(const mls_index_shard *a, const mls_index_shard *b)
 {
     bool same = mls_index_compare(a, b) == 0 && a->dtype == b->dtype &&
@@ -42,7 +42,7 @@ static bool same_shard(const mls_index_shard *a, const mls_index_shard *b)
     return same && same_place(a, b);
 }
 
-/* All members of two indexes. */
+/* Compare all members of two indexes. */
 static bool same_index(const mls_index *a, const mls_index *b)
 {
     bool same = strcmp(a->generation, b->generation) == 0 && a->rank == b->rank &&
@@ -59,7 +59,7 @@ static bool same_index(const mls_index *a, const mls_index *b)
     return same;
 }
 
-/* Read, compare, and build again: the same text, of which `b` may have more. */
+/* Read, compare, and build again: the same text, apart from additions in `b`. */
 static void check_read(const mls_index *index, const mls_json_writer *b, size_t length)
 {
     mls_json_writer again = {0};
@@ -82,7 +82,7 @@ static void check_read(const mls_index *index, const mls_json_writer *b, size_t 
     mls_json_writer_fini(&again);
 }
 
-/* Build, read and build again; and once more with a line feed behind it. */
+/* Build, read and build again; then the same with a line feed at the end. */
 static void check_round_trip(const mls_index *index)
 {
     mls_json_writer b = {0};
@@ -220,7 +220,7 @@ static void states_have_axes_and_tiers(void)
                              of_deep[] = {MLS_NO_AXIS, MLS_NO_AXIS, MLS_NO_AXIS};
     mls_index_file file;
     mls_index_shard shards[] = {
-        /* not of any parameter: "lr"; of the parameter "": ".m" */
+        /* "lr" without a parameter; ".m" of the parameter "" */
         {.id = {MLS_OPTIM_STATE, text(""), text("m"), true},
          .tier = MLS_TIER_HOT,
          .bytes = 2,
@@ -403,9 +403,9 @@ static void ids_are_ordered_by_section_name_and_state(void)
     }
 }
 
-/* ---- what others write ---- */
+/* ---- texts of other writers ---- */
 
-/* `body` behind the start, sealed; free it. */
+/* `body` after the start of an index, with a correct checksum; the caller frees it. */
 static char *sealed(const char *body)
 {
     const size_t room = sizeof MLS_JSON_CHECKSUM_START + strlen(body);

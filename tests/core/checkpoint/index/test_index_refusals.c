@@ -1,4 +1,4 @@
-/* Indexes that lie: each is sealed, so that it is not the seal that refuses it. */
+/* False indexes: each has a correct checksum, so that another rule refuses it. */
 #include "checkpoint/index/index.h"
 #include "io/json_checksum.h"
 #include "support/runner.h"
@@ -7,7 +7,8 @@
 
 enum { ROOM = 16384 };
 
-/* A good index: a parameter's part, a long one, a state with axes, one without bytes. */
+/* A good index: a parameter's part, a long one, a state with axes, and one without
+ * bytes. */
 #define FILES                                                                            \
     "\n\"path\":[\"params/w.safetensors\",\"optim_state/w.safetensors\"],"               \
     "\n\"bytes\":\"1052720,4120\",\n\"header_crc32c\":\"0123456789abcdef\""
@@ -31,7 +32,8 @@ static const char good[] = MLS_JSON_CHECKSUM_START
     "\n{\"section\":\"optim_state\",\"state\":\"m\",\"dtype\":\"F64\","
     "\"layout\":[[0,3]]}],\n\"shards\":{" SHARDS "},\n\"layers\":{" LAYERS "}}\n";
 
-/* The good index with `to` in place of the first `from`, sealed.  Its length. */
+/* The good index with the first `from` replaced by `to`, and a correct checksum.  Returns
+ * its length. */
 static size_t change(const char *from, const char *to, char out[ROOM])
 {
     const char *at = strstr(good, from);
@@ -45,7 +47,7 @@ static size_t change(const char *from, const char *to, char out[ROOM])
     return strlen(out);
 }
 
-/* Parse from memory of exactly that length; the output must be untouched on failure. */
+/* Parse from memory of exactly that length; on failure the output must be unchanged. */
 static mls_code parse(const char *text, size_t length, mls_status *st)
 {
     mls_index index, before;
@@ -76,7 +78,8 @@ static void the_good_index_is_good(void)
     CHECK(parse(text, length, &st) == MLS_OK);
 }
 
-/* A change that must be refused: the tensor blamed, and a word of the message. */
+/* A change that must be refused: the tensor named by the error, and a word of the
+ * message. */
 typedef struct lie {
     const char *from, *to, *name, *word;
 } lie;
@@ -119,7 +122,7 @@ static void what_is_no_index_is_refused(void)
         {"\"format_version\":3", "\"format_version\":\"3\"", "", "not a number"},
         {"\"format_version\":3", "\"format_version\":true", "", "not a number"},
         {"\"format_version\":3,", "", "", "missing"},
-        /* a later version may lack anything else */
+        /* a later version may lack any other member */
         {"\"format_version\":3,\n\"generation\"", "\"format_version\":4,\"g\"", "",
          "version 3"},
         {",\n\"format\"", "}\n{\"format\"", "", "JSON"},
@@ -240,7 +243,7 @@ static void paths_that_lead_elsewhere_are_refused(void)
         const lie one = {"params/w.safetensors", paths[i], "", "path"};
         check_lies(&one, 1);
     }
-    /* one byte more than there is room for */
+    /* one byte too long */
     char path[MLS_PATH_BYTES + 2];
     memset(path, 'x', MLS_PATH_BYTES + 1);
     memcpy(path, "params/", 7);
@@ -467,7 +470,7 @@ static void ranges_that_lie_are_refused(void)
         {OFFSETS, "4096,1052680,4096,4121", "x.y", "end of the file"},
         {OFFSETS, "4096,1052680,4096", "x.y", "one value for each"},
         {OFFSETS, OFFSETS ",4120", "", "more values"},
-        /* inside the other one, at its start, over its start, over its end */
+        /* inside the other one, at its start, across its start, across its end */
         {OFFSETS, "4096,8192,4096,4120", "w", "inside another"},
         {OFFSETS, "4096,4096,4096,4120", "w", "inside another"},
         {OFFSETS, "4096,4088,4096,4120", "long", "inside another"},
@@ -504,7 +507,7 @@ static void checksums_that_lie_are_refused(void)
     CHECK_LIES(lies);
 }
 
-/* A message has the place in the text, what was expected there and what was got. */
+/* A message contains the offset in the text, the expected value and the actual one. */
 static void messages_have_offset_and_values(void)
 {
     static const struct {
@@ -539,7 +542,7 @@ static void messages_have_offset_and_values(void)
 static void duplicates_are_refused(void)
 {
     static const lie lies[] = {
-        /* the same part twice, of other bytes */
+        /* the same part twice, in other bytes */
         {"\"kind\":\"0,1,2,3\",\n\"shape\":\"1048577;4,6;1,12;2;\",\n\"part\":\"0,5,0,"
          "2\"",
          "\"kind\":\"0,1,1,3\",\n\"shape\":\"1048577;4,6;6,6;2;\",\n\"part\":\"0,5,5,2\"",
@@ -552,7 +555,8 @@ static void duplicates_are_refused(void)
 
 static void every_value_may_be_anything_else(void)
 {
-    /* each value of the good index, by another value: refused, or good; never worse */
+    /* each value of the good index replaced by another: refused, or accepted as valid;
+     * never a crash */
     static const char *const values[] = {
         "null",   "true",
         "0",      "-1",
@@ -564,7 +568,8 @@ static void every_value_may_be_anything_else(void)
     };
     size_t refused = 0, all = 0;
     for (const char *at = good + sizeof MLS_JSON_CHECKSUM_START; *at != '\0'; at++) {
-        /* what begins behind a colon, a bracket or a comma, up to the next such mark */
+        /* a value starts after a colon, bracket or comma, and ends at the next such
+         * character */
         const size_t length = strcspn(at, ",:[]{}\n");
         if (strchr(":[,", at[-1]) == NULL || length == 0 || at[length] == ':') {
             continue;
@@ -586,7 +591,8 @@ static void every_value_may_be_anything_else(void)
 
 static void every_piece_that_is_missing_is_missed(void)
 {
-    /* the good index without one of its bytes, sealed: never worse than refused */
+    /* the good index without one of its bytes, with a correct checksum: at worst
+     * refused */
     for (size_t skip = sizeof MLS_JSON_CHECKSUM_START - 1; skip < sizeof good - 1;
          skip++) {
         char text[ROOM];

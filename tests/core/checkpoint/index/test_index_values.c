@@ -1,4 +1,4 @@
-/* Values and columns of an index: what is read, and the message for what is not. */
+/* Values and columns of an index: valid ones are read, and others give a message. */
 #include "checkpoint/index/index_values.h"
 #include "support/runner.h"
 

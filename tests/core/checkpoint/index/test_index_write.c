@@ -69,7 +69,7 @@ static void an_index_is_these_bytes_on_every_machine(void)
     REQUIRE(mls_index_build(&index, crc(), &text, &whole, &st) == MLS_OK);
     CHECK(whole == crc()->update(0, text.data, text.length));
     CHECK(text.length == sizeof expected - 1);
-    memset(text.data + 13, '0', 8); /* the seal's digits */
+    memset(text.data + 13, '0', 8); /* the digits of the checksum */
     CHECK(text.length == sizeof expected - 1 &&
           memcmp(text.data, expected, text.length) == 0);
     mls_json_writer_fini(&text);
@@ -104,7 +104,7 @@ static void an_index_of_nothing_is_one(void)
     mls_json_writer_fini(&text);
 }
 
-/* Many kinds: each shard gets one that is its own, and the text stays in proportion. */
+/* Many kinds: each shard has its own, and the text grows in proportion. */
 static void shards_of_any_number_of_kinds_are_written(void)
 {
     enum { COUNT = 100, FILE_BYTES = 4096 + 2 * COUNT };

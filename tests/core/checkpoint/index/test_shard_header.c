@@ -1,4 +1,4 @@
-/* A header made of an index is the one that was written, or none. */
+/* A header made from an index equals the one written to the file, or making it fails. */
 #include "support/runner.h"
 
 #if defined(_WIN32)
@@ -15,8 +15,7 @@ int main(void)
 
 enum { HEADER_MOST = 1 << 20 };
 
-/* A tensor with a file of its own, a part, a state, and small ones that share segments.
- */
+/* A tensor with its own file, a part, a state, and small ones that share segments. */
 static mls_index store(unsigned char *data)
 {
     static const size_t large[] = {3, 100000}, small[] = {7}, rows[] = {10, 4},
@@ -45,7 +44,7 @@ static void drop(mls_index *index, unsigned char *data)
     free(data);
 }
 
-/* Whether the header of a file is made, and is the one in the file. */
+/* Whether a file's header can be made, and equals the one in the file. */
 static bool is_made(const mls_index *index, size_t file)
 {
     mls_json_writer made = {.most = HEADER_MOST};
@@ -85,7 +84,7 @@ static void a_file_with_tensors_that_are_not_listed_has_none(void)
     CHECK(!is_made(&index, file));
     index.shards[last].version--;
     CHECK(is_made(&index, file));
-    index.shard_count--; /* of its only tensor */
+    index.shard_count--; /* the shard of its only tensor */
     CHECK(!is_made(&index, file));
     index.shard_count++;
     index.files[file].header_crc ^= 1;
@@ -101,7 +100,7 @@ static void the_index_that_lists_all_of_a_file_is_found(void)
     unsigned char *data = noise(2400000);
     REQUIRE(data != NULL);
     mls_index index = store(data);
-    mls_index part = index; /* knows the same files, and not all of their tensors */
+    mls_index part = index; /* lists the same files, but not all of their tensors */
     part.shard_count = 0;
     const mls_index both[] = {part, index};
     mls_json_writer made = {.most = HEADER_MOST};

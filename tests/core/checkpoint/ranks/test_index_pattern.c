@@ -1,4 +1,4 @@
-/* What indexes have in common, and where they list a tensor. */
+/* Patterns: the common content of indexes, and the places of a tensor in them. */
 #include "checkpoint/ranks/index_pattern.h"
 #include "support/runner.h"
 
@@ -29,7 +29,8 @@ static mls_index_shard shard_of(const char *name, mls_layout layout, size_t part
                              .version = 1};
 }
 
-/* Two tensors cut alike, one cut otherwise, one whole: what a rank has of them. */
+/* A rank's parts of two tensors with one layout, one with another, and one whole
+ * tensor. */
 static mls_index index_of(mls_index_shard *shards, size_t part)
 {
     shards[0] = shard_of("a.b", cut(0, 4), part);
@@ -104,7 +105,7 @@ static void all_else_tells_patterns_apart(void)
             break;
         case 4:
             other[2].part = 2;
-            break; /* two groups in place of one */
+            break; /* two groups instead of one */
         case 5:
             other[3].axes = axes;
             break;
@@ -141,7 +142,7 @@ static void too_many_groups_are_no_pattern(void)
     mls_index_pattern_fini(&pattern);
 }
 
-/* The groups of a tensor in three indexes, the second of which has too many. */
+/* The groups of a tensor in three indexes, the second has too many groups. */
 static void places_are_the_groups_that_list_a_tensor(void)
 {
     mls_index_shard one[4], two[MOST], three[4];

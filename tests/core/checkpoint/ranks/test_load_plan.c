@@ -1,5 +1,5 @@
-/* Parts chosen, what must be read for them, and where it goes: against files that were
- * written for the purpose. */
+/* Selected parts, the reads they need, and their destinations, with files written by the
+ * test. */
 #include "support/runner.h"
 
 #if defined(_WIN32)
@@ -35,8 +35,8 @@ static void fixture_end(fixture *f)
     }
 }
 
-/* "rows", cut once, in both parts; "twice", cut by two steps; "whole", uncut; "w.m",
- * whose axes are those of "w" the other way round. */
+/* "rows", divided by one layout, both parts; "twice", divided by two; "whole", undivided;
+ * "w.m", whose axes are those of "w" transposed. */
 static bool fixture_begin(fixture *f)
 {
     static const signed char turned[] = {1, 0};
@@ -94,11 +94,12 @@ static void a_part_is_cut_as_asked(void)
     REQUIRE(rows != NULL && twice != NULL && whole != NULL && state != NULL);
     CHECK(mls_wanted_cut(rows, &none, &st) == MLS_OK);
     CHECK(rows->part.length[0] == ROWS && mls_wanted_bytes(rows) == ROWS * COLUMNS);
-    /* as it was stored, for another world */
+    /* the stored layout, for another world */
     CHECK(mls_wanted_cut(rows, &third, &st) == MLS_OK);
     CHECK(rows->part.start[0] == 4 && rows->part.length[0] == 2);
     CHECK(mls_wanted_cut(whole, &third, &st) == MLS_OK && whole->part.length[0] == ROWS);
-    /* by a layout of parameters: the first axis of "w" is the second one of its state */
+    /* by a layout of the parameter: the first axis of "w" is the second one of its
+     * state */
     CHECK(mls_wanted_cut(twice, &layout, &st) == MLS_OK && twice->part.length[0] == 2);
     CHECK(mls_wanted_cut(state, &layout, &st) == MLS_OK);
     CHECK(state->part.length[0] == ROWS && state->part.length[1] == 2);
@@ -207,7 +208,7 @@ static void parts_are_read_to_their_targets(void)
     fixture_end(&f);
 }
 
-/* What is mapped is not read: its pieces are left out. */
+/* Mapped parts are not read: their read ranges are removed. */
 static void pieces_that_are_kept_move_up(void)
 {
     const mls_cutting none = {0};
@@ -222,7 +223,7 @@ static void pieces_that_are_kept_move_up(void)
         mls_wanted *w = add(&f, keys[i]);
         REQUIRE(w != NULL && mls_wanted_cut(w, &none, &st) == MLS_OK);
     }
-    /* one of the four parts of "twice" is stored: the whole of it is not there */
+    /* one of the four parts of "twice" is stored, so the tensor is incomplete */
     CHECK(mls_load_plan_find(&f.plan, pool_fd, &file, &st) == MLS_E_FORMAT);
     CHECK_TEXT(st.name, "twice");
     mls_load_plan_fini(&f.plan);
@@ -257,8 +258,8 @@ static void a_file_of_another_length_is_found_before_memory_is_asked_for(void)
     fixture_end(&f);
 }
 
-/* A megabyte of zeros with one byte in it: zeroed memory saves its pages, and its zeros
- * go nowhere. */
+/* A megabyte of zeros with one nonzero byte: in zeroed memory, zeros are not written and
+ * their pages stay untouched. */
 static void long_zeros_are_left_to_zeroed_memory(void)
 {
     const mls_cutting none = {0};
@@ -283,7 +284,7 @@ static void long_zeros_are_left_to_zeroed_memory(void)
     for (size_t i = 0; i < w->count; i++) {
         CHECK((f.plan.pieces[i].data == NULL) == (f.plan.stored[i].file == NULL));
     }
-    mls_load_plan_place(&f.plan, 0, f.data, false); /* memory with other bytes */
+    mls_load_plan_place(&f.plan, 0, f.data, false); /* memory with other content */
     CHECK(f.plan.pieces[0].data == f.data && f.plan.pieces[1].data == f.data);
     fixture_end(&f);
 }

@@ -1,4 +1,4 @@
-/* The indexes of all ranks as one list of tensors, and what must be read of them. */
+/* The indexes of all ranks as one list of tensors, and the reads that a part needs. */
 #include "checkpoint/ranks/merged_index.h"
 #include "support/runner.h"
 
@@ -13,7 +13,7 @@ static mls_str text(const char *chars)
     return (mls_str){.data = chars, .length = strlen(chars)};
 }
 
-/* What one rank has stored; shards are added in order. */
+/* The shards that one rank stored, added in order. */
 typedef struct rank {
     mls_index index;
     mls_index_file file;
@@ -45,7 +45,7 @@ static void add(rank *r, const char *name, mls_dtype dtype, int dims, const size
     r->file.bytes += shard->bytes;
 }
 
-/* The index of a rank that stays where it is. */
+/* The index of a rank, which must not move. */
 static const mls_index *index_of(rank *r)
 {
     r->index.files = &r->file;
@@ -71,7 +71,7 @@ static mls_part part_of(mls_layout layout, int dims, const size_t *shape, size_t
     return part;
 }
 
-/* Four ranks that have a row part of "w" each; "only.0" .. "only.3" one each. */
+/* Four ranks, each with a row part of "w"; "only.0" .. "only.3" are on one rank each. */
 static void four_ranks(rank *ranks, const mls_index **indexes)
 {
     static const char *const names[] = {"only.0", "only.1", "only.2", "only.3"};
@@ -132,7 +132,7 @@ static void what_is_not_there_is_not_found(void)
     mls_merged_index_fini(&catalog);
 }
 
-/* Replicated tensors: whichever index comes first in the list. */
+/* Replicated tensors: the first index in the list wins. */
 static void a_part_that_several_have_is_the_first_ranks(void)
 {
     rank ranks[3];
@@ -170,8 +170,8 @@ static void ranks_that_do_not_agree_are_refused(void)
     }
 }
 
-/* Two ranks of one file: what they have in it may not be more than it holds, and they
- * must mean the same file. */
+/* Two ranks share a file: their shards must fit into it, and both must describe the same
+ * file. */
 static void a_file_of_several_ranks_is_one_file(void)
 {
     rank ranks[2];
@@ -250,7 +250,7 @@ static void a_part_that_nobody_has_is_missed_where_it_is_wanted(void)
     mls_read_range pieces[RANKS];
     size_t count;
     four_ranks(ranks, indexes);
-    indexes[1] = indexes[3]; /* rows 2 .. 4 are gone */
+    indexes[1] = indexes[3]; /* rows 2 .. 4 are missing */
     REQUIRE(mls_merged_index_init(&catalog, indexes, 3, &st) == MLS_OK);
     const mls_tensor_id id = id_of("w");
     const mls_merged_index_tensor *w =
@@ -271,7 +271,7 @@ static void a_part_that_nobody_has_is_missed_where_it_is_wanted(void)
     CHECK(mls_merged_index_pieces(&catalog, w, &row, NULL,
                                   &(mls_read_scratch){stored, NULL, pieces}, &count,
                                   &st) == MLS_OK);
-    CHECK(count == 1 && stored[0].part == &row); /* a shard as it is takes no room */
+    CHECK(count == 1 && stored[0].part == &row); /* a plain shard needs no room */
     const mls_part column = part_of(cut(1, 6), 2, matrix, 3);
     CHECK(mls_merged_index_pieces(&catalog, w, &column, NULL,
                                   &(mls_read_scratch){stored, parts, pieces}, &count,
@@ -279,7 +279,7 @@ static void a_part_that_nobody_has_is_missed_where_it_is_wanted(void)
     mls_merged_index_fini(&catalog);
 }
 
-/* Nobody counts them one by one. */
+/* The work does not grow with the number of parts. */
 static void any_number_of_parts_may_be_claimed(void)
 {
     rank r = rank_of(0);
@@ -323,8 +323,8 @@ static void what_lies_in_one_run_needs_no_copy(void)
         CHECK(offset == PAYLOAD + 100 + row % 2 * 24);
     }
     uint64_t offset;
-    const mls_part two = part_of(cut(0, 2), 2, matrix, 0);    /* of two files */
-    const mls_part column = part_of(cut(1, 2), 2, matrix, 0); /* of many places */
+    const mls_part two = part_of(cut(0, 2), 2, matrix, 0);    /* from two files */
+    const mls_part column = part_of(cut(1, 2), 2, matrix, 0); /* from many places */
     const mls_part none = part_of(cut(0, 9), 2, matrix, 8);
     CHECK(mls_merged_index_run(&catalog, w, &two, &offset) == NULL);
     CHECK(mls_merged_index_run(&catalog, w, &column, &offset) == NULL);
@@ -333,7 +333,7 @@ static void what_lies_in_one_run_needs_no_copy(void)
 }
 
 /* Part 0 of w, rows 0 and 1: the first half of row 0 in an old layer, then its second
- * sixth in a new one; nothing of the rest. */
+ * sixth in a new one; nothing else. */
 static void layers_are_read_where_they_show_something(void)
 {
     rank ranks[RANKS];
@@ -396,7 +396,7 @@ static void a_part_that_is_not_stored_has_no_run(void)
     REQUIRE(mls_merged_index_init(&catalog, indexes, 2, &st) == MLS_OK);
     const mls_part last = part_of(cut(0, 4), 2, matrix, 3);
     const mls_part middle =
-        part_of(cut(0, 3), 2, matrix, 1); /* begins in what is there */
+        part_of(cut(0, 3), 2, matrix, 1); /* starts within a stored part */
     CHECK(mls_merged_index_run(&catalog, &catalog.tensors[2], &last, &offset) == NULL);
     CHECK(mls_merged_index_run(&catalog, &catalog.tensors[2], &middle, &offset) == NULL);
     mls_merged_index_fini(&catalog);

@@ -1,4 +1,4 @@
-/* What is to be read, as spans and tasks; no file is needed for it. */
+/* Reads as spans and tasks, planned without any file. */
 #include "checkpoint/read/read_plan.h"
 #include "support/runner.h"
 
@@ -6,12 +6,12 @@
 
 enum { BLOCK = MLS_SAFETENSORS_BLOCK, FEW = 6 };
 
-/* A whole shard of bytes that begins at `offset` in `file`. */
+/* A whole shard of bytes that starts at `offset` in `file`. */
 static mls_stored_shard shard_of(const char *file, uint64_t offset, size_t bytes)
 {
     static mls_part parts[64];
     static size_t used;
-    mls_part *part = &parts[used++ % 64]; /* more than a test has shards */
+    mls_part *part = &parts[used++ % 64]; /* more shards than a test has */
     *part = (mls_part){.rank = 1, .length = {bytes}, .end = bytes};
     return (mls_stored_shard){.file = file,
                               .file_bytes = offset + bytes,
@@ -21,7 +21,7 @@ static mls_stored_shard shard_of(const char *file, uint64_t offset, size_t bytes
                               .name = {"weight", 6}};
 }
 
-/* All of a shard; the places are never touched. */
+/* All of a shard; the destinations are never written. */
 static mls_read_range piece_of(const mls_stored_shard *shard)
 {
     static unsigned char somewhere;
@@ -65,12 +65,13 @@ static void small_shards_share_a_task_in_the_order_of_their_files(void)
     for (size_t i = 0; i < FEW; i++) {
         CHECK_TEXT(plan.order[i]->file, i < 3 ? "a" : "b");
         CHECK(i % 3 == 0 || plan.order[i - 1]->at < plan.order[i]->at);
-        CHECK(plan.spans[i].piece == &pieces[i]); /* these stay as they were wanted */
+        CHECK(plan.spans[i].piece == &pieces[i]); /* these keep the requested order */
     }
     mls_read_plan_fini(&plan);
 }
 
-/* Whose places are made first is read first, whatever its file is called. */
+/* Destinations that are made first are filled first, whatever the names of their
+ * files. */
 static void files_are_read_in_the_order_in_which_they_are_wanted(void)
 {
     static const char *const files[FEW] = {"10", "10", "2", "2", "1", "1"};
@@ -120,7 +121,7 @@ static void pieces_in_front_of_a_bad_record_are_planned(void)
     mls_read_plan_fini(&plan);
 }
 
-/* One thread reads a stretch: all of a file, unless others would wait for it. */
+/* One thread reads all tasks of a file as one queue, unless other threads would idle. */
 static void tasks_along_a_file_are_a_stretch(void)
 {
     const mls_stored_shard shards[] = {shard_of("a", 0, 10 * (size_t)BLOCK),

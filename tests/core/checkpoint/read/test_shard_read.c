@@ -1,4 +1,4 @@
-/* Parts of shards through real files: what is stored one way and wanted another. */
+/* Parts of shards, read from files: stored in one layout, requested in another. */
 #include "support/runner.h"
 
 #if defined(_WIN32)
@@ -21,8 +21,8 @@ int main(void)
 
 enum {
     BLOCK = MLS_SAFETENSORS_BLOCK,
-    ELEMENTS = 60, /* of the tensor that is stored in many ways */
-    PARTS = 16,    /* at most, of its layouts */
+    ELEMENTS = 60, /* elements of the tensor that is stored in many layouts */
+    PARTS = 16,    /* at most, in its layouts */
     PAYLOAD = 4096
 };
 
@@ -30,18 +30,18 @@ static const mls_crc_kernels *crc; /* the machine's fastest */
 
 /* ---- pread and preadv, which misbehave on request ---- */
 
-static size_t short_reads;        /* where not 0, no call gives more */
-static atomic_int interrupted;    /* so many calls are interrupted first */
-static atomic_int cut_after = -1; /* calls until `cut_file` is cut off */
-static atomic_int calls;          /* of either */
-static uintptr_t last_place;      /* of the last call; of tests with one thread */
+static size_t short_reads;        /* unless 0, no call returns more */
+static atomic_int interrupted;    /* the number of calls to interrupt first */
+static atomic_int cut_after = -1; /* calls until `cut_file` is truncated */
+static atomic_int calls;          /* of either function */
+static uintptr_t last_place; /* address of the last call; for tests with one thread */
 static bool notes_place;
 static char cut_file[200];
 
 ssize_t pread(int fd, void *data, size_t bytes, off_t offset);
 ssize_t preadv(int fd, const struct iovec *parts, int count, off_t offset);
 
-/* Whoever reads has a descriptor of its own, so that it may be moved. */
+/* Each reader has its own descriptor, so the file position may change. */
 ssize_t preadv(int fd, const struct iovec *parts, int count, off_t offset)
 {
     atomic_fetch_add(&calls, 1);
@@ -92,7 +92,7 @@ static void leave_folder(void)
     rmdir(folder_path);
 }
 
-/* Bytes that repeat nowhere soon. */
+/* Bytes that do not repeat soon. */
 static unsigned char *noise(size_t bytes)
 {
     unsigned char *data = malloc(bytes + 1);
@@ -106,7 +106,7 @@ static unsigned char *noise(size_t bytes)
     return data;
 }
 
-/* Write `bytes` bytes into a file at `offset`; made where it is not there. */
+/* Write `bytes` bytes into a file at `offset`; creates the file if necessary. */
 static bool put(const char *file, const void *data, size_t bytes, uint64_t offset)
 {
     const int fd = openat(folder, file, O_WRONLY | O_CREAT, 0600);
@@ -143,7 +143,7 @@ static mls_part flat_part(size_t total, size_t begin, size_t end)
         .rank = 1, .length = {total}, .begin = begin, .end = end, .flat = true};
 }
 
-/* A one-dimensional shard of all of `data`, in a file of its own. */
+/* A one-dimensional shard of all of `data`, in its own file. */
 static mls_stored_shard store(const char *file, const unsigned char *data, size_t bytes)
 {
     mls_part *part = malloc(sizeof *part);
@@ -168,7 +168,8 @@ static void drop(mls_stored_shard *shard)
     free((void *)(uintptr_t)shard->part);
 }
 
-/* A request to read pieces of the folder and compare checksums, by the pool's threads. */
+/* A request to read pieces of the folder and check their checksums, with the pool's
+ * threads. */
 static mls_read_request request_of(const mls_read_range *pieces, size_t count,
                                    mls_pool *pool)
 {
@@ -176,7 +177,7 @@ static mls_read_request request_of(const mls_read_range *pieces, size_t count,
         .folder = folder, .pieces = pieces, .count = count, .crc = crc, .pool = pool};
 }
 
-/* Read one piece with the calling thread only. */
+/* Read one piece on the calling thread only. */
 static mls_code read_one(const mls_stored_shard *shard, const mls_part *to, void *data,
                          bool verify, mls_status *st)
 {
@@ -188,13 +189,13 @@ static mls_code read_one(const mls_stored_shard *shard, const mls_part *to, void
     const mls_code code = mls_shards_read(&request, &failed, st);
     CHECK(failed == (code == MLS_OK ? 99U : 0U));
     const int after = dup(folder);
-    CHECK(after == before + 1); /* nothing stayed open */
+    CHECK(after == before + 1); /* no descriptor stayed open */
     close(before);
     close(after);
     return code;
 }
 
-/* ---- any layout into any other ---- */
+/* ---- conversion between layouts ---- */
 
 static const size_t shape[] = {5, 4, 3};
 
@@ -214,7 +215,7 @@ static size_t layouts(mls_layout *out)
     return count;
 }
 
-/* The elements of a part, by the definition, packed into `out`; returns how many. */
+/* Pack the elements of a part into `out`, by the definition; returns their number. */
 static size_t pack(const mls_part *part, const unsigned char *tensor, size_t item,
                    unsigned char *out)
 {
@@ -236,7 +237,7 @@ static size_t pack(const mls_part *part, const unsigned char *tensor, size_t ite
     return kept;
 }
 
-/* A tensor of which every part is stored, all parts in two files. */
+/* A tensor all parts of which are stored, in two files. */
 typedef struct stored_tensor {
     size_t item, count;
     unsigned char *bytes;
@@ -335,11 +336,11 @@ static void every_layout_is_read_into_every_other(void)
 
 static void elements_lie_across_the_ends_of_blocks(void)
 {
-    /* about 8 blocks in all, and no element starts where a block or a step does */
+    /* about 8 blocks in all, and no element is aligned to a block or a step */
     convert(150001, 0, 11, 1);
 }
 
-/* Less than a line ahead of the file's bytes modulo 4 KiB. */
+/* A destination less than a cache line ahead of the file offset, modulo 4 KiB. */
 static void slow_copies_take_the_way_through_a_buffer(void)
 {
     enum { BYTES = 700001, PAGE = 4096 };
@@ -381,7 +382,7 @@ static void short_and_interrupted_reads_go_on(void)
     CHECK(atomic_load(&interrupted) <= 0);
 }
 
-/* Narrow columns, so that thousands of short runs are gathered; and rows of one long. */
+/* Narrow columns, which gather thousands of short runs; and rows of one long run. */
 static void columns_of_a_large_matrix_are_gathered(void)
 {
     static const size_t cuts[] = {2, 64, 512};
@@ -421,10 +422,10 @@ static void columns_of_a_large_matrix_are_gathered(void)
 
 /* ---- many small pieces ---- */
 
-/* What a caller of progress keeps. */
+/* The state of a progress callback. */
 typedef struct watcher {
     atomic_ullong bytes;
-    atomic_int calls, allowed; /* false is answered after so many calls */
+    atomic_int calls, allowed; /* the callback returns false after this many calls */
 } watcher;
 
 static bool watch(void *context, uint64_t bytes)
@@ -436,10 +437,10 @@ static bool watch(void *context, uint64_t bytes)
 
 enum { SMALL = 1200, SMALL_BYTES = 6000 };
 
-/* Shards that lie behind one another in three files, asked for in a mixed order. */
+/* Consecutive shards in three files, requested in a mixed order. */
 typedef struct crowd {
     mls_stored_shard segments[3], shards[SMALL];
-    mls_part part; /* of each small one */
+    mls_part part; /* of each small shard */
     mls_read_range pieces[SMALL];
     unsigned char *data, *got;
     mls_pool *pool;
@@ -553,15 +554,15 @@ static void progress_stops_the_work(void)
     crowd_free(c);
 }
 
-/* ---- places that are made meanwhile ---- */
+/* ---- destinations that are allocated during the read ---- */
 
-/* Pieces of a crowd without places, and how many of these are made. */
+/* The pieces of a crowd without destinations, and the number of those allocated. */
 typedef struct place_maker {
     mls_read_range pieces[SMALL];
     unsigned char *places[SMALL];
     size_t allowed;
-    bool waits; /* half way, until something was read */
-    int early;  /* calls of pread and preadv before all places were there */
+    bool waits; /* pauses half way until a read has happened */
+    int early;  /* calls of pread and preadv before all destinations were allocated */
 } place_maker;
 
 static bool make_places(void *context, mls_watermark *made)
@@ -580,8 +581,8 @@ static bool make_places(void *context, mls_watermark *made)
     return m->allowed >= SMALL;
 }
 
-/* In the order of the files, so that the first places are enough to begin, or as they
- * are: then nearly all must be there. */
+/* In file order, so that the first destinations are enough to start; or in the order of
+ * the request, so that nearly all are needed. */
 static void take_pieces(place_maker *m, const crowd *c, bool in_order)
 {
     static unsigned char nowhere;
@@ -589,7 +590,7 @@ static void take_pieces(place_maker *m, const crowd *c, bool in_order)
         const size_t at = in_order ? i * 7 % SMALL : i;
         m->pieces[at] = c->pieces[i];
         m->places[at] = c->pieces[i].data;
-        m->pieces[at].data = &nowhere; /* any address, says the header */
+        m->pieces[at].data = &nowhere; /* any address, as the header allows */
     }
     memset(c->got, 0, SMALL * SMALL_BYTES);
     atomic_store(&calls, 0);
@@ -660,7 +661,7 @@ static void damage_is_found_where_it_is(void)
         CHECK(strstr(st.text, "'damaged'") != NULL && st.expected[0] && st.got[0]);
         CHECK(read_one(&shard, shard.part, got, false, &st) == MLS_OK);
         CHECK(got[places[i]] == bad);
-        /* a byte of the block, though not the damaged one; then all before and behind */
+        /* another byte of the damaged block; then all bytes before and after the block */
         const size_t other = places[i] == start ? end - 1 : start;
         mls_part part = flat_part(BYTES, other, other + 1);
         CHECK(read_one(&shard, &part, got, true, &st) == MLS_E_CHECKSUM);
@@ -677,7 +678,7 @@ static void damage_is_found_where_it_is(void)
     free(got);
 }
 
-/* Of two damaged blocks of one piece the first, whichever thread finds one first. */
+/* Of two damaged blocks of one piece the first is reported, in any order of threads. */
 static void the_first_damaged_block_is_reported(void)
 {
     enum { BYTES = 17 * BLOCK };
@@ -702,7 +703,7 @@ static void the_first_damaged_block_is_reported(void)
     free(got);
 }
 
-/* ---- files that are not what was recorded ---- */
+/* ---- files that differ from the index ---- */
 
 static void a_file_that_is_gone_is_an_error_of_the_system(void)
 {
@@ -764,7 +765,7 @@ static void records_that_point_beyond_the_file_are_refused(void)
     liar.offset = PAYLOAD;
     liar.item_bytes = SIZE_MAX / 50;
     CHECK(read_one(&liar, liar.part, got, true, &st) == MLS_E_FORMAT);
-    /* a piece before it that is damaged is what the caller hears of */
+    /* the error is about the damaged piece before it */
     const mls_read_range pieces[] = {
         {.shard = &shard, .to = shard.part, .data = got},
         {.shard = &shard, .to = shard.part, .data = got + 100},
@@ -787,7 +788,7 @@ static void a_file_that_is_cut_off_meanwhile_is_noticed(void)
     for (int verify = 0; verify < 2; verify++) {
         mls_stored_shard shard = store("shrinking", data, BYTES);
         snprintf(cut_file, sizeof cut_file, "%s/shrinking", folder_path);
-        /* before the first read, or between two blocks' */
+        /* before the first read, or between the reads of two blocks */
         atomic_store(&cut_after, verify);
         CHECK(read_one(&shard, shard.part, got, verify, &st) == MLS_E_FORMAT);
         CHECK(st.has_offset && strstr(st.text, "shorter") != NULL);
@@ -816,7 +817,7 @@ static void nothing_in_common_opens_no_file(void)
                                     .item_bytes = 1,
                                     .part = &part};
     CHECK(read_one(&shard, &to, got, true, &st) == MLS_OK);
-    part.begin = 40; /* and an empty shard */
+    part.begin = 40; /* also for an empty shard */
     const mls_read_range piece = {.shard = &shard, .to = &to, .data = got};
     mls_read_request request = request_of(&piece, 1, NULL);
     request.progress = &progress;

@@ -1,4 +1,5 @@
-/* Whatever is wrong with a checkpoint's files is found, where it is; nothing else is. */
+/* Verify finds each problem of a checkpoint's files at its place, and reports no
+ * others. */
 #include "support/runner.h"
 
 #if defined(_WIN32)
@@ -8,10 +9,10 @@ int main(void)
 }
 #else
 
-#    include "safetensors/safetensors.h"
-#    include "support/shards.h"
 #    include "base/size.h"
 #    include "checkpoint/read/verify.h"
+#    include "safetensors/safetensors.h"
+#    include "support/shards.h"
 
 #    include <errno.h>
 #    include <sys/stat.h>
@@ -23,7 +24,7 @@ enum { BLOCK = MLS_SAFETENSORS_BLOCK, LARGE = 19 * BLOCK + 777, PAYLOAD = 4096 }
 
 static atomic_int reads_until_failure = -1; /* below 0: none fails */
 
-/* The byte in the middle of what failed: whoever asks for it again fails as well. */
+/* The byte in the middle of the failed read: later reads of it fail as well. */
 static struct {
     ino_t file;
     off_t at;
@@ -31,7 +32,7 @@ static struct {
 
 ssize_t pread(int fd, void *data, size_t bytes, off_t offset);
 
-/* Those who want a failure have one thread. */
+/* Tests that request a failure use one thread. */
 ssize_t pread(int fd, void *data, size_t bytes, off_t offset)
 {
     struct stat info = {0};
@@ -53,7 +54,7 @@ ssize_t pread(int fd, void *data, size_t bytes, off_t offset)
 
 /* ---- a checkpoint ---- */
 
-/* A large tensor, a file of its own each, and three small ones that share one. */
+/* A large tensor, others with their own files, and three small ones that share a file. */
 typedef struct stored {
     unsigned char *data;
     size_t shapes[5][1];
@@ -93,7 +94,7 @@ static const mls_index_file *file_of(const stored *s, size_t shard)
     return &s->index.files[s->index.shards[shard].file];
 }
 
-/* What is wrong; no file stays open. */
+/* The problems found; checks that no file stays open. */
 static mls_problems verify_with(const stored *s, mls_pool *pool)
 {
     mls_problems found = {0};
@@ -107,7 +108,7 @@ static mls_problems verify_with(const stored *s, mls_pool *pool)
     return found;
 }
 
-/* Whether exactly this is found, by one thread and by several. */
+/* Whether one thread and several threads find exactly this problem. */
 static bool only(const stored *s, mls_problem_kind kind, size_t file, size_t shard,
                  uint64_t offset, uint64_t bytes)
 {
@@ -143,7 +144,7 @@ static void good_files_have_no_problems(void)
     }
     for (int several = 0; several < 2; several++) {
         mls_problems found = verify_with(&s, several ? four_threads : NULL);
-        CHECK(found.count == 0 && found.bytes_read == bytes); /* all there is */
+        CHECK(found.count == 0 && found.bytes_read == bytes); /* all bytes of all files */
         mls_problems_fini(&found);
     }
     drop(&s);
@@ -158,7 +159,7 @@ static void no_shards_are_no_problem(void)
     mls_problems_fini(&found); /* zeroed */
 }
 
-/* Of a tensor in the segment: which one, and where. */
+/* Which tensor of the segment a problem names, and where. */
 static bool altered_in(const stored *s, const mls_problem *p, uint64_t offset)
 {
     const mls_index_shard *shard = &s->index.shards[p->shard];
@@ -168,7 +169,7 @@ static bool altered_in(const stored *s, const mls_problem *p, uint64_t offset)
            offset < p->offset + p->bytes;
 }
 
-/* Every bit of the segment, but one bit only of each byte that pads its header. */
+/* Every bit of the segment, but only one bit of each byte of padding. */
 static void every_flipped_bit_is_found(void)
 {
     stored s;
@@ -285,7 +286,7 @@ static void what_is_no_file_is_foreign(void)
     drop(&s);
 }
 
-/* The same tensor of another time: a good file, and a good index beside it. */
+/* The same tensor from another save: a good file that the index does not describe. */
 static void a_good_file_in_the_place_of_another_is_foreign(void)
 {
     stored s;
@@ -306,7 +307,7 @@ static void a_good_file_in_the_place_of_another_is_foreign(void)
     drop(&s);
 }
 
-/* Right bytes, in a file that somebody else wrote. */
+/* The right bytes, in a file of another writer. */
 static void a_file_without_checksums_is_foreign(void)
 {
     char head[PAYLOAD];
@@ -324,7 +325,7 @@ static void a_file_without_checksums_is_foreign(void)
     drop(&s);
 }
 
-/* An index that was made up round a file's own checksum. */
+/* An index built around a file's own checksum. */
 static void a_record_that_the_header_contradicts_is_foreign(void)
 {
     stored s;
@@ -342,7 +343,7 @@ static void a_record_that_the_header_contradicts_is_foreign(void)
     drop(&s);
 }
 
-/* They all lie where the next tensor begins. */
+/* All of them have the same offset, that of the next tensor. */
 static void empty_tensors_of_other_dtypes_are_told_apart(void)
 {
     static const size_t none[] = {0}, three[] = {3};
@@ -371,8 +372,7 @@ static void what_the_system_refuses_is_unreadable(void)
 {
     stored s;
     store(&s, 2000);
-    /* each file is read in its turn: length, header, then its shards, small ones together
-     */
+    /* files are read in turn: length, header, then the shards, small ones together */
     for (int reads = 0; reads < 7; reads++) {
         bad.file = 0;
         atomic_store(&reads_until_failure, reads);
@@ -391,7 +391,7 @@ static void what_the_system_refuses_is_unreadable(void)
     drop(&s);
 }
 
-/* A pool that is gone altogether. */
+/* A pool that was deleted entirely. */
 static void the_list_has_an_end(void)
 {
     enum { MANY = MLS_PROBLEMS_MOST + 1000 };

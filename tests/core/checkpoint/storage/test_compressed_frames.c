@@ -1,4 +1,5 @@
-/* Frames: coded, stored, read again, verified or not; and what is no frame. */
+/* Frames: encoded, stored, and read again with and without checksums; and invalid
+ * frames. */
 #include "checkpoint/storage/compressed_frames.h"
 #include "support/runner.h"
 
@@ -22,7 +23,7 @@ static bool reads_as(const char *chars, size_t bytes, const size_t *ends)
     size_t got[8] = {0};
     mls_compressed_frames frames = {.item = 1, .bytes = bytes, .ends = got};
     const size_t count = mls_compressed_frames_count(bytes);
-    /* as an index does: the number first, so that there is room */
+    /* as an index does: count first, to allocate the memory */
     return mls_compressed_frames_text_count(text(chars)) == count &&
            mls_compressed_frames_read(&frames, text(chars)) &&
            (ends == NULL || memcmp(got, ends, count * sizeof *ends) == 0);
@@ -84,7 +85,7 @@ static void texts_that_are_no_lengths_are_refused(void)
             CHECK(false && "it was read");
         }
     }
-    /* a NUL is a byte like others */
+    /* a NUL is an ordinary byte */
     size_t ends[2];
     mls_compressed_frames frames = {.item = 1, .bytes = FRAME + 100, .ends = ends};
     CHECK(!mls_compressed_frames_read(&frames, (mls_str){"5,5\0", 4}));
@@ -95,17 +96,17 @@ static void texts_that_are_no_lengths_are_refused(void)
 
 enum { FRAMES_MOST = 8 };
 
-/* What a layer would be: coded bytes in a file, behind some others. */
+/* The data of a layer: compressed bytes in a file, after some others. */
 typedef struct stored {
     toy codec;
-    unsigned char *data; /* before it was coded; borrowed */
+    unsigned char *data; /* before compression; borrowed */
     mls_compressed_frames frames;
     size_t ends[FRAMES_MOST];
     uint32_t crcs[FRAMES_MOST + 1];
     mls_coded coded;
 } stored;
 
-/* Checksums of what there is. */
+/* Compute the checksums of the compressed bytes. */
 static void take_checksums(stored *s, const unsigned char *coded, size_t bytes)
 {
     for (size_t at = 0, i = 0; at < bytes; at += BLOCK) {
@@ -158,7 +159,7 @@ static void drop(stored *s)
     (void)unlinkat(pool_fd, "params/x", 0);
 }
 
-/* Whether one frame reads as what it was. */
+/* Whether one frame decodes to the original bytes. */
 static bool is_frame(mls_compressed_frame_room *room, const stored *s, size_t number)
 {
     mls_status st;
@@ -172,7 +173,7 @@ static bool is_frame(mls_compressed_frame_room *room, const stored *s, size_t nu
                   mls_compressed_frame_bytes(&s->frames, number)) == 0;
 }
 
-/* In order, from the end, and here and there. */
+/* In order, in reverse, and in a mixed order. */
 static bool all_frames_are_good(const stored *s)
 {
     const size_t count = mls_compressed_frames_count(s->frames.bytes);
@@ -191,10 +192,10 @@ static bool all_frames_are_good(const stored *s)
     return good && room.room == NULL && room.crcs == NULL;
 }
 
-/* Whatever is coded, straddles blocks, or is stored as it was. */
+/* Content of a `kind`: compressible, straddling blocks, or stored uncompressed. */
 static void fill(unsigned char *data, size_t bytes, size_t item, int kind)
 {
-    static const size_t fifths[] = {2, 1, 1, 3, 0}; /* of each frame that are noise */
+    static const size_t fifths[] = {2, 1, 1, 3, 0}; /* of noise in each frame */
     unsigned char *random = noise(bytes);
     for (size_t i = 0; random != NULL && i < bytes; i++) {
         const size_t frame = i / FRAME, in = i % FRAME, element = i / item;
@@ -203,7 +204,7 @@ static void fill(unsigned char *data, size_t bytes, size_t item, int kind)
         data[i] = kind == 0   ? 7
                   : kind == 1 ? random[i]
                   : kind == 2 ? counted
-                  /* some noise in each: coded lengths of all kinds */
+                  /* some noise in each frame: compressed lengths of all kinds */
                   : kind == 3
                       ? (unsigned char)(in < FRAME / 5 * fifths[frame] ? random[i] : 3)
                       : (unsigned char)(frame % 2 == 0 ? random[i] : 9);
@@ -221,13 +222,13 @@ static void what_is_coded_reads_as_it_was(void)
     for (size_t i = 0; i < 4 * 5 * 5; i++) {
         const size_t item = items[i % 4], bytes = sizes[i / 4 % 5];
         if (bytes > 2 * FRAME && i % 4 != i / 20 % 4 && i % 4 != (i / 20 + 2) % 4) {
-            continue; /* two of four are enough of the large ones */
+            continue; /* for large sizes two of the four items suffice */
         }
         fill(data, bytes, item, (int)(i / 20));
         REQUIRE(store(&s, data, bytes, item));
-        CHECK(i / 20 != 1 || s.coded.bytes == bytes); /* noise is stored as it was, */
+        CHECK(i / 20 != 1 || s.coded.bytes == bytes); /* noise is stored uncompressed, */
         CHECK(i / 20 != 0 ||
-              s.coded.bytes <= bytes / 64 + 2); /* and what repeats is not */
+              s.coded.bytes <= bytes / 64 + 2); /* and repetitions are compressed */
         CHECK(i / 20 != 2 || bytes < FRAME || s.coded.bytes <= bytes / 4 * 3);
         CHECK(all_frames_are_good(&s));
         s.coded.crc = NULL;
@@ -250,7 +251,7 @@ static void the_smallest_frames(void)
     }
 }
 
-/* Five frames in one block: once it was read, the file may go. */
+/* Five frames in one block: after the first read the file is not needed. */
 static void each_block_is_read_once(void)
 {
     unsigned char *data = malloc(5 * FRAME), *zeros = calloc(1, BLOCK);
@@ -267,7 +268,7 @@ static void each_block_is_read_once(void)
     }
     mls_compressed_frame_room_fini(&room);
     drop(&s);
-    /* the same of two: the second one is kept for the next frame */
+    /* the same with two blocks: the second one is kept for the next frame */
     fill(data, 5 * FRAME, 1, 3);
     REQUIRE(store(&s, data, 5 * FRAME, 1));
     REQUIRE(mls_compressed_frame_begin(&s.frames, 1) < BLOCK && s.ends[1] > BLOCK);
@@ -281,7 +282,7 @@ static void each_block_is_read_once(void)
     free(data);
 }
 
-/* One room for two places: blocks of one are never taken for those of the other. */
+/* One room for two layers: a block of one is never used for the other. */
 static void a_room_knows_what_it_holds(void)
 {
     unsigned char *a = malloc(2 * FRAME), *b = malloc(2 * FRAME);
@@ -294,7 +295,7 @@ static void a_room_knows_what_it_holds(void)
     for (size_t i = 0; i < 4; i++) {
         CHECK(is_frame(&room, &one, i % 2) && is_frame(&room, &two, i % 2));
     }
-    one.coded.crc = NULL; /* and what was not verified is not taken for what was */
+    one.coded.crc = NULL; /* and an unverified block is never used as a verified one */
     CHECK(is_frame(&room, &two, 0) && is_frame(&room, &one, 0) &&
           is_frame(&room, &two, 1));
     mls_compressed_frame_room_fini(&room);
@@ -304,7 +305,7 @@ static void a_room_knows_what_it_holds(void)
     free(b);
 }
 
-/* ---- what is not good ---- */
+/* ---- damage ---- */
 
 static mls_code read_one(mls_compressed_frame_room *room, const stored *s, size_t number,
                          mls_status *st)
@@ -327,8 +328,7 @@ static void damaged_blocks_are_found(void)
     mls_status st;
     stored s;
     REQUIRE(data != NULL);
-    fill(data, 5 * FRAME, 2,
-         4); /* noise in 0, 2, 4: blocks are cut in the middle of it */
+    fill(data, 5 * FRAME, 2, 4); /* noise in 0, 2, 4: block boundaries are within it */
     REQUIRE(store(&s, data, 5 * FRAME, 2));
     for (size_t at = 0; at < s.coded.bytes; at += BLOCK / 3 + 1) {
         const size_t block = at / BLOCK;
@@ -341,8 +341,8 @@ static void damaged_blocks_are_found(void)
             CHECK(!bad || (st.has_offset && st.offset == OFFSET + block * BLOCK));
             CHECK(!bad || (strlen(st.expected) == 8 && strlen(st.got) == 8));
         }
-        REQUIRE(flip_stored(&s, at));    /* and back */
-        for (size_t i = 0; i < 5; i++) { /* nothing bad was kept in the room */
+        REQUIRE(flip_stored(&s, at));    /* undo the change */
+        for (size_t i = 0; i < 5; i++) { /* no damaged block was kept in the room */
             CHECK(is_frame(&room, &s, i));
         }
     }
@@ -351,7 +351,7 @@ static void damaged_blocks_are_found(void)
     free(data);
 }
 
-/* Without checksums the codec is who notices, or nobody. */
+/* Without checksums only the codec can notice damage. */
 static void unverified_damage_is_the_codecs(void)
 {
     unsigned char *data = malloc(2 * FRAME);
@@ -362,7 +362,7 @@ static void unverified_damage_is_the_codecs(void)
     fill(data, 2 * FRAME, 4, 0);
     REQUIRE(store(&s, data, 2 * FRAME, 4));
     s.coded.crc = NULL;
-    REQUIRE(flip_stored(&s, s.ends[0])); /* how often a byte repeats */
+    REQUIRE(flip_stored(&s, s.ends[0])); /* the count of a repeated byte */
     CHECK(read_one(&room, &s, 0, &st) == MLS_OK);
     CHECK(read_one(&room, &s, 1, &st) == MLS_E_FORMAT);
     CHECK(st.has_offset && st.offset == OFFSET + s.ends[0]);

@@ -1,4 +1,5 @@
-/* Rows: how shards are cut, which rows hold or changed something, and runs of them. */
+/* Rows: how shards are divided into rows, which rows are filled or changed, and runs of
+ * rows. */
 #include "checkpoint/storage/row_bitmap.h"
 
 #include "runtime/thread_pool.h"
@@ -27,11 +28,11 @@ static void rows_are_those_of_the_first_axis_within_bounds(void)
 {
     CHECK(row_of(box(2, 50000, 768, 0), 4) == 768);
     CHECK(row_of(box(2, 50000, 64, 0), 4) == 64);
-    CHECK(row_of(box(2, 50000, 63, 0), 4) == 126); /* 252 bytes: two of them */
+    CHECK(row_of(box(2, 50000, 63, 0), 4) == 126); /* 252 bytes: two rows */
     CHECK(row_of(box(2, 50000, 1, 0), 8) == 32);   /* 256 bytes */
     CHECK(row_of(box(2, 50000, 3, 0), 1) == 258);
-    CHECK(row_of(box(3, 9, 16, 64), 4) == 1024);     /* all behind the first */
-    CHECK(row_of(box(3, 9, 1000, 3000), 4) == 3000); /* 12 MB would be much for a row */
+    CHECK(row_of(box(3, 9, 16, 64), 4) == 1024);     /* all axes after the first */
+    CHECK(row_of(box(3, 9, 1000, 3000), 4) == 3000); /* 12 MB are too large for a row */
     CHECK(row_of(box(2, 2, 1 << 20, 0), 2) == 32768);
     CHECK(row_of(box(1, 1000, 0, 0), 4) == 64);
     CHECK(row_of(box(1, 1000, 0, 0), 1) == 256);
@@ -53,14 +54,14 @@ static void one_bit_anywhere_is_not_zero(void)
     for (size_t length = 0; length < sizeof data; length += 7) {
         CHECK(mls_rows_zero(data, length));
         for (size_t i = 0; i < sizeof data; i++) {
-            data[i] = 0x80; /* the sign of a zero, too */
+            data[i] = 0x80; /* also the sign of a zero */
             CHECK(mls_rows_zero(data, length) == (i >= length));
             data[i] = 0;
         }
     }
 }
 
-/* What a bit says, looked up byte by byte. */
+/* The expected bit of a row, found byte by byte. */
 static bool row_differs(const mls_row_cut *rows, size_t row, const unsigned char *a,
                         const unsigned char *b)
 {
@@ -82,7 +83,7 @@ static size_t below(size_t n)
     return (size_t)(state >> 33) % n;
 }
 
-/* Rows of any size, marked in pieces that end anywhere, against the above. */
+/* Rows of any size, marked in pieces with arbitrary ends, compared with row_differs. */
 static void bits_say_which_rows_are_filled_or_changed(void)
 {
     enum { MOST = 5000 };
@@ -130,7 +131,7 @@ static void rows_are_counted_once_however_often_they_are_marked(void)
     CHECK(bits == (1 | 4));
 }
 
-/* Runs are of rows whose bits are set, none else, and do not meet. */
+/* Runs contain exactly the rows whose bits are set, and do not touch each other. */
 static void runs_are_what_the_bits_say(void)
 {
     for (int turn = 0; turn < 500; turn++) {
@@ -186,7 +187,7 @@ static void mark_task(void *context, size_t index)
         mls_rows_mark_filled(&m->rows, m->bits, begin, end - begin, m->data + begin);
 }
 
-/* Rows of three elements: tasks meet in rows, and in the bytes of their bits. */
+/* Rows of three elements: tasks share rows, and bytes of the bitmap. */
 static void threads_share_bytes_of_bits(void)
 {
     mls_pool *pool = NULL;

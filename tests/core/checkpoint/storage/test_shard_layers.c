@@ -1,4 +1,4 @@
-/* What is visible of layers, against painting every element by hand. */
+/* The visible ranges of layers, compared with painting every element. */
 #include "checkpoint/storage/shard_layers.h"
 #include "support/runner.h"
 
@@ -15,7 +15,7 @@ static size_t below(size_t limit)
     return (size_t)(state >> 33) % limit;
 }
 
-/* One layer over random rows of a shard; what it holds is painted with its number. */
+/* A layer over random rows of a shard; its elements are painted with its number. */
 static void random_layer(mls_layer *layer, mls_row_range *runs, size_t elements,
                          int number, int *painted, size_t *places)
 {
@@ -36,8 +36,8 @@ static void random_layer(mls_layer *layer, mls_row_range *runs, size_t elements,
     CHECK(mls_layer_held(layer, elements) == rows.held);
 }
 
-/* Every element is in exactly one list, and where it was painted; lists are as short as
- * can be. */
+/* Every element is in exactly one list, at its painted position; lists are as short as
+ * possible. */
 static void check_lists(const mls_layers *layers, size_t elements, const int *painted,
                         const size_t *places, size_t used)
 {
@@ -65,7 +65,7 @@ static void check_lists(const mls_layers *layers, size_t elements, const int *pa
         CHECK(mls_row_ranges_find(list, count, end) == count);
         extents += count;
     }
-    /* what a layer that is alone shows are its runs, and not in the room */
+    /* a single layer shows exactly its runs, and needs no room */
     const bool alone = layers->count == 1 && layers->list[0].row != 0;
     const size_t elsewhere = alone ? layers->list[0].run_count : 0;
     CHECK(seen == elements && extents == used + elsewhere && extents == changes);
@@ -125,7 +125,7 @@ static void rows_that_the_shard_has_not_are_refused(void)
     CHECK(!mls_rows_next(&rows, 1, UINT64_MAX, &run));
     CHECK(run.begin == 9 && rows.at == 0 && rows.held == 0);
     CHECK(mls_rows_next(&rows, 0, 1, &run) && run.begin == 0 && run.count == 4);
-    CHECK(!mls_rows_next(&rows, 0, 1, &run)); /* it would belong to the run before */
+    CHECK(!mls_rows_next(&rows, 0, 1, &run)); /* it would belong to the previous run */
     CHECK(mls_rows_next(&rows, 1, 1, &run) && run.begin == 8 && run.count == 2);
     CHECK(run.at == 4 && rows.held == 6);
     CHECK(!mls_rows_next(&rows, 1, 1, &run));
@@ -135,7 +135,7 @@ static void rows_that_the_shard_has_not_are_refused(void)
     CHECK(mls_rows_next(&huge, 0, 1, &run) && run.count == SIZE_MAX);
 }
 
-/* The runs of a text; SIZE_MAX where it is refused. */
+/* The number of runs in a text; SIZE_MAX if it is refused. */
 static size_t runs_of(const char *text, size_t row, size_t elements, mls_row_range *runs)
 {
     size_t count;

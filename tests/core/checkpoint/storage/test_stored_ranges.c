@@ -1,4 +1,4 @@
-/* Runs of stored bytes, against a list of where every element lies. */
+/* Stored byte ranges, compared with a list of the position of every element. */
 #include "checkpoint/storage/stored_ranges.h"
 #include "support/runner.h"
 
@@ -37,7 +37,7 @@ static mls_part random_part(void)
     return part;
 }
 
-/* For each element of the tensor where it is in a part, or SIZE_MAX. */
+/* For each element of the tensor its position in a part, or SIZE_MAX. */
 static void number(const mls_part *part, size_t out[ELEMENTS])
 {
     size_t box = 0;
@@ -54,7 +54,8 @@ static void number(const mls_part *part, size_t out[ELEMENTS])
     }
 }
 
-/* What a random layer shows of `count` elements; `at` of each, or SIZE_MAX. */
+/* The visible ranges of a random layer over `count` elements; stores the position of
+ * each, or SIZE_MAX. */
 static size_t random_extents(size_t count, mls_row_range *out, size_t *at, size_t *held)
 {
     size_t extents = 0, next = 0, place = below(3);
@@ -72,18 +73,18 @@ static size_t random_extents(size_t count, mls_row_range *out, size_t *at, size_
         for (size_t i = 0; i < length; i++) {
             at[begin + i] = place + i;
         }
-        place += length + below(3); /* what is between is hidden */
+        place += length + below(3); /* the elements in between are hidden */
         next = begin + length;
     }
     *held = place + below(3);
     return extents;
 }
 
-/* A shard as a random layer, or whole, and where in its place each element lies. */
+/* A shard as a random layer, or whole, and the position of each element in its place. */
 typedef struct stored {
     mls_stored_shard shard;
     mls_row_range extents[EXTENTS];
-    size_t at[ELEMENTS]; /* of the shard's elements */
+    size_t at[ELEMENTS]; /* position of each element of the shard */
     size_t in_shard[ELEMENTS], in_wanted[ELEMENTS];
     mls_part part, wanted;
     size_t bytes;
@@ -110,7 +111,7 @@ static void make(stored *s)
     number(&s->wanted, s->in_wanted);
 }
 
-/* Which byte of the wanted part comes from byte `at` of the place; SIZE_MAX: none. */
+/* Which byte of the requested part comes from byte `at` of the place; SIZE_MAX: none. */
 static void map_bytes(const stored *s, size_t *map)
 {
     for (size_t i = 0; i < s->bytes; i++) {
@@ -187,7 +188,7 @@ static void ranges_hold_all_that_is_wanted(void)
         CHECK(plain.bytes == all);
         CHECK(all == 0 || (plain.begin == 8 + first && plain.end == 8 + last));
         const mls_stored_reads whole = mls_stored_reads_of(&s->shard, &s->wanted, true);
-        CHECK(whole.bytes == (all == 0 ? 0 : s->bytes)); /* it is all of one block */
+        CHECK(whole.bytes == (all == 0 ? 0 : s->bytes)); /* in a single block */
     }
     free(map);
     free(s);

@@ -1,4 +1,4 @@
-/* Where units go: what is chosen, what is left alone, and that budgets hold. */
+/* Placement of units: which units move, which stay, and that budgets hold. */
 #include "checkpoint/tiers/tier_policy.h"
 
 #include "support/runner.h"
@@ -27,7 +27,7 @@ static bool is_move(const mls_tier_moves *moves, size_t at, size_t unit, mls_tie
     return at < moves->count && moves->list[at].unit == unit && moves->list[at].to == to;
 }
 
-/* Carry moves out, as an owner does. */
+/* Carry out the moves, as the caller must. */
 static void follow(mls_tiers *t, mls_tier_moves *moves)
 {
     mls_status st;
@@ -49,7 +49,7 @@ static void units_are_counted_where_they_are(void)
     mls_tiers_remove(&t, b);
     CHECK(!mls_tiers_has(&t, b) && !mls_tiers_has(&t, 3) && mls_tiers_has(&t, c));
     CHECK(t.bytes[COLD] == 0);
-    CHECK(add(&t, 5, COLD) == b && add(&t, 5, COLD) == 3); /* numbers are given again */
+    CHECK(add(&t, 5, COLD) == b && add(&t, 5, COLD) == 3); /* numbers are reused */
     for (int i = 0; i < 40; i++) {
         CHECK(add(&t, 1, COLD) == (size_t)(4 + i));
     }
@@ -98,7 +98,7 @@ static void a_unit_fits_or_the_text_says_why_not(void)
     (void)add(&t, 70, WARM);
     const size_t b = add(&t, 40, COLD), c = add(&t, 30, COLD);
     CHECK(mls_tiers_fits(&t, c, WARM, &st) == MLS_OK);
-    CHECK(mls_tiers_fits(&t, b, COLD, &st) == MLS_OK); /* where it is */
+    CHECK(mls_tiers_fits(&t, b, COLD, &st) == MLS_OK); /* its present tier */
     CHECK(mls_tiers_fits(&t, b, WARM, &st) == MLS_E_CAPACITY);
     CHECK_TEXT(st.text,
                "a unit of 40 bytes does not fit: of the warm budget of 100 bytes 30 "
@@ -176,7 +176,7 @@ static void what_leaves_hot_goes_to_warm_and_others_go_cold_for_it(void)
     const size_t hot = add(&t, 50, HOT), in = add(&t, 50, WARM),
                  other = add(&t, 50, WARM);
     REQUIRE(mls_tiers_make_room(&t, in, HOT, &moves, &st) == MLS_OK);
-    CHECK(moves.count == 1 && is_move(&moves, 0, hot, WARM)); /* they change places */
+    CHECK(moves.count == 1 && is_move(&moves, 0, hot, WARM)); /* they are exchanged */
     mls_tier_moves_fini(&moves);
     const size_t third = add(&t, 50, COLD);
     REQUIRE(mls_tiers_make_room(&t, third, HOT, &moves, &st) == MLS_OK);
@@ -186,7 +186,7 @@ static void what_leaves_hot_goes_to_warm_and_others_go_cold_for_it(void)
     mls_tiers_pin(&t, in);
     mls_tiers_pin(&t, other);
     REQUIRE(mls_tiers_make_room(&t, third, HOT, &moves, &st) == MLS_OK);
-    CHECK(moves.count == 1 && is_move(&moves, 0, hot, COLD)); /* warm cannot take it */
+    CHECK(moves.count == 1 && is_move(&moves, 0, hot, COLD)); /* too large for warm */
     mls_tier_moves_fini(&moves);
     mls_tiers_fini(&t);
 }
@@ -198,7 +198,7 @@ static void a_unit_that_grew_makes_room_where_it_is(void)
     mls_tier_moves moves = {0};
     mls_tiers_init(&t, MLS_TIERS_UNLIMITED, 100);
     const size_t a = add(&t, 50, WARM), b = add(&t, 50, WARM);
-    REQUIRE(mls_tiers_resize(&t, a, 70, &st) == MLS_OK); /* the budget is exceeded now */
+    REQUIRE(mls_tiers_resize(&t, a, 70, &st) == MLS_OK); /* this exceeds the budget */
     REQUIRE(mls_tiers_make_room(&t, a, WARM, &moves, &st) == MLS_OK);
     CHECK(moves.count == 1 && is_move(&moves, 0, b, COLD));
     follow(&t, &moves);
@@ -218,14 +218,14 @@ static void the_most_used_are_nearest(void)
     use(&t, b, 5);
     use(&t, a, 1);
     REQUIRE(mls_tiers_rebalance(&t, &moves, &st) == MLS_OK);
-    CHECK(moves.count == 3); /* c makes place, a goes to warm, d comes */
+    CHECK(moves.count == 3); /* c makes room, a moves to warm, d moves up */
     CHECK(is_move(&moves, 0, c, COLD) && is_move(&moves, 1, a, WARM));
     CHECK(is_move(&moves, 2, d, HOT));
     CHECK(t.units[d].score == 9 * MLS_TIERS_USE / 2 && t.units[d].uses == 9);
     follow(&t, &moves);
     CHECK(t.bytes[HOT] == 10 && t.bytes[WARM] == 20 && t.units[e].tier == COLD);
     REQUIRE(mls_tiers_rebalance(&t, &moves, &st) == MLS_OK);
-    CHECK(moves.count == 0); /* at rest */
+    CHECK(moves.count == 0); /* stable */
     mls_tier_moves_fini(&moves);
     mls_tiers_fini(&t);
 }
@@ -238,7 +238,7 @@ static void equals_do_not_take_turns(void)
     mls_tiers_init(&t, 0, 10);
     const size_t here = add(&t, 10, WARM), there = add(&t, 10, COLD);
     use(&t, here, 8);
-    use(&t, there, 10); /* exactly a quarter more: not enough */
+    use(&t, there, 10); /* exactly a quarter more is not enough */
     REQUIRE(mls_tiers_rebalance(&t, &moves, &st) == MLS_OK);
     CHECK(moves.count == 0);
     mls_tier_moves_fini(&moves);

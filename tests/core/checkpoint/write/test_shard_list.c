@@ -1,4 +1,4 @@
-/* The items of a save, collected. */
+/* The list of shards to write. */
 #include "checkpoint/write/shard_list.h"
 #include "support/runner.h"
 

@@ -1,5 +1,4 @@
-/* Shards written as files: good ones, the same by any number of threads, and nothing left
- * behind where something fails. */
+/* Shard files: valid, equal for any number of threads, and deleted if the write fails. */
 #include "support/runner.h"
 
 #if defined(_WIN32)
@@ -16,9 +15,9 @@ int main(void)
 #    include <signal.h>
 #    include <sys/resource.h>
 
-enum { MIB = 1 << 20, LARGE = 19 * MIB + 12344 }; /* three tasks, and no whole block */
+enum { MIB = 1 << 20, LARGE = 19 * MIB + 12344 }; /* three tasks, a partial block */
 
-/* ---- what is compared ---- */
+/* ---- helpers ---- */
 
 static void empty_pool(void)
 {
@@ -27,7 +26,7 @@ static void empty_pool(void)
     }
 }
 
-/* Whether a file is a good one by itself: its header, and every block by its checksum. */
+/* Whether a file is valid: its header, and the checksum of every block. */
 static bool file_is_good(const mls_index_file *record)
 {
     char path[sizeof pool_path + MLS_PATH_BYTES + 2];
@@ -67,7 +66,8 @@ static bool files_are_good(const mls_index *index)
 
 /* ---- good files ---- */
 
-/* All kinds: several sections, sizes on both sides of every limit, none, one. */
+/* All kinds: several sections, sizes on both sides of every limit, no element, one
+ * element. */
 static void what_is_written_can_be_read_back(void)
 {
     static const size_t sizes[] = {LARGE,  4 * MIB, MIB, MIB - 1,     300000,  262144,
@@ -121,7 +121,7 @@ static void the_checksums_told_are_those_of_the_files(void)
     empty_pool();
 }
 
-/* So that a folder of shard files without its indexes is not lost. */
+/* So that a folder of shard files without indexes is not lost. */
 static void a_file_says_which_shards_it_holds(void)
 {
     const size_t shape[] = {10};
@@ -143,7 +143,7 @@ static void a_file_says_which_shards_it_holds(void)
     empty_pool();
 }
 
-/* The bytes of all files of a pool, by the index's order; checksums are enough here. */
+/* A checksum over all files of a pool, in the index's order. */
 static uint32_t fingerprint(const mls_index *index, const char *index_path)
 {
     uint32_t sum = 0;
@@ -158,7 +158,7 @@ static uint32_t fingerprint(const mls_index *index, const char *index_path)
     return sum;
 }
 
-/* A strided, swapped and turned view, and a packed one, each in two parts. */
+/* A strided, byte-swapped and transposed view, and a packed one, each in two parts. */
 static void check_strided(size_t rows, size_t columns)
 {
     const size_t shape[] = {rows, columns}, across[] = {columns, rows};
@@ -213,11 +213,11 @@ static void check_strided(size_t rows, size_t columns)
 static void strided_memory_is_packed_on_its_way(void)
 {
     check_strided(3, 5);       /* segments */
-    check_strided(233, 1021);  /* through the cache */
-    check_strided(1733, 2999); /* direct, and several tasks */
+    check_strided(233, 1021);  /* through the page cache */
+    check_strided(1733, 2999); /* by direct I/O, in several tasks */
 }
 
-/* The same on a file system in memory, where nothing may be direct. */
+/* The same on a file system in memory, which may not support direct I/O. */
 static void a_file_system_in_memory_is_written_too(void)
 {
     char kept[sizeof pool_path];
@@ -261,7 +261,7 @@ static void nothing_and_what_is_empty_can_be_stored(void)
     empty_pool();
 }
 
-/* ---- a second time ---- */
+/* ---- repeated writes ---- */
 
 static void only_what_changed_is_written_again(void)
 {
@@ -279,7 +279,7 @@ static void only_what_changed_is_written_again(void)
     mls_shard_job job = job_of(items, COUNT, generations[0], NULL);
     mls_index first = write_all(&job, &written);
     const size_t before = pool_files();
-    data[1000] ^= 1; /* the first byte of b, and nothing else of the small ones */
+    data[1000] ^= 1; /* the first byte of b, and no other small tensor */
     items[5].data += 0;
     job = job_of(items, COUNT, generations[1], &first);
     mls_index second = write_all(&job, &written);
@@ -323,7 +323,7 @@ static void what_became_damaged_is_mended_by_the_next_write(void)
 
 /* ---- failures ---- */
 
-/* Ten files, so that some are whole when others fail. */
+/* Ten files, so that some are complete when others fail. */
 typedef struct ten {
     unsigned char *data;
     size_t shape[1];
@@ -342,7 +342,7 @@ static void ten_of(ten *t, size_t bytes)
     }
 }
 
-/* Write and fail; nothing is left of it, no descriptor either. */
+/* A write that fails leaves no file and no descriptor. */
 static mls_code fails(const mls_shard_job *job, mls_status *st)
 {
     mls_shards_written written = {.shard_count = 77};
@@ -372,7 +372,7 @@ static void a_folder_that_is_missing_leaves_nothing(void)
     free(t.data);
 }
 
-/* The files behind a link may be another checkpoint's. */
+/* The target of a link may belong to another checkpoint. */
 static void a_folder_that_is_a_link_is_refused(void)
 {
     ten t;
@@ -398,7 +398,7 @@ static void a_folder_that_may_not_be_written_leaves_nothing(void)
     ten t;
     mls_status st;
     if (geteuid() == 0) {
-        return; /* who may write everywhere */
+        return; /* root may write everywhere */
     }
     ten_of(&t, 300000);
     const mls_shard_job job = job_of(t.items, 10, generations[0], NULL);
@@ -408,7 +408,7 @@ static void a_folder_that_may_not_be_written_leaves_nothing(void)
     free(t.data);
 }
 
-/* What was committed is not touched, neither by writing nor by taking back. */
+/* Committed files are changed neither by a write nor by its rollback. */
 static void a_generation_is_written_only_once(void)
 {
     ten t;
@@ -420,12 +420,12 @@ static void a_generation_is_written_only_once(void)
     const uint32_t sum = fingerprint(&index, written.path);
     t.data[0] ^= 1;
     CHECK(fails(&job, &st) == MLS_E_IO && st.os_error == EEXIST);
-    job.count = 0; /* now the index alone is in the way */
+    job.count = 0; /* now only the index is in the way */
     CHECK(fails(&job, &st) == MLS_E_IO && st.os_error == EEXIST);
     job.count = 10;
     for (size_t i = 0; i < 10; i++) {
         t.items[i].id.section = MLS_PARAMS;
-        t.names[i][0] = (char)('a' + i); /* nothing but the index has its name */
+        t.names[i][0] = (char)('a' + i); /* only the index has its name */
     }
     CHECK(fails(&job, &st) == MLS_E_IO && st.os_error == EEXIST);
     CHECK(fingerprint(&index, written.path) == sum && files_are_good(&index));
@@ -440,7 +440,7 @@ static void a_disk_without_room_leaves_nothing(void)
     mls_status st;
     void (*const action)(int) = signal(SIGXFSZ, SIG_IGN);
     CHECK(getrlimit(RLIMIT_FSIZE, &limit) == 0);
-    /* when the room is reserved, while it is written, and with its last bytes */
+    /* when the space is reserved, during the writes, and at the last bytes */
     static const size_t bytes[] = {3 * MIB, 600000, 300000};
     static const rlim_t most[] = {2 * MIB, 500000, 303000};
     for (size_t i = 0; i < 3; i++) {
@@ -468,7 +468,7 @@ static void the_first_tensor_that_failed_is_told(void)
                        O_CREAT | O_WRONLY, 0600)) == 0);
     CHECK(fails(&job, &st) == MLS_E_IO && st.os_error == EEXIST);
     CHECK_TEXT(st.name, "3");
-    CHECK(pool_files() == 1); /* it was not ours */
+    CHECK(pool_files() == 1); /* the file of another writer stays */
     free(t.data);
     empty_pool();
 }

@@ -1,5 +1,5 @@
-/* Items copied aside: which ones fit, that the copies are their bytes, and that those who
- * wait for the rest are told at the right moment. */
+/* Staging: which items fit, that the copies are exact, and that the owner of the others
+ * is notified at the right moment. */
 #include "support/runner.h"
 
 #if defined(_WIN32)
@@ -9,8 +9,8 @@ int main(void)
 }
 #else
 
-#    include "support/shards.h"
 #    include "checkpoint/write/staging.h"
+#    include "support/shards.h"
 
 enum { COUNT = 6, MIB = 1 << 20 };
 
@@ -52,7 +52,7 @@ static void free_state(state *s)
     }
 }
 
-/* Whether a staged item's copy is what the state holds. */
+/* Whether a staged copy equals the state. */
 static bool copy_is_good(const state *s, const mls_shard_item *item, size_t number)
 {
     bool good = item->data != NULL && item->strided == NULL && item->first == 0;
@@ -64,7 +64,7 @@ static bool copy_is_good(const state *s, const mls_shard_item *item, size_t numb
     return good;
 }
 
-/* Stage with a budget; how many items were copied, each rightly, within the memory. */
+/* Stage with a budget; checks each copy, and returns the number of copied items. */
 static size_t stage(size_t budget, bool threads, mls_staged *staged)
 {
     state s;
@@ -73,7 +73,7 @@ static size_t stage(size_t budget, bool threads, mls_staged *staged)
     make_state(&s);
     unsigned char *memory = malloc(budget + 17);
     memset(memory, 0x5A, budget + 17);
-    const mls_staging to = {.memory = memory + 1, /* aligned to nothing */
+    const mls_staging to = {.memory = memory + 1, /* unaligned */
                             .bytes = budget,
                             .kernels = kernels,
                             .pool = threads ? four_threads : NULL};
@@ -118,7 +118,8 @@ static void small_items_come_first(void)
     CHECK(stage(28 + 3996 + 4000, true, &staged) == 4);
 }
 
-/* Of what does not fit as little as can be: somebody waits for it to be written. */
+/* The items left out are as small as possible, because the owner waits until they are
+ * written. */
 static void little_is_left_out(void)
 {
     size_t all = 0;
@@ -128,15 +129,14 @@ static void little_is_left_out(void)
     }
     CHECK(stage(all - 29, true, &staged) == COUNT - 1 && staged.bytes == all - 3996);
     CHECK(stage(all - 3997, true, &staged) == COUNT - 1 && staged.bytes == all - 4000);
-    /* two that are just enough together, rather than one that is a hundred times as large
-     */
+    /* two items that just suffice, rather than one a hundred times as large */
     CHECK(stage(all - 4001, true, &staged) == COUNT - 2);
     CHECK(staged.bytes == all - 4000 - 28);
     CHECK(stage(all - 8025, true, &staged) == COUNT - 1);
     CHECK(staged.bytes == all - 4 * sizes[5]);
 }
 
-/* Threads have a buffer each; what is coded is there as a whole. */
+/* Each thread has a buffer; compressed shards are held whole. */
 static void what_a_save_takes_besides_is_known_before(void)
 {
     state s;
@@ -156,7 +156,7 @@ static void what_a_save_takes_besides_is_known_before(void)
     free_state(&s);
 }
 
-/* Those that were copied by somebody else stay where they are. */
+/* Items that the caller has copied are not copied again. */
 static void what_is_staged_already_stays(void)
 {
     state s;
@@ -174,7 +174,7 @@ static void what_is_staged_already_stays(void)
     free_state(&s);
 }
 
-/* The part of a tensor is what counts, not the tensor. */
+/* The size of the part counts, not the size of the tensor. */
 static void copies_of_the_caller_are_noted_by_their_address(void)
 {
     unsigned char memory[64] = {0}, other[8] = {0};
@@ -230,9 +230,9 @@ static void touching_clears_just_that(void)
     free(memory);
 }
 
-/* ---- who waits is told when nothing of his is read any more ---- */
+/* ---- the owner is notified when its memory is no longer read ---- */
 
-/* He changes his memory at once. */
+/* An owner that changes its memory as soon as it is notified. */
 typedef struct owner {
     state *state;
     int calls;
@@ -247,8 +247,8 @@ static void spoil(void *context)
     }
 }
 
-/* Write with a budget, the arrays being overwritten at the first moment that is allowed:
- * the checksums in the index are those of the bytes of before. */
+/* Write with a budget while the arrays are overwritten at the first moment allowed: the
+ * checksums in the index match the old bytes. */
 static void write_with(size_t budget, uint64_t pack_below, const char *generation)
 {
     state s;
@@ -289,7 +289,7 @@ static void arrays_may_be_overwritten_when_that_is_told(void)
     write_with(8 * MIB, 0, generations[3]);
 }
 
-/* A write that fails first never says so. */
+/* A write that fails before that moment does not notify the owner. */
 static void a_write_that_failed_before_tells_nothing(void)
 {
     state s;

@@ -1,5 +1,5 @@
-/* What becomes smaller by coding is coded, with a toy of a codec; what does not is stored
- * as it is; and whatever goes wrong leaves nothing behind. */
+/* Compressed writes with a toy codec: compressible data are compressed, other data are
+ * stored unchanged, and failures leave no file. */
 #include "support/runner.h"
 
 #if defined(_WIN32)
@@ -23,7 +23,7 @@ enum {
 
 static const size_t matrix[] = {ROWS, COLUMNS};
 
-/* One tensor of ROWS x COLUMNS float32, and what is known of it. */
+/* One tensor of ROWS x COLUMNS float32, and its committed state. */
 typedef struct table {
     toy codec;
     unsigned char *data; /* BYTES */
@@ -57,7 +57,7 @@ static void drop(table *t)
     free(t->data);
 }
 
-/* Noise in some of the bytes. */
+/* Write noise into `bytes` bytes. */
 static void fill_noise(unsigned char *to, size_t bytes)
 {
     unsigned char *random = noise(bytes);
@@ -79,7 +79,7 @@ static mls_shard_job next_job(table *t, char generation[MLS_GENERATION_DIGITS + 
     return job;
 }
 
-/* Save; the next time what is there now is what was before. */
+/* Save; the next save compares with the state of this one. */
 static const mls_index_shard *save(table *t, bool compress, bool sparse, bool incremental)
 {
     char generation[MLS_GENERATION_DIGITS + 1];
@@ -105,7 +105,7 @@ static const mls_layer *layer_of(const mls_index_shard *shard, size_t number)
                : &shard->layers->list[number];
 }
 
-/* ---- what pays ---- */
+/* ---- the decision to compress ---- */
 
 static void what_gets_smaller_is_coded(void)
 {
@@ -125,7 +125,7 @@ static void what_gets_smaller_is_coded(void)
           t.index.file_count == 1);
     CHECK(t.index.files[0].bytes == 4096 + layer->bytes);
     CHECK(mls_index_stored_bytes(shard) == layer->bytes && is_stored(&t));
-    /* to other readers of its file it is a row of bytes */
+    /* other readers of its file see a row of bytes */
     size_t length;
     char *file = (char *)read_pool_file(t.index.files[0].path, &length);
     REQUIRE(file != NULL && length > 4096);
@@ -145,11 +145,11 @@ static void what_does_not_pay_is_stored_as_it_is(void)
     const mls_index_shard *shard = save(&t, true, false, false);
     REQUIRE(shard != NULL && shard->layers == NULL);
     CHECK(t.written.new_bytes == BYTES && is_stored(&t));
-    CHECK(atomic_load(&t.codec.encoded) == 3); /* samples, and no more */
+    CHECK(atomic_load(&t.codec.encoded) == 3); /* only samples were encoded */
     drop(&t);
 }
 
-/* The first, middle and last 128 KiB, which are looked at, are not like the rest. */
+/* The first, middle and last 128 KiB, which are sampled, differ from the rest. */
 static void fill_behind_samples(table *t)
 {
     const size_t half = BYTES / 2, room = 100 << 10;
@@ -172,12 +172,12 @@ static void samples_may_promise_too_much(void)
     REQUIRE(t.index.shard_count == 1 && t.index.shards[0].layers == NULL);
     CHECK(t.written.new_bytes == BYTES && t.written.new_files == 1 && is_stored(&t));
     CHECK(t.index.file_count == 1 && t.index.shards[0].file == 0);
-    CHECK(atomic_load(&t.codec.encoded) > 3); /* it was tried, */
-    CHECK(atomic_load(&w.bytes) == BYTES);    /* and is reported once */
+    CHECK(atomic_load(&t.codec.encoded) > 3); /* compression was tried, */
+    CHECK(atomic_load(&w.bytes) == BYTES);    /* and progress counts the bytes once */
     drop(&t);
 }
 
-/* The same of a layer of rows: what is left out stays left out. */
+/* The same for a layer of rows: rows left out stay left out. */
 static void rows_that_do_not_get_smaller_are_a_plain_layer(void)
 {
     table t;
@@ -253,7 +253,7 @@ static void small_shards_are_left_alone(void)
     free(data);
 }
 
-/* Elements of all lengths, and memory that is not packed. */
+/* Elements of all sizes, and memory that is not packed. */
 static void memory_of_any_kind(void)
 {
     static const mls_dtype dtypes[] = {MLS_U8, MLS_I16, MLS_F32, MLS_F64};
@@ -301,7 +301,7 @@ static void memory_of_any_kind(void)
     free(other);
 }
 
-/* ---- again ---- */
+/* ---- repeated saves ---- */
 
 static void what_did_not_change_stays_coded(void)
 {
@@ -322,7 +322,7 @@ static void what_did_not_change_stays_coded(void)
     const mls_index_shard *shard = save(&t, false, false, false);
     REQUIRE(shard != NULL && shard->layers == NULL);
     CHECK(shard->version == 2 && t.written.new_bytes == BYTES && is_stored(&t));
-    shard = save(&t, true, false, false); /* nothing changed: plain is what it stays */
+    shard = save(&t, true, false, false); /* nothing changed: it stays plain */
     CHECK(shard != NULL && shard->layers == NULL && t.written.new_bytes == 0);
     drop(&t);
 }
@@ -333,18 +333,18 @@ static void rows_that_changed_lie_over_what_is_coded(void)
     begin(&t);
     REQUIRE(t.data != NULL);
     (void)save(&t, true, false, true);
-    memset(t.data + 300 * ROW_BYTES, 0x11, 300 * ROW_BYTES); /* coded in its turn, */
+    memset(t.data + 300 * ROW_BYTES, 0x11, 300 * ROW_BYTES); /* a compressible layer */
     const mls_index_shard *shard = save(&t, true, false, true);
     REQUIRE(layer_of(shard, 1) != NULL && shard->layers->count == 2);
     CHECK(layer_of(shard, 0)->frames != NULL && layer_of(shard, 1)->frames != NULL);
     CHECK(layer_of(shard, 1)->frames->bytes == 300 * ROW_BYTES && is_stored(&t));
     CHECK(t.written.new_bytes == layer_of(shard, 1)->bytes && shard->version == 2);
-    fill_noise(t.data + 5000 * ROW_BYTES, 200 * ROW_BYTES); /* which would not pay, */
+    fill_noise(t.data + 5000 * ROW_BYTES, 200 * ROW_BYTES); /* an incompressible one */
     shard = save(&t, true, false, true);
     REQUIRE(layer_of(shard, 2) != NULL && shard->layers->count == 3);
     CHECK(layer_of(shard, 2)->frames == NULL && is_stored(&t));
     CHECK(t.written.new_bytes == 200 * ROW_BYTES);
-    memset(t.data + (ROWS - 90) * ROW_BYTES, 0x22, 90 * ROW_BYTES); /* nobody asks */
+    memset(t.data + (ROWS - 90) * ROW_BYTES, 0x22, 90 * ROW_BYTES); /* not compressed */
     shard = save(&t, false, false, true);
     REQUIRE(layer_of(shard, 3) != NULL && shard->layers->count == 4);
     CHECK(layer_of(shard, 0)->frames != NULL && layer_of(shard, 3)->frames == NULL);
@@ -355,7 +355,7 @@ static void rows_that_changed_lie_over_what_is_coded(void)
     drop(&t);
 }
 
-/* A codec is nothing that a state is tied to. */
+/* The codec may change from one save to the next. */
 static void codecs_may_change_between_saves(void)
 {
     table t;
@@ -394,7 +394,7 @@ static void without_codecs_what_was_coded_is_written_again(void)
         CHECK(reads_back(&after, &t.item, t.data, NULL));
         mls_index_fini(&after);
     }
-    /* whose version is the caller's is not even looked into */
+    /* if the caller's version is unchanged, the codec is not called */
     t.item.version = 1;
     char generation[MLS_GENERATION_DIGITS + 1];
     mls_shard_job job = next_job(&t, generation);
@@ -412,7 +412,7 @@ static void nothing_is_laid_over_what_is_damaged(void)
         table t;
         begin(&t);
         REQUIRE(t.data != NULL);
-        fill_noise(t.data + MIB, MIB); /* a frame that is stored as it was */
+        fill_noise(t.data + MIB, MIB); /* a frame that is stored uncompressed */
         const mls_index_shard *shard = save(&t, true, false, false);
         const mls_layer *layer = layer_of(shard, 0);
         REQUIRE(layer != NULL && layer->frames != NULL);
@@ -437,7 +437,7 @@ static void nothing_is_laid_over_what_is_damaged(void)
 
 static const mls_code codes[] = {MLS_E_FORMAT, MLS_E_MEMORY, MLS_E_VALUE, MLS_E_STOPPED};
 
-/* The first sample, the last one, the first frame, the last one. */
+/* Errors in the first sample, the last one, the first frame, the last one. */
 static void errors_of_codecs_end_the_save(void)
 {
     static const int calls[] = {1, 3, 4, 8};
@@ -464,8 +464,8 @@ static void errors_of_codecs_end_the_save(void)
     drop(&t);
 }
 
-/* What a codec says of stored bytes makes them changed ones; but being stopped, and
- * having no memory, is nothing that is said of them. */
+/* If the codec finds an error in stored bytes, they count as changed; a stop or a lack of
+ * memory is no such error. */
 static void errors_while_comparing(void)
 {
     for (size_t i = 0; i < 8; i++) {
@@ -490,7 +490,7 @@ static void errors_while_comparing(void)
             CHECK(reads_back(&after, &t.item, t.data, &t.codec.codecs));
             mls_index_fini(&after);
         }
-        CHECK(is_stored(&t)); /* what was there before */
+        CHECK(is_stored(&t)); /* the previous state */
         drop(&t);
     }
 }
@@ -572,7 +572,7 @@ static void progress_stops_the_coding(void)
 
 enum { MANY = 40 };
 
-/* By as many threads as there are the same files, byte for byte, as by one. */
+/* Any number of threads writes the same files, byte for byte, as one thread. */
 static void threads_do_not_matter(void)
 {
     static char names[MANY][8];
@@ -609,7 +609,7 @@ static void threads_do_not_matter(void)
         for (size_t i = 0; i < MANY; i++) {
             CHECK(reads_back(&index, &items[i], items[i].data, &codec.codecs));
         }
-        sums[turn] = written.crc; /* of the index, which has all checksums */
+        sums[turn] = written.crc; /* of the index, which contains all checksums */
         mls_index_fini(&index);
         empty_pool();
     }

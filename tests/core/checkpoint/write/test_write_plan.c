@@ -1,4 +1,4 @@
-/* Which shards are written, into which files, and what stays where it is. */
+/* Which shards are written, into which files, and which stay in their files. */
 #include "support/runner.h"
 
 #if defined(_WIN32)
@@ -16,8 +16,8 @@ enum { MIB = 1 << 20 };
 
 static const size_t five[] = {5}, matrix[] = {6, 4}, square[] = {4, 4};
 
-/* A plan with everything in its place and all files laid out; `same` says which shards
- * did not change, as comparing would.  NULL: none. */
+/* A complete plan with all files laid out; `same` marks unchanged shards, as the
+ * comparison would.  NULL: none. */
 static mls_write_plan place(const mls_shard_job *job, const bool *same)
 {
     mls_write_plan plan = {0};
@@ -39,7 +39,7 @@ static mls_write_plan place(const mls_shard_job *job, const bool *same)
     return plan;
 }
 
-/* The path of the file that shard `i` goes into. */
+/* The path of the file for shard `i`. */
 static const char *path_of(const mls_write_plan *plan, size_t i)
 {
     return plan->index.files[plan->index.shards[i].file].path;
@@ -95,7 +95,7 @@ static void parts_have_their_own_shape_in_a_file(void)
     mls_write_plan_fini(&plan);
 }
 
-/* The code of a plan that must not come about; the tensor's name is told. */
+/* The error code of a plan that must fail; the error names the tensor. */
 static mls_code refused(const mls_shard_item *items, size_t count, const char *name)
 {
     mls_write_plan plan;
@@ -117,7 +117,7 @@ static void a_part_that_comes_twice_is_refused(void)
         item_of("v", NULL, MLS_F32, 1, five, NULL),
         part_of(item_of("w", NULL, MLS_F32, 1, five, NULL), 0, 2, 1)};
     CHECK(refused(items, 3, "w") == MLS_E_VALUE);
-    items[2].id.section = MLS_OPTIM_STATE; /* something else of that name */
+    items[2].id.section = MLS_OPTIM_STATE; /* another item of that name */
     const mls_shard_job job = job_of(items, 3, generations[0], NULL);
     mls_write_plan plan;
     mls_status st;
@@ -134,7 +134,7 @@ static void names_that_an_index_cannot_hold_are_refused(void)
     item = item_of("w", "m.x", MLS_F32, 1, five, NULL);
     CHECK(refused(&item, 1, "w") == MLS_E_VALUE);
     item = item_of("group.lr", "", MLS_F32, 1, five, NULL);
-    item.id.has_state = false; /* would be taken for state "lr" of "group" */
+    item.id.has_state = false; /* could be mistaken for state "lr" of "group" */
     CHECK(refused(&item, 1, "group.lr") == MLS_E_VALUE);
 }
 
@@ -152,7 +152,7 @@ static void what_no_tensor_can_be_is_refused(void)
     item.layout.count = 2;
     item.layout.steps[1] = (mls_layout_step){0, 2};
     CHECK(refused(&item, 1, "w") == MLS_E_VALUE);
-    item = part_of(good, 0, 1000000001, 0); /* its number would not fit a file's name */
+    item = part_of(good, 0, 1000000001, 0); /* its number would not fit a file name */
     CHECK(refused(&item, 1, "w") == MLS_E_SIZE);
     item = item_of("w", NULL, MLS_F32, 2, huge, NULL);
     CHECK(refused(&item, 1, "w") == MLS_E_SIZE);
@@ -247,7 +247,7 @@ static void large_shards_have_files_of_their_own(void)
     CHECK_TEXT(path_of(&plan, 2), path_of(&plan, 1));
     CHECK_TEXT(path_of(&plan, 3), "params/part.1-3.1123456789abcdef-0.safetensors");
     mls_write_plan_fini(&plan);
-    job.pack_below = 0; /* nothing is small, not even what is empty */
+    job.pack_below = 0; /* no shard is small, not even an empty one */
     plan = place(&job, NULL);
     CHECK(plan.file_count == 4);
     mls_write_plan_fini(&plan);
@@ -349,8 +349,8 @@ static void cut_names_stay_apart_and_fit_an_index(void)
     mls_write_plan_fini(&plan);
 }
 
-/* What is planned is an index that its reader takes, with each shard where the header of
- * its file has it. */
+/* The plan is an index that the reader accepts, with each shard at the place that its
+ * file's header names. */
 static void the_new_index_is_one_that_can_be_read(void)
 {
     enum { COUNT = 40 };
@@ -390,7 +390,7 @@ static void the_new_index_is_one_that_can_be_read(void)
     mls_write_plan_fini(&plan);
 }
 
-/* The items have no memory: nothing of them is looked at but what they are. */
+/* The items have no memory: planning uses only their metadata. */
 static void shapes_are_enough_for_an_index(void)
 {
     static const size_t shape[] = {1 << 20, 1 << 12};
@@ -421,9 +421,9 @@ static void shapes_are_enough_for_an_index(void)
     mls_json_writer_fini(&text);
 }
 
-/* ---- against what was committed ---- */
+/* ---- compared with the committed index ---- */
 
-/* Five parameters that share a segment, and one with a file of its own. */
+/* Five parameters that share a segment, and one with its own file. */
 static const size_t hundred[] = {100}, large[] = {1000000};
 
 static void six(mls_shard_item *items)
@@ -441,7 +441,7 @@ static void a_shard_is_the_one_of_before_if_it_is_cut_alike(void)
     six(then);
     items[1] = part_of(items[1], 0, 2, 0);
     then[1] = part_of(then[1], 0, 2, 1); /* another part */
-    then[2] = part_of(then[2], 0, 1, 0); /* all of it, but cut */
+    then[2] = part_of(then[2], 0, 1, 0); /* all of it, but with a layout */
     then[3].dtype = MLS_I8;
     then[4].shape = (const size_t[]){99};
     const mls_shard_job job = job_of(items, 6, generations[0], NULL);
@@ -546,7 +546,7 @@ static void a_segment_that_is_mostly_dead_is_given_up(void)
     mls_write_plan_fini(&first);
 }
 
-/* Shards that are gone count as dead: they are not in the new items at all. */
+/* Deleted shards, which the new items lack, count as dead. */
 static void deleted_tensors_make_a_segment_dead(void)
 {
     static const bool same[] = {true, true};
@@ -569,7 +569,7 @@ static void callers_versions_are_taken_as_they_are(void)
     const mls_shard_job job = job_of(items, 6, generations[0], NULL);
     mls_write_plan first = place(&job, NULL);
     CHECK(first.index.shards[0].version == 41 && first.index.shards[1].version == 1);
-    items[0].version = 0; /* counted for him from now on */
+    items[0].version = 0; /* from now on mlstate counts the version */
     items[1].version = 77;
     const mls_shard_job again = job_of(items, 6, generations[1], &first.index);
     mls_write_plan second = place(&again, NULL);
@@ -578,7 +578,7 @@ static void callers_versions_are_taken_as_they_are(void)
     mls_write_plan_fini(&first);
 }
 
-/* No index could say it. */
+/* An index could not store it. */
 static void the_last_version_does_not_go_up(void)
 {
     mls_shard_item item = item_of("w", NULL, MLS_U8, 1, hundred, NULL);
@@ -593,7 +593,7 @@ static void the_last_version_does_not_go_up(void)
     CHECK_TEXT(st.name, "w");
     mls_write_plan_fini(&second);
     static const bool same[] = {true};
-    second = place(&again, same); /* as long as nothing changes, all is well */
+    second = place(&again, same); /* an unchanged shard keeps its version */
     CHECK(second.index.shards[0].version == INT64_MAX);
     mls_write_plan_fini(&second);
     mls_write_plan_fini(&first);

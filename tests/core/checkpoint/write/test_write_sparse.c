@@ -1,4 +1,4 @@
-/* Rows that are zero, rows that changed: what is written of them, and what stays. */
+/* Zero rows and changed rows: which of them are written, and which layers stay. */
 #include "support/runner.h"
 
 #if defined(_WIN32)
@@ -15,7 +15,7 @@ enum { ROWS = 1000, COLUMNS = 64, ROW_BYTES = 4 * COLUMNS, BYTES = ROWS * ROW_BY
 
 static const size_t matrix[] = {ROWS, COLUMNS};
 
-/* One tensor of ROWS x COLUMNS float32, and what is known of it. */
+/* One tensor of ROWS x COLUMNS float32, and its committed state. */
 typedef struct table {
     unsigned char *data; /* BYTES */
     mls_shard_item item;
@@ -44,7 +44,7 @@ static void fill(const table *t, size_t first, size_t count)
     memset(t->data + first * ROW_BYTES, (int)(t->saves + 1), count * ROW_BYTES);
 }
 
-/* Save; the next time what is there now is what was before. */
+/* Save; the next save compares with the state of this one. */
 static const mls_index_shard *save(table *t, bool sparse, bool incremental)
 {
     char generation[MLS_GENERATION_DIGITS + 1];
@@ -60,7 +60,8 @@ static const mls_index_shard *save(table *t, bool sparse, bool incremental)
     return t->index.shard_count == 1 ? &t->index.shards[0] : NULL;
 }
 
-/* Whether what is stored, read layer by layer as the index says, is the memory. */
+/* Whether the stored data, read layer by layer as the index describes, equal the
+ * memory. */
 static bool is_stored(const table *t)
 {
     const mls_index_shard *shard = &t->index.shards[0];
@@ -97,7 +98,7 @@ static void what_is_all_zero_is_stored_as_nothing(void)
     CHECK(t.index.file_count == 0 && pool_files() == 1); /* the index */
     CHECK(t.written.new_shards == 0 && t.written.new_bytes == 0);
     CHECK(t.written.data_bytes == BYTES && t.written.shard_count == 1);
-    shard = save(&t, false, false); /* the same, whoever asks: nothing is read */
+    shard = save(&t, false, false); /* the same without the option: nothing is read */
     REQUIRE(shard != NULL && shard->layers != NULL);
     CHECK(shard->version == 1 && t.index.file_count == 0 && is_stored(&t));
     t.data[BYTES - 1] = 0x80; /* -0.0 */
@@ -124,7 +125,7 @@ static void rows_of_zeros_are_left_out(void)
     drop(&t);
 }
 
-/* Three quarters are worth it, one row more is not. */
+/* Three quarters are sparse enough, one more row is not. */
 static void what_is_nearly_full_is_stored_as_it_is(void)
 {
     table t;
@@ -147,7 +148,7 @@ static void a_few_rows_become_a_layer(void)
     table t;
     begin(&t);
     fill(&t, 0, ROWS);
-    (void)save(&t, false, true); /* nothing was there before */
+    (void)save(&t, false, true); /* no previous state */
     CHECK(t.index.shards[0].layers == NULL);
     fill(&t, 10, 20);
     fill(&t, 999, 1);
@@ -156,11 +157,11 @@ static void a_few_rows_become_a_layer(void)
     CHECK(shard->version == 2 && t.written.new_bytes == 21 * ROW_BYTES);
     CHECK(shard->layers->list[0].row == 0 && shard->layers->list[1].run_count == 2);
     CHECK(t.index.file_count == 2 && is_stored(&t));
-    /* what did not change keeps its layers, whatever is asked for */
+    /* unchanged shards keep their layers, with or without options */
     shard = save(&t, false, false);
     REQUIRE(shard != NULL && shard->layers != NULL && shard->layers->count == 2);
     CHECK(shard->version == 2 && t.written.new_bytes == 0 && is_stored(&t));
-    /* a row that becomes zero is stored like any */
+    /* a row that becomes zero is stored like any other */
     memset(t.data + 5 * ROW_BYTES, 0, ROW_BYTES);
     shard = save(&t, true, true);
     REQUIRE(shard != NULL && shard->layers != NULL && shard->layers->count == 3);
@@ -181,12 +182,12 @@ static void more_than_half_of_the_rows_are_written_as_a_whole(void)
     const mls_index_shard *shard = save(&t, false, true);
     REQUIRE(shard != NULL);
     CHECK(t.written.new_bytes == BYTES && shard->layers == NULL && is_stored(&t));
-    CHECK(t.index.file_count == 1); /* nothing of before is of use any more */
+    CHECK(t.index.file_count == 1); /* no earlier file is needed */
     drop(&t);
 }
 
-/* Layers pile up to eight; what is hidden by newer ones does not count, and its file is
- * given up. */
+/* At most eight layers; rows hidden by newer layers do not count, and a file without
+ * visible rows is dropped. */
 static void layers_are_bounded(void)
 {
     table t;
@@ -203,7 +204,7 @@ static void layers_are_bounded(void)
     const mls_index_shard *shard = save(&t, false, true);
     REQUIRE(shard != NULL);
     CHECK(shard->layers == NULL && t.index.file_count == 1 && is_stored(&t));
-    for (size_t i = 0; i < 12; i++) { /* the same rows, again and again */
+    for (size_t i = 0; i < 12; i++) { /* the same rows in every save */
         fill(&t, 100, 10);
         shard = save(&t, false, true);
         REQUIRE(shard != NULL && shard->layers != NULL);
@@ -213,7 +214,7 @@ static void layers_are_bounded(void)
     drop(&t);
 }
 
-/* All layers together are no more than twice the shard. */
+/* All layers together take at most twice the size of the shard. */
 static void layers_do_not_become_larger_than_the_shard(void)
 {
     table t;
@@ -249,7 +250,7 @@ static void layers_lie_over_rows_that_were_left_out(void)
     shard = save(&t, true, true);
     REQUIRE(shard != NULL && shard->layers != NULL && shard->layers->count == 3);
     CHECK(t.written.new_bytes == 8 * ROW_BYTES && is_stored(&t));
-    shard = save(&t, true, true); /* it hides all, as is known from here on */
+    shard = save(&t, true, true); /* the new layer hides all others */
     REQUIRE(shard != NULL && shard->layers != NULL && shard->layers->count == 1);
     CHECK(t.written.new_bytes == 0 && t.index.file_count == 1 && is_stored(&t));
     drop(&t);
@@ -264,7 +265,7 @@ static void nothing_below_a_layer_may_be_damaged(void)
     fill(&t, 10, 1);
     (void)save(&t, false, true);
     const mls_layer *base = &t.index.shards[0].layers->list[0];
-    /* a byte that the newer layer hides: what is compared would not show it */
+    /* a byte that the newer layer hides, so that the comparison does not see it */
     CHECK(flip(t.index.files[base->file].path, base->offset + 10 * ROW_BYTES, 1));
     fill(&t, 20, 1);
     const mls_index_shard *shard = save(&t, false, true);
@@ -283,14 +284,14 @@ static void a_layer_whose_file_is_gone_is_written_again(void)
     (void)save(&t, false, true);
     const mls_layer *layer = &t.index.shards[0].layers->list[1];
     REQUIRE(unlinkat(pool_fd, t.index.files[layer->file].path, 0) == 0);
-    t.item.version = 2; /* the caller says that nothing changed */
+    t.item.version = 2; /* the caller's version is unchanged */
     const mls_index_shard *shard = save(&t, false, true);
     REQUIRE(shard != NULL);
     CHECK(shard->layers == NULL && t.written.new_bytes == BYTES && is_stored(&t));
     drop(&t);
 }
 
-/* Its version says that a shard changed: which rows did is found all the same. */
+/* The version says that a shard changed; the changed rows are found all the same. */
 static void versions_do_not_hide_rows(void)
 {
     table t;
@@ -303,7 +304,7 @@ static void versions_do_not_hide_rows(void)
     const mls_index_shard *shard = save(&t, false, true);
     REQUIRE(shard != NULL);
     CHECK(t.written.new_bytes == ROW_BYTES && shard->version == 6 && is_stored(&t));
-    t.item.version = 7; /* nothing changed after all */
+    t.item.version = 7; /* the content did not change */
     shard = save(&t, false, true);
     REQUIRE(shard != NULL && shard->layers != NULL);
     CHECK(t.written.new_bytes == 0 && shard->version == 7 && is_stored(&t));
@@ -312,7 +313,7 @@ static void versions_do_not_hide_rows(void)
 
 /* ---- memory of any kind ---- */
 
-/* Columns first, and wider than it is: rows are gathered from everywhere. */
+/* Columns first, and with gaps: rows are gathered from everywhere. */
 static void strided_memory_gives_the_same_layers(void)
 {
     table t;
@@ -350,8 +351,8 @@ static void strided_memory_gives_the_same_layers(void)
 
 enum { SMALL = 300 };
 
-/* Small ones are stored whole or not at all; layers share segments like shards, and are
- * given up with them. */
+/* Small shards are stored whole or not at all; layers share segments like shards, and are
+ * dropped with them. */
 static void small_shards_and_layers_share_files(void)
 {
     static const size_t four[] = {4};
@@ -370,8 +371,8 @@ static void small_shards_and_layers_share_files(void)
     mls_index first = write_all(&job, &written);
     CHECK(written.new_shards == SMALL / 3 && written.new_bytes == SMALL / 3 * 16);
     CHECK(written.new_files == 1 && first.file_count == 1);
-    values[3][0] = 0; /* was filled, */
-    values[4][0] = 2; /* was not */
+    values[3][0] = 0; /* was not zero, */
+    values[4][0] = 2; /* was zero */
     job.generation = generations[1];
     job.before = &first;
     mls_index second = write_all(&job, &written);
@@ -386,13 +387,13 @@ static void small_shards_and_layers_share_files(void)
     }
 }
 
-/* A segment of layers that is mostly dead is given up: who has a layer there is written
- * anew, though it did not change. */
+/* A segment of layers that is mostly dead is dropped: its live shards are written again,
+ * even unchanged ones. */
 static void dead_segments_of_layers_are_given_up(void)
 {
     enum { COUNT = 4, TURNS = 4 };
     static const char *const names[COUNT] = {"a", "b", "c", "d"};
-    static const size_t changed[TURNS] = {0, 4, 3, 0}; /* of them, the last ones */
+    static const size_t changed[TURNS] = {0, 4, 3, 0}; /* rows, the last ones */
     unsigned char *data = calloc(COUNT, BYTES);
     mls_shard_item items[COUNT];
     mls_shards_written written;
@@ -416,8 +417,7 @@ static void dead_segments_of_layers_are_given_up(void)
         CHECK(turn == 0 || turn == 3 || written.new_bytes == changed[turn] * ROW_BYTES);
         CHECK(turn == 0 || index.file_count == COUNT + turn - turn / 3 * 2);
     }
-    /* since the third turn three of four layers in the segment of the second are hidden
-     */
+    /* after the third turn three of four layers in the second's segment are hidden */
     CHECK(index.shards[0].layers == NULL && index.shards[0].version == 2);
     CHECK(written.new_bytes == BYTES && written.new_shards == 1);
     for (size_t i = 1; i < COUNT; i++) {
@@ -431,7 +431,7 @@ static void dead_segments_of_layers_are_given_up(void)
     free(data);
 }
 
-/* ---- who waits ---- */
+/* ---- progress ---- */
 
 static void bytes_that_are_left_out_count_as_done(void)
 {

@@ -1,4 +1,4 @@
-/* What did not change since it was committed, by bytes and by versions. */
+/* Detecting unchanged shards, by bytes and by versions. */
 #include "support/runner.h"
 
 #if defined(_WIN32)
@@ -33,7 +33,7 @@ ssize_t pread(int fd, void *data, size_t bytes, off_t offset)
     return preadv(fd, &place, 1, offset);
 }
 
-/* ---- a state that was committed ---- */
+/* ---- a committed state ---- */
 
 /* A large tensor, a small one, a part, an empty one, a scalar. */
 typedef struct state {
@@ -68,7 +68,7 @@ static void drop(state *s)
     free(s->data);
 }
 
-/* Compare with what was committed: a bit for each item, set where it did not change. */
+/* Compare with the committed state: a bit for each item, set if it is unchanged. */
 static unsigned same_items(const state *s, size_t threads)
 {
     mls_write_plan plan;
@@ -106,7 +106,7 @@ static void the_same_bytes_are_found_to_be_the_same(void)
     drop(&s);
 }
 
-/* At the ends of the tensor and of the steps in which it is read. */
+/* At the ends of the tensor and of the blocks that are read. */
 static void one_changed_byte_anywhere_is_found(void)
 {
     static const size_t places[] = {0,     1,      16383,  16384,  16385,
@@ -133,11 +133,11 @@ static void the_first_element_counts_from_where_the_part_lies(void)
     commit(&s);
     unsigned char *all = malloc(BYTES + 16);
     REQUIRE(all != NULL);
-    memcpy(all + 16, s.data, BYTES); /* two elements in front */
+    memcpy(all + 16, s.data, BYTES); /* two elements before it */
     s.items[2].data = all;
     s.items[2].first = 2;
     CHECK(same_items(&s, 4) == ALL);
-    all[15] ^= 1; /* not ours */
+    all[15] ^= 1; /* not part of the shard */
     all[16 + 2000] ^= 1;
     CHECK(same_items(&s, 4) == ALL);
     all[16 + 1999] ^= 1;
@@ -190,7 +190,7 @@ static void strided_and_swapped_memory_is_compared(void)
     }
 }
 
-/* ---- files that are not what was recorded ---- */
+/* ---- files that differ from the index ---- */
 
 static const char *path_of(const state *s, const char *name)
 {
@@ -208,7 +208,7 @@ static void a_file_that_is_gone_counts_as_changed(void)
     commit(&s);
     CHECK(unlinkat(pool_fd, path_of(&s, "a"), 0) == 0);
     CHECK(same_items(&s, 4) == (ALL & ~1U));
-    CHECK(unlinkat(pool_fd, path_of(&s, "c"), 0) == 0); /* and with it d and e */
+    CHECK(unlinkat(pool_fd, path_of(&s, "c"), 0) == 0); /* d and e share its file */
     CHECK(same_items(&s, 4) == 2);
     drop(&s);
 }
@@ -236,7 +236,7 @@ static void a_damaged_file_counts_as_changed(void)
     drop(&s);
 }
 
-/* No reader takes such a file, though all bytes of its tensors are good. */
+/* Readers refuse such a file, although all bytes of its tensors are good. */
 static void a_damaged_header_counts_as_changed(void)
 {
     static const size_t places[] = {0, 5, 8, 200, 4095};
@@ -246,13 +246,13 @@ static void a_damaged_header_counts_as_changed(void)
         CHECK(flip(path_of(&s, "a"), places[i], 0x40));
         CHECK(same_items(&s, 1) == (ALL & ~1U) && same_items(&s, 4) == (ALL & ~1U));
         s.items[0].version =
-            1; /* which the caller states: the file counts all the same */
+            1; /* the caller's version: the file is checked all the same */
         CHECK(same_items(&s, 4) == (ALL & ~1U));
         drop(&s);
     }
 }
 
-/* Memory may come from the damaged file. */
+/* The memory may have been loaded from the damaged file. */
 static void damage_that_is_in_memory_too_counts_as_changed(void)
 {
     state s;
@@ -296,7 +296,7 @@ static void the_callers_version_decides_without_reading_tensors(void)
     for (size_t i = 0; i < COUNT; i++) {
         s.items[i].version = i == 1 ? 2 : 1;
     }
-    s.data[5] ^= 1;                        /* in all of them, whatever he says */
+    s.data[5] ^= 1;                        /* ignored: the version is unchanged */
     atomic_store(&reads_until_failure, 4); /* the headers of two files */
     CHECK(same_items(&s, 1) == (ALL & ~2U));
     CHECK(atomic_load(&reads_until_failure) == 0);
@@ -304,7 +304,7 @@ static void the_callers_version_decides_without_reading_tensors(void)
     drop(&s);
 }
 
-/* Else an index would be committed that points to nothing. */
+/* Otherwise the save would commit an index that refers to a missing file. */
 static void a_version_is_no_excuse_for_a_file_that_is_gone(void)
 {
     state s;
@@ -379,7 +379,7 @@ static void progress_counts_what_is_the_same_and_stops(void)
     drop(&s);
 }
 
-/* Enough shards for many batches: several threads find what one finds. */
+/* Enough shards for many batches: several threads get the result of one. */
 static void many_threads_find_what_one_finds(void)
 {
     enum { MANY = 300, EACH = 100000 };

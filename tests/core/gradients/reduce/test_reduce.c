@@ -1,5 +1,5 @@
-/* The oracle against values worked out by hand, every set against the oracle, tallies
- * however an array is cut, and views against a plain loop. */
+/* The oracle compared with values computed by hand, every instruction set with the
+ * oracle, norm partials for any division of an array, and views with a plain loop. */
 #include "array/float_convert.h"
 #include "gradients/reduce/reduce.h"
 #include "support/runner.h"
@@ -54,7 +54,7 @@ static bool is_nan(mls_dtype dtype, const unsigned char *at)
     }
 }
 
-/* Bit for bit, but one NaN is as good as another. */
+/* Bit for bit, except that all NaNs are equal. */
 static bool same_items(mls_dtype dtype, const unsigned char *a, const unsigned char *b,
                        size_t n)
 {
@@ -84,7 +84,7 @@ static mls_tensor vector_of(void *data, mls_dtype dtype, size_t n)
     return t;
 }
 
-/* Random bits, or with `tame` numbers that add up to numbers: exponents near 1. */
+/* Random bits, or with `tame` numbers whose sums are finite: exponents near 1. */
 static void fill_items(mls_dtype dtype, unsigned char *at, size_t n, uint64_t seed,
                        bool tame)
 {
@@ -108,7 +108,7 @@ static const size_t lengths[] = {0,  1,  3,   15,   31,   32,   33,  63,
                                  64, 65, 127, 1000, 4096, 4097, 9000};
 enum { LENGTHS = sizeof lengths / sizeof lengths[0] };
 
-/* Every set reduces `count` inputs, `offset` bytes from aligned, as the oracle does. */
+/* Every set reduces `count` inputs, `offset` bytes off alignment, as the oracle does. */
 static bool sets_agree(const mls_reduction *r, size_t count, size_t n, size_t offset)
 {
     const void *sources[SOURCES];
@@ -165,7 +165,7 @@ static void every_set_reduces_as_the_oracle_does(void)
     }
 }
 
-/* Every set adds src to dst as the oracle does, in place too. */
+/* Every set adds src to dst as the oracle does, also in place. */
 static void check_add(mls_dtype to, mls_dtype from, double scale, bool tame)
 {
     mls_status st;
@@ -235,9 +235,9 @@ static void every_set_scales_as_the_oracle_does(void)
     }
 }
 
-/* ---- numbers worked out by hand, on every set ---- */
+/* ---- values computed by hand, on every set ---- */
 
-/* What x + scale * y is in 100 places at once, as the bits of a 16-bit float. */
+/* x + scale * y at 100 positions at once, as the bits of a 16-bit float. */
 static bool adds_to(mls_dtype dtype, uint16_t x, double scale, uint16_t y, uint16_t sum)
 {
     bool right = true;
@@ -393,7 +393,7 @@ static void the_output_may_be_a_source(void)
     }
 }
 
-/* ---- tallies ---- */
+/* ---- norm partials ---- */
 
 static void tallies_count_what_is_not_finite(void)
 {
@@ -412,13 +412,13 @@ static void tallies_count_what_is_not_finite(void)
     tally = (mls_norm_partial){0};
     mls_norm_partial_of(MLS_CPU_SCALAR, NULL, &complex, &tally);
     CHECK(tally.nonfinite == 3); /* elements 1, 2 and the last */
-    x[2] = NAN;                  /* the other part of element 1 */
+    x[2] = NAN;                  /* the imaginary part of element 1 */
     tally = (mls_norm_partial){0};
     mls_norm_partial_of(MLS_CPU_SCALAR, NULL, &complex, &tally);
     CHECK(tally.nonfinite == 3);
 }
 
-/* Squares of large float64 are infinite, which the numbers are not. */
+/* Squares of large float64 numbers overflow, although the numbers are finite. */
 static void a_square_may_overflow_without_being_counted(void)
 {
     double x[40] = {1e200, 1};
@@ -428,10 +428,10 @@ static void a_square_may_overflow_without_being_counted(void)
     CHECK(isinf(tally.squares) && tally.nonfinite == 0);
 }
 
-/* In parts that begin at multiples of a block, by any number of threads, at once. */
+/* In parts that begin at multiples of a block, by any number of threads, in any order. */
 static void tallies_do_not_depend_on_who_did_what(void)
 {
-    /* more blocks than the core keeps the sums of at a time */
+    /* more blocks than the core stores sums for at a time */
     const size_t n = ((size_t)2100 * MLS_NORM_BLOCK) + 70001;
     float *x = malloc(n * sizeof *x), *y = malloc(n * sizeof *y);
     mls_pool *pool = NULL;
@@ -494,7 +494,8 @@ static void pack(const mls_tensor *t, unsigned char *packed)
     }
 }
 
-/* One pair of views of 37 x 230: the sum and the tally are those of the packed copies. */
+/* One pair of views of 37 x 230: the sum and the norm partial equal those of the packed
+ * copies. */
 static void check_views(mls_dtype dtype, const ptrdiff_t *s, const ptrdiff_t *t,
                         int swapped)
 {
@@ -603,7 +604,7 @@ static void reductions_that_make_no_sense_are_refused(void)
     CHECK(refused(MLS_F64, MLS_F64, MLS_REDUCE_SUM, 1e300) == MLS_OK);
 }
 
-/* Whether adding is refused with this code, dst and tally staying as they were. */
+/* Whether adding is refused with this code, and dst and tally are unchanged. */
 static bool stays(const mls_tensor *dst, const mls_tensor *src, double scale,
                   mls_code code)
 {
@@ -650,11 +651,11 @@ static void what_cannot_be_added_changes_nothing(void)
     CHECK(mls_scale(MLS_CPU_SCALAR, NULL, &still, 2, &st) == MLS_E_OVERLAP);
 }
 
-/* A float64 on either side is not rounded to float32 on the way. */
+/* A float64 on either side is not rounded to float32 in between. */
 static void mixed_sums_are_computed_in_float64(void)
 {
     float x = 1;
-    double y = 0x1p-24 + 0x1p-40; /* as float32 a tie, which goes to 1 */
+    double y = 0x1p-24 + 0x1p-40; /* in float32 a tie, which rounds to 1 */
     const mls_tensor dst = vector_of(&x, MLS_F32, 1), src = vector_of(&y, MLS_F64, 1);
     mls_status st;
     CHECK(mls_accumulate(MLS_CPU_SCALAR, NULL, &dst, &src, 1, NULL, &st) == MLS_OK);

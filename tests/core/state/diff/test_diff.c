@@ -1,5 +1,5 @@
-/* The oracle against values worked out by hand, every set against the oracle, and pairs
- * of views against a plain loop. */
+/* The oracle compared with values computed by hand, every instruction set with the
+ * oracle, and pairs of views with a plain loop. */
 #include "array/float_convert.h"
 #include "state/diff/diff.h"
 #include "support/runner.h"
@@ -32,14 +32,14 @@ static size_t item(mls_dtype dtype)
     return mls_dtype_of(dtype)->item_bytes;
 }
 
-/* Bit for bit: no NaN is ever a result. */
+/* Bit for bit: a result is never NaN. */
 static bool equal(mls_diff_result x, mls_diff_result y)
 {
     return memcmp(&x, &y, sizeof x) == 0;
 }
 
-/* Whether the oracle, and every set offered here, says just this about one pair of
- * elements: alone, and many times over, so that vectors are filled. */
+/* Whether the oracle, and every set on this machine, return this result for a pair of
+ * elements: alone, and repeated, so that vectors are filled. */
 static bool finds(mls_dtype dtype, const void *a, const void *b, mls_diff_result expected)
 {
     const size_t bytes = item(dtype), many = 200;
@@ -82,7 +82,7 @@ static mls_diff_result one_nan(void)
 
 #define INF ((double)INFINITY)
 
-/* Literals of any type, as the addresses that `finds` takes. */
+/* Literals of any type, by address, as `finds` takes them. */
 #define FINDS(dtype, type, a, b, expected)                                               \
     do {                                                                                 \
         const type x = (a), y = (b);                                                     \
@@ -103,17 +103,17 @@ static void floats_differ_by_their_float64_values(void)
     FINDS(MLS_F32, float, NAN, 1.0F, one_nan());
     FINDS(MLS_F32, float, 0x1p-149F, 0x1.8p-148F, apart(0x1p-148, 0x1p-148 / 0x1.8p-148));
     FINDS(MLS_F32, float, 0x1p-149F, 0.0F, apart(0x1p-149, 1));
-    /* beyond float32 itself, and not rounded to one */
+    /* exceeds float32, and is not rounded to it */
     FINDS(MLS_F32, float, 3e38F, -3e38F, apart(2 * (double)3e38F, 2));
     FINDS(MLS_F32, float, 1.0F, 0x1p-40F, apart(1 - 0x1p-40, 1 - 0x1p-40));
     FINDS(MLS_F64, double, 0x1p-1074, 0x1p-1073, apart(0x1p-1074, 0.5));
     FINDS(MLS_F64, double, 1, 1 + 0x1p-52, apart(0x1p-52, 0x1p-52 / (1 + 0x1p-52)));
-    FINDS(MLS_F64, double, 1.7e308, -1.7e308, apart(INF, INF)); /* as diff.h says */
+    FINDS(MLS_F64, double, 1.7e308, -1.7e308, apart(INF, INF)); /* as diff.h specifies */
     FINDS(MLS_F64, double, INF, -INF, apart(INF, INF));
     FINDS(MLS_F64, double, (double)NAN, -INF, one_nan());
 }
 
-/* Quiet and signalling, of any payload and sign. */
+/* Quiet and signalling NaNs, of any payload and sign. */
 static void two_nans_are_the_same(void)
 {
     FINDS(MLS_F32, uint32_t, 0x7FC00000U, 0xFF800001U, same());
@@ -181,7 +181,7 @@ static void complex_numbers_differ_by_a_modulus(void)
     }
 }
 
-/* The edges of each 8-bit format: codes, and what they stand for. */
+/* The edge cases of each 8-bit format: codes and their values. */
 static void eight_bit_floats_are_decoded(void)
 {
     static const struct {
@@ -229,7 +229,7 @@ static void eight_bit_floats_are_decoded(void)
 
 /* ---- every set against the oracle ---- */
 
-/* The oracle and `k` on one run, both going on from the same result. */
+/* The oracle and `k` on one range, both starting from the same result. */
 static bool run_agrees(const mls_diff_kernels *k, int dtype, size_t a, size_t b,
                        size_t count, mls_diff_result start)
 {
@@ -239,7 +239,7 @@ static bool run_agrees(const mls_diff_kernels *k, int dtype, size_t a, size_t b,
     return equal(expected, found);
 }
 
-/* One set, one dtype: all lengths about the widths of vectors and blocks, unaligned. */
+/* One set, one dtype: all lengths around the widths of vectors and blocks, unaligned. */
 static void check_runs(const mls_diff_kernels *k, int dtype)
 {
     static const size_t counts[] = {0,   1,    2,    3,    7,    8,    15,   16,
@@ -256,7 +256,7 @@ static void check_runs(const mls_diff_kernels *k, int dtype)
     }
 }
 
-/* For every set and dtype offered: `check_runs` of what lies in `left` and `right`. */
+/* `check_runs` of the content of `left` and `right`, for every set and dtype. */
 static void check_all_sets(void)
 {
     for (int cpu = 1; cpu < MLS_CPU_COUNT; cpu++) {
@@ -275,7 +275,7 @@ static void every_set_agrees_on_random_bits(void)
     check_all_sets();
 }
 
-/* Few elements differ, so that most blocks and vectors are the same. */
+/* Few elements differ, so most blocks and vectors are equal. */
 static void every_set_agrees_where_little_changed(void)
 {
     uint64_t seed = 5;
@@ -287,8 +287,8 @@ static void every_set_agrees_where_little_changed(void)
     }
 }
 
-/* What a training step does: every element a little, or by the same ratio, or to a
- * neighbour; the ratio's rounding is where a kernel that divides seldom could slip. */
+/* Changes of a training step: every element by a little, by the same ratio, or to a
+ * neighbour. A kernel that avoids divisions could fail on the rounding of the ratio. */
 static void every_set_agrees_on_small_changes(void)
 {
     static const float ratios[] = {1.5F, 1.1F, 3.0F, 0.999F, 1.0F, -1.0F};
@@ -302,7 +302,7 @@ static void every_set_agrees_on_small_changes(void)
         }
         check_all_sets();
     }
-    for (size_t i = 0; i < ROOM / 2; i++) { /* ordinary halves and brains: no NaN */
+    for (size_t i = 0; i < ROOM / 2; i++) { /* 16-bit numbers, no NaN */
         uint64_t seed = 9 + i;
         const uint16_t x = (uint16_t)(next_random(&seed) & 0xBBFFU);
         const uint16_t y = (uint16_t)(x ^ 1U);
@@ -312,8 +312,8 @@ static void every_set_agrees_on_small_changes(void)
     check_all_sets();
 }
 
-/* Behind many equal ratios that are no float, a larger one in any place: by a unit in the
- * last place, so that few kernels see it. */
+/* After many equal ratios that are not floats comes a larger one at any position: by one
+ * unit in the last place, so that few kernels notice it. */
 static void every_set_agrees_behind_equal_ratios(void)
 {
     uint64_t seed = 31;
@@ -335,7 +335,7 @@ static void every_set_agrees_behind_equal_ratios(void)
     }
 }
 
-/* The caller's rounding is as it was, and changes nothing in a vector kernel. */
+/* The caller's rounding mode is preserved, and does not affect vector kernels. */
 static void every_set_keeps_the_rounding(void)
 {
     fill_random(left, sizeof left, 45);
@@ -387,7 +387,7 @@ static uint16_t near_float(uint64_t *seed, unsigned digits, unsigned exponent,
     const unsigned most = (0x8000U >> digits) - 2;
     const unsigned lower = (unsigned)(next_random(seed) % spread);
     const unsigned place = lower > exponent ? 0 : exponent - lower;
-    const unsigned few = (unsigned)(next_random(seed) % 4); /* so that ties are met */
+    const unsigned few = (unsigned)(next_random(seed) % 4); /* so that ties occur */
     const unsigned rest = (unsigned)next_random(seed) & ((1U << digits) - 1);
     const unsigned mantissa = few == 0 ? 0 : few == 1 ? (1U << digits) - 1 : rest;
     const unsigned sign = (unsigned)(next_random(seed) & 0x8000U);
@@ -395,8 +395,8 @@ static uint16_t near_float(uint64_t *seed, unsigned digits, unsigned exponent,
     return (uint16_t)(next_random(seed) % 9 == 0 ? sign : bits | sign);
 }
 
-/* Many short runs about each exponent: far apart enough to be rounded in float32, tied
- * with the maximum, subnormal, and beyond float32. */
+/* Many short ranges around each exponent: with differences that float32 rounds, tied with
+ * the maximum, subnormal, and beyond float32. */
 static void every_set_agrees_on_close_calls_of_sixteen_bits(void)
 {
     uint64_t seed = 2024;
@@ -421,7 +421,7 @@ static void every_set_agrees_on_close_calls_of_sixteen_bits(void)
     }
 }
 
-/* Write 64 equal pairs of 16 bits as stretch number `at`: whole registers of them. */
+/* Write 64 equal pairs of 16 bits at position `at`: they fill whole registers. */
 static void put_stretch(size_t at, uint16_t x, uint16_t y)
 {
     for (size_t i = 64 * at; i < 64 * (at + 1); i++) {
@@ -440,8 +440,8 @@ static void check_stretches(mls_dtype dtype, size_t count)
 }
 
 /* `x` against each code from `first` to `last`, so that the maxima rise, or do not, by
- * single units in the last place: both, and each by itself, behind a first stretch that
- * is further apart by the other measure. */
+ * one unit in the last place: both maxima, and each alone, after pairs that are further
+ * apart in the other measure. */
 static void check_steps(mls_dtype dtype, uint16_t x, uint16_t first, uint16_t last)
 {
     const uint16_t large = dtype == MLS_F16 ? 0x5800 : 0x4300; /* 128 */
@@ -460,7 +460,7 @@ static void check_steps(mls_dtype dtype, uint16_t x, uint16_t first, uint16_t la
 }
 
 /* 1.5 against numbers so much smaller that their difference needs more than 24 bits, or
- * that the quotient is above the one before by less than a unit in its last place. */
+ * that the quotient exceeds the previous one by less than one unit in the last place. */
 static void every_set_agrees_on_maxima_that_rise_in_small_steps(void)
 {
     for (uint16_t end = 0; end < 8; end++) { /* what the last step misses is seen */
@@ -490,8 +490,8 @@ static uint16_t sixteen_bits(mls_dtype dtype, unsigned number, int exponent)
                             : (uint16_t)(mls_f32_bits(value) >> 16);
 }
 
-/* A ratio of `above` / `below`, and behind it the next larger one that two numbers of the
- * dtype can have, at a smaller distance: so that the ratio alone says that it is one. */
+/* A ratio of `above` / `below`, followed by the next larger ratio of two numbers of the
+ * dtype, with a smaller difference: so that only the ratio reveals the new maximum. */
 static void check_next_ratio(mls_dtype dtype, unsigned above, unsigned below,
                              int exponent)
 {
@@ -511,7 +511,7 @@ static void check_next_ratio(mls_dtype dtype, unsigned above, unsigned below,
     check_stretches(dtype, 2);
 }
 
-/* From the smallest ratio to beyond a quarter, the smallest numbers included. */
+/* From the smallest ratio to more than a quarter, the smallest numbers included. */
 static void every_set_agrees_on_ratios_next_to_each_other(void)
 {
     uint64_t seed = 7;
@@ -525,7 +525,7 @@ static void every_set_agrees_on_ratios_next_to_each_other(void)
     }
 }
 
-/* A quotient of 1 between the two smallest numbers, after one that is nearly 1. */
+/* A quotient of 1 of the two smallest numbers, after one of nearly 1. */
 static void every_set_agrees_on_products_that_vanish(void)
 {
     put_stretch(0, 0x3F80, 0x3680);
@@ -533,7 +533,7 @@ static void every_set_agrees_on_products_that_vanish(void)
     check_stretches(MLS_BF16, 2);
 }
 
-/* Where quotients of subnormal float64 meet, nothing may be lost. */
+/* Quotients of subnormal float64 numbers must be exact. */
 static void every_set_agrees_on_tiny_doubles(void)
 {
     uint64_t seed = 3;
@@ -554,7 +554,7 @@ static const unsigned char *at(const mls_tensor *t, size_t i, size_t j)
     return t->data + (ptrdiff_t)i * t->strides[0] + (ptrdiff_t)j * t->strides[1];
 }
 
-/* One element as the oracle wants it. */
+/* One element in the form that the oracle takes. */
 static void fetch(const mls_tensor *t, size_t i, size_t j, unsigned char *value)
 {
     const size_t n = mls_tensor_item_bytes(t);
@@ -587,7 +587,7 @@ static mls_cpu best_cpu(void)
     return cpu;
 }
 
-/* Any strides of both sides, any byte orders, several dtypes. */
+/* Any strides and byte orders on both sides, several dtypes. */
 static void any_two_views_are_compared_element_by_element(void)
 {
     static const ptrdiff_t strides[][2] = {{8, 560},   {560, 8}, {-560, 8}, {560, -8},
@@ -642,7 +642,7 @@ static void empty_and_scalar_tensors_compare(void)
     CHECK(!mls_diff_same(k, NULL, pairs, 2));
 }
 
-/* One view over the other, one element further on; and the very same one. */
+/* Two views that overlap by one element; and identical views. */
 static void views_may_share_memory(void)
 {
     float values[1000];
@@ -661,7 +661,7 @@ static void views_may_share_memory(void)
     REQUIRE(mls_diff(mls_diff_of(best_cpu()), NULL, pairs, 3, found, &st) == MLS_OK);
     CHECK(found[0].changed == 999 && found[0].max_abs == 1.0 && found[0].max_rel == 1.0);
     CHECK(equal(found[1], same()));
-    CHECK(found[2].changed == 998); /* 0 reads the same both ways */
+    CHECK(found[2].changed == 998); /* 0 is the same in both byte orders */
 }
 
 static void shape_dtype_and_count_are_checked(void)
@@ -685,7 +685,7 @@ static void shape_dtype_and_count_are_checked(void)
 
 /* ---- threads ---- */
 
-/* Large enough to be cut, not a multiple of a part; and small ones beside it. */
+/* Arrays large enough to be divided, not a multiple of a part; and small ones. */
 static void threads_find_what_one_finds(void)
 {
     const size_t shapes[][2] = {{1000, 1003}, {1, 5}, {3, 70000}, {0, 4}, {1, 131072}};
@@ -706,11 +706,11 @@ static void threads_find_what_one_finds(void)
         CHECK(mls_tensor_init(&b[i], y, MLS_F32, 2, shapes[i], &st) == MLS_OK);
         pairs[i] = (mls_diff_pair){&a[i], &b[i]};
     }
-    b[2].data += 4, b[2].strides[0] += 4; /* rows that start apart: runs */
+    b[2].data += 4, b[2].strides[0] += 4; /* rows with gaps: several runs */
     CHECK(!mls_diff_same(k, pool, pairs, PAIRS));
     b[2].data -= 4, b[2].strides[0] -= 4;
     CHECK(mls_diff_same(k, pool, pairs, PAIRS));
-    y[1003000 * 4 - 1] ^= 0x40; /* the very last element of the largest */
+    y[1003000 * 4 - 1] ^= 0x40; /* the last element of the largest array */
     CHECK(!mls_diff_same(k, pool, pairs, PAIRS));
     fill_random(y, 2000000, 12);
     b[2].data += 4, b[2].strides[0] += 4;
@@ -725,7 +725,7 @@ static void threads_find_what_one_finds(void)
     free(y);
 }
 
-/* A kernel that counts how much it is asked, and finds all of it changed. */
+/* A kernel that counts the elements it is given, and reports all as changed. */
 static size_t asked;
 
 static void count_only(const void *a, const void *b, size_t count, mls_diff_result *into)
@@ -752,7 +752,7 @@ static void the_search_for_a_difference_stops_early(void)
     CHECK(asked <= 300000);
 }
 
-/* More parts than any memory could list; strides of 0 make such a view possible. */
+/* More parts than memory could list; strides of 0 make such a view possible. */
 static void too_many_parts_are_an_error_and_change_nothing(void)
 {
     mls_tensor a = {.data = memory[0],
