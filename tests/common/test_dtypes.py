@@ -84,7 +84,7 @@ def state():
 
 # ---- the table of the core ----
 
-# The names of files are fixed by safetensors, and those of Python by NumPy and ml_dtypes.
+# safetensors defines the file names; NumPy and ml_dtypes define the names in Python.
 TABLE = [
     ("float16", "F16", 2), ("bfloat16", "BF16", 2), ("float32", "F32", 4), ("float64", "F64", 8),
     ("int8", "I8", 1), ("int16", "I16", 2), ("int32", "I32", 4), ("int64", "I64", 8),

@@ -48,7 +48,7 @@ def test_a_layout_has_a_constructor_and_is_in_the_help(name):
     assert name in (house.ROOT / "docs" / "commands.md").read_text()
 
 
-# Files that choose among dtypes: each for what it does with them, none as a list of all.
+# Sources may choose some dtypes by name, but only the table has all of them.
 LISTED = re.compile(r"float8_e4m3fnuz|F8_E4M3FNUZ")
 
 

@@ -237,7 +237,7 @@ static PyObject *layout_names(PyObject *module, PyObject *unused)
     return tuple;
 }
 
-/* layout_parse(text) -> (layout, whether the text says the parts) or None */
+/* layout_parse(text) -> (layout, whether the text has the parts) or None */
 static PyObject *layout_parse(PyObject *module, PyObject *text)
 {
     (void)module;

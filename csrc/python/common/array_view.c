@@ -29,7 +29,7 @@ static bool dtype_of_code(unsigned code, size_t bytes, mls_dtype *out)
 {
 #define CODE_ENTRY(id, suffix, name, file_name, item, code, ...)                         \
     [DLPACK_##code][sizeof(item)] = MLS_##id + 1,
-    /* plus 1, since 0 is no dtype */
+    /* dtypes plus 1: 0 marks unused entries */
     static const unsigned char dtypes[DLPACK_CODES][MOST_ITEM_BYTES + 1] = {
         MLS_DTYPES(CODE_ENTRY)};
     if (code >= DLPACK_CODES || bytes > MOST_ITEM_BYTES || dtypes[code][bytes] == 0) {
@@ -56,7 +56,7 @@ static int type_number(mls_dtype dtype)
 #define DTYPE_CODE(id, suffix, name, file_name, item, code, ...)                         \
     [MLS_##id] = DLPACK_##code,
     static const unsigned char codes[MLS_DTYPE_COUNT] = {MLS_DTYPES(DTYPE_CODE)};
-    /* plus 1, since 0 is no type of NumPy */
+    /* type numbers plus 1: 0 marks unused entries */
     static const unsigned char numbers[DLPACK_CODES][MOST_ITEM_BYTES + 1] = {
         [DLPACK_INT] = {[1] = NPY_INT8 + 1,
                         [2] = NPY_INT16 + 1,
