@@ -85,8 +85,11 @@ class IncrementalBuild(build_ext):
             )
         self.compile_one = self.compiler.compile
         self.compiler.compile = self.compile_all
-        flags = "\n".join([*self.compiler.compiler_so, *self.extensions[0].extra_compile_args])
-        noted = Path(self.build_temp, "flags")  # that the objects there were compiled with
+        [extension] = self.extensions
+        flags = [*self.compiler.compiler_so, *extension.extra_compile_args]
+        flags += [f"{name}={value}" for name, value in extension.define_macros]
+        flags = "\n".join([*flags, numpy.__version__, sys.version])
+        noted = Path(self.build_temp, "flags")  # with which the objects there were compiled
         if not noted.exists() or noted.read_text() != flags:
             self.force = True
             noted.parent.mkdir(parents=True, exist_ok=True)
