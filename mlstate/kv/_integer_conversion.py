@@ -8,19 +8,16 @@ import numpy as np
 
 from .. import _core
 from .._common.arrays import is_torch
-from .._common.dtypes import as_numbers, ml_dtype, name_of
+from .._common.dtypes import FLOATS, INTEGERS, as_numbers, ml_dtype, name_of
 
 if TYPE_CHECKING:
     from .._types import NDArray
-
-_INTEGERS = frozenset(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64))
-_FLOATS = frozenset(["float16", "bfloat16", "float32", "float64"])
 
 
 def converts(source: str, target: str) -> bool:
     """Return whether a conversion is from or to integers, which the core does not support."""
     both = {source, target}
-    return len(both) == 2 and bool(both & _INTEGERS) and both <= _INTEGERS | _FLOATS
+    return len(both) == 2 and bool(both & INTEGERS) and both <= INTEGERS | FLOATS
 
 
 def _limits(target: str) -> tuple[float, float]:
@@ -42,7 +39,7 @@ def result_dtype(dtype: Any, out: Any) -> str:
     if out is not None:
         return str(name_of(out.dtype)) if hasattr(out, "dtype") else ""
     name = str(dtype).removeprefix("torch.")
-    if name in _INTEGERS | _FLOATS:
+    if name in INTEGERS | FLOATS:
         return name
     try:
         return name_of(np.dtype(dtype))
@@ -70,11 +67,11 @@ def in_range(
 def convert_tokens(tokens: NDArray, target: str) -> NDArray:
     """Convert tokens, or raise ValueError if one does not fit."""
     name, tokens = name_of(tokens.dtype), as_numbers(tokens)
-    if target in _FLOATS:
+    if target in FLOATS:
         with np.errstate(over="ignore"):  # overflow is checked below
             found = tokens.astype(_named(target))
         fits = target != "float16" or bool(np.isfinite(found).all())
-    elif name in _INTEGERS:
+    elif name in INTEGERS:
         info = np.iinfo(target)
         fits = not tokens.size or (
             int(tokens.min()) >= int(info.min) and int(tokens.max()) <= int(info.max)

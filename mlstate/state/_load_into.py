@@ -8,6 +8,7 @@ from typing import Any, TypeVar, overload
 from .. import _core
 from .._common.arrays import is_torch
 from .._common.backend import backend_of
+from .._common.dtypes import FLOATS
 from .._common.set_module import set_module
 from .._common.text import shorten
 from ..errors import CompatibilityError
@@ -15,9 +16,6 @@ from ._compatibility import LONGEST, SHOWN, as_dict, differences_of, join, renam
 from ._state_dict import StateDict
 
 State = TypeVar("State", bound=StateDict)
-
-# The dtypes that cast=True converts into one another.
-_FLOATS = frozenset(["float16", "bfloat16", "float32", "float64"])
 
 
 def _quoted(names: list[str]) -> str:
@@ -49,7 +47,7 @@ def _refusal(
         lines.append(f"... and {len(shapes) - SHOWN:,} more of another size.")
     dtypes = [] if cast else dtypes
     for name, have, want in dtypes[:SHOWN]:
-        floats = have in _FLOATS and want in _FLOATS
+        floats = have in FLOATS and want in FLOATS
         lines.append(
             f"dtype mismatch for {shorten(name, LONGEST)}: {have} in the source, {want} in the "
             f"target; {'cast=True converts floats' if floats else 'convert the source first'}."

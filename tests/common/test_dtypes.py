@@ -14,6 +14,7 @@ import pytest
 import mlstate
 from mlstate import ModelStateDict, OptimizerStateDict, StateDict, load_file, save_file
 from mlstate._common.dtypes import (
+    DTYPES,
     LABEL,
     as_numbers,
     label_of,
@@ -33,9 +34,9 @@ from mlstate.integrations.mpi._exchange import reduce_parts
 from mlstate.kv import KVState, transition_kv_state
 from mlstate.state import check_compatibility, diff, load_into, rename
 
-BYTES = ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz"]
+BYTES = [info.name for info in DTYPES if info.kind == "float8"]
 NAMES = ["bfloat16", *BYTES]
-FILE_NAMES = ["BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"]
+FILE_NAMES = [info.file_name for info in DTYPES if not info.in_numpy]
 WITHOUT = "import sys; sys.modules['ml_dtypes'] = sys.modules['torch'] = None\n"
 
 
@@ -79,6 +80,34 @@ def state():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "ml_dtypes", None)
         return state_of(stored_dtype)
+
+
+# ---- the table of the core ----
+
+# safetensors defines the file names; NumPy and ml_dtypes define the names in Python.
+TABLE = [
+    ("float16", "F16", 2), ("bfloat16", "BF16", 2), ("float32", "F32", 4), ("float64", "F64", 8),
+    ("int8", "I8", 1), ("int16", "I16", 2), ("int32", "I32", 4), ("int64", "I64", 8),
+    ("uint8", "U8", 1), ("uint16", "U16", 2), ("uint32", "U32", 4), ("uint64", "U64", 8),
+    ("bool", "BOOL", 1), ("complex64", "C64", 8), ("float8_e4m3fn", "F8_E4M3", 1),
+    ("float8_e5m2", "F8_E5M2", 1), ("float8_e8m0fnu", "F8_E8M0", 1),
+    ("float8_e4m3fnuz", "F8_E4M3FNUZ", 1), ("float8_e5m2fnuz", "F8_E5M2FNUZ", 1),
+]  # fmt: skip
+
+
+def test_the_table_is_that_of_the_formats():
+    assert [info[:3] for info in DTYPES] == TABLE
+
+
+@pytest.mark.parametrize("info", DTYPES, ids=lambda info: info.name)
+def test_a_dtype_of_the_table_is_that_of_numpy_or_ml_dtypes(info):
+    dtype = np.dtype(info.name) if info.in_numpy else ml_dtype(info.name)
+    assert (dtype.name, dtype.itemsize) == (info.name, info.item_bytes)
+    state = StateDict(w=np.ones(3, dtype))
+    assert name_of(state["w"].dtype) == info.name and state.nbytes == 3 * info.item_bytes
+    kinds = {"float": "fV", "float8": "fV", "int": "i", "uint": "u", "bool": "b", "complex": "c"}
+    assert dtype.kind in kinds[info.kind]
+    assert info.in_numpy == (dtype.isbuiltin == 1)
 
 
 # ---- names ----
@@ -223,16 +252,19 @@ def test_formats_keep_dtypes_both_ways(tmp_path, state, monkeypatch, suffix):
 
 def test_torch_files_and_tensors_keep_dtypes(tmp_path, state, without):
     torch = pytest.importorskip("torch")
+    known = {key: name for key, name in TRUE.items() if hasattr(torch, name)}
+    assert {"bfloat16", "float8_e4m3fn", "float8_e5m2"} <= set(known.values())
+    state = StateDict({key: state[key] for key in known})
     tensors = state.to_torch()
-    assert {name: str(t.dtype) for name, t in tensors.items()} == {
-        key: f"torch.{name}" for key, name in TRUE.items()
+    assert {key: str(t.dtype) for key, t in tensors.items()} == {
+        key: f"torch.{name}" for key, name in known.items()
     }
     assert StateDict.from_torch(tensors) == state
     write_any(tmp_path / "f.pt", state)
     assert torch.load(tmp_path / "f.pt")["layer.bfloat16"].dtype == torch.bfloat16
     assert read_any(tmp_path / "f.pt")[0] == state
     torch.save(state, tmp_path / "s")
-    assert true_names(torch.load(tmp_path / "s")) == TRUE
+    assert true_names(torch.load(tmp_path / "s")) == known
     assert torch.load(tmp_path / "s") == state
 
 

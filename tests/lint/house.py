@@ -22,8 +22,8 @@ def base_name(stem):
 
 
 def c_files(*folders):
-    """All sources and headers of `folders`, sorted."""
-    return sorted(p for folder in folders for p in folder.rglob("*.[ch]"))
+    """All sources, headers and tables of macros of `folders`, sorted."""
+    return sorted(p for f in folders for end in ("[ch]", "def") for p in f.rglob(f"*.{end}"))
 
 
 def python_files():

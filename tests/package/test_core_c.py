@@ -7,7 +7,9 @@ import core_build
 import pytest
 from core_build import ROOT
 
-FILES = sorted((ROOT / "tests" / "core").glob("test_*.c"))
+CORE = ROOT / "tests" / "core"
+FILES = sorted(CORE.rglob("test_*.c"))
+assert FILES
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +25,7 @@ def test_core(path, built):
     if path.stem.endswith("_alloc_failure") and sys.platform == "darwin":
         pytest.skip("replacing malloc at link time needs GNU ld")
     folder, log = built
-    program = folder / "tests" / path.stem
+    program = (folder / "tests" / path.relative_to(CORE)).with_suffix("")
     lines = [line for line in log.splitlines() if path.name in line or "csrc/" in line]
     assert program.exists(), "not built:\n" + "\n".join(lines)
     assert program.stat().st_mtime >= path.stat().st_mtime, "not rebuilt:\n" + "\n".join(lines)

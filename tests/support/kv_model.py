@@ -3,33 +3,11 @@
 import numpy as np
 import pytest
 
-PLAIN = [
-    np.dtype(name)
-    for name in [
-        "float16",
-        "float32",
-        "float64",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "uint8",
-        "uint16",
-        "uint32",
-        "uint64",
-        "bool",
-        "complex64",
-    ]
-]
+from mlstate._common.dtypes import DTYPES, EXTENSIONS
+
+PLAIN = [np.dtype(info.name) for info in DTYPES if info.in_numpy]
 FLOATS = [np.dtype(name) for name in ("float16", "float32", "float64")]
-REGISTERED = (
-    "bfloat16",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "float8_e8m0fnu",
-    "float8_e4m3fnuz",
-    "float8_e5m2fnuz",
-)
+REGISTERED = tuple(EXTENSIONS)  # bfloat16 first
 
 
 def dtype_of(name):

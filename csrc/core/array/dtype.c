@@ -6,30 +6,23 @@
  */
 #include "array/dtype.h"
 
+#include "array/float_convert.h"
+
 #include <string.h>
 
 /* The first name is NumPy's or ml_dtypes'; the safetensors format defines the second. */
+#define ENTRY(kind, id, suffix, name, file_name, item, code, decode)                     \
+    [MLS_##id] = {name, file_name, sizeof(item), kind},
+#define FLOAT_ENTRY(...)   ENTRY(MLS_KIND_FLOAT, __VA_ARGS__)
+#define INT_ENTRY(...)     ENTRY(MLS_KIND_INT, __VA_ARGS__)
+#define UINT_ENTRY(...)    ENTRY(MLS_KIND_UINT, __VA_ARGS__)
+#define BOOLEAN_ENTRY(...) ENTRY(MLS_KIND_BOOL, __VA_ARGS__)
+#define COMPLEX_ENTRY(...) ENTRY(MLS_KIND_COMPLEX, __VA_ARGS__)
+#define FLOAT8_ENTRY(...)  ENTRY(MLS_KIND_FLOAT8, __VA_ARGS__)
 static const mls_dtype_info infos[MLS_DTYPE_COUNT] = {
-    [MLS_F16] = {"float16", "F16", 2},
-    [MLS_BF16] = {"bfloat16", "BF16", 2},
-    [MLS_F32] = {"float32", "F32", 4},
-    [MLS_F64] = {"float64", "F64", 8},
-    [MLS_I8] = {"int8", "I8", 1},
-    [MLS_I16] = {"int16", "I16", 2},
-    [MLS_I32] = {"int32", "I32", 4},
-    [MLS_I64] = {"int64", "I64", 8},
-    [MLS_U8] = {"uint8", "U8", 1},
-    [MLS_U16] = {"uint16", "U16", 2},
-    [MLS_U32] = {"uint32", "U32", 4},
-    [MLS_U64] = {"uint64", "U64", 8},
-    [MLS_BOOL] = {"bool", "BOOL", 1},
-    [MLS_C64] = {"complex64", "C64", 8},
-    [MLS_F8_E4M3] = {"float8_e4m3fn", "F8_E4M3", 1},
-    [MLS_F8_E5M2] = {"float8_e5m2", "F8_E5M2", 1},
-    [MLS_F8_E8M0] = {"float8_e8m0fnu", "F8_E8M0", 1},
-    [MLS_F8_E4M3FNUZ] = {"float8_e4m3fnuz", "F8_E4M3FNUZ", 1},
-    [MLS_F8_E5M2FNUZ] = {"float8_e5m2fnuz", "F8_E5M2FNUZ", 1},
-};
+    MLS_FLOAT_DTYPES(FLOAT_ENTRY) MLS_INT_DTYPES(INT_ENTRY) MLS_UINT_DTYPES(UINT_ENTRY)
+        MLS_BOOL_DTYPES(BOOLEAN_ENTRY) MLS_COMPLEX_DTYPES(COMPLEX_ENTRY)
+            MLS_FLOAT8_DTYPES(FLOAT8_ENTRY)};
 
 const mls_dtype_info *mls_dtype_of(mls_dtype dtype)
 {

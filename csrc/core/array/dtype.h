@@ -6,41 +6,35 @@
 #ifndef MLS_DTYPE_H
 #define MLS_DTYPE_H
 
+#include "array/dtypes.def"
+
 #include <stdbool.h>
 #include <stddef.h>
 
-/* Floats come first, in the order that indexes the conversion tables. The numbers never
- * leave the process: files contain names. */
-typedef enum mls_dtype {
-    MLS_F16,
-    MLS_BF16, /* the upper half of a float32 */
-    MLS_F32,
-    MLS_F64,
-    MLS_I8,
-    MLS_I16,
-    MLS_I32,
-    MLS_I64,
-    MLS_U8,
-    MLS_U16,
-    MLS_U32,
-    MLS_U64,
-    MLS_BOOL,
-    MLS_C64,     /* two float32 */
-    MLS_F8_E4M3, /* no infinity; elsewhere called "FN" */
-    MLS_F8_E5M2,
-    MLS_F8_E8M0,     /* a power of two, no sign and no zero */
-    MLS_F8_E4M3FNUZ, /* no infinity, no negative zero */
-    MLS_F8_E5M2FNUZ, /* the same with a wider range */
-    MLS_DTYPE_COUNT
-} mls_dtype;
+/* One enumerator for each line of dtypes.def, in its order.  The numbers never leave the
+ * process: files contain names. */
+#define MLS_DTYPE_ENUMERATOR(id, ...) MLS_##id,
+typedef enum mls_dtype { MLS_DTYPES(MLS_DTYPE_ENUMERATOR) MLS_DTYPE_COUNT } mls_dtype;
 
 /* Number of dtypes, from the first, that take part in conversions. */
-enum { MLS_CONVERTIBLE = 4 };
+#define MLS_DTYPE_PLUS_ONE(...) +1
+enum { MLS_CONVERTIBLE = 0 MLS_FLOAT_DTYPES(MLS_DTYPE_PLUS_ONE) };
+
+/* The group of dtypes.def that a dtype belongs to. */
+typedef enum mls_dtype_kind {
+    MLS_KIND_FLOAT,
+    MLS_KIND_INT,
+    MLS_KIND_UINT,
+    MLS_KIND_BOOL,
+    MLS_KIND_COMPLEX,
+    MLS_KIND_FLOAT8
+} mls_dtype_kind;
 
 typedef struct mls_dtype_info {
     const char *name;      /* NumPy's or ml_dtypes' name, such as "float16" */
     const char *file_name; /* the safetensors name, such as "F16" */
     size_t item_bytes;
+    mls_dtype_kind kind;
 } mls_dtype_info;
 
 /* Return name and size of a dtype; never NULL for a valid one. */

@@ -17,6 +17,11 @@
 #include <stdint.h>
 #include <string.h>
 
+/* One element of complex64 in memory. */
+typedef struct mls_complex64 {
+    float real, imaginary;
+} mls_complex64;
+
 /* Convert between floats and their bits with memcpy, since pointer casts break the
  * aliasing rules. */
 static inline uint32_t mls_f32_bits(float value)

@@ -22,37 +22,21 @@ static uint64_t signs_of(uint64_t seed, uint64_t block)
  * Integers beyond 53 bits are rounded; the sketch's magnitude bounds the error. */
 static bool read_element(const unsigned char *at, mls_dtype dtype, double *out)
 {
-#define AS(type, tag)                                                                    \
-    case tag: {                                                                          \
-        type value;                                                                      \
+#define ELEMENT_CASE(id, suffix, name, file_name, item, code, decode)                    \
+    case MLS_##id: {                                                                     \
+        item value;                                                                      \
         memcpy(&value, at, sizeof value);                                                \
-        *out = (double)value;                                                            \
+        *out = (double)decode(value);                                                    \
         return true;                                                                     \
     }
-    uint16_t bits;
     switch (dtype) {
-    case MLS_F16:
-        memcpy(&bits, at, sizeof bits);
-        *out = (double)mls_f32_from_f16(bits);
-        return true;
-    case MLS_BF16:
-        memcpy(&bits, at, sizeof bits);
-        *out = (double)mls_f32_from_bf16(bits);
-        return true;
-        AS(float, MLS_F32)
-        AS(double, MLS_F64)
-        AS(int8_t, MLS_I8)
-        AS(int16_t, MLS_I16)
-        AS(int32_t, MLS_I32)
-        AS(int64_t, MLS_I64)
-        AS(uint8_t, MLS_U8)
-        AS(uint16_t, MLS_U16)
-        AS(uint32_t, MLS_U32)
-        AS(uint64_t, MLS_U64)
+        MLS_FLOAT_DTYPES(ELEMENT_CASE)
+        MLS_INT_DTYPES(ELEMENT_CASE)
+        MLS_UINT_DTYPES(ELEMENT_CASE)
     default:
         return false;
     }
-#undef AS
+#undef ELEMENT_CASE
 }
 
 /* Works on a copy, so an error leaves the caller's sketch unchanged. */

@@ -14,6 +14,102 @@
 
 #include <string.h>
 
+/* ---- names ---- */
+
+/* Every layout with a name: its steps, at most one, and the axis that the step cuts. */
+static const struct {
+    const char *name;
+    int count;
+    int axis;
+} names[] = {
+    {"rows", 1, 0},
+    {"flat", 1, MLS_LAYOUT_FLAT},
+    {"whole", 0, 0},
+};
+
+enum { NAMES = sizeof names / sizeof names[0], MOST_DIGITS = 9 };
+
+const char *mls_layout_name(size_t which)
+{
+    return which < NAMES ? names[which].name : NULL;
+}
+
+const char *mls_layout_step_name(int axis)
+{
+    for (size_t i = 0; axis < 0 && i < NAMES; i++) {
+        if (names[i].count > 0 && names[i].axis == axis) {
+            return names[i].name;
+        }
+    }
+    return NULL;
+}
+
+bool mls_layout_step_from_name(mls_str name, int *axis)
+{
+    for (size_t i = 0; i < NAMES; i++) {
+        if (names[i].count > 0 && names[i].axis < 0 && mls_str_is(name, names[i].name)) {
+            *axis = names[i].axis;
+            return true;
+        }
+    }
+    return false;
+}
+
+/* A number of 1 to MOST_DIGITS digits. */
+static bool parse_number(mls_str text, int *out)
+{
+    int number = 0;
+    for (size_t i = 0; i < text.length; i++) {
+        if (text.data[i] < '0' || text.data[i] > '9' || i == MOST_DIGITS) {
+            return false;
+        }
+        number = 10 * number + (text.data[i] - '0');
+    }
+    *out = number;
+    return text.length > 0;
+}
+
+/* The part in front of "=N": a name or "axis:K". */
+static bool parse_cut(mls_str text, mls_layout *out)
+{
+    static const char prefix[] = "axis:";
+    const size_t length = sizeof prefix - 1;
+    for (size_t i = 0; i < NAMES; i++) {
+        if (mls_str_is(text, names[i].name)) {
+            *out = (mls_layout){.count = names[i].count, .steps = {{names[i].axis, 0}}};
+            return true;
+        }
+    }
+    int axis;
+    if (!mls_str_starts(text, (mls_str){prefix, length}) ||
+        !parse_number((mls_str){text.data + length, text.length - length}, &axis)) {
+        return false;
+    }
+    *out = (mls_layout){.count = 1, .steps = {{axis, 0}}};
+    return true;
+}
+
+bool mls_layout_parse(mls_str text, mls_layout *out, bool *has_parts)
+{
+    mls_layout layout;
+    int parts = 0;
+    const char *sign = text.length == 0 ? NULL : memchr(text.data, '=', text.length);
+    const size_t length = sign == NULL ? text.length : (size_t)(sign - text.data);
+    if (!parse_cut((mls_str){text.data, length}, &layout)) {
+        return false;
+    }
+    if (sign != NULL) {
+        const mls_str rest = {sign + 1, text.length - length - 1};
+        if (layout.count == 0 || !parse_number(rest, &parts)) {
+            return false;
+        }
+        layout.steps[0].parts = (size_t)parts;
+    }
+    *out = layout;
+    *has_parts = sign != NULL;
+    return true;
+}
+
 /* ---- parts ---- */
 
 /* Checks one step, independently of a tensor; the earlier steps are valid. Whether a

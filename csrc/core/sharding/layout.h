@@ -17,6 +17,7 @@
 
 #include "array/tensor.h"
 #include "base/status.h"
+#include "base/string_view.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -36,6 +37,21 @@ typedef struct mls_layout {
     int count;
     mls_layout_step steps[MLS_LAYOUT_STEPS];
 } mls_layout;
+
+/* Names of the layouts that users ask for, such as "rows"; NULL after the last. */
+const char *mls_layout_name(size_t which);
+
+/* Parse a named layout or "axis:K".  "=N" may follow, the parts of its step; without it,
+ * `*has_parts` is false and the step has 0.  Numbers have at most nine digits.  False for
+ * any other text: `*out` and `*has_parts` are untouched. */
+bool mls_layout_parse(mls_str text, mls_layout *out, bool *has_parts);
+
+/* The name of a step that cuts along no axis, such as "flat" for MLS_LAYOUT_FLAT, or
+ * NULL. Indexes and mlstate.checkpoint.Layout have it in place of an axis. */
+const char *mls_layout_step_name(int axis);
+
+/* The same the other way round; false if the core has no such step. */
+bool mls_layout_step_from_name(mls_str name, int *axis);
 
 /* A part: a box of the tensor and, of the box's elements in C order, the range from
  * `begin` to before `end`. The part's array is packed and starts with element `begin`. */

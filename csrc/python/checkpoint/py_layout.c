@@ -1,7 +1,7 @@
 /* py_layout: layouts as tuples of pairs.
  *
- * mlstate.checkpoint.Layout is a thin class around such a tuple. A pair is an axis, or -1
- * for the flattened tensor, and a number of parts. The core computes the parts. */
+ * mlstate.checkpoint.Layout is a thin class around such a tuple. A pair is an axis, or
+ * the core's name of a step without an axis, and a number of parts. */
 #include "checkpoint/py_layout.h"
 
 #include "checkpoint/checkpoint_bindings.h"
@@ -10,6 +10,22 @@
 #include "common/module_state.h"
 
 #include "sharding/optimizer_axes.h"
+
+/* Convert an axis or the name of a step. Returns 0 for a number, 1 for a name, and -1
+ * with an exception set on failure. */
+static int take_axis(const mlspy_state *state, PyObject *object, int64_t *out)
+{
+    Py_ssize_t length = 0;
+    const char *text =
+        PyUnicode_Check(object) ? PyUnicode_AsUTF8AndSize(object, &length) : NULL;
+    int axis;
+    if (text != NULL &&
+        mls_layout_step_from_name((mls_str){text, (size_t)length}, &axis)) {
+        *out = axis;
+        return 1;
+    }
+    return PyErr_Occurred() ? -1 : mlspy_take_int64(state, object, "axis", out);
+}
 
 /* Each pair is checked with a message in the user's terms; the core checks the
  * combination of the steps. */
@@ -30,13 +46,14 @@ int mlspy_take_layout(const mlspy_state *state, PyObject *object, mls_layout *ou
             PyErr_SetString(PyExc_TypeError, "a layout is a tuple of pairs");
             return -1;
         }
-        if (mlspy_take_int64(state, PyTuple_GET_ITEM(pair, 0), "axis", &axis) < 0 ||
+        const int named = take_axis(state, PyTuple_GET_ITEM(pair, 0), &axis);
+        if (named < 0 ||
             mlspy_take_int64(state, PyTuple_GET_ITEM(pair, 1), "parts", &parts) < 0) {
             return -1;
         }
         /* checked before the conversion to smaller types, which could make invalid values
          * look valid */
-        if (axis < MLS_LAYOUT_FLAT || axis >= MLS_LAYOUT_RANK || parts < 1) {
+        if ((named == 0 && (axis < 0 || axis >= MLS_LAYOUT_RANK)) || parts < 1) {
             PyErr_Format(PyExc_ValueError,
                          "a layout cuts an axis from 0 to %d into 1 part or more, not "
                          "axis %lld into %lld",
@@ -59,8 +76,11 @@ PyObject *mlspy_layout_tuple(const mls_layout *layout)
 {
     PyObject *tuple = PyTuple_New(layout->count);
     for (int i = 0; tuple != NULL && i < layout->count; i++) {
-        PyObject *pair = Py_BuildValue("(in)", layout->steps[i].axis,
-                                       (Py_ssize_t)layout->steps[i].parts);
+        const mls_layout_step step = layout->steps[i];
+        const char *name = mls_layout_step_name(step.axis);
+        PyObject *pair = name == NULL
+                             ? Py_BuildValue("(in)", step.axis, (Py_ssize_t)step.parts)
+                             : Py_BuildValue("(sn)", name, (Py_ssize_t)step.parts);
         if (pair == NULL) {
             Py_CLEAR(tuple);
         } else {
@@ -199,7 +219,48 @@ static PyObject *layout_project(PyObject *module, PyObject *const *args, Py_ssiz
     return tuple == NULL ? NULL : Py_BuildValue("(Nn)", tuple, (Py_ssize_t)part);
 }
 
+/* layout_names() -> (name, ...) of the layouts that have one */
+static PyObject *layout_names(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    PyObject *names = PyList_New(0);
+    for (size_t i = 0; names != NULL && mls_layout_name(i) != NULL; i++) {
+        PyObject *name = PyUnicode_FromString(mls_layout_name(i));
+        if (name == NULL || PyList_Append(names, name) < 0) {
+            Py_CLEAR(names);
+        }
+        Py_XDECREF(name);
+    }
+    PyObject *tuple = names == NULL ? NULL : PyList_AsTuple(names);
+    Py_XDECREF(names);
+    return tuple;
+}
+
+/* layout_parse(text) -> (layout, whether the text has the parts) or None */
+static PyObject *layout_parse(PyObject *module, PyObject *text)
+{
+    (void)module;
+    mls_layout layout;
+    bool has_parts;
+    Py_ssize_t length;
+    const char *data = PyUnicode_AsUTF8AndSize(text, &length);
+    if (data == NULL) {
+        return NULL;
+    }
+    if (!mls_layout_parse((mls_str){data, (size_t)length}, &layout, &has_parts)) {
+        Py_RETURN_NONE;
+    }
+    PyObject *tuple = mlspy_layout_tuple(&layout);
+    return tuple == NULL ? NULL
+                         : Py_BuildValue("(NO)", tuple, has_parts ? Py_True : Py_False);
+}
+
 PyMethodDef mlspy_layout_methods[] = {
+    {"layout_names", layout_names, METH_NOARGS,
+     "layout_names()\n--\n\nNames of layouts."},
+    {"layout_parse", layout_parse, METH_O,
+     "layout_parse(text, /)\n--\n\nLayout of a name or axis:K, with =N for its parts."},
     {"layout_part", MLSPY_FASTCALL(layout_part),
      "layout_part(layout, shape, index, /)\n--\n\nBox and range of a part."},
     {"layout_project", MLSPY_FASTCALL(layout_project),

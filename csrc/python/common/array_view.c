@@ -17,29 +17,26 @@
 #include "common/gil.h"
 #include "common/module_state.h"
 
+#include "array/float_convert.h"
 #include "base/size.h"
 
 /* ---- dtypes ---- */
 
-/* Find a builtin integer by its size; long and long long differ in name only. */
-static bool integer_of(bool is_signed, npy_intp bytes, mls_dtype *out)
+enum { MOST_ITEM_BYTES = 16 };
+
+/* Find the dtype with a DLPack type code and an item size; no two dtypes share both. */
+static bool dtype_of_code(unsigned code, size_t bytes, mls_dtype *out)
 {
-    switch (bytes) {
-    case 1:
-        *out = is_signed ? MLS_I8 : MLS_U8;
-        return true;
-    case 2:
-        *out = is_signed ? MLS_I16 : MLS_U16;
-        return true;
-    case 4:
-        *out = is_signed ? MLS_I32 : MLS_U32;
-        return true;
-    case 8:
-        *out = is_signed ? MLS_I64 : MLS_U64;
-        return true;
-    default:
+#define CODE_ENTRY(id, suffix, name, file_name, item, code, ...)                         \
+    [DLPACK_##code][sizeof(item)] = MLS_##id + 1,
+    /* dtypes plus 1: 0 marks unused entries */
+    static const unsigned char dtypes[DLPACK_CODES][MOST_ITEM_BYTES + 1] = {
+        MLS_DTYPES(CODE_ENTRY)};
+    if (code >= DLPACK_CODES || bytes > MOST_ITEM_BYTES || dtypes[code][bytes] == 0) {
         return false;
     }
+    *out = (mls_dtype)(dtypes[code][bytes] - 1);
+    return true;
 }
 
 /* Find a dtype that another package registered, by the name of its scalar type. */
@@ -56,16 +53,30 @@ static bool registered_of(PyArray_Descr *descr, mls_dtype *out)
 /* Return NumPy's type number, or NPY_NOTYPE if only ml_dtypes has the type. */
 static int type_number(mls_dtype dtype)
 {
-    /* the 8-bit floats are beyond the end of this table; only ml_dtypes has them too */
-    static const int numbers[] = {
-        [MLS_F16] = NPY_HALF,   [MLS_BF16] = NPY_NOTYPE, [MLS_F32] = NPY_FLOAT,
-        [MLS_F64] = NPY_DOUBLE, [MLS_I8] = NPY_INT8,     [MLS_I16] = NPY_INT16,
-        [MLS_I32] = NPY_INT32,  [MLS_I64] = NPY_INT64,   [MLS_U8] = NPY_UINT8,
-        [MLS_U16] = NPY_UINT16, [MLS_U32] = NPY_UINT32,  [MLS_U64] = NPY_UINT64,
-        [MLS_BOOL] = NPY_BOOL,  [MLS_C64] = NPY_CFLOAT,
+#define DTYPE_CODE(id, suffix, name, file_name, item, code, ...)                         \
+    [MLS_##id] = DLPACK_##code,
+    static const unsigned char codes[MLS_DTYPE_COUNT] = {MLS_DTYPES(DTYPE_CODE)};
+    /* type numbers plus 1: 0 marks unused entries */
+    static const unsigned char numbers[DLPACK_CODES][MOST_ITEM_BYTES + 1] = {
+        [DLPACK_INT] = {[1] = NPY_INT8 + 1,
+                        [2] = NPY_INT16 + 1,
+                        [4] = NPY_INT32 + 1,
+                        [8] = NPY_INT64 + 1},
+        [DLPACK_UINT] = {[1] = NPY_UINT8 + 1,
+                         [2] = NPY_UINT16 + 1,
+                         [4] = NPY_UINT32 + 1,
+                         [8] = NPY_UINT64 + 1},
+        [DLPACK_FLOAT] = {[2] = NPY_HALF + 1, [4] = NPY_FLOAT + 1, [8] = NPY_DOUBLE + 1},
+        [DLPACK_COMPLEX] = {[8] = NPY_CFLOAT + 1, [16] = NPY_CDOUBLE + 1},
+        [DLPACK_BOOL] = {[1] = NPY_BOOL + 1},
     };
-    return (size_t)dtype < sizeof numbers / sizeof numbers[0] ? numbers[dtype]
-                                                              : NPY_NOTYPE;
+    const int number = numbers[codes[dtype]][mls_dtype_of(dtype)->item_bytes];
+    return number == 0 ? NPY_NOTYPE : number - 1;
+}
+
+bool mlspy_dtype_in_numpy(mls_dtype dtype)
+{
+    return type_number(dtype) != NPY_NOTYPE;
 }
 
 /* Metadata key of unsigned integers that hold the bits of another dtype. */
@@ -91,7 +102,7 @@ static bool labelled_of(PyArray_Descr *descr, mls_dtype *out)
     }
     const bool known =
         mls_dtype_from_name(name, (size_t)length, &named) &&
-        type_number(named) == NPY_NOTYPE &&
+        !mlspy_dtype_in_numpy(named) &&
         mls_dtype_of(named)->item_bytes == (size_t)PyDataType_ELSIZE(descr);
     if (known) {
         *out = named;
@@ -106,26 +117,24 @@ bool mlspy_dtype_of_descr(PyArray_Descr *descr, mls_dtype *out)
     if (number >= NPY_USERDEF || number < 0) {
         return registered_of(descr, out);
     }
-    if (PyTypeNum_ISINTEGER(number)) {
+    if (PyTypeNum_ISINTEGER(number)) { /* long and long long differ only in name */
         return labelled_of(descr, out) ||
-               integer_of(PyTypeNum_ISSIGNED(number) != 0, PyDataType_ELSIZE(descr), out);
+               dtype_of_code(PyTypeNum_ISSIGNED(number) ? DLPACK_INT : DLPACK_UINT,
+                             (size_t)PyDataType_ELSIZE(descr), out);
     }
     switch (number) {
     case NPY_BOOL:
-        *out = MLS_BOOL;
-        return true;
+        return dtype_of_code(DLPACK_BOOL, 1, out);
     case NPY_HALF:
-        *out = MLS_F16;
-        return true;
+        return dtype_of_code(DLPACK_FLOAT, 2, out);
     case NPY_FLOAT:
-        *out = MLS_F32;
-        return true;
+        return dtype_of_code(DLPACK_FLOAT, 4, out);
     case NPY_DOUBLE:
-        *out = MLS_F64;
-        return true;
+        return dtype_of_code(DLPACK_FLOAT, 8, out);
     case NPY_CFLOAT:
-        *out = MLS_C64;
-        return true;
+        return dtype_of_code(DLPACK_COMPLEX, 8, out);
+    case NPY_CDOUBLE:
+        return dtype_of_code(DLPACK_COMPLEX, 16, out);
     default:
         return false;
     }
@@ -153,7 +162,7 @@ static PyArray_Descr *registered_descr(mls_dtype dtype)
 static PyArray_Descr *labelled_descr(mls_dtype dtype)
 {
     const mls_dtype_info *info = mls_dtype_of(dtype);
-    PyObject *args = Py_BuildValue("(s)", info->item_bytes == 1 ? "u1" : "u2");
+    PyObject *args = Py_BuildValue("(N)", PyUnicode_FromFormat("u%zu", info->item_bytes));
     PyObject *options = Py_BuildValue("{s{ss}}", "metadata", label_key, info->name);
     PyObject *descr = args == NULL || options == NULL
                           ? NULL
@@ -262,52 +271,11 @@ static int view_of_ndarray(const mlspy_state *state, PyArrayObject *array,
 /* ---- DLPack ---- */
 
 /* Find the core's dtype of a DLPack element. Returns false if the core has none or the
- * element has several lanes. Code and bits are compared as one number; integers are found
- * by size. */
+ * element has several lanes. */
 static bool dlpack_dtype_of(dlpack_dtype kind, mls_dtype *out)
 {
-    if (kind.lanes != 1) {
-        return false;
-    }
-    switch (kind.code * 256 + kind.bits) {
-    case DLPACK_FLOAT * 256 + 16:
-        *out = MLS_F16;
-        return true;
-    case DLPACK_FLOAT * 256 + 32:
-        *out = MLS_F32;
-        return true;
-    case DLPACK_FLOAT * 256 + 64:
-        *out = MLS_F64;
-        return true;
-    case DLPACK_BFLOAT * 256 + 16:
-        *out = MLS_BF16;
-        return true;
-    case DLPACK_COMPLEX * 256 + 64:
-        *out = MLS_C64;
-        return true;
-    case DLPACK_BOOL * 256 + 8:
-        *out = MLS_BOOL;
-        return true;
-    case DLPACK_F8_E4M3FN * 256 + 8:
-        *out = MLS_F8_E4M3;
-        return true;
-    case DLPACK_F8_E4M3FNUZ * 256 + 8:
-        *out = MLS_F8_E4M3FNUZ;
-        return true;
-    case DLPACK_F8_E5M2 * 256 + 8:
-        *out = MLS_F8_E5M2;
-        return true;
-    case DLPACK_F8_E5M2FNUZ * 256 + 8:
-        *out = MLS_F8_E5M2FNUZ;
-        return true;
-    case DLPACK_F8_E8M0FNU * 256 + 8:
-        *out = MLS_F8_E8M0;
-        return true;
-    default:
-        return (kind.code == DLPACK_INT || kind.code == DLPACK_UINT) &&
-               kind.bits % 8 == 0 &&
-               integer_of(kind.code == DLPACK_INT, kind.bits / 8, out);
-    }
+    return kind.lanes == 1 && kind.bits % 8 == 0 &&
+           dtype_of_code(kind.code, kind.bits / 8, out);
 }
 
 /* Return `array`, or its detach() if it requires a gradient: torch does not export

@@ -40,6 +40,9 @@ void mlspy_view_release(mlspy_view *view); /* accepts a view without owner; clea
 /* Get the core's dtype of a NumPy descriptor. Returns false if the core has none. */
 bool mlspy_dtype_of_descr(PyArray_Descr *descr, mls_dtype *out);
 
+/* Return whether NumPy has the dtype without ml_dtypes. */
+bool mlspy_dtype_in_numpy(mls_dtype dtype);
+
 /* Return a new reference to the NumPy descriptor of a dtype. For dtypes that NumPy lacks,
  * ml_dtypes is imported; if it is not installed, the descriptor is an unsigned integer of
  * the same size, whose metadata names the dtype. Returns NULL with an exception set. */

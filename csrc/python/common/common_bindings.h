@@ -6,6 +6,7 @@
 
 /* Method tables, NULL-terminated. */
 extern PyMethodDef mlspy_info_methods[];
+extern PyMethodDef mlspy_dtype_methods[];
 
 /* Add the type of py_descriptor.c. Returns -1 with an exception set on failure. */
 int mlspy_descriptor_add(PyObject *module);

@@ -16,19 +16,28 @@ enum {
     DLPACK_CUDA_HOST = 3
 }; /* device types whose memory the CPU can read */
 
-/* Element kinds that the core knows; 10 to 14 are 8-bit floats. */
+/* Type codes; from 7 on, floats of 8 bits or less. dtypes.def names the codes that the
+ * core supports. */
 enum {
     DLPACK_INT = 0,
     DLPACK_UINT = 1,
     DLPACK_FLOAT = 2,
+    DLPACK_OPAQUE = 3,
     DLPACK_BFLOAT = 4,
     DLPACK_COMPLEX = 5,
     DLPACK_BOOL = 6,
+    DLPACK_F8_E3M4 = 7,
+    DLPACK_F8_E4M3 = 8,
+    DLPACK_F8_E4M3B11FNUZ = 9,
     DLPACK_F8_E4M3FN = 10,
     DLPACK_F8_E4M3FNUZ = 11,
     DLPACK_F8_E5M2 = 12,
     DLPACK_F8_E5M2FNUZ = 13,
-    DLPACK_F8_E8M0FNU = 14
+    DLPACK_F8_E8M0FNU = 14,
+    DLPACK_F6_E2M3FN = 15,
+    DLPACK_F6_E3M2FN = 16,
+    DLPACK_F4_E2M1FN = 17,
+    DLPACK_CODES
 };
 
 enum { DLPACK_READ_ONLY = 1 }; /* flag of dlpack_managed_versioned.flags */

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
+from ..._common.dtypes import FILE_DTYPES
 from ..._common.local_path import local_folder
 from ...errors import FormatError
 from .._store.folder import store_error
@@ -17,17 +18,6 @@ if TYPE_CHECKING:
 BLOCK = 1 << 20  # bytes that one checksum of `save_file` covers
 CHECKSUMS = "mlstate.blocks.crc32c"
 _DIGITS = 8
-# Names that differ from NumPy's by more than their case and length.
-_DTYPES = {
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "BOOL": "bool",
-}
-_LETTERS = {"F": "float", "I": "int", "U": "uint", "C": "complex"}
 
 
 class FileTensor(NamedTuple):
@@ -51,13 +41,6 @@ class FileHeader(NamedTuple):
     def has_checksums(self) -> bool:
         """Whether the file has checksums, that is, `save_file` wrote it."""
         return CHECKSUMS in self.texts
-
-
-def _dtype_name(name: str) -> str:
-    """Return NumPy's name for an element type of safetensors."""
-    bits = name[1:]
-    plain = _LETTERS[name[0]] + bits if name[0] in _LETTERS and bits.isdigit() else name
-    return _DTYPES.get(name, plain)
 
 
 def read_header(path: str) -> FileHeader:
@@ -88,7 +71,7 @@ def read_header(path: str) -> FileHeader:
     tensors = [
         FileTensor(
             key,
-            _dtype_name(entry["dtype"]),
+            FILE_DTYPES[entry["dtype"]].name,
             tuple(entry["shape"]),
             start + entry["data_offsets"][0],
             entry["data_offsets"][1] - entry["data_offsets"][0],

@@ -6,16 +6,13 @@ import numpy as np
 import pytest
 
 import mlstate
+from mlstate._common.dtypes import DTYPES
 from mlstate.checkpoint._files.safetensors_verify import BLOCK, read_header, verify_file
 
 
 def test_the_header_says_what_the_loader_gives(tmp_path):
     ml_dtypes = pytest.importorskip("ml_dtypes", reason="bfloat16 and 8-bit floats")
-    names = ["bool", "int8", "uint8", "int16", "uint16", "float16", "int32", "uint32", "float32"]
-    names += ["int64", "uint64", "float64", "complex64"]
-    more = ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float8_e4m3fnuz"]
-    more += ["float8_e5m2fnuz"]
-    dtypes = [np.dtype(n) for n in names] + [np.dtype(getattr(ml_dtypes, n)) for n in more]
+    dtypes = [np.dtype(getattr(np if i.in_numpy else ml_dtypes, i.name)) for i in DTYPES]
     state = {d.name: np.ones((2, 3), d) for d in dtypes} | {
         "none": np.ones((0, 4)),
         "0d": np.ones(()),

@@ -63,7 +63,7 @@ def test_wanted_parts_are_those_that_share_elements(job, world):
     places = dict(zip(keys, catalog.places(), strict=True))
     layout = Layout.flat(world)
     for index in range(world):
-        cutting = (tuple((-1, parts) for _, parts in layout.steps), index, 0)
+        cutting = (layout.steps, index, 0)
         found = catalog.wanted_parts("", 0, keys, cutting, 100)
         assert set(found) == set(places.values())
         for key in keys:

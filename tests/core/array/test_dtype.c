@@ -16,6 +16,16 @@ static void both_names_lead_back_to_each_dtype(void)
     }
 }
 
+static void what_converts_is_first_and_sized_by_its_item(void)
+{
+    for (int i = 0; i < MLS_DTYPE_COUNT; i++) {
+        const mls_dtype_kind kind = mls_dtype_of((mls_dtype)i)->kind;
+        CHECK((i < MLS_CONVERTIBLE) == (kind == MLS_KIND_FLOAT));
+    }
+    CHECK(mls_dtype_of(MLS_C64)->item_bytes == 8 && MLS_CONVERTIBLE == 4);
+    CHECK(mls_dtype_of(MLS_U64)->kind == MLS_KIND_UINT);
+}
+
 static void unknown_names_and_prefixes_are_refused(void)
 {
     mls_dtype found = MLS_F16;
@@ -37,6 +47,7 @@ static void only_floats_convert(void)
 
 static const test_case tests[] = {
     TEST(both_names_lead_back_to_each_dtype),
+    TEST(what_converts_is_first_and_sized_by_its_item),
     TEST(unknown_names_and_prefixes_are_refused),
     TEST(only_floats_convert),
 };

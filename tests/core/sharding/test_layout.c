@@ -292,7 +292,60 @@ static void a_part_has_the_shape_of_its_box_or_one_dimension(void)
     CHECK(mls_part_dims(&scalar, dims) == 1 && dims[0] == 1);
 }
 
+/* ---- names ---- */
+
+static bool parse(const char *text, mls_layout *out, bool *has_parts)
+{
+    return mls_layout_parse((mls_str){text, strlen(text)}, out, has_parts);
+}
+
+static bool is_step(const char *text, int axis, size_t parts)
+{
+    mls_layout layout;
+    bool has_parts;
+    return parse(text, &layout, &has_parts) && layout.count == 1 &&
+           layout.steps[0].axis == axis && layout.steps[0].parts == parts &&
+           has_parts == (strchr(text, '=') != NULL);
+}
+
+static void every_name_is_parsed_and_no_other_text(void)
+{
+    static const char *const bad[] = {
+        "",       "row",     "rows=",   "rows=x",          "rows ",
+        "axis",   "axis:",   "axis:-1", "axis:1234567890", "whole=2",
+        "flat=+", "flat==2", "ROWS",    "rows=1234567890", "=2",
+    };
+    mls_layout layout = {.count = 3};
+    bool has_parts = true;
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        CHECK(!parse(bad[i], &layout, &has_parts) && layout.count == 3 && has_parts);
+    }
+    size_t names = 0;
+    for (; mls_layout_name(names) != NULL; names++) {
+        CHECK(parse(mls_layout_name(names), &layout, &has_parts) && !has_parts);
+    }
+    CHECK(names == 3 && parse("whole", &layout, &has_parts) && layout.count == 0);
+    CHECK(is_step("rows", 0, 0) && is_step("rows=0", 0, 0) && is_step("rows=07", 0, 7));
+    CHECK(is_step("flat=3", MLS_LAYOUT_FLAT, 3) &&
+          is_step("axis:12=999999999", 12, 999999999));
+}
+
+static void steps_without_an_axis_have_a_name(void)
+{
+    int axis = 5;
+    const char *flat = mls_layout_step_name(MLS_LAYOUT_FLAT);
+    CHECK(flat != NULL && strcmp(flat, "flat") == 0);
+    CHECK(mls_layout_step_name(0) == NULL && mls_layout_step_name(3) == NULL);
+    CHECK(mls_layout_step_name(-2) == NULL);
+    CHECK(!mls_layout_step_from_name((mls_str){"rows", 4}, &axis) && axis == 5);
+    CHECK(!mls_layout_step_from_name((mls_str){"whole", 5}, &axis) && axis == 5);
+    CHECK(mls_layout_step_from_name((mls_str){flat, 4}, &axis) &&
+          axis == MLS_LAYOUT_FLAT);
+}
+
 static const test_case tests[] = {
+    TEST(every_name_is_parsed_and_no_other_text),
+    TEST(steps_without_an_axis_have_a_name),
     TEST(rows_are_cut_as_torch_cuts_them),
     TEST(flat_chunks_are_never_of_negative_size),
     TEST(the_last_step_counts_fastest),

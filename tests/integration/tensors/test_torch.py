@@ -10,6 +10,7 @@ from kv_model import assert_same_bits
 
 import mlstate
 from mlstate import CapacityError, CompatibilityError
+from mlstate._common.dtypes import DTYPES
 from mlstate.kv import (
     StateTransitionManager,
     compact_kv_state,
@@ -24,16 +25,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # warnings about torch's internals
     torch = pytest.importorskip("torch", reason="torch is the peer to agree with")
 
-EIGHT_BITS = (
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "float8_e8m0fnu",
-    "float8_e4m3fnuz",
-    "float8_e5m2fnuz",
-)
 OTHERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool")
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-ALL = [getattr(torch, name) for name in (*FLOATS, *OTHERS, "complex64", *EIGHT_BITS)]
+ALL = [getattr(torch, info.name) for info in DTYPES if hasattr(torch, info.name)]
 UNSIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tries import tries
 
 from mlstate import CompatibilityError, ModelStateDict, OptimizerStateDict, StateDict
+from mlstate._common.dtypes import DTYPES, EXTENSIONS
 from mlstate.integrations.torch import arrays_of, restore_state, tensors_of
 from mlstate.integrations.torch._tensors.memory import note_written
 from mlstate.state import load_into
@@ -24,17 +25,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # warnings about torch's internals
     torch = pytest.importorskip("torch", reason="torch is the peer to agree with")
 
-INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool")
-FLOATS = ("float16", "float32", "float64", "complex64", "complex128")
-ML_DTYPES = (
-    "bfloat16",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "float8_e8m0fnu",
-    "float8_e4m3fnuz",
-    "float8_e5m2fnuz",
-)
-ALL = [name for name in (*INTEGERS, *FLOATS, *ML_DTYPES) if hasattr(torch, name)]
+NATIVE = [info.name for info in DTYPES if info.in_numpy]
+ML_DTYPES = tuple(EXTENSIONS)
+ALL = [name for name in (*NATIVE, "complex128", *ML_DTYPES) if hasattr(torch, name)]
 SAME_SIZE = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 
 

@@ -155,8 +155,7 @@ static bool read_step(reader *r, mls_json_node node, mls_layout_step *step)
         return false;
     }
     if (mls_json_type_of(r->in.json, first) == MLS_JSON_STRING) {
-        step->axis = MLS_LAYOUT_FLAT;
-        return mls_str_is(mls_json_text(r->in.json, first), "flat");
+        return mls_layout_step_from_name(mls_json_text(r->in.json, first), &step->axis);
     }
     if (!mls_json_u64(r->in.json, first, &axis) || axis >= MLS_LAYOUT_RANK) {
         return false;

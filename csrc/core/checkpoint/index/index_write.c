@@ -60,8 +60,9 @@ static void put_layout(mls_json_writer *b, const mls_layout *layout)
     mls_json_writer_text(b, ",\"layout\":[");
     for (int i = 0; i < layout->count; i++) {
         mls_json_writer_text(b, i == 0 ? "[" : ",[");
-        if (layout->steps[i].axis == MLS_LAYOUT_FLAT) {
-            mls_json_writer_text(b, "\"flat\"");
+        const char *name = mls_layout_step_name(layout->steps[i].axis);
+        if (name != NULL) {
+            put_plain(b, "", name);
         } else {
             mls_json_writer_number(b, (uint64_t)layout->steps[i].axis);
         }

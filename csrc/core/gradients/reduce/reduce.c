@@ -65,7 +65,7 @@ static bool is_summed(mls_dtype dtype)
 /* Returns whether a dtype is a float of any size, or complex. */
 static bool is_float(mls_dtype dtype)
 {
-    return is_summed(dtype) || dtype >= MLS_F8_E4M3;
+    return is_summed(dtype) || mls_dtype_of(dtype)->kind == MLS_KIND_FLOAT8;
 }
 
 /* Returns NULL for an unsupported reduction. */
@@ -299,7 +299,7 @@ mls_code mls_reduce_check(const mls_reduction *r, mls_status *st)
     if (reduce_kernel(&mls_reduce_scalar, r) != NULL) {
         return check_divisor(r, st);
     }
-    if (r->dtype >= MLS_F8_E4M3) {
+    if (mls_dtype_of(r->dtype)->kind == MLS_KIND_FLOAT8) {
         mls_fail(st, MLS_E_DTYPE, "the %s of %s can only be had as float32, not as %s",
                  op_name(r->op), name, mls_dtype_of(r->out_dtype)->name);
         mls_status_expected(st, "float32");

@@ -27,19 +27,13 @@ DEFINE_GET(f16, uint16_t, float, mls_f32_from_f16(x))
 DEFINE_GET(bf16, uint16_t, float, mls_f32_from_bf16(x))
 DEFINE_GET(f32, float, float, x)
 DEFINE_GET(f64, double, double, x)
-DEFINE_GET(e4m3, uint8_t, float, (float)mls_f64_from_e4m3(x))
-DEFINE_GET(e5m2, uint8_t, float, (float)mls_f64_from_e5m2(x))
-DEFINE_GET(e8m0, uint8_t, float, (float)mls_f64_from_e8m0(x))
-DEFINE_GET(e4m3fnuz, uint8_t, float, (float)mls_f64_from_e4m3fnuz(x))
-DEFINE_GET(e5m2fnuz, uint8_t, float, (float)mls_f64_from_e5m2fnuz(x))
-DEFINE_GET(i8, int8_t, int8_t, x)
-DEFINE_GET(i16, int16_t, int16_t, x)
-DEFINE_GET(i32, int32_t, int32_t, x)
-DEFINE_GET(i64, int64_t, int64_t, x)
-DEFINE_GET(u8, uint8_t, uint8_t, x)
-DEFINE_GET(u16, uint16_t, uint16_t, x)
-DEFINE_GET(u32, uint32_t, uint32_t, x)
-DEFINE_GET(u64, uint64_t, uint64_t, x)
+#define GET_FLOAT8(id, suffix, name, file_name, item, code, decode)                      \
+    DEFINE_GET(suffix, item, float, (float)decode(x))
+#define GET_INTEGER(id, suffix, name, file_name, item, ...)                              \
+    DEFINE_GET(suffix, item, item, x)
+MLS_FLOAT8_DTYPES(GET_FLOAT8)
+MLS_INT_DTYPES(GET_INTEGER)
+MLS_UINT_DTYPES(GET_INTEGER)
 
 /* Rounds `value`, which has the given type, to an item and stores it. No other code
  * rounds to 16 bits. 8-bit floats are never stored, and have no put. */
@@ -54,14 +48,10 @@ DEFINE_PUT(f16, uint16_t, float, mls_f16_from_f32(value))
 DEFINE_PUT(bf16, uint16_t, float, mls_bf16_from_f32(value))
 DEFINE_PUT(f32, float, float, value)
 DEFINE_PUT(f64, double, double, value)
-DEFINE_PUT(i8, int8_t, int8_t, value)
-DEFINE_PUT(i16, int16_t, int16_t, value)
-DEFINE_PUT(i32, int32_t, int32_t, value)
-DEFINE_PUT(i64, int64_t, int64_t, value)
-DEFINE_PUT(u8, uint8_t, uint8_t, value)
-DEFINE_PUT(u16, uint16_t, uint16_t, value)
-DEFINE_PUT(u32, uint32_t, uint32_t, value)
-DEFINE_PUT(u64, uint64_t, uint64_t, value)
+#define PUT_INTEGER(id, suffix, name, file_name, item, ...)                              \
+    DEFINE_PUT(suffix, item, item, value)
+MLS_INT_DTYPES(PUT_INTEGER)
+MLS_UINT_DTYPES(PUT_INTEGER)
 /* computed in float64, rounded like the conversions of copy.h */
 DEFINE_PUT(f16_f64, uint16_t, double, mls_f16_from_f64(value))
 DEFINE_PUT(bf16_f64, uint16_t, double, mls_bf16_from_f32((float)value))
@@ -117,22 +107,16 @@ DEFINE_FLOAT_SUM(sum_f32, f32, f32, float, 4, 4)
 DEFINE_FLOAT_SUM(sum_f64, f64, f64, double, 8, 8)
 DEFINE_FLOAT_SUM(sum_wide_f16, f16, f32, float, 2, 4)
 DEFINE_FLOAT_SUM(sum_wide_bf16, bf16, f32, float, 2, 4)
-DEFINE_FLOAT_SUM(sum_wide_e4m3, e4m3, f32, float, 1, 4)
-DEFINE_FLOAT_SUM(sum_wide_e5m2, e5m2, f32, float, 1, 4)
-DEFINE_FLOAT_SUM(sum_wide_e8m0, e8m0, f32, float, 1, 4)
-DEFINE_FLOAT_SUM(sum_wide_e4m3fnuz, e4m3fnuz, f32, float, 1, 4)
-DEFINE_FLOAT_SUM(sum_wide_e5m2fnuz, e5m2fnuz, f32, float, 1, 4)
+#define WIDE_FLOAT8(id, suffix, name, file_name, item, ...)                              \
+    DEFINE_FLOAT_SUM(sum_wide_##suffix, suffix, f32, float, sizeof(item), 4)             \
+    DEFINE_FLOAT_EXTREMES(wide_##suffix, suffix, f32, float, sizeof(item), 4)
+MLS_FLOAT8_DTYPES(WIDE_FLOAT8)
 DEFINE_FLOAT_EXTREMES(f16, f16, f16, float, 2, 2)
 DEFINE_FLOAT_EXTREMES(bf16, bf16, bf16, float, 2, 2)
 DEFINE_FLOAT_EXTREMES(f32, f32, f32, float, 4, 4)
 DEFINE_FLOAT_EXTREMES(f64, f64, f64, double, 8, 8)
 DEFINE_FLOAT_EXTREMES(wide_f16, f16, f32, float, 2, 4)
 DEFINE_FLOAT_EXTREMES(wide_bf16, bf16, f32, float, 2, 4)
-DEFINE_FLOAT_EXTREMES(wide_e4m3, e4m3, f32, float, 1, 4)
-DEFINE_FLOAT_EXTREMES(wide_e5m2, e5m2, f32, float, 1, 4)
-DEFINE_FLOAT_EXTREMES(wide_e8m0, e8m0, f32, float, 1, 4)
-DEFINE_FLOAT_EXTREMES(wide_e4m3fnuz, e4m3fnuz, f32, float, 1, 4)
-DEFINE_FLOAT_EXTREMES(wide_e5m2fnuz, e5m2fnuz, f32, float, 1, 4)
 
 /* Signed dtypes use the unsigned kernel: the bits are equal. */
 #define DEFINE_INTEGER_SUM(name, type, wide)                                             \
@@ -148,14 +132,10 @@ DEFINE_INTEGER_SUM(u8, uint8_t, uint32_t)
 DEFINE_INTEGER_SUM(u16, uint16_t, uint32_t)
 DEFINE_INTEGER_SUM(u32, uint32_t, uint32_t)
 DEFINE_INTEGER_SUM(u64, uint64_t, uint64_t)
-DEFINE_INTEGER_EXTREMES(i8, int8_t)
-DEFINE_INTEGER_EXTREMES(i16, int16_t)
-DEFINE_INTEGER_EXTREMES(i32, int32_t)
-DEFINE_INTEGER_EXTREMES(i64, int64_t)
-DEFINE_INTEGER_EXTREMES(u8, uint8_t)
-DEFINE_INTEGER_EXTREMES(u16, uint16_t)
-DEFINE_INTEGER_EXTREMES(u32, uint32_t)
-DEFINE_INTEGER_EXTREMES(u64, uint64_t)
+#define INTEGER_EXTREMES(id, suffix, name, file_name, item, ...)                         \
+    DEFINE_INTEGER_EXTREMES(suffix, item)
+MLS_INT_DTYPES(INTEGER_EXTREMES)
+MLS_UINT_DTYPES(INTEGER_EXTREMES)
 
 /* ---- dst += scale * src ---- */
 
@@ -189,11 +169,9 @@ DEFINE_ADD(f16, f64, put_f16_f64, double, 2, 8)
 DEFINE_ADD(bf16, f64, put_bf16_f64, double, 2, 8)
 DEFINE_ADD(f32, f64, put_f32_f64, double, 4, 8)
 DEFINE_ADD(f64, f64, put_f64, double, 8, 8)
-DEFINE_ADDS(e4m3, 1)
-DEFINE_ADDS(e5m2, 1)
-DEFINE_ADDS(e8m0, 1)
-DEFINE_ADDS(e4m3fnuz, 1)
-DEFINE_ADDS(e5m2fnuz, 1)
+#define ADD_FLOAT8(id, suffix, name, file_name, item, ...)                               \
+    DEFINE_ADDS(suffix, sizeof(item))
+MLS_FLOAT8_DTYPES(ADD_FLOAT8)
 
 /* ---- items *= factor ---- */
 
@@ -231,46 +209,22 @@ DEFINE_SCALE(f64, double, 8)
         return mls_fold_squares(lanes);                                                  \
     }
 
-DEFINE_SQUARES(f16, 2)
-DEFINE_SQUARES(bf16, 2)
-DEFINE_SQUARES(f32, 4)
-DEFINE_SQUARES(f64, 8)
-DEFINE_SQUARES(e4m3, 1)
-DEFINE_SQUARES(e5m2, 1)
-DEFINE_SQUARES(e8m0, 1)
-DEFINE_SQUARES(e4m3fnuz, 1)
-DEFINE_SQUARES(e5m2fnuz, 1)
-DEFINE_SQUARES(i8, 1)
-DEFINE_SQUARES(i16, 2)
-DEFINE_SQUARES(i32, 4)
-DEFINE_SQUARES(i64, 8)
-DEFINE_SQUARES(u8, 1)
-DEFINE_SQUARES(u16, 2)
-DEFINE_SQUARES(u32, 4)
-DEFINE_SQUARES(u64, 8)
+#define SQUARES(id, suffix, name, file_name, item, ...)                                  \
+    DEFINE_SQUARES(suffix, sizeof(item))
+MLS_FLOAT_DTYPES(SQUARES)
+MLS_INT_DTYPES(SQUARES)
+MLS_UINT_DTYPES(SQUARES)
+MLS_FLOAT8_DTYPES(SQUARES)
 
 /* Returns one item as a double; 0 for integers, which are always finite. */
 static double value_at(mls_dtype dtype, const unsigned char *at)
 {
+#define VALUE_CASE(id, suffix, ...)                                                      \
+    case MLS_##id:                                                                       \
+        return (double)get_##suffix(at);
     switch (dtype) {
-    case MLS_F16:
-        return (double)get_f16(at);
-    case MLS_BF16:
-        return (double)get_bf16(at);
-    case MLS_F32:
-        return (double)get_f32(at);
-    case MLS_F64:
-        return get_f64(at);
-    case MLS_F8_E4M3:
-        return (double)get_e4m3(at);
-    case MLS_F8_E5M2:
-        return (double)get_e5m2(at);
-    case MLS_F8_E8M0:
-        return (double)get_e8m0(at);
-    case MLS_F8_E4M3FNUZ:
-        return (double)get_e4m3fnuz(at);
-    case MLS_F8_E5M2FNUZ:
-        return (double)get_e5m2fnuz(at);
+        MLS_FLOAT_DTYPES(VALUE_CASE)
+        MLS_FLOAT8_DTYPES(VALUE_CASE)
     default:
         return 0;
     }
@@ -295,36 +249,22 @@ uint64_t mls_reduce_nonfinite(mls_dtype dtype, const void *items, size_t n)
 
 /* Floats without a put have entries only in `wide`. A bool is a byte of 0 or 1: its
  * minimum and maximum are "and" and "or", and it has no sum. */
-#define EXTREMES_SAME(op)                                                                \
-    {                                                                                    \
-        [MLS_F16] = op##_f16, [MLS_BF16] = op##_bf16, [MLS_F32] = op##_f32,              \
-        [MLS_F64] = op##_f64, [MLS_I8] = op##_i8,     [MLS_I16] = op##_i16,              \
-        [MLS_I32] = op##_i32, [MLS_I64] = op##_i64,   [MLS_U8] = op##_u8,                \
-        [MLS_U16] = op##_u16, [MLS_U32] = op##_u32,   [MLS_U64] = op##_u64,              \
-        [MLS_BOOL] = op##_u8,                                                            \
-    }
-#define WIDE(op)                                                                         \
-    {                                                                                    \
-        [MLS_F16] = op##_wide_f16,                                                       \
-        [MLS_BF16] = op##_wide_bf16,                                                     \
-        [MLS_F8_E4M3] = op##_wide_e4m3,                                                  \
-        [MLS_F8_E5M2] = op##_wide_e5m2,                                                  \
-        [MLS_F8_E8M0] = op##_wide_e8m0,                                                  \
-        [MLS_F8_E4M3FNUZ] = op##_wide_e4m3fnuz,                                          \
-        [MLS_F8_E5M2FNUZ] = op##_wide_e5m2fnuz,                                          \
-    }
-#define ADD_TO(dst)                                                                      \
-    {                                                                                    \
-        [MLS_F16] = add_##dst##_f16,                                                     \
-        [MLS_BF16] = add_##dst##_bf16,                                                   \
-        [MLS_F32] = add_##dst##_f32,                                                     \
-        [MLS_F64] = add_##dst##_f64,                                                     \
-        [MLS_F8_E4M3] = add_##dst##_e4m3,                                                \
-        [MLS_F8_E5M2] = add_##dst##_e5m2,                                                \
-        [MLS_F8_E8M0] = add_##dst##_e8m0,                                                \
-        [MLS_F8_E4M3FNUZ] = add_##dst##_e4m3fnuz,                                        \
-        [MLS_F8_E5M2FNUZ] = add_##dst##_e5m2fnuz,                                        \
-    }
+#define MIN_ENTRY(id, suffix, ...)      [MLS_##id] = min_##suffix,
+#define MAX_ENTRY(id, suffix, ...)      [MLS_##id] = max_##suffix,
+#define SUM_WIDE_ENTRY(id, suffix, ...) [MLS_##id] = sum_wide_##suffix,
+#define MIN_WIDE_ENTRY(id, suffix, ...) [MLS_##id] = min_wide_##suffix,
+#define MAX_WIDE_ENTRY(id, suffix, ...) [MLS_##id] = max_wide_##suffix,
+#define SQUARES_ENTRY(id, suffix, ...)  [MLS_##id] = squares_##suffix,
+#define EXTREMES_SAME(entry)                                                             \
+    {MLS_FLOAT_DTYPES(entry) MLS_INT_DTYPES(entry) MLS_UINT_DTYPES(entry)                \
+         MLS_BOOL_DTYPES(entry)}
+#define WIDE(op, entry)                                                                  \
+    {[MLS_F16] = op##_wide_f16, [MLS_BF16] = op##_wide_bf16, MLS_FLOAT8_DTYPES(entry)}
+#define ADD_F16_ENTRY(id, suffix, ...)  [MLS_##id] = add_f16_##suffix,
+#define ADD_BF16_ENTRY(id, suffix, ...) [MLS_##id] = add_bf16_##suffix,
+#define ADD_F32_ENTRY(id, suffix, ...)  [MLS_##id] = add_f32_##suffix,
+#define ADD_F64_ENTRY(id, suffix, ...)  [MLS_##id] = add_f64_##suffix,
+#define ADD_TO(entry)                   {MLS_FLOAT_DTYPES(entry) MLS_FLOAT8_DTYPES(entry)}
 
 /* Complete: dtype checks refuse what is NULL here. `add` and `scale` are for floats only;
  * reduce.c adds integers with the kernels of `same`. */
@@ -341,35 +281,20 @@ const mls_reduce_kernels mls_reduce_scalar = {
                                  [MLS_U16] = sum_u16,
                                  [MLS_U32] = sum_u32,
                                  [MLS_U64] = sum_u64},
-             [MLS_REDUCE_MIN] = EXTREMES_SAME(min),
-             [MLS_REDUCE_MAX] = EXTREMES_SAME(max)},
-    .wide = {[MLS_REDUCE_SUM] = WIDE(sum),
-             [MLS_REDUCE_MIN] = WIDE(min),
-             [MLS_REDUCE_MAX] = WIDE(max)},
-    .add = {[MLS_F16] = ADD_TO(f16),
-            [MLS_BF16] = ADD_TO(bf16),
-            [MLS_F32] = ADD_TO(f32),
-            [MLS_F64] = ADD_TO(f64)},
+             [MLS_REDUCE_MIN] = EXTREMES_SAME(MIN_ENTRY),
+             [MLS_REDUCE_MAX] = EXTREMES_SAME(MAX_ENTRY)},
+    .wide = {[MLS_REDUCE_SUM] = WIDE(sum, SUM_WIDE_ENTRY),
+             [MLS_REDUCE_MIN] = WIDE(min, MIN_WIDE_ENTRY),
+             [MLS_REDUCE_MAX] = WIDE(max, MAX_WIDE_ENTRY)},
+    .add = {[MLS_F16] = ADD_TO(ADD_F16_ENTRY),
+            [MLS_BF16] = ADD_TO(ADD_BF16_ENTRY),
+            [MLS_F32] = ADD_TO(ADD_F32_ENTRY),
+            [MLS_F64] = ADD_TO(ADD_F64_ENTRY)},
     .scale = {[MLS_F16] = scale_f16,
               [MLS_BF16] = scale_bf16,
               [MLS_F32] = scale_f32,
               [MLS_F64] = scale_f64},
-    .squares = {[MLS_F16] = squares_f16,
-                [MLS_BF16] = squares_bf16,
-                [MLS_F32] = squares_f32,
-                [MLS_F64] = squares_f64,
-                [MLS_I8] = squares_i8,
-                [MLS_I16] = squares_i16,
-                [MLS_I32] = squares_i32,
-                [MLS_I64] = squares_i64,
-                [MLS_U8] = squares_u8,
-                [MLS_U16] = squares_u16,
-                [MLS_U32] = squares_u32,
-                [MLS_U64] = squares_u64,
-                [MLS_BOOL] = squares_u8,
-                [MLS_F8_E4M3] = squares_e4m3,
-                [MLS_F8_E5M2] = squares_e5m2,
-                [MLS_F8_E8M0] = squares_e8m0,
-                [MLS_F8_E4M3FNUZ] = squares_e4m3fnuz,
-                [MLS_F8_E5M2FNUZ] = squares_e5m2fnuz},
+    .squares = {MLS_FLOAT_DTYPES(SQUARES_ENTRY) MLS_INT_DTYPES(SQUARES_ENTRY)
+                    MLS_UINT_DTYPES(SQUARES_ENTRY) MLS_BOOL_DTYPES(SQUARES_ENTRY)
+                        MLS_FLOAT8_DTYPES(SQUARES_ENTRY)},
 };

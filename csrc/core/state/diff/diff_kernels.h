@@ -21,31 +21,16 @@ extern const mls_diff_kernels mls_diff_neon;
 
 /* The reference kernels. Vector kernels use them for the last items that do not fill a
  * vector, for blocks with NaN, and for dtypes without a vector kernel. */
-void mls_diff_f16(const void *a, const void *b, size_t count, mls_diff_result *into);
-void mls_diff_bf16(const void *a, const void *b, size_t count, mls_diff_result *into);
-void mls_diff_f32(const void *a, const void *b, size_t count, mls_diff_result *into);
-void mls_diff_f64(const void *a, const void *b, size_t count, mls_diff_result *into);
-void mls_diff_i8(const void *a, const void *b, size_t count, mls_diff_result *into);
-void mls_diff_i16(const void *a, const void *b, size_t count, mls_diff_result *into);
-void mls_diff_i32(const void *a, const void *b, size_t count, mls_diff_result *into);
-void mls_diff_i64(const void *a, const void *b, size_t count, mls_diff_result *into);
-void mls_diff_u8(const void *a, const void *b, size_t count, mls_diff_result *into);
-void mls_diff_u16(const void *a, const void *b, size_t count, mls_diff_result *into);
-void mls_diff_u32(const void *a, const void *b, size_t count, mls_diff_result *into);
-void mls_diff_u64(const void *a, const void *b, size_t count, mls_diff_result *into);
-void mls_diff_c64(const void *a, const void *b, size_t count, mls_diff_result *into);
-void mls_diff_e4m3(const void *a, const void *b, size_t count, mls_diff_result *into);
-void mls_diff_e5m2(const void *a, const void *b, size_t count, mls_diff_result *into);
-void mls_diff_e8m0(const void *a, const void *b, size_t count, mls_diff_result *into);
-void mls_diff_e4m3fnuz(const void *a, const void *b, size_t count, mls_diff_result *into);
-void mls_diff_e5m2fnuz(const void *a, const void *b, size_t count, mls_diff_result *into);
+#define MLS_DIFF_DECLARATION(id, suffix, ...)                                            \
+    void mls_diff_##suffix(const void *a, const void *b, size_t count,                   \
+                           mls_diff_result *into);
+MLS_DTYPES(MLS_DIFF_DECLARATION)
 
 /* Entries of every table that have only a reference kernel. */
+#define MLS_DIFF_ENTRY(id, suffix, ...) [MLS_##id] = mls_diff_##suffix,
 #define MLS_DIFF_RARE                                                                    \
-    [MLS_I64] = mls_diff_i64, [MLS_U64] = mls_diff_u64, [MLS_C64] = mls_diff_c64,        \
-    [MLS_F8_E4M3] = mls_diff_e4m3, [MLS_F8_E5M2] = mls_diff_e5m2,                        \
-    [MLS_F8_E8M0] = mls_diff_e8m0, [MLS_F8_E4M3FNUZ] = mls_diff_e4m3fnuz,                \
-    [MLS_F8_E5M2FNUZ] = mls_diff_e5m2fnuz
+    [MLS_I64] = mls_diff_i64, [MLS_U64] = mls_diff_u64,                                  \
+    MLS_COMPLEX_DTYPES(MLS_DIFF_ENTRY) MLS_FLOAT8_DTYPES(MLS_DIFF_ENTRY)
 
 /* Defines the registers of `bytes` bytes for diff_simd.h, with the compiler's vector
  * extensions. Comparisons yield lanes with all bits set. */

@@ -67,19 +67,15 @@ static void measure_i64(int64_t a, int64_t b, mls_diff_result *into)
     add_difference((double)distance, (double)largest, into);
 }
 
-/* Two float32; their squares and the sums of these do not overflow a double. */
-typedef struct complex_pair {
-    float real, imaginary;
-} complex_pair;
-
-/* sqrt is correctly rounded everywhere; hypot is not. */
+/* The squares of two float32 and their sum do not overflow a double. sqrt is correctly
+ * rounded everywhere; hypot is not. */
 static double modulus(double real, double imaginary)
 {
     return sqrt(real * real + imaginary * imaginary);
 }
 
 /* Infinite values are handled first: the difference of two equal infinities is NaN. */
-static void measure_complex(complex_pair a, complex_pair b, mls_diff_result *into)
+static void measure_complex(mls_complex64 a, mls_complex64 b, mls_diff_result *into)
 {
     const bool a_nan = isnan(a.real) || isnan(a.imaginary);
     const bool b_nan = isnan(b.real) || isnan(b.imaginary);
@@ -125,40 +121,19 @@ static void measure_complex(complex_pair a, complex_pair b, mls_diff_result *int
         }                                                                                \
     }
 
-/* Dtypes whose values are exact in double. */
-#define DEFINE_VALUES(name, type, decode)                                                \
-    DEFINE_RUN(name, type, measure_values((double)decode(x), (double)decode(y), into))
+/* Floats are compared as doubles; integers exactly. */
+#define DEFINE_VALUES(id, suffix, name, file_name, item, code, decode)                   \
+    DEFINE_RUN(mls_diff_##suffix, item,                                                  \
+               measure_values((double)decode(x), (double)decode(y), into))
+#define DEFINE_INT(id, suffix, name, file_name, item, ...)                               \
+    DEFINE_RUN(mls_diff_##suffix, item, measure_i64(x, y, into))
+#define DEFINE_UINT(id, suffix, name, file_name, item, ...)                              \
+    DEFINE_RUN(mls_diff_##suffix, item, measure_u64(x, y, into))
 
-DEFINE_VALUES(mls_diff_f16, uint16_t, mls_f32_from_f16)
-DEFINE_VALUES(mls_diff_bf16, uint16_t, mls_f32_from_bf16)
-DEFINE_VALUES(mls_diff_f32, uint32_t, mls_f32_from_bits)
-DEFINE_VALUES(mls_diff_f64, uint64_t, mls_f64_from_bits)
-DEFINE_VALUES(mls_diff_i8, int8_t, )
-DEFINE_VALUES(mls_diff_i16, int16_t, )
-DEFINE_VALUES(mls_diff_i32, int32_t, )
-DEFINE_VALUES(mls_diff_u8, uint8_t, )
-DEFINE_VALUES(mls_diff_u16, uint16_t, )
-DEFINE_VALUES(mls_diff_u32, uint32_t, )
-DEFINE_VALUES(mls_diff_e4m3, uint8_t, mls_f64_from_e4m3)
-DEFINE_VALUES(mls_diff_e5m2, uint8_t, mls_f64_from_e5m2)
-DEFINE_VALUES(mls_diff_e8m0, uint8_t, mls_f64_from_e8m0)
-DEFINE_VALUES(mls_diff_e4m3fnuz, uint8_t, mls_f64_from_e4m3fnuz)
-DEFINE_VALUES(mls_diff_e5m2fnuz, uint8_t, mls_f64_from_e5m2fnuz)
-DEFINE_RUN(mls_diff_i64, int64_t, measure_i64(x, y, into))
-DEFINE_RUN(mls_diff_u64, uint64_t, measure_u64(x, y, into))
-DEFINE_RUN(mls_diff_c64, complex_pair, measure_complex(x, y, into))
+MLS_FLOAT_DTYPES(DEFINE_VALUES)
+MLS_INT_DTYPES(DEFINE_INT)
+MLS_UINT_DTYPES(DEFINE_UINT)
+MLS_FLOAT8_DTYPES(DEFINE_VALUES)
+DEFINE_RUN(mls_diff_c64, mls_complex64, measure_complex(x, y, into))
 
-const mls_diff_kernels mls_diff_scalar = {
-    .run = {[MLS_F16] = mls_diff_f16,
-            [MLS_BF16] = mls_diff_bf16,
-            [MLS_F32] = mls_diff_f32,
-            [MLS_F64] = mls_diff_f64,
-            [MLS_I8] = mls_diff_i8,
-            [MLS_I16] = mls_diff_i16,
-            [MLS_I32] = mls_diff_i32,
-            [MLS_U8] = mls_diff_u8,
-            [MLS_U16] = mls_diff_u16,
-            [MLS_U32] = mls_diff_u32,
-            [MLS_BOOL] = mls_diff_u8,
-            MLS_DIFF_RARE},
-};
+const mls_diff_kernels mls_diff_scalar = {.run = {MLS_DTYPES(MLS_DIFF_ENTRY)}};

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...._common.dtypes import name_of
+from ...._common.dtypes import DTYPES, EXTENSIONS, FLOAT8S, name_of
 
 if TYPE_CHECKING:
     import torch
 
 # Dtypes with equal names that torch and NumPy exchange without conversion.
-INTEGERS = [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
-FLOATS = ["float16", "float32", "float64", "complex64", "complex128"]
-SHARED = frozenset(["bool", *INTEGERS, *FLOATS])
+SHARED = frozenset(info.name for info in DTYPES if info.in_numpy) | {"complex128"}
 # Dtypes of ml_dtypes: exchanged as integers, which torch and NumPy both have.
-VIEWED = {
-    "bfloat16": "int16",
-    "float8_e4m3fn": "uint8",
-    "float8_e5m2": "uint8",
-    "float8_e8m0fnu": "uint8",
-    "float8_e4m3fnuz": "uint8",
-    "float8_e5m2fnuz": "uint8",
-}
+VIEWED = {name: "uint8" if size == 1 else f"int{8 * size}" for name, size in EXTENSIONS.items()}
 # Dtypes that torch cannot read from a pickle; they are pickled as integers of the same size.
-PICKLED = {name: "uint8" for name in VIEWED if name != "bfloat16"} | {
-    f"uint{bits}": f"int{bits}" for bits in (16, 32, 64)
-}
+PICKLED = dict.fromkeys(FLOAT8S, "uint8") | {f"uint{bits}": f"int{bits}" for bits in (16, 32, 64)}
 
 
 def torch_dtype(dtype: Any, source: torch.Tensor) -> torch.dtype:

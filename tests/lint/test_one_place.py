@@ -1,0 +1,63 @@
+"""Documents name every dtype and layout of the core's tables, and nothing else lists them."""
+
+import json
+import re
+
+import house
+import pytest
+
+from mlstate import _core
+from mlstate._common.dtypes import DTYPES
+from mlstate._sharding.layout import LAYOUT_NAMES, Layout
+
+SCHEMA = json.loads((house.PACKAGE / "schema" / "index.schema.json").read_text())
+KIND = SCHEMA["$defs"]["kind"]["properties"]
+
+
+def test_the_schema_has_every_dtype():
+    assert KIND["dtype"]["enum"] == [info.file_name for info in DTYPES]
+
+
+def test_the_page_of_the_format_has_every_dtype_with_its_size():
+    text = (house.ROOT / "docs" / "format.md").read_text()
+    table = text.partition("| dtype | bytes | elements |")[2].partition("\n\n")[0]
+    found = []
+    for names, sizes in re.findall(r"^\| (`[^|]*) \| ([\d ]+) \|", table, re.MULTILINE):
+        row = re.findall(r"`(\w+)`", names)
+        each = [int(size) for size in sizes.split()]
+        found += zip(row, each * len(row) if len(each) == 1 else each, strict=True)
+    assert found == [(info.file_name, info.item_bytes) for info in DTYPES]
+
+
+def test_the_schema_has_every_step_without_an_axis():
+    steps = KIND["layout"]["items"]["prefixItems"][0]["anyOf"]
+    named = []
+    for name in LAYOUT_NAMES:
+        layout, _ = _core.layout_parse(name)
+        named += [axis for axis, _ in layout if isinstance(axis, str)]
+    assert [step["const"] for step in steps if "const" in step] == named
+
+
+@pytest.mark.parametrize("name", LAYOUT_NAMES)
+def test_a_layout_has_a_constructor_and_is_in_the_help(name):
+    layout, has_parts = _core.layout_parse(name)
+    make = getattr(Layout, name)
+    made = make(3) if layout else make()
+    assert made.steps == tuple((axis, 3) for axis, _ in layout) and not has_parts
+    assert f'"{name}"' in (house.PACKAGE / "checkpoint" / "_save.py").read_text()
+    assert name in (house.ROOT / "docs" / "commands.md").read_text()
+
+
+# Sources may choose some dtypes by name, but only the table has all of them.
+LISTED = re.compile(r"float8_e4m3fnuz|F8_E4M3FNUZ")
+
+
+def test_only_the_table_lists_all_dtypes():
+    sources = [*house.c_files(house.CORE, house.BINDINGS), *house.python_files()]
+    found = {
+        path.relative_to(house.ROOT).as_posix()
+        for path in sources
+        if path.name != "dtypes.def"
+        and LISTED.search(path.read_text().replace("DLPACK_F8_E4M3FNUZ", ""))
+    }
+    assert not found
