@@ -17,7 +17,7 @@ from ..collectives._operation_queue import Turns
 from ..errors import CompatibilityError
 from ._config import FSDP
 from ._gradient_ops import LocalSums, add, clear, copied
-from ._hook_checks import ModelHooks, check_gradients
+from ._hook_registry import ModelHooks, check_gradients
 from ._reduction_session import BackwardPass, BucketPlan
 from ._report import BackwardReport
 from ._unit import FSDPShardingUnit, bind_unit, bind_units, check_units

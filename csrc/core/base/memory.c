@@ -204,6 +204,9 @@ mls_code mls_pages_init(mls_pages *out, size_t bytes, mls_status *st)
 mls_code mls_pages_grow(mls_pages *pages, size_t bytes, mls_status *st)
 {
     mls_pages bigger;
+    if (bytes < pages->bytes) {
+        return fail_mapping(st, bytes);
+    }
     const mls_code code = mls_pages_init(&bigger, bytes, st);
     if (code != MLS_OK) {
         return code;

@@ -163,7 +163,7 @@ static void keep_tensor_class(PyObject *module, PyTypeObject *type)
         PyType_IsSubtype(type, PyDescr_TYPE(found))) {
         const PyGetSetDef *property = ((PyGetSetDescrObject *)found)->d_getset;
         MLSPY_BEGIN_LOCKED(module)
-        keep_getter(state, type, property);
+            keep_getter(state, type, property);
         MLSPY_END_LOCKED()
     }
     PyErr_Clear();

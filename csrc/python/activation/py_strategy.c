@@ -91,7 +91,7 @@ static int adjust_interval(strategy_object *self, int64_t now)
         return -1;
     }
     MLSPY_BEGIN_LOCKED(self)
-    mls_strategy_adjust(&self->s, now, used, total);
+        mls_strategy_adjust(&self->s, now, used, total);
     MLSPY_END_LOCKED()
     return 0;
 }
@@ -105,7 +105,7 @@ static int adjust_interval_if_due(strategy_object *self)
         return -1;
     }
     MLSPY_BEGIN_LOCKED(self)
-    due = mls_strategy_is_due(&self->s, now);
+        due = mls_strategy_is_due(&self->s, now);
     MLSPY_END_LOCKED()
     return due ? adjust_interval(self, now) : 0;
 }
@@ -152,7 +152,7 @@ decide_layer(strategy_object *self, PyObject *const *args, Py_ssize_t nargs,
         chosen = decide(&self->s, &filled, st);
     } else {
         MLSPY_BEGIN_LOCKED(self)
-        chosen = decide(&self->s, &filled, st);
+            chosen = decide(&self->s, &filled, st);
         MLSPY_END_LOCKED()
     }
     if (st != NULL && chosen < 0) {
@@ -274,7 +274,7 @@ static PyObject *reset_state(strategy_object *self, PyObject *unused)
         return NULL;
     }
     MLSPY_BEGIN_LOCKED(self)
-    mls_strategy_reset(&self->s, now);
+        mls_strategy_reset(&self->s, now);
     MLSPY_END_LOCKED()
     Py_RETURN_NONE;
 }
@@ -319,8 +319,8 @@ static PyObject *get_state(strategy_object *self, PyObject *unused)
         return NULL;
     }
     MLSPY_BEGIN_LOCKED(self)
-    s = self->s;
-    facts = all_facts(&self->s.seen);
+        s = self->s;
+        facts = all_facts(&self->s.seen);
     MLSPY_END_LOCKED()
     return facts == NULL
                ? NULL
@@ -407,8 +407,8 @@ static PyObject *restore_state(strategy_object *self, PyObject *state)
     }
     mls_layer_map old;
     MLSPY_BEGIN_LOCKED(self)
-    old = self->s.seen;
-    self->s = fresh;
+        old = self->s.seen;
+        self->s = fresh;
     MLSPY_END_LOCKED()
     mls_layer_map_fini(&old);
     Py_RETURN_NONE;

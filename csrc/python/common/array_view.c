@@ -463,17 +463,17 @@ static PyObject *take_capsule(PyObject *capsule)
 {
     PyObject *owner = NULL;
     MLSPY_BEGIN_LOCKED(capsule)
-    const bool versioned = PyCapsule_IsValid(capsule, "dltensor_versioned") != 0;
-    void *managed =
-        PyCapsule_GetPointer(capsule, versioned ? "dltensor_versioned" : "dltensor");
-    if (managed != NULL) {
-        owner =
-            PyCapsule_New(managed, versioned ? versioned_owner : plain_owner, owner_end);
-    }
-    if (owner != NULL) { /* cannot fail: it is a capsule, and the name is valid */
-        (void)PyCapsule_SetName(capsule,
-                                versioned ? "used_dltensor_versioned" : "used_dltensor");
-    }
+        const bool versioned = PyCapsule_IsValid(capsule, "dltensor_versioned") != 0;
+        void *managed =
+            PyCapsule_GetPointer(capsule, versioned ? "dltensor_versioned" : "dltensor");
+        if (managed != NULL) {
+            owner = PyCapsule_New(managed, versioned ? versioned_owner : plain_owner,
+                                  owner_end);
+        }
+        if (owner != NULL) { /* cannot fail: it is a capsule, and the name is valid */
+            (void)PyCapsule_SetName(capsule, versioned ? "used_dltensor_versioned"
+                                                       : "used_dltensor");
+        }
     MLSPY_END_LOCKED()
     return owner;
 }

@@ -87,14 +87,14 @@ static int take_all(PyObject *dict, mlspy_items *out)
 {
     bool failed = false;
     MLSPY_BEGIN_LOCKED(dict)
-    PyObject *key, *value;
-    Py_ssize_t at = 0;
-    out->items = mls_alloc((size_t)PyDict_GET_SIZE(dict), sizeof *out->items);
-    failed = out->items == NULL;
-    while (!failed && PyDict_Next(dict, &at, &key, &value)) {
-        out->items[out->count].key = Py_NewRef(key);
-        out->items[out->count++].value = Py_NewRef(value);
-    }
+        PyObject *key, *value;
+        Py_ssize_t at = 0;
+        out->items = mls_alloc((size_t)PyDict_GET_SIZE(dict), sizeof *out->items);
+        failed = out->items == NULL;
+        while (!failed && PyDict_Next(dict, &at, &key, &value)) {
+            out->items[out->count].key = Py_NewRef(key);
+            out->items[out->count++].value = Py_NewRef(value);
+        }
     MLSPY_END_LOCKED()
     if (failed) {
         PyErr_NoMemory();

@@ -243,7 +243,8 @@ static PyObject *link_broadcast(PyObject *self, PyObject *const *args, Py_ssize_
         return NULL;
     }
     if (root < 0 || (size_t)root >= link->world) {
-        PyErr_SetString(PyExc_ValueError, "root is no rank");
+        PyErr_Format(PyExc_ValueError, "root %lld is not a rank of this group (0..%zu)",
+                     (long long)root, link->world - 1);
         return NULL;
     }
     if (take_packed(state, args[0], "array", (size_t)root != link->rank, &view) < 0) {

@@ -37,16 +37,16 @@ static int check_all_entries(const mlspy_state *state, PyObject *dict, PyObject 
     mlspy_finder finder = {.dict = other, .in_step = true};
     int answer = 1;
     MLSPY_BEGIN_LOCKED(dict)
-    PyObject *key, *value;
-    Py_ssize_t at = 0;
-    while (answer == 1 && PyDict_Next(dict, &at, &key, &value)) {
-        /* the lookup may run code that removes the entry */
-        Py_INCREF(key);
-        Py_INCREF(value);
-        answer = ask(state, key, value, &finder);
-        Py_DECREF(key);
-        Py_DECREF(value);
-    }
+        PyObject *key, *value;
+        Py_ssize_t at = 0;
+        while (answer == 1 && PyDict_Next(dict, &at, &key, &value)) {
+            /* the lookup may run code that removes the entry */
+            Py_INCREF(key);
+            Py_INCREF(value);
+            answer = ask(state, key, value, &finder);
+            Py_DECREF(key);
+            Py_DECREF(value);
+        }
     MLSPY_END_LOCKED()
     return answer;
 }
@@ -499,14 +499,14 @@ static int holds_arrays(PyObject *dict)
     Py_ssize_t at = 0;
     bool good = true;
     MLSPY_BEGIN_LOCKED(dict)
-    while (good && PyDict_Next(dict, &at, &key, &value)) {
-        PyObject *held[] = {Py_NewRef(key), Py_NewRef(value)};
-        PyObject *name = mlspy_check_entry(held[0], held[1]);
-        good = name != NULL;
-        Py_XDECREF(name);
-        Py_DECREF(held[0]);
-        Py_DECREF(held[1]);
-    }
+        while (good && PyDict_Next(dict, &at, &key, &value)) {
+            PyObject *held[] = {Py_NewRef(key), Py_NewRef(value)};
+            PyObject *name = mlspy_check_entry(held[0], held[1]);
+            good = name != NULL;
+            Py_XDECREF(name);
+            Py_DECREF(held[0]);
+            Py_DECREF(held[1]);
+        }
     MLSPY_END_LOCKED()
     if (!good && (PyErr_ExceptionMatches(PyExc_TypeError) ||
                   PyErr_ExceptionMatches(PyExc_ValueError))) {

@@ -107,11 +107,12 @@ static PyObject *known_description(statedict_object *state)
 {
     PyObject *known = NULL;
     MLSPY_BEGIN_LOCKED(state)
-    if (state->description != NULL &&
-        state->described_len == PyDict_GET_SIZE((PyObject *)state) &&
-        state->described == atomic_load_explicit(&state->changes, memory_order_relaxed)) {
-        known = Py_NewRef(state->description);
-    }
+        if (state->description != NULL &&
+            state->described_len == PyDict_GET_SIZE((PyObject *)state) &&
+            state->described ==
+                atomic_load_explicit(&state->changes, memory_order_relaxed)) {
+            known = Py_NewRef(state->description);
+        }
     MLSPY_END_LOCKED()
     return known;
 }
@@ -135,10 +136,10 @@ PyObject *mlspy_describe_names(PyObject *dict, PyObject *(*make)(PyObject *dict)
     PyObject *old = NULL;
     if (made != NULL) {
         MLSPY_BEGIN_LOCKED(state)
-        old = state->description;
-        state->description = Py_NewRef(made);
-        state->described = changes;
-        state->described_len = length;
+            old = state->description;
+            state->description = Py_NewRef(made);
+            state->described = changes;
+            state->described_len = length;
         MLSPY_END_LOCKED()
     }
     Py_XDECREF(old);

@@ -30,8 +30,8 @@ START = b'{"checksum":"00000000"'
 # Errors of our readers for documents that a schema cannot refuse.
 BETWEEN_MEMBERS = {
     "index": {
-        "the rank is below the world's size": r'"rank" is no whole number in its range',
-        "numbers are in their range": r'"(bytes|offset|kind|part|version)" is no whole number',
+        "the rank is below the world's size": r'"rank" is not a whole number in its range',
+        "numbers are in their range": r'"(bytes|offset|kind|part|version)" is not a whole number',
         "columns are of one length": r"(one value|8 digits) for each|a \";\" behind each",
         "columns are no longer": r"has more values than its table has rows",
         "layers are those of the shards": r"has too few layers for the shards",

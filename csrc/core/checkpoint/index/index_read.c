@@ -280,10 +280,9 @@ static mls_code read_kinds(reader *r, mls_json_node array)
     mls_code code = MLS_OK;
     mls_json_node node = mls_json_first(r->in.json, array);
     for (size_t i = 0; code == MLS_OK && i < count; i++) {
-        code =
-            mls_json_type_of(r->in.json, node) == MLS_JSON_OBJECT
-                ? mls_index_find_members(&r->in, node, m, KIND_MEMBERS)
-                : mls_index_fail_value(&r->in, node, "kinds", "hold what is no object");
+        code = mls_json_type_of(r->in.json, node) == MLS_JSON_OBJECT
+                   ? mls_index_find_members(&r->in, node, m, KIND_MEMBERS)
+                   : mls_index_fail_value(&r->in, node, "kinds", "must contain objects");
         code = code == MLS_OK ? read_kind(r, m, &r->kinds[i]) : code;
         node = mls_json_next(r->in.json, node);
     }

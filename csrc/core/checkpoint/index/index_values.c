@@ -9,7 +9,7 @@ enum {
     SURE_DIGITS = 19  /* any number of 19 digits is below 2**64 */
 };
 
-static const char out_of_range[] = "is no whole number in its range";
+static const char out_of_range[] = "is not a whole number in its range";
 
 /* ---- errors ---- */
 

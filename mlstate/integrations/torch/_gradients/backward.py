@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ...._common.text import names_hint
 from ....collectives._arguments import dtype_name
 from ....errors import CollectiveError
-from ....fsdp._hook_checks import Hooks
+from ....fsdp._hook_registry import Hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

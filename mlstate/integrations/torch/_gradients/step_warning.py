@@ -6,7 +6,7 @@ import warnings
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ....fsdp._hook_checks import live_hooks
+from ....fsdp._hook_registry import live_hooks
 from .backward import ModuleHooks
 
 if TYPE_CHECKING:

@@ -63,7 +63,7 @@ static void other_numbers_are_refused(void)
         mls_index_column c = mls_index_open_column(&in, &m);
         CHECK(mls_index_next_number(&in, &c, 1, 10, &value) == MLS_E_FORMAT);
         CHECK(value == 77 && status.offset == 6);
-        CHECK_TEXT(status.text, "shard of 'w': \"x\" is no whole number in its range");
+        CHECK_TEXT(status.text, "shard of 'w': \"x\" is not a whole number in its range");
         CHECK_TEXT(status.expected, "1 to 10");
         CHECK_TEXT(status.name, "w");
         CHECK(strncmp(status.got, texts[i], strcspn(texts[i], ",")) == 0);
