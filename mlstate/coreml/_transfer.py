@@ -9,7 +9,7 @@ import numpy as np
 
 from .._common.dtypes import label_of, name_of
 from .._common.set_module import set_module
-from .._common.text import names_hint
+from .._common.text import names_hint, shorten
 from ..kv._transition import compact_kv_state, transition_kv_state
 from ._plan import Fault, as_position, position_fault, shape_fault
 from ._specs import AXES, SEQUENCE, StateSpec, as_spec, incompatible, quoted
@@ -36,17 +36,27 @@ _WRITABLE_DTYPES = ("float32", "float64", "int32")  # accepted by `write_state`
 # ---- moving a state ----
 
 
+def _check_name(name: str, specs: Mapping[str, StateSpec | Sequence[int]] | None) -> None:
+    """Raise TypeError if `name` is not one name, such as a list of names, or `specs` is wrong."""
+    if specs is not None and not isinstance(specs, Mapping):
+        raise TypeError(
+            "specs must be the target model's state_specs(...) or a mapping of names to shapes, "
+            f"got {type(specs).__name__}"
+        )
+    if not isinstance(name, str):
+        known = "state_specs(model) lists them" if specs is None else f"there are {quoted(specs)}"
+        raise TypeError(
+            f"state_name must be the name of one state, got {type(name).__name__} "
+            f"{shorten(repr(name), 60)}; call once for each state ({known})"
+        )
+
+
 def _target_shape(
     target: MLStateLike, name: str, specs: Mapping[str, StateSpec | Sequence[int]] | None
 ) -> tuple[int, ...]:
     """Return the shape of the target's state: from its specs, or by reading it."""
     if specs is None:
         return tuple(target.read_state(name=name).shape)
-    if not isinstance(specs, Mapping):
-        raise TypeError(
-            "specs must be the target model's state_specs(...) or a mapping of names to shapes, "
-            f"got {type(specs).__name__}"
-        )
     if name not in specs:
         raise incompatible(
             f"{name}: the target model has no state of this name{names_hint(name, specs)}",
@@ -101,6 +111,7 @@ def _move_state(
     compact: bool,
 ) -> None:
     """Read, check everything, move and write; the write to the target is the last step."""
+    _check_name(name, specs)
     number = as_position(position)
     shape = _target_shape(target, name, specs)
     if len(shape) == len(AXES):
@@ -157,6 +168,8 @@ def transition_coreml_state(
         than the source.
     RuntimeError
         Raised by Core ML if a model lacks the state.
+    TypeError
+        `state_name` is not one name, or `specs` is not a mapping.
 
     Notes
     -----
@@ -200,7 +213,7 @@ def compact_coreml_state(
 
     Raises
     ------
-    CompatibilityError, CapacityError, RuntimeError
+    CompatibilityError, CapacityError, RuntimeError, TypeError
         As for `transition_coreml_state`, but a shorter target is only refused if the tokens
         do not fit.
 

@@ -732,6 +732,16 @@ def test_a_name_that_the_target_lacks_is_told_before_any_read():
     assert source.reads == target.reads == target.writes == 0
 
 
+@pytest.mark.parametrize("names", [["kv", "other"], ("kv",), {"kv"}, None, b"kv"])
+@pytest.mark.parametrize("move", [transition_coreml_state, compact_coreml_state])
+def test_several_names_in_one_call_are_refused_with_those_that_exist(move, names):
+    source, target, _ = pair(16, 40)
+    for specs, known in ((specs_for(40), "there are 'kv'"), (None, r"state_specs\(model\) lists")):
+        with pytest.raises(TypeError, match=rf"name of one state, got .*call once for .*{known}"):
+            move(source, target, names, 5, specs=specs)
+    assert source.reads == target.reads == target.writes == 0
+
+
 def test_a_name_that_core_ml_lacks_is_its_own_error():
     source, target, _ = pair(16, 40)
     with pytest.raises(RuntimeError, match=r"no state is called 'other'"):
