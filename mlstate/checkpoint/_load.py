@@ -718,7 +718,6 @@ def load(
     TypeError, ValueError
         A torch object in `into` is refused for one of the reasons of `save`, or arrays of
         `into` are read-only or overlap without being the same array. `into` is unchanged.
-        memory and are not the same array. Nothing was changed.
 
     Notes
     -----

@@ -75,7 +75,6 @@ class SaveTarget(NamedTuple):
     retain : callable or None
         Called after the commit with the new manifest. It deletes old roots and returns the
         manifests of the remaining roots, by their paths in the folder.
-        manifests of the others by their paths in the folder.
     lock_timeout : float
         Seconds.
     """

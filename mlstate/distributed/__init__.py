@@ -387,7 +387,6 @@ class DistributedStateCollector:
         need at most as much, and less if arrays are contiguous. Comparing replicas reads each
         replica once. Running statistics of batch normalisation differ between replicas during
         training: pass ``verify_replicas=False`` for them, or exclude them by `names`.
-        ``verify_replicas=False`` for those, or leave them out by `names`.
 
         Examples
         --------

@@ -568,7 +568,7 @@ def test_reshard_a_step(place, run_json):
     [
         (["--layout", "rows"], "--world-size N"),
         (["--layout", "rows=2,axis:1"], "axis:1=N"),
-        (["--layout", "columns", "--world-size", "2"], "'columns' is not one of"),
+        (["--layout", "diagonal", "--world-size", "2"], "'diagonal' is not one of"),
         (["--layout", "rows=2", "--world-size", "3"], "2 parts for 3 ranks"),
         (["--layout", "flat=2,rows=2"], "flat"),
         (["--layout", "rows", "--world-size", "0"], "must be 1 or more"),

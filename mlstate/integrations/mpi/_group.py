@@ -68,7 +68,6 @@ class MPIGroup(ExchangeEngine):
     threads. This requires ``MPI_THREAD_MULTIPLE``, which mpi4py requests by default. If MPI does
     not provide it, operations complete before they return. Below ``MPI_THREAD_SERIALIZED``, only
     the thread that initialised MPI can use the group.
-    thread that initialised MPI can use the group.
 
     Examples
     --------
