@@ -12,7 +12,7 @@ from tries import tries
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Idle threads of OpenMP spin for a while: torch's took five times as long beside other workers.
+# Idle threads of OpenMP spin: with several workers, some tests of torch took five times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell starts background processes with SIGINT ignored; Python then raises nothing on Ctrl-C.
