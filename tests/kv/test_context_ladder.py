@@ -1,6 +1,8 @@
 """Decisions on the size of a cache, against formulas written independently of the ladder."""
 
 import pickle
+import random
+from collections import Counter
 from itertools import pairwise
 
 import numpy as np
@@ -106,34 +108,22 @@ def test_growth_begins_when_the_next_token_does_not_fit():
 # ---- shift and refill ----
 
 
-@given(
-    ladders(),
-    st.integers(0, 400),
-    st.one_of(st.just(1), st.integers(1, 900)),
-    st.integers(0, 4),
-)
-@settings(max_examples=tries(3000), deadline=None)
-def test_a_refill_keeps_the_tokens_of_the_formula(ladder, position, new_tokens, rung):
-    size = ladder.sizes[rung % len(ladder.sizes)]
-    top = ladder.sizes[-1]
-    position = min(position, size)
+def check_next_step(ladder, position, new_tokens, size):
+    position, top = min(position, size), ladder.sizes[-1]
     tokens = [7 * i + 3 for i in range(position + new_tokens)]
     step = ladder.next_step(position, size, new_tokens)
-    if len(tokens) <= size:
-        assert step == LadderStep("stay", size, (range(position),) if position else ())
-    elif len(tokens) <= top:
+    if len(tokens) <= top:
         smallest = min(s for s in ladder.sizes if s >= len(tokens))
-        assert step == LadderStep("grow", smallest, (range(position),) if position else ())
+        action = "stay" if len(tokens) <= size else "grow"
+        kept = (range(position),) if position else ()
+        assert step == LadderStep(action, max(smallest, size), kept)
     else:
         prompt = tokens[: ladder.prompt_tokens]
-        arguments = (top, ladder.batch_size, ladder.reserve_batches, prompt)
-        check_refill(ladder, step, tokens, refilled(tokens, *arguments), top)
+        wanted = refilled(tokens, top, ladder.batch_size, ladder.reserve_batches, prompt)
+        check_refill(ladder, step, tokens, wanted, top)
 
 
-@given(ladders("stop"), st.integers(0, 900), st.integers(0, 4))
-@settings(max_examples=tries(3000), deadline=None)
-def test_a_refill_of_any_size_and_number_of_tokens(ladder, position, rung):
-    size = ladder.sizes[rung % len(ladder.sizes)]
+def check_shrink(ladder, position, size):
     tokens = list(range(1000, 1000 + position))
     prompt = tokens[: ladder.prompt_tokens]
     wanted = refilled(tokens, size, ladder.batch_size, ladder.reserve_batches, prompt)
@@ -164,6 +154,36 @@ def check_refill(ladder, step, tokens, wanted, size):
     lengths = [stop - start for start, stop in step.batches]
     assert all(length == ladder.batch_size for length in lengths[:-1])
     assert 0 < lengths[-1] <= ladder.batch_size
+
+
+@given(ladders(), st.integers(0, 400), st.integers(1, 900), st.data())
+@settings(max_examples=tries(300), deadline=None)
+def test_a_refill_keeps_the_tokens_of_the_formula(ladder, position, new_tokens, data):
+    size = data.draw(st.sampled_from(ladder.sizes))
+    check_next_step(ladder, position, new_tokens, size)
+    check_shrink(ladder, position + new_tokens, size)
+
+
+def test_thousands_of_random_refills():
+    rng = random.Random(0)
+    actions = Counter()
+    for _ in range(tries(6000)):
+        sizes = sorted(rng.sample(range(1, 400), rng.randint(1, 5)))
+        ladder = ContextLadder(
+            sizes,
+            overflow="shift_refill",
+            batch_size=rng.choice([1, 2, 8, 16, 64, rng.randint(1, 450)]),
+            reserve_batches=rng.choice([0, 1, 2, 8, rng.randint(0, 40)]),
+            prompt_tokens=rng.choice([0, rng.randint(0, 450)]),
+        )
+        size, position = rng.choice(sizes), rng.randint(0, 400)
+        new_tokens = rng.choice([1, rng.randint(1, 500)])
+        check_next_step(ladder, position, new_tokens, size)
+        check_shrink(ladder, position, size)
+        actions[ladder.next_step(min(position, size), size, new_tokens).action] += 1
+        actions[ladder.refill(position, size).action] += 1
+    assert actions.keys() == {"stay", "grow", "refill", "stop"}
+    assert actions["refill"] > sum(actions.values()) // 4
 
 
 def next_token(tokens):

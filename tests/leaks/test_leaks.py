@@ -203,6 +203,27 @@ def manager(_):
     return run, [source]
 
 
+@case(
+    "LadderStep",
+    "ContextLadder",
+    *(f"ContextLadder.{n}" for n in ("size_for", "next_step", "refill", "shrink", "mask")),
+    "ContextLadder.prefill_batches",
+)
+def context_ladder(_):
+    sizes = [8, 16]
+
+    def run():
+        ladder = kv.ContextLadder(sizes, overflow="shift_refill", batch_size=4, prompt_tokens=2)
+        ladder.size_for(9), ladder.prefill_batches(9), ladder.shrink(3), ladder.refill(20)
+        for position, size in ((7, 8), (8, 8), (16, 16)):
+            str(ladder.next_step(position, size).indices)
+        ladder.mask(3, 8), ladder.mask(3, 8, 4)
+        raises(ValueError, ladder.next_step, 9, 8)()
+        raises(TypeError, kv.ContextLadder, [True])()
+
+    return run, [sizes]
+
+
 # ---- files ----
 
 
