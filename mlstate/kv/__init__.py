@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ._combined_strategy import CombinedStrategy
 from ._context_ladder import ContextLadder, LadderStep
 from ._kv_state import KVState
 from ._manager import StateTransitionManager
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from ..coreml import compact_coreml_state, transition_coreml_state
 
 __all__ = [
+    "CombinedStrategy",
     "ContextLadder",
     "KVState",
     "LadderStep",

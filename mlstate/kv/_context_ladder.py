@@ -47,7 +47,7 @@ def as_count(name: str, value: Any, least: int = 0) -> int:
     return number
 
 
-def _as_sizes(sizes: Any) -> tuple[int, ...]:
+def as_sizes(sizes: Any) -> tuple[int, ...]:
     """Return the sizes of a ladder as a tuple of rising positive integers."""
     if isinstance(sizes, str | bytes) or not hasattr(sizes, "__iter__"):
         raise TypeError(f"sizes must be a sequence of integers, got {type(sizes).__name__}")
@@ -63,9 +63,41 @@ def _as_sizes(sizes: Any) -> tuple[int, ...]:
     return checked
 
 
+def as_size(sizes: tuple[int, ...], size: Any) -> int:
+    """Return a size as an int, or raise the error for an unknown size."""
+    number = as_count("size", size)
+    if number not in sizes:
+        known = ", ".join(map(str, sizes))
+        raise ValueError(f"size {number} is unknown; the sizes are {known}")
+    return number
+
+
+def check_room(position: int, size: int, new_tokens: int) -> None:
+    """Raise CapacityError if the new tokens do not fit into a cache."""
+    if position + new_tokens > size:
+        raise capacity_error(
+            f"{new_tokens} new tokens after {position} do not fit into {size} positions: follow "
+            "next_step first",
+            f"at most {max(size - position, 0)}",
+            new_tokens,
+        )
+
+
 def _ranges(*ranges: range) -> tuple[range, ...]:
     """Return the ranges that are not empty."""
     return tuple(part for part in ranges if part)
+
+
+def mask_rows(
+    position: int, size: int, count: int, attention_size: int | None, dtype: Any, fill: float
+) -> NDArray:
+    """Return `count` rows of the causal mask for a cache of `size` positions, a view if several."""
+    if count == 1:
+        reach = size if attention_size is None else attention_size
+        row: NDArray = create_decode_mask(size, reach, position, dtype=dtype, fill=fill)
+        return row
+    mask = create_causal_mask(size, attention_size, dtype=dtype, fill=fill)
+    return mask[:, :, position : position + count]
 
 
 @set_module("mlstate.kv")
@@ -191,7 +223,7 @@ class ContextLadder:
         reserve_batches: int = 2,
         prompt_tokens: int = 0,
     ) -> None:
-        self._sizes = _as_sizes(sizes)
+        self._sizes = as_sizes(sizes)
         if overflow not in _OVERFLOWS:
             known = ", ".join(map(repr, _OVERFLOWS))
             raise ValueError(f"overflow must be one of {known}, got {overflow!r}")
@@ -309,7 +341,7 @@ class ContextLadder:
         """
         position = as_count("position", position)
         new_tokens = as_count("new_tokens", new_tokens, 1)
-        size = self._as_size(size)
+        size = as_size(self._sizes, size)
         top = self._sizes[-1]
         if position > size and not self._rolls_at(size):
             raise capacity_error(
@@ -373,7 +405,7 @@ class ContextLadder:
         'stop'
         """
         position = as_count("position", position)
-        size = self._sizes[-1] if size is None else self._as_size(size)
+        size = self._sizes[-1] if size is None else as_size(self._sizes, size)
         batch = self._as_batch_size()
         kept = max(1, size // batch - self._reserve_batches) * batch
         kept = max(1, min(kept, size - min(batch, size - 1)))
@@ -431,7 +463,7 @@ class ContextLadder:
         fits = [rung for rung in self._sizes if position <= rung]
         if size is None:
             size = fits[0] if fits else self._sizes[-1]
-        size = self._as_size(size)
+        size = as_size(self._sizes, size)
         if position <= size:
             return LadderStep("shrink", size, _ranges(range(position)))
         if refill:
@@ -530,15 +562,8 @@ class ContextLadder:
         """
         position = as_count("position", position)
         new_tokens = as_count("new_tokens", new_tokens, 1)
-        size = self._as_size(size)
-        if position + new_tokens > size:
-            if not self._rolls_at(size):
-                raise capacity_error(
-                    f"{new_tokens} new tokens after {position} do not fit into {size} positions: "
-                    "follow next_step first",
-                    f"at most {max(size - position, 0)}",
-                    new_tokens,
-                )
+        size = as_size(self._sizes, size)
+        if self._rolls_at(size) and position + new_tokens > size:
             if new_tokens > 1:
                 raise capacity_error(
                     f"a rolled cache has a mask for one new token, got {new_tokens}: write them "
@@ -547,18 +572,8 @@ class ContextLadder:
                     new_tokens,
                 )
             position = size - 1
-        if new_tokens == 1:
-            row: NDArray = create_decode_mask(size, size, position, dtype=dtype, fill=fill)
-            return row
-        mask = create_causal_mask(size, dtype=dtype, fill=fill)
-        return mask[:, :, position : position + new_tokens]
-
-    def _as_size(self, size: int) -> int:
-        number = as_count("size", size)
-        if number not in self._sizes:
-            known = ", ".join(map(str, self._sizes))
-            raise ValueError(f"size {number} is not in the ladder; its sizes are {known}")
-        return number
+        check_room(position, size, new_tokens)
+        return mask_rows(position, size, new_tokens, None, dtype, fill)
 
     def _as_batch_size(self) -> int:
         if self._batch_size is None:

@@ -224,6 +224,24 @@ def context_ladder(_):
     return run, [sizes]
 
 
+@case(
+    "CombinedStrategy",
+    *(f"CombinedStrategy.{n}" for n in ("check_sizes", "after_prefill", "next_step")),
+    *(f"CombinedStrategy.{n}" for n in ("prefill_mask", "generate_mask")),
+)
+def combined_strategy(_):
+    stage = (8, 4)
+
+    def run():
+        strategy = kv.CombinedStrategy(prefill=16, generate=stage)
+        strategy.check_sizes([8, 16]), strategy.after_prefill(5), strategy.next_step(8, 8)
+        strategy.prefill_mask(0, 4), strategy.generate_mask(7, 8, attention_size=2)
+        raises(ValueError, strategy.check_sizes, [8])()
+        raises(ValueError, kv.CombinedStrategy, prefill=8, generate=16)()
+
+    return run, [stage]
+
+
 # ---- files ----
 
 

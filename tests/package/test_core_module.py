@@ -222,6 +222,7 @@ def test_the_names_of_the_design():
         "create_causal_mask",
         "KVState",
         "ContextLadder",
+        "CombinedStrategy",
     ]:
         assert name in kv.__all__
     for name in ["state_specs", "plan_transition", "FakeMLState"]:
