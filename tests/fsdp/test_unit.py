@@ -112,7 +112,7 @@ def test_a_unit_is_bound_once():
     unit.bind(2)
     unit.bind(2)
     assert unit.counts == (3, 2)
-    with pytest.raises(ValueError, match="divides by 2 ranks, and the group has 3"):
+    with pytest.raises(ValueError, match="is for 2 ranks, but the group has 3"):
         unit.bind(3)
 
 

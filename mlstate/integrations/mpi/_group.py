@@ -96,7 +96,7 @@ class MPIGroup(ExchangeEngine):
                 f"MPIGroup: comm must be an mpi4py.MPI.Intracomm, got {type(comm).__name__}"
             )
         if comm == MPI.COMM_NULL:
-            raise ValueError("MPIGroup: this process is no member of the communicator")
+            raise ValueError("MPIGroup: this process is not a member of the communicator")
         self._level: int = MPI.Query_thread()
         self._check_thread("MPIGroup", comm.Get_rank())
         self._comm = self._duplicate(comm)
