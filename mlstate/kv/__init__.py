@@ -1,4 +1,4 @@
-"""KV-cache transitions: expand, compact, grow in place, mask.
+"""KV-cache transitions: expand, compact, grow in place, mask, decide.
 
 The functions of ``anemll.utils.state_transition`` are available under the same names, so a script
 can switch by changing one import line.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ._combined_strategy import CombinedStrategy
+from ._context_ladder import ContextLadder, LadderStep
 from ._kv_state import KVState
 from ._manager import StateTransitionManager
 from ._mask import create_attention_size_mask, create_causal_mask, create_decode_mask
@@ -22,7 +24,10 @@ if TYPE_CHECKING:
     from ..coreml import compact_coreml_state, transition_coreml_state
 
 __all__ = [
+    "CombinedStrategy",
+    "ContextLadder",
     "KVState",
+    "LadderStep",
     "StateTransitionManager",
     "compact_coreml_state",
     "compact_kv_state",

@@ -96,6 +96,15 @@ def transition_manager():
     return made
 
 
+def context_ladder():
+    made = kv.ContextLadder([512, 4096], overflow="shift_refill", batch_size=64, prompt_tokens=9)
+    return [made, made.next_step(4096, 4096)]
+
+
+def combined_strategy():
+    return kv.CombinedStrategy(prefill=512, generate=(256, 128), expand_at=250)
+
+
 def error_of(kind):
     """An error with all fields."""
     made = kind("text")
@@ -215,6 +224,8 @@ OBJECTS = {
     # mlstate.kv and mlstate.coreml
     "state_specs": state_specs,
     "transition_plan": transition_plan,
+    "context_ladder": context_ladder,
+    "combined_strategy": combined_strategy,
     "transition_manager": transition_manager,
     "fake_state": lambda: coreml.FakeMLState({"kv_cache": (1, 1, 2, 4)}),
     "state_shape_warning": lambda: coreml.StateShapeWarning("text"),

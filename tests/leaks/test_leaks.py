@@ -203,6 +203,45 @@ def manager(_):
     return run, [source]
 
 
+@case(
+    "LadderStep",
+    "ContextLadder",
+    *(f"ContextLadder.{n}" for n in ("size_for", "next_step", "refill", "shrink", "mask")),
+    "ContextLadder.prefill_batches",
+)
+def context_ladder(_):
+    sizes = [8, 16]
+
+    def run():
+        ladder = kv.ContextLadder(sizes, overflow="shift_refill", batch_size=4, prompt_tokens=2)
+        ladder.size_for(9), ladder.prefill_batches(9), ladder.shrink(3), ladder.refill(20)
+        for position, size in ((7, 8), (8, 8), (16, 16)):
+            str(ladder.next_step(position, size).indices)
+        ladder.mask(3, 8), ladder.mask(3, 8, 4)
+        raises(ValueError, ladder.next_step, 9, 8)()
+        raises(TypeError, kv.ContextLadder, [True])()
+
+    return run, [sizes]
+
+
+@case(
+    "CombinedStrategy",
+    *(f"CombinedStrategy.{n}" for n in ("check_sizes", "after_prefill", "next_step")),
+    *(f"CombinedStrategy.{n}" for n in ("prefill_mask", "generate_mask")),
+)
+def combined_strategy(_):
+    stage = (8, 4)
+
+    def run():
+        strategy = kv.CombinedStrategy(prefill=16, generate=stage)
+        strategy.check_sizes([8, 16]), strategy.after_prefill(5), strategy.next_step(8, 8)
+        strategy.prefill_mask(0, 4), strategy.generate_mask(7, 8, attention_size=2)
+        raises(ValueError, strategy.check_sizes, [8])()
+        raises(ValueError, kv.CombinedStrategy, prefill=8, generate=16)()
+
+    return run, [stage]
+
+
 # ---- files ----
 
 

@@ -221,6 +221,8 @@ def test_the_names_of_the_design():
         "create_decode_mask",
         "create_causal_mask",
         "KVState",
+        "ContextLadder",
+        "CombinedStrategy",
     ]:
         assert name in kv.__all__
     for name in ["state_specs", "plan_transition", "FakeMLState"]:
