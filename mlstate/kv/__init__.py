@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ._kv_state import KVState
 from ._manager import StateTransitionManager
 from ._mask import create_attention_size_mask, create_causal_mask, create_decode_mask
+from ._rolling import RollingKVState
 from ._transition import (
     compact_kv_state,
     get_transition_info,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "KVState",
+    "RollingKVState",
     "StateTransitionManager",
     "compact_coreml_state",
     "compact_kv_state",
