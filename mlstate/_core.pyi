@@ -109,6 +109,17 @@ def kv_move(
     compact: bool,
     /,
 ) -> Any: ...
+def rotate_keys(
+    keys: Any,
+    shifts: NDArray[np.int64],
+    base: float,
+    scaling: float,
+    interleaved: bool,
+    rotary_dim: int | None,
+    seq_axis: int,
+    out: Any,
+    /,
+) -> Any: ...
 def kv_check(shape: Sequence[int], target_length: int, position: int, compact: bool, /) -> None: ...
 def kv_check_shapes(source: Sequence[int], target: Sequence[int], compact: bool, /) -> None: ...
 def kv_mask(

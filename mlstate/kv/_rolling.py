@@ -147,7 +147,7 @@ class RollingKVState:
         ------
         CompatibilityError
             `tokens` has another rank, shape or dtype. A ValueError. Nothing is changed then.
-        BufferError
+        ValueError
             `tokens` shares memory with the cache.
         TypeError
             `tokens` is not an array.

@@ -9,6 +9,7 @@
 #include "base/size.h"
 
 #include <inttypes.h>
+#include <string.h>
 
 /* Return the number of slots. */
 static size_t capacity_of(const mls_kv_ring *ring)
@@ -154,6 +155,55 @@ static mls_code check_tokens(const mls_kv_ring *ring, const mls_tensor *tokens,
     return MLS_OK;
 }
 
+/* Copy `rows` short rows of `bytes` bytes, whose sources are `from_step` and whose
+ * destinations `to_step` bytes apart. If the sequence axis is the last one and one token
+ * is appended, a row is one element; a constant size makes its copy one instruction. */
+static void copy_rows(unsigned char *to, size_t to_step, const unsigned char *from,
+                      size_t from_step, size_t bytes, size_t rows)
+{
+#define COPY_ROWS(size)                                                                  \
+    for (size_t i = 0; i < rows; i++) {                                                  \
+        memcpy(to + i * to_step, from + i * from_step, (size));                          \
+    }
+    switch (bytes) {
+    case 2:
+        COPY_ROWS(2)
+        break;
+    case 4:
+        COPY_ROWS(4)
+        break;
+    default:
+        COPY_ROWS(bytes)
+    }
+#undef COPY_ROWS
+}
+
+/* Longer rows are copied by mls_copy, which chooses how to store them. For 224 rows of
+ * 256 bytes, it took 1.8 times as long as copy_rows. */
+enum { SHORT_ROW = 4096 };
+
+/* Copy `count` tokens from index `at` on to adjacent slots from `slot` on. */
+static void copy_tokens(const mls_kv_ring *ring, const mls_kernels *kernels,
+                        const mls_tensor *tokens, size_t at, size_t slot, size_t count)
+{
+    const mls_tensor to = mls_tensor_slice(&ring->slots, ring->axis, slot, count);
+    const mls_tensor from = mls_tensor_slice(tokens, ring->axis, at, count);
+    size_t bytes = 0, rows = 1;
+    (void)mls_tensor_bytes(&to, &bytes); /* smaller than the ring */
+    for (int axis = 0; axis < ring->axis; axis++) {
+        rows *= to.shape[axis]; /* smaller than the ring */
+    }
+    const bool packed =
+        mls_tensor_is_contiguous(tokens) && tokens->swapped == ring->slots.swapped;
+    if (bytes == 0 || !packed || bytes / rows > SHORT_ROW) {
+        mls_copy(kernels, &to, &from, (mls_destination){.bytes = bytes});
+        return;
+    }
+    const size_t step = bytes / rows / count; /* of one token in one row */
+    copy_rows(to.data, step * capacity_of(ring), from.data,
+              step * tokens->shape[ring->axis], step * count, rows);
+}
+
 /* Copy tokens to the slots of positions `first` .. `first + count - 1`. `base` is the
  * position of the first of all tokens. */
 static void store_tokens(const mls_kv_ring *ring, const mls_kernels *kernels,
@@ -162,13 +212,7 @@ static void store_tokens(const mls_kv_ring *ring, const mls_kernels *kernels,
 {
     while (count > 0) {
         const size_t part = adjacent_slots(ring, first, count);
-        const mls_tensor to =
-            mls_tensor_slice(&ring->slots, ring->axis, slot_of(ring, first), part);
-        const mls_tensor from =
-            mls_tensor_slice(tokens, ring->axis, first - base, part);
-        size_t bytes = 0;
-        (void)mls_tensor_bytes(&to, &bytes); /* smaller than the ring */
-        mls_copy(kernels, &to, &from, (mls_destination){.bytes = bytes});
+        copy_tokens(ring, kernels, tokens, first - base, slot_of(ring, first), part);
         first += part;
         count -= part;
     }

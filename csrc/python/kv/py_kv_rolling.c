@@ -1,4 +1,4 @@
-/* py_kv_rolling: the memory behind mlstate.kv.RollingKVState.
+/* py_kv_rolling: the memory behind mlstate.kv.RollingKVState, and the rotation of keys.
  *
  * A view is an ndarray whose base is the ring object: the memory never moves, so the base
  * only keeps it alive. One lock guards each ring. A thread releases the GIL before it
@@ -7,10 +7,12 @@
 #include "common/args.h"
 #include "common/array_view.h"
 #include "common/errors.h"
+#include "common/gil.h"
 #include "common/module_state.h"
 #include "kv/kv_bindings.h"
 
 #include "kv/kv_rolling.h"
+#include "kv/rotate_keys.h"
 
 #include <inttypes.h>
 #include <pthread.h>
@@ -366,10 +368,96 @@ static PyType_Spec ring_spec = {
     .slots = ring_slots,
 };
 
+/* ---- rotating keys ---- */
+
+/* The arrays of a rotation; released by arrays_fini. */
+typedef struct rotation_arrays {
+    mlspy_view keys, shifts, out;
+} rotation_arrays;
+
+/* Release the views; those of later steps may be empty. */
+static void arrays_fini(rotation_arrays *a)
+{
+    mlspy_view_release(&a->keys);
+    mlspy_view_release(&a->shifts);
+    mlspy_view_release(&a->out);
+}
+
+/* Read everything but the arrays of rotate_keys. `keys` is already viewed, because the
+ * axis and the default of rotary_dim depend on its shape. Returns -1 with an exception
+ * set. */
+static int take_rotation(const mlspy_state *state, PyObject *const *args,
+                         const mls_tensor *keys, mls_rotation *out)
+{
+    if (mlspy_take_double(args[2], "base", &out->base) < 0 ||
+        mlspy_take_double(args[3], "scaling", &out->scaling) < 0 ||
+        take_axis(state, args[6], keys->rank, &out->axis) < 0) {
+        return -1;
+    }
+    out->interleaved = args[4] == Py_True;
+    if (args[5] == Py_None) {
+        out->rotary_dim = keys->rank > 0 ? keys->shape[keys->rank - 1] : 0;
+        return 0;
+    }
+    return take_length(state, args[5], "rotary_dim", &out->rotary_dim);
+}
+
+/* rotate_keys(keys, shifts, base, scaling, interleaved, rotary_dim | None, seq_axis, out)
+ *
+ * `shifts` is a contiguous ndarray of int64, `out` a writable array or `keys` itself. */
+static PyObject *rotate_keys(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const mlspy_state *state = mlspy_state_of(module);
+    rotation_arrays a = {0};
+    mls_rotation rotation = {0};
+    mls_status st;
+    if (mlspy_take_count("rotate_keys", 8, count) < 0) {
+        return NULL;
+    }
+    if (mlspy_view_of(state, args[0], "keys", &a.keys) < 0 ||
+        take_rotation(state, args, &a.keys.tensor, &rotation) < 0 ||
+        mlspy_view_of(state, args[1], "shift", &a.shifts) < 0 ||
+        mlspy_view_writable(state, args[7], "out", &a.out) < 0) {
+        arrays_fini(&a);
+        return NULL;
+    }
+    const mls_tensor *shifts = &a.shifts.tensor;
+    if (shifts->dtype != MLS_I64 || shifts->rank != 1 || shifts->swapped ||
+        !mls_tensor_is_contiguous(shifts)) {
+        PyErr_SetString(PyExc_TypeError, "shift must be contiguous int64 in one dimension");
+        arrays_fini(&a);
+        return NULL;
+    }
+    rotation.shifts = (const int64_t *)(const void *)shifts->data;
+    rotation.shift_count = shifts->shape[0];
+    const mls_tensor *keys = &a.keys.tensor, *out = &a.out.tensor;
+    const mls_code code = mls_rotate_keys_check(out, keys, &rotation, &st);
+    if (code == MLS_OK) {
+        size_t bytes = 0;
+        (void)mls_tensor_bytes(keys, &bytes);
+        PyThreadState *released = mlspy_leave_python(bytes);
+        mls_rotate_keys(state->kernels, state->pool, out, keys, &rotation);
+        mlspy_resume_python(released);
+    }
+    arrays_fini(&a);
+    if (code != MLS_OK) {
+        return mlspy_raise(state, &st, NULL);
+    }
+    return Py_NewRef(args[7]);
+}
+
+/* Called by mlstate/kv/_rotate_keys.py only. */
+static PyMethodDef rotation_methods[] = {
+    {"rotate_keys", (PyCFunction)(void (*)(void))rotate_keys, METH_FASTCALL,
+     "rotate_keys($module, keys, shifts, base, scaling, interleaved, rotary_dim, seq_axis, "
+     "out, /)\n--\n\nRotate keys by RoPE to other positions."},
+    {NULL, NULL, 0, NULL},
+};
+
 int mlspy_kv_rolling_add(PyObject *module)
 {
     PyTypeObject *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &ring_spec, NULL);
     const int failed = type == NULL ? -1 : PyModule_AddType(module, type);
     Py_XDECREF(type);
-    return failed;
+    return failed < 0 ? failed : PyModule_AddFunctions(module, rotation_methods);
 }
