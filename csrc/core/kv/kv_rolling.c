@@ -75,10 +75,11 @@ static mls_code check_ring(const mls_tensor *slots, int axis, size_t sinks,
         return MLS_E_CAPACITY;
     }
     if (sinks >= capacity) {
-        mls_fail(st, MLS_E_CAPACITY,
-                 "%zu sinks leave no room for other tokens in a capacity of %zu: use fewer "
-                 "sinks or a larger capacity",
-                 sinks, capacity);
+        mls_fail(
+            st, MLS_E_CAPACITY,
+            "%zu sinks leave no room for other tokens in a capacity of %zu: use fewer "
+            "sinks or a larger capacity",
+            sinks, capacity);
         mls_status_expected(st, "0..%zu", capacity - 1);
         mls_status_got(st, "%zu", sinks);
         return MLS_E_CAPACITY;
@@ -131,10 +132,11 @@ static mls_code check_tokens(const mls_kv_ring *ring, const mls_tensor *tokens,
     if (!same) {
         mls_shape_text(text, sizeof text, tokens->rank, tokens->shape);
         mls_shape_text(wanted, sizeof wanted, ring->slots.rank, ring->slots.shape);
-        mls_fail(st, MLS_E_SHAPE,
-                 "tokens have shape %s, the cache %s: they may differ only in axis %d, the "
-                 "sequence",
-                 text, wanted, ring->axis);
+        mls_fail(
+            st, MLS_E_SHAPE,
+            "tokens have shape %s, the cache %s: they may differ only in axis %d, the "
+            "sequence",
+            text, wanted, ring->axis);
         mls_status_expected(st, "%s", wanted);
         mls_status_got(st, "%s", text);
         return MLS_E_SHAPE;

@@ -100,8 +100,9 @@ static int take_axis(const mlspy_state *state, PyObject *object, int rank, int *
         return -1;
     }
     if (axis < -rank || axis >= rank) {
-        mls_fail(&st, MLS_E_SHAPE, "seq_axis %" PRId64 " is outside %d..%d: %d dimensions",
-                 axis, -rank, rank - 1, rank);
+        mls_fail(&st, MLS_E_SHAPE,
+                 "seq_axis %" PRId64 " is outside %d..%d: %d dimensions", axis, -rank,
+                 rank - 1, rank);
         mls_status_expected(&st, "%d..%d", -rank, rank - 1);
         mls_status_got(&st, "%" PRId64, axis);
         mlspy_raise(state, &st, NULL);
@@ -354,8 +355,9 @@ static PyType_Slot ring_slots[] = {
     {Py_tp_dealloc, (void *)ring_dealloc},
     {Py_tp_methods, ring_methods},
     {Py_tp_getset, ring_properties},
-    {Py_tp_doc, (void *)"RollingBuffer(shape, capacity, dtype, sinks, seq_axis, /)\n--\n\n"
-                        "The memory behind a RollingKVState."},
+    {Py_tp_doc,
+     (void *)"RollingBuffer(shape, capacity, dtype, sinks, seq_axis, /)\n--\n\n"
+             "The memory behind a RollingKVState."},
     {0, NULL},
 };
 
@@ -424,7 +426,8 @@ static PyObject *rotate_keys(PyObject *module, PyObject *const *args, Py_ssize_t
     const mls_tensor *shifts = &a.shifts.tensor;
     if (shifts->dtype != MLS_I64 || shifts->rank != 1 || shifts->swapped ||
         !mls_tensor_is_contiguous(shifts)) {
-        PyErr_SetString(PyExc_TypeError, "shift must be contiguous int64 in one dimension");
+        PyErr_SetString(PyExc_TypeError,
+                        "shift must be contiguous int64 in one dimension");
         arrays_fini(&a);
         return NULL;
     }
@@ -449,14 +452,16 @@ static PyObject *rotate_keys(PyObject *module, PyObject *const *args, Py_ssize_t
 /* Called by mlstate/kv/_rotate_keys.py only. */
 static PyMethodDef rotation_methods[] = {
     {"rotate_keys", (PyCFunction)(void (*)(void))rotate_keys, METH_FASTCALL,
-     "rotate_keys($module, keys, shifts, base, scaling, interleaved, rotary_dim, seq_axis, "
+     "rotate_keys($module, keys, shifts, base, scaling, interleaved, rotary_dim, "
+     "seq_axis, "
      "out, /)\n--\n\nRotate keys by RoPE to other positions."},
     {NULL, NULL, 0, NULL},
 };
 
 int mlspy_kv_rolling_add(PyObject *module)
 {
-    PyTypeObject *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &ring_spec, NULL);
+    PyTypeObject *type =
+        (PyTypeObject *)PyType_FromModuleAndSpec(module, &ring_spec, NULL);
     const int failed = type == NULL ? -1 : PyModule_AddType(module, type);
     Py_XDECREF(type);
     return failed < 0 ? failed : PyModule_AddFunctions(module, rotation_methods);

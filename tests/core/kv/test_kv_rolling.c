@@ -224,7 +224,8 @@ static void long_rows_and_rows_with_gaps_are_copied(void)
                 const size_t shape[] = {2, 4, width}, some[] = {2, count, width + gap};
                 REQUIRE(mls_tensor_init(&slots, NULL, MLS_I32, 3, shape, &st) == MLS_OK);
                 REQUIRE(mls_kv_ring_init(&ring, &slots, 1, 0, &st) == MLS_OK);
-                REQUIRE(mls_tensor_init(&tokens, memory, MLS_I32, 3, some, &st) == MLS_OK);
+                REQUIRE(mls_tensor_init(&tokens, memory, MLS_I32, 3, some, &st) ==
+                        MLS_OK);
                 int32_t *flat = &memory[0][0][0];
                 for (size_t i = 0; i < 2 * count * (width + gap); i++) {
                     flat[i] = (int32_t)i + 1;
