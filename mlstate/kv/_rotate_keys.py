@@ -86,7 +86,7 @@ def rotate_keys(
     float64   4e-11 r
     ========  ===============
 
-    Every further call adds a third of it, so shift from the original keys if they exist. A model
+    Every further call adds about a third of it, so shift from the original keys if they exist. A model
     that computes angles in float32 adds its own error.
 
     The function is correct only for angles that are proportional to one position. Other schemes
@@ -108,8 +108,8 @@ def rotate_keys(
     >>> held
     array([ 0,  1,  5,  6,  7,  8,  9, 10])
     >>> keys = rotate_keys(state.ordered(), np.arange(8) - held)  # now at 0 .. 7
-    >>> keys[0, 0, 2].round(3)
-    array([-0.849,  1.029, -1.131,  0.969], dtype=float32)
+    >>> keys[0, 0, 2].round(2)
+    array([-0.85,  1.03, -1.13,  0.97], dtype=float32)
     """
     shifts = _int64_array(shift)
     if out is None:

@@ -22,7 +22,7 @@ ALL_DTYPES = [dtype.name for dtype in PLAIN] + list(REGISTERED)
 
 
 class TokenList:
-    """The definition: a list of (position, token) from which the oldest non-sinks are removed."""
+    """The definition: a list of (position, token) that drops its oldest token after the sinks."""
 
     def __init__(self, shape, capacity, dtype, sinks, axis):
         self.shape, self.capacity, self.dtype = list(shape), capacity, np.dtype(dtype)

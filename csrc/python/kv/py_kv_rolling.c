@@ -235,10 +235,10 @@ static PyObject *ring_trim(ring_object *self, PyObject *number)
     Py_RETURN_NONE;
 }
 
-/* Copy the tokens in order to an array of `length` positions. Returns false if the ring
- * has another length now. */
+/* Copy the tokens in order to packed memory for `length` positions. Returns false if the
+ * ring has another length now. */
 static bool copy_ordered(ring_object *self, const mlspy_state *state, size_t length,
-                         PyArrayObject *array)
+                         void *data)
 {
     bool same;
     Py_BEGIN_ALLOW_THREADS
@@ -248,8 +248,8 @@ static bool copy_ordered(ring_object *self, const mlspy_state *state, size_t len
             mls_status st;
             mls_tensor dst = self->ring.slots;
             dst.shape[self->ring.axis] = length;
-            (void)mls_tensor_init(&dst, PyArray_DATA(array), dst.dtype, dst.rank,
-                                  dst.shape, &st); /* smaller than the ring */
+            (void)mls_tensor_init(&dst, data, dst.dtype, dst.rank, dst.shape,
+                                  &st); /* smaller than the ring */
             dst.swapped = self->ring.slots.swapped;
             mls_kv_ring_copy_ordered(&self->ring, state->kernels, &dst);
         }
@@ -274,7 +274,8 @@ static PyObject *ring_ordered(ring_object *self, PyObject *unused)
         shape_of(&now, length, shape);
         Py_INCREF(self->descr); /* stolen */
         PyObject *array = PyArray_Empty(now.slots.rank, shape, self->descr, 0);
-        if (array == NULL || copy_ordered(self, state, length, (PyArrayObject *)array)) {
+        if (array == NULL ||
+            copy_ordered(self, state, length, PyArray_DATA((PyArrayObject *)array))) {
             return array;
         }
         Py_DECREF(array);
@@ -377,7 +378,7 @@ typedef struct rotation_arrays {
     mlspy_view keys, shifts, out;
 } rotation_arrays;
 
-/* Release the views; those of later steps may be empty. */
+/* Release the views; views that were not taken are empty. */
 static void arrays_fini(rotation_arrays *a)
 {
     mlspy_view_release(&a->keys);
