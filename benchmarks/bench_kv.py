@@ -26,10 +26,12 @@ from harness import Candidate, MemoryLimit, Report, Row, measure, rows_of
 import mlstate
 from mlstate.kv import (
     KVState,
+    RollingKVState,
     compact_kv_state,
     create_attention_size_mask,
     create_causal_mask,
     create_decode_mask,
+    rotate_keys,
     transition_kv_state,
 )
 
@@ -386,12 +388,74 @@ def converting(report: Report, repeats: int) -> None:
         report.say("\nbfloat16 -> float16: skipped, ml_dtypes is not installed")
 
 
+def rolling(report: Report, repeats: int) -> None:
+    """Time appends of one token to full rings; the cost must not depend on the capacity."""
+    for outer, axis in (((28, 8), -2), ((4, 8), -1)):
+        rows = []
+        for capacity in (1024, 32768):
+            shape = [*outer, 128]
+            shape.insert(len(shape) + 1 + axis, capacity)
+            state = RollingKVState(shape, sinks=4, seq_axis=axis)
+            ring = np.ones(shape, np.float16)
+            tokens = np.ones(np.take(ring, [0], axis).shape, np.float16)
+            state.append(np.broadcast_to(tokens, shape))  # full: every append evicts
+            candidates = [
+                Candidate(
+                    f"{capacity:,} positions: NumPy, rows of one token",
+                    partial(peers.numpy_ring, ring, tokens, axis),
+                    limit=True,
+                ),
+                Candidate(
+                    f"{capacity:,} positions: RollingKVState.append",
+                    repeated(partial(state.append, tokens)),
+                ),
+            ]
+            rows += measure(candidates, repeats, unit=1e-5)
+        ratio = rows[3].median / rows[1].median
+        rows[3].extra = {"of 1,024": f"{ratio:.2f}"}
+        report.table(
+            f"append one token of {tokens.nbytes / 1024:g} KiB, sequence axis {axis}",
+            rows,
+            unit="us",
+            note="/limit to reach: 1.3; of 1,024 to reach on axis -2: 1.2. On axis -1 each of "
+            "4,096 elements is on a page of its own",
+        )
+
+
+def rotating(report: Report, repeats: int) -> None:
+    """Time the rotation of keys, beside a copy of the same bytes."""
+    for dtype in (np.float16, np.float32):
+        keys = random_cache(LARGE, dtype)
+        inner = np.ascontiguousarray(keys.swapaxes(-1, -2)).swapaxes(-1, -2)
+        shifts = -np.arange(LARGE[2])
+        out, changed = np.ones_like(keys), keys.copy()
+        calls: dict[str, Callable[[], object]] = {
+            "half-split": partial(rotate_keys, keys, -256, out=out),
+            "interleaved": partial(rotate_keys, keys, -256, interleaved=True, out=out),
+            "a shift for each position": partial(rotate_keys, keys, shifts, out=out),
+            "sequence innermost": partial(rotate_keys, inner, -256, out=np.ones_like(inner)),
+            "in place": partial(rotate_keys, changed, -256, out=changed),
+        }
+        candidates = [
+            Candidate("NumPy: half-split", partial(peers.numpy_rotate, keys, -256), baseline=True),
+            Candidate("limit: memcpy, touched memory", MemoryLimit(keys, out, out.nbytes), limit=True),
+        ]
+        for name, call in calls.items():
+            candidates += mlstate_rows(name, partial(lambda call: call, call))
+        report.table(
+            f"rotate keys, {np.dtype(dtype).name} {LARGE}: {mib(keys.nbytes)}",
+            measure(candidates, repeats),
+        )
+
+
 PARTS: dict[str, Callable[[Report, int], None]] = {
     "expand": expanding,
     "convert": converting,
     "compact": compacting,
     "grow": growth,
     "mask": masks,
+    "roll": rolling,
+    "rotate": rotating,
     "cold": cold,
     "import": importing,
 }

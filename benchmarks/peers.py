@@ -56,6 +56,23 @@ def numpy_into(source: Any, position: int, out: Any) -> None:
     out[:, :, position:] = 0
 
 
+def numpy_ring(ring: Any, tokens: Any, axis: int, times: int = 100) -> None:
+    """Store one token in each of the first slots of a ring, with NumPy."""
+    slots = np.moveaxis(ring, axis, 0)
+    token = np.moveaxis(tokens, axis, 0)[0]
+    for slot in range(times):
+        np.copyto(slots[slot], token)
+
+
+def numpy_rotate(keys: Any, shift: int) -> Any:
+    """Shift keys with RoPE in float32, with NumPy."""
+    half = keys.shape[-1] // 2
+    angles = shift * 10000.0 ** (-np.arange(half) / half)
+    cosine, sine = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    x, y = keys[..., :half].astype(np.float32), keys[..., half:].astype(np.float32)
+    return np.concatenate((x * cosine - y * sine, y * cosine + x * sine), -1).astype(keys.dtype)
+
+
 def torch_expand(source: Any, length: int, position: int, dtype: Any) -> Any:
     """Fill, convert, copy, with torch."""
     import torch

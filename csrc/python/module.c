@@ -146,10 +146,10 @@ static int core_exec(PyObject *module)
         mlspy_info_methods,      mlspy_dtype_methods};
     if (refuse_second() < 0 || PyArray_ImportNumPyAPI() < 0 ||
         mlspy_state_init(mlspy_state_of(module)) < 0 || mlspy_errors_add(module) < 0 ||
-        mlspy_kv_buffer_add(module) < 0 || mlspy_statedict_add(module) < 0 ||
-        mlspy_catalog_add(module) < 0 || mlspy_local_add(module) < 0 ||
-        mlspy_strategy_add(module) < 0 || mlspy_tiers_add(module) < 0 ||
-        mlspy_descriptor_add(module) < 0) {
+        mlspy_kv_buffer_add(module) < 0 || mlspy_kv_rolling_add(module) < 0 ||
+        mlspy_statedict_add(module) < 0 || mlspy_catalog_add(module) < 0 ||
+        mlspy_local_add(module) < 0 || mlspy_strategy_add(module) < 0 ||
+        mlspy_tiers_add(module) < 0 || mlspy_descriptor_add(module) < 0) {
         return -1;
     }
     for (size_t i = 0; i < sizeof tables / sizeof tables[0]; i++) {

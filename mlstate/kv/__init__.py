@@ -1,4 +1,4 @@
-"""KV-cache transitions: expand, compact, grow in place, mask, decide.
+"""KV-cache transitions: expand, compact, grow in place, roll, mask, decide.
 
 The functions of ``anemll.utils.state_transition`` are available under the same names, so a script
 can switch by changing one import line.
@@ -13,6 +13,8 @@ from ._context_ladder import ContextLadder, LadderStep
 from ._kv_state import KVState
 from ._manager import StateTransitionManager
 from ._mask import create_attention_size_mask, create_causal_mask, create_decode_mask
+from ._rolling import RollingKVState
+from ._rotate_keys import rotate_keys
 from ._transition import (
     compact_kv_state,
     get_transition_info,
@@ -28,6 +30,7 @@ __all__ = [
     "ContextLadder",
     "KVState",
     "LadderStep",
+    "RollingKVState",
     "StateTransitionManager",
     "compact_coreml_state",
     "compact_kv_state",
@@ -35,6 +38,7 @@ __all__ = [
     "create_causal_mask",
     "create_decode_mask",
     "get_transition_info",
+    "rotate_keys",
     "transition_coreml_state",
     "transition_kv_state",
     "validate_state_shapes",

@@ -183,6 +183,40 @@ def kv_state(_):
 
 
 @case(
+    "RollingKVState",
+    "RollingKVState.append",
+    "RollingKVState.ordered",
+    "RollingKVState.positions",
+    "RollingKVState.trim",
+)
+def rolling_kv_state(_):
+    array = cache()
+
+    def run():
+        state = kv.RollingKVState(array.shape, 5, array.dtype, sinks=2)
+        state.append(array)
+        state.trim(1)
+        state.ordered()
+        state.positions()
+        view = state.array
+        raises(errors.CapacityError, state.trim, 64)()
+        raises(errors.CompatibilityError, state.append, array[0])()
+        del state
+        view[...] = 1  # a view keeps the memory alive
+
+    return each(run, raises(ValueError, kv.RollingKVState, (1, 1, 8, 4), sinks=8)), [array]
+
+
+@case("rotate_keys")
+def rotate_keys(_):
+    array, shifts = cache(), np.arange(8)
+    refused = raises(ValueError, kv.rotate_keys, array, 3, base=0)
+    return each(
+        lambda: kv.rotate_keys(array, shifts), lambda: kv.rotate_keys(array, 0, out=array), refused
+    ), [array, shifts]
+
+
+@case(
     "StateTransitionManager",
     "StateTransitionManager.register_model",
     "StateTransitionManager.transition",

@@ -223,6 +223,8 @@ def test_the_names_of_the_design():
         "KVState",
         "ContextLadder",
         "CombinedStrategy",
+        "RollingKVState",
+        "rotate_keys",
     ]:
         assert name in kv.__all__
     for name in ["state_specs", "plan_transition", "FakeMLState"]:
@@ -233,7 +235,14 @@ def test_the_names_of_the_design():
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("kv_move", 8), ("kv_check", 4), ("kv_check_shapes", 3), ("kv_mask", 7)]
+    ("name", "count"),
+    [
+        ("kv_move", 8),
+        ("kv_check", 4),
+        ("kv_check_shapes", 3),
+        ("kv_mask", 7),
+        ("rotate_keys", 8),
+    ],
 )
 def test_functions_count_their_arguments(name, count):
     for given in {0, count - 1, count + 1}:

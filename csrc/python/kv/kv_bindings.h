@@ -9,7 +9,9 @@
 extern PyMethodDef mlspy_kv_methods[];
 extern PyMethodDef mlspy_mlpackage_methods[];
 
-/* Add the types of py_kv_buffer.c. Returns -1 with an exception set on failure. */
+/* Add the types of py_kv_buffer.c, and the type and the functions of py_kv_rolling.c.
+ * Return -1 with an exception set on failure. */
 int mlspy_kv_buffer_add(PyObject *module);
+int mlspy_kv_rolling_add(PyObject *module);
 
 #endif

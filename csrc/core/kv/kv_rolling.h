@@ -1,0 +1,67 @@
+/* kv_rolling: a key-value cache of fixed size that evicts its oldest tokens.
+ *
+ * A ring has `capacity` slots along its sequence axis. The token at position p is stored
+ * in slot p while p is below `sinks`, and otherwise in slot
+ * sinks + (p - sinks) % (capacity - sinks). The first `sinks` positions are never
+ * evicted (attention sinks); any other token is overwritten by the one that comes
+ * capacity - sinks positions later. Slots without a token are zero. Not thread-safe: the
+ * caller uses a lock.
+ *
+ * Source: "Efficient Streaming Language Models with Attention Sinks", Xiao et al., 2024.
+ */
+#ifndef MLS_KV_ROLLING_H
+#define MLS_KV_ROLLING_H
+
+#include "array/copy/copy.h"
+#include "base/memory.h"
+
+enum { MLS_RING_LEAST_RANK = 2, MLS_RING_MOST_RANK = 8 };
+
+typedef struct mls_kv_ring {
+    mls_pages pages;
+    mls_tensor slots; /* all slots, C-contiguous; views of it stay valid until fini */
+    int axis;         /* the sequence axis of `slots` */
+    size_t sinks;
+    size_t oldest; /* first position after the sinks that is held; at least `sinks` */
+    size_t next;   /* position of the next token */
+    size_t evicted;
+} mls_kv_ring;
+
+/* Reserve an empty ring of zeroed memory. `slots` has the dtype, the byte order and the
+ * shape; its length along `axis` is the capacity. `axis` is 0 .. rank - 1. The caller
+ * ends the ring with mls_kv_ring_fini.
+ * MLS_E_SHAPE: not 2 to 8 dimensions. MLS_E_CAPACITY: a capacity of 0, or sinks that
+ * leave no slot for other tokens. MLS_E_SIZE, MLS_E_MEMORY. */
+mls_code mls_kv_ring_init(mls_kv_ring *out, const mls_tensor *slots, int axis,
+                          size_t sinks, mls_status *st);
+
+void mls_kv_ring_fini(mls_kv_ring *ring); /* accepts a zeroed struct */
+
+/* Return the number of tokens held. */
+size_t mls_kv_ring_length(const mls_kv_ring *ring);
+
+/* Append tokens, any number of them along the sequence axis, as if one by one: tokens
+ * that later ones would overwrite are counted as evicted and not copied.
+ * MLS_E_SHAPE, MLS_E_DTYPE: they differ from the ring's (byte order may differ).
+ * MLS_E_OVERLAP: they share memory with the ring. MLS_E_SIZE: positions exceed 63 bits.
+ * The ring is unchanged on failure. */
+mls_code mls_kv_ring_append(mls_kv_ring *ring, const mls_kernels *kernels,
+                            const mls_tensor *tokens, mls_status *st);
+
+/* Drop the last `count` tokens and zero their slots. The next token takes the position of
+ * the first token dropped, unless tokens between it and the sinks were evicted: a trim
+ * that reaches the sinks then ends after the last sink that is left.
+ * MLS_E_CAPACITY: more than the ring holds; the ring is unchanged. */
+mls_code mls_kv_ring_trim(mls_kv_ring *ring, const mls_kernels *kernels, size_t count,
+                          mls_status *st);
+
+/* Copy the tokens to `dst`: the sinks, then the others from oldest to newest. `dst` must
+ * have the ring's dtype and shape, but mls_kv_ring_length positions. Cannot fail. */
+void mls_kv_ring_copy_ordered(const mls_kv_ring *ring, const mls_kernels *kernels,
+                              const mls_tensor *dst);
+
+/* Store the position of each slot's token, or -1 for an empty slot. `out` has room for
+ * `capacity` entries. */
+void mls_kv_ring_positions(const mls_kv_ring *ring, int64_t *out);
+
+#endif

@@ -1,0 +1,48 @@
+/* rotate_kernels: declarations shared by rotate_keys*.c; private to them.
+ *
+ * A fused function converts, rotates and converts back in registers. It computes the same
+ * bits as the buffer of rotate_keys.c, except for the payload of NaNs.
+ */
+#ifndef MLS_ROTATE_KERNELS_H
+#define MLS_ROTATE_KERNELS_H
+
+#include "array/dtype.h"
+#include "runtime/cpu_features.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+
+/* Rows of packed pairs. Rows may be unaligned. `dst` is `src`, or does not overlap it. */
+typedef struct mls_rotate_rows {
+    unsigned char *dst;
+    const unsigned char *src;
+    ptrdiff_t dst_step, src_step;     /* bytes between two rows */
+    ptrdiff_t dst_second, src_second; /* bytes from the first elements of a row's pairs to
+                                         the second ones; unused if interleaved */
+    const float *cosine, *sine;       /* of each pair */
+    size_t angle_step;                /* between the angles of two rows; may be 0 */
+    size_t rows, pairs;
+} mls_rotate_rows;
+
+typedef void (*mls_rotate_rows_run)(const mls_rotate_rows *r);
+
+#if defined(__x86_64__)
+mls_rotate_rows_run mls_rotate_rows_avx2(mls_dtype dtype, bool interleaved);
+#endif
+
+/* Return the fused function of an instruction set, or NULL if it has none. */
+static inline mls_rotate_rows_run mls_rotate_rows_of(mls_cpu cpu, mls_dtype dtype,
+                                                     bool interleaved)
+{
+#if defined(__x86_64__)
+    if (cpu == MLS_CPU_AVX2 || cpu == MLS_CPU_AVX512) {
+        return mls_rotate_rows_avx2(dtype, interleaved);
+    }
+#endif
+    (void)cpu;
+    (void)dtype;
+    (void)interleaved;
+    return NULL;
+}
+
+#endif

@@ -1,0 +1,257 @@
+#include "kv/kv_rolling.h"
+#include "support/runner.h"
+
+#include <stdint.h>
+
+enum { ROWS = 3, WIDTH = 2, MOST = 64 };
+
+static const mls_kernels *kernels(void)
+{
+    return mls_kernels_of(MLS_CPU_SCALAR);
+}
+
+/* A ring of ROWS x capacity x WIDTH, or with the sequence axis last. */
+static bool make(mls_kv_ring *ring, size_t capacity, size_t sinks, int axis)
+{
+    mls_status st;
+    mls_tensor slots;
+    const size_t middle[] = {ROWS, capacity, WIDTH}, last[] = {ROWS, WIDTH, capacity};
+    return mls_tensor_init(&slots, NULL, MLS_I32, 3, axis == 1 ? middle : last, &st) ==
+               MLS_OK &&
+           mls_kv_ring_init(ring, &slots, axis, sinks, &st) == MLS_OK;
+}
+
+/* The element of a cache at a row, a position and a column. */
+static int32_t *element(const mls_tensor *t, int axis, size_t row, size_t position,
+                        size_t column)
+{
+    const int other = axis == 1 ? 2 : 1;
+    unsigned char *at = t->data + (ptrdiff_t)row * t->strides[0] +
+                        (ptrdiff_t)position * t->strides[axis] +
+                        (ptrdiff_t)column * t->strides[other];
+    return (int32_t *)(void *)at;
+}
+
+/* The value of a token; never zero. */
+static int32_t value_of(size_t token, size_t row, size_t column)
+{
+    return (int32_t)(1 + token * ROWS * WIDTH + row * WIDTH + column);
+}
+
+/* Append tokens `first` .. `first + count - 1`. */
+static mls_code append(mls_kv_ring *ring, size_t first, size_t count)
+{
+    static int32_t memory[ROWS * WIDTH * MOST];
+    mls_status st;
+    mls_tensor tokens;
+    size_t shape[3] = {ROWS, WIDTH, WIDTH};
+    shape[ring->axis] = count;
+    (void)mls_tensor_init(&tokens, memory, MLS_I32, 3, shape, &st);
+    for (size_t i = 0; i < count * ROWS * WIDTH; i++) {
+        const size_t token = i / WIDTH / ROWS, row = i / WIDTH % ROWS, column = i % WIDTH;
+        *element(&tokens, ring->axis, row, token, column) =
+            value_of(first + token, row, column);
+    }
+    return mls_kv_ring_append(ring, kernels(), &tokens, &st);
+}
+
+/* The definition: the tokens held and their positions, in order. */
+typedef struct model {
+    size_t capacity, sinks, length, next, evicted;
+    size_t tokens[MOST], positions[MOST];
+} model;
+
+static void model_append(model *m, size_t token)
+{
+    if (m->length == m->capacity) {
+        for (size_t i = m->sinks; i + 1 < m->length; i++) {
+            m->tokens[i] = m->tokens[i + 1];
+            m->positions[i] = m->positions[i + 1];
+        }
+        m->length--;
+        m->evicted++;
+    }
+    m->tokens[m->length] = token;
+    m->positions[m->length++] = m->next++;
+}
+
+static void model_trim(model *m, size_t count)
+{
+    for (; count > 0; count--) {
+        m->next = m->positions[--m->length];
+    }
+}
+
+/* Check the slots, the positions and the ordered copy against the model. */
+static void check_ring(const mls_kv_ring *ring, const model *m)
+{
+    static int32_t memory[ROWS * WIDTH * MOST];
+    int64_t positions[MOST], wanted[MOST];
+    mls_status st;
+    mls_tensor dst;
+    size_t shape[3] = {ROWS, WIDTH, WIDTH};
+    shape[ring->axis] = m->length;
+    (void)mls_tensor_init(&dst, memory, MLS_I32, 3, shape, &st);
+    CHECK(mls_kv_ring_length(ring) == m->length && ring->evicted == m->evicted);
+    CHECK(ring->next == m->next);
+    mls_kv_ring_copy_ordered(ring, kernels(), &dst);
+    mls_kv_ring_positions(ring, positions);
+    for (size_t slot = 0; slot < m->capacity; slot++) {
+        wanted[slot] = -1;
+    }
+    for (size_t i = 0; i < m->length; i++) {
+        const size_t p = m->positions[i];
+        const size_t window = m->capacity - m->sinks;
+        wanted[p < m->sinks ? p : m->sinks + (p - m->sinks) % window] = (int64_t)p;
+        for (size_t at = 0; at < ROWS * WIDTH; at++) {
+            CHECK(*element(&dst, ring->axis, at / WIDTH, i, at % WIDTH) ==
+                  value_of(m->tokens[i], at / WIDTH, at % WIDTH));
+        }
+    }
+    for (size_t slot = 0; slot < m->capacity; slot++) {
+        CHECK(positions[slot] == wanted[slot]);
+        const bool used = *element(&ring->slots, ring->axis, 1, slot, 1) != 0;
+        CHECK(used == (wanted[slot] >= 0));
+    }
+}
+
+/* Every capacity and number of sinks, with steps chosen by a linear congruence. */
+static void random_steps_agree_with_the_model(void)
+{
+    uint32_t seed = 1;
+    for (size_t capacity = 1; capacity <= 9; capacity += EVERY(4)) {
+        for (size_t sinks = 0; sinks < capacity; sinks++) {
+            for (int axis = 1; axis <= 2; axis++) {
+                mls_kv_ring ring = {0};
+                mls_status st;
+                model m = {.capacity = capacity, .sinks = sinks};
+                REQUIRE(make(&ring, capacity, sinks, axis));
+                size_t token = 0;
+                for (int step = 0; step < 60; step++) {
+                    seed = seed * 1664525 + 1013904223;
+                    const size_t count = seed >> 24 & 31;
+                    if ((seed >> 16 & 3) == 0) {
+                        const size_t dropped = count % (m.length + 1);
+                        CHECK(mls_kv_ring_trim(&ring, kernels(), dropped, &st) == MLS_OK);
+                        model_trim(&m, dropped);
+                    } else {
+                        const size_t some = (seed >> 18 & 1) != 0 ? 1 : count;
+                        CHECK(append(&ring, token, some) == MLS_OK);
+                        for (size_t i = 0; i < some; i++) {
+                            model_append(&m, token++);
+                        }
+                    }
+                    check_ring(&ring, &m);
+                }
+                mls_kv_ring_fini(&ring);
+            }
+        }
+    }
+}
+
+static void bad_requests_change_nothing(void)
+{
+    mls_kv_ring ring = {0};
+    mls_status st;
+    mls_tensor slots, tokens;
+    const size_t shape[] = {2, 4, 3}, huge[] = {SIZE_MAX / 8, 4, 3};
+    const size_t long_shape[] = {1, 1, 1, 1, 1, 1, 1, 1, 4};
+    REQUIRE(mls_tensor_init(&slots, NULL, MLS_F16, 3, shape, &st) == MLS_OK);
+    CHECK(mls_kv_ring_init(&ring, &slots, 1, 4, &st) == MLS_E_CAPACITY);
+    CHECK(strstr(st.text, "4 sinks leave no room") != NULL);
+    slots.shape[1] = 0;
+    CHECK(mls_kv_ring_init(&ring, &slots, 1, 0, &st) == MLS_E_CAPACITY);
+    slots.rank = 1;
+    CHECK(mls_kv_ring_init(&ring, &slots, 0, 0, &st) == MLS_E_SHAPE);
+    REQUIRE(mls_tensor_init(&slots, NULL, MLS_F16, 9, long_shape, &st) == MLS_OK);
+    CHECK(mls_kv_ring_init(&ring, &slots, 8, 0, &st) == MLS_E_SHAPE);
+    memcpy(slots.shape, huge, sizeof huge);
+    slots.rank = 3;
+    CHECK(mls_kv_ring_init(&ring, &slots, 1, 0, &st) == MLS_E_SIZE);
+    CHECK(ring.pages.data == NULL);
+
+    REQUIRE(make(&ring, 4, 1, 1));
+    REQUIRE(append(&ring, 0, 6) == MLS_OK);
+    model m = {.capacity = 4, .sinks = 1};
+    for (size_t token = 0; token < 6; token++) {
+        model_append(&m, token);
+    }
+    CHECK(mls_kv_ring_trim(&ring, kernels(), 5, &st) == MLS_E_CAPACITY);
+    CHECK_TEXT(st.text, "cannot drop 5 tokens: the cache holds 4");
+    tokens = mls_tensor_slice(&ring.slots, 1, 0, 1);
+    CHECK(mls_kv_ring_append(&ring, kernels(), &tokens, &st) == MLS_E_OVERLAP);
+    tokens.dtype = MLS_F32;
+    CHECK(mls_kv_ring_append(&ring, kernels(), &tokens, &st) == MLS_E_DTYPE);
+    tokens.shape[2]++;
+    CHECK(mls_kv_ring_append(&ring, kernels(), &tokens, &st) == MLS_E_SHAPE);
+    tokens.rank = 2;
+    CHECK(mls_kv_ring_append(&ring, kernels(), &tokens, &st) == MLS_E_SHAPE);
+    check_ring(&ring, &m);
+    mls_kv_ring_fini(&ring);
+    mls_kv_ring_fini(&ring);
+}
+
+/* Without elements, any number of tokens can be appended. */
+static void positions_do_not_wrap(void)
+{
+    mls_kv_ring ring = {0};
+    mls_status st;
+    mls_tensor slots;
+    const size_t none[] = {0, 4, 3};
+    REQUIRE(mls_tensor_init(&slots, NULL, MLS_F16, 3, none, &st) == MLS_OK);
+    REQUIRE(mls_kv_ring_init(&ring, &slots, 1, 1, &st) == MLS_OK);
+    slots.shape[1] = INT64_MAX;
+    CHECK(mls_kv_ring_append(&ring, kernels(), &slots, &st) == MLS_OK);
+    CHECK(ring.next == INT64_MAX && ring.evicted == INT64_MAX - 4);
+    slots.shape[1] = 1;
+    CHECK(mls_kv_ring_append(&ring, kernels(), &slots, &st) == MLS_E_SIZE);
+    slots.shape[1] = SIZE_MAX;
+    CHECK(mls_kv_ring_append(&ring, kernels(), &slots, &st) == MLS_E_SIZE);
+    CHECK(ring.next == INT64_MAX && mls_kv_ring_length(&ring) == 4);
+    mls_kv_ring_fini(&ring);
+}
+
+/* Rows above and below the limit of short rows, packed and with gaps. */
+static void long_rows_and_rows_with_gaps_are_copied(void)
+{
+    static int32_t memory[2][3][2048];
+    mls_status st;
+    for (size_t width = 1; width <= 1024; width *= 4) {
+        for (size_t count = 1; count <= 3; count += 2) {
+            for (size_t gap = 0; gap < 2; gap++) {
+                mls_kv_ring ring = {0};
+                mls_tensor slots, tokens;
+                const size_t shape[] = {2, 4, width}, some[] = {2, count, width + gap};
+                REQUIRE(mls_tensor_init(&slots, NULL, MLS_I32, 3, shape, &st) == MLS_OK);
+                REQUIRE(mls_kv_ring_init(&ring, &slots, 1, 0, &st) == MLS_OK);
+                REQUIRE(mls_tensor_init(&tokens, memory, MLS_I32, 3, some, &st) ==
+                        MLS_OK);
+                int32_t *flat = &memory[0][0][0];
+                for (size_t i = 0; i < 2 * count * (width + gap); i++) {
+                    flat[i] = (int32_t)i + 1;
+                }
+                tokens.shape[2] = width;
+                CHECK(mls_kv_ring_append(&ring, kernels(), &tokens, &st) == MLS_OK);
+                for (size_t i = 0; i < 2 * count * width; i++) {
+                    const size_t row = i / width / count, token = i / width % count;
+                    const int32_t *got = (const int32_t *)(const void *)ring.slots.data +
+                                         (row * 4 + token) * width + i % width;
+                    CHECK(*got == flat[i / width * (width + gap) + i % width]);
+                }
+                mls_kv_ring_fini(&ring);
+            }
+        }
+    }
+}
+
+static const test_case tests[] = {
+    TEST(random_steps_agree_with_the_model),
+    TEST(bad_requests_change_nothing),
+    TEST(positions_do_not_wrap),
+    TEST(long_rows_and_rows_with_gaps_are_copied),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}

@@ -1,0 +1,229 @@
+#include "kv/rotate_keys.h"
+#include "support/runner.h"
+
+#include "array/float_convert.h"
+
+#include <math.h>
+
+enum { HEADS = 2, POSITIONS = 37, MOST_DIM = 42, MOST = HEADS * POSITIONS * MOST_DIM };
+
+/* Keys of HEADS x POSITIONS x dim in memory of any dtype. */
+typedef struct cache {
+    double memory[MOST + 1];
+    mls_tensor t;
+} cache;
+
+/* View the memory, with the positions innermost if `by_pair`. */
+static void make(cache *c, mls_dtype dtype, size_t dim, bool by_pair, size_t offset)
+{
+    mls_status st;
+    const size_t shape[] = {HEADS, POSITIONS, dim};
+    (void)mls_tensor_init(&c->t, (unsigned char *)c->memory + offset, dtype, 3, shape,
+                          &st);
+    if (by_pair) {
+        c->t.strides[2] = c->t.strides[1] / (ptrdiff_t)dim * POSITIONS;
+        c->t.strides[1] = c->t.strides[1] / (ptrdiff_t)dim;
+    }
+}
+
+/* Fill the keys with numbers between -4 and 4. */
+static void fill(cache *c)
+{
+    uint32_t seed = 7;
+    const size_t dim = c->t.shape[2];
+    for (size_t i = 0; i < HEADS * POSITIONS * dim; i++) {
+        seed = seed * 1664525 + 1013904223;
+        const float value = (float)(int32_t)seed * 0x1p-29F;
+        const double wide = (double)value;
+        const uint16_t half =
+            c->t.dtype == MLS_F16 ? mls_f16_from_f32(value) : mls_bf16_from_f32(value);
+        unsigned char *at = c->t.data + i * mls_tensor_item_bytes(&c->t);
+        if (c->t.dtype == MLS_F64) {
+            memcpy(at, &wide, sizeof wide);
+        } else if (c->t.dtype == MLS_F32) {
+            memcpy(at, &value, sizeof value);
+        } else {
+            memcpy(at, &half, sizeof half);
+        }
+    }
+}
+
+/* Read one element as a double. */
+static double read(const cache *c, size_t head, size_t position, size_t element)
+{
+    const unsigned char *at = c->t.data + (ptrdiff_t)head * c->t.strides[0] +
+                              (ptrdiff_t)position * c->t.strides[1] +
+                              (ptrdiff_t)element * c->t.strides[2];
+    double wide;
+    float single;
+    uint16_t half;
+    switch (c->t.dtype) {
+    case MLS_F64:
+        memcpy(&wide, at, sizeof wide);
+        return wide;
+    case MLS_F32:
+        memcpy(&single, at, sizeof single);
+        return (double)single;
+    default:
+        memcpy(&half, at, sizeof half);
+        return (double)(c->t.dtype == MLS_F16 ? mls_f32_from_f16(half)
+                                              : mls_f32_from_bf16(half));
+    }
+}
+
+/* The definition, compared element by element. */
+static void check_rotated(const cache *keys, const cache *got, const mls_rotation *r,
+                          double tolerance)
+{
+    const size_t dim = r->rotary_dim;
+    for (size_t i = 0; i < HEADS * POSITIONS * keys->t.shape[2]; i++) {
+        const size_t e = i % keys->t.shape[2], at = i / keys->t.shape[2];
+        const size_t head = at / POSITIONS, position = at % POSITIONS;
+        double wanted = read(keys, head, position, e);
+        if (e < dim) {
+            const size_t pair = r->interleaved ? e / 2 : e % (dim / 2);
+            const bool second = r->interleaved ? e % 2 != 0 : e >= dim / 2;
+            const size_t step = r->interleaved ? 1 : dim / 2;
+            const double other = read(keys, head, position, second ? e - step : e + step);
+            const int64_t shift = r->shifts[r->shift_count == 1 ? 0 : position];
+            const double angle = (double)shift *
+                                 pow(r->base, -2.0 * (double)pair / (double)dim) /
+                                 r->scaling;
+            wanted = wanted * cos(angle) + (second ? other : -other) * sin(angle);
+        }
+        CHECK(fabs(read(got, head, position, e) - wanted) <= tolerance);
+    }
+}
+
+/* Every dtype, layout, order of pairs and instruction set agrees with the definition, and
+ * bit for bit with the scalar kernels. */
+static void rotations_agree_with_the_definition(void)
+{
+    static const double tolerances[] = {
+        [MLS_F16] = 4e-3, [MLS_BF16] = 3e-2, [MLS_F32] = 2e-6, [MLS_F64] = 1e-13};
+    static const size_t dims[][2] = {{2, 2}, {10, 6}, {16, 16}, {42, 42}, {40, 32}};
+    static cache keys, scalar, got;
+    int64_t shifts[POSITIONS];
+    for (int64_t i = 0; i < POSITIONS; i++) {
+        shifts[i] = i < 4 ? 0 : i < 9 ? -100 : i * 31 - 500;
+    }
+    /* bits: dtype (2), interleaved, by pair, one shift, unaligned, which dimensions */
+    for (size_t kind = 0; kind < 64 * 5; kind += EVERY(3)) {
+        const mls_dtype dtype = (mls_dtype)(kind & 3);
+        const size_t *dim = dims[kind / 64];
+        const mls_rotation r = {.base = 500.0,
+                                .scaling = 2.0,
+                                .rotary_dim = dim[1],
+                                .interleaved = (kind & 4) != 0,
+                                .axis = 1,
+                                .shifts = (kind & 16) != 0 ? &shifts[20] : shifts,
+                                .shift_count = (kind & 16) != 0 ? 1 : POSITIONS};
+        const size_t offset = (kind & 32) != 0 ? 1 : 0;
+        make(&keys, dtype, dim[0], (kind & 8) != 0, offset);
+        make(&scalar, dtype, dim[0], (kind & 8) != 0, 0);
+        make(&got, dtype, dim[0], (kind & 8) != 0, offset);
+        fill(&keys);
+        mls_status st;
+        REQUIRE(mls_rotate_keys_check(&got.t, &keys.t, &r, &st) == MLS_OK);
+        mls_rotate_keys(mls_kernels_of(MLS_CPU_SCALAR), NULL, &scalar.t, &keys.t, &r);
+        check_rotated(&keys, &scalar, &r, tolerances[dtype]);
+        const size_t bytes = HEADS * POSITIONS * dim[0] * mls_tensor_item_bytes(&keys.t);
+        for (int cpu = MLS_CPU_SCALAR; cpu < MLS_CPU_COUNT; cpu++) {
+            if (!mls_cpu_offers((mls_cpu)cpu)) {
+                continue;
+            }
+            const mls_kernels *kernels = mls_kernels_of((mls_cpu)cpu);
+            memset(got.memory, 0xA5, sizeof got.memory);
+            mls_rotate_keys(kernels, NULL, &got.t, &keys.t, &r);
+            CHECK(memcmp(got.t.data, scalar.t.data, bytes) == 0);
+            CHECK(got.t.data[bytes] == 0xA5); /* nothing is written past the end */
+            fill(&got);
+            mls_rotate_keys(kernels, NULL, &got.t, &got.t, &r); /* in place */
+            CHECK(memcmp(got.t.data, scalar.t.data, bytes) == 0);
+        }
+    }
+}
+
+/* A shift of 0 keeps every bit. */
+static void a_shift_of_zero_changes_nothing(void)
+{
+    static cache keys, got;
+    mls_status st;
+    const int64_t zero = 0;
+    const mls_rotation r = {.base = 1e4,
+                            .scaling = 1,
+                            .rotary_dim = 16,
+                            .axis = 1,
+                            .shifts = &zero,
+                            .shift_count = 1};
+    make(&keys, MLS_F16, 16, false, 0);
+    make(&got, MLS_F16, 16, false, 0);
+    fill(&keys);
+    REQUIRE(mls_rotate_keys_check(&got.t, &keys.t, &r, &st) == MLS_OK);
+    mls_rotate_keys(mls_kernels_of(MLS_CPU_SCALAR), NULL, &got.t, &keys.t, &r);
+    CHECK(memcmp(got.t.data, keys.t.data, HEADS * POSITIONS * 32) == 0);
+}
+
+static void bad_arguments_are_refused(void)
+{
+    static cache keys, got;
+    mls_status st;
+    const int64_t shifts[2] = {0};
+    const mls_rotation good = {.base = 1e4,
+                               .scaling = 1,
+                               .rotary_dim = 16,
+                               .axis = 1,
+                               .shifts = shifts,
+                               .shift_count = 1};
+    make(&keys, MLS_F16, 16, false, 0);
+    make(&got, MLS_F16, 16, false, 0);
+    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &good, &st) == MLS_OK);
+    CHECK(mls_rotate_keys_check(&keys.t, &keys.t, &good, &st) == MLS_OK);
+    mls_rotation r = good;
+    r.axis = 2;
+    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &r, &st) == MLS_E_SHAPE);
+    r = good;
+    r.shift_count = 2;
+    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &r, &st) == MLS_E_SHAPE);
+    static const size_t dims[] = {0, 1, 3, 18, SIZE_MAX - 1};
+    for (size_t i = 0; i < sizeof dims / sizeof dims[0]; i++) {
+        r = good;
+        r.rotary_dim = dims[i];
+        CHECK(mls_rotate_keys_check(&got.t, &keys.t, &r, &st) == MLS_E_VALUE);
+    }
+    static const double numbers[] = {0, -1, INFINITY, NAN};
+    for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++) {
+        r = good;
+        r.base = numbers[i];
+        CHECK(mls_rotate_keys_check(&got.t, &keys.t, &r, &st) == MLS_E_VALUE);
+        r = good;
+        r.scaling = numbers[i];
+        CHECK(mls_rotate_keys_check(&got.t, &keys.t, &r, &st) == MLS_E_VALUE);
+    }
+    got.t.dtype = MLS_BF16;
+    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &good, &st) == MLS_E_DTYPE);
+    got.t.dtype = MLS_I8;
+    CHECK(mls_rotate_keys_check(&got.t, &got.t, &good, &st) == MLS_E_DTYPE);
+    got.t.dtype = MLS_F16;
+    got.t.shape[0] = 1;
+    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &good, &st) == MLS_E_SHAPE);
+    got.t.shape[0] = HEADS;
+    got.t.data = keys.t.data + 2;
+    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &good, &st) == MLS_E_OVERLAP);
+    got.t = keys.t;
+    got.t.strides[1] = 0;
+    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &good, &st) == MLS_E_OVERLAP);
+    keys.t.rank = 1;
+    CHECK(mls_rotate_keys_check(&got.t, &keys.t, &good, &st) == MLS_E_SHAPE);
+}
+
+static const test_case tests[] = {
+    TEST(rotations_agree_with_the_definition),
+    TEST(a_shift_of_zero_changes_nothing),
+    TEST(bad_arguments_are_refused),
+};
+
+int main(void)
+{
+    return RUN_TESTS(tests);
+}
