@@ -255,13 +255,13 @@ static PyObject *mapped_array(mlspy_load_job *job, const mls_wanted *w,
  * arrays too: their memory must stay valid during the read, even if other code gets the
  * dict or a later array fails. `made` receives the number of pieces with destinations;
  * NULL: no thread waits. */
-static PyObject *make_arrays(mlspy_load_job *job, bool maps, mls_watermark *made)
+static PyObject *make_arrays(mlspy_load_job *job, bool maps, mls_ready_counter *made)
 {
     size_t used = 0;
     PyObject *result = PyDict_New(), *capsules = maps ? PyDict_New() : NULL;
     mlspy_room room = {new_bytes, job, job->plan.count, NULL, 0, 0, {NULL}};
     bool good = result != NULL && (!maps || capsules != NULL);
-    enum { TOGETHER = 64 }; /* arrays for each update of the watermark */
+    enum { TOGETHER = 64 }; /* arrays for each update of the counter */
     for (size_t i = 0; good && i < job->plan.count; i++) {
         mlspy_wanted *w = &job->wanted[i];
         PyObject *array = maps ? mapped_array(job, &job->plan.wanted[i], capsules, &room)
@@ -279,7 +279,7 @@ static PyObject *make_arrays(mlspy_load_job *job, bool maps, mls_watermark *made
         }
         good = array != NULL && PyDict_SetItem(result, w->key, array) == 0;
         if (made != NULL && i % TOGETHER == 0) {
-            mls_watermark_advance(made, used);
+            mls_ready_counter_advance(made, used);
         }
     }
     job->plan.piece_count = used;
@@ -301,7 +301,7 @@ typedef struct making {
 } make_state;
 
 /* Runs in the calling thread, which takes the GIL for it. */
-static bool make_during_read(void *context, mls_watermark *made)
+static bool make_during_read(void *context, mls_ready_counter *made)
 {
     make_state *m = context;
     mlspy_progress_end(m->progress);

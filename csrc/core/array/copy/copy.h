@@ -11,7 +11,7 @@
 
 #include "array/tensor.h"
 #include "runtime/cpu_features.h"
-#include "runtime/store_choice.h"
+#include "runtime/cpu_store_choice.h"
 
 #include <stdint.h>
 

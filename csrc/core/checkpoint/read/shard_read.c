@@ -44,8 +44,9 @@ typedef struct reading {
     atomic_bool stopped;
     pthread_mutex_t lock; /* protects `status` */
     mls_status status;    /* why `failed` failed, or that the read was stopped */
-    mls_watermark made; /* number of pieces that have their `data`, if there is a maker */
-    bool unmade;        /* the maker failed */
+    mls_ready_counter
+        made;    /* number of pieces that have their `data`, if there is a maker */
+    bool unmade; /* the maker failed */
 } read_state;
 
 /* State of one thread: its open file and buffers. */
@@ -548,7 +549,7 @@ static void make_destinations(void *context)
     if (shared->unmade && shared->plan.count > 0) {
         record_stop(shared, shared->plan.spans);
     }
-    mls_watermark_advance(&shared->made, SIZE_MAX);
+    mls_ready_counter_advance(&shared->made, SIZE_MAX);
 }
 
 /* Wait until spans `first` .. `end` have destinations. */
@@ -560,7 +561,7 @@ static void wait_for_destinations(read_state *shared, size_t first, size_t end)
             (size_t)(shared->plan.order[i]->piece - shared->request.pieces);
         last = piece > last ? piece : last;
     }
-    mls_watermark_wait(&shared->made, last + 1);
+    mls_ready_counter_wait(&shared->made, last + 1);
 }
 
 /* Read all spans of a task, adjacent ones together. */
@@ -613,7 +614,7 @@ static void reading_fini(read_state *shared)
 {
     mls_work_queues_fini(&shared->stretches);
     mls_read_plan_fini(&shared->plan);
-    mls_watermark_fini(&shared->made);
+    mls_ready_counter_fini(&shared->made);
     pthread_mutex_destroy(&shared->lock);
 }
 
@@ -624,7 +625,7 @@ mls_code mls_shards_read(const mls_read_request *request, size_t *failed, mls_st
     size_t planned;
     read_state shared = {.request = *request};
     mls_pool *pool = request->pool;
-    mls_watermark_init(&shared.made);
+    mls_ready_counter_init(&shared.made);
     pthread_mutex_init(&shared.lock, NULL);
     atomic_init(&shared.failed, SIZE_MAX);
     atomic_init(&shared.stopped, false);
