@@ -65,9 +65,10 @@ def build(folder: Path) -> Any:
     if compiler is None or not CORE.is_dir():
         return None
     library = folder / "crc32c.so"
-    names = ("cpu.c", "status.c", "cpu_store_choice.c")
-    sources = [*sorted(CORE.glob("crc32c*.c")), *(CORE / name for name in names)]
-    subprocess.run([compiler, *COMPILER_OPTIONS, "-o", library, *sources], check=True)
+    names = ("runtime/cpu_features.c", "base/status.c", "runtime/cpu_store_choice.c")
+    sources = [*sorted(CORE.glob("crc32c/crc32c*.c")), *(CORE / name for name in names)]
+    options = (*COMPILER_OPTIONS, f"-I{CORE}")
+    subprocess.run([compiler, *options, "-o", library, *sources], check=True)
     loaded = ctypes.CDLL(str(library))
     loaded.mls_crc_of.restype = ctypes.POINTER(Kernels)
     return loaded
