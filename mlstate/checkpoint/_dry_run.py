@@ -14,7 +14,7 @@ from ._load import chosen_keys, ranks_of
 from ._replica_assignment import by_section, whole_names
 from ._save import PACK_BELOW, states_of
 from ._store import folder as _folder
-from ._store.name_selection import listed_names
+from ._store.name_globs import listed_names
 from ._store.rank_indexes import Indexes
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from ..state._compatibility import SHOWN, join, rename_hint
 from ..state._kind import restore_kind
 from ..state._optimizer_state import OptimizerStateDict
 from ._store import folder as _folder
-from ._store.name_selection import Names, listed_names
+from ._store.name_globs import Names, listed_names
 from ._store.rank_indexes import Indexes
 
 if TYPE_CHECKING:

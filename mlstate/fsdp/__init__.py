@@ -32,7 +32,7 @@ from ._config import FSDP
 from ._gradient_ops import scale, squares_in_order, tallies
 from ._reduce_scatter import ReduceScatterOperation
 from ._report import BackwardReport, Bucket
-from ._unit import FSDPShardingUnit
+from ._sharding_unit import FSDPShardingUnit
 from ._verify import GradientReport, Mismatch
 
 if TYPE_CHECKING:

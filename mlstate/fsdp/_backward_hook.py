@@ -20,7 +20,7 @@ from ._gradient_ops import LocalSums, add, clear, copied
 from ._hook_registry import ModelHooks, check_gradients
 from ._reduction_session import BackwardPass, BucketPlan
 from ._report import BackwardReport
-from ._unit import FSDPShardingUnit, bind_unit, bind_units, check_units
+from ._sharding_unit import FSDPShardingUnit, bind_unit, bind_units, check_units
 from ._verify import GradientReport, compare, compare_sums
 
 if TYPE_CHECKING:

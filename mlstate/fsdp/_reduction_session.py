@@ -16,11 +16,11 @@ from .._common.dtypes import NARROW_FLOATS
 from ..collectives._arguments import failed
 from ..collectives._operation_queue import Turns
 from ..errors import CollectiveError, GradientNamesError
+from ._bucket import Entry, FullBucket, Reducer, Terms
 from ._consistency_check import ConsistencyCheck, digest_of
 from ._gradient_ops import tallies
-from ._reducer import Entry, FullBucket, Reducer, Terms
 from ._report import Bucket
-from ._unit import FSDPShardingUnit
+from ._sharding_unit import FSDPShardingUnit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from ._config import FSDP
-    from ._unit import FSDPShardingUnit
+    from ._sharding_unit import FSDPShardingUnit
 
 _BLOCK = 1 << 20  # elements per comparison step
 _SHOWN = 20

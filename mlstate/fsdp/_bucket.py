@@ -17,7 +17,7 @@ from ._gradient_ops import add, memory_of, on_host, packed, place, plain
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ._unit import FSDPShardingUnit
+    from ._sharding_unit import FSDPShardingUnit
 
 Segment: TypeAlias = tuple[Any, tuple[int, ...], Any]  # gradient, elements by rank, output
 # a segment with the dtype and shape that the output must have
