@@ -5,7 +5,7 @@
 #include "activation/strategy.h"
 #include "base/memory.h"
 #include "checkpoint/index/index.h"
-#include "checkpoint/index/shard_header.h"
+#include "checkpoint/index/shard_header_rebuild.h"
 #include "checkpoint/ranks/index_pattern.h"
 #include "checkpoint/ranks/load_plan.h"
 #include "checkpoint/ranks/merged_index.h"
@@ -22,7 +22,7 @@
 #include "planning/schedule_search.h"
 #include "safetensors/safetensors.h"
 #include "state/load_into.h"
-#include "state/name_match.h"
+#include "state/name_pairs.h"
 #include "state/name_tree.h"
 #include "state/name_tree_preview.h"
 #include "state/rename_rules.h"
@@ -465,7 +465,8 @@ static mls_code plan_load(mls_status *st)
 static mls_code make_header(mls_status *st)
 {
     mls_json_writer header = {.most = 1 << 20};
-    const mls_code code = mls_shard_header(&committed, 0, &mls_crc_scalar, &header, st);
+    const mls_code code =
+        mls_shard_header_rebuild(&committed, 0, &mls_crc_scalar, &header, st);
     CHECK((code == MLS_OK) == (header.length > 0));
     mls_json_writer_fini(&header);
     return code;
@@ -592,7 +593,7 @@ static mls_code match_names(mls_status *st)
 {
     const mls_str a[] = {{"a", 1}, {"b", 1}}, b[] = {{"b", 1}, {"a", 1}};
     size_t partners[2], rest[2], count;
-    return mls_names_match(a, 2, b, 2, partners, rest, &count, st);
+    return mls_pair_names(a, 2, b, 2, partners, rest, &count, st);
 }
 
 static mls_code sum_names(mls_status *st)

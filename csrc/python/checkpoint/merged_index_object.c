@@ -5,7 +5,7 @@
 #include "common/module_state.h"
 
 #include "base/memory.h"
-#include "checkpoint/index/shard_header.h"
+#include "checkpoint/index/index.h"
 
 const mlspy_state *mlspy_catalog_state(PyObject *self)
 {
@@ -37,12 +37,12 @@ int mlspy_catalog_index(const mlspy_state *state, PyObject *catalog, int64_t ran
 PyObject *mlspy_catalog_key(const mls_tensor_id *id)
 {
     char few[256];
-    const size_t length = mls_shard_key_length(id);
+    const size_t length = mls_tensor_id_key_length(id);
     char *key = length <= sizeof few ? few : mls_alloc(length, 1);
     if (key == NULL) {
         return PyErr_NoMemory();
     }
-    mls_shard_write_key(id, key);
+    mls_tensor_id_write_key(id, key);
     PyObject *result = mlspy_str_of((mls_str){key, length});
     if (key != few) {
         mls_free(key);

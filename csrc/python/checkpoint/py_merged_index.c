@@ -16,7 +16,7 @@
 #include "common/progress.h"
 
 #include "base/memory.h"
-#include "checkpoint/index/shard_header.h"
+#include "checkpoint/index/shard_header_rebuild.h"
 #include "checkpoint/ranks/merged_index_summary.h"
 #include "checkpoint/read/verify.h"
 #include "io/json_checksum.h"
@@ -339,8 +339,8 @@ static PyObject *catalog_header(PyObject *object, PyObject *argument)
     mls_json_writer text = {.most = MLS_SAFETENSORS_MAX_HEADER + 8};
     mls_status st;
     const mls_code code =
-        mls_shard_header_find(self->indexes, self->index_count, path,
-                              mls_crc_of(state->kernels->cpu), &text, &st);
+        mls_shard_header_rebuild_path(self->indexes, self->index_count, path,
+                                      mls_crc_of(state->kernels->cpu), &text, &st);
     PyObject *result = NULL;
     if (code == MLS_OK) {
         result = PyBytes_FromStringAndSize(text.data, (Py_ssize_t)text.length);
