@@ -223,7 +223,7 @@ def accumulate(
     targets: Sequence[Any],
     sources: Sequence[Any],
     scale: float,
-    tally: Literal[True],
+    wants_norms: Literal[True],
     /,
 ) -> list[tuple[float, int]]: ...
 @overload
@@ -232,11 +232,11 @@ def accumulate(
     targets: Sequence[Any],
     sources: Sequence[Any],
     scale: float,
-    tally: Literal[False],
+    wants_norms: Literal[False],
     /,
 ) -> None: ...
 def scale(names: Sequence[str], arrays: Sequence[Any], factor: float, /) -> None: ...
-def tally(names: Sequence[str], arrays: Sequence[Any], /) -> list[tuple[float, int]]: ...
+def norm_partials(names: Sequence[str], arrays: Sequence[Any], /) -> list[tuple[float, int]]: ...
 def clear(names: Sequence[str], arrays: Sequence[Any], /) -> None: ...
 
 @final
@@ -340,7 +340,7 @@ class LocalLink:
         self, array: Any, out: Any, op: str, divisor: float, timeout: float, text: str, /
     ) -> None: ...
     def reduce_scatter(
-        self, bucket: Any, tallied: bool, timeout: float, text: str, /
+        self, bucket: Any, wants_norms: bool, timeout: float, text: str, /
     ) -> list[tuple[float, int]]: ...
     def gather_bytes(
         self, data: bytes, root: int, timeout: float, text: str, /

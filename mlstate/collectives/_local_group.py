@@ -180,7 +180,9 @@ class LocalGroup(Engine):
             raise TypeError(
                 "LocalGroup is made by LocalGroup.threads, run, from_env or join, not by calling it"
             )
-        from ._operation_queue import Turns  # needs threading, which `import mlstate` does not load
+        from ._operation_queue import (
+            OperationQueue,  # needs threading, which `import mlstate` does not load
+        )
 
         self._link = link
         self._rank = rank
@@ -188,7 +190,7 @@ class LocalGroup(Engine):
         self._timeout = timeout
         self._closed = False
         self._process = os.getpid()
-        self._turns = Turns("mlstate-local-group", rank)
+        self._operations = OperationQueue("mlstate-local-group", rank)
 
     # ---- making groups ----
 
@@ -562,7 +564,7 @@ class LocalGroup(Engine):
         LocalGroup(rank 0 of 1, closed)
         """
         if not self._closed and self._process == os.getpid():
-            self._turns.join()
+            self._operations.join()
         self._closed = True
         self._link.close()
 

@@ -174,7 +174,7 @@ def _ams_sketch(array: Any, start: int) -> tuple[float, float]:
     `start` is the index of the first element in the parameter; it determines the signs.
     """
     near = array.cpu() if is_torch(array) else array
-    ((squares, _),) = _core.tally(["gradient"], [near])
+    ((squares, _),) = _core.norm_partials(["gradient"], [near])
     return _core.sketch(near, start, 0)[0], sqrt(squares)
 
 
