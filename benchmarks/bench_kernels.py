@@ -83,9 +83,9 @@ def call_of(case: str) -> Callable[[], object]:
         return lambda: transition_kv_state(source, source.shape[2], out=out)
     target = np.zeros(COUNT, DTYPES["float32" if words[-1] == "scaled" else words[1]])
     scale = 0.5 if words[-1] == "scaled" else 1.0
-    tallies = words[-1] == "norm"
+    wants_norms = words[-1] == "norm"
     small = (first.astype(np.float32) * 1e-6).astype(first.dtype)
-    return lambda: _core.accumulate(["w"], [target], [small], scale, tallies)
+    return lambda: _core.accumulate(["w"], [target], [small], scale, wants_norms)
 
 
 def main() -> None:

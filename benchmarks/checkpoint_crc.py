@@ -26,12 +26,12 @@ SETS = ("scalar", "avx2", "avx512", "neon")  # in the order of csrc/core/runtime
 COMPILER_OPTIONS = ("-O2", "-std=c11", "-ffp-contract=off", "-D_GNU_SOURCE", "-fPIC", "-shared")
 COPY, CHECKSUM = "memcpy, 1 thread", "core: CRC32C"
 FUSED, TWO_PASSES = "core: copy with CRC32C", "memcpy, then core: CRC32C"
-STORES = ("plain", "stream1")  # in the order of csrc/core/runtime/store_choice.h
+STORES = ("plain", "stream1")  # in the order of csrc/core/runtime/cpu_store_choice.h
 AIM_GBS, AIM_SHARE = 15.0, 0.9
 
 
 class Destination(ctypes.Structure):
-    """The destination of csrc/core/runtime/store_choice.h."""
+    """The destination of csrc/core/runtime/cpu_store_choice.h."""
 
     _fields_ = (("bytes", ctypes.c_size_t), ("is_fresh", ctypes.c_bool))
 
@@ -65,9 +65,10 @@ def build(folder: Path) -> Any:
     if compiler is None or not CORE.is_dir():
         return None
     library = folder / "crc32c.so"
-    names = ("cpu.c", "status.c", "store_choice.c")
-    sources = [*sorted(CORE.glob("crc32c*.c")), *(CORE / name for name in names)]
-    subprocess.run([compiler, *COMPILER_OPTIONS, "-o", library, *sources], check=True)
+    names = ("runtime/cpu_features.c", "base/status.c", "runtime/cpu_store_choice.c")
+    sources = [*sorted(CORE.glob("crc32c/crc32c*.c")), *(CORE / name for name in names)]
+    options = (*COMPILER_OPTIONS, f"-I{CORE}")
+    subprocess.run([compiler, *options, "-o", library, *sources], check=True)
     loaded = ctypes.CDLL(str(library))
     loaded.mls_crc_of.restype = ctypes.POINTER(Kernels)
     return loaded

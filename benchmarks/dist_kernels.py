@@ -19,9 +19,9 @@ MICRO_BATCHES = 4
 LINE = 64  # bytes of the cache
 
 
-def add(target: Any, source: Any, scale: float = 1.0, tally: bool = False) -> None:
+def add(target: Any, source: Any, scale: float = 1.0, wants_norms: bool = False) -> None:
     """mlstate's kernel behind `GradientAccumulator` and `accumulate_gradients`."""
-    if tally:
+    if wants_norms:
         _core.accumulate(["x"], [target], [source], scale, True)
     else:
         _core.accumulate(["x"], [target], [source], scale, False)

@@ -33,7 +33,7 @@ marks=()
     --ignore=tests/fsdp/test_consistency_check.py
     --ignore=tests/fsdp/test_report.py
     --ignore=tests/fsdp/test_scatter.py
-    --ignore=tests/fsdp/test_unit.py
+    --ignore=tests/fsdp/test_sharding_unit.py
     --ignore=tests/fsdp/test_verify.py --ignore=tests/activation/test_plan_html.py
     --ignore=tests/checkpoint/test_checkpoint_html.py
     --ignore=tests/state/test_html.py

@@ -11,7 +11,7 @@ command -v setarch >/dev/null && run="setarch $(uname -m) -R"
 files=$(grep -lE 'pthread|mls_pool_|_threads' $(find tests/core -name 'test_*.c' | sort))
 fewer=
 [ "${1:-all}" = all ] || fewer=" -DMLS_FEWER_TRIES"
-[ "${1:-all}" = all ] || files=$(printf '%s\n' "$files" | grep -vE '_(diff|kv_transition|load_into|attention_mask|plan_slots|reduce|shard_read)\.c$')
+[ "${1:-all}" = all ] || files=$(printf '%s\n' "$files" | grep -vE '_(diff|kv_transition|load_into|attention_mask|plan_dp_slots|reduce|shard_read)\.c$')
 export TSAN_OPTIONS=exitcode=66
 build="make --no-print-directory -s -f tools/core.mk BUILD=build/tsan"
 flags="-fsanitize=thread -DWITHOUT_FORK$fewer"

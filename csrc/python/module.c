@@ -147,7 +147,7 @@ static int core_exec(PyObject *module)
     if (refuse_second() < 0 || PyArray_ImportNumPyAPI() < 0 ||
         mlspy_state_init(mlspy_state_of(module)) < 0 || mlspy_errors_add(module) < 0 ||
         mlspy_kv_buffer_add(module) < 0 || mlspy_kv_rolling_add(module) < 0 ||
-        mlspy_statedict_add(module) < 0 || mlspy_catalog_add(module) < 0 ||
+        mlspy_statedict_add(module) < 0 || mlspy_merged_index_add(module) < 0 ||
         mlspy_local_add(module) < 0 || mlspy_strategy_add(module) < 0 ||
         mlspy_tiers_add(module) < 0 || mlspy_descriptor_add(module) < 0) {
         return -1;

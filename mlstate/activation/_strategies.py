@@ -193,7 +193,7 @@ class SelectiveStrategy(_Strategy, _core.SelectiveStrategy):
     _fields = ("checkpoint_layers", "exclude_layers")
     checkpoint_layers = _core.Strategy._chosen
     exclude_layers = _core.Strategy._excluded
-    opinion = _core.Strategy._opinion
+    opinion = _core.Strategy._decide_or_none
 
     def __new__(
         cls,

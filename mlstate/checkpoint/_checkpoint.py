@@ -220,7 +220,7 @@ class Checkpoint:
         self.path = local_folder(path) if _manifest is None else os.fspath(path)
         self._root = _root
         self._manifest = _manifest or _folder.read_manifest(self.path, _root)
-        self._read_catalog: Any = None
+        self._read_index: Any = None
         self.written: dict[str, Any] | None = None
 
     # Copies and pickles carry the manifest's text, so that they describe this save forever.
@@ -238,10 +238,10 @@ class Checkpoint:
         self.written = state["written"]
 
     @property
-    def _catalog(self) -> Any:
-        if self._read_catalog is None:
-            self._read_catalog = _folder.load_catalog(self.path, self._manifest)
-        return self._read_catalog
+    def _merged_index(self) -> Any:
+        if self._read_index is None:
+            self._read_index = _folder.load_merged_index(self.path, self._manifest)
+        return self._read_index
 
     @classmethod
     def _opened(cls, path: str | os.PathLike[str], root: str = _folder.MANIFEST) -> Checkpoint:
@@ -250,7 +250,7 @@ class Checkpoint:
 
         def read(manifest: Manifest) -> Checkpoint:
             found = cls(folder, _root=root, _manifest=manifest)
-            _ = found._catalog
+            _ = found._merged_index
             return found
 
         try:
@@ -311,7 +311,7 @@ class Checkpoint:
     @property
     def stored_nbytes(self) -> int:
         """Bytes of all shards in files; differs from `nbytes` if some are sparse or compressed."""
-        return sum(stored for *_, stored in self._catalog.heads())
+        return sum(stored for *_, stored in self._merged_index.heads())
 
     def tensors(self) -> list[TensorRecord]:
         """List the tensors, parameters first, by name.
@@ -330,7 +330,7 @@ class Checkpoint:
         """
         return [
             TensorRecord._make((*record[:6], Layout._of(record[6]), *record[7:]))
-            for record in self._catalog.tensors()
+            for record in self._merged_index.tensors()
         ]
 
     def shards(self) -> list[ShardRecord]:
@@ -351,7 +351,7 @@ class Checkpoint:
         """
         return [
             ShardRecord._make((*record, layers and tuple(map(LayerRecord._make, layers))))
-            for *record, layers in self._catalog.shards()
+            for *record, layers in self._merged_index.shards()
         ]
 
     def files(self) -> dict[str, int]:
@@ -364,7 +364,7 @@ class Checkpoint:
         >>> len(mlstate.save(path, {"a": np.ones(3), "b": np.ones(3)}).files())
         1
         """
-        return dict(self._catalog.files())
+        return dict(self._merged_index.files())
 
     def load(self, **keywords: Any) -> LoadedState:
         """Load this checkpoint; takes the keywords of `mlstate.load`.
@@ -391,7 +391,7 @@ class Checkpoint:
         return verify_checkpoint(self.path, root=self._root, **keywords)
 
     def _title(self) -> str:
-        tensors = len(self._catalog.keys(0)) + len(self._catalog.keys(1))
+        tensors = len(self._merged_index.keys(0)) + len(self._merged_index.keys(1))
         parts = [
             f"Checkpoint: {tensors:,} tensor{'' if tensors == 1 else 's'}",
             stored_text(self.nbytes, self.stored_nbytes),

@@ -62,12 +62,12 @@ class Committed(NamedTuple):
     ----------
     manifest : Manifest
         The manifest, as read back before the commit.
-    catalogs : dict
+    merged_indexes : dict
         The index that was read back, by generation, if there is a single rank.
     """
 
     manifest: Manifest
-    catalogs: dict[str, Any]
+    merged_indexes: dict[str, Any]
 
 
 # ---- messages between ranks; a process that saves alone sends none ----
@@ -141,7 +141,7 @@ def _read_replaced(folder: str) -> Manifest | None:
     except FormatError as error:
         data = _folder.read_bytes(folder, _folder.MANIFEST)
         try:
-            _core.seal_check(data, folder)
+            _core.json_checksum_check(data, folder)
         except FormatError:
             import warnings
 
@@ -236,7 +236,7 @@ def record_of(written: dict[str, Any]) -> IndexRecord:
     return IndexRecord(*(written[name] for name in IndexRecord._fields))
 
 
-def _previous_catalog(target: SaveTarget, start: Start) -> Any:
+def _previous_index(target: SaveTarget, start: Start) -> Any:
     """Return this rank's committed index, whose unchanged shards are kept; None if unreadable."""
     try:
         before = start.before
@@ -246,7 +246,7 @@ def _previous_catalog(target: SaveTarget, start: Start) -> Any:
             return None
         record = before.indexes[target.rank]
         data = _folder.read_bytes(target.folder, record.path)
-        return _core.Catalog((data,), (record.path,))
+        return _core.MergedIndex((data,), (record.path,))
     except MLStateError:
         return None  # damaged or missing: every shard is written
 
@@ -291,7 +291,7 @@ def _write_shards(
             target.folder,
             start.generation,
             shards,
-            _previous_catalog(target, start),
+            _previous_index(target, start),
             target.how,
             progress,
             freed,
@@ -323,14 +323,14 @@ def commit_manifest(folder: str, manifest: Manifest, *, keep_root: bool = False)
     data = build(manifest)
     path = os.path.join(folder, _folder.MANIFEST)
     parsed = parse(data, path)
-    catalogs = {}
+    merged_indexes = {}
     if manifest.world_size == 1:
-        catalogs[manifest.generation] = _folder.load_catalog(folder, parsed)
+        merged_indexes[manifest.generation] = _folder.load_merged_index(folder, parsed)
     mode = _folder.new_file_mode(folder)
     if keep_root:
         _core.file_replace(os.path.join(folder, _folder.root_path(manifest)), data, mode)
     _core.file_replace(path, data, mode)
-    return Committed(parsed, catalogs)
+    return Committed(parsed, merged_indexes)
 
 
 def is_committed(folder: str, generation: str) -> bool:
@@ -366,8 +366,8 @@ def _commit_ranks(
         **header,
     )
     if target.world_size > 1:
-        manifest, catalog = with_patterns(target.folder, manifest, written)
-        check_copies(catalog, (copies for _, copies in reports))
+        manifest, merged = with_patterns(target.folder, manifest, written)
+        check_copies(merged, (copies for _, copies in reports))
     return commit_manifest(target.folder, manifest, keep_root=target.keep_root)
 
 
@@ -455,7 +455,7 @@ def delete_replaced(
         if target.retain is not None:
             roots = {**target.retain(committed.manifest), **roots}
         if before is not None or target.replace_steps:
-            _folder.prune(target.folder, catalogs=committed.catalogs, roots=roots)
+            _folder.prune(target.folder, merged_indexes=committed.merged_indexes, roots=roots)
     except (MLStateError, MemoryError) as error:
         return f"old files of the checkpoint were not deleted: {error}"
     return None

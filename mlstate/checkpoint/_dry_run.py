@@ -14,7 +14,7 @@ from ._load import chosen_keys, ranks_of
 from ._replica_assignment import by_section, whole_names
 from ._save import PACK_BELOW, states_of
 from ._store import folder as _folder
-from ._store.name_selection import listed_names
+from ._store.name_globs import listed_names
 from ._store.rank_indexes import Indexes
 
 if TYPE_CHECKING:
@@ -230,17 +230,17 @@ def plan_save(
     if world_size > 1 and not steps:
         names = whole_names(*dicts)[rank::world_size]
         mine = by_section(names)
-    gathered, nbytes = _core.shards_gather((rank, world_size), dicts, Shard, mine, steps)
+    gathered, nbytes = _core.shards_collect((rank, world_size), dicts, Shard, mine, steps)
     text = _core.shards_plan(_GENERATION, gathered, pack_below_bytes)
-    catalog = _core.Catalog((text,), ("index",))
-    [summary] = _folder.patterns_of(catalog)
-    [(_, _, _, shards, *_)] = catalog.heads()
+    merged = _core.MergedIndex((text,), ("index",))
+    [summary] = _folder.patterns_of(merged)
+    [(_, _, _, shards, *_)] = merged.heads()
     numbers = [len(text), shards, nbytes]
     if summary is not None and world_size > 1:
         numbers += [rank, *summary.parts]
     described_bytes = len("0" * 8) + sum(len(f"{number}, ") for number in numbers)
     return SavePlan(
-        rank, world_size, shards, nbytes, catalog.files(), len(text), described_bytes, text
+        rank, world_size, shards, nbytes, merged.files(), len(text), described_bytes, text
     )
 
 
@@ -305,14 +305,14 @@ def plan_load(
 
     def plan(manifest: Manifest) -> LoadPlan:
         indexes = Indexes(folder, manifest, rank)
-        chosen = list(enumerate(chosen_keys(indexes.catalog, listed, folder)[1]))
+        chosen = list(enumerate(chosen_keys(indexes.merged_index, listed, folder)[1]))
         read = set(indexes.ranks)
         indexes.need((section, keys, cutting) for section, keys in chosen)
         read.update(indexes.ranks)
         reads = [
             FileRead(*one)
             for section, keys in chosen
-            for one in indexes.catalog.reads(folder, section, keys, cutting, verify)
+            for one in indexes.merged_index.reads(folder, section, keys, cutting, verify)
         ]
         records = [manifest.indexes[number] for number in sorted(read)]
         return LoadPlan(

@@ -21,7 +21,7 @@ from ..state._compatibility import SHOWN, join, rename_hint
 from ..state._kind import restore_kind
 from ..state._optimizer_state import OptimizerStateDict
 from ._store import folder as _folder
-from ._store.name_selection import Names, listed_names
+from ._store.name_globs import Names, listed_names
 from ._store.rank_indexes import Indexes
 
 if TYPE_CHECKING:
@@ -97,10 +97,10 @@ class LoadedState:
 
 
 def chosen_keys(
-    catalog: Any, listed: list[str] | None, folder: str
+    merged: Any, listed: list[str] | None, folder: str
 ) -> tuple[Names, list[list[str]]]:
     """Return the name matcher, and the matching keys of both sections."""
-    sections = [catalog.keys(section) for section in (0, 1)]
+    sections = [merged.keys(section) for section in (0, 1)]
     if listed is None:
         return _ALL_NAMES, sections
     names = Names(listed, *sections)
@@ -244,18 +244,18 @@ class Loader:
         self.indexes = Indexes(request.folder, manifest, request.rank)
         if request.verify == "first":
             self.indexes.read_all()
-            _verify_all(request.folder, self.catalog)
+            _verify_all(request.folder, self.merged_index)
             self.verify = False
 
     @property
-    def catalog(self) -> Any:
+    def merged_index(self) -> Any:
         """The merged index of the ranks read so far; call `Indexes.need` before loading."""
-        return self.indexes.catalog
+        return self.indexes.merged_index
 
     def load_new(self, section: int, keys: list[str], cutting: Any) -> dict[str, Any]:
         """Return new arrays or, with mmap, views of the files."""
         mmap = self.request.mmap
-        return self.catalog.load(  # type: ignore[no-any-return]
+        return self.merged_index.load(  # type: ignore[no-any-return]
             self.folder,
             section,
             keys,
@@ -307,11 +307,11 @@ class Loader:
 
     def check(self, section: int, filling: Any, keys: list[str], cuts: Any) -> None:
         """Raise the errors of `fill` about shapes and dtypes, before anything is changed."""
-        self.catalog.fits(self.folder, section, keys, cuts, filling.arrays)
+        self.merged_index.fits(self.folder, section, keys, cuts, filling.arrays)
 
     def fill(self, section: int, filling: Any, keys: list[str], cuts: Any) -> None:
         """Read into arrays; shapes and dtypes are checked before the first byte is written."""
-        self.catalog.load_into(
+        self.merged_index.load_into(
             self.folder, section, keys, cuts, filling.arrays, self.verify, self.request.progress
         )
         filling.done()
@@ -330,7 +330,7 @@ class Loader:
         chosen = set(keys[1])
         shapes: dict[str, tuple[int, ...]] = {}
         states: dict[str, str] = {}
-        for section, key, parameter, state, _, shape, _, axes, *_ in self.catalog.tensors():
+        for section, key, parameter, state, _, shape, _, axes, *_ in self.merged_index.tensors():
             if section == "params":
                 shapes[key] = shape
             elif state and axes is None and shapes.get(parameter) == shape and key in chosen:
@@ -364,7 +364,7 @@ def _restore(kind: dict[str, Any] | None, arrays: dict[str, Any], path: str) -> 
 
 def _is_numbered(loader: Loader, keys: list[str], optimizer: Any, module: Any) -> bool:
     """Return whether optimizer states are identified by parameter order instead of names."""
-    every = loader.catalog.keys(1)
+    every = loader.merged_index.keys(1)
     if every and all(map(_NUMBERED.match, every)):
         # the module's parameter order is then also torch's order
         return module is not None or any("param_names" in g for g in optimizer.param_groups)
@@ -382,7 +382,7 @@ def _optimizer_target(
 ) -> Any:
     """Return the states of a torch optimizer as targets; create those that do not exist yet."""
     chosen = set(keys)
-    found = loader.catalog.tensors()
+    found = loader.merged_index.tensors()
     records = {
         key: OptimizerRecord(parameter, state, loader.shape_of(shape, layout, axes), dtype, axes)
         for section, key, parameter, state, dtype, shape, layout, axes, *_ in found
@@ -411,7 +411,7 @@ def _optimizer_target(
 def _prepare_targets(loader: Loader, targets: list[Any]) -> list[_Ready]:
     """Return section, target, keys and cuts of each target; raise if one does not match."""
     ready: list[_Ready] = []
-    names, keys = chosen_keys(loader.catalog, loader.request.names, loader.folder)
+    names, keys = chosen_keys(loader.merged_index, loader.request.names, loader.folder)
     module = targets[0] if is_module(targets[0]) else None
     for section, target in enumerate(targets):
         if target is None:
@@ -470,7 +470,7 @@ def _load_into_targets(loader: Loader) -> LoadedState:
 def _load_new_state(loader: Loader) -> LoadedState:
     """Load new arrays or, with mmap, views of the files."""
     manifest = loader.manifest
-    _, chosen = chosen_keys(loader.catalog, loader.request.names, loader.folder)
+    _, chosen = chosen_keys(loader.merged_index, loader.request.names, loader.folder)
     loader.refuse_lacking(chosen)
     results: list[Any] = [None, None]
     kinds = (manifest.model, manifest.optimizer)
@@ -570,11 +570,11 @@ def ranks_of(
     return steps, rank, world_size
 
 
-def _verify_all(folder: str, catalog: Any) -> None:
+def _verify_all(folder: str, merged: Any) -> None:
     """Read and verify all files; raise the first problem."""
     from ._verify import Problem
 
-    _, problems = catalog.verify(folder, None)
+    _, problems = merged.verify(folder, None)
     if problems:
         raise Problem(*problems[0]).as_error(folder)
 

@@ -487,11 +487,11 @@ class CheckpointManager:
         sizes = self._files.get(manifest.generation)
         if sizes is None:
             try:
-                catalog = _folder.load_catalog(self.directory, manifest)
+                merged = _folder.load_merged_index(self.directory, manifest)
             except (FormatError, FileNotFoundError):
                 return False
             sizes = {record.path: record.bytes for record in manifest.indexes}
-            self._files[manifest.generation] = sizes = sizes | catalog.files()
+            self._files[manifest.generation] = sizes = sizes | merged.files()
         return _folder.has_files(self.directory, sizes)
 
     def delete(self, step: int, *, lock_timeout: float = 0) -> None:

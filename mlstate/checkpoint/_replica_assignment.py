@@ -265,14 +265,14 @@ def assign_replicas(
     return Assignment(by_section(_names_of_first_owner(rank, summary, summaries)), copies)
 
 
-def check_copies(catalog: Any, reports: Iterable[bytes]) -> None:
+def check_copies(merged: Any, reports: Iterable[bytes]) -> None:
     """Raise ValueError for a replica that no rank wrote; `reports` are all ranks' `copies`."""
     stored: set[str] | None = None
     for rank, text in enumerate(reports):
         if not text:
             continue
         if stored is None:
-            stored = {f"{section}/{key}" for section in (0, 1) for key in catalog.keys(section)}
+            stored = {f"{section}/{key}" for section in (0, 1) for key in merged.keys(section)}
         for name in text.decode("utf-8", "surrogatepass").split("\0"):
             if name not in stored:
                 raise ValueError(

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 class _ShardAssigner:
     """Assigns shards to the ranks of the new world; replicated parts go to the first rank."""
 
-    def __init__(self, catalog: Any, steps: Any) -> None:
+    def __init__(self, merged: Any, steps: Any) -> None:
         self._facts = {
             (section, key): (shape, axes, version, tier)
-            for section, key, _, _, _, shape, _, axes, _, _, version, tier, *_ in catalog.tensors()
+            for section, key, _, _, _, shape, _, axes, _, _, version, tier, *_ in merged.tensors()
         }
         self._steps = steps
         self._stored: set[tuple[str, str, int]] = set()
@@ -67,7 +67,7 @@ def _write_rank(
     progress: Callable[[int], object] | None,
 ) -> dict[str, Any]:
     """Write the shards of one rank; return the result of `shards_write` and its pattern."""
-    gathered, _ = _core.shards_gather(ranks, states, Shard, None, ())
+    gathered, _ = _core.shards_collect(ranks, states, Shard, None, ())
     mode = _folder.new_file_mode(target.folder)
     written = _core.shards_write(
         target.folder, generation, gathered, None, target.how, progress, None, mode
@@ -216,11 +216,11 @@ def reshard(
     root = _folder.MANIFEST if step is None else find_root(source, step)
 
     def write(manifest: Manifest) -> Checkpoint:
-        catalog = _folder.load_catalog(source, manifest)
-        _, problems = catalog.verify(source, None)
+        merged = _folder.load_merged_index(source, manifest)
+        _, problems = merged.verify(source, None)
         if problems:
             raise Problem(*problems[0]).as_error(source)
-        cut = _ShardAssigner(catalog, steps)
+        cut = _ShardAssigner(merged, steps)
 
         def states(rank: int) -> tuple[Any, Any]:
             cutting = (steps, rank, world_size) if steps else (None, 0, 0)
@@ -228,13 +228,13 @@ def reshard(
             def shards(section: int, kind: Any) -> Any:
                 if kind is None:
                     return None
-                keys = catalog.keys(section)  # of this root, not of a newer one in the folder
-                arrays = catalog.load(source, section, keys, cutting, False, True, None)
+                keys = merged.keys(section)  # of this root, not of a newer one in the folder
+                arrays = merged.load(source, section, keys, cutting, False, True, None)
                 return cut.shards(_folder.SECTIONS[section], arrays, rank)
 
             return shards(0, manifest.model), shards(1, manifest.optimizer)
 
-        records = [TensorRecord(*record) for record in catalog.tensors()]
+        records = [TensorRecord(*record) for record in merged.tensors()]
         sparse = any(record.sparse_shards for record in records)
         compress = next((record.codec for record in records if record.codec), None)
         saved = check_target(

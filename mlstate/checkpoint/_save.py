@@ -361,7 +361,7 @@ class GatheredShards:
     Attributes
     ----------
     shards : object
-        Result of `_core.shards_gather`; `write_and_commit` consumes it.
+        Result of `_core.shards_collect`; `write_and_commit` consumes it.
     nbytes : int
         Bytes of all shards.
     header : dict
@@ -413,7 +413,9 @@ def gather_shards(
             dicts, mine = content.dicts, assigned.mine
             _copy_to_host(dicts, mine or (None, None), copy)
             ranks = (target.rank, target.world_size)
-            gathered.shards, gathered.nbytes = _core.shards_gather(ranks, dicts, Shard, mine, steps)
+            gathered.shards, gathered.nbytes = _core.shards_collect(
+                ranks, dicts, Shard, mine, steps
+            )
     except CollectiveError:
         raise
     except BaseException as error:

@@ -219,7 +219,7 @@ class _Job:
         memory = copies.memory
         if memory is None:
             compresses = self.target.how[3] is not None
-            overhead = _core.shards_besides(gathered.shards, compresses)
+            overhead = _core.shards_overhead(gathered.shards, compresses)
             memory = self.memory(gathered.nbytes, overhead)
         _, lent = _core.shards_stage(gathered.shards, memory, copies.used)
         return lent > 0

@@ -160,7 +160,7 @@ def _index_problems(folder: str, manifest: Manifest) -> list[Problem]:
     problems = []
     for rank, record in enumerate(manifest.indexes):
         try:
-            _folder.load_catalog(folder, manifest, [rank])
+            _folder.load_merged_index(folder, manifest, [rank])
         except MLStateError as error:
             problems.append(_root_problem("index", record.path, rank, error))
     return problems
@@ -169,13 +169,13 @@ def _index_problems(folder: str, manifest: Manifest) -> list[Problem]:
 _NAMED = 3  # tensors of one file that a problem names
 
 
-def _with_tensors(problems: list[Problem], catalog: Any) -> list[Problem]:
+def _with_tensors(problems: list[Problem], merged: Any) -> list[Problem]:
     """Add to problems of whole files the names of the tensors in these files."""
     whole = {problem.path for problem in problems if problem.name is None}
     if not whole:
         return problems
     held: dict[str, list[tuple[str, int]]] = {}
-    for _, key, part, _, _, path, *_, layers in catalog.shards():
+    for _, key, part, _, _, path, *_, layers in merged.shards():
         for place in [path] if layers is None else {layer[0] for layer in layers}:
             if place in whole:
                 held.setdefault(place, []).append((key, part))
@@ -207,15 +207,15 @@ def _verify_once(
         return None
     report.step = manifest.step
     try:
-        catalog = _folder.load_catalog(folder, manifest)
+        merged = _folder.load_merged_index(folder, manifest)
     except MLStateError as error:
         found = _index_problems(folder, manifest)
         report.problems += found or [_root_problem("index", name, 0, error)]
         return manifest.generation
-    known[manifest.generation] = catalog
-    count, problems = catalog.verify(folder, progress)
+    known[manifest.generation] = merged
+    count, problems = merged.verify(folder, progress)
     report.bytes += count + sum(record.bytes for record in manifest.indexes)
-    report.problems += _with_tensors([Problem(*problem) for problem in problems], catalog)
+    report.problems += _with_tensors([Problem(*problem) for problem in problems], merged)
     return manifest.generation
 
 
@@ -291,11 +291,11 @@ def _mend_headers(folder: str, paths: set[str]) -> bool:
         if not left:
             break
         try:
-            catalog = _folder.load_catalog(folder, _folder.read_manifest(folder, name))
+            merged = _folder.load_merged_index(folder, _folder.read_manifest(folder, name))
         except MLStateError:
             continue
         for path in sorted(left):
-            header = catalog.header(path)
+            header = merged.header(path)
             if header is not None:
                 _folder.overwrite_start(folder, path, header)
                 log("WARNING", "%s: repaired: the header of %s", folder, path)
@@ -312,8 +312,8 @@ def _try_root(folder: str, name: str) -> _Trial:
         verify_root(folder, name, report, None, known)
         if not known:
             return _Trial(report, "", False, is_mended)
-        [(generation, catalog)] = known.items()
-        sizes = catalog.files()
+        [(generation, merged)] = known.items()
+        sizes = merged.files()
         headers = {p.path for p in report.problems if _is_of_header(p, sizes)}
         others = {p.path for p in report.problems if not _is_of_header(p, sizes)}
         if is_mended or not _mend_headers(folder, headers - others):
@@ -372,7 +372,7 @@ def verify_checkpoint(
     known: dict[str, Any] = {}
     verify_root(folder, root, report, progress, known)
     with suppress(MLStateError):  # needed files are unknown; the problems give the reason
-        report.leftover = _folder.prune(folder, dry_run=True, catalogs=known)
+        report.leftover = _folder.prune(folder, dry_run=True, merged_indexes=known)
     try:
         report.strange = _folder.foreign_files(folder)
     except StoreError:  # one of its folders is not a folder; the problems report it

@@ -48,12 +48,12 @@ class _CheckpointSide:
 
     def __init__(self, where: Folder) -> None:
         self.path, self._root = where
-        manifest, self._catalog = _folder.read_root(
-            *where, lambda manifest: (manifest, _folder.load_catalog(where.path, manifest))
+        manifest, self._merged_index = _folder.read_root(
+            *where, lambda manifest: (manifest, _folder.load_merged_index(where.path, manifest))
         )
         self.step, self._generation = manifest.step, manifest.generation
         self._sizes: dict[tuple[str, str], tuple[int, int]] = {}
-        for record in map(TensorRecord._make, self._catalog.tensors()):
+        for record in map(TensorRecord._make, self._merged_index.tensors()):
             in_memory = record.shards > 1 or record.sparse_shards or record.codec
             self._sizes[record.section, record.key] = record.nbytes, record.nbytes * bool(in_memory)
 
@@ -63,7 +63,7 @@ class _CheckpointSide:
 
     def keys(self, section: int) -> list[str]:
         """Return the names of the tensors of the model (0) or the optimizer (1)."""
-        return self._catalog.keys(section)  # type: ignore[no-any-return]
+        return self._merged_index.keys(section)  # type: ignore[no-any-return]
 
     def size(self, section: int, key: str) -> tuple[int, int]:
         """Return the bytes of a tensor and the memory it takes; (0, 0) if it does not exist."""
@@ -73,7 +73,7 @@ class _CheckpointSide:
         """Return the existing tensors among `keys`."""
         have = [key for key in keys if (_folder.SECTIONS[section], key) in self._sizes]
         whole = (None, 0, 0)
-        return self._catalog.load(  # type: ignore[no-any-return]
+        return self._merged_index.load(  # type: ignore[no-any-return]
             self.path, section, have, whole, False, True, None
         )
 

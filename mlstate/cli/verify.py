@@ -66,8 +66,8 @@ def _size(folder: str, roots: list[str]) -> int:
     total = 0
     for root in roots:
         with suppress(MLStateError):  # unreadable roots and indexes are not counted
-            catalog = _folder.load_catalog(folder, _folder.read_manifest(folder, root))
-            total += sum(catalog.files().values())
+            merged = _folder.load_merged_index(folder, _folder.read_manifest(folder, root))
+            total += sum(merged.files().values())
     return total
 
 

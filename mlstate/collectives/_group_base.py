@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Self
 
-    from ._operation_queue import Turns
+    from ._operation_queue import OperationQueue
 
 
 class Call(NamedTuple):
@@ -89,7 +89,7 @@ class Engine(ABC):
     _rank: int
     _world_size: int
     _ended: str  # how the group ended, or empty
-    _turns: Turns
+    _operations: OperationQueue
 
     def __enter__(self) -> Self:
         return self
@@ -510,7 +510,7 @@ class Engine(ABC):
 
     def _run(self, call: Call, task: Callable[[], Any]) -> Any:
         """Run a task after all earlier ones; return its result, or a `Work`."""
-        return self._turns.run(call.name, task, async_op=call.async_op)
+        return self._operations.run(call.name, task, async_op=call.async_op)
 
     @abstractmethod
     def _perform(self, call: Call, perform: Callable[[Any], Any]) -> Any:

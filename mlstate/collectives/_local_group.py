@@ -181,7 +181,9 @@ class LocalGroup(Engine):
                 "create a LocalGroup by LocalGroup.threads, run, from_env or join, not by its "
                 "constructor"
             )
-        from ._operation_queue import Turns  # needs threading, which `import mlstate` does not load
+        from ._operation_queue import (
+            OperationQueue,  # needs threading, which `import mlstate` does not load
+        )
 
         self._link = link
         self._rank = rank
@@ -189,7 +191,7 @@ class LocalGroup(Engine):
         self._timeout = timeout
         self._closed = False
         self._process = os.getpid()
-        self._turns = Turns("mlstate-local-group", rank)
+        self._operations = OperationQueue("mlstate-local-group", rank)
 
     # ---- making groups ----
 
@@ -564,7 +566,7 @@ class LocalGroup(Engine):
         LocalGroup(rank 0 of 1, closed)
         """
         if not self._closed and self._process == os.getpid():
-            self._turns.join()
+            self._operations.join()
         self._closed = True
         self._link.close()
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     Task: TypeAlias = Callable[[], Any]
 
 
-class Turns:
+class OperationQueue:
     """Runs the operations of a group in call order.
 
     Parameters
@@ -29,7 +29,7 @@ class Turns:
     def __init__(self, name: str, rank: int) -> None:
         self._name = name
         self._rank = rank
-        self._turn = threading.Lock()  # held while an operation runs
+        self._running = threading.Lock()  # held while an operation runs
         self._lock = threading.Lock()  # protects the two below; held briefly
         self._queue: deque[tuple[Work, Task]] = deque()
         self._worker: threading.Thread | None = None
@@ -41,7 +41,7 @@ class Turns:
         """
         if async_op:
             return self._enqueue(operation, task)
-        with self._turn:
+        with self._running:
             with self._lock:
                 waiting = bool(self._queue)
             if not waiting:
@@ -66,7 +66,7 @@ class Turns:
     def _drain(self) -> None:
         """Run tasks until the queue is empty; the thread's main function."""
         while True:
-            with self._turn:
+            with self._running:
                 with self._lock:
                     if not self._queue:
                         self._worker = None

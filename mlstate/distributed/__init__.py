@@ -127,7 +127,7 @@ def _select_tensors(state: StateDict, names: str | Iterable[str] | None) -> Stat
     """Return the tensors that `names` select, in the state's order."""
     if names is None:
         return state
-    from ..checkpoint._store.name_selection import Names, listed_names
+    from ..checkpoint._store.name_globs import Names, listed_names
     from ._merge import like
 
     listed, keys = listed_names(names), list(state)

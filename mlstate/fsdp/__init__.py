@@ -29,10 +29,10 @@ from ..errors import CollectiveError
 from ._accumulator import GradientAccumulator
 from ._backward_hook import FSDPBackwardHook
 from ._config import FSDP
-from ._gradient_ops import scale, squares_in_order, tallies
+from ._gradient_ops import norm_partials, scale, squares_in_order
 from ._reduce_scatter import ReduceScatterOperation
 from ._report import BackwardReport, Bucket
-from ._unit import FSDPShardingUnit
+from ._sharding_unit import FSDPShardingUnit
 from ._verify import GradientReport, Mismatch
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def clip_grad_norm(
         for name in sorted(sharding_units)
         if sharding_units[name].local_gradient is not None
     }
-    found = tallies(gradients)
+    found = norm_partials(gradients)
     mine = squares_in_order(found.values())
     texts = group.gather_bytes(f"clip {limit!r} {mine!r}".encode(), timeout=timeout)
     told = _collect_squares(group.rank, limit, texts)

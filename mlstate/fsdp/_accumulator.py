@@ -450,7 +450,7 @@ class GradientAccumulator:
             live = {name: t for name, t in self._sums.items() if t.array is not None}
             unknown = [name for name, t in live.items() if t.figures is None and t.in_core]
             arrays = [live[name].array for name in unknown]
-            for name, figures in zip(unknown, _core.tally(unknown, arrays), strict=True):
+            for name, figures in zip(unknown, _core.norm_partials(unknown, arrays), strict=True):
                 live[name].figures = figures
             for total in live.values():
                 if total.figures is None:

@@ -13,14 +13,14 @@ from .._common.arrays import is_torch
 from .._common.backend import backend_named
 from .._common.set_module import set_module
 from ..collectives._arguments import dtype_name
-from ..collectives._operation_queue import Turns
+from ..collectives._operation_queue import OperationQueue
 from ..errors import CompatibilityError
 from ._config import FSDP
 from ._gradient_ops import LocalSums, add, clear, copied
 from ._hook_registry import ModelHooks, check_gradients
 from ._reduction_session import BackwardPass, BucketPlan
 from ._report import BackwardReport
-from ._unit import FSDPShardingUnit, bind_unit, bind_units, check_units
+from ._sharding_unit import FSDPShardingUnit, bind_unit, bind_units, check_units
 from ._verify import GradientReport, compare, compare_sums
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class FSDPBackwardHook:
         self._sync = True
         self._sums = LocalSums()  # from `no_sync`, except those in parameter.grad
         self._lock = threading.Lock()  # protects `_pass`
-        self._calls = Turns("mlstate-fsdp-calls", fsdp.rank)
+        self._calls = OperationQueue("mlstate-fsdp-calls", fsdp.rank)
         self._report: BackwardReport | None = None
 
     def __enter__(self) -> FSDPBackwardHook:

@@ -9,9 +9,9 @@ from typing import Any
 from .._common.set_module import set_module
 from ..collectives import ReduceOp
 from ..collectives._arguments import check_group, check_timeout
-from ._reducer import Terms
+from ._bucket import Terms
 from ._reduction_session import Reductions
-from ._unit import dtype_text
+from ._sharding_unit import dtype_text
 
 
 @set_module("mlstate.fsdp")

@@ -143,12 +143,11 @@ def scale(gradients: Mapping[str, Any], factor: float) -> None:
         target *= factor
 
 
-def tallies(gradients: Mapping[str, Any]) -> dict[str, tuple[float, int]]:
+def norm_partials(gradients: Mapping[str, Any]) -> dict[str, tuple[float, int]]:
     """Return the sum of squares and the number of non-finite elements of each gradient."""
     near, far = _divide(gradients)
-    found = (
-        dict(zip(near, _core.tally(list(near), list(near.values())), strict=True)) if near else {}
-    )
+    partials = _core.norm_partials(list(near), list(near.values())) if near else []
+    found = dict(zip(near, partials, strict=True))
     for name, array in far.items():
         found[name] = float(array.double().square().sum()), int((~array.isfinite()).sum())
     return {name: found[name] for name in gradients}

@@ -6,9 +6,9 @@ from typing import Any
 
 from .._common.set_module import set_module
 from ..collectives import ReduceOp
+from ._bucket import Entry
 from ._config import FSDP
-from ._reducer import Entry
-from ._unit import FSDPShardingUnit, bind_unit
+from ._sharding_unit import FSDPShardingUnit, bind_unit
 
 
 @set_module("mlstate.fsdp")

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from .._common.dtypes import NARROW_FLOATS
 from ..collectives._arguments import failed
-from ..collectives._operation_queue import Turns
+from ..collectives._operation_queue import OperationQueue
 from ..errors import CollectiveError, GradientNamesError
+from ._bucket import Entry, FullBucket, Reducer, Terms
 from ._consistency_check import ConsistencyCheck, digest_of
-from ._gradient_ops import tallies
-from ._reducer import Entry, FullBucket, Reducer, Terms
+from ._gradient_ops import norm_partials
 from ._report import Bucket
-from ._unit import FSDPShardingUnit
+from ._sharding_unit import FSDPShardingUnit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -181,7 +181,7 @@ class ReductionSession:
         mine = {}
         for entry in entries:
             name = entry.unit.parameter_name
-            mine[name] = tallies({name: entry.source})[name][1], entry.nonfinite
+            mine[name] = norm_partials({name: entry.source})[name][1], entry.nonfinite
         texts = self._reducer.group.gather_bytes(
             json.dumps(mine).encode(), timeout=self._reducer.timeout
         )
@@ -235,7 +235,7 @@ class Reductions:
     ) -> None:
         self.rank, self.world_size = int(group.rank), int(group.world_size)
         self.reducer = Reducer(group, timeout)
-        self.queue = Turns("mlstate-fsdp", group.rank)  # its thread reduces during a pass
+        self.queue = OperationQueue("mlstate-fsdp", group.rank)  # its thread reduces during a pass
         self._settings = dict(settings)
         self._record = record
         self._terms = terms

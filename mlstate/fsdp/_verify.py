@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from ._config import FSDP
-    from ._unit import FSDPShardingUnit
+    from ._sharding_unit import FSDPShardingUnit
 
 _BLOCK = 1 << 20  # elements per comparison step
 _SHOWN = 20
@@ -176,7 +176,7 @@ def _ams_sketch(array: Any, start: int) -> tuple[float, float]:
     `start` is the index of the first element in the parameter; it determines the signs.
     """
     near = array.cpu() if is_torch(array) else array
-    ((squares, _),) = _core.tally(["gradient"], [near])
+    ((squares, _),) = _core.norm_partials(["gradient"], [near])
     return _core.sketch(near, start, 0)[0], sqrt(squares)
 
 

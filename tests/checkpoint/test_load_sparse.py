@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from index_tables import records_of
-from sparse_checkpoint import as_pairs, catalog, checksums, sparsen
+from sparse_checkpoint import as_pairs, checksums, merged_index, sparsen
 from tries import tries
 
 import mlstate
@@ -260,7 +260,7 @@ def test_any_layers_are_painted_in_their_order(tmp_path_factory, data):
         stored += bytes_.tobytes()
     (folder / "params").mkdir()
     (folder / "params/x.safetensors").write_bytes(stored)
-    made = catalog(shape, item, layers, len(stored))
+    made = merged_index(shape, item, layers, len(stored))
     whole = model.reshape(*shape, item)
     begin = data.draw(st.integers(0, count), label="begin")
     end = data.draw(st.integers(begin, count), label="end")
@@ -299,7 +299,7 @@ def test_large_layers_are_read_block_by_block(tmp_path):
         stored += values.tobytes()
     (tmp_path / "params").mkdir()
     (tmp_path / "params/x.safetensors").write_bytes(stored)
-    made = catalog([rows, row], 4, layers, len(stored))
+    made = merged_index([rows, row], 4, layers, len(stored))
     cuts = [(Layout.whole(), 0), (Layout.axis(0, 3), 1), (Layout.axis(1, 5), 3)]
     for verified in (False, True):
         for layout, part in [*cuts, (Layout.flat(7), 4)]:
@@ -343,7 +343,7 @@ def resident():
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="asks Linux for memory")
 def test_zeros_that_were_never_stored_are_not_touched():
     """A gigabyte of zeros takes no memory until it is accessed."""
-    made = catalog([1 << 30], 1, [], 8)
+    made = merged_index([1 << 30], 1, [], 8)
     before, counts = resident(), []
     [array] = made.load(".", 0, ["w"], (None, 0, 0), True, False, counts.append).values()
     assert array.nbytes == sum(counts) == 1 << 30
@@ -352,6 +352,6 @@ def test_zeros_that_were_never_stored_are_not_touched():
 
 
 def test_more_zeros_than_memory_are_an_error_and_no_crash():
-    made = catalog([1 << 60], 4, [], 8)
+    made = merged_index([1 << 60], 4, [], 8)
     with pytest.raises(MemoryError):
         made.load(".", 0, ["w"], (None, 0, 0), True, False, None)

@@ -81,14 +81,14 @@ def test_headers_made_of_an_index_are_those_that_were_written(tmp_path, name, op
     states = STATES[name], {f"{key}.m": value for key, value in STATES[name].items()}
     saved = mlstate.save(tmp_path, *states, **options)
     manifest = _folder.read_manifest(str(tmp_path))
-    catalog = _folder.load_catalog(str(tmp_path), manifest)
+    merged = _folder.load_merged_index(str(tmp_path), manifest)
     assert saved.files()
     for path in saved.files():
         data = (tmp_path / path).read_bytes()
-        assert catalog.header(path) == data[: 8 + int.from_bytes(data[:8], "little")]
-    assert catalog.header("params/other.safetensors") is None
+        assert merged.header(path) == data[: 8 + int.from_bytes(data[:8], "little")]
+    assert merged.header("params/other.safetensors") is None
     with pytest.raises(TypeError):
-        catalog.header(3)
+        merged.header(3)
 
 
 def shared_segment(manager):

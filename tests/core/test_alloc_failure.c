@@ -5,7 +5,7 @@
 #include "activation/strategy.h"
 #include "base/memory.h"
 #include "checkpoint/index/index.h"
-#include "checkpoint/index/shard_header.h"
+#include "checkpoint/index/shard_header_rebuild.h"
 #include "checkpoint/ranks/index_pattern.h"
 #include "checkpoint/ranks/load_plan.h"
 #include "checkpoint/ranks/merged_index.h"
@@ -22,7 +22,7 @@
 #include "planning/schedule_search.h"
 #include "safetensors/safetensors.h"
 #include "state/load_into.h"
-#include "state/name_match.h"
+#include "state/name_pairs.h"
 #include "state/name_tree.h"
 #include "state/name_tree_preview.h"
 #include "state/rename_rules.h"
@@ -396,11 +396,11 @@ static mls_code list_shards(mls_status *st)
 {
     const mls_index none = {.rank = 1};
     const mls_index *const indexes[] = {&committed, &none};
-    mls_merged_index catalog = {.tensor_count = 77};
-    const mls_code code = mls_merged_index_init(&catalog, indexes, 2, st);
-    CHECK(catalog.tensor_count == (code == MLS_OK ? 4 : 77));
+    mls_merged_index merged = {.tensor_count = 77};
+    const mls_code code = mls_merged_index_init(&merged, indexes, 2, st);
+    CHECK(merged.tensor_count == (code == MLS_OK ? 4 : 77));
     if (code == MLS_OK) {
-        mls_merged_index_fini(&catalog);
+        mls_merged_index_fini(&merged);
     }
     return code;
 }
@@ -436,17 +436,17 @@ static mls_code plan_load(mls_status *st)
     const mls_cutting whole = {0};
     const long kept = countdown;
     const char *file;
-    mls_merged_index catalog;
+    mls_merged_index merged;
     mls_load_plan plan;
     mls_load_target target = {0};
     static unsigned char memory[1 << 20];
     countdown = 0; /* list_shards tests the merged index */
-    CHECK(mls_merged_index_init(&catalog, indexes, 1, st) == MLS_OK);
+    CHECK(mls_merged_index_init(&merged, indexes, 1, st) == MLS_OK);
     countdown = kept;
-    mls_code code = mls_load_plan_init(&plan, &catalog, 1, st);
+    mls_code code = mls_load_plan_init(&plan, &merged, 1, st);
     CHECK(code == MLS_OK || plan.wanted == NULL);
     if (code == MLS_OK) {
-        const mls_index_shard *facts = catalog.tensors[0].facts;
+        const mls_index_shard *facts = merged.tensors[0].facts;
         mls_wanted *w = mls_load_plan_add(&plan, &facts->id);
         CHECK(w != NULL && mls_wanted_cut(w, &whole, st) == MLS_OK);
         code = mls_load_plan_find(&plan, pool_fd, &file, st);
@@ -457,7 +457,7 @@ static mls_code plan_load(mls_status *st)
     }
     mls_load_target_fini(&target);
     mls_load_plan_fini(&plan);
-    mls_merged_index_fini(&catalog);
+    mls_merged_index_fini(&merged);
     return code;
 }
 
@@ -465,7 +465,8 @@ static mls_code plan_load(mls_status *st)
 static mls_code make_header(mls_status *st)
 {
     mls_json_writer header = {.most = 1 << 20};
-    const mls_code code = mls_shard_header(&committed, 0, &mls_crc_scalar, &header, st);
+    const mls_code code =
+        mls_shard_header_rebuild(&committed, 0, &mls_crc_scalar, &header, st);
     CHECK((code == MLS_OK) == (header.length > 0));
     mls_json_writer_fini(&header);
     return code;
@@ -592,7 +593,7 @@ static mls_code match_names(mls_status *st)
 {
     const mls_str a[] = {{"a", 1}, {"b", 1}}, b[] = {{"b", 1}, {"a", 1}};
     size_t partners[2], rest[2], count;
-    return mls_names_match(a, 2, b, 2, partners, rest, &count, st);
+    return mls_pair_names(a, 2, b, 2, partners, rest, &count, st);
 }
 
 static mls_code sum_names(mls_status *st)

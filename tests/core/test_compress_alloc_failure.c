@@ -58,15 +58,15 @@ static mls_code read_coded(mls_status *st)
 {
     static unsigned char got[300000];
     const mls_index *const indexes[] = {&coded};
-    mls_merged_index catalog = {0};
+    mls_merged_index merged = {0};
     mls_stored_shard stored[1];
     mls_part parts[1];
     mls_read_range pieces[1];
     size_t count = 0, failed = 77;
-    mls_code code = mls_merged_index_init(&catalog, indexes, 1, st);
+    mls_code code = mls_merged_index_init(&merged, indexes, 1, st);
     if (code == MLS_OK) {
         const mls_part part = mls_index_part(&coded.shards[0]);
-        code = mls_merged_index_pieces(&catalog, &catalog.tensors[0], &part, got,
+        code = mls_merged_index_pieces(&merged, &merged.tensors[0], &part, got,
                                        &(mls_read_scratch){stored, parts, pieces}, &count,
                                        st);
         if (code == MLS_OK) {
@@ -78,7 +78,7 @@ static mls_code read_coded(mls_status *st)
                                    &failed, st);
         }
         CHECK(code != MLS_OK || memcmp(got, bytes, sizeof got) == 0);
-        mls_merged_index_fini(&catalog);
+        mls_merged_index_fini(&merged);
     }
     return code;
 }

@@ -399,7 +399,7 @@ def test_a_broken_group_leaves_no_gradient_of_the_step_before():
     hook.finish()
     assert all(unit.local_gradient is not None for unit in units.values())
     group.is_broken = True
-    with fsdp._reductions.queue._turn:  # all buckets wait
+    with fsdp._reductions.queue._running:  # all buckets wait
         for name in units:
             hook.add_gradient(name, np.ones(4, np.float32))
     with pytest.raises(CollectiveError, match="the group is broken"):
@@ -415,7 +415,7 @@ def test_a_backlog_of_a_backward_pass_goes_with_a_message_for_four_buckets():
         fsdp = FSDP(group, bucket_bytes=0)
         hook = FSDPBackwardHook(fsdp)
         hook.use_units(units)
-        with fsdp._reductions.queue._turn:  # no bucket is reduced before all are full
+        with fsdp._reductions.queue._running:  # no bucket is reduced before all are full
             for name in reversed(units):
                 hook.add_gradient(name, np.full(10, float(group.rank), np.float32))
         hook.finish()

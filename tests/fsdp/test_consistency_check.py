@@ -308,7 +308,7 @@ def test_one_bad_gradient_among_buckets_that_go_together_spoils_no_other(kind, a
         fsdp = FSDP(group, bucket_bytes=0)
         hook = FSDPBackwardHook(fsdp)
         hook.use_units(units)
-        with fsdp._reductions.queue._turn:  # no bucket is reduced before all are full
+        with fsdp._reductions.queue._running:  # no bucket is reduced before all are full
             for given in reversed(units):
                 hook.add_gradient(given, gradients[given])
         with pytest.raises(CollectiveError) as caught:

@@ -137,14 +137,14 @@ def test_adds_as_numpy_does(target, source, scale, length, step, swapped):
     assert not memory[length:].any() or step != 1
 
 
-def test_tallies_are_the_same_by_any_way():
+def test_norm_partials_are_the_same_by_any_way():
     x = random_array(5, 200_001, np.float32)
     total = np.zeros_like(x)
     (added,) = _core.accumulate(["w"], [total], [x], 1.0, True)
-    assert [added] == _core.tally(["w"], [x]) == [_core.reduce([x], total, "sum", 1.0)]
-    assert [added] == _core.tally(["w"], [np.stack([x, x], 1)[:, 1]])
+    assert [added] == _core.norm_partials(["w"], [x]) == [_core.reduce([x], total, "sum", 1.0)]
+    assert [added] == _core.norm_partials(["w"], [np.stack([x, x], 1)[:, 1]])
     x[[5, 10_000, 200_000]] = np.nan
-    ((squares, nonfinite),) = _core.tally(["w"], [x])
+    ((squares, nonfinite),) = _core.norm_partials(["w"], [x])
     assert np.isnan(squares) and nonfinite == 3
 
 

@@ -26,9 +26,8 @@ from tries import tries
 
 from mlstate import CollectiveError, CompatibilityError
 from mlstate.collectives import SingleGroup
-from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
-from mlstate.fsdp import _reducer as _fsdp_reduce
-from mlstate.fsdp._reducer import Entry
+from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit, _bucket
+from mlstate.fsdp._bucket import Entry
 from mlstate.threads import get_num_threads, set_num_threads
 
 pytestmark = pytest.mark.timeout(120)
@@ -407,7 +406,7 @@ def test_local_gradients_are_never_the_full_gradients_memory():
 def test_of_copies_there_is_one_bucket_at_a_time_and_the_one_before(monkeypatch):
     """However many buckets one message names; contiguous gradients are not copied."""
     copies, most = [], []
-    pack = _fsdp_reduce.packed
+    pack = _bucket.packed
 
     def counted(array):
         found = pack(array)
@@ -415,7 +414,7 @@ def test_of_copies_there_is_one_bucket_at_a_time_and_the_one_before(monkeypatch)
         most.append(sum(copy() is not None for copy in copies))
         return found
 
-    monkeypatch.setattr(_fsdp_reduce, "packed", counted)
+    monkeypatch.setattr(_bucket, "packed", counted)
     shapes = {f"p{i}": (4, 3) for i in range(8)}
     units = units_of(0, shapes)
     gradients = {name: np.ones((3, 4), np.float32).T for name in shapes}

@@ -54,7 +54,7 @@ def reductions(_):
         lambda: _core.accumulate(["a"], [a], [b], 0.0, True),
         lambda: _core.accumulate(["a"], [a], [b], 0.0, False),
         lambda: _core.scale(["a"], [a], 1.0),
-        lambda: _core.tally(["a", "b"], [a, b]),
+        lambda: _core.norm_partials(["a", "b"], [a, b]),
         lambda: _core.clear(["a"], [a]),
         lambda: _core.bucket_fits(a, "float32", (100,), True),
         lambda: _core.bucket_fits(a[1:], "float32", (100,), True),
@@ -65,7 +65,7 @@ def reductions(_):
         raises(errors.CompatibilityError, _core.reduce, [a, b[1:]], b, "sum", 1.0),
         raises(errors.CompatibilityError, _core.accumulate, ["a"], [a], [b[1:]], 1.0, True),
         raises(errors.CompatibilityError, _core.scale, ["a"], [np.ones(2, int)], 1.0),
-        raises(TypeError, _core.tally, ["a", 3], [a, b]),
+        raises(TypeError, _core.norm_partials, ["a", 3], [a, b]),
         raises(TypeError, _core.clear, ["a", "b"], [a, object()]),
     ), [a, b]
 

@@ -24,7 +24,7 @@ WINDOWS = {"windows"}
 
 # Each folder includes or imports only itself and folders of the lines above its own.
 CORE_ORDER = (
-    ("base", "planning/slots"),
+    ("base",),
     ("runtime", "array", "activation"),
     ("array/copy", "crc32c", "sharding", "planning"),
     ("io", "kv", "state", "state/diff", "gradients/reduce"),

@@ -312,7 +312,7 @@ attack(_core)
 mlstate.save("ckpt", {"w": np.zeros(3)})
 index = next(pathlib.Path("ckpt/index").iterdir())
 for one in [
-    _core.Catalog((index.read_bytes(),), (str(index),)),
+    _core.MergedIndex((index.read_bytes(),), (str(index),)),
     _core.Descriptor("ckpt", 0),
     _core.KVBuffer(1, 2, 3, 4, 5, "f2"),
     _core.StateDict(w=np.zeros(3)),
@@ -338,8 +338,8 @@ def test_no_wrong_argument_is_a_system_error_or_a_crash(tmp_path, tries):
 def test_a_tuple_inside_an_argument_is_checked():
     for wrong in (None, 5, [0, 1]):
         with pytest.raises(TypeError, match="ranks must be a tuple"):
-            _core.shards_gather(wrong, ({}, {}), checkpoint.Shard, None, ())
+            _core.shards_collect(wrong, ({}, {}), checkpoint.Shard, None, ())
         with pytest.raises(TypeError, match="states must be a tuple"):
-            _core.shards_gather((0, 1), wrong, checkpoint.Shard, None, ())
+            _core.shards_collect((0, 1), wrong, checkpoint.Shard, None, ())
         with pytest.raises(TypeError, match="a section must be a tuple"):
             _core.targets_tied([wrong])

@@ -22,12 +22,12 @@ START = b'{"checksum":"00000000"'
 def sealed(document):
     """The text of a document with a correct checksum."""
     rest = {name: value for name, value in document.items() if name != "checksum"}
-    return _core.seal(START + b"," + json.dumps(rest).encode()[1:])
+    return _core.json_checksum_set(START + b"," + json.dumps(rest).encode()[1:])
 
 
 def resealed(text):
     """A text unchanged, except for a correct checksum."""
-    return _core.seal(text[:13] + b"0" * 8 + text[21:])
+    return _core.json_checksum_set(text[:13] + b"0" * 8 + text[21:])
 
 
 class Victim:

@@ -112,8 +112,8 @@ class Moe:
     def told(self, rank):
         """A rank's report to the first rank, and the text of its index."""
         plan = self.plan(rank)
-        catalog = _core.Catalog((plan.index_text,), ("index",))
-        [pattern] = _folder.patterns_of(catalog)
+        merged = _core.MergedIndex((plan.index_text,), ("index",))
+        [pattern] = _folder.patterns_of(merged)
         path = f"index/{GENERATION}.{rank}.json"
         crc = f"{_core.crc32c(plan.index_text):08x}"
         record = IndexRecord(path, len(plan.index_text), crc, plan.shards, plan.data_bytes)
@@ -184,7 +184,7 @@ class Simulated:
         """A checkpoint with the indexes that `loads`, pairs of a `Moe` and a rank, need."""
         bare = cls(Path(folder) / "bare", moe, [])
         planned = {}
-        load_catalog = _folder.load_catalog
+        load_merged_index = _folder.load_merged_index
 
         def listen(path, manifest, ranks, texts):
             for rank in set(ranks) - set(planned):
@@ -193,14 +193,14 @@ class Simulated:
             records = list(manifest.indexes)
             for rank, record in planned.items():
                 records[rank] = record
-            return load_catalog(path, manifest._replace(indexes=tuple(records)), ranks, texts)
+            return load_merged_index(path, manifest._replace(indexes=tuple(records)), ranks, texts)
 
-        _folder.load_catalog = listen
+        _folder.load_merged_index = listen
         try:
             for other, rank in loads:
                 bare.plan_load(other, rank)
         finally:
-            _folder.load_catalog = load_catalog
+            _folder.load_merged_index = load_merged_index
         return cls(Path(folder) / "simulated", moe, planned)
 
     def __str__(self):

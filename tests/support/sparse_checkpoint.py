@@ -133,7 +133,7 @@ def put_index(folder, manifest, rank, index):
     (folder / "manifest.json").write_bytes(sealed(manifest))
 
 
-def catalog(shape, item, layers, file_bytes):
+def merged_index(shape, item, layers, file_bytes):
     """A merged index of one tensor with these layers, in one file."""
     dtype = {1: "U8", 2: "I16", 4: "F32", 8: "F64"}[item]
     shard = {"section": "params", "name": "w", "dtype": dtype, "shape": shape, "layout": []}
@@ -144,7 +144,7 @@ def catalog(shape, item, layers, file_bytes):
         {"path": "params/x.safetensors", "bytes": file_bytes, "header_crc32c": "00000000"}
     ]
     text = b'{"checksum":"00000000",' + json.dumps(tables_of(document)).encode()[1:]
-    return _core.Catalog((_core.seal(text),), ("index",))
+    return _core.MergedIndex((_core.json_checksum_set(text),), ("index",))
 
 
 def sparsen(folder, seed=0, share=0.8):

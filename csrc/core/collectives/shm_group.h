@@ -140,10 +140,10 @@ mls_code mls_shm_all_reduce(mls_shm *g, const mls_shm_call *call, const void *da
                             mls_status *st);
 
 /* Reduces the `count` arrays of a bucket (bucket.h) in one operation, without packing
- * them. Computes the norm partials only if `is_tallied`, which takes time; otherwise they
- * are zero. Errors as for mls_shm_all_reduce. */
+ * them. Computes the norm partials only if `wants_norms`, which takes time; otherwise
+ * they are zero. Errors as for mls_shm_all_reduce. */
 mls_code mls_shm_reduce_scatter(mls_shm *g, const mls_shm_call *call,
-                                mls_segment *segments, size_t count, bool is_tallied,
+                                mls_segment *segments, size_t count, bool wants_norms,
                                 mls_status *st);
 
 /* Provides buffers for gathered bytes: sets out[r] to memory for sizes[r] bytes, for

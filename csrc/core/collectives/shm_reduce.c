@@ -65,7 +65,7 @@ typedef struct scatter {
     mls_segment *segments;
     size_t count;
     mls_shm_cursor reader;
-    bool is_tallied; /* compute the norm partials of the segments */
+    bool wants_norms; /* compute the norm partials of the segments */
 } scatter;
 
 /* The elements of one segment within a range. */
@@ -190,7 +190,7 @@ static mls_code drain_scatter(void *context, uint64_t step, mls_status *st)
         }
         mls_reduce_run(g->kernels, &segment->reduction, sources, g->shape.world,
                        (unsigned char *)segment->out + part.start * item, part.length,
-                       destination, s->is_tallied ? &segment->tally : NULL);
+                       destination, s->wants_norms ? &segment->norm_partial : NULL);
     }
     return MLS_OK;
 }
@@ -256,7 +256,7 @@ static mls_code sum_addressed(void *context, uint64_t step, mls_status *st)
         }
         mls_reduce_run(g->kernels, &segment->reduction, sources, g->shape.world,
                        segment->out, segment->counts[g->rank], destination,
-                       s->is_tallied ? &segment->tally : NULL);
+                       s->wants_norms ? &segment->norm_partial : NULL);
     }
     mls_shm_end_direct(g);
     return MLS_OK;
@@ -291,7 +291,7 @@ static mls_shm_flow scatter_flow(scatter *s, mls_shm_kind kind, uint64_t print)
 
 /* All reductions are checked before anything is sent. */
 mls_code mls_shm_reduce_scatter(mls_shm *g, const mls_shm_call *call,
-                                mls_segment *segments, size_t count, bool is_tallied,
+                                mls_segment *segments, size_t count, bool wants_norms,
                                 mls_status *st)
 {
     for (size_t i = 0; i < count; i++) {
@@ -299,9 +299,10 @@ mls_code mls_shm_reduce_scatter(mls_shm *g, const mls_shm_call *call,
         if (code != MLS_OK) {
             return code;
         }
-        segments[i].tally = (mls_norm_partial){0};
+        segments[i].norm_partial = (mls_norm_partial){0};
     }
-    scatter s = {.g = g, .segments = segments, .count = count, .is_tallied = is_tallied};
+    scatter s = {
+        .g = g, .segments = segments, .count = count, .wants_norms = wants_norms};
     mls_shm_flow flow =
         scatter_flow(&s, MLS_SHM_REDUCE_SCATTER, hash_segments(g, call, segments, count));
     if (count > g->shape.slot_bytes / sizeof(void *) ||

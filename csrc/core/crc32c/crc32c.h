@@ -8,7 +8,7 @@
 #define MLS_CRC32C_H
 
 #include "runtime/cpu_features.h"
-#include "runtime/store_choice.h"
+#include "runtime/cpu_store_choice.h"
 
 #include <stdbool.h>
 #include <stddef.h>

@@ -181,12 +181,12 @@ void mls_bucket_reduce(const mls_bucket *b, const mls_kernels *kernels,
     const mls_destination destination = {.bytes = message};
     for (size_t i = 0; i < b->count; i++) {
         mls_segment *s = &b->segments[i];
-        s->tally = (mls_norm_partial){0};
+        s->norm_partial = (mls_norm_partial){0};
         for (size_t of = 0; of < b->world; of++) {
             sources[of] = source_of(b, i, of, received, message, at);
         }
         mls_reduce_run(kernels, &s->reduction, sources, b->world, s->out,
-                       s->counts[b->rank], destination, &s->tally);
+                       s->counts[b->rank], destination, &s->norm_partial);
         at += part_bytes(s, b->rank);
     }
 }

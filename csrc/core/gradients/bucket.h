@@ -22,7 +22,7 @@ typedef struct mls_segment {
     void *out; /* this rank's reduced part, in `reduction.out_dtype`; may be the rank's
                   part of `data` if the dtypes are equal */
     mls_reduction reduction;
-    mls_norm_partial tally; /* of `out`, after the reduction */
+    mls_norm_partial norm_partial; /* of `out`, after the reduction */
 } mls_segment;
 
 /* The segments of `world` ranks, as seen by `rank`. */

@@ -297,11 +297,11 @@ void mls_gradient_compression_reduce(const mls_bucket *b, const mls_kernels *ker
     for (size_t i = 0; i < b->count; i++) {
         mls_segment *s = &b->segments[i];
         const void *sum = s->out;
-        s->tally = (mls_norm_partial){0};
+        s->norm_partial = (mls_norm_partial){0};
         sum_segment(b, kernels, wire, own, received, message, at, s);
         /* one source, in place: only the division and the norm partial remain */
         mls_reduce_run(kernels, &s->reduction, &sum, 1, s->out, s->counts[b->rank],
-                       mls_cached(), &s->tally);
+                       mls_cached(), &s->norm_partial);
         at += mls_gradient_compression_bytes(wire, s->counts[b->rank]);
     }
 }

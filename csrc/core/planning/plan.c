@@ -137,11 +137,11 @@ static mls_code make_by_slots(const mls_chain *chain, const mls_plan_request *r,
     if (code != MLS_OK) {
         return code;
     }
-    code = mls_plan_slots(&costs, r->cpu, r->pool, r->poll, &table, st);
+    code = mls_plan_dp_slots(&costs, r->cpu, r->pool, r->poll, &table, st);
     if (code == MLS_OK) {
         out->method = MLS_PLAN_BY_SLOTS;
         out->slots = slots;
-        code = mls_plan_trace(&costs, mls_plan_slots_value, &table, r->poll,
+        code = mls_plan_trace(&costs, mls_plan_dp_slots_value, &table, r->poll,
                               &out->schedule, st);
         mls_plan_table_fini(&table);
     }
@@ -165,7 +165,7 @@ static mls_code solve_exact(const mls_chain *chain, const mls_plan_request *r,
     if (code != MLS_OK) {
         return code;
     }
-    code = mls_plan_exact(costs, most, r->pool, r->poll, fronts, st);
+    code = mls_plan_dp_fronts(costs, most, r->pool, r->poll, fronts, st);
     if (code != MLS_OK) {
         mls_plan_costs_fini(costs);
     }
@@ -184,8 +184,8 @@ static mls_code make_exact(const mls_chain *chain, const mls_plan_request *r,
     }
     out->method = MLS_PLAN_BY_BYTES;
     out->slots = 0;
-    code = mls_plan_trace(&costs, mls_plan_exact_value, &fronts, r->poll, &out->schedule,
-                          st);
+    code = mls_plan_trace(&costs, mls_plan_dp_fronts_value, &fronts, r->poll,
+                          &out->schedule, st);
     mls_plan_fronts_fini(&fronts);
     mls_plan_costs_fini(&costs);
     return code;
@@ -323,7 +323,7 @@ static mls_code curve_of_table(const mls_chain *chain, const mls_plan_table *tab
         return mls_fail(st, MLS_E_MEMORY, "no memory for %" PRId64 " points", slots);
     }
     for (int64_t m = 0; m <= slots; m++) {
-        const double value = mls_plan_slots_value(table, 0, chain->blocks - 1, m);
+        const double value = mls_plan_dp_slots_value(table, 0, chain->blocks - 1, m);
         if (value < last) {
             const int64_t each = bytes / slots, rest = bytes % slots;
             const int64_t used = m * each + (m * rest + slots - 1) / slots;
@@ -371,7 +371,7 @@ static mls_code curve_by_slots(const mls_chain *chain, const mls_plan_request *r
     if (code != MLS_OK) {
         return code;
     }
-    code = mls_plan_slots(&costs, r->cpu, r->pool, r->poll, &table, st);
+    code = mls_plan_dp_slots(&costs, r->cpu, r->pool, r->poll, &table, st);
     if (code == MLS_OK) {
         code = curve_of_table(chain, &table, bytes, out, st);
         mls_plan_table_fini(&table);

@@ -7,8 +7,8 @@
 #ifndef MLS_PLAN_H
 #define MLS_PLAN_H
 
-#include "planning/plan_exact.h"
-#include "planning/plan_slots.h"
+#include "planning/plan_dp_fronts.h"
+#include "planning/plan_dp_slots.h"
 
 enum {
     MLS_PLAN_EXACT_BLOCKS = 512,          /* longer chains are planned by slots */

@@ -424,9 +424,9 @@ static PyObject *named_layers(strategy_object *self, void *mark)
 }
 
 static PyMethodDef strategy_methods[] = {
-    {"_opinion", (PyCFunction)(void (*)(void))decide_or_none,
+    {"_decide_or_none", (PyCFunction)(void (*)(void))decide_or_none,
      METH_FASTCALL | METH_KEYWORDS,
-     "_opinion($self, /, layer_id, activation, layer_index)\n--\n\nDecide as "
+     "_decide_or_none($self, /, layer_id, activation, layer_index)\n--\n\nDecide as "
      "should_checkpoint does, but return None for a layer in neither list."},
     {"reset", (PyCFunction)(void (*)(void))reset_state, METH_NOARGS,
      "reset($self, /)\n--\n\nForget what was counted; settings stay."},

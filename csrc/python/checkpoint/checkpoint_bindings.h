@@ -12,7 +12,7 @@ extern PyMethodDef mlspy_shards_methods[];
 extern PyMethodDef mlspy_staging_methods[];
 
 /* Add the type of py_merged_index.c. Returns -1 with an exception set on failure. */
-int mlspy_catalog_add(PyObject *module);
+int mlspy_merged_index_add(PyObject *module);
 
 /* Add the type and the function of py_tier_policy.c. Returns -1 with an exception set on
  * failure. */

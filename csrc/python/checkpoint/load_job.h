@@ -1,4 +1,4 @@
-/* load_job: the parts to load from a Catalog. Loading and dry runs share it. */
+/* load_job: the parts to load from a MergedIndex. Loading and dry runs share it. */
 #ifndef MLSPY_LOAD_JOB_H
 #define MLSPY_LOAD_JOB_H
 
@@ -16,8 +16,8 @@ typedef struct mlspy_wanted {
 } mlspy_wanted;
 
 typedef struct mlspy_load_job {
-    PyObject *object; /* the Catalog, borrowed */
-    const mlspy_catalog *catalog;
+    PyObject *object; /* the MergedIndex, borrowed */
+    const mlspy_merged_index *merged;
     const mlspy_state *state;
     PyObject *path; /* borrowed */
     int folder;     /* owned; -1: none */

@@ -1,28 +1,28 @@
-/* merged_index_object: functions that the methods of a Catalog share. */
+/* merged_index_object: functions that the methods of a MergedIndex share. */
 #include "checkpoint/merged_index_object.h"
 
 #include "common/args.h"
 #include "common/module_state.h"
 
 #include "base/memory.h"
-#include "checkpoint/index/shard_header.h"
+#include "checkpoint/index/index.h"
 
-const mlspy_state *mlspy_catalog_state(PyObject *self)
+const mlspy_state *mlspy_merged_index_state(PyObject *self)
 {
     return mlspy_state_of(mlspy_module_of(Py_TYPE(self)));
 }
 
-/* The rank may be missing because the saved world was smaller, or because the Catalog
- * contains only some ranks. The result is borrowed from the Catalog, which the caller
+/* The rank may be missing because the saved world was smaller, or because the MergedIndex
+ * contains only some ranks. The result is borrowed from the MergedIndex, which the caller
  * holds. */
-int mlspy_catalog_index(const mlspy_state *state, PyObject *catalog, int64_t rank,
-                        const mls_index **out)
+int mlspy_merged_index_index(const mlspy_state *state, PyObject *merged, int64_t rank,
+                             const mls_index **out)
 {
-    if (!PyObject_TypeCheck(catalog, state->catalog_type)) {
-        PyErr_SetString(PyExc_TypeError, "a Catalog is wanted");
+    if (!PyObject_TypeCheck(merged, state->merged_index_type)) {
+        PyErr_SetString(PyExc_TypeError, "a MergedIndex is wanted");
         return -1;
     }
-    mlspy_catalog *self = (mlspy_catalog *)catalog;
+    mlspy_merged_index *self = (mlspy_merged_index *)merged;
     *out = NULL;
     for (size_t i = 0; i < self->index_count; i++) {
         if (self->indexes[i].rank == (uint64_t)rank) {
@@ -34,15 +34,15 @@ int mlspy_catalog_index(const mlspy_state *state, PyObject *catalog, int64_t ran
 
 /* An index stores name and state separately, since other programs may split the key
  * elsewhere than at a dot. Almost all keys are short; these are joined on the stack. */
-PyObject *mlspy_catalog_key(const mls_tensor_id *id)
+PyObject *mlspy_merged_index_key(const mls_tensor_id *id)
 {
     char few[256];
-    const size_t length = mls_shard_key_length(id);
+    const size_t length = mls_tensor_id_key_length(id);
     char *key = length <= sizeof few ? few : mls_alloc(length, 1);
     if (key == NULL) {
         return PyErr_NoMemory();
     }
-    mls_shard_write_key(id, key);
+    mls_tensor_id_write_key(id, key);
     PyObject *result = mlspy_str_of((mls_str){key, length});
     if (key != few) {
         mls_free(key);

@@ -1,4 +1,4 @@
-/* merged_index_object: the Catalog type, and functions that its methods share. */
+/* merged_index_object: the MergedIndex type, and functions that its methods share. */
 #ifndef MLSPY_MERGED_INDEX_OBJECT_H
 #define MLSPY_MERGED_INDEX_OBJECT_H
 
@@ -9,25 +9,25 @@
 #include "checkpoint/index/index.h"
 #include "checkpoint/ranks/merged_index.h"
 
-/* A Catalog: immutable after construction. */
-typedef struct mlspy_catalog {
+/* A MergedIndex: immutable after construction. */
+typedef struct mlspy_merged_index {
     PyObject_HEAD mls_index *indexes;
     size_t index_count;
-    mls_merged_index catalog;
-} mlspy_catalog;
+    mls_merged_index merged;
+} mlspy_merged_index;
 
-/* Return the module's state for a Catalog. */
-const mlspy_state *mlspy_catalog_state(PyObject *self);
+/* Return the module's state for a MergedIndex. */
+const mlspy_state *mlspy_merged_index_state(PyObject *self);
 
 /* Return a new reference to the state dict key of a tensor. */
-PyObject *mlspy_catalog_key(const mls_tensor_id *id);
+PyObject *mlspy_merged_index_key(const mls_tensor_id *id);
 
 /* Convert an argument to a section. Returns -1 with an exception set on failure. */
 int mlspy_take_section(const mlspy_state *state, PyObject *object, mls_section *out);
 
-/* Find the index of a rank in a Catalog; borrowed, NULL if there is none. Returns -1 with
- * TypeError set if the object is not a Catalog. */
-int mlspy_catalog_index(const mlspy_state *state, PyObject *catalog, int64_t rank,
-                        const mls_index **out);
+/* Find the index of a rank in a MergedIndex; borrowed, NULL if there is none. Returns -1
+ * with TypeError set if the object is not a MergedIndex. */
+int mlspy_merged_index_index(const mlspy_state *state, PyObject *merged, int64_t rank,
+                             const mls_index **out);
 
 #endif

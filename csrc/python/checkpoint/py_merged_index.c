@@ -1,9 +1,9 @@
-/* py_merged_index: the Catalog type: tensors and shards of a checkpoint, from its
+/* py_merged_index: the MergedIndex type: tensors and shards of a checkpoint, from its
  * indexes.
  *
- * A Catalog is immutable after construction, so any number of threads may use it. Loading
- * has these steps: choose tensors and parts, check that they are stored and that the
- * files exist, create or view the arrays (with the GIL), read (without it). */
+ * A MergedIndex is immutable after construction, so any number of threads may use it.
+ * Loading has these steps: choose tensors and parts, check that they are stored and that
+ * the files exist, create or view the arrays (with the GIL), read (without it). */
 #include "checkpoint/checkpoint_bindings.h"
 #include "checkpoint/checkpoint_folder.h"
 #include "checkpoint/merged_index_methods.h"
@@ -16,7 +16,7 @@
 #include "common/progress.h"
 
 #include "base/memory.h"
-#include "checkpoint/index/shard_header.h"
+#include "checkpoint/index/shard_header_rebuild.h"
 #include "checkpoint/ranks/merged_index_summary.h"
 #include "checkpoint/read/verify.h"
 #include "io/json_checksum.h"
@@ -28,11 +28,11 @@
 
 /* The merged index borrows the indexes, so it is released first. The type holds no Python
  * references, so it needs no garbage collection. Also accepts a partly filled object. */
-static void catalog_dealloc(PyObject *object)
+static void merged_index_dealloc(PyObject *object)
 {
-    mlspy_catalog *self = (mlspy_catalog *)object;
+    mlspy_merged_index *self = (mlspy_merged_index *)object;
     PyTypeObject *type = Py_TYPE(object);
-    mls_merged_index_fini(&self->catalog);
+    mls_merged_index_fini(&self->merged);
     for (size_t i = 0; i < self->index_count; i++) {
         mls_index_fini(&self->indexes[i]);
     }
@@ -59,7 +59,7 @@ static void fail_index(const mlspy_state *state, const mls_status *st, PyObject 
 /* Parse one index; `name` (borrowed) is its file's name, for errors. Texts may have
  * megabytes, so they are parsed without the GIL: the bytes object is immutable, and the
  * caller holds it. */
-static int add_index(const mlspy_state *state, mlspy_catalog *self, PyObject *text,
+static int add_index(const mlspy_state *state, mlspy_merged_index *self, PyObject *text,
                      PyObject *name)
 {
     char *bytes;
@@ -82,10 +82,10 @@ static int add_index(const mlspy_state *state, mlspy_catalog *self, PyObject *te
     return 0;
 }
 
-/* Parse all indexes and merge them. On failure the Catalog can be freed: `index_count` is
- * the number of valid indexes. */
-static int fill_catalog(const mlspy_state *state, mlspy_catalog *self, PyObject *texts,
-                        PyObject *names)
+/* Parse all indexes and merge them. On failure the MergedIndex can be freed:
+ * `index_count` is the number of valid indexes. */
+static int merge_indexes(const mlspy_state *state, mlspy_merged_index *self,
+                         PyObject *texts, PyObject *names)
 {
     const size_t count = (size_t)PyTuple_GET_SIZE(texts);
     mls_status st;
@@ -105,7 +105,7 @@ static int fill_catalog(const mlspy_state *state, mlspy_catalog *self, PyObject 
         pointers[i] = &self->indexes[i];
     }
     Py_BEGIN_ALLOW_THREADS
-        code = mls_merged_index_init(&self->catalog, pointers, count, &st);
+        code = mls_merged_index_init(&self->merged, pointers, count, &st);
     Py_END_ALLOW_THREADS
     failed = code == MLS_OK ? 0 : -1;
     if (failed < 0) {
@@ -117,10 +117,11 @@ done:
     return failed;
 }
 
-/* Catalog((text, ...), (file, ...))
+/* MergedIndex((text, ...), (file, ...))
  *
- * Implemented in __new__, since __init__ could be called again on a Catalog in use. */
-static PyObject *catalog_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+ * Implemented in __new__, since __init__ could be called again on a MergedIndex in use.
+ */
+static PyObject *merged_index_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     PyObject *texts, *names, *module = mlspy_module_of(type);
     if (module == NULL ||
@@ -128,7 +129,7 @@ static PyObject *catalog_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
         return NULL;
     }
     if (kwargs != NULL && PyDict_GET_SIZE(kwargs) > 0) {
-        PyErr_SetString(PyExc_TypeError, "Catalog takes positional arguments only");
+        PyErr_SetString(PyExc_TypeError, "MergedIndex takes positional arguments only");
         return NULL;
     }
     if (PyTuple_GET_SIZE(texts) != PyTuple_GET_SIZE(names)) {
@@ -136,8 +137,8 @@ static PyObject *catalog_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
         return NULL;
     }
     PyObject *self = type->tp_alloc(type, 0);
-    if (self != NULL &&
-        fill_catalog(mlspy_state_of(module), (mlspy_catalog *)self, texts, names) < 0) {
+    if (self != NULL && merge_indexes(mlspy_state_of(module), (mlspy_merged_index *)self,
+                                      texts, names) < 0) {
         Py_CLEAR(self);
     }
     return self;
@@ -146,18 +147,18 @@ static PyObject *catalog_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
 /* ---- queries ---- */
 
 /* keys(section) -> [key, ...], in byte order */
-static PyObject *catalog_keys(PyObject *object, PyObject *argument)
+static PyObject *merged_index_keys(PyObject *object, PyObject *argument)
 {
-    const mlspy_catalog *self = (mlspy_catalog *)object;
+    const mlspy_merged_index *self = (mlspy_merged_index *)object;
     mls_section section;
-    if (mlspy_take_section(mlspy_catalog_state(object), argument, &section) < 0) {
+    if (mlspy_take_section(mlspy_merged_index_state(object), argument, &section) < 0) {
         return NULL;
     }
     PyObject *list = PyList_New(0);
-    for (size_t i = 0; list != NULL && i < self->catalog.tensor_count; i++) {
-        const mls_tensor_id *id = &self->catalog.tensors[i].facts->id;
+    for (size_t i = 0; list != NULL && i < self->merged.tensor_count; i++) {
+        const mls_tensor_id *id = &self->merged.tensors[i].facts->id;
         if (id->section == section) {
-            PyObject *key = mlspy_catalog_key(id);
+            PyObject *key = mlspy_merged_index_key(id);
             if (key == NULL || PyList_Append(list, key) < 0) {
                 Py_CLEAR(list);
             }
@@ -199,16 +200,17 @@ static PyObject *axes_tuple(const mls_index_shard *shard)
  * stored bytes, number of sparse shards, codec of a compressed shard or None.
  *
  * Each N takes its reference; a NULL keeps the exception that is set. */
-static PyObject *tensor_tuple(const mlspy_catalog *self, const mls_merged_index_tensor *t)
+static PyObject *tensor_tuple(const mlspy_merged_index *self,
+                              const mls_merged_index_tensor *t)
 {
     const mls_index_shard *facts = t->facts;
-    const mls_tensor_summary sum = mls_tensor_summarize(&self->catalog, t);
+    const mls_tensor_summary sum = mls_tensor_summarize(&self->merged, t);
     const char *tier = facts->tier == MLS_TIER_NONE ? NULL : mls_tier_name(facts->tier);
     PyObject *state =
         facts->id.has_state ? mlspy_str_of(facts->id.state) : Py_NewRef(Py_None);
     return Py_BuildValue(
         "(sNNNsNNNnKKzKnz)", mls_section_name(facts->id.section),
-        mlspy_catalog_key(&facts->id), mlspy_str_of(facts->id.name), state,
+        mlspy_merged_index_key(&facts->id), mlspy_str_of(facts->id.name), state,
         mls_dtype_of(facts->dtype)->name, sizes_tuple(facts->shape, facts->rank),
         mlspy_layout_tuple(&facts->layout), axes_tuple(facts), (Py_ssize_t)t->count,
         (unsigned long long)sum.bytes, (unsigned long long)sum.version, tier,
@@ -216,13 +218,13 @@ static PyObject *tensor_tuple(const mlspy_catalog *self, const mls_merged_index_
 }
 
 /* tensors() -> [tuple, ...] */
-static PyObject *catalog_tensors(PyObject *object, PyObject *unused)
+static PyObject *merged_index_tensors(PyObject *object, PyObject *unused)
 {
-    const mlspy_catalog *self = (mlspy_catalog *)object;
+    const mlspy_merged_index *self = (mlspy_merged_index *)object;
     (void)unused;
-    PyObject *list = PyList_New((Py_ssize_t)self->catalog.tensor_count);
-    for (size_t i = 0; list != NULL && i < self->catalog.tensor_count; i++) {
-        PyObject *tuple = tensor_tuple(self, &self->catalog.tensors[i]);
+    PyObject *list = PyList_New((Py_ssize_t)self->merged.tensor_count);
+    for (size_t i = 0; list != NULL && i < self->merged.tensor_count; i++) {
+        PyObject *tuple = tensor_tuple(self, &self->merged.tensors[i]);
         if (tuple == NULL) {
             Py_CLEAR(list);
         } else {
@@ -277,18 +279,19 @@ static PyObject *shard_tuple(const mls_index *index, const mls_index_shard *shar
     PyObject *offset =
         plain ? PyLong_FromUnsignedLongLong(shard->offset) : Py_NewRef(Py_None);
     mls_crc_to_digits(shard->crc, crc);
-    return Py_BuildValue(
-        "(sNnNKzNnz#KN)", mls_section_name(shard->id.section),
-        mlspy_catalog_key(&shard->id), (Py_ssize_t)shard->part, sizes_tuple(dims, rank),
-        (unsigned long long)index->rank, plain ? index->files[shard->file].path : NULL,
-        offset, (Py_ssize_t)shard->bytes, plain ? crc : NULL, (Py_ssize_t)MLS_CRC_DIGITS,
-        (unsigned long long)shard->version, layers_tuple(index, shard));
+    return Py_BuildValue("(sNnNKzNnz#KN)", mls_section_name(shard->id.section),
+                         mlspy_merged_index_key(&shard->id), (Py_ssize_t)shard->part,
+                         sizes_tuple(dims, rank), (unsigned long long)index->rank,
+                         plain ? index->files[shard->file].path : NULL, offset,
+                         (Py_ssize_t)shard->bytes, plain ? crc : NULL,
+                         (Py_ssize_t)MLS_CRC_DIGITS, (unsigned long long)shard->version,
+                         layers_tuple(index, shard));
 }
 
 /* shards() -> [tuple, ...], of all ranks */
-static PyObject *catalog_shards(PyObject *object, PyObject *unused)
+static PyObject *merged_index_shards(PyObject *object, PyObject *unused)
 {
-    const mlspy_catalog *self = (mlspy_catalog *)object;
+    const mlspy_merged_index *self = (mlspy_merged_index *)object;
     (void)unused;
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < self->index_count; i++) {
@@ -307,9 +310,9 @@ static PyObject *catalog_shards(PyObject *object, PyObject *unused)
 /* files() -> {path: bytes}, of all ranks
  *
  * A file that several indexes list appears once. */
-static PyObject *catalog_files(PyObject *object, PyObject *unused)
+static PyObject *merged_index_files(PyObject *object, PyObject *unused)
 {
-    const mlspy_catalog *self = (mlspy_catalog *)object;
+    const mlspy_merged_index *self = (mlspy_merged_index *)object;
     (void)unused;
     PyObject *dict = PyDict_New();
     for (size_t i = 0; dict != NULL && i < self->index_count; i++) {
@@ -328,10 +331,10 @@ static PyObject *catalog_files(PyObject *object, PyObject *unused)
 /* header(path) -> bytes or None
  *
  * Rebuilds the header of a file from the first index that lists the complete file. */
-static PyObject *catalog_header(PyObject *object, PyObject *argument)
+static PyObject *merged_index_header(PyObject *object, PyObject *argument)
 {
-    const mlspy_catalog *self = (mlspy_catalog *)object;
-    const mlspy_state *state = mlspy_catalog_state(object);
+    const mlspy_merged_index *self = (mlspy_merged_index *)object;
+    const mlspy_state *state = mlspy_merged_index_state(object);
     const char *path = PyUnicode_AsUTF8(argument);
     if (path == NULL) {
         return NULL;
@@ -339,8 +342,8 @@ static PyObject *catalog_header(PyObject *object, PyObject *argument)
     mls_json_writer text = {.most = MLS_SAFETENSORS_MAX_HEADER + 8};
     mls_status st;
     const mls_code code =
-        mls_shard_header_find(self->indexes, self->index_count, path,
-                              mls_crc_of(state->kernels->cpu), &text, &st);
+        mls_shard_header_rebuild_path(self->indexes, self->index_count, path,
+                                      mls_crc_of(state->kernels->cpu), &text, &st);
     PyObject *result = NULL;
     if (code == MLS_OK) {
         result = PyBytes_FromStringAndSize(text.data, (Py_ssize_t)text.length);
@@ -354,9 +357,9 @@ static PyObject *catalog_header(PyObject *object, PyObject *argument)
 }
 
 /* heads() -> [(generation, rank, world_size, shards, bytes, stored bytes), ...] */
-static PyObject *catalog_heads(PyObject *object, PyObject *unused)
+static PyObject *merged_index_heads(PyObject *object, PyObject *unused)
 {
-    const mlspy_catalog *self = (mlspy_catalog *)object;
+    const mlspy_merged_index *self = (mlspy_merged_index *)object;
     (void)unused;
     PyObject *list = PyList_New((Py_ssize_t)self->index_count);
     for (size_t i = 0; list != NULL && i < self->index_count; i++) {
@@ -384,7 +387,7 @@ static PyObject *problem_tuple(const mls_index *index, const mls_problem *proble
 {
     const bool whole = problem->shard == SIZE_MAX;
     const mls_index_shard *shard = whole ? NULL : &index->shards[problem->shard];
-    PyObject *key = whole ? Py_NewRef(Py_None) : mlspy_catalog_key(&shard->id);
+    PyObject *key = whole ? Py_NewRef(Py_None) : mlspy_merged_index_key(&shard->id);
     PyObject *part = whole ? Py_NewRef(Py_None) : PyLong_FromSize_t(shard->part);
     PyObject *text = PyUnicode_DecodeUTF8(
         problem->text, (Py_ssize_t)strlen(problem->text), "backslashreplace");
@@ -414,10 +417,11 @@ static int add_problems(const mls_index *index, const mls_problems *problems,
  * Processes one index at a time, so that only one rank's problems are in memory twice.
  * Problems are results, not errors: the function raises only if verification cannot
  * continue. */
-static PyObject *catalog_verify(PyObject *object, PyObject *const *args, Py_ssize_t count)
+static PyObject *merged_index_verify(PyObject *object, PyObject *const *args,
+                                     Py_ssize_t count)
 {
-    const mlspy_catalog *self = (mlspy_catalog *)object;
-    const mlspy_state *state = mlspy_catalog_state(object);
+    const mlspy_merged_index *self = (mlspy_merged_index *)object;
+    const mlspy_state *state = mlspy_merged_index_state(object);
     mlspy_progress progress;
     int folder;
     unsigned long long bytes = 0;
@@ -456,65 +460,68 @@ static PyObject *catalog_verify(PyObject *object, PyObject *const *args, Py_ssiz
 
 /* ---- the type ---- */
 
-static PyMethodDef catalog_methods[] = {
-    {"keys", catalog_keys, METH_O, "keys($self, section, /)\n--\n\nKeys of a section."},
-    {"tensors", catalog_tensors, METH_NOARGS,
+static PyMethodDef merged_index_methods[] = {
+    {"keys", merged_index_keys, METH_O,
+     "keys($self, section, /)\n--\n\nKeys of a section."},
+    {"tensors", merged_index_tensors, METH_NOARGS,
      "tensors($self, /)\n--\n\nFacts of all tensors."},
-    {"shards", catalog_shards, METH_NOARGS,
+    {"shards", merged_index_shards, METH_NOARGS,
      "shards($self, /)\n--\n\nFacts of all shards."},
-    {"files", catalog_files, METH_NOARGS,
+    {"files", merged_index_files, METH_NOARGS,
      "files($self, /)\n--\n\nFiles and their sizes."},
-    {"header", catalog_header, METH_O,
+    {"header", merged_index_header, METH_O,
      "header($self, path, /)\n--\n\nThe header of a file as it was written, or None."},
-    {"heads", catalog_heads, METH_NOARGS,
+    {"heads", merged_index_heads, METH_NOARGS,
      "heads($self, /)\n--\n\nWhat each index says of "
      "itself."},
-    {"load", MLSPY_FASTCALL(mlspy_catalog_load),
+    {"load", MLSPY_FASTCALL(mlspy_merged_index_load),
      "load($self, folder, section, keys, cutting, verify, mmap, progress, "
      "/)\n--\n\nArrays."},
-    {"load_into", MLSPY_FASTCALL(mlspy_catalog_load_into),
+    {"load_into", MLSPY_FASTCALL(mlspy_merged_index_load_into),
      "load_into($self, folder, section, keys, cutting, targets, verify, progress, "
      "/)\n--\n\nRead into arrays that exist."},
-    {"fits", MLSPY_FASTCALL(mlspy_catalog_fits),
+    {"fits", MLSPY_FASTCALL(mlspy_merged_index_fits),
      "fits($self, folder, section, keys, cutting, targets, /)\n--\n\nRefuse what "
      "load_into would."},
-    {"patterns", mlspy_catalog_patterns, METH_NOARGS,
+    {"patterns", mlspy_merged_index_patterns, METH_NOARGS,
      "patterns($self, /)\n--\n\nWhat each index lists, apart from its own parts."},
-    {"places", mlspy_catalog_places, METH_NOARGS,
+    {"places", mlspy_merged_index_places, METH_NOARGS,
      "places($self, /)\n--\n\nOf each tensor, the indexes and groups that list it."},
-    {"wanted_parts", MLSPY_FASTCALL(mlspy_catalog_wanted_parts),
+    {"wanted_parts", MLSPY_FASTCALL(mlspy_merged_index_wanted_parts),
      "wanted_parts($self, folder, section, keys, cutting, most, /)\n--\n\nParts that a "
      "load needs, by their tensors' places."},
-    {"reads", MLSPY_FASTCALL(mlspy_catalog_reads),
+    {"reads", MLSPY_FASTCALL(mlspy_merged_index_reads),
      "reads($self, folder, section, keys, cutting, verify, /)\n--\n\nBytes of files "
      "that loading reads."},
-    {"verify", MLSPY_FASTCALL(catalog_verify),
+    {"verify", MLSPY_FASTCALL(merged_index_verify),
      "verify($self, folder, progress, /)\n--\n\nEverything that is wrong with the "
      "files."},
     {NULL, NULL, 0, NULL},
 };
 
-static PyType_Slot catalog_slots[] = {
-    {Py_tp_new, catalog_new},
-    {Py_tp_dealloc, catalog_dealloc},
-    {Py_tp_methods, catalog_methods},
-    {Py_tp_doc, "Catalog(texts, files, /)\n--\n\nWhat the indexes of a checkpoint list."},
+static PyType_Slot merged_index_slots[] = {
+    {Py_tp_new, merged_index_new},
+    {Py_tp_dealloc, merged_index_dealloc},
+    {Py_tp_methods, merged_index_methods},
+    {Py_tp_doc,
+     "MergedIndex(texts, files, /)\n--\n\nWhat the indexes of a checkpoint list."},
     {0, NULL},
 };
 
-static PyType_Spec catalog_spec = {
-    .name = "mlstate._core.Catalog",
-    .basicsize = sizeof(mlspy_catalog),
+static PyType_Spec merged_index_spec = {
+    .name = "mlstate._core.MergedIndex",
+    .basicsize = sizeof(mlspy_merged_index),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
-    .slots = catalog_slots,
+    .slots = merged_index_slots,
 };
 
 /* The type is immutable, so that no code can replace methods that others rely on. */
-int mlspy_catalog_add(PyObject *module)
+int mlspy_merged_index_add(PyObject *module)
 {
     mlspy_state *state = mlspy_state_of(module);
-    state->catalog_type =
-        (PyTypeObject *)PyType_FromModuleAndSpec(module, &catalog_spec, NULL);
-    return state->catalog_type == NULL ? -1
-                                       : PyModule_AddType(module, state->catalog_type);
+    state->merged_index_type =
+        (PyTypeObject *)PyType_FromModuleAndSpec(module, &merged_index_spec, NULL);
+    return state->merged_index_type == NULL
+               ? -1
+               : PyModule_AddType(module, state->merged_index_type);
 }

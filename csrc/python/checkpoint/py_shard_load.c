@@ -1,4 +1,4 @@
-/* py_shard_load: load tensors of a Catalog, or parts of them, into arrays.
+/* py_shard_load: load tensors of a MergedIndex, or parts of them, into arrays.
  *
  * Both ways of loading have the same steps: choose tensors and parts; check that they are
  * stored and that the files exist; create the arrays or view the caller's; read without
@@ -121,7 +121,7 @@ static int choose_parts(mlspy_load_job *job, mls_section section, PyObject *keys
 {
     const Py_ssize_t count = PyList_GET_SIZE(keys);
     mls_status st;
-    if (mls_load_plan_init(&job->plan, &job->catalog->catalog, (size_t)count, &st) !=
+    if (mls_load_plan_init(&job->plan, &job->merged->merged, (size_t)count, &st) !=
         MLS_OK) {
         return raise_status(job, &st);
     }
@@ -234,7 +234,7 @@ static PyObject *mapped_array(mlspy_load_job *job, const mls_wanted *w,
 {
     uint64_t offset;
     const mls_merged_index_shard *run =
-        mls_merged_index_run(&job->catalog->catalog, w->tensor, &w->part, &offset);
+        mls_merged_index_run(&job->merged->merged, w->tensor, &w->part, &offset);
     if (run == NULL) {
         return Py_NewRef(Py_None);
     }
@@ -255,13 +255,13 @@ static PyObject *mapped_array(mlspy_load_job *job, const mls_wanted *w,
  * arrays too: their memory must stay valid during the read, even if other code gets the
  * dict or a later array fails. `made` receives the number of pieces with destinations;
  * NULL: no thread waits. */
-static PyObject *make_arrays(mlspy_load_job *job, bool maps, mls_watermark *made)
+static PyObject *make_arrays(mlspy_load_job *job, bool maps, mls_ready_counter *made)
 {
     size_t used = 0;
     PyObject *result = PyDict_New(), *capsules = maps ? PyDict_New() : NULL;
     mlspy_room room = {new_bytes, job, job->plan.count, NULL, 0, 0, {NULL}};
     bool good = result != NULL && (!maps || capsules != NULL);
-    enum { TOGETHER = 64 }; /* arrays for each update of the watermark */
+    enum { TOGETHER = 64 }; /* arrays for each update of the counter */
     for (size_t i = 0; good && i < job->plan.count; i++) {
         mlspy_wanted *w = &job->wanted[i];
         PyObject *array = maps ? mapped_array(job, &job->plan.wanted[i], capsules, &room)
@@ -279,7 +279,7 @@ static PyObject *make_arrays(mlspy_load_job *job, bool maps, mls_watermark *made
         }
         good = array != NULL && PyDict_SetItem(result, w->key, array) == 0;
         if (made != NULL && i % TOGETHER == 0) {
-            mls_watermark_advance(made, used);
+            mls_ready_counter_advance(made, used);
         }
     }
     job->plan.piece_count = used;
@@ -301,7 +301,7 @@ typedef struct making {
 } make_state;
 
 /* Runs in the calling thread, which takes the GIL for it. */
-static bool make_during_read(void *context, mls_watermark *made)
+static bool make_during_read(void *context, mls_ready_counter *made)
 {
     make_state *m = context;
     mlspy_progress_end(m->progress);
@@ -378,8 +378,8 @@ int mlspy_load_begin(mlspy_load_job *job, PyObject *object, PyObject *path,
     mls_cutting how;
     PyObject *places = PyList_Check(cuts) ? cuts : NULL;
     *job = (mlspy_load_job){.object = object,
-                            .catalog = (mlspy_catalog *)object,
-                            .state = mlspy_catalog_state(object),
+                            .merged = (mlspy_merged_index *)object,
+                            .state = mlspy_merged_index_state(object),
                             .path = path,
                             .folder = -1};
     if (!PyList_Check(keys)) {
@@ -410,7 +410,8 @@ static int load_init(mlspy_load_job *job, PyObject *object, PyObject *path,
 
 /* load(folder, section, keys, (layout, index, world), verify, mmap, progress)
  *     -> {key: array} */
-PyObject *mlspy_catalog_load(PyObject *object, PyObject *const *args, Py_ssize_t count)
+PyObject *mlspy_merged_index_load(PyObject *object, PyObject *const *args,
+                                  Py_ssize_t count)
 {
     mlspy_load_job job = {.folder = -1};
     PyObject *result = NULL;
@@ -504,7 +505,8 @@ static int view_targets(mlspy_load_job *job, PyObject *targets)
  * Raises the errors that load_into would raise because of the targets, without accessing
  * files. Callers that fill several sections, or load together with other ranks, check all
  * of them before the first one changes. The folder is only used in errors. */
-PyObject *mlspy_catalog_fits(PyObject *object, PyObject *const *args, Py_ssize_t count)
+PyObject *mlspy_merged_index_fits(PyObject *object, PyObject *const *args,
+                                  Py_ssize_t count)
 {
     mlspy_load_job job = {.folder = -1};
     if (mlspy_take_count("fits", 5, count) < 0) {
@@ -522,8 +524,8 @@ PyObject *mlspy_catalog_fits(PyObject *object, PyObject *const *args, Py_ssize_t
  * `cutting` is (layout, index, world) for all tensors, or a list with a place for each.
  * `targets` maps keys to writable arrays or tensors; targets that are not packed are read
  * through temporary memory. */
-PyObject *mlspy_catalog_load_into(PyObject *object, PyObject *const *args,
-                                  Py_ssize_t count)
+PyObject *mlspy_merged_index_load_into(PyObject *object, PyObject *const *args,
+                                       Py_ssize_t count)
 {
     mlspy_load_job job = {.folder = -1};
     mls_status st;

@@ -1,6 +1,6 @@
 /* py_shard_owners: which parts of tensors, and which bytes of files, a load needs.
  *
- * A Catalog may contain only one index for each pattern (index_pattern.h).
+ * A MergedIndex may contain only one index for each pattern (index_pattern.h).
  * mlstate/checkpoint/_store/index_patterns.py determines which ranks store which parts.
  */
 #include "checkpoint/checkpoint_folder.h"
@@ -57,10 +57,10 @@ static PyObject *pattern_tuple(const mlspy_state *state, const mls_index *index)
 }
 
 /* patterns() -> [(bytes, parts) or None, ...], one for each index */
-PyObject *mlspy_catalog_patterns(PyObject *object, PyObject *unused)
+PyObject *mlspy_merged_index_patterns(PyObject *object, PyObject *unused)
 {
-    const mlspy_catalog *self = (mlspy_catalog *)object;
-    const mlspy_state *state = mlspy_catalog_state(object);
+    const mlspy_merged_index *self = (mlspy_merged_index *)object;
+    const mlspy_state *state = mlspy_merged_index_state(object);
     (void)unused;
     PyObject *list = PyList_New((Py_ssize_t)self->index_count);
     for (size_t i = 0; list != NULL && i < self->index_count; i++) {
@@ -77,7 +77,7 @@ PyObject *mlspy_catalog_patterns(PyObject *object, PyObject *unused)
 /* ---- owners ---- */
 
 /* Accepts NULL. */
-static void free_patterns(const mlspy_catalog *self, mls_index_pattern *patterns)
+static void free_patterns(const mlspy_merged_index *self, mls_index_pattern *patterns)
 {
     for (size_t i = 0; patterns != NULL && i < self->index_count; i++) {
         mls_index_pattern_fini(&patterns[i]);
@@ -86,7 +86,7 @@ static void free_patterns(const mlspy_catalog *self, mls_index_pattern *patterns
 }
 
 /* Return the patterns of all indexes, or NULL with an exception set. */
-static mls_index_pattern *find_patterns(const mlspy_catalog *self,
+static mls_index_pattern *find_patterns(const mlspy_merged_index *self,
                                         const mlspy_state *state)
 {
     mls_status st;
@@ -106,7 +106,7 @@ static mls_index_pattern *find_patterns(const mlspy_catalog *self,
 }
 
 /* Return a new reference to the places of a tensor: pairs of 32-bit numbers as bytes. */
-static PyObject *places_bytes(const mlspy_catalog *self,
+static PyObject *places_bytes(const mlspy_merged_index *self,
                               const mls_index_pattern *patterns,
                               const mls_merged_index_tensor *tensor)
 {
@@ -121,15 +121,15 @@ static PyObject *places_bytes(const mlspy_catalog *self,
 }
 
 /* places() -> [bytes, ...], one for each of tensors() */
-PyObject *mlspy_catalog_places(PyObject *object, PyObject *unused)
+PyObject *mlspy_merged_index_places(PyObject *object, PyObject *unused)
 {
-    const mlspy_catalog *self = (mlspy_catalog *)object;
+    const mlspy_merged_index *self = (mlspy_merged_index *)object;
     (void)unused;
-    mls_index_pattern *patterns = find_patterns(self, mlspy_catalog_state(object));
+    mls_index_pattern *patterns = find_patterns(self, mlspy_merged_index_state(object));
     PyObject *list =
-        patterns == NULL ? NULL : PyList_New((Py_ssize_t)self->catalog.tensor_count);
-    for (size_t i = 0; list != NULL && i < self->catalog.tensor_count; i++) {
-        PyObject *bytes = places_bytes(self, patterns, &self->catalog.tensors[i]);
+        patterns == NULL ? NULL : PyList_New((Py_ssize_t)self->merged.tensor_count);
+    for (size_t i = 0; list != NULL && i < self->merged.tensor_count; i++) {
+        PyObject *bytes = places_bytes(self, patterns, &self->merged.tensors[i]);
         if (bytes == NULL) {
             Py_CLEAR(list);
         } else {
@@ -158,7 +158,7 @@ static int add_parts(const mlspy_load_job *job, const mls_index_pattern *pattern
                      const mls_wanted *w, Py_ssize_t most, PyObject *dict)
 {
     const mls_index_shard *facts = w->tensor->facts;
-    PyObject *key = places_bytes(job->catalog, patterns, w->tensor);
+    PyObject *key = places_bytes(job->merged, patterns, w->tensor);
     PyObject *set = key == NULL ? NULL : part_set_for(dict, key);
     mls_layout_intersection meeting;
     size_t part;
@@ -177,8 +177,8 @@ static int add_parts(const mlspy_load_job *job, const mls_index_pattern *pattern
 /* wanted_parts(folder, section, keys, cutting, most) -> {places: {part, ...}, ...}
  *
  * The folder is only used in errors; no file is opened. */
-PyObject *mlspy_catalog_wanted_parts(PyObject *object, PyObject *const *args,
-                                     Py_ssize_t count)
+PyObject *mlspy_merged_index_wanted_parts(PyObject *object, PyObject *const *args,
+                                          Py_ssize_t count)
 {
     mlspy_load_job job = {.folder = -1};
     mls_index_pattern *patterns = NULL;
@@ -189,7 +189,7 @@ PyObject *mlspy_catalog_wanted_parts(PyObject *object, PyObject *const *args,
     const Py_ssize_t most = PyLong_AsSsize_t(args[4]);
     if ((most != -1 || !PyErr_Occurred()) &&
         mlspy_load_begin(&job, object, args[0], args[1], args[2], args[3]) == 0 &&
-        (patterns = find_patterns(job.catalog, job.state)) != NULL) {
+        (patterns = find_patterns(job.merged, job.state)) != NULL) {
         dict = PyDict_New();
     }
     for (size_t i = 0; dict != NULL && i < job.plan.count; i++) {
@@ -197,7 +197,7 @@ PyObject *mlspy_catalog_wanted_parts(PyObject *object, PyObject *const *args,
             Py_CLEAR(dict);
         }
     }
-    free_patterns((const mlspy_catalog *)object, patterns);
+    free_patterns((const mlspy_merged_index *)object, patterns);
     mlspy_load_fini(&job);
     return dict;
 }
@@ -220,7 +220,7 @@ static int add_reads(const mlspy_load_job *job, const mls_wanted *w, bool verify
     if (room.stored == NULL || room.parts == NULL || room.pieces == NULL) {
         PyErr_NoMemory();
         failed = -1;
-    } else if (mls_merged_index_pieces(&job->catalog->catalog, w->tensor, &w->part, NULL,
+    } else if (mls_merged_index_pieces(&job->merged->merged, w->tensor, &w->part, NULL,
                                        &room, &count, &st) != MLS_OK) {
         mlspy_raise_under(job->state, &st, job->path, NULL);
         failed = -1;
@@ -246,7 +246,8 @@ static int add_reads(const mlspy_load_job *job, const mls_wanted *w, bool verify
 /* reads(folder, section, keys, cutting, verify) -> [(path, begin, end, bytes), ...]
  *
  * Shard files are not accessed and need not exist. */
-PyObject *mlspy_catalog_reads(PyObject *object, PyObject *const *args, Py_ssize_t count)
+PyObject *mlspy_merged_index_reads(PyObject *object, PyObject *const *args,
+                                   Py_ssize_t count)
 {
     mlspy_load_job job = {.folder = -1};
     if (mlspy_take_count("reads", 5, count) < 0) {

@@ -2,7 +2,7 @@
  * mlstate/checkpoint/__init__.py has the public functions and their docstrings; these
  * functions take positional arguments only.
  *
- * shards_gather, shards_stage (py_staging.c): list and copy the shards
+ * shards_collect, shards_stage (py_staging.c): list and copy the shards
  * shards_write: calls mls_shards_write without the GIL */
 #include "checkpoint/checkpoint_bindings.h"
 #include "checkpoint/checkpoint_folder.h"
@@ -40,7 +40,7 @@ static PyObject *written_dict(const mls_shards_written *w)
 
 /* State of a background save whose caller waits until its arrays may change. */
 typedef struct waiting {
-    mlspy_gathering *gathering;
+    mlspy_shard_items *items;
     mlspy_progress *progress; /* stores the thread state while the GIL is released */
     PyObject *call;           /* borrowed */
 } waiting_caller;
@@ -51,7 +51,7 @@ static void release_arrays(void *context)
 {
     const waiting_caller *w = context;
     PyEval_RestoreThread(w->progress->saved);
-    mlspy_gathering_let_go(w->gathering, true);
+    mlspy_shard_items_release(w->items, true);
     PyObject *result = PyObject_CallNoArgs(w->call);
     if (result == NULL) {
         PyErr_WriteUnraisable(w->call);
@@ -75,16 +75,16 @@ static mls_code write_in_background(mls_shard_job *job, mls_shards_written *out,
     return code;
 }
 
-/* Write a gathering. The folder is opened once and used by its descriptor, so that
- * renaming it during the save is harmless. */
-static PyObject *write_gathered(mlspy_gathering *g, PyObject *path, mls_shard_job *job,
+/* Write a list of shard items. The folder is opened once and used by its descriptor, so
+ * that renaming it during the save is harmless. */
+static PyObject *write_gathered(mlspy_shard_items *g, PyObject *path, mls_shard_job *job,
                                 PyObject *callback, PyObject *freed)
 {
     mlspy_progress progress;
     mls_shards_written written;
     mls_status st;
     mls_code code;
-    waiting_caller who = {.gathering = g, .progress = &progress, .call = freed};
+    waiting_caller who = {.items = g, .progress = &progress, .call = freed};
     if (mlspy_progress_init(&progress, callback) < 0 ||
         mlspy_open_folder(g->state, path, &job->folder) < 0) {
         return NULL;
@@ -173,11 +173,11 @@ static int take_how(const mlspy_state *state, PyObject *how, mls_shard_job *job)
     return take_codec(PyTuple_GET_ITEM(how, 3), job);
 }
 
-/* shards_write(folder, generation, gathering, before, how, progress, freed, mode) -> dict
+/* shards_write(folder, generation, items, before, how, progress, freed, mode) -> dict
  *
- * `before` is a Catalog of the committed checkpoint, or None to write everything.
+ * `before` is a MergedIndex of the committed checkpoint, or None to write everything.
  * `progress` is called with bytes. `freed` is called once, without arguments, when the
- * arrays of the gathering are no longer read; if it is set, the save has its own threads.
+ * arrays of the list are no longer read; if it is set, the save has its own threads.
  */
 static PyObject *shards_write(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
@@ -190,7 +190,7 @@ static PyObject *shards_write(PyObject *module, PyObject *const *args, Py_ssize_
         take_how(state, args[4], &job) < 0) {
         return NULL;
     }
-    mlspy_gathering *g = mlspy_gathering_of(args[2]);
+    mlspy_shard_items *g = mlspy_shard_items_of(args[2]);
     if (g == NULL) {
         return NULL;
     }
@@ -200,13 +200,13 @@ static PyObject *shards_write(PyObject *module, PyObject *const *args, Py_ssize_
     }
     job.generation = generation.data;
     if (args[3] != Py_None &&
-        mlspy_catalog_index(state, args[3], (int64_t)g->rank, &job.before) < 0) {
+        mlspy_merged_index_index(state, args[3], (int64_t)g->rank, &job.before) < 0) {
         return NULL;
     }
     return write_gathered(g, args[0], &job, args[5], args[6]);
 }
 
-/* shards_plan(generation, gathering, pack_below) -> bytes
+/* shards_plan(generation, items, pack_below) -> bytes
  *
  * Returns the index that shards_write would make, without its checksums. */
 static PyObject *shards_plan(PyObject *module, PyObject *const *args, Py_ssize_t count)
@@ -224,7 +224,7 @@ static PyObject *shards_plan(PyObject *module, PyObject *const *args, Py_ssize_t
         mlspy_take_int64(state, args[2], "pack_below_bytes", &pack_below) < 0) {
         return NULL;
     }
-    const mlspy_gathering *g = mlspy_gathering_of(args[1]);
+    const mlspy_shard_items *g = mlspy_shard_items_of(args[1]);
     if (g == NULL) {
         return NULL;
     }
@@ -253,8 +253,9 @@ static PyObject *shards_plan(PyObject *module, PyObject *const *args, Py_ssize_t
 
 /* ---- JSON checksums and small files ---- */
 
-/* seal(text) -> bytes: set the checksum of a text that starts with the checksum member */
-static PyObject *seal(PyObject *module, PyObject *text)
+/* json_checksum_set(text) -> bytes: set the checksum of a text that starts with the
+ * checksum member */
+static PyObject *json_checksum_set(PyObject *module, PyObject *text)
 {
     char *bytes;
     Py_ssize_t length;
@@ -267,21 +268,22 @@ static PyObject *seal(PyObject *module, PyObject *text)
                         "the text must start with " MLS_JSON_CHECKSUM_START);
         return NULL;
     }
-    PyObject *sealed = PyBytes_FromStringAndSize(bytes, length);
-    if (sealed != NULL) {
-        mls_json_checksum_set(PyBytes_AS_STRING(sealed), (size_t)length,
+    PyObject *result = PyBytes_FromStringAndSize(bytes, length);
+    if (result != NULL) {
+        mls_json_checksum_set(PyBytes_AS_STRING(result), (size_t)length,
                               mls_crc_of(mlspy_state_of(module)->kernels->cpu));
     }
-    return sealed;
+    return result;
 }
 
-/* seal_check(data, path): raise unless the checksum of `data` is correct */
-static PyObject *seal_check(PyObject *module, PyObject *const *args, Py_ssize_t count)
+/* json_checksum_check(data, path): raise unless the checksum of `data` is correct */
+static PyObject *json_checksum_check(PyObject *module, PyObject *const *args,
+                                     Py_ssize_t count)
 {
     char *bytes;
     Py_ssize_t length;
     mls_status st;
-    if (mlspy_take_count("seal_check", 2, count) < 0 ||
+    if (mlspy_take_count("json_checksum_check", 2, count) < 0 ||
         PyBytes_AsStringAndSize(args[0], &bytes, &length) < 0) {
         return NULL;
     }
@@ -404,14 +406,16 @@ static PyObject *folder_sync(PyObject *module, PyObject *path)
 
 PyMethodDef mlspy_shards_methods[] = {
     {"shards_write", MLSPY_FASTCALL(shards_write),
-     "shards_write(folder, generation, gathering, before, how, progress, freed, mode, "
+     "shards_write(folder, generation, items, before, how, progress, freed, mode, "
      "/)\n--\n\nStore one rank's shards, durably."},
     {"shards_plan", MLSPY_FASTCALL(shards_plan),
-     "shards_plan(generation, gathering, pack_below, /)\n--\n\nThe index that "
+     "shards_plan(generation, items, pack_below, /)\n--\n\nThe index that "
      "shards_write would make."},
-    {"seal", seal, METH_O, "seal(text, /)\n--\n\nFill in a text's own checksum."},
-    {"seal_check", MLSPY_FASTCALL(seal_check),
-     "seal_check(data, path, /)\n--\n\nRaise unless a text is what was sealed."},
+    {"json_checksum_set", json_checksum_set, METH_O,
+     "json_checksum_set(text, /)\n--\n\nFill in a text's own checksum."},
+    {"json_checksum_check", MLSPY_FASTCALL(json_checksum_check),
+     "json_checksum_check(data, path, /)\n--\n\nRaise unless the checksum of a text is "
+     "correct."},
     {"json_check", MLSPY_FASTCALL(json_check),
      "json_check(data, depth, path, /)\n--\n\nRaise unless a text is JSON, nested at "
      "most "

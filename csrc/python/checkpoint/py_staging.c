@@ -1,8 +1,8 @@
 /* py_staging: the first half of a save, which needs the arrays: list the shards and copy
  * them. The second half is shards_write (py_shard_write.c).
  *
- * A gathering is a capsule that connects the two. It holds the arrays, or the memory of
- * their copies, until it is freed. */
+ * A list of shard items is a capsule that connects the two. It holds the arrays, or the
+ * memory of their copies, until it is freed. */
 #include "checkpoint/checkpoint_bindings.h"
 #include "checkpoint/py_layout.h"
 #include "checkpoint/shard_items.h"
@@ -13,18 +13,18 @@
 #include "base/memory.h"
 #include "checkpoint/write/staging.h"
 
-#define NAME "mlstate.gathering"
+#define NAME "mlstate.shard_items"
 
 /* Releases arrays, so it needs the GIL, which a capsule destructor has. */
 static void free_capsule(PyObject *capsule)
 {
-    mlspy_gathering *g = PyCapsule_GetPointer(capsule, NAME);
-    mlspy_gathering_fini(g);
+    mlspy_shard_items *g = PyCapsule_GetPointer(capsule, NAME);
+    mlspy_shard_items_fini(g);
     mls_free(g);
 }
 
 /* The capsule's name identifies its type, so no other capsule is accepted. */
-mlspy_gathering *mlspy_gathering_of(PyObject *capsule)
+mlspy_shard_items *mlspy_shard_items_of(PyObject *capsule)
 {
     return PyCapsule_GetPointer(capsule, NAME);
 }
@@ -39,7 +39,7 @@ size_t mlspy_threads_aside(const mls_pool *pool)
 
 /* Set the members that do not depend on arrays. Returns -1 with an exception set on
  * failure. */
-static int take_arguments(mlspy_gathering *g, PyObject *const *args, PyObject **dicts)
+static int take_arguments(mlspy_shard_items *g, PyObject *const *args, PyObject **dicts)
 {
     int64_t rank, world_size;
     mls_status st;
@@ -61,29 +61,30 @@ static int take_arguments(mlspy_gathering *g, PyObject *const *args, PyObject **
     return 0;
 }
 
-/* shards_gather((rank, world_size), (model, optimizer), Shard, mine, layout)
- *     -> (gathering, bytes)
+/* shards_collect((rank, world_size), (model, optimizer), Shard, mine, layout)
+ *     -> (items, bytes)
  *
  * `mine` is two sets of names of whole arrays that this rank stores, or None for all of
  * them. Invalid arrays, and a layout that does not fit them, raise here, before any
  * folder is modified. `bytes` is the packed size of all shards. */
-static PyObject *shards_gather(PyObject *module, PyObject *const *args, Py_ssize_t count)
+static PyObject *shards_collect(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     PyObject *dicts[MLS_SECTION_COUNT];
     mls_status st;
     size_t bytes = 0;
-    if (mlspy_take_count("shards_gather", 5, count) < 0) {
+    if (mlspy_take_count("shards_collect", 5, count) < 0) {
         return NULL;
     }
     /* from here on the capsule frees it, also after a failure */
-    mlspy_gathering *g = mls_alloc(1, sizeof *g);
+    mlspy_shard_items *g = mls_alloc(1, sizeof *g);
     PyObject *capsule = g == NULL ? NULL : PyCapsule_New(g, NAME, free_capsule);
     if (capsule == NULL) {
         mls_free(g);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     }
     g->state = mlspy_state_of(module);
-    int failed = take_arguments(g, args, dicts) < 0 ? -1 : mlspy_gather(g, dicts);
+    int failed =
+        take_arguments(g, args, dicts) < 0 ? -1 : mlspy_shard_items_add(g, dicts);
     if (failed == 0 &&
         mls_staging_need(g->list.items, g->list.count, &bytes, &st) != MLS_OK) {
         mlspy_raise(g->state, &st, NULL);
@@ -95,35 +96,36 @@ static PyObject *shards_gather(PyObject *module, PyObject *const *args, Py_ssize
     return result;
 }
 
-/* shards_besides(gathering, compress) -> bytes
+/* shards_overhead(items, compress) -> bytes
  *
  * Returns the most memory that a background write of these shards needs, in addition to
  * the copies. */
-static PyObject *shards_besides(PyObject *module, PyObject *const *args, Py_ssize_t count)
+static PyObject *shards_overhead(PyObject *module, PyObject *const *args,
+                                 Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of(module);
     size_t bytes = 0;
     mls_status st;
-    if (mlspy_take_count("shards_besides", 2, count) < 0) {
+    if (mlspy_take_count("shards_overhead", 2, count) < 0) {
         return NULL;
     }
-    const mlspy_gathering *g = mlspy_gathering_of(args[0]);
+    const mlspy_shard_items *g = mlspy_shard_items_of(args[0]);
     const int compress = g == NULL ? -1 : PyObject_IsTrue(args[1]);
     if (compress < 0) {
         return NULL;
     }
-    if (mls_staging_besides(g->list.items, g->list.count,
-                            mlspy_threads_aside(state->pool), compress, &bytes,
-                            &st) != MLS_OK) {
+    if (mls_staging_overhead(g->list.items, g->list.count,
+                             mlspy_threads_aside(state->pool), compress, &bytes,
+                             &st) != MLS_OK) {
         return mlspy_raise(state, &st, NULL);
     }
     return PyLong_FromSize_t(bytes);
 }
 
-/* shards_stage(gathering, memory, used) -> (bytes used, shards not copied)
+/* shards_stage(items, memory, used) -> (bytes used, shards not copied)
  *
  * The first `used` bytes of the memory contain copies that the caller made of tensors
- * that only their framework can read. The gathering holds the memory until it is freed.
+ * that only their framework can read. The list holds the memory until it is freed.
  * It releases every array that was copied, so a caller that replaces its arrays gets
  * their memory back before the write ends. */
 static PyObject *shards_stage(PyObject *module, PyObject *const *args, Py_ssize_t count)
@@ -137,7 +139,7 @@ static PyObject *shards_stage(PyObject *module, PyObject *const *args, Py_ssize_
         mlspy_take_int64(state, args[2], "used", &used) < 0) {
         return NULL;
     }
-    mlspy_gathering *g = mlspy_gathering_of(args[0]);
+    mlspy_shard_items *g = mlspy_shard_items_of(args[0]);
     if (g == NULL) {
         return NULL;
     }
@@ -157,14 +159,14 @@ static PyObject *shards_stage(PyObject *module, PyObject *const *args, Py_ssize_
                             .bytes = (size_t)(g->staging.len - (Py_ssize_t)used),
                             .kernels = state->kernels,
                             .pool = state->pool};
-    /* no other thread has the gathering, and it keeps the items' memory alive */
+    /* no other thread has the list, and it keeps the items' memory alive */
     Py_BEGIN_ALLOW_THREADS
         code = mls_stage(&to, g->list.items, g->list.count, &staged, &st);
     Py_END_ALLOW_THREADS
     if (code != MLS_OK) {
         return mlspy_raise(state, &st, NULL);
     }
-    mlspy_gathering_let_go(g, false);
+    mlspy_shard_items_release(g, false);
     return Py_BuildValue("(nn)", (Py_ssize_t)staged.bytes + (Py_ssize_t)used,
                          (Py_ssize_t)staged.lent);
 }
@@ -188,15 +190,15 @@ static PyObject *memory_touch(PyObject *module, PyObject *memory)
 }
 
 PyMethodDef mlspy_staging_methods[] = {
-    {"shards_gather", MLSPY_FASTCALL(shards_gather),
-     "shards_gather(ranks, states, shard_type, mine, layout, /)\n--\n\nHold the shards "
+    {"shards_collect", MLSPY_FASTCALL(shards_collect),
+     "shards_collect(ranks, states, shard_type, mine, layout, /)\n--\n\nHold the shards "
      "of "
-     "a state: a gathering, and their bytes."},
+     "a state: a list of shard items, and their bytes."},
     {"shards_stage", MLSPY_FASTCALL(shards_stage),
-     "shards_stage(gathering, memory, used, /)\n--\n\nCopy shards aside, small ones "
+     "shards_stage(items, memory, used, /)\n--\n\nCopy shards aside, small ones "
      "first, as far as there is room."},
-    {"shards_besides", MLSPY_FASTCALL(shards_besides),
-     "shards_besides(gathering, compress, /)\n--\n\nBytes that writing takes beyond "
+    {"shards_overhead", MLSPY_FASTCALL(shards_overhead),
+     "shards_overhead(items, compress, /)\n--\n\nBytes that writing takes beyond "
      "copies."},
     {"memory_touch", memory_touch, METH_O,
      "memory_touch(memory, /)\n--\n\nWrite zeros to all of a buffer."},

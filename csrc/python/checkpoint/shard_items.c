@@ -4,10 +4,10 @@
  * Whole states are passed as dicts, so that no Python code loops over names. Each value
  * is an array, which the rank holds whole, or a Shard, whose attributes are read here.
  *
- * mlspy_gather          copies both dicts, and adds items
- *   -> add_whole        an array: the parts that this rank stores
- *   -> add_shard        a Shard: its part
- * mlspy_gathering_fini  releases all references */
+ * mlspy_shard_items_add   copies both dicts, and adds items
+ *   -> add_whole          an array: the parts that this rank stores
+ *   -> add_shard          a Shard: its part
+ * mlspy_shard_items_fini  releases all references */
 #include "checkpoint/shard_items.h"
 
 #include "checkpoint/py_layout.h"
@@ -23,7 +23,7 @@
 /* ---- arrays held ---- */
 
 /* A copied item does not need its array. */
-void mlspy_gathering_let_go(mlspy_gathering *g, bool all)
+void mlspy_shard_items_release(mlspy_shard_items *g, bool all)
 {
     for (size_t i = 0; i < g->owner_count; i++) {
         if (all || g->list.items[i].staged) {
@@ -39,7 +39,7 @@ void mlspy_gathering_let_go(mlspy_gathering *g, bool all)
 }
 
 /* The memory of the copies is released last, since items point into it. */
-void mlspy_gathering_fini(mlspy_gathering *g)
+void mlspy_shard_items_fini(mlspy_shard_items *g)
 {
     for (size_t i = 0; i < g->owner_count; i++) {
         Py_XDECREF(g->owners[i]);
@@ -56,14 +56,14 @@ void mlspy_gathering_fini(mlspy_gathering *g)
 }
 
 /* Raise an error of the core. Always returns -1. */
-static int raise_status(const mlspy_gathering *g, const mls_status *st)
+static int raise_status(const mlspy_shard_items *g, const mls_status *st)
 {
     mlspy_raise(g->state, st, NULL);
     return -1;
 }
 
 /* Hold `owner` for all items added since the last call. */
-static int hold_owner(mlspy_gathering *g, PyObject *owner)
+static int hold_owner(mlspy_shard_items *g, PyObject *owner)
 {
     if (g->owner_room < g->list.item_room) {
         PyObject **larger = mls_realloc(g->owners, g->list.item_room, sizeof *g->owners);
@@ -90,7 +90,7 @@ static void describe_tensor(const mls_tensor_id *id, const char *key,
 }
 
 /* Check that an array has at most MLS_LAYOUT_RANK axes. */
-static int check_rank(const mlspy_gathering *g, const mls_tensor *t, const char *what)
+static int check_rank(const mlspy_shard_items *g, const mls_tensor *t, const char *what)
 {
     mls_status st;
     if (t->rank <= MLS_LAYOUT_RANK) {
@@ -104,7 +104,7 @@ static int check_rank(const mlspy_gathering *g, const mls_tensor *t, const char 
 
 /* Read the `shape` attribute of a value. Returns its rank, or -1 without an exception if
  * the attribute is missing or invalid. */
-static int stated_shape(const mlspy_gathering *g, PyObject *value, size_t *shape)
+static int stated_shape(const mlspy_shard_items *g, PyObject *value, size_t *shape)
 {
     PyObject *said = PyObject_GetAttr(value, g->state->shape_name);
     PyObject *tuple = said == NULL ? NULL : PySequence_Tuple(said);
@@ -119,7 +119,7 @@ static int stated_shape(const mlspy_gathering *g, PyObject *value, size_t *shape
  * return NULL. Needed only to cut arrays, and if another rank may store the parameter;
  * otherwise the core derives the axes. A parameter without a valid shape counts as
  * missing. */
-static const signed char *axes_of(const mlspy_gathering *g, PyObject *model,
+static const signed char *axes_of(const mlspy_shard_items *g, PyObject *model,
                                   const mls_tensor_id *id, int rank, const size_t *dims,
                                   signed char *axes)
 {
@@ -139,7 +139,7 @@ static const signed char *axes_of(const mlspy_gathering *g, PyObject *model,
 }
 
 /* Add a whole array: all of it, or the parts that this rank stores. */
-static int add_whole(mlspy_gathering *g, PyObject *model, const mls_tensor_id *id,
+static int add_whole(mlspy_shard_items *g, PyObject *model, const mls_tensor_id *id,
                      const mlspy_view *view)
 {
     signed char room[MLS_LAYOUT_RANK];
@@ -157,7 +157,7 @@ static int add_whole(mlspy_gathering *g, PyObject *model, const mls_tensor_id *i
 /* ---- Shard objects ---- */
 
 /* Read an attribute of a Shard that is an int. */
-static int shard_number(const mlspy_gathering *g, PyObject *shard, const char *name,
+static int shard_number(const mlspy_shard_items *g, PyObject *shard, const char *name,
                         int64_t *out)
 {
     PyObject *value = PyObject_GetAttrString(shard, name);
@@ -184,7 +184,7 @@ static int shard_tier(PyObject *shard, mls_tier *out)
 
 /* Read layout and shape of a Shard, which describe the whole tensor, not the memory of
  * the part. Returns the rank, or -1 with an exception set. */
-static int shard_shape(const mlspy_gathering *g, PyObject *shard, mls_layout *layout,
+static int shard_shape(const mlspy_shard_items *g, PyObject *shard, mls_layout *layout,
                        size_t *shape)
 {
     PyObject *steps = PyObject_GetAttrString(shard, "_steps");
@@ -199,7 +199,7 @@ static int shard_shape(const mlspy_gathering *g, PyObject *shard, mls_layout *la
 
 /* Add the part of a Shard. The class checked the array when the Shard was made, but
  * arrays can be reshaped later. */
-static int add_part(mlspy_gathering *g, const mls_tensor_id *id, const char *what,
+static int add_part(mlspy_shard_items *g, const mls_tensor_id *id, const char *what,
                     const mls_shard_item *facts, const size_t *shape,
                     const mlspy_view *view)
 {
@@ -225,7 +225,7 @@ static int add_part(mlspy_gathering *g, const mls_tensor_id *id, const char *wha
 
 /* Add a Shard, unless it is a replica that another rank stores. Its attributes may have
  * changed, so each is checked like an argument. */
-static int add_shard(mlspy_gathering *g, const mls_tensor_id *id, const char *what,
+static int add_shard(mlspy_shard_items *g, const mls_tensor_id *id, const char *what,
                      PyObject *shard)
 {
     int64_t index, version, replica;
@@ -271,7 +271,7 @@ static int add_shard(mlspy_gathering *g, const mls_tensor_id *id, const char *wh
 
 /* Add one entry of a dict. A Shard defines its own part; an array is viewed only if this
  * rank stores it. Most values are plain arrays, which take a fast path. */
-static int add_value(mlspy_gathering *g, PyObject *model, mls_section section,
+static int add_value(mlspy_shard_items *g, PyObject *model, mls_section section,
                      const mlspy_item *entry)
 {
     char what[MLS_NAME_BYTES];
@@ -300,7 +300,7 @@ static int add_value(mlspy_gathering *g, PyObject *model, mls_section section,
 
 /* Set the axes of states. Only this rank's items reach the core, so it cannot find a
  * parameter that another rank stores. */
-static int set_state_axes(mlspy_gathering *g, PyObject *model)
+static int set_state_axes(mlspy_shard_items *g, PyObject *model)
 {
     g->axes = mls_alloc(g->list.dims_used, 1);
     if (g->axes == NULL) {
@@ -316,7 +316,7 @@ static int set_state_axes(mlspy_gathering *g, PyObject *model)
 }
 
 /* By section, so that a state finds its parameter in the model's dict. */
-int mlspy_gather(mlspy_gathering *g, PyObject *const *dicts)
+int mlspy_shard_items_add(mlspy_shard_items *g, PyObject *const *dicts)
 {
     for (int s = 0; s < MLS_SECTION_COUNT; s++) {
         if (dicts[s] == Py_None) {
@@ -332,6 +332,6 @@ int mlspy_gather(mlspy_gathering *g, PyObject *const *dicts)
             }
         }
     }
-    mls_shard_list_seal(&g->list);
+    mls_shard_list_finish(&g->list);
     return g->world_size > 1 ? set_state_axes(g, dicts[0]) : 0;
 }

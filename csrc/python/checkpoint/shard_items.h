@@ -11,9 +11,9 @@
 #include "checkpoint/write/shard_list.h"
 #include "sharding/layout.h"
 
-/* A gathering: all objects of a save. Zero it and set its first members before filling
- * it. */
-typedef struct mlspy_gathering {
+/* A list of shard items: all objects of a save. Zero it and set its first members before
+ * filling it. */
+typedef struct mlspy_shard_items {
     const mlspy_state *state;
     PyObject *shard_type;              /* borrowed */
     PyObject *mine[MLS_SECTION_COUNT]; /* borrowed sets of keys; NULL: this rank stores
@@ -27,26 +27,26 @@ typedef struct mlspy_gathering {
     size_t owner_count, owner_room;
     signed char *axes; /* of states, at the positions of their shapes; NULL: not needed */
     Py_buffer staging; /* memory of the items' copies; `obj` is NULL if there is none */
-} mlspy_gathering;
+} mlspy_shard_items;
 
-/* Fill the gathering from `dicts`: those of model and optimizer, each may be None. Both
+/* Fill the list from `dicts`: those of model and optimizer, each may be None. Both
  * dicts are copied at the start; foreign code, such as an array's own methods, may change
- * them later. Returns -1 with an exception set on failure. Release the gathering in both
+ * them later. Returns -1 with an exception set on failure. Release the list in both
  * cases. */
-int mlspy_gather(mlspy_gathering *g, PyObject *const *dicts);
+int mlspy_shard_items_add(mlspy_shard_items *g, PyObject *const *dicts);
 
 /* Release arrays that are no longer read: all if `all` is set, else those of copied
  * items. Names are kept. */
-void mlspy_gathering_let_go(mlspy_gathering *g, bool all);
+void mlspy_shard_items_release(mlspy_shard_items *g, bool all);
 
-/* Needs the GIL. Accepts a partly filled gathering. */
-void mlspy_gathering_fini(mlspy_gathering *g);
+/* Needs the GIL. Accepts a partly filled list. */
+void mlspy_shard_items_fini(mlspy_shard_items *g);
 
 /* ---- py_staging.c ---- */
 
-/* Return the gathering of a capsule from shards_gather, which owns it, or NULL with an
+/* Return the list of a capsule from shards_collect, which owns it, or NULL with an
  * exception set. */
-mlspy_gathering *mlspy_gathering_of(PyObject *capsule);
+mlspy_shard_items *mlspy_shard_items_of(PyObject *capsule);
 
 /* Number of threads of a background save. */
 size_t mlspy_threads_aside(const mls_pool *pool);

@@ -12,7 +12,7 @@
 #include "common/module_state.h"
 
 #include "base/memory.h"
-#include "state/name_match.h"
+#include "state/name_pairs.h"
 
 /* Accepts pairs that mlspy_pairs_init left incomplete. */
 void mlspy_pairs_fini(mlspy_pairs *p)
@@ -83,8 +83,8 @@ static int match_items(const mlspy_state *state, mlspy_pairs *p, mlspy_items *al
     int failed = -1;
     if (target == NULL || partners == NULL || rest == NULL) {
         PyErr_NoMemory();
-    } else if (mls_names_match(source, p->source.count, target, all->count, partners,
-                               rest, &rest_count, &st) != MLS_OK) {
+    } else if (mls_pair_names(source, p->source.count, target, all->count, partners, rest,
+                              &rest_count, &st) != MLS_OK) {
         mlspy_raise(state, &st, NULL);
     } else {
         failed = arrange_targets(p, all, partners, rest, rest_count);

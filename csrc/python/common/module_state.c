@@ -111,7 +111,7 @@ static int core_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->kv_buffer_type);
     Py_VISIT(state->kv_lease_type);
     Py_VISIT(state->statedict_type);
-    Py_VISIT(state->catalog_type);
+    Py_VISIT(state->merged_index_type);
     Py_VISIT(state->local_link_type);
     Py_VISIT(state->shape_name);
     Py_VISIT(state->dtype_name);
@@ -133,7 +133,7 @@ static int core_clear(PyObject *module)
     Py_CLEAR(state->kv_buffer_type);
     Py_CLEAR(state->kv_lease_type);
     Py_CLEAR(state->statedict_type);
-    Py_CLEAR(state->catalog_type);
+    Py_CLEAR(state->merged_index_type);
     Py_CLEAR(state->local_link_type);
     Py_CLEAR(state->shape_name);
     Py_CLEAR(state->dtype_name);

@@ -33,7 +33,7 @@ struct mlspy_state {
     PyTypeObject *kv_buffer_type;
     PyTypeObject *kv_lease_type;
     PyTypeObject *statedict_type;
-    PyTypeObject *catalog_type;
+    PyTypeObject *merged_index_type;
     PyTypeObject *local_link_type;
     PyObject *shape_name, *dtype_name; /* interned, for the type attribute cache */
     PyObject *itemsize_name, *nbytes_name;

@@ -31,6 +31,6 @@ int mlspy_view_packed(const mlspy_state *state, PyObject *array, const char *wha
                       bool writable, mlspy_view *out);
 
 /* Returns a new list of (squares, nonfinite), one for each segment. */
-PyObject *mlspy_bucket_tallies(const mls_bucket *b);
+PyObject *mlspy_bucket_norm_partials(const mls_bucket *b);
 
 #endif

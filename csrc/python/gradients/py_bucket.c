@@ -408,13 +408,13 @@ static PyObject *bucket_pack(PyObject *module, PyObject *const *args, Py_ssize_t
 }
 
 /* A partly filled list can be dropped: its empty entries are NULL. */
-PyObject *mlspy_bucket_tallies(const mls_bucket *b)
+PyObject *mlspy_bucket_norm_partials(const mls_bucket *b)
 {
     PyObject *list = PyList_New((Py_ssize_t)b->count);
     for (size_t i = 0; list != NULL && i < b->count; i++) {
-        const mls_norm_partial *tally = &b->segments[i].tally;
-        PyObject *pair =
-            Py_BuildValue("(dK)", tally->squares, (unsigned long long)tally->nonfinite);
+        const mls_norm_partial *partial = &b->segments[i].norm_partial;
+        PyObject *pair = Py_BuildValue("(dK)", partial->squares,
+                                       (unsigned long long)partial->nonfinite);
         if (pair == NULL) {
             Py_CLEAR(list);
         } else {
@@ -450,7 +450,7 @@ static PyObject *bucket_reduce(PyObject *module, PyObject *const *args, Py_ssize
     Py_END_ALLOW_THREADS
     mls_free(sources);
     mlspy_view_release(&received);
-    return mlspy_bucket_tallies(&held->bucket);
+    return mlspy_bucket_norm_partials(&held->bucket);
 }
 
 /* sketch(array, start, seed) -> (signed sum, sum of absolute values)

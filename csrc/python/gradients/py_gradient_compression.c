@@ -224,7 +224,7 @@ static PyObject *bucket_wire_reduce(PyObject *module, PyObject *const *args,
         mls_gradient_compression_reduce(b, state->kernels, wire, own.tensor.data,
                                         received.tensor.data);
     Py_END_ALLOW_THREADS
-    result = mlspy_bucket_tallies(b);
+    result = mlspy_bucket_norm_partials(b);
 done:
     mlspy_view_release(&own);
     mlspy_view_release(&received);

@@ -128,12 +128,12 @@ static mls_cpu cpu_of(const mlspy_state *state)
 }
 
 /* Returns a new list of (squares, nonfinite). */
-static PyObject *tallies_list(const mls_norm_partial *tallies, Py_ssize_t count)
+static PyObject *list_partials(const mls_norm_partial *partials, Py_ssize_t count)
 {
     PyObject *list = PyList_New(count);
     for (Py_ssize_t i = 0; list != NULL && i < count; i++) {
-        PyObject *pair = Py_BuildValue("(dK)", tallies[i].squares,
-                                       (unsigned long long)tallies[i].nonfinite);
+        PyObject *pair = Py_BuildValue("(dK)", partials[i].squares,
+                                       (unsigned long long)partials[i].nonfinite);
         if (pair == NULL) {
             Py_CLEAR(list);
         } else {
@@ -144,13 +144,13 @@ static PyObject *tallies_list(const mls_norm_partial *tallies, Py_ssize_t count)
 }
 
 /* Allocates `count` zeroed norm partials; returns NULL with MemoryError set. */
-static mls_norm_partial *new_tallies(Py_ssize_t count)
+static mls_norm_partial *new_partials(Py_ssize_t count)
 {
-    mls_norm_partial *tallies = mls_alloc((size_t)count, sizeof *tallies);
-    if (tallies == NULL) {
+    mls_norm_partial *partials = mls_alloc((size_t)count, sizeof *partials);
+    if (partials == NULL) {
         PyErr_NoMemory();
     }
-    return tallies;
+    return partials;
 }
 
 /* ---- targets += scale * sources ---- */
@@ -171,17 +171,18 @@ static int check_pairs(const mlspy_state *state, const named_views *targets,
     return 0;
 }
 
-/* Adds all pairs, which were checked, so this cannot fail. `tallies` are zeroed, or NULL
+/* Adds all pairs, which were checked, so this cannot fail. `partials` are zeroed, or NULL
  * for none. The pool works on one array at a time. */
 static void add_pairs(const mlspy_state *state, const named_views *targets,
-                      const named_views *sources, double scale, mls_norm_partial *tallies)
+                      const named_views *sources, double scale,
+                      mls_norm_partial *partials)
 {
     mls_status st;
     PyThreadState *saved = mlspy_leave_python(targets->bytes);
     for (Py_ssize_t i = 0; i < targets->count; i++) {
         (void)mls_accumulate(cpu_of(state), state->pool, &targets->views[i].tensor,
                              &sources->views[i].tensor, scale,
-                             tallies == NULL ? NULL : &tallies[i], &st);
+                             partials == NULL ? NULL : &partials[i], &st);
     }
     mlspy_resume_python(saved);
 }
@@ -189,26 +190,28 @@ static void add_pairs(const mlspy_state *state, const named_views *targets,
 /* Implements `accumulate` for viewed arrays; returns NULL with an exception set.
  * Allocates the norm partials before the first array changes. */
 static PyObject *accumulate_views(const mlspy_state *state, const named_views *targets,
-                                  const named_views *sources, double scale, bool tally)
+                                  const named_views *sources, double scale,
+                                  bool wants_norms)
 {
     if (check_pairs(state, targets, sources, scale) < 0) {
         return NULL;
     }
-    if (!tally) {
+    if (!wants_norms) {
         add_pairs(state, targets, sources, scale, NULL);
         Py_RETURN_NONE;
     }
-    mls_norm_partial *tallies = new_tallies(targets->count);
-    if (tallies == NULL) {
+    mls_norm_partial *partials = new_partials(targets->count);
+    if (partials == NULL) {
         return NULL;
     }
-    add_pairs(state, targets, sources, scale, tallies);
-    PyObject *list = tallies_list(tallies, targets->count);
-    mls_free(tallies);
+    add_pairs(state, targets, sources, scale, partials);
+    PyObject *list = list_partials(partials, targets->count);
+    mls_free(partials);
     return list;
 }
 
-/* accumulate(names, targets, sources, scale, tally) -> [(squares, nonfinite)] or None
+/* accumulate(names, targets, sources, scale, wants_norms) -> [(squares, nonfinite)] or
+ * None
  *
  * The names are read once for each side. Viewing an array may run code that changes the
  * list in between.
@@ -223,11 +226,12 @@ static PyObject *accumulate(PyObject *module, PyObject *const *args, Py_ssize_t 
         mlspy_take_double(args[3], "scale", &scale) < 0) {
         return NULL;
     }
-    const int tally = PyObject_IsTrue(args[4]);
-    if (tally >= 0 && named_views_of(state, args[0], args[1], true, &targets) == 0 &&
+    const int wants_norms = PyObject_IsTrue(args[4]);
+    if (wants_norms >= 0 &&
+        named_views_of(state, args[0], args[1], true, &targets) == 0 &&
         named_views_of(state, args[0], args[2], false, &sources) == 0) {
         if (targets.count == sources.count) {
-            result = accumulate_views(state, &targets, &sources, scale, tally == 1);
+            result = accumulate_views(state, &targets, &sources, scale, wants_norms == 1);
         } else {
             PyErr_SetString(PyExc_RuntimeError, "the names changed while they were read");
         }
@@ -276,30 +280,30 @@ static PyObject *scale(PyObject *module, PyObject *const *args, Py_ssize_t count
     return failed < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* tally(names, arrays) -> [(squares, nonfinite)]
+/* norm_partials(names, arrays) -> [(squares, nonfinite)]
  *
  * Supports every dtype: after the arrays are viewed, only allocation can fail.
  */
-static PyObject *tally(PyObject *module, PyObject *const *args, Py_ssize_t count)
+static PyObject *norm_partials(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of(module);
     named_views v;
     PyObject *list = NULL;
-    if (mlspy_take_count("tally", 2, count) < 0 ||
+    if (mlspy_take_count("norm_partials", 2, count) < 0 ||
         named_views_of(state, args[0], args[1], false, &v) < 0) {
         return NULL;
     }
-    mls_norm_partial *tallies = new_tallies(v.count);
-    if (tallies != NULL) {
+    mls_norm_partial *partials = new_partials(v.count);
+    if (partials != NULL) {
         PyThreadState *saved = mlspy_leave_python(v.bytes);
         for (Py_ssize_t i = 0; i < v.count; i++) {
             mls_norm_partial_of(cpu_of(state), state->pool, &v.views[i].tensor,
-                                &tallies[i]);
+                                &partials[i]);
         }
         mlspy_resume_python(saved);
-        list = tallies_list(tallies, v.count);
+        list = list_partials(partials, v.count);
     }
-    mls_free(tallies);
+    mls_free(partials);
     named_views_release(&v);
     return list;
 }
@@ -500,11 +504,12 @@ PyMethodDef mlspy_reduce_methods[] = {
     {"reduce", MLSPY_FASTCALL(reduce),
      "reduce(sources, out, op, divisor, /)\n--\n\nSeveral arrays become one."},
     {"accumulate", MLSPY_FASTCALL(accumulate),
-     "accumulate(names, targets, sources, scale, tally, /)\n--\n\nAdd to many arrays."},
+     "accumulate(names, targets, sources, scale, wants_norms, /)\n--\n\nAdd to many "
+     "arrays."},
     {"scale", MLSPY_FASTCALL(scale),
      "scale(names, arrays, factor, /)\n--\n\nMultiply many arrays."},
-    {"tally", MLSPY_FASTCALL(tally),
-     "tally(names, arrays, /)\n--\n\nSquares, and elements that are not finite."},
+    {"norm_partials", MLSPY_FASTCALL(norm_partials),
+     "norm_partials(names, arrays, /)\n--\n\nSquares, and elements that are not finite."},
     {"clear", MLSPY_FASTCALL(clear),
      "clear(names, arrays, /)\n--\n\nZeros in many arrays."},
     {NULL, NULL, 0, NULL},

@@ -360,8 +360,8 @@ static PyObject *link_all_reduce(PyObject *self, PyObject *const *args, Py_ssize
 
 /* ---- reduce_scatter ---- */
 
-/* reduce_scatter(bucket, tallied, timeout, text) -> [(squares, nonfinite), ...]; empty
- * unless tallied
+/* reduce_scatter(bucket, wants_norms, timeout, text) -> [(squares, nonfinite), ...];
+ * empty unless wants_norms
  *
  * If the list cannot be allocated, the sums are complete nevertheless, and
  * finish_operation() passes the exception on.
@@ -377,8 +377,8 @@ static PyObject *link_reduce_scatter(PyObject *self, PyObject *const *args,
         (held = mlspy_bucket_of(args[0])) == NULL) {
         return NULL;
     }
-    const int is_tallied = PyObject_IsTrue(args[1]);
-    if (is_tallied < 0) {
+    const int wants_norms = PyObject_IsTrue(args[1]);
+    if (wants_norms < 0) {
         return NULL;
     }
     mls_bucket *b = &held->bucket;
@@ -391,10 +391,10 @@ static PyObject *link_reduce_scatter(PyObject *self, PyObject *const *args,
     }
     s.saved = PyEval_SaveThread();
     const mls_code code = mls_shm_reduce_scatter(s.place, &s.call, b->segments, b->count,
-                                                 is_tallied != 0, &s.st);
+                                                 wants_norms != 0, &s.st);
     PyEval_RestoreThread(s.saved);
     if (code == MLS_OK) {
-        found = is_tallied ? mlspy_bucket_tallies(b) : PyList_New(0);
+        found = wants_norms ? mlspy_bucket_norm_partials(b) : PyList_New(0);
     }
     return finish_operation(&s, code, found);
 }
@@ -536,7 +536,7 @@ static PyMethodDef link_methods[] = {
      "all_reduce($self, array, out, op, divisor, timeout, text, /)\n--\n\nThe same sum "
      "on all ranks."},
     {"reduce_scatter", MLSPY_FASTCALL(link_reduce_scatter),
-     "reduce_scatter($self, bucket, tallied, timeout, text, /)\n--\n\nSums of "
+     "reduce_scatter($self, bucket, wants_norms, timeout, text, /)\n--\n\nSums of "
      "which each rank gets a part."},
     {"gather_bytes", MLSPY_FASTCALL(link_gather_bytes),
      "gather_bytes($self, data, root, timeout, text, /)\n--\n\nBytes of any lengths."},

@@ -235,7 +235,7 @@ def holds_steps(folder: str) -> bool:
     roots = list_roots(folder)
     for root in reversed(roots):
         with suppress(FileNotFoundError, FormatError):
-            _core.seal_check(read_bytes(folder, root.path), root.path)
+            _core.json_checksum_check(read_bytes(folder, root.path), root.path)
             return True
     with suppress(FileNotFoundError, FormatError):  # every root is damaged
         generation = read_manifest(folder).generation if roots else ""
@@ -472,7 +472,7 @@ class ManifestSummary(NamedTuple):
     parts: tuple[int, ...]
 
 
-def patterns_of(catalog: Any) -> list[ManifestSummary | None]:
+def patterns_of(merged: Any) -> list[ManifestSummary | None]:
     """Return the pattern of each index of a merged index; None if it has too many groups."""
     import hashlib
 
@@ -480,7 +480,7 @@ def patterns_of(catalog: Any) -> list[ManifestSummary | None]:
         None
         if found is None
         else ManifestSummary(hashlib.sha256(found[0], usedforsecurity=False).hexdigest(), found[1])
-        for found in catalog.patterns()
+        for found in merged.patterns()
     ]
 
 
@@ -519,7 +519,7 @@ def _check_patterns(
                 raise other
 
 
-def load_catalog(
+def load_merged_index(
     folder: str,
     manifest: Manifest,
     ranks: Iterable[int] | None = None,
@@ -540,8 +540,8 @@ def load_catalog(
         texts.clear()
         texts.update(zip(chosen, data, strict=True))
     paths = tuple(os.path.join(folder, record.path) for record in records)
-    catalog = _core.Catalog(data, paths)
-    for record, head in zip(records, catalog.heads(), strict=True):
+    merged = _core.MergedIndex(data, paths)
+    for record, head in zip(records, merged.heads(), strict=True):
         generation, rank, world_size, *held, _ = head
         if (generation, world_size, held) != (
             manifest.generation,
@@ -552,8 +552,8 @@ def load_catalog(
             other.path = os.path.join(folder, record.path)
             raise other
     if manifest.patterns is not None:
-        _check_patterns(folder, manifest, dict(zip(chosen, patterns_of(catalog), strict=True)))
-    return catalog
+        _check_patterns(folder, manifest, dict(zip(chosen, patterns_of(merged), strict=True)))
+    return merged
 
 
 def has_files(folder: str, sizes: Mapping[str, int]) -> bool:
@@ -575,12 +575,12 @@ def has_files(folder: str, sizes: Mapping[str, int]) -> bool:
 def needed_files(
     folder: str,
     without: Collection[Root] = (),
-    catalogs: Mapping[str, Any] = _NONE,
+    merged_indexes: Mapping[str, Any] = _NONE,
     roots: Mapping[str, Manifest] = _NONE,
 ) -> set[str]:
     """Return the paths of all shard files and indexes that any root needs.
 
-    Roots in `without` do not count. `catalogs` by generation and `roots` by path are already
+    Roots in `without` do not count. `merged_indexes` by generation and `roots` by path are already
     read; only a process that holds the lock may pass `roots`, because they can change otherwise.
 
     Raises
@@ -594,10 +594,10 @@ def needed_files(
 
     def add_files(manifest: Manifest) -> None:
         if manifest.generation not in seen:
-            catalog = catalogs.get(manifest.generation)
-            catalog = load_catalog(folder, manifest) if catalog is None else catalog
+            merged = merged_indexes.get(manifest.generation)
+            merged = load_merged_index(folder, manifest) if merged is None else merged
             seen.add(manifest.generation)
-            needed.update(catalog.files())
+            needed.update(merged.files())
             needed.update(record.path for record in manifest.indexes)
 
     for name in (*names, MANIFEST):
@@ -616,14 +616,14 @@ def prune(
     folder: str,
     *,
     dry_run: bool = False,
-    catalogs: Mapping[str, Any] = _NONE,
+    merged_indexes: Mapping[str, Any] = _NONE,
     roots: Mapping[str, Manifest] = _NONE,
 ) -> list[str]:
     """Delete the shard files and indexes that no root needs; the caller holds the lock.
 
-    `catalogs` and `roots` as for `needed_files`. Returns the paths, also in a dry run.
+    `merged_indexes` and `roots` as for `needed_files`. Returns the paths, also in a dry run.
     """
-    dead = sorted(known_files(folder) - needed_files(folder, (), catalogs, roots))
+    dead = sorted(known_files(folder) - needed_files(folder, (), merged_indexes, roots))
     return dead if dry_run else remove_files(folder, dead)
 
 

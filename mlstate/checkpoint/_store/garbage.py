@@ -64,13 +64,13 @@ def _index_files(folder: str, which: Generation, rank: int) -> tuple[str, set[st
     """Return the path of one rank's index, and the files that the index names."""
     path = f"index/{which.generation}.{rank}.json"
     data = _folder.read_bytes(folder, path)
-    catalog = _core.Catalog((data,), (os.path.join(folder, path),))
-    [(generation, said, world_size, *_)] = catalog.heads()
+    merged = _core.MergedIndex((data,), (os.path.join(folder, path),))
+    [(generation, said, world_size, *_)] = merged.heads()
     if (generation, said, world_size) != (which.generation, rank, which.world_size):
         error = FormatError(f"{path}: the index of another checkpoint")
         error.path = os.path.join(folder, path)
         raise error
-    return path, set(catalog.files())
+    return path, set(merged.files())
 
 
 def delete_own_files(

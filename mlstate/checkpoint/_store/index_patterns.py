@@ -26,7 +26,7 @@ _WHOLE = (None, 0, 0)  # a cutting: all of each tensor
 
 def pattern_of(text: bytes) -> dict[str, Any]:
     """Return a rank's report of its index: digest of the pattern (or None), and parts."""
-    [summary] = _folder.patterns_of(_core.Catalog((text,), ("index",)))
+    [summary] = _folder.patterns_of(_core.MergedIndex((text,), ("index",)))
     return {"pattern": None, "parts": ()} if summary is None else summary._asdict()
 
 
@@ -43,27 +43,27 @@ def owners_of(places: bytes, patterns: Sequence[Pattern]) -> dict[int, list[int]
     return owners
 
 
-def _all_owners(catalog: Any, patterns: Sequence[Pattern] | None) -> list[dict[int, list[int]]]:
+def _all_owners(merged: Any, patterns: Sequence[Pattern] | None) -> list[dict[int, list[int]]]:
     """Return the owners of each tensor; without patterns the merged index has all ranks."""
     if patterns is not None:
         owners = lru_cache(None)(partial(owners_of, patterns=patterns))
-        return [owners(places) for places in catalog.places()]
+        return [owners(places) for places in merged.places()]
     stored: dict[tuple[str, str], dict[int, list[int]]] = {}
-    for section, key, part, _, rank, *_ in catalog.shards():
+    for section, key, part, _, rank, *_ in merged.shards():
         stored.setdefault((section, key), {}).setdefault(part, []).append(rank)
-    return [stored[section, key] for section, key, *_ in catalog.tensors()]
+    return [stored[section, key] for section, key, *_ in merged.tensors()]
 
 
-def check_complete(catalog: Any, patterns: Sequence[Pattern] | None) -> None:
+def check_complete(merged: Any, patterns: Sequence[Pattern] | None) -> None:
     """Raise FormatError if no rank stores some part of a tensor that has elements."""
-    every = zip(catalog.tensors(), _all_owners(catalog, patterns), strict=True)
+    every = zip(merged.tensors(), _all_owners(merged, patterns), strict=True)
     for (section, key, name, state, _, _, layout, *_), owners in every:
         parts = prod(count for _, count in layout)
         if len(owners) == parts:
             continue
         # ask for one part more than there are owners: if all of those are owned, none is missing
         ask = (_folder.SECTIONS.index(section), [key], _WHOLE, len(owners) + 1)
-        [wanted] = catalog.wanted_parts("", *ask).values()
+        [wanted] = merged.wanted_parts("", *ask).values()
         if missing := wanted - owners.keys():
             of = f"state '{state}': " if state is not None else ""
             text = f"{of}part {min(missing)} of {parts} is missing: no rank gives it as replica 0"
@@ -107,6 +107,6 @@ def with_patterns(
             for ranks in ranks_of.values()
         )
     manifest = manifest._replace(patterns=patterns)
-    catalog = _folder.load_catalog(folder, manifest, first)
-    check_complete(catalog, patterns)
-    return manifest, catalog
+    merged = _folder.load_merged_index(folder, manifest, first)
+    check_complete(merged, patterns)
+    return manifest, merged

@@ -75,7 +75,7 @@ def build(manifest: Manifest) -> bytes:
         f'"{name}": {json.dumps(value, allow_nan=False, ensure_ascii=False)}'
         for name, value in content.items()
     )
-    return _core.seal(_START + b",\n" + ",\n".join(members).encode() + b"\n}\n")
+    return _core.json_checksum_set(_START + b",\n" + ",\n".join(members).encode() + b"\n}\n")
 
 
 class _WrongError(Exception):
@@ -199,7 +199,7 @@ def parse(data: bytes, path: Any = "manifest.json") -> Manifest:
     try:
         if len(data) > _MOST_BYTES:
             raise _WrongError(f"it is {len(data)} bytes long, more than {_MOST_BYTES}")
-        _core.seal_check(data, path)
+        _core.json_checksum_check(data, path)
         _core.json_check(data, _MOST_DEPTH, path)
         return _read(json.loads(data))
     except FormatError as broken:  # raised by the core, which does not know the path

@@ -24,7 +24,7 @@ class Indexes:
 
     Attributes
     ----------
-    catalog : Catalog
+    merged_index : MergedIndex
         Merged index of the ranks in `ranks`. Initially it lists all tensors; after `need`, it
         lists all shards of the requested parts.
     ranks : list of int
@@ -44,7 +44,7 @@ class Indexes:
         else:
             self.ranks = [self._choose(pattern.ranks) for pattern in self._patterns]
         self._first = self.ranks
-        self.catalog = self._first_catalog = self._read(self.ranks)
+        self.merged_index = self._first_index = self._read(self.ranks)
         if len(self.ranks) == manifest.world_size:
             self._texts.clear()  # all indexes have been read
 
@@ -53,13 +53,13 @@ class Indexes:
         return self._own if self._own is not None and self._own in ranks else min(ranks)
 
     def _read(self, ranks: list[int]) -> Any:
-        return _folder.load_catalog(self._folder, self._manifest, ranks, self._texts)
+        return _folder.load_merged_index(self._folder, self._manifest, ranks, self._texts)
 
     def read_all(self) -> None:
         """Read the indexes of all ranks."""
         if len(self.ranks) < self._manifest.world_size:
             self.ranks = list(range(self._manifest.world_size))
-            self.catalog = self._read(self.ranks)
+            self.merged_index = self._read(self.ranks)
 
     def _owners_of(self, places: bytes, parts: set[int]) -> set[int]:
         """Return ranks that store the given parts of a tensor; without parts, one that lists it."""
@@ -76,9 +76,9 @@ class Indexes:
         # a tensor with more parts than this cannot be complete
         most = sum(len(pattern.ranks) * len(pattern.parts) for pattern in self._patterns) + 1
         for section, keys, cutting in wanted:
-            found = self._first_catalog.wanted_parts(self._folder, section, keys, cutting, most)
+            found = self._first_index.wanted_parts(self._folder, section, keys, cutting, most)
             for places, parts in found.items():
                 self._needed |= self._owners_of(places, parts)
         if self._needed and not self._needed.issubset(self.ranks):
             self.ranks = sorted(self._needed)
-            self.catalog = self._read(self.ranks)
+            self.merged_index = self._read(self.ranks)

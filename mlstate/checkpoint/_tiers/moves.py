@@ -30,14 +30,14 @@ from ...state._state_dict import ModelStateDict, StateDict
 from .._store import folder as _folder
 from .._store.writer_lock import WriterLock
 from .report import Traffic
-from .unit import SUFFIX, arrays_in, is_unit_file, open_unit, units_of
+from .unit_file import SUFFIX, arrays_in, is_unit_file, open_unit, units_of
 from .unit_handle import take_back
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ..._common.budget import MemorySize
-    from .unit import Unit
+    from .unit_file import Unit
     from .unit_handle import TieredUnit
 
 NEARER = {Tier.COLD: Tier.WARM, Tier.WARM: Tier.HOT, Tier.HOT: Tier.HOT}

@@ -16,7 +16,7 @@ from ...state._state_dict import StateDict
 from .._store import folder as _folder
 from .moves import FARTHER, NEARER, TierMoves, given_states
 from .report import TierRecord, TierReport, tiers_html
-from .unit import read_unit
+from .unit_file import read_unit
 from .unit_handle import TieredUnit
 
 if TYPE_CHECKING:

@@ -9,13 +9,13 @@ from ..._common.dtypes import name_of
 from ..._common.set_module import set_module
 from ...distributed._byte_ranges import plain_of
 from ...errors import CompatibilityError
-from .unit import Part
+from .unit_file import Part
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ..._sharding.layout import Tier
-    from .unit import Unit
+    from .unit_file import Unit
 
 
 @set_module("mlstate.checkpoint")

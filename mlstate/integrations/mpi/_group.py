@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ..._common.set_module import set_module
 from ...collectives._algorithms import ExchangeEngine
 from ...collectives._arguments import check_timeout, failed
-from ...collectives._operation_queue import Turns
+from ...collectives._operation_queue import OperationQueue
 from ...collectives._work import Work
 from ...errors import CollectiveError
 from ._exchange import Channel, wait_for
@@ -104,7 +104,7 @@ class MPIGroup(ExchangeEngine):
         self._world_size = self._channel.world_size
         self._ended = ""
         self._inside = False  # an operation is running
-        self._turns = Turns("mlstate-mpi-group", self._rank)
+        self._operations = OperationQueue("mlstate-mpi-group", self._rank)
 
     def _duplicate(self, comm: Any) -> Any:
         """Return a duplicate of the communicator; raise after the timeout."""
@@ -142,7 +142,7 @@ class MPIGroup(ExchangeEngine):
             return super()._run(call, task)
         work = Work(call.name, self._rank)
         try:
-            work.set_result(self._turns.run(call.name, task))
+            work.set_result(self._operations.run(call.name, task))
         except Exception as error:
             work.set_error(error)
         return work
@@ -184,7 +184,7 @@ class MPIGroup(ExchangeEngine):
         self._ended = "aborted"
         self._channel.aborted = True
         if not self._inside:  # a running operation sees it and notifies the others
-            self._turns.run("abort", self._notify_abort)
+            self._operations.run("abort", self._notify_abort)
 
     def _notify_abort(self) -> None:
         from mpi4py import MPI
@@ -199,7 +199,7 @@ class MPIGroup(ExchangeEngine):
         """
         from mpi4py import MPI
 
-        self._turns.join()
+        self._operations.join()
         if not self._ended and not MPI.Is_finalized():
             self._comm.Free()
         self._ended = self._ended or "closed"

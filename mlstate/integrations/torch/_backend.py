@@ -17,10 +17,10 @@ if TYPE_CHECKING:  # so that mypy compares these names with the protocol
     from ._activation.profile_chain import profile_chain
     from ._activation.recompute_check import check_recompute
     from ._activation.strategies import apply_strategy, cuda_memory
+    from ._checkpoint.dtensor_shards import module_state, needs_all_ranks, optimizer_parts, part_of
     from ._checkpoint.files import read_dcp, read_pt, write_dcp, write_pt
     from ._checkpoint.load_targets import fill_module, fill_optimizer, saved_module, saved_optimizer
     from ._checkpoint.optimizer import optimizer_dict, optimizer_state
-    from ._checkpoint.sharded import module_state, needs_all_ranks, optimizer_parts, part_of
     from ._checkpoint.tiers import (
         accelerator,
         give_memory,
@@ -30,20 +30,20 @@ if TYPE_CHECKING:  # so that mypy compares these names with the protocol
         on_device,
         tensors_of_optimizer,
     )
-    from ._gradients.backward import (
-        begin_pass,
-        hook_module,
-        parameters_of,
-        reduce_on_device,
-        why_not_reduced,
-    )
-    from ._gradients.reduce import (
+    from ._gradients.accumulate import (
         add_gradient,
         copy_of,
         item_bytes,
         norm_partial,
         readable,
         tensor_in,
+    )
+    from ._gradients.backward import (
+        begin_pass,
+        hook_module,
+        parameters_of,
+        reduce_on_device,
+        why_not_reduced,
     )
     from ._tensors.kv import move_kv
     from ._tensors.memory import note_written, write_into_tensor
@@ -65,10 +65,10 @@ _NAMES = {
     "_checkpoint.optimizer": ("optimizer_dict", "optimizer_state"),
     "_tensors.pickle": ("reduce_state",),
     "_activation.recompute_check": ("check_recompute",),
-    "_gradients.reduce": (
+    "_gradients.accumulate": (
         "add_gradient", "copy_of", "item_bytes", "norm_partial", "readable", "tensor_in",
     ),
-    "_checkpoint.sharded": ("module_state", "needs_all_ranks", "optimizer_parts", "part_of"),
+    "_checkpoint.dtensor_shards": ("module_state", "needs_all_ranks", "optimizer_parts", "part_of"),
     "_tensors.state": ("arrays_of", "tensors_of", "why_not_plain"),
     "_checkpoint.tiers": (
         "accelerator", "give_memory", "has_given_away", "in_memory", "is_given_away",

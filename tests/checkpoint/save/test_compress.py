@@ -13,7 +13,7 @@ from checkpoint_model import STEPS, part, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_threads import run_ranks
-from sparse_checkpoint import as_pairs, catalog, checksums
+from sparse_checkpoint import as_pairs, checksums, merged_index
 from tries import tries
 
 import mlstate
@@ -313,7 +313,7 @@ def test_any_frames_are_read(tmp_path_factory, data):
         stored += coded
     (folder / "params").mkdir()
     (folder / "params/x.safetensors").write_bytes(stored)
-    made = catalog([rows, width], item, layers, len(stored))
+    made = merged_index([rows, width], item, layers, len(stored))
     flat = model.reshape(-1, item)
     dtype = {1: np.uint8, 2: np.int16, 4: np.float32, 8: np.float64}[item]
     begin = data.draw(st.integers(0, rows * width), label="begin")

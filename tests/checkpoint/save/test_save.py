@@ -255,7 +255,7 @@ def test_a_damaged_manifest_is_replaced_with_a_warning_and_a_newer_one_is_not(pa
         mlstate.save(path, {"w": random(11)})
     assert same({"w": random(11)}, mlstate.load(path).model)
     newer = manifest.read_bytes().replace(b'"format_version": 2', b'"format_version": 3')
-    newer = mlstate._core.seal(b'{"checksum":"00000000"' + newer[22:])
+    newer = mlstate._core.json_checksum_set(b'{"checksum":"00000000"' + newer[22:])
     manifest.write_bytes(newer)
     with pytest.raises(mlstate.FormatError, match="format version is 3"):
         mlstate.save(path, {"w": random(12)})

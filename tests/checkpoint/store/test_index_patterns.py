@@ -23,17 +23,17 @@ def state(rank):
     return model | ({"last": Shard(np.zeros((23, 10)))} if rank == WORLD - 1 else {})
 
 
-def catalog_of(states):
+def merged_of(states):
     """The merged index of these ranks, and the ranks' reports for the manifest."""
     texts = [plan_save(one, rank=rank, world_size=WORLD).index_text for rank, one in states.items()]
     told = [_patterns.pattern_of(text) for text in texts]
-    return _core.Catalog(tuple(texts), ("index",) * len(texts)), told
+    return _core.MergedIndex(tuple(texts), ("index",) * len(texts)), told
 
 
 @pytest.fixture(scope="module")
 def job():
     """A merged index of one rank per pattern, the patterns, and a merged index of all ranks."""
-    every, told = catalog_of({rank: state(rank) for rank in range(WORLD)})
+    every, told = merged_of({rank: state(rank) for rank in range(WORLD)})
     assert len({one["pattern"] for one in told[:-1]}) == 1
     assert told[0]["pattern"] != told[-1]["pattern"]
     columns = [list(each) for each in zip(*(one["parts"] for one in told[:-1]), strict=True)]
@@ -41,30 +41,30 @@ def job():
         Pattern(list(range(WORLD - 1)), columns),
         Pattern([WORLD - 1], [[part] for part in told[-1]["parts"]]),
     ]
-    return catalog_of({3: state(3), WORLD - 1: state(WORLD - 1)})[0], patterns, every
+    return merged_of({3: state(3), WORLD - 1: state(WORLD - 1)})[0], patterns, every
 
 
 def test_owners_are_those_that_all_indexes_list(job):
-    catalog, patterns, every = job
+    merged, patterns, every = job
     listed = {}
     for _, key, part, _, rank, *_ in every.shards():
         listed.setdefault(key, {}).setdefault(part, []).append(rank)
-    keys = catalog.keys(0)
+    keys = merged.keys(0)
     assert keys == ["dense", "experts", "last"]
-    for key, places in zip(keys, catalog.places(), strict=True):
+    for key, places in zip(keys, merged.places(), strict=True):
         assert _patterns.owners_of(places, patterns) == listed[key]
 
 
 @pytest.mark.parametrize("world", [1, 3, 5, 24, 36])
 def test_wanted_parts_are_those_that_share_elements(job, world):
-    catalog, _, every = job
-    keys = catalog.keys(0)
+    merged, _, every = job
+    keys = merged.keys(0)
     shapes = {"dense": (24, 10), "experts": (6, 8, 5), "last": (23, 10)}
-    places = dict(zip(keys, catalog.places(), strict=True))
+    places = dict(zip(keys, merged.places(), strict=True))
     layout = Layout.flat(world)
     for index in range(world):
         cutting = (layout.steps, index, 0)
-        found = catalog.wanted_parts("", 0, keys, cutting, 100)
+        found = merged.wanted_parts("", 0, keys, cutting, 100)
         assert set(found) == set(places.values())
         for key in keys:
             numbers = np.arange(np.prod(shapes[key])).reshape(shapes[key])
@@ -78,20 +78,20 @@ def test_wanted_parts_are_those_that_share_elements(job, world):
 
 
 def test_as_many_parts_as_asked_for_are_listed(job):
-    catalog = job[0]
+    merged = job[0]
     for most in (0, 1, 5, 24, 1000):
-        [parts] = catalog.wanted_parts("", 0, ["dense"], WHOLE, most).values()
+        [parts] = merged.wanted_parts("", 0, ["dense"], WHOLE, most).values()
         assert parts == set(range(min(most, 24)))
     for wrong in ("1", None, 1 << 70):
         with pytest.raises((TypeError, OverflowError)):
-            catalog.wanted_parts("", 0, ["dense"], WHOLE, wrong)
+            merged.wanted_parts("", 0, ["dense"], WHOLE, wrong)
     with pytest.raises(TypeError):
-        catalog.wanted_parts("", 0, ["dense"], WHOLE)
+        merged.wanted_parts("", 0, ["dense"], WHOLE)
 
 
 def test_a_part_that_no_rank_stores_is_missed(job):
-    catalog, (first, last), every = job
-    _patterns.check_complete(catalog, (first, last))
+    merged, (first, last), every = job
+    _patterns.check_complete(merged, (first, last))
     _patterns.check_complete(every, None)
 
     def changed(group, rank, part):
@@ -100,14 +100,14 @@ def test_a_part_that_no_rank_stores_is_missed(job):
         return first._replace(parts=parts), last
 
     with pytest.raises(FormatError) as caught:
-        _patterns.check_complete(catalog, changed(0, 7, 10))
+        _patterns.check_complete(merged, changed(0, 7, 10))
     assert str(caught.value) == (
         "'dense': part 11 of 24 is missing: no rank gives it as replica 0; ranks 2 and 7 both "
         "give part 10"
     )
     assert caught.value.name == "dense"
     with pytest.raises(FormatError, match=r"^'experts': part 9 of 24 .*ranks 9 and 23 both give"):
-        _patterns.check_complete(catalog, changed(1, 9, 23))
+        _patterns.check_complete(merged, changed(1, 9, 23))
 
 
 def test_parts_without_elements_need_not_be_stored():
@@ -115,42 +115,42 @@ def test_parts_without_elements_need_not_be_stored():
     rows = Layout.rows(WORLD)
     for count in range(1, WORLD + 1):
         parts = {rank: {"b": rows.shard(np.zeros(5), rank)} for rank in range(count)}
-        every, told = catalog_of(parts)
-        one, _ = catalog_of({0: parts[0]})
+        every, told = merged_of(parts)
+        one, _ = merged_of({0: parts[0]})
         pattern = Pattern(list(range(count)), [[each["parts"][0] for each in told]])
-        for catalog, patterns in ((every, None), (one, (pattern,))):
+        for merged, patterns in ((every, None), (one, (pattern,))):
             if count < 5:
                 with pytest.raises(FormatError, match=f"'b': part {count} of 24 is missing: no"):
-                    _patterns.check_complete(catalog, patterns)
+                    _patterns.check_complete(merged, patterns)
             else:
-                _patterns.check_complete(catalog, patterns)
+                _patterns.check_complete(merged, patterns)
 
 
 def test_a_state_is_named():
     part = Shard(np.zeros(2), Layout.flat(4), 0, shape=(8,))
     text = plan_save({"b": np.zeros(8)}, {"b.m": part}, rank=0, world_size=4).index_text
-    catalog = _core.Catalog((text,), ("index",))
+    merged = _core.MergedIndex((text,), ("index",))
     with pytest.raises(FormatError, match=r"^'b': state 'm': part 1 of 4 is missing"):
-        _patterns.check_complete(catalog, None)
+        _patterns.check_complete(merged, None)
 
 
 def test_a_layout_of_very_many_parts_is_missed_at_once():
     part = Shard(np.zeros(1, np.int8), Layout.flat(10**9), 0, shape=(10**9,))
-    catalog, told = catalog_of({0: {"w": part}})
+    merged, told = merged_of({0: {"w": part}})
     for patterns in (None, (Pattern([0], [list(told[0]["parts"])]),)):
         with pytest.raises(FormatError, match=f"part 1 of {10**9} is missing"):
-            _patterns.check_complete(catalog, patterns)
+            _patterns.check_complete(merged, patterns)
 
 
 def test_an_index_of_many_groups_has_no_pattern():
     def groups(count):
         model = {f"{i:02}": Layout.rows(i + 1).shard(np.zeros(99), 0) for i in range(count)}
-        [catalog, [told]] = catalog_of({0: model})
-        return catalog, told
+        [merged, [told]] = merged_of({0: model})
+        return merged, told
 
-    catalog, told = groups(32)
+    merged, told = groups(32)
     assert len(told["parts"]) == 32
-    assert all(catalog.places())
-    catalog, told = groups(33)
+    assert all(merged.places())
+    merged, told = groups(33)
     assert told == {"pattern": None, "parts": ()}
-    assert not any(catalog.places())
+    assert not any(merged.places())

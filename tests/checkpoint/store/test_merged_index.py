@@ -30,12 +30,12 @@ def saved(tmp_path, state):
     return str(folder), (folder / record.path).read_bytes()
 
 
-def load(catalog, folder, keys, *, verify=True, progress=None):
-    return catalog.load(folder, 0, keys, WHOLE, verify, False, progress)
+def load(merged, folder, keys, *, verify=True, progress=None):
+    return merged.load(folder, 0, keys, WHOLE, verify, False, progress)
 
 
-def catalog_of(text):
-    return _core.Catalog((text,), ("index/x.json",))
+def merged_of(text):
+    return _core.MergedIndex((text,), ("index/x.json",))
 
 
 def test_an_index_that_another_program_wrote_reads_the_same(saved, state):
@@ -45,10 +45,10 @@ def test_an_index_that_another_program_wrote_reads_the_same(saved, state):
     members = records_of(members)
     members["shards"].reverse()
     members = tables_of(members)
-    ours = catalog_of(text)
+    ours = merged_of(text)
     for indent in (None, 1):
         body = json.dumps(members, indent=indent)[1:]
-        other = catalog_of(_core.seal(b'{"checksum":"00000000",' + body.encode()))
+        other = merged_of(_core.json_checksum_set(b'{"checksum":"00000000",' + body.encode()))
         assert other.tensors() == ours.tensors()
         assert other.shards() == ours.shards()
         assert other.files() == ours.files()
@@ -58,9 +58,9 @@ def test_an_index_that_another_program_wrote_reads_the_same(saved, state):
 def test_an_index_with_one_wrong_value_is_reported_with_tensor_and_offset(saved):
     _, text = saved
     wrong = text.replace(b'"shape":"10;13;', b'"shape":"10;14;', 1)
-    sealed = _core.seal(wrong[:13] + b"00000000" + wrong[21:])
+    sealed = _core.json_checksum_set(wrong[:13] + b"00000000" + wrong[21:])
     with pytest.raises(mlstate.FormatError, match="bytes") as caught:
-        catalog_of(sealed)
+        merged_of(sealed)
     assert caught.value.name == "block.1.weight"
     column = sealed.index(b'"bytes":"40,')
     assert caught.value.offset == column + len('"bytes":"40,')
@@ -72,7 +72,7 @@ def test_an_index_with_one_wrong_value_is_reported_with_tensor_and_offset(saved)
 def test_a_key_that_is_asked_for_twice_is_one_array(saved, state, verify):
     folder, text = saved
     keys = ["block.3.weight", "scalar", "block.3.weight"]
-    found = load(catalog_of(text), folder, keys, verify=verify)
+    found = load(merged_of(text), folder, keys, verify=verify)
     assert list(found) == ["block.3.weight", "scalar"]
     assert same({key: state[key] for key in keys}, found)
 
@@ -80,15 +80,15 @@ def test_a_key_that_is_asked_for_twice_is_one_array(saved, state, verify):
 def test_arrays_are_in_the_order_of_the_keys(saved, state):
     folder, text = saved
     keys = sorted(state, reverse=True)
-    assert list(load(catalog_of(text), folder, keys)) == keys
+    assert list(load(merged_of(text), folder, keys)) == keys
 
 
 def test_what_progress_raises_leaves_no_arrays(saved):
     folder, text = saved
-    catalog = catalog_of(text)
+    merged = merged_of(text)
 
     def stop(count):
         raise KeyError("enough")
 
     with pytest.raises(KeyError, match="enough"):
-        load(catalog, folder, catalog.keys(0), progress=stop)
+        load(merged, folder, merged.keys(0), progress=stop)

@@ -25,12 +25,14 @@ class Writer:
     def __init__(self, folder, monkeypatch, save):
         self.folder, self.save = str(folder), save
         self.times, self.is_saving, self.step = 2, False, 1
-        self.real = {name: getattr(_folder, name) for name in ("read_manifest", "load_catalog")}
+        self.real = {
+            name: getattr(_folder, name) for name in ("read_manifest", "load_merged_index")
+        }
         self.patch = monkeypatch
 
     def begin(self, moment):
         """`moment` is "root" or "indexes": the read after which the writer replaces it."""
-        name = {"root": "read_manifest", "indexes": "load_catalog"}[moment]
+        name = {"root": "read_manifest", "indexes": "load_merged_index"}[moment]
 
         def read(folder, *arguments):
             found = self.real[name](folder, *arguments)

@@ -78,7 +78,7 @@ def sealed(document):
     """The text of a document with a correct checksum."""
     rest = {name: value for name, value in document.items() if name != "checksum"}
     text = json.dumps(rest).encode()
-    return _core.seal(START + (b"," + text[1:] if rest else b"}"))
+    return _core.json_checksum_set(START + (b"," + text[1:] if rest else b"}"))
 
 
 def refusal(kind, text):
@@ -87,7 +87,7 @@ def refusal(kind, text):
         if kind == "manifest":
             _manifest.parse(text)
         else:
-            _core.Catalog((text,), ("index.json",))
+            _core.MergedIndex((text,), ("index.json",))
     except FormatError as error:
         return str(error)
     return None
@@ -316,7 +316,7 @@ def test_text_is_refused(kind, name, good):
     head, found, tail = text.rpartition(old)
     assert found == old
     again = head[:13] + b"0" * 8 + head[21:] + new + tail
-    assert refusal(kind, _core.seal(again)) is not None
+    assert refusal(kind, _core.json_checksum_set(again)) is not None
 
 
 # ---- the schemas themselves ----

@@ -95,7 +95,7 @@ static void scatter(rank_case *c)
                                     .counts = counts[s],
                                     .out = outs[s],
                                     .reduction = sum_f32,
-                                    .tally = {.squares = 99}};
+                                    .norm_partial = {.squares = 99}};
     }
     EXPECT(c,
            mls_shm_reduce_scatter(c->g, &quick, segments, SEGMENTS, true, &st) == MLS_OK);
@@ -113,7 +113,7 @@ static void scatter(rank_case *c)
         mls_tensor t;
         EXPECT(c, mls_tensor_init(&t, outs[s], MLS_F32, 1, &mine, &st) == MLS_OK);
         mls_norm_partial_of(MLS_CPU_SCALAR, NULL, &t, &expected);
-        EXPECT(c, memcmp(&expected, &segments[s].tally, sizeof expected) == 0);
+        EXPECT(c, memcmp(&expected, &segments[s].norm_partial, sizeof expected) == 0);
         if (s != 1) {
             free(outs[s]);
         }
@@ -122,7 +122,7 @@ static void scatter(rank_case *c)
     EXPECT(c, mls_shm_reduce_scatter(c->g, &quick, NULL, 0, true, &st) == MLS_OK);
 }
 
-static void shares_are_summed_and_tallied_however_they_are_cut(void)
+static void shares_are_summed_with_norms_however_they_are_cut(void)
 {
     for (int i = 0; i < 2; i++) {
         large = i == 1;
@@ -170,7 +170,7 @@ static void scatter_large(rank_case *c)
     mls_norm_partial expected = {0};
     EXPECT(c, mls_tensor_init(&t, out + 1, MLS_F32, 1, &mine, &st) == MLS_OK);
     mls_norm_partial_of(MLS_CPU_SCALAR, NULL, &t, &expected);
-    EXPECT(c, memcmp(&expected, &segments[0].tally, sizeof expected) == 0);
+    EXPECT(c, memcmp(&expected, &segments[0].norm_partial, sizeof expected) == 0);
     free(data);
     free(out);
     free(halves);
@@ -285,7 +285,7 @@ static void reductions_that_make_no_sense_send_nothing(void)
 
 static const test_case tests[] = {
     TEST(all_ranks_get_the_sum_in_the_order_of_ranks),
-    TEST(shares_are_summed_and_tallied_however_they_are_cut),
+    TEST(shares_are_summed_with_norms_however_they_are_cut),
     TEST(no_rank_returns_before_all_have_read),
     TEST(a_sum_counts_only_if_all_arrays_were_whole),
     TEST(large_sums_have_the_same_bits_with_every_instruction_set),

@@ -87,7 +87,8 @@ static void every_rank_gets_the_sums_of_its_parts_in_the_order_of_ranks(void)
         }
         CHECK(r->weight_sums[weight_counts[rank]] == 0);
         CHECK(bias_counts[rank] == 0 || r->bias_sums[0] == 30 + 3 * (int)rank);
-        CHECK(r->segments[0].tally.squares > 0 && r->segments[0].tally.nonfinite == 0);
+        CHECK(r->segments[0].norm_partial.squares > 0 &&
+              r->segments[0].norm_partial.nonfinite == 0);
         start += weight_counts[rank];
     }
 }

@@ -180,7 +180,8 @@ static void a_bucket_is_summed_from_what_the_wire_makes_of_every_part(void)
         const float got = i < 400 ? outs[0][i] : outs[1][i - 400];
         CHECK(got == (seen[0][i] + seen[1][i]) / 2);
     }
-    CHECK(segments[0].tally.squares > 0 && segments[1].tally.nonfinite == 0);
+    CHECK(segments[0].norm_partial.squares > 0 &&
+          segments[1].norm_partial.nonfinite == 0);
 }
 
 static void names_stand_for_wires(void)

@@ -206,23 +206,23 @@ static inline bool reads_back(const mls_index *index, const mls_shard_item *item
                               const void *expected, const mls_codecs *codecs)
 {
     const mls_layout whole = {0};
-    mls_merged_index catalog = {0};
+    mls_merged_index merged = {0};
     mls_stored_shard stored[16];
     mls_part parts[16];
     mls_read_range pieces[16];
     mls_part to;
     mls_status st;
     size_t count = 0, failed;
-    if (mls_merged_index_init(&catalog, &index, 1, &st) != MLS_OK ||
+    if (mls_merged_index_init(&merged, &index, 1, &st) != MLS_OK ||
         mls_layout_part(&whole, item->rank, item->shape, 0, &to, &st) != MLS_OK) {
         return false;
     }
     const size_t bytes = mls_part_count(&to) * mls_dtype_of(item->dtype)->item_bytes;
-    const size_t number = mls_merged_index_find(&catalog, &item->id);
+    const size_t number = mls_merged_index_find(&merged, &item->id);
     unsigned char *got = malloc(bytes + 1);
     bool good = got != NULL && number != SIZE_MAX &&
-                catalog.tensors[number].places <= 16 &&
-                mls_merged_index_pieces(&catalog, &catalog.tensors[number], &to, got,
+                merged.tensors[number].places <= 16 &&
+                mls_merged_index_pieces(&merged, &merged.tensors[number], &to, got,
                                         &(mls_read_scratch){stored, parts, pieces},
                                         &count, &st) == MLS_OK;
     for (int verified = 0; good && verified < 2; verified++) {
@@ -237,7 +237,7 @@ static inline bool reads_back(const mls_index *index, const mls_shard_item *item
                memcmp(got, expected, bytes) == 0;
     }
     free(got);
-    mls_merged_index_fini(&catalog);
+    mls_merged_index_fini(&merged);
     return good;
 }
 

@@ -44,7 +44,8 @@ const char *mls_tier_name(mls_tier tier);
 enum {
     MLS_INDEX_VERSION = 3,      /* format version; earlier versions were drafts */
     MLS_GENERATION_DIGITS = 16, /* lower-case hexadecimal digits */
-    MLS_PATH_BYTES = 240        /* longest file path in the pool, without NUL */
+    MLS_PATH_BYTES = 240,       /* longest file path in the pool, without NUL */
+    MLS_SHARD_ALIGNMENT = 4096  /* offset of a file's first tensor, for direct I/O */
 };
 
 /* Identifies a tensor, independent of its shards. */
@@ -58,6 +59,11 @@ typedef struct mls_tensor_id {
 /* Parse a key of a section. In MLS_OPTIM_STATE, "layer.0.weight.m" is the state "m" of
  * the parameter "layer.0.weight". The result shares the key's text. */
 mls_tensor_id mls_tensor_id_of(mls_section section, mls_str key);
+
+/* The key of a tensor in a file: return its length; write it to `to`. The last dot of a
+ * state's key separates parameter and state, so keys are unique within a section. */
+size_t mls_tensor_id_key_length(const mls_tensor_id *id);
+void mls_tensor_id_write_key(const mls_tensor_id *id, char *to);
 
 /* Compare by section, name and state. Returns a value below, equal to or above 0. */
 int mls_tensor_id_compare(const mls_tensor_id *a, const mls_tensor_id *b);

@@ -44,6 +44,23 @@ mls_tensor_id mls_tensor_id_of(mls_section section, mls_str key)
                            .has_state = true};
 }
 
+/* The same key as in a state dict, so that any safetensors reader shows the familiar
+ * name. */
+size_t mls_tensor_id_key_length(const mls_tensor_id *id)
+{
+    return id->name.length + (id->has_state ? 1 + id->state.length : 0);
+}
+
+void mls_tensor_id_write_key(const mls_tensor_id *id, char *to)
+{
+    memcpy(to, id->name.data == NULL ? "" : id->name.data, id->name.length);
+    if (id->has_state) {
+        to[id->name.length] = '.';
+        memcpy(to + id->name.length + 1, id->state.data == NULL ? "" : id->state.data,
+               id->state.length);
+    }
+}
+
 /* Names are compared as bytes, independent of the locale: the order is part of the
  * format, so it must be equal on all machines. */
 int mls_tensor_id_compare(const mls_tensor_id *a, const mls_tensor_id *b)

@@ -9,7 +9,7 @@
 
 #include "base/memory.h"
 #include "base/size.h"
-#include "checkpoint/index/index_values.h"
+#include "checkpoint/index/index_read_values.h"
 #include "io/json_checksum.h"
 #include "safetensors/safetensors.h"
 

@@ -12,7 +12,7 @@
 
 /* A part takes hundreds of bytes, most of which are never touched. So the arrays are not
  * zeroed, here and in mls_load_plan_find. */
-mls_code mls_load_plan_init(mls_load_plan *plan, const mls_merged_index *catalog,
+mls_code mls_load_plan_init(mls_load_plan *plan, const mls_merged_index *merged,
                             size_t most, mls_status *st)
 {
     *plan = (mls_load_plan){0};
@@ -20,7 +20,7 @@ mls_code mls_load_plan_init(mls_load_plan *plan, const mls_merged_index *catalog
     if (plan->wanted == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory to load %zu tensors", most);
     }
-    plan->catalog = catalog;
+    plan->merged = merged;
     plan->last = SIZE_MAX; /* so that the next position is 0 */
     return MLS_OK;
 }
@@ -38,19 +38,19 @@ void mls_load_plan_fini(mls_load_plan *plan)
  * tensor follows the previous one, and no search is needed. */
 mls_wanted *mls_load_plan_add(mls_load_plan *plan, const mls_tensor_id *id)
 {
-    const mls_merged_index *catalog = plan->catalog;
+    const mls_merged_index *merged = plan->merged;
     const size_t next = plan->last + 1;
     const size_t at =
-        next < catalog->tensor_count &&
-                mls_tensor_id_compare(&catalog->tensors[next].facts->id, id) == 0
+        next < merged->tensor_count &&
+                mls_tensor_id_compare(&merged->tensors[next].facts->id, id) == 0
             ? next
-            : mls_merged_index_find(catalog, id);
+            : mls_merged_index_find(merged, id);
     if (at == SIZE_MAX) {
         return NULL;
     }
     plan->last = at;
     mls_wanted *w = &plan->wanted[plan->count++];
-    w->tensor = &catalog->tensors[at];
+    w->tensor = &merged->tensors[at];
     w->first = w->count = 0;
     w->long_zeros = false;
     plan->piece_count += w->tensor->places;
@@ -211,7 +211,7 @@ mls_code mls_load_plan_find(mls_load_plan *plan, int folder, const char **file,
         mls_wanted *w = &plan->wanted[i];
         const mls_read_scratch room = {plan->stored + used, plan->parts + used,
                                        plan->pieces + used};
-        if (mls_merged_index_pieces(plan->catalog, w->tensor, &w->part, NULL, &room,
+        if (mls_merged_index_pieces(plan->merged, w->tensor, &w->part, NULL, &room,
                                     &w->count, st) != MLS_OK) {
             *file = seen;
             return st->code;

@@ -37,7 +37,7 @@ typedef struct mls_wanted {
 } mls_wanted;
 
 typedef struct mls_load_plan {
-    const mls_merged_index *catalog;
+    const mls_merged_index *merged;
     mls_wanted *wanted;
     size_t count;
     mls_stored_shard *stored; /* one for each piece; NULL until mls_load_plan_find */
@@ -51,7 +51,7 @@ typedef struct mls_load_plan {
 
 /* Create a plan for at most `most` tensors. Gives: free with mls_load_plan_fini.
  * MLS_E_MEMORY: the plan is zeroed. */
-mls_code mls_load_plan_init(mls_load_plan *plan, const mls_merged_index *catalog,
+mls_code mls_load_plan_init(mls_load_plan *plan, const mls_merged_index *merged,
                             size_t most, mls_status *st);
 
 void mls_load_plan_fini(mls_load_plan *plan); /* accepts a zeroed one; zeroes it */

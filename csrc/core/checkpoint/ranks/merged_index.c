@@ -164,21 +164,21 @@ done:
 }
 
 /* The caller frees the indexes. */
-void mls_merged_index_fini(mls_merged_index *catalog)
+void mls_merged_index_fini(mls_merged_index *merged)
 {
-    mls_free(catalog->tensors);
-    mls_free(catalog->shards);
-    *catalog = (mls_merged_index){0};
+    mls_free(merged->tensors);
+    mls_free(merged->shards);
+    *merged = (mls_merged_index){0};
 }
 
 /* Binary search; tensors are sorted by id. Each loaded tensor is looked up once, so a
  * hash table would not pay off. */
-size_t mls_merged_index_find(const mls_merged_index *catalog, const mls_tensor_id *id)
+size_t mls_merged_index_find(const mls_merged_index *merged, const mls_tensor_id *id)
 {
-    size_t low = 0, high = catalog->tensor_count;
+    size_t low = 0, high = merged->tensor_count;
     while (low < high) {
         const size_t middle = low + (high - low) / 2;
-        const int order = mls_tensor_id_compare(&catalog->tensors[middle].facts->id, id);
+        const int order = mls_tensor_id_compare(&merged->tensors[middle].facts->id, id);
         if (order == 0) {
             return middle;
         }
@@ -222,7 +222,7 @@ static size_t count_common(const mls_part *a, const mls_part *b)
 /* Check that all elements of `to` were stored; missing parts elsewhere are allowed.
  * Counting stored elements is bounded by the index, whereas a file may claim any number
  * of missing parts. */
-static mls_code check_missing(const mls_merged_index *catalog,
+static mls_code check_missing(const mls_merged_index *merged,
                               const mls_merged_index_tensor *tensor, const mls_part *to,
                               mls_status *st)
 {
@@ -234,7 +234,7 @@ static mls_code check_missing(const mls_merged_index *catalog,
         return MLS_OK;
     }
     for (size_t i = 0; i < tensor->count; i++) {
-        const mls_part part = mls_index_part(catalog->shards[tensor->from + i].shard);
+        const mls_part part = mls_index_part(merged->shards[tensor->from + i].shard);
         there += count_common(&part, to);
     }
     if (there == mls_part_count(to)) {
@@ -317,19 +317,19 @@ static void list_layers(listing *l)
 
 /* Places without a common element are skipped, so their files need not exist: a rank of a
  * large world reads few of them. */
-mls_code mls_merged_index_pieces(const mls_merged_index *catalog,
+mls_code mls_merged_index_pieces(const mls_merged_index *merged,
                                  const mls_merged_index_tensor *tensor,
                                  const mls_part *to, unsigned char *data,
                                  const mls_read_scratch *room, size_t *count,
                                  mls_status *st)
 {
-    const mls_code code = check_missing(catalog, tensor, to, st);
+    const mls_code code = check_missing(merged, tensor, to, st);
     listing l = {.to = to, .data = data, .room = *room};
     for (size_t i = 0; code == MLS_OK && i < tensor->count; i++) {
-        const mls_index_shard *shard = catalog->shards[tensor->from + i].shard;
+        const mls_index_shard *shard = merged->shards[tensor->from + i].shard;
         mls_part part;
         mls_status ignored; /* cannot fail: the part was checked by the parser */
-        l.from = &catalog->shards[tensor->from + i];
+        l.from = &merged->shards[tensor->from + i];
         l.part = &part;
         (void)mls_layout_part(&shard->layout, shard->rank, shard->shape, shard->part,
                               &part, &ignored);
@@ -346,12 +346,12 @@ mls_code mls_merged_index_pieces(const mls_merged_index *catalog,
 
 /* Parts of one layout do not overlap, so either the first intersecting shard contains the
  * whole part, or no shard does. */
-const mls_merged_index_shard *mls_merged_index_run(const mls_merged_index *catalog,
+const mls_merged_index_shard *mls_merged_index_run(const mls_merged_index *merged,
                                                    const mls_merged_index_tensor *tensor,
                                                    const mls_part *to, uint64_t *offset)
 {
     for (size_t i = 0; i < tensor->count; i++) {
-        const mls_merged_index_shard *from = &catalog->shards[tensor->from + i];
+        const mls_merged_index_shard *from = &merged->shards[tensor->from + i];
         const mls_part part = mls_index_part(from->shard);
         mls_overlap overlap;
         mls_run run;

@@ -40,10 +40,10 @@ mls_code mls_merged_index_init(mls_merged_index *out, const mls_index *const *in
                                size_t count, mls_status *st);
 
 void mls_merged_index_fini(
-    mls_merged_index *catalog); /* accepts a zeroed one; zeroes it */
+    mls_merged_index *merged); /* accepts a zeroed one; zeroes it */
 
 /* Return the position of a tensor in `tensors`, or SIZE_MAX. */
-size_t mls_merged_index_find(const mls_merged_index *catalog, const mls_tensor_id *id);
+size_t mls_merged_index_find(const mls_merged_index *merged, const mls_tensor_id *id);
 
 /* Output arrays; each needs space for `places` elements of the tensor. */
 typedef struct mls_read_scratch {
@@ -56,7 +56,7 @@ typedef struct mls_read_scratch {
  * are the places that intersect `to`, and pieces whose destination is `data` (the packed
  * part). Places without a file are zeros that were not stored.
  * MLS_E_FORMAT: no rank stored some of the part; the status names the tensor. */
-mls_code mls_merged_index_pieces(const mls_merged_index *catalog,
+mls_code mls_merged_index_pieces(const mls_merged_index *merged,
                                  const mls_merged_index_tensor *tensor,
                                  const mls_part *to, unsigned char *data,
                                  const mls_read_scratch *room, size_t *count,
@@ -64,7 +64,7 @@ mls_code mls_merged_index_pieces(const mls_merged_index *catalog,
 
 /* Find a part that is stored as one contiguous range of one plain shard. Returns the
  * shard, and the range's offset in its file. NULL: the part is not stored in this way. */
-const mls_merged_index_shard *mls_merged_index_run(const mls_merged_index *catalog,
+const mls_merged_index_shard *mls_merged_index_run(const mls_merged_index *merged,
                                                    const mls_merged_index_tensor *tensor,
                                                    const mls_part *to, uint64_t *offset);
 

@@ -2,12 +2,12 @@
  * bytes exceed the integers of a manifest. */
 #include "checkpoint/ranks/merged_index_summary.h"
 
-mls_tensor_summary mls_tensor_summarize(const mls_merged_index *catalog,
+mls_tensor_summary mls_tensor_summarize(const mls_merged_index *merged,
                                         const mls_merged_index_tensor *tensor)
 {
     mls_tensor_summary sum = {0};
     for (size_t i = 0; i < tensor->count; i++) {
-        const mls_index_shard *shard = catalog->shards[tensor->from + i].shard;
+        const mls_index_shard *shard = merged->shards[tensor->from + i].shard;
         sum.bytes += shard->bytes;
         sum.stored_bytes += mls_index_stored_bytes(shard);
         sum.sparse += mls_index_is_sparse(shard) ? 1 : 0;

@@ -19,7 +19,7 @@ typedef struct mls_tensor_summary {
     const char *codec; /* codec of the last compressed place; NULL: none is compressed */
 } mls_tensor_summary;
 
-mls_tensor_summary mls_tensor_summarize(const mls_merged_index *catalog,
+mls_tensor_summary mls_tensor_summarize(const mls_merged_index *merged,
                                         const mls_merged_index_tensor *tensor);
 
 /* Uncompressed size of all shards of an index, and their bytes in files. */

@@ -13,7 +13,7 @@
 
 enum {
     SPAN = 4 * MLS_SAFETENSORS_BLOCK, /* large enough for one task */
-    STRETCH = 16 * SPAN,              /* long enough for the system's read-ahead */
+    QUEUE_COST = 16 * SPAN,           /* long enough for the system's read-ahead */
     SPAN_COST = 16 << 10,             /* fixed cost of a span */
     CODED_COST = 8 /* cost of a compressed byte, relative to an uncompressed one */
 };
@@ -237,21 +237,21 @@ static void group_tasks(mls_read_plan *plan)
 
 /* Group consecutive tasks of one file. The cost of a work queue is limited, so that
  * threads do not wait for destinations or for each other. */
-static void group_stretches(mls_read_plan *plan)
+static void divide_into_queues(mls_read_plan *plan)
 {
     uint64_t cost = 0;
     for (size_t i = 0; i < plan->task_count; i++) {
         const size_t first = plan->tasks[i];
-        if (i == 0 || cost >= STRETCH ||
+        if (i == 0 || cost >= QUEUE_COST ||
             compare_names(plan->order[first - 1], plan->order[first]) != 0) {
-            plan->stretches[plan->stretch_count++] = i;
+            plan->queues[plan->queue_count++] = i;
             cost = 0;
         }
         for (size_t j = first; j < plan->tasks[i + 1]; j++) {
             cost += plan->order[j]->cost;
         }
     }
-    plan->stretches[plan->stretch_count] = plan->task_count;
+    plan->queues[plan->queue_count] = plan->task_count;
 }
 
 /* After MLS_E_MEMORY no tasks are built. */
@@ -277,14 +277,14 @@ mls_code mls_read_plan_make(mls_read_plan *plan, const mls_read_range *pieces,
     }
     plan->order = mls_alloc(plan->count, sizeof *plan->order);
     plan->tasks = mls_alloc(plan->count + 1, sizeof *plan->tasks);
-    plan->stretches = mls_alloc(plan->count + 1, sizeof *plan->stretches);
-    if (plan->order == NULL || plan->tasks == NULL || plan->stretches == NULL) {
+    plan->queues = mls_alloc(plan->count + 1, sizeof *plan->queues);
+    if (plan->order == NULL || plan->tasks == NULL || plan->queues == NULL) {
         *planned = 0;
         return mls_fail(st, MLS_E_MEMORY, "no memory to read %zu parts", plan->count);
     }
     sort_spans(plan);
     group_tasks(plan);
-    group_stretches(plan);
+    divide_into_queues(plan);
     return code;
 }
 
@@ -294,5 +294,5 @@ void mls_read_plan_fini(mls_read_plan *plan)
     mls_free(plan->spans);
     mls_free(plan->order);
     mls_free(plan->tasks);
-    mls_free(plan->stretches);
+    mls_free(plan->queues);
 }

@@ -45,9 +45,9 @@ typedef struct mls_read_plan {
     mls_read_span *spans;        /* in the order of the pieces */
     const mls_read_span **order; /* sorted by file and offset */
     size_t *tasks;               /* first span of each task in `order`, and the end */
-    size_t *stretches;           /* first task of each work queue, and the end */
+    size_t *queues;              /* first task of each work queue, and the end */
     size_t count, room;          /* number of spans, allocated spans */
-    size_t task_count, stretch_count;
+    size_t task_count, queue_count;
     uint64_t cost; /* of all spans */
 } mls_read_plan;
 

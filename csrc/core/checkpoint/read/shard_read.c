@@ -39,13 +39,14 @@ enum {
 typedef struct reading {
     mls_read_request request;
     mls_read_plan plan;
-    mls_work_queues stretches; /* of the plan's tasks */
-    atomic_size_t failed;      /* first span that failed so far, else SIZE_MAX */
+    mls_work_queues queues; /* of the plan's tasks */
+    atomic_size_t failed;   /* first span that failed so far, else SIZE_MAX */
     atomic_bool stopped;
     pthread_mutex_t lock; /* protects `status` */
     mls_status status;    /* why `failed` failed, or that the read was stopped */
-    mls_watermark made; /* number of pieces that have their `data`, if there is a maker */
-    bool unmade;        /* the maker failed */
+    mls_ready_counter
+        made;    /* number of pieces that have their `data`, if there is a maker */
+    bool unmade; /* the maker failed */
 } read_state;
 
 /* State of one thread: its open file and buffers. */
@@ -548,7 +549,7 @@ static void make_destinations(void *context)
     if (shared->unmade && shared->plan.count > 0) {
         record_stop(shared, shared->plan.spans);
     }
-    mls_watermark_advance(&shared->made, SIZE_MAX);
+    mls_ready_counter_advance(&shared->made, SIZE_MAX);
 }
 
 /* Wait until spans `first` .. `end` have destinations. */
@@ -560,7 +561,7 @@ static void wait_for_destinations(read_state *shared, size_t first, size_t end)
             (size_t)(shared->plan.order[i]->piece - shared->request.pieces);
         last = piece > last ? piece : last;
     }
-    mls_watermark_wait(&shared->made, last + 1);
+    mls_ready_counter_wait(&shared->made, last + 1);
 }
 
 /* Read all spans of a task, adjacent ones together. */
@@ -599,9 +600,9 @@ static void read_tasks(void *context, size_t index)
 {
     read_state *shared = context;
     read_worker w = {.shared = shared, .fd = -1};
-    size_t stretch = SIZE_MAX, task;
+    size_t queue = SIZE_MAX, task;
     (void)index;
-    while (mls_work_queues_take(&shared->stretches, &stretch, &task)) {
+    while (mls_work_queues_take(&shared->queues, &queue, &task)) {
         read_task(&w, task);
     }
     close_file(&w);
@@ -611,9 +612,9 @@ static void read_tasks(void *context, size_t index)
 
 static void reading_fini(read_state *shared)
 {
-    mls_work_queues_fini(&shared->stretches);
+    mls_work_queues_fini(&shared->queues);
     mls_read_plan_fini(&shared->plan);
-    mls_watermark_fini(&shared->made);
+    mls_ready_counter_fini(&shared->made);
     pthread_mutex_destroy(&shared->lock);
 }
 
@@ -624,7 +625,7 @@ mls_code mls_shards_read(const mls_read_request *request, size_t *failed, mls_st
     size_t planned;
     read_state shared = {.request = *request};
     mls_pool *pool = request->pool;
-    mls_watermark_init(&shared.made);
+    mls_ready_counter_init(&shared.made);
     pthread_mutex_init(&shared.lock, NULL);
     atomic_init(&shared.failed, SIZE_MAX);
     atomic_init(&shared.stopped, false);
@@ -632,7 +633,7 @@ mls_code mls_shards_read(const mls_read_request *request, size_t *failed, mls_st
         mls_read_plan_make(&shared.plan, request->pieces, request->count, &planned, st);
     const mls_read_plan *plan = &shared.plan;
     if (code != MLS_E_MEMORY &&
-        !mls_work_queues_init(&shared.stretches, plan->stretches, plan->stretch_count)) {
+        !mls_work_queues_init(&shared.queues, plan->queues, plan->queue_count)) {
         planned = 0;
         code = mls_fail(st, MLS_E_MEMORY, "no memory to read %zu parts", plan->count);
     }

@@ -10,8 +10,8 @@
 #include "base/status.h"
 #include "checkpoint/read/read_plan.h"
 #include "crc32c/crc32c.h"
+#include "runtime/ready_counter.h"
 #include "runtime/thread_pool.h"
-#include "runtime/watermark.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -26,11 +26,11 @@ typedef struct mls_progress {
 
 /* Allocates destination buffers while earlier ones are being filled. The calling thread
  * calls `make` once. It sets the `data` of the pieces in their order, and advances the
- * watermark to the number of pieces that have it. Before the call, `data` is NULL if it
+ * counter to the number of pieces that have it. Before the call, `data` is NULL if it
  * stays NULL; otherwise it is any address, the same for all pieces of a tensor, because
  * the plan depends on it. `make` returns false if it cannot set all of them. */
 typedef struct mls_maker {
-    bool (*make)(void *context, mls_watermark *made);
+    bool (*make)(void *context, mls_ready_counter *made);
     void *context;
 } mls_maker;
 

@@ -288,8 +288,8 @@ static void drop_needless(victims *v, uint64_t need)
 }
 
 /* Choose the least used units of a tier with at least `need` bytes in total. Returns
- * false if the movable units are not enough. Unit `besides` is never chosen. */
-static bool choose_victims(const mls_tiers *t, mls_tier tier, size_t besides,
+ * false if the movable units are not enough. Unit `except` is never chosen. */
+static bool choose_victims(const mls_tiers *t, mls_tier tier, size_t except,
                            uint64_t need, victims *v)
 {
     size_t found = 0;
@@ -297,7 +297,7 @@ static bool choose_victims(const mls_tiers *t, mls_tier tier, size_t besides,
     v->bytes = 0;
     for (size_t i = 0; need > 0 && i < t->count; i++) {
         const mls_tier_unit *u = &t->units[i];
-        if (u->tier == tier && u->pins == 0 && i != besides && u->bytes > 0) {
+        if (u->tier == tier && u->pins == 0 && i != except && u->bytes > 0) {
             v->list[found++] = rank_unit(t, i, u->score);
         }
     }

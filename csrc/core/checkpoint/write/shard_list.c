@@ -1,4 +1,4 @@
-/* shard_list: three arrays that grow together. Until the list is sealed, nothing points
+/* shard_list: three arrays that grow together. Until the list is finished, nothing points
  * into them. */
 #include "checkpoint/write/shard_list.h"
 
@@ -144,7 +144,7 @@ mls_code mls_shard_item_check(const mls_shard_item *item, const size_t *shape,
                     what, count, mls_part_count(&part));
 }
 
-void mls_shard_list_seal(mls_shard_list *list)
+void mls_shard_list_finish(mls_shard_list *list)
 {
     const size_t *dims = list->dims;
     for (size_t i = 0; i < list->count; i++) {

@@ -14,7 +14,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Zero it, add items, seal it, and release it with mls_shard_list_fini. */
+/* Zero it, add items, finish it, and release it with mls_shard_list_fini. */
 typedef struct mls_shard_list {
     mls_shard_item *items;
     mls_tensor **views; /* owned view of each item that is not packed, else NULL */
@@ -25,8 +25,8 @@ typedef struct mls_shard_list {
 
 void mls_shard_list_fini(mls_shard_list *list); /* accepts a zeroed one; zeroes it */
 
-/* Add an item for a tensor of shape `dims`. Its `shape` is NULL until the list is sealed.
- * Returns NULL on MLS_E_MEMORY, and adds nothing. */
+/* Add an item for a tensor of shape `dims`. Its `shape` is NULL until the list is
+ * finished. Returns NULL on MLS_E_MEMORY, and adds nothing. */
 mls_shard_item *mls_shard_list_add(mls_shard_list *list, const mls_tensor_id *id,
                                    mls_dtype dtype, int rank, const size_t *dims,
                                    mls_status *st);
@@ -54,6 +54,6 @@ mls_code mls_shard_item_check(const mls_shard_item *item, const size_t *shape,
                               const mls_tensor *memory, const char *what, mls_status *st);
 
 /* Set the `shape` of every item. Nothing may be added afterwards. */
-void mls_shard_list_seal(mls_shard_list *list);
+void mls_shard_list_finish(mls_shard_list *list);
 
 #endif

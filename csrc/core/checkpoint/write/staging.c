@@ -76,8 +76,8 @@ mls_code mls_staging_need(const mls_shard_item *items, size_t count, size_t *out
 
 /* Measured with 150 and 20,000 items. Each thread holds one compressed shard, at most
  * three quarters of its size. */
-mls_code mls_staging_besides(const mls_shard_item *items, size_t count, size_t threads,
-                             bool compress, size_t *out, mls_status *st)
+mls_code mls_staging_overhead(const mls_shard_item *items, size_t count, size_t threads,
+                              bool compress, size_t *out, mls_status *st)
 {
     size_t sum = count * RECORD_BYTES + SAVE_BYTES; /* cannot overflow */
     size_t largest = 0;

@@ -39,8 +39,8 @@ mls_code mls_staging_need(const mls_shard_item *items, size_t count, size_t *out
 /* Compute the writer's own memory for these items, at most: write buffers of `threads`
  * threads, records of the items, and with `compress` the compressed data of the largest
  * items. Errors as above. */
-mls_code mls_staging_besides(const mls_shard_item *items, size_t count, size_t threads,
-                             bool compress, size_t *out, mls_status *st);
+mls_code mls_staging_overhead(const mls_shard_item *items, size_t count, size_t threads,
+                              bool compress, size_t *out, mls_status *st);
 
 /* Set `staged` for exactly the items whose memory is in the first `bytes` bytes of
  * `memory`, which are copies that the caller made. */

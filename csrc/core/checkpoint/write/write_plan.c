@@ -7,7 +7,7 @@
 
 #include "base/memory.h"
 #include "base/size.h"
-#include "checkpoint/index/shard_header.h"
+#include "checkpoint/index/index.h"
 #include "io/safe_filename.h"
 
 #include <stdio.h>
@@ -64,7 +64,7 @@ static mls_code allocate(mls_write_plan *plan, mls_status *st)
             return name_tensor(&job->items[i], st);
         }
         dims += dims_of(&job->items[i]);
-        keys += mls_shard_key_length(&job->items[i].id);
+        keys += mls_tensor_id_key_length(&job->items[i].id);
     }
     /* there are at most as many axes as dimensions */
     plan->index.shards = mls_alloc(job->count, sizeof *plan->index.shards);
@@ -141,8 +141,8 @@ static mls_code describe_shards(mls_write_plan *plan, const mls_shard_item **sor
     char *keys = plan->keys;
     for (size_t i = 0; i < plan->job->count; i++) {
         mls_planned *planned = &plan->planned[i];
-        planned->key = (mls_str){keys, mls_shard_key_length(&sorted[i]->id)};
-        mls_shard_write_key(&sorted[i]->id, keys);
+        planned->key = (mls_str){keys, mls_tensor_id_key_length(&sorted[i]->id)};
+        mls_tensor_id_write_key(&sorted[i]->id, keys);
         mls_code code = check_id(sorted[i], planned->key, st);
         if (code == MLS_OK) {
             code = describe_shard(sorted[i], &plan->index.shards[i], planned, dims, st);

@@ -139,7 +139,7 @@ struct job {
 
 /* Returns a job without a step, over `count` elements at `out`. */
 static job job_over(const mls_reduce_kernels *k, mls_dtype dtype, void *out, size_t count,
-                    bool tally)
+                    bool wants_norm)
 {
     const size_t parts = parts_of(dtype);
     return (job){.count = count * parts,
@@ -147,7 +147,7 @@ static job job_over(const mls_reduce_kernels *k, mls_dtype dtype, void *out, siz
                  .dtype = dtype,
                  .item = mls_dtype_of(dtype)->item_bytes / parts,
                  .out = out,
-                 .squares = tally ? squares_kernel(k, part_of(dtype)) : NULL};
+                 .squares = wants_norm ? squares_kernel(k, part_of(dtype)) : NULL};
 }
 
 /* A part of a job: as many blocks as the sums on the stack have room for. */
@@ -214,14 +214,14 @@ static size_t divide_up(size_t a, size_t b)
 
 /* Adds a block's sum. All NaNs become one canonical NaN, so that the bits are the same
  * everywhere. */
-static void add_squares(mls_norm_partial *tally, double squares)
+static void add_squares(mls_norm_partial *partial, double squares)
 {
-    const double sum = tally->squares + squares;
-    tally->squares = isnan(sum) ? mls_f64_nan() : sum;
+    const double sum = partial->squares + squares;
+    partial->squares = isnan(sum) ? mls_f64_nan() : sum;
 }
 
 /* Divides each round among the threads, and then adds its blocks in order. */
-static void job_norm(const job *j, mls_pool *pool, mls_norm_partial *tally)
+static void job_norm(const job *j, mls_pool *pool, mls_norm_partial *partial)
 {
     const size_t blocks = divide_up(j->count, j->block);
     job_round r; /* large, so not initialised: only written entries are read */
@@ -232,20 +232,20 @@ static void job_norm(const job *j, mls_pool *pool, mls_norm_partial *tally)
         const size_t parts = divide_up(r.blocks, PART_BLOCKS);
         mls_pool_run(pool, norm_task, &r, parts);
         for (size_t b = 0; b < r.blocks; b++) {
-            add_squares(tally, r.squares[b]);
+            add_squares(partial, r.squares[b]);
         }
         for (size_t p = 0; p < parts; p++) {
-            tally->nonfinite += r.nonfinite[p];
+            partial->nonfinite += r.nonfinite[p];
         }
     }
 }
 
 /* Runs a job. Small jobs use only this thread. */
-static void job_run(job *j, mls_pool *pool, mls_norm_partial *tally)
+static void job_run(job *j, mls_pool *pool, mls_norm_partial *partial)
 {
     mls_pool *shared = j->count >= SHARED_BYTES / j->item ? pool : NULL;
-    if (tally != NULL) {
-        job_norm(j, shared, tally);
+    if (partial != NULL) {
+        job_norm(j, shared, partial);
     } else if (j->count > 0) {
         mls_pool_run(shared, plain_task, j, divide_up(j->count, PART_BLOCKS * j->block));
     }
@@ -327,16 +327,16 @@ enum { MOST_CUT = 64 };
 /* Reduces into `out` through the cache. */
 static void reduce_plain(const mls_reduce_kernels *k, const mls_reduction *r,
                          const void *const *sources, size_t count, void *out, size_t n,
-                         mls_norm_partial *tally)
+                         mls_norm_partial *partial)
 {
-    job j = job_over(k, r->out_dtype, out, n, tally != NULL);
+    job j = job_over(k, r->out_dtype, out, n, partial != NULL);
     j.step = reduce_step;
     j.reduce = reduce_kernel(k, r);
     j.sum_squares = sum_squares_kernel(k, r);
     j.sources = sources;
     j.source_count = count;
     j.number = r->divisor;
-    job_run(&j, NULL, tally);
+    job_run(&j, NULL, partial);
 }
 
 /* Reduces block by block into a buffer that stays in the L1 cache, and stores each block
@@ -344,7 +344,7 @@ static void reduce_plain(const mls_reduce_kernels *k, const mls_reduction *r,
 static void reduce_past_cache(const mls_kernels *kernels, const mls_reduction *r,
                               const void *const *sources, size_t count,
                               unsigned char *out, size_t n, mls_store store,
-                              mls_norm_partial *tally)
+                              mls_norm_partial *partial)
 {
     _Alignas(64) unsigned char block[MLS_NORM_BLOCK * 8];
     const mls_reduce_kernels *k = kernels_of(kernels->cpu);
@@ -357,7 +357,7 @@ static void reduce_past_cache(const mls_kernels *kernels, const mls_reduction *r
         for (size_t i = 0; i < count; i++) {
             at[i] = (const unsigned char *)sources[i] + start * from;
         }
-        reduce_plain(k, r, at, count, block, length, tally);
+        reduce_plain(k, r, at, count, block, length, partial);
         kernels->copy(out + start * to, block, length * to, store);
     }
 }
@@ -366,7 +366,7 @@ static void reduce_past_cache(const mls_kernels *kernels, const mls_reduction *r
  * on the trials. */
 void mls_reduce_run(const mls_kernels *kernels, const mls_reduction *r,
                     const void *const *sources, size_t count, void *out, size_t n,
-                    mls_destination destination, mls_norm_partial *tally)
+                    mls_destination destination, mls_norm_partial *partial)
 {
     const size_t from = mls_dtype_of(r->dtype)->item_bytes;
     const size_t to = mls_dtype_of(r->out_dtype)->item_bytes;
@@ -376,7 +376,7 @@ void mls_reduce_run(const mls_kernels *kernels, const mls_reduction *r,
     mls_store_trial trial = mls_store_begin(kernels->choices, MLS_STORING_REDUCE,
                                             variants, destination, n * to);
     if (count > MOST_CUT) {
-        reduce_plain(kernels_of(kernels->cpu), r, sources, count, out, n, tally);
+        reduce_plain(kernels_of(kernels->cpu), r, sources, count, out, n, partial);
         return;
     }
     for (size_t start = 0, length; start < n; start += length) {
@@ -387,9 +387,10 @@ void mls_reduce_run(const mls_kernels *kernels, const mls_reduction *r,
             at[i] = (const unsigned char *)sources[i] + start * from;
         }
         if (trial.store == MLS_STORE_PLAIN) {
-            reduce_plain(kernels_of(kernels->cpu), r, at, count, target, length, tally);
+            reduce_plain(kernels_of(kernels->cpu), r, at, count, target, length, partial);
         } else {
-            reduce_past_cache(kernels, r, at, count, target, length, trial.store, tally);
+            reduce_past_cache(kernels, r, at, count, target, length, trial.store,
+                              partial);
         }
         mls_store_advance(&trial, length * to);
     }
@@ -634,17 +635,17 @@ typedef struct gathered {
 } gathered;
 
 /* Adds a full (or the last) block to the norm partial. */
-static void add_gathered(gathered *g, mls_norm_partial *tally)
+static void add_gathered(gathered *g, mls_norm_partial *partial)
 {
     g->j.out = g->items;
     g->j.count = g->filled * parts_of(g->j.dtype);
-    job_run(&g->j, NULL, tally);
+    job_run(&g->j, NULL, partial);
     g->filled = 0;
 }
 
 /* Collects the elements in C order, block by block. */
 static void norm_strided(const mls_reduce_kernels *k, const mls_tensor *t,
-                         mls_norm_partial *tally)
+                         mls_norm_partial *partial)
 {
     mls_strided_iter w;
     gathered g; /* large, so not initialised: only written elements are read */
@@ -665,24 +666,24 @@ static void norm_strided(const mls_reduce_kernels *k, const mls_tensor *t,
             done += count;
             g.filled += count;
             if (g.filled == MLS_NORM_BLOCK) {
-                add_gathered(&g, tally);
+                add_gathered(&g, partial);
             }
         }
     } while (mls_strided_iter_next(&w, &at, &unused));
-    add_gathered(&g, tally);
+    add_gathered(&g, partial);
 }
 
 /* Runs a job whose step works in place on `t`. `src` may be NULL. */
 static void run_in_place(mls_cpu cpu, mls_pool *pool, job *j, const mls_tensor *t,
-                         const mls_tensor *src, mls_norm_partial *tally)
+                         const mls_tensor *src, mls_norm_partial *partial)
 {
     if (is_packed(t) && (src == NULL || is_packed(src))) {
-        job_run(j, pool, tally);
+        job_run(j, pool, partial);
         return;
     }
     run_strided(j, t, src);
-    if (tally != NULL) {
-        mls_norm_partial_of(cpu, pool, t, tally);
+    if (partial != NULL) {
+        mls_norm_partial_of(cpu, pool, t, partial);
     }
 }
 
@@ -701,7 +702,7 @@ static void scale_step(const job *j, size_t start, size_t n)
 /* Integers have no scale: they use the kernel for a sum of two sources, the first of
  * which is `dst`. */
 mls_code mls_accumulate(mls_cpu cpu, mls_pool *pool, const mls_tensor *dst,
-                        const mls_tensor *src, double scale, mls_norm_partial *tally,
+                        const mls_tensor *src, double scale, mls_norm_partial *partial,
                         mls_status *st)
 {
     const mls_reduce_kernels *k = kernels_of(cpu);
@@ -711,7 +712,7 @@ mls_code mls_accumulate(mls_cpu cpu, mls_pool *pool, const mls_tensor *dst,
         return st->code;
     }
     (void)mls_tensor_count(dst, &count); /* cannot overflow: checked */
-    job j = job_over(k, dst->dtype, dst->data, count, tally != NULL);
+    job j = job_over(k, dst->dtype, dst->data, count, partial != NULL);
     j.number = scale;
     if (is_summed(dst->dtype)) {
         j.step = add_step;
@@ -725,7 +726,7 @@ mls_code mls_accumulate(mls_cpu cpu, mls_pool *pool, const mls_tensor *dst,
         j.sources = sources;
         j.source_count = 2;
     }
-    run_in_place(cpu, pool, &j, dst, src, tally);
+    run_in_place(cpu, pool, &j, dst, src, partial);
     return MLS_OK;
 }
 
@@ -775,14 +776,14 @@ mls_code mls_scale(mls_cpu cpu, mls_pool *pool, const mls_tensor *t, double fact
 /* An array with more elements than size_t can count has strides of 0; like every unpacked
  * array it is read row by row. */
 void mls_norm_partial_of(mls_cpu cpu, mls_pool *pool, const mls_tensor *t,
-                         mls_norm_partial *tally)
+                         mls_norm_partial *partial)
 {
     const mls_reduce_kernels *k = kernels_of(cpu);
     size_t count = 0;
     if (is_packed(t) && mls_tensor_count(t, &count)) {
         job j = job_over(k, t->dtype, t->data, count, true);
-        job_run(&j, pool, tally);
+        job_run(&j, pool, partial);
     } else {
-        norm_strided(k, t, tally);
+        norm_strided(k, t, partial);
     }
 }

@@ -51,11 +51,11 @@ mls_code mls_reduce_check(const mls_reduction *r, mls_status *st);
 /* Reduces `count` (at least 1) arrays of n elements, in their order, into `out`. `out`
  * may be one of the sources if the dtypes are equal. Arrays are aligned to their items.
  * The caller has checked the reduction with mls_reduce_check. A large `destination` may
- * be written with non-temporal stores (store_choice.h). Adds the output's figures to
- * `tally` (NULL for none). Uses one thread. */
+ * be written with non-temporal stores (cpu_store_choice.h). Adds the output's figures to
+ * `partial` (NULL for none). Uses one thread. */
 void mls_reduce_run(const mls_kernels *kernels, const mls_reduction *r,
                     const void *const *sources, size_t count, void *out, size_t n,
-                    mls_destination destination, mls_norm_partial *tally);
+                    mls_destination destination, mls_norm_partial *partial);
 
 /* Checks the arguments of mls_accumulate, with the same errors. */
 mls_code mls_accumulate_check(const mls_tensor *dst, const mls_tensor *src, double scale,
@@ -64,8 +64,8 @@ mls_code mls_accumulate_check(const mls_tensor *dst, const mls_tensor *src, doub
 /* Computes dst += scale * src, for any strides and byte orders: any float dtype into a
  * float of 16 bits or more, or two equal dtypes that have a sum. Computes in float64 if
  * either is float64, else in float32; rounds the product, the sum, and once more to dst's
- * dtype. Adds figures of the new dst to `tally` (NULL for none). The pool (NULL for this
- * thread only) shares the work if both arrays are packed.
+ * dtype. Adds figures of the new dst to `partial` (NULL for none). The pool (NULL for
+ * this thread only) shares the work if both arrays are packed.
  * - MLS_E_SHAPE: the shapes differ.
  * - MLS_E_DTYPE: mixed integer dtypes, bool, or an 8-bit float as dst.
  * - MLS_E_VALUE: the scale is not finite in the dtype of the computation, or not 1 for
@@ -76,7 +76,7 @@ mls_code mls_accumulate_check(const mls_tensor *dst, const mls_tensor *src, doub
  * On error nothing is changed.
  */
 mls_code mls_accumulate(mls_cpu cpu, mls_pool *pool, const mls_tensor *dst,
-                        const mls_tensor *src, double scale, mls_norm_partial *tally,
+                        const mls_tensor *src, double scale, mls_norm_partial *partial,
                         mls_status *st);
 
 /* Checks the arguments of mls_scale, with the same errors. */
@@ -88,9 +88,9 @@ mls_code mls_scale_check(const mls_tensor *t, double factor, mls_status *st);
 mls_code mls_scale(mls_cpu cpu, mls_pool *pool, const mls_tensor *t, double factor,
                    mls_status *st);
 
-/* Adds the figures of an array to `tally`, for any dtype; integers are always finite.
+/* Adds the figures of an array to `partial`, for any dtype; integers are always finite.
  * Strided arrays are read in C order, on this thread. */
 void mls_norm_partial_of(mls_cpu cpu, mls_pool *pool, const mls_tensor *t,
-                         mls_norm_partial *tally);
+                         mls_norm_partial *partial);
 
 #endif

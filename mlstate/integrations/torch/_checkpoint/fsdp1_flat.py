@@ -99,7 +99,7 @@ def flat_runs(module: torch.nn.Module, wrappers: Iterable[Any]) -> dict[str, Fla
     TypeError
         If a parameter is also divided by tensor parallelism.
     """
-    from .sharded import unwrapped_name
+    from .dtensor_shards import unwrapped_name
 
     chosen = {id(wrapper) for wrapper in wrappers}
     runs: dict[str, FlatRun] = {}

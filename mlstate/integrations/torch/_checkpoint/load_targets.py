@@ -13,9 +13,7 @@ from ...._sharding.layout import Shard
 from ....errors import CompatibilityError
 from .._tensors.dtypes import torch_has
 from .._tensors.memory import note_written
-from .fsdp1_flat import FlatRun, flat_runs, is_flattened, reshard_flat
-from .optimizer import NUMBERS, _name_parameters, group_values, is_number, refuse_unfit
-from .sharded import (
+from .dtensor_shards import (
     _by_name,
     _flat_sharded,
     _reshard,
@@ -24,6 +22,8 @@ from .sharded import (
     part_of,
     unwrapped_name,
 )
+from .fsdp1_flat import FlatRun, flat_runs, is_flattened, reshard_flat
+from .optimizer import NUMBERS, _name_parameters, group_values, is_number, refuse_unfit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence

@@ -13,7 +13,7 @@ from ...._common.set_module import set_module
 from ....collectives._algorithms import ExchangeEngine
 from ....collectives._arguments import check_plain, check_timeout, failed
 from ....collectives._group_base import Call
-from ....collectives._operation_queue import Turns
+from ....collectives._operation_queue import OperationQueue
 from ....errors import CollectiveError, CompatibilityError
 from .._tensors.dtypes import torch_has
 from .._tensors.state import tensor_over
@@ -148,7 +148,7 @@ class TorchGroup(ExchangeEngine):
             self._device = torch.device(kind, getattr(torch, kind).current_device())
         self._check = bool(check)
         self._ended = ""
-        self._turns = Turns("mlstate-torch-group", self._rank)
+        self._operations = OperationQueue("mlstate-torch-group", self._rank)
 
     @property
     def is_default(self) -> bool:
@@ -162,7 +162,7 @@ class TorchGroup(ExchangeEngine):
     def _run(self, call: Call, task: Callable[[], Any]) -> Any:
         """Run an asynchronous operation on a device in the current stream."""
         if call.async_op and call.device is not None and call.device.type != "cpu":
-            return self._turns.run_at_once(call.name, task)
+            return self._operations.run_at_once(call.name, task)
         return super()._run(call, task)
 
     def _perform(self, call: Call, perform: Callable[[Any], Any]) -> Any:
@@ -282,7 +282,7 @@ class TorchGroup(ExchangeEngine):
 
         Later calls do nothing.
         """
-        self._turns.join()
+        self._operations.join()
         self._ended = self._ended or "closed"
 
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ....fsdp._reducer import Entry, Terms
-    from ....fsdp._unit import FSDPShardingUnit
+    from ....fsdp._bucket import Entry, Terms
+    from ....fsdp._sharding_unit import FSDPShardingUnit
 
 
 def parameters_of(module: Any) -> dict[str, torch.nn.Parameter]:

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...._common.set_module import set_module
 from ....collectives._arguments import check_group, check_timeout, dtype_name, failed
-from ....collectives._operation_queue import Turns
+from ....collectives._operation_queue import OperationQueue
 from ....fsdp._consistency_check import ConsistencyCheck
-from ....fsdp._gradient_ops import tallies
+from ....fsdp._gradient_ops import norm_partials
 from .backward import PassErrors
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class _Buckets:
         self._group = group
         self._finite = finite
         self._timeout = timeout
-        self._turns = Turns("mlstate-ddp", group.rank)
+        self._operations = OperationQueue("mlstate-ddp", group.rank)
         self._pass: _Pass | None = None
 
     def reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -130,15 +130,15 @@ class _Buckets:
                 done.set_result(buffer)
 
         if buffer.device.type == "cpu":
-            self._turns.run("all_reduce", task, async_op=True)
+            self._operations.run("all_reduce", task, async_op=True)
         else:  # runs on the current stream
-            self._turns.run_at_once("all_reduce", task)
+            self._operations.run_at_once("all_reduce", task)
         return done
 
     def _reduce(
         self, current: _Pass, index: int, parts: dict[str, torch.Tensor], buffer: torch.Tensor
     ) -> None:
-        bad = [name for name, (_, n) in tallies(parts).items() if n] if self._finite else []
+        bad = [name for name, (_, n) in norm_partials(parts).items() if n] if self._finite else []
         facts = [f"{name!r} {dtype_name(g)} {tuple(g.shape)}" for name, g in parts.items()]
         check = ConsistencyCheck(self._group, self._timeout, {"op": "mean"})
         check.sequence = index

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from ...._common.set_module import set_module
 from ....collectives._arguments import check_group, check_timeout
 from ....errors import CollectiveError
-from ....fsdp._reducer import Entry, FullBucket, Reducer, Terms
+from ....fsdp._bucket import Entry, FullBucket, Reducer, Terms
 from ....fsdp._reduction_session import ReductionSession
-from ....fsdp._unit import FSDPShardingUnit
+from ....fsdp._sharding_unit import FSDPShardingUnit
 from .backward import PassErrors
 
 if TYPE_CHECKING:

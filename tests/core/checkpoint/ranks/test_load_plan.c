@@ -20,14 +20,14 @@ static const size_t matrix[] = {ROWS, COLUMNS}, large[] = {LARGE};
 typedef struct fixture {
     unsigned char *data;
     mls_index index;
-    mls_merged_index catalog;
+    mls_merged_index merged;
     mls_load_plan plan;
 } fixture;
 
 static void fixture_end(fixture *f)
 {
     mls_load_plan_fini(&f->plan);
-    mls_merged_index_fini(&f->catalog);
+    mls_merged_index_fini(&f->merged);
     mls_index_fini(&f->index);
     free(f->data);
     for (size_t i = 0; i < 3; i++) {
@@ -55,8 +55,8 @@ static bool fixture_begin(fixture *f)
     const mls_shard_job job = job_of(items, 5, generations[0], NULL);
     f->index = write_all(&job, &written);
     const mls_index *index = &f->index;
-    return mls_merged_index_init(&f->catalog, &index, 1, &st) == MLS_OK &&
-           mls_load_plan_init(&f->plan, &f->catalog, 8, &st) == MLS_OK;
+    return mls_merged_index_init(&f->merged, &index, 1, &st) == MLS_OK &&
+           mls_load_plan_init(&f->plan, &f->merged, 8, &st) == MLS_OK;
 }
 
 /* Add a tensor of the fixture, "w.m" as the state of a parameter. */
@@ -227,7 +227,7 @@ static void pieces_that_are_kept_move_up(void)
     CHECK(mls_load_plan_find(&f.plan, pool_fd, &file, &st) == MLS_E_FORMAT);
     CHECK_TEXT(st.name, "twice");
     mls_load_plan_fini(&f.plan);
-    REQUIRE(mls_load_plan_init(&f.plan, &f.catalog, 8, &st) == MLS_OK);
+    REQUIRE(mls_load_plan_init(&f.plan, &f.merged, 8, &st) == MLS_OK);
     for (size_t i = 0; i < 3; i += 2) {
         mls_wanted *w = add(&f, keys[i]);
         REQUIRE(w != NULL && mls_wanted_cut(w, &none, &st) == MLS_OK);
@@ -250,7 +250,7 @@ static void a_file_of_another_length_is_found_before_memory_is_asked_for(void)
     REQUIRE(fixture_begin(&f));
     mls_wanted *w = add(&f, "whole");
     REQUIRE(w != NULL && mls_wanted_cut(w, &none, &st) == MLS_OK);
-    const char *path = f.index.files[f.catalog.tensors[f.plan.last].facts->file].path;
+    const char *path = f.index.files[f.merged.tensors[f.plan.last].facts->file].path;
     REQUIRE(set_length(path, 3));
     CHECK(mls_load_plan_find(&f.plan, pool_fd, &file, &st) == MLS_E_FORMAT);
     REQUIRE(file != NULL);
@@ -274,8 +274,8 @@ static void long_zeros_are_left_to_zeroed_memory(void)
     job.sparse = true;
     f.index = write_all(&job, &written);
     const mls_index *index = &f.index;
-    REQUIRE(mls_merged_index_init(&f.catalog, &index, 1, &st) == MLS_OK);
-    REQUIRE(mls_load_plan_init(&f.plan, &f.catalog, 1, &st) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&f.merged, &index, 1, &st) == MLS_OK);
+    REQUIRE(mls_load_plan_init(&f.plan, &f.merged, 1, &st) == MLS_OK);
     mls_wanted *w = add(&f, "zeros");
     REQUIRE(w != NULL && mls_wanted_cut(w, &none, &st) == MLS_OK);
     REQUIRE(mls_load_plan_find(&f.plan, pool_fd, &file, &st) == MLS_OK);

@@ -88,48 +88,46 @@ static void parts_of_all_ranks_come_together(void)
     static const char *const names[] = {"only.0", "only.1", "only.2", "only.3", "w"};
     rank ranks[RANKS];
     const mls_index *indexes[RANKS];
-    mls_merged_index catalog;
+    mls_merged_index merged;
     mls_status st;
     four_ranks(ranks, indexes);
     const mls_index *turned[RANKS] = {indexes[2], indexes[0], indexes[3], indexes[1]};
-    REQUIRE(mls_merged_index_init(&catalog, turned, RANKS, &st) == MLS_OK);
-    REQUIRE(catalog.tensor_count == 5 && catalog.shard_count == 8);
+    REQUIRE(mls_merged_index_init(&merged, turned, RANKS, &st) == MLS_OK);
+    REQUIRE(merged.tensor_count == 5 && merged.shard_count == 8);
     for (size_t i = 0; i < 5; i++) {
         const mls_tensor_id id = id_of(names[i]);
-        CHECK(mls_str_is(catalog.tensors[i].facts->id.name, names[i]));
-        CHECK(catalog.tensors[i].count == (i == 4 ? 4U : 1U));
-        CHECK(mls_merged_index_find(&catalog, &id) == i);
+        CHECK(mls_str_is(merged.tensors[i].facts->id.name, names[i]));
+        CHECK(merged.tensors[i].count == (i == 4 ? 4U : 1U));
+        CHECK(mls_merged_index_find(&merged, &id) == i);
     }
     for (size_t i = 0; i < RANKS; i++) {
-        const mls_merged_index_shard *shard =
-            &catalog.shards[catalog.tensors[4].from + i];
+        const mls_merged_index_shard *shard = &merged.shards[merged.tensors[4].from + i];
         CHECK(shard->shard->part == i && shard->index->rank == i);
     }
-    mls_merged_index_fini(&catalog);
-    mls_merged_index_fini(&catalog); /* zeroed */
+    mls_merged_index_fini(&merged);
+    mls_merged_index_fini(&merged); /* zeroed */
 }
 
 static void what_is_not_there_is_not_found(void)
 {
     rank ranks[RANKS];
     const mls_index *indexes[RANKS];
-    mls_merged_index catalog;
+    mls_merged_index merged;
     mls_status st;
     static const char *const absent[] = {"", "only", "only.4", "w.", "x"};
     four_ranks(ranks, indexes);
-    REQUIRE(mls_merged_index_init(&catalog, indexes, RANKS, &st) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, indexes, RANKS, &st) == MLS_OK);
     for (size_t i = 0; i < sizeof absent / sizeof absent[0]; i++) {
         const mls_tensor_id id = id_of(absent[i]);
-        CHECK(mls_merged_index_find(&catalog, &id) == SIZE_MAX);
+        CHECK(mls_merged_index_find(&merged, &id) == SIZE_MAX);
     }
     mls_tensor_id state = id_of("w");
     state.section = MLS_OPTIM_STATE;
-    CHECK(mls_merged_index_find(&catalog, &state) == SIZE_MAX);
-    mls_merged_index_fini(&catalog);
-    REQUIRE(mls_merged_index_init(&catalog, NULL, 0, &st) == MLS_OK);
-    CHECK(catalog.tensor_count == 0 &&
-          mls_merged_index_find(&catalog, &state) == SIZE_MAX);
-    mls_merged_index_fini(&catalog);
+    CHECK(mls_merged_index_find(&merged, &state) == SIZE_MAX);
+    mls_merged_index_fini(&merged);
+    REQUIRE(mls_merged_index_init(&merged, NULL, 0, &st) == MLS_OK);
+    CHECK(merged.tensor_count == 0 && mls_merged_index_find(&merged, &state) == SIZE_MAX);
+    mls_merged_index_fini(&merged);
 }
 
 /* Replicated tensors: the first index in the list wins. */
@@ -143,14 +141,14 @@ static void a_part_that_several_have_is_the_first_ranks(void)
     }
     const mls_index *indexes[] = {index_of(&ranks[2]), index_of(&ranks[1]),
                                   index_of(&ranks[0])};
-    mls_merged_index catalog;
+    mls_merged_index merged;
     mls_status st;
-    REQUIRE(mls_merged_index_init(&catalog, indexes, 3, &st) == MLS_OK);
-    REQUIRE(catalog.tensor_count == 2 && catalog.shard_count == 3);
-    CHECK(catalog.tensors[0].count == 2 && catalog.tensors[1].count == 1);
-    CHECK(catalog.shards[0].index->rank == 1 && catalog.shards[1].index->rank == 3);
-    CHECK(catalog.shards[2].index->rank == 1);
-    mls_merged_index_fini(&catalog);
+    REQUIRE(mls_merged_index_init(&merged, indexes, 3, &st) == MLS_OK);
+    REQUIRE(merged.tensor_count == 2 && merged.shard_count == 3);
+    CHECK(merged.tensors[0].count == 2 && merged.tensors[1].count == 1);
+    CHECK(merged.shards[0].index->rank == 1 && merged.shards[1].index->rank == 3);
+    CHECK(merged.shards[2].index->rank == 1);
+    mls_merged_index_fini(&merged);
 }
 
 static void ranks_that_do_not_agree_are_refused(void)
@@ -162,11 +160,11 @@ static void ranks_that_do_not_agree_are_refused(void)
         add(&b, "w", i == 0 ? MLS_I32 : MLS_F32, i == 1 ? 1 : 2, i == 2 ? other : matrix,
             i == 3 ? cut(0, 3) : cut(i == 4 ? MLS_LAYOUT_FLAT : 0, 2), 1);
         const mls_index *indexes[] = {index_of(&a), index_of(&b)};
-        mls_merged_index catalog = {.tensor_count = 77};
+        mls_merged_index merged = {.tensor_count = 77};
         mls_status st;
-        CHECK(mls_merged_index_init(&catalog, indexes, 2, &st) == MLS_E_FORMAT);
+        CHECK(mls_merged_index_init(&merged, indexes, 2, &st) == MLS_E_FORMAT);
         CHECK_TEXT(st.name, "w");
-        CHECK(catalog.tensor_count == 77);
+        CHECK(merged.tensor_count == 77);
     }
 }
 
@@ -184,19 +182,19 @@ static void a_file_of_several_ranks_is_one_file(void)
             ranks[i].file.bytes = claimed;
         }
         const mls_index *indexes[] = {index_of(&ranks[0]), index_of(&ranks[1])};
-        mls_merged_index catalog = {.tensor_count = 77};
-        CHECK(mls_merged_index_init(&catalog, indexes, 2, &st) ==
+        mls_merged_index merged = {.tensor_count = 77};
+        CHECK(mls_merged_index_init(&merged, indexes, 2, &st) ==
               (claimed == 200 ? MLS_OK : MLS_E_FORMAT));
-        CHECK(catalog.tensor_count == (claimed == 200 ? 2U : 77U));
+        CHECK(merged.tensor_count == (claimed == 200 ? 2U : 77U));
         if (claimed == 200) {
-            mls_merged_index_fini(&catalog);
+            mls_merged_index_fini(&merged);
         }
         ranks[1].file.header_crc = 1;
-        CHECK(mls_merged_index_init(&catalog, indexes, 2, &st) == MLS_E_FORMAT);
+        CHECK(mls_merged_index_init(&merged, indexes, 2, &st) == MLS_E_FORMAT);
         CHECK(strstr(st.text, "params/x") != NULL);
         ranks[1].file.header_crc = 0;
         ranks[1].file.bytes = 4000;
-        CHECK(mls_merged_index_init(&catalog, indexes, 2, &st) == MLS_E_FORMAT);
+        CHECK(mls_merged_index_init(&merged, indexes, 2, &st) == MLS_E_FORMAT);
     }
 }
 
@@ -204,11 +202,11 @@ static void only_what_has_something_of_a_part_is_read(void)
 {
     rank ranks[RANKS];
     const mls_index *indexes[RANKS];
-    mls_merged_index catalog;
+    mls_merged_index merged;
     mls_status st;
     unsigned char place[1];
     four_ranks(ranks, indexes);
-    REQUIRE(mls_merged_index_init(&catalog, indexes, RANKS, &st) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, indexes, RANKS, &st) == MLS_OK);
     static const size_t counts[] = {2, 2, 1}; /* rows 0 .. 3, 3 .. 6, 6 .. 8 of 2 each */
     for (size_t i = 0; i < 3; i++) {
         const mls_part to = part_of(cut(0, 3), 2, matrix, i);
@@ -216,7 +214,7 @@ static void only_what_has_something_of_a_part_is_read(void)
         mls_part parts[RANKS];
         mls_read_range pieces[RANKS];
         size_t count = 77;
-        CHECK(mls_merged_index_pieces(&catalog, &catalog.tensors[4], &to, place,
+        CHECK(mls_merged_index_pieces(&merged, &merged.tensors[4], &to, place,
                                       &(mls_read_scratch){stored, parts, pieces}, &count,
                                       &st) == MLS_OK);
         REQUIRE(count == counts[i]);
@@ -233,17 +231,17 @@ static void only_what_has_something_of_a_part_is_read(void)
     }
     const mls_part none = part_of(cut(0, 9), 2, matrix, 8);
     size_t count = 77;
-    CHECK(mls_merged_index_pieces(&catalog, &catalog.tensors[4], &none, place,
+    CHECK(mls_merged_index_pieces(&merged, &merged.tensors[4], &none, place,
                                   &(mls_read_scratch){0}, &count, &st) == MLS_OK);
     CHECK(count == 0);
-    mls_merged_index_fini(&catalog);
+    mls_merged_index_fini(&merged);
 }
 
 static void a_part_that_nobody_has_is_missed_where_it_is_wanted(void)
 {
     rank ranks[RANKS];
     const mls_index *indexes[RANKS];
-    mls_merged_index catalog;
+    mls_merged_index merged;
     mls_status st;
     mls_stored_shard stored[RANKS];
     mls_part parts[RANKS];
@@ -251,32 +249,32 @@ static void a_part_that_nobody_has_is_missed_where_it_is_wanted(void)
     size_t count;
     four_ranks(ranks, indexes);
     indexes[1] = indexes[3]; /* rows 2 .. 4 are missing */
-    REQUIRE(mls_merged_index_init(&catalog, indexes, 3, &st) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, indexes, 3, &st) == MLS_OK);
     const mls_tensor_id id = id_of("w");
     const mls_merged_index_tensor *w =
-        &catalog.tensors[mls_merged_index_find(&catalog, &id)];
+        &merged.tensors[mls_merged_index_find(&merged, &id)];
     const mls_part whole = part_of((mls_layout){0}, 2, matrix, 0);
-    CHECK(mls_merged_index_pieces(&catalog, w, &whole, NULL,
+    CHECK(mls_merged_index_pieces(&merged, w, &whole, NULL,
                                   &(mls_read_scratch){stored, parts, pieces}, &count,
                                   &st) == MLS_E_FORMAT);
     CHECK_TEXT(st.name, "w");
     CHECK(strstr(st.text, "3 of its 4 parts") != NULL);
     CHECK(strstr(st.text, "36 of the 48 requested elements") != NULL);
     const mls_part half = part_of(cut(0, 2), 2, matrix, 1);
-    CHECK(mls_merged_index_pieces(&catalog, w, &half, NULL,
+    CHECK(mls_merged_index_pieces(&merged, w, &half, NULL,
                                   &(mls_read_scratch){stored, parts, pieces}, &count,
                                   &st) == MLS_OK);
     CHECK(count == 2 && stored[0].part != &half);
     const mls_part row = part_of(cut(0, 4), 2, matrix, 0);
-    CHECK(mls_merged_index_pieces(&catalog, w, &row, NULL,
+    CHECK(mls_merged_index_pieces(&merged, w, &row, NULL,
                                   &(mls_read_scratch){stored, NULL, pieces}, &count,
                                   &st) == MLS_OK);
     CHECK(count == 1 && stored[0].part == &row); /* a plain shard needs no room */
     const mls_part column = part_of(cut(1, 6), 2, matrix, 3);
-    CHECK(mls_merged_index_pieces(&catalog, w, &column, NULL,
+    CHECK(mls_merged_index_pieces(&merged, w, &column, NULL,
                                   &(mls_read_scratch){stored, parts, pieces}, &count,
                                   &st) == MLS_E_FORMAT);
-    mls_merged_index_fini(&catalog);
+    mls_merged_index_fini(&merged);
 }
 
 /* The work does not grow with the number of parts. */
@@ -285,39 +283,39 @@ static void any_number_of_parts_may_be_claimed(void)
     rank r = rank_of(0);
     add(&r, "w", MLS_U8, 1, hundred, cut(0, 1000000000), 7);
     const mls_index *index = index_of(&r);
-    mls_merged_index catalog;
+    mls_merged_index merged;
     mls_status st;
     mls_stored_shard stored;
     mls_part parts[1];
     mls_read_range piece;
     size_t count;
-    REQUIRE(mls_merged_index_init(&catalog, &index, 1, &st) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, &index, 1, &st) == MLS_OK);
     const mls_part seventh = part_of(cut(0, 100), 1, hundred, 7);
     const mls_part eighth = part_of(cut(0, 100), 1, hundred, 8);
-    CHECK(mls_merged_index_pieces(&catalog, catalog.tensors, &seventh, NULL,
+    CHECK(mls_merged_index_pieces(&merged, merged.tensors, &seventh, NULL,
                                   &(mls_read_scratch){&stored, parts, &piece}, &count,
                                   &st) == MLS_OK);
     CHECK(count == 1);
-    CHECK(mls_merged_index_pieces(&catalog, catalog.tensors, &eighth, NULL,
+    CHECK(mls_merged_index_pieces(&merged, merged.tensors, &eighth, NULL,
                                   &(mls_read_scratch){&stored, parts, &piece}, &count,
                                   &st) == MLS_E_FORMAT);
-    mls_merged_index_fini(&catalog);
+    mls_merged_index_fini(&merged);
 }
 
 static void what_lies_in_one_run_needs_no_copy(void)
 {
     rank ranks[RANKS];
     const mls_index *indexes[RANKS];
-    mls_merged_index catalog;
+    mls_merged_index merged;
     mls_status st;
     four_ranks(ranks, indexes);
-    REQUIRE(mls_merged_index_init(&catalog, indexes, RANKS, &st) == MLS_OK);
-    const mls_merged_index_tensor *w = &catalog.tensors[4];
+    REQUIRE(mls_merged_index_init(&merged, indexes, RANKS, &st) == MLS_OK);
+    const mls_merged_index_tensor *w = &merged.tensors[4];
     for (size_t row = 0; row < 8; row++) {
         const mls_part to = part_of(cut(0, 8), 2, matrix, row);
         uint64_t offset = 77;
         const mls_merged_index_shard *from =
-            mls_merged_index_run(&catalog, w, &to, &offset);
+            mls_merged_index_run(&merged, w, &to, &offset);
         REQUIRE(from != NULL);
         CHECK(from->index->rank == row / 2);
         CHECK(offset == PAYLOAD + 100 + row % 2 * 24);
@@ -326,10 +324,10 @@ static void what_lies_in_one_run_needs_no_copy(void)
     const mls_part two = part_of(cut(0, 2), 2, matrix, 0);    /* from two files */
     const mls_part column = part_of(cut(1, 2), 2, matrix, 0); /* from many places */
     const mls_part none = part_of(cut(0, 9), 2, matrix, 8);
-    CHECK(mls_merged_index_run(&catalog, w, &two, &offset) == NULL);
-    CHECK(mls_merged_index_run(&catalog, w, &column, &offset) == NULL);
-    CHECK(mls_merged_index_run(&catalog, w, &none, &offset) == NULL);
-    mls_merged_index_fini(&catalog);
+    CHECK(mls_merged_index_run(&merged, w, &two, &offset) == NULL);
+    CHECK(mls_merged_index_run(&merged, w, &column, &offset) == NULL);
+    CHECK(mls_merged_index_run(&merged, w, &none, &offset) == NULL);
+    mls_merged_index_fini(&merged);
 }
 
 /* Part 0 of w, rows 0 and 1: the first half of row 0 in an old layer, then its second
@@ -338,7 +336,7 @@ static void layers_are_read_where_they_show_something(void)
 {
     rank ranks[RANKS];
     const mls_index *indexes[RANKS];
-    mls_merged_index catalog;
+    mls_merged_index merged;
     mls_status st;
     const mls_row_range old = {0, 3, 0}, new = {1, 1, 0};
     mls_layer list[] = {
@@ -350,8 +348,8 @@ static void layers_are_read_where_they_show_something(void)
     CHECK(mls_layers_room(&layers) == 5);
     CHECK(mls_layers_resolve(&layers, 12, room) == 4);
     ranks[0].shards[1].layers = &layers;
-    REQUIRE(mls_merged_index_init(&catalog, indexes, RANKS, &st) == MLS_OK);
-    const mls_merged_index_tensor *w = &catalog.tensors[4];
+    REQUIRE(mls_merged_index_init(&merged, indexes, RANKS, &st) == MLS_OK);
+    const mls_merged_index_tensor *w = &merged.tensors[4];
     REQUIRE(w->places == 6); /* three plain ones, two layers, zeros */
     static const struct {
         size_t columns, part, pieces;
@@ -367,7 +365,7 @@ static void layers_are_read_where_they_show_something(void)
         mls_part parts[6];
         mls_read_range pieces[6];
         size_t count = 0;
-        CHECK(mls_merged_index_pieces(&catalog, w, &to, NULL,
+        CHECK(mls_merged_index_pieces(&merged, w, &to, NULL,
                                       &(mls_read_scratch){stored, parts, pieces}, &count,
                                       &st) == MLS_OK);
         REQUIRE(count == cases[i].pieces + 3);
@@ -381,25 +379,25 @@ static void layers_are_read_where_they_show_something(void)
     }
     uint64_t offset;
     const mls_part row = part_of(cut(0, 8), 2, matrix, 0);
-    CHECK(mls_merged_index_run(&catalog, w, &row, &offset) == NULL);
-    mls_merged_index_fini(&catalog);
+    CHECK(mls_merged_index_run(&merged, w, &row, &offset) == NULL);
+    mls_merged_index_fini(&merged);
 }
 
 static void a_part_that_is_not_stored_has_no_run(void)
 {
     rank ranks[RANKS];
     const mls_index *indexes[RANKS];
-    mls_merged_index catalog;
+    mls_merged_index merged;
     mls_status st;
     uint64_t offset;
     four_ranks(ranks, indexes);
-    REQUIRE(mls_merged_index_init(&catalog, indexes, 2, &st) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, indexes, 2, &st) == MLS_OK);
     const mls_part last = part_of(cut(0, 4), 2, matrix, 3);
     const mls_part middle =
         part_of(cut(0, 3), 2, matrix, 1); /* starts within a stored part */
-    CHECK(mls_merged_index_run(&catalog, &catalog.tensors[2], &last, &offset) == NULL);
-    CHECK(mls_merged_index_run(&catalog, &catalog.tensors[2], &middle, &offset) == NULL);
-    mls_merged_index_fini(&catalog);
+    CHECK(mls_merged_index_run(&merged, &merged.tensors[2], &last, &offset) == NULL);
+    CHECK(mls_merged_index_run(&merged, &merged.tensors[2], &middle, &offset) == NULL);
+    mls_merged_index_fini(&merged);
 }
 
 static const test_case tests[] = {

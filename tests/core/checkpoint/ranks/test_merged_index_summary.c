@@ -20,15 +20,15 @@ static void a_tensor_is_summed_over_its_shards(void)
          .version = 3,
          .layers = &layers}};
     mls_merged_index_shard places[] = {{.shard = &shards[0]}, {.shard = &shards[1]}};
-    const mls_merged_index catalog = {.shards = places, .shard_count = 2};
+    const mls_merged_index merged = {.shards = places, .shard_count = 2};
     const mls_merged_index_tensor both = {.from = 0, .count = 2},
                                   one = {.from = 0, .count = 1};
-    const mls_tensor_summary sum = mls_tensor_summarize(&catalog, &both);
+    const mls_tensor_summary sum = mls_tensor_summarize(&merged, &both);
     CHECK(sum.bytes == 80 && sum.stored_bytes == 40 + 20 + 5);
     CHECK(sum.version == 9 && sum.sparse == 1);
     REQUIRE(sum.codec != NULL);
     CHECK_TEXT(sum.codec, "zstd");
-    const mls_tensor_summary plain = mls_tensor_summarize(&catalog, &one);
+    const mls_tensor_summary plain = mls_tensor_summarize(&merged, &one);
     CHECK(plain.codec == NULL && plain.sparse == 0 && plain.stored_bytes == 40);
     CHECK(mls_layer_element_bytes(&list[0]) == 20);
     CHECK(mls_layer_element_bytes(&list[1]) == 12);

@@ -122,7 +122,7 @@ static void pieces_in_front_of_a_bad_record_are_planned(void)
 }
 
 /* One thread reads all tasks of a file as one queue, unless other threads would idle. */
-static void tasks_along_a_file_are_a_stretch(void)
+static void tasks_along_a_file_are_a_queue(void)
 {
     const mls_stored_shard shards[] = {shard_of("a", 0, 10 * (size_t)BLOCK),
                                        shard_of("b", 0, 200 * (size_t)BLOCK),
@@ -133,18 +133,17 @@ static void tasks_along_a_file_are_a_stretch(void)
     mls_status st;
     size_t planned = 0, longest = 0;
     REQUIRE(mls_read_plan_make(&plan, pieces, 3, &planned, &st) == MLS_OK);
-    CHECK(plan.stretch_count > 2 && plan.stretch_count < plan.task_count);
-    CHECK(plan.stretches[0] == 0 &&
-          plan.stretches[plan.stretch_count] == plan.task_count);
-    for (size_t i = 0; i < plan.stretch_count; i++) {
-        const size_t begin = plan.tasks[plan.stretches[i]];
-        const size_t end = plan.tasks[plan.stretches[i + 1]];
+    CHECK(plan.queue_count > 2 && plan.queue_count < plan.task_count);
+    CHECK(plan.queues[0] == 0 && plan.queues[plan.queue_count] == plan.task_count);
+    for (size_t i = 0; i < plan.queue_count; i++) {
+        const size_t begin = plan.tasks[plan.queues[i]];
+        const size_t end = plan.tasks[plan.queues[i + 1]];
         CHECK(end > begin);
         CHECK_TEXT(plan.order[begin]->file, i == 0 ? "a" : "b");
         CHECK_TEXT(plan.order[end - 1]->file, i == 0 ? "a" : "b");
         longest = end - begin > longest ? end - begin : longest;
     }
-    CHECK(plan.tasks[plan.stretches[1]] == 3); /* all of `a`: 4, 4 and 2 blocks */
+    CHECK(plan.tasks[plan.queues[1]] == 3); /* all of `a`: 4, 4 and 2 blocks */
     CHECK(longest > 8 && longest < 32);
     mls_read_plan_fini(&plan);
 }
@@ -156,7 +155,7 @@ static void nothing_makes_no_task(void)
     size_t planned = 9;
     CHECK(mls_read_plan_make(&plan, NULL, 0, &planned, &st) == MLS_OK);
     CHECK(planned == 0 && plan.count == 0 && plan.task_count == 0);
-    CHECK(plan.stretch_count == 0);
+    CHECK(plan.queue_count == 0);
     mls_read_plan_fini(&plan);
 }
 
@@ -166,7 +165,7 @@ static const test_case tests[] = {
     TEST(files_are_read_in_the_order_in_which_they_are_wanted),
     TEST(zeros_that_are_there_already_are_one_span_however_long),
     TEST(pieces_in_front_of_a_bad_record_are_planned),
-    TEST(tasks_along_a_file_are_a_stretch),
+    TEST(tasks_along_a_file_are_a_queue),
     TEST(nothing_makes_no_task),
 };
 

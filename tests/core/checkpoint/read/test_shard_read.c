@@ -565,13 +565,13 @@ typedef struct place_maker {
     int early;  /* calls of pread and preadv before all destinations were allocated */
 } place_maker;
 
-static bool make_places(void *context, mls_watermark *made)
+static bool make_places(void *context, mls_ready_counter *made)
 {
     place_maker *m = context;
     for (size_t i = 0; i < SMALL && i < m->allowed; i++) {
         m->pieces[i].data = m->places[i];
         if (i % 10 == 9) {
-            mls_watermark_advance(made, i + 1);
+            mls_ready_counter_advance(made, i + 1);
         }
         for (int k = 0; m->waits && i == SMALL / 2 && k < 5000; k++) {
             usleep(atomic_load(&calls) == 0 ? 1000 : 0);

@@ -26,7 +26,7 @@ static void items_keep_their_shapes_while_the_list_grows(void)
         REQUIRE(mls_shard_list_add(&list, &weight, MLS_F32, (int)(i % 4), dims, &st) !=
                 NULL);
     }
-    mls_shard_list_seal(&list);
+    mls_shard_list_finish(&list);
     REQUIRE(list.count == 300);
     for (size_t i = 0; i < 300; i++) {
         const mls_shard_item *item = &list.items[i];

@@ -137,21 +137,21 @@ static void little_is_left_out(void)
 }
 
 /* Each thread has a buffer; compressed shards are held whole. */
-static void what_a_save_takes_besides_is_known_before(void)
+static void the_overhead_of_a_save_is_known_before(void)
 {
     state s;
     mls_status st;
     size_t none = 0, one = 0, two = 0, coded = 0;
     make_state(&s);
-    CHECK(mls_staging_besides(s.items, 0, 1, false, &none, &st) == MLS_OK);
-    CHECK(mls_staging_besides(s.items, COUNT, 1, false, &one, &st) == MLS_OK);
-    CHECK(mls_staging_besides(s.items, COUNT, 2, false, &two, &st) == MLS_OK);
-    CHECK(mls_staging_besides(s.items, COUNT, 2, true, &coded, &st) == MLS_OK);
+    CHECK(mls_staging_overhead(s.items, 0, 1, false, &none, &st) == MLS_OK);
+    CHECK(mls_staging_overhead(s.items, COUNT, 1, false, &one, &st) == MLS_OK);
+    CHECK(mls_staging_overhead(s.items, COUNT, 2, false, &two, &st) == MLS_OK);
+    CHECK(mls_staging_overhead(s.items, COUNT, 2, true, &coded, &st) == MLS_OK);
     CHECK(none > MLS_WRITE_BUFFER && one > none && one < none + MIB);
     CHECK(two - one >= MLS_WRITE_BUFFER && two - one < MLS_WRITE_BUFFER + MIB);
     CHECK(coded - two >= 2 * (3 * (5 * MIB / 4)) && coded - two < 2 * 8 * MIB);
     s.items[0].part = 4;
-    CHECK(mls_staging_besides(s.items, COUNT, 2, true, &coded, &st) == MLS_E_VALUE);
+    CHECK(mls_staging_overhead(s.items, COUNT, 2, true, &coded, &st) == MLS_E_VALUE);
     CHECK(strcmp(st.name, "large") == 0);
     free_state(&s);
 }
@@ -315,7 +315,7 @@ int main(void)
         TEST(a_budget_of_all_holds_all),
         TEST(small_items_come_first),
         TEST(little_is_left_out),
-        TEST(what_a_save_takes_besides_is_known_before),
+        TEST(the_overhead_of_a_save_is_known_before),
         TEST(what_is_staged_already_stays),
         TEST(copies_of_the_caller_are_noted_by_their_address),
         TEST(what_is_needed_is_the_part_and_a_bad_one_is_named),

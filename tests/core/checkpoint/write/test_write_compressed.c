@@ -500,7 +500,7 @@ static void errors_while_reading(void)
     const mls_layout whole = {0};
     const mls_index *indexes[1];
     unsigned char *got = malloc(BYTES);
-    mls_merged_index catalog;
+    mls_merged_index merged;
     mls_stored_shard stored[1];
     mls_part parts[1];
     mls_read_range pieces[1];
@@ -512,9 +512,9 @@ static void errors_while_reading(void)
     REQUIRE(t.data != NULL && got != NULL);
     REQUIRE(save(&t, true, false, false) != NULL);
     indexes[0] = &t.index;
-    REQUIRE(mls_merged_index_init(&catalog, indexes, 1, &st) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, indexes, 1, &st) == MLS_OK);
     REQUIRE(mls_layout_part(&whole, 2, matrix, 0, &to, &st) == MLS_OK);
-    REQUIRE(mls_merged_index_pieces(&catalog, &catalog.tensors[0], &to, got,
+    REQUIRE(mls_merged_index_pieces(&merged, &merged.tensors[0], &to, got,
                                     &(mls_read_scratch){stored, parts, pieces}, &count,
                                     &st) == MLS_OK);
     for (size_t i = 0; i < 8; i++) {
@@ -542,7 +542,7 @@ static void errors_while_reading(void)
                                               .pool = four_threads},
                           &failed, &st) == MLS_E_VALUE);
     CHECK(strstr(st.text, "no decoder for zstd is available") != NULL);
-    mls_merged_index_fini(&catalog);
+    mls_merged_index_fini(&merged);
     free(got);
     drop(&t);
 }

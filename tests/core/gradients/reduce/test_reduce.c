@@ -68,7 +68,7 @@ static bool same_items(mls_dtype dtype, const unsigned char *a, const unsigned c
     return true;
 }
 
-static bool same_tally(mls_norm_partial a, mls_norm_partial b)
+static bool same_partial(mls_norm_partial a, mls_norm_partial b)
 {
     return memcmp(&a.squares, &b.squares, sizeof a.squares) == 0 &&
            a.nonfinite == b.nonfinite;
@@ -121,11 +121,11 @@ static bool sets_agree(const mls_reduction *r, size_t count, size_t n, size_t of
                    mls_cached(), &oracle);
     for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
         if (mls_cpu_offers((mls_cpu)cpu)) {
-            mls_norm_partial tally = {0};
+            mls_norm_partial partial = {0};
             memset(found, 0xA5, sizeof found);
             mls_reduce_run(mls_kernels_of((mls_cpu)cpu), r, sources, count,
-                           found + offset, n, mls_cached(), &tally);
-            agree = agree && same_tally(oracle, tally) && found[offset - 1] == 0xA5 &&
+                           found + offset, n, mls_cached(), &partial);
+            agree = agree && same_partial(oracle, partial) && found[offset - 1] == 0xA5 &&
                     found[offset + n * item(r->out_dtype)] == 0xA5 &&
                     same_items(r->out_dtype, wanted + offset, found + offset, n);
         }
@@ -171,7 +171,7 @@ static void check_add(mls_dtype to, mls_dtype from, double scale, bool tame)
     mls_status st;
     for (size_t i = 0; i < LENGTHS; i++) {
         const size_t n = lengths[i], offset = 8 * (1 + i % 7);
-        mls_norm_partial oracle = {0}, tally = {0};
+        mls_norm_partial oracle = {0}, partial = {0};
         fill_items(to, input[0], LONGEST, 3, tame);
         fill_items(from, input[1], LONGEST, 4, tame);
         memcpy(wanted, input[0], ROOM);
@@ -183,10 +183,10 @@ static void check_add(mls_dtype to, mls_dtype from, double scale, bool tame)
             if (mls_cpu_offers((mls_cpu)cpu)) {
                 memcpy(found, input[0], ROOM);
                 dst.data = found + offset;
-                tally = (mls_norm_partial){0};
-                CHECK(mls_accumulate((mls_cpu)cpu, NULL, &dst, &src, scale, &tally,
+                partial = (mls_norm_partial){0};
+                CHECK(mls_accumulate((mls_cpu)cpu, NULL, &dst, &src, scale, &partial,
                                      &st) == MLS_OK);
-                CHECK(same_tally(oracle, tally));
+                CHECK(same_partial(oracle, partial));
                 CHECK(same_items(to, wanted + offset, found + offset, n));
                 CHECK(memcmp(found, input[0], offset) == 0);
             }
@@ -395,41 +395,41 @@ static void the_output_may_be_a_source(void)
 
 /* ---- norm partials ---- */
 
-static void tallies_count_what_is_not_finite(void)
+static void norm_partials_count_what_is_not_finite(void)
 {
     float x[5000];
-    mls_norm_partial tally = {0};
+    mls_norm_partial partial = {0};
     for (int i = 0; i < 5000; i++) {
         x[i] = 2;
     }
     const mls_tensor t = vector_of(x, MLS_F32, 5000);
-    mls_norm_partial_of(MLS_CPU_SCALAR, NULL, &t, &tally);
-    CHECK(tally.squares == 20000 && tally.nonfinite == 0);
+    mls_norm_partial_of(MLS_CPU_SCALAR, NULL, &t, &partial);
+    CHECK(partial.squares == 20000 && partial.nonfinite == 0);
     x[3] = INFINITY, x[4] = -INFINITY, x[4999] = NAN;
-    mls_norm_partial_of(MLS_CPU_SCALAR, NULL, &t, &tally);
-    CHECK(isnan(tally.squares) && tally.nonfinite == 3);
+    mls_norm_partial_of(MLS_CPU_SCALAR, NULL, &t, &partial);
+    CHECK(isnan(partial.squares) && partial.nonfinite == 3);
     const mls_tensor complex = vector_of(x, MLS_C64, 2500);
-    tally = (mls_norm_partial){0};
-    mls_norm_partial_of(MLS_CPU_SCALAR, NULL, &complex, &tally);
-    CHECK(tally.nonfinite == 3); /* elements 1, 2 and the last */
-    x[2] = NAN;                  /* the imaginary part of element 1 */
-    tally = (mls_norm_partial){0};
-    mls_norm_partial_of(MLS_CPU_SCALAR, NULL, &complex, &tally);
-    CHECK(tally.nonfinite == 3);
+    partial = (mls_norm_partial){0};
+    mls_norm_partial_of(MLS_CPU_SCALAR, NULL, &complex, &partial);
+    CHECK(partial.nonfinite == 3); /* elements 1, 2 and the last */
+    x[2] = NAN;                    /* the imaginary part of element 1 */
+    partial = (mls_norm_partial){0};
+    mls_norm_partial_of(MLS_CPU_SCALAR, NULL, &complex, &partial);
+    CHECK(partial.nonfinite == 3);
 }
 
 /* Squares of large float64 numbers overflow, although the numbers are finite. */
 static void a_square_may_overflow_without_being_counted(void)
 {
     double x[40] = {1e200, 1};
-    mls_norm_partial tally = {0};
+    mls_norm_partial partial = {0};
     const mls_tensor t = vector_of(x, MLS_F64, 40);
-    mls_norm_partial_of(MLS_CPU_SCALAR, NULL, &t, &tally);
-    CHECK(isinf(tally.squares) && tally.nonfinite == 0);
+    mls_norm_partial_of(MLS_CPU_SCALAR, NULL, &t, &partial);
+    CHECK(isinf(partial.squares) && partial.nonfinite == 0);
 }
 
 /* In parts that begin at multiples of a block, by any number of threads, in any order. */
-static void tallies_do_not_depend_on_who_did_what(void)
+static void norm_partials_do_not_depend_on_who_did_what(void)
 {
     /* more blocks than the core stores sums for at a time */
     const size_t n = ((size_t)2100 * MLS_NORM_BLOCK) + 70001;
@@ -457,12 +457,12 @@ static void tallies_do_not_depend_on_who_did_what(void)
     }
     CHECK(alone.nonfinite == 1 && isinf(alone.squares));
     x[n - 1] = 1;
-    CHECK(same_tally(alone, shared) && same_tally(alone, parts) &&
-          same_tally(alone, added));
+    CHECK(same_partial(alone, shared) && same_partial(alone, parts) &&
+          same_partial(alone, added));
     alone = shared = (mls_norm_partial){0};
     mls_norm_partial_of(cpu, NULL, &src, &alone);
     mls_norm_partial_of(cpu, pool, &src, &shared);
-    CHECK(same_tally(alone, shared) && alone.squares > 1);
+    CHECK(same_partial(alone, shared) && alone.squares > 1);
     CHECK(memcmp(x, y, (n - 1) * sizeof *x) == 0);
     mls_pool_free(pool);
     free(x);
@@ -507,7 +507,7 @@ static void check_views(mls_dtype dtype, const ptrdiff_t *s, const ptrdiff_t *t,
                       .shape = {37, 230},
                       .strides = {s[0] * bytes, s[1] * bytes}};
     mls_tensor src = dst;
-    mls_norm_partial oracle = {0}, tally = {0};
+    mls_norm_partial oracle = {0}, partial = {0};
     mls_status st;
     mls_cpu cpu = MLS_CPU_SCALAR;
     (void)mls_cpu_choose(NULL, &cpu, &st);
@@ -521,10 +521,10 @@ static void check_views(mls_dtype dtype, const ptrdiff_t *s, const ptrdiff_t *t,
     const mls_tensor a = vector_of(wanted, dtype, 37 * 230);
     const mls_tensor b = vector_of(input[0], dtype, 37 * 230);
     CHECK(mls_accumulate(MLS_CPU_SCALAR, NULL, &a, &b, 1, &oracle, &st) == MLS_OK);
-    CHECK(mls_accumulate(cpu, NULL, &dst, &src, 1, &tally, &st) == MLS_OK);
+    CHECK(mls_accumulate(cpu, NULL, &dst, &src, 1, &partial, &st) == MLS_OK);
     pack(&dst, found);
     CHECK(same_items(dtype, wanted, found, 37 * 230));
-    CHECK(same_tally(oracle, tally));
+    CHECK(same_partial(oracle, partial));
 }
 
 static void any_two_views_are_added_element_by_element(void)
@@ -560,16 +560,16 @@ static void empty_and_scalar_tensors_are_added(void)
     const mls_tensor none = {.dtype = MLS_F32, .rank = 2, .shape = {0, 5}};
     const mls_reduction r = {MLS_F32, MLS_F32, MLS_REDUCE_SUM, 1};
     const void *const sources[] = {NULL};
-    mls_norm_partial tally = {0};
+    mls_norm_partial partial = {0};
     mls_status st;
-    CHECK(mls_accumulate(MLS_CPU_SCALAR, NULL, &a, &b, 3, &tally, &st) == MLS_OK);
-    CHECK(x == 7 && tally.squares == 49);
-    CHECK(mls_accumulate(MLS_CPU_SCALAR, NULL, &none, &none, 3, &tally, &st) == MLS_OK);
+    CHECK(mls_accumulate(MLS_CPU_SCALAR, NULL, &a, &b, 3, &partial, &st) == MLS_OK);
+    CHECK(x == 7 && partial.squares == 49);
+    CHECK(mls_accumulate(MLS_CPU_SCALAR, NULL, &none, &none, 3, &partial, &st) == MLS_OK);
     CHECK(mls_scale(MLS_CPU_SCALAR, NULL, &none, 3, &st) == MLS_OK);
-    mls_norm_partial_of(MLS_CPU_SCALAR, NULL, &none, &tally);
+    mls_norm_partial_of(MLS_CPU_SCALAR, NULL, &none, &partial);
     mls_reduce_run(mls_kernels_of(MLS_CPU_SCALAR), &r, sources, 1, NULL, 0, mls_cached(),
-                   &tally);
-    CHECK(tally.squares == 49 && tally.nonfinite == 0);
+                   &partial);
+    CHECK(partial.squares == 49 && partial.nonfinite == 0);
 }
 
 /* ---- refusals ---- */
@@ -604,17 +604,17 @@ static void reductions_that_make_no_sense_are_refused(void)
     CHECK(refused(MLS_F64, MLS_F64, MLS_REDUCE_SUM, 1e300) == MLS_OK);
 }
 
-/* Whether adding is refused with this code, and dst and tally are unchanged. */
+/* Whether adding is refused with this code, and dst and partial are unchanged. */
 static bool stays(const mls_tensor *dst, const mls_tensor *src, double scale,
                   mls_code code)
 {
     unsigned char before[64];
-    mls_norm_partial tally = {1, 2};
+    mls_norm_partial partial = {1, 2};
     mls_status st;
     memcpy(before, memory[0], sizeof before);
-    return mls_accumulate(MLS_CPU_SCALAR, NULL, dst, src, scale, &tally, &st) == code &&
-           st.code == code && st.text[0] != '\0' && tally.squares == 1 &&
-           tally.nonfinite == 2 && memcmp(before, memory[0], sizeof before) == 0;
+    return mls_accumulate(MLS_CPU_SCALAR, NULL, dst, src, scale, &partial, &st) == code &&
+           st.code == code && st.text[0] != '\0' && partial.squares == 1 &&
+           partial.nonfinite == 2 && memcmp(before, memory[0], sizeof before) == 0;
 }
 
 static void what_cannot_be_added_changes_nothing(void)
@@ -674,9 +674,9 @@ static const test_case tests[] = {
     TEST(integers_wrap),
     TEST(a_nan_wins_minima_and_maxima),
     TEST(the_output_may_be_a_source),
-    TEST(tallies_count_what_is_not_finite),
+    TEST(norm_partials_count_what_is_not_finite),
     TEST(a_square_may_overflow_without_being_counted),
-    TEST(tallies_do_not_depend_on_who_did_what),
+    TEST(norm_partials_do_not_depend_on_who_did_what),
     TEST(any_two_views_are_added_element_by_element),
     TEST(an_array_may_be_added_to_itself),
     TEST(empty_and_scalar_tensors_are_added),

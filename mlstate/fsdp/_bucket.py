@@ -17,7 +17,7 @@ from ._gradient_ops import add, memory_of, on_host, packed, place, plain
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ._unit import FSDPShardingUnit
+    from ._sharding_unit import FSDPShardingUnit
 
 Segment: TypeAlias = tuple[Any, tuple[int, ...], Any]  # gradient, elements by rank, output
 # a segment with the dtype and shape that the output must have
@@ -335,17 +335,17 @@ class Reducer:
         entries, terms, _ = bucket
         if handle is None:
             reduce_on_device = backend_named("torch").reduce_on_device
-            tallies = [reduce_on_device(self.group, e, terms, self.timeout) for e in entries]
+            partials = [reduce_on_device(self.group, e, terms, self.timeout) for e in entries]
         elif terms.compression:
-            tallies = self._sum_compressed(handle, entries, terms.compression)
+            partials = self._sum_compressed(handle, entries, terms.compression)
         elif hasattr(self.group, "_reduce_bucket"):
             text = f"{terms.op} of {len(entries)} arrays"
-            tallies = self.group._reduce_bucket(handle, text, self.timeout)
+            partials = self.group._reduce_bucket(handle, text, self.timeout)
         else:
             self._exchange_parts(*self._packed or self.pack(handle))
-            tallies = _core.bucket_reduce(handle, self._receive)
+            partials = _core.bucket_reduce(handle, self._receive)
         self._packed = None
-        for entry, (_, nonfinite) in zip(entries, tallies, strict=True):
+        for entry, (_, nonfinite) in zip(entries, partials, strict=True):
             entry.nonfinite = nonfinite
 
     def _sum_compressed(

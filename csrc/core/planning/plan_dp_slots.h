@@ -1,4 +1,5 @@
-/* plan_slots: solves the persistent class with memory counted in slots.
+/* plan_dp_slots: solves the persistent class with memory counted in slots, by dynamic
+ * programming over a table.
  *
  * The table has for each segment the value at 0, 1, ... `slots` slots. It is triangular
  * and is filled in square tiles of segments, so that loaded entries are used several
@@ -9,8 +10,8 @@
  * numbers, so for n blocks their relative error is at most n parts in 16 million. The
  * schedule's time is then summed in doubles.
  */
-#ifndef MLS_PLAN_SLOTS_H
-#define MLS_PLAN_SLOTS_H
+#ifndef MLS_PLAN_DP_SLOTS_H
+#define MLS_PLAN_DP_SLOTS_H
 
 #include "planning/plan_costs.h"
 #include "runtime/cpu_features.h"
@@ -30,11 +31,11 @@ size_t mls_plan_table_bytes(size_t blocks, size_t slots);
 
 /* Solves every segment. The costs must be in slots. MLS_E_MEMORY, MLS_E_STOPPED; on
  * failure `*out` is zeroed. */
-mls_code mls_plan_slots(const mls_plan_costs *costs, mls_cpu cpu, mls_pool *pool,
-                        mls_poll poll, mls_plan_table *out, mls_status *st);
+mls_code mls_plan_dp_slots(const mls_plan_costs *costs, mls_cpu cpu, mls_pool *pool,
+                           mls_poll poll, mls_plan_table *out, mls_status *st);
 void mls_plan_table_fini(mls_plan_table *table); /* accepts a zeroed one; zeroes it */
 
 /* The mls_plan_value of a table. */
-double mls_plan_slots_value(const void *table, size_t s, size_t t, int64_t memory);
+double mls_plan_dp_slots_value(const void *table, size_t s, size_t t, int64_t memory);
 
 #endif

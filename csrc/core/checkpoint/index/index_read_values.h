@@ -1,4 +1,4 @@
-/* index_values: read values of an index text, and report the invalid ones.
+/* index_read_values: read values of an index text, and report the invalid ones.
  *
  * The text contains tables, which are objects of columns. A column of whole numbers is
  * one string, "0,17,4". A column of checksums is also one string, with eight digits for
@@ -7,8 +7,8 @@
  *
  * All functions that return mls_code return MLS_OK, or MLS_E_FORMAT with key, offset and
  * the invalid value in the status. Results are untouched on failure. */
-#ifndef MLS_INDEX_VALUES_H
-#define MLS_INDEX_VALUES_H
+#ifndef MLS_INDEX_READ_VALUES_H
+#define MLS_INDEX_READ_VALUES_H
 
 #include "base/status.h"
 #include "base/string_view.h"

@@ -1,5 +1,5 @@
 /* Matching of names, compared with a search through both lists. */
-#include "state/name_match.h"
+#include "state/name_pairs.h"
 #include "support/runner.h"
 
 #include <stdlib.h>
@@ -17,7 +17,7 @@ static void check(const mls_str *a, size_t a_count, const mls_str *b, size_t b_c
     size_t partners[MOST], rest[MOST], rest_count = 0;
     bool taken[MOST] = {false};
     mls_status st;
-    REQUIRE(mls_names_match(a, a_count, b, b_count, partners, rest, &rest_count, &st) ==
+    REQUIRE(mls_pair_names(a, a_count, b, b_count, partners, rest, &rest_count, &st) ==
             MLS_OK);
     for (size_t i = 0; i < a_count; i++) {
         if (partners[i] != MLS_NO_PARTNER) {
@@ -47,7 +47,7 @@ static void lists_in_one_order_are_matched_in_step(void)
     const mls_str names[] = {text("a"), text("b.c"), text(""), text("b")};
     size_t partners[4], rest[4], rest_count = 9;
     mls_status st;
-    REQUIRE(mls_names_match(names, 4, names, 4, partners, rest, &rest_count, &st) ==
+    REQUIRE(mls_pair_names(names, 4, names, 4, partners, rest, &rest_count, &st) ==
             MLS_OK);
     CHECK(rest_count == 0);
     for (size_t i = 0; i < 4; i++) {

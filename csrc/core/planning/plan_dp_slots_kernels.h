@@ -1,11 +1,12 @@
-/* plan_slots_kernels: types and tables of the kernel files; private to plan_slots*.c.
+/* plan_dp_slots_kernels: types and tables of the kernel files; private to
+ * plan_dp_slots*.c.
  *
- * Each kernel file defines one table; plan_slots.c chooses the table. mls_cpu_offers
+ * Each kernel file defines one table; plan_dp_slots.c chooses the table. mls_cpu_offers
  * tests whether the processor supports its instruction set. All kernels do the same
  * additions and comparisons in the same order, so their results are equal bit for bit.
  */
-#ifndef MLS_PLAN_SLOTS_KERNELS_H
-#define MLS_PLAN_SLOTS_KERNELS_H
+#ifndef MLS_PLAN_DP_SLOTS_KERNELS_H
+#define MLS_PLAN_DP_SLOTS_KERNELS_H
 
 #include <stddef.h>
 #include <stdint.h>

@@ -1,5 +1,5 @@
 /* Items made in order, while other threads use them. */
-#include "runtime/watermark.h"
+#include "runtime/ready_counter.h"
 #include "support/runner.h"
 
 #include <pthread.h>
@@ -7,9 +7,9 @@
 
 enum { THINGS = 2000, READERS = 4 };
 
-/* Plain memory: ThreadSanitizer reports any use before the watermark allows it. */
+/* Plain memory: ThreadSanitizer reports any use before the counter allows it. */
 typedef struct factory {
-    mls_watermark gate;
+    mls_ready_counter counter;
     size_t things[THINGS];
     size_t sums[READERS];
 } factory;
@@ -23,7 +23,7 @@ static void *add_up(void *argument)
 {
     const reader *r = argument;
     for (size_t i = 0; i < THINGS; i++) {
-        mls_watermark_wait(&r->from->gate, i + 1);
+        mls_ready_counter_wait(&r->from->counter, i + 1);
         r->from->sums[r->number] += r->from->things[i];
     }
     return NULL;
@@ -34,7 +34,7 @@ static void what_is_waited_for_has_been_made(void)
     static factory f;
     pthread_t threads[READERS];
     reader readers[READERS];
-    mls_watermark_init(&f.gate);
+    mls_ready_counter_init(&f.counter);
     for (size_t i = 0; i < READERS; i++) {
         readers[i] = (reader){&f, i};
         REQUIRE(pthread_create(&threads[i], NULL, add_up, &readers[i]) == 0);
@@ -42,27 +42,27 @@ static void what_is_waited_for_has_been_made(void)
     for (size_t i = 0; i < THINGS; i++) {
         f.things[i] = i + 1;
         if (i % 16 == 15) {
-            mls_watermark_advance(&f.gate, i + 1);
+            mls_ready_counter_advance(&f.counter, i + 1);
         }
     }
-    mls_watermark_advance(&f.gate, THINGS);
+    mls_ready_counter_advance(&f.counter, THINGS);
     for (size_t i = 0; i < READERS; i++) {
         pthread_join(threads[i], NULL);
         CHECK(f.sums[i] == (size_t)THINGS * (THINGS + 1) / 2);
     }
-    mls_watermark_fini(&f.gate);
+    mls_ready_counter_fini(&f.counter);
 }
 
 static void nobody_waits_for_nothing_or_behind_the_end(void)
 {
-    mls_watermark gate;
-    mls_watermark_init(&gate);
-    mls_watermark_wait(&gate, 0);
-    mls_watermark_advance(&gate, SIZE_MAX);
-    mls_watermark_wait(&gate, THINGS);
-    mls_watermark_wait(&gate, SIZE_MAX);
-    mls_watermark_fini(&gate);
-    CHECK(atomic_load(&gate.open) == SIZE_MAX);
+    mls_ready_counter counter;
+    mls_ready_counter_init(&counter);
+    mls_ready_counter_wait(&counter, 0);
+    mls_ready_counter_advance(&counter, SIZE_MAX);
+    mls_ready_counter_wait(&counter, THINGS);
+    mls_ready_counter_wait(&counter, SIZE_MAX);
+    mls_ready_counter_fini(&counter);
+    CHECK(atomic_load(&counter.open) == SIZE_MAX);
 }
 
 static const test_case tests[] = {

@@ -9,7 +9,7 @@ int main(void)
 #else
 
 #    include "base/size.h"
-#    include "checkpoint/index/shard_header.h"
+#    include "checkpoint/index/shard_header_rebuild.h"
 #    include "safetensors/safetensors.h"
 #    include "support/shards.h"
 
@@ -51,7 +51,7 @@ static bool is_made(const mls_index *index, size_t file)
     mls_status st;
     size_t length = 0;
     unsigned char *written = read_pool_file(index->files[file].path, &length);
-    const mls_code code = mls_shard_header(index, file, crc, &made, &st);
+    const mls_code code = mls_shard_header_rebuild(index, file, crc, &made, &st);
     const bool good = code == MLS_OK && written != NULL && made.length > 8 &&
                       made.length <= length &&
                       made.length == mls_load_le64(written) + 8 &&
@@ -107,10 +107,11 @@ static void the_index_that_lists_all_of_a_file_is_found(void)
     mls_status st;
     REQUIRE(index.file_count > 0);
     const char *path = index.files[0].path;
-    CHECK(mls_shard_header_find(both, 1, path, crc, &made, &st) == MLS_E_VALUE);
-    CHECK(mls_shard_header_find(both, 2, "params/none", crc, &made, &st) == MLS_E_VALUE);
+    CHECK(mls_shard_header_rebuild_path(both, 1, path, crc, &made, &st) == MLS_E_VALUE);
+    CHECK(mls_shard_header_rebuild_path(both, 2, "params/none", crc, &made, &st) ==
+          MLS_E_VALUE);
     CHECK(made.length == 0);
-    CHECK(mls_shard_header_find(both, 2, path, crc, &made, &st) == MLS_OK);
+    CHECK(mls_shard_header_rebuild_path(both, 2, path, crc, &made, &st) == MLS_OK);
     CHECK(made.length > 8);
     mls_json_writer_fini(&made);
     drop(&index, data);

@@ -1,4 +1,4 @@
-/* plan_slots: fills the table, by diagonals of large tiles.
+/* plan_dp_slots: fills the table, by diagonals of large tiles.
  *
  * A segment s .. t needs the segments to its left in the row (s .. k - 1) and below it in
  * the column (k .. t). A large tile first uses complete tiles, in blocks of k. Then its
@@ -8,11 +8,11 @@
  * Entries are seconds of recomputation. Kernels add the seconds of blocks s .. k - 1 to
  * each restart in two parts, so that inner loops only add and compare.
  */
-#include "planning/plan_slots.h"
+#include "planning/plan_dp_slots.h"
 
 #include "base/memory.h"
 #include "base/size.h"
-#include "planning/slots/plan_slots_kernels.h"
+#include "planning/plan_dp_slots_kernels.h"
 
 #include <math.h>
 #include <stdatomic.h>
@@ -108,7 +108,7 @@ static float *values_of(const mls_plan_table *table, size_t s, size_t t)
 }
 
 /* A trace asks for negative memory if a size exceeds the remaining memory. */
-double mls_plan_slots_value(const void *context, size_t s, size_t t, int64_t memory)
+double mls_plan_dp_slots_value(const void *context, size_t s, size_t t, int64_t memory)
 {
     const mls_plan_table *table = context;
     if (memory < 0) {
@@ -512,8 +512,8 @@ static void run_diagonals(solver *v, mls_pool *pool)
 }
 
 /* Allocates first: nothing is computed that could not be stored. */
-mls_code mls_plan_slots(const mls_plan_costs *costs, mls_cpu cpu, mls_pool *pool,
-                        mls_poll poll, mls_plan_table *out, mls_status *st)
+mls_code mls_plan_dp_slots(const mls_plan_costs *costs, mls_cpu cpu, mls_pool *pool,
+                           mls_poll poll, mls_plan_table *out, mls_status *st)
 {
     solver v = {.costs = costs,
                 .kernels = kernels_of(cpu),

@@ -1,4 +1,4 @@
-/* store_choice: how large copies store their result, chosen by measurement.
+/* cpu_store_choice: how large copies store their result, chosen by measurement.
  *
  * A copy can use plain stores, non-temporal stores (which bypass the cache) in one
  * stream, or non-temporal stores in four streams a page apart. Which is fastest depends
@@ -28,8 +28,8 @@
  * Trials are counted with atomics, so any number of threads may take part. A child of
  * fork inherits the counts and continues from them.
  */
-#ifndef MLS_STORE_CHOICE_H
-#define MLS_STORE_CHOICE_H
+#ifndef MLS_CPU_STORE_CHOICE_H
+#define MLS_CPU_STORE_CHOICE_H
 
 #include "base/status.h"
 

@@ -1,4 +1,5 @@
-/* plan_exact: solves the persistent class to the byte.
+/* plan_dp_fronts: solves the persistent class to the byte, by dynamic programming over
+ * Pareto fronts.
  *
  * For each segment the solver keeps a front: the Pareto-optimal points (memory, seconds),
  * each with more memory and fewer seconds than the one before. The front of a segment is
@@ -6,8 +7,8 @@
  * find out which choices matter at which memory. The grid alone rules out most choices in
  * most intervals; only the others are merged point by point.
  */
-#ifndef MLS_PLAN_EXACT_H
-#define MLS_PLAN_EXACT_H
+#ifndef MLS_PLAN_DP_FRONTS_H
+#define MLS_PLAN_DP_FRONTS_H
 
 #include "planning/plan_costs.h"
 #include "runtime/thread_pool.h"
@@ -38,11 +39,12 @@ enum { MLS_PLAN_GRID = 64 }; /* intervals of the grid */
 /* Solves every segment for all memory up to the budget. `most_points` limits the points
  * of all fronts. MLS_E_SIZE: the limit is reached; MLS_E_MEMORY; MLS_E_STOPPED. On
  * failure `*out` is zeroed. */
-mls_code mls_plan_exact(const mls_plan_costs *costs, size_t most_points, mls_pool *pool,
-                        mls_poll poll, mls_plan_fronts *out, mls_status *st);
+mls_code mls_plan_dp_fronts(const mls_plan_costs *costs, size_t most_points,
+                            mls_pool *pool, mls_poll poll, mls_plan_fronts *out,
+                            mls_status *st);
 void mls_plan_fronts_fini(mls_plan_fronts *fronts); /* accepts a zeroed one; zeroes it */
 
 /* The mls_plan_value of fronts. */
-double mls_plan_exact_value(const void *fronts, size_t s, size_t t, int64_t memory);
+double mls_plan_dp_fronts_value(const void *fronts, size_t s, size_t t, int64_t memory);
 
 #endif

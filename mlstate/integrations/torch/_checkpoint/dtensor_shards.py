@@ -1,4 +1,4 @@
-"""Collection of this rank's part of modules and optimizers that torch shards."""
+"""Collect this rank's part of modules and optimizers that torch shards: DTensors, FSDP1 shards."""
 
 from __future__ import annotations
 

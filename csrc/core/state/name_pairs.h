@@ -1,6 +1,6 @@
-/* name_match: pairs two lists of names by equality. */
-#ifndef MLS_NAME_MATCH_H
-#define MLS_NAME_MATCH_H
+/* name_pairs: pairs two lists of names by equality. */
+#ifndef MLS_NAME_PAIRS_H
+#define MLS_NAME_PAIRS_H
 
 #include "base/status.h"
 #include "base/string_view.h"
@@ -21,8 +21,8 @@
  *
  * MLS_E_MEMORY: the results are undefined.
  */
-mls_code mls_names_match(const mls_str *a, size_t a_count, const mls_str *b,
-                         size_t b_count, size_t *partners, size_t *rest,
-                         size_t *rest_count, mls_status *st);
+mls_code mls_pair_names(const mls_str *a, size_t a_count, const mls_str *b,
+                        size_t b_count, size_t *partners, size_t *rest,
+                        size_t *rest_count, mls_status *st);
 
 #endif

@@ -1,5 +1,5 @@
-/* index_values: errors, single values, columns. */
-#include "checkpoint/index/index_values.h"
+/* index_read_values: errors, single values, columns. */
+#include "checkpoint/index/index_read_values.h"
 
 #include "io/json_checksum.h"
 

@@ -1,5 +1,5 @@
-/* store_choice: time the store variants and compare them. */
-#include "runtime/store_choice.h"
+/* cpu_store_choice: time the store variants and compare them. */
+#include "runtime/cpu_store_choice.h"
 
 #include "runtime/cpu_features.h"
 

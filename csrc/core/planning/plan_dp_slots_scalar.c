@@ -1,8 +1,8 @@
-/* plan_slots_scalar: the reference kernel, one number at a time.
+/* plan_dp_slots_scalar: the reference kernel, one number at a time.
  *
  * Uses the loops of all kernels; a register is one float here.
  */
-#include "planning/slots/plan_slots_kernels.h"
+#include "planning/plan_dp_slots_kernels.h"
 
 #define TARGET
 #define MLS_PLAN_TABLE mls_plan_scalar
@@ -38,4 +38,4 @@ static inline floats least(floats a, floats b)
     return b < a ? b : a;
 }
 
-#include "planning/slots/plan_slots_simd.h"
+#include "planning/plan_dp_slots_simd.h"

@@ -1,4 +1,4 @@
-/* plan_exact: computes the fronts of all segments, diagonal by diagonal.
+/* plan_dp_fronts: computes the fronts of all segments, diagonal by diagonal.
  *
  * Segments depend only on shorter ones, so threads share the segments of one length. The
  * value of a choice for some memory is a constant, plus the value of one front at that
@@ -9,7 +9,7 @@
  * entries. The best value at the interval's beginning is an upper bound for the whole
  * interval. So a choice is considered only if its lower bound is below that upper bound.
  */
-#include "planning/plan_exact.h"
+#include "planning/plan_dp_fronts.h"
 
 #include "base/memory.h"
 
@@ -94,7 +94,7 @@ static size_t find_point(const mls_plan_front *f, int64_t memory)
 }
 
 /* Less memory than the first point's is not enough. */
-double mls_plan_exact_value(const void *context, size_t s, size_t t, int64_t memory)
+double mls_plan_dp_fronts_value(const void *context, size_t s, size_t t, int64_t memory)
 {
     const mls_plan_fronts *f = context;
     const mls_plan_front *front = &f->fronts[mls_plan_cell(f->blocks, s, t)];
@@ -495,8 +495,9 @@ static mls_code fail_planning(mls_code code, const mls_plan_costs *c, size_t mos
 }
 
 /* Times that differ by less than the rounding of the sums count as equal. */
-mls_code mls_plan_exact(const mls_plan_costs *costs, size_t most_points, mls_pool *pool,
-                        mls_poll poll, mls_plan_fronts *out, mls_status *st)
+mls_code mls_plan_dp_fronts(const mls_plan_costs *costs, size_t most_points,
+                            mls_pool *pool, mls_poll poll, mls_plan_fronts *out,
+                            mls_status *st)
 {
     const size_t tasks = pool == NULL ? 1 : mls_pool_threads(pool);
     solver v = {.costs = costs,

@@ -1,4 +1,4 @@
-#include "planning/plan_exact.h"
+#include "planning/plan_dp_fronts.h"
 #include "support/chains.h"
 #include "support/runner.h"
 
@@ -20,13 +20,13 @@ static void check_all(const mls_chain *chain, int64_t budget, bool offload)
     mls_plan_fronts fronts;
     const size_t n = chain->blocks;
     REQUIRE(mls_plan_costs_init(&costs, chain, budget, 0, offload, &st) == MLS_OK);
-    REQUIRE(mls_plan_exact(&costs, MANY, NULL, nobody, &fronts, &st) == MLS_OK);
+    REQUIRE(mls_plan_dp_fronts(&costs, MANY, NULL, nobody, &fronts, &st) == MLS_OK);
     for (int64_t memory = 0; memory <= costs.budget; memory++) {
-        const double got = mls_plan_exact_value(&fronts, 0, n - 1, memory);
+        const double got = mls_plan_dp_fronts_value(&fronts, 0, n - 1, memory);
         const double want = judge(chain, 0, n - 1, memory, offload);
         CHECK(isfinite(got) ? is_near(got, want, 1e-9) : !isfinite(want));
     }
-    CHECK(!isfinite(mls_plan_exact_value(&fronts, 0, n - 1, -1)));
+    CHECK(!isfinite(mls_plan_dp_fronts_value(&fronts, 0, n - 1, -1)));
     mls_plan_fronts_fini(&fronts);
     mls_plan_costs_fini(&costs);
 }
@@ -68,8 +68,8 @@ static void threads_change_nothing(void)
     chain_of(&c, BLOCKS, 100000, 8);
     REQUIRE(mls_pool_new(3, &pool, &st) == MLS_OK);
     REQUIRE(mls_plan_costs_init(&costs, &c.chain, 2000000, 0, false, &st) == MLS_OK);
-    REQUIRE(mls_plan_exact(&costs, MANY, NULL, nobody, &one, &st) == MLS_OK);
-    REQUIRE(mls_plan_exact(&costs, MANY, pool, nobody, &three, &st) == MLS_OK);
+    REQUIRE(mls_plan_dp_fronts(&costs, MANY, NULL, nobody, &one, &st) == MLS_OK);
+    REQUIRE(mls_plan_dp_fronts(&costs, MANY, pool, nobody, &three, &st) == MLS_OK);
     CHECK(one.points == three.points && one.points > 1000);
     for (size_t i = 0; i < BLOCKS * (BLOCKS + 1) / 2; i++) {
         const size_t count = one.fronts[i].count;
@@ -94,9 +94,9 @@ static void too_much_is_refused_and_a_poll_stops_it(void)
     const mls_poll soon = {says_no, &left};
     chain_of(&c, 20, 100000, 9);
     REQUIRE(mls_plan_costs_init(&costs, &c.chain, 2000000, 0, false, &st) == MLS_OK);
-    CHECK(mls_plan_exact(&costs, 100, NULL, nobody, &fronts, &st) == MLS_E_SIZE);
+    CHECK(mls_plan_dp_fronts(&costs, 100, NULL, nobody, &fronts, &st) == MLS_E_SIZE);
     CHECK(fronts.fronts == NULL);
-    CHECK(mls_plan_exact(&costs, MANY, NULL, soon, &fronts, &st) == MLS_E_STOPPED);
+    CHECK(mls_plan_dp_fronts(&costs, MANY, NULL, soon, &fronts, &st) == MLS_E_STOPPED);
     CHECK(fronts.fronts == NULL);
     mls_plan_costs_fini(&costs);
 }

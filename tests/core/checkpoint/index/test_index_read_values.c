@@ -1,5 +1,5 @@
 /* Values and columns of an index: valid ones are read, and others give a message. */
-#include "checkpoint/index/index_values.h"
+#include "checkpoint/index/index_read_values.h"
 #include "support/runner.h"
 
 static mls_json *document;

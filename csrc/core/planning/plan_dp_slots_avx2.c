@@ -1,8 +1,9 @@
-/* plan_slots_avx2: min-plus products with AVX2, 8 floats at a time.
+/* plan_dp_slots_avx2: min-plus products with AVX2, 8 floats at a time.
  *
- * The loops are in plan_slots_simd.h; this file defines the operations on one register.
+ * The loops are in plan_dp_slots_simd.h; this file defines the operations on one
+ * register.
  */
-#include "planning/slots/plan_slots_kernels.h"
+#include "planning/plan_dp_slots_kernels.h"
 
 #if defined(__x86_64__)
 
@@ -42,6 +43,6 @@ TARGET static inline floats least(floats a, floats b)
     return _mm256_min_ps(a, b);
 }
 
-#    include "planning/slots/plan_slots_simd.h"
+#    include "planning/plan_dp_slots_simd.h"
 
 #endif

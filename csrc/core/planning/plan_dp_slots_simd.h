@@ -1,4 +1,4 @@
-/* plan_slots_simd: the loops of a kernel file, which defines these names and then
+/* plan_dp_slots_simd: the loops of a kernel file, which defines these names and then
  * includes this file:
  *
  *     TARGET      the function attribute that allows its instructions
@@ -10,8 +10,8 @@
  * It names its table with MLS_PLAN_TABLE. Entries that do not fill a register are
  * processed one by one with the same operations.
  */
-#ifndef MLS_PLAN_SLOTS_SIMD_H
-#define MLS_PLAN_SLOTS_SIMD_H
+#ifndef MLS_PLAN_DP_SLOTS_SIMD_H
+#define MLS_PLAN_DP_SLOTS_SIMD_H
 
 #include <math.h>
 

@@ -1,6 +1,6 @@
-/* name_match: one pass while the lists agree, then a hash table with open addressing and
+/* name_pairs: one pass while the lists agree, then a hash table with open addressing and
  * linear probing, at most half full. */
-#include "state/name_match.h"
+#include "state/name_pairs.h"
 
 #include "base/memory.h"
 #include "base/size.h"
@@ -85,9 +85,9 @@ static bool same_name(mls_str a, mls_str b)
     return a.length == b.length && (a.data == b.data || mls_str_equal(a, b));
 }
 
-mls_code mls_names_match(const mls_str *a, size_t a_count, const mls_str *b,
-                         size_t b_count, size_t *partners, size_t *rest,
-                         size_t *rest_count, mls_status *st)
+mls_code mls_pair_names(const mls_str *a, size_t a_count, const mls_str *b,
+                        size_t b_count, size_t *partners, size_t *rest,
+                        size_t *rest_count, mls_status *st)
 {
     const size_t shorter = a_count < b_count ? a_count : b_count;
     table t = {0};

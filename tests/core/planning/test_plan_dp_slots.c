@@ -1,4 +1,4 @@
-#include "planning/plan_slots.h"
+#include "planning/plan_dp_slots.h"
 #include "support/chains.h"
 #include "support/runner.h"
 
@@ -20,13 +20,13 @@ static void check_all(const mls_chain *chain, int64_t above, mls_cpu cpu, bool o
     const int64_t budget = chain->activation_bytes[0] + above;
     REQUIRE(mls_plan_costs_init(&costs, chain, budget, (size_t)above, offload, &st) ==
             MLS_OK);
-    REQUIRE(mls_plan_slots(&costs, cpu, NULL, nobody, &table, &st) == MLS_OK);
+    REQUIRE(mls_plan_dp_slots(&costs, cpu, NULL, nobody, &table, &st) == MLS_OK);
     for (int64_t memory = 0; memory <= above; memory++) {
-        const double got = mls_plan_slots_value(&table, 0, n - 1, memory);
+        const double got = mls_plan_dp_slots_value(&table, 0, n - 1, memory);
         const double want = judge(chain, 0, n - 1, memory, offload);
         CHECK(isfinite(got) ? is_near(got, want, 1e-5) : !isfinite(want));
     }
-    CHECK(!isfinite(mls_plan_slots_value(&table, 0, n - 1, -1)));
+    CHECK(!isfinite(mls_plan_dp_slots_value(&table, 0, n - 1, -1)));
     mls_plan_table_fini(&table);
     mls_plan_costs_fini(&costs);
 }
@@ -71,17 +71,17 @@ static void all_kernels_and_threads_agree(void)
         const int64_t budget = (int64_t)blocks * 60000;
         REQUIRE(mls_plan_costs_init(&costs, &c.chain, budget, SLOTS, true, &st) ==
                 MLS_OK);
-        REQUIRE(mls_plan_slots(&costs, MLS_CPU_SCALAR, NULL, nobody, &oracle, &st) ==
+        REQUIRE(mls_plan_dp_slots(&costs, MLS_CPU_SCALAR, NULL, nobody, &oracle, &st) ==
                 MLS_OK);
         for (int cpu = 0; cpu < MLS_CPU_COUNT; cpu++) {
             if (mls_cpu_offers((mls_cpu)cpu)) {
-                REQUIRE(mls_plan_slots(&costs, (mls_cpu)cpu, pool, nobody, &table, &st) ==
-                        MLS_OK);
+                REQUIRE(mls_plan_dp_slots(&costs, (mls_cpu)cpu, pool, nobody, &table,
+                                          &st) == MLS_OK);
                 CHECK(same_table(&oracle, &table, blocks, SLOTS + 1));
                 mls_plan_table_fini(&table);
             }
         }
-        CHECK(isfinite(mls_plan_slots_value(&oracle, 0, blocks - 1, SLOTS)));
+        CHECK(isfinite(mls_plan_dp_slots_value(&oracle, 0, blocks - 1, SLOTS)));
         mls_plan_table_fini(&oracle);
         mls_plan_costs_fini(&costs);
     }
@@ -123,7 +123,8 @@ static void tiles_leave_nothing_out(void)
     mls_plan_table table;
     chain_of(&c, BLOCKS, 1000, 4);
     REQUIRE(mls_plan_costs_init(&costs, &c.chain, 20000, SLOTS, false, &st) == MLS_OK);
-    REQUIRE(mls_plan_slots(&costs, MLS_CPU_SCALAR, NULL, nobody, &table, &st) == MLS_OK);
+    REQUIRE(mls_plan_dp_slots(&costs, MLS_CPU_SCALAR, NULL, nobody, &table, &st) ==
+            MLS_OK);
     for (size_t i = 0; i < BLOCKS * BLOCKS; i++) {
         rows[i] = values[i];
     }
@@ -131,7 +132,7 @@ static void tiles_leave_nothing_out(void)
         for (size_t t = s; t < BLOCKS; t++) {
             for (int64_t m = 0; m <= SLOTS; m++) {
                 const float want = plainly(&costs, rows, s, t, m);
-                const double got = mls_plan_slots_value(&table, s, t, m);
+                const double got = mls_plan_dp_slots_value(&table, s, t, m);
                 values[s * BLOCKS + t][m] = want;
                 CHECK(isfinite(got) ? is_near(got, (double)want, 1e-5) : !isfinite(want));
             }
@@ -151,7 +152,7 @@ static void a_poll_stops_it(void)
     const mls_poll soon = {says_no, &left};
     chain_of(&c, 100, 1000, 4);
     REQUIRE(mls_plan_costs_init(&costs, &c.chain, 20000, 50, false, &st) == MLS_OK);
-    CHECK(mls_plan_slots(&costs, MLS_CPU_SCALAR, NULL, soon, &table, &st) ==
+    CHECK(mls_plan_dp_slots(&costs, MLS_CPU_SCALAR, NULL, soon, &table, &st) ==
           MLS_E_STOPPED);
     CHECK(table.values == NULL);
     mls_plan_costs_fini(&costs);

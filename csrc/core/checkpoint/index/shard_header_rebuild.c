@@ -1,28 +1,11 @@
-/* shard_header: the same steps as for a new file, with places and checksums from the
- * index. */
-#include "checkpoint/index/shard_header.h"
+/* shard_header_rebuild: the same steps as for a new file, with places and checksums from
+ * the index. */
+#include "checkpoint/index/shard_header_rebuild.h"
 
 #include "base/memory.h"
 #include "safetensors/safetensors_header.h"
 
 #include <string.h>
-
-/* The same key as in a state dict, so that any safetensors reader shows the familiar
- * name. */
-size_t mls_shard_key_length(const mls_tensor_id *id)
-{
-    return id->name.length + (id->has_state ? 1 + id->state.length : 0);
-}
-
-void mls_shard_write_key(const mls_tensor_id *id, char *to)
-{
-    memcpy(to, id->name.data == NULL ? "" : id->name.data, id->name.length);
-    if (id->has_state) {
-        to[id->name.length] = '.';
-        memcpy(to + id->name.length + 1, id->state.data == NULL ? "" : id->state.data,
-               id->state.length);
-    }
-}
 
 /* A tensor of the file: one place of one shard. `shape` is the shape of the part. */
 typedef struct member {
@@ -61,7 +44,7 @@ static mls_code allocate_members(rebuild *r, const mls_index *index, size_t file
         for (size_t j = 0; j < mls_index_place_count(shard); j++) {
             if (mls_index_place(shard, j).file == file) {
                 count++;
-                keys += mls_shard_key_length(&shard->id);
+                keys += mls_tensor_id_key_length(&shard->id);
             }
         }
     }
@@ -77,7 +60,7 @@ static void describe_tensor(member *m, size_t number, mls_header_tensor *out)
 {
     const mls_index_shard *shard = m->shard;
     const mls_part part = mls_index_part(shard);
-    *out = (mls_header_tensor){.name = {m->key, mls_shard_key_length(&shard->id)},
+    *out = (mls_header_tensor){.name = {m->key, mls_tensor_id_key_length(&shard->id)},
                                .shape = m->shape,
                                .rank = 1,
                                .dtype = MLS_U8,
@@ -106,8 +89,8 @@ static void collect_places(rebuild *r, const mls_index *index, size_t file)
             }
             member *m = &r->members[r->count];
             *m = (member){.shard = shard, .place = place, .key = key};
-            mls_shard_write_key(&shard->id, key);
-            key += mls_shard_key_length(&shard->id);
+            mls_tensor_id_write_key(&shard->id, key);
+            key += mls_tensor_id_key_length(&shard->id);
             describe_tensor(m, r->count, &r->tensors[r->count]);
             r->count++;
         }
@@ -122,7 +105,7 @@ static void describe_shards(const rebuild *r, mls_json_writer *text)
         const member *m = &r->members[i];
         mls_json_writer_text(text, i == 0 ? "" : ",");
         mls_json_writer_json(text,
-                             (mls_str){m->key, mls_shard_key_length(&m->shard->id)});
+                             (mls_str){m->key, mls_tensor_id_key_length(&m->shard->id)});
         mls_json_writer_text(text, ":");
         mls_index_put_shard(text, m->shard);
         mls_index_put_layer(text, &m->place);
@@ -170,8 +153,9 @@ static mls_code append_header(mls_header *header, const mls_index_file *record,
     return out->code == MLS_OK ? MLS_OK : fail_memory(st);
 }
 
-mls_code mls_shard_header(const mls_index *index, size_t file, const mls_crc_kernels *crc,
-                          mls_json_writer *out, mls_status *st)
+mls_code mls_shard_header_rebuild(const mls_index *index, size_t file,
+                                  const mls_crc_kernels *crc, mls_json_writer *out,
+                                  mls_status *st)
 {
     rebuild r = {0};
     mls_header header = {0};
@@ -191,14 +175,15 @@ mls_code mls_shard_header(const mls_index *index, size_t file, const mls_crc_ker
 }
 
 /* Ranks may share a file: an index that lists only some of its tensors is skipped. */
-mls_code mls_shard_header_find(const mls_index *indexes, size_t count, const char *path,
-                               const mls_crc_kernels *crc, mls_json_writer *out,
-                               mls_status *st)
+mls_code mls_shard_header_rebuild_path(const mls_index *indexes, size_t count,
+                                       const char *path, const mls_crc_kernels *crc,
+                                       mls_json_writer *out, mls_status *st)
 {
     for (size_t i = 0; i < count; i++) {
         for (size_t file = 0; file < indexes[i].file_count; file++) {
             if (strcmp(indexes[i].files[file].path, path) == 0) {
-                const mls_code code = mls_shard_header(&indexes[i], file, crc, out, st);
+                const mls_code code =
+                    mls_shard_header_rebuild(&indexes[i], file, crc, out, st);
                 if (code == MLS_OK || code == MLS_E_MEMORY) {
                     return code;
                 }
