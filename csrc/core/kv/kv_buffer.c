@@ -202,11 +202,13 @@ mls_code mls_kv_buffer_reserve(mls_kv_buffer *buffer, size_t capacity, mls_statu
         !compute_extent(buffer, capacity, &now)) {
         return fail_too_large(buffer, capacity, st);
     }
+    /* the system cannot grow a range whose parts have different advice; the new pages
+     * inherit this advice */
+    mls_advise_pages(buffer->pages.data, buffer->pages.mapped, false);
     const mls_code code = mls_pages_grow(&buffer->pages, now.total, st);
     if (code != MLS_OK) {
         return code;
     }
-    mls_advise_pages(buffer->pages.data, buffer->pages.mapped, false);
     spread_rows(buffer->pages.data, now.rows, mls_kv_buffer_length(buffer) * old.step,
                 old.row, now.row);
     buffer->capacity = capacity;

@@ -217,10 +217,10 @@ mls_code mls_kv_check_target(const mls_tensor *dst, const mls_tensor *src,
 /* ---- moving ---- */
 
 enum {
-    PART_BYTES =
-        128 << 10,        /* short rows move together: the cache holds so many of them */
-    TASK_BYTES = 4 << 20, /* a thread takes at most so much at a time, ... */
-    TASKS = 16,           /* ... and less of a small cache, so that there are so many */
+    PART_BYTES = 128 << 10, /* short rows move together, so many bytes at a time */
+    STAGE_BYTES = 32 << 10, /* the same for rows that are assembled in a buffer */
+    TASK_BYTES = 4 << 20,   /* a thread takes at most so much at a time, ... */
+    TASKS = 16,             /* ... and less of a small cache, so that there are so many */
     /* The system keeps a record for each range of pages with its own advice, and allows
      * 65,530 of them in a process. */
     MOST_ADVISED = 4096
@@ -260,13 +260,14 @@ static size_t count_rows(const mls_tensor *t, int seq_axis)
 }
 
 /* Divide a target of `bytes` bytes, more than 0. Rows longer than `longest` are divided
- * by positions; shorter rows stay whole. No product here exceeds `bytes`. */
+ * by positions; shorter rows stay whole, and parts have up to `together` bytes of them.
+ * No product here exceeds `bytes`. */
 static division divide_rows(const mls_tensor *t, int seq_axis, size_t bytes,
-                            size_t longest)
+                            size_t longest, size_t together)
 {
     const size_t row = bytes / count_rows(t, seq_axis);
     const bool by_position = seq_axis == 0 || row > longest;
-    const size_t most = by_position ? longest : PART_BYTES;
+    const size_t most = by_position ? longest : together;
     int axis = by_position ? seq_axis : seq_axis - 1;
     size_t unit = by_position ? row / t->shape[seq_axis] : row; /* bytes of an index */
     while (!by_position && axis > 0 && unit * t->shape[axis] <= most) {
@@ -313,59 +314,134 @@ static void populate_rows(const job *j, const mls_tensor *tokens)
     }
 }
 
-/* Move one part. */
-static void move_part(const job *j, size_t part)
+/* Narrow both views to the indices of a part, except those of the sequence. Returns the
+ * first position of the part and sets `*positions` to their number. */
+static size_t select_part(const job *j, size_t part, mls_tensor *to, mls_tensor *from,
+                          size_t *positions)
 {
     const division *d = &j->division;
     const size_t first = part % d->slices * d->step;
-    const size_t rest = j->dst->shape[d->axis] - first;
+    const size_t rest = to->shape[d->axis] - first;
     const size_t count = rest < d->step ? rest : d->step;
-    mls_tensor to = *j->dst, from = *j->src;
     size_t outer = part / d->slices;
     for (int axis = d->axis - 1; axis >= 0; axis--) {
-        const size_t index = outer % to.shape[axis];
-        outer /= to.shape[axis];
-        narrow_axis(&to, axis, index, 1);
-        narrow_axis(&from, axis, index, 1);
+        const size_t index = outer % to->shape[axis];
+        outer /= to->shape[axis];
+        narrow_axis(to, axis, index, 1);
+        narrow_axis(from, axis, index, 1);
     }
-    size_t low = 0, high = to.shape[j->axis]; /* positions of this part */
     if (d->axis == j->axis) {
-        low = first;
-        high = first + count;
-    } else {
-        narrow_axis(&to, d->axis, first, count);
-        narrow_axis(&from, d->axis, first, count);
+        *positions = count;
+        return first;
     }
-    const size_t end = j->position < low    ? low
-                       : j->position < high ? j->position
-                                            : high; /* of its tokens */
-    if (end > low) {
+    narrow_axis(to, d->axis, first, count);
+    narrow_axis(from, d->axis, first, count);
+    *positions = to->shape[j->axis];
+    return 0;
+}
+
+/* Move one part: copy its tokens, fill its padding. */
+static void move_part(const job *j, size_t part)
+{
+    mls_tensor to = *j->dst, from = *j->src;
+    size_t positions;
+    const size_t low = select_part(j, part, &to, &from, &positions);
+    const size_t after = j->position > low ? j->position - low : 0;
+    const size_t used = after < positions ? after : positions;
+    if (used > 0) {
         mls_tensor tokens = to;
-        narrow_axis(&tokens, j->axis, low, end - low);
-        narrow_axis(&from, j->axis, low, end - low);
+        narrow_axis(&tokens, j->axis, low, used);
+        narrow_axis(&from, j->axis, low, used);
         if (j->populate) {
             populate_rows(j, &tokens);
         }
         mls_copy(j->kernels, &tokens, &from, j->destination);
     }
-    if (j->pad != NULL && end < high) {
-        narrow_axis(&to, j->axis, end, high - end);
+    if (j->pad != NULL && used < positions) {
+        narrow_axis(&to, j->axis, low + used, positions - used);
         mls_fill(j->kernels, &to, *j->pad, j->destination);
     }
 }
 
-/* Move the parts of one task of the pool. Fresh memory is written from its end, as in
+/* The parts of one task of the pool. */
+typedef struct part_range {
+    size_t first, end;
+} part_range;
+
+static part_range parts_of_task(const job *j, size_t task)
+{
+    const size_t first = task * j->parts_per_task;
+    const size_t rest = j->division.parts - first;
+    return (part_range){.first = first,
+                        .end = first +
+                               (rest < j->parts_per_task ? rest : j->parts_per_task)};
+}
+
+/* Return the part to move at a turn. Fresh memory is written from its end, as in
  * next_part in copy.c. */
+static size_t part_at(const job *j, size_t turn)
+{
+    return j->destination.is_fresh ? j->division.parts - 1 - turn : turn;
+}
+
 static void move_parts(void *context, size_t task)
 {
     const job *j = context;
-    const size_t parts = j->division.parts;
-    const size_t first = task * j->parts_per_task;
-    const size_t rest = parts - first;
-    const size_t count = rest < j->parts_per_task ? rest : j->parts_per_task;
-    for (size_t turn = first; turn < first + count; turn++) {
-        move_part(j, j->destination.is_fresh ? parts - 1 - turn : turn);
+    const part_range range = parts_of_task(j, task);
+    for (size_t turn = range.first; turn < range.end; turn++) {
+        move_part(j, part_at(j, turn));
     }
+}
+
+/* Move short rows: assemble those of a part in a buffer, which has their padding already,
+ * and copy it in one run. A copy past the cache ends with a fence, which takes longer
+ * than a short row. */
+static void move_staged_parts(void *context, size_t task)
+{
+    const job *j = context;
+    const part_range range = parts_of_task(j, task);
+    unsigned char buffer[STAGE_BYTES];
+    mls_tensor stage = {0};
+    mls_status unused;
+    /* cannot fail: the target has the same shape */
+    (void)mls_tensor_init(&stage, buffer, j->dst->dtype, j->dst->rank, j->dst->shape,
+                          &unused);
+    stage.swapped = j->dst->swapped;
+    for (int axis = 0; axis <= j->division.axis; axis++) {
+        stage.shape[axis] = axis < j->division.axis ? 1 : j->division.step;
+    }
+    const size_t length = stage.shape[j->axis];
+    if (j->position < length) {
+        mls_tensor padding = stage;
+        narrow_axis(&padding, j->axis, j->position, length - j->position);
+        mls_fill(j->kernels, &padding, *j->pad, mls_cached());
+    }
+    for (size_t turn = range.first; turn < range.end; turn++) {
+        mls_tensor to = *j->dst, from = *j->src;
+        size_t positions, bytes = 0;
+        (void)select_part(j, part_at(j, turn), &to, &from, &positions);
+        (void)mls_tensor_bytes(&to, &bytes);
+        stage.shape[j->division.axis] = to.shape[j->division.axis];
+        stage.shape[j->axis] = j->position;
+        from.shape[j->axis] = j->position;
+        mls_copy(j->kernels, &stage, &from, mls_cached());
+        mls_copy_bytes(j->kernels, to.data, buffer, bytes, j->destination);
+    }
+}
+
+/* Return whether the rows of a target are so short that staging them is faster. It is not
+ * if the result stays in the level 2 cache, or if the rows of both sides form one run. */
+static bool are_rows_staged(const job *j, size_t bytes)
+{
+    const mls_store_choices *choices = j->kernels->choices;
+    const size_t length = j->dst->shape[j->axis];
+    const bool is_written = j->pad != NULL || j->position == length;
+    const bool is_one_run =
+        j->position == length && j->position == j->src->shape[j->axis];
+    return is_written && !is_one_run && j->axis > 0 && choices != NULL &&
+           bytes >= choices->least[MLS_STORING_WITHIN] &&
+           bytes / count_rows(j->dst, j->axis) <= STAGE_BYTES / 2 &&
+           mls_tensor_is_contiguous(j->dst);
 }
 
 /* Threads share parts, and positions of a row if there are only a few rows. The rows of
@@ -381,7 +457,6 @@ void mls_kv_move(const mls_kernels *kernels, mls_pool *pool, const mls_tensor *d
     }
     mls_pool *shared = bytes >= MLS_POOL_COPY_BYTES ? pool : NULL;
     size_t task_bytes = bytes / TASKS < TASK_BYTES ? bytes / TASKS : TASK_BYTES;
-    const bool stay_whole = shared == NULL || memory == MLS_KV_SPARSE;
     job j = {.kernels = kernels,
              .dst = dst,
              .src = src,
@@ -389,13 +464,15 @@ void mls_kv_move(const mls_kernels *kernels, mls_pool *pool, const mls_tensor *d
              .position = position,
              .pad = pad,
              .destination = {.bytes = bytes, .is_fresh = memory != MLS_KV_TOUCHED},
-             .division =
-                 divide_rows(dst, axis, bytes, stay_whole ? SIZE_MAX : task_bytes),
              .populate = memory == MLS_KV_SPARSE,
              .inner_huge = count_rows(dst, axis) <= MOST_ADVISED};
+    const bool is_staged = are_rows_staged(&j, bytes);
+    const bool stay_whole = shared == NULL || memory == MLS_KV_SPARSE;
+    j.division = divide_rows(dst, axis, bytes, stay_whole ? SIZE_MAX : task_bytes,
+                             is_staged ? STAGE_BYTES : PART_BYTES);
     const size_t parts = j.division.parts;
     const size_t part_bytes = bytes / parts;
     j.parts_per_task = part_bytes < task_bytes ? task_bytes / part_bytes : 1;
-    mls_pool_run(shared, move_parts, &j,
+    mls_pool_run(shared, is_staged ? move_staged_parts : move_parts, &j,
                  (parts + j.parts_per_task - 1) / j.parts_per_task);
 }
