@@ -2,6 +2,7 @@
 
 import re
 
+import child
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -165,6 +166,40 @@ def test_large_caches_with_threads(threads, shape, axis, name):
     for low_memory in (False, True):
         got = transition_kv_state(source, length, position, low_memory=low_memory, seq_axis=axis)
         assert np.array_equal(got.view(np.uint16), wanted.view(np.uint16))
+
+
+SHORT_ROWS = """
+import numpy as np
+from mlstate.kv import transition_kv_state, compact_kv_state
+
+def random_bits(shape, dtype):
+    return np.random.default_rng(0).integers(0, 65536, shape, dtype)
+
+def expand(source, length, position, pad=0, axis=-1):
+    target = np.full((*source.shape[:-1], length), pad, source.dtype)
+    target[..., :position] = source[..., :position]
+    return target
+
+for length, target in ((264, 528), (264, 300), (264, 531)):  # rows of 16 n, 8 n and 2 n bytes
+    source = random_bits((9, 1, 900, 1, length), np.uint16)
+    out = np.zeros((9, 1, 900, 1, target), np.uint16)
+    for position in (0, 1, 7, 8, 9, 15, 16, 17, 100, 263, 264):
+        transition_kv_state(source, target, position, 9.0, out=out, seq_axis=-1)
+        assert np.array_equal(out, expand(source, target, position, 9, axis=-1)), position
+source = random_bits((9, 1, 900, 3, 600), np.uint16)
+wanted = expand(source, 264, 264, axis=-1)
+assert np.array_equal(compact_kv_state(source, 264, 264, seq_axis=-1), wanted)
+assert np.array_equal(compact_kv_state(source[:, :, ::-1], 264, 264, seq_axis=-1),
+                      wanted[:, :, ::-1])
+swapped = compact_kv_state(source.astype(">u2"), 264, 264, seq_axis=-1)
+assert np.array_equal(swapped, wanted)
+print("same")
+"""
+
+
+@pytest.mark.parametrize("copy", ["plain", "stream1", "stream4", "auto"])
+def test_short_rows_with_each_way_to_store(copy):
+    assert child.run(SHORT_ROWS, MLSTATE_COPY=copy).strip() == "same"
 
 
 @pytest.mark.parametrize("low_memory", [False, True])
