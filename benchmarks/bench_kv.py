@@ -376,6 +376,33 @@ def expanding(report: Report, repeats: int) -> None:
     transition(report, repeats, LARGE, 4096, half, out_target=5, reserve=True)
 
 
+def layouts(report: Report, repeats: int) -> None:
+    """Time the same bytes with five dimensions and with the sequence innermost."""
+    for shape, times in ((SMALL, 5), (LARGE, 1)):
+        layers, heads, length, head_dim = shape
+        calls = []
+        for name, other, axis in (
+            ("(layers, heads, sequence, head_dim)", shape, -2),
+            ("(layers, 1, heads, sequence, head_dim)", (layers, 1, *shape[1:]), -2),
+            (
+                "(layers, 1, heads * head_dim, 1, sequence)",
+                (layers, 1, heads * head_dim, 1, length),
+                -1,
+            ),
+        ):
+            source = random_cache(other, np.float16)
+            out = np.ones(peers.longer(other, 2 * length, axis), np.float16)
+            call = partial(transition_kv_state, source, 2 * length, out=out, seq_axis=axis)
+            prepare = partial(use_threads, THREADS)
+            calls.append(Candidate(name, call, prepare, baseline=axis == -2 and other == shape))
+        report.table(
+            f"expand float16 into out=, {shape} -> {2 * length}, {count_threads(THREADS)}",
+            measure(calls, times * repeats),
+            note="to reach: at most 1.1 times the first line's time for five dimensions, at most "
+            "1.3 times for the sequence innermost",
+        )
+
+
 def converting(report: Report, repeats: int) -> None:
     """Time the expansions that convert."""
     shape = (28, 8, 512, 128)
@@ -450,6 +477,7 @@ def rotating(report: Report, repeats: int) -> None:
 
 PARTS: dict[str, Callable[[Report, int], None]] = {
     "expand": expanding,
+    "layouts": layouts,
     "convert": converting,
     "compact": compacting,
     "grow": growth,

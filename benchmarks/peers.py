@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 
-def longer(shape: tuple[int, ...], length: int) -> tuple[int, ...]:
+def longer(shape: tuple[int, ...], length: int, axis: int = -2) -> tuple[int, ...]:
     """Return the shape of a cache with another sequence length."""
-    return (*shape[:2], length, shape[3])
+    axis %= len(shape)
+    return (*shape[:axis], length, *shape[axis + 1 :])
 
 
 def numpy_expand(source: Any, length: int, position: int, dtype: Any) -> Any:

@@ -118,6 +118,7 @@ class Backend(Protocol):
         out: Any,
         low_memory: bool,
         compact: bool,
+        seq_axis: int,
     ) -> Any:
         """Move a KV cache to another length; see `mlstate.kv.transition_kv_state`."""
 

@@ -41,6 +41,9 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     plan.add_argument("--at", type=int, required=True, metavar="TOKENS", help="tokens in the cache")
     plan.add_argument("--source-function", metavar="NAME", help="of a multi-function package")
     plan.add_argument("--target-function", metavar="NAME", help="of a multi-function package")
+    plan.add_argument(
+        "--seq-axis", type=int, default=-2, metavar="AXIS", help="the sequence; default: -2"
+    )
     plan.add_argument("--json", action="store_true", help="print JSON")
     plan.set_defaults(run=run_plan)
 
@@ -85,6 +88,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
         arguments.at,
         source_function=arguments.source_function,
         target_function=arguments.target_function,
+        seq_axis=arguments.seq_axis,
     )
     print(json.dumps(plan.to_dict(), indent=2) if arguments.json else plan)
     return 0 if plan.fits else 1

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from .._common.set_module import set_module
 from .._common.text import bytes_text, table_html
+from ..kv._axis import valid_axis
 from ._specs import (
     AXES,
     SEQUENCE,
@@ -173,20 +174,57 @@ class Fault:
         return incompatible(self.message, name, self.expected, self.got)
 
 
-def shape_fault(name: str, source: tuple[int, ...], target: tuple[int, ...]) -> Fault | None:
-    for label, shape in (("source", source), ("target", target)):
-        if len(shape) != len(AXES):
+def layout_fault(name: str, label: str, shape: tuple[int, ...], seq_axis: int) -> Fault | None:
+    """Return the fault if the `label` state has a wrong rank or no such sequence axis."""
+    rank = len(shape)
+    if not 2 <= rank <= 8:
+        return Fault(
+            f"{name}: the {label} state has the shape {shape}; a KV state has 2 to 8 dimensions, "
+            "such as (layers, heads, sequence, head dimension)",
+            "2 to 8 dimensions",
+            f"{rank} dimensions",
+        )
+    if not -rank <= seq_axis < rank:
+        return Fault(
+            f"{name}: seq_axis {seq_axis} is outside {-rank}..{rank - 1}: the {label} state has "
+            f"the shape {shape}",
+            f"{-rank}..{rank - 1}",
+            seq_axis,
+        )
+    return None
+
+
+def _is_named(rank: int, seq_axis: int) -> bool:
+    """Return whether `AXES` names the axes of a state."""
+    return rank == len(AXES) and seq_axis % rank == SEQUENCE
+
+
+def shape_fault(
+    name: str, source: tuple[int, ...], target: tuple[int, ...], seq_axis: int
+) -> Fault | None:
+    """Return the fault if the shapes of two states differ in more than the sequence."""
+    fault = layout_fault(name, "source", source, seq_axis) or layout_fault(
+        name, "target", target, seq_axis
+    )
+    if fault is not None:
+        return fault
+    states = (
+        f"the source state is {source}, the target state {target}; use models that were converted "
+        "from the same weights"
+    )
+    rank = len(source)
+    if rank != len(target):
+        return Fault(
+            f"{name}: numbers of dimensions differ: {states}",
+            f"{len(target)} dimensions",
+            f"{rank} dimensions",
+        )
+    for axis in range(rank):
+        if axis != seq_axis % rank and source[axis] != target[axis]:
+            is_named = _is_named(rank, seq_axis)
+            label = AXES[axis] if is_named else f"lengths of axis {axis}"
             return Fault(
-                f"{name}: the {label} state has the shape {shape}; a KV state has 4 dimensions "
-                "(layers, heads, sequence, head dimension)",
-                "4 dimensions",
-                f"{len(shape)} dimensions",
-            )
-    for axis, label in enumerate(AXES):
-        if axis != SEQUENCE and source[axis] != target[axis]:
-            return Fault(
-                f"{name}: {label} differ{'s' if axis == 3 else ''}: the source state is {source}, "
-                f"the target state {target}; use models that were converted from the same weights",
+                f"{name}: {label} differ{'s' if is_named and axis == 3 else ''}: {states}",
                 f"{label} {target[axis]}",
                 f"{label} {source[axis]}",
             )
@@ -194,25 +232,37 @@ def shape_fault(name: str, source: tuple[int, ...], target: tuple[int, ...]) -> 
 
 
 def position_fault(
-    name: str, source_length: int | None, target_length: int, position: int
+    name: str,
+    source: tuple[int, ...] | None,
+    target: tuple[int, ...],
+    position: int,
+    seq_axis: int,
 ) -> Fault | None:
-    if source_length is not None and position > source_length:
+    """Return the fault if the tokens do not fit one of two shapes; None: it is not known yet."""
+    if source is not None and position > source[seq_axis]:
         return Fault(
-            f"{name}: position {position} is beyond the source state's {source_length} "
-            f"positions; pass the number of tokens that were processed",
-            f"0..{source_length}",
+            f"{name}: position {position} is beyond the source state's {source[seq_axis]} "
+            f"positions{_axis_note(source, seq_axis)}; pass the number of tokens that were "
+            "processed",
+            f"0..{source[seq_axis]}",
             position,
             capacity=True,
         )
-    if position > target_length:
+    if position > target[seq_axis]:
         return Fault(
-            f"{name}: {position} tokens do not fit the target state's {target_length} positions; "
-            f"choose a model with at least {position}",
-            f"0..{target_length}",
+            f"{name}: {position} tokens do not fit the target state's {target[seq_axis]} "
+            f"positions{_axis_note(target, seq_axis)}; choose a model with at least {position}",
+            f"0..{target[seq_axis]}",
             position,
             capacity=True,
         )
     return None
+
+
+def _axis_note(shape: tuple[int, ...], seq_axis: int) -> str:
+    """Return which axis is the sequence, except for the usual layout."""
+    rank = len(shape)
+    return "" if _is_named(rank, seq_axis) else f" (sequence axis {seq_axis % rank} of {shape})"
 
 
 def as_position(position: int) -> int:
@@ -231,7 +281,7 @@ def as_position(position: int) -> int:
 
 
 def _plan_state(
-    name: str, source: StateSpec | None, target: StateSpec | None, position: int
+    name: str, source: StateSpec | None, target: StateSpec | None, position: int, seq_axis: int
 ) -> StateMove:
     shapes = (source and source.shape, target and target.shape)
     problem = None
@@ -241,17 +291,17 @@ def _plan_state(
     elif source.dtype.kind != target.dtype.kind:
         problem = f"{name}: {source.dtype} in the source model, {target.dtype} in the target"
     else:
-        fault = shape_fault(name, source.shape, target.shape) or position_fault(
-            name, source.shape[SEQUENCE], target.shape[SEQUENCE], position
+        fault = shape_fault(name, source.shape, target.shape, seq_axis) or position_fault(
+            name, source.shape, target.shape, position, seq_axis
         )
         problem = fault.message if fault else None
     if source is None or target is None or problem is not None:
         return StateMove(name, "none", *shapes, 0, 0, problem)
-    lengths = source.shape[SEQUENCE], target.shape[SEQUENCE]
+    lengths = source.shape[seq_axis], target.shape[seq_axis]
     direction: Literal["expand", "compact", "same"] = (
         "expand" if lengths[0] < lengths[1] else "compact" if lengths[0] > lengths[1] else "same"
     )
-    copied = target.nbytes // lengths[1] * position
+    copied = target.nbytes // lengths[1] * position if position else 0
     return StateMove(name, direction, *shapes, copied, target.nbytes - copied, None)
 
 
@@ -263,6 +313,7 @@ def plan_transition(
     *,
     source_function: str | None = None,
     target_function: str | None = None,
+    seq_axis: int = -2,
 ) -> TransitionPlan:
     """Plan the move of all states from one Core ML model to another.
 
@@ -276,6 +327,8 @@ def plan_transition(
         Number of tokens in the cache.
     source_function, target_function : str, optional
         Function of a multi-function model. With both, the two models may be the same.
+    seq_axis : int
+        As for `transition_coreml_state`; the same for all states.
 
     Returns
     -------
@@ -287,7 +340,8 @@ def plan_transition(
     CapacityError
         `position` is negative. A position that is too large is a problem of the plan instead.
     FormatError, StoreError, CompatibilityError, TypeError
-        As for `state_specs`.
+        As for `state_specs`. Also if `seq_axis` is not an integer from -8 to 7; an axis that a
+        state does not have is a problem of the plan instead.
 
     Warns
     -----
@@ -315,7 +369,7 @@ def plan_transition(
     "kv_cache: 300 tokens do not fit the target state's 256 positions; choose a model with \
 at least 300"
     """
-    number = as_position(position)
+    number, seq_axis = as_position(position), valid_axis(seq_axis)
     specs = []
     for given, function in ((source, source_function), (target, target_function)):
         specs.append(choose(given, function))
@@ -325,7 +379,9 @@ at least 300"
     names = [*want, *(name for name in have if name not in want)]
     return TransitionPlan(
         number,
-        tuple(_plan_state(name, have.get(name), want.get(name), number) for name in names),
+        tuple(
+            _plan_state(name, have.get(name), want.get(name), number, seq_axis) for name in names
+        ),
         sum(spec.nbytes for spec in have.values()),
         sum(spec.nbytes for spec in want.values()),
     )

@@ -10,9 +10,10 @@ import numpy as np
 from .._common.dtypes import label_of, name_of
 from .._common.set_module import set_module
 from .._common.text import names_hint, shorten
+from ..kv._axis import valid_axis
 from ..kv._transition import compact_kv_state, transition_kv_state
-from ._plan import Fault, as_position, position_fault, shape_fault
-from ._specs import AXES, SEQUENCE, StateSpec, as_spec, incompatible, quoted
+from ._plan import Fault, as_position, layout_fault, position_fault, shape_fault
+from ._specs import StateSpec, as_spec, incompatible, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -109,24 +110,25 @@ def _move_state(
     pad_value: float,
     specs: Mapping[str, StateSpec | Sequence[int]] | None,
     compact: bool,
+    seq_axis: int,
 ) -> None:
     """Read, check everything, move and write; the write to the target is the last step."""
     _check_name(name, specs)
-    number = as_position(position)
+    number, seq_axis = as_position(position), valid_axis(seq_axis)
     shape = _target_shape(target, name, specs)
-    if len(shape) == len(AXES):
-        _raise_if(position_fault(name, None, shape[SEQUENCE], number), name)
+    _raise_if(layout_fault(name, "target", shape, seq_axis), name)
+    _raise_if(position_fault(name, None, shape, number, seq_axis), name)
     value = np.asarray(source.read_state(name=name))
-    _raise_if(shape_fault(name, value.shape, shape), name)
-    length = shape[SEQUENCE]
+    _raise_if(shape_fault(name, value.shape, shape, seq_axis), name)
+    length = shape[seq_axis]
     if not compact:
-        _raise_if(_find_length_fault(name, value.shape[SEQUENCE], length), name)
-    _raise_if(position_fault(name, value.shape[SEQUENCE], length, number), name)
+        _raise_if(_find_length_fault(name, value.shape[seq_axis], length), name)
+    _raise_if(position_fault(name, value.shape, shape, number, seq_axis), name)
     dtype = _written_dtype(name, value.dtype)
     if compact:
-        moved = compact_kv_state(value, length, number, dtype)
+        moved = compact_kv_state(value, length, number, dtype, seq_axis=seq_axis)
     else:
-        moved = transition_kv_state(value, length, number, pad_value, dtype)
+        moved = transition_kv_state(value, length, number, pad_value, dtype, seq_axis=seq_axis)
     target.write_state(name=name, value=np.require(moved, dtype, ["C", "W"]))
 
 
@@ -139,6 +141,7 @@ def transition_coreml_state(
     pad_value: float = 0.0,
     *,
     specs: Mapping[str, StateSpec | Sequence[int]] | None = None,
+    seq_axis: int = -2,
 ) -> None:
     """Move a KV state to a model with at least as many positions.
 
@@ -157,19 +160,22 @@ def transition_coreml_state(
         The **target** model's `state_specs`, or a mapping of names to shapes. With it, the
         source is read once and the target written once. Without it, the target is also read,
         for its shape.
+    seq_axis : int
+        The axis of the sequence; a negative number counts from the last axis.
 
     Raises
     ------
     CompatibilityError
-        `specs` lacks the state, a state does not have 4 dimensions, layers, heads or head
-        dimension differ, or `read_state` returned a dtype that Core ML does not accept.
+        `specs` lacks the state, a state does not have 2 to 8 dimensions or no axis `seq_axis`,
+        the shapes differ in another axis (such as layers, heads or head dimension), or
+        `read_state` returned a dtype that Core ML does not accept.
     CapacityError
         `current_position` is negative or beyond either state, or the target is shorter
         than the source.
     RuntimeError
         Raised by Core ML if a model lacks the state.
     TypeError
-        `state_name` is not one name, or `specs` is not a mapping.
+        `state_name` is not one name, `specs` is not a mapping, or `seq_axis` is not an integer.
 
     Notes
     -----
@@ -189,9 +195,22 @@ def transition_coreml_state(
     >>> transition_coreml_state(small, large, "kv_cache", 200)
     >>> large.read_state("kv_cache").sum(axis=(0, 1, 3))[[0, 199, 200, 511]].tolist()
     [64.0, 64.0, 0.0, 0.0]
+
+    States with the sequence innermost:
+
+    >>> small = FakeMLState({"k_cache": (2, 1, 64, 1, 256)})
+    >>> large = FakeMLState({"k_cache": (2, 1, 64, 1, 512)})
+    >>> transition_coreml_state(small, large, "k_cache", 200, seq_axis=-1)
     """
     _move_state(
-        source_mlstate, target_mlstate, state_name, current_position, pad_value, specs, False
+        source_mlstate,
+        target_mlstate,
+        state_name,
+        current_position,
+        pad_value,
+        specs,
+        False,
+        seq_axis,
     )
 
 
@@ -203,12 +222,13 @@ def compact_coreml_state(
     current_position: int,
     *,
     specs: Mapping[str, StateSpec | Sequence[int]] | None = None,
+    seq_axis: int = -2,
 ) -> None:
     """Move a KV state to a model with fewer positions that can hold its tokens.
 
     Parameters
     ----------
-    source_mlstate, target_mlstate, state_name, current_position, specs
+    source_mlstate, target_mlstate, state_name, current_position, specs, seq_axis
         As for `transition_coreml_state`.
 
     Raises
@@ -232,8 +252,20 @@ def compact_coreml_state(
         ...
     mlstate.errors.CapacityError: kv_cache: 300 tokens do not fit the target state's 256 \
 positions; choose a model with at least 300
+    >>> small = FakeMLState({"k_cache": (2, 1, 64, 1, 256)})
+    >>> large = FakeMLState({"k_cache": (2, 1, 64, 1, 512)})
+    >>> compact_coreml_state(large, small, "k_cache", 180, seq_axis=-1)
     """
-    _move_state(source_mlstate, target_mlstate, state_name, current_position, 0.0, specs, True)
+    _move_state(
+        source_mlstate,
+        target_mlstate,
+        state_name,
+        current_position,
+        0.0,
+        specs,
+        True,
+        seq_axis,
+    )
 
 
 # ---- replacement for tests ----

@@ -9,6 +9,7 @@ import numpy as np
 from .. import _core
 from .._common.arrays import is_torch
 from .._common.dtypes import FLOATS, INTEGERS, as_numbers, ml_dtype, name_of
+from ._axis import along, sequence_axis
 
 if TYPE_CHECKING:
     from .._types import NDArray
@@ -48,20 +49,27 @@ def result_dtype(dtype: Any, out: Any) -> str:
 
 
 def in_range(
-    source: NDArray, length: Any, position: Any, dtype: Any, out: Any, compact: bool
+    source: NDArray,
+    length: Any,
+    position: Any,
+    dtype: Any,
+    out: Any,
+    compact: bool,
+    seq_axis: int,
 ) -> tuple[NDArray, Any]:
     """Convert the tokens of a cache to the dtype of the result, if the core does not.
 
     Returns the converted tokens, or the cache itself; and the position, with default applied.
     """
     target = result_dtype(dtype, out)
-    if source.ndim != 4 or not converts(name_of(source.dtype), target):
+    if not converts(name_of(source.dtype), target):
         return source, position
-    position = source.shape[2] if position is None else position
-    _core.kv_check(source.shape, length, position, compact)
+    axis = sequence_axis(source.shape, seq_axis)
+    position = source.shape[axis] if position is None else position
+    _core.kv_check(source.shape, length, position, compact, axis)
     if out is not None and not is_torch(out) and np.may_share_memory(source, out):
         raise ValueError("out shares memory with source_state: pass another buffer")
-    return convert_tokens(source[:, :, :position], target), position
+    return convert_tokens(source[along(axis, None, position)], target), position
 
 
 def convert_tokens(tokens: NDArray, target: str) -> NDArray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from .. import _core
 from .._common.dtypes import label_of
 from .._common.set_module import set_module
+from ._axis import with_length
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,30 +24,36 @@ class KVState:
 
     Parameters
     ----------
-    shape : sequence of 4 int
-        Initial (layers, heads, sequence, head_dim).
+    shape : sequence of int
+        Initial (layers, heads, sequence, head_dim), or 2 to 8 dimensions with the sequence at
+        `seq_axis`.
     capacity : int, optional
         Positions to reserve, at least the sequence of `shape`. Default: that sequence.
     dtype : dtype
         Any dtype of NumPy or ml_dtypes that the core supports.
+    seq_axis : int
+        The axis of the sequence; a negative number counts from the last axis.
 
     Raises
     ------
     CapacityError
         `capacity` is smaller than the sequence. A ValueError.
     CompatibilityError
-        `shape` does not have four dimensions, or `dtype` is unsupported. A ValueError.
+        `shape` does not have 2 to 8 dimensions or no axis `seq_axis`, or `dtype` is unsupported.
+        A ValueError.
+    TypeError
+        A dimension, `capacity` or `seq_axis` is not an integer.
     MemoryError
         The memory cannot be allocated.
 
     Notes
     -----
-    Consecutive heads are `capacity` positions apart, so the cache of any length is a strided
-    view: `resize` takes microseconds for any size and copies nothing. Reserved memory takes no
-    physical memory until it is written. New positions read as zeros. The class is thread-safe.
-    Arrays that it returned stay valid as long as they exist, and show the current memory: a
-    write through an older array beyond the current length becomes visible when the state
-    grows.
+    Consecutive rows (a row is one index of the axes before the sequence, such as one head) are
+    `capacity` positions apart, so the cache of any length is a strided view: `resize` takes
+    microseconds for any size and copies nothing. Reserved memory takes no physical memory until
+    it is written. New positions read as zeros. The class is thread-safe. Arrays that it returned
+    stay valid as long as they exist, and show the current memory: a write through an older array
+    beyond the current length becomes visible when the state grows.
 
     Examples
     --------
@@ -56,6 +64,13 @@ class KVState:
     >>> state.resize(512)
     >>> state.array.shape, bool(state.array[:, :, 200:].any())
     ((4, 2, 512, 32), False)
+
+    A cache with the sequence innermost:
+
+    >>> state = KVState((4, 1, 64, 1, 256), capacity=1024, seq_axis=-1)
+    >>> state.resize(512)
+    >>> state.array.shape, state.seq_axis
+    ((4, 1, 64, 1, 512), 4)
     """
 
     __slots__ = ("_buffer",)
@@ -65,23 +80,25 @@ class KVState:
         shape: Sequence[int],
         capacity: int | None = None,
         dtype: DType = np.float16,
+        *,
+        seq_axis: int = -2,
     ) -> None:
-        _core.kv_check_shapes(shape, shape, True)
-        layers, heads, length, head_dim = shape
-        self._buffer = _core.KVBuffer(
-            layers, heads, length, head_dim, length if capacity is None else capacity, dtype
-        )
+        self._buffer = _core.KVBuffer(shape, capacity, dtype, seq_axis)
 
     @classmethod
-    def from_array(cls, array: NDArray, capacity: int | None = None) -> KVState:
+    def from_array(
+        cls, array: NDArray, capacity: int | None = None, *, seq_axis: int = -2
+    ) -> KVState:
         """Reserve memory and copy an array into it.
 
         Parameters
         ----------
         array : ndarray, shape (layers, heads, sequence, head_dim)
-            The initial content; copied.
+            The initial content; copied. With `seq_axis`, any other layout of 2 to 8 dimensions.
         capacity : int, optional
             Positions to reserve, at least the array's.
+        seq_axis : int
+            As for the class.
 
         Returns
         -------
@@ -104,7 +121,7 @@ class KVState:
         """
         if not isinstance(array, np.ndarray):
             raise TypeError(f"array must be a NumPy array, got {type(array).__name__}")
-        state = cls(array.shape, capacity, array.dtype)
+        state = cls(array.shape, capacity, array.dtype, seq_axis=seq_axis)
         state._buffer.fill(array)
         return state
 
@@ -114,19 +131,24 @@ class KVState:
         return self._buffer.view()
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """(layers, heads, sequence, head_dim)."""
-        return self._buffer.extent()[:4]
+    def shape(self) -> tuple[int, ...]:
+        """(layers, heads, sequence, head_dim), or the other layout that was passed."""
+        return self._buffer.extent()[0]
+
+    @property
+    def seq_axis(self) -> int:
+        """The axis of the sequence, counted from 0."""
+        return self._buffer.seq_axis
 
     @property
     def seq_length(self) -> int:
         """Current number of positions."""
-        return self._buffer.extent()[2]
+        return self.shape[self.seq_axis]
 
     @property
     def capacity(self) -> int:
         """Number of positions for which memory is reserved."""
-        return self._buffer.extent()[4]
+        return self._buffer.extent()[1]
 
     @property
     def dtype(self) -> NumpyDType:
@@ -136,14 +158,13 @@ class KVState:
     @property
     def nbytes(self) -> int:
         """Bytes of the current positions, which is also the size of `contiguous()`."""
-        layers, heads, length, head_dim = self.shape
-        return layers * heads * length * head_dim * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
     @property
     def reserved_nbytes(self) -> int:
         """Bytes of reserved address space; only written pages take physical memory."""
-        layers, heads, _, head_dim, capacity = self._buffer.extent()
-        return layers * heads * capacity * head_dim * self.dtype.itemsize
+        shape, capacity = self._buffer.extent()
+        return prod(with_length(shape, self.seq_axis, capacity)) * self.dtype.itemsize
 
     def resize(self, seq_length: int, current_position: int | None = None) -> None:
         """Change the length in place, within the reserved capacity.
@@ -218,8 +239,9 @@ class KVState:
             A new array of `nbytes` bytes.
         """
         array = self.array  # take the length once: another thread may resize meanwhile
-        length = array.shape[2]
-        copy: NDArray = _core.kv_move(array, length, length, 0.0, None, None, False, True)
+        axis = self.seq_axis
+        length = array.shape[axis]
+        copy: NDArray = _core.kv_move(array, length, length, 0.0, None, None, False, True, axis)
         return copy
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray:
@@ -228,21 +250,25 @@ class KVState:
 
     def __repr__(self) -> str:
         dtype = label_of(self.dtype) or self.dtype
-        return f"KVState(shape={self.shape}, capacity={self.capacity}, dtype={dtype})"
+        shape, axis = self.shape, self.seq_axis
+        where = "" if axis == len(shape) - 2 else f", seq_axis={axis - len(shape)}"
+        return f"KVState(shape={shape}, capacity={self.capacity}, dtype={dtype}{where})"
 
     def _repr_html_(self) -> str:
         from .._common.text import bytes_text, table_html
 
-        layers, heads, positions, dimension = (f"{size:,}" for size in self.shape)
-        row = {
-            "layers": layers,
-            "heads": heads,
-            "positions": positions,
-            "capacity": f"{self.capacity:,}",
-            "head dimension": dimension,
+        shape, capacity = self._buffer.extent()
+        axis = self.seq_axis
+        names = [f"axis {i}" for i in range(len(shape))]
+        if len(shape) == 4 and axis == 2:
+            names = ["layers", "heads", "positions", "head dimension"]
+        names[axis] = "positions"
+        row = {name: f"{size:,}" for name, size in zip(names, shape, strict=True)}
+        row |= {
+            "capacity": f"{capacity:,}",
             "dtype": str(label_of(self.dtype) or self.dtype),
             "used": bytes_text(self.nbytes),
             "reserved": bytes_text(self.reserved_nbytes),
         }
-        title = f"KVState: {positions} of {self.capacity:,} positions"
+        title = f"KVState: {shape[axis]:,} of {capacity:,} positions"
         return table_html(title, list(row), [list(row.values())])

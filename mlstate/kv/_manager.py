@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypedDict
 from .. import _core
 from .._common.set_module import set_module
 from ..errors import CapacityError, CompatibilityError
+from ._axis import sequence_axis, valid_axis
 from ._transition import transition_kv_state
 
 if TYPE_CHECKING:
@@ -22,18 +23,44 @@ class ModelConfig(TypedDict):
     head_dim: int | None
 
 
-# Dimensions of a state by axis, with their names in register_model.
-_DIMENSIONS = (("num_layers", 0), ("num_kv_heads", 1), ("head_dim", 3))
+def _dimension_axes(rank: int, axis: int) -> dict[str, int]:
+    """Return the axes whose length `register_model` names, for a sequence at `axis`.
+
+    Layers are the first of four or more axes. Only around a sequence before the last axis,
+    heads and head dimension are known: (layers, heads, sequence, head_dim).
+    """
+    axes = {}
+    if rank >= 4 and axis > 0:
+        axes["num_layers"] = 0
+    if axis == rank - 2:
+        if axis > 0:
+            axes["num_kv_heads"] = axis - 1
+        axes["head_dim"] = rank - 1
+    return axes
 
 
 @set_module("mlstate.kv")
 class StateTransitionManager:
     """Records the context sizes of a family of models, and moves caches between them.
 
+    Parameters
+    ----------
+    seq_axis : int
+        The axis of the sequence in the caches; a negative number counts from the last axis.
+
     Attributes
     ----------
     models : dict
         The arguments of `register_model`, by model name.
+    seq_axis : int
+        The axis that was passed.
+
+    Raises
+    ------
+    CompatibilityError
+        No cache of 2 to 8 dimensions has the axis `seq_axis`. A ValueError.
+    TypeError
+        `seq_axis` is not an integer.
 
     Examples
     --------
@@ -47,10 +74,20 @@ class StateTransitionManager:
     (4, 2, 512, 32)
     >>> manager.get_transition_path("model_256", "model_1024")
     ['model_256', 'model_512', 'model_1024']
+
+    Caches with the sequence innermost:
+
+    >>> manager = StateTransitionManager(seq_axis=-1)
+    >>> for length in (256, 512):
+    ...     manager.register_model(f"model_{length}", length, num_layers=4)
+    >>> cache = np.zeros((4, 1, 64, 1, 256), np.float16)
+    >>> manager.transition(cache, "model_256", "model_512", 200).shape
+    (4, 1, 64, 1, 512)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, seq_axis: int = -2) -> None:
         self.models: dict[str, ModelConfig] = {}
+        self.seq_axis = valid_axis(seq_axis)
 
     def register_model(
         self,
@@ -69,14 +106,16 @@ class StateTransitionManager:
         state_seq_length : int
             Positions of its cache.
         num_layers, num_kv_heads, head_dim : int, optional
-            The other dimensions of its cache; `transition` checks those that are given.
+            The other dimensions of its cache; `transition` checks those that are given. Layers
+            are the first of at least four axes. Heads and head dimension are the axes around the
+            sequence. Leave out those that the layout does not have.
 
         Raises
         ------
         CapacityError
             `state_seq_length` is negative. A ValueError.
         """
-        _core.kv_check((1, 1, 0, 1), state_seq_length, 0, False)
+        _core.kv_check((1, 1, 0, 1), state_seq_length, 0, False, -2)
         self.models[model_name] = {
             "state_seq_length": state_seq_length,
             "num_layers": num_layers,
@@ -106,7 +145,7 @@ class StateTransitionManager:
         Parameters
         ----------
         source_state : ndarray or torch.Tensor, shape (layers, heads, seq, head_dim)
-            A cache of `source_model`.
+            A cache of `source_model`; with `seq_axis`, any other layout of 2 to 8 dimensions.
         source_model, target_model : str
             Registered names; the target's context must be at least as long.
         current_position : int
@@ -124,8 +163,9 @@ class StateTransitionManager:
         ValueError
             A name is not registered.
         CompatibilityError
-            The state's shape is not the one registered for `source_model`, or the registered
-            dimensions of the two models differ. A ValueError.
+            The state's shape is not the one registered for `source_model`, the registered
+            dimensions of the two models differ, or the layout has no axis for one of them. A
+            ValueError.
         CapacityError, TypeError
             As for `transition_kv_state`.
         """
@@ -137,22 +177,33 @@ class StateTransitionManager:
                 f"{type(source_state).__name__}"
             )
         shape = tuple(source_state.shape)
-        _core.kv_check(shape, target["state_seq_length"], current_position, False)
-        if shape[2] != source["state_seq_length"]:
+        axis = sequence_axis(shape, self.seq_axis)
+        _core.kv_check(shape, target["state_seq_length"], current_position, False, axis)
+        if shape[axis] != source["state_seq_length"]:
             raise CompatibilityError(
-                f"the state has {shape[2]} positions, but '{source_model}' was registered "
+                f"the state has {shape[axis]} positions, but '{source_model}' was registered "
                 f"with state_seq_length {source['state_seq_length']}"
             )
-        for field, axis in _DIMENSIONS:
+        axes = _dimension_axes(len(shape), axis)
+        for field in ("num_layers", "num_kv_heads", "head_dim"):
             for name, config in ((source_model, source), (target_model, target)):
                 registered = config[field]  # type: ignore[literal-required]
-                if registered is not None and registered != shape[axis]:
+                if registered is None:
+                    continue
+                if field not in axes:
                     raise CompatibilityError(
-                        f"the state has {field} {shape[axis]}, but '{name}' was registered "
+                        f"'{name}' was registered with {field} {registered}, but a state of shape "
+                        f"{shape} with the sequence at axis {axis} has no axis for it: register "
+                        f"the model without {field}"
+                    )
+                dimension = axes[field]
+                if registered != shape[dimension]:
+                    raise CompatibilityError(
+                        f"the state has {field} {shape[dimension]}, but '{name}' was registered "
                         f"with {registered}"
                     )
         return transition_kv_state(
-            source_state, target["state_seq_length"], current_position, pad_value
+            source_state, target["state_seq_length"], current_position, pad_value, seq_axis=axis
         )
 
     def get_transition_path(self, start_model: str, end_model: str) -> list[str]:

@@ -31,14 +31,25 @@ def _move(
     out: Any,
     low_memory: bool,
     compact: bool,
+    seq_axis: int,
 ) -> Any:
     """Run a transition in the core, or in torch if the core cannot access the data."""
     low_memory = bool(low_memory)  # the core accepts only True and False
     if isinstance(source, np.ndarray) and (dtype is not None or out is not None):
-        source, position = in_range(source, target_seq_length, position, dtype, out, compact)
+        source, position = in_range(
+            source, target_seq_length, position, dtype, out, compact, seq_axis
+        )
     if is_torch(source):
         return backend_of(source).move_kv(
-            source, target_seq_length, position, pad_value, dtype, out, low_memory, compact
+            source,
+            target_seq_length,
+            position,
+            pad_value,
+            dtype,
+            out,
+            low_memory,
+            compact,
+            seq_axis,
         )
     if not isinstance(source, np.ndarray):
         raise TypeError(
@@ -47,7 +58,15 @@ def _move(
 
     def run(target: Any) -> Any:
         return _core.kv_move(
-            source, target_seq_length, position, pad_value, dtype, target, low_memory, compact
+            source,
+            target_seq_length,
+            position,
+            pad_value,
+            dtype,
+            target,
+            low_memory,
+            compact,
+            seq_axis,
         )
 
     return run(None) if out is None else write_into(out, run)
@@ -63,6 +82,7 @@ def transition_kv_state(
     *,
     out: Array | None = None,
     low_memory: bool = False,
+    seq_axis: int = -2,
 ) -> ArrayT:
     """Move a KV cache to a longer sequence: copy the tokens, pad the other positions.
 
@@ -70,7 +90,8 @@ def transition_kv_state(
     ----------
     source_state : ndarray or torch.Tensor, shape (layers, heads, source_seq, head_dim)
         The cache, with any strides and byte order, read-only or not; dtypes of NumPy and
-        ml_dtypes, or torch tensors on any device.
+        ml_dtypes, or torch tensors on any device. With `seq_axis`, any other layout of 2 to 8
+        dimensions.
     target_seq_length : int
         Positions of the result, at least `source_seq`.
     current_position : int, optional
@@ -83,11 +104,15 @@ def transition_kv_state(
         in NumPy, bfloat16 as in torch). Integers convert to floats and other integers; floats
         convert to integers, truncated toward zero.
     out : ndarray or torch.Tensor, optional
-        Preallocated result of shape (layers, heads, target_seq_length, head_dim), a NumPy array
-        or torch tensor of any convertible dtype. It must not share memory with `source_state`.
+        Preallocated result, a NumPy array or torch tensor of any convertible dtype. Its shape is
+        that of `source_state` with `target_seq_length` positions. It must not share memory with
+        `source_state`.
     low_memory : bool
         Disable huge pages for a new NumPy result of at least 32 MiB, so that zero padding
         takes no memory until it is written. See Notes for the cost.
+    seq_axis : int
+        The axis of the sequence; a negative number counts from the last axis. Default: the axis
+        before the last one.
 
     Returns
     -------
@@ -102,15 +127,15 @@ def transition_kv_state(
         `target_seq_length` is smaller than the source or exceeds the address space, or
         `current_position` is outside the source. A ValueError.
     CompatibilityError
-        `source_state` does not have four dimensions, `out` has another shape, or a dtype is
-        unsupported. A ValueError.
+        `source_state` does not have 2 to 8 dimensions or no axis `seq_axis`, `out` has another
+        shape, or a dtype is unsupported. A ValueError.
     ValueError
         `out` is read-only, shares memory with `source_state` or belongs to an autograd graph,
         or `pad_value` does not fit the dtype. Also if a token is NaN or out of range in a
         conversion from or to integers; nothing is written then.
     TypeError
-        `source_state` is neither a NumPy array nor a torch tensor, or a length is not an
-        integer.
+        `source_state` is neither a NumPy array nor a torch tensor, or a length or `seq_axis` is
+        not an integer.
     MemoryError
         The memory of the result cannot be allocated.
 
@@ -139,6 +164,12 @@ def transition_kv_state(
     >>> large = transition_kv_state(small, 512, current_position=200)
     >>> large.shape, bool(large[:, :, :200].all()), bool(large[:, :, 200:].any())
     ((36, 1, 512, 64), True, False)
+
+    A layout with the sequence innermost, (layers, batch, heads * head_dim, 1, sequence):
+
+    >>> small = np.ones((4, 1, 64, 1, 256), np.float16)
+    >>> transition_kv_state(small, 512, current_position=200, seq_axis=-1).shape
+    (4, 1, 64, 1, 512)
     """
     result: ArrayT = _move(
         source_state,
@@ -149,6 +180,7 @@ def transition_kv_state(
         out,
         low_memory,
         False,
+        seq_axis,
     )
     return result
 
@@ -162,6 +194,7 @@ def compact_kv_state(
     *,
     out: Array | None = None,
     low_memory: bool = False,
+    seq_axis: int = -2,
 ) -> ArrayT:
     """Move a KV cache to a shorter sequence that can hold its tokens.
 
@@ -173,7 +206,7 @@ def compact_kv_state(
         Positions of the result, at least `current_position`.
     current_position : int
         Number of tokens in the cache.
-    dtype, out, low_memory
+    dtype, out, low_memory, seq_axis
         As for `transition_kv_state`.
 
     Returns
@@ -199,9 +232,20 @@ def compact_kv_state(
     Traceback (most recent call last):
     mlstate.errors.CapacityError: 300 tokens do not fit into 256 positions: pass a \
 target_seq_length of at least 300
+    >>> innermost = np.ones((4, 1, 64, 1, 512), np.float16)
+    >>> compact_kv_state(innermost, 256, current_position=200, seq_axis=-1).shape
+    (4, 1, 64, 1, 256)
     """
     result: ArrayT = _move(
-        source_state, target_seq_length, current_position, 0.0, dtype, out, low_memory, True
+        source_state,
+        target_seq_length,
+        current_position,
+        0.0,
+        dtype,
+        out,
+        low_memory,
+        True,
+        seq_axis,
     )
     return result
 
@@ -210,14 +254,19 @@ target_seq_length of at least 300
 def validate_state_shapes(
     source_state_shape: Sequence[int] | Mapping[str, Sequence[int]],
     target_state_shape: Sequence[int] | Mapping[str, Sequence[int]],
+    *,
+    seq_axis: int = -2,
 ) -> bool:
     """Check that a cache of one shape can be expanded to another.
 
     Parameters
     ----------
     source_state_shape, target_state_shape : sequence of int, or mapping
-        (layers, heads, sequence, head_dim). Or two mappings of names to shapes: each state of
-        the source is compared with the target's state of the same name.
+        (layers, heads, sequence, head_dim), or 2 to 8 dimensions with the sequence at
+        `seq_axis`. Or two mappings of names to shapes: each state of the source is compared
+        with the target's state of the same name.
+    seq_axis : int
+        As for `transition_kv_state`.
 
     Returns
     -------
@@ -227,10 +276,11 @@ def validate_state_shapes(
     Raises
     ------
     CompatibilityError
-        A shape does not have four dimensions; layers, heads or head_dim differ; or the target
-        lacks a state of the source. A ValueError.
+        A shape does not have 2 to 8 dimensions or no axis `seq_axis`; the shapes differ in rank
+        or in another axis than the sequence; or the target lacks a state of the source. A
+        ValueError.
     TypeError
-        Only one of the two is a mapping.
+        Only one of the two is a mapping, or `seq_axis` is not an integer.
     CapacityError
         The target's sequence is shorter. A ValueError.
 
@@ -239,9 +289,11 @@ def validate_state_shapes(
     >>> from mlstate.kv import validate_state_shapes
     >>> validate_state_shapes((36, 1, 256, 256), (36, 1, 512, 256))
     True
+    >>> validate_state_shapes((36, 1, 64, 1, 256), (36, 1, 64, 1, 512), seq_axis=-1)
+    True
     """
     if not isinstance(source_state_shape, Mapping) and not isinstance(target_state_shape, Mapping):
-        _core.kv_check_shapes(source_state_shape, target_state_shape, False)
+        _core.kv_check_shapes(source_state_shape, target_state_shape, False, seq_axis)
         return True
     if not isinstance(source_state_shape, Mapping) or not isinstance(target_state_shape, Mapping):
         raise TypeError(
@@ -249,11 +301,11 @@ def validate_state_shapes(
             f"{type(source_state_shape).__name__} and {type(target_state_shape).__name__}"
         )
     for name, shape in source_state_shape.items():
-        _check_named(name, shape, target_state_shape)
+        _check_named(name, shape, target_state_shape, seq_axis)
     return True
 
 
-def _check_named(name: str, source: Any, targets: Mapping[str, Any]) -> None:
+def _check_named(name: str, source: Any, targets: Mapping[str, Any], seq_axis: int) -> None:
     if name not in targets:
         hint = names_hint(name, targets)
         error = CompatibilityError(f"{name}: the target has no such state{hint}")
@@ -262,7 +314,7 @@ def _check_named(name: str, source: Any, targets: Mapping[str, Any]) -> None:
     target = targets[name]
     try:
         _core.kv_check_shapes(
-            getattr(source, "shape", source), getattr(target, "shape", target), False
+            getattr(source, "shape", source), getattr(target, "shape", target), False, seq_axis
         )
     except (CompatibilityError, CapacityError) as error:
         error.args = (f"{name}: {error}",)

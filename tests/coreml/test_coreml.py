@@ -385,10 +385,16 @@ def test_plan_of_a_compaction_that_does_not_fit():
         (model(256), model(512, dtype=np.int32), 9, "float16 in the source model, int32 in the"),
         (model(256), model(512, name="other"), 9, "the target model has no state of this name"),
         (
+            {"kv_cache": StateSpec("kv_cache", (4,), F16)},
+            model(512),
+            9,
+            r"source state has the shape \(4,\); a KV state has 2 to 8 dimensions",
+        ),
+        (
             {"kv_cache": StateSpec("kv_cache", (4, 4), F16)},
             model(512),
             9,
-            r"source state has the shape \(4, 4\); a KV state has 4 dimensions",
+            r"numbers of dimensions differ: the source state is \(4, 4\), the target state",
         ),
     ],
 )
@@ -691,10 +697,81 @@ BAD = [
     ("t", (3, 3, 16, 8), (2, 3, 40, 8), 9, CompatibilityError, "kv: layers differ", "kv"),
     ("t", (2, 1, 16, 8), (2, 3, 40, 8), 9, CompatibilityError, "kv: heads differ", "kv"),
     ("c", (2, 3, 40, 4), (2, 3, 16, 8), 9, CompatibilityError, "head dimension differs", "kv"),
-    ("t", (2, 3, 16), (2, 3, 40, 8), 9, CompatibilityError, "source state has the shape", "kv"),
-    ("t", (2, 3, 16, 8), (2, 40, 8), 9, CompatibilityError, "target state has the shape", "kv"),
+    ("t", (2, 3, 16), (2, 3, 40, 8), 9, CompatibilityError, "numbers of dimensions differ", "kv"),
+    ("t", (2,), (2, 3, 40, 8), 9, CompatibilityError, "source state has the shape", "kv"),
+    ("t", (2, 3, 16, 8), (2,), 9, CompatibilityError, "target state has the shape", "kv"),
     ("t", (2, 3, 16, 8), (2, 3, 40, 8), 1.5, TypeError, "position must be an integer", None),
 ]
+
+
+LAYOUTS = [((3, 1, 2, 16, 8), -2), ((3, 1, 64, 1, 16), -1), ((3, 1, 64, 1, 16), 4), ((16, 5), 0)]
+
+
+def longer(shape, axis, length):
+    """The shape with another number of positions."""
+    made = list(shape)
+    made[axis] = length
+    return tuple(made)
+
+
+@pytest.mark.parametrize("with_specs", [True, False])
+@pytest.mark.parametrize(("shape", "axis"), LAYOUTS)
+def test_states_of_any_layout(shape, axis, with_specs):
+    specs = {"k": longer(shape, axis, 40)} if with_specs else None
+    source, target = FakeMLState({"k": shape}), FakeMLState({"k": longer(shape, axis, 40)})
+    value = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) % 2000
+    source.write_state("k", value)
+    transition_coreml_state(source, target, "k", 9, 2.5, specs=specs, seq_axis=axis)
+    tokens = np.moveaxis(target.read_state("k"), axis, 0)
+    np.testing.assert_array_equal(tokens[:9], np.moveaxis(value, axis, 0)[:9])
+    assert (tokens[9:] == 2.5).all() and tokens.shape[0] == 40
+    assert (source.reads, target.writes) == (1, 1)
+    compact_coreml_state(target, source, "k", 7, seq_axis=axis)
+    tokens = np.moveaxis(source.read_state("k"), axis, 0)
+    np.testing.assert_array_equal(tokens[:7], np.moveaxis(value, axis, 0)[:7])
+    assert not tokens[7:].any()
+
+
+@pytest.mark.filterwarnings("ignore::mlstate.coreml.StateShapeWarning")
+@pytest.mark.parametrize(
+    ("have", "want", "position", "axis", "error", "text"),
+    [
+        ((3, 1, 64, 1, 16), (3, 1, 64, 1, 40), 9, -2, CapacityError,
+         r"9 tokens do not fit the target state's 1 positions \(sequence axis 3 of \(3, 1, 64"),
+        ((3, 1, 64, 1, 16), (3, 1, 64, 1, 40), 17, -1, CapacityError,
+         r"beyond the source state's 16 positions \(sequence axis 4 of \(3, 1, 64, 1, 16\)\)"),
+        ((3, 1, 64, 1, 16), (3, 1, 32, 1, 40), 9, -1, CompatibilityError,
+         r"kv: lengths of axis 2 differ: the source state is \(3, 1, 64, 1, 16\), the target st"),
+        ((2, 3, 8, 16), (2, 3, 8, 40), 9, 4, CompatibilityError,
+         r"kv: seq_axis 4 is outside -4..3: the target state has the shape \(2, 3, 8, 40\)"),
+        ((2, 3, 8, 16), (2, 3, 8, 40), 9, 8, CompatibilityError, r"seq_axis 8 is outside -8..7"),
+        ((2, 3, 8, 16), (2, 3, 8, 40), 9, True, TypeError, r"seq_axis must be an integer"),
+        ((2, 3, 8, 16), (2, 3, 8, 40), 9, 1.0, TypeError, r"must be an integer, got float"),
+    ],
+)  # fmt: skip
+def test_wrong_axes_are_refused_before_the_write(have, want, position, axis, error, text):
+    source, target = Spy({"kv": have}), Spy({"kv": want})
+    for move in (transition_coreml_state, compact_coreml_state):
+        with pytest.raises(error, match=text):
+            move(source, target, "kv", position, specs={"kv": want}, seq_axis=axis)
+    assert target.writes == 0
+    if error is TypeError or axis == 8:
+        with pytest.raises(error, match=text):
+            plan_transition({"kv": have}, {"kv": want}, position, seq_axis=axis)
+    else:
+        plan = plan_transition({"kv": have}, {"kv": want}, position, seq_axis=axis)
+        assert not plan.fits and plan.problems[0].startswith("kv: ")
+
+
+@pytest.mark.filterwarnings("ignore::mlstate.coreml.StateShapeWarning")
+@pytest.mark.parametrize(("shape", "axis"), LAYOUTS)
+def test_plans_of_any_layout(shape, axis):
+    states = {"k": shape}, {"k": longer(shape, axis, 40)}
+    row = np.prod(shape) // 16 * 2
+    plan = plan_transition(*states, 9, seq_axis=axis)
+    assert plan.fits and plan.moves[0].direction == "expand"
+    assert (plan.copied_bytes, plan.zeroed_bytes) == (9 * row, 31 * row)
+    assert plan_transition(*states[::-1], 9, seq_axis=axis).moves[0].direction == "compact"
 
 
 def test_compaction_into_a_longer_state_is_what_compact_kv_state_does():

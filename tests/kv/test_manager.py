@@ -71,8 +71,8 @@ def test_states_that_are_not_the_models(manager):
         manager.transition(cache(9), "model_8", "model_16", 5)
     with pytest.raises(CapacityError, match="target_seq_length 8 is smaller"):
         manager.transition(cache(16), "model_16", "model_8", 5)
-    with pytest.raises(CompatibilityError, match="4 dimensions"):
-        manager.transition(cache()[0], "model_8", "model_16", 5)
+    with pytest.raises(CompatibilityError, match="2 to 8 dimensions"):
+        manager.transition(cache()[0, 0, 0], "model_8", "model_16", 5)
     for position in (-1, 9):
         with pytest.raises(CapacityError, match=f"current_position {position} is outside"):
             manager.transition(cache(), "model_8", "model_16", position)

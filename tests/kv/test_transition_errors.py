@@ -67,13 +67,13 @@ def test_lengths_that_no_memory_holds():
             compact_kv_state(source, length, 1, np.float64, low_memory=True)
 
 
-@pytest.mark.parametrize("shape", [(), (8,), (3, 8, 5), (1, 2, 3, 8, 5), (1,) * 64])
+@pytest.mark.parametrize("shape", [(), (8,), (1,) * 9, (1,) * 64])
 def test_a_source_that_is_no_cache(shape):
     source = np.zeros(shape, np.float16)
     for move in (transition_kv_state, compact_kv_state):
-        with pytest.raises(CompatibilityError, match="source_state must have 4 dim") as caught:
+        with pytest.raises(CompatibilityError, match="source_state must have 2 to 8 dim") as caught:
             move(source, 12, 0)
-        assert caught.value.expected == "4 dimensions"
+        assert caught.value.expected == "2 to 8 dimensions"
         assert str(shape)[:60] in caught.value.got
     with pytest.raises(CompatibilityError, match=f"got {len(shape)}: shape"):
         transition_kv_state(source, 12)

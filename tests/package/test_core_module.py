@@ -237,9 +237,10 @@ def test_the_names_of_the_design():
 @pytest.mark.parametrize(
     ("name", "count"),
     [
-        ("kv_move", 8),
-        ("kv_check", 4),
-        ("kv_check_shapes", 3),
+        ("kv_move", 9),
+        ("kv_axis", 2),
+        ("kv_check", 5),
+        ("kv_check_shapes", 4),
         ("kv_mask", 7),
         ("rotate_keys", 8),
     ],
@@ -251,13 +252,13 @@ def test_functions_count_their_arguments(name, count):
 
 
 def test_the_buffer_counts_its_arguments():
-    for arguments in ((), (1, 1, 1, 1, 1), (1, 1, 1, 1, 1, "f2", 1)):
+    for arguments in ((), ((1, 1), 1, "f2"), ((1, 1), 1, "f2", -2, 1)):
         with pytest.raises(TypeError):
             _core.KVBuffer(*arguments)
     with pytest.raises(TypeError, match="no keywords"):
-        _core.KVBuffer(1, 1, 1, 1, 1, "f2", more=1)
-    made = _core.KVBuffer(1, 2, 3, 4, 5, "f2")
-    assert made.extent() == (1, 2, 3, 4, 5)
+        _core.KVBuffer((1, 1), 1, "f2", -2, more=1)
+    made = _core.KVBuffer((1, 2, 3, 4), 5, "f2", -2)
+    assert made.extent() == ((1, 2, 3, 4), 5) and made.seq_axis == 2
     for arguments in ((), (1,), (1, 1, 1)):
         with pytest.raises(TypeError):
             made.resize(*arguments)
@@ -314,7 +315,7 @@ index = next(pathlib.Path("ckpt/index").iterdir())
 for one in [
     _core.MergedIndex((index.read_bytes(),), (str(index),)),
     _core.Descriptor("ckpt", 0),
-    _core.KVBuffer(1, 2, 3, 4, 5, "f2"),
+    _core.KVBuffer((1, 2, 3, 4), 5, "f2", -2),
     _core.StateDict(w=np.zeros(3)),
     _core.Tiers(None, None),
     _core.local_join(1, 0, 0, 0, make_memory(_core.local_measure(1, 0, 0))),

@@ -18,16 +18,16 @@ def dtype_of(name):
     return np.dtype(name)
 
 
-def expand(source, length, position=None, pad=0, dtype=None):
+def expand(source, length, position=None, pad=0, dtype=None, axis=-2):
     """The definition: the first `position` positions converted, the others `pad`."""
-    position = source.shape[2] if position is None else position
+    tokens = np.moveaxis(source, axis, 0)
+    position = tokens.shape[0] if position is None else position
     dtype = source.dtype if dtype is None else dtype
-    layers, heads, _, head_dim = source.shape
-    target = np.empty((layers, heads, length, head_dim), dtype)
+    target = np.empty((length, *tokens.shape[1:]), dtype)
     with np.errstate(all="ignore"):
-        target[:, :, :position] = source[:, :, :position].astype(dtype)
-    target[:, :, position:] = pad
-    return target
+        target[:position] = tokens[:position].astype(dtype)
+    target[position:] = pad
+    return np.ascontiguousarray(np.moveaxis(target, 0, axis))
 
 
 def random_bits(shape, dtype=np.float16, seed=0):

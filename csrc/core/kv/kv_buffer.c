@@ -1,15 +1,14 @@
 /* kv_buffer: a key-value cache that grows and shrinks within reserved memory.
  *
- * A row is the memory of one head of one layer: `capacity` positions. Invariant: all
- * bytes of a row beyond `length` are zero. Fresh pages are zero, shrinking zeroes the
- * positions that leave the view, and moving rows apart zeroes their old memory. So
- * growing the length writes nothing, and pages that were never in the view are never
- * touched.
+ * A row is the memory of one index of the axes before the sequence: `capacity` positions.
+ * Invariant: all bytes of a row beyond the length are zero. Fresh pages are zero,
+ * shrinking zeroes the positions that leave the view, and moving rows apart zeroes their
+ * old memory. So growing the length writes nothing, and pages that were never in the view
+ * are never touched.
  */
 #include "kv/kv_buffer.h"
 
 #include "base/size.h"
-#include "kv/kv_transition.h"
 
 #include <string.h>
 
@@ -19,14 +18,25 @@ typedef struct extent {
     size_t step, row, rows, total;
 } extent;
 
+/* Multiply `*total` by the lengths of axes first .. last-1. Returns false on overflow. */
+static bool multiply_lengths(const mls_kv_buffer *b, int first, int last, size_t *total)
+{
+    for (int axis = first; axis < last; axis++) {
+        if (!mls_size_mul(*total, b->shape[axis], total)) {
+            return false;
+        }
+    }
+    return true;
+}
+
 /* Compute the extent of the buffer for a capacity. Returns false if its bytes overflow.
  */
 static bool compute_extent(const mls_kv_buffer *b, size_t capacity, extent *out)
 {
-    extent e;
-    if (!mls_size_mul(b->head_dim, mls_dtype_of(b->dtype)->item_bytes, &e.step) ||
+    extent e = {.step = mls_dtype_of(b->dtype)->item_bytes, .rows = 1};
+    if (!multiply_lengths(b, b->axis + 1, b->rank, &e.step) ||
         !mls_size_mul(e.step, capacity, &e.row) ||
-        !mls_size_mul(b->layers, b->heads, &e.rows) ||
+        !multiply_lengths(b, 0, b->axis, &e.rows) ||
         !mls_size_mul(e.row, e.rows, &e.total) || e.total > PTRDIFF_MAX) {
         return false;
     }
@@ -34,11 +44,15 @@ static bool compute_extent(const mls_kv_buffer *b, size_t capacity, extent *out)
     return true;
 }
 
-/* Fail because compute_extent overflowed; the message has the user's shape. */
+/* Fail because compute_extent overflowed; the message has the shape at that capacity. */
 static mls_code fail_too_large(const mls_kv_buffer *b, size_t capacity, mls_status *st)
 {
-    return mls_fail(st, MLS_E_SIZE, "(%zu, %zu, %zu, %zu) of %s is larger than memory",
-                    b->layers, b->heads, capacity, b->head_dim,
+    size_t shape[MLS_KV_MAX_RANK];
+    char text[MLS_FACT_BYTES];
+    memcpy(shape, b->shape, sizeof shape);
+    shape[b->axis] = capacity;
+    return mls_fail(st, MLS_E_SIZE, "%s of %s is larger than memory",
+                    mls_shape_text(text, sizeof text, b->rank, shape),
                     mls_dtype_of(b->dtype)->name);
 }
 
@@ -53,17 +67,14 @@ static mls_code fail_capacity(mls_status *st, const char *what, size_t got,
 }
 
 /* New pages are zero, so the invariant holds for every length. */
-mls_code mls_kv_buffer_init(mls_kv_buffer *out, const size_t *shape, size_t capacity,
-                            mls_dtype dtype, mls_status *st)
+mls_code mls_kv_buffer_init(mls_kv_buffer *out, int rank, const size_t *shape, int axis,
+                            size_t capacity, mls_dtype dtype, mls_status *st)
 {
-    mls_kv_buffer b = {.dtype = dtype,
-                       .layers = shape[0],
-                       .heads = shape[1],
-                       .length = shape[MLS_KV_AXIS],
-                       .head_dim = shape[3],
-                       .capacity = capacity};
-    if (b.length > capacity) {
-        return fail_capacity(st, "sequence length", b.length, "the capacity", capacity);
+    mls_kv_buffer b = {.dtype = dtype, .rank = rank, .axis = axis, .capacity = capacity};
+    memcpy(b.shape, shape, (size_t)rank * sizeof shape[0]);
+    if (shape[axis] > capacity) {
+        return fail_capacity(st, "sequence length", shape[axis], "the capacity",
+                             capacity);
     }
     extent e;
     if (!compute_extent(&b, capacity, &e)) {
@@ -89,21 +100,24 @@ void mls_kv_buffer_fini(mls_kv_buffer *buffer)
 /* Return positions start .. start+length-1 of every row. */
 static mls_tensor slice_positions(const mls_kv_buffer *b, size_t start, size_t length)
 {
-    extent e = {0};
-    (void)compute_extent(b, b->capacity, &e); /* did not overflow before */
-    mls_tensor t = {.data = b->pages.data + e.step * start,
-                    .dtype = b->dtype,
-                    .rank = MLS_KV_RANK,
-                    .shape = {b->layers, b->heads, length, b->head_dim},
-                    .strides = {(ptrdiff_t)(e.row * b->heads), (ptrdiff_t)e.row,
-                                (ptrdiff_t)e.step,
-                                (ptrdiff_t)mls_dtype_of(b->dtype)->item_bytes}};
+    mls_tensor t = {.data = b->pages.data, .dtype = b->dtype, .rank = b->rank};
+    size_t stride = mls_dtype_of(b->dtype)->item_bytes;
+    for (int axis = b->rank - 1; axis >= 0; axis--) {
+        const bool is_sequence = axis == b->axis;
+        t.shape[axis] = is_sequence ? length : b->shape[axis];
+        t.strides[axis] = (ptrdiff_t)stride;
+        if (is_sequence) {
+            t.data += start * stride;
+        }
+        /* if the buffer is empty, its strides are unused and may wrap */
+        stride *= is_sequence ? b->capacity : b->shape[axis];
+    }
     return t;
 }
 
 mls_tensor mls_kv_buffer_view(const mls_kv_buffer *buffer)
 {
-    return slice_positions(buffer, 0, buffer->length);
+    return slice_positions(buffer, 0, mls_kv_buffer_length(buffer));
 }
 
 /* If length and capacity are equal, rows are adjacent and huge pages may span them. */
@@ -111,10 +125,11 @@ void mls_kv_buffer_fill(const mls_kv_buffer *buffer, const mls_kernels *kernels,
                         mls_pool *pool, const mls_tensor *src)
 {
     const mls_tensor dst = mls_kv_buffer_view(buffer);
-    if (buffer->length == buffer->capacity) {
+    const size_t length = mls_kv_buffer_length(buffer);
+    if (length == buffer->capacity) {
         mls_advise_inner_huge_pages(buffer->pages.data, buffer->pages.bytes);
     }
-    mls_kv_move(kernels, pool, &dst, src, buffer->length, NULL, MLS_KV_SPARSE);
+    mls_kv_move(kernels, pool, &dst, src, buffer->axis, length, NULL, MLS_KV_SPARSE);
 }
 
 /* Checks both numbers before it changes memory, so the buffer is unchanged on failure. */
@@ -122,25 +137,25 @@ mls_code mls_kv_buffer_resize(mls_kv_buffer *buffer, const mls_kernels *kernels,
                               size_t length, size_t position, const char *position_name,
                               mls_status *st)
 {
+    const size_t before = mls_kv_buffer_length(buffer);
     if (length > buffer->capacity) {
         return fail_capacity(st, "sequence length", length, "the reserved capacity",
                              buffer->capacity);
     }
-    const size_t shorter = length < buffer->length ? length : buffer->length;
+    const size_t shorter = length < before ? length : before;
     if (position > shorter) {
         return fail_capacity(st, position_name, position, "the sequence length", shorter);
     }
     /* positions that leave the view, or stay in it without a token, become zero */
-    if (position < buffer->length) {
-        const mls_tensor dropped =
-            slice_positions(buffer, position, buffer->length - position);
+    if (position < before) {
+        const mls_tensor dropped = slice_positions(buffer, position, before - position);
         const mls_element zero = {.size = mls_dtype_of(buffer->dtype)->item_bytes};
         size_t bytes = 0;
         (void)mls_tensor_bytes(
             &dropped, &bytes); /* smaller than the buffer, so it cannot overflow */
         mls_fill(kernels, &dropped, zero, (mls_destination){.bytes = bytes});
     }
-    buffer->length = length;
+    buffer->shape[buffer->axis] = length;
     return MLS_OK;
 }
 
@@ -151,11 +166,16 @@ static void spread_rows(unsigned char *data, size_t rows, size_t used, size_t ol
                         size_t now)
 {
     const size_t old_total = rows * old;
+    const bool is_dense =
+        now - used < mls_page_bytes(); /* every page has some of a row */
+    if (is_dense) {
+        mls_populate_pages(data + old_total, rows * now - old_total);
+    }
     for (size_t row = rows; row-- > 0;) {
         const size_t end = row * now + used;
         const size_t next = (row + 1) * now;
         const size_t stale = next < old_total ? next : old_total;
-        if (row * now >= old_total) { /* these pages were never touched */
+        if (row * now >= old_total && !is_dense) { /* these pages were never touched */
             mls_advise_inner_huge_pages(data + row * now, used);
             mls_populate_pages(data + row * now, used);
         }
@@ -182,13 +202,15 @@ mls_code mls_kv_buffer_reserve(mls_kv_buffer *buffer, size_t capacity, mls_statu
         !compute_extent(buffer, capacity, &now)) {
         return fail_too_large(buffer, capacity, st);
     }
+    /* the system cannot grow a range whose parts have different advice; the new pages
+     * inherit this advice */
+    mls_advise_pages(buffer->pages.data, buffer->pages.mapped, false);
     const mls_code code = mls_pages_grow(&buffer->pages, now.total, st);
     if (code != MLS_OK) {
         return code;
     }
-    mls_advise_pages(buffer->pages.data, buffer->pages.mapped, false);
-    spread_rows(buffer->pages.data, now.rows, buffer->length * old.step, old.row,
-                now.row);
+    spread_rows(buffer->pages.data, now.rows, mls_kv_buffer_length(buffer) * old.step,
+                old.row, now.row);
     buffer->capacity = capacity;
     return MLS_OK;
 }

@@ -1,33 +1,40 @@
 /* kv_buffer: a key-value cache that grows and shrinks within reserved memory.
  *
- * The rows of one head are `capacity` positions apart, so the cache of any length up to
- * the capacity is a strided view of the same memory, and changing the length copies
- * nothing. Positions beyond the length read as zeros when the length grows. Not
- * thread-safe: the caller uses a lock.
+ * The rows of the cache (kv_transition.h) are `capacity` positions apart, so the cache of
+ * any length up to the capacity is a strided view of the same memory, and changing the
+ * length copies nothing. Positions beyond the length read as zeros when the length grows.
+ * Not thread-safe: the caller uses a lock.
  */
 #ifndef MLS_KV_BUFFER_H
 #define MLS_KV_BUFFER_H
 
 #include "array/copy/copy.h"
 #include "base/memory.h"
+#include "kv/kv_transition.h"
 #include "runtime/thread_pool.h"
 
 typedef struct mls_kv_buffer {
     mls_pages pages;
     mls_dtype dtype;
-    size_t layers, heads, head_dim;
-    size_t length;   /* positions in the view */
-    size_t capacity; /* positions reserved */
+    int rank, axis;                /* number of axes; the sequence */
+    size_t shape[MLS_KV_MAX_RANK]; /* of the view */
+    size_t capacity;               /* positions reserved */
 } mls_kv_buffer;
 
-/* Reserve zeroed memory for `capacity` positions. `shape` has MLS_KV_RANK entries; its
- * sequence length is the initial length. The caller ends the buffer with
+/* Reserve zeroed memory for `capacity` positions. `shape` is the initial shape, of which
+ * `axis` is the sequence; both passed mls_kv_find_axis. The caller ends the buffer with
  * mls_kv_buffer_fini. MLS_E_CAPACITY: capacity below the length. MLS_E_SIZE,
  * MLS_E_MEMORY. */
-mls_code mls_kv_buffer_init(mls_kv_buffer *out, const size_t *shape, size_t capacity,
-                            mls_dtype dtype, mls_status *st);
+mls_code mls_kv_buffer_init(mls_kv_buffer *out, int rank, const size_t *shape, int axis,
+                            size_t capacity, mls_dtype dtype, mls_status *st);
 
 void mls_kv_buffer_fini(mls_kv_buffer *buffer); /* accepts a zeroed struct */
+
+/* Return the number of positions in the view. */
+static inline size_t mls_kv_buffer_length(const mls_kv_buffer *buffer)
+{
+    return buffer->shape[buffer->axis];
+}
 
 /* Return the cache at its current length. The view borrows the buffer's memory. */
 mls_tensor mls_kv_buffer_view(const mls_kv_buffer *buffer);

@@ -1,7 +1,8 @@
 /* kv_transition: move the key-value cache of a language model to another sequence length.
  *
- * A cache has the shape (layers, heads, sequence, head_dim). Positions 0 .. position-1 of
- * the sequence hold tokens; a transition copies those and pads the rest of the target.
+ * A cache has 2 to 8 axes, one of which is the sequence: often (layers, heads, sequence,
+ * head_dim). Positions 0 .. position-1 of the sequence hold tokens; a transition copies
+ * those and pads the rest of the target.
  */
 #ifndef MLS_KV_TRANSITION_H
 #define MLS_KV_TRANSITION_H
@@ -12,9 +13,10 @@
 #include <stdint.h>
 
 enum {
-    MLS_KV_RANK = 4,
-    MLS_KV_AXIS = 2
-}; /* axes of a cache; index of its sequence axis */
+    MLS_KV_MIN_RANK = 2,
+    MLS_KV_MAX_RANK = 8,
+    MLS_KV_SEQ_AXIS = -2 /* the default sequence axis; negative: from the end */
+};
 
 typedef enum mls_kv_kind {
     MLS_KV_EXPAND, /* the target is at least as long as the source */
@@ -23,7 +25,7 @@ typedef enum mls_kv_kind {
 
 /* The caller's parameter names, for messages. */
 typedef struct mls_kv_names {
-    const char *source, *target, *target_length, *position;
+    const char *source, *target, *target_length, *position, *seq_axis;
     const char *if_shorter; /* advice if the target is shorter than the source */
     const char *if_shared;  /* advice if both share memory */
 } mls_kv_names;
@@ -33,21 +35,30 @@ typedef struct mls_kv_request {
     mls_kv_kind kind;
     int64_t target_length;     /* positions of the target */
     int64_t position;          /* tokens in the source */
+    int axis;                  /* the sequence axis, from mls_kv_find_axis */
     const mls_kv_names *names; /* borrowed; NULL: the core's default names */
 } mls_kv_request;
 
-/* Check a request against the source's shape.
- * MLS_E_SHAPE: not four dimensions. MLS_E_CAPACITY: the target is shorter than the source
- * (expand) or than the tokens (compact), or a position or length is negative or beyond
- * the source. */
+/* Check the rank of a cache and convert its sequence axis, which may count from the end,
+ * to 0 .. rank-1. Messages call the cache `what` and the axis `axis_name`.
+ * MLS_E_SHAPE: the rank is not 2 to 8, or the axis is not one of the cache. */
+mls_code mls_kv_find_axis(const char *what, int rank, const size_t *shape,
+                          const char *axis_name, int64_t seq_axis, int *axis,
+                          mls_status *st);
+
+/* Check a request, whose axis is one of `shape`, against the source's shape.
+ * MLS_E_CAPACITY: the target is shorter than the source (expand) or than the tokens
+ * (compact), or a position or length is negative or beyond the source. */
 mls_code mls_kv_check(int rank, const size_t *shape, mls_kv_request request,
                       mls_status *st);
 
 /* Check that a cache of shape `target` can take the content of one of shape `source`:
- * same layers, heads and head dimension, and not shorter unless `kind` is compact.
+ * the same rank and the same lengths of all axes but the sequence, which must not be
+ * shorter unless `kind` is compact. `axis_name` and `seq_axis` as in mls_kv_find_axis.
  * MLS_E_SHAPE, MLS_E_CAPACITY. */
 mls_code mls_kv_check_shapes(int source_rank, const size_t *source, int target_rank,
-                             const size_t *target, mls_kv_kind kind, mls_status *st);
+                             const size_t *target, const char *axis_name,
+                             int64_t seq_axis, mls_kv_kind kind, mls_status *st);
 
 /* Check an output against the source and a request that passed mls_kv_check.
  * MLS_E_SHAPE: not the source's shape with the target's length. MLS_E_DTYPE: the dtypes
@@ -55,20 +66,22 @@ mls_code mls_kv_check_shapes(int source_rank, const size_t *source, int target_r
 mls_code mls_kv_check_target(const mls_tensor *dst, const mls_tensor *src,
                              mls_kv_request request, mls_status *st);
 
-/* State of the target's memory. For MLS_KV_SPARSE the pages of each head's tokens are
- * requested at once, which is cheaper than a fault for each, and huge pages are used
- * where tokens fill them. */
+/* State of the target's memory. A row is the part of a cache at one index of the axes
+ * before the sequence. For MLS_KV_SPARSE the pages of each row's tokens are requested at
+ * once, which is cheaper than a fault for each, and huge pages are used where tokens fill
+ * them. */
 typedef enum mls_kv_memory {
     MLS_KV_TOUCHED, /* already used */
     MLS_KV_FRESH,   /* newly allocated: the system clears each page at its first access */
-    MLS_KV_SPARSE   /* newly allocated, C-contiguous, advised to use small pages */
+    MLS_KV_SPARSE   /* newly allocated, packed rows in C order at equal distances, advised
+                       to use small pages */
 } mls_kv_memory;
 
-/* Copy the first `position` positions of `src` to `dst` and fill the others with `pad`;
- * leave them unchanged if `pad` is NULL. `memory` affects only the speed. Both views must
- * have passed the checks. Cannot fail. */
+/* Copy the first `position` positions along `axis` of `src` to `dst` and fill the others
+ * with `pad`; leave them unchanged if `pad` is NULL. `memory` affects only the speed.
+ * Both views must have passed the checks. Cannot fail. */
 void mls_kv_move(const mls_kernels *kernels, mls_pool *pool, const mls_tensor *dst,
-                 const mls_tensor *src, size_t position, const mls_element *pad,
+                 const mls_tensor *src, int axis, size_t position, const mls_element *pad,
                  mls_kv_memory memory);
 
 #endif

@@ -5,6 +5,15 @@
 
 #include "common/python_api.h"
 
+#include "common/module_state.h"
+
+/* Read the dimensions of a cache from a sequence of non-negative integers, and its
+ * sequence axis, converted to 0 .. rank-1. `what` names the sequence in messages. `shape`
+ * has MLS_KV_MAX_RANK entries. Returns -1 with TypeError, CapacityError or
+ * CompatibilityError set. */
+int mlspy_take_kv_shape(const mlspy_state *state, PyObject *object, PyObject *seq_axis,
+                        const char *what, int *rank, size_t *shape, int *axis);
+
 /* Method tables, NULL-terminated. */
 extern PyMethodDef mlspy_kv_methods[];
 extern PyMethodDef mlspy_mlpackage_methods[];

@@ -75,27 +75,26 @@ static int take_length(const mlspy_state *state, PyObject *object, const char *w
     return 0;
 }
 
-/* KVBuffer(layers, heads, length, head_dim, capacity, dtype) */
+/* KVBuffer(shape, capacity | None, dtype, seq_axis) */
 static PyObject *buffer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     const mlspy_state *state = state_of_type(type);
-    size_t shape[MLS_KV_RANK], capacity;
-    PyObject *numbers[5], *dtype;
+    size_t shape[MLS_KV_MAX_RANK], capacity;
+    PyObject *dimensions, *positions, *dtype, *seq_axis;
+    int rank, axis;
     mls_dtype wanted;
     mls_status st;
     if (state == NULL ||
         (kwargs != NULL && PyDict_GET_SIZE(kwargs) > 0 &&
          (PyErr_SetString(PyExc_TypeError, "KVBuffer takes no keywords"), true)) ||
-        !PyArg_ParseTuple(args, "OOOOOO", &numbers[0], &numbers[1], &numbers[2],
-                          &numbers[3], &numbers[4], &dtype)) {
+        !PyArg_ParseTuple(args, "OOOO", &dimensions, &positions, &dtype, &seq_axis) ||
+        mlspy_take_kv_shape(state, dimensions, seq_axis, "shape", &rank, shape, &axis) <
+            0) {
         return NULL;
     }
-    for (int i = 0; i < MLS_KV_RANK; i++) {
-        if (take_length(state, numbers[i], "a dimension of the shape", &shape[i]) < 0) {
-            return NULL;
-        }
-    }
-    if (take_length(state, numbers[4], "capacity", &capacity) < 0) {
+    capacity = shape[axis];
+    if (positions != Py_None &&
+        take_length(state, positions, "capacity", &capacity) < 0) {
         return NULL;
     }
     PyArray_Descr *descr = mlspy_descr_of_object(state, dtype, &wanted);
@@ -110,7 +109,8 @@ static PyObject *buffer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     /* the lock first: buffer_dealloc may run from here on, and it destroys the lock */
     pthread_mutex_init(&self->lock, NULL);
     self->descr = descr;
-    if (mls_kv_buffer_init(&self->buffer, shape, capacity, wanted, &st) != MLS_OK) {
+    if (mls_kv_buffer_init(&self->buffer, rank, shape, axis, capacity, wanted, &st) !=
+        MLS_OK) {
         mlspy_raise(state, &st, NULL);
         Py_DECREF(self);
         return NULL;
@@ -170,14 +170,14 @@ static PyObject *buffer_view(buffer_object *self, PyObject *unused)
     if (lease == NULL) {
         return NULL;
     }
-    npy_intp shape[MLS_KV_RANK], strides[MLS_KV_RANK];
-    for (int axis = 0; axis < MLS_KV_RANK; axis++) {
+    npy_intp shape[MLS_KV_MAX_RANK], strides[MLS_KV_MAX_RANK];
+    for (int axis = 0; axis < now.rank; axis++) {
         shape[axis] = (npy_intp)now.shape[axis];
         strides[axis] = (npy_intp)now.strides[axis];
     }
     Py_INCREF(self->descr); /* stolen */
     /* rows are `capacity` positions apart, not `length` */
-    PyObject *array = PyArray_NewFromDescr(&PyArray_Type, self->descr, MLS_KV_RANK, shape,
+    PyObject *array = PyArray_NewFromDescr(&PyArray_Type, self->descr, now.rank, shape,
                                            strides, now.data, NPY_ARRAY_WRITEABLE, NULL);
     if (array == NULL) {
         Py_DECREF(lease);
@@ -239,7 +239,8 @@ static PyObject *buffer_resize(buffer_object *self, PyObject *args)
         pthread_mutex_lock(&self->lock);
         /* computed under the lock, because another thread may change the length */
         if (keeps_all) {
-            position = length < self->buffer.length ? length : self->buffer.length;
+            const size_t before = mls_kv_buffer_length(&self->buffer);
+            position = length < before ? length : before;
         }
         code = mls_kv_buffer_resize(&self->buffer, state->kernels, length, position,
                                     "current_position", &st);
@@ -283,16 +284,23 @@ static PyObject *buffer_reserve(buffer_object *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* (layers, heads, length, head_dim, capacity), read under one lock */
+/* (shape, capacity), read under one lock */
 static PyObject *buffer_extent(buffer_object *self, PyObject *unused)
 {
     (void)unused;
     lock_buffer(self);
     const mls_kv_buffer now = self->buffer;
     unlock_buffer(self);
-    return Py_BuildValue("nnnnn", (Py_ssize_t)now.layers, (Py_ssize_t)now.heads,
-                         (Py_ssize_t)now.length, (Py_ssize_t)now.head_dim,
-                         (Py_ssize_t)now.capacity);
+    PyObject *shape = PyTuple_New(now.rank);
+    for (int axis = 0; shape != NULL && axis < now.rank; axis++) {
+        PyObject *length = PyLong_FromSize_t(now.shape[axis]);
+        if (length == NULL) {
+            Py_CLEAR(shape);
+        } else {
+            PyTuple_SET_ITEM(shape, axis, length);
+        }
+    }
+    return shape == NULL ? NULL : Py_BuildValue("Nn", shape, (Py_ssize_t)now.capacity);
 }
 
 /* Return the descriptor of the buffer and its views. */
@@ -300,6 +308,13 @@ static PyObject *buffer_dtype(buffer_object *self, void *unused)
 {
     (void)unused;
     return Py_NewRef((PyObject *)self->descr);
+}
+
+/* The sequence axis, counted from 0; it never changes. */
+static PyObject *buffer_axis(buffer_object *self, void *unused)
+{
+    (void)unused;
+    return PyLong_FromLong(self->buffer.axis);
 }
 
 /* Called by mlstate/kv/__init__.py only, which has the public names and their checks. */
@@ -314,13 +329,14 @@ static PyMethodDef buffer_methods[] = {
     {"reserve", (PyCFunction)(void (*)(void))buffer_reserve, METH_VARARGS,
      "reserve($self, capacity, /)\n--\n\nRaise the capacity."},
     {"extent", (PyCFunction)(void (*)(void))buffer_extent, METH_NOARGS,
-     "extent($self, /)\n--\n\n(layers, heads, length, head_dim, capacity)"},
+     "extent($self, /)\n--\n\n(shape, capacity)"},
     {NULL, NULL, 0, NULL},
 };
 
-/* Read-only, because a buffer's dtype never changes. */
+/* Read-only, because they never change. */
 static PyGetSetDef buffer_properties[] = {
     {"dtype", (getter)(void (*)(void))buffer_dtype, NULL, NULL, NULL},
+    {"seq_axis", (getter)(void (*)(void))buffer_axis, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -330,9 +346,8 @@ static PyType_Slot buffer_slots[] = {
     {Py_tp_dealloc, (void *)buffer_dealloc},
     {Py_tp_methods, buffer_methods},
     {Py_tp_getset, buffer_properties},
-    {Py_tp_doc,
-     (void *)"KVBuffer(layers, heads, length, head_dim, capacity, dtype, /)\n--\n\n"
-             "The memory behind a KVState."},
+    {Py_tp_doc, (void *)"KVBuffer(shape, capacity, dtype, seq_axis, /)\n--\n\n"
+                        "The memory behind a KVState."},
     {0, NULL},
 };
 

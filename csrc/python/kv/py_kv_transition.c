@@ -52,34 +52,51 @@ static const mls_kv_names parameter_names = {
     .target = "out",
     .target_length = "target_seq_length",
     .position = "current_position",
+    .seq_axis = "seq_axis",
     .if_shorter = "use compact_kv_state to move to a shorter cache",
     .if_shared = "pass another buffer, or use KVState to change a cache in place"};
 static const mls_mask_names mask_parameter_names = {.seq_length = "seq_length",
                                                     .attention_size = "attention_size",
                                                     .position = "current_position"};
 
+/* Read a sequence axis. A bool is not one, although it has __index__. Returns -1 with
+ * TypeError or CapacityError set. */
+static int take_seq_axis(const mlspy_state *state, PyObject *object, int64_t *out)
+{
+    if (PyBool_Check(object)) {
+        PyErr_SetString(PyExc_TypeError, "seq_axis must be an integer, got bool");
+        return -1;
+    }
+    return mlspy_take_int64(state, object, "seq_axis", out);
+}
+
 /* View the source, read the numbers, check both. Without a position the source is full.
- * The position is left at 0 if the rank is wrong, since the check then fails anyway. */
+ */
 static int take_request(const mlspy_state *state, PyObject *const *args, transition *t)
 {
     mls_status st;
+    int64_t seq_axis;
     t->request.names = &parameter_names;
     if ((!mlspy_view_quickly(state, args[0], false, &t->source) &&
          mlspy_view_of(state, args[0], "source_state", &t->source) < 0) ||
+        take_seq_axis(state, args[8], &seq_axis) < 0 ||
         mlspy_take_int64(state, args[1], "target_seq_length", &t->request.target_length) <
-            0) {
+            0 ||
+        (args[2] != Py_None && mlspy_take_int64(state, args[2], "current_position",
+                                                &t->request.position) < 0)) {
         return -1;
     }
     const mls_tensor *source = &t->source.tensor;
-    if (args[2] != Py_None) {
-        if (mlspy_take_int64(state, args[2], "current_position", &t->request.position) <
-            0) {
-            return -1;
+    mls_code code =
+        mls_kv_find_axis(parameter_names.source, source->rank, source->shape,
+                         parameter_names.seq_axis, seq_axis, &t->request.axis, &st);
+    if (code == MLS_OK) {
+        if (args[2] == Py_None) {
+            t->request.position = (int64_t)source->shape[t->request.axis];
         }
-    } else if (source->rank == MLS_KV_RANK) {
-        t->request.position = (int64_t)source->shape[MLS_KV_AXIS];
+        code = mls_kv_check(source->rank, source->shape, t->request, &st);
     }
-    if (mls_kv_check(source->rank, source->shape, t->request, &st) != MLS_OK) {
+    if (code != MLS_OK) {
         mlspy_raise(state, &st, NULL);
         return -1;
     }
@@ -99,19 +116,19 @@ typedef struct result_kind {
 static int allocate_target(const mlspy_state *state, const result_kind *kind,
                            transition *t)
 {
-    npy_intp shape[MLS_KV_RANK];
+    npy_intp shape[MLS_KV_MAX_RANK];
     size_t bytes = 0;
     mls_tensor wanted = t->source.tensor;
+    const int rank = wanted.rank;
     mls_status st;
-    wanted.shape[MLS_KV_AXIS] = (size_t)t->request.target_length;
+    wanted.shape[t->request.axis] = (size_t)t->request.target_length;
     /* NumPy would refuse too large a shape with a less helpful message */
-    if (mls_tensor_init(&wanted, NULL, kind->dtype, MLS_KV_RANK, wanted.shape, &st) !=
-        MLS_OK) {
+    if (mls_tensor_init(&wanted, NULL, kind->dtype, rank, wanted.shape, &st) != MLS_OK) {
         mlspy_raise(state, &st, NULL);
         return -1;
     }
     (void)mls_tensor_bytes(&wanted, &bytes);
-    for (int axis = 0; axis < MLS_KV_RANK; axis++) {
+    for (int axis = 0; axis < rank; axis++) {
         shape[axis] = (npy_intp)wanted.shape[axis];
     }
     t->memory = MLS_KV_FRESH;
@@ -119,8 +136,8 @@ static int allocate_target(const mlspy_state *state, const result_kind *kind,
     t->is_zeroed =
         t->pad_value == 0.0 && !signbit(t->pad_value) && bytes >= UNTOUCHED_BYTES;
     Py_INCREF(kind->descr); /* both calls steal a reference */
-    t->result = t->is_zeroed ? PyArray_Zeros(MLS_KV_RANK, shape, kind->descr, 0)
-                             : PyArray_Empty(MLS_KV_RANK, shape, kind->descr, 0);
+    t->result = t->is_zeroed ? PyArray_Zeros(rank, shape, kind->descr, 0)
+                             : PyArray_Empty(rank, shape, kind->descr, 0);
     if (t->result == NULL) {
         return -1;
     }
@@ -252,7 +269,8 @@ static int run_transition(const mlspy_state *state, transition *t)
     /* a short move ends before another thread could acquire the GIL */
     PyThreadState *released = bytes >= MLSPY_RELEASE_BYTES ? PyEval_SaveThread() : NULL;
     mls_kv_move(state->kernels, state->pool, &t->target.tensor, &t->source.tensor,
-                (size_t)t->request.position, t->is_zeroed ? NULL : &pad, t->memory);
+                t->request.axis, (size_t)t->request.position, t->is_zeroed ? NULL : &pad,
+                t->memory);
     if (released != NULL) {
         PyEval_RestoreThread(released);
     }
@@ -265,20 +283,20 @@ static int run_transition(const mlspy_state *state, transition *t)
 static bool is_identity(const transition *t, PyObject *dtype, PyObject *out)
 {
     /* compacting never returns the source itself */
-    const int64_t length = (int64_t)t->source.tensor.shape[MLS_KV_AXIS];
+    const int64_t length = (int64_t)t->source.tensor.shape[t->request.axis];
     return t->request.kind == MLS_KV_EXPAND && dtype == Py_None && out == Py_None &&
            t->request.target_length == length && t->request.position == length;
 }
 
 /* kv_move(source, target_length, position | None, pad_value, dtype | None, out | None,
- *         low_memory, compact) -> ndarray, `out`, or the source itself
+ *         low_memory, compact, seq_axis) -> ndarray, `out`, or the source itself
  *
  * If the source is not an ndarray, `dtype` is a name and the result is unsigned integers.
  */
 static PyObject *kv_move(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of(module);
-    if (mlspy_take_count("kv_move", 8, count) < 0) {
+    if (mlspy_take_count("kv_move", 9, count) < 0) {
         return NULL;
     }
     PyObject *dtype = args[4], *out = args[5];
@@ -298,8 +316,7 @@ static PyObject *kv_move(PyObject *module, PyObject *const *args, Py_ssize_t cou
 }
 
 /* Read the dimensions from a sequence of non-negative integers. Returns -1 with an
- * exception set. Refuses more than MLS_MAX_RANK of them; the check of the request refuses
- * any number but 4. */
+ * exception set. `shape` has MLS_MAX_RANK entries; more dimensions are refused. */
 static int take_shape(const mlspy_state *state, PyObject *object, const char *what,
                       int *rank, size_t *shape)
 {
@@ -313,7 +330,8 @@ static int take_shape(const mlspy_state *state, PyObject *object, const char *wh
     mls_code code = MLS_OK;
     int failed = 0;
     if (count > MLS_MAX_RANK) {
-        code = mls_fail(&st, MLS_E_SHAPE, "%s has %zd dimensions, not 4", what, count);
+        code = mls_fail(&st, MLS_E_SHAPE, "%s has %zd dimensions, not %d to %d", what,
+                        count, MLS_KV_MIN_RANK, MLS_KV_MAX_RANK);
     }
     for (Py_ssize_t i = 0; i < count && code == MLS_OK && !failed; i++) {
         int64_t length = 0;
@@ -333,7 +351,41 @@ static int take_shape(const mlspy_state *state, PyObject *object, const char *wh
     return failed;
 }
 
-/* kv_check(shape, target_length, position, compact) -> None, or the error of kv_move
+int mlspy_take_kv_shape(const mlspy_state *state, PyObject *object, PyObject *seq_axis,
+                        const char *what, int *rank, size_t *shape, int *axis)
+{
+    size_t found[MLS_MAX_RANK];
+    int64_t wanted;
+    mls_status st;
+    if (take_shape(state, object, what, rank, found) < 0 ||
+        take_seq_axis(state, seq_axis, &wanted) < 0) {
+        return -1;
+    }
+    if (mls_kv_find_axis(what, *rank, found, parameter_names.seq_axis, wanted, axis,
+                         &st) != MLS_OK) {
+        mlspy_raise(state, &st, NULL);
+        return -1;
+    }
+    memcpy(shape, found, (size_t)*rank * sizeof shape[0]);
+    return 0;
+}
+
+/* kv_axis(shape, seq_axis) -> the sequence axis, counted from 0 */
+static PyObject *kv_axis(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    const mlspy_state *state = mlspy_state_of(module);
+    size_t shape[MLS_KV_MAX_RANK];
+    int rank, axis;
+    if (mlspy_take_count("kv_axis", 2, count) < 0 ||
+        mlspy_take_kv_shape(state, args[0], args[1], parameter_names.source, &rank, shape,
+                            &axis) < 0) {
+        return NULL;
+    }
+    return PyLong_FromLong(axis);
+}
+
+/* kv_check(shape, target_length, position, compact, seq_axis) -> None, or the error of
+ * kv_move
  *
  * For callers that check before they have an array, or whose array is elsewhere. */
 static PyObject *kv_check(PyObject *module, PyObject *const *args, Py_ssize_t count)
@@ -342,12 +394,13 @@ static PyObject *kv_check(PyObject *module, PyObject *const *args, Py_ssize_t co
     mls_kv_request request = {.names = &parameter_names};
     mls_status st;
     int rank;
-    size_t shape[MLS_MAX_RANK];
-    if (mlspy_take_count("kv_check", 4, count) < 0) {
+    size_t shape[MLS_KV_MAX_RANK];
+    if (mlspy_take_count("kv_check", 5, count) < 0) {
         return NULL;
     }
     request.kind = args[3] == Py_True ? MLS_KV_COMPACT : MLS_KV_EXPAND;
-    if (take_shape(state, args[0], "the state's shape", &rank, shape) < 0 ||
+    if (mlspy_take_kv_shape(state, args[0], args[4], parameter_names.source, &rank, shape,
+                            &request.axis) < 0 ||
         mlspy_take_int64(state, args[1], "target_seq_length", &request.target_length) <
             0 ||
         mlspy_take_int64(state, args[2], "current_position", &request.position) < 0) {
@@ -359,7 +412,7 @@ static PyObject *kv_check(PyObject *module, PyObject *const *args, Py_ssize_t co
     Py_RETURN_NONE;
 }
 
-/* kv_check_shapes(source_shape, target_shape, compact) -> None
+/* kv_check_shapes(source_shape, target_shape, compact, seq_axis) -> None
  *
  * Checks only the shapes, without a position. */
 static PyObject *kv_check_shapes(PyObject *module, PyObject *const *args,
@@ -369,18 +422,20 @@ static PyObject *kv_check_shapes(PyObject *module, PyObject *const *args,
     mls_status st;
     int source_rank, target_rank;
     size_t source[MLS_MAX_RANK], target[MLS_MAX_RANK];
-    if (mlspy_take_count("kv_check_shapes", 3, count) < 0) {
+    int64_t seq_axis;
+    if (mlspy_take_count("kv_check_shapes", 4, count) < 0) {
         return NULL;
     }
     if (take_shape(state, args[0], "the source state's shape", &source_rank, source) <
             0 ||
         take_shape(state, args[1], "the target state's shape", &target_rank, target) <
-            0) {
+            0 ||
+        take_seq_axis(state, args[3], &seq_axis) < 0) {
         return NULL;
     }
     const mls_kv_kind kind = args[2] == Py_True ? MLS_KV_COMPACT : MLS_KV_EXPAND;
-    if (mls_kv_check_shapes(source_rank, source, target_rank, target, kind, &st) !=
-        MLS_OK) {
+    if (mls_kv_check_shapes(source_rank, source, target_rank, target,
+                            parameter_names.seq_axis, seq_axis, kind, &st) != MLS_OK) {
         return mlspy_raise(state, &st, NULL);
     }
     Py_RETURN_NONE;
@@ -508,12 +563,16 @@ static PyObject *kv_mask(PyObject *module, PyObject *const *args, Py_ssize_t cou
 PyMethodDef mlspy_kv_methods[] = {
     {"kv_move", MLSPY_FASTCALL(kv_move),
      "kv_move(source, target_length, position, pad_value, dtype, out, low_memory, "
-     "compact, /)\n--\n\nExpand or compact a KV cache; see mlstate.kv."},
+     "compact, seq_axis, /)\n--\n\nExpand or compact a KV cache; see mlstate.kv."},
+    {"kv_axis", MLSPY_FASTCALL(kv_axis),
+     "kv_axis(shape, seq_axis, /)\n--\n\nThe sequence axis, counted from 0."},
     {"kv_check", MLSPY_FASTCALL(kv_check),
-     "kv_check(shape, target_length, position, compact, /)\n--\n\nRaise what kv_move "
+     "kv_check(shape, target_length, position, compact, seq_axis, /)\n--\n\nRaise what "
+     "kv_move "
      "would raise for a source of this shape."},
     {"kv_check_shapes", MLSPY_FASTCALL(kv_check_shapes),
-     "kv_check_shapes(source, target, compact, /)\n--\n\nRaise unless a state of one "
+     "kv_check_shapes(source, target, compact, seq_axis, /)\n--\n\nRaise unless a state "
+     "of one "
      "shape can become one of the other."},
     {"kv_mask", MLSPY_FASTCALL(kv_mask),
      "kv_mask(seq_length, attention_size, position, dtype, fill, out, decode, "

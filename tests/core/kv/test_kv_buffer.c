@@ -4,7 +4,9 @@
 
 #include <stdint.h>
 
-static const size_t shape[MLS_KV_RANK] = {2, 3, 8, 4};
+enum { RANK = 4, AXIS = 2 };
+
+static const size_t shape[RANK] = {2, 3, 8, 4};
 
 static const mls_kernels *kernels(void)
 {
@@ -21,7 +23,7 @@ static unsigned char *element(const mls_kv_buffer *b, size_t row, size_t positio
 static bool make(mls_kv_buffer *b, size_t capacity)
 {
     mls_status st;
-    if (mls_kv_buffer_init(b, shape, capacity, MLS_F16, &st) != MLS_OK) {
+    if (mls_kv_buffer_init(b, RANK, shape, AXIS, capacity, MLS_F16, &st) != MLS_OK) {
         return false;
     }
     for (size_t row = 0; row < 6; row++) {
@@ -39,7 +41,7 @@ static void growing_copies_nothing_and_shows_zeros(void)
     REQUIRE(make(&b, 32));
     const unsigned char *before = b.pages.data;
     CHECK(mls_kv_buffer_resize(&b, kernels(), 32, 8, "at", &st) == MLS_OK);
-    CHECK(b.pages.data == before && b.length == 32);
+    CHECK(b.pages.data == before && mls_kv_buffer_length(&b) == 32);
     for (size_t row = 0; row < 6; row++) {
         CHECK(element(&b, row, 7)[0] == row * 8 + 8);
         CHECK(element(&b, row, 8)[0] == 0 && element(&b, row, 31)[7] == 0);
@@ -88,9 +90,9 @@ static void bad_requests_change_nothing(void)
 {
     mls_kv_buffer b = {0};
     mls_status st;
-    const size_t huge[MLS_KV_RANK] = {SIZE_MAX / 2, 3, 1, 4};
-    CHECK(mls_kv_buffer_init(&b, shape, 7, MLS_F16, &st) == MLS_E_CAPACITY);
-    CHECK(mls_kv_buffer_init(&b, huge, 1, MLS_F16, &st) == MLS_E_SIZE);
+    const size_t huge[RANK] = {SIZE_MAX / 2, 3, 1, 4};
+    CHECK(mls_kv_buffer_init(&b, RANK, shape, AXIS, 7, MLS_F16, &st) == MLS_E_CAPACITY);
+    CHECK(mls_kv_buffer_init(&b, RANK, huge, AXIS, 1, MLS_F16, &st) == MLS_E_SIZE);
     CHECK(b.pages.data == NULL);
     REQUIRE(make(&b, 16));
     CHECK(mls_kv_buffer_resize(&b, kernels(), 17, 0, "at", &st) == MLS_E_CAPACITY);
@@ -100,7 +102,8 @@ static void bad_requests_change_nothing(void)
     CHECK(mls_kv_buffer_reserve(&b, 15, &st) == MLS_E_CAPACITY);
     CHECK(mls_kv_buffer_reserve(&b, SIZE_MAX / 4, &st) == MLS_E_SIZE);
     CHECK(mls_kv_buffer_reserve(&b, (size_t)1 << 50, &st) == MLS_E_MEMORY);
-    CHECK(b.length == 8 && b.capacity == 16 && element(&b, 5, 7)[0] == 48);
+    CHECK(mls_kv_buffer_length(&b) == 8 && b.capacity == 16 &&
+          element(&b, 5, 7)[0] == 48);
     mls_kv_buffer_fini(&b);
     mls_kv_buffer_fini(&b);
 }
@@ -109,11 +112,62 @@ static void an_empty_cache_is_a_cache(void)
 {
     mls_kv_buffer b = {0};
     mls_status st;
-    const size_t none[MLS_KV_RANK] = {0, 3, 8, 4};
-    REQUIRE(mls_kv_buffer_init(&b, none, 8, MLS_F32, &st) == MLS_OK);
+    const size_t none[RANK] = {0, 3, 8, 4};
+    REQUIRE(mls_kv_buffer_init(&b, RANK, none, AXIS, 8, MLS_F32, &st) == MLS_OK);
     CHECK(mls_kv_buffer_resize(&b, kernels(), 2, 2, "at", &st) == MLS_OK);
     CHECK(mls_kv_buffer_reserve(&b, 100, &st) == MLS_OK);
     mls_kv_buffer_fini(&b);
+}
+
+/* The bytes of a view in C order, each masked by whether it is one of `kept` positions.
+ */
+static bool holds(const mls_kv_buffer *b, size_t kept)
+{
+    const mls_tensor t = mls_kv_buffer_view(b);
+    const size_t columns = t.shape[0] * t.shape[1] * t.shape[2];
+    for (size_t i = 0; i < columns; i++) {
+        const size_t at[] = {i / t.shape[2] / t.shape[1], i / t.shape[2] % t.shape[1],
+                             i % t.shape[2]};
+        ptrdiff_t offset = 0;
+        for (int axis = 0; axis < 3; axis++) {
+            offset += (ptrdiff_t)at[axis] * t.strides[axis];
+        }
+        const size_t number = at[0] * 49 + at[1] * 7 + at[2] + 1;
+        if (t.data[offset] != (at[b->axis] < kept ? number : 0)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static void any_axis_can_be_the_sequence(void)
+{
+    static const size_t three[] = {5, 5, 5};
+    mls_status st;
+    for (int axis = 0; axis < 3; axis++) {
+        mls_kv_buffer b = {0};
+        REQUIRE(mls_kv_buffer_init(&b, 3, three, axis, 6, MLS_U8, &st) == MLS_OK);
+        const mls_tensor t = mls_kv_buffer_view(&b);
+        for (size_t i = 0; i < 125; i++) {
+            t.data[(ptrdiff_t)(i / 25) * t.strides[0] +
+                   (ptrdiff_t)(i / 5 % 5) * t.strides[1] +
+                   (ptrdiff_t)(i % 5) * t.strides[2]] =
+                (unsigned char)(i / 25 * 49 + i / 5 % 5 * 7 + i % 5 + 1);
+        }
+        for (size_t capacity = 6; capacity < 40000; capacity = capacity * 3 + 1) {
+            REQUIRE(mls_kv_buffer_reserve(&b, capacity, &st) == MLS_OK);
+            CHECK(holds(&b, 5));
+            CHECK(mls_kv_buffer_resize(&b, kernels(), capacity, 5, "at", &st) == MLS_OK);
+            CHECK(mls_kv_buffer_length(&b) == capacity && holds(&b, 5));
+            CHECK(mls_kv_buffer_resize(&b, kernels(), 5, 5, "at", &st) == MLS_OK);
+        }
+        CHECK(mls_kv_buffer_resize(&b, kernels(), 5, 3, "at", &st) == MLS_OK);
+        CHECK(holds(&b, 3));
+        CHECK(mls_kv_buffer_resize(&b, kernels(), 2, 1, "at", &st) == MLS_OK);
+        CHECK(mls_kv_buffer_resize(&b, kernels(), 9, 2, "at", &st) == MLS_OK);
+        CHECK(holds(&b, 1));
+        mls_kv_buffer_fini(&b);
+    }
 }
 
 static const test_case tests[] = {
@@ -121,6 +175,7 @@ static const test_case tests[] = {
     TEST(what_shrinking_drops_never_comes_back),
     TEST(rows_spread_inside_one_buffer),
     TEST(bad_requests_change_nothing),
+    TEST(any_axis_can_be_the_sequence),
     TEST(an_empty_cache_is_a_cache),
 };
 

@@ -1,13 +1,15 @@
 #include "kv/kv_transition.h"
 #include "support/runner.h"
 
-static const size_t shape[MLS_KV_RANK] = {2, 3, 8, 4};
+enum { RANK = 4, AXIS = 2 };
+
+static const size_t shape[RANK] = {2, 3, 8, 4};
 
 static mls_code check(mls_kv_kind kind, int64_t target, int64_t position, mls_status *st)
 {
     const mls_kv_request request = {
-        .kind = kind, .target_length = target, .position = position};
-    return mls_kv_check(MLS_KV_RANK, shape, request, st);
+        .kind = kind, .target_length = target, .position = position, .axis = AXIS};
+    return mls_kv_check(RANK, shape, request, st);
 }
 
 static void requests_that_cannot_work_are_refused(void)
@@ -25,22 +27,66 @@ static void requests_that_cannot_work_are_refused(void)
     CHECK(check(MLS_KV_COMPACT, 4, 5, &st) == MLS_E_CAPACITY);
     CHECK(strstr(st.text, "at least 5") != NULL);
     CHECK(check(MLS_KV_COMPACT, -4, 0, &st) == MLS_E_CAPACITY);
-    CHECK(mls_kv_check(3, shape, (mls_kv_request){MLS_KV_EXPAND, 8, 8, NULL}, &st) ==
+    CHECK(strchr(st.text, '(') == NULL); /* the usual layout needs no note */
+    const mls_kv_request other = {.target_length = 3, .position = 1, .axis = 3};
+    CHECK(mls_kv_check(RANK, shape, other, &st) == MLS_E_CAPACITY);
+    CHECK(strstr(st.text, "the source's 4 (sequence axis 3 of shape (2, 3, 8, 4)): ") !=
+          NULL);
+}
+
+static void axes_are_counted_from_both_ends(void)
+{
+    const size_t ones[MLS_KV_MAX_RANK + 1] = {1, 1, 1, 1, 1, 1, 1, 1, 1};
+    mls_status st;
+    for (int rank = 0; rank <= MLS_KV_MAX_RANK + 1; rank++) {
+        for (int64_t wanted = -11; wanted <= 11; wanted++) {
+            const bool is_rank = rank >= MLS_KV_MIN_RANK && rank <= MLS_KV_MAX_RANK;
+            const bool is_axis = wanted >= -rank && wanted < rank;
+            int axis = -100;
+            const mls_code code =
+                mls_kv_find_axis("it", rank, ones, "its axis", wanted, &axis, &st);
+            CHECK(code == (is_rank && is_axis ? MLS_OK : MLS_E_SHAPE));
+            CHECK(axis == (code != MLS_OK ? -100
+                           : wanted < 0   ? rank + (int)wanted
+                                          : (int)wanted));
+        }
+    }
+    int axis;
+    CHECK(mls_kv_find_axis("it", 1, shape, "at", 0, &axis, &st) == MLS_E_SHAPE);
+    CHECK_TEXT(st.expected, "2 to 8 dimensions");
+    CHECK_TEXT(st.got, "(2,)");
+    CHECK(mls_kv_find_axis("it", RANK, shape, "at", INT64_MIN, &axis, &st) ==
           MLS_E_SHAPE);
-    CHECK_TEXT(st.got, "(2, 3, 8)");
+    CHECK(mls_kv_find_axis("it", RANK, shape, "at", 4, &axis, &st) == MLS_E_SHAPE);
+    CHECK_TEXT(st.text, "at 4 is outside -4..3: it has 4 dimensions, shape (2, 3, 8, 4)");
+}
+
+static mls_code check_shapes(int source_rank, const size_t *source, int target_rank,
+                             const size_t *target, int64_t axis, mls_kv_kind kind,
+                             mls_status *st)
+{
+    return mls_kv_check_shapes(source_rank, source, target_rank, target, "axis", axis,
+                               kind, st);
 }
 
 static void shapes_of_two_models_must_agree(void)
 {
     mls_status st;
-    size_t other[MLS_KV_RANK + 1] = {2, 3, 16, 4, 1};
-    CHECK(mls_kv_check_shapes(4, shape, 4, other, MLS_KV_EXPAND, &st) == MLS_OK);
-    CHECK(mls_kv_check_shapes(4, other, 4, shape, MLS_KV_EXPAND, &st) == MLS_E_CAPACITY);
-    CHECK(mls_kv_check_shapes(4, other, 4, shape, MLS_KV_COMPACT, &st) == MLS_OK);
-    CHECK(mls_kv_check_shapes(3, other, 4, shape, MLS_KV_COMPACT, &st) == MLS_E_SHAPE);
-    CHECK(mls_kv_check_shapes(4, shape, 5, other, MLS_KV_COMPACT, &st) == MLS_E_SHAPE);
+    size_t other[9] = {2, 3, 16, 4, 1, 1, 1, 1, 1};
+    CHECK(check_shapes(4, shape, 4, other, -2, MLS_KV_EXPAND, &st) == MLS_OK);
+    CHECK(check_shapes(4, other, 4, shape, 2, MLS_KV_EXPAND, &st) == MLS_E_CAPACITY);
+    CHECK(check_shapes(4, other, 4, shape, -2, MLS_KV_COMPACT, &st) == MLS_OK);
+    CHECK(check_shapes(1, other, 4, shape, -2, MLS_KV_COMPACT, &st) == MLS_E_SHAPE);
+    CHECK(check_shapes(4, shape, 9, other, -2, MLS_KV_COMPACT, &st) == MLS_E_SHAPE);
+    CHECK(check_shapes(4, shape, 4, other, 4, MLS_KV_COMPACT, &st) == MLS_E_SHAPE);
+    CHECK(check_shapes(4, shape, 5, other, -2, MLS_KV_COMPACT, &st) == MLS_E_SHAPE);
+    CHECK(strstr(st.text, "dimensions differ: the source has 4, the target 5") ==
+          st.text);
+    CHECK(check_shapes(4, shape, 4, other, -1, MLS_KV_EXPAND, &st) == MLS_E_SHAPE);
+    CHECK(strstr(st.text, "lengths of axis 2 differ: the source has 8, the target 16 "
+                          "(sequence axis 3 of shape (2, 3, 8, 4))") == st.text);
     other[1] = 9;
-    CHECK(mls_kv_check_shapes(4, shape, 4, other, MLS_KV_EXPAND, &st) == MLS_E_SHAPE);
+    CHECK(check_shapes(4, shape, 4, other, -2, MLS_KV_EXPAND, &st) == MLS_E_SHAPE);
     CHECK(strstr(st.text, "heads") == st.text);
 }
 
@@ -49,7 +95,7 @@ enum { ITEMS = 2 * 3 * 8 * 4, MORE = 2 * 3 * 16 * 4 };
 static void tokens_move_and_the_rest_is_padded(void)
 {
     static uint16_t from[ITEMS], to[MORE];
-    const size_t large[MLS_KV_RANK] = {2, 3, 16, 4};
+    const size_t large[RANK] = {2, 3, 16, 4};
     mls_tensor src = {0}, dst = {0};
     mls_element pad;
     mls_status st;
@@ -61,8 +107,8 @@ static void tokens_move_and_the_rest_is_padded(void)
     REQUIRE(mls_element_encode(9, &dst, &pad, &st) == MLS_OK);
     for (size_t position = 0; position <= 8; position++) {
         memset(to, 0xEE, sizeof to);
-        mls_kv_move(mls_kernels_of(MLS_CPU_SCALAR), NULL, &dst, &src, position, &pad,
-                    MLS_KV_TOUCHED);
+        mls_kv_move(mls_kernels_of(MLS_CPU_SCALAR), NULL, &dst, &src, AXIS, position,
+                    &pad, MLS_KV_TOUCHED);
         for (size_t row = 0; row < 6; row++) {
             for (size_t i = 0; i < (size_t)16 * 4; i++) {
                 const uint16_t want = i < position * 4 ? from[row * 32 + i] : 9;
@@ -71,7 +117,8 @@ static void tokens_move_and_the_rest_is_padded(void)
         }
     }
     memset(to, 0xEE, sizeof to);
-    mls_kv_move(mls_kernels_of(MLS_CPU_SCALAR), NULL, &dst, &src, 2, NULL, MLS_KV_SPARSE);
+    mls_kv_move(mls_kernels_of(MLS_CPU_SCALAR), NULL, &dst, &src, AXIS, 2, NULL,
+                MLS_KV_SPARSE);
     CHECK(to[8] == 0xEEEE && to[7] == from[7]); /* no padding asked for */
 }
 
@@ -80,8 +127,8 @@ static void threads_give_the_same_bytes(void)
     enum { LAYERS = 4, LARGE = LAYERS * 4 * 2048 * 128 };
     static uint16_t from[LARGE / 2], one[LARGE],
         many[LARGE]; /* over the streaming limit */
-    const size_t small[MLS_KV_RANK] = {LAYERS, 4, 1024, 128};
-    const size_t large[MLS_KV_RANK] = {LAYERS, 4, 2048, 128};
+    const size_t small[RANK] = {LAYERS, 4, 1024, 128};
+    const size_t large[RANK] = {LAYERS, 4, 2048, 128};
     mls_tensor src = {0}, dst = {0}, again = {0};
     mls_element pad = {.size = 2};
     mls_pool *pool = NULL;
@@ -97,18 +144,101 @@ static void threads_give_the_same_bytes(void)
     REQUIRE(mls_cpu_choose(NULL, &best, &st) == MLS_OK);
     memset(one, 1, sizeof one);
     memset(many, 2, sizeof many);
-    mls_kv_move(mls_kernels_of(MLS_CPU_SCALAR), NULL, &dst, &src, 1000, &pad,
+    mls_kv_move(mls_kernels_of(MLS_CPU_SCALAR), NULL, &dst, &src, AXIS, 1000, &pad,
                 MLS_KV_FRESH);
-    mls_kv_move(mls_kernels_of(best), pool, &again, &src, 1000, &pad, MLS_KV_TOUCHED);
+    mls_kv_move(mls_kernels_of(best), pool, &again, &src, AXIS, 1000, &pad,
+                MLS_KV_TOUCHED);
     CHECK(memcmp(one, many, sizeof one) == 0);
+    mls_pool_free(pool);
+}
+
+/* Fill memory with distinct words and return a view of a shape of it. */
+static mls_tensor numbered(uint16_t *words, int rank, const size_t *dimensions)
+{
+    mls_tensor t = {0};
+    mls_status st;
+    size_t count = 1;
+    for (int axis = 0; axis < rank; axis++) {
+        count *= dimensions[axis];
+    }
+    for (size_t i = 0; i < count; i++) {
+        words[i] = (uint16_t)(i * 2654435761U >> 7);
+    }
+    CHECK(mls_tensor_init(&t, words, MLS_U16, rank, dimensions, &st) == MLS_OK);
+    return t;
+}
+
+/* Whether dst has the tokens of src and 9 elsewhere; both are C-contiguous. */
+static bool is_moved(const mls_tensor *dst, const mls_tensor *src, int axis,
+                     size_t position)
+{
+    size_t outer = 1, inner = 1;
+    for (int i = 0; i < axis; i++) {
+        outer *= dst->shape[i];
+    }
+    for (int i = axis + 1; i < dst->rank; i++) {
+        inner *= dst->shape[i];
+    }
+    const uint16_t *to = (const uint16_t *)(const void *)dst->data;
+    const uint16_t *from = (const uint16_t *)(const void *)src->data;
+    const size_t row = dst->shape[axis] * inner, source_row = src->shape[axis] * inner;
+    for (size_t i = 0; i < outer * row; i++) {
+        const size_t at = i % row;
+        const uint16_t want = at < position * inner ? from[i / row * source_row + at] : 9;
+        if (to[i] != want) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* Caches with 1, 2 and many rows, short and long, below and above the size at which
+ * threads share them. */
+static void every_axis_moves_with_threads_too(void)
+{
+    static const size_t shapes[][5] = {{3, 1, 2, 5, 7},      {1, 1, 1, 1, 1},
+                                       {2, 300, 1, 3, 1700}, {700, 5, 900, 1, 1},
+                                       {1, 1, 70, 70, 700},  {1, 3200, 1, 1, 1000},
+                                       {40, 1, 80000, 1, 1}};
+    enum { WORDS = 8 << 20 };
+    static uint16_t from[WORDS], to[WORDS];
+    mls_pool *pool = NULL;
+    mls_status st;
+    mls_cpu best = MLS_CPU_SCALAR;
+    REQUIRE(mls_pool_new(3, &pool, &st) == MLS_OK);
+    REQUIRE(mls_cpu_choose(NULL, &best, &st) == MLS_OK);
+    for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) {
+        for (int axis = 0; axis < 5; axis++) {
+            size_t longer[5];
+            memcpy(longer, shapes[i], sizeof longer);
+            longer[axis] = shapes[i][axis] * 2 + 1;
+            size_t words = 1;
+            for (int j = 0; j < 5; j++) {
+                words *= longer[j];
+            }
+            if (words > WORDS) {
+                continue;
+            }
+            const mls_tensor src = numbered(from, 5, shapes[i]);
+            const mls_tensor dst = numbered(to, 5, longer);
+            const size_t positions[] = {0, shapes[i][axis] / 2, shapes[i][axis]};
+            for (int j = 0; j < 3; j++) {
+                mls_element pad;
+                REQUIRE(mls_element_encode(9, &dst, &pad, &st) == MLS_OK);
+                mls_kv_move(mls_kernels_of(best), j == 1 ? NULL : pool, &dst, &src, axis,
+                            positions[j], &pad, (mls_kv_memory)j);
+                CHECK(is_moved(&dst, &src, axis, positions[j]));
+            }
+        }
+    }
     mls_pool_free(pool);
 }
 
 static void targets_are_checked_before_anything_is_written(void)
 {
     static uint16_t memory[MORE * 2];
-    const size_t large[MLS_KV_RANK] = {2, 3, 16, 4};
-    mls_kv_request request = {MLS_KV_EXPAND, 16, 8, NULL};
+    const size_t large[RANK] = {2, 3, 16, 4};
+    mls_kv_request request = {MLS_KV_EXPAND, 16, 8, AXIS, NULL};
     mls_tensor src = {0}, dst = {0};
     mls_status st;
     REQUIRE(mls_tensor_init(&src, memory, MLS_U16, 4, shape, &st) == MLS_OK);
@@ -129,9 +259,11 @@ static void targets_are_checked_before_anything_is_written(void)
 
 static const test_case tests[] = {
     TEST(requests_that_cannot_work_are_refused),
+    TEST(axes_are_counted_from_both_ends),
     TEST(shapes_of_two_models_must_agree),
     TEST(tokens_move_and_the_rest_is_padded),
     TEST(threads_give_the_same_bytes),
+    TEST(every_axis_moves_with_threads_too),
     TEST(targets_are_checked_before_anything_is_written),
 };
 

@@ -493,8 +493,8 @@ def test_errors_are_those_of_numpy(way):
         with pytest.raises(Exception) as of_torch:
             compact_kv_state(source, *arguments)
         assert type(of_torch.value) is type(of_numpy.value), arguments
-    with pytest.raises(CompatibilityError, match="4 dimensions"):
-        transition_kv_state(source[0], 12)
+    with pytest.raises(CompatibilityError, match="2 to 8 dimensions"):
+        transition_kv_state(source[0, 0, 0], 12)
 
 
 @pytest.mark.parametrize("way", ["meta", "subclass"])
@@ -540,6 +540,30 @@ def test_compiles(fullgraph):
     step(wanted).sum().backward()
     assert torch.equal(source.grad, wanted.grad)
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("way", ["kernels", "graph", "subclass"])
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((3, 1, 2, 8, 5), -2), ((3, 1, 10, 1, 8), -1), ((8, 3), 0)]
+)
+def test_any_sequence_axis(way, shape, axis):
+    source = WAYS[way](random_cache(shape, torch.int16).to(torch.float32))
+    wanted = transition_kv_state(source.detach().numpy(), 12, 5, 2.0, seq_axis=axis)
+    got = transition_kv_state(source, 12, 5, 2.0, seq_axis=axis)
+    assert np.array_equal(got.detach().numpy(), wanted)
+    out = torch.zeros(wanted.shape)
+    assert transition_kv_state(source.detach(), 12, 5, 2.0, out=out, seq_axis=axis) is out
+    assert np.array_equal(out.numpy(), wanted)
+    wanted = compact_kv_state(source.detach().numpy(), 6, 5, np.float16, seq_axis=axis)
+    got = compact_kv_state(source, 6, 5, torch.float16, seq_axis=axis)
+    assert np.array_equal(got.detach().numpy(), wanted)
+    if way == "kernels":  # other tensors do not convert to integers
+        whole = compact_kv_state(source, 6, 5, torch.int32, seq_axis=axis)
+        wanted = compact_kv_state(source.numpy(), 6, 5, "int32", seq_axis=axis)
+        assert np.array_equal(whole.numpy(), wanted)
+    for wrong, error in ((len(shape), CompatibilityError), (True, TypeError), (1.0, TypeError)):
+        with pytest.raises(error, match="seq_axis"):
+            transition_kv_state(source, 12, 5, seq_axis=wrong)
 
 
 def test_the_manager_takes_tensors():

@@ -374,8 +374,8 @@ void mls_copy_bytes(const mls_kernels *kernels, void *dst, const void *src, size
     mls_store_end(&trial);
 }
 
-/* Return the element repeated to fill eight bytes. */
-static uint64_t pattern_of(mls_element element)
+/* Every item size divides eight. */
+uint64_t mls_element_pattern(mls_element element)
 {
     unsigned char bytes[8];
     for (size_t i = 0; i < sizeof bytes; i++) {
@@ -410,7 +410,7 @@ void mls_fill(const mls_kernels *kernels, const mls_tensor *dst, mls_element ele
     }
     const size_t count = w.length;
     const ptrdiff_t stride = w.a_step;
-    const uint64_t pattern = pattern_of(element);
+    const uint64_t pattern = mls_element_pattern(element);
     const bool run = stride == (ptrdiff_t)element.size;
     mls_store_trial trial =
         begin_runs(kernels, MLS_STORING_FILL, dst, run ? count : 0, destination);

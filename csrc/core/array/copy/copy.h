@@ -29,6 +29,12 @@ typedef struct mls_kernels {
     void (*copy)(void *dst, const void *src, size_t bytes, mls_store store);
     /* Repeat the 8 bytes of `pattern`, in memory order, over `bytes` bytes. */
     void (*fill)(void *dst, uint64_t pattern, size_t bytes, mls_store store);
+    /* Copy `rows` rows of `used` bytes, `src_step` bytes apart, and fill each up to `row`
+     * bytes with the pattern; `dst` has the rows without gaps. `dst` and `row` are
+     * multiples of 16. Stores past the cache, with one fence for all rows. NULL: this
+     * instruction set has no such kernel. */
+    void (*pad_rows)(void *dst, const void *src, size_t src_step, size_t used, size_t row,
+                     size_t rows, uint64_t pattern);
     /* Convert `count` elements; [from][to] for the convertible dtypes. Runs may be
      * unaligned and must not overlap. NULL on the diagonal. */
     mls_convert_run convert[MLS_CONVERTIBLE][MLS_CONVERTIBLE];
@@ -67,6 +73,9 @@ void mls_copy_bytes(const mls_kernels *kernels, void *dst, const void *src, size
 /* Store `element` in every element of `dst`. */
 void mls_fill(const mls_kernels *kernels, const mls_tensor *dst, mls_element element,
               mls_destination destination);
+
+/* Return the element repeated to fill eight bytes. */
+uint64_t mls_element_pattern(mls_element element);
 
 /* Return the destination for a copy whose result is read again at once: plain stores. */
 static inline mls_destination mls_cached(void)

@@ -300,6 +300,35 @@ TARGET static void fill_run(void *dst, uint64_t pattern, size_t bytes, mls_store
     mls_kernels_scalar.fill(to, turned, bytes, how);
 }
 
+/* Vectors of 16 bytes, because arrays of NumPy are aligned to no more. The vector with
+ * the end of the tokens is assembled on the stack. */
+TARGET static void pad_rows(void *dst, const void *src, size_t src_step, size_t used,
+                            size_t row, size_t rows, uint64_t pattern)
+{
+    enum { SMALL = 16 };
+    unsigned char *to = dst;
+    const unsigned char *from = src;
+    const __m128i padding = _mm_set1_epi64x((long long)pattern);
+    const size_t whole = used / SMALL * SMALL;
+    for (; rows > 0; rows--, to += row, from += src_step) {
+        size_t at = 0;
+        for (; at < whole; at += SMALL) {
+            const __m128i *const next = (const __m128i *)(const void *)(from + at);
+            _mm_stream_si128((__m128i *)(void *)(to + at), _mm_loadu_si128(next));
+        }
+        if (used > whole) {
+            __m128i edge = padding;
+            memcpy(&edge, from + whole, used - whole);
+            _mm_stream_si128((__m128i *)(void *)(to + at), edge);
+            at += SMALL;
+        }
+        for (; at < row; at += SMALL) {
+            _mm_stream_si128((__m128i *)(void *)(to + at), padding);
+        }
+    }
+    _mm_sfence();
+}
+
 #    define MLS_TABLE_OF(set)                                                            \
         {                                                                                \
             .cpu = (set),                                                                \
@@ -307,6 +336,7 @@ TARGET static void fill_run(void *dst, uint64_t pattern, size_t bytes, mls_store
             .variants = 2,                                                               \
             .copy = copy_run,                                                            \
             .fill = fill_run,                                                            \
+            .pad_rows = pad_rows,                                                        \
             .convert = MLS_CONVERT_TABLE,                                                \
         }
 

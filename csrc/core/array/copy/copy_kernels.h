@@ -9,7 +9,8 @@
 
 #include "array/copy/copy.h"
 
-/* Constant tables. No entry is NULL except the diagonal of `convert`. */
+/* Constant tables. No entry is NULL except `pad_rows` and the diagonal
+ * of `convert`. */
 extern const mls_kernels mls_kernels_scalar;
 #if defined(__x86_64__)
 extern const mls_kernels mls_kernels_avx2;

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .... import _core
 from ...._common.arrays import write_into
 from ...._common.dtypes import name_of
+from ....kv._axis import along, sequence_axis, with_length
 from ....kv._integer_conversion import convert_tokens, converts, result_dtype
 from .dtypes import torch_dtype
 from .memory import (
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
     import torch
 
 
-def _fits(source: torch.Tensor, target_seq_length: int, position: int, compact: bool) -> bool:
+def _fits(length: int, target_seq_length: int, position: int, compact: bool) -> bool:
     """Return whether the core's check would pass; torch.compile can trace this function."""
-    if source.dim() != 4 or not 0 <= position <= source.shape[2]:
+    if not 0 <= position <= length:
         return False
-    return position <= target_seq_length and (compact or source.shape[2] <= target_seq_length)
+    return position <= target_seq_length and (compact or length <= target_seq_length)
 
 
 def _are_plain(source: torch.Tensor, out: Any) -> bool:
@@ -48,16 +49,17 @@ def _move_with_torch(
     pad_value: float,
     dtype: torch.dtype,
     out: torch.Tensor | None,
+    axis: int,
 ) -> torch.Tensor:
     """Move with torch operations: for other devices, autograd and compilation."""
     import torch
 
-    tokens = source[:, :, :position]
+    tokens = source[along(axis, None, position)]
     if out is None:
-        padding = (0, 0, 0, target_seq_length - position)
+        padding = (0, 0) * (source.dim() - 1 - axis) + (0, target_seq_length - position)
         return torch.nn.functional.pad(tokens.to(dtype), padding, value=pad_value)
-    out[:, :, :position].copy_(tokens)
-    out[:, :, position:].fill_(pad_value)
+    out[along(axis, None, position)].copy_(tokens)
+    out[along(axis, position)].fill_(pad_value)
     return out
 
 
@@ -66,12 +68,12 @@ def _check_out(
     source: torch.Tensor,
     target_seq_length: int,
     dtype: torch.dtype | None,
+    axis: int,
 ) -> None:
     """Raise CompatibilityError if `out` has the wrong shape, or a dtype other than `dtype`."""
     from ....errors import CompatibilityError
 
-    layers, heads, _, head_dim = source.shape
-    wanted = (layers, heads, target_seq_length, head_dim)
+    wanted = with_length(source.shape, axis, target_seq_length)
     error = None
     if tuple(out.shape) != wanted:
         error = CompatibilityError(f"out: the target has shape {tuple(out.shape)}, not {wanted}")
@@ -89,7 +91,7 @@ def _check_values(source: torch.Tensor, dtype: torch.dtype, pad_value: float) ->
 
     nothing = torch.empty((0, 0, 0, 0), dtype=source.dtype)
     if plain_memory(nothing):  # false under torch.func, even for a new tensor
-        _core.kv_move(nothing, 0, 0, pad_value, name_of(dtype), None, False, True)
+        _core.kv_move(nothing, 0, 0, pad_value, name_of(dtype), None, False, True, -2)
 
 
 def _convert_tokens(tokens: torch.Tensor, target: str) -> torch.Tensor:
@@ -111,6 +113,7 @@ def move_kv(
     out: Any,
     low_memory: bool,
     compact: bool,
+    seq_axis: int,
 ) -> Any:
     """Move a torch KV cache; see `mlstate.kv.transition_kv_state`.
 
@@ -119,9 +122,9 @@ def move_kv(
 
     Parameters
     ----------
-    source : torch.Tensor, shape (layers, heads, source_seq, head_dim)
+    source : torch.Tensor, 2 to 8 dimensions
         The cache.
-    target_seq_length, position, pad_value, dtype, out, low_memory
+    target_seq_length, position, pad_value, dtype, out, low_memory, seq_axis
         See `mlstate.kv.transition_kv_state`.
     compact : bool
         Whether the target may be shorter, see `mlstate.kv.compact_kv_state`.
@@ -135,24 +138,27 @@ def move_kv(
 
     compiling = torch.compiler.is_compiling()
     if out is not None and dtype is None and not compiling and _are_plain(source, out):
-        _core.kv_move(source, target_seq_length, position, pad_value, None, out, False, compact)
+        _core.kv_move(
+            source, target_seq_length, position, pad_value, None, out, False, compact, seq_axis
+        )
         if isinstance(out, torch.Tensor):
             note_written([out])
         return out
+    axis = sequence_axis(source.shape, seq_axis)
     if position is None:
-        position = source.shape[2] if source.dim() == 4 else 0
-    if not (compiling and _fits(source, target_seq_length, position, compact)):
-        _core.kv_check(tuple(source.shape), target_seq_length, position, compact)
+        position = source.shape[axis]
+    if not (compiling and _fits(source.shape[axis], target_seq_length, position, compact)):
+        _core.kv_check(tuple(source.shape), target_seq_length, position, compact, axis)
     if (
         not compact
         and dtype is None
         and out is None
-        and target_seq_length == position == source.shape[2]
+        and target_seq_length == position == source.shape[axis]
     ):
         return source
     wanted = torch_dtype(dtype, source)
     if compiling and (out is None or isinstance(out, torch.Tensor)):
-        return _move_with_torch(source, target_seq_length, position, pad_value, wanted, out)
+        return _move_with_torch(source, target_seq_length, position, pad_value, wanted, out, axis)
     length, position = index(target_seq_length), index(position)
     if out is not None:
         refuse_graph(source, out)
@@ -164,20 +170,22 @@ def move_kv(
     if by_torch:
         _check_values(source, wanted if out is None else out.dtype, pad_value)
         if out is not None:
-            _check_out(out, source, length, None if dtype is None else wanted)
-        return _move_with_torch(source, length, position, pad_value, wanted, out)
+            _check_out(out, source, length, None if dtype is None else wanted, axis)
+        return _move_with_torch(source, length, position, pad_value, wanted, out, axis)
     plain = source.detach().resolve_conj().resolve_neg()
     target = result_dtype(name_of(wanted), out)
     if converts(name_of(source.dtype), target):
-        plain = _convert_tokens(plain[:, :, :position], target)
+        plain = _convert_tokens(plain[along(axis, None, position)], target)
     if out is None:
         name = name_of(wanted)
-        bits = _core.kv_move(plain, length, position, pad_value, name, None, low_memory, compact)
+        bits = _core.kv_move(
+            plain, length, position, pad_value, name, None, low_memory, compact, axis
+        )
         return torch.from_numpy(bits).view(wanted)
     asked = None if dtype is None else name_of(wanted)
     return write_into(
         out,
         lambda target: _core.kv_move(
-            plain, length, position, pad_value, asked, target, False, compact
+            plain, length, position, pad_value, asked, target, False, compact, axis
         ),
     )

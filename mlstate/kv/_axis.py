@@ -1,0 +1,51 @@
+"""The sequence axis of a KV cache, and slices along it."""
+
+from __future__ import annotations
+
+from operator import index
+from typing import TYPE_CHECKING
+
+from .. import _core
+from ..errors import CompatibilityError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def sequence_axis(shape: Sequence[int], seq_axis: int) -> int:
+    """Return the sequence axis of a cache, counted from 0, or raise the core's error.
+
+    torch.compile can trace this function if the axis is valid.
+    """
+    rank = len(shape)
+    if type(seq_axis) is int and 2 <= rank <= 8 and -rank <= seq_axis < rank:
+        return seq_axis % rank
+    return _core.kv_axis(tuple(shape), seq_axis)
+
+
+def valid_axis(seq_axis: int) -> int:
+    """Return a sequence axis as an int, or raise if no cache of 2 to 8 dimensions has it."""
+    kind = type(seq_axis).__name__
+    if isinstance(seq_axis, bool):
+        raise TypeError(f"seq_axis must be an integer, got {kind}")
+    try:
+        number = index(seq_axis)
+    except TypeError:
+        raise TypeError(f"seq_axis must be an integer, got {kind}") from None
+    if not -8 <= number < 8:
+        error = CompatibilityError(
+            f"seq_axis {number} is outside -8..7: a cache has 2 to 8 dimensions"
+        )
+        error.expected, error.got = "-8..7", str(number)
+        raise error
+    return number
+
+
+def along(axis: int, start: int | None, stop: int | None = None) -> tuple[slice, ...]:
+    """Return the index of the positions from `start` to `stop` of an axis counted from 0."""
+    return (slice(None),) * axis + (slice(start, stop),)
+
+
+def with_length(shape: Sequence[int], axis: int, length: int) -> tuple[int, ...]:
+    """Return a shape with another length of an axis counted from 0."""
+    return (*shape[:axis], length, *shape[axis + 1 :])
