@@ -450,7 +450,7 @@ def rolling(report: Report, repeats: int) -> None:
 
 
 def rotating(report: Report, repeats: int) -> None:
-    """Time the rotation of keys, beside a copy of the same bytes."""
+    """Time the rotation of keys and a copy of the same bytes."""
     for dtype in (np.float16, np.float32):
         keys = random_cache(LARGE, dtype)
         inner = np.ascontiguousarray(keys.swapaxes(-1, -2)).swapaxes(-1, -2)
@@ -465,7 +465,9 @@ def rotating(report: Report, repeats: int) -> None:
         }
         candidates = [
             Candidate("NumPy: half-split", partial(peers.numpy_rotate, keys, -256), baseline=True),
-            Candidate("limit: memcpy, touched memory", MemoryLimit(keys, out, out.nbytes), limit=True),
+            Candidate(
+                "limit: memcpy, touched memory", MemoryLimit(keys, out, out.nbytes), limit=True
+            ),
         ]
         for name, call in calls.items():
             candidates += mlstate_rows(name, partial(lambda call: call, call))

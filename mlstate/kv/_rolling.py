@@ -48,7 +48,7 @@ class RollingKVState:
     -----
     The cache starts empty. The token at position ``p`` is stored in slot ``p`` while ``p`` is below
     `sinks`, and otherwise in slot ``sinks + (p - sinks) % (capacity - sinks)``. A slot without a
-    token is zero. Appending a token copies its rows and moves nothing else, whatever the capacity.
+    token is zero. Appending a token copies its rows and moves nothing else, at any capacity.
     Slots that were never written take no physical memory. The class is thread-safe: calls from
     several threads run one after another. Arrays from `array` stay valid as long as they exist, and
     show the current memory. Objects cannot be pickled; store `ordered()` instead.

@@ -86,8 +86,8 @@ def rotate_keys(
     float64   4e-11 r
     ========  ===============
 
-    Every further call adds about a third of it, so shift from the original keys if they exist. A model
-    that computes angles in float32 adds its own error.
+    Every further call adds about a third of it, so shift from the original keys if they exist. A
+    model that computes angles in float32 adds its own error.
 
     The function is correct only for angles that are proportional to one position. Other schemes
     cannot be expressed by its parameters and must not use it: multi-dimensional positions (M-RoPE),
