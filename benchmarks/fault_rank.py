@@ -212,7 +212,7 @@ def error_class(error: BaseException) -> str:
     rank = f"rank {ODD}" in own
     parameter = any(f"'{name}'" in own for name in SHAPES)
     named = [what for what, is_named in (("rank", rank), ("parameter", parameter)) if is_named]
-    return f"error names {' and '.join(named)}" if named else "error names nobody"
+    return f"error names {' and '.join(named)}" if named else "error names no rank"
 
 
 def wait_for_others(folder: Path, run: int) -> None:

@@ -23,7 +23,7 @@ def _checked(name: object, value: object) -> object:
     if isinstance(value, Shard):
         raise TypeError(
             f"{name!r} is a Shard, part {value.index} of {value.layout.parts}: state files hold "
-            "whole arrays; a Shard goes into mlstate.save"
+            "whole arrays; pass a Shard to mlstate.save"
         )
     if type(value) in (bool, int, float, complex, str, bytes, list, tuple):
         raise TypeError(

@@ -370,9 +370,7 @@ def plot_backward(report: BackwardReport) -> Figure:
     upper.set_yticks([-1, *ticks], ["backward pass", *(labels[n] for n in ticks)])
     upper.invert_yaxis()
     upper.set_xlabel("ms since the first gradient")
-    upper.set_title(
-        f"{report.overlap:.0%} of the reducing lies inside the backward pass", loc="left"
-    )
+    upper.set_title(f"{report.overlap:.0%} of the reducing is inside the backward pass", loc="left")
     upper.spines[["top", "right"]].set_visible(False)
     if several:
         late = report.straggler

@@ -1,10 +1,19 @@
 """Settings for all tests."""
 
+import gc
 import os
 import signal
+import sys
 
 import hypothesis
 from tries import tries
+
+# Keep compiled modules: each worker and each command would compile the same files again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+# Idle threads of OpenMP spin: with several workers, some tests of torch took five times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell starts background processes with SIGINT ignored; Python then raises nothing on Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -17,3 +26,9 @@ hypothesis.settings.register_profile(
     "mlstate", max_examples=tries(hypothesis.settings.default.max_examples)
 )
 hypothesis.settings.load_profile("mlstate")
+
+
+def pytest_collection_finish():
+    """Exempt modules and tests from garbage collection, so that `gc.collect()` takes no time."""
+    gc.collect()
+    gc.freeze()

@@ -29,7 +29,7 @@ def refuse_given_away(state: Mapping[str, Any]) -> None:
         if is_torch(value) and backend_of(value).is_given_away(value):
             raise ValueError(
                 f"{name!r} is cold: its elements are in a file of a TieredState; promote it, or "
-                "take what state_dicts() of that TieredState returns"
+                "use the arrays that state_dicts() of that TieredState returns"
             )
 
 

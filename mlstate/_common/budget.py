@@ -123,7 +123,7 @@ def parse_budget(name: str, value: Any, whole: int | None = None, of: str = "") 
         return Budget(math.floor(number), 0, "", "")
     if whole is None:
         raise ValueError(
-            f"{name} is {number:g}: a fraction means nothing here; give bytes or a size such as "
+            f"{name} is {number:g}: a fraction is not allowed here; pass bytes or a size such as "
             "'6GiB'"
         )
     return Budget(_multiply(f"{number:.15f}", whole), whole, f"of {of}", f"{number:g}")

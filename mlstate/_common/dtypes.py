@@ -76,7 +76,7 @@ def ml_dtype(name: str) -> NumpyDType:
         import ml_dtypes
     except ImportError:
         raise ImportError(
-            f"NumPy has no {name} of its own: pip install 'mlstate[dtypes]' for ml_dtypes",
+            f"NumPy has no dtype {name}: install ml_dtypes with pip install 'mlstate[dtypes]'",
             name="ml_dtypes",
         ) from None
     dtype: NumpyDType = np.dtype(getattr(ml_dtypes, name))

@@ -33,7 +33,7 @@ def check_json_values(value: Any, where: str, *, finite: bool = True) -> None:
         _check(value, where, finite, DEEPEST)
     except _TooDeepError:
         raise ValueError(
-            f"{where} is nested too deeply, or holds itself: {DEEPEST} deep is the most"
+            f"{where} is nested more than {DEEPEST} levels deep, or contains itself"
         ) from None
 
 
@@ -48,8 +48,8 @@ def _check(value: Any, where: str, finite: bool, levels: int) -> None:
         for key, inner in value.items():
             if not isinstance(key, str):
                 raise TypeError(
-                    f"{where} has the key {key!r}, and keys must be str: they would be texts "
-                    "when they come back; [[key, value], ...] keeps others"
+                    f"{where} has the key {key!r}, but JSON keys must be str: store other keys as "
+                    "[[key, value], ...]"
                 )
             _check(key, where, finite, levels)
             _check(inner, f"{where}[{key!r}]", finite, levels - 1)
@@ -66,8 +66,8 @@ def _check(value: Any, where: str, finite: bool, levels: int) -> None:
     elif isinstance(value, float):
         if finite and not math.isfinite(value):
             raise ValueError(
-                f"{where} is {value}, and JSON has finite numbers only: give None or a text "
-                "in its place"
+                f"{where} is {value}, but JSON has only finite numbers: use None or a string "
+                "instead"
             )
     elif value is not None and not isinstance(value, int):
         cls = type(value)

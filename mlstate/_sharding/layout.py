@@ -40,7 +40,7 @@ TIERS = tuple(Tier)
 def _step(step: Any) -> tuple[int | str, int]:
     axis, parts = step
     if not isinstance(axis, str) and index(axis) < 0:
-        raise ValueError(f"a layout counts axes from 0, not axis {axis}")
+        raise ValueError(f"a layout counts axes from 0, got axis {axis}")
     return axis, parts
 
 
@@ -332,8 +332,8 @@ class Shard:
         if shape is None:
             if layout.parts > 1:
                 raise TypeError(
-                    "shape= of the whole tensor is needed: parts may be uneven, so one of them "
-                    "does not tell"
+                    "pass shape= of the whole tensor: parts may be uneven, so one part does not "
+                    "determine it"
                 )
             shape = array.shape
         if version is not None and version < 1:
@@ -352,8 +352,8 @@ class Shard:
         wanted, have = layout.shape(self.shape, index), tuple(array.shape)
         if _count(wanted) != _count(have):
             raise ValueError(
-                f"part {index} of {layout.parts} of a tensor of shape {self.shape} has the shape "
-                f"{wanted}, which is not what an array of shape {have} can hold"
+                f"part {index} of {layout.parts} of a tensor of shape {self.shape} has shape "
+                f"{wanted}, but the array has shape {have}"
             )
 
     @property

@@ -46,7 +46,7 @@ def _freeze_numbers(name: str, values: Any, dtype: str, count: int | None) -> ND
     if given.size and given.dtype.kind not in kinds:
         raise TypeError(f"{name} holds {given.dtype}: {'integers' if kinds == 'iu' else 'numbers'}")
     if given.dtype == np.uint64 and dtype == "int64" and given.size and given.max() >> 63:
-        raise ValueError(f"{name} holds {given.max()}: bytes fit into 63 bits")
+        raise ValueError(f"{name} holds {given.max()}: expected bytes below 2**63")
     frozen = np.array(given, dtype, order="C")
     frozen.flags.writeable = False
     return frozen

@@ -248,7 +248,7 @@ def register_strategy(name: str, factory: Factory) -> None:
         raise TypeError(f"name must be a str, got {name!r}")
     name = str(name)
     if not name or name in _BUILT_IN:
-        raise ValueError(f"name must not be {name!r}: mlstate's own stay what they are")
+        raise ValueError(f"name must not be {name!r}: a built-in strategy cannot be replaced")
     if not callable(factory):
         raise TypeError(f"factory of {name!r} must be callable, got {type(factory).__name__}")
     _REGISTERED[name] = factory

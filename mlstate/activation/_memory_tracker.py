@@ -206,7 +206,9 @@ def _read_custom(said: Any) -> tuple[int, int, int, str]:
     except TypeError:
         raise TypeError(f"source must return a number of bytes or two, got {said!r}") from None
     if used < 0 or total <= 0:
-        raise ValueError(f"source returned {said!r}: bytes are not negative, and there are some")
+        raise ValueError(
+            f"source returned {said!r}: expected used bytes of 0 or more and total bytes above 0"
+        )
     return used, used, total, "custom"
 
 

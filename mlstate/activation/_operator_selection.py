@@ -31,7 +31,7 @@ def _freeze_numbers(name: str, values: Any, dtype: str, kinds: str) -> NDArray:
         what = "integers" if kinds == "iu" else "numbers"
         raise TypeError(f"{name} holds {given.dtype}: expected {what}")
     if given.size and given.dtype == np.uint64 and dtype == "int64" and given.max() >> 63:
-        raise ValueError(f"{name} holds {given.max()}: bytes fit into 63 bits")
+        raise ValueError(f"{name} holds {given.max()}: expected bytes below 2**63")
     frozen = np.array(given, dtype, order="C")
     frozen.flags.writeable = False
     return frozen
@@ -142,7 +142,7 @@ class OperatorSelection:
         >>> out.sum().backward()
         """
         if self._names is None:
-            raise ValueError("operators without names cannot be told apart: give names")
+            raise ValueError("operators without names cannot be distinguished: pass names")
         return backend_named("torch").operator_contexts(self.saved)
 
     def _title(self) -> str:

@@ -91,7 +91,9 @@ def _steps_array(steps: Any) -> NDArray:
         for step in steps:
             kind, index = step
             if kind not in KINDS:
-                raise ValueError(f"step {len(pairs)}: {kind!r} is no kind of step: {KINDS}")
+                raise ValueError(
+                    f"step {len(pairs)}: {kind!r} is not a kind of step, expected one of {KINDS}"
+                )
             if not -1 < index < 1 << 31:
                 raise ValueError(f"step {len(pairs)}, {kind} {index}: no such block")
             pairs.append((KINDS.index(kind), index))
@@ -398,7 +400,9 @@ class Plan:
         again = np.zeros(n, bool)
         for block in blocks:
             if isinstance(block, bool | np.bool_):
-                raise TypeError(f"{block} is no number of a block: np.flatnonzero(mask) has them")
+                raise TypeError(
+                    f"{block} is not a block number: convert a mask with np.flatnonzero(mask)"
+                )
             if not 0 <= index(block) < n:
                 raise IndexError(f"block {block}: this chain has {n}, counted from 0")
             again[block] = True

@@ -50,7 +50,7 @@ def format_bytes(count: int) -> str:
 
 
 class _Strategy(Operators):
-    """Common base of the five strategies; `_fields` are settings and attributes."""
+    """Common base of the strategies of the core; `_fields` are settings and attributes."""
 
     __slots__ = ()
     _fields: ClassVar[tuple[str, ...]]
@@ -108,7 +108,6 @@ class IntervalStrategy(_Strategy, _core.IntervalStrategy):
         Number of decisions to checkpoint so far.
     name : str
         For example ``"Interval(2)"``.
-        Such as ``"Interval(2)"``.
 
     Raises
     ------

@@ -147,7 +147,7 @@ def _read_replaced(folder: str) -> Manifest | None:
 
             log("WARNING", "%s: the checkpoint is damaged and replaced: %s", folder, error)
             warnings.warn(
-                f"what is there is damaged, and replaced: {error}",
+                f"the existing checkpoint is damaged and will be replaced: {error}",
                 stacklevel=7,  # the caller of save
             )
             return None

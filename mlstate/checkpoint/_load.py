@@ -370,8 +370,8 @@ def _is_numbered(loader: Loader, keys: list[str], optimizer: Any, module: Any) -
         return module is not None or any("param_names" in g for g in optimizer.param_groups)
     if keys and module is None and not all("param_names" in g for g in optimizer.param_groups):
         raise CompatibilityError(
-            f"{loader.folder} has the optimizer's states by names of parameters, such as "
-            f"{keys[0]!r}: give the module too, "
+            f"{loader.folder} stores optimizer states under names of parameters, such as "
+            f"{keys[0]!r}: pass the module too, "
             "into={'model': module, 'optimizer': optimizer}"
         )
     return False
@@ -552,11 +552,11 @@ def ranks_of(
             raise TypeError("give group= or rank= and world_size=, not both")
         rank, world_size = group.rank, group.world_size
     if (rank is None) != (world_size is None) and not isinstance(layout, Layout):
-        raise TypeError("rank= and world_size= go together")
+        raise TypeError("pass rank= and world_size= together, or neither")
     if rank is None:
         if layout is None or layout == "whole":
             return None, 0, 0
-        raise TypeError("layout= says how to cut: say by rank= which part is wanted")
+        raise TypeError("layout= requires rank= (which part to load)")
     if world_size is None:
         assert isinstance(layout, Layout)
         world_size = layout.parts
@@ -606,7 +606,9 @@ def load_checkpoint(
     if into is not None:
         _check_into(into)
         if mmap:
-            raise ValueError("mmap=True makes views of the files: it cannot fill into=")
+            raise ValueError(
+                "mmap=True returns views of the files and cannot fill into=: pass only one of them"
+            )
     request = LoadRequest(
         folder,
         root,
@@ -716,7 +718,6 @@ def load(
     TypeError, ValueError
         A torch object in `into` is refused for one of the reasons of `save`, or arrays of
         `into` are read-only or overlap without being the same array. `into` is unchanged.
-        memory and are not the same array. Nothing was changed.
 
     Notes
     -----

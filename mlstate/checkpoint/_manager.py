@@ -234,7 +234,7 @@ class CheckpointManager:
         have = steps_text(self.steps())
         have += f"; {_OTHER}" if _holds_no_steps(self.directory) else ""
         raise _folder.store_error(
-            FileNotFoundError(2, f"no step {step} there (steps: {have})"),
+            FileNotFoundError(2, f"step {step} does not exist (steps: {have})"),
             "cannot find the step",
             self.directory,
         )
@@ -633,7 +633,7 @@ class CheckpointManager:
         raise _folder.store_error(FileNotFoundError(2, what), "cannot restore", self.directory)
 
 
-_OTHER = "the folder holds a checkpoint of mlstate.save, which is no step"
+_OTHER = "the folder holds a checkpoint of mlstate.save, which is not a step"
 
 
 def _if_alone(group: ProcessGroup | None) -> AbstractContextManager[None]:
@@ -675,7 +675,7 @@ def _agreed_roots(folder: str, group: ProcessGroup | None) -> list[str]:
     if error is not None:
         raise error
     if not said:
-        failed = CollectiveError("rank 0 cannot list the checkpoints; its own error says why")
+        failed = CollectiveError("rank 0 cannot list the checkpoints; see the error on that rank")
         failed.rank = 0
         raise failed
     return said.decode().split(" ")[1:]
@@ -698,7 +698,7 @@ def _try_root(
     answers = _tell(group, b"good" if error is None else b"bad")
     if b"stop" in answers:
         rank = answers.index(b"stop")
-        failed = CollectiveError(f"rank {rank} cannot restore; its own error says why")
+        failed = CollectiveError(f"rank {rank} cannot restore; see the error on that rank")
         failed.rank = rank
         raise failed
     return (None if b"bad" in answers else state), error

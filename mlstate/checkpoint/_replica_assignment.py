@@ -142,8 +142,8 @@ def _compare_arrays(summaries: dict[int, _Summary]) -> None:
             if facts != before and facts and before:
                 raise ValueError(
                     f"{_quote_name(name)} is {before} on rank {rank}, and {facts} on rank "
-                    f"{other}: an array that is no Shard is taken as whole and the same on "
-                    "every rank; give the parts of a tensor as Shard"
+                    f"{other}: an array that is not a Shard must have the same dtype and shape on "
+                    "every rank; pass parts of a tensor as Shard"
                 )
 
 
@@ -276,6 +276,6 @@ def check_copies(merged: Any, reports: Iterable[bytes]) -> None:
         for name in text.decode("utf-8", "surrogatepass").split("\0"):
             if name not in stored:
                 raise ValueError(
-                    f"{_quote_name(name)} on rank {rank} is a Shard with replica= above 0, and no "
-                    "rank gives replica 0 of it, which is what would be stored"
+                    f"{_quote_name(name)} on rank {rank} is a Shard with replica= above 0, but no "
+                    "rank passes replica 0, the copy that is stored"
                 )

@@ -75,7 +75,6 @@ class SaveTarget(NamedTuple):
     retain : callable or None
         Called after the commit with the new manifest. It deletes old roots and returns the
         manifests of the remaining roots, by their paths in the folder.
-        manifests of the others by their paths in the folder.
     lock_timeout : float
         Seconds.
     """
@@ -231,7 +230,7 @@ def _refuse_value(section: str, state: dict[str, Any], name: Any) -> TypeError:
     elif isinstance(value, list | tuple):
         hint = "make an array of it, or keep it in metadata="
     else:
-        hint = "what is no array goes into metadata="
+        hint = "pass values that are not arrays as metadata="
     return TypeError(
         f"{section} {name!r} must be a NumPy array or a torch tensor, got "
         f"{type(value).__name__}; {hint}"
@@ -280,7 +279,7 @@ def _checked_metadata(given: Mapping[str, Any] | None) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         cls = TypeError if isinstance(error, TypeError) else ValueError
         raise cls(
-            f"metadata must be what JSON can say (texts, numbers, lists, dicts): {error}"
+            f"metadata must be JSON values (strings, numbers, lists, dicts): {error}"
         ) from None
     return metadata
 

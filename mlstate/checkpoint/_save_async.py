@@ -259,8 +259,8 @@ class _Job:
         """Raise RuntimeError in a forked child, where the save's threads do not exist."""
         if self.pid != os.getpid():
             raise RuntimeError(
-                f"the save of {self.path} belongs to process {self.pid}, which began it; this "
-                "is a fork of it"
+                f"the save of {self.path} belongs to process {self.pid}, which started it; this "
+                "process is a fork"
             )
 
     def refuse_own_thread(self) -> None:
@@ -343,7 +343,7 @@ class _Job:
 
         error = self.error
         assert error is not None
-        error.add_note(f"The asynchronous save of {self.path} failed, and nobody waited for it.")
+        error.add_note(f"The asynchronous save of {self.path} failed, and wait() was not called.")
         threading.excepthook(threading.ExceptHookArgs((type(error), error, None, self.thread)))
 
 
@@ -371,7 +371,7 @@ class _Copies:
             budget, allowed = self._job.budget, self.memory.nbytes
             text = budget.text(allowed) if budget else f"{allowed} bytes"
             raise ValueError(
-                "tensors on a device are staged, all of them: they need more than the "
+                "all tensors on a device must be staged, and they need more than the "
                 f"{text} that max_staging_bytes= or staging= allow"
             )
         place = self.memory[self.used : end]
@@ -416,7 +416,7 @@ class SaveHandle:
         import weakref
 
         if not isinstance(job, _Job):
-            raise TypeError("a SaveHandle is made by save_async, not by calling it")
+            raise TypeError("a SaveHandle cannot be constructed: call save_async")
         self._job = job
         job.watch = weakref.finalize(self, job.abandon)
 
@@ -620,15 +620,15 @@ def _reserve_group(job: _Job) -> None:
     """Reserve the group for this save: messages of two saves would mix."""
     group = job.target.group
     if group is not None and _groups.setdefault(id(group), job) is not job:
-        raise ValueError("another save uses this group: wait for that one, or give this its own")
+        raise ValueError("another save uses this group: wait for it, or pass a separate group")
 
 
 def _refuse_default_group(group: ProcessGroup | None) -> None:
     """Refuse torch's default group, because training uses it during the save."""
     if group is not None and getattr(group, "is_default", False):
         raise ValueError(
-            "this is torch's default group, which training uses while the save is under way: "
-            "give the save one of its own, TorchGroup(torch.distributed.new_group("
+            "this is torch's default group, which training uses during the save: pass a separate "
+            "group, TorchGroup(torch.distributed.new_group("
             "backend='gloo'))"
         )
 

@@ -25,6 +25,7 @@ __all__ = [
     "FORCE_HELP",
     "Folder",
     "add_command",
+    "add_lock_timeout",
     "check_is_safetensors",
     "count_text",
     "find",

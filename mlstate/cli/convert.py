@@ -26,7 +26,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     help_text = "convert between checkpoints, .safetensors, .npz, and torch's files and folders"
     parser = add_command(commands, "convert", help_text)
     parser.add_argument("source", help=f"a folder, or a file: {suffixes}")
-    parser.add_argument("target", help="what to write; its suffix says what: none is a checkpoint")
+    parser.add_argument("target", help="target; its suffix selects the format (none: a checkpoint)")
     names = tuple(FORMATS)
     parser.add_argument("--from", dest="source_format", choices=names, help="whatever the suffix")
     parser.add_argument("--to", dest="target_format", choices=names, help="whatever the suffix")
@@ -40,7 +40,7 @@ def _read(path: str, name: str, step: int | None) -> Any:
         return read_any(path, format=name)
     where = find(path, step) if name == "mlstate" else None
     if where is None:
-        raise ValueError(f"{path} is no checkpoint of mlstate: it has no steps")
+        raise ValueError(f"{path} is not an mlstate checkpoint: it has no steps")
     return parts_of(where.load())
 
 

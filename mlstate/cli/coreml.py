@@ -29,7 +29,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     states.add_argument("--json", action="store_true", help="print JSON")
     states.set_defaults(run=run_states)
 
-    help_text = "say what moving all states from one package to another would do"
+    help_text = "show the effect of moving all states from one package to another"
     plan = actions.add_parser(
         "plan",
         help=help_text,

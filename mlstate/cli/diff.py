@@ -30,7 +30,7 @@ _BATCH_TENSORS = 1024
 
 def add(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the parser of ``diff``."""
-    help_text = "say in what two checkpoints or .safetensors files differ, tensor by tensor"
+    help_text = "compare two checkpoints or .safetensors files, tensor by tensor"
     parser = add_command(commands, "diff", help_text, no="they differ")
     parser.add_argument("first", help="a checkpoint, the folder of a run, or a .safetensors file")
     parser.add_argument("second", help="the same; may be the same run, for two of its steps")

@@ -29,7 +29,9 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     parser = add_command(commands, "prune", help_text)
     parser.add_argument("path", help="a checkpoint, or the folder of a run")
     parser.add_argument("--keep", type=int, metavar="N", help="newest steps to keep (default: all)")
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="only list the files that would be deleted"
+    )
     add_lock_timeout(parser)
     parser.set_defaults(run=run_prune)
 

@@ -54,15 +54,15 @@ def _layout(text: str, world_size: int | None) -> Layout:
         if found is None or (not found[0] and len(words) > 1):
             kind = word.partition("=")[0].partition(":")[0]
             raise ValueError(
-                f"--layout {text}: {word!r} is none of {', '.join(_NAMES)} and axis:K, or one of "
-                "these with a number of parts, such as rows=4"
+                f"--layout {text}: {word!r} is not one of {', '.join(_NAMES)} and axis:K, or one "
+                "of these with a number of parts, such as rows=4"
                 + names_hint(kind, (*_NAMES, "axis"), listed=False)
             )
         cut, has_parts = found
         if cut and not has_parts:
             if len(words) > 1 or world_size is None:
                 how = f"{word}=N" if len(words) > 1 else "--world-size N"
-                raise ValueError(f"--layout {text}: into how many parts? say so by {how}")
+                raise ValueError(f"--layout {text}: the number of parts is missing: write {how}")
             cut = tuple((axis, world_size) for axis, _ in cut)
         steps += cut
     return Layout(steps)
@@ -75,7 +75,9 @@ def run_reshard(arguments: argparse.Namespace) -> int:
     layout = _layout(arguments.layout, arguments.world_size)
     where = find(arguments.source, arguments.step)
     if where is None:
-        raise ValueError(f"{arguments.source} is a file: mlstate convert makes a checkpoint of it")
+        raise ValueError(
+            f"{arguments.source} is a file: use mlstate convert to create a checkpoint from it"
+        )
     with progress_of("reshard", lambda: where.checkpoint().nbytes) as progress:
         made = reshard(
             where.path,

@@ -44,7 +44,7 @@ class _Verified(NamedTuple):
 
 def add(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the parser of ``verify``."""
-    help_text = "read every byte of a checkpoint, and say what is not as it was written"
+    help_text = "read every byte of a checkpoint, and report damage"
     parser = add_command(commands, "verify", help_text, no="damaged")
     parser.add_argument("path", help="a checkpoint, the folder of a run, or a .safetensors file")
     which = parser.add_mutually_exclusive_group()
@@ -218,7 +218,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     checksums = True
     if where is None:
         if arguments.repair or arguments.all_steps:
-            raise ValueError(f"{arguments.path} is one file: there are no steps, and no older one")
+            raise ValueError(f"{arguments.path} is one file: it has no steps")
         check_is_safetensors(arguments.path)
         one, checksums = _verify_plain(arguments.path)
         found, rest = [one], one.report

@@ -108,7 +108,7 @@ def check_root(operation: str, root: Any, world_size: int) -> int:
         raise TypeError(f"{operation}: root must be an int, got {type(root).__name__}") from None
     if not 0 <= rank < world_size:
         raise ValueError(
-            f"{operation}: root {rank} is no rank of this group; pass 0 to {world_size - 1}"
+            f"{operation}: root {rank} is not a rank of this group; pass 0 to {world_size - 1}"
         )
     return rank
 
@@ -119,7 +119,7 @@ def check_bytes(operation: str, data: Any) -> bytes:
         return data if type(data) is bytes else memoryview(data).tobytes()
     except TypeError:
         raise TypeError(
-            f"{operation} takes bytes, got {type(data).__name__}; encode texts, and give arrays "
+            f"{operation} takes bytes, got {type(data).__name__}; encode strings, and pass arrays "
             "to all_gather"
         ) from None
 
@@ -150,7 +150,7 @@ def check_array(operation: str, array: Any) -> Any:
     if plain.dtype.hasobject:
         raise TypeError(
             f"{operation} moves bytes, and an array of dtype {plain.dtype} holds references to "
-            "objects of this process: use gather_bytes with an encoding of yours"
+            "objects of this process: encode the objects and use gather_bytes"
         )
     return plain
 
@@ -176,7 +176,7 @@ def check_op(operation: str, op: Any, array: Any) -> str:
         name = str(op.value if hasattr(op, "value") else op)
         kinds = _REDUCIBLE[name]
     except KeyError:
-        raise ValueError(f"{operation}: op {op!r} is none of {', '.join(_REDUCIBLE)}") from None
+        raise ValueError(f"{operation}: op {op!r} is not one of {', '.join(_REDUCIBLE)}") from None
     dtype = dtype_name(array)
     if not dtype.startswith(kinds):
         raise _mismatch_error(
@@ -238,7 +238,7 @@ def check_rows(operation: str, array: Any) -> int:
             operation,
             "the array has",
             "no dimensions",
-            "a first one that ranks can divide",
+            "a first dimension that can be divided among the ranks",
             "pass array.reshape(1)",
         )
     return int(array.shape[0])
@@ -253,7 +253,7 @@ def check_own_rows(operation: str, array: Any, counts: Sequence[int], rank: int)
             "the first dimension is",
             rows,
             f"{counts[rank]}, the count of rank {rank}",
-            "pass counts= alike on every rank",
+            "pass the same counts= on every rank",
             rank=rank,
         )
 
@@ -316,7 +316,7 @@ def result_of(operation: str, out: Any, shape: tuple[int, ...], array: Any) -> A
     in_place = plain.shape == array.shape and _same_place(plain, array)
     if not in_place and _overlap(plain, array):
         raise ValueError(
-            f"{operation}: out shares memory with the input; pass the input itself where the "
-            "shapes are equal, or an array of its own"
+            f"{operation}: out shares memory with the input; pass the input itself if the shapes "
+            "are equal, or a separate array"
         )
     return plain

@@ -90,7 +90,7 @@ def _check_numbers(operation: str, array: Any) -> None:
 
 def _no_arithmetic(operation: str, dtype: str) -> CompatibilityError:
     error = CompatibilityError(
-        f"{operation}: there is no arithmetic for dtype {dtype}; convert the array first"
+        f"{operation}: arithmetic is not supported for dtype {dtype}; convert the array first"
     )
     error.name, error.got = operation, dtype
     return error
@@ -178,7 +178,8 @@ class LocalGroup(Engine):
     def __init__(self, link: Any, rank: int, world_size: int, timeout: float) -> None:
         if not isinstance(link, _core.LocalLink):
             raise TypeError(
-                "LocalGroup is made by LocalGroup.threads, run, from_env or join, not by calling it"
+                "create a LocalGroup by LocalGroup.threads, run, from_env or join, not by its "
+                "constructor"
             )
         from ._operation_queue import (
             OperationQueue,  # needs threading, which `import mlstate` does not load
@@ -280,7 +281,8 @@ class LocalGroup(Engine):
         _core.local_measure(world_size, 0, 0)  # raises if world_size is out of range
         if not 0 <= rank < world_size:
             raise ValueError(
-                f"LocalGroup.join: rank {rank} is none of 0 to {world_size - 1}; ranks count from 0"
+                f"LocalGroup.join: rank {rank} is not in the range 0 to {world_size - 1}; ranks "
+                "count from 0"
             )
         from ._local_rendezvous import meet
 
@@ -594,19 +596,19 @@ def _read_launcher_variables(variables: Mapping[str, str]) -> tuple[str, int, in
     here = variables.get(local, str(world_size))
     if here != str(world_size):
         raise CollectiveError(
-            f"LocalGroup.from_env: {world_size} ranks, of which {here} on this host; LocalGroup "
-            "connects those of one host, use TorchGroup or MPIGroup"
+            f"LocalGroup.from_env: {world_size} ranks, {here} of them on this host; LocalGroup "
+            "connects only ranks of one host: use TorchGroup or MPIGroup"
         )
     if not 0 <= rank < world_size:
         raise CollectiveError(
-            f"LocalGroup.from_env: {first}={rank} is no rank of {second}={world_size}"
+            f"LocalGroup.from_env: {first}={rank} is not a rank of {second}={world_size}"
         )
     job = variables.get("MLSTATE_JOB") or " ".join(
         f"{name}={variables[name]}" for name in _JOBS if name in variables
     )
     if not job:
         raise CollectiveError(
-            "LocalGroup.from_env: nothing names the job; set MLSTATE_JOB, the same for all ranks "
-            "and no other job's, or TORCHELASTIC_RUN_ID or MASTER_PORT"
+            "LocalGroup.from_env: the job has no name; set MLSTATE_JOB to a name that all ranks "
+            "share and no other job uses, or TORCHELASTIC_RUN_ID or MASTER_PORT"
         )
     return f"from_env {job}", rank, world_size

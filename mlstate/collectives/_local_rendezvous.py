@@ -253,7 +253,7 @@ class _Host:
             if left <= 0:
                 missing = [r for r in range(1, self._world_size) if r not in self.ranks]
                 raise self.send_error(
-                    f"ranks {missing} of job {self._name!r} did not come within {seconds:g} s; "
+                    f"ranks {missing} of job {self._name!r} did not join within {seconds:g} s; "
                     "start them, with this name and on this host"
                 )
             waiting = [self._listener, *self._silent, *self.ranks.values()]
@@ -307,13 +307,13 @@ class _Host:
             )
         if world_size != self._world_size:
             raise self.send_error(
-                f"rank {rank} says that there are {world_size} ranks, rank 0 that there are "
+                f"rank {rank} expects {world_size} ranks, rank 0 expects "
                 f"{self._world_size}; pass the same world_size to all"
             )
         if rank == 0 or rank in self.ranks:
             raise self.send_error(
-                f"two processes of job {self._name!r} say that they are rank {rank}; give each "
-                "a rank of its own, and each job a name of its own"
+                f"two processes of job {self._name!r} claim to be rank {rank}; give each process "
+                "its own rank, and each job its own name"
             )
         processes = {_get_credentials(known)[0]: r for r, known in self.ranks.items()}
         twin = {**processes, os.getpid(): 0}.get(_get_credentials(peer)[0])
@@ -389,7 +389,7 @@ def _join_group(name: str, rank: int, world_size: int, address: str, deadline: f
             return None
         if _is_other_user(host):
             raise _join_error(
-                rank, f"another user of this host meets as job {name!r}; choose a name"
+                rank, f"another user of this host uses the job name {name!r}; choose a name"
             )
         _send_line(host, {"version": VERSION, "rank": rank, "world_size": world_size})
         try:
@@ -433,14 +433,16 @@ def meet(name: str, rank: int, world_size: int, seconds: float) -> Any:
             link = _join_group(name, rank, world_size, address, deadline)
         except TimeoutError:
             raise _join_error(
-                rank, f"not all ranks of job {name!r} came within {seconds:g} s; see rank 0"
+                rank,
+                f"not all ranks of job {name!r} joined within {seconds:g} s; see the error "
+                "on rank 0",
             ) from None
         if link is not None:
             return link
         if time.monotonic() >= deadline:
             raise _join_error(
                 rank,
-                f"rank 0 of job {name!r} was not there within {seconds:g} s; start it, with this "
+                f"rank 0 of job {name!r} did not start within {seconds:g} s; start it, with this "
                 "name, on this host and as this user",
             )
         time.sleep(RETRY_SECONDS)

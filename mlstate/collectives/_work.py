@@ -73,7 +73,7 @@ class Work:
             raise failed(
                 self.operation,
                 self.rank,
-                f"not done after {timeout} s of waiting; it goes on: wait again, or abort the "
+                f"not done after {timeout} s of waiting; it continues: wait again, or abort the "
                 "group",
             )
         if self._error is None:

@@ -64,13 +64,14 @@ def read_compiled(file: str) -> list[_State]:
     if len(functions) > 1 or (functions and "stateSchema" not in model):
         _raise_format_error(
             file,
-            f"lists {len(functions)} functions apart, which cannot be read: read the states from "
+            f"lists {len(functions)} functions separately, which is not supported: read the states "
+            "from "
             "the .mlpackage that the model was compiled from",
         )
     states = [_state(file, entry) for entry in _listed(file, model, "stateSchema")]
     names = [name for name, _, _ in states]
     if len(set(names)) < len(names):
-        _raise_format_error(file, f"states of one name: {names}")
+        _raise_format_error(file, f"several states have the same name: {names}")
     return states
 
 

@@ -198,7 +198,7 @@ def position_fault(
 ) -> Fault | None:
     if source_length is not None and position > source_length:
         return Fault(
-            f"{name}: position {position} lies beyond the source state's {source_length} "
+            f"{name}: position {position} is beyond the source state's {source_length} "
             f"positions; pass the number of tokens that were processed",
             f"0..{source_length}",
             position,

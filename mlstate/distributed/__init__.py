@@ -108,7 +108,7 @@ def _collect_state(
     if made is not None:
         return made
     if model is not None:
-        raise TypeError("model= goes with a torch optimizer, whose parameters it names")
+        raise TypeError("model= requires a torch optimizer, whose parameters it names")
     if hasattr(source, "get_state_dict"):
         state = source.get_state_dict()
         if not isinstance(state, Mapping):
@@ -135,8 +135,7 @@ def _select_tensors(state: StateDict, names: str | Iterable[str] | None) -> Stat
     unused = [name for name in listed or () if name not in used]
     if unused:
         raise TensorNotFoundError(
-            f"no tensor is called {unused[0]!r}, and no name begins with that and a dot"
-            f"{names_hint(unused[0], keys)}"
+            f"no tensor has the name or the prefix {unused[0]!r}{names_hint(unused[0], keys)}"
         )
     made = like(state)
     made.update({name: state[name] for name in chosen})
@@ -299,7 +298,7 @@ class DistributedStateCollector:
             raise differences_error(
                 "merge_states",
                 differences,
-                "check=False keeps the first of replicas that differ." if check else "",
+                "check=False keeps the first replica." if check else "",
             )
         return merge(listed, tensors)
 
@@ -388,7 +387,6 @@ class DistributedStateCollector:
         need at most as much, and less if arrays are contiguous. Comparing replicas reads each
         replica once. Running statistics of batch normalisation differ between replicas during
         training: pass ``verify_replicas=False`` for them, or exclude them by `names`.
-        ``verify_replicas=False`` for those, or leave them out by `names`.
 
         Examples
         --------

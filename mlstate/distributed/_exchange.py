@@ -323,8 +323,8 @@ class Gathering:
             raise differences_error(
                 self.operation,
                 differences,
-                f"verify_replicas=False takes those of rank {self.root} where it has them; "
-                "running statistics of batch normalisation differ between replicas in training",
+                f"verify_replicas=False uses the replica of rank {self.root} if it has one; running"
+                " statistics of batch normalisation differ between replicas in training",
             )
         self._move(state, self._jobs(state, tensors))
         return self._result(state, tensors) if self.group.rank == self.root else None

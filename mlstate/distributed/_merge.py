@@ -223,7 +223,7 @@ def differences_error(
     what: str, differences: Sequence[RankDifference], hint: str = ""
 ) -> CompatibilityError:
     """Return one error for all differences."""
-    lines = [f"{what}: the states of the ranks do not go together:"]
+    lines = [f"{what}: the states of the ranks do not match:"]
     lines += [found.text for found in differences[:SHOWN]]
     if len(differences) > SHOWN:
         lines.append(f"... and {len(differences) - SHOWN:,} more.")

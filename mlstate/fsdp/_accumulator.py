@@ -118,7 +118,7 @@ def _copy_into_new_sums(started: dict[str, _Sum], batch: dict[str, Any]) -> None
 def _mismatch_error(name: str, what: str, got: Any, expected: Any) -> CompatibilityError:
     error = CompatibilityError(
         f"'{name}': the gradient's {what} is {got}, expected {expected} as of the micro-batch "
-        "before; nothing was added: look for a parameter of another name, or call reset()"
+        "before; nothing was added: check the parameter name, or call reset()"
     )
     error.name, error.got, error.expected = name, str(got), str(expected)
     return error
@@ -169,7 +169,7 @@ def _check_dtype(dtype: DType | None) -> str | None:
         name = name_of(np.dtype(dtype))  # type: ignore[arg-type]
     if name != "float32":
         raise ValueError(
-            f"dtype is {name}: gradients add up in their own dtype (None) or in 'float32'"
+            f"dtype is {name}: expected None (the dtype of the gradients) or 'float32'"
         )
     return name
 

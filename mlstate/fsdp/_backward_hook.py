@@ -187,7 +187,7 @@ class FSDPBackwardHook:
         else:
             raise TypeError(
                 "model must be a torch module, or have register_backward_hook(name, function); "
-                f"got {type(model).__name__}. For a loop of your own: use_units and add_gradient"
+                f"got {type(model).__name__}. For your own loop: use_units and add_gradient"
             )
         self._plan = BucketPlan(units, self._reductions, accumulate=accumulate)
 
@@ -195,7 +195,7 @@ class FSDPBackwardHook:
         """Bind units to the group; raise ValueError if this object already has units."""
         bind_units(units, self._reductions.rank, self._reductions.world_size)
         if self._plan.units:
-            raise ValueError("this object has hooks already; close it, or make another one")
+            raise ValueError("this object already has hooks; close it, or create another one")
 
     def _receive_gradient(self, name: str, _: Any) -> None:
         """Receive the gradient that torch has just computed for a parameter."""

@@ -101,7 +101,7 @@ class FSDP:
                 f"compression must be 'float16', 'bfloat16', 'int8' or None, got {compression!r}"
             )
         if compression and self._op not in ("sum", "mean"):
-            raise ValueError(f"compression goes with sums and means, not with op={self._op!r}")
+            raise ValueError(f"compression needs op='sum' or 'mean', got op={self._op!r}")
         self.allow_unused = bool(allow_unused)
         self._terms = Terms(
             op="sum" if self._op == "mean" else self._op,
@@ -128,7 +128,7 @@ class FSDP:
             return float(self.world_size) if self._op == "mean" else 1.0
         divisor = float(factor)
         if self._op != "sum":
-            raise ValueError(f"gradient_divide_factor goes with op='sum', not with {self._op!r}")
+            raise ValueError(f"gradient_divide_factor needs op='sum', got {self._op!r}")
         if not isfinite(divisor) or divisor == 0:
             raise ValueError(f"gradient_divide_factor must be finite and not 0, got {factor}")
         return divisor

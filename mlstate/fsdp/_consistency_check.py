@@ -160,7 +160,7 @@ class ConsistencyCheck:
                 error = failed(
                     "reduce_scatter",
                     self._group.rank,
-                    f"rank {rank} gathers bytes of its own at this place; all ranks must reduce "
+                    f"rank {rank} calls gather_bytes at this point; all ranks must reduce "
                     "the same gradients",
                 )
                 error.rank = rank
@@ -212,7 +212,7 @@ def _common_failure(described: Sequence[Any]) -> tuple[int | None, str] | None:
         rank: settings_text({name: of[name] for name in of if name not in equal})
         for rank, of in given.items()
     }
-    return _describe_difference(texts, "ranks have other settings of FSDP")
+    return _describe_difference(texts, "the settings of FSDP differ between ranks")
 
 
 def _compare_descriptions(texts: Sequence[bytes]) -> Result:

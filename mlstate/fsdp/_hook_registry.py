@@ -77,6 +77,6 @@ def check_gradients(gradients: str, is_module: bool, keeps_others: bool) -> None
         raise ValueError("gradients='full' needs a torch module, whose parameters have .grad")
     if keeps_others:
         raise ValueError(
-            "gradients='full' leaves reduced gradients in parameter.grad, where they add up: "
-            "leave out keep_full_gradient and accumulate"
+            "gradients='full' leaves reduced gradients in parameter.grad, where they are added up: "
+            "do not pass keep_full_gradient and accumulate"
         )

@@ -426,7 +426,7 @@ class BackwardPass:
         if name in self.arrived:
             if on_failure is not None:
                 on_failure()
-            raise ValueError(f"{name!r} has a gradient already in this backward pass")
+            raise ValueError(f"{name!r} already has a gradient in this backward pass")
         plan = self._plan
         unit = plan.units[name]
         if gradient is None and not problem:

@@ -181,8 +181,8 @@ class FSDPShardingUnit:
             raise ValueError(f"{self.parameter_name}: world_size must be 1 or more")
         if self._world_size is not None:
             raise ValueError(
-                f"{self.parameter_name}: this unit divides by {self._world_size} ranks, and the "
-                f"group has {world_size}"
+                f"{self.parameter_name}: this unit is for {self._world_size} ranks, but the group "
+                f"has {world_size}"
             )
         if self.shard_index >= world_size:
             raise ValueError(
@@ -294,8 +294,8 @@ def bind_unit(unit: FSDPShardingUnit, rank: int, world_size: int) -> None:
     unit.bind(world_size)
     if unit.shard_index != rank:
         raise ValueError(
-            f"{unit.parameter_name}: rank {rank} keeps shard {rank} of this group, and the unit "
-            f"says {unit.shard_index}"
+            f"{unit.parameter_name}: rank {rank} keeps shard {rank} of this group, but the "
+            f"shard_index of the unit is {unit.shard_index}"
         )
 
 

@@ -140,7 +140,9 @@ def _find_mismatch(unit: FSDPShardingUnit, full: Any, atol: float) -> Mismatch |
         return Mismatch(name, rank, None, "a gradient", "none")
     for what, array in (("local", local), ("full", full)):
         if not hasattr(array, "shape"):
-            raise TypeError(f"{name}: the {what} gradient is a {type(array).__name__}, no array")
+            raise TypeError(
+                f"{name}: the {what} gradient is a {type(array).__name__}, not an array"
+            )
     if tuple(full.shape) != unit.shape:
         return Mismatch(name, rank, None, str(unit.shape), f"full gradient of {tuple(full.shape)}")
     part = _take_part(unit, full)
@@ -224,7 +226,7 @@ def compare_sums(
 ) -> GradientReport:
     """Compare signed sums of the local parts with signed sums of all ranks' gradients."""
     if fsdp.op not in ("sum", "mean"):
-        raise ValueError(f"unreduced= goes with sums and means, not with op={fsdp.op!r}")
+        raise ValueError(f"unreduced= needs op='sum' or 'mean', got op={fsdp.op!r}")
     text = json.dumps(
         {name: _describe_gradient(units[name], gradients.get(name)) for name in units}
     )

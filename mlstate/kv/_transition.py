@@ -82,7 +82,6 @@ def transition_kv_state(
         float64 convert into one another during the copy, rounded to nearest even (float16 as
         in NumPy, bfloat16 as in torch). Integers convert to floats and other integers; floats
         convert to integers, truncated toward zero.
-        other integers; floats convert into integers, truncated toward zero.
     out : ndarray or torch.Tensor, optional
         Preallocated result of shape (layers, heads, target_seq_length, head_dim), a NumPy array
         or torch tensor of any convertible dtype. It must not share memory with `source_state`.

@@ -37,8 +37,8 @@ def describe(state: object) -> str | None:
                 return json.dumps({"kind": kind, **values}, sort_keys=True)
             except (TypeError, ValueError) as error:
                 raise TypeError(
-                    f"param_groups cannot be written as text: {error}; "
-                    "keep plain numbers, texts and lists there"
+                    f"param_groups cannot be written as JSON: {error}; use only numbers, strings, "
+                    "lists and dicts of these"
                 ) from None
     return None
 

@@ -135,7 +135,7 @@ class OptimizerStateDict(StateDict):
             self._optimizer_type = OptimizerType(value)
         except ValueError:
             known = ", ".join(OptimizerType)
-            raise ValueError(f"optimizer_type {value!r} is none of {known}") from None
+            raise ValueError(f"optimizer_type {value!r} is not one of {known}") from None
 
     @property
     def step(self) -> int:
@@ -270,7 +270,9 @@ class OptimizerStateDict(StateDict):
         if not isinstance(name, str):
             raise TypeError(f"the name of a state must be a str, got {type(name).__name__}")
         if not name or "." in name:
-            raise ValueError(f"{name!r} is no name of a state: it must have no dot, and be there")
+            raise ValueError(
+                f"{name!r} is not a valid state name: it must be nonempty and contain no dot"
+            )
         self.update(_core.state_prefixed(parameter, {name: array}))
 
     @classmethod

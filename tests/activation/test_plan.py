@@ -148,7 +148,7 @@ def test_budgets_are_sizes(budget):
 
 
 def test_a_budget_of_nothing_is_too_small():
-    with pytest.raises(CapacityError, match="least that is enough is"):
+    with pytest.raises(CapacityError, match="smallest sufficient budget is"):
         plan(uniform(3), 0)
     with pytest.raises(CapacityError, match="64 bits"):
         plan(uniform(3), 2**63)
@@ -365,7 +365,7 @@ def test_chains_of_wrong_types_and_none_at_all():
         bad_chain(saved_bytes=[20.0, 20.0])
     with pytest.raises(TypeError, match="names of blocks are str"):
         bad_chain(names=[1, 2])
-    with pytest.raises(ValueError, match="63 bits"):
+    with pytest.raises(ValueError, match=r"below 2\*\*63"):
         bad_chain(saved_bytes=np.array([2**63, 1], np.uint64))
     with pytest.raises(ValueError, match="a chain of 0 blocks"):
         Chain([], [], [1], [])
@@ -388,7 +388,7 @@ def test_plans_come_back_from_json():
     assert back.steps() == made.steps() and back.report() == made.report()
     document = json.loads(made.to_json())
     document["steps"][3][0] = "leap"
-    with pytest.raises(ValueError, match="'leap' is no kind of step"):
+    with pytest.raises(ValueError, match="'leap' is not a kind of step"):
         Plan.from_json(json.dumps(document))
     document["steps"] = document["steps"][:2]
     with pytest.raises(ValueError, match="12 backward passes to go"):
@@ -398,7 +398,7 @@ def test_plans_come_back_from_json():
 def test_plans_by_hand_are_checked():
     steps = [("save", 0), ("save", 1), ("backward", 1), ("backward", 0)]
     assert Plan(uniform(2), steps) == Plan(uniform(2), Plan(uniform(2), steps)._steps)
-    with pytest.raises(ValueError, match="step 1, backward 1: saved 1 is not there"):
+    with pytest.raises(ValueError, match="step 1, backward 1: saved 1 does not exist"):
         Plan(uniform(2), [steps[0], steps[2]])
     with pytest.raises(CapacityError, match="exceeds the budget of 50"):
         Plan(uniform(2), steps, budget_bytes=50)

@@ -95,7 +95,9 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(IndexError, match="block -1"):
         Plan.from_recomputed(CHAIN, [-1])
     for mask in ([True, False, True], np.array([True, False, True])):
-        with pytest.raises(TypeError, match=r"True is no number of a block: np.flatnonzero"):
+        with pytest.raises(
+            TypeError, match=r"True is not a block number: convert a mask with np.flatnonzero"
+        ):
             Plan.from_recomputed(CHAIN, mask)
     with pytest.raises(ValueError, match="0 passes"):
         Plan.from_strategy(CHAIN, IntervalStrategy(), passes=0)

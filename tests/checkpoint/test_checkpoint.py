@@ -298,7 +298,7 @@ def test_files_keep_the_class_and_its_attributes(mmap, tmp_path):
 
 def test_attributes_that_are_no_text_are_refused_before_anything_is_written(tmp_path):
     state = mlstate.OptimizerStateDict(param_groups=[{"lr": sample(np.float32)}])
-    with pytest.raises(TypeError, match="param_groups cannot be written as text"):
+    with pytest.raises(TypeError, match="param_groups cannot be written as JSON"):
         save_file(state, tmp_path / "f")
     with pytest.raises(ValueError, match=r'"mlstate\.state" is reserved'):
         save_file({}, tmp_path / "f", {"mlstate.state": "{}"})

@@ -132,7 +132,7 @@ def test_a_step_is_deleted_with_what_only_it_needs(manager):
     assert not mlstate.verify(manager.directory).leftover
     with pytest.raises(ValueError, match="step 3 is the newest"):
         manager.delete(3)
-    with pytest.raises(FileNotFoundError, match="no step 2 there \\(steps: 1, 3\\)"):
+    with pytest.raises(FileNotFoundError, match="step 2 does not exist \\(steps: 1, 3\\)"):
         manager.delete(2)
 
 
@@ -271,9 +271,7 @@ def test_a_root_in_the_place_of_another_is_damaged(tmp_path):
     assert manager.steps() == [1, 3]
     roots[1].unlink()
     roots[2].write_bytes(roots[0].read_bytes())
-    text = (
-        f"{roots[2].name}: another root .*holds step 1, and its own name is roots/{roots[0].name}"
-    )
+    text = f"{roots[2].name}: the content .* step 1, whose name would be roots/{roots[0].name}"
     with pytest.raises(mlstate.FormatError, match=text) as caught:
         mlstate.checkpoint.Checkpoint(tmp_path, _root=f"roots/{roots[2].name}")
     assert caught.value.path == str(roots[2])
@@ -297,8 +295,8 @@ def test_roots_whose_names_are_swapped_are_no_older_step(tmp_path):
     new.write_bytes(old_bytes)
     assert manager.steps() == []
     with (
-        pytest.warns(UserWarning, match="another root than the file's name says"),
-        pytest.raises(mlstate.FormatError, match="another root than the file's name says"),
+        pytest.warns(UserWarning, match="the content does not match the file name"),
+        pytest.raises(mlstate.FormatError, match="the content does not match the file name"),
     ):
         manager.restore_latest()
     assert mlstate.load(tmp_path).step == 2
@@ -392,7 +390,7 @@ def test_a_stray_file_under_roots_is_no_step(tmp_path, name):
 
 def test_a_checkpoint_that_is_no_step_is_not_replaced_by_one(manager):
     mlstate.save(manager.directory, state(4), step=4)
-    words = "holds a checkpoint of mlstate.save, which is no step"
+    words = "holds a checkpoint of mlstate.save, which is not a step"
     for save in (manager.save, manager.save_async):
         with pytest.raises(mlstate.StoreError, match=f"cannot save the step: .*{words}") as info:
             save(5, state(5))
@@ -441,7 +439,7 @@ def test_steps_and_keep_that_are_no_numbers_are_refused(manager):
     with pytest.raises(TypeError, match="keep must be an int, or None for all, got str"):
         CheckpointManager(manager.directory, keep="3")
     with pytest.raises(
-        FileNotFoundError, match=r"cannot find the step: no step 9 there \(steps: 2\)"
+        FileNotFoundError, match=r"cannot find the step: step 9 does not exist \(steps: 2\)"
     ):
         manager.delete(9)
 

@@ -328,7 +328,7 @@ def test_verify_names_a_damaged_file_once(place, run):
     for options in ([], ["--all-steps"]):
         _, out, _ = run("verify", "run", *options)
         assert out[-1].count("manifest.json") == 1
-        assert "manifest.json  " in out[-1] and "  the text is not what was written" in out[-1]
+        assert "manifest.json  " in out[-1] and "  the text has changed since" in out[-1]
         assert str(place) not in out[-1] and " 0-0 " not in out[-1] and "…" not in out[-1]
     Path("w.safetensors").write_bytes(b"junk")
     assert run("verify", "w.safetensors")[1][-1].count("w.safetensors") == 1
@@ -568,11 +568,11 @@ def test_reshard_a_step(place, run_json):
     [
         (["--layout", "rows"], "--world-size N"),
         (["--layout", "rows=2,axis:1"], "axis:1=N"),
-        (["--layout", "columns", "--world-size", "2"], "'columns' is none of"),
+        (["--layout", "diagonal", "--world-size", "2"], "'diagonal' is not one of"),
         (["--layout", "rows=2", "--world-size", "3"], "2 parts for 3 ranks"),
         (["--layout", "flat=2,rows=2"], "flat"),
         (["--layout", "rows", "--world-size", "0"], "must be 1 or more"),
-        (["--layout", "rows=2", "--step", "5"], "no step 5"),
+        (["--layout", "rows=2", "--step", "5"], "step 5 does not exist"),
     ],
 )
 def test_reshard_refuses(place, run, arguments, text):
@@ -638,7 +638,7 @@ def test_convert_without_torch_says_what_to_install(place, run, monkeypatch):
         (["ckpt", "ckpt"], "another path"),
         (["nothing", "state.npz"], "nothing: No such file"),
         (["w.safetensors", "state.npz", "--step", "3"], "no steps"),
-        (["run", "state.npz", "--step", "3"], "no step 3 there (steps: 10, 20, 30)"),
+        (["run", "state.npz", "--step", "3"], "step 3 does not exist (steps: 10, 20, 30)"),
         (["ckpt", "state.npz", "--to", "onnx"], "onnx"),
     ],
 )
@@ -764,7 +764,7 @@ def test_no_checkpoint_there_is_one_line_and_status_2(place, run, command, what)
 @pytest.mark.parametrize("command", ["inspect", "verify", "convert"])
 def test_a_file_has_no_steps_and_a_run_not_any(place, run, command):
     extra = ["x.npz"] if command == "convert" else []
-    for path, text in (("w.safetensors", "no steps"), ("run", "no step 11 there")):
+    for path, text in (("w.safetensors", "no steps"), ("run", "step 11 does not exist")):
         status, out, err = run(command, path, *extra, "--step", 11)
         assert (status, out, len(err)) == (2, [], 1)
         assert text in err[0]

@@ -157,8 +157,9 @@ ANY_MOMENT = [
 ]
 
 
+@pytest.mark.parametrize("moments", [3, pytest.param(20, marks=pytest.mark.long)])
 @pytest.mark.parametrize("arguments", ANY_MOMENT, ids=" ".join)
-def test_an_interrupt_at_any_moment_leaves_nothing_half_written(place, arguments):
+def test_an_interrupt_at_any_moment_leaves_nothing_half_written(place, arguments, moments):
     mlstate.save_file({"w": np.zeros(2_000_000)}, place / "large.safetensors")
     begin = time.monotonic()
     with start([*COMMAND, *arguments], place) as whole:
@@ -166,7 +167,7 @@ def test_an_interrupt_at_any_moment_leaves_nothing_half_written(place, arguments
     seconds = time.monotonic() - begin
     before = {path.name for path in place.iterdir()}
     chance = random.Random(7)
-    for _ in range(10):
+    for _ in range(moments):
         with start([sys.executable, "-c", STARTED, *arguments], place) as process:
             assert process.stdout.readline() == "started\n"  # the start of Python is not under test
             time.sleep(chance.uniform(0, seconds))

@@ -146,7 +146,7 @@ def test_small_floats_of_ml_dtypes_are_numbers():
 
 
 def test_an_unknown_operation_is_refused():
-    with pytest.raises(ValueError, match="op 'product' is none of sum, mean, min, max"):
+    with pytest.raises(ValueError, match="op 'product' is not one of sum, mean, min, max"):
         moved("all_reduce", np.zeros(2), op="product")
 
 
@@ -187,8 +187,8 @@ def test_rows_of_several_ranks():
 @pytest.mark.parametrize(
     ("root", "error", "text"),
     [
-        (1, ValueError, "root 1 is no rank of this group; pass 0 to 0"),
-        (-1, ValueError, "root -1 is no rank"),
+        (1, ValueError, "root 1 is not a rank of this group; pass 0 to 0"),
+        (-1, ValueError, "root -1 is not a rank"),
         ("0", TypeError, "root must be an int, got str"),
         (0.0, TypeError, "root must be an int, got float"),
     ],

@@ -60,7 +60,7 @@ def test_what_a_budget_may_be(value, nbytes):
         ("GiB", ValueError, "expected a number"),
         (float("nan"), ValueError, "budget_bytes is nan: give a finite number"),
         (float("inf"), ValueError, "budget_bytes is inf: give a finite number"),
-        (0.5, ValueError, "budget_bytes is 0.5: a fraction means nothing here"),
+        (0.5, ValueError, "budget_bytes is 0.5: a fraction is not allowed here"),
         (None, TypeError, "budget_bytes must be a number of bytes or a size .* got NoneType"),
         ([1], TypeError, "got list"),
     ],
@@ -109,7 +109,9 @@ def test_an_error_names_the_least_budget_in_the_unit_of_the_caller(size, unit, s
 
 
 def test_a_budget_in_bytes_is_named_in_bytes():
-    with pytest.raises(CapacityError, match="budget of 60 bytes: the least that is enough is 80 b"):
+    with pytest.raises(
+        CapacityError, match="budget of 60 bytes: the smallest sufficient budget is 80 b"
+    ):
         plan(chain(1), 60)
 
 

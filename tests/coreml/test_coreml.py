@@ -239,7 +239,7 @@ def test_functions_of_a_compiled_model_are_refused(tmp_path, functions):
         ([{"stateSchema": [listed("kv", dtype="Q4")]}], "state 'kv': unknown dataType 'Q4'"),
         ([{"stateSchema": [listed("kv", "[2, -1]")]}], r"expected a shape .* got '\[2, -1\]'"),
         ([{"stateSchema": [listed("kv", "")]}], "state 'kv': expected a shape"),
-        ([{"stateSchema": [listed("kv")] * 2}], "states of one name"),
+        ([{"stateSchema": [listed("kv")] * 2}], "several states have the same name"),
     ],
 )
 def test_damaged_metadata_is_refused_by_name(tmp_path, document, text):

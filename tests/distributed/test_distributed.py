@@ -170,7 +170,7 @@ def test_what_has_no_state_is_refused(source):
     collector = DistributedStateCollector(SingleGroup())
     with pytest.raises(TypeError, match="expected a mapping of str to arrays"):
         collector.collect_local_state(source)
-    with pytest.raises(TypeError, match="model= goes with a torch optimizer"):
+    with pytest.raises(TypeError, match="model= requires a torch optimizer"):
         collector.collect_local_state({}, model=source or 1)
 
 
@@ -504,11 +504,11 @@ def test_a_rank_that_fails_is_heard_of():
 @pytest.mark.parametrize(
     ("keywords", "error", "text"),
     [
-        ({"root": 2}, ValueError, "root 2 is no rank"),
+        ({"root": 2}, ValueError, "root 2 is not a rank"),
         ({"root": "0"}, TypeError, "root must be an int"),
         ({"max_bytes": 0}, ValueError, "max_bytes must be at least 1"),
         ({"max_bytes": []}, TypeError, "max_bytes must be a number of bytes"),
-        ({"max_bytes": 0.5}, ValueError, "max_bytes is 0.5: a fraction means nothing here"),
+        ({"max_bytes": 0.5}, ValueError, "max_bytes is 0.5: a fraction is not allowed here"),
     ],
 )
 @pytest.mark.parametrize("name", ["gather_full_state", "broadcast_state"])

@@ -96,7 +96,7 @@ REFUSED = {
         Model(),
         {"w": other_unit(0, world_size=3)},
         ValueError,
-        "w: this unit divides by 3 ranks, and the group has 1",
+        "w: this unit is for 3 ranks, but the group has 1",
     ),
 }
 
@@ -143,7 +143,7 @@ def test_an_object_has_one_set_of_hooks():
         lambda: hook.register_hooks(Model(), units_of(0, SHAPES)),
         lambda: hook.use_units(units_of(0, SHAPES)),
     ):
-        with pytest.raises(ValueError, match="has hooks already; close it"):
+        with pytest.raises(ValueError, match="already has hooks; close it"):
             again()
 
 
@@ -185,10 +185,10 @@ def test_hooks_are_made_of_an_fsdp(wrong):
         ({"reduce_dtype": "float64"}, "reduce_dtype must be float32 or None, got float64"),
         ({"gradient_divide_factor": 0}, "must be finite and not 0, got 0"),
         ({"gradient_divide_factor": float("nan")}, "must be finite and not 0, got nan"),
-        ({"gradient_divide_factor": 2, "op": "mean"}, "goes with op='sum', not with 'mean'"),
-        ({"gradient_divide_factor": 2, "op": "max"}, "goes with op='sum', not with 'max'"),
+        ({"gradient_divide_factor": 2, "op": "mean"}, "needs op='sum', got 'mean'"),
+        ({"gradient_divide_factor": 2, "op": "max"}, "needs op='sum', got 'max'"),
         ({"compression": "int4"}, "'float16', 'bfloat16', 'int8' or None, got 'int4'"),
-        ({"compression": "int8", "op": "max"}, "not with op='max'"),
+        ({"compression": "int8", "op": "max"}, "got op='max'"),
         ({"timeout": 0}, "timeout must be above 0"),
     ],
 )
@@ -230,7 +230,7 @@ def test_a_loop_that_names_no_parameter_or_one_twice_is_refused():
     with pytest.raises(ValueError, match="'y' has no sharding unit here"):
         hook.add_gradient("y", np.ones(2, np.float32))
     hook.add_gradient("x", np.ones(2, np.float32))
-    with pytest.raises(ValueError, match="'x' has a gradient already in this backward pass"):
+    with pytest.raises(ValueError, match="'x' already has a gradient in this backward pass"):
         hook.add_gradient("x", np.zeros(2, np.float32))
     hook.add_gradient("w", np.ones(2, np.float32))
     hook.finish()

@@ -115,7 +115,7 @@ def test_a_gradient_that_does_not_fit_is_an_error_on_all_ranks(bad, text):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (((4,), "float32", 1, "max"), "other settings of FSDP .*op=max"),
+        (((4,), "float32", 1, "max"), "settings of FSDP differ .*op=max"),
         (((8,), "float32", 1), r"do not reduce the same .*\(8,\)"),
         (((4,), "float64", 1), "do not reduce the same .*float64"),
     ],

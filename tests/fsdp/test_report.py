@@ -252,7 +252,7 @@ def test_the_timeline_shows_gradients_buckets_and_who_waited():
         "0: 2 of 0.003 MB",
         "1: 1 of 0.00205 MB",
     ]
-    assert upper.get_title(loc="left") == "75% of the reducing lies inside the backward pass"
+    assert upper.get_title(loc="left") == "75% of the reducing is inside the backward pass"
     assert upper.yaxis_inverted()
     assert [bar.get_width() for bar in lower.containers[0]] == [2000.0, 0.0]
     assert lower.get_title(loc="left") == "Rank 1 was waited for"

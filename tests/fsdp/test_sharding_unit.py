@@ -81,7 +81,7 @@ def test_dtypes_that_numpy_lacks_have_names(dtype):
         (("w", (2,), "f4", 0), {"world_size": 0}, "w: world_size must be 1 or more"),
         (("w", (2,), "f4", 0), {"world_size": -1}, "w: world_size must be 1 or more"),
         (("w", (-2,), "f4", 0), {}, r"w: shape \(-2,\) has a negative dimension"),
-        (("w", (2,), "f4", 0), {"layout": "columns"}, "'flat' or 'rows', got 'columns'"),
+        (("w", (2,), "f4", 0), {"layout": "diagonal"}, "'flat' or 'rows', got 'diagonal'"),
         (("w", (), "f4", 0), {"layout": "rows"}, "w: .*rows"),
     ],
 )
@@ -112,7 +112,7 @@ def test_a_unit_is_bound_once():
     unit.bind(2)
     unit.bind(2)
     assert unit.counts == (3, 2)
-    with pytest.raises(ValueError, match="divides by 2 ranks, and the group has 3"):
+    with pytest.raises(ValueError, match="is for 2 ranks, but the group has 3"):
         unit.bind(3)
 
 
@@ -157,4 +157,4 @@ def test_a_module_gives_units_for_what_has_gradients():
     assert units["scale"].local_shape == (1,)  # flat: it has no rows
     assert units["0.weight"].local_shape == (2, 3)
     with pytest.raises(ValueError, match="layout"):
-        sharding_units(model, SingleGroup(), layout="columns")
+        sharding_units(model, SingleGroup(), layout="diagonal")

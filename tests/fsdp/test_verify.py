@@ -143,12 +143,12 @@ def test_what_cannot_be_compared_is_refused():
     with pytest.raises(TypeError, match=r"unreduced must be a dict .* got list"):
         hook.verify_gradients({"w": unit}, unreduced=[np.ones(3)])
     unit.local_gradient = np.ones(3)
-    with pytest.raises(TypeError, match="w: the full gradient is a list, no array"):
+    with pytest.raises(TypeError, match="w: the full gradient is a list, not an array"):
         hook.verify_gradients({"w": unit}, {"w": [1.0]})
     unit.local_gradient = [1.0]
-    with pytest.raises(TypeError, match="w: the local gradient is a list, no array"):
+    with pytest.raises(TypeError, match="w: the local gradient is a list, not an array"):
         hook.verify_gradients({"w": unit}, {"w": np.ones(3)})
-    with pytest.raises(ValueError, match="sums and means, not with op='max'"):
+    with pytest.raises(ValueError, match="needs op='sum' or 'mean', got op='max'"):
         FSDPBackwardHook(FSDP(SingleGroup(), op="max")).verify_gradients(
             {"w": unit}, unreduced={"w": np.ones(3)}
         )

@@ -265,5 +265,5 @@ def test_memory_and_time_grow_with_the_file(kind, tmp_path):
 def test_a_lying_length_allocates_nothing(tmp_path):
     path = tmp_path / "lies"
     path.write_bytes(struct.pack("<Q", 99_999_999) + b"{}")
-    with pytest.raises(mlstate.FormatError, match="cut off"):
+    with pytest.raises(mlstate.FormatError, match="truncated"):
         load_file(path)

@@ -165,7 +165,7 @@ def test_names_that_are_none(name):
 def test_states_outside_functions():
     mixed = field(13, state("kv", KV)) + field(20, field(1, "a"))
     refused(field(2, mixed), "belongs to no function")
-    refused(spec_bytes(functions=[("a", [])], default="b"), "default function is none of")
+    refused(spec_bytes(functions=[("a", [])], default="b"), "default function is not among")
 
 
 def within(seconds, megabytes, source, text):

@@ -223,7 +223,7 @@ def test_a_lock_that_is_no_file(put, one):
 
 
 @pytest.mark.filterwarnings("ignore:old files of the checkpoint were not deleted")
-@pytest.mark.filterwarnings("ignore:what is there is damaged, and replaced")
+@pytest.mark.filterwarnings("ignore:the existing checkpoint is damaged and will be replaced")
 @pytest.mark.parametrize("put", [*OTHERS, None], ids=lambda put: put.__name__[4:] if put else "x")
 @pytest.mark.parametrize("part", ["manifest.json", "index", "params"])
 def test_saving_over_damage_is_refused_or_mends_it(part, put, one):

@@ -241,6 +241,9 @@ def test_a_local_group_over_two_hosts_is_refused(told):
     said = [process.communicate(timeout=60)[0] for process in jobs]
     for text in said:
         if told:
-            assert "2 ranks, of which 1 on this host; LocalGroup connects those of one host" in text
+            assert (
+                "2 ranks, 1 of them on this host; LocalGroup connects only ranks of one host"
+                in text
+            )
         else:
             assert "on this host" in text, said

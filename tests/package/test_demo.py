@@ -240,7 +240,7 @@ def test_plans_take_the_memory_that_they_predict_and_give_the_same_bits(told):
     part = printed[printed.index("\n15. ") : printed.index("\n16. ")]
     assert "every block again    +33.3%" in part
     assert "gradients of all four: bit-identical" in part
-    assert "the least that is enough is 6815744 bytes" in planned.refused
+    assert "the smallest sufficient budget is 6815744 bytes" in planned.refused
     assert planned.refused in part
 
 

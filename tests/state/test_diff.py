@@ -123,7 +123,7 @@ def test_a_first_look_says_what_the_full_comparison_says():
             source, target = {"first": np.ones(1), name: one}, {name: other, "first": np.ones(1)}
             assert len(check_compatibility(source, target).differences) == found
             assert len(check_compatibility(target, source).differences) == found
-    with pytest.raises(CompatibilityError, match="no tuple of at most 64 sizes"):
+    with pytest.raises(CompatibilityError, match="not a tuple of at most 64 sizes"):
         check_compatibility({"w": Odd(("2",))}, {"w": Odd(("2",))})
 
 

@@ -497,7 +497,7 @@ def test_bad_attributes_are_refused():
         ModelStateDict(layer_count=-1)
     with pytest.raises(TypeError, match="model_type must be a str"):
         ModelStateDict(model_type=3)
-    with pytest.raises(ValueError, match="none of sgd, adam"):
+    with pytest.raises(ValueError, match="not one of sgd, adam"):
         OptimizerStateDict(optimizer_type="adamant")
     with pytest.raises(ValueError, match="step -1 is negative"):
         OptimizerStateDict(step=-1)

@@ -118,37 +118,37 @@ def refusal(chain, state, kind, index):
     """Why a step is invalid in a state, or None."""
     blocks = chain.blocks
     if kind not in (FORWARD, SAVE, BACKWARD, DROP, OFFLOAD, LOAD):
-        return f"{kind!r} is no kind of step"
+        return f"{kind!r} is not a kind of step"
     if not 0 <= index <= (blocks if kind == DROP else blocks - 1):
         return f"{kind} {index}: there is no such number"
     reasons = {
         FORWARD: [
-            (not state.has(index), f"activation {index} is not there"),
-            (state.has(index + 1), f"activation {index + 1} is there already"),
+            (not state.has(index), f"activation {index} does not exist"),
+            (state.has(index + 1), f"activation {index + 1} already exists"),
         ],
         SAVE: [
-            (not state.has(index), f"activation {index} is not there"),
-            (index in state.saved, f"saved {index} is there already"),
+            (not state.has(index), f"activation {index} does not exist"),
+            (index in state.saved, f"saved {index} already exists"),
             (index in state.host, f"saved {index} is on the host"),
-            (state.has(index + 1), f"activation {index + 1} is there already"),
+            (state.has(index + 1), f"activation {index + 1} already exists"),
         ],
         BACKWARD: [
             (index != state.next_backward, f"backward {state.next_backward} comes next"),
-            (not state.has(index), f"activation {index} is not there"),
-            (index not in state.saved, f"saved {index} is not there"),
+            (not state.has(index), f"activation {index} does not exist"),
+            (index not in state.saved, f"saved {index} does not exist"),
         ],
         DROP: [
             (index == 0, "activation 0 stays"),
-            (index not in state.alone, f"activation {index} does not lie by itself"),
+            (index not in state.alone, f"activation {index} is not a separate tensor"),
         ],
         OFFLOAD: [
             (chain.offload_rate is None, "the chain has no rate"),
-            (index not in state.saved, f"saved {index} is not there"),
+            (index not in state.saved, f"saved {index} does not exist"),
         ],
         LOAD: [
             (chain.load_rate is None, "the chain has no rate"),
             (index not in state.host, f"saved {index} is not on the host"),
-            (state.has(index + 1), f"activation {index + 1} is there already"),
+            (state.has(index + 1), f"activation {index + 1} already exists"),
         ],
     }
     return next((text for bad, text in reasons[kind] if bad), None)

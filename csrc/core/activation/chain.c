@@ -225,11 +225,11 @@ static bool activation_is_held(const machine *m, size_t k)
 static bool can_run(const machine *m, size_t i, refusal *why)
 {
     if (!activation_is_held(m, i)) {
-        *why = (refusal){"activation", "is not there", i};
+        *why = (refusal){"activation", "does not exist", i};
         return false;
     }
     if (activation_is_held(m, i + 1)) {
-        *why = (refusal){"activation", "is there already", i + 1};
+        *why = (refusal){"activation", "already exists", i + 1};
         return false;
     }
     return true;
@@ -252,7 +252,7 @@ static bool run_forward(machine *m, size_t i, effect *e, refusal *why)
 static bool run_save(machine *m, size_t i, effect *e, refusal *why)
 {
     if (m->saved[i] != NOWHERE) {
-        *why = (refusal){"saved", "is there already", i};
+        *why = (refusal){"saved", "already exists", i};
         return false;
     }
     if (!can_run(m, i, why)) {
@@ -271,16 +271,16 @@ static bool run_backward(machine *m, size_t i, effect *e, refusal *why)
     const mls_chain *c = m->chain;
     const bool first = i + 1 == c->blocks;
     if (m->left != i + 1) {
-        *why = (refusal){"gradient", "is not there", i + 1};
+        *why = (refusal){"gradient", "does not exist", i + 1};
         return false;
     }
     if (m->saved[i] != ON_DEVICE) {
-        const char *how = m->saved[i] == ON_HOST ? "is on the host" : "is not there";
+        const char *how = m->saved[i] == ON_HOST ? "is on the host" : "does not exist";
         *why = (refusal){"saved", how, i};
         return false;
     }
     if (!activation_is_held(m, i)) {
-        *why = (refusal){"activation", "is not there", i};
+        *why = (refusal){"activation", "does not exist", i};
         return false;
     }
     m->left = i;
@@ -300,7 +300,7 @@ static bool run_drop(machine *m, size_t k, effect *e, refusal *why)
         return false;
     }
     if (m->alone[k] == 0) {
-        *why = (refusal){"activation", "does not lie by itself", k};
+        *why = (refusal){"activation", "is not a separate tensor", k};
         return false;
     }
     m->alone[k] = 0;
@@ -337,7 +337,7 @@ static bool run_load(machine *m, size_t i, effect *e, refusal *why)
         return false;
     }
     if (activation_is_held(m, i + 1)) {
-        *why = (refusal){"activation", "is there already", i + 1};
+        *why = (refusal){"activation", "already exists", i + 1};
         return false;
     }
     m->saved[i] = ON_DEVICE;

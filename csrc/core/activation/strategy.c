@@ -242,7 +242,9 @@ mls_code mls_ticks_from_seconds(double seconds, int64_t *out, mls_status *st)
 {
     const double ticks = seconds * (double)MLS_TICKS_PER_SECOND;
     if (!(fabs(ticks) < (double)MLS_MAX_TICKS)) {
-        return mls_fail(st, MLS_E_VALUE, "the clock shows %g seconds", seconds);
+        return mls_fail(st, MLS_E_VALUE,
+                        "the clock returned %g seconds, which is not a valid time",
+                        seconds);
     }
     *out = llround(ticks);
     return MLS_OK;

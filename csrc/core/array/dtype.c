@@ -1,7 +1,7 @@
 /* dtype: one table of names and sizes, indexed by mls_dtype.
  *
  * The kernel tables and the check for conversions use the same order. Names are found by
- * a linear search over nineteen entries. They are compared with their length, so text
+ * a linear search, as the table is short. They are compared with their length, so text
  * from a file needs no terminating NUL.
  */
 #include "array/dtype.h"
@@ -9,6 +9,13 @@
 #include "array/float_convert.h"
 
 #include <string.h>
+
+/* Kernels and mls_element handle other sizes as 8 bytes. */
+#define CHECK_ITEM(id, suffix, name, file_name, item, ...)                               \
+    _Static_assert(sizeof(item) == 1 || sizeof(item) == 2 || sizeof(item) == 4 ||        \
+                       sizeof(item) == 8,                                                \
+                   "an item of " name " must have 1, 2, 4 or 8 bytes");
+MLS_DTYPES(CHECK_ITEM)
 
 /* The first name is NumPy's or ml_dtypes'; the safetensors format defines the second. */
 #define ENTRY(kind, id, suffix, name, file_name, item, code, decode)                     \

@@ -1,7 +1,7 @@
 /* dtype: the element types of the core and their names in NumPy and in files.
  *
- * All of them can be copied, filled with zeros and stored in files. The first four can
- * also be converted into one another (copy.h).
+ * All of them can be copied, filled with zeros and stored in files. The group
+ * MLS_FLOAT_DTYPES can also be converted into one another (copy.h).
  */
 #ifndef MLS_DTYPE_H
 #define MLS_DTYPE_H

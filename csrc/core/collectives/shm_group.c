@@ -218,7 +218,8 @@ mls_code mls_shm_failed_rank(mls_shm *g, mls_shm_kind kind, const char *more,
     const mls_shm_blame blame = unpack_blame(atomic_load(&mls_shm_header_of(g)->broken));
     char text[MLS_TEXT_BYTES];
     describe_blame(g, blame, text, sizeof text);
-    mls_fail(st, MLS_E_PEER, "%s on rank %zu: %s; the group is of no use any more",
+    mls_fail(st, MLS_E_PEER,
+             "%s on rank %zu: %s; the group is unusable: create a new one",
              mls_shm_kind_name(kind), g->rank, more[0] != '\0' ? more : text);
     mls_status_name(st, mls_shm_kind_name(kind), strlen(mls_shm_kind_name(kind)));
     return MLS_E_PEER;
@@ -259,7 +260,8 @@ static mls_shm_memory *map_memory(int fd, size_t bytes, mls_status *st)
     const int flags = fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED;
     void *data = mmap(NULL, bytes, PROT_READ | PROT_WRITE, flags, fd, 0);
     if (data == MAP_FAILED) {
-        mls_fail_os(st, errno, "%zu bytes of memory for a group cannot be mapped", bytes);
+        mls_fail_os(st, errno, "%zu bytes of shared memory for a group cannot be mapped",
+                    bytes);
         mls_free(memory);
         return NULL;
     }

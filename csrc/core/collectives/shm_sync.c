@@ -139,10 +139,10 @@ static void describe_progress(const mls_shm *g, mls_shm_kind kind, size_t rank,
     const uint64_t number = doing >> 8;
     const char *name = mls_shm_kind_name(kind);
     if (number >= g->number) {
-        snprintf(text, room, "rank %zu is in %s but does not go on", rank, name);
+        snprintf(text, room, "rank %zu is in %s but makes no progress", rank, name);
     } else if (number == 0) {
-        snprintf(text, room, "rank %zu has not called %s, nor anything before", rank,
-                 name);
+        snprintf(text, room, "rank %zu has not called %s, nor any earlier operation",
+                 rank, name);
     } else {
         snprintf(text, room,
                  "rank %zu has not called %s (its last operation was number %llu, %s; "
@@ -325,13 +325,13 @@ static mls_code fail_mismatch(const mls_shm *g, const mls_shm_record *mine, size
     if (mine->kind == other->kind && strcmp(mine->text, other->text) == 0) {
         mls_fail(st, MLS_E_PEER,
                  "%s on rank %zu: rank %zu called it with other shapes, counts or "
-                 "arguments; all must call the same",
+                 "arguments; all ranks must make the same call",
                  name, g->rank, rank);
     } else {
         mls_fail(
             st, MLS_E_PEER,
             "%s on rank %zu: this rank called '%s%s%.90s', rank %zu '%s%s%.90s'; all "
-            "must call the same",
+            "ranks must make the same call",
             name, g->rank, name, mine->text[0] == '\0' ? "" : " ", mine->text, rank,
             theirs, other->text[0] == '\0' ? "" : " ", other->text);
     }
@@ -361,7 +361,7 @@ static mls_code check_usable(mls_shm *g, mls_shm_kind kind, mls_status *st)
     if (g->process != getpid()) {
         return mls_fail(st, MLS_E_PEER,
                         "%s on rank %zu: this process was forked from the one that "
-                        "joined the group; join a group of its own",
+                        "joined the group; join another group in this process",
                         name, g->rank);
     }
     if (atomic_load(&mls_shm_header_of(g)->broken) != 0) {

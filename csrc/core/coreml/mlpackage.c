@@ -64,8 +64,8 @@ static mls_code read_name(mls_protobuf bytes, const char *what, mls_str *out,
     const char *text = (const char *)bytes.data;
     if (bytes.length == 0 || bytes.length > MLS_ML_MAX_NAME_BYTES) {
         return mls_protobuf_fail(st, mls_protobuf_offset(&bytes),
-                                 "%s has %zu bytes, where 1 to %d are allowed", what,
-                                 bytes.length, MLS_ML_MAX_NAME_BYTES);
+                                 "%s has %zu bytes, expected 1 to %d", what, bytes.length,
+                                 MLS_ML_MAX_NAME_BYTES);
     }
     /* a NUL would truncate the name in code that uses C strings */
     if (!mls_utf8_valid(text, bytes.length) || memchr(text, 0, bytes.length) != NULL) {
@@ -414,7 +414,7 @@ static mls_code choose_default(mls_mlpackage *package, mls_protobuf description,
         }
     }
     return mls_protobuf_fail(st, mls_protobuf_offset(&bytes),
-                             "the default function is none of the model's functions");
+                             "the default function is not among the model's functions");
 }
 
 /* Visitor that refuses states outside of functions. */
@@ -562,7 +562,7 @@ static mls_code parse_source(const source *from, mls_mlpackage *out, mls_status 
     /* the file is at least this long, but a sparse file can claim any length */
     if (length > MLS_ML_MAX_DESCRIPTION) {
         return mls_protobuf_fail(st, start,
-                                 "a description of %llu bytes, where %d are allowed",
+                                 "a description of %llu bytes, expected at most %d",
                                  (unsigned long long)length, MLS_ML_MAX_DESCRIPTION);
     }
     /* the package owns the text from here on, and mls_mlpackage_fini frees it on failure

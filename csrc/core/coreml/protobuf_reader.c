@@ -108,9 +108,11 @@ static mls_code read_tag(mls_protobuf *message, mls_protobuf_field *field, mls_s
 static mls_code refuse_wire(const mls_protobuf_field *field, mls_status *st)
 {
     const unsigned wire = (unsigned)field->wire;
-    return mls_protobuf_fail(
-        st, field->offset, "field %u has wire type %u%s, which is not read here",
-        (unsigned)field->number, wire, wire == 3 || wire == 4 ? " (a group)" : "");
+    return mls_protobuf_fail(st, field->offset,
+                             "field %u has wire type %u%s, which a Core ML specification "
+                             "does not use",
+                             (unsigned)field->number, wire,
+                             wire == 3 || wire == 4 ? " (a group)" : "");
 }
 
 /* Reads from a copy, so that a failure leaves the message unchanged. */

@@ -407,7 +407,8 @@ static mls_code open_temporary(mls_atomic_file *file, unsigned mode, mls_status 
     }
     const int reason = errno;
     file->temporary[0] = '\0';
-    return mls_fail_os(st, reason, "cannot create a temporary file beside the target");
+    return mls_fail_os(st, reason,
+                       "cannot create a temporary file in the folder of the target");
 }
 
 /* Give the temporary the owner and permissions of the file that it replaces. Only root
@@ -527,7 +528,7 @@ mls_code mls_atomic_commit(mls_atomic_file *file, mls_status *st)
 {
     int reason = mls_file_sync(file->fd);
     if (reason != 0) {
-        mls_fail_os(st, reason, "cannot bring the file to the disk");
+        mls_fail_os(st, reason, "cannot sync the file to disk");
         goto failed;
     }
     reason = close(file->fd) != 0 && errno != EINTR ? errno : 0;
@@ -537,7 +538,7 @@ mls_code mls_atomic_commit(mls_atomic_file *file, mls_status *st)
         goto failed;
     }
     if (renameat(file->folder, file->temporary, file->folder, file->name) != 0) {
-        mls_fail_os(st, errno, "cannot put the new file in the old one's place");
+        mls_fail_os(st, errno, "cannot rename the new file over the old one");
         goto failed;
     }
     reason = mls_folder_sync(file->folder);
@@ -545,7 +546,7 @@ mls_code mls_atomic_commit(mls_atomic_file *file, mls_status *st)
     if (reason != 0) {
         return mls_fail_os(st, reason,
                            "the file is replaced, but its new name may not survive a "
-                           "power failure: cannot bring the folder to the disk");
+                           "power failure: cannot sync the folder to disk");
     }
     return MLS_OK;
 failed:

@@ -84,7 +84,8 @@ mls_code mls_json_checksum_check(const char *text, size_t length,
         return MLS_OK;
     }
     mls_fail(st, MLS_E_CHECKSUM,
-             "the text is not what was written (checksum %08lx, expected %08lx, over "
+             "the text has changed since it was written (checksum %08lx, expected %08lx, "
+             "over "
              "%zu bytes): the file is damaged",
              (unsigned long)found, (unsigned long)expected, length);
     mls_status_expected(st, "%08lx", (unsigned long)expected);

@@ -126,14 +126,14 @@ static mls_code fail_unexpected(json_parser *p, const char *expected)
 {
     const int c = byte_at(p, p->at);
     if (c < 0) {
-        mls_fail_at(p->st, p->at, "JSON ends where %s is expected", expected);
+        mls_fail_at(p->st, p->at, "JSON ends, expected %s", expected);
         mls_status_got(p->st, "end of text");
     } else if (c > ' ' && c < 0x7F) {
-        mls_fail_at(p->st, p->at, "JSON has '%c' where %s is expected", c, expected);
+        mls_fail_at(p->st, p->at, "JSON has '%c', expected %s", c, expected);
         mls_status_got(p->st, "%c", c);
     } else {
-        mls_fail_at(p->st, p->at, "JSON has byte 0x%02x where %s is expected",
-                    (unsigned)c, expected);
+        mls_fail_at(p->st, p->at, "JSON has byte 0x%02x, expected %s", (unsigned)c,
+                    expected);
         mls_status_got(p->st, "0x%02x", (unsigned)c);
     }
     mls_status_expected(p->st, "%s", expected);

@@ -172,7 +172,7 @@ mls_code mls_kv_buffer_reserve(mls_kv_buffer *buffer, size_t capacity, mls_statu
     extent old, now;
     if (capacity < buffer->capacity) {
         mls_fail(st, MLS_E_CAPACITY,
-                 "capacity %zu is below the present %zu, which cannot be given back",
+                 "capacity %zu is below the present %zu, and a capacity cannot shrink",
                  capacity, buffer->capacity);
         mls_status_expected(st, "at least %zu", buffer->capacity);
         mls_status_got(st, "%zu", capacity);

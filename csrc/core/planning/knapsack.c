@@ -60,7 +60,7 @@ static mls_code refuse_item(const mls_knapsack_items *items, size_t i, mls_statu
         mls_status_name(st, "seconds", strlen("seconds"));
         mls_status_got(st, "%g", items->seconds[i]);
     } else {
-        mls_fail(st, MLS_E_VALUE, "bytes[%zu] is %" PRId64 ": bytes are at least 0", i,
+        mls_fail(st, MLS_E_VALUE, "bytes[%zu] is %" PRId64 ": expected 0 or more", i,
                  items->bytes[i]);
         mls_status_name(st, "bytes", strlen("bytes"));
         mls_status_got(st, "%" PRId64, items->bytes[i]);

@@ -65,7 +65,7 @@ static mls_code fail_budget(const mls_chain *chain, const mls_plan_request *r,
     }
     mls_fail(st, MLS_E_CAPACITY,
              "no persistent schedule of %zu blocks fits a budget of %" PRId64
-             " bytes: the least that is enough is %" PRId64 " bytes",
+             " bytes: the smallest sufficient budget is %" PRId64 " bytes",
              chain->blocks, r->budget_bytes, least);
     mls_status_expected(st, "%" PRId64, least);
     mls_status_got(st, "%" PRId64, r->budget_bytes);

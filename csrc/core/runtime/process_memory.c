@@ -193,8 +193,7 @@ mls_code mls_process_memory_read(mls_process_memory *out, mls_status *st)
 {
     mls_process_memory found = {0};
     if (!read_system(&found)) {
-        return mls_fail_os(st, ENOSYS,
-                           "the system does not tell how much memory is in use");
+        return mls_fail_os(st, ENOSYS, "the system does not report the memory in use");
     }
     /* the two come from different files, and memory may have grown in between */
     found.peak = found.peak < found.used ? found.used : found.peak;

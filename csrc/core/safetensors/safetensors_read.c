@@ -90,7 +90,7 @@ static mls_code find_member(header_reader *r, mls_json_node entry, mls_str name,
     char text[80];
     const mls_json_node found = mls_json_find(r->file.json, entry, key);
     if (found == MLS_JSON_NONE) {
-        snprintf(text, sizeof text, "the header does not give its \"%s\"", key);
+        snprintf(text, sizeof text, "the header lacks its \"%s\"", key);
         return fail_tensor(r, entry, name, text);
     }
     if (mls_json_type_of(r->file.json, found) != type) {
@@ -178,7 +178,8 @@ static mls_code read_offsets(header_reader *r, mls_json_node entry, mls_stored *
     }
     if (end > r->file_bytes - r->payload) {
         snprintf(text, sizeof text,
-                 "its bytes end at %llu of %llu: the file is cut off, or the header lies",
+                 "its bytes end at %llu of %llu: the file is truncated or the header is "
+                 "wrong",
                  (unsigned long long)end,
                  (unsigned long long)(r->file_bytes - r->payload));
         return fail_tensor(r, node, t->name, text);
@@ -235,7 +236,8 @@ static mls_code read_metadata(header_reader *r, mls_json_node node)
          pair = mls_json_next(json, pair)) {
         const mls_str key = mls_json_key(json, pair);
         if (mls_json_type_of(json, pair) != MLS_JSON_STRING) {
-            return fail_node(r, pair, "\"__metadata__\" has a value that is no string");
+            return fail_node(r, pair,
+                             "\"__metadata__\" has a value that is not a string");
         }
         if (mls_str_is(key, MLS_SAFETENSORS_PREFIX "header.crc32c")) {
             r->header_crc = pair;
@@ -327,7 +329,7 @@ static mls_code read_checksums(header_reader *r, const mls_crc_kernels *crc, boo
         return MLS_OK;
     }
     if (r->header_crc == MLS_JSON_NONE || r->block_crcs == MLS_JSON_NONE) {
-        return fail_checksum(r, "it has one of our two checksum entries only");
+        return fail_checksum(r, "it has only one of mlstate's two checksum entries");
     }
     const mls_code code = verify_header(r, crc);
     if (code != MLS_OK) {
@@ -379,7 +381,8 @@ static mls_code check_places(header_reader *r, const mls_stored *const *tensors)
         end += t->bytes; /* cannot wrap: the offsets were checked */
     }
     if (end != r->file_bytes) {
-        return mls_fail_at(r->st, end, "%llu bytes behind the last tensor belong to none",
+        return mls_fail_at(r->st, end,
+                           "%llu bytes after the last tensor belong to no tensor",
                            (unsigned long long)(r->file_bytes - end));
     }
     return MLS_OK;
@@ -477,8 +480,8 @@ static mls_code header_length(const unsigned char *head, uint64_t file_bytes, si
     if (length > file_bytes - LENGTH_BYTES) {
         return mls_fail_at(
             st, 0,
-            "the file is cut off: its header should be %llu bytes long and "
-            "%llu are there",
+            "the file is truncated: its header should have %llu bytes, but only %llu "
+            "follow",
             (unsigned long long)length, (unsigned long long)(file_bytes - LENGTH_BYTES));
     }
     *out = (size_t)length;
@@ -508,8 +511,7 @@ mls_code mls_safetensors_parse(const unsigned char *head, size_t head_bytes,
         return code;
     }
     if (length > head_bytes - LENGTH_BYTES) {
-        return mls_fail(st, MLS_E_VALUE, "%zu bytes of the header were handed over",
-                        head_bytes);
+        return mls_fail(st, MLS_E_VALUE, "got only %zu bytes of the header", head_bytes);
     }
     header_reader r = {.text = (const char *)head + LENGTH_BYTES,
                        .length = length,
@@ -611,7 +613,8 @@ static mls_code fail_block(const mls_stored *tensor, size_t start, uint32_t foun
     const int shown =
         (int)(tensor->name.length < SHOWN_NAME ? tensor->name.length : SHOWN_NAME);
     mls_fail(st, MLS_E_CHECKSUM,
-             "tensor '%.*s': its bytes are not those that were written (checksum %08lx, "
+             "tensor '%.*s': its bytes have changed since they were written (checksum "
+             "%08lx, "
              "expected %08lx, over %zu bytes from %zu on): the file is damaged",
              shown, tensor->name.data, (unsigned long)found, (unsigned long)expected,
              length, start);

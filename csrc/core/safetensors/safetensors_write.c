@@ -20,7 +20,8 @@
 #    include <string.h>
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
-               "files are little-endian, and so must the machine be");
+               "safetensors files are little-endian, so a big-endian machine cannot "
+               "write them");
 
 enum {
     PAYLOAD_ALIGNMENT = 64, /* a cache line, enough for every vector register */

@@ -42,7 +42,7 @@ static int read_clock(strategy_object *self, int64_t *out)
     }
     PyObject *said = PyObject_CallNoArgs(self->clock);
     const int failed =
-        said == NULL ? -1 : mlspy_take_double(said, "what the clock says", &seconds);
+        said == NULL ? -1 : mlspy_take_double(said, "the value of the clock", &seconds);
     Py_XDECREF(said);
     if (failed < 0) {
         return -1;
@@ -66,8 +66,9 @@ static int take_figure(strategy_object *self, PyObject *said, const char *name,
         return -1;
     }
     if (bytes < least) {
-        PyErr_Format(PyExc_ValueError, "the memory tracker says that %s is %lld", name,
-                     (long long)bytes);
+        PyErr_Format(PyExc_ValueError,
+                     "the memory tracker returned %s = %lld, expected %lld or more", name,
+                     (long long)bytes, (long long)least);
         return -1;
     }
     *out = (uint64_t)bytes;

@@ -398,7 +398,7 @@ static PyObject *folder_sync(PyObject *module, PyObject *path)
         (void)close(fd);
     Py_END_ALLOW_THREADS
     if (reason != 0) {
-        mls_fail_os(&st, reason, "cannot bring the folder to the disk");
+        mls_fail_os(&st, reason, "cannot sync the folder to disk");
         return mlspy_raise(state, &st, path);
     }
     return Py_NewRef(Py_None);

@@ -242,8 +242,8 @@ static int add_shard(mlspy_shard_items *g, const mls_tensor_id *id, const char *
      * checks at commit */
     if (replica > 0 && g->world_size == 1) {
         PyErr_Format(PyExc_ValueError,
-                     "%s is a Shard with replica=%lld, and nobody else saves: no rank "
-                     "gives replica 0, which is what would be stored",
+                     "%s is a Shard with replica=%lld, but this process saves alone: "
+                     "pass replica=0, the copy that is stored",
                      what, (long long)replica);
         return -1;
     }

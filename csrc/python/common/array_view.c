@@ -197,8 +197,8 @@ static PyArray_Descr *requested_descr(mls_dtype dtype)
         number == NPY_NOTYPE ? registered_descr(dtype) : PyArray_DescrFromType(number);
     if (descr == NULL && PyErr_ExceptionMatches(PyExc_ImportError)) {
         PyErr_Format(PyExc_ImportError,
-                     "NumPy has no %s of its own: pip install 'mlstate[dtypes]' for the "
-                     "package ml_dtypes, which adds it",
+                     "NumPy has no dtype %s: install the package ml_dtypes with pip "
+                     "install 'mlstate[dtypes]'",
                      mls_dtype_of(dtype)->name);
     }
     return descr;

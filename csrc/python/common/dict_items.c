@@ -317,7 +317,8 @@ static int take_shape(const mlspy_state *state, PyObject *shape, mlspy_item *ite
     if (!PyErr_Occurred() || PyErr_ExceptionMatches(PyExc_TypeError) ||
         PyErr_ExceptionMatches(PyExc_OverflowError)) {
         PyErr_Clear();
-        mls_fail(&st, MLS_E_SHAPE, "'%.140s': its shape is no tuple of at most %d sizes",
+        mls_fail(&st, MLS_E_SHAPE,
+                 "'%.140s': its shape is not a tuple of at most %d sizes",
                  item->name.data, (int)MLS_MAX_RANK);
         mls_status_name(&st, item->name.data, item->name.length);
         mlspy_raise(state, &st, NULL);

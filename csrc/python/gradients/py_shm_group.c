@@ -545,7 +545,7 @@ static PyMethodDef link_methods[] = {
     {"close", link_close, METH_NOARGS,
      "close($self, /)\n--\n\nLeave, when no operation is under way any more."},
     {"ended", link_ended, METH_NOARGS,
-     "ended($self, /)\n--\n\nWhy the group is of no use any more, or nothing."},
+     "ended($self, /)\n--\n\nWhy the group is unusable, or nothing."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -268,11 +268,10 @@ static PyObject *buffer_reserve(buffer_object *self, PyObject *args)
         /* checked under the lock, so no lease can be made between the check and the move
          */
         if (self->leases > 0) {
-            code =
-                mls_fail(&st, MLS_E_BUSY,
-                         "%zu arrays still view this cache, and its memory is about to "
-                         "move: delete them first",
-                         self->leases);
+            code = mls_fail(&st, MLS_E_BUSY,
+                            "%zu arrays still view this cache, and reserve may move its "
+                            "memory: delete them first",
+                            self->leases);
         } else {
             code = mls_kv_buffer_reserve(&self->buffer, capacity, &st);
         }

@@ -313,7 +313,7 @@ static int batch_add(const mlspy_state *state, const mlspy_pairs *p, size_t i,
     if (mls_diff_check(&views[0].tensor, &views[1].tensor, &st) != MLS_OK) {
         mlspy_view_release(&views[0]);
         mlspy_view_release(&views[1]);
-        mls_fail(&st, st.code, "'%.140s': its memory is not what its shape and dtype say",
+        mls_fail(&st, st.code, "'%.140s': its memory does not match its shape and dtype",
                  p->pairs[i].name.data);
         mls_status_name(&st, p->pairs[i].name.data, p->pairs[i].name.length);
         mlspy_raise(state, &st, NULL);

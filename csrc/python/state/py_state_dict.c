@@ -607,9 +607,8 @@ static PyObject *statedict_nbytes(PyObject *self, void *unused)
     for (size_t i = 0; failed == 0 && i < items.count; i++) {
         failed = mlspy_array_bytes(state, items.items[i].value, &bytes);
         if (failed == 0 && __builtin_add_overflow(sum, bytes, &sum)) {
-            PyErr_SetString(
-                state->errors[MLSPY_ERROR_COMPATIBILITY],
-                "the bytes that the arrays claim to have do not fit into 64 bits");
+            PyErr_SetString(state->errors[MLSPY_ERROR_COMPATIBILITY],
+                            "the sizes of the arrays in bytes do not fit into 64 bits");
             failed = -1;
         }
     }

@@ -240,8 +240,8 @@ static int tied_find(tied_job *job)
         return 0;
     }
     PyErr_Format(PyExc_ValueError,
-                 "the targets %R and %R share memory, but are not one and the same "
-                 "tensor: load into a copy of one of them",
+                 "the targets %R and %R share memory, but are not the same tensor"
+                 ": load into a copy of one of them",
                  job->targets[pair[0]].key, job->targets[pair[1]].key);
     return -1;
 }

@@ -119,7 +119,7 @@ static int layer_name(PyObject *object, mls_str *out)
     }
     if (out->data[out->length - 1] == '.') {
         PyErr_Format(PyExc_ValueError,
-                     "layer name %.200R ends with a dot: leave the dot away", object);
+                     "layer name %.200R ends with a dot: remove the dot", object);
         return -1;
     }
     return 0;
@@ -216,7 +216,8 @@ static PyObject *state_layer(PyObject *module, PyObject *const *args, Py_ssize_t
     Py_XDECREF(capsule);
     if (result != 0) {
         if (result == 1) {
-            PyErr_SetString(PyExc_RuntimeError, "the state dict changes all the time");
+            PyErr_SetString(PyExc_RuntimeError, "another thread keeps changing the state "
+                                                "dict");
         }
         Py_CLEAR(layer);
     }
@@ -339,7 +340,7 @@ static int take_rule(PyObject *pair, mls_rename_rule *out)
         return -1;
     }
     if (!mls_rename_rule_of(old, new, out)) {
-        PyErr_SetString(PyExc_ValueError, "rule '*' says nothing to look for");
+        PyErr_SetString(PyExc_ValueError, "rule '*' contains no name to match");
         return -1;
     }
     return 0;
@@ -369,7 +370,7 @@ static PyObject *rename_item(const mlspy_item *item, const mls_rename_rule *rule
         length = mls_name_apply(item->name, rules, rule_count, larger, length, used);
     }
     if (length == 0 && item->name.length > 0) {
-        PyErr_Format(PyExc_ValueError, "the rules leave nothing of the name %.200R",
+        PyErr_Format(PyExc_ValueError, "the rules remove all of the name %.200R",
                      item->key);
         return NULL;
     }

@@ -98,8 +98,8 @@ def format_of(path: str | os.PathLike[str]) -> str:
     if place.suffix and not place.is_dir():
         known = " ".join(suffix for one in FORMATS.values() for suffix in one.suffixes)
         raise ValueError(
-            f"{place}: no format is known by the suffix {place.suffix!r}; known are {known}, "
-            "and directories of mlstate and torch. Name the format if the path cannot: format= "
+            f"{place}: the suffix {place.suffix!r} belongs to no known format; known are {known}, "
+            "and folders of mlstate and torch. Otherwise pass format= "
             "(--from or --to on the command line)"
             f"{names_hint(place.suffix.lower(), known.split(), listed=False)}"
         )
@@ -109,7 +109,7 @@ def format_of(path: str | os.PathLike[str]) -> str:
 def _find_format(format: str | None, path: Path) -> Format:
     name = format_of(path) if format is None else format
     if name not in FORMATS:
-        raise ValueError(f"format {format!r} is none of {', '.join(FORMATS)}")
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
     return FORMATS[name]
 
 
@@ -233,7 +233,7 @@ def write_any(
     ['model.w', 'optimizer.w.m']
     """
     if model is None and optimizer is None:
-        raise ValueError(f"{path}: neither a model nor an optimizer is given to write")
+        raise ValueError(f"{path}: there is neither a model nor an optimizer to write")
     place = Path(local_path(path))
     found = _find_format(format, place)
     weights = model if model is None or isinstance(model, StateDict) else StateDict(model)
@@ -256,8 +256,8 @@ def _refuse_parts(*states: StateDict | None) -> None:
             if isinstance(value, Shard) and value.layout.parts > 1:
                 error = CompatibilityError(
                     f"{name!r} is part {value.index} of {value.layout.parts} of an array of shape "
-                    f"{value.shape}: files but those of mlstate.save hold whole arrays; save it "
-                    "so, and convert that"
+                    f"{value.shape}: only checkpoints of mlstate.save can hold parts; save it with "
+                    "mlstate.save, then convert the checkpoint"
                 )
                 error.name = name
                 raise error
@@ -272,8 +272,8 @@ def _checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
             check_json_values(value, f"metadata[{key!r}]", finite=False)
         except (TypeError, ValueError) as error:
             raise TypeError(
-                f"metadata {key!r} is no plain value: {error}; keep numbers, texts, lists and "
-                "dicts of such there"
+                f"metadata {key!r} is not a plain value: {error}; use only numbers, strings, lists "
+                "and dicts of these"
             ) from None
     return taken
 
@@ -312,13 +312,13 @@ def _split_state(
         arrays[name][rest] = value
     made = [_restore_state(path, arrays[name], texts[name]) for name in _PREFIXES]
     if not isinstance(made[1], OptimizerStateDict):
-        raise _description_error(path, "the optimizer is none")
+        raise _description_error(path, "the optimizer entry is not valid")
     return made[0], made[1]
 
 
 def _restore_state(path: Path, arrays: dict[str, Any], text: Any) -> StateDict:
     if not (text is None or isinstance(text, str)):
-        raise _description_error(path, f"{text!r} is no description of a state")
+        raise _description_error(path, f"{text!r} does not describe a state")
     return restore(arrays, text, str(path))
 
 
@@ -396,7 +396,7 @@ def _as_arrays(state: StateDict) -> dict[str, NDArray]:
         else:
             raise TypeError(f"{name!r} is a {type(value).__name__}, not a whole array in memory")
         if arrays[name].dtype.hasobject:
-            raise TypeError(f"{name!r} holds Python objects, which no file here can hold")
+            raise TypeError(f"{name!r} holds Python objects, which cannot be converted")
     return arrays
 
 
@@ -420,7 +420,7 @@ def _read_npz(path: Path) -> Parts:
     arrays, record = read_npz(path)
     metadata = record.get("metadata", {})
     if not isinstance(metadata, dict):
-        raise _description_error(path, "metadata are no object")
+        raise _description_error(path, "the metadata are not a JSON object")
     state = _restore_state(path, arrays, record.get("kind"))
     return *_split_state(path, state, record), metadata
 

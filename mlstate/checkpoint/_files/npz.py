@@ -132,9 +132,9 @@ def _read_members(archive: zipfile.ZipFile, path: Any) -> dict[str, NDArray]:
     for info in archive.infolist():
         name = info.filename.removesuffix(_SUFFIX)
         if name == info.filename:
-            raise _damage_error(path, name, "is no .npy entry, as all of an .npz file are")
+            raise _damage_error(path, name, "is not a .npy entry")
         if name in arrays:
-            raise _damage_error(path, name, "is there twice")
+            raise _damage_error(path, name, "appears twice")
         if info.file_size > info.compress_size * _MOST_PER_BYTE + 1024:
             raise _damage_error(path, name, "claims more bytes than it can hold")
         try:
@@ -153,13 +153,13 @@ def _read_array(member: IO[bytes], size: int) -> NDArray:
         raise ValueError(f"version {version} of .npy is not known")
     shape, _, dtype = getattr(np.lib.format, readers[version])(member)
     if dtype.hasobject:
-        raise ValueError("holds Python objects, which only a pickle can bring back")
+        raise ValueError("holds Python objects, which mlstate does not load")
     if math.prod(shape) * dtype.itemsize > size - member.tell():
         raise ValueError(f"shape {shape} of {dtype} does not fit {size} bytes")
     member.seek(0)
     array: NDArray = np.lib.format.read_array(member, allow_pickle=False)
     if member.read(1):
-        raise ValueError("has bytes behind its elements")
+        raise ValueError("has bytes after its elements")
     return array
 
 
@@ -167,7 +167,7 @@ def _parse_record(path: Any, array: NDArray) -> dict[str, Any]:
     try:
         found = json.loads(str(array[()]))
         if not isinstance(found, dict):
-            raise ValueError("is no object")
+            raise ValueError("is not a JSON object")
     except (ValueError, RecursionError) as error:
         raise _damage_error(path, RECORD, f"does not describe the others: {error}") from None
     return found

@@ -95,8 +95,8 @@ def read_manifest(folder: str, name: str = MANIFEST) -> Manifest:
     if name not in (MANIFEST, root_path(manifest)):
         path = os.path.join(folder, name)
         wrong = FormatError(
-            f"{path}: another root than the file's name says: it holds step {manifest.step}, "
-            f"and its own name is {root_path(manifest)}"
+            f"{path}: the content does not match the file name: it is step {manifest.step}, whose "
+            f"name would be {root_path(manifest)}"
         )
         wrong.path = path
         raise wrong
@@ -146,7 +146,7 @@ def _no_checkpoint(folder: str, number: int) -> StoreError:
     elif list_roots(folder):
         reason.strerror = "manifest.json is gone; older steps are there for verify(repair=True)"
     elif os.path.isdir(folder):
-        reason.strerror = "the folder holds none: there is no manifest.json"
+        reason.strerror = "the folder has no manifest.json"
     return store_error(reason, "cannot read the checkpoint", folder)
 
 
@@ -514,7 +514,7 @@ def _check_patterns(
             parts = tuple(each[place] for each in pattern.parts)
             if first is None or found != ManifestSummary(first.pattern, parts):
                 path = manifest.indexes[rank].path
-                other = FormatError(f"{path}: the manifest has another pattern or other parts")
+                other = FormatError(f"{path}: its pattern or parts differ from the manifest")
                 other.path = os.path.join(folder, path)
                 raise other
 

@@ -108,7 +108,7 @@ def _matching(found: dict[str, Any], name: str, pattern: re.Pattern[str]) -> str
 def _kind(found: dict[str, Any], name: str, kinds: tuple[str, ...]) -> dict[str, Any] | None:
     value = _member(found, name, (dict, type(None)))
     if value is not None and _member(value, "kind", str) not in kinds:
-        raise _WrongError(f'"{name}" is of a kind that is not known: {value["kind"]!r}')
+        raise _WrongError(f'"{name}" has an unknown kind: {value["kind"]!r}')
     return value  # type: ignore[no-any-return]
 
 
@@ -165,12 +165,12 @@ def _patterns(found: dict[str, Any], world_size: int) -> tuple[Pattern, ...] | N
 def _read(found: Any) -> Manifest:
     """Convert the parsed JSON to a Manifest, checking each member."""
     if not isinstance(found, dict):
-        raise _WrongError("the text is no object")
+        raise _WrongError("the text is not a JSON object")
     if _member(found, "format", str) != FORMAT:
         raise _WrongError(f'"format" is not "{FORMAT}"')
     version = _number(found, "format_version", 1)
     if version != VERSION:
-        raise _WrongError(f"its format version is {version}, and this mlstate reads {VERSION}")
+        raise _WrongError(f"its format version is {version}, but this mlstate reads only {VERSION}")
     generation = _matching(found, "generation", _GENERATION)
     world_size = _number(found, "world_size", 1, _MOST_RANKS)
     step = _member(found, "step", (int, type(None)))
@@ -198,7 +198,7 @@ def parse(data: bytes, path: Any = "manifest.json") -> Manifest:
 
     try:
         if len(data) > _MOST_BYTES:
-            raise _WrongError(f"it is {len(data)} bytes long, and {_MOST_BYTES} are the most")
+            raise _WrongError(f"it is {len(data)} bytes long, more than {_MOST_BYTES}")
         _core.json_checksum_check(data, path)
         _core.json_check(data, _MOST_DEPTH, path)
         return _read(json.loads(data))
@@ -207,6 +207,6 @@ def parse(data: bytes, path: Any = "manifest.json") -> Manifest:
         broken.args = (f"{path}: {place}{broken}",)
         raise
     except (_WrongError, ValueError) as reason:
-        error = FormatError(f"{path}: no manifest of a checkpoint: {reason}")
+        error = FormatError(f"{path}: not a valid manifest: {reason}")
         error.path = path
         raise error from None

@@ -17,7 +17,7 @@ def listed_names(names: str | Iterable[str] | None) -> list[str] | None:
     if names is None:
         return None
     if not hasattr(names, "__iter__"):
-        raise TypeError(f"names must be a str or several, got {type(names).__name__}")
+        raise TypeError(f"names must be a str or a sequence of str, got {type(names).__name__}")
     listed = [names] if isinstance(names, str) else list(names)
     for name in listed:
         if not isinstance(name, str):

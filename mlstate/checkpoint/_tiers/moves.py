@@ -121,7 +121,7 @@ class TierMoves:
         seen: dict[Any, str] = {}
         for unit in units:
             if unit.name in self._units:
-                raise ValueError(f"there is a unit {unit.name!r} already; remove it before")
+                raise ValueError(f"there is a unit {unit.name!r} already: remove it first")
             if any(self._is_on_device(part.array) for part in unit.parts):
                 unit.tier = Tier.HOT
             for part in unit.parts:
@@ -192,7 +192,10 @@ class TierMoves:
         for unit in units:
             if unit.file in there:
                 raise _folder.store_error(
-                    OSError(errno.EEXIST, f"unit {unit.name!r} would replace a file of others"),
+                    OSError(
+                        errno.EEXIST,
+                        f"unit {unit.name!r} would overwrite a file of another program",
+                    ),
                     "cannot use the folder of tiers",
                     self._path(unit),
                 )
@@ -284,7 +287,7 @@ class TierMoves:
 
     def _refuse_used(self, unit: Unit) -> None:
         if self._table.unit(unit.number)[4]:
-            raise BufferError(f"unit {unit.name!r} is in use: it moves once that has ended")
+            raise BufferError(f"unit {unit.name!r} is in use: move it after that use has ended")
 
     def _refusal(self, error: CapacityError, unit: Unit, to: Tier) -> CapacityError:
         """Return an error of the core with the unit's name and the budget in the user's unit."""
@@ -357,9 +360,7 @@ class TierMoves:
             target = steps[unit.tier] if to is None else Tier(to)
             ahead = _ORDER.index(target) - _ORDER.index(unit.tier)
             if ahead and (ahead < 0) != (steps is NEARER):
-                raise ValueError(
-                    f"unit {name!r} is {unit.tier}: {target} is not where {what} leads"
-                )
+                raise ValueError(f"unit {name!r} is {unit.tier}: {what} cannot move it to {target}")
         self._move(unit, target, checks=True)
         return target
 
@@ -378,7 +379,7 @@ class TierMoves:
                 self._move(unit, target, checks=True)
         with self._changed:
             self._check_fits(unit, target)
-        raise BufferError(f"unit {name!r} is moved away as often as it is brought here")
+        raise BufferError(f"unit {name!r} cannot be used: other threads keep moving it away")
 
     def _usable_tier(self, unit: Unit) -> Tier:
         """Return a usable tier for a unit: its own, or one that can hold it."""

@@ -246,7 +246,7 @@ class TieredState(TierMoves):
         """
         given, states, torch_optimizer = given_states(model, optimizer)
         if torch_optimizer is not None:
-            raise TypeError("a torch optimizer is given to the constructor")
+            raise TypeError("pass a torch optimizer to the constructor, not to this method")
         with self._changed:
             if not self._close.alive:
                 raise ValueError("this TieredState is closed")

@@ -77,7 +77,7 @@ def _check(unit: Unit, part: Part, array: Any) -> Part:
         kind = "tensor" if part.is_tensor else "array"
         error = CompatibilityError(
             f"{part.key!r} is a {kind} of {part.dtype_name} {part.shape}, and was replaced by one "
-            f"of {made.dtype_name} {made.shape}: it keeps the old one"
+            f"of {made.dtype_name} {made.shape}: the old array was kept"
         )
         error.name, error.expected, error.got = part.key, str(part.shape), str(made.shape)
         raise error
@@ -108,7 +108,9 @@ def take_back(unit: Unit, used: TieredUnit, states: Mapping[str, Any]) -> None:
         parts.append(part)
     for name, array in wanted.items():
         if not isinstance(name, str) or not name or "." in name:
-            raise ValueError(f"{name!r} is no name of a state: it must have no dot, and be there")
+            raise ValueError(
+                f"{name!r} is not a valid state name: it must be nonempty and contain no dot"
+            )
         if not is_torch(array):
             array = plain_of(array)
         parts.append(Part(1, f"{unit.name}.{name}", array))

@@ -171,7 +171,7 @@ class Link:
 
     def error(self, what: str) -> Exception:
         """Return the error of this operation."""
-        return failed(self.operation, self.rank, f"{what}; the group is of no use any more")
+        return failed(self.operation, self.rank, f"{what}; the group is unusable: create a new one")
 
     def exchange(self, sends: Sequence[Any], receives: Sequence[Any]) -> None:
         """Send and receive messages; implements `Link.exchange` of the protocol."""
@@ -257,7 +257,7 @@ class Link:
 
     def _departure_error(self, source: int, operation: str) -> Exception:
         how = "aborted the group" if operation == "abort" else f"gave up in {operation}"
-        return self.error(f"rank {source} {how}: look there")
+        return self.error(f"rank {source} {how}: see its error")
 
     def _check_waiting(self, messages: _Messages) -> None:
         """While nothing arrives: raise if the operation must end."""

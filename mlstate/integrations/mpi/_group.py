@@ -68,7 +68,6 @@ class MPIGroup(ExchangeEngine):
     threads. This requires ``MPI_THREAD_MULTIPLE``, which mpi4py requests by default. If MPI does
     not provide it, operations complete before they return. Below ``MPI_THREAD_SERIALIZED``, only
     the thread that initialised MPI can use the group.
-    thread that initialised MPI can use the group.
 
     Examples
     --------
@@ -96,7 +95,7 @@ class MPIGroup(ExchangeEngine):
                 f"MPIGroup: comm must be an mpi4py.MPI.Intracomm, got {type(comm).__name__}"
             )
         if comm == MPI.COMM_NULL:
-            raise ValueError("MPIGroup: this process is no member of the communicator")
+            raise ValueError("MPIGroup: this process is not a member of the communicator")
         self._level: int = MPI.Query_thread()
         self._check_thread("MPIGroup", comm.Get_rank())
         self._comm = self._duplicate(comm)

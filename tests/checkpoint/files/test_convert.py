@@ -261,7 +261,7 @@ def damaged_npz(path, kind):
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         if kind == "foreign entry":
             archive.writestr("readme.txt", "x")
-            return "is no .npy entry"
+            return "is not a .npy entry"
         if kind == "no array":
             archive.writestr("w.npy", "x" * 99)
             return "array 'w': "
@@ -271,7 +271,7 @@ def damaged_npz(path, kind):
         head = b"\x93NUMPY" + version + len(text).to_bytes(2, "little") + text
         archive.writestr("w.npy", head + bytes(24))
     return {
-        "shape": "does not fit", "old": "version", "long": "bytes behind its elements",
+        "shape": "does not fit", "old": "version", "long": "bytes after its elements",
     }[kind]  # fmt: skip
 
 
@@ -355,7 +355,7 @@ def test_directories_are_known_by_what_is_in_them(tmp_path):
 def test_an_unknown_suffix_lists_those_that_are_known(tmp_path):
     path = tmp_path / "model.onnx"
     path.touch()
-    known = r"'.onnx'; known are .safetensors .npz .pt .pth .bin .dcp, and directories"
+    known = r"known are .safetensors .npz .pt .pth .bin .dcp, and folders"
     with pytest.raises(ValueError, match=known):
         read_any(path)
     with pytest.raises(ValueError, match=known):
@@ -366,7 +366,7 @@ def test_a_format_can_be_named(tmp_path):
     path = tmp_path / "weights.dat"
     write_any(path, {"w": np.ones(2)}, format="npz")
     assert read_any(path, format="npz")[0]["w"].tolist() == [1, 1]
-    with pytest.raises(ValueError, match=f"format 'x' is none of {', '.join(FORMATS)}"):
+    with pytest.raises(ValueError, match=f"format must be one of {', '.join(FORMATS)}, got 'x'"):
         read_any(path, format="x")
 
 
@@ -390,7 +390,7 @@ def test_nothing_to_write_is_refused(tmp_path):
 
 @pytest.mark.parametrize("value", [{1}, np.ones(2), b"x", {("a",): 1}, lambda: 0])
 def test_metadata_are_plain_values(tmp_path, value):
-    with pytest.raises(TypeError, match="metadata 'a' is no plain value"):
+    with pytest.raises(TypeError, match="metadata 'a' is not a plain value"):
         write_any(tmp_path / "x.npz", {"w": np.ones(2)}, None, {"a": value})
     with pytest.raises(TypeError, match="metadata keys must be str, got 3"):
         write_any(tmp_path / "x.npz", {"w": np.ones(2)}, None, {3: "a"})

@@ -103,7 +103,7 @@ def test_a_lock_whose_text_cannot_be_written_is_let_go(tmp_path, monkeypatch):
         pass
 
 
-def test_a_second_writer_waits_as_long_as_it_is_told(tmp_path):
+def test_a_second_writer_waits_up_to_its_timeout(tmp_path):
     folder = tmp_path / "ckpt"
     mlstate.save(folder, {"w": np.zeros(2)})
     lock = WriterLock(str(folder))

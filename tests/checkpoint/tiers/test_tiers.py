@@ -236,9 +236,9 @@ def test_promote_and_demote_lead_one_way(folder):
     (name,) = model
     with TieredState(model, adam, folder) as tiers:
         assert tiers.demote(name, to=Tier.WARM) == "warm" and tiers.promote(name, "warm") == "warm"
-        with pytest.raises(ValueError, match="not where promote leads"):
+        with pytest.raises(ValueError, match="promote cannot move"):
             tiers.promote(name, to="cold")
-        with pytest.raises(ValueError, match="not where demote leads"):
+        with pytest.raises(ValueError, match="demote cannot move"):
             tiers.demote(name, to="hot")
         with pytest.raises(ValueError, match="lukewarm"):
             tiers.promote(name, to="lukewarm")
@@ -420,11 +420,13 @@ def test_files_of_others_are_not_replaced(folder):
     file = folder / "embed.safetensors"
     mlstate.save_file({"w": np.ones(3)}, file)
     before = file.read_bytes()
-    with pytest.raises(errors.StoreError, match="'embed' would replace a file of others") as caught:
+    with pytest.raises(
+        errors.StoreError, match="'embed' would overwrite a file of another program"
+    ) as caught:
         TieredState({"other": np.zeros(2), "embed": np.zeros(5)}, {}, folder)
     assert caught.value.errno == errno.EEXIST and caught.value.filename == str(file)
     with TieredState({"other": np.zeros(2)}, {}, folder) as tiers:
-        with pytest.raises(errors.StoreError, match="'embed' would replace"):
+        with pytest.raises(errors.StoreError, match="'embed' would overwrite"):
             tiers.add({"embed": np.zeros(5)})
         assert list(tiers) == ["other"]
     assert file.read_bytes() == before

@@ -136,22 +136,21 @@ static void check_refused(const mls_step *steps, size_t count, const char *text)
 
 static void what_a_step_lacks_is_said(void)
 {
-    REFUSED("step 0, save 1: activation 1 is not there", S(SAVE, 1));
-    REFUSED("step 1, save 0: activation 1 is there already", S(FORWARD, 0), S(SAVE, 0));
-    REFUSED("step 1, forward 0: activation 1 is there already", S(SAVE, 0),
-            S(FORWARD, 0));
-    REFUSED("step 1, backward 0: gradient 1 is not there", S(SAVE, 0), S(BACKWARD, 0));
-    REFUSED("step 1, backward 1: saved 1 is not there", S(FORWARD, 0), S(BACKWARD, 1));
+    REFUSED("step 0, save 1: activation 1 does not exist", S(SAVE, 1));
+    REFUSED("step 1, save 0: activation 1 already exists", S(FORWARD, 0), S(SAVE, 0));
+    REFUSED("step 1, forward 0: activation 1 already exists", S(SAVE, 0), S(FORWARD, 0));
+    REFUSED("step 1, backward 0: gradient 1 does not exist", S(SAVE, 0), S(BACKWARD, 0));
+    REFUSED("step 1, backward 1: saved 1 does not exist", S(FORWARD, 0), S(BACKWARD, 1));
     REFUSED("step 0, drop 0: activation 0 is the input and stays", S(DROP, 0));
-    REFUSED("step 1, drop 1: activation 1 does not lie by itself", S(SAVE, 0),
+    REFUSED("step 1, drop 1: activation 1 is not a separate tensor", S(SAVE, 0),
             S(DROP, 1));
     REFUSED("step 0, offload 0: saved 0 is not on the device", S(OFFLOAD, 0));
     REFUSED("step 0, load 0: saved 0 is not on the host", S(LOAD, 0));
-    REFUSED("step 2, load 0: activation 1 is there already", S(SAVE, 0), S(OFFLOAD, 0),
+    REFUSED("step 2, load 0: activation 1 already exists", S(SAVE, 0), S(OFFLOAD, 0),
             S(LOAD, 0));
-    REFUSED("step 3, save 0: saved 0 is there already", S(SAVE, 0), S(OFFLOAD, 0),
+    REFUSED("step 3, save 0: saved 0 already exists", S(SAVE, 0), S(OFFLOAD, 0),
             S(DROP, 1), S(SAVE, 0));
-    REFUSED("step 3, backward 1: activation 1 is not there", S(FORWARD, 0), S(SAVE, 1),
+    REFUSED("step 3, backward 1: activation 1 does not exist", S(FORWARD, 0), S(SAVE, 1),
             S(DROP, 1), S(BACKWARD, 1));
 }
 
@@ -162,7 +161,7 @@ static void schedules_begin_and_end_as_they_must(void)
             {MLS_STEP_KINDS, 0});
     REFUSED("step 0, save -1: there is no such step in a chain of 2 blocks", S(SAVE, -1));
     REFUSED("the schedule ends after 1 steps with 2 backward passes to go", S(SAVE, 0));
-    REFUSED("step 4, backward 1: gradient 2 is not there", S(SAVE, 0), S(SAVE, 1),
+    REFUSED("step 4, backward 1: gradient 2 does not exist", S(SAVE, 0), S(SAVE, 1),
             S(BACKWARD, 1), S(SAVE, 1), S(BACKWARD, 1));
 }
 

@@ -293,7 +293,7 @@ static void refuses_contradictions_about_functions(void)
     description.length = 0;
     put_function("main", 256, 1);
     put_text(&description, 21, "other");
-    refuses("the default function is none of the model's functions");
+    refuses("the default function is not among the model's functions");
     description.length = 0;
     put_function("main", 256, 1);
     put_state(&description, 13, "kv", 65552, 4, kv, true);

@@ -86,8 +86,8 @@ static void refuses_groups_and_unknown_wire_types(void)
     mls_protobuf group = MESSAGE("\x0B\x0C");
     mls_protobuf_field field;
     CHECK(mls_protobuf_next(&group, &field, &st) == MLS_E_FORMAT);
-    CHECK_TEXT(st.text,
-               "byte 100: field 1 has wire type 3 (a group), which is not read here");
+    CHECK_TEXT(st.text, "byte 100: field 1 has wire type 3 (a group), which a Core ML "
+                        "specification does not use");
 }
 
 static void refuses_impossible_tags(void)

@@ -136,7 +136,7 @@ static void numbers_without_sense_are_refused(void)
     CHECK(refusal(-1, 1, 1, &st) == MLS_E_VALUE);
     CHECK(refusal(INFINITY, 1, 1, &st) == MLS_E_VALUE);
     CHECK(refusal(1, -7, 1, &st) == MLS_E_VALUE);
-    CHECK_TEXT(st.text, "bytes[1] is -7: bytes are at least 0");
+    CHECK_TEXT(st.text, "bytes[1] is -7: expected 0 or more");
     CHECK(refusal(1, 1, -1, &st) == MLS_E_VALUE);
     CHECK(refusal(1, 200, 1, &st) == MLS_E_SIZE);
     CHECK(refusal(1, INT64_MAX, 1, &st) == MLS_E_SIZE);

@@ -180,7 +180,7 @@ def test_wrong_blocks_are_named():
     for blocks, text in [
         ("layer.*", "no module is called 'layer.*'"),
         (["layers.0", "layers.9"], "no module is called 'layers.9'"),
-        (["layers.0", "layers.0.linear"], "blocks overlap: layers.0.linear lies inside layers.0"),
+        (["layers.0", "layers.0.linear"], "blocks overlap: layers.0.linear is inside layers.0"),
         ("layers", "block 'layers' is a ModuleList, which has no forward"),
         (None, "block 'layers' is a ModuleList"),
         ([], "Model has no blocks below it"),
@@ -191,6 +191,9 @@ def test_wrong_blocks_are_named():
         manager.apply(model, [3])
     with pytest.raises(ValueError, match="Linear has no blocks below it"):
         manager.apply(nn.Linear(1, 1))
-    with manager.apply(model, "layers.1"), pytest.raises(ValueError, match=r"'layers\.1' has a"):
+    with (
+        manager.apply(model, "layers.1"),
+        pytest.raises(ValueError, match=r"'layers\.1' already has a"),
+    ):
         manager.apply(model, "layers.*")
     assert all("forward" not in vars(block) for block in model.modules())

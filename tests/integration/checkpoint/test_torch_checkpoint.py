@@ -254,7 +254,7 @@ def test_an_optimizer_without_its_module_is_told_what_it_lacks(tmp_path):
     optimizer = torch.optim.Adam(module.parameters())
     train(module, optimizer, 1)
     mlstate.save(tmp_path / "a", module, optimizer)
-    with pytest.raises(mlstate.CompatibilityError, match="give the module too"):
+    with pytest.raises(mlstate.CompatibilityError, match="pass the module too"):
         mlstate.load(tmp_path / "a", into={"optimizer": optimizer})
 
 

@@ -210,7 +210,7 @@ def test_a_tied_parameter_has_its_first_name():
     [
         (torch.nn.Linear(4, 8), ValueError, r"Linear lacks: number 0 of shape \(8, 4\), number 1"),
         (["a", "b"], ValueError, "2 names for the optimizer's 4 parameters"),
-        (["a", "b", "a", "c"], ValueError, "there twice: a"),
+        (["a", "b", "a", "c"], ValueError, "have the same name: a"),
         (["a", "b", "", "c"], TypeError, "not empty: got ''"),
         (["a", "b", 3, "c"], TypeError, "must be str.* got 3"),
     ],

@@ -237,7 +237,7 @@ def factors_lie_along_their_own_axes(group):
     flattened = flat(wide(5))
     raises(
         CompatibilityError,
-        "FSDP1 has its parameters flat",
+        "FSDP1 flattens parameters",
         mlstate.load,
         folder,
         into={"model": flattened, "optimizer": Factored(flattened.parameters())},
@@ -308,11 +308,11 @@ def a_sharded_module_without_its_group_is_refused(group):
         optimizer = torch.optim.Adam(module.parameters())
         train(module, optimizer)
         folder = folder_of(f"alone-{kind}-{group.rank}")
-        words = f"is spread over {world} ranks, and 1 saves: give group="
+        words = f"is spread over {world} ranks, and 1 saves: pass group="
         error = raises(ValueError, words, mlstate.save, folder, module, optimizer)
         assert re.match(r"'(0|1|3)\.(weight|bias)' ", str(error)), error
         raises(ValueError, words, mlstate.save, folder, module)
-        text = words if kind == "fsdp2" else "give the module too"
+        text = words if kind == "fsdp2" else "pass the module too"
         raises((ValueError, TypeError), text, mlstate.save, folder, optimizer=optimizer)
         assert not folder.exists()
 
@@ -373,7 +373,7 @@ def an_optimizer_of_another_module_is_refused(group):
     early = model()
     optimizer = torch.optim.Adam(early.parameters())
     module = sharded(early)  # this replaces the module's parameters
-    words = "after fully_shard an optimizer has to be made anew"
+    words = "create the optimizer after fully_shard"
     raises(ValueError, words, mlstate.save, folder, module, optimizer, group=group)
     assert mlstate.verify(folder)
 
@@ -399,7 +399,7 @@ def placements_that_no_layout_says_are_named(group):
     mlstate.save(folder, module, group=group)
     raises(
         TypeError,
-        "says which: leave layout=",
+        "its layout is known: do not pass layout=",
         mlstate.load,
         folder,
         into={"model": module},

@@ -129,7 +129,7 @@ def survive(group, folder, call):
         call()
     except CollectiveError as error:
         took = time.monotonic() - began
-        again = raises(CollectiveError, "of no use any more", group.gather_bytes, b"")
+        again = raises(CollectiveError, "is unusable", group.gather_bytes, b"")
         text = f"{took:.3f}\n{error}\n{again}\n{group!r}"
         note(folder, group, text)
         return text

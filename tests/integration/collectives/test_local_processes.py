@@ -204,7 +204,7 @@ def test_a_rank_killed_in_an_operation_is_named_by_all_others(name, method, tmp_
         assert float(took) < SOON
         why = "rank 1 is gone: its process, "
         assert error.startswith(f"{name} on rank {rank}: {why}"), error
-        assert error.endswith("has ended; the group is of no use any more")
+        assert error.endswith("has ended; the group is unusable: create a new one")
         assert why in again
         assert group.startswith(f"LocalGroup(rank {rank} of 3, {why}")
 
@@ -319,8 +319,8 @@ def join_all(name, claims, timeout=LIMIT):
 @pytest.mark.parametrize(
     ("claims", "text"),
     [
-        ([(0, 2), (1, 3)], "rank 1 says that there are 3 ranks, rank 0 that there are 2"),
-        ([(0, 3), (1, 3), (1, 3)], "two processes of job .* say that they are rank 1"),
+        ([(0, 2), (1, 3)], "rank 1 expects 3 ranks, rank 0 expects 2"),
+        ([(0, 3), (1, 3), (1, 3)], "two processes of job .* claim to be rank 1"),
     ],
 )
 def test_claims_that_do_not_go_together_are_refused_by_all(claims, text):
@@ -347,9 +347,9 @@ def test_who_does_not_come_is_named():
     name = f"nobody {os.getpid()}"
     caught = raises(CollectiveError, "", LocalGroup.join, name, 0, 3, timeout=0.2)
     assert "ranks [1, 2] of job" in str(caught)
-    assert "did not come within 0.2 s" in str(caught)
+    assert "did not join within 0.2 s" in str(caught)
     caught = raises(CollectiveError, "", LocalGroup.join, name, 1, 3, timeout=0.2)
-    assert f"rank 0 of job {name!r} was not there within 0.2 s" in str(caught)
+    assert f"rank 0 of job {name!r} did not start within 0.2 s" in str(caught)
 
 
 def test_a_name_can_be_used_again():
@@ -406,20 +406,20 @@ def test_processes_of_mpirun_meet(engine):
         ({}, "RANK and WORLD_SIZE not set"),
         ({"RANK": "0"}, "WORLD_SIZE not set"),
         ({"RANK": "zero", "WORLD_SIZE": "2"}, "RANK='zero' and WORLD_SIZE='2' must be numbers"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is no rank of WORLD_SIZE=2"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "nothing names the job; set MLSTATE_JOB"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not a rank of WORLD_SIZE=2"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "the job has no name; set MLSTATE_JOB"),
         (
             {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_PORT": "1"},
-            "8 ranks, of which 4 on this host",
+            "8 ranks, 4 of them on this host",
         ),
         (
             {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "3",
              "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "PMIX_NAMESPACE": "1"},
-            "3 ranks, of which 1 on this host",
+            "3 ranks, 1 of them on this host",
         ),
         (
             {"PMI_RANK": "0", "PMI_SIZE": "3", "MPI_LOCALNRANKS": "2", "MLSTATE_JOB": "1"},
-            "3 ranks, of which 2 on this host",
+            "3 ranks, 2 of them on this host",
         ),
     ],
 )  # fmt: skip

@@ -706,7 +706,7 @@ def what_hooks_cannot_reduce_is_refused(group):
     error = raises(CollectiveError, "meta device", hook.scatter_multiple, units_of_sparse, on_meta)
     assert error.rank == 1, str(error)
     hook.register_hooks(model, units)
-    raises(ValueError, "hooks already", hook.register_hooks, model, units)
+    raises(ValueError, "already has hooks", hook.register_hooks, model, units)
     loss_of(model, group.rank).backward()
     same(units, in_rank_order(group, own_gradients(loss_of)))
 

@@ -702,7 +702,7 @@ def test_an_unregistered_process_is_told_what_to_import(tmp_path):
     [
         ((dict, None, {}, {}), "class <class 'dict'>"),
         (("dict", None, {}, {}), "class 'dict'"),
-        ((torch.Tensor, None, {}, {}), "none of mlstate's"),
+        ((torch.Tensor, None, {}, {}), "not an mlstate class"),
         (
             ("StateDict", None, {"w": torch.zeros(8, dtype=torch.uint8)}, {"w": ("O", (1,))}),
             "dtype 'O'",

@@ -318,7 +318,7 @@ static void copy_run(const copier *c, mls_store_trial *trial, unsigned char *to,
     }
 }
 
-/* Return the operation under which store_choice.h measures this copy. */
+/* Return the operation under which cpu_store_choice.h measures this copy. */
 static mls_store_operation operation_of(const copier *c)
 {
     if (c->convert == NULL) {

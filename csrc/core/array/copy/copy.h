@@ -15,8 +15,8 @@
 
 #include <stdint.h>
 
-/* Convert `count` elements. `store` selects the kind of store (store_choice.h); it does
- * not affect the result. */
+/* Convert `count` elements. `store` selects the kind of store (cpu_store_choice.h); it
+ * does not affect the result. */
 typedef void (*mls_convert_run)(void *dst, const void *src, size_t count,
                                 mls_store store);
 

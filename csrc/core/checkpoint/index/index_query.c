@@ -364,8 +364,8 @@ static mls_code check_overlaps(const mls_index *x, mls_status *st)
             offset_of(next) - offset_of(before) < bytes) {
             code = fail_shard(next->shard,
                               next->shard == before->shard
-                                  ? "\"offset\" is inside another of its layers"
-                                  : "\"offset\" is inside another shard of the file",
+                                  ? "\"offset\" overlaps another layer of the shard"
+                                  : "\"offset\" overlaps another shard in the file",
                               st);
         }
     }
@@ -381,7 +381,8 @@ static mls_code check_sum(const mls_index *x, mls_status *st)
     uint64_t sum = 0;
     for (size_t i = 0; i < x->shard_count; i++) {
         if (!mls_u64_add(sum, x->shards[i].bytes, &sum) || sum > INT64_MAX) {
-            return fail_shard(&x->shards[i], "\"shape\" makes too many bytes in all", st);
+            return fail_shard(&x->shards[i], "\"shape\" gives too many bytes in total",
+                              st);
         }
     }
     return MLS_OK;

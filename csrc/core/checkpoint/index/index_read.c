@@ -128,7 +128,7 @@ static mls_code read_files(reader *r, mls_json_node object)
         }
         if (!mls_index_is_path(path)) {
             return mls_index_fail_value(&r->in, node, "path",
-                                        "is not that of a shard file");
+                                        "is not the path of a shard file");
         }
         memcpy(file->path, path.data, path.length);
         if ((code = mls_index_next_number(&r->in, &columns[0], HEADER_BYTES, INT64_MAX,
@@ -196,7 +196,7 @@ static mls_code read_axes(reader *r, const member *m, shard_kind *kind)
             axes[i] = (signed char)axis;
         } else {
             return mls_index_fail_value(&r->in, node, m->key,
-                                        "hold neither an axis nor null");
+                                        "must contain only axes or null");
         }
     }
     kind->axes = axes;
@@ -248,7 +248,7 @@ static mls_code read_kind(reader *r, const member *m, shard_kind *kind)
         (m[TIER].node != MLS_JSON_NONE &&
          (code = mls_index_read_word(
               &r->in, m[TIER].node, "tier", tier_of, MLS_TIER_COUNT - 1,
-              "is none of \"hot\", \"warm\", \"cold\"", &tier)) != MLS_OK)) {
+              "is not \"hot\", \"warm\" or \"cold\"", &tier)) != MLS_OK)) {
         return code;
     }
     kind->tier = (mls_tier)(tier + 1);
@@ -337,7 +337,7 @@ static mls_code read_range(reader *r, mls_layer *layer)
     if (!mls_u64_add(layer->offset, layer->bytes, &end) ||
         end > r->index.files[layer->file].bytes) {
         mls_index_fail_column(&r->in, &offset,
-                              "and bytes lead behind the end of the file");
+                              "plus bytes exceeds the length of the file");
         mls_status_expected(r->in.st, "%zu bytes before %llu", layer->bytes,
                             (unsigned long long)r->index.files[layer->file].bytes);
         return MLS_E_FORMAT;
@@ -357,11 +357,11 @@ static mls_code read_crcs(reader *r, mls_layer *layer)
         return code;
     }
     if (layer->bytes == 0 && layer->crc != 0) {
-        return mls_index_fail_column(&r->in, &crc, "is not that of no bytes");
+        return mls_index_fail_column(&r->in, &crc, "of an empty layer must be 00000000");
     }
     if (count > 1 && r->layers[BLOCKS].rest.length / MLS_CRC_DIGITS < count) {
         return mls_index_fail_column(&r->in, &r->layers[BLOCKS],
-                                     "has not 8 digits for each MiB of the layers");
+                                     "must have 8 digits for each MiB of the layers");
     }
     crcs[0] = layer->crc; /* allocated for each row of the layer table */
     for (size_t i = 0; code == MLS_OK && count > 1 && i < count; i++) {
@@ -385,8 +385,8 @@ static mls_code read_rows(reader *r, mls_json_node node, size_t elements,
     }
     if (!mls_layer_rows_read(&rows, text, runs, &layer->run_count)) {
         return mls_index_fail_value(&r->in, node, "rows",
-                                    "are not rows passed over and rows held in turn, as "
-                                    "many as the shard has");
+                                    "must alternate numbers of skipped and stored rows, "
+                                    "at most as many as the shard has");
     }
     layer->runs = runs;
     r->extents_used += layer->run_count;
@@ -402,7 +402,7 @@ static mls_code read_frames(reader *r, mls_json_node codec_node, mls_json_node n
     mls_str text;
     mls_code code = mls_index_read_word(
         &r->in, codec_node, "codec", codec_of, MLS_CODEC_COUNT,
-        "is one that this mlstate does not know: use a newer one", &codec);
+        "is unknown to this version of mlstate: use a newer one", &codec);
     if (code != MLS_OK ||
         (code = mls_index_read_text(&r->in, node, "frames", &text)) != MLS_OK) {
         return code;
@@ -418,7 +418,7 @@ static mls_code read_frames(reader *r, mls_json_node codec_node, mls_json_node n
         !mls_compressed_frames_read(frames, text)) {
         return mls_index_fail_value(
             &r->in, node, "frames",
-            "are not a length for each MiB of the layer's elements");
+            "must have a length for each MiB of the layer's elements");
     }
     layer->frames = frames;
     r->frames_used++;
@@ -444,9 +444,10 @@ static mls_code read_coding(reader *r, const mls_index_shard *shard, size_t elem
     }
     if ((layer->row == 0) != (rows == MLS_JSON_NONE)) {
         return layer->row != 0
-                   ? mls_index_fail_column(&r->in, &row, "is of a layer without \"rows\"")
+                   ? mls_index_fail_column(&r->in, &row,
+                                           "is not allowed in a layer without \"rows\"")
                    : mls_index_fail_value(&r->in, rows, "rows",
-                                          "is of a layer without \"row\"");
+                                          "is not allowed in a layer without \"row\"");
     }
     if (layer->row == 0 && !first) {
         return mls_index_fail_column(&r->in, &row,
@@ -455,9 +456,9 @@ static mls_code read_coding(reader *r, const mls_index_shard *shard, size_t elem
     if ((codec == MLS_JSON_NONE) != (frames == MLS_JSON_NONE)) {
         return codec != MLS_JSON_NONE
                    ? mls_index_fail_value(&r->in, codec, "codec",
-                                          "is of a layer without \"frames\"")
+                                          "is not allowed in a layer without \"frames\"")
                    : mls_index_fail_value(&r->in, frames, "frames",
-                                          "is of a layer without \"codec\"");
+                                          "is not allowed in a layer without \"codec\"");
     }
     if (layer->row != 0) {
         code = read_rows(r, rows, elements, layer);
@@ -484,11 +485,10 @@ static mls_code read_layer(reader *r, const mls_index_shard *shard, size_t eleme
             ? mls_layer_held(layer, elements) * mls_dtype_of(shard->dtype)->item_bytes
             : layer->frames->ends[mls_compressed_frames_count(layer->frames->bytes) - 1];
     if (layer->bytes != made) {
-        mls_index_fail_column(
-            &r->in, &bytes,
-            layer->row == 0 && layer->frames == NULL
-                ? "are not as many as shape, layout and dtype make"
-                : "are not as many as the layer's elements or frames make");
+        mls_index_fail_column(&r->in, &bytes,
+                              layer->row == 0 && layer->frames == NULL
+                                  ? "does not match shape, layout and dtype"
+                                  : "does not match the elements or frames of the layer");
         mls_status_expected(r->in.st, "%zu", made);
         return MLS_E_FORMAT;
     }
@@ -524,7 +524,7 @@ static mls_code read_layers(reader *r, mls_index_shard *shard, size_t elements,
         }
         if (layer->bytes == 0) {
             return mls_index_fail_column(&r->in, &r->layers[BYTES],
-                                         "are none in a layer of several");
+                                         "must not be 0 in one of several layers");
         }
     }
     r->layers_used += count;
@@ -546,7 +546,7 @@ static mls_code read_shape(reader *r, mls_index_shard *shard)
         one.rest.length == 0 ? NULL : memchr(one.rest.data, ';', one.rest.length);
     mls_code code = MLS_OK;
     if (end == NULL) {
-        return mls_index_fail_column(&r->in, all, "has not a \";\" behind each shape");
+        return mls_index_fail_column(&r->in, all, "must have a \";\" after each shape");
     }
     one.rest.length = (size_t)(end - one.rest.data);
     while (code == MLS_OK && one.rest.length > 0) {
@@ -609,16 +609,17 @@ static mls_code read_part(reader *r, const column *shape, const shard_kind *kind
     mls_status why;
     if (kind->axes != NULL && kind->axis_count != (size_t)shard->rank) {
         return mls_index_fail_value(&r->in, kind->axes_node, "axes",
-                                    "are not as many as the shape has");
+                                    "must have one entry for each dimension of the "
+                                    "shape");
     }
     if (!mls_index_fits(shard->dtype, shard->rank, shard->shape)) {
-        return mls_index_fail_column(&r->in, shape, "is larger than any memory");
+        return mls_index_fail_column(&r->in, shape, "is larger than memory");
     }
     if (mls_layout_part(&shard->layout, shard->rank, shard->shape, shard->part, &part,
                         &why) != MLS_OK) {
         return mls_index_fail_value(&r->in, kind->layout_node, "layout",
                                     why.code == MLS_E_VALUE
-                                        ? "does not have this part, or no sense"
+                                        ? "is invalid or does not have this part"
                                         : "does not fit the shape");
     }
     *elements = mls_part_count(&part);

@@ -143,7 +143,7 @@ mls_code mls_index_open_array(const mls_index_source *in, const mls_json_member 
     const size_t count = mls_json_size(in->json, m->node);
     if (count != rows) {
         mls_index_fail_at(in, mls_json_offset(in->json, m->node), m->key,
-                          "has not one value for each row of its table");
+                          "must have one value for each row of its table");
         mls_status_expected(in->st, "%zu", rows);
         mls_status_got(in->st, "%zu", count);
         return MLS_E_FORMAT;
@@ -186,7 +186,7 @@ mls_code mls_index_next_number(const mls_index_source *in, mls_index_column *col
     }
     if (at == 0 && length == 0) {
         return mls_index_fail_column(in, column,
-                                     "has not one value for each row of its table");
+                                     "must have one value for each row of its table");
     }
     if (at == 0 || at > SURE_DIGITS || (digits[0] == '0' && at > 1) ||
         (at < length && digits[at] != ',') || value < least || value > most) {
@@ -204,10 +204,11 @@ mls_code mls_index_next_crc(const mls_index_source *in, mls_index_column *column
 {
     if (column->rest.length < MLS_CRC_DIGITS) {
         return mls_index_fail_column(in, column,
-                                     "has not 8 digits for each of its values");
+                                     "must have 8 digits for each of its values");
     }
     if (!mls_crc_from_digits(column->rest.data, out)) {
-        mls_index_fail_column(in, column, "are not 8 hexadecimal digits each");
+        mls_index_fail_column(in, column,
+                              "must have 8 hexadecimal digits for each value");
         mls_status_got(in->st, "%.*s", (int)MLS_CRC_DIGITS, column->rest.data);
         return MLS_E_FORMAT;
     }

@@ -75,8 +75,7 @@ mls_code mls_wanted_cut(mls_wanted *w, const mls_cutting *how, mls_status *st)
         mls_layout_project(&how->layout, how->index, facts->rank, facts->axes, &layout,
                            &index);
     } else if (how->world > 0 && facts->layout.count > 1) {
-        mls_fail(st, MLS_E_VALUE,
-                 "it was cut in %d steps: give the layout by which %zu ranks cut it",
+        mls_fail(st, MLS_E_VALUE, "its layout has %d steps: give a layout of %zu parts",
                  facts->layout.count, how->world);
         return name_tensor(w, st);
     } else if (how->world > 0 && facts->layout.count == 1) {
@@ -130,7 +129,8 @@ mls_code mls_wanted_run(mls_wanted *w, int64_t begin, int64_t end, mls_status *s
         count *= facts->shape[i];
     }
     if (begin < 0 || end < begin || (uint64_t)end > count) {
-        return mls_fail(st, MLS_E_VALUE, "no elements %lld to %lld of %zu",
+        return mls_fail(st, MLS_E_VALUE,
+                        "elements %lld to %lld do not exist: the tensor has %zu",
                         (long long)begin, (long long)end, count);
     }
     part.begin = (size_t)begin;

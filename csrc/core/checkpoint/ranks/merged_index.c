@@ -36,7 +36,7 @@ static mls_code add_shard(mls_merged_index *c, const mls_merged_index_shard *nex
     } else if (!mls_index_same_tensor(tensor->facts, next->shard)) {
         const mls_str name = next->shard->id.name;
         mls_fail(st, MLS_E_FORMAT,
-                 "the ranks do not agree on a tensor's dtype, shape or layout");
+                 "the dtype, shape or layout of a tensor differs between ranks");
         mls_status_name(st, name.data, name.length);
         return MLS_E_FORMAT;
     }
@@ -77,8 +77,8 @@ static mls_code check_sharing(const listed *files, size_t count, mls_status *st)
         used = again ? used : 0;
         if (file->bytes != before->bytes || file->header_crc != before->header_crc ||
             !mls_u64_add(used, files[i].used, &used) || used > file->bytes) {
-            mls_fail(st, MLS_E_FORMAT, "the ranks do not agree on the file %.150s",
-                     file->path);
+            mls_fail(st, MLS_E_FORMAT,
+                     "the ranks have different records of the file %.150s", file->path);
             return MLS_E_FORMAT;
         }
     }
@@ -242,8 +242,8 @@ static mls_code check_missing(const mls_merged_index *merged,
     }
     const mls_str name = tensor->facts->id.name;
     mls_fail(st, MLS_E_FORMAT,
-             "a tensor is not all there: %zu of its %zu parts were stored, and with them "
-             "%zu of %zu elements that are wanted",
+             "the tensor is incomplete: %zu of its %zu parts are stored, with %zu of the "
+             "%zu requested elements",
              tensor->count, parts, there, mls_part_count(to));
     mls_status_name(st, name.data, name.length);
     return MLS_E_FORMAT;

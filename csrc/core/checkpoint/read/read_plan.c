@@ -118,7 +118,7 @@ static mls_code plan_spans(mls_read_plan *plan, const mls_read_range *piece,
     size_t bytes;
     mls_stored_range range;
     if (!mls_stored_bytes(shard, &bytes)) {
-        mls_fail_at(st, shard->offset, "its records place bytes of it beyond the file");
+        mls_fail_at(st, shard->offset, "its records exceed the length of the file");
         mls_status_expected(st, "at most %llu bytes",
                             (unsigned long long)shard->file_bytes);
         return mls_stored_blame(shard, st);

@@ -203,7 +203,7 @@ static mls_code open_shard(read_worker *w, const mls_stored_shard *shard, mls_st
         return code;
     }
     mls_fail_at(st, w->file_bytes < shard->file_bytes ? w->file_bytes : shard->file_bytes,
-                "it is %llu bytes long, but %llu were written: it was cut off or "
+                "it is %llu bytes long, but %llu were written: it was truncated or "
                 "replaced",
                 (unsigned long long)w->file_bytes, (unsigned long long)shard->file_bytes);
     mls_status_expected(st, "%llu bytes", (unsigned long long)shard->file_bytes);
@@ -421,7 +421,7 @@ static void record_stop(read_state *shared, const mls_read_span *s)
 {
     pthread_mutex_lock(&shared->lock);
     if (!atomic_load(&shared->stopped)) {
-        mls_fail(&shared->status, MLS_E_STOPPED, "stopped as the caller asked");
+        mls_fail(&shared->status, MLS_E_STOPPED, "cancelled by the caller");
         (void)mls_stored_blame(s->piece->shard, &shared->status);
         atomic_store(&shared->failed, (size_t)(s - shared->plan.spans));
         atomic_store(&shared->stopped, true);
@@ -649,7 +649,7 @@ mls_code mls_shards_read(const mls_read_request *request, size_t *failed, mls_st
         *st = shared.status;
         code = st->code;
     } else if (shared.unmade) {
-        code = mls_fail(st, MLS_E_STOPPED, "stopped as the caller asked");
+        code = mls_fail(st, MLS_E_STOPPED, "cancelled by the caller");
     }
     if (code != MLS_OK) {
         *failed = planned;

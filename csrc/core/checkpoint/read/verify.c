@@ -169,7 +169,7 @@ static bool open_file(verifier *v, size_t file, bool tell, int *fd)
         const bool cut = length < record->bytes;
         add_problem(v, MLS_PROBLEM_LENGTH, file, SIZE_MAX, cut ? length : record->bytes,
                     cut ? record->bytes - length : length - record->bytes,
-                    cut ? "the file is cut off" : "the file is longer than it was");
+                    cut ? "the file is truncated" : "the file is longer than it was");
     } else if (tell) {
         add_problem(v,
                     st.code == MLS_E_FORMAT || st.os_error == EISDIR ? MLS_PROBLEM_FOREIGN
@@ -261,7 +261,7 @@ static mls_code read_header(int fd, uint64_t end, const mls_index_file *record,
     }
     if (code == MLS_OK &&
         (!header->has_crc || header->header_crc != record->header_crc)) {
-        code = mls_fail(st, MLS_E_VALUE, "it is another file than was written");
+        code = mls_fail(st, MLS_E_VALUE, "the file was replaced by another one");
     }
     return code;
 }
@@ -286,7 +286,7 @@ static mls_code check_header(verifier *v, int fd, size_t first, mls_status *st)
     mls_safetensors header = {0};
     mls_code code = read_header(fd, place.offset, record, v->crc, &head, &header, st);
     if (code == MLS_OK && !is_header_recorded(v, &header, first)) {
-        code = mls_fail(st, MLS_E_VALUE, "it is another file than was written");
+        code = mls_fail(st, MLS_E_VALUE, "the file was replaced by another one");
     }
     mls_safetensors_fini(&header);
     mls_free(head);
@@ -324,7 +324,7 @@ static void verify_file(verifier *v, size_t first)
 static void add_altered(verifier *v, const spot *s, size_t file, uint64_t at,
                         uint64_t length)
 {
-    static const char what[] = "these bytes are not those that were written";
+    static const char what[] = "the bytes have changed since they were written";
     const mls_layers *layers = v->index->shards[s->shard].layers;
     char text[120];
     if (layers == NULL) {
@@ -585,9 +585,7 @@ mls_code mls_index_verify(int folder, const mls_index *index, const mls_crc_kern
     if (v.code != MLS_OK) {
         mls_problems_fini(&v.found);
         return mls_fail(st, v.code,
-                        v.code == MLS_E_STOPPED ? "stopped"
-                                                : "no memory to "
-                                                  "go on");
+                        v.code == MLS_E_STOPPED ? "stopped" : "no memory to continue");
     }
     if (v.found.count > 0) {
         qsort(v.found.list, v.found.count, sizeof *v.found.list, compare_problems);

@@ -158,7 +158,7 @@ enum {
     ROOM = 4 * BLOCK
 };
 
-_Static_assert((int)MLS_FRAME_BYTES == (int)BLOCK, "a frame lies in two blocks at most");
+_Static_assert((int)MLS_FRAME_BYTES == (int)BLOCK, "a frame is in at most two blocks");
 
 /* The checksums have the same digits as in the index, so that users can search for them.
  */
@@ -166,7 +166,8 @@ mls_code mls_block_changed(uint64_t offset, size_t start, size_t length, uint32_
                            uint32_t expected, mls_status *st)
 {
     mls_fail(st, MLS_E_CHECKSUM,
-             "its bytes are not those that were written (checksum %08lx, expected %08lx, "
+             "its bytes have changed since they were written (checksum %08lx, expected "
+             "%08lx, "
              "over %zu bytes from %zu on): the file is damaged",
              (unsigned long)found, (unsigned long)expected, length, start);
     st->has_offset = true;
@@ -259,7 +260,7 @@ mls_code mls_compressed_frame_read(mls_compressed_frame_room *room,
         return code;
     }
     if (codecs == NULL) {
-        return mls_fail(st, MLS_E_VALUE, "nothing here decodes %s",
+        return mls_fail(st, MLS_E_VALUE, "no decoder for %s is available",
                         mls_codec_name(frames->codec));
     }
     /* decompress to scratch memory if unshuffling follows; the blocks keep the compressed

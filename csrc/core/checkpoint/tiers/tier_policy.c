@@ -76,7 +76,7 @@ static size_t free_number(mls_tiers *t)
 /* Sizes of real memory never reach this limit; sizes from a damaged file may. */
 static mls_code fail_sum(mls_status *st)
 {
-    return mls_fail(st, MLS_E_SIZE, "more bytes in a tier than 64 bits count");
+    return mls_fail(st, MLS_E_SIZE, "the size of a tier exceeds 64 bits");
 }
 
 /* The sum is checked first. Only the allocation can fail after it, and both failures
@@ -350,8 +350,8 @@ static mls_code fail_pinned(const mls_tiers *t, size_t unit, mls_tier tier,
 {
     return mls_fail(st, MLS_E_CAPACITY,
                     "no room for a unit of %" PRIu64
-                    " bytes: what is in use or moving takes "
-                    "too much of the %s budget of %" PRIu64 " bytes",
+                    " bytes: units in use or moving occupy too much of the %s budget of"
+                    " %" PRIu64 " bytes",
                     t->units[unit].bytes, mls_tier_name(tier), t->budgets[tier]);
 }
 
@@ -370,7 +370,7 @@ mls_code mls_tiers_make_room(const mls_tiers *t, size_t unit, mls_tier tier,
     second.list = mls_alloc(t->count, sizeof *second.list);
     moves.list = mls_alloc(t->count, sizeof *moves.list);
     if (first.list == NULL || second.list == NULL || moves.list == NULL) {
-        code = mls_fail(st, MLS_E_MEMORY, "no memory to choose what goes");
+        code = mls_fail(st, MLS_E_MEMORY, "no memory to choose units to move");
         goto done;
     }
     /* a unit that is already in the tier and grew is part of the sum */

@@ -470,7 +470,7 @@ static mls_code finish_output(sink *s)
     }
     const int reason = s->w->sync_once ? 0 : mls_file_sync(out->fd);
     if (reason != 0) {
-        return mls_fail_os(s->st, reason, "cannot bring a file to the disk");
+        return mls_fail_os(s->st, reason, "cannot sync a file to disk");
     }
     const int failed = close(out->fd) != 0 && errno != EINTR ? errno : 0;
     out->fd = -1;
@@ -478,7 +478,7 @@ static mls_code finish_output(sink *s)
         return mls_fail_os(s->st, failed, "cannot close a file");
     }
     if (rename_file(s->w, out->temporary, out->path) != 0) {
-        return mls_fail_os(s->st, errno, "cannot give a file its name");
+        return mls_fail_os(s->st, errno, "cannot rename the temporary file");
     }
     out->named = true;
     mls_write_plan_finish(out->planned);
@@ -684,14 +684,14 @@ static mls_code make_durable(const writer *w, mls_status *st)
             result = syncfs(w->job->folder);
         } while (result != 0 && errno == EINTR);
         return result == 0 ? MLS_OK
-                           : mls_fail_os(st, errno, "cannot bring the files to the disk");
+                           : mls_fail_os(st, errno, "cannot sync the files to disk");
     }
 #    endif
     /* a file is lost if its data is durable but its name is not */
     for (int i = 0; i < FOLDER_COUNT; i++) {
         const int reason = mls_folder_sync(w->folders[i]);
         if (reason != 0) {
-            return mls_fail_os(st, reason, "cannot bring the folder %s to the disk",
+            return mls_fail_os(st, reason, "cannot sync the folder %s to disk",
                                folder_name(i));
         }
     }
@@ -729,13 +729,13 @@ static mls_code write_small(const writer *w, const char *path,
     mls_code code = mls_file_write_at(fd, text->data, text->length, 0, st);
     const int reason = code == MLS_OK && !w->sync_once ? mls_file_sync(fd) : 0;
     if (reason != 0) {
-        code = mls_fail_os(st, reason, "cannot bring the index to the disk");
+        code = mls_fail_os(st, reason, "cannot sync the index to disk");
     }
     if (close(fd) != 0 && errno != EINTR && code == MLS_OK) {
         code = mls_fail_os(st, errno, "cannot close the index");
     }
     if (code == MLS_OK && rename_file(w, temporary, path) != 0) {
-        code = mls_fail_os(st, errno, "cannot give the index its name");
+        code = mls_fail_os(st, errno, "cannot rename the temporary index");
     }
     if (code != MLS_OK) {
         remove_file(w, temporary);

@@ -93,7 +93,8 @@ mls_code mls_staging_overhead(const mls_shard_item *items, size_t count, size_t 
     for (size_t i = 0; i < threads; i++) {
         if (!mls_size_add(sum, MLS_WRITE_BUFFER + THREAD_BYTES, &sum) ||
             !mls_size_add(sum, coded, &sum)) {
-            return mls_fail(st, MLS_E_SIZE, "coding takes more bytes than there can be");
+            return mls_fail(st, MLS_E_SIZE,
+                            "compression needs more bytes than memory can have");
         }
     }
     *out = sum;

@@ -473,8 +473,8 @@ static mls_code set_versions(mls_write_plan *plan, mls_status *st)
         const bool counted = planned->item->version == 0 && !planned->same;
         if (counted && old >= INT64_MAX) {
             mls_fail(st, MLS_E_VALUE,
-                     "the version of a shard cannot go up any more: it "
-                     "is the highest one, as a caller set it");
+                     "the version of a shard cannot increase: it is already the largest "
+                     "one");
             return name_tensor(planned->item, st);
         }
         plan->index.shards[i].version = planned->item->version != 0

@@ -560,7 +560,9 @@ static mls_code check_versions(mls_write_plan *plan, mls_status *st)
         const uint64_t version = planned->item->version;
         const uint64_t old = planned->before == NULL ? 0 : planned->before->version;
         if (version > INT64_MAX || (version != 0 && version < old)) {
-            mls_fail(st, MLS_E_VALUE, "version %llu of a shard whose version is %llu",
+            mls_fail(st, MLS_E_VALUE,
+                     "version %llu is not allowed: the stored version "
+                     "of the shard is %llu",
                      (unsigned long long)version, (unsigned long long)old);
             mls_status_name(st, planned->key.data, planned->key.length);
             if (version > INT64_MAX) { /* an index cannot store it */

@@ -300,13 +300,14 @@ mls_code mls_reduce_check(const mls_reduction *r, mls_status *st)
         return check_divisor(r, st);
     }
     if (mls_dtype_of(r->dtype)->kind == MLS_KIND_FLOAT8) {
-        mls_fail(st, MLS_E_DTYPE, "the %s of %s can only be had as float32, not as %s",
+        mls_fail(st, MLS_E_DTYPE,
+                 "the %s of %s can only be computed as float32, not as %s",
                  op_name(r->op), name, mls_dtype_of(r->out_dtype)->name);
         mls_status_expected(st, "float32");
     } else if (reduce_kernel(&mls_reduce_scalar, &into_itself) == NULL) {
         return mls_fail(st, MLS_E_DTYPE, "%s has no %s", name, op_name(r->op));
     } else {
-        mls_fail(st, MLS_E_DTYPE, "the %s of %s cannot be had as %s", op_name(r->op),
+        mls_fail(st, MLS_E_DTYPE, "the %s of %s cannot be computed as %s", op_name(r->op),
                  name, mls_dtype_of(r->out_dtype)->name);
         mls_status_expected(st, "%s", name);
     }
@@ -422,7 +423,8 @@ static mls_code check_shapes(const mls_tensor *dst, const mls_tensor *src, mls_s
         return MLS_E_SHAPE;
     }
     if (!mls_tensor_count(dst, &count)) {
-        return mls_fail(st, MLS_E_SIZE, "an array of more elements than memory has");
+        return mls_fail(st, MLS_E_SIZE,
+                        "an array has more elements than memory can hold");
     }
     return MLS_OK;
 }
@@ -447,8 +449,8 @@ static mls_code check_scale(mls_dtype dst, mls_dtype src, double scale, mls_stat
     }
     if (!is_number(scale, wide)) {
         return mls_fail(st, MLS_E_VALUE,
-                        "a scale of %g is no number in %s, in which the sum is computed",
-                        scale, wide ? "float64" : "float32");
+                        "a scale of %g is not finite in %s, the dtype of the sum", scale,
+                        wide ? "float64" : "float32");
     }
     return MLS_OK;
 }
@@ -749,7 +751,8 @@ mls_code mls_scale_check(const mls_tensor *t, double factor, mls_status *st)
     }
     return mls_tensor_count(t, &count)
                ? MLS_OK
-               : mls_fail(st, MLS_E_SIZE, "an array of more elements than memory has");
+               : mls_fail(st, MLS_E_SIZE,
+                          "an array has more elements than memory can hold");
 }
 
 mls_code mls_scale(mls_cpu cpu, mls_pool *pool, const mls_tensor *t, double factor,

@@ -124,7 +124,7 @@ class Interceptor:
             return call
         before = block.__dict__.get(_HOOK)
         if isinstance(before, _Entry):
-            raise ValueError(f"{name} follows a plan already: remove() that first")
+            raise ValueError(f"{name} already has a plan: call remove() first")
         original: Callable[..., Any] = before or block._call_impl
         mine = _Entry(enter, tuple(self._positions[id(block)]), original)
         block.__dict__[_HOOK] = mine
@@ -270,13 +270,13 @@ class PlannedModel:
         if run is None or run.next not in positions:
             turn = self.names[0 if run is None else run.next]
             return ValueError(
-                f"{name} was called, and it is the turn of {turn}: a plan runs all "
-                "blocks in their order, under torch.no_grad() any"
+                f"{name} was called, expected {turn}: a plan runs all blocks in order, except "
+                "under torch.no_grad()"
             )
         before = self.names[run.next - 1]
         return ValueError(
-            f"what enters {name} is not what {before} returned: something stands between the two; "
-            "make it part of a block"
+            f"the input of {name} is not the output of {before}: make the code between them part "
+            "of a block"
         )
 
     def remove(self) -> None:

@@ -133,8 +133,8 @@ class Pass:
         if self.next not in positions:
             turn = self._names[self.next] if self.next < len(self._names) else "none"
             raise ValueError(
-                f"{self._names[positions[0]]} was called, and it is the turn of {turn}: the "
-                "blocks of a chain run one after the other, each once"
+                f"{self._names[positions[0]]} was called, expected {turn}: the blocks of a chain "
+                "run in order, each once"
             )
         self.next += 1
         call = BlockCall(original, args, kwargs)

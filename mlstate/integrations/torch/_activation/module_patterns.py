@@ -26,4 +26,4 @@ def refuse_overlap(found: Sequence[tuple[str, Any]]) -> None:
     for name, block in found:
         for path, inner in block.named_modules() if hasattr(block, "named_modules") else ():
             if path and id(inner) in ids and inner is not block:
-                raise ValueError(f"blocks overlap: {ids[id(inner)]} lies inside {name}")
+                raise ValueError(f"blocks overlap: {ids[id(inner)]} is inside {name}")

@@ -304,7 +304,7 @@ def profile_operators(module: Any, sample: Any, *, repeats: int = 5) -> Operator
     first = runs[0]
     for calls in runs[1:]:
         if [call.name for call in calls] != [call.name for call in first]:
-            raise ValueError("the module calls other operators from run to run")
+            raise ValueError("the module calls different operators in different runs")
     seconds = [median(run[i].seconds for run in runs[1:]) for i in range(len(first))]
     return OperatorProfile(
         [call.name for call in first],

@@ -94,7 +94,10 @@ class Allocations:
 
         if self._on_cpu:
             if torch._C._autograd._profiler_enabled():
-                raise RuntimeError("a profiler of torch runs already: memory is measured by it")
+                raise RuntimeError(
+                    "a torch profiler is already running, and measuring memory "
+                    "needs it: stop it first"
+                )
             self._profile = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
             with _quiet_profiler():
                 self._profile.__enter__()

@@ -37,7 +37,9 @@ class Program:
         self.steps = [(str(kind), int(index)) for kind, index in steps]
         unknown = next((kind for kind, _ in self.steps if kind not in _KINDS), None)
         if unknown is not None:
-            raise ValueError(f"{unknown!r} is no kind of step that torch can run: {_KINDS}")
+            raise ValueError(
+                f"{unknown!r} is not a kind of step that torch can run, expected one of {_KINDS}"
+            )
         n = self.blocks = 1 + max(i for kind, i in self.steps if kind == "backward")
         self.runs = [0] * n
         self.first = [-1] * n  # first step that runs each block
@@ -530,7 +532,7 @@ class Run:
 
         name = self._blocks[slot.block].name
         if torch._C._current_graph_task_id() < 0:
-            raise MLStateError(f"{name}: its saved tensors are there in a backward pass only")
+            raise MLStateError(f"{name}: its saved tensors exist only during a backward pass")
         if torch.is_grad_enabled():
             raise _double_backward_error(name)
         if slot.value is None and not self._spent:
@@ -631,8 +633,8 @@ class _Packer:
             raise refusal(
                 self._name,
                 f"{self._name} saved {len(self._slots)} tensors for backward when it ran first, "
-                f"and {self._count} when it was recomputed; mlstate.activation.check says where "
-                "the two runs part",
+                f"and {self._count} when it was recomputed; mlstate.activation.check finds where "
+                "the two runs differ",
                 str(len(self._slots)),
                 str(self._count),
             )
@@ -666,7 +668,7 @@ def _difference_error(name: str, what: str, first: list[Any], now: list[Any]) ->
     return refusal(
         name,
         f"{name}, {what}: {texts[0]} when the block ran first, {texts[1]} when it was recomputed; "
-        "mlstate.activation.check says where the two runs part",
+        "mlstate.activation.check finds where the two runs differ",
         *texts,
     )
 

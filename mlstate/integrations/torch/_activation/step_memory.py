@@ -21,7 +21,7 @@ _ROWS = 60
 _HEADERS = ["step", "predicted", "as run", "measured", "why it differs"]
 _EARLY = "ends with its last saved tensor"
 _TWICE = "more: the model still holds what was dropped before its next block ran"
-_SEED = "more: the gradient of the result is there already"
+_SEED = "more: the gradient of the result already exists"
 
 
 @set_module("mlstate.integrations.torch")

@@ -142,11 +142,11 @@ def apply_strategy(
     refuse_overlap(list(chosen.items()))
     for name, block in chosen.items():
         if isinstance(vars(block).get("forward"), _Forward):
-            raise ValueError(f"block {name!r} has a manager already: remove that first")
+            raise ValueError(f"block {name!r} already has a manager: call remove() on that first")
         if isinstance(block, torch.nn.ModuleList | torch.nn.ModuleDict):
             raise ValueError(
-                f"block {name!r} is a {type(block).__name__}, which has no forward: {name}.* names "
-                "what is in it"
+                f"block {name!r} is a {type(block).__name__}, which has no forward: pass {name}.* "
+                "for its children"
             )
     return AppliedStrategy(manager, chosen)
 

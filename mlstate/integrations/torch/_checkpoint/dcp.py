@@ -47,7 +47,7 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         raise FormatError(
             f".metadata names {module}.{name}, which describes no checkpoint: it was not written "
-            "by torch.distributed.checkpoint, or by a planner of its own"
+            "by torch.distributed.checkpoint, or by a custom planner"
         )
 
 

@@ -121,7 +121,9 @@ def _sharding_order(name: str, value: Any) -> list[int]:
             before *= mesh.size(other) if value.placements[other].dim == placement.dim else 1
         if factor != before:
             raise _sharding_error(
-                name, value, f"strides of {factor} cannot be said by a Layout; redistribute() it"
+                name,
+                value,
+                f"strides of {factor} cannot be described by a Layout; redistribute() it",
             )
         order.append(number)
     return order
@@ -229,8 +231,8 @@ def part_of(name: str, value: Any, replica: int = 0) -> Any:
         return _part_of_sharded(name, value, replica)
     if not isinstance(value, torch.Tensor):
         raise TypeError(
-            f"{name!r} is a {type(value).__name__}, not a tensor: take it out of the state "
-            "first, and store it on its own"
+            f"{name!r} is a {type(value).__name__}, not a tensor: remove it from the state first, "
+            "and store it separately"
         )
     return (
         _part_of_dtensor(name, value)

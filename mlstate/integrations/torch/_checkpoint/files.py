@@ -56,7 +56,7 @@ def _format_error(path: Path, what: str) -> FormatError:
 def _leaves(tree: Any, prefix: str, depth: int = 0) -> Iterator[tuple[str, Any]]:
     """Yield the leaves of a tree, with keys joined by dots, as in torch's checkpoints."""
     if depth > _DEEPEST:
-        raise ValueError(f"{prefix[:60]!r} lies more than {_DEEPEST} levels deep")
+        raise ValueError(f"{prefix[:60]!r} is nested more than {_DEEPEST} levels deep")
     items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
     for key, value in items:
         name = f"{prefix}.{key}" if prefix else str(key)
@@ -86,8 +86,8 @@ def _state_from(tree: Mapping[Any, Any], path: Path) -> StateDict:
     if strange:
         raise _format_error(
             path,
-            f"no state can hold {join(strange)}: take what is neither tensor nor number out of "
-            "the file, and keep it elsewhere",
+            f"a state cannot hold {join(strange)}: remove everything from the file that is neither "
+            "tensor nor number",
         )
     return StateDict(arrays_of(taken))
 
@@ -105,7 +105,7 @@ def _names_of(groups: list[Any], path: Path) -> dict[Any, str]:
         for number, member in enumerate(members):
             if not isinstance(member, int | str) or member in names:
                 raise _format_error(
-                    path, f"the optimizer's parameter {member!r} is no number, or twice"
+                    path, f"the optimizer's parameter {member!r} is not a number, or appears twice"
                 )
             default = member if isinstance(member, str) else f"param_{len(names)}"
             names[member] = str(given[number]) if given else default
@@ -129,7 +129,7 @@ def _optimizer_from(tree: Mapping[str, Any], path: Path) -> OptimizerStateDict:
         member = int(key) if key not in names and str(key).isdecimal() else key
         if member not in names or not isinstance(entries, Mapping):
             raise _format_error(
-                path, f"the optimizer has a state for {key!r}, which no group lists"
+                path, f"the optimizer has a state for {key!r}, which is in none of its groups"
             )
         for state, value in entries.items():
             name = f"{names[member]}.{state}"
@@ -186,8 +186,8 @@ def _metadata_from(rest: Mapping[str, Any], path: Path) -> dict[str, Any]:
     if strange:
         raise _format_error(
             path,
-            f"beside model and optimizer there is {join(strange)}, which is no plain value: "
-            "take it out of the file, and keep it elsewhere",
+            f"besides model and optimizer, the file has {join(strange)}, which is not a plain "
+            "value: remove it from the file",
         )
     return plain
 

@@ -127,7 +127,7 @@ def _run(name: str, handle: Any, number: int) -> FlatRun:
     if flat._param_extensions[number] is not None:
         raise TypeError(
             f"{name!r} is cut by tensor parallelism under FSDP1: use fully_shard (FSDP2), whose "
-            "parameters say how they are cut"
+            "parameters record their layout"
         )
     info = flat._shard_param_infos[number]
     whole = not handle.uses_sharded_strategy

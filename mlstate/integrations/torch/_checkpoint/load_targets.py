@@ -58,8 +58,8 @@ def _place(name: str, value: Any) -> Place:
 def _refuse_alone(name: str, parts: int, ranks: int) -> ValueError:
     return ValueError(
         f"{name!r} is spread over {parts} ranks, and {ranks} "
-        f"{'saves' if ranks == 1 else 'save'}: give group=, with all ranks that have a part, and "
-        "let every one of them call this"
+        f"{'saves' if ranks == 1 else 'save'}: pass group= with all ranks that have a part, and "
+        "make this call on each of them"
     )
 
 
@@ -85,8 +85,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, ranks: int) -> None:
     for number, parameter in enumerate(p for g in optimizer.param_groups for p in g["params"]):
         if is_flattened(parameter):
             raise TypeError(
-                "the optimizer's parameters are FSDP1's, which are flat and have no names by "
-                "themselves: give the module too"
+                "the optimizer's parameters are FSDP1's, which are flat and have no names: pass "
+                "the module too"
             )
         mesh = getattr(parameter, "device_mesh", None)
         if mesh is not None and mesh.size() > ranks:
@@ -195,8 +195,8 @@ class Filling:
         for name, place in self.places.items():
             if place.cut != ():
                 raise TypeError(
-                    f"{name!r} is a part of a tensor, and says which: leave layout=, rank= and "
-                    "world_size= away"
+                    f"{name!r} is a part of a tensor, and its layout is known: do not pass "
+                    "layout=, rank= and world_size="
                 )
 
     def zero(self, name: str) -> None:
@@ -315,7 +315,7 @@ def _new_state(key: str, slot: _ParameterSlot, record: OptimizerRecord) -> torch
     import torch
 
     if not torch_has(record.dtype):
-        error = CompatibilityError(f"{key!r} is {record.dtype}, which torch has not")
+        error = CompatibilityError(f"{key!r} is {record.dtype}, a dtype that torch lacks")
         error.name, error.got = key, record.dtype
         raise error
     dtype = getattr(torch, record.dtype)
@@ -456,8 +456,8 @@ class OptimizerFilling(Filling):
         run = slot.run
         if run is not None and record.shape != slot.shape:
             error = CompatibilityError(
-                f"{key!r} has shape {record.shape}, its parameter {slot.shape}: FSDP1 has its "
-                "parameters flat, whose states have their shape; load into FSDP2 or a plain module"
+                f"{key!r} has shape {record.shape}, its parameter {slot.shape}: FSDP1 flattens "
+                "parameters and their states; load into FSDP2 or a plain module"
             )
             error.name = key
             raise error
@@ -485,8 +485,8 @@ class OptimizerFilling(Filling):
             if where in first and arrays[first[where]].tobytes() != array.tobytes():
                 error = CompatibilityError(
                     f"{first[where]!r} is {arrays[first[where]].item()} and {key!r} is "
-                    f"{array.item()}, but FSDP1 has them in one flat parameter: wrap them "
-                    "apart, or with use_orig_params=True"
+                    f"{array.item()}, but FSDP1 stores them in one flat parameter: wrap them "
+                    "separately, or with use_orig_params=True"
                 )
                 error.name = key
                 raise error

@@ -43,8 +43,8 @@ def _names_of_module(module: torch.nn.Module, parameters: list[torch.Tensor]) ->
     if lost:
         raise ValueError(
             f"the optimizer has parameters that {type(module).__name__} lacks: {join(lost)}; "
-            "pass the module that all of them are of, or their names in order; after fully_shard "
-            "an optimizer has to be made anew"
+            "pass the module that all of them are of, or their names in order; create the "
+            "optimizer after fully_shard"
         )
     return [names[id(p)] for p in parameters]
 
@@ -83,7 +83,7 @@ def _name_parameters(
     named = dict(zip(listed, parameters, strict=True))
     if len(named) != len(listed):
         twice = sorted({name for name in listed if listed.count(name) > 1})
-        raise ValueError(f"names of parameters are there twice: {join(twice)}")
+        raise ValueError(f"several parameters have the same name: {join(twice)}")
     return named
 
 
@@ -131,8 +131,8 @@ def _collect_states(
                 continue
             if not isinstance(state, str) or not state or "." in state:
                 raise ValueError(
-                    f"{name!r} has a state named {state!r}, which cannot be told from "
-                    "a part of the parameter's name"
+                    f"{name!r} has a state named {state!r}, which cannot be distinguished from a "
+                    "part of the parameter's name"
                 )
             if not is_number(value) and not isinstance(value, torch.Tensor):
                 raise TypeError(

@@ -137,7 +137,7 @@ class TorchGroup(ExchangeEngine):
         if process_group is None:
             process_group = dist.distributed_c10d._get_default_group()
         if dist.get_rank(process_group) < 0:
-            raise ValueError("TorchGroup: this process is no member of the group")
+            raise ValueError("TorchGroup: this process is not a member of the group")
         self._group = process_group
         self._rank: int = process_group.rank()
         self._world_size: int = process_group.size()
@@ -188,7 +188,8 @@ class TorchGroup(ExchangeEngine):
         calls = [json.loads(text) for text in told or ()]
         for rank, (other, *_) in enumerate(calls):
             if other != mine:
-                what = f"this rank called {mine!r}, rank {rank} {other!r}; all must call the same"
+                what = f"this rank called {mine!r}, rank {rank} {other!r}"
+                what += "; all ranks must make the same call"
                 raise failed(call.name, link.rank, what)
         for rank, to, sent, expected in _rows_between(calls) if call.rows else ():
             if sent != expected:
@@ -211,7 +212,7 @@ class TorchGroup(ExchangeEngine):
             )
         else:
             what = f"{who or 'another rank'} is gone, or called something else ({text[:300]})"
-        return failed(call.name, self._rank, f"{what}; the group is of no use any more")
+        return failed(call.name, self._rank, f"{what}; the group is unusable: create a new one")
 
     # ---- memory ----
 

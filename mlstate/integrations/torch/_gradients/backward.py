@@ -183,9 +183,7 @@ def _check_parameter(
     if parameter is None:
         shared = _tied_to(model, name)
         if shared is not None:
-            raise ValueError(
-                f"{name!r} is the same parameter as {shared!r}, which is the name to use"
-            )
+            raise ValueError(f"{name!r} is the same parameter as {shared!r}, use that name")
         raise ValueError(f"the model has no parameter {name!r}{names_hint(name, known)}")
     reason = why_not_reduced(parameter)
     if reason:
@@ -238,7 +236,7 @@ def begin_pass(on_end: Callable[[], None], rank: int) -> weakref.ref[Any]:
     if _is_inside_another():
         error = CollectiveError(
             f"backward pass on rank {rank}: its first gradient came from a pass inside another "
-            "one, whose end is not that of all gradients; for activation checkpointing pass "
+            "one, which ends before all gradients are computed; for activation checkpointing pass "
             "use_reentrant=False"
         )
         error.name, error.rank = "backward pass", rank

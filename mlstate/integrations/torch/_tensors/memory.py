@@ -51,8 +51,8 @@ def refuse_graph(*tensors: Any) -> None:
 
     if any(isinstance(tensor, torch.Tensor) and needs_graph(tensor) for tensor in tensors):
         raise ValueError(
-            "out= cannot be part of the autograd graph: detach source_state and out, or "
-            "leave out= away"
+            "out= cannot be part of the autograd graph: detach source_state and out, or do not "
+            "pass out="
         )
 
 

@@ -190,7 +190,9 @@ def restore_state(
     """
     found = _own_classes().get(kind) if isinstance(kind, str) else kind
     if not (isinstance(found, type) and issubclass(found, _core.StateDict)):
-        raise TypeError(f"the file has a state dict of class {kind!r}, which is none of mlstate's")
+        raise TypeError(
+            f"the file has a state dict of class {kind!r}, which is not an mlstate class"
+        )
     restored: dict[str, Any] = {}
     made: dict[int, Any] = {}
     for name, value in values.items():

@@ -50,7 +50,7 @@ def why_not_plain(tensor: torch.Tensor) -> str:
     try:
         tensor.data_ptr()
     except RuntimeError:
-        return "without memory of its own: take the state outside torch.func and torch.vmap"
+        return "without its own memory: take the state outside torch.func and torch.vmap"
     return ""
 
 
@@ -86,8 +86,8 @@ def _array_of(name: str, value: Any) -> Any:
         return value
     if not isinstance(value, torch.Tensor):
         raise TypeError(
-            f"{name!r} is a {type(value).__name__}, not a tensor: take it out of the state "
-            "first, and store it on its own"
+            f"{name!r} is a {type(value).__name__}, not a tensor: remove it from the state first, "
+            "and store it separately"
         )
     reason = why_not_plain(value)
     if reason:

@@ -119,9 +119,9 @@ static void no_byte_is_in_two_places(void)
         CHECK(arrange(true, true, apart, &st) == expected);
     }
     CHECK(arrange(true, true, 49, &st) == MLS_E_FORMAT);
-    CHECK_TEXT(st.text, "shard of 'a': \"offset\" is inside another of its layers");
+    CHECK_TEXT(st.text, "shard of 'a': \"offset\" overlaps another layer of the shard");
     CHECK(arrange(true, false, 49, &st) == MLS_E_FORMAT && strcmp(st.name, "b") == 0);
-    CHECK_TEXT(st.text, "shard of 'b': \"offset\" is inside another shard of the file");
+    CHECK_TEXT(st.text, "shard of 'b': \"offset\" overlaps another shard in the file");
     CHECK(arrange(true, false, 50, &st) == MLS_OK);
 }
 

@@ -31,7 +31,7 @@ static void numbers_are_read_in_turn(void)
     CHECK(mls_index_next_number(&in, &c, 0, UINT64_MAX, &value) == MLS_OK);
     CHECK(value == 9999999999999999999U && mls_index_end_columns(&in, &c, 1) == MLS_OK);
     CHECK(mls_index_next_number(&in, &c, 0, 9, &value) == MLS_E_FORMAT);
-    CHECK_TEXT(status.text, "\"x\" has not one value for each row of its table");
+    CHECK_TEXT(status.text, "\"x\" must have one value for each row of its table");
 }
 
 static void other_numbers_are_refused(void)

@@ -104,7 +104,7 @@ static void a_part_is_cut_as_asked(void)
     CHECK(mls_wanted_cut(state, &layout, &st) == MLS_OK);
     CHECK(state->part.length[0] == ROWS && state->part.length[1] == 2);
     CHECK(mls_wanted_cut(twice, &third, &st) == MLS_E_VALUE);
-    CHECK_TEXT(st.text, "it was cut in 2 steps: give the layout by which 4 ranks cut it");
+    CHECK_TEXT(st.text, "its layout has 2 steps: give a layout of 4 parts");
     CHECK_TEXT(st.name, "twice");
     fixture_end(&f);
 }
@@ -121,7 +121,7 @@ static void elements_of_the_whole_tensor_are_a_part(void)
     CHECK(mls_wanted_run(w, -1, 3, &st) == MLS_E_VALUE);
     CHECK(mls_wanted_run(w, 4, 3, &st) == MLS_E_VALUE);
     CHECK(mls_wanted_run(w, 0, 49, &st) == MLS_E_VALUE);
-    CHECK_TEXT(st.text, "no elements 0 to 49 of 48");
+    CHECK_TEXT(st.text, "elements 0 to 49 do not exist: the tensor has 48");
     fixture_end(&f);
 }
 

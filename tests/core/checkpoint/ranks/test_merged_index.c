@@ -259,7 +259,7 @@ static void a_part_that_nobody_has_is_missed_where_it_is_wanted(void)
                                   &st) == MLS_E_FORMAT);
     CHECK_TEXT(st.name, "w");
     CHECK(strstr(st.text, "3 of its 4 parts") != NULL);
-    CHECK(strstr(st.text, "36 of 48 elements") != NULL);
+    CHECK(strstr(st.text, "36 of the 48 requested elements") != NULL);
     const mls_part half = part_of(cut(0, 2), 2, matrix, 1);
     CHECK(mls_merged_index_pieces(&merged, w, &half, NULL,
                                   &(mls_read_scratch){stored, parts, pieces}, &count,

@@ -155,9 +155,8 @@ static void pinned_units_stay_and_are_said_to_be_in_the_way(void)
     const size_t a = add(&t, 60, WARM), b = add(&t, 40, WARM), in = add(&t, 50, COLD);
     mls_tiers_pin(&t, a);
     CHECK(mls_tiers_make_room(&t, in, WARM, &moves, &st) == MLS_E_CAPACITY);
-    CHECK_TEXT(st.text,
-               "no room for a unit of 50 bytes: what is in use or moving takes too "
-               "much of the warm budget of 100 bytes");
+    CHECK_TEXT(st.text, "no room for a unit of 50 bytes: units in use or moving occupy "
+                        "too much of the warm budget of 100 bytes");
     CHECK(moves.list == NULL);
     CHECK(mls_tiers_make_room(&t, in, HOT, &moves, &st) == MLS_E_CAPACITY);
     mls_tiers_unpin(&t, a);
