@@ -108,7 +108,7 @@ class StateTransitionManager:
         num_layers, num_kv_heads, head_dim : int, optional
             The other dimensions of its cache; `transition` checks those that are given. Layers
             are the first of at least four axes. Heads and head dimension are the axes around the
-            sequence. Leave out those that the layout does not have.
+            sequence. Leave out a dimension that the layout does not have.
 
         Raises
         ------

@@ -104,8 +104,8 @@ def transition_kv_state(
         in NumPy, bfloat16 as in torch). Integers convert to floats and other integers; floats
         convert to integers, truncated toward zero.
     out : ndarray or torch.Tensor, optional
-        Preallocated result, a NumPy array or torch tensor of any convertible dtype. Its shape is
-        that of `source_state` with `target_seq_length` positions. It must not share memory with
+        Preallocated result, a NumPy array or torch tensor of any convertible dtype. It has
+        the shape of `source_state` with `target_seq_length` positions. It must not share memory with
         `source_state`.
     low_memory : bool
         Disable huge pages for a new NumPy result of at least 32 MiB, so that zero padding

@@ -21,7 +21,7 @@ typedef struct mls_kv_buffer {
     size_t capacity;               /* positions reserved */
 } mls_kv_buffer;
 
-/* Reserve zeroed memory for `capacity` positions. `shape` is the initial shape, of which
+/* Reserve zeroed memory for `capacity` positions. `shape` is the initial shape, and
  * `axis` is the sequence; both passed mls_kv_find_axis. The caller ends the buffer with
  * mls_kv_buffer_fini. MLS_E_CAPACITY: capacity below the length. MLS_E_SIZE,
  * MLS_E_MEMORY. */

@@ -7,7 +7,7 @@
  * A row is the part of a cache at one index of the axes before the sequence. Its
  * positions are usually contiguous, so its tokens are one run to copy and its padding,
  * right after them, is one run to fill. The move divides a cache into parts: several
- * short rows (the sequence is innermost, say), one row, or some positions of a long row.
+ * short rows (with the sequence innermost), one row, or some positions of a long row.
  */
 #include "kv/kv_transition.h"
 
@@ -315,7 +315,7 @@ static void populate_rows(const job *j, const mls_tensor *tokens)
     }
 }
 
-/* Narrow both views to the indices of a part, except those of the sequence. Returns the
+/* Narrow both views to the indices of a part, but not along the sequence. Returns the
  * first position of the part and sets `*positions` to their number. */
 static size_t select_part(const job *j, size_t part, mls_tensor *to, mls_tensor *from,
                           size_t *positions)
@@ -394,7 +394,7 @@ static void move_parts(void *context, size_t task)
     }
 }
 
-/* Return whether the kernel for rows can move those of this job: packed on both sides,
+/* Return whether the kernel for rows can move the rows of this job: packed on both sides,
  * aligned, without a conversion. */
 static bool has_row_kernel(const job *j, size_t row)
 {
@@ -403,8 +403,8 @@ static bool has_row_kernel(const job *j, size_t row)
            row % 16 == 0 && (uintptr_t)j->dst->data % 16 == 0;
 }
 
-/* Move the rows of a part past the cache, if measurements have chosen so. Returns false
- * if nothing was moved. */
+/* Move the rows of a part past the cache, if measurements have chosen so; otherwise
+ * return false and move nothing. */
 static bool stream_rows(const job *j, const mls_tensor *to, const mls_tensor *from,
                         size_t bytes)
 {
@@ -422,10 +422,10 @@ static bool stream_rows(const job *j, const mls_tensor *to, const mls_tensor *fr
     return true;
 }
 
-/* Move short rows: assemble those of a part in a buffer, which has their padding already,
- * and copy it in one run. A copy past the cache ends with a fence, which takes longer
- * than a short row. With one fence for each row, innermost sequences took 2.5 to 10 times
- * as long as others (AMD EPYC family 25 model 17). */
+/* Move short rows: assemble the rows of a part in a buffer, which has their padding
+ * already, and copy it in one run. A copy past the cache ends with a fence, which takes
+ * longer than a short row. With one fence for each row, innermost sequences took 2.5 to
+ * 10 times as long as others (AMD EPYC family 25 model 17). */
 static void move_staged_parts(void *context, size_t task)
 {
     const job *j = context;

@@ -1,6 +1,6 @@
 /* kv_transition: move the key-value cache of a language model to another sequence length.
  *
- * A cache has 2 to 8 axes, one of which is the sequence: often (layers, heads, sequence,
+ * A cache has 2 to 8 axes, and one is the sequence: often (layers, heads, sequence,
  * head_dim). Positions 0 .. position-1 of the sequence hold tokens; a transition copies
  * those and pads the rest of the target.
  */
