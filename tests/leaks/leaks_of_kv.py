@@ -1,0 +1,192 @@
+"""Leak cases of KV caches."""
+
+import numpy as np
+import pytest
+from leak_cases import case, each, raises
+
+from mlstate import errors, kv
+
+
+def cache(length=8, dtype=np.float16):
+    return np.arange(2 * 3 * length * 4).reshape(2, 3, length, 4).astype(dtype)
+
+
+@case("transition_kv_state", "compact_kv_state")
+def moves(_):
+    source, out = cache(), cache(16, np.float32)
+    strided = cache(16)[:, :, ::2]
+    return each(
+        lambda: kv.transition_kv_state(source, 16, 5),
+        lambda: kv.transition_kv_state(source, 8),
+        lambda: kv.transition_kv_state(source, 16, 5, 1.5, out=out),
+        lambda: kv.transition_kv_state(strided, 16, dtype=np.float32, low_memory=True),
+        lambda: kv.compact_kv_state(source, 4, 3),
+        lambda: kv.compact_kv_state(source, 4, 3, np.float32),
+    ), [source, out, strided]
+
+
+@case()
+def refused_moves(_):
+    source, flat = cache(), np.zeros(3)
+    return each(
+        raises(errors.CapacityError, kv.transition_kv_state, source, 4, 2),
+        raises(errors.CapacityError, kv.transition_kv_state, source, 16, -1),
+        raises(errors.CapacityError, kv.compact_kv_state, source, 4, 5),
+        raises(ValueError, kv.transition_kv_state, flat, 16),
+        raises(ValueError, kv.transition_kv_state, source, 8, 3, out=source),
+        raises(TypeError, kv.transition_kv_state, "no array", 16),
+        raises((TypeError, ValueError), kv.transition_kv_state, source, 16, dtype="S3"),
+    ), [source, flat]
+
+
+@case()
+def torch_moves(_):
+    torch = pytest.importorskip("torch", reason="moves torch tensors")
+    source, out = torch.ones(2, 3, 8, 4, dtype=torch.bfloat16), torch.zeros(2, 3, 16, 4)
+    return each(
+        lambda: kv.transition_kv_state(source, 16, 5),
+        lambda: kv.transition_kv_state(source, 16, 5, out=out),
+        lambda: kv.compact_kv_state(source, 4, 3, torch.float32),
+        raises(errors.CapacityError, kv.compact_kv_state, source, 4, 5),
+    ), [source, out]
+
+
+@case("validate_state_shapes", "get_transition_info")
+def questions(_):
+    have, want = (2, 3, 8, 4), (2, 3, 16, 4)
+    return each(
+        lambda: kv.validate_state_shapes(have, want),
+        raises(ValueError, kv.validate_state_shapes, want, have),
+        lambda: kv.get_transition_info(8, 16, 5),
+    ), [have, want]
+
+
+@case("create_attention_size_mask", "create_decode_mask", "create_causal_mask")
+def masks(_):
+    out = np.zeros((1, 1, 6, 6), np.float32)
+    return each(
+        lambda: kv.create_attention_size_mask(6, 2, 3, out=out),
+        lambda: kv.create_attention_size_mask(6, 2, 3, fill=-100.0),
+        lambda: kv.create_decode_mask(6, 2, 3, dtype=np.float32),
+        lambda: kv.create_causal_mask(6),
+        raises(ValueError, kv.create_attention_size_mask, 6, 2, 9),
+        raises(ValueError, kv.create_decode_mask, 6, -1, 3),
+        raises(ValueError, kv.create_attention_size_mask, 5, 2, 3, out=out),
+    ), [out]
+
+
+@case(
+    "KVState",
+    "KVState.from_array",
+    "KVState.resize",
+    "KVState.reserve",
+    "KVState.contiguous",
+)
+def kv_state(_):
+    array = cache()
+
+    def run():
+        state = kv.KVState.from_array(array, capacity=16)
+        state.resize(16)
+        state.reserve(32)
+        state.contiguous()
+        view = state.array
+        raises(errors.CapacityError, state.resize, 64)()
+        del state
+        view[...] = 1  # a view keeps the memory alive
+
+    return each(run, raises(ValueError, kv.KVState, (1, 1, 8, 4), 4)), [array]
+
+
+@case(
+    "RollingKVState",
+    "RollingKVState.append",
+    "RollingKVState.ordered",
+    "RollingKVState.positions",
+    "RollingKVState.trim",
+)
+def rolling_kv_state(_):
+    array = cache()
+
+    def run():
+        state = kv.RollingKVState(array.shape, 5, array.dtype, sinks=2)
+        state.append(array)
+        state.trim(1)
+        state.ordered()
+        state.positions()
+        view = state.array
+        raises(errors.CapacityError, state.trim, 64)()
+        raises(errors.CompatibilityError, state.append, array[0])()
+        del state
+        view[...] = 1  # a view keeps the memory alive
+
+    return each(run, raises(ValueError, kv.RollingKVState, (1, 1, 8, 4), sinks=8)), [array]
+
+
+@case("rotate_keys")
+def rotate_keys(_):
+    array, shifts = cache(), np.arange(8)
+    refused = raises(ValueError, kv.rotate_keys, array, 3, base=0)
+    return each(
+        lambda: kv.rotate_keys(array, shifts), lambda: kv.rotate_keys(array, 0, out=array), refused
+    ), [array, shifts]
+
+
+@case(
+    "StateTransitionManager",
+    "StateTransitionManager.register_model",
+    "StateTransitionManager.transition",
+    "StateTransitionManager.get_transition_path",
+)
+def manager(_):
+    source = cache()
+
+    def run():
+        models = kv.StateTransitionManager()
+        models.register_model("small", 8, 2, 3, 4)
+        models.register_model("large", 16, num_layers=2)
+        models.transition(source, "small", "large", 5)
+        models.get_transition_path("small", "large")
+        raises(ValueError, models.get_transition_path, "large", "small")()
+        raises(ValueError, models.transition, source, "small", "none", 5)()
+
+    return run, [source]
+
+
+@case(
+    "LadderStep",
+    "ContextLadder",
+    *(f"ContextLadder.{n}" for n in ("size_for", "next_step", "refill", "shrink", "mask")),
+    "ContextLadder.prefill_batches",
+)
+def context_ladder(_):
+    sizes = [8, 16]
+
+    def run():
+        ladder = kv.ContextLadder(sizes, overflow="shift_refill", batch_size=4, prompt_tokens=2)
+        ladder.size_for(9), ladder.prefill_batches(9), ladder.shrink(3), ladder.refill(20)
+        for position, size in ((7, 8), (8, 8), (16, 16)):
+            str(ladder.next_step(position, size).indices)
+        ladder.mask(3, 8), ladder.mask(3, 8, 4)
+        raises(ValueError, ladder.next_step, 9, 8)()
+        raises(TypeError, kv.ContextLadder, [True])()
+
+    return run, [sizes]
+
+
+@case(
+    "CombinedStrategy",
+    *(f"CombinedStrategy.{n}" for n in ("check_sizes", "after_prefill", "next_step")),
+    *(f"CombinedStrategy.{n}" for n in ("prefill_mask", "generate_mask")),
+)
+def combined_strategy(_):
+    stage = (8, 4)
+
+    def run():
+        strategy = kv.CombinedStrategy(prefill=16, generate=stage)
+        strategy.check_sizes([8, 16]), strategy.after_prefill(5), strategy.next_step(8, 8)
+        strategy.prefill_mask(0, 4), strategy.generate_mask(7, 8, attention_size=2)
+        raises(ValueError, strategy.check_sizes, [8])()
+        raises(ValueError, kv.CombinedStrategy, prefill=8, generate=16)()
+
+    return run, [stage]
