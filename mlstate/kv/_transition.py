@@ -105,8 +105,8 @@ def transition_kv_state(
         convert to integers, truncated toward zero.
     out : ndarray or torch.Tensor, optional
         Preallocated result, a NumPy array or torch tensor of any convertible dtype. It has
-        the shape of `source_state` with `target_seq_length` positions. It must not share memory with
-        `source_state`.
+        the shape of `source_state` with `target_seq_length` positions. It must not share
+        memory with `source_state`.
     low_memory : bool
         Disable huge pages for a new NumPy result of at least 32 MiB, so that zero padding
         takes no memory until it is written. See Notes for the cost.
