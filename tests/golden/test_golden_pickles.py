@@ -17,7 +17,16 @@ FOLDER = Path(__file__).parents[1] / "golden" / "pickles"
 STATES = {"state_dict": state_dict, "model_state": model_state, "optimizer_state": optimizer_state}
 # Their objects hold locks, memory, processes or callables of the user.
 NEVER_PICKLED = {
-    *("KVState", "Work", "LocalGroup", "SaveHandle", "Staging", "TieredState", "TieredUnit"),
+    *(
+        "KVState",
+        "RollingKVState",
+        "Work",
+        "LocalGroup",
+        "SaveHandle",
+        "Staging",
+        "TieredState",
+        "TieredUnit",
+    ),
     *("FSDP", "FSDPBackwardHook", "GradientAccumulator", "ReduceScatterOperation"),
     *("ActivationManager", "MPIGroup", "PlannedModel", "TorchGroup"),
     *("CheckpointStrategy", "ProcessGroup", "Stateful"),  # protocols
