@@ -32,6 +32,7 @@ BETWEEN_MEMBERS = {
     "index": {
         "the rank is below the world's size": r'"rank" is not a whole number in its range',
         "numbers are in their range": r'"(bytes|offset|kind|part|version)" is not a whole number',
+        "as many blocks as needed": r'"blocks" must have 8 digits',
         "columns are of one length": r"(one value|8 digits) for each|a \";\" after each",
         "columns are no longer": r"has more values than its table has rows",
         "layers are those of the shards": r"has too few layers for the shards",
@@ -46,7 +47,6 @@ BETWEEN_MEMBERS = {
         "the bytes are in no other shard": r'"offset" overlaps another shard',
         "the bytes are those of the part": r'"bytes" does not match shape',
         "no bytes have the checksum 0": r'"crc32c" of an empty layer must be 00000000',
-        "as many blocks as needed": r'"blocks" must have 8 digits',
         "no shard appears twice": r'"part" appears twice',
         "rows with a length, frames with a codec": r"is not allowed in a layer without",
         "only the first layer is full": r"only the first layer is full",
@@ -102,7 +102,11 @@ LAYERED = {
     "generation": "0123456789abcdef",
     "rank": 0,
     "world_size": 1,
-    "files": {"path": ["params/w.safetensors"], "bytes": "4230", "header_crc32c": "01234567"},
+    "files": {
+        "path": ["params/w.safetensors", "params/x.safetensors"],
+        "bytes": "4230,4096",
+        "header_crc32c": "0123456789abcdef",
+    },
     "kinds": [
         {"section": "params", "dtype": "I16", "layout": [[0, 2]]},
         {"section": "params", "dtype": "I16", "layout": []},
@@ -208,6 +212,9 @@ VALUES = [
 ]  # fmt: skip
 
 
+TABLES = ("files", "shards", "layers")  # of an index
+
+
 def places(value, path=()):
     """The path of every value in a document, except its checksum."""
     items = []
@@ -234,9 +241,28 @@ def changed(document, path, change):
     return copied
 
 
+# What replaces one row of a column that is a text: a number, or eight digits of a checksum.
+ROWS = ["0", "1", "2", "3", "5", "6", "20", "30", "4096", "4126", str(2**62), "0" * 8, "f" * 8]
+
+
+def rows_changed(text):
+    """The texts of a column in which one row differs."""
+    rows = r"[0-9a-f]{8}" if re.fullmatch(r"([0-9a-f]{8})+", text) else r"\d+"
+    for row in re.finditer(rows, text):
+        for value in ROWS:
+            yield text[: row.start()] + value + text[row.end() :]
+
+
 def changes(document, every=1):
     """Documents that differ by one change, with a description: every `every`-th value."""
     for number, path in enumerate(places(document)):
+        column = at(document, path)
+        if path[0] in TABLES and isinstance(column, str):
+            for text in itertools.islice(rows_changed(column), number % every, None, every):
+                made = changed(
+                    document, path, lambda holder, name, t=text: holder.__setitem__(name, t)
+                )
+                yield f"{path} = {text!r}", made
         for value in VALUES[number % every :: every]:
             made = changed(
                 document, path, lambda holder, name, v=value: holder.__setitem__(name, v)
