@@ -99,7 +99,7 @@ def test_raised_errors_pickle_and_copy(tmp_path):
     cache = np.zeros((2, 1, 8, 4), np.float16)
     for error in (
         raised(mlstate.compact_kv_state, cache, 2, 3),
-        raised(mlstate.transition_kv_state, cache[0], 12),
+        raised(mlstate.transition_kv_state, cache.ravel(), 12),
         raised(mlstate.load_file, bad),
         raised(mlstate.load_file, tmp_path / "missing"),
     ):

@@ -235,7 +235,7 @@ def at(document, path):
 
 
 def changed(document, path, change):
-    """A copy in which `change` was applied to the parent of the value at a path."""
+    """A copy, where `change` was applied to the parent of the value at a path."""
     copied = json.loads(json.dumps(document))
     change(at(copied, path[:-1]), path[-1])
     return copied
@@ -246,7 +246,7 @@ ROWS = ["0", "1", "2", "3", "5", "6", "20", "30", "4096", "4126", str(2**62), "0
 
 
 def rows_changed(text):
-    """The texts of a column in which one row differs."""
+    """Copies of a column, each with another value in one row."""
     rows = r"[0-9a-f]{8}" if re.fullmatch(r"([0-9a-f]{8})+", text) else r"\d+"
     for row in re.finditer(rows, text):
         for value in ROWS:
