@@ -104,11 +104,15 @@ mls_code mls_pages_grow(mls_pages *pages, size_t bytes, mls_status *st)
     }
 #    if defined(__linux__)
     void *data = mremap(pages->data, pages->mapped, mapped, MREMAP_MAYMOVE);
-    if (data == MAP_FAILED) {
+    if (data != MAP_FAILED) {
+        *pages = (mls_pages){.data = data, .bytes = bytes, .mapped = mapped};
+        return MLS_OK;
+    }
+    /* EFAULT: advice for a part split the range, and the kernel cannot join it again */
+    if (errno != EFAULT) {
         return fail_mapping(st, bytes);
     }
-    *pages = (mls_pages){.data = data, .bytes = bytes, .mapped = mapped};
-#    else
+#    endif
     mls_pages bigger;
     const mls_code code = mls_pages_init(&bigger, bytes, st);
     if (code != MLS_OK) {
@@ -117,7 +121,6 @@ mls_code mls_pages_grow(mls_pages *pages, size_t bytes, mls_status *st)
     memcpy(bigger.data, pages->data, pages->bytes);
     mls_pages_fini(pages);
     *pages = bigger;
-#    endif
     return MLS_OK;
 }
 

@@ -36,7 +36,8 @@ size_t mls_page_bytes(void);
 mls_code mls_pages_init(mls_pages *out, size_t bytes, mls_status *st);
 
 /* Grow to `bytes` and keep the content; new bytes are zero. The range may move. On Linux
- * the kernel moves the pages (mremap) without a copy; other systems copy the content.
+ * the kernel moves the pages (mremap) without a copy, unless advice for a part split the
+ * range; other systems copy the content.
  * MLS_E_MEMORY: the system refused, or `bytes` is below the current size (not checked on
  * systems without mmap); `pages` is untouched. */
 mls_code mls_pages_grow(mls_pages *pages, size_t bytes, mls_status *st);

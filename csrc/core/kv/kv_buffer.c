@@ -126,7 +126,10 @@ void mls_kv_buffer_fill(const mls_kv_buffer *buffer, const mls_kernels *kernels,
 {
     const mls_tensor dst = mls_kv_buffer_view(buffer);
     const size_t length = mls_kv_buffer_length(buffer);
-    if (length == buffer->capacity) {
+    if (length == buffer->capacity && buffer->pages.bytes > 0) {
+        /* A range that was written before it is split can be joined again: see reserve.
+         */
+        buffer->pages.data[0] = 0;
         mls_advise_inner_huge_pages(buffer->pages.data, buffer->pages.bytes);
     }
     mls_kv_move(kernels, pool, &dst, src, buffer->axis, length, NULL, MLS_KV_SPARSE);
@@ -209,6 +212,7 @@ mls_code mls_kv_buffer_reserve(mls_kv_buffer *buffer, size_t capacity, mls_statu
     if (code != MLS_OK) {
         return code;
     }
+    mls_advise_pages(buffer->pages.data, buffer->pages.mapped, false); /* if copied */
     spread_rows(buffer->pages.data, now.rows, mls_kv_buffer_length(buffer) * old.step,
                 old.row, now.row);
     buffer->capacity = capacity;

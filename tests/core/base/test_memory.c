@@ -56,6 +56,24 @@ static void growing_inside_the_last_page_keeps_the_range(void)
     mls_pages_fini(&pages);
 }
 
+/* The kernel keeps parts that differed in advice when they were first written. */
+static void a_range_grows_after_advice_for_a_part(void)
+{
+    mls_status st;
+    mls_pages pages = {0};
+    const size_t bytes = (size_t)8 << 20;
+    REQUIRE(mls_pages_init(&pages, bytes, &st) == MLS_OK);
+    mls_advise_pages(pages.data, pages.mapped, false);
+    mls_advise_inner_huge_pages(pages.data, bytes / 2);
+    memset(pages.data, 7, bytes);
+    mls_advise_pages(pages.data, pages.mapped, false);
+    REQUIRE(mls_pages_grow(&pages, 2 * bytes, &st) == MLS_OK);
+    CHECK(pages.mapped == 2 * bytes && pages.data[0] == 7);
+    CHECK(memcmp(pages.data, pages.data + 1, bytes - 1) == 0);
+    CHECK(pages.data[bytes] == 0 && pages.data[2 * bytes - 1] == 0);
+    mls_pages_fini(&pages);
+}
+
 static void refused_sizes_leave_the_range_alone(void)
 {
     mls_status st;
@@ -76,6 +94,7 @@ static const test_case tests[] = {
     TEST(an_empty_block_is_no_failure),
     TEST(pages_grow_with_their_content_and_zeros_behind),
     TEST(growing_inside_the_last_page_keeps_the_range),
+    TEST(a_range_grows_after_advice_for_a_part),
     TEST(refused_sizes_leave_the_range_alone),
 };
 
