@@ -166,7 +166,7 @@ def transition_coreml_state(
     Raises
     ------
     CompatibilityError
-        `specs` lacks the state, a state does not have 2 to 8 dimensions or no axis `seq_axis`,
+        `specs` lacks the state, a state does not have 2 to 8 dimensions, has no axis `seq_axis`,
         the shapes differ in another axis (such as layers, heads or head dimension), or
         `read_state` returned a dtype that Core ML does not accept.
     CapacityError

@@ -39,7 +39,7 @@ class KVState:
     CapacityError
         `capacity` is smaller than the sequence. A ValueError.
     CompatibilityError
-        `shape` does not have 2 to 8 dimensions or no axis `seq_axis`, or `dtype` is unsupported.
+        `shape` does not have 2 to 8 dimensions, has no axis `seq_axis`, or `dtype` is unsupported.
         A ValueError.
     TypeError
         A dimension, `capacity` or `seq_axis` is not an integer.

@@ -127,7 +127,7 @@ def transition_kv_state(
         `target_seq_length` is smaller than the source or exceeds the address space, or
         `current_position` is outside the source. A ValueError.
     CompatibilityError
-        `source_state` does not have 2 to 8 dimensions or no axis `seq_axis`, `out` has another
+        `source_state` does not have 2 to 8 dimensions, has no axis `seq_axis`, `out` has another
         shape, or a dtype is unsupported. A ValueError.
     ValueError
         `out` is read-only, shares memory with `source_state` or belongs to an autograd graph,
@@ -276,8 +276,8 @@ def validate_state_shapes(
     Raises
     ------
     CompatibilityError
-        A shape does not have 2 to 8 dimensions or no axis `seq_axis`; the shapes differ in rank
-        or in another axis than the sequence; or the target lacks a state of the source. A
+        A shape does not have 2 to 8 dimensions, or has no axis `seq_axis`; the shapes differ in
+        rank or in another axis than the sequence; or the target lacks a state of the source. A
         ValueError.
     TypeError
         Only one of the two is a mapping, or `seq_axis` is not an integer.

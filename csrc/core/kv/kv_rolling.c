@@ -7,6 +7,7 @@
 #include "kv/kv_rolling.h"
 
 #include "base/size.h"
+#include "kv/kv_transition.h"
 
 #include <inttypes.h>
 #include <string.h>
@@ -56,16 +57,11 @@ size_t mls_kv_ring_length(const mls_kv_ring *ring)
 static mls_code check_ring(const mls_tensor *slots, int axis, size_t sinks,
                            mls_status *st)
 {
-    char text[MLS_FACT_BYTES];
-    if (slots->rank < MLS_RING_LEAST_RANK || slots->rank > MLS_RING_MOST_RANK) {
-        mls_shape_text(text, sizeof text, slots->rank, slots->shape);
-        mls_fail(st, MLS_E_SHAPE,
-                 "a rolling cache must have %d to %d dimensions, got %d: shape %s",
-                 MLS_RING_LEAST_RANK, MLS_RING_MOST_RANK, slots->rank, text);
-        mls_status_expected(st, "%d to %d dimensions", MLS_RING_LEAST_RANK,
-                            MLS_RING_MOST_RANK);
-        mls_status_got(st, "%s", text);
-        return MLS_E_SHAPE;
+    int found;
+    const mls_code code = mls_kv_find_axis("a rolling cache", slots->rank, slots->shape,
+                                           "the sequence axis", axis, &found, st);
+    if (code != MLS_OK) {
+        return code;
     }
     const size_t capacity = slots->shape[axis];
     if (capacity == 0) {

@@ -15,8 +15,6 @@
 #include "array/copy/copy.h"
 #include "base/memory.h"
 
-enum { MLS_RING_LEAST_RANK = 2, MLS_RING_MOST_RANK = 8 };
-
 typedef struct mls_kv_ring {
     mls_pages pages;
     mls_tensor slots; /* all slots, C-contiguous; views of it stay valid until fini */

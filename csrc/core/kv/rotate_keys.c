@@ -10,6 +10,7 @@
 #include "kv/rotate_keys.h"
 
 #include "array/strided_iter.h"
+#include "kv/kv_transition.h"
 #include "kv/rotate_kernels.h"
 
 #include <math.h>
@@ -26,15 +27,11 @@ enum {
 /* MLS_E_SHAPE, MLS_E_DTYPE or MLS_E_VALUE if the keys do not fit the rotation. */
 static mls_code check_keys(const mls_tensor *keys, const mls_rotation *r, mls_status *st)
 {
-    char text[MLS_FACT_BYTES];
-    mls_shape_text(text, sizeof text, keys->rank, keys->shape);
-    if (keys->rank < MLS_ROTATE_LEAST_RANK || keys->rank > MLS_ROTATE_MOST_RANK) {
-        mls_fail(st, MLS_E_SHAPE, "keys must have %d to %d dimensions, got %d: shape %s",
-                 MLS_ROTATE_LEAST_RANK, MLS_ROTATE_MOST_RANK, keys->rank, text);
-        mls_status_expected(st, "%d to %d dimensions", MLS_ROTATE_LEAST_RANK,
-                            MLS_ROTATE_MOST_RANK);
-        mls_status_got(st, "%s", text);
-        return MLS_E_SHAPE;
+    int found;
+    const mls_code code = mls_kv_find_axis("keys", keys->rank, keys->shape,
+                                           "the sequence axis", r->axis, &found, st);
+    if (code != MLS_OK) {
+        return code;
     }
     if (r->axis == keys->rank - 1) {
         return mls_fail(

@@ -18,8 +18,6 @@
 #include "runtime/thread_pool.h"
 
 enum {
-    MLS_ROTATE_LEAST_RANK = 2,
-    MLS_ROTATE_MOST_RANK = 8,
     MLS_ROTATE_MOST_DIM = 4096 /* a tile on the stack holds at least one position */
 };
 

@@ -176,8 +176,8 @@ static int take_how(const mlspy_state *state, PyObject *how, mls_shard_job *job)
 /* shards_write(folder, generation, items, before, how, progress, freed, mode) -> dict
  *
  * `before` is a MergedIndex of the committed checkpoint, or None to write everything.
- * `progress` is called with bytes. `freed` is called once, without arguments, when the
- * arrays of the list are no longer read; if it is set, the save has its own threads.
+ * `progress` is called with bytes. `freed` is called once, without arguments, after the
+ * last read of the arrays of the list; if it is set, the save has its own threads.
  */
 static PyObject *shards_write(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {

@@ -22,6 +22,12 @@ PyObject *mlspy_module_of(PyTypeObject *type)
     return PyType_GetModuleByDef(type, &mlspy_module_def);
 }
 
+const mlspy_state *mlspy_state_of_type(PyTypeObject *type)
+{
+    PyObject *module = mlspy_module_of(type);
+    return module == NULL ? NULL : mlspy_state_of(module);
+}
+
 /* ---- initialisation ---- */
 
 /* Initial number of threads: few, since memory bandwidth is the limit. */

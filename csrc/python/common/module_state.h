@@ -55,6 +55,9 @@ mlspy_state *mlspy_state_of(PyObject *module);
  * (borrowed), or NULL with TypeError set. */
 PyObject *mlspy_module_of(PyTypeObject *type);
 
+/* Return the state of that module (borrowed), or NULL with TypeError set. */
+const mlspy_state *mlspy_state_of_type(PyTypeObject *type);
+
 /* Fill the state except classes and types: choose kernels, create the pool (no thread is
  * started yet) and intern names. Returns -1 with ImportError for a wrong MLSTATE_CPU or
  * MLSTATE_COPY, or with MemoryError; freeing the module frees the rest. */

@@ -14,6 +14,15 @@
 int mlspy_take_kv_shape(const mlspy_state *state, PyObject *object, PyObject *seq_axis,
                         const char *what, int *rank, size_t *shape, int *axis);
 
+/* Read the sequence axis of a cache whose dimensions are known. Otherwise as above. */
+int mlspy_take_kv_axis(const mlspy_state *state, PyObject *seq_axis, const char *what,
+                       int rank, const size_t *shape, int *axis);
+
+/* Read a number of positions, named `what`, that is not negative. Returns -1 with
+ * TypeError or CapacityError set. */
+int mlspy_take_kv_length(const mlspy_state *state, PyObject *object, const char *what,
+                         size_t *out);
+
 /* Method tables, NULL-terminated. */
 extern PyMethodDef mlspy_kv_methods[];
 extern PyMethodDef mlspy_mlpackage_methods[];

@@ -48,37 +48,10 @@ static void unlock_buffer(buffer_object *self)
     pthread_mutex_unlock(&self->lock);
 }
 
-/* Return the module's state from one of its types (borrowed), or NULL with TypeError set.
- */
-static const mlspy_state *state_of_type(PyTypeObject *type)
-{
-    PyObject *module = mlspy_module_of(type);
-    return module == NULL ? NULL : mlspy_state_of(module);
-}
-
-/* Read a length that is not negative. Returns -1 with TypeError or CapacityError set. */
-static int take_length(const mlspy_state *state, PyObject *object, const char *what,
-                       size_t *out)
-{
-    mls_status st;
-    int64_t length;
-    if (mlspy_take_int64(state, object, what, &length) < 0) {
-        return -1;
-    }
-    /* the core's sizes are unsigned, so negative lengths are refused here */
-    if (length < 0) {
-        mls_fail(&st, MLS_E_CAPACITY, "%s %" PRId64 " is negative", what, length);
-        mlspy_raise(state, &st, NULL);
-        return -1;
-    }
-    *out = (size_t)length;
-    return 0;
-}
-
 /* KVBuffer(shape, capacity | None, dtype, seq_axis) */
 static PyObject *buffer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    const mlspy_state *state = state_of_type(type);
+    const mlspy_state *state = mlspy_state_of_type(type);
     size_t shape[MLS_KV_MAX_RANK], capacity;
     PyObject *dimensions, *positions, *dtype, *seq_axis;
     int rank, axis;
@@ -94,7 +67,7 @@ static PyObject *buffer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     }
     capacity = shape[axis];
     if (positions != Py_None &&
-        take_length(state, positions, "capacity", &capacity) < 0) {
+        mlspy_take_kv_length(state, positions, "capacity", &capacity) < 0) {
         return NULL;
     }
     PyArray_Descr *descr = mlspy_descr_of_object(state, dtype, &wanted);
@@ -164,7 +137,7 @@ static PyObject *take_lease(const mlspy_state *state, buffer_object *self,
 static PyObject *buffer_view(buffer_object *self, PyObject *unused)
 {
     (void)unused;
-    const mlspy_state *state = state_of_type(Py_TYPE(self));
+    const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
     mls_tensor now;
     PyObject *lease = state == NULL ? NULL : take_lease(state, self, &now);
     if (lease == NULL) {
@@ -192,7 +165,7 @@ static PyObject *buffer_view(buffer_object *self, PyObject *unused)
 /* fill(array): copy an array into the buffer; shape and dtype must be the buffer's */
 static PyObject *buffer_fill(buffer_object *self, PyObject *array)
 {
-    const mlspy_state *state = state_of_type(Py_TYPE(self));
+    const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
     mlspy_view source = {0};
     mls_status st;
     if (state == NULL || mlspy_view_of(state, array, "array", &source) < 0) {
@@ -222,17 +195,18 @@ static PyObject *buffer_fill(buffer_object *self, PyObject *array)
  * lengths have) and zero the rest */
 static PyObject *buffer_resize(buffer_object *self, PyObject *args)
 {
-    const mlspy_state *state = state_of_type(Py_TYPE(self));
+    const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
     PyObject *numbers[2];
     size_t length, position = 0;
     mls_status st;
     mls_code code;
     if (state == NULL || !PyArg_ParseTuple(args, "OO", &numbers[0], &numbers[1]) ||
-        take_length(state, numbers[0], "seq_length", &length) < 0) {
+        mlspy_take_kv_length(state, numbers[0], "seq_length", &length) < 0) {
         return NULL;
     }
     const bool keeps_all = numbers[1] == Py_None;
-    if (!keeps_all && take_length(state, numbers[1], "current_position", &position) < 0) {
+    if (!keeps_all &&
+        mlspy_take_kv_length(state, numbers[1], "current_position", &position) < 0) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
@@ -255,13 +229,13 @@ static PyObject *buffer_resize(buffer_object *self, PyObject *args)
 /* reserve(capacity): raise the capacity; refused while a view exists */
 static PyObject *buffer_reserve(buffer_object *self, PyObject *args)
 {
-    const mlspy_state *state = state_of_type(Py_TYPE(self));
+    const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
     PyObject *number;
     size_t capacity;
     mls_status st;
     mls_code code;
     if (state == NULL || !PyArg_ParseTuple(args, "O", &number) ||
-        take_length(state, number, "capacity", &capacity) < 0) {
+        mlspy_take_kv_length(state, number, "capacity", &capacity) < 0) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS

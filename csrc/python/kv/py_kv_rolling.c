@@ -12,6 +12,7 @@
 #include "kv/kv_bindings.h"
 
 #include "kv/kv_rolling.h"
+#include "kv/kv_transition.h"
 #include "kv/rotate_keys.h"
 
 #include <inttypes.h>
@@ -23,14 +24,6 @@ typedef struct ring_object {
     mls_kv_ring ring;
     PyArray_Descr *descr;
 } ring_object;
-
-/* Return the module's state from the ring's type (borrowed), or NULL with TypeError set.
- */
-static const mlspy_state *state_of_type(PyTypeObject *type)
-{
-    PyObject *module = mlspy_module_of(type);
-    return module == NULL ? NULL : mlspy_state_of(module);
-}
 
 /* Return a copy of the ring's numbers, taken under the lock. */
 static mls_kv_ring snapshot_ring(ring_object *self)
@@ -44,78 +37,10 @@ static mls_kv_ring snapshot_ring(ring_object *self)
     return now;
 }
 
-/* Read a number that is not negative. Returns -1 with TypeError or CapacityError set. */
-static int take_length(const mlspy_state *state, PyObject *object, const char *what,
-                       size_t *out)
-{
-    mls_status st;
-    int64_t length;
-    if (mlspy_take_int64(state, object, what, &length) < 0) {
-        return -1;
-    }
-    if (length < 0) {
-        mls_fail(&st, MLS_E_CAPACITY, "%s %" PRId64 " is negative", what, length);
-        mlspy_raise(state, &st, NULL);
-        return -1;
-    }
-    *out = (size_t)length;
-    return 0;
-}
-
-/* Read the dimensions into `slots`. Returns -1 with an exception set. */
-static int take_dimensions(const mlspy_state *state, PyObject *shape, mls_tensor *slots)
-{
-    mls_status st;
-    /* a copy, because an item's __index__ may change the caller's list */
-    PyObject *items = PySequence_Tuple(shape);
-    if (items == NULL) {
-        return -1;
-    }
-    const Py_ssize_t rank = PyTuple_GET_SIZE(items);
-    int failed = 0;
-    if (rank < MLS_RING_LEAST_RANK || rank > MLS_RING_MOST_RANK) {
-        mls_fail(&st, MLS_E_SHAPE, "shape must have %d to %d dimensions, got %zd",
-                 MLS_RING_LEAST_RANK, MLS_RING_MOST_RANK, rank);
-        mls_status_expected(&st, "%d to %d dimensions", MLS_RING_LEAST_RANK,
-                            MLS_RING_MOST_RANK);
-        mls_status_got(&st, "%zd", rank);
-        mlspy_raise(state, &st, NULL);
-        failed = -1;
-    }
-    for (Py_ssize_t i = 0; i < rank && failed == 0; i++) {
-        failed = take_length(state, PyTuple_GET_ITEM(items, i),
-                             "a dimension of the shape", &slots->shape[i]);
-    }
-    Py_DECREF(items);
-    slots->rank = (int)rank;
-    return failed;
-}
-
-/* Read an axis, which may count from the end. Returns -1 with an exception set. */
-static int take_axis(const mlspy_state *state, PyObject *object, int rank, int *out)
-{
-    mls_status st;
-    int64_t axis;
-    if (mlspy_take_int64(state, object, "seq_axis", &axis) < 0) {
-        return -1;
-    }
-    if (axis < -rank || axis >= rank) {
-        mls_fail(&st, MLS_E_SHAPE,
-                 "seq_axis %" PRId64 " is outside %d..%d: %d dimensions", axis, -rank,
-                 rank - 1, rank);
-        mls_status_expected(&st, "%d..%d", -rank, rank - 1);
-        mls_status_got(&st, "%" PRId64, axis);
-        mlspy_raise(state, &st, NULL);
-        return -1;
-    }
-    *out = (int)(axis < 0 ? axis + rank : axis);
-    return 0;
-}
-
 /* RollingBuffer(shape, capacity | None, dtype, sinks, seq_axis) */
 static PyObject *ring_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    const mlspy_state *state = state_of_type(type);
+    const mlspy_state *state = mlspy_state_of_type(type);
     PyObject *shape, *capacity, *dtype, *sinks_number, *axis_number;
     mls_tensor slots = {0};
     size_t sinks = 0;
@@ -126,11 +51,11 @@ static PyObject *ring_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
          (PyErr_SetString(PyExc_TypeError, "RollingBuffer takes no keywords"), true)) ||
         !PyArg_ParseTuple(args, "OOOOO", &shape, &capacity, &dtype, &sinks_number,
                           &axis_number) ||
-        take_dimensions(state, shape, &slots) < 0 ||
-        take_axis(state, axis_number, slots.rank, &axis) < 0 ||
+        mlspy_take_kv_shape(state, shape, axis_number, "shape", &slots.rank, slots.shape,
+                            &axis) < 0 ||
         (capacity != Py_None &&
-         take_length(state, capacity, "capacity", &slots.shape[axis]) < 0) ||
-        take_length(state, sinks_number, "sinks", &sinks) < 0) {
+         mlspy_take_kv_length(state, capacity, "capacity", &slots.shape[axis]) < 0) ||
+        mlspy_take_kv_length(state, sinks_number, "sinks", &sinks) < 0) {
         return NULL;
     }
     PyArray_Descr *descr = mlspy_descr_of_object(state, dtype, &slots.dtype);
@@ -178,7 +103,7 @@ static PyObject *ring_view(ring_object *self, PyObject *unused)
 {
     (void)unused;
     const mls_tensor *slots = &self->ring.slots; /* constant, so no lock is needed */
-    npy_intp shape[MLS_RING_MOST_RANK];
+    npy_intp shape[MLS_KV_MAX_RANK];
     shape_of(&self->ring, slots->shape[self->ring.axis], shape);
     Py_INCREF(self->descr); /* stolen */
     PyObject *array = PyArray_NewFromDescr(&PyArray_Type, self->descr, slots->rank, shape,
@@ -194,7 +119,7 @@ static PyObject *ring_view(ring_object *self, PyObject *unused)
 /* append(tokens) */
 static PyObject *ring_append(ring_object *self, PyObject *tokens)
 {
-    const mlspy_state *state = state_of_type(Py_TYPE(self));
+    const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
     mlspy_view source = {0};
     mls_status st;
     mls_code code;
@@ -217,11 +142,11 @@ static PyObject *ring_append(ring_object *self, PyObject *tokens)
 /* trim(count): drop the last `count` tokens */
 static PyObject *ring_trim(ring_object *self, PyObject *number)
 {
-    const mlspy_state *state = state_of_type(Py_TYPE(self));
+    const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
     size_t count;
     mls_status st;
     mls_code code;
-    if (state == NULL || take_length(state, number, "n", &count) < 0) {
+    if (state == NULL || mlspy_take_kv_length(state, number, "n", &count) < 0) {
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
@@ -262,8 +187,8 @@ static bool copy_ordered(ring_object *self, const mlspy_state *state, size_t len
 static PyObject *ring_ordered(ring_object *self, PyObject *unused)
 {
     (void)unused;
-    const mlspy_state *state = state_of_type(Py_TYPE(self));
-    npy_intp shape[MLS_RING_MOST_RANK];
+    const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
+    npy_intp shape[MLS_KV_MAX_RANK];
     if (state == NULL) {
         return NULL;
     }
@@ -394,7 +319,8 @@ static int take_rotation(const mlspy_state *state, PyObject *const *args,
 {
     if (mlspy_take_double(args[2], "base", &out->base) < 0 ||
         mlspy_take_double(args[3], "scaling", &out->scaling) < 0 ||
-        take_axis(state, args[6], keys->rank, &out->axis) < 0) {
+        mlspy_take_kv_axis(state, args[6], "keys", keys->rank, keys->shape, &out->axis) <
+            0) {
         return -1;
     }
     out->interleaved = args[4] == Py_True;
@@ -402,7 +328,7 @@ static int take_rotation(const mlspy_state *state, PyObject *const *args,
         out->rotary_dim = keys->rank > 0 ? keys->shape[keys->rank - 1] : 0;
         return 0;
     }
-    return take_length(state, args[5], "rotary_dim", &out->rotary_dim);
+    return mlspy_take_kv_length(state, args[5], "rotary_dim", &out->rotary_dim);
 }
 
 /* rotate_keys(keys, shifts, base, scaling, interleaved, rotary_dim | None, seq_axis, out)

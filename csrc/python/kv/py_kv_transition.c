@@ -351,22 +351,49 @@ static int take_shape(const mlspy_state *state, PyObject *object, const char *wh
     return failed;
 }
 
-int mlspy_take_kv_shape(const mlspy_state *state, PyObject *object, PyObject *seq_axis,
-                        const char *what, int *rank, size_t *shape, int *axis)
+int mlspy_take_kv_axis(const mlspy_state *state, PyObject *seq_axis, const char *what,
+                       int rank, const size_t *shape, int *axis)
 {
-    size_t found[MLS_MAX_RANK];
     int64_t wanted;
     mls_status st;
-    if (take_shape(state, object, what, rank, found) < 0 ||
-        take_seq_axis(state, seq_axis, &wanted) < 0) {
+    if (take_seq_axis(state, seq_axis, &wanted) < 0) {
         return -1;
     }
-    if (mls_kv_find_axis(what, *rank, found, parameter_names.seq_axis, wanted, axis,
+    if (mls_kv_find_axis(what, rank, shape, parameter_names.seq_axis, wanted, axis,
                          &st) != MLS_OK) {
         mlspy_raise(state, &st, NULL);
         return -1;
     }
+    return 0;
+}
+
+int mlspy_take_kv_shape(const mlspy_state *state, PyObject *object, PyObject *seq_axis,
+                        const char *what, int *rank, size_t *shape, int *axis)
+{
+    size_t found[MLS_MAX_RANK];
+    if (take_shape(state, object, what, rank, found) < 0 ||
+        mlspy_take_kv_axis(state, seq_axis, what, *rank, found, axis) < 0) {
+        return -1;
+    }
     memcpy(shape, found, (size_t)*rank * sizeof shape[0]);
+    return 0;
+}
+
+int mlspy_take_kv_length(const mlspy_state *state, PyObject *object, const char *what,
+                         size_t *out)
+{
+    mls_status st;
+    int64_t length;
+    if (mlspy_take_int64(state, object, what, &length) < 0) {
+        return -1;
+    }
+    /* the core's sizes are unsigned, so negative lengths are refused here */
+    if (length < 0) {
+        mls_fail(&st, MLS_E_CAPACITY, "%s %" PRId64 " is negative", what, length);
+        mlspy_raise(state, &st, NULL);
+        return -1;
+    }
+    *out = (size_t)length;
     return 0;
 }
 
