@@ -29,7 +29,11 @@ from ._core import (
 )
 
 
-class GradientNamesError(CollectiveError, ValueError):
+class GradientMismatchError(CollectiveError, ValueError):
+    """This rank passed a gradient that does not fit its sharding unit, or without one."""
+
+
+class GradientNamesError(GradientMismatchError):
     """Gradients and sharding units that were passed together do not have the same names."""
 
 
@@ -39,6 +43,7 @@ __all__ = [
     "CollectiveError",
     "CompatibilityError",
     "FormatError",
+    "GradientMismatchError",
     "GradientNamesError",
     "MLStateError",
     "StoreError",
