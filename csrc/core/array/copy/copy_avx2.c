@@ -186,8 +186,8 @@ TARGET MLS_INLINED void convert_run(unsigned char *dst, const unsigned char *src
         dst += done * to_bytes, src += done * from_bytes, count -= done;
         _mm_sfence(); /* nothing else orders non-temporal stores */
     } else {
-        /* one unaligned store, then aligned ones, the first of which stores some elements
-         * again: stores across cache lines took 1.15 times as long */
+        /* One unaligned store, then aligned ones. The first of these overlaps it. Stores
+         * across cache lines took 1.15 times as long. */
         if (head > 0 && count >= items) {
             store(dst, convert(src));
             dst += head * to_bytes, src += head * from_bytes, count -= head;
