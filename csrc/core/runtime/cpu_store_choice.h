@@ -11,11 +11,11 @@
  *   the same bytes.
  * - If a result and its source fit into the last-level cache, the result may already be
  *   cached, and it stays cached for the next read unless a stream evicts it. So a stream
- *   must win by a quarter, twice in succession, and each variant is measured as in
- * continued use: it stores two whole results, and only the second one counts. Alternating
- * parts measured plain stores to lines that a stream had just evicted, and chose a stream
- * that took 1.4 times as long (4 MiB, AMD EPYC family 25 model 17). Four streams are not
- * tried in these classes.
+ *   must win by a quarter, twice in succession. Each variant is measured as in continued
+ *   use: it stores two whole results, and only the second one counts. Alternating parts
+ *   measured plain stores to lines that a stream had just evicted, and chose a stream
+ *   that took 1.4 times as long (4 MiB, AMD EPYC family 25 model 17). Four streams are
+ *   not tried in these classes.
  * - The size of the last-level cache alone decides nothing: a virtual machine with 2
  *   processors reported 480 MiB that it shares with other machines, and one stream was
  *   twice as fast over 224 MiB (bench_copy.py).
