@@ -30,7 +30,7 @@ from ._core import (
 
 
 class GradientMismatchError(CollectiveError, ValueError):
-    """This rank passed a gradient that does not fit its sharding unit, or without one."""
+    """On this rank, a gradient of the call is missing, has no unit, or does not fit its unit."""
 
 
 class GradientNamesError(GradientMismatchError):

@@ -3,8 +3,8 @@
 Before each bucket, or before several buckets that all ranks have ready, the ranks exchange
 headers (see `_consistency_check`). They exchange headers once more after the last bucket. So all
 ranks learn of a failure on one rank, and a bad gradient does not prevent the reduction of the
-others. If a rank passes a wrong gradient to a call, its first header says so, and all ranks
-refuse the call.
+others. If a rank passes a wrong gradient to a call, its first header has the flag CALL_REFUSED,
+and all ranks refuse the call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Errors on one rank are raised on all ranks, naming rank and gradient.
 
 A call with a gradient that its own rank knows to be wrong stores nothing on any rank. Other
-failures prevent only the reduction of their own gradient.
+failures prevent only the reduction of the bad gradient.
 """
 
 import re
