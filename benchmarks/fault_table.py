@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from fault_rank import LEFT_OUT, ODD, SECONDS, WORLD
+from from_tests import import_from_tests
 
 import mlstate
 
@@ -63,22 +64,11 @@ Told = dict[int, dict[str, Any]]  # by rank
 # ---- jobs ----
 
 
-def mpi_jobs() -> Any:
-    """The tests' module that locates the MPI installations."""
-    path = HERE.parent / "tests" / "support" / "mpi_jobs.py"
-    spec = importlib.util.spec_from_file_location("mpi_jobs", path)
-    if spec is None or spec.loader is None:
-        raise ImportError(str(path))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def reason_against(engine: str) -> str:
     """Why an engine cannot take part; empty if it can."""
     if "gloo" in engine and importlib.util.find_spec("torch") is None:
         return "torch is not installed"
-    if "mpi" in engine and mpi_jobs().home(engine.split()[-1]) is None:
+    if "mpi" in engine and import_from_tests("mpi_jobs").home(engine.split()[-1]) is None:
         return f"{engine.split()[-1]} is not installed (see tools/mpi.sh)"
     return ""
 
@@ -97,7 +87,7 @@ def started(engine: str, arguments: list[str], job: str, log: Any) -> list[Any]:
     if engine == "threads":
         commands = [(command, environment)]
     elif "mpi" in engine:
-        known = mpi_jobs()
+        known = import_from_tests("mpi_jobs")
         name = engine.split()[-1]
         commands = [(known.command(name, WORLD, *arguments), known.environment(name))]
     else:
