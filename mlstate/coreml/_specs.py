@@ -146,8 +146,6 @@ def _varint(number: int) -> bytes:
 def _serialized(source: Any) -> bytes | None:
     """Return the serialized description of a coremltools model or spec, without its program."""
     spec = getattr(source, "_spec", None)  # get_spec() would copy the whole program
-    if spec is None and callable(getattr(source, "get_spec", None)):
-        spec = source.get_spec()
     if spec is None:
         spec = source
     description = getattr(spec, "description", None)
@@ -204,6 +202,9 @@ def too_small(message: str, name: str | None, expected: object, got: object) -> 
 
 def read_functions(source: Source) -> tuple[dict[str, dict[str, StateSpec]], str | None]:
     """Return the states of every function, and the name of the default function."""
+    get_spec = getattr(source, "get_spec", None)
+    if callable(get_spec) and getattr(source, "_spec", None) is None:
+        source = get_spec()
     if isinstance(source, Mapping):
         states = {name: as_spec(name, given) for name, given in source.items()}
         return {"main": states}, "main"
