@@ -205,6 +205,8 @@ def read_functions(source: Source) -> tuple[dict[str, dict[str, StateSpec]], str
     get_spec = getattr(source, "get_spec", None)
     if callable(get_spec) and getattr(source, "_spec", None) is None:
         source = get_spec()
+    elif isinstance(path := getattr(source, "path_or_asset", None), str):  # CompiledMLModel
+        source = path
     if isinstance(source, Mapping):
         states = {name: as_spec(name, given) for name, given in source.items()}
         return {"main": states}, "main"
@@ -280,9 +282,9 @@ def state_specs(source: Source, *, function: str | None = None) -> StateSpecs:
     ----------
     source : str or path-like, MLModel, specification, bytes, or mapping
         A ``.mlpackage`` folder, ``.mlmodel`` file or compiled ``.mlmodelc`` folder. Or a
-        coremltools ``MLModel``, its ``get_spec()``, or the bytes of a serialized spec; only
-        creating these needs coremltools. Or a mapping of names to `StateSpec` or to shapes
-        (with dtype float16).
+        coremltools ``MLModel``, its ``get_spec()``, a ``CompiledMLModel``, or the bytes of a
+        serialized spec; only creating these needs coremltools. Or a mapping of names to
+        `StateSpec` or to shapes (with dtype float16).
     function : str, optional
         Function of a multi-function model. Default: the function for which an `MLModel` was
         loaded, else the model's default function.

@@ -36,6 +36,9 @@ class StateManager(StateManagerBase):
         The models of each context size, smallest size first. A size has one model, or a list or
         tuple of chunk models. A callable without arguments returns either; it is called when
         the model is first needed, and again after `release`.
+    specs : mapping of int, optional
+        The states of the models of some sizes, in any form that `state_specs` accepts, such as
+        the path of the ``.mlpackage``. Needed for a compiled model with several functions.
     shared_state : bool
         Whether the chunk models of a size share one state object, which the first chunk model
         with states creates, or have one each. With one each, `state` is a tuple, with None for
@@ -116,7 +119,7 @@ class StateManager(StateManagerBase):
                 "sequence of them, or a callable that returns either, got "
                 f"{type(model).__name__}"
             )
-        return choose(model, None)
+        return choose(self._given_specs.get(size, model), None)
 
     def _make_state(self, model: Any, specs: Mapping[str, StateSpec]) -> Any:
         state = model.make_state()

@@ -89,6 +89,8 @@ class StateManagerBase:
     models : mapping of int to model, sequence of models, or callable
         The models of each context size, smallest size first. A callable without arguments
         returns the model, or the sequence; it is called when the model is first needed.
+    specs : mapping of int, optional
+        Sizes whose models do not tell their states: the states, in the form of `_read_specs`.
     shared_state : bool
         Whether the chunk models of one size share one state object, or have one each.
     seq_axis : int
@@ -101,6 +103,7 @@ class StateManagerBase:
         self,
         models: Mapping[int, Any],
         *,
+        specs: Mapping[int, Any] | None = None,
         shared_state: bool = True,
         seq_axis: int = -2,
         overflow: Overflow = "stop",
@@ -121,6 +124,7 @@ class StateManagerBase:
             prompt_tokens=prompt_tokens,
         )
         self._given = dict(zip(self._ladder.sizes, models.values(), strict=True))
+        self._given_specs = self._as_specs(specs)
         self._shared_state = bool(shared_state)
         self._seq_axis = valid_axis(seq_axis)
         self._contexts: dict[int, Context] = {}
@@ -131,6 +135,16 @@ class StateManagerBase:
             if not self._is_loader(given):
                 self._context(size)
 
+    def _as_specs(self, specs: Mapping[int, Any] | None) -> dict[int, Any]:
+        if specs is None:
+            return {}
+        if not isinstance(specs, Mapping):
+            raise TypeError(
+                "specs must be a mapping of context sizes to the states of their models, got "
+                f"{type(specs).__name__}"
+            )
+        return {as_size(self._ladder.sizes, size): given for size, given in specs.items()}
+
     # ---- overridden for a framework ----
 
     def _is_loader(self, given: Any) -> bool:
@@ -138,9 +152,10 @@ class StateManagerBase:
         return callable(given)
 
     def _read_specs(self, size: int, model: Any) -> Specs:
-        """Return the states that one model of a context size declares, by name.
+        """Return the states that one model declares, by name, or those of `_given_specs`.
 
-        Raises TypeError if `model` is not a model.
+        The values have a `shape`, of this size, and a NumPy `dtype`. Raises TypeError if `model`
+        is not a model.
         """
         raise NotImplementedError
 
