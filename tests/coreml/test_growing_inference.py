@@ -95,18 +95,18 @@ SIZES = (512, 1024, 2048, 3072, 4096)
 
 
 def test_five_sizes_and_eight_refills_give_the_peers_tokens(example, peers):
-    prompt = list(range(1, 101))
-    # Each refill keeps 31 * 128 of 4,096 tokens: the eighth starts after 7 * 128 more.
-    count = 4096 - 100 + 1 + 7 * 129 + 40
+    prompt = list(range(1, 241))
+    # A refill keeps 63 * 64 of 4,097 tokens, so the next one follows 65 tokens later.
+    count = 4097 - 240 + 7 * 65 + 40
     tokens, manager = our_tokens(
         example,
         SIZES,
         prompt,
         count,
         overflow="shift_refill",
-        batch_size=128,
+        batch_size=64,
         reserve_batches=1,
-        prompt_tokens=100,
+        prompt_tokens=240,
     )
     once = (1, 0), (0, 1)  # reads and writes of the source, and of the target
     assert manager.changes[:4] == [("grow", *sizes, *once) for sizes in pairwise(SIZES)]
@@ -119,7 +119,7 @@ def test_five_sizes_and_eight_refills_give_the_peers_tokens(example, peers):
         prompt,
         count,
         overflow="shift-refill",
-        batch_size=128,
+        batch_size=64,
         reserve_batches=1,
         preserve_prompt=True,
     )
