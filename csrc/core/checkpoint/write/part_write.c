@@ -1,0 +1,100 @@
+/* part_write: the runs of a part in the whole tensor, in steps that stay in the cache. */
+#if !defined(_WIN32)
+
+#    include "checkpoint/write/part_write.h"
+
+#    include "array/copy/pack_range.h"
+#    include "io/file.h"
+#    include "safetensors/safetensors.h"
+
+/* One tensor that is being written. */
+typedef struct writing {
+    const mls_part_writer *writer;
+    const mls_shard_item *item;
+    const mls_tensor_place *place;
+    size_t item_bytes;
+    size_t bytes; /* of the whole tensor */
+} writing;
+
+/* Return bytes `at` .. of the item, packed into the buffer if its memory is strided. */
+static const unsigned char *item_bytes_at(const writing *w, size_t at, size_t count)
+{
+    const mls_shard_item *item = w->item;
+    if (item->data != NULL) {
+        return item->data + item->first * w->item_bytes + at;
+    }
+    mls_pack_range(w->writer->kernels, item->strided, item->first + at / w->item_bytes,
+                   count / w->item_bytes, w->writer->buffer);
+    return w->writer->buffer;
+}
+
+/* XOR the share of bytes `to` .. `to + count` of the tensor to their block's checksum. */
+static void add_share(const writing *w, const unsigned char *data, size_t to,
+                      size_t count)
+{
+    const size_t block = to / MLS_SAFETENSORS_BLOCK;
+    const size_t left = w->bytes - block * MLS_SAFETENSORS_BLOCK;
+    const size_t length = left < MLS_SAFETENSORS_BLOCK ? left : MLS_SAFETENSORS_BLOCK;
+    const size_t behind = length - (to % MLS_SAFETENSORS_BLOCK + count);
+    const uint32_t crc = w->writer->crc->update(0, data, count);
+    w->place->crcs[block] ^= behind == 0 ? crc : mls_crc_combine(crc, 0, behind);
+}
+
+/* Write bytes `at` .. `at + count` of the item to byte `to` of the tensor. Steps end at
+ * block boundaries, which are multiples of the item size. */
+static mls_code write_run(const writing *w, size_t at, size_t to, size_t count,
+                          mls_status *st)
+{
+    while (count > 0) {
+        const size_t room = MLS_PART_STEP - to % MLS_PART_STEP;
+        const size_t step = count < room ? count : room;
+        const unsigned char *data = item_bytes_at(w, at, step);
+        add_share(w, data, to, step);
+        if (mls_file_write_at(w->place->fd, data, step, w->place->offset + to, st) !=
+            MLS_OK) {
+            return st->code;
+        }
+        *w->place->written += step;
+        at += step;
+        to += step;
+        count -= step;
+    }
+    return MLS_OK;
+}
+
+/* Progress is reported in units of a step: runs may be short. */
+mls_code mls_part_write(const mls_part_writer *writer, const mls_shard_item *item,
+                        const mls_tensor_place *place, mls_status *st)
+{
+    const mls_layout all = {0};
+    const mls_progress *progress = writer->progress;
+    mls_part part, whole;
+    mls_overlap overlap;
+    mls_run run;
+    size_t unreported = 0;
+    mls_code code =
+        mls_layout_part(&item->layout, item->rank, item->shape, item->part, &part, st);
+    if (code != MLS_OK || (code = mls_layout_part(&all, item->rank, item->shape, 0,
+                                                  &whole, st)) != MLS_OK) {
+        return code;
+    }
+    const size_t size = mls_dtype_of(item->dtype)->item_bytes;
+    const writing w = {writer, item, place, size, mls_part_count(&whole) * size};
+    mls_overlap_init(&overlap, &part, &whole);
+    while (code == MLS_OK && mls_overlap_next(&overlap, &run)) {
+        code = write_run(&w, run.a * size, run.b * size, run.count * size, st);
+        unreported += run.count * size;
+        if (code == MLS_OK && progress != NULL && unreported >= MLS_PART_STEP) {
+            if (!progress->report(progress->context, unreported)) {
+                return mls_fail(st, MLS_E_STOPPED, "cancelled by the caller");
+            }
+            unreported = 0;
+        }
+    }
+    return code;
+}
+
+#else
+/* No POSIX files: see io/file.h. */
+typedef int mls_part_write_unused;
+#endif

@@ -1,0 +1,193 @@
+"""The files of an exported folder: which tensor is at which offset of which file.
+
+Every rank computes the same plan, from the names, dtypes and shapes of all tensors.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ... import _core
+from ..._common.dtypes import name_of
+from .._store.weight_files import SINGLE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from typing import TypeAlias
+
+    from ...collectives import ProcessGroup
+
+    Facts: TypeAlias = tuple[str, tuple[int, ...]]  # dtype and shape of a whole tensor
+
+FORMAT = "pt"  # the "format" in the metadata, which transformers requires
+
+
+class StateTable(NamedTuple):
+    """The tensors that ranks export.
+
+    Attributes
+    ----------
+    tensors : dict of str to (str, tuple of int)
+        Dtype and shape of each whole tensor, in the order of the files.
+    tied : list of str
+        Names that are not written, because an earlier name has the same memory.
+    """
+
+    tensors: dict[str, Facts]
+    tied: list[str]
+
+
+class ExportPlan(NamedTuple):
+    """The files to write.
+
+    Attributes
+    ----------
+    files : tuple of str
+        Names of the files.
+    tensors : list of tuple
+        Name, dtype and shape of each file's tensors.
+    places : dict of str to tuple of int
+        For each tensor: its file, the offset of its first byte there, its first block of all
+        files, and its number.
+    sizes : list of int
+        Bytes of each file.
+    starts : list of int
+        First block of each file, and the number of all blocks.
+    nbytes : list of int
+        Bytes of each tensor, by number.
+    """
+
+    files: tuple[str, ...]
+    tensors: list[tuple[tuple[str, str, tuple[int, ...]], ...]]
+    places: dict[str, tuple[int, int, int, int]]
+    sizes: list[int]
+    starts: list[int]
+    nbytes: list[int]
+
+    def header(self, file: int, crcs: Any) -> bytes:
+        """Return the header of a file, with the checksums of all blocks of all files."""
+        own = crcs[self.starts[file] : self.starts[file + 1]]
+        text, *_ = _core.safetensors_layout(self.tensors[file], FORMAT, own)
+        assert text is not None
+        return text
+
+    @property
+    def index(self) -> dict[str, Any]:
+        """Content of the folder's index."""
+        return {
+            "metadata": {"total_size": sum(self.nbytes)},
+            "weight_map": {name: self.files[place[0]] for name, place in self.places.items()},
+        }
+
+
+# ---- the tensors of all ranks ----
+
+
+def table_of(state: Mapping[str, Any], tied: Iterable[str]) -> StateTable:
+    """Return the table of one rank's state; arrays and shards have a dtype and a whole shape."""
+    left_out = set(tied)
+    tensors = {
+        name: (name_of(getattr(value, "array", value).dtype), tuple(map(int, value.shape)))
+        for name, value in state.items()
+        if name not in left_out
+    }
+    return StateTable(tensors, sorted(left_out))
+
+
+def _merge(tables: dict[int, Any]) -> StateTable:
+    """Merge the tables of some ranks, the lowest rank first."""
+    tensors: dict[str, Facts] = {}
+    holders: dict[str, int] = {}
+    for rank, (found, _, _) in tables.items():
+        for name, (dtype, shape) in found.items():
+            facts = (dtype, tuple(shape))
+            if tensors.setdefault(name, facts) != facts:
+                raise ValueError(
+                    f"{name!r} is {tensors[name][0]} {tensors[name][1]} on rank {holders[name]}, "
+                    f"and {facts[0]} {facts[1]} on rank {rank}: pass parts of a tensor as Shard"
+                )
+            holders.setdefault(name, rank)
+    tied = sorted({name for _, names, _ in tables.values() for name in names})
+    for name in tied:
+        tensors.pop(name, None)
+    return StateTable(tensors, tied)
+
+
+def exchange_tables(group: ProcessGroup | None, own: StateTable, about: list[Any]) -> StateTable:
+    """Return the tensors of all ranks; every rank calls it.
+
+    Ranks exchange digests of their tables, and send a table only if no lower rank has it. `about`
+    are arguments that must be equal on all ranks.
+
+    Raises
+    ------
+    ValueError
+        The ranks pass different arguments or tensors. Every rank raises it.
+    """
+    import hashlib
+    import json
+
+    if group is None:
+        return own
+    text = json.dumps([own.tensors, own.tied, about]).encode()
+    digests = list(group.gather_bytes(hashlib.sha256(text, usedforsecurity=False).digest()))
+    if len(set(digests)) == 1:
+        return own
+    is_first = digests.index(digests[group.rank]) == group.rank
+    texts = enumerate(group.gather_bytes(text if is_first else b""))
+    tables = {rank: json.loads(found) for rank, found in texts if found}
+    (first, (_, _, expected)), *others = tables.items()
+    for rank, (_, _, found) in others:
+        if found != expected:
+            raise ValueError(
+                f"ranks {first} and {rank} do not export the same: {expected} and {found}"
+            )
+    return _merge(tables)
+
+
+# ---- the files ----
+
+
+def _divide(
+    tensors: dict[str, Facts], sizes: dict[str, int], most: int
+) -> list[list[tuple[str, str, tuple[int, ...]]]]:
+    """Divide the tensors, in their order, over files of at most `most` bytes."""
+    files: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
+    room = most
+    for name, (dtype, shape) in tensors.items():
+        if files[-1] and sizes[name] > room:
+            files.append([])
+            room = most
+        files[-1].append((name, dtype, shape))
+        room -= sizes[name]
+    return files
+
+
+def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    from math import prod
+
+    from ..._common.dtypes import DTYPES
+
+    return prod(shape) * next((i.item_bytes for i in DTYPES if i.name == dtype), 0)
+
+
+def make_plan(tensors: dict[str, Facts], max_shard_bytes: int) -> ExportPlan:
+    """Plan the files; a tensor larger than `max_shard_bytes` has its own file.
+
+    Raises
+    ------
+    CompatibilityError
+        Safetensors has no name for a dtype.
+    """
+    sizes = {name: _nbytes(*facts) for name, facts in tensors.items()}
+    divided = [tuple(file) for file in _divide(tensors, sizes, max_shard_bytes)]
+    count = len(divided)
+    files = tuple(f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1))
+    plan = ExportPlan(files if count > 1 else (SINGLE,), divided, {}, [], [0], [*sizes.values()])
+    for number, file in enumerate(divided):
+        _, size, blocks, places = _core.safetensors_layout(file, FORMAT, None)
+        for (name, *_), (offset, block) in zip(file, places, strict=True):
+            plan.places[name] = (number, offset, plan.starts[-1] + block, len(plan.places))
+        plan.sizes.append(size)
+        plan.starts.append(plan.starts[-1] + blocks)
+    return plan
