@@ -24,7 +24,7 @@ from ...state import rename as rename_state
 from .._save import SaveContent, check_target, gather_shards, take_content
 from .._store import folder as _folder
 from .._store.weight_files import INDEX, weights_root
-from .export_plan import StateTable, exchange_tables, make_plan, table_of
+from .export_plan import StateTable, drop_copies, exchange_tables, make_plan, table_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -181,7 +181,7 @@ def _finish(made: str, folder: str, plan: ExportPlan, crcs: Any, copied: list[st
     for number, file in enumerate(plan.files):
         _folder.overwrite_start(made, file, plan.header(number, crcs))
     if len(plan.files) > 1:
-        text = json.dumps(plan.index, indent=2, ensure_ascii=False) + "\n"
+        text = json.dumps(plan.index_data(), indent=2, ensure_ascii=False) + "\n"
         _core.file_replace(os.path.join(made, INDEX), text.encode(), 0o666)
     try:
         for source in copied:
@@ -214,8 +214,8 @@ def _pack(values: Any, dtype: str) -> bytes:
     import numpy as np
 
     at = np.flatnonzero(values)
-    count = np.array([len(at)], "<u8").tobytes()
-    return count + at.astype("<u8").tobytes() + values[at].astype(dtype).tobytes()
+    parts = (np.array([len(at)], "<u8"), at.astype("<u8"), values[at].astype(dtype))
+    return b"".join(part.tobytes() for part in parts)
 
 
 def _unpack(data: memoryview, dtype: str) -> tuple[Any, Any, memoryview]:
@@ -326,6 +326,7 @@ def export(
     assert state is not None
     for name in table.tied:
         state.pop(name, None)
+    drop_copies(target.group, table.tensors, state)
     gathered = gather_shards(target, content)
     _together(target.group, gathered.error)
     plan = make_plan(table.tensors, most)

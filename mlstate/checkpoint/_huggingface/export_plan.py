@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
 from ..._common.dtypes import name_of
+from ..._sharding.layout import Shard
 from .._store.weight_files import SINGLE
 
 if TYPE_CHECKING:
@@ -71,9 +72,8 @@ class ExportPlan(NamedTuple):
         assert text is not None
         return text
 
-    @property
-    def index(self) -> dict[str, Any]:
-        """Content of the folder's index."""
+    def index_data(self) -> dict[str, Any]:
+        """Return the content of the folder's index."""
         return {
             "metadata": {"total_size": sum(self.nbytes)},
             "weight_map": {name: self.files[place[0]] for name, place in self.places.items()},
@@ -143,6 +143,54 @@ def exchange_tables(group: ProcessGroup | None, own: StateTable, about: list[Any
                 f"ranks {first} and {rank} do not export the same: {expected} and {found}"
             )
     return _merge(tables)
+
+
+# ---- parts that several ranks hold ----
+
+
+def _part_keys(tensors: dict[str, Facts], state: Mapping[str, Any]) -> Any:
+    """Return a number for the part that this rank holds of each tensor; 0 for none.
+
+    Equal parts have equal numbers on all ranks.
+    """
+    import hashlib
+
+    import numpy as np
+
+    keys = np.zeros(len(tensors), "<u8")
+    for number, name in enumerate(tensors):
+        value = state.get(name)
+        if isinstance(value, Shard) and value.replica == 0:
+            part = repr((value.layout.steps, value.index)).encode()
+            digest = hashlib.blake2b(part, digest_size=8).digest()
+            keys[number] = int.from_bytes(digest, "little") | 1
+    return keys
+
+
+def drop_copies(
+    group: ProcessGroup | None, tensors: dict[str, Facts], state: dict[str, Any]
+) -> None:
+    """Remove the shards that another rank writes; every rank calls it.
+
+    Tensor parallelism under FSDP2 is such a case: a parameter that it does not shard has a mesh
+    of its own in each FSDP2 group, whose replica numbers are 0. The holders of a part take turns.
+    """
+    import numpy as np
+
+    if group is None:
+        return
+    own = _part_keys(tensors, state)
+    rows = [np.frombuffer(row, "<u8") for row in group.gather_bytes(own.tobytes())]
+    holders = np.zeros(len(own), np.int64)
+    before = np.zeros(len(own), np.int64)
+    for rank, row in enumerate(rows):
+        holders += row == own
+        if rank < group.rank:
+            before += row == own
+    is_copy = (own != 0) & (before != np.arange(len(own)) % np.maximum(holders, 1))
+    for name, copy in zip(tensors, is_copy, strict=True):
+        if copy:
+            del state[name]
 
 
 # ---- the files ----
