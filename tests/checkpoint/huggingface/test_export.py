@@ -85,7 +85,7 @@ def test_the_files_are_those_of_save_file(tmp_path):
     assert (tmp_path / "m" / "model.safetensors").read_bytes() == (tmp_path / "f").read_bytes()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.integers(1, 4),
     st.lists(st.tuples(st.integers(0, 9), st.integers(1, 7), st.integers(0, 3)), min_size=1,
@@ -214,7 +214,7 @@ module.export({target!r}, {{"w": np.ones(9)}}, files_from={source!r}, overwrite=
 
 
 @pytest.mark.parametrize("step", range(len(STEPS)))
-@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("overwrite", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_kill_or_failure_at_any_step_leaves_the_target_as_it_was(
     tmp_path, monkeypatch, step, overwrite
 ):

@@ -14,6 +14,7 @@ typedef struct writing {
     const mls_tensor_place *place;
     size_t item_bytes;
     size_t bytes; /* of the whole tensor */
+    size_t unreported;
 } writing;
 
 /* Return bytes `at` .. of the item, packed into the buffer if its memory is strided. */
@@ -40,10 +41,25 @@ static void add_share(const writing *w, const unsigned char *data, size_t to,
     w->place->crcs[block] ^= behind == 0 ? crc : mls_crc_combine(crc, 0, behind);
 }
 
+/* Report bytes when there are enough of them: runs may be short. */
+static mls_code report(writing *w, size_t count, mls_status *st)
+{
+    const mls_progress *progress = w->writer->progress;
+    *w->place->written += count;
+    w->unreported += count;
+    if (progress == NULL || w->unreported < MLS_PART_STEP) {
+        return MLS_OK;
+    }
+    const size_t bytes = w->unreported;
+    w->unreported = 0;
+    return progress->report(progress->context, bytes)
+               ? MLS_OK
+               : mls_fail(st, MLS_E_STOPPED, "cancelled by the caller");
+}
+
 /* Write bytes `at` .. `at + count` of the item to byte `to` of the tensor. Steps end at
  * block boundaries, which are multiples of the item size. */
-static mls_code write_run(const writing *w, size_t at, size_t to, size_t count,
-                          mls_status *st)
+static mls_code write_run(writing *w, size_t at, size_t to, size_t count, mls_status *st)
 {
     while (count > 0) {
         const size_t room = MLS_PART_STEP - to % MLS_PART_STEP;
@@ -51,10 +67,10 @@ static mls_code write_run(const writing *w, size_t at, size_t to, size_t count,
         const unsigned char *data = item_bytes_at(w, at, step);
         add_share(w, data, to, step);
         if (mls_file_write_at(w->place->fd, data, step, w->place->offset + to, st) !=
-            MLS_OK) {
+                MLS_OK ||
+            report(w, step, st) != MLS_OK) {
             return st->code;
         }
-        *w->place->written += step;
         at += step;
         to += step;
         count -= step;
@@ -62,16 +78,14 @@ static mls_code write_run(const writing *w, size_t at, size_t to, size_t count,
     return MLS_OK;
 }
 
-/* Progress is reported in units of a step: runs may be short. */
+/* The runs of the part ascend in the whole tensor. */
 mls_code mls_part_write(const mls_part_writer *writer, const mls_shard_item *item,
                         const mls_tensor_place *place, mls_status *st)
 {
     const mls_layout all = {0};
-    const mls_progress *progress = writer->progress;
     mls_part part, whole;
     mls_overlap overlap;
     mls_run run;
-    size_t unreported = 0;
     mls_code code =
         mls_layout_part(&item->layout, item->rank, item->shape, item->part, &part, st);
     if (code != MLS_OK || (code = mls_layout_part(&all, item->rank, item->shape, 0,
@@ -79,17 +93,14 @@ mls_code mls_part_write(const mls_part_writer *writer, const mls_shard_item *ite
         return code;
     }
     const size_t size = mls_dtype_of(item->dtype)->item_bytes;
-    const writing w = {writer, item, place, size, mls_part_count(&whole) * size};
+    writing w = {.writer = writer,
+                 .item = item,
+                 .place = place,
+                 .item_bytes = size,
+                 .bytes = mls_part_count(&whole) * size};
     mls_overlap_init(&overlap, &part, &whole);
     while (code == MLS_OK && mls_overlap_next(&overlap, &run)) {
         code = write_run(&w, run.a * size, run.b * size, run.count * size, st);
-        unreported += run.count * size;
-        if (code == MLS_OK && progress != NULL && unreported >= MLS_PART_STEP) {
-            if (!progress->report(progress->context, unreported)) {
-                return mls_fail(st, MLS_E_STOPPED, "cancelled by the caller");
-            }
-            unreported = 0;
-        }
     }
     return code;
 }
