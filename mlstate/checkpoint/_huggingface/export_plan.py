@@ -5,10 +5,11 @@ Every rank computes the same plan, from the names, dtypes and shapes of all tens
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
-from ..._common.dtypes import name_of
+from ..._common.dtypes import DTYPES, name_of
 from ..._sharding.layout import Shard
 from .._store.weight_files import SINGLE
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
     from ...collectives import ProcessGroup
 
-    Facts: TypeAlias = tuple[str, tuple[int, ...]]  # dtype and shape of a whole tensor
+    # dtype and shape of a whole tensor, and how it is cut: the steps of a layout, or None
+    Facts: TypeAlias = tuple[str, tuple[int, ...], Any]
 
 FORMAT = "pt"  # the "format" in the metadata, which transformers requires
 
@@ -28,8 +30,8 @@ class StateTable(NamedTuple):
 
     Attributes
     ----------
-    tensors : dict of str to (str, tuple of int)
-        Dtype and shape of each whole tensor, in the order of the files.
+    tensors : dict of str to (str, tuple of int, tuple or None)
+        Dtype, shape and layout of each tensor, in the order of the files.
     tied : list of str
         Names that are not written, because an earlier name has the same memory.
     """
@@ -87,11 +89,20 @@ def table_of(state: Mapping[str, Any], tied: Iterable[str]) -> StateTable:
     """Return the table of one rank's state; arrays and shards have a dtype and a whole shape."""
     left_out = set(tied)
     tensors = {
-        name: (name_of(getattr(value, "array", value).dtype), tuple(map(int, value.shape)))
+        name: (
+            name_of(getattr(value, "array", value).dtype),
+            tuple(map(int, value.shape)),
+            value.layout.steps if isinstance(value, Shard) else None,
+        )
         for name, value in state.items()
         if name not in left_out
     }
     return StateTable(tensors, sorted(left_out))
+
+
+def _facts_text(facts: Facts) -> str:
+    dtype, shape, steps = facts
+    return f"{dtype} {shape}" + ("" if steps is None else f" cut by {list(steps)}")
 
 
 def _merge(tables: dict[int, Any]) -> StateTable:
@@ -99,12 +110,14 @@ def _merge(tables: dict[int, Any]) -> StateTable:
     tensors: dict[str, Facts] = {}
     holders: dict[str, int] = {}
     for rank, (found, _, _) in tables.items():
-        for name, (dtype, shape) in found.items():
-            facts = (dtype, tuple(shape))
+        for name, (dtype, shape, steps) in found.items():
+            cut = None if steps is None else tuple(map(tuple, steps))
+            facts = (dtype, tuple(shape), cut)
             if tensors.setdefault(name, facts) != facts:
                 raise ValueError(
-                    f"{name!r} is {tensors[name][0]} {tensors[name][1]} on rank {holders[name]}, "
-                    f"and {facts[0]} {facts[1]} on rank {rank}: pass parts of a tensor as Shard"
+                    f"{name!r} is {_facts_text(tensors[name])} on rank {holders[name]}, and "
+                    f"{_facts_text(facts)} on rank {rank}: pass parts of a tensor as Shard, with "
+                    "the same layout on all ranks"
                 )
             holders.setdefault(name, rank)
     tied = sorted({name for _, names, _ in tables.values() for name in names})
@@ -148,7 +161,49 @@ def exchange_tables(group: ProcessGroup | None, own: StateTable, about: list[Any
 # ---- parts that several ranks hold ----
 
 
-def _part_keys(tensors: dict[str, Facts], state: Mapping[str, Any]) -> Any:
+def _own_part(state: Mapping[str, Any], name: str) -> Shard | None:
+    """Return the shard of a tensor that this rank would write."""
+    value = state.get(name)
+    return value if isinstance(value, Shard) and value.replica == 0 else None
+
+
+def _mix(parts: Any) -> Any:
+    """Return a pseudo-random number for each part number (splitmix64); sums may wrap."""
+    import numpy as np
+
+    mixed = (parts.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def _irregular_names(
+    group: ProcessGroup, tensors: dict[str, Facts], state: Mapping[str, Any]
+) -> list[str]:
+    """Return the tensors of which not every part has exactly one holder.
+
+    The sum of the numbers of all held parts must be the sum over all parts of the layout.
+    """
+    import numpy as np
+
+    held = np.zeros(len(tensors), np.uint64)
+    wanted = np.zeros(len(tensors), np.uint64)
+    sums: dict[int, Any] = {}
+    for number, (name, (*_, steps)) in enumerate(tensors.items()):
+        if steps is None:
+            continue
+        parts = prod(step[1] for step in steps)
+        if parts not in sums:
+            sums[parts] = _mix(np.arange(parts)).sum(dtype=np.uint64)
+        wanted[number] = sums[parts]
+        part = _own_part(state, name)
+        if part is not None:
+            held[number] = _mix(np.array([part.index]))[0]
+    is_irregular = group.all_reduce(held) != wanted
+    return [name for name, wrong in zip(tensors, is_irregular, strict=True) if wrong]
+
+
+def _part_keys(names: list[str], state: Mapping[str, Any]) -> Any:
     """Return a number for the part that this rank holds of each tensor; 0 for none.
 
     Equal parts have equal numbers on all ranks.
@@ -157,12 +212,12 @@ def _part_keys(tensors: dict[str, Facts], state: Mapping[str, Any]) -> Any:
 
     import numpy as np
 
-    keys = np.zeros(len(tensors), "<u8")
-    for number, name in enumerate(tensors):
-        value = state.get(name)
-        if isinstance(value, Shard) and value.replica == 0:
-            part = repr((value.layout.steps, value.index)).encode()
-            digest = hashlib.blake2b(part, digest_size=8).digest()
+    keys = np.zeros(len(names), "<u8")
+    for number, name in enumerate(names):
+        part = _own_part(state, name)
+        if part is not None:
+            text = repr((part.layout.steps, part.index)).encode()
+            digest = hashlib.blake2b(text, digest_size=8).digest()
             keys[number] = int.from_bytes(digest, "little") | 1
     return keys
 
@@ -177,18 +232,18 @@ def drop_copies(
     """
     import numpy as np
 
-    if group is None:
+    names = [] if group is None else _irregular_names(group, tensors, state)
+    if group is None or not names:
         return
-    own = _part_keys(tensors, state)
-    rows = [np.frombuffer(row, "<u8") for row in group.gather_bytes(own.tobytes())]
+    own = _part_keys(names, state)
     holders = np.zeros(len(own), np.int64)
     before = np.zeros(len(own), np.int64)
-    for rank, row in enumerate(rows):
-        holders += row == own
-        if rank < group.rank:
-            before += row == own
+    for rank, row in enumerate(group.gather_bytes(own.tobytes())):
+        same = np.frombuffer(row, "<u8") == own
+        holders += same
+        before += same * (rank < group.rank)
     is_copy = (own != 0) & (before != np.arange(len(own)) % np.maximum(holders, 1))
-    for name, copy in zip(tensors, is_copy, strict=True):
+    for name, copy in zip(names, is_copy, strict=True):
         if copy:
             del state[name]
 
@@ -202,7 +257,7 @@ def _divide(
     """Divide the tensors, in their order, over files of at most `most` bytes."""
     files: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
     room = most
-    for name, (dtype, shape) in tensors.items():
+    for name, (dtype, shape, _) in tensors.items():
         if files[-1] and sizes[name] > room:
             files.append([])
             room = most
@@ -212,10 +267,6 @@ def _divide(
 
 
 def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
-    from math import prod
-
-    from ..._common.dtypes import DTYPES
-
     return prod(shape) * next((i.item_bytes for i in DTYPES if i.name == dtype), 0)
 
 
@@ -227,7 +278,7 @@ def make_plan(tensors: dict[str, Facts], max_shard_bytes: int) -> ExportPlan:
     CompatibilityError
         Safetensors has no name for a dtype.
     """
-    sizes = {name: _nbytes(*facts) for name, facts in tensors.items()}
+    sizes = {name: _nbytes(dtype, shape) for name, (dtype, shape, _) in tensors.items()}
     divided = [tuple(file) for file in _divide(tensors, sizes, max_shard_bytes)]
     count = len(divided)
     files = tuple(f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1))

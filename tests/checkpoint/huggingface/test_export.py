@@ -131,6 +131,34 @@ def test_blocks_of_several_ranks_have_right_checksums(tmp_path):
     assert [p.kind for p in mlstate.verify(tmp_path / "m").problems] == ["altered"]
 
 
+@pytest.mark.parametrize("holders", [[0, 0, 2], [0, 1, 1], [0, 1, None], [2, 2, 2]])
+def test_a_part_that_no_rank_holds_is_an_error(tmp_path, holders):
+    array = np.ones((6, 2))  # all parts have the same size
+
+    def save(group):
+        part = holders[group.rank]
+        state = {"both": np.ones(1)}
+        if part is not None:
+            state["w"] = Layout.rows(3).shard(array, part)
+        export_huggingface(tmp_path / "m", state, group=group)
+
+    found = rank_threads.run_ranks(save, groups=LocalGroup.threads(3))
+    assert all("'w' is incomplete: the ranks hold" in str(error) for error in found), found
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_part_that_several_ranks_hold_is_written_once(tmp_path):
+    arrays = {f"w{i}": np.random.default_rng(i).random((4, 3)) for i in range(5)}
+
+    def save(group):
+        state = {name: Layout.rows(2).shard(array, group.rank % 2)
+                 for name, array in arrays.items()}  # fmt: skip
+        export_huggingface(tmp_path / "m", state, group=group)
+
+    assert_none_fails(save, 4)
+    assert_holds(tmp_path / "m", arrays)
+
+
 def test_tied_arrays_are_stored_under_the_first_name(tmp_path):
     weight = np.arange(6.0)
     export_huggingface(tmp_path / "m", {"b": weight, "a": weight, "c": weight.copy()})

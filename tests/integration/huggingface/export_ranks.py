@@ -190,9 +190,13 @@ def wrong_arguments_of_one_rank_are_an_error_on_all(group):
     bad = {"a": None} if group.rank == last else state
     raises((TypeError, mlstate.CollectiveError), "'a' must be", export_huggingface,
            folder / "out", bad, group=group)  # fmt: skip
-    part = Layout.rows(3).shard(np.ones((3, 2)), 0)  # on every rank
+    part = Layout.rows(3).shard(np.ones((3, 2)), 0)  # the same on every rank
     raises((ValueError, mlstate.CollectiveError), "'a' is incomplete: the ranks hold 16 of its 48",
            export_huggingface, folder / "out", {"a": part}, group=group)  # fmt: skip
+    layout = Layout.rows(2) if group.rank == last else Layout.axis(1, 2)
+    part = layout.shard(np.ones((4, 4)), 0)
+    raises(ValueError, "'a' is float64 (4, 4) cut by [(1, 2)] on rank 0", export_huggingface,
+           folder / "out", {"a": part}, group=group)  # fmt: skip
     group.barrier()
     if group.rank == 0:
         (folder / "out").mkdir()
