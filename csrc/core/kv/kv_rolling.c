@@ -116,6 +116,24 @@ void mls_kv_ring_fini(mls_kv_ring *ring)
     *ring = (mls_kv_ring){0};
 }
 
+mls_code mls_kv_ring_borrow(mls_kv_ring *out, const mls_tensor *slots, int axis,
+                            size_t sinks, size_t length, mls_status *st)
+{
+    const mls_code code = check_ring(slots, axis, sinks, st);
+    if (code != MLS_OK) {
+        return code;
+    }
+    const size_t window = slots->shape[axis] - sinks;
+    const size_t others = length > sinks ? length - sinks : 0;
+    *out = (mls_kv_ring){
+        .slots = *slots, .axis = axis, .sinks = sinks, .oldest = sinks, .next = length};
+    if (others > window) {
+        out->evicted = others - window;
+        out->oldest = length - window;
+    }
+    return MLS_OK;
+}
+
 /* Check that tokens have the ring's dtype, and its shape except for the sequence. */
 static mls_code check_tokens(const mls_kv_ring *ring, const mls_tensor *tokens,
                              mls_status *st)
