@@ -2,10 +2,11 @@
  *
  * Values are handled in tiles of whole groups of consecutive rows: a tile is converted to
  * floats in a buffer on the stack and quantized there, so that any strides, byte order
- * and dtype need one loop only. Blocks have a constant size, so that the compiler makes
- * vectors.
+ * and dtype need one loop only.
  */
 #include "kv/kv_quantize.h"
+
+#include "kv/quantize_kernels.h"
 
 #include <math.h>
 #include <stdatomic.h>
@@ -13,8 +14,8 @@
 
 enum {
     TILE = MLS_QUANTIZE_MOST_GROUP, /* elements of a tile */
-    BLOCK = MLS_QUANTIZE_UNIT,
-    MOST_GROUPS = TILE / BLOCK
+    UNIT = MLS_QUANTIZE_UNIT,
+    MOST_GROUPS = TILE / UNIT
 };
 
 /* ---- checks ---- */
@@ -115,71 +116,70 @@ mls_code mls_quantize_check(const mls_tensor *values, const mls_quantized *quant
 
 /* ---- one group ---- */
 
-/* The smallest and largest element, and the map from codes to values. */
-typedef struct affine {
-    float scale, bias;
-    bool is_finite; /* the elements, and their range */
-} affine;
-
-/* Choose scale and bias of a group. The element with the larger absolute value is
- * represented exactly, and so is 0. The operations and their order are those of mlx. */
-static affine choose_affine(const float *x, size_t count, float levels)
+static mls_group_range measure(const float *x, size_t count)
 {
-    float lows[BLOCK], highs[BLOCK], not_finite[BLOCK] = {0};
-    memcpy(lows, x, sizeof lows);
-    memcpy(highs, x, sizeof highs);
-    for (size_t i = 0; i < count; i += BLOCK) {
-        for (size_t lane = 0; lane < BLOCK; lane++) {
-            const float value = x[i + lane];
-            lows[lane] = value < lows[lane] ? value : lows[lane];
-            highs[lane] = value > highs[lane] ? value : highs[lane];
-            not_finite[lane] += value - value; /* NaN for infinity and NaN, else 0 */
-        }
+    mls_group_range range = {.low = x[0], .high = x[0]};
+    float not_finite = 0; /* becomes NaN once an element is infinite or NaN */
+    for (size_t i = 0; i < count; i++) {
+        range.low = x[i] < range.low ? x[i] : range.low;
+        range.high = x[i] > range.high ? x[i] : range.high;
+        not_finite += x[i] - x[i];
     }
-    float low = lows[0], high = highs[0], sum = not_finite[0];
-    for (size_t lane = 1; lane < BLOCK; lane++) {
-        low = lows[lane] < low ? lows[lane] : low;
-        high = highs[lane] > high ? highs[lane] : high;
-        sum += not_finite[lane];
-    }
-    const bool from_low = fabsf(low) > fabsf(high);
-    const float step = (high - low) / levels, least = 1e-7F;
-    const float size = step > least ? step : least;
-    const float edge = from_low ? low : high;
-    affine a = {.scale = from_low ? size : -size};
-    const float steps = rintf(edge / a.scale); /* from 0 to the edge */
-    if (fabsf(steps) > 0) {
-        a.scale = edge / steps;
-        a.bias = edge;
-    }
-    a.is_finite = !isnan(sum) && isfinite(high - low);
-    return a;
+    range.is_finite = !isnan(not_finite);
+    return range;
 }
 
-/* Compute the codes of a group, one byte for each. */
-static void encode(const float *x, size_t count, affine a, float levels,
+static void encode(const float *x, size_t count, float scale, float bias, float levels,
                    unsigned char *codes)
 {
     const float round = 0x1.8p23F; /* adding it rounds to an integer, ties to even */
-    for (size_t i = 0; i < count; i += BLOCK) {
-        for (size_t lane = 0; lane < BLOCK; lane++) {
-            float code = (x[i + lane] - a.bias) / a.scale;
-            code = code > 0 ? code : 0;
-            code = code < levels ? code : levels;
-            codes[i + lane] = (unsigned char)(int32_t)((code + round) - round);
-        }
+    for (size_t i = 0; i < count; i++) {
+        float code = (x[i] - bias) / scale;
+        code = code > 0 ? code : 0;
+        code = code < levels ? code : levels;
+        codes[i] = (unsigned char)(int32_t)((code + round) - round);
     }
 }
 
-/* Compute the values of codes. */
 static void decode(const unsigned char *codes, size_t count, float scale, float bias,
                    float *x)
 {
-    for (size_t i = 0; i < count; i += BLOCK) {
-        for (size_t lane = 0; lane < BLOCK; lane++) {
-            x[i + lane] = scale * (float)codes[i + lane] + bias;
-        }
+    for (size_t i = 0; i < count; i++) {
+        x[i] = scale * (float)codes[i] + bias;
     }
+}
+
+static const mls_group_kernels plain_kernels = {measure, encode, decode};
+
+/* Return the functions of an instruction set. */
+static const mls_group_kernels *group_kernels_of(mls_cpu cpu)
+{
+#if defined(__x86_64__)
+    if (cpu == MLS_CPU_AVX2 || cpu == MLS_CPU_AVX512) {
+        return &mls_group_kernels_avx2;
+    }
+#endif
+    (void)cpu;
+    return &plain_kernels;
+}
+
+/* Choose scale and bias of a group. The element with the larger absolute value is
+ * represented exactly, and so is 0. The operations and their order are those of mlx.
+ * Returns false if an element or the range is not finite. */
+static bool choose_affine(mls_group_range r, float levels, float *scale, float *bias)
+{
+    const bool from_low = fabsf(r.low) > fabsf(r.high);
+    const float step = (r.high - r.low) / levels, least = 1e-7F;
+    const float size = step > least ? step : least;
+    const float edge = from_low ? r.low : r.high;
+    *scale = from_low ? size : -size;
+    *bias = 0;
+    const float steps = rintf(edge / *scale); /* from 0 to the edge */
+    if (fabsf(steps) > 0) {
+        *scale = edge / steps;
+        *bias = edge;
+    }
+    return r.is_finite && isfinite(r.high - r.low);
 }
 
 /* ---- words ---- */
@@ -187,8 +187,8 @@ static void decode(const unsigned char *codes, size_t count, float scale, float 
 /* Pack 4-bit codes, two into each byte. */
 static void join_nibbles(const unsigned char *codes, size_t count, unsigned char *out)
 {
-    for (size_t i = 0; i < count / 2; i += BLOCK / 2) {
-        for (size_t lane = 0; lane < BLOCK / 2; lane++) {
+    for (size_t i = 0; i < count / 2; i += UNIT / 2) {
+        for (size_t lane = 0; lane < UNIT / 2; lane++) {
             const unsigned char *pair = codes + 2 * (i + lane);
             out[i + lane] = (unsigned char)(pair[0] | pair[1] << 4);
         }
@@ -198,8 +198,8 @@ static void join_nibbles(const unsigned char *codes, size_t count, unsigned char
 /* The reverse. */
 static void split_nibbles(const unsigned char *bytes, size_t count, unsigned char *codes)
 {
-    for (size_t i = 0; i < count / 2; i += BLOCK / 2) {
-        for (size_t lane = 0; lane < BLOCK / 2; lane++) {
+    for (size_t i = 0; i < count / 2; i += UNIT / 2) {
+        for (size_t lane = 0; lane < UNIT / 2; lane++) {
             codes[2 * (i + lane)] = bytes[i + lane] & 15;
             codes[2 * (i + lane) + 1] = bytes[i + lane] >> 4;
         }
@@ -231,6 +231,7 @@ static void bytes_of_words(const uint32_t *words, size_t count, unsigned char *o
 /* The work, the same for all tiles. */
 typedef struct job {
     const mls_kernels *kernels;
+    const mls_group_kernels *groups;
     const mls_tensor *values;
     const mls_quantized *quantized;
     size_t rows, columns;           /* of a tile; columns are whole groups */
@@ -275,15 +276,15 @@ static mls_tensor tile_view(const mls_tensor *whole, const tile *t, size_t width
     return view;
 }
 
-/* Return a packed view with the shape of `tile`. */
-static mls_tensor packed_view(const mls_tensor *tile, void *data, mls_dtype dtype)
+/* Return a packed view with the shape of `like`. */
+static mls_tensor packed_view(const mls_tensor *like, void *data, mls_dtype dtype)
 {
     const size_t item = mls_dtype_of(dtype)->item_bytes;
     return (mls_tensor){.data = data,
                         .dtype = dtype,
                         .rank = 2,
-                        .shape = {tile->shape[0], tile->shape[1]},
-                        .strides = {(ptrdiff_t)(tile->shape[1] * item), (ptrdiff_t)item}};
+                        .shape = {like->shape[0], like->shape[1]},
+                        .strides = {(ptrdiff_t)(like->shape[1] * item), (ptrdiff_t)item}};
 }
 
 /* Copy a tile of `whole` to packed memory, or back if `store`. */
@@ -331,11 +332,12 @@ static void quantize_tile(void *context, size_t index)
     const size_t count = t.rows * t.groups;
     for (size_t i = 0; i < count; i++) {
         const float *x = b.values + i * q->group;
-        const affine a = choose_affine(x, q->group, j->levels);
-        is_finite = is_finite && a.is_finite;
-        b.scales[i] = a.scale;
-        b.biases[i] = a.bias;
-        encode(x, q->group, a, j->levels, b.codes + i * q->group);
+        if (!choose_affine(j->groups->measure(x, q->group), j->levels, &b.scales[i],
+                           &b.biases[i])) {
+            is_finite = false;
+        }
+        j->groups->encode(x, q->group, b.scales[i], b.biases[i], j->levels,
+                          b.codes + i * q->group);
     }
     if (!is_finite) {
         atomic_store_explicit(&j->is_finite, false, memory_order_relaxed);
@@ -367,8 +369,8 @@ static void dequantize_tile(void *context, size_t index)
         split_nibbles(b.joined, count * q->group, b.codes);
     }
     for (size_t i = 0; i < count; i++) {
-        decode(b.codes + i * q->group, q->group, b.scales[i], b.biases[i],
-               b.values + i * q->group);
+        j->groups->decode(b.codes + i * q->group, q->group, b.scales[i], b.biases[i],
+                          b.values + i * q->group);
     }
     copy_tile(j, j->values, &t, q->group, b.values, MLS_F32, true);
 }
@@ -391,6 +393,7 @@ static void run_tiles(job *j, mls_pool *pool, mls_task task)
     j->rows = TILE / j->columns;
     j->column_tiles = length / j->columns + (length % j->columns != 0);
     j->row_tiles = all_rows / j->rows + (all_rows % j->rows != 0);
+    j->groups = group_kernels_of(j->kernels->cpu);
     j->levels = j->quantized->bits == 4 ? 15 : 255;
     mls_pool_run(bytes >= MLS_POOL_COPY_BYTES ? pool : NULL, task, j,
                  outer * j->row_tiles * j->column_tiles);
