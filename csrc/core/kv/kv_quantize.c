@@ -163,8 +163,9 @@ static const mls_group_kernels *group_kernels_of(mls_cpu cpu)
     return &plain_kernels;
 }
 
-/* Choose scale and bias of a group. The element with the larger absolute value is
- * represented exactly, and so is 0. The operations and their order are those of mlx.
+/* Choose scale and bias of a group. The bias is the extreme with the larger absolute
+ * value, and 0 is a whole number of steps from it. The operations and their order are
+ * those of mlx.
  * Returns false if an element or the range is not finite. */
 static bool choose_affine(mls_group_range r, float levels, float *scale, float *bias)
 {
