@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ._cache_spec import CacheEntry, CacheSpec
+from ._cache_state import CacheState
 from ._combined_strategy import CombinedStrategy
 from ._context_ladder import ContextLadder, LadderStep
 from ._kv_state import KVState
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     from ..coreml import compact_coreml_state, transition_coreml_state
 
 __all__ = [
+    "CacheEntry",
+    "CacheSpec",
+    "CacheState",
     "CombinedStrategy",
     "ContextLadder",
     "KVState",

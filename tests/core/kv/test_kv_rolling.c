@@ -273,7 +273,11 @@ static void borrowed_slots_are_the_same_ring(void)
             mls_kv_ring_fini(&ring);
         }
     }
-    mls_kv_ring refused = {0};
+    mls_kv_ring empty = {0}, refused = {0};
+    slots.shape[1] = 0;
+    CHECK(mls_kv_ring_borrow(&empty, &slots, 1, 0, 3, &st) == MLS_OK);
+    CHECK(mls_kv_ring_length(&empty) == 0);
+    slots.shape[1] = 7;
     CHECK(mls_kv_ring_borrow(&refused, &slots, 1, 7, 0, &st) == MLS_E_CAPACITY);
     CHECK(refused.slots.rank == 0);
 }
