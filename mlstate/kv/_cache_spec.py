@@ -272,7 +272,7 @@ class CacheSpec:
         Entries disagree on their positions: full and quantized entries differ, or a sliding entry
         has fewer positions than the cache although its window is not full. A ValueError.
     ValueError
-        There is no entry, or two arrays have the same name.
+        `entries` is empty, or two arrays have the same name.
     TypeError
         An element of `entries` is not a `CacheEntry`.
 
@@ -349,7 +349,7 @@ class CacheSpec:
         Raises
         ------
         TensorNotFoundError
-            There is no such array. A KeyError.
+            No array has this name. A KeyError.
         """
         entry = self._by_name.get(name) if isinstance(name, str) else None
         if entry is None:
@@ -371,6 +371,9 @@ class CacheSpec:
     def __getitem__(self, key: slice) -> tuple[CacheEntry, ...]: ...
     def __getitem__(self, key: str | int | slice) -> CacheEntry | tuple[CacheEntry, ...]:
         return self.entry_of(key) if isinstance(key, str) else self.entries[key]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CacheSpec, (self.entries,)
 
     def __eq__(self, other: object) -> bool:
         return self.entries == other.entries if isinstance(other, CacheSpec) else NotImplemented

@@ -175,7 +175,7 @@ class CacheState:
         Raises
         ------
         TensorNotFoundError
-            There is no such array. A KeyError.
+            No array has this name. A KeyError.
         """
         spec, arrays, length = self._cache
         entry = spec.entry_of(name)
@@ -199,7 +199,7 @@ class CacheState:
         Raises
         ------
         TensorNotFoundError
-            There is no such array. A KeyError.
+            No array has this name. A KeyError.
         CompatibilityError
             The entry has no sequence. A ValueError.
         """
@@ -225,7 +225,7 @@ class CacheState:
         Raises
         ------
         TensorNotFoundError
-            There is no such array. A KeyError.
+            No array has this name. A KeyError.
         CompatibilityError
             The entry has no sequence. A ValueError.
         """
@@ -389,8 +389,8 @@ class CacheState:
 
         Notes
         -----
-        The result consists of new NumPy arrays, also for torch tensors on the CPU. Their layout and
-        bits are those of ``mlx.core.quantize`` on a CPU: word ``i`` of the codes has elements
+        The result consists of new NumPy arrays, also for torch tensors on the CPU. Their bits
+        equal the result of ``mlx.core.quantize`` on a CPU: word ``i`` of the codes has elements
         ``i * 32 / bits`` and following, the first in the lowest bits; a value is
         ``scale * code + bias``. Its error is at most one ``scale``, plus the rounding of scale and
         bias to the dtype. Positions without a token become 0. The old arrays are not written. The
@@ -459,6 +459,9 @@ class CacheState:
             full, coded = (arrays, made) if kind == "full" else (made, arrays)
             _run_quantization(old, new, full, coded, length)
         self._cache = _Cache(converted, made, length)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CacheState, tuple(self._cache)
 
     def __repr__(self) -> str:
         spec, _, length = self._cache

@@ -1,4 +1,4 @@
-"""Entries and specs of caches: what they accept, derive and refuse."""
+"""Entries and specs of caches: valid and invalid arguments, and derived properties."""
 
 import pickle
 from dataclasses import FrozenInstanceError, replace

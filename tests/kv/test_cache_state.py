@@ -24,7 +24,7 @@ BLOB = CacheEntry("blob", "opaque", (9,), "uint8")
 
 
 def arrays_of(spec, seed=0):
-    """Random arrays for a spec; those of quantized entries hold finite scales."""
+    """Random finite arrays for a spec."""
     made = {}
     for i, (name, (shape, dtype)) in enumerate(
         pair for entry in spec for pair in entry.arrays.items()

@@ -164,8 +164,8 @@ static const mls_group_kernels *group_kernels_of(mls_cpu cpu)
 }
 
 /* Choose scale and bias of a group. The bias is the extreme with the larger absolute
- * value, and 0 is a whole number of steps from it. The operations and their order are
- * those of mlx.
+ * value, and 0 is a whole number of steps from it. mlx does the same operations in the
+ * same order.
  * Returns false if an element or the range is not finite. */
 static bool choose_affine(mls_group_range r, float levels, float *scale, float *bias)
 {

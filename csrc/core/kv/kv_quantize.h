@@ -4,9 +4,9 @@
  * scale * code + bias, with a code of 0 .. 2**bits - 1. The codes of the last axis are
  * packed into 32-bit words, the first code in the lowest bits.
  *
- * The layout, and every bit of the result, are those of the affine mode of mlx.core's
- * quantize on a CPU: arithmetic in float, codes computed with the scale and bias before
- * these are rounded to the dtype of the values.
+ * mlx.core.quantize in affine mode on a CPU gives the same layout and the same bits:
+ * arithmetic in float, and codes that are computed before scale and bias are rounded to
+ * the dtype of the values.
  */
 #ifndef MLS_KV_QUANTIZE_H
 #define MLS_KV_QUANTIZE_H
