@@ -141,7 +141,7 @@ def rotate_keys(_):
     "CacheState.crop",
 )
 def cache_state(_):
-    array, ring = cache(), np.ones((2, 3, 4), np.float32)
+    array, ring = cache(), np.ones((2, 4, 4), np.float32)
 
     def run():
         spec = kv.CacheSpec(
