@@ -83,14 +83,14 @@ class CacheState:
     -----
     What each kind supports:
 
-    ==================  ======  =============  ========  ===================
-    operation           full    sliding        quantized recurrent, conv
-    ==================  ======  =============  ========  ===================
-    `resize`            yes     to the window  yes       unchanged
-    `trim`, `crop`      yes     until it wraps yes       no
-    `quantize`          yes     no             no        no
-    `positions`         yes     yes            yes       no
-    ==================  ======  =============  ========  ===================
+    ==============  ======  ==============  =========  ===============
+    operation       full    sliding         quantized  recurrent, conv
+    ==============  ======  ==============  =========  ===============
+    `resize`        yes     to the window   yes        unchanged
+    `trim`, `crop`  yes     until it wraps  yes        no
+    `quantize`      yes     no              no         no
+    `positions`     yes     yes             yes        no
+    ==============  ======  ==============  =========  ===============
 
     Opaque entries support none of them. A state is not thread-safe: use one lock for the state and
     the arrays.
@@ -279,9 +279,10 @@ class CacheState:
         """
         positions = as_count("capacity", capacity, 1)
         spec, arrays, length = self._cache
-        resized = CacheSpec(_resized_entries(spec, positions, length))
+        resized = CacheSpec(entry._resized(positions) for entry in spec)
         if resized == spec:
             return
+        _check_resize(spec, resized, positions, length)
         moved = dict(arrays)
         for old, new in zip(spec, resized, strict=True):
             if old.seq_axis is None or old.seq_length is None or new.seq_length is None:
@@ -553,11 +554,10 @@ def _check_length(spec: CacheSpec, length: int) -> None:
         raise error
 
 
-def _resized_entries(spec: CacheSpec, capacity: int, length: int) -> list[CacheEntry]:
-    """Return the entries for another capacity, or raise if one of them cannot have it."""
-    entries = [entry._resized(capacity) for entry in spec]
-    for old, new in zip(spec, entries, strict=True):
-        if old.kind == "opaque" and entries != list(spec):
+def _check_resize(spec: CacheSpec, resized: CacheSpec, capacity: int, length: int) -> None:
+    """Raise unless every entry can have another capacity and holds its tokens then."""
+    for old, new in zip(spec, resized, strict=True):
+        if old.kind == "opaque":
             text = "an opaque entry cannot be resized: its layout is unknown"
             raise entry_error(old.name, text, spec.capacity, capacity)
         if old.seq_length is None or new.seq_length is None:
@@ -572,7 +572,6 @@ def _resized_entries(spec: CacheSpec, capacity: int, length: int) -> list[CacheE
             )
             error.name = old.name
             raise error
-    return entries
 
 
 def _sequence_of(entry: CacheEntry) -> int:

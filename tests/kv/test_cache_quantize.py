@@ -169,6 +169,17 @@ def test_other_threads_run_during_a_call():
         thread.join()
 
 
+def test_integers_that_stand_for_bfloat16_are_quantized_as_such():
+    """Arrays of a file that was read without ml_dtypes."""
+    values = normal((2, 5, 64), "bfloat16")
+    labelled = np.dtype("u2", metadata={"mlstate.dtype": "bfloat16"})
+    state = state_of({"k": values.view(labelled)}, 5)
+    assert state.spec["k"].dtype == "bfloat16"
+    state.quantize()
+    for array, part in zip(state.arrays.values(), quantize(values, 8, 64), strict=True):
+        assert_same_bits(array, part)
+
+
 # ---- all entries or none ----
 
 
