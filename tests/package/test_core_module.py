@@ -241,7 +241,7 @@ def test_the_names_of_the_design():
         ("kv_axis", 2),
         ("kv_check", 5),
         ("kv_check_shapes", 4),
-        ("kv_mask", 7),
+        ("kv_mask", 8),
         ("rotate_keys", 8),
     ],
 )
