@@ -1,8 +1,8 @@
 """Attention sizes: the time of a decoding step, and the effect on a model: docs/attention_size.md.
 
-``python benchmarks/bench_attention.py [--quick] [--json] [--only PART] [--figures FOLDER]``; mlstate
-must be installed, torch takes part if it is. The effect is measured with the demo's model on Python
-code that it was not trained on. ``--figures`` writes the page's figures, in light and dark colours.
+``python benchmarks/bench_attention.py [--quick] [--json] [--only PART] [--store]``; mlstate must be
+installed, torch takes part if it is. The effect is measured with the demo's model on Python code
+that it was not trained on.
 """
 
 from __future__ import annotations

@@ -306,7 +306,8 @@ class CharModel:
             window = range(position - attention_size, position + 1)
             attended = [*range(sinks), *window] if sinks else slice(window.start, window.stop)
         written = slice(position, position + 1)
-        return self._forward(places, position, cache, rows, written, attended)[0]
+        logits: Floats = self._forward(places, position, cache, rows, written, attended)[0]
+        return logits
 
     def step_in_slot(
         self, token: int, position: int, cache: Halves, *, slot: int, slots: int
@@ -343,9 +344,9 @@ class CharModel:
         places = self._check_tokens([token])
         self._check_cache(cache, slot, 1)
         self._check_cache(cache, slots - 1, 1)
-        return self._forward(places, position, cache, None, slice(slot, slot + 1), slice(0, slots))[
-            0
-        ]
+        written, attended = slice(slot, slot + 1), slice(0, slots)
+        logits: Floats = self._forward(places, position, cache, None, written, attended)[0]
+        return logits
 
     def sample(
         self, logits: Floats, generator: np.random.Generator, *, temperature: float = 0.5

@@ -179,9 +179,7 @@ def show_rolling(model: CharModel, prompt: str, say: Callable[[str], None]) -> R
     """
     tokens = model.encode(prompt)
     actions, reduced, agrees = _show_reduced(model, tokens, say)
-    say(
-        f"\n19. A rolling cache of {SMALL} positions writes to {ROLLED}; the model's limit is {LARGE}"
-    )
+    say(f"\n19. A rolling cache of {SMALL} positions writes {ROLLED}; the model has {LARGE}")
     context, generator = RollingContext(model, SMALL), np.random.default_rng(SEED)
     state = context.state
     logits = [context.step(token) for token in tokens][-1]
