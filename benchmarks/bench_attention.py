@@ -36,7 +36,7 @@ ATTENTION = 128
 SIZES = (8, 16, 32, 64, 128, 192, 256, 384)
 SINKS = 4
 PROMPTS, PROMPT, CONTEXT = 100, 256, 512
-ROLLED, CAPACITY = 1024, 256
+ROLLED, CAPACITY, ROLLED_TEXTS = 1024, 256, 40
 
 Array = np.ndarray[Any, Any]
 
@@ -263,7 +263,7 @@ def refilled_bits(model: CharModel, tokens: list[int]) -> float:
 def rolling(report: Report, quick: bool) -> None:
     """Compare ways to read beyond the model's context."""
     model = load_model()
-    texts = load_texts(model, 4 if quick else PROMPTS, ROLLED)
+    texts = load_texts(model, 4 if quick else ROLLED_TEXTS, ROLLED)
     rows = []
     ways: tuple[tuple[str, Callable[[list[int]], float]], ...] = (
         (f"refill {CONTEXT} with the newest half", partial(refilled_bits, model)),
