@@ -270,7 +270,7 @@ enum { MOST_ROW = 96, MOST_ROWS = 5, MARGIN = 32 };
 /* Whether the kernel writes the rows as the scalar loops would, and nothing around them.
  */
 static bool rows_are_padded(const mls_kernels *kernels, size_t used, size_t row,
-                            size_t rows, size_t src_step, size_t src_shift)
+                            size_t rows, size_t src_step, size_t src_shift, mls_store how)
 {
     static unsigned char from[MOST_ROWS * (MOST_ROW + 8) + 16];
     static _Alignas(64) unsigned char got[MARGIN + MOST_ROWS * MOST_ROW + MARGIN];
@@ -286,7 +286,8 @@ static bool rows_are_padded(const mls_kernels *kernels, size_t used, size_t row,
             to[at] = ((const unsigned char *)&pattern)[at % 8];
         }
     }
-    kernels->pad_rows(got + MARGIN, from + src_shift, src_step, used, row, rows, pattern);
+    kernels->pad_rows(got + MARGIN, from + src_shift, src_step, used, row, rows, pattern,
+                      how);
     return memcmp(got, want, sizeof got) == 0;
 }
 
@@ -302,8 +303,13 @@ static void row_kernels_copy_tokens_and_pad(void)
         for (size_t row = 16; row <= MOST_ROW; row += 16) {
             for (size_t used = 0; used <= row; used += EVERY(3)) {
                 for (size_t rows = 1; rows <= MOST_ROWS; rows += 2) {
-                    CHECK(rows_are_padded(kernels, used, row, rows, used, used % 16));
-                    CHECK(rows_are_padded(kernels, used, row, rows, used + 8, 0));
+                    for (int i = MLS_STORE_PLAIN; i <= MLS_STORE_STREAM1; i++) {
+                        const mls_store how = (mls_store)i;
+                        CHECK(rows_are_padded(kernels, used, row, rows, used, used % 16,
+                                              how));
+                        CHECK(
+                            rows_are_padded(kernels, used, row, rows, used + 8, 0, how));
+                    }
                 }
             }
         }
