@@ -1,15 +1,17 @@
 """Attention sizes: the time of a decoding step, and the effect on a model: docs/attention_size.md.
 
-``python benchmarks/bench_attention.py [--quick] [--json] [--only PART] [--store]``; mlstate must be
-installed, torch takes part if it is. The effect is measured with the demo's model on Python code
-that it was not trained on.
+``OPENBLAS_NUM_THREADS=1 python benchmarks/bench_attention.py [--quick] [--json] [--only PART]
+[--store]``; mlstate must be installed, torch takes part if it is. Times are CPU times of one
+thread. The effect is measured with the demo's model on Python code that it was not trained on.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -98,7 +100,7 @@ def layer_step(report: Report, length: int, repeats: int) -> None:
     report.table(
         f"attention of 1 token, {length} positions ({mib:.3g} MiB of keys and values), "
         f"attention size {ATTENTION}",
-        measure(candidates, repeats, unit=1e-3),
+        measure(candidates, repeats, unit=1e-3, clock=time.thread_time_ns),
         unit="us",
     )
 
@@ -127,7 +129,7 @@ def model_step(report: Report, quick: bool) -> None:
     ]
     report.table(
         f"a step of the demo's model at position {position}",
-        measure(candidates, 9 if quick else 101, unit=1e-3),
+        measure(candidates, 9 if quick else 101, unit=1e-3, clock=time.thread_time_ns),
         unit="us",
     )
 
@@ -299,6 +301,10 @@ def main() -> None:
     parser.add_argument("--store", action="store_true", help="store the figures in results/")
     parser.add_argument("--only", choices=PARTS, help="one part of it")
     options = parser.parse_args()
+    if os.environ.get("OPENBLAS_NUM_THREADS") != "1":
+        parser.error("set OPENBLAS_NUM_THREADS=1: times are CPU times of one thread")
+    if torch is not None:
+        torch.set_num_threads(1)
     report = Report(
         "mlstate: attention sizes", options.json, "attention" if options.store else None
     )

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 import time
@@ -270,6 +271,19 @@ def test_prompts_have_full_attention_and_the_rest_a_reduced_one(module):
     assert seen[: bench.PROMPT].tolist() == list(range(1, bench.PROMPT + 1))
     assert set(seen[bench.PROMPT :].tolist()) == {17 + 4}
     assert bench.same_start([1, 2, 3], [1, 2, 4]) == 2 and bench.same_start([1], [1]) == 1
+
+
+def test_the_page_on_attention_shows_the_stored_results(module):
+    """Run ``python benchmarks/attention_figures.py --write`` after results were stored."""
+    figures, stored = module("attention_figures"), module("stored")
+    document, tables = figures.find_tables(stored.stored_files())
+    page = figures.PAGE.read_text(encoding="utf-8")
+    assert page == figures.filled_in(page, tables)
+    assert document["date"] in page
+    for name in re.findall(r"figures/(\w+\.svg)", page):
+        text = (figures.FIGURES / name).read_text(encoding="utf-8")
+        ink = figures.INKS[name.removesuffix(".svg").rpartition("_")[2]]
+        assert "<svg" in text and f"fill: {ink}" in text
 
 
 # ---- stored results ----
