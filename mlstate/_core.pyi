@@ -141,10 +141,11 @@ def kv_mask(
     seq_length: int,
     attention_size: int,
     position: int,
+    sinks: int,
+    rows: tuple[int, int] | bool | None,
     dtype: Any,
     fill: float,
     out: Any,
-    decode: bool,
     /,
 ) -> Any: ...
 def file_save(
