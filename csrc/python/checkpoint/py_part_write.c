@@ -173,7 +173,7 @@ done:
 
 /* ---- parts ---- */
 
-/* One item, and where it goes. */
+/* An item and its place. */
 typedef struct placed_item {
     const mls_shard_item *item;
     int64_t file, offset, block, number;

@@ -125,7 +125,7 @@ def _refuse_existing(folder: str, overwrite: bool) -> None:
 
 
 def _files_to_copy(source: str | os.PathLike[str] | None) -> list[str]:
-    """Return the paths of the files beside the weights, such as config.json."""
+    """Return the paths of the files that are not weights, such as config.json."""
     if source is None:
         return []
     folder = os.fspath(source)
@@ -365,7 +365,7 @@ def export_huggingface(
     rename : mapping of str to str, optional
         Prefixes of names to replace, as for `mlstate.state.rename`.
     files_from : str or os.PathLike, optional
-        Folder whose files are copied, such as ``config.json`` and those of the tokenizer. Hidden
+        Folder whose files are copied, such as ``config.json`` and the tokenizer's files. Hidden
         files, subfolders and files of weights are not copied.
 
     Raises
@@ -379,8 +379,8 @@ def export_huggingface(
 
     Notes
     -----
-    The export is atomic: files are written to a folder ``.NAME.mlstate-*.tmp`` beside the target,
-    synced and renamed. After an error this folder is deleted; a process that is killed leaves it
+    The export is atomic: files are written to a folder ``.NAME.mlstate-*.tmp`` in the
+    target's parent, synced and renamed. After an error this folder is deleted; a process that is killed leaves it
     behind, and it can be deleted.
 
     Tied weights are stored under the first of their names, as ``save_pretrained`` does. The files

@@ -1,4 +1,4 @@
-"""The files of an exported folder: which tensor is at which offset of which file.
+"""The files of an exported folder, and the place of each tensor in them.
 
 Every rank computes the same plan, from the names, dtypes and shapes of all tensors.
 """
@@ -180,7 +180,7 @@ def _mix(parts: Any) -> Any:
 def _irregular_names(
     group: ProcessGroup, tensors: dict[str, Facts], state: Mapping[str, Any]
 ) -> list[str]:
-    """Return the tensors of which not every part has exactly one holder.
+    """Return the tensors with a part that no rank holds, or several ranks hold.
 
     The sum of the numbers of all held parts must be the sum over all parts of the layout.
     """
@@ -227,8 +227,8 @@ def drop_copies(
 ) -> None:
     """Remove the shards that another rank writes; every rank calls it.
 
-    Tensor parallelism under FSDP2 is such a case: a parameter that it does not shard has a mesh
-    of its own in each FSDP2 group, whose replica numbers are 0. The holders of a part take turns.
+    Tensor parallelism under FSDP2 is such a case: a parameter that it does not shard has a
+    separate mesh in each FSDP2 group, with replica numbers of 0. The holders of a part take turns.
     """
     import numpy as np
 

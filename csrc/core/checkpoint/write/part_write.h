@@ -1,9 +1,9 @@
 /* part_write: write parts of tensors into existing files, at known offsets.
  *
  * Several processes write different parts of one tensor into one file, each the bytes of
- * its own parts. No process needs the others' bytes for the checksums: those of adjacent
- * ranges combine linearly (crc32c.h), so each process computes its share of a block's
- * checksum, and the XOR of all shares is the checksum.
+ * its own parts. No process needs the others' bytes for the checksums: checksums of
+ * adjacent ranges combine linearly (crc32c.h), so each process computes its share of a
+ * block's checksum, and the XOR of all shares is the checksum.
  */
 #ifndef MLS_PART_WRITE_H
 #define MLS_PART_WRITE_H
