@@ -242,6 +242,7 @@ def parts_write(
     places: _Dict,
     crcs: Any,
     written: Any,
+    sync: bool,
     progress: _Progress,
     /,
 ) -> None: ...

@@ -188,6 +188,7 @@ typedef struct parts_job {
     size_t file_count;
     Py_buffer crcs, written;
     int folder;
+    bool syncs;
     size_t failed; /* file that an error is about */
 } parts_job;
 
@@ -290,10 +291,10 @@ static int take_job(const mlspy_state *state, PyObject *const *args, parts_job *
     return mlspy_open_folder(state, args[1], &job->folder);
 }
 
-/* Sync and close a file that is complete on this rank. */
-static mls_code close_file(int fd, mls_code code, mls_status *st)
+/* Close a file that is complete on this rank, and sync it before if `syncs`. */
+static mls_code close_file(int fd, bool syncs, mls_code code, mls_status *st)
 {
-    const int reason = code == MLS_OK ? mls_file_sync(fd) : 0;
+    const int reason = syncs && code == MLS_OK ? mls_file_sync(fd) : 0;
     (void)close(fd);
     return reason == 0 ? code : mls_fail_os(st, reason, "cannot sync the file to disk");
 }
@@ -302,34 +303,37 @@ static mls_code close_file(int fd, mls_code code, mls_status *st)
 static mls_code write_items(parts_job *job, const mls_part_writer *writer, mls_status *st)
 {
     mls_code code = MLS_OK;
+    uint64_t started = 0;
     int fd = -1;
     for (size_t i = 0; code == MLS_OK && i < job->count; i++) {
         const placed_item *p = &job->items[i];
         if (fd < 0) {
             job->failed = (size_t)p->file;
+            started = (uint64_t)p->offset;
             fd = openat(job->folder, job->names[p->file],
                         O_WRONLY | O_CLOEXEC | O_NOFOLLOW);
             if (fd < 0) {
                 return mls_fail_os(st, errno, "cannot open the file");
             }
         }
-        const mls_tensor_place place = {fd, (uint64_t)p->offset,
-                                        (uint32_t *)job->crcs.buf + p->block,
-                                        (uint64_t *)job->written.buf + p->number};
+        const mls_tensor_place place = {
+            fd, (uint64_t)p->offset, (uint32_t *)job->crcs.buf + p->block,
+            (uint64_t *)job->written.buf + p->number, &started};
         code = mls_part_write(writer, p->item, &place, st);
         if (code != MLS_OK || i + 1 == job->count || p[1].file != p->file) {
-            code = close_file(fd, code, st);
+            code = close_file(fd, job->syncs, code, st);
             fd = -1;
         }
     }
     return code;
 }
 
-/* parts_write(items, folder, files, places, crcs, written, progress)
+/* parts_write(items, folder, files, places, crcs, written, sync, progress)
  *
- * Write the items of shards_collect into existing files, and sync these. `places` maps
- * each name to (file, offset, first block, number). Shares of checksums are XORed to
- * `crcs`, a buffer of uint32, and `written`, of uint64, counts bytes by number. */
+ * Write the items of shards_collect into existing files, and sync these if `sync`.
+ * `places` maps each name to (file, offset, first block, number). Shares of checksums are
+ * XORed to `crcs`, a buffer of uint32, and `written`, of uint64, counts bytes by number.
+ */
 static PyObject *parts_write(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of(module);
@@ -337,14 +341,16 @@ static PyObject *parts_write(PyObject *module, PyObject *const *args, Py_ssize_t
     parts_job job = {.folder = -1};
     mls_status st;
     PyObject *result = NULL;
-    if (mlspy_take_count("parts_write", 7, count) < 0 ||
-        mlspy_progress_init(&progress, args[6]) < 0) {
+    if (mlspy_take_count("parts_write", 8, count) < 0 ||
+        mlspy_progress_init(&progress, args[7]) < 0) {
         return NULL;
     }
+    const int syncs = PyObject_IsTrue(args[6]);
     unsigned char *buffer = mls_alloc(MLS_PART_STEP, 1);
-    if (buffer == NULL) {
+    job.syncs = syncs > 0;
+    if (syncs >= 0 && buffer == NULL) {
         PyErr_NoMemory();
-    } else if (take_job(state, args, &job) == 0) {
+    } else if (syncs >= 0 && take_job(state, args, &job) == 0) {
         const mls_part_writer writer = {state->kernels, mls_crc_of(state->kernels->cpu),
                                         &progress.core, buffer};
         mlspy_progress_begin(&progress);
@@ -365,7 +371,7 @@ PyMethodDef mlspy_part_methods[] = {
     {"safetensors_layout", MLSPY_FASTCALL(safetensors_layout),
      "safetensors_layout(tensors, format, crcs, /)\n--\n\nHeader and offsets of a file."},
     {"parts_write", MLSPY_FASTCALL(parts_write),
-     "parts_write(items, folder, files, places, crcs, written, progress, "
+     "parts_write(items, folder, files, places, crcs, written, sync, progress, "
      "/)\n--\n\nWrite parts of tensors into existing files."},
     {NULL, NULL, 0, NULL},
 };

@@ -229,13 +229,16 @@ def _unpack(data: memoryview, dtype: str) -> tuple[Any, Any, memoryview]:
     return at, np.frombuffer(data[middle:end], dtype), data[end:]
 
 
-def _write_parts(made: str, plan: ExportPlan, shards: Any) -> bytes:
-    """Write this rank's parts; return its shares of checksums, and bytes written by tensor."""
+def _write_parts(made: str, plan: ExportPlan, shards: Any, sync: bool) -> bytes:
+    """Write this rank's parts; return its shares of checksums, and bytes written by tensor.
+
+    Rank 0 need not sync the files: it does so after it has written their headers.
+    """
     import numpy as np
 
     crcs = np.zeros(plan.starts[-1], np.uint32)
     written = np.zeros(len(plan.places), np.uint64)
-    _core.parts_write(shards, made, plan.files, plan.places, crcs, written, None)
+    _core.parts_write(shards, made, plan.files, plan.places, crcs, written, sync, None)
     return _pack(crcs, "<u4") + _pack(written, "<u8")
 
 
@@ -287,7 +290,7 @@ def _write_and_commit(
         _together(group, error)
         shares = b""
         try:
-            shares = _write_parts(made, plan, shards)
+            shares = _write_parts(made, plan, shards, not is_first)
         except BaseException as caught:
             error = caught
         _together(group, error)
@@ -379,9 +382,9 @@ def export_huggingface(
 
     Notes
     -----
-    The export is atomic: files are written to a folder ``.NAME.mlstate-*.tmp`` in the
-    target's parent, synced and renamed. After an error this folder is deleted; a process that is killed leaves it
-    behind, and it can be deleted.
+    The export is atomic: files are written to a folder ``.NAME.mlstate-*.tmp`` in the target's
+    parent, synced and renamed. After an error this folder is deleted; a process that is killed
+    leaves it behind, and it can be deleted.
 
     Tied weights are stored under the first of their names, as ``save_pretrained`` does. The files
     have the checksums of `save_file`, which `load` and `verify` compare. A rank's memory does not

@@ -331,11 +331,13 @@ def test_the_core_refuses_places_outside_the_files(tmp_path):
     crcs, written = np.zeros(1, np.uint32), np.zeros(1, np.uint64)
     for place in ((1, 0, 0, 0), (0, -1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (0, 0, -1, 0)):
         with pytest.raises(ValueError, match="outside the files"):
-            _core.parts_write(items, str(tmp_path), ("f",), {"w": place}, crcs, written, None)
+            _core.parts_write(items, str(tmp_path), ("f",), {"w": place}, crcs, written, True, None)
     with pytest.raises(KeyError):
-        _core.parts_write(items, str(tmp_path), ("f",), {}, crcs, written, None)
+        _core.parts_write(items, str(tmp_path), ("f",), {}, crcs, written, True, None)
     with pytest.raises(FileNotFoundError):
-        _core.parts_write(items, str(tmp_path), ("g",), {"w": (0, 0, 0, 0)}, crcs, written, None)
+        _core.parts_write(
+            items, str(tmp_path), ("g",), {"w": (0, 0, 0, 0)}, crcs, written, True, None
+        )
     with pytest.raises(ValueError, match="4 bytes of checksums for 0 blocks"):
         _core.safetensors_layout((), "pt", crcs)
     with pytest.raises(mlstate.CompatibilityError, match="complex128"):

@@ -29,9 +29,10 @@ static const unsigned char *item_bytes_at(const writing *w, size_t at, size_t co
     return w->writer->buffer;
 }
 
-/* XOR the share of bytes `to` .. `to + count` of the tensor to their block's checksum. */
-static void add_share(const writing *w, const unsigned char *data, size_t to,
-                      size_t count)
+/* XOR the share of bytes `to` .. `to + count` of the tensor, which are in one block, to
+ * its checksum. */
+static void add_block_share(const writing *w, const unsigned char *data, size_t to,
+                            size_t count)
 {
     const size_t block = to / MLS_SAFETENSORS_BLOCK;
     const size_t left = w->bytes - block * MLS_SAFETENSORS_BLOCK;
@@ -39,6 +40,20 @@ static void add_share(const writing *w, const unsigned char *data, size_t to,
     const size_t behind = length - (to % MLS_SAFETENSORS_BLOCK + count);
     const uint32_t crc = w->writer->crc->update(0, data, count);
     w->place->crcs[block] ^= behind == 0 ? crc : mls_crc_combine(crc, 0, behind);
+}
+
+/* The same for bytes of any blocks. */
+static void add_share(const writing *w, const unsigned char *data, size_t to,
+                      size_t count)
+{
+    while (count > 0) {
+        const size_t room = MLS_SAFETENSORS_BLOCK - to % MLS_SAFETENSORS_BLOCK;
+        const size_t step = count < room ? count : room;
+        add_block_share(w, data, to, step);
+        data += step;
+        to += step;
+        count -= step;
+    }
 }
 
 /* Report bytes when there are enough of them: runs may be short. */
@@ -58,11 +73,13 @@ static mls_code report(writing *w, size_t count, mls_status *st)
 }
 
 /* Write bytes `at` .. `at + count` of the item to byte `to` of the tensor. Steps end at
- * block boundaries, which are multiples of the item size. */
+ * file offsets that are multiples of a step, as those of safetensors_write.c, and so of
+ * the item size: the header aligns tensors to it. */
 static mls_code write_run(writing *w, size_t at, size_t to, size_t count, mls_status *st)
 {
     while (count > 0) {
-        const size_t room = MLS_PART_STEP - to % MLS_PART_STEP;
+        const size_t room =
+            MLS_PART_STEP - (size_t)((w->place->offset + to) % MLS_PART_STEP);
         const size_t step = count < room ? count : room;
         const unsigned char *data = item_bytes_at(w, at, step);
         add_share(w, data, to, step);
@@ -71,6 +88,8 @@ static mls_code write_run(writing *w, size_t at, size_t to, size_t count, mls_st
             report(w, step, st) != MLS_OK) {
             return st->code;
         }
+        mls_file_start_writeback(w->place->fd, w->place->started,
+                                 w->place->offset + to + step);
         at += step;
         to += step;
         count -= step;

@@ -24,6 +24,7 @@ typedef struct mls_tensor_place {
     uint64_t offset;   /* of the tensor's first byte in the file */
     uint32_t *crcs;    /* one for each block of the tensor; shares are XORed to them */
     uint64_t *written; /* bytes written; added to */
+    uint64_t *started; /* end of the file's bytes whose writeback has started */
 } mls_tensor_place;
 
 /* How to write; everything is borrowed. */

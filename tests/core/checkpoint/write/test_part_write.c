@@ -79,14 +79,14 @@ static void check_file(int fd, const uint32_t *crcs, uint64_t written)
 static void write_all(mls_layout layout, bool strided)
 {
     uint32_t crcs[BLOCKS] = {0};
-    uint64_t written = 0;
+    uint64_t written = 0, started = 0;
     size_t parts = 0;
     mls_status st;
     REQUIRE(make_memory());
     const int fd = mkstemp(path);
     REQUIRE(fd >= 0);
     const mls_part_writer writer = {mls_kernels_of(MLS_CPU_SCALAR), crc, NULL, buffer};
-    const mls_tensor_place place = {fd, OFFSET, crcs, &written};
+    const mls_tensor_place place = {fd, OFFSET, crcs, &written, &started};
     CHECK(mls_layout_parts(&layout, &parts, &st) == MLS_OK && parts <= MOST_PARTS);
     for (size_t i = 0; i < parts; i++) {
         const size_t count = pack(&layout, i);
@@ -140,7 +140,7 @@ static bool stop(void *context, uint64_t bytes)
 static void a_stop_and_a_failed_write_are_reported(void)
 {
     uint32_t crcs[BLOCKS] = {0};
-    uint64_t written = 0, told = 0;
+    uint64_t written = 0, started = 0, told = 0;
     mls_status st;
     REQUIRE(make_memory());
     const int fd = mkstemp(path);
@@ -152,7 +152,7 @@ static void a_stop_and_a_failed_write_are_reported(void)
                                  .rank = 2,
                                  .shape = shape,
                                  .data = (const unsigned char *)numbers};
-    mls_tensor_place place = {fd, OFFSET, crcs, &written};
+    mls_tensor_place place = {fd, OFFSET, crcs, &written, &started};
     CHECK(mls_part_write(&writer, &item, &place, &st) == MLS_E_STOPPED && told > 0);
     place.fd = -1;
     CHECK(mls_part_write(&writer, &item, &place, &st) == MLS_E_IO);
