@@ -399,15 +399,18 @@ int mlspy_take_kv_length(const mlspy_state *state, PyObject *object, const char 
     return 0;
 }
 
-/* kv_axis(shape, seq_axis) -> the sequence axis, counted from 0 */
+/* kv_axis(shape, seq_axis, what) -> the sequence axis, counted from 0. `what` names the
+ * cache in errors. */
 static PyObject *kv_axis(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of(module);
     size_t shape[MLS_KV_MAX_RANK];
+    mls_str what;
     int rank, axis;
-    if (mlspy_take_count("kv_axis", 2, count) < 0 ||
-        mlspy_take_kv_shape(state, args[0], args[1], parameter_names.source, &rank, shape,
-                            &axis) < 0) {
+    if (mlspy_take_count("kv_axis", 3, count) < 0 ||
+        mlspy_take_text(args[2], "what", &what) < 0 ||
+        mlspy_take_kv_shape(state, args[0], args[1], what.data, &rank, shape, &axis) <
+            0) {
         return NULL;
     }
     return PyLong_FromLong(axis);
@@ -611,7 +614,7 @@ PyMethodDef mlspy_kv_methods[] = {
      "kv_move(source, target_length, position, pad_value, dtype, out, low_memory, "
      "compact, seq_axis, /)\n--\n\nExpand or compact a KV cache; see mlstate.kv."},
     {"kv_axis", MLSPY_FASTCALL(kv_axis),
-     "kv_axis(shape, seq_axis, /)\n--\n\nThe sequence axis, counted from 0."},
+     "kv_axis(shape, seq_axis, what, /)\n--\n\nThe sequence axis, counted from 0."},
     {"kv_check", MLSPY_FASTCALL(kv_check),
      "kv_check(shape, target_length, position, compact, seq_axis, /)\n--\n\nRaise what "
      "kv_move "
