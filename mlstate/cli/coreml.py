@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from .._common.text import bytes_text
 from ..coreml import StateSpecs, plan_transition
-from ..coreml._specs import read_functions, shape_text, warn_of_shapes
+from ..coreml._specs import read_functions, warn_of_shapes
+from ..kv._model_states import shape_text
 
 if TYPE_CHECKING:
     import argparse
