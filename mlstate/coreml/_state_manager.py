@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def _too_old(missing: str) -> Exception:
     """Return the exception for a coremltools without states that can be read and written."""
-    version = getattr(sys.modules.get("coremltools"), "__version__", "of unknown version")
+    version = getattr(sys.modules.get("coremltools"), "__version__", "an unknown version")
     return incompatible(
         f"{missing}: coremltools 9.0 or newer is needed to move states, found {version}; run "
         "pip install -U coremltools",

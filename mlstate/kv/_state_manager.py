@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .. import _core
 from .._common.text import bytes_text, names_hint, table_html
 from ..errors import CompatibilityError, MLStateError
-from ._axis import valid_axis
+from ._axis import valid_axis, with_length
 from ._context_ladder import ContextLadder, as_count, as_size, capacity_error
 
 if TYPE_CHECKING:
@@ -232,6 +231,8 @@ class StateManagerBase:
     ) -> None:
         """Raise CompatibilityError if the states of a new model do not match a known one's."""
         models = f"the models of {size} and {new_size} positions do not match: "
+        if new_size == size:
+            models = f"the model of {size} positions was loaded again with other states: "
         if len(specs) != len(new_specs):
             raise _mismatch(
                 f"{models}{len(specs)} and {len(new_specs)} chunk models",
@@ -256,32 +257,32 @@ class StateManagerBase:
     def _check_state(
         self, models: str, name: str, known: tuple[int, Any], new: tuple[int, Any]
     ) -> None:
-        (low, smaller), (high, larger) = sorted((known, new), key=lambda pair: pair[0])
-        if smaller.dtype.kind != larger.dtype.kind:
-            raise _mismatch(
-                f"{models}state {name!r} is {smaller.dtype} in the model of {low} and "
-                f"{larger.dtype} in the model of {high}",
-                name,
-                known[1].dtype,
-                new[1].dtype,
+        (size, spec), (new_size, new_spec) = known, new
+        shapes = tuple(spec.shape), tuple(new_spec.shape)
+        expected, got = f"{spec.dtype} {shapes[0]}", f"{new_spec.dtype} {shapes[1]}"
+        fault = None
+        if spec.dtype.kind != new_spec.dtype.kind:
+            fault = "; convert them with the same dtype"
+        elif shapes[0] != shapes[1] and not self._differ_in_sequence(*shapes):
+            fault = (
+                f": only the sequence, axis {self._seq_axis}, may differ; convert them from the "
+                "same weights"
             )
-        if smaller.shape == larger.shape:
-            return
-        try:
-            _core.kv_check_shapes(smaller.shape, larger.shape, True, self._seq_axis)
-        except CompatibilityError as error:
+        elif shapes[0] != shapes[1] and not (
+            self._grows(size, spec) and self._grows(new_size, new_spec)
+        ):
+            fault = f": pass the lengths of axis {self._seq_axis} as the sizes of the models"
+        if fault is not None:
             raise _mismatch(
-                f"{models}state {name!r}: {error}", name, known[1].shape, new[1].shape
-            ) from None
-        for size, spec in (known, new):
-            if not self._grows(size, spec):
-                raise _mismatch(
-                    f"{models}state {name!r} has {spec.shape[self._seq_axis]} positions in the "
-                    f"model of {size}; pass the size of its states",
-                    name,
-                    size,
-                    spec.shape[self._seq_axis],
-                )
+                f"{models}state {name!r} is {expected} and {got}{fault}", name, expected, got
+            )
+
+    def _differ_in_sequence(self, shape: tuple[int, ...], new_shape: tuple[int, ...]) -> bool:
+        """Return whether two shapes differ in the sequence axis only."""
+        rank, axis = len(shape), self._seq_axis
+        if len(new_shape) != rank or not 2 <= rank <= 8 or not -rank <= axis < rank:
+            return False
+        return with_length(shape, axis % rank, new_shape[axis]) == new_shape
 
     @property
     def ladder(self) -> ContextLadder:
