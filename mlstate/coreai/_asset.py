@@ -66,8 +66,9 @@ def _read(folder: str, name: str, most_bytes: int) -> bytes:
 
 def _check_metadata(folder: str) -> None:
     path = os.path.join(folder, _METADATA)
+    text = _read(folder, _METADATA, _MOST_METADATA_BYTES)
     try:
-        document = json.loads(_read(folder, _METADATA, _MOST_METADATA_BYTES))
+        document = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise _format_error(path, f"not JSON: {error}") from error
     if not isinstance(document, dict):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -199,6 +198,7 @@ class StateManager(StateManagerBase):
         TypeError
             Also if `prefill` returns an awaitable, as a coroutine function does.
         """
+        import inspect
 
         def prefill_now(tokens: Any, position: int, state: Any) -> None:
             result = prefill(tokens, position, state)
