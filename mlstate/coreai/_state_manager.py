@@ -113,10 +113,11 @@ class StateManager(StateManagerBase):
         reserve_batches: int = 2,
         prompt_tokens: int = 0,
     ) -> None:
-        if not isinstance(models, Mapping):
-            models, specs = self._for_sizes(models, sizes, specs, seq_axis)
-        elif sizes is not None:
+        is_mapping = isinstance(models, Mapping)
+        if is_mapping and sizes is not None and not all(isinstance(key, str) for key in models):
             raise TypeError("sizes is for a single model: a mapping of models has its sizes")
+        if not is_mapping or sizes is not None:  # a mapping of names to shapes is a model
+            models, specs = self._for_sizes(models, sizes, specs, seq_axis)
         self._given_axis = seq_axis
         super().__init__(
             models,
