@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from .._common.local_path import local_path
 from .._common.set_module import set_module
-from ..errors import ChecksumError, FormatError, StoreError, StoreNotFoundError
+from .._common.store_error import store_error
+from ..errors import ChecksumError, FormatError
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -49,7 +50,7 @@ def _open(folder: str, name: str) -> Any:
             path, "the file is missing, so the .aimodel is incomplete: copy it again"
         ) from None
     except OSError as error:
-        raise StoreError(error.errno, error.strerror, path) from error
+        raise store_error(error, "cannot read", path) from error
 
 
 def _read(folder: str, name: str, most_bytes: int) -> bytes:
@@ -58,7 +59,7 @@ def _read(folder: str, name: str, most_bytes: int) -> bytes:
         try:
             data: bytes = file.read(most_bytes + 1)
         except OSError as error:
-            raise StoreError(error.errno, error.strerror, file.name) from error
+            raise store_error(error, "cannot read", file.name) from error
     if len(data) > most_bytes:
         raise _format_error(os.path.join(folder, name), f"more than {most_bytes} bytes")
     return data
@@ -78,10 +79,13 @@ def _check_metadata(folder: str) -> None:
 def asset_folder(path: Any) -> str:
     """Return the folder of an ``.aimodel``, or raise StoreError if it is not a folder."""
     folder: str = os.fsdecode(local_path(path))
+    reason: OSError | None = None
     if not os.path.exists(folder):
-        raise StoreNotFoundError(errno.ENOENT, "no such .aimodel", folder)
-    if not os.path.isdir(folder):
-        raise StoreError(errno.ENOTDIR, "an .aimodel is a folder, and this is a file", folder)
+        reason = FileNotFoundError(errno.ENOENT, "no such folder")
+    elif not os.path.isdir(folder):
+        reason = NotADirectoryError(errno.ENOTDIR, "an .aimodel is a folder, and this is a file")
+    if reason is not None:
+        raise store_error(reason, "cannot read the model", folder)
     return folder
 
 
@@ -153,7 +157,7 @@ main.hash has ...: the .aimodel was truncated or altered; copy it again
             found = hashlib.file_digest(file, "sha256").hexdigest()
             size = os.fstat(file.fileno()).st_size
         except OSError as error:
-            raise StoreError(error.errno, error.strerror, file.name) from error
+            raise store_error(error, "cannot read", file.name) from error
     if found != expected.hex():
         failure = ChecksumError(
             f"{os.path.join(folder, _PROGRAM)}: the SHA-256 of its {size} bytes is {found}, and "
