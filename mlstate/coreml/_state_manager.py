@@ -69,8 +69,8 @@ class StateManager(StateManagerBase):
     -----
     Names and shapes come from the descriptions of the models, as for `state_specs`; no state is
     read to find them. A model passed as an object is checked at once, a callable's model when
-    it is loaded, before anything changes. States whose shape is the same in every model, such as
-    those of convolutions, are copied as they are.
+    it is loaded, before anything changes. A state with the same shape in every model, such as
+    the state of a convolution, is copied as it is.
 
     A move reads each state once and writes it once. The manager keeps the former states until
     all are written: after an error it is unchanged, and the message names the size whose new

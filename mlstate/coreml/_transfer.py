@@ -140,7 +140,7 @@ def _move_state(
 
 
 def copy_coreml_state(source: MLStateLike, target: MLStateLike, name: str) -> None:
-    """Write a state, such as a convolution's, into a target where it has the same shape."""
+    """Copy a state, such as that from a convolution, to a target whose state has its shape."""
     value = np.asarray(source.read_state(name=name))
     dtype = _written_dtype(name, value.dtype)
     target.write_state(name=name, value=np.require(value, dtype, ["C", "W"]))

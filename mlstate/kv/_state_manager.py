@@ -97,7 +97,7 @@ class StateManagerBase:
         The models of each context size, smallest size first. A callable without arguments
         returns the model, or the sequence; it is called when the model is first needed.
     specs : mapping of int, optional
-        Sizes whose models do not tell their states: the states, in the form of `_read_specs`.
+        States of models whose description cannot be read, in the form of `_read_specs`.
     shared_state : bool
         Whether the chunk models of one size share one state object, or have one each.
     seq_axis : int

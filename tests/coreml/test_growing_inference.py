@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tries import tries
 
 from mlstate.coreml import StateManager
 
@@ -94,18 +95,18 @@ SIZES = (512, 1024, 2048, 3072, 4096)
 
 
 def test_five_sizes_and_eight_refills_give_the_peers_tokens(example, peers):
-    prompt = list(range(1, 101))
-    # Each refill keeps 31 * 128 of 4,096 tokens: the eighth starts after 7 * 128 more.
-    count = 4096 - 100 + 1 + 7 * 129 + 40
+    prompt = list(range(1, 241))
+    # A refill keeps 63 * 64 of 4,097 tokens, so the next one follows 65 tokens later.
+    count = 4097 - 240 + 7 * 65 + 40
     tokens, manager = our_tokens(
         example,
         SIZES,
         prompt,
         count,
         overflow="shift_refill",
-        batch_size=128,
+        batch_size=64,
         reserve_batches=1,
-        prompt_tokens=100,
+        prompt_tokens=240,
     )
     once = (1, 0), (0, 1)  # reads and writes of the source, and of the target
     assert manager.changes[:4] == [("grow", *sizes, *once) for sizes in pairwise(SIZES)]
@@ -118,12 +119,13 @@ def test_five_sizes_and_eight_refills_give_the_peers_tokens(example, peers):
         prompt,
         count,
         overflow="shift-refill",
-        batch_size=128,
+        batch_size=64,
         reserve_batches=1,
         preserve_prompt=True,
     )
 
 
+@settings(deadline=None, max_examples=tries(40))
 @given(
     prompt=st.lists(st.integers(1, 250), min_size=1, max_size=30),
     batch_size=st.integers(1, 12),
@@ -178,3 +180,13 @@ def test_a_lost_token_changes_what_the_models_generate(example, monkeypatch):
     monkeypatch.setattr(StateManager, "_resize_state", resize_without_the_last)
     damaged, _ = our_tokens(example, (16, 32), [5, 6, 7], 25, **options)
     assert damaged[:14] == expected[:14] and damaged != expected
+
+
+def test_the_program_reports_each_growth(example, monkeypatch, capsys):
+    arguments = ["--prompt", ",".join(map(str, range(1, 501))), "--tokens", "20"]
+    monkeypatch.setattr("sys.argv", ["growing_inference.py", *arguments, "--overflow", "stop"])
+    example.main()
+    first, grown, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("token 1: ") and "loaded 512; state of 512 positions" in first
+    assert grown.startswith("token 14: ") and "loaded 1024; state of 1024 positions" in grown
+    assert last.startswith("20 tokens, the last ones [")
