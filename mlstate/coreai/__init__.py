@@ -9,7 +9,6 @@ another. `StateManager` holds the states of a model with several context sizes, 
 x86-64 (glibc 2.34 or newer) and for macOS 26 on Apple silicon.
 """
 
-from ..kv._transition_plan import StateMove, TransitionPlan
 from ._asset import verify
 from ._plan import plan_transition
 from ._specs import StateSpec, StateSpecs, state_specs
@@ -17,10 +16,8 @@ from ._state_manager import StateManager
 
 __all__ = [
     "StateManager",
-    "StateMove",
     "StateSpec",
     "StateSpecs",
-    "TransitionPlan",
     "plan_transition",
     "state_specs",
     "verify",

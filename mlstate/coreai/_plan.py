@@ -85,7 +85,7 @@ def plan_transition(
 
     Returns
     -------
-    TransitionPlan
+    mlstate.coreml.TransitionPlan
         ``fits``, ``moves``, ``problems`` and byte counts; prints as a table. A state that has
         the same shape in both models, such as a convolution's, is copied as it is.
 
