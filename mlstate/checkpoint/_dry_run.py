@@ -302,6 +302,7 @@ def plan_load(
     folder = local_folder(path)
     cutting = ranks_of(rank, world_size, layout, None)
     listed = listed_names(names)
+    root = _folder.current_root(folder, root)
 
     def plan(manifest: Manifest) -> LoadPlan:
         indexes = Indexes(folder, manifest, rank)
@@ -316,7 +317,7 @@ def plan_load(
         ]
         records = [manifest.indexes[number] for number in sorted(read)]
         return LoadPlan(
-            os.stat(os.path.join(folder, root)).st_size,
+            os.stat(os.path.join(folder, root)).st_size if manifest.weights is None else 0,
             {record.path: record.bytes for record in records},
             reads,
         )
