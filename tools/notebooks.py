@@ -50,7 +50,7 @@ def run_notebook(source, folder):
 
 
 def drop_log_of_core_ai(notebook):
-    """Drop the lines in which Core AI's runtime names the functions that it loads."""
+    """Drop the lines of Core AI's runtime about functions that it loads."""
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = [

@@ -4,9 +4,9 @@
 unaltered. `plan_transition` computes which states can move from one model, or context size, to
 another. `StateManager` holds the states of a model with several context sizes, and moves them.
 
-`verify` needs only Python. The other functions need the package coreai-core where they read an
-``.aimodel`` or create states: ``pip install 'mlstate[coreai]'``. It has wheels for Linux on
-x86-64 (glibc 2.34 or newer) and for macOS 26 on Apple silicon.
+To read an ``.aimodel`` and to create states, the package coreai-core is needed: ``pip install
+'mlstate[coreai]'``. It has wheels for Linux on x86-64 (glibc 2.34 or newer) and for macOS 26 on
+Apple silicon. `verify`, and plans for given shapes, run without it.
 """
 
 from ._asset import verify

@@ -114,7 +114,7 @@ def verify(path: str | os.PathLike[str]) -> str:
         A file is missing, ``main.hash`` is not a SHA-256, or ``metadata.json`` is not a JSON
         object.
     StoreError
-        The folder or a file cannot be read; also a `FileNotFoundError` if there is no folder.
+        The folder or a file cannot be read; also a `FileNotFoundError` if the folder is missing.
 
     Notes
     -----
@@ -134,7 +134,7 @@ def verify(path: str | os.PathLike[str]) -> str:
     ... }.items():
     ...     _ = (model / name).write_bytes(data)
     >>> verify(model)[:16]
-    '41193f76be4f5db4'
+    '823496d47d1f4570'
     >>> _ = (model / "main.mlirb").write_bytes(program[:-1])
     >>> verify(model)
     Traceback (most recent call last):

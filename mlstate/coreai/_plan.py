@@ -94,8 +94,8 @@ def plan_transition(
     CapacityError
         `position` is negative. A position that is too large is a problem of the plan instead.
     CompatibilityError
-        A model is dynamic and its size is missing, a size is not that of a model with fixed
-        shapes, or the sequence axis cannot be found. A ValueError.
+        A model is dynamic and its size is missing, a size differs from the size of a model with
+        fixed shapes, or the sequence axis cannot be found. A ValueError.
     ChecksumError, FormatError, StoreError, ImportError, TypeError
         As for `state_specs`.
 
