@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._common.set_module import set_module
+from ..kv._axis import with_length
 from ..kv._context_ladder import ContextLadder
+from ..kv._model_states import incompatible
 from ..kv._state_manager import StateManagerBase
 from ..kv._transition import compact_kv_state, transition_kv_state
 from ._asset import import_coreai
@@ -170,8 +172,17 @@ class StateManager(StateManagerBase):
     def _resize_state(
         self, source: Any, target: Any, name: str, spec: Any, position: int, compact: bool
     ) -> None:
-        value, axis = source[name].numpy(), self._axis_of(spec)
-        length = spec.shape[axis]
+        axis = self._axis_of(spec)
+        length, rank = spec.shape[axis], len(spec.shape)
+        value = source[name].numpy()
+        expected = with_length(spec.shape, axis % rank, self._size)
+        if value.shape != expected:
+            raise incompatible(
+                f"{name}: the array in the state has the shape {value.shape}, expected {expected}",
+                name,
+                expected,
+                value.shape,
+            )
         if compact:
             moved = compact_kv_state(value, length, position, spec.dtype, seq_axis=axis)
         else:

@@ -138,6 +138,31 @@ def test_failed_move_changes_nothing():
     assert (manager.size, manager.state) == (8, before)
 
 
+def test_replaced_array_of_another_shape_is_refused():
+    manager = StateManager(Function(DYNAMIC), (8, 16))
+    fill(manager)
+    manager.state["rows"] = FakeArray(np.zeros((2, 1, 8, 1, 16), np.float16))
+    with pytest.raises(CompatibilityError, match=r"rows: .* 1, 16\), expected .* 1, 8\)"):
+        manager.grow_if_needed(8)
+    assert manager.size == 8
+
+
+@pytest.mark.parametrize("shared_state", [True, False])
+def test_chunk_models_share_states_or_have_their_own(shared_state):
+    chunks = [Function(DYNAMIC), Function({}), Function(DYNAMIC)]
+    manager = StateManager(chunks, (8, 16), shared_state=shared_state)
+    states = [manager.state] if shared_state else [manager.state[0], manager.state[2]]
+    for state in states:
+        state["k"] = FakeArray(np.ones((2, 1, 2, 8, 4), np.float16))
+    manager.grow_if_needed(8)
+    assert manager.model is chunks
+    if not shared_state:
+        assert manager.state[1] is None
+        assert manager.state[0] is not manager.state[2]
+    for state in [manager.state] if shared_state else [manager.state[0], manager.state[2]]:
+        assert state["k"].numpy().sum() == 2 * 2 * 8 * 4
+
+
 # ---- refill ----
 
 

@@ -14,7 +14,9 @@ import pytest
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # coreai_torch warns of the build of torch
     torch = pytest.importorskip("torch", reason="torch makes the models to convert")
-    coreai_torch = pytest.importorskip("coreai_torch", reason="coreai-torch converts the models")
+    coreai_torch = pytest.importorskip(
+        "coreai_torch", reason="coreai-torch converts the models", exc_type=ImportError
+    )
     from coreai.authoring.asset import AIModelAsset
     from coreai.runtime import NDArray
 

@@ -1,6 +1,8 @@
 """Models made by coreai-torch and run by Core AI: their states survive every move."""
 
+import hashlib
 import itertools
+import shutil
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from coreai_models import (
 
 from mlstate.cli import main
 from mlstate.coreai import StateManager, plan_transition, state_specs, verify
-from mlstate.errors import CompatibilityError
+from mlstate.errors import CompatibilityError, FormatError
 from mlstate.kv import RollingKVState, rotate_keys
 
 pytestmark = [pytest.mark.coreai, pytest.mark.torch]
@@ -263,10 +265,21 @@ def test_wrong_sizes_and_axes_raise_before_anything_runs(models):
         StateManager({64: small, 128: models["mixed"]})
 
 
+def test_truncated_program_with_a_hash_of_its_own_is_named(models, tmp_path):
+    copy = tmp_path / "cut.aimodel"
+    shutil.copytree(models["float16"], copy)
+    data = (copy / "main.mlirb").read_bytes()
+    for length in (0, 1, 100, len(data) // 2, len(data) - 1):
+        (copy / "main.mlirb").write_bytes(data[:length])
+        (copy / "main.hash").write_bytes(hashlib.sha256(data[:length]).digest())
+        for checked in (True, False):
+            with pytest.raises(FormatError, match=r"cut\.aimodel") as caught:
+                state_specs(copy, verify=checked)
+            assert caught.value.path == str(copy)
+
+
 def test_damaged_copies_never_reach_the_reader(models, tmp_path):
     """Truncated and altered files: the exception names the file."""
-    import shutil
-
     random = np.random.default_rng(3)
     source = models["float16"]
     assert verify(source) == verify(shutil.copytree(source, tmp_path / "good.aimodel"))
