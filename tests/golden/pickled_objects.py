@@ -25,6 +25,7 @@ PUBLIC = (
     "mlstate.activation",
     "mlstate.checkpoint",
     "mlstate.collectives",
+    "mlstate.coreai",
     "mlstate.coreml",
     "mlstate.distributed",
     "mlstate.errors",
