@@ -146,9 +146,7 @@ def draw_effect(tables: list[Table]) -> Any:
     left, right = figure.subplots(1, 2)
     left.plot(sizes, [float(r["mean"]) for r in plain], color=USED, marker="o", linewidth=1.8)
     left.axhline(float(full["mean"]), color=BUDGET, linestyle="--")
-    left.text(
-        sizes[-1], float(full["mean"]), "full attention", color=BUDGET, va="bottom", ha="right"
-    )
+    left.text(sizes[0], float(full["mean"]), "full attention", color=BUDGET, va="bottom", ha="left")
     left.set_title("Bits for a character of the real text", loc="left", fontsize="medium")
     right.plot(sizes, [percent(r["next agrees"]) for r in plain], color=USED, marker="o")
     right.set_title("Same next character, %", loc="left", fontsize="medium")
