@@ -65,14 +65,14 @@ def time_table(tables: list[Table]) -> list[str]:
     """The time of one token's attention in a layer, by length."""
     lengths = layer_lengths(tables)
     lines = [
-        "| us | " + " | ".join(f"{length:,} positions" for length, _ in lengths) + " |",
+        "| µs | " + " | ".join(f"{length:,} positions" for length, _ in lengths) + " |",
         "| --- |" + " --- |" * len(lengths),
     ]
     for name in lengths[0][1]:
         cells = [f"{rows[name]['median']:,.0f}" for _, rows in lengths]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     (model,) = select(tables, "a step of the demo's model")
-    lines += ["", f"| {model['title']} | us |", "| --- | --- |"]
+    lines += ["", f"| {model['title']} | µs |", "| --- | --- |"]
     lines += [f"| {row['name']} | {row['median']:,.0f} |" for row in model["rows"]]
     return lines
 
