@@ -28,6 +28,7 @@ PACKAGES = (
     "mpi4py",
     "zstandard",
     "coremltools",
+    "coreai-core",
 )
 _CPUINFO = Path("/proc/cpuinfo")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")

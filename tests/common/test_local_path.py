@@ -38,6 +38,8 @@ CALLS = {
     "write a checkpoint": lambda: write_any(URL, STATE),
     "format_of": lambda: format_of(URL),
     "state_specs": lambda: mlstate.coreml.state_specs(URL),
+    "state_specs of Core AI": lambda: mlstate.coreai.state_specs(URL),
+    "verify of Core AI": lambda: mlstate.coreai.verify(URL),
 }
 COMMANDS = [
     ["inspect", URL],
@@ -51,6 +53,7 @@ COMMANDS = [
     ["convert", "here", URL],
     ["convert", "here", f"{URL}.safetensors"],
     ["coreml", "states", URL],
+    ["coreai", "verify", URL],
 ]
 
 

@@ -45,7 +45,7 @@ PACKAGE_ORDER = (
     ("errors",),
     ("_common",),
     ("threads", "_sharding", "state", "kv", "activation", "collectives", "_info"),
-    ("coreml", "fsdp", "_safetensors"),
+    ("coreai", "coreml", "fsdp", "_safetensors"),
     ("checkpoint/_store",),
     ("distributed",),
     ("checkpoint",),
@@ -66,6 +66,7 @@ ALLOWED_BACK = {
 OPTIONAL = {
     "torch",
     "coremltools",
+    "coreai",
     "matplotlib",
     "zstandard",
     "ml_dtypes",
