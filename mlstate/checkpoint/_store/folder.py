@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
 from ..._common.log import is_logged, log
+from ..._common.store_error import store_error
 from ...errors import FormatError, MLStateError, StoreError
 from .manifest import MOST_SEQUENCE, IndexRecord, Manifest, parse
 
@@ -38,18 +39,6 @@ class Root(NamedTuple):
     sequence: int
     generation: str
     path: str  # relative to the folder
-
-
-def store_error(error: OSError, what: str, path: Any) -> StoreError:
-    """Return an OSError as a StoreError, of the subclass for its errno."""
-    cls: Any = StoreError
-    if isinstance(error, FileNotFoundError):
-        cls = _core.StoreNotFoundError
-    elif isinstance(error, PermissionError):
-        cls = _core.StorePermissionError
-    made = cls(error.errno, f"{what}: {error.strerror}", path)
-    made.path = path
-    return made  # type: ignore[no-any-return]
 
 
 def _read_descriptor(descriptor: int, path: str) -> bytes:

@@ -1,0 +1,170 @@
+"""The claim of a writer to the root of a checkpoint in an object store.
+
+Stores have no locks. A writer notes the tag of the root before it reads anything, writes new
+objects under names of its own, and then replaces the root only if it still has this tag. Of
+writers that began with the same root one wins, and the others raise. Every root has a random
+generation, so equal tags mean the same root.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from typing import TYPE_CHECKING
+
+from ..._common.store_error import store_error
+from ...errors import StoreError
+from .engine_errors import RETRIED
+from .object_store import Tag, retry_pauses
+
+if TYPE_CHECKING:
+    from .remote_folder import RemoteFolder
+
+_NO_TAG = Tag('"mlstate"', "1")  # no object has it
+_PROBE = "conditions"
+
+
+class RootClaim:
+    """The claim of one writer; used like `WriterLock`.
+
+    Attributes
+    ----------
+    unfinished : None
+        Files of a writer that died cannot be told from those of a running one: `prune` deletes
+        them by their age.
+    is_unsure : bool
+        The root may have been replaced by this writer, or may still be, although
+        `replace_root` raised: no file may be deleted.
+    """
+
+    unfinished: str | None = None
+
+    def __init__(self, folder: RemoteFolder, root: str) -> None:
+        self._folder = folder
+        self._root = root
+        self._tag: Tag | None = None
+        self.is_unsure = False
+
+    def acquire(self) -> RootClaim:
+        """Note the tag of the current root.
+
+        Raises
+        ------
+        StoreError
+            The store does not answer, or ignores conditions of requests (ENOTSUP).
+        """
+        store = self._folder.store
+        info = store.info(self._root)
+        self._tag = None if info is None else info.tag
+        if not self._folder.has_conditions:
+            _check_conditions(self._folder)
+            self._folder.has_conditions = True
+        return self
+
+    def note(self, generation: str | None) -> None:
+        """Do nothing: there is no text that names the generation."""
+
+    def release(self) -> None:
+        """Do nothing: a claim ends by itself when another writer replaces the root."""
+
+    def __enter__(self) -> RootClaim:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.release()
+
+    def replace_root(self, data: bytes, mode: int) -> None:
+        """Replace the root if nobody has replaced it since `acquire`; `mode` is not used.
+
+        A conflict after an answer was lost is settled by reading the root.
+
+        Raises
+        ------
+        StoreError
+            EBUSY: another writer has replaced the root. Other errors: see `is_unsure`.
+        """
+        store = self._folder.store
+        end = time.monotonic() + store.timeout
+        self.is_unsure = True
+        for pause in retry_pauses():
+            try:
+                store.put_if(self._root, data, self._tag)
+                break
+            except StoreError as error:
+                if error.errno == errno.EEXIST:
+                    if self._is_ours(data):
+                        break
+                elif error.errno not in RETRIED or time.monotonic() + pause > end:
+                    raise
+            time.sleep(pause)
+        self.is_unsure = False
+
+    def _is_ours(self, data: bytes) -> bool:
+        """Return whether the root is `data`; False if it is still the old one.
+
+        Raises
+        ------
+        StoreError
+            EBUSY: it is another one.
+        """
+        store = self._folder.store
+        try:
+            found, tag = store.get(self._root, 1 << 40)
+        except FileNotFoundError:
+            if self._tag is None:
+                return False
+            found, tag = b"{}", None
+        if found == data:
+            return True
+        if tag is not None and tag == self._tag:
+            return False
+        # A root that follows ours has a larger sequence, and may use our files.
+        self.is_unsure = _sequence_of(found) != _sequence_of(data)
+        text = "another writer has replaced the checkpoint meanwhile: load it, and save again"
+        if self.is_unsure:
+            text += "; it may have replaced it after this save had succeeded"
+        path = f"{self._folder}/{self._root}"
+        raise store_error(OSError(errno.EBUSY, text), "cannot commit the checkpoint", path)
+
+
+def _sequence_of(root: bytes) -> object:
+    try:
+        return json.loads(root)["sequence"]
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _check_conditions(folder: RemoteFolder) -> None:
+    """Raise StoreError (ENOTSUP) if the endpoint ignores the conditions of writes."""
+    store = folder.store
+    name = f"{_PROBE}.{os.urandom(8).hex()}"
+    store.put(name, b"{}")
+    try:
+        for tag in (None, _NO_TAG):
+            _expect_refusal(folder, name, tag)
+    finally:
+        store.delete([name])
+
+
+def _expect_refusal(folder: RemoteFolder, name: str, tag: Tag | None) -> None:
+    """Write an object under a condition that does not hold; raise if that succeeds."""
+    end = time.monotonic() + folder.store.timeout
+    for pause in retry_pauses():
+        try:
+            folder.store.put_if(name, b"{}", tag)
+            break
+        except StoreError as error:
+            if error.errno == errno.EEXIST:
+                return
+            if error.errno not in RETRIED or time.monotonic() + pause > end:
+                raise
+        time.sleep(pause)
+    header = "If-None-Match" if tag is None else "If-Match"
+    reason = OSError(
+        errno.ENOTSUP,
+        f"the endpoint ignores conditions of writes ({header}), so writers could overwrite each "
+        "other's checkpoints: use a store that supports them",
+    )
+    raise store_error(reason, "cannot save", folder)
