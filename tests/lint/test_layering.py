@@ -68,6 +68,7 @@ OPTIONAL = {
     "coremltools",
     "matplotlib",
     "zstandard",
+    "obstore",
     "ml_dtypes",
     "safetensors",
     "mpi4py",

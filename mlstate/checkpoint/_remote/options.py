@@ -110,9 +110,7 @@ def _number(given: dict[str, Any], name: str, least: float, default: Any) -> Any
     value = given.pop(name, default)
     if isinstance(value, bool) or not isinstance(value, type(default) | int):
         kind = "an int" if isinstance(default, int) else "a number"
-        raise TypeError(
-            f"storage_options[{name!r}] must be {kind}, got {type(value).__name__}"
-        )
+        raise TypeError(f"storage_options[{name!r}] must be {kind}, got {type(value).__name__}")
     if not value >= least:
         raise ValueError(f"storage_options[{name!r}] must be {least} or more, got {value}")
     return value
