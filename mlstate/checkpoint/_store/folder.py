@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
 from ..._common.log import is_logged, log
-from ..._common.store_error import store_error
+from ..._common.store_error import store_error as store_error
 from ...errors import FormatError, MLStateError, StoreError
 from .manifest import MOST_SEQUENCE, IndexRecord, Manifest, parse
 
