@@ -152,7 +152,7 @@ class ObjectStore:
         except FileNotFoundError:
             return None
 
-    def list(self, folder: str) -> dict[str, ObjectInfo]:
+    def list_folder(self, folder: str) -> dict[str, ObjectInfo]:
         """Return the objects directly in a folder (``""``: the URL itself) by name."""
 
         def request() -> Any:

@@ -80,7 +80,8 @@ class StoreOptions(NamedTuple):
         }
         failed = None
         try:
-            return obstore, from_url(url, config=self.config, **keywords)
+            open_store: Any = from_url
+            return obstore, open_store(url, config=self.config, **keywords)
         except Exception as error:
             if not is_engine_error(error) and not isinstance(error, TypeError):
                 raise

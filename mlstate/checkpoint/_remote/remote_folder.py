@@ -206,7 +206,7 @@ class RemoteFolder(str):
         files = before.files()
         there: dict[str, int] = {}
         for folder in {path.partition("/")[0] for path in files}.intersection(folders):
-            found = self.store.list(folder)
+            found = self.store.list_folder(folder)
             there.update((f"{folder}/{name}", info.nbytes) for name, info in found.items())
         for path, nbytes in files.items():
             header = before.header(path)
