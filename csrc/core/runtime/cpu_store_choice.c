@@ -91,6 +91,7 @@ mls_code mls_store_choices_init(mls_store_choices *out, const char *forced,
                 mls_store_choice *choice = &out->choice[operation][size][fresh];
                 choice->size = (mls_store_size)size;
                 atomic_init(&choice->chosen, UNDECIDED);
+                atomic_init(&choice->fastest, UNDECIDED);
             }
         }
     }
@@ -157,20 +158,31 @@ static void raise_rate(atomic_uint_fast64_t *known, uint64_t rate)
     }
 }
 
-/* Choose the simplest of the fast variants, until the decision expires. */
-static void decide_store(mls_store_choice *choice, unsigned variants, uint64_t best)
+/* Return the simplest of the fast variants. */
+static int fastest_store(mls_store_choice *choice, unsigned variants, uint64_t best)
 {
-    const bool first = atomic_load(&choice->chosen) == UNDECIDED;
     const bool within = choice->size != MLS_STORING_PAST;
     const uint64_t enough =
         best -
         best / (within ? 5 : 16); /* 4/5 of the best: the best is a quarter faster */
-    for (unsigned store = 0; store < variants; store++) {
-        if (atomic_load(&choice->rate[store]) >= enough) {
-            atomic_store(&choice->chosen, (int)store);
-            break;
-        }
+    unsigned store = 0;
+    while (store + 1 < variants && atomic_load(&choice->rate[store]) < enough) {
+        store++;
     }
+    return (int)store;
+}
+
+/* Choose a variant until the decision expires. Within the cache, a stream must win twice
+ * in succession, because another process may have disturbed all trials of plain stores.
+ */
+static void decide_store(mls_store_choice *choice, unsigned variants, uint64_t best)
+{
+    const bool first = atomic_load(&choice->chosen) == UNDECIDED;
+    const bool within = choice->size != MLS_STORING_PAST;
+    const int fastest = fastest_store(choice, variants, best);
+    const int before = atomic_exchange(&choice->fastest, fastest);
+    const bool is_sure = !within || fastest == before;
+    atomic_store(&choice->chosen, is_sure ? fastest : MLS_STORE_PLAIN);
     const uint64_t later = within ? MLS_STORE_LASTS_WITHIN : MLS_STORE_LASTS;
     const uint64_t lasts = first ? MLS_STORE_FIRST_LASTS : later;
     atomic_store(&choice->lasts_until, atomic_load(&choice->stored) + lasts);

@@ -11,11 +11,11 @@
  *   the same bytes.
  * - If a result and its source fit into the last-level cache, the result may already be
  *   cached, and it stays cached for the next read unless a stream evicts it. So a stream
- *   must win by a quarter, and each variant is measured as in continued use: it stores
- *   two whole results, and only the second one counts. Alternating parts measured plain
- *   stores to lines that a stream had just evicted, and chose a stream that took 1.4
- *   times as long (4 MiB, AMD EPYC family 25 model 17). Four streams are not tried in
- *   these classes.
+ *   must win by a quarter, twice in succession. Each variant is measured as in continued
+ *   use: it stores two whole results, and only the second one counts. Alternating parts
+ *   measured plain stores to lines that a stream had just evicted, and chose a stream
+ *   that took 1.4 times as long (4 MiB, AMD EPYC family 25 model 17). Four streams are
+ *   not tried in these classes.
  * - The size of the last-level cache alone decides nothing: a virtual machine with 2
  *   processors reported 480 MiB that it shares with other machines, and one stream was
  *   twice as fast over 224 MiB (bench_copy.py).
@@ -88,6 +88,7 @@ enum {
 typedef struct mls_store_choice {
     mls_store_size size;             /* size class of the results */
     atomic_int chosen;               /* an mls_store, or -1: none yet */
+    atomic_int fastest;              /* the same, in the last completed trials */
     atomic_bool is_decided;          /* no trials are in progress */
     atomic_uint begun;               /* trials begun, of all variants */
     atomic_uint counted[MLS_STORES]; /* trials completed since the last decision */
@@ -149,8 +150,8 @@ void mls_store_end(mls_store_trial *trial);
 /* Count one trial: `bytes` in `nanoseconds`. Decides when every variant has
  * MLS_STORE_TRIALS trials, or two trials and was less than half as fast as the
  * best. The best trial of a variant counts, because disturbances only make a trial
- * slower. A variant must beat a simpler one by a sixteenth, or by a quarter within the
- * last-level cache. */
+ * slower. A variant must beat a simpler one by a sixteenth, or by a quarter in two
+ * successive decisions within the last-level cache. */
 void mls_store_count(mls_store_choice *choice, unsigned variants, mls_store store,
                      size_t bytes, uint64_t nanoseconds);
 
