@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from .. import _core
 from .._common.arrays import is_torch
 from .._common.backend import OptimizerRecord, backend_of, is_module, is_optimizer
-from .._common.local_path import local_folder
 from .._common.set_module import set_module
 from .._common.text import names_hint
 from .._sharding.layout import Layout, Steps, steps_of
@@ -20,12 +19,13 @@ from ..errors import CompatibilityError, MLStateError, StoreError, TensorNotFoun
 from ..state._compatibility import SHOWN, join, rename_hint
 from ..state._kind import restore_kind
 from ..state._optimizer_state import OptimizerStateDict
+from ._remote.remote_folder import RemoteFolder, checkpoint_folder, refuse_remote
 from ._store import folder as _folder
 from ._store.name_globs import Names, listed_names
 from ._store.rank_indexes import Indexes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from ..collectives import ProcessGroup
     from ..state._state_dict import StateDict
@@ -254,16 +254,26 @@ class Loader:
 
     def load_new(self, section: int, keys: list[str], cutting: Any) -> dict[str, Any]:
         """Return new arrays or, with mmap, views of the files."""
-        mmap = self.request.mmap
-        return self.merged_index.load(  # type: ignore[no-any-return]
-            self.folder,
-            section,
-            keys,
-            cutting,
-            self.verify and not mmap,
-            mmap,
-            self.request.progress,
-        )
+        mmap, progress = self.request.mmap, self.request.progress
+        verify = self.verify and not mmap
+        arrays: dict[str, Any] = {}
+
+        def read(folder: str, some: list[str], cuts: Any) -> None:
+            arrays.update(
+                self.merged_index.load(folder, section, some, cuts, verify, mmap, progress)
+            )
+
+        self._read(section, keys, cutting, read)
+        return arrays
+
+    def _read(
+        self, section: int, keys: list[str], cuts: Any, read: Callable[[str, list[str], Any], None]
+    ) -> None:
+        """Call `read` with the folder, keys and cuts; of a store, with those of each batch."""
+        if isinstance(self.folder, RemoteFolder):
+            self.folder.read_batches(self.merged_index, section, keys, cuts, self.verify, read)
+        else:
+            read(self.folder, keys, cuts)
 
     def names_fit(self, section: int, keys: list[str], filling: Any, names: Names) -> list[str]:
         """Return the keys to read into a target; raise if names do not match.
@@ -311,9 +321,14 @@ class Loader:
 
     def fill(self, section: int, filling: Any, keys: list[str], cuts: Any) -> None:
         """Read into arrays; shapes and dtypes are checked before the first byte is written."""
-        self.merged_index.load_into(
-            self.folder, section, keys, cuts, filling.arrays, self.verify, self.request.progress
-        )
+        progress = self.request.progress
+
+        def read(folder: str, some: list[str], some_cuts: Any) -> None:
+            self.merged_index.load_into(
+                folder, section, some, some_cuts, filling.arrays, self.verify, progress
+            )
+
+        self._read(section, keys, cuts, read)
         filling.done()
 
     def lacking(self, keys: list[list[str]]) -> dict[str, tuple[str, str]]:
@@ -574,7 +589,7 @@ def _verify_all(folder: str, merged: Any) -> None:
     """Read and verify all files; raise the first problem."""
     from ._verify import Problem
 
-    _, problems = merged.verify(folder, None)
+    _, problems = _folder.verify_files(folder, merged, None)
     if problems:
         raise Problem(*problems[0]).as_error(folder)
 
@@ -594,9 +609,12 @@ def load_checkpoint(
     verify: bool | str = True,
     missing: str = "skip",
     progress: Callable[[int], object] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> LoadedState:
     """Load one root; see `mlstate.load`. `_manifest` is its manifest if already read."""
-    folder = local_folder(path)
+    folder = checkpoint_folder(path, storage_options)
+    if mmap:
+        refuse_remote(folder, "mmap=True", "load without it")
     cutting = ranks_of(rank, world_size, layout, group)
     listed = None if names is None else listed_names(names)
     if verify not in (True, False, "first"):
@@ -646,6 +664,7 @@ def load(
     verify: bool | str = True,
     missing: str = "skip",
     progress: Callable[[int], object] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> LoadedState:
     """
     Load a checkpoint, or any part of it.
@@ -653,7 +672,7 @@ def load(
     Parameters
     ----------
     path : str or os.PathLike
-        Folder of the checkpoint.
+        Folder of the checkpoint, or its URL in an object store.
     names : str or iterable of str, optional
         Tensors to load. Each name is a parameter (selects its optimizer states too), a layer
         (selects everything below it), or one tensor. An exact name wins, even ``"w[0]"``; any
@@ -692,7 +711,7 @@ def load(
         these are considered. With `into`, states that exist in `into` and were not saved are
         lacking too: ``"skip"`` leaves such arrays unchanged, and removes such states from a
         torch optimizer, which then creates them anew.
-    progress : callable, optional
+    progress, storage_options
         As for `save`.
 
     Returns
@@ -750,4 +769,5 @@ def load(
         verify=verify,
         missing=missing,
         progress=progress,
+        storage_options=storage_options,
     )

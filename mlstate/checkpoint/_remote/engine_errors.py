@@ -37,6 +37,8 @@ def _failure_of(text: str, answer: str, code: str) -> tuple[int, str]:
         return errno.EAGAIN, f"the store limits the rate of requests or is overloaded ({answer})"
     if code in _IN_PROGRESS:
         return errno.EAGAIN, f"another request for this object is in progress ({answer})"
+    if code == "InvalidRange" or answer.startswith("HTTP 416"):
+        return errno.ERANGE, f"the object ends before the requested range ({answer})"
     if answer.startswith("HTTP 5"):
         return errno.EIO, f"the store failed ({answer})"
     if "169.254.169.254" in text or "credential" in lowered:

@@ -7,8 +7,8 @@ their outcome (root_claim.py).
 
 from __future__ import annotations
 
+import errno
 import os
-import random
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     _Result = TypeVar("_Result")
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 5.0  # seconds between attempts
+_BROKEN = "the answer was not complete"
 
 
 class Tag(NamedTuple):
@@ -48,6 +49,8 @@ def _info_of(found: Any) -> ObjectInfo:
 
 def retry_pauses() -> Iterable[float]:
     """Yield the seconds to wait before each further attempt: growing, with jitter."""
+    import random
+
     pause = _FIRST_PAUSE
     while True:
         yield pause * random.uniform(0.5, 1.0)
@@ -84,9 +87,9 @@ class ObjectStore:
     def _call(self, what: str, key: str, request: Callable[[], _Result]) -> _Result:
         """Send one request; raise the engine's error as a StoreError without credentials."""
         path = f"{self.url}/{key}" if key else self.url
-        if self._pid != os.getpid():  # the engine's threads exist only in the parent
-            reason = OSError(5, "the process was forked after it used the store: open it again")
-            raise store_error(reason, what, path)
+        if self._pid != os.getpid():
+            text = "this process is a fork, where the engine does not work: start it by spawn"
+            raise store_error(OSError(errno.EINVAL, text), what, path)
         failed = None
         try:
             return request()
@@ -94,9 +97,9 @@ class ObjectStore:
             if not is_engine_error(error):
                 raise
             failed = store_error(engine_reason(error), what, path)
-        raise failed
+        raise failed  # outside the handler, so that the engine's text is not its context
 
-    def repeat(self, what: str, key: str, request: Callable[[], _Result]) -> _Result:
+    def _repeat(self, what: str, key: str, request: Callable[[], _Result]) -> _Result:
         """Send a request that may be repeated, until it succeeds or the timeout is over."""
         end = time.monotonic() + self.timeout
         for pause in retry_pauses():
@@ -122,29 +125,43 @@ class ObjectStore:
         def request() -> tuple[bytes, Tag] | None:
             found = self._engine.get(self._store, key)
             info = _info_of(found.meta)
-            return (bytes(found.bytes()), info.tag) if info.nbytes <= most else None
+            if info.nbytes > most:
+                return None
+            data = bytes(found.bytes())
+            if len(data) != info.nbytes:
+                raise OSError(errno.EIO, _BROKEN)
+            return data, info.tag
 
-        got = self.repeat("cannot read the object", key, request)
+        got = self._repeat("cannot read the object", key, request)
         if got is None:
             raise ValueError("too long")
         return got
 
-    def get_range(self, key: str, begin: int, end: int) -> tuple[Any, int]:
+    def get_range(self, key: str, begin: int, end: int) -> tuple[Any, int | None]:
         """Return bytes `begin` .. `end` as a buffer, and the size of the whole object.
 
-        The buffer is shorter if the object ends earlier.
+        The buffer is shorter if the object ends earlier, and empty, without a size, if it ends
+        at `begin` or before.
         """
 
         def request() -> tuple[Any, int]:
             found = self._engine.get(self._store, key, options={"range": (begin, end)})
-            return found.bytes(), found.meta["size"]
+            data, nbytes = found.bytes(), found.meta["size"]
+            if len(data) != min(end, nbytes) - begin:
+                raise OSError(errno.EIO, _BROKEN)
+            return data, nbytes
 
-        return self.repeat("cannot read the object", key, request)
+        try:
+            return self._repeat("cannot read the object", key, request)
+        except OSError as error:
+            if error.errno != errno.ERANGE:
+                raise
+        return b"", None
 
     def info(self, key: str) -> ObjectInfo | None:
         """Return size and tag of an object; None if it does not exist."""
         try:
-            return self.repeat(
+            return self._repeat(
                 "cannot find the object",
                 key,
                 lambda: _info_of(self._engine.head(self._store, key)),
@@ -158,14 +175,14 @@ class ObjectStore:
         def request() -> Any:
             return self._engine.list_with_delimiter(self._store, folder or None)["objects"]
 
-        found = self.repeat("cannot list the objects", folder, request)
+        found = self._repeat("cannot list the objects", folder, request)
         return {one["path"].rpartition("/")[2]: _info_of(one) for one in found}
 
     # ---- writing ----
 
     def put(self, key: str, data: bytes) -> None:
         """Write an object whose name no other content ever has, so that it may be repeated."""
-        self.repeat(
+        self._repeat(
             "cannot write the object",
             key,
             lambda: self._engine.put(self._store, key, data, use_multipart=False),
@@ -177,7 +194,7 @@ class ObjectStore:
 
         part = self._options.part_bytes
         large = os.path.getsize(path) > part
-        self.repeat(
+        self._repeat(
             "cannot write the object",
             key,
             lambda: self._engine.put(
@@ -194,7 +211,7 @@ class ObjectStore:
         """Write an object if it still has `tag`, or, with None, if it does not exist.
 
         One attempt. Raises StoreError: EEXIST if the condition does not hold. After any other
-        error the outcome is unknown.
+        error the outcome may be unknown.
         """
         mode: Any = "create"
         if tag is not None:
@@ -208,7 +225,7 @@ class ObjectStore:
     def delete(self, keys: list[str]) -> None:
         """Delete objects; those that do not exist are no error."""
         if keys:
-            self.repeat(
+            self._repeat(
                 "cannot delete objects",
                 keys[0] if len(keys) == 1 else "",
                 lambda: self._engine.delete(self._store, keys),

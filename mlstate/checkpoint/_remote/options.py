@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .engine_errors import engine_reason, is_engine_error
@@ -16,7 +15,6 @@ SCHEMES = ("s3", "gs", "az")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)\Z", re.DOTALL)
 _PASSED = ("client_options", "retry_config", "credential_provider")
 _LEAST_PART = 5 << 20  # of S3, except for the last part
-_DAY = 86400.0
 # The engine repeats failed parts of large objects; this package repeats everything else.
 _ENGINE_RETRIES = 3
 
@@ -39,8 +37,8 @@ class StoreOptions(NamedTuple):
         Number of simultaneous requests.
     scratch_folder : str or None
         Local folder for temporary files; None: the system's.
-    orphan_seconds : float
-        `prune` deletes unneeded objects of this age.
+    orphan_seconds : float or None
+        `prune` deletes unneeded objects of this age; None: none of them.
     """
 
     config: dict[str, Any]
@@ -49,7 +47,7 @@ class StoreOptions(NamedTuple):
     part_bytes: int = 8 << 20
     max_concurrency: int = 8
     scratch_folder: str | None = None
-    orphan_seconds: float = _DAY
+    orphan_seconds: float | None = None
 
     def __repr__(self) -> str:  # the configuration holds credentials
         return f"StoreOptions(timeout_seconds={self.timeout_seconds}, ...)"
@@ -71,6 +69,8 @@ class StoreOptions(NamedTuple):
             raise ImportError(
                 f"{url}: object stores need the package obstore: pip install 'mlstate[remote]'"
             ) from None
+        from datetime import timedelta
+
         keywords = dict(self.passed)
         keywords["retry_config"] = {
             "max_retries": _ENGINE_RETRIES,
@@ -139,9 +139,12 @@ def take_options(given: Mapping[str, Any] | None) -> StoreOptions:
             ("timeout_seconds", 0.0),
             ("part_bytes", _LEAST_PART),
             ("max_concurrency", 1),
-            ("orphan_seconds", 0.0),
         )
     }
+    if left.get("orphan_seconds", 0) is None:
+        del left["orphan_seconds"]
+    if "orphan_seconds" in left:
+        numbers["orphan_seconds"] = _number(left, "orphan_seconds", 0.0, 0.0)
     passed = {name: left.pop(name) for name in _PASSED if name in left}
     return StoreOptions(
         left, passed, scratch_folder=None if scratch is None else os.fspath(scratch), **numbers

@@ -7,22 +7,23 @@ copies are temporary, and a load copies at most two batches at a time.
 
 from __future__ import annotations
 
+import errno
 import os
-import shutil
-import tempfile
-from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..._common.local_path import local_folder
+from ..._common.store_error import store_error
 from ...errors import MLStateError, StoreError
-from .object_store import ObjectStore
 from .options import check_url, split_url, take_options
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-_BATCH = 128 << 20  # bytes of a load that are copied together
+    from .object_store import ObjectStore
+    from .root_claim import RootClaim
+
+_BATCH = 128 << 20  # bytes of a load or a verification that are copied together
 _GAP = 4096  # unneeded bytes between two ranges that one request reads
 
 _Range = tuple[str, int, int]  # path, begin, end
@@ -31,8 +32,8 @@ _Range = tuple[str, int, int]  # path, begin, end
 class RemoteFolder(str):
     """URL of a checkpoint in an object store, with its options.
 
-    As a text it is the URL, so that errors name it. Copies and pickles have no options, because
-    these may hold credentials.
+    As a text it is the URL, so that errors name it. Pickles have no options, because these may
+    hold credentials.
 
     Attributes
     ----------
@@ -65,20 +66,66 @@ class RemoteFolder(str):
     def store(self) -> ObjectStore:
         """The open store; opened on first use."""
         if self._store is None:
+            from .object_store import ObjectStore
+
             self._store = ObjectStore(str(self), self._options)
         return self._store
 
     @property
-    def orphan_seconds(self) -> float:
-        """Age from which unneeded objects are deleted."""
-        return float(self._options.orphan_seconds)
+    def orphan_seconds(self) -> float | None:
+        """Age from which `prune` deletes unneeded objects; None: it deletes none."""
+        found: float | None = self._options.orphan_seconds
+        return found
+
+    def claim(self, root: str) -> RootClaim:
+        """Return a writer's claim to a root."""
+        from .root_claim import RootClaim
+
+        return RootClaim(self, root)
+
+    # ---- objects ----
+
+    def exists(self, path: str) -> bool:
+        """Return whether an object exists."""
+        return self.store.info(path) is not None
+
+    def has_files(self, sizes: Mapping[str, int]) -> bool:
+        """Return whether objects exist with these sizes."""
+        folders = {os.path.dirname(path) for path in sizes}
+        found = {folder: self.store.list_folder(folder) for folder in folders}
+        for path, nbytes in sizes.items():
+            folder, name = os.path.split(path)
+            if name not in found[folder] or found[folder][name].nbytes != nbytes:
+                return False
+        return True
+
+    def current_time(self, *, local: bool) -> float:
+        """Return the store's time in seconds since 1970, or this machine's, without a write."""
+        import time
+
+        if local:
+            return time.time()
+        name = temporary_name()
+        self.store.put(name, b"{}")
+        try:
+            info = self.store.info(name)
+        finally:
+            self.store.delete([name])
+        return time.time() if info is None else info.changed
 
     # ---- local copies ----
 
     @contextmanager
-    def _scratch(self, folders: Sequence[str]) -> Iterator[str]:
+    def _scratch(self, folders: Sequence[str] = ()) -> Iterator[str]:
         """Yield a temporary local folder with subfolders; errors name the URL instead of it."""
-        local = tempfile.mkdtemp(prefix="mlstate-", dir=self._options.scratch_folder)
+        import shutil
+        import tempfile
+
+        try:
+            local = tempfile.mkdtemp(prefix="mlstate-", dir=self._options.scratch_folder)
+        except OSError as error:
+            what = "cannot create a temporary local folder"
+            raise store_error(error, what, self._options.scratch_folder or self) from None
         try:
             for name in folders:
                 os.mkdir(os.path.join(local, name))
@@ -89,23 +136,23 @@ class RemoteFolder(str):
         finally:
             shutil.rmtree(local, ignore_errors=True)
 
-    def _parts(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        step = self._options.part_bytes
-        for at in range(begin, end, step):
-            yield at, min(at + step, end)
-
     def _copy_range(self, local: str, path: str, begin: int, end: int) -> None:
         """Copy a range of an object to the same place of a local file of the object's size."""
         data, nbytes = self.store.get_range(path, begin, end)
-        descriptor = os.open(os.path.join(local, path), os.O_WRONLY | os.O_CREAT, 0o600)
+        name = os.path.join(local, path)
         try:
-            os.ftruncate(descriptor, nbytes)
-            view, at = memoryview(data), begin
-            while len(view):
-                written = os.pwrite(descriptor, view, at)
-                view, at = view[written:], at + written
-        finally:
-            os.close(descriptor)
+            descriptor = os.open(name, os.O_WRONLY | os.O_CREAT, 0o600)
+            try:
+                if nbytes is not None:
+                    os.ftruncate(descriptor, nbytes)
+                view, at = memoryview(data), begin
+                while len(view):
+                    written = os.pwrite(descriptor, view, at)
+                    view, at = view[written:], at + written
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise store_error(error, "cannot write the temporary local file", name) from None
 
     @contextmanager
     def _threads(self) -> Iterator[Any]:
@@ -118,104 +165,120 @@ class RemoteFolder(str):
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def batches(
-        self, merged: Any, section: int, keys: list[str], cuts: Any, verify: bool
-    ) -> Iterator[tuple[str, list[str], Any]]:
-        """Yield local folders that hold the bytes of some keys, with these keys and their cuts.
+    def _start_copies(self, pool: Any, local: str, ranges: Sequence[_Range]) -> list[Any]:
+        """Start to copy ranges in parallel parts; return the futures."""
+        step = self._options.part_bytes
+        for folder in {os.path.dirname(path) for path, *_ in ranges}:
+            os.makedirs(os.path.join(local, folder), exist_ok=True)
+        os.makedirs(local, exist_ok=True)
+        return [
+            pool.submit(self._copy_range, local, path, at, min(at + step, end))
+            for path, begin, end in ranges
+            for at in range(begin, end, step)
+        ]
 
-        Each local folder is deleted when the next one is requested. The bytes of the next batch
-        are copied meanwhile.
+    def read_batches(
+        self,
+        merged: Any,
+        section: int,
+        keys: list[str],
+        cuts: Any,
+        verify: bool,
+        read: Callable[[str, list[str], Any], object],
+    ) -> None:
+        """Call `read` with local folders that hold the bytes of some keys, until all are read.
+
+        Its arguments are the folder, the keys and their cuts. The bytes of the next batch are
+        copied meanwhile.
 
         Raises
         ------
         StoreError
             An object cannot be read; `StoreNotFoundError` if it does not exist.
         """
-        planned = list(_plan_batches(merged, str(self), section, keys, cuts, verify))
-        with self._scratch(()) as base, self._threads() as pool:
-            started: deque[tuple[str, list[Any]]] = deque()
-            for number, (some, some_cuts, _) in enumerate(planned):
-                for ahead in range(number + len(started), min(number + 2, len(planned))):
-                    local = os.path.join(base, str(ahead))
-                    started.append((local, self._start_copies(pool, local, planned[ahead][2])))
-                local, copies = started.popleft()
-                for one in copies:
+        import shutil
+
+        batches = list(_plan_batches(merged, str(self), section, keys, cuts, verify))
+        with self._scratch() as base, self._threads() as pool:
+            places = [os.path.join(base, str(number)) for number in range(len(batches))]
+            copies: list[list[Any]] = []
+            for number, (some, some_cuts, _) in enumerate(batches):
+                for ahead in range(len(copies), min(number + 2, len(batches))):
+                    copies.append(self._start_copies(pool, places[ahead], batches[ahead][2]))
+                for one in copies[number]:
                     one.result()
                 try:
-                    yield local, some, some_cuts
+                    read(places[number], some, some_cuts)
                 except MLStateError as error:
-                    _name_url(error, local, str(self))
+                    _name_url(error, places[number], str(self))
                     raise
-                shutil.rmtree(local, ignore_errors=True)
+                shutil.rmtree(places[number], ignore_errors=True)
 
-    def _start_copies(self, pool: Any, local: str, ranges: list[_Range]) -> list[Any]:
-        for path, *_ in ranges:
-            os.makedirs(os.path.join(local, os.path.dirname(path)), exist_ok=True)
-        os.makedirs(local, exist_ok=True)
-        return [
-            pool.submit(self._copy_range, local, path, first, last)
-            for path, begin, end in ranges
-            for first, last in self._parts(begin, end)
-        ]
+    def verify(
+        self, merged: Any, progress: Callable[[int], object] | None
+    ) -> tuple[int, list[Any]]:
+        """Read and verify all files of an index, some at a time; as `MergedIndex.verify`.
 
-    @contextmanager
-    def whole_files(self, files: Mapping[str, int], folders: Sequence[str]) -> Iterator[str]:
-        """Yield a local folder with copies of files; those that do not exist are left out.
-
-        `files` has the recorded sizes. An object of another size is copied as far as it is.
+        Raises
+        ------
+        StoreError
+            The store refused a request. A missing object is a problem in the result instead.
         """
-        with self._scratch(folders) as local:
-            with self._threads() as pool:
-                ranges = [(path, 0, nbytes) for path, nbytes in files.items()]
-                for one in self._start_copies(pool, local, ranges):
-                    try:
-                        one.result()
-                    except FileNotFoundError:
-                        continue
-            yield local
+        total, problems = 0, []
+        for files in _file_batches(merged.files()):
+            with self._scratch({os.path.dirname(path) for path in files}) as local:
+                with self._threads() as pool:
+                    ranges = [(path, 0, nbytes) for path, nbytes in files.items()]
+                    for one in self._start_copies(pool, local, ranges):
+                        try:
+                            one.result()
+                        except FileNotFoundError:
+                            continue
+                count, found = merged.verify(local, progress)
+            total += count
+            for problem in found:
+                kind, path, *middle, text = problem
+                if path in files:
+                    problems.append((kind, path, *middle, text.replace(local, str(self))))
+        return total, problems
 
     @contextmanager
-    def new_files(self, before: Any, folders: Sequence[str]) -> Iterator[str]:
+    def new_files(
+        self, folders: Sequence[str], progress: Callable[[int], object] | None
+    ) -> Iterator[str]:
         """Yield a local folder for new files, and upload these when the block ends.
 
-        `before` is the merged index of the old checkpoint, or None. Its files seem to exist,
-        with their headers, so that unchanged shards with a version are not written again.
+        `progress` is called with 0 after each upload, and may raise to stop.
+
+        Raises
+        ------
+        StoreError
+            An upload failed, or an uploaded object has another size.
         """
         with self._scratch(folders) as local:
-            old = self._make_stand_ins(local, before, folders)
             yield local
-            new = [
-                f"{folder}/{name}"
+            sizes = {
+                f"{folder}/{name}": os.path.getsize(os.path.join(local, folder, name))
                 for folder in folders
                 for name in sorted(os.listdir(os.path.join(local, folder)))
-            ]
+            }
             with self._threads() as pool:
                 uploads = [
                     pool.submit(self.store.put_file, path, os.path.join(local, path))
-                    for path in new
-                    if path not in old
+                    for path in sizes
                 ]
                 for one in uploads:
                     one.result()
+                    if progress is not None:
+                        progress(0)
+            if not self.has_files(sizes):
+                text = "an uploaded object is missing or has another size"
+                raise store_error(OSError(errno.EIO, text), "cannot save", self)
 
-    def _make_stand_ins(self, local: str, before: Any, folders: Sequence[str]) -> set[str]:
-        """Make sparse local files with the sizes and headers of existing objects."""
-        made: set[str] = set()
-        if before is None:
-            return made
-        files = before.files()
-        there: dict[str, int] = {}
-        for folder in {path.partition("/")[0] for path in files}.intersection(folders):
-            found = self.store.list_folder(folder)
-            there.update((f"{folder}/{name}", info.nbytes) for name, info in found.items())
-        for path, nbytes in files.items():
-            header = before.header(path)
-            if header is not None and there.get(path) == nbytes:
-                with open(os.path.join(local, path), "wb") as file:
-                    file.write(header)
-                    file.truncate(nbytes)
-                made.add(path)
-        return made
+
+def temporary_name() -> str:
+    """Return a new name of a temporary object."""
+    return f".mlstate-{os.urandom(8).hex()}.tmp"
 
 
 def _name_url(error: MLStateError, local: str, url: str) -> None:
@@ -233,6 +296,20 @@ def _name_url(error: MLStateError, local: str, url: str) -> None:
 
 
 # ---- planning ----
+
+
+def _file_batches(files: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Yield the sizes of files by path in batches; a large file has its own batch."""
+    batch: dict[str, int] = {}
+    total = 0
+    for path, nbytes in sorted(files.items()):
+        if batch and total + nbytes > _BATCH:
+            yield batch
+            batch, total = {}, 0
+        batch[path] = nbytes
+        total += nbytes
+    if batch:
+        yield batch
 
 
 def _joined(ranges: list[_Range]) -> list[_Range]:

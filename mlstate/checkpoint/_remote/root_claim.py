@@ -1,16 +1,15 @@
 """The claim of a writer to the root of a checkpoint in an object store.
 
 Stores have no locks. A writer notes the tag of the root before it reads anything, writes new
-objects under names of its own, and then replaces the root only if it still has this tag. Of
-writers that began with the same root one wins, and the others raise. Every root has a random
-generation, so equal tags mean the same root.
+objects under new names, and then replaces the root only if it still has this tag. Of writers
+that began with the same root one wins, and the others raise. Every root has a random generation,
+so equal tags mean the same root.
 """
 
 from __future__ import annotations
 
 import errno
 import json
-import os
 import time
 from typing import TYPE_CHECKING
 
@@ -18,12 +17,13 @@ from ..._common.store_error import store_error
 from ...errors import StoreError
 from .engine_errors import RETRIED
 from .object_store import Tag, retry_pauses
+from .remote_folder import temporary_name
 
 if TYPE_CHECKING:
     from .remote_folder import RemoteFolder
 
 _NO_TAG = Tag('"mlstate"', "1")  # no object has it
-_PROBE = "conditions"
+_MOST_BYTES = 1 << 40
 
 
 class RootClaim:
@@ -32,11 +32,11 @@ class RootClaim:
     Attributes
     ----------
     unfinished : None
-        Files of a writer that died cannot be told from those of a running one: `prune` deletes
-        them by their age.
+        The objects of a writer that died cannot be told from those of a running one: `prune`
+        deletes them by their age.
     is_unsure : bool
-        The root may have been replaced by this writer, or may still be, although
-        `replace_root` raised: no file may be deleted.
+        `commit` raised, but the root may have been replaced by this writer, or may still be: no
+        object may be deleted.
     """
 
     unfinished: str | None = None
@@ -55,30 +55,24 @@ class RootClaim:
         StoreError
             The store does not answer, or ignores conditions of requests (ENOTSUP).
         """
-        store = self._folder.store
-        info = store.info(self._root)
-        self._tag = None if info is None else info.tag
         if not self._folder.has_conditions:
             _check_conditions(self._folder)
             self._folder.has_conditions = True
+        info = self._folder.store.info(self._root)
+        self._tag = None if info is None else info.tag
         return self
 
     def note(self, generation: str | None) -> None:
-        """Do nothing: there is no text that names the generation."""
+        """Do nothing: no object names the generation before the commit."""
 
     def release(self) -> None:
-        """Do nothing: a claim ends by itself when another writer replaces the root."""
+        """Do nothing: a claim ends when another writer replaces the root."""
 
-    def __enter__(self) -> RootClaim:
-        return self
+    def commit(self, data: bytes, mode: int, root: str | None = None) -> None:
+        """Replace the manifest unless another writer replaced it since `acquire`.
 
-    def __exit__(self, *unused: object) -> None:
-        self.release()
-
-    def replace_root(self, data: bytes, mode: int) -> None:
-        """Replace the root if nobody has replaced it since `acquire`; `mode` is not used.
-
-        A conflict after an answer was lost is settled by reading the root.
+        `root` is the path for a second copy, written before; deleted again after a conflict.
+        `mode` is not used: objects have no permissions.
 
         Raises
         ------
@@ -86,7 +80,20 @@ class RootClaim:
             EBUSY: another writer has replaced the root. Other errors: see `is_unsure`.
         """
         store = self._folder.store
+        if root is not None:
+            store.put(root, data)
+        try:
+            self._replace(data)
+        except StoreError:
+            if root is not None and not self.is_unsure:
+                store.delete([root])
+            raise
+
+    def _replace(self, data: bytes) -> None:
+        """Write the root; a conflict after a lost answer is settled by reading the root."""
+        store = self._folder.store
         end = time.monotonic() + store.timeout
+        was_lost = False  # an earlier request may have replaced the root
         self.is_unsure = True
         for pause in retry_pauses():
             try:
@@ -96,7 +103,12 @@ class RootClaim:
                 if error.errno == errno.EEXIST:
                     if self._is_ours(data):
                         break
-                elif error.errno not in RETRIED or time.monotonic() + pause > end:
+                elif error.errno not in RETRIED:
+                    self.is_unsure = was_lost
+                    raise
+                else:
+                    was_lost = True
+                if time.monotonic() + pause > end:
                     raise
             time.sleep(pause)
         self.is_unsure = False
@@ -109,9 +121,9 @@ class RootClaim:
         StoreError
             EBUSY: it is another one.
         """
-        store = self._folder.store
+        tag: Tag | None
         try:
-            found, tag = store.get(self._root, 1 << 40)
+            found, tag = self._folder.store.get(self._root, _MOST_BYTES)
         except FileNotFoundError:
             if self._tag is None:
                 return False
@@ -139,7 +151,7 @@ def _sequence_of(root: bytes) -> object:
 def _check_conditions(folder: RemoteFolder) -> None:
     """Raise StoreError (ENOTSUP) if the endpoint ignores the conditions of writes."""
     store = folder.store
-    name = f"{_PROBE}.{os.urandom(8).hex()}"
+    name = temporary_name()
     store.put(name, b"{}")
     try:
         for tag in (None, _NO_TAG):

@@ -12,6 +12,7 @@ from ... import _core
 from ..._common.log import is_logged, log
 from ..._common.store_error import store_error as store_error
 from ...errors import FormatError, MLStateError, StoreError
+from .._remote.remote_folder import RemoteFolder
 from .manifest import MOST_SEQUENCE, IndexRecord, Manifest, parse
 
 if TYPE_CHECKING:
@@ -61,6 +62,13 @@ def _read_descriptor(descriptor: int, path: str) -> bytes:
 def read_bytes(folder: str, name: str) -> bytes:
     """Read a small regular file of the folder."""
     path = os.path.join(folder, name)
+    if isinstance(folder, RemoteFolder):
+        try:
+            return folder.store.get(name, _MOST_BYTES)[0]
+        except ValueError as error:
+            wrong = FormatError(f"{path}: {error}")
+            wrong.path = path
+            raise wrong from None
     try:
         with _core.Descriptor(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW) as descriptor:
             return _read_descriptor(descriptor.fileno(), path)
@@ -127,7 +135,9 @@ def read_root(
 def _no_checkpoint(folder: str, number: int) -> StoreError:
     """Return the error for a missing checkpoint; it describes the actual content of the path."""
     reason = OSError(number, "there is no such folder")  # OSError picks the subclass by errno
-    if os.path.isfile(folder):
+    if isinstance(folder, RemoteFolder):
+        reason.strerror = "there is no object manifest.json"
+    elif os.path.isfile(folder):
         reason.strerror = (
             "it is a file, and a checkpoint is a folder; load_file reads .safetensors, "
             "mlstate convert others too"
@@ -169,6 +179,8 @@ def _refuse_link(path: str) -> None:
 
 def list_names(folder: str, part: str) -> list[str]:
     """Return the names in a subfolder; an empty list if it does not exist."""
+    if isinstance(folder, RemoteFolder):
+        return list(folder.store.list_folder(part))
     try:
         with _opened(folder, part) as descriptor:
             return os.listdir(descriptor.fileno())
@@ -291,6 +303,8 @@ def make_path(folder: str) -> None:
 def new_file_mode(folder: str) -> int:
     """Return the mode of new files: no more access than the folder and its manifest allow."""
     mode = 0o666
+    if isinstance(folder, RemoteFolder):  # objects have no mode
+        return mode
     for path in (folder, os.path.join(folder, MANIFEST)):
         try:
             mode &= os.stat(path).st_mode | 0o600
@@ -303,6 +317,8 @@ def new_file_mode(folder: str) -> int:
 
 def create(folder: str) -> None:
     """Create the folder and its subfolders durably; subfolders have the folder's mode."""
+    if isinstance(folder, RemoteFolder):  # the names of objects need no folders
+        return
     try:
         make_path(folder)
         made = False
@@ -336,6 +352,8 @@ def _belongs(part: str, name: str) -> bool:
 def remove_files(folder: str, names: list[str]) -> list[str]:
     """Delete files by their paths in the folder; return the paths of those that existed.
 
+    Of objects in a store, all paths are returned.
+
     Raises
     ------
     StoreError
@@ -350,9 +368,36 @@ def remove_files(folder: str, names: list[str]) -> list[str]:
             reason = OSError(errno.EINVAL, "it is not a file of this checkpoint")
             raise store_error(reason, "cannot delete the file", os.path.join(folder, path))
         by_part.setdefault(part, []).append(name)
+    if isinstance(folder, RemoteFolder):
+        folder.store.delete(names)
+        for name in names if is_logged("DEBUG") else ():
+            log("DEBUG", "%s: deleted the object %s", folder, name)
+        return names
     for part, inside in by_part.items():
         removed += _remove_from(folder, part, inside)
     return removed
+
+
+def sync(folder: str, part: str) -> None:
+    """Make deletions in a subfolder durable; those of objects already are."""
+    if not isinstance(folder, RemoteFolder):
+        _core.folder_sync(os.path.join(folder, part))
+
+
+def exists(folder: str, path: str) -> bool:
+    """Return whether a file of the folder exists, even as a broken link."""
+    if isinstance(folder, RemoteFolder):
+        return folder.exists(path)
+    return os.path.lexists(os.path.join(folder, path))
+
+
+def verify_files(
+    folder: str, merged: Any, progress: Callable[[int], object] | None
+) -> tuple[int, list[Any]]:
+    """Read and verify the files of a merged index; return bytes read and fields of problems."""
+    if isinstance(folder, RemoteFolder):
+        return folder.verify(merged, progress)
+    return merged.verify(folder, progress)  # type: ignore[no-any-return]
 
 
 def _remove_from(folder: str, part: str, names: list[str]) -> list[str]:
@@ -438,7 +483,9 @@ def known_files(folder: str) -> set[str]:
 
 def foreign_files(folder: str) -> list[str]:
     """Return the paths of files that mlstate did not write, and of linked subfolders."""
-    linked = [part for part in FOLDERS if os.path.islink(os.path.join(folder, part))]
+    linked = []
+    if not isinstance(folder, RemoteFolder):
+        linked = [part for part in FOLDERS if os.path.islink(os.path.join(folder, part))]
     foreign = [
         f"{part}/{name}"
         for part in FOLDERS
@@ -549,6 +596,8 @@ def has_files(folder: str, sizes: Mapping[str, int]) -> bool:
     """Return whether files of the folder exist with these sizes; the files are not opened."""
     import stat
 
+    if isinstance(folder, RemoteFolder):
+        return folder.has_files(sizes)
     for path, size in sizes.items():
         try:
             found = os.lstat(os.path.join(folder, path))
@@ -596,7 +645,7 @@ def needed_files(
             else:
                 read_root(folder, name, add_files)
         except FileNotFoundError:
-            if os.path.lexists(os.path.join(folder, name)):
+            if exists(folder, name):
                 raise
     return needed
 
@@ -620,7 +669,7 @@ def delete_roots(folder: str, roots: list[Root]) -> None:
     """Delete roots durably; `prune` may delete the files that they needed only afterwards."""
     steps = _steps_of_roots(folder, roots) if is_logged("INFO") else []
     if remove_files(folder, [root.path for root in roots]):
-        _core.folder_sync(os.path.join(folder, "roots"))
+        sync(folder, "roots")
     for step, root in zip(steps, roots, strict=False):
         log("INFO", "%s: deleted step %s (%s)", folder, step, root.path)
 
