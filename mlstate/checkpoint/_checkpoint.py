@@ -222,7 +222,9 @@ class Checkpoint:
         _manifest: Manifest | None = None,
     ) -> None:
         # a caller that passes the manifest passes an absolute path or a folder in a store
-        self.path = checkpoint_folder(path, storage_options) if _manifest is None else os.fspath(path)
+        self.path = (
+            checkpoint_folder(path, storage_options) if _manifest is None else os.fspath(path)
+        )
         self._root = _root
         self._manifest = _manifest or _folder.read_manifest(self.path, _root)
         self._read_index: Any = None

@@ -30,10 +30,9 @@ from ._store.writer_lock import WriterLock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-    from ..collectives import ProcessGroup
     from contextlib import AbstractContextManager
 
+    from ..collectives import ProcessGroup
     from ._checkpoint import Checkpoint
     from ._remote.root_claim import RootClaim
     from ._save import GatheredShards, SaveTarget

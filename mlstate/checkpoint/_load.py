@@ -19,7 +19,7 @@ from ..errors import CompatibilityError, MLStateError, StoreError, TensorNotFoun
 from ..state._compatibility import SHOWN, join, rename_hint
 from ..state._kind import restore_kind
 from ..state._optimizer_state import OptimizerStateDict
-from ._remote.remote_folder import RemoteFolder, checkpoint_folder, refuse_remote
+from ._remote.remote_folder import checkpoint_folder, refuse_remote
 from ._store import folder as _folder
 from ._store.name_globs import Names, listed_names
 from ._store.rank_indexes import Indexes
@@ -263,17 +263,8 @@ class Loader:
                 self.merged_index.load(folder, section, some, cuts, verify, mmap, progress)
             )
 
-        self._read(section, keys, cutting, read)
+        _folder.read_batches(self.folder, self.merged_index, section, keys, cutting, verify, read)
         return arrays
-
-    def _read(
-        self, section: int, keys: list[str], cuts: Any, read: Callable[[str, list[str], Any], None]
-    ) -> None:
-        """Call `read` with the folder, keys and cuts; of a store, with those of each batch."""
-        if isinstance(self.folder, RemoteFolder):
-            self.folder.read_batches(self.merged_index, section, keys, cuts, self.verify, read)
-        else:
-            read(self.folder, keys, cuts)
 
     def names_fit(self, section: int, keys: list[str], filling: Any, names: Names) -> list[str]:
         """Return the keys to read into a target; raise if names do not match.
@@ -328,7 +319,8 @@ class Loader:
                 folder, section, some, some_cuts, filling.arrays, self.verify, progress
             )
 
-        self._read(section, keys, cuts, read)
+        merged = self.merged_index
+        _folder.read_batches(self.folder, merged, section, keys, cuts, self.verify, read)
         filling.done()
 
     def lacking(self, keys: list[list[str]]) -> dict[str, tuple[str, str]]:

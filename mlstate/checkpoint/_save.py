@@ -30,7 +30,7 @@ from ..state._kind import kind_of
 from ..state._optimizer_state import OptimizerStateDict
 from ..state._state_dict import StateDict
 from ._commit import refuse_manager_folder, write_and_commit
-from ._remote.remote_folder import checkpoint_folder, refuse_remote
+from ._remote.remote_folder import RemoteFolder, checkpoint_folder, refuse_remote
 from ._replica_assignment import Assignment, assign_replicas
 from ._store import codecs as _codecs
 from ._store import folder as _folder
@@ -132,6 +132,8 @@ def check_target(
             raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
     if incremental:
         refuse_remote(folder, "incremental=True", "save whole shards")
+    if isinstance(folder, RemoteFolder):
+        _ = folder.store  # imports the engine, which checks the options
     if compress is not None:
         _codecs.check(compress)
     if replace_steps:
@@ -330,11 +332,12 @@ def take_content(
 ) -> SaveContent:
     """Check the states without copying any array.
 
-    If `in_thread`, a thread does the rest, so a manager's folder is refused here. Errors are
-    raised if this process saves alone; otherwise the result carries them.
+    If `in_thread`, a thread does the rest, so a manager's folder is refused here, but in an
+    object store this would delay the caller. Errors are raised if this process saves alone;
+    otherwise the result carries them.
     """
     try:
-        if in_thread and target.rank == 0:
+        if in_thread and target.rank == 0 and not isinstance(target.folder, RemoteFolder):
             _refuse_manager_folder_early(target)
         states = states_of(model, optimizer, target.world_size)
         dicts = (_as_dict(states[0], "params"), _as_dict(states[1], "optim_state"))

@@ -19,6 +19,8 @@ _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 _DENIED = ("PermissionDeniedError", "UnauthenticatedError")
 _CONFLICTS = ("AlreadyExistsError", "PreconditionError")
 _UNSUPPORTED = ("NotSupportedError", "NotImplementedError")
+# Without credentials, the engine asks the metadata service of a virtual machine for a token.
+_ASKS_FOR_TOKEN = ("169.254.169.254", "/latest/api/token", "token request")
 _IN_PROGRESS = ("ConditionalRequestConflict", "OperationAborted")
 
 
@@ -41,11 +43,6 @@ def _failure_of(text: str, answer: str, code: str) -> tuple[int, str]:
         return errno.ERANGE, f"the object ends before the requested range ({answer})"
     if answer.startswith("HTTP 5"):
         return errno.EIO, f"the store failed ({answer})"
-    if "169.254.169.254" in text or "credential" in lowered:
-        return errno.EACCES, (
-            "no credentials found: set the store's environment variables, such as "
-            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or pass them in storage_options"
-        )
     if answer:
         return errno.EINVAL, f"the store refused the request ({answer})"
     if "kind: Connect" in text:
@@ -75,7 +72,13 @@ def engine_reason(error: Exception) -> OSError:
         return FileNotFoundError(errno.ENOENT, f"the bucket does not exist{note}")
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(errno.ENOENT, f"the object does not exist{note}")
-    if kind in _DENIED:
+    if any(part in text.partition("Debug source")[0] for part in _ASKS_FOR_TOKEN):
+        return PermissionError(
+            errno.EACCES,
+            "no credentials found: set the store's environment variables, such as "
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or pass them in storage_options",
+        )
+    if kind in _DENIED or answer.startswith(("HTTP 401", "HTTP 403")):
         return PermissionError(errno.EACCES, f"access denied{note}: check the credentials")
     if kind in _CONFLICTS and code not in _IN_PROGRESS:
         return FileExistsError(errno.EEXIST, f"the object was changed by another writer{note}")

@@ -18,7 +18,7 @@ from ...errors import MLStateError, StoreError
 from .options import check_url, split_url, take_options
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from .object_store import ObjectStore
     from .root_claim import RootClaim
@@ -116,7 +116,7 @@ class RemoteFolder(str):
     # ---- local copies ----
 
     @contextmanager
-    def _scratch(self, folders: Sequence[str] = ()) -> Iterator[str]:
+    def _scratch(self, folders: Iterable[str] = ()) -> Iterator[str]:
         """Yield a temporary local folder with subfolders; errors name the URL instead of it."""
         import shutil
         import tempfile

@@ -87,6 +87,8 @@ def read_manifest(folder: str, name: str = MANIFEST) -> Manifest:
     except StoreError as error:
         if name != MANIFEST or error.errno not in (errno.ENOENT, errno.ENOTDIR):
             raise
+        if isinstance(folder, RemoteFolder):  # object or bucket: the store knows
+            raise
         raise _no_checkpoint(folder, error.errno) from None
     manifest = parse(data, os.path.join(folder, name))
     if name not in (MANIFEST, root_path(manifest)):
@@ -135,9 +137,7 @@ def read_root(
 def _no_checkpoint(folder: str, number: int) -> StoreError:
     """Return the error for a missing checkpoint; it describes the actual content of the path."""
     reason = OSError(number, "there is no such folder")  # OSError picks the subclass by errno
-    if isinstance(folder, RemoteFolder):
-        reason.strerror = "there is no object manifest.json"
-    elif os.path.isfile(folder):
+    if os.path.isfile(folder):
         reason.strerror = (
             "it is a file, and a checkpoint is a folder; load_file reads .safetensors, "
             "mlstate convert others too"
@@ -389,6 +389,22 @@ def exists(folder: str, path: str) -> bool:
     if isinstance(folder, RemoteFolder):
         return folder.exists(path)
     return os.path.lexists(os.path.join(folder, path))
+
+
+def read_batches(
+    folder: str,
+    merged: Any,
+    section: int,
+    keys: list[str],
+    cuts: Any,
+    verify: bool,
+    read: Callable[[str, list[str], Any], None],
+) -> None:
+    """Call `read` with a local folder, keys and cuts; of a store, with those of each batch."""
+    if isinstance(folder, RemoteFolder):
+        folder.read_batches(merged, section, keys, cuts, verify, read)
+    else:
+        read(folder, keys, cuts)
 
 
 def verify_files(
