@@ -168,7 +168,7 @@ def prune(
     Raises
     ------
     ValueError
-        `keep` is less than 1; or, for a URL, neither `keep` nor ``orphan_seconds`` is given.
+        `keep` is less than 1. Or the path is a URL without `keep` and ``orphan_seconds``.
     StoreError
         There is no checkpoint, another process is writing (EBUSY), or the operating system
         refused.

@@ -46,6 +46,7 @@ PACKAGE_ORDER = (
     ("_common",),
     ("threads", "_sharding", "state", "kv", "activation", "collectives", "_info"),
     ("coreml", "fsdp", "_safetensors"),
+    ("checkpoint/_remote",),
     ("checkpoint/_store",),
     ("distributed",),
     ("checkpoint",),

@@ -120,8 +120,9 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         kind = self.server.faults.take(self.command, self.path.partition("?")[0])
         if kind == "late":
-            time.sleep(self.server.late_seconds)
-            self.forward(body)
+            with self.server.late:
+                time.sleep(self.server.late_seconds)
+                self.forward(body)
         if kind in ("drop", "late"):
             self.close_connection = True
             return
@@ -183,7 +184,7 @@ class StoreServer:
         self.proxy.target, self.proxy.faults = target, self.faults
         self.proxy.conditional = threading.Lock()
         self.proxy.drops_conditions = False
-        self.proxy.late_seconds = 2 * CLIENT_TIMEOUT
+        self.proxy.late, self.proxy.late_seconds = threading.Lock(), 2 * CLIENT_TIMEOUT
         threading.Thread(target=self.proxy.serve_forever, daemon=True).start()
         return self
 
@@ -191,6 +192,11 @@ class StoreServer:
         self.proxy.shutdown()
         self.proxy.server_close()
         self.moto.stop()
+
+    def settle(self):
+        """Wait until delayed requests have arrived."""
+        with self.proxy.late:
+            pass
 
     def options(self, *, direct=False, timeout=30.0, **more):
         """Return storage_options for the proxy or, with `direct`, for the store itself."""

@@ -223,7 +223,7 @@ class ObjectStore:
         )
 
     def delete(self, keys: list[str]) -> None:
-        """Delete objects; those that do not exist are no error."""
+        """Delete objects; a missing object is not an error."""
         if keys:
             self._repeat(
                 "cannot delete objects",

@@ -32,7 +32,7 @@ class StoreOptions(NamedTuple):
     timeout_seconds : float
         Total time for one request with its repetitions.
     part_bytes : int
-        Size of the parts in which large objects are written and read.
+        Size of the parts of large objects, which are written and read separately.
     max_concurrency : int
         Number of simultaneous requests.
     scratch_folder : str or None

@@ -73,7 +73,7 @@ class RemoteFolder(str):
 
     @property
     def orphan_seconds(self) -> float | None:
-        """Age from which `prune` deletes unneeded objects; None: it deletes none."""
+        """Least age of unneeded objects that `prune` deletes; None: it deletes none."""
         found: float | None = self._options.orphan_seconds
         return found
 
@@ -313,7 +313,7 @@ def _file_batches(files: Mapping[str, int]) -> Iterator[dict[str, int]]:
 
 
 def _joined(ranges: list[_Range]) -> list[_Range]:
-    """Sort ranges, and join those of one file that touch or have a small gap."""
+    """Sort ranges, and join ranges of one file that touch or have a small gap."""
     joined: list[_Range] = []
     for path, begin, end in sorted(ranges):
         if joined:

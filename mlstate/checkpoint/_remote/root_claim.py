@@ -32,8 +32,8 @@ class RootClaim:
     Attributes
     ----------
     unfinished : None
-        The objects of a writer that died cannot be told from those of a running one: `prune`
-        deletes them by their age.
+        A writer that died leaves the same objects as a running one: `prune` deletes them by
+        their age.
     is_unsure : bool
         `commit` raised, but the root may have been replaced by this writer, or may still be: no
         object may be deleted.

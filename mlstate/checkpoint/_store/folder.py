@@ -379,7 +379,7 @@ def remove_files(folder: str, names: list[str]) -> list[str]:
 
 
 def sync(folder: str, part: str) -> None:
-    """Make deletions in a subfolder durable; those of objects already are."""
+    """Make deletions in a subfolder durable; deletions of objects are durable already."""
     if not isinstance(folder, RemoteFolder):
         _core.folder_sync(os.path.join(folder, part))
 
@@ -400,7 +400,7 @@ def read_batches(
     verify: bool,
     read: Callable[[str, list[str], Any], None],
 ) -> None:
-    """Call `read` with a local folder, keys and cuts; of a store, with those of each batch."""
+    """Call `read` with a local folder, keys and cuts; for a store, batch by batch."""
     if isinstance(folder, RemoteFolder):
         folder.read_batches(merged, section, keys, cuts, verify, read)
     else:
