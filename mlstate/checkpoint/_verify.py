@@ -368,7 +368,7 @@ def verify_checkpoint(
     report = VerifyReport(folder)
     if isinstance(folder, RemoteFolder):
         if not _folder.exists(folder, root) and not _folder.list_roots(folder):
-            _folder.read_manifest(folder)  # raises that there is no checkpoint
+            _folder.read_manifest(folder)  # raises the error of a missing checkpoint
     elif not os.path.isdir(folder):
         reason: OSError = FileNotFoundError(errno.ENOENT, "no such folder")
         if os.path.isfile(folder):

@@ -1,8 +1,13 @@
 """Checkpoints in an object store: all that works in a folder, except what needs files."""
 
 import json
+import os
 import pickle
 import re
+import subprocess
+import sys
+import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -409,3 +414,60 @@ def test_commands_take_urls(url, environment, capsys):
     assert main(["verify", url, "--repair"]) == 2
     assert main(["inspect", f"{url}/none"]) == 2
     assert "manifest.json" in capsys.readouterr().err
+
+
+# ---- processes ----
+
+UNFINISHED = """
+import sys, numpy as np
+from mlstate.checkpoint import save_async
+state = {"w": np.full((3000, 100), 7.0)}
+save_async(sys.argv[1], state, storage_options=eval(sys.argv[2])).staged()
+"""
+
+
+def test_the_interpreter_waits_for_a_running_save_at_exit(url, options):
+    command = [sys.executable, "-c", UNFINISHED, url, repr(options)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (mlstate.load(url, storage_options=options).model["w"] == 7).all()
+
+
+def test_a_cancelled_save_leaves_the_old_checkpoint(url, store, options):
+    mlstate.save(url, {"w": np.ones(3)}, storage_options=options)
+    uploading, cancelled = threading.Event(), threading.Event()
+
+    def hold(number, method, path):  # an upload that lasts until the save is cancelled
+        if method == "PUT" and path.endswith(".safetensors"):
+            uploading.set()
+            cancelled.wait(60)
+
+    store.faults.reset(hold)
+    patient = {**options, "client_options": {"allow_http": True}}
+    handle = checkpoint.save_async(url, {"w": np.zeros(3)}, storage_options=patient)
+    assert uploading.wait(60)
+    with pytest.raises(TimeoutError):
+        handle.cancel(timeout=0.3)
+    cancelled.set()
+    assert handle.cancel()
+    with pytest.raises(StoreError, match="cancelled"):
+        handle.wait()
+    store.faults.reset()
+    assert mlstate.load(url, storage_options=options).model["w"].all()
+    assert not mlstate.verify(url, storage_options=options).leftover
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_gets_an_error_instead_of_a_hang(url, options):
+    folder = remote_folder.RemoteFolder(url, options)
+    mlstate.save(folder, {"w": np.ones(3)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork with threads
+        child = os.fork()
+    if child == 0:
+        try:
+            mlstate.load(folder)
+        except StoreError as error:
+            os._exit(0 if "this process is a fork" in str(error) else 1)
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0

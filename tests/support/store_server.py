@@ -52,10 +52,11 @@ class Faults:
         with self.lock:
             self.log.append((method, path))
             number, self.requests = self.requests, self.requests + 1
-            kind = self.choose(number, method, path)
-            if kind is not None:
+        kind = self.choose(number, method, path)
+        if kind is not None:
+            with self.lock:
                 self.counts[kind] += 1
-            return kind
+        return kind
 
 
 def at(number, kind):

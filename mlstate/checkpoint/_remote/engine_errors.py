@@ -68,6 +68,8 @@ def engine_reason(error: Exception) -> OSError:
     kind, text = type(error).__name__, str(error)
     code, answer = _answer_text(text)
     note = f" ({answer})" if answer else ""
+    if code == "NoSuchUpload":  # its completion was repeated after a lost answer
+        return OSError(errno.EIO, f"the outcome of the upload is unknown{note}")
     if code in _NO_BUCKET:
         return FileNotFoundError(errno.ENOENT, f"the bucket does not exist{note}")
     if isinstance(error, FileNotFoundError):

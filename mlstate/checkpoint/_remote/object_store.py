@@ -188,8 +188,8 @@ class ObjectStore:
             lambda: self._engine.put(self._store, key, data, use_multipart=False),
         )
 
-    def put_file(self, key: str, path: str) -> None:
-        """The same for the content of a local file, in parallel parts if it is large."""
+    def put_file(self, key: str, path: str, concurrency: int) -> None:
+        """The same for a local file; of a large one, `concurrency` parts at a time."""
         from pathlib import Path
 
         part = self._options.part_bytes
@@ -203,7 +203,7 @@ class ObjectStore:
                 Path(path),
                 use_multipart=large,
                 chunk_size=part,
-                max_concurrency=self._options.max_concurrency,
+                max_concurrency=concurrency,
             ),
         )
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import errno
 import os
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..._common.local_path import local_folder
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from .object_store import ObjectStore
+    from .parallel_tasks import ParallelTasks
     from .root_claim import RootClaim
 
 _BATCH = 128 << 20  # bytes of a load or a verification that are copied together
@@ -154,28 +156,32 @@ class RemoteFolder(str):
         except OSError as error:
             raise store_error(error, "cannot write the temporary local file", name) from None
 
-    @contextmanager
-    def _threads(self) -> Iterator[Any]:
-        """Yield an executor; after an error, requests that have not started are dropped."""
-        from concurrent.futures import ThreadPoolExecutor
+    def _start_tasks(self, tasks: Iterable[Callable[[], object]]) -> ParallelTasks:
+        from .parallel_tasks import ParallelTasks
 
-        pool = ThreadPoolExecutor(self._options.max_concurrency, "mlstate-store")
-        try:
-            yield pool
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+        return ParallelTasks(tasks, self._options.max_concurrency)
 
-    def _start_copies(self, pool: Any, local: str, ranges: Sequence[_Range]) -> list[Any]:
-        """Start to copy ranges in parallel parts; return the futures."""
+    def _start_copies(
+        self,
+        local: str,
+        ranges: Sequence[_Range],
+        copy: Callable[[str, str, int, int], None] | None = None,
+    ) -> ParallelTasks:
+        """Start to copy ranges to a new local folder in parallel parts, by `copy`."""
+        copy = copy or self._copy_range
         step = self._options.part_bytes
-        for folder in {os.path.dirname(path) for path, *_ in ranges}:
+        for folder in {"", *(os.path.dirname(path) for path, *_ in ranges)}:
             os.makedirs(os.path.join(local, folder), exist_ok=True)
-        os.makedirs(local, exist_ok=True)
-        return [
-            pool.submit(self._copy_range, local, path, at, min(at + step, end))
+        return self._start_tasks(
+            partial(copy, local, path, at, min(at + step, end))
             for path, begin, end in ranges
             for at in range(begin, end, step)
-        ]
+        )
+
+    def _copy_existing(self, local: str, path: str, begin: int, end: int) -> None:
+        """Copy a range unless the object does not exist."""
+        with suppress(FileNotFoundError):
+            self._copy_range(local, path, begin, end)
 
     def read_batches(
         self,
@@ -199,14 +205,17 @@ class RemoteFolder(str):
         import shutil
 
         batches = list(_plan_batches(merged, str(self), section, keys, cuts, verify))
-        with self._scratch() as base, self._threads() as pool:
+        with self._scratch() as base, ExitStack() as started:
             places = [os.path.join(base, str(number)) for number in range(len(batches))]
-            copies: list[list[Any]] = []
+
+            def start(number: int) -> ParallelTasks:
+                return started.enter_context(self._start_copies(places[number], batches[number][2]))
+
+            copies = start(0)
             for number, (some, some_cuts, _) in enumerate(batches):
-                for ahead in range(len(copies), min(number + 2, len(batches))):
-                    copies.append(self._start_copies(pool, places[ahead], batches[ahead][2]))
-                for one in copies[number]:
-                    one.result()
+                copies.wait()
+                if number + 1 < len(batches):
+                    copies = start(number + 1)
                 try:
                     read(places[number], some, some_cuts)
                 except MLStateError as error:
@@ -226,14 +235,10 @@ class RemoteFolder(str):
         """
         total, problems = 0, []
         for files in _file_batches(merged.files()):
-            with self._scratch({os.path.dirname(path) for path in files}) as local:
-                with self._threads() as pool:
-                    ranges = [(path, 0, nbytes) for path, nbytes in files.items()]
-                    for one in self._start_copies(pool, local, ranges):
-                        try:
-                            one.result()
-                        except FileNotFoundError:
-                            continue
+            with self._scratch() as local:
+                ranges = [(path, 0, nbytes) for path, nbytes in files.items()]
+                with self._start_copies(local, ranges, self._copy_existing) as copies:
+                    copies.wait()
                 count, found = merged.verify(local, progress)
             total += count
             for problem in found:
@@ -248,7 +253,7 @@ class RemoteFolder(str):
     ) -> Iterator[str]:
         """Yield a local folder for new files, and upload these when the block ends.
 
-        `progress` is called with 0 after each upload, and may raise to stop.
+        `progress` is called with 0 during the uploads, and may raise to stop.
 
         Raises
         ------
@@ -262,15 +267,13 @@ class RemoteFolder(str):
                 for folder in folders
                 for name in sorted(os.listdir(os.path.join(local, folder)))
             }
-            with self._threads() as pool:
-                uploads = [
-                    pool.submit(self.store.put_file, path, os.path.join(local, path))
-                    for path in sizes
-                ]
-                for one in uploads:
-                    one.result()
-                    if progress is not None:
-                        progress(0)
+            parts = max(1, self._options.max_concurrency // max(1, len(sizes)))
+            tasks = (
+                partial(self.store.put_file, path, os.path.join(local, path), parts)
+                for path in sizes
+            )
+            with self._start_tasks(tasks) as uploads:
+                uploads.wait(progress)
             if not self.has_files(sizes):
                 text = "an uploaded object is missing or has another size"
                 raise store_error(OSError(errno.EIO, text), "cannot save", self)
