@@ -471,3 +471,28 @@ def test_a_forked_process_gets_an_error_instead_of_a_hang(url, options):
             os._exit(0 if "this process is a fork" in str(error) else 1)
         os._exit(2)
     assert os.waitpid(child, 0)[1] == 0
+
+
+# ---- torch ----
+
+
+def test_a_torch_module_and_its_optimizer_resume(url, options):
+    torch = pytest.importorskip("torch", reason="needs torch")
+
+    def trained(seed):
+        torch.manual_seed(seed)
+        module = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4))
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+        module(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        return module, optimizer
+
+    module, optimizer = trained(1)
+    mlstate.save(url, module, optimizer, storage_options=options)
+    other, of_other = trained(2)
+    into = {"model": other, "optimizer": of_other}
+    mlstate.load(url, into=into, storage_options=options)
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(other.state_dict()[name], tensor)
+    for mine, theirs in zip(optimizer.state.values(), of_other.state.values(), strict=True):
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
