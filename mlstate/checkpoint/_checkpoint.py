@@ -138,7 +138,7 @@ class ShardRecord(NamedTuple):
     nbytes : int
         Bytes of the shard.
     crc32c : str or None
-        Checksum of these bytes.
+        Checksum of these bytes; None too if another program wrote the file without checksums.
     version : int
         Number of changes.
     layers : tuple of LayerRecord, or None
@@ -225,22 +225,25 @@ class Checkpoint:
         self.path = (
             checkpoint_folder(path, storage_options) if _manifest is None else os.fspath(path)
         )
-        self._root = _root
-        self._manifest = _manifest or _folder.read_manifest(self.path, _root)
+        self._root = _folder.current_root(self.path, _root) if _manifest is None else _root
+        self._manifest = _manifest or _folder.read_manifest(self.path, self._root)
         self._read_index: Any = None
         self.written: dict[str, Any] | None = None
 
     # Copies and pickles carry the manifest's text, so that they describe this save forever.
     def __getstate__(self) -> dict[str, Any]:
+        is_text = self._manifest.weights is None
         return {
             "path": self.path,
             "root": self._root,
-            "manifest": build(self._manifest),
+            "manifest": build(self._manifest) if is_text else self._manifest,
             "written": self.written,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        manifest = parse(state["manifest"], state["root"])
+        manifest = state["manifest"]
+        if isinstance(manifest, bytes):
+            manifest = parse(manifest, state["root"])
         Checkpoint.__init__(self, state["path"], _root=state["root"], _manifest=manifest)
         self.written = state["written"]
 
@@ -259,6 +262,7 @@ class Checkpoint:
     ) -> Checkpoint:
         """Read the indexes at once, so that a writer cannot delete them before their first use."""
         folder = checkpoint_folder(path, storage_options)
+        root = _folder.current_root(folder, root)
 
         def read(manifest: Manifest) -> Checkpoint:
             found = cls(folder, _root=root, _manifest=manifest)
@@ -318,6 +322,8 @@ class Checkpoint:
     @property
     def nbytes(self) -> int:
         """Bytes of all shards."""
+        if self._manifest.weights is not None:
+            return int(self._merged_index.heads()[0][4])
         return sum(record.data_bytes for record in self._manifest.indexes)
 
     @property
@@ -404,8 +410,10 @@ class Checkpoint:
 
     def _title(self) -> str:
         tensors = len(self._merged_index.keys(0)) + len(self._merged_index.keys(1))
+        is_own = self._manifest.weights is None
         parts = [
-            f"Checkpoint: {tensors:,} tensor{'' if tensors == 1 else 's'}",
+            f"{'Checkpoint' if is_own else 'Hugging Face folder'}: {tensors:,} "
+            f"tensor{'' if tensors == 1 else 's'}",
             stored_text(self.nbytes, self.stored_nbytes),
             f"{len(self.files()):,} file{'' if len(self.files()) == 1 else 's'}",
             f"{self.world_size} rank{'' if self.world_size == 1 else 's'}",
@@ -446,7 +454,8 @@ def inspect(
     Parameters
     ----------
     path : str or os.PathLike
-        Folder of the checkpoint, or its URL in an object store.
+        Folder of the checkpoint, or of a Hugging Face model, whose headers are read instead; or
+        the URL of a checkpoint in an object store.
     storage_options : mapping, optional
         As for `save`.
 

@@ -305,6 +305,7 @@ def plan_load(
     folder = checkpoint_folder(path, storage_options)
     cutting = ranks_of(rank, world_size, layout, None)
     listed = listed_names(names)
+    root = _folder.current_root(folder, root)
 
     def plan(manifest: Manifest) -> LoadPlan:
         indexes = Indexes(folder, manifest, rank)
@@ -319,7 +320,7 @@ def plan_load(
         ]
         records = [manifest.indexes[number] for number in sorted(read)]
         return LoadPlan(
-            len(_folder.read_bytes(folder, root)),
+            len(_folder.read_bytes(folder, root)) if manifest.weights is None else 0,
             {record.path: record.bytes for record in records},
             reads,
         )

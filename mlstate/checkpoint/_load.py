@@ -23,6 +23,7 @@ from ._remote.remote_folder import checkpoint_folder, refuse_remote
 from ._store import folder as _folder
 from ._store.name_globs import Names, listed_names
 from ._store.rank_indexes import Indexes
+from ._store.weight_files import check_total
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -242,9 +243,11 @@ class Loader:
         self.folder = request.folder
         self.verify = bool(request.verify)
         self.indexes = Indexes(request.folder, manifest, request.rank)
+        if self.verify:
+            check_total(request.folder, manifest, self.merged_index)
         if request.verify == "first":
             self.indexes.read_all()
-            _verify_all(request.folder, self.merged_index)
+            _verify_all(request.folder, manifest, self.merged_index)
             self.verify = False
 
     @property
@@ -274,7 +277,7 @@ class Loader:
         have = set(keys)
         known = filling.known
         unfilled = [name for name in known if name not in have and name not in filling.optional]
-        lacking, _ = names.select(unfilled, section)
+        lacking, _ = names.select(self.without_tied(unfilled, keys, filling), section)
         unexpected = [name for name in keys if name not in known]
         lenient = section == 1 and self.request.missing != "error"
         if unexpected or (lacking and not lenient):
@@ -283,6 +286,19 @@ class Loader:
             for name in lacking:
                 filling.zero(name)
         return [name for name in keys if name in filling.arrays]
+
+    def without_tied(self, unfilled: list[str], keys: list[str], filling: Any) -> list[str]:
+        """Return the names whose arrays receive no value under another name.
+
+        Hugging Face folders store tied weights under one of their names.
+        """
+        if not unfilled or self.manifest.weights is None:
+            return unfilled
+        arrays = filling.arrays
+        order = [name for name in (*unfilled, *keys) if name in arrays]
+        [tied] = _core.targets_tied([(order, arrays)])
+        left_out = set(tied) - set(keys)
+        return [name for name in unfilled if name not in left_out]
 
     def shape_of(
         self, shape: tuple[int, ...], layout: Steps, axes: tuple[int | None, ...] | None
@@ -577,13 +593,13 @@ def ranks_of(
     return steps, rank, world_size
 
 
-def _verify_all(folder: str, merged: Any) -> None:
+def _verify_all(folder: str, manifest: Manifest, merged: Any) -> None:
     """Read and verify all files; raise the first problem."""
-    from ._verify import Problem
+    from ._verify import verify_files
 
-    _, problems = _folder.verify_files(folder, merged, None)
+    _, problems = verify_files(folder, manifest, merged, None)
     if problems:
-        raise Problem(*problems[0]).as_error(folder)
+        raise problems[0].as_error(folder)
 
 
 def load_checkpoint(
@@ -607,6 +623,7 @@ def load_checkpoint(
     folder = checkpoint_folder(path, storage_options)
     if mmap:
         refuse_remote(folder, "mmap=True", "load without it")
+    root = _folder.current_root(folder, root)
     cutting = ranks_of(rank, world_size, layout, group)
     listed = None if names is None else listed_names(names)
     if verify not in (True, False, "first"):
@@ -664,7 +681,9 @@ def load(
     Parameters
     ----------
     path : str or os.PathLike
-        Folder of the checkpoint, or its URL in an object store.
+        Folder of the checkpoint, or of a Hugging Face model (``model.safetensors``, or
+        ``model.safetensors.index.json`` with its files); or the URL of a checkpoint in an object
+        store.
     names : str or iterable of str, optional
         Tensors to load. Each name is a parameter (selects its optimizer states too), a layer
         (selects everything below it), or one tensor. An exact name wins, even ``"w[0]"``; any

@@ -25,7 +25,7 @@ from ._save import PACK_BELOW, WRITER, SaveTarget, check_target
 from ._store import folder as _folder
 from ._store.index_patterns import pattern_of, with_patterns
 from ._store.writer_lock import WriterLock
-from ._verify import Problem
+from ._verify import verify_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,6 +92,7 @@ def _commit_all_ranks(
         world_size=len(written),
         indexes=tuple(map(record_of, written)),
         patterns=None,
+        weights=None,
     )
     if len(written) > 1:
         manifest = with_patterns(target.folder, manifest, written)[0]
@@ -151,7 +152,7 @@ def reshard(
     Parameters
     ----------
     source : str or os.PathLike
-        Folder of the checkpoint.
+        Folder of the checkpoint, or of a Hugging Face model.
     target : str or os.PathLike
         Folder of the new checkpoint. It must not be `source`. Unless `overwrite` is true, it
         must be empty or not exist.
@@ -217,13 +218,13 @@ def reshard(
     if os.path.exists(target) and os.path.samefile(source, target):
         raise ValueError("the target must be another folder than the source")
     _folder.refuse_existing(target, overwrite)
-    root = _folder.MANIFEST if step is None else find_root(source, step)
+    root = _folder.current_root(source) if step is None else find_root(source, step)
 
     def write(manifest: Manifest) -> Checkpoint:
         merged = _folder.load_merged_index(source, manifest)
-        _, problems = merged.verify(source, None)
+        _, problems = verify_files(source, manifest, merged, None)
         if problems:
-            raise Problem(*problems[0]).as_error(source)
+            raise problems[0].as_error(source)
         cut = _ShardAssigner(merged, steps)
 
         def states(rank: int) -> tuple[Any, Any]:

@@ -14,6 +14,7 @@ from .._common.text import bytes_text, table_text
 from ..errors import ChecksumError, FormatError, MLStateError, StoreError
 from ._remote.remote_folder import RemoteFolder, checkpoint_folder, refuse_remote
 from ._store import folder as _folder
+from ._store.weight_files import ROOTS, check_total, hub_hint, unlisted_files
 from ._store.writer_lock import WriterLock
 
 if TYPE_CHECKING:
@@ -155,8 +156,39 @@ def _root_problem(kind: str, path: str, rank: int, error: MLStateError) -> Probl
     return Problem(kind, path, None, None, rank, error.offset or 0, 0, str(error))
 
 
+def _verify_weight_files(
+    folder: str, manifest: Manifest, progress: Callable[[int], object] | None
+) -> tuple[int, list[Problem]]:
+    """Verify the files of a Hugging Face folder, as `verify_files` does."""
+    from ._files.safetensors_verify import verify_file
+
+    assert manifest.weights is not None
+    reports = [
+        verify_file(os.path.join(folder, name), progress)[0] for name in manifest.weights.files
+    ]
+    problems = [problem for report in reports for problem in report.problems]
+    return sum(report.bytes for report in reports), problems
+
+
+def verify_files(
+    folder: str, manifest: Manifest, merged: Any, progress: Callable[[int], object] | None
+) -> tuple[int, list[Problem]]:
+    """Read and verify all files of a root; return the number of bytes, and the problems."""
+    if manifest.weights is None:
+        count, problems = _folder.verify_shard_files(folder, merged, progress)
+        return count, [Problem(*problem) for problem in problems]
+    count, found = _verify_weight_files(folder, manifest, progress)
+    try:
+        check_total(folder, manifest, merged)
+    except FormatError as error:
+        found.append(_root_problem("index", manifest.indexes[0].path, 0, error))
+    return count, found
+
+
 def _index_problems(folder: str, manifest: Manifest) -> list[Problem]:
     """Read each index separately, to report every damaged one."""
+    if manifest.weights is not None:
+        return _verify_weight_files(folder, manifest, None)[1]
     problems = []
     for rank, record in enumerate(manifest.indexes):
         try:
@@ -213,9 +245,9 @@ def _verify_once(
         report.problems += found or [_root_problem("index", name, 0, error)]
         return manifest.generation
     known[manifest.generation] = merged
-    count, problems = _folder.verify_files(folder, merged, progress)
+    count, problems = verify_files(folder, manifest, merged, progress)
     report.bytes += count + sum(record.bytes for record in manifest.indexes)
-    report.problems += _with_tensors([Problem(*problem) for problem in problems], merged)
+    report.problems += _with_tensors(problems, merged)
     return manifest.generation
 
 
@@ -370,13 +402,24 @@ def verify_checkpoint(
         if not _folder.exists(folder, root) and not _folder.list_roots(folder):
             _folder.read_manifest(folder)  # raises the error of a missing checkpoint
     elif not os.path.isdir(folder):
-        reason: OSError = FileNotFoundError(errno.ENOENT, "no such folder")
+        reason: OSError = FileNotFoundError(errno.ENOENT, f"no such folder{hub_hint(folder)}")
         if os.path.isfile(folder):
             text = "it is a file, and a checkpoint is a folder; load_file compares what it reads, "
             reason = NotADirectoryError(errno.ENOTDIR, text + "mlstate verify reads files too")
         raise _folder.store_error(reason, "cannot verify the checkpoint", folder)
     known: dict[str, Any] = {}
+    root = _folder.current_root(folder, root)
+    if root in ROOTS and repair:
+        raise ValueError(
+            f"{folder} is a Hugging Face folder: it has no older step to return to; download or "
+            "export the damaged files again"
+        )
     verify_root(folder, root, report, progress, known)
+    if root in ROOTS:
+        with suppress(MLStateError):  # the problems give the reason
+            weights = _folder.read_manifest(folder, root).weights
+            report.strange = [] if weights is None else unlisted_files(folder, weights)
+        return report
     with suppress(MLStateError):  # needed files are unknown; the problems give the reason
         report.leftover = _folder.prune(folder, dry_run=True, merged_indexes=known)
     try:
@@ -403,7 +446,9 @@ def verify(
     Parameters
     ----------
     path : str or os.PathLike
-        Folder of the checkpoint, or its URL in an object store.
+        Folder of the checkpoint, or of a Hugging Face model; or the URL of a checkpoint in an
+        object store. Of files that another program wrote without checksums, only the structure
+        is checked.
     repair : bool, default False
         Rewrite damaged headers of shard files. If tensors are damaged, replace the checkpoint by
         the newest older one whose tensors are all good (`CheckpointManager` keeps older ones).
@@ -421,6 +466,8 @@ def verify(
 
     Raises
     ------
+    ValueError
+        `repair` is true for a Hugging Face folder, which has no older step.
     StoreError
         The folder does not exist or, with `repair`, cannot be written. Also if other processes
         replaced the checkpoint during each of 20 attempts to verify it.

@@ -13,7 +13,7 @@ from ..checkpoint._remote.remote_folder import RemoteFolder
 from ..checkpoint._store import folder as _folder
 from ..state import diff
 from ..state._diff import StateDiff, table_of
-from ._common import add_command, check_is_safetensors, find, print_table, progress_of
+from ._common import PATH_HELP, add_command, check_is_safetensors, find, print_table, progress_of
 
 if TYPE_CHECKING:
     import argparse
@@ -33,7 +33,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the parser of ``diff``."""
     help_text = "compare two checkpoints or .safetensors files, tensor by tensor"
     parser = add_command(commands, "diff", help_text, no="they differ")
-    parser.add_argument("first", help="a checkpoint, the folder of a run, or a .safetensors file")
+    parser.add_argument("first", help=PATH_HELP)
     parser.add_argument("second", help="the same; may be the same run, for two of its steps")
     for name in ("first", "second"):
         text = f"of the {name} (default: the newest)"

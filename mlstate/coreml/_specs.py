@@ -146,8 +146,6 @@ def _varint(number: int) -> bytes:
 def _serialized(source: Any) -> bytes | None:
     """Return the serialized description of a coremltools model or spec, without its program."""
     spec = getattr(source, "_spec", None)  # get_spec() would copy the whole program
-    if spec is None and callable(getattr(source, "get_spec", None)):
-        spec = source.get_spec()
     if spec is None:
         spec = source
     description = getattr(spec, "description", None)
@@ -204,6 +202,11 @@ def too_small(message: str, name: str | None, expected: object, got: object) -> 
 
 def read_functions(source: Source) -> tuple[dict[str, dict[str, StateSpec]], str | None]:
     """Return the states of every function, and the name of the default function."""
+    get_spec = getattr(source, "get_spec", None)
+    if callable(get_spec) and getattr(source, "_spec", None) is None:
+        source = get_spec()
+    elif isinstance(path := getattr(source, "path_or_asset", None), str):  # CompiledMLModel
+        source = path
     if isinstance(source, Mapping):
         states = {name: as_spec(name, given) for name, given in source.items()}
         return {"main": states}, "main"
@@ -279,9 +282,9 @@ def state_specs(source: Source, *, function: str | None = None) -> StateSpecs:
     ----------
     source : str or path-like, MLModel, specification, bytes, or mapping
         A ``.mlpackage`` folder, ``.mlmodel`` file or compiled ``.mlmodelc`` folder. Or a
-        coremltools ``MLModel``, its ``get_spec()``, or the bytes of a serialized spec; only
-        creating these needs coremltools. Or a mapping of names to `StateSpec` or to shapes
-        (with dtype float16).
+        coremltools ``MLModel``, its ``get_spec()``, a ``CompiledMLModel``, or the bytes of a
+        serialized spec; only creating these needs coremltools. Or a mapping of names to
+        `StateSpec` or to shapes (with dtype float16).
     function : str, optional
         Function of a multi-function model. Default: the function for which an `MLModel` was
         loaded, else the model's default function.

@@ -132,6 +132,13 @@ def _move_state(
     target.write_state(name=name, value=np.require(moved, dtype, ["C", "W"]))
 
 
+def copy_coreml_state(source: MLStateLike, target: MLStateLike, name: str) -> None:
+    """Copy a state, such as that from a convolution, to a target whose state has its shape."""
+    value = np.asarray(source.read_state(name=name))
+    dtype = _written_dtype(name, value.dtype)
+    target.write_state(name=name, value=np.require(value, dtype, ["C", "W"]))
+
+
 @set_module("mlstate.coreml")
 def transition_coreml_state(
     source_mlstate: MLStateLike,

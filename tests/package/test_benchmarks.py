@@ -52,6 +52,15 @@ def measured(module, simple, ours, nbytes=4 * MIB, tensors=1, seconds=100.0, fix
     return pair
 
 
+@pytest.mark.parametrize("name", ["moe_model", "mpi_jobs", "resume_jobs"])
+def test_benchmarks_find_the_helpers_of_the_tests(module, monkeypatch, name):
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if Path(p).parent != ROOT / "tests"])
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    found = module("from_tests").import_from_tests(name)
+    assert (ROOT / "tests") in Path(found.__file__).parents
+    assert module("from_tests").import_from_tests("no_such_helper") is None
+
+
 # ---- the statistic ----
 
 

@@ -14,6 +14,7 @@ from ..._common.store_error import store_error as store_error
 from ...errors import FormatError, MLStateError, StoreError
 from .._remote.remote_folder import RemoteFolder
 from .manifest import MOST_SEQUENCE, IndexRecord, Manifest, parse
+from .weight_files import INDEX, ROOTS, hub_hint, read_merged_index, read_weights, weights_root
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -80,8 +81,28 @@ def read_bytes(folder: str, name: str) -> bytes:
         raise store_error(error, "cannot read the file", path) from None
 
 
+def current_root(folder: str, root: str = MANIFEST) -> str:
+    """Return `root`, or the root of a Hugging Face folder if it has no manifest."""
+    if isinstance(folder, RemoteFolder) or root != MANIFEST or exists(folder, MANIFEST):
+        return root
+    return weights_root(folder) or root
+
+
+def _read_index(folder: str, name: str) -> bytes:
+    """Read the index of a Hugging Face folder; a symbolic link, as in a cache, is followed."""
+    path = os.path.realpath(os.path.join(folder, name))
+    return read_bytes(*os.path.split(path))
+
+
 def read_manifest(folder: str, name: str = MANIFEST) -> Manifest:
     """Read a root; raise FormatError if a file under ``roots/`` does not match its own name."""
+    if name in ROOTS:
+        try:
+            return read_weights(folder, name, _read_index(folder, name) if name == INDEX else None)
+        except StoreError:
+            raise
+        except OSError as error:
+            raise store_error(error, "cannot read the folder", folder) from None
     try:
         data = read_bytes(folder, name)
     except StoreError as error:
@@ -136,7 +157,8 @@ def read_root(
 
 def _no_checkpoint(folder: str, number: int) -> StoreError:
     """Return the error for a missing checkpoint; it describes the actual content of the path."""
-    reason = OSError(number, "there is no such folder")  # OSError picks the subclass by errno
+    # OSError picks the subclass by errno
+    reason = OSError(number, f"there is no such folder{hub_hint(folder)}")
     if os.path.isfile(folder):
         reason.strerror = (
             "it is a file, and a checkpoint is a folder; load_file reads .safetensors, "
@@ -145,7 +167,7 @@ def _no_checkpoint(folder: str, number: int) -> StoreError:
     elif list_roots(folder):
         reason.strerror = "manifest.json is gone; older steps are there for verify(repair=True)"
     elif os.path.isdir(folder):
-        reason.strerror = "the folder has no manifest.json"
+        reason.strerror = f"the folder has no manifest.json, and no {' or '.join(ROOTS)}"
     return store_error(reason, "cannot read the checkpoint", folder)
 
 
@@ -407,7 +429,7 @@ def read_batches(
         read(folder, keys, cuts)
 
 
-def verify_files(
+def verify_shard_files(
     folder: str, merged: Any, progress: Callable[[int], object] | None
 ) -> tuple[int, list[Any]]:
     """Read and verify the files of a merged index; return bytes read and fields of problems."""
@@ -581,6 +603,8 @@ def load_merged_index(
 
     `texts` caches the texts of indexes by rank. It is replaced by the texts of this call.
     """
+    if manifest.weights is not None:
+        return read_merged_index(folder, manifest)
     chosen = list(range(len(manifest.indexes)) if ranks is None else ranks)
     records = [manifest.indexes[rank] for rank in chosen]
     before = {} if texts is None else dict(texts)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from ... import _core
 from ...errors import FormatError
+from .weight_files import WeightFiles
 
 FORMAT = "mlstate.manifest"
 VERSION = 2
@@ -53,6 +54,7 @@ class Manifest(NamedTuple):
     metadata: dict[str, Any]
     indexes: tuple[IndexRecord, ...]
     patterns: tuple[Pattern, ...] | None = None
+    weights: WeightFiles | None = None  # of a Hugging Face folder, which has no manifest file
 
 
 def build(manifest: Manifest) -> bytes:
@@ -61,6 +63,7 @@ def build(manifest: Manifest) -> bytes:
 
     indexes = manifest.indexes
     content = {"format": FORMAT, "format_version": VERSION, **manifest._asdict()}
+    del content["weights"]
     content["indexes"] = {
         "bytes": [record.bytes for record in indexes],
         "crc32c": "".join(record.crc32c for record in indexes),
