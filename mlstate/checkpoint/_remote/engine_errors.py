@@ -41,7 +41,7 @@ def _failure_of(text: str, answer: str, code: str) -> tuple[int, str]:
         return errno.EAGAIN, f"another request for this object is in progress ({answer})"
     if code == "InvalidRange" or answer.startswith("HTTP 416"):
         return errno.ERANGE, f"the object ends before the requested range ({answer})"
-    if answer.startswith("HTTP 5"):
+    if answer.startswith(("HTTP 5", "HTTP 408")) or code == "RequestTimeout":
         return errno.EIO, f"the store failed ({answer})"
     if answer:
         return errno.EINVAL, f"the store refused the request ({answer})"

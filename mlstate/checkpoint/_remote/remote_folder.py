@@ -133,6 +133,12 @@ class RemoteFolder(str):
                 os.mkdir(os.path.join(local, name))
             yield local
         except MLStateError as error:
+            if isinstance(error, StoreError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                folder = os.path.dirname(local)
+                error.add_note(
+                    f"Temporary files are in {folder}: storage_options={{'scratch_folder': ...}} "
+                    "selects another folder."
+                )
             _name_url(error, local, str(self))
             raise
         finally:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import json
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ..._common.store_error import store_error
@@ -86,7 +87,8 @@ class RootClaim:
             self._replace(data)
         except StoreError:
             if root is not None and not self.is_unsure:
-                store.delete([root])
+                with suppress(StoreError):  # it remains as a complete step
+                    store.delete([root])
             raise
 
     def _replace(self, data: bytes) -> None:
