@@ -176,7 +176,9 @@ class CheckpointManager:
         not read again.
         """
         found: dict[int | None, tuple[_folder.Root, Manifest]] = {}
-        for root in _folder.list_roots(self.directory):
+        roots = _folder.list_roots(self.directory)
+        _folder.prefetch(self.directory, roots)
+        for root in roots:
             try:
                 if newest is not None and root.generation == newest.generation:
                     manifest = newest

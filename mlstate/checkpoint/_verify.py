@@ -399,6 +399,7 @@ def verify_checkpoint(
         refuse_remote(folder, "repair=True", "copy the checkpoint to a local folder to repair it")
     report = VerifyReport(folder)
     if isinstance(folder, RemoteFolder):
+        folder.forget()
         if not _folder.exists(folder, root) and not _folder.list_roots(folder):
             _folder.read_manifest(folder)  # raises the error of a missing checkpoint
     elif not os.path.isdir(folder):

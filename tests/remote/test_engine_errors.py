@@ -54,4 +54,4 @@ def test_a_reason_has_an_errno_and_no_secret(error, number, text):
 
 
 def test_only_passing_failures_are_repeated():
-    assert RETRIED == {errno.EIO, errno.EAGAIN, errno.ETIMEDOUT, errno.ECONNREFUSED}
+    assert {errno.EIO, errno.EAGAIN, errno.ETIMEDOUT, errno.ECONNREFUSED} == RETRIED

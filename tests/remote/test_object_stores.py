@@ -1,5 +1,6 @@
 """Checkpoints in an object store: all that works in a folder, except what needs files."""
 
+import errno
 import json
 import os
 import pickle
@@ -20,6 +21,7 @@ from mlstate.checkpoint._remote import remote_folder
 from mlstate.cli import main
 from mlstate.errors import (
     ChecksumError,
+    CollectiveError,
     CompatibilityError,
     FormatError,
     StoreError,
@@ -142,6 +144,32 @@ def test_ranks_save_together(url, options):
         assert report and not report.leftover
 
 
+def test_if_one_rank_cannot_upload_the_old_checkpoint_stays(url, store, options):
+    mlstate.save(url, {"w": np.ones(6)}, storage_options=options)
+    unreachable = {**options, "endpoint": "http://127.0.0.1:1", "timeout_seconds": 0.1}
+
+    def save(group):
+        own = unreachable if group.rank == 1 else options
+        with pytest.raises((StoreError, CollectiveError), match="cannot connect"):
+            mlstate.save(url, {"w": np.zeros(6)}, group=group, layout="rows", storage_options=own)
+
+    run_ranks(save, 2)
+    assert mlstate.load(url, storage_options=options).model["w"].all()
+    assert not mlstate.verify(url, storage_options=options).leftover
+
+
+def test_a_full_temporary_folder_names_the_option(url, options, monkeypatch):
+    mlstate.save(url, {"w": np.ones(6)}, storage_options=options)
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(remote_folder.os, "pwrite", fail)
+    with pytest.raises(StoreError, match="No space left") as caught:
+        mlstate.load(url, storage_options=options)
+    assert "scratch_folder" in caught.value.__notes__[0]
+
+
 def test_a_pickled_checkpoint_has_no_credentials(url, options):
     saved = mlstate.save(url, {"w": np.ones(2)}, storage_options=options)
     text = pickle.dumps(saved)
@@ -188,6 +216,27 @@ def test_a_damaged_step_is_skipped(url, store, options):
         assert manager.restore_latest().step == 1
     [problem] = mlstate.verify(url, storage_options=options).problems
     assert (problem.kind, problem.name, problem.path) == ("altered", "w", shard.path)
+
+
+def test_a_manager_reads_each_root_once(url, store, options):
+    manager = CheckpointManager(url, storage_options=options)
+    for step in range(5):
+        manager.save(step, {"w": np.full(3, step)})
+    other = CheckpointManager(url, storage_options=options)
+
+    def count(call):
+        store.faults.reset()
+        call()
+        return sum(method == "GET" and "/roots/" in path for method, path in store.faults.log)
+
+    assert count(other.steps) == 5
+    assert count(other.steps) == 0
+    assert count(lambda: other.save(5, {"w": np.ones(3)})) == 1
+    manager.delete(2)
+    assert other.steps() == [0, 1, 3, 4, 5]
+    [root] = [path for path in other.directory._roots if path.startswith("roots/00000005")]
+    store.put(f"{url.removeprefix('s3://bucket/')}/{root}", b"damaged")
+    assert not other.checkpoint(4).verify()
 
 
 @pytest.mark.parametrize("length", [0, 4000, 5000, 7000])

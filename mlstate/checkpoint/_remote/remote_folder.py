@@ -13,9 +13,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ... import _core
 from ..._common.local_path import local_folder
 from ..._common.store_error import store_error
-from ...errors import MLStateError, StoreError
+from ...errors import FormatError, MLStateError, StoreError
 from .options import check_url, split_url, take_options
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from .parallel_tasks import ParallelTasks
     from .root_claim import RootClaim
 
+_MOST_BYTES = 512 << 20  # of a manifest or an index
 _BATCH = 128 << 20  # bytes of a load or a verification that are copied together
 _GAP = 4096  # unneeded bytes between two ranges that one request reads
 
@@ -50,10 +52,12 @@ class RemoteFolder(str):
         made = super().__new__(cls, check_url(url))
         made._options = take_options(storage_options)
         made._store = None
+        made._roots = {}
         return made
 
     _options: Any
     _store: ObjectStore | None
+    _roots: dict[str, bytes]  # texts of roots under ``roots/``, which never change
 
     def __reduce__(self) -> Any:
         return RemoteFolder, (str(self),)
@@ -86,6 +90,46 @@ class RemoteFolder(str):
         return RootClaim(self, root)
 
     # ---- objects ----
+
+    def read(self, path: str) -> bytes:
+        """Return a manifest or an index; roots of steps are kept in memory.
+
+        Raises
+        ------
+        ValueError
+            The object is too long.
+        """
+        found = self._roots.get(path)
+        if found is None:
+            found = self.store.get(path, _MOST_BYTES)[0]
+            if path.startswith("roots/"):
+                with suppress(FormatError):
+                    _core.json_checksum_check(found, path)
+                    self._roots[path] = found
+        return found
+
+    def prefetch(self, paths: Iterable[str]) -> None:
+        """Read roots at the same time; errors are left to the later `read` of each."""
+
+        def read(path: str) -> None:
+            with suppress(MLStateError, ValueError):
+                self.read(path)
+
+        missing = [path for path in paths if path not in self._roots]
+        with self._start_tasks(partial(read, path) for path in missing) as tasks:
+            tasks.wait()
+
+    def forget(self) -> None:
+        """Read roots again when they are needed."""
+        self._roots.clear()
+
+    def list_names(self, part: str) -> list[str]:
+        """Return the names of the objects in a subfolder."""
+        names = list(self.store.list_folder(part))
+        if part == "roots":  # drop deleted ones
+            existing = {f"roots/{name}" for name in names}
+            self._roots = {path: text for path, text in self._roots.items() if path in existing}
+        return names
 
     def exists(self, path: str) -> bool:
         """Return whether an object exists."""

@@ -65,7 +65,7 @@ def read_bytes(folder: str, name: str) -> bytes:
     path = os.path.join(folder, name)
     if isinstance(folder, RemoteFolder):
         try:
-            return folder.store.get(name, _MOST_BYTES)[0]
+            return folder.read(name)
         except ValueError as error:
             wrong = FormatError(f"{path}: {error}")
             wrong.path = path
@@ -202,7 +202,7 @@ def _refuse_link(path: str) -> None:
 def list_names(folder: str, part: str) -> list[str]:
     """Return the names in a subfolder; an empty list if it does not exist."""
     if isinstance(folder, RemoteFolder):
-        return list(folder.store.list_folder(part))
+        return folder.list_names(part)
     try:
         with _opened(folder, part) as descriptor:
             return os.listdir(descriptor.fileno())
@@ -225,6 +225,12 @@ def _root_of(name: str) -> Root | None:
 def list_roots(folder: str) -> list[Root]:
     """Return the roots under ``roots/``, oldest first."""
     return sorted(filter(None, map(_root_of, list_names(folder, "roots"))))
+
+
+def prefetch(folder: str, roots: list[Root]) -> None:
+    """Read roots in an object store at the same time; otherwise do nothing."""
+    if isinstance(folder, RemoteFolder):
+        folder.prefetch(root.path for root in roots)
 
 
 def next_sequence(folder: str, newest: Manifest | None) -> int:
