@@ -128,7 +128,8 @@ class RemoteFolder(str):
         names = list(self.store.list_folder(part))
         if part == "roots":  # drop deleted ones
             existing = {f"roots/{name}" for name in names}
-            self._roots = {path: text for path, text in self._roots.items() if path in existing}
+            known = self._roots.copy().items()  # other threads may add some
+            self._roots = {path: text for path, text in known if path in existing}
         return names
 
     def exists(self, path: str) -> bool:
