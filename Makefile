@@ -43,7 +43,7 @@ help: ## List the targets.
 demo: install ## Install, then run the demo: real Core ML packages, no Core ML needed.
 	@$(RUN) -m mlstate demo --force
 
-test: $(STAMP)-test $(MPI) install ## Run the tests: C, Python, torch, coremltools and both MPIs.
+test: $(STAMP)-test $(MPI) install ## Run the tests: C, Python, torch, coremltools, Core AI and both MPIs.
 	@$(RUN) -m pytest $(PARALLEL) $(PYTEST_ARGS)
 
 test-all: $(STAMP)-test $(MPI) install ## Run the rest: more ranks and engines, leaks, faults.

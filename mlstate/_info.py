@@ -29,6 +29,7 @@ PACKAGES = (
     "zstandard",
     "obstore",
     "coremltools",
+    "coreai-core",
 )
 _CPUINFO = Path("/proc/cpuinfo")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")

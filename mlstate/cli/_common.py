@@ -131,6 +131,8 @@ def _reader_hint(place: Path) -> str | None:
     suffix = place.suffix.lower()
     if suffix in (".mlpackage", ".mlmodel"):
         return f"mlstate coreml states reads a {suffix}"
+    if suffix == ".aimodel":
+        return "mlstate coreai reads an .aimodel"
     if place.is_dir():
         is_dcp = (place / ".metadata").exists()
         return "mlstate convert reads a torch distributed checkpoint" if is_dcp else None

@@ -114,8 +114,26 @@ def generate_reduced(
 ) -> tuple[list[tuple[int, str, int]], bool]:
     """Prefill the tokens, append generated ones up to `stop`, and follow the strategy.
 
-    Returns the decisions that changed the cache, and whether the mask of the last token and the
-    part of the cache that it leaves gave the same logits up to rounding.
+    Parameters
+    ----------
+    model : CharModel
+        The demo's model.
+    tokens : list of int
+        Tokens of the prompt. The generated ones are appended.
+    strategy : CombinedStrategy
+        Sizes of the cache and of the attention.
+    stop : int
+        Number of tokens at which the generation ends.
+    generator : numpy.random.Generator
+        Draws the tokens.
+
+    Returns
+    -------
+    actions : list of tuple of (int, str, int)
+        Decisions that changed the cache: number of tokens, action and new size.
+    agrees : bool
+        Whether a mask and the part of the cache that it leaves gave the same logits up to rounding
+        for every token.
     """
     size, attention = strategy.prefill[0], strategy.generate[1]
     cache = model.new_cache(size)

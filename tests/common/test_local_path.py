@@ -39,6 +39,8 @@ CALLS = {
     "write a checkpoint": lambda: write_any(URL, STATE),
     "format_of": lambda: format_of(URL),
     "state_specs": lambda: mlstate.coreml.state_specs(URL),
+    "state_specs of Core AI": lambda: mlstate.coreai.state_specs(URL),
+    "verify of Core AI": lambda: mlstate.coreai.verify(URL),
 }
 OF_STORES = ["save", "save_async", "load", "plan_load", "verify", "inspect", "prune", "manager"]
 COMMANDS_OF_STORES = [
@@ -55,6 +57,7 @@ LOCAL_COMMANDS = [
     ["convert", "here", URL],
     ["convert", "here", f"{URL}.safetensors"],
     ["coreml", "states", URL],
+    ["coreai", "verify", URL],
 ]
 COMMANDS = COMMANDS_OF_STORES + LOCAL_COMMANDS
 

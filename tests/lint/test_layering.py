@@ -45,7 +45,7 @@ PACKAGE_ORDER = (
     ("errors",),
     ("_common",),
     ("threads", "_sharding", "state", "kv", "activation", "collectives", "_info"),
-    ("coreml", "fsdp", "_safetensors"),
+    ("coreai", "coreml", "fsdp", "_safetensors"),
     ("checkpoint/_remote",),
     ("checkpoint/_store",),
     ("distributed",),
@@ -67,6 +67,7 @@ ALLOWED_BACK = {
 OPTIONAL = {
     "torch",
     "coremltools",
+    "coreai",
     "matplotlib",
     "zstandard",
     "obstore",
