@@ -292,6 +292,28 @@ def test_training_shows_what_it_says(tmp_path):
         assert len(outputs(cells, "image/png")) == 1
 
 
+@needs_notebooks
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "MLSTATE_UNDER_SANITIZER" in os.environ, reason="the kernel is not built with the sanitizer"
+)
+def test_rolling_cache_shows_what_it_says(tmp_path):
+    pytest.importorskip("matplotlib", reason="its plots")
+    process, cells = execute(EXAMPLES / "rolling_cache.ipynb", tmp_path)
+    assert process.returncode == 0, process.stderr
+    ring, rolled, strategy, ladder = outputs(cells, "text/html")
+    assert "RollingKVState: 8 of 8 positions" in ring
+    assert "RollingKVState: 256 of 256 positions" in rolled and "744" in rolled
+    assert "CombinedStrategy: prefill 512, generate 256" in strategy
+    assert "grow to 128" in ladder
+    printed = "".join(outputs(cells, "stdout"))
+    assert "positions [ 0  1  8  9 10  5  6  7]" in printed
+    assert "256 tokens held, 744 evicted, 256 KiB" in printed
+    assert "(1, 1, 64, 512) 65536 bytes" in printed
+    assert "below 0.001: True" in printed
+    assert len(outputs(cells, "image/png")) == 3
+
+
 @pytest.mark.slow
 def test_a_notebook_that_fails_is_noticed(tmp_path):
     cell = {"cell_type": "code", "id": "a", "metadata": {}, "outputs": [], "source": "1 / 0"}
