@@ -27,6 +27,7 @@ PACKAGES = (
     "matplotlib",
     "mpi4py",
     "zstandard",
+    "obstore",
     "coremltools",
     "coreai-core",
 )
