@@ -198,7 +198,7 @@ def same_start(a: list[int], b: list[int]) -> int:
 
 
 def effect(report: Report, quick: bool) -> None:
-    """Compare what the model reads and writes with reduced and with full attention."""
+    """Compare the model's losses and tokens with reduced and with full attention."""
     model = load_model()
     texts = load_texts(model, 10 if quick else PROMPTS, CONTEXT)
     right = [np.array(tokens[PROMPT:]) for tokens in texts]

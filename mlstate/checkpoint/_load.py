@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from .. import _core
 from .._common.arrays import is_torch
 from .._common.backend import OptimizerRecord, backend_of, is_module, is_optimizer
-from .._common.local_path import local_folder
 from .._common.set_module import set_module
 from .._common.text import names_hint
 from .._sharding.layout import Layout, Steps, steps_of
@@ -20,13 +19,14 @@ from ..errors import CompatibilityError, MLStateError, StoreError, TensorNotFoun
 from ..state._compatibility import SHOWN, join, rename_hint
 from ..state._kind import restore_kind
 from ..state._optimizer_state import OptimizerStateDict
+from ._remote.remote_folder import checkpoint_folder, refuse_remote
 from ._store import folder as _folder
 from ._store.name_globs import Names, listed_names
 from ._store.rank_indexes import Indexes
 from ._store.weight_files import check_total
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from ..collectives import ProcessGroup
     from ..state._state_dict import StateDict
@@ -257,16 +257,17 @@ class Loader:
 
     def load_new(self, section: int, keys: list[str], cutting: Any) -> dict[str, Any]:
         """Return new arrays or, with mmap, views of the files."""
-        mmap = self.request.mmap
-        return self.merged_index.load(  # type: ignore[no-any-return]
-            self.folder,
-            section,
-            keys,
-            cutting,
-            self.verify and not mmap,
-            mmap,
-            self.request.progress,
-        )
+        mmap, progress = self.request.mmap, self.request.progress
+        verify = self.verify and not mmap
+        arrays: dict[str, Any] = {}
+
+        def read(folder: str, some: list[str], cuts: Any) -> None:
+            arrays.update(
+                self.merged_index.load(folder, section, some, cuts, verify, mmap, progress)
+            )
+
+        _folder.read_batches(self.folder, self.merged_index, section, keys, cutting, verify, read)
+        return arrays
 
     def names_fit(self, section: int, keys: list[str], filling: Any, names: Names) -> list[str]:
         """Return the keys to read into a target; raise if names do not match.
@@ -327,9 +328,15 @@ class Loader:
 
     def fill(self, section: int, filling: Any, keys: list[str], cuts: Any) -> None:
         """Read into arrays; shapes and dtypes are checked before the first byte is written."""
-        self.merged_index.load_into(
-            self.folder, section, keys, cuts, filling.arrays, self.verify, self.request.progress
-        )
+        progress = self.request.progress
+
+        def read(folder: str, some: list[str], some_cuts: Any) -> None:
+            self.merged_index.load_into(
+                folder, section, some, some_cuts, filling.arrays, self.verify, progress
+            )
+
+        merged = self.merged_index
+        _folder.read_batches(self.folder, merged, section, keys, cuts, self.verify, read)
         filling.done()
 
     def lacking(self, keys: list[list[str]]) -> dict[str, tuple[str, str]]:
@@ -610,9 +617,12 @@ def load_checkpoint(
     verify: bool | str = True,
     missing: str = "skip",
     progress: Callable[[int], object] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> LoadedState:
     """Load one root; see `mlstate.load`. `_manifest` is its manifest if already read."""
-    folder = local_folder(path)
+    folder = checkpoint_folder(path, storage_options)
+    if mmap:
+        refuse_remote(folder, "mmap=True", "load without it")
     root = _folder.current_root(folder, root)
     cutting = ranks_of(rank, world_size, layout, group)
     listed = None if names is None else listed_names(names)
@@ -663,6 +673,7 @@ def load(
     verify: bool | str = True,
     missing: str = "skip",
     progress: Callable[[int], object] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> LoadedState:
     """
     Load a checkpoint, or any part of it.
@@ -671,7 +682,8 @@ def load(
     ----------
     path : str or os.PathLike
         Folder of the checkpoint, or of a Hugging Face model (``model.safetensors``, or
-        ``model.safetensors.index.json`` with its files).
+        ``model.safetensors.index.json`` with its files); or the URL of a checkpoint in an object
+        store.
     names : str or iterable of str, optional
         Tensors to load. Each name is a parameter (selects its optimizer states too), a layer
         (selects everything below it), or one tensor. An exact name wins, even ``"w[0]"``; any
@@ -710,7 +722,7 @@ def load(
         these are considered. With `into`, states that exist in `into` and were not saved are
         lacking too: ``"skip"`` leaves such arrays unchanged, and removes such states from a
         torch optimizer, which then creates them anew.
-    progress : callable, optional
+    progress, storage_options
         As for `save`.
 
     Returns
@@ -768,4 +780,5 @@ def load(
         verify=verify,
         missing=missing,
         progress=progress,
+        storage_options=storage_options,
     )

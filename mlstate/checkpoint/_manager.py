@@ -9,15 +9,16 @@ import warnings
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from .._common.local_path import local_folder
 from .._common.log import log
 from .._common.set_module import set_module
 from .._common.text import steps_text
 from ..errors import CollectiveError, FormatError, MLStateError, StoreError
 from ._checkpoint import Checkpoint
 from ._load import LoadedState, load_checkpoint
+from ._remote.remote_folder import RemoteFolder, checkpoint_folder
 from ._save import PACK_BELOW, write_checkpoint
 from ._store import folder as _folder
+from ._store.garbage import delete_generations
 from ._store.writer_lock import WriterLock, check_timeout
 
 if TYPE_CHECKING:
@@ -46,12 +47,14 @@ class CheckpointManager:
     Parameters
     ----------
     directory : str or os.PathLike
-        The folder; the first save creates it.
+        The folder, or a URL in an object store; the first save creates it.
     keep : int or None, default None
         Number of newest steps to keep; `save` and `save_async` delete older ones. None keeps
         every step. A damaged step does not count: files are missing or have another length, or
         `restore` or `restore_latest` of this manager found damage. It stays until `keep` newer
         steps can be loaded.
+    storage_options : mapping, optional
+        As for `mlstate.save`.
 
     Warns
     -----
@@ -80,12 +83,18 @@ class CheckpointManager:
     ([20, 30], array([30, 30, 30]))
     """
 
-    def __init__(self, directory: str | os.PathLike[str], keep: int | None = None) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        keep: int | None = None,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
         if keep is not None and not hasattr(keep, "__index__"):
             raise TypeError(f"keep must be an int, or None for all, got {type(keep).__name__}")
         if keep is not None and keep < 1:
             raise ValueError(f"keep must be 1 or more, or None for all, got {keep}")
-        self.directory = local_folder(directory)
+        self.directory = checkpoint_folder(directory, storage_options)
         self.keep = keep
         self._own: set[int] = set()  # steps that this manager saved
         self._damaged: set[str] = set()  # generations that this manager could not restore
@@ -167,7 +176,9 @@ class CheckpointManager:
         not read again.
         """
         found: dict[int | None, tuple[_folder.Root, Manifest]] = {}
-        for root in _folder.list_roots(self.directory):
+        roots = _folder.list_roots(self.directory)
+        _folder.prefetch(self.directory, roots)
+        for root in roots:
             try:
                 if newest is not None and root.generation == newest.generation:
                     manifest = newest
@@ -525,17 +536,31 @@ class CheckpointManager:
         """
         with self._turn(None):
             self._settle()
+            timeout = check_timeout(lock_timeout)
+            if isinstance(self.directory, RemoteFolder):
+                self._delete_objects(step)
+                return
             generation = self.checkpoint(step).generation
-            lock = WriterLock(self.directory, timeout=check_timeout(lock_timeout))
+            lock = WriterLock(self.directory, timeout=timeout)
             with lock.acquire():
-                if _folder.read_manifest(self.directory).generation == generation:
-                    raise ValueError(
-                        f"step {step} is the newest checkpoint: save another one first"
-                    )
+                self._refuse_newest(step, generation)
                 roots = _folder.list_roots(self.directory)
                 roots = [root for root in roots if root.generation == generation]
                 _folder.delete_roots(self.directory, roots)
                 _folder.prune(self.directory)
+
+    def _refuse_newest(self, step: int, generation: str) -> None:
+        if _folder.read_manifest(self.directory).generation == generation:
+            raise ValueError(f"step {step} is the newest checkpoint: save another one first")
+
+    def _delete_objects(self, step: int) -> None:
+        """Delete a step in an object store; new objects of a running writer stay."""
+        found = self.checkpoint(step)
+        self._refuse_newest(step, found.generation)
+        roots = _folder.list_roots(self.directory)
+        roots = [root for root in roots if root.generation == found.generation]
+        _folder.delete_roots(self.directory, roots)
+        delete_generations(self.directory, [found._manifest])
 
     # -- restoring
 
@@ -620,7 +645,7 @@ class CheckpointManager:
                 if state is not None:
                     return state
                 self._damaged.add(root.split(".")[-2])
-                is_there = os.path.lexists(os.path.join(self.directory, root))
+                is_there = _folder.exists(self.directory, root)
                 if error is not None and is_there:  # else a writer has deleted it
                     log("WARNING", "%s: %s cannot be restored: %s", self.directory, root, error)
                     warnings.warn(f"{root} cannot be restored: {error}", stacklevel=2)
@@ -644,8 +669,7 @@ def _if_alone(group: ProcessGroup | None) -> AbstractContextManager[None]:
 
 def _holds_no_steps(folder: str) -> bool:
     """Return whether a folder has a checkpoint, but no steps of a manager."""
-    there = os.path.lexists(os.path.join(folder, _folder.MANIFEST))
-    return there and not _folder.list_roots(folder)
+    return _folder.exists(folder, _folder.MANIFEST) and not _folder.list_roots(folder)
 
 
 def find_root(folder: str, step: int) -> str:

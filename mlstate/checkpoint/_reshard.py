@@ -77,7 +77,11 @@ def _write_rank(
 
 
 def _commit_all_ranks(
-    target: SaveTarget, start: Start, like: Manifest, written: list[dict[str, Any]]
+    target: SaveTarget,
+    start: Start,
+    like: Manifest,
+    written: list[dict[str, Any]],
+    lock: WriterLock,
 ) -> Committed:
     """Commit the written ranks, with the description of the state in `like`."""
     manifest = like._replace(
@@ -92,7 +96,7 @@ def _commit_all_ranks(
     )
     if len(written) > 1:
         manifest = with_patterns(target.folder, manifest, written)[0]
-    return commit_manifest(target.folder, manifest)
+    return commit_manifest(target.folder, manifest, lock)
 
 
 def _write_all_ranks(
@@ -112,7 +116,7 @@ def _write_all_ranks(
             _write_rank(target, start.generation, (rank, world_size), states(rank), progress)
             for rank in range(world_size)
         ]
-        committed = _commit_all_ranks(target, start, like, written)
+        committed = _commit_all_ranks(target, start, like, written, lock)
         is_clean = True
         warning = delete_replaced(target, committed, start.before)
     except BaseException:

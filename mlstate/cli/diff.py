@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint._checkpoint import TensorRecord
 from ..checkpoint._files.convert import read_file
+from ..checkpoint._remote.remote_folder import RemoteFolder
 from ..checkpoint._store import folder as _folder
 from ..state import diff
 from ..state._diff import StateDiff, table_of
@@ -53,8 +54,9 @@ class _CheckpointSide:
         )
         self.step, self._generation = manifest.step, manifest.generation
         self._sizes: dict[tuple[str, str], tuple[int, int]] = {}
+        self._mmap = not isinstance(self.path, RemoteFolder)
         for record in map(TensorRecord._make, self._merged_index.tensors()):
-            in_memory = record.shards > 1 or record.sparse_shards or record.codec
+            in_memory = record.shards > 1 or record.sparse_shards or record.codec or not self._mmap
             self._sizes[record.section, record.key] = record.nbytes, record.nbytes * bool(in_memory)
 
     def is_replaced(self) -> bool:
@@ -72,10 +74,15 @@ class _CheckpointSide:
     def arrays(self, section: int, keys: list[str]) -> dict[str, NDArray]:
         """Return the existing tensors among `keys`."""
         have = [key for key in keys if (_folder.SECTIONS[section], key) in self._sizes]
-        whole = (None, 0, 0)
-        return self._merged_index.load(  # type: ignore[no-any-return]
-            self.path, section, have, whole, False, True, None
-        )
+        arrays: dict[str, NDArray] = {}
+
+        def read(folder: str, some: list[str], cuts: Any) -> None:
+            merged = self._merged_index
+            arrays.update(merged.load(folder, section, some, cuts, verify, self._mmap, None))
+
+        verify, whole = not self._mmap, (None, 0, 0)  # mapped arrays are not verified
+        _folder.read_batches(self.path, self._merged_index, section, have, whole, verify, read)
+        return arrays
 
 
 class _FileSide:

@@ -50,7 +50,7 @@ def plot_occupancy(stages: Sequence[tuple[str, int, int]]) -> Figure:
     ImportError
         matplotlib is not installed (``pip install 'mlstate[plot]'``).
     ValueError
-        There are no stages, or a stage has more tokens than positions.
+        `stages` is empty, or a stage has more tokens than positions.
 
     Examples
     --------
@@ -247,7 +247,7 @@ def plot_cache_memory(
     ImportError
         matplotlib is not installed (``pip install 'mlstate[plot]'``).
     ValueError
-        There are no curves, a curve has no points, or its numbers of tokens fall.
+        `curves` is empty, a curve has no points, or its numbers of tokens fall.
 
     Examples
     --------

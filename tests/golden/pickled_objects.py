@@ -25,6 +25,7 @@ PUBLIC = (
     "mlstate.activation",
     "mlstate.checkpoint",
     "mlstate.collectives",
+    "mlstate.coreai",
     "mlstate.coreml",
     "mlstate.distributed",
     "mlstate.errors",
@@ -236,7 +237,12 @@ OBJECTS = {
     "compatibility": compatibility,
     "state_diff": state_diff,
     # mlstate.errors
-    "errors": lambda: [error_of(getattr(errors, name)) for name in errors.__all__],
+    "errors": lambda: [
+        error_of(getattr(errors, name))
+        for name in errors.__all__
+        if name != "GradientMismatchError"  # added later
+    ],
+    "gradient_mismatch_error": lambda: error_of(errors.GradientMismatchError),
     # mlstate.kv and mlstate.coreml
     "state_specs": state_specs,
     "transition_plan": transition_plan,

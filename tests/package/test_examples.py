@@ -144,6 +144,28 @@ def test_coreml_transition_shows_what_it_says(tmp_path):
 
 @needs_notebooks
 @pytest.mark.slow
+@pytest.mark.coreai
+@pytest.mark.skipif(
+    "MLSTATE_UNDER_SANITIZER" in os.environ, reason="the kernel is not built with the sanitizer"
+)
+def test_coreai_shows_what_it_says(tmp_path):
+    if not importlib.util.find_spec("coreai_torch"):
+        pytest.skip("coreai-torch converts its model")
+    process, cells = execute(EXAMPLES / "coreai.ipynb", tmp_path)
+    assert process.returncode == 0, process.stderr
+    specs, fits, too_long, growing, static = outputs(cells, "text/html")
+    assert "2x1x2x?x8" in specs
+    assert "100 tokens: fits" in fits and "100 tokens: does not fit" in too_long
+    assert "state of 512 positions, in use" in growing and "empty" in static
+    printed = "".join(outputs(cells, "stdout"))
+    for position in (64, 128, 256):
+        assert f"position {position}: grow to {2 * position}\n" in printed
+    assert "refill\n48 kept, dropped range(4, 21)\n" in printed
+    assert "half.aimodel/main.mlirb True" in printed
+
+
+@needs_notebooks
+@pytest.mark.slow
 @pytest.mark.skipif(
     "MLSTATE_UNDER_SANITIZER" in os.environ, reason="the kernel is not built with the sanitizer"
 )

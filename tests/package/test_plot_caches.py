@@ -1,4 +1,4 @@
-"""Plots of caches and masks: every pixel is what the cache holds at its position."""
+"""Plots of caches and masks: every pixel shows the content of the cache at its position."""
 
 import numpy as np
 import pytest

@@ -14,8 +14,7 @@
 
 enum {
     TILE = MLS_QUANTIZE_MOST_GROUP, /* elements of a tile */
-    UNIT = MLS_QUANTIZE_UNIT,
-    MOST_GROUPS = TILE / UNIT
+    MOST_GROUPS = TILE / MLS_QUANTIZE_UNIT
 };
 
 /* ---- checks ---- */
@@ -149,7 +148,22 @@ static void decode(const unsigned char *codes, size_t count, float scale, float 
     }
 }
 
-static const mls_group_kernels plain_kernels = {measure, encode, decode};
+static void join(const unsigned char *from, size_t count, unsigned char *to)
+{
+    for (size_t i = 0; i < count / 2; i++) {
+        to[i] = (unsigned char)(from[2 * i] | from[2 * i + 1] << 4);
+    }
+}
+
+static void split(const unsigned char *from, size_t count, unsigned char *to)
+{
+    for (size_t i = 0; i < count / 2; i++) {
+        to[2 * i] = from[i] & 15;
+        to[2 * i + 1] = from[i] >> 4;
+    }
+}
+
+static const mls_group_kernels plain_kernels = {measure, encode, decode, join, split};
 
 /* Return the functions of an instruction set. */
 static const mls_group_kernels *group_kernels_of(mls_cpu cpu)
@@ -184,28 +198,6 @@ static bool choose_affine(mls_group_range r, float levels, float *scale, float *
 }
 
 /* ---- words ---- */
-
-/* Pack 4-bit codes, two into each byte. */
-static void join_nibbles(const unsigned char *codes, size_t count, unsigned char *out)
-{
-    for (size_t i = 0; i < count / 2; i += UNIT / 2) {
-        for (size_t lane = 0; lane < UNIT / 2; lane++) {
-            const unsigned char *pair = codes + 2 * (i + lane);
-            out[i + lane] = (unsigned char)(pair[0] | pair[1] << 4);
-        }
-    }
-}
-
-/* The reverse. */
-static void split_nibbles(const unsigned char *bytes, size_t count, unsigned char *codes)
-{
-    for (size_t i = 0; i < count / 2; i += UNIT / 2) {
-        for (size_t lane = 0; lane < UNIT / 2; lane++) {
-            codes[2 * (i + lane)] = bytes[i + lane] & 15;
-            codes[2 * (i + lane) + 1] = bytes[i + lane] >> 4;
-        }
-    }
-}
 
 /* Convert between bytes and words, the first byte in the lowest bits. */
 static void words_of_bytes(const unsigned char *bytes, size_t words, uint32_t *out)
@@ -345,7 +337,7 @@ static void quantize_tile(void *context, size_t index)
         return;
     }
     if (q->bits == 4) {
-        join_nibbles(b.codes, count * q->group, b.joined);
+        j->groups->join(b.codes, count * q->group, b.joined);
     }
     words_of_bytes(q->bits == 4 ? b.joined : b.codes, count * words, b.words);
     copy_tile(j, &q->codes, &t, words, b.words, MLS_U32, true);
@@ -367,7 +359,7 @@ static void dequantize_tile(void *context, size_t index)
     const size_t count = t.rows * t.groups;
     bytes_of_words(b.words, count * words, q->bits == 4 ? b.joined : b.codes);
     if (q->bits == 4) {
-        split_nibbles(b.joined, count * q->group, b.codes);
+        j->groups->split(b.joined, count * q->group, b.codes);
     }
     for (size_t i = 0; i < count; i++) {
         j->groups->decode(b.codes + i * q->group, q->group, b.scales[i], b.biases[i],

@@ -8,6 +8,7 @@
 #if defined(__x86_64__)
 
 #    include <immintrin.h>
+#    include <string.h>
 
 #    define TARGET __attribute__((target("avx2")))
 
@@ -68,6 +69,30 @@ TARGET static void decode(const unsigned char *codes, size_t count, float scale,
     }
 }
 
-const mls_group_kernels mls_group_kernels_avx2 = {measure, encode, decode};
+TARGET static void join(const unsigned char *from, size_t count, unsigned char *to)
+{
+    const __m128i weights = _mm_set1_epi16(0x1001); /* 1 and 16 */
+    for (size_t i = 0; i < count; i += LANES) {
+        const __m128i codes = _mm_loadl_epi64((const __m128i *)(const void *)(from + i));
+        const __m128i pairs = _mm_maddubs_epi16(codes, weights);
+        const int bytes = _mm_cvtsi128_si32(_mm_packus_epi16(pairs, pairs));
+        memcpy(to + i / 2, &bytes, sizeof bytes);
+    }
+}
+
+TARGET static void split(const unsigned char *from, size_t count, unsigned char *to)
+{
+    const __m128i low = _mm_set1_epi8(15);
+    for (size_t i = 0; i < count; i += LANES) {
+        int bytes;
+        memcpy(&bytes, from + i / 2, sizeof bytes);
+        const __m128i wide = _mm_cvtepu8_epi16(_mm_cvtsi32_si128(bytes));
+        const __m128i codes =
+            _mm_and_si128(_mm_or_si128(wide, _mm_slli_epi16(wide, 4)), low);
+        _mm_storel_epi64((__m128i *)(void *)(to + i), codes);
+    }
+}
+
+const mls_group_kernels mls_group_kernels_avx2 = {measure, encode, decode, join, split};
 
 #endif

@@ -26,10 +26,14 @@ typedef void (*mls_group_encode)(const float *x, size_t count, float scale, floa
 typedef void (*mls_group_decode)(const unsigned char *codes, size_t count, float scale,
                                  float bias, float *x);
 
+/* Pack `count` 4-bit codes, one in each byte, two into each byte; and the reverse. */
+typedef void (*mls_nibbles)(const unsigned char *from, size_t count, unsigned char *to);
+
 typedef struct mls_group_kernels {
     mls_group_measure measure;
     mls_group_encode encode;
     mls_group_decode decode;
+    mls_nibbles join, split;
 } mls_group_kernels;
 
 #if defined(__x86_64__)
