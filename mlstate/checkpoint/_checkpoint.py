@@ -12,6 +12,7 @@ from .._sharding.layout import Layout
 from ..errors import FormatError, StoreError
 from ._load import LoadedState, load_checkpoint
 from ._store import folder as _folder
+from ._store.folder import SECTIONS
 from ._store.manifest import build, parse
 from ._verify import VerifyReport, verify_checkpoint
 
@@ -35,9 +36,9 @@ class TensorRecord(NamedTuple):
     Attributes
     ----------
     section : str
-        ``"params"`` or ``"optim_state"``.
+        ``"params"``, ``"optim_state"`` or ``"states"``.
     key : str
-        Key of the tensor in a state dict.
+        Key of the tensor in a state dict; for a named state ``"<state>/<key>"``.
     parameter : str
         Name of the parameter that this tensor is, or is a state of.
     state : str or None
@@ -304,6 +305,11 @@ class Checkpoint:
         return self._manifest.optimizer
 
     @property
+    def states(self) -> dict[str, dict[str, Any]]:
+        """Kind and attributes of each named state; the kind ``tree`` is a nested value."""
+        return dict(self._manifest.states or {})
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all shards."""
         return sum(record.data_bytes for record in self._manifest.indexes)
@@ -391,7 +397,7 @@ class Checkpoint:
         return verify_checkpoint(self.path, root=self._root, **keywords)
 
     def _title(self) -> str:
-        tensors = len(self._merged_index.keys(0)) + len(self._merged_index.keys(1))
+        tensors = sum(len(self._merged_index.keys(number)) for number in range(len(SECTIONS)))
         parts = [
             f"Checkpoint: {tensors:,} tensor{'' if tensors == 1 else 's'}",
             stored_text(self.nbytes, self.stored_nbytes),

@@ -167,8 +167,10 @@ def _delete_unfinished(folder: str, generation: str, before: Manifest | None) ->
         _folder.discard(folder, generation)
 
 
-def open_folder(target: SaveTarget, lock: WriterLock) -> Start:
+def open_folder(target: SaveTarget, lock: WriterLock, *, states: bool = False) -> Start:
     """Take the lock and choose a generation; record the generation in the lock's file.
+
+    `states` tells whether the save has named states, which need their own subfolder.
 
     Raises
     ------
@@ -179,7 +181,7 @@ def open_folder(target: SaveTarget, lock: WriterLock) -> Start:
         The manifest is of a newer format.
     """
     folder = target.folder
-    _folder.create(folder)
+    _folder.create(folder, states=states)
     lock.acquire()
     refuse_manager_folder(target)
     before = _read_replaced(folder)
@@ -203,7 +205,7 @@ def close_folder(lock: WriterLock | None, *, is_clean: bool) -> None:
         lock.release()
 
 
-def _begin(target: SaveTarget, lock: WriterLock | None) -> Start:
+def _begin(target: SaveTarget, lock: WriterLock | None, *, states: bool) -> Start:
     """Agree on a generation: return it on every rank, or raise on every rank."""
     start: Start | None = None
     error: BaseException | None = None
@@ -211,7 +213,7 @@ def _begin(target: SaveTarget, lock: WriterLock | None) -> Start:
     try:
         if lock is not None:  # on rank 0
             try:
-                start = open_folder(target, lock)
+                start = open_folder(target, lock, states=states)
                 message = _pack({"generation": start.generation})
             except BaseException as caught:
                 error = caught
@@ -549,7 +551,7 @@ def write_and_commit(
     result: WriteResult | None = None
     outcome: Outcome | None = None
     try:
-        start = _begin(target, lock)
+        start = _begin(target, lock, states=bool(gathered.header.get("states")))
         result = _write_shards(target, start, gathered, progress, freed)
         outcome = _conclude(target, start, gathered, result)
         if outcome.error is not None:

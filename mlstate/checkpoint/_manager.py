@@ -247,6 +247,7 @@ class CheckpointManager:
         model: Any = None,
         optimizer: Any = None,
         *,
+        states: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
         group: ProcessGroup | None = None,
         layout: Layout | str | None = None,
@@ -263,7 +264,9 @@ class CheckpointManager:
         ----------
         step : int
             The step. Saving a step again replaces it when the new one is committed.
-        model, optimizer, metadata, group, layout, pack_below_bytes, progress, lock_timeout
+        model, optimizer, states, metadata, group, layout, pack_below_bytes
+            As for `mlstate.save`.
+        progress, lock_timeout
             As for `mlstate.save`.
         sparse, incremental, compress
             As for `mlstate.save`. Steps share layers in the same way as files: files that a
@@ -297,6 +300,7 @@ class CheckpointManager:
                 self.directory,
                 model,
                 optimizer,
+                states=states,
                 metadata=metadata,
                 step=step,
                 group=group,
@@ -320,6 +324,7 @@ class CheckpointManager:
         optimizer: Any = None,
         *,
         max_staging_bytes: MemorySize | None = None,
+        states: Mapping[str, Any] | None = None,
         metadata: Mapping[str, Any] | None = None,
         group: ProcessGroup | None = None,
         layout: Layout | str | None = None,
@@ -339,6 +344,8 @@ class CheckpointManager:
         ----------
         step, model, optimizer, metadata, layout, pack_below_bytes, sparse, incremental, compress
             As for `save`.
+        states : mapping of str to object, optional
+            As for `mlstate.checkpoint.save_async`.
         max_staging_bytes, group, progress, lock_timeout
             As for `mlstate.checkpoint.save_async`.
 
@@ -385,6 +392,7 @@ class CheckpointManager:
                 self.directory,
                 model,
                 optimizer,
+                states=states,
                 metadata=metadata,
                 step=step,
                 max_staging_bytes=max_staging_bytes,
