@@ -438,6 +438,14 @@ def parts_of(found: LoadedState) -> Parts:
     """Return a loaded checkpoint in the form of `read_any`."""
     metadata = dict(found.metadata or {})
     optimizer = found.optimizer
+    if found.states:
+        import warnings
+
+        warnings.warn(
+            f"named states are not converted: {', '.join(sorted(found.states))}; only checkpoints "
+            "of mlstate.save hold them",
+            stacklevel=3,
+        )
     if optimizer is None and found.step is not None:
         metadata.setdefault("step", found.step)
     if not (optimizer is None or isinstance(optimizer, OptimizerStateDict)):
