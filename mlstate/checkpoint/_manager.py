@@ -16,6 +16,7 @@ from .._common.text import steps_text
 from ..errors import CollectiveError, FormatError, MLStateError, StoreError
 from ._checkpoint import Checkpoint
 from ._load import LoadedState, load_checkpoint
+from ._retention import SaveTimer, check_retention
 from ._save import PACK_BELOW, write_checkpoint
 from ._store import folder as _folder
 from ._store.writer_lock import WriterLock, check_timeout
@@ -23,10 +24,12 @@ from ._store.writer_lock import WriterLock, check_timeout
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
+    from datetime import timedelta
 
     from .._common.budget import MemorySize
     from .._sharding.layout import Layout
     from ..collectives import ProcessGroup
+    from ._preemption import SignalWatch
     from ._save_async import SaveHandle
     from ._staging import Staging
     from ._store.manifest import Manifest
@@ -49,20 +52,41 @@ class CheckpointManager:
         The folder; the first save creates it.
     keep : int or None, default None
         Number of newest steps to keep; `save` and `save_async` delete older ones. None keeps
-        every step. A damaged step does not count: files are missing or have another length, or
-        `restore` or `restore_latest` of this manager found damage. It stays until `keep` newer
-        steps can be loaded.
+        every step, or with other `keep_` rules the newest one. A damaged step does not count:
+        files are missing or have another length, or `restore` or `restore_latest` of this manager
+        found damage. It stays until `keep` newer steps can be loaded.
+    keep_best : int, optional
+        Keep also this number of steps with the best metric. Steps without a metric, or with NaN,
+        are not among the best.
+    monitor : str, optional
+        Key of the metric in ``metadata=``, such as ``"loss"``.
+    mode : {"min", "max"}, default "min"
+        Whether a lower or a higher metric is better.
+    keep_period : int, optional
+        Keep also the steps that are multiples of this number.
+    keep_time_interval : float or timedelta, optional
+        Keep also one step for each interval of this many seconds: the first step, and then each
+        step that was saved at least this long after the last one kept by this rule.
+    save_interval_steps : int, optional
+        `should_save` returns true for multiples of this number.
+    save_time_interval : float or timedelta, optional
+        `should_save` returns true if the last save began at least this many seconds ago.
+    warn_unchanged : bool, default True
+        Warn once if the model of a step has the same bytes as that of the step saved before.
 
     Warns
     -----
     UserWarning
         `keep` will delete steps that this manager did not save. The warning is issued once,
-        before the first such deletion, and names the steps; every rank of a group warns.
+        before the first such deletion, and names the steps; every rank of a group warns. Or the
+        model did not change between two steps: then another object may be trained than the one
+        that is saved.
 
     Raises
     ------
-    ValueError
-        `keep` is less than 1.
+    TypeError, ValueError
+        A number is less than 1, a time is not positive, `mode` is unknown, or `keep_best` is
+        given without `monitor`.
 
     Notes
     -----
@@ -80,13 +104,31 @@ class CheckpointManager:
     ([20, 30], array([30, 30, 30]))
     """
 
-    def __init__(self, directory: str | os.PathLike[str], keep: int | None = None) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        keep: int | None = None,
+        *,
+        keep_best: int | None = None,
+        monitor: str | None = None,
+        mode: str = "min",
+        keep_period: int | None = None,
+        keep_time_interval: float | timedelta | None = None,
+        save_interval_steps: int | None = None,
+        save_time_interval: float | timedelta | None = None,
+        warn_unchanged: bool = True,
+    ) -> None:
         if keep is not None and not hasattr(keep, "__index__"):
             raise TypeError(f"keep must be an int, or None for all, got {type(keep).__name__}")
         if keep is not None and keep < 1:
             raise ValueError(f"keep must be 1 or more, or None for all, got {keep}")
+        self._rules = check_retention(keep_best, monitor, mode, keep_period, keep_time_interval)
+        self._timer = SaveTimer(save_interval_steps, save_time_interval)
+        self._signals: SignalWatch | None = None
+        self._warns_unchanged = warn_unchanged
+        self._last_model: int | None = None  # step of the last save with a model
         self.directory = local_folder(directory)
-        self.keep = keep
+        self.keep = 1 if keep is None and not self._rules.is_empty() else keep
         self._own: set[int] = set()  # steps that this manager saved
         self._damaged: set[str] = set()  # generations that this manager could not restore
         self._files: dict[str, dict[str, int]] = {}  # of generations: sizes by path
@@ -96,7 +138,8 @@ class CheckpointManager:
         self._lock, self._pid = threading.RLock(), os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None, "_pid": None}  # `_turn` creates a new lock
+        # `_turn` creates a new lock; signals belong to a process
+        return {**self.__dict__, "_lock": None, "_pid": None, "_signals": None}
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -111,7 +154,7 @@ class CheckpointManager:
             raised.add_note(f"a save that was under way has failed, too: {text}")
 
     def close(self) -> None:
-        """Wait for a running save, and free the memory for copies.
+        """Wait for a running save, free the memory for copies, and stop watching signals.
 
         Raises
         ------
@@ -123,6 +166,8 @@ class CheckpointManager:
         >>> from mlstate.checkpoint import CheckpointManager
         >>> CheckpointManager("run").close()
         """
+        if self._signals is not None:
+            self._signals.close()
         with self._turn(None):
             self._staging = None
             self._settle()
@@ -146,6 +191,9 @@ class CheckpointManager:
         if under_way is not None:
             under_way._settle()
             self._under_way = None
+            saved = under_way._job.result
+            if saved is not None:
+                self._warn_if_unchanged(saved, under_way._job.target.rank)
 
     def __repr__(self) -> str:
         return f"CheckpointManager({self.directory!r}, keep={self.keep}): steps {self.steps()}"
@@ -203,6 +251,22 @@ class CheckpointManager:
         """
         steps = self.steps()
         return steps[-1] if steps else None
+
+    def best_step(self) -> int | None:
+        """Return the step with the best metric, or None if no step has one.
+
+        Examples
+        --------
+        >>> import tempfile, numpy as np
+        >>> from mlstate.checkpoint import CheckpointManager
+        >>> manager = CheckpointManager(tempfile.mkdtemp(), keep_best=1, monitor="loss")
+        >>> for step, loss in enumerate([0.5, 0.2, 0.4, 0.3]):
+        ...     _ = manager.save(step, model={"w": np.full(2, step)}, metadata={"loss": loss})
+        >>> manager.best_step(), manager.steps()
+        (1, [1, 3])
+        """
+        found = self._rules.ranked([one for one in self._roots() if one[1].step is not None])
+        return found[0][1].step if found else None
 
     def checkpoint(self, step: int) -> Checkpoint:
         """Return the checkpoint of a step.
@@ -294,6 +358,7 @@ class CheckpointManager:
         """
         with self._turn(group):
             self._settle()
+            self._timer.note()
             self._refuse_other(group)
             self._warn_of_deletions(step, group)
             saved = write_checkpoint(
@@ -315,6 +380,7 @@ class CheckpointManager:
                 lock_timeout=lock_timeout,
             )
             self._own.add(step)
+            self._warn_if_unchanged(saved, 0 if group is None else group.rank)
         return saved
 
     def save_async(
@@ -378,6 +444,7 @@ class CheckpointManager:
 
         with self._turn(group):
             self._settle()
+            self._timer.note()
             self._refuse_other(group)
             self._warn_of_deletions(step, group)
             if self._staging is None:
@@ -410,6 +477,114 @@ class CheckpointManager:
                 keep=keep,
             )
 
+    # -- when to save
+
+    def should_save(self, step: int, *, group: ProcessGroup | None = None) -> bool:
+        """Return whether to save a step: it is due, or a watched signal has arrived.
+
+        Parameters
+        ----------
+        step : int
+            The step.
+        group : ProcessGroup, optional
+            The ranks that save together. All of them call this and get the same answer: true if
+            it is true for any rank. They exchange one byte.
+
+        Returns
+        -------
+        bool
+            Without `save_interval_steps` and `save_time_interval`, true for every step.
+
+        Examples
+        --------
+        >>> from mlstate.checkpoint import CheckpointManager
+        >>> manager = CheckpointManager("run", save_interval_steps=10)
+        >>> [step for step in range(1, 31) if manager.should_save(step)]
+        [10, 20, 30]
+        """
+        due = self._timer.is_due(step) or self._has_signal()
+        return any(answer == b"1" for answer in _tell(group, b"1" if due else b"0"))
+
+    def watch_signals(self, *signals: int) -> None:
+        """Watch for signals that announce the end of the job, until `close`.
+
+        The signal only sets a flag: `should_save` then returns true, and `reached_preemption`
+        too. A second signal of the same number has its old effect.
+
+        Parameters
+        ----------
+        *signals : int
+            Signals, such as ``signal.SIGUSR1``. Default: ``signal.SIGTERM``.
+
+        Raises
+        ------
+        ValueError
+            This is not the main thread, or the system has no such signal.
+
+        Examples
+        --------
+        >>> import os, signal, tempfile
+        >>> import numpy as np
+        >>> from mlstate.checkpoint import CheckpointManager
+        >>> with CheckpointManager(tempfile.mkdtemp() + "/run", save_interval_steps=100) as manager:
+        ...     manager.watch_signals()
+        ...     for step in range(1, 1000):
+        ...         if step == 3:
+        ...             os.kill(os.getpid(), signal.SIGTERM)
+        ...         if manager.should_save(step):
+        ...             _ = manager.save(step, model={"w": np.full(2, step)})
+        ...         if manager.reached_preemption():
+        ...             break
+        ...     manager.steps()
+        [3]
+        """
+        import signal
+
+        from ._preemption import SignalWatch
+
+        if self._signals is not None:
+            self._signals.close()
+        self._signals = SignalWatch(signals or (signal.SIGTERM,))
+
+    def _has_signal(self) -> bool:
+        return self._signals is not None and self._signals.received is not None
+
+    def reached_preemption(self, *, group: ProcessGroup | None = None) -> bool:
+        """Return whether a watched signal has arrived.
+
+        Parameters
+        ----------
+        group : ProcessGroup, optional
+            As for `should_save`.
+
+        Examples
+        --------
+        >>> from mlstate.checkpoint import CheckpointManager
+        >>> CheckpointManager("run").reached_preemption()
+        False
+        """
+        found = _tell(group, b"1" if self._has_signal() else b"0")
+        return any(answer == b"1" for answer in found)
+
+    def _warn_if_unchanged(self, saved: Checkpoint, rank: int) -> None:
+        """Warn once if no file with the model's tensors is new since the last save."""
+        before, self._last_model = self._last_model, saved.step if saved.model else None
+        if not self._warns_unchanged or rank > 0 or None in (before, self._last_model):
+            return
+        mark = f".{saved.generation}-"
+        if before == saved.step or any(
+            mark in name for name in _folder.list_names(self.directory, "params")
+        ):
+            return
+        self._warns_unchanged = False
+        warnings.warn(
+            f"the model of step {saved.step} has the same bytes as that of step {before}: is this "
+            "the model that is trained? warn_unchanged=False allows it",
+            stacklevel=3,
+        )
+
+    # -- deleting
+
     def _refuse_other(self, group: ProcessGroup | None) -> None:
         """Refuse a folder whose checkpoint is not a step; each rank gets the same result."""
         found = False
@@ -427,18 +602,19 @@ class CheckpointManager:
         if self.keep is None or self._has_warned:
             return
         found: list[int | None] = []
-        count = 0
+        later: list[int | None] = []
         # only rank 0 looks at files, when it deletes: reads must not multiply with the ranks
         look = group is None or group.world_size == 1
         with _if_alone(group):
             roots = [root for root in self._roots(FormatError) if root[1].step != step]
             count = self._count_old(roots, self.keep - 1, look=look)
-            found = [manifest.step for _, manifest in roots]
-        deleted = found[:count]
-        foreign = [one for one in deleted if one not in self._own]
+            rules = self._rules.without_one()  # the new step may become one of the best
+            ruled = rules.kept(roots, lambda manifest: not look or self._can_load(manifest))
+            found = [m.step for _, m in roots[:count] if m.generation not in ruled]
+            later = [m.step for _, m in roots[count:] if m.step not in self._own]
+        foreign = [one for one in found if one not in self._own]
         if not foreign:
             return
-        later = [one for one in found[len(deleted) :] if one not in self._own]
         more = f", and {steps_text(later, _SHOWN)} with later saves" if later else ""
         warnings.warn(
             f"keep={self.keep} deletes steps that this manager did not save: "
@@ -463,7 +639,15 @@ class CheckpointManager:
         """Return the roots to delete, without generation `newest`, and the kept ones."""
         keep = len(roots) if self.keep is None else self.keep
         count = self._count_old(roots, keep, newest)
-        kept = {root.path: manifest for root, manifest in roots[count:]}
+        ruled = self._rules.kept(
+            roots if count else [],
+            lambda manifest: manifest.generation == newest or self._can_load(manifest),
+        )
+        kept = {
+            root.path: manifest
+            for number, (root, manifest) in enumerate(roots)
+            if number >= count or manifest.generation in ruled
+        }
         old = [root for root in _folder.list_roots(self.directory) if root.path not in kept]
         old = [root for root in old if root.generation != newest]
         for root in old:
