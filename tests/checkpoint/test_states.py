@@ -329,7 +329,7 @@ def test_states_are_saved_in_the_background_and_by_steps(tmp_path):
         for step in range(4):
             loader.position = step
             save = manager.save if step % 2 else manager.save_async
-            save(step, {"w": np.ones(4)}, states={"loader": loader})
+            save(step, {"w": np.full(4, step)}, states={"loader": loader})
     assert [manager.restore(step).states["loader"]["position"] for step in (2, 3)] == [2, 3]
     other = Loader()
     manager.restore_latest(into={"states": {"loader": other}})

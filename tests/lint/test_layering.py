@@ -54,6 +54,7 @@ PACKAGE_ORDER = (
     ("integrations/torch/_activation", "integrations/torch/_checkpoint"),
     ("integrations/torch/_collectives", "integrations/torch/_gradients"),
     ("integrations/torch", "integrations/mpi", "integrations"),
+    ("integrations/lightning", "integrations/transformers"),
     ("demo",),
     ("cli",),
     ("__main__",),
@@ -74,6 +75,7 @@ OPTIONAL = {
     "tqdm",
     "rich",
     "shtab",
+    "transformers",
 }
 ALLOWED = {"numpy"}
 
