@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import signal
 import subprocess
@@ -12,6 +11,8 @@ import time
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
+
+from from_tests import import_from_tests
 
 import mlstate
 
@@ -24,24 +25,11 @@ class JobError(Exception):
     """A rank failed, ended, or took too long; the job has ended."""
 
 
-def mpi_jobs() -> Any:
-    """The tests' module that locates the MPI installations; None if the tests are missing."""
-    path = HERE.parent / "tests" / "integration" / "mpi_jobs.py"
-    if not path.exists():
-        return None
-    spec = importlib.util.spec_from_file_location("mpi_jobs", path)
-    if spec is None or spec.loader is None:
-        return None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def reason_against(engine: str) -> str:
     """Why an engine cannot take part; empty if it can."""
     if engine in ("local", "gloo"):
         return ""
-    known = mpi_jobs()
+    known = import_from_tests("mpi_jobs")
     if known is None or known.home(engine) is None:
         return f"{NAMES[engine]} is not installed (see tools/mpi.sh): its lines are left out"
     return ""
@@ -92,7 +80,7 @@ class Job:
                 rest[1] = str(rank)
                 commands.append([sys.executable, script, self.engine, *rest])
         else:
-            known = mpi_jobs()
+            known = import_from_tests("mpi_jobs")
             environment = known.environment(self.engine)
             commands.append(known.command(self.engine, WORLD, script, self.engine, *rest))
         with self.log.open("wb") as log:

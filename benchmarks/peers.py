@@ -1,12 +1,14 @@
 """Common code of today, as plain as possible: the baselines of `bench_kv.py`.
 
 The algorithm of the transitions is that from ``anemll.utils.state_transition``: fill the whole
-target, make a converted copy of the tokens, copy it into the target.
+target, make a converted copy of the tokens, copy it into the target. `growing_inference` is
+the algorithm of a client that uses these transitions.
 """
 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -57,6 +59,48 @@ def numpy_into(source: Any, position: int, out: Any) -> None:
     out[:, :, position:] = 0
 
 
+def numpy_resize(arrays: Any, length: int, position: int) -> Any:
+    """Move every array of a cache to another length, as a careful NumPy user does."""
+    return {name: numpy_zeros_of(array, length, position) for name, array in arrays.items()}
+
+
+def numpy_zeros_of(source: Any, length: int, position: int) -> Any:
+    """Do it for one array, with the sequence before the last axis."""
+    target = np.zeros(longer(source.shape, length), source.dtype)
+    target[..., :position, :] = source[..., :position, :]
+    return target
+
+
+def numpy_quantize(values: Any, bits: int, group: int) -> tuple[Any, Any, Any]:
+    """Make groups of codes with a scale and a bias each, in NumPy's operations on whole arrays."""
+    levels = np.float32(2**bits - 1)
+    x = values.astype(np.float32).reshape(*values.shape[:-1], -1, group)
+    low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
+    scales = np.maximum((high - low) / levels, np.float32(1e-7))
+    scales = np.where(np.abs(low) > np.abs(high), scales, -scales)
+    edges = np.where(np.abs(low) > np.abs(high), low, high)
+    steps = np.rint(edges / scales)
+    scales = np.where(steps != 0, edges / np.where(steps != 0, steps, 1), scales)
+    biases = np.where(steps != 0, edges, np.float32(0))
+    codes = np.clip(np.rint((x - biases) / scales), 0, levels).astype(np.uint8)
+    codes = codes.reshape(*values.shape[:-1], -1)
+    if bits == 4:
+        codes = codes[..., ::2] | codes[..., 1::2] << 4
+    parts = scales[..., 0].astype(values.dtype), biases[..., 0].astype(values.dtype)
+    return codes.view("<u4"), *parts
+
+
+def numpy_dequantize(codes: Any, scales: Any, biases: Any, bits: int, group: int) -> Any:
+    """Compute the values of codes."""
+    wide = codes.view(np.uint8)
+    if bits == 4:
+        wide = np.stack([wide & 15, wide >> 4], -1)
+    x = wide.reshape(*scales.shape, group).astype(np.float32)
+    x *= scales[..., None].astype(np.float32)
+    x += biases[..., None].astype(np.float32)
+    return x.astype(scales.dtype).reshape(*scales.shape[:-1], -1)
+
+
 def numpy_ring(ring: Any, tokens: Any, axis: int, times: int = 100) -> None:
     """Store one token in each of the first slots of a ring, with NumPy."""
     slots = np.moveaxis(ring, axis, 0)
@@ -105,3 +149,92 @@ def decode_row(length: int, reach: int, position: int) -> Any:
     row = np.full((1, 1, 1, length), float("-inf"), np.float16)
     row[0, 0, 0, max(0, position - reach) : position + 1] = 0.0
     return row
+
+
+# ---- a client that grows its context ----
+
+_STATE_NAMES = ("model_model_kv_cache_0", "kv_cache_0", "kv_cache")
+
+
+def find_state(state: Any) -> tuple[str, tuple[int, ...]]:
+    """Find the name and shape of a state by reading it under known names."""
+    for name in _STATE_NAMES:
+        try:
+            return name, state.read_state(name).shape
+        except RuntimeError:
+            continue
+    raise RuntimeError(f"no state has one of the names {', '.join(_STATE_NAMES)}")
+
+
+def expand_state(source: Any, target: Any, position: int) -> None:
+    """Move a state to a larger context."""
+    name, _ = find_state(source)
+    target_name, shape = find_state(target)
+    value = source.read_state(name)
+    target.write_state(target_name, numpy_expand(value, shape[-2], position, value.dtype))
+
+
+def keep_tokens(
+    tokens: list[int], context: int, batch: int, reserve_batches: int, prompt: int
+) -> list[int]:
+    """Choose the tokens that a refill of a full context keeps; `prompt` of them come first."""
+    valid = len(tokens)
+    kept = max(1, context // batch - reserve_batches) * batch
+    kept = max(1, min(valid, context, kept, context - min(batch, context - 1)))
+    if prompt == 0:
+        return tokens[valid - kept :]
+    prompt = min(prompt, context - 1)
+    kept = max(kept, prompt)
+    return tokens[:prompt] + tokens[prompt:][valid - kept :]
+
+
+def growing_inference(
+    models: Mapping[int, Sequence[Any]],
+    prompt: Sequence[int],
+    count: int,
+    run: Callable[[Sequence[Any], int, list[int], int, Any], int],
+    *,
+    overflow: str,
+    batch_size: int,
+    reserve_batches: int,
+    preserve_prompt: bool,
+) -> Iterator[int]:
+    """Yield up to `count` tokens after a prompt.
+
+    `models` has the chunk models of each context size. ``run(chunks, size, tokens, position,
+    state)`` writes tokens into the state and returns the next token.
+    """
+
+    def prefill() -> Any:
+        state = models[size][0].make_state()
+        whole = len(tokens) // batch_size * batch_size
+        for start in range(0, whole, batch_size):
+            run(models[size], size, tokens[start : start + batch_size], start, state)
+        for position in range(whole, len(tokens)):
+            run(models[size], size, [tokens[position]], position, state)
+        return state
+
+    sizes = sorted(models)
+    tokens = list(prompt)
+    size = next(context for context in sizes if len(tokens) <= context)
+    state = prefill()
+    for _ in range(count):
+        tokens.append(run(models[size], size, tokens[-1:], len(tokens) - 1, state))
+        yield tokens[-1]
+        if len(tokens) <= size:
+            continue
+        if len(tokens) <= sizes[-1]:
+            size = next(context for context in sizes if len(tokens) <= context)
+            target = models[size][0].make_state()
+            expand_state(state, target, len(tokens) - 1)
+            state = target
+            continue
+        if overflow == "stop":
+            return
+        kept = keep_tokens(
+            tokens, size, batch_size, reserve_batches, len(prompt) if preserve_prompt else 0
+        )
+        if len(kept) == len(tokens):
+            return
+        tokens = kept
+        state = prefill()

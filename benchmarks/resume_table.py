@@ -12,18 +12,16 @@ otherwise their means, whose sums have another order.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import platform
-import sys
 import tempfile
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-HERE = Path(__file__).resolve().parent
-TESTS = HERE.parent / "tests" / "integration"
+from from_tests import import_from_tests
+
 KINDS = {
     "fsdp1": "FSDP1",
     "fsdp1-orig": "FSDP1, use_orig_params",
@@ -44,18 +42,9 @@ class Resumed(NamedTuple):
     largest: float  # difference of the mean losses, relative
 
 
-def jobs() -> Any:
-    """The tests' module that starts the ranks; None if the tests are missing."""
-    if not (TESTS / "resume_jobs.py").exists():
-        return None
-    if str(TESTS) not in sys.path:
-        sys.path.insert(0, str(TESTS))
-    return importlib.import_module("resume_jobs")
-
-
 def measure(kinds: list[str], optimizer: str, changes: list[tuple[int, int]]) -> list[Resumed]:
     """Train, kill and resume; return a result for each kind and change of ranks."""
-    starter = jobs()
+    starter = import_from_tests("resume_jobs")
     found = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -110,7 +99,7 @@ def main() -> int:
     parser.add_argument("--changes", nargs="+", default=list(CHANGES), metavar="SAVED-RESUMED")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
-    if jobs() is None:
+    if import_from_tests("resume_jobs") is None:
         parser.error("the tests, which start the ranks, are not beside the benchmarks")
     found = measure(options.kinds, options.optimizer, list(map(change, options.changes)))
     print(

@@ -17,8 +17,9 @@ import time
 from datetime import date
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+from from_tests import import_from_tests
+
+moe_model = import_from_tests("moe_model")
 
 
 def kibibytes(name):
@@ -31,11 +32,9 @@ def kibibytes(name):
 
 def one(what, folder, world, across, layers, stacked, rank):
     """Time and memory of one plan, measured in this process."""
-    from moe_model import Moe, Simulated
-
-    moe = Moe(world, across=across, layers=layers, stacked=stacked)
+    moe = moe_model.Moe(world, across=across, layers=layers, stacked=stacked)
     states = moe.states(rank)  # a training job holds these anyway
-    simulated = Simulated.__new__(Simulated)
+    simulated = moe_model.Simulated.__new__(moe_model.Simulated)
     simulated.folder, simulated.moe = Path(folder), moe
     from mlstate.checkpoint import plan_save
 
@@ -65,12 +64,10 @@ def mib(count):
 
 def figures(world, layers, stacked, rank):
     """Counts, times and memory of one rank's plans: to save, to load, to reshard."""
-    from moe_model import Moe, Simulated
-
-    moe = Moe(world, layers=layers, stacked=stacked)
-    new = Moe(world // 4 * 3, across=48, layers=layers, stacked=stacked)
+    moe = moe_model.Moe(world, layers=layers, stacked=stacked)
+    new = moe_model.Moe(world // 4 * 3, across=48, layers=layers, stacked=stacked)
     with tempfile.TemporaryDirectory() as folder:
-        simulated = Simulated.for_loads(Path(folder), moe, [(moe, rank), (new, rank)])
+        simulated = moe_model.Simulated.for_loads(Path(folder), moe, [(moe, rank), (new, rank)])
         save, load = moe.plan(rank), simulated.plan_load(moe, rank)
         reshard = simulated.plan_load(new, rank)
         timed = [
@@ -120,10 +117,9 @@ def row(found):
 
 def head(layers):
     """The head of the table."""
-    from moe_model import Moe
-
+    count = moe_model.Moe(64, layers=layers).count()
     return [
-        f"{Moe(64, layers=layers).count():,} parameters, {date.today()}, {platform.machine()}, "
+        f"{count:,} parameters, {date.today()}, {platform.machine()}, "
         f"{platform.system()}, Python {platform.python_version()}",
         "| " + " | ".join(HEAD) + " |",
         "| ---: " * len(HEAD) + "|",

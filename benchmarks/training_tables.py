@@ -6,6 +6,7 @@ from typing import Any
 
 import resume_table
 import scale
+from from_tests import import_from_tests
 from harness import Report
 
 KINDS, OPTIMIZER = ("fsdp1", "fsdp2", "plain"), "adam"
@@ -17,7 +18,7 @@ def resuming(report: Report, quick: bool) -> None:
     """Train on several processes, kill them, resume on the same number of ranks and on others."""
     title = f"training that is killed and resumed: {OPTIMIZER}, ranks over gloo"
     report.say(f"\n{title}")
-    if resume_table.jobs() is None:
+    if import_from_tests("resume_jobs") is None:
         report.say("not measured: the tests, which start the ranks, are not beside the benchmarks")
         return
     texts = resume_table.CHANGES[:1] if quick else resume_table.CHANGES

@@ -67,6 +67,9 @@ MODULE_PAGE = """\
 {entries}
 """
 
+# Private base classes with the documented methods of several public classes.
+SHARED_BASES = ("mlstate.collectives._group_base", "mlstate.kv._state_manager")
+
 ENTRY = """\
 .. auto{kind}:: {name}
 {options}
@@ -87,8 +90,8 @@ def entry(name, thing):
     if inspect.isclass(thing):
         kind = "exception" if issubclass(thing, BaseException) else "class"
         options = "   :members:\n"
-        if any(base.__module__ == "mlstate.collectives._group_base" for base in thing.__mro__[1:]):
-            options += "   :inherited-members:\n"  # the operations of all engines
+        if any(base.__module__ in SHARED_BASES for base in thing.__mro__[1:]):
+            options += "   :inherited-members:\n"
         if issubclass(thing, tuple):  # omit the methods of tuple
             options += "   :exclude-members: count, index, __new__\n"
     else:

@@ -29,7 +29,11 @@ from ._core import (
 )
 
 
-class GradientNamesError(CollectiveError, ValueError):
+class GradientMismatchError(CollectiveError, ValueError):
+    """On this rank, a gradient of the call is missing, has no unit, or does not fit its unit."""
+
+
+class GradientNamesError(GradientMismatchError):
     """Gradients and sharding units that were passed together do not have the same names."""
 
 
@@ -39,6 +43,7 @@ __all__ = [
     "CollectiveError",
     "CompatibilityError",
     "FormatError",
+    "GradientMismatchError",
     "GradientNamesError",
     "MLStateError",
     "StoreError",

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # coverage.sh PYTHON: lines, functions and branches of csrc covered by the C tests and pytest
-# together.  Built in a copy, build/coverage/tree.
+# together, and lines of mlstate covered by pytest, without those that only child processes run.
+# Built in a copy, build/coverage/tree.
 set -euo pipefail
 python=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
 "$python" tools/copy_tree.py build/coverage/tree
@@ -11,8 +12,8 @@ make --no-print-directory -s -j2 -f tools/core.mk BUILD=build/core-coverage OPT=
 MLSTATE_COVERAGE=1 "$python" setup.py -q build_ext --inplace
 export PYTHONPATH=$PWD # the copy, also in subprocesses of the tests
 status=0 # a failing test is reported after the coverage
-"$python" -m pytest -q --ignore=tests/lint --ignore=tests/package/test_core_c.py ${PYTEST_ARGS:-} ||
-    status=$?
+"$python" -m pytest -n auto --dist loadfile -q --cov=mlstate --cov-report=html:../python \
+    --ignore=tests/lint --ignore=tests/package/test_core_c.py ${PYTEST_ARGS:-} || status=$?
 "$python" -m gcovr --root . --filter 'csrc/' --gcov-ignore-parse-errors=negative_hits.warn \
     --merge-mode-functions=merge-use-line-min --txt build/summary.txt --txt-summary \
     --html-details ../index.html .

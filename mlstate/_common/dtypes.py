@@ -30,6 +30,7 @@ class DtypeInfo(NamedTuple):
 
 
 DTYPES = tuple(DtypeInfo(*row) for row in _core.dtypes())
+_NAMES = frozenset(info.name for info in DTYPES)
 FILE_DTYPES = {info.file_name: info for info in DTYPES}
 FLOATS, FLOAT8S, INTEGERS = (
     frozenset(info.name for info in DTYPES if info.kind in kinds)
@@ -63,6 +64,19 @@ def _plain_name(dtype: Any) -> str:
 def name_of(dtype: Any) -> str:
     """Return the name of a dtype that NumPy, ml_dtypes, torch and the core share."""
     return label_of(dtype) or _plain_name(dtype)  # equal dtypes may differ in metadata
+
+
+def dtype_name(dtype: Any) -> str:
+    """Return the name of a dtype argument, of NumPy, ml_dtypes or torch; "" if it is none."""
+    name = label_of(dtype) or str(dtype).removeprefix("torch.")
+    if name in _NAMES:
+        return name
+    if dtype is None:  # NumPy's default is float64
+        return ""
+    try:
+        return name_of(np.dtype(dtype))
+    except (TypeError, ValueError):
+        return ""
 
 
 def text_of(dtype: NumpyDType) -> str:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .._common.local_path import local_folder
 from .._common.set_module import set_module
 from .._common.text import bytes_text, table_text
 from .._sharding.layout import Layout
 from ..errors import FormatError, StoreError
 from ._load import LoadedState, load_checkpoint
+from ._remote.remote_folder import checkpoint_folder
 from ._store import folder as _folder
 from ._store.folder import SECTIONS
 from ._store.manifest import build, parse
 from ._verify import VerifyReport, verify_checkpoint
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ._store.manifest import Manifest
 
 _ROWS = 20
@@ -137,7 +139,7 @@ class ShardRecord(NamedTuple):
     nbytes : int
         Bytes of the shard.
     crc32c : str or None
-        Checksum of these bytes.
+        Checksum of these bytes; None too if another program wrote the file without checksums.
     version : int
         Number of changes.
     layers : tuple of LayerRecord, or None
@@ -184,7 +186,9 @@ class Checkpoint:
     Parameters
     ----------
     path : str or os.PathLike
-        Folder of the checkpoint.
+        Folder of the checkpoint, or its URL in an object store.
+    storage_options : mapping, optional
+        As for `save`. Copies by pickle do not have them: they may hold credentials.
 
     Raises
     ------
@@ -196,7 +200,7 @@ class Checkpoint:
     Attributes
     ----------
     path : str
-        Absolute path of the folder.
+        Absolute path of the folder, or the URL.
     written : dict or None
         For a checkpoint returned by `save`: what this rank wrote (``new_shards``,
         ``new_bytes``, ``new_files``), and ``shards`` and ``data_bytes``, the totals of this rank.
@@ -214,27 +218,33 @@ class Checkpoint:
         self,
         path: str | os.PathLike[str],
         *,
+        storage_options: Mapping[str, Any] | None = None,
         _root: str = _folder.MANIFEST,
         _manifest: Manifest | None = None,
     ) -> None:
-        # a caller that passes the manifest passes an absolute path
-        self.path = local_folder(path) if _manifest is None else os.fspath(path)
-        self._root = _root
-        self._manifest = _manifest or _folder.read_manifest(self.path, _root)
+        # a caller that passes the manifest passes an absolute path or a folder in a store
+        self.path = (
+            checkpoint_folder(path, storage_options) if _manifest is None else os.fspath(path)
+        )
+        self._root = _folder.current_root(self.path, _root) if _manifest is None else _root
+        self._manifest = _manifest or _folder.read_manifest(self.path, self._root)
         self._read_index: Any = None
         self.written: dict[str, Any] | None = None
 
     # Copies and pickles carry the manifest's text, so that they describe this save forever.
     def __getstate__(self) -> dict[str, Any]:
+        is_text = self._manifest.weights is None
         return {
             "path": self.path,
             "root": self._root,
-            "manifest": build(self._manifest),
+            "manifest": build(self._manifest) if is_text else self._manifest,
             "written": self.written,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        manifest = parse(state["manifest"], state["root"])
+        manifest = state["manifest"]
+        if isinstance(manifest, bytes):
+            manifest = parse(manifest, state["root"])
         Checkpoint.__init__(self, state["path"], _root=state["root"], _manifest=manifest)
         self.written = state["written"]
 
@@ -245,9 +255,15 @@ class Checkpoint:
         return self._read_index
 
     @classmethod
-    def _opened(cls, path: str | os.PathLike[str], root: str = _folder.MANIFEST) -> Checkpoint:
+    def _opened(
+        cls,
+        path: str | os.PathLike[str],
+        root: str = _folder.MANIFEST,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> Checkpoint:
         """Read the indexes at once, so that a writer cannot delete them before their first use."""
-        folder = local_folder(path)
+        folder = checkpoint_folder(path, storage_options)
+        root = _folder.current_root(folder, root)
 
         def read(manifest: Manifest) -> Checkpoint:
             found = cls(folder, _root=root, _manifest=manifest)
@@ -312,6 +328,8 @@ class Checkpoint:
     @property
     def nbytes(self) -> int:
         """Bytes of all shards."""
+        if self._manifest.weights is not None:
+            return int(self._merged_index.heads()[0][4])
         return sum(record.data_bytes for record in self._manifest.indexes)
 
     @property
@@ -398,8 +416,10 @@ class Checkpoint:
 
     def _title(self) -> str:
         tensors = sum(len(self._merged_index.keys(number)) for number in range(len(SECTIONS)))
+        is_own = self._manifest.weights is None
         parts = [
-            f"Checkpoint: {tensors:,} tensor{'' if tensors == 1 else 's'}",
+            f"{'Checkpoint' if is_own else 'Hugging Face folder'}: {tensors:,} "
+            f"tensor{'' if tensors == 1 else 's'}",
             stored_text(self.nbytes, self.stored_nbytes),
             f"{len(self.files()):,} file{'' if len(self.files()) == 1 else 's'}",
             f"{self.world_size} rank{'' if self.world_size == 1 else 's'}",
@@ -431,14 +451,19 @@ class Checkpoint:
 
 
 @set_module("mlstate.checkpoint")
-def inspect(path: str | os.PathLike[str]) -> Checkpoint:
+def inspect(
+    path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+) -> Checkpoint:
     """
     Read the manifest and all indexes of a checkpoint.
 
     Parameters
     ----------
     path : str or os.PathLike
-        Folder of the checkpoint.
+        Folder of the checkpoint, or of a Hugging Face model, whose headers are read instead; or
+        the URL of a checkpoint in an object store.
+    storage_options : mapping, optional
+        As for `save`.
 
     Returns
     -------
@@ -460,4 +485,4 @@ def inspect(path: str | os.PathLike[str]) -> Checkpoint:
     tensor  state  dtype    shape   shards  bytes  version
     w              float32  (4, 2)  1       32 B   1
     """
-    return Checkpoint._opened(path)
+    return Checkpoint._opened(path, storage_options=storage_options)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.backend import torch_backend
 from .._common.dtypes import numpy_dtype
-from .._common.local_path import local_folder
 from .._common.set_module import set_module
 from .._common.text import names_hint
 from .._sharding.layout import Layout, Steps, steps_of
@@ -23,11 +22,13 @@ from ..collectives._consensus import agree
 from ..errors import MLStateError, StoreError, TensorNotFoundError
 from ..state._kind import restore_kind
 from ._load_targets import ALL_NAMES, check_into, names_error, needs_all_ranks, prepare
+from ._remote.remote_folder import checkpoint_folder, refuse_remote
 from ._sections import OPTIMIZER, STATES, rename_sections, sections_of
 from ._states.restore import apply_all, load_tree, undo_all
 from ._store import folder as _folder
 from ._store.name_globs import Names, listed_names
 from ._store.rank_indexes import Indexes
+from ._store.weight_files import check_total
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -215,9 +216,11 @@ class Loader:
         self.sections = sections_of(self.merged_index, manifest)
         if request.rename is not None:
             rename_sections(self.sections, request.rename)
+        if self.verify:
+            check_total(request.folder, manifest, self.merged_index)
         if request.verify == "first":
             self.indexes.read_all()
-            _verify_all(request.folder, self.merged_index)
+            _verify_all(request.folder, manifest, self.merged_index)
             self.verify = False
 
     @property
@@ -255,15 +258,16 @@ class Loader:
         return self._load(section, keys, cutting, mmap=False)
 
     def _load(self, section: int, keys: list[str], cutting: Any, *, mmap: bool) -> dict[str, Any]:
-        return self.merged_index.load(  # type: ignore[no-any-return]
-            self.folder,
-            section,
-            keys,
-            cutting,
-            self.verify and not mmap,
-            mmap,
-            self.request.progress,
-        )
+        progress, verify = self.request.progress, self.verify and not mmap
+        arrays: dict[str, Any] = {}
+
+        def read(folder: str, some: list[str], cuts: Any) -> None:
+            arrays.update(
+                self.merged_index.load(folder, section, some, cuts, verify, mmap, progress)
+            )
+
+        _folder.read_batches(self.folder, self.merged_index, section, keys, cutting, verify, read)
+        return arrays
 
     def load_new(self, section: Section, names: list[str], cutting: Any) -> dict[str, Any]:
         """Return new arrays or, with mmap, views of the files."""
@@ -475,13 +479,13 @@ def _checked_device(device: Any, *, mmap: bool) -> Any:
     return torch_backend("tensors on a device=").device_of(device)
 
 
-def _verify_all(folder: str, merged: Any) -> None:
+def _verify_all(folder: str, manifest: Manifest, merged: Any) -> None:
     """Read and verify all files; raise the first problem."""
-    from ._verify import Problem
+    from ._verify import verify_files
 
-    _, problems = merged.verify(folder, None)
+    _, problems = verify_files(folder, manifest, merged, None)
     if problems:
-        raise Problem(*problems[0]).as_error(folder)
+        raise problems[0].as_error(folder)
 
 
 def load_checkpoint(
@@ -503,9 +507,13 @@ def load_checkpoint(
     device: Any = None,
     rename: Mapping[str, str] | None = None,
     progress: Callable[[int], object] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> LoadedState:
     """Load one root; see `mlstate.load`. `_manifest` is its manifest if already read."""
-    folder = local_folder(path)
+    folder = checkpoint_folder(path, storage_options)
+    if mmap:
+        refuse_remote(folder, "mmap=True", "load without it")
+    root = _folder.current_root(folder, root)
     cutting = ranks_of(rank, world_size, layout, group)
     listed = None if names is None else listed_names(names)
     if verify not in (True, False, "first"):
@@ -565,6 +573,7 @@ def load(
     device: Any = None,
     rename: Mapping[str, str] | None = None,
     progress: Callable[[int], object] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> LoadedState:
     """
     Load a checkpoint, or any part of it.
@@ -572,7 +581,9 @@ def load(
     Parameters
     ----------
     path : str or os.PathLike
-        Folder of the checkpoint.
+        Folder of the checkpoint, or of a Hugging Face model (``model.safetensors``, or
+        ``model.safetensors.index.json`` with its files); or the URL of a checkpoint in an object
+        store.
     names : str or iterable of str, optional
         Tensors to load. Each name is a parameter (selects its optimizer states too), a layer
         (selects everything below it), or one tensor. An exact name wins, even ``"w[0]"``; any
@@ -629,7 +640,7 @@ def load(
     rename : mapping of str to str, optional
         Rules of `mlstate.state.rename`, applied to the stored names of model, optimizer and named
         states; `names`, `into` and the result have the new names. Each rule must match a name.
-    progress : callable, optional
+    progress, storage_options
         As for `save`.
 
     Returns
@@ -692,4 +703,5 @@ def load(
         device=device,
         rename=rename,
         progress=progress,
+        storage_options=storage_options,
     )

@@ -25,6 +25,7 @@ from ..state._optimizer_state import OptimizerStateDict
 from ._sections import OPTIMIZER
 from ._states.collect import modules_of, owner_of
 from ._states.restore import prepare_object, prepare_tree
+from ._store import folder as _folder
 from ._store.name_globs import Names
 
 if TYPE_CHECKING:
@@ -150,7 +151,8 @@ def _fit_names(
     have = set(selected)
     known = filling.known
     unfilled = [name for name in known if name not in have and name not in filling.optional]
-    lacking, _ = names.select(unfilled, min(section.number, OPTIMIZER))
+    missing = _without_tied(loader, unfilled, selected, filling)
+    lacking, _ = names.select(missing, min(section.number, OPTIMIZER))
     unexpected = [name for name in selected if name not in known]
     lenient = section.is_optimizer and request.missing != "error"
     if request.strict and (unexpected or (lacking and not lenient)):
@@ -159,6 +161,22 @@ def _fit_names(
         for name in lacking:
             filling.zero(name)
     return [name for name in selected if name in filling.arrays]
+
+
+def _without_tied(
+    loader: Loader, unfilled: list[str], selected: list[str], filling: Any
+) -> list[str]:
+    """Return the names whose arrays receive no value under another name.
+
+    Hugging Face folders store tied weights under one of their names.
+    """
+    if not unfilled or loader.manifest.weights is None:
+        return unfilled
+    arrays = filling.arrays
+    order = [name for name in (*unfilled, *selected) if name in arrays]
+    [tied] = _core.targets_tied([(order, arrays)])
+    left_out = set(tied) - set(selected)
+    return [name for name in unfilled if name not in left_out]
 
 
 def _shape_of(
@@ -213,21 +231,18 @@ def _check(loader: Loader, one: _Ready) -> None:
 
 def _fill(loader: Loader, one: _Ready) -> None:
     """Read into arrays; shapes and dtypes are checked before the first byte is written."""
-    section, filling = one.section, one.filling
+    section, filling, merged = one.section, one.filling, loader.merged_index
     keys, arrays = section.keys(one.names), section.by_key(filling.arrays, one.names)
-    loader.merged_index.load_into(
-        loader.folder,
-        section.number,
-        keys,
-        one.cuts,
-        arrays,
-        loader.verify,
-        loader.request.progress,
-    )
+    verify, progress = loader.verify, loader.request.progress
+
+    def read(folder: str, some: list[str], cuts: Any) -> None:
+        merged.load_into(folder, section.number, some, cuts, arrays, verify, progress)
+
+    _folder.read_batches(loader.folder, merged, section.number, keys, one.cuts, verify, read)
     if one.casts:
-        read = {name: filling.arrays[name] for name in one.casts}
+        stored = {name: filling.arrays[name] for name in one.casts}
         filling.arrays.update(one.casts)
-        load_into(one.casts, read, cast=True)
+        load_into(one.casts, stored, cast=True)
     filling.done()
 
 

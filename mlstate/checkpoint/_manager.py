@@ -6,19 +6,21 @@ import errno
 import os
 import threading
 import warnings
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from .._common.local_path import local_folder
 from .._common.log import log
 from .._common.set_module import set_module
 from .._common.text import steps_text
-from ..errors import CollectiveError, FormatError, MLStateError, StoreError
+from ..errors import FormatError, MLStateError
 from ._checkpoint import Checkpoint
 from ._load import LoadedState, load_checkpoint
+from ._remote.remote_folder import RemoteFolder, checkpoint_folder
 from ._retention import SaveTimer, check_retention
 from ._save import PACK_BELOW, write_checkpoint
+from ._step_roots import OTHER, agreed_roots, gather_bytes, holds_no_steps, if_alone, try_root
 from ._store import folder as _folder
+from ._store.garbage import delete_generations
 from ._store.writer_lock import WriterLock, check_timeout
 
 if TYPE_CHECKING:
@@ -49,7 +51,7 @@ class CheckpointManager:
     Parameters
     ----------
     directory : str or os.PathLike
-        The folder; the first save creates it.
+        The folder, or a URL in an object store; the first save creates it.
     keep : int or None, default None
         Number of newest steps to keep; `save` and `save_async` delete older ones. None keeps
         every step, or with other `keep_` rules the newest one. A damaged step does not count:
@@ -73,6 +75,8 @@ class CheckpointManager:
         `should_save` returns true if the last save began at least this many seconds ago.
     warn_unchanged : bool, default True
         Warn once if the model of a step has the same bytes as that of the step saved before.
+    storage_options : mapping, optional
+        As for `mlstate.save`.
 
     Warns
     -----
@@ -117,6 +121,7 @@ class CheckpointManager:
         save_interval_steps: int | None = None,
         save_time_interval: float | timedelta | None = None,
         warn_unchanged: bool = True,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         if keep is not None and not hasattr(keep, "__index__"):
             raise TypeError(f"keep must be an int, or None for all, got {type(keep).__name__}")
@@ -127,7 +132,7 @@ class CheckpointManager:
         self._signals: SignalWatch | None = None
         self._warns_unchanged = warn_unchanged
         self._last_model: int | None = None  # step of the last save with a model
-        self.directory = local_folder(directory)
+        self.directory = checkpoint_folder(directory, storage_options)
         self.keep = 1 if keep is None and not self._rules.is_empty() else keep
         self._own: set[int] = set()  # steps that this manager saved
         self._damaged: set[str] = set()  # generations that this manager could not restore
@@ -215,7 +220,9 @@ class CheckpointManager:
         not read again.
         """
         found: dict[int | None, tuple[_folder.Root, Manifest]] = {}
-        for root in _folder.list_roots(self.directory):
+        roots = _folder.list_roots(self.directory)
+        _folder.prefetch(self.directory, roots)
+        for root in roots:
             try:
                 if newest is not None and root.generation == newest.generation:
                     manifest = newest
@@ -296,7 +303,7 @@ class CheckpointManager:
             if manifest.step == step:
                 return Checkpoint(self.directory, _root=root.path, _manifest=manifest)
         have = steps_text(self.steps())
-        have += f"; {_OTHER}" if _holds_no_steps(self.directory) else ""
+        have += f"; {OTHER}" if holds_no_steps(self.directory) else ""
         raise _folder.store_error(
             FileNotFoundError(2, f"step {step} does not exist (steps: {have})"),
             "cannot find the step",
@@ -503,7 +510,7 @@ class CheckpointManager:
         [10, 20, 30]
         """
         due = self._timer.is_due(step) or self._has_signal()
-        return any(answer == b"1" for answer in _tell(group, b"1" if due else b"0"))
+        return any(answer == b"1" for answer in gather_bytes(group, b"1" if due else b"0"))
 
     def watch_signals(self, *signals: int) -> None:
         """Watch for signals that announce the end of the job, until `close`.
@@ -563,13 +570,15 @@ class CheckpointManager:
         >>> CheckpointManager("run").reached_preemption()
         False
         """
-        found = _tell(group, b"1" if self._has_signal() else b"0")
+        found = gather_bytes(group, b"1" if self._has_signal() else b"0")
         return any(answer == b"1" for answer in found)
 
     def _warn_if_unchanged(self, saved: Checkpoint, rank: int) -> None:
         """Warn once if no file with the model's tensors is new since the last save."""
         before, self._last_model = self._last_model, saved.step if saved.model else None
         if not self._warns_unchanged or rank > 0 or None in (before, self._last_model):
+            return
+        if isinstance(self.directory, RemoteFolder):  # every save writes all objects
             return
         mark = f".{saved.generation}-"
         if before == saved.step or any(
@@ -588,11 +597,11 @@ class CheckpointManager:
     def _refuse_other(self, group: ProcessGroup | None) -> None:
         """Refuse a folder whose checkpoint is not a step; each rank gets the same result."""
         found = False
-        with _if_alone(group):
-            found = _holds_no_steps(self.directory)
+        with if_alone(group):
+            found = holds_no_steps(self.directory)
         if found:
             raise _folder.store_error(
-                FileExistsError(errno.EEXIST, f"{_OTHER}: save steps into another folder"),
+                FileExistsError(errno.EEXIST, f"{OTHER}: save steps into another folder"),
                 "cannot save the step",
                 self.directory,
             )
@@ -605,7 +614,7 @@ class CheckpointManager:
         later: list[int | None] = []
         # only rank 0 looks at files, when it deletes: reads must not multiply with the ranks
         look = group is None or group.world_size == 1
-        with _if_alone(group):
+        with if_alone(group):
             roots = [root for root in self._roots(FormatError) if root[1].step != step]
             count = self._count_old(roots, self.keep - 1, look=look)
             rules = self._rules.without_one()  # the new step may become one of the best
@@ -717,17 +726,31 @@ class CheckpointManager:
         """
         with self._turn(None):
             self._settle()
+            timeout = check_timeout(lock_timeout)
+            if isinstance(self.directory, RemoteFolder):
+                self._delete_objects(step)
+                return
             generation = self.checkpoint(step).generation
-            lock = WriterLock(self.directory, timeout=check_timeout(lock_timeout))
+            lock = WriterLock(self.directory, timeout=timeout)
             with lock.acquire():
-                if _folder.read_manifest(self.directory).generation == generation:
-                    raise ValueError(
-                        f"step {step} is the newest checkpoint: save another one first"
-                    )
+                self._refuse_newest(step, generation)
                 roots = _folder.list_roots(self.directory)
                 roots = [root for root in roots if root.generation == generation]
                 _folder.delete_roots(self.directory, roots)
                 _folder.prune(self.directory)
+
+    def _refuse_newest(self, step: int, generation: str) -> None:
+        if _folder.read_manifest(self.directory).generation == generation:
+            raise ValueError(f"step {step} is the newest checkpoint: save another one first")
+
+    def _delete_objects(self, step: int) -> None:
+        """Delete a step in an object store; new objects of a running writer stay."""
+        found = self.checkpoint(step)
+        self._refuse_newest(step, found.generation)
+        roots = _folder.list_roots(self.directory)
+        roots = [root for root in roots if root.generation == found.generation]
+        _folder.delete_roots(self.directory, roots)
+        delete_generations(self.directory, [found._manifest])
 
     # -- restoring
 
@@ -805,14 +828,14 @@ class CheckpointManager:
         first: MLStateError | None = None
         tried: list[str] | None = None
         # a writer may have deleted all of these roots and committed newer ones
-        while (roots := _agreed_roots(self.directory, group)) != tried:
+        while (roots := agreed_roots(self.directory, group)) != tried:
             tried, first = roots, None
             for root in reversed(roots):
-                state, error = _try_root(self.directory, root, keywords)
+                state, error = try_root(self.directory, root, keywords)
                 if state is not None:
                     return state
                 self._damaged.add(root.split(".")[-2])
-                is_there = os.path.lexists(os.path.join(self.directory, root))
+                is_there = _folder.exists(self.directory, root)
                 if error is not None and is_there:  # else a writer has deleted it
                     log("WARNING", "%s: %s cannot be restored: %s", self.directory, root, error)
                     warnings.warn(f"{root} cannot be restored: {error}", stacklevel=2)
@@ -820,24 +843,9 @@ class CheckpointManager:
         if first is not None:
             raise first
         what = "no checkpoint there"
-        if _holds_no_steps(self.directory):
-            what = f"{_OTHER}: mlstate.load loads it"
+        if holds_no_steps(self.directory):
+            what = f"{OTHER}: mlstate.load loads it"
         raise _folder.store_error(FileNotFoundError(2, what), "cannot restore", self.directory)
-
-
-_OTHER = "the folder holds a checkpoint of mlstate.save, which is not a step"
-
-
-def _if_alone(group: ProcessGroup | None) -> AbstractContextManager[None]:
-    """Suppress the folder's errors if there are several ranks: these must first communicate."""
-    alone = group is None or group.world_size == 1
-    return nullcontext() if alone else suppress(StoreError)
-
-
-def _holds_no_steps(folder: str) -> bool:
-    """Return whether a folder has a checkpoint, but no steps of a manager."""
-    there = os.path.lexists(os.path.join(folder, _folder.MANIFEST))
-    return there and not _folder.list_roots(folder)
 
 
 def find_root(folder: str, step: int) -> str:
@@ -845,52 +853,3 @@ def find_root(folder: str, step: int) -> str:
     if not _folder.list_roots(folder) and _folder.read_manifest(folder).step == step:
         return _folder.MANIFEST
     return CheckpointManager(folder).checkpoint(step)._root
-
-
-def _tell(group: ProcessGroup | None, text: bytes) -> list[bytes]:
-    """Gather a text from every rank."""
-    if group is None or group.world_size == 1:
-        return [text]
-    return list(group.gather_bytes(text))
-
-
-def _agreed_roots(folder: str, group: ProcessGroup | None) -> list[str]:
-    """Return the roots that rank 0 lists; ranks that list at other times may differ."""
-    names: list[str] = []
-    error: MLStateError | None = None
-    if group is None or group.rank == 0:
-        try:
-            names = [root.path for root in _folder.list_roots(folder)]
-        except MLStateError as caught:
-            error = caught
-    said = _tell(group, b"" if error is not None else " ".join(["roots", *names]).encode())[0]
-    if error is not None:
-        raise error
-    if not said:
-        failed = CollectiveError("rank 0 cannot list the checkpoints; see the error on that rank")
-        failed.rank = 0
-        raise failed
-    return said.decode().split(" ")[1:]
-
-
-def _try_root(
-    folder: str, root: str, keywords: dict[str, Any]
-) -> tuple[LoadedState | None, MLStateError | None]:
-    """Load a root on all ranks; if one rank cannot read it, every rank skips it."""
-    group = keywords.get("group")
-    state: LoadedState | None = None
-    error: MLStateError | None = None
-    try:
-        state = load_checkpoint(folder, root=root, **keywords)
-    except (FormatError, StoreError) as caught:
-        error = caught
-    except BaseException:
-        _tell(group, b"stop")  # trying other roots would not help: the others must not wait
-        raise
-    answers = _tell(group, b"good" if error is None else b"bad")
-    if b"stop" in answers:
-        rank = answers.index(b"stop")
-        failed = CollectiveError(f"rank {rank} cannot restore; see the error on that rank")
-        failed.rank = rank
-        raise failed
-    return (None if b"bad" in answers else state), error

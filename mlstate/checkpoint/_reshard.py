@@ -26,7 +26,7 @@ from ._sections import STATES
 from ._store import folder as _folder
 from ._store.index_patterns import pattern_of, with_patterns
 from ._store.writer_lock import WriterLock
-from ._verify import Problem
+from ._verify import verify_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,7 +78,11 @@ def _write_rank(
 
 
 def _commit_all_ranks(
-    target: SaveTarget, start: Start, like: Manifest, written: list[dict[str, Any]]
+    target: SaveTarget,
+    start: Start,
+    like: Manifest,
+    written: list[dict[str, Any]],
+    lock: WriterLock,
 ) -> Committed:
     """Commit the written ranks, with the description of the state in `like`."""
     manifest = like._replace(
@@ -89,10 +93,11 @@ def _commit_all_ranks(
         world_size=len(written),
         indexes=tuple(map(record_of, written)),
         patterns=None,
+        weights=None,
     )
     if len(written) > 1:
         manifest = with_patterns(target.folder, manifest, written)[0]
-    return commit_manifest(target.folder, manifest)
+    return commit_manifest(target.folder, manifest, lock)
 
 
 def _write_all_ranks(
@@ -112,7 +117,7 @@ def _write_all_ranks(
             _write_rank(target, start.generation, (rank, world_size), states(rank), progress)
             for rank in range(world_size)
         ]
-        committed = _commit_all_ranks(target, start, like, written)
+        committed = _commit_all_ranks(target, start, like, written, lock)
         is_clean = True
         warning = delete_replaced(target, committed, start.before)
     except BaseException:
@@ -148,7 +153,7 @@ def reshard(
     Parameters
     ----------
     source : str or os.PathLike
-        Folder of the checkpoint.
+        Folder of the checkpoint, or of a Hugging Face model.
     target : str or os.PathLike
         Folder of the new checkpoint. It must not be `source`. Unless `overwrite` is true, it
         must be empty or not exist.
@@ -214,13 +219,13 @@ def reshard(
     if os.path.exists(target) and os.path.samefile(source, target):
         raise ValueError("the target must be another folder than the source")
     _folder.refuse_existing(target, overwrite)
-    root = _folder.MANIFEST if step is None else find_root(source, step)
+    root = _folder.current_root(source) if step is None else find_root(source, step)
 
     def write(manifest: Manifest) -> Checkpoint:
         merged = _folder.load_merged_index(source, manifest)
-        _, problems = merged.verify(source, None)
+        _, problems = verify_files(source, manifest, merged, None)
         if problems:
-            raise Problem(*problems[0]).as_error(source)
+            raise problems[0].as_error(source)
         cut = _ShardAssigner(merged, steps)
         listed = manifest.states or {}
         trees = tuple(f"{name}/" for name, kind in listed.items() if kind["kind"] == "tree")

@@ -21,7 +21,6 @@ from .. import _core
 from .._common.arrays import refuse_given_away
 from .._common.backend import backend_of, is_module, is_optimizer
 from .._common.json_values import check_json_values
-from .._common.local_path import local_folder
 from .._common.set_module import set_module
 from .._sharding.layout import Layout, Shard, Steps, steps_of
 from .._version import __version__
@@ -31,6 +30,7 @@ from ..state._kind import kind_of
 from ..state._optimizer_state import OptimizerStateDict
 from ..state._state_dict import StateDict
 from ._commit import refuse_manager_folder, write_and_commit
+from ._remote.remote_folder import RemoteFolder, checkpoint_folder, refuse_remote
 from ._replica_assignment import Assignment, assign_replicas
 from ._states.collect import NO_STATES, NamedStates, take_states
 from ._store import codecs as _codecs
@@ -61,7 +61,7 @@ class SaveTarget(NamedTuple):
     Attributes
     ----------
     folder : str
-        Absolute path of the checkpoint.
+        Absolute path of the checkpoint, or a `RemoteFolder`.
     group : ProcessGroup or None
         None if this process saves alone.
     rank, world_size : int
@@ -112,6 +112,7 @@ def check_target(
     replace_steps: bool = False,
     retain: Callable[[Manifest], Mapping[str, Manifest]] | None = None,
     lock_timeout: float = 0.0,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> SaveTarget:
     """Check the arguments that describe where and how to save.
 
@@ -125,12 +126,16 @@ def check_target(
             "the path of a checkpoint must be a str or os.PathLike, got "
             f"{type(path).__name__}; it comes first: save(path, model, optimizer)"
         )
-    folder = local_folder(path)
+    folder = checkpoint_folder(path, storage_options)
     if not isinstance(folder, str):
         raise TypeError("the path of a checkpoint must be a str")
     for name, value in (("sparse", sparse), ("incremental", incremental)):
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
+    if incremental:
+        refuse_remote(folder, "incremental=True", "save whole shards")
+    if isinstance(folder, RemoteFolder):
+        _ = folder.store  # imports the engine, which checks the options
     if compress is not None:
         _codecs.check(compress)
     if replace_steps:
@@ -340,11 +345,12 @@ def take_content(
 ) -> SaveContent:
     """Check the states without copying any array.
 
-    If `in_thread`, a thread does the rest, so a manager's folder is refused here. Errors are
-    raised if this process saves alone; otherwise the result carries them.
+    If `in_thread`, a thread does the rest, so a manager's folder is refused here, but in an
+    object store this would delay the caller. Errors are raised if this process saves alone;
+    otherwise the result carries them.
     """
     try:
-        if in_thread and target.rank == 0:
+        if in_thread and target.rank == 0 and not isinstance(target.folder, RemoteFolder):
             _refuse_manager_folder_early(target)
         refuse_nothing(model, optimizer, states)
         named = take_states(states, model, target.world_size)
@@ -511,6 +517,7 @@ def save(
     compress: str | None = None,
     progress: Callable[[int], object] | None = None,
     lock_timeout: float = 0,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """
     Save the state of a model, of its optimizer, and any other states.
@@ -521,8 +528,9 @@ def save(
     Parameters
     ----------
     path : str or os.PathLike
-        Folder of the checkpoint; created if it does not exist. An existing checkpoint is
-        replaced; unchanged shards are not written again.
+        Folder of the checkpoint, or a URL in an object store such as ``"s3://bucket/run"``;
+        created if it does not exist. An existing checkpoint is replaced; in a folder, unchanged
+        shards are not written again.
     model : mapping of str to array or Shard, or torch.nn.Module, optional
         A `ModelStateDict`, a plain dict, a module (its ``state_dict()``), or an object with
         ``get_state_dict()``. Arrays are NumPy arrays (dtypes of ml_dtypes included) or torch
@@ -569,7 +577,11 @@ def save(
         Called repeatedly with the number of bytes processed since the last call. An exception
         from it stops the save.
     lock_timeout : float, default 0
-        Seconds to wait for another process that is writing this checkpoint.
+        Seconds to wait for another process that is writing this checkpoint. Stores have no
+        locks: with a URL, the writer that commits second raises.
+    storage_options : mapping, optional
+        Options of the object store for a URL: credentials, region, endpoint, and those that
+        the page on object stores lists.
 
     Returns
     -------
@@ -579,7 +591,7 @@ def save(
     Raises
     ------
     ImportError
-        The package that `compress` needs is not installed.
+        The package that `compress` or a URL needs is not installed.
     TypeError, ValueError
         An argument is wrong, ranks save different states, the ranks together lack a part of a
         tensor, or a shard's version decreases. The old checkpoint is unchanged.
@@ -648,4 +660,5 @@ def save(
         compress=compress,
         progress=progress,
         lock_timeout=lock_timeout,
+        storage_options=storage_options,
     )

@@ -729,6 +729,7 @@ def save_async(
     compress: str | None = None,
     progress: Callable[[int], object] | None = None,
     lock_timeout: float = 0,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> SaveHandle:
     """
     Start a save, and return while the checkpoint is written.
@@ -755,7 +756,7 @@ def save_async(
     group : ProcessGroup, optional
         As for `save`. Use the group for nothing else until the save has ended, because a thread
         sends messages through it. `staged` waits until the slowest rank has started.
-    progress, lock_timeout
+    progress, lock_timeout, storage_options
         As for `save`; `progress` is called in the save's thread.
 
     Returns
@@ -812,6 +813,7 @@ def save_async(
         staging=staging,
         progress=progress,
         lock_timeout=lock_timeout,
+        storage_options=storage_options,
         group=group,
         layout=layout,
         pack_below=pack_below_bytes,

@@ -8,16 +8,17 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
-from .._common.local_path import local_folder
 from .._common.log import log
 from .._common.set_module import set_module
 from .._common.text import bytes_text, table_text
 from ..errors import ChecksumError, FormatError, MLStateError, StoreError
+from ._remote.remote_folder import RemoteFolder, checkpoint_folder, refuse_remote
 from ._store import folder as _folder
+from ._store.weight_files import ROOTS, check_total, hub_hint, unlisted_files
 from ._store.writer_lock import WriterLock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from ._store.manifest import Manifest
 
@@ -155,8 +156,39 @@ def _root_problem(kind: str, path: str, rank: int, error: MLStateError) -> Probl
     return Problem(kind, path, None, None, rank, error.offset or 0, 0, str(error))
 
 
+def _verify_weight_files(
+    folder: str, manifest: Manifest, progress: Callable[[int], object] | None
+) -> tuple[int, list[Problem]]:
+    """Verify the files of a Hugging Face folder, as `verify_files` does."""
+    from ._files.safetensors_verify import verify_file
+
+    assert manifest.weights is not None
+    reports = [
+        verify_file(os.path.join(folder, name), progress)[0] for name in manifest.weights.files
+    ]
+    problems = [problem for report in reports for problem in report.problems]
+    return sum(report.bytes for report in reports), problems
+
+
+def verify_files(
+    folder: str, manifest: Manifest, merged: Any, progress: Callable[[int], object] | None
+) -> tuple[int, list[Problem]]:
+    """Read and verify all files of a root; return the number of bytes, and the problems."""
+    if manifest.weights is None:
+        count, problems = _folder.verify_shard_files(folder, merged, progress)
+        return count, [Problem(*problem) for problem in problems]
+    count, found = _verify_weight_files(folder, manifest, progress)
+    try:
+        check_total(folder, manifest, merged)
+    except FormatError as error:
+        found.append(_root_problem("index", manifest.indexes[0].path, 0, error))
+    return count, found
+
+
 def _index_problems(folder: str, manifest: Manifest) -> list[Problem]:
     """Read each index separately, to report every damaged one."""
+    if manifest.weights is not None:
+        return _verify_weight_files(folder, manifest, None)[1]
     problems = []
     for rank, record in enumerate(manifest.indexes):
         try:
@@ -213,9 +245,9 @@ def _verify_once(
         report.problems += found or [_root_problem("index", name, 0, error)]
         return manifest.generation
     known[manifest.generation] = merged
-    count, problems = merged.verify(folder, progress)
+    count, problems = verify_files(folder, manifest, merged, progress)
     report.bytes += count + sum(record.bytes for record in manifest.indexes)
-    report.problems += _with_tensors([Problem(*problem) for problem in problems], merged)
+    report.problems += _with_tensors(problems, merged)
     return manifest.generation
 
 
@@ -359,18 +391,36 @@ def verify_checkpoint(
     root: str = _folder.MANIFEST,
     repair: bool = False,
     progress: Callable[[int], object] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> VerifyReport:
     """Read and verify all of a checkpoint; see `mlstate.verify`."""
-    folder = local_folder(path)
+    folder = checkpoint_folder(path, storage_options)
+    if repair:
+        refuse_remote(folder, "repair=True", "copy the checkpoint to a local folder to repair it")
     report = VerifyReport(folder)
-    if not os.path.isdir(folder):
-        reason: OSError = FileNotFoundError(errno.ENOENT, "no such folder")
+    if isinstance(folder, RemoteFolder):
+        folder.forget()
+        if not _folder.exists(folder, root) and not _folder.list_roots(folder):
+            _folder.read_manifest(folder)  # raises the error of a missing checkpoint
+    elif not os.path.isdir(folder):
+        reason: OSError = FileNotFoundError(errno.ENOENT, f"no such folder{hub_hint(folder)}")
         if os.path.isfile(folder):
             text = "it is a file, and a checkpoint is a folder; load_file compares what it reads, "
             reason = NotADirectoryError(errno.ENOTDIR, text + "mlstate verify reads files too")
         raise _folder.store_error(reason, "cannot verify the checkpoint", folder)
     known: dict[str, Any] = {}
+    root = _folder.current_root(folder, root)
+    if root in ROOTS and repair:
+        raise ValueError(
+            f"{folder} is a Hugging Face folder: it has no older step to return to; download or "
+            "export the damaged files again"
+        )
     verify_root(folder, root, report, progress, known)
+    if root in ROOTS:
+        with suppress(MLStateError):  # the problems give the reason
+            weights = _folder.read_manifest(folder, root).weights
+            report.strange = [] if weights is None else unlisted_files(folder, weights)
+        return report
     with suppress(MLStateError):  # needed files are unknown; the problems give the reason
         report.leftover = _folder.prune(folder, dry_run=True, merged_indexes=known)
     try:
@@ -389,6 +439,7 @@ def verify(
     *,
     repair: bool = False,
     progress: Callable[[int], object] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> VerifyReport:
     """
     Read every byte of a checkpoint, and report all damage.
@@ -396,7 +447,9 @@ def verify(
     Parameters
     ----------
     path : str or os.PathLike
-        Folder of the checkpoint.
+        Folder of the checkpoint, or of a Hugging Face model; or the URL of a checkpoint in an
+        object store. Of files that another program wrote without checksums, only the structure
+        is checked.
     repair : bool, default False
         Rewrite damaged headers of shard files. If tensors are damaged, replace the checkpoint by
         the newest older one whose tensors are all good (`CheckpointManager` keeps older ones).
@@ -404,6 +457,8 @@ def verify(
         before with ``verify=False``.
     progress : callable, optional
         Called with the number of bytes read since the last call.
+    storage_options : mapping, optional
+        As for `save`.
 
     Returns
     -------
@@ -412,6 +467,8 @@ def verify(
 
     Raises
     ------
+    ValueError
+        `repair` is true for a Hugging Face folder, which has no older step.
     StoreError
         The folder does not exist or, with `repair`, cannot be written. Also if other processes
         replaced the checkpoint during each of 20 attempts to verify it.
@@ -431,4 +488,6 @@ def verify(
     >>> [(p.kind, p.name, p.offset) for p in mlstate.verify(path).problems]
     [('altered', 'w', 4096)]
     """
-    return verify_checkpoint(path, repair=repair, progress=progress)
+    return verify_checkpoint(
+        path, repair=repair, progress=progress, storage_options=storage_options
+    )

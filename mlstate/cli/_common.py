@@ -13,7 +13,10 @@ from ..checkpoint import Checkpoint
 from ..checkpoint._files.convert import FORMATS
 from ..checkpoint._load import LoadedState, load_checkpoint
 from ..checkpoint._manager import find_root
+from ..checkpoint._remote.options import split_url
+from ..checkpoint._remote.remote_folder import checkpoint_folder
 from ..checkpoint._store import folder as _folder
+from ..checkpoint._store.weight_files import ROOTS, hub_hint
 from ..errors import MLStateError
 
 if TYPE_CHECKING:
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "EPILOG",
     "FORCE_HELP",
+    "PATH_HELP",
     "Folder",
     "add_command",
     "add_lock_timeout",
@@ -32,10 +36,12 @@ __all__ = [
     "path_text",
     "print_table",
     "progress_of",
+    "stat_path",
     "steps_text",
 ]
 
 EPILOG = "exit status: 0 good, {no}2 wrong usage or an error"
+PATH_HELP = "a checkpoint, the folder of a run or of a Hugging Face model, or a .safetensors file"
 FORCE_HELP = "replace an existing target, all steps of a run included"
 _WIDTH = 120  # characters of a cell
 
@@ -70,6 +76,11 @@ class Folder(NamedTuple):
     path: str
     root: str
 
+    @property
+    def is_huggingface(self) -> bool:
+        """Whether the folder has no manifest, but the weights of a Hugging Face model."""
+        return self.root in ROOTS
+
     def checkpoint(self) -> Checkpoint:
         """Open the checkpoint and read its indexes."""
         return Checkpoint._opened(self.path, self.root)
@@ -79,15 +90,32 @@ class Folder(NamedTuple):
         return load_checkpoint(self.path, root=self.root, **keywords)
 
 
+def stat_path(path: str) -> None:
+    """Raise the error for a missing path; it names the command that downloads a model."""
+    try:
+        Path(path).stat()
+    except FileNotFoundError as error:
+        text = f"{error.strerror}{hub_hint(path)}"
+        raise FileNotFoundError(error.errno, text, path) from None
+
+
 def find(path: str, step: int | None) -> Folder | None:
     """Return the checkpoint for a path and step; None if `path` is a plain file."""
+    if split_url(path) is not None:
+        store = checkpoint_folder(path)
+        return Folder(store, _folder.MANIFEST if step is None else find_root(store, step))
     place = Path(local_path(path))
     if not place.is_dir():
-        place.stat()  # raises the best error for a missing file
+        stat_path(path)
         if step is not None:
             raise ValueError(f"{path} is one file: it has no steps; leave the step out")
         return None
     folder = str(place.absolute())
+    root = _folder.current_root(folder)
+    if root != _folder.MANIFEST:
+        if step is not None:
+            raise ValueError(f"{path} is a Hugging Face folder: it has no steps")
+        return Folder(folder, root)
     if not any((place / name).exists() for name in (_folder.MANIFEST, *_folder.FOLDERS)):
         hint = _reader_hint(place)
         text = "no checkpoint of mlstate in this folder" + (f"; {hint}" if hint else "")
@@ -103,6 +131,8 @@ def _reader_hint(place: Path) -> str | None:
     suffix = place.suffix.lower()
     if suffix in (".mlpackage", ".mlmodel"):
         return f"mlstate coreml states reads a {suffix}"
+    if suffix == ".aimodel":
+        return "mlstate coreai reads an .aimodel"
     if place.is_dir():
         is_dcp = (place / ".metadata").exists()
         return "mlstate convert reads a torch distributed checkpoint" if is_dcp else None

@@ -10,7 +10,7 @@ from .._common.local_path import local_path
 from .._common.text import bytes_text
 from ..checkpoint._files.convert import FORMATS, format_of, parts_of, read_any, write_any
 from ..checkpoint._store.folder import refuse_existing
-from ._common import FORCE_HELP, add_command, count_text, find, path_text
+from ._common import FORCE_HELP, add_command, count_text, find, path_text, stat_path
 
 if TYPE_CHECKING:
     import argparse
@@ -51,7 +51,7 @@ def _part_data(state: StateDict | None) -> dict[str, int] | None:
 def run_convert(arguments: argparse.Namespace) -> int:
     """Read the source, write the target, and print a summary."""
     source, target = Path(local_path(arguments.source)), Path(local_path(arguments.target))
-    source.stat()
+    stat_path(arguments.source)
     if target.exists() and source.samefile(target):
         raise ValueError("the target must be another path than the source")
     refuse_existing(target, arguments.force)

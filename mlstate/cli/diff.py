@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint._checkpoint import TensorRecord
 from ..checkpoint._files.convert import read_file
+from ..checkpoint._remote.remote_folder import RemoteFolder
 from ..checkpoint._store import folder as _folder
 from ..state import diff
 from ..state._diff import StateDiff, table_of
-from ._common import add_command, check_is_safetensors, find, print_table, progress_of
+from ._common import PATH_HELP, add_command, check_is_safetensors, find, print_table, progress_of
 
 if TYPE_CHECKING:
     import argparse
@@ -32,7 +33,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the parser of ``diff``."""
     help_text = "compare two checkpoints or .safetensors files, tensor by tensor"
     parser = add_command(commands, "diff", help_text, no="they differ")
-    parser.add_argument("first", help="a checkpoint, the folder of a run, or a .safetensors file")
+    parser.add_argument("first", help=PATH_HELP)
     parser.add_argument("second", help="the same; may be the same run, for two of its steps")
     for name in ("first", "second"):
         text = f"of the {name} (default: the newest)"
@@ -53,8 +54,9 @@ class _CheckpointSide:
         )
         self.step, self._generation = manifest.step, manifest.generation
         self._sizes: dict[tuple[str, str], tuple[int, int]] = {}
+        self._mmap = not isinstance(self.path, RemoteFolder)
         for record in map(TensorRecord._make, self._merged_index.tensors()):
-            in_memory = record.shards > 1 or record.sparse_shards or record.codec
+            in_memory = record.shards > 1 or record.sparse_shards or record.codec or not self._mmap
             self._sizes[record.section, record.key] = record.nbytes, record.nbytes * bool(in_memory)
 
     def is_replaced(self) -> bool:
@@ -72,10 +74,15 @@ class _CheckpointSide:
     def arrays(self, section: int, keys: list[str]) -> dict[str, NDArray]:
         """Return the existing tensors among `keys`."""
         have = [key for key in keys if (_folder.SECTIONS[section], key) in self._sizes]
-        whole = (None, 0, 0)
-        return self._merged_index.load(  # type: ignore[no-any-return]
-            self.path, section, have, whole, False, True, None
-        )
+        arrays: dict[str, NDArray] = {}
+
+        def read(folder: str, some: list[str], cuts: Any) -> None:
+            merged = self._merged_index
+            arrays.update(merged.load(folder, section, some, cuts, verify, self._mmap, None))
+
+        verify, whole = not self._mmap, (None, 0, 0)  # mapped arrays are not verified
+        _folder.read_batches(self.path, self._merged_index, section, have, whole, verify, read)
+        return arrays
 
 
 class _FileSide:

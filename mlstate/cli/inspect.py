@@ -10,7 +10,9 @@ from .._common.text import bytes_text, shorten
 from ..checkpoint import CheckpointManager, load_metadata
 from ..checkpoint._checkpoint import stored_text
 from ..checkpoint._files.safetensors_verify import read_header
+from ..checkpoint._store.weight_files import ROOTS
 from ._common import (
+    PATH_HELP,
     add_command,
     check_is_safetensors,
     count_text,
@@ -35,7 +37,7 @@ _TEXT = 200  # characters of a JSON value
 def add(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the parser of ``inspect``."""
     parser = add_command(commands, "inspect", "list what a checkpoint or a .safetensors file holds")
-    parser.add_argument("path", help="a checkpoint, the folder of a run, or a .safetensors file")
+    parser.add_argument("path", help=PATH_HELP)
     parser.add_argument("--step", type=int, metavar="N", help="of a run (default: the newest)")
     parser.add_argument("--shards", action="store_true", help="list shards too")
     parser.set_defaults(run=run_inspect)
@@ -83,10 +85,14 @@ def _shard_rows(record: ShardRecord) -> list[list[str]]:
     return rows
 
 
+def _is_huggingface(found: Checkpoint) -> bool:
+    return found._root in ROOTS
+
+
 def _checkpoint_data(found: Checkpoint, shards: bool) -> dict[str, Any]:
     data = {
         "path": found.path,
-        "format": "checkpoint",
+        "format": "huggingface" if _is_huggingface(found) else "checkpoint",
         "bytes": found.nbytes,
         "stored_bytes": found.stored_nbytes,
         "generation": found.generation,
@@ -115,15 +121,17 @@ def _print_value(what: str, value: Any) -> None:
 
 def _print_checkpoint(found: Checkpoint, shown: str, shards: bool) -> None:
     tensors = found.tensors()
+    what = "Hugging Face folder" if _is_huggingface(found) else "checkpoint"
     parts = [
-        "checkpoint" if found.step is None else f"step {found.step}",
+        what if found.step is None else f"step {found.step}",
         count_text(len(tensors), "tensor"),
         f"{stored_text(found.nbytes, found.stored_nbytes)} in "
         f"{count_text(len(found.files()), 'file')}",
         count_text(found.world_size, "rank"),
     ]
     print(f"{path_text(shown)}: {', '.join(parts)}")
-    print(f"saved {found.created} by {found.writer}, generation {found.generation}")
+    if not _is_huggingface(found):
+        print(f"saved {found.created} by {found.writer}, generation {found.generation}")
     for what, kind in (("model", found.model), ("optimizer", found.optimizer)):
         _print_value(what, kind if kind != {"kind": "state"} else None)
     _print_value("metadata", found.metadata)

@@ -31,7 +31,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the parser of ``reshard``."""
     help_text = "write a checkpoint anew, cut in another way"
     parser = add_command(commands, "reshard", help_text)
-    parser.add_argument("source", help="a checkpoint, or the folder of a run")
+    parser.add_argument("source", help="a checkpoint, or a folder of a run or a Hugging Face model")
     parser.add_argument("target", help="the folder to write")
     parser.add_argument(
         "--layout",

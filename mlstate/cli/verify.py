@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.text import bytes_text, shorten
 from ..checkpoint._files.safetensors_verify import read_header, verify_file
 from ..checkpoint._store import folder as _folder
+from ..checkpoint._store.weight_files import ROOTS
 from ..checkpoint._verify import VerifyReport, verify_checkpoint, verify_root
 from ..errors import MLStateError
 from ._common import (
+    PATH_HELP,
     Folder,
     add_command,
     check_is_safetensors,
@@ -46,7 +47,7 @@ def add(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the parser of ``verify``."""
     help_text = "read every byte of a checkpoint, and report damage"
     parser = add_command(commands, "verify", help_text, no="damaged")
-    parser.add_argument("path", help="a checkpoint, the folder of a run, or a .safetensors file")
+    parser.add_argument("path", help=PATH_HELP)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, metavar="N", help="of a run (default: the newest)")
     which.add_argument("--all-steps", action="store_true", help="verify every step of a run")
@@ -93,7 +94,7 @@ def _verify_all(folder: str) -> tuple[list[_Verified], VerifyReport]:
             name = names.pop(0)
             report = VerifyReport(folder)
             verify_root(folder, name, report, progress, {})
-            if name == _folder.MANIFEST or Path(folder, name).exists():
+            if name == _folder.MANIFEST or _folder.exists(folder, name):
                 found.append(_Verified(name, report))
             elif not names and not found:  # a writer has deleted all steps for newer ones
                 names = [_folder.MANIFEST]
@@ -108,6 +109,14 @@ def _verify_one(where: Folder, repair: bool) -> tuple[list[_Verified], VerifyRep
     with progress_of("verify", lambda: _size(where.path, [where.root])) as progress:
         report = verify_checkpoint(where.path, root=where.root, repair=repair, progress=progress)
     return [_Verified(where.root, report)], report
+
+
+def _has_checksums(where: Folder) -> bool:
+    """Return whether all weights of a Hugging Face folder have checksums of mlstate."""
+    with suppress(MLStateError):  # verification reports the reason
+        shards = where.checkpoint().shards()
+        return all(shard.crc32c is not None for shard in shards)
+    return False
 
 
 def _verify_plain(path: str) -> tuple[_Verified, bool]:
@@ -126,12 +135,18 @@ def _problem_data(problem: Problem) -> dict[str, Any]:
     return problem._asdict()
 
 
+def _format_of(root: str | None) -> str:
+    if root is None:
+        return "safetensors"
+    return "huggingface" if root in ROOTS else "checkpoint"
+
+
 def _data(
     found: list[_Verified], rest: VerifyReport, checksums: bool, good: bool
 ) -> dict[str, Any]:
     return {
         "path": rest.path,
-        "format": "safetensors" if found[0].root is None else "checkpoint",
+        "format": _format_of(found[0].root),
         "good": good,
         "checksums": checksums,
         "bytes": sum(verified.report.bytes for verified in found),
@@ -168,13 +183,13 @@ def _problem_row(problem: Problem, folder: str) -> list[str]:
 
 
 def _print_one(path: str, verified: _Verified, checksums: bool) -> None:
-    root, report = verified
+    report = verified.report
     problems = report.problems
     parts = [_result_text(report)]
     if report.step is not None and not report.repaired:
         parts.append(f"step {report.step}")
     parts.append(f"{bytes_text(report.bytes)} read")
-    if root is None and not problems and not checksums:
+    if not problems and not checksums:
         parts[-1] = "no checksums: only its structure was looked at"
     print(f"{path_text(path)}: {', '.join(parts)}")
     print_table(_HEADERS, [_problem_row(problem, report.path) for problem in problems])
@@ -222,6 +237,11 @@ def run_verify(arguments: argparse.Namespace) -> int:
         check_is_safetensors(arguments.path)
         one, checksums = _verify_plain(arguments.path)
         found, rest = [one], one.report
+    elif where.is_huggingface:
+        if arguments.all_steps:
+            raise ValueError(f"{arguments.path} is a Hugging Face folder: it has no steps")
+        checksums = _has_checksums(where)
+        found, rest = _verify_one(where, arguments.repair)
     elif arguments.all_steps:
         found, rest = _verify_all(where.path)
     else:
@@ -235,7 +255,9 @@ def run_verify(arguments: argparse.Namespace) -> int:
     else:
         _print_one(arguments.path, found[0], checksums)
     _print_files("left over, which mlstate prune deletes", rest.leftover)
-    _print_files("of another program", rest.strange)
+    is_huggingface = where is not None and where.is_huggingface
+    text = "that the index does not name" if is_huggingface else "of another program"
+    _print_files(text, rest.strange)
     if rest.repaired is not None:
         step = "" if rest.step is None else f"step {rest.step}, "
         print(f"repaired: {step}generation {rest.repaired}, is the newest good one, and in place")

@@ -2,16 +2,20 @@
 
 `state_specs` reads the states of a ``.mlpackage`` without coremltools and without a Mac.
 `plan_transition` computes from two packages which states can move. `transition_coreml_state` and
-`compact_coreml_state` move one state between two state objects. `FakeMLState` replaces such an
-object on machines without Core ML.
+`compact_coreml_state` move one state between two state objects. `StateManager` holds the state of
+a family of models with several context sizes, and moves it between them. `FakeMLState` replaces a
+state object on machines without Core ML.
 """
 
-from ._plan import StateMove, TransitionPlan, plan_transition
+from ..kv._transition_plan import StateMove, TransitionPlan
+from ._plan import plan_transition
 from ._specs import StateShapeWarning, StateSpec, StateSpecs, state_specs
+from ._state_manager import StateManager
 from ._transfer import FakeMLState, compact_coreml_state, transition_coreml_state
 
 __all__ = [
     "FakeMLState",
+    "StateManager",
     "StateMove",
     "StateShapeWarning",
     "StateSpec",

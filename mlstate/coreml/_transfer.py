@@ -11,9 +11,16 @@ from .._common.dtypes import label_of, name_of
 from .._common.set_module import set_module
 from .._common.text import names_hint, shorten
 from ..kv._axis import valid_axis
+from ..kv._model_states import incompatible, quoted
 from ..kv._transition import compact_kv_state, transition_kv_state
-from ._plan import Fault, as_position, layout_fault, position_fault, shape_fault
-from ._specs import StateSpec, as_spec, incompatible, quoted
+from ..kv._transition_plan import (
+    Fault,
+    as_position,
+    layout_fault,
+    position_fault,
+    shape_fault,
+)
+from ._specs import StateSpec, as_spec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -130,6 +137,13 @@ def _move_state(
     else:
         moved = transition_kv_state(value, length, number, pad_value, dtype, seq_axis=seq_axis)
     target.write_state(name=name, value=np.require(moved, dtype, ["C", "W"]))
+
+
+def copy_coreml_state(source: MLStateLike, target: MLStateLike, name: str) -> None:
+    """Copy a state, such as that from a convolution, to a target whose state has its shape."""
+    value = np.asarray(source.read_state(name=name))
+    dtype = _written_dtype(name, value.dtype)
+    target.write_state(name=name, value=np.require(value, dtype, ["C", "W"]))
 
 
 @set_module("mlstate.coreml")

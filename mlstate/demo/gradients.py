@@ -153,13 +153,17 @@ def _reduce(group: Any, network: _Network, bucket_bytes: int) -> dict[str, Any]:
 def _spoil(group: Any, network: _Network) -> tuple[str, list[str]]:
     """Reduce gradients, two of them bad on rank 1; return the error and the reduced names."""
     units = _units(group, network.weights)
+    hook = FSDPBackwardHook(FSDP(group))
+    hook.use_units(units)
     gradients = dict(network.backward(network.weights, network.samples(group, 0))[1])
     if group.rank == 1:
         gradients["hidden.weight"][0, 0] = np.nan
         gradients["out.bias"] = gradients["out.bias"][:-1]
     told = ""
     try:
-        FSDPBackwardHook(FSDP(group)).scatter_multiple(units, gradients)
+        for name, gradient in gradients.items():
+            hook.add_gradient(name, gradient)
+        hook.finish()
     except CollectiveError as error:
         told = str(error)
     return told, [name for name, unit in units.items() if unit.local_gradient is not None]

@@ -50,7 +50,9 @@ class FSDPBackwardHook:
     backward pass continues. Full gradients are kept until the ranks agree on the next buckets:
     at most four buckets. A last bucket smaller than 1 MiB is reduced at the end of the pass,
     without the thread. If a gradient fails, all others are still scattered. Then every rank
-    raises the same `CollectiveError`, which names the rank and the parameter.
+    raises the same `CollectiveError`, which names the rank and the parameter. Calls outside of a
+    pass (`scatter_gradient`, `scatter_multiple`) with a gradient that does not fit its unit are
+    refused on every rank before anything is stored.
 
     Examples
     --------
@@ -426,7 +428,11 @@ class FSDPBackwardHook:
         Raises
         ------
         CollectiveError
-            On every rank, if a rank has no gradient, or one that does not fit the unit.
+            On every rank, if a rank has no gradient, or one that does not fit the unit, differs
+            between ranks, or is not finite. ``unit.local_gradient`` is then None.
+        GradientMismatchError
+            On the rank whose gradient is missing or does not fit. A subclass of `CollectiveError`
+            and `ValueError`.
 
         Examples
         --------
@@ -459,12 +465,16 @@ class FSDPBackwardHook:
         Raises
         ------
         CollectiveError
-            On every rank, if a gradient is missing, has no unit, does not fit its unit, differs
-            between ranks, or is not finite. All other gradients are stored.
+            On every rank. If a gradient is not finite, or its unit differs between ranks, all
+            other gradients are stored. If a gradient is missing, has no unit, or differs from its
+            unit in kind, shape or dtype, no rank stores anything, and ``local_gradient`` is None
+            in all units of the call.
+        GradientMismatchError
+            On the rank whose gradient is missing, has no unit, or does not fit its unit. A
+            subclass of `CollectiveError` and `ValueError`.
         GradientNamesError
-            If the names of the two dicts differ on this rank. A subclass of `CollectiveError` and
-            `ValueError`. A group of one rank stores nothing. A larger group stores the other
-            gradients, because the other ranks wait for them.
+            The same, if the names of the two dicts differ on this rank. A subclass of
+            `GradientMismatchError`.
 
         Examples
         --------
@@ -490,7 +500,7 @@ class FSDPBackwardHook:
 
         Raises
         ------
-        CollectiveError
+        CollectiveError, GradientMismatchError, GradientNamesError
             As `scatter_multiple`.
 
         Notes

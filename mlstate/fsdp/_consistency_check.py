@@ -24,6 +24,7 @@ _MAX_READY = 0xFFFF  # limit of a 16-bit field
 
 REFUSED = 1  # this rank cannot take part with all of its gradients
 ENDED = 2  # this rank has nothing more to reduce
+CALL_REFUSED = 4  # this rank passed a wrong gradient to a call, so no rank reduces any of them
 
 
 class Header(NamedTuple):
@@ -32,7 +33,7 @@ class Header(NamedTuple):
     Attributes
     ----------
     flags : int
-        REFUSED, ENDED.
+        REFUSED, ENDED, CALL_REFUSED.
     sequence : int
         Number of the bucket.
     digest : bytes
@@ -99,6 +100,7 @@ class ConsistencyCheck:
         nonfinite: int,
         *,
         is_refused: bool,
+        is_call_refused: bool = False,
         ready: int = 1,
         plan: bytes = b"",
         pack: Callable[[], Any] | None = None,
@@ -110,11 +112,11 @@ class ConsistencyCheck:
         group can exchange bytes without this thread, `pack` runs meanwhile.
         """
         digest = digest_of(facts, settings_text({**self._settings, **settings}))
-        flags = REFUSED if is_refused else 0
+        flags = (REFUSED if is_refused else 0) | (CALL_REFUSED if is_call_refused else 0)
         header = Header(flags, self.sequence, digest, nonfinite, self._waited, ready, plan)
         headers = self._exchange(header, pack)
         same = {other[:3] for other in headers}
-        if len(same) > 1 or any(other.flags & REFUSED for other in headers):
+        if len(same) > 1 or any(other.flags for other in headers):
             return headers, 0
         if any(other.plan != headers[0].plan for other in headers):
             return headers, 1
@@ -180,7 +182,8 @@ class Result(NamedTuple):
     good : list of str
         Parameters with equal descriptions on all ranks, in the order of the first rank.
     failures : dict of str to tuple of (int or None, str)
-        By parameter: the rank at fault if known, and the reason.
+        By parameter: the rank at fault if known, and the reason. Problems that ranks reported
+        themselves are first, as others may follow from them.
     """
 
     good: list[str]
@@ -225,23 +228,23 @@ def _compare_descriptions(texts: Sequence[bytes]) -> Result:
     for _, _, _, listed in described:
         entries.append({entry[0]: entry for entry in listed})
         names.update(dict.fromkeys(entry[0] for entry in listed))
+    reported: dict[str, tuple[int | None, str]] = {}
     failures: dict[str, tuple[int | None, str]] = {}
     for name in names:
         absent = [rank for rank in ranks if name not in entries[rank]]
         wrong = [(rank, e[name][2]) for rank, e in enumerate(entries) if name in e and e[name][2]]
         facts = {rank: e[name][1] for rank, e in enumerate(entries) if name in e}
-        if in_all is not None:
+        if wrong:
+            reasons = "; ".join(f"rank {rank}: {what}" for rank, what in wrong)
+            reported[name] = wrong[0][0], reasons
+        elif in_all is not None:
             failures[name] = in_all
-        elif wrong:
-            failures[name] = (
-                wrong[0][0],
-                "; ".join(f"rank {rank}: {what}" for rank, what in wrong),
-            )
         elif absent:
             doing = "; ".join(_describe_work(rank, described[rank]) for rank in absent)
             failures[name] = (absent[0], f"missing on {ranks_text(absent)} ({doing})")
         elif len(set(facts.values())) > 1:
             failures[name] = _describe_difference(facts, "ranks do not reduce the same")
+    failures = {**reported, **failures}
     return Result([name for name in names if name not in failures], failures)
 
 

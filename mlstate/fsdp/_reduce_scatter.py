@@ -99,6 +99,9 @@ class ReduceScatterOperation:
         ------
         CollectiveError
             On every rank, if the gradient of a rank does not fit, or the result is not finite.
+        GradientMismatchError
+            On the rank whose gradient does not fit. A subclass of `CollectiveError` and
+            `ValueError`.
         ValueError
             If the operation is closed.
 

@@ -3,7 +3,8 @@
 Before each bucket, or before several buckets that all ranks have ready, the ranks exchange
 headers (see `_consistency_check`). They exchange headers once more after the last bucket. So all
 ranks learn of a failure on one rank, and a bad gradient does not prevent the reduction of the
-others.
+others. If a rank passes a wrong gradient to a call, its first header has the flag CALL_REFUSED,
+and all ranks refuse the call.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from .._common.dtypes import NARROW_FLOATS
 from ..collectives._arguments import failed
 from ..collectives._operation_queue import OperationQueue
-from ..errors import CollectiveError, GradientNamesError
+from ..errors import CollectiveError, GradientMismatchError, GradientNamesError
 from ._bucket import Entry, FullBucket, Reducer, Terms
-from ._consistency_check import ConsistencyCheck, digest_of
+from ._consistency_check import CALL_REFUSED, ConsistencyCheck, digest_of
 from ._gradient_ops import norm_partials
 from ._report import Bucket
 from ._sharding_unit import FSDPShardingUnit
@@ -41,6 +42,9 @@ class ReductionSession:
     A reducer has at most one open session: opening another raises CollectiveError. The caller
     must call `close`, also after errors. `settings` must be equal on all ranks; their keys appear
     in errors. With `record`, `events` has the times of buckets.
+
+    If the first bucket's header is to refuse the whole call on all ranks, set `refusal` to the
+    class of this rank's error before; an entry must then have a problem.
     """
 
     def __init__(
@@ -58,6 +62,8 @@ class ReductionSession:
         self._pending: list[Entry] = []  # sums not yet confirmed as finite on all ranks
         self._pending_terms = Terms()
         self._failures: dict[str, tuple[int | None, str]] = {}
+        self.refusal: type[GradientMismatchError] | None = None
+        self._is_refused = False  # by any rank: the session has ended
         self._error: BaseException | None = None  # after it, ranks may be out of step
         self.events: list[Bucket] | None = [] if record else None
 
@@ -78,7 +84,7 @@ class ReductionSession:
         Returns the number of reduced buckets, and None; `finish` raises their failures. If the
         ranks disagree on the first bucket, nothing is reduced. Then the second value is the list
         of `entries` on which all ranks agree, in the same order on all ranks; the caller divides
-        them into buckets again.
+        them into buckets again. If a rank refuses the call, all entries fail.
 
         Ranks with equal first buckets and equal non-empty plans must have equal later buckets.
         """
@@ -86,6 +92,10 @@ class ReductionSession:
         try:
             if self._error is not None:
                 raise self._error
+            if self._is_refused:
+                for entry in [entry for bucket in buckets for entry in bucket.entries]:
+                    entry.fail()
+                return len(buckets), None
             return self._reduce(buckets, entries, plan, started)
         except BaseException as error:
             self._error = error
@@ -107,6 +117,7 @@ class ReductionSession:
             settings,
             self._count_nonfinite(),
             is_refused=any(entry.problem for entry in first),
+            is_call_refused=self.refusal is not None,
             ready=len(handles),
             plan=plan,
             pack=(lambda: self._reducer.pack(handles[0])) if can_pack else None,
@@ -114,7 +125,7 @@ class ReductionSession:
         agreed = perf_counter()
         self._store_pending(headers)
         if not count:
-            return 1, self._agreed_entries(entries, settings)
+            return 1, self._agreed_entries(entries, settings, headers)
         for bucket, handle in zip(buckets[:count], handles, strict=False):
             self._check.sequence += 1
             self._reducer.sum_bucket(bucket, handle)
@@ -125,16 +136,19 @@ class ReductionSession:
             headers = []
         return count, None
 
-    def _agreed_entries(self, entries: Sequence[Entry], settings: dict[str, Any]) -> list[Entry]:
-        """Return the entries that are equal on all ranks; fail the others."""
+    def _agreed_entries(
+        self, entries: Sequence[Entry], settings: dict[str, Any], headers: Sequence[Header]
+    ) -> list[Entry]:
+        """Return the entries that are equal on all ranks, none if refused; fail the others."""
         listed = [(e.unit.parameter_name, e.unit.fact, e.problem) for e in entries]
         found = self._check.find_failures(listed, settings, has_ended=False)
         self._add_failures(found.failures)
+        self._is_refused = _is_call_refused(headers)
         by_name = {entry.unit.parameter_name: entry for entry in entries}
         for name, entry in by_name.items():
-            if name in found.failures:
+            if self._is_refused or name in found.failures:
                 entry.fail()
-        return [by_name[name] for name in found.good]
+        return [] if self._is_refused else [by_name[name] for name in found.good]
 
     def _count_nonfinite(self) -> int:
         if self._pending_terms.nonfinite != "error":
@@ -199,12 +213,9 @@ class ReductionSession:
                 bad[name] = sums[0][0], f"the sum is not finite, all gradients are ({what})"
         return bad
 
-    def finish(self, operation: str, unmatched: Sequence[str] = ()) -> None:
-        """Wait until all ranks end their session, and raise the failures.
-
-        `unmatched` are the names that occur in only one of this rank's two dicts.
-        """
-        has_ended = False
+    def finish(self, operation: str) -> None:
+        """Wait until all ranks end their session, and raise the failures."""
+        has_ended = self._is_refused
         while not has_ended:
             started = perf_counter()
             headers, has_ended = self._check.exchange_end(self._count_nonfinite())
@@ -212,9 +223,15 @@ class ReductionSession:
             self._store_pending(headers)
             if not has_ended:
                 self._add_failures(self._check.find_failures((), {}, has_ended=True).failures)
+                self._is_refused = has_ended = _is_call_refused(headers)
         if self._failures:
+            result = "not reduced, all others were"
+            if self._is_refused:
+                any_more = " more" if self._check.sequence else ""
+                result = f"refused, nothing{any_more} was stored on any rank"
             rank = self._reducer.group.rank
-            raise _failed_gradients(operation, rank, self._failures, unmatched)
+            cls = self.refusal or CollectiveError
+            raise _failed_gradients(cls, operation, rank, result, self._failures)
 
 
 class Reductions:
@@ -283,31 +300,22 @@ class Reductions:
         Raises
         ------
         GradientNamesError
-            If a name is in only one dict. A group of one rank reduces nothing. A larger group
-            reduces the other gradients, because the other ranks wait for them.
+            If a name is in only one dict on this rank; all ranks refuse the call.
         """
-        entries, unmatched = [], []
+        entries, has_same_names = [], True
         for name, unit in units.items():
             gradient, problem = gradients.get(name), ""
             if gradient is None:
                 gradient = self.unused_gradient(unit)
                 if gradient is None and name not in gradients:
-                    problem = "no gradient was passed"
+                    problem, has_same_names = "no gradient was passed", False
             entries.append(Entry(unit, gradient, problem))
-            if problem:
-                unmatched.append(name)
         for name in gradients:
             if name not in units:
                 unit = FSDPShardingUnit(name, (), "float32", self.rank, world_size=self.world_size)
                 entries.append(Entry(unit, None, "there is no sharding unit for this gradient"))
-                unmatched.append(name)
-        if unmatched and self.world_size == 1:
-            wrong = [entry for entry in entries if entry.unit.parameter_name in unmatched]
-            reasons = {e.unit.parameter_name: (0, f"rank 0: {e.problem}") for e in wrong}
-            raise _failed_gradients(
-                "scatter_multiple", 0, reasons, unmatched, ", nothing was stored"
-            )
-        self.reduce_now("scatter_multiple", entries, unmatched=unmatched)
+                has_same_names = False
+        self.reduce_now("scatter_multiple", entries, has_same_names=has_same_names)
 
     def scatter_one(
         self, unit: FSDPShardingUnit, gradient: Any, problem: str = "", *, accumulate: bool = False
@@ -325,14 +333,19 @@ class Reductions:
         entries: list[Entry],
         *,
         accumulate: bool = False,
-        unmatched: Sequence[str] = (),
+        has_same_names: bool = True,
     ) -> None:
-        """Reduce gradients in name order in one session, and raise the failures."""
+        """Reduce gradients in name order in one session, and raise the failures.
+
+        If an entry has a problem already, all ranks refuse the call and store nothing.
+        """
         session = self.open()
         try:
+            if any(entry.problem for entry in entries):
+                session.refusal = GradientMismatchError if has_same_names else GradientNamesError
             entries = sorted(entries, key=lambda entry: entry.unit.parameter_name)
             self.reduce_entries(session, entries, accumulate=accumulate)
-            session.finish(operation, unmatched)
+            session.finish(operation)
         finally:
             session.close()
 
@@ -519,24 +532,27 @@ def _plan_digest(units: Iterable[FSDPShardingUnit]) -> bytes:
     return digest_of((unit.fact for unit in units), "plan")
 
 
+def _is_call_refused(headers: Sequence[Header]) -> bool:
+    return any(header.flags & CALL_REFUSED for header in headers)
+
+
 def _is_narrow(dtype: str) -> bool:
     return dtype in NARROW_FLOATS
 
 
 def _failed_gradients(
+    cls: type[CollectiveError],
     operation: str,
     rank: int,
+    result: str,
     failures: Mapping[str, tuple[int | None, str]],
-    unmatched: Sequence[str] = (),
-    others: str = ", all others were",
 ) -> CollectiveError:
-    """Return the error of all ranks; a ValueError too if this rank has `unmatched` names."""
+    """Return the error of all ranks; only its class and the rank in its text differ."""
     lines = [f"{name!r}: {what}" for name, (_, what) in failures.items()]
     more = f"\n  … {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
     listed = "\n  ".join(lines[:_SHOWN]) if len(lines) > 1 else lines[0]
     gap = "\n  " if len(lines) > 1 else " "
     count = f"{len(lines)} gradients were" if len(lines) > 1 else "a gradient was"
-    cls = GradientNamesError if any(name in failures for name in unmatched) else CollectiveError
-    error = cls(f"{operation} on rank {rank}: {count} not reduced{others}:{gap}{listed}{more}")
+    error = cls(f"{operation} on rank {rank}: {count} {result}:{gap}{listed}{more}")
     error.name, (error.rank, _) = next(iter(failures.items()))
     return error

@@ -61,8 +61,9 @@ class BackwardReport:
     ended : float
         When the backward pass had computed its last gradient, by the same clock.
     events : sequence of Bucket
-        The buckets and the end of the pass, by the same clock. The `waits` of each event belong
-        to the event before it. They are empty if the ranks agreed on both together.
+        The buckets, and the end of the pass (without names; missing after an error), by the same
+        clock. The `waits` of each event belong to the event before it. They are empty if the
+        ranks agreed on both together.
 
     Attributes
     ----------
@@ -106,7 +107,8 @@ class BackwardReport:
                 ended=event.ended - began,
                 waits=next(told, nothing) if event.waits else nothing,
             )
-            for event in events[:-1]
+            for event in events
+            if event.names
         ]
         self.total = max([self.backward, *(bucket.ended for bucket in self.buckets)])
 

@@ -5,6 +5,7 @@
 #include "activation/strategy.h"
 #include "base/memory.h"
 #include "checkpoint/index/index.h"
+#include "checkpoint/index/index_of_files.h"
 #include "checkpoint/index/shard_header_rebuild.h"
 #include "checkpoint/ranks/index_pattern.h"
 #include "checkpoint/ranks/load_plan.h"
@@ -149,6 +150,23 @@ static mls_code read_state(mls_status *st)
     return code;
 }
 
+/* The file at `path`, as the only one of a folder of another program. */
+static mls_code index_files(mls_status *st)
+{
+    mls_index x = {0};
+    size_t failed;
+    char *slash = strrchr(path, '/');
+    const char *const names[] = {slash + 1};
+    *slash = '\0';
+    const mls_code code =
+        mls_index_of_files(path, names, 1, &mls_crc_scalar, &x, &failed, st);
+    *slash = '/';
+    CHECK((code == MLS_OK) == (x.shard_count > 0) &&
+          (x.files != NULL) == (code == MLS_OK));
+    mls_index_fini(&x);
+    return code;
+}
+
 static void opening_survives_every_failure(void)
 {
     mls_status st;
@@ -156,6 +174,7 @@ static void opening_survives_every_failure(void)
     countdown = 0;
     CHECK(write_state(&st) == MLS_OK);
     CHECK(fail_each(read_state) >= 6);
+    CHECK(fail_each(index_files) >= 8);
     unlink(path);
 }
 

@@ -29,9 +29,9 @@ EXPECTED = {
     "order": ("all sums right", True, True),  # gradients are paired by name
     "order of calls": (NAMED, True, True),
     "contents": ("silently wrong sums of a, b", True, True),  # until the gradients are verified
-    "missing gradient": (NAMED, True, True),
-    "dtype": (NAMED, True, True),
-    "shape": (NAMED, True, True),
+    "missing gradient": (NAMED, None, True),  # refused: no rank stores anything
+    "dtype": (NAMED, None, True),
+    "shape": (NAMED, None, True),
     "NaN": (NAMED, True, True),
     # From here on ranks are one call apart: a rank that continues adds `d` to the next step's sums.
     "missing call": (f"{NAMED}, wrong sums of d (2 of 3); {NAMED} (1 of 3)", None, False),

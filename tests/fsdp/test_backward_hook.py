@@ -583,8 +583,7 @@ def test_a_failure_is_raised_where_it_is_awaited_and_the_next_call_works():
                 await first
             await second
             check_parts(again, 2, SHAPES)
-            assert units["b"].local_gradient is None
-            assert units["d"].local_gradient is not None
+            assert all(unit.local_gradient is None for unit in units.values())
 
         asyncio.run(both())
 

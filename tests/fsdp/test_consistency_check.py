@@ -1,4 +1,8 @@
-"""Errors on one rank are raised on all ranks, naming rank and gradient; the rest is reduced."""
+"""Errors on one rank are raised on all ranks, naming rank and gradient.
+
+A call with a gradient that its own rank knows to be wrong stores nothing on any rank. Other
+failures prevent only the reduction of the bad gradient.
+"""
 
 import re
 
@@ -10,8 +14,7 @@ from rank_threads import run_ranks
 from tries import tries
 
 from mlstate import CollectiveError
-from mlstate.collectives import SingleGroup
-from mlstate.errors import GradientNamesError
+from mlstate.errors import GradientMismatchError, GradientNamesError
 from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
 
 pytestmark = pytest.mark.timeout(120)
@@ -59,6 +62,7 @@ def scatter_with(fault, world=2, **keywords):
         hook = FSDPBackwardHook(fsdp)
         units = units_of(group)
         gradients = gradients_of(group, units)
+        hook.scatter_multiple(units, gradients)  # the step before
         if group.rank == world - 1:
             fault(units, gradients, group)
         error = None
@@ -129,17 +133,21 @@ def has_an_infinity(units, gradients, group):
     gradients["b"][6] = -np.inf
 
 
-FAULTS = {
+# known to the rank itself: every rank refuses the call
+MISMATCHES = {
     is_none: ("b", "rank {bad}: no gradient"),
     is_not_passed: ("b", "rank {bad}: no gradient was passed"),
-    is_unknown: ("b", "missing on rank {bad} (rank {bad} reduces "),
     has_no_unit: ("extra", "rank {bad}: there is no sharding unit for this gradient"),
     is_of_another_dtype: ("b", "rank {bad}: the gradient has dtype float64, expected float32"),
-    is_of_another_dtype_with_its_unit: ("b", "rank {bad}: 'b' float64 (7,) flat"),
     is_of_another_shape: ("b", "rank {bad}: the gradient has shape (8,), expected (7,)"),
+    is_no_array: ("b", "rank {bad}: the gradient is a list, not an array or tensor"),
+}
+# found when the ranks compare
+FAULTS = {
+    is_unknown: ("b", "missing on rank {bad} (rank {bad} reduces "),
+    is_of_another_dtype_with_its_unit: ("b", "rank {bad}: 'b' float64 (7,) flat"),
     is_of_another_shape_with_its_unit: ("b", "rank {bad}: 'b' float32 (8,) flat"),
     is_cut_otherwise: ("b", "rank {bad}: 'b' float32 (7,) rows"),
-    is_no_array: ("b", "rank {bad}: the gradient is a list, not an array or tensor"),
     has_a_nan: ("b", "NaN or infinite elements (rank {bad}: 1)"),
     has_an_infinity: ("b", "NaN or infinite elements (rank {bad}: 1)"),
 }
@@ -163,6 +171,100 @@ def test_one_bad_gradient_is_named_everywhere_and_spoils_no_other(fault, bucket_
         assert parts(units) == expected_parts(units, world, {name})
 
 
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("bucket_bytes", SIZES)
+@pytest.mark.parametrize("fault", MISMATCHES, ids=lambda fault: fault.__name__)
+def test_a_mismatch_on_one_rank_is_refused_on_all_before_anything_is_stored(
+    fault, bucket_bytes, world
+):
+    results = scatter_with(fault, world, bucket_bytes=bucket_bytes)
+    name, text = MISMATCHES[fault]
+    bad = world - 1
+    assert len({text_of(error) for _, error in results}) == 1, results
+    for rank, (units, error) in enumerate(results):
+        assert str(error) == (
+            f"scatter_multiple on rank {rank}: a gradient was refused, nothing was stored on any "
+            f"rank: '{name}': {text.format(bad=bad)}"
+        )
+        assert (error.name, error.rank) == (name, bad)
+        assert set(parts(units).values()) == {None}, "a stale gradient was left"
+    *others, own = [type(error) for _, error in results]
+    assert set(others) <= {CollectiveError}
+    has_other_names = fault in (is_not_passed, has_no_unit)
+    assert own is (GradientNamesError if has_other_names else GradientMismatchError)
+    assert issubclass(own, ValueError)
+
+
+def test_one_gradient_alone_is_refused_in_the_same_way():
+    def work(group):
+        hook = FSDPBackwardHook(FSDP(group))
+        unit = units_of(group)["b"]
+        hook.scatter_gradient(unit, np.ones(7, np.float32))
+        with pytest.raises(
+            CollectiveError, match=r"scatter_gradient .* nothing was .*'b'"
+        ) as caught:
+            hook.scatter_gradient(unit, np.ones(7 + group.rank, np.float32))
+        assert unit.local_gradient is None
+        return type(caught.value)
+
+    assert run_ranks(work) == [CollectiveError, GradientMismatchError]
+
+
+@pytest.mark.parametrize("bucket_bytes", SIZES)
+@pytest.mark.parametrize("sent", [0, 1, 4])
+def test_a_refused_call_ends_the_backward_pass_of_another_rank(sent, bucket_bytes):
+    """All ranks leave at the same header, so the next call works."""
+
+    def work(group):
+        units = units_of(group)
+        gradients = gradients_of(group, units)
+        hook = FSDPBackwardHook(FSDP(group, bucket_bytes=bucket_bytes))
+        hook.use_units(units)
+        with pytest.raises(CollectiveError, match=r"(?s)nothing was .*'b': .*rank 1: no "):
+            if group.rank == 1:
+                hook.scatter_multiple(units, gradients | {"b": None})
+            else:
+                for name in list(reversed(gradients))[:sent]:
+                    hook.add_gradient(name, gradients[name])
+                hook.finish()
+        assert set(parts(units).values()) == {None}
+        hook.scatter_multiple(units, gradients)
+        return parts(units) == expected_parts(units, 2, ())
+
+    assert run_ranks(work) == [True, True]
+
+
+def test_a_refused_call_ends_the_wait_of_a_rank_without_gradients():
+    def work(group):
+        units = units_of(group)
+        hook = FSDPBackwardHook(FSDP(group))
+        hook.scatter_multiple(units, gradients_of(group, units))
+        with pytest.raises(CollectiveError, match=r"(?s)nothing was .*'b': .*rank 1: no "):
+            if group.rank == 1:
+                hook.scatter_multiple(units, gradients_of(group, units) | {"b": None})
+            else:
+                hook.finish()
+        assert group.rank == 0 or set(parts(units).values()) == {None}
+        hook.scatter_multiple(units, gradients_of(group, units))
+        return parts(units) == expected_parts(units, 2, ())
+
+    assert run_ranks(work) == [True, True]
+
+
+def test_a_mismatch_is_reported_even_if_settings_differ():
+    def work(group):
+        units = units_of(group)
+        gradients = gradients_of(group, units)
+        if group.rank == 1:
+            gradients["b"] = None
+        hook = FSDPBackwardHook(FSDP(group, op="max" if group.rank else "sum"))
+        with pytest.raises(CollectiveError, match=r"'b': rank 1: no gradient") as caught:
+            hook.scatter_multiple(units, gradients)
+        return type(caught.value)
+
+    assert run_ranks(work) == [CollectiveError, GradientMismatchError]
+
+
 def test_without_a_fault_nothing_is_raised():
     assert all(error is None for _, error in scatter_with(nothing, 3))
 
@@ -174,16 +276,19 @@ def test_gradients_under_each_others_names_are_found_by_their_shapes(bucket_byte
 
     for units, error in scatter_with(swap, bucket_bytes=bucket_bytes):
         assert str(error).count("the gradient has shape") == 2
-        assert parts(units) == expected_parts(units, 2, {"b", "c"})
+        assert set(parts(units).values()) == {None}
 
 
 @pytest.mark.parametrize("bucket_bytes", SIZES)
 @pytest.mark.parametrize("names", ["a", "d", "ad", "bc", "abcd"])
 @pytest.mark.parametrize("kind", ["none", "nan", "both"])
 def test_several_bad_gradients_are_all_named(names, bucket_bytes, kind):
+    """NaN is not looked for if the call is refused."""
+    refused = [name for i, name in enumerate(names) if kind == "none" or (kind == "both" and i % 2)]
+
     def spoil(units, gradients, group):
-        for i, name in enumerate(names):
-            if kind == "none" or (kind == "both" and i % 2):
+        for name in names:
+            if name in refused:
                 gradients[name] = None
             else:
                 gradients[name].flat[0] = np.nan
@@ -191,33 +296,8 @@ def test_several_bad_gradients_are_all_named(names, bucket_bytes, kind):
     results = scatter_with(spoil, 2, bucket_bytes=bucket_bytes)
     assert len({text_of(error) for _, error in results}) == 1
     for units, error in results:
-        assert all(f"'{name}': " in str(error) for name in names)
-        assert parts(units) == expected_parts(units, 2, set(names))
-
-
-@pytest.mark.parametrize("fault", [is_not_passed, has_no_unit])
-def test_names_of_one_dict_only_are_a_value_error_on_their_rank(fault):
-    results = scatter_with(fault, 2)
-    assert [type(error) for _, error in results] == [CollectiveError, GradientNamesError]
-    assert isinstance(results[1][1], ValueError)
-
-
-@pytest.mark.parametrize("fault", [is_not_passed, has_no_unit])
-def test_one_rank_stores_nothing_if_names_of_its_dicts_differ(fault):
-    group = SingleGroup()
-    units = units_of(group)
-    gradients = gradients_of(group, units)
-    fault(units, gradients, group)
-    hook = FSDPBackwardHook(FSDP(group))
-    name, text = FAULTS[fault]
-    with pytest.raises(ValueError, match="nothing was stored") as caught:
-        hook.scatter_multiple(units, gradients)
-    assert isinstance(caught.value, CollectiveError)
-    assert f"'{name}': " in str(caught.value) and text.format(bad=0) in str(caught.value)
-    assert caught.value.name == name
-    assert all(unit.local_gradient is None for unit in units.values())
-    hook.scatter_multiple(units, gradients_of(group, units))
-    assert parts(units) == expected_parts(units, 1, ())
+        assert all(f"'{name}': " in str(error) for name in refused or names)
+        assert parts(units) == expected_parts(units, 2, set(SHAPES if refused else names))
 
 
 def test_a_long_list_of_failures_is_cut():
@@ -228,7 +308,7 @@ def test_a_long_list_of_failures_is_cut():
         FSDPBackwardHook(FSDP(group)).scatter_multiple(units, dict.fromkeys(units, None))
 
     for error in run_ranks(work):
-        assert "9 gradients were not reduced" in str(error)
+        assert "9 gradients were refused" in str(error)
         assert "'w4': " in str(error)
         assert "'w5': " not in str(error)
         assert "… 4 more" in str(error)
@@ -444,6 +524,9 @@ def test_what_failed_in_a_run_that_was_broken_off_is_not_told_in_the_next_one():
     def work(group):
         units = units_of(group)
         gradients = gradients_of(group, units)
+        spoiled = dict(units)
+        if group.rank == 1:
+            is_cut_otherwise(spoiled, gradients, group)
         fsdp = FSDP(group, bucket_bytes=0)
         hook = FSDPBackwardHook(fsdp)
         exchange, calls = group._exchange, []
@@ -456,7 +539,7 @@ def test_what_failed_in_a_run_that_was_broken_off_is_not_told_in_the_next_one():
 
         group._exchange = broken
         with pytest.raises(CollectiveError, match="the cable was pulled"):
-            hook.scatter_multiple(units, gradients | {"b": None})
+            hook.scatter_multiple(spoiled, gradients)
         group._exchange = exchange
         hook.scatter_multiple(units, gradients)
         return parts(units) == expected_parts(units, 2, ())
@@ -611,3 +694,5 @@ def test_whatever_ranks_do_all_of_them_hear_the_same(each, hooks):
     common = set.intersection(*(set(s["faults"]) - {"absent"} for s in each))
     kept = [stored & common for _, stored in results]
     assert all(k == kept[0] for k in kept), results
+    is_refused = any(set(s["faults"].values()) & {"none", "shape", "dtype", "list"} for s in each)
+    assert hooks or not is_refused or not any(stored for _, stored in results), results

@@ -59,6 +59,14 @@ def test_the_overlap_is_the_share_of_reducing_inside_the_backward_pass():
     assert early.overlap == 1.0
 
 
+def test_a_pass_that_ended_by_an_error_keeps_its_last_bucket():
+    report = BackwardReport(
+        [("a", 100.0)], 101.0, [event(("a",), 16, (0.0, 0.0, 0.5, 2.0), (0.0, 0.0))]
+    )
+    assert [bucket.names for bucket in report.buckets] == [("a",)]
+    assert report.total == 2.0
+
+
 def test_the_rank_that_all_others_waited_for_is_named():
     report = two_buckets()
     assert report.waited == [2.0, 0.0]
@@ -90,7 +98,7 @@ def test_the_table_has_a_line_for_each_bucket():
 
 def test_reports_are_short_and_safe_whatever_is_in_them():
     events = [
-        event((HOSTILE + str(i), HOSTILE), 8, (i, i, i, i + 0.5), (0.0,)) for i in range(1001)
+        event((HOSTILE + str(i), HOSTILE), 8, (i, i, i, i + 0.5), (0.0,)) for i in range(1000)
     ]
     report = BackwardReport([(HOSTILE, 100.0)], 1200.0, events)
     text, html = str(report), report._repr_html_()
@@ -270,7 +278,7 @@ def test_the_picture_of_one_rank_or_none_that_is_late_says_so():
 def test_timelines_of_nothing_and_of_many_buckets_are_drawn():
     pytest.importorskip("matplotlib", reason="matplotlib draws")
     assert plot_backward(BackwardReport([], 100.0, []))._repr_png_()
-    events = [event((HOSTILE,), 8, (i, i, i, i + 0.5), (0.0, 0.1)) for i in range(92)]
+    events = [event((HOSTILE,), 8, (i, i, i, i + 0.5), (0.0, 0.1)) for i in range(91)]
     figure = plot_backward(BackwardReport([(HOSTILE, 100.0)], 300.0, events))
     assert len(figure.axes[0].containers[3]) == 91
     assert len(figure.axes[0].get_yticklabels()) <= 31

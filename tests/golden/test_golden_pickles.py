@@ -24,6 +24,7 @@ NEVER_PICKLED = {
         "LocalGroup",
         "SaveHandle",
         "Staging",
+        "StateManager",
         "TieredState",
         "TieredUnit",
     ),

@@ -62,3 +62,38 @@ def carried(_):
         raises(RuntimeError, small.read_state, "none"),
         lambda: coreml.FakeMLState({"kv": (1, 1, 2, 3)}),
     ), [small, large, specs]
+
+
+class Model:
+    def __init__(self, size):
+        self.shapes = {"kv": (2, 3, size, 4), "conv": (5,)}
+
+    def get_spec(self):
+        return self.shapes
+
+    def make_state(self):
+        return coreml.FakeMLState(self.shapes)
+
+
+@case("StateManager")
+def managed(_):
+    models = {8: lambda: Model(8), 16: Model(16)}
+    tokens = list(range(20))
+
+    def fail(*_):
+        raise RuntimeError
+
+    def run():
+        manager = coreml.StateManager(models, batch_size=4)
+        manager.state.write_state("conv", np.ones(5, np.float32))
+        manager.grow_if_needed(8)
+        manager.refill(tokens, lambda *_: None)
+        raises(RuntimeError, manager.refill, tokens, fail)()
+        raises(ValueError, manager.shrink, 9, 8)()
+        manager.shrink(5)
+        manager._repr_html_()
+        manager.reset()
+        manager.grow_if_needed(0, 16)
+        manager.release()
+
+    return run, [models, tokens]

@@ -23,7 +23,8 @@ BUILTIN = {
     "StoreNotFoundError": FileNotFoundError,
     "StorePermissionError": PermissionError,
     "CollectiveError": RuntimeError,
-    "GradientNamesError": ValueError,
+    "GradientMismatchError": ValueError,
+    "GradientNamesError": errors.GradientMismatchError,
 }
 
 

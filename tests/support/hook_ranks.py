@@ -127,31 +127,42 @@ FAULTS = {
     has_another_unit: "rank {bad}: 'rows' float32 (8, 5) flat",
     has_a_nan: "NaN or infinite elements (rank {bad}: 1)",
 }
+# known to the rank itself, so that every rank refuses the call
+MISMATCHES = {is_missing, is_not_passed, has_another_dtype, has_another_shape}
 
 
 def scatter_with(group, fault, bad, **settings):
-    """Scatter with a fault on one rank; all ranks must raise, and get all other parts."""
+    """Scatter with a fault on one rank; all ranks must raise.
+
+    If the call was refused, no rank has a part; else all ranks have all other parts.
+    """
     units = units_of(group.rank, SHAPES)
     gradients = gradients_of(group.rank, SHAPES)
-    expected = dict(units)
+    hook = FSDPBackwardHook(FSDP(group, **settings))
+    hook.scatter_multiple(units, gradients)  # the step before
     if group.rank == bad:
         fault(units, gradients, group.rank)
-    hook = FSDPBackwardHook(FSDP(group, **settings))
     error = raises(
         CollectiveError, FAULTS[fault].format(bad=bad), hook.scatter_multiple, units, gradients
     )
     assert "'rows'" in str(error), str(error)
-    assert "a gradient was not reduced, all others were" in str(error), str(error)
+    is_refused = fault in MISMATCHES
+    assert isinstance(error, ValueError) == (is_refused and group.rank == bad), repr(error)
+    result = "refused, nothing was stored" if is_refused else "not reduced, all others were"
+    assert f"a gradient was {result}" in str(error), str(error)
     # with two ranks that differ, neither is the exception
     undecided = fault is has_another_unit and group.world_size == 2
     who = None if undecided else bad
     assert (error.name, error.rank) == ("rows", who), (error.name, error.rank)
-    assert expected.pop("rows").local_gradient is None
+    if is_refused:
+        assert all(unit.local_gradient is None for unit in units.values())
+        return
+    assert "rows" not in units or units["rows"].local_gradient is None
     others = {name: shape for name, shape in SHAPES.items() if name != "rows"}
     every = [gradients_of(rank, SHAPES) for rank in range(group.world_size)]
     for name in others:
         whole = reduced([found[name] for found in every])
-        unit = expected[name]
+        unit = units[name]
         part = unit.layout.take(whole.reshape(unit.shape), group.rank)
         assert unit.local_gradient.tobytes() == part.tobytes(), name
 

@@ -64,13 +64,13 @@ mls_code mls_file_open(const char *path, int *fd, uint64_t *length, mls_status *
     return examine_opened(opened, errno, fd, length, st);
 }
 
-/* Does not follow links: the folder may contain files of others, and a link could point
- * out of it. */
-mls_code mls_file_open_at(int folder, const char *path, int *fd, uint64_t *length,
-                          mls_status *st)
+/* Does not follow links in a folder of ours: it may contain files of others, and a link
+ * could point out of it. */
+mls_code mls_file_open_at(int folder, const char *path, bool links, int *fd,
+                          uint64_t *length, mls_status *st)
 {
-    const int opened = openat(folder, path, READ_FLAGS | O_NOFOLLOW);
-    if (opened < 0 && errno == ELOOP) {
+    const int opened = openat(folder, path, READ_FLAGS | (links ? 0 : O_NOFOLLOW));
+    if (opened < 0 && errno == ELOOP && !links) {
         mls_fail(st, MLS_E_FORMAT, "not a regular file but a symbolic link");
         mls_status_expected(st, "a regular file");
         return MLS_E_FORMAT;
@@ -80,10 +80,11 @@ mls_code mls_file_open_at(int folder, const char *path, int *fd, uint64_t *lengt
 
 /* Only saves work and memory for a file that cannot be right. The result is not binding:
  * the file is examined again when it is opened. */
-mls_code mls_file_expect(int folder, const char *path, uint64_t bytes, mls_status *st)
+mls_code mls_file_expect(int folder, const char *path, bool links, uint64_t bytes,
+                         mls_status *st)
 {
     struct stat info;
-    if (fstatat(folder, path, &info, AT_SYMLINK_NOFOLLOW) != 0) {
+    if (fstatat(folder, path, &info, links ? 0 : AT_SYMLINK_NOFOLLOW) != 0) {
         return mls_fail_os(st, errno, "cannot examine the file");
     }
     if (!S_ISREG(info.st_mode)) {

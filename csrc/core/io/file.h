@@ -8,6 +8,7 @@
 
 #include "base/status.h"
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -22,14 +23,16 @@
  * MLS_E_FORMAT: not a regular file. */
 mls_code mls_file_open(const char *path, int *fd, uint64_t *length, mls_status *st);
 
-/* The same for `path` relative to an open folder. A symbolic link as the last part of the
- * path counts as not a regular file. */
-mls_code mls_file_open_at(int folder, const char *path, int *fd, uint64_t *length,
-                          mls_status *st);
+/* The same for `path` relative to an open folder. Unless `links`, a symbolic link as the
+ * last part of the path counts as not a regular file. */
+mls_code mls_file_open_at(int folder, const char *path, bool links, int *fd,
+                          uint64_t *length, mls_status *st);
 
-/* Check that `path`, relative to an open folder, is a regular file of `bytes` bytes.
+/* Check that `path`, relative to an open folder, is a regular file of `bytes` bytes;
+ * `links` as for mls_file_open_at.
  * MLS_E_IO (ENOENT: it does not exist); MLS_E_FORMAT: another kind or another length. */
-mls_code mls_file_expect(int folder, const char *path, uint64_t bytes, mls_status *st);
+mls_code mls_file_expect(int folder, const char *path, bool links, uint64_t bytes,
+                         mls_status *st);
 
 /* Read exactly `bytes` bytes at `offset`; continues after interruptions and short reads.
  * MLS_E_IO; MLS_E_FORMAT: the file ends earlier. */

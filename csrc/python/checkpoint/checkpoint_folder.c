@@ -54,10 +54,11 @@ PyObject *mlspy_raise_under(const mlspy_state *state, const mls_status *st,
     }
     const bool about_file = st->code == MLS_E_FORMAT || st->code == MLS_E_CHECKSUM;
     const char *file = about_file && relative != NULL ? relative : "";
-    if (strncmp(st->text, "tensor '", strlen("tensor '")) == 0) {
+    const bool names_tensor = strncmp(st->text, "tensor '", strlen("tensor '")) == 0;
+    if (names_tensor && strstr(st->text, "', file '") != NULL) {
         /* the core already added tensor and file; repeating them would truncate the
          * reason */
-    } else if (st->name[0] != '\0') {
+    } else if (st->name[0] != '\0' && !names_tensor) {
         PyOS_snprintf(named.text, sizeof named.text, "%.120s%s'%.60s': %.130s", file,
                       file[0] != '\0' ? ": " : "", st->name, st->text);
     } else if (file[0] != '\0') {

@@ -16,6 +16,7 @@
 #include "common/progress.h"
 
 #include "base/memory.h"
+#include "checkpoint/index/index_of_files.h"
 #include "checkpoint/index/shard_header_rebuild.h"
 #include "checkpoint/ranks/merged_index_summary.h"
 #include "checkpoint/read/verify.h"
@@ -139,6 +140,74 @@ static PyObject *merged_index_new(PyTypeObject *type, PyObject *args, PyObject *
     PyObject *self = type->tp_alloc(type, 0);
     if (self != NULL && merge_indexes(mlspy_state_of(module), (mlspy_merged_index *)self,
                                       texts, names) < 0) {
+        Py_CLEAR(self);
+    }
+    return self;
+}
+
+/* Read the headers of files, without the GIL. */
+static int read_headers(const mlspy_state *state, mlspy_merged_index *self,
+                        PyObject *folder, PyObject *names)
+{
+    const size_t count = (size_t)PyTuple_GET_SIZE(names);
+    const mls_crc_kernels *crc = mls_crc_of(state->kernels->cpu);
+    PyObject *encoded = NULL;
+    const char **texts = mls_alloc(count, sizeof *texts);
+    self->indexes = mls_alloc(1, sizeof *self->indexes);
+    int failed = -1;
+    if (texts == NULL || self->indexes == NULL) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    for (size_t i = 0; i < count; i++) {
+        Py_ssize_t length = 0;
+        texts[i] =
+            PyUnicode_AsUTF8AndSize(PyTuple_GET_ITEM(names, (Py_ssize_t)i), &length);
+        if (texts[i] == NULL) {
+            goto done;
+        }
+        if (length > MLS_PATH_BYTES) {
+            PyErr_SetString(PyExc_ValueError, "a file name is too long");
+            goto done;
+        }
+    }
+    if (!PyUnicode_FSConverter(folder, &encoded)) {
+        goto done;
+    }
+    const char *path = PyBytes_AS_STRING(encoded);
+    const mls_index *index = self->indexes;
+    size_t at = 0;
+    mls_status st;
+    mls_code code;
+    Py_BEGIN_ALLOW_THREADS
+        code = mls_index_of_files(path, texts, count, crc, self->indexes, &at, &st);
+        self->index_count = code == MLS_OK ? 1 : 0;
+        code =
+            code == MLS_OK ? mls_merged_index_init(&self->merged, &index, 1, &st) : code;
+    Py_END_ALLOW_THREADS
+    failed = code == MLS_OK ? 0 : -1;
+    if (failed < 0) {
+        mlspy_raise_under(state, &st, folder, count > 0 ? texts[at] : NULL);
+    }
+done:
+    mls_free((void *)texts);
+    Py_XDECREF(encoded);
+    return failed;
+}
+
+/* of_files(folder, (name, ...)): an index of safetensors files of another program, whose
+ * names in the folder the caller has checked */
+static PyObject *merged_index_of_files(PyObject *type, PyObject *args)
+{
+    PyTypeObject *cls = (PyTypeObject *)type;
+    PyObject *folder, *names, *module = mlspy_module_of(cls);
+    if (module == NULL ||
+        !PyArg_ParseTuple(args, "OO!", &folder, &PyTuple_Type, &names)) {
+        return NULL;
+    }
+    PyObject *self = cls->tp_alloc(cls, 0);
+    if (self != NULL && read_headers(mlspy_state_of(module), (mlspy_merged_index *)self,
+                                     folder, names) < 0) {
         Py_CLEAR(self);
     }
     return self;
@@ -274,8 +343,10 @@ static PyObject *shard_tuple(const mls_index *index, const mls_index_shard *shar
     char crc[MLS_CRC_DIGITS];
     const mls_part part = mls_index_part(shard);
     const int rank = mls_part_dims(&part, dims);
-    /* None instead of 0 for a shard with layers, which has no single place */
+    /* None instead of 0 for a shard with layers, which has no single place; for a file
+     * without checksums too */
     const bool plain = shard->layers == NULL;
+    const bool has_crc = plain && shard->crcs != NULL;
     PyObject *offset =
         plain ? PyLong_FromUnsignedLongLong(shard->offset) : Py_NewRef(Py_None);
     mls_crc_to_digits(shard->crc, crc);
@@ -283,7 +354,7 @@ static PyObject *shard_tuple(const mls_index *index, const mls_index_shard *shar
                          mlspy_merged_index_key(&shard->id), (Py_ssize_t)shard->part,
                          sizes_tuple(dims, rank), (unsigned long long)index->rank,
                          plain ? index->files[shard->file].path : NULL, offset,
-                         (Py_ssize_t)shard->bytes, plain ? crc : NULL,
+                         (Py_ssize_t)shard->bytes, has_crc ? crc : NULL,
                          (Py_ssize_t)MLS_CRC_DIGITS, (unsigned long long)shard->version,
                          layers_tuple(index, shard));
 }
@@ -461,6 +532,9 @@ static PyObject *merged_index_verify(PyObject *object, PyObject *const *args,
 /* ---- the type ---- */
 
 static PyMethodDef merged_index_methods[] = {
+    {"of_files", merged_index_of_files, METH_VARARGS | METH_CLASS,
+     "of_files(folder, names, /)\n--\n\nAn index of safetensors files of another "
+     "program."},
     {"keys", merged_index_keys, METH_O,
      "keys($self, section, /)\n--\n\nKeys of a section."},
     {"tensors", merged_index_tensors, METH_NOARGS,

@@ -197,7 +197,7 @@ static PyObject *new_array(const mlspy_load_job *job, size_t index, mlspy_room *
 
 /* Map a whole file, once for all of its tensors; the result is borrowed from the dict.
  * The arrays keep the capsules alive, and these the mappings. */
-static PyObject *map_file(mlspy_load_job *job, PyObject *capsules,
+static PyObject *map_file(mlspy_load_job *job, PyObject *capsules, bool links,
                           const mls_index_file *file)
 {
     mls_status st;
@@ -208,7 +208,7 @@ static PyObject *map_file(mlspy_load_job *job, PyObject *capsules,
     if (capsule != NULL) {
         return capsule;
     }
-    mls_code code = mls_file_open_at(job->folder, file->path, &fd, &length, &st);
+    mls_code code = mls_file_open_at(job->folder, file->path, links, &fd, &length, &st);
     if (code == MLS_OK) {
         code = length == file->bytes
                    ? mls_mapping_init(&mapping, fd, length, &st)
@@ -238,7 +238,8 @@ static PyObject *mapped_array(mlspy_load_job *job, const mls_wanted *w,
     if (run == NULL) {
         return Py_NewRef(Py_None);
     }
-    PyObject *capsule = map_file(job, capsules, &run->index->files[run->shard->file]);
+    PyObject *capsule =
+        map_file(job, capsules, run->index->links, &run->index->files[run->shard->file]);
     if (capsule == NULL) {
         return NULL;
     }
@@ -326,6 +327,7 @@ static int read_all(mlspy_load_job *job, bool verify, PyObject *callback,
     }
     const mls_read_request request = {
         .folder = job->folder,
+        .links = job->merged->merged.links,
         .pieces = job->plan.pieces,
         .count = job->plan.piece_count,
         .crc = verify ? mls_crc_of(job->state->kernels->cpu) : NULL,

@@ -10,6 +10,7 @@ format          path                        holds
 ``npz``         ``.npz``                    arrays of `numpy.savez`
 ``torch``       ``.pt .pth .bin``           what ``torch.load`` reads with ``weights_only``
 ``dcp``         a directory, or ``.dcp``    a checkpoint of torch.distributed.checkpoint
+``huggingface`` a directory                 weights of a Hugging Face model
 ==============  ==========================  ====================================================
 
 Safetensors and npz files have one flat level of names. If such a file holds a model and an
@@ -37,6 +38,7 @@ from ...state._kind import describe, restore
 from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import StateDict
 from .._store.folder import refuse_existing
+from .._store.weight_files import weights_root
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -92,6 +94,8 @@ def format_of(path: str | os.PathLike[str]) -> str:
             return "dcp"
         if (place / "manifest.json").exists():
             return "mlstate"
+        if weights_root(str(place)) is not None:
+            return "huggingface"
     for name, one in FORMATS.items():
         if place.suffix.lower() in one.suffixes:
             return name
@@ -476,6 +480,10 @@ def _write_mlstate(
     )
 
 
+def _write_huggingface(path: Path, *_: Any) -> None:
+    raise ValueError(f"{path}: Hugging Face folders cannot be written yet")
+
+
 def _read_torch(path: Path) -> Parts:
     return torch_backend("files of torch").read_pt(path)
 
@@ -504,4 +512,5 @@ FORMATS = {
     "npz": Format(_read_npz, _write_npz, (".npz",)),
     "torch": Format(_read_torch, _write_torch, (".pt", ".pth", ".bin")),
     "dcp": Format(_read_dcp, _write_dcp, (".dcp",)),
+    "huggingface": Format(_read_mlstate, _write_huggingface, ()),
 }

@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
 from ..._common.log import is_logged, log
+from ..._common.store_error import store_error as store_error
 from ...errors import FormatError, MLStateError, StoreError
+from .._remote.remote_folder import RemoteFolder
 from .manifest import MOST_SEQUENCE, IndexRecord, Manifest, parse
+from .weight_files import INDEX, ROOTS, hub_hint, read_merged_index, read_weights, weights_root
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -40,18 +43,6 @@ class Root(NamedTuple):
     path: str  # relative to the folder
 
 
-def store_error(error: OSError, what: str, path: Any) -> StoreError:
-    """Return an OSError as a StoreError, of the subclass for its errno."""
-    cls: Any = StoreError
-    if isinstance(error, FileNotFoundError):
-        cls = _core.StoreNotFoundError
-    elif isinstance(error, PermissionError):
-        cls = _core.StorePermissionError
-    made = cls(error.errno, f"{what}: {error.strerror}", path)
-    made.path = path
-    return made  # type: ignore[no-any-return]
-
-
 def _read_descriptor(descriptor: int, path: str) -> bytes:
     """Read all of an open file; raise FormatError unless it is a regular file of valid size."""
     import stat
@@ -72,6 +63,13 @@ def _read_descriptor(descriptor: int, path: str) -> bytes:
 def read_bytes(folder: str, name: str) -> bytes:
     """Read a small regular file of the folder."""
     path = os.path.join(folder, name)
+    if isinstance(folder, RemoteFolder):
+        try:
+            return folder.read(name)
+        except ValueError as error:
+            wrong = FormatError(f"{path}: {error}")
+            wrong.path = path
+            raise wrong from None
     try:
         with _core.Descriptor(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW) as descriptor:
             return _read_descriptor(descriptor.fileno(), path)
@@ -83,12 +81,34 @@ def read_bytes(folder: str, name: str) -> bytes:
         raise store_error(error, "cannot read the file", path) from None
 
 
+def current_root(folder: str, root: str = MANIFEST) -> str:
+    """Return `root`, or the root of a Hugging Face folder if it has no manifest."""
+    if isinstance(folder, RemoteFolder) or root != MANIFEST or exists(folder, MANIFEST):
+        return root
+    return weights_root(folder) or root
+
+
+def _read_index(folder: str, name: str) -> bytes:
+    """Read the index of a Hugging Face folder; a symbolic link, as in a cache, is followed."""
+    path = os.path.realpath(os.path.join(folder, name))
+    return read_bytes(*os.path.split(path))
+
+
 def read_manifest(folder: str, name: str = MANIFEST) -> Manifest:
     """Read a root; raise FormatError if a file under ``roots/`` does not match its own name."""
+    if name in ROOTS:
+        try:
+            return read_weights(folder, name, _read_index(folder, name) if name == INDEX else None)
+        except StoreError:
+            raise
+        except OSError as error:
+            raise store_error(error, "cannot read the folder", folder) from None
     try:
         data = read_bytes(folder, name)
     except StoreError as error:
         if name != MANIFEST or error.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise
+        if isinstance(folder, RemoteFolder):  # object or bucket: the store knows
             raise
         raise _no_checkpoint(folder, error.errno) from None
     manifest = parse(data, os.path.join(folder, name))
@@ -137,7 +157,8 @@ def read_root(
 
 def _no_checkpoint(folder: str, number: int) -> StoreError:
     """Return the error for a missing checkpoint; it describes the actual content of the path."""
-    reason = OSError(number, "there is no such folder")  # OSError picks the subclass by errno
+    # OSError picks the subclass by errno
+    reason = OSError(number, f"there is no such folder{hub_hint(folder)}")
     if os.path.isfile(folder):
         reason.strerror = (
             "it is a file, and a checkpoint is a folder; load_file reads .safetensors, "
@@ -146,7 +167,7 @@ def _no_checkpoint(folder: str, number: int) -> StoreError:
     elif list_roots(folder):
         reason.strerror = "manifest.json is gone; older steps are there for verify(repair=True)"
     elif os.path.isdir(folder):
-        reason.strerror = "the folder has no manifest.json"
+        reason.strerror = f"the folder has no manifest.json, and no {' or '.join(ROOTS)}"
     return store_error(reason, "cannot read the checkpoint", folder)
 
 
@@ -180,6 +201,8 @@ def _refuse_link(path: str) -> None:
 
 def list_names(folder: str, part: str) -> list[str]:
     """Return the names in a subfolder; an empty list if it does not exist."""
+    if isinstance(folder, RemoteFolder):
+        return folder.list_names(part)
     try:
         with _opened(folder, part) as descriptor:
             return os.listdir(descriptor.fileno())
@@ -202,6 +225,12 @@ def _root_of(name: str) -> Root | None:
 def list_roots(folder: str) -> list[Root]:
     """Return the roots under ``roots/``, oldest first."""
     return sorted(filter(None, map(_root_of, list_names(folder, "roots"))))
+
+
+def prefetch(folder: str, roots: list[Root]) -> None:
+    """Read roots in an object store at the same time; otherwise do nothing."""
+    if isinstance(folder, RemoteFolder):
+        folder.prefetch(root.path for root in roots)
 
 
 def next_sequence(folder: str, newest: Manifest | None) -> int:
@@ -302,6 +331,8 @@ def make_path(folder: str) -> None:
 def new_file_mode(folder: str) -> int:
     """Return the mode of new files: no more access than the folder and its manifest allow."""
     mode = 0o666
+    if isinstance(folder, RemoteFolder):  # objects have no mode
+        return mode
     for path in (folder, os.path.join(folder, MANIFEST)):
         try:
             mode &= os.stat(path).st_mode | 0o600
@@ -317,6 +348,8 @@ def create(folder: str, *, states: bool = False) -> None:
 
     The subfolder of named states is created only if `states` is true.
     """
+    if isinstance(folder, RemoteFolder):  # the names of objects need no folders
+        return
     try:
         make_path(folder)
         made = False
@@ -350,6 +383,8 @@ def _belongs(part: str, name: str) -> bool:
 def remove_files(folder: str, names: list[str]) -> list[str]:
     """Delete files by their paths in the folder; return the paths of those that existed.
 
+    Of objects in a store, all paths are returned.
+
     Raises
     ------
     StoreError
@@ -364,9 +399,52 @@ def remove_files(folder: str, names: list[str]) -> list[str]:
             reason = OSError(errno.EINVAL, "it is not a file of this checkpoint")
             raise store_error(reason, "cannot delete the file", os.path.join(folder, path))
         by_part.setdefault(part, []).append(name)
+    if isinstance(folder, RemoteFolder):
+        folder.store.delete(names)
+        for name in names if is_logged("DEBUG") else ():
+            log("DEBUG", "%s: deleted the object %s", folder, name)
+        return names
     for part, inside in by_part.items():
         removed += _remove_from(folder, part, inside)
     return removed
+
+
+def sync(folder: str, part: str) -> None:
+    """Make deletions in a subfolder durable; deletions of objects are durable already."""
+    if not isinstance(folder, RemoteFolder):
+        _core.folder_sync(os.path.join(folder, part))
+
+
+def exists(folder: str, path: str) -> bool:
+    """Return whether a file of the folder exists, even as a broken link."""
+    if isinstance(folder, RemoteFolder):
+        return folder.exists(path)
+    return os.path.lexists(os.path.join(folder, path))
+
+
+def read_batches(
+    folder: str,
+    merged: Any,
+    section: int,
+    keys: list[str],
+    cuts: Any,
+    verify: bool,
+    read: Callable[[str, list[str], Any], None],
+) -> None:
+    """Call `read` with a local folder, keys and cuts; for a store, batch by batch."""
+    if isinstance(folder, RemoteFolder):
+        folder.read_batches(merged, section, keys, cuts, verify, read)
+    else:
+        read(folder, keys, cuts)
+
+
+def verify_shard_files(
+    folder: str, merged: Any, progress: Callable[[int], object] | None
+) -> tuple[int, list[Any]]:
+    """Read and verify the files of a merged index; return bytes read and fields of problems."""
+    if isinstance(folder, RemoteFolder):
+        return folder.verify(merged, progress)
+    return merged.verify(folder, progress)  # type: ignore[no-any-return]
 
 
 def _remove_from(folder: str, part: str, names: list[str]) -> list[str]:
@@ -452,7 +530,9 @@ def known_files(folder: str) -> set[str]:
 
 def foreign_files(folder: str) -> list[str]:
     """Return the paths of files that mlstate did not write, and of linked subfolders."""
-    linked = [part for part in FOLDERS if os.path.islink(os.path.join(folder, part))]
+    linked = []
+    if not isinstance(folder, RemoteFolder):
+        linked = [part for part in FOLDERS if os.path.islink(os.path.join(folder, part))]
     foreign = [
         f"{part}/{name}"
         for part in FOLDERS
@@ -532,6 +612,8 @@ def load_merged_index(
 
     `texts` caches the texts of indexes by rank. It is replaced by the texts of this call.
     """
+    if manifest.weights is not None:
+        return read_merged_index(folder, manifest)
     chosen = list(range(len(manifest.indexes)) if ranks is None else ranks)
     records = [manifest.indexes[rank] for rank in chosen]
     before = {} if texts is None else dict(texts)
@@ -563,6 +645,8 @@ def has_files(folder: str, sizes: Mapping[str, int]) -> bool:
     """Return whether files of the folder exist with these sizes; the files are not opened."""
     import stat
 
+    if isinstance(folder, RemoteFolder):
+        return folder.has_files(sizes)
     for path, size in sizes.items():
         try:
             found = os.lstat(os.path.join(folder, path))
@@ -610,7 +694,7 @@ def needed_files(
             else:
                 read_root(folder, name, add_files)
         except FileNotFoundError:
-            if os.path.lexists(os.path.join(folder, name)):
+            if exists(folder, name):
                 raise
     return needed
 
@@ -634,7 +718,7 @@ def delete_roots(folder: str, roots: list[Root]) -> None:
     """Delete roots durably; `prune` may delete the files that they needed only afterwards."""
     steps = _steps_of_roots(folder, roots) if is_logged("INFO") else []
     if remove_files(folder, [root.path for root in roots]):
-        _core.folder_sync(os.path.join(folder, "roots"))
+        sync(folder, "roots")
     for step, root in zip(steps, roots, strict=False):
         log("INFO", "%s: deleted step %s (%s)", folder, step, root.path)
 

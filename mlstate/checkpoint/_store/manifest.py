@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from ... import _core
 from ...errors import FormatError
+from .weight_files import WeightFiles
 
 FORMAT = "mlstate.manifest"
 VERSION = 2
@@ -54,6 +55,7 @@ class Manifest(NamedTuple):
     indexes: tuple[IndexRecord, ...]
     patterns: tuple[Pattern, ...] | None = None
     states: dict[str, dict[str, Any]] | None = None  # kinds of the named states
+    weights: WeightFiles | None = None  # of a Hugging Face folder, which has no manifest file
 
 
 def build(manifest: Manifest) -> bytes:
@@ -62,6 +64,7 @@ def build(manifest: Manifest) -> bytes:
 
     indexes = manifest.indexes
     content = {"format": FORMAT, "format_version": VERSION, **manifest._asdict()}
+    del content["weights"]
     content["indexes"] = {
         "bytes": [record.bytes for record in indexes],
         "crc32c": "".join(record.crc32c for record in indexes),

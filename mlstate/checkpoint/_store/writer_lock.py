@@ -20,7 +20,7 @@ from typing import Any
 
 from ... import _core
 from ...errors import StoreError
-from .folder import new_file_mode, store_error
+from .folder import MANIFEST, new_file_mode, store_error
 
 _NAME = "lock"
 _TRIES = 64
@@ -121,11 +121,24 @@ def check_timeout(seconds: float) -> float:
 
 
 class WriterLock:
-    """The lock of a writing process; `unfinished` is the generation of a writer that died."""
+    """The lock of a writing process.
 
-    def __init__(self, folder: str, what: str = "checkpoint", timeout: float = 0.0) -> None:
+    `timeout` is the caller's ``lock_timeout``, or None if the caller has no such parameter.
+
+    Attributes
+    ----------
+    unfinished : str or None
+        Generation of a writer that died.
+    is_unsure : bool
+        False: whether a `commit` succeeded can always be read from the folder.
+    """
+
+    is_unsure = False
+
+    def __init__(self, folder: str, what: str = "checkpoint", timeout: float | None = None) -> None:
         self._timeout = timeout
         self._what = what
+        self._folder = folder
         self._path = os.path.join(folder, _NAME)
         self._descriptor: _core.Descriptor | None = None  # dropping it closes and unlocks
         self._is_new = False
@@ -138,7 +151,7 @@ class WriterLock:
         """
         import time
 
-        end = time.monotonic() + self._timeout
+        end = time.monotonic() + (self._timeout or 0.0)
         while True:
             try:
                 return self._acquire_once()
@@ -167,11 +180,18 @@ class WriterLock:
         except BaseException:
             self.release()
             raise
-        raise store_error(
-            OSError(errno.EBUSY, "other writers keep replacing it"),
-            f"cannot lock the {self._what}",
-            self._path,
-        )
+        raise self._busy_error("other writers keep replacing it")
+
+    def _busy_error(self, reason: str) -> StoreError:
+        """Return the error for a lock that another writer holds, with a remedy."""
+        remedy = "repeat the call when it has ended"
+        if self._timeout is not None:
+            remedy = (
+                f"waited {self._timeout:g} s; to wait longer, pass lock_timeout= "
+                "(--lock-timeout) in seconds"
+            )
+        error = OSError(errno.EBUSY, f"{reason}: {remedy}")
+        return store_error(error, f"cannot lock the {self._what}", self._path)
 
     def _try_alone(self) -> bool | None:
         """Try once with the folder locked; return None if another writer has locked the folder."""
@@ -233,11 +253,7 @@ class WriterLock:
             # an owner that has just taken the lock has not written its text yet
             known = f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
             who = known if owner else "another process"
-            raise store_error(
-                OSError(errno.EBUSY, f"{who} is writing it"),
-                f"cannot lock the {self._what}",
-                self._path,
-            )
+            raise self._busy_error(f"{who} is writing it")
         if self._is_current(descriptor):
             # keep the text: the new file must name the unfinished generation too
             fresh = f"{self._path}.{os.getpid()}"
@@ -266,6 +282,12 @@ class WriterLock:
                     self._is_new = False
         except OSError as error:
             raise store_error(error, "cannot write the lock", self._path) from None
+
+    def commit(self, data: bytes, mode: int, root: str | None = None) -> None:
+        """Replace the manifest durably; write the second copy `root`, a path, before it."""
+        if root is not None:
+            _core.file_replace(os.path.join(self._folder, root), data, mode)
+        _core.file_replace(os.path.join(self._folder, MANIFEST), data, mode)
 
     def release(self) -> None:
         """Unlock and close the file; in a forked child the parent keeps its lock."""

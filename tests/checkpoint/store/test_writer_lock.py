@@ -260,7 +260,11 @@ def test_every_writer_waits_for_another_process(held, name):
 @pytest.mark.parametrize("name", WRITERS)
 def test_every_writer_gives_up_after_its_time(held, holder, name, seconds):
     before, start = contents(), time.monotonic()
-    with pytest.raises(mlstate.StoreError, match=f"process {holder.pid} on .* is writing it") as e:
+    text = (
+        rf"cannot lock the checkpoint: process {holder.pid} on \S+ is writing it: "
+        rf"waited {seconds} s; to wait longer, pass lock_timeout= \(--lock-timeout\) in seconds"
+    )
+    with pytest.raises(mlstate.StoreError, match=text) as e:
         WRITERS[name](seconds)
     assert e.value.errno == errno.EBUSY
     assert seconds <= time.monotonic() - start < 10

@@ -3,6 +3,7 @@
 import gc
 import logging
 import statistics
+import sys
 import time
 import warnings
 
@@ -11,6 +12,7 @@ import pytest
 
 from mlstate.coreml import (
     FakeMLState,
+    StateManager,
     StateShapeWarning,
     StateSpecs,
     plan_transition,
@@ -300,3 +302,21 @@ def test_reading_is_faster_than_coremltools(packages):
 
     path = packages["several"]
     assert seconds(lambda: state_specs(path)) < seconds(lambda: ct.utils.load_spec(str(path)))
+
+
+@pytest.mark.parametrize("names", [{64: "small", 128: "large"}, {64: "multi", 128: "multi"}])
+def test_a_manager_reads_the_states_of_loaded_models(packages, names):
+    def load(size):
+        function = f"c{size}" if names[size] == "multi" else None
+        return ct.models.MLModel(
+            str(packages[names[size]]), function_name=function, skip_model_load=True
+        )
+
+    manager = StateManager({size: load(size) for size in names})
+    assert "kv_cache (4, 1, 64, 32)" in manager._repr_html_()
+    assert "kv_cache (4, 1, 128, 32)" in manager._repr_html_()
+    if sys.platform != "darwin":
+        with pytest.raises(Exception, match="only supported on macOS"):
+            manager.state  # noqa: B018
+    with pytest.raises(ValueError, match=r"no state of 65 positions at axis -2.* \(4, 1, 64, 32\)"):
+        StateManager({65: load(64)})

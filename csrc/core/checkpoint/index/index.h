@@ -16,6 +16,7 @@
 #include "crc32c/crc32c.h"
 #include "io/json_reader.h"
 #include "io/json_writer.h"
+#include "safetensors/safetensors.h"
 #include "sharding/layout.h"
 #include "sharding/optimizer_axes.h"
 
@@ -100,7 +101,7 @@ typedef struct mls_index_shard {
     size_t bytes;            /* size of the part in this dtype */
     mls_tier tier;
     uint32_t crc;             /* CRC32C of all bytes */
-    const uint32_t *crcs;     /* CRC32C of each block */
+    const uint32_t *crcs;     /* CRC32C of each block; NULL: the file has no checksums */
     const mls_layers *layers; /* NULL: plain */
 } mls_index_shard;
 
@@ -112,6 +113,7 @@ typedef struct mls_index {
     mls_index_shard *shards; /* sorted by id, then part; parts are unique, and no byte
                                 belongs to two places */
     size_t shard_count;
+    bool links; /* another program wrote the files, and they may be symbolic links */
     /* Storage that the shards point into; NULL if it has another owner. */
     mls_json *json; /* holds the names */
     size_t *dims;
@@ -123,6 +125,7 @@ typedef struct mls_index {
     mls_row_range *extents;
     mls_compressed_frames *frames; /* of all compressed layers */
     size_t *ends;
+    mls_safetensors *headers; /* one for each file, see index_of_files.h */
 } mls_index;
 
 /* Parse an index. `text` need not outlive the call. Gives: release with mls_index_fini.

@@ -128,6 +128,10 @@ mls_part mls_index_part(const mls_index_shard *shard)
 /* The names, which other arrays point into, are freed last. */
 void mls_index_fini(mls_index *index)
 {
+    for (size_t i = 0; index->headers != NULL && i < index->file_count; i++) {
+        mls_safetensors_fini(&index->headers[i]);
+    }
+    mls_free(index->headers);
     mls_free(index->files);
     mls_free(index->shards);
     mls_free(index->dims);

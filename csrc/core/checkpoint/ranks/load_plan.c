@@ -182,12 +182,13 @@ static bool has_long_zeros(const mls_stored_shard *stored, size_t count)
 /* Compare the files of some pieces with their recorded sizes. Neighbours usually share a
  * file, which is checked once. */
 static mls_code check_files(const mls_stored_shard *stored, size_t count, int folder,
-                            const char **file, mls_status *st)
+                            bool links, const char **file, mls_status *st)
 {
     for (size_t j = 0; j < count; j++) {
         if (stored[j].file != NULL && stored[j].file != *file) {
             *file = stored[j].file;
-            if (mls_file_expect(folder, *file, stored[j].file_bytes, st) != MLS_OK) {
+            if (mls_file_expect(folder, *file, links, stored[j].file_bytes, st) !=
+                MLS_OK) {
                 return st->code;
             }
         }
@@ -218,7 +219,8 @@ mls_code mls_load_plan_find(mls_load_plan *plan, int folder, const char **file,
         }
         w->first = used;
         w->long_zeros = has_long_zeros(plan->stored + used, w->count);
-        if (check_files(plan->stored + used, w->count, folder, &seen, st) != MLS_OK) {
+        if (check_files(plan->stored + used, w->count, folder, plan->merged->links, &seen,
+                        st) != MLS_OK) {
             *file = seen;
             return st->code;
         }

@@ -127,6 +127,7 @@ mls_code mls_merged_index_init(mls_merged_index *out, const mls_index *const *in
     size_t all = 0;
     for (size_t i = 0; i < count; i++) {
         all += indexes[i]->shard_count; /* cannot overflow: all of them are in memory */
+        c.links = c.links || indexes[i]->links;
     }
     /* as many tensors as shards, in case each tensor has one shard */
     mls_merged_index_shard *sorted = mls_alloc(all, sizeof *sorted);

@@ -9,6 +9,7 @@
 #include "checkpoint/index/index.h"
 #include "checkpoint/read/shard_read.h"
 
+#include <stdbool.h>
 #include <stddef.h>
 
 /* A shard, and the index that lists its file. */
@@ -31,6 +32,7 @@ typedef struct mls_merged_index {
     size_t tensor_count;
     mls_merged_index_shard *shards;
     size_t shard_count;
+    bool links; /* files may be symbolic links, see mls_index */
 } mls_merged_index;
 
 /* Merge indexes. Gives: release with mls_merged_index_fini, before the indexes.

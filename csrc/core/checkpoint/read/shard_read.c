@@ -147,11 +147,11 @@ static mls_code fail_not_regular(const char *what, mls_status *st)
     return MLS_E_FORMAT;
 }
 
-/* Explain a failed openat. Symbolic links are not followed: shards are stored in this
- * folder. */
-static mls_code fail_open(int reason, mls_status *st)
+/* Explain a failed openat. Symbolic links are not followed in a folder of ours: shards
+ * are stored there. */
+static mls_code fail_open(int reason, bool links, mls_status *st)
 {
-    if (reason == ELOOP || reason == EMLINK) {
+    if (!links && (reason == ELOOP || reason == EMLINK)) {
         return fail_not_regular("a symbolic link", st);
     }
     return reason == ENXIO ? fail_not_regular("a socket", st)
@@ -175,10 +175,11 @@ static mls_code open_file(read_worker *w, const char *name, mls_status *st)
     }
     close_file(w);
     /* O_NONBLOCK: opening a FIFO without a writer must not block */
+    const bool links = w->shared->request.links;
     const int fd = openat(w->shared->request.folder, name,
-                          O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+                          O_RDONLY | O_CLOEXEC | O_NONBLOCK | (links ? 0 : O_NOFOLLOW));
     if (fd < 0) {
-        return fail_open(errno, st);
+        return fail_open(errno, links, st);
     }
     if (fstat(fd, &info) != 0) {
         mls_fail_os(st, errno, "cannot examine the file");
@@ -302,6 +303,12 @@ static mls_code read_plain(read_worker *w, run_reader *r, mls_status *st)
 }
 
 /* ---- verified: whole blocks ---- */
+
+/* Return whether a read verifies a shard. Files of other programs have no checksums. */
+static bool is_verified(const read_state *shared, const mls_stored_shard *shard)
+{
+    return shared->request.crc != NULL && shard->crcs != NULL;
+}
 
 /* Read `bytes` of a block, add them to its checksum, and deliver the requested ones:
  * directly if the step lies within one run. */
@@ -446,9 +453,9 @@ static void read_span(read_worker *w, const mls_read_span *s)
     }
     mls_code code = open_shard(w, s->piece->shard, &st);
     if (code == MLS_OK) {
-        code = s->piece->shard->frames != NULL  ? read_compressed(w, &r, &st)
-               : w->shared->request.crc == NULL ? read_plain(w, &r, &st)
-                                                : read_verified(w, &r, &st);
+        code = s->piece->shard->frames != NULL           ? read_compressed(w, &r, &st)
+               : is_verified(w->shared, s->piece->shard) ? read_verified(w, &r, &st)
+                                                         : read_plain(w, &r, &st);
     }
     w->done += r.zeros;
     if (code == MLS_E_STOPPED) {
@@ -485,7 +492,8 @@ static size_t count_neighbours(const read_state *shared, size_t first, size_t en
     for (size_t left = STEP; first + count < end && count < PARTS; count++) {
         const mls_read_span *s = shared->plan.order[first + count];
         const size_t length = s->end - s->from;
-        if (s->at != at || length > left || !is_direct(s, shared->request.crc != NULL) ||
+        if (s->at != at || length > left ||
+            !is_direct(s, is_verified(shared, s->piece->shard)) ||
             (s->file != file && strcmp(s->file, file) != 0)) {
             break;
         }
@@ -517,9 +525,10 @@ static bool read_neighbours(read_worker *w, const mls_read_span *const *spans,
     if (preadv(w->fd, parts, (int)count, (off_t)spans[0]->at) != (ssize_t)bytes) {
         return false;
     }
-    for (size_t i = 0; crc != NULL && i < count; i++) {
-        if (crc->update(0, parts[i].iov_base, parts[i].iov_len) !=
-            spans[i]->piece->shard->crcs[0]) {
+    for (size_t i = 0; i < count; i++) {
+        if (is_verified(w->shared, spans[i]->piece->shard) &&
+            crc->update(0, parts[i].iov_base, parts[i].iov_len) !=
+                spans[i]->piece->shard->crcs[0]) {
             return false;
         }
     }

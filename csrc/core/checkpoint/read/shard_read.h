@@ -39,6 +39,7 @@ typedef struct mls_maker {
 /* What to read, and how. */
 typedef struct mls_read_request {
     int folder; /* descriptor of the checkpoint's folder */
+    bool links; /* files may be symbolic links */
     const mls_read_range *pieces;
     size_t count;                 /* number of pieces */
     const mls_crc_kernels *crc;   /* NULL: checksums are not verified */

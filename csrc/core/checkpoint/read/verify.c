@@ -158,7 +158,8 @@ static bool open_file(verifier *v, size_t file, bool tell, int *fd)
     const mls_index_file *record = &v->index->files[file];
     mls_status st;
     uint64_t length;
-    const mls_code code = mls_file_open_at(v->folder, record->path, fd, &length, &st);
+    const mls_code code =
+        mls_file_open_at(v->folder, record->path, false, fd, &length, &st);
     if (code == MLS_OK && length == record->bytes) {
         return true;
     }

@@ -247,6 +247,7 @@ mls_stored_reads mls_stored_reads_of(const mls_stored_shard *shard, const mls_pa
                                      bool verify)
 {
     const size_t block = MLS_SAFETENSORS_BLOCK;
+    const bool blocks = verify && shard->crcs != NULL;
     size_t all = 0, first = SIZE_MAX, last = 0;
     mls_stored_reads reads = {0};
     mls_stored_runs runs;
@@ -261,13 +262,13 @@ mls_stored_reads mls_stored_reads_of(const mls_stored_shard *shard, const mls_pa
         if (shard->frames != NULL) {
             round_to_frames(shard->frames, &begin, &end);
         }
-        if (verify) {
+        if (blocks) {
             /* round up to a block; the last block may be shorter */
             const size_t rest = end % block == 0 ? 0 : block - end % block;
             begin -= begin % block;
             end += rest < all - end ? rest : all - end;
         }
-        if (verify || shard->frames != NULL) {
+        if (blocks || shard->frames != NULL) {
             begin = begin > last ? begin : last; /* count shared blocks once */
         }
         first = first == SIZE_MAX ? begin : first;

@@ -23,7 +23,7 @@ typedef struct mls_stored_shard {
     uint64_t offset;      /* offset of the place in the file */
     size_t item_bytes;    /* bytes of one element */
     const uint32_t *crcs; /* CRC32C of each MLS_SAFETENSORS_BLOCK bytes; the last block
-                             may be shorter */
+                             may be shorter. NULL: the file has no checksums */
     mls_str name;         /* name of the tensor, for errors */
     size_t bytes;         /* uncompressed size of the place; used only with `visible` */
     const mls_row_range *visible; /* NULL: the place stores the whole shard, packed */

@@ -117,7 +117,8 @@ static bool open_file(compare_state *c, file_reader *r, const mls_layer *place)
         (void)close(r->fd);
         r->fd = -1;
     }
-    if (mls_file_open_at(job->folder, file->path, &r->fd, &length, &ignored) != MLS_OK) {
+    if (mls_file_open_at(job->folder, file->path, false, &r->fd, &length, &ignored) !=
+        MLS_OK) {
         return false;
     }
     r->file = place->file;

@@ -9,6 +9,7 @@
 enum { ELEMENTS = 240, ITEM = 4, EXTENTS = ELEMENTS };
 
 static const size_t shape[] = {10, 6, 4};
+static const uint32_t sum; /* of a place with checksums */
 static uint64_t state = 11;
 
 static size_t below(size_t limit)
@@ -92,7 +93,8 @@ typedef struct stored {
 
 static void make(stored *s)
 {
-    s->shard = (mls_stored_shard){.file = "x", .item_bytes = ITEM, .part = &s->part};
+    s->shard = (mls_stored_shard){
+        .file = "x", .item_bytes = ITEM, .crcs = &sum, .part = &s->part};
     s->part = random_part();
     s->wanted = random_part();
     const size_t count = mls_part_count(&s->part);
@@ -189,6 +191,8 @@ static void ranges_hold_all_that_is_wanted(void)
         CHECK(all == 0 || (plain.begin == 8 + first && plain.end == 8 + last));
         const mls_stored_reads whole = mls_stored_reads_of(&s->shard, &s->wanted, true);
         CHECK(whole.bytes == (all == 0 ? 0 : s->bytes)); /* in a single block */
+        s->shard.crcs = NULL;
+        CHECK(mls_stored_reads_of(&s->shard, &s->wanted, true).bytes == all);
     }
     free(map);
     free(s);
@@ -200,6 +204,7 @@ static void verified_reads_take_each_block_once(void)
     const mls_row_range visible[] = {{0, 10, 0}, {20, 10, 100}, {40, 5, 3 * BLOCK - 2}};
     const mls_part part = {.rank = 1, .length = {1000}, .end = 1000};
     const mls_stored_shard shard = {.file = "x",
+                                    .crcs = &sum,
                                     .file_bytes = SIZE_MAX,
                                     .offset = 4096,
                                     .item_bytes = 1,

@@ -1,0 +1,174 @@
+/* index_of_files: the headers own names and shapes, and the index owns the headers. */
+#if !defined(_WIN32)
+
+#    include "checkpoint/index/index_of_files.h"
+
+#    include "base/memory.h"
+#    include "io/json_checksum.h"
+
+#    include <errno.h>
+#    include <stdio.h>
+#    include <stdlib.h>
+#    include <string.h>
+#    include <sys/stat.h>
+#    include <unistd.h>
+
+/* Read the header of one file, and record the file. */
+static mls_code read_file(mls_index *x, const char *folder, const char *name,
+                          const mls_crc_kernels *crc, mls_status *st)
+{
+    struct stat info;
+    int fd;
+    const size_t length = strlen(folder) + strlen(name) + 2;
+    char *path = mls_alloc(length, 1);
+    if (path == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for a path of %zu bytes", length);
+    }
+    snprintf(path, length, "%s/%s", folder, name);
+    mls_safetensors *header = &x->headers[x->file_count];
+    mls_code code = mls_safetensors_open(path, crc, true, &fd, header, st);
+    mls_free(path);
+    if (code != MLS_OK) {
+        return code;
+    }
+    mls_index_file *file = &x->files[x->file_count++];
+    snprintf(file->path, sizeof file->path, "%s", name);
+    file->header_crc = header->has_crc ? header->header_crc : 0;
+    if (fstat(fd, &info) != 0) {
+        code = mls_fail_os(st, errno, "cannot examine the file");
+    }
+    file->bytes = code == MLS_OK ? (uint64_t)info.st_size : 0;
+    (void)close(fd);
+    return code;
+}
+
+/* Convert the checksums of a tensor's blocks; their digits were checked. */
+static const uint32_t *convert_crcs(mls_index *x, const mls_stored *tensor, size_t *used)
+{
+    uint32_t *crcs = x->crcs + *used;
+    const size_t blocks = mls_safetensors_blocks(tensor->bytes);
+    for (size_t i = 0; i < blocks; i++) {
+        (void)mls_crc_from_digits(tensor->blocks + i * MLS_CRC_DIGITS, &crcs[i]);
+    }
+    *used += blocks;
+    return crcs;
+}
+
+/* Return the checksum of the whole tensor, combined from its blocks' checksums. */
+static uint32_t combine_blocks(const uint32_t *crcs, size_t bytes)
+{
+    uint32_t crc = 0;
+    for (size_t at = 0, i = 0; at < bytes; at += MLS_SAFETENSORS_BLOCK, i++) {
+        const size_t left = bytes - at;
+        crc = mls_crc_combine(
+            crc, crcs[i], left < MLS_SAFETENSORS_BLOCK ? left : MLS_SAFETENSORS_BLOCK);
+    }
+    return crc;
+}
+
+/* List the tensors of a file. */
+static mls_code list_tensors(mls_index *x, size_t file, size_t *crcs_used, mls_status *st)
+{
+    const mls_safetensors *header = &x->headers[file];
+    for (size_t i = 0; i < header->count; i++) {
+        const mls_stored *t = &header->tensors[i];
+        if (t->rank > MLS_LAYOUT_RANK) {
+            mls_fail(st, MLS_E_FORMAT, "%d dimensions, but at most %d are supported",
+                     t->rank, (int)MLS_LAYOUT_RANK);
+            mls_status_name(st, t->name.data, t->name.length);
+            return MLS_E_FORMAT;
+        }
+        mls_index_shard *shard = &x->shards[x->shard_count++];
+        shard->id = (mls_tensor_id){.section = MLS_PARAMS, .name = t->name};
+        shard->dtype = t->dtype;
+        shard->rank = t->rank;
+        shard->shape = t->shape;
+        shard->version = 1;
+        shard->file = file;
+        shard->offset = t->offset;
+        shard->bytes = t->bytes;
+        if (header->has_crc) {
+            shard->crcs = convert_crcs(x, t, crcs_used);
+            shard->crc = combine_blocks(shard->crcs, t->bytes);
+        }
+    }
+    return MLS_OK;
+}
+
+/* Allocate the shards, and the checksums of files that have them. */
+static mls_code allocate_shards(mls_index *x, mls_status *st)
+{
+    size_t tensors = 0, blocks = 0; /* cannot overflow: the headers are in memory */
+    for (size_t i = 0; i < x->file_count; i++) {
+        tensors += x->headers[i].count;
+        for (size_t j = 0; x->headers[i].has_crc && j < x->headers[i].count; j++) {
+            blocks += mls_safetensors_blocks(x->headers[i].tensors[j].bytes);
+        }
+    }
+    x->shards = mls_alloc(tensors, sizeof *x->shards);
+    x->crcs = mls_alloc(blocks, sizeof *x->crcs);
+    return x->shards != NULL && x->crcs != NULL
+               ? MLS_OK
+               : mls_fail(st, MLS_E_MEMORY, "no memory for an index of %zu tensors",
+                          tensors);
+}
+
+/* For qsort. */
+static int compare_shards(const void *a, const void *b)
+{
+    return mls_index_compare(a, b);
+}
+
+/* Sort the shards, and check that each name is in one file. */
+static mls_code sort_shards(mls_index *x, size_t *failed, mls_status *st)
+{
+    qsort(x->shards, x->shard_count, sizeof *x->shards, compare_shards);
+    for (size_t i = 1; i < x->shard_count; i++) {
+        const mls_index_shard *before = &x->shards[i - 1], *next = &x->shards[i];
+        if (mls_tensor_id_compare(&before->id, &next->id) == 0) {
+            *failed = next->file;
+            mls_fail(st, MLS_E_FORMAT, "the tensor is in %.100s too",
+                     x->files[before->file].path);
+            mls_status_name(st, next->id.name.data, next->id.name.length);
+            return MLS_E_FORMAT;
+        }
+    }
+    return MLS_OK;
+}
+
+mls_code mls_index_of_files(const char *folder, const char *const *names, size_t count,
+                            const mls_crc_kernels *crc, mls_index *out, size_t *failed,
+                            mls_status *st)
+{
+    mls_index x = {.world_size = 1, .links = true};
+    size_t crcs_used = 0;
+    mls_code code = MLS_OK;
+    *failed = 0;
+    x.files = mls_alloc(count, sizeof *x.files);
+    x.headers = mls_alloc(count, sizeof *x.headers);
+    if (x.files == NULL || x.headers == NULL) {
+        code = mls_fail(st, MLS_E_MEMORY, "no memory for %zu files", count);
+    }
+    for (size_t i = 0; code == MLS_OK && i < count; i++) {
+        *failed = i;
+        code = read_file(&x, folder, names[i], crc, st);
+    }
+    code = code == MLS_OK ? allocate_shards(&x, st) : code;
+    for (size_t i = 0; code == MLS_OK && i < count; i++) {
+        *failed = i;
+        code = list_tensors(&x, i, &crcs_used, st);
+    }
+    code = code == MLS_OK ? sort_shards(&x, failed, st) : code;
+    code = code == MLS_OK ? mls_index_arrange(&x, st) : code;
+    if (code != MLS_OK) {
+        mls_index_fini(&x);
+        return code;
+    }
+    *out = x;
+    return MLS_OK;
+}
+
+#else
+/* No POSIX files: see io/file.h. */
+typedef int mls_index_of_files_unused;
+#endif

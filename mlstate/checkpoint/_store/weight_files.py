@@ -1,0 +1,263 @@
+"""The weights of a Hugging Face folder: its index, and the files that hold the tensors.
+
+Such a folder has one file ``model.safetensors``, or several files that are listed in
+``model.safetensors.index.json``. The headers of the files list the tensors. The core makes an
+index of them, so that everything that reads a checkpoint reads these folders too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ... import _core
+from ..._common.text import names_hint
+from ...errors import FormatError, StoreNotFoundError
+
+if TYPE_CHECKING:
+    from .manifest import Manifest
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+ROOTS = (SINGLE, INDEX)  # as transformers looks for them: the first one that exists
+WRITER = "a program that writes Hugging Face folders"
+_SUFFIX = ".safetensors"
+_MOST_NAME = 240  # bytes of a file name, MLS_PATH_BYTES
+_MOST_DEPTH = 16  # of nested arrays and objects in the index
+_NUMBERED = re.compile(r"(.+)-\d{5}(-of-\d{5}\.safetensors)\Z", re.ASCII)
+_HUB_NAME = re.compile(r"(\w[\w.-]*)/(\w[\w.-]*)\Z", re.ASCII)
+_SHOWN = 3  # names in an error
+
+
+class WeightFiles(NamedTuple):
+    """The files of a Hugging Face folder, as its index lists them.
+
+    Attributes
+    ----------
+    files : tuple of str
+        Names of the files, sorted.
+    tensors : dict of str to str, or None
+        The file of each tensor; None for a folder without index.
+    total_bytes : int or None
+        The index's ``total_size``, if it has one.
+    """
+
+    files: tuple[str, ...]
+    tensors: dict[str, str] | None
+    total_bytes: int | None
+
+
+def weights_root(folder: str) -> str | None:
+    """Return the name of the file that describes the weights of a folder; None if none does."""
+    return next((name for name in ROOTS if os.path.exists(os.path.join(folder, name))), None)
+
+
+def hub_hint(folder: str) -> str:
+    """Return how to download a model, if a missing path looks like its name on the Hub."""
+    name = os.path.relpath(folder)
+    match = _HUB_NAME.match(name)
+    if match is None or os.path.exists(match[1]):
+        return ""
+    return (
+        f"; mlstate reads local files only: if it is a model of the Hugging Face Hub, download it "
+        f"with: hf download {name} --local-dir {match[2]}"
+    )
+
+
+def _wrong(folder: str, root: str, text: str) -> FormatError:
+    error = FormatError(f"{root}: {text}")
+    error.path = os.path.join(folder, root)
+    return error
+
+
+def _listed(names: list[str]) -> str:
+    """Return the first names as text, and the number of the others."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(map(repr, names[:_SHOWN])) + more
+
+
+# ---- the index ----
+
+
+def _check_file_name(folder: str, tensor: str, name: Any) -> None:
+    """Raise unless a value of the index is the name of a file in the folder itself."""
+    if not isinstance(name, str):
+        text = f"the file of {tensor!r} is {name!r}, not a file name"
+    elif "/" in name or "\\" in name or "\0" in name or not name.endswith(_SUFFIX):
+        text = f"the file of {tensor!r} is {name!r}: not the name of a {_SUFFIX} file in the folder"
+    elif len(name.encode("utf-8", "surrogatepass")) > _MOST_NAME:
+        text = f"the file of {tensor!r} has a name of more than {_MOST_NAME} bytes"
+    else:
+        return
+    error = _wrong(folder, INDEX, text)
+    error.name = tensor
+    raise error
+
+
+def _parse(folder: str, data: bytes) -> WeightFiles:
+    import json
+
+    try:
+        _core.json_check(data, _MOST_DEPTH, INDEX)
+        found = json.loads(data)
+    except FormatError as error:
+        raise _wrong(folder, INDEX, f"not valid JSON: {error}") from None
+    except ValueError as error:
+        raise _wrong(folder, INDEX, f"not valid JSON: {error}") from None
+    tensors = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(tensors, dict) or not tensors:
+        raise _wrong(folder, INDEX, 'it has no "weight_map" that names the file of each tensor')
+    named: dict[Any, str] = {}
+    for tensor, name in tensors.items():
+        if not isinstance(name, str) or name not in named:
+            _check_file_name(folder, tensor, name)
+            named[name] = tensor
+    metadata = found.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if isinstance(total, float) and total.is_integer():
+        total = int(total)
+    if total is not None and (isinstance(total, bool) or not isinstance(total, int)):
+        raise _wrong(folder, INDEX, f"total_size is {total!r}, not a number of bytes")
+    return WeightFiles(tuple(sorted(named)), tensors, total)
+
+
+def _check_files(folder: str, found: WeightFiles) -> None:
+    """Raise if files are missing, or the index leaves out files of the set that it names."""
+    missing = [name for name in found.files if not os.path.exists(os.path.join(folder, name))]
+    if missing:
+        raise StoreNotFoundError(
+            2,
+            f"{INDEX} names {len(found.files)} files, and {len(missing)} of them do not exist: "
+            f"{_listed(missing)}; download or copy the folder again",
+            os.path.join(folder, missing[0]),
+        )
+    sets = {match.groups() for name in found.files if (match := _NUMBERED.match(name))}
+    unnamed = [
+        name
+        for name in unlisted_files(folder, found)
+        if (match := _NUMBERED.match(name)) and match.groups() in sets
+    ]
+    if unnamed:
+        raise _wrong(
+            folder,
+            INDEX,
+            f"it leaves out {_listed(unnamed)}, which belongs to the files that it names; replace "
+            "the index, or move the file away if it is a remnant",
+        )
+
+
+def unlisted_files(folder: str, found: WeightFiles) -> list[str]:
+    """Return the safetensors files of the folder that the weights do not include."""
+    return sorted(
+        name for name in os.listdir(folder) if name.endswith(_SUFFIX) and name not in found.files
+    )
+
+
+# ---- as a checkpoint ----
+
+
+def _generation(folder: str, names: list[str]) -> tuple[str, float]:
+    """Return a text that changes if any file is replaced, and the time of the newest file."""
+    import hashlib
+
+    facts = []
+    for name in names:
+        found = os.stat(os.path.join(folder, name))
+        facts.append((name, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
+    digest = hashlib.sha256(repr(facts).encode(), usedforsecurity=False).hexdigest()
+    return digest[:16], max(fact[4] for fact in facts) / 1e9
+
+
+def _read_texts(path: str) -> dict[str, str]:
+    """Return the metadata of a file; {} if it is damaged, which reading its tensors reports."""
+    try:
+        return _core.file_metadata(path, True)
+    except FormatError:
+        return {}
+
+
+def read_weights(folder: str, root: str, data: bytes | None) -> Manifest:
+    """Return the manifest of a Hugging Face folder; `data` is the content of its index.
+
+    Raises
+    ------
+    FormatError
+        The index is malformed, names files outside the folder, or leaves out files.
+    StoreNotFoundError
+        A file that the index names does not exist.
+    """
+    import datetime
+
+    from .manifest import IndexRecord, Manifest
+
+    found = WeightFiles((SINGLE,), None, None) if data is None else _parse(folder, data)
+    _check_files(folder, found)
+    generation, changed = _generation(folder, sorted({root, *found.files}))
+    created = datetime.datetime.fromtimestamp(changed, datetime.UTC)
+    return Manifest(
+        generation=generation,
+        sequence=1,
+        created=created.isoformat(timespec="microseconds").replace("+00:00", "Z"),
+        writer=WRITER,
+        step=None,
+        world_size=1,
+        model={"kind": "state"},
+        optimizer=None,
+        metadata=_read_texts(os.path.join(folder, found.files[0])),
+        indexes=(IndexRecord(root, 0 if data is None else len(data), "00000000", 0, 0),),
+        weights=found,
+    )
+
+
+def read_merged_index(folder: str, manifest: Manifest) -> Any:
+    """Read the headers of all files, and return them as a merged index.
+
+    Raises
+    ------
+    FormatError
+        A file is malformed, a tensor is in two files, or the index and the files disagree.
+    """
+    weights = manifest.weights
+    assert weights is not None
+    merged = _core.MergedIndex.of_files(folder, weights.files)
+    if weights.tensors is not None:
+        held = {shard[1]: shard[5] for shard in merged.shards()}
+        if held != weights.tensors:
+            raise _disagreement(folder, weights.tensors, held)
+    return merged
+
+
+def _disagreement(folder: str, listed: dict[str, str], held: dict[str, str]) -> FormatError:
+    """Return the error for an index that differs from the headers of the files."""
+    wrong = [name for name in listed if held.get(name) != listed[name]]
+    if wrong:
+        name, others = wrong[0], len(wrong) - 1
+        there = f": it is in {held[name]!r}" if name in held else names_hint(name, held)
+        text = f"{name!r} is not in {listed[name]!r}, the file that the index names{there}"
+    else:
+        unnamed = [name for name in held if name not in listed]
+        name, others = unnamed[0], len(unnamed) - 1
+        text = f"it does not list {name!r}, which {held[name]!r} holds"
+    if others:
+        text += f"; {others} other tensor{'' if others == 1 else 's'} differ too"
+    error = _wrong(folder, INDEX, text)
+    error.name = name
+    return error
+
+
+def check_total(folder: str, manifest: Manifest, merged: Any) -> None:
+    """Raise FormatError if the index has another total size than the tensors."""
+    weights = manifest.weights
+    if weights is None or weights.total_bytes is None:
+        return
+    total = merged.heads()[0][4]
+    if weights.total_bytes != total:
+        error = _wrong(
+            folder,
+            INDEX,
+            f"total_size is {weights.total_bytes:,}, but the tensors have {total:,} bytes: correct "
+            "it, or load with verify=False if the tensors are the right ones",
+        )
+        error.expected, error.got = str(weights.total_bytes), str(total)
+        raise error

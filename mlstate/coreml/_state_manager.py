@@ -1,0 +1,139 @@
+"""The state of Core ML models with several context sizes; public through `mlstate.coreml`."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from .._common.set_module import set_module
+from ..kv._model_states import incompatible
+from ..kv._state_manager import StateManagerBase
+from ._specs import StateSpec, choose
+from ._transfer import compact_coreml_state, copy_coreml_state, transition_coreml_state
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def _too_old(missing: str) -> Exception:
+    """Return the exception for a coremltools without states that can be read and written."""
+    version = getattr(sys.modules.get("coremltools"), "__version__", "an unknown version")
+    return incompatible(
+        f"{missing}: coremltools 9.0 or newer is needed to move states, found {version}; run "
+        "pip install -U coremltools",
+        "coremltools",
+        "9.0 or newer",
+        version,
+    )
+
+
+@set_module("mlstate.coreml")
+class StateManager(StateManagerBase):
+    """Holds the state of Core ML models with several context sizes, and moves it between them.
+
+    Parameters
+    ----------
+    models : mapping of int to MLModel, sequence of MLModel, or callable
+        The models of each context size, smallest size first. A size has one model, or a list or
+        tuple of chunk models. A callable without arguments returns either; it is called when
+        the model is first needed, and again after `release`.
+    specs : mapping of int, optional
+        The states of the models of some sizes, in any form that `state_specs` accepts, such as
+        the path of the ``.mlpackage``. Needed for a compiled model with several functions.
+    shared_state : bool
+        Whether the chunk models of a size share one state object, which the first chunk model
+        with states creates, or have one each. With one each, `state` is a tuple, with None for
+        a chunk model without states.
+    seq_axis : int
+        The axis of the sequence in the states; a negative number counts from the last axis.
+    overflow, batch_size, reserve_batches, prompt_tokens
+        As for `ContextLadder`.
+
+    Raises
+    ------
+    ValueError
+        The sizes are empty or do not rise, or an argument of `ContextLadder` is wrong.
+    CompatibilityError
+        The states of two models differ in name, kind of dtype, or in a dimension other than the
+        sequence; chunk models that share a state declare other states; or no state of a model
+        has the positions of its context. A ValueError.
+    TypeError
+        `models` is not a mapping, or a value is neither a model nor a callable.
+
+    See Also
+    --------
+    ContextLadder : decides when the state grows, and what to keep at the largest size.
+    transition_coreml_state : moves one state between two objects.
+
+    Notes
+    -----
+    Names and shapes come from the descriptions of the models, as for `state_specs`; no state is
+    read to find them. A model passed as an object is checked at once, a callable's model when
+    it is loaded, before anything changes. A state with the same shape in every model, such as
+    the state of a convolution, is copied as it is.
+
+    A move reads each state once and writes it once. The manager keeps the former states until
+    all are written: after an error it is unchanged, and the message names the size whose new
+    states were dropped. An empty state (position 0) is not moved: a new one is created.
+
+    Memory of a move: the states of both sizes inside Core ML, and, for one state at a time, the
+    array that was read and the array to write. Each is float32 for a float16 state. The former
+    states are freed after the move unless the caller holds them. The models of both sizes are
+    loaded during a move; `release` lets go of the former one.
+
+    Not thread-safe: use one manager for each conversation. Without coremltools 9 or newer,
+    states cannot be moved: the error names the installed version.
+
+    Examples
+    --------
+    `FakeMLState` and a class with ``get_spec`` and ``make_state`` replace Core ML's models:
+
+    >>> from mlstate.coreml import FakeMLState, StateManager
+    >>> class Model:
+    ...     def __init__(self, length):
+    ...         self.shapes = {"kv_cache": (2, 1, length, 32)}
+    ...     def get_spec(self):
+    ...         return self.shapes
+    ...     def make_state(self):
+    ...         return FakeMLState(self.shapes)
+    >>> manager = StateManager({256: lambda: Model(256), 512: lambda: Model(512)})
+    >>> state = manager.state  # predict(inputs, state=state) writes 256 tokens
+    >>> manager.grow_if_needed(255).action, manager.grow_if_needed(256).action
+    ('stay', 'grow')
+    >>> manager.state
+    FakeMLState({'kv_cache': float16(2, 1, 512, 32)})
+    >>> state.reads, manager.state.writes
+    (1, 1)
+    >>> manager.loaded, manager.release(), manager.loaded
+    ((256, 512), (256,), (512,))
+    """
+
+    def _is_loader(self, given: Any) -> bool:
+        return callable(given) and not hasattr(given, "make_state")
+
+    def _read_specs(self, size: int, model: Any) -> Mapping[str, StateSpec]:
+        if not callable(getattr(model, "make_state", None)):
+            if type(model).__module__.partition(".")[0] == "coremltools":
+                raise _too_old("the model has no make_state")
+            raise TypeError(
+                f"the model of {size} positions has no make_state: pass a coremltools MLModel, a "
+                "sequence of them, or a callable that returns either, got "
+                f"{type(model).__name__}"
+            )
+        return choose(self._given_specs.get(size, model), None)
+
+    def _make_state(self, model: Any, specs: Mapping[str, StateSpec]) -> Any:
+        state = model.make_state()
+        for method in ("read_state", "write_state"):
+            if not hasattr(state, method):
+                raise _too_old(f"the state has no {method}")
+        return state
+
+    def _resize_state(
+        self, source: Any, target: Any, name: str, spec: Any, position: int, compact: bool
+    ) -> None:
+        move = compact_coreml_state if compact else transition_coreml_state
+        move(source, target, name, position, specs={name: spec}, seq_axis=self._seq_axis)
+
+    def _copy_state(self, source: Any, target: Any, name: str, spec: Any) -> None:
+        copy_coreml_state(source, target, name)

@@ -1,0 +1,592 @@
+"""Base of the managers that move a model's states between context sizes; knows no framework.
+
+`mlstate.coreml.StateManager` and `mlstate.coreai.StateManager` derive from `StateManagerBase` and
+override its methods for models and states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from .._common.text import bytes_text, names_hint, table_html
+from ..errors import CompatibilityError, MLStateError
+from ._axis import valid_axis, with_length
+from ._context_ladder import ContextLadder, as_count, as_size, capacity_error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import TypeAlias
+
+    from .._types import NumpyDType
+    from ._context_ladder import LadderStep, Overflow
+
+    # States by name; each has `shape`, of the model's context, and a NumPy `dtype`.
+    Specs: TypeAlias = Mapping[str, Any]
+
+
+class Context(NamedTuple):
+    """The models of one context size, and the states that they declare.
+
+    Attributes
+    ----------
+    model : Any
+        The model, or the sequence of chunk models, as the caller passed or created it.
+    owners : tuple
+        The models that create states: one for each state object.
+    specs : tuple of mapping
+        The states that each state object holds.
+    """
+
+    model: Any
+    owners: tuple[Any, ...]
+    specs: tuple[Specs, ...]
+
+
+def _mismatch(text: str, name: str, expected: object, got: object) -> CompatibilityError:
+    """Return the exception for models whose states do not match."""
+    error = CompatibilityError(text)
+    error.name, error.expected, error.got = name, str(expected), str(got)
+    return error
+
+
+def _listed(specs: Specs) -> str:
+    """Return states as text, such as "kv (2, 1, 256, 32)"."""
+    return ", ".join(f"{name} {tuple(spec.shape)}" for name, spec in specs.items()) or "none"
+
+
+def _declared(specs: Specs) -> dict[str, tuple[tuple[int, ...], NumpyDType]]:
+    return {name: (tuple(spec.shape), spec.dtype) for name, spec in specs.items()}
+
+
+def _total_bytes(specs: tuple[Specs, ...]) -> int:
+    return sum(prod(spec.shape) * spec.dtype.itemsize for group in specs for spec in group.values())
+
+
+def _differ_in_sequence(shape: tuple[int, ...], new_shape: tuple[int, ...], axis: int) -> bool:
+    """Return whether two shapes differ in the sequence axis only."""
+    rank = len(shape)
+    if len(new_shape) != rank or not 2 <= rank <= 8 or not -rank <= axis < rank:
+        return False
+    return with_length(shape, axis % rank, new_shape[axis]) == new_shape
+
+
+def _select(tokens: Any, parts: tuple[range, ...]) -> Any:
+    """Return the tokens of some ranges: an array for an array, else a list."""
+    slices = [tokens[part.start : part.stop] for part in parts]
+    if isinstance(tokens, np.ndarray):
+        return np.concatenate(slices)
+    return [token for part in slices for token in part]
+
+
+class StateManagerBase:
+    """Holds the state of the current context size, and moves it to other sizes.
+
+    A subclass overrides `_is_loader`, `_read_specs`, `_make_state`, `_resize_state` and
+    `_copy_state`, and documents its models. It creates no state before `state` is read or a
+    move needs one. An empty state (position 0) moves without a read or a write: a new one is
+    created.
+
+    Parameters
+    ----------
+    models : mapping of int to model, sequence of models, or callable
+        The models of each context size, smallest size first. A callable without arguments
+        returns the model, or the sequence; it is called when the model is first needed.
+    specs : mapping of int, optional
+        States of models whose description cannot be read, in the form of `_read_specs`.
+    shared_state : bool
+        Whether the chunk models of one size share one state object, or have one each.
+    seq_axis : int
+        The axis of the sequence in the states; a negative number counts from the last axis.
+    overflow, batch_size, reserve_batches, prompt_tokens
+        As for `ContextLadder`.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[int, Any],
+        *,
+        specs: Mapping[int, Any] | None = None,
+        shared_state: bool = True,
+        seq_axis: int = -2,
+        overflow: Overflow = "stop",
+        batch_size: int | None = None,
+        reserve_batches: int = 2,
+        prompt_tokens: int = 0,
+    ) -> None:
+        if not isinstance(models, Mapping):
+            raise TypeError(
+                "models must be a mapping of context sizes to models, such as "
+                f"{{512: model, 1024: load_model}}, got {type(models).__name__}"
+            )
+        self._ladder = ContextLadder(
+            tuple(models),
+            overflow=overflow,
+            batch_size=batch_size,
+            reserve_batches=reserve_batches,
+            prompt_tokens=prompt_tokens,
+        )
+        self._given = dict(zip(self._ladder.sizes, models.values(), strict=True))
+        self._given_specs = self._as_specs(specs)
+        self._shared_state = bool(shared_state)
+        self._seq_axis = valid_axis(seq_axis)
+        self._contexts: dict[int, Context] = {}
+        self._specs: dict[int, tuple[Specs, ...]] = {}  # also of models that were released
+        self._size = self._ladder.sizes[0]
+        self._states: tuple[Any, ...] | None = None  # None: empty, not created yet
+        for size, given in self._given.items():
+            if not self._is_loader(given):
+                self._context(size)
+
+    def _as_specs(self, specs: Mapping[int, Any] | None) -> dict[int, Any]:
+        if specs is None:
+            return {}
+        if not isinstance(specs, Mapping):
+            raise TypeError(
+                "specs must be a mapping of context sizes to the states of their models, got "
+                f"{type(specs).__name__}"
+            )
+        return {as_size(self._ladder.sizes, size): given for size, given in specs.items()}
+
+    # ---- overridden for a framework ----
+
+    def _is_loader(self, given: Any) -> bool:
+        """Return whether a value of `models` is a callable that returns the model."""
+        return callable(given)
+
+    def _read_specs(self, size: int, model: Any) -> Specs:
+        """Return the states that one model declares, by name, or those of `_given_specs`.
+
+        The values have a `shape`, of this size, and a NumPy `dtype`. Raises TypeError if `model`
+        is not a model.
+        """
+        raise NotImplementedError
+
+    def _make_state(self, model: Any, specs: Specs) -> Any:
+        """Create an empty state object for one model."""
+        raise NotImplementedError
+
+    def _make_target(self, model: Any, specs: Specs) -> Any:
+        """Create the state object that a move writes every state of `specs` into."""
+        return self._make_state(model, specs)
+
+    def _axis_of(self, spec: Any) -> int:
+        """Return the sequence axis of a state; it may not have this axis."""
+        return self._seq_axis
+
+    def _resize_state(
+        self, source: Any, target: Any, name: str, spec: Any, position: int, compact: bool
+    ) -> None:
+        """Write the first `position` positions of a state into the target, whose spec is given."""
+        raise NotImplementedError
+
+    def _copy_state(self, source: Any, target: Any, name: str, spec: Any) -> None:
+        """Write a state that has the same shape in both models into the target."""
+        raise NotImplementedError
+
+    # ---- models ----
+
+    def _context(self, size: int) -> Context:
+        """Return the models of a size; load them and check their states if needed."""
+        context = self._contexts.get(size)
+        if context is None:
+            given = self._given[size]
+            context = self._read_context(size, given() if self._is_loader(given) else given)
+            self._check_growing(size, context.specs)
+            for other, specs in self._specs.items():
+                self._check_pair(other, specs, size, context.specs)
+            self._contexts[size], self._specs[size] = context, context.specs
+        return context
+
+    def _read_context(self, size: int, model: Any) -> Context:
+        """Return the models of a size with their states, and which of them create states."""
+        is_chunked = isinstance(model, list | tuple)
+        chunks = tuple(model) if is_chunked else (model,)
+        if not chunks:
+            raise TypeError(f"the model of {size} positions is an empty sequence of chunk models")
+        specs = tuple(self._read_specs(size, chunk) for chunk in chunks)
+        if not self._shared_state:
+            return Context(model, chunks, specs)
+        owner = next((i for i, declared in enumerate(specs) if declared), 0)
+        expected = _declared(specs[owner])
+        for i, declared in enumerate(specs):
+            if declared and _declared(declared) != expected:
+                raise _mismatch(
+                    f"chunk models {owner} and {i} of {size} positions declare other states, so "
+                    f"they cannot share one: {_listed(specs[owner])} and {_listed(declared)}; "
+                    "pass shared_state=False if each has its own",
+                    "models",
+                    _listed(specs[owner]),
+                    _listed(declared),
+                )
+        return Context(model, (chunks[owner],), (specs[owner],))
+
+    def _grows(self, size: int, spec: Any) -> bool:
+        """Return whether the sequence axis of a state has the length of the context."""
+        shape, axis = spec.shape, self._axis_of(spec)
+        return -len(shape) <= axis < len(shape) and shape[axis] == size
+
+    def _check_growing(self, size: int, specs: tuple[Specs, ...]) -> None:
+        declared = [spec for group in specs for spec in group.values()]
+        if any(self._grows(size, spec) for spec in declared):
+            return
+        axis = self._axis_of(declared[0]) if declared else self._seq_axis
+        states = "; ".join(map(_listed, specs))
+        raise _mismatch(
+            f"the model of {size} positions has no state of {size} positions at axis {axis}; "
+            f"its states: {states}. Pass the size of its states, or seq_axis=",
+            "models",
+            size,
+            states,
+        )
+
+    def _check_pair(
+        self, size: int, specs: tuple[Specs, ...], new_size: int, new_specs: tuple[Specs, ...]
+    ) -> None:
+        """Raise CompatibilityError if the states of a new model do not match a known one's."""
+        models = f"the models of {size} and {new_size} positions do not match: "
+        if new_size == size:
+            models = f"the model of {size} positions was loaded again with other states: "
+        if len(specs) != len(new_specs):
+            raise _mismatch(
+                f"{models}{len(specs)} and {len(new_specs)} chunk models",
+                "models",
+                f"{len(specs)} chunk models",
+                f"{len(new_specs)} chunk models",
+            )
+        for declared, new in zip(specs, new_specs, strict=True):
+            for names, others, owner in ((declared, new, new_size), (new, declared, size)):
+                for name in names:
+                    if name not in others:
+                        raise _mismatch(
+                            f"{models}the model of {owner} has no state {name!r}"
+                            f"{names_hint(name, others)}",
+                            name,
+                            name,
+                            ", ".join(others) or "none",
+                        )
+            for name, spec in declared.items():
+                self._check_state(models, name, (size, spec), (new_size, new[name]))
+
+    def _check_state(
+        self, models: str, name: str, known: tuple[int, Any], new: tuple[int, Any]
+    ) -> None:
+        (size, spec), (new_size, new_spec) = known, new
+        shapes = tuple(spec.shape), tuple(new_spec.shape)
+        expected, got = f"{spec.dtype} {shapes[0]}", f"{new_spec.dtype} {shapes[1]}"
+        axis, fault = self._axis_of(spec), None
+        if spec.dtype.kind != new_spec.dtype.kind:
+            fault = "; convert them with the same dtype"
+        elif shapes[0] != shapes[1] and not _differ_in_sequence(*shapes, axis):
+            fault = (
+                f": only the sequence, axis {axis}, may differ; convert them from the same weights"
+            )
+        elif shapes[0] != shapes[1] and not (
+            self._grows(size, spec) and self._grows(new_size, new_spec)
+        ):
+            fault = f": pass the lengths of axis {axis} as the sizes of the models"
+        if fault is not None:
+            raise _mismatch(
+                f"{models}state {name!r} is {expected} and {got}{fault}", name, expected, got
+            )
+
+    @property
+    def ladder(self) -> ContextLadder:
+        """The `ContextLadder` of the sizes, which decides every step."""
+        return self._ladder
+
+    @property
+    def size(self) -> int:
+        """Number of positions of the current state."""
+        return self._size
+
+    @property
+    def loaded(self) -> tuple[int, ...]:
+        """The sizes whose models are loaded, in increasing order."""
+        return tuple(sorted(self._contexts))
+
+    @property
+    def model(self) -> Any:
+        """The model, or the sequence of chunk models, of the current size; loaded if needed."""
+        return self._context(self._size).model
+
+    def release(self, size: int | None = None) -> tuple[int, ...]:
+        """Let go of models that a callable can load again.
+
+        Parameters
+        ----------
+        size : int, optional
+            The model to release. Default: the models of all sizes except the current one.
+
+        Returns
+        -------
+        tuple of int
+            The sizes of the released models. Models that were passed as objects stay.
+
+        Raises
+        ------
+        ValueError
+            `size` is the current size, is unknown, or its model was not passed as a callable.
+        TypeError
+            `size` is not an integer.
+        """
+        sizes = self.loaded
+        if size is not None:
+            size = as_size(self._ladder.sizes, size)
+            if size == self._size:
+                raise ValueError(
+                    f"the model of {size} positions is in use: grow, shrink or reset first"
+                )
+            if not self._is_loader(self._given[size]):
+                raise ValueError(
+                    f"the model of {size} positions cannot be loaded again: pass a callable that "
+                    "returns it"
+                )
+            sizes = (size,) if size in self._contexts else ()
+        released = tuple(
+            one for one in sizes if one != self._size and self._is_loader(self._given[one])
+        )
+        for one in released:
+            del self._contexts[one]
+        return released
+
+    # ---- states ----
+
+    def _make_states(
+        self, size: int, make: Callable[[Any, Specs], Any] | None = None
+    ) -> tuple[Any, ...]:
+        """Create empty states, or those of `make`; None for a chunk model that declares none."""
+        context = self._context(size)
+        make = make or self._make_state
+        return tuple(
+            make(owner, specs) if specs else None
+            for owner, specs in zip(context.owners, context.specs, strict=True)
+        )
+
+    @property
+    def state(self) -> Any:
+        """The current state object; a tuple of them if every chunk model has its own.
+
+        An empty state is created if there is none. Read it again after every call that can move
+        the state.
+        """
+        if self._states is None:
+            self._states = self._make_states(self._size)
+        return self._states[0] if len(self._states) == 1 else self._states
+
+    def _move(self, size: int, position: int) -> None:
+        """Move the state to another size; after an error the manager is unchanged."""
+        if position == 0:
+            self._context(size)
+            self._size, self._states = size, None
+            return
+        if self._states is None:
+            raise capacity_error(
+                f"position is {position}, but the state is empty: write tokens into `state` first, "
+                "or pass position 0",
+                0,
+                position,
+            )
+        targets = self._make_states(size, self._make_target)
+        specs = self._specs[self._size], self._specs[size]
+        for source, target, have, want in zip(self._states, targets, *specs, strict=True):
+            for name, spec in want.items():
+                try:
+                    if have[name].shape == spec.shape:
+                        self._copy_state(source, target, name, spec)
+                    else:
+                        compact = size < self._size
+                        self._resize_state(source, target, name, spec, position, compact)
+                except MLStateError:
+                    raise
+                except Exception as error:
+                    failure = MLStateError(
+                        f"state {name!r} was not moved from {self._size} to {size} positions: "
+                        f"{error}. The new state of {size} positions is unusable and was dropped; "
+                        f"the state of {self._size} positions is unchanged"
+                    )
+                    failure.name = name
+                    raise failure from error
+        self._size, self._states = size, targets
+
+    def grow_if_needed(self, position: int, new_tokens: int = 1) -> LadderStep:
+        """Move the state to a larger size if the next tokens do not fit.
+
+        Parameters
+        ----------
+        position : int
+            Number of tokens in the state.
+        new_tokens : int
+            Number of tokens to write next.
+
+        Returns
+        -------
+        LadderStep
+            "stay" or "grow" if the tokens now fit. Otherwise "stop", "refill" or "roll", as
+            `overflow` chooses, and nothing was changed: call `refill` for "refill".
+
+        Raises
+        ------
+        CapacityError
+            `position` is negative or beyond the state, or `new_tokens` is less than 1.
+        CompatibilityError
+            The states of the larger model do not match.
+        MLStateError
+            A state could not be read or written. The manager is unchanged.
+        TypeError
+            A number is not an integer, or a callable did not return a model.
+        """
+        step = self._ladder.next_step(position, self._size, new_tokens)
+        if step.action == "grow":
+            self._move(step.size, step.kept_tokens)
+        return step
+
+    def shrink(self, position: int, size: int | None = None) -> LadderStep:
+        """Move the state to a smaller size.
+
+        Parameters
+        ----------
+        position : int
+            Number of tokens in the state.
+        size : int, optional
+            The new size. Default: the smallest size that holds the tokens.
+
+        Returns
+        -------
+        LadderStep
+            "shrink", or "stay" if the state already has this size.
+
+        Raises
+        ------
+        CapacityError
+            `position` is negative, beyond the state, or does not fit into `size`.
+        ValueError
+            `size` is unknown, or larger than the current size.
+        CompatibilityError, MLStateError, TypeError
+            As for `grow_if_needed`.
+        """
+        position = as_count("position", position)
+        if position > self._size:
+            raise capacity_error(
+                f"position {position} is beyond the {self._size} positions of the state: pass the "
+                "number of tokens in the state",
+                f"0..{self._size}",
+                position,
+            )
+        step = self._ladder.shrink(position, size)
+        if step.size > self._size:
+            raise ValueError(
+                f"size {step.size} is larger than the {self._size} positions of the state: "
+                "use grow_if_needed"
+            )
+        if step.size == self._size:
+            return step._replace(action="stay")
+        self._move(step.size, position)
+        return step
+
+    def refill(
+        self,
+        tokens: Sequence[int],
+        prefill: Callable[[Any, int, Any], object],
+        size: int | None = None,
+    ) -> LadderStep:
+        """Choose the tokens to keep, and prefill them into a new, empty state.
+
+        Parameters
+        ----------
+        tokens : sequence of int, or one-dimensional array
+            All tokens, including those that did not fit.
+        prefill : callable
+            Called as ``prefill(tokens, position, state)`` for each batch: its tokens (an array
+            if `tokens` is one, else a list), the position of the first, and the new `state`.
+            The last batch can be shorter than `batch_size`.
+        size : int, optional
+            Size of the new state. Default: the largest size.
+
+        Returns
+        -------
+        LadderStep
+            "refill"; its ``kept_tokens`` is the next position. "stop" if no token would be
+            dropped; then nothing was changed.
+
+        Raises
+        ------
+        ValueError
+            No `batch_size` was passed, or `size` is unknown.
+        CompatibilityError
+            The states of the model do not match.
+        TypeError
+            `tokens` or `prefill` has another type, or a callable did not return a model.
+
+        Notes
+        -----
+        During the calls, `model`, `size` and `state` belong to the new state. If `prefill`
+        raises, the former state is the current one again, unchanged.
+        """
+        step, batches = self._plan_refill(tokens, prefill, size)
+        if batches:
+            with self._replacing_state(step.size) as state:
+                for batch, start in batches:
+                    prefill(batch, start, state)
+        return step
+
+    def _plan_refill(
+        self, tokens: Sequence[int], prefill: object, size: int | None
+    ) -> tuple[LadderStep, list[tuple[Any, int]]]:
+        """Check the arguments of `refill`; return the step, and the batches with their starts."""
+        if not callable(prefill):
+            raise TypeError(
+                f"prefill must be a callable (tokens, position, state), got "
+                f"{type(prefill).__name__}"
+            )
+        if not hasattr(tokens, "__getitem__") or getattr(tokens, "ndim", 1) != 1:
+            shape = f" of shape {tokens.shape}" if hasattr(tokens, "shape") else ""
+            raise TypeError(
+                f"tokens must be a sequence or one-dimensional array of token numbers, got "
+                f"{type(tokens).__name__}{shape}"
+            )
+        step = self._ladder.refill(len(tokens), size)
+        if step.action != "refill":
+            return step, []
+        kept = _select(tokens, step.kept)
+        return step, [(kept[start:stop], start) for start, stop in step.batches]
+
+    @contextmanager
+    def _replacing_state(self, size: int) -> Iterator[Any]:
+        """Make a new, empty state the current one; restore the former one after an exception."""
+        former = self._size, self._states
+        self._context(size)
+        self._size, self._states = size, None
+        try:
+            yield self.state
+        except BaseException:
+            self._size, self._states = former
+            raise
+
+    def reset(self) -> None:
+        """Drop the state: the next one is empty and has the smallest size."""
+        self._size, self._states = self._ladder.sizes[0], None
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(map(str, self._ladder.sizes))
+        loaded = ", ".join(map(str, self.loaded)) or "none"
+        kind = "empty" if self._states is None else "in use"
+        return (
+            f"{type(self).__name__}(sizes {sizes}; loaded {loaded}; "
+            f"state of {self._size} positions, {kind})"
+        )
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for size in self._ladder.sizes:
+            specs = self._specs.get(size)
+            states = "?" if specs is None else "; ".join(map(_listed, specs))
+            nbytes = "?" if specs is None else bytes_text(_total_bytes(specs))
+            marks = ["loaded"] if size in self._contexts else []
+            marks += ["current"] if size == self._size else []
+            rows.append([f"{size:,}", states, nbytes, ", ".join(marks)])
+        return table_html(repr(self), ["size", "states", "bytes", "model"], rows)

@@ -1,0 +1,336 @@
+"""Folders of Hugging Face models are read as checkpoints, and a wrong index is refused."""
+
+import json
+import pathlib
+import pickle
+import shutil
+
+import numpy as np
+import pytest
+from weight_folder import write_folder, write_index, write_weight_file
+
+import mlstate
+from mlstate.checkpoint import Layout, plan_load, reshard
+from mlstate.checkpoint import inspect as inspect_checkpoint
+from mlstate.checkpoint._files.convert import read_any, write_any
+
+INDEX = "model.safetensors.index.json"
+COUNTS = pathlib.Path("/proc/self/io")
+
+
+def arrays_of(seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        "layers.0.weight": rng.random((6, 4), np.float32),
+        "odd": rng.integers(0, 255, 3, np.uint8),  # so that those after it are not aligned
+        "layers.0.bias": rng.random(5).astype(np.float16),
+        "step": np.array(7, np.int64),
+        "layers.1.weight": rng.random((3, 2, 8), np.float32),
+        "none": np.zeros((0, 4), np.float32),
+        "mask": rng.random(9) > 0.5,
+    }
+
+
+@pytest.fixture(params=[1, 3])
+def folder(request, tmp_path):
+    return write_folder(tmp_path / "model", arrays_of(), request.param)
+
+
+def assert_same(found, wanted):
+    assert set(found) == set(wanted)
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(found[name], array)
+        assert found[name].dtype == array.dtype
+        assert found[name].shape == array.shape
+
+
+# ---- every way of reading ----
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize("verify", [False, True, "first"])
+def test_load_returns_all_tensors(folder, mmap, verify):
+    found = mlstate.load(folder, mmap=mmap, verify=verify)
+    assert_same(found.model, arrays_of())
+    assert found.optimizer is None
+    assert found.metadata == {"format": "pt"}
+    assert all(array.flags.writeable != mmap for name, array in found.model.items() if array.size)
+
+
+def test_names_and_globs_select_tensors(folder):
+    assert set(mlstate.load(folder, names="layers.*.weight").model) == {
+        "layers.0.weight",
+        "layers.1.weight",
+    }
+    assert set(mlstate.load(folder, names=["layers.0", "step"]).model) == {
+        "layers.0.weight",
+        "layers.0.bias",
+        "step",
+    }
+    with pytest.raises(mlstate.errors.TensorNotFoundError, match=r"layers\.0\.wieght"):
+        mlstate.load(folder, names="layers.0.wieght")
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize("layout", ["rows", "flat", Layout([(1, 2), (0, 2)])])
+def test_each_rank_loads_its_part(folder, layout, mmap):
+    world = 4 if isinstance(layout, Layout) else 3
+    mlstate.save(folder.parent / "own", arrays_of())
+    for rank in range(world):
+        how = {"rank": rank, "world_size": world, "layout": layout, "mmap": mmap}
+        assert_same(
+            mlstate.load(folder, **how).model, mlstate.load(folder.parent / "own", **how).model
+        )
+
+
+def test_existing_arrays_are_filled(folder):
+    targets = {name: np.zeros_like(array) for name, array in arrays_of().items()}
+    targets["layers.0.weight"] = np.zeros((4, 6), np.float32).T
+    kept = dict(targets)
+    assert mlstate.load(folder, into={"model": targets}).model is targets
+    assert_same(targets, arrays_of())
+    assert all(targets[name] is kept[name] for name in kept)
+
+
+def test_one_stored_name_fills_tied_arrays(tmp_path):
+    weight = np.arange(6, dtype=np.float32)
+    folder = write_folder(tmp_path / "m", {"embed": weight})
+    target = np.zeros(6, np.float32)
+    mlstate.load(folder, into={"model": {"embed": target, "head": target}})
+    np.testing.assert_array_equal(target, weight)
+    other = np.zeros(6, np.float32)
+    with pytest.raises(mlstate.errors.CompatibilityError, match=r'Missing key.*"head"'):
+        mlstate.load(folder, into={"model": {"embed": target, "head": other}})
+    assert not other.any()
+
+
+def test_inspect_lists_tensors_and_files(folder):
+    found = inspect_checkpoint(folder)
+    for one in (found, pickle.loads(pickle.dumps(found))):
+        assert {t.key: (t.shape, t.dtype) for t in one.tensors()} == {
+            name: (array.shape, array.dtype.name) for name, array in arrays_of().items()
+        }
+        assert one.nbytes == one.stored_nbytes == sum(a.nbytes for a in arrays_of().values())
+        assert set(one.files()) == {p.name for p in folder.glob("*.safetensors")}
+    assert repr(found).startswith("Hugging Face folder: 7 tensors, ")
+    assert all(shard.crc32c is None for shard in found.shards())
+    for shard in found.shards():
+        raw = (folder / shard.path).read_bytes()[shard.offset : shard.offset + shard.nbytes]
+        assert raw == arrays_of()[shard.key].tobytes()
+
+
+def test_reshard_and_convert_read_it(folder, tmp_path):
+    made = reshard(folder, tmp_path / "two", layout="rows", world_size=2)
+    assert made.world_size == 2
+    assert_same(made.load().model, arrays_of())
+    model, optimizer, metadata = read_any(folder)
+    assert_same(model, arrays_of())
+    assert (optimizer, metadata) == (None, {"format": "pt"})
+    write_any(tmp_path / "a.npz", model, None, metadata)
+    assert_same(read_any(tmp_path / "a.npz")[0], arrays_of())
+
+
+def test_a_save_into_the_folder_becomes_the_checkpoint(folder):
+    mlstate.save(folder, {"own": np.ones(2)})
+    assert set(mlstate.load(folder).model) == {"own"}
+
+
+def test_links_as_in_a_cache_are_followed(folder, tmp_path):
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "main"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    for number, path in enumerate(sorted(folder.iterdir())):
+        path.rename(blobs / str(number))
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    for mmap in (False, True):
+        assert_same(mlstate.load(snapshot, mmap=mmap).model, arrays_of())
+    assert mlstate.verify(snapshot)
+
+
+def test_a_single_file_wins_over_an_index(tmp_path):
+    folder = write_folder(tmp_path / "m", arrays_of(), 2)
+    write_weight_file(folder / "model.safetensors", {"only": np.ones(3, np.float32)})
+    assert set(mlstate.load(folder).model) == {"only"}
+    assert len(mlstate.verify(folder).strange) == 2
+
+
+# ---- amounts read ----
+
+
+def read_bytes():
+    return int(COUNTS.read_text().split()[1])
+
+
+@pytest.mark.skipif(not COUNTS.exists(), reason="Linux counts bytes read")
+def test_a_rank_reads_little_more_than_its_rows(tmp_path):
+    big = np.random.default_rng(0).random((4096, 1024), np.float32)
+    folder = write_folder(tmp_path / "m", {"a": big, "b": big[:2048], "c": big[1]}, 2)
+    before = read_bytes()
+    found = mlstate.load(folder, rank=3, world_size=8, layout="rows")
+    count = read_bytes() - before
+    wanted = sum(array.nbytes for array in found.model.values())
+    assert wanted <= count <= 1.1 * wanted
+    np.testing.assert_array_equal(found.model["a"], big[1536:2048])
+    planned = plan_load(folder, rank=3, world_size=8, layout="rows")
+    assert planned.nbytes == wanted
+
+
+# ---- verification ----
+
+
+def test_verify_checks_structure_and_own_checksums(folder):
+    report = mlstate.verify(folder)
+    assert report
+    listed = [path.stat().st_size for path in folder.glob(INDEX)]
+    assert (report.bytes, report.strange) == (sum(listed), [])
+    for path in folder.glob("*.safetensors"):
+        state = mlstate.load_file(path)
+        mlstate.save_file(state, path, {"format": "pt"})
+    data = sum(a.nbytes for a in arrays_of().values())
+    assert mlstate.verify(folder).bytes == data + sum(listed)
+    shard = next(s for s in inspect_checkpoint(folder).shards() if s.key == "layers.1.weight")
+    with (folder / shard.path).open("r+b") as file:
+        file.seek(shard.offset + 5)
+        file.write(b"!")
+    [problem] = mlstate.verify(folder).problems
+    assert (problem.kind, problem.path, problem.name) == ("altered", shard.path, shard.key)
+    for verify in (True, "first"):
+        with pytest.raises(mlstate.errors.ChecksumError, match=r"layers\.1\.weight"):
+            mlstate.load(folder, verify=verify)
+    with pytest.raises(ValueError, match="no older step"):
+        mlstate.verify(folder, repair=True)
+
+
+def test_verify_reports_a_truncated_file(folder):
+    path = sorted(folder.glob("*.safetensors"))[0]
+    path.write_bytes(path.read_bytes()[:-1])
+    [problem] = mlstate.verify(folder).problems
+    assert (problem.kind, problem.path) == ("header", path.name)
+    with pytest.raises(mlstate.errors.FormatError, match=path.name):
+        mlstate.load(folder)
+
+
+# ---- a wrong index ----
+
+
+def three_files(tmp_path):
+    folder = write_folder(tmp_path / "m", arrays_of(), 3)
+    return folder, json.loads((folder / INDEX).read_text())
+
+
+def first_name(index):
+    return next(iter(index["weight_map"]))
+
+
+NAMES = ["../x.safetensors", "/etc/x.safetensors", "a/b.safetensors", "x.bin", 3, None,
+         "a\\b.safetensors", "x\0.safetensors", "é" * 120 + ".safetensors"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_that_leaves_the_folder_is_refused(tmp_path, name):
+    folder, index = three_files(tmp_path)
+    index["weight_map"]["layers.0.bias"] = name
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(mlstate.errors.FormatError, match=r"layers\.0\.bias") as caught:
+        mlstate.load(folder)
+    assert caught.value.path == str(folder / INDEX)
+    assert [p.kind for p in mlstate.verify(folder).problems] == ["manifest"]
+
+
+@pytest.mark.parametrize("text", [
+    "", "{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', "[" * 1000, "\xff",
+    '{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}',
+    '{"weight_map": {"a": "x.safetensors"}, "metadata": {"total_size": "1"}}',
+])  # fmt: skip
+def test_a_malformed_index_is_refused(tmp_path, text):
+    folder, _ = three_files(tmp_path)
+    (folder / INDEX).write_bytes(text.encode("latin-1"))
+    with pytest.raises(mlstate.errors.FormatError, match=INDEX):
+        mlstate.load(folder)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    folder, _ = three_files(tmp_path)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    for call in (mlstate.load, inspect_checkpoint):
+        with pytest.raises(FileNotFoundError, match="model-00002-of-00003"):
+            call(folder)
+    [problem] = mlstate.verify(folder).problems
+    assert problem.kind == "missing"
+
+
+def test_a_file_of_the_set_that_the_index_leaves_out_is_named(tmp_path):
+    folder, index = three_files(tmp_path)
+    left_out = "model-00002-of-00003.safetensors"
+    index["weight_map"] = {k: v for k, v in index["weight_map"].items() if v != left_out}
+    write_index(folder, index["weight_map"], 0)
+    with pytest.raises(mlstate.errors.FormatError, match=f"leaves out '{left_out}'"):
+        mlstate.load(folder)
+
+
+def test_other_safetensors_files_are_reported_by_verify_only(tmp_path):
+    folder, _ = three_files(tmp_path)
+    write_weight_file(folder / "consolidated.safetensors", {"x": np.ones(1, np.float32)})
+    assert_same(mlstate.load(folder).model, arrays_of())
+    report = mlstate.verify(folder)
+    assert report
+    assert report.strange == ["consolidated.safetensors"]
+
+
+def test_a_tensor_in_another_file_than_the_index_says_is_named(tmp_path):
+    folder, index = three_files(tmp_path)
+    index["weight_map"]["odd"] = "model-00001-of-00003.safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(mlstate.errors.FormatError, match=r"'odd' is not in 'model-00001.*00002"):
+        mlstate.load(folder)
+    assert not mlstate.verify(folder)
+
+
+def test_a_tensor_in_no_file_is_named(tmp_path):
+    folder, index = three_files(tmp_path)
+    index["weight_map"]["ghost"] = "model-00001-of-00003.safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(mlstate.errors.FormatError, match="'ghost' is not in") as caught:
+        mlstate.load(folder)
+    assert caught.value.name == "ghost"
+
+
+def test_a_tensor_that_the_index_does_not_list_is_named(tmp_path):
+    folder, index = three_files(tmp_path)
+    del index["weight_map"]["odd"]
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(mlstate.errors.FormatError, match="does not list 'odd'"):
+        mlstate.load(folder)
+
+
+def test_a_tensor_in_two_files_is_named(tmp_path):
+    folder, _ = three_files(tmp_path)
+    shutil.copy(
+        folder / "model-00001-of-00003.safetensors", folder / "model-00002-of-00003.safetensors"
+    )
+    with pytest.raises(mlstate.errors.FormatError, match="is in model-0000"):
+        mlstate.load(folder)
+
+
+def test_a_wrong_total_is_an_error_unless_unverified(tmp_path):
+    folder, index = three_files(tmp_path)
+    write_index(folder, index["weight_map"], 12)
+    for call in (mlstate.load, lambda path: reshard(path, tmp_path / "b", layout="whole",
+                                                    world_size=1)):  # fmt: skip
+        with pytest.raises(mlstate.errors.FormatError, match="total_size is 12, but the tensors"):
+            call(folder)
+    assert [p.kind for p in mlstate.verify(folder).problems] == ["index"]
+    assert_same(mlstate.load(folder, verify=False).model, arrays_of())
+
+
+def test_a_missing_folder_names_the_download_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for call in (mlstate.load, mlstate.verify, inspect_checkpoint):
+        with pytest.raises(
+            FileNotFoundError, match="hf download org/small-model --local-dir small-model"
+        ):
+            call("org/small-model")
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(FileNotFoundError) as caught:
+        mlstate.load("runs/a")
+    assert "hf download" not in str(caught.value)
