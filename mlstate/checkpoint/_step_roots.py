@@ -44,9 +44,8 @@ def agreed_roots(folder: str, group: ProcessGroup | None) -> list[str]:
             names = [root.path for root in _folder.list_roots(folder)]
         except MLStateError as caught:
             error = caught
-    said = gather_bytes(group, b"" if error is not None else " ".join(["roots", *names]).encode())[
-        0
-    ]
+    text = "" if error is not None else " ".join(["roots", *names])
+    said = gather_bytes(group, text.encode())[0]
     if error is not None:
         raise error
     if not said:

@@ -55,7 +55,9 @@ def run(arguments, *, lines=None, delay=0.0, seconds=240):
     finally:
         timer.cancel()
         kill(process)
+        reader.join(10)
         process.stdout.close()
+        process.stderr.close()
 
 
 def run_killed(arguments, *, kills, most_lines, seed, most_delay=0.05):
