@@ -24,7 +24,7 @@ __all__ = ["add"]
 def add(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the parser of ``convert``."""
     suffixes = " ".join(suffix for one in FORMATS.values() for suffix in one.suffixes)
-    help_text = "convert between checkpoints, .safetensors, .npz, and torch's files and folders"
+    help_text = "convert between checkpoints, .safetensors, .npz, Hugging Face and torch's files"
     parser = add_command(commands, "convert", help_text)
     parser.add_argument("source", help=f"a folder, or a file: {suffixes}")
     parser.add_argument("target", help="target; its suffix selects the format (none: a checkpoint)")

@@ -1,9 +1,11 @@
 """Export a model as a Hugging Face folder; public through `mlstate.checkpoint`.
 
-export -> _take_state      every rank: its part of the state, without tied names
--> _begin           rank 0 creates a temporary folder, and files of their final length
--> _write_parts     every rank writes its parts at their final offsets
--> _finish          rank 0 writes headers and the index, and renames the folder
+    export -> _take_state      every rank: its part of the state, without tied names
+           -> _begin           rank 0 creates a temporary folder, and files of their final length
+           -> _write_parts     every rank writes its parts at their final offsets
+           -> _finish          rank 0 writes headers and the index, and renames the folder
+
+After each step the ranks agree that all succeeded; otherwise all raise.
 """
 
 from __future__ import annotations
@@ -54,14 +56,14 @@ def _together(group: ProcessGroup | None, error: BaseException | None) -> None:
 
 def _memory_of(value: Any) -> Any:
     """Return a key for the memory of an array; None if it has no bytes."""
+    import numpy as np
+
     array = value.array if isinstance(value, Shard) else value
     if hasattr(array, "data_ptr"):
-        place, steps = array.data_ptr(), tuple(array.stride())
-        size = array.numel()
-    elif hasattr(array, "__array_interface__"):
-        place, steps = array.__array_interface__["data"][0], array.strides
-        size = array.size
-    else:
+        place, steps, size = array.data_ptr(), tuple(array.stride()), array.numel()
+    elif isinstance(array, np.ndarray):
+        place, steps, size = array.__array_interface__["data"][0], array.strides, array.size
+    else:  # such as NumPy scalars, whose memory is temporary
         return None
     return (place, tuple(array.shape), steps, str(array.dtype)) if size else None
 
@@ -94,7 +96,9 @@ def _take_state(
             tied = _tied_names(model, state)
             kept = {name: value for name, value in state.items() if name not in tied}
             if rename is not None:
-                kept = dict(rename_state(kept, rename))
+                # with several ranks, a rule may concern tensors of another rank only
+                unused = "error" if target.group is None else "ignore"
+                kept = dict(rename_state(kept, rename, unused=unused))
                 tied = set()  # the old names are gone
             content.dicts = (kept, None)
             table = table_of(kept, tied)
@@ -159,9 +163,11 @@ def _begin(folder: str, plan: ExportPlan, overwrite: bool) -> str:
                 os.truncate(descriptor, size)
             finally:
                 os.close(descriptor)
-    except OSError as error:
+    except BaseException as error:
         shutil.rmtree(made, ignore_errors=True)
-        raise _folder.store_error(error, "cannot create the folder", made) from None
+        if isinstance(error, OSError):
+            raise _folder.store_error(error, "cannot create the folder", made) from None
+        raise
     return made
 
 
@@ -193,7 +199,7 @@ def _finish(made: str, folder: str, plan: ExportPlan, crcs: Any, copied: list[st
             os.rename(folder, old)
         try:
             os.rename(made, folder)
-        except OSError:
+        except BaseException:
             if replaces:
                 os.rename(old, folder)
             raise

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     # dtype and shape of a whole tensor, and how it is cut: the steps of a layout, or None
     Facts: TypeAlias = tuple[str, tuple[int, ...], Any]
 
+_ITEM_BYTES = {info.name: info.item_bytes for info in DTYPES}
 FORMAT = "pt"  # the "format" in the metadata, which transformers requires
 
 
@@ -266,10 +267,6 @@ def _divide(
     return files
 
 
-def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
-    return prod(shape) * next((i.item_bytes for i in DTYPES if i.name == dtype), 0)
-
-
 def make_plan(tensors: dict[str, Facts], max_shard_bytes: int) -> ExportPlan:
     """Plan the files; a tensor larger than `max_shard_bytes` has its own file.
 
@@ -278,7 +275,7 @@ def make_plan(tensors: dict[str, Facts], max_shard_bytes: int) -> ExportPlan:
     CompatibilityError
         Safetensors has no name for a dtype.
     """
-    sizes = {name: _nbytes(dtype, shape) for name, (dtype, shape, _) in tensors.items()}
+    sizes = {n: prod(shape) * _ITEM_BYTES.get(dtype, 0) for n, (dtype, shape, _) in tensors.items()}
     divided = [tuple(file) for file in _divide(tensors, sizes, max_shard_bytes)]
     count = len(divided)
     files = tuple(f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1))
